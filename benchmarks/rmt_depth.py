@@ -16,7 +16,6 @@ docs/explanation/log.md, "The depth of the gradient and memory tokens".
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import subprocess
@@ -25,6 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lib.common import ROOT, load, options_and_overrides
+
+from dist_mem.tracking.log import METRICS_FILE, read_points
 
 SEGMENTS = 60  # of an update; a multiple of every window
 METRIC = "validation/word_perplexity"
@@ -56,8 +57,7 @@ def train(
     command = [sys.executable, "-m", "dist_mem", "train", str(ROOT / "configs" / "demo.yaml"), f"memory/{memory}.yaml"]
     command += [*(f"{name}={value}" for name, value in keys.items()), *overrides]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    points = [json.loads(line).get("metrics", {}) for line in lines]
+    points = [point.metrics for point in read_points(run_dir / METRICS_FILE)]
     return float([point[METRIC] for point in points if METRIC in point][-1])
 
 

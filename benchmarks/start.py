@@ -27,6 +27,8 @@ from typing import Any
 
 from lib.common import ROOT, arguments_of, build_sample, load, output_of_rank0, start_ranks
 
+from dist_mem.tracking.log import METRICS_FILE, read_points
+
 CONFIG = ROOT / "configs" / "demo.yaml"
 FIRST_STEP = "first step"
 MODULES = {
@@ -121,7 +123,7 @@ def first_job(data: Path, run_dir: Path) -> float:
     options = ["train.steps=60", "schedule.warmup_steps=1", "tracking.every=10"]
     launcher = [str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2", "-m", "dist_mem", "train"]
     subprocess.run([*launcher, *job_options(data, run_dir), *options], check=True, capture_output=True)
-    points = [json.loads(line)["metrics"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    points = [point.metrics for point in read_points(run_dir / METRICS_FILE)]
     return statistics.median(point["data_wait_share"] for point in points[1:])
 
 

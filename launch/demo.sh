@@ -19,7 +19,7 @@ stop_halfway() {
   local half=$1 step=0
   until [ "${step:-0}" -ge "$half" ]; do
     sleep 0.5
-    step=$(sed -n '$s/.*"step": \([0-9]*\).*/\1/p' "$run/metrics.jsonl" 2>/dev/null) || true
+    step=$(sed -n 's/^{"kind": "point".*"step": \([0-9]*\), "metrics".*/\1/p' "$run/metrics.jsonl" 2>/dev/null | tail -1) || true
   done
   say "SIGTERM to rank 0 after step $half"
   kill -TERM "$(sed 's/.*"pid": \([0-9]*\).*/\1/' "$run/lease.json")"

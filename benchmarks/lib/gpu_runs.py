@@ -18,6 +18,7 @@ from lib.gpu_bench import Bench, FailedError, configuration_file
 from lib.speed import memories
 
 from dist_mem.config import load_config
+from dist_mem.tracking.log import METRICS_FILE, read_points
 
 BASE = "transformer_xl_base"
 PUBLISHED = 59_961  # tokens/s of NVIDIA's base configuration on one A100 of 40 GB
@@ -85,9 +86,7 @@ def logged(run_dir: Path, metric: str) -> list[float]:
 
 def points(run_dir: Path) -> list[dict[str, Any]]:
     """Return the logged points of a run; none before the first."""
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [{**one["metrics"], "step": one["step"]} for one in map(json.loads, lines)]
+    return [{**point.metrics, "step": point.step} for point in read_points(run_dir / METRICS_FILE)]
 
 
 def zero_stage(bench: Bench, name: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from dist_mem.engine.cpu_op import BUFFER, SHM
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.runtime.processes import dist_mem
 from dist_mem.runtime.ranks import environment_of_rank
-from dist_mem.tracking.tracker import METRICS_FILE, read_points
+from dist_mem.tracking.log import METRICS_FILE, read_points
 
 RANKS = 2
 SAVE_EVERY = 20  # steps

@@ -14,8 +14,7 @@ from dist_mem.errors import UnusableError, run_error
 from dist_mem.runtime.distributed import World, gather_objects
 from dist_mem.runtime.environment import node_name
 from dist_mem.supervision.findings import MACHINE, Finding, Place, Remark, fail, ok, warning
-from dist_mem.tracking.mlflow.access import check_tracking
-from dist_mem.tracking.mlflow.journal import JOURNAL
+from dist_mem.tracking.mlflow.access import check_tracking, was_tracked
 from dist_mem.tracking.mlflow.stores import choose_sending, store_uri
 from dist_mem.tracking.provenance import without_credentials
 
@@ -135,7 +134,7 @@ def _check_mlflow(config: Config, *, is_thorough: bool) -> Iterator[Remark]:
     except UnusableError as error:
         problem, _, fix = str(error).partition("; ")
         # A run that MLflow has accepted before continues, as when a token is revoked during a run: its data are kept.
-        level = warning if (Path(config.run_dir) / JOURNAL).exists() else fail
+        level = warning if was_tracked(Path(config.run_dir)) else fail
         yield level("MLflow", problem, fix or "tracking.send=never goes without it")
         return
     if silence and is_thorough:

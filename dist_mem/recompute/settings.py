@@ -19,7 +19,7 @@ from dist_mem.config.sources import plain_block
 from dist_mem.data.remote.fetch import is_remote
 from dist_mem.memory import memory_options
 from dist_mem.memory.outside import kept_kinds
-from dist_mem.tracking.tracker import METRICS_FILE, read_points
+from dist_mem.tracking.log import METRICS_FILE, read_points
 from dist_mem.training.history import HISTORY, Part
 
 OF_DATA = ("data.path", "data.allow_pipe", "data.cache", "data.stage")

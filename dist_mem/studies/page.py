@@ -40,7 +40,7 @@ from dist_mem.studies.runs import (
     train_command,
 )
 from dist_mem.studies.study import Study
-from dist_mem.tracking.tracker import METRICS_FILE, read_points
+from dist_mem.tracking.log import METRICS_FILE, read_points
 
 NOT_GIVEN = "-"
 PAGE, CELLS, PICTURE = "table.md", "table.csv", "table.png"

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from dist_mem.runtime.extras import is_installed
 from dist_mem.runtime.terminal import WIDTH, BarStream, coloured, printable
-from dist_mem.tracking.tracker import Point, Sink
+from dist_mem.tracking.log import Point
+from dist_mem.tracking.tracker import Sink
 
 if TYPE_CHECKING:
     from tqdm import tqdm

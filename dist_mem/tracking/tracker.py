@@ -1,33 +1,21 @@
-"""The tracker of a run, which passes everything that is logged to its sinks, and metrics.jsonl, the sink of every run.
+"""The tracker of a run, which passes everything that is recorded to its sinks: first the log, then its readers.
 
-Every logged step is one `Point`. metrics.jsonl in the run directory holds all points of a run, each step once: a
-resumed run first drops the points past the step it was restored to.
+Every logged step is one `Point`. The log keeps all of them, and the points that count have each step once: a resumed
+run begins with an entry that supersedes the points past the step that it was restored to.
 """
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dist_mem.errors import UnusableError
-from dist_mem.runtime.file_schema import figure, integer, number, read_json_line, read_json_lines, record, table
-from dist_mem.runtime.files import check_regular, fsync_path, naming, write_text
+from dist_mem.errors import TakenOverError
+from dist_mem.tracking.log import Entry, Log, Point, as_point, find_entries, is_superseded, read_points
+from dist_mem.tracking.names import OF_SYSTEM, in_group
 
-METRICS_FILE = "metrics.jsonl"
-_TAIL = 1 << 18  # bytes that `last_point` reads
 STATUSES = ("FINISHED", "FAILED", "KILLED")
-
-
-class Point(NamedTuple):
-    """The metrics of one step."""
-
-    step: int
-    time: float  # seconds since 1970
-    metrics: Mapping[str, float]  # of training: "loss"; of an evaluation: "validation/word_perplexity"
 
 
 class Sink:
@@ -37,14 +25,14 @@ class Sink:
 
     @property
     def run_id(self) -> str | None:
-        """The MLflow run; None if this is not the sink for MLflow, or MLflow has not answered yet."""
+        """The MLflow run; None if this is not the reader for MLflow, or MLflow has not answered yet."""
         return None
 
     def log(self, point: Point) -> None:
         """Log the metrics of one step."""
 
     def record(self, kind: str, body: Mapping[str, Any]) -> None:
-        """Record other data of the run; kinds and bodies are those of a journal's entries."""
+        """Record other data of the run; kinds and bodies are those of the log."""
 
     def rewind(self, step: int) -> None:
         """Go back to `step`: points past it are superseded, and may be logged again."""
@@ -81,7 +69,7 @@ class Tracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log metrics of a step: of training ("loss"), or of one split ("validation/word_perplexity")."""
-        point = Point(step, time.time(), dict(metrics))
+        point = Point(step, time.time_ns() // 1_000_000 / 1000, dict(metrics))  # in milliseconds, as the log has it
         for sink in self._sinks:
             sink.log(point)
 
@@ -137,91 +125,135 @@ class Tracker:
             sink.close(status)
 
 
-_POINT = record({"step": integer(), "time": number, "metrics": table(figure)}, is_open=True)
-_REMEDY = "; remove or fix that line"
+class Branch(NamedTuple):
+    """Steps of which another job has logged other values."""
+
+    first: int
+    last: int
 
 
-def read_points(path: Path) -> list[Point]:
-    """Return the points of a metrics file, in order; an absent file has none.
+class Rollback:
+    """The points past the restored step, until they are logged again.
 
-    An incomplete last line (the process was killed while writing it) is ignored.
-
-    Raises:
-        UnusableError: another line is not a point, or the file is a pipe.
+    An exact resume repeats them bit for bit, apart from measurements. A resume with another learning rate or on other
+    ranks does not: from the first different point on, all points are new.
     """
-    check_regular(path)
-    return list(map(_decode, read_json_lines(path, _POINT, UnusableError, _REMEDY, may_be_torn=True)))
+
+    def __init__(self, points: Iterable[Point], *, first_step: int, measurements: Collection[str]) -> None:
+        """
+        Args:
+            points: all points logged so far, in order.
+            measurements: names of metrics that differ between any two jobs, such as times.
+        """
+        self.measurements = measurements
+        self._old: dict[int, dict[str, float]] = {}
+        for point in points:
+            if point.step > first_step:
+                self._old.setdefault(point.step, {}).update(point.metrics)
+        self._last_step = max(self._old, default=first_step)
+        self._same_until = first_step
+
+    def repeats(self, point: Point) -> bool:
+        """Whether the same values were logged at this step before, apart from measurements."""
+        old = self._old.get(point.step, {})
+        values = {name: value for name, value in point.metrics.items() if name not in self.measurements}
+        if not all(name in old and _same(old[name], value) for name, value in values.items()):
+            return False
+        self._same_until = point.step
+        return True
+
+    def leaves(self, point: Point) -> Branch | None:
+        """Return the steps that differ from a point on that `repeats` denies; None if its metrics were not logged yet.
+
+        A step of which one point was repeated and another one differs, such as an evaluation, is not among them: the
+        repeated point has no other copy in MLflow.
+        """
+        if not any(name in self._old.get(point.step, {}) for name in point.metrics):
+            return None
+        self._old = {}  # all later points are new
+        first = self._same_until + 1
+        return Branch(first, self._last_step) if first <= self._last_step else None
 
 
-def last_point(path: Path, metric: str) -> Point | None:
-    """Return the last point with a metric, of the end of a metrics file alone; None: there is none.
-
-    Raises:
-        UnusableError: a line after it is not a point.
-    """
-    try:
-        with path.open("rb") as file:
-            begin = max(0, path.stat().st_size - _TAIL)
-            file.seek(begin)
-            lines = file.read().splitlines(keepends=True)
-    except FileNotFoundError:
-        return None
-    whole = [line for line in lines[1 if begin else 0 :] if line.endswith(b"\n")]
-    for count, line in enumerate(reversed(whole), start=1):
-        point = _decode(read_json_line(line, _POINT, path, UnusableError, _REMEDY, place=f"line {count} from its end"))
-        if metric in point.metrics:
-            return point
-    return None
+def _same(first: float, second: float) -> bool:
+    return first == second or (first != first and second != second)  # NaN equals NaN here
 
 
-def _decode(body: Mapping[str, Any]) -> Point:
-    return Point(body["step"], body["time"], body["metrics"])
-
-
-class MetricsFile(Sink):
-    """metrics.jsonl: {"step": 10, "time": 1764000000.0, "metrics": {"loss": 5.1}}, one line per logged point."""
+class LogSink(Sink):
+    """Writes the log. It comes before its readers, and after what records in a thread."""
 
     def __init__(
-        self, path: Path, *, first_step: int, num_points: int = 0, guard: Callable[[], None] = lambda: None
+        self,
+        log: Log,
+        *,
+        first_step: int,
+        report: Callable[[str], None],
+        num_points: int = 0,
+        measurements: Collection[str] = (),
     ) -> None:
-        """Drop the points past `first_step`, the step the run continues from (0: a fresh start), then append.
+        """Begin a job that continues from `first_step` (0: a fresh start).
 
         Args:
-            num_points: points that were logged up to there; those that the file no longer has count as lost.
-            guard: raises when this process may no longer write.
+            report: shows a line to the user.
+            num_points: points that were logged up to there; those that the log no longer has count as lost.
+            measurements: names of metrics that an exact resume does not repeat, such as times.
         """
-        self._path, self._guard, self.num_lost = path, guard, 0
-        self._open(first_step)
+        self._log, self._report, self._measurements = log, report, measurements
+        self._since_checkpoint: list[Entry] = []  # points past the newest checkpoint
+        self.num_lost = 0
+        points = read_points(log.path)
+        self._began = log.append("status", {"status": "RUNNING"}, at=time.time())
+        self.kept = self._continue_from(first_step, points)
         self.num_lost = max(0, num_points - len(self.kept))
         self.num_points += self.num_lost
+        if self.num_lost:
+            has = f"{len(self.kept)} of the {num_points} points that were logged up to step {first_step}"
+            report(f"warning: {log.path} has {has}; the others are lost")
 
-    def _open(self, first_step: int) -> None:
-        self.kept = [point for point in read_points(self._path) if point.step <= first_step]
-        self.num_points = self.num_lost + len(self.kept)
-        write_text(self._path, "".join(_encode(point) for point in self.kept))
-        # one line is buffered: a kill loses no more
-        self._file = self._path.open("a", encoding="utf-8", newline="\n", buffering=1)
+    def _continue_from(self, step: int, points: Sequence[Point]) -> list[Point]:
+        """Return the points up to a step; the others are superseded."""
+        kept = [point for point in points if point.step <= step]
+        if len(kept) < len(points):
+            self._began = self._log.append("rewind", {"step": step}, at=time.time())
+        self.num_points = self.num_lost + len(kept)
+        branches = find_entries(self._log.path, "branch")
+        past = [entry for entry in find_entries(self._log.path, "point") if entry.body["step"] > step]
+        points_past = [as_point(entry) for entry in past if not is_superseded(entry, branches)]
+        self._rollback = Rollback(points_past, first_step=step, measurements=self._measurements)
+        return kept
 
     def log(self, point: Point) -> None:
-        self._guard()
         self.num_points += 1  # also if the write fails: the point was logged, and is lost
-        with naming(self._path):
-            self._file.write(_encode(point))
-
-    def flush(self) -> None:
-        with naming(self._path):
-            fsync_path(self._path)
+        body = {"step": point.step, "metrics": point.metrics}
+        if self._rollback.repeats(point):
+            self._log.append("repeat", body, at=point.time)
+            return
+        if steps := self._rollback.leaves(point):  # before the point, so that readers know of it
+            self._log.append("branch", {**steps._asdict(), "before": self._began}, at=point.time)
+        logged_at = self._log.append("point", body, at=point.time)
+        of_model = {name: value for name, value in point.metrics.items() if not in_group(name).startswith(OF_SYSTEM)}
+        self._since_checkpoint.append(Entry("point", logged_at, {**body, "metrics": of_model}))
 
     def rewind(self, step: int) -> None:
-        self._guard()
-        self._file.close()
-        self._open(step)
+        self._since_checkpoint = []
+        self._log.advance_clock()
+        self._continue_from(step, read_points(self._log.path))
+
+    def flush(self) -> None:
+        self._log.flush()
+
+    def record(self, kind: str, body: Mapping[str, Any]) -> None:
+        if kind == "checkpoint":
+            body = {**body, "points": [entry for entry in self._since_checkpoint if entry.body["step"] == body["step"]]}
+            self._since_checkpoint = [entry for entry in self._since_checkpoint if entry.body["step"] > body["step"]]
+        self._log.record(kind, body)
 
     def close(self, status: str) -> None:
-        with suppress(OSError):  # a full disk: reported when the point was logged
-            self._file.close()
-            self.flush()
-
-
-def _encode(point: Point) -> str:
-    return json.dumps(point._asdict()) + "\n"  # a non-finite value is written as NaN or Infinity, as Python reads it
+        try:
+            self.record("status", {"status": status})
+        except TakenOverError:  # the other job reports the end
+            return
+        except OSError as error:  # a full disk; rank 0 must end as the other ranks do
+            self._report(f"{self._log.path}: {error}; it does not say that the job is {status}, nor will MLflow")
+        finally:
+            self._log.close()

@@ -17,6 +17,7 @@ from dist_mem.checkpoint.saver import Saver
 from dist_mem.checkpoint.snapshot import Snapshot, take_snapshot
 from dist_mem.errors import DivergedError
 from dist_mem.runtime.distributed import World
+from dist_mem.tracking.log import METRICS_FILE, read_points
 from dist_mem.training import saving
 from dist_mem.training.context import Context
 from dist_mem.training.step import TrainState
@@ -118,7 +119,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_until_the_next_is_due(
     reported = rank_pool(2).run(train_while_the_writer_is_held_up, config, tmp_path / "run")
     assert reported == ["ended with 0"] * 2
     assert list_steps(tmp_path / "run") == [5, 10, 15]
-    points = [json.loads(line)["metrics"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    points = [point.metrics for point in read_points(tmp_path / "run" / METRICS_FILE)]
     first, _ = [point for point in points if "checkpoint/bytes" in point]
     assert first["checkpoint/bytes"] > 10_000
     assert first["checkpoint/seconds"] > 0.2

@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,15 @@ from dist_mem.evaluation.report import write_report
 from dist_mem.inspection.page.tables import find_evaluations, summary_table
 from dist_mem.supervision.lease import sign_of_life
 from dist_mem.supervision.timeline import beginning
-from dist_mem.tracking.tracker import METRICS_FILE, MetricsFile
+from dist_mem.tracking.log import METRICS_FILE, Log
+from dist_mem.tracking.tracker import LogSink
 from dist_mem.training.goodput import note_start
 from dist_mem.training.history import HISTORY, read_history
 from tests.evaluation.test_protocol import MEMORIES, asked, make_run
 from tests.evaluation.test_without_memory import emptied
 from tests.runtime.test_terminal import HOSTILE, steering
 from tests.support.scored_library import TOKENIZER, make_document
+from tests.support.tracked import log_points
 
 pytestmark = pytest.mark.usefixtures("single_process")
 DEEP = "[" * 100_000
@@ -50,7 +53,7 @@ def whole(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"step": step, "time": 0.0, "metrics": {"loss": 5 / step, "step_seconds": 0.1, "mfu": 0.5, **goodput}}
         for step in (1, 2, 3)
     ]
-    (folder / METRICS_FILE).write_text("".join(f"{json.dumps(point)}\n" for point in points), encoding="utf-8")
+    log_points(folder / METRICS_FILE, points)
     part = {"step": 0, "ranks": 1, "threads": 1, "device": "cpu", "first_trained": 0, "config": config}
     (folder / HISTORY).write_text(f"{json.dumps(part)}\n", encoding="utf-8")
     note_start(folder, beginning())
@@ -103,13 +106,18 @@ COMMANDS: dict[str, Callable[[Path], list[str]]] = {
 }
 
 
+def begin_job(path: Path) -> None:
+    with closing(Log(path)) as log:
+        LogSink(log, first_step=2, report=print).close("FINISHED")
+
+
 def read_as_a_start(run: Path) -> None:
     """Read what a start of a training reads before it trains, and a report page before it reads a book."""
     for read in (
         lambda: read_finished(run),
         lambda: read_history(run),
         lambda: note_start(run, beginning()),
-        lambda: MetricsFile(run / METRICS_FILE, first_step=2).close("FINISHED"),
+        lambda: begin_job(run / METRICS_FILE),
         lambda: sign_of_life(run),
         lambda: summary_table(find_evaluations(run, "run")),
     ):

@@ -37,6 +37,7 @@ from dist_mem.generation.text_scores import score
 from dist_mem.memory import memory_kinds, memory_options
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.network_interface import free_port
+from dist_mem.tracking.log import METRICS_FILE, read_points
 from tests.generation.test_generation import NUM_TOKENS, PROMPT_LENS, SAMPLING, anew, prompts, trained_model
 from tests.support.gpt2_models import gpt2_config, save_random_gpt2
 from tests.support.jobs import build_books, train_here, write_config
@@ -166,7 +167,7 @@ def test_a_run_trains_in_blocks_also_where_an_update_has_no_target(
     }
     config = write_config(tmp_path / "run.yaml", build_books(tmp_path / "books"), tmp_path / "run", blocks)
     assert rank_pool(1).run(train_here, config) == [0]
-    points = [json.loads(line)["metrics"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    points = [point.metrics for point in read_points(tmp_path / "run" / METRICS_FILE)]
     found = [point["loss"] for point in points if "loss" in point]
     assert [math.isfinite(loss) for loss in found] == [True, False, True, False]
     (evaluation,) = [point for point in points if "validation/token_perplexity" in point]

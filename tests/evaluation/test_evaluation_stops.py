@@ -19,7 +19,7 @@ from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE
 from dist_mem.evaluation import cut_short, scoring
 from dist_mem.model import MemoryLM
 from dist_mem.runtime.distributed import World
-from dist_mem.tracking.tracker import read_points
+from dist_mem.tracking.log import read_points
 from tests.support.faults import PAGE
 from tests.support.fork_server import fork_server
 from tests.support.forked_ranks import run_forked

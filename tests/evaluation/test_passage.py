@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from dist_mem.evaluation.probe import BANDS, PREFIX, open_passage, passage_figur
 from dist_mem.evaluation.scoring import score_split
 from dist_mem.memory import memory_class, memory_kinds
 from dist_mem.model import LMState, MemoryLM
+from dist_mem.tracking.log import METRICS_FILE, read_points
 from tests.support.contract_cases import CASES
 from tests.support.jobs import losses, train_here, write_config
 from tests.support.ranks import RankPool
@@ -133,5 +133,5 @@ def test_training_logs_them_and_is_the_same_without_at_every_stage(
 
 
 def figures_logged(run_dir: Path) -> list[dict[str, float]]:
-    points = [json.loads(line)["metrics"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    points = [dict(point.metrics) for point in read_points(run_dir / METRICS_FILE)]
     return [point for point in points if "memory/gain" in point]

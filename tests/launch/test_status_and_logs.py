@@ -12,6 +12,8 @@ import pytest
 from dist_mem.__main__ import main
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UnfitError, UnusableError
 from dist_mem.launch import logs
+from dist_mem.tracking.log import METRICS_FILE
+from tests.support.tracked import log_points
 
 pytestmark = pytest.mark.slurm
 
@@ -47,7 +49,7 @@ def make_run(folder: Path, *, job: str | None = None, step: int | None = None, c
         (folder / "slurm" / "jobs").write_text(f"{job} tests\n")
     if step is not None:
         metrics = {"loss": 2.5, "tokens_per_second": 1000.0, "step_seconds": 0.5, "mfu": 0.42, **GOODPUT}
-        (folder / "metrics.jsonl").write_text(json.dumps({"step": step, "time": 1.0, "metrics": metrics}) + "\n")
+        log_points(folder / METRICS_FILE, [{"step": step, "time": 1.0, "metrics": metrics}])
     if code is not None:
         (folder / "slurm" / "12" / "exit_code").write_text(f"{code}\n")
     return folder

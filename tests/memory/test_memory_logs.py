@@ -15,7 +15,7 @@ from dist_mem.contract.check_memory import failures
 from dist_mem.contract.subject import Size, Subject
 from dist_mem.memory import memory_class
 from dist_mem.runtime.distributed import World
-from dist_mem.tracking.tracker import read_points
+from dist_mem.tracking.log import read_points
 from dist_mem.training.meter import Meter, Totals
 from tests.support.jobs import losses, train_here, write_config
 from tests.support.paths import EXAMPLES, SUPPORT

@@ -17,9 +17,8 @@ from dist_mem.engine.gradient_norms import Norms
 from dist_mem.evaluation.probe import passage_figures
 from dist_mem.evaluation.report import DocumentScore, RecallScore, Report
 from dist_mem.memory import memory_kinds
-from dist_mem.tracking.groups import in_group
-from dist_mem.tracking.mlflow.system_metrics import PREFIX
-from dist_mem.tracking.tracker import read_points
+from dist_mem.tracking.log import read_points
+from dist_mem.tracking.names import OF_SYSTEM, in_group
 from dist_mem.training.divergence import METRICS
 from dist_mem.training.meter import LOGGED, MEASUREMENTS, Meter, Totals
 from tests.support.contract_cases import LANES, subject
@@ -100,7 +99,9 @@ def test_the_page_has_what_mlflow_measures_of_the_machine() -> None:
     named = {name for module in monitors for name in re.findall(r'_metrics\[f?"([^"]+)"\]', inspect.getsource(module))}
     measured = {name.replace("{i}", "N") for name in named}
     grouped = [name for row in rows() if not row.plain for name in row.grouped]
-    assert sorted(name for name in grouped if name.startswith(PREFIX)) == sorted(PREFIX + name for name in measured)
+    assert sorted(name for name in grouped if name.startswith(OF_SYSTEM)) == sorted(
+        OF_SYSTEM + name for name in measured
+    )
 
 
 @pytest.mark.slow

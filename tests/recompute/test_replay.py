@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -21,6 +20,7 @@ from dist_mem.recompute import command
 from dist_mem.recompute.command import refuse_other_machine, replay
 from dist_mem.recompute.recompute import Recomputed, change_within
 from dist_mem.runtime.distributed import World
+from dist_mem.tracking.log import METRICS_FILE, read_points
 from dist_mem.training.divergence import Divergence
 from dist_mem.training.history import read_history
 from tests.data.test_curriculum import make_data
@@ -28,6 +28,7 @@ from tests.support.forked_ranks import Program
 from tests.support.jobs import finish, logged_steps, run_ranks, start_ranks, train_here, write_config
 from tests.support.limits import limit, wait_until
 from tests.support.ranks import RankPool
+from tests.support.tracked import log_points
 
 pytestmark = pytest.mark.ranks
 Pool = Callable[[int], RankPool]
@@ -169,10 +170,10 @@ def test_a_planted_difference_is_named_with_both_values(tmp_path: Path, books: P
     run_dir = tmp_path / "run"
     config = write_config(tmp_path / "run.yaml", books, run_dir, {"train": {"steps": 8}})
     assert rank_pool(1).run(train_here, config) == [EXIT_DONE]
-    points = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    points = [point._asdict() for point in read_points(run_dir / METRICS_FILE)]
     recorded = points[6]["metrics"]["loss"]
     points[6]["metrics"]["loss"] = recorded + 1e-9
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
+    log_points(run_dir / METRICS_FILE, points)
     ((code, _, lines),) = rank_pool(1).run(found_by, run_dir, 7)
     assert code == EXIT_FAILED
     assert f"  loss: recorded {recorded + 1e-9!r}, computed again {recorded!r}: differs by -1e-09" in lines
@@ -182,7 +183,7 @@ def test_a_planted_difference_is_named_with_both_values(tmp_path: Path, books: P
     assert any(line.startswith("step 7: loss") and line.endswith("differs") for line in lines), lines
     ((code, _, lines),) = rank_pool(1).run(found_by, run_dir, 6)
     assert code == EXIT_DONE
-    (run_dir / "metrics.jsonl").write_text("")
+    log_points(run_dir / METRICS_FILE, [])
     ((code, found, lines),) = rank_pool(1).run(found_by, run_dir, 7)
     assert code == EXIT_DONE
     assert found.loss == recorded

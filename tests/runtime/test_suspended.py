@@ -61,7 +61,7 @@ def content(run_dir: Path) -> dict[str, bytes]:
 def test_a_job_suspended_past_its_lease_writes_nothing_more(
     tmp_path: Path, sqlite_uri: str, client: Any, capsys: pytest.CaptureFixture[str], every: int | None
 ) -> None:
-    """Neither points, nor entries of its journal, nor checkpoints; MLflow has every step once."""
+    """Neither entries of the log nor checkpoints; MLflow has every step once."""
     fork_server()
     run_dir = tmp_path / "run"
     tracking = {"mlflow": True, "uri": sqlite_uri, "system_metrics": False}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from dist_mem.model import MemoryLM
 from dist_mem.runtime.distributed import World
 from dist_mem.supervision import stragglers as straggler_module
 from dist_mem.supervision.stragglers import LEAST_SECONDS, WINDOW, ForwardTimer, Stragglers, _median_of_others
+from dist_mem.tracking.log import METRICS_FILE, read_points
 from dist_mem.tracking.tracker import Tracker
 from dist_mem.training import loop as train
 from tests.support.jobs import train_here, write_config
@@ -170,8 +170,8 @@ def test_a_rank_that_becomes_twice_as_slow_is_named_within_20_steps(
     assert SLOW_STEPS.start < step <= SLOW_STEPS.start + 20
     assert tag == f"dist_mem.straggler.step_{step} = {message.partition(': ')[2]}"
     assert over.endswith("is as fast as the others again") and over_tag.startswith("dist_mem.straggler.step_")
-    points = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    ratios = {point["step"]: point["metrics"].get("straggler/ratio") for point in points}
+    points = read_points(tmp_path / "run" / METRICS_FILE)
+    ratios = {point.step: point.metrics.get("straggler/ratio") for point in points}
     assert ratios[3] is None
     assert ratios[SLOW_STEPS.stop] > 1.3
     assert all(ratio >= 1 for ratio in ratios.values() if ratio is not None)
@@ -202,4 +202,4 @@ def test_where_nothing_is_compared_nothing_is_exchanged(
     zero = {"deepspeed": {"zero_optimization": {"stage": stage}}}
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", changes, zero)
     assert rank_pool(2).run(train_here, config) == [0, 0]
-    assert "straggler" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert not any("straggler/ratio" in point.metrics for point in read_points(tmp_path / "run" / METRICS_FILE))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ from dist_mem.evaluation.trained_model import find_checkpoint
 from dist_mem.memory import memory_class, memory_kinds
 from dist_mem.model import MemoryLM
 from dist_mem.papers.figures.parts.source import Settings, Source
-from dist_mem.tracking.tracker import METRICS_FILE
+from dist_mem.tracking.log import METRICS_FILE
 from tests.support.scored_library import ALONE, SEG_LEN, TOKENIZER, make_config, save_weights
+from tests.support.tracked import log_points
 
 LENGTH = 160  # tokens of a document
 NUM_TOKENS = 48  # read for a mean
@@ -69,7 +69,7 @@ def make_run(folder: Path, data: Path, memory: dict[str, Any]) -> Path:
     torch.manual_seed(0)
     save_weights(folder, MemoryLM(config, TOKENIZER.vocab_size).eval(), config, step=3)
     points = [{"step": step, "time": 0.0, "metrics": {"loss": 5.0 / step}} for step in (1, 2, 3)]
-    (folder / METRICS_FILE).write_text("".join(f"{json.dumps(point)}\n" for point in points), encoding="utf-8")
+    log_points(folder / METRICS_FILE, points)
     return folder
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import subprocess
@@ -21,6 +20,7 @@ from dist_mem.memory import memory_options
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.runtime.signals import StopSignal
+from dist_mem.tracking.log import METRICS_FILE, read_points
 from dist_mem.training.run import run_job
 from tests.support.forked_ranks import Program
 from tests.support.limits import limit
@@ -103,17 +103,13 @@ def train_here(world: World, config_file: Path, changes: Sequence[str] = ()) -> 
 
 
 def logged_steps(run_dir: Path) -> list[int]:
-    """Return the steps in metrics.jsonl, without an incomplete last line."""
-    path = run_dir / "metrics.jsonl"
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [json.loads(line)["step"] for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    """Return the steps in metrics.jsonl that count, without an incomplete last line."""
+    return [point.step for point in read_points(run_dir / METRICS_FILE)]
 
 
 def losses(run_dir: Path) -> list[float]:
     """Return the training loss of every step."""
-    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    points = [json.loads(line) for line in lines]
-    return [point["metrics"]["loss"] for point in points if "loss" in point["metrics"]]
+    return [point.metrics["loss"] for point in read_points(run_dir / METRICS_FILE) if "loss" in point.metrics]
 
 
 def difference(first: Any, second: Any, where: str = "") -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from omegaconf import OmegaConf
 
 from dist_mem.checkpoint.listing import newest_count
 from dist_mem.config import Config
-from dist_mem.tracking.groups import in_group
+from dist_mem.tracking.log import Entry, Header, new_uid, write_log
 from dist_mem.tracking.mlflow import sync
+from dist_mem.tracking.names import in_group
 from dist_mem.tracking.start import start_tracking
 from dist_mem.tracking.tracker import Tracker
 
@@ -48,9 +50,22 @@ def job(config: Any, run_dir: Path, losses: dict[int, float], *, status: str = "
 
 def history(client: Any, run_id: str | None, name: str) -> list[tuple[int, float]]:
     """Return the points (step, value) of a metric of metrics.jsonl, in the order of MLflow's history."""
-    branch, slash, rest = name.rpartition("/") if name.startswith("branch_") else ("", "", name)
-    name = branch + slash + in_group(rest)
-    return [(point.step, point.value) for point in client.get_metric_history(run_id, name)]
+    return [(point.step, point.value) for point in client.get_metric_history(run_id, in_group(name))]
+
+
+def nested_runs(client: Any, run_id: str | None) -> list[Any]:
+    """Return the runs nested in a run, the first one first."""
+    experiment = client.get_run(run_id).info.experiment_id
+    return list(client.search_runs([experiment], f"tags.`mlflow.parentRunId` = '{run_id}'", order_by=["start_time"]))
+
+
+def log_points(path: Path, points: Sequence[Mapping[str, Any]]) -> None:
+    """Write a log that has these points and nothing else."""
+    entries = [
+        Entry("point", round(point["time"] * 1000), {"step": point["step"], "metrics": point["metrics"]})
+        for point in points
+    ]
+    write_log(path, Header(new_uid(), "run", None), entries)
 
 
 def steps(first: int, last: int) -> dict[int, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -11,9 +12,8 @@ from typing import Any
 import pytest
 
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED
-from dist_mem.tracking.mlflow.journal import JOURNAL, new_uid, read_header
+from dist_mem.tracking.log import METRICS_FILE, new_uid, read_header
 from dist_mem.tracking.mlflow.stores import RUN_ID_FILE
-from dist_mem.tracking.tracker import METRICS_FILE
 from tests.support.jobs import train_here, write_config
 from tests.support.ranks import RankPool
 from tests.support.tracked import history, track_sync
@@ -41,53 +41,31 @@ def trained(tmp_path_factory: pytest.TempPathFactory, books: Path, rank_pool: Ca
 def copy_of(run_dir: Path, folder: Path) -> Path:
     """A run to spoil, which is another one for MLflow."""
     copied = Path(shutil.copytree(run_dir, folder / "run"))
-    journal = copied / JOURNAL
-    journal.write_text(journal.read_text().replace(read_header(journal).uid, new_uid()))
+    log = copied / METRICS_FILE
+    log.write_text(log.read_text().replace(read_header(log).uid, new_uid()))
     return copied
 
 
-def cut_points(path: Path, first_lost: int, mark: bytes = b'"step": ') -> None:
+def cut_points(path: Path, first_lost: int) -> None:
     """What a power loss takes from a file that was not flushed: the points from this step on, and what follows."""
     lines = path.read_bytes().splitlines(keepends=True)
-    is_lost = [mark in line and int(line.split(mark)[1].split(b",")[0]) >= first_lost for line in lines]
+    mark = b'{"kind": "point"'
+    is_lost = [line.startswith(mark) and json.loads(line)["body"]["step"] >= first_lost for line in lines]
     path.write_bytes(b"".join(lines[: is_lost.index(True)]))
 
 
-def cut_metrics(run_dir: Path, client: Any) -> None:
-    cut_points(run_dir / METRICS_FILE, 7)
-
-
-def cut_journal(run_dir: Path, client: Any) -> None:
-    cut_points(run_dir / JOURNAL, 7, b'"body": {"step": ')
-
-
-def cut_both(run_dir: Path, client: Any) -> None:
-    cut_metrics(run_dir, client)
-    cut_journal(run_dir, client)
-
-
-COUNTED = "has 7 of the 12 points that were logged up to step 10, the last of step 6; the others are lost"
-LOSSES: dict[str, tuple[Callable[[Path, Any], None], str]] = {
-    "metrics.jsonl": (cut_metrics, COUNTED),
-    "the journal": (cut_journal, "lacks 5 points (steps 7 to 10), which "),
-    "both": (cut_both, COUNTED),
-}
-
-
-@pytest.mark.parametrize("place", LOSSES)
 def test_sync_names_missing_points(
-    tmp_path: Path, trained: Path, sqlite_uri: str, client: Any, capsys: pytest.CaptureFixture[str], place: str
+    tmp_path: Path, trained: Path, sqlite_uri: str, client: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lose, expected = LOSSES[place]
     run_dir = copy_of(trained, tmp_path)
-    lose(run_dir, client)
+    cut_points(run_dir / METRICS_FILE, 7)
     for _ in range(2):
         assert track_sync([run_dir], [f"tracking.uri={sqlite_uri}"]) == EXIT_FAILED
         output = capsys.readouterr()
-        assert expected in output.err and "MLflow has everything" not in output.out
+        assert "has 7 of the 12 points that were logged up to step 10, the last of step 6; the others" in output.err
+        assert "MLflow has everything" not in output.out
     run_id = (run_dir / RUN_ID_FILE).read_text().strip()
-    left = range(1, 7 if place != "metrics.jsonl" else STEPS + 1)
-    assert [step for step, _ in history(client, run_id, "loss")] == list(left)
+    assert [step for step, _ in history(client, run_id, "loss")] == list(range(1, 7))
 
 
 def test_a_sync_looks_for_the_points_in_mlflow_itself(
@@ -108,7 +86,7 @@ def test_a_loss_is_remembered_by_the_checkpoints_that_follow(
     tmp_path: Path, trained: Path, sqlite_uri: str, rank_pool: Callable[[int], RankPool], capsys: Any
 ) -> None:
     run_dir = copy_of(trained, tmp_path)
-    cut_both(run_dir, None)
+    cut_points(run_dir / METRICS_FILE, 7)
     config = tmp_path / "run.yaml"
     config.write_text(trained.with_suffix(".yaml").read_text().replace(str(trained), str(run_dir)))
     assert rank_pool(1).run(train_here, config, [f"train.steps={STEPS + EVERY}"]) == [EXIT_DONE]

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,19 +23,20 @@ from dist_mem.config import save_config
 from dist_mem.errors import EXIT_FAILED, EXIT_USAGE, UnusableError, run_error
 from dist_mem.runtime.file_schema import read_json_lines, text
 from dist_mem.runtime.network_interface import free_port
-from dist_mem.tracking.mlflow.access import check_tracking
-from dist_mem.tracking.mlflow.journal import (
+from dist_mem.tracking.log import (
     FORMAT_VERSION,
-    JOURNAL,
+    METRICS_FILE,
     Entry,
     Header,
-    JournalReader,
+    LogReader,
+    last_point,
     new_uid,
     read_header,
-    write_journal,
+    read_points,
+    write_log,
 )
+from dist_mem.tracking.mlflow.access import check_tracking
 from dist_mem.tracking.mlflow.stores import check_store, file_of, warn_of_folder
-from dist_mem.tracking.tracker import METRICS_FILE, read_points
 from tests.support.faults import remount, small_disk
 from tests.support.tracked import config_for, job, start, track_sync
 
@@ -75,7 +77,7 @@ def run_dir(tmp_path: Path) -> Path:
     folder.mkdir()
     save_config(config_for("sqlite:///mlflow.db"), folder / "config.yaml")
     point = Entry("point", 1764000000000, {"step": 1, "metrics": {"loss": 1.0}})
-    write_journal(folder / JOURNAL, Header(new_uid(), "run", {"name": "dist_mem"}), [point])
+    write_log(folder / METRICS_FILE, Header(new_uid(), "run", {"name": "dist_mem"}), [point])
     return folder
 
 
@@ -158,15 +160,15 @@ def test_a_folder_with_a_percent_sign_is_read_in_one_way_and_warned_of(
     assert warn_of_folder("http://mlflow.example") is None
 
 
-@pytest.mark.parametrize("name", [METRICS_FILE, str(JOURNAL), "history.jsonl", "starts.jsonl"])
+@pytest.mark.parametrize("name", [METRICS_FILE, "history.jsonl", "starts.jsonl"])
 def test_a_log_that_is_no_regular_file_is_refused(tmp_path: Path, name: str) -> None:
     """A read of a pipe would wait for ever."""
     path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
     os.mkfifo(path)
-    readers: dict[str, Callable[[Path], object]] = {METRICS_FILE: read_points, str(JOURNAL): read_header}
-    with pytest.raises(UnusableError, match="is no regular file but a pipe"):
-        readers.get(name, lambda path: read_json_lines(path, text, UnusableError))(path)
+    of_log: list[Callable[[Path], object]] = [read_points, read_header, partial(last_point, metric="loss")]
+    for read in of_log if name == METRICS_FILE else [lambda path: read_json_lines(path, text, UnusableError)]:
+        with pytest.raises(UnusableError, match="is no regular file but a pipe"):
+            read(path)
 
 
 def open_files(folder: Path) -> list[str]:
@@ -175,28 +177,29 @@ def open_files(folder: Path) -> list[str]:
     return [name for name in names if Path(name).is_relative_to(folder)]
 
 
-def remove_journal(run_dir: Path) -> Path:
-    (run_dir / JOURNAL).unlink()
-    return run_dir / JOURNAL
+def remove_log(run_dir: Path) -> Path:
+    (run_dir / METRICS_FILE).unlink()
+    return run_dir / METRICS_FILE
 
 
 def damage_header(run_dir: Path) -> Path:
-    (run_dir / JOURNAL).write_bytes(b"\xff\xfe{}\n")
-    return run_dir / JOURNAL
+    (run_dir / METRICS_FILE).write_bytes(b"\xff\xfe{}\n")
+    return run_dir / METRICS_FILE
 
 
 def make_newer(run_dir: Path) -> Path:
-    path = run_dir / JOURNAL
+    path = run_dir / METRICS_FILE
     path.write_text(f'{{"format_version": {FORMAT_VERSION + 1}, "another": "key"}}\n')
     return path
 
 
-def damage_metrics(run_dir: Path) -> Path:
-    (run_dir / METRICS_FILE).write_text("no point\n")
+def damage_point(run_dir: Path) -> Path:
+    with (run_dir / METRICS_FILE).open("a") as file:
+        file.write("no point\n")
     return run_dir / METRICS_FILE
 
 
-@pytest.mark.parametrize("spoil", [remove_journal, damage_header, make_newer, damage_metrics])
+@pytest.mark.parametrize("spoil", [remove_log, damage_header, make_newer, damage_point])
 def test_run_directory_that_cannot_be_used_is_2_and_the_file_is_named(
     run_dir: Path, sqlite_uri: str, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], Path]
 ) -> None:
@@ -205,18 +208,18 @@ def test_run_directory_that_cannot_be_used_is_2_and_the_file_is_named(
     printed = capsys.readouterr().err
     assert str(path) in printed
     assert ("format_version" in printed) == (spoil is make_newer)
-    assert ("the first line is no header of a journal" in printed) == (spoil is damage_header)
+    assert ("is damaged (its header is not JSON" in printed) == (spoil is damage_header)
 
 
 def test_io_error_is_1(
     run_dir: Path, sqlite_uri: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(reader: JournalReader, size: int) -> list[Entry]:
-        raise OSError(errno.EIO, "Input/output error", str(run_dir / JOURNAL))
+    def fail(reader: LogReader, size: int) -> list[Entry]:
+        raise OSError(errno.EIO, "Input/output error", str(run_dir / METRICS_FILE))
 
-    monkeypatch.setattr(JournalReader, "batch", fail)
+    monkeypatch.setattr(LogReader, "batch", fail)
     assert track_sync([run_dir], [f"tracking.uri={sqlite_uri}"]) == EXIT_FAILED
-    assert str(run_dir / JOURNAL) in capsys.readouterr().err
+    assert str(run_dir / METRICS_FILE) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", ["size=1m", "ro"])
@@ -232,7 +235,7 @@ def test_disk_that_is_full_or_read_only_at_the_start_is_no_error_of_the_user(tmp
         assert open_files(disk) == []
 
 
-@pytest.mark.parametrize("spoil", [damage_header, make_newer, damage_metrics])
+@pytest.mark.parametrize("spoil", [damage_header, make_newer, damage_point])
 def test_run_directory_that_is_damaged_is_an_error_of_the_user_at_the_start(
     run_dir: Path, spoil: Callable[[Path], Path]
 ) -> None:

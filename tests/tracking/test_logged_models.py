@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from dist_mem.tracking.mlflow import delivery
-from dist_mem.tracking.mlflow.delivery import Sender
-from dist_mem.tracking.mlflow.journal import JOURNAL, read_header
+from dist_mem.tracking.log import METRICS_FILE, read_header
+from dist_mem.tracking.mlflow import sender as sender_module
 from dist_mem.tracking.mlflow.run import MlflowRun, Target
-from dist_mem.tracking.mlflow.sync import log_to_run, send_journals
+from dist_mem.tracking.mlflow.sender import Sender
+from dist_mem.tracking.mlflow.sync import log_to_run, send_log
 from tests.support.mlflow_server import points_of
-from tests.support.tracked import config_for, start
+from tests.support.tracked import config_for, nested_runs, start
 
 
 def models_of(client: Any, run_id: str) -> dict[str, dict[str, float]]:
@@ -56,19 +56,28 @@ def test_each_checkpoint_is_a_model_with_the_metrics_of_its_step_and_of_later_ev
     assert models_of(client, run_id) == expected
 
 
-def test_a_repeated_step_on_another_branch_keeps_one_model_and_every_name_a_step_once(
+def test_a_checkpoint_made_again_is_a_model_of_the_nested_run_and_every_name_has_a_step_once(
     sqlite_uri: str, client: Any, tmp_path: Path
 ) -> None:
     config = config_for(sqlite_uri)
     train(config, tmp_path, first=0, last=5)
     train(config, tmp_path, first=2, last=7, shift=0.5)
     run_id = (tmp_path / "mlflow_run_id").read_text().strip()
-    found = models_of(client, run_id)
-    assert sorted(found) == ["step-00000002", "step-00000004", "step-00000006"]
-    assert found["step-00000004"]["branch_2/train/loss"] == 4.5
-    assert found["step-00000006"]["train/loss"] == 6.5
-    counts = Counter((name, step) for name, step, _, _ in points_of(client, run_id).elements())
-    assert max(counts.values()) == 1
+    (nested,) = nested_runs(client, run_id)
+    found, again = models_of(client, run_id), models_of(client, nested.info.run_id)
+    assert (sorted(found), sorted(again)) == (["step-00000002", "step-00000004", "step-00000006"], ["step-00000004"])
+    assert [found[name]["train/loss"] for name in sorted(found)] == [2.0, 4.0, 6.5]
+    log_to_run(config, run_dir=tmp_path, step=4, metrics={"test/word_perplexity": 44.0}, files=[])
+    assert models_of(client, nested.info.run_id) == {
+        "step-00000004": {
+            "train/loss": 4.5,
+            "eval/validation/word_perplexity": 40.5,
+            "eval/test/word_perplexity": 44.0,
+        }
+    }
+    for one in (run_id, nested.info.run_id):
+        counts = Counter((name, step) for name, step, _, _ in points_of(client, one).elements())
+        assert max(counts.values()) == 1
 
 
 class KilledError(Exception):
@@ -81,17 +90,15 @@ def test_a_sender_that_dies_at_any_entry_leaves_every_model_and_point_once(
     """After each request of a checkpoint, before MLflow's count of entries is written."""
     config = config_for(sqlite_uri, tracking={"send": "never"})
     train(config, tmp_path, first=0, last=5)
-    target = Target(sqlite_uri, tmp_path, read_header(tmp_path / JOURNAL))
+    target = Target(sqlite_uri, tmp_path, read_header(tmp_path / METRICS_FILE))
     real, requests = (
-        MlflowRun.send,
+        MlflowRun.send_checkpoint,
         ("search_logged_models", "create_logged_model", "finalize_logged_model", "log_outputs", "log_batch"),
     )
     for request in requests:
-        sender = Sender(target, tmp_path / JOURNAL, report=print)
+        sender = Sender(target, tmp_path / METRICS_FILE, report=print)
 
-        def send(self: MlflowRun, entry: Any, last: str = request) -> None:
-            if entry.kind != "checkpoint":
-                return real(self, entry)
+        def send(self: MlflowRun, *arguments: Any, last: str = request) -> None:
             with monkeypatch.context() as patch:
                 method = getattr(type(self._client), last)
 
@@ -100,15 +107,15 @@ def test_a_sender_that_dies_at_any_entry_leaves_every_model_and_point_once(
                     raise KilledError
 
                 patch.setattr(type(self._client), last, then_die)
-                return real(self, entry)
+                real(self, *arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(MlflowRun, "send", send)
+            patch.setattr(MlflowRun, "send_checkpoint", send)
             with pytest.raises(KilledError):
                 sender.send()
-    assert delivery.SENT_TAG not in client.get_run(sender.run.run_id).data.tags
+    assert sender_module.SENT_TAG not in client.get_run(sender.run.run_id).data.tags
     for _ in range(2):
-        send_journals(config, tmp_path, report=print)
+        send_log(config, tmp_path, report=print)
     found = models_of(client, str(sender.run.run_id))
     assert sorted(found) == ["step-00000002", "step-00000004"]
     assert found["step-00000002"] == {"train/loss": 2.0, "eval/validation/word_perplexity": 20.0}

@@ -13,9 +13,9 @@ from mlflow.utils import validation
 
 from dist_mem.config import save_config
 from dist_mem.errors import EXIT_FAILED
-from dist_mem.tracking.mlflow.names import valid_name
+from dist_mem.tracking.log import METRICS_FILE
 from dist_mem.tracking.mlflow.sync import log_to_run
-from dist_mem.tracking.tracker import METRICS_FILE
+from dist_mem.tracking.names import valid_name
 from tests.support.tracked import config_for, job, track_sync
 
 ANY_NAME = st.text(st.characters() | st.sampled_from("/.@|\n\0\ud800"), max_size=40) | st.text("ab./", max_size=600)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dist_mem.errors import UnusableError
-from dist_mem.tracking.groups import in_group
+from dist_mem.tracking.log import METRICS_FILE, Header, Log, Point, read_points, write_log
+from dist_mem.tracking.names import in_group
+from dist_mem.tracking.readers import MARK, TensorBoardFiles
 from dist_mem.tracking.start import check_sinks
-from dist_mem.tracking.tensorboard_files import TensorBoardFiles
-from dist_mem.tracking.tracker import METRICS_FILE, Point, read_points
 from tests.support.faults import small_disk
 from tests.support.tracked import config_for, job, start, steps
 
@@ -56,16 +58,45 @@ def test_tensorboard_has_the_points_from_before_it_was_switched_on(tmp_path: Pat
     assert shown(tmp_path / "tensorboard") == [*steps(1, 4).items()]
 
 
-def test_a_node_whose_clock_is_behind_continues_the_curves(tmp_path: Path) -> None:
-    (tmp_path / "events.out.tfevents.9999999998.of_the_future").touch()
-    sink = TensorBoardFiles(tmp_path, [], first_step=0)
+def test_tensorboard_has_the_points_from_while_it_was_switched_off_and_none_that_were_superseded_then(
+    tmp_path: Path,
+) -> None:
+    on, off = (config_for("sqlite:///unused.db", tracking=BOARD | {"tensorboard": is_on}) for is_on in (True, False))
+    job(on, tmp_path, steps(1, 6))
+    job(off, tmp_path, {4: 40.0, 5: 50.0}, first_step=3)
+    job(on, tmp_path, {6: 60.0}, first_step=5)
+    assert shown(tmp_path / "tensorboard") == recorded(tmp_path)
+    assert recorded(tmp_path) == [*steps(1, 3).items(), (4, 40.0), (5, 50.0), (6, 60.0)]
+
+
+def test_tensorboard_has_every_point_once_if_its_mark_is_old_or_damaged(tmp_path: Path) -> None:
+    config, mark = config_for("sqlite:///unused.db", tracking=BOARD), tmp_path / "tensorboard" / MARK
+    job(config, tmp_path, steps(1, 4))
+    for text in ("3\n", "three\n"):
+        mark.write_text(text)
+        job(config, tmp_path, {}, first_step=4)
+        assert shown(tmp_path / "tensorboard") == recorded(tmp_path) == [*steps(1, 4).items()]
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Log]:
+    write_log(tmp_path / METRICS_FILE, Header("uid", "run", None))
+    with closing(Log(tmp_path / METRICS_FILE)) as log:
+        yield log
+
+
+def test_a_node_whose_clock_is_behind_continues_the_curves(tmp_path: Path, log: Log) -> None:
+    folder = tmp_path / "board"
+    folder.mkdir()
+    (folder / "events.out.tfevents.9999999998.of_the_future").touch()
+    sink = TensorBoardFiles(folder, log, first_step=0)
     sink.close("KILLED")
-    assert sorted(path.name for path in tmp_path.iterdir())[-1].startswith("events.out.tfevents.9999999999.")
+    assert sorted(path.name for path in folder.iterdir())[-1].startswith("events.out.tfevents.9999999999.")
 
 
-def test_a_full_disk_is_an_error_that_names_the_event_file(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_that_names_the_event_file(tmp_path: Path, log: Log) -> None:
     with small_disk(tmp_path / "disk", "size=16k") as disk:
-        sink = TensorBoardFiles(disk, [], first_step=0)
+        sink = TensorBoardFiles(disk, log, first_step=0)
         with pytest.raises(OSError, match=r"No space left on device: '.*/events.out.tfevents"):
             for step in range(1000):
                 sink.log(Point(step, 0.0, {"loss": 1.0}))
@@ -91,6 +122,8 @@ def test_prometheus_reads_the_last_value_of_every_metric_and_the_heartbeat(tmp_p
         "heartbeat_timestamp_seconds": last.time,
     }
     assert [*tmp_path.glob("*prom*")] == [path]
+    job(config_for("unused", tracking={"mlflow": False, "prometheus": str(path)}), tmp_path, {21: 1.0}, first_step=20)
+    assert "dist_mem_eval_validation_word_perplexity" in path.read_text(), "from before the resume"
 
 
 @pytest.mark.parametrize(

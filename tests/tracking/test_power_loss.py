@@ -11,7 +11,7 @@ import pytest
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import list_steps
 from dist_mem.supervision.lease import Lease
-from dist_mem.tracking.mlflow.journal import JOURNAL, read_entries
+from dist_mem.tracking.log import METRICS_FILE, read_entries
 from tests.support.fork_server import fork_server
 from tests.support.forked_ranks import Ranks
 from tests.support.jobs import build_books, logged_steps, write_config
@@ -49,7 +49,7 @@ def last_saved(run_dir: Path) -> int:
 
 
 def journal_steps(run_dir: Path) -> list[int]:
-    return [entry.body["step"] for entry in read_entries(run_dir / JOURNAL) if entry.kind == "point"]
+    return [entry.body["step"] for entry in read_entries(run_dir / METRICS_FILE) if entry.kind == "point"]
 
 
 def test_what_a_checkpoint_was_saved_after_is_logged_when_the_power_fails(tmp_path: Path, books: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from dist_mem.__main__ import main
 from dist_mem.config import save_config
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE
-from dist_mem.tracking.mlflow.journal import JOURNAL, Entry, Header, new_uid, write_journal
+from dist_mem.tracking.log import METRICS_FILE, Entry, Header, new_uid, write_log
 from dist_mem.tracking.mlflow.sync import log_to_run
 from tests.support.tracked import config_for, track_sync
 
@@ -66,7 +66,7 @@ def make_run(run_dir: Path, uri: str, *entries: tuple[str, dict[str, Any]], expe
     run_dir.mkdir()
     save_config(config_for(uri), run_dir / "config.yaml")
     header = Header(new_uid(), "theirs", {"name": experiment})
-    write_journal(run_dir / JOURNAL, header, [Entry(kind, 1764000000000, body) for kind, body in entries])
+    write_log(run_dir / METRICS_FILE, header, [Entry(kind, 1764000000000, body) for kind, body in entries])
     return run_dir
 
 

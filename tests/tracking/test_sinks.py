@@ -1,80 +1,28 @@
-"""metrics.jsonl, and the progress that a user sees."""
+"""A full disk, and the progress that a user sees."""
 
 from __future__ import annotations
 
 import io
-import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from dist_mem.tracking.mlflow.journal import Header, Journal, write_journal
+from dist_mem.tracking.log import METRICS_FILE, Header, Log, Point, write_log
 from dist_mem.tracking.progress import Progress, ProgressBar, ProgressLines
-from dist_mem.tracking.tracker import METRICS_FILE, MetricsFile, Point, Tracker, read_points
+from dist_mem.tracking.tracker import LogSink, Tracker
 from tests.support.faults import small_disk
 
 
-def test_every_logged_step_is_one_line(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path / METRICS_FILE, first_step=0)
-    file.log(Point(1, 5.0, {"loss": 2.0}))
-    file.log(Point(2, 6.0, {"loss": 1.0, "lr": 0.1}))
-    lines = (tmp_path / METRICS_FILE).read_text().splitlines()  # before `close`: a killed job keeps its lines
-    assert [json.loads(line) for line in lines] == [
-        {"step": 1, "time": 5.0, "metrics": {"loss": 2.0}},
-        {"step": 2, "time": 6.0, "metrics": {"loss": 1.0, "lr": 0.1}},
-    ]
-    file.close("FINISHED")
-
-
-def test_resume_supersedes_points_past_the_restored_step(tmp_path: Path) -> None:
-    path = tmp_path / METRICS_FILE
-    for first_step, last_step in ((0, 7), (5, 12), (10, 11)):
-        file = MetricsFile(path, first_step=first_step)
-        for step in range(first_step + 1, last_step + 1):
-            file.log(Point(step, float(first_step), {"loss": 1.0}))
-        file.close("KILLED")
-    points = read_points(path)
-    assert [point.step for point in points] == list(range(1, 12))
-    assert [point.time for point in points] == [0.0] * 5 + [5.0] * 5 + [10.0]
-
-
-def test_a_torn_last_line_is_dropped_and_a_damaged_line_is_named(tmp_path: Path) -> None:
-    path = tmp_path / METRICS_FILE
-    whole = '{"step": 1, "time": 1.0, "metrics": {"loss": 2.0}}\n'
-    path.write_text(whole + '{"step": 2, "ti')
-    MetricsFile(path, first_step=5).close("FINISHED")
-    assert path.read_text() == whole
-    path.write_text("{}\n" + whole)
-    with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged \(line 1: it has no step\)"):
-        read_points(path)
-
-
-@contextmanager
-def full_metrics(folder: Path) -> Iterator[Callable[[], object]]:
-    """What logs one more point."""
-    file = MetricsFile(folder / METRICS_FILE, first_step=0)
-    yield lambda: file.log(Point(1, 0.0, {"loss": 1.0}))
-    file.close("FAILED")
-
-
-@contextmanager
-def full_journal(folder: Path) -> Iterator[Callable[[], object]]:
-    write_journal(folder / "train.jsonl", Header("uid", "run", {}))
-    journal = Journal(folder / "train.jsonl")
-    yield lambda: journal.append("point", {"step": 1, "metrics": {"loss": 1.0}}, time=0.0)
-    journal.close()
-
-
-@pytest.mark.parametrize(("opened", "name"), [(full_metrics, METRICS_FILE), (full_journal, "train.jsonl")])
-def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path, opened: Any, name: str) -> None:
-    named = f"No space left on device: '.*/{name}'"
-    with small_disk(tmp_path / "disk", "size=16k") as disk, opened(disk) as log, pytest.raises(OSError, match=named):
-        for _ in range(1000):
-            log()
+def test_a_full_disk_is_an_error_that_names_the_log(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "size=16k") as disk:
+        path = disk / METRICS_FILE
+        write_log(path, Header("uid", "run", None))
+        log = LogSink(Log(path), first_step=0, report=print)
+        with pytest.raises(OSError, match=f"No space left on device: '.*/{METRICS_FILE}'"):
+            for step in range(1000):
+                log.log(Point(step, 0.0, {"loss": 1.0}))
+        log.close("FAILED")
 
 
 def test_a_status_that_mlflow_does_not_know_is_refused() -> None:

@@ -74,7 +74,7 @@ def start() -> Iterator[Start]:
 
     yield begin
     for system in started:
-        system.close()
+        system.close("FINISHED")
 
 
 def test_cpu_use_is_measured_from_the_first_point_on(start: Start) -> None:
@@ -138,7 +138,7 @@ def test_close_does_not_wait_for_a_monitor_that_hangs_and_nothing_comes_after_it
     system, recorded, _ = start(hanging)
     assert hanging.is_reached.wait(limit(20))
     began = time.monotonic()
-    system.close()
+    system.close("FINISHED")
     assert time.monotonic() - began < limit(1)
     hanging.may_go_on.set()
     wait_until(lambda: all(thread.name != "system metrics" for thread in threading.enumerate()), "its thread to end")

@@ -19,26 +19,24 @@ from unittest.mock import patch
 import pytest
 
 from dist_mem.runtime.network_interface import free_port
-from dist_mem.tracking.groups import in_group
-from dist_mem.tracking.mlflow import journal_sink
-from dist_mem.tracking.mlflow.delivery import Sender
-from dist_mem.tracking.mlflow.journal import JOURNAL, Entry, read_header
-from dist_mem.tracking.mlflow.names import valid_name
+from dist_mem.tracking.log import METRICS_FILE, Entry, read_header, read_points
+from dist_mem.tracking.mlflow import sender as sender_module
 from dist_mem.tracking.mlflow.page import NOTE_TAG, description
 from dist_mem.tracking.mlflow.run import MlflowRun, Target
+from dist_mem.tracking.mlflow.sender import Sender
 from dist_mem.tracking.mlflow.stores import RUN_ID_FILE
-from dist_mem.tracking.mlflow.sync import send_journals
-from dist_mem.tracking.tracker import METRICS_FILE, read_points
+from dist_mem.tracking.mlflow.sync import send_log
+from dist_mem.tracking.names import in_group, valid_name
 from tests.support.faults import small_disk
 from tests.support.limits import limit, wait_until
 from tests.support.mlflow_server import points_of
 from tests.support.paths import ROOT
-from tests.support.tracked import config_for, history, job, start, steps
+from tests.support.tracked import config_for, history, job, nested_runs, start, steps
 
 # Without MLflow
 
 
-def test_without_mlflow_there_are_metrics_but_no_journal(tmp_path: Path) -> None:
+def test_without_mlflow_there_is_the_log_and_nothing_else(tmp_path: Path) -> None:
     tracker = start(config_for("sqlite:///unused.db", tracking={"mlflow": False}), tmp_path)
     tracker.log(1, {"loss": 1.0})
     tracker.close("FINISHED")
@@ -185,7 +183,7 @@ def test_a_store_of_files_that_is_down_does_not_hold_back_the_points(
     assert client.get_run(run_id).info.status == "FINISHED"
     assert "dist-mem track sync" in capsys.readouterr().err
     (tmp_path / "no_folder").unlink()
-    send_journals(config_for(sqlite_uri), tmp_path, report=print)
+    send_log(config_for(sqlite_uri), tmp_path, report=print)
     assert [file.path for file in client.list_artifacts(run_id)] == ["later.txt"]
 
 
@@ -195,16 +193,18 @@ def test_a_server_too_slow_for_a_large_request_gets_small_ones(
     """MLflow is slow to find out what it has already: a request that came too late once would always do."""
     real, too_late = MlflowRun.send_points, []
 
-    def send_points(self: MlflowRun, entries: Sequence[Entry]) -> None:
-        real(self, entries)
+    def send_points(self: MlflowRun, entries: Sequence[Entry], run_id: str) -> None:
+        real(self, entries, run_id)
         if len(entries) > 20:
             too_late.append(len(entries))
             raise TimeoutError
 
     monkeypatch.setattr(MlflowRun, "send_points", send_points)
-    monkeypatch.setattr(journal_sink, "FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr(sender_module, "FLUSH_SECONDS", 0.0)
     job(config_for(sqlite_uri), tmp_path, steps(1, 300))
-    sender = Sender(Target(sqlite_uri, tmp_path, read_header(tmp_path / JOURNAL)), tmp_path / JOURNAL, report=print)
+    sender = Sender(
+        Target(sqlite_uri, tmp_path, read_header(tmp_path / METRICS_FILE)), tmp_path / METRICS_FILE, report=print
+    )
     for _ in range(200):
         with suppress(TimeoutError):
             sender.send()
@@ -234,30 +234,33 @@ def test_an_exact_resume_has_every_step_once(sqlite_uri: str, client: Any, tmp_p
 def test_a_rollback_to_another_branch_has_every_step_of_it_and_no_name_a_step_twice(
     sqlite_uri: str, client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """MLflow, branch by branch, is metrics.jsonl: no chart zigzags, and nothing that counts is missing."""
+    """The run and the one nested in it have what counts: no chart zigzags, and nothing is missing."""
     tracker = job(config_for(sqlite_uri), tmp_path, steps(1, 9))
     other = {step: step + 0.5 for step in range(6, 13)}
     job(config_for(sqlite_uri, train={"global_batch_size": 32}), tmp_path, other, first_step=5)
     run = client.get_run(tracker.run_id)
     assert "train.global_batch_size" not in run.data.params  # the default
     assert run.data.tags["dist_mem.changed_params.step_5"] == "train.global_batch_size: 16 -> 32"
+    (nested,) = nested_runs(client, tracker.run_id)
+    assert (nested.info.run_name, nested.info.status) == ("demo: steps 6 to 9 again", "FINISHED")
     says = run.data.tags["dist_mem.branch_2"]
     assert says.startswith("steps 6 to 9 logged before 20")
-    assert says.endswith("count no more; those that do have names that begin with branch_2/")
-    assert f"MLflow cannot delete points: {says}" in capsys.readouterr().err
-    points = points_of(client, str(tracker.run_id))
-    assert max(Counter((name, step) for name, step, _, _ in points.elements()).values()) == 1
+    assert says.endswith(f"count no more; those that do are in the nested run {nested.info.run_id}")
+    printed = says.replace(nested.info.run_id, "'demo: steps 6 to 9 again'")
+    assert f"MLflow cannot delete points: {printed}" in capsys.readouterr().err
+    points, again = (points_of(client, str(run_id)) for run_id in (tracker.run_id, nested.info.run_id))
+    for found in (points, again):
+        assert max(Counter((name, step) for name, step, _, _ in found.elements()).values()) == 1
     assert history(client, tracker.run_id, "loss") == [*steps(1, 9).items(), (10, 10.5), (11, 11.5), (12, 12.5)]
-    branch = {(name.removeprefix("branch_2/"), *rest) for name, *rest in points if name.startswith("branch_2/")}
-    valid = [point for point in points if not point[0].startswith("branch_2/") and not 6 <= point[1] <= 9] + [*branch]
+    valid = [point for point in points if not 6 <= point[1] <= 9] + [*again]
     logged = [
-        (in_group(name), point.step, int(point.time * 1000), value)
+        (in_group(name), point.step, round(point.time * 1000), value)
         for point in read_points(tmp_path / METRICS_FILE)
         for name, value in point.metrics.items()
     ]
     for (name, step, sent, value), (*kept, kept_time, kept_value) in zip(sorted(valid), sorted(logged), strict=True):
         assert ([name, step], value) == (kept, kept_value)
-        assert 0 <= sent - kept_time < 1000  # a journal's times never go back, so some are moved on by a little
+        assert sent == kept_time
 
 
 def test_branch_continues_after_crashes_and_ends_where_mlflow_has_no_older_point(
@@ -268,10 +271,12 @@ def test_branch_continues_after_crashes_and_ends_where_mlflow_has_no_older_point
     run_id = job(config, tmp_path, steps(1, 9)).run_id
     job(config, tmp_path, {6: 6.5, 7: 7.5}, first_step=5)
     job(config, tmp_path, {7: 7.5, 8: 8.5}, first_step=6)
-    assert history(client, run_id, "branch_2/loss") == [(6, 6.5), (7, 7.5), (8, 8.5)]
+    second = nested_runs(client, run_id)[0].info.run_id
+    assert history(client, second, "loss") == [(6, 6.5), (7, 7.5), (8, 8.5)]
     job(config, tmp_path, {step: step + 0.75 for step in range(8, 12)}, first_step=7)
-    assert history(client, run_id, "branch_2/loss") == [(6, 6.5), (7, 7.5), (8, 8.5)]
-    assert history(client, run_id, "branch_3/loss") == [(8, 8.75), (9, 9.75)]
+    assert [run.info.run_id for run in nested_runs(client, run_id)][:1] == [second]
+    assert history(client, second, "loss") == [(6, 6.5), (7, 7.5), (8, 8.5)]
+    assert history(client, nested_runs(client, run_id)[1].info.run_id, "loss") == [(8, 8.75), (9, 9.75)]
     assert history(client, run_id, "loss") == [*steps(1, 9).items(), (10, 10.75), (11, 11.75)]
 
 
@@ -283,14 +288,15 @@ def test_what_mlflow_has_of_before_a_rollback_is_known_to_whoever_sends_the_rest
     run_id = job(config, tmp_path, steps(1, 4)).run_id
     job(down, tmp_path, steps(5, 9), first_step=4)
     job(down, tmp_path, {step: step + 0.5 for step in range(3, 12)}, first_step=2)
-    journal = tmp_path / JOURNAL
+    log = tmp_path / METRICS_FILE
     for size in (1, 2, 3, 100):  # as if it was killed in between
-        sender = Sender(Target(sqlite_uri, tmp_path, read_header(journal)), journal, report=print)
+        sender = Sender(Target(sqlite_uri, tmp_path, read_header(log)), log, report=print)
         sender._batch_size = size
         send_tags = failing_after(MlflowRun.send_tags, 9 if size < 100 else 10**9)
         with patch.object(MlflowRun, "send_tags", send_tags), suppress(ConnectionError):
             sender.send()
-    assert history(client, run_id, "branch_2/loss") == [(3, 3.5), (4, 4.5)]
+    (nested,) = nested_runs(client, run_id)
+    assert history(client, nested.info.run_id, "loss") == [(3, 3.5), (4, 4.5)]
     assert history(client, run_id, "loss") == [*steps(1, 4).items(), *((step, step + 0.5) for step in range(5, 12))]
 
 
@@ -312,7 +318,7 @@ def test_point_superseded_before_it_was_sent_is_never_sent(sqlite_uri: str, clie
     job(down, tmp_path, steps(1, 9))
     job(down, tmp_path, {step: step + 0.5 for step in range(6, 9)}, first_step=5)
     for _ in range(2):
-        send_journals(config_for(sqlite_uri), tmp_path, report=print)
+        send_log(config_for(sqlite_uri), tmp_path, report=print)
         run_id = (tmp_path / RUN_ID_FILE).read_text().strip()
         assert history(client, run_id, "loss") == [*steps(1, 5).items(), (6, 6.5), (7, 7.5), (8, 8.5)]
         client.delete_run(run_id)
@@ -328,11 +334,9 @@ def test_a_rollback_to_other_steps_loses_none_of_them_before_they_are_sent(
     for step, loss in {15: 1.5, 20: 2.5, 25: 2.6}.items():
         tracker.log(step, {"loss": loss})
         now = time.time_ns()
-        wait_until(
-            lambda logged=now: time.time_ns() > logged + 2_000_000, "another time: a journal counts milliseconds"
-        )
+        wait_until(lambda logged=now: time.time_ns() > logged + 2_000_000, "another time: a log counts milliseconds")
     tracker.close("KILLED")
-    send_journals(config_for(sqlite_uri), tmp_path, report=print)
+    send_log(config_for(sqlite_uri), tmp_path, report=print)
     run_id = (tmp_path / RUN_ID_FILE).read_text().strip()
     assert history(client, run_id, "loss") == [(10, 1.0), (15, 1.5), (20, 2.5), (25, 2.6)]
 
@@ -359,18 +363,18 @@ def test_disk_that_is_full_at_the_end_is_reported_and_raises_nothing(
             for _ in range(100):
                 tracker.log_tags({"a": "x" * 100})
         tracker.close("FAILED")
-        assert "MLflow is not informed that the job is FAILED" in capsys.readouterr().err
+        assert "it does not say that the job is FAILED, nor will MLflow" in capsys.readouterr().err
 
 
-def test_system_metrics_count_on_over_resumes_and_are_in_no_other_file(
+def test_system_metrics_count_on_over_resumes_and_are_no_points_of_the_training(
     sqlite_uri: str, client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.01")
     config = config_for(sqlite_uri, tracking={"system_metrics": True})
     for least in (2, 4):
         tracker = start(config, tmp_path)
-        wait_until(lambda: (tmp_path / JOURNAL).read_text().count("system/cpu_util") >= least, "samples")  # noqa: B023
+        wait_until(lambda: (tmp_path / METRICS_FILE).read_text().count("system/cpu_util") >= least, "samples")  # noqa: B023
         tracker.close("KILLED")
     counted = [step for step, _ in history(client, tracker.run_id, "system/cpu_utilization_percentage")]
     assert counted == list(range(len(counted))) and len(counted) >= 4
-    assert (tmp_path / METRICS_FILE).read_text() == ""
+    assert read_points(tmp_path / METRICS_FILE) == []

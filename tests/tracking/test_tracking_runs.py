@@ -12,11 +12,11 @@ import pytest
 from dist_mem.config import ConfigError, save_config
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.network_interface import free_port
-from dist_mem.tracking.mlflow.delivery import Sender
-from dist_mem.tracking.mlflow.journal import JOURNAL, Entry, Header, new_uid, read_header, write_journal
+from dist_mem.tracking.log import METRICS_FILE, Entry, Header, new_uid, read_header, write_log
 from dist_mem.tracking.mlflow.run import MlflowRun, Target, target_of
+from dist_mem.tracking.mlflow.sender import Sender
 from dist_mem.tracking.mlflow.stores import RUN_ID_FILE
-from dist_mem.tracking.mlflow.sync import log_to_run, send_journals
+from dist_mem.tracking.mlflow.sync import log_to_run, send_log
 from tests.support.tracked import config_for, history, job, start, steps, track_sync
 
 # Which run
@@ -34,7 +34,7 @@ def test_a_deleted_run_is_replaced_by_one_with_everything(
 
 
 def test_a_run_deleted_while_the_job_runs_is_replaced_too(sqlite_uri: str, client: Any, tmp_path: Path) -> None:
-    journal = tmp_path / JOURNAL
+    journal = tmp_path / METRICS_FILE
     tracker = job(config_for(sqlite_uri), tmp_path, steps(1, 1))
     target = Target(sqlite_uri, tmp_path, read_header(journal))
     sender = Sender(target, journal, report=print)
@@ -62,8 +62,8 @@ def test_threads_that_ask_at_once_make_one_run(
     sqlite_uri: str, client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job that ended before MLflow answered leaves its thread; another job of the directory begins."""
-    journal = tmp_path / JOURNAL
-    write_journal(journal, Header(new_uid(), "demo", {"name": "dist_mem"}))
+    journal = tmp_path / METRICS_FILE
+    write_log(journal, Header(new_uid(), "demo", {"name": "dist_mem"}))
     target = Target(sqlite_uri, tmp_path, read_header(journal))
     search = type(client).search_runs
 
@@ -150,7 +150,7 @@ def test_files_of_a_run_that_had_another_journal_are_sent_even_late(
     tracker.log_text("later", "later.txt")
     tracker.close("FINISHED")
     (tmp_path / "no_folder").unlink()
-    send_journals(config_for(sqlite_uri), tmp_path / "run", report=print)
+    send_log(config_for(sqlite_uri), tmp_path / "run", report=print)
     assert [file.path for file in client.list_artifacts(run_id)] == ["later.txt"]
 
 
@@ -164,13 +164,13 @@ def test_an_evaluation_adds_to_the_run_and_leaves_its_status(sqlite_uri: str, cl
     report.write_text("{}")
     figures = {"test/word_perplexity": 60.0}
     complaint = log_to_run(config, run_dir=tmp_path, step=9, metrics=figures, files=[report])
-    assert complaint is not None and "never tracked" in complaint
+    assert complaint is not None and "the run has recorded nothing" in complaint
     tracker = job(config, tmp_path, {})
     assert log_to_run(config, run_dir=tmp_path, step=9, metrics=figures, files=[report]) is None
     assert history(client, tracker.run_id, "test/word_perplexity") == [(9, 60.0)]
     assert [file.path for file in client.list_artifacts(tracker.run_id, "evaluations")] == ["evaluations/report.json"]
     assert client.get_run(tracker.run_id).info.status == "KILLED"
-    assert [path.name for path in (tmp_path / "mlflow").iterdir()] == ["train.jsonl"]
+    assert not [*(tmp_path / "mlflow").iterdir()]
 
 
 def test_a_sync_sends_a_run_to_another_store_whole_and_once(
@@ -211,7 +211,7 @@ def test_parameters_that_another_job_of_the_run_has_sent_meanwhile_are_no_refusa
     """A suspended job and the one that took its run directory over may send them at once."""
     config = config_for(sqlite_uri)
     run_id = job(config, tmp_path, steps(1, 2)).run_id
-    run = MlflowRun(target_of(config, tmp_path, read_header(tmp_path / JOURNAL)), report=print)
+    run = MlflowRun(target_of(config, tmp_path, read_header(tmp_path / METRICS_FILE)), report=print)
     run.open(None)
     client.log_param(run_id, "sent", "by another job")
     params = {"sent": "by this one", "new": "too"}

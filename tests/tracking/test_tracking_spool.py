@@ -14,11 +14,11 @@ from dist_mem.config import save_config
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
 from dist_mem.runtime.files import file_system_of, is_network_file_system
 from dist_mem.supervision import lease
+from dist_mem.tracking.log import METRICS_FILE
 from dist_mem.tracking.mlflow import stores
 from dist_mem.tracking.mlflow.access import check_tracking
-from dist_mem.tracking.mlflow.journal import JOURNAL
 from dist_mem.tracking.mlflow.stores import RUN_ID_FILE, choose_sending
-from dist_mem.tracking.mlflow.sync import send_journals
+from dist_mem.tracking.mlflow.sync import send_log
 from tests.support.faults import small_disk
 from tests.support.limits import limit, wait_until
 from tests.support.mlflow_server import points_of
@@ -199,10 +199,10 @@ def test_invalid_run_id_is_refused_and_its_file_named(sqlite_uri: str, tmp_path:
         with pytest.raises(UnusableError, match=printed):
             use()
     with pytest.raises(UnusableError, match=printed):
-        send_journals(config, tmp_path, report=print)
+        send_log(config, tmp_path, report=print)
     save_config(config, tmp_path / "config.yaml")
     assert track_sync([tmp_path]) == EXIT_USAGE
-    assert (tmp_path / JOURNAL).exists()
+    assert (tmp_path / METRICS_FILE).exists()
 
 
 def test_invalid_run_id_is_refused_and_its_variable_named(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dist_mem.tracking.wandb_run import ID_FILE
+from dist_mem.tracking.readers import WANDB_ID_FILE
 from tests.support.limits import wait_until
 from tests.support.tracked import config_for, job, start, steps
 from tests.support.wandb_file import messages, points
@@ -37,7 +37,7 @@ def test_a_restarted_run_is_one_run_with_grouped_names_and_its_earlier_points(tm
     job(config_for("unused", tracking=ON), tmp_path, steps(4, 5), first_step=3)
     assert (sys.excepthook, sys.exit) == hooks
     files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
-    run_id = (tmp_path / ID_FILE).read_text().strip()
+    run_id = (tmp_path / WANDB_ID_FILE).read_text().strip()
     assert [path.name for path in files] == [f"run-{run_id}.wandb"] * 2
     for path in files:
         wait_until(lambda path=path: "exit" in kinds(path), "the end of the run in the file")

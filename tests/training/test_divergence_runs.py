@@ -17,7 +17,7 @@ from torch import Tensor
 from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_REQUEUE
 from dist_mem.memory.base import map_state
 from dist_mem.runtime.distributed import World
-from dist_mem.tracking.mlflow.journal import JOURNAL, find_entries
+from dist_mem.tracking.log import METRICS_FILE, find_entries, read_points
 from dist_mem.tracking.tracker import Tracker
 from dist_mem.training import loop
 from dist_mem.training import step as update
@@ -111,8 +111,8 @@ def floats(content: Any) -> list[Tensor]:
 
 
 def metrics(run_dir: Path, name: str) -> list[tuple[int, float]]:
-    points = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [(point["step"], point["metrics"][name]) for point in points if name in point["metrics"]]
+    points = read_points(run_dir / METRICS_FILE)
+    return [(point.step, point.metrics[name]) for point in points if name in point.metrics]
 
 
 @pytest.mark.slow
@@ -206,10 +206,10 @@ def test_mlflow_is_reported_of_every_decision_and_of_superseded_steps(
     assert "the loss of rank [1]; loss nan; rolling back (1 of at most 1 times)" in tags["dist_mem.divergence.step_7"]
     assert "the memory of rank [1]" in tags["dist_mem.divergence.step_10"]
     assert "divergence.max_times = 1 is used up" in tags["dist_mem.divergence.step_10"]
-    (superseded,) = find_entries(tmp_path / "reported" / JOURNAL, "superseded")
+    (branch,) = find_entries(tmp_path / "reported" / METRICS_FILE, "branch")
     first, again = [
-        entry.time for entry in find_entries(tmp_path / "reported" / JOURNAL, "point") if entry.body["step"] == 7
+        entry.time for entry in find_entries(tmp_path / "reported" / METRICS_FILE, "point") if entry.body["step"] == 7
     ]
-    assert first < superseded.body["before"] <= again
+    assert first < branch.body["before"] <= again
     assert history(client, run_id, "divergence/rollbacks") == [(5, 1.0)]
     assert sorted(step for step, _ in history(client, run_id, "loss")) == list(range(1, 11)), "each step once"

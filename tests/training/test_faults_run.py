@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,8 @@ from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
 from dist_mem.errors import EXIT_FAILED, UnfitError
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.network_interface import free_port
-from dist_mem.tracking.tracker import MetricsFile, Point
+from dist_mem.tracking.log import METRICS_FILE, Point
+from dist_mem.tracking.tracker import LogSink
 from tests.support.faults import assert_quoted, flip, remount, small_disk, used_kilobytes
 from tests.support.jobs import finish, logged_steps, run_ranks, start_ranks, train_here, write_config
 from tests.support.limits import wait_until
@@ -88,20 +88,16 @@ def test_a_disk_that_fills_up_in_mid_run_stops_all_ranks(tmp_path: Path, books: 
         assert not (run_dir / "lease.json").exists()
 
 
-class FullMetricsFile(MetricsFile):
+class FullLog(LogSink):
     """A disk that has room for checkpoints, not for a line more: a quota does that, a small disk not reliably."""
 
     def log(self, point: Point) -> None:
         if point.step >= 3:
-            raise OSError(28, "No space left on device", str(self.path))
+            raise OSError(28, "No space left on device", METRICS_FILE)
         super().log(point)
 
-    def __init__(self, path: Path, **given: Any) -> None:
-        self.path = path
-        super().__init__(path, **given)
 
-
-class OnceFullMetricsFile(FullMetricsFile):
+class OnceFullLog(FullLog):
     """There is room again one step later."""
 
     def log(self, point: Point) -> None:
@@ -109,9 +105,9 @@ class OnceFullMetricsFile(FullMetricsFile):
             super().log(point)
 
 
-def train_with_full_metrics(world: World, config: Path, disk: type[MetricsFile] = FullMetricsFile) -> str:
+def train_with_full_metrics(world: World, config: Path, disk: type[LogSink] = FullLog) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dist_mem.tracking.start.MetricsFile", disk)
+        patch.setattr("dist_mem.tracking.start.LogSink", disk)
         try:
             return f"ended with {train_here(world, config)}"
         except UnfitError as error:
@@ -133,7 +129,7 @@ def test_a_step_before_the_last_that_was_not_recorded_is_reported_all_the_same(
     tmp_path: Path, books: Path, rank_pool: Pool
 ) -> None:
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 4}})
-    reported = rank_pool(2).run(train_with_full_metrics, config, OnceFullMetricsFile)
+    reported = rank_pool(2).run(train_with_full_metrics, config, OnceFullLog)
     assert all("No space left on device: '" in text for text in reported), reported
 
 

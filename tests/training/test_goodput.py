@@ -13,7 +13,7 @@ from dist_mem.launch.status import read_state
 from dist_mem.supervision import timeline
 from dist_mem.supervision.timeline import Beginning
 from dist_mem.supervision.watchdog import beat
-from dist_mem.tracking.tracker import read_points
+from dist_mem.tracking.log import read_points
 from dist_mem.training.goodput import METRICS, PARTS, Goodput, note_start
 from dist_mem.training.meter import MEASUREMENTS
 from tests.support.clock import Clock

@@ -17,7 +17,7 @@ from dist_mem.memory import memory_options
 from dist_mem.model import MemoryLM
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.tracking.tracker import read_points
+from dist_mem.tracking.log import read_points
 from dist_mem.training import reporting
 from dist_mem.training.goodput import PARTS
 from dist_mem.training.meter import MEASUREMENTS, Meter, Totals

@@ -22,9 +22,8 @@ from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
 from dist_mem.errors import EXIT_DONE
 from dist_mem.memory import memory_kinds
-from dist_mem.tracking.mlflow.journal import JOURNAL, find_entries
+from dist_mem.tracking.log import METRICS_FILE, find_entries, read_points
 from dist_mem.tracking.mlflow.stores import RUN_ID_FILE
-from dist_mem.tracking.tracker import METRICS_FILE, read_points
 from tests.checkpoint.test_elastic import CHAINS, train_leg
 from tests.support.contract_cases import CASES, SEG_LEN
 from tests.support.fork_server import fork_server
@@ -33,7 +32,7 @@ from tests.support.jobs import build_books, checkpoint_content, difference, loss
 from tests.support.limits import wait_until
 from tests.support.power import Disk, disk_without_power
 from tests.support.ranks import RankPool
-from tests.support.tracked import history, track_sync
+from tests.support.tracked import history, nested_runs, track_sync
 
 pytestmark = pytest.mark.ranks
 
@@ -43,7 +42,7 @@ SEED = 11
 
 
 def config_of(path: Path, books: Path, run_dir: Path, memory: dict[str, Any], *changes: dict[str, Any]) -> Path:
-    """An endless run of two ranks that keeps a journal."""
+    """An endless run of two ranks that keeps a log."""
     tracking = {"mlflow": True, "send": "never", "system_metrics": False}
     endless = {"train": {"steps": 10**6, "seg_len": SEG_LEN}, "schedule": {"kind": "constant"}, "tracking": tracking}
     checkpoint = {"checkpoint": {"every": EVERY, "keep_last": 2}}
@@ -59,7 +58,7 @@ def last_saved(run_dir: Path) -> int:
 
 def last_logged(run_dir: Path) -> int:
     """The last step that MLflow is to get, of a job that was killed before it saved that step too."""
-    points = find_entries(run_dir / JOURNAL, "point")
+    points = find_entries(run_dir / METRICS_FILE, "point")
     return max(point.body["step"] for point in points)
 
 
@@ -91,7 +90,7 @@ def assert_every_point_once(run_dir: Path, last: int, uri: str, client: Any) -> 
     assert track_sync([run_dir], [f"tracking.uri={uri}"]) == EXIT_DONE
     run_id = (run_dir / RUN_ID_FILE).read_text().strip()
     assert sorted(step for step, _ in history(client, run_id, "loss")) == list(range(1, last + 1))
-    assert not [name for name in client.get_run(run_id).data.metrics if name.startswith("branch_")]
+    assert nested_runs(client, run_id) == []
     return last
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from dist_mem.__main__ import main
 from dist_mem.errors import EXIT_USAGE, UnusableError
-from dist_mem.tracking.mlflow.journal import JOURNAL, find_entries
+from dist_mem.tracking.log import METRICS_FILE, find_entries
 from dist_mem.training.profile import NUM_OPERATORS, refuse_profile_outside
-from tests.support.jobs import build_books, train_here, write_config
+from tests.support.jobs import build_books, losses, train_here, write_config
 from tests.support.ranks import RankPool
 from tests.support.tiny import tiny_config
 
@@ -63,11 +63,7 @@ def test_trace_and_table_are_written_and_change_no_figure(tmp_path: Path, rank_p
     assert sum(event["name"] == "aten::embedding" for event in spans) == 2 * 2  # updates x forwards of this rank
     table = (folder / "steps-3-5.txt").read_text().splitlines()
     assert sum("aten::" in line or "::" in line or "Backward" in line for line in table) >= NUM_OPERATORS - 2
-    attached = [entry.body["path"] for entry in find_entries(tmp_path / "run" / JOURNAL, "artifact")]
+    attached = [entry.body["path"] for entry in find_entries(tmp_path / "run" / METRICS_FILE, "artifact")]
     assert {"profile/steps-3-5.json.gz", "profile/steps-3-5.txt"} <= {*attached}
 
-    def losses(name: str) -> list[float]:
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["metrics"]["loss"] for line in lines]
-
-    assert losses("run") == losses("plain")
+    assert losses(tmp_path / "run") == losses(tmp_path / "plain")

@@ -21,7 +21,7 @@ from dist_mem.memory import memory_options
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.environment import node_name
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.tracking.tracker import read_points
+from dist_mem.tracking.log import read_points
 from dist_mem.training import stopping
 from dist_mem.training.feed import Feed
 from dist_mem.training.run import run_job

@@ -16,6 +16,7 @@ from dist_mem.data.batch import IGNORE
 from dist_mem.data.shard import read_index
 from dist_mem.memory.base import named_tensors
 from dist_mem.runtime.distributed import World
+from dist_mem.tracking.log import METRICS_FILE, read_points
 from dist_mem.training.divergence import DivergedError
 from tests.support.jobs import checkpoint_content, difference, losses, train_here, write_config
 from tests.support.ranks import RankPool
@@ -189,8 +190,8 @@ def test_training_is_bit_identical_with_and_without_evaluation(
         changes = [f"run_dir={run_dir}", f"eval.every={every}", f"deepspeed.zero_optimization.stage={stage}"]
         assert rank_pool(2).run(train_here, config, changes) == [0, 0]
         ends.append((losses(run_dir), checkpoint_content(run_dir / "checkpoints" / "step-00000006")))
-    text = (tmp_path / "with" / "metrics.jsonl").read_text()
-    assert text.count("validation/word_perplexity") == 3
+    points = read_points(tmp_path / "with" / METRICS_FILE)
+    assert sum("validation/word_perplexity" in point.metrics for point in points) == 3
     assert difference(*ends) is None
 
 

@@ -12,8 +12,8 @@ from dist_mem.errors import UnusableError
 from dist_mem.evaluation.plotting.drawn import Drawn, Table
 from dist_mem.evaluation.plotting.style import new_picture, styles
 from dist_mem.papers.figures.parts.source import Figure, Source
+from dist_mem.tracking.log import METRICS_FILE, read_points
 from dist_mem.tracking.progress import LOSS
-from dist_mem.tracking.tracker import METRICS_FILE, read_points
 
 
 def training_curve(source: Source) -> dict[int, float]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from dist_mem.config import Config
 from dist_mem.errors import UnusableError
+from dist_mem.tracking.log import METRICS_FILE, read_header
 from dist_mem.tracking.mlflow.errors import brief, what_to_set
-from dist_mem.tracking.mlflow.journal import JOURNAL, read_header
 from dist_mem.tracking.mlflow.run import (
     check_experiment,
     connect,
@@ -24,6 +25,7 @@ from dist_mem.tracking.mlflow.run import (
     target_of,
 )
 from dist_mem.tracking.mlflow.stores import (
+    RUN_ID_FILE,
     check_store,
     choose_sending,
     experiment_of,
@@ -54,14 +56,14 @@ def check_tracking(config: Config, run_dir: Path) -> str | None:
     if not config.tracking.mlflow:
         return None
     run_id = read_run_id(run_dir) or requested_run_id()
-    uri, journal = store_uri(config), run_dir / JOURNAL
+    uri, log = store_uri(config), run_dir / METRICS_FILE
     check_store(uri)
     if not ((is_server(uri) or is_local(uri)) and choose_sending(config).is_on) or is_missing_file(uri):
         return None
     import_mlflow_quietly()  # not in the thread: a slow import must not use up SECONDS
     experiment: Mapping[str, str] = experiment_of(config)
-    if journal.exists():
-        experiment = target_of(config, run_dir, read_header(journal)).header.experiment
+    if log.exists():
+        experiment = target_of(config, run_dir, read_header(log)).header.experiment or experiment
     result: list[Exception | None] = []
 
     def ask() -> None:
@@ -84,6 +86,15 @@ def check_tracking(config: Config, run_dir: Path) -> str | None:
             f"MLflow at {without_credentials(uri)} cannot be used: {refusal}. Or set tracking.send=never"
         )
     return brief(result[0])
+
+
+def was_tracked(run_dir: Path) -> bool:
+    """Whether a start of a run was tracked with MLflow; its data are kept, whatever MLflow says now."""
+    if (run_dir / RUN_ID_FILE).exists():
+        return True
+    with suppress(OSError, UnusableError):
+        return read_header(run_dir / METRICS_FILE).experiment is not None
+    return False
 
 
 def ask_for_access(uri: str, experiment: Mapping[str, str], run_id: str | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from dist_mem.runtime.environment import mlflow_credentials_set
-from dist_mem.tracking.mlflow.journal import JournalError
+from dist_mem.tracking.log import LogError
 
 _SERVER_CERTIFICATE, _CLIENT_CERTIFICATE = "MLFLOW_TRACKING_SERVER_CERT_PATH", "MLFLOW_TRACKING_CLIENT_CERT_PATH"
 
@@ -16,7 +16,7 @@ def is_refusal(error: Exception) -> bool:
 
     if isinstance(error, MlflowException):
         return error.get_http_status_code() in (400, 404)
-    return isinstance(error, (FileNotFoundError, JournalError))
+    return isinstance(error, (FileNotFoundError, LogError))
 
 
 def brief(error: Exception) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dist_mem.tracking.mlflow.journal import Entry
-from dist_mem.tracking.mlflow.names import valid_name, valid_text
+from dist_mem.tracking.log import Entry
+from dist_mem.tracking.names import in_group, valid_name, valid_text
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -23,7 +23,7 @@ def log_checkpoint(
     step: int,
     path: str | None,
     points: Sequence[Entry],
-    log: Callable[[str, Sequence[Any]], None],
+    log: Callable[[Sequence[Any]], None],
 ) -> None:
     """Create the model of a checkpoint, unless the run has it, and link metrics with it.
 
@@ -32,7 +32,7 @@ def log_checkpoint(
 
     Args:
         path: of the checkpoint; None: unknown.
-        points: with the names, steps and times under which the run has them.
+        points: of the step, with the times under which the run has them.
         log: sends metrics to the run.
     """
     from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric
@@ -51,9 +51,16 @@ def log_checkpoint(
     if model.model_id not in {output.model_id for output in (outputs.model_outputs if outputs else [])}:
         client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=step)])
     metrics = [
-        Metric(valid_name(name), float(value), point.time, point.body["step"], model_id=model.model_id, run_id=run_id)
+        Metric(
+            valid_name(in_group(name)),
+            float(value),
+            point.time,
+            point.body["step"],
+            model_id=model.model_id,
+            run_id=run_id,
+        )
         for point in points
         for name, value in point.body["metrics"].items()
     ]
     if metrics:
-        log("metrics", metrics)
+        log(metrics)

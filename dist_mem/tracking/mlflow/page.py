@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from urllib.parse import urlencode
 
-from dist_mem.tracking.groups import in_group
 from dist_mem.tracking.mlflow.stores import is_server
+from dist_mem.tracking.names import in_group
 
 NOTE_TAG = "mlflow.note.content"  # the description, in Markdown
 _FIRST_LINE = "Newest results, written by dist_mem. A text of yours that replaces it stays."
@@ -59,8 +59,7 @@ def description(
     rows = [
         f"| [{name}]({_chart(name, experiment_id, run_id)}) | {value:.5g} |"
         for name, value in sorted(metrics.items(), key=lambda item: (in_group(item[0]) != "train/loss", item[0]))
-        if not name.startswith("branch_")
-        and (in_group(name) == "train/loss" or in_group(name).startswith(("eval/", "recall_ppl/", "recall_accuracy/")))
+        if in_group(name) == "train/loss" or in_group(name).startswith(("eval/", "recall_ppl/", "recall_accuracy/"))
     ]
     shown = _PICTURE_LINE.findall(present or "")[-1:] if picture is None else [_shown(picture, run_id)]
     while True:
@@ -69,6 +68,14 @@ def description(
         if len(text) <= max_chars or not rows:
             return text if rows or shown else None
         rows.pop()
+
+
+def again(run_name: str, first: int, last: int) -> str:
+    """Return the description of a nested run."""
+    return (
+        f"Steps {first} to {last} of {run_name}, as they were made again after a rollback, with other values. "
+        "MLflow cannot delete the earlier ones, which stay in that run; everything else is there too."
+    )
 
 
 def _shown(picture: str, run_id: str) -> str:

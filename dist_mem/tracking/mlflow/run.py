@@ -1,4 +1,4 @@
-"""Find or create an MLflow run, and send it the entries of a journal. Other modules reach mlflow through this one.
+"""Find or create an MLflow run, and send it the entries of a log. Other modules reach mlflow through this one.
 
 Only rank 0 uses it. Every method may be called again after an error, with the same result as a single call: SQL stores
 identify a point by name, step, time and value, and everything else is set, not added.
@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
@@ -21,25 +22,27 @@ from dist_mem.errors import UnusableError
 from dist_mem.runtime.environment import quiet_tracking_environment
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.names import is_plain_path
+from dist_mem.tracking.log import Entry, Header, LogError
 from dist_mem.tracking.mlflow.errors import brief, is_refusal
-from dist_mem.tracking.mlflow.journal import Entry, Header, JournalError
 from dist_mem.tracking.mlflow.logged_models import log_checkpoint
-from dist_mem.tracking.mlflow.names import valid_name, valid_text
-from dist_mem.tracking.mlflow.page import NOTE_TAG, description, folder_of, is_shown, where_to_look
-from dist_mem.tracking.mlflow.stores import RUN_ID_FILE, read_run_id, store_uri
+from dist_mem.tracking.mlflow.page import NOTE_TAG, again, description, folder_of, is_shown, where_to_look
+from dist_mem.tracking.mlflow.stores import RUN_ID_FILE, experiment_of, read_run_id, store_uri
 from dist_mem.tracking.mlflow.tables import prepare
+from dist_mem.tracking.names import in_group, valid_name, valid_text
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Run
+    from mlflow.entities import Metric, Run
 
-UID_TAG = "dist_mem.uid"  # id of the journal whose entries the tags of delivery.py count
+UID_TAG = "dist_mem.uid"  # id of the log whose entries the tags of sender.py count
+BRANCH_TAG = "dist_mem.branch_"  # + number; branch 1 is the run as it began
+_NUMBER_TAG, _PARENT_TAG = "dist_mem.branch", "mlflow.parentRunId"  # of a nested run
 _METRICS_PER_REQUEST = 900  # MLflow takes 1000 metrics, parameters and tags together
 _PARAMS_PER_REQUEST = 100
 _PARAM_CHARS = 500  # mlflow 3 takes 6000, the servers of earlier versions 500; the whole configuration is an artifact
 _TAG_CHARS = 5000  # mlflow 3 takes 8000, the servers of earlier versions 5000
 # A job that ended before MLflow answered leaves a thread that still waits; the next job in this process waits for it.
-_OPENING: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by uid of the journal
+_OPENING: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by uid of the log
 
 
 class Target(NamedTuple):
@@ -47,14 +50,14 @@ class Target(NamedTuple):
 
     uri: str
     run_dir: Path
-    header: Header  # of its journal
+    header: Header  # of its log
     is_named: bool = True  # False: only the run directory names the uri, and it may come from anybody
 
 
 def target_of(config: Config, run_dir: Path, header: Header, *, is_named: bool = True) -> Target:
-    """Return the run of a journal. `tracking.experiment` may be set after the journal exists, before the run does."""
-    if config.tracking.experiment:
-        header = header._replace(experiment={"name": config.tracking.experiment})
+    """Return the run of a log. `tracking.experiment` may be set after the log exists, before the run does."""
+    if config.tracking.experiment or header.experiment is None:
+        header = header._replace(experiment=experiment_of(config))
     return Target(store_uri(config), run_dir, header, is_named)
 
 
@@ -94,15 +97,15 @@ def client_tags() -> dict[str, str]:
 
 
 def file_inside(run_dir: Path, name: object) -> Path:
-    """Return the file `name` of a run directory. Raises JournalError if it is no file, or outside by .. or a link."""
+    """Return the file `name` of a run directory. Raises LogError if it is no file, or outside by .. or a link."""
     path = run_dir / name if isinstance(name, str) else run_dir
     if not (path.is_file() and path.resolve().is_relative_to(run_dir.resolve())):
-        raise JournalError(f"{name!a} is no file inside the run directory")
+        raise LogError(f"{name!a} is no file inside the run directory")
     return path
 
 
 class MlflowRun:
-    """The MLflow run of a journal. `run_id` is None until MLflow has answered; other members need `open` first."""
+    """The MLflow run of a log. `run_id` is None until MLflow has answered; other members need `open` first."""
 
     def __init__(self, target: Target, *, report: Callable[[str], None]) -> None:
         """Import mlflow; send nothing yet. `report` is called with a line for the user."""
@@ -118,7 +121,7 @@ class MlflowRun:
         self.refused: dict[str, str] = {}  # names that MLflow has refused for good -> what was reported
 
     def open(self, start_time: int | None) -> None:
-        """Find the run by its id, else by its journal's uid, else create it with `start_time` (ms; None: now)."""
+        """Find the run by its id, else by its log's uid, else create it with `start_time` (ms; None: now)."""
         with _OPENING[self._target.header.uid]:
             run = self._find_or_create(start_time)
         scheme = urlsplit(run.info.artifact_uri or "").scheme
@@ -138,6 +141,7 @@ class MlflowRun:
         self._client = self._client or connect(uri, self._report)
         run = find_run(self._client, known) if known else None
         if run is None:
+            assert header.experiment is not None, "target_of has set it"
             experiment_id = _experiment_id(self._client, header.experiment)
             lost = f"tags.`{UID_TAG}` = '{header.uid}'"  # created by a request whose response was lost
             run = next(iter(self._client.search_runs([experiment_id], lost, max_results=1)), None)
@@ -155,36 +159,74 @@ class MlflowRun:
         """Whether MLflow still has the run."""
         return self.run_id is not None and find_run(self._client, self.run_id) is not None
 
-    def steps_of(self, name: str) -> set[int]:
-        """Return the steps at which the run has this metric."""
-        return {metric.step for metric in self._client.get_metric_history(self.run_id, valid_name(name))}
+    def history(self, name: str, run_id: str | None = None) -> Sequence[Metric]:
+        """Return the values of a metric; `run_id`: of a nested run."""
+        found: Sequence[Metric] = self._client.get_metric_history(run_id or self.run_id, valid_name(name))
+        return found
 
-    def _log(self, kind: str, items: Sequence[Any]) -> None:
+    def nest(self, number: int, *, first: int, last: int, before: int) -> str:
+        """Return the id of the run inside this one with the points that replace those of some steps; it may be new.
+
+        Args:
+            number: of the branch; that of the run as it began is 1.
+            first, last: these steps were made again.
+            before: time in milliseconds; the points of this run from before are those that count no more.
+        """
+        info = self._run.info
+        wanted = f"tags.`{_PARENT_TAG}` = '{self.run_id}' AND tags.`{_NUMBER_TAG}` = '{number}'"
+        with _OPENING[self._target.header.uid]:
+            run = next(iter(self._client.search_runs([info.experiment_id], wanted, max_results=1)), None)
+            if run is None:
+                name = f"{info.run_name}: steps {first} to {last} again"
+                tags = {_PARENT_TAG: str(self.run_id), _NUMBER_TAG: str(number)}
+                tags[NOTE_TAG] = again(info.run_name, first, last)
+                run = self._client.create_run(info.experiment_id, start_time=before, run_name=name, tags=tags)
+                self._client.set_terminated(run.info.run_id, "FINISHED")
+        made = datetime.fromtimestamp(before / 1000, UTC).isoformat(timespec="seconds")
+        says = f"steps {first} to {last} logged before {made} count no more; those that do are in the nested run"
+        if f"{BRANCH_TAG}{number}" not in self.tags:
+            self._report(f"MLflow cannot delete points: {says} {run.info.run_name!r}")
+        self.send_tags({f"{BRANCH_TAG}{number}": f"{says} {run.info.run_id}"})
+        return str(run.info.run_id)
+
+    def _log(self, kind: str, items: Sequence[Any], run_id: str | None = None) -> None:
         """Log metrics, params or tags in one request; if MLflow refuses it for good, each that it refuses is named."""
         try:
-            self._client.log_batch(self.run_id, **{kind: items})
+            self._client.log_batch(run_id or self.run_id, **{kind: items})
         except Exception as error:
             if not (is_refusal(error) and self.is_there()):
                 raise
             if len(items) > 1:
                 middle = len(items) // 2
-                self._log(kind, items[:middle])
-                self._log(kind, items[middle:])
+                self._log(kind, items[:middle], run_id)
+                self._log(kind, items[middle:], run_id)
             elif items and (name := items[0].key) not in self.refused:
                 self.refused[name] = f"MLflow refused {kind.removesuffix('s')} {name!a}: {brief(error)}"
                 self._report(self.refused[name])
 
-    def send_points(self, entries: Sequence[Entry]) -> None:
-        """Send points of any number of steps."""
+    def send_points(self, entries: Sequence[Entry], run_id: str) -> None:
+        """Send points of any number of steps to this run or a nested one."""
         from mlflow.entities import Metric
 
         metrics = [
-            Metric(valid_name(name), float(value), entry.time, entry.body["step"])
+            Metric(valid_name(in_group(name)), float(value), entry.time, entry.body["step"])
             for entry in entries
             for name, value in entry.body["metrics"].items()
         ]
         for start in range(0, len(metrics), _METRICS_PER_REQUEST):
-            self._log("metrics", metrics[start : start + _METRICS_PER_REQUEST])
+            self._log("metrics", metrics[start : start + _METRICS_PER_REQUEST], run_id)
+
+    def send_checkpoint(self, entry: Entry, points: Sequence[Entry], run_id: str) -> None:
+        """Send a checkpoint of this run or of a nested one, as a model with the metrics of its step."""
+        run = self._run if run_id == self.run_id else self._client.get_run(run_id)
+        log_checkpoint(
+            self._client,
+            run,
+            step=entry.body["step"],
+            path=entry.body.get("path"),
+            points=points,
+            log=lambda metrics: self._log("metrics", metrics, run_id),
+        )
 
     def send_tags(self, tags: Mapping[str, str]) -> None:
         """Send tags, at most 100."""
@@ -198,13 +240,6 @@ class MlflowRun:
         match entry.kind:
             case "params":
                 self._send_params(body["params"], step=body["step"], changes=body["changes"])
-            case "checkpoint":
-                points = [Entry(*point) for point in body["points"]]
-                log_checkpoint(
-                    self._client, self._run, step=body["step"], path=body.get("path"), points=points, log=self._log
-                )
-            case "description":
-                self._describe()
             case "tags":
                 self.send_tags(body)
             case "datasets":
@@ -214,19 +249,20 @@ class MlflowRun:
                 folder = folder_of(body["path"])
                 self._client.log_artifact(self.run_id, str(path), folder)
                 if is_shown(body["path"]):
-                    self._describe(f"{folder}/{path.name}")
+                    self.describe(f"{folder}/{path.name}")
             case "text":
                 if not is_plain_path(body["name"]):
-                    raise JournalError(f"{body['name']!a} is no plain name for a text")
+                    raise LogError(f"{body['name']!a} is no plain name for a text")
                 self._client.log_text(self.run_id, body["text"], body["name"])
             case "status" if body["status"] == "RUNNING":
                 self._client.update_run(self.run_id, status="RUNNING")
             case "status":
+                self.describe()
                 self._client.set_terminated(self.run_id, body["status"], entry.time)
             case _:
-                raise JournalError(f"this is no entry that can be read: {entry}")
+                raise LogError(f"this is no entry that can be read: {entry}")
 
-    def _describe(self, picture: str | None = None) -> None:
+    def describe(self, picture: str | None = None) -> None:
         """Write the newest results into the description, unless the user has written another one.
 
         Args:

@@ -1,7 +1,7 @@
 """Choose the MLflow store, experiment and run of a run directory, and whether a job sends to the store while it runs.
 
 A server accepts data from many jobs at the same time. An SQLite file does not: on a network file system its locks do
-not work, and the tasks of an array lock each other out. There a job only writes its journal, and `dist-mem track sync`
+not work, and the tasks of an array lock each other out. There a job only writes its log, and `dist-mem track sync`
 sends it. The run is that of RUN/mlflow_run_id, of the checkpoint, or of MLFLOW_RUN_ID, in this order.
 """
 
@@ -161,7 +161,7 @@ def read_run_id(run_dir: Path) -> str | None:
     if not path.exists():
         return None
     text = path.read_text(encoding="utf-8", errors="replace").strip()
-    return _checked(text, str(path), "write the id of the run into it, or delete it: the run is found by its journal")
+    return _checked(text, str(path), "write the id of the run into it, or delete it: the run is found by its log")
 
 
 def requested_run_id() -> str | None:

@@ -8,15 +8,15 @@ also while the job runs, and any number of times. A run whose job was killed out
 KILLED instead of RUNNING.
 
 A checkpoint counts the points that were logged before it. A resumed run does not log them again, so every one of them
-must be in metrics.jsonl, in the journal and in MLflow, in this order: each must contain those of the one before.
+must be in the log, and every point of the log that counts in MLflow.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -30,26 +30,24 @@ from dist_mem.config.text_checks import check_credentials, check_given, check_te
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UnusableError
 from dist_mem.runtime.extras import is_installed, not_installed
 from dist_mem.supervision.lease import is_abandoned
-from dist_mem.tracking.mlflow.delivery import Delivery, Sender, points_to_send
-from dist_mem.tracking.mlflow.errors import brief, what_to_set
-from dist_mem.tracking.mlflow.journal import (
-    JOURNAL,
+from dist_mem.tracking.log import (
+    METRICS_FILE,
     Entry,
     find_entries,
-    is_superseded,
     new_uid,
     read_entries,
     read_header,
-    write_journal,
+    read_points,
+    write_log,
 )
-from dist_mem.tracking.mlflow.journal_sink import discreet
+from dist_mem.tracking.mlflow.errors import brief, what_to_set
 from dist_mem.tracking.mlflow.run import import_mlflow_quietly, target_of
+from dist_mem.tracking.mlflow.sender import Delivery, Sender, discreet
 from dist_mem.tracking.mlflow.stores import check_store, is_local, is_named_by_user, store_uri
 from dist_mem.tracking.provenance import without_credentials
-from dist_mem.tracking.tracker import METRICS_FILE, read_points
 
 EVALUATION_SECONDS = 10.0  # longest wait of an evaluation for MLflow
-_EVALUATIONS = "evaluation-*.jsonl"  # journals of evaluations, beside that of the run
+_EVALUATIONS = "mlflow/evaluation-*.jsonl"  # of a run directory: what evaluations have for MLflow
 
 
 class Counted(NamedTuple):
@@ -108,8 +106,8 @@ def _sync(config: Config, run_dir: Path, named: Sequence[str], count: CountPoint
     try:
         is_named = is_named_by_user(config, named)
         counted = count(run_dir)  # before sending, because a job may be running
-        sender = send_journals(config, run_dir, report=report, is_dead=lambda: _is_dead(run_dir), is_named=is_named)
-        gaps = [*_local_gaps(run_dir, counted), *_gaps_of_mlflow(run_dir, sender)]
+        sender = send_log(config, run_dir, report=report, is_dead=lambda: _is_dead(run_dir), is_named=is_named)
+        gaps = [*_gaps_of_log(run_dir, counted), *_gaps_of_mlflow(sender)]
     except UnusableError as error:
         print(f"error: {run_dir}: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -136,7 +134,7 @@ def _is_dead(run_dir: Path) -> bool:
     return True
 
 
-def send_journals(
+def send_log(
     config: Config,
     run_dir: Path,
     *,
@@ -144,7 +142,7 @@ def send_journals(
     is_dead: Callable[[], bool] = lambda: False,
     is_named: bool = True,
 ) -> Sender:
-    """Send all entries of a run's journals that MLflow lacks, also while the job runs.
+    """Send all that MLflow lacks of a run's log and evaluations, also while the job runs.
 
     Args:
         is_dead: returns whether a job that has not reported its end is dead; MLflow's run becomes KILLED then, until
@@ -156,27 +154,27 @@ def send_journals(
         The sender, which has the number of sent entries.
 
     Raises:
-        UnusableError: the run has no journal, or only the run directory names the server.
+        UnusableError: the run has no log, or only the run directory names the server.
         Exception: any error of MLflow's client; another call sends the rest.
     """
-    journal = run_dir / JOURNAL
-    if not journal.exists():
-        raise UnusableError(f"{journal} is missing: the run was never tracked with MLflow")
-    target = target_of(config, run_dir, read_header(journal), is_named=is_named)
+    log = run_dir / METRICS_FILE
+    if not log.exists():
+        raise UnusableError(f"{log} is missing: the run has recorded nothing")
+    target = target_of(config, run_dir, read_header(log), is_named=is_named)
     if not (is_named or is_local(target.uri)):
         raise UnusableError(
             f"only the configuration in the run directory names MLflow at {without_credentials(target.uri)}; to "
             f"log in to that server, name it: {_naming(config, run_dir)}"
         )
-    sender = Sender(target, journal, report=discreet(report, target.uri))
+    sender = Sender(target, log, report=discreet(report, target.uri))
     sender.send()
-    for path in sorted(journal.parent.glob(_EVALUATIONS)):
+    for path in sorted(run_dir.glob(_EVALUATIONS)):
         with suppress(FileNotFoundError):  # another process has sent it
             sender.send_whole(path)
         path.unlink(missing_ok=True)
-    status = find_entries(journal, "status")[-1:]
+    status = find_entries(log, "status")[-1:]
     if status and status[0].body["status"] == "RUNNING" and is_dead():
-        (last,) = deque(read_entries(journal), maxlen=1)
+        (last,) = deque(read_entries(log), maxlen=1)
         sender.run.send(Entry("status", last.time, {"status": "KILLED"}))
         report("its job was killed outright; the run is KILLED in MLflow until it is resumed")
     return sender
@@ -201,17 +199,15 @@ def log_to_run(
         A message for the user if MLflow refused a name, or has not got everything within `EVALUATION_SECONDS`. It is
         not an error, because the report of the evaluation is on disk.
     """
-    journal = run_dir / JOURNAL
-    if not journal.exists():
-        return f"{journal} is missing: the run was never tracked with MLflow, and neither is this evaluation"
+    log = run_dir / METRICS_FILE
+    if not log.exists():
+        return f"{log} is missing: the run has recorded nothing, and its evaluation is not sent to MLflow either"
     now = int(time.time() * 1000)
     artifacts = [Entry("artifact", now, {"path": str(path.relative_to(run_dir))}) for path in files]
     points = [Entry("point", now, {"step": step, "metrics": metrics})] if metrics else []
-    path = journal.parent / _EVALUATIONS.replace("*", new_uid())
-    texts = [Entry("checkpoint", now, {"step": step, "points": points}), Entry("description", now, {})]
-    write_journal(
-        path, read_header(journal), [*points, *(texts if metrics else []), *artifacts]
-    )  # in one write: a sender deletes it
+    models = [Entry("checkpoint", now, {"step": step, "points": points})] if metrics else []
+    path = run_dir / _EVALUATIONS.replace("*", new_uid())
+    write_log(path, read_header(log), [*points, *models, *artifacts])  # in one write: a sender deletes it
     is_named = is_named_by_user(config, overrides)
     if not (is_named or is_local(store_uri(config))):
         return f"only the run directory names its MLflow server; to send the evaluation: {_naming(config, run_dir)}"
@@ -221,7 +217,7 @@ def log_to_run(
     messages: list[str] = []
     senders: list[Sender] = []
     delivery = Delivery(
-        lambda: senders.append(send_journals(config, run_dir, report=messages.append, is_named=is_named)),
+        lambda: senders.append(send_log(config, run_dir, report=messages.append, is_named=is_named)),
         report=discreet(messages.append, store_uri(config)),
         service=f"MLflow at {store_uri(config)}",
     )
@@ -236,46 +232,20 @@ def _naming(config: Config, run_dir: Path) -> str:
     return f"dist-mem track sync {run_dir} tracking.uri={uri}, or set MLFLOW_TRACKING_URI"
 
 
-def _local_gaps(run_dir: Path, counted: Counted | None) -> Iterator[str]:
-    """Yield the points that metrics.jsonl lacks, and those that the journal lacks.
-
-    Raises:
-        UnusableError: metrics.jsonl has a line that is not a point.
-    """
-    path, points = run_dir / METRICS_FILE, read_points(run_dir / METRICS_FILE)
-    if counted is None:  # a job may be adding a point now, first to metrics.jsonl
-        return
-    points = [point for point in points if point.step <= counted.step]
-    if len(points) < counted.num_points:
+def _gaps_of_log(run_dir: Path, counted: Counted | None) -> Iterator[str]:
+    """Yield the points of a checkpoint that the log lacks. Raises UnusableError if the log has a damaged line."""
+    path = run_dir / METRICS_FILE
+    points = [point for point in read_points(path) if counted is not None and point.step <= counted.step]
+    if counted is not None and len(points) < counted.num_points:
         last = f", the last of step {points[-1].step}" if points else ""
         has = f"{path} has {len(points)} of the {counted.num_points} points"
         yield f"{has} that were logged up to step {counted.step}{last}; the others are lost"
-    names: dict[int, set[str]] = defaultdict(set)
-    for entry in _points_that_count(run_dir):
-        names[entry.body["step"]].update(entry.body["metrics"])
-    absent = [point.step for point in points if names[point.step].isdisjoint(point.metrics)]
-    if absent:
-        has = f"{run_dir / JOURNAL} lacks {_listed(absent)}, which {path} has"
-        yield f"{has}; the next start of the run adds them"
 
 
-def _gaps_of_mlflow(run_dir: Path, sender: Sender) -> Iterator[str]:
-    """Yield the points that MLflow lacks after `sender` has sent the journal. Raises any error of MLflow's client."""
-    expected: dict[str, set[int]] = defaultdict(set)
-    counted = _points_that_count(run_dir)
-    for entry in points_to_send(counted, sender.branches):
-        for name in entry.body["metrics"]:
-            expected[name].add(entry.body["step"])
-    # All metrics of a point are sent together: query one of the names that have the same steps.
-    for name in {frozenset(steps): name for name, steps in expected.items()}.values():
-        absent = expected[name] - sender.run.steps_of(name)
-        if absent:
-            yield f"MLflow lacks {_listed(absent)} of {name}, which it accepted before, or refused"
-
-
-def _points_that_count(run_dir: Path) -> Iterable[Entry]:
-    superseded = find_entries(run_dir / JOURNAL, "superseded")
-    return [entry for entry in find_entries(run_dir / JOURNAL, "point") if not is_superseded(entry, superseded)]
+def _gaps_of_mlflow(sender: Sender) -> Iterator[str]:
+    """Yield the points that MLflow lacks after `sender` has sent the log. Raises any error of MLflow's client."""
+    for name, absent in sender.gaps():
+        yield f"MLflow lacks {_listed(absent)} of {name}, which it accepted before, or refused"
 
 
 def _listed(steps: Collection[int]) -> str:

@@ -1,21 +1,24 @@
 """Record system metrics: a thread samples MLflow's monitors of CPU, memory, disk, network and GPUs.
 
-    system = SystemMetrics(monitors, record, interval=10.0, report=print)   # "system/cpu_utilization_percentage", ...
-    system.close()
+    system = record_system_metrics(log, report=print)   # "system/cpu_utilization_percentage", ...
+    system.close("FINISHED")
 
 MLflow's own thread is not used: it calls the server after every sample, ends at its first error, and delays the exit.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from dist_mem.errors import TakenOverError
+from dist_mem.runtime.environment import system_metrics_interval
+from dist_mem.tracking.log import Log, find_entries
 from dist_mem.tracking.mlflow.run import import_mlflow_quietly
-
-PREFIX = "system/"
+from dist_mem.tracking.names import OF_SYSTEM
+from dist_mem.tracking.tracker import Sink
 
 
 class Monitor(Protocol):
@@ -47,7 +50,17 @@ def system_monitors() -> list[Any]:
     return monitors
 
 
-class SystemMetrics:
+def record_system_metrics(log: Log, *, report: Callable[[str], None]) -> SystemMetrics:
+    """Record system metrics in a log from now on, numbered after those that it has; imports mlflow."""
+    numbers = itertools.count(len(find_entries(log.path, "system")))
+
+    def record(metrics: Mapping[str, float]) -> None:
+        log.record("system", {"step": next(numbers), "metrics": metrics})
+
+    return SystemMetrics(system_monitors(), record, interval=system_metrics_interval(), report=report)
+
+
+class SystemMetrics(Sink):
     """A thread that samples until `close`, and ends with the process."""
 
     def __init__(
@@ -74,7 +87,7 @@ class SystemMetrics:
         self._thread = threading.Thread(target=self._work, name="system metrics", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
+    def close(self, status: str) -> None:
         """Stop recording, at once even if a monitor hangs."""
         with self._recording:
             self._is_closed.set()
@@ -101,10 +114,11 @@ class SystemMetrics:
         """Return the metrics of one monitor; a monitor that fails is not used again."""
         try:
             monitor.collect_metrics()
-            figures = {f"{PREFIX}{name}": float(value) for name, value in monitor.aggregate_metrics().items()}
+            figures = {f"{OF_SYSTEM}{name}": float(value) for name, value in monitor.aggregate_metrics().items()}
             monitor.clear_metrics()
         except Exception as error:  # no error of psutil or a driver may end the thread or the training
             self._monitors.remove(monitor)
-            self._report(f"no more system metrics of {type(monitor).__name__}: {type(error).__name__}: {error}")
+            if not self._is_closed.is_set():
+                self._report(f"no more system metrics of {type(monitor).__name__}: {type(error).__name__}: {error}")
             return {}
         return figures

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from dist_mem.tracking.mlflow.delivery import Delivery
+from dist_mem.tracking.mlflow.sender import Delivery
 from tests.support.limits import limit, wait_until
 
 

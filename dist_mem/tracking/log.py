@@ -1,0 +1,326 @@
+"""The log of a run, RUN/metrics.jsonl: everything that is recorded, one JSON object a line. It only grows.
+
+    {"format_version": 4, "uid": "5c1f...", "run_name": "demo", "experiment": {"name": "dist_mem"}}
+    {"kind": "point", "time": 1764000000123, "body": {"step": 10, "metrics": {"loss": 5.1}}}
+
+    point                        metrics of a step
+    rewind                       a job continues from `step`: the points past it count no more, they are made again
+    repeat                       a point made again with the values of before, apart from measurements such as times
+    branch                       from here on, the steps `first` to `last` differ from what was logged before
+    system                       system metrics, by the number of the sample
+    params, tags, datasets, checkpoint, status, artifact, text
+
+Every reader has a mark of how far it has read: MLflow in a tag of its run, TensorBoard and W&B in a file (readers.py).
+One process appends, and others may read at the same time. So "the first 1200 entries" never changes, and no line may be
+removed. A last line without a newline is still being written, or was when the process was killed: readers ignore it,
+and the writer removes it when it opens the log again. The file of an evaluation, which MLflow alone reads, has this
+format too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dist_mem.errors import UnusableError
+from dist_mem.runtime.file_schema import figure, integer, optional, read_json_line, record, table, text
+from dist_mem.runtime.files import check_regular, fsync_path, make_folder, naming, write_text
+
+METRICS_FILE = "metrics.jsonl"  # in the run directory
+FORMAT_VERSION = 4
+DAMAGED = "damaged"  # kind of an entry that cannot be read
+_POINTS = ("point", "repeat")
+_BEGIN = b'{"kind": "'  # of every entry
+_BLOCK = 1 << 18  # bytes that `last_point` reads at once
+_REMEDY = "; correct that line, or empty it and keep its end: MLflow counts lines"
+
+_NO_LOG = "; this dist_mem did not write it: move it away"
+
+_VERSION = record({"format_version": integer()}, is_open=True)
+_HEADER = record({"uid": text, "run_name": text, "experiment": optional(table(text))}, is_open=True)
+_STEP = {"step": integer()}
+_BODIES = {"rewind": record(_STEP, is_open=True)} | dict.fromkeys(
+    _POINTS, record({**_STEP, "metrics": table(figure)}, is_open=True)
+)
+_ENTRIES = {
+    kind: record({"kind": text, "time": integer(), "body": body}, is_open=True) for kind, body in _BODIES.items()
+}
+
+
+class LogError(UnusableError):
+    """A log without a header, or of another format; or an entry that cannot be sent."""
+
+
+class Point(NamedTuple):
+    """The metrics of one step."""
+
+    step: int
+    time: float  # seconds since 1970
+    metrics: Mapping[str, float]  # of training: "loss"; of an evaluation: "validation/word_perplexity"
+
+
+class Entry(NamedTuple):
+    """One entry of a log."""
+
+    kind: str
+    time: int  # milliseconds since 1970
+    body: Mapping[str, Any]
+
+
+class Header(NamedTuple):
+    """The first line of a log: its id, and the name and experiment with which to create its MLflow run."""
+
+    uid: str
+    run_name: str
+    experiment: Mapping[str, str] | None  # {"name": ...} or {"id": ...}; None: MLflow was off
+    format_version: int = FORMAT_VERSION
+
+
+def new_uid() -> str:
+    """Return an id for a run, used before MLflow has given it one."""
+    return uuid.uuid4().hex
+
+
+# Reading
+
+
+def read_header(path: Path) -> Header:
+    """Read the header of a log. Raises LogError, or UnusableError for a pipe."""
+    check_regular(path)
+    with path.open("rb") as file:
+        return _header(file.readline(), path)
+
+
+def _header(line: bytes, path: Path) -> Header:
+    version = read_json_line(line, _VERSION, path, LogError, _NO_LOG, place="its header")["format_version"]
+    if version != FORMAT_VERSION:
+        raise LogError(f"{path}: format_version {version} is not {FORMAT_VERSION}, the one that this dist_mem reads")
+    found = read_json_line(line, _HEADER, path, LogError, _NO_LOG, place="its header")
+    return Header(found["uid"], found["run_name"], found["experiment"])
+
+
+def read_points(path: Path) -> list[Point]:
+    """Return the points that count, each step as it was last made, in order; an absent file has none.
+
+    Raises:
+        UnusableError: a line is no entry, or the file is a pipe.
+    """
+    check_regular(path)
+    if not path.exists():
+        return []
+    points: list[Point] = []
+    for entry in _checked_entries(path):
+        if entry.kind == "rewind":
+            points = [point for point in points if point.step <= entry.body["step"]]
+        else:
+            points.append(as_point(entry))
+    return points
+
+
+def _checked_entries(path: Path) -> Iterator[Entry]:
+    """Yield the entries of points and rewinds. Raises UnusableError for a line that is no entry of any kind."""
+    with path.open("rb") as file:
+        _header(file.readline(), path)
+        for number, line in enumerate(file, start=2):
+            if line.endswith(b"\n") and (entry := _checked(line, path, place=f"line {number}")):
+                yield entry
+
+
+def _checked(line: bytes, path: Path, *, place: str) -> Entry | None:
+    """Return the entry of a point or a rewind; None for an emptied line and for other kinds, which are not decoded."""
+    kind = line.removeprefix(_BEGIN).partition(b'"')[0].decode("ascii", "replace")
+    if kind in _ENTRIES:
+        return Entry(**read_json_line(line, _ENTRIES[kind], path, UnusableError, _REMEDY, place=place))
+    if line.strip() and not line.startswith(_BEGIN):
+        raise UnusableError(f"{path} is damaged ({place} is no entry of a log){_REMEDY}")
+    return None
+
+
+def last_point(path: Path, metric: str) -> Point | None:
+    """Return the last point that counts and has a metric, read from the end of the log; None: there is none.
+
+    Raises:
+        UnusableError: a line after it is no entry.
+    """
+    check_regular(path)
+    if not path.exists():
+        return None
+    read_header(path)
+    last_step = math.inf
+    for count, line in enumerate(_lines_backwards(path), start=1):
+        entry = _checked(line, path, place=f"line {count} from its end")
+        if entry is not None and entry.kind == "rewind":
+            last_step = min(last_step, entry.body["step"])
+        elif entry is not None and entry.body["step"] <= last_step and metric in entry.body["metrics"]:
+            return as_point(entry)
+    return None
+
+
+def _lines_backwards(path: Path) -> Iterator[bytes]:
+    """Yield the complete lines after the header, the last one first."""
+    with path.open("rb") as file:
+        begin, rest = file.seek(0, 2), None
+        while begin:
+            end, begin = begin, max(0, begin - _BLOCK)
+            file.seek(begin)
+            first, *lines = (file.read(end - begin) + (rest or b"")).split(b"\n")
+            yield from reversed(lines[:-1] if rest is None else lines)  # the last of all is empty, or being written
+            rest = first
+
+
+def as_point(entry: Entry) -> Point:
+    """Return the point of an entry."""
+    return Point(entry.body["step"], entry.time / 1000, entry.body["metrics"])
+
+
+def read_entries(path: Path) -> Iterator[Entry]:
+    """Yield every complete entry of a log, in order."""
+    reader = LogReader(path)
+    while entries := reader.batch(500):
+        yield from entries
+        reader.done()
+
+
+def find_entries(path: Path, *kinds: str) -> list[Entry]:
+    """Return every entry of some kinds; faster on a large log than `read_entries`."""
+    begins = tuple(_BEGIN + kind.encode() + b'"' for kind in kinds)
+    with path.open("rb") as file:
+        found = [_decode(line) for line in file if line.startswith(begins) and line.endswith(b"\n")]
+    return [entry for entry in found if entry.kind != DAMAGED]
+
+
+def is_superseded(entry: Entry, branches: Iterable[Entry]) -> bool:
+    """Whether a later job of the run logged this point again, with other values.
+
+    Args:
+        branches: the "branch" entries of the log.
+    """
+    return entry.kind == "point" and any(
+        branch.body["first"] <= entry.body["step"] <= branch.body["last"] and entry.time < branch.body["before"]
+        for branch in branches
+    )
+
+
+class LogReader:
+    """A position in a log that another process may be writing; `done` moves it past the batch that was read."""
+
+    def __init__(self, path: Path, num_done: int = 0) -> None:
+        """Start after the first `num_done` entries; at the first entry if there are fewer (an old copy)."""
+        self._path = path
+        with path.open("rb") as file:
+            self._offset = start = len(file.readline())  # the header
+            self.num_done = 0
+            while self.num_done < num_done and (line := file.readline()).endswith(b"\n"):
+                self.num_done += 1
+                self._offset += len(line)
+        if self.num_done < num_done:
+            self.num_done, self._offset = 0, start
+        self._ahead = (self.num_done, self._offset)
+
+    def batch(self, size: int) -> list[Entry]:
+        """Return the next entries, at most `size`; repeated calls return the same ones until `done`."""
+        entries: list[Entry] = []
+        offset = self._offset
+        with self._path.open("rb") as file:  # each time, so that a network file system shows new entries
+            file.seek(offset)
+            while len(entries) < size and (line := file.readline()).endswith(b"\n"):
+                entries.append(_decode(line))
+                offset += len(line)
+        self._ahead = (self.num_done + len(entries), offset)
+        return entries
+
+    def done(self) -> None:
+        """Move past the last batch."""
+        self.num_done, self._offset = self._ahead
+
+
+# Writing
+
+
+def write_log(path: Path, header: Header, entries: Iterable[Entry] = ()) -> None:
+    """Write a complete log, atomically."""
+    first = json.dumps({"format_version": header.format_version, **header._asdict()}) + "\n"
+    make_folder(path.parent)
+    write_text(path, first + "".join(_encode(entry) for entry in entries))
+
+
+def _encode(entry: Entry) -> str:
+    return json.dumps(entry._asdict()) + "\n"  # a non-finite value is written as NaN or Infinity, as Python reads it
+
+
+def _decode(line: bytes) -> Entry:
+    try:
+        return Entry(**json.loads(line))
+    except (ValueError, TypeError, RecursionError):
+        return Entry(DAMAGED, 0, {"line": repr(line[:80])})
+
+
+class Log:
+    """The writer of a log, for one process; any of its threads may append."""
+
+    def __init__(self, path: Path, guard: Callable[[], None] = lambda: None) -> None:
+        """Open a log that `write_log` has created; `guard` raises when this process may no longer write."""
+        self.path, self.guard = path, guard
+        self.header = read_header(path)
+        self._lock = threading.Lock()
+        self.num_entries, self._latest = _cut_torn_line(path)
+        self.advance_clock()  # all entries of this job are later than those of the last one
+        self._file = path.open(
+            "a", encoding="utf-8", newline="\n", buffering=1
+        )  # line-buffered: kills lose one at most
+
+    def append(self, kind: str, body: Mapping[str, Any], *, at: float) -> int:
+        """Add an entry; takes microseconds.
+
+        Args:
+            at: seconds since 1970.
+
+        Returns:
+            The time of the entry, in milliseconds. Times in a log never decrease, even if a run moves to a node whose
+            clock is behind: of two points of one step, MLflow uses the later one.
+        """
+        self.guard()
+        with self._lock:
+            self._latest = max(self._latest, round(at * 1000))
+            with naming(self.path):
+                self._file.write(_encode(Entry(kind, self._latest, body)))
+            self.num_entries += 1
+            return self._latest
+
+    def record(self, kind: str, body: Mapping[str, Any]) -> None:
+        """Add an entry of now."""
+        self.append(kind, body, at=time.time())
+
+    def flush(self) -> None:
+        """Flush all entries to disk. Raises OSError, which names the file."""
+        with naming(self.path):
+            fsync_path(self.path)
+
+    def advance_clock(self) -> None:
+        """Make all later entries later than the existing ones."""
+        with self._lock:
+            self._latest += 1
+
+    def close(self) -> None:
+        """Close the log for appending."""
+        with suppress(OSError):  # a full disk: reported when the entry was appended
+            self._file.close()
+            self.flush()
+
+
+def _cut_torn_line(path: Path) -> tuple[int, int]:
+    """Remove an incomplete last line; return the number of entries, and the time of the last one, 0 without any."""
+    num_lines, size, last = 0, 0, b""
+    with path.open("r+b") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                num_lines, size, last = num_lines + 1, size + len(line), line
+        file.truncate(size)
+    return num_lines - 1, _decode(last).time

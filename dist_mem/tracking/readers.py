@@ -1,0 +1,280 @@
+"""The readers of a run's log beside MLflow: event files for TensorBoard, a text file for Prometheus, a run of W&B.
+
+TensorBoard and W&B have a mark: a file with the number of entries of the log that they have for certain. A start gives
+them the rest, also what was logged while they were switched off. Prometheus has the last value of every metric only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from omegaconf import OmegaConf
+
+from dist_mem.config import Config
+from dist_mem.errors import UnusableError
+from dist_mem.runtime.environment import wandb_environment
+from dist_mem.runtime.extras import require
+from dist_mem.runtime.files import fsync_path, make_folder, naming, write_text
+from dist_mem.tracking.log import Log, LogReader, Point, read_points
+from dist_mem.tracking.names import checksum_of, in_group, valid_text
+from dist_mem.tracking.tracker import Sink
+
+MARK = "entries_read"  # file in the folder of a reader
+TENSORBOARD = "tensorboard"  # folder in the run directory
+WANDB_ID_FILE = "wandb_run_id"  # in the run directory
+_PROMETHEUS_SUFFIX = ".prom"  # of the files that the node exporter reads
+_EVENTS = "events.out.tfevents."  # + seconds; TensorBoard reads the files in the order of their names
+_EVENT_VERSION = "brain.Event:2"  # of files whose marks are obeyed
+_WANDB_PROJECT = "dist_mem"
+_BATCH = 500  # entries
+
+
+class Unread(NamedTuple):
+    """What a reader lacks."""
+
+    first: int  # step; whatever the reader has of it and of later ones counts no more
+    points: list[Point]  # from there on
+
+
+class Mark:
+    """How many entries of the log a reader has."""
+
+    def __init__(self, folder: Path, log: Log) -> None:
+        self._path, self._log, self._num_read = folder / MARK, log, 0
+
+    def unread(self, first_step: int) -> Unread:
+        """Return what a reader lacks before it gets the points past `first_step`."""
+        text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
+        self._num_read = int(text) if text.strip().isdecimal() else 0
+        reader, first = LogReader(self._log.path, self._num_read), first_step + 1
+        while entries := reader.batch(_BATCH):
+            steps = [entry.body["step"] for entry in entries if entry.kind in ("point", "repeat")]
+            first = min([first, *steps, *(entry.body["step"] + 1 for entry in entries if entry.kind == "rewind")])
+            reader.done()
+        return Unread(first, [point for point in read_points(self._log.path) if point.step >= first])
+
+    def move(self) -> None:
+        """Note that the reader has all points of the log."""
+        self._num_read = self._log.num_entries
+
+    def write(self) -> None:
+        """Keep the mark, after what was read is on disk."""
+        write_text(self._path, f"{self._num_read}\n")
+
+
+class TensorBoardFiles(Sink):
+    """Writes every point as one event, which is in the file when `log` returns: a kill loses none.
+
+    Every start begins another file, with the step from which on TensorBoard discards older points.
+    """
+
+    def __init__(self, folder: Path, log: Log, *, first_step: int) -> None:
+        """Begin a file for the points past `first_step`, the step the run continues from (0: a fresh start)."""
+        self._folder = folder
+        make_folder(folder)
+        self._mark = Mark(folder, log)
+        first, points = self._mark.unread(first_step)
+        self._open(first)
+        for point in points:
+            self.log(point)
+        self._mark.move()
+
+    def _open(self, first: int) -> None:
+        """Begin a file, which is the last by its name, also on a node whose clock is behind."""
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        times = [path.name.removeprefix(_EVENTS).partition(".")[0] for path in self._folder.glob(f"{_EVENTS}*")]
+        second = max([int(time.time()), *(int(text) + 1 for text in times if text.isdecimal())])
+        self._path = self._folder / f"{_EVENTS}{second:010}.dist_mem"
+        self._file = self._path.open("xb")
+        self._records = RecordWriter(self._file)
+        self._write(file_version=_EVENT_VERSION)
+        self._write(step=first, session_log=SessionLog(status=SessionLog.START))
+
+    def _write(self, *, wall_time: float | None = None, **content: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        event = Event(wall_time=wall_time or time.time(), **content)
+        with naming(self._path):
+            self._records.write(event.SerializeToString())
+            self._file.flush()
+
+    def log(self, point: Point) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [
+            Summary.Value(tag=valid_text(in_group(name)), simple_value=value) for name, value in point.metrics.items()
+        ]
+        self._write(wall_time=point.time, step=point.step, summary=Summary(value=values))
+        self._mark.move()
+
+    def rewind(self, step: int) -> None:
+        self._file.close()
+        self._open(step + 1)
+        self._mark.move()
+
+    def flush(self) -> None:
+        with naming(self._path):
+            fsync_path(self._path)
+        self._mark.write()
+
+    def close(self, status: str) -> None:
+        with suppress(OSError):  # a full disk: reported when the point was logged
+            self._file.close()
+            self.flush()
+
+
+def check_prometheus(path: Path) -> None:
+    """Check that the file for Prometheus can be written, without creating it.
+
+    Raises:
+        UnusableError: it cannot, or the package prometheus-client is missing.
+    """
+    key = f"tracking.prometheus={path}"
+    if path.suffix != _PROMETHEUS_SUFFIX:
+        raise UnusableError(f"{key}: the node exporter reads files whose names end in {_PROMETHEUS_SUFFIX}; give one")
+    if not path.parent.is_dir():
+        raise UnusableError(f"{key}: there is no folder {path.parent}; create it, or give another one")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UnusableError(f"{key}: this user cannot write such a file there; give another one")
+    require("prometheus_client", key, "set tracking.prometheus=null")
+
+
+class PrometheusFile(Sink):
+    """Replaces the file at every logged point, atomically: the run as it is now, for Prometheus' node exporter.
+
+    dist_mem_train_loss{run="demo"} 2.5
+    dist_mem_step{run="demo"} 100.0
+    dist_mem_heartbeat_timestamp_seconds{run="demo"} 1.764e+09
+    """
+
+    def __init__(self, path: Path, kept: Iterable[Point], *, run_name: str) -> None:
+        """Write nothing yet.
+
+        Args:
+            path: of the file, which `check_prometheus` has checked.
+            kept: the points that count so far.
+            run_name: value of the label `run`.
+        """
+        from prometheus_client import CollectorRegistry, Gauge
+
+        self._path, self._run_name = path, run_name
+        self._registry = CollectorRegistry()  # of its own: the common one has figures of the process
+        self._gauges: dict[str, Gauge] = {}
+        self._names: dict[str, str] = {}  # name of a gauge -> of the metric that has it
+        for name, value in {name: value for point in kept for name, value in point.metrics.items()}.items():
+            self._set_metric(name, value)
+
+    def log(self, point: Point) -> None:
+        from prometheus_client import write_to_textfile
+
+        for name, value in point.metrics.items():
+            self._set_metric(name, value)
+        self._set("step", point.step, "step of the last logged point")
+        self._set("heartbeat_timestamp_seconds", point.time, "time of the last logged point")
+        with naming(self._path):
+            write_to_textfile(str(self._path), self._registry)
+
+    def _set_metric(self, name: str, value: float) -> None:
+        self._set(in_group(name), value, f"{name} in metrics.jsonl")
+
+    def _set(self, name: str, value: float, meaning: str) -> None:
+        from prometheus_client import Gauge
+
+        full = "dist_mem_" + re.sub(r"\W", "_", name, flags=re.ASCII)
+        if self._names.setdefault(full, name) != name:  # a/b and a_b
+            full += f"_{checksum_of(name)}"
+        if full not in self._gauges:
+            self._gauges[full] = Gauge(full, meaning, ["run"], registry=self._registry)
+        self._gauges[full].labels(self._run_name).set(value)
+
+
+class WandbRun(Sink):
+    """A run in RUN/wandb, written without a network; `wandb sync RUN/wandb/offline-run-*` sends it.
+
+    Every start of a run directory writes one more folder there, all with the id in RUN/wandb_run_id: W&B shows one run.
+    WANDB_MODE=online sends while the job runs, WANDB_MODE=disabled writes nothing. No error of the client stops a
+    training. Every point is logged under its step. W&B has each step once: repeated steps keep their first values.
+    """
+
+    def __init__(
+        self, config: Config, run_dir: Path, log: Log, *, first_step: int, report: Callable[[str], None]
+    ) -> None:
+        """Begin a run, or continue the one of the run directory, with the points that it lacks up to `first_step`.
+
+        Args:
+            report: shows a line to the user.
+        """
+        self._report, self._last_step = report, 0
+        self._mark = Mark(run_dir / "wandb", log)
+        self._run: Any = None  # wandb.Run; None: it cannot be used
+        self._attempt(lambda: self._open(config, run_dir, first_step))
+
+    def _open(self, config: Config, run_dir: Path, first_step: int) -> None:
+        mode = wandb_environment(project=_WANDB_PROJECT)
+        import wandb
+
+        id_file = run_dir / WANDB_ID_FILE
+        if not id_file.exists():
+            write_text(id_file, uuid4().hex[:8] + "\n")
+        make_folder(run_dir / "wandb")
+        hooks = sys.excepthook, sys.exit  # the client replaces both, to report errors that are ours to report
+        options: dict[str, Any] = {
+            "project": config.tracking.experiment,  # None: WANDB_PROJECT
+            "name": config.tracking.run_name or config.name,
+            "id": id_file.read_text(encoding="utf-8").strip(),
+            "config": OmegaConf.to_container(config, resolve=False),  # values from the environment may be secrets
+            "dir": str(run_dir),
+            "mode": mode,
+            "resume": "allow",
+            "reinit": "create_new",  # a program may have a run of its own
+        }
+        quiet: dict[str, Any] = {"console": "off", "silent": True, "disable_code": True, "disable_git": True}
+        try:
+            self._run = wandb.init(**options, settings=wandb.Settings(**quiet, x_disable_meta=True))
+        finally:
+            sys.excepthook, sys.exit = hooks
+        self._report(f"W&B: run {self._run.id} in {run_dir / 'wandb'}, {mode}")
+        for point in self._mark.unread(first_step).points:
+            self.log(point)
+
+    def log(self, point: Point) -> None:
+        if self._run is None or point.step < self._last_step:
+            return
+        self._last_step = point.step
+        values = {in_group(name): value for name, value in point.metrics.items()}
+        self._attempt(lambda: self._run.log(values, step=point.step))
+        self._mark.move()
+
+    def record(self, kind: str, body: Mapping[str, Any]) -> None:
+        if kind == "params" and self._run is not None:
+            self._attempt(lambda: self._run.config.update(body["params"], allow_val_change=True))
+
+    def flush(self) -> None:
+        if self._run is not None:
+            self._mark.write()
+
+    def close(self, status: str) -> None:
+        if self._run is not None:
+            self._attempt(lambda: self._run.finish(exit_code=0 if status == "FINISHED" else 1))
+            self._attempt(self.flush)
+            self._run = None
+
+    def _attempt(self, what: Callable[[], object]) -> None:
+        """Call the client; after an error, report it once and do without the client."""
+        try:
+            what()
+        except Exception as error:  # of any of the client's libraries
+            self._run = None
+            reason = str(error).partition("\n")[0]
+            lost = "from here on W&B gets nothing of this job; metrics.jsonl has every point"
+            self._report(f"warning: W&B: {type(error).__name__}: {reason}; {lost}")

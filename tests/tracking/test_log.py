@@ -1,0 +1,286 @@
+"""The log on disk, which of its points count, and which ones a resumed run makes again."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_mem.errors import UnusableError
+from dist_mem.tracking.log import (
+    DAMAGED,
+    METRICS_FILE,
+    Entry,
+    Header,
+    Log,
+    LogError,
+    LogReader,
+    Point,
+    find_entries,
+    is_superseded,
+    last_point,
+    read_entries,
+    read_points,
+    write_log,
+)
+from dist_mem.tracking.tracker import LogSink, Rollback
+
+HEADER = Header("uid", "demo", {"name": "dist_mem"})
+
+
+def begin(tmp_path: Path) -> Path:
+    path = tmp_path / METRICS_FILE
+    write_log(path, HEADER)
+    return path
+
+
+def test_entries_are_on_disk_when_append_returns_and_in_order(tmp_path: Path) -> None:
+    path = begin(tmp_path)
+    log = Log(path)
+    for number in range(1200):
+        log.append("text", {"text": str(number)}, at=float(number))
+    assert [entry.body["text"] for entry in read_entries(path)] == [str(number) for number in range(1200)]
+    assert log.header == HEADER
+    log.close()
+
+
+def test_every_job_is_later_than_the_one_before_on_a_node_with_a_slow_clock_too(tmp_path: Path) -> None:
+    """Otherwise points of the earlier job could not be distinguished from those that supersede them."""
+    path = begin(tmp_path)
+    for now in (1000.0, 400.0, 1001.5):
+        log = Log(path)
+        log.append("status", {}, at=now)
+        log.close()
+    assert [entry.time for entry in read_entries(path)] == [1_000_000, 1_000_001, 1_001_500]
+
+
+def test_threads_do_not_tear_each_others_lines(tmp_path: Path) -> None:
+    path = begin(tmp_path)
+    log = Log(path)
+    body = {"text": "x" * 10_000}
+    threads = [threading.Thread(target=lambda: [log.append("text", body, at=0.0) for _ in range(50)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    log.close()
+    assert [entry.body for entry in read_entries(path)] == [body] * 200
+
+
+def test_readers_leave_a_torn_last_line_and_the_writer_cuts_it(tmp_path: Path) -> None:
+    path = begin(tmp_path)
+    write_log(path, HEADER, [Entry("status", 7, {"status": "RUNNING"})])
+    whole = path.read_bytes()
+    for torn in (b'{"kind": "poi', b"\0" * 100):  # a kill; a crash of the node
+        path.write_bytes(whole + torn)
+        assert [entry.time for entry in read_entries(path)] == [7]
+        assert path.read_bytes() == whole + torn  # it may be being written
+        Log(path).close()
+        assert path.read_bytes() == whole
+
+
+def test_a_damaged_line_is_an_entry_of_its_own_and_shifts_no_other(tmp_path: Path) -> None:
+    path = begin(tmp_path)
+    with path.open("ab") as file:
+        file.write(b"\0\0\xff\n" + json.dumps(Entry("status", 7, {})._asdict()).encode() + b"\n")
+    assert [entry.kind for entry in read_entries(path)] == [DAMAGED, "status"]
+
+
+def test_a_reader_repeats_a_batch_until_it_is_done(tmp_path: Path) -> None:
+    path = begin(tmp_path)
+    entries = [Entry("status", number, {}) for number in range(5)]
+    write_log(path, HEADER, entries)
+    reader = LogReader(path)
+    assert reader.batch(2) == reader.batch(2) == entries[:2]
+    reader.done()
+    assert (reader.batch(9), reader.num_done) == (entries[2:], 2)
+    reader.done()
+    assert (reader.batch(9), reader.num_done) == ([], 5)
+
+
+def test_reader_starts_after_the_sent_entries_or_at_the_start_of_a_shorter_copy(tmp_path: Path) -> None:
+    path = begin(tmp_path)
+    entries = [Entry("status", number, {}) for number in range(5)]
+    write_log(path, HEADER, entries)
+    for num_done, left in ((0, entries), (3, entries[3:]), (5, []), (6, entries)):
+        assert LogReader(path, num_done).batch(9) == left
+
+
+def test_a_file_that_is_no_log_is_named(tmp_path: Path) -> None:
+    path = tmp_path / METRICS_FILE
+    for text, complaint in (
+        ("", "is damaged .its header is not JSON: .*move it away"),
+        ('{"step": 1, "time": 5.0, "metrics": {}}\n', "its header: it has no format_version.; .*move it away"),
+        ('{"format_version": 4, "uid": 7}\n', "its header: it has no run_name"),
+        ('{"format_version": 3}\n', ": format_version 3 is not 4"),
+    ):
+        path.write_text(text)
+        for read in (Log, read_points, partial(last_point, metric="loss")):
+            with pytest.raises(LogError, match=rf"metrics\.jsonl.*{complaint}"):
+                read(path)
+
+
+def test_a_damaged_entry_is_not_found_as_one_of_its_kind(tmp_path: Path) -> None:
+    path = begin(tmp_path)
+    log = Log(path)
+    log.append("branch", {"first": 1}, at=1.0)
+    log.close()
+    with path.open("a") as file:
+        file.write('{"kind": "branch", "ti\n')
+    assert [entry.body for entry in find_entries(path, "branch")] == [{"first": 1}]
+
+
+# Points
+
+
+def test_a_point_is_one_line_that_is_there_when_it_is_logged(tmp_path: Path) -> None:
+    path = begin(tmp_path)
+    sink = LogSink(Log(path), first_step=0, report=print)
+    sink.log(Point(1, 5.0, {"loss": 2.0}))
+    sink.log(Point(2, 6.0, {"loss": math.inf, "lr": 0.1}))
+    lines = path.read_text().splitlines()  # before `close`: a killed job keeps its lines
+    assert [json.loads(line)["body"] for line in lines if line.startswith('{"kind": "point"')] == [
+        {"step": 1, "metrics": {"loss": 2.0}},
+        {"step": 2, "metrics": {"loss": math.inf, "lr": 0.1}},
+    ]
+    sink.close("FINISHED")
+
+
+def log_from(path: Path, first_step: int, losses: dict[int, float], **options: Any) -> LogSink:
+    """Run a job that continues from a step and is killed."""
+    with closing(Log(path)) as log:
+        sink = LogSink(log, first_step=first_step, report=print, measurements={"seconds"}, **options)
+        for step, loss in losses.items():
+            sink.log(Point(step, 1e9, {"loss": loss, "seconds": time.perf_counter()}))
+        return sink
+
+
+def counted(path: Path) -> list[tuple[int, float]]:
+    points = [(point.step, point.metrics["loss"]) for point in read_points(path)]
+    last = last_point(path, "loss")
+    assert (None if last is None else (last.step, last.metrics["loss"])) == (points[-1] if points else None)
+    return points
+
+
+def test_points_past_the_restored_step_count_no_more_and_every_step_counts_once(tmp_path: Path) -> None:
+    path = begin(tmp_path)
+    log_from(path, 0, {step: float(step) for step in range(1, 10)})
+    log_from(path, 5, {})
+    assert counted(path) == [(step, float(step)) for step in range(1, 6)]
+    log_from(path, 5, {6: 6.0, 7: 7.0})  # the same again, and killed again
+    log_from(path, 6, {7: 7.5, 8: 8.0})
+    assert counted(path) == [*((step, float(step)) for step in range(1, 7)), (7, 7.5), (8, 8.0)]
+    with closing(Log(path)) as log:
+        sink = LogSink(log, first_step=8, report=print)
+        sink.rewind(2)
+        assert counted(path) == [(1, 1.0), (2, 2.0)]
+        sink.rewind(0)
+        assert counted(path) == []
+
+
+def test_what_a_job_makes_again_is_marked_as_repeated_and_what_differs_as_a_branch(tmp_path: Path) -> None:
+    path = begin(tmp_path)
+    log_from(path, 0, {step: float(step) for step in range(1, 10)})
+    log_from(path, 5, {6: 6.0, 7: 7.5, 8: 8.0, 10: 10.0})
+    made = [(entry.kind, entry.body.get("step")) for entry in read_entries(path) if entry.kind != "status"][9:]
+    assert made == [("rewind", 5), ("repeat", 6), ("branch", None), ("point", 7), ("point", 8), ("point", 10)]
+    (branch,) = find_entries(path, "branch")
+    assert (branch.body["first"], branch.body["last"]) == (7, 9)
+    superseded = [entry.body["step"] for entry in read_entries(path) if is_superseded(entry, [branch])]
+    assert superseded == [7, 8, 9]
+
+
+def test_points_that_a_checkpoint_counts_and_the_log_has_not_are_lost_and_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = begin(tmp_path)
+    log_from(path, 0, {1: 1.0, 2: 2.0, 3: 3.0})
+    sink = log_from(path, 2, {3: 3.0}, num_points=4)
+    assert (sink.num_lost, sink.num_points) == (2, 5)
+    assert "has 2 of the 4 points that were logged up to step 2; the others are lost" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "damage", ["{}\n", "\0\0\n", '{"kind": "point", "ti\n', '{"kind": "point", "time": 1, "body": {}}\n']
+)
+def test_a_damaged_line_is_named_until_it_is_emptied(tmp_path: Path, damage: str) -> None:
+    path = begin(tmp_path)
+    log_from(path, 0, {1: 1.0})
+    whole = path.read_text()
+    path.write_text(whole + damage)
+    for read, place in ((read_points, "line 4"), (partial(last_point, metric="loss"), "line 1 from its end")):
+        with pytest.raises(UnusableError, match=rf"jsonl is damaged \({place}.*correct that line, or empty it"):
+            read(path)
+    path.write_text(whole + "\n")
+    assert counted(path) == [(1, 1.0)]
+
+
+def test_the_last_point_is_found_before_long_entries(tmp_path: Path) -> None:
+    path = begin(tmp_path)
+    log_from(path, 0, {1: 1.0})
+    with closing(Log(path)) as log:
+        log.record("text", {"name": "git.diff", "text": "x" * 1_000_000})
+    with path.open("a") as file:
+        file.write('{"kind": "poi')
+    assert counted(path) == [(1, 1.0)]
+    assert last_point(tmp_path / "absent.jsonl", "loss") is None
+
+
+# Rollback
+
+
+def point(step: int, **metrics: float) -> Point:
+    return Point(step, 0.0, metrics)
+
+
+def rollback(*points: Point, first_step: int = 5) -> Rollback:
+    return Rollback(points, first_step=first_step, measurements={"seconds"})
+
+
+def test_equal_points_repeat_whatever_was_measured() -> None:
+    after = rollback(point(5, loss=9.0), point(6, loss=1.0, seconds=3.0), point(7, loss=math.nan, seconds=3.0))
+    assert after.repeats(point(6, loss=1.0, seconds=8.0))
+    assert after.repeats(point(7, loss=math.nan, seconds=8.0))
+    assert not after.repeats(point(8, loss=1.0, seconds=8.0))
+    assert not after.leaves(point(8, loss=1.0))
+
+
+def test_from_the_first_difference_on_all_points_are_new_and_the_old_ones_superseded() -> None:
+    after = rollback(*(point(step, loss=float(step)) for step in range(1, 10)))
+    assert after.repeats(point(6, loss=6.0))
+    other = point(7, loss=6.9)
+    assert not after.repeats(other)
+    assert after.leaves(other) == (7, 9)
+    equal_by_chance = point(8, loss=8.0)
+    assert not after.repeats(equal_by_chance)
+    assert not after.leaves(equal_by_chance)
+
+
+def test_the_last_of_several_values_of_a_step_counts() -> None:
+    after = rollback(point(6, loss=1.0), point(6, loss=2.0))
+    assert after.repeats(point(6, loss=2.0))
+    assert not after.repeats(point(6, loss=1.0))
+
+
+def test_an_evaluation_that_the_killed_job_did_not_reach_is_new_and_supersedes_nothing() -> None:
+    after = rollback(point(6, loss=1.0))
+    evaluation = Point(6, 0.0, {"validation/nll": 3.0})
+    assert not after.repeats(evaluation)
+    assert not after.leaves(evaluation)
+    assert after.repeats(point(6, loss=1.0))
+
+
+def test_points_at_steps_that_were_not_logged_before_are_never_among_the_superseded() -> None:
+    """Of a repeated point MLflow has the earlier one; superseded before it was sent, it would be lost."""
+    after = rollback(point(6, loss=1.0), Point(6, 0.0, {"validation/nll": 3.0}), point(7, loss=2.0))
+    assert after.repeats(point(6, loss=1.0))
+    evaluation = Point(6, 0.0, {"validation/nll": 4.0})
+    assert not after.repeats(evaluation)
+    assert after.leaves(evaluation) == (7, 7)
