@@ -14,7 +14,7 @@ from dist_mem.config import environment_values
 from dist_mem.data.shard import Index, read_index
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.network_interface import free_port
-from dist_mem.tracking.mlflow.run import connect
+from dist_mem.tracking.mlflow.client import connect
 from tests.support.clock import clock as clock
 from tests.support.limits import limit
 from tests.support.order import is_in_part, longest_first

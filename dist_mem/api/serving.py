@@ -2,7 +2,7 @@
 
     MLFLOW_TRACKING_URI=sqlite:///mlflow.db mlflow models serve -m models:/demo@champion --env-manager local
 
-MLflow imports this module by its name (dist_mem/tracking/mlflow/export.py) and calls `_load_pyfunc`.
+MLflow imports this module by its name (dist_mem/tracking/mlflow/models.py) and calls `_load_pyfunc`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from dist_mem.api.model import Model, load
 from dist_mem.generation.generate import Sampling
-from dist_mem.tracking.mlflow.export import invalid_request
+from dist_mem.tracking.mlflow.models import invalid_request
 
 _MODES = ("generate", "score")
 

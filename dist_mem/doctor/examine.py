@@ -14,8 +14,7 @@ from dist_mem.errors import UnusableError, run_error
 from dist_mem.runtime.distributed import World, gather_objects
 from dist_mem.runtime.environment import node_name
 from dist_mem.supervision.findings import MACHINE, Finding, Place, Remark, fail, ok, warning
-from dist_mem.tracking.mlflow.access import check_tracking, was_tracked
-from dist_mem.tracking.mlflow.stores import choose_sending, store_uri
+from dist_mem.tracking.mlflow.store import check_tracking, choose_sending, store_uri, was_tracked
 from dist_mem.tracking.provenance import without_credentials
 
 Check = Callable[[], Iterable[Remark]]

@@ -43,8 +43,8 @@ from dist_mem.memory.outside import kept_kinds, sources
 from dist_mem.model import MemoryLM
 from dist_mem.nn.layers import DTYPES
 from dist_mem.runtime.files import is_wrong_path, new_folder, write_hashed, write_text
-from dist_mem.tracking.mlflow.export import Registration, check_registration, log_export, open_run
-from dist_mem.tracking.mlflow.stores import read_run_id
+from dist_mem.tracking.mlflow.models import Registration, check_registration, log_export, open_run
+from dist_mem.tracking.mlflow.store import read_run_id
 
 # of the checkpoint
 _METADATA = (

@@ -28,7 +28,7 @@ from dist_mem.runtime.file_schema import MAX_INTEGER
 from dist_mem.runtime.terminal import labelled
 from dist_mem.supervision.lease import sign_of_life
 from dist_mem.tracking.log import METRICS_FILE, last_point
-from dist_mem.tracking.mlflow.stores import RUN_ID_FILE
+from dist_mem.tracking.mlflow.store import RUN_ID_FILE
 from dist_mem.tracking.provenance import without_credentials
 
 _GOODPUT = "goodput/"  # prefix of the shares of a run's time (dist_mem.training.goodput makes them)

@@ -51,9 +51,8 @@ from dist_mem.studies.row_check import check, check_rows
 from dist_mem.studies.runs import RESULTS, all_runs, figure_commands, rows_behind, runs_behind, shown_rows, train_words
 from dist_mem.studies.runs import with_done as with_measured
 from dist_mem.studies.study import MAX_RUNS, Study, load_study
-from dist_mem.tracking.mlflow.errors import brief
-from dist_mem.tracking.mlflow.run import connect
-from dist_mem.tracking.mlflow.stores import experiment_of, store_uri
+from dist_mem.tracking.mlflow.client import brief, connect
+from dist_mem.tracking.mlflow.store import experiment_of, store_uri
 from dist_mem.tracking.provenance import git_state, versions
 
 # Tags that MLflow's clients set on a run they start, here its parent. dist_mem gets them from MLflow.

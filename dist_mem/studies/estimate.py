@@ -30,7 +30,7 @@ from dist_mem.runtime.terminal import table
 from dist_mem.studies.job import CommandError, Job, Place, build, for_each_run, left_to_measure, same_command
 from dist_mem.studies.runs import Run, evaluate_command, train_command, train_words
 from dist_mem.tracking.log import METRICS_FILE, read_points
-from dist_mem.tracking.mlflow.run import connect
+from dist_mem.tracking.mlflow.client import connect
 
 MEASURED_STEPS = 20
 _FIRST_STEPS = 5  # slower, and not counted

@@ -8,7 +8,7 @@ Only rank 0 tracks.
 
 MLflow may be slow, down or faulty: one thread sends the log, and training neither waits nor stops. Entries that are not
 sent when the job ends are sent by its next start, by `dist-mem track sync`, or by an evaluation. For some stores, see
-mlflow/stores.py, nothing is sent before that.
+mlflow/store.py, nothing is sent before that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dist_mem.runtime.files import make_folder
 from dist_mem.supervision.lease import refuse_if_taken_over_throttled
 from dist_mem.tracking.log import METRICS_FILE, Header, Log, find_entries, new_uid, write_log
 from dist_mem.tracking.mlflow.sender import MlflowReader
-from dist_mem.tracking.mlflow.stores import choose_sending, experiment_of, settle_run_id, store_uri, warn_of_folder
+from dist_mem.tracking.mlflow.store import choose_sending, experiment_of, settle_run_id, store_uri, warn_of_folder
 from dist_mem.tracking.mlflow.system_metrics import record_system_metrics
 from dist_mem.tracking.progress import progress_sink
 from dist_mem.tracking.provenance import start_in_words

@@ -22,7 +22,7 @@ import torch
 import dist_mem
 from dist_mem.__main__ import main
 from dist_mem.runtime.network_interface import free_port
-from dist_mem.tracking.mlflow.stores import RUN_ID_FILE
+from dist_mem.tracking.mlflow.store import RUN_ID_FILE
 from tests.support.jobs import train_here
 from tests.support.limits import limit, wait_until
 from tests.support.mlflow_server import silent_address

@@ -18,7 +18,7 @@ from dist_mem.config.resume_rules import changed_keys, check_changes, checksums_
 from dist_mem.config.schema import Config
 from dist_mem.memory import memory_options
 from dist_mem.runtime.network_interface import free_port
-from dist_mem.tracking.mlflow.run import connect
+from dist_mem.tracking.mlflow.client import connect
 from tests.support.jobs import write_config
 from tests.support.ranks import launcher_environment
 from tests.support.warm_programs import running_server, write_programs

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from dist_mem.config import load_config
 from dist_mem.launch.script import render
 from dist_mem.runtime.environment import extension_cache
-from dist_mem.tracking.mlflow.run import connect
+from dist_mem.tracking.mlflow.client import connect
 from tests.launch.test_slurm_script import ENDED, launch_block
 from tests.support.jobs import logged_steps, run_ranks, write_config
 from tests.support.limits import wait_until

@@ -15,7 +15,7 @@ from dist_mem import errors
 from dist_mem.__main__ import main
 from dist_mem.errors import EXIT_DONE
 from dist_mem.supervision import lease
-from dist_mem.tracking.mlflow.stores import RUN_ID_FILE
+from dist_mem.tracking.mlflow.store import RUN_ID_FILE
 from tests.support.fork_server import fork_server
 from tests.support.forked_ranks import Ranks
 from tests.support.jobs import build_books, logged_steps, write_config

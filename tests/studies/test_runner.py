@@ -35,7 +35,7 @@ from dist_mem.studies.job import CommandError, Job, Place, StoppedError, for_eac
 from dist_mem.studies.page import checksum
 from dist_mem.studies.runs import Run, all_runs, keep_result
 from dist_mem.studies.study import FOLDER, load_study, study_names
-from dist_mem.tracking.mlflow.run import connect
+from dist_mem.tracking.mlflow.client import connect
 from tests.studies.small import SWEEP, load
 from tests.studies.small import write as write_study
 from tests.support.jobs import build_books, logged_steps, write_config

@@ -13,7 +13,7 @@ import pytest
 
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED
 from dist_mem.tracking.log import METRICS_FILE, new_uid, read_header
-from dist_mem.tracking.mlflow.stores import RUN_ID_FILE
+from dist_mem.tracking.mlflow.store import RUN_ID_FILE
 from tests.support.jobs import train_here, write_config
 from tests.support.ranks import RankPool
 from tests.support.tracked import history, track_sync

@@ -35,8 +35,8 @@ from dist_mem.tracking.log import (
     read_points,
     write_log,
 )
-from dist_mem.tracking.mlflow.access import check_tracking
-from dist_mem.tracking.mlflow.stores import check_store, file_of, warn_of_folder
+from dist_mem.tracking.mlflow.client import file_of
+from dist_mem.tracking.mlflow.store import check_store, check_tracking, warn_of_folder
 from tests.support.faults import remount, small_disk
 from tests.support.tracked import config_for, job, start, track_sync
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_mem.tracking.mlflow.run import connect, import_mlflow_quietly
+from dist_mem.tracking.mlflow.client import connect, import_mlflow_quietly
 from tests.support.fork_server import fork_server
 from tests.support.forked_ranks import SIGKILLED
 from tests.support.limits import limit

@@ -21,10 +21,9 @@ import pytest
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking.log import METRICS_FILE, Entry, read_header, read_points
 from dist_mem.tracking.mlflow import sender as sender_module
-from dist_mem.tracking.mlflow.page import NOTE_TAG, description
-from dist_mem.tracking.mlflow.run import MlflowRun, Target
+from dist_mem.tracking.mlflow.run import NOTE_TAG, MlflowRun, Target, description
 from dist_mem.tracking.mlflow.sender import Sender
-from dist_mem.tracking.mlflow.stores import RUN_ID_FILE
+from dist_mem.tracking.mlflow.store import RUN_ID_FILE
 from dist_mem.tracking.mlflow.sync import send_log
 from dist_mem.tracking.names import in_group, valid_name
 from tests.support.faults import small_disk
@@ -51,7 +50,7 @@ def test_points_from_before_mlflow_was_switched_on_reach_it_too(sqlite_uri: str,
 
 
 TELEMETRY = """
-from dist_mem.tracking.mlflow.run import import_mlflow_quietly
+from dist_mem.tracking.mlflow.client import import_mlflow_quietly
 import_mlflow_quietly()
 from mlflow.telemetry import get_telemetry_client
 assert get_telemetry_client() is None, "telemetry is on"

@@ -19,10 +19,9 @@ from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
 from dist_mem.runtime.environment import mlflow_credentials_set
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking.log import METRICS_FILE, read_points
-from dist_mem.tracking.mlflow import access as preflight
-from dist_mem.tracking.mlflow.access import check_tracking
-from dist_mem.tracking.mlflow.run import connect
-from dist_mem.tracking.mlflow.stores import RUN_ID_FILE
+from dist_mem.tracking.mlflow import store as preflight
+from dist_mem.tracking.mlflow.client import connect
+from dist_mem.tracking.mlflow.store import RUN_ID_FILE, check_tracking
 from tests.support.certificates import write_certificates
 from tests.support.gateways import Gateway, Proxy, serving
 from tests.support.jobs import build_books, finish, start_ranks, write_config

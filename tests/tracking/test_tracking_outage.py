@@ -16,9 +16,8 @@ from dist_mem.config import Config, save_config
 from dist_mem.errors import EXIT_DONE
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking.log import METRICS_FILE, read_points
-from dist_mem.tracking.mlflow.access import check_tracking
-from dist_mem.tracking.mlflow.run import connect
-from dist_mem.tracking.mlflow.stores import RUN_ID_FILE
+from dist_mem.tracking.mlflow.client import connect
+from dist_mem.tracking.mlflow.store import RUN_ID_FILE, check_tracking
 from dist_mem.tracking.names import in_group
 from dist_mem.tracking.start import start_tracking
 from dist_mem.training.meter import MEASUREMENTS

@@ -15,7 +15,7 @@ from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking.log import METRICS_FILE, Entry, Header, new_uid, read_header, write_log
 from dist_mem.tracking.mlflow.run import MlflowRun, Target, target_of
 from dist_mem.tracking.mlflow.sender import Sender
-from dist_mem.tracking.mlflow.stores import RUN_ID_FILE
+from dist_mem.tracking.mlflow.store import RUN_ID_FILE
 from dist_mem.tracking.mlflow.sync import log_to_run, send_log
 from tests.support.tracked import config_for, history, job, start, steps, track_sync
 

@@ -15,9 +15,8 @@ from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
 from dist_mem.runtime.files import file_system_of, is_network_file_system
 from dist_mem.supervision import lease
 from dist_mem.tracking.log import METRICS_FILE
-from dist_mem.tracking.mlflow import stores
-from dist_mem.tracking.mlflow.access import check_tracking
-from dist_mem.tracking.mlflow.stores import RUN_ID_FILE, choose_sending
+from dist_mem.tracking.mlflow import store
+from dist_mem.tracking.mlflow.store import RUN_ID_FILE, check_tracking, choose_sending
 from dist_mem.tracking.mlflow.sync import send_log
 from tests.support.faults import small_disk
 from tests.support.limits import limit, wait_until
@@ -54,7 +53,7 @@ def array(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_sent_into_a_file_on_a_shared_disk(
     monkeypatch: pytest.MonkeyPatch, uri: str, kind: str, send: str, is_on: bool
 ) -> None:
-    monkeypatch.setattr(stores, "file_system_of", lambda folder: kind)
+    monkeypatch.setattr(store, "file_system_of", lambda folder: kind)
     sending = choose_sending(config_for(uri, tracking={"send": send}))
     assert sending.is_on is is_on
     assert uri in sending.message and "\n" not in sending.message

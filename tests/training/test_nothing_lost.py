@@ -23,7 +23,7 @@ from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
 from dist_mem.errors import EXIT_DONE
 from dist_mem.memory import memory_kinds
 from dist_mem.tracking.log import METRICS_FILE, find_entries, read_points
-from dist_mem.tracking.mlflow.stores import RUN_ID_FILE
+from dist_mem.tracking.mlflow.store import RUN_ID_FILE
 from tests.checkpoint.test_elastic import CHAINS, train_leg
 from tests.support.contract_cases import CASES, SEG_LEN
 from tests.support.fork_server import fork_server

@@ -1,4 +1,4 @@
-"""Find or create an MLflow run, and send it the entries of a log. Other modules reach mlflow through this one.
+"""The MLflow run of a run directory: find or create it, and send it the entries of a log, as its pages show them.
 
 Only rank 0 uses it. Every method may be called again after an error, with the same result as a single call: SQL stores
 identify a point by name, step, time and value, and everything else is set, not added.
@@ -7,27 +7,29 @@ identify a point by name, step, time and value, and everything else is set, not 
 from __future__ import annotations
 
 import json
-import logging
+import re
 import threading
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 from dist_mem.config import Config
 from dist_mem.errors import UnusableError
-from dist_mem.runtime.environment import quiet_tracking_environment
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.names import is_plain_path
 from dist_mem.tracking.log import Entry, Header, LogError
-from dist_mem.tracking.mlflow.errors import brief, is_refusal
-from dist_mem.tracking.mlflow.logged_models import log_checkpoint
-from dist_mem.tracking.mlflow.page import NOTE_TAG, again, description, folder_of, is_shown, where_to_look
-from dist_mem.tracking.mlflow.stores import RUN_ID_FILE, experiment_of, read_run_id, store_uri
-from dist_mem.tracking.mlflow.tables import prepare
+from dist_mem.tracking.mlflow.client import (
+    brief,
+    connect,
+    experiment_id_of,
+    find_run,
+    import_mlflow_quietly,
+    is_refusal,
+)
+from dist_mem.tracking.mlflow.store import RUN_ID_FILE, experiment_of, is_server, read_run_id, store_uri
 from dist_mem.tracking.names import in_group, valid_name, valid_text
 
 if TYPE_CHECKING:
@@ -43,6 +45,13 @@ _PARAM_CHARS = 500  # mlflow 3 takes 6000, the servers of earlier versions 500; 
 _TAG_CHARS = 5000  # mlflow 3 takes 8000, the servers of earlier versions 5000
 # A job that ended before MLflow answered leaves a thread that still waits; the next job in this process waits for it.
 _OPENING: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by uid of the log
+NOTE_TAG = "mlflow.note.content"  # the description, in Markdown
+_FIRST_LINE = "Newest results, written by dist_mem. A text of yours that replaces it stays."
+_PICTURES = (".png", ".svg", ".pdf")
+_EVALUATIONS = "evaluations"
+_PICTURE_LINE = re.compile(r"^!\[.*\]\(get-artifact\?.*\)$", re.MULTILINE)
+STEP_TAG = "dist_mem.step"
+_EXTERNAL_TAG = "mlflow.model.isExternal"  # MLflow looks for no files then
 
 
 class Target(NamedTuple):
@@ -55,45 +64,8 @@ class Target(NamedTuple):
 
 
 def target_of(config: Config, run_dir: Path, header: Header, *, is_named: bool = True) -> Target:
-    """Return the run of a log. `tracking.experiment` may be set after the log exists, before the run does."""
-    if config.tracking.experiment or header.experiment is None:
-        header = header._replace(experiment=experiment_of(config))
-    return Target(store_uri(config), run_dir, header, is_named)
-
-
-def import_mlflow_quietly() -> None:
-    """Import mlflow (about 1 s) and silence messages that do not concern users."""
-    quiet_tracking_environment()
-    import mlflow  # noqa: F401
-
-    # "Creating initial MLflow database tables", "Updating database tables": the user need not know or do anything.
-    logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
-    # MLflow's own table definitions use a deprecated SQLAlchemy option.
-    warnings.filterwarnings(
-        "ignore", message=r"The ``noload`` loader strategy is deprecated", category=DeprecationWarning
-    )
-
-
-def connect(uri: str, report: Callable[[str], None] = print) -> MlflowClient:
-    """Return an MlflowClient, after creating the tables of a new SQLite store (1 to 7 s), see `prepare`."""
-    import_mlflow_quietly()
-    from mlflow import MlflowClient
-
-    prepare(uri, report)
-    return MlflowClient(uri)
-
-
-def client_tags() -> dict[str, str]:
-    """Return the tags that every MLflow client and its plugins set.
-
-    Without mlflow.user: MLflow uses the login name of MLFLOW_TRACKING_USERNAME (provenance.py has the machine's user).
-    """
-    import_mlflow_quietly()
-    from mlflow.tracking.context.git_context import GitRunContext
-    from mlflow.tracking.context.registry import resolve_tags
-
-    ignore: Any = [GitRunContext]  # MLflow declares a list of instances, and takes classes
-    return {name: value for name, value in resolve_tags(ignore=ignore).items() if name != "mlflow.user"}
+    """Return the run of a log."""
+    return Target(store_uri(config), run_dir, header._replace(experiment=experiment_of(config, header)), is_named)
 
 
 def file_inside(run_dir: Path, name: object) -> Path:
@@ -142,7 +114,7 @@ class MlflowRun:
         run = find_run(self._client, known) if known else None
         if run is None:
             assert header.experiment is not None, "target_of has set it"
-            experiment_id = _experiment_id(self._client, header.experiment)
+            experiment_id = experiment_id_of(self._client, header.experiment)
             lost = f"tags.`{UID_TAG}` = '{header.uid}'"  # created by a request whose response was lost
             run = next(iter(self._client.search_runs([experiment_id], lost, max_results=1)), None)
         if run is None:
@@ -319,75 +291,133 @@ class MlflowRun:
         self._client.log_inputs(self.run_id, datasets=inputs)
 
 
-def find_run(client: MlflowClient, run_id: str) -> Run | None:
-    """Return the run; None if the store does not have it or the user has deleted it."""
-    from mlflow.exceptions import MlflowException
-
-    try:
-        run = client.get_run(run_id)
-    except MlflowException as error:
-        if error.get_http_status_code() == 404:
-            return None
-        raise
-    return run if run.info.lifecycle_stage == "active" else None
+def folder_of(path: str) -> str | None:
+    """Return the folder in MLflow of a file of the run directory: plots, evaluations, or None for the top."""
+    file = PurePosixPath(path)
+    if file.suffix in _PICTURES:
+        return "plots"
+    return _EVALUATIONS if file.parts[0] == _EVALUATIONS else None
 
 
-def _experiment_id(client: MlflowClient, experiment: Mapping[str, str]) -> str:
-    """Return the id of the experiment, which is created if none has the name.
-
-    Raises:
-        UnusableError: as `check_experiment`.
-    """
-    from mlflow.exceptions import MlflowException
-
-    found = _find_experiment(client, experiment)
-    check_experiment(experiment, None if found is None else found.lifecycle_stage)
-    if found is None:
-        try:
-            return client.create_experiment(experiment["name"])
-        except MlflowException:
-            found = _find_experiment(client, experiment)  # another job may have created it in between
-            if found is None:
-                raise
-    return str(found.experiment_id)
+def is_shown(path: str) -> bool:
+    """Return whether the description of a run can show a file: browsers do not show a PDF as a picture."""
+    return PurePosixPath(path).suffix == ".png"
 
 
-def _find_experiment(client: MlflowClient, experiment: Mapping[str, str]) -> Any:
-    from mlflow.exceptions import MlflowException
+def description(
+    metrics: Mapping[str, float],
+    present: str | None,
+    *,
+    experiment_id: str,
+    run_id: str,
+    picture: str | None = None,
+    max_chars: int = 5000,
+) -> str | None:
+    """Return the description of a run: a table of its newest loss and evaluations, and below it a picture.
 
-    if "name" in experiment:
-        return client.get_experiment_by_name(experiment["name"])
-    try:
-        return client.get_experiment(experiment["id"])
-    except MlflowException as error:
-        if error.get_http_status_code() in (400, 404):  # an id that cannot be one, or is of none
-            return None
-        raise
-
-
-def stage_of(client: MlflowClient, experiment: Mapping[str, str]) -> str | None:
-    """Return "active" or "deleted"; None if the store has no such experiment."""
-    found = _find_experiment(client, experiment)
-    return None if found is None else str(found.lifecycle_stage)
-
-
-def check_experiment(experiment: Mapping[str, str], stage: str | None) -> None:
-    """Check that an experiment can have a new run, or can be created.
+    Each name links to its chart. The loss comes first. MLflow's own pages of charts have it late: they sort groups by
+    their names. MLflow 3.17 shows a picture that is an artifact, and leaves out one that is in the text (data:).
 
     Args:
-        stage: in MLflow: "active" or "deleted"; None: there is no such experiment.
+        metrics: the newest values of the run, under MLflow's names.
+        present: the description that the run has.
+        picture: path of an artifact; None: the one that is shown now.
+        max_chars: the last metrics are left out where the text would be longer.
 
-    Raises:
-        UnusableError: it is deleted, or none has the id.
+    Returns:
+        None if there is nothing to say, or if the present text is not by dist_mem.
     """
-    if stage is None and "name" not in experiment:
-        raise UnusableError(
-            f"there is no experiment with the id {experiment['id']!r} (MLFLOW_EXPERIMENT_ID); set "
-            "tracking.experiment=NAME"
+    if present and not present.startswith(_FIRST_LINE):
+        return None
+    rows = [
+        f"| [{name}]({_chart(name, experiment_id, run_id)}) | {value:.5g} |"
+        for name, value in sorted(metrics.items(), key=lambda item: (in_group(item[0]) != "train/loss", item[0]))
+        if in_group(name) == "train/loss" or in_group(name).startswith(("eval/", "recall_ppl/", "recall_accuracy/"))
+    ]
+    shown = _PICTURE_LINE.findall(present or "")[-1:] if picture is None else [_shown(picture, run_id)]
+    while True:
+        table = ["", "| metric | value |", "|---|---|", *rows] if rows else []
+        text = "\n".join([_FIRST_LINE, *table, *(("", *shown) if shown else ())])
+        if len(text) <= max_chars or not rows:
+            return text if rows or shown else None
+        rows.pop()
+
+
+def again(run_name: str, first: int, last: int) -> str:
+    """Return the description of a nested run."""
+    return (
+        f"Steps {first} to {last} of {run_name}, as they were made again after a rollback, with other values. "
+        "MLflow cannot delete the earlier ones, which stay in that run; everything else is there too."
+    )
+
+
+def _shown(picture: str, run_id: str) -> str:
+    """Return the Markdown of a picture among the artifacts; its address is relative to any page of MLflow."""
+    address = urlencode({"path": picture, "run_uuid": run_id})
+    return f"![{PurePosixPath(picture).stem}](get-artifact?{address})"
+
+
+def _chart(name: str, experiment_id: str, run_id: str) -> str:
+    """Return the address of one chart, relative to any page of MLflow."""
+    given = {"runs": [run_id], "experiments": [experiment_id], "metric": name, "plot_metric_keys": [name]}
+    texts = {key: json.dumps(value) for key, value in (given | {"x_axis": "step"}).items()}
+    return f"#/metric?{urlencode(texts)}"
+
+
+def where_to_look(uri: str, experiment_id: str, run_id: str) -> str:
+    """Return how to open the curves of a run: an address, and before it the command of a page if there is no server."""
+    # Without the view, MLflow 3 opens in that for chat models.
+    page = f"/#/experiments/{experiment_id}/runs/{run_id}/model-metrics?workflowType=machine_learning"
+    if is_server(uri):
+        return f"curves: {uri.rstrip('/')}{page}"
+    return f"curves: mlflow ui --backend-store-uri {uri}, then http://127.0.0.1:5000{page}"
+
+
+def log_checkpoint(
+    client: MlflowClient,
+    run: Run,
+    *,
+    step: int,
+    path: str | None,
+    points: Sequence[Entry],
+    log: Callable[[Sequence[Any]], None],
+) -> None:
+    """Create the model of a checkpoint, unless the run has it, and link metrics with it.
+
+    Repeated calls have the result of one: the model is found by the run and its name, and a point that the run has
+    already is the same point.
+
+    Args:
+        path: of the checkpoint; None: unknown.
+        points: of the step, with the times under which the run has them.
+        log: sends metrics to the run.
+    """
+    from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric
+
+    run_id, experiment_id, name = run.info.run_id, run.info.experiment_id, f"step-{step:08d}"
+    wanted = f"source_run_id = '{run_id}' AND name = '{name}'"
+    found = client.search_logged_models([experiment_id], filter_string=wanted, max_results=1)
+    # Not mlflow.create_external_model, which sets the same tag: it uses the store of the process and not this client's,
+    # and it uploads an MLmodel file for each checkpoint, with which a model without weights could be registered.
+    model = found[0] if found else client.create_logged_model(experiment_id, name=name, source_run_id=run_id)
+    tags = {STEP_TAG: str(step), _EXTERNAL_TAG: "true"} | ({"dist_mem.path": valid_text(path)} if path else {})
+    client.set_logged_model_tags(model.model_id, tags)
+    if model.status != LoggedModelStatus.READY:  # new, or its sender was killed
+        client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
+    outputs = client.get_run(run_id).outputs  # logging one twice is an error
+    if model.model_id not in {output.model_id for output in (outputs.model_outputs if outputs else [])}:
+        client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=step)])
+    metrics = [
+        Metric(
+            valid_name(in_group(name)),
+            float(value),
+            point.time,
+            point.body["step"],
+            model_id=model.model_id,
+            run_id=run_id,
         )
-    if stage not in (None, "active"):
-        (kind, value), *_ = experiment.items()
-        raise UnusableError(
-            f"the experiment with the {kind} {value!r} is deleted; set tracking.experiment=NAME, or restore it: mlflow "
-            "experiments restore"
-        )
+        for point in points
+        for name, value in point.body["metrics"].items()
+    ]
+    if metrics:
+        log(metrics)

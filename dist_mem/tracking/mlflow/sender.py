@@ -23,9 +23,9 @@ from dist_mem.config import Config
 from dist_mem.errors import TakenOverError
 from dist_mem.runtime.files import fsync_path
 from dist_mem.tracking.log import Entry, Log, LogReader, find_entries, is_superseded
-from dist_mem.tracking.mlflow.errors import brief, is_refusal
-from dist_mem.tracking.mlflow.run import UID_TAG, MlflowRun, Target, client_tags, target_of
-from dist_mem.tracking.mlflow.stores import read_run_id
+from dist_mem.tracking.mlflow.client import brief, client_tags, is_refusal
+from dist_mem.tracking.mlflow.run import UID_TAG, MlflowRun, Target, target_of
+from dist_mem.tracking.mlflow.store import read_run_id
 from dist_mem.tracking.names import in_group
 from dist_mem.tracking.tracker import Sink
 

@@ -40,10 +40,10 @@ from dist_mem.tracking.log import (
     read_points,
     write_log,
 )
-from dist_mem.tracking.mlflow.errors import brief, what_to_set
-from dist_mem.tracking.mlflow.run import import_mlflow_quietly, target_of
+from dist_mem.tracking.mlflow.client import brief, import_mlflow_quietly, what_to_set
+from dist_mem.tracking.mlflow.run import target_of
 from dist_mem.tracking.mlflow.sender import Delivery, Sender, discreet
-from dist_mem.tracking.mlflow.stores import check_store, is_local, is_named_by_user, store_uri
+from dist_mem.tracking.mlflow.store import check_store, is_local, is_named_by_user, store_uri
 from dist_mem.tracking.provenance import without_credentials
 
 EVALUATION_SECONDS = 10.0  # longest wait of an evaluation for MLflow

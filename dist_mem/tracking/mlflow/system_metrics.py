@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from dist_mem.errors import TakenOverError
 from dist_mem.runtime.environment import system_metrics_interval
 from dist_mem.tracking.log import Log, find_entries
-from dist_mem.tracking.mlflow.run import import_mlflow_quietly
+from dist_mem.tracking.mlflow.client import import_mlflow_quietly
 from dist_mem.tracking.names import OF_SYSTEM
 from dist_mem.tracking.tracker import Sink
 

@@ -1,23 +1,40 @@
-"""Choose the MLflow store, experiment and run of a run directory, and whether a job sends to the store while it runs.
+"""Choose the MLflow store, experiment and run of a run directory, and check that MLflow accepts a job.
 
 A server accepts data from many jobs at the same time. An SQLite file does not: on a network file system its locks do
 not work, and the tasks of an array lock each other out. There a job only writes its log, and `dist-mem track sync`
 sends it. The run is that of RUN/mlflow_run_id, of the checkpoint, or of MLFLOW_RUN_ID, in this order.
+
+MLflow is asked before a job uses GPUs for hours. A server that is down, slow or unreachable does not stop the job:
+everything is kept, and sent when the server is back. A refusal does stop it, because it is permanent. No message
+contains a secret.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from dist_mem.config import Config
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.environment import mlflow_environment, slurm_job
 from dist_mem.runtime.files import file_system_of, is_network_file_system, write_text
+from dist_mem.tracking.log import METRICS_FILE, Header, read_header
+from dist_mem.tracking.mlflow.client import (
+    brief,
+    check_experiment,
+    connect,
+    file_of,
+    find_run,
+    import_mlflow_quietly,
+    stage_of,
+    what_to_set,
+)
 from dist_mem.tracking.provenance import without_credentials
 
 RUN_ID_FILE = "mlflow_run_id"  # in the run directory
@@ -25,6 +42,8 @@ DEFAULT_URI = "sqlite:///mlflow.db"
 DEFAULT_EXPERIMENT = "dist_mem"
 _SCHEMES = ("http", "https", "sqlite", "mysql", "postgresql", "mssql", "file", "databricks")
 _RUN_ID = re.compile(r"[a-zA-Z0-9][\w-]{0,255}", re.ASCII)
+SECONDS = 2.5  # with the wait at the end of a job, a server that never answers costs less than 10
+_LOCAL_SECONDS = 30.0  # to load what opens a local store, from a slow disk; another program may lock its file longer
 
 
 class Sending(NamedTuple):
@@ -89,8 +108,14 @@ def is_server(uri: str) -> bool:
     return urlsplit(uri).scheme in ("http", "https")
 
 
-def experiment_of(config: Config) -> dict[str, str]:
-    """Return {"name": ...} or {"id": ...}: from the configuration, else the environment, else the default."""
+def experiment_of(config: Config, header: Header | None = None) -> Mapping[str, str]:
+    """Return {"name": ...} or {"id": ...}: from the configuration, else the log, the environment, the default.
+
+    Args:
+        header: of the log, if there is one. `tracking.experiment` may be set later, before MLflow has the run.
+    """
+    if header is not None and header.experiment is not None and not config.tracking.experiment:
+        return header.experiment
     environment = mlflow_environment()
     name = config.tracking.experiment or environment.experiment_name
     if environment.experiment_id and not name:
@@ -141,20 +166,6 @@ def warn_of_folder(uri: str) -> str | None:
     )
 
 
-def file_of(uri: str) -> Path | None:
-    """Return the file of an SQLite store, or meta.yaml of MLflow's old file store; None for servers and databases.
-
-    SQLAlchemy, through which MLflow reads the address of an SQLite file, takes %20 for a blank and %25 for a %.
-    """
-    scheme, _, path = uri.partition(":")
-    if scheme == "sqlite" or scheme.startswith("sqlite+"):
-        name = path.removeprefix("///").partition("?")[0]
-        return Path(unquote(name)) if path.startswith("///") and name else None
-    if scheme == "file":
-        return Path(urlsplit(uri).path) / "meta.yaml"
-    return Path(uri) / "meta.yaml" if "://" not in uri and scheme != "databricks" else None
-
-
 def read_run_id(run_dir: Path) -> str | None:
     """Return the MLflow run of a run directory; None before it has one. Raises UnusableError if it is no id."""
     path = run_dir / RUN_ID_FILE
@@ -192,3 +203,93 @@ def _checked(text: str, where: str, fix: str) -> str:
     raise UnusableError(
         f"{where} is {text[:60]!r}, but the id of an MLflow run has letters and digits only, 32 as a rule; {fix}"
     )
+
+
+def check_tracking(config: Config, run_dir: Path) -> str | None:
+    """Check the store of a job that is to send to it; ask it once, for a few seconds at most.
+
+    Returns:
+        Why a store does not answer; None if it grants access, or if the job sends nothing.
+
+    Raises:
+        UnusableError: the store's address or the id of the MLflow run is invalid, MLflow has no such store, the server
+            refuses this user (401, 403), its certificate is not trusted, or the experiment is deleted or absent. The
+            message names what to set.
+    """
+    if not config.tracking.mlflow:
+        return None
+    run_id = read_run_id(run_dir) or requested_run_id()
+    uri, log = store_uri(config), run_dir / METRICS_FILE
+    check_store(uri)
+    if not ((is_server(uri) or is_local(uri)) and choose_sending(config).is_on) or is_missing_file(uri):
+        return None
+    import_mlflow_quietly()  # not in the thread: a slow import must not use up SECONDS
+    experiment = experiment_of(config, read_header(log) if log.exists() else None)
+    result: list[Exception | None] = []
+
+    def ask() -> None:
+        try:
+            (ask_for_access if is_server(uri) else _look_into)(uri, experiment, run_id)
+            result.append(None)
+        except Exception as error:  # of any library under MLflow's client
+            result.append(error)
+
+    thread = threading.Thread(target=ask, name="MLflow preflight", daemon=True)
+    thread.start()
+    seconds = SECONDS if is_server(uri) else _LOCAL_SECONDS
+    thread.join(seconds)
+    if not result:
+        return f"no answer within {seconds} s"
+    if result[0] is None:
+        return None
+    if refusal := what_to_set(result[0]) or (isinstance(result[0], UnusableError) and str(result[0])):
+        raise UnusableError(
+            f"MLflow at {without_credentials(uri)} cannot be used: {refusal}. Or set tracking.send=never"
+        )
+    return brief(result[0])
+
+
+def was_tracked(run_dir: Path) -> bool:
+    """Whether a start of a run was tracked with MLflow; its data are kept, whatever MLflow says now."""
+    if (run_dir / RUN_ID_FILE).exists():
+        return True
+    with suppress(OSError, UnusableError):
+        return read_header(run_dir / METRICS_FILE).experiment is not None
+    return False
+
+
+def ask_for_access(uri: str, experiment: Mapping[str, str], run_id: str | None) -> None:
+    """Send a server the requests that a run will need, with the user's credentials, without changing anything there.
+
+    Args:
+        run_id: the run to continue; None: a new run of the experiment.
+
+    Raises:
+        MlflowException: the server does not answer, or its status is 401, 403 or another refusal.
+        UnusableError: the experiment is deleted or absent.
+    """
+    from mlflow.utils.credentials import get_default_host_creds
+    from mlflow.utils.rest_utils import http_request, verify_rest_response
+
+    def ask(endpoint: str, method: str, **content: Any) -> Any:
+        path = f"/api/2.0/mlflow/{endpoint}"
+        response = http_request(host_creds=get_default_host_creds(uri), endpoint=path, method=method, **content)
+        if response.status_code in (400, 404):  # access was granted
+            return None
+        return verify_rest_response(response, path).json()
+
+    if run_id is not None and ask("runs/log-batch", "POST", json={"run_id": run_id}) is not None:
+        return
+    key = f"experiment_{'id' if 'id' in experiment else 'name'}"
+    endpoint = "experiments/get" if "id" in experiment else "experiments/get-by-name"
+    found = (ask(endpoint, "GET", params={key: next(iter(experiment.values()))}) or {}).get("experiment")
+    check_experiment(experiment, None if found is None else found.get("lifecycle_stage"))
+    if found is not None:  # an invalid request for a new run: the server checks permissions first
+        ask("runs/create", "POST", json={"experiment_id": found["experiment_id"], "start_time": "never"})
+
+
+def _look_into(uri: str, experiment: Mapping[str, str], run_id: str | None) -> None:
+    """Check the experiment of a local store, as `ask_for_access` does that of a server."""
+    client = connect(uri)
+    if run_id is None or find_run(client, run_id) is None:
+        check_experiment(experiment, stage_of(client, experiment))

@@ -1,0 +1,265 @@
+"""MLflow's client: open a store, find runs and experiments in it, and what its errors mean.
+
+Every module imports mlflow through this one, quietly. A new SQLite file has a temporary name until its tables are
+complete: MLflow creates them in place, in more than a thousand statements. A kill in between leaves a file that no
+later start can use ("table _alembic_tmp_... already exists"), and two jobs that create them at the same time break each
+other's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sqlite3
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from dist_mem.errors import UnusableError
+from dist_mem.runtime.environment import mlflow_credentials_set, quiet_tracking_environment
+from dist_mem.runtime.files import free_name, fsync_path
+from dist_mem.tracking.log import LogError
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+_SERVER_CERTIFICATE, _CLIENT_CERTIFICATE = "MLFLOW_TRACKING_SERVER_CERT_PATH", "MLFLOW_TRACKING_CLIENT_CERT_PATH"
+QUIET_SECONDS = 60.0  # without a change, after which incomplete tables are taken for abandoned
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether MLflow will never accept this entry: a bad value, a deleted run, a missing file."""
+    from mlflow.exceptions import MlflowException
+
+    if isinstance(error, MlflowException):
+        return error.get_http_status_code() in (400, 404)
+    return isinstance(error, (FileNotFoundError, LogError))
+
+
+def brief(error: Exception) -> str:
+    """Return an error in one line, without the user and password of URLs in the messages of MLflow's client."""
+    if refusal := what_to_set(error):
+        return refusal
+    first_line = re.sub(r"//[^/\s]*@", "//", (str(error).splitlines() or [""])[0])
+    return f"{type(error).__name__}: {first_line[:300]}"
+
+
+def what_to_set(error: Exception) -> str | None:
+    """Return why a server refuses access, and what the user can do; None if the error is no refusal."""
+    status, text = getattr(error, "get_http_status_code", lambda: None)(), str(error)
+    if status == 401:
+        given = " and ".join(mlflow_credentials_set())
+        reason = f"it refuses {given}" if given else "it requires credentials"
+        variables = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+        return f"401: {reason}; set {variables}, or ~/.mlflow/credentials"
+    if status == 403:
+        reason = "403: the user is known, but may not write to this experiment or run"
+        return f"{reason}; ask for the permission EDIT, or set tracking.experiment"
+    if "407 Proxy Authentication" in text:
+        return "407: the proxy of HTTPS_PROXY asks for a user and password: http://USER:PASSWORD@HOST:PORT"
+    # An expired certificate is a temporary fault of the server, one that is not valid yet of a clock.
+    if "CERTIFICATE_VERIFY_FAILED" in text and not re.search("expired|not yet valid", text):
+        found = re.search(r"certificate verify failed: ([^(']*)", text)
+        reason = f"its certificate is not trusted ({found[1].strip() if found else 'verify failed'})"
+        return f"{reason}; set {_SERVER_CERTIFICATE} to the file of its CA, in PEM"
+    if "CERTIFICATE_REQUIRED" in text:
+        reason = "it asks for a certificate of the client"
+        return f"{reason}; set {_CLIENT_CERTIFICATE} to a PEM file with certificate and key"
+    if "TLS CA certificate bundle" in text:
+        return f"{_SERVER_CERTIFICATE} names no file: {text.rpartition(': ')[2]}"
+    if "TLS certificate file" in text:
+        return f"{_CLIENT_CERTIFICATE} names no file: {text.rpartition(': ')[2]}"
+    if "MLFLOW_ALLOW_FILE_STORE" in text:
+        return "MLflow keeps no more runs in folders; set tracking.uri=sqlite:///mlflow.db, or a server"
+    if "MLFLOW_TRACKING_INSECURE_TLS" in text:
+        return f"MLFLOW_TRACKING_INSECURE_TLS and {_SERVER_CERTIFICATE} are both set; unset one of them"
+    return None
+
+
+def prepare(uri: str, report: Callable[[str], None]) -> None:
+    """Create the file of an SQLite store if it is missing, or if a kill has left it incomplete; ignore other stores.
+
+    Args:
+        report: called with a line for the user.
+
+    Raises:
+        RuntimeError: the tables are incomplete, and another process may be creating them now.
+        OSError: the file cannot be created.
+    """
+    path = file_of(uri) if uri.startswith("sqlite") else None
+    if path is None or str(path) == ":memory:" or str(path).startswith("file:"):
+        return
+    if path.exists() and _is_unfinished(path):
+        if time.time() - path.stat().st_mtime < QUIET_SECONDS:
+            raise RuntimeError(
+                f"{path}: its tables are incomplete: another process is creating them, or was killed; after a minute "
+                "they are created again"
+            )
+        aside = free_name(path.with_name(f"{path.name}.broken"))
+        with suppress(FileNotFoundError):  # another job was faster
+            path.rename(aside)
+            report(f"{path}: the process that created its tables was killed; they hold no run, and are kept as {aside}")
+    if not path.exists():
+        _create(path)
+
+
+def _create(path: Path) -> None:
+    """Create the tables in a temporary file, and link it to `path` unless another job has created one meanwhile."""
+    from mlflow.store.db.utils import _initialize_tables
+    from sqlalchemy import create_engine, event
+    from sqlalchemy.engine import URL
+
+    with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        engine = create_engine(URL.create("sqlite", database=str(made)))
+        # A thousand flushes take minutes on a slow disk; one is enough for a file without its final name.
+        event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous = OFF"))
+        _initialize_tables(engine)
+        engine.dispose()
+        fsync_path(made)
+        with suppress(FileExistsError):
+            os.link(made, path)
+    fsync_path(path.parent)
+
+
+def _is_unfinished(path: Path) -> bool:
+    """Whether the tables are incomplete: no experiment, and not the newest schema."""
+    from mlflow.store.db.utils import _get_latest_schema_revision
+
+    with suppress(sqlite3.Error), closing(sqlite3.connect(path)) as database:  # MLflow reports what is wrong with it
+        tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        if "experiments" in tables and database.execute("SELECT count(*) FROM experiments").fetchone()[0]:
+            return False
+        versions = database.execute("SELECT * FROM alembic_version") if "alembic_version" in tables else []
+        return [version for (version,) in versions] != [_get_latest_schema_revision()]
+    return False
+
+
+def file_of(uri: str) -> Path | None:
+    """Return the file of an SQLite store, or meta.yaml of MLflow's old file store; None for servers and databases.
+
+    SQLAlchemy, through which MLflow reads the address of an SQLite file, takes %20 for a blank and %25 for a %.
+    """
+    scheme, _, path = uri.partition(":")
+    if scheme == "sqlite" or scheme.startswith("sqlite+"):
+        name = path.removeprefix("///").partition("?")[0]
+        return Path(unquote(name)) if path.startswith("///") and name else None
+    if scheme == "file":
+        return Path(urlsplit(uri).path) / "meta.yaml"
+    return Path(uri) / "meta.yaml" if "://" not in uri and scheme != "databricks" else None
+
+
+def import_mlflow_quietly() -> None:
+    """Import mlflow (about 1 s) and silence messages that do not concern users."""
+    quiet_tracking_environment()
+    import mlflow  # noqa: F401
+
+    # "Creating initial MLflow database tables", "Updating database tables": the user need not know or do anything.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+    # MLflow's own table definitions use a deprecated SQLAlchemy option.
+    warnings.filterwarnings(
+        "ignore", message=r"The ``noload`` loader strategy is deprecated", category=DeprecationWarning
+    )
+
+
+def connect(uri: str, report: Callable[[str], None] = print) -> MlflowClient:
+    """Return an MlflowClient, after creating the tables of a new SQLite store (1 to 7 s), see `prepare`."""
+    import_mlflow_quietly()
+    from mlflow import MlflowClient
+
+    prepare(uri, report)
+    return MlflowClient(uri)
+
+
+def client_tags() -> dict[str, str]:
+    """Return the tags that every MLflow client and its plugins set.
+
+    Without mlflow.user: MLflow uses the login name of MLFLOW_TRACKING_USERNAME (provenance.py has the machine's user).
+    """
+    import_mlflow_quietly()
+    from mlflow.tracking.context.git_context import GitRunContext
+    from mlflow.tracking.context.registry import resolve_tags
+
+    ignore: Any = [GitRunContext]  # MLflow declares a list of instances, and takes classes
+    return {name: value for name, value in resolve_tags(ignore=ignore).items() if name != "mlflow.user"}
+
+
+def find_run(client: MlflowClient, run_id: str) -> Run | None:
+    """Return the run; None if the store does not have it or the user has deleted it."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        run = client.get_run(run_id)
+    except MlflowException as error:
+        if error.get_http_status_code() == 404:
+            return None
+        raise
+    return run if run.info.lifecycle_stage == "active" else None
+
+
+def experiment_id_of(client: MlflowClient, experiment: Mapping[str, str]) -> str:
+    """Return the id of the experiment, which is created if none has the name.
+
+    Raises:
+        UnusableError: as `check_experiment`.
+    """
+    from mlflow.exceptions import MlflowException
+
+    found = _find_experiment(client, experiment)
+    check_experiment(experiment, None if found is None else found.lifecycle_stage)
+    if found is None:
+        try:
+            return client.create_experiment(experiment["name"])
+        except MlflowException:
+            found = _find_experiment(client, experiment)  # another job may have created it in between
+            if found is None:
+                raise
+    return str(found.experiment_id)
+
+
+def _find_experiment(client: MlflowClient, experiment: Mapping[str, str]) -> Any:
+    from mlflow.exceptions import MlflowException
+
+    if "name" in experiment:
+        return client.get_experiment_by_name(experiment["name"])
+    try:
+        return client.get_experiment(experiment["id"])
+    except MlflowException as error:
+        if error.get_http_status_code() in (400, 404):  # an id that cannot be one, or is of none
+            return None
+        raise
+
+
+def stage_of(client: MlflowClient, experiment: Mapping[str, str]) -> str | None:
+    """Return "active" or "deleted"; None if the store has no such experiment."""
+    found = _find_experiment(client, experiment)
+    return None if found is None else str(found.lifecycle_stage)
+
+
+def check_experiment(experiment: Mapping[str, str], stage: str | None) -> None:
+    """Check that an experiment can have a new run, or can be created.
+
+    Args:
+        stage: in MLflow: "active" or "deleted"; None: there is no such experiment.
+
+    Raises:
+        UnusableError: it is deleted, or none has the id.
+    """
+    if stage is None and "name" not in experiment:
+        raise UnusableError(
+            f"there is no experiment with the id {experiment['id']!r} (MLFLOW_EXPERIMENT_ID); set "
+            "tracking.experiment=NAME"
+        )
+    if stage not in (None, "active"):
+        (kind, value), *_ = experiment.items()
+        raise UnusableError(
+            f"the experiment with the {kind} {value!r} is deleted; set tracking.experiment=NAME, or restore it: mlflow "
+            "experiments restore"
+        )
