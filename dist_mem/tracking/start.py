@@ -83,10 +83,11 @@ def start_tracking(
         log = _open_log(config, run_dir)
         on_failure.callback(log.close)
         log_sink = LogSink(log, first_step=first_step, report=report, num_points=num_points, measurements=measurements)
-        if config.tracking.mlflow and config.tracking.system_metrics:
-            add(record_system_metrics(log, report=report))
         add(log_sink)
         _record_start(config, log, first_step)
+        if config.tracking.mlflow and config.tracking.system_metrics:
+            add(record_system_metrics(log, report=report))
+            sinks.reverse()  # it ends before the log
         if config.tracking.tensorboard:
             add(TensorBoardFiles(run_dir / TENSORBOARD, log, first_step=first_step))
         if config.tracking.prometheus:

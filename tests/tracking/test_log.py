@@ -30,7 +30,8 @@ from dist_mem.tracking.log import (
     read_points,
     write_log,
 )
-from dist_mem.tracking.tracker import LogSink, Rollback
+from dist_mem.tracking.tracker import LogSink, Rollback, Tracker
+from tests.support.faults import small_disk
 
 HEADER = Header("uid", "demo", {"name": "dist_mem"})
 
@@ -231,6 +232,22 @@ def test_the_last_point_is_found_before_long_entries(tmp_path: Path) -> None:
         file.write('{"kind": "poi')
     assert counted(path) == [(1, 1.0)]
     assert last_point(tmp_path / "absent.jsonl", "loss") is None
+
+
+def test_a_full_disk_is_an_error_that_names_the_log(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "size=16k") as disk:
+        path = disk / METRICS_FILE
+        write_log(path, Header("uid", "run", None))
+        log = LogSink(Log(path), first_step=0, report=print)
+        with pytest.raises(OSError, match=f"No space left on device: '.*/{METRICS_FILE}'"):
+            for step in range(1000):
+                log.log(Point(step, 0.0, {"loss": 1.0}))
+        log.close("FAILED")
+
+
+def test_a_status_that_mlflow_does_not_know_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be one of FINISHED, FAILED, KILLED"):
+        Tracker().close("DONE")
 
 
 # Rollback

@@ -43,10 +43,20 @@ def test_without_mlflow_there_is_the_log_and_nothing_else(tmp_path: Path) -> Non
     assert [point.step for point in read_points(tmp_path / METRICS_FILE)] == [1]
 
 
-def test_points_from_before_mlflow_was_switched_on_reach_it_too(sqlite_uri: str, client: Any, tmp_path: Path) -> None:
-    job(config_for(sqlite_uri, tracking={"mlflow": False}), tmp_path, steps(1, 3))
-    tracker = job(config_for(sqlite_uri), tmp_path, steps(3, 4), first_step=2)
-    assert history(client, tracker.run_id, "loss") == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
+def test_what_is_logged_while_mlflow_is_switched_off_reaches_it_too(
+    sqlite_uri: str, client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters and all; in the experiment of the first start that is tracked."""
+    off = config_for(sqlite_uri, tracking={"mlflow": False})
+    job(off, tmp_path, steps(1, 3))
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "named later")
+    job(config_for(sqlite_uri), tmp_path, steps(3, 4), first_step=2)
+    job(off, tmp_path, steps(5, 6), first_step=4)
+    tracker = job(config_for(sqlite_uri), tmp_path, steps(7, 7), first_step=6)
+    run = client.get_run(tracker.run_id)
+    assert history(client, tracker.run_id, "loss") == list(steps(1, 7).items())
+    assert client.get_experiment(run.info.experiment_id).name == "named later"
+    assert "name" in run.data.params and "tracking.mlflow: False -> True" in run.data.tags.values()
 
 
 TELEMETRY = """
@@ -338,13 +348,6 @@ def test_a_rollback_to_other_steps_loses_none_of_them_before_they_are_sent(
     send_log(config_for(sqlite_uri), tmp_path, report=print)
     run_id = (tmp_path / RUN_ID_FILE).read_text().strip()
     assert history(client, run_id, "loss") == [(10, 1.0), (15, 1.5), (20, 2.5), (25, 2.6)]
-
-
-def test_points_logged_while_mlflow_was_switched_off_reach_it_too(sqlite_uri: str, client: Any, tmp_path: Path) -> None:
-    job(config_for(sqlite_uri), tmp_path, steps(1, 3))
-    job(config_for(sqlite_uri, tracking={"mlflow": False}), tmp_path, steps(3, 5), first_step=2)
-    tracker = job(config_for(sqlite_uri), tmp_path, steps(6, 7), first_step=5)
-    assert history(client, tracker.run_id, "loss") == list(steps(1, 7).items())
 
 
 def test_disk_that_is_full_at_the_end_is_reported_and_raises_nothing(

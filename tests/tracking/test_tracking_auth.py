@@ -270,7 +270,7 @@ def test_a_job_leaves_no_secret_anywhere_and_asks_nobody_but_the_server(
     assert [point.step for point in read_points(run_dir / METRICS_FILE)] == [1, 2, 3, 4]
     store = [server.folder / "mlflow.db", *files_in(server.folder / "artifacts")]
     written = {str(path): path.read_bytes() for path in [*files_in(run_dir), config, *store]}
-    assert any("manifest.json" in path for path in written) and any("train.jsonl" in path for path in written)
+    assert any("manifest.json" in path for path in written) and any("metrics.jsonl" in path for path in written)
     written |= {
         "output": text.encode(),
         "argv": b" ".join(arguments),

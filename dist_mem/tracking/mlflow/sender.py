@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -22,7 +23,7 @@ from urllib.parse import urlsplit
 from dist_mem.config import Config
 from dist_mem.errors import TakenOverError
 from dist_mem.runtime.files import fsync_path
-from dist_mem.tracking.log import Entry, Log, LogReader, find_entries, is_superseded
+from dist_mem.tracking.log import Entry, Log, LogReader, find_entries, is_superseded, read_entries
 from dist_mem.tracking.mlflow.client import brief, client_tags, is_refusal
 from dist_mem.tracking.mlflow.run import UID_TAG, MlflowRun, Target, target_of
 from dist_mem.tracking.mlflow.store import read_run_id
@@ -119,10 +120,10 @@ class Sender:
         self.run.describe()
 
     def gaps(self) -> Iterator[tuple[str, set[int]]]:
-        """Yield the points that MLflow lacks although all was sent: name, steps. Raises any error of its client."""
+        """Yield the points that MLflow lacks although they were sent: name, steps. Raises any error of its client."""
         by_run: dict[str, list[Entry]] = defaultdict(list)
-        for entry in find_entries(self._log, "point"):
-            if not is_superseded(entry, self._branches):
+        for entry in islice(read_entries(self._log), self._entries.num_done):  # a job may be adding others
+            if entry.kind == "point" and not is_superseded(entry, self._branches):
                 by_run[self._run_of(entry)].append(entry)
         for run_id, points in by_run.items():
             for name, steps in names_of_all_steps(points).items():

@@ -1,36 +1,14 @@
-"""A full disk, and the progress that a user sees."""
+"""The progress of a run and of other work that a user sees."""
 
 from __future__ import annotations
 
 import io
 import sys
-from pathlib import Path
 
 import pytest
 
-from dist_mem.tracking.log import METRICS_FILE, Header, Log, Point, write_log
+from dist_mem.tracking.log import Point
 from dist_mem.tracking.progress import Progress, ProgressBar, ProgressLines
-from dist_mem.tracking.tracker import LogSink, Tracker
-from tests.support.faults import small_disk
-
-
-def test_a_full_disk_is_an_error_that_names_the_log(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", "size=16k") as disk:
-        path = disk / METRICS_FILE
-        write_log(path, Header("uid", "run", None))
-        log = LogSink(Log(path), first_step=0, report=print)
-        with pytest.raises(OSError, match=f"No space left on device: '.*/{METRICS_FILE}'"):
-            for step in range(1000):
-                log.log(Point(step, 0.0, {"loss": 1.0}))
-        log.close("FAILED")
-
-
-def test_a_status_that_mlflow_does_not_know_is_refused() -> None:
-    with pytest.raises(ValueError, match="must be one of FINISHED, FAILED, KILLED"):
-        Tracker().close("DONE")
-
-
-# Progress
 
 
 def test_plain_lines_tell_loss_perplexity_speed_and_time_left() -> None:
