@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import threading
@@ -21,6 +20,7 @@ from dist_mem.runtime.ranks import read_ranks
 from dist_mem.supervision import watchdog
 from dist_mem.supervision.hang_report import Position, failed_nodes, read_positions, report, suspects, write_position
 from dist_mem.supervision.watchdog import beat
+from dist_mem.tracking.log import METRICS_FILE, find_entries
 from dist_mem.training import loop, run
 from dist_mem.training import step as update
 from dist_mem.training.agreement import Agreed, Agreement
@@ -90,8 +90,7 @@ def test_a_rank_that_is_stopped_is_named_and_the_job_ends_within_five_seconds_of
         stacks = (the_hang(tmp_path) / f"rank-{rank:05d}.txt").read_text()
         assert "MainThread" in stacks and 'step.py", line' in stacks and "prefetch.py" in stacks
     assert (tmp_path / "run" / "slurm" / "failed_nodes").read_text() == f"{node_name()}\n"
-    lines = (tmp_path / "run" / "mlflow" / "train.jsonl").read_text().splitlines()
-    statuses = [entry["body"]["status"] for line in lines if (entry := json.loads(line)).get("kind") == "status"]
+    statuses = [entry.body["status"] for entry in find_entries(tmp_path / "run" / METRICS_FILE, "status")]
     assert statuses == (["RUNNING"] if stopped == 0 else ["RUNNING", "FAILED"])
 
 

@@ -34,13 +34,13 @@ def test_a_deleted_run_is_replaced_by_one_with_everything(
 
 
 def test_a_run_deleted_while_the_job_runs_is_replaced_too(sqlite_uri: str, client: Any, tmp_path: Path) -> None:
-    journal = tmp_path / METRICS_FILE
+    log = tmp_path / METRICS_FILE
     tracker = job(config_for(sqlite_uri), tmp_path, steps(1, 1))
-    target = Target(sqlite_uri, tmp_path, read_header(journal))
-    sender = Sender(target, journal, report=print)
+    target = Target(sqlite_uri, tmp_path, read_header(log))
+    sender = Sender(target, log, report=print)
     sender.send()
     client.delete_run(tracker.run_id)
-    with journal.open("a") as file:
+    with log.open("a") as file:
         file.write('{"kind": "point", "time": 9000000000000, "body": {"step": 2, "metrics": {"loss": 2.0}}}\n')
     with pytest.raises(Exception, match="active"):  # the delivery thread calls again then
         sender.send()
@@ -62,9 +62,9 @@ def test_threads_that_ask_at_once_make_one_run(
     sqlite_uri: str, client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job that ended before MLflow answered leaves its thread; another job of the directory begins."""
-    journal = tmp_path / METRICS_FILE
-    write_log(journal, Header(new_uid(), "demo", {"name": "dist_mem"}))
-    target = Target(sqlite_uri, tmp_path, read_header(journal))
+    log = tmp_path / METRICS_FILE
+    write_log(log, Header(new_uid(), "demo", {"name": "dist_mem"}))
+    target = Target(sqlite_uri, tmp_path, read_header(log))
     search = type(client).search_runs
 
     def slow_search(*arguments: Any, **options: Any) -> Any:
@@ -73,7 +73,7 @@ def test_threads_that_ask_at_once_make_one_run(
         return found
 
     monkeypatch.setattr(type(client), "search_runs", slow_search)
-    senders = [Sender(target, journal, report=print) for _ in range(2)]
+    senders = [Sender(target, log, report=print) for _ in range(2)]
     threads = [threading.Thread(target=sender.send) for sender in senders]
     for thread in threads:
         thread.start()
@@ -137,7 +137,7 @@ def test_nor_by_a_sync_that_fails(
     assert "http://127.0.0.1:" in printed and "secret" not in printed and "ada" not in printed
 
 
-def test_files_of_a_run_that_had_another_journal_are_sent_even_late(
+def test_files_of_a_run_that_had_another_log_are_sent_even_late(
     sqlite_uri: str, client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when a run directory is deleted and begun again with the same MLFLOW_RUN_ID."""

@@ -1,4 +1,4 @@
-"""Jobs that only keep a journal, because SQLite would break; their start, their end, and the id of their MLflow run."""
+"""Jobs that only write their log, because SQLite would break; their start, their end, and the id of their run."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_file_system_of_a_path_is_that_of_the_innermost_mount(tmp_path: Path
         assert file_system_of(tmp_path / "a disk of another name") == outside
 
 
-# Journals that are sent later
+# Logs that are sent later
 
 WITHOUT_MLFLOW = """
 import sys
