@@ -23,7 +23,7 @@ from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_HUNG, EXIT_REQUEUE, EXI
 from dist_mem.runtime.ranks import is_rank0
 from dist_mem.runtime.signals import LEAST_SECONDS, STOP_FILE
 from dist_mem.supervision.watchdog import report_seconds
-from dist_mem.tracking.log import METRICS_FILE, find_entries
+from dist_mem.tracking.log import METRICS_FILE, read_points
 
 _BREAK_AT = SAVE_EVERY + 5  # steps: a checkpoint exists, but not of the last step
 _RESUMED_STEPS = 20  # steps after the resume
@@ -111,7 +111,7 @@ def break_by_dropped_packets(job: DrillJob) -> list[int]:
         began = time.monotonic()
         codes = expect_codes(job, [EXIT_DONE] * RANKS)
         took = time.monotonic() - began
-    kept = sum("loss" in entry.body["metrics"] for entry in find_entries(job.run_dir / METRICS_FILE, "point"))
+    kept = sum("loss" in point.metrics for point in read_points(job.run_dir / METRICS_FILE))
     if kept != last:
         raise DrillError(f"{kept} of {last} points are kept for MLflow")
     if took > _MLFLOW_SECONDS:
