@@ -309,6 +309,34 @@ def test_what_mlflow_has_of_before_a_rollback_is_known_to_whoever_sends_the_rest
     assert history(client, run_id, "loss") == [*steps(1, 4).items(), *((step, step + 0.5) for step in range(5, 12))]
 
 
+def test_a_server_that_fails_where_a_nested_run_is_made_gets_it_later(
+    sqlite_uri: str, client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the job runs: its points of the steps that MLflow has never go to the run itself."""
+    run_id = job(config_for(sqlite_uri), tmp_path, steps(1, 6)).run_id
+    real, lost = type(client).create_run, [True]
+
+    def create_run(*arguments: Any, **options: Any) -> Any:
+        made = real(*arguments, **options)
+        if lost.pop():
+            lost.append(False)
+            raise ConnectionError("the answer is lost")
+        lost.append(False)
+        return made
+
+    log = tmp_path / METRICS_FILE
+    sender = Sender(Target(sqlite_uri, tmp_path, read_header(log)), log, report=print)
+    sender.send()
+    job(config_for(sqlite_uri, tracking={"send": "never"}), tmp_path, {5: 5.5, 6: 6.5, 7: 7.5}, first_step=4)
+    monkeypatch.setattr(type(client), "create_run", create_run)
+    with pytest.raises(ConnectionError):
+        sender.send()
+    sender.send()
+    (nested,) = nested_runs(client, run_id)
+    assert history(client, nested.info.run_id, "loss") == [(5, 5.5), (6, 6.5)]
+    assert history(client, run_id, "loss") == [*steps(1, 6).items(), (7, 7.5)]
+
+
 def failing_after(method: Callable[..., None], times: int) -> Callable[..., None]:
     """The method, which a dead network keeps from being called more often."""
     calls = itertools.count()

@@ -85,6 +85,13 @@ class Sender:
 
     def send(self) -> None:
         """Send all entries that MLflow lacks. Raises the errors of its client; another call continues after them."""
+        try:
+            self._send_rest()
+        except Exception as error:
+            self._is_open = self._is_open and not is_refusal(error)  # of the whole run, which is gone
+            raise
+
+    def _send_rest(self) -> None:
         if not self._is_open:
             self._open()
         while batch := self._entries.batch(self._batch_size):
@@ -147,10 +154,10 @@ class Sender:
             first, before = branch.body["first"], branch.body["before"]
             names = names_of_all_steps(entry for entry in points if is_superseded(entry, [branch]))
             sent = [metric.step for name in names for metric in self.run.history(name) if metric.timestamp < before]
-            self._branches.append(branch)
             if (last := max(sent, default=-1)) >= first:
-                run_id = self.run.nest(1 + len(self._branches), first=first, last=last, before=before)
+                run_id = self.run.nest(2 + len(self._branches), first=first, last=last, before=before)
                 self._nested.append(NestedRun(branch, last, run_id))
+            self._branches.append(branch)  # last: after an error it is looked for again
 
     def _run_of(self, entry: Entry) -> str:
         """Return the id of the run to which a point or a checkpoint belongs."""
@@ -164,12 +171,8 @@ class Sender:
         for entry in batch:
             if entry.kind in _POINTS:
                 by_run[self._run_of(entry)].append(entry)
-        try:
-            for run_id, points in by_run.items():
-                self.run.send_points(points, run_id)
-        except Exception as error:
-            self._is_open = not is_refusal(error)  # of the whole run, which is gone
-            raise
+        for run_id, points in by_run.items():
+            self.run.send_points(points, run_id)
         for entry in batch:
             if entry.kind == "checkpoint":
                 self._try(self._send_checkpoint, entry, name=entry.kind)
@@ -193,7 +196,6 @@ class Sender:
             send(entry)
         except Exception as error:
             if not (is_refusal(error) and self.run.is_there()):
-                self._is_open = not is_refusal(error)
                 raise
             self._report(f"MLflow refused {name}: {brief(error)}")
 
