@@ -35,12 +35,15 @@ from tests.support.tracked import config_for, history, job, nested_runs, start, 
 # Without MLflow
 
 
-def test_without_mlflow_there_is_the_log_and_nothing_else(tmp_path: Path) -> None:
-    tracker = start(config_for("sqlite:///unused.db", tracking={"mlflow": False}), tmp_path)
-    tracker.log(1, {"loss": 1.0})
-    tracker.close("FINISHED")
+def test_without_mlflow_there_is_the_log_and_nothing_else_until_it_is_sent(
+    sqlite_uri: str, client: Any, tmp_path: Path
+) -> None:
+    config = config_for(sqlite_uri, tracking={"mlflow": False})
+    job(config, tmp_path, steps(1, 2))
     assert [path.name for path in tmp_path.iterdir()] == [METRICS_FILE]
-    assert [point.step for point in read_points(tmp_path / METRICS_FILE)] == [1]
+    assert [point.step for point in read_points(tmp_path / METRICS_FILE)] == [1, 2]
+    send_log(config, tmp_path, report=print)
+    assert history(client, (tmp_path / RUN_ID_FILE).read_text().strip(), "loss") == [(1, 1.0), (2, 2.0)]
 
 
 def test_what_is_logged_while_mlflow_is_switched_off_reaches_it_too(
