@@ -17,12 +17,9 @@ pip() { "$scratch/venv/bin/python" -m pip "$@" --quiet --disable-pip-version-che
 mkdir -p "$out"
 # DeepSpeed comes as source. Its ops are compiled when they are first used, on the machine that uses them.
 export DS_BUILD_OPS=0
-pip wheel --wheel-dir "$out" --requirement requirements-dev.txt 'setuptools>=68' # as in pyproject.toml, for `pip install .`
-mkdir "$scratch/source"
-cp -r pyproject.toml setup.py README.md LICENSE NOTICE dist_mem configs examples launch shards "$scratch/source" # setuptools would leave its build/ here
-pip wheel --wheel-dir "$out" --no-deps "$scratch/source"
+pip wheel --wheel-dir "$out" --constraint requirements.txt '.[dev]' # dev: the build back end too, for `pip install .`
 
 # What is missing is told here and not at the site.
-PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS=$out pip install --dry-run --no-index --requirement requirements-dev.txt 'dist-mem[all]'
+PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS=$out pip install --dry-run --no-index --constraint requirements.txt 'dist-mem[dev]'
 (cd "$out" && sha256sum -- *.whl >SHA256SUMS)
 echo "$out: $(find "$out" -name '*.whl' | wc -l) wheels, $(du -sh "$out" | cut -f1), for $("$scratch/venv/bin/python" --version)"

@@ -1,7 +1,7 @@
 """Files that come with dist_mem: configurations, tables, sites, examples.
 
 In a clone, and with an editable installation, they are in the folders beside the package. A wheel contains copies of
-these folders in dist_mem/shipped/ (setup.py).
+these folders in dist_mem/shipped/ (pyproject.toml).
 """
 
 from __future__ import annotations

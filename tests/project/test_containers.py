@@ -49,7 +49,7 @@ def test_files_that_go_into_an_image_are_there_and_are_the_same_in_both() -> Non
     copied |= {name: f"/src/{name}" for name in ("dist_mem", *FOLDERS)}  # COPY names what becomes of the folder
     assert copied == dict(line.split() for line in section("files"))
     assert [name for name in copied if not (ROOT / name).exists()] == []
-    build_needs = {"pyproject.toml", "setup.py", "README.md", "dist_mem", *FOLDERS}
+    build_needs = {"pyproject.toml", "README.md", "LICENSE", "dist_mem", *FOLDERS}
     assert build_needs <= set(copied)
 
 

@@ -47,7 +47,7 @@ def copy_project(target: Path) -> Path:
 def copy_sources(target: Path) -> Path:
     """What the project's wheel is made of."""
     target.mkdir()
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(ROOT / name, target)
     for name in ("dist_mem", *FOLDERS):
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -57,14 +57,14 @@ def copy_sources(target: Path) -> Path:
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
     """A clone of the project, in a folder named as `git clone` names it."""
-    pytest.importorskip("setuptools")
+    pytest.importorskip("hatchling")
     return copy_sources(tmp_path / "dist_mem")
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The project's wheel, made without network."""
-    pytest.importorskip("setuptools")
+    pytest.importorskip("hatchling")
     folder = tmp_path_factory.mktemp("wheel")
     source = copy_sources(folder / "source")
     command = [sys.executable, "-m", "pip", "--quiet", "wheel", "--no-index", "--no-deps", "--no-build-isolation"]
@@ -96,10 +96,10 @@ def test_the_folder_that_contains_a_clone_does_not_hide_the_package(clone: Path)
     pip unpacks into site-packages what the build backend puts into the wheel of an editable installation.
     """
     site = clone.parent / "site"
-    code = "import sys, setuptools.build_meta as backend; backend.build_editable(sys.argv[1])"
+    code = "import sys, hatchling.build as backend; backend.build_editable(sys.argv[1])"
     isolated = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     run(sys.executable, "-c", code, str(clone.parent), cwd=clone, environment=isolated)
-    shutil.unpack_archive(next(clone.parent.glob("dist_mem-*editable*.whl")), site, "zip")
+    shutil.unpack_archive(next(clone.parent.glob("dist_mem-*.whl")), site, "zip")
     code = "import site, sys; site.addsitedir(sys.argv[1]); import dist_mem as d; print(d.__file__, *d.__all__)"
     # -S: without the installation that runs this test.
     done = run(sys.executable, "-S", "-c", code, str(site), cwd=clone.parent, environment=isolated)

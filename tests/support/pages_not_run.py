@@ -93,7 +93,7 @@ NOT_RUN = [
         parsed,
     ),
     NotRun("README.md", "python3 -m venv", "the environment is the one that the tests run in", parsed),
-    NotRun("README.md", ".venv/bin/pip install", "the network; CI installs from requirements.txt", parsed),
+    NotRun("README.md", ".venv/bin/pip install", "the network; CI installs with make setup", parsed),
     NotRun("README.md", "make demo", "4 to 6 minutes; `after_demo` runs its commands", make_rules),
     NotRun("README.md", "make test", "is what runs this", make_rules),
     NotRun("README.md", ".venv/bin/mlflow ui", "a server, which does not end", parsed),
