@@ -34,9 +34,9 @@ def load_checked(arguments: Sequence[str], *, builds_model: bool = False) -> Con
             anything is written.
 
     Raises:
-        UnusableError: as `load_config`, or data.path is a command that is not allowed.
+        UnusableError: as `load_config`, or data.path is an address that cannot be read.
     """
-    from dist_mem.data.directory import check_allowed  # imports numpy, which help need not wait for
+    from dist_mem.data.remote.fetch import check_address, is_remote  # imports fsspec, which help need not wait for
 
     def memory_options(block: Any) -> dict[str, Any]:
         from dist_mem.memory import memory_options as check
@@ -44,7 +44,8 @@ def load_checked(arguments: Sequence[str], *, builds_model: bool = False) -> Con
         return check(block)
 
     def check(config: Config) -> None:
-        check_allowed(config.data)
+        if is_remote(config.data.path):
+            check_address(config.data.path)
         if builds_model:
             from dist_mem.estimate.dry_run import check_model
 

@@ -38,7 +38,6 @@ def add_arguments(added: ArgumentParser) -> None:
             "data", type=place, help="a data directory, or its URL; what is needed of it is fetched into the cache"
         )
         action.add_argument("--cache", type=place, metavar="FOLDER", help="data.cache")
-        action.add_argument("--allow-pipe", action="store_true", help="data.allow_pipe: run the command of a pipe: URL")
     usual = "default: all; for a URL train, validation, test"
     for action in (verify, show):
         action.add_argument(
@@ -93,7 +92,7 @@ def _verify(options: Namespace) -> int:
     from dist_mem.data.verify import verify_dataset
 
     _check(options)
-    problems = verify_dataset(options.data, cache=options.cache, splits=options.split, allow_pipe=options.allow_pipe)
+    problems = verify_dataset(options.data, cache=options.cache, splits=options.split)
     for problem in problems:
         document = f"document {problem.document}" if problem.document else ""
         print(": ".join(part for part in (problem.where, document, problem.message) if part), file=sys.stderr)
@@ -106,7 +105,7 @@ def _show(options: Namespace) -> int:
     from dist_mem.data.summary import summarize
 
     _check(options)
-    for line in summarize(options.data, cache=options.cache, splits=options.split, allow_pipe=options.allow_pipe):
+    for line in summarize(options.data, cache=options.cache, splits=options.split):
         print(line)
     return EXIT_DONE
 
@@ -122,7 +121,6 @@ def _sample(options: Namespace) -> int:
         num_tokens=options.tokens,
         seed=options.seed,
         cache=options.cache,
-        allow_pipe=options.allow_pipe,
     ):
         print(f"== {title}\n{text}\n")
     return EXIT_DONE

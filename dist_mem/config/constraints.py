@@ -97,7 +97,7 @@ def _check_curriculum(stages: Sequence[Mapping[str, Any]], steps: int | None) ->
         key, until = f"data.curriculum[{index}]", stage["until"]
         if not stage["path"].strip():
             yield Problem(f"{key}.path", "is empty; give a data directory")
-        if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://|pipe:", stage["path"]):
+        if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", stage["path"]):
             yield Problem(f"{key}.path", "is no directory: copy the data to a disk, as only data.path may be elsewhere")
         if until <= before:
             yield Problem(f"{key}.until", f"is {until}, but the stage before ends at step {before}; give a later step")

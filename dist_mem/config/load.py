@@ -38,7 +38,7 @@ from dist_mem.config.text_checks import check_credentials, check_given, check_te
 from dist_mem.config.values import Letters, dump, parse, settled, typed
 from dist_mem.runtime.files import write_text
 
-COMMAND_LINE_ONLY = ("data.allow_pipe", "eval.allow_code")  # no file may permit the execution of foreign code
+COMMAND_LINE_ONLY = ("eval.allow_code",)  # no file may permit the execution of foreign code
 MemoryOptions = Callable[[Any], dict[str, Any]]  # dist_mem.memory.memory_options
 
 

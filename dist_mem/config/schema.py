@@ -52,10 +52,8 @@ class StageConfig:
 
 @dataclass
 class DataConfig:
-    # directory written by a builder, or its address: https:, s3:, gs:, hf:, pipe:
+    # directory written by a builder, or its address: https:, s3:, gs:, hf:
     path: str = key("data/sample", is_path=True, resume=FREE)
-    # run the command of `pipe:`; accepted on the command line only, no file can set it
-    allow_pipe: bool = key(False, resume=FREE)
     # directory for fetched data, one per node; None: dist_mem in the user's cache directory
     cache: str | None = key(None, is_path=True, resume=FREE)
     # directories that are read before data.path: see docs/howto/recall_tasks.md
@@ -210,7 +208,7 @@ class EvalConfig:
     # segments of the passage that an evaluation during training also reads, to log figures under memory/; 0: none
     passage: int = key(16, at_least=0, at_most=TOKENS)
     figures: bool = False  # draw where every layer looked in it, into RUN/figures and MLflow
-    allow_code: bool = False  # run memory/NAME.py of a checkpoint or export; on the command line only, as allow_pipe
+    allow_code: bool = False  # run memory/NAME.py of a checkpoint or export; accepted on the command line only
 
 
 @dataclass

@@ -84,13 +84,11 @@ def _fault(key: Metadata, text: str) -> str | None:
 
 
 def _place_fault(text: str) -> str | None:
-    if text.startswith("pipe:"):
-        return None if text.removeprefix("pipe:").strip() else "names no command: write one after pipe:"
     if not re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
         return _path_fault(text)
     try:
         parts = urlsplit(text)
-        is_whole = bool(parts.hostname or parts.port or parts.scheme not in ("http", "https", "ftp", "ftps"))
+        is_whole = bool(parts.hostname or parts.port or parts.scheme not in ("http", "https"))
     except ValueError as error:  # invalid brackets or port
         return f"is not an address: {error}"
     return None if is_whole else f"names no host: write one after {parts.scheme}://"

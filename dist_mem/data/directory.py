@@ -56,9 +56,8 @@ def local_dir(data: DataConfig) -> Path:
         return Path(data.path)
     shown = show(data.path)
     readable = re.sub(r"[^A-Za-z0-9]+", "-", shown.partition(":")[2]).strip("-")[-60:]
-    # The shown form omits only what may change from day to day, a password; but nearly everything of a command.
-    identity = data.path if data.path.startswith("pipe:") else shown
-    return _cache(data) / f"{readable}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    # The shown form omits only what may change from day to day: a password.
+    return _cache(data) / f"{readable}-{hashlib.sha256(shown.encode()).hexdigest()[:12]}"
 
 
 def open_tokenizer(data: DataConfig) -> Tokenizer:
@@ -71,15 +70,8 @@ def open_index(data: DataConfig, split: str) -> Index:
     if not is_remote(data.path):
         check_split(data, split)
         return staged(read_index(local_dir(data) / split), data)
-    check_allowed(data)
     index = read_index(local_dir(data) / split)
     return staged(replace(index, source=RemoteShards(data.path, index.split_dir)), data)
-
-
-def check_allowed(data: DataConfig, how: str = "add data.allow_pipe=true to the command line") -> None:
-    """Raise WrongRemoteError if `data.path` is a command and data.allow_pipe is false; `how` is the fix to suggest."""
-    if re.match("pipe:", data.path, re.IGNORECASE) and not data.allow_pipe:
-        raise WrongRemoteError(f"data.path is a command (pipe:), which can do anything: to run it, {how}")
 
 
 def check_split(data: DataConfig, split: str) -> None:
@@ -103,7 +95,6 @@ def refresh(data: DataConfig, splits: Iterable[str], *, start: str | None = None
     """
     if not is_remote(data.path):
         return
-    check_allowed(data)
     start = start or uuid.uuid4().hex
     with locked(local_dir(data) / START_NAME) as record:
         record.seek(0)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from dist_mem.config import DataConfig
-from dist_mem.data.directory import check_allowed, local_dir, open_index, open_tokenizer, refresh
+from dist_mem.data.directory import local_dir, open_index, open_tokenizer, refresh
 from dist_mem.data.shard import Index, check_document, read_tokens
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.verify import existing_splits
@@ -15,19 +15,17 @@ from dist_mem.errors import UnusableError
 from dist_mem.runtime.terminal import span, table
 
 
-def summarize(
-    path: str, *, cache: str | None = None, splits: Sequence[str] = (), allow_pipe: bool = False
-) -> Iterator[str]:
+def summarize(path: str, *, cache: str | None = None, splits: Sequence[str] = ()) -> Iterator[str]:
     """Yield the lines of a table of the splits.
 
     Args:
-        path: as data.path.  cache: as data.cache.  allow_pipe: as data.allow_pipe.
+        path: as data.path.  cache: as data.cache.
         splits: those to show; none: all.
 
     Raises:
         UnusableError: there is no such data directory or split, or it is damaged.
     """
-    data = DataConfig(path=path, cache=cache, allow_pipe=allow_pipe)
+    data = DataConfig(path=path, cache=cache)
     tokenizer = _open(data, [])
     names = list(splits) or existing_splits(data)
     if not names:
@@ -51,18 +49,17 @@ def passages(
     num_tokens: int,
     seed: int,
     cache: str | None = None,
-    allow_pipe: bool = False,
 ) -> Iterator[tuple[str, str]]:
     """Yield passages of random documents: what they are of, and their text as the tokenizer decodes it.
 
     Args:
-        path, cache, allow_pipe: as `summarize`.
+        path, cache: as `summarize`.
         num_documents: different documents, all if there are fewer.  num_tokens: of each passage, at a random place.
 
     Raises:
         UnusableError: as `summarize`, or a document is damaged.
     """
-    data = DataConfig(path=path, cache=cache, allow_pipe=allow_pipe)
+    data = DataConfig(path=path, cache=cache)
     tokenizer = _open(data, [split])
     index = _open_split(data, split)
     draw = np.random.default_rng(seed)
@@ -78,7 +75,6 @@ def passages(
 
 def _open(data: DataConfig, splits: Sequence[str]) -> Tokenizer:
     """Fetch what is needed of a remote directory, and return the tokenizer."""
-    check_allowed(data, "add --allow-pipe")
     refresh(data, splits)
     directory = local_dir(data)
     if not directory.is_dir():

@@ -18,10 +18,10 @@ import numpy as np
 
 from dist_mem.config import DataConfig
 from dist_mem.data.batch_plan import counted
-from dist_mem.data.directory import check_allowed, check_split, local_dir, open_index, open_tokenizer, refresh
+from dist_mem.data.directory import check_split, local_dir, open_index, open_tokenizer, refresh
 from dist_mem.data.index import DOCUMENTS_NAME, INDEX_NAME, DocumentEntry, ShardEntry
 from dist_mem.data.metadata import ShardError
-from dist_mem.data.remote.fetch import RefusedError, RemoteError, is_remote, show
+from dist_mem.data.remote.fetch import RefusedError, RemoteError, check_address, is_remote, show
 from dist_mem.data.shard import (
     Index,
     check_document,
@@ -48,21 +48,20 @@ class Problem(NamedTuple):
     message: str
 
 
-def verify_dataset(
-    path: Path | str, *, cache: str | None = None, splits: Sequence[str] = (), allow_pipe: bool = False
-) -> list[Problem]:
+def verify_dataset(path: Path | str, *, cache: str | None = None, splits: Sequence[str] = ()) -> list[Problem]:
     """Return all problems of a data directory: of its tokenizer, and of every folder that has an index or tars.
 
     Args:
-        path: as data.path.  cache: as data.cache.  allow_pipe: as data.allow_pipe.
+        path: as data.path.  cache: as data.cache.
         splits: the splits to verify; none: all, or for a URL, which cannot be listed, the existing USUAL_SPLITS.
 
     Raises:
         UnusableError: there is no such directory, or no such split in it.
     """
-    data = DataConfig(path=str(path), cache=cache, allow_pipe=allow_pipe)
-    check_allowed(data, "add --allow-pipe")
-    if not is_remote(data.path):
+    data = DataConfig(path=str(path), cache=cache)
+    if is_remote(data.path):
+        check_address(data.path, "the data")
+    else:
         if not local_dir(data).is_dir():
             raise UnusableError(f"{path}: there is no such data directory")
         for split in splits:

@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 from dist_mem.config import DataConfig
 from dist_mem.data.directory import local_dir
-from dist_mem.data.remote.fetch import address, download, is_remote, locked, show
+from dist_mem.data.remote.fetch import address, check_address, download, is_remote, locked, show
 from dist_mem.data.tar import BLOCK_BYTES
 from dist_mem.datasets.tree import Found, check_name, shown, suffix_of
 from dist_mem.errors import UnusableError
@@ -135,8 +135,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _fetched(url: str, cache: str | None) -> Path:
-    if url.startswith("pipe:"):
-        raise UnusableError(f"--source {show(url)} is a command: give a URL or a path")
+    check_address(url, "--source")
     parts = urlsplit(url)
     folder, _, last = parts.path.rpartition("/")
     name = unquote(last)

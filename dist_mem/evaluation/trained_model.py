@@ -54,7 +54,7 @@ from dist_mem.model import LMState, MemoryLM
 from dist_mem.nn.layers import DTYPES
 
 OVERRIDABLE = (
-    *("eval.", "tracking.", "data.path", "data.allow_pipe", "data.cache", "data.stage"),
+    *("eval.", "tracking.", "data.path", "data.cache", "data.stage"),
     *("train.micro_batch_size", "train.threads", "watchdog.join_seconds"),
 )
 _GIVE = "give a run directory or one checkpoint in it"

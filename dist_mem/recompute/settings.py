@@ -22,7 +22,7 @@ from dist_mem.memory.outside import kept_kinds
 from dist_mem.tracking.log import METRICS_FILE, read_points
 from dist_mem.training.history import HISTORY, Part
 
-OF_DATA = ("data.path", "data.allow_pipe", "data.cache", "data.stage")
+OF_DATA = ("data.path", "data.cache", "data.stage")
 OF_REPLAY = (*OF_DATA, "eval.allow_code", "watchdog.join_seconds")
 # Neither evaluation nor tracking changes an update. Hooks that measure slow ranks are not needed.
 _WITHOUT = ("eval.every=null", "checkpoint.keep_best=null", "tracking.mlflow=false", "watchdog.straggler=null")

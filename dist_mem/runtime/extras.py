@@ -14,9 +14,12 @@ from dist_mem.errors import UnusableError
 EXTRA_OF = {
     "deepspeed": "train",
     "huggingface_hub": "train",
+    "aiohttp": "train",
     "ninja": "train",
     "tqdm": "train",
     "webdataset": "train",
+    "s3fs": "s3",
+    "gcsfs": "gs",
     "pyarrow": "data",
     "mlflow": "mlflow",
     "pynvml": "mlflow",

@@ -142,51 +142,34 @@ def test_a_command_in_the_configuration_of_a_folder_never_runs(
     asked = commands(folder, tmp_path)
     for pipe, names in ((usual, list(asked)), *((spelling, ["evaluate"]) for spelling in spellings)):
         edit_config(folder, f"data.path={pipe}", f"data.cache={tmp_path / 'cache'}")
-        for name in names:  # the flag alone allows nothing: the command is the folder's
-            code = main([*asked[name], *(["data.allow_pipe=true"] if name != "list" else [])])
+        for name in names:
+            code = main(asked[name])
             assert not marker.exists(), (pipe, name)
             works = name in ("list", "generate", "export")  # which read no data
             assert code == (0 if works else 2), (pipe, name)
 
 
-def test_only_the_command_line_can_allow_a_command(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    marker = tmp_path / "marker"
-    pipe = f"data.path=pipe:touch {marker}; cat {GOLDEN / 'data'}/{{}}"
-    cache = f"data.cache={tmp_path / 'cache'}"
-    evaluate = ["evaluate", str(checkpoint), "--split", "train", pipe, cache, "tracking.mlflow=false"]
-    assert main(evaluate) == 2
-    assert "add data.allow_pipe=true to the command line" in capsys.readouterr().err
-    assert not marker.exists()
-    assert main([*evaluate, "data.allow_pipe=true"]) == 0
-    assert marker.exists(), "asked for, it runs"
-    edit_config(checkpoint, "data.allow_pipe=true")
-    with pytest.raises(UnusableError, match=r"data\.allow_pipe: is accepted on the command line only"):
-        load_model(checkpoint, pipe, cache)
-
-
-def test_what_allowed_a_command_is_not_kept(tmp_path: Path) -> None:
+def test_what_allowed_foreign_code_is_not_kept(tmp_path: Path) -> None:
     """A file that a run has written is read again by others, and says nothing they have not said."""
-    config = load_config(["train.steps=1", "data.allow_pipe=true", "eval.allow_code=true"])
-    assert config.data.allow_pipe
+    config = load_config(["train.steps=1", "eval.allow_code=true"])
+    assert config.eval.allow_code
     save_config(config, tmp_path / "config.yaml")
     kept = read_config(tmp_path / "config.yaml")
-    assert not kept.data.allow_pipe
     assert not kept.eval.allow_code
 
 
 @pytest.mark.parametrize("arguments", [["train"], ["train", "--check"], ["launch", "--dry-run"], ["doctor"]])
-def test_a_command_in_a_configuration_of_the_user_needs_the_flag(
+def test_a_command_in_a_configuration_of_the_user_is_refused_with_the_fix(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     marker = tmp_path / "marker"
     (tmp_path / "mine.yaml").write_text(f"train: {{steps: 1}}\ndata: {{path: 'pipe:touch {marker} {{}}'}}\n")
     command, *options = arguments
     assert main([command, str(tmp_path / "mine.yaml"), *options, f"run_dir={tmp_path / 'run'}"]) == 2
-    assert "add data.allow_pipe=true to the command line" in capsys.readouterr().err
+    fix = "pipe: is not among gs, hf, http, https, s3: copy the data to a directory and give its path"
+    assert fix in capsys.readouterr().err
     assert main(["data", "verify", f"pipe:touch {marker} {{}}", "--cache", str(tmp_path / "cache")]) == 2
-    assert "--allow-pipe" in capsys.readouterr().err
+    assert fix in capsys.readouterr().err
     assert not marker.exists()
     assert not (tmp_path / "run").exists()
 

@@ -195,7 +195,6 @@ OTHERS: list[tuple[list[str], list[str]]] = [
     (["data", "verify", ""], ["data.path: is ''"]),
     (["data", "verify", LONG], ["xxx"]),
     (["data", "verify", "pipe:"], ["pipe:"]),
-    (["data", "verify", "pipe:", "--allow-pipe"], ["pipe:"]),
     (["data", "verify", "http://["], ["http://["]),
     (["data", "verify", "http://"], ["http://"]),
     (["data", "verify", "{data}", "--split", ""], ["--split"]),

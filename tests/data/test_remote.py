@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
-import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from dist_mem.__main__ import main
 from dist_mem.config import DataConfig
 from dist_mem.data.directory import local_dir, open_index, open_tokenizer, refresh, refresh_on_all_ranks
 from dist_mem.data.documents import Documents
 from dist_mem.data.index import fingerprint_of
 from dist_mem.data.plan import START, DocumentPlan, make_plan
-from dist_mem.data.remote.fetch import RefusedError, RemoteError, UnreachableError, address, is_remote, show
+from dist_mem.data.remote.fetch import RefusedError, RemoteError, address, is_remote, show
 from dist_mem.data.segments import read_lane
 from dist_mem.data.shard import Index, check_document, fetch_shards, read_index, read_tokens
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
+from dist_mem.errors import UnusableError
+from dist_mem.runtime import extras
 from dist_mem.runtime.distributed import World
 from tests.support.file_server import SHARD, FileServer, be_impatient, opened, served_split
 from tests.support.lane_corpus import BOS, LAYOUTS, LENGTHS, SEG_LEN, make_split
@@ -164,60 +167,34 @@ def test_columns_that_are_not_those_of_the_index_are_refused(server: FileServer,
     assert not (local_dir(data) / name).exists()
 
 
-def test_a_command_stands_for_a_server(server: FileServer, tmp_path: Path) -> None:
-    root = tmp_path / "it's here"
-    shutil.copytree(server.root, root)
-    quoted = str(root).replace("'", "'\\''")
-    data = DataConfig(path=f"pipe:cat '{quoted}'/{{}}", allow_pipe=True, cache=str(tmp_path / "cache"))
-    fetch_shards(opened(data))
-    (root / SHARD).unlink()
-    (local_dir(data) / SHARD).unlink()
-    with pytest.raises(UnreachableError, match=rf"pipe:cat \.\.\. {SHARD}: cat: .*No such file"):
-        fetch_shards(opened(data))
-    with pytest.raises(RemoteError, match=r"write \{\} where the command takes the name"):
-        refresh(DataConfig(path="pipe:cat file", allow_pipe=True, cache=data.cache), [])
-
-
-@pytest.mark.parametrize(
-    ("program", "arguments"),
-    [
-        ("aws", "s3 cp --only-show-errors s3://bucket/books/NAME -"),
-        ("gsutil", "cat gs://bucket/books/NAME"),
-        ("ais", "get ais://bucket/books/NAME -"),
-    ],
-)
-def test_a_bucket_is_read_by_its_own_program(
-    server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, arguments: str
+@pytest.mark.parametrize("path", ["htps://host/books", "file:///books", "sftp://host/books", "pipe:cat secret/{}"])
+def test_an_unknown_scheme_names_those_that_are_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str
 ) -> None:
-    path = tmp_path / "bin" / program
-    path.parent.mkdir()
-    url = next(word for word in arguments.split() if "://" in word).removesuffix("NAME")
-    path.write_text(
-        f"""#!/bin/bash
-        for word; do case $word in {url}*) name=${{word#{url}}}; esac; done
-        test "$*" = "{arguments.replace("NAME", "$name")}" && cat "{server.root}/$name"
-        """,
-        encoding="utf-8",
-    )
-    path.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{path.parent}:/usr/bin:/bin")
-    data = DataConfig(path=url, cache=str(tmp_path / "cache"))
-    fetch_shards(opened(data))
-    assert local_dir(data).name.startswith("bucket-books-")
+    known = "is not among gs, hf, http, https, s3: copy the data to a directory"
+    with pytest.raises(RemoteError, match=known):
+        refresh(DataConfig(path=path, cache=str(tmp_path)), [])
+    for command in (["train", "--check", "train.steps=1", f"data.path='{path}'"], ["data", "verify", path]):
+        assert main(command) == 2
+        reported = capsys.readouterr().err
+        assert known in reported and "secret" not in reported
 
 
-@pytest.mark.parametrize("url", ["htps://host/books", "file:///books"])
-def test_an_unknown_scheme_names_those_that_are_known(tmp_path: Path, url: str) -> None:
-    with pytest.raises(RemoteError, match=f"{url}/tokenizer.json: .* is not among ais, .* https, .* s3"):
-        refresh(DataConfig(path=url, cache=str(tmp_path)), [])
+@pytest.mark.parametrize(("scheme", "library"), [("s3", "s3fs"), ("gs", "gcsfs")])
+def test_a_bucket_without_its_library_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, library: str
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.setattr(extras, "is_installed", lambda name: name != library)
+    with pytest.raises(UnusableError, match=rf"{library} is not installed, .* pip install 'dist-mem\[{scheme}\]'"):
+        refresh(DataConfig(path=f"{scheme}://bucket/books", cache=str(tmp_path)), [])
 
 
 def test_passwords_and_queries_are_used_but_not_shown(server: FileServer, tmp_path: Path) -> None:
     secret = server.url.replace("//", "//user:pass@") + "/?signature=abc"
     assert address(secret, "a b/c.json").url == server.url.replace("//", "//user:pass@") + "/a%20b/c.json?signature=abc"
     assert show(secret) == server.url and show("data/mine") == "data/mine"
-    assert show("pipe:curl -H 'Authorization: secret' https://host/{}") == "pipe:curl"
-    assert show("pipe:") == show("pipe: \n") == "pipe:"
+    assert show("pipe:curl -H 'Authorization: secret' https://host/{}") == "pipe:"
     data = DataConfig(path=secret, cache=str(tmp_path / "cache"))
     assert local_dir(data) == local_dir(DataConfig(path=server.url, cache=data.cache))
     fetch_shards(opened(data))
@@ -230,4 +207,4 @@ def test_passwords_and_queries_are_used_but_not_shown(server: FileServer, tmp_pa
 
 def test_directories_are_not_taken_for_urls() -> None:
     assert not any(map(is_remote, ["data/sample", "/data/a:b", "./x//y", "C:/books"]))
-    assert all(map(is_remote, ["http://h/d", "s3://b/d", "hf://datasets/a/b", "pipe:cat {}"]))
+    assert all(map(is_remote, ["http://h/d", "s3://b/d", "hf://datasets/a/b", "pipe:cat {}", "PIPE:x"]))

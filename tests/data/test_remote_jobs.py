@@ -55,7 +55,7 @@ def test_a_job_stopped_by_a_missing_shard_ends_in_the_bits_of_a_local_one(
     server.faults[f"train/{missing}"] = [404]
     codes, text = run_ranks(["train", str(remote)], world_size=2, cwd=tmp_path)
     assert codes == [2, 2], text
-    assert text.count(f"{server.url}/train/{missing}: curl: (22) The requested URL returned error: 404") == 1
+    assert text.count(f"{server.url}/train/{missing}: HTTP status 404; check the address") == 1
     checkpoints = tmp_path / "runs" / "remote" / "checkpoints"
     assert (checkpoints / f"step-{step:08d}" / "manifest.json").exists()
 
@@ -82,7 +82,7 @@ def test_check_says_what_is_at_a_url(server: FileServer, tmp_path: Path, capsys:
     assert f"{server.url}, train: 12 documents" in capsys.readouterr().out
     server.faults["train/index.json"] = [404]
     assert main(["train", "--check", *data]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {server.url}/train/index.json: curl: (22) ")
+    assert capsys.readouterr().err.startswith(f"error: {server.url}/train/index.json: HTTP status 404")
 
 
 def test_verify_fetches_and_looks_at_every_byte(

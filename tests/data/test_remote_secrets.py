@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import shutil
+import ssl
 import stat
-import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from aiohttp import connector
 
 from dist_mem.config import DataConfig
 from dist_mem.data import directory
 from dist_mem.data.directory import local_dir, refresh
 from dist_mem.data.remote.fetch import RemoteError, UnreachableError
-from dist_mem.data.shard import Index, fetch_shards, read_tokens
+from dist_mem.data.shard import fetch_shards, read_tokens
 from tests.support.certificates import write_certificates
 from tests.support.file_server import ENDLESS_BYTES, SHARD, FileServer, be_impatient, opened, served_split
-from tests.support.limits import limit
 
 LOGIN = "Basic YWRhOnMzY3JldA=="  # ada:s3cret
 
@@ -28,7 +27,7 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A home with a .netrc, and a CA of our own."""
     be_impatient(monkeypatch)
     write_certificates(tmp_path)
-    monkeypatch.setenv("CURL_CA_BUNDLE", str(tmp_path / "ca.pem"))
+    monkeypatch.setattr(connector, "_SSL_CONTEXT_VERIFIED", ssl.create_default_context(cafile=tmp_path / "ca.pem"))
     monkeypatch.setenv("HOME", str(tmp_path))
     write_netrc(tmp_path, "machine 127.0.0.1 login ada password s3cret\n")
 
@@ -56,37 +55,24 @@ def data_at(url: str, tmp_path: Path) -> DataConfig:
     return DataConfig(path=url, cache=str(tmp_path / "cache"))
 
 
-def processes_during_fetch(index: Index, server: FileServer) -> str:
-    """The command lines of all processes while a fetch stands still, as `ps` shows them to every user."""
-
-    def fetch() -> None:
-        with pytest.raises(RemoteError, match="the reader was closed"):
-            fetch_shards(index)
-
-    thread = threading.Thread(target=fetch)
-    thread.start()
-    assert server.stalls.wait(limit(20))
-    lines = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):  # it has ended
-            lines.append(path.read_bytes().replace(b"\0", b" ").decode("utf-8", "replace"))
-    index.source.close()
-    thread.join()
-    assert any(line.startswith("curl ") for line in lines)
-    return "\n".join(lines)
-
-
-def test_credentials_are_on_no_command_line(plain: FileServer, tmp_path: Path) -> None:
-    index = opened(data_at(plain.url.replace("//", "//ada:s3cret@") + "?signature=0123abc", tmp_path))
+def test_a_login_and_a_query_of_an_address_are_sent_and_not_shown(
+    plain: FileServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = data_at(plain.url.replace("//", "//ada:s3cret@") + "?signature=0123abc", tmp_path)
+    index = opened(data)
     assert plain.credentials == {LOGIN}
-    plain.faults[SHARD] = ["stalled"]
-    shown = processes_during_fetch(index, plain)
-    assert "s3cret" not in shown and "0123abc" not in shown
+    for fault in (500, "cut", 404, f"{plain.url}:x/?signature=0123abc"):
+        plain.faults[SHARD] = [fault]
+        with pytest.raises(RemoteError) as caught:
+            fetch_shards(index)
+        index = opened(data)
+        shown = str(caught.value) + caplog.text
+        assert SHARD in shown and "s3cret" not in shown and "0123abc" not in shown
 
 
 def test_https_is_not_followed_to_http(plain: FileServer, secure: FileServer, tmp_path: Path) -> None:
     secure.faults["tokenizer.json"] = [f"{plain.url}/tokenizer.json"]
-    with pytest.raises(RemoteError, match=f"{secure.url}/tokenizer.json: curl: .*http.* (disabled|not supported)"):
+    with pytest.raises(RemoteError, match=f"{secure.url}/tokenizer.json: InvalidUrl.* https must not lead to http"):
         refresh(data_at(secure.url, tmp_path), [])
     assert not plain.asked
     assert secure.asked["tokenizer.json"] == 1  # the same answer each time
@@ -102,7 +88,7 @@ def test_a_server_sends_nobody_to_other_protocols(
 ) -> None:
     for server in (plain, secure):
         server.faults["tokenizer.json"] = [f"{scheme}://127.0.0.1{plain.root}/tokenizer.json"]
-        with pytest.raises(RemoteError, match=f"{server.url}/tokenizer.json: curl: "):
+        with pytest.raises(RemoteError, match=f"{server.url}/tokenizer.json: NonHttpUrlRedirectClientError: {scheme}:"):
             refresh(data_at(server.url, tmp_path), [])
 
 
@@ -174,15 +160,15 @@ def test_a_body_ends_where_it_may_be_no_longer(
 def test_a_certificate_of_nobody_we_trust_is_refused(
     secure: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("CURL_CA_BUNDLE")
-    with pytest.raises(RemoteError, match=f"{secure.url}/tokenizer.json: curl: .*certificate"):
+    monkeypatch.setattr(connector, "_SSL_CONTEXT_VERIFIED", ssl.create_default_context())
+    with pytest.raises(RemoteError, match=f"{secure.url}/tokenizer.json: .*certificate"):
         refresh(data_at(secure.url, tmp_path), [])
     assert not secure.asked
 
 
-@pytest.mark.parametrize("scheme", ["s3", "gs", "ais"])
-def test_programs_that_would_show_a_password_get_none(tmp_path: Path, scheme: str) -> None:
-    with pytest.raises(RemoteError, match=rf"{scheme}://bucket/books/tokenizer.json: .* no user or password") as caught:
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_a_bucket_takes_no_password(tmp_path: Path, scheme: str) -> None:
+    with pytest.raises(RemoteError, match=rf"{scheme}://bucket/books/tokenizer.json with a user or pass") as caught:
         refresh(data_at(f"{scheme}://ada:s3cret@bucket/books", tmp_path), [])
     assert "s3cret" not in str(caught.value)
 
@@ -202,11 +188,9 @@ def hub(secure: FileServer, monkeypatch: pytest.MonkeyPatch) -> FileServer:
 
 
 def test_a_hub_is_read_with_its_token_alone(hub: FileServer, tmp_path: Path) -> None:
-    index = opened(data_at("hf://datasets/ada/books@v1", tmp_path))
+    opened(data_at("hf://datasets/ada/books@v1", tmp_path))
     assert hub.credentials == {"Bearer hf_s3cret"}
     name = f"datasets/ada/books/resolve/v1/{SHARD}"
-    hub.faults[name] = ["stalled"]
-    assert "hf_s3cret" not in processes_during_fetch(index, hub)
     other = FileServer(hub.root, certificate=tmp_path / "server.pem")
     hub.faults[name] = [f"{other.url}/{SHARD}"]
     read_tokens(opened(data_at("hf://datasets/ada/books@v1", tmp_path)), 0)
@@ -216,7 +200,9 @@ def test_a_hub_is_read_with_its_token_alone(hub: FileServer, tmp_path: Path) -> 
 
 def test_a_hub_that_cannot_be_reached_is_asked_again_and_named(hub: FileServer, tmp_path: Path) -> None:
     hub.close()
-    with pytest.raises(UnreachableError, match=r"hf://datasets/ada/books/tokenizer.json: curl: .* \(3 attempts\)"):
+    with pytest.raises(
+        UnreachableError, match=r"hf://datasets/ada/books/tokenizer.json: .*Cannot connect.* \(3 attempts\)"
+    ):
         refresh(data_at("hf://datasets/ada/books", tmp_path), [])
 
 
@@ -224,14 +210,3 @@ def test_a_hub_that_cannot_be_reached_is_asked_again_and_named(hub: FileServer, 
 def test_an_address_that_is_none_of_a_hub_is_named(tmp_path: Path, path: str) -> None:
     with pytest.raises(RemoteError, match=r"hf:.*/tokenizer\.json: .* write hf://datasets/OWNER/NAME"):
         refresh(data_at(path, tmp_path), [])
-
-
-def test_what_runs_beside_webdataset_rewrites_no_address(
-    plain: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GOPEN_REWRITE", "gs://=pipe:: >ran; cat ")
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(RemoteError, match=r"gs://bucket/tokenizer\.json: the program gsutil is not here"):
-        refresh(data_at("gs://bucket", tmp_path), [])
-    assert not Path("ran").exists()

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +45,7 @@ def books(tmp_path: Path) -> Path:
 def staging(path: Path | str, tmp_path: Path, *, cache: Path | None = None) -> DataConfig:
     """Data to be copied to a node's disk of this test."""
     kept = None if cache is None else str(cache)
-    return DataConfig(path=str(path), allow_pipe=True, stage="node", stage_dir=str(tmp_path / "node"), cache=kept)
+    return DataConfig(path=str(path), stage="node", stage_dir=str(tmp_path / "node"), cache=kept)
 
 
 def fill(data: DataConfig, split: str = "train") -> Path:
@@ -292,13 +293,15 @@ def test_a_disk_that_fills_up_meanwhile_is_reported_and_keeps_nothing_by_halves(
 def test_ranks_wait_in_rounds_for_a_long_copy_and_end_with_the_first_that_fails(
     books: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:
-    slow = f"pipe:sleep 0.4; cat {books}/" + "{}"
-    data = staging(slow, tmp_path, cache=tmp_path / "cache")
-    assert rank_pool(2).run(stage_rank, data, {}, 0.1) == ["", ""]
-    endless = f"pipe:case {{}} in *.tar) sleep 300;; esac; cat {books}/" + "{}"
-    other = tmp_path / "other"
-    stuck = {0: staging(endless, other, cache=other)}
-    (tmp_path / "bad").write_text("a file where a folder should be")
-    bad = replace(data, stage_dir=str(tmp_path / "bad"))
-    reported = rank_pool(2).run(stage_rank, bad, stuck, 0.1)
-    assert all(str(tmp_path / "bad") in text and "data.stage_dir" in text for text in reported), reported
+    with closing(FileServer(books)) as server:
+        tars = [f"train/{path.name}" for path in (books / "train").glob("*.tar")]
+        server.faults.update({name: ["slow"] for name in tars})
+        data = staging(server.url, tmp_path, cache=tmp_path / "cache")
+        assert rank_pool(2).run(stage_rank, data, {}, 0.1) == ["", ""]
+        server.faults.update({name: ["silent"] for name in tars})
+        other = tmp_path / "other"
+        stuck = {0: staging(server.url, other, cache=other)}
+        (tmp_path / "bad").write_text("a file where a folder should be")
+        bad = replace(data, stage_dir=str(tmp_path / "bad"))
+        reported = rank_pool(2).run(stage_rank, bad, stuck, 0.1)
+        assert all(str(tmp_path / "bad") in text and "data.stage_dir" in text for text in reported), reported

@@ -124,10 +124,10 @@ def remote(name: str, faults: dict[str, list[int | str]]) -> Callable[[FileServe
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
-        (remote("009.tar", {}), "/shards/009.tar: curl: (22) The requested URL returned error: 404; check the address"),
+        (remote("009.tar", {}), "/shards/009.tar: HTTP status 404; check the address"),
         (remote("x.tar", {}), "x.tar is damaged (no header and no end at byte 1,536): copy it again"),
         (remote("000.zip", {}), "only files of .tar, .tar.gz, .tgz are read by URL"),
-        (lambda server: "pipe:cat {}", "is a command: give a URL or a path"),
+        (lambda server: "pipe:cat {}", "--source is pipe:, but pipe: is not among gs, hf, http, https, s3"),
     ],
 )
 def test_a_tar_by_url_that_cannot_be_used_is_named(

@@ -36,7 +36,7 @@ OTHER_NAMES = {
 
 def test_the_core_is_torch_and_what_reads_configurations_weights_and_text() -> None:
     core = {Requirement(one).name for one in PROJECT["dependencies"]}
-    assert core == {"torch", "omegaconf", "safetensors", "sentencepiece", "numpy"}
+    assert core == {"torch", "omegaconf", "safetensors", "sentencepiece", "numpy", "fsspec"}
 
 
 def test_the_extra_all_contains_every_other() -> None:

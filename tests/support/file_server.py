@@ -31,7 +31,8 @@ class FileServer(ThreadingHTTPServer):
 
     A fault is an HTTP status, or `silent` (nothing is sent), `stalled` (half of the body, then nothing), `cut` (half of
     the body, then the end), `short` (as `cut`, without a Content-Length), `page` (a web page), `slow`, `endless` (the
-    body, and more until the client hangs up), or a URL, to which the client is redirected.
+    body, and more until the client hangs up), `no ranges` (else they are served, where
+    there is a Content-Length), or a URL, to which the client is redirected.
     """
 
     daemon_threads = True
@@ -48,6 +49,7 @@ class FileServer(ThreadingHTTPServer):
             self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
         self.asked: Counter[str] = Counter()  # path -> number of requests
         self.credentials: set[str | None] = set()  # the Authorization headers received
+        self.ranges: list[str] = []  # the Range headers received
         self.num_sent = 0  # bytes of `endless` bodies sent
         self.faults: defaultdict[str, list[int | str]] = defaultdict(
             list
@@ -85,8 +87,14 @@ class FileHandler(BaseHTTPRequestHandler):
             self.answer(PAGE if fault == "page" else file.read_bytes(), fault)
 
     def answer(self, body: bytes, fault: str) -> None:
+        asked = self.headers.get("Range")
+        if asked is not None:
+            self.server.ranges.append(asked)
+        is_part = asked is not None and fault not in ("short", "endless", "no ranges")
+        if is_part:
+            body = body[int(asked.removeprefix("bytes=").removesuffix("-")) :]
         half = len(body) // 2
-        self.send_response(200)
+        self.send_response(206 if is_part else 200)
         if fault not in ("short", "endless"):
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -129,6 +137,6 @@ def opened(data: DataConfig) -> Index:
 
 def be_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the time limits of downloads in this process, and allow three attempts."""
-    monkeypatch.setattr(remote, "STALL_SECONDS", 20.0)  # tests of stalls set less; a busy machine starts curl slowly
+    monkeypatch.setattr(remote, "STALL_SECONDS", 20.0)  # tests of stalls set less
     monkeypatch.setattr(remote, "RETRY_PAUSES", (0.01, 0.01))
     monkeypatch.setattr(remote, "POLL_SECONDS", 0.02)

@@ -303,7 +303,6 @@ def command_lines() -> set[bytes]:
         ("tracking.uri", "postgresql://ada:secret@db.example/mlflow"),
         ("tracking.uri", "https://${oc.env:USER}:secret@mlflow.example"),
         ("data.path", "https://ada:secret@books.example/pg19"),
-        ("data.path", "pipe:curl -s https://ada:secret@books.example/{}"),
     ],
 )
 def test_a_user_or_password_in_the_configuration_is_refused_with_what_to_set(

@@ -3,43 +3,45 @@
     with locked(path.with_name(".lock")):
         download(address("https://host/books", "train/index.json"), path, limit=METADATA_BYTES, verify=read_metadata)
 
-A file is read through a pipe from a program (programs.py). The program is killed if it sends nothing for STALL_SECONDS,
-or more bytes than the file may have; it has failed if its exit status is not 0. Temporary failures are retried.
-Messages show no password and no query.
+fsspec reads the file, in its own thread: http(s) and hf through aiohttp, s3 through s3fs, gs through gcsfs. The calling
+thread gives it up if nothing comes for STALL_SECONDS, or if more bytes come than the file may have. Temporary failures
+are retried, over http from the byte where the last attempt ended. Messages show no password and no query.
 """
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import errno
 import fcntl
 import logging
-import os
 import re
-import select
-import shlex
-import signal
-import subprocess
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
+from netrc import NetrcParseError, netrc
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.request import getproxies, proxy_bypass
 
-from dist_mem.data.remote.programs import CURL_SCHEMES, start
+from fsspec.callbacks import Callback
+
 from dist_mem.errors import UnfitError, UnusableError, run_error
+from dist_mem.runtime.extras import require
 from dist_mem.runtime.files import fsync_path
 
 log = logging.getLogger(__name__)
 STALL_SECONDS = 60.0  # without a byte
 RETRY_PAUSES = (1.0, 4.0, 16.0)  # seconds before the second attempt, the third, ...
 POLL_SECONDS = 0.1
-BLOCK_BYTES = 2**20
 METADATA_BYTES = 2**30  # limit for a file of unknown length: an index.json of three million documents
-REFUSAL = re.compile(r"(?:returned error: |error occurred \()(4\d\d)")  # as curl and aws write it
-FINAL_ERRORS = re.compile(r"curl: \((?:1|3|60)\)")  # a protocol that is not allowed, a bad URL, a bad certificate
-PASSING_STATUS = {"408", "429"}  # temporary refusals; the others are permanent
+_LIBRARIES = {"http": "aiohttp", "https": "aiohttp", "hf": "huggingface_hub", "s3": "s3fs", "gs": "gcsfs"}
+_STATUS = {FileNotFoundError: 404, PermissionError: 403}  # as fsspec reports them
+_PASSING_STATUS = {408, 416, 429}  # temporary refusals; other statuses from 400 to 499 are permanent
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 Verify = Callable[[Path], object]  # raises ValueError, its text beginning with the path, for a wrong file
 
@@ -72,34 +74,41 @@ class Address(NamedTuple):
 
 
 def is_remote(path: str) -> bool:
-    """Return whether a data.path is a URL or a `pipe:` command, and not a directory."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://|pipe:", path) is not None
+    """Return whether a data.path is a URL, and not a directory; `pipe:` was one, and has no directory's name."""
+    return re.match(r"[a-z][a-z0-9+.-]*://|pipe:", path, re.IGNORECASE) is not None
+
+
+def check_address(url: str, what: str = "data.path") -> None:
+    """Raise WrongRemoteError if nothing can be read from a URL: its scheme is unknown, or must have no password.
+
+    Args:
+        what: the key or option that gives the URL, for the message.
+    """
+    scheme, netloc = urlsplit(url)[:2]
+    if scheme not in _LIBRARIES:
+        raise WrongRemoteError(
+            f"{what} is {show(url)}, but {scheme}: is not among {', '.join(sorted(_LIBRARIES))}: copy the data to a "
+            "directory and give its path, or put them on such a server"
+        )
+    if scheme in ("s3", "gs") and "@" in netloc:
+        raise WrongRemoteError(
+            f"{what} is {show(url)} with a user or password: leave them out, {_LIBRARIES[scheme]} has its own settings"
+        )
 
 
 def show(url: str) -> str:
-    """Return a data.path without possible secrets: no user, password or query; of a command only its program."""
+    """Return a data.path without possible secrets: no user, password or query; no command of a `pipe:`."""
     if not is_remote(url):
         return url
-    if url.startswith("pipe:"):
-        return f"pipe:{next(iter(url.removeprefix('pipe:').split()), '')}"
     parts = urlsplit(url)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path.rstrip("/"), "", ""))
+    path = "" if parts.scheme == "pipe" else parts.path.rstrip("/")
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], path, "", ""))
 
 
 def address(base: str, name: str) -> Address:
-    """Return the address of the file `name` ("train/index.json") in the data directory at `base`.
-
-    Raises:
-        WrongRemoteError: `base` is a command without a place for the name.
-    """
-    if base.startswith("pipe:"):
-        if "{}" not in base:
-            raise WrongRemoteError(
-                f"data.path = {show(base)} ...: write {{}} where the command takes the name of a file"
-            )
-        return Address(base.replace("{}", shlex.quote(name)), f"{show(base)} ... {name}")
+    """Return the address of the file `name` ("train/index.json") in the data directory at `base`."""
     parts = urlsplit(base)
-    name = quote(name) if parts.scheme in CURL_SCHEMES else name  # other programs take it unquoted
+    name = quote(name) if parts.scheme in ("http", "https") else name  # others take it unquoted
     return Address(urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{name}")), f"{show(base)}/{name}")
 
 
@@ -146,12 +155,14 @@ def download(
 
     Raises:
         UnreachableError: after len(RETRY_PAUSES) + 1 attempts.
-        RemoteError: the server refuses, `verify` rejects the file twice, the disk cannot be written, or `cancelled`.
+        RemoteError: the address or the file is wrong, the server refuses, the disk cannot be written, or `cancelled`.
     """
+    check_address(source.url, "an address")
     cancelled = cancelled or threading.Event()
     partial = path.with_name(f"{path.name}.partial")
     with writing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
+        partial.unlink(missing_ok=True)  # of a process that was killed
         try:
             _download_verified(source, partial, limit, verify, cancelled)
             fsync_path(partial)
@@ -177,74 +188,151 @@ def _download_verified(source: Address, partial: Path, limit: int, verify: Verif
             cancelled.wait(pause)
         except RemoteError:
             raise
-        except ValueError as error:  # of `verify`
+        except ValueError as error:  # of `verify`, or too long
             if was_wrong:
                 raise WrongRemoteError(str(error).replace(str(partial), source.shown) + _web_page(partial)) from error
             was_wrong = True
+            partial.unlink()
+
+
+class _Progress(Callback):
+    """Counts the bytes of a file, and stops the transfer that brings too many."""
+
+    def __init__(self, shown: str, limit: int) -> None:
+        super().__init__()
+        self.shown = shown
+        self.limit = limit
+        self.received = 0
+        self.last = time.monotonic()
+
+    def relative_update(self, inc: int = 1) -> None:
+        self.last = time.monotonic()
+        self.received += inc
+        if self.received > self.limit:
+            raise ValueError(f"{self.shown} sends more than the {self.limit:,} bytes that it may have")
 
 
 def _download_once(source: Address, partial: Path, limit: int, cancelled: threading.Event) -> None:
-    with tempfile.TemporaryFile() as errors, partial.open("wb") as file:
-        process = _start(source, errors)
-        assert process.stdout is not None
+    progress = _Progress(source.shown, limit)
+    ended = threading.Event()
+    with partial.open("ab") as file:
+        files, arguments = _request(source, file, progress)
+
+        async def run() -> None:
+            try:
+                await files._get_file(**arguments, callback=progress)
+            finally:
+                ended.set()
+
+        transfer = asyncio.run_coroutine_threadsafe(run(), files.loop)
         try:
-            _copy(process.stdout, file, source.shown, limit, cancelled)
-            status = process.wait(STALL_SECONDS)
-        except subprocess.TimeoutExpired as error:
-            raise UnreachableError(f"{source.shown}: its program did not end for {STALL_SECONDS:g} s") from error
+            while not wait([transfer], POLL_SECONDS).done:
+                if cancelled.is_set():
+                    raise FailedRemoteError(f"{source.shown}: given up, the reader was closed")
+                if time.monotonic() - progress.last > STALL_SECONDS:
+                    raise UnreachableError(
+                        f"{source.shown}: nothing came for {STALL_SECONDS:g} s, after {progress.received:,} bytes"
+                    )
         finally:
-            _end(process)
-            process.stdout.close()
-        if status != 0:
-            errors.seek(0)
-            raise _failure(source, status, errors.read().decode("utf-8", "replace"))
+            transfer.cancel()
+            ended.wait(STALL_SECONDS)  # nothing writes into the file any more
+    if (error := transfer.exception()) is not None:
+        raise _failure(source, error) from error
 
 
-def _start(source: Address, errors: IO[bytes]) -> subprocess.Popen[bytes]:
+def _request(source: Address, file: IO[bytes], progress: _Progress) -> tuple[Any, dict[str, Any]]:
+    """Return the file system of fsspec that reads an address, and the arguments of its `_get_file`.
+
+    Credentials are sent only over https, and only to the server of the address. A bucket's library writes the file by
+    its name, from its begin.
+    """
+    import fsspec
+
+    url, headers, scheme = source.url, {"Accept-Encoding": "identity"}, urlsplit(source.url).scheme
+    for library in (_LIBRARIES[scheme], "aiohttp"):
+        require(library, f"data at {scheme}://")
+    if scheme in ("s3", "gs"):
+        return fsspec.filesystem(scheme), {"rpath": url, "lpath": file.name}
+    import aiohttp
+
+    progress.received = file.tell()
+    if scheme == "hf":
+        url, token = _of_hub(source)
+        login = f"Bearer {token}" if token else None
+    else:
+        login = _login(urlsplit(url).hostname or "", source) if "@" not in urlsplit(url).netloc else None
+    parts = urlsplit(url)
+    if login and parts.scheme == "https":
+        headers["Authorization"] = login
+    if progress.received:
+        headers["Range"] = f"bytes={progress.received}-"
+
+    async def follow(request: Any, handler: Callable[[Any], Awaitable[Any]]) -> Any:
+        if parts.scheme == "https" and request.url.scheme != "https":
+            raise aiohttp.InvalidUrlRedirectClientError(request.url, "https must not lead to http")
+        response = await handler(request)
+        if progress.received and response.status in (200, 416):  # the whole file comes, or no such range
+            file.truncate(0)
+            progress.received = 0
+        return response
+
+    files = fsspec.filesystem("http", client_kwargs={"timeout": aiohttp.ClientTimeout(total=None)})
+    proxy = None if proxy_bypass(parts.netloc) else getproxies().get(parts.scheme)
+    return files, {"rpath": url, "lpath": file, "headers": headers, "proxy": proxy, "middlewares": (follow,)}
+
+
+def _of_hub(source: Address) -> tuple[str, str | None]:
+    """Return URL and token of a file on a Hugging Face hub, without a request to the hub."""
+    # Imported here because it takes half a second, and other addresses do not need it.
+    from huggingface_hub import get_token, hf_hub_url, parse_hf_uri
+
+    form = "write hf://datasets/OWNER/NAME or hf://OWNER/NAME, and after it @REVISION and /FOLDER where needed"
     try:
-        return start(source.url, errors=errors, patience=2 * STALL_SECONDS)
-    except FileNotFoundError as error:
-        raise WrongRemoteError(f"{source.shown}: the program {error.filename} is not here: install it") from error
-    except ValueError as error:
-        raise WrongRemoteError(f"{source.shown}: {error}") from error
+        file = parse_hf_uri(source.url)
+        if not file.path_in_repo:
+            raise ValueError(form)
+        place = hf_hub_url(file.id, file.path_in_repo, repo_type=file.type, revision=file.revision)
+    except ValueError:
+        raise WrongRemoteError(f"{source.shown}: is no file of a model or data set; {form}") from None
+    return place, get_token()
+
+
+def _login(host: str, source: Address) -> str | None:
+    """Return the header for the host's entry in ~/.netrc, if there is one; a `default` entry does not count."""
+    path = Path("~/.netrc").expanduser()
+    try:
+        entry = netrc().hosts.get(host)
+    except FileNotFoundError:
+        return None
+    except NetrcParseError as error:
+        # Other messages of this error quote the file.
+        text = error.msg if "permissi" in error.msg else f"line {error.lineno} is no entry"
+        text = f"{text}; correct it, or chmod 600 {path}"
+        raise WrongRemoteError(f"{source.shown}: {path} cannot be used: {text}") from None
     except OSError as error:
-        raise FailedRemoteError(f"{source.shown}: {error}") from error
+        raise WrongRemoteError(f"{source.shown}: {path} cannot be used: {error.strerror}") from None
+    return f"Basic {base64.b64encode(f'{entry[0]}:{entry[2]}'.encode()).decode()}" if entry else None
 
 
-def _copy(stream: IO[bytes], file: IO[bytes], shown: str, limit: int, cancelled: threading.Event) -> None:
-    poll = select.poll()
-    poll.register(stream.fileno(), select.POLLIN)
-    last = time.monotonic()
-    while True:
-        if cancelled.is_set():
-            raise FailedRemoteError(f"{shown}: given up, the reader was closed")
-        if poll.poll(POLL_SECONDS * 1000):
-            block = os.read(stream.fileno(), BLOCK_BYTES)
-            if not block:
-                return
-            if file.tell() + len(block) > limit:
-                raise ValueError(f"{shown} sends more than the {limit:,} bytes that it may have")
-            file.write(block)
-            last = time.monotonic()
-        elif time.monotonic() - last > STALL_SECONDS:
-            raise UnreachableError(f"{shown}: nothing came for {STALL_SECONDS:g} s, after {file.tell():,} bytes")
+def _failure(source: Address, error: BaseException) -> BaseException:
+    """Return the error to raise for one of a transfer; the libraries of buckets have their own types."""
+    import aiohttp
 
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a running program and its children."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _failure(source: Address, status: int, stderr: str) -> RemoteError:
-    lines = stderr.replace(source.url, source.shown).strip().splitlines()
-    reason = next((line for line in lines if line.startswith("curl: (")), lines[-1] if lines else "")
-    text = f"{source.shown}: {reason or f'its program ended with status {status}'}"
-    refusal = REFUSAL.search(text)
-    if refusal and refusal[1] not in PASSING_STATUS:
-        return RefusedError(f"{text}; check the address, and whether you may read it")
-    return WrongRemoteError(text) if FINAL_ERRORS.match(reason) else UnreachableError(text)
+    if type(error) is ValueError:  # too long
+        return error
+    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+        return error
+    known = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), None)
+    status = getattr(error, "status", known)
+    if isinstance(status, int):
+        text = f"{source.shown}: HTTP status {status}"
+        if 400 <= status < 500 and status not in _PASSING_STATUS:
+            return RefusedError(f"{text}; check the address, and whether you may read it")
+        return UnreachableError(text)
+    reason = re.sub(r"//[^/\s]*@|\?[^\s'\"]*", lambda found: found[0][:2] if found[0][0] == "/" else "", str(error))
+    text = f"{source.shown}: {type(error).__name__}: {reason}"
+    is_final = isinstance(error, (aiohttp.InvalidURL, aiohttp.ClientConnectorCertificateError))
+    return WrongRemoteError(text) if is_final else UnreachableError(text)
 
 
 def _web_page(path: Path) -> str:
