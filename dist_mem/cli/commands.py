@@ -8,18 +8,18 @@ from __future__ import annotations
 import argparse
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dist_mem.cli import inspecting
 from dist_mem.cli.standard_streams import note_lost_lines
-from dist_mem.config import Config, load_config, to_yaml, value_of
+from dist_mem.config import Config, deepspeed_block, load_config, to_yaml, value_of
 from dist_mem.config.docs import schema_as_yaml
 from dist_mem.config.resume_rules import check_allowed
 from dist_mem.errors import EXIT_FAILED, RunError, StoppedEarlyError, UnusableError
 from dist_mem.runtime.environment import wants_colour
-from dist_mem.runtime.extras import require
+from dist_mem.runtime.extras import is_installed, require
 from dist_mem.runtime.ranks import note_exit_code
 from dist_mem.runtime.shipped import shipped_root
 from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
@@ -50,8 +50,21 @@ def load_checked(arguments: Sequence[str], *, builds_model: bool = False) -> Con
             from dist_mem.estimate.dry_run import check_model
 
             check_model(config)
+            _check_deepspeed(deepspeed_block(config))
 
     return load_config(arguments, memory_options=memory_options, check=check)
+
+
+def _check_deepspeed(block: Mapping[str, Any]) -> None:
+    """Check the blocks that DeepSpeed has models of; a machine that only plans or submits may lack DeepSpeed."""
+    checked_already = {"zero_optimization", "stage"}  # loading DeepSpeed takes seconds
+    if (block.keys() | block.get("zero_optimization", {}).keys()) - checked_already and is_installed("deepspeed"):
+        from dist_mem.runtime.distributed import choose_accelerator
+
+        choose_accelerator()
+        from dist_mem.engine.start import check_blocks
+
+        check_blocks(block)
 
 
 def require_config(options: argparse.Namespace, example: str) -> None:

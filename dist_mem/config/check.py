@@ -25,7 +25,14 @@ _SHOWN = 15  # most keys listed in a message
 _SHOWN_LETTERS = 120  # most characters of a value in a message
 _SHOWN_BITS = 256  # longer integers are abbreviated in a message
 _NUMBERS = range(-(2**63), 2**63)  # integers that tensors, arrays and MLflow can hold
-_TYPE_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text", list: "a list"}
+_TYPE_WORDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    list: "a list",
+    dict: "a block",
+}
 _MANY_TYPE_WORDS = {int: "integers", float: "numbers", bool: "true or false", str: "texts"}
 
 

@@ -1,7 +1,8 @@
-"""The `deepspeed:` block: every key of DeepSpeed 0.19.8, and whether dist_mem sets it, refuses it or passes it on.
+"""The `deepspeed:` block: the top-level keys of DeepSpeed 0.19.8, and which ones dist_mem sets, refuses or passes on.
 
-DeepSpeed ignores misspelled top-level keys, so this module checks them, without importing DeepSpeed; a test compares
-these tables with the installed version. It also checks types; DeepSpeed checks ranges.
+DeepSpeed ignores misspelled keys at the top level and in a few blocks, so this module checks them, without importing
+DeepSpeed; a test compares these tables with the installed version. DeepSpeed's own models check the other blocks
+(`engine/start.py:check_blocks`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dist_mem.config.check import Problem, check_tree, is_interpolation, join
+from dist_mem.config.check import Problem, check_tree, is_interpolation, join, shown
 
 
 def _of(kind: type, names: str) -> dict[str, Any]:
@@ -17,62 +18,15 @@ def _of(kind: type, names: str) -> dict[str, Any]:
     return dict.fromkeys(names.split(), kind)
 
 
-_CSV_LIKE = {**_of(bool, "enabled"), **_of(str, "output_path job_name")}
-_ZERO: dict[str, Any] = {
-    **_of(int, "stage reduce_bucket_size allgather_bucket_size sub_group_size zero_hpz_partition_size"),
-    **_of(
-        bool,
-        "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions overlap_comm "
-        "load_from_fp32_weights elastic_checkpoint cpu_offload_param cpu_offload_use_pin_memory cpu_offload "
-        "stage3_gather_fp16_weights_on_model_save ignore_unused_parameters legacy_stage1 parameter_alignment "
-        "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients memory_efficient_linear "
-        "pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings enable_sanity_checks "
-        "save_muon_momentum_buffer_in_memory",
-    ),
-    "offload_param": {
-        **_of(str, "device nvme_path"),
-        **_of(int, "buffer_count buffer_size max_in_cpu"),
-        **_of(bool, "pin_memory"),
-    },
-    "offload_optimizer": {
-        **_of(str, "device nvme_path"),
-        **_of(int, "buffer_count"),
-        **_of(bool, "pin_memory pipeline_read pipeline_write fast_init super_offload"),
-        **_of(float, "ratio cpuadam_cores_perc"),
-    },
-    "zenflow": {
-        **_of(float, "topk_ratio auto_ratio pt_reserved_cores_perc"),
-        **_of(str, "select_strategy"),
-        **_of(object, "select_interval update_interval"),
-        **_of(bool, "overlap_step offload"),
-        **_of(int, "full_warm_up_rounds steps_per_epoch"),
-    },
-    "leaf_module": _of(list, "classes names name_suffixes"),
-}
-_STAGE3 = {  # accepted with and without the prefix `stage3_`
-    **_of(
-        int,
-        "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
-        "max_reuse_distance module_granularity_threshold",
-    ),
-    **_of(bool, "gather_16bit_weights_on_model_save use_all_reduce_for_fetch_params allgather_sequential"),
-}
-
-# Keys passed on to DeepSpeed, with their types.
+# Keys passed on to DeepSpeed, with their types. DeepSpeed has models of the blocks whose type is `dict`.
 HANDED_ON: dict[str, Any] = {
-    "zero_optimization": {**_ZERO, **_STAGE3, **{f"stage3_{name}": kind for name, kind in _STAGE3.items()}},
+    **_of(dict, "zero_optimization bf16 fp16 comms_logger tensorboard csv_monitor wandb comet"),
     **_of(str, "communication_data_type log_level"),
     **_of(
         bool,
         "prescale_gradients disable_allgather wall_clock_breakdown memory_breakdown dump_state disable_python_gc",
     ),
     **_of(float, "gradient_predivide_factor"),
-    "bf16": _of(bool, "immediate_grad_update bf16_master_weights_and_grads bf16_optimizer_states"),
-    "fp16": {
-        **_of(bool, "auto_cast consecutive_hysteresis fp16_master_weights_and_grads"),
-        **_of(float, "loss_scale"),
-        **_of(int, "initial_scale_power loss_scale_window hysteresis min_loss_scale"),
-    },
     "data_types": {
         **_of(str, "grad_accum_dtype buffer_dtype"),
         **_of(list, "keep_in_fp32_modules"),
@@ -81,26 +35,11 @@ HANDED_ON: dict[str, Any] = {
         **_of(int, "block_size queue_depth intra_op_parallelism"),
         **_of(bool, "single_submit overlap_events use_gds"),
     },
-    "comms_logger": {
-        **_of(bool, "enabled prof_all verbose debug"),
-        **_of(list, "prof_ops"),
-    },
     "flops_profiler": {
         **_of(bool, "enabled detailed"),
         **_of(float, "recompute_fwd_factor"),
         **_of(int, "profile_step module_depth top_modules"),
         **_of(str, "output_file"),
-    },
-    "tensorboard": _CSV_LIKE,
-    "csv_monitor": _CSV_LIKE,
-    "wandb": {
-        **_of(bool, "enabled"),
-        **_of(str, "group team project"),
-    },
-    "comet": {
-        **_of(bool, "enabled online"),
-        **_of(int, "samples_log_interval"),
-        **_of(str, "project workspace api_key experiment_name experiment_key mode"),
     },
 }
 
@@ -157,26 +96,8 @@ UNSUPPORTED: dict[str, str] = {
     "zero_optimization.round_robin_gradients": "DeepSpeed would assemble the weights of such a checkpoint incorrectly",
 }
 
-# Keys that DeepSpeed has removed; old files may still contain them.
-_GONE = "DeepSpeed 0.19 has removed it"
-REMOVED: dict[str, str] = {
-    "amp": f"{_GONE}; {_PRECISION}",
-    "compression_training": _GONE,
-    "curriculum_learning": _GONE,
-    "eigenvalue": _GONE,
-    "elasticity": f"{_GONE}; train.global_batch_size stays the same whatever the number of ranks",
-    "graph_harvesting": _GONE,
-    "nebula": _GONE,
-    "progressive_layer_drop": _GONE,
-    "quantize_training": _GONE,
-    "sparse_attention": _GONE,
-    "sparse_gradients": _GONE,
-    "zero_optimization.mics_shard_size": _GONE,
-    "zero_optimization.mics_hierarchical_params_gather": _GONE,
-    "zero_optimization.zeropp_loco_param": _GONE,
-}
 ALLOWED_ON_RESUME = ("fp16", "bf16", "data_types")  # blocks that affect the results; all others are FREE
-REFUSED = {**OWNED, **UNSUPPORTED, **REMOVED}
+REFUSED = {**OWNED, **UNSUPPORTED}
 
 
 def _known_keys() -> dict[str, Any]:
@@ -184,7 +105,8 @@ def _known_keys() -> dict[str, Any]:
     known = {name: dict(kind) if isinstance(kind, dict) else kind for name, kind in HANDED_ON.items()}
     for key in REFUSED:
         block, _, name = key.rpartition(".")
-        (known[block] if block else known)[name] = object
+        if not block or isinstance(known[block], dict):
+            (known[block] if block else known)[name] = object
     return known
 
 
@@ -235,6 +157,6 @@ def check_block(block: Mapping[str, Any], *, key: str, everywhere: Sequence[str]
         if _find(kept, name) not in (None, {}):
             yield Problem(join(key, name), f"{'is set by dist_mem' if name in OWNED else 'is refused'}: {reason}")
     yield from check_tree(SCHEMA, _whole(block), key=key, everywhere=everywhere, is_open=is_open)
-    stage = _find(kept, "zero_optimization.stage")
-    if isinstance(stage, int) and stage not in range(4):
-        yield Problem(join(key, "zero_optimization.stage"), f"is {stage!r}, but must be 0, 1, 2 or 3")
+    stage = _whole(_find(kept, "zero_optimization.stage"))  # read before DeepSpeed is loaded
+    if not is_open(stage) and (type(stage) is not int or stage not in range(4)):
+        yield Problem(join(key, "zero_optimization.stage"), f"is {shown(stage)}, but must be 0, 1, 2 or 3")

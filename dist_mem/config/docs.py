@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from dist_mem.config.check import block_of, describe_type, fields_of, is_optional, item_schema
-from dist_mem.config.deepspeed_keys import ALLOWED_ON_RESUME, HANDED_ON, OWNED, REMOVED, UNSUPPORTED
+from dist_mem.config.deepspeed_keys import ALLOWED_ON_RESUME, HANDED_ON, OWNED, UNSUPPORTED
 from dist_mem.config.keys import Key, keys_of
 from dist_mem.config.schema import Config
 
@@ -149,7 +149,7 @@ def _deepspeed_parts() -> Iterator[str]:
     )
     yield _table(["key", "instead"], _by_reason(OWNED))
     yield "**Refused** keys:\n"
-    yield _table(["key", "because"], _by_reason({**UNSUPPORTED, **REMOVED}))
+    yield _table(["key", "because"], _by_reason(UNSUPPORTED))
 
 
 def _by_reason(reasons: Mapping[str, str]) -> Iterator[Sequence[str]]:

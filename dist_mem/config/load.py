@@ -45,7 +45,8 @@ MemoryOptions = Callable[[Any], dict[str, Any]]  # dist_mem.memory.memory_option
 @cache
 def known_keys() -> tuple[str, ...]:
     """Return the full dotted keys of the schema and of the `deepspeed:` block."""
-    return (*all_keys(Config), *(f"deepspeed.{key}" for key in all_keys(deepspeed_keys.SCHEMA)))
+    of_deepspeed = (*all_keys(deepspeed_keys.SCHEMA), "zero_optimization.stage")
+    return (*all_keys(Config), *(f"deepspeed.{key}" for key in of_deepspeed))
 
 
 def load_config(

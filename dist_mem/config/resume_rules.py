@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 from omegaconf import OmegaConf
 
 from dist_mem.config.check import Problem, flatten, stop_on, suggest
-from dist_mem.config.deepspeed_keys import ALLOWED_ON_RESUME
+from dist_mem.config.deepspeed_keys import ALLOWED_ON_RESUME, SCHEMA
 from dist_mem.config.environment_values import checksum, from_environment
 from dist_mem.config.keys import ALLOWED, FREE, Rule, find_key
 from dist_mem.config.load import known_keys
@@ -97,6 +97,8 @@ def check_allowed(allowed: Sequence[str]) -> None:
 
 def _not_allowable(given: str) -> Problem | None:
     key, known = _without_index(given), [*known_keys(), "memory.kind"]
+    if (of_deepspeed := key.split(".")[:2])[0] == "deepspeed" and SCHEMA.get(of_deepspeed[-1]) is dict:
+        key = ".".join(of_deepspeed)  # DeepSpeed knows what is in it
     if key not in known:
         block, _, name = key.rpartition(".")
         inside = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == block]

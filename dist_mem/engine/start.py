@@ -7,16 +7,18 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from pydantic import BaseModel, ValidationError
 from torch import nn
 from torch.utils.cpp_extension import _get_build_directory
 
 from dist_mem.block import Block
+from dist_mem.config.check import Problem, shown, stop_on, suggest
 from dist_mem.engine.cpu_op import CPU_OP, building
 from dist_mem.engine.zero_state import DeepSpeedEngine, loss_scaler
 from dist_mem.errors import run_error
@@ -28,10 +30,14 @@ try:
     cast(dict[str, Any], sys.modules).setdefault("mlflow", None)
     import deepspeed
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
     from deepspeed.runtime import compiler as deepspeed_compiler
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.config import DeepSpeedConfigError
     from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from deepspeed.utils import logger as deepspeed_logger
 finally:
     if sys.modules["mlflow"] is None:
@@ -39,6 +45,18 @@ finally:
 
 # DeepSpeed 0.19 calls collectives by names that torch 2.13 deprecates: a warning at every step that no user can fix.
 warnings.filterwarnings("ignore", r".*`torch.distributed.\w+` is deprecated", FutureWarning)
+
+
+_MODELS: dict[str, type[BaseModel]] = {
+    "zero_optimization": DeepSpeedZeroConfig,
+    "bf16": DeepSpeedBF16Config,
+    "fp16": DeepSpeedFP16Config,
+    "comms_logger": CommsLoggerConfig,
+    "tensorboard": TensorBoardConfig,
+    "csv_monitor": CSVConfig,
+    "wandb": WandbConfig,
+    "comet": CometConfig,
+}
 
 
 def _import_muon_uncompiled() -> None:
@@ -57,6 +75,34 @@ def _import_muon_uncompiled() -> None:
 def gather_whole_blocks(model: nn.Module) -> None:
     """Let ZeRO-3 gather the parameters of a whole block at once, so that its hooks are in no compiled graph."""
     deepspeed.utils.set_z3_leaf_modules(model, [Block])
+
+
+def check_blocks(block: Mapping[str, Any]) -> None:
+    """Check the blocks of DeepSpeed's configuration that DeepSpeed has models of.
+
+    Args:
+        block: the user's `deepspeed:` block, resolved.
+
+    Raises:
+        ConfigError: unknown keys and wrong values, all at once.
+    """
+    problems = []
+    for name, model in _MODELS.items():
+        try:
+            model.model_validate(block.get(name, {}))
+        except ValidationError as error:
+            problems += [_problem(name, model, found) for found in error.errors()]
+    stop_on(problems)
+
+
+def _problem(block: str, model: type[BaseModel], found: Any) -> Problem:
+    key = ".".join(("deepspeed", block, *map(str, found["loc"])))
+    if found["type"] != "extra_forbidden":
+        return Problem(key, f"is {shown(found['input'])}, but DeepSpeed says: {found['msg']}")
+    if len(found["loc"]) > 1:
+        return Problem(key, "unknown key; leave it out")
+    known = [name for field, info in model.model_fields.items() for name in (field, info.alias or field)]
+    return Problem(key, f"unknown key; {suggest(found['loc'][0], f'deepspeed.{block}', known, ())}")
 
 
 def _refuse_what_cannot_be_saved(zero: dict[str, Any]) -> None:

@@ -292,8 +292,8 @@ def test_deepspeed_file_replaces_the_block_and_a_block_merges(tmp_path: Path) ->
 
 
 def test_problem_in_a_deepspeed_file_names_that_file(tmp_path: Path) -> None:
-    wrong = write(tmp_path / "ds.json", '{"zero_optimization": {"stagee": 3}}')
-    assert error_of(STEPS, f"deepspeed={wrong}").startswith(f"{wrong}: deepspeed.zero_optimization.stagee: unknown key")
+    wrong = write(tmp_path / "ds.json", '{"data_types": {"buffer": "fp32"}}')
+    assert error_of(STEPS, f"deepspeed={wrong}").startswith(f"{wrong}: deepspeed.data_types.buffer: unknown key")
     twice = write(tmp_path / "twice.json", '{"dump_state": true, "dump_state": false}')
     assert "deepspeed.dump_state: is given twice" in error_of(STEPS, f"deepspeed={twice}")
     assert "no such file" in error_of(STEPS, "deepspeed=absent.json")

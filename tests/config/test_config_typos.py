@@ -18,7 +18,7 @@ import yaml
 from dist_mem.config import ConfigError, known_keys, load_config
 from dist_mem.memory import memory_class, memory_kinds, memory_options
 
-NUM_BY_DEPTH = {1: 6, 2: 10, 3: 8, 4: 6}
+NUM_BY_DEPTH = {1: 6, 2: 12, 3: 12}
 MIN_RIGHT = 27
 
 
@@ -42,7 +42,8 @@ def misspell(word: str, draw: random.Random) -> str:
 def draw_typos(seed: int) -> list[tuple[str, str]]:
     """(key, key with its last part misspelled): our keys and DeepSpeed's in turn; one of a memory and the optimizer."""
     draw = random.Random(seed)
-    everything = [*known_keys(), *memory_keys()]
+    of_a_model = "deepspeed.zero_optimization.stage"  # DeepSpeed checks what is beside it
+    everything = [*(key for key in known_keys() if key != of_a_model), *memory_keys()]
     of_optimizer = [key for key in everything if key.startswith("optimizer.")]
     always = [draw.choice(memory_keys()), draw.choice(of_optimizer)]  # whichever keys there are
     shuffled = [*always, *draw.sample(everything, len(everything))]
