@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -91,6 +92,19 @@ def test_a_server_that_sends_nothing_any_more_is_named_in_time(
     with pytest.raises(UnreachableError, match=f"{server.url}/{SHARD}: nothing came for 0.5 s, after .*3 attempts"):
         read_tokens(index, 0)
     assert not leftovers(data)
+
+
+def test_a_name_server_that_does_not_answer_is_given_up_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: released.wait(60))
+    monkeypatch.setattr(remote, "STALL_SECONDS", 0.3)
+    began = time.monotonic()
+    with pytest.raises(UnreachableError, match=r"nothing came for 0.3 s, after 0 bytes \(3 attempts\)"):
+        refresh(DataConfig(path="https://books.example/pg19", cache=str(tmp_path)), [])
+    assert time.monotonic() - began < limit(10)
+    released.set()
 
 
 def test_a_file_is_continued_from_the_byte_where_it_was_cut(server: FileServer, data: DataConfig) -> None:
