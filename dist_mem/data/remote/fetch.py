@@ -198,9 +198,8 @@ def _download_verified(source: Address, partial: Path, limit: int, verify: Verif
 class _Progress(Callback):
     """Counts the bytes of a file, and stops the transfer that brings too many."""
 
-    def __init__(self, shown: str, limit: int) -> None:
+    def __init__(self, limit: int) -> None:
         super().__init__()
-        self.shown = shown
         self.limit = limit
         self.received = 0
         self.last = time.monotonic()
@@ -209,11 +208,11 @@ class _Progress(Callback):
         self.last = time.monotonic()
         self.received += inc
         if self.received > self.limit:
-            raise ValueError(f"{self.shown} sends more than the {self.limit:,} bytes that it may have")
+            raise ValueError(f"more than {self.limit:,} bytes")
 
 
 def _download_once(source: Address, partial: Path, limit: int, cancelled: threading.Event) -> None:
-    progress = _Progress(source.shown, limit)
+    progress = _Progress(limit)
     ended = threading.Event()
     with partial.open("ab") as file:
         files, arguments = _request(source, file, progress)
@@ -236,7 +235,10 @@ def _download_once(source: Address, partial: Path, limit: int, cancelled: thread
         finally:
             transfer.cancel()
             ended.wait(STALL_SECONDS)  # nothing writes into the file any more
-    if (error := transfer.exception()) is not None:
+    error = transfer.exception()
+    if progress.received > limit:
+        raise ValueError(f"{source.shown} sends more than the {limit:,} bytes that it may have")
+    if error is not None:
         raise _failure(source, error) from error
 
 
@@ -277,7 +279,7 @@ def _request(source: Address, file: IO[bytes], progress: _Progress) -> tuple[Any
         return response
 
     files = fsspec.filesystem("http", client_kwargs={"timeout": aiohttp.ClientTimeout(total=None)})
-    proxy = None if proxy_bypass(parts.netloc) else getproxies().get(parts.scheme)
+    proxy = None if proxy_bypass(parts.netloc.rpartition("@")[2]) else getproxies().get(parts.scheme)
     return files, {"rpath": url, "lpath": file, "headers": headers, "proxy": proxy, "middlewares": (follow,)}
 
 
@@ -318,8 +320,6 @@ def _failure(source: Address, error: BaseException) -> BaseException:
     """Return the error to raise for one of a transfer; the libraries of buckets have their own types."""
     import aiohttp
 
-    if type(error) is ValueError:  # too long
-        return error
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         return error
     known = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), None)
@@ -331,7 +331,7 @@ def _failure(source: Address, error: BaseException) -> BaseException:
         return UnreachableError(text)
     reason = re.sub(r"//[^/\s]*@|\?[^\s'\"]*", lambda found: found[0][:2] if found[0][0] == "/" else "", str(error))
     text = f"{source.shown}: {type(error).__name__}: {reason}"
-    is_final = isinstance(error, (aiohttp.InvalidURL, aiohttp.ClientConnectorCertificateError))
+    is_final = isinstance(error, (ValueError, aiohttp.ClientConnectorCertificateError))  # aiohttp.InvalidURL is one
     return WrongRemoteError(text) if is_final else UnreachableError(text)
 
 
