@@ -68,7 +68,8 @@ nothing among the ranks, stage 1 the optimizer states, stage 2 also the gradient
 it may change on resume, including the stage; {need_allow} need `--allow`.
 
 **Yours** to set are all other keys of DeepSpeed 0.19.8 in {handed_on}.
-DeepSpeed's own models check what is inside of these blocks, before a training starts and in `dist-mem train --check`.
+DeepSpeed's own models check what is inside of these blocks, before a training starts and in `dist-mem train --check`;
+dist_mem checks `data_types`, `aio` and `flops_profiler`, of which DeepSpeed has none.
 
 **dist_mem sets** these keys and refuses them here unless they are `"auto"`:
 """
