@@ -13,6 +13,7 @@ alone, and requires an evaluation of the run without memory. Its interval is tha
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,11 +22,9 @@ from typing import NamedTuple
 from dist_mem.config.check import nearest
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
 from dist_mem.evaluation.bootstrap import gain_interval, no_gain_interval
-from dist_mem.evaluation.legend import labels_of
 from dist_mem.evaluation.memory_gain import MemoryGain, counterpart, is_without_memory, memory_gain
-from dist_mem.evaluation.plot import plot_recall
+from dist_mem.evaluation.plot import labels_of, plot_recall
 from dist_mem.evaluation.report import Band, Report, read_report, recall_bands, same_text, shown
-from dist_mem.evaluation.seed_groups import seed_lines
 from dist_mem.runtime.files import is_wrong_path
 from dist_mem.runtime.terminal import table
 
@@ -280,3 +279,42 @@ def run(paths: Sequence[Path], *, split: str | None = None, picture: Path | None
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
     return EXIT_DONE
+
+
+def seed_lines(labels: Sequence[str], reports: Sequence[Report]) -> list[str]:
+    """Return a table of the groups of equal labels for a terminal; no lines if no two labels are equal.
+
+    Args:
+        labels: as `labels_of` returns them, equal for runs that differ only in seeds.
+        reports: one of each run; all score the same documents.
+    """
+    groups: dict[str, list[Report]] = {}
+    for label, report in zip(labels, reports, strict=True):
+        groups.setdefault(label, []).append(report)
+    if len(groups) == len(labels):
+        return []
+    first = next(iter(groups))
+    by_words = reports[0].num_words is not None
+    head = ["seeds together", "runs", "word ppl" if by_words else "token ppl", "accuracy", f"{first} / it, 95 %"]
+    rows = [head]
+    for label, group in groups.items():
+        perplexities = [each.word_perplexity if by_words else each.token_perplexity for each in group]
+        spreads = _spread(perplexities, ",.2f"), _spread([each.accuracy for each in group], ".2%")
+        shown_interval = "" if label == first else _interval_of_group(groups[first], group)
+        rows.append([label, str(len(group)), *spreads, shown_interval])
+    about = "means over runs that differ only in their seeds, ± standard deviation"
+    return ["", f"{about}; interval by bootstrap over seeds and documents", *table(rows)]
+
+
+def _interval_of_group(first: Sequence[Report], other: Sequence[Report]) -> str:
+    interval = gain_interval(first, other)
+    if interval is None:
+        return f"none ({no_gain_interval(first, other)})"
+    return f"{interval[0]:.3f} to {interval[1]:.3f}"
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    mean = statistics.fmean(values)
+    if len(values) < 2 or math.isnan(mean):
+        return shown(mean, form)
+    return f"{shown(mean, form)} ± {shown(statistics.stdev(values), form)}"

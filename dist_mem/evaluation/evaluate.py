@@ -22,6 +22,7 @@ from dist_mem.estimate.memory import evaluated_lanes, refuse_what_cannot_fit, sc
 from dist_mem.evaluation.job import (
     StopCheck,
     as_job,
+    data_tag,
     described,
     found_by_all,
     read_before,
@@ -32,7 +33,6 @@ from dist_mem.evaluation.job import (
 from dist_mem.evaluation.kept_memory import states_and_inputs
 from dist_mem.evaluation.memory_file import MemoryFile
 from dist_mem.evaluation.memory_gain import gain_beside, is_without_memory
-from dist_mem.evaluation.other_data import data_tag
 from dist_mem.evaluation.protocol import Protocol, protocol_of, report_name, tag_of
 from dist_mem.evaluation.report import Report, to_table, write_report
 from dist_mem.evaluation.scoring import score_split

@@ -18,9 +18,8 @@ from typing import NamedTuple
 import torch
 
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
-from dist_mem.evaluation.job import StopCheck, as_job, found_by_all, use_threads, written_by_rank0
-from dist_mem.evaluation.legend import Line, add_legend, draw_lines, labels_of, save_picture
-from dist_mem.evaluation.other_data import data_tag
+from dist_mem.evaluation.job import StopCheck, as_job, data_tag, found_by_all, use_threads, written_by_rank0
+from dist_mem.evaluation.plot import Line, add_legend, draw_lines, labels_of, save_picture
 from dist_mem.evaluation.protocol import Protocol, apply_protocol, in_terms_of_eval, protocol_of, report_name
 from dist_mem.evaluation.report import shown
 from dist_mem.evaluation.trained_model import Checkpoint, read_settings

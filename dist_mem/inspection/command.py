@@ -19,8 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dist_mem.evaluation.job import StopCheck, as_job, described, found_by_all, use_threads
-from dist_mem.evaluation.other_data import data_tag
+from dist_mem.evaluation.job import StopCheck, as_job, data_tag, described, found_by_all, use_threads
 from dist_mem.evaluation.protocol import protocol_of, report_name, tag_of
 from dist_mem.generation.text import read_file
 from dist_mem.inspection.aggregates import Aggregates, aggregate, word_gains

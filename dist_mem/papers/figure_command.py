@@ -15,9 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.job import StopCheck, as_job, found_by_all, track
-from dist_mem.evaluation.legend import labels_of
-from dist_mem.evaluation.other_data import data_tag
+from dist_mem.evaluation.job import StopCheck, as_job, data_tag, found_by_all, track
+from dist_mem.evaluation.plot import labels_of
 from dist_mem.evaluation.plotting.drawn import write_figure
 from dist_mem.evaluation.plotting.style import styled
 from dist_mem.evaluation.protocol import report_name, tag_of

@@ -25,8 +25,7 @@ from torch import Tensor
 from dist_mem.data.directory import open_index, refresh
 from dist_mem.data.documents import Documents
 from dist_mem.data.plan import cut_lengths
-from dist_mem.evaluation.job import StopCheck, as_job, found_by_all, use_threads
-from dist_mem.evaluation.other_data import data_tag
+from dist_mem.evaluation.job import StopCheck, as_job, data_tag, found_by_all, use_threads
 from dist_mem.evaluation.protocol import protocol_of, report_name, tag_of
 from dist_mem.evaluation.trained_model import TrainedModel, open_model, read_settings, tokenizer_of_data
 from dist_mem.inspection.walk import walk

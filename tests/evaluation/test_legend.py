@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
 from dist_mem.config import save_config
-from dist_mem.evaluation.legend import Line, add_legend, draw_lines, labels_of
+from dist_mem.evaluation.plot import Line, add_legend, draw_lines, labels_of
 from tests.support.scored_library import make_config
 
 TXL = {"kind": "transformer_xl", "mem_len": 16}

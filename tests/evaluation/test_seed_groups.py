@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dist_mem.evaluation import compare
+from dist_mem.evaluation.compare import seed_lines
 from dist_mem.evaluation.report import write_report
-from dist_mem.evaluation.seed_groups import seed_lines
 from tests.evaluation.test_bootstrap import report
 
 

@@ -22,10 +22,18 @@ from dist_mem.config import Config
 from dist_mem.data.directory import open_index, refresh
 from dist_mem.data.shard import Index
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.job import StopCheck, as_job, described, found_by_all, read_before, track, use_threads
+from dist_mem.evaluation.job import (
+    StopCheck,
+    as_job,
+    data_tag,
+    described,
+    found_by_all,
+    read_before,
+    track,
+    use_threads,
+)
 from dist_mem.evaluation.kept_memory import states_and_inputs
 from dist_mem.evaluation.memory_file import MemoryFile
-from dist_mem.evaluation.other_data import data_tag
 from dist_mem.evaluation.protocol import protocol_of, report_name, tag_of
 from dist_mem.evaluation.scoring import score_split
 from dist_mem.evaluation.trained_model import (
