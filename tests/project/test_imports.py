@@ -78,7 +78,7 @@ DEEPSPEED_ATTRIBUTES = (
     "update_lp_params",
     "zero_optimization_stage",
 )
-READ_ENVIRONMENT = {"runtime.compilers", "runtime.environment", "runtime.gpu_variables", "runtime.ranks"}
+READ_ENVIRONMENT = {"runtime.compilers", "runtime.environment", "runtime.devices", "runtime.ranks"}
 WITHOUT_TORCH = ("errors", "config", "launch", "runtime.signals", *READ_ENVIRONMENT)
 
 
