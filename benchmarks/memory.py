@@ -5,7 +5,7 @@
 
 One process runs forward and backward on full segments with full memories, without dropout and optimizer, then one layer
 of long-term memory alone. Rounds are interleaved and medians printed, so that a busy moment of the machine affects all
-cases alike. FLOPs are those of dist_mem/nn/flops.py.
+cases alike. FLOPs are those of dist_mem/estimate/counting.py.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from lib.common import arguments_of, interleaved, load
 from lib.speed import DTYPES, RUN, SIZES, Step, configuration, device_seconds, memories, training_step
 
 from dist_mem.block import layer_spec
+from dist_mem.estimate.counting import flops_per_token
 from dist_mem.memory import build_memory
 from dist_mem.memory.infinite import Infinite
-from dist_mem.model import MemoryLM
 from dist_mem.nn.layers import split_heads
 from dist_mem.runtime.machine_memory import keep_heap
 
@@ -31,13 +31,6 @@ def matrix_product(dtype: torch.dtype, device: torch.device) -> tuple[Step, int]
     size = 8192 if device.type == "cuda" else 1536
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return lambda: left @ right, 2 * size**3
-
-
-def training_flops(model: MemoryLM, lanes: int) -> float:
-    """Return the FLOPs of one step of all lanes."""
-    flops = model.flops()
-    assert flops is not None
-    return flops.of_lanes(lanes).training
 
 
 def long_term_layer(sampling: str, dtype: torch.dtype, device: torch.device) -> Step:
@@ -97,8 +90,10 @@ def main() -> None:
     print(
         f"{'memory':<30}{'dtype':<6}{'tokens/s':>9}{'ms/step':>9}{'MFLOP/token':>13}{'GFLOP/s':>9}{'of products':>13}"
     )
-    for (kind, name), (_, model) in steps.items():
-        flops = training_flops(model, arguments.lanes)
+    blocks = memories(arguments.mem_len)
+    for kind, name in steps:
+        config = configuration(blocks[kind], arguments)
+        flops = tokens * flops_per_token(config, arguments.vocab, num_lanes=arguments.lanes).training
         median = medians[kind, name]
         print(
             f"{kind:<30}{name:<6}{tokens / median:>9,.0f}{median * 1e3:>9.1f}{flops / tokens / 1e6:>13.1f}"

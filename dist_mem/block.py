@@ -21,7 +21,6 @@ from dist_mem.config import Config, ModelConfig
 from dist_mem.memory import build_memory
 from dist_mem.memory.base import LayerSpec, Memory, MemoryState
 from dist_mem.nn.compiled import compiled
-from dist_mem.nn.flops import Flops, product
 from dist_mem.nn.layer_spec import LlamaSpec
 from dist_mem.nn.layers import Dropout, FeedForward
 from dist_mem.nn.norms import make_norm
@@ -112,13 +111,6 @@ class Block(nn.Module):
             return attended + self.feed_forward(self.feed_forward_norm(attended))
         normed: Tensor = self.feed_forward_norm(attended + self.feed_forward(attended))
         return normed
-
-    def flops(self) -> Flops | None:
-        """Count a forward over complete segments; None if the memory does not count its operations."""
-        memory, layer = self.memory, self.feed_forward
-        flops = memory.flops()
-        columns = layer.expand.out_features + layer.contract.in_features
-        return flops and flops + product(memory.num_rows, memory.spec.d_model, columns)
 
 
 def num_recomputed(num_layers: int, share: float) -> int:

@@ -18,7 +18,6 @@ from dist_mem.block import Block, make_block
 from dist_mem.config import Config, ModelConfig
 from dist_mem.memory.base import Memory, MemoryState, Stem, named_tensors, select_lanes
 from dist_mem.nn import published
-from dist_mem.nn.flops import Flops
 from dist_mem.nn.layers import DTYPES, Dropout, initialize
 from dist_mem.nn.norms import make_norm
 from dist_mem.nn.placement import Placement
@@ -199,17 +198,6 @@ class MemoryLM(nn.Module):
         logs = {name: torch.stack([output.logs[name] for output in outputs], 1) for name in outputs[0].logs}
         return LMOutput(torch.cat([output.nll for output in outputs], 1), None, aux, state, logs)
 
-    def flops(self) -> Flops | None:
-        """Count a forward over complete segments, all memories full; None if a memory does not count its operations."""
-        seg_len = self.memories()[0].spec.seg_len
-        total = self.embedding.flops(seg_len) + self.head.flops(seg_len)
-        for block in self.blocks:
-            flops = cast(Block, block).flops()
-            if flops is None:
-                return None
-            total += flops
-        return total
-
     def log_probs(self, tokens: Tensor, valid_len: Tensor, *, state: LMState) -> tuple[Tensor, LMState]:
         """Return log-probabilities of every next token, (B, T, V) float32, and the committed state; for generation."""
         features = self.features(tokens, valid_len, state=state)
@@ -240,33 +228,15 @@ def vocabulary_bins(model: ModelConfig, vocab_size: int) -> list[Bin]:
     )
 
 
-def flops_per_token(model: MemoryLM, seg_len: int, num_lanes: int) -> dict[str, int]:
-    """Return the FLOPs of a token in forwards of so many lanes; nothing if a memory does not count its operations."""
-    counted = model.flops()
-    if counted is None:
-        return {}
-    flops, num_tokens = counted.of_lanes(num_lanes), num_lanes * seg_len
-    return {
-        "scoring_flops_per_token": round(flops.scoring / num_tokens),
-        "training_flops_per_token": round(flops.training / num_tokens),
-    }
-
-
-def describe(config: Config, vocab_size: int, *, num_lanes: int | None = None) -> dict[str, int]:
-    """Return sizes of a configuration, without allocating it: parameters, bytes of memory per lane, FLOPs per token.
-
-    The FLOPs are those of `MemoryLM.flops`; they are left out if a memory does not count its operations.
-
-    Args:
-        num_lanes: of a forward pass, which share some operations; None: `train.micro_batch_size`.
-    """
+def describe(config: Config, vocab_size: int) -> dict[str, int]:
+    """Return sizes of a configuration, without allocating it: parameters, and bytes of memory per lane."""
     dtype = DTYPES[config.train.precision]
     with torch.device("meta"):
         model = MemoryLM(config, vocab_size)
         state = model.init_state(torch.zeros(1, dtype=torch.int64), "meta", dtype)
     vocabulary = {id(parameter) for part in (model.embedding, model.head) for parameter in part.parameters()}
     counts = {id(parameter): parameter.numel() for parameter in model.parameters()}
-    return flops_per_token(model, config.train.seg_len, num_lanes or config.train.micro_batch_size) | {
+    return {
         "num_parameters": sum(counts.values()),
         "num_vocabulary_parameters": sum(count for key, count in counts.items() if key in vocabulary),
         "num_layer_parameters": sum(count for key, count in counts.items() if key not in vocabulary),

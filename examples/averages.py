@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, select_lanes
-from dist_mem.nn.flops import Flops, relative_attention
 from dist_mem.nn.layers import RelativeAttention, newest_rows, visible_keys
 
 
@@ -51,10 +50,6 @@ class Averages(Memory):
         last = torch.zeros(lanes, spec.seg_len, spec.d_model, device=device, dtype=dtype)
         count = torch.zeros(lanes, device=device, dtype=torch.int64)
         return State(means, count, last, count > 0)
-
-    def flops(self) -> Flops:
-        context_len = self.options.num_means + self.spec.seg_len
-        return relative_attention(self.spec, context_len=context_len, context_learns=self.spec.norm == "pre")
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         num_means, seg_len = self.options.num_means, x.shape[1]

@@ -50,16 +50,20 @@ class Subject:
     attention: str = "auto"  # as `model.attention`
     keys: Mapping[str, Any] = field(default_factory=dict)  # further keys of `model`
 
-    def model(self, *, dropout: float = 0.0, checkpointing: str = "none") -> MemoryLM:
-        """Return a model with large weights: attention far from uniform reveals bugs that small weights hide."""
+    def config(self, *, dropout: float = 0.0, checkpointing: str = "none") -> Config:
+        """Return the configuration of `model`."""
         widths = {"d_model": 12, "num_heads": 2, "d_head": 5, "d_inner": 16}
         model = ModelConfig(num_layers=self.size.layers, norm=self.norm, dropout=dropout, **{**widths, **self.keys})
         model.attention = self.attention
         model.init_std = 0.5
         train = TrainConfig(seg_len=self.size.seg_len, activation_checkpointing=checkpointing)
-        torch.manual_seed(0)
         data = DataConfig(cut=self.cut)
-        return MemoryLM(Config(data=data, model=model, memory=self.block(self.size.seg_len), train=train), VOCAB)
+        return Config(data=data, model=model, memory=self.block(self.size.seg_len), train=train)
+
+    def model(self, *, dropout: float = 0.0, checkpointing: str = "none") -> MemoryLM:
+        """Return a model with large weights: attention far from uniform reveals bugs that small weights hide."""
+        torch.manual_seed(0)
+        return MemoryLM(self.config(dropout=dropout, checkpointing=checkpointing), VOCAB)
 
     def segments(self, seed: int = 0) -> list[Segment]:
         """Return random segments for all lanes."""

@@ -1,8 +1,8 @@
-"""Count what one micro-batch allocates, computes and moves, by running the model's own code on tensors without values.
+"""Count what one micro-batch allocates, computes and moves, by running the model's own code on meta tensors.
 
 No formula has to follow the code: attention, checkpointing and memories from outside the package are counted alike.
-The blocks between the first and the last are the same, so models of two and three blocks are run and extrapolated;
-the tests compare that with whole models. Shape letters: B lanes of a micro-batch, T segment.
+The blocks of a built-in memory are the same but for the last, so short models are run and extrapolated; the tests
+compare that with whole models. Shape letters: B lanes of a micro-batch, T segment.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dist_mem.config import Config
+from dist_mem.config.memory_blocks import kinds_of
+from dist_mem.errors import UnusableError
 from dist_mem.memory import memory_kinds
 from dist_mem.memory.base import detached, named_tensors
 from dist_mem.model import MemoryLM
@@ -29,6 +32,17 @@ from dist_mem.nn.layers import DTYPES, Dropout
 _aten = torch.ops.aten
 # Operations that return views, or memory that the caller fills: they move nothing.
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"}
+
+
+class NotCountedError(UnusableError):
+    """A memory from outside the package does not run on meta tensors, so nothing can be counted."""
+
+
+class Flops(NamedTuple):
+    """Operations of a predicted token: products and convolutions, a multiplication and an addition being two."""
+
+    scoring: int  # a forward
+    training: int  # a forward and a backward, without the recomputation of activation checkpointing
 
 
 class Work(NamedTuple):
@@ -94,7 +108,7 @@ class Allocations(TorchDispatchMode):
                 self.live.add(tensor.untyped_storage())
         name = function.overloadpacket.__name__
         if name not in _FREE:
-            self.kernels.append(Work(_flops(name, args), _bytes_moved(read, written)))
+            self.kernels.append(Work(_flops(name, args, output), _bytes_moved(read, written)))
         return output
 
     def _chosen_rows(self, mask: Tensor) -> Tensor:
@@ -114,7 +128,7 @@ def _bytes_moved(read: Iterable[Tensor], written: Iterable[Tensor]) -> int:
     return inputs + sum(tensor.numel() * tensor.element_size() for tensor in written)
 
 
-def _flops(name: str, args: tuple[Any, ...]) -> int:
+def _flops(name: str, args: tuple[Any, ...], output: Any) -> int:
     if name in ("mm", "bmm"):
         left, right = args[0], args[1]
     elif name in ("addmm", "baddbmm"):
@@ -123,7 +137,11 @@ def _flops(name: str, args: tuple[Any, ...]) -> int:
         query, key = args[-4], args[-3]
         return NUM_PRODUCTS[name] * 2 * query.numel() * key.shape[-2]
     elif name == "convolution":
-        return 2 * args[0].shape[-1] * args[1].numel() * args[0].shape[0] // max(1, args[3][0])
+        places = args[0] if args[6] else output  # args[6]: it is transposed
+        return 2 * len(places) * places.shape[-1] * args[1].numel()
+    elif name == "convolution_backward":
+        places, num_gradients = args[1] if args[7] else args[0], sum(args[10][:2])  # of input and weight
+        return num_gradients * 2 * len(places) * places.shape[-1] * args[2].numel()
     else:
         return 0
     return 2 * left.numel() * right.shape[-1]
@@ -148,26 +166,99 @@ def count_micro_batch(
         learns: false for a forward alone, in `eval.precision`.
     """
 
-    def count(num_layers: int) -> Counted:
-        changed = copy.deepcopy(config)
-        changed.model.num_layers = num_layers
-        changed.train.compile = False  # tensors without values cannot be compiled
-        return _count(changed, vocab_size, on_gpu=on_gpu, keeps_gradients=keeps_gradients, learns=learns)
-
-    num_layers = config.model.num_layers
-    is_uniform = config.train.activation_checkpointing == "none" or config.train.activation_checkpointing_share == 1.0
-    if num_layers <= 3 or config.memory["kind"] not in memory_kinds() or not is_uniform:
-        return count(num_layers)
-    two, three = count(2), count(3)
-    more = num_layers - 2
-    kernels = [(1.0 - more, work) for _, work in two.kernels] + [(float(more), work) for _, work in three.kernels]
-    peak, kept = _line(two.peak, three.peak, more), _line(two.kept, three.kept, more)
+    changed = copy.deepcopy(config)
+    changed.train.compile = False  # meta tensors cannot be compiled
+    parts = [
+        (times, _count(short, vocab_size, on_gpu=on_gpu, keeps_gradients=keeps_gradients, learns=learns))
+        for times, short in _short_models(changed, 2)
+    ]
+    kernels = [(float(times), work) for times, counted in parts for _, work in counted.kernels]
+    peak, kept = (sum(times * getattr(counted, name) for times, counted in parts) for name in ("peak", "kept"))
     return Counted(peak, kept, kernels)
 
 
-def _line(first: int, second: int, steps: int) -> int:
-    """Return the value `steps` after the first of two successive values of a line."""
-    return first + steps * (second - first)
+def flops_per_token(config: Config, vocab_size: int, *, num_lanes: int | None = None) -> Flops:
+    """Count the FLOPs of a token in one complete segment of every lane, with full memories.
+
+    No target is in a later bin of an adaptive vocabulary: their number depends on the data.
+
+    Args:
+        num_lanes: of a forward pass, which share some operations; None: `train.micro_batch_size`.
+
+    Raises:
+        NotCountedError: the memory does not run on meta tensors.
+    """
+    changed = copy.deepcopy(config)
+    changed.model.attention = "simple"  # the others compute scores twice, or those of invisible keys not at all
+    changed.train.activation_checkpointing, changed.train.compile = "none", False
+    shape = (num_lanes or config.train.micro_batch_size, config.train.seg_len)
+    counts = [(times, _products(short, vocab_size, shape)) for times, short in _short_models(changed, 1)]
+    totals = (sum(times * found[of] for times, found in counts) for of in (0, 1))
+    return Flops(*(round(total / math.prod(shape)) for total in totals))
+
+
+def _short_models(config: Config, num_layers: int) -> list[tuple[int, Config]]:
+    """Return models, and how often each counts so that they make up the whole one: `num_layers` blocks and one more.
+
+    A model whose blocks may differ is returned whole.
+    """
+
+    def of(number: int) -> Config:
+        changed = copy.deepcopy(config)
+        changed.model.num_layers = number
+        return changed
+
+    train, more = config.train, config.model.num_layers - num_layers
+    is_uniform = train.activation_checkpointing == "none" or train.activation_checkpointing_share == 1.0
+    if more <= 1 or config.memory["kind"] not in memory_kinds() or not is_uniform:
+        return [(1, config)]
+    return [(1 - more, of(num_layers)), (more, of(num_layers + 1))]
+
+
+class Products(TorchDispatchMode):
+    """Sums the FLOPs of all operations under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = function(*args, **(kwargs or {}))
+        self.flops += _flops(function.overloadpacket.__name__, args, output)
+        return output
+
+
+def _products(config: Config, vocab_size: int, shape: tuple[int, int]) -> tuple[int, int]:
+    """Return the FLOPs of a forward, and of a forward and a backward, of tokens (B, T)."""
+    with torch.device("meta"), _runs_on_meta(config):
+        model = MemoryLM(config, vocab_size)
+        tokens, lane_ids = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape[0], dtype=torch.int64)
+        _set_rows_by_bin(model, [0.0] * len(model.head.spans[1:]))
+        state = model.init_state(lane_ids, "meta", torch.float32)
+        with torch.no_grad(), Products() as scoring:
+            model(tokens, tokens, lane_ids, state=state)
+        with Products() as training:
+            output = model(tokens, tokens, lane_ids, state=state)
+            torch.stack([part.sum() for part in (output.nll, *output.aux.values())]).sum().backward()
+    return scoring.flops, training.flops
+
+
+@contextmanager
+def _runs_on_meta(config: Config) -> Iterator[None]:
+    """Name the memory from outside the package if one does not run on meta tensors."""
+    outside = [kind for _, kind in kinds_of(config.memory) if kind not in memory_kinds()]
+    try:
+        yield
+    except RuntimeError as error:
+        if not outside:
+            raise
+        reason, kinds = str(error).partition("\n")[0], ", ".join(outside)
+        raise NotCountedError(
+            f"memory.kind is {kinds}, whose operations cannot be counted, because it does not run on meta tensors: "
+            f"{reason}"
+        ) from error
 
 
 def mixed(written: Counted, recomputed: Counted, share: float) -> Counted:
@@ -176,6 +267,11 @@ def mixed(written: Counted, recomputed: Counted, share: float) -> Counted:
     peak = kept + max(written.peak - written.kept, recomputed.peak - recomputed.kept)
     parts = ((1.0 - share, written), (share, recomputed))
     return Counted(peak, kept, [(part * number, work) for part, of in parts for number, work in of.kernels])
+
+
+def _line(first: int, second: int, steps: int) -> int:
+    """Return the value `steps` after the first of two successive values of a line."""
+    return first + steps * (second - first)
 
 
 class Counts:
@@ -209,7 +305,7 @@ def _count(config: Config, vocab_size: int, *, on_gpu: bool, keeps_gradients: bo
     dtype = DTYPES[config.train.precision if learns else config.eval.precision]
     num_segments = config.train.bptt_segments if learns else 1
     shape = (config.train.micro_batch_size, num_segments * config.train.seg_len)
-    with torch.device("meta"), planned_for("cuda" if on_gpu else "cpu"):
+    with torch.device("meta"), planned_for("cuda" if on_gpu else "cpu"), _runs_on_meta(config):
         model = MemoryLM(config, vocab_size).to(dtype).train(learns)
         tokens = torch.zeros(shape, dtype=torch.int64)
         lane_ids = torch.zeros(shape[0], dtype=torch.int64)
@@ -223,7 +319,7 @@ def _count(config: Config, vocab_size: int, *, on_gpu: bool, keeps_gradients: bo
         shares = expected_shares(config, vocab_size)
         if on_gpu and learns:
             _drop_as_a_gpu(model)
-        setattr(model.head, "rows_by_bin", lambda targets: _expected_rows(targets, shares))  # noqa: B010
+        _set_rows_by_bin(model, shares)
         with torch.no_grad(), Allocations(shares):  # constants that layers compute once and share are no part of it
             model(tokens, tokens, valid_len, **inputs)
         with torch.set_grad_enabled(learns), Allocations(shares) as counted:
@@ -239,10 +335,14 @@ def _count(config: Config, vocab_size: int, *, on_gpu: bool, keeps_gradients: bo
     return Counted(counted.live.peak, kept, [(1.0, work) for work in counted.kernels])
 
 
-def _expected_rows(targets: Tensor, shares: list[float]) -> tuple[Tensor, list[int]]:
-    """Return as many rows of every bin of an adaptive vocabulary as are expected; see `Softmax.rows_by_bin`."""
-    counts = [math.ceil(share * targets.numel()) for share in shares]
-    return torch.empty_like(targets), [targets.numel() - sum(counts), *counts]
+def _set_rows_by_bin(model: MemoryLM, shares: list[float]) -> None:
+    """Let later bins of an adaptive vocabulary have these shares of the targets; see `Softmax.rows_by_bin`."""
+
+    def expected_rows(targets: Tensor) -> tuple[Tensor, list[int]]:
+        counts = [math.ceil(share * targets.numel()) for share in shares]
+        return torch.empty_like(targets), [targets.numel() - sum(counts), *counts]
+
+    setattr(model.head, "rows_by_bin", expected_rows)  # noqa: B010
 
 
 def _drop_as_a_gpu(model: nn.Module) -> None:

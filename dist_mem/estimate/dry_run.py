@@ -18,6 +18,7 @@ from dist_mem.data.lanes import training_plan
 from dist_mem.data.plan import Plan
 from dist_mem.data.remote.fetch import show
 from dist_mem.errors import UnusableError
+from dist_mem.estimate.counting import NotCountedError, flops_per_token
 from dist_mem.estimate.vocabulary import data_is_built, vocab_size_of
 from dist_mem.hf.folder import check_sizes
 from dist_mem.model import describe
@@ -63,12 +64,12 @@ def subjects(config: Config, *, world_size: int) -> list[tuple[str, str]]:
         raise UnusableError(str(error)) from error
 
 
-def _flops_text(sizes: Mapping[str, int], micro_lanes: int) -> str | None:
-    """Format the FLOPs that `describe` found; None if it found none."""
-    if "training_flops_per_token" not in sizes:
-        return None
-    training, scoring = sizes["training_flops_per_token"] / 1e6, sizes["scoring_flops_per_token"] / 1e6
-    counted = f"full memories, {micro_lanes} lanes a forward, products only"
+def _flops_text(config: Config, vocab_size: int) -> str:
+    try:
+        scoring, training = (flops / 1e6 for flops in flops_per_token(config, vocab_size))
+    except NotCountedError as error:
+        return f"not counted: {error}"
+    counted = f"full memories, {config.train.micro_batch_size} lanes a forward, products only"
     return f"{training:,.4g} M a predicted token in training, {scoring:,.4g} M in scoring; {counted}"
 
 
@@ -81,14 +82,14 @@ def _described(memory: Mapping[str, Any]) -> str:
     return f"{memory['kind']}{f' ({options})' if options else ''}{over}"
 
 
-def check_model(config: Config) -> dict[str, int]:
-    """Return `describe` of the configuration's model, with the vocabulary of the data if it is built.
+def check_model(config: Config, vocab_size: int | None = None) -> dict[str, int]:
+    """Return `describe` of the configuration's model; `vocab_size` None: that of the data if it is built.
 
     Raises:
         UnusableError: the model or its memory cannot be built with these settings.
     """
     try:
-        return describe(config, vocab_size_of(config))
+        return describe(config, vocab_size or vocab_size_of(config))
     except (ValueError, RuntimeError) as error:  # RuntimeError: more bytes than a tensor can have
         raise UnusableError(str(error)) from error
 
@@ -106,7 +107,7 @@ def _model_lines(config: Config, world_size: int) -> Iterator[tuple[str, str]]:
     yield "run", f"{config.name}, in {config.run_dir}"
     yield "model", f"{model.num_layers} layers, D {model.d_model}, H {model.num_heads}, {model.norm}-norm"
     yield "parameters", f"{sizes['num_parameters']:,}: {layers:,} in the layers, {words:,} in the vocabulary"
-    yield "flops", _flops_text(sizes, train.micro_batch_size) or "not counted: the memory has no flops()"
+    yield "flops", _flops_text(config, vocab_size)
     yield "vocabulary", f"{vocab_size:,}{assumed}"
     yield "memory", f"{_described(config.memory)}: {state}"
 

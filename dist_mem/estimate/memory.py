@@ -26,7 +26,9 @@ from dist_mem.runtime.distributed import World
 from dist_mem.runtime.machine_memory import Limit, memory_limits
 
 _CERTAIN = 0.9  # the prediction is within 10 %; a job is refused only if it surely cannot fit
-_BYTES_PER_FLOP = 4.0  # times the width of a head; shipped configurations take 0.1 to 0.9, fp32 with all gradients
+# Of the activations of a training in fp32, per token: for each weight that meets it, times the width of a head, and for
+# each score of each head. Shipped configurations take less.
+_BYTES_PER_WEIGHT, _BYTES_PER_SCORE = 8.0, 24.0
 _SHOWN = 0.1  # share of the total; smaller parts are not listed
 _WEIGHTS = ("model.num_layers", "model.d_model", "model.d_inner", "model.d_embed")
 _LENGTHS = ("memory.mem_len", "memory.cmem_len", "memory.num_basis", "memory.over.mem_len", "memory.over.cmem_len")
@@ -41,19 +43,22 @@ class Part(NamedTuple):
 
 
 def surely_fits(config: Config, vocab_size: int, world: World, *, num_lanes: int) -> bool:
-    """Return whether a job fits by a wide bound from its operations, which takes a tenth of the time of counting.
+    """Return whether a job fits by a wide bound from its sizes, which takes a tenth of the time of counting.
 
     Args:
         num_lanes: lanes whose memories a rank holds at one time.
     """
     train, model = config.train, config.model
-    flops = describe(config, vocab_size).get("training_flops_per_token")
-    if flops is None:  # a memory from outside that does not count its operations
-        return False
     sizes = sizes_of(config, vocab_size, DTYPES["fp32"])
     held = shares(config, sizes, world_size=world.size, on_gpu=world.device.type == "cuda")
     d_head = model.d_head or model.d_model // model.num_heads
-    work = _BYTES_PER_FLOP / d_head * flops * train.micro_batch_size * train.seg_len
+    # Every block projects the rows that its memory holds, and attends to them.
+    num_rows = train.seg_len + sizes.lane_bytes / (4 * model.d_model * model.num_layers)
+    vocabulary = describe(config, vocab_size)["num_vocabulary_parameters"]
+    weights = vocabulary * train.seg_len + (sizes.parameters - vocabulary) * num_rows
+    scores = model.num_layers * model.num_heads * num_rows * train.seg_len
+    of_lane = _BYTES_PER_WEIGHT / d_head * weights + _BYTES_PER_SCORE * scores
+    work = of_lane * train.micro_batch_size * train.bptt_segments
     fixed = held.weights + held.optimizer + held.gradients + held.buckets + held.update
     bound = world.local_size * (fixed + sizes.lane_bytes * num_lanes + work)
     return all(bound <= limit.num_bytes for limit in memory_limits(world.device))

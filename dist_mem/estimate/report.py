@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 from dist_mem.config import Config
 from dist_mem.data.batch_plan import batch_plan, counted
 from dist_mem.errors import UnusableError
-from dist_mem.estimate.counting import count_micro_batch
+from dist_mem.estimate.counting import count_micro_batch, flops_per_token
 from dist_mem.estimate.memory import Part, size, update_parts
 from dist_mem.estimate.search import BackEnd, Candidate, Cluster, best, by_back_end, candidates, nearest
 from dist_mem.estimate.step_time import CheckpointCost, StepTime, checkpoint_cost, peak_flops, step_time
 from dist_mem.estimate.zero import sizes_of
-from dist_mem.model import describe
 from dist_mem.nn.layers import DTYPES
 from dist_mem.runtime.terminal import labelled, table
 
@@ -76,10 +75,7 @@ def _plan(config: Config, vocab_size: int, cluster: Cluster, disk_rate: float) -
         config, sizes, of_batch, cluster.device, world_size=world_size, gpus_per_node=cluster.gpus_per_node
     )
     tokens = config.train.global_batch_size * config.train.seg_len * config.train.segments_per_update
-    flops = describe(config, vocab_size).get("training_flops_per_token")
-    if flops is None:  # a memory from outside that does not count its operations
-        lanes = config.train.micro_batch_size * config.train.seg_len
-        flops = round(sum(number * work.flops for number, work in of_batch.kernels) / lanes)
+    flops = flops_per_token(config, vocab_size).training
     mfu = flops * tokens / time.total / (world_size * peak_flops(config, cluster.device))
     parts = update_parts(config, vocab_size, sizes, of_batch, world_size=world_size, on_gpu=on_gpu)
     checkpoint = checkpoint_cost(config, sizes, world_size=world_size, disk_rate=disk_rate)

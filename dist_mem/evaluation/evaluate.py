@@ -14,10 +14,12 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from dist_mem.config import Config
 from dist_mem.data.directory import open_index, refresh_on_all_ranks
+from dist_mem.estimate.counting import NotCountedError
 from dist_mem.estimate.memory import evaluated_lanes, refuse_what_cannot_fit, scoring_parts, surely_fits
 from dist_mem.evaluation.job import (
     StopCheck,
@@ -73,7 +75,8 @@ def evaluate_checkpoint(
         num_lanes = evaluated_lanes(config, index)
         parts = []
         if not surely_fits(config, vocab_size, world, num_lanes=num_lanes):
-            parts = scoring_parts(config, vocab_size, num_lanes=num_lanes, world_size=world.size)
+            with suppress(NotCountedError):  # then nobody knows what it needs
+                parts = scoring_parts(config, vocab_size, num_lanes=num_lanes, world_size=world.size)
         gather = gather_objects if world.size > 1 else lambda value: [value]  # a notebook has no process group
         refuse_what_cannot_fit(parts, world.device, gather=gather)
 

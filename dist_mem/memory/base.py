@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from dist_mem.memory.parts.inspection import Inspection
-from dist_mem.nn.flops import Flops
 from dist_mem.nn.layer_spec import LayerSpec
 
 MemoryState: TypeAlias = Any  # a NamedTuple of tensors, lane first, or of such NamedTuples; each memory has its own
@@ -115,10 +114,6 @@ class Memory(nn.Module):
     def num_after(self) -> int:
         """Number of rows of the stem after the segment, which are the last rows of x and of the output."""
         return 0
-
-    def flops(self) -> Flops | None:
-        """Return the operations of a forward over complete segments with full memories; None if not counted."""
-        return None
 
     def stem(self) -> Stem:
         """Return the stem, which puts rows around the first block's input; the model uses the first block's stem.

@@ -24,7 +24,6 @@ from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput
 from dist_mem.memory.parts.inspection import Inspection, of_tokens, rows_of, segment_rows, token_spans
 from dist_mem.memory.parts.learned_start import LearnedStart
 from dist_mem.memory.parts.state_cell import (
-    NUM_BUCKETS,
     Projected,
     StateHeads,
     TokenHeads,
@@ -35,7 +34,6 @@ from dist_mem.memory.parts.state_cell import (
     read,
     shares_of,
 )
-from dist_mem.nn.flops import Flops, product
 from dist_mem.nn.layers import Dropout, Projection, newest_rows
 from dist_mem.nn.norms import input_norm
 
@@ -120,34 +118,6 @@ class BlockRecurrent(Memory):
         length = torch.zeros(num_lanes, device=device, dtype=torch.int64)
         return State(rows, rows.clone(), length, recurrent)
 
-    def flops(self) -> Flops:
-        """Count a window of one segment; longer ones also compute the gradients of the last update and of the cache."""
-        spec, options = self.spec, self.options
-        d_model, width, states = spec.d_model, spec.num_heads * spec.d_head, options.num_states
-        total = product(spec.seg_len, d_model, 4 * width) + product(spec.seg_len, 2 * width, d_model)
-        total += product(spec.num_heads, NUM_BUCKETS, self.window, gradients=1).once()
-        num_windows = spec.seg_len // self.window
-        for number in range(num_windows):
-            total += attention_flops(self.window, 2 * self.window, width) + attention_flops(self.window, states, width)
-            total += product(states, d_model, 4 * width)
-            gradients = 0 if 0 < number == num_windows - 1 else 2  # no token of the segment reads the last states
-            total += attention_flops(states, states, width, gradients=gradients)
-            total += attention_flops(states, 2 * self.window, width, gradients=gradients)
-            for inner, columns in self.update_products():
-                total += product(states, inner, columns, gradients=gradients)
-        return total
-
-    def update_products(self) -> list[tuple[int, int]]:
-        """Return the sizes of the matrices that turn what a state has read into its new value."""
-        d_model, width, inner = self.spec.d_model, 2 * self.spec.num_heads * self.spec.d_head, self.d_inner
-        layers = {
-            "skip": [(width, d_model)],
-            "dual": [(width, d_model), (d_model, inner), (inner, d_model)],
-            "single": [(width, inner), (inner, d_model)],
-        }[self.options.cell]
-        gated = {"skip": [width], "dual": [width, inner], "single": [inner]}[self.options.cell]
-        return layers + ([(rows, 2 * d_model) for rows in gated] if self.options.gate == "lstm" else [])
-
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         seg_len, window = x.shape[1], self.window
         tokens, bias = self.tokens(self.norm(x), window)
@@ -225,9 +195,3 @@ class BlockRecurrent(Memory):
         index = places[:, None, :, None].expand(-1, self.spec.num_heads, -1, self.spec.d_head)
         keys, values = (rows.gather(2, index).to(state.keys.dtype) for rows in context)
         return State(keys, values, (state.length + valid_len).clamp(max=self.window), states)
-
-
-def attention_flops(num_queries: int, num_keys: int, width: int, *, gradients: int = 2) -> Flops:
-    """Count scores and weighted sums of all heads."""
-    scores = product(num_queries, width, num_keys, gradients=gradients)
-    return scores + product(num_queries, num_keys, width, gradients=gradients)

@@ -8,9 +8,8 @@ the paper's GPT-2; `infinite` over it is the infinity-former.
 from __future__ import annotations
 
 from dist_mem.memory.none import NoMemory
-from dist_mem.nn.flops import Flops
 from dist_mem.nn.layers import RelativeAttention
-from dist_mem.nn.plain_attention import PlainAttention, plain_attention_flops
+from dist_mem.nn.plain_attention import PlainAttention
 from dist_mem.nn.rotary_attention import RotaryAttention, attention_of
 
 
@@ -19,6 +18,3 @@ class Causal(NoMemory):
 
     def make_attention(self) -> RelativeAttention | RotaryAttention | PlainAttention:
         return PlainAttention(self.spec) if self.spec.llama is None else attention_of(self.spec)
-
-    def flops(self) -> Flops:
-        return plain_attention_flops(self.spec, context_len=0, context_learns=False)

@@ -35,11 +35,10 @@ from dist_mem.memory.parts.inspection import (
     token_spans,
 )
 from dist_mem.memory.parts.shown import Shown, take_out, valid_rows, zero_hidden
-from dist_mem.nn.flops import Flops, product
 from dist_mem.nn.layers import Attended, AttentionLayer, RelativeAttention, visible_keys
 from dist_mem.nn.norms import input_norm
-from dist_mem.nn.plain_attention import BIASES, PlainAttention, plain_attention_flops
-from dist_mem.nn.rotary_attention import RotaryAttention, attention_flops, attention_of, repeat_heads
+from dist_mem.nn.plain_attention import BIASES, PlainAttention
+from dist_mem.nn.rotary_attention import RotaryAttention, attention_of, repeat_heads
 
 
 class State(NamedTuple):
@@ -135,28 +134,6 @@ class Compressive(Memory):
             return transformer_xl.empty(len(document_ids), num_rows, self.spec.d_model, device=device, dtype=dtype)
 
         return State(empty(self.options.mem_len), empty(self.options.cmem_len))
-
-    def flops(self) -> Flops:
-        spec, options = self.spec, self.options
-        context_len = options.cmem_len + options.mem_len
-        count = attention_flops if options.positions == "relative" else plain_attention_flops
-        attention = count(spec, context_len=context_len, context_learns=spec.norm == "pre")
-        return attention + self.compression.flops(spec.d_model, spec.seg_len) + self.loss_flops()
-
-    def loss_flops(self) -> Flops:
-        """Count `compression_loss`, including the target of the attention loss."""
-        seg_len, d_model, width = self.spec.seg_len, self.spec.d_model, self.spec.num_heads * self.spec.d_head
-        rate = self.options.compression_rate
-        rows = seg_len // rate
-        if not self.learns:
-            return Flops()
-        if self.options.compression_loss == "autoencoder":
-            return product(rows, d_model, rate * d_model, scored=False)
-        target = product(seg_len, d_model, 2 * self.spec.kv_width, gradients=0, scored=False)
-        target += product(seg_len, 2 * seg_len, width, gradients=0, scored=False)
-        keys = product(rows, d_model, 2 * self.spec.kv_width, gradients=1, scored=False)
-        scores = product(seg_len, width, rows, gradients=1, scored=False)
-        return target + keys + scores + product(seg_len, rows, width, scored=False)
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         memory, compressed = state

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from dist_mem.config.keys import TOKENS, WIDTH, key
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput
 from dist_mem.memory.parts.convolution import convolved
-from dist_mem.nn.flops import Flops, product
 from dist_mem.nn.layers import Dropout, Projection
 from dist_mem.nn.norms import input_norm
 
@@ -127,25 +126,6 @@ class GatedDeltaNet(Memory):
         matrix = torch.zeros(num_lanes, self.num_heads, self.d_key, self.d_value, device=device, dtype=exact)
         tail = torch.zeros(num_lanes, self.options.kernel - 1, sum(self.widths), device=device, dtype=dtype)
         return State(matrix, tail)
-
-    def flops(self) -> Flops:
-        """Count a window of one segment; longer ones also compute the gradients of the first reading."""
-        seg_len, d_model, heads = self.spec.seg_len, self.spec.d_model, self.num_heads
-        value_width = heads * self.d_value
-        projections = product(seg_len, d_model, sum(self.widths) + value_width + 2 * heads)
-        total = projections + product(seg_len, value_width, d_model)
-        size, num_chunks = chunks(seg_len, self.options.chunk_len)
-        width = heads * self.d_key
-        for number in range(num_chunks):
-            learns = int(number > 0)  # whether the matrix that the chunk reads gets a gradient
-            last = number == num_chunks - 1
-            total += product(size, width, size) + product(size, width, size)  # keys with keys, queries with keys
-            total += product(size, width, self.d_value, gradients=1 + learns)  # W S
-            total += product(size, width, self.d_value, gradients=1 + learns)  # Q S
-            total += product(size, size, value_width)
-            total += product(size, value_width, size, gradients=0, scored=False)  # of the triangular system
-            total += product(width, size, self.d_value, gradients=0 if last else 2)
-        return total
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         normed = self.norm(x)

@@ -21,7 +21,6 @@ from dist_mem.config.keys import key
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput
 from dist_mem.memory.parts.inspection import Inspection, of_tokens, segment_rows, summary_rows, tokens_read
 from dist_mem.nn.attention_inputs import Inputs
-from dist_mem.nn.flops import Flops, product
 from dist_mem.nn.layers import AttentionLayer, Dropout, Projection, merge_heads, split_heads, visible_keys
 from dist_mem.nn.norms import input_norm
 
@@ -113,18 +112,6 @@ class Infini(Memory):
         exact = torch.promote_types(dtype, torch.float32)  # growing sums: half precision would lose small terms
         matrix = torch.zeros(shape, device=device, dtype=exact)
         return State(matrix, torch.zeros(shape[:-1], device=device, dtype=exact))
-
-    def flops(self) -> Flops:
-        """Count a window of one segment; longer ones also compute the gradients of reading and writing."""
-        seg_len, d_model, d_head = self.spec.seg_len, self.spec.d_model, self.spec.d_head
-        width = self.spec.num_heads * d_head
-        projections = product(seg_len, d_model, 3 * width) + product(seg_len, width, d_model)
-        local = product(seg_len, width, seg_len) + product(seg_len, seg_len, width)
-        read = product(seg_len, d_head, width, gradients=1)  # the matrix is a constant
-        written = product(d_head, seg_len, width, gradients=0)
-        if self.options.rule == "delta":
-            written += product(seg_len, d_head, width, gradients=0)
-        return projections + local + read + written
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         rows = self.attention.project(self.norm(x))

@@ -30,7 +30,6 @@ from dist_mem.memory.parts.inspection import Inspection
 from dist_mem.memory.parts.signal import Signal, State
 from dist_mem.memory.parts.signal_inspection import forget_signal, inspect_signal
 from dist_mem.memory.parts.signal_places import Trace
-from dist_mem.nn.flops import Flops, product
 
 
 class Infinite(Signal):
@@ -81,38 +80,6 @@ class Infinite(Signal):
     @property
     def num_after(self) -> int:
         return self.over.num_after
-
-    def flops(self) -> Flops | None:
-        spec, options = self.spec, self.options
-        below = self.over.flops()
-        if below is None:
-            return None
-        seg_len, d_model, width = spec.seg_len, spec.d_model, spec.num_heads * spec.d_head
-        num_basis, evicted_len = options.num_basis, self.evicted_len
-        norm_learns = options.store == "normed" and spec.norm == "pre"
-        learns = int(options.gate or norm_learns)  # whether the signal gets a gradient
-        fitted = product(num_basis, evicted_len, d_model, gradients=learns)
-        if spec.short_first:
-            fitted += product(num_basis, evicted_len, d_model, gradients=learns)
-            num_places = evicted_len + 2 * (evicted_len // 2) * (options.padding == "published")
-            fitted += product(num_basis, num_places, num_basis, gradients=0)
-        if options.gate:
-            fitted += product(evicted_len, 3 * d_model, d_model, gradients=1 + norm_learns)
-        past = num_basis if options.sampling == "linear" else 2 * options.num_samples
-        contracted = product(num_basis, past, d_model, gradients=0)
-        inner = d_model if options.projections == "full" else d_model // spec.num_heads
-        if options.density == "gibbs":
-            num_keys = num_basis
-            read = product(num_keys, inner, width, gradients=1 + learns)
-        elif self.densities is None:
-            num_keys = options.num_samples
-            read = product(num_keys, num_basis, d_model, gradients=learns)
-            read += product(num_keys, inner, width, gradients=1 + learns)
-        else:
-            num_keys = 2
-            read = product(2, num_basis, d_model, gradients=1 + learns) + product(2, inner, width)
-        read += product(seg_len, width, num_keys) + product(num_basis, inner, width, gradients=1 + learns)
-        return below + fitted + contracted + read + product(seg_len, num_basis + d_model, width)
 
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
         num_lanes, d_model, options = document_ids.shape[0], self.spec.d_model, self.options

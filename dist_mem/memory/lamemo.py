@@ -22,9 +22,8 @@ from dist_mem.config.keys import TOKENS, key
 from dist_mem.memory import transformer_xl
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, Stem, check_choices, whole_segments
 from dist_mem.memory.parts.inspection import Inspection, overlapping, rows_of, segment_rows, token_spans
-from dist_mem.memory.parts.look_ahead import LookAheadAttention, Past, Refreshed, row_blocks, visible_ahead
+from dist_mem.memory.parts.look_ahead import LookAheadAttention, Past, Refreshed, visible_ahead
 from dist_mem.memory.parts.shown import Shown, append_shown, take_out, valid_rows, zero_hidden
-from dist_mem.nn.flops import Flops, attending, product, relative_attention
 from dist_mem.nn.layers import Attended, RelativeAttention, visible_keys
 from dist_mem.nn.norms import input_norm
 
@@ -137,23 +136,6 @@ class LaMemo(Memory):
     @property
     def num_rows(self) -> int:
         return self.spec.seg_len + (self.options.mem_len if self.refreshes else 0)
-
-    def flops(self) -> Flops:
-        spec, mem_len, num_rows = self.spec, self.options.mem_len, self.num_rows
-        if not self.refreshes:
-            return relative_attention(spec, context_len=mem_len, context_learns=True)
-        d_model, width = spec.d_model, spec.num_heads * spec.d_head
-        num_queries = num_rows if self.options.look_ahead else spec.seg_len
-        total = product(num_queries, d_model, width) + product(num_rows, d_model, 2 * width)
-        total += attending(spec.seg_len, num_rows, d_model=d_model, width=width) + product(num_rows, width, d_model)
-        if not self.options.look_ahead:
-            return total
-        if self.options.positions == "shared":
-            total += product(mem_len + 1, d_model, width, gradients=1).once()
-        for begin, end in row_blocks(mem_len, self.window):
-            columns = self.window + min(end - begin, mem_len - self.window + 1 - begin)
-            total += product(end - begin, width, columns)
-        return total + product(mem_len, width, 2 * self.window)  # scores by content, and the sum of the values
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         mem_len = self.options.mem_len

@@ -30,7 +30,6 @@ from dist_mem.memory.parts.inspection import (
 )
 from dist_mem.memory.parts.shown import Shown, append_shown, take_out, valid_rows
 from dist_mem.memory.parts.stored_rows import Store, nearest, read_rows, readable_rows, spans_of, weigh, write
-from dist_mem.nn.flops import Flops, product
 from dist_mem.nn.layers import DTYPES, merge_heads
 from dist_mem.nn.norms import input_norm
 from dist_mem.nn.unit_attention import Cached, Projected, UnitAttention
@@ -175,12 +174,6 @@ class Memorizing(Memory):
         none_written = torch.zeros(num_lanes, device=device, dtype=torch.int64)
         store = Store(empty(self.options.mem_len, stored), empty(self.options.mem_len, stored), none_written)
         return State(empty(self.cache_len, dtype), empty(self.cache_len, dtype), store)
-
-    def flops(self) -> Flops:
-        seg_len, width, number = self.spec.seg_len, self.spec.num_heads * self.spec.d_head, self.attention.number
-        searched = product(seg_len, width, self.options.mem_len, gradients=0)
-        read = product(seg_len, width, number, gradients=1) + product(seg_len, number, width, gradients=1)
-        return self.attention.flops(self.spec, cache_len=self.cache_len) + searched + read
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         y, rows, share, _ = self.attention(self.norm(x), state)

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput
 from dist_mem.memory.parts.inspection import Inspection, segment_rows
-from dist_mem.nn.flops import Flops
 from dist_mem.nn.layers import Attended, RelativeAttention, visible_keys
 from dist_mem.nn.norms import input_norm
 from dist_mem.nn.plain_attention import PlainAttention
-from dist_mem.nn.rotary_attention import RotaryAttention, attention_flops, attention_of
+from dist_mem.nn.rotary_attention import RotaryAttention, attention_of
 
 
 class State(NamedTuple):
@@ -51,9 +50,6 @@ class NoMemory(Memory):
 
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
         return State()
-
-    def flops(self) -> Flops:
-        return attention_flops(self.spec, context_len=0, context_learns=False)
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         y, query, _ = self.attend(x, weights=False)

@@ -37,9 +37,8 @@ from dist_mem.memory.parts.inspection import (
     tokens_read,
 )
 from dist_mem.memory.parts.learned_start import LearnedStart
-from dist_mem.memory.parts.memory_tokens import Attended, MemoryTokenAttention, memory_token_flops
+from dist_mem.memory.parts.memory_tokens import Attended, MemoryTokenAttention
 from dist_mem.nn.attention_inputs import newest_rows
-from dist_mem.nn.flops import Flops
 from dist_mem.nn.layers import Dropout
 from dist_mem.nn.norms import input_norm
 
@@ -171,17 +170,6 @@ class RecurrentMemory(Memory):
             return State(())
         sizes = len(document_ids), self.options.mem_len, self.spec.d_model
         return State(transformer_xl.empty(*sizes, device=device, dtype=dtype))
-
-    def flops(self) -> Flops:
-        """Count a window of one segment; longer ones also compute the gradients of the memory tokens that were read."""
-        return memory_token_flops(
-            self.spec,
-            num_tokens=self.options.num_tokens,
-            at_end=self.options.at_end,
-            cache_len=self.options.mem_len,
-            read_cache=self.options.read_cache,
-            context_learns=self.spec.norm == "pre",
-        )
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         attended = self.attend(x, state, valid_len, weights=False)

@@ -33,13 +33,10 @@ from dist_mem.memory.parts.neural_memory import (
     Tokens,
     Weights,
     learn,
-    learning_flops,
     recall,
-    recall_flops,
 )
-from dist_mem.memory.parts.persistent_attention import PersistentAttention, attention_flops
+from dist_mem.memory.parts.persistent_attention import PersistentAttention
 from dist_mem.nn.attention_inputs import Visible
-from dist_mem.nn.flops import Flops, product
 from dist_mem.nn.layers import Attended, Dropout, Projection, newest_rows
 from dist_mem.nn.norms import input_norm
 
@@ -173,24 +170,6 @@ class Titans(Memory):
             weights, momentum, torch.ones(num_lanes, device=device, dtype=torch.bool), zeros(kept, 3 * d_model), asked,
             zeros(self.window - 1, d_model), zeros(dtype=torch.int64),
         )  # fmt: skip
-
-    def flops(self) -> Flops:
-        """Count a window of one segment; longer ones also compute the gradients of the first readings."""
-        seg_len, d_model, variant = self.spec.seg_len, self.spec.d_model, self.options.variant
-        shapes = self.memory.shapes
-        total = product(seg_len, d_model, 3 * d_model + 3)
-        total += learning_flops(shapes, seg_len=seg_len, chunk_len=self.options.chunk_len)
-        if isinstance(self.combine, GatedOutput):
-            total += product(seg_len, d_model, 2 * d_model)
-        if variant == "context":
-            total += product(seg_len, d_model, d_model) + recall_flops(shapes, seg_len=seg_len)
-        if self.attention is None:
-            return total
-        context_len = seg_len if variant == "context" else self.window - 1
-        learns = variant == "context" or (variant == "gate" and self.spec.norm == "pre")
-        return total + attention_flops(
-            self.spec, num_rows=self.options.num_persistent, context_len=context_len, context_learns=learns
-        )
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         step = self.step(x, state, valid_len, shows=False)

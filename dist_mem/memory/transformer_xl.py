@@ -17,10 +17,9 @@ from dist_mem.config.keys import TOKENS, key
 from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, whole_segments
 from dist_mem.memory.parts.inspection import Inspection, overlapping, rows_of, segment_rows, token_spans
 from dist_mem.memory.parts.shown import Shown, append_shown, take_out, valid_rows, zero_hidden
-from dist_mem.nn.flops import Flops
 from dist_mem.nn.layers import Attended, visible_keys
 from dist_mem.nn.norms import input_norm
-from dist_mem.nn.rotary_attention import attention_flops, attention_of
+from dist_mem.nn.rotary_attention import attention_of
 
 
 class State(NamedTuple):
@@ -85,10 +84,6 @@ class TransformerXL(Memory):
 
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
         return empty(len(document_ids), self.options.mem_len, self.spec.d_model, device=device, dtype=dtype)
-
-    def flops(self) -> Flops:
-        learns = self.spec.norm == "pre"  # through the norm of the context
-        return attention_flops(self.spec, context_len=self.options.mem_len, context_learns=learns)
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         y, query, _ = self.attend(x, state, weights=False)

@@ -1,1 +1,1 @@
-"""Layers without memory: attention, feed-forward, embeddings, softmax, and their operation counts."""
+"""Layers without memory: attention, feed-forward, embeddings, softmax."""

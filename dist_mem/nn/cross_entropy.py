@@ -45,13 +45,23 @@ def linear(rows: Tensor, weights: Weights) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
+def _chunks(rows: Tensor, weights: Weights) -> list[slice]:
+    """Return the rows of each chunk; meta tensors that are planned for no device take no memory, so one has them all.
+
+    Their products are counted, and a second computation in the backward is none of the model's.
+    """
+    if device_type_of(rows) == "meta":
+        return [slice(0, len(rows))]
+    return row_chunks(len(rows), sum(len(weight) for weight, _ in weights))
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Saves the parameters themselves, which ZeRO-3 gathers again for the backward."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, targets: Tensor, learns: bool, *parameters: Tensor | None) -> Tensor:
         weights = _pairs(parameters)
-        chunks = row_chunks(len(rows), sum(len(weight) for weight, _ in weights))
+        chunks = _chunks(rows, weights)
         losses, kept = [], None
         for chunk in chunks:
             log_probs = _log_softmax(linear(rows[chunk], weights))
@@ -69,7 +79,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale, columns = torch.where(scored, gradients[0], 0.0), torch.where(scored, targets, 0)
         of_rows = torch.empty_like(rows)
         sums: list[Tensor | None] = [None] * len(parameters)
-        chunks = row_chunks(len(rows), sum(len(weight) for weight, _ in weights))
+        chunks = _chunks(rows, weights)
         for chunk in chunks:
             log_probs = _log_softmax(linear(rows[chunk], weights)) if kept is None else kept
             of_logits = _logit_gradients(log_probs, columns[chunk, None], scale[chunk, None], rows.dtype)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from dist_mem.nn.attention_inputs import Inputs, Visible
 from dist_mem.nn.constants import constant
-from dist_mem.nn.flops import Flops, product
 from dist_mem.nn.layer_spec import LayerSpec
 from dist_mem.nn.layers import Attended, AttentionLayer, Dropout, Projection, merge_heads, split_heads
 
@@ -82,12 +81,3 @@ class PlainAttention(AttentionLayer):
         inputs = Inputs(query / math.sqrt(query.shape[-1]), key, value, visible, bias=bias)
         rows, shares = self.read(inputs, weights=weights)
         return Attended(self.dropout(self.output(merge_heads(rows))), query, shares)
-
-
-def plain_attention_flops(spec: LayerSpec, *, context_len: int, context_learns: bool) -> Flops:
-    """Count `PlainAttention`, or rotary attention, over a context; `context_learns` if its rows get a gradient."""
-    seg_len, d_model, width = spec.seg_len, spec.d_model, spec.num_heads * spec.d_head
-    keys = product(context_len, d_model, 2 * spec.kv_width, gradients=1 + context_learns)
-    segment = product(seg_len, d_model, width + 2 * spec.kv_width) + product(seg_len, width, d_model)
-    num_keys = context_len + seg_len
-    return segment + keys + product(seg_len, width, num_keys) + product(seg_len, num_keys, width)

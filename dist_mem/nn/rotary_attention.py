@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from dist_mem.nn.attention_inputs import Inputs, Visible
-from dist_mem.nn.flops import Flops, relative_attention
 from dist_mem.nn.layer_spec import LayerSpec
 from dist_mem.nn.layers import (
     Attended,
@@ -27,7 +26,7 @@ from dist_mem.nn.layers import (
     merge_heads,
     split_heads,
 )
-from dist_mem.nn.plain_attention import BiasedProjection, plain_attention_flops
+from dist_mem.nn.plain_attention import BiasedProjection
 
 
 def rotate(rows: Tensor, *, first: int, theta: float) -> Tensor:
@@ -81,9 +80,3 @@ class RotaryAttention(AttentionLayer):
 def attention_of(spec: LayerSpec) -> RelativeAttention | RotaryAttention:
     """Return attention with the positions of the model: Transformer-XL's, or a Llama's."""
     return RelativeAttention(**spec.attention) if spec.llama is None else RotaryAttention(spec)
-
-
-def attention_flops(spec: LayerSpec, *, context_len: int, context_learns: bool) -> Flops:
-    """Count `attention_of` over a context; `context_learns` if the context rows get a gradient."""
-    count = relative_attention if spec.llama is None else plain_attention_flops
-    return count(spec, context_len=context_len, context_learns=context_learns)

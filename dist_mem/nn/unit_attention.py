@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from dist_mem.nn.attention_inputs import Inputs, Relative, Visible
-from dist_mem.nn.flops import Flops, product
 from dist_mem.nn.layer_spec import LayerSpec
 from dist_mem.nn.layers import AttentionLayer, Dropout, Projection, key_distances, split_heads
 
@@ -115,14 +114,3 @@ class UnitAttention(AttentionLayer):
         table = (self.position @ chosen.to(self.position.dtype)).to(query.dtype)
         scale = self.scaled(torch.ones_like(query[..., :1]))
         return Relative(scale, table[:, None], query.shape[2] - 1)
-
-    def flops(self, spec: LayerSpec, *, cache_len: int) -> Flops:
-        """Count the projections and the attention to cache and segment."""
-        seg_len, d_model, width = spec.seg_len, spec.d_model, spec.num_heads * spec.d_head
-        num_keys = cache_len + seg_len
-        total = product(seg_len, d_model, 3 * width) + product(seg_len, width, d_model)
-        total += product(seg_len, width, num_keys) + product(seg_len, num_keys, width)
-        if self.is_relative:
-            total += product(seg_len, self.num_heads, num_keys + 1)
-            total += product(self.num_heads, NUM_BUCKETS, num_keys + 1, gradients=1).once()
-        return total

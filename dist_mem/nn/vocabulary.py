@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from dist_mem.data.batch import IGNORE
 from dist_mem.nn.cross_entropy import Weights, full_precision, linear, linear_cross_entropy, row_chunks
-from dist_mem.nn.flops import Flops, product
 
 
 @dataclass(frozen=True)
@@ -107,11 +106,6 @@ class Embedding(nn.Module):
             vectors = embed((tokens - part.start).clamp(0, part.size - 1))
             parts.append(vectors * part.holds(tokens).unsqueeze(-1))
         return torch.stack(parts).sum(0) * self.scale
-
-    def flops(self, num_tokens: int) -> Flops:
-        """Count the projections of one lane; looking up a vector costs none."""
-        projections = [cast(BinEmbedding, embed).projection for embed in self.bins]
-        return product(num_tokens, sum(matrix.numel() for matrix in projections if matrix is not None), 1)
 
 
 class BinLogits(nn.Module):
@@ -210,11 +204,6 @@ class Softmax(nn.Module):
         logits = full_precision(self.bins[0](rows))
         nll = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
         return Scores(nll, logits.argmax(-1) == targets)
-
-    def flops(self, num_tokens: int) -> Flops:
-        """Count one lane. Adaptive bins after the first count as if no target were in them: it depends on the data."""
-        sizes = [sum(matrix.numel() for matrix in logits.parameters() if matrix.dim() == 2) for logits in self.bins]
-        return product(num_tokens, sizes[0], 1) + product(1, sum(sizes[1:]), 1).once()
 
     def adaptive_scores(self, rows: Tensor, targets: Tensor) -> Scores:
         """Compute log p(w in bin i) = log-probability of bin i in the head + that of w in bin i.

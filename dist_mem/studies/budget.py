@@ -19,6 +19,9 @@ from omegaconf import OmegaConf
 
 from dist_mem.config import Config
 from dist_mem.errors import UnusableError
+from dist_mem.estimate.counting import NotCountedError, flops_per_token
+from dist_mem.estimate.dry_run import check_model
+from dist_mem.estimate.vocabulary import vocab_size_of
 from dist_mem.studies.runs import all_runs, train_words
 from dist_mem.studies.study import FITTED, Study
 
@@ -26,7 +29,6 @@ _NAMES = {"params": "num_parameters", "state_bytes": "state_bytes_per_lane"}  # 
 _WIDTH_STEP = 8
 
 Load = Callable[[Sequence[str]], Config]
-Describe = Callable[[Config], Mapping[str, int]]
 
 
 class Costs(NamedTuple):
@@ -36,42 +38,50 @@ class Costs(NamedTuple):
     state_bytes: int  # of a lane
     steps: int
     tokens: int
-    flops: int | None  # of the training; None: the memory does not count its operations
+    flops: int | None  # of the training; None: the memory does not run on meta tensors
 
 
-def apply_budget(study: Study, load: Load, describe: Describe) -> dict[str, Costs]:
+def apply_budget(study: Study, load: Load, vocab_size: int | None = None) -> dict[str, Costs]:
     """Give every row of a study its budget, and return what each takes; nothing without a budget.
 
     Args:
-        load: returns the configuration of some words.  describe: returns its sizes, as `model.describe`.
+        load: returns the configuration of some words.  vocab_size: None: that of the data if they are built.
 
     Raises:
-        UnusableError: the budget is too small, a key changes no size, or a memory counts no FLOPs.
+        UnusableError: the budget is too small, a key changes no size, or a memory's FLOPs cannot be counted.
     """
     costs = {}
     for run in all_runs(study, Path(), study.seeds[:1]) if study.budget else ():
         name, words = study.candidates.get(run.row, run.row), train_words(study, run, ())
-        added, costs[run.row] = fitted(name, words, study.budget, study.fit, load, describe)
+        added, costs[run.row] = fitted(name, words, study.budget, study.fit, load, vocab_size)
         study.trained[run.row] += added
     return costs
 
 
 def fitted(
-    name: str, words: Sequence[str], budget: Mapping[str, float], fit: Mapping[str, Any], load: Load, describe: Describe
+    name: str,
+    words: Sequence[str],
+    budget: Mapping[str, float],
+    fit: Mapping[str, Any],
+    load: Load,
+    vocab_size: int | None = None,
 ) -> tuple[list[str], Costs]:
     """Return the overrides that give a row the budget, and what it then takes; arguments as in `apply_budget`."""
     added: list[str] = []
     for size in (size for size in FITTED if size in budget):
         key = fit[size].get(name) if isinstance(fit[size], Mapping) else fit[size]
         if key is not None:
-            added.append(_fit_size(name, [*words, *added], str(key), size, budget[size], load, describe))
+            added.append(_fit_size(name, [*words, *added], str(key), size, budget[size], load, vocab_size))
     config = load([*words, *added])
-    sizes = describe(config)
+    sizes = check_model(config, vocab_size)
     train = config.train
     per_step = train.global_batch_size * train.seg_len * train.segments_per_update
-    per_token = sizes.get("training_flops_per_token")
-    if "flops" in budget and per_token is None:
-        raise UnusableError(f"{name}: budget.flops needs the FLOPs of its memory, which has no flops(); give tokens")
+    per_token: int | None = None
+    try:
+        per_token = flops_per_token(config, vocab_size or vocab_size_of(config)).training
+    except NotCountedError as error:
+        if "flops" in budget:
+            raise UnusableError(f"{name}: budget.flops needs the FLOPs of the memory; give tokens: {error}") from error
     cost = per_step * (per_token if "flops" in budget and per_token is not None else 1)
     steps = int(budget["flops" if "flops" in budget else "tokens"] // cost)
     if steps < 1:
@@ -82,7 +92,7 @@ def fitted(
 
 
 def _fit_size(
-    name: str, words: Sequence[str], key: str, size: str, wanted: float, load: Load, describe: Describe
+    name: str, words: Sequence[str], key: str, size: str, wanted: float, load: Load, vocab_size: int | None
 ) -> str:
     """Return the override of `key` whose size is nearest to the wanted one."""
     config = load(words)
@@ -91,12 +101,12 @@ def _fit_size(
     if not isinstance(now, int):
         raise UnusableError(f"{name}: fit.{size} is {key}, which is {now!r} there and no whole number")
     low, high = 4 * unit, 8 * unit
-    first, second = (describe(load([*words, f"{key}={value}"]))[_NAMES[size]] for value in (low, high))
+    first, second = (check_model(load([*words, f"{key}={value}"]), vocab_size)[_NAMES[size]] for value in (low, high))
     if first == second:
         raise UnusableError(f"{name}: fit.{size} is {key}, which does not change it: it is {first:,} in any case")
     value = low + (wanted - first) * (high - low) / (second - first)
     if value < unit / 2:
-        least = describe(load([*words, f"{key}={unit}"]))[_NAMES[size]]
+        least = check_model(load([*words, f"{key}={unit}"]), vocab_size)[_NAMES[size]]
         smallest = f"the smallest {key}, {unit}, has {least:,}"
         raise UnusableError(f"{name}: budget.{size} is {wanted:g}, but {smallest}: give more")
     return f"{key}={round(value / unit) * unit}"

@@ -26,7 +26,6 @@ from dist_mem.config.check import hint
 from dist_mem.config.sources import COMMAND_LINE, read_sources
 from dist_mem.data.batch_plan import counted
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE, UnusableError
-from dist_mem.estimate.dry_run import check_model
 from dist_mem.launch.submit import submit_array
 from dist_mem.memory import memory_options
 from dist_mem.runtime.files import free_name, sha256_of, write_text
@@ -112,7 +111,7 @@ def run(asked: Request) -> int:
         job = Job(study, out, runs, asked.ranks, extra, signal)
         if study.budget:
             build(job, runs[0], print)  # the sizes depend on the vocabulary
-            job.costs = apply_budget(study, partial(_with_extra, extra=extra), check_model)
+            job.costs = apply_budget(study, partial(_with_extra, extra=extra))
             check_rows(study, extra, requested)
             print(_plan(job.costs), flush=True)
         if asked.plan:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -18,6 +19,7 @@ from dist_mem.config import Config, load_config
 from dist_mem.data.directory import local_dir
 from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_metadata
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
+from dist_mem.estimate.counting import NotCountedError, flops_per_token
 from dist_mem.estimate.dry_run import check_model, subjects
 from dist_mem.estimate.vocabulary import ASSUMED_VOCAB_SIZE
 from dist_mem.memory import memory_options
@@ -108,7 +110,7 @@ def _check_run(study: Study, run: Run, *, ranks: int, extra: Sequence[str]) -> C
         vocab_size = point.vocab_size or ASSUMED_VOCAB_SIZE
         assumed = "" if point.vocab_size else f"; a vocabulary of {vocab_size:,} is assumed"
         text = f"{config.data.path}: not built yet{assumed}"
-    lines = [*_size_lines(describe(config, vocab_size, num_lanes=1)), ("data", text)]
+    lines = [*_size_lines(config, vocab_size), ("data", text)]
     if missing:
         lines.append(("weights", f"{missing}: does not exist yet"))
     return Checked(run, settings, lines)
@@ -126,10 +128,11 @@ def _read_plan(config: Config, ranks: int) -> str:
     return f"{found['data']}; {found['training']}"
 
 
-def _size_lines(sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    yield "parameters", f"{sizes['num_parameters']:,}"
-    if "scoring_flops_per_token" in sizes:  # of a lane alone, as the papers count; torch counts two for a multiply-add
-        yield "multiply_adds", f"{sizes['scoring_flops_per_token'] / 2e6:,.1f} M per predicted token"
+def _size_lines(config: Config, vocab_size: int) -> Iterator[tuple[str, str]]:
+    yield "parameters", f"{describe(config, vocab_size)['num_parameters']:,}"
+    with suppress(NotCountedError):
+        flops = flops_per_token(config, vocab_size, num_lanes=1)  # of a lane alone, as the papers count
+        yield "multiply_adds", f"{flops.scoring / 2e6:,.1f} M per predicted token"  # torch counts two for one
 
 
 def _flat(key: str, node: Any) -> Iterator[tuple[str, Any]]:

@@ -13,6 +13,7 @@ from dist_mem.data.directory import local_dir
 from dist_mem.data.remote.fetch import show
 from dist_mem.data.shard import Index
 from dist_mem.data.tokenizers.registry import read_tokenizer_metadata
+from dist_mem.estimate.counting import Flops
 from dist_mem.model import describe
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.environment import slurm_job
@@ -24,18 +25,25 @@ _GIT_DIFF = "git.diff"
 
 
 def describe_run(
-    tracker: Tracker, config: Config, world: World, indexes: Sequence[Index], sources: Mapping[str, str]
+    tracker: Tracker,
+    config: Config,
+    world: World,
+    indexes: Sequence[Index],
+    sources: Mapping[str, str],
+    flops: Flops | None,
 ) -> None:
     """Log the metadata of a run: its code, machine, model and data; only for rank 0, because it runs git.
 
     Args:
         indexes: of the training split of every stage, that of data.path last, then of those for evaluation.
         sources: of memories outside the package, name -> text.
+        flops: None: they cannot be counted.
     """
     git = git_state()
     tracker.log_tags({**who_runs_what(), **git.tags, **versions(), "world_size": str(world.size), **slurm_job()})
     sizes = describe(config, read_tokenizer_metadata(local_dir(config.data))["vocab_size"])
-    tracker.log_params({f"model.{name}": size for name, size in sizes.items()})
+    of_token = {} if flops is None else {f"{name}_flops_per_token": value for name, value in flops._asdict().items()}
+    tracker.log_params({f"model.{name}": size for name, size in {**of_token, **sizes}.items()})
     tracker.log_artifact("config.yaml")
     if git.diff:
         tracker.log_text(git.diff, _GIT_DIFF)

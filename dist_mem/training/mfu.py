@@ -1,6 +1,6 @@
 """Model FLOPs utilisation: the model's FLOP/s as a share of the peak of all devices (Chowdhery et al. 2022, app. B).
 
-The model's FLOPs are those of its products, by formula (nn/flops.py), without recomputation, for the tokens read. So
+The model's FLOPs are those of its products (estimate/counting.py), without recomputation, for the tokens read. So
 padding, lanes without work, and all other operations make the figure smaller.
 """
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from dist_mem.config import Config
-from dist_mem.model import describe
+from dist_mem.estimate.counting import Flops
 from dist_mem.nn.layers import DTYPES
 from dist_mem.runtime.devices import gpu_of
 from dist_mem.runtime.distributed import World, sum_over_ranks
@@ -26,8 +26,7 @@ _SIZE = 768  # of the measured products: 1 GFLOP, large enough for a few threads
 class Utilisation(NamedTuple):
     """What the FLOPs of a run are computed from, and compared with."""
 
-    scoring: float  # FLOPs of a token that is only read
-    training: float  # of a token in a forward and a backward
+    of_token: Flops
     peak: float  # FLOP/s of all ranks
 
     def share(self, *, num_tokens: float, num_learned: float, seconds: float) -> float:
@@ -37,21 +36,19 @@ class Utilisation(NamedTuple):
             num_tokens: read by all ranks.
             num_learned: of them, in forwards with a backward.
         """
-        flops = num_tokens * self.scoring + num_learned * (self.training - self.scoring)
+        scoring, training = self.of_token
+        flops = num_tokens * scoring + num_learned * (training - scoring)
         return flops / (seconds * self.peak)
 
 
-def find_utilisation(config: Config, vocab_size: int, world: World) -> tuple[Utilisation | None, list[str]]:
+def find_utilisation(config: Config, flops: Flops | None, world: World) -> tuple[Utilisation | None, list[str]]:
     """Return what MFU needs, or None and a message that says why there is no figure; collective."""
     (peak,) = sum_over_ranks([peak_flops(config, world) or math.nan], world.device)
     if math.isnan(peak):
         name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "a rank's device"
         fix = "set train.peak_tflops to the TFLOP/s of one device to log mfu"
         return None, [f"the peak of {name} in {config.train.precision} is not known: {fix}"]
-    sizes = describe(config, vocab_size)
-    if "training_flops_per_token" not in sizes:
-        return None, []  # the summary of the configuration says so
-    return Utilisation(sizes["scoring_flops_per_token"], sizes["training_flops_per_token"], peak), []
+    return (None if flops is None else Utilisation(flops, peak)), []
 
 
 def peak_flops(config: Config, world: World) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from dist_mem.data.tokenizers.registry import tokenizer_files
 from dist_mem.engine.engine import Engine
 from dist_mem.engine.placement import place_parts
 from dist_mem.errors import RunError, run_error
+from dist_mem.estimate.counting import Flops, NotCountedError, flops_per_token
 from dist_mem.estimate.memory import evaluated_lanes, refuse_what_cannot_fit, surely_fits, training_parts
 from dist_mem.evaluation.scoring import lengths_to_score
 from dist_mem.hf.folder import load_pretrained
@@ -121,7 +123,12 @@ def _open_run(
     messages += compile_model(config, engine, stop_signal)
     failure = LocalFailure()
     lane_segments = config.train.global_batch_size * config.train.segments_per_update
-    utilisation, unknown = find_utilisation(config, tokenizer.vocab_size, world)
+    try:
+        flops: Flops | None = flops_per_token(config, tokenizer.vocab_size)
+    except NotCountedError as error:
+        flops = None
+        messages.append(f"no mfu is logged: {error}")
+    utilisation, unknown = find_utilisation(config, flops, world)
     meter = Meter(lane_segments_per_update=lane_segments, utilisation=utilisation, saved=begin.metadata.get("meter"))
     cursors, step = begin.state.cursors, begin.state.step
     feed = Feed(config, world, meter, failure, data=data, lane_ids=lane_ids, cursors=cursors, step=step)
@@ -129,7 +136,7 @@ def _open_run(
     refuse_profile_outside(config, num_steps)
     writes = tracker is None and world.rank == 0
     indexes = [*data.splits, *data.evaluated]
-    tracker = tracker or _open_run_dir(config, world, begin, indexes, memory_sources, num_steps)
+    tracker = tracker or _open_run_dir(config, world, begin, indexes, memory_sources, flops, num_steps)
     waste = idle_work(config.train, world.size, num_documents=num_readable(feed.plan))
     for message in [*begin.messages, *messages, *unknown, *([": ".join(waste)] if waste else [])]:
         tracker.message(message)
@@ -225,6 +232,7 @@ def _open_run_dir(
     begin: Start,
     indexes: Sequence[Index],
     memory_sources: dict[str, str],
+    flops: Flops | None,
     total_steps: int,
 ) -> Tracker:
     """Open checkpoints, config.yaml, tracking, history on rank 0; return a tracker that records nothing elsewhere."""
@@ -245,7 +253,7 @@ def _open_run_dir(
             measurements=MEASUREMENTS,
         )
         if config.tracking.mlflow:
-            describe_run(tracker, config, world, indexes, memory_sources)
+            describe_run(tracker, config, world, indexes, memory_sources, flops)
             tracker.log_tags(begin.tags)
         first_trained = begin.metadata.get("divergence", {}).get("first_trained", 0)
         begin_part(config, world, begin.state.step, first_trained=first_trained)
@@ -310,5 +318,6 @@ def _refuse_what_cannot_fit(config: Config, world: World, data: Data) -> None:
     eval_lanes = max((evaluated_lanes(config, index) for index in data.evaluated), default=0)
     vocab_size, on_gpu, parts = data.tokenizer.vocab_size, world.device.type == "cuda", []
     if not surely_fits(config, vocab_size, world, num_lanes=2 * len(lanes_of(config, world)) + eval_lanes):
-        parts = training_parts(config, vocab_size, world_size=world.size, on_gpu=on_gpu, eval_lanes=eval_lanes)
+        with suppress(NotCountedError):  # then nobody knows what it needs
+            parts = training_parts(config, vocab_size, world_size=world.size, on_gpu=on_gpu, eval_lanes=eval_lanes)
     refuse_what_cannot_fit(parts, world.device, gather=gather_objects)

@@ -23,9 +23,9 @@ from dist_mem.memory.parts.basis import Geometry, fit_first, solve
 from dist_mem.model import MemoryLM
 from dist_mem.runtime.distributed import World
 from tests.engine.test_memory_zero import ADAM, TRAIN
+from tests.estimate.test_flops import check_small
 from tests.memory.test_infinite_parity import layer_spec
-from tests.nn.test_flops import counted, of_one_lane
-from tests.support.contract_cases import CASES, LANES, fresh_state, full_lanes, random_segments, small_model
+from tests.support.contract_cases import CASES, LANES, fresh_state, full_lanes, random_segments, small_model, subject
 from tests.support.contract_cases import SEG_LEN as SMALL_LEN
 from tests.support.lane_corpus import (
     BOS,
@@ -196,8 +196,7 @@ def test_a_short_first_segment_is_remembered_and_its_padding_is_not() -> None:
 
 @pytest.mark.parametrize("case", ["infinite over causal", "infinite, as printed", "infinite, normed over causal"])
 def test_flops_count_the_regression_of_the_first_segment(case: str) -> None:
-    model = small_model(case, cut="end")
-    assert of_one_lane(model) == counted(model, torch.zeros(1, SMALL_LEN, dtype=torch.int64))
+    check_small(subject(case, cut="end"))
 
 
 def trained(world: World, stage: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:

@@ -99,12 +99,13 @@ def test_the_figures_of_the_first_table_are_those_of_the_log() -> None:
     assert {name: cells[2:] for name, cells in table_with("memory | bytes", README).items()} == logged
 
 
+@pytest.mark.slow
 def test_the_sizes_of_the_first_edition_are_those_of_its_file() -> None:
     study = load_study(str(ROOT / "configs/arena/first_edition.yaml"))
     page = (DOCS / "explanation" / "arena.md").read_text(encoding="utf-8")
     for name, shown in table_with("memory | parameters", page).items():
         words = [*study.train, *study.trained[name]]
-        _, costs = fitted(name, words, study.budget, study.fit, load_config, lambda c: describe(c, VOCABULARY))
+        _, costs = fitted(name, words, study.budget, study.fit, load_config, VOCABULARY)
         assert shown[:4] == [f"{value:,}" for value in costs[:4]], name
 
 

@@ -12,7 +12,9 @@ import pytest
 from dist_mem.__main__ import main
 from dist_mem.config import Config, load_config
 from dist_mem.errors import EXIT_USAGE, UnusableError
+from dist_mem.estimate.counting import flops_per_token
 from dist_mem.estimate.dry_run import check_model
+from dist_mem.estimate.vocabulary import vocab_size_of
 from dist_mem.memory import memory_options
 from dist_mem.studies.budget import apply_budget, fitted
 from dist_mem.studies.runs import all_runs, is_better_higher, rows_behind, train_words
@@ -226,12 +228,13 @@ def test_a_budget_is_met_up_to_one_update_and_one_unit_of_size(tmp_path: Path) -
     fit = {"params": "model.d_inner", "state_bytes": {"transformer_xl": "memory.mem_len"}}
     wanted = {"flops": 1e10, "params": 560_000, "state_bytes": 4_096}
     study = load(tmp_path, ARENA, train=[], learning_rates=[0.001, 0.01], budget=wanted, fit=fit)
-    costs = apply_budget(study, config_of, check_model)
+    costs = apply_budget(study, config_of)
     assert list(costs) == list(study.trained)
     for row, words in study.trained.items():
         config = config_of(words)
         found, train = check_model(config), config.train
-        update = train.global_batch_size * train.seg_len * train.segments_per_update * found["training_flops_per_token"]
+        of_token = flops_per_token(config, vocab_size_of(config)).training
+        update = train.global_batch_size * train.seg_len * train.segments_per_update * of_token
         assert 0 <= wanted["flops"] - train.steps * update < update
         assert costs[row].flops == train.steps * update
         assert abs(found["num_parameters"] - wanted["params"]) <= 8 * 2 * (2 * 16 + 1) / 2  # 8 units of d_inner
@@ -239,11 +242,11 @@ def test_a_budget_is_met_up_to_one_update_and_one_unit_of_size(tmp_path: Path) -
         assert abs(found["state_bytes_per_lane"] - (4_096 if of_xl else 0)) <= 8 * 16 * 4 * 2 / 2 + 2 * 8  # 8 rows
     words = ROWS["none"]
     with pytest.raises(UnusableError, match="none: the budget is less than one update"):
-        fitted("none", words, {"tokens": 3}, {}, config_of, check_model)
+        fitted("none", words, {"tokens": 3}, {}, config_of)
     with pytest.raises(UnusableError, match=r"none: budget\.params is 9, but the smallest model\.d_inner, 8, has 5"):
-        fitted("none", words, {"tokens": 1e6, "params": 9}, fit, config_of, check_model)
+        fitted("none", words, {"tokens": 1e6, "params": 9}, fit, config_of)
     with pytest.raises(UnusableError, match=r"fit\.params is data.seed, which does not change it"):
-        fitted("none", words, {"tokens": 1e6, "params": 9}, {"params": "data.seed"}, config_of, check_model)
+        fitted("none", words, {"tokens": 1e6, "params": 9}, {"params": "data.seed"}, config_of)
 
 
 WRONG_ROWS = {

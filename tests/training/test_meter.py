@@ -13,6 +13,7 @@ import torch
 from dist_mem.config import load_config
 from dist_mem.data.batch import IGNORE, Batch
 from dist_mem.errors import EXIT_REQUEUE
+from dist_mem.estimate.counting import Flops
 from dist_mem.memory import memory_options
 from dist_mem.model import MemoryLM
 from dist_mem.runtime.distributed import World
@@ -86,7 +87,7 @@ def test_waiting_for_data_is_a_share_of_the_time(clock: Clock) -> None:
 
 def test_reading_counts_tokens_that_are_not_scored(clock: Clock) -> None:
     """Of 30 tokens read in 2 s, 10 are scored; products of 10 FLOPs a token, of a peak of 200 FLOP/s."""
-    meter = Meter(lane_segments_per_update=1, utilisation=Utilisation(10.0, 10.0, 200.0))
+    meter = Meter(lane_segments_per_update=1, utilisation=Utilisation(Flops(10, 10), 200.0))
     clock.now += 2.0
     meter.add(Totals(nll=1.0, num_scored=10, num_tokens=30, num_learned=30), epoch=0.1)
     found = meter.read(Gradients())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dist_mem.estimate.counting import Flops
 from dist_mem.runtime.distributed import World
 from dist_mem.training.mfu import Utilisation, measured_flops, peak_flops
 from tests.support.tiny import tiny_config
@@ -15,7 +16,7 @@ CPU_WORLD = World(0, 1, 0, 1, torch.device("cpu"))
 
 def test_tokens_without_a_backward_count_as_scored() -> None:
     """10 tokens are read, 4 of them with a backward: 6 x 2 + 4 x 6 FLOPs of 100 in a second, in 2 s."""
-    assert Utilisation(2.0, 6.0, 100.0).share(num_tokens=10, num_learned=4, seconds=2.0) == 36 / 200
+    assert Utilisation(Flops(2, 6), 100.0).share(num_tokens=10, num_learned=4, seconds=2.0) == 36 / 200
 
 
 @pytest.mark.parametrize(

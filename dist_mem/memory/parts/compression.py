@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_mem.nn.flops import Flops, product
-
 
 class Compression(nn.Module):
     """Base class of compressions.
@@ -26,10 +24,6 @@ class Compression(nn.Module):
 
     def forward(self, rows: Tensor, usage: Tensor | None) -> Tensor:
         raise NotImplementedError
-
-    def flops(self, d_model: int, num_rows: int) -> Flops:
-        """Count the compression of one lane's rows; by default there are no products."""
-        return Flops()
 
 
 class MeanPool(Compression):
@@ -67,9 +61,6 @@ class Convolution(Compression):
     def forward(self, rows: Tensor, usage: Tensor | None) -> Tensor:
         return self.convolution(rows.mT).mT
 
-    def flops(self, d_model: int, num_rows: int) -> Flops:
-        return product(num_rows // self.rate, self.rate * d_model, d_model, gradients=1)
-
 
 class DilatedConvolutions(Compression):
     """Three convolutions of width 3 and dilation 1, 2, 4, each added to its input, then one as in `Convolution`.
@@ -89,11 +80,6 @@ class DilatedConvolutions(Compression):
         for convolution in self.mixing:
             columns = columns + F.relu(convolution(columns))
         return self.convolution(columns).mT
-
-    def flops(self, d_model: int, num_rows: int) -> Flops:
-        first = product(num_rows, 3 * d_model, d_model, gradients=1)
-        last = product(num_rows // self.rate, self.rate * d_model, d_model)
-        return first + product(num_rows, 3 * d_model, 2 * d_model) + last
 
 
 COMPRESSIONS: dict[str, type[Compression]] = {

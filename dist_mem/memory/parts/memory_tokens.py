@@ -22,8 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dist_mem.nn.attention_inputs import Inputs, Relative
-from dist_mem.nn.flops import Flops, product
-from dist_mem.nn.layer_spec import LayerSpec
 from dist_mem.nn.layers import (
     RelativeProjections,
     masked_softmax,
@@ -150,28 +148,3 @@ class MemoryTokenAttention(RelativeProjections):
         scores = add_by_distance(content, [by_column], [self.num_tokens - 1])
         shares = masked_softmax(scores, valid[:, None]).to(rows.value.dtype)
         return self.attention_dropout(shares) @ rows.value, shares
-
-
-def memory_token_flops(
-    spec: LayerSpec, *, num_tokens: int, at_end: bool, cache_len: int, read_cache: bool, context_learns: bool
-) -> Flops:
-    """Count `MemoryTokenAttention` over a full cache; `context_learns` if the cache rows get a gradient."""
-    seg_len, d_model, width = spec.seg_len, spec.d_model, spec.num_heads * spec.d_head
-    blocks = 2 if at_end else 1
-    num_rows, seen = seg_len + blocks * num_tokens, cache_len if read_cache else 0
-    total = product(cache_len, d_model, 2 * width, gradients=1 + context_learns)
-    total += product(num_rows, d_model, 3 * width) + product(num_rows, width, d_model)
-    total += product(cache_len + num_rows + 1, d_model, width, gradients=1).once()
-    reads = [(seg_len, cache_len + num_tokens + seg_len), (num_tokens, seen + num_tokens)]
-    if at_end:
-        reads.append((num_tokens, seen + num_rows))
-    for num_queries, num_keys in reads:
-        total += product(num_queries, width, num_keys) + product(num_queries, width, num_keys)
-        total += product(num_queries, num_keys, width)
-    total += product(seg_len, width, 1)  # the dummy distance
-    if num_tokens > 2:
-        table = product(num_tokens - 2, d_model, width, gradients=1)
-        total += table if cache_len else table.once()
-        for _ in range(blocks):
-            total += product(num_tokens - 1, width, num_tokens - 2)
-    return total

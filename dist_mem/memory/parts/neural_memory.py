@@ -8,7 +8,6 @@ letters: B lanes, T segment, C chunk, D model, I and O the widths before and aft
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 
 from dist_mem.memory.parts.convolution import convolved
 from dist_mem.memory.parts.learned_start import LearnedStart
-from dist_mem.nn.flops import Flops, product
 from dist_mem.nn.layers import Projection
 
 Weights = tuple[Tensor, ...]  # (B, I, O) of every layer of the network
@@ -221,24 +219,3 @@ class NeuralMemory(nn.Module):
 def unit(rows: Tensor) -> Tensor:
     """Divide rows by their length."""
     return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + 1e-6)
-
-
-def learning_flops(shapes: Sequence[tuple[int, int]], *, seg_len: int, chunk_len: int) -> Flops:
-    """Count `learn` for layers of these widths in a window of one segment."""
-    total = Flops()
-    sizes = chunk_sizes(seg_len, chunk_len)
-    for number, size in enumerate(sizes):
-        later, earlier = 2 * (number < len(sizes) - 1), number > 0  # whether a later chunk reads this, this an earlier
-        total += product(size, size, size) + product(size, size, 1)
-        for index, (inner, outer) in enumerate(shapes):
-            total += product(size, inner, outer) + product(size, inner, outer)  # what it returns for keys, for queries
-            total += product(size, outer, inner) if index else Flops()  # the gradient of the layer's input
-            total += product(size, inner, outer, gradients=1 + earlier)  # the momentum before the chunk, 0 at first
-            total += product(size, inner, size) + product(size, size, outer)  # the chunk's own gradients
-            total += product(inner, size, outer, gradients=later) + product(inner, size, outer, gradients=later)
-    return total
-
-
-def recall_flops(shapes: Sequence[tuple[int, int]], *, seg_len: int) -> Flops:
-    """Count `recall`."""
-    return sum((product(seg_len, *shape) for shape in shapes), Flops())

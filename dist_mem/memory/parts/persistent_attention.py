@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from dist_mem.nn.attention import Choice
-from dist_mem.nn.flops import Flops, product
 from dist_mem.nn.layer_spec import LayerSpec
 from dist_mem.nn.layers import Attended, AttentionLayer, Projection, masked_softmax, merge_heads, split_heads
 
@@ -59,13 +58,3 @@ class PersistentAttention(AttentionLayer):
         # Not the probabilities divided by their sum, which is 0 if learned rows have nearly all.
         newest = masked_softmax(scores[..., -num_shown:], visible[..., -num_shown:]) if num_shown else None
         return Attended(self.output(merge_heads(rows)), query, newest)
-
-
-def attention_flops(spec: LayerSpec, *, num_rows: int, context_len: int, context_learns: bool) -> Flops:
-    """Count `PersistentAttention`; `context_learns` if the context rows get a gradient."""
-    seg_len, d_model, width = spec.seg_len, spec.d_model, spec.num_heads * spec.d_head
-    num_keys = num_rows + context_len + seg_len
-    keys = product(context_len, d_model, 2 * width, gradients=1 + context_learns)
-    segment = product(seg_len, d_model, 3 * width) + product(seg_len, width, d_model)  # q, k, v, output
-    scores = product(seg_len, width, num_keys) + product(seg_len, num_keys, width)
-    return product(num_rows, d_model, 2 * width).once() + keys + segment + scores

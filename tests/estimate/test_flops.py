@@ -1,0 +1,123 @@
+"""FLOPs counted on meta tensors: equal to what torch counts in real steps, and to arithmetic without this code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from dist_mem.config import AdaptiveConfig, Config
+from dist_mem.contract import subject as contract
+from dist_mem.contract.subject import Subject
+from dist_mem.estimate.counting import Flops, NotCountedError, flops_per_token
+from dist_mem.model import MemoryLM
+from tests.support.contract_cases import CASES, one_by_day, subject
+from tests.support.paths import ROOT
+from tests.support.tiny import tiny_config
+
+REALISTIC = {
+    "model": {"num_layers": 3, "d_model": 96, "num_heads": 4, "d_head": 20, "d_inner": 256, "dropout": 0.1},
+    "train": {"seg_len": 48},
+}
+REALISTIC_CASES: dict[str, dict[str, Any]] = {
+    "none": {"kind": "none"},
+    "transformer_xl": {"kind": "transformer_xl", "mem_len": 100},
+    "compressive": {"kind": "compressive", "mem_len": 96, "cmem_len": 40, "compression_rate": 5},
+    "lamemo": {"kind": "lamemo", "mem_len": 110},
+    "block_recurrent": {"kind": "block_recurrent", "num_states": 20, "window": 16},
+    "block_recurrent, lstm": {"kind": "block_recurrent", "num_states": 20, "gate": "lstm", "cell": "dual"},
+    "infinite": {"kind": "infinite", "num_basis": 64, "num_samples": 80, "sampling": "sticky"},
+    "infinite, moments": {"kind": "infinite", "num_basis": 64, "num_samples": 80, "density": "softmax_moments"},
+    "infinite, gibbs": {"kind": "infinite", "num_basis": 64, "num_samples": 80, "density": "gibbs"},
+    "infinite, no gate": {"kind": "infinite", "num_basis": 64, "gate": False},
+    "infinite over lamemo": {"kind": "infinite", "num_basis": 64, "over": {"kind": "lamemo", "mem_len": 96}},
+}
+VOCAB = 512
+SEGMENTS_TO_FILL = 5
+OUTSIDE = {"kind": f"{ROOT}/examples/averages.py:Averages", "num_means": 2}
+BRANCHES = """
+from dist_mem.memory.transformer_xl import TransformerXL
+
+class Branches(TransformerXL):
+    def forward(self, x, state, valid_len):
+        return super().forward(x if valid_len.sum().item() else 0 * x, state, valid_len)
+"""
+
+
+def torchs_count(model: MemoryLM, num_lanes: int, seg_len: int) -> Flops:
+    """Return torch's count for a token of one segment of every lane, with full memories."""
+    tokens, valid_len = torch.zeros(num_lanes, seg_len, dtype=torch.int64), torch.full((num_lanes,), seg_len)
+    state = model.init_state(torch.arange(num_lanes), "cpu", torch.float32)
+    with torch.no_grad():
+        for _ in range(SEGMENTS_TO_FILL):
+            state = model(tokens, tokens, valid_len, state=state).state
+        with FlopCounterMode(display=False) as scoring:
+            model(tokens, tokens, valid_len, state=state)
+    with FlopCounterMode(display=False) as training:
+        output = model(tokens, tokens, valid_len, state=state)
+        (output.nll.mean() + sum(loss.sum() for loss in output.aux.values())).backward()
+    return Flops(*(round(count.get_total_flops() / tokens.numel()) for count in (scoring, training)))
+
+
+def check_small(small: Subject) -> None:
+    """Compare the counts of one and of three lanes: tables of distances are made once for all lanes."""
+    model, config, seg_len = small.model(), small.config(), small.size.seg_len
+    for num_lanes in (1, 3):
+        found = flops_per_token(config, contract.VOCAB, num_lanes=num_lanes)
+        assert found == torchs_count(model, num_lanes, seg_len), f"{num_lanes} lanes"
+
+
+def check_realistic(config: Config) -> None:
+    found = flops_per_token(config, VOCAB, num_lanes=1)
+    assert found == torchs_count(MemoryLM(config, VOCAB), 1, 48)
+
+
+def realistic(memory: dict[str, Any], **model_keys: Any) -> Any:
+    config = tiny_config(REALISTIC, {"model": model_keys})
+    config.memory = memory
+    return config
+
+
+@pytest.mark.parametrize(("case", "norm"), one_by_day(CASES, ["pre", "post"]))
+def test_the_count_equals_torchs_of_real_steps(case: str, norm: str) -> None:
+    check_small(subject(case, norm))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", REALISTIC_CASES.values(), ids=REALISTIC_CASES)
+def test_the_count_equals_torchs_at_other_widths(memory: dict[str, Any]) -> None:
+    check_realistic(realistic(memory))
+
+
+def test_an_adaptive_vocabulary_counts_its_first_bin() -> None:
+    check_realistic(realistic({"kind": "none"}, adaptive=AdaptiveConfig([100, 300], div_val=2)))
+
+
+def test_a_memory_from_outside_the_package_is_counted_too() -> None:
+    check_realistic(realistic(OUTSIDE))
+
+
+def test_a_memory_that_branches_on_data_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(BRANCHES, encoding="utf-8")
+    with pytest.raises(NotCountedError, match=r"memory\.kind is .*mine\.py:Branches.* meta tensors: .*item"):
+        flops_per_token(realistic({"kind": f"{tmp_path}/mine.py:Branches"}), VOCAB)
+
+
+@pytest.mark.parametrize(("kind", "mem_len"), [("none", 0), ("transformer_xl", 100)])
+def test_the_count_equals_plain_arithmetic(kind: str, mem_len: int) -> None:
+    """Multiplications a token: weights met once a row, rows of the memory too, and three passes over the keys."""
+    memory = {"kind": kind} | ({"mem_len": mem_len} if mem_len else {})
+    per_row, keys_values, seg_len, num_keys = 4 * 96 * 80 + 2 * 96 * 256, 2 * 96 * 80, 48, 48 + mem_len
+    layer = per_row + keys_values * mem_len / seg_len + 3 * num_keys * 80 + 96 * 80 * num_keys / seg_len
+    found = flops_per_token(realistic(memory), VOCAB, num_lanes=1)
+    assert found.scoring == pytest.approx(2 * (3 * layer + 96 * VOCAB), rel=5e-3)
+    assert 2.7 < found.training / found.scoring <= 3
+
+
+def test_logits_that_are_computed_twice_count_once() -> None:
+    """Of so many tokens, the logits do not stay in memory until the backward."""
+    few, many = (flops_per_token(realistic({"kind": "none"}), 2**18, num_lanes=lanes) for lanes in (1, 64))
+    assert many.training == pytest.approx(few.training, rel=1e-3)
