@@ -63,6 +63,15 @@ class Memory(nn.Module):
         """The configuration keys of a memory besides `kind`, an OmegaConf structured config."""
 
     no_forget: ClassVar[str] = "it does not implement Memory.forget"  # why not, where that is so by its nature
+    # Whether gradients flow through the state to the earlier segments of a window (`train.bptt_segments`).
+    carries_gradient: bool = False
+    # Whether the first segment of a document may be committed with less than T tokens (`spec.short_first`). Such a
+    # memory keeps the first `valid_len` rows of that segment and none of the padding.
+    takes_short_first: bool = False
+    # Whether products of float32 must be exact here, so that `train.tf32` is refused: those of a regression.
+    needs_exact_products: bool = False
+    # Number of rows of the stem after the segment, which are the last rows of x and of the output.
+    num_after: int = 0
 
     def __init__(self, spec: LayerSpec, options: Any) -> None:
         super().__init__()
@@ -80,24 +89,6 @@ class Memory(nn.Module):
         return 0
 
     @property
-    def takes_short_first(self) -> bool:
-        """Whether the first segment of a document may be committed with less than T tokens (`spec.short_first`).
-
-        Such a memory keeps the first `valid_len` rows of that segment and none of the padding.
-        """
-        return False
-
-    @property
-    def needs_exact_products(self) -> bool:
-        """Whether products of float32 must be exact here, so that `train.tf32` is refused: those of a regression."""
-        return False
-
-    @property
-    def carries_gradient(self) -> bool:
-        """Whether gradients flow through the state to the earlier segments of a window (`train.bptt_segments`)."""
-        return False
-
-    @property
     def min_seg_len(self) -> int:
         """Fewest rows of x for which an incomplete segment has the outputs that T rows give; T unless overridden.
 
@@ -109,11 +100,6 @@ class Memory(nn.Module):
     def num_rows(self) -> int:
         """Number of rows that this memory outputs: the segment, and the rows of the stem that it refreshes."""
         return self.spec.seg_len
-
-    @property
-    def num_after(self) -> int:
-        """Number of rows of the stem after the segment, which are the last rows of x and of the output."""
-        return 0
 
     def stem(self) -> Stem:
         """Return the stem, which puts rows around the first block's input; the model uses the first block's stem.

@@ -48,6 +48,10 @@ class State(NamedTuple):
 class BlockRecurrent(Memory):
     """Attention to the last W tokens and to S state vectors, which in turn attend to the tokens."""
 
+    carries_gradient = True
+    takes_short_first = True
+    min_seg_len = 1
+
     # The window's rows could be taken out, but the states would still tell of them.
     no_forget: ClassVar[str] = "its states summarise all earlier tokens, and none of them is a passage's own"
 
@@ -97,18 +101,6 @@ class BlockRecurrent(Memory):
         self.states.ids.normal_()
         for gate in self.update.gates():
             gate.reset_parameters()
-
-    @property
-    def carries_gradient(self) -> bool:
-        return True
-
-    @property
-    def takes_short_first(self) -> bool:
-        return True
-
-    @property
-    def min_seg_len(self) -> int:
-        return 1
 
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
         spec, num_lanes = self.spec, len(document_ids)

@@ -51,6 +51,10 @@ class ExactNorm(nn.RMSNorm):
 class GatedDeltaNet(Memory):
     """S <- alpha S (I - beta k k^T) + beta v k^T for every token, which reads S q."""
 
+    carries_gradient = True
+    takes_short_first = True
+    min_seg_len = 1
+
     no_forget: ClassVar[str] = "every token rewrites its matrix, in which a passage has no rows of its own"
 
     @dataclass
@@ -99,18 +103,6 @@ class GatedDeltaNet(Memory):
         self.log_decay.uniform_(0.01, 16).log_()
         steps = self.decay_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_()
         self.decay_bias.copy_(steps + torch.log(-torch.expm1(-steps)))  # the inverse of softplus
-
-    @property
-    def carries_gradient(self) -> bool:
-        return True
-
-    @property
-    def takes_short_first(self) -> bool:
-        return True
-
-    @property
-    def min_seg_len(self) -> int:
-        return 1
 
     @property
     def evicted_len(self) -> int:

@@ -70,6 +70,10 @@ class SegmentAttention(AttentionLayer):
 class Infini(Memory):
     """Attention within the segment, mixed with a reading of all earlier segments by a gate per head."""
 
+    carries_gradient = True
+    takes_short_first = True
+    min_seg_len = 1
+
     no_forget: ClassVar[str] = "its matrix is a sum over all tokens, in which a passage has no rows of its own"
 
     @dataclass
@@ -94,18 +98,6 @@ class Infini(Memory):
     def reset_parameters(self) -> None:
         if not self.beta.is_meta:
             self.beta.fill_(self.options.gate_init)
-
-    @property
-    def carries_gradient(self) -> bool:
-        return True
-
-    @property
-    def takes_short_first(self) -> bool:
-        return True
-
-    @property
-    def min_seg_len(self) -> int:
-        return 1
 
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
         shape = (len(document_ids), self.spec.num_heads, self.spec.d_head, self.spec.d_head)

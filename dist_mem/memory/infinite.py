@@ -35,23 +35,13 @@ from dist_mem.memory.parts.signal_places import Trace
 class Infinite(Signal):
     """Continuous long-term memory over another memory."""
 
+    needs_exact_products = True  # of the coefficients, whose errors would add up over a document
+
     Options = InfiniteOptions
 
     @property
     def evicted_len(self) -> int:
         return self.over.evicted_len
-
-    @property
-    def takes_short_first(self) -> bool:
-        return self.over.takes_short_first  # and then what it evicts is the segment itself
-
-    @property
-    def carries_gradient(self) -> bool:
-        return self.over.carries_gradient
-
-    @property
-    def needs_exact_products(self) -> bool:
-        return True  # of the coefficients, whose errors would add up over a document
 
     @classmethod
     def small_options(cls, seg_len: int) -> dict[str, Any]:
@@ -76,10 +66,6 @@ class Infinite(Signal):
     @property
     def num_rows(self) -> int:
         return self.over.num_rows
-
-    @property
-    def num_after(self) -> int:
-        return self.over.num_after
 
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
         num_lanes, d_model, options = document_ids.shape[0], self.spec.d_model, self.options

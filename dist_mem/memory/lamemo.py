@@ -65,6 +65,8 @@ def check_options(options: LaMemo.Options) -> None:
 class LaMemo(Memory):
     """Attention to the segment and to memory rows, which look ahead in all blocks but the last."""
 
+    min_seg_len = 1
+
     @dataclass
     class Options:
         mem_len: int = key(128, at_most=TOKENS)  # M, tokens
@@ -104,10 +106,6 @@ class LaMemo(Memory):
     @classmethod
     def small_options(cls, seg_len: int) -> dict[str, Any]:
         return {"mem_len": 2 * seg_len}
-
-    @property
-    def min_seg_len(self) -> int:
-        return 1
 
     @property
     def kept_len(self) -> int:

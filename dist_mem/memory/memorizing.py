@@ -110,6 +110,8 @@ class GatedAttention(UnitAttention):
 class Memorizing(Memory):
     """Attention to the segment and its cache, mixed with the nearest of many stored keys and values."""
 
+    min_seg_len = 1
+
     @dataclass
     class Options:
         mem_len: int = key(8192, at_least=1, at_most=TOKENS)  # M, tokens
@@ -157,10 +159,6 @@ class Memorizing(Memory):
         if not self.attention.gate.is_meta:
             self.attention.gate.fill_(self.options.gate_init)
             self.attention.scale.fill_(self.options.scale_init)
-
-    @property
-    def min_seg_len(self) -> int:
-        return 1
 
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
         num_lanes, heads, width = len(document_ids), self.spec.num_heads, self.spec.d_head

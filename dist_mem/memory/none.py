@@ -22,6 +22,9 @@ class State(NamedTuple):
 class NoMemory(Memory):
     """Attention within the segment, with relative positions, or rotary ones in a Llama."""
 
+    takes_short_first = True
+    min_seg_len = 1
+
     def __init__(self, spec: LayerSpec, options: Memory.Options) -> None:
         super().__init__(spec, options)
         if spec.same_length:
@@ -39,14 +42,6 @@ class NoMemory(Memory):
     def tie_parameters(self, first: Memory) -> None:
         assert isinstance(first, NoMemory)
         self.attention.share_biases(first.attention)
-
-    @property
-    def takes_short_first(self) -> bool:
-        return True
-
-    @property
-    def min_seg_len(self) -> int:
-        return 1
 
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
         return State()

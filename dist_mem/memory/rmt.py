@@ -97,6 +97,8 @@ def check_options(options: RecurrentMemory.Options) -> None:
 class RecurrentMemory(Memory):
     """Attention of a segment with memory tokens around it, and to a cache if there is one."""
 
+    carries_gradient = True
+
     # The cache's rows could be taken out, but the memory tokens would still tell of them.
     no_forget: ClassVar[str] = "its memory tokens summarise all earlier segments, and none of them is a passage's own"
 
@@ -127,14 +129,11 @@ class RecurrentMemory(Memory):
             read_cache=options.read_cache,
             **spec.attention,
         )
+        self.num_after = self.attention.num_after
 
     @classmethod
     def small_options(cls, seg_len: int) -> dict[str, Any]:
         return {"num_tokens": 3}
-
-    @property
-    def carries_gradient(self) -> bool:
-        return True
 
     @property
     def min_seg_len(self) -> int:
@@ -148,10 +147,6 @@ class RecurrentMemory(Memory):
                 "memory over rmt gets the rows of segments; set memory.mem_len to 0"
             )
         return super().evicted_len
-
-    @property
-    def num_after(self) -> int:
-        return self.attention.num_after
 
     @property
     def num_rows(self) -> int:

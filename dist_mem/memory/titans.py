@@ -92,6 +92,10 @@ class GatedOutput(nn.Module):
 class Titans(Memory):
     """Attention and a network that learns keys and values: beside it, before it, as its context, or alone."""
 
+    carries_gradient = True
+    takes_short_first = True
+    min_seg_len = 1
+
     no_forget: ClassVar[str] = "what its network has learned from a passage cannot be separated from the rest"
 
     @dataclass
@@ -135,18 +139,6 @@ class Titans(Memory):
 
     def reset_parameters(self) -> None:
         self.memory.reset_parameters()
-
-    @property
-    def carries_gradient(self) -> bool:
-        return True
-
-    @property
-    def takes_short_first(self) -> bool:
-        return True
-
-    @property
-    def min_seg_len(self) -> int:
-        return 1
 
     @property
     def evicted_len(self) -> int:

@@ -52,6 +52,8 @@ def check_mem_len(mem_len: int) -> None:
 class TransformerXL(Memory):
     """Attention to the segment and the block's last M inputs, with relative positions, or rotary ones in a Llama."""
 
+    min_seg_len = 1
+
     @dataclass
     class Options:
         mem_len: int = key(128, at_most=TOKENS)  # M, tokens
@@ -65,10 +67,6 @@ class TransformerXL(Memory):
     @classmethod
     def small_options(cls, seg_len: int) -> dict[str, Any]:
         return {"mem_len": 2 * seg_len - 1}
-
-    @property
-    def min_seg_len(self) -> int:
-        return 1
 
     @property
     def kept_len(self) -> int:

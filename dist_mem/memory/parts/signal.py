@@ -81,6 +81,8 @@ class Signal(Memory):
         check_options(options)
         width = spec.num_heads * spec.d_head
         self.over = over
+        self.carries_gradient, self.num_after = over.carries_gradient, over.num_after
+        self.takes_short_first = over.takes_short_first  # and then what it evicts is the segment itself
         if options.store == "normed":
             norm_of(over)
         self.gate = nn.Conv1d(spec.d_model, spec.d_model, kernel_size=3, padding=1) if options.gate else None
