@@ -20,7 +20,7 @@ from dist_mem.runtime.distributed import World, decided_by_rank0
 def is_finished(config: Config, world: World, resumption: Resumption) -> bool:
     """Whether the checkpoint is the last one of a run that needs no more steps; collective."""
     run_dir, choice = Path(config.run_dir), resumption.choice
-    paths, before = ([stage.data.path for stage in stages_of(each)] for each in (config, resumption.saved))
+    paths, before = ([stage.data.path for stage in stages_of(each.data)] for each in (config, resumption.saved))
     if config.resume != AUTO or paths != before:
         return False  # data at another path are compared with those of the run only when the job is opened
     step = decided_by_rank0(lambda: _finished_step(run_dir, config.train))

@@ -48,14 +48,14 @@ def find_resumption(config: Config, world: World, allowed: Sequence[str] = ()) -
     choice = choose_checkpoint(config.resume, Path(config.run_dir), world)
     if choice is None:
         return None
-    saved = saved_config(choice.directory, config)
+    saved = saved_config(choice.directory, config.memory)
     changes = decided_by_rank0(lambda: _check_changes(saved, config, choice.manifest, allowed))
     return Resumption(choice, saved, changes, time.perf_counter() - began)
 
 
-def saved_config(directory: Path, config: Config) -> Config:
+def saved_config(directory: Path, memory: Any) -> Config:
     """Return the configuration of a checkpoint, which rank 0 reads for all; see `_read_saved`. Raises UnusableError."""
-    return decided_by_rank0(lambda: readable(lambda: _read_saved(directory, config)))
+    return decided_by_rank0(lambda: readable(lambda: _read_saved(directory, memory)))
 
 
 def check_run_dir(config: Config, allowed: Sequence[str] = ()) -> None:
@@ -67,7 +67,7 @@ def check_run_dir(config: Config, allowed: Sequence[str] = ()) -> None:
     request = readable(lambda: find_candidates(config.resume, Path(config.run_dir)))
     for directory in request.candidates:
         try:
-            saved = _read_saved(directory, config)
+            saved = _read_saved(directory, config.memory)
             manifest = read_manifest(directory)
         except (ConfigError, CheckpointError, OSError):  # damaged: the job passes it over and reports the reason
             continue
@@ -95,12 +95,12 @@ def _check_changes(saved: Config, config: Config, manifest: Mapping[str, Any], a
     return check_changes(saved, config, then=manifest.get("environment", {}), allowed=allowed)
 
 
-def _read_saved(directory: Path, config: Config) -> Config:
+def _read_saved(directory: Path, memory: Any) -> Config:
     """Return the configuration of a checkpoint; options added to its memory since then have their defaults."""
     path = directory / "config.yaml"
     saved = read_config(path)
     if dict(kinds_of(saved.memory)) == dict(
-        kinds_of(config.memory)
+        kinds_of(memory)
     ):  # memories of other kinds are not loaded: that could run code
         with suppress(ConfigError):  # an option was removed since then: the resume rules report it
             return load_config([str(path)], memory_options=memory_options)

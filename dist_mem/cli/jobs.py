@@ -34,7 +34,7 @@ def launch(options: argparse.Namespace) -> int:
             check_data(config)
         except ValueError as error:
             raise UnusableError(f"{error}; preflight=false submits the job without it") from error
-    if warning := idle_warning(config, script.numbers_of_ranks(config.launch)):
+    if warning := idle_warning(config.train, config.data, script.numbers_of_ranks(config.launch)):
         print(warning, file=sys.stderr)
 
     def snapshot(folder: Path) -> None:

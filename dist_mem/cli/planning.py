@@ -36,8 +36,8 @@ def plan(options: Namespace) -> int:
 
     on_node = config.launch.gpus_per_node.rpartition(":")[2]
     cluster = Cluster(device_named(options.gpu), options.gpus, max(1, int(on_node)))
-    job = report.plan(config, vocab_size_of(config), cluster, disk_rate=1e9 * options.disk)
-    print(json.dumps(report.as_json(job)) if options.json else report.as_text(config, job))
+    job = report.plan(config, vocab_size_of(config.data, config.model), cluster, disk_rate=1e9 * options.disk)
+    print(json.dumps(report.as_json(job)) if options.json else report.as_text(config.train, job))
     if not job.fits:
         raise UnusableError(report.refusal(job))
     return 0

@@ -26,6 +26,7 @@ from dist_mem.config.schema import (
     DataConfig,
     DivergenceConfig,
     EvalConfig,
+    LaunchConfig,
     ModelConfig,
     OptimizerConfig,
     ParameterGroupConfig,
@@ -34,6 +35,7 @@ from dist_mem.config.schema import (
     TokenTypeConfig,
     TrackingConfig,
     TrainConfig,
+    WatchdogConfig,
 )
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "DataConfig",
     "DivergenceConfig",
     "EvalConfig",
+    "LaunchConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParameterGroupConfig",
@@ -52,6 +55,7 @@ __all__ = [
     "TokenTypeConfig",
     "TrackingConfig",
     "TrainConfig",
+    "WatchdogConfig",
     "deepspeed_block",
     "known_keys",
     "load_config",

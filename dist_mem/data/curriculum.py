@@ -41,22 +41,22 @@ def path_keys(num_stages: int) -> list[str]:
     return [*(f"data.curriculum[{number}].path" for number in range(num_stages - 1)), "data.path"]
 
 
-def stages_of(config: Config) -> list[Stage]:
+def stages_of(data: DataConfig) -> list[Stage]:
     """Return the stages of a training; without a curriculum there is one, that of data.path."""
-    given = config.data.curriculum
+    given = data.curriculum
     *keys, last = path_keys(len(given) + 1)
     bounds = [0, *(stage.until for stage in given)]
     parts = zip(keys, given, bounds[:-1], strict=True)
-    earlier = [Stage(key, _at(config.data, stage.path), first, stage.until) for key, stage, first in parts]
-    return [*earlier, Stage(last, config.data, bounds[-1], None)]
+    earlier = [Stage(key, _at(data, stage.path), first, stage.until) for key, stage, first in parts]
+    return [*earlier, Stage(last, data, bounds[-1], None)]
 
 
-def stage_number(config: Config, step: int) -> int:
+def stage_number(data: DataConfig, step: int) -> int:
     """Return the number of the stage that is read by the update after `step` updates."""
-    return sum(stage.until <= step for stage in config.data.curriculum)
+    return sum(stage.until <= step for stage in data.curriculum)
 
 
-def earlier_splits(config: Config, tokenizer: Tokenizer) -> list[Index]:
+def earlier_splits(data: DataConfig, tokenizer: Tokenizer) -> list[Index]:
     """Open the training split of every stage but the last.
 
     Args:
@@ -66,7 +66,7 @@ def earlier_splits(config: Config, tokenizer: Tokenizer) -> list[Index]:
         UnusableError: a stage has another tokenizer, or is missing or damaged.
     """
     splits = []
-    for stage in stages_of(config)[:-1]:
+    for stage in stages_of(data)[:-1]:
         own = open_tokenizer(stage.data)
         if own.fingerprint != tokenizer.fingerprint:
             raise UnusableError(
@@ -117,7 +117,7 @@ def curriculum_reader(
     Raises:
         ValueError: as `training_reader`, for any stage that is still to be read.
     """
-    stages = stages_of(config)[stage_number(config, step) :]
+    stages = stages_of(config.data)[stage_number(config.data, step) :]
     readers = []
     with ExitStack() as opened:
         for stage in stages:

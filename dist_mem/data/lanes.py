@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dist_mem.config import Config, DataConfig
+from dist_mem.config import Config, DataConfig, TrainConfig
 from dist_mem.data.batch import IGNORE, Batch, Update
 from dist_mem.data.directory import open_index, open_tokenizer
 from dist_mem.data.documents import NOTHING, Documents
@@ -141,9 +141,8 @@ class LaneReader:
         return sum(epochs) / len(epochs) if epochs else 0.0
 
 
-def training_plan(config: Config, index: Index) -> Plan:
+def training_plan(data: DataConfig, train: TrainConfig, index: Index) -> Plan:
     """Return the plan of a training on this split. Raises ValueError if there are too few documents."""
-    data, train = config.data, config.train
     lengths = cut_lengths(index.documents.num_tokens, data.max_document_len)
     return make_plan(
         lengths,
@@ -178,7 +177,7 @@ def training_reader(
     return LaneReader(
         data,
         index,
-        training_plan(config, index),
+        training_plan(config.data, config.train, index),
         lane_ids=lanes_of_rank(
             train.global_batch_size, world_size=world_size, rank=rank, micro_lanes=train.micro_batch_size
         ),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from dist_mem.config import Config, DataConfig
+from dist_mem.config import Config, DataConfig, EvalConfig
 from dist_mem.config.check import flatten
 from dist_mem.data.curriculum import stages_of
 from dist_mem.data.directory import local_dir
@@ -65,7 +65,7 @@ def fingerprint_data(config: Config) -> Fingerprint:
     For a URL the result is empty, because fetched files are compared with their checksums anyway; so are staged tars.
     """
     found = {}
-    for where, data, splits in _on_disk(config):
+    for where, data, splits in _on_disk(config.data, config.eval):
         found[f"{where}{JSON_NAME}"] = _checksum(local_dir(data) / JSON_NAME)
         for split in splits:
             split_dir = local_dir(data) / split
@@ -81,7 +81,7 @@ def _checksum(path: Path) -> str:
 
 def check_tars(config: Config) -> Iterator[Remark]:
     """Check on this node that the tars of the training split have the sizes in its index."""
-    for _, data, _ in _on_disk(config):
+    for _, data, _ in _on_disk(config.data, config.eval):
         split_dir = local_dir(data) / data.train_split
         if data.stage != "none" or not (split_dir / INDEX_NAME).is_file():
             continue  # fetched or staged tars are compared later; the job reports a missing index
@@ -103,19 +103,19 @@ def check_data(config: Config) -> tuple[()]:
     Raises:
         ValueError: one is missing or damaged; the message names the file and the fix.
     """
-    for _, data, splits in _on_disk(config):
+    for _, data, splits in _on_disk(config.data, config.eval):
         read_tokenizer_metadata(local_dir(data))
         for split in splits:
             read_index(local_dir(data) / split)
     return ()
 
 
-def _on_disk(config: Config) -> Iterator[tuple[str, DataConfig, list[str]]]:
+def _on_disk(data: DataConfig, eval_config: EvalConfig) -> Iterator[tuple[str, DataConfig, list[str]]]:
     """Yield for every data directory that is no URL its name in a report, and the splits that training opens."""
-    train = config.data.train_split
-    if not is_remote(config.data.path):
-        yield "", config.data, list(dict.fromkeys([train, *([config.eval.split] if config.eval.every else [])]))
-    for number, stage in enumerate(stages_of(config)[:-1]):
+    train = data.train_split
+    if not is_remote(data.path):
+        yield "", data, list(dict.fromkeys([train, *([eval_config.split] if eval_config.every else [])]))
+    for number, stage in enumerate(stages_of(data)[:-1]):
         yield f"curriculum[{number}]/", stage.data, [train]
 
 

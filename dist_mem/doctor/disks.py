@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dist_mem.checkpoint.manifest import list_steps
-from dist_mem.config import Config
+from dist_mem.config import CheckpointConfig, Config, LaunchConfig
 from dist_mem.data.batch_plan import batch_plan
 from dist_mem.data.directory import local_dir
 from dist_mem.data.tokenizers.registry import FILE_NAMES, JSON_NAME
@@ -198,21 +198,21 @@ def checkpoint_size(config: Config, world_size: int) -> Checkpoint:
     return Checkpoint(num_bytes, _FILES_PER_RANK * world_size + _OTHER_FILES)
 
 
-def checkpoints_to_come(config: Config) -> int:
+def checkpoints_to_come(checkpoint: CheckpointConfig, run_dir: str) -> int:
     """Return how many more will exist at once: those that `checkpoint.keep_last` keeps, and the one being written."""
-    rules = config.checkpoint
+    rules = checkpoint
     kept = 2 if rules.keep_last is None else rules.keep_last + (rules.keep_best or 0) + 1
-    return max(1, kept - len(list_steps(Path(config.run_dir))))
+    return max(1, kept - len(list_steps(Path(run_dir))))
 
 
-def check_stop_time(config: Config, *, num_bytes: int, rate: float) -> Iterator[Remark]:
+def check_stop_time(launch: LaunchConfig, *, num_bytes: int, rate: float) -> Iterator[Remark]:
     """Check that a save fits between the signal and the end of the job.
 
     Args:
         num_bytes: size of a checkpoint.
         rate: write rate of all ranks together, in bytes per second.
     """
-    seconds, lead = num_bytes / rate, config.launch.signal_seconds
+    seconds, lead = num_bytes / rate, launch.signal_seconds
     time = f"about {seconds:,.0f} s" if seconds >= 1 else "less than a second"
     text = f"a save takes {time} ({rate / 1e6:,.0f} MB/s), the signal comes {lead} s before the end"
     fix = f"launch.signal_seconds={10 * math.ceil(_SAVES * seconds / 10 + 3)}"

@@ -118,7 +118,7 @@ def _check_room(
     run_dir = Path(config.run_dir)
     num_bytes, num_files = size = disks.checkpoint_size(config, world.size)
     checkpoint.append(size)
-    kept = disks.checkpoints_to_come(config)
+    kept = disks.checkpoints_to_come(config.checkpoint, config.run_dir)
     yield from disks.check_room(run_dir, num_bytes=num_bytes, num_files=num_files, kept=kept)
     if is_thorough:
         yield from disks.check_quota(run_dir, num_bytes * kept)
@@ -137,11 +137,11 @@ def _check_mlflow(config: Config, *, is_thorough: bool) -> Iterator[Remark]:
         yield level("MLflow", problem, fix or "tracking.send=never goes without it")
         return
     if silence and is_thorough:
-        text = f"{without_credentials(store_uri(config))} does not answer: {silence}"
+        text = f"{without_credentials(store_uri(config.tracking))} does not answer: {silence}"
         fix = "look at tracking.uri, proxies, the firewall; a run keeps its metrics until it is back"
         yield warning("MLflow", text, fix)
     else:
-        yield ok("MLflow", choose_sending(config).message.removeprefix("MLflow: "))
+        yield ok("MLflow", choose_sending(config.tracking).message.removeprefix("MLflow: "))
 
 
 def _compare(results: Sequence[LocalResult]) -> Iterator[Finding]:
@@ -184,5 +184,5 @@ def _judge(
     yield from network.check_clocks(places, [one.clocks for one in measured])
     rates = [one.write_rate for one in measured if one.write_rate is not None]
     if config is not None and checkpoint is not None and rates:
-        for remark in disks.check_stop_time(config, num_bytes=checkpoint.num_bytes, rate=sum(rates)):
+        for remark in disks.check_stop_time(config.launch, num_bytes=checkpoint.num_bytes, rate=sum(rates)):
             yield remark.at(None)

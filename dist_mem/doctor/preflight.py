@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from dist_mem.config import Config
+from dist_mem.config import Config, WatchdogConfig
 from dist_mem.doctor.examine import examine
 from dist_mem.runtime.distributed import World, gather_objects
 from dist_mem.runtime.environment import node_name
@@ -24,7 +24,7 @@ from dist_mem.supervision.rendezvous import Rendezvous, wait_for_ranks
 log = logging.getLogger(__name__)
 
 
-def before_joining(config: Config) -> Rendezvous:
+def before_joining(run_dir: str, watchdog: WatchdogConfig, preflight: bool) -> Rendezvous:
     """Wait for all ranks and check that each has its accelerator; call it before `distributed.initialize`.
 
     With `preflight` off, only missing ranks end the job: torch would wait for them for half an hour without a message.
@@ -37,9 +37,9 @@ def before_joining(config: Config) -> Rendezvous:
         UnusableError: on every rank present; two ranks have the same GPU.
         ValueError: a launcher's variables are incomplete.
     """
-    rendezvous = wait_for_ranks(seconds=config.watchdog.join_seconds)
-    findings = [one for one in rendezvous.findings if config.preflight or one.what == RENDEZVOUS]
-    _refuse(config, findings, rendezvous.nodes, is_writer=read_ranks()[0] == 0)
+    rendezvous = wait_for_ranks(seconds=watchdog.join_seconds)
+    findings = [one for one in rendezvous.findings if preflight or one.what == RENDEZVOUS]
+    _refuse(run_dir, findings, rendezvous.nodes, is_writer=read_ranks()[0] == 0)
     return rendezvous
 
 
@@ -57,14 +57,14 @@ def preflight(config: Config, world: World) -> list[str]:
     with closing(examine(config, world, is_thorough=False)) as rounds:
         for found in rounds:
             findings += found
-            _refuse(config, findings, gather_objects(node_name()), is_writer=world.rank == 0)
+            _refuse(config.run_dir, findings, gather_objects(node_name()), is_writer=world.rank == 0)
     return lines([finding for finding in findings if finding.level == WARNING])
 
 
-def _refuse(config: Config, findings: Sequence[Finding], nodes: Sequence[str], *, is_writer: bool) -> None:
+def _refuse(run_dir: str, findings: Sequence[Finding], nodes: Sequence[str], *, is_writer: bool) -> None:
     names = failed_nodes(findings, nodes)
     if is_writer and names:
-        note_failed_nodes(Path(config.run_dir), names)
+        note_failed_nodes(Path(run_dir), names)
     refuse(findings, nodes)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dist_mem.config import Config
+from dist_mem.config import TrainConfig
 from dist_mem.engine.defaults import deepspeed_config
 from dist_mem.engine.start import make_partitioner, partition
 from dist_mem.nn.layers import DTYPES
@@ -50,7 +50,7 @@ class Placed(Placement):
             partition(list(part.parameters()), self._partitioner)
 
 
-def place_parts(config: Config, block: dict[str, Any], device: torch.device, *, world_size: int) -> Placement:
+def place_parts(train: TrainConfig, block: dict[str, Any], device: torch.device, *, world_size: int) -> Placement:
     """Return the placement for a training; the one that changes nothing if DeepSpeed must lay out whole weights.
 
     Args:
@@ -59,12 +59,12 @@ def place_parts(config: Config, block: dict[str, Any], device: torch.device, *, 
     Raises:
         ValueError: DeepSpeed refuses the block.
     """
-    dtype = DTYPES[config.train.precision]
+    dtype = DTYPES[train.precision]
     zero = block.get("zero_optimization") or {}
     if zero.get("stage", 0) < 3:
         return Placed(device, dtype)
     if any(zero.get(key, 0) not in (0, 1) for key in _OWN_LAYOUT) or zero.get("offload_param"):
         return Placement()
     # Accumulation and the number of parameters are of no account for a partition.
-    settings = deepspeed_config(block, config.train, world_size=world_size, accumulation=1, num_parameters=1)
+    settings = deepspeed_config(block, train, world_size=world_size, accumulation=1, num_parameters=1)
     return Placed(device, dtype, make_partitioner(settings, dtype))

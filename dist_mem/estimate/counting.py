@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dist_mem.config import Config
+from dist_mem.config import Config, ModelConfig
 from dist_mem.config.memory_blocks import kinds_of
 from dist_mem.errors import UnusableError
 from dist_mem.memory import memory_kinds
@@ -147,11 +147,11 @@ def _flops(name: str, args: tuple[Any, ...], output: Any) -> int:
     return 2 * left.numel() * right.shape[-1]
 
 
-def expected_shares(config: Config, vocab_size: int) -> list[float]:
+def expected_shares(model: ModelConfig, vocab_size: int) -> list[float]:
     """Return the share of tokens in each later bin of an adaptive vocabulary, by Zipf's law: 1 / rank."""
-    if config.model.adaptive is None:
+    if model.adaptive is None:
         return []
-    edges = [*config.model.adaptive.cutoffs, vocab_size]
+    edges = [*model.adaptive.cutoffs, vocab_size]
     return [math.log(end / begin) / math.log(vocab_size) for begin, end in pairwise(edges)]
 
 
@@ -316,7 +316,7 @@ def _count(config: Config, vocab_size: int, *, on_gpu: bool, keeps_gradients: bo
         }
         if not keeps_gradients:
             _drop_gradients(model)
-        shares = expected_shares(config, vocab_size)
+        shares = expected_shares(config.model, vocab_size)
         if on_gpu and learns:
             _drop_as_a_gpu(model)
         _set_rows_by_bin(model, shares)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from dist_mem.config import Config, deepspeed_block
+from dist_mem.config import Config, DataConfig, TrainConfig, deepspeed_block
 from dist_mem.config.memory_blocks import is_per_block, memories_of
 from dist_mem.data.batch_plan import batch_plan, counted, idle_work, num_readable, steps_per_epoch, total_steps
 from dist_mem.data.curriculum import Stage, earlier_splits, stages_of
@@ -25,18 +25,18 @@ from dist_mem.model import describe
 from dist_mem.runtime.terminal import labelled
 
 
-def idle_warning(config: Config, world_sizes: Iterable[int]) -> str | None:
+def idle_warning(train: TrainConfig, data: DataConfig, world_sizes: Iterable[int]) -> str | None:
     """Return a warning for the first of these numbers of ranks that wastes more than IDLE_LIMIT; None if none does.
 
     Raises:
         UnusableError: the data has too few documents for the lanes.
     """
     try:
-        num_documents = num_readable(_built_plan(config))
+        num_documents = num_readable(_built_plan(data, train))
     except ValueError as error:
         raise UnusableError(str(error)) from error
     for size in world_sizes:
-        waste = idle_work(config.train, size, num_documents=num_documents)
+        waste = idle_work(train, size, num_documents=num_documents)
         if waste and waste.label == "warning":
             return f"warning: with {counted(size, 'rank')}, {waste.text}"
     return None
@@ -55,7 +55,7 @@ def subjects(config: Config, *, world_size: int) -> list[tuple[str, str]]:
     """
     try:
         refresh(config.data, [config.data.train_split])
-        plan = _built_plan(config)
+        plan = _built_plan(config.data, config.train)
         batch = _batch_lines(config, world_size, num_readable(plan))
         return [*_model_lines(config, world_size), *batch, *_data_lines(config, plan)]
     except UnusableError:
@@ -89,14 +89,14 @@ def check_model(config: Config, vocab_size: int | None = None) -> dict[str, int]
         UnusableError: the model or its memory cannot be built with these settings.
     """
     try:
-        return describe(config, vocab_size or vocab_size_of(config))
+        return describe(config, vocab_size or vocab_size_of(config.data, config.model))
     except (ValueError, RuntimeError) as error:  # RuntimeError: more bytes than a tensor can have
         raise UnusableError(str(error)) from error
 
 
 def _model_lines(config: Config, world_size: int) -> Iterator[tuple[str, str]]:
     model, train = config.model, config.train
-    is_built, vocab_size = data_is_built(config), vocab_size_of(config)
+    is_built, vocab_size = data_is_built(config.data), vocab_size_of(config.data, config.model)
     if model.pretrained is not None:
         check_sizes(model, vocab_size if is_built else None)
     sizes = check_model(config)
@@ -132,11 +132,11 @@ def _batch_lines(config: Config, world_size: int, num_documents: int | None) -> 
     yield "engine", f"ZeRO stage {stage}, {train.precision}, {config.optimizer.kind}, {clipping}"
 
 
-def _built_plan(config: Config) -> Plan | None:
+def _built_plan(data: DataConfig, train: TrainConfig) -> Plan | None:
     """Return the plan of the training split; None if the data is not built yet."""
-    if not data_is_built(config):
+    if not data_is_built(data):
         return None
-    return training_plan(config, open_index(config.data, config.data.train_split))
+    return training_plan(data, train, open_index(data, data.train_split))
 
 
 def _data_lines(config: Config, plan: Plan | None) -> Iterator[tuple[str, str]]:
@@ -146,10 +146,12 @@ def _data_lines(config: Config, plan: Plan | None) -> Iterator[tuple[str, str]]:
         yield "data", f"{data.path}: not built yet"
         yield "training", f"{given:,} {'steps' if other == 'epochs' else 'epochs'}; the data will give the {other}"
         return
-    stages, until = stages_of(config), total_steps(config, plan)
-    for stage, index in zip(stages, earlier_splits(config, open_tokenizer(data)), strict=False):
+    stages, until = stages_of(config.data), total_steps(config, plan)
+    for stage, index in zip(stages, earlier_splits(config.data, open_tokenizer(data)), strict=False):
         try:
-            yield from _stage_lines(config, stage, training_plan(config, index), stage.until or until)
+            yield from _stage_lines(
+                config, stage, training_plan(config.data, config.train, index), stage.until or until
+            )
         except ValueError as error:
             raise UnusableError(f"{stage.key} = {stage.data.path}: {error}") from error
     yield from _stage_lines(config, stages[-1], plan, until)

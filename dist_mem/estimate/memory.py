@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from dist_mem.config import Config
+from dist_mem.config import Config, EvalConfig
 from dist_mem.data.batch_plan import batch_plan
 from dist_mem.data.shard import Index
 from dist_mem.errors import UnusableError
@@ -151,11 +151,11 @@ def scoring_parts(config: Config, vocab_size: int, *, num_lanes: int, world_size
     return [*fixed, _with_keys(forward, config, "train.micro_batch_size", "train.seg_len", *_LENGTHS)]
 
 
-def evaluated_lanes(config: Config, index: Index) -> int:
+def evaluated_lanes(eval_config: EvalConfig, index: Index) -> int:
     """Return the number of lanes of the whole job that an evaluation of a split reads at one time."""
-    if config.eval.layout == "stream":
-        return config.eval.batch_size
-    return min(config.eval.batch_size, int((index.documents.num_tokens > 0).sum()))
+    if eval_config.layout == "stream":
+        return eval_config.batch_size
+    return min(eval_config.batch_size, int((index.documents.num_tokens > 0).sum()))
 
 
 def writing_parts(config: Config, vocab_size: int, *, num_samples: int) -> list[Part]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from dist_mem.config import Config
+from dist_mem.config import Config, TrainConfig
 from dist_mem.data.batch_plan import batch_plan, counted
 from dist_mem.errors import UnusableError
 from dist_mem.estimate.counting import count_micro_batch, flops_per_token
@@ -76,9 +76,9 @@ def _plan(config: Config, vocab_size: int, cluster: Cluster, disk_rate: float) -
     )
     tokens = config.train.global_batch_size * config.train.seg_len * config.train.segments_per_update
     flops = flops_per_token(config, vocab_size).training
-    mfu = flops * tokens / time.total / (world_size * peak_flops(config, cluster.device))
+    mfu = flops * tokens / time.total / (world_size * peak_flops(config.train, cluster.device))
     parts = update_parts(config, vocab_size, sizes, of_batch, world_size=world_size, on_gpu=on_gpu)
-    checkpoint = checkpoint_cost(config, sizes, world_size=world_size, disk_rate=disk_rate)
+    checkpoint = checkpoint_cost(config.optimizer, config.train, sizes, world_size=world_size, disk_rate=disk_rate)
     others = candidates(config, vocab_size, sizes, cluster)
     back_ends = list(by_back_end(config, vocab_size, sizes, of_batch, world_size=world_size, on_gpu=on_gpu))
     return JobPlan(config.name, cluster, parts, time, tokens, mfu, checkpoint, others, back_ends)
@@ -118,9 +118,9 @@ def _candidate_json(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def as_text(config: Config, job: JobPlan) -> str:
+def as_text(train: TrainConfig, job: JobPlan) -> str:
     """Return the plan for people."""
-    return "\n".join([*labelled(_lines(config, job)), "", *_table(config, job)])
+    return "\n".join([*labelled(_lines(train, job)), "", *_table(train, job)])
 
 
 def refusal(job: JobPlan) -> str:
@@ -136,8 +136,8 @@ def refusal(job: JobPlan) -> str:
     return f"{first}; {reason}; it fits with {_changes(proposal)}: {size(proposal.num_bytes)}"
 
 
-def _lines(config: Config, job: JobPlan) -> Iterator[tuple[str, str]]:
-    cluster, time, batch = job.cluster, job.time, batch_plan(config.train, job.cluster.world_size)
+def _lines(train: TrainConfig, job: JobPlan) -> Iterator[tuple[str, str]]:
+    cluster, time, batch = job.cluster, job.time, batch_plan(train, job.cluster.world_size)
     nodes = -(-cluster.world_size // cluster.gpus_per_node)
     yield "plan", f"{job.name} on {cluster.world_size:,} x {cluster.device.name}, {counted(nodes, 'node')}"
     lanes = f"{counted(batch.lanes_per_rank, 'lane')} a GPU in {counted(batch.groups, 'micro-batch')}"
@@ -156,9 +156,9 @@ def _lines(config: Config, job: JobPlan) -> Iterator[tuple[str, str]]:
     yield "checkpoint", f"{saved.num_bytes / 1e9:,.2f} GB; {written}"
 
 
-def _table(config: Config, job: JobPlan) -> Iterator[str]:
+def _table(train: TrainConfig, job: JobPlan) -> Iterator[str]:
     """Yield memory and time by stage and checkpointing with today's lanes, memory by back end, and the proposal."""
-    lanes = config.train.micro_batch_size
+    lanes = train.micro_batch_size
     yield f"with train.micro_batch_size={lanes}; at most, if an update is one micro-batch:"
     rows = [("ZeRO stage", "checkpointing", "memory", "update", "")]
     for candidate in job.candidates:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from dist_mem.config import Config
+from dist_mem.config import Config, ModelConfig, OptimizerConfig, TrainConfig
 from dist_mem.data.batch_plan import batch_plan
 from dist_mem.engine.optimizer import num_moments
 from dist_mem.errors import UnusableError
@@ -61,20 +61,20 @@ def step_time(
     accumulation = batch_plan(config.train, world_size).accumulation
     block = effective_block(config, sizes, world_size=world_size, on_gpu=device.name != "cpu")
     zero = block.get("zero_optimization") or {}
-    rate = peak_flops(config, device)
+    rate = peak_flops(config.train, device)
     products = accumulation * _seconds((kernel for kernel in counted.kernels if kernel[1].flops), rate, device)
     streams = accumulation * _seconds((kernel for kernel in counted.kernels if not kernel[1].flops), rate, device)
     update = _update_bytes(config, sizes, world_size) / (_STREAMS * device.bandwidth)
-    sent = transfer(config, sizes, zero, world_size=world_size, accumulation=accumulation)
+    sent = transfer(config.train, config.model, sizes, zero, world_size=world_size, accumulation=accumulation)
     link = device.link if world_size <= gpus_per_node else min(device.link, device.network * gpus_per_node)
     communication = sent.num_bytes / (_LINKS * link) + _LATENCY * sent.num_collectives
     hidden = _HIDDEN * (products + streams) if overlaps(zero) else 0.0
     return StepTime(products, streams, update, communication, max(0.0, communication - hidden))
 
 
-def peak_flops(config: Config, device: Device) -> float:
+def peak_flops(train: TrainConfig, device: Device) -> float:
     """Return the dense operations a second of the data sheet in `train.precision`."""
-    precision = config.train.precision
+    precision = train.precision
     if precision not in device.flops:
         known = ", ".join(name for name in device.flops if name in DTYPES)
         raise UnusableError(f"train.precision is {precision!r}, but {device.name} computes only in {known}")
@@ -96,11 +96,13 @@ def _update_bytes(config: Config, sizes: Sizes, world_size: int) -> int:
     return share * (8 * (1 + num_moments(config.optimizer)) + 4 + 2 * size)
 
 
-def transfer(config: Config, sizes: Sizes, zero: dict[str, Any], *, world_size: int, accumulation: int) -> Transfer:
+def transfer(
+    train: TrainConfig, model: ModelConfig, sizes: Sizes, zero: dict[str, Any], *, world_size: int, accumulation: int
+) -> Transfer:
     """Return what a rank sends in one update by rings: gradients and, with ZeRO, weights; `zero`: its options."""
     if world_size == 1:
         return Transfer(0, 0)
-    size = DTYPES[config.train.precision].itemsize
+    size = DTYPES[train.precision].itemsize
     stage = zero.get("stage", 0)
     ring = (world_size - 1) / world_size
     reductions = 1 if stage < 2 else accumulation
@@ -108,7 +110,7 @@ def transfer(config: Config, sizes: Sizes, zero: dict[str, Any], *, world_size: 
     gathered = {0: sizes.trained, 1: sizes.trained, 2: sizes.trained, 3: 2 * accumulation * sizes.parameters}[stage]
     reduced = sizes.trained * (2 if stage == 1 else reductions)  # stage 1 all-reduces each bucket, as DeepSpeed does
     bucket = int(zero.get("reduce_bucket_size", BUCKET))
-    num_gathers = 2 * accumulation * config.model.num_layers if stage == 3 else math.ceil(gathered / bucket)
+    num_gathers = 2 * accumulation * model.num_layers if stage == 3 else math.ceil(gathered / bucket)
     return Transfer(int(ring * size * (reduced + gathered)), math.ceil(reduced / bucket) + num_gathers)
 
 
@@ -120,9 +122,11 @@ class CheckpointCost(NamedTuple):
     seconds: float  # until all is written
 
 
-def checkpoint_cost(config: Config, sizes: Sizes, *, world_size: int, disk_rate: float) -> CheckpointCost:
+def checkpoint_cost(
+    optimizer: OptimizerConfig, train: TrainConfig, sizes: Sizes, *, world_size: int, disk_rate: float
+) -> CheckpointCost:
     """Predict a checkpoint: fp32 weights, moments and memories; `disk_rate`: bytes/s of all ranks together."""
-    engine = 4 * (1 + num_moments(config.optimizer)) * sizes.trained
-    lanes = sizes.lane_bytes * batch_plan(config.train, world_size).lanes_per_rank * world_size
+    engine = 4 * (1 + num_moments(optimizer)) * sizes.trained
+    lanes = sizes.lane_bytes * batch_plan(train, world_size).lanes_per_rank * world_size
     stall = (engine + lanes) / world_size / _HOST_COPY
     return CheckpointCost(engine + lanes, stall, stall + (engine + lanes) / disk_rate)

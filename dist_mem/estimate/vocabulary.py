@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from dist_mem.config import Config
+from dist_mem.config import DataConfig, ModelConfig
 from dist_mem.data.directory import local_dir
 from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_metadata
 
 ASSUMED_VOCAB_SIZE = 32_000  # the builders' default, used if the data is not built yet
 
 
-def data_is_built(config: Config) -> bool:
+def data_is_built(data: DataConfig) -> bool:
     """Return whether the data directory has its tokenizer."""
-    return (local_dir(config.data) / JSON_NAME).exists()
+    return (local_dir(data) / JSON_NAME).exists()
 
 
-def vocab_size_of(config: Config) -> int:
+def vocab_size_of(data: DataConfig, model: ModelConfig) -> int:
     """Return the tokenizer's size, or an assumed one with which the model can be built."""
-    if data_is_built(config):
-        return int(read_tokenizer_metadata(local_dir(config.data))["vocab_size"])
-    cutoffs = [] if config.model.adaptive is None else list(config.model.adaptive.cutoffs)
+    if data_is_built(data):
+        return int(read_tokenizer_metadata(local_dir(data))["vocab_size"])
+    cutoffs = [] if model.adaptive is None else list(model.adaptive.cutoffs)
     return max([ASSUMED_VOCAB_SIZE, *(2 * cutoff for cutoff in cutoffs)])

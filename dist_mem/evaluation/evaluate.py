@@ -68,11 +68,11 @@ def evaluate_checkpoint(
         UnusableError: on every rank; another model has read `memory`.
     """
     refresh_on_all_ranks(config.data, [split])
-    tokenizer = tokenizer_of_data(checkpoint, config)
+    tokenizer = tokenizer_of_data(checkpoint, config.data)
     index = open_index(config.data, split)
 
     def see_that_it_fits(config: Config, vocab_size: int) -> None:
-        num_lanes = evaluated_lanes(config, index)
+        num_lanes = evaluated_lanes(config.eval, index)
         parts = []
         if not surely_fits(config, vocab_size, world, num_lanes=num_lanes):
             with suppress(NotCountedError):  # then nobody knows what it needs
@@ -122,8 +122,8 @@ def run(
     def work(world: World, check: StopCheck) -> None:
         found = found_by_all(path, checkpoint, world)
         config = read_settings(found.directory, overrides, reads_data=True)
-        use_threads(config)
-        before = read_before(memory, config, world)
+        use_threads(config.train)
+        before = read_before(memory, config.eval, world)
         tag = report_name(tag_of(config, without_memory=without_memory), before.tag if before else "")
         scored = split or config.eval.split
         report = evaluate_checkpoint(
@@ -134,7 +134,7 @@ def run(
         command += "" if checkpoint is None else f" --checkpoint {checkpoint}"
 
         def publish() -> None:
-            named = report_name(data_tag(found, config, scored), tag)
+            named = report_name(data_tag(found, config.data, scored), tag)
             written = _publish(report, found, config, protocol, tag=named, overrides=overrides, memory=before)
             _print_gain(report, written, command)
 
@@ -161,11 +161,11 @@ def _publish(
     print(f"{checkpoint.directory}, split {report.split}, {protocol}{f', {memory}' if memory else ''}")
     print(to_table(report))
     name = report_name(f"{report.split}-step-{step:08d}", tag)
-    metadata = described(checkpoint, config, protocol, memory)
+    metadata = described(checkpoint, config.name, protocol, memory)
     files = write_report(report, checkpoint.run_dir / "evaluations", name, metadata=metadata)
     prefix = report_name(report.split, tag)
     metrics = {f"{prefix}{figure.removeprefix(report.split)}": value for figure, value in report.figures().items()}
-    track(checkpoint, config, metrics, files, overrides)
+    track(checkpoint, config.tracking, metrics, files, overrides)
     return files[1]
 
 

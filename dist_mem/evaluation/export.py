@@ -96,7 +96,7 @@ def run(
             raise UnusableError(str(error)) from error
         if registration is None:
             return _export(trained, path, out, layout)
-        opened = open_run(trained.config, _mlflow_run(trained.checkpoint), registration, overrides)
+        opened = open_run(trained.config.tracking, _mlflow_run(trained.checkpoint), registration, overrides)
         code = _export(trained, path, out, layout)
         if code == EXIT_DONE:
             address = log_export(opened, out, registration, step=trained.checkpoint.manifest["step"])

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from dist_mem.config import Config, load_config
+from dist_mem.config import DataConfig, EvalConfig, TrackingConfig, TrainConfig, load_config
 from dist_mem.config.sources import read_saved
 from dist_mem.data.directory import local_dir, open_index, refresh
 from dist_mem.data.remote.fetch import is_remote
@@ -95,7 +95,7 @@ def written_by_rank0(write: Callable[[], None], world: World, what: str) -> None
     on_all_ranks(lambda: write() if world.rank == 0 else None, what)
 
 
-def read_before(path: Path | None, config: Config, world: World) -> MemoryFile | None:
+def read_before(path: Path | None, eval_config: EvalConfig, world: World) -> MemoryFile | None:
     """Read a memory file on every rank; None: none is given.
 
     Raises:
@@ -103,7 +103,7 @@ def read_before(path: Path | None, config: Config, world: World) -> MemoryFile |
     """
     if path is None:
         return None
-    if config.eval.layout == "stream":
+    if eval_config.layout == "stream":
         raise UnusableError(
             f"--memory {path}: eval.layout is stream, whose lanes begin within documents: set eval.layout=documents"
         )
@@ -112,34 +112,34 @@ def read_before(path: Path | None, config: Config, world: World) -> MemoryFile |
     return on_all_ranks(lambda: read_memory_file(path), f"reading {path}")
 
 
-def use_threads(config: Config) -> None:
+def use_threads(train: TrainConfig) -> None:
     """Apply `train.threads`, which is known only now; `initialize` has divided the cores among the ranks."""
-    if config.train.threads:
-        torch.set_num_threads(config.train.threads)
+    if train.threads:
+        torch.set_num_threads(train.threads)
 
 
 def described(
-    checkpoint: Checkpoint, config: Config, protocol: Protocol, memory: MemoryFile | None = None
+    checkpoint: Checkpoint, name: str, protocol: Protocol, memory: MemoryFile | None = None
 ) -> dict[str, object]:
     """Return what a report's JSON says of the model, the protocol and the memory file."""
     step, directory = checkpoint.manifest["step"], str(checkpoint.directory)
     before = {"memory_file": {"path": str(memory.path), **memory.header}} if memory else {}
-    return {"checkpoint": directory, "step": step, "config": config.name, "protocol": protocol._asdict(), **before}
+    return {"checkpoint": directory, "step": step, "config": name, "protocol": protocol._asdict(), **before}
 
 
 def track(
     checkpoint: Checkpoint,
-    config: Config,
+    tracking: TrackingConfig,
     metrics: Mapping[str, float],
     files: Sequence[Path],
     overrides: Sequence[str],
 ) -> None:
     """Print the written files, and add them and the metrics to the run in MLflow, unless the model is an export."""
     print("\n".join(f"written: {path}" for path in files))
-    if config.tracking.mlflow and not checkpoint.is_export:
+    if tracking.mlflow and not checkpoint.is_export:
         step = checkpoint.manifest["step"]
         complaint = log_to_run(
-            config, run_dir=checkpoint.run_dir, step=step, metrics=metrics, files=files, overrides=overrides
+            tracking, run_dir=checkpoint.run_dir, step=step, metrics=metrics, files=files, overrides=overrides
         )
         if complaint:
             print(complaint, file=sys.stderr)
@@ -178,7 +178,7 @@ def stop_check(is_stopping: Callable[[], bool], world: World) -> StopCheck:
     return check
 
 
-def data_tag(checkpoint: Checkpoint, config: Config, split: str) -> str:
+def data_tag(checkpoint: Checkpoint, data: DataConfig, split: str) -> str:
     """Return a part of names of results: "", or name and fingerprint of other data, as "mqar_b54a2c".
 
     Args:
@@ -188,15 +188,14 @@ def data_tag(checkpoint: Checkpoint, config: Config, split: str) -> str:
         RemoteError: the index of other data cannot be fetched, and is not in the cache.
         ValueError: an index is missing or damaged.
     """
-    if _is_own(checkpoint, config):
+    if _is_own(checkpoint, data):
         return ""
-    refresh(config.data, [split])
-    index = open_index(config.data, split)
+    refresh(data, [split])
+    index = open_index(data, split)
     return f"{re.sub(r'[^a-zA-Z0-9_.]', '_', index.name)}_{index.fingerprint[:6]}"
 
 
-def _is_own(checkpoint: Checkpoint, config: Config) -> bool:
-    data = config.data
+def _is_own(checkpoint: Checkpoint, data: DataConfig) -> bool:
     if not checkpoint.is_export:  # which has no place of data
         saved = OmegaConf.create(read_saved(checkpoint.directory / "config.yaml"))
         if OmegaConf.select(saved, "data.path") == data.path:

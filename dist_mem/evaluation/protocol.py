@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from dist_mem.config import Config
+from dist_mem.config import Config, EvalConfig
 from dist_mem.config.memory_blocks import described, memories_of
 
 WITHOUT_MEMORY = "without-memory"  # in names of files and figures
@@ -138,9 +138,9 @@ def short_term_len(memory: Mapping[str, Any]) -> int:
     return max((int(block["mem_len"]) for block in short_term_blocks(memory)), default=0)
 
 
-def in_terms_of_eval(message: str, config: Config) -> str:
+def in_terms_of_eval(message: str, eval_config: EvalConfig) -> str:
     """Return an error message of building the model with its keys replaced by the keys of `eval` that set them."""
-    settings = config.eval
+    settings = eval_config
     renamed = [
         (r"\bmemory\.(over\.)*mem_len\b", "eval.mem_len", settings.mem_len),
         (r"\btrain\.seg_len\b", "eval.seg_len", settings.seg_len),

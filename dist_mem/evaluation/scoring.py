@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dist_mem.config import Config
+from dist_mem.config import Config, EvalConfig
 from dist_mem.data.batch import IGNORE, Batch
 from dist_mem.data.lanes import check_tokenizer, evaluation_batches, stream_batches
 from dist_mem.data.plan import StreamPlan, cut_lengths, evaluation_plan, lanes_of_rank, segment_starts
@@ -94,7 +94,7 @@ def score_split(
         ShardError: on every rank; a document is damaged or cannot be read.
         EvaluationError: on every rank; a loss is not finite, not every token was scored once, or none was.
     """
-    lengths = lengths_to_score(index, tokenizer, config)
+    lengths = lengths_to_score(index, tokenizer, config.eval)
     part = part_of_rank(index, lengths, config=config, bos_id=tokenizer.bos_id, world=world, inputs=inputs)
     share = agreed_share(index, part.documents, part.own, part.extent, tokenizer, world)
     sums, of_rank = _empty_sums(share, world.device), part.num_tokens / part.all_tokens
@@ -117,7 +117,7 @@ def score_split(
     )
 
 
-def lengths_to_score(index: Index, tokenizer: Tokenizer, config: Config) -> np.ndarray:
+def lengths_to_score(index: Index, tokenizer: Tokenizer, eval_config: EvalConfig) -> np.ndarray:
     """Return the tokens to read of each document of a split, (documents,).
 
     Raises:
@@ -126,7 +126,7 @@ def lengths_to_score(index: Index, tokenizer: Tokenizer, config: Config) -> np.n
     check_tokenizer(index, tokenizer)
     if not index.num_tokens:
         raise ValueError(f"{index.split_dir}: no document holds a token to score: set eval.split to a split with text")
-    settings = config.eval
+    settings = eval_config
     lengths = cut_lengths(index.documents.num_tokens, settings.max_document_len)
     if settings.layout == "stream" and int(lengths.sum()) < settings.batch_size:
         has = f"{index.split_dir} has {lengths.sum()} tokens"

@@ -92,7 +92,7 @@ def run(
             check_lengths(one, parsed, overrides)
         own = read_settings(found[0].directory, overrides, reads_data=True)
         scored = split or own.eval.split
-        data = decided_by_rank0(lambda: data_tag(found[0], own, scored))
+        data = decided_by_rank0(lambda: data_tag(found[0], own.data, scored))
         stem = found[0].run_dir / "evaluations" / report_name("sweep", scored, parsed.key, data)
         rows: list[Row] = []
         names = names_of(paths)
@@ -129,7 +129,7 @@ def check_lengths(checkpoint: Checkpoint, sweep: Sweep, overrides: Sequence[str]
             with torch.device("meta"):
                 MemoryLM(config, 1 + max(adaptive.cutoffs if adaptive else [0]))  # any vocabulary size will do
         except ValueError as error:
-            raise ValueError(in_terms_of_eval(str(error), config)) from error
+            raise ValueError(in_terms_of_eval(str(error), config.eval)) from error
 
 
 def evaluated(
@@ -143,7 +143,7 @@ def evaluated(
 ) -> Row:
     """Evaluate a checkpoint and return its row; collective, every rank calls it."""
     config = read_settings(checkpoint.directory, overrides, reads_data=True)
-    use_threads(config)
+    use_threads(config.train)
     report = evaluate_checkpoint(checkpoint, config, split=split or config.eval.split, world=world, check=check)
     figures = {figure: float(getattr(report, figure)) for figure in FIGURES}
     row = Row(name, checkpoint.manifest["step"], report.split, protocol_of(config), report.num_scored, figures)

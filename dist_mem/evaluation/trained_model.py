@@ -35,7 +35,7 @@ from dist_mem.checkpoint.manifest import (
     verify,
 )
 from dist_mem.checkpoint.schemas import WEIGHTS
-from dist_mem.config import Config, ConfigError, load_config
+from dist_mem.config import Config, ConfigError, DataConfig, load_config
 from dist_mem.config.check import Problem, stop_on
 from dist_mem.config.environment_values import checksum, from_environment
 from dist_mem.config.sources import plain_block
@@ -158,16 +158,16 @@ def tokenizer_of_checkpoint(checkpoint: Checkpoint) -> Tokenizer:
     return load_tokenizer(checkpoint.directory / TOKENIZER_DIR if in_folder else checkpoint.directory)
 
 
-def tokenizer_of_data(checkpoint: Checkpoint, config: Config) -> Tokenizer:
+def tokenizer_of_data(checkpoint: Checkpoint, data: DataConfig) -> Tokenizer:
     """Return the tokenizer of `data.path`; if that is remote, `refresh` must be called first.
 
     Raises:
         ValueError: data.path has no tokenizer, or one that differs from the model's.
     """
-    tokenizer = open_tokenizer(config.data)
+    tokenizer = open_tokenizer(data)
     if tokenizer.fingerprint != checkpoint.manifest["tokenizer_fingerprint"]:
         raise ValueError(
-            f"data.path = {show(config.data.path)}: its tokenizer is {tokenizer.fingerprint[:12]}, but the model was "
+            f"data.path = {show(data.path)}: its tokenizer is {tokenizer.fingerprint[:12]}, but the model was "
             f"trained with {checkpoint.manifest['tokenizer_fingerprint'][:12]}; point data.path at data built with "
             "that tokenizer"
         )
@@ -215,7 +215,7 @@ def open_model(
     except UnusableError:
         raise
     except ValueError as error:
-        raise ValueError(in_terms_of_eval(str(error), config)) from error
+        raise ValueError(in_terms_of_eval(str(error), config.eval)) from error
     _load_weights(model, checkpoint, config)
     model.to(device, dtype).eval()
     return TrainedModel(model, tokenizer, config, checkpoint, device, dtype)

@@ -64,7 +64,7 @@ def _run(world: World, check: StopCheck, *, request: Request) -> None:
     text = None if request.text is None else read_file(request.text, "--text")  # before checkpoints are verified
     found = found_by_all(request.run, request.checkpoint, world)
     config = settings_of(request, found)
-    use_threads(config)
+    use_threads(config.train)
     protocol, tag = protocol_of(config), tag_of(config)
     subject = open_subject(request, found, world, text)
     subject.trained.model.register_forward_pre_hook(check)
@@ -82,11 +82,11 @@ def _run(world: World, check: StopCheck, *, request: Request) -> None:
     print(f'{found.directory}, "{subject.title}", {protocol}')
     _show(request, reading, removed, comparisons, words, aggregates)
     content = {
-        **described(found, subject.trained.config, protocol),
+        **described(found, subject.trained.config.name, protocol),
         "title": subject.title,
         **content_of(reading, removed, words, {each.name: each.gain for each in comparisons}, aggregates),
     }
-    data = "" if request.book is None else data_tag(found, config, request.split or config.eval.split)
+    data = "" if request.book is None else data_tag(found, config.data, request.split or config.eval.split)
     tag = report_name(data, tag)
     folder = found.run_dir / "evaluations"
     folder.mkdir(exist_ok=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from dist_mem.config import Config
+from dist_mem.config import Config, DataConfig, EvalConfig
 from dist_mem.data.directory import open_index, refresh
 from dist_mem.data.documents import Document, Documents
 from dist_mem.data.plan import cut_lengths
@@ -93,8 +93,8 @@ def open_subject(request: Request, found: Checkpoint, world: World, text: str | 
     if request.book is not None:
         split = request.split or config.eval.split
         refresh(config.data, [split])
-        trained = open_model(found, config, tokenizer_of_data(found, config), world.device)
-        document, title = open_book(config, split, request.book, bos_id=trained.tokenizer.bos_id)
+        trained = open_model(found, config, tokenizer_of_data(found, config.data), world.device)
+        document, title = open_book(config.data, config.eval, split, request.book, bos_id=trained.tokenizer.bos_id)
         return Subject(trained, document, title, f"{split}-{request.book}")
     assert request.text is not None and text is not None
     trained = open_model(found, config, tokenizer_of_checkpoint(found), world.device)
@@ -114,19 +114,19 @@ def open_other(request: Request, found: Checkpoint, world: World) -> TrainedMode
     return open_model(found, config, tokenizer_of_checkpoint(found), world.device)
 
 
-def open_book(config: Config, split: str, book: str, *, bos_id: int) -> tuple[Document, str]:
+def open_book(data: DataConfig, eval_config: EvalConfig, split: str, book: str, *, bos_id: int) -> tuple[Document, str]:
     """Return a document of a split by its id, and its title.
 
     Raises:
         UnusableError: there is none, or it is empty.
     """
-    index = open_index(config.data, split)
+    index = open_index(data, split)
     ids = [entry.id for entry in index.documents]
     if book not in ids:
         some: Sequence[str] = ids[:5]
         raise UnusableError(f"--book {book}: {index.split_dir} has no such document; it has {', '.join(some)}, ...")
     number = ids.index(book)
-    lengths = cut_lengths(index.documents.num_tokens, config.eval.max_document_len)
+    lengths = cut_lengths(index.documents.num_tokens, eval_config.max_document_len)
     if not lengths[number]:
         raise UnusableError(f"--book {book}: this document of {index.split_dir} has no tokens; give another one")
     return Documents(index, lengths, bos_id=bos_id).open(number), index.documents[number].title

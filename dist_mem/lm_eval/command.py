@@ -87,7 +87,7 @@ def _publish(request: Request, opened: OpenRun, results: Mapping[str, Any]) -> N
     print(to_table(figures))
     content = {
         "format_version": FORMAT_VERSION,
-        **described(checkpoint, config, opened.protocol),
+        **described(checkpoint, config.name, opened.protocol),
         "lm_eval": lm_eval.__version__,
         "limit": request.limit,
         **{key: results[key] for key in _KEPT if key in results},
@@ -100,7 +100,7 @@ def _publish(request: Request, opened: OpenRun, results: Mapping[str, Any]) -> N
         write_text(target, json.dumps(content, indent=1, default=str) + "\n")
     tag = report_name("lm_eval", limit, opened.tag)
     metrics = {f"{tag}/{figure.task}/{figure.metric}": figure.value for figure in figures}
-    track(checkpoint, config, metrics, [path], request.overrides)
+    track(checkpoint, config.tracking, metrics, [path], request.overrides)
 
 
 def figures_of(results: Mapping[str, Any]) -> Iterator[Figure]:

@@ -79,7 +79,7 @@ def _run(
     labels = labels_of(names_of(paths), [one.directory / "config.yaml" for one in found])
     sources = [Source(one, label, settings, world, check) for one, label in zip(found, labels, strict=True)]
     first = sources[0]
-    data = data_tag(first.checkpoint, first.config, first.split)
+    data = data_tag(first.checkpoint, first.config.data, first.split)
     tag = report_name(data, tag_of(first.config), settings.document or "")
     run_dir = found[0].run_dir
     target = folder or run_dir / "figures"
@@ -90,6 +90,6 @@ def _run(
     print(drawn.caption)
     if target.resolve().is_relative_to(run_dir.resolve()):
         kept = [run_dir / path.resolve().relative_to(run_dir.resolve()) for path in files]
-        track(found[0], first.config, {}, kept, settings.overrides)
+        track(found[0], first.config.tracking, {}, kept, settings.overrides)
     else:
         print(f"written: {', '.join(str(path) for path in files)}")

@@ -184,17 +184,17 @@ def _run(
     found = found_by_all(path, step, world)
     settings = [*overrides, "eval.layout=documents"]  # independent of the run's evaluations
     config = read_settings(found.directory, settings, reads_data=True)
-    use_threads(config)
+    use_threads(config.train)
     protocol, tag = protocol_of(config), tag_of(config)
     split = split or config.eval.split
     refresh(config.data, [split])
     index = open_index(config.data, split)
-    trained = open_model(found, config, tokenizer_of_data(found, config), world.device)
+    trained = open_model(found, config, tokenizer_of_data(found, config.data), world.device)
     trained.model.register_forward_pre_hook(check)
     lengths = cut_lengths(index.documents[:limit].num_tokens, config.eval.max_document_len)
     layers = regression_errors(trained, Documents(index, lengths, bos_id=trained.tokenizer.bos_id))
     step = int(found.manifest["step"])
-    name = report_name(f"inspect-{split}-step-{step:08d}", data_tag(found, config, split), tag)
+    name = report_name(f"inspect-{split}-step-{step:08d}", data_tag(found, config.data, split), tag)
     metadata = {"format_version": FORMAT_VERSION, "step": step, "limit": limit, "protocol": protocol._asdict()}
     _publish(found.run_dir / "evaluations" / f"{name}.json", split, layers, metadata)
 

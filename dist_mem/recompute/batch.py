@@ -17,7 +17,7 @@ from typing import NamedTuple
 from dist_mem.checkpoint.lane_states import read_cursors
 from dist_mem.checkpoint.manifest import first_verified, list_steps, read_manifest, step_dir
 from dist_mem.checkpoint.resume_source import check_data
-from dist_mem.config import Config
+from dist_mem.config import Config, TrainConfig
 from dist_mem.data.batch_plan import counted, total_steps
 from dist_mem.data.curriculum import earlier_splits, stage_number, stages_of
 from dist_mem.data.directory import open_index, open_tokenizer, refresh
@@ -70,14 +70,16 @@ def read_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> StepRe
         refresh(config.data, [config.data.train_split])
         tokenizer, last_split = open_tokenizer(config.data), open_index(config.data, config.data.train_split)
         check_tokenizer(last_split, tokenizer)
-        splits, number = [*earlier_splits(config, tokenizer), last_split], stage_number(config, step - 1)
-        index, first = splits[number], stages_of(config)[number].first
-        plan = training_plan(config, index)
+        splits, number = [*earlier_splits(config.data, tokenizer), last_split], stage_number(config.data, step - 1)
+        index, first = splits[number], stages_of(config.data)[number].first
+        plan = training_plan(config.data, config.train, index)
         if step > (last := total_steps(config, plan)):
             raise UnusableError(f"--step {step}: the run has {last} steps")
         documents = Documents(index, plan.lengths, bos_id=tokenizer.bos_id, on_corrupt=config.data.on_corrupt)
         cursors = _cursors_before(run_dir, parts, step, documents, plan, overrides, splits=splits, first=first)
-        return StepRead(part, config, index, tokenizer, plan, list(_read_lanes(config, part, documents, plan, cursors)))
+        return StepRead(
+            part, config, index, tokenizer, plan, list(_read_lanes(config.train, part, documents, plan, cursors))
+        )
     except (ValueError, OSError) as error:
         raise run_error(error) from error
 
@@ -122,9 +124,8 @@ def _cursors_before(
 
 
 def _read_lanes(
-    config: Config, part: Part, documents: Documents, plan: Plan, cursors: Sequence[Cursor]
+    train: TrainConfig, part: Part, documents: Documents, plan: Plan, cursors: Sequence[Cursor]
 ) -> Iterator[LaneRead]:
-    train = config.train
     for rank in range(part.ranks):
         lanes = lanes_of_rank(
             train.global_batch_size, world_size=part.ranks, rank=rank, micro_lanes=train.micro_batch_size

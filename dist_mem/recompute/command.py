@@ -82,14 +82,14 @@ def replay(
     first = choice.manifest["step"] if choice else 0
     part = part_of(parts, first + 1)
     config = read_part_with_memory(run_dir, part, overrides, checkpoint=choice.directory if choice else None)
-    use_threads(config)
+    use_threads(config.train)
     if part.device != world.device.type:
         raise UnusableError(f"step {step} was made on {part.device}, but this job runs on {world.device.type}")
     point = recorded_at(recorded, step)
     if point is not None and change_within(parts, first + 1, point.last):
         point = None
     tracker = Tracker([_Messages()] if world.rank == 0 else [])
-    context, state = open_run(config, world, resumption_of(choice, config), StopSignal(()), tracker=tracker)
+    context, state = open_run(config, world, resumption_of(choice, config.memory), StopSignal(()), tracker=tracker)
     try:
         if step > context.total_steps:
             raise UnusableError(f"--step {step}: the run has {context.total_steps} steps")
@@ -147,7 +147,7 @@ def report(
         equal = sum(not differing(other, found) for other in others)
         yield f"{equal} of {len(others)} other recorded points on the way are equal, bit for bit"
     rows = [("lane", "rank", "document", "scored tokens", "loss, nats per token")]
-    split = context.feed.data.splits[stage_number(context.config, step - 1)]
+    split = context.feed.data.splits[stage_number(context.config.data, step - 1)]
     for lane in found.lanes:
         entry = split.documents[lane.document].id
         loss = lane.nll / lane.num_scored if lane.num_scored else float("nan")

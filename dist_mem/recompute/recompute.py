@@ -19,7 +19,6 @@ from torch import Tensor
 from dist_mem.checkpoint.manifest import first_verified, list_steps, step_dir
 from dist_mem.checkpoint.resume_choice import Choice, readable, verify_together
 from dist_mem.checkpoint.resume_source import Resumption, saved_config
-from dist_mem.config import Config
 from dist_mem.data.batch import IGNORE, Update, in_windows
 from dist_mem.engine.engine import Engine
 from dist_mem.errors import DivergedError, UnusableError
@@ -84,9 +83,9 @@ def change_within(parts: Sequence[Part], first: int, last: int) -> str | None:
     return None
 
 
-def resumption_of(choice: Choice | None, config: Config) -> Resumption | None:
+def resumption_of(choice: Choice | None, memory: Any) -> Resumption | None:
     """Return what `open_run` needs of the chosen checkpoint; collective."""
-    return choice and Resumption(choice, saved_config(choice.directory, config), changes=[], seconds=0.0)
+    return choice and Resumption(choice, saved_config(choice.directory, memory), changes=[], seconds=0.0)
 
 
 def recompute(context: Context, state: TrainState, *, step: int, last: int, check: Callable[[], None]) -> Recomputed:

@@ -78,7 +78,7 @@ def fitted(
     per_step = train.global_batch_size * train.seg_len * train.segments_per_update
     per_token: int | None = None
     try:
-        per_token = flops_per_token(config, vocab_size or vocab_size_of(config)).training
+        per_token = flops_per_token(config, vocab_size or vocab_size_of(config.data, config.model)).training
     except NotCountedError as error:
         if "flops" in budget:
             raise UnusableError(f"{name}: budget.flops needs the FLOPs of the memory; give tokens: {error}") from error

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from dist_mem.config import Config, load_config
+from dist_mem.config import Config, TrackingConfig, load_config
 from dist_mem.config.check import hint
 from dist_mem.config.sources import COMMAND_LINE, read_sources
 from dist_mem.data.batch_plan import counted
@@ -301,14 +301,14 @@ def _provenance(job: Job) -> dict[str, str]:
 class ParentRun:
     """A run in MLflow that contains the table and the runs of its trainings."""
 
-    def __init__(self, config: Config, out: Path, *, name: str, tags: Mapping[str, str]) -> None:
+    def __init__(self, tracking: TrackingConfig, out: Path, *, name: str, tags: Mapping[str, str]) -> None:
         """Reuse the run of an earlier call, or create one. Raises the exceptions of MLflow's client."""
-        self._client = connect(store_uri(config))
+        self._client = connect(store_uri(tracking))
         path = out / _RUN_ID
         if path.exists():
             self.run_id = path.read_text(encoding="utf-8").strip()
         else:
-            self.run_id = self._create(experiment_of(config), name, tags)
+            self.run_id = self._create(experiment_of(tracking), name, tags)
             write_text(path, f"{self.run_id}\n")
         self._client.update_run(self.run_id, status="RUNNING")
 
@@ -342,7 +342,7 @@ def _parent(job: Job) -> ParentRun | None:
     name = job.study.name + (f" ({job.study.scale})" if job.study.scale else "")
     tags = {**git_state().tags, **versions(), "dist_mem.table": name}
     try:
-        parent = ParentRun(config, job.out, name=name, tags=tags)
+        parent = ParentRun(config.tracking, job.out, name=name, tags=tags)
     except Exception as error:  # any of the many libraries under MLflow's stores; trainings buffer their own data
         print(
             f"MLflow has no run for the table: {brief(error)}; its trainings will have no parent there",

@@ -151,7 +151,7 @@ def _config(job: Job, item: Run) -> Config:
 
 def _estimated(job: Job, item: Run, trial: Trial) -> Estimate:
     config = _config(job, item)
-    plan = training_plan(config, open_index(config.data, config.data.train_split))
+    plan = training_plan(config.data, config.train, open_index(config.data, config.data.train_split))
     try:
         steps = total_steps(config, plan)
     except ValueError as error:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 from omegaconf import OmegaConf
 
-from dist_mem.config import Config, load_config
+from dist_mem.config import Config, ModelConfig, load_config
 from dist_mem.data.directory import local_dir
 from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_metadata
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
@@ -102,7 +102,7 @@ def _check_run(study: Study, run: Run, *, ranks: int, extra: Sequence[str]) -> C
     settings = {key: value for name in BLOCKS for key, value in _flat(name, tree[name]) if key not in _APART}
     point = study.points[run.point]
     is_built = (local_dir(config.data) / JSON_NAME).exists()
-    missing = _missing_weights(config)
+    missing = _missing_weights(config.model)
     if is_built:
         vocab_size = read_tokenizer_metadata(local_dir(config.data))["vocab_size"]
         text = config.data.path if missing else _read_plan(config, ranks)
@@ -116,9 +116,9 @@ def _check_run(study: Study, run: Run, *, ranks: int, extra: Sequence[str]) -> C
     return Checked(run, settings, lines)
 
 
-def _missing_weights(config: Config) -> str | None:
+def _missing_weights(model: ModelConfig) -> str | None:
     """Return `model.pretrained` if it is set and does not exist."""
-    folder = config.model.pretrained
+    folder = model.pretrained
     return folder if folder is not None and not Path(folder).exists() else None
 
 

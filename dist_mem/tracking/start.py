@@ -80,7 +80,7 @@ def start_tracking(
         report = progress.message
         if config.tracking.mlflow:
             settle_run_id(run_dir, run_id, report=report)
-        log = _open_log(config, run_dir)
+        log = _open_log(config.tracking, config.name, run_dir)
         on_failure.callback(log.close)
         log_sink = LogSink(log, first_step=first_step, report=report, num_points=num_points, measurements=measurements)
         add(log_sink)
@@ -95,21 +95,21 @@ def start_tracking(
         if config.tracking.wandb:
             add(WandbRun(config, run_dir, log, first_step=first_step, report=report))
         if config.tracking.mlflow:
-            sending = choose_sending(config)
+            sending = choose_sending(config.tracking)
             report(sending.message)
-            if warning := warn_of_folder(store_uri(config)):
+            if warning := warn_of_folder(store_uri(config.tracking)):
                 report(warning)
-            add(MlflowReader(config, run_dir, log, sends=sending.is_on, report=report))
+            add(MlflowReader(config.tracking, run_dir, log, sends=sending.is_on, report=report))
         sinks.append(progress)  # last: others report through it until they are closed
         on_failure.pop_all()
     return Tracker(sinks)
 
 
-def _open_log(config: Config, run_dir: Path) -> Log:
+def _open_log(tracking: TrackingConfig, name: str, run_dir: Path) -> Log:
     path = run_dir / METRICS_FILE
     if not path.exists():
-        experiment = experiment_of(config) if config.tracking.mlflow else None
-        write_log(path, Header(new_uid(), config.tracking.run_name or config.name, experiment))
+        experiment = experiment_of(tracking) if tracking.mlflow else None
+        write_log(path, Header(new_uid(), tracking.run_name or name, experiment))
     return Log(path, partial(refuse_if_taken_over_throttled, run_dir))
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from dist_mem.config import Config
+from dist_mem.config import TrainConfig
 from dist_mem.engine.compiling import compile_blocks
 from dist_mem.engine.cpu_op import drop_buffer_name
 from dist_mem.engine.engine import Engine
@@ -43,9 +43,8 @@ def open_communication(world: World, stop_signal: StopSignal) -> None:
     drop_buffer_name(world.rank)
 
 
-def compile_model(config: Config, engine: Engine, stop_signal: StopSignal) -> list[str]:
+def compile_model(train: TrainConfig, engine: Engine, stop_signal: StopSignal) -> list[str]:
     """Compile the blocks if `train.compile` asks for it, and return messages; collective."""
-    train = config.train
     if not train.compile:
         return describe_compilation(None, engine.device.type)
     began = time.perf_counter()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from dist_mem.config import Config
+from dist_mem.config import TrainConfig
 from dist_mem.estimate.counting import Flops
 from dist_mem.nn.layers import DTYPES
 from dist_mem.runtime.devices import gpu_of
@@ -41,21 +41,21 @@ class Utilisation(NamedTuple):
         return flops / (seconds * self.peak)
 
 
-def find_utilisation(config: Config, flops: Flops | None, world: World) -> tuple[Utilisation | None, list[str]]:
+def find_utilisation(train: TrainConfig, flops: Flops | None, world: World) -> tuple[Utilisation | None, list[str]]:
     """Return what MFU needs, or None and a message that says why there is no figure; collective."""
-    (peak,) = sum_over_ranks([peak_flops(config, world) or math.nan], world.device)
+    (peak,) = sum_over_ranks([peak_flops(train, world) or math.nan], world.device)
     if math.isnan(peak):
         name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "a rank's device"
         fix = "set train.peak_tflops to the TFLOP/s of one device to log mfu"
-        return None, [f"the peak of {name} in {config.train.precision} is not known: {fix}"]
+        return None, [f"the peak of {name} in {train.precision} is not known: {fix}"]
     return (None if flops is None else Utilisation(flops, peak)), []
 
 
-def peak_flops(config: Config, world: World) -> float | None:
+def peak_flops(train: TrainConfig, world: World) -> float | None:
     """Return the peak FLOP/s of this rank's device in the run's precision; None if it is not known."""
-    precision = config.train.precision
-    if config.train.peak_tflops is not None:
-        return config.train.peak_tflops * 1e12
+    precision = train.precision
+    if train.peak_tflops is not None:
+        return train.peak_tflops * 1e12
     if world.device.type == "cpu":
         return measured_flops(DTYPES[precision], torch.get_num_threads())
     gpu = gpu_of(torch.cuda.get_device_name(world.device))

@@ -12,7 +12,17 @@ from dist_mem.checkpoint.lane_states import open_checkpoints
 from dist_mem.checkpoint.manifest import TOKENIZER_DIR
 from dist_mem.checkpoint.resume_source import Resumption, data_fingerprint
 from dist_mem.checkpoint.saver import Saver
-from dist_mem.config import Config, deepspeed_block, save_config, to_yaml
+from dist_mem.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    TrainConfig,
+    WatchdogConfig,
+    deepspeed_block,
+    save_config,
+    to_yaml,
+)
 from dist_mem.config.memory_blocks import described
 from dist_mem.config.resume_rules import checksums_to_keep
 from dist_mem.data.batch_plan import idle_work, num_readable, total_steps
@@ -99,7 +109,7 @@ def _open_run(
     beat("opening")
     _refuse_what_cannot_fit(config, world, data)
     open_communication(world, stop_signal)
-    lane_ids = torch.tensor(lanes_of(config, world))
+    lane_ids = torch.tensor(lanes_of(config.train, world))
     with announced("building the model"):
         engine, messages = _build(config, world, tokenizer.vocab_size, len(lane_ids), is_resumed=resumption is not None)
     messages += describe_attention(engine.module, world.device.type, config.train.seg_len)
@@ -120,7 +130,7 @@ def _open_run(
         )
     leave_if_interrupted(stop_signal)
     beat("opening")
-    messages += compile_model(config, engine, stop_signal)
+    messages += compile_model(config.train, engine, stop_signal)
     failure = LocalFailure()
     lane_segments = config.train.global_batch_size * config.train.segments_per_update
     try:
@@ -128,12 +138,12 @@ def _open_run(
     except NotCountedError as error:
         flops = None
         messages.append(f"no mfu is logged: {error}")
-    utilisation, unknown = find_utilisation(config, flops, world)
+    utilisation, unknown = find_utilisation(config.train, flops, world)
     meter = Meter(lane_segments_per_update=lane_segments, utilisation=utilisation, saved=begin.metadata.get("meter"))
     cursors, step = begin.state.cursors, begin.state.step
     feed = Feed(config, world, meter, failure, data=data, lane_ids=lane_ids, cursors=cursors, step=step)
     num_steps = total_steps(config, feed.plan)
-    refuse_profile_outside(config, num_steps)
+    refuse_profile_outside(config.train, num_steps)
     writes = tracker is None and world.rank == 0
     indexes = [*data.splits, *data.evaluated]
     tracker = tracker or _open_run_dir(config, world, begin, indexes, memory_sources, flops, num_steps)
@@ -149,13 +159,13 @@ def _open_run(
         tracker=tracker,
         meter=meter,
         goodput=open_goodput(Path(config.run_dir), begin.metadata.get("goodput", {}), writes=writes),
-        profile=Profile(config, world, tracker, failure),
-        stragglers=_compare_ranks(config, world, engine),
+        profile=Profile(config.train, config.run_dir, world, tracker, failure),
+        stragglers=_compare_ranks(config.watchdog, world, engine),
         failure=failure,
     )
     saving = Saving(
         config.checkpoint,
-        _open_saver(config, world, begin, tracker),
+        _open_saver(config.checkpoint, config.run_dir, world, begin, tracker),
         engine,
         divergence,
         reporting,
@@ -189,9 +199,8 @@ def _describe_windows(config: Config, model: MemoryLM) -> list[str]:
     return []
 
 
-def lanes_of(config: Config, world: World) -> range:
+def lanes_of(train: TrainConfig, world: World) -> range:
     """Return the numbers of this rank's lanes."""
-    train = config.train
     return lanes_of_rank(
         train.global_batch_size, world_size=world.size, rank=world.rank, micro_lanes=train.micro_batch_size
     )
@@ -206,7 +215,7 @@ def _build(
     block, accumulation = deepspeed_block(config), num_lanes // train.micro_batch_size * num_windows
     reads_weights = pretrained is not None and not is_resumed
     # Weights are read into a whole model.
-    placement = None if reads_weights else place_parts(config, block, world.device, world_size=world.size)
+    placement = None if reads_weights else place_parts(config.train, block, world.device, world_size=world.size)
     torch.manual_seed(train.seed)  # the same initial parameters on every rank
     model = MemoryLM(config, vocab_size, placement)
     return_free_memory()  # of the parts that were whole, before DeepSpeed allocates the optimizer
@@ -263,12 +272,12 @@ def _open_run_dir(
         return on_all_ranks(open_on_rank0, f"opening {run_dir}")
 
 
-def _open_saver(config: Config, world: World, begin: Start, tracker: Tracker) -> Saver:
+def _open_saver(checkpoint: CheckpointConfig, run_dir: str, world: World, begin: Start, tracker: Tracker) -> Saver:
     """Return the saver; until a save is measured, it expects one to take as long as the restore took."""
     return Saver(
-        Path(config.run_dir),
+        Path(run_dir),
         world,
-        config.checkpoint,
+        checkpoint,
         flush_records=tracker.flush,
         broken=begin.broken,
         expected_seconds=min(begin.seconds, LONGEST_GUESS),
@@ -276,9 +285,9 @@ def _open_saver(config: Config, world: World, begin: Start, tracker: Tracker) ->
     )
 
 
-def _compare_ranks(config: Config, world: World, engine: Engine) -> Stragglers:
+def _compare_ranks(watchdog: WatchdogConfig, world: World, engine: Engine) -> Stragglers:
     """Return the detector of slow ranks; collective. It is off at ZeRO stage 3, where forwards wait for each other."""
-    threshold = config.watchdog.straggler
+    threshold = watchdog.straggler
     is_on = threshold is not None and world.size > 1 and engine.stage < 3
     return Stragglers(
         ForwardTimer(engine.module, world.device) if is_on else None,
@@ -294,30 +303,32 @@ def _open_data(config: Config) -> Data:
     splits = [config.data.train_split, *([config.eval.split] if config.eval.every else [])]
     with announced(f"opening {show(config.data.path)}"):
         refresh_on_all_ranks(config.data, splits)
-        for stage in stages_of(config)[:-1]:
+        for stage in stages_of(config.data)[:-1]:
             refresh_on_all_ranks(stage.data, splits[:1])
-        tokenizer, indexes = on_all_ranks(lambda: check_data(config, splits), f"opening {show(config.data.path)}")
-        earlier = on_all_ranks(lambda: earlier_splits(config, tokenizer), "opening data.curriculum")
+        tokenizer, indexes = on_all_ranks(
+            lambda: check_data(config.data, config.eval, splits), f"opening {show(config.data.path)}"
+        )
+        earlier = on_all_ranks(lambda: earlier_splits(config.data, tokenizer), "opening data.curriculum")
     return Data(tokenizer, [*earlier, indexes[0]], indexes[1:])
 
 
-def check_data(config: Config, splits: Sequence[str]) -> tuple[Tokenizer, list[Index]]:
+def check_data(data: DataConfig, eval_config: EvalConfig, splits: Sequence[str]) -> tuple[Tokenizer, list[Index]]:
     """Open the tokenizer and the splits; check now what evaluation will need of the second one hours later."""
-    tokenizer = open_tokenizer(config.data)
-    indexes = [open_index(config.data, split) for split in splits]
+    tokenizer = open_tokenizer(data)
+    indexes = [open_index(data, split) for split in splits]
     for index in indexes:
         check_tokenizer(index, tokenizer)
     for index in indexes[1:]:
-        lengths_to_score(index, tokenizer, config)
+        lengths_to_score(index, tokenizer, eval_config)
         fetch_shards(index)
     return tokenizer, indexes
 
 
 def _refuse_what_cannot_fit(config: Config, world: World, data: Data) -> None:
     """Before anything is allocated; every rank calls it. Raises UnusableError on every rank."""
-    eval_lanes = max((evaluated_lanes(config, index) for index in data.evaluated), default=0)
+    eval_lanes = max((evaluated_lanes(config.eval, index) for index in data.evaluated), default=0)
     vocab_size, on_gpu, parts = data.tokenizer.vocab_size, world.device.type == "cuda", []
-    if not surely_fits(config, vocab_size, world, num_lanes=2 * len(lanes_of(config, world)) + eval_lanes):
+    if not surely_fits(config, vocab_size, world, num_lanes=2 * len(lanes_of(config.train, world)) + eval_lanes):
         with suppress(NotCountedError):  # then nobody knows what it needs
             parts = training_parts(config, vocab_size, world_size=world.size, on_gpu=on_gpu, eval_lanes=eval_lanes)
     refuse_what_cannot_fit(parts, world.device, gather=gather_objects)

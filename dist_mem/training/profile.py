@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
-from dist_mem.config import Config
+from dist_mem.config import TrainConfig
 from dist_mem.config.constraints import profile_problem
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.distributed import World
@@ -26,18 +26,18 @@ FOLDER = "profile"
 NUM_OPERATORS = 10
 
 
-def refuse_profile_outside(config: Config, total_steps: int) -> None:
+def refuse_profile_outside(train: TrainConfig, total_steps: int) -> None:
     """Raise UnusableError if `train.profile` is outside of the run; with `train.epochs` only the data can tell."""
-    if text := profile_problem(config.train.profile, total_steps):
+    if text := profile_problem(train.profile, total_steps):
         raise UnusableError(f"train.profile: {text}")
 
 
 class Profile:
     """The trace of a run. Every rank has one, so that all beat alike; rank 0 records."""
 
-    def __init__(self, config: Config, world: World, tracker: Tracker, failure: LocalFailure) -> None:
-        self._first, self._last = config.train.profile or (0, 0)
-        self._run_dir, self._is_recorder = Path(config.run_dir), world.rank == 0
+    def __init__(self, train: TrainConfig, run_dir: str, world: World, tracker: Tracker, failure: LocalFailure) -> None:
+        self._first, self._last = train.profile or (0, 0)
+        self._run_dir, self._is_recorder = Path(run_dir), world.rank == 0
         self._has_gpu = world.device.type == "cuda"
         self._tracker, self._failure = tracker, failure
         self._begin_step: int | None = None  # of the trace that is being recorded

@@ -25,7 +25,7 @@ from dist_mem.checkpoint.lane_states import Lanes, read_lanes, read_random_state
 from dist_mem.checkpoint.manifest import run_of
 from dist_mem.checkpoint.resume_choice import AUTO, Choice, choose_checkpoint
 from dist_mem.checkpoint.resume_source import Resumption, check_data, saved_config
-from dist_mem.config import Config
+from dist_mem.config import Config, TrainConfig
 from dist_mem.config.environment_values import hide
 from dist_mem.data.shard import Index
 from dist_mem.engine.engine import Engine
@@ -62,9 +62,9 @@ def dropout_seed(seed: int, step: int, rank: int) -> int:
     return (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB + 1) % (1 << 63)
 
 
-def empty_lanes(config: Config, engine: Engine, lane_ids: Tensor) -> Lanes:
+def empty_lanes(train: TrainConfig, engine: Engine, lane_ids: Tensor) -> Lanes:
     """Return these lanes with empty memories, at the beginning of their documents."""
-    memories = [engine.init_state(group) for group in lane_ids.split(config.train.micro_batch_size)]
+    memories = [engine.init_state(group) for group in lane_ids.split(train.micro_batch_size)]
     return Lanes(lane_ids, torch.zeros(len(lane_ids), 3, dtype=torch.int64), memories)
 
 
@@ -93,7 +93,7 @@ def start(
     """
     run_dir = Path(config.run_dir)
     if resumption is None:
-        lanes = empty_lanes(config, engine, lane_ids)
+        lanes = empty_lanes(config.train, engine, lane_ids)
         torch.manual_seed(dropout_seed(config.train.seed, 0, world.rank))
         return Start(TrainState(0, lanes.states, lanes.cursors), {}, None, [f"starting {run_dir}"], {}, [], [], 0.0)
     began = time.perf_counter()
@@ -135,7 +135,7 @@ def load_checkpoint(
     directory, manifest = choice.directory, choice.manifest
     reader = on_all_ranks(lambda: EngineReader(directory), f"reading {directory}")
     engine.restore(reader.read, reader.counters)
-    fresh = empty_lanes(config, engine, lane_ids)
+    fresh = empty_lanes(config.train, engine, lane_ids)
     lanes = _read_lanes(choice, saved, config, world, fresh)
     return TrainState(manifest["step"], lanes.states, lanes.cursors, manifest.get("validation"))
 
@@ -227,7 +227,7 @@ def _roll_back(context: Context, decision: Decision) -> TrainState:
     if choice is None:
         raise DivergedError(f"{decision.message}, but there is no checkpoint yet", decision.step)
     state = load_checkpoint(
-        choice, saved_config(choice.directory, context.config), context.config, context.world,
+        choice, saved_config(choice.directory, context.config.memory), context.config, context.world,
         engine=context.engine, lane_ids=feed.lane_ids,
     )  # fmt: skip
     feed.restart(state.cursors, state.step)

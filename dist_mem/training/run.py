@@ -14,7 +14,7 @@ from pathlib import Path
 from dist_mem.checkpoint.finished import is_finished
 from dist_mem.checkpoint.finished_file import mark_finished
 from dist_mem.checkpoint.resume_source import find_resumption
-from dist_mem.config import Config
+from dist_mem.config import Config, WatchdogConfig
 from dist_mem.doctor.preflight import before_joining, preflight
 from dist_mem.errors import (
     EXIT_DIVERGED,
@@ -147,9 +147,9 @@ def _takeover(run_dir: Path) -> TakenOverError | None:
     return None
 
 
-def _collective_seconds(config: Config) -> float:
+def _collective_seconds(watchdog: WatchdogConfig) -> float:
     """Return the timeout of collectives: longer than the watchdog's, which can name the missing ranks."""
-    return max(1800.0, 2 * PATIENCE * (config.watchdog.seconds or 0.0))
+    return max(1800.0, 2 * PATIENCE * (watchdog.seconds or 0.0))
 
 
 def run(
@@ -169,10 +169,12 @@ def run(
     stop_signal = StopSignal()
     stop_signal.received = early.received if early is not None else None
     with distributed.joining():
-        meeting = before_joining(config)  # keeps the store alive until all ranks have joined
+        meeting = before_joining(
+            config.run_dir, config.watchdog, config.preflight
+        )  # keeps the store alive until all ranks have joined
         world = distributed.initialize(
             threads=config.train.threads,
-            timeout_seconds=_collective_seconds(config),
+            timeout_seconds=_collective_seconds(config.watchdog),
             binds=config.train.numa_binding,
             tf32=config.train.tf32,
         )

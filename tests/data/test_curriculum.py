@@ -67,7 +67,7 @@ def updates(config: Config, count: int, *, step: int = 0, cursors: torch.Tensor 
 def test_every_stage_is_read_from_its_beginning_and_any_step_resumes(config: Config, layout: str) -> None:
     config.data.layout = layout
     straight, alone = updates(config, 9), list[Update]()
-    for stage, count in zip(stages_of(config), (3, 2, 4), strict=True):
+    for stage, count in zip(stages_of(config.data), (3, 2, 4), strict=True):
         with closing(training_reader(config, data=stage.data, world_size=1, rank=0)) as reader:
             alone += islice(reader, count)
     for one, other in zip(straight, alone, strict=True):
@@ -82,8 +82,8 @@ def test_every_stage_is_read_from_its_beginning_and_any_step_resumes(config: Con
 
 
 def test_the_stage_of_an_update_follows_from_its_step(config: Config) -> None:
-    assert [stage_number(config, step) for step in range(7)] == [0, 0, 0, 1, 1, 2, 2]
-    assert [(stage.key, stage.first, stage.until) for stage in stages_of(config)] == [
+    assert [stage_number(config.data, step) for step in range(7)] == [0, 0, 0, 1, 1, 2, 2]
+    assert [(stage.key, stage.first, stage.until) for stage in stages_of(config.data)] == [
         ("data.curriculum[0].path", 0, 3), ("data.curriculum[1].path", 3, 5), ("data.path", 5, None)
     ]  # fmt: skip
 
@@ -93,10 +93,10 @@ def test_a_stage_with_another_tokenizer_or_too_few_documents_is_refused_by_name(
     with pytest.raises(UnusableError, match=r"data\.curriculum\[1\]\.path = .*longer: train\.global_batch_size = 5"):
         updates(config, 1, cursors=torch.zeros(5, 3, dtype=torch.int64))
     other = open_tokenizer(config.data)
-    assert [split.name for split in earlier_splits(config, other)] == ["short", "longer"]
+    assert [split.name for split in earlier_splits(config.data, other)] == ["short", "longer"]
     other.fingerprint = "0123456789abcdef"
     with pytest.raises(UnusableError, match=r"data\.curriculum\[0\]\.path = .*short: its tokenizer is .* 0123456789ab"):
-        earlier_splits(config, other)
+        earlier_splits(config.data, other)
 
 
 @pytest.mark.parametrize(

@@ -458,7 +458,7 @@ def test_a_save_that_takes_longer_than_the_notice_fails(tmp_path: Path, books: P
     config = load_checked([str(write_config(tmp_path / "c.yaml", books, tmp_path / "run")), "launch.signal_seconds=60"])
 
     def level(seconds: float) -> list[str]:
-        return levels(list(disks.check_stop_time(config, num_bytes=10**9, rate=10**9 / seconds)))
+        return levels(list(disks.check_stop_time(config.launch, num_bytes=10**9, rate=10**9 / seconds)))
 
     assert [level(10), level(30), level(70)] == [[OK], [WARNING], [FAIL]]
 

@@ -69,7 +69,7 @@ def whole_while_built(world: World, case: str, precision: str) -> tuple[list[int
         assert {parameter.numel() for parameter in parameters} == {0}
 
     with mock.patch.object(placement, "partition", noted):
-        place = place_parts(config, zero_block(3), world.device, world_size=world.size)
+        place = place_parts(config.train, zero_block(3), world.device, world_size=world.size)
         model: Any = MemoryLM(config, VOCAB, place)
     held = [(parameter.ds_tensor.numel(), parameter.ds_numel) for parameter in model.parameters()]
     dtypes = {parameter.ds_tensor.dtype for parameter in model.parameters()}
@@ -87,7 +87,7 @@ def with_own_layout(world: World) -> tuple[bool, bool]:
     """Whether weights are left whole for DeepSpeed: with its own layout of them, and at stage 2."""
     deepspeed.init_distributed("gloo")
     block = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
-    places = [place_parts(tiny_config(), each, world.device, world_size=1) for each in (block, zero_block(2))]
+    places = [place_parts(tiny_config().train, each, world.device, world_size=1) for each in (block, zero_block(2))]
     return tuple(type(place) is placement.Placement for place in places)  # type: ignore[return-value]
 
 

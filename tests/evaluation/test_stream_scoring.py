@@ -161,4 +161,4 @@ def test_too_many_lanes_are_refused_before_the_training(library: Path) -> None:
     evaluation = {"every": 1, "split": "test", "layout": "stream", "batch_size": 1000}
     config = make_config(data={"path": str(library), "train_split": "test"}, eval=evaluation)
     with pytest.raises(ValueError, match=r"eval\.batch_size = 1000, but .*260 tokens"):
-        check_data(config, ["test", "test"])
+        check_data(config.data, config.eval, ["test", "test"])

@@ -233,7 +233,7 @@ def test_a_budget_is_met_up_to_one_update_and_one_unit_of_size(tmp_path: Path) -
     for row, words in study.trained.items():
         config = config_of(words)
         found, train = check_model(config), config.train
-        of_token = flops_per_token(config, vocab_size_of(config)).training
+        of_token = flops_per_token(config, vocab_size_of(config.data, config.model)).training
         update = train.global_batch_size * train.seg_len * train.segments_per_update * of_token
         assert 0 <= wanted["flops"] - train.steps * update < update
         assert costs[row].flops == train.steps * update

@@ -167,7 +167,7 @@ def tiny_job(config: Any, world: World, *, stage: int, block: dict[str, Any] | N
     train = config.train
     ds_block = {**zero_block(stage), **(block or {})}
     torch.manual_seed(train.seed)
-    model = MemoryLM(config, VOCAB, place_parts(config, ds_block, world.device, world_size=world.size))
+    model = MemoryLM(config, VOCAB, place_parts(config.train, ds_block, world.device, world_size=world.size))
     lanes = lanes_of_rank(
         train.global_batch_size, world_size=world.size, rank=world.rank, micro_lanes=train.micro_batch_size
     )

@@ -51,7 +51,7 @@ def test_each_checkpoint_is_a_model_with_the_metrics_of_its_step_and_of_later_ev
         "step-00000004": {"train/loss": 4.0, "eval/validation/word_perplexity": 40.0},
     }
     assert models_of(client, run_id) == expected
-    log_to_run(config, run_dir=tmp_path, step=4, metrics={"test/word_perplexity": 44.0}, files=[])
+    log_to_run(config.tracking, run_dir=tmp_path, step=4, metrics={"test/word_perplexity": 44.0}, files=[])
     expected["step-00000004"]["eval/test/word_perplexity"] = 44.0
     assert models_of(client, run_id) == expected
 
@@ -67,7 +67,7 @@ def test_a_checkpoint_made_again_is_a_model_of_the_nested_run_and_every_name_has
     found, again = models_of(client, run_id), models_of(client, nested.info.run_id)
     assert (sorted(found), sorted(again)) == (["step-00000002", "step-00000004", "step-00000006"], ["step-00000004"])
     assert [found[name]["train/loss"] for name in sorted(found)] == [2.0, 4.0, 6.5]
-    log_to_run(config, run_dir=tmp_path, step=4, metrics={"test/word_perplexity": 44.0}, files=[])
+    log_to_run(config.tracking, run_dir=tmp_path, step=4, metrics={"test/word_perplexity": 44.0}, files=[])
     assert models_of(client, nested.info.run_id) == {
         "step-00000004": {
             "train/loss": 4.5,
@@ -115,7 +115,7 @@ def test_a_sender_that_dies_at_any_entry_leaves_every_model_and_point_once(
                 sender.send()
     assert sender_module.SENT_TAG not in client.get_run(sender.run.run_id).data.tags
     for _ in range(2):
-        send_log(config, tmp_path, report=print)
+        send_log(config.tracking, tmp_path, report=print)
     found = models_of(client, str(sender.run.run_id))
     assert sorted(found) == ["step-00000002", "step-00000004"]
     assert found["step-00000002"] == {"train/loss": 2.0, "eval/validation/word_perplexity": 20.0}

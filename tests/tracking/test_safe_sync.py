@@ -80,7 +80,9 @@ def test_a_server_that_only_the_folder_names_gets_nothing(
     assert track_sync([run_dir]) == EXIT_USAGE
     printed = capsys.readouterr().err
     assert f"tracking.uri={thief.uri}" in printed and "only" in printed
-    complaint = log_to_run(config_for(thief.uri), run_dir=run_dir, step=1, metrics={"nll": 1.0}, files=[], overrides=[])
+    complaint = log_to_run(
+        config_for(thief.uri).tracking, run_dir=run_dir, step=1, metrics={"nll": 1.0}, files=[], overrides=[]
+    )
     assert f"dist-mem track sync {run_dir} tracking.uri={thief.uri}" in (complaint or "")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://another.example")
     assert track_sync([run_dir]) == EXIT_USAGE

@@ -42,7 +42,7 @@ def test_without_mlflow_there_is_the_log_and_nothing_else_until_it_is_sent(
     job(config, tmp_path, steps(1, 2))
     assert [path.name for path in tmp_path.iterdir()] == [METRICS_FILE]
     assert [point.step for point in read_points(tmp_path / METRICS_FILE)] == [1, 2]
-    send_log(config, tmp_path, report=print)
+    send_log(config.tracking, tmp_path, report=print)
     assert history(client, (tmp_path / RUN_ID_FILE).read_text().strip(), "loss") == [(1, 1.0), (2, 2.0)]
 
 
@@ -195,7 +195,7 @@ def test_a_store_of_files_that_is_down_does_not_hold_back_the_points(
     assert client.get_run(run_id).info.status == "FINISHED"
     assert "dist-mem track sync" in capsys.readouterr().err
     (tmp_path / "no_folder").unlink()
-    send_log(config_for(sqlite_uri), tmp_path, report=print)
+    send_log(config_for(sqlite_uri).tracking, tmp_path, report=print)
     assert [file.path for file in client.list_artifacts(run_id)] == ["later.txt"]
 
 
@@ -358,7 +358,7 @@ def test_point_superseded_before_it_was_sent_is_never_sent(sqlite_uri: str, clie
     job(down, tmp_path, steps(1, 9))
     job(down, tmp_path, {step: step + 0.5 for step in range(6, 9)}, first_step=5)
     for _ in range(2):
-        send_log(config_for(sqlite_uri), tmp_path, report=print)
+        send_log(config_for(sqlite_uri).tracking, tmp_path, report=print)
         run_id = (tmp_path / RUN_ID_FILE).read_text().strip()
         assert history(client, run_id, "loss") == [*steps(1, 5).items(), (6, 6.5), (7, 7.5), (8, 8.5)]
         client.delete_run(run_id)
@@ -376,7 +376,7 @@ def test_a_rollback_to_other_steps_loses_none_of_them_before_they_are_sent(
         now = time.time_ns()
         wait_until(lambda logged=now: time.time_ns() > logged + 2_000_000, "another time: a log counts milliseconds")
     tracker.close("KILLED")
-    send_log(config_for(sqlite_uri), tmp_path, report=print)
+    send_log(config_for(sqlite_uri).tracking, tmp_path, report=print)
     run_id = (tmp_path / RUN_ID_FILE).read_text().strip()
     assert history(client, run_id, "loss") == [(10, 1.0), (15, 1.5), (20, 2.5), (25, 2.6)]
 

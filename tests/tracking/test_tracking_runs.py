@@ -150,7 +150,7 @@ def test_files_of_a_run_that_had_another_log_are_sent_even_late(
     tracker.log_text("later", "later.txt")
     tracker.close("FINISHED")
     (tmp_path / "no_folder").unlink()
-    send_log(config_for(sqlite_uri), tmp_path / "run", report=print)
+    send_log(config_for(sqlite_uri).tracking, tmp_path / "run", report=print)
     assert [file.path for file in client.list_artifacts(run_id)] == ["later.txt"]
 
 
@@ -163,10 +163,10 @@ def test_an_evaluation_adds_to_the_run_and_leaves_its_status(sqlite_uri: str, cl
     report.parent.mkdir()
     report.write_text("{}")
     figures = {"test/word_perplexity": 60.0}
-    complaint = log_to_run(config, run_dir=tmp_path, step=9, metrics=figures, files=[report])
+    complaint = log_to_run(config.tracking, run_dir=tmp_path, step=9, metrics=figures, files=[report])
     assert complaint is not None and "the run has recorded nothing" in complaint
     tracker = job(config, tmp_path, {})
-    assert log_to_run(config, run_dir=tmp_path, step=9, metrics=figures, files=[report]) is None
+    assert log_to_run(config.tracking, run_dir=tmp_path, step=9, metrics=figures, files=[report]) is None
     assert history(client, tracker.run_id, "test/word_perplexity") == [(9, 60.0)]
     assert [file.path for file in client.list_artifacts(tracker.run_id, "evaluations")] == ["evaluations/report.json"]
     assert client.get_run(tracker.run_id).info.status == "KILLED"
@@ -183,7 +183,7 @@ def test_a_sync_sends_a_run_to_another_store_whole_and_once(
     for step, loss in steps(1, 3).items():
         tracker.log(step, {"loss": loss})
     tracker.close("FINISHED")
-    assert log_to_run(config, run_dir=run_dir, step=3, metrics={"test/nll": 2.0}, files=[]) is not None
+    assert log_to_run(config.tracking, run_dir=run_dir, step=3, metrics={"test/nll": 2.0}, files=[]) is not None
     assert track_sync([run_dir], [f"tracking.uri={config.tracking.uri}"]) == 1
     assert "MLflow does not have everything" in capsys.readouterr().err
     for _ in range(2):
@@ -211,7 +211,7 @@ def test_parameters_that_another_job_of_the_run_has_sent_meanwhile_are_no_refusa
     """A suspended job and the one that took its run directory over may send them at once."""
     config = config_for(sqlite_uri)
     run_id = job(config, tmp_path, steps(1, 2)).run_id
-    run = MlflowRun(target_of(config, tmp_path, read_header(tmp_path / METRICS_FILE)), report=print)
+    run = MlflowRun(target_of(config.tracking, tmp_path, read_header(tmp_path / METRICS_FILE)), report=print)
     run.open(None)
     client.log_param(run_id, "sent", "by another job")
     params = {"sent": "by this one", "new": "too"}

@@ -54,7 +54,7 @@ def test_nothing_is_sent_into_a_file_on_a_shared_disk(
     monkeypatch: pytest.MonkeyPatch, uri: str, kind: str, send: str, is_on: bool
 ) -> None:
     monkeypatch.setattr(store, "file_system_of", lambda folder: kind)
-    sending = choose_sending(config_for(uri, tracking={"send": send}))
+    sending = choose_sending(config_for(uri, tracking={"send": send}).tracking)
     assert sending.is_on is is_on
     assert uri in sending.message and "\n" not in sending.message
     if kind != "ext4" and uri.startswith("sqlite") and send == "auto":
@@ -62,10 +62,12 @@ def test_nothing_is_sent_into_a_file_on_a_shared_disk(
 
 
 def test_nothing_is_sent_into_a_file_from_an_array(array: None) -> None:
-    assert choose_sending(config_for("sqlite:///x.db")).message.count("array 1234 would lock each other out") == 1
-    assert not choose_sending(config_for("sqlite:///x.db")).is_on
-    assert choose_sending(config_for("sqlite:///x.db", tracking={"send": "always"})).is_on
-    assert choose_sending(config_for("http://mlflow.example:5000")).is_on
+    assert (
+        choose_sending(config_for("sqlite:///x.db").tracking).message.count("array 1234 would lock each other out") == 1
+    )
+    assert not choose_sending(config_for("sqlite:///x.db").tracking).is_on
+    assert choose_sending(config_for("sqlite:///x.db", tracking={"send": "always"}).tracking).is_on
+    assert choose_sending(config_for("http://mlflow.example:5000").tracking).is_on
 
 
 def test_the_file_system_of_a_path_is_that_of_the_innermost_mount(tmp_path: Path) -> None:
@@ -198,7 +200,7 @@ def test_invalid_run_id_is_refused_and_its_file_named(sqlite_uri: str, tmp_path:
         with pytest.raises(UnusableError, match=printed):
             use()
     with pytest.raises(UnusableError, match=printed):
-        send_log(config, tmp_path, report=print)
+        send_log(config.tracking, tmp_path, report=print)
     save_config(config, tmp_path / "config.yaml")
     assert track_sync([tmp_path]) == EXIT_USAGE
     assert (tmp_path / METRICS_FILE).exists()

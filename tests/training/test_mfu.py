@@ -35,9 +35,9 @@ def test_peak_of_a_gpu_is_that_of_its_name_and_precision(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high" if tf32 else "highest")
-    assert peak_flops(tiny_config({"train": {"precision": precision}}), GPU_WORLD) == pytest.approx(expected)
+    assert peak_flops(tiny_config({"train": {"precision": precision}}).train, GPU_WORLD) == pytest.approx(expected)
     given = tiny_config({"train": {"precision": precision, "peak_tflops": 2.5}})
-    assert peak_flops(given, GPU_WORLD) == peak_flops(given, CPU_WORLD) == 2.5e12
+    assert peak_flops(given.train, GPU_WORLD) == peak_flops(given.train, CPU_WORLD) == 2.5e12
 
 
 def test_peak_of_a_processor_is_measured_once_without_drawing_random_numbers() -> None:

@@ -40,8 +40,8 @@ def test_steps_that_cannot_be_profiled_are_refused(
 
 def test_steps_after_the_end_are_refused_once_the_data_says_how_many_there_are() -> None:
     with pytest.raises(UnusableError, match=r"train.profile: is \[5, 13\], but the run ends at step 12"):
-        refuse_profile_outside(tiny_config({"train": {"profile": [5, 13]}}), 12)
-    refuse_profile_outside(tiny_config({"train": {"profile": [5, 12]}}), 12)
+        refuse_profile_outside(tiny_config({"train": {"profile": [5, 13]}}).train, 12)
+    refuse_profile_outside(tiny_config({"train": {"profile": [5, 12]}}).train, 12)
 
 
 @pytest.mark.slow

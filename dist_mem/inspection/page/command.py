@@ -92,7 +92,7 @@ def _book(asked: Asked, text: str | None, world: World, check: StopCheck) -> Boo
     )
     found = found_by_all(request.run, None, world)
     config = settings_of(request, found)
-    use_threads(config)
+    use_threads(config.train)
     trained, document, title, _ = open_subject(request, found, world, text)
     other = None if against is None else open_other(request, found_by_all(against, None, world), world)
     for model in (trained, other):
@@ -128,7 +128,7 @@ def _publish(page: str, path: Path, asked: Asked) -> None:
         print(f"not added to the run in MLflow, because {path} is outside of {asked.runs[0]}", file=sys.stderr)
         return
     complaint = log_to_run(
-        config, run_dir=run_dir, step=0, metrics={}, files=[path.resolve()], overrides=asked.overrides
+        config.tracking, run_dir=run_dir, step=0, metrics={}, files=[path.resolve()], overrides=asked.overrides
     )
     if complaint:
         print(complaint, file=sys.stderr)

@@ -145,16 +145,16 @@ def _run(
         raise ValueError(
             "eval.blocks is in effect true, which leaves tokens of replies unscored: set eval.blocks=false"
         )
-    use_threads(config)
+    use_threads(config.train)
     split = settings.split or config.eval.split
-    before = read_before(settings.memory, config, world)
+    before = read_before(settings.memory, config.eval, world)
     open_wordnet(settings.wordnet)  # fail early if the folder is wrong
     refresh(config.data, [split])
-    data = data_tag(found, config, split)
+    data = data_tag(found, config.data, split)
     tag = report_name(data, tag_of(config), settings_tag(settings), before.tag if before else "")
     index = first_documents(open_index(config.data, split), settings.limit)
     conversations = read_conversations(index)
-    trained = open_model(found, config, tokenizer_of_data(found, config), world.device)
+    trained = open_model(found, config, tokenizer_of_data(found, config.data), world.device)
     trained.model.register_forward_pre_hook(check)
     report = score_split(
         trained.model,
@@ -231,7 +231,7 @@ def _publish(
     print(to_table(groups))
     content = {
         "format_version": FORMAT_VERSION,
-        **described(checkpoint, config, protocol, before),
+        **described(checkpoint, config.name, protocol, before),
         "settings": {
             **vars(settings),
             "memory": settings.memory and str(settings.memory),
@@ -248,4 +248,4 @@ def _publish(
     files = [folder / f"{name}.json", folder / f"{name}.txt"]
     write_text(files[0], json.dumps(content, indent=1) + "\n")
     write_text(files[1], to_text(conversations, answers, trained.tokenizer))
-    track(checkpoint, config, figures(groups, report_name(split, tag)), files, overrides)
+    track(checkpoint, config.tracking, figures(groups, report_name(split, tag)), files, overrides)

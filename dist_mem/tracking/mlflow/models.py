@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory, mkdtemp
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
-from dist_mem.config import Config
+from dist_mem.config import TrackingConfig
 from dist_mem.errors import RunError, UnfitError, UnusableError
 from dist_mem.runtime.environment import mlflow_environment
 from dist_mem.runtime.extras import require
@@ -79,7 +79,7 @@ def check_registration(wanted: Registration) -> None:
         )
 
 
-def open_run(config: Config, run_id: str | None, wanted: Registration, overrides: Sequence[str]) -> Opened:
+def open_run(tracking: TrackingConfig, run_id: str | None, wanted: Registration, overrides: Sequence[str]) -> Opened:
     """Find the MLflow run of a trained model, without changing anything in the store.
 
     Args:
@@ -91,7 +91,7 @@ def open_run(config: Config, run_id: str | None, wanted: Registration, overrides
         UnusableError: there is no such run or store, or the store refuses the user or the name.
         UnfitError: the store does not answer.
     """
-    uri = store_uri(config)
+    uri = store_uri(tracking)
     shown = without_credentials(uri)
     if run_id is None:
         raise UnusableError(
@@ -99,7 +99,7 @@ def open_run(config: Config, run_id: str | None, wanted: Registration, overrides
             "leave --mlflow out"
         )
     check_store(uri)
-    is_named = is_named_by_user(config, overrides)
+    is_named = is_named_by_user(tracking, overrides)
     if not (is_named or is_local(uri)):
         raise UnusableError(
             f"--mlflow: only the configuration of the run names MLflow at {shown}: add tracking.uri={shown}"

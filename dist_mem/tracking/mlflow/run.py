@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlencode, urlsplit
 
-from dist_mem.config import Config
+from dist_mem.config import TrackingConfig
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.names import is_plain_path
@@ -63,9 +63,9 @@ class Target(NamedTuple):
     is_named: bool = True  # False: only the run directory names the uri, and it may come from anybody
 
 
-def target_of(config: Config, run_dir: Path, header: Header, *, is_named: bool = True) -> Target:
+def target_of(tracking: TrackingConfig, run_dir: Path, header: Header, *, is_named: bool = True) -> Target:
     """Return the run of a log."""
-    return Target(store_uri(config), run_dir, header._replace(experiment=experiment_of(config, header)), is_named)
+    return Target(store_uri(tracking), run_dir, header._replace(experiment=experiment_of(tracking, header)), is_named)
 
 
 def file_inside(run_dir: Path, name: object) -> Path:

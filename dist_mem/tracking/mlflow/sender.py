@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from dist_mem.config import Config
+from dist_mem.config import TrackingConfig
 from dist_mem.errors import TakenOverError
 from dist_mem.runtime.files import fsync_path
 from dist_mem.tracking.log import Entry, Log, LogReader, find_entries, is_superseded, read_entries
@@ -261,13 +261,15 @@ def discreet(report: Callable[[str], None], uri: str) -> Callable[[str], None]:
 class MlflowReader(Sink):
     """Sends the log of a running job in a thread, so that a dead server blocks nothing."""
 
-    def __init__(self, config: Config, run_dir: Path, log: Log, *, sends: bool, report: Callable[[str], None]) -> None:
+    def __init__(
+        self, tracking: TrackingConfig, run_dir: Path, log: Log, *, sends: bool, report: Callable[[str], None]
+    ) -> None:
         """
         Args:
             sends: import mlflow and start the thread, which also finds or creates the run.
             report: called with a line for the user, also from threads.
         """
-        target = target_of(config, run_dir, log.header)
+        target = target_of(tracking, run_dir, log.header)
         self._log, self._target, self._report = log, target, discreet(report, target.uri)
         self._known_run_id = read_run_id(run_dir)
         self._is_closed = False

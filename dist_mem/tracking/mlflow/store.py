@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from dist_mem.config import Config
+from dist_mem.config import Config, TrackingConfig
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.environment import mlflow_environment, slurm_job
 from dist_mem.runtime.files import file_system_of, is_network_file_system, write_text
@@ -53,19 +53,19 @@ class Sending(NamedTuple):
     message: str  # one line for the user
 
 
-def store_uri(config: Config) -> str:
+def store_uri(tracking: TrackingConfig) -> str:
     """Return `tracking.uri`, else MLFLOW_TRACKING_URI, else a file in the current directory."""
-    return config.tracking.uri or mlflow_environment().uri or DEFAULT_URI
+    return tracking.uri or mlflow_environment().uri or DEFAULT_URI
 
 
-def is_named_by_user(config: Config, overrides: Sequence[str] = ()) -> bool:
+def is_named_by_user(tracking: TrackingConfig, overrides: Sequence[str] = ()) -> bool:
     """Whether the store in a run's configuration is also named by the user, or is the default.
 
     Args:
         overrides: of the command line, already in `config`; a user's configuration file counts as `tracking.uri=...`.
     """
     is_given = any(override.startswith("tracking.uri=") for override in overrides)
-    return is_given or store_uri(config) in (mlflow_environment().uri, DEFAULT_URI)
+    return is_given or store_uri(tracking) in (mlflow_environment().uri, DEFAULT_URI)
 
 
 def is_local(uri: str) -> bool:
@@ -108,27 +108,27 @@ def is_server(uri: str) -> bool:
     return urlsplit(uri).scheme in ("http", "https")
 
 
-def experiment_of(config: Config, header: Header | None = None) -> Mapping[str, str]:
+def experiment_of(tracking: TrackingConfig, header: Header | None = None) -> Mapping[str, str]:
     """Return {"name": ...} or {"id": ...}: from the configuration, else the log, the environment, the default.
 
     Args:
         header: of the log, if there is one. `tracking.experiment` may be set later, before MLflow has the run.
     """
-    if header is not None and header.experiment is not None and not config.tracking.experiment:
+    if header is not None and header.experiment is not None and not tracking.experiment:
         return header.experiment
     environment = mlflow_environment()
-    name = config.tracking.experiment or environment.experiment_name
+    name = tracking.experiment or environment.experiment_name
     if environment.experiment_id and not name:
         return {"id": environment.experiment_id}
     return {"name": name or DEFAULT_EXPERIMENT}
 
 
-def choose_sending(config: Config) -> Sending:
+def choose_sending(tracking: TrackingConfig) -> Sending:
     """Resolve `tracking.send` for this store, file system and kind of job."""
-    uri = store_uri(config)
+    uri = store_uri(tracking)
     shown = without_credentials(uri)
     obstacle = _obstacle(uri)
-    match config.tracking.send:
+    match tracking.send:
         case "never":
             return Sending(False, f"MLflow: nothing is sent to {shown} while the job runs (tracking.send=never)")
         case "always" if obstacle:
@@ -219,12 +219,12 @@ def check_tracking(config: Config, run_dir: Path) -> str | None:
     if not config.tracking.mlflow:
         return None
     run_id = read_run_id(run_dir) or requested_run_id()
-    uri, log = store_uri(config), run_dir / METRICS_FILE
+    uri, log = store_uri(config.tracking), run_dir / METRICS_FILE
     check_store(uri)
-    if not ((is_server(uri) or is_local(uri)) and choose_sending(config).is_on) or is_missing_file(uri):
+    if not ((is_server(uri) or is_local(uri)) and choose_sending(config.tracking).is_on) or is_missing_file(uri):
         return None
     import_mlflow_quietly()  # not in the thread: a slow import must not use up SECONDS
-    experiment = experiment_of(config, read_header(log) if log.exists() else None)
+    experiment = experiment_of(config.tracking, read_header(log) if log.exists() else None)
     result: list[Exception | None] = []
 
     def ask() -> None:

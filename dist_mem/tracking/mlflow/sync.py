@@ -79,7 +79,7 @@ def run(
     given = OmegaConf.merge(*blocks, OmegaConf.create(read_overrides(overrides)))
     configs = [read_config(run_dir, given) for run_dir in run_dirs]
     named = [f"tracking.uri={uri}"] if (uri := OmegaConf.select(given, "tracking.uri")) else []
-    return max(_sync(config, run_dir, named, count) for config, run_dir in zip(configs, run_dirs, strict=True))
+    return max(_sync(config.tracking, run_dir, named, count) for config, run_dir in zip(configs, run_dirs, strict=True))
 
 
 def read_config(run_dir: Path, given: Any) -> Config:
@@ -99,14 +99,14 @@ def read_config(run_dir: Path, given: Any) -> Config:
     return cast(Config, OmegaConf.merge(OmegaConf.create(read_saved(path)), given))
 
 
-def _sync(config: Config, run_dir: Path, named: Sequence[str], count: CountPoints) -> int:
+def _sync(tracking: TrackingConfig, run_dir: Path, named: Sequence[str], count: CountPoints) -> int:
     def report(text: str) -> None:
         print(f"{run_dir}: {text}")
 
     try:
-        is_named = is_named_by_user(config, named)
+        is_named = is_named_by_user(tracking, named)
         counted = count(run_dir)  # before sending, because a job may be running
-        sender = send_log(config, run_dir, report=report, is_dead=lambda: _is_dead(run_dir), is_named=is_named)
+        sender = send_log(tracking, run_dir, report=report, is_dead=lambda: _is_dead(run_dir), is_named=is_named)
         gaps = [*_gaps_of_log(run_dir, counted), *_gaps_of_mlflow(sender)]
     except UnusableError as error:
         print(f"error: {run_dir}: {error}", file=sys.stderr)
@@ -135,7 +135,7 @@ def _is_dead(run_dir: Path) -> bool:
 
 
 def send_log(
-    config: Config,
+    tracking: TrackingConfig,
     run_dir: Path,
     *,
     report: Callable[[str], None],
@@ -160,11 +160,11 @@ def send_log(
     log = run_dir / METRICS_FILE
     if not log.exists():
         raise UnusableError(f"{log} is missing: the run has recorded nothing")
-    target = target_of(config, run_dir, read_header(log), is_named=is_named)
+    target = target_of(tracking, run_dir, read_header(log), is_named=is_named)
     if not (is_named or is_local(target.uri)):
         raise UnusableError(
             f"only the configuration in the run directory names MLflow at {without_credentials(target.uri)}; to "
-            f"log in to that server, name it: {_naming(config, run_dir)}"
+            f"log in to that server, name it: {_naming(tracking, run_dir)}"
         )
     sender = Sender(target, log, report=discreet(report, target.uri))
     sender.send()
@@ -181,7 +181,7 @@ def send_log(
 
 
 def log_to_run(
-    config: Config,
+    tracking: TrackingConfig,
     *,
     run_dir: Path,
     step: int,
@@ -208,27 +208,27 @@ def log_to_run(
     models = [Entry("checkpoint", now, {"step": step, "points": points})] if metrics else []
     path = run_dir / _EVALUATIONS.replace("*", new_uid())
     write_log(path, read_header(log), [*points, *models, *artifacts])  # in one write: a sender deletes it
-    is_named = is_named_by_user(config, overrides)
-    if not (is_named or is_local(store_uri(config))):
-        return f"only the run directory names its MLflow server; to send the evaluation: {_naming(config, run_dir)}"
+    is_named = is_named_by_user(tracking, overrides)
+    if not (is_named or is_local(store_uri(tracking))):
+        return f"only the run directory names its MLflow server; to send the evaluation: {_naming(tracking, run_dir)}"
     if not is_installed("mlflow"):
         return f"{not_installed('mlflow', 'MLflow tracking')}; kept for later: dist-mem track sync {run_dir}"
     import_mlflow_quietly()  # here: an import can take seconds on a slow disk, and EVALUATION_SECONDS are for MLflow
     messages: list[str] = []
     senders: list[Sender] = []
     delivery = Delivery(
-        lambda: senders.append(send_log(config, run_dir, report=messages.append, is_named=is_named)),
-        report=discreet(messages.append, store_uri(config)),
-        service=f"MLflow at {store_uri(config)}",
+        lambda: senders.append(send_log(tracking, run_dir, report=messages.append, is_named=is_named)),
+        report=discreet(messages.append, store_uri(tracking)),
+        service=f"MLflow at {store_uri(tracking)}",
     )
     if delivery.close(EVALUATION_SECONDS):
         return "\n".join(text for sender in senders for text in sender.run.refused.values()) or None
     return "\n".join([*messages, f"kept for later: dist-mem track sync {run_dir}"])
 
 
-def _naming(config: Config, run_dir: Path) -> str:
+def _naming(tracking: TrackingConfig, run_dir: Path) -> str:
     """Return the command that names the server of a run's configuration."""
-    uri = without_credentials(store_uri(config))
+    uri = without_credentials(store_uri(tracking))
     return f"dist-mem track sync {run_dir} tracking.uri={uri}, or set MLFLOW_TRACKING_URI"
 
 

@@ -50,9 +50,9 @@ class Source:
 
     @cached_property
     def trained(self) -> TrainedModel:
-        use_threads(self.config)
+        use_threads(self.config.train)
         refresh(self.config.data, [self.split])
-        tokenizer = tokenizer_of_data(self.checkpoint, self.config)
+        tokenizer = tokenizer_of_data(self.checkpoint, self.config.data)
         trained = open_model(self.checkpoint, self.config, tokenizer, self._world.device)
         trained.model.register_forward_pre_hook(self._check)
         return trained
