@@ -47,7 +47,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Take a part of the tests that are not quick; begin with the longest files where processes share the files."""
     part = config.getoption("slow_part")
-    kept, left_out = [], []
+    kept = list[pytest.Item]()
+    left_out = list[pytest.Item]()
     for item in items:
         is_quick = not any(item.get_closest_marker(mark) for mark in MINUTES)
         (kept if is_quick or is_in_part(item.nodeid, part) else left_out).append(item)

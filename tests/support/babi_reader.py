@@ -73,7 +73,7 @@ def answer(facts: list[str], question: str) -> str | None:
     if found := re.fullmatch(r"Where is ([A-Z]\w+)\?", question):
         return read.person_room.get(found[1])
     if found := re.fullmatch(r"Where is the (\w+)\?", question):
-        return (read.thing_rooms[found[1]] or [None])[-1]
+        return rooms[-1] if (rooms := read.thing_rooms[found[1]]) else None
     if found := re.fullmatch(r"Where was the (\w+) before the (\w+)\?", question):
         rooms = read.thing_rooms[found[1]]
         places = [place for place, room in enumerate(rooms) if room == found[2]]

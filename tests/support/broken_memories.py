@@ -143,6 +143,8 @@ class WritesGetNoGradient(TransformerXL):
 
 
 class RaisesInResetParameters(TransformerXL):
+    gate: nn.Parameter  # it has none
+
     def reset_parameters(self) -> None:
         self.gate.fill_(0.5)
 

@@ -112,7 +112,7 @@ def losses(run_dir: Path) -> list[float]:
     return [point.metrics["loss"] for point in read_points(run_dir / METRICS_FILE) if "loss" in point.metrics]
 
 
-def difference(first: Any, second: Any, where: str = "") -> str | None:
+def difference(first: Any, second: Any, *, where: str = "") -> str | None:
     """Return where two nested structures of tensors and plain values first differ bitwise; None if they are equal."""
     if isinstance(first, torch.Tensor):
         same = isinstance(second, torch.Tensor) and first.dtype == second.dtype and torch.equal(first, second)
@@ -120,16 +120,18 @@ def difference(first: Any, second: Any, where: str = "") -> str | None:
     if isinstance(first, dict):
         if not isinstance(second, dict) or list(first) != list(second):
             return where
-        return next((found for key in first if (found := difference(first[key], second[key], f"{where}/{key}"))), None)
+        return next(
+            (found for key in first if (found := difference(first[key], second[key], where=f"{where}/{key}"))), None
+        )
     if isinstance(first, (list, tuple)):
         if len(first) != len(second):
             return where
         parts = enumerate(zip(first, second, strict=True))
-        return next((found for index, (a, b) in parts if (found := difference(a, b, f"{where}/{index}"))), None)
+        return next((found for index, (a, b) in parts if (found := difference(a, b, where=f"{where}/{index}"))), None)
     if type(first) is not type(second):
         return where
     if hasattr(first, "__dict__"):  # DeepSpeed pickles its loss scaler as an object
-        return difference(vars(first), vars(second), f"{where}.{type(first).__name__}")
+        return difference(vars(first), vars(second), where=f"{where}.{type(first).__name__}")
     return None if first == second else where
 
 

@@ -89,8 +89,9 @@ def reader_of(
 ) -> Iterator[LaneReader]:
     config = DataConfig(**data)
     lengths = cut_lengths([entry.num_tokens for entry in index.documents], config.max_document_len)
-    settings = {"seed": config.seed, "layout": config.layout, "cut": config.cut}
-    plan = make_plan(lengths, num_lanes=num_lanes, seg_len=SEG_LEN, **settings)
+    plan = make_plan(
+        lengths, num_lanes=num_lanes, seg_len=SEG_LEN, seed=config.seed, layout=config.layout, cut=config.cut
+    )
     reader = LaneReader(
         config,
         index,
@@ -118,9 +119,9 @@ def global_segments(updates: Sequence[Update], num_lanes: int) -> list[Batch]:
     result = []
     for segment in range(SEGMENTS):
         batches = [batch for update in updates for batch in update.batches[segment * groups : (segment + 1) * groups]]
-        whole = Batch(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*batches, strict=True)))
-        assert_idle(Batch(*(None if part is None else part[num_lanes:] for part in whole)))
-        result.append(Batch(*(None if part is None else part[:num_lanes] for part in whole)))
+        whole = Batch._make(None if parts[0] is None else torch.cat(parts) for parts in zip(*batches, strict=True))
+        assert_idle(Batch._make(None if part is None else part[num_lanes:] for part in whole))
+        result.append(Batch._make(None if part is None else part[:num_lanes] for part in whole))
     return result
 
 
@@ -131,7 +132,7 @@ def assert_idle(batch: Batch) -> None:
 
 def assert_equal_batches(first: Batch, second: Batch) -> None:
     for name, one, other in zip(Batch._fields, first, second, strict=True):
-        assert (one is None and other is None) or torch.equal(one, other), name
+        assert one is other if one is None or other is None else torch.equal(one, other), name
 
 
 def assert_equal_updates(first: Update, second: Update) -> None:

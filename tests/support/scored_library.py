@@ -102,8 +102,8 @@ def save_weights(run_dir: Path, model: MemoryLM, config: Any, *, step: int) -> P
     save_config(config, directory / "config.yaml")
     save_tokenizer(TOKENIZER, directory / TOKENIZER_DIR)
     files = {path.relative_to(directory).as_posix(): describe_file(path) for path in files_in(directory)}
-    facts = {**FACTS, "step": step, "tokenizer_fingerprint": TOKENIZER.fingerprint, "files": files}
-    write_manifest(directory, facts)
+    described = {**FACTS, "step": step, "tokenizer_fingerprint": TOKENIZER.fingerprint, "files": files}
+    write_manifest(directory, described)
     return directory
 
 

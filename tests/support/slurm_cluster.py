@@ -149,7 +149,7 @@ class Cluster:
 
     def submit(self, *arguments: str, **environment: str) -> str:
         """Submit a job; return its number."""
-        return self.call("sbatch", "--parsable", *arguments, **environment)
+        return self.call("sbatch", "--parsable", *arguments, check=True, **environment)
 
     def state(self, job: str) -> str:
         """Return the JobState of a job, such as PENDING."""

@@ -103,7 +103,7 @@ def update_of_rank(config: Any, world: World, *, step: int) -> Update:
         padded = _idle_rows(whole, lanes.stop - train.global_batch_size)
         for first in range(lanes.start, lanes.stop, train.micro_batch_size):
             rows = slice(first, first + train.micro_batch_size)
-            batches.append(Batch(*(None if part is None else part[rows] for part in padded)))
+            batches.append(Batch._make(None if part is None else part[rows] for part in padded))
     scored = [int((batch.targets != IGNORE).sum()) for batch in batches]
     cursors = torch.full((len(lanes), 3), step)
     return Update(batches, cursors, scored, epoch=0.0, documents_started=0, documents_skipped=0)

@@ -74,7 +74,7 @@ def counted(batches: Iterable[Batch], optimizer: torch.optim.Optimizer) -> Itera
 
     def copied(batch: Batch, device: torch.device) -> Batch:
         on_host = dict(dispatched.on_host)
-        copies = Batch(*(None if part is None else part.clone() for part in batch))
+        copies = Batch._make(None if part is None else part.clone() for part in batch)
         dispatched.on_host = on_host  # the copies are not
         return copies
 

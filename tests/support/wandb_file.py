@@ -28,7 +28,7 @@ def messages(path: Path) -> Iterator[Any]:
         whole += data[position + 7 : position + 7 + size]
         position += 7 + size
         if kind in (_FULL, _LAST):
-            message = wandb_internal_pb2.Record()
+            message = wandb_internal_pb2.Record()  # type: ignore[attr-defined] # protobuf makes it at import
             message.ParseFromString(whole)
             whole = b""
             yield message

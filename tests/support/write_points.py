@@ -6,7 +6,10 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
 
 _FOLDER_ARGUMENT = {"os.mkdir": 2, "os.rename": 2, "os.remove": 1, "os.rmdir": 1}  # event -> which argument is dir_fd
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
@@ -36,9 +39,9 @@ class WritePoints:
             folder = arguments[_FOLDER_ARGUMENT[event]]
             self._meet(event.removeprefix("os."), (_path_of(folder) if folder >= 0 else Path()) / arguments[0])
 
-    def _on_fsync(self, descriptor: int) -> None:
-        self._meet("fsync", _path_of(descriptor))
-        self._fsync(descriptor)
+    def _on_fsync(self, fd: FileDescriptorLike) -> None:
+        self._meet("fsync", _path_of(fd if isinstance(fd, int) else fd.fileno()))
+        self._fsync(fd)
 
     def _meet(self, what: str, path: Path) -> None:
         if not path.is_relative_to(self._directory):
