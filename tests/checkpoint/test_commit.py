@@ -85,7 +85,7 @@ def count_of_one_save(world: World, run_dir: Path, num_layers: int) -> tuple[int
     job = tiny_job(tiny_config({"model": {"num_layers": num_layers}}), world, stage=2)
     snapshot = snapshot_of(job)
     saver = Saver(run_dir, world, CheckpointConfig(background=False))
-    made, fsync = [], os.fsync
+    made, fsync = list[None](), os.fsync
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.fsync", lambda descriptor: made.append(fsync(descriptor)))
         saver.save(snapshot, began=time.perf_counter())

@@ -110,7 +110,7 @@ def train_watched(course: Course, run_dir: Path, *, victim: int | None = None, d
 
 def resume_here(world: World, config_file: Path, run_dir: Path) -> int:
     """Train to LAST in a rank that is there already; returns the step at which it began."""
-    began = []
+    began = list[int]()
 
     def open_run(*arguments: Any) -> Any:
         context, state = opened(*arguments)

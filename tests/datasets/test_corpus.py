@@ -298,7 +298,7 @@ def test_a_stopped_build_of_rows_goes_on_to_the_same_bytes(
     """Its finished pieces are used although the rows stand in a file that is read only from its start."""
     source, out = write_form("jsonl.gz", tmp_path / "corpus"), tmp_path / "out"
     monkeypatch.setattr(text_builder, "build_dataset", partial(builder.build_dataset, piece_bytes=1))
-    encode, encoded = builder.encode_piece, []
+    encode, encoded = builder.encode_piece, list[Path]()
 
     def counting(piece: builder.Piece, stop_after: int) -> int:
         if len(encoded) == stop_after:

@@ -139,7 +139,7 @@ def without_counts(values: dict[str, Tensor]) -> dict[str, Tensor]:
 def unfrozen(world: World, directory: Path, stages: list[int]) -> list[Any]:
     """A model of which a part is frozen for some steps, then trained at each stage, and again where it was frozen."""
     part = {"optimizer": {"groups": [{"param_regex": "embedding", "trainable": False}]}}
-    whole = {"optimizer": {"groups": []}}
+    whole: dict[str, Any] = {"optimizer": {"groups": []}}
     frozen = engine_job(world, 2, part)
     next_losses(frozen, BEFORE)
     save_engine(frozen, directory / "frozen")

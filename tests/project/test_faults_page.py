@@ -40,7 +40,7 @@ def rows() -> list[Row]:
 def asserted(path: Path) -> tuple[frozenset[str], frozenset[int]]:
     """Return the phrases and the exit codes that a test file mentions."""
     names = {name: code for code, name in CODES.items()}
-    phrases, codes = set(), set()
+    phrases, codes = set[str](), set[int]()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             phrases.update(part.strip() for part in (node.value, *_BORDERS.split(node.value)))

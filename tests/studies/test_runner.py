@@ -250,7 +250,7 @@ def test_mlflow_takes_the_figures_of_every_table(sqlite_uri: str, client: Any, t
     experiment = client.get_experiment_by_name("dist_mem")
     parent = object.__new__(ParentRun)
     parent.run_id, parent._client = client.create_run(experiment.experiment_id).info.run_id, client
-    figures = {}
+    figures = dict[str, float]()
     for name in study_names(ROOT / FOLDER):
         for scale in load_study(name, folder=ROOT / FOLDER).scales:
             study = load_study(name, scale, folder=ROOT / FOLDER)

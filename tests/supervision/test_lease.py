@@ -140,7 +140,7 @@ def test_lease_taken_over_by_another_job_is_left_alone(tmp_path: Path) -> None:
 def test_a_slow_job_never_takes_a_live_lease_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two jobs find the same dead lease; while the slower one still believes in it, no third one may get in."""
     write_lease(tmp_path, holder(dead_process(), socket.gethostname()), age_seconds=0)
-    judge, rename, faster = lease.is_abandoned, Path.rename, []
+    judge, rename, faster = lease.is_abandoned, Path.rename, list[Any]()
 
     def judge_slowly(path: Path, text: str) -> bool:
         is_abandoned = judge(path, text)

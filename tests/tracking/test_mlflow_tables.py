@@ -61,7 +61,7 @@ def test_a_kill_while_the_tables_are_made_leaves_a_store_that_can_be_used(tmp_pa
 @pytest.mark.slow
 def test_tables_that_a_kill_left_unfinished_are_set_aside_and_made_again(tmp_path: Path) -> None:
     """By MLflow's own server, or by a version of before; not while somebody may still be making them."""
-    path, printed = tmp_path / "mlflow.db", []
+    path, printed = tmp_path / "mlflow.db", list[str]()
     kill_in(f"sqlite:///{path}", WITHIN[0], in_place=True)
     with pytest.raises(RuntimeError, match=r"mlflow\.db: its tables are incomplete"):
         connect(f"sqlite:///{path}", report=printed.append)
