@@ -91,7 +91,7 @@ class FileHandler(BaseHTTPRequestHandler):
         if asked is not None:
             self.server.ranges.append(asked)
         is_part = asked is not None and fault not in ("short", "endless", "no ranges")
-        if is_part:
+        if asked is not None and is_part:
             body = body[int(asked.removeprefix("bytes=").removesuffix("-")) :]
         half = len(body) // 2
         self.send_response(206 if is_part else 200)
