@@ -34,7 +34,7 @@ from dist_mem.runtime.terminal import PlainStream, coloured
 
 def _is_reported_elsewhere(options: argparse.Namespace) -> bool:
     """Return whether another rank prints the same error. One rank per node prints, as files may differ by node."""
-    if options.command not in ("train", "evaluate", "inspect", "dialogue", "replay") or getattr(
+    if options.command not in ("train", "evaluate", "inspect", "dialogue", "recompute") or getattr(
         options, "check", False
     ):
         return False
@@ -110,7 +110,7 @@ def entry() -> NoReturn:
     """
     keep_working_directory_out()
     output = watch_standard_streams()
-    output.raises = sys.argv[1:2] == ["generate"]  # its output is its result: generation/command.py ends it
+    output.raises = sys.argv[1:2] == ["generate"]  # its output is its result: generation/continue_prompts.py ends it
     with _safe_output("".join(sys.argv[1:2])):
         try:
             code = main()

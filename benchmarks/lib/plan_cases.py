@@ -1,4 +1,4 @@
-"""The trainings whose memory benchmarks/plan.py measures, and the published runs that it compares with."""
+"""The trainings whose memory benchmarks/estimate.py measures, and the published runs that it compares with."""
 
 from __future__ import annotations
 

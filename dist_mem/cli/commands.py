@@ -130,7 +130,7 @@ def doctor(options: argparse.Namespace) -> int:
         from dist_mem.doctor import drill
 
         return drill.run(options.config)
-    from dist_mem.doctor import command as run
+    from dist_mem.doctor import run_checks as run
 
     return run.run(load_checked(options.config, builds_model=True) if options.config else None)
 
@@ -201,7 +201,7 @@ def generate(options: argparse.Namespace) -> int:
     from dist_mem.runtime.distributed import choose_accelerator
 
     choose_accelerator()
-    from dist_mem.generation.command import request_of, run
+    from dist_mem.generation.continue_prompts import request_of, run
 
     return run(request_of(options))
 
@@ -212,7 +212,7 @@ def dialogue(options: argparse.Namespace) -> int:
         from dist_mem.runtime.distributed import choose_accelerator
 
         choose_accelerator()
-        from dist_mem.papers.dialogue.command import run, settings_of
+        from dist_mem.papers.dialogue.score_replies import run, settings_of
 
         settings = {"checkpoint": options.checkpoint, "overrides": options.overrides}
         return run(options.run, settings_of(options), early=early, **settings)
@@ -226,10 +226,10 @@ def inspect(options: argparse.Namespace) -> int:
 
         choose_accelerator()
         if has_document:
-            from dist_mem.inspection import command
+            from dist_mem.inspection import inspect_document
             from dist_mem.inspection.request import request_of
 
-            return command.run(request_of(options, with_colour=wants_colour(options.color)), early=early)
+            return inspect_document.run(request_of(options, with_colour=wants_colour(options.color)), early=early)
         from dist_mem.papers.regression_error import run
 
         settings = {"split": options.split, "checkpoint": options.checkpoint, "overrides": options.overrides}

@@ -36,7 +36,7 @@ def figure(options: argparse.Namespace) -> int:
         from dist_mem.runtime.distributed import choose_accelerator
 
         choose_accelerator()
-        from dist_mem.papers import figure_command as command
+        from dist_mem.papers import draw_figures as command
         from dist_mem.papers.figures.parts.source import Settings
 
         if options.list:

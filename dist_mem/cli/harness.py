@@ -26,7 +26,7 @@ def lm_eval(options: Namespace) -> int:
     from dist_mem.runtime.distributed import choose_accelerator
 
     choose_accelerator()
-    from dist_mem.lm_eval.command import Request, run
+    from dist_mem.lm_eval.run_tasks import Request, run
 
     request = Request(
         options.run,

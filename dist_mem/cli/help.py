@@ -25,7 +25,7 @@ EXAMPLES = {
     "checkpoints": "verify runs/demo",
     "track": "sync runs/demo",
     "batch": "runs/demo --step 57",
-    "replay": "runs/demo --step 57",
+    "recompute": "runs/demo --step 57",
     "evaluate": "runs/demo --split test eval.batch_size=8",
     "lm-eval": "runs/demo --tasks lambada_openai --limit 100",
     "compare": "runs/demo_none runs/demo",
@@ -41,7 +41,7 @@ EXAMPLES = {
     "sweep": "configs/sweeps/rates.yaml --jobs 2",
     "arena": "configs/arena/cpu.yaml --plan",
     "config": "configs/demo.yaml train.steps=100",
-    "plan": "configs/pg19_small.yaml --gpu h100-80gb --gpus 8",
+    "estimate": "configs/pg19_small.yaml --gpu h100-80gb --gpus 8",
     "doctor": "configs/demo.yaml",
     "check-memory": "examples/averages.py:Averages",
 }

@@ -30,7 +30,7 @@ def read(options: argparse.Namespace) -> int:
     from dist_mem.runtime.distributed import choose_accelerator
 
     choose_accelerator()
-    from dist_mem.generation.memory_command import run_read
+    from dist_mem.generation.keep_memory import run_read
 
     given = {"memory": options.memory, "checkpoint": options.checkpoint, "overrides": options.overrides}
     return run_read(options.text, options.run, options.out, **given)
@@ -38,6 +38,6 @@ def read(options: argparse.Namespace) -> int:
 
 def memory(options: argparse.Namespace) -> int:
     """Show what a memory file contains."""
-    from dist_mem.generation.memory_command import run_show
+    from dist_mem.generation.keep_memory import run_show
 
     return run_show(options.file)

@@ -14,11 +14,11 @@ from dist_mem.cli import commands as run
 from dist_mem.cli import (
     datasets,
     drawing,
+    estimating,
     harness,
     inspecting,
     jobs,
     memory_files,
-    planning,
     reporting,
     starting,
     steps,
@@ -60,7 +60,7 @@ def build_parser() -> tuple[ArgumentParser, Parsers]:
             run.checkpoints: _add_checkpoints,
             run.track: _add_track,
             steps.batch: _add_batch,
-            steps.replay: _add_step,
+            steps.recompute: _add_step,
         },
         "use a trained model": {
             run.evaluate: _add_evaluate,
@@ -80,7 +80,7 @@ def build_parser() -> tuple[ArgumentParser, Parsers]:
         },
         "check": {
             run.config: _add_config,
-            planning.plan: planning.add_arguments,
+            estimating.estimate: estimating.add_arguments,
             run.doctor: _add_doctor,
             run.check_memory: _add_check_memory,
         },

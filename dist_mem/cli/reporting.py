@@ -35,7 +35,7 @@ def report(options: Namespace) -> int:
         from dist_mem.runtime.distributed import choose_accelerator
 
         choose_accelerator()
-        from dist_mem.inspection.page.command import Asked, run
+        from dist_mem.inspection.page.write_page import Asked, run
 
         asked = Asked(runs, options.book, options.text, options.split, not options.no_removals, overrides)
         return run(asked, out=options.out, early=early)

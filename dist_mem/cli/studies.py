@@ -89,7 +89,7 @@ def arena(options: Namespace) -> int:
 
 
 def _run(options: Namespace) -> int:
-    from dist_mem.studies.command import Request, run
+    from dist_mem.studies.run_study import Request, run
 
     site, extra = _divided(options)
     given = {name: getattr(options, name) for name in ("scale", "out", "rows", "seeds", "jobs", "ranks", "max_runs")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dist_mem.config import Config
 from dist_mem.config.memory_blocks import described
 from dist_mem.config.sources import plain_block
-from dist_mem.evaluation.report import Report, read_report, shown
+from dist_mem.evaluation.scores import Report, read_report, shown
 from dist_mem.evaluation.trained_model import Checkpoint, TrainedModel
 
 _FRONT = """---

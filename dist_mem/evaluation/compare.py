@@ -24,7 +24,7 @@ from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
 from dist_mem.evaluation.bootstrap import gain_interval, no_gain_interval
 from dist_mem.evaluation.memory_gain import MemoryGain, counterpart, is_without_memory, memory_gain
 from dist_mem.evaluation.plot import labels_of, plot_recall
-from dist_mem.evaluation.report import Band, Report, read_report, recall_bands, same_text, shown
+from dist_mem.evaluation.scores import Band, Report, read_report, recall_bands, same_text, shown
 from dist_mem.runtime.files import is_wrong_path
 from dist_mem.runtime.terminal import table
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from dist_mem.data.shard import Index, read_mask, read_recall
 from dist_mem.evaluation.plot import Line, add_legend, draw_lines, save_picture
-from dist_mem.evaluation.report import Report, accuracy, known_total
+from dist_mem.evaluation.scores import Report, accuracy, known_total
 from dist_mem.runtime.csv_text import csv_text
 
 NUM_BINS = 10

@@ -36,7 +36,7 @@ from dist_mem.evaluation.kept_memory import states_and_inputs
 from dist_mem.evaluation.memory_file import MemoryFile
 from dist_mem.evaluation.memory_gain import gain_beside, is_without_memory
 from dist_mem.evaluation.protocol import Protocol, protocol_of, report_name, tag_of
-from dist_mem.evaluation.report import Report, to_table, write_report
+from dist_mem.evaluation.scores import Report, to_table, write_report
 from dist_mem.evaluation.scoring import score_split
 from dist_mem.evaluation.trained_model import (
     Checkpoint,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dist_mem.evaluation.protocol import WITHOUT_MEMORY, report_name
-from dist_mem.evaluation.report import MAX_EXPONENT, Band, Report, perplexity, read_report, recall_bands, shown
+from dist_mem.evaluation.scores import MAX_EXPONENT, Band, Report, perplexity, read_report, recall_bands, shown
 
 
 class MemoryGain(NamedTuple):

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from dist_mem.config.memory_blocks import PER_BLOCK
 from dist_mem.config.sources import read_saved
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.report import Band, Report
+from dist_mem.evaluation.scores import Band, Report
 from dist_mem.runtime.files import write_bytes
 
 NAMES = {

@@ -38,7 +38,7 @@ from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.errors import RunError, run_error
 from dist_mem.evaluation.depth import answer_depth
 from dist_mem.evaluation.protocol import protocol_of, short_term_len
-from dist_mem.evaluation.report import DocumentScore, RecallScore, Report, total_words
+from dist_mem.evaluation.scores import DocumentScore, RecallScore, Report, total_words
 from dist_mem.memory.base import map_state
 from dist_mem.model import LMOutput, LMState, empty_memories, reset_lanes
 from dist_mem.runtime.distributed import World, gather_objects, on_all_ranks, sum_tensor

@@ -21,7 +21,7 @@ from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.job import StopCheck, as_job, data_tag, found_by_all, use_threads, written_by_rank0
 from dist_mem.evaluation.plot import Line, add_legend, draw_lines, labels_of, save_picture
 from dist_mem.evaluation.protocol import Protocol, apply_protocol, in_terms_of_eval, protocol_of, report_name
-from dist_mem.evaluation.report import shown
+from dist_mem.evaluation.scores import shown
 from dist_mem.evaluation.trained_model import Checkpoint, read_settings
 from dist_mem.model import MemoryLM
 from dist_mem.runtime.csv_text import csv_text

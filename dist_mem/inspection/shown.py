@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dist_mem.evaluation.report import shown
+from dist_mem.evaluation.scores import shown
 from dist_mem.inspection.aggregates import Aggregates, Group, WordGain, word_gains
 from dist_mem.inspection.counterfactual import Counterfactual, Passage
 from dist_mem.inspection.words import Word

@@ -171,7 +171,8 @@ def _heading(run_dir: Path, step: int, read: StepRead) -> Iterator[str]:
     yield f"{run_dir}, step {step}: {size}, on {ranks}; {data.train_split} of {read.split.name}{where}"
     point = recorded_at(read_recorded(run_dir), step)
     loss = f"loss {point.metrics['loss']:.4f} at {point}" if point else "no loss"
-    yield f"recorded: {loss}; losses of lanes are not logged, they come from: dist-mem replay {run_dir} --step {step}"
+    of_lanes = f"losses of lanes are not logged, they come from: dist-mem recompute {run_dir} --step {step}"
+    yield f"recorded: {loss}; {of_lanes}"
 
 
 def _lane_lines(read: StepRead, lane: LaneRead, *, full: bool) -> Iterator[str]:

@@ -56,7 +56,7 @@ def read_part_with_memory(run_dir: Path, part: Part, overrides: Sequence[str], *
     given = read_part(run_dir, part, overrides, allowed=OF_REPLAY)
     kept = kept_kinds(plain_block(given.memory), checkpoint or run_dir)
     if kept and not given.eval.allow_code:
-        text = f"is a program, which a replay of {run_dir} would run: read it, then add eval.allow_code=true"
+        text = f"is a program, which recomputing {run_dir} would run: read it, then add eval.allow_code=true"
         raise ConfigError([Problem("memory", text)])
     config = _load(run_dir, part, [*(kept if checkpoint else ()), *overrides], with_memory=True)
     then = read_manifest(checkpoint).get("environment", {}) if checkpoint else {}

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from dist_mem.evaluation.bootstrap import MIN_DOCUMENTS, accuracy_interval, gain_interval
 from dist_mem.evaluation.depth import depth_bins, depths_to_csv, plot_depth
 from dist_mem.evaluation.plot import MIN_TOKENS, add_legend, distance_bins, plot_recall, recall_curve, save_picture
-from dist_mem.evaluation.report import Report, read_report
+from dist_mem.evaluation.scores import Report, read_report
 from dist_mem.runtime.csv_text import csv_text
 from dist_mem.runtime.files import write_text
 from dist_mem.studies.budget import Costs

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.report import Band, read_report
+from dist_mem.evaluation.scores import Band, read_report
 from dist_mem.launch.local import launcher
 from dist_mem.runtime.file_schema import check, figure, integer, optional, read_json, record, table, text
 from dist_mem.runtime.files import write_text

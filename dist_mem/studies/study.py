@@ -33,8 +33,8 @@ from dist_mem.config import read_block
 from dist_mem.config.check import hint
 from dist_mem.data.batch_plan import counted
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.report import BANDS, FIGURES
-from dist_mem.evaluation.report import RECALL_FIGURES as RECALL
+from dist_mem.evaluation.scores import BANDS, FIGURES
+from dist_mem.evaluation.scores import RECALL_FIGURES as RECALL
 from dist_mem.papers.dialogue.scores import FIGURES as DIALOGUE_FIGURES
 from dist_mem.papers.regression_error import FIGURES as REGRESSION_FIGURES
 from dist_mem.runtime.files import is_file

@@ -17,7 +17,7 @@ from dist_mem.checkpoint.finished_file import mark_finished, read_finished
 from dist_mem.config import load_config
 from dist_mem.data.shard import write_split
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.report import write_report
+from dist_mem.evaluation.scores import write_report
 from dist_mem.inspection.page.tables import find_evaluations, summary_table
 from dist_mem.supervision.lease import sign_of_life
 from dist_mem.supervision.timeline import beginning

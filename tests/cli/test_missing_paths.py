@@ -22,7 +22,7 @@ CALLS: dict[str, list[list[str]]] = {
     "status": [[MISSING], [MISSING, "--json"]],
     "logs": [[MISSING]],
     "cancel": [[MISSING], [MISSING, "--now"]],
-    "plan": [[f"{MISSING}.yaml", "--gpu", "h100-80gb"]],
+    "estimate": [[f"{MISSING}.yaml", "--gpu", "h100-80gb"]],
     "doctor": [[f"{MISSING}.yaml"], ["--drill", f"{MISSING}.yaml"]],
     "evaluate": [[MISSING], [MISSING, "--checkpoint", "5"], [MISSING, "--sweep", "mem_len=1", "--also", "other"]],
     "export": [[MISSING, "--out", "out"], [f"{MISSING}.yaml", "--out", "out"]],
@@ -44,7 +44,7 @@ CALLS: dict[str, list[list[str]]] = {
     "read": [[MISSING, "--run", "run", "--out", "out"], [str(ROOT / "README.md"), "--run", MISSING, "--out", "out"]],
     "memory": [["show", MISSING]],
     "batch": [[MISSING, "--step", "1"]],
-    "replay": [[MISSING, "--step", "1"]],
+    "recompute": [[MISSING, "--step", "1"]],
     "data": [
         ["build", MISSING],
         ["verify", MISSING],
@@ -70,7 +70,7 @@ WRITTEN = {
     ("read", "out"),
     ("config", "snapshot"),
 }
-# Looked for after the run, see test_evaluate.py, test_memory_command.py, ...
+# Looked for after the run, see test_evaluate.py, test_keep_memory.py, ...
 ELSEWHERE = {("evaluate", "also"), ("dialogue", "wordnet")}
 ELSEWHERE |= {(command, "memory") for command in ("evaluate", "generate", "dialogue", "read")}
 

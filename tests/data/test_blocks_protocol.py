@@ -28,7 +28,7 @@ from dist_mem.data.shard import Index, TokenizedDocument, read_index, write_spli
 from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.errors import EXIT_DONE
 from dist_mem.evaluation.protocol import apply_protocol, protocol_of, tag_of
-from dist_mem.evaluation.report import Report, read_report, same_text, to_csv, to_table, write_report
+from dist_mem.evaluation.scores import Report, read_report, same_text, to_csv, to_table, write_report
 from dist_mem.evaluation.scoring import EvaluationError, score_split
 from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation.generate import stream

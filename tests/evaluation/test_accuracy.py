@@ -15,7 +15,7 @@ from dist_mem.data.batch import IGNORE
 from dist_mem.data.shard import read_index, write_split
 from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.engine.engine import Engine
-from dist_mem.evaluation.report import Band, Report
+from dist_mem.evaluation.scores import Band, Report
 from dist_mem.model import MemoryLM
 from dist_mem.nn.vocabulary import Bin, Softmax, adaptive_bins, plain_bin
 from dist_mem.runtime.distributed import World

@@ -10,7 +10,7 @@ import pytest
 
 from dist_mem.evaluation.bootstrap import MIN_DOCUMENTS, accuracy_interval, gain_interval, no_gain_interval
 from dist_mem.evaluation.compare import Entry, compare, seed_lines, to_table
-from dist_mem.evaluation.report import DocumentScore, Report
+from dist_mem.evaluation.scores import DocumentScore, Report
 
 
 def report(*nlls: float, words: int | None = 100) -> Report:

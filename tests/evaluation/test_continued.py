@@ -14,7 +14,7 @@ from dist_mem.__main__ import main
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.memory_file import read_memory_file
-from dist_mem.evaluation.report import Report, read_report
+from dist_mem.evaluation.scores import Report, read_report
 from dist_mem.evaluation.trained_model import TrainedModel, find_checkpoint, load_model, read_settings
 from dist_mem.generation.text_memory import TextMemory, load_memory, read_text, save_memory
 from dist_mem.generation.text_scores import score

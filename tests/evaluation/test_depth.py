@@ -11,7 +11,7 @@ import numpy as np
 from dist_mem.data.shard import TokenizedDocument, write_split
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.evaluation.depth import answer_depth, depth_bins, depths_to_csv, plot_depth
-from dist_mem.evaluation.report import DocumentScore, Report
+from dist_mem.evaluation.scores import DocumentScore, Report
 
 
 def report(*answers: tuple[float | None, int]) -> Report:

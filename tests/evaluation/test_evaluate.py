@@ -17,7 +17,7 @@ from dist_mem.data.shard import Index, read_index
 from dist_mem.errors import EXIT_DONE, UnusableError
 from dist_mem.evaluation import evaluate, job
 from dist_mem.evaluation.protocol import short_term_len
-from dist_mem.evaluation.report import read_report
+from dist_mem.evaluation.scores import read_report
 from dist_mem.evaluation.scoring import score_split
 from dist_mem.tracking import progress
 from tests.support.saving import FACTS

@@ -10,7 +10,7 @@ import pytest
 
 from dist_mem.data.shard import read_index
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
-from dist_mem.evaluation.report import Report, read_report
+from dist_mem.evaluation.scores import Report, read_report
 from dist_mem.evaluation.trained_model import find_checkpoint, read_settings
 from dist_mem.memory import memory_kinds
 from dist_mem.runtime.distributed import World

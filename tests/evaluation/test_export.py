@@ -17,7 +17,7 @@ from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import read_manifest
 from dist_mem.errors import CheckpointError
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
-from dist_mem.evaluation.report import Report
+from dist_mem.evaluation.scores import Report
 from dist_mem.evaluation.trained_model import (
     distinct_weights,
     find_checkpoint,

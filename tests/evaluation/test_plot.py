@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dist_mem.evaluation.plot import MIN_TOKENS, distance_bins, plot_recall, recall_curve
-from dist_mem.evaluation.report import DocumentScore, RecallScore, Report
+from dist_mem.evaluation.scores import DocumentScore, RecallScore, Report
 
 
 def report(recall: list[RecallScore]) -> Report:

@@ -18,7 +18,7 @@ from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
 from dist_mem.evaluation import job, sweep
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.protocol import protocol_of, tag_of
-from dist_mem.evaluation.report import Report, read_report
+from dist_mem.evaluation.scores import Report, read_report
 from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.evaluation.sweep import Row, parse_sweep, to_markdown
 from dist_mem.evaluation.trained_model import find_checkpoint, read_settings

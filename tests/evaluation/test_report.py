@@ -12,7 +12,7 @@ import pytest
 
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation import compare
-from dist_mem.evaluation.report import (
+from dist_mem.evaluation.scores import (
     Band,
     DocumentScore,
     RecallScore,

@@ -15,7 +15,7 @@ from torch import Tensor
 from dist_mem.data.batch import IGNORE
 from dist_mem.data.shard import Index, TokenizedDocument, read_index, write_split
 from dist_mem.evaluation import scoring
-from dist_mem.evaluation.report import Report
+from dist_mem.evaluation.scores import Report
 from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.memory.base import map_state
 from dist_mem.model import LMOutput, LMState, MemoryLM

@@ -10,7 +10,7 @@ import pytest
 
 from dist_mem.evaluation import compare
 from dist_mem.evaluation.compare import seed_lines
-from dist_mem.evaluation.report import write_report
+from dist_mem.evaluation.scores import write_report
 from tests.evaluation.test_bootstrap import report
 
 

@@ -16,7 +16,7 @@ import torch
 from dist_mem.data.batch import IGNORE
 from dist_mem.data.shard import Index, ShardError, read_index, write_split
 from dist_mem.evaluation import layouts, scoring
-from dist_mem.evaluation.report import Report
+from dist_mem.evaluation.scores import Report
 from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.runtime.distributed import World
 from dist_mem.training.opening import check_data

@@ -19,7 +19,7 @@ from dist_mem.errors import EXIT_DONE, EXIT_USAGE
 from dist_mem.evaluation import job
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.memory_gain import memory_gain
-from dist_mem.evaluation.report import Band, Report, read_report
+from dist_mem.evaluation.scores import Band, Report, read_report
 from dist_mem.evaluation.trained_model import find_checkpoint, read_settings
 from dist_mem.model import MemoryLM
 from tests.evaluation.test_protocol import MEMORIES, asked, make_run
@@ -114,7 +114,7 @@ def test_the_gain_is_the_mean_difference_over_all_tokens_and_in_a_band(index: In
 
 
 def make_report(recall: dict[int, tuple[float, int]], *, nll: float, num_scored: int = 100) -> Report:
-    from dist_mem.evaluation.report import DocumentScore, RecallScore
+    from dist_mem.evaluation.scores import DocumentScore, RecallScore
 
     documents = [DocumentScore("1", "One", nll, num_scored, 20, 300)]
     scores = [RecallScore(distance, *found) for distance, found in recall.items()]

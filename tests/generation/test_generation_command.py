@@ -18,7 +18,7 @@ from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.source import SourceDocument
 from dist_mem.evaluation.trained_model import load_model
-from dist_mem.generation.command import read_prompt
+from dist_mem.generation.continue_prompts import read_prompt
 from dist_mem.generation.generate import Sampling, generate
 from dist_mem.generation.reading import read, start
 from dist_mem.runtime.terminal import printable

@@ -19,7 +19,7 @@ from dist_mem.data.tokenizers.sentencepiece import train_pieces
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.source import SourceDocument
 from dist_mem.evaluation.export import run as export
-from dist_mem.evaluation.report import DocumentScore, Report, write_report
+from dist_mem.evaluation.scores import DocumentScore, Report, write_report
 from dist_mem.evaluation.trained_model import TrainedModel, init_state, load_model
 from dist_mem.generation.reading import read, start_from
 from dist_mem.generation.text_scores import score

@@ -14,7 +14,7 @@ import pytest
 from dist_mem.__main__ import main
 from dist_mem.config import load_config, save_config
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE
-from dist_mem.evaluation.report import write_report
+from dist_mem.evaluation.scores import write_report
 from dist_mem.inspection.page.columns import numbers
 from dist_mem.inspection.page.markup import element
 from tests.evaluation.test_protocol import MEMORIES, asked, make_run

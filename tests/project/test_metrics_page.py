@@ -15,7 +15,7 @@ from mlflow.system_metrics.metrics import cpu_monitor, disk_monitor, gpu_monitor
 from dist_mem.data.batch import Batch
 from dist_mem.engine.gradient_norms import Norms
 from dist_mem.evaluation.probe import passage_figures
-from dist_mem.evaluation.report import DocumentScore, RecallScore, Report
+from dist_mem.evaluation.scores import DocumentScore, RecallScore, Report
 from dist_mem.memory import memory_kinds
 from dist_mem.tracking.log import read_points
 from dist_mem.tracking.names import OF_SYSTEM, in_group

@@ -143,7 +143,7 @@ def test_the_command_prints_documents_positions_and_text(run_dir: Path, capsys: 
     text = capsys.readouterr().out
     assert "step 2: 4 lanes x 2 segments of 16 tokens, on 2 ranks; train of tiny" in text
     assert "at step 2, mean of steps 1 to 2" in text
-    assert f"dist-mem replay {run_dir} --step 2" in text
+    assert f"dist-mem recompute {run_dir} --step 2" in text
     read = read_step(run_dir, 2)
     shown = [lane for lane in read.lanes if lane.rank == 1]
     assert [lane.lane for lane in shown] == [2, 3]

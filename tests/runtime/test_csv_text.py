@@ -10,7 +10,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_mem.evaluation.report import DocumentScore, to_csv
+from dist_mem.evaluation.scores import DocumentScore, to_csv
 from dist_mem.runtime.csv_text import csv_text
 from tests.support.paths import PACKAGE
 

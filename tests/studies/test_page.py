@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dist_mem.evaluation.report import DocumentScore, RecallScore, Report, write_report
+from dist_mem.evaluation.scores import DocumentScore, RecallScore, Report, write_report
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.studies.budget import Costs
 from dist_mem.studies.job import Job

@@ -23,16 +23,16 @@ import yaml
 from dist_mem.__main__ import main
 from dist_mem.config import load_config
 from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USAGE, UnusableError
-from dist_mem.evaluation.report import read_report
+from dist_mem.evaluation.scores import read_report
 from dist_mem.launch.local import launcher, tied
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.studies.command import ParentRun, Request
-from dist_mem.studies.command import _close as close_parent
-from dist_mem.studies.command import run as run_study
 from dist_mem.studies.estimate import Estimate, finish_seconds, report
 from dist_mem.studies.job import CommandError, Job, Place, StoppedError, for_each_run, places
 from dist_mem.studies.page import checksum
+from dist_mem.studies.run_study import ParentRun, Request
+from dist_mem.studies.run_study import _close as close_parent
+from dist_mem.studies.run_study import run as run_study
 from dist_mem.studies.runs import Run, all_runs, keep_result
 from dist_mem.studies.study import FOLDER, load_study, study_names
 from dist_mem.tracking.mlflow.client import connect

@@ -20,7 +20,7 @@ from dist_mem.data.shard import Index, TokenizedDocument, read_index, write_spli
 from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.engine.zero_state import Slice
-from dist_mem.evaluation.report import Report
+from dist_mem.evaluation.scores import Report
 from dist_mem.evaluation.scoring import InitState, score_split
 from dist_mem.model import MemoryLM
 from dist_mem.runtime.distributed import World

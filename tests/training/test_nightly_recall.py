@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dist_mem.evaluation.compare import find_reports
-from dist_mem.evaluation.report import read_report, recall_bands
+from dist_mem.evaluation.scores import read_report, recall_bands
 from tests.support.paths import ROOT
 
 BIN = Path(sys.executable).parent

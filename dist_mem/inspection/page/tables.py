@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.memory_gain import counterpart, is_without_memory, memory_gain
-from dist_mem.evaluation.report import Report, read_report, shown
+from dist_mem.evaluation.scores import Report, read_report, shown
 from dist_mem.inspection.aggregates import Aggregates
 from dist_mem.inspection.page.markup import Markup, element, joined, table
 from dist_mem.runtime.files import checked_inside

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.evaluation.report import DocumentScore, perplexity, shown, total_words
+from dist_mem.evaluation.scores import DocumentScore, perplexity, shown, total_words
 from dist_mem.papers.dialogue.metrics import METRICS, REMEDY, mean_scores
 from dist_mem.papers.dialogue.replies import Answer, Conversation, is_leaked
 from dist_mem.runtime.terminal import table

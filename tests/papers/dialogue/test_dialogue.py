@@ -20,8 +20,7 @@ from dist_mem.evaluation import evaluate, job
 from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation.generate import Sampling, generate
 from dist_mem.generation.reading import read, start
-from dist_mem.papers.dialogue import command as command
-from dist_mem.papers.dialogue.command import Settings
+from dist_mem.papers.dialogue import score_replies as command
 from dist_mem.papers.dialogue.replies import (
     LEAKED,
     Answer,
@@ -32,6 +31,7 @@ from dist_mem.papers.dialogue.replies import (
     find_replies,
     read_conversations,
 )
+from dist_mem.papers.dialogue.score_replies import Settings
 from dist_mem.tracking import progress
 from tests.support.scored_library import SEG_LEN, TOKENIZER, make_config, make_model, save_weights
 
@@ -198,7 +198,7 @@ def test_the_command_reports_leaked_conversations_apart(
 
 @pytest.mark.usefixtures("single_process")
 def test_perplexity_is_that_of_evaluation_and_of_the_conversations_read(run_dir: Path, library: Path) -> None:
-    from dist_mem.evaluation.report import perplexity, read_report
+    from dist_mem.evaluation.scores import perplexity, read_report
 
     quiet = ["tracking.mlflow=false"]
     assert evaluate.run(run_dir, split="test", overrides=quiet) == 0

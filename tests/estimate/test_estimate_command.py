@@ -1,4 +1,4 @@
-"""`dist-mem plan`: what fits, what does not and why, and other devices."""
+"""`dist-mem estimate`: what fits, what does not and why, and other devices."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SMALL = [str(ROOT / "configs" / "demo.yaml"), "model.num_layers=3", "train.globa
 
 def plan(*arguments: str, capsys: pytest.CaptureFixture[str]) -> Any:
     """Return the plan as JSON."""
-    assert main(["plan", *SMALL, "--json", *arguments]) == 0
+    assert main(["estimate", *SMALL, "--json", *arguments]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def refusal(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
     """Return the error of a plan that ends with exit code 2."""
-    assert main(["plan", *SMALL, *arguments]) == 2
+    assert main(["estimate", *SMALL, *arguments]) == 2
     return capsys.readouterr().err
 
 
@@ -86,10 +86,10 @@ TRAININGS = [
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """benchmarks/plan.py."""
+    """benchmarks/estimate.py."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    return importlib.import_module("plan")
+    return importlib.import_module("estimate")
 
 
 @pytest.mark.parametrize("case", TRAININGS)

@@ -1,4 +1,4 @@
-"""The plan of a job as text and as data: `dist-mem plan CONFIG --gpus 512 --gpu h100-80gb`."""
+"""The estimate of a job as text and as data: `dist-mem estimate CONFIG --gpus 512 --gpu h100-80gb`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dist_mem.runtime.terminal import labelled, table
 _WORTH_SAYING = 0.97  # a proposal is shown if its update takes less than this share of today's
 
 
-class JobPlan(NamedTuple):
+class JobEstimate(NamedTuple):
     """What a job needs, and what would suit it better."""
 
     name: str
@@ -50,7 +50,7 @@ class JobPlan(NamedTuple):
         return fastest if is_faster else None
 
 
-def plan(config: Config, vocab_size: int, cluster: Cluster, *, disk_rate: float) -> JobPlan:
+def estimate_job(config: Config, vocab_size: int, cluster: Cluster, *, disk_rate: float) -> JobEstimate:
     """Predict memory, update and checkpoint of a job, also with other settings.
 
     Args:
@@ -60,14 +60,14 @@ def plan(config: Config, vocab_size: int, cluster: Cluster, *, disk_rate: float)
         UnusableError: the model cannot be built, or the device does not compute in `train.precision`.
     """
     try:
-        return _plan(config, vocab_size, cluster, disk_rate)
+        return _estimate(config, vocab_size, cluster, disk_rate)
     except UnusableError:
         raise
     except ValueError as error:
         raise UnusableError(str(error)) from error
 
 
-def _plan(config: Config, vocab_size: int, cluster: Cluster, disk_rate: float) -> JobPlan:
+def _estimate(config: Config, vocab_size: int, cluster: Cluster, disk_rate: float) -> JobEstimate:
     world_size, on_gpu = cluster.world_size, cluster.device.name != "cpu"
     sizes = sizes_of(config, vocab_size, DTYPES[config.train.precision])
     of_batch = count_micro_batch(config, vocab_size, on_gpu=on_gpu)
@@ -81,10 +81,10 @@ def _plan(config: Config, vocab_size: int, cluster: Cluster, disk_rate: float) -
     checkpoint = checkpoint_cost(config.optimizer, config.train, sizes, world_size=world_size, disk_rate=disk_rate)
     others = candidates(config, vocab_size, sizes, cluster)
     back_ends = list(by_back_end(config, vocab_size, sizes, of_batch, world_size=world_size, on_gpu=on_gpu))
-    return JobPlan(config.name, cluster, parts, time, tokens, mfu, checkpoint, others, back_ends)
+    return JobEstimate(config.name, cluster, parts, time, tokens, mfu, checkpoint, others, back_ends)
 
 
-def as_json(job: JobPlan) -> dict[str, Any]:
+def as_json(job: JobEstimate) -> dict[str, Any]:
     """Return the plan for machines: bytes, seconds, tokens."""
     proposal = job.proposal
     return {
@@ -118,12 +118,12 @@ def _candidate_json(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def as_text(train: TrainConfig, job: JobPlan) -> str:
+def as_text(train: TrainConfig, job: JobEstimate) -> str:
     """Return the plan for people."""
     return "\n".join([*labelled(_lines(train, job)), "", *_table(train, job)])
 
 
-def refusal(job: JobPlan) -> str:
+def refusal(job: JobEstimate) -> str:
     """Return why the job does not fit, and the nearest change that does."""
     device, proposal = job.cluster.device, job.proposal
     first = f"{job.name} needs {size(job.num_bytes)} a GPU, but {device.name} has {size(job.cluster.capacity)}"
@@ -136,10 +136,10 @@ def refusal(job: JobPlan) -> str:
     return f"{first}; {reason}; it fits with {_changes(proposal)}: {size(proposal.num_bytes)}"
 
 
-def _lines(train: TrainConfig, job: JobPlan) -> Iterator[tuple[str, str]]:
+def _lines(train: TrainConfig, job: JobEstimate) -> Iterator[tuple[str, str]]:
     cluster, time, batch = job.cluster, job.time, batch_plan(train, job.cluster.world_size)
     nodes = -(-cluster.world_size // cluster.gpus_per_node)
-    yield "plan", f"{job.name} on {cluster.world_size:,} x {cluster.device.name}, {counted(nodes, 'node')}"
+    yield "job", f"{job.name} on {cluster.world_size:,} x {cluster.device.name}, {counted(nodes, 'node')}"
     lanes = f"{counted(batch.lanes_per_rank, 'lane')} a GPU in {counted(batch.groups, 'micro-batch')}"
     yield "lanes", f"{lanes}, {counted(batch.idle_lanes, 'idle lane')}"
     verdict = "fits" if job.fits else "DOES NOT FIT"
@@ -156,7 +156,7 @@ def _lines(train: TrainConfig, job: JobPlan) -> Iterator[tuple[str, str]]:
     yield "checkpoint", f"{saved.num_bytes / 1e9:,.2f} GB; {written}"
 
 
-def _table(train: TrainConfig, job: JobPlan) -> Iterator[str]:
+def _table(train: TrainConfig, job: JobEstimate) -> Iterator[str]:
     """Yield memory and time by stage and checkpointing with today's lanes, memory by back end, and the proposal."""
     lanes = train.micro_batch_size
     yield f"with train.micro_batch_size={lanes}; at most, if an update is one micro-batch:"

@@ -1,4 +1,4 @@
-"""`dist-mem replay` computes steps again, bit for bit, and names what differs from the recorded ones."""
+"""`dist-mem recompute` computes steps again, bit for bit, and names what differs from the recorded ones."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UnfitError
 from dist_mem.memory import memory_class, memory_kinds
-from dist_mem.recompute import command
-from dist_mem.recompute.command import refuse_other_machine, replay
+from dist_mem.recompute import compare_step
+from dist_mem.recompute.compare_step import recompute_step, refuse_other_machine
 from dist_mem.recompute.recompute import Recomputed, change_within
 from dist_mem.runtime.distributed import World
 from dist_mem.tracking.log import METRICS_FILE, read_points
@@ -43,7 +43,7 @@ def found_by(world: World, run_dir: Path, step: int) -> tuple[int, Recomputed, l
     """Replay a step in existing ranks; return the exit code, what was computed, and on rank 0 the report."""
     found: list[Recomputed] = []
     lines: list[str] = []
-    report, recompute = command.report, command.recompute
+    report, recompute = compare_step.report, compare_step.recompute
 
     def keep(*arguments: Any, **options: Any) -> Recomputed:
         found.append(recompute(*arguments, **options))
@@ -53,8 +53,8 @@ def found_by(world: World, run_dir: Path, step: int) -> tuple[int, Recomputed, l
         lines.extend(report(*arguments))
         return iter(lines)
 
-    with mock.patch.object(command, "recompute", keep), mock.patch.object(command, "report", keep_lines):
-        code = replay(world, run_dir, step)
+    with mock.patch.object(compare_step, "recompute", keep), mock.patch.object(compare_step, "report", keep_lines):
+        code = recompute_step(world, run_dir, step)
     return code, found[0], lines
 
 
@@ -188,7 +188,7 @@ def test_a_planted_difference_is_named_with_both_values(tmp_path: Path, books: P
     assert code == EXIT_DONE
     assert found.loss == recorded
     assert any("there is nothing to compare" in line for line in lines)
-    codes, text = run_ranks(["replay", str(run_dir), "--step", "3"], world_size=2, cwd=tmp_path)
+    codes, text = run_ranks(["recompute", str(run_dir), "--step", "3"], world_size=2, cwd=tmp_path)
     assert codes == [EXIT_USAGE] * 2
     assert "error: step 3 was made on 1 rank, this job has 2: start 1" in text
 
@@ -217,7 +217,7 @@ def test_a_killed_run_is_replayed_by_one_command(tmp_path: Path, books: Path) ->
 def replay_alone(tmp_path: Path, run_dir: Path, step: int) -> int:
     """Run the command as a user does, without a launcher."""
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    process = Program(["replay", str(run_dir), "--step", str(step)], cwd=tmp_path, environment=environment)
+    process = Program(["recompute", str(run_dir), "--step", str(step)], cwd=tmp_path, environment=environment)
     process.communicate(timeout=limit(120))
     return int(process.returncode or 0)
 

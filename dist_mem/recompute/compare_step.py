@@ -1,7 +1,8 @@
-"""`dist-mem replay RUN --step S`: compute a step again, and compare it with what the run has recorded.
+"""`dist-mem recompute RUN --step S`: compute a step again, and compare it with what the run has recorded.
 
 Without a launcher, the command starts as many ranks on this machine as the run had (spawn.py). Under a launcher each
-rank runs it, as `torchrun --nproc-per-node 2 -m dist_mem replay RUN --step S`. The exit code is 1 if a metric differs.
+rank runs it, as `torchrun --nproc-per-node 2 -m dist_mem recompute RUN --step S`. The exit code is 1 if a metric
+differs.
 """
 
 from __future__ import annotations
@@ -50,26 +51,28 @@ def run(run_dir: Path, step: int, overrides: Sequence[str] = (), early: StopSign
     world_size = read_ranks()[1]
     if not is_launched() or (world_size == 1 and part.ranks > 1):
         refuse_other_machine(part)
-        arguments = ["replay", str(run_dir), "--step", str(step), *overrides]
+        arguments = ["recompute", str(run_dir), "--step", str(step), *overrides]
         return run_ranks(arguments, part.ranks, device=part.device, early=early)
     if world_size != part.ranks:
         made = f"step {step} was made on {counted(part.ranks, 'rank')}"
         raise UnusableError(f"{made}, this job has {world_size}: start {part.ranks}")
     codes: list[int] = []
-    as_job(lambda world, check: codes.append(replay(world, run_dir, step, overrides, check)), overrides, early)
+    as_job(lambda world, check: codes.append(recompute_step(world, run_dir, step, overrides, check)), overrides, early)
     return codes[0]
 
 
 def refuse_other_machine(part: Part) -> None:
     """Raise UnfitError if this machine has no place for the ranks of a part; memory is checked by each rank."""
     if part.device == "cuda" and (found := torch.cuda.device_count()) < part.ranks:
-        start = f"start it with a launcher on {part.ranks} GPUs: srun dist-mem replay, or torchrun -m dist_mem replay"
+        start = (
+            f"start it with a launcher on {part.ranks} GPUs: srun dist-mem recompute, or torchrun -m dist_mem recompute"
+        )
         raise UnfitError(
             f"the step was made on {part.ranks} ranks with a GPU each, this machine has {found} GPUs; {start}"
         )
 
 
-def replay(
+def recompute_step(
     world: World, run_dir: Path, step: int, overrides: Sequence[str] = (), check: Callable[[], None] = lambda: None
 ) -> int:
     """Compute a step again on the ranks of this job; print the report on rank 0, and return the exit code; collective.

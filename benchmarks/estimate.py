@@ -1,11 +1,11 @@
-"""Compare the memory that `dist-mem plan` predicts with the memory that a training takes on this machine.
+"""Compare the memory that `dist-mem estimate` predicts with the memory that a training takes on this machine.
 
-    python benchmarks/plan.py                                  # every memory, fp32 and bf16: five minutes on two cores
-    python benchmarks/plan.py --cases long stages              # T = M = 1,024; ZeRO stages on two ranks
-    python benchmarks/plan.py --cases windows                  # gradients through 1, 2 and 4 segments
-    python benchmarks/plan.py model.num_layers=8 train.micro_batch_size=2
-    python benchmarks/plan.py model.attention=chunked --cases long       # overrides come before --cases
-    python benchmarks/plan.py --published                      # tokens/s of published runs beside the predicted ones
+    python benchmarks/estimate.py  # every memory, fp32 and bf16: five minutes on two cores
+    python benchmarks/estimate.py --cases long stages  # T = M = 1,024; ZeRO stages on two ranks
+    python benchmarks/estimate.py --cases windows  # gradients through 1, 2 and 4 segments
+    python benchmarks/estimate.py model.num_layers=8 train.micro_batch_size=2
+    python benchmarks/estimate.py model.attention=chunked --cases long  # overrides come before --cases
+    python benchmarks/estimate.py --published  # tokens/s of published runs beside the predicted ones
 
 Each case is a training of its own process (or two ranks): DeepSpeed, three updates of full segments by the training
 loop's own step. "Allocated" is the highest total of torch's CPU allocator in the third update, as torch's profiler
@@ -30,7 +30,7 @@ from lib.plan_cases import BASE, VOCAB_SIZE, cases, published
 def print_published() -> None:
     """Print the predictions beside the published figures."""
     from dist_mem.config import load_config
-    from dist_mem.estimate.report import plan
+    from dist_mem.estimate.job_estimate import estimate_job
     from dist_mem.estimate.search import Cluster
     from dist_mem.memory import memory_options
     from dist_mem.runtime.devices import device_named
@@ -43,7 +43,7 @@ def print_published() -> None:
         device = device_named(device_name)
         if "TF32" in name:
             device = device._replace(flops={**device.flops, "fp32": device.flops["tf32"]})
-        job = plan(config, vocab_size, Cluster(device, num_gpus, gpus_per_node=8), disk_rate=1e9)
+        job = estimate_job(config, vocab_size, Cluster(device, num_gpus, gpus_per_node=8), disk_rate=1e9)
         predicted = job.tokens / job.time.total
         shares = f"{job.mfu:>7.1%}{job.time.products / job.time.total:>10.1%}{job.num_bytes / 2**30:>6.1f} GiB"
         print(f"{name:<40}{speed:>12,.0f}{predicted:>12,.0f}{predicted / speed:>7.2f}{shares}", flush=True)

@@ -1,4 +1,4 @@
-"""The command plan: its arguments and its function."""
+"""The command estimate: its arguments and its function."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dist_mem.errors import UnusableError
 
 
 def add_arguments(added: ArgumentParser) -> None:
-    """Add the arguments of `dist-mem plan`."""
+    """Add the arguments of `dist-mem estimate`."""
     added.add_argument(
         "config", nargs="*", default=[], help="YAML files, merged left to right, and key=value overrides"
     )
@@ -23,21 +23,23 @@ def add_arguments(added: ArgumentParser) -> None:
     added.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def plan(options: Namespace) -> int:
+def estimate(options: Namespace) -> int:
     """Predict memory, speed and checkpoints of a job on given GPUs, and propose settings."""
-    require_config(options, "dist-mem plan configs/pg19_small.yaml --gpus 8 --gpu h100-80gb")
+    require_config(options, "dist-mem estimate configs/pg19_small.yaml --gpus 8 --gpu h100-80gb")
     if not options.disk > 0:
         raise UnusableError(f"--disk {options.disk}: must be above 0")
     config = load_checked(options.config, builds_model=True)
-    from dist_mem.estimate import report
+    from dist_mem.estimate import job_estimate
     from dist_mem.estimate.search import Cluster
     from dist_mem.estimate.vocabulary import vocab_size_of
     from dist_mem.runtime.devices import device_named
 
     on_node = config.launch.gpus_per_node.rpartition(":")[2]
     cluster = Cluster(device_named(options.gpu), options.gpus, max(1, int(on_node)))
-    job = report.plan(config, vocab_size_of(config.data, config.model), cluster, disk_rate=1e9 * options.disk)
-    print(json.dumps(report.as_json(job)) if options.json else report.as_text(config.train, job))
+    job = job_estimate.estimate_job(
+        config, vocab_size_of(config.data, config.model), cluster, disk_rate=1e9 * options.disk
+    )
+    print(json.dumps(job_estimate.as_json(job)) if options.json else job_estimate.as_text(config.train, job))
     if not job.fits:
-        raise UnusableError(report.refusal(job))
+        raise UnusableError(job_estimate.refusal(job))
     return 0
