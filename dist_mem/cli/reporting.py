@@ -27,7 +27,7 @@ def report(options: Namespace) -> int:
     given = [text for text in options.runs if "=" in text and not Path(text).is_dir()]
     runs = [Path(text) for text in options.runs if text not in given]
     if not runs:
-        raise UnusableError("report: no run: give a run directory, as in: dist-mem report runs/demo")
+        raise UnusableError("report: no run: give a run directory, as in: dist-mem report runs/demo --book 9003")
     if options.split is not None and options.book is None:
         raise UnusableError(f"--split {options.split}: only with --book; it is the split of that document")
     overrides = (*given, *options.overrides)
