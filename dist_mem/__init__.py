@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["Memory", "Model", "RunError", "Sampling", "Scores", "load", "train"]
 
 _MODULES = {
-    **{"Memory": "api.memory", "Model": "api.model", "RunError": "errors", "Sampling": "generation.sampling"},
+    **{"Memory": "api.memory", "Model": "api.model", "RunError": "errors", "Sampling": "generation.generate"},
     **{"Scores": "api.model", "load": "api.model", "train": "api.training"},
 }
 

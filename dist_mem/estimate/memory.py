@@ -27,8 +27,8 @@ from dist_mem.runtime.machine_memory import Limit, memory_limits
 
 _CERTAIN = 0.9  # the prediction is within 10 %; a job is refused only if it surely cannot fit
 # Of the activations of a training in fp32, per token: for each weight that meets it, times the width of a head, and for
-# each score of each head. Shipped configurations take less.
-_BYTES_PER_WEIGHT, _BYTES_PER_SCORE = 8.0, 24.0
+# each score of each head, and for each logit. Shipped configurations take less.
+_BYTES_PER_WEIGHT, _BYTES_PER_SCORE, _BYTES_PER_LOGIT = 8.0, 24.0, 12.0
 _SHOWN = 0.1  # share of the total; smaller parts are not listed
 _WEIGHTS = ("model.num_layers", "model.d_model", "model.d_inner", "model.d_embed")
 _LENGTHS = ("memory.mem_len", "memory.cmem_len", "memory.num_basis", "memory.over.mem_len", "memory.over.cmem_len")
@@ -57,9 +57,12 @@ def surely_fits(config: Config, vocab_size: int, world: World, *, num_lanes: int
     vocabulary = describe(config, vocab_size)["num_vocabulary_parameters"]
     weights = vocabulary * train.seg_len + (sizes.parameters - vocabulary) * num_rows
     scores = model.num_layers * model.num_heads * num_rows * train.seg_len
-    of_lane = _BYTES_PER_WEIGHT / d_head * weights + _BYTES_PER_SCORE * scores
+    logits = _BYTES_PER_LOGIT * vocab_size * train.seg_len
+    of_lane = _BYTES_PER_WEIGHT / d_head * weights + _BYTES_PER_SCORE * scores + logits
     work = of_lane * train.micro_batch_size * train.bptt_segments
-    fixed = held.weights + held.optimizer + held.gradients + held.buckets + held.update
+    fixed = (
+        held.weights + held.optimizer + held.gradients + held.buckets + held.update + 8 * vocabulary
+    )  # gradients twice
     bound = world.local_size * (fixed + sizes.lane_bytes * num_lanes + work)
     return all(bound <= limit.num_bytes for limit in memory_limits(world.device))
 

@@ -31,6 +31,7 @@ from dist_mem.estimate.memory import (
 from dist_mem.memory import memory_kinds, memory_options
 from dist_mem.memory.base import detached
 from dist_mem.model import MemoryLM
+from dist_mem.nn.kernel_shapes import planned_for
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.machine_memory import Limit, _of_folders, memory_limits
 from dist_mem.training import saving
@@ -90,7 +91,7 @@ def allocated(config: Config) -> int:
     document = torch.zeros(lanes, dtype=torch.int64, device="meta")
     length = document if num_segments == 1 else document[:, None].expand(-1, num_segments)
     later = [None] * (num_segments - 1)
-    with torch.device("meta"), Allocated() as counted:
+    with torch.device("meta"), planned_for("cpu"), Allocated() as counted:
         model = MemoryLM(config, VOCAB_SIZE)
         optimizer = build_optimizer(model, config.optimizer)
         num_groups = train.global_batch_size // train.micro_batch_size

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import list_steps, step_dir
 from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE
-from dist_mem.evaluation import cut_short, scoring
+from dist_mem.evaluation import job, scoring
 from dist_mem.model import MemoryLM
 from dist_mem.runtime.distributed import World
 from dist_mem.tracking.log import read_points
@@ -119,7 +119,7 @@ def command_with_signal(arguments: list[str], rank: int, evaluation: int) -> int
         pytest.MonkeyPatch.context() as patch,
         signal_amid_scoring(rank, signal.SIGTERM, evaluation=evaluation) as counts,
     ):
-        patch.setattr(cut_short, "LOOK_SECONDS", 1e-9)  # the ranks agree before every forward
+        patch.setattr(job, "LOOK_SECONDS", 1e-9)  # the ranks agree before every forward
         code = main(arguments)
         assert counts[-1] <= LAST, "it goes on scoring"
         return code

@@ -15,7 +15,7 @@ import torch
 
 from dist_mem.data.batch import IGNORE
 from dist_mem.data.shard import Index, ShardError, read_index, write_split
-from dist_mem.evaluation import layouts, scoring
+from dist_mem.evaluation import scoring
 from dist_mem.evaluation.scores import Report
 from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.runtime.distributed import World
@@ -127,7 +127,7 @@ def test_masks_of_some_documents_hold_in_the_stream(tmp_path: Path) -> None:
 
 
 def test_a_token_that_is_not_scored_is_an_error(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = layouts.stream_batches
+    batches = scoring.stream_batches
 
     def one_less(*args: Any, **kwargs: Any) -> Any:
         for number, groups in enumerate(batches(*args, **kwargs)):
@@ -135,7 +135,7 @@ def test_a_token_that_is_not_scored_is_an_error(index: Index, monkeypatch: pytes
                 groups[0][0].targets[0, 3] = IGNORE
             yield groups
 
-    monkeypatch.setattr(layouts, "stream_batches", one_less)
+    monkeypatch.setattr(scoring, "stream_batches", one_less)
     with pytest.raises(EvaluationError, match="99 tokens scored, 100 expected"):
         score_stream(index)
 
