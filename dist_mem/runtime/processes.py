@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -57,11 +58,18 @@ def python_module(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
-def own_python() -> str:
-    """Return the executable of this Python, for a command that a user has written with `python`."""
-    return sys.executable
-
-
 def dist_mem(*arguments: str) -> list[str]:
     """Return the command of `dist-mem ARGUMENTS` in this installation."""
     return python_module("dist_mem", *arguments)
+
+
+def own_command(words: Sequence[str]) -> list[str]:
+    """Return a command that a user has written, with this Python and this installation of dist_mem."""
+    match words:
+        case ["dist-mem", *arguments]:
+            return dist_mem(*arguments)
+        case ["python", "-m", module, *arguments]:
+            return python_module(module, *arguments)
+        case ["python", *arguments]:
+            return [sys.executable, *arguments]
+    return list(words)

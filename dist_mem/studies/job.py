@@ -19,11 +19,11 @@ from dist_mem.data.shard import INDEX_NAME
 from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_USAGE, UnusableError
 from dist_mem.launch.local import tied
 from dist_mem.runtime.environment import with_environment
+from dist_mem.runtime.processes import own_command
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.studies.budget import Costs
 from dist_mem.studies.runs import (
     Run,
-    build_command,
     data_of,
     evaluate_command,
     figure_of,
@@ -231,7 +231,7 @@ def build(job: Job, item: Run, report: Callable[[str], None]) -> None:
             report(f"building {path}")
             for command in point.build:
                 # The words of the user's file run as in a shell, also a script that imports what is beside it.
-                job.command(build_command(command), f"build-{path.name}", place=Place({"PYTHONSAFEPATH": ""}))
+                job.command(own_command(command), f"build-{path.name}", place=Place({"PYTHONSAFEPATH": ""}))
         if not is_built():
             for split in sorted(splits):
                 check_split(DataConfig(path=str(path)), split)  # a column may name one that no builder makes

@@ -20,7 +20,6 @@ from dist_mem.evaluation.scores import Band, read_report
 from dist_mem.launch.local import launcher
 from dist_mem.runtime.file_schema import check, figure, integer, optional, read_json, record, table, text
 from dist_mem.runtime.files import write_text
-from dist_mem.runtime.processes import dist_mem, own_python, python_module
 from dist_mem.studies.study import Column, Study
 
 # Figures of which a higher one is better; of all others a lower one is.
@@ -139,18 +138,6 @@ def is_better_higher(figure: str) -> bool:
 
 def _on_validation(name: str) -> str:
     return f"{name} on validation"
-
-
-def build_command(words: Sequence[str]) -> list[str]:
-    """Return a command that builds data, with this Python and this installation of dist_mem."""
-    match words:
-        case ["dist-mem", *arguments]:
-            return dist_mem(*arguments)
-        case ["python", "-m", module, *arguments]:
-            return python_module(module, *arguments)
-        case ["python", *arguments]:
-            return [own_python(), *arguments]
-    return list(words)
 
 
 def train_command(study: Study, run: Run, *, ranks: int, extra: Sequence[str], devices: str | None = None) -> list[str]:
