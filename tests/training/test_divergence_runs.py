@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -41,9 +42,13 @@ def broken_memory(forward: Forward) -> Forward:
     return forward._replace(states=broken, memory_is_finite=torch.tensor(False))
 
 
+def with_loss(forward: Forward, factor: float) -> Forward:
+    return forward._replace(sums=dataclasses.replace(forward.sums, nll=forward.sums.nll * factor))
+
+
 FAULTS: dict[str, Callable[[Forward], Forward]] = {
-    "loss": lambda forward: forward._replace(nll=forward.nll * torch.nan),
-    "spike": lambda forward: forward._replace(nll=forward.nll * 50),
+    "loss": lambda forward: with_loss(forward, torch.nan),
+    "spike": lambda forward: with_loss(forward, 50.0),
     "memory": broken_memory,
 }
 
