@@ -138,9 +138,8 @@ def short_term_len(memory: Mapping[str, Any]) -> int:
     return max((int(block["mem_len"]) for block in short_term_blocks(memory)), default=0)
 
 
-def in_terms_of_eval(message: str, eval_config: EvalConfig) -> str:
+def in_terms_of_eval(message: str, settings: EvalConfig) -> str:
     """Return an error message of building the model with its keys replaced by the keys of `eval` that set them."""
-    settings = eval_config
     renamed = [
         (r"\bmemory\.(over\.)*mem_len\b", "eval.mem_len", settings.mem_len),
         (r"\btrain\.seg_len\b", "eval.seg_len", settings.seg_len),

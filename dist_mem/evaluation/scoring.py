@@ -117,7 +117,7 @@ def score_split(
     )
 
 
-def lengths_to_score(index: Index, tokenizer: Tokenizer, eval_config: EvalConfig) -> np.ndarray:
+def lengths_to_score(index: Index, tokenizer: Tokenizer, settings: EvalConfig) -> np.ndarray:
     """Return the tokens to read of each document of a split, (documents,).
 
     Raises:
@@ -126,7 +126,6 @@ def lengths_to_score(index: Index, tokenizer: Tokenizer, eval_config: EvalConfig
     check_tokenizer(index, tokenizer)
     if not index.num_tokens:
         raise ValueError(f"{index.split_dir}: no document holds a token to score: set eval.split to a split with text")
-    settings = eval_config
     lengths = cut_lengths(index.documents.num_tokens, settings.max_document_len)
     if settings.layout == "stream" and int(lengths.sum()) < settings.batch_size:
         has = f"{index.split_dir} has {lengths.sum()} tokens"
