@@ -422,7 +422,7 @@ def test_an_arena_that_was_stopped_goes_on_and_its_cells_can_be_repeated(tmp_pat
     process = start(tmp_path, *command)
     run = tmp_path / "out" / "runs" / "none-seed0"
     wait_until(lambda: process.poll() is not None or len(logged_steps(run)) > 5, "some steps", seconds=400)
-    process.send_signal(signal.SIGTERM)  # of the command alone: it tells its trainings
+    process.send_signal(signal.SIGTERM)  # to the command alone, which passes it on to its trainings
     assert finish(process)[0] == EXIT_REQUEUE
     text = done(tmp_path, *command)
     assert "none / memory, 95 %" in text
