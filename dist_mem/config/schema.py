@@ -133,7 +133,7 @@ class TrainConfig:
     seg_len: int = key(64, at_least=1, at_most=TOKENS, resume=_SEGMENTS)  # T, tokens
     # successive segments whose gradients one update accumulates
     segments_per_update: int = key(1, at_least=1, at_most=65_536, resume=ALLOWED)
-    # of these, successive ones through which gradients flow, if the memory's state has one: see docs/howto/bptt.md
+    # segments that gradients flow through where a memory carries them; divides segments_per_update: docs/howto/bptt.md
     bptt_segments: int = key(1, at_least=1, at_most=65_536, resume=ALLOWED)
     steps: int | None = key(None, at_least=1, at_most=STEPS, resume=FREE)  # updates; give this or epochs
     # passes over all documents; give this or steps
