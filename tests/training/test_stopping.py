@@ -96,7 +96,7 @@ def by_clock(config: Path, run_dir: Path) -> Ranks:
 SOURCES: dict[str, tuple[Callable[..., Ranks], str]] = {
     "TERM on rank 0": (lambda *where: by_signal(*where, signal.SIGTERM, 0), f"(SIGTERM on rank 0, {node_name()})"),
     "USR1 on rank 1": (lambda *where: by_signal(*where, signal.SIGUSR1, 1), f"(SIGUSR1 on rank 1, {node_name()})"),
-    "file": (by_file, "/run/STOP (remove it first); all is saved"),
+    "file": (by_file, "/run/STOP (remove it first); everything is saved"),
     "clock": (by_clock, "by the clock: the time of this job is over in "),
 }
 
