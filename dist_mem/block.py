@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dist_mem.config import Config, ModelConfig
+from dist_mem.config import Config
 from dist_mem.memory import build_memory
 from dist_mem.memory.base import LayerSpec, Memory, MemoryState
 from dist_mem.nn.compiled import compiled
-from dist_mem.nn.layer_spec import LlamaSpec
-from dist_mem.nn.layers import Dropout, FeedForward
+from dist_mem.nn.family import family_of, llama_spec
+from dist_mem.nn.layers import Dropout
 from dist_mem.nn.norms import make_norm
-from dist_mem.nn.published import GPT2FeedForward, SwiGLU
 
 
 class BlockOutput(NamedTuple):
@@ -43,7 +42,7 @@ class Block(nn.Module):
     def __init__(
         self,
         memory: Memory,
-        feed_forward: FeedForward | GPT2FeedForward | SwiGLU,
+        feed_forward: nn.Module,
         dropout: float = 0.0,
         *,
         recomputed: str = "none",
@@ -119,23 +118,20 @@ def num_recomputed(num_layers: int, share: float) -> int:
 
 
 def make_block(config: Config, layer_index: int) -> Block:
-    """Return block `layer_index`, with its memory.
-
-    GPT-2 applies dropout to the sum of attention and long-term memory, as published, and so does Llama here, which is
-    published without dropout; other models apply it to each.
-    """
+    """Return block `layer_index`, with its memory."""
     model, train = config.model, config.train
+    family = family_of(model)
     spec = layer_spec(config, layer_index)
     is_saved = layer_index >= num_recomputed(model.num_layers, train.activation_checkpointing_share)
     training: dict[str, Any] = {
         "recomputed": "none" if is_saved else train.activation_checkpointing,
         "is_compiled": train.compile,
     }
-    sizes: dict[str, Any] = {"d_inner": model.d_inner, "dropout": model.dropout}
-    if model.kind != "transformer":
-        memory, layer = replace(spec, dropout=0.0), SwiGLU if spec.llama else GPT2FeedForward
-        return Block(build_memory(config.memory, memory), layer(model.d_model, **sizes), model.dropout, **training)
-    return Block(build_memory(config.memory, spec), FeedForward(model.d_model, **sizes), **training)
+    feed_forward = family.feed_forward(model.d_model, d_inner=model.d_inner, dropout=model.dropout)
+    if family.is_published:  # dropout of the sum
+        memory = build_memory(config.memory, replace(spec, dropout=0.0))
+        return Block(memory, feed_forward, model.dropout, **training)
+    return Block(build_memory(config.memory, spec), feed_forward, **training)
 
 
 def layer_spec(config: Config, layer_index: int) -> LayerSpec:
@@ -163,15 +159,5 @@ def layer_spec(config: Config, layer_index: int) -> LayerSpec:
         back_end=model.attention,
         short_first=config.data.cut == "end",
         tf32=config.train.tf32,
-        llama=llama_spec(model) if model.kind == "llama" else None,
-    )
-
-
-def llama_spec(model: ModelConfig) -> LlamaSpec:
-    """Return what only the blocks of a Llama have."""
-    return LlamaSpec(
-        num_kv_heads=model.num_kv_heads or model.num_heads,
-        rope_theta=model.rope_theta,
-        norm_eps=model.norm_eps,
-        qkv_bias=model.qkv_bias,
+        llama=llama_spec(model),
     )

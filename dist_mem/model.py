@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from dist_mem.block import Block, make_block
 from dist_mem.config import Config, ModelConfig
 from dist_mem.memory.base import Memory, MemoryState, Stem, named_tensors, select_lanes
-from dist_mem.nn import published
+from dist_mem.nn.family import family_of
 from dist_mem.nn.layers import DTYPES, Dropout, initialize
 from dist_mem.nn.norms import make_norm
 from dist_mem.nn.placement import Placement
+from dist_mem.nn.published import scale_residual_weights
 from dist_mem.nn.token_types import TokenTypes
-from dist_mem.nn.vocabulary import Bin, Embedding, Softmax, adaptive_bins, plain_bin
+from dist_mem.nn.vocabulary import Bin, adaptive_bins, plain_bin
 
 
 class LMState(NamedTuple):
@@ -68,20 +69,19 @@ class MemoryLM(nn.Module):
         """`placement` says where the weights go; None: they stay on the CPU, in fp32."""
         super().__init__()
         model, place = config.model, placement or Placement()
-        bins = vocabulary_bins(model, vocab_size)
+        family, bins = family_of(model), vocabulary_bins(model, vocab_size)
         self.commits_short = config.data.cut == "end"
-        self.embedding = place.made(make_embedding(model, bins))
+        self.embedding = place.made(family.embedding(bins, model))
         self.token_types = TokenTypes(model.token_types, vocab_size) if model.token_types else None
         self.blocks = nn.ModuleList(place.made(make_block(config, index)) for index in range(model.num_layers))
         # Deviation: the published pre-norm model has no norm before the softmax; post-norm blocks end with one.
-        rms_eps = model.norm_eps if model.kind == "llama" else None
+        rms_eps = model.norm_eps if family.has_rotary_attention else None
         has_norm = model.norm == "pre" and model.final_norm
         self.final_norm = make_norm(model.d_model, rms_eps=rms_eps) if has_norm else nn.Identity()
         self.kind = model.kind
-        is_published = model.kind != "transformer"
-        self.head = place.made((published.Softmax if is_published else Softmax)(bins, d_model=model.d_model))
+        self.head = place.made(family.softmax(bins, d_model=model.d_model))
         self.dropout = Dropout(model.dropout)
-        self.last_dropout = nn.Identity() if is_published else self.dropout
+        self.last_dropout = nn.Identity() if family.is_published else self.dropout
         for part in (self.embedding, *self.blocks, self.final_norm, self.head):
             with place.drawn(part):
                 self._initialize(part, model)
@@ -92,8 +92,8 @@ class MemoryLM(nn.Module):
     def _initialize(self, part: nn.Module, model: ModelConfig) -> None:
         """Draw the weights of a part, and share those that it has in common with an earlier one."""
         initialize(part, std=model.init_std)
-        if model.kind != "transformer":
-            published.scale_residual_weights(part, num_layers=model.num_layers)
+        if family_of(model).is_published:
+            scale_residual_weights(part, num_layers=model.num_layers)
         if part is self.head and model.tie_embeddings:
             self.head.tie(self.embedding)
         if isinstance(part, Block):
@@ -202,13 +202,6 @@ class MemoryLM(nn.Module):
         """Return log-probabilities of every next token, (B, T, V) float32, and the committed state; for generation."""
         features = self.features(tokens, valid_len, state=state)
         return self.head.log_probs(features.hidden), features.state
-
-
-def make_embedding(model: ModelConfig, bins: list[Bin]) -> Embedding:
-    """Return the embedding layer; GPT-2's has learned positions."""
-    if model.kind == "gpt2":
-        return published.GPT2Embedding(bins, d_model=model.d_model, num_positions=model.num_positions)
-    return (published.Embedding if model.kind == "llama" else Embedding)(bins, d_model=model.d_model)
 
 
 def vocabulary_bins(model: ModelConfig, vocab_size: int) -> list[Bin]:

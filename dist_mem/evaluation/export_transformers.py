@@ -25,7 +25,7 @@ from dist_mem.data.tokenizers.byte_pairs import END_OF_TEXT, BytePairTokenizer, 
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.trained_model import TrainedModel, distinct_weights
 from dist_mem.hf.folder import CONFIG, WEIGHTS
-from dist_mem.hf.names import FAMILIES, to_published
+from dist_mem.hf.names import LAYOUTS, to_published
 from dist_mem.runtime.extras import require
 from dist_mem.runtime.files import write_hashed, write_text
 
@@ -49,7 +49,7 @@ def write_transformers(trained: TrainedModel, directory: Path) -> None:
         UnusableError: the tokenizer has no fast form, or a GPT-2's or Llama's attention is another.
     """
     kind = trained.config.model.kind
-    is_published = kind in FAMILIES
+    is_published = kind in LAYOUTS
     weights = _published(trained) if is_published else distinct_weights(trained.model)
     content = published_config(trained) if is_published else native_config(trained)
     if kind == "gpt2" and isinstance(trained.tokenizer, BytePairTokenizer):
@@ -73,10 +73,10 @@ def _published(trained: TrainedModel) -> dict[str, Any]:
 def published_config(trained: TrainedModel) -> dict[str, Any]:
     """Return the content of config.json for a GPT-2 or Llama; without `auto_map` if there is nothing to carry."""
     model = trained.config.model
-    family = FAMILIES[model.kind]
+    layout = LAYOUTS[model.kind]
     # Token types are also carried from segment to segment.
-    has_memory = trained.config.memory["kind"] not in family.plain or bool(model.token_types)
-    content = family.content(model)
+    has_memory = trained.config.memory["kind"] not in layout.plain or bool(model.token_types)
+    content = layout.content(model)
     return {
         **content,
         "vocab_size": trained.tokenizer.vocab_size,

@@ -46,7 +46,7 @@ from dist_mem.data.tokenizers.registry import JSON_NAME, load_tokenizer
 from dist_mem.errors import CheckpointError, UnusableError
 from dist_mem.evaluation.protocol import apply_protocol, in_terms_of_eval
 from dist_mem.hf.folder import CONFIG
-from dist_mem.hf.names import FAMILIES, check_types, take_published
+from dist_mem.hf.names import LAYOUTS, check_types, take_published
 from dist_mem.memory import memory_options
 from dist_mem.memory.base import map_state
 from dist_mem.memory.outside import kept_kinds, source_of
@@ -178,7 +178,7 @@ def _load_weights(model: MemoryLM, checkpoint: Checkpoint, config: Config) -> No
     """Load the weights of a checkpoint or an export. Raises CheckpointError if names or shapes differ."""
     directory = checkpoint.directory
     if checkpoint.is_export:
-        is_published = config.model.kind in FAMILIES  # in an export for transformers, which has a config.json
+        is_published = config.model.kind in LAYOUTS  # in an export for transformers, which has a config.json
         load_exported(model, directory, is_published=is_published and CONFIG in checkpoint.manifest["files"])
         return
     weights = EngineReader(directory).weights()

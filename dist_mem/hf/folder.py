@@ -16,8 +16,8 @@ from torch import Tensor
 
 from dist_mem.config import Config, ModelConfig
 from dist_mem.errors import UnusableError, reason_of
-from dist_mem.hf.family import Family
-from dist_mem.hf.names import FAMILIES, take_published
+from dist_mem.hf.layout import Layout
+from dist_mem.hf.names import LAYOUTS, take_published
 from dist_mem.model import MemoryLM
 from dist_mem.runtime.file_schema import check, plain_name, read_json, record, table
 
@@ -27,8 +27,8 @@ _INDEX = record({"weight_map": table(plain_name)}, is_open=True)  # tensor -> fi
 _AGAIN = "write the model again with transformers' save_pretrained"
 
 
-def read_published_config(folder: Path, family: Family) -> dict[str, Any]:
-    """Read config.json of a model of this family.
+def read_published_config(folder: Path, layout: Layout) -> dict[str, Any]:
+    """Read config.json of a model in this layout.
 
     Raises:
         UnusableError: there is none, a key that is read has a wrong value, or its model is not supported here.
@@ -36,16 +36,16 @@ def read_published_config(folder: Path, family: Family) -> dict[str, Any]:
     path = folder / CONFIG
     published = _read(path)
     # What a file lacks is named last: it may be of another kind of model, which is the reason.
-    problem = next(record({}, family.types, is_open=True)("", published), None)
-    for key, value, allowed in () if problem else family.unsupported(published):
+    problem = next(record({}, layout.types, is_open=True)("", published), None)
+    for key, value, allowed in () if problem else layout.unsupported(published):
         shown = reprlib.repr(value)
         raise UnusableError(
             f"model.pretrained: {path} has {key} {shown}, which is not computed here; it must be {allowed}"
         )
-    required = {key: schema for key, schema in family.types.items() if key not in family.optional}
+    required = {key: schema for key, schema in layout.types.items() if key not in layout.optional}
     problem = problem or next(record(required, is_open=True)("", published), None)
     if problem:
-        raise UnusableError(f"model.pretrained: {path} is no configuration of {family.name}: {problem}")
+        raise UnusableError(f"model.pretrained: {path} is no configuration of {layout.name}: {problem}")
     return dict(published)
 
 
@@ -66,13 +66,13 @@ def check_sizes(model: ModelConfig, vocab_size: int | None) -> None:
         UnusableError: names every key that differs, and its right value.
     """
     assert model.pretrained is not None
-    family = FAMILIES[model.kind]
+    layout = LAYOUTS[model.kind]
     path = Path(model.pretrained) / CONFIG
-    published = read_published_config(Path(model.pretrained), family)
+    published = read_published_config(Path(model.pretrained), layout)
     effective = {"d_head": model.d_head or model.d_model // model.num_heads}
     effective["num_kv_heads"] = model.num_kv_heads or model.num_heads
-    configured = {key: effective.get(key, getattr(model, key)) for key in family.sizes(published)}
-    wrong = {key: value for key, value in family.sizes(published).items() if configured[key] != value}
+    configured = {key: effective.get(key, getattr(model, key)) for key in layout.sizes(published)}
+    wrong = {key: value for key, value in layout.sizes(published).items() if configured[key] != value}
     if wrong:
         given = ", ".join(f"model.{key} is {_shown(configured[key])}" for key in wrong)
         fix = " ".join(f"model.{key}={_shown(value)}" for key, value in wrong.items())
@@ -80,7 +80,7 @@ def check_sizes(model: ModelConfig, vocab_size: int | None) -> None:
     if vocab_size not in (None, published["vocab_size"]):
         raise UnusableError(
             f"data.path has a tokenizer of {vocab_size} tokens, {path} has vocab_size {published['vocab_size']}: build "
-            f"the data with the model's tokenizer ({family.tokenizer})"
+            f"the data with the model's tokenizer ({layout.tokenizer})"
         )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dist_mem.config import ModelConfig
-from dist_mem.hf.family import SIZE, Family, Pair, Unsupported
+from dist_mem.hf.layout import SIZE, Layout, Pair, Unsupported
 from dist_mem.model import MemoryLM
 from dist_mem.nn.plain_attention import PlainAttention
 from dist_mem.runtime.file_schema import optional
@@ -81,7 +81,7 @@ def content(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-GPT2 = Family(
+GPT2 = Layout(
     name="a GPT-2",
     prefix="transformer.",
     ignored=r"transformer\.h\.\d+\.attn\.(masked_)?bias",  # masks

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dist_mem.config import ModelConfig
-from dist_mem.hf.family import FLAG, POSITIVE, SIZE, Family, Pair, Unsupported
+from dist_mem.hf.layout import FLAG, POSITIVE, SIZE, Layout, Pair, Unsupported
 from dist_mem.model import MemoryLM
 from dist_mem.nn.rotary_attention import RotaryAttention
 from dist_mem.runtime.file_schema import Schema, optional, record, rows, text
@@ -124,7 +124,7 @@ def content(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-LLAMA = Family(
+LLAMA = Layout(
     name="a Llama or Qwen2",
     prefix="model.",
     ignored=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",

@@ -13,22 +13,22 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from dist_mem.hf.family import Family, Pair
 from dist_mem.hf.gpt2 import GPT2
+from dist_mem.hf.layout import Layout, Pair
 from dist_mem.hf.llama import LLAMA
 from dist_mem.memory.base import Memory
 from dist_mem.model import MemoryLM
 
-FAMILIES: dict[str, Family] = {"gpt2": GPT2, "llama": LLAMA}  # by model.kind
+LAYOUTS: dict[str, Layout] = {"gpt2": GPT2, "llama": LLAMA}  # by model.kind
 OWN = "memory."  # prefix of parameters that the published model does not have
 SOFTMAX = "lm_head.weight"
 _WEIGHT_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def full_name(family: Family, name: str) -> str | None:
+def full_name(layout: Layout, name: str) -> str | None:
     """Return a name of a file with the prefix that it may lack; None if it is no weight."""
-    full = name if name.startswith((family.prefix, OWN, SOFTMAX)) else f"{family.prefix}{name}"
-    return None if re.fullmatch(family.ignored, full) else full
+    full = name if name.startswith((layout.prefix, OWN, SOFTMAX)) else f"{layout.prefix}{name}"
+    return None if re.fullmatch(layout.ignored, full) else full
 
 
 def check_types(dtypes: Mapping[str, torch.dtype], where: str) -> None:
@@ -45,19 +45,19 @@ def host_path(model: MemoryLM, layer_index: int) -> str:
     Raises:
         ValueError: its attention is not of the model's kind.
     """
-    family = FAMILIES[model.kind]
+    layout = LAYOUTS[model.kind]
     memory, path = model.memories()[layer_index], f"blocks.{layer_index}.memory"
     while isinstance(getattr(memory, "over", None), Memory):
         memory, path = cast(Memory, memory.over), f"{path}.over"
-    if not isinstance(getattr(memory, "attention", None), family.attention):
+    if not isinstance(getattr(memory, "attention", None), layout.attention):
         key = "memory" + path.partition(".memory")[2]
-        raise ValueError(f"{key} has {family.fix.format(key=key)}")
+        raise ValueError(f"{key} has {layout.fix.format(key=key)}")
     return path
 
 
 def _pairs(model: MemoryLM) -> Iterator[Pair]:
     hosts = [host_path(model, index) for index in range(len(model.blocks))]
-    return FAMILIES[model.kind].pairs(model, hosts)
+    return LAYOUTS[model.kind].pairs(model, hosts)
 
 
 def to_published(model: MemoryLM) -> dict[str, Tensor]:
@@ -85,8 +85,8 @@ def take_published(model: MemoryLM, weights: Mapping[str, Tensor], where: str) -
     Raises:
         ValueError: a weight is missing, has another shape or is no floating point number, or is not in this model.
     """
-    family = FAMILIES[model.kind]
-    given = {full: tensor for name, tensor in weights.items() if (full := full_name(family, name)) is not None}
+    layout = LAYOUTS[model.kind]
+    given = {full: tensor for name, tensor in weights.items() if (full := full_name(layout, name)) is not None}
     check_types({name: tensor.dtype for name, tensor in given.items()}, where)
     pairs, remaining = list(_pairs(model)), dict(model.named_parameters())
     if not any(SOFTMAX in pair.theirs for pair in pairs):
@@ -94,7 +94,7 @@ def take_published(model: MemoryLM, weights: Mapping[str, Tensor], where: str) -
     for ours, theirs, transposed in pairs:
         targets = [remaining.pop(name) for name in ours]
         num_rows = sum(len(target) for target in targets)
-        tensors = [_taken(given, name, transposed, family, where) for name in theirs]
+        tensors = [_taken(given, name, transposed, layout, where) for name in theirs]
         wanted = (num_rows // len(theirs), *targets[0].shape[1:])
         for name, tensor in zip(theirs, tensors, strict=True):
             if tuple(tensor.shape) != wanted:
@@ -112,8 +112,8 @@ def take_published(model: MemoryLM, weights: Mapping[str, Tensor], where: str) -
     return list(remaining)
 
 
-def _taken(given: dict[str, Tensor], name: str, transposed: bool, family: Family, where: str) -> Tensor:
+def _taken(given: dict[str, Tensor], name: str, transposed: bool, layout: Layout, where: str) -> Tensor:
     if name not in given:
-        raise ValueError(f"{where} has no {name}: it is not {family.name}, or one with fewer layers")
+        raise ValueError(f"{where} has no {name}: it is not {layout.name}, or one with fewer layers")
     tensor = given.pop(name)
     return tensor.T if transposed else tensor

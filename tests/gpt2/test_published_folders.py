@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from dist_mem.config import Config
 from dist_mem.errors import EXIT_USAGE, UnusableError
 from dist_mem.hf.folder import load_pretrained, read_published_config
-from dist_mem.hf.names import FAMILIES
+from dist_mem.hf.names import LAYOUTS
 from tests.support.gpt2_models import VOCAB, build, gpt2_config, save_random_gpt2
 from tests.support.llama_models import llama_config, save_random_llama
 
@@ -36,7 +36,7 @@ class Published(NamedTuple):
         load_pretrained(build(self.config), self.config, VOCAB)
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=LAYOUTS)
 def published(request: pytest.FixtureRequest, tmp_path: Path) -> Published:
     pytest.importorskip("transformers", reason="transformers is not installed")
     folder = tmp_path / "folder"
@@ -47,7 +47,7 @@ def published(request: pytest.FixtureRequest, tmp_path: Path) -> Published:
 
 
 def test_values_of_every_type_are_read_or_refused_by_key(published: Published) -> None:
-    path, family = published.folder / "config.json", FAMILIES[published.config.model.kind]
+    path, family = published.folder / "config.json", LAYOUTS[published.config.model.kind]
     for key in {**published.content, **family.types}:
         for value in WRONG:
             published.rewrite("config.json", {**published.content, key: value})

@@ -33,8 +33,8 @@ class Unsupported(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Family:
-    """A kind of model; `published` is always the content of its config.json."""
+class Layout:
+    """Of one kind of model; `published` is always the content of its config.json."""
 
     name: str  # for messages, with an article
     prefix: str  # of the names of all weights but the softmax's, which a file of the model without it lacks
