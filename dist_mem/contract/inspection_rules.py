@@ -1,4 +1,4 @@
-"""The rules of `Memory.inspect` and `Memory.forget`; a memory that implements neither breaks none.
+"""The rules of `Inspectable.inspect` and `Inspectable.forget`; a memory that implements neither breaks none.
 
 Each is a function that raises BrokenRuleError, as those in rules.py. Shape letters: B lanes, T segment, R rows.
 """

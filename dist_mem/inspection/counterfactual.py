@@ -1,7 +1,7 @@
 """The counterfactual: what would each token have cost without one passage in the memory?
 
-Before a segment is read, the rows of one passage are taken out of the memory (`Memory.forget`), and the segment is read
-again; the memory that is carried on keeps the passage. This costs a forward of the segment per passage; passages share
+Before a segment is read, the rows of one passage are taken out (`Inspectable.forget`), and the segment is read again;
+the memory that is carried on keeps the passage. This costs a forward of the segment per passage; passages share
 forwards as lanes. Rows of later passages stay: what they have already taken from the passage, they keep.
 Shape letters: N tokens of the document, P passages, T segment.
 """
@@ -21,7 +21,7 @@ from dist_mem.errors import UnusableError
 from dist_mem.evaluation.trained_model import TrainedModel, init_state
 from dist_mem.inspection.looked import mass_by_span, mass_in, memory_rows
 from dist_mem.inspection.walk import Step, walk
-from dist_mem.memory.base import Memory, map_state, named_tensors
+from dist_mem.memory.base import Inspectable, map_state, named_tensors
 from dist_mem.memory.parts.inspector import Inspector
 from dist_mem.model import LMState
 from dist_mem.tracking.progress import Progress
@@ -140,7 +140,7 @@ def cannot_forget(trained: TrainedModel) -> str | None:
     except NotImplementedError as error:
         reason = str(error)
     for memory, block in zip(memories, blocks, strict=True):
-        if type(memory).inspect is Memory.inspect and named_tensors(block):
+        if getattr(type(memory), "inspect", Inspectable.inspect) is Inspectable.inspect and named_tensors(block):
             reason = reason or f"{type(memory).__name__} has no `inspect`, which says where a passage is"
     return None if reason is None else f"memory.kind is {described(trained.config.memory)}: {reason}"
 

@@ -11,7 +11,7 @@ document's first, which may be short
 4. causal  5. lanes are independent; a reset lane equals a fresh one  6. document ends are masks, never branches
 7. parameters are used only in the forward of a module that registers them  8. randomness is a counter hash
 9. parity with the published reference vectors where they exist
-10. `inspect` and `forget`, where a memory has them, tell and take out what is read, and change nothing else
+10. `inspect` and `forget` of an `Inspectable` memory tell and take out what is read, and change nothing else
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ class Memory(nn.Module):
     class Options:
         """The configuration keys of a memory besides `kind`, an OmegaConf structured config."""
 
-    no_forget: ClassVar[str] = "it does not implement Memory.forget"  # why not, where that is so by its nature
     # Whether gradients flow through the state to the earlier segments of a window (`train.bptt_segments`).
     carries_gradient: bool = False
     # Whether the first segment of a document may be committed with less than T tokens (`spec.short_first`). Such a
@@ -116,6 +115,33 @@ class Memory(nn.Module):
         """Attend, and return the new state; see the class."""
         raise NotImplementedError
 
+    def reset_parameters(self) -> None:
+        """Adjust initial weights after the model has drawn those of the block by one rule; by default none changes.
+
+        The model calls it once, after `initialize`; PyTorch calls it only on a meta-device module wrapped in FSDP.
+        """
+
+    def tie_parameters(self, first: Any) -> None:
+        """Use parameters of the first block's memory, as u and v of relative attention; by default none is shared.
+
+        Share the parameters, and do not read their values: at ZeRO stage 3 these are divided among the ranks already.
+        """
+
+    def auxiliary_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that learn from an auxiliary loss only; their gradient norm is logged separately."""
+        return []
+
+    @classmethod
+    def small_options(cls, seg_len: int) -> dict[str, Any]:
+        """Return options for the contract tests: the memory fits segments of `seg_len` tokens and fills within two."""
+        return {}
+
+
+class Inspectable(Memory):
+    """A memory that says what it reads, and can be asked to forget a passage (rule 10); both are optional."""
+
+    no_forget: ClassVar[str] = "it does not implement `forget`"  # why not, where that is so by its nature
+
     @torch.no_grad()
     def inspect(self, x: Tensor, state: MemoryState, valid_len: Tensor, trace: Any = None) -> Inspection:
         """Return what `forward` reads with these arguments, and from which tokens; see `Inspection`.
@@ -139,32 +165,16 @@ class Memory(nn.Module):
             trace: of the last `inspect` call; a memory that moves what it holds needs it.
 
         Raises:
-            NotImplementedError: the memory does not implement it, in any state but an empty tuple; see `no_forget`.
+            NotImplementedError: the memory does not implement it, and carries something; see `no_forget`.
         """
-        if not named_tensors(state) and type(self).stem is Memory.stem:
-            return state  # nothing is carried
+        if carries_nothing(self, state):
+            return state
         raise NotImplementedError(f"{type(self).__name__} cannot forget a passage: {self.no_forget}")
 
-    def reset_parameters(self) -> None:
-        """Adjust initial weights after the model has drawn those of the block by one rule; by default none changes.
 
-        The model calls it once, after `initialize`; PyTorch calls it only on a meta-device module wrapped in FSDP.
-        """
-
-    def tie_parameters(self, first: Any) -> None:
-        """Use parameters of the first block's memory, as u and v of relative attention; by default none is shared.
-
-        Share the parameters, and do not read their values: at ZeRO stage 3 these are divided among the ranks already.
-        """
-
-    def auxiliary_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that learn from an auxiliary loss only; their gradient norm is logged separately."""
-        return []
-
-    @classmethod
-    def small_options(cls, seg_len: int) -> dict[str, Any]:
-        """Return options for the contract tests: the memory fits segments of `seg_len` tokens and fills within two."""
-        return {}
+def carries_nothing(memory: Memory, state: MemoryState) -> bool:
+    """Return whether a memory has no tensors from segment to segment and no rows around them."""
+    return not named_tensors(state) and type(memory).stem is Memory.stem
 
 
 class Stem(nn.Module):

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dist_mem.config.keys import TOKENS, WIDTH, key
-from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput
+from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, MemoryOutput
 from dist_mem.memory.parts.inspection import Inspection, of_tokens, rows_of, segment_rows, token_spans
 from dist_mem.memory.parts.learned_start import LearnedStart
 from dist_mem.memory.parts.state_cell import (
@@ -45,7 +45,7 @@ class State(NamedTuple):
     recurrent: Tensor  # (B, S, D) float32 at least, the state vectors; 0 where a document begins: they are learned
 
 
-class BlockRecurrent(Memory):
+class BlockRecurrent(Inspectable):
     """Attention to the last W tokens and to S state vectors, which in turn attend to the tokens."""
 
     carries_gradient = True

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from dist_mem.config.keys import TOKENS, key
 from dist_mem.memory import transformer_xl
-from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, check_choices, select_lanes
+from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, Memory, MemoryOutput, check_choices, select_lanes
 from dist_mem.memory.parts.compression import COMPRESSIONS
 from dist_mem.memory.parts.inspection import (
     Inspection,
@@ -66,7 +66,7 @@ def distance(one: Tensor, other: Tensor, dims: tuple[int, ...]) -> Tensor:
     return ((one.to(working) - other.to(working)).square().sum(dims) + 1e-12).sqrt()
 
 
-class Compressive(Memory):
+class Compressive(Inspectable):
     """Attention to the segment, a short-term memory and a compressed memory."""
 
     @dataclass

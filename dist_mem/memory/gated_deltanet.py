@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dist_mem.config.keys import TOKENS, WIDTH, key
-from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput
+from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, MemoryOutput
 from dist_mem.memory.parts.convolution import convolved
 from dist_mem.nn.layers import Dropout, Projection
 from dist_mem.nn.norms import input_norm
@@ -48,7 +48,7 @@ class ExactNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
-class GatedDeltaNet(Memory):
+class GatedDeltaNet(Inspectable):
     """S <- alpha S (I - beta k k^T) + beta v k^T for every token, which reads S q."""
 
     carries_gradient = True

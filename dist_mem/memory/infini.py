@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dist_mem.config.keys import key
-from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput
+from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, MemoryOutput
 from dist_mem.memory.parts.inspection import Inspection, of_tokens, segment_rows, summary_rows, tokens_read
 from dist_mem.nn.attention_inputs import Inputs
 from dist_mem.nn.layers import AttentionLayer, Dropout, Projection, merge_heads, split_heads, visible_keys
@@ -67,7 +67,7 @@ class SegmentAttention(AttentionLayer):
         return y
 
 
-class Infini(Memory):
+class Infini(Inspectable):
     """Attention within the segment, mixed with a reading of all earlier segments by a gate per head."""
 
     carries_gradient = True

@@ -20,7 +20,16 @@ from torch import Tensor
 
 from dist_mem.config.keys import TOKENS, key
 from dist_mem.memory import transformer_xl
-from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, Stem, check_choices, whole_segments
+from dist_mem.memory.base import (
+    Evicted,
+    Inspectable,
+    LayerSpec,
+    Memory,
+    MemoryOutput,
+    Stem,
+    check_choices,
+    whole_segments,
+)
 from dist_mem.memory.parts.inspection import Inspection, overlapping, rows_of, segment_rows, token_spans
 from dist_mem.memory.parts.look_ahead import LookAheadAttention, Past, Refreshed, visible_ahead
 from dist_mem.memory.parts.shown import Shown, append_shown, take_out, valid_rows, zero_hidden
@@ -62,7 +71,7 @@ def check_options(options: LaMemo.Options) -> None:
         )
 
 
-class LaMemo(Memory):
+class LaMemo(Inspectable):
     """Attention to the segment and to memory rows, which look ahead in all blocks but the last."""
 
     min_seg_len = 1

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_mem.config.keys import TOKENS, key
-from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, check_choices
+from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, MemoryOutput, check_choices
 from dist_mem.memory.parts.inspection import (
     Inspection,
     Spans,
@@ -107,7 +107,7 @@ class GatedAttention(UnitAttention):
         return torch.where(sees[:, None, None], share, 0.0)
 
 
-class Memorizing(Memory):
+class Memorizing(Inspectable):
     """Attention to the segment and its cache, mixed with the nearest of many stored keys and values."""
 
     min_seg_len = 1

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput
+from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, Memory, MemoryOutput
 from dist_mem.memory.parts.inspection import Inspection, segment_rows
 from dist_mem.nn.layers import Attended, RelativeAttention, visible_keys
 from dist_mem.nn.norms import input_norm
@@ -19,7 +19,7 @@ class State(NamedTuple):
     """An empty state: nothing is carried."""
 
 
-class NoMemory(Memory):
+class NoMemory(Inspectable):
     """Attention within the segment, with relative positions, or rotary ones in a Llama."""
 
     takes_short_first = True

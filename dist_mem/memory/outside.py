@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from dist_mem.config.memory_blocks import kinds_of
-from dist_mem.memory.base import Memory
+from dist_mem.memory.base import Inspectable, Memory
 from dist_mem.runtime.environment import as_submitted
 
 GROUP = "dist_mem.memories"
 # Methods of an earlier contract: without an error, the model would silently never call them.
-RENAMED = {"begin": "reset_parameters", "apart": "auxiliary_parameters", "share": "tie_parameters"}
 
 
 def is_file(kind: str) -> bool:
@@ -99,9 +98,8 @@ def line_in(path: Path, error: Exception) -> str:
 def _checked(found: Any, what: str) -> type[Memory]:
     if not (isinstance(found, type) and issubclass(found, Memory)):
         raise ValueError(f"{what} is no class derived from dist_mem.memory.base.Memory")
-    for old, new in RENAMED.items():
-        if hasattr(found, old):
-            raise ValueError(f"{what} is the class {found.__name__}, whose {old} is now called {new}: rename it")
+    if not issubclass(found, Inspectable) and any(hasattr(found, name) for name in ("inspect", "forget")):
+        raise ValueError(f"{what} inspects or forgets: derive it from dist_mem.memory.base.Inspectable, not Memory")
     return found
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dist_mem.config.keys import TOKENS, key
 from dist_mem.memory import transformer_xl
-from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, Stem
+from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, Memory, MemoryOutput, Stem
 from dist_mem.memory.parts.inspection import (
     Inspection,
     Rows,
@@ -94,7 +94,7 @@ def check_options(options: RecurrentMemory.Options) -> None:
         )
 
 
-class RecurrentMemory(Memory):
+class RecurrentMemory(Inspectable):
     """Attention of a segment with memory tokens around it, and to a cache if there is one."""
 
     carries_gradient = True

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dist_mem.config.keys import TOKENS, WIDTH, key
-from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput
+from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, MemoryOutput
 from dist_mem.memory.gated_deltanet import ExactNorm
 from dist_mem.memory.parts.inspection import Inspection, rows_of, segment_rows, token_spans
 from dist_mem.memory.parts.neural_memory import (
@@ -89,7 +89,7 @@ class GatedOutput(nn.Module):
         return gated
 
 
-class Titans(Memory):
+class Titans(Inspectable):
     """Attention and a network that learns keys and values: beside it, before it, as its context, or alone."""
 
     carries_gradient = True

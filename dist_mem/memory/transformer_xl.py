@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dist_mem.config.keys import TOKENS, key
-from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput, whole_segments
+from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, Memory, MemoryOutput, whole_segments
 from dist_mem.memory.parts.inspection import Inspection, overlapping, rows_of, segment_rows, token_spans
 from dist_mem.memory.parts.shown import Shown, append_shown, take_out, valid_rows, zero_hidden
 from dist_mem.nn.layers import Attended, visible_keys
@@ -49,7 +49,7 @@ def check_mem_len(mem_len: int) -> None:
         raise ValueError(f"memory.mem_len is {mem_len}, but must be at least 1; for no memory set memory.kind=none")
 
 
-class TransformerXL(Memory):
+class TransformerXL(Inspectable):
     """Attention to the segment and the block's last M inputs, with relative positions, or rotary ones in a Llama."""
 
     min_seg_len = 1

@@ -21,7 +21,7 @@ from dist_mem.inspection.looked import mass_by_span, mass_in, memory_rows
 from dist_mem.inspection.reading import first_border, has_memory, read_document, text_document
 from dist_mem.inspection.walk import losses_of, walk
 from dist_mem.memory import memory_class, memory_kinds
-from dist_mem.memory.base import Memory, named_tensors
+from dist_mem.memory.base import Inspectable, named_tensors
 from dist_mem.memory.lamemo import LaMemo
 from dist_mem.memory.none import NoMemory
 from dist_mem.memory.parts.inspector import Inspector
@@ -42,7 +42,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "per_block": {"kind": PER_BLOCK, "default": MEMORIES["transformer_xl"], "1": MEMORIES["infinite"]},
     "per_block_with_infini": {"kind": PER_BLOCK, "default": MEMORIES["transformer_xl"], "1": {"kind": "infini"}},
 }
-UNFORGETTING = {kind for kind in memory_kinds() if memory_class(kind).forget is Memory.forget}
+
+
+def inspectable(kind: str) -> type[Inspectable]:
+    found = memory_class(kind)
+    assert issubclass(found, Inspectable)
+    return found
+
+
+UNFORGETTING = {kind for kind in memory_kinds() if inspectable(kind).forget is Inspectable.forget}
 REFUSING = [kind for kind, block in KINDS.items() if UNFORGETTING & {used for _, used in kinds_of(block)}]
 FORGETTING = [kind for kind in KINDS if kind not in REFUSING]
 Subject: TypeAlias = tuple[TrainedModel, Document]
@@ -140,11 +148,11 @@ def test_a_memory_that_cannot_forget_refuses_every_removal_and_says_why(subject:
     """Also under another memory, or in one block of several."""
     trained, document = subject
     (unable,) = UNFORGETTING & {used for _, used in kinds_of(trained.config.memory)}
-    reason = re.escape(f"{memory_class(unable).__name__} cannot forget a passage: {memory_class(unable).no_forget}")
+    reason = re.escape(f"{memory_class(unable).__name__} cannot forget a passage: {inspectable(unable).no_forget}")
     for passages in (None, [Passage(8, 16)]):
         with pytest.raises(UnusableError, match=rf"memory\.kind is .*\b{unable}\b.*: {reason}"):
             remove_passages(trained, document, passages)
-    assert memory_class(unable).no_forget != Memory.no_forget, "the reason is its own"
+    assert inspectable(unable).no_forget != Inspectable.no_forget, "the reason is its own"
 
 
 @pytest.mark.parametrize("subject", ["transformer_xl"], indirect=True)
@@ -152,14 +160,14 @@ def test_a_memory_that_does_not_say_where_a_passage_is_refuses_removals(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing would ever be found in it, and nothing removed."""
-    monkeypatch.setattr(TransformerXL, "inspect", Memory.inspect)
+    monkeypatch.setattr(TransformerXL, "inspect", Inspectable.inspect)
     with pytest.raises(UnusableError, match=r"memory\.kind is transformer_xl: TransformerXL has no `inspect`"):
         remove_passages(*subject)
 
 
 @pytest.mark.parametrize("subject", ["none"], indirect=True)
 def test_a_memory_without_a_state_needs_no_forget(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NoMemory, "forget", Memory.forget)
+    monkeypatch.setattr(NoMemory, "forget", Inspectable.forget)
     assert remove_passages(*subject).removals == []
 
 

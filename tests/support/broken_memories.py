@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dist_mem.memory.base import MemoryOutput
+from dist_mem.memory.base import Memory, MemoryOutput
 from dist_mem.memory.parts.inspection import Inspection, Rows, Spans, overlapping, token_spans
 from dist_mem.memory.transformer_xl import State, TransformerXL
 from dist_mem.nn.layers import newest_rows
@@ -157,9 +157,11 @@ class CountsRows(TransformerXL):
         return output._replace(y=output.y * x.shape[1])
 
 
-class OldNames(TransformerXL):
-    def begin(self) -> None:
-        """The name of `reset_parameters` in earlier versions."""
+class ForgetsWithoutBeingAsked(Memory):
+    """It is no `Inspectable`, so nobody would call its method."""
+
+    def forget(self, state: Any, begin: Tensor, end: Tensor, trace: Any = None) -> Any:
+        return state
 
 
 class ForgetsEverything(TransformerXL):

@@ -1,4 +1,4 @@
-"""What a memory layer read, and from which tokens: the answer of `Memory.inspect`.
+"""What a memory layer read, and from which tokens: the answer of `Inspectable.inspect`.
 
 Tokens are counted from the first token of the segment that reads: it is token 0, and the newest token in the memory is
 token -1. Shape letters: B lanes, T segment, R rows, H heads.

@@ -14,8 +14,26 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dist_mem.memory.base import Memory, MemoryState
+from dist_mem.memory.base import Inspectable, Memory, MemoryState, carries_nothing
 from dist_mem.memory.parts.inspection import Inspection
+
+
+def inspect(memory: Memory, x: Tensor, state: MemoryState, valid_len: Tensor, trace: Any) -> Inspection:
+    """Return what a memory reads, see `Inspectable.inspect`; nothing, if it does not say."""
+    return memory.inspect(x, state, valid_len, trace) if isinstance(memory, Inspectable) else Inspection()
+
+
+def forget(memory: Memory, state: MemoryState, begin: Tensor, end: Tensor, trace: Any) -> MemoryState:
+    """Return a state without a passage, see `Inspectable.forget`.
+
+    Raises:
+        NotImplementedError: the memory carries something, and cannot forget.
+    """
+    if isinstance(memory, Inspectable):
+        return memory.forget(state, begin, end, trace)
+    if carries_nothing(memory, state):
+        return state
+    raise NotImplementedError(f"{type(memory).__name__} cannot forget a passage: it is no `Inspectable` memory")
 
 
 class Inspector:
@@ -38,16 +56,16 @@ class Inspector:
         self._hooks.close()
 
     def _hook(self, number: int) -> Any:
-        def inspect(memory: nn.Module, inputs: tuple[Tensor, MemoryState, Tensor]) -> None:
+        def hook(memory: nn.Module, inputs: tuple[Tensor, MemoryState, Tensor]) -> None:
             assert isinstance(memory, Memory)
-            self.layers[number] = memory.inspect(*inputs, self.traces[number])
+            self.layers[number] = inspect(memory, *inputs, self.traces[number])
 
-        return inspect
+        return hook
 
     def forget(self, blocks: Sequence[MemoryState], begin: Tensor, end: Tensor) -> tuple[MemoryState, ...]:
-        """Return the states of all blocks without the tokens in [begin, end); see `Memory.forget`."""
+        """Return the states of all blocks without the tokens in [begin, end); see `Inspectable.forget`."""
         parts = zip(self.memories, blocks, self.traces, strict=True)
-        return tuple(memory.forget(state, begin, end, trace) for memory, state, trace in parts)
+        return tuple(forget(memory, state, begin, end, trace) for memory, state, trace in parts)
 
     def commit(self) -> None:
         """Go on from the segment that was read last."""

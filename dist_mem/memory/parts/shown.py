@@ -1,4 +1,4 @@
-"""Rows that `Memory.forget` takes out of a cache of rows: they stay in place, and nothing attends to them any more.
+"""Rows that `Inspectable.forget` takes out of a cache: they stay in place, and nothing attends to them any more.
 
 The mask is a part of the state, empty unless something is taken out. Shape letters: B lanes, M rows, D model.
 """

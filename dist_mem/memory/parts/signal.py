@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dist_mem.memory.base import LayerSpec, Memory, MemoryState
+from dist_mem.memory.base import Inspectable, LayerSpec, Memory, MemoryState
 from dist_mem.memory.parts.basis import Fit, Geometry, evaluate_at, expected_basis, fit_first, fit_matrices
 from dist_mem.memory.parts.boxes import binned, box_histogram, box_masses, box_moments
 from dist_mem.memory.parts.densities import affine_densities, divergence, make_projection, moments
@@ -73,7 +73,7 @@ def norm_of(memory: Memory) -> nn.Module:
     return norm
 
 
-class Signal(Memory):
+class Signal(Inspectable):
     """The parameters of a long-term memory over another one, and what is computed with its signal."""
 
     def __init__(self, spec: LayerSpec, options: InfiniteOptions, over: Memory) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dist_mem.memory.parts.basis import evaluate_at
 from dist_mem.memory.parts.inspection import Inspection, Spans, rows_of
+from dist_mem.memory.parts.inspector import forget, inspect
 from dist_mem.memory.parts.signal import Signal, State
 from dist_mem.memory.parts.signal_places import NUM_BINS, Trace, append, bin_spans, row_spans, without_rows
 
@@ -20,7 +21,7 @@ def inspect_signal(memory: Signal, x: Tensor, state: State, valid_len: Tensor, t
     Values: `mu` and `variance` (H, B, T) of the densities, `histogram` (B, num_bins) of sticky sampling after this
     segment, `regression_error` (B,): squared error of the rows that have just entered, over their squares.
     """
-    below = memory.over.inspect(x, state.over, valid_len, trace.over if trace else None)
+    below = inspect(memory.over, x, state.over, valid_len, trace.over if trace else None)
     output = memory.forward(x, state, valid_len)  # a call would inspect again, see Inspector
     signal, num_tokens = memory.append_pending(state, x.dtype)
     density = memory.density(output.query, signal)
@@ -49,7 +50,7 @@ def forget_signal(memory: Signal, state: State, begin: Tensor, end: Tensor, trac
         raise ValueError(
             "the long-term memory holds rows whose places are not known: inspect from the document's start"
         )
-    over = memory.over.forget(state.over, begin, end, trace.over if trace else None)
+    over = forget(memory.over, state.over, begin, end, trace.over if trace else None)
     pending = _spans(memory, state.pending.shape[1])
     coefficients = state.coefficients.clone()
     kept = state.pending.clone()

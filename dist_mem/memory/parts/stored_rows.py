@@ -23,7 +23,7 @@ class Store(NamedTuple):
     keys: Tensor  # (B, H, M, K), of length 1; 0 where nothing is written yet
     values: Tensor  # (B, H, M, K)
     num_written: Tensor  # (B,) int64, tokens written so far, also those that are overwritten
-    shown: Shown = ()  # (B, M) bool, false for rows that `Memory.forget` takes out
+    shown: Shown = ()  # (B, M) bool, false for rows that `Inspectable.forget` takes out
 
 
 def is_written(store: Store) -> Tensor:

@@ -17,7 +17,7 @@ from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
 from dist_mem.evaluation.plotting.drawn import Drawn, write_figure
 from dist_mem.evaluation.plotting.style import MARK, styled
 from dist_mem.memory import memory_class
-from dist_mem.memory.base import Memory
+from dist_mem.memory.base import Inspectable
 from dist_mem.papers.figures import ELSEWHERE, figure_named, figures
 from dist_mem.papers.figures.infinite_fig7 import densities
 from dist_mem.papers.figures.infinite_fig10 import memory_space
@@ -56,7 +56,10 @@ def plotted(drawn: Drawn) -> list[float]:
 
 
 def shows_rows(block: dict[str, Any]) -> bool:
-    return block["kind"] == PER_BLOCK or memory_class(block["kind"]).inspect is not Memory.inspect
+    if block["kind"] == PER_BLOCK:
+        return True
+    found = memory_class(block["kind"])
+    return issubclass(found, Inspectable) and found.inspect is not Inspectable.inspect
 
 
 MADE = {
