@@ -3,14 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 # Processes that share the tests, a file each; 0: none but one's own, as for a debugger.
 JOBS ?= 2
-# Of what `make test` leaves out, the part K/N that `make test-all` takes.
-PART ?= 0/1
 SHARED := --dist loadfile --no-loadscope-reorder
 BIN := $(VENV)/bin
-# The tests of `make test`; CONTRIBUTING.md says what the marks mean.
-QUICK := not slow and not slurm and not netns and not nightly
+# CONTRIBUTING.md says what each has.
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) $(SHARED)
 
-.PHONY: setup compiler demo test test-all lint docs bench nightly coverage clean
+.PHONY: setup compiler demo test test-all test-rest integration pages nightly durations lint docs bench coverage clean
 
 setup: $(VENV)/.ready
 
@@ -28,17 +26,32 @@ demo: setup
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash launch/demo.sh
 
 test: setup
-	$(BIN)/python -m pytest -m "$(QUICK)" --numprocesses $(JOBS) $(SHARED)
+	$(PYTEST) --run quick
 
 test-all: setup
-	$(BIN)/python -m pytest -m "not nightly" --slow-part $(PART) --numprocesses $(JOBS) $(SHARED)
+	$(PYTEST) --run all
 
+# What CI runs beside `make test`: of the others those that changes since a commit touch, then others in turn.
+test-rest: setup
+	$(PYTEST) --run rest $(if $(SINCE),--since $(SINCE))
+
+integration: setup
+	$(PYTEST) --run all -m "ranks or slurm or netns or servers"
+
+pages: setup
+	$(PYTEST) --run all -m pages
+
+# What `make test-all` leaves out: hours.
 nightly: setup
-	$(BIN)/python -m pytest -m nightly --timeout 7200
+	$(PYTEST) --run night --timeout 7200
+
+# Measure all tests on an idle machine, for tests/durations.json.
+durations: setup
+	$(PYTEST) --run all --store-durations
 
 # build/coverage/html/index.html shows the lines of dist_mem that no test of `make test` runs. Takes about twice as long.
 coverage: setup
-	$(BIN)/python -m pytest -m "$(QUICK)" --numprocesses $(JOBS) $(SHARED) --timeout 1200 --cov --cov-report=html --cov-report=term:skip-covered
+	$(PYTEST) --run quick --timeout 1200 --cov --cov-report=html --cov-report=term:skip-covered
 
 lint: setup
 	$(BIN)/ruff check .

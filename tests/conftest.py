@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,26 @@ from dist_mem.data.shard import Index, read_index
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking.mlflow.client import connect
+from tests.support.budget import (
+    BUDGETS,
+    chosen,
+    function_of,
+    longest_first,
+    read_durations,
+    share_of,
+    write_durations,
+)
 from tests.support.clock import clock as clock
 from tests.support.limits import limit
-from tests.support.order import is_in_part, longest_first
 from tests.support.paths import ROOT
 from tests.support.ranks import RankPool, launcher_environment
 from tests.support.scored_library import write_library
 from tests.support.slurm_cluster import Cluster, running_cluster, why_not
+from tests.support.touched import Touched, changed_files, imports_of_folders, number_of_commits
 
 torch.set_num_threads(1)  # tiny tensors: more threads only get in each other's way
-MINUTES = {"slow", "slurm", "netns", "nightly"}  # marks of what `make test` leaves to `make test-all`
-SLOW_SECONDS = 3.0  # on an idle core; a test that takes longer is marked `slow`
+LEFT_OUT = pytest.StashKey[list[str]]()  # what --run rest has no time for
+NEW_SECONDS = 1.0  # a test function without a line in durations.json that takes longer gets one by `make durations`
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -38,25 +48,32 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--slow-part", default="0/1", metavar="K/N", help="of what `make test` leaves out, take the K-th of N parts"
-    )
+    group = parser.getgroup("dist_mem")
+    choices = "quick | all | night: what is not in all | rest: of all without quick, what --minutes have room for"
+    group.addoption("--run", choices=[*BUDGETS, "night", "rest"], help=choices)
+    group.addoption("--minutes", type=float, default=25.0, help="of --run rest, on two cores")
+    group.addoption("--since", help="a commit: --run rest begins with the tests that changes since then touch")
+    group.addoption("--store-durations", action="store_true", help="write tests/durations.json from this run")
 
 
 @pytest.hookimpl(trylast=True)  # when other tests are deselected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take a part of the tests that are not quick; begin with the longest files where processes share the files."""
-    part = config.getoption("slow_part")
-    kept = list[pytest.Item]()
-    left_out = list[pytest.Item]()
-    for item in items:
-        is_quick = not any(item.get_closest_marker(mark) for mark in MINUTES)
-        (kept if is_quick or is_in_part(item.nodeid, part) else left_out).append(item)
-    items[:] = kept
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
+    """Take as much of every test function as the budget has room for, and begin with the longest files."""
+    choice, durations = config.getoption("run"), read_durations()
+    if choice in BUDGETS:
+        keep(config, items, chosen(items, BUDGETS[choice], durations))
+    elif choice == "night":
+        keep(config, items, [not is_run for is_run in chosen(items, BUDGETS["all"], durations)])
+    elif choice == "rest":
+        by_budget = zip(*(chosen(items, BUDGETS[name], durations) for name in ("all", "quick")), strict=True)
+        keep(config, items, [is_all and not is_quick for is_all, is_quick in by_budget])
+        touched = Touched(changed_files(since) if (since := config.getoption("since")) else [], imports_of_folders())
+        seconds, turn = 120 * config.getoption("minutes"), number_of_commits()
+        runs = share_of(items, touched, durations, seconds=seconds, turn=turn)
+        config.stash[LEFT_OUT] = [item.nodeid for item, is_run in zip(items, runs, strict=True) if not is_run]
+        keep(config, items, runs)
     if hasattr(config, "workerinput"):  # of pytest-xdist
-        items[:] = longest_first(items)
+        items[:] = longest_first(items, durations)
 
 
 @pytest.fixture(autouse=True)
@@ -71,16 +88,39 @@ def restored_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     os.chdir(folder)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Name the tests that lack the mark `slow`."""
-    reports = [report for report in terminalreporter.getreports("passed") if report.when == "call"]
-    slow = [
-        report for report in reports if report.duration > limit(SLOW_SECONDS) and not MINUTES & set(report.keywords)
-    ]
-    if slow:
-        terminalreporter.section(f"over {SLOW_SECONDS:g} s even on an idle core: mark them slow")
-    for report in slow:
-        terminalreporter.line(f"{report.duration:6.1f} s  {report.nodeid}")
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell the process that prints the summary what this one left out for time; all leave out the same."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, [])
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", [])
+
+
+def keep(config: pytest.Config, items: list[pytest.Item], runs: list[bool]) -> None:
+    """Deselect the other tests."""
+    config.hook.pytest_deselected(items=[item for item, is_run in zip(items, runs, strict=True) if not is_run])
+    items[:] = [item for item, is_run in zip(items, runs, strict=True) if is_run]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Store the durations of all tests, or name those that must be measured for the budgets to be kept."""
+    reports = [report for each in ("passed", "failed") for report in terminalreporter.getreports(each)]
+    if config.getoption("store_durations"):
+        write_durations((report.nodeid, report.duration) for report in reports)
+        return
+    if left_out := config.stash.get(LEFT_OUT, []):
+        files = Counter(nodeid.partition("::")[0] for nodeid in left_out)
+        terminalreporter.section(f"left out for time: {len(left_out)} tests; make test-all has them")
+        terminalreporter.line(", ".join(f"{path} ({number})" for path, number in sorted(files.items())))
+    known = read_durations()
+    new = {function_of(report.nodeid) for report in reports if report.duration > limit(NEW_SECONDS)} - known.keys()
+    if new:
+        terminalreporter.section("not in tests/durations.json: measure them with `make durations`")
+    for name in sorted(new):
+        terminalreporter.line(name)
 
 
 def size_of(world: World) -> int:

@@ -136,7 +136,10 @@ class Failure(NamedTuple):
 
 
 def failures(
-    block: Callable[[int], dict[str, Any]], source: Path | None = None, sizes: Sequence[Size] = SIZES
+    block: Callable[[int], dict[str, Any]],
+    source: Path | None = None,
+    sizes: Sequence[Size] = SIZES,
+    rules: Sequence[Rule] = RULES,
 ) -> Iterator[Failure]:
     """Yield the rules that a memory breaks.
 
@@ -145,7 +148,7 @@ def failures(
         source: the memory's file.
         sizes: smallest first.
     """
-    for rule in RULES:
+    for rule in rules:
         failure = _first_failure(rule, block, source, sizes)
         if failure is not None:
             yield failure

@@ -14,7 +14,7 @@ import dist_mem
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize("name", ["memory", "model", pytest.param("training", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["memory", "model", "training"])
 def test_examples_of_the_docstrings(name: str, api_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(api_folder)
     module = import_module(f"dist_mem.api.{name}")

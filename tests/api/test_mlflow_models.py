@@ -13,7 +13,7 @@ import dist_mem
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.export import run as export
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = pytest.mark.ranks
 
 
 def test_an_export_is_loaded_from_a_run_and_from_the_registry(

@@ -150,7 +150,6 @@ def test_scoring_and_generating_load_neither_deepspeed_nor_mlflow(api_folder: Pa
     assert done.stdout == "[]\n", done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", case_params())
 def test_every_memory_stands_for_the_text_before(case: str) -> None:
     model = Model(trained_model(case))

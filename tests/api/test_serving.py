@@ -31,7 +31,7 @@ from tests.support.paths import ROOT
 from tests.support.ranks import RankPool
 from tests.support.shown_output import difference
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.servers, pytest.mark.ranks]
 
 PROMPTS = ["ba ko mi", "tensol bako "]
 SETTINGS = {"num_tokens": 20, "temperature": 0.7, "top_p": 0.9, "seed": 5}
@@ -101,7 +101,6 @@ def tracked_run(
     return run
 
 
-@pytest.mark.slow
 def test_a_served_model_answers_as_the_model_in_this_process(
     tracked_run: Path, tmp_path: Path, client: Any, sqlite_uri: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,7 +136,6 @@ def test_a_served_model_answers_as_the_model_in_this_process(
             assert message in json.load(refused.value)["message"]
 
 
-@pytest.mark.slow
 def test_without_the_runs_store_nothing_is_written(
     tracked_run: Path, api_folder: Path, tmp_path: Path, sqlite_uri: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,7 +158,6 @@ def test_without_the_runs_store_nothing_is_written(
     assert f"MLflow at {silent} cannot be used: MlflowException: " in refused(tracked_run, silent, 1)
 
 
-@pytest.mark.slow
 def test_a_model_without_all_files_is_not_registered_and_the_export_stays(
     tracked_run: Path, tmp_path: Path, client: Any, sqlite_uri: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.paths import EXAMPLES, ROOT
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.pages, pytest.mark.ranks]
 
 
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from dist_mem.checkpoint.manifest import read_manifest, step_dir
 from dist_mem.errors import DivergedError, UnusableError
 from tests.support.jobs import checkpoint_content, difference
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from tests.support.paths import EXAMPLES
 from tests.support.ranks import RankPool
 from tests.support.write_points import WritePoints
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = pytest.mark.ranks
 
 AVERAGES = f"{EXAMPLES / 'averages.py'}:Averages"  # a file more in a checkpoint
 BEFORE, LAST = 2, 4  # steps of the checkpoints before and after the one whose save is killed

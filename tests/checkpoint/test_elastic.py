@@ -26,7 +26,7 @@ from tests.support.contract_cases import CASES, MET_BY_ALL, SEG_LEN, carrying, c
 from tests.support.jobs import losses, train_here, write_config
 from tests.support.ranks import RankPool
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = pytest.mark.ranks
 
 
 class Leg(NamedTuple):

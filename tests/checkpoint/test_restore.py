@@ -180,7 +180,6 @@ def test_damaged_step_that_was_asked_for_is_refused(copied: Path, rank_pool: Cal
     assert list_steps(copied.with_suffix("")) == [3, 6, 9]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", ["run", "checkpoint"])
 def test_run_goes_on_from_another_runs_checkpoint(
     trained: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool], form: str
@@ -384,7 +383,6 @@ def test_an_option_that_a_memory_has_got_since_is_no_change(
     assert "memory.density: is 'softmax_moments', but the run began with 'affine', and must not change" in reported
 
 
-@pytest.mark.slow
 def test_precision_may_change_where_it_is_allowed(
     copied: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:
@@ -423,7 +421,6 @@ def test_other_code_is_reported(copied: Path, rank_pool: Callable[[int], RankPoo
     assert ", commit abc -> " in text
 
 
-@pytest.mark.slow
 def test_mlflow_is_reported_where_a_run_came_from_and_gets_a_new_one(
     copied: Path, tmp_path: Path, sqlite_uri: str, client: Any, rank_pool: Callable[[int], RankPool]
 ) -> None:
@@ -478,7 +475,6 @@ def _roll_back(context: Context, state: TrainState, reported: list[str]) -> str 
     return f"two steps later: {found}" if found else None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_rolling_back_in_mid_run_is_exact(copied: Path, rank_pool: Callable[[int], RankPool], stage: int) -> None:
     changes = (f"deepspeed.zero_optimization.stage={stage}",)

@@ -27,6 +27,8 @@ from tests.support.file_server import FileServer
 from tests.support.paths import PACKAGE
 from tests.support.ranks import launcher_environment
 
+pytestmark = pytest.mark.servers
+
 GOLDEN = paths.GOLDEN / "formats"
 DATA = f"data.path={GOLDEN / 'data'}"
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}

@@ -46,7 +46,6 @@ def content(directory: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
 def test_background_and_synchronous_saves_are_the_same_bytes(tmp_path: Path, books: Path, rank_pool: Pool) -> None:
     runs = {background: tmp_path / f"background-{background}" for background in (True, False)}
     for background, run_dir in runs.items():
@@ -240,7 +239,6 @@ def test_the_clock_of_rank_0_saves_at_the_same_step_everywhere(tmp_path: Path, b
     assert list_steps(tmp_path / "run") == [1, 2, 3, 4]
 
 
-@pytest.mark.slow
 def test_a_run_keeps_its_last_and_its_best_checkpoints(tmp_path: Path, books: Path, rank_pool: Pool) -> None:
     """Across a restart too. Loss falls all the time here, so that the best is the newest evaluated one."""
     rules = {"every": 2, "keep_last": 1, "keep_every": 5, "keep_best": 1}

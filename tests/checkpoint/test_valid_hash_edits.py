@@ -118,7 +118,6 @@ FILES: dict[str, Callable[[Path, Path], tuple[Path, Callable[[Path], None], Path
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_no_edit_with_valid_hashes_ends_in_another_error(data: Path, checkpoint: Path, name: str) -> None:
     path, use, root = FILES[name](data, checkpoint)
@@ -138,7 +137,6 @@ def test_no_edit_with_valid_hashes_ends_in_another_error(data: Path, checkpoint:
     use(root)
 
 
-@pytest.mark.slow
 def test_no_edit_of_the_columns_with_valid_hashes_ends_in_another_error(data: Path) -> None:
     path = data / "train" / "documents.safetensors"
     index = path.with_name("index.json")

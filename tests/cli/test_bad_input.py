@@ -116,12 +116,7 @@ TOO_LARGE = {
 }
 
 
-SLOW_TO_COUNT = "train {config} preflight=false train.seg_len=16000000"  # chunk by chunk
-
-
-@pytest.mark.parametrize(
-    "command", [pytest.param(one, marks=pytest.mark.slow) if one == SLOW_TO_COUNT else one for one in TOO_LARGE]
-)
+@pytest.mark.parametrize("command", TOO_LARGE)
 def test_what_no_machine_can_hold_is_refused_by_the_key(asked: Asked, made: Made, command: str) -> None:
     """Each key is below its own bound; the machine here has less than a hundred gibibytes."""
     refused(asked, made, command.split(), "this needs about", "GiB", TOO_LARGE[command])

@@ -142,7 +142,7 @@ def check_commands(run: Path, capsys: pytest.CaptureFixture[str]) -> list[int]:
 
 @pytest.mark.parametrize(
     "num_changes",
-    [pytest.param(1, id="few"), pytest.param(12, id="many", marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+    [pytest.param(1, id="few"), pytest.param(12, id="many", marks=[pytest.mark.nightly, pytest.mark.timeout(1800)])],
 )
 def test_no_change_of_a_type_is_a_traceback_or_a_message_without_its_file(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], num_changes: int

@@ -60,7 +60,6 @@ def interrupted(process: subprocess.Popen[str]) -> str:
     return reported
 
 
-@pytest.mark.slow
 def test_ctrl_c_while_libraries_are_loaded_ends_in_one_line(tmp_path: Path, books: Path) -> None:
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run")
     process = start(config)

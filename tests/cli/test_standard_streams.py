@@ -51,7 +51,6 @@ def ask(arguments: list[object], *, unread: tuple[str, ...] = ("stdout",), unbuf
     return done.returncode, (done.stderr or b"").decode()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", [False, True])
 def test_an_evaluation_that_nobody_reads_writes_its_report(run_dir: Path, unbuffered: bool) -> None:
     code, reported = ask(["evaluate", run_dir, "--split", "test"], unbuffered=unbuffered)
@@ -61,7 +60,6 @@ def test_an_evaluation_that_nobody_reads_writes_its_report(run_dir: Path, unbuff
     assert report["step"] == 3
 
 
-@pytest.mark.slow
 def test_neither_do_errors_that_nobody_reads_stop_it(run_dir: Path) -> None:
     code, _ = ask(["evaluate", run_dir, "--split", "test"], unread=("stdout", "stderr"))
     assert code == UNREAD

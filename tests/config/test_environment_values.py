@@ -126,7 +126,6 @@ def test_a_checkpoint_has_no_checksum_of_what_may_change(monkeypatch: pytest.Mon
     assert checksums_to_keep(config) == {}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)  # seven commands and a server for them
 def test_a_run_shows_and_stores_none_of_its_secrets(books: Path, tmp_path: Path) -> None:
     """Training with MLflow, a resume, an evaluation, an export; then all output and every byte of every file."""

@@ -28,17 +28,18 @@ def is_of(found: Key, *kinds: type) -> bool:
     return bool({schema, *get_args(schema)} & set(kinds))
 
 
-@pytest.mark.parametrize("name", KEYS)
-def test_every_key_has_limits_and_a_rule(name: str) -> None:
-    found, metadata = KEYS[name], KEYS[name].metadata
-    if is_of(found, int, float):
-        assert metadata.limits("at least", "greater than", "less than"), "give it at_least= or above="
-    if is_of(found, int):
-        assert metadata.at_most is not None, "give it at_most="
-    assert not metadata.choices or is_of(found, str)
-    if name != "train":  # whose keys have rules of their own
-        assert metadata.resume is not None, "give it resume="
-        assert (metadata.resume.name == "fixed") == bool(metadata.resume.reason)
+def test_every_key_has_limits_and_a_rule(subtests: pytest.Subtests) -> None:
+    for name in KEYS:
+        with subtests.test(name=name):
+            found, metadata = KEYS[name], KEYS[name].metadata
+            if is_of(found, int, float):
+                assert metadata.limits("at least", "greater than", "less than"), "give it at_least= or above="
+            if is_of(found, int):
+                assert metadata.at_most is not None, "give it at_most="
+            assert not metadata.choices or is_of(found, str)
+            if name != "train":  # whose keys have rules of their own
+                assert metadata.resume is not None, "give it resume="
+                assert (metadata.resume.name == "fixed") == bool(metadata.resume.reason)
 
 
 def test_every_whole_number_of_a_memory_has_an_upper_bound() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from dist_mem.__main__ import main
-from dist_mem.contract.check_memory import RULES, SIZES, failures
+from dist_mem.contract.check_memory import RULES, SIZES, Failure, Rule, failures
 from dist_mem.memory import memory_class
 from dist_mem.memory.outside import source_of, sources
 from tests.support.paths import EXAMPLES, SUPPORT
@@ -46,15 +47,26 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_bug_is_named_by_its_rule_first(name: str) -> None:
+def first_failure(name: str, rules: Sequence[Rule]) -> Failure:
     kind = f"{BROKEN}:{name}"
     chosen = memory_class(kind)
-    first = next(failures(lambda seg_len: {"kind": kind, **chosen.small_options(seg_len)}, sizes=SIZES[:2]))
+    return next(failures(lambda seg_len: {"kind": kind, **chosen.small_options(seg_len)}, None, SIZES[:2], rules))
+
+
+@pytest.mark.core
+def test_every_planted_bug_breaks_its_rule(subtests: pytest.Subtests) -> None:
+    for name, statement in PLANTED.items():
+        with subtests.test(name=name):
+            (rule,) = [rule for rule in RULES if rule.statement == statement]
+            assert first_failure(name, [rule]).rule is rule
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_bug_is_named_by_its_rule_first(name: str) -> None:
+    first = first_failure(name, RULES)
     assert first.rule.statement == PLANTED[name], first.message
 
 
-@pytest.mark.slow
 def test_the_command_tells_rule_smallest_case_and_usual_cause(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-memory", f"{BROKEN}:FutureLeak"]) == 1
     shown = capsys.readouterr().out
@@ -78,7 +90,6 @@ def test_one_error_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(shown.splitlines()) == 5
 
 
-@pytest.mark.slow
 def test_writes_without_a_gradient_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-memory", f"{BROKEN}:WritesGetNoGradient"]) == 1
     shown = capsys.readouterr().out
@@ -94,7 +105,6 @@ def test_a_method_that_nobody_would_call_is_refused(capsys: pytest.CaptureFixtur
     assert "ForgetsWithoutBeingAsked" in message and "Inspectable" in message
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "max_lines"), [("averages.py:Averages", 80), ("infini_attention.py:InfiniAttention", 100)]
 )
@@ -158,7 +168,6 @@ def test_installed_packages_offer_memories(tmp_path: Path, monkeypatch: pytest.M
         memory_class("their")
 
 
-@pytest.mark.slow
 def test_the_loader_can_be_the_first_thing_imported() -> None:
     """Its package imports it, and it needs the package's base class: not at import."""
     subprocess.run([sys.executable, "-c", "import dist_mem.memory.outside"], check=True)

@@ -155,7 +155,6 @@ def test_511_of_512_tokens_are_targets_and_an_incomplete_block_is_read_too(tmp_p
         assert batch.targets[0, : len(own)].tolist() == [*own[1:], IGNORE]
 
 
-@pytest.mark.slow
 def test_a_run_trains_in_blocks_also_where_an_update_has_no_target(
     tmp_path: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:
@@ -264,7 +263,6 @@ def test_words_are_reported_only_where_no_token_is_left_out(tmp_path: Path) -> N
     assert to_csv(report.documents).splitlines()[1].split(",")[3] == ""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_number_of_ranks_changes_no_figure(
     library: Path, rank_pool: Callable[[int], RankPool], layout: str
@@ -319,7 +317,6 @@ def write_stream(folder: Path, split: str, lengths: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(np.concatenate([document.tokens for document in documents]).astype(np.int64))
 
 
-@pytest.mark.slow
 def test_losses_are_those_of_transformers_block_after_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The published evaluation: blocks of T tokens, labels that are the inputs, the mean of the blocks' losses."""
     pytest.importorskip("transformers", reason="transformers is not installed")
@@ -374,7 +371,6 @@ def trained_in_blocks(case: str) -> TrainedModel:
     return trained
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", [*memory_kinds(), "infinite over compressive"])
 def test_generation_equals_reading_the_document_anew_without_bos(case: str) -> None:
     """Variants of memories read blocks as they read documents, for which test_generation.py has them."""

@@ -207,7 +207,6 @@ def trained(world: World, stage: int) -> tuple[list[tuple[float, float]], dict[s
     return [(outcome.totals.nll, outcome.totals.aux) for outcome in outcomes], full_parameters(job)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_two_ranks_train_as_one(rank_pool: Callable[[int], RankPool], stage: int) -> None:
     losses, parameters = rank_pool(1).run(trained, 0)[0]

@@ -28,7 +28,7 @@ from tests.support.lane_corpus import BOS, LAYOUTS, LENGTHS, SEG_LEN, make_split
 from tests.support.limits import wait_until
 from tests.support.ranks import RankPool
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.servers, pytest.mark.ranks]
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,7 @@ from tests.support.lane_corpus import LENGTHS
 from tests.support.limits import limit
 from tests.support.ranks import RankPool
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.servers, pytest.mark.ranks]
 
 
 @pytest.fixture(autouse=True)

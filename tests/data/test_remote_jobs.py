@@ -16,7 +16,7 @@ from tests.support.file_server import FileServer
 from tests.support.jobs import build_books, checkpoint_content, difference, losses, run_ranks, train_here, write_config
 from tests.support.ranks import RankPool, launcher_environment
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.servers, pytest.mark.ranks]
 
 LANES, SEG_LEN = 8, 16  # of jobs.write_config
 
@@ -39,7 +39,6 @@ def second_book(data: Path) -> tuple[str, int]:
     return index.documents[number].shard, steps
 
 
-@pytest.mark.slow
 def test_a_job_stopped_by_a_missing_shard_ends_in_the_bits_of_a_local_one(
     server: FileServer, tmp_path: Path, rank_pool: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,8 @@ from dist_mem.data.shard import fetch_shards, read_tokens
 from tests.support.certificates import write_certificates
 from tests.support.file_server import ENDLESS_BYTES, SHARD, FileServer, be_impatient, opened, served_split
 
+pytestmark = pytest.mark.servers
+
 LOGIN = "Basic YWRhOnMzY3JldA=="  # ada:s3cret
 
 

@@ -31,7 +31,7 @@ from tests.support.jobs import build_books, checkpoint_content, difference, loss
 from tests.support.limits import limit, wait_until
 from tests.support.ranks import RankPool
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.servers, pytest.mark.ranks]
 
 UID = os.getuid()
 
@@ -60,7 +60,6 @@ def inodes(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_ino for path in folder.rglob("*.tar")}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["node", "memory"])
 def test_training_from_a_copy_is_the_same_to_the_bit_and_goes_on_from_either(
     books: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool], kind: str
@@ -289,7 +288,6 @@ def test_a_disk_that_fills_up_meanwhile_is_reported_and_keeps_nothing_by_halves(
         assert not list(small.rglob("*.partial")) and not list(small.rglob("whole.json"))
 
 
-@pytest.mark.slow
 def test_ranks_wait_in_rounds_for_a_long_copy_and_end_with_the_first_that_fails(
     books: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:

@@ -17,6 +17,8 @@ from tests.support.data_builders import build_data
 from tests.support.faults import assert_quoted
 from tests.support.file_server import FileServer
 
+pytestmark = pytest.mark.servers
+
 Members = dict[str, bytes]
 SHARDS: dict[str, Members] = {
     "000.tar": {"a/0.txt": b"\xef\xbb\xbfOne.\r\n", "a/0.jpg": b"\xff", "1.json": b'{"id": "two", "text": "Two."}'},

@@ -71,7 +71,6 @@ def test_a_data_directory_keeps_it(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.slow
 def test_a_dataset_can_be_built_with_a_ready_one(tmp_path: Path) -> None:
     tokenizer = count_words(TEXT.splitlines())
     build_dataset({"train": [SourceDocument("a", "", TEXT)]}, tmp_path, name="tiny", tokenizer=tokenizer)

@@ -25,6 +25,8 @@ from tests.support.bucket import LISTING, Bucket
 from tests.support.data_builders import build_data
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.servers
+
 TRAIN_IDS = ["2", "10", "9", "100", "30"]
 METADATA = """100,"A Title, with a comma by Somebody",1859,http://www.gutenberg.org/ebooks/100
 9,Nine,1800,http://9

@@ -73,7 +73,6 @@ def on_two_nodes(arguments: Sequence[str], *, cwd: Path, second: Sequence[str], 
     return started[0].returncode, started[1].returncode, "".join(texts)
 
 
-@pytest.mark.slow
 def test_a_sound_machine_passes_without_a_configuration(tmp_path: Path) -> None:
     code, text = doctor(cwd=tmp_path)
     assert code == 0, text
@@ -83,7 +82,6 @@ def test_a_sound_machine_passes_without_a_configuration(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_a_sound_job_passes_on_two_ranks_and_leaves_nothing_behind(tmp_path: Path, books: Path) -> None:
     config = write_config(tmp_path / "config.yaml", books, tmp_path / "run")
     first, second, text = on_two_nodes([str(config)], cwd=tmp_path, second=[])
@@ -96,7 +94,6 @@ def test_a_sound_job_passes_on_two_ranks_and_leaves_nothing_behind(tmp_path: Pat
     assert list((tmp_path / "run").iterdir()) == []
 
 
-@pytest.mark.slow
 @needs_mount
 def test_each_fault_of_one_node_is_named_with_its_node(tmp_path: Path, books: Path) -> None:
     """All at once, for a start takes seconds: another version, other configuration and data, few open files, a run
@@ -129,7 +126,6 @@ def test_each_fault_of_one_node_is_named_with_its_node(tmp_path: Path, books: Pa
     assert all(" -> " in line for line in failures)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("faketime") is None, reason="needs faketime")
 def test_a_clock_that_is_wrong_is_a_warning_with_its_offset(tmp_path: Path) -> None:
     first, second, text = on_two_nodes([], cwd=tmp_path, second=["faketime", "-f", "+3600s"])
@@ -139,7 +135,6 @@ def test_a_clock_that_is_wrong_is_a_warning_with_its_offset(tmp_path: Path) -> N
     assert "3,600.0 s ahead of that of node1" in found
 
 
-@pytest.mark.slow
 @needs_mount
 @pytest.mark.parametrize(("options", "what"), [("size=1m", "disk room"), ("size=64m,nr_inodes=20", "inodes")])
 def test_a_disk_without_room_for_two_checkpoints_fails(tmp_path: Path, books: Path, options: str, what: str) -> None:
@@ -154,7 +149,6 @@ def test_a_disk_without_room_for_two_checkpoints_fails(tmp_path: Path, books: Pa
     assert "keep fewer (checkpoint.keep_last)" in done.stdout
 
 
-@pytest.mark.slow
 def test_low_limits_are_raised_or_a_warning(tmp_path: Path) -> None:
     code, text = doctor(cwd=tmp_path, before="ulimit -S -n 512")
     assert code == 0
@@ -185,7 +179,6 @@ def _preflight(world: World, config_file: Path, changes: Sequence[Sequence[str]]
         del os.environ["SLURMD_NODENAME"]
 
 
-@pytest.mark.slow
 def test_preflight_refuses_on_all_ranks_with_one_message_and_notes_the_node(
     tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:
@@ -259,7 +252,6 @@ def _get(world: World) -> list[str]:
     return _sums_with_fault(world, faulty=1, is_sender=False)
 
 
-@pytest.mark.slow
 def test_a_wrong_sum_names_the_rank_that_sent_it_or_got_it(rank_pool: Callable[[int], RankPool]) -> None:
     sent = rank_pool(3).run(_send)
     assert sent[0] == sent[1] == sent[2]
@@ -369,7 +361,6 @@ def test_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "node1" in found.fix
 
 
-@pytest.mark.slow
 def test_late_ranks_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The patience is for the next rank, not for the last: 512 of them load torch from one disk."""
     port = free_port()
@@ -392,7 +383,6 @@ def test_late_ranks_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         others.join()
 
 
-@pytest.mark.slow
 def test_missing_rank_ends_a_job_after_its_patience(tmp_path: Path, books: Path) -> None:
     """Also without the preflight, and both when rank 0 waits and when it is the one that does not come."""
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"watchdog": {"join_seconds": 2}})

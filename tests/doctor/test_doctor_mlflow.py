@@ -20,7 +20,7 @@ from tests.support.jobs import write_config
 from tests.support.mlflow_server import silent_address
 from tests.support.ranks import RankPool
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.servers, pytest.mark.ranks]
 
 Pool = Callable[[int], RankPool]
 
@@ -43,7 +43,6 @@ def start_error(world: World, config_file: Path, *overrides: str) -> str:
     return ""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["drops", "accepts", "refuses"])
 def test_server_that_is_down_is_a_warning(tmp_path: Path, books: Path, rank_pool: Pool, kind: str) -> None:
     config = write_config(tmp_path / "config.yaml", books, tmp_path / "run")

@@ -35,7 +35,6 @@ def _killed_instead(job: DrillJob) -> list[int]:
     return drill.expect_codes(job, [85, 85])
 
 
-@pytest.mark.slow
 def test_drill_distinguishes_jobs_that_survived(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ from tests.support.contract_cases import CASES
 from tests.support.ranks import RankPool
 from tests.support.tiny import full_parameters, run_steps, tiny_config, tiny_job
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow, *TRACED]
+pytestmark = [pytest.mark.ranks, *TRACED]
 
 
 def trained(world: World, case: str, stage: int, train: dict[str, Any]) -> tuple[list[Any], dict[str, torch.Tensor]]:

@@ -22,7 +22,6 @@ def losses_of(world: World, stage: int, precision: str, optimizer: dict[str, Any
     return [outcome.totals.nll for outcome in run_steps(tiny_job(config, world, stage=stage), first=0, last=4)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_bf16_without_zero_trains_as_at_stage_1(rank_pool: Callable[[int], RankPool], kind: str) -> None:
     """DeepSpeed's optimizer for it makes a step of its own at the start: weights decayed, Adam's count one ahead."""

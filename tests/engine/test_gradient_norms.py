@@ -34,7 +34,6 @@ def last_update(
     return job.engine.gradient_norm(), list(job.engine.gradient_norms()), [square**0.5 for square in squares]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("max_grad_norm", [None, CLIP])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_logged_norms_equal_those_of_the_steps(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 from dist_mem.runtime.distributed import World
-from tests.support.contract_cases import CASES, SEG_LEN, carrying, one_by_day, rotated
+from tests.support.contract_cases import CASES, SEG_LEN, carrying, in_turn
 from tests.support.ranks import RankPool
 from tests.support.tiny import full_parameters, run_steps, tiny_config, tiny_job
 
@@ -38,7 +39,7 @@ def on_one_rank(rank_pool: Callable[[int], RankPool]) -> Callable[[str], Any]:
     return cache(lambda case, window=1: rank_pool(1).run(trained, case, 0, window)[0])
 
 
-@pytest.mark.parametrize(("case", "stage"), rotated(CASES, [0, 1, 2, 3]))
+@pytest.mark.parametrize(("case", "stage"), in_turn(CASES, [0, 1, 2, 3]))
 def test_two_ranks_of_every_stage_train_as_one(
     rank_pool: Callable[[int], RankPool], on_one_rank: Callable[[str], Any], case: str, stage: int
 ) -> None:
@@ -46,7 +47,7 @@ def test_two_ranks_of_every_stage_train_as_one(
     assert_equal(rank_pool(2).run(trained, case, stage), on_one_rank(case))
 
 
-@pytest.mark.parametrize(("case", "stage"), one_by_day(carrying(), [0, 1, 2, 3]))
+@pytest.mark.parametrize(("case", "stage"), list(product(carrying(), [0, 1, 2, 3])))
 def test_two_ranks_train_as_one_through_windows_of_four_segments(
     rank_pool: Callable[[int], RankPool], on_one_rank: Callable[..., Any], case: str, stage: int
 ) -> None:

@@ -31,7 +31,7 @@ def trained(world: World, name: str, stage: int, chunk: int | None) -> tuple[lis
         return [outcome.totals.nll for outcome in outcomes], full_parameters(job)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_chunks_on_two_ranks_train_as_whole_logits_on_one(
     rank_pool: Callable[[int], RankPool], name: str, stage: int

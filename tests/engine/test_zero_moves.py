@@ -82,7 +82,6 @@ def assert_equal_after_moves(
         assert found_losses == pytest.approx(losses, abs=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_stage_reads_every_stage_exactly(rank_pool: Pools, source: Callable[[int, int], Any], stage: int) -> None:
     """Weights, moments and steps of each parameter by name; rates and decay stay those of the configuration."""

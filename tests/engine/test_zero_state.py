@@ -103,7 +103,6 @@ def assert_goes_on_bitwise(
     assert difference(*own) is None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
 def test_same_world_goes_on_bitwise(tmp_path: Path, rank_pool: Pools, stage: int, kind: str) -> None:
@@ -111,7 +110,6 @@ def test_same_world_goes_on_bitwise(tmp_path: Path, rank_pool: Pools, stage: int
     assert_goes_on_bitwise(rank_pool(2), tmp_path, stage, [DROPOUT, precision(kind)], {})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "overrides", "zero"),
     [
@@ -179,7 +177,6 @@ def next_figures(job: TinyJob, num_updates: int) -> list[Any]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_loss_scale_goes_on(tmp_path: Path, rank_pool: Pools, stage: int) -> None:
     for straight, resumed, figures in rank_pool(2).run(fp16_futures, tmp_path, stage):

@@ -33,7 +33,7 @@ def check_same(predicted: Counted, whole: Counted) -> None:
     assert predicted.peak == pytest.approx(whole.peak, rel=0.02)
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("saves", [True, pytest.param(False, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("kind", memory_kinds())
 def test_two_and_three_blocks_foretell_the_whole_model(kind: str, saves: bool, precision: str) -> None:

@@ -37,7 +37,6 @@ def test_a_plan_adds_up_and_more_ranks_need_less_memory(capsys: pytest.CaptureFi
     assert eight["memory"]["total"] < one["memory"]["total"]
 
 
-@pytest.mark.slow
 def test_a_plan_has_the_memory_of_every_back_end_that_the_model_accepts(capsys: pytest.CaptureFixture[str]) -> None:
     lamemo = ["memory={kind: lamemo, mem_len: 256}", "train.seg_len=256", "model.attention=simple"]
     found = plan(*lamemo, "--gpu", "h100-80gb", capsys=capsys)
@@ -48,7 +47,6 @@ def test_a_plan_has_the_memory_of_every_back_end_that_the_model_accepts(capsys: 
     assert {("feed_forward", 1.0), ("blocks", 0.5)} < choices
 
 
-@pytest.mark.slow
 def test_what_does_not_fit_is_refused_with_the_nearest_change_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     large = ["train.micro_batch_size=64", "train.seg_len=512", "memory.mem_len=512", "model.num_layers=8"]
     large += ["model.d_model=2048", "model.d_inner=8192"]
@@ -76,12 +74,7 @@ MEMORIES = ["none", "causal", "transformer_xl", "compressive", "lamemo", "infini
 MEMORIES += ["infinite over transformer_xl", "infinite over causal", "memorizing"]
 MEMORIES += ["infini", "gated_deltanet", "rmt", "titans", "block_recurrent"]
 SETTINGS = ["fp32", "bf16", "bf16, checkpointing"]
-# Each memory meets one of the settings, and the remaining ones nightly: a training in a process of its own takes long.
-TRAININGS = [
-    pytest.param(f"{memory}, {setting}", marks=pytest.mark.slow if number % 3 == place else pytest.mark.nightly)
-    for number, memory in enumerate(MEMORIES)
-    for place, setting in enumerate(SETTINGS)
-]
+TRAININGS = [f"{memory}, {setting}" for memory in MEMORIES for setting in SETTINGS]
 
 
 @pytest.fixture
@@ -96,7 +89,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_the_prediction_is_within_15_percent_of_a_training(case: str, benchmark: ModuleType) -> None:
     """DeepSpeed's own run in its own process, in fp32 and bf16, with and without activation checkpointing."""
     cases = benchmark.cases("memories")
-    assert sorted(cases) == sorted(name for training in TRAININGS for name in training.values)
+    assert sorted(cases) == sorted(TRAININGS)
     num_ranks, keys = cases[case]
     settings = [*benchmark.BASE, *keys, "model.num_layers=3"]
     used = benchmark.measured(num_ranks, settings, "allocated")

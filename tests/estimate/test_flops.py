@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from dist_mem.contract import subject as contract
 from dist_mem.contract.subject import Subject
 from dist_mem.estimate.counting import Flops, NotCountedError, flops_per_token
 from dist_mem.model import MemoryLM
-from tests.support.contract_cases import CASES, one_by_day, subject
+from tests.support.contract_cases import CASES, subject
 from tests.support.paths import ROOT
 from tests.support.tiny import tiny_config
 
@@ -81,12 +82,11 @@ def realistic(memory: dict[str, Any], **model_keys: Any) -> Any:
     return config
 
 
-@pytest.mark.parametrize(("case", "norm"), one_by_day(CASES, ["pre", "post"]))
+@pytest.mark.parametrize(("case", "norm"), list(product(CASES, ["pre", "post"])))
 def test_the_count_equals_torchs_of_real_steps(case: str, norm: str) -> None:
     check_small(subject(case, norm))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("memory", REALISTIC_CASES.values(), ids=REALISTIC_CASES)
 def test_the_count_equals_torchs_at_other_widths(memory: dict[str, Any]) -> None:
     check_realistic(realistic(memory))

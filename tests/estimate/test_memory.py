@@ -164,7 +164,6 @@ def trained(world: World, config_file: Path, changes: list[str]) -> tuple[int, i
     return sum(part.num_bytes for part in parts), most[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_training_needs_what_is_predicted(

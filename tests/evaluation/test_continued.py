@@ -48,10 +48,7 @@ def one_by_one(trained: TrainedModel, memory: TextMemory) -> list[float]:
     return [math.fsum(nll[~nll.isnan()].tolist()) for nll in scores]
 
 
-SLOW = [pytest.param(length, marks=pytest.mark.slow) for length in (3, SEG_LEN - 1, SEG_LEN)]
-
-
-@pytest.mark.parametrize("num_tokens", [5 * SEG_LEN + 2, *SLOW])
+@pytest.mark.parametrize("num_tokens", [3, SEG_LEN - 1, SEG_LEN, 5 * SEG_LEN + 2])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_document_is_scored_as_the_continuation_of_the_text(
     library: Path, tmp_path: Path, name: str, num_tokens: int
@@ -75,7 +72,7 @@ def test_the_same_tokens_are_scored_as_without(library: Path, tmp_path: Path) ->
     assert report.nll != without.nll
 
 
-@pytest.mark.parametrize("num_tokens", [5 * SEG_LEN + 2, *SLOW])
+@pytest.mark.parametrize("num_tokens", [3, SEG_LEN - 1, SEG_LEN, 5 * SEG_LEN + 2])
 def test_with_blocks_the_blocks_are_those_of_text_and_document_together(
     library: Path, tmp_path: Path, num_tokens: int
 ) -> None:
@@ -85,7 +82,6 @@ def test_with_blocks_the_blocks_are_those_of_text_and_document_together(
     assert [document.nll for document in report.documents] == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("override", ["eval.batch_size=1", "eval.batch_size=9", "train.micro_batch_size=1"])
 def test_lanes_do_not_change_the_report(library: Path, tmp_path: Path, override: str) -> None:
     _, path = prepared(tmp_path, library, "infinite_over_lamemo", 21)
@@ -98,7 +94,6 @@ def test_a_document_cut_short_keeps_its_length(library: Path, tmp_path: Path) ->
     assert [document.num_scored for document in report.documents] == [min(length, 10) for length in LENGTHS]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("single_process")
 def test_the_command_says_after_what_and_writes_apart(
     library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

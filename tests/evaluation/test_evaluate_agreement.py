@@ -61,7 +61,12 @@ SIZES = (1, 2, 4)
 LANES = (1, 5, 16)  # the last: more lanes than documents, and a rank without any
 # A Latin square: every pair of a memory, a number of ranks and a number of lanes is met, not every triple.
 PAIRS = [
-    pytest.param(kind, size, LANES[(number + index) % len(LANES)], marks=pytest.mark.nightly if size == 4 else ())
+    pytest.param(
+        kind,
+        size,
+        LANES[(number + index) % len(LANES)],
+        marks=pytest.mark.core if (kind, size) == ("transformer_xl", 2) else (),
+    )
     for number, kind in enumerate(memory_kinds())
     for index, size in enumerate(SIZES)
 ]
@@ -81,7 +86,6 @@ def test_ranks_and_lanes_change_no_figure(
     assert_same(reports[0], expected)
 
 
-@pytest.mark.slow
 def test_ranks_change_no_figure_without_memory_either(
     trained_run: Path, library: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:
@@ -93,7 +97,6 @@ def test_ranks_change_no_figure_without_memory_either(
     assert (with_memory == expected) == trained_run.parent.name.startswith(("none", "causal"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("trained_run", ["transformer_xl"], indirect=True)
 def test_the_command_on_two_ranks_says_what_one_rank_says(trained_run: Path, library: Path, tmp_path: Path) -> None:
     arguments = ["evaluate", str(trained_run), "--split", "test", f"data.path={library}", "eval.batch_size=5"]

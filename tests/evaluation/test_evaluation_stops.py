@@ -26,7 +26,7 @@ from tests.support.forked_ranks import run_forked
 from tests.support.jobs import build_books, checkpoint_content, difference, losses, train_here, write_config
 from tests.support.ranks import RankPool
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = pytest.mark.ranks
 
 Pool = Callable[[int], RankPool]
 FIRST = 3  # forward of an evaluation with which the signal comes

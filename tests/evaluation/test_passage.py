@@ -14,7 +14,7 @@ from torch import Tensor
 from dist_mem.config import load_config
 from dist_mem.data.shard import Index, read_index
 from dist_mem.data.tokenizers.registry import load_tokenizer
-from dist_mem.evaluation.probe import BANDS, PREFIX, open_passage, passage_figures
+from dist_mem.evaluation.probe import BANDS, PREFIX, open_passage, passage_metrics
 from dist_mem.evaluation.scoring import score_split
 from dist_mem.memory import memory_class, memory_kinds
 from dist_mem.model import LMState, MemoryLM
@@ -50,7 +50,7 @@ def init_of(model: MemoryLM) -> Callable[[Tensor], LMState]:
 
 def figures_of(model: MemoryLM, config: Any, index: Index, books: Path) -> dict[str, float]:
     passage = open_passage(index, config, load_tokenizer(books).bos_id)
-    return passage_figures(model, init_of(model), model.memories(), passage, torch.device("cpu")).figures
+    return passage_metrics(model, init_of(model), model.memories(), passage, torch.device("cpu")).metrics
 
 
 SUMMARISING = ("infini", "rmt")  # they read rows that hold something of all earlier tokens
@@ -107,7 +107,6 @@ def test_a_passage_of_no_segments_has_no_figures(tmp_path: Path, books: Path, va
     assert figures_of(model, config, validation, books) == {}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", memory_kinds())
 def test_training_logs_them_and_is_the_same_without_at_every_stage(
     kind: str, tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]

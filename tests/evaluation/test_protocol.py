@@ -72,7 +72,6 @@ def with_mem_len(memory: dict[str, Any], mem_len: int) -> dict[str, Any]:
     return memory | ({"over": {**memory["over"], "mem_len": mem_len}} if "over" in memory else {"mem_len": mem_len})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in MEMORIES if name not in ("infinite", "none")])
 def test_another_memory_length_is_that_of_a_model_built_with_it(
     library: Path, index: Index, tmp_path: Path, name: str
@@ -168,7 +167,6 @@ def test_the_report_says_how_it_was_asked_and_leaves_the_run_s_own_alone(
     assert not set(reported[0]) & set(reported[1])
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("single_process")
 def test_a_sweep_has_a_row_for_each_run_and_length_with_the_figures_of_single_evaluations(
     library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -107,7 +107,6 @@ def test_no_idle_lane_is_computed(index: Index, num_lanes: int, micro_lanes: int
     assert sum(map(len, rows)) == NUM_SEGMENTS
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("num_lanes", "micro_lanes"), [(3, 1), (5, 2), (50, 3)])
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_rank_makes_the_same_number_of_forwards(

@@ -51,10 +51,7 @@ def segments_alone(model: MemoryLM, number: int) -> float:
 STICKY = {**MEMORIES["infinite"], "sampling": "sticky"}
 
 
-COMPOSED = [pytest.param(name, marks=pytest.mark.slow) for name in MEMORIES if "_over_" in name]
-
-
-@pytest.mark.parametrize("name", [*(name for name in MEMORIES if "_over_" not in name), *COMPOSED, "sticky"])
+@pytest.mark.parametrize("name", [*MEMORIES, "sticky"])
 def test_every_segment_is_read_from_a_fresh_state(library: Path, tmp_path: Path, name: str) -> None:
     """The stem of LaMemo and the numbers that a sticky memory draws are fresh too."""
     run_dir, model = make_run(tmp_path, library, {**MEMORIES, "sticky": STICKY}[name])
@@ -85,13 +82,7 @@ def test_who_speaks_is_no_memory(library: Path, tmp_path: Path) -> None:
     assert memory_gain(asked(run_dir), emptied(run_dir)).nats == 0.0
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "eval.layout=stream",
-        *(pytest.param(text, marks=pytest.mark.slow) for text in ("eval.blocks=true", "eval.seg_len=4")),
-    ],
-)
+@pytest.mark.parametrize("override", ["eval.layout=stream", "eval.blocks=true", "eval.seg_len=4"])
 def test_it_goes_with_every_protocol(library: Path, tmp_path: Path, override: str) -> None:
     """A memory of one lane and one that is emptied differ; without any, lanes of a stream change nothing."""
     run_dir, _ = make_run(tmp_path, library, MEMORIES["transformer_xl"])

@@ -69,7 +69,6 @@ def same_reading(one: Reading, other: Reading) -> bool:
 CUT_FROM_END = ["none", "infinite over causal", "infinite, sticky"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "cut"),
     [
@@ -96,7 +95,6 @@ def test_generation_equals_reading_the_document_anew_at_every_token(case: str, c
         assert torch.equal(again, written)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", case_params())
 def test_a_lane_alone_writes_what_it_writes_in_a_batch(case: str) -> None:
     trained = trained_model(case)

@@ -13,7 +13,7 @@ from dist_mem.generation.reading import ROW_STEP as STEP
 from dist_mem.generation.reading import num_rows
 from dist_mem.memory import memory_class
 from dist_mem.model import MemoryLM
-from tests.support.contract_cases import CASES, case_params, small_model
+from tests.support.contract_cases import CASES, case_params, memories_of
 from tests.support.contract_cases import SEG_LEN as CASES_LEN
 from tests.support.paths import EXAMPLES
 
@@ -26,7 +26,7 @@ def model_of(block: dict[str, Any]) -> MemoryLM:
 
 def blocks() -> dict[str, dict[str, Any]]:
     """The cases of the contract tests whose memories compute less than T rows, in the options that fit this segment."""
-    longest = {name: max(memory.min_seg_len for memory in small_model(name).memories()) for name in CASES}
+    longest = {name: max(memory.min_seg_len for memory in memories_of(name)) for name in CASES}
     return {name: fitted(CASES[name]) for name, length in longest.items() if length < CASES_LEN}
 
 

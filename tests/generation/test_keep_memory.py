@@ -97,7 +97,6 @@ def test_a_second_volume_is_read_after_the_first(run_dir: Path, book: Path, caps
     assert texts[0] == texts[1]
 
 
-@pytest.mark.slow
 def test_an_export_and_a_moved_run_take_the_memory_of_their_run(
     run_dir: Path, book: Path, tmp_path: Path, library: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,7 +37,6 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.nan_to_num(-1.0), other.nan_to_num(-1.0))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("case", case_params())
 def test_a_text_scored_in_parts_scores_as_the_whole_to_the_last_bit(case: str, blocks: bool) -> None:

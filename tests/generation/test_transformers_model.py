@@ -129,7 +129,7 @@ def test_figures_and_memories_are_ours(exported: Callable[..., Path], case: str)
     check_figures(exported(case))
 
 
-@pytest.mark.parametrize("variant", [pytest.param(name, marks=pytest.mark.slow) for name in MODELS])
+@pytest.mark.parametrize("variant", MODELS)
 def test_figures_of_every_kind_of_model_are_ours(exported: Callable[..., Path], variant: str) -> None:
     check_figures(exported("transformer_xl", variant))
 

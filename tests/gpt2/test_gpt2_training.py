@@ -62,7 +62,6 @@ def five_losses(world: World, stage: int, case: str) -> list[float]:
 NIGHTLY = {"causal", "linear"}  # the others go through the same attention and the same memory
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.nightly] if case in NIGHTLY else []) for case in CASES]
 )
@@ -88,7 +87,6 @@ def write(path: Path, books: Path, run_dir: Path, pretrained: Path, **blocks: An
     return path
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.nightly) for stage in (0, 1, 2)] + [3])
 def test_resumes_in_the_same_bits_without_the_folder(
     tmp_path: Path, books: Path, folder: Path, rank_pool: Callable[[int], RankPool], stage: int
@@ -132,7 +130,6 @@ def test_training_only_the_memory_leaves_gpt2_as_it_was(
     assert {name.split(".")[4] for name in moved} == {"gate", "densities", "key", "value", "output"}
 
 
-@pytest.mark.slow
 def test_an_export_opens_in_transformers_and_begins_another_run(
     tmp_path: Path, books: Path, folder: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:

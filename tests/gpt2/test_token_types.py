@@ -95,7 +95,7 @@ class TypedSubject(Subject):
         return MemoryLM(Config(data=data, model=model, memory=block, train=train), SMALL_VOCAB)
 
 
-@pytest.mark.parametrize("cut", ["start", pytest.param("end", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cut", ["start", "end"])
 @pytest.mark.parametrize("rule", RULES, ids=[rule.statement for rule in RULES])
 def test_the_contract_holds_with_types(rule: Rule, cut: str) -> None:
     rule.check(TypedSubject(lambda _: LTM, Size(lanes=4, seg_len=4, segments=4, layers=2), "pre", cut))

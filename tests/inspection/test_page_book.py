@@ -117,7 +117,6 @@ def test_a_token_names_the_passages_whose_removal_is_worst() -> None:
             assert found == ([Passage(-1, 15)] if 16 <= token < 32 else [])
 
 
-@pytest.mark.slow
 def test_a_book_of_500_000_tokens_is_under_10_mb() -> None:
     book = make_book(500_000, num_layers=3, seg_len=512)
     page = assembled("A long book", Markup(), encoded(book, room=9_000_000), Markup(), footer="")

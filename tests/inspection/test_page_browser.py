@@ -16,7 +16,7 @@ from dist_mem.inspection.page.markup import Markup, table
 from tests.inspection.test_page_book import make_book
 from tests.support.chromium import Browser, Page, running_chromium, why_not
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
+pytestmark = [pytest.mark.servers, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 NUM_TOKENS = 1300  # three pages
 HOSTILE = b"</script><img src=x onerror=alert(1)>"
 WIDTHS = [1280, 400]

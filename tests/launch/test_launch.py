@@ -52,7 +52,6 @@ def shared_buffers() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("deepspeed_allreduce_buffer_*")}
 
 
-@pytest.mark.slow
 def test_all_launchers_train_to_the_same_losses(tmp_path: Path, books: Path) -> None:
     found = {}
     before = shared_buffers()
@@ -67,7 +66,6 @@ def test_all_launchers_train_to_the_same_losses(tmp_path: Path, books: Path) -> 
     assert shared_buffers() <= before, "66 MiB of memory a rank would stay behind"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(LAUNCHERS))
 def test_launcher_passes_the_exit_code_of_a_refused_configuration(tmp_path: Path, books: Path, name: str) -> None:
     done = launch(name, write_config(tmp_path / "run.yaml", books, tmp_path / "run"), "train.step=4")
@@ -76,7 +74,6 @@ def test_launcher_passes_the_exit_code_of_a_refused_configuration(tmp_path: Path
     assert (done.stdout + done.stderr).count("train.step: unknown key; did you mean train.steps?") == 1
 
 
-@pytest.mark.slow
 def test_torchrun_does_not_end_the_reporting_rank_before_it_has_printed(tmp_path: Path, books: Path) -> None:
     """It ends all ranks as soon as one has ended; rank 0, which alone prints, is the slower one here."""
     slow = tmp_path / "slow" / "sitecustomize.py"

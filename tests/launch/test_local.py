@@ -90,7 +90,6 @@ def test_gpus_are_hidden_and_named_as_cuda_reads_the_variable(name: str, monkeyp
         assert [gpu.strip() for gpu in names_of_gpus(expected)] == own[:expected]
 
 
-@pytest.mark.slow
 def test_the_launcher_of_deepspeed_passes_on_what_the_user_chose(tmp_path: Path) -> None:
     """The real one, through local.sh and as sweeps and `dist_mem.train` start it."""
     devices = "GPU-5d1f,GPU-77aa"

@@ -12,7 +12,6 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from dist_mem.config import ConfigError, load_config
-from dist_mem.contract.check_memory import RULES, Rule
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.source import SourceDocument
@@ -23,6 +22,7 @@ from dist_mem.generation.text_scores import score
 from dist_mem.hf.folder import load_pretrained
 from dist_mem.memory import memory_options
 from tests.estimate.test_flops import check_small
+from tests.support.contract_cases import check_rules
 from tests.support.gpt2_models import build
 from tests.support.jobs import write_config
 from tests.support.llama_models import (
@@ -40,10 +40,9 @@ from tests.support.llama_models import (
 TEXT = "It was the best of times, it was the worst of times."
 
 
-@pytest.mark.parametrize("rule", RULES, ids=[rule.statement for rule in RULES])
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow) for case in CASES])
-def test_memories_keep_the_contract_with_rotary_positions(case: str, rule: Rule) -> None:
-    rule.check(llama_subject(case))
+@pytest.mark.parametrize("case", CASES)
+def test_memories_keep_the_contract_with_rotary_positions(case: str) -> None:
+    check_rules(llama_subject(case))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -134,7 +133,7 @@ def run_file(tmp_path: Path) -> Path:
     ("memory", "qkv_bias", "name"),
     [
         ({"kind": "causal"}, False, "LlamaForCausalLM"),
-        pytest.param({**LTM, "over": {**CACHE, "mem_len": SEG_LEN}}, True, "MemoryQwen2", marks=pytest.mark.slow),
+        pytest.param({**LTM, "over": {**CACHE, "mem_len": SEG_LEN}}, True, "MemoryQwen2"),
     ],
 )
 def test_exports_open_in_transformers_with_the_same_figures(

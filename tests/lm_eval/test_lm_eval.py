@@ -132,16 +132,13 @@ def choice_log_prob(trained: Any, question: str, choice: str) -> float:
     )
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind == "transformer_xl" else pytest.mark.slow) for kind in memory_kinds()]
-)
+@pytest.mark.parametrize("kind", memory_kinds())
 def test_figures_are_those_of_the_other_commands(
     kind: str, folder: Path, trained_run: Callable[..., Path], single_process: None
 ) -> None:
     check_against_other_commands(trained_run(kind), folder)
 
 
-@pytest.mark.slow
 def test_a_document_cut_from_its_end_scores_as_in_evaluate(
     folder: Path, trained_run: Callable[..., Path], single_process: None
 ) -> None:
@@ -190,7 +187,6 @@ def test_white_space_at_the_end_of_a_context_belongs_to_the_continuation(
         model.loglikelihood([Request(("bako", ""))])
 
 
-@pytest.mark.slow
 def test_the_harness_itself_opens_a_run_by_name(
     folder: Path, trained_run: Callable[..., Path], single_process: None
 ) -> None:
@@ -233,7 +229,6 @@ def test_what_cannot_be_run_is_one_line_and_code_2(
     )
 
 
-@pytest.mark.slow  # the index of the harness's own tasks
 def test_an_unknown_task_is_named_with_a_similar_one(
     folder: Path, trained_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,10 +21,7 @@ from tests.support.contract_cases import SEG_LEN, case_params
 CONTEXT_LENS = [0, 1, SEG_LEN - 1, SEG_LEN, SEG_LEN + 1, 3 * SEG_LEN + 2]
 LENS = [1, 2, SEG_LEN, 2 * SEG_LEN + 1]
 LANES = 3
-ALL = [  # of the memories of the package, `make test` has transformer_xl
-    pytest.param(*case.values, marks=case.marks or (() if case.values[0] == "transformer_xl" else pytest.mark.slow))
-    for case in case_params()
-]
+ALL = case_params()
 
 
 def model(case: str, cut: str = "start") -> TrainedModel:

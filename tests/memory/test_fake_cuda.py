@@ -87,7 +87,7 @@ def pairs(kinds: Iterable[str], back_ends: Iterable[str]) -> list[tuple[str, str
     [
         pytest.param(pairs(memory_kinds(), ["simple"]), id="every memory"),
         pytest.param(pairs(["transformer_xl"], BACK_ENDS[2:]), id="every back end"),
-        pytest.param(pairs(memory_kinds(), BACK_ENDS[2:]), id="all of both", marks=pytest.mark.slow),
+        pytest.param(pairs(memory_kinds(), BACK_ENDS[2:]), id="all of both"),
     ],
 )
 def test_forward_stays_on_fake_cuda(cases: list[tuple[str, str]], tmp_path: Path) -> None:

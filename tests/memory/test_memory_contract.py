@@ -6,39 +6,32 @@ themselves stand in dist_mem/contract/. Rule 9, parity with published vectors, h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import pytest
-from _pytest.mark import ParameterSet
 
-from dist_mem.contract.check_memory import RULES, Rule
 from dist_mem.contract.rules import no_output_depends_on_a_later_token
 from dist_mem.contract.subject import Size
-from dist_mem.memory import build_memory
-from tests.support.contract_cases import CASES, SEG_LEN, case_params, rotated, subject, takes_short_first
+from dist_mem.memory import build_memory, memory_kinds
+from tests.support.contract_cases import CASES, SEG_LEN, case_params, check_rules, subject, takes_short_first
 
 
-def product_with_rules() -> Iterator[ParameterSet]:
-    """Yield the product of memories, norms and rules; by day a further variant meets a third of the rules."""
-    for number, param in enumerate(rotated(CASES, ["pre", "post"])):
-        for place, rule in enumerate(RULES):
-            case, norm = param.values
-            is_left_out = bool(param.marks) and (number // 2 + place) % 3 > 0
-            marks = pytest.mark.nightly if is_left_out else param.marks
-            yield pytest.param(case, rule, norm, marks=marks, id=f"{case}-{norm}-{rule.statement}")
+@pytest.mark.parametrize(
+    ("case", "norm"),
+    [
+        pytest.param(case, norm, marks=pytest.mark.core if norm == "pre" and case in memory_kinds() else ())
+        for case, norm in product(CASES, ["pre", "post"])
+    ],
+)
+def test_memory_keeps_the_contract(case: str, norm: str) -> None:
+    check_rules(subject(case, norm))
 
 
-@pytest.mark.parametrize(("case", "rule", "norm"), list(product_with_rules()))
-def test_memory_keeps_the_contract(case: str, rule: Rule, norm: str) -> None:
-    rule.check(subject(case, norm))
-
-
-@pytest.mark.parametrize("rule", RULES, ids=[rule.statement for rule in RULES])
 @pytest.mark.parametrize("case", case_params(filter(takes_short_first, CASES)))
-def test_memory_keeps_the_contract_with_short_first_segments(case: str, rule: Rule) -> None:
+def test_memory_keeps_the_contract_with_short_first_segments(case: str) -> None:
     """Documents that are cut from their end (`data.cut`)."""
-    rule.check(subject(case, cut="end"))
+    check_rules(subject(case, cut="end"))
 
 
 @pytest.mark.parametrize("case", case_params((case for case in CASES if not takes_short_first(case)), every=True))

@@ -38,7 +38,6 @@ def logs_of_two_steps(world: World, kind: str, stage: int) -> tuple[dict[str, fl
     return meter.read(Gradients()), full_parameters(job)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_figures_are_means_over_blocks_and_lanes_that_read_of_all_ranks(
     rank_pool: Callable[[int], RankPool], stage: int

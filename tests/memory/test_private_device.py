@@ -68,7 +68,7 @@ def test_forward_and_backward_stay_on_the_device() -> None:
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(MET_BY_ALL, id="met by all", marks=pytest.mark.slow),
+        pytest.param(MET_BY_ALL, id="met by all"),
         pytest.param(set(CASES) - MET_BY_ALL - set(memory_kinds()), id="others", marks=pytest.mark.nightly),
     ],
 )

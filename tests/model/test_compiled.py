@@ -31,7 +31,6 @@ pytestmark = TRACED
 NOT_COMPILED = (nothing_branches_on_data, parameters_are_used_where_they_are_registered)
 INSPECTION = 10  # number of its rules
 KINDS = memory_kinds()
-BY_DAY = ("transformer_xl", "compressive", "lamemo", "infinite")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -131,21 +130,11 @@ class Compiled(Subject):
 
 
 RULES_COMPILED = [rule for rule in RULES if rule.check not in NOT_COMPILED and rule.number != INSPECTION]
-# A compiled block computes the same bits, see above. So by day four memories meet a third of the rules each, and the
-# remaining product is nightly.
-PRODUCT = [
-    pytest.param(
-        case,
-        rule,
-        id=f"{case}-{rule.statement}",
-        marks=pytest.mark.slow if case in BY_DAY and (number + place) % 3 == 0 else pytest.mark.nightly,
-    )
-    for number, case in enumerate(CASES)
-    for place, rule in enumerate(RULES_COMPILED)
-]
 
 
-@pytest.mark.parametrize(("case", "rule"), PRODUCT)
+@pytest.mark.nightly  # a compiled block computes the same bits, see above
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("rule", RULES_COMPILED, ids=lambda rule: rule.statement)
 def test_a_compiled_memory_keeps_the_contract(case: str, rule: Rule) -> None:
     forget_graphs()  # of the cases before, of which a process keeps only so many
     plain = subject(case)

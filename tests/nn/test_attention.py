@@ -144,11 +144,7 @@ def outputs(case: str, back_end: str, dtype: torch.dtype) -> tuple[list[Tensor],
     return found, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-# Torch's compiler traces the reference of FlexAttention for each shape.
-BACK_END_PARAMS = [pytest.param(name, marks=pytest.mark.slow if name == "flex" else ()) for name in FUSED]
-
-
-@pytest.mark.parametrize("back_end", BACK_END_PARAMS)
+@pytest.mark.parametrize("back_end", FUSED)
 @pytest.mark.parametrize("case", case_params())
 def test_every_memory_has_the_losses_states_and_gradients_of_the_simple_back_end(case: str, back_end: str) -> None:
     if not accepted(case, back_end):
@@ -166,13 +162,7 @@ def test_every_memory_has_the_losses_states_and_gradients_of_the_simple_back_end
 
 
 @pytest.mark.parametrize("back_end", FUSED)
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=pytest.mark.slow if case == "transformer_xl" else pytest.mark.nightly)
-        for case in memory_kinds()
-    ],
-)
+@pytest.mark.parametrize("case", memory_kinds())
 def test_memory_keeps_the_contract_under_every_back_end(case: str, back_end: str) -> None:
     """By the least memories of each kind; `simple`, of all: tests/memory/test_memory_contract.py."""
     if accepted(case, back_end):
@@ -187,7 +177,6 @@ def rules_under(back_end: str) -> Iterator[Rule]:
             yield rule
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, when it is imported
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_flex_equals_the_simple_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

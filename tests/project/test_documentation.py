@@ -32,9 +32,10 @@ INLINE = re.compile(r"`dist-mem ([a-z][a-z-]*)")
 COMMANDS = [(path, command) for path in [*PAGES, *SOURCES] for command in commands_of(path)]
 
 
-@pytest.mark.parametrize(("path", "command"), COMMANDS, ids=[f"{path.name}-{line}" for path, line in COMMANDS])
-def test_commands_are_what_the_programs_take(path: Path, command: str) -> None:
-    check_arguments(command)
+def test_commands_are_what_the_programs_take(subtests: pytest.Subtests) -> None:
+    for path, command in COMMANDS:
+        with subtests.test(path=path, command=command):
+            check_arguments(command)
 
 
 def test_commands_are_found() -> None:
@@ -42,12 +43,13 @@ def test_commands_are_found() -> None:
     assert len(COMMANDS) > 30
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_and_named_files_exist(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    missing = [link for link in LINK.findall(text) if not (page.parent / link).exists()]
-    missing += [name for name in NAMED_FILE.findall(text) if "NAME" not in name and not (ROOT / name).exists()]
-    assert not missing
+def test_links_and_named_files_exist(subtests: pytest.Subtests) -> None:
+    for page in PAGES:
+        with subtests.test(page=page):
+            text = page.read_text(encoding="utf-8")
+            missing = [link for link in LINK.findall(text) if not (page.parent / link).exists()]
+            missing += [name for name in NAMED_FILE.findall(text) if "NAME" not in name and not (ROOT / name).exists()]
+            assert not missing
 
 
 def anchors_of(page: Path) -> set[str]:
@@ -56,21 +58,25 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_into_pages_meet_a_heading(page: Path) -> None:
-    links = re.findall(r"\]\((?!https?://)([\w./-]*\.md)?#([^)]+)\)", page.read_text(encoding="utf-8"))
-    missing = [
-        f"{name}#{anchor}" for name, anchor in links if anchor not in anchors_of(page.parent / (name or page.name))
-    ]
-    assert not missing
+def test_links_into_pages_meet_a_heading(subtests: pytest.Subtests) -> None:
+    for page in PAGES:
+        with subtests.test(page=page):
+            links = re.findall(r"\]\((?!https?://)([\w./-]*\.md)?#([^)]+)\)", page.read_text(encoding="utf-8"))
+            missing = [
+                f"{name}#{anchor}"
+                for name, anchor in links
+                if anchor not in anchors_of(page.parent / (name or page.name))
+            ]
+            assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_subcommands_named_in_the_text_exist(page: Path) -> None:
-    known = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "dist_mem" / "cli").glob("*.py"))
-    functions = [name.replace("-", "_") for name in INLINE.findall(page.read_text(encoding="utf-8"))]
-    missing = [name for name in functions if f"\ndef {name}(" not in known]
-    assert not missing
+def test_subcommands_named_in_the_text_exist(subtests: pytest.Subtests) -> None:
+    for page in PAGES:
+        with subtests.test(page=page):
+            known = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "dist_mem" / "cli").glob("*.py"))
+            functions = [name.replace("-", "_") for name in INLINE.findall(page.read_text(encoding="utf-8"))]
+            missing = [name for name in functions if f"\ndef {name}(" not in known]
+            assert not missing
 
 
 def test_functions_that_the_design_names_exist() -> None:
@@ -109,9 +115,10 @@ def test_the_file_tree_names_every_module() -> None:
     assert not [name for name in (*modules, *packages) if name not in text]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_make_targets_named_in_the_text_exist(page: Path) -> None:
-    check_make(re.findall(r"`make ([a-z]+)", page.read_text(encoding="utf-8")))
+def test_make_targets_named_in_the_text_exist(subtests: pytest.Subtests) -> None:
+    for page in PAGES:
+        with subtests.test(page=page):
+            check_make(re.findall(r"`make ([a-z]+)", page.read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize("name", ["draw_lanes.py", "draw_memories.py"])

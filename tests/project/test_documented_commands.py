@@ -29,7 +29,7 @@ from tests.support.scaled_tree import Tree, change_yaml, draw_words, write_texts
 from tests.support.shown_output import difference
 from tests.support.warm_programs import running_server
 
-pytestmark = pytest.mark.timeout(900)  # of one page; a free machine takes a minute for the longest
+pytestmark = [pytest.mark.pages, pytest.mark.timeout(900)]  # of one page; the longest takes a minute
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +212,7 @@ OF_NIGHT = {
     )
 }
 BY_DAY_OR_NIGHT = [
-    pytest.param(page, marks=pytest.mark.nightly if name_of(page) in OF_NIGHT else pytest.mark.slow)
+    pytest.param(page, marks=pytest.mark.nightly if name_of(page) in OF_NIGHT else pytest.mark.core)
     for page in WITH_COMMANDS
 ]
 
@@ -280,7 +280,6 @@ def test_what_is_not_run_stands_on_its_page() -> None:
     assert [name for name in [*PREPARED, *OF_NIGHT, *ALL_STEPS] if name not in map(name_of, WITH_COMMANDS)] == []
 
 
-@pytest.mark.slow
 def test_make_clean_removes_all_that_the_demo_made(tmp_path: Path, warm_address: Path, after_demo: Tree) -> None:
     tree = fresh_tree(tmp_path, warm_address, after_demo)
     made = {path.name for path in tmp_path.iterdir()} - tree.cloned

@@ -65,15 +65,16 @@ def quoting() -> list[Row]:
     return [row for row in rows() if row.codes and any(" " in text for text in re.findall("`([^`]*)`", row.message))]
 
 
-@pytest.mark.parametrize("row", quoting(), ids=lambda row: row.fault)
-def test_a_test_asserts_message_and_code_of_every_row(row: Row) -> None:
-    parts = [part.strip() for text in re.findall("`([^`]*)`", row.message) for part in _BORDERS.split(text)]
-    parts = [part for part in parts if len(part) >= LEAST]
-    files = [
-        path
-        for path in python_files()
-        if any(phrase in row.message or any(part in phrase for part in parts) for phrase in asserted(path)[0])
-    ]
-    assert files, f"no test has a phrase of: {row.message}"
-    for code in row.codes:
-        assert any(code in asserted(path)[1] for path in files), f"{files} assert no exit code {code}"
+def test_a_test_asserts_message_and_code_of_every_row(subtests: pytest.Subtests) -> None:
+    for row in quoting():
+        with subtests.test(row=row):
+            parts = [part.strip() for text in re.findall("`([^`]*)`", row.message) for part in _BORDERS.split(text)]
+            parts = [part for part in parts if len(part) >= LEAST]
+            files = [
+                path
+                for path in python_files()
+                if any(phrase in row.message or any(part in phrase for part in parts) for phrase in asserted(path)[0])
+            ]
+            assert files, f"no test has a phrase of: {row.message}"
+            for code in row.codes:
+                assert any(code in asserted(path)[1] for path in files), f"{files} assert no exit code {code}"

@@ -122,11 +122,12 @@ def layer_of(name: str) -> int:
     return LAYERS.index(folder)
 
 
-@pytest.mark.parametrize("name", sorted(MODULES))
-def test_imports_point_to_lower_layers(name: str) -> None:
-    mine = layer_of(name)
-    upward = {other for other in own_imports(MODULES[name]) if layer_of(other) > mine}
-    assert not upward, f"{name} imports {upward}, which stand above it"
+def test_imports_point_to_lower_layers(subtests: pytest.Subtests) -> None:
+    for name in sorted(MODULES):
+        with subtests.test(name=name):
+            mine = layer_of(name)
+            upward = {other for other in own_imports(MODULES[name]) if layer_of(other) > mine}
+            assert not upward, f"{name} imports {upward}, which stand above it"
 
 
 def test_every_layer_exists() -> None:
@@ -167,14 +168,17 @@ def test_no_import_cycles() -> None:
             del graph[name]
 
 
-@pytest.mark.parametrize("library", sorted(DOORS))
-def test_each_library_has_one_door(library: str) -> None:
-    users = {
-        name for name, path in MODULES.items() if any(is_within(imported, library) for imported in imported_names(path))
-    }
-    assert users, f"nothing imports {library}: take it out of DOORS"
-    strangers = {name for name in users if not any(is_within(name, door) for door in DOORS[library])}
-    assert not strangers, f"{library} is imported by {strangers}; its door is {DOORS[library]}"
+def test_each_library_has_one_door(subtests: pytest.Subtests) -> None:
+    for library in sorted(DOORS):
+        with subtests.test(library=library):
+            users = {
+                name
+                for name, path in MODULES.items()
+                if any(is_within(imported, library) for imported in imported_names(path))
+            }
+            assert users, f"nothing imports {library}: take it out of DOORS"
+            strangers = {name for name in users if not any(is_within(name, door) for door in DOORS[library])}
+            assert not strangers, f"{library} is imported by {strangers}; its door is {DOORS[library]}"
 
 
 def test_attributes_of_deepspeed_have_one_door() -> None:

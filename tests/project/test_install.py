@@ -218,8 +218,8 @@ def test_a_core_installation_explains_every_builder(tmp_path: Path) -> None:
     ("command", "extra"),
     [
         ("train configs/demo.yaml tracking.mlflow=false", "train"),
-        pytest.param("data build sample --size tiny", "train", marks=pytest.mark.slow),
-        pytest.param("compare RUN --plot x.png", "plots", marks=pytest.mark.slow),
+        pytest.param("data build sample --size tiny", "train"),
+        pytest.param("compare RUN --plot x.png", "plots"),
     ],
 )
 def test_a_missing_extra_is_one_line_with_the_command_that_installs_it(

@@ -14,7 +14,7 @@ from mlflow.system_metrics.metrics import cpu_monitor, disk_monitor, gpu_monitor
 
 from dist_mem.data.batch import Batch
 from dist_mem.engine.gradient_norms import Norms
-from dist_mem.evaluation.probe import passage_figures
+from dist_mem.evaluation.probe import passage_metrics
 from dist_mem.evaluation.scores import DocumentScore, RecallScore, Report
 from dist_mem.memory import memory_kinds
 from dist_mem.tracking.log import read_points
@@ -81,8 +81,8 @@ def of_memory(case: str) -> set[str]:
     model, segments = made.model().eval(), made.segments()
     batches = [Batch(*segment, made.full(), none_new, torch.arange(LANES), None) for segment in segments]
     logged = {LOGGED + name for output in made.read(model) for name in output.logs}
-    read = passage_figures(model, lambda _: made.fresh(model), model.memories(), batches, torch.device("cpu"))
-    return {*logged, *read.figures}
+    read = passage_metrics(model, lambda _: made.fresh(model), model.memories(), batches, torch.device("cpu"))
+    return {*logged, *read.metrics}
 
 
 def test_the_page_has_all_that_the_code_can_log_and_nothing_else() -> None:
@@ -104,7 +104,6 @@ def test_the_page_has_what_mlflow_measures_of_the_machine() -> None:
     )
 
 
-@pytest.mark.slow
 def test_everything_that_a_run_logs_is_on_the_page(
     tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:

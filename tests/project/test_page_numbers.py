@@ -86,7 +86,6 @@ def test_the_first_table_has_the_bytes_of_its_memories() -> None:
     assert abs(away) < sizes["Transformer-XL, M = 32"] / 2, "no multiple of T has bytes nearer to the largest memory's"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "row"), RECALL.items())
 def test_the_first_table_has_the_reach_of_its_memories(name: str, row: str) -> None:
     found = reach(words_of(row), 41)
@@ -99,7 +98,6 @@ def test_the_figures_of_the_first_table_are_those_of_the_log() -> None:
     assert {name: cells[2:] for name, cells in table_with("memory | bytes", README).items()} == logged
 
 
-@pytest.mark.slow
 def test_the_sizes_of_the_first_edition_are_those_of_its_file() -> None:
     study = load_study(str(ROOT / "configs/arena/first_edition.yaml"))
     page = (DOCS / "explanation" / "arena.md").read_text(encoding="utf-8")
@@ -109,19 +107,18 @@ def test_the_sizes_of_the_first_edition_are_those_of_its_file() -> None:
         assert shown[:4] == [f"{value:,}" for value in costs[:4]], name
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.name not in RECORDS], ids=lambda page: page.relative_to(ROOT).as_posix()
-)
-def test_a_measured_figure_stands_in_the_log_or_its_section_names_what_measures_it(page: Path) -> None:
+def test_a_measured_figure_stands_in_the_log_or_its_section_names_what_measures_it(subtests: pytest.Subtests) -> None:
     """A figure is a number with a decimal point, in a text or a table."""
-    known = set(re.findall(r"\d[\d,]*\.\d+", LOG)) | {"3.11", "3.12"}  # versions of Python
-    unknown = {}
-    for section in re.split(r"\n(?=#+ )", FENCE.sub("", page.read_text(encoding="utf-8"))):
-        shown = re.sub(r"`[^`]*`", "`", re.sub(r"\]\([^)]*\)", "]", section))
-        figures = re.findall(r"(?<![\w.=/])\d[\d,]*\.\d+(?![.\d])", shown)
-        if not re.search(r"(?:tests|benchmarks|dist_mem)/[\w./]+\.py", section):
-            unknown[section.splitlines()[0]] = [figure for figure in figures if figure not in known]
-    assert not {heading: figures for heading, figures in unknown.items() if figures}
+    for page in [page for page in PAGES if page.name not in RECORDS]:
+        with subtests.test(page=page):
+            known = set(re.findall(r"\d[\d,]*\.\d+", LOG)) | {"3.11", "3.12"}  # versions of Python
+            unknown = {}
+            for section in re.split(r"\n(?=#+ )", FENCE.sub("", page.read_text(encoding="utf-8"))):
+                shown = re.sub(r"`[^`]*`", "`", re.sub(r"\]\([^)]*\)", "]", section))
+                figures = re.findall(r"(?<![\w.=/])\d[\d,]*\.\d+(?![.\d])", shown)
+                if not re.search(r"(?:tests|benchmarks|dist_mem)/[\w./]+\.py", section):
+                    unknown[section.splitlines()[0]] = [figure for figure in figures if figure not in known]
+            assert not {heading: figures for heading, figures in unknown.items() if figures}
 
 
 def test_the_page_of_installation_has_every_extra() -> None:
@@ -131,7 +128,6 @@ def test_the_page_of_installation_has_every_extra() -> None:
     assert sorted(shown) == sorted(project["optional-dependencies"])
 
 
-@pytest.mark.slow
 def test_what_a_step_reads_is_what_the_pages_show(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

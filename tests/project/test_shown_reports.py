@@ -16,6 +16,8 @@ from tests.support.page_commands import FENCE, PAGES
 from tests.support.paths import ROOT
 from tests.support.shown_output import difference
 
+pytestmark = pytest.mark.pages
+
 Patch = pytest.MonkeyPatch
 NODES = [f"node{1 + rank // 3}" for rank in range(8)]
 

@@ -22,6 +22,8 @@ from tests.support.chromium import Browser, running_chromium, why_not
 from tests.support.page_commands import PAGES
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.pages
+
 WRITTEN = {"docs/reference/commands.md", "docs/reference/python.md"}  # by docs/site_pages.py
 PARSERS = build_parser()[1]
 
@@ -98,7 +100,6 @@ def helps(name: str, parser: ArgumentParser) -> dict[str, str]:
     return found
 
 
-@pytest.mark.slow
 def test_the_page_of_commands_is_the_help_of_all(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     page = (site / "docs" / "reference" / "commands.html").read_text(encoding="utf-8")
@@ -109,14 +110,12 @@ def test_the_page_of_commands_is_the_help_of_all(site: Path, monkeypatch: pytest
     assert [title for title in expected if f'id="{title.replace(" ", "-")}"' not in page] == []
 
 
-@pytest.mark.slow
 def test_the_page_of_python_has_every_public_name(site: Path) -> None:
     page = (site / "docs" / "reference" / "python.html").read_text(encoding="utf-8")
     assert [name for name in [*dist_mem.__all__, "Model.score"] if f'id="dist_mem.{name}"' not in page] == []
     assert "<blockquote" not in page, "an example of a docstring is shown as a quotation"
 
 
-@pytest.mark.slow
 def test_pages_fit_every_screen_and_load_nothing_from_the_network(site: Path, browser: Browser) -> None:
     """The widths of a phone and of a small laptop: no page scrolls sideways, and pictures are whole or scroll."""
     too_wide = []
@@ -139,7 +138,6 @@ def test_pages_fit_every_screen_and_load_nothing_from_the_network(site: Path, br
     assert too_wide == []
 
 
-@pytest.mark.slow
 def test_the_search_works_from_the_disk(site: Path, browser: Browser) -> None:
     page = browser.open(site / "index.html", width=1280, height=800)
     field = "document.querySelector('[data-md-component=search-query]')"

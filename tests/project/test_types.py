@@ -21,13 +21,14 @@ def annotations(tree: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
             yield node.name, node.returns
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_no_configuration_is_annotated_with_any(layer: str) -> None:
-    untyped = [
-        f"{module}: {name}"
-        for module in MODULES
-        if is_within(module, layer)
-        for name, annotation in annotations(ast.parse(MODULES[module].read_text(encoding="utf-8")))
-        if name.endswith("config") and isinstance(annotation, ast.Name) and annotation.id == "Any"
-    ]
-    assert not untyped, "annotate them with dist_mem.config.Config, or the class of their block"
+def test_no_configuration_is_annotated_with_any(subtests: pytest.Subtests) -> None:
+    for layer in LAYERS:
+        with subtests.test(layer=layer):
+            untyped = [
+                f"{module}: {name}"
+                for module in MODULES
+                if is_within(module, layer)
+                for name, annotation in annotations(ast.parse(MODULES[module].read_text(encoding="utf-8")))
+                if name.endswith("config") and isinstance(annotation, ast.Name) and annotation.id == "Any"
+            ]
+            assert not untyped, "annotate them with dist_mem.config.Config, or the class of their block"

@@ -17,6 +17,8 @@ from tests.support.empty_environment import make_environment, without_pip
 from tests.support.jobs import logged_steps
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.pages
+
 # Few; DeepSpeed, which compiles its op anew there, and its launcher are among them.
 OFFLINE_TESTS = "tests/config/test_config.py tests/model/test_model.py tests/launch/test_launch.py"
 
@@ -89,7 +91,6 @@ def dist_mem(site: Path, *arguments: str, cwd: Path) -> str:
     return python(site, "-m", "dist_mem", *arguments, cwd=cwd)
 
 
-@pytest.mark.slow
 def test_the_folder_that_contains_a_clone_does_not_hide_the_package(clone: Path) -> None:
     """Issue 15: Python imported the clone's own folder, also named dist_mem, as a namespace package.
 
@@ -108,7 +109,6 @@ def test_the_folder_that_contains_a_clone_does_not_hide_the_package(clone: Path)
     assert "load" in names
 
 
-@pytest.mark.slow
 def test_wheel_has_every_file_of_the_package(installed: Path) -> None:
     def files(folder: Path) -> set[str]:
         found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
@@ -118,7 +118,6 @@ def test_wheel_has_every_file_of_the_package(installed: Path) -> None:
     assert files(installed / "dist_mem") == files(ROOT / "dist_mem") | shipped
 
 
-@pytest.mark.slow
 def test_type_checkers_see_the_types_of_the_installed_package(installed: Path, tmp_path: Path) -> None:
     lines = [
         "import dist_mem",
@@ -138,7 +137,6 @@ def test_type_checkers_see_the_types_of_the_installed_package(installed: Path, t
     assert 'Argument 1 to "generate" of "Model" has incompatible type "int"; expected "str"' in done.stdout
 
 
-@pytest.mark.slow
 def test_commands_of_the_wheel_need_nothing_of_the_checkout(installed: Path, tmp_path: Path) -> None:
     script = dist_mem(installed, "launch", "train.steps=1", "--nodes", "2", "--dry-run", cwd=tmp_path)
     assert "#SBATCH --nodes=2\n" in script
@@ -159,7 +157,6 @@ print(f"{scores.memory.num_tokens} tokens, {scores.perplexity:.1f}")
 """
 
 
-@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(900)  # DeepSpeed's op is compiled again: 75 s of a core
 def test_a_wheel_alone_builds_data_trains_on_two_ranks_and_its_core_scores_and_generates(

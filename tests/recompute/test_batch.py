@@ -77,7 +77,6 @@ def assert_as_delivered(run_dir: Path, step: int, delivered: list[Delivered]) ->
                 assert theirs is None or torch.equal(ours, theirs[is_busy]), f"step {step}, rank {rank}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -117,7 +116,6 @@ def test_every_step_is_as_delivered_on_2_then_3_then_1_ranks(
     assert_as_delivered(run_dir, 7, delivered[7])  # from the beginning
 
 
-@pytest.mark.slow
 def test_a_rolled_back_step_is_as_delivered_the_last_time(tmp_path: Path, books: Path, rank_pool: Pool) -> None:
     run_dir = tmp_path / "run"
     changes = {"divergence": {"action": "rollback"}, "train": {"steps": 9}, "checkpoint": {"every": 3}}

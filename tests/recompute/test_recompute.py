@@ -70,7 +70,7 @@ def train_diverging(world: World, config: Path, at: int) -> int:
         return train_here(world, config)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_steps_are_equal_bit_for_bit_and_nothing_is_written(
     tmp_path: Path, books: Path, rank_pool: Pool, stage: int
 ) -> None:
@@ -90,7 +90,6 @@ def test_steps_are_equal_bit_for_bit_and_nothing_is_written(
     assert content_of(tmp_path / "run") == before
 
 
-@pytest.mark.slow
 def test_a_step_without_targets_is_computed_again(tmp_path: Path, rank_pool: Pool) -> None:
     """As in the recall tasks, whose documents are scored at their end: here in the second segment."""
     data = make_data(tmp_path / "data", [32] * 8, num_scored=2)
@@ -115,7 +114,6 @@ MEMORIES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MEMORIES)
 def test_every_memory_is_computed_again_bit_for_bit(tmp_path: Path, books: Path, rank_pool: Pool, name: str) -> None:
     """From an empty memory and from the checkpoint of step 4, under ZeRO-2 on two ranks, with dropout."""
@@ -133,7 +131,6 @@ def test_every_memory_is_computed_again_bit_for_bit(tmp_path: Path, books: Path,
     assert content_of(run_dir) == before
 
 
-@pytest.mark.slow
 def test_steps_on_changing_ranks_are_computed_on_those_that_made_them(
     tmp_path: Path, books: Path, rank_pool: Pool
 ) -> None:
@@ -150,7 +147,6 @@ def test_steps_on_changing_ranks_are_computed_on_those_that_made_them(
         rank_pool(1).run(found_by, run_dir, 8)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("action", ["rollback", "skip"])
 def test_steps_around_a_divergence_are_equal(tmp_path: Path, books: Path, rank_pool: Pool, action: str) -> None:
     """The spike at the eighth update is planted. After a rollback to step 5, steps 6 to 8 are only read."""
@@ -165,7 +161,6 @@ def test_steps_around_a_divergence_are_equal(tmp_path: Path, books: Path, rank_p
         assert code == EXIT_DONE, lines
 
 
-@pytest.mark.slow
 def test_a_planted_difference_is_named_with_both_values(tmp_path: Path, books: Path, rank_pool: Pool) -> None:
     run_dir = tmp_path / "run"
     config = write_config(tmp_path / "run.yaml", books, run_dir, {"train": {"steps": 8}})
@@ -193,7 +188,6 @@ def test_a_planted_difference_is_named_with_both_values(tmp_path: Path, books: P
     assert "error: step 3 was made on 1 rank, this job has 2: start 1" in text
 
 
-@pytest.mark.slow
 def test_a_killed_run_is_replayed_by_one_command(tmp_path: Path, books: Path) -> None:
     """Kill -9 twice; the command then starts two ranks by itself, also while a lease is left behind."""
     run_dir = tmp_path / "run"

@@ -166,7 +166,6 @@ def test_allotted_threads_are_those_of_the_user_or_of_slurm(given: dict[str, str
     assert ranks.allotted_threads(given) == threads
 
 
-@pytest.mark.slow
 def test_ranks_take_the_threads_they_are_allotted() -> None:
     """Without them a rank on a shared node would take the cores of others."""
     joined = "from dist_mem.runtime.distributed import initialize; initialize()"

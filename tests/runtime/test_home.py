@@ -81,7 +81,6 @@ def test_a_folder_of_others_in_tmpdir_is_no_home(
     assert "has no home directory, and " in PAGE.read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.skipif(shutil.which("unshare") is None or UID != 0, reason="needs unshare, as root")
 def test_a_user_whom_the_machine_does_not_know_trains(tmp_path: Path, books: Path) -> None:

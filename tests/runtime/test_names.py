@@ -28,6 +28,8 @@ from tests.support import paths
 from tests.support.bucket import LISTING, Bucket
 from tests.support.file_server import FileServer
 
+pytestmark = pytest.mark.servers
+
 GOLDEN = paths.GOLDEN / "formats" / "data"
 TAR = "frozen-train-00000.tar"
 UP = "../../../victim"

@@ -56,7 +56,6 @@ def test_ranks_import_nothing_from_a_run_folder_of_others(hostile: Path, capfd: 
     assert capfd.readouterr().out.strip() == "7"
 
 
-@pytest.mark.slow
 def test_the_launcher_imports_nothing_from_a_run_folder_of_others(hostile: Path) -> None:
     command = [*launcher(2), "config", "--get", "train.steps", "train.steps=7"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit(90), check=False)

@@ -22,7 +22,7 @@ from tests.support.jobs import build_books, logged_steps, write_config
 from tests.support.limits import wait_until
 from tests.support.tracked import history, track_sync
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = pytest.mark.ranks
 
 STEPS = 30
 

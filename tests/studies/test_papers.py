@@ -7,6 +7,7 @@ deviations. `at` is (table, row, point) at scale paper.
 from __future__ import annotations
 
 import shlex
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,18 @@ from dist_mem.studies.study import FOLDER, Study, load_study, study_names
 from tests.support.paths import ROOT
 from tests.support.program_arguments import check_arguments
 
+NAMES = study_names(ROOT / FOLDER)
 
+
+@cache
 def scales_of(name: str) -> dict[str, Study]:
     scales = load_study(name, folder=ROOT / FOLDER).scales
     return {scale: load_study(name, scale, folder=ROOT / FOLDER) for scale in scales}
 
 
-NAMES = study_names(ROOT / FOLDER)
-SCALES = {(name, scale): study for name in NAMES for scale, study in scales_of(name).items()}
-PAPERS = {name: study for (name, scale), study in SCALES.items() if scale == "paper"}
+def paper(name: str) -> Study:
+    return scales_of(name)["paper"]
+
 
 FIGURES: dict[str, dict[str, dict[str, float]]] = {
     "infinite.table1": {
@@ -281,33 +285,36 @@ def value_at(config: Any, key: str) -> Any:
     return config
 
 
-@pytest.mark.parametrize("at", SETTINGS, ids="-".join)
-def test_a_row_has_the_papers_settings(at: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    config = resolved(PAPERS[at[0]], at[1], at[2])
-    expected = SETTINGS[at]
-    assert {key: value_at(config, key) for key in expected} == expected
+def test_a_row_has_the_papers_settings(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
+    for at in SETTINGS:
+        with subtests.test(at=at):
+            monkeypatch.chdir(ROOT)
+            config = resolved(paper(at[0]), at[1], at[2])
+            expected = SETTINGS[at]
+            assert {key: value_at(config, key) for key in expected} == expected
 
 
 def test_every_row_of_the_papers_is_audited() -> None:
     """Those of their tables; rows that stand beside the paper's for comparison need no values of it."""
     audited = {(name, row) for name, row, _ in SETTINGS}
     for name, rows in FIGURES.items():
-        assert {(name, row) for row in rows if row in PAPERS[name].trained} <= audited
+        assert {(name, row) for row in rows if row in paper(name).trained} <= audited
 
 
-@pytest.mark.parametrize("name", PAPERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_papers_figures_are_all_there_and_no_others(name: str) -> None:
-    rows = PAPERS[name].rows
+    rows = paper(name).rows
     assert {key: row.paper for key, row in rows.items() if row.paper} == FIGURES.get(name, {})
     sizes = {key: tuple(size * 1_000_000 for size in pair) for key, pair in SIZES.items()}
     found = {key: (row.sizes["parameters"], row.sizes["multiply_adds"]) for key, row in rows.items() if row.sizes}
     assert found == (sizes if name == "lamemo.table1" else {})
-    assert {column for row in rows.values() for column in row.paper} <= PAPERS[name].columns.keys()
+    assert {column for row in rows.values() for column in row.paper} <= paper(name).columns.keys()
 
 
 def test_every_figure_is_made_by_a_table_from_as_many_rows_as_it_shows() -> None:
-    made = {figure: rows for study in SCALES.values() for figure, rows in study.figures.items()}
+    made = {
+        figure: rows for name in NAMES for study in scales_of(name).values() for figure, rows in study.figures.items()
+    }
     assert set(made) == set(figures())
     for name, rows in made.items():
         assert figures()[name].least_runs <= len(rows) <= figures()[name].most_runs, name
@@ -316,11 +323,11 @@ def test_every_figure_is_made_by_a_table_from_as_many_rows_as_it_shows() -> None
 @pytest.mark.parametrize(("point", "last"), [("4000", 2), ("8000", 6), ("16000", 12)])
 def test_the_compressive_memory_is_chosen_among_the_papers_rates(point: str, last: int) -> None:
     expected = {f"{kind}{rate}" for kind in ("attention", "no_loss") for rate in range(2, last + 1)}
-    assert set(rows_behind(PAPERS["infinite.fig3"], "compressive", point)) == expected
+    assert set(rows_behind(paper("infinite.fig3"), "compressive", point)) == expected
 
 
 def test_columns_of_figure_5_are_memories_of_1_to_10_segments() -> None:
-    columns = PAPERS["lamemo.fig5"].columns
+    columns = paper("lamemo.fig5").columns
     assert {key: column.evaluate for key, column in columns.items()} == {
         str(64 * m): ["eval.seg_len=64", f"eval.mem_len={64 * m}"] for m in range(1, 11)
     }
@@ -328,12 +335,12 @@ def test_columns_of_figure_5_are_memories_of_1_to_10_segments() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_data_that_a_table_cannot_make_come_with_their_command(name: str) -> None:
-    assert {scale for table, scale in SCALES if table == name} in (
+    assert set(scales_of(name)) in (
         {"tiny", "small", "paper"},
         {"tiny", "small"},
         {"tiny", "paper"},
     )
-    for scale in (study for (table, _), study in SCALES.items() if table == name):
+    for scale in scales_of(name).values():
         for point in scale.points.values():
             assert point.build or point.made_by, f"{name}, {scale.scale}"
             commands = [command for command in (point.made_by or "").split(" && ") if command]
@@ -346,8 +353,9 @@ def test_data_that_a_table_cannot_make_come_with_their_command(name: str) -> Non
 TEXTS = [*sorted((ROOT / "configs").glob("**/*.yaml")), ROOT / "docs/explanation/claims.md"]
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
-def test_nothing_is_called_unpublished_that_the_papers_print(path: Path) -> None:
-    text = " ".join(path.read_text(encoding="utf-8").split())
-    for phrase in ("leaderboard", "at hand when", "are not known", "Lengths and rate were not published"):
-        assert phrase not in text
+def test_nothing_is_called_unpublished_that_the_papers_print(subtests: pytest.Subtests) -> None:
+    for path in TEXTS:
+        with subtests.test(path=path):
+            text = " ".join(path.read_text(encoding="utf-8").split())
+            for phrase in ("leaderboard", "at hand when", "are not known", "Lengths and rate were not published"):
+                assert phrase not in text

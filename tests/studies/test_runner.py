@@ -122,7 +122,6 @@ def test_figures_are_drawn_from_the_rows_that_they_show(folder: Path) -> None:
     assert {path.name.partition("-")[0] for path in (folder / "out" / "figures").iterdir()} == {"lamemo.fig7"}
 
 
-@pytest.mark.slow
 def test_runs_stand_under_a_parent_in_mlflow(folder: Path) -> None:
     done(folder, "reproduce", "two", "--out", "out", "--rows", "xl", "train.steps=2", "checkpoint.every=null")
     client = connect(f"sqlite:///{folder / 'store.db'}")
@@ -137,7 +136,6 @@ def test_runs_stand_under_a_parent_in_mlflow(folder: Path) -> None:
     assert child.data.metrics["eval/test/token_perplexity"] == expected
 
 
-@pytest.mark.slow
 def test_a_row_that_diverges_is_a_row_that_says_so(folder: Path) -> None:
     options = ("--rows", "xl", "--out", "out", "optimizer.kind=sgd", "optimizer.lr=1e30", "tracking.mlflow=false")
     assert "| XL | 1 diverged | 1 diverged |" in done(folder, "reproduce", "two", *options)
@@ -245,7 +243,6 @@ def test_without_mlflow_a_table_is_made_all_the_same(here: Path, capsys: pytest.
     assert "MLflow did not receive the table: MlflowException: " in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_mlflow_takes_the_figures_of_every_table(sqlite_uri: str, client: Any, tmp_path: Path) -> None:
     experiment = client.get_experiment_by_name("dist_mem")
     parent = object.__new__(ParentRun)
@@ -282,7 +279,6 @@ time.sleep(200)
 """
 
 
-@pytest.mark.slow
 def test_a_signal_reaches_the_ranks_before_the_command_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a_rank.py").write_text(RANK)
     monkeypatch.chdir(tmp_path)
@@ -308,7 +304,6 @@ def test_a_setpriv_that_knows_no_death_signal_is_left_alone(tmp_path: Path, monk
     assert tied(["train"]) == ["train"]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv (util-linux)")
 def test_a_training_saves_when_the_command_is_killed(tmp_path: Path) -> None:
     (tmp_path / "a_rank.py").write_text(RANK)
@@ -359,7 +354,6 @@ def test_a_run_that_died_is_started_again_and_stops_no_other(
     assert f"{first}-seed0: ended with exit code 1; it is started again" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_trials_save_and_track_like_the_runs_and_leave_nothing_in_the_store(tmp_path: Path) -> None:
     """A sweep of 250 steps took 1:10 and not 0:55, because its trials had neither checkpoints nor MLflow."""
@@ -378,7 +372,6 @@ def test_trials_save_and_track_like_the_runs_and_leave_nothing_in_the_store(tmp_
     assert [path.name for path in (out / "estimates").rglob("*") if path.is_file()] == [kept.name]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_sweep_says_what_it_takes_and_survives_a_killed_row(tmp_path: Path) -> None:
     data = build_books(tmp_path)
@@ -404,7 +397,6 @@ def test_a_sweep_says_what_it_takes_and_survives_a_killed_row(tmp_path: Path) ->
     assert "already done" in done(tmp_path, "sweep", "one.yaml", "--jobs", "2", "--out", str(out))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_an_arena_that_was_stopped_goes_on_and_its_cells_can_be_repeated(tmp_path: Path) -> None:
     """A memory from outside the package takes part like any other."""

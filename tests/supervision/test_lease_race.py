@@ -30,7 +30,7 @@ from tests.support.limits import limit, wait_until
 from tests.support.ranks import RankPool
 from tests.support.write_points import WritePoints
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = pytest.mark.ranks
 
 NUM_JOBS = 4  # that contend at a time
 

@@ -79,7 +79,6 @@ def alone(arguments: list[str], rank: int, *, cwd: Path, **changes: str) -> Ende
     return Ended(done.returncode, done.stdout + done.stderr)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "doctor", "evaluate", "sweep", "inspect", "dialogue"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_missing_rank_is_named_after_the_patience_and_torch_says_nothing(
@@ -94,7 +93,6 @@ def test_a_missing_rank_is_named_after_the_patience_and_torch_says_nothing(
     assert "preflight=false" not in text, "that would not help"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "evaluate"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_name_that_does_not_resolve_is_the_reason(config: Path, command: str, rank: int) -> None:
@@ -104,7 +102,6 @@ def test_a_name_that_does_not_resolve_is_the_reason(config: Path, command: str, 
     assert not [word for word in OF_TORCH if word in text], text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "name"),
     [
@@ -119,7 +116,6 @@ def test_half_of_a_launchers_variables_is_no_traceback(config: Path, command: st
     assert f"environment: {name} is not set" in text and "Traceback" not in text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "evaluate"])
 def test_ranks_that_all_come_meet_without_a_word_of_torch(config: Path, command: str) -> None:
     arguments = [*commands(config)[command], "watchdog.join_seconds=60"]

@@ -149,7 +149,6 @@ def train_with_known_forwards(world: World, config: Path, slow_rank: int) -> tup
         return train_here(world, config), [text for text in lines if "forward" in text or "others again" in text]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("size", "slow_rank"), [(2, 0), (3, 2)])
 def test_a_rank_that_becomes_twice_as_slow_is_named_within_20_steps(
     tmp_path: Path, books: Path, rank_pool: Pool, size: int, slow_rank: int
@@ -192,7 +191,6 @@ def test_ranks_that_are_left_alone_are_not_named_in_200_steps(tmp_path: Path, bo
     assert rank_pool(2).run(train_and_listen, config) == [[], []]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "straggler"), [(3, 1.5), (2, None)])
 def test_where_nothing_is_compared_nothing_is_exchanged(
     tmp_path: Path, books: Path, rank_pool: Pool, stage: int, straggler: float | None

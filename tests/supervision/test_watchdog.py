@@ -61,7 +61,6 @@ def end_stopped(processes: list[Program]) -> None:
         process.communicate()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("size", "stopped"), [(2, 1), (3, 0)])
 def test_a_rank_that_is_stopped_is_named_and_the_job_ends_within_five_seconds_of_the_time_out(
     tmp_path: Path, books: Path, size: int, stopped: int
@@ -94,7 +93,6 @@ def test_a_rank_that_is_stopped_is_named_and_the_job_ends_within_five_seconds_of
     assert statuses == (["RUNNING"] if stopped == 0 else ["RUNNING", "FAILED"])
 
 
-@pytest.mark.slow
 def test_a_job_that_was_suspended_as_a_whole_goes_on(tmp_path: Path, books: Path) -> None:
     config = config_of(tmp_path, books, seconds=3)
     processes = start_ranks(["train", str(config)], world_size=2, cwd=tmp_path)
@@ -116,7 +114,6 @@ def test_a_job_that_was_suspended_as_a_whole_goes_on(tmp_path: Path, books: Path
     assert not (tmp_path / "run" / "hangs").exists()
 
 
-@pytest.mark.slow
 def test_the_others_end_with_an_error_when_a_rank_dies(tmp_path: Path, books: Path) -> None:
     """gloo tells them at once; where nobody does, the watchdog is there."""
     config = config_of(tmp_path, books, seconds=20)
@@ -171,7 +168,6 @@ def disturbed(folder: Path, config: Path, what: str) -> Ended:
     return Ranks(run_disturbed, [(str(config), what)] * 2, folder=folder).finish(patience=20)
 
 
-@pytest.mark.slow
 def test_a_rank_that_is_stuck_alone_is_behind_the_others(tmp_path: Path, books: Path) -> None:
     ended = disturbed(tmp_path, config_of(tmp_path, books, seconds=3), "stuck in its data")
     assert ended.codes == [EXIT_HUNG] * 2, ended.texts
@@ -183,7 +179,6 @@ def test_a_rank_that_is_stuck_alone_is_behind_the_others(tmp_path: Path, books: 
     assert " in read\n" in (the_hang(tmp_path) / "rank-00001.txt").read_text(), "the place where it is stuck"
 
 
-@pytest.mark.slow
 def test_a_collective_in_which_all_are_stuck_suspects_nobody(tmp_path: Path, books: Path) -> None:
     ended = disturbed(tmp_path, config_of(tmp_path, books, seconds=3), "stuck in a collective")
     assert ended.codes == [EXIT_HUNG] * 2, ended.texts
@@ -193,7 +188,6 @@ def test_a_collective_in_which_all_are_stuck_suspects_nobody(tmp_path: Path, boo
     assert not (tmp_path / "run" / "slurm").exists()
 
 
-@pytest.mark.slow
 def test_a_run_directory_that_cannot_be_written_does_not_keep_a_hanging_job(tmp_path: Path, books: Path) -> None:
     config = config_of(tmp_path, books, seconds=3)
     (tmp_path / "run").mkdir()
@@ -206,7 +200,6 @@ def test_a_run_directory_that_cannot_be_written_does_not_keep_a_hanging_job(tmp_
         assert "hang: nothing has moved for " in text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("is_written", [True, False])
 def test_a_rank_that_is_cut_off_by_the_end_of_a_hanging_one_has_hung_too(
@@ -221,7 +214,6 @@ def test_a_rank_that_is_cut_off_by_the_end_of_a_hanging_one_has_hung_too(
     assert ended.codes == [EXIT_HUNG] * 2, ended.texts
 
 
-@pytest.mark.slow
 def test_the_first_step_may_take_three_times_as_long(tmp_path: Path, books: Path) -> None:
     """It sleeps twice `watchdog.seconds`."""
     ended = disturbed(tmp_path, config_of(tmp_path, books, {"train": {"steps": 3}}, seconds=2), "a slow first step")

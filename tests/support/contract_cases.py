@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from _pytest.mark import ParameterSet
 from torch import Tensor
 
+from dist_mem.contract.check_memory import RULES
 from dist_mem.contract.subject import Size, Subject
 from dist_mem.memory import memory_class, memory_kinds
+from dist_mem.memory.base import Memory
 from dist_mem.model import LMOutput, LMState, MemoryLM
 
 LANES, SEG_LEN = 4, 4
@@ -93,64 +96,48 @@ MET_BY_ALL = {
 
 
 def case_params(cases: Iterable[str] = CASES, *, every: bool = False) -> list[ParameterSet]:
-    """Return cases as parameters of a test.
+    """Return cases as parameters of a test; of further variants all but those of MET_BY_ALL are nightly.
 
-    The memories of the package are not marked. Of further variants those of MET_BY_ALL are slow and the others nightly;
-    with `every` all are slow: for what states a property of the memory itself and not of what uses memories.
+    With `every` none is: for what states a property of the memory itself and not of what uses memories.
     """
-    kinds = memory_kinds()
-
-    def mark(case: str) -> list[pytest.MarkDecorator]:
-        if case in kinds:
-            return []
-        return [pytest.mark.slow if every or case in MET_BY_ALL else pytest.mark.nightly]
-
-    return [pytest.param(case, marks=mark(case)) for case in cases]
+    by_day = {*memory_kinds(), *MET_BY_ALL}
+    return [pytest.param(case, marks=() if every or case in by_day else pytest.mark.nightly) for case in cases]
 
 
-def rotated(cases: Iterable[str], others: Sequence[Any]) -> list[ParameterSet]:
+def in_turn(cases: Iterable[str], others: Sequence[Any]) -> list[ParameterSet]:
     """Return the product of cases and other values as parameters of a test.
 
-    The memories of the package meet all values, and are not marked. Each further variant meets one value as slow, so
-    that all values are met by some variant, and the remaining ones as nightly.
+    Each memory of the package meets one value in every `make test` (`core`), so that all values are met by some, and
+    the others as the budget allows. A further variant meets one value by day, and the others at night.
     """
     kinds = memory_kinds()
 
-    def mark(case: str, number: int, index: int) -> list[pytest.MarkDecorator]:
+    def marks(case: str, is_its_turn: bool) -> list[pytest.MarkDecorator]:
         if case in kinds:
-            return []
-        return [pytest.mark.slow if (number - index) % len(others) == 0 else pytest.mark.nightly]
+            return [pytest.mark.core] if is_its_turn else []
+        return [] if is_its_turn else [pytest.mark.nightly]
 
     return [
-        pytest.param(case, other, marks=mark(case, number, index))
+        pytest.param(case, other, marks=marks(case, (number - index) % len(others) == 0))
         for number, case in enumerate(cases)
         for index, other in enumerate(others)
     ]
+
+
+@cache
+def memories_of(case: str) -> list[Memory]:
+    """Return memories to ask for their attributes; nobody may change them."""
+    return small_model(case).memories()
 
 
 def carrying() -> list[str]:
     """Return the cases in which gradients flow through a state (`train.bptt_segments`)."""
-    return [case for case in CASES if any(memory.carries_gradient for memory in small_model(case).memories())]
-
-
-def one_by_day(cases: Iterable[str], others: Sequence[Any]) -> list[ParameterSet]:
-    """Return the product of cases and other values as parameters of a test.
-
-    Each memory of the package meets one value by day, so that all values are met, and the others as slow. A further
-    variant meets one as slow, the others as nightly.
-    """
-    marks = [[], [pytest.mark.slow], [pytest.mark.nightly]]
-    kinds = memory_kinds()
-    return [
-        pytest.param(case, other, marks=marks[(case not in kinds) + ((number - index) % len(others) > 0)])
-        for number, case in enumerate(cases)
-        for index, other in enumerate(others)
-    ]
+    return [case for case in CASES if any(memory.carries_gradient for memory in memories_of(case))]
 
 
 def takes_short_first(case: str) -> bool:
     """Return whether the memory of the first layer accepts documents that are cut from their end."""
-    return all(memory.takes_short_first for memory in small_model(case).memories())
+    return all(memory.takes_short_first for memory in memories_of(case))
 
 
 def accepted(case: str, back_end: str) -> bool:
@@ -164,6 +151,21 @@ def accepted(case: str, back_end: str) -> bool:
 def subject(case: str, norm: str = "pre", cut: str = "start", attention: str = "auto") -> Subject:
     """Return the subject of the contract's rules for a case."""
     return Subject(lambda _: CASES[case], SIZE, norm, cut, attention)
+
+
+def check_rules(subject: Subject) -> None:
+    """Check all rules of the contract.
+
+    Raises:
+        AssertionError: names the rules that are broken, or cannot be checked.
+    """
+    broken = []
+    for rule in RULES:
+        try:
+            rule.check(subject)
+        except Exception as error:  # any error of the memory
+            broken.append((rule.statement, error))
+    assert not broken, broken
 
 
 def small_model(case: str, *, norm: str = "pre", cut: str = "start") -> MemoryLM:

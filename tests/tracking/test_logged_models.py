@@ -16,6 +16,8 @@ from dist_mem.tracking.mlflow.sync import log_to_run, send_log
 from tests.support.mlflow_server import points_of
 from tests.support.tracked import config_for, nested_runs, start
 
+pytestmark = pytest.mark.servers
+
 
 def models_of(client: Any, run_id: str) -> dict[str, dict[str, float]]:
     """Return the metrics of every model of a run; each name stands once."""

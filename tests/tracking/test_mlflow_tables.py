@@ -47,7 +47,6 @@ def kill_in(uri: str, deadly: int, *, in_place: bool = False) -> None:
     assert maker.exitcode == SIGKILLED
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("deadly", WITHIN)
 def test_a_kill_while_the_tables_are_made_leaves_a_store_that_can_be_used(tmp_path: Path, deadly: int) -> None:
     path = tmp_path / "mlflow.db"
@@ -58,7 +57,6 @@ def test_a_kill_while_the_tables_are_made_leaves_a_store_that_can_be_used(tmp_pa
     assert [found.name for found in tmp_path.iterdir() if not found.name.startswith(".")] == ["mlflow.db"]
 
 
-@pytest.mark.slow
 def test_tables_that_a_kill_left_unfinished_are_set_aside_and_made_again(tmp_path: Path) -> None:
     """By MLflow's own server, or by a version of before; not while somebody may still be making them."""
     path, printed = tmp_path / "mlflow.db", list[str]()

@@ -17,7 +17,7 @@ from tests.support.jobs import build_books, logged_steps, write_config
 from tests.support.limits import wait_until
 from tests.support.power import Disk, disk_without_power
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = pytest.mark.ranks
 
 EVERY = 4  # steps between two checkpoints
 

@@ -32,6 +32,8 @@ from tests.support.mlflow_server import points_of
 from tests.support.paths import ROOT
 from tests.support.tracked import config_for, history, job, nested_runs, start, steps
 
+pytestmark = pytest.mark.servers
+
 # Without MLflow
 
 

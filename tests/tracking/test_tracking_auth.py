@@ -29,7 +29,7 @@ from tests.support.limits import limit, wait_until
 from tests.support.mlflow_server import MlflowServer, points_of, silent_address
 from tests.support.tracked import config_for, history, job, start, steps, track_sync
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.servers, pytest.mark.ranks]
 
 ADMIN, ADMIN_PASSWORD = "root-of-mlflow", secrets.token_hex(12)
 USER, PASSWORD = "ada-lovelace-1815", secrets.token_hex(12)
@@ -100,7 +100,6 @@ def job_file(folder: Path, uri: str, **train: Any) -> Path:
 # Who is let in
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["environment", "file", "token"])
 def test_credentials_are_given_as_mlflow_users_give_them(
     server: MlflowServer, environment: pytest.MonkeyPatch, gateway: Gateway, tmp_path: Path, way: str
@@ -122,7 +121,6 @@ def test_credentials_are_given_as_mlflow_users_give_them(
     assert history(connect(uri), tracker.run_id, "loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
 
 
-@pytest.mark.slow
 def test_refused_user_is_shown_what_to_set(
     server: MlflowServer, environment: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -144,7 +142,6 @@ def test_refused_user_is_shown_what_to_set(
     check_tracking(config_for(server.uri, tracking={"experiment": "one of his own"}), tmp_path / "a new one")
 
 
-@pytest.mark.slow
 def test_a_certificate_of_an_unknown_authority_is_refused_with_what_to_set(
     server: MlflowServer, environment: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -160,7 +157,6 @@ def test_a_certificate_of_an_unknown_authority_is_refused_with_what_to_set(
         check_tracking(config_for(server.uri), tmp_path)
 
 
-@pytest.mark.slow
 def test_a_gateway_that_asks_for_a_certificate_gets_the_users(
     server: MlflowServer, environment: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -177,7 +173,6 @@ def test_a_gateway_that_asks_for_a_certificate_gets_the_users(
         assert history(connect(strict.uri), tracker.run_id, "loss") == [(1, 1.0), (2, 2.0)]
 
 
-@pytest.mark.slow
 def test_a_job_with_a_wrong_password_ends_with_2_before_it_has_trained(
     server: MlflowServer, environment: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -190,7 +185,6 @@ def test_a_job_with_a_wrong_password_ends_with_2_before_it_has_trained(
     assert not (tmp_path / "run" / METRICS_FILE).exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["drops", "accepts", "refuses"])
 def test_a_server_that_does_not_answer_is_no_reason_to_stop(tmp_path: Path, kind: str) -> None:
     began = time.monotonic()
@@ -205,7 +199,6 @@ def test_a_server_that_does_not_answer_is_no_reason_to_stop(tmp_path: Path, kind
 # Let in, and out again
 
 
-@pytest.mark.slow
 def test_a_token_that_is_revoked_in_mid_run_costs_no_points(
     environment: pytest.MonkeyPatch, gateway: Gateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -241,7 +234,6 @@ def test_a_token_that_is_revoked_in_mid_run_costs_no_points(
 # Where secrets end
 
 
-@pytest.mark.slow
 def test_a_job_leaves_no_secret_anywhere_and_asks_nobody_but_the_server(
     server: MlflowServer, environment: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

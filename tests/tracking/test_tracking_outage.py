@@ -27,7 +27,7 @@ from tests.support.limits import limit, wait_until
 from tests.support.mlflow_server import MlflowServer, points_of, silent_address
 from tests.support.tracked import track_sync
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.servers, pytest.mark.ranks]
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,6 @@ def imports_mlflow(world: World, config_file: Path) -> bool:
     return "mlflow" in sys.modules
 
 
-@pytest.mark.slow
 def test_ranks_other_than_0_never_import_mlflow(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
     changes = {"tracking": {"mlflow": True, "uri": f"sqlite:///{tmp_path}/mlflow.db"}, "train": {"steps": 2}}
     config_file = write_config(tmp_path / "job.yaml", build_books(tmp_path / "data"), tmp_path / "run", changes)

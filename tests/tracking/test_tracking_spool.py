@@ -24,6 +24,8 @@ from tests.support.mlflow_server import points_of
 from tests.support.paths import ROOT
 from tests.support.tracked import config_for, history, job, start, steps, track_sync
 
+pytestmark = pytest.mark.servers
+
 
 @pytest.fixture
 def array(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +156,6 @@ time.sleep(600)
 """
 
 
-@pytest.mark.slow
 def test_a_job_killed_outright_is_no_longer_running_after_a_sync_or_its_next_start(
     sqlite_uri: str, client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,7 +26,6 @@ def kinds(path: Path) -> list[str]:
     return [message.WhichOneof("record_type") for message in messages(path)]
 
 
-@pytest.mark.slow
 def test_a_restarted_run_is_one_run_with_grouped_names_and_its_earlier_points(tmp_path: Path) -> None:
     hooks = sys.excepthook, sys.exit
     job(config_for("unused", tracking=ON | {"wandb": False}), tmp_path, steps(1, 3))

@@ -9,7 +9,7 @@ import pytest
 from dist_mem.checkpoint.manifest import step_dir
 from tests.support.jobs import checkpoint_content, difference, losses, run_ranks, write_config
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = pytest.mark.ranks
 
 # A memory whose forward looks at a value, which no graph can contain.
 UNTRACEABLE = """

@@ -16,7 +16,7 @@ from tests.recompute.test_recompute import found_by
 from tests.support.jobs import checkpoint_content, difference, losses, train_here, write_config
 from tests.support.ranks import RankPool
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = pytest.mark.ranks
 Pool = Callable[[int], RankPool]
 BOUNDARY = 3
 

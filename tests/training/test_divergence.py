@@ -110,7 +110,6 @@ def read_and_go_on(world: World, stage: int, precision: str) -> dict[str, Tensor
     return full_parameters(job)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_all_ranks_skip_the_update_and_go_on_as_if_its_segments_had_only_been_read(
@@ -176,7 +175,6 @@ def every_fault(world: World, stage: int, action: str) -> list[tuple[Any, str | 
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("action", ["stop", ROLLBACK])
 def test_nothing_moves_before_a_rollback_or_a_stop(rank_pool: Pool, action: str, stage: int) -> None:

@@ -120,7 +120,6 @@ def metrics(run_dir: Path, name: str) -> list[tuple[int, float]]:
     return [(point.step, point.metrics[name]) for point in points if name in point.metrics]
 
 
-@pytest.mark.slow
 def test_run_with_skipped_updates_resumes_bitwise_after_a_kill(tmp_path: Path, books: Path, rank_pool: Pool) -> None:
     """Skipped once before the checkpoint and twice after it; the window of losses spans the kill."""
     faults = {2: "loss", 6: "memory", 10: "spike"}
@@ -139,7 +138,6 @@ def test_run_with_skipped_updates_resumes_bitwise_after_a_kill(tmp_path: Path, b
     assert metrics(tmp_path / "killed", "divergence/skipped") == metrics(tmp_path / "straight", "divergence/skipped")
 
 
-@pytest.mark.slow
 def test_rollback_continues_as_from_the_checkpoint_with_the_bad_segments_only_read(
     tmp_path: Path, books: Path, rank_pool: Pool
 ) -> None:
@@ -158,7 +156,6 @@ def test_rollback_continues_as_from_the_checkpoint_with_the_bad_segments_only_re
     assert logged_steps(tmp_path / "rolled") == [*range(1, 6), *range(5, 13)], "each step once, and the rollback"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("interruption", "code"), [({9: KILLED}, KILLED), ({6: STOPPED}, EXIT_REQUEUE)])
 def test_rolled_back_run_resumes_bitwise(
     tmp_path: Path, books: Path, rank_pool: Pool, interruption: dict[int, str], code: int | str
@@ -179,7 +176,6 @@ def train_and_listen(world: World, *arguments: Any) -> tuple[int | str, str]:
         return train_with_faults(world, *arguments), "\n".join(text for text in said if "saved" not in text)
 
 
-@pytest.mark.slow
 def test_run_stops_when_it_has_diverged_too_often_or_cannot_roll_back(
     tmp_path: Path, books: Path, rank_pool: Pool
 ) -> None:
@@ -197,7 +193,6 @@ def test_run_stops_when_it_has_diverged_too_often_or_cannot_roll_back(
     assert_quoted(early[0][1], "; rolling back (1 of at most 3 times), but there is no checkpoint yet")
 
 
-@pytest.mark.slow
 def test_mlflow_is_reported_of_every_decision_and_of_superseded_steps(
     tmp_path: Path, books: Path, rank_pool: Pool, sqlite_uri: str, client: Any
 ) -> None:

@@ -44,7 +44,6 @@ def assert_one_message(text: str, *phrases: str) -> None:
     assert len(re.findall("^error: ", text, re.MULTILINE)) == 1, text
 
 
-@pytest.mark.slow
 def test_a_disk_without_room_for_a_save_stops_all_ranks_and_loses_nothing_saved(
     tmp_path: Path, books: Path, rank_pool: Pool
 ) -> None:
@@ -71,7 +70,6 @@ def test_a_disk_without_room_for_a_save_stops_all_ranks_and_loses_nothing_saved(
         assert list_steps(run_dir) == [5, 10]
 
 
-@pytest.mark.slow
 def test_a_disk_that_fills_up_in_mid_run_stops_all_ranks(tmp_path: Path, books: Path) -> None:
     """Met first by metrics.jsonl, on rank 0 alone and between the collectives of a step."""
     with small_disk(tmp_path / "disk", "size=40m") as disk:
@@ -177,7 +175,6 @@ def test_what_killed_saves_left_is_removed_at_the_next_start(tmp_path: Path, boo
     assert names(tmp_path / "run") == ["latest", "step-00000001", "step-00000002"]
 
 
-@pytest.mark.slow
 def test_any_damaged_file_of_the_newest_checkpoint_leads_to_the_one_before(
     tmp_path: Path, books: Path, rank_pool: Pool
 ) -> None:
@@ -217,7 +214,6 @@ def test_the_data_of_another_run_are_refused(tmp_path: Path, books: Path, rank_p
         assert_quoted(text, "set data.path to the same data")
 
 
-@pytest.mark.slow
 def test_without_a_compiler_the_first_start_says_what_to_install(tmp_path: Path, books: Path) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()

@@ -166,7 +166,6 @@ def figures(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
     ]
 
 
-@pytest.mark.slow
 def test_points_logged_after_a_kill_and_stops_are_those_of_a_straight_run(
     tmp_path: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:

@@ -108,6 +108,7 @@ def logged(run_dir: Path) -> list[dict[str, float]]:
     return [{**point, "tokens": point["tokens_per_second"] * point["step_seconds"]} for point in points]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_resumed_run_equals_plain_torch_in_every_step(
     tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool], world_size: int

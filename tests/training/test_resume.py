@@ -45,7 +45,7 @@ def zero(stage: int) -> dict[str, object]:
     return {"deepspeed": {"zero_optimization": {"stage": stage}}}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, pytest.param(2, marks=pytest.mark.core), 3])
 def test_resume_after_kill_is_bitwise(
     tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool], stage: int
 ) -> None:
@@ -141,7 +141,6 @@ def test_every_memory_comes_back_bitwise(
     assert difference(*(checkpoint_content(step_dir(run_dir, 6)) for run_dir in (straight, resumed))) is None
 
 
-@pytest.mark.slow
 def test_the_source_of_a_memory_outside_is_kept_and_a_change_is_reported(tmp_path: Path, books: Path) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(EXAMPLE.read_text())
@@ -207,7 +206,6 @@ def test_damaged_checkpoint_is_passed_over_and_kept(tmp_path: Path, books: Path)
     assert damaged.is_dir()
 
 
-@pytest.mark.slow
 def test_checkpoint_damaged_twice_does_not_stop_the_run(
     tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:
@@ -220,7 +218,6 @@ def test_checkpoint_damaged_twice_does_not_stop_the_run(
     assert kept == ["step-00000006.broken", "step-00000006.broken-2"]
 
 
-@pytest.mark.slow
 def test_finished_run_says_that_nothing_is_left(
     tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:
@@ -250,7 +247,6 @@ def damage_second_document_of_a_lane(config_file: Path) -> None:
     tar.write_bytes(content)
 
 
-@pytest.mark.slow
 def test_damaged_document_of_one_rank_stops_all_with_everything_saved(tmp_path: Path, books: Path) -> None:
     """No rank is left in a collective; with `skip`, the run goes on from there."""
     data = tmp_path / "data"
@@ -271,7 +267,6 @@ def test_damaged_document_of_one_rank_stops_all_with_everything_saved(tmp_path: 
     assert logged_steps(tmp_path / "run") == list(range(1, step + 4))
 
 
-@pytest.mark.slow
 def test_missing_validation_split_is_reported_before_training(tmp_path: Path, books: Path) -> None:
     data = tmp_path / "data"
     shutil.copytree(books, data)
@@ -283,7 +278,6 @@ def test_missing_validation_split_is_reported_before_training(tmp_path: Path, bo
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
 def test_run_directory_that_cannot_be_written_is_an_error_of_two_lines(tmp_path: Path, books: Path) -> None:
     """Not a traceback; and at the start, not at the first save."""
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 2}})

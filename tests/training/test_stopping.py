@@ -101,7 +101,6 @@ SOURCES: dict[str, tuple[Callable[..., Ranks], str]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES)
 def test_each_source_alone_stops_all_ranks_at_one_step_and_nothing_is_lost(
     tmp_path: Path, books: Path, rank_pool: Pool, source: str
@@ -127,7 +126,6 @@ def test_each_source_alone_stops_all_ranks_at_one_step_and_nothing_is_lost(
     assert losses(run_dir) == losses(straight)
 
 
-@pytest.mark.slow
 def test_more_signals_to_all_ranks_do_not_hurt_a_slow_save(tmp_path: Path, books: Path) -> None:
     run_dir = tmp_path / "run"
     config = write_config(tmp_path / "run.yaml", books, run_dir, ENDLESS)
@@ -150,7 +148,6 @@ def train_with_slow_disk(config: str) -> int:
         return main(["train", config])
 
 
-@pytest.mark.slow
 def test_a_signal_while_the_job_opens_stops_it_after_one_step(tmp_path: Path, books: Path) -> None:
     run_dir = tmp_path / "run"
     config = write_config(tmp_path / "run.yaml", books, run_dir, ENDLESS)
@@ -187,7 +184,6 @@ def test_the_file_keeps_a_run_from_being_started(tmp_path: Path, books: Path) ->
     assert [path.name for path in run_dir.iterdir()] == ["STOP"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "reported"),
     [
@@ -240,7 +236,6 @@ def validation_points(run_dir: Path) -> list[tuple[int, float]]:
     return [(point.step, point.metrics[name]) for point in points if name in point.metrics]
 
 
-@pytest.mark.slow
 def test_a_stop_does_not_wait_for_an_evaluation_and_the_next_start_makes_it(
     tmp_path: Path, books: Path, rank_pool: Pool
 ) -> None:

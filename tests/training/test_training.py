@@ -178,7 +178,6 @@ def test_a_stop_ends_the_repetitions_of_an_overflow(rank_pool: Callable[[int], R
     assert rank_pool(2).run(overflowing_update, block, "stop", 6) == [(None, 6, 0)] * 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_training_is_bit_identical_with_and_without_evaluation(
     tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool], stage: int
@@ -220,7 +219,6 @@ def test_mlflow_gets_points_facts_and_configuration_of_one_run(
     assert "mem_len: 24" in written.read_text()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     "changes", [["deepspeed.zero_optimization.stage=0"], ["train.activation_checkpointing=blocks"]]

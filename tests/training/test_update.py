@@ -110,7 +110,6 @@ def one_rank_losses(rank_pool: Callable[[int], RankPool]) -> list[float]:
     return rank_pool(1).run(ten_losses, 0)[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "stage"), [(1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (4, 0), (4, 3)]
 )

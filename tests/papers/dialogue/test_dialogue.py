@@ -107,7 +107,6 @@ def test_a_reply_is_written_from_all_that_stands_before_it_and_nothing_else(
         assert answer.text == alone
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("turn", range(6))
 def test_references_and_what_follows_are_never_read(
     trained: TrainedModel, conversations: list[Conversation], turn: int
@@ -166,7 +165,6 @@ def run_dir(library: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("single_process")
 def test_the_command_reports_leaked_conversations_apart(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -17,7 +17,6 @@ from tests.papers.dialogue.test_dialogue import TURNS, source_document
 from tests.support.scored_library import TOKENIZER, make_config, make_model, save_weights
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("single_process")
 def test_the_command_continues_the_memory_and_writes_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     documents = [source_document(number, turns) for number, turns in enumerate(TURNS)]

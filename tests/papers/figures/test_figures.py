@@ -71,7 +71,6 @@ MADE = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", figures())
 def test_every_figure_is_drawn_from_its_memories_with_its_numbers_or_refused(
     name: str, runs: dict[str, Path], tmp_path: Path

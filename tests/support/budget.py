@@ -1,0 +1,121 @@
+"""How much of every test is run: `make test` gives a function two seconds, `make test-all` twenty, the night the rest.
+
+A function with variants (parameters) that take longer together runs with as many of them as fit, evenly spread over
+them, and with those marked `core`. tests/durations.json has the seconds of one variant of each function, measured by
+`make durations`; a function that it does not name is new, or takes next to nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+from tests.support.touched import Touched
+
+DURATIONS = ROOT / "tests" / "durations.json"
+LEAST = 0.1  # seconds of a variant that are worth a line in the file
+
+
+@dataclass(frozen=True)
+class Budget:
+    seconds: float  # of one test function, all its variants
+    least: int  # variants of a function of which not even one fits
+    without: frozenset[str] = frozenset({"nightly"})  # marks of tests that are left out
+
+    def size(self, number: int, each: float) -> int:
+        """Return how many of a function's variants run."""
+        return number if number * each <= self.seconds else max(self.least, int(self.seconds / each))
+
+
+BUDGETS = {"quick": Budget(2.0, 0, frozenset({"nightly", "slurm", "netns", "pages"})), "all": Budget(20.0, 1)}
+
+
+def read_durations(path: Path = DURATIONS) -> dict[str, float]:
+    """Return the seconds of one variant, by function: `tests/nn/test_attention.py::test_name`."""
+    found: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def function_of(nodeid: str) -> str:
+    """Return the name of a test without its parameters."""
+    return nodeid.partition("[")[0]
+
+
+def spread(number: int, size: int) -> list[int]:
+    """Return `size` of `number` places, evenly; in a product they go through the values of both sides."""
+    step = number // size if size else 0
+    return [index * step + index % step for index in range(size)]
+
+
+def chosen(items: Sequence[pytest.Item], budget: Budget, durations: dict[str, float]) -> list[bool]:
+    """Return which tests a budget has room for."""
+    functions: dict[str, list[int]] = {}
+    runs = [False] * len(items)
+    for place, item in enumerate(items):
+        if not any(item.get_closest_marker(mark) for mark in budget.without):
+            functions.setdefault(function_of(item.nodeid), []).append(place)
+            runs[place] = item.get_closest_marker("core") is not None
+    for name, places in functions.items():
+        size = budget.size(len(places), durations.get(name, 0.0)) - sum(runs[place] for place in places)
+        others = [place for place in places if not runs[place]]
+        for index in spread(len(others), min(max(size, 0), len(others))):
+            runs[others[index]] = True
+    return runs
+
+
+def share_of(
+    items: Sequence[pytest.Item], touched: Touched, durations: dict[str, float], *, seconds: float, turn: int
+) -> list[bool]:
+    """Return which tests fit in a time: those that a change touches first, then others in turn.
+
+    Args:
+        turn: another number begins elsewhere among the tests that are equally near.
+    """
+
+    def place(index: int) -> tuple[int, int]:
+        nodeid = items[index].nodeid
+        return touched.nearness(nodeid.partition("::")[0]), zlib.crc32(f"{turn} {function_of(nodeid)}".encode())
+
+    runs, left = [False] * len(items), seconds
+    for index in sorted(range(len(items)), key=place):
+        each = durations.get(function_of(items[index].nodeid), LEAST)
+        if each <= left:
+            runs[index], left = True, left - each
+    return runs
+
+
+def longest_first(items: Iterable[pytest.Item], durations: dict[str, float]) -> list[pytest.Item]:
+    """Return the tests by the time of their files, longest first, so that no process is left with one at the end."""
+    kept, seconds = list(items), dict[str, float]()
+    for item in kept:
+        path = str(item.path)
+        seconds[path] = seconds.get(path, 0.0) + durations.get(function_of(item.nodeid), 0.0)
+    return sorted(kept, key=lambda item: (-seconds[str(item.path)], str(item.path)))
+
+
+def write_durations(measured: Iterable[tuple[str, float]], path: Path = DURATIONS) -> None:
+    """Write the mean seconds of the functions that were measured; (test, seconds), a test may come several times.
+
+    Other functions keep their line if they still exist.
+    """
+    seconds: dict[str, dict[str, float]] = {}
+    for nodeid, duration in measured:
+        variants = seconds.setdefault(function_of(nodeid), {})
+        variants[nodeid] = variants.get(nodeid, 0.0) + duration
+    means = {name: math.fsum(variants.values()) / len(variants) for name, variants in seconds.items()}
+    kept = {name: value for name, value in read_durations(path).items() if exists(name)} | means
+    lines = {name: round(value, 2) for name, value in sorted(kept.items()) if value >= LEAST}
+    path.write_text(json.dumps(lines, indent=0) + "\n", encoding="utf-8")
+
+
+def exists(function: str) -> bool:
+    """Return whether there still is a test function of this name."""
+    path, _, name = function.partition("::")
+    return (ROOT / path).is_file() and f"def {name.rpartition('::')[2]}(" in (ROOT / path).read_text(encoding="utf-8")
