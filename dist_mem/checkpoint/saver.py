@@ -31,7 +31,7 @@ class Saved(NamedTuple):
         written = f"{self.written.num_bytes / 1e6:,.1f} MB in {self.seconds:.2f} s"
         return f"step {self.step}: saved {self.written.path} ({written}; training waited {self.stall_seconds:.2f} s)"
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the metrics to log."""
         return {
             "checkpoint/seconds": self.seconds,

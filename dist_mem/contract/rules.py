@@ -86,10 +86,10 @@ def state_keeps_its_form(subject: Subject) -> None:
         for output in subject.read(model, subject.segments(), state):
             _require_form(state, output.state, f"with {activations} activations")
             require(output.nll.dtype == torch.float32, "losses are not float32")
-            for name, figure in output.logs.items():
+            for name, metric in output.logs.items():
                 is_valid = re.fullmatch(r"[A-Za-z0-9._/-]+", name) is not None
                 require(is_valid, f"logs has the name {name!r}, but a name consists of letters, digits and ._/-")
-                require(torch.isfinite(figure).all(), f"the value logged as {name} is not finite")
+                require(torch.isfinite(metric).all(), f"the value logged as {name} is not finite")
 
 
 def _require_form(old: Any, new: Any, where: str) -> None:

@@ -37,7 +37,7 @@ PREFIX = "memory/"  # of the metrics
 class PassageRead(NamedTuple):
     """What the memory read of the passage, and gained."""
 
-    figures: dict[str, float]  # by the names they are logged under
+    metrics: dict[str, float]  # by the names they are logged under
     layers: list[dict[str, float]]  # `mass_by_age` of every layer, the mean over segments
 
 
@@ -62,14 +62,14 @@ def open_passage(index: Index, config: Config, bos_id: int) -> list[Batch]:
 
 
 @torch.no_grad()
-def passage_figures(
+def passage_metrics(
     forward: Forward,
     init_state: InitState,
     memories: Sequence[Memory],
     batches: Sequence[Batch],
     device: torch.device,
 ) -> PassageRead:
-    """Read a passage and return its figures; there are none for one without segments.
+    """Read a passage and return its metrics; there are none for one without segments.
 
     `memory/gain` is in nats per token: the loss with the memory emptied before every segment, less that with it.
 
@@ -80,7 +80,7 @@ def passage_figures(
     if not batches:
         return PassageRead({}, [])
     state = init_state(batches[0].document)
-    figures: dict[str, list[float]] = {}
+    metrics: dict[str, list[float]] = {}
     by_layer: list[dict[str, float]] = [{} for _ in memories]
     inspector = Inspector(memories)
     for batch in (host_batch.to(device) for host_batch in batches):
@@ -92,14 +92,14 @@ def passage_figures(
         state = output.state
         gain = (emptied.nll.double().sum() - output.nll.double().sum()) / batch.valid_len.sum()
         read = mass_by_age(inspector.layers, batch.valid_len, seg_len=batch.tokens.shape[1])
-        for name, figure in ({"gain": float(gain)} | read | mean_values(inspector.layers)).items():
-            figures.setdefault(name, []).append(figure)
+        for name, metric in ({"gain": float(gain)} | read | mean_values(inspector.layers)).items():
+            metrics.setdefault(name, []).append(metric)
         for mean, layer in zip(by_layer, inspector.layers, strict=True):
             for name, mass in mass_by_age([layer], batch.valid_len, seg_len=batch.tokens.shape[1]).items():
                 mean[name] = mean.get(name, 0.0) + mass / len(batches)
-    means = {name: sum(several) / len(several) for name, several in figures.items()}
-    held = state_figures(state.blocks) or state_figures([state.stem])  # memory tokens are held for the whole model
-    named = {PREFIX + name: figure for name, figure in (means | held).items()}
+    means = {name: sum(several) / len(several) for name, several in metrics.items()}
+    held = state_metrics(state.blocks) or state_metrics([state.stem])  # memory tokens are held for the whole model
+    named = {PREFIX + name: metric for name, metric in (means | held).items()}
     return PassageRead(named, by_layer)
 
 
@@ -161,7 +161,7 @@ def mean_values(layers: Iterable[Inspection]) -> dict[str, float]:
     return {name: math.fsum(values) / len(values) for name, values in found.items()}
 
 
-def state_figures(blocks: Iterable[MemoryState]) -> dict[str, float]:
+def state_metrics(blocks: Iterable[MemoryState]) -> dict[str, float]:
     """Return the mean norm of the rows that states hold, and the effective rank of the largest tensor of each block.
 
     The effective rank is the exponential of the entropy of the singular values over their sum (Roy and Vetterli 2007,

@@ -3,7 +3,7 @@
     dist-mem lm-eval runs/demo --tasks lambada_openai,arc_easy --limit 100
     dist-mem lm-eval runs/demo --tasks questions --include-path my_tasks eval.batch_size=32
 
-It runs in one process, and writes RUN/evaluations/lm_eval/<tasks>-step-<step>.json; the figures are added to the run in
+It runs in one process, and writes RUN/evaluations/lm_eval/<tasks>-step-<step>.json; the scores are added to the run in
 MLflow, except those of an export.
 """
 
@@ -49,7 +49,7 @@ class Request:
     checkpoint: int | None = None
 
 
-class Figure(NamedTuple):
+class Score(NamedTuple):
     """One metric of a task or of a group of tasks."""
 
     task: str
@@ -80,11 +80,11 @@ def run(request: Request) -> int:
 
 
 def _publish(request: Request, opened: OpenRun, results: Mapping[str, Any]) -> None:
-    """Print the figures, write the file, and add both to the run in MLflow."""
+    """Print the scores, write the file, and add both to the run in MLflow."""
     checkpoint, config = opened.trained.checkpoint, opened.trained.config
-    figures = list(figures_of(results))
+    scores = list(scores_of(results))
     print(f"{checkpoint.directory}, lm_eval {lm_eval.__version__}, {opened.protocol}")
-    print(to_table(figures))
+    print(to_table(scores))
     content = {
         "format_version": FORMAT_VERSION,
         **described(checkpoint, config.name, opened.protocol),
@@ -99,12 +99,12 @@ def _publish(request: Request, opened: OpenRun, results: Mapping[str, Any]) -> N
         target.parent.mkdir(parents=True, exist_ok=True)
         write_text(target, json.dumps(content, indent=1, default=str) + "\n")
     tag = report_name("lm_eval", limit, opened.tag)
-    metrics = {f"{tag}/{figure.task}/{figure.metric}": figure.value for figure in figures}
+    metrics = {f"{tag}/{score.task}/{score.metric}": score.value for score in scores}
     track(checkpoint, config.tracking, metrics, [path], request.overrides)
 
 
-def figures_of(results: Mapping[str, Any]) -> Iterator[Figure]:
-    """Yield the figures of all tasks and groups in results of the harness, whose keys are METRIC,FILTER."""
+def scores_of(results: Mapping[str, Any]) -> Iterator[Score]:
+    """Yield the scores of all tasks and groups in results of the harness, whose keys are METRIC,FILTER."""
     for task, values in {**results["results"], **results.get("groups", {})}.items():
         for key, value in values.items():
             metric, comma, chosen = key.partition(",")
@@ -113,16 +113,16 @@ def figures_of(results: Mapping[str, Any]) -> Iterator[Figure]:
             stderr = values.get(f"{metric}_stderr,{chosen}")
             name = metric if chosen == "none" else f"{metric}.{chosen}"
             known = stderr if isinstance(stderr, int | float) else None
-            yield Figure(task, name, float(value), known, values.get("sample_len"))
+            yield Score(task, name, float(value), known, values.get("sample_len"))
 
 
-def to_table(figures: Sequence[Figure]) -> str:
-    """Return the figures as a table for a terminal."""
+def to_table(scores: Sequence[Score]) -> str:
+    """Return the scores as a table for a terminal."""
     rows = [("task", "metric", "value", "stderr", "documents")]
-    for figure in figures:
-        stderr = "n/a" if figure.stderr is None else f"{figure.stderr:.4f}"
-        documents = "" if figure.num_documents is None else f"{figure.num_documents:,}"
-        rows.append((figure.task, figure.metric, f"{figure.value:,.4f}", stderr, documents))
+    for score in scores:
+        stderr = "n/a" if score.stderr is None else f"{score.stderr:.4f}"
+        documents = "" if score.num_documents is None else f"{score.num_documents:,}"
+        rows.append((score.task, score.metric, f"{score.value:,.4f}", stderr, documents))
     return "\n".join(table(rows))
 
 

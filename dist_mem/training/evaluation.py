@@ -10,7 +10,7 @@ from dist_mem.checkpoint.retention import Validation
 from dist_mem.data.directory import open_index
 from dist_mem.errors import CutShortError, RunError
 from dist_mem.evaluation.job import stop_check
-from dist_mem.evaluation.probe import PREFIX, PassageRead, open_passage, passage_figures, write_passage_picture
+from dist_mem.evaluation.probe import PREFIX, PassageRead, open_passage, passage_metrics, write_passage_picture
 from dist_mem.evaluation.protocol import protocol_of_training
 from dist_mem.evaluation.scoring import score_split
 from dist_mem.runtime.distributed import on_all_ranks, sum_tensor
@@ -44,7 +44,7 @@ class Evaluation:
         try:
             with context.reporting.meter.paused():
                 validation, metrics, read = self._evaluate(state.step)
-                context.reporting.record(state.step, metrics | read.figures | self._full_lanes(state))
+                context.reporting.record(state.step, metrics | read.metrics | self._full_lanes(state))
                 self._draw_passage(state.step, read)
         except CutShortError:
             return state
@@ -76,7 +76,7 @@ class Evaluation:
         index = open_index(config.data, config.eval.split)
         found = score_split(forward, engine.init_state, config=config, index=index, tokenizer=tokenizer, world=world)
         passage = on_all_ranks(lambda: open_passage(index, config, tokenizer.bos_id), f"opening {index.split_dir}")
-        read = passage_figures(forward, engine.init_state, engine.module.memories(), passage, world.device)
+        read = passage_metrics(forward, engine.init_state, engine.module.memories(), passage, world.device)
         engine.train(True)
         measure = f"{index.split}, {protocol_of_training(config)}; data {index.fingerprint[:_DATA_CHARS]}"
         return Validation(step, found.nll / found.num_scored, measure), found.figures(), read

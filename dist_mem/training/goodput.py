@@ -4,7 +4,7 @@
     RUN/starts.jsonl: when each start began, and how long no job ran before it
     a checkpoint keeps the parts up to then, and its time: all time from there to the next start is lost
 
-Only rank 0's figures are logged. Times between starts are differences of the clocks of their machines.
+Only rank 0's metrics are logged. Times between starts are differences of the clocks of their machines.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Goodput:
         """Return the state to save in a checkpoint."""
         return {"time": time.time(), "seconds": self.seconds()}
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the metrics of a logged point: the share of each part, which add up to 1, and all seconds."""
         seconds = self.seconds()
         total = sum(seconds.values())

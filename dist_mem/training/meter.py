@@ -28,7 +28,7 @@ MEASUREMENTS = frozenset(
     | goodput.METRICS
 )
 
-LOGGED = "memory/"  # prefix of the figures that memories log: MemoryOutput.logs
+LOGGED = "memory/"  # prefix of the metrics that memories log: MemoryOutput.logs
 
 
 class Totals(NamedTuple):
@@ -47,7 +47,7 @@ class Totals(NamedTuple):
 
 
 class Gradients(Protocol):
-    """The figures of an engine that are logged."""
+    """The metrics of an engine that are logged."""
 
     @property
     def lr(self) -> float: ...
@@ -74,7 +74,7 @@ class Meter:
     def load(self, saved: Mapping[str, float]) -> None:
         """Continue from a saved `state()`, {}: from 0."""
         self._totals = Totals(**{name: saved.get(name, 0.0) for name in Totals._fields})
-        self._logs = {name: figure for name, figure in saved.items() if name.startswith(LOGGED)}
+        self._logs = {name: metric for name, metric in saved.items() if name.startswith(LOGGED)}
         self._steps = saved.get("steps", 0.0)
         self._waited = saved.get("waited", 0.0)
         self._began = time.perf_counter() - saved.get("seconds", 0.0)
@@ -111,21 +111,21 @@ class Meter:
 
     def add(self, totals: Totals, *, epoch: float, logs: Mapping[str, float] = MappingProxyType({})) -> None:
         """Count one update; `epoch` is `Update.epoch`, `logs` are `Outcome.logs`."""
-        for name, figure in logs.items():
-            self._logs[LOGGED + name] = self._logs.get(LOGGED + name, 0.0) + figure
+        for name, metric in logs.items():
+            self._logs[LOGGED + name] = self._logs.get(LOGGED + name, 0.0) + metric
         self._totals = Totals(*map(sum, zip(self._totals, totals, strict=True)))
         self._steps += 1
         self._epoch = epoch
 
-    def note(self, figures: Mapping[str, float]) -> None:
-        """Add figures that are not measured in every step to the next point; later values replace earlier ones."""
-        self._noted.update(figures)
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """Add metrics that are not measured in every step to the next point; later values replace earlier ones."""
+        self._noted.update(metrics)
 
     def read(self, engine: Gradients) -> dict[str, float]:
         """Return the metrics of a logged point, and reset the sums.
 
         Losses are in nats per token, averaged over all tokens since the last point. Documents are counted since the
-        start of the run. `peak_memory_gb` is that of this process, unless the figure of another one is noted. Figures
+        start of the run. `peak_memory_gb` is that of this process, unless the metric of another one is noted. Metrics
         logged by memories are averaged over blocks and over all lanes that read something since the last point.
         """
         seconds, totals = time.perf_counter() - self._began, self._totals
@@ -155,7 +155,7 @@ class Meter:
         if totals.aux:
             metrics["aux_loss"] = totals.aux / (self._lane_segments * max(1.0, self._steps))
         if totals.num_read:
-            metrics |= {name: figure / totals.num_read for name, figure in self._logs.items()}
+            metrics |= {name: metric / totals.num_read for name, metric in self._logs.items()}
         self._totals, self._logs = Totals(documents=totals.documents, documents_skipped=totals.documents_skipped), {}
         self._steps, self._waited, self._began, self._noted = 0.0, 0.0, self._began + seconds, {}
         return metrics

@@ -1,7 +1,7 @@
 """Model FLOPs utilisation: the model's FLOP/s as a share of the peak of all devices (Chowdhery et al. 2022, app. B).
 
 The model's FLOPs are those of its products (estimate/counting.py), without recomputation, for the tokens read. So
-padding, lanes without work, and all other operations make the figure smaller.
+padding, lanes without work, and all other operations make the metric smaller.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Utilisation(NamedTuple):
 
 
 def find_utilisation(train: TrainConfig, flops: Flops | None, world: World) -> tuple[Utilisation | None, list[str]]:
-    """Return what MFU needs, or None and a message that says why there is no figure; collective."""
+    """Return what MFU needs, or None and a message that says why there is no metric; collective."""
     (peak,) = sum_over_ranks([peak_flops(train, world) or math.nan], world.device)
     if math.isnan(peak):
         name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "a rank's device"

@@ -73,7 +73,7 @@ class Reporting:
         if messages:
             self.tag(f"straggler.step_{step}", "; ".join(messages))
         if self.due(step):
-            self.record(step, self.meter.read(self.engine) | self.goodput.figures())
+            self.record(step, self.meter.read(self.engine) | self.goodput.metrics())
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics of a step."""

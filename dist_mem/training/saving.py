@@ -117,7 +117,7 @@ class Saving:
             self.saver.wait()
         tracker = self._reporting.tracker
         for saved in self.saver.finished():
-            self._reporting.meter.note(saved.figures())
+            self._reporting.meter.note(saved.metrics())
             with self._reporting.failure.kept():
                 tracker.log_checkpoint(saved.step, saved.written.path)
             for message in (str(saved), *saved.written.messages):

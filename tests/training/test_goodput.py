@@ -44,7 +44,7 @@ def test_each_phase_belongs_to_a_part(tmp_path: Path, clock: Clock) -> None:
     spend(clock, opening=4, forward=1, backward=2, updating=3, agreeing=5, saving=6, evaluating=7, recording=8)
     parts = {"start": 4, "useful": 6, "agreement": 5, "saving": 6, "evaluation": 7, "other": 8}
     assert nonzero(goodput) == parts
-    figures = goodput.figures()
+    figures = goodput.metrics()
     assert figures.keys() == METRICS < MEASUREMENTS
     assert figures["goodput/useful"] == 6 / 36 and figures["goodput/seconds"] == 36
 
@@ -115,7 +115,6 @@ def test_a_damaged_file_of_starts_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
 def test_parts_of_a_run_killed_twice_add_up_to_its_time_by_the_clock(tmp_path: Path) -> None:
     books = build_books(tmp_path / "books")
     run_dir = tmp_path / "run"
