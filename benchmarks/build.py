@@ -19,8 +19,8 @@ from lib.common import arguments_of, interleaved, load
 from dist_mem.data.shard import TokenizedDocument, write_split
 from dist_mem.data.tokenizers import registry as tokenizer
 from dist_mem.data.verify import verify_dataset
-from dist_mem.datasets import source, workers
-from dist_mem.datasets.builder import build_dataset
+from dist_mem.datasets import source
+from dist_mem.datasets.builder import build_dataset, map_unordered
 from dist_mem.datasets.recipes.sample import SIZES
 from dist_mem.datasets.recipes.sample import write_split as write_library
 from dist_mem.datasets.source import SourceDocument
@@ -46,7 +46,7 @@ def encode(piece: tuple[Path, list[str]]) -> int:
 def encode_all(data_dir: Path, texts: Sequence[str], *, num_workers: int) -> int:
     """Encode texts in worker processes; return the number of tokens."""
     pieces = [(data_dir, list(texts[first::NUM_PIECES])) for first in range(NUM_PIECES)]
-    with workers.map_unordered(encode, pieces, workers=num_workers) as counts:
+    with map_unordered(encode, pieces, workers=num_workers) as counts:
         return sum(counts)
 
 
@@ -74,8 +74,8 @@ def main() -> None:
         ]
 
         def write() -> None:
-            metadata = {"name": "bench", "split": "train", "tokenizer_fingerprint": trained.fingerprint}
-            write_split(tokenized, data_dir / "train", **metadata)
+            fingerprint = trained.fingerprint
+            write_split(tokenized, data_dir / "train", name="bench", split="train", tokenizer_fingerprint=fingerprint)
 
         def build(num_workers: int) -> None:
             options = {"name": "bench", "vocab_size": arguments.vocab_size, "overwrite": True}

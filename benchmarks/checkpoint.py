@@ -153,7 +153,7 @@ class Bench:
         files = saved.written.path.glob(f"*/rank-{self.world.rank:05d}.safetensors")
         self.plain({f"{path}/{name}": tensor for path in files for name, tensor in load_file(path).items()})
         self.timed("verify and restore", self.restore)
-        self.context.feed.restart(self.state.cursors)
+        self.context.feed.restart(self.state.cursors, self.state.step)
         self.context.feed.read_first()
         if self.world.rank == 0:
             for path in (beside.written.path, saved.written.path):

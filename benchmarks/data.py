@@ -112,7 +112,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_data(Path(folder), int(arguments.tokens * 1e6))
         for shape in arguments.shapes:
-            compare(Path(folder), *map(int, shape.split("x")), arguments)
+            num_lanes, seg_len = map(int, shape.split("x"))
+            compare(Path(folder), num_lanes, seg_len, arguments)
     if streaming is None:
         print("\nmosaicml-streaming: not installed (python benchmarks/data.py --help says how)")
     print(f"{load()} at the end; an H200 takes about {STEP_SECONDS * 1e3:.0f} ms for 8 x 512 tokens")

@@ -89,8 +89,7 @@ def measure_rank(overrides: list[str], *, allocations: bool) -> None:
         profiler.start()
     torch.manual_seed(0)
     model = MemoryLM(config, VOCAB_SIZE)
-    sizes = {"world_size": world.size, "accumulation": batch.accumulation}
-    engine = Engine(model, config, deepspeed_block(config), **sizes)
+    engine = Engine(model, config, deepspeed_block(config), world_size=world.size, accumulation=batch.accumulation)
     engine.train()
     context = StepContext(config, world, engine, Divergence(config.divergence), total_steps=100)
     groups = torch.tensor(lanes).split(config.train.micro_batch_size)
@@ -171,7 +170,7 @@ def main() -> None:
             if arguments.only not in name:
                 continue
             settings = [*BASE, *keys, *overrides]
-            row = {
+            row: dict[str, Any] = {
                 "case": name,
                 "predicted": predicted(num_ranks, settings),
                 "allocated": measured(num_ranks, settings, "allocated"),

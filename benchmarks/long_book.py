@@ -56,7 +56,8 @@ class Book:
         torch.manual_seed(0)
         model = {"num_layers": 2, "d_model": 256, "num_heads": 4, "d_inner": 1024, "dropout": 0.0}
         keys = {"model": model, "memory": memory, "train": {"seg_len": seg_len}}
-        self.model = MemoryLM(OmegaConf.merge(OmegaConf.structured(Config), keys), VOCAB)
+        config: Any = OmegaConf.merge(OmegaConf.structured(Config), keys)
+        self.model = MemoryLM(config, VOCAB)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.seg_len = seg_len
         self.state = self.model.init_state(torch.zeros(1, dtype=torch.int64), "cpu", torch.float32)

@@ -38,7 +38,7 @@ from lib.simulated_checkpoint import (
     vote_and_save,
 )
 
-from dist_mem.data.plan import lanes_of_rank, make_plan
+from dist_mem.data.plan import DocumentPlan, lanes_of_rank
 from dist_mem.supervision.hang_report import Position, failed_nodes, gather_positions, report, write_position
 from dist_mem.supervision.rendezvous import RankDevice, meet
 
@@ -67,7 +67,7 @@ def plan(num_ranks: int) -> Figures:
     num_lanes = num_ranks * LANES_PER_RANK
 
     def two_epochs() -> Any:
-        made = make_plan(lengths, num_lanes=num_lanes, seg_len=SEG_LEN, seed=0)
+        made = DocumentPlan(lengths, num_lanes=num_lanes, seg_len=SEG_LEN, seed=0)
         own = lanes_of_rank(num_lanes, num_ranks, num_ranks - 1, LANES_PER_RANK)
         return made, [made.documents(epoch, lane) for epoch in range(2) for lane in own]
 

@@ -158,8 +158,8 @@ def main() -> None:
     one, two = medians(jobs[1]), medians(jobs[2])
     for part in one:
         print(f"{part:<44}{one[part]:>8.2f}{two[part]:>9.2f}")
-    for name, found in commands.items():
-        print(f"{name:<44}{statistics.median(found):>8.2f}   {min(found):.2f} to {max(found):.2f}")
+    for name, taken in commands.items():
+        print(f"{name:<44}{statistics.median(taken):>8.2f}   {min(taken):.2f} to {max(taken):.2f}")
 
 
 if __name__ == "__main__":

@@ -186,7 +186,7 @@ def card(settings: Settings) -> str:
 def prepare(bench: Bench) -> list[subprocess.Popen[bytes]]:
     """Start, beside the first cases: the doctor, the random words, and the estimates of memory; return the words'."""
     settings, sizes = bench.settings, dict.fromkeys(speed.size for speed in speeds())
-    start = {"stdout": subprocess.DEVNULL, "stderr": (bench.out / "prepare.txt").open("a")}
+    start: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": (bench.out / "prepare.txt").open("a")}
     small = bench.out / "data" / "tiny"
     subprocess.run(build_words(small, SMALL_WORDS, SMALL_TOKENS), check=True, **start)
     builds = []

@@ -29,7 +29,13 @@ LANES_PER_RANK = 8
 LAYERS, PER_LAYER = 24, 13  # parameters of a Transformer-XL; two more have no layer
 ELEMENTS = 4  # of a parameter, on each rank
 KINDS = ("master", "exp_avg", "exp_avg_sq")
-FACTS = {"zero_stage": 3, "mlflow_run_id": None, "data_fingerprint": "", "tokenizer_fingerprint": "", "meter": {}}
+FACTS: dict[str, Any] = {
+    "zero_stage": 3,
+    "mlflow_run_id": None,
+    "data_fingerprint": "",
+    "tokenizer_fingerprint": "",
+    "meter": {},
+}
 Figures = dict[str, float]  # what, with its unit -> figure
 
 
@@ -98,7 +104,7 @@ def vote_and_save(num_ranks: int, run_dir: Path) -> Figures:
 
     shapes = parameter_shapes(num_ranks)
     snapshots = [snapshot_of(rank, num_ranks, shapes) for rank in range(num_ranks)]
-    commit._finish = timed_finish
+    vars(commit)["_finish"] = timed_finish
     with server, ranks_as_threads(num_ranks) as run:
         before = len(list(Path("/proc/self/fd").iterdir()))
         connecting, channels = cpu_seconds(lambda: run(connect))

@@ -46,7 +46,12 @@ def device_seconds(function: Step) -> float:
     if not torch.cuda.is_available():
         return seconds(function)
     torch.cuda.synchronize()
-    return seconds(lambda: (function(), torch.cuda.synchronize()))
+
+    def whole() -> None:
+        function()
+        torch.cuda.synchronize()
+
+    return seconds(whole)
 
 
 def configuration(memory: dict[str, Any], arguments: argparse.Namespace) -> Any:

@@ -157,7 +157,7 @@ def test_torchrun_on_two_hosts_ends_with_the_cut_and_goes_on(
 
 
 QUICK = (
-    "import sys; from dist_mem.runtime import lease; lease.HEARTBEAT_SECONDS, lease.STALE_SECONDS = 0.2, 4.0;"
+    "import sys; from dist_mem.supervision import lease; lease.HEARTBEAT_SECONDS, lease.STALE_SECONDS = 0.2, 4.0;"
     "from dist_mem.__main__ import entry; sys.argv[0] = 'dist-mem'; entry()"
 )
 
