@@ -303,12 +303,12 @@ def test_every_row_of_the_papers_is_audited() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_papers_figures_are_all_there_and_no_others(name: str) -> None:
-    rows = paper(name).rows
+    rows = paper(name).rows if "paper" in scales_of(name) else {}
     assert {key: row.paper for key, row in rows.items() if row.paper} == FIGURES.get(name, {})
     sizes = {key: tuple(size * 1_000_000 for size in pair) for key, pair in SIZES.items()}
     found = {key: (row.sizes["parameters"], row.sizes["multiply_adds"]) for key, row in rows.items() if row.sizes}
     assert found == (sizes if name == "lamemo.table1" else {})
-    assert {column for row in rows.values() for column in row.paper} <= paper(name).columns.keys()
+    assert all(row.paper.keys() <= paper(name).columns.keys() for row in rows.values())
 
 
 def test_every_figure_is_made_by_a_table_from_as_many_rows_as_it_shows() -> None:

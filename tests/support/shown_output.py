@@ -3,6 +3,7 @@
 - Numbers, times, checksums and absolute paths are equal to any other one; `n/a`, `nan` and `inf` are numbers.
 - A line `...` on the page stands for any lines, none too; `...` within a line for any text.
 - Amounts of blanks, empty lines, and the bracket of `compare` (`1.21x lower`) do not count.
+- An interval is as well the reason why there is none: here a split has four documents, and a bootstrap needs eight.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ _VERDICT = re.compile(r" ?\([\d.,]+x (?:lower|higher)\)")  # left out of a table
 _PATH = re.compile(r"(?<![\w.])/[\w.+-]+(?:/[\w.+-]*)+")
 _HASH = re.compile(r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{8,}\b")
 _NUMBER = re.compile(r"(?<![A-Za-z_])[-+]?\d+(?:[.,:]\d+)*(?:e[-+]?\d+)?|\b(?:n/a|nan|inf)\b")
+_INTERVAL = re.compile(r"\([\d.]+ % interval [^)]*\)|\(no interval: [^)]*\)")
 _TERMINAL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -36,7 +38,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _plain(line: str) -> str:
-    line = _VERDICT.sub("", _TERMINAL.sub("", line))
+    line = _INTERVAL.sub("(an interval)", _VERDICT.sub("", _TERMINAL.sub("", line)))
     for form, name in ((_PATH, "PATH"), (_HASH, "HASH"), (_NUMBER, "#")):
         line = form.sub(name, line)
     return " ".join(line.split())
