@@ -30,7 +30,7 @@ starts=starts${PER_TASK:+-$SLURM_ARRAY_TASK_ID}
 if [ "$SLURM_PROCID" = 0 ]; then
   master=$MASTER_ADDR:${MASTER_PORT-of the step}
   when="$DIST_MEM_JOB_END|$(date +%s)"
-  echo "$*|${SLURM_RESTART_COUNT:-0}|$SLURM_JOB_NODELIST|$master|$when|$DIST_MEM_SNAPSHOT" >>$starts
+  echo "$*|${SLURM_RESTART_COUNT:-0}|$SLURM_JOB_NODELIST|$master|$when|$SLURM_JOB_ID|$DIST_MEM_SNAPSHOT" >>$starts
   code=$(sed -n "$(wc -l <$starts)p" codes)
   [ "${code%+}" = "$code" ] || mkdir -p "run/checkpoints/step-$(printf %08d "$(wc -l <$starts)")"
   case $code in 1* | 86*) echo "$SLURMD_NODENAME" >>run/slurm/failed_nodes ;; esac # as preflight and watchdog do
@@ -179,7 +179,7 @@ def test_log_of_the_job_names_what_a_node_lacks(slurm: Cluster, tmp_path: Path) 
 
 
 def test_ranks_receive_their_arguments_rendezvous_address_and_end(outcomes: dict[str, Outcome]) -> None:
-    arguments, restarts, nodes, master, end, now, _ = outcomes["stopped, then done"].starts[1]
+    arguments, restarts, nodes, master, end, now, *_ = outcomes["stopped, then done"].starts[1]
     assert arguments == "train a b.yaml x.y=[1, 2]"
     assert (restarts, nodes) == ("1", "node[1-2]")
     assert master == "127.0.0.1:of the step", "node1 has no name here: Slurm's address for it"
@@ -206,7 +206,7 @@ def test_resubmitted_job_waits_for_the_first_and_has_its_arguments(outcomes: dic
     first, second = outcomes["resubmit"].starts
     assert first[0] == second[0] == "train a b.yaml x.y=[1, 2]"
     assert first[1] == second[1] == "0", "another job, not a restart of the first"
-    assert first[3] != second[3]
+    assert first[6] != second[6]
 
 
 @pytest.mark.parametrize("name", ["exclude", "unfit node"])

@@ -34,7 +34,10 @@ class Budget:
         return number if number * each <= self.seconds else max(self.least, int(self.seconds / each))
 
 
-BUDGETS = {"quick": Budget(1.5, 0, frozenset({"nightly", "slurm", "netns", "servers", "pages"})), "all": Budget(12.0, 1)}
+BUDGETS = {
+    "quick": Budget(1.5, 0, frozenset({"nightly", "slurm", "netns", "servers", "pages"})),
+    "all": Budget(12.0, 1),
+}
 
 
 def read_durations(path: Path = DURATIONS) -> dict[str, float]:
