@@ -15,6 +15,7 @@ import ast
 import csv
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -91,24 +92,28 @@ def drawn(number: int, seed: int) -> list[Mutant]:
     return [mutant for together in zip(*by_folder, strict=False) for mutant in together][:number]
 
 
-def outcome(mutant: Mutant, copy: Path, options: list[str]) -> str:
-    """Test one mutant in the copy, and restore its file; return what happened."""
-    path, source = copy / mutant.path, (ROOT / mutant.path).read_bytes()
-    path.write_bytes(source[: mutant.start] + mutant.after.encode() + source[mutant.stop :])
-    own = mutant.path.split("/")[1]
+def outcome(mutant: Mutant | None, copy: Path, options: list[str]) -> str:
+    """Test one mutant in the copy, or the package as it is, and restore its file; return what happened."""
+    folders = list(TESTED)
+    if mutant is not None:
+        path, source = copy / mutant.path, (ROOT / mutant.path).read_bytes()
+        path.write_bytes(source[: mutant.start] + mutant.after.encode() + source[mutant.stop :])
+        own = mutant.path.split("/")[1]
+        folders.sort(key=lambda folder: folder != own)
     try:
-        for folders in ([own], [folder for folder in TESTED if folder != own]):
-            tests = [f"tests/{folder}" for folder in folders]
-            command = [sys.executable, "-m", "pytest", *options, "-x", "-q", "-p", "no:cacheprovider", *tests]
-            code = subprocess.run(
-                command, cwd=copy, capture_output=True, timeout=SECONDS, env={**os.environ, "PYTHONPATH": str(copy)}
-            ).returncode
-            if code != 0:
-                return f"killed by {'its own folder' if folders == [own] else 'another folder'}"
+        for tests in (folders[:1], folders[1:]):
+            command = [sys.executable, "-m", "pytest", *options, "-x", "-q", "-p", "no:cacheprovider"]
+            command += [f"tests/{folder}" for folder in tests]
+            environment = {**os.environ, "PYTHONPATH": str(copy)}
+            done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=SECONDS, env=environment)
+            if done.returncode != 0:
+                failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+                return f"killed by {failed[0] if failed else f'exit code {done.returncode}'}"
     except subprocess.TimeoutExpired:
         return "killed: it hangs"
     finally:
-        path.write_bytes(source)
+        if mutant is not None:
+            path.write_bytes(source)
     return "survived"
 
 
@@ -122,9 +127,9 @@ def main() -> int:
     arguments = parser.parse_args()
     rows = list(csv.reader(arguments.out.open())) if arguments.out.exists() else []
     if not arguments.copy.exists():
-        shutil.copytree(
-            ROOT, arguments.copy, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "mlruns", "*.db", "site")
-        )
+        shutil.copytree(ROOT, arguments.copy, ignore=shutil.ignore_patterns(".venv", "runs", "mlruns", "*.db", "site"))
+    if not rows and (found := outcome(None, arguments.copy, arguments.options)) != "survived":
+        raise SystemExit(f"the package as it is: {found}")
     for number, mutant in enumerate(drawn(arguments.number, arguments.seed)):
         if number < len(rows):
             continue
