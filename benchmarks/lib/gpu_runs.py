@@ -142,7 +142,7 @@ def evaluated(bench: Bench, name: str) -> dict[str, Any]:
         start = bench.command if where == "device" else bench.on_cpu
         bench.wait(start(arguments, output), output)
         (report,) = (run_dir / "evaluations").glob("*.json")
-        found[where] = json.loads(report.read_text())["figures"]["train/token_perplexity"]
+        found[where] = json.loads(report.read_text())["metrics"]["train/token_perplexity"]
     error = abs(found["device"] / found["cpu"] - 1.0)
     return verdict(error <= DEVICES_AGREE, error=error, limit=DEVICES_AGREE, token_perplexity=found)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from dist_mem.runtime.file_schema import (
     Schema,
-    figure,
     integer,
     leaf,
+    metric,
     number,
     optional,
     plain_path,
@@ -25,7 +25,7 @@ WEIGHTS = "model.safetensors"  # of an export
 _COUNT = integer(high=2**53)
 _FILES = table(record({"bytes": _COUNT, "sha256": sha256}, is_open=False), keys=plain_path)
 _LANE_ID = leaf("a lane", lambda key: isinstance(key, str) and key.isdecimal() and len(key) <= 15)
-_DIVERGENCE = {"skip": _COUNT, "rollback": _COUNT, "first_trained": _COUNT, "losses": rows(figure)}
+_DIVERGENCE = {"skip": _COUNT, "rollback": _COUNT, "first_trained": _COUNT, "losses": rows(metric)}
 _ALL = {"format_version": integer(), "sha256": sha256, "step": integer(high=10**12), "files": _FILES}
 _CHECKPOINT = {
     "world_size": integer(1, 10**6),
@@ -34,7 +34,7 @@ _CHECKPOINT = {
     "mlflow_run_id": optional(text),
     "data_fingerprint": text,
     "tokenizer_fingerprint": text,
-    "meter": table(figure),
+    "meter": table(metric),
 }
 _FURTHER = {
     "time": leaf("a time", lambda value: type(value) in (int, float) and 0 <= value < 2**34),
@@ -43,7 +43,7 @@ _FURTHER = {
     "divergence": record({}, _DIVERGENCE, is_open=True),
     "points": _COUNT,
     "goodput": record({"time": number, "seconds": table(number)}, is_open=True),
-    "validation": optional(record({"step": _COUNT, "loss": figure, "measure": text}, is_open=False)),
+    "validation": optional(record({"step": _COUNT, "loss": metric, "measure": text}, is_open=False)),
 }
 _OF_CHECKPOINT = record(
     {**_ALL, **_CHECKPOINT, "lanes": table(rows(leaf("a file, or its row", lambda value: True)))},

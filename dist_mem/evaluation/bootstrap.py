@@ -70,8 +70,8 @@ def _bounds(
     """Return the interval of sum(after - before) / sum(counts) over documents, of mean seeds; None if it is not known.
 
     Args:
-        before, after: a figure of every document, (seeds, documents); the numbers of seeds may differ.
-        counts: what the figures are divided by, (documents,).
+        before, after: a metric of every document, (seeds, documents); the numbers of seeds may differ.
+        counts: what the metrics are divided by, (documents,).
     """
     if _problem(before, after) is not None:
         return None
@@ -89,19 +89,19 @@ def _bounds(
 
 
 def _problem(before: NDArray[np.float64], after: NDArray[np.float64]) -> str | None:
-    """Return why there is no interval of figures of documents, (seeds, documents) each; None if there is one."""
+    """Return why there is no interval of metrics of documents, (seeds, documents) each; None if there is one."""
     num_documents = before.shape[1]
     if num_documents < MIN_DOCUMENTS:
         return f"{counted(num_documents, 'document')}; a bootstrap needs at least {MIN_DOCUMENTS}"
     return None if np.isfinite(before).all() and np.isfinite(after).all() else "a loss is not finite"
 
 
-def _drawn_means(figures: NDArray[np.float64], rows: int, generator: np.random.Generator) -> NDArray[np.float64]:
-    """Return means of the figures over drawn seeds: (rows, documents)."""
-    num_seeds = len(figures)
+def _drawn_means(metrics: NDArray[np.float64], rows: int, generator: np.random.Generator) -> NDArray[np.float64]:
+    """Return means of the metrics over drawn seeds: (rows, documents)."""
+    num_seeds = len(metrics)
     size = max(1, num_seeds - 1)
     weights = generator.multinomial(size, np.full(num_seeds, 1 / num_seeds), size=rows) / size
-    means: NDArray[np.float64] = weights @ figures
+    means: NDArray[np.float64] = weights @ metrics
     return means
 
 

@@ -1,4 +1,4 @@
-"""README.md of an export: what the model is, how to load it, its data, figures, limits and code."""
+"""README.md of an export: what the model is, how to load it, its data, metrics, limits and code."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ dist-mem evaluate {name} --split test data.path=FOLDER
 
 The run `{run}` read at most {num_tokens:,} tokens in {step} steps. {data}
 
-## Figures
+## Metrics
 
-{figures}
+{metrics}
 
 ## Limits
 
 The model continues texts like those it was trained on; it follows no instructions, and what it writes may be false or
-offensive. It remembers no more of a text than its memory keeps, and nothing of another text. Figures depend on where
+offensive. It remembers no more of a text than its memory keeps, and nothing of another text. Metrics depend on where
 segments begin: a text is read from its first token on, in segments of {seg_len}.
 
 ## Code
@@ -102,7 +102,7 @@ def card(trained: TrainedModel, config: Config, name: str, *, layout: str) -> st
         data=f"Its data have the fingerprint `{fingerprint}`."
         if fingerprint
         else "Its weights have seen no data here.",
-        figures=_figures(trained.checkpoint),
+        metrics=_metrics(trained.checkpoint),
         code=f"The checkpoint was written by commit `{commit}`." if commit else "The commit is not known.",
         trust=_trust(trained.checkpoint, is_hub=is_hub),
     )
@@ -120,7 +120,7 @@ def _trust(checkpoint: Checkpoint, *, is_hub: bool) -> str:
     return _REMOTE if is_hub else _DATA_ONLY
 
 
-def _figures(checkpoint: Checkpoint) -> str:
+def _metrics(checkpoint: Checkpoint) -> str:
     """Return a table of the evaluations of this checkpoint that were made before the export."""
     found = _reports(checkpoint)
     validation = checkpoint.manifest.get("validation")

@@ -41,7 +41,7 @@ class Entry(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The figures of one run, each with the factor by which it is lower than the first run's."""
+    """The metrics of one run, each with the factor by which it is lower than the first run's."""
 
     name: str
     perplexity: float  # word-level; per token if words are not known
@@ -141,7 +141,7 @@ def _by_protocol(reports: Mapping[str, Path]) -> dict[str, Path]:
 
 
 def compare(reports: Sequence[Entry]) -> list[Row]:
-    """Return the figures of every run over common bands; bands without recall tokens are omitted.
+    """Return the metrics of every run over common bands; bands without recall tokens are omitted.
 
     Raises:
         ValueError: the reports score different texts, or have different tokenizers while tokens are compared.

@@ -164,7 +164,7 @@ def _publish(
     metadata = described(checkpoint, config.name, protocol, memory)
     files = write_report(report, checkpoint.run_dir / "evaluations", name, metadata=metadata)
     prefix = report_name(report.split, tag)
-    metrics = {f"{prefix}{figure.removeprefix(report.split)}": value for figure, value in report.figures().items()}
+    metrics = {f"{prefix}{metric.removeprefix(report.split)}": value for metric, value in report.metrics().items()}
     track(checkpoint, config.tracking, metrics, files, overrides)
     return files[1]
 

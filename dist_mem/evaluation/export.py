@@ -10,7 +10,7 @@
         config.yaml         the training configuration without paths and addresses of the training machine
         tokenizer.json ...  the tokenizer
         memory/NAME.py      memories from outside the package, if the model has any
-        README.md           description, loading instructions, figures, limits (card.py)
+        README.md           description, loading instructions, metrics, limits (card.py)
         manifest.json       written last: size and SHA-256 of every file, as in a checkpoint
 
 `dist-mem evaluate` and `dist_mem.load` accept it in place of a run. It can be made from a checkpoint of any ZeRO

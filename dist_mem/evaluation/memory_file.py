@@ -71,7 +71,7 @@ class MemoryFile(NamedTuple):
 
     @property
     def tag(self) -> str:
-        """A name for files and figures, the same for every model that has read these texts: "memory-1a2b3c4d"."""
+        """A name for files and metrics, the same for every model that has read these texts: "memory-1a2b3c4d"."""
         return f"memory-{hashlib.sha256(' '.join(read.sha256 for read in self.texts).encode()).hexdigest()[:8]}"
 
     def __str__(self) -> str:

@@ -20,7 +20,7 @@ from dist_mem.evaluation.scores import MAX_EXPONENT, Band, Report, perplexity, r
 class MemoryGain(NamedTuple):
     """The gain of some tokens from the memory."""
 
-    num_scored: int  # tokens; 0: the other figures are nan
+    num_scored: int  # tokens; 0: the other metrics are nan
     nats: float  # per token; negative if the memory does harm
     with_memory: float  # token perplexity with memory
     without: float  # token perplexity without memory

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from dist_mem.config import Config, EvalConfig
 from dist_mem.config.memory_blocks import described, memories_of
 
-WITHOUT_MEMORY = "without-memory"  # in names of files and figures
+WITHOUT_MEMORY = "without-memory"  # in names of files and metrics
 
 
 class Protocol(NamedTuple):
-    """The settings that, besides weights and text, determine the figures of a report."""
+    """The settings that, besides weights and text, determine the metrics of a report."""
 
     seg_len: int  # T, tokens
     mem_len: int  # M, tokens; 0 for no short-term memory
@@ -73,12 +73,12 @@ def protocol_of_training(config: Config) -> Protocol:
 
 
 def report_name(*parts: str) -> str:
-    """Join the non-empty parts of a file's or figure's name with hyphens."""
+    """Join the non-empty parts of a file's or metric's name with hyphens."""
     return "-".join(part for part in parts if part)
 
 
 def tag_of(config: Config, *, without_memory: bool = False) -> str:
-    """Return the differences from the training's protocol, for names of files and figures: "M640-stream10", or "".
+    """Return the differences from the training's protocol, for names of files and metrics: "M640-stream10", or "".
 
     The training's protocol scores whole documents in fp32, each with an empty memory, whatever the evaluations during
     training do. Call this before `apply_protocol`.

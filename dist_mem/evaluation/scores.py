@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.csv_text import csv_text
-from dist_mem.runtime.file_schema import MAX_INTEGER, check, figure, integer, leaf, number, optional, read_json, record
+from dist_mem.runtime.file_schema import MAX_INTEGER, check, integer, leaf, metric, number, optional, read_json, record
 from dist_mem.runtime.file_schema import rows as rows_of
 from dist_mem.runtime.file_schema import table as table_of
 from dist_mem.runtime.file_schema import text as text_of
@@ -64,8 +64,8 @@ class DocumentScore:
     depth: float | None = None  # of what its answer recalls, from 0 to 1; None: it is no document of one answer
 
 
-FIGURES = ("word_perplexity", "token_perplexity", "bits_per_byte", "accuracy", "whole_answers")  # of a Report
-RECALL_FIGURES = ("recall_perplexity", "recall_accuracy")  # of a Report and a band
+METRICS = ("word_perplexity", "token_perplexity", "bits_per_byte", "accuracy", "whole_answers")  # of a Report
+RECALL_METRICS = ("recall_perplexity", "recall_accuracy")  # of a Report and a band
 BANDS = ("segment", "memory", "beyond")
 
 
@@ -139,11 +139,11 @@ class Report:
     def _within(self, band: Band) -> list[RecallScore]:
         return [score for score in self.recall if band.low < score.distance <= (band.high or math.inf)]
 
-    def figures(self) -> dict[str, float]:
-        """Return the figures to track, "validation/word_perplexity" and so on, without unknown ones (nan)."""
-        found: dict[str, float] = {name: getattr(self, name) for name in FIGURES}
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics to track, "validation/word_perplexity" and so on, without unknown ones (nan)."""
+        found: dict[str, float] = {name: getattr(self, name) for name in METRICS}
         for name, band in recall_bands(self.seg_len, self.mem_len).items():
-            found |= {f"{figure}_{name}": getattr(self, figure)(band) for figure in RECALL_FIGURES}
+            found |= {f"{metric}_{name}": getattr(self, metric)(band) for metric in RECALL_METRICS}
         return {f"{self.split}/{name}": value for name, value in found.items() if not math.isnan(value)}
 
 
@@ -187,7 +187,7 @@ def accuracy(hits: int | None, num_scored: int) -> float:
 
 
 def shown(value: float, form: str = ",.2f") -> str:
-    """Format a figure in at most ten characters; n/a for nan."""
+    """Format a metric in at most ten characters; n/a for nan."""
     if math.isnan(value):
         return "n/a"
     return f"{value:{form}}" if value < 1e6 else f"{value:.3e}"
@@ -258,7 +258,7 @@ def write_report(report: Report, directory: Path, name: str, *, metadata: dict[s
     body = {
         "format_version": FORMAT_VERSION,
         **metadata,
-        "figures": report.figures(),
+        "metrics": report.metrics(),
         "report": {**asdict(report), "recall": [list(score) for score in report.recall]},
     }
     contents = {f"{name}.csv": to_csv(report.documents), f"{name}.json": json.dumps(body, indent=1) + "\n"}
@@ -302,7 +302,7 @@ _REPORT = record(
     },
     is_open=False,
 )
-_BODY = record({"report": _REPORT}, {"figures": table_of(figure), "step": integer()}, is_open=True)
+_BODY = record({"report": _REPORT}, {"metrics": table_of(metric), "step": integer()}, is_open=True)
 _REMEDY = "; give a report of `dist-mem evaluate`, or evaluate again"
 
 

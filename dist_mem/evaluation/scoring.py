@@ -232,7 +232,7 @@ def check_complete(index: Index, extent: Extent, sums: Sums) -> None:
             raise EvaluationError(f"{where}: its loss is {float(sums.nll[document])}")
     if not sums.num_scored.any():
         raise EvaluationError(
-            f"{index.split_dir}: no token is scored, so there is no figure: set eval.max_document_len higher, or to "
+            f"{index.split_dir}: no token is scored, so there is no metric: set eval.max_document_len higher, or to "
             "null, or build the split with tokens that count"
         )
 

@@ -30,7 +30,7 @@ from dist_mem.runtime.files import write_text
 from dist_mem.runtime.signals import StopSignal
 
 KEYS = ("mem_len", "seg_len", "clamp_len")  # of `eval`
-FIGURES = ("word_perplexity", "token_perplexity", "bits_per_byte")
+METRICS = ("word_perplexity", "token_perplexity", "bits_per_byte")
 
 
 class Sweep(NamedTuple):
@@ -48,7 +48,7 @@ class Row(NamedTuple):
     split: str
     protocol: Protocol
     num_scored: int
-    figures: dict[str, float]  # by the names of FIGURES; nan: not known
+    metrics: dict[str, float]  # by the names of METRICS; nan: not known
 
 
 def parse_sweep(text: str) -> Sweep:
@@ -145,17 +145,17 @@ def evaluated(
     config = read_settings(checkpoint.directory, overrides, reads_data=True)
     use_threads(config.train)
     report = evaluate_checkpoint(checkpoint, config, split=split or config.eval.split, world=world, check=check)
-    figures = {figure: float(getattr(report, figure)) for figure in FIGURES}
-    row = Row(name, checkpoint.manifest["step"], report.split, protocol_of(config), report.num_scored, figures)
+    metrics = {metric: float(getattr(report, metric)) for metric in METRICS}
+    row = Row(name, checkpoint.manifest["step"], report.split, protocol_of(config), report.num_scored, metrics)
     if world.rank == 0:
-        figure = main_figure([row])
-        print(f"{name}, {row.protocol}: {figure.replace('_', ' ')} {shown(figures[figure])}", flush=True)
+        metric = main_metric([row])
+        print(f"{name}, {row.protocol}: {metric.replace('_', ' ')} {shown(metrics[metric])}", flush=True)
     return row
 
 
-def main_figure(rows: Sequence[Row]) -> str:
-    """Return the figure to print and plot: word-level perplexity, or token perplexity if words are not known."""
-    return "token_perplexity" if any(math.isnan(row.figures["word_perplexity"]) for row in rows) else "word_perplexity"
+def main_metric(rows: Sequence[Row]) -> str:
+    """Return the metric to print and plot: word-level perplexity, or token perplexity if words are not known."""
+    return "token_perplexity" if any(math.isnan(row.metrics["word_perplexity"]) for row in rows) else "word_perplexity"
 
 
 def files_of(stem: Path) -> list[Path]:
@@ -177,22 +177,22 @@ def to_markdown(rows: Sequence[Row]) -> str:
     clamp, rule = (" clamp |", "---|") if with_clamp else ("", "")
     lines = [f"| run | step | T | M |{clamp} tokens | word ppl | token ppl | bits/byte |", f"{'|---' * 8}|{rule}"]
     for row in rows:
-        word, token, bits = (row.figures[figure] for figure in FIGURES)
+        word, token, bits = (row.metrics[metric] for metric in METRICS)
         lengths = f"{row.protocol.seg_len} | {row.protocol.mem_len}"
         if with_clamp:
             lengths += f" | {row.protocol.clamp_len}"
-        figures = f"{shown(word)} | {shown(token)} | {shown(bits, '.4f')}"
-        lines.append(f"| {row.run} | {row.step} | {lengths} | {row.num_scored:,} | {figures} |")
+        metrics = f"{shown(word)} | {shown(token)} | {shown(bits, '.4f')}"
+        lines.append(f"| {row.run} | {row.step} | {lengths} | {row.num_scored:,} | {metrics} |")
     rest = {str(row.protocol).split(", ", 2)[2] for row in rows}
     return "\n".join([*lines, "", f"split {rows[0].split}; {'; '.join(sorted(rest))}"])
 
 
 def to_csv(rows: Sequence[Row]) -> str:
     """Return a CSV with one line per row, including the whole protocol."""
-    lines: list[list[object]] = [["run", "step", "split", *Protocol._fields, "num_scored", *FIGURES]]
+    lines: list[list[object]] = [["run", "step", "split", *Protocol._fields, "num_scored", *METRICS]]
     for row in rows:
-        figures = [row.figures[figure] for figure in FIGURES]
-        lines.append([row.run, row.step, row.split, *row.protocol, row.num_scored, *figures])
+        metrics = [row.metrics[metric] for metric in METRICS]
+        lines.append([row.run, row.step, row.split, *row.protocol, row.num_scored, *metrics])
     return csv_text(lines)
 
 
@@ -200,17 +200,17 @@ def plot_sweep(rows: Sequence[Row], sweep: Sweep, path: Path, labels: Mapping[st
     """Plot perplexity by length, with a line per label (`draw_lines`)."""
     from matplotlib.figure import Figure  # takes a second to import
 
-    shown_figure = main_figure(rows)
+    shown_metric = main_metric(rows)
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     lines = []
     for name in dict.fromkeys(row.run for row in rows):
         points = [row for row in rows if row.run == name]
         lengths = [getattr(row.protocol, sweep.key) for row in points]
-        lines.append(Line(labels[name], lengths, [row.figures[shown_figure] for row in points]))
+        lines.append(Line(labels[name], lengths, [row.metrics[shown_metric] for row in points]))
     draw_lines(axes, lines)
     axes.set_xlabel(f"{sweep.key} (tokens)")
-    axes.set_ylabel({"word_perplexity": "word-level perplexity", "token_perplexity": "token perplexity"}[shown_figure])
+    axes.set_ylabel({"word_perplexity": "word-level perplexity", "token_perplexity": "token perplexity"}[shown_metric])
     axes.set_title(f"split {rows[0].split}", fontsize=10)
     add_legend(figure)
     save_picture(figure, path)

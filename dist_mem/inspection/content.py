@@ -35,7 +35,7 @@ def content_of(
     losses |= {} if reading.other_windowed is None else {"other_windowed": reading.other_windowed}
     return {
         "format_version": FORMAT_VERSION,
-        "figures": {name: float(gain.nansum()) for name, gain in gains.items()},
+        "metrics": {name: float(gain.nansum()) for name, gain in gains.items()},
         "tokens": reading.document.tokens.tolist(),
         "pieces": reading.pieces,
         "words": [list(word) for word in words],

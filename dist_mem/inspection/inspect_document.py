@@ -5,7 +5,7 @@
 
 It reads one document on one process and prints the gain in nats over the same model without its memory, over another
 run, over a memory emptied at one place, or over one without a passage; words are coloured by the last of these that is
-asked for. RUN/evaluations/inspect-NAME-step-STEP.json has all figures of every token.
+asked for. RUN/evaluations/inspect-NAME-step-STEP.json has all metrics of every token.
 """
 
 from __future__ import annotations

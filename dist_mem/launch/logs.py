@@ -65,7 +65,7 @@ def _describe_missing_logs(run_dir: Path) -> str:
         return f"{run_dir}: job {number} has no log yet; `dist-mem status {run_dir}` shows whether it is queued"
     return (
         f"{run_dir}: no job and no log is in it: its training was not started by `dist-mem launch`, and wrote to "
-        f"the terminal, or the file, of the command that started it; its figures are in {run_dir / 'metrics.jsonl'}"
+        f"the terminal, or the file, of the command that started it; its metrics are in {run_dir / 'metrics.jsonl'}"
     )
 
 

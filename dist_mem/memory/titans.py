@@ -166,7 +166,7 @@ class Titans(Inspectable):
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         step = self.step(x, state, valid_len, shows=False)
         everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
-        return MemoryOutput(self.dropout(step.y), step.state, {}, step.query, everything, self.figures(step))
+        return MemoryOutput(self.dropout(step.y), step.state, {}, step.query, everything, self.metrics(step))
 
     def step(self, x: Tensor, state: State, valid_len: Tensor, *, shows: bool) -> Step:
         """Compute outputs and the new state; `shows`: with the weights of the attention."""
@@ -226,7 +226,7 @@ class Titans(Inspectable):
 
     @staticmethod
     @torch.no_grad()
-    def figures(step: Step) -> dict[str, Tensor]:
+    def metrics(step: Step) -> dict[str, Tensor]:
         """Return means over real tokens: what is kept of the weights, and what share of the values was a surprise."""
         tokens = step.tokens
         count = tokens.is_real.sum(1).clamp(min=1)

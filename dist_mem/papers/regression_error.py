@@ -40,7 +40,7 @@ from dist_mem.runtime.terminal import table
 from dist_mem.tracking.progress import Progress
 
 FORMAT_VERSION = 1
-FIGURES = ("regression_error", "regression_error_newest")
+METRICS = ("regression_error", "regression_error_newest")
 
 
 class Errors(NamedTuple):
@@ -209,7 +209,7 @@ def _publish(target: Path, split: str, layers: list[Errors], metadata: Mapping[s
     print("\n".join(table([("layer", "all rows", "newest"), *cells])))
     content = {
         **metadata,
-        "figures": {f"{split}/{name}": value for name, value in zip(FIGURES, (mean, newest), strict=True)},
+        "metrics": {f"{split}/{name}": value for name, value in zip(METRICS, (mean, newest), strict=True)},
         "layers": [layer._asdict() for layer in layers],
     }
     target.parent.mkdir(exist_ok=True)

@@ -114,7 +114,7 @@ def _is_number(value: Any) -> bool:
 
 
 number = leaf("a finite number", lambda value: _is_number(value) and isfinite(value))
-figure = leaf("a number", _is_number)  # of a run, which may diverge to NaN or infinity
+metric = leaf("a number", _is_number)  # of a run, which may diverge to NaN or infinity
 text = leaf("text", _is_text)
 sha256 = leaf("a SHA-256", lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{64}", value)))
 plain_name = leaf(PLAIN, is_plain)

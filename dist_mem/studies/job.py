@@ -26,9 +26,9 @@ from dist_mem.studies.runs import (
     Run,
     data_of,
     evaluate_command,
-    figure_of,
     keep_result,
     measured,
+    metric_of,
     newest_report,
     read_result,
     train_command,
@@ -240,15 +240,15 @@ def build(job: Job, item: Run, report: Callable[[str], None]) -> None:
 
 
 def _measure(job: Job, item: Run, columns: Mapping[str, Column], name: str, place: Place) -> dict[str, float | None]:
-    """Run the command of a column, and store its figure and those of other columns with the same command."""
+    """Run the command of a column, and store its metric and those of other columns with the same command."""
     first = columns[name]
     job.command(evaluate_command(item, first, job.extra), f"{item.name}-{name}", place=place)
     report = newest_report(item, first)
     values: dict[str, float | None] = {}
     for other, column in same_command(columns, first).items():
-        value, step = figure_of(report, column)
+        value, step = metric_of(report, column)
         values[other] = value  # None if a requirement is missing, as WordNet for METEOR
-        result: dict[str, Any] = {"absent": f"{column.split}/{column.figure}"} if value is None else {"value": value}
+        result: dict[str, Any] = {"absent": f"{column.split}/{column.metric}"} if value is None else {"value": value}
         result |= {"step": step, "evaluate": list(column.evaluate)}
         if column.command == "evaluate":
             result["report"] = str(report.relative_to(item.directory))
@@ -257,9 +257,9 @@ def _measure(job: Job, item: Run, columns: Mapping[str, Column], name: str, plac
 
 
 def same_command(columns: Mapping[str, Column], first: Column) -> dict[str, Column]:
-    """Return the columns whose figures one command measures together with the first."""
+    """Return the columns whose metrics one command measures together with the first."""
     return {
         name: column
         for name, column in columns.items()
-        if replace(column, figure=first.figure, band=first.band) == first
+        if replace(column, metric=first.metric, band=first.band) == first
     }

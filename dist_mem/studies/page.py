@@ -1,6 +1,6 @@
 """The results of a study: `table.md`, `table.csv` with a line per cell, and `table.png`; with a budget more pictures.
 
-The paper's figures appear beside ours only at the paper's scale. At other scales, where data and sizes differ, the
+The paper's metrics appear beside ours only at the paper's scale. At other scales, where data and sizes differ, the
 Markdown has them in a separate section, and the CSV and the plot omit them. A study with a budget also shows what
 every row took, and an interval of its gain over the first row.
 
@@ -45,7 +45,7 @@ NOT_GIVEN = "-"
 PAGE, CELLS, PICTURE = "table.md", "table.csv", "table.png"
 PARETO, RECALL, RECALL_ACCURACY = "pareto.png", "recall.png", "recall_accuracy.png"
 DEPTH, DEPTHS = "depth.png", "depth.csv"
-SHARES = ("accuracy", "whole_answers")  # figures whose interval is that of a difference
+SHARES = ("accuracy", "whole_answers")  # metrics whose interval is that of a difference
 
 
 class Cell(NamedTuple):
@@ -53,7 +53,7 @@ class Cell(NamedTuple):
 
     values: list[float]  # one per evaluated seed
     diverged: int  # seeds whose training diverged
-    absent: int  # seeds whose evaluation has no such figure
+    absent: int  # seeds whose evaluation has no such metric
     missing: int  # seeds still to be run
 
     @property
@@ -104,7 +104,7 @@ def standings(study: Study, runs: Sequence[Run], costs: Mapping[str, Costs]) -> 
     for row in _table_rows(study) if costs else ():
         mine = runs_behind(study, runs, row, name)
         reports = {run.seed: read_report(path) for run in mine if (path := report_of(run, name)) is not None}
-        interval = _interval(first, reports, column.figure) if found else None
+        interval = _interval(first, reports, column.metric) if found else None
         first = first if found else reports
         speeds = [speed for run in mine if (speed := _speed(run)) is not None]
         own = costs[(study.rows[row].best_of or [row])[0]]
@@ -117,16 +117,16 @@ def _table_rows(study: Study) -> list[str]:
     return [row for row in shown_rows(study) if not (study.budget and row in study.candidates)]
 
 
-def _interval(first: Mapping[int, Report], other: Mapping[int, Report], figure: str) -> tuple[float, float] | None:
+def _interval(first: Mapping[int, Report], other: Mapping[int, Report], metric: str) -> tuple[float, float] | None:
     """Return the interval of the gain over seeds and documents; None without a seed of both, or where it is not known.
 
-    The gain is a difference for `SHARES`, and for all other figures the perplexity divided by the other one.
+    The gain is a difference for `SHARES`, and for all other metrics the perplexity divided by the other one.
     """
-    if not (first and other) or figure == "recall_accuracy":
+    if not (first and other) or metric == "recall_accuracy":
         return None
     pair = list(first.values()), list(other.values())
-    if figure in SHARES:
-        return accuracy_interval(*pair, whole=figure == "whole_answers")
+    if metric in SHARES:
+        return accuracy_interval(*pair, whole=metric == "whole_answers")
     return gain_interval(*pair)
 
 
@@ -153,7 +153,7 @@ def write_results(job: Job, provenance: Mapping[str, str]) -> list[Path]:
 def to_markdown(
     study: Study, runs: Sequence[Run], provenance: Mapping[str, str], found: Mapping[str, Standing] | None = None
 ) -> str:
-    """Return the table with its notes and, except at the paper's scale, a section with the paper's figures.
+    """Return the table with its notes and, except at the paper's scale, a section with the paper's metrics.
 
     Args:
         found: what each row of a study with a budget took.
@@ -189,32 +189,32 @@ def to_markdown(
 
 def _budget_heading(study: Study, first: str) -> list[str]:
     name = study.rows[first].name
-    is_share = _first_figure(study) in SHARES
+    is_share = _first_metric(study) in SHARES
     gain = f"memory - {name}, 95 %" if is_share else f"{name} / memory, 95 %"
     return [gain, "parameters", "bytes of memory a lane", "steps", "tokens", "FLOPs", "tokens/s"]
 
 
 def _budget_cells(study: Study, found: Standing) -> list[str]:
-    sign = "+" if _first_figure(study) in SHARES else ""
+    sign = "+" if _first_metric(study) in SHARES else ""
     interval = "" if found.interval is None else " to ".join(f"{bound:{sign}.3f}" for bound in found.interval)
     *sizes, flops = found.costs
     speed = "n/a" if found.speed is None else f"{found.speed:,.0f}"
     return [interval, *(f"{size:,}" for size in sizes), "n/a" if flops is None else f"{flops:.3g}", speed]
 
 
-def _first_figure(study: Study) -> str:
-    return next(iter(study.columns.values())).figure
+def _first_metric(study: Study) -> str:
+    return next(iter(study.columns.values())).metric
 
 
 def _about_interval(study: Study, first: str) -> str:
     """Return the sentences that say what the numbers and intervals of a study with a budget are."""
-    seeds, figure, name = ", ".join(map(str, study.seeds)), _first_figure(study), study.rows[first].name
+    seeds, metric, name = ", ".join(map(str, study.seeds)), _first_metric(study), study.rows[first].name
     means = f"Means over the seeds {seeds}, ± their standard deviation."
-    if figure == "recall_accuracy":
+    if metric == "recall_accuracy":
         return f"{means} There is no interval: evaluations record recall accuracy by distance, not by document."
     what, nothing = f"{name}'s perplexity of all scored words or tokens divided by the memory's", 1
-    if figure in SHARES:
-        what, nothing = f"the memory's {figure.replace('_', ' ')} minus {name}'s", 0
+    if metric in SHARES:
+        what, nothing = f"the memory's {metric.replace('_', ' ')} minus {name}'s", 0
     return (
         f"{means} The interval is that of {what}, with other seeds and other documents of the same kind: 10,000 draws "
         f"of the documents, the same for both, and of the seeds of each. An interval that contains {nothing} settles "
@@ -224,11 +224,11 @@ def _about_interval(study: Study, first: str) -> str:
 
 
 def _papers_section(study: Study) -> list[str]:
-    """Return the paper's table as a separate section; empty if it prints no figure."""
+    """Return the paper's table as a separate section; empty if it prints no metric."""
     names = list(dict.fromkeys(name for row in study.rows.values() for name in row.paper))
     if not names:
         return []
-    lines = ["", "## The paper's figures", "", "Other data and other sizes than above: not comparable.", ""]
+    lines = ["", "## The paper's metrics", "", "Other data and other sizes than above: not comparable.", ""]
     lines += [_line(["", *names]), _line(["---"] * (1 + len(names)))]
     for row in study.rows.values():
         if row.paper:
@@ -254,7 +254,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def to_csv(study: Study, runs: Sequence[Run], extra: Sequence[str]) -> str:
-    """Return a CSV of every cell: our figure, step, outcome, checksum and commands; at the paper's scale its figure.
+    """Return a CSV of every cell: our metric, step, outcome, checksum and commands; at the paper's scale its metric.
 
     Args:
         extra: overrides of every training.
@@ -270,8 +270,8 @@ def to_csv(study: Study, runs: Sequence[Run], extra: Sequence[str]) -> str:
             paper = [study.rows[run.row].paper.get(name, "")] if study.is_papers else []
             report = report_of(run, name)
             digest = "" if report is None else checksum(read_report(report))
-            figures = [*paper, result.get("value", ""), result.get("step", ""), ended, digest]
-            lines.append([run.row, name, run.seed, *figures, training, _command(evaluate_command(run, column, extra))])
+            metrics = [*paper, result.get("value", ""), result.get("step", ""), ended, digest]
+            lines.append([run.row, name, run.seed, *metrics, training, _command(evaluate_command(run, column, extra))])
     return csv_text(lines)
 
 
@@ -281,15 +281,15 @@ def _command(words: Sequence[str]) -> str:
 
 
 def checksum(report: Report) -> str:
-    """Return the SHA-256 of the figures of every document, without times and places."""
-    figures = [astuple(document)[:-1] for document in report.documents]  # without depths, which older reports lack
-    return hashlib.sha256(json.dumps(figures).encode()).hexdigest()
+    """Return the SHA-256 of the metrics of every document, without times and places."""
+    metrics = [astuple(document)[:-1] for document in report.documents]  # without depths, which older reports lack
+    return hashlib.sha256(json.dumps(metrics).encode()).hexdigest()
 
 
 def draw(study: Study, runs: Sequence[Run], path: Path) -> None:
     """Plot a paper's figure as lines over its columns, or a table as bars, with one colour per row.
 
-    Thin lines span the lowest to the highest seed. The paper's figures, at its scale only, are dashed lines or hollow
+    Thin lines span the lowest to the highest seed. The paper's metrics, at its scale only, are dashed lines or hollow
     points.
     """
     from matplotlib.figure import Figure  # takes a second to import
@@ -316,7 +316,7 @@ def draw(study: Study, runs: Sequence[Run], path: Path) -> None:
     seeds = " (thin lines: lowest and highest seed)" if any(len(v) > 1 for key in rows for v in found[key]) else ""
     axes.set_title(f"{study.title}{seeds}\n{study.about}", fontsize=8, wrap=True)
     axes.set_xlabel(study.x_axis or "")
-    axes.set_ylabel(study.y_axis or _first_figure(study).replace("_", " "))
+    axes.set_ylabel(study.y_axis or _first_metric(study).replace("_", " "))
     if rows:
         add_legend(figure)
     save_picture(figure, path)
@@ -331,7 +331,7 @@ class _Style(NamedTuple):
 def _draw_row(
     axes: Any, places: Sequence[float], ours: Sequence[list[float]], paper: Sequence[float | None], style: _Style
 ) -> None:
-    """Draw the means of the seeds with their range, and the paper's figures, at `places`."""
+    """Draw the means of the seeds with their range, and the paper's metrics, at `places`."""
     seen = [(place, values) for place, values in zip(places, ours, strict=True) if values]
     xs, ys = [place for place, _ in seen], [statistics.fmean(values) for _, values in seen]
     published = [(place, value) for place, value in zip(places, paper, strict=True) if value is not None]
@@ -379,7 +379,7 @@ def _draw_pareto(study: Study, found: Mapping[str, Standing], path: Path) -> Non
     """
     from matplotlib.figure import Figure  # takes a second to import
 
-    figure, figure_name = Figure(figsize=(10, 4), layout="constrained"), _first_figure(study)
+    figure, metric = Figure(figsize=(10, 4), layout="constrained"), _first_metric(study)
     costs: dict[str, list[float | None]] = {
         "FLOPs of the training": [each.costs.flops for each in found.values()],
         "bytes of memory a lane": [each.costs.state_bytes for each in found.values()],
@@ -396,10 +396,10 @@ def _draw_pareto(study: Study, found: Mapping[str, Standing], path: Path) -> Non
         for x, y, name in points:
             axes.plot([x], [y], "o", color="C0")
             axes.annotate(name, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7)
-        front = pareto_front([(x, y) for x, y, _ in points], higher=is_better_higher(figure_name))
+        front = pareto_front([(x, y) for x, y, _ in points], higher=is_better_higher(metric))
         axes.plot([x for x, _ in front], [y for _, y in front], "-", color="C1", linewidth=1)
         axes.set_xlabel(label, fontsize=8)
-    figure.axes[0].set_ylabel(figure_name.replace("_", " "), fontsize=8)
+    figure.axes[0].set_ylabel(metric.replace("_", " "), fontsize=8)
     save_picture(figure, path)
 
 

@@ -1,7 +1,7 @@
 """`--check` of a study: print the resolved settings of every row without building or training.
 
 Settings that all rows share are printed once, then per row its other settings, its size, its data and the paper's
-figures. Data and pretrained weights need not exist; if they do, the row is checked against them.
+metrics. Data and pretrained weights need not exist; if they do, the row is checked against them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dist_mem.model import describe
 from dist_mem.studies.runs import Run, all_runs, columns_at, rows_behind, shown_rows, train_words
 from dist_mem.studies.study import Row, Study
 
-BLOCKS = ("data", "model", "memory", "train", "optimizer", "schedule", "eval")  # blocks that affect the figures
+BLOCKS = ("data", "model", "memory", "train", "optimizer", "schedule", "eval")  # blocks that affect the metrics
 _APART = ("data.path", "data.seed", "train.seed")  # printed elsewhere
 _WIDTH = 120
 

@@ -160,13 +160,13 @@ def locked(out: Path) -> Iterator[None]:
 
 
 def keep_settings(study: Study, out: Path, extra: Sequence[str]) -> None:
-    """Check that the folder never mixes figures of different definitions, and write what it is made from.
+    """Check that the folder never mixes metrics of different definitions, and write what it is made from.
 
     Args:
         extra: overrides for every training.
 
     Raises:
-        UnusableError: the folder has figures made from other inputs, or a configuration file is missing.
+        UnusableError: the folder has metrics made from other inputs, or a configuration file is missing.
     """
     head = [sha256_of(Path(study.path)), study.scale, shlex.join(extra)]
     lines = [*head, *_hashes(study)]
@@ -325,9 +325,9 @@ class ParentRun:
         """Environment variables for the processes of its children."""
         return {CONTEXT: json.dumps({"mlflow.parentRunId": self.run_id})}
 
-    def close(self, figures: Mapping[str, float], files: Sequence[Path], *, status: str) -> None:
-        """Log the figures and files and end the run with status FINISHED, KILLED or FAILED."""
-        for name, value in figures.items():
+    def close(self, metrics: Mapping[str, float], files: Sequence[Path], *, status: str) -> None:
+        """Log the metrics and files and end the run with status FINISHED, KILLED or FAILED."""
+        for name, value in metrics.items():
             self._client.log_metric(self.run_id, name, value)
         for path in files:
             self._client.log_artifact(self.run_id, str(path))

@@ -2,7 +2,7 @@
 
 Every step is a command that a user can run, in a separate process. The files of a step show that it is finished, so a
 repeated call continues where an earlier one stopped. A row with `best_of` shows the best of other rows on the
-validation split, as a paper tunes its baselines: chosen per seed and column, with the figure of the column's split.
+validation split, as a paper tunes its baselines: chosen per seed and column, with the metric of the column's split.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.scores import Band, read_report
 from dist_mem.launch.local import launcher
-from dist_mem.runtime.file_schema import check, figure, integer, optional, read_json, record, table, text
+from dist_mem.runtime.file_schema import check, integer, metric, optional, read_json, record, table, text
 from dist_mem.runtime.files import write_text
 from dist_mem.studies.study import Column, Study
 
-# Figures of which a higher one is better; of all others a lower one is.
+# Metrics of which a higher one is better; of all others a lower one is.
 _GROWING = ("accuracy", "whole_answers", "recall_accuracy", "dialogue_f1", "dialogue_rouge", "dialogue_meteor")
 RESULTS = "results"  # folder of the results, one file per run and column
 
@@ -111,7 +111,7 @@ def measured(study: Study, run: Run) -> dict[str, Column]:
 
 
 def runs_behind(study: Study, runs: Sequence[Run], row: str, name: str) -> list[Run]:
-    """Return the runs, one per seed, whose figures a cell of the table shows."""
+    """Return the runs, one per seed, whose metrics a cell of the table shows."""
     column = study.columns[name]
     behind = rows_behind(study, row, column.point)
     mine = [run for run in runs if run.row in behind and run.point == column.point]
@@ -126,14 +126,14 @@ def _best(runs: Sequence[Run], name: str, column: Column) -> Run:
     results = [read_result(run, _on_validation(name)) for run in runs]
     if None in results:
         return runs[results.index(None)]
-    sign = -1.0 if is_better_higher(column.figure) else 1.0
+    sign = -1.0 if is_better_higher(column.metric) else 1.0
     valued = [(sign * result["value"], number) for number, result in enumerate(results) if result and "value" in result]
     return runs[min(valued)[1]] if valued else runs[0]
 
 
-def is_better_higher(figure: str) -> bool:
-    """Return whether a higher value of a figure is the better one."""
-    return figure.startswith(_GROWING)
+def is_better_higher(metric: str) -> bool:
+    """Return whether a higher value of a metric is the better one."""
+    return metric.startswith(_GROWING)
 
 
 def _on_validation(name: str) -> str:
@@ -190,18 +190,18 @@ def newest_report(run: Run, column: Column) -> Path:
     return written[-1]
 
 
-_FIGURES = record({"figures": table(figure), "step": integer()}, is_open=True)
-_RESULT = record({}, {"value": optional(figure), "step": integer(), "diverged": text}, is_open=True)
+_METRICS = record({"metrics": table(metric), "step": integer()}, is_open=True)
+_RESULT = record({}, {"value": optional(metric), "step": integer(), "diverged": text}, is_open=True)
 
 
-def figure_of(path: Path, column: Column) -> tuple[float | None, int]:
-    """Return the figure of a column in a report, None if the report has no such figure, and the checkpoint's step."""
+def metric_of(path: Path, column: Column) -> tuple[float | None, int]:
+    """Return the metric of a column in a report, None if the report has no such metric, and the checkpoint's step."""
     content: dict[str, Any] = read_json(path, UnusableError, "; remove the file")
-    check(content, _FIGURES, path, UnusableError, "; remove the file")
-    value: float | None = content["figures"].get(f"{column.split}/{column.figure}")
+    check(content, _METRICS, path, UnusableError, "; remove the file")
+    value: float | None = content["metrics"].get(f"{column.split}/{column.metric}")
     if column.band:
         report, band = read_report(path), Band(column.band[0], column.band[1] if column.band[1:] else None)
-        value = report.recall_accuracy(band) if column.figure == "recall_accuracy" else report.recall_perplexity(band)
+        value = report.recall_accuracy(band) if column.metric == "recall_accuracy" else report.recall_perplexity(band)
     return (None if value is None or math.isnan(value) else value), int(content["step"])
 
 

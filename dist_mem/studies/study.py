@@ -13,7 +13,7 @@ rows:                                            # name -> its configurations an
 grid: {optimizer.lr: [0.001, 0.002]}             # further rows, one per combination: grid.py
 budget: {tokens: 4e6}                            # of every row: budget.py
 seeds: [0, 1, 2]
-columns: {perplexity: {figure: word_perplexity}}
+columns: {perplexity: {metric: word_perplexity}}
 data: data/sample
 build: [[dist-mem, data, build, sample, --out, data/sample]]
 """
@@ -33,10 +33,10 @@ from dist_mem.config import read_block
 from dist_mem.config.check import hint
 from dist_mem.data.batch_plan import counted
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.scores import BANDS, FIGURES
-from dist_mem.evaluation.scores import RECALL_FIGURES as RECALL
-from dist_mem.papers.dialogue.scores import FIGURES as DIALOGUE_FIGURES
-from dist_mem.papers.regression_error import FIGURES as REGRESSION_FIGURES
+from dist_mem.evaluation.scores import BANDS, METRICS
+from dist_mem.evaluation.scores import RECALL_METRICS as RECALL
+from dist_mem.papers.dialogue.scores import DIALOGUE_METRICS
+from dist_mem.papers.regression_error import METRICS as REGRESSION_METRICS
 from dist_mem.runtime.files import is_file
 from dist_mem.runtime.shipped import say_where_from, shipped_path
 from dist_mem.runtime.terminal import listed
@@ -44,16 +44,16 @@ from dist_mem.studies.grid import combinations, settled_grid
 
 FOLDER = Path("configs") / "tables"  # of the studies that have a name
 MAX_RUNS = 1000  # unless the command says more
-_NAME = re.compile(r"\w[\w .:-]*")  # names of files, and of figures in MLflow, which accepts no others
+_NAME = re.compile(r"\w[\w .:-]*")  # names of files, and of metrics in MLflow, which accepts no others
 PAPERS = "paper"  # name of the scale with the paper's data and sizes
 SIZES = ("parameters", "multiply_adds")  # of a model; multiply-adds per predicted token in scoring
 WORK = ("tokens", "flops")  # of the training: a budget of one of them sets its steps
 FITTED = ("params", "state_bytes")  # budgets that set the keys of `fit`
-# Command of dist-mem that measures a trained model -> the figures of its report.
+# Command of dist-mem that measures a trained model -> the metrics of its report.
 MEASURES = {
-    "evaluate": (*FIGURES, *RECALL, *(f"{figure}_{band}" for figure in RECALL for band in BANDS)),
-    "dialogue": DIALOGUE_FIGURES,
-    "inspect": REGRESSION_FIGURES,
+    "evaluate": (*METRICS, *RECALL, *(f"{metric}_{band}" for metric in RECALL for band in BANDS)),
+    "dialogue": DIALOGUE_METRICS,
+    "inspect": REGRESSION_METRICS,
 }
 
 
@@ -63,7 +63,7 @@ class Row:
 
     name: str = ""  # as in the paper; "": its key
     train: list[str] | None = None  # its configurations and overrides; None: it is not run
-    paper: dict[str, float] = field(default_factory=dict)  # column -> the paper's figure, if it has one
+    paper: dict[str, float] = field(default_factory=dict)  # column -> the paper's metric, if it has one
     sizes: dict[str, float] = field(default_factory=dict)  # the paper's sizes, by the names in SIZES
     note: str | None = None
     best_of: list[str] = field(default_factory=list)  # not run; shows the test result of the best on validation
@@ -71,10 +71,10 @@ class Row:
 
 @dataclass
 class Column:
-    """One figure of every row."""
+    """One metric of every row."""
 
-    figure: str = MISSING  # name in the evaluation's report: word_perplexity, bits_per_byte, accuracy
-    band: list[int] = field(default_factory=list)  # of a figure of RECALL: distances above the first, up to the second
+    metric: str = MISSING  # name in the evaluation's report: word_perplexity, bits_per_byte, accuracy
+    band: list[int] = field(default_factory=list)  # of a metric of RECALL: distances above the first, up to the second
     split: str = "test"
     point: str = ""  # where it is measured; "": the only point
     evaluate: list[str] = field(default_factory=list)  # key=value overrides and options of the evaluation
@@ -134,7 +134,7 @@ class Study(Scale):
 
     @property
     def is_papers(self) -> bool:
-        """Whether data and sizes are the paper's, so that its figures are comparable with ours."""
+        """Whether data and sizes are the paper's, so that its metrics are comparable with ours."""
         return self.scale == PAPERS
 
     @property
@@ -291,7 +291,7 @@ def _find_configurations(study: Study, *, beside: Path) -> None:
 def _check_name(name: str, *, where: str) -> None:
     if not _NAME.fullmatch(name):
         raise UnusableError(
-            f"{where} {name!r} names files and figures: begin with a letter or digit; letters, digits, blanks and any "
+            f"{where} {name!r} names files and metrics: begin with a letter or digit; letters, digits, blanks and any "
             "of _ - . : may follow"
         )
 
@@ -343,18 +343,18 @@ def _check_columns(study: Study, where: str) -> None:
         if column.command not in MEASURES:
             raise UnusableError(f"{at} has command {column.command!r}, not one of {', '.join(MEASURES)}")
         known = MEASURES[column.command]
-        if column.figure not in known:
+        if column.metric not in known:
             raise UnusableError(
-                f"{at} has figure {column.figure!r}, which {column.command} does not measure"
-                f"{hint(column.figure, known)}; it measures{listed(known)}"
+                f"{at} has metric {column.metric!r}, which {column.command} does not measure"
+                f"{hint(column.metric, known)}; it measures{listed(known)}"
             )
         if column.point not in study.points:
             raise UnusableError(f"{where}points lacks {column.point!r}, the point of column {name!r}")
-        lengths = (1, 2) if column.figure in RECALL else (0,)
+        lengths = (1, 2) if column.metric in RECALL else (0,)
         if len(column.band) not in lengths or column.band != sorted(set(column.band)):
             raise UnusableError(
-                f"{at} has band {column.band} and figure {column.figure}; {' and '.join(RECALL)} "
-                "have a band of 1 or 2 rising numbers, no other figure has one"
+                f"{at} has band {column.band} and metric {column.metric}; {' and '.join(RECALL)} "
+                "have a band of 1 or 2 rising numbers, no other metric has one"
             )
         if study.x_axis is not None and not _is_number(name):
             raise UnusableError(f"{at} is not a number, which x_axis requires: rename it or leave x_axis out")

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_mem.errors import UnusableError
-from dist_mem.runtime.file_schema import figure, integer, optional, read_json_line, record, table, text
+from dist_mem.runtime.file_schema import integer, metric, optional, read_json_line, record, table, text
 from dist_mem.runtime.files import check_regular, fsync_path, make_folder, naming, write_text
 
 METRICS_FILE = "metrics.jsonl"  # in the run directory
@@ -47,7 +47,7 @@ _VERSION = record({"format_version": integer()}, is_open=True)
 _HEADER = record({"uid": text, "run_name": text, "experiment": optional(table(text))}, is_open=True)
 _STEP = {"step": integer()}
 _BODIES = {"rewind": record(_STEP, is_open=True)} | dict.fromkeys(
-    _POINTS, record({**_STEP, "metrics": table(figure)}, is_open=True)
+    _POINTS, record({**_STEP, "metrics": table(metric)}, is_open=True)
 )
 _ENTRIES = {
     kind: record({"kind": text, "time": integer(), "body": body}, is_open=True) for kind, body in _BODIES.items()

@@ -41,8 +41,8 @@ def in_group(name: str) -> str:
     if first.startswith(_OF_RECALL):
         return f"{_RECALL}/{name.removeprefix(_OF_RECALL)}"
     if rest.startswith(_OF_RECALL):  # of a split
-        figure = rest.removeprefix(_OF_RECALL)
-        return f"{_RECALL_ACCURACY if figure.startswith('accuracy') else _RECALL}/{first}/{figure}"
+        metric = rest.removeprefix(_OF_RECALL)
+        return f"{_RECALL_ACCURACY if metric.startswith('accuracy') else _RECALL}/{first}/{metric}"
     return f"eval/{name}" if rest and first != "divergence" else f"train/{name}"
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LOSS = "loss"
 PERPLEXITY = "perplexity"
 TOKENS_PER_SECOND = "tokens_per_second"
-GAIN = "memory/gain"  # the one figure of an evaluation's passage that is shown
+GAIN = "memory/gain"  # the one metric of an evaluation's passage that is shown
 LINE_SECONDS = 30.0  # between the lines of `Progress`
 
 
@@ -38,16 +38,16 @@ def _measures(metrics: Mapping[str, float]) -> Iterator[str]:
 def _details(point: Point) -> str:
     """Format a point of an evaluation: the metrics of its split, whose name comes once, and the memory's gain.
 
-    The figures are on as many lines as they need, each below the first.
+    The metrics are on as many lines as they need, each below the first.
     """
     split = next(iter(point.metrics), "").split("/")[0]
     shown = {name: value for name, value in point.metrics.items() if name.startswith(f"{split}/") or name == GAIN}
     lines, begin = [""], f"step {point.step}: {split}"
     for name, value in shown.items():
-        figure = f"  {_in_words(name.removeprefix(f'{split}/'))} {value:,.2f}"
-        if len(begin) + len(lines[-1]) + len(figure) > WIDTH:
+        metric = f"  {_in_words(name.removeprefix(f'{split}/'))} {value:,.2f}"
+        if len(begin) + len(lines[-1]) + len(metric) > WIDTH:
             lines.append("")
-        lines[-1] += figure
+        lines[-1] += metric
     return begin + f"\n{' ' * len(begin)}".join(lines)
 
 

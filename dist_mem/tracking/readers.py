@@ -168,7 +168,7 @@ class PrometheusFile(Sink):
         from prometheus_client import CollectorRegistry, Gauge
 
         self._path, self._run_name = path, run_name
-        self._registry = CollectorRegistry()  # of its own: the common one has figures of the process
+        self._registry = CollectorRegistry()  # of its own: the common one has metrics of the process
         self._gauges: dict[str, Gauge] = {}
         self._names: dict[str, str] = {}  # name of a gauge -> of the metric that has it
         for name, value in {name: value for point in kept for name, value in point.metrics.items()}.items():

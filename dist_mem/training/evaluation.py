@@ -79,7 +79,7 @@ class Evaluation:
         read = passage_metrics(forward, engine.init_state, engine.module.memories(), passage, world.device)
         engine.train(True)
         measure = f"{index.split}, {protocol_of_training(config)}; data {index.fingerprint[:_DATA_CHARS]}"
-        return Validation(step, found.nll / found.num_scored, measure), found.figures(), read
+        return Validation(step, found.nll / found.num_scored, measure), found.metrics(), read
 
     def _draw_passage(self, step: int, read: PassageRead) -> None:
         """Draw where the layers looked, if `eval.figures`, and add the files to the MLflow run."""

@@ -253,7 +253,7 @@ def test_words_are_reported_only_where_no_token_is_left_out(tmp_path: Path) -> N
     ]
     assert whole.num_words is not None and report.num_words is None
     assert math.isnan(report.word_perplexity)
-    assert "test/word_perplexity" in whole.figures() and "test/word_perplexity" not in report.figures()
+    assert "test/word_perplexity" in whole.metrics() and "test/word_perplexity" not in report.metrics()
     assert not same_text([whole, report])
     paths = write_report(report, tmp_path / "evaluations", "test", metadata={})
     assert read_report(paths[1]) == report
@@ -264,7 +264,7 @@ def test_words_are_reported_only_where_no_token_is_left_out(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_number_of_ranks_changes_no_figure(
+def test_the_number_of_ranks_changes_no_metric(
     library: Path, rank_pool: Callable[[int], RankPool], layout: str
 ) -> None:
     evaluation = {"layout": layout, "blocks": True}
@@ -273,7 +273,7 @@ def test_the_number_of_ranks_changes_no_figure(
     assert_same(reports[0], scored(ALONE, library, evaluation))
 
 
-def test_a_split_of_single_tokens_has_no_figure(tmp_path: Path) -> None:
+def test_a_split_of_single_tokens_has_no_metric(tmp_path: Path) -> None:
     document = make_document(0, 1)
     write_split([document], tmp_path / "test", name="x", split="test", tokenizer_fingerprint=TOKENIZER.fingerprint)
     assert scored(ALONE, tmp_path, {}).num_scored == 1

@@ -97,10 +97,10 @@ def test_accuracy_is_that_of_the_most_probable_tokens(split_dir: Path, vocabular
         distance: (len(found), sum(found)) for distance, found in by_distance.items()
     }
     near = [found for distance in by_distance if 8 < distance <= 24 for found in by_distance[distance]]
-    assert report.figures()["test/recall_accuracy_memory"] == sum(near) / len(near)
+    assert report.metrics()["test/recall_accuracy_memory"] == sum(near) / len(near)
     assert 0 < sum(near) < len(near)
     assert 0.1 < sum(hits) / report.num_scored < 0.9
-    assert report.figures()["test/accuracy"] == sum(hits) / report.num_scored
+    assert report.metrics()["test/accuracy"] == sum(hits) / report.num_scored
     assert report.num_scored < sum(LENGTHS), "masked tokens do not count"
 
 

@@ -66,7 +66,7 @@ def test_the_command_scores_the_newest_checkpoint_and_tells_everyone(
     report = read_report(run_dir / "evaluations" / "test-step-00000012.json")
     assert_same(report, score(index, make_model()))
     assert reported["step"] == 12
-    assert reported["metrics"] == report.figures()
+    assert reported["metrics"] == report.metrics()
     assert "9 documents" in capsys.readouterr().out
 
 

@@ -73,7 +73,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("trained_run", "size", "num_lanes"), PAIRS, indirect=["trained_run"])
-def test_ranks_and_lanes_change_no_figure(
+def test_ranks_and_lanes_change_no_metric(
     trained_run: Path, library: Path, rank_pool: Callable[[int], RankPool], size: int, num_lanes: int
 ) -> None:
     expected = evaluate_here(ALONE, trained_run, library, num_lanes=3)

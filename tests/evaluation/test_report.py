@@ -50,7 +50,7 @@ def test_bands_take_each_distance_once() -> None:
 
 
 def test_figures_are_those_of_the_definitions() -> None:
-    figures = make_report().figures()
+    figures = make_report().metrics()
     assert figures["test/word_perplexity"] == pytest.approx(math.exp(2500 / 500))
     assert figures["test/token_perplexity"] == pytest.approx(math.exp(2500 / 1250))
     assert figures["test/bits_per_byte"] == pytest.approx(2500 / math.log(2) / 2750)
@@ -62,13 +62,13 @@ def test_an_answer_is_whole_if_all_its_tokens_are_right() -> None:
     documents.append(DocumentScore("cut", "", 0.0, 0, 0, 0, 0))  # its answer is not scored
     report = replace(make_report(), documents=documents, recall=[RecallScore(30, 4.0, 8, 5)])
     assert report.whole_answers == 2 / 4
-    assert report.figures()["test/whole_answers"] == 2 / 4
+    assert report.metrics()["test/whole_answers"] == 2 / 4
     assert to_table(report).endswith("\n\nwhole answers: 50.00% of the documents")
     unknown = replace(report, documents=[*documents[1:], DocumentScore("old", "", 1.0, 2, 1, 5)])
     text = replace(report, recall=[RecallScore(30, 4.0, 7, 5)])  # one scored token is no answer
     for other in (unknown, text):
         assert math.isnan(other.whole_answers)
-        assert "test/whole_answers" not in other.figures()
+        assert "test/whole_answers" not in other.metrics()
         assert "whole" not in to_table(other)
 
 
@@ -250,14 +250,14 @@ def test_what_is_not_known_is_no_figure_and_shown_as_such(tmp_path: Path) -> Non
     """JSON knows no NaN, and no figure of a run is one."""
     empty = DocumentScore("e", "Nothing", 0.0, 0, None, 0, 0)
     report = replace(in_blocks(make_report()), documents=[empty], recall=[])
-    assert report.figures() == {}
-    assert report.figures() == replace(report, num_words=0).figures()
+    assert report.metrics() == {}
+    assert report.metrics() == replace(report, num_words=0).metrics()
     write_report(report, tmp_path, "test", metadata={})
     assert "NaN" not in (tmp_path / "test.json").read_text()
     assert "nan" not in to_table(report)
     assert shown(math.nan) == "n/a"
     known = make_report()
-    assert replace(known, num_words=0).figures().keys() == known.figures().keys() - {"test/word_perplexity"}
+    assert replace(known, num_words=0).metrics().keys() == known.metrics().keys() - {"test/word_perplexity"}
 
 
 def test_compare_takes_the_split_that_all_runs_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

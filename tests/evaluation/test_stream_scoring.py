@@ -90,7 +90,7 @@ def test_every_token_counts_once_for_its_own_document(index: Index, num_lanes: i
 
 @pytest.mark.parametrize("num_lanes", [2, 5])  # of five, three ranks of four have two or one; the last has none
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_number_of_ranks_changes_no_figure(
+def test_the_number_of_ranks_changes_no_metric(
     library: Path, rank_pool: Callable[[int], RankPool], size: int, num_lanes: int
 ) -> None:
     expected = score_here(ALONE, library, num_lanes)

@@ -46,9 +46,9 @@ def test_it_prints_tables_and_writes_every_token(run_dir: Path, capsys: pytest.C
     difference = emptied(run_dir).documents[0].nll - asked(run_dir).documents[0].nll
     assert sum(gains) / 100 == pytest.approx(difference / 100, abs=1e-6)
     windowed = [a - b for a, b in zip(content["losses"]["windowed"], content["losses"]["nll"], strict=True)]
-    assert content["figures"][MEMORY_OFF[1]] == pytest.approx(sum(windowed), abs=1e-4)
+    assert content["metrics"][MEMORY_OFF[1]] == pytest.approx(sum(windowed), abs=1e-4)
     assert content["aggregates"]["nats"] == pytest.approx(sum(windowed), abs=1e-4)
-    assert content["figures"]["memory off"] == pytest.approx(difference, abs=1e-4)
+    assert content["metrics"]["memory off"] == pytest.approx(difference, abs=1e-4)
     assert len(content["pieces"]) == len(content["passages"]["most_harmful"]["rise"]) == 100
     assert set(content["layers"][0]["memory"]) == {"mass", "begin", "end", "shares"}
 
@@ -77,7 +77,7 @@ def test_every_comparison_has_its_file(
     assert (run_dir / "evaluations" / f"inspect-test-doc6-step-00000003{tag}.json").exists()
     names = {comparison.replace("OTHER", str(other))}
     names |= {f"{other}, in overlapping windows"} if comparison == "OTHER" else set()  # it has no memory
-    assert set(written(run_dir)["figures"]) == {*MEMORY_OFF, *names}
+    assert set(written(run_dir)["metrics"]) == {*MEMORY_OFF, *names}
 
 
 def test_a_book_of_other_data_has_its_file(run_dir: Path, tmp_path: Path) -> None:

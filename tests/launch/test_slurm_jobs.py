@@ -224,7 +224,7 @@ def test_sweep_is_submitted_as_an_array_and_measured_afterwards(slurm: Cluster, 
     launch = launch_block(nodes="1")
     OmegaConf.save({"launch": launch}, tmp_path / "site.yaml")
     spec = {"train": ["job.yaml"], "grid": {"memory.kind": ["none", "causal"]}, "data": str(books), "columns": {}}
-    spec["columns"] = {"dev": {"figure": "token_perplexity", "split": "validation"}}
+    spec["columns"] = {"dev": {"metric": "token_perplexity", "split": "validation"}}
     OmegaConf.save(spec, tmp_path / "kinds.yaml")
     sweep = ("env", f"--chdir={tmp_path}", str(BIN / "dist-mem"), "sweep", "kinds.yaml", "--out", "out")
     job = slurm.call(*sweep, "--slurm", "site.yaml", **path_of(slurm)).splitlines()[-1]
@@ -247,7 +247,7 @@ def test_an_arena_is_submitted_with_its_budget_and_measured_afterwards(
     budget = {"tokens": 5 * config.global_batch_size * config.seg_len}
     spec = {"train": ["job.yaml"], "rows": memories, "budget": budget, "seeds": [0, 1], "data": str(books)}
     OmegaConf.save(
-        {**spec, "columns": {"dev": {"figure": "token_perplexity", "split": "validation"}}}, tmp_path / "a.yaml"
+        {**spec, "columns": {"dev": {"metric": "token_perplexity", "split": "validation"}}}, tmp_path / "a.yaml"
     )
     arena = (
         "env",

@@ -110,7 +110,7 @@ def check_against_other_commands(run: Path, folder: Path) -> None:
     assert ask(run, folder) == 0
     found = results(run)["results"]
     assert main(["evaluate", str(run), "--split", "test"]) == 0
-    report = json.loads((run / "evaluations" / "test-step-00000002.json").read_text(encoding="utf-8"))["figures"]
+    report = json.loads((run / "evaluations" / "test-step-00000002.json").read_text(encoding="utf-8"))["metrics"]
     for name in ("word_perplexity", "bits_per_byte"):
         assert found["books"][f"{name},none"] == pytest.approx(report[f"test/{name}"], rel=1e-6)
     bits = report["test/bits_per_byte"]

@@ -72,7 +72,7 @@ def of_training() -> set[str]:
 def of_evaluations() -> set[str]:
     document = DocumentScore("1", "A book", nll=2.0, num_scored=3, words=2, bytes=9, hits=1)
     recall = [RecallScore(distance, nll=1.0, num_scored=1, hits=1) for distance in (1, 5, 9)]
-    return set(Report("SPLIT", "", "", None, 4, 4, num_words=2, documents=[document], recall=recall).figures())
+    return set(Report("SPLIT", "", "", None, 4, 4, num_words=2, documents=[document], recall=recall).metrics())
 
 
 def of_memory(case: str) -> set[str]:

@@ -27,8 +27,8 @@ STUDY: dict[str, Any] = {
             "seeds": [0, 1],
             "points": {"a": {"data": "d"}, "b": {"data": "e"}},
             "columns": {
-                "500": {"figure": "accuracy", "point": "a"},
-                "1000": {"figure": "word_perplexity", "point": "b"},
+                "500": {"metric": "accuracy", "point": "a"},
+                "1000": {"metric": "word_perplexity", "point": "b"},
             },
         }
     },

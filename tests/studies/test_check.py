@@ -69,7 +69,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                 "none": {"name": "None", "paper": {"test": 1.5}, "sizes": {"parameters": 2e6}},
                 "xl": {"name": "XL", "paper": {"test": 1.25}},
             },
-            "columns": {"test": {"figure": "token_perplexity"}},
+            "columns": {"test": {"metric": "token_perplexity"}},
             "scales": {
                 name: {
                     "about": "Seconds.",

@@ -26,9 +26,9 @@ from dist_mem.studies.page import (
 from dist_mem.studies.runs import (
     Run,
     all_runs,
-    figure_of,
     keep_result,
     measured,
+    metric_of,
     runs_behind,
     shown_rows,
     with_done,
@@ -128,7 +128,7 @@ def test_a_cell_says_how_many_of_its_seeds_diverged() -> None:
 
 def at_each_scale(folder: Path) -> dict[str, tuple[Study, list[Run]]]:
     """Return a study at two scales with results of two seeds, and a figure of the paper."""
-    points, columns = {"": {"data": "d"}}, {"test": {"figure": "token_perplexity"}}
+    points, columns = {"": {"data": "d"}}, {"test": {"metric": "token_perplexity"}}
     found = {}
     for name in ("tiny", "paper"):
         scale = {"about": "Seconds.", "rows": {"none": [], "xl": []}, "seeds": [0, 1], "points": points}
@@ -146,7 +146,7 @@ def test_the_papers_figures_stand_beside_ours_at_its_scale_only(tmp_path: Path) 
     assert "|  | test, paper | test, ours |" in texts["paper"][0]
     assert "| None | 1.5 | 7.5 ± 0.5 |" in texts["paper"][0]
     assert "none,test,0,1.5,7.0,1,evaluated" in texts["paper"][1]
-    ours, _, papers = texts["tiny"][0].partition("## The paper's figures")
+    ours, _, papers = texts["tiny"][0].partition("## The paper's metrics")
     assert "1.5" not in ours
     assert "| None | 7.5 ± 0.5 |" in ours
     assert "| None | 1.5 |" in papers
@@ -182,22 +182,22 @@ def test_recall_is_read_between_two_distances(tmp_path: Path) -> None:
     path = write_report(report, tmp_path, "test-step-00000007", metadata={"step": 7})[-1]
 
     def column(figure: str, *band: int) -> Column:
-        return Column(figure=figure, band=list(band))
+        return Column(metric=figure, band=list(band))
 
     for band, exponent, share in (((0, 32), 1.0, 1.0), ((32, 64), 2.0, 0.5), ((64,), 3.0, 0.0), ((32,), 13.0 / 5, 0.2)):
-        value, step = figure_of(path, column("recall_perplexity", *band))
+        value, step = metric_of(path, column("recall_perplexity", *band))
         assert value == pytest.approx(2.718281828459045**exponent)
         assert step == 7
-        assert figure_of(path, column("recall_accuracy", *band)) == (share, 7)
+        assert metric_of(path, column("recall_accuracy", *band)) == (share, 7)
     for figure in ("recall_perplexity", "recall_accuracy"):
-        assert figure_of(path, column(figure, 200)) == (None, 7)
+        assert metric_of(path, column(figure, 200)) == (None, 7)
 
 
 def finished(folder: Path, figure: str, *, num_documents: int, depth: float | None) -> Job:
     """Return the job of an arena whose three memories have been evaluated with one seed."""
     band = {"band": [0]} if figure == "recall_accuracy" else {}
     rows = {**ROWS, "outside": ["memory.kind=mine.py:Mine"]}
-    study = load(folder, ARENA, rows=rows, columns={"first": {"figure": figure, **band}}, seeds=[0])
+    study = load(folder, ARENA, rows=rows, columns={"first": {"metric": figure, **band}}, seeds=[0])
     runs = all_runs(study, folder / "out")
     for run in runs:
         documents = [

@@ -43,7 +43,7 @@ from tests.support.limits import limit, wait_until
 from tests.support.paths import ROOT
 
 STEPS = 40
-DEV = {"dev": {"figure": "token_perplexity", "split": "validation"}}
+DEV = {"dev": {"metric": "token_perplexity", "split": "validation"}}
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def folder(tmp_path: Path) -> Path:
             "title": "Two memories",
             "source": "nobody",
             "rows": {"none": {"name": "None", "paper": {"test": 1.5}}, "xl": {"name": "XL"}},
-            "columns": {**DEV, "test": {"figure": "token_perplexity"}},
+            "columns": {**DEV, "test": {"metric": "token_perplexity"}},
             "scales": {"tiny": scale},
         },
     )

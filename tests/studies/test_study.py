@@ -67,12 +67,12 @@ def test_what_a_file_does_not_say(tmp_path: Path) -> None:
     assert (sweep.title, sweep.source, sweep.seeds) == ("one", f"dist-mem sweep {tmp_path}/one.yaml", [0])
     assert (arena.title, arena.source, arena.seeds) == ("one", f"dist-mem arena {tmp_path}/one.yaml", [0, 1, 2])
     assert [(name, column.split) for name, column in sweep.columns.items()] == [("word_perplexity", "validation")]
-    assert list(load(tmp_path, SWEEP, columns={"a": {"figure": "accuracy"}}).columns) == ["a"]
+    assert list(load(tmp_path, SWEEP, columns={"a": {"metric": "accuracy"}}).columns) == ["a"]
 
 
 def test_a_scale_stands_in_place_of_the_studys_own_settings(tmp_path: Path) -> None:
     scales = {**at_tiny(), "small": {"rows": {"xl": ["memory.mem_len=8"]}, "points": {"": {"data": "d"}}}}
-    path = write(tmp_path, STUDY, scales=scales, columns={"all": {"figure": "accuracy"}})
+    path = write(tmp_path, STUDY, scales=scales, columns={"all": {"metric": "accuracy"}})
     first, small = load_study(path), load_study(path, "small")
     assert (first.scale, list(first.trained)) == ("tiny", ["xl", "small", "large"])
     assert list(first.columns) == ["500", "1000"]
@@ -125,11 +125,11 @@ def test_more_runs_are_taken_if_the_command_allows_them(tmp_path: Path) -> None:
         ({"seeds": [0, 0]}, "seeds is [0, 0], but must be different numbers of at least 0"),
         ({"seeds": [-1]}, "seeds is [-1], but must be different numbers of at least 0"),
         ({"seeds": []}, "seeds is [], but must be different numbers of at least 0"),
-        ({"columns": {"a": {"figure": "acuracy"}}}, "figure 'acuracy', which evaluate does not measure: did you mean"),
-        ({"columns": {"a": {"figure": "accuracy", "command": "dialogue"}}}, "which dialogue does not measure; it me"),
-        ({"columns": {"a": {"figure": "accuracy", "command": "train"}}}, "command 'train', not one of evaluate, dialo"),
+        ({"columns": {"a": {"metric": "acuracy"}}}, "metric 'acuracy', which evaluate does not measure: did you mean"),
+        ({"columns": {"a": {"metric": "accuracy", "command": "dialogue"}}}, "which dialogue does not measure; it me"),
+        ({"columns": {"a": {"metric": "accuracy", "command": "train"}}}, "command 'train', not one of evaluate, dialo"),
         (
-            {"columns": {"a": {"figure": "accuracy"}}, "x_axis": "n"},
+            {"columns": {"a": {"metric": "accuracy"}}, "x_axis": "n"},
             "column 'a' is not a number, which x_axis req",
         ),
         ({"figures": {"lamemo.fig7": ["lamemo"]}}, "figures.lamemo.fig7 has 'lamemo', which is not a row"),
@@ -159,13 +159,13 @@ def test_what_a_sweep_cannot_mean_is_refused(tmp_path: Path, changes: dict[str, 
         ({"budget": {"tokens": -5}}, "budget.tokens is -5, but must be above 0"),
         ({"points": {name: {"data": name} for name in "ab"}, "data": None}, "points has 2; a budget is that of one"),
         (
-            {"columns": {"far": {"figure": "accuracy", "evaluate": ["data.path=data/far"]}}},
+            {"columns": {"far": {"metric": "accuracy", "evaluate": ["data.path=data/far"]}}},
             "columns.far.evaluate has 'data.path=data/far'",
         ),
     ],
 )
 def test_a_budget_that_cannot_be_kept_is_refused(tmp_path: Path, changes: dict[str, Any], reported: str) -> None:
-    columns = {"a": {"figure": "accuracy", "point": "a"}} if "points" in changes else {}
+    columns = {"a": {"metric": "accuracy", "point": "a"}} if "points" in changes else {}
     with pytest.raises(UnusableError, match=rf"one\.yaml.*{re.escape(reported)}"):
         load(tmp_path, {**ARENA, "columns": columns}, **changes)
 
@@ -198,7 +198,7 @@ def test_what_a_table_cannot_mean_is_refused(tmp_path: Path) -> None:
     + [(figure, band) for figure in RECALL for band in ([], [1, 2, 3], [256, 64], [64, 64])],
 )
 def test_a_band_is_refused_if_no_token_can_be_in_it(tmp_path: Path, figure: str, band: list[int]) -> None:
-    columns = {"500": {"figure": figure, "point": "a", "band": band}}
+    columns = {"500": {"metric": figure, "point": "a", "band": band}}
     with pytest.raises(UnusableError, match=re.escape(f"one.yaml: scales.tiny.column '500' has band {band} and")):
         load(tmp_path, scales=at_tiny(columns=columns))
 
@@ -206,7 +206,7 @@ def test_a_band_is_refused_if_no_token_can_be_in_it(tmp_path: Path, figure: str,
 @pytest.mark.parametrize("name", ["> 64", "(0, 32]", "a/b", "", "../x"])
 def test_names_that_no_file_or_figure_can_have_are_refused(tmp_path: Path, name: str) -> None:
     tiny = STUDY["scales"]["tiny"]
-    refused: list[dict[str, Any]] = [{"scales": at_tiny(columns={name: {"figure": "accuracy", "point": "a"}})}]
+    refused: list[dict[str, Any]] = [{"scales": at_tiny(columns={name: {"metric": "accuracy", "point": "a"}})}]
     refused.append({"rows": {**STUDY["rows"], name: {"name": "Odd"}}})
     if name:  # the only point needs none
         refused.append({"scales": at_tiny(points={**tiny["points"], name: {"data": "d"}})})
@@ -259,7 +259,7 @@ WRONG_ROWS = {
         "seeds[1]: is 1180591620717411303424, but numbers have at most 64 bits",
     ),
     "an override of a column": (
-        {"columns": {"a": {"figure": "accuracy", "evaluate": ["eval.mem_lne=4", "--without-memory"]}}},
+        {"columns": {"a": {"metric": "accuracy", "evaluate": ["eval.mem_lne=4", "--without-memory"]}}},
         "row one: column a: command line: eval.mem_lne: unknown key; did you mean eval.mem_len?",
     ),
 }

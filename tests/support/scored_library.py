@@ -139,7 +139,7 @@ def score(
 def assert_same(found: Report, expected: Report) -> None:
     """Assert equal counts, and metrics equal to 1e-6: in total, by document, and by distance."""
     assert counts(found) == counts(expected)
-    assert found.figures() == pytest.approx(expected.figures(), rel=1e-6, abs=0)
+    assert found.metrics() == pytest.approx(expected.metrics(), rel=1e-6, abs=0)
     for part in ("documents", "recall"):
         nll = [score.nll for score in getattr(found, part)]
         assert nll == pytest.approx([score.nll for score in getattr(expected, part)], rel=1e-6, abs=0)

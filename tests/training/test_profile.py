@@ -44,7 +44,7 @@ def test_steps_after_the_end_are_refused_once_the_data_says_how_many_there_are()
     refuse_profile_outside(tiny_config({"train": {"profile": [5, 12]}}).train, 12)
 
 
-def test_trace_and_table_are_written_and_change_no_figure(tmp_path: Path, rank_pool: Callable[[int], RankPool]) -> None:
+def test_trace_and_table_are_written_and_change_no_metric(tmp_path: Path, rank_pool: Callable[[int], RankPool]) -> None:
     """Rank 0 of two writes a trace in the format that Perfetto reads; the losses are those of a run without one."""
     books = build_books(tmp_path / "books")
     mlflow = {"tracking": {"mlflow": True, "send": "never", "system_metrics": False}}

@@ -1,12 +1,12 @@
-"""The dialogue command: generate replies and compute the five figures of the infinity-former's table 2.
+"""The dialogue command: generate replies and compute the five metrics of the infinity-former's table 2.
 
     dist-mem dialogue runs/cmu_dog --split test
     dist-mem dialogue runs/cmu_dog --split test --limit 100 --turns 2 eval.batch_size=32
 
-Perplexity covers every reply of the conversations read, in the model's tokens. The other figures compare the model's
+Perplexity covers every reply of the conversations read, in the model's tokens. The other metrics compare the model's
 replies with those of people (answer.py, metrics.py). RUN/evaluations/dialogue-<split>-step-<step>.json and .txt contain
-the figures and the replies. The figures are added to the run in MLflow, except those of an export. Names of files and
-figures contain the settings that differ from the defaults, as in dialogue-test-step-00000800-limit100-turns2.json.
+the metrics and the replies. The metrics are added to the run in MLflow, except those of an export. Names of files and
+metrics contain the settings that differ from the defaults, as in dialogue-test-step-00000800-limit100-turns2.json.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from dist_mem.papers.dialogue.scores import (
     FORMAT_VERSION,
     GroupScore,
     ScoredAnswer,
-    figures,
     group_scores,
+    metrics,
     to_content,
     to_table,
     to_text,
@@ -79,7 +79,7 @@ class Settings:
 
 
 def settings_tag(settings: Settings) -> str:
-    """Return the settings that differ from the defaults, for names of files and figures: "limit100-turns2", or ""."""
+    """Return the settings that differ from the defaults, for names of files and metrics: "limit100-turns2", or ""."""
     given, default = (
         {"limit": each.limit, "turns": each.turns, "tokens": each.num_tokens, **vars(each.sampling)}
         for each in (settings, Settings())
@@ -217,7 +217,7 @@ def _publish(
     tag: str,
     overrides: Sequence[str],
 ) -> None:
-    """Print the table, write the files, and add the figures to the run in MLflow.
+    """Print the table, write the files, and add the metrics to the run in MLflow.
 
     Their names contain `tag`, so that a quick look at a few conversations does not replace the results of the split.
     """
@@ -248,4 +248,4 @@ def _publish(
     files = [folder / f"{name}.json", folder / f"{name}.txt"]
     write_text(files[0], json.dumps(content, indent=1) + "\n")
     write_text(files[1], to_text(conversations, answers, trained.tokenizer))
-    track(checkpoint, config.tracking, figures(groups, report_name(split, tag)), files, overrides)
+    track(checkpoint, config.tracking, metrics(groups, report_name(split, tag)), files, overrides)

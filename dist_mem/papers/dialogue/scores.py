@@ -14,7 +14,7 @@ from dist_mem.runtime.terminal import table
 
 FORMAT_VERSION = 1
 _GROUPS = ("all", "leaked", "others")
-FIGURES = tuple(
+DIALOGUE_METRICS = tuple(
     f"dialogue_{'' if group == 'all' else f'{group}_'}{name}"
     for group in _GROUPS
     for name in ("perplexity", "word_perplexity", *METRICS)
@@ -81,8 +81,8 @@ def _percent(value: float | None) -> str:
     return "n/a" if value is None else f"{value:.2f}"
 
 
-def figures(groups: Sequence[GroupScore], split: str) -> dict[str, float]:
-    """Return the figures to track, "test/dialogue_f1", "test/dialogue_leaked_f1" and so on, without those n/a."""
+def metrics(groups: Sequence[GroupScore], split: str) -> dict[str, float]:
+    """Return the metrics to track, "test/dialogue_f1", "test/dialogue_leaked_f1" and so on, without those n/a."""
     found: dict[str, float] = {}
     for group in groups:
         prefix = f"{split}/dialogue_" + ("" if group.name == "all" else f"{group.name}_")
@@ -92,9 +92,9 @@ def figures(groups: Sequence[GroupScore], split: str) -> dict[str, float]:
 
 
 def to_content(groups: Sequence[GroupScore], answers: Sequence[ScoredAnswer], split: str) -> dict[str, Any]:
-    """Return the content of the JSON: the figures, the groups, and every reply with its reference and scores."""
+    """Return the content of the JSON: the metrics, the groups, and every reply with its reference and scores."""
     return {
-        "figures": figures(groups, split),
+        "metrics": metrics(groups, split),
         "groups": [asdict(group) for group in groups],
         "replies": [
             {

@@ -95,12 +95,12 @@ class SystemMetrics(Sink):
     def _work(self) -> None:
         self._sample_all()  # psutil measures CPU use between two calls of one thread: the first result is void
         while self._monitors and not self._is_closed.wait(self._interval):
-            figures = self._sample_all()
+            metrics = self._sample_all()
             with self._recording:
-                if self._is_closed.is_set() or not figures:
+                if self._is_closed.is_set() or not metrics:
                     continue
                 try:
-                    self._record(figures)
+                    self._record(metrics)
                 except TakenOverError:  # the training reports it
                     return
                 except OSError as error:  # a full disk: the training reports more
@@ -114,11 +114,11 @@ class SystemMetrics(Sink):
         """Return the metrics of one monitor; a monitor that fails is not used again."""
         try:
             monitor.collect_metrics()
-            figures = {f"{OF_SYSTEM}{name}": float(value) for name, value in monitor.aggregate_metrics().items()}
+            metrics = {f"{OF_SYSTEM}{name}": float(value) for name, value in monitor.aggregate_metrics().items()}
             monitor.clear_metrics()
         except Exception as error:  # no error of psutil or a driver may end the thread or the training
             self._monitors.remove(monitor)
             if not self._is_closed.is_set():
                 self._report(f"no more system metrics of {type(monitor).__name__}: {type(error).__name__}: {error}")
             return {}
-        return figures
+        return metrics

@@ -235,7 +235,7 @@ def test_other_settings_leave_the_files_and_figures_of_the_usual_ones_alone(
         }
         assert all(path.read_bytes() == content for path, content in before.items())
         assert f"test{tag}/dialogue_f1" in reported[-1]
-        assert "test/dialogue_f1" in json.loads((folder / f"{name}.json").read_text())["figures"]
+        assert "test/dialogue_f1" in json.loads((folder / f"{name}.json").read_text())["metrics"]
     assert not set(reported[0]) & set(reported[1])
 
 
