@@ -205,7 +205,7 @@ class EvalConfig:
     # tokens; score only the beginning of each document
     max_document_len: int | None = key(None, at_least=1, at_most=TEXT)
     precision: str = key("fp32", choices=_PRECISIONS)  # of the evaluate command
-    # segments of the passage that an evaluation during training also reads, to log figures under memory/; 0: none
+    # segments of the passage that an evaluation during training also reads, to log metrics under memory/; 0: none
     passage: int = key(16, at_least=0, at_most=TOKENS)
     figures: bool = False  # draw where every layer looked in it, into RUN/figures and MLflow
     allow_code: bool = False  # run memory/NAME.py of a checkpoint or export; accepted on the command line only

@@ -64,7 +64,8 @@ def test_make_test_trains_every_memory_on_two_ranks_and_all_zero_stages(make_tes
     name = "test_two_ranks_of_every_stage_train_as_one"
     found = [(params_of(item)["case"], params_of(item)["stage"]) for item in make_test if item.originalname == name]
     assert {case for case, _ in found} >= set(memory_kinds())
-    assert {stage for _, stage in found} == set(ZERO_STAGES)
+    for kind in ("transformer_xl", "infini"):
+        assert {stage for case, stage in found if case == kind} == set(ZERO_STAGES)
 
 
 def test_make_test_keeps_its_time(make_test: list[pytest.Function]) -> None:

@@ -108,13 +108,14 @@ def in_turn(cases: Iterable[str], others: Sequence[Any]) -> list[ParameterSet]:
     """Return the product of cases and other values as parameters of a test.
 
     Each memory of the package meets one value in every `make test` (`core`), so that all values are met by some, and
-    the others as the budget allows. A further variant meets one value by day, and the others at night.
+    two meet all; the others as the budget allows. A further variant meets one value by day, and the others at night.
     """
     kinds = memory_kinds()
+    whole = {"transformer_xl", "infini"}  # rows that are constants, and a state that carries a gradient
 
     def marks(case: str, is_its_turn: bool) -> list[pytest.MarkDecorator]:
         if case in kinds:
-            return [pytest.mark.core] if is_its_turn else []
+            return [pytest.mark.core] if is_its_turn or case in whole else []
         return [] if is_its_turn else [pytest.mark.nightly]
 
     return [
