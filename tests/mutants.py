@@ -26,7 +26,18 @@ from typing import Any, NamedTuple
 from tests.support.paths import PACKAGE, ROOT
 
 FOLDERS = ("memory", "checkpoint", "data", "training")
-TESTED = ("training", "memory", "checkpoint", "data", "engine", "evaluation", "generation", "estimate", "contract")
+TESTED = (
+    "training",
+    "memory",
+    "checkpoint",
+    "data",
+    "engine",
+    "evaluation",
+    "generation",
+    "estimate",
+    "contract",
+    "config",
+)
 SECONDS = 900.0  # of the tests of one mutant
 _SWAPPED: dict[type[Any], type[Any]] = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dist_mem.__main__ import main
-from dist_mem.checkpoint.manifest import step_dir
+from dist_mem.checkpoint.manifest import read_manifest, step_dir
 from tests.support.faults import flip
 from tests.support.jobs import build_books, train_here, write_config
 from tests.support.ranks import RankPool
@@ -108,6 +108,7 @@ def test_show_tells_all_of_one(run_dir: Path, capsys: pytest.CaptureFixture[str]
     assert facts["lanes"] == "8 places"
     assert facts["run"] == str(run_dir)
     assert "deepspeed 0.19" in facts["code"]
+    assert read_manifest(step_dir(run_dir, 4))["commit"] in text
     assert reported(capsys, "show", run_dir)[1].splitlines()[0].endswith("step-00000008"), "of a run the newest"
 
 
