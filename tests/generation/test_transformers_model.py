@@ -307,7 +307,7 @@ def test_the_card_and_the_tokenizer_of_a_folder(exported: Callable[..., Path], m
     names: dict[str, Any] = {}
     exec(snippet, names)
     assert names["written"].shape == (1, 1 + len("It was the best of times,") + 50)
-    for title in ("## Data", "## Figures", "## Limits", "## Code"):
+    for title in ("## Data", "## Metrics", "## Limits", "## Code"):
         assert title in text
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     texts = ["a <s> \u2581b", "\u00e9t\u00e9 \n"]
