@@ -133,7 +133,7 @@ class Memory(nn.Module):
 
     @classmethod
     def small_options(cls, seg_len: int) -> dict[str, Any]:
-        """Return options for the contract tests: the memory fits segments of `seg_len` tokens and fills within two."""
+        """Return options for the rules of `check-memory`: it fits segments of `seg_len` tokens and fills within two."""
         return {}
 
 
