@@ -91,7 +91,7 @@ def test_every_stage_reads_every_stage_exactly(rank_pool: Pools, source: Callabl
 @pytest.mark.parametrize(
     ("origins", "world_size", "stage"),
     [
-        ([(2, 3), (2, 1)], 1, 0),
+        pytest.param([(2, 3), (2, 1)], 1, 0, marks=pytest.mark.core),
         ([(2, 0), (2, 2)], 1, 3),
         ([(1, 3), (1, 0)], 2, 2),
         ([(1, 2), (1, 1)], 2, 3),

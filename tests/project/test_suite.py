@@ -68,6 +68,16 @@ def test_make_test_trains_every_memory_on_two_ranks_and_all_zero_stages(make_tes
         assert {stage for case, stage in found if case == kind} == set(ZERO_STAGES)
 
 
+def test_make_test_has_what_users_trust_most(make_test: list[pytest.Function]) -> None:
+    """A run beside plain torch, one that is killed and resumes, a move from two ranks to one, an evaluation on two."""
+    assert {item.originalname for item in make_test} >= {
+        "test_a_resumed_run_equals_plain_torch_in_every_step",
+        "test_resume_after_kill_is_bitwise",
+        "test_every_number_of_ranks_reads_every_other_exactly",
+        "test_ranks_and_lanes_change_no_metric",
+    }
+
+
 def test_make_test_keeps_its_time(make_test: list[pytest.Function]) -> None:
     durations = read_durations()
     assert sum(durations.get(function_of(item.nodeid), 0.0) for item in make_test) < SECONDS
