@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 # CONTRIBUTING.md says what each has.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) $(SHARED)
 
-.PHONY: setup compiler demo test test-all test-rest integration pages nightly durations lint docs bench coverage clean
+.PHONY: setup compiler demo test test-all test-rest integration pages nightly messages durations lint docs bench coverage clean
 
 setup: $(VENV)/.ready
 
@@ -44,6 +44,10 @@ pages: setup
 # What `make test-all` leaves out: hours. Durations that have changed are written anew, to be committed.
 nightly: setup
 	$(PYTEST) --run night --timeout 7200 --store-durations
+
+# What the program says when it refuses something, as tests/messages.txt has it: read the changes, then commit them.
+messages: setup
+	$(PYTEST) --run all --rewrite-messages $$(grep -rlE "import .*(refused|said)" tests --include='test_*.py')
 
 # Measure all tests on an idle machine, for tests/durations.json.
 durations: setup

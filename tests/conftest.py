@@ -27,6 +27,7 @@ from tests.support.budget import (
 )
 from tests.support.clock import clock as clock
 from tests.support.limits import limit
+from tests.support.messages import VARIABLE, heard, rewrite
 from tests.support.paths import ROOT
 from tests.support.ranks import RankPool, launcher_environment
 from tests.support.scored_library import write_library
@@ -34,6 +35,7 @@ from tests.support.slurm_cluster import Cluster, running_cluster, why_not
 from tests.support.touched import Touched, changed_files, imports_of_folders, number_of_commits
 
 torch.set_num_threads(1)  # tiny tensors: more threads only get in each other's way
+HEARD = pytest.StashKey[list[dict[str, list[str]]]]()  # messages, by process
 LEFT_OUT = pytest.StashKey[list[str]]()  # what --run rest has no time for
 NEW_SECONDS = 1.0  # a test function without a line in durations.json that takes longer gets one by `make durations`
 
@@ -53,7 +55,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--run", choices=[*BUDGETS, "night", "rest"], help=choices)
     group.addoption("--minutes", type=float, default=25.0, help="of --run rest, on two cores")
     group.addoption("--since", help="a commit: --run rest begins with the tests that changes since then touch")
+    group.addoption("--rewrite-messages", action="store_true", help="write tests/messages.txt from this run")
     group.addoption("--store-durations", action="store_true", help="write tests/durations.json from this run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[HEARD] = []
+    if config.getoption("rewrite_messages"):
+        os.environ[VARIABLE] = "1"
 
 
 @pytest.hookimpl(trylast=True)  # when other tests are deselected
@@ -89,14 +98,19 @@ def restored_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Tell the process that prints the summary what this one left out for time; all leave out the same."""
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, [])
+    """Tell the process that prints the summary what this one left out for time (all leave out the same), and heard."""
+    config = session.config
+    if hasattr(config, "workeroutput"):
+        config.workeroutput.update(left_out=config.stash.get(LEFT_OUT, []), heard=heard())
+    elif config.getoption("rewrite_messages"):
+        rewrite([heard(), *config.stash[HEARD]])
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_testnodedown(node: Any) -> None:
-    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", [])
+    output = getattr(node, "workeroutput", {})
+    node.config.stash[LEFT_OUT] = output.get("left_out", [])
+    node.config.stash[HEARD].append(output.get("heard", {}))
 
 
 def keep(config: pytest.Config, items: list[pytest.Item], runs: list[bool]) -> None:

@@ -20,6 +20,7 @@ from dist_mem.generation.text_scores import score
 from tests.generation.test_memory_files import model as trained_model
 from tests.generation.test_memory_files import words
 from tests.support.contract_cases import SEG_LEN, case_params
+from tests.support.messages import refused
 
 pytestmark = pytest.mark.ranks
 
@@ -80,7 +81,7 @@ def test_a_saved_memory_is_the_file_of_the_command(model: Model, text: str, tmp_
     save_memory(model.trained, read_text(model.trained, text, name="book.txt"), paths[2])
     assert paths[0].read_bytes() == paths[1].read_bytes() == paths[2].read_bytes()
     assert load_memory(model.trained, paths[0]).num_tokens == len(text)
-    with pytest.raises(UnusableError, match=r"nope/a\.mem cannot be written: .*; give another file"):
+    with refused(UnusableError, "a.mem"):
         model.read(text).save(tmp_path / "nope" / "a.mem")
 
 
@@ -113,22 +114,22 @@ def test_inspect_compares_the_scores_with_those_without_memory(model: Model, tex
 
 
 def test_a_wrong_argument_is_refused_before_anything_is_generated(model: Model, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"prompt is 3, but must be a str"):
+    with refused(TypeError):
         model.generate(3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"memory is 'book\.mem', but must be a Memory, as model\.read\(text\)"):
+    with refused(TypeError, "book.mem", "model.read"):
         model.score("a", memory="book.mem")  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match="num_tokens is -1, but must be at least 0"):
+    with refused(ValueError, "num_tokens"):
         model.generate("a", num_tokens=-1)
-    with pytest.raises(UnusableError, match=r"nope\.mem: there is no such memory file"):
+    with refused(UnusableError, "nope.mem"):
         dist_mem.Memory.load(tmp_path / "nope.mem")
-    with pytest.raises(TypeError, match="text is 3, but must be a str"):
+    with refused(TypeError):
         model.inspect(3)  # type: ignore[arg-type]
 
 
 def test_a_memory_of_another_model_is_refused(model: Model, text: str, tmp_path: Path) -> None:
     earlier = dist_mem.load(model.trained.checkpoint.run_dir, step=5)
     memory = earlier.read(text)
-    with pytest.raises(UnusableError, match="the memory was read by another model"):
+    with refused(UnusableError):
         model.score(text, memory=memory)
     same = dist_mem.load(model.trained.checkpoint.run_dir)
     assert torch.equal(same.score(text, memory=model.read(text)).nll, model.score(text, memory=model.read(text)).nll)

@@ -12,6 +12,7 @@ import dist_mem
 from dist_mem.checkpoint.manifest import read_manifest, step_dir
 from dist_mem.errors import DivergedError, UnusableError
 from tests.support.jobs import checkpoint_content, difference
+from tests.support.messages import refused
 
 pytestmark = pytest.mark.ranks
 
@@ -41,17 +42,17 @@ def test_several_ranks_train_and_the_same_call_resumes(
 
 
 def test_a_failed_training_raises_the_error_of_its_exit_code(config: Any, tmp_path: Path) -> None:
-    with pytest.raises(UnusableError, match=r"training ended with exit code 2: .*nowhere"):
+    with refused(UnusableError):
         dist_mem.train(config, f"data.path={tmp_path / 'nowhere'}", f"run_dir={tmp_path / 'run'}")
-    with pytest.raises(DivergedError, match="training ended with exit code 3: "):
+    with refused(DivergedError):
         dist_mem.train(config, "optimizer={lr: 1.0e+18}", "divergence.action=stop", f"run_dir={tmp_path / 'other'}")
 
 
 def test_a_wrong_configuration_starts_no_process(config: Any, tmp_path: Path) -> None:
-    with pytest.raises(UnusableError, match=r"train\.stepz: "):
+    with refused(UnusableError, "train.stepz"):
         dist_mem.train(config, "train.stepz=3", f"run_dir={tmp_path / 'run'}")
-    with pytest.raises(TypeError, match="an override is 3, but must be a str"):
+    with refused(TypeError):
         dist_mem.train(config, 3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="ranks is 0, but must be an int of at least 1"):
+    with refused(ValueError):
         dist_mem.train(config, ranks=0)
     assert not list(tmp_path.iterdir())

@@ -19,6 +19,7 @@ from dist_mem.errors import CheckpointError
 from dist_mem.runtime.distributed import World
 from tests.support.engine_saves import FROZEN, engine_job, gathered, masters, next_losses, save_engine
 from tests.support.jobs import difference
+from tests.support.messages import refused
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -108,7 +109,7 @@ def test_only_files_that_are_needed_are_opened(saved: Path) -> None:
     assert first[0] == 0
     assert not others
     assert reader.read("master", name, first[1], first[2]) is not None
-    with pytest.raises(CheckpointError, match=r"rank-00001\.safetensors: cannot be read"):
+    with refused(CheckpointError):
         reader.weights()
 
 
@@ -121,9 +122,9 @@ def test_damage_is_reported(saved: Path) -> None:
     with pytest.raises(CheckpointError, match=re.escape(f"slices['{name}'] end at element")):
         EngineReader(saved).weights()
     (saved / ENGINE_JSON).write_text("{")
-    with pytest.raises(CheckpointError, match=r"engine\.json is damaged \(not readable as JSON"):
+    with refused(CheckpointError, "engine.json"):
         EngineReader(saved)
     (saved / rank_file(0)).write_bytes(b"short")
     (saved / ENGINE_JSON).write_text(whole)
-    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: cannot be read"):
+    with refused(CheckpointError):
         EngineReader(saved).weights()

@@ -24,6 +24,7 @@ from dist_mem.evaluation.trained_model import load_model
 from dist_mem.runtime.network_interface import free_port
 from tests.support import paths
 from tests.support.file_server import FileServer
+from tests.support.messages import refused
 from tests.support.paths import PACKAGE
 from tests.support.ranks import launcher_environment
 
@@ -71,7 +72,7 @@ def test_a_pickle_in_a_checkpoint_of_an_unknown_format_is_not_loaded(checkpoint:
     with suppress(Exception):  # whatever it ends with: first of all nothing may run
         load_model(checkpoint, DATA)
     assert not marker.exists(), "the pickle was loaded"
-    with pytest.raises(CheckpointError, match=r"manifest\.json: format_version 2 .* format 4"):
+    with refused(CheckpointError, "manifest.json", "format_version"):
         load_model(checkpoint, DATA)
 
 
@@ -211,14 +212,14 @@ def test_a_memory_in_a_folder_is_not_run_unless_asked_for(
         assert main([*arguments, *([DATA] if name != "list" else [])]) == (0 if name == "list" else 2), name
         assert not marker.exists(), name
     assert f"{folder / 'memory' / 'mine.py'} is a program" in capsys.readouterr().err
-    with pytest.raises(UnusableError, match=r"read it, then add eval\.allow_code=true"):
+    with refused(UnusableError, "eval.allow_code"):
         load_model(folder, DATA)
     assert not marker.exists()
     edit_config(folder, "memory.mem_len=5")
     assert load_model(folder, DATA, "eval.allow_code=true").config.memory.mem_len == 5, "as the folder has it"
     assert marker.exists(), "asked for, it runs"
     edit_config(folder, "eval.allow_code=true")
-    with pytest.raises(UnusableError, match=r"eval\.allow_code: is accepted on the command line only"):
+    with refused(UnusableError, "eval.allow_code"):
         load_model(folder, DATA)
 
 
@@ -231,7 +232,7 @@ def test_files_of_a_manifest_lie_in_its_folder(checkpoint: Path, tmp_path: Path,
     (checkpoint / "manifest.json").write_text(json.dumps(body))
     assert main(["export", str(checkpoint), "--out", str(tmp_path / "out"), DATA]) == 2
     assert not list((tmp_path / "victim").iterdir())
-    with pytest.raises(CheckpointError, match=r"a key of files is .*plain names below"):
+    with refused(CheckpointError):
         read_manifest(checkpoint)
 
 
@@ -242,5 +243,5 @@ def test_a_folder_whose_memory_lies_over_nonsense_is_refused(checkpoint: Path, o
     settings.memory = {"kind": "infinite", "over": over}
     OmegaConf.save(settings, path)
     rewrite_manifest(checkpoint)
-    with pytest.raises(UnusableError, match=r"memory\.over"):
+    with refused(UnusableError, "memory.over"):
         load_model(checkpoint, DATA)

@@ -16,6 +16,7 @@ from dist_mem.cli.parser import build_parser
 from dist_mem.datasets.recipes import builder_names
 from tests.cli.test_missing_paths import WRITTEN
 from tests.evaluation.test_protocol import MEMORIES, make_run
+from tests.support.messages import refused
 
 PARSERS = {**build_parser()[1], **{f"data build {name}": builder_parser(name) for name in builder_names()}}
 POSITIONAL = {("init", "folder")}  # which must be new or empty
@@ -31,7 +32,7 @@ def written() -> dict[tuple[str, str], Action]:
 def test_every_option_that_names_an_output_checks_it() -> None:
     for place, action in written().items():
         assert action.type in (output_file, output_folder), place
-        with pytest.raises(ArgumentTypeError, match="give the path"):
+        with refused(ArgumentTypeError):
             action.type("")
     others = [
         action
@@ -50,9 +51,9 @@ def test_what_is_no_file_is_refused_and_a_link_is_followed(tmp_path: Path) -> No
     assert output_file(str(tmp_path / "link")) == tmp_path / "page"
     assert output_file(str(tmp_path / "nowhere")) == tmp_path / "new"
     assert output_file(str(tmp_path / "pipe")) == tmp_path / "pipe"
-    with pytest.raises(ArgumentTypeError, match="is a folder: give the name of a file"):
+    with refused(ArgumentTypeError):
         output_file(str(tmp_path))
-    with pytest.raises(ArgumentTypeError, match="is no folder"):
+    with refused(ArgumentTypeError):
         output_folder(str(tmp_path / "page"))
 
 

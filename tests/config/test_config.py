@@ -21,6 +21,7 @@ from dist_mem.config import (
 )
 from dist_mem.memory import memory_options
 from dist_mem.memory.transformer_xl import TransformerXL
+from tests.support.messages import refused
 from tests.support.paths import ROOT
 
 STEPS = "train.steps=10"
@@ -69,7 +70,7 @@ def test_a_class_keeps_its_options_under_another_path(tmp_path: Path, monkeypatc
         for path in ("./mine.py", copy):
             memories = load_config([name, STEPS, f"{key}.kind={path}:Mine"], memory_options=memory_options).memory
             assert memories.get("default", memories).mem_len == 7
-    with pytest.raises(ConfigError, match=r"mine\.py.*has no Other"):
+    with refused(ConfigError, "mine.py"):
         load_config(["all.yaml", STEPS, "memory.kind=mine.py:Other"], memory_options=memory_options)
     assert load_config(["all.yaml", STEPS, "memory.kind=transformer_xl"]).memory == {"kind": "transformer_xl"}
 
@@ -146,10 +147,10 @@ def test_memory_options_are_written_out_with_their_defaults() -> None:
 def test_merge_checked_completes_a_block_and_resolves_it() -> None:
     config = OmegaConf.create({"length": 7, "memory": {"mem_len": "${length}"}})
     assert merge_checked(TransformerXL.Options, config.memory, "memory").mem_len == 7
-    with pytest.raises(ConfigError, match=r"memory\.mem_len: is 'long', but must be an integer"):
+    with refused(ConfigError, "memory.mem_len"):
         merge_checked(TransformerXL.Options, {"mem_len": "long"}, "memory")
     assert merge_checked(Mixed, {"size": 3}, "memory").size == 3
-    with pytest.raises(ConfigError, match=r"memory\.size: is 1\.5, but must be"):
+    with refused(ConfigError, "memory.size"):
         merge_checked(Mixed, {"size": 1.5}, "memory")
 
 
@@ -303,5 +304,5 @@ def test_file_that_is_no_text_is_an_error_of_the_configuration(tmp_path: Path) -
     """Issue 5: of a checkpoint that a disk has damaged, rank 0 must not fail alone at it."""
     path = tmp_path / "config.yaml"
     path.write_bytes(b"name: run\xff\n")
-    with pytest.raises(ConfigError, match="cannot be read as YAML"):
+    with refused(ConfigError):
         load_config([str(path)])

@@ -15,6 +15,7 @@ from dist_mem.config.keys import Key, key, keys_of
 from dist_mem.config.sources import find_file
 from dist_mem.memory import described_memories
 from tests.config.test_config import STEPS, error_of
+from tests.support.messages import refused
 
 KEYS = keys_of(Config)
 OPTIONS = {
@@ -105,6 +106,6 @@ def test_a_missing_file_is_not_looked_for_all_over_the_disk(tmp_path: Path, monk
     walked: list[str] = []
     scan: Any = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path=".": (walked.append(str(path)), scan(path))[1])
-    with pytest.raises(ConfigError, match="no such file"):
+    with refused(ConfigError):
         find_file(str(tmp_path / "absent.yaml"), [Path(), tmp_path])
     assert not [path for path in walked if "deep" in path]

@@ -25,6 +25,7 @@ from dist_mem.config.sources import read_saved, read_sources
 from dist_mem.datasets.recipes import builder_names
 from dist_mem.memory import memory_options
 from dist_mem.studies.study import load_study
+from tests.support.messages import refused
 
 STEPS = "train.steps=10"
 NULLS = ("null", "Null", "NULL", "~", "")
@@ -193,7 +194,7 @@ def test_options_of_a_memory_have_the_types_that_it_declares(tmp_path: Path) -> 
         assert OmegaConf.select(OmegaConf.create({"memory": config.memory}), f"{block}.word") == text
         (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
         assert load_config([str(tmp_path / "config.yaml")], memory_options=memory_options) == config
-    with pytest.raises(ConfigError, match=r"memory\.mem_len: is '0010', but must be an integer"):
+    with refused(ConfigError, "memory.mem_len"):
         load_config([STEPS, f"memory.kind={mine}", "memory.mem_len=0010"], memory_options=memory_options)
 
 
@@ -213,10 +214,10 @@ def test_a_source_that_asks_for_a_value_is_refused(tmp_path: Path, monkeypatch: 
         (tmp_path / "a.yaml").write_text(content)
         with pytest.raises(ConfigError, match=re.escape(f"a.yaml: {key}: is ???, which asks for a value")):
             load_config([str(tmp_path / "a.yaml"), STEPS])
-    with pytest.raises(ConfigError, match=r"command line: name: is \?\?\?"):
+    with refused(ConfigError):
         load_config([STEPS, "name=???"])
     monkeypatch.setenv("ASKED", "???")
-    with pytest.raises(ConfigError, match="command line: name: cannot be resolved"):
+    with refused(ConfigError):
         load_config([STEPS, "name=${oc.env:ASKED}"])
 
 
@@ -317,10 +318,10 @@ def test_a_tilde_that_stands_for_no_home_is_refused(tmp_path: Path, home: str, m
     (tmp_path / "home" / "a.yaml").write_text("train: {steps: 1}\nrun_dir: ~/runs/${name}\n")
     config = load_config(["~/a.yaml", "name=~x"])
     assert (config.run_dir, config.name) == (f"{home}/runs/~x", "~x")
-    with pytest.raises(ConfigError, match=r"command line: data\.path: is '~nobody-here/x', but ~ stands for no home"):
+    with refused(ConfigError, "data.path"):
         load_config([STEPS, "data.path=~nobody-here/x"])
     monkeypatch.setenv("PLACE", "~/books")
-    with pytest.raises(ConfigError, match=r"data\.path: is '\$\{oc.env:PLACE\}', but ~ stands for no home"):
+    with refused(ConfigError, "data.path", "oc.env"):
         load_config([STEPS, "data.path=${oc.env:PLACE}"])
 
 

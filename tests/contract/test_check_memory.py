@@ -13,6 +13,7 @@ from dist_mem.__main__ import main
 from dist_mem.contract.check_memory import RULES, SIZES, Failure, Rule, failures
 from dist_mem.memory import memory_class
 from dist_mem.memory.outside import source_of, sources
+from tests.support.messages import refused
 from tests.support.paths import EXAMPLES, SUPPORT
 
 BROKEN = SUPPORT / "broken_memories.py"
@@ -164,7 +165,7 @@ def test_installed_packages_offer_memories(tmp_path: Path, monkeypatch: pytest.M
     (info / "entry_points.txt").write_text("[dist_mem.memories]\ntheirs = their_memory:Averages\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert memory_class("theirs").__name__ == "Averages"
-    with pytest.raises(ValueError, match=r"must be one of .*theirs.*did you mean theirs\?"):
+    with refused(ValueError):
         memory_class("their")
 
 

@@ -22,6 +22,7 @@ from dist_mem.data.verify import verify_dataset
 from dist_mem.datasets import builder as build
 from dist_mem.datasets.builder import WorkerKilledError, build_dataset
 from dist_mem.datasets.source import RecallSpan, SourceDocument, recall_distances
+from tests.support.messages import refused
 from tests.support.paths import ROOT
 
 PIECE_BYTES = 2000
@@ -177,7 +178,7 @@ def test_a_killed_build_ends_its_workers_and_goes_on_to_the_same_bytes(tmp_path:
 
 def test_a_killed_worker_is_reported_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "encode_piece", die)
-    with pytest.raises(WorkerKilledError, match=r"a worker process was killed.*finished pieces are kept"):
+    with refused(WorkerKilledError):
         build_tiny(tmp_path, tokenizer_kind="bytes", workers=2)
 
 
@@ -193,7 +194,7 @@ def test_an_edited_document_is_encoded_again_after_a_failure(tmp_path: Path) -> 
     for _ in range(2):
         documents = [SourceDocument(path.stem, "title", path) for path in texts]
         if texts[1].read_bytes() == b"\xff":
-            with pytest.raises(ValueError, match=r"bad\.txt is not UTF-8 \(byte 0 is 0xff\)"):
+            with refused(ValueError, "bad.txt"):
                 build_tiny(tmp_path / "out", {"train": documents}, tokenizer_kind="bytes", piece_bytes=1)
             texts[0].write_text("new")  # of the same size
             texts[1].write_text("fine")
@@ -213,7 +214,7 @@ def test_another_build_in_the_same_place_is_refused_unless_it_may_overwrite(
     (tmp_path / "notes.txt").write_text("mine")
     others: list[dict[str, Any]] = [{}, {"tokenizer_kind": "bytes", "max_shard_bytes": 1}]
     for options in others:
-        with pytest.raises(ValueError, match=r"belongs to another build .* --overwrite"):
+        with refused(ValueError):
             build_tiny(tmp_path, **options)
     assert build_tiny(tmp_path, overwrite=True) == {**expected, "notes.txt": b"mine"}
 
@@ -222,7 +223,7 @@ def test_a_changed_document_is_another_build(tmp_path: Path) -> None:
     splits = make_splits()
     build_tiny(tmp_path, splits, tokenizer_kind="bytes")
     splits["test"][0] = SourceDocument("09", "Book 9", "another text")
-    with pytest.raises(ValueError, match=r"test/index\.json belongs to another build"):
+    with refused(ValueError, "index.json"):
         build_tiny(tmp_path, splits, tokenizer_kind="bytes")
 
 
@@ -276,7 +277,7 @@ def test_scored_spans_become_the_mask(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("span", [(3, 3), (-1, 2), (2, 99)])
 def test_a_scored_span_outside_the_text_is_refused(tmp_path: Path, span: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match=r"document a: scored span \("):
+    with refused(ValueError):
         build_tiny(tmp_path, {"train": [SourceDocument("a", "", "short", scored=[span])]}, tokenizer_kind="bytes")
 
 
@@ -336,5 +337,5 @@ def test_recall_is_stored_where_it_is_recorded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("span", [(4, 4, 0), (4, 6, 4), (4, 6, 5), (4, 99, 0), (4, 6, -1)])
 def test_recall_spans_that_make_no_sense_are_refused(span: tuple[int, int, int]) -> None:
     text = "some text"
-    with pytest.raises(ValueError, match="document a: recall span"):
+    with refused(ValueError):
         recall_distances(SourceDocument("a", "", text, recall=[span]), text, np.arange(len(text)))

@@ -14,6 +14,7 @@ from dist_mem.data.tokenizers.registry import KINDS
 from dist_mem.data.tokenizers.sentencepiece import train_pieces
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.data.tokenizers.words import WordTokenizer, count_words
+from tests.support.messages import refused
 from tests.support.paths import ROOT
 
 LINES = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
@@ -54,10 +55,10 @@ def test_words_that_a_vocabulary_lacks_are_an_error_there_too_and_bos_is_no_word
     fast = fast_tokenizer(tokenizer, adds_bos=True)
     assert bos_token(tokenizer) == "<<s>>"
     assert fast.encode("a <s>").ids == [2, 1, 0]
-    with pytest.raises(Exception, match=r"Missing \[UNK\] token"):
+    with refused(Exception):
         fast.encode("b")
 
 
 def test_a_unigram_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="not BPE gives other ids as a fast tokenizer"):
+    with refused(ValueError):
         fast_tokenizer(train_pieces(LINES, vocab_size=500, model_type="unigram"), adds_bos=True)

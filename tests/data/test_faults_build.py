@@ -15,6 +15,7 @@ from dist_mem.data.tokenizers.registry import read_tokenizer_metadata
 from dist_mem.data.verify import verify_dataset
 from tests.support.data_builders import build_data
 from tests.support.faults import assert_quoted, remount, small_disk
+from tests.support.messages import refused
 from tests.support.paths import ROOT
 
 TEXT = b"It was the best of times,\nit was the worst of times.\n"
@@ -118,7 +119,7 @@ def test_one_line_of_megabytes_is_text_like_any_other(tmp_path: Path) -> None:
 def test_a_document_beyond_int32_is_refused() -> None:
     tokens = np.broadcast_to(np.uint16(0), (MAX_TOKENS + 1,))  # takes two bytes
     document = TokenizedDocument("1", "One", None, words=1, bytes=1, tokens=tokens)
-    with pytest.raises(ValueError, match="split it") as caught:
+    with refused(ValueError) as caught:
         document_arrays(document)
     assert_quoted(str(caught.value), "at most 2,147,483,647 fit")
 
@@ -153,7 +154,7 @@ def test_a_file_in_the_way_is_an_error_of_one_line(
     source = write_source(tmp_path / "source", {"train/1": TEXT})
     (tmp_path / "out").write_text("a file")
     given = ["--source", str(source)] if builder == "pg19" else ["--size", "tiny"]
-    with pytest.raises(SystemExit, match="2"):
+    with refused(SystemExit):
         build_data(builder, *given, "--out", tmp_path / "out")
     assert_quoted(capsys.readouterr().err, "out' is no folder: give a folder, or a new name")
 

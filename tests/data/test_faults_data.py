@@ -20,6 +20,7 @@ from dist_mem.data.verify import verify_dataset
 from dist_mem.runtime.network_interface import free_port
 from tests.support.faults import assert_quoted, flip
 from tests.support.jobs import write_config
+from tests.support.messages import refused
 from tests.support.ranks import launcher_environment
 
 TAR = "tiny-validation-00000.tar"
@@ -170,7 +171,7 @@ def test_a_path_that_is_no_directory_is_the_users_and_a_failing_disk_is_not(
     monkeypatch.setattr(Path, "read_bytes", fail)
     monkeypatch.setattr(Path, "stat", fail)
     for read in (lambda: read_index(data / "train"), lambda: load_tokenizer(data), lambda: read_tokens(index, 0)):
-        with pytest.raises(OSError, match="Input/output error"):
+        with refused(OSError):
             read()
 
 

@@ -26,6 +26,7 @@ from dist_mem.data.index import (
 from dist_mem.data.metadata import ShardError
 from dist_mem.data.plan import DocumentPlan
 from dist_mem.data.shard import read_index
+from tests.support.messages import refused
 
 NUM_DOCUMENTS = 600
 TARS = [f"tiny-train-{number:05d}.tar" for number in range(3)]
@@ -154,7 +155,7 @@ def test_damaged_columns_are_refused_with_both_files_and_the_fix(path: Path, kin
 def test_columns_of_another_build_are_refused(path: Path, tmp_path: Path) -> None:
     other = write(tmp_path / "other" / "train", entries_of(random.Random(1), NUM_DOCUMENTS))
     other.with_name(DOCUMENTS_NAME).replace(path.with_name(DOCUMENTS_NAME))
-    with pytest.raises(ShardError, match=r"one is damaged, or they are of two builds: build the dataset again"):
+    with refused(ShardError):
         read_index(path.parent)
 
 
@@ -259,5 +260,5 @@ def test_an_index_json_with_all_documents_in_it_is_not_even_read(path: Path) -> 
     """Such files of earlier versions have gigabytes."""
     with path.open("ab") as file:
         file.truncate(MAX_INDEX_BYTES + 1)
-    with pytest.raises(ShardError, match=r"index\.json has 67,108,865 bytes, so it is of an older format.*build the"):
+    with refused(ShardError, "index.json"):
         read_index(path.parent)

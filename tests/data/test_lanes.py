@@ -36,6 +36,7 @@ from tests.support.lane_corpus import (
     make_split,
     reader_of,
 )
+from tests.support.messages import refused
 
 
 @pytest.fixture(scope="module")
@@ -246,9 +247,9 @@ def test_evaluation_reads_only_the_beginning_of_each_document_if_reported(index:
 
 
 def test_cursors_of_another_plan_are_refused(index: Index) -> None:
-    with pytest.raises(ValueError, match=r"cursors of shape \(2, 3\) for 3 lanes"):
+    with refused(ValueError):
         first_updates(index, 1, cursors=torch.zeros(2, 3, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"lane 0 cannot resume"):
+    with refused(ValueError):
         first_updates(index, 1, cursors=torch.full((3, 3), 77))
 
 
@@ -265,5 +266,5 @@ def test_training_reader_opens_what_the_configuration_names(tmp_path: Path) -> N
     assert update.num_scored == len(text)
     assert update.batches[0].tokens[0, : len(text)].tolist() == [BytesTokenizer().bos_id, *text[:-1].tolist()]
     write_split([document], tmp_path / "train", tokenizer_fingerprint="another", **options)
-    with pytest.raises(ValueError, match="another"):
+    with refused(ValueError):
         training_reader(config, world_size=1, rank=0)

@@ -28,6 +28,7 @@ from tests.support.lane_corpus import (
     make_split,
     reader_of,
 )
+from tests.support.messages import refused
 
 DAMAGED = (3, 6)
 
@@ -48,7 +49,7 @@ def test_a_damaged_document_stops_with_its_name_when_its_turn_comes(damaged_inde
     good = list(takewhile(lambda document: document not in DAMAGED, order))
     num_read = 0
     with reader_of(damaged_index, num_lanes=1, layout=layout) as reader:
-        with pytest.raises(ShardError, match=r"d[36] .*tiny-train-00000.tar.*data.on_corrupt=skip"):
+        with refused(ShardError, "data.on_corrupt"):
             for update in reader:
                 num_read += int(update.batches[0].valid_len)
         with pytest.raises(ShardError):
@@ -125,7 +126,7 @@ def test_a_missing_shard_stops_or_skips_its_documents(tmp_path: Path) -> None:
 def test_a_corpus_without_a_good_document_stops_even_when_skipping(tmp_path: Path) -> None:
     index = make_split(tmp_path)
     (tmp_path / index.shards[0].name).unlink()
-    with pytest.raises(ShardError, match="damaged documents and no good one") as caught:
+    with refused(ShardError) as caught:
         first_updates(index, 1, on_corrupt="skip")
     assert caught.value.exit_code == EXIT_USAGE
 
@@ -133,5 +134,5 @@ def test_a_corpus_without_a_good_document_stops_even_when_skipping(tmp_path: Pat
 def test_evaluation_never_skips_a_damaged_document(damaged_index: Index) -> None:
     lanes = [[0, 3]]
     steps = evaluation_batches(damaged_index, lanes, world_size=1, rank=0, micro_lanes=1, seg_len=SEG_LEN, bos_id=BOS)
-    with pytest.raises(ShardError, match="d3"):
+    with refused(ShardError):
         list(steps)

@@ -26,6 +26,7 @@ from dist_mem.runtime.distributed import World
 from tests.support.file_server import SHARD, FileServer, be_impatient, opened, served_split
 from tests.support.lane_corpus import BOS, LAYOUTS, LENGTHS, SEG_LEN, make_split
 from tests.support.limits import wait_until
+from tests.support.messages import refused
 from tests.support.ranks import RankPool
 
 pytestmark = [pytest.mark.servers, pytest.mark.ranks]
@@ -143,7 +144,7 @@ def test_names_of_tars_cannot_leave_the_cache(server: FileServer, data: DataConf
     body["shards"][0]["name"] = "../../evil.tar"
     body["fingerprint"] = fingerprint_of(body)
     index_file.write_text(json.dumps(body), encoding="utf-8")
-    with pytest.raises(RemoteError, match=r"'\.\./\.\./evil\.tar', but must be one plain name"):
+    with refused(RemoteError, "evil.tar"):
         opened(data)
 
 

@@ -31,6 +31,7 @@ from dist_mem.runtime.distributed import World
 from tests.support.file_server import SHARD, FileServer, be_impatient, opened, served_split
 from tests.support.lane_corpus import LENGTHS
 from tests.support.limits import limit
+from tests.support.messages import refused
 from tests.support.ranks import RankPool
 
 pytestmark = [pytest.mark.servers, pytest.mark.ranks]
@@ -101,7 +102,7 @@ def test_a_name_server_that_does_not_answer_is_given_up_in_time(
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: released.wait(60))
     monkeypatch.setattr(remote, "STALL_SECONDS", 0.3)
     began = time.monotonic()
-    with pytest.raises(UnreachableError, match=r"nothing came for 0.3 s, after 0 bytes \(3 attempts\)"):
+    with refused(UnreachableError):
         refresh(DataConfig(path="https://books.example/pg19", cache=str(tmp_path)), [])
     assert time.monotonic() - began < limit(10)
     released.set()
@@ -214,7 +215,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(data: DataConfig) -> None:
 def test_a_cache_that_cannot_be_written_is_named(server: FileServer, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     data = DataConfig(path=server.url, cache=str(tmp_path / "file" / "cache"))
-    with pytest.raises(WrongRemoteError, match=r"file/cache/.* cannot be written: Not a directory; .* set data.cache"):
+    with refused(WrongRemoteError, "data.cache"):
         opened(data)
 
 

@@ -18,6 +18,7 @@ from dist_mem.data.remote.fetch import RemoteError, UnreachableError
 from dist_mem.data.shard import fetch_shards, read_tokens
 from tests.support.certificates import write_certificates
 from tests.support.file_server import ENDLESS_BYTES, SHARD, FileServer, be_impatient, opened, served_split
+from tests.support.messages import refused
 
 pytestmark = pytest.mark.servers
 
@@ -202,13 +203,11 @@ def test_a_hub_is_read_with_its_token_alone(hub: FileServer, tmp_path: Path) -> 
 
 def test_a_hub_that_cannot_be_reached_is_asked_again_and_named(hub: FileServer, tmp_path: Path) -> None:
     hub.close()
-    with pytest.raises(
-        UnreachableError, match=r"hf://datasets/ada/books/tokenizer.json: .*Cannot connect.* \(3 attempts\)"
-    ):
+    with refused(UnreachableError, "tokenizer.json"):
         refresh(data_at("hf://datasets/ada/books", tmp_path), [])
 
 
 @pytest.mark.parametrize("path", ["hf://x", "hf://", "hf://buckets/ada/books", "hf://datasets/ada"])
 def test_an_address_that_is_none_of_a_hub_is_named(tmp_path: Path, path: str) -> None:
-    with pytest.raises(RemoteError, match=r"hf:.*/tokenizer\.json: .* write hf://datasets/OWNER/NAME"):
+    with refused(RemoteError, "tokenizer.json"):
         refresh(data_at(path, tmp_path), [])

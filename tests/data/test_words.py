@@ -12,6 +12,7 @@ from dist_mem.data.tokenizers.registry import load_tokenizer, save_tokenizer
 from dist_mem.data.tokenizers.words import WordTokenizer, count_words
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.source import SourceDocument
+from tests.support.messages import refused
 
 TEXT = " = One = \n \n the cat and the dog <unk> \n"
 
@@ -39,7 +40,7 @@ def test_offsets_are_where_the_words_begin(text: str) -> None:
 def test_other_words_are_unknown() -> None:
     tokenizer = WordTokenizer(["a", "<unk>"])
     assert tokenizer.encode("a b\na").tolist() == [0, 1, 0]
-    with pytest.raises(ValueError, match="the word 'b' is not in the vocabulary, and that has no <unk>"):
+    with refused(ValueError):
         WordTokenizer(["a"]).encode("a b")
 
 
@@ -58,7 +59,7 @@ def test_a_vocabulary_has_room_for_a_word_beside_line_ends_and_the_unknown() -> 
 
 @pytest.mark.parametrize("words", [["a", "a"], ["a b"], [""]])
 def test_what_is_no_vocabulary_is_refused(words: list[str]) -> None:
-    with pytest.raises(ValueError, match="no word or comes twice"):
+    with refused(ValueError):
         WordTokenizer(words)
 
 
@@ -67,7 +68,7 @@ def test_a_data_directory_keeps_it(tmp_path: Path) -> None:
     save_tokenizer(tokenizer, tmp_path)
     assert load_tokenizer(tmp_path).fingerprint == tokenizer.fingerprint
     (tmp_path / "tokenizer.words").write_text("other\n")
-    with pytest.raises(ValueError, match="another tokenizer than the one beside it"):
+    with refused(ValueError):
         load_tokenizer(tmp_path)
 
 

@@ -24,6 +24,7 @@ from dist_mem.errors import UnusableError
 from tests.data.test_build import contents
 from tests.support.data_builders import build_data
 from tests.support.faults import assert_quoted
+from tests.support.messages import refused
 
 Texts = dict[str, str]  # id -> text
 TEXTS = {f"d{number:02d}": f"The {number}th text,\nin {number + 2} words.\n" * (number % 5) for number in range(12)}
@@ -322,12 +323,10 @@ def test_a_row_that_changes_during_the_build_is_refused(tmp_path: Path) -> None:
     row = rows.Row(rows.RowFile(path, "text", None, 0), 1, 7, rows.digest_of("A text."))
     assert row.read() == row.read() == "A text."  # a step back opens the file again
     path.write_bytes(GOOD.replace(b"A", b"B"))
-    with pytest.raises(
-        UnusableError, match=r"rows\.jsonl, line 1 changed during the build: start the same command again"
-    ):
+    with refused(UnusableError, "rows.jsonl"):
         row.read()
     path.write_bytes(b"")
-    with pytest.raises(UnusableError, match=r"has no row 1 any more"):
+    with refused(UnusableError):
         row.read()
 
 

@@ -11,6 +11,7 @@ import torch
 from dist_mem.data.batch import IGNORE
 from dist_mem.runtime.distributed import World
 from dist_mem.training.meter import Meter
+from tests.support.messages import refused
 from tests.support.ranks import RankPool
 from tests.support.tiny import run_steps, tiny_config, tiny_job, update_of_rank
 
@@ -45,12 +46,12 @@ def test_first_update_without_targets_can_be_logged(rank_pool: Callable[[int], R
 
 
 def test_what_deepspeed_refuses_is_a_value_error(rank_pool: Callable[[int], RankPool]) -> None:
-    with pytest.raises(AssertionError, match="ValueError: deepspeed: DeepSpeed refuses this block: unsupported mix"):
+    with refused(AssertionError):
         rank_pool(1).run(start_with_fp32_accumulation, 0)
 
 
 def test_checkpoints_that_could_not_be_evaluated_are_refused(rank_pool: Callable[[int], RankPool]) -> None:
-    with pytest.raises(AssertionError, match=r"grad_accum_dtype: with bf16 at ZeRO stage 1"):
+    with refused(AssertionError, "grad_accum_dtype"):
         rank_pool(1).run(start_with_fp32_accumulation, 1)
 
 

@@ -32,6 +32,7 @@ from dist_mem.runtime.network_interface import free_port
 from tests.support.contract_cases import small_model
 from tests.support.faults import assert_quoted, flip, small_disk
 from tests.support.jobs import train_here, write_config
+from tests.support.messages import refused
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import RankPool, launcher_environment
 from tests.support.scored_library import ALONE
@@ -132,7 +133,7 @@ def test_an_export_needs_neither_run_nor_data_nor_pickle(
     refuse_pickles(monkeypatch)
     trained = load_model("elsewhere")
     assert torch.equal(score(trained, TEXT).nll, score(load_model(exported), TEXT).nll)
-    with pytest.raises(CheckpointError, match="an export has weights but no memories of lanes"):
+    with refused(CheckpointError):
         read_lanes(trained, [0])
     assert main(["evaluate", str(moved)]) == 2
 

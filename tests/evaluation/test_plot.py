@@ -10,6 +10,7 @@ import pytest
 
 from dist_mem.evaluation.plot import MIN_TOKENS, distance_bins, plot_recall, recall_curve
 from dist_mem.evaluation.scores import DocumentScore, RecallScore, Report
+from tests.support.messages import refused
 
 
 def report(recall: list[RecallScore]) -> Report:
@@ -43,7 +44,7 @@ def test_picture_is_written_and_needs_recall_tokens(tmp_path: Path) -> None:
     known = report([RecallScore(100, 300.0, 100)])
     plot_recall([("none", known), ("other", replace(known, mem_len=0))], tmp_path / "recall.png")
     assert (tmp_path / "recall.png").read_bytes()[:4] == b"\x89PNG"
-    with pytest.raises(ValueError, match="no recall tokens"):
+    with refused(ValueError):
         plot_recall([("none", report([]))], tmp_path / "nothing.png")
     assert not (tmp_path / "nothing.png").exists()
 
@@ -54,7 +55,7 @@ def test_the_accuracy_has_a_curve_and_a_picture_where_it_is_known(tmp_path: Path
     assert recall_curve(old, distance_bins([known]), accuracy=True) == ([], [])
     plot_recall([("known", known), ("old", old)], tmp_path / "recall.png", accuracy=True)
     assert (tmp_path / "recall.png").read_bytes()[:4] == b"\x89PNG"
-    with pytest.raises(ValueError, match="none whose accuracy is known"):
+    with refused(ValueError):
         plot_recall([("old", old)], tmp_path / "old.png", accuracy=True)
 
 

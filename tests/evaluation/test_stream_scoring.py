@@ -20,6 +20,7 @@ from dist_mem.evaluation.scores import Report
 from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.runtime.distributed import World
 from dist_mem.training.opening import check_data
+from tests.support.messages import refused
 from tests.support.ranks import RankPool
 from tests.support.scored_library import (
     ALONE,
@@ -136,14 +137,14 @@ def test_a_token_that_is_not_scored_is_an_error(index: Index, monkeypatch: pytes
             yield groups
 
     monkeypatch.setattr(scoring, "stream_batches", one_less)
-    with pytest.raises(EvaluationError, match="99 tokens scored, 100 expected"):
+    with refused(EvaluationError):
         score_stream(index)
 
 
 def test_a_damaged_document_and_too_many_lanes_are_refused(
     index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match=r"eval\.batch_size = 1000, but .*260 tokens"):
+    with refused(ValueError, "eval.batch_size"):
         score_stream(index, num_lanes=1000)
     documents = [make_document(number, length) for number, length in enumerate(LENGTHS)]
     write_split(documents, tmp_path / "test", name="bad", split="test", tokenizer_fingerprint=TOKENIZER.fingerprint)
@@ -153,12 +154,12 @@ def test_a_damaged_document_and_too_many_lanes_are_refused(
     content[damaged.documents[6].tokens_offset] ^= 1
     tar.write_bytes(content)
     monkeypatch.setattr(scoring, "score_batches", pytest.fail)  # no forward begins, amid which ranks would wait
-    with pytest.raises(ShardError, match="document doc6"):
+    with refused(ShardError):
         score_stream(damaged)
 
 
 def test_too_many_lanes_are_refused_before_the_training(library: Path) -> None:
     evaluation = {"every": 1, "split": "test", "layout": "stream", "batch_size": 1000}
     config = make_config(data={"path": str(library), "train_split": "test"}, eval=evaluation)
-    with pytest.raises(ValueError, match=r"eval\.batch_size = 1000, but .*260 tokens"):
+    with refused(ValueError, "eval.batch_size"):
         check_data(config.data, config.eval, ["test", "test"])

@@ -23,6 +23,7 @@ from dist_mem.evaluation.scores import Band, Report, read_report
 from dist_mem.evaluation.trained_model import find_checkpoint, read_settings
 from dist_mem.model import MemoryLM
 from tests.evaluation.test_protocol import MEMORIES, asked, make_run
+from tests.support.messages import refused
 from tests.support.scored_library import ALONE, LENGTHS, SEG_LEN, TOKENIZER, counts, make_document
 
 
@@ -100,7 +101,7 @@ def test_the_gain_is_the_mean_difference_over_all_tokens_and_in_a_band(index: In
     assert whole.without / whole.with_memory == pytest.approx(math.exp(0.5))
     assert (in_band.num_scored, in_band.nats) == (10, 3.0)
     assert memory_gain(report, other, Band(8, None)).num_scored == 0
-    with pytest.raises(ValueError, match="do not score the same tokens"):
+    with refused(ValueError):
         memory_gain(report, make_report({}, nll=150.0, num_scored=99))
 
 

@@ -17,6 +17,7 @@ from dist_mem.generation.generate import Sampling, choose, generate, stream
 from dist_mem.generation.reading import Reading, next_log_probs, read, select, start
 from dist_mem.memory.base import named_tensors
 from tests.support.contract_cases import SEG_LEN, case_params, small_model
+from tests.support.messages import refused
 
 BOS = VOCAB - 1
 PROMPT_LENS = [0, 1, SEG_LEN - 1, SEG_LEN, SEG_LEN + 1, 3 * SEG_LEN + 2]
@@ -195,10 +196,10 @@ def test_tokens_without_text_are_written_only_to_stop() -> None:
 
 def test_what_cannot_be_read_is_refused() -> None:
     trained = trained_model("none")
-    with pytest.raises(ValueError, match="tokens has rows for 1 lane, but the reading has 2"):
+    with refused(ValueError):
         read(trained, start(trained, 2), [np.array([1])])
     for ids in ([VOCAB], [-1]):
-        with pytest.raises(ValueError, match="ids of this model range from 0 to 10"):
+        with refused(ValueError):
             read(trained, start(trained), [np.array(ids)])
-    with pytest.raises((TypeError, ValueError), match="tokens"):
+    with pytest.raises((TypeError, ValueError)):
         read(trained, start(trained), [np.array([[1]])])

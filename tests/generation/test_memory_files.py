@@ -28,6 +28,7 @@ from tests.generation.test_generation import same_reading, trained_model
 from tests.support import gpt2_models
 from tests.support.contract_cases import CASES, SEG_LEN, case_params, small_block
 from tests.support.faults import flip
+from tests.support.messages import refused
 from tests.support.paths import EXAMPLES
 
 LENGTHS = [0, 1, SEG_LEN - 1, SEG_LEN, SEG_LEN + 1, 3 * SEG_LEN + 2]
@@ -100,7 +101,7 @@ def test_memories_from_outside_the_package_too(case: str, tmp_path: Path, monkey
     moved = trained._replace(config=Config(memory=block, train=TrainConfig(seg_len=SEG_LEN)))
     assert load_memory(moved, tmp_path / f"{LENGTHS[-1]}.mem"), "a run keeps a copy of the file at another place"
     copy.write_text(copy.read_text() + "# another program\n")
-    with pytest.raises(UnusableError, match=r"was read with memory\.(over\.)?kind = dist_mem_outside_"):
+    with refused(UnusableError, "dist_mem_outside_"):
         load_memory(moved, tmp_path / f"{LENGTHS[-1]}.mem")
 
 
@@ -274,7 +275,7 @@ def test_a_state_of_another_shape_is_refused(tmp_path: Path, monkeypatch: pytest
     memory = read_text(trained, words(9))
     wider = memory.reading.state._replace(types=(torch.zeros(1, 2),))
     save_memory(trained, memory._replace(reading=memory.reading._replace(state=wider)), tmp_path / "book.mem")
-    with pytest.raises(UnusableError, match=r"types\.0 is .*torch\.float32, \(1, 2\)\), but in this model missing"):
+    with refused(UnusableError):
         load_memory(trained, tmp_path / "book.mem")
 
 

@@ -26,6 +26,7 @@ from dist_mem.generation.text_scores import score
 from dist_mem.memory.base import named_tensors
 from tests.support.contract_cases import CASES, SEG_LEN, case_params
 from tests.support.jobs import write_config
+from tests.support.messages import refused
 from tests.support.paths import EXAMPLES
 
 transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -189,20 +190,20 @@ def test_a_reading_of_dist_mem_goes_on_in_transformers(exported: Callable[..., P
     assert torch.equal(model.generate(ids, past_key_values=cache, max_new_tokens=3, **GREEDY).sequences, expected)
     assert cache.get_seq_length() == ids.shape[1] + 2
     assert kept.get_seq_length() == 3 * SEG_LEN
-    with pytest.raises(ValueError, match="has 1 lanes, but input_ids 2"):
+    with refused(ValueError, "input_ids"):
         model(ids.repeat(2, 1), past_key_values=cache)
-    with pytest.raises(ValueError, match="cannot be cropped"):
+    with refused(ValueError):
         cache.crop(1)
 
 
 def test_what_would_go_wrong_is_refused(exported: Callable[..., Path], tmp_path: Path) -> None:
     model = opened(exported("none"))
     given = padded_left([random_ids(1, 3)[0], random_ids(1, 5)[0]])
-    with pytest.raises(ValueError, match="pad on the left"):
+    with refused(ValueError):
         model.generate(**{name: part.flip(1) for name, part in given.items()}, max_new_tokens=1)
-    with pytest.raises(ValueError, match="written by `dist-mem export`"):
+    with refused(ValueError):
         model.save_pretrained(tmp_path / "saved")
-    with pytest.raises(ValueError, match="dtype is int8, but a model with memory takes float32 or bfloat16"):
+    with refused(ValueError):
         type(model).from_pretrained(exported("none"), dtype="int8")
     assert opened(exported("none"), dtype="bfloat16").dtype == torch.bfloat16
 
@@ -272,7 +273,7 @@ def test_options_that_ask_for_nothing_are_accepted_and_others_refused_with_a_rea
         with pytest.raises(ValueError, match=reason):
             model(ids, **options)
     model.config.output_hidden_states = True
-    with pytest.raises(ValueError, match="output_hidden_states"):
+    with refused(ValueError, "output_hidden_states"):
         model(ids)
 
 
@@ -323,7 +324,7 @@ def test_a_memory_from_outside_runs_only_if_it_is_allowed(tmp_path: Path, books:
     config.memory = {"kind": f"{EXAMPLES / 'averages.py'}:Averages"}
     OmegaConf.save(config, tmp_path / "run.yaml")
     assert export(tmp_path / "run.yaml", out=tmp_path / "model", layout="transformers") == 0
-    with pytest.raises(ValueError, match=r"eval\.allow_code=true"):
+    with refused(ValueError, "eval.allow_code"):
         opened(tmp_path / "model")
     assert opened(tmp_path / "model", allow_code=True)(random_ids(1, 3)).logits.shape == (1, 3, VOCAB)
     assert "`memory/` contains a program" in (tmp_path / "model" / "README.md").read_text(encoding="utf-8")

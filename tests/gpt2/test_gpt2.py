@@ -18,6 +18,7 @@ from dist_mem.memory import memory_options
 from dist_mem.model import MemoryLM
 from dist_mem.nn.plain_attention import alibi_bias, alibi_slopes
 from tests.support.gpt2_models import LTM, SEG_LEN, VOCAB, build, fresh, gpt2_config, save_random_gpt2
+from tests.support.messages import refused
 
 COMPRESSIVE = {"kind": "compressive", "mem_len": SEG_LEN, "cmem_len": SEG_LEN, "compression_rate": 3}
 LTM_ONLY = r"\.memory\.(?!over\.)"  # docs/howto/gpt2.md
@@ -156,10 +157,10 @@ def small_folder(tmp_path: Path, **changes: Any) -> Path:
 def test_sizes_that_are_not_the_folders_are_reported_with_the_right_ones(tmp_path: Path) -> None:
     folder = small_folder(tmp_path)
     config = gpt2_config(model={"pretrained": str(folder), "num_layers": 2, "d_inner": 64})
-    with pytest.raises(UnusableError, match=r"set model\.num_layers=3 model\.d_inner=96"):
+    with refused(UnusableError, "model.num_layers", "model.d_inner"):
         load_pretrained(build(config), config, VOCAB)
     config = gpt2_config(model={"pretrained": str(folder)})
-    with pytest.raises(UnusableError, match=r"tokenizer of 66 tokens.*vocab_size 67: build the data"):
+    with refused(UnusableError, "vocab_size"):
         load_pretrained(build(config, 66), config, 66)
 
 
@@ -168,7 +169,7 @@ def test_what_is_no_gpt2_is_refused_by_file(tmp_path: Path) -> None:
     config = gpt2_config(model={"pretrained": str(folder)})
     for memory in ({"kind": "none"}, {**LTM, "over": {"kind": "none"}}):
         relative = gpt2_config(memory, model={"pretrained": str(folder)})
-        with pytest.raises(UnusableError, match=r"relative positions.*kind=causal"):
+        with refused(UnusableError):
             load_pretrained(build(relative), relative, VOCAB)
     published = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for key, value in (("activation_function", "relu"), ("scale_attn_by_inverse_layer_idx", True)):
@@ -176,7 +177,7 @@ def test_what_is_no_gpt2_is_refused_by_file(tmp_path: Path) -> None:
         with pytest.raises(UnusableError, match=f"config.json has {key}"):
             load_pretrained(build(config), config, VOCAB)
     (folder / "config.json").unlink()
-    with pytest.raises(UnusableError, match=r"config\.json cannot be read"):
+    with refused(UnusableError, "config.json"):
         load_pretrained(build(config), config, VOCAB)
 
 
@@ -185,7 +186,7 @@ def test_a_damaged_weights_file_is_named(tmp_path: Path) -> None:
     config = gpt2_config(model={"pretrained": str(folder)})
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(UnusableError, match=r"model\.safetensors cannot be read"):
+    with refused(UnusableError, "model.safetensors"):
         load_pretrained(build(config), config, VOCAB)
 
 
@@ -205,5 +206,5 @@ def test_configuration_errors_name_the_key(override: str, message: str) -> None:
 
 
 def test_pretrained_weights_need_gpt2() -> None:
-    with pytest.raises(ConfigError, match=r"model\.pretrained: needs model\.kind=gpt2"):
+    with refused(ConfigError, "model.pretrained", "model.kind"):
         load_config(["model.pretrained=gpt2", "train.steps=1"], memory_options=memory_options)

@@ -20,6 +20,7 @@ from dist_mem.evaluation.trained_model import load_model
 from dist_mem.generation.text_scores import score
 from tests.support.gpt2_models import LTM, SIZES
 from tests.support.jobs import write_config
+from tests.support.messages import refused
 
 transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 3
@@ -125,6 +126,6 @@ def test_a_program_that_a_folder_names_as_its_memory_is_not_run(
     manifest = read_manifest(folder)
     manifest["files"]["config.yaml"] = describe_file(folder / "config.yaml")
     write_manifest(folder, manifest)
-    with pytest.raises(ValueError, match=r"mine\.py is a program, which loading .* would run"):
+    with refused(ValueError, "mine.py"):
         MemoryGPT2.from_pretrained(folder)
     assert not (tmp_path / "marker").exists()

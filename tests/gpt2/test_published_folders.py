@@ -17,6 +17,7 @@ from dist_mem.hf.folder import load_pretrained, read_published_config
 from dist_mem.hf.names import LAYOUTS
 from tests.support.gpt2_models import VOCAB, build, gpt2_config, save_random_gpt2
 from tests.support.llama_models import llama_config, save_random_llama
+from tests.support.messages import refused
 
 WRONG: list[Any] = [
     *(None, True, "x", "", -1, 0, 0.0, 1.5, 10**400, -(10**400), float("nan"), float("inf")),
@@ -61,7 +62,7 @@ def test_values_of_every_type_are_read_or_refused_by_key(published: Published) -
         with pytest.raises(UnusableError, match=reason):
             published.load()
     path.write_text("[" * 10**5, encoding="utf-8")
-    with pytest.raises(UnusableError, match=r"config\.json is damaged"):
+    with refused(UnusableError, "config.json"):
         published.load()
 
 

@@ -30,6 +30,7 @@ from dist_mem.memory.transformer_xl import TransformerXL
 from dist_mem.tracking.progress import Progress
 from tests.evaluation.test_protocol import MEMORIES, asked, make_run
 from tests.evaluation.test_without_memory import emptied
+from tests.support.messages import refused
 from tests.support.scored_library import LENGTHS, SEG_LEN, TOKENIZER
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -161,7 +162,7 @@ def test_a_memory_that_does_not_say_where_a_passage_is_refuses_removals(
 ) -> None:
     """Nothing would ever be found in it, and nothing removed."""
     monkeypatch.setattr(TransformerXL, "inspect", Inspectable.inspect)
-    with pytest.raises(UnusableError, match=r"memory\.kind is transformer_xl: TransformerXL has no `inspect`"):
+    with refused(UnusableError, "memory.kind", "transformer_xl"):
         remove_passages(*subject)
 
 
@@ -257,7 +258,7 @@ def test_emptying_at_a_place_changes_nothing_before_it(library: Path, index: Ind
     assert torch.equal(reading.emptied[:place], reading.nll[:place])
     assert torch.equal(reading.emptied[place : place + SEG_LEN], reading.without[place : place + SEG_LEN])
     assert not torch.equal(reading.emptied[place + SEG_LEN :], reading.without[place + SEG_LEN :])
-    with pytest.raises(UnusableError, match=r"--empty-at 97: no segment .* a position of 0 to 96"):
+    with refused(UnusableError):
         first_border(trained, document, 97)
 
 
@@ -270,7 +271,7 @@ def test_another_run_reads_the_same_tokens(library: Path, index: Index, tmp_path
     assert float(alone.gain.abs().sum()) == 0.0
     their_tokenizer = type(TOKENIZER)()
     their_tokenizer.fingerprint = "f" * 64
-    with pytest.raises(UnusableError, match=r"has the tokenizer ffffffffffff"):
+    with refused(UnusableError):
         read_document(trained, document, other=other._replace(tokenizer=their_tokenizer))
 
 

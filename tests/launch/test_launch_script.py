@@ -20,6 +20,7 @@ from dist_mem.__main__ import main
 from dist_mem.config import known_keys, load_config
 from dist_mem.errors import UnusableError
 from dist_mem.launch.submit import submit_array
+from tests.support.messages import refused
 from tests.support.paths import ROOT
 from tests.support.slurm_cluster import Cluster
 
@@ -135,7 +136,7 @@ def test_dependency_of_slurms_grammar_is_taken_and_is_no_directive(
 
 def test_array_cannot_be_a_chain(tmp_path: Path) -> None:
     config = load_config(["train.steps=1", "launch.restart=chain"])
-    with pytest.raises(UnusableError, match=r"launch\.restart is chain, which an array of jobs cannot be"):
+    with refused(UnusableError, "launch.restart"):
         submit_array(tmp_path / "runs.txt", config, num_tasks=2, at_once=None, name="sweep")
     assert list(tmp_path.iterdir()) == []
 

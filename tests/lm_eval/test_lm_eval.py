@@ -24,6 +24,7 @@ from dist_mem.generation.text_scores import score
 from dist_mem.lm_eval.model import DistMemLM, encode_pair
 from dist_mem.memory import memory_class, memory_kinds
 from tests.support.jobs import build_books, train_here, write_config
+from tests.support.messages import refused
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -183,7 +184,7 @@ def test_white_space_at_the_end_of_a_context_belongs_to_the_continuation(
     model = DistMemLM(trained)
     one, other = model.loglikelihood([Request(("bako ", "miru")), Request(("bako", " miru"))])
     assert one == other and one[0] < 0
-    with pytest.raises(dist_mem.errors.UnusableError, match="the continuation '' of 'bako' has no token of its own"):
+    with refused(dist_mem.errors.UnusableError):
         model.loglikelihood([Request(("bako", ""))])
 
 

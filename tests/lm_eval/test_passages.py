@@ -17,6 +17,7 @@ from dist_mem.generation.text_scores import score
 from dist_mem.lm_eval.passages import Passage, score_passages
 from tests.generation.test_generation import BOS, trained_model
 from tests.support.contract_cases import SEG_LEN, case_params
+from tests.support.messages import refused
 
 CONTEXT_LENS = [0, 1, SEG_LEN - 1, SEG_LEN, SEG_LEN + 1, 3 * SEG_LEN + 2]
 LENS = [1, 2, SEG_LEN, 2 * SEG_LEN + 1]
@@ -97,5 +98,5 @@ def test_a_diverged_model_has_no_scores() -> None:
     trained = model("none")
     with torch.no_grad():
         next(trained.model.head.parameters()).fill_(math.nan)
-    with pytest.raises(EvaluationError, match="the log-likelihood of request 0 is nan: the model has diverged"):
+    with refused(EvaluationError):
         score_passages(trained, passages(), num_lanes=LANES)

@@ -17,6 +17,7 @@ from dist_mem.memory.rmt import RecurrentMemory
 from dist_mem.model import MemoryLM
 from dist_mem.nn.layers import merge_heads, relative_queries, split_heads
 from tests.support.contract_cases import fresh_state, full_lanes, random_segments, read, small_block, small_model
+from tests.support.messages import refused
 
 M = 3  # memory tokens of the small model
 
@@ -101,10 +102,10 @@ def test_a_memory_over_it_gets_the_segment_and_not_the_memory_tokens() -> None:
     model = small_model("infinite over rmt")
     output = next(read(model, random_segments(), fresh_state(model)))
     assert [state.pending.shape[1] for state in output.state.blocks] == [4] * 3
-    refused = config()
-    refused.memory = small_block("infinite", over=small_block("rmt", mem_len=4))
-    with pytest.raises(ValueError, match=r"memory\.over\.mem_len is 4"):
-        MemoryLM(refused, 11)
+    wrong = config()
+    wrong.memory = small_block("infinite", over=small_block("rmt", mem_len=4))
+    with refused(ValueError, "memory.over.mem_len"):
+        MemoryLM(wrong, 11)
 
 
 def as_published(layer: MemoryTokenAttention, x: Tensor, cache: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from dist_mem.training import loop
 from dist_mem.training.divergence import Divergence
 from dist_mem.training.history import HISTORY
 from tests.support.jobs import train_here, write_config
+from tests.support.messages import refused
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -154,14 +155,12 @@ def test_the_command_prints_documents_positions_and_text(run_dir: Path, capsys: 
 
 
 def test_what_cannot_be_shown_is_refused(run_dir: Path) -> None:
-    with pytest.raises(UnusableError, match="--step 4: the run has 3 steps"):
+    with refused(UnusableError):
         read_step(run_dir, 4)
-    with pytest.raises(UnusableError, match="--rank 2: step 1 was made on 2 ranks"):
+    with refused(UnusableError):
         run(run_dir, 1, rank=2)
-    with pytest.raises(
-        UnusableError, match=r"train\.global_batch_size: is that of the run; this command may set data\.path"
-    ):
+    with refused(UnusableError, "train.global_batch_size", "data.path"):
         read_step(run_dir, 1, ["train.global_batch_size=8"])
     (run_dir / HISTORY).unlink()
-    with pytest.raises(UnusableError, match=r"history\.jsonl is missing"):
+    with refused(UnusableError, "history.jsonl"):
         read_step(run_dir, 1)

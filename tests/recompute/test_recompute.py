@@ -27,6 +27,7 @@ from tests.data.test_curriculum import make_data
 from tests.support.forked_ranks import Program
 from tests.support.jobs import finish, logged_steps, run_ranks, start_ranks, train_here, write_config
 from tests.support.limits import limit, wait_until
+from tests.support.messages import refused
 from tests.support.ranks import RankPool
 from tests.support.tracked import log_points
 
@@ -143,7 +144,7 @@ def test_steps_on_changing_ranks_are_computed_on_those_that_made_them(
         results = rank_pool(ranks).run(found_by, run_dir, step)
         assert [code for code, *_ in results] == [EXIT_DONE] * ranks, results[0][2]
     shutil.rmtree(run_dir / "checkpoints" / "step-00000007")  # as retention may do
-    with pytest.raises(AssertionError, match="at step 7 the run went from 2 to 1 ranks"):
+    with refused(AssertionError):
         rank_pool(1).run(found_by, run_dir, 8)
 
 
@@ -221,9 +222,7 @@ def test_other_ranks_than_this_machine_has_are_refused(tmp_path: Path, books: Pa
     assert rank_pool(1).run(train_here, config) == [EXIT_DONE]
     (part,) = read_history(tmp_path / "run")
     assert (part.ranks, part.threads, part.device) == (1, 1, "cpu")
-    with pytest.raises(
-        UnfitError, match=r"made on 512 ranks with a GPU each, this machine has \d+ GPUs; start it with"
-    ):
+    with refused(UnfitError):
         refuse_other_machine(part._replace(ranks=512, device="cuda"))
     again = part._replace(step=10)
     assert change_within([part, again], 1, 20) is None

@@ -6,6 +6,7 @@ import pytest
 
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.devices import GPUS, device_named, gpu_of
+from tests.support.messages import refused
 
 # As torch.cuda.get_device_name() prints them.
 NAMES = {
@@ -36,7 +37,7 @@ def test_every_entry_is_found_by_some_name() -> None:
 
 def test_a_device_that_is_not_in_the_table_has_no_entry() -> None:
     assert gpu_of("AMD Instinct MI300X") is None
-    with pytest.raises(UnusableError, match=r"(?s)'mi300x'; known are:\n  h200-141gb .* cpu"):
+    with refused(UnusableError):
         device_named("mi300x")
 
 

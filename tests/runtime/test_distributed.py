@@ -17,6 +17,7 @@ from dist_mem.runtime import distributed, ranks
 from dist_mem.runtime.distributed import Failure, World, agree_all_well, from_rank0, sum_over_ranks
 from dist_mem.runtime.ranks import in_job_step, read_ranks
 from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
+from tests.support.messages import refused
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -88,7 +89,7 @@ def test_only_several_processes_need_a_port(monkeypatch: pytest.MonkeyPatch) -> 
     without_launcher(monkeypatch)
     monkeypatch.setenv("MASTER_ADDR", "node1")
     monkeypatch.setenv("MASTER_PORT", "tcp://10.0.0.7:29500")
-    with pytest.raises(ValueError, match=r"environment: MASTER_PORT is 'tcp:.*, but must be"):
+    with refused(ValueError):
         ranks.export_for_libraries(0, 2, 0, 2)
     ranks.export_for_libraries(0, 1, 0, 1)
     assert ranks.rendezvous_address() == ("127.0.0.1", 0)
@@ -190,7 +191,7 @@ def test_address_without_a_port_is_refused_or_completed(monkeypatch: pytest.Monk
     """Port 0 would be another one on every rank."""
     without_launcher(monkeypatch)
     monkeypatch.setenv("MASTER_ADDR", "node1")
-    with pytest.raises(ValueError, match="MASTER_PORT is not set"):
+    with refused(ValueError):
         ranks.export_for_libraries(0, 2, 0, 2)
     for name, value in JOB_STEP.items():
         monkeypatch.setenv(name, value)

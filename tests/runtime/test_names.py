@@ -27,6 +27,7 @@ from dist_mem.errors import UnusableError
 from tests.support import paths
 from tests.support.bucket import LISTING, Bucket
 from tests.support.file_server import FileServer
+from tests.support.messages import refused
 
 pytestmark = pytest.mark.servers
 
@@ -108,7 +109,7 @@ def test_a_tar_of_an_index_writes_nothing_elsewhere(
         refresh(data, ["train"])
         fetch_shards(open_index(data, "train"))
     assert not list(victim.rglob("*"))
-    with pytest.raises(UnusableError, match=r"index\.json .*\(shards\[0\]\.name is .*plain name"):
+    with refused(UnusableError, "index.json"):
         refresh(data, ["train"])
         open_index(data, "train")
 
@@ -146,7 +147,7 @@ def test_a_listing_of_a_bucket_writes_nothing_elsewhere(tmp_path: Path, victim: 
         with suppress(DownloadError):
             download_files(bucket.url, list_files(bucket.url, "train/"), tmp_path / "source")
         assert not list(victim.rglob("*"))
-        with pytest.raises(DownloadError, match=r"lists the file .*one plain name"):
+        with refused(DownloadError):
             download_files(bucket.url, list_files(bucket.url, "train/"), tmp_path / "source")
     finally:
         bucket.shutdown()

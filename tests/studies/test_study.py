@@ -21,6 +21,7 @@ from dist_mem.studies.runs import all_runs, is_better_higher, rows_behind, train
 from dist_mem.studies.study import RECALL, load_study
 from tests.studies.small import ARENA, ROWS, STUDY, SWEEP, at_tiny, load, write
 from tests.support.jobs import write_config
+from tests.support.messages import refused
 
 SIZES = [
     "data.path=absent",
@@ -77,9 +78,9 @@ def test_a_scale_stands_in_place_of_the_studys_own_settings(tmp_path: Path) -> N
     assert (first.scale, list(first.trained)) == ("tiny", ["xl", "small", "large"])
     assert list(first.columns) == ["500", "1000"]
     assert (small.scale, small.trained, list(small.columns)) == ("small", {"xl": ["memory.mem_len=8"]}, ["all"])
-    with pytest.raises(UnusableError, match=r"one\.yaml has no scale 'big'; it has: tiny, small"):
+    with refused(UnusableError, "one.yaml"):
         load_study(path, "big")
-    with pytest.raises(UnusableError, match=r"one\.yaml has no scale 'tiny'; it has: none"):
+    with refused(UnusableError, "one.yaml"):
         load_study(write(tmp_path, SWEEP), "tiny")
 
 
@@ -101,7 +102,7 @@ def test_files_that_come_with_dist_mem_are_found_outside_a_clone(
     monkeypatch.chdir(tmp_path)
     assert list(load_study("configs/sweeps/memories.yaml").trained) == ["none", "transformer_xl", "compressive"]
     assert load_study("recall").title.startswith("What is read")
-    with pytest.raises(UnusableError, match=r"there is no table 'three'; give the path of a \.yaml file, or"):
+    with refused(UnusableError):
         load_study("three")
 
 
@@ -206,12 +207,12 @@ def test_a_band_is_refused_if_no_token_can_be_in_it(tmp_path: Path, figure: str,
 @pytest.mark.parametrize("name", ["> 64", "(0, 32]", "a/b", "", "../x"])
 def test_names_that_no_file_or_figure_can_have_are_refused(tmp_path: Path, name: str) -> None:
     tiny = STUDY["scales"]["tiny"]
-    refused: list[dict[str, Any]] = [{"scales": at_tiny(columns={name: {"metric": "accuracy", "point": "a"}})}]
-    refused.append({"rows": {**STUDY["rows"], name: {"name": "Odd"}}})
+    wrong: list[dict[str, Any]] = [{"scales": at_tiny(columns={name: {"metric": "accuracy", "point": "a"}})}]
+    wrong.append({"rows": {**STUDY["rows"], name: {"name": "Odd"}}})
     if name:  # the only point needs none
-        refused.append({"scales": at_tiny(points={**tiny["points"], name: {"data": "d"}})})
-    for changes in refused:
-        with pytest.raises(UnusableError, match=r"one\.yaml: .*(row|column|point) .* letters, digits"):
+        wrong.append({"scales": at_tiny(points={**tiny["points"], name: {"data": "d"}})})
+    for changes in wrong:
+        with refused(UnusableError, "one.yaml"):
             load(tmp_path, **changes)
 
 
@@ -241,11 +242,11 @@ def test_a_budget_is_met_up_to_one_update_and_one_unit_of_size(tmp_path: Path) -
         of_xl = row.startswith("transformer_xl")
         assert abs(found["state_bytes_per_lane"] - (4_096 if of_xl else 0)) <= 8 * 16 * 4 * 2 / 2 + 2 * 8  # 8 rows
     words = ROWS["none"]
-    with pytest.raises(UnusableError, match="none: the budget is less than one update"):
+    with refused(UnusableError):
         fitted("none", words, {"tokens": 3}, {}, config_of)
-    with pytest.raises(UnusableError, match=r"none: budget\.params is 9, but the smallest model\.d_inner, 8, has 5"):
+    with refused(UnusableError, "budget.params", "model.d_inner"):
         fitted("none", words, {"tokens": 1e6, "params": 9}, fit, config_of)
-    with pytest.raises(UnusableError, match=r"fit\.params is data.seed, which does not change it"):
+    with refused(UnusableError, "fit.params", "data.seed"):
         fitted("none", words, {"tokens": 1e6, "params": 9}, {"params": "data.seed"}, config_of)
 
 

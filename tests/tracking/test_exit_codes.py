@@ -38,6 +38,7 @@ from dist_mem.tracking.log import (
 from dist_mem.tracking.mlflow.client import file_of
 from dist_mem.tracking.mlflow.store import check_store, check_tracking, warn_of_folder
 from tests.support.faults import remount, small_disk
+from tests.support.messages import refused
 from tests.support.tracked import config_for, job, start, track_sync
 
 pytestmark = pytest.mark.ranks
@@ -151,7 +152,7 @@ def test_a_folder_with_a_percent_sign_is_read_in_one_way_and_warned_of(
         folder.mkdir()
     check_store(f"sqlite:///{tmp_path}/a%20b/m.db")
     check_store(f"sqlite:///{tmp_path}/a%252Fb/m.db")
-    with pytest.raises(UnusableError, match=r"no folder .*a/b.*a % in its name is written %25"):
+    with refused(UnusableError):
         check_store(f"sqlite:///{tmp_path}/a%2Fb/m.db")
     monkeypatch.chdir(tmp_path / "a b")
     assert warn_of_folder("sqlite:///m.db") is None
@@ -167,7 +168,7 @@ def test_a_log_that_is_no_regular_file_is_refused(tmp_path: Path, name: str) -> 
     os.mkfifo(path)
     of_log: list[Callable[[Path], object]] = [read_points, read_header, partial(last_point, metric="loss")]
     for read in of_log if name == METRICS_FILE else [lambda path: read_json_lines(path, text, UnusableError)]:
-        with pytest.raises(UnusableError, match="is no regular file but a pipe"):
+        with refused(UnusableError):
             read(path)
 
 
@@ -228,7 +229,7 @@ def test_disk_that_is_full_or_read_only_at_the_start_is_no_error_of_the_user(tmp
     with small_disk(tmp_path / "disk", "size=1m") as disk:
         (disk / "filler").write_bytes(bytes(1 << 20))
         remount(disk, options)
-        with pytest.raises(OSError, match=r"Read-only|No space left") as caught:
+        with refused(OSError) as caught:
             start(config_for("http://mlflow.example", tracking={"send": "never"}), disk / "run")
         assert str(disk) in str(caught.value)
         assert run_error(caught.value).exit_code == EXIT_FAILED

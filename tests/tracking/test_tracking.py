@@ -28,6 +28,7 @@ from dist_mem.tracking.mlflow.sync import send_log
 from dist_mem.tracking.names import in_group, valid_name
 from tests.support.faults import small_disk
 from tests.support.limits import limit, wait_until
+from tests.support.messages import refused
 from tests.support.mlflow_server import points_of
 from tests.support.paths import ROOT
 from tests.support.tracked import config_for, history, job, nested_runs, start, steps
@@ -391,10 +392,10 @@ def test_disk_that_is_full_at_the_end_is_reported_and_raises_nothing(
         with suppress(OSError), (disk / "filling").open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
-        with pytest.raises(OSError, match="No space left"):
+        with refused(OSError):
             for step in range(1, 1000):
                 tracker.log(step, {"loss": 1.0})
-        with pytest.raises(OSError, match="No space left"):
+        with refused(OSError):
             for _ in range(100):
                 tracker.log_tags({"a": "x" * 100})
         tracker.close("FAILED")

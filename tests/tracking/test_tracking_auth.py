@@ -34,6 +34,7 @@ from dist_mem.tracking.mlflow.store import RUN_ID_FILE, check_tracking
 from tests.support.certificates import write_certificates
 from tests.support.jobs import build_books, finish, start_ranks, write_config
 from tests.support.limits import limit, wait_until
+from tests.support.messages import refused
 from tests.support.mlflow_server import MlflowServer, points_of, silent_address
 from tests.support.tracked import config_for, history, job, start, steps, track_sync
 
@@ -238,17 +239,17 @@ def test_refused_user_is_shown_what_to_set(
     environment.setenv("HOME", str(tmp_path / "home"))
     config = config_for(server.uri)
     assert mlflow_credentials_set() == []
-    with pytest.raises(UnusableError, match="401: it requires credentials; set MLFLOW_TRACKING_USERNAME"):
+    with refused(UnusableError):
         check_tracking(config, tmp_path)
     log_in(environment, password="wrong")
-    with pytest.raises(UnusableError, match="401: it refuses MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASS"):
+    with refused(UnusableError):
         check_tracking(config, tmp_path)
     log_in(environment)
     check_tracking(config, tmp_path)
     job(config, tmp_path, steps(1, 1))  # makes the experiment, and a run
     log_in(environment, READER, READER_PASSWORD)
     for run_dir in (tmp_path, tmp_path / "a new one"):
-        with pytest.raises(UnusableError, match="403: the user is known, but may not write"):
+        with refused(UnusableError):
             check_tracking(config, run_dir)
     check_tracking(config_for(server.uri, tracking={"experiment": "one of his own"}), tmp_path / "a new one")
 
@@ -258,13 +259,13 @@ def test_a_certificate_of_an_unknown_authority_is_refused_with_what_to_set(
 ) -> None:
     log_in(environment)
     environment.delenv("MLFLOW_TRACKING_SERVER_CERT_PATH")
-    with pytest.raises(UnusableError, match=r"not trusted \(.*\); set MLFLOW_TRACKING_SERVER_CERT_PATH to the file"):
+    with refused(UnusableError):
         check_tracking(config_for(server.uri), tmp_path)
     environment.setenv("MLFLOW_TRACKING_SERVER_CERT_PATH", "/nowhere.pem")
-    with pytest.raises(UnusableError, match=r"MLFLOW_TRACKING_SERVER_CERT_PATH names no file: /nowhere\.pem"):
+    with refused(UnusableError, "nowhere.pem"):
         check_tracking(config_for(server.uri), tmp_path)
     environment.setenv("MLFLOW_TRACKING_INSECURE_TLS", "true")
-    with pytest.raises(UnusableError, match="are both set; unset one of them"):
+    with refused(UnusableError):
         check_tracking(config_for(server.uri), tmp_path)
 
 
@@ -274,9 +275,7 @@ def test_a_gateway_that_asks_for_a_certificate_gets_the_users(
     with serving(Gateway(server.uri, server.folder, user=USER, password=PASSWORD, asks_certificate=True)) as strict:
         strict.tokens.add("t")
         environment.setenv("MLFLOW_TRACKING_TOKEN", "t")
-        with pytest.raises(
-            UnusableError, match="asks for a certificate of the client; set MLFLOW_TRACKING_CLIENT_CERT"
-        ):
+        with refused(UnusableError):
             check_tracking(config_for(strict.uri), tmp_path)
         environment.setenv("MLFLOW_TRACKING_CLIENT_CERT_PATH", str(server.folder / "client.pem"))
         check_tracking(config_for(strict.uri), tmp_path)
@@ -411,11 +410,11 @@ def command_lines() -> set[bytes]:
 def test_a_user_or_password_in_the_configuration_is_refused_with_what_to_set(
     key: str, address: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"command line: .*contains a user or password.*\$\{oc\.env:NAME\}") as caught:
+    with refused(ConfigError, "oc.env") as caught:
         load_config([f"{key}={address}", "train.steps=1"])
     assert key in str(caught.value) and "secret" not in str(caught.value) and "ada" not in str(caught.value)
     (tmp_path / "config.yaml").write_text("tracking: {}\n")
-    with pytest.raises(ConfigError, match="contains a user or password"):
+    with refused(ConfigError):
         track_sync([tmp_path], [f"{key}={address}"])
 
 

@@ -17,6 +17,7 @@ from dist_mem.tracking.mlflow.run import MlflowRun, Target, target_of
 from dist_mem.tracking.mlflow.sender import Sender
 from dist_mem.tracking.mlflow.store import RUN_ID_FILE
 from dist_mem.tracking.mlflow.sync import log_to_run, send_log
+from tests.support.messages import refused
 from tests.support.tracked import config_for, history, job, start, steps, track_sync
 
 # Which run
@@ -42,7 +43,7 @@ def test_a_run_deleted_while_the_job_runs_is_replaced_too(sqlite_uri: str, clien
     client.delete_run(tracker.run_id)
     with log.open("a") as file:
         file.write('{"kind": "point", "time": 9000000000000, "body": {"step": 2, "metrics": {"loss": 2.0}}}\n')
-    with pytest.raises(Exception, match="active"):  # the delivery thread calls again then
+    with refused(Exception):  # the delivery thread calls again then
         sender.send()
     sender.send()
     assert sender.run.run_id != tracker.run_id
@@ -197,11 +198,11 @@ def test_a_sync_sends_a_run_to_another_store_whole_and_once(
 
 
 def test_sync_refuses_other_folders_and_unknown_keys(tmp_path: Path) -> None:
-    with pytest.raises(UnusableError, match=r"config\.yaml is missing; give the directory of a run"):
+    with refused(UnusableError, "config.yaml"):
         track_sync([tmp_path])
-    with pytest.raises(ConfigError, match=r"tracking\.ury"):
+    with refused(ConfigError, "tracking.ury"):
         track_sync([tmp_path], ["tracking.ury=x"])
-    with pytest.raises(UnusableError, match="give the directories"):
+    with refused(UnusableError):
         track_sync([])
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.distributed import World
 from dist_mem.training.history import HISTORY, begin_part, part_of, read_history
+from tests.support.messages import refused
 from tests.support.tiny import tiny_config
 
 
@@ -50,14 +50,14 @@ def test_parts_are_alike_if_only_their_steps_differ(tmp_path: Path) -> None:
 
 
 def test_a_step_before_the_run_and_a_missing_or_damaged_history_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnusableError, match=r"history\.jsonl is missing: give the directory of a run"):
+    with refused(UnusableError, "history.jsonl"):
         read_history(tmp_path)
     begin(tmp_path, 500)
-    with pytest.raises(UnusableError, match="begins at step 500, with a checkpoint of another run"):
+    with refused(UnusableError):
         part_of(read_history(tmp_path), 500)
     (tmp_path / HISTORY).write_text('{"step": 1}\n')
-    with pytest.raises(UnusableError, match=r"history\.jsonl is damaged \(line 1: it has no ranks\)"):
+    with refused(UnusableError, "history.jsonl"):
         read_history(tmp_path)
     (tmp_path / HISTORY).write_text("{\n")
-    with pytest.raises(UnusableError, match="line 1 is not JSON"):
+    with refused(UnusableError):
         read_history(tmp_path)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dist_mem.papers.dialogue.metrics import DEBIAN_FOLDER, METRICS, f1, make_scorer, mean_scores, open_wordnet
+from tests.support.messages import refused
 
 LONG, SHORT = "big red mat sat", "mat"
 needs_wordnet = pytest.mark.skipif(
@@ -68,7 +69,7 @@ def test_the_names_of_wordnets_files_are_in_its_order() -> None:
 
 
 def test_a_folder_that_is_no_wordnet_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no data\.noun: apt-get install wordnet-base"):
+    with refused(ValueError, "data.noun"):
         make_scorer(tmp_path)
 
 

@@ -1,0 +1,96 @@
+"""What the program says when it refuses something: tests/messages.txt, which `make messages` writes anew.
+
+A test asks for the type of the error, its exit code, and what the message must name: a key, a value, a file. The whole
+text is in that file, under the name of the test, where a review reads it; it says nothing else than before unless
+somebody has committed what has changed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_mem.errors import RunError, run_error
+from tests.support.budget import function_of
+from tests.support.paths import ROOT
+
+FILE = ROOT / "tests" / "messages.txt"
+VARIABLE = "DIST_MEM_REWRITE_MESSAGES"  # set by --rewrite-messages: nothing is compared
+HEADER = "# Written by `make messages`: what the program says in these tests, with the error's type and exit code."
+_VARYING = [  # what no two runs have in common
+    (re.compile(re.escape(str(ROOT))), "<root>"),
+    (re.compile(r"(?:/private)?/tmp/pytest-of-[^/\s]+/pytest-\d+/(?:popen-gw\d+/)?[^/\s:,;()'\"]+"), "<tmp>"),
+    (re.compile(r"(127\.0\.0\.1:|localhost:|127-0-0-1-)\d+"), r"\1<port>"),
+    (re.compile(r"\b[0-9a-f]{12,}\b"), "<hash>"),
+    (re.compile(r"process \d{3,} on [\w.-]+"), "process <id> on <host>"),
+    (re.compile(r"tfevents\.\d+"), "tfevents.<time>"),
+]
+_heard: dict[str, set[str]] = {}
+
+
+def on_one_line(text: str) -> str:
+    """Return a message as the file has it."""
+    for pattern, name in _VARYING:
+        text = pattern.sub(name, text)
+    return text.strip().replace("\n", "\\n")
+
+
+def read(path: Path = FILE) -> dict[str, set[str]]:
+    """Return the messages by test function."""
+    found: dict[str, set[str]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("tests/"):
+            texts = found.setdefault(line, set())
+        elif line.startswith("    "):
+            texts.add(line.strip())
+    return found
+
+
+known = cache(read)
+
+
+def said(text: str, *named: object) -> None:
+    """Assert that a text names all these, and that it is one of the messages that are known of this test."""
+    for each in named:
+        assert str(each) in text, f"{each} is not named in: {text}"
+    name = function_of(os.environ["PYTEST_CURRENT_TEST"].rpartition(" (")[0])
+    line = on_one_line(text)
+    _heard.setdefault(name, set()).add(line)
+    if VARIABLE not in os.environ:
+        texts = "\n".join(sorted(known().get(name, ()))) or "nothing"
+        assert line in known().get(name, ()), f"{line}\n--- tests/messages.txt has (make messages):\n{texts}"
+
+
+@contextmanager
+def refused(error: type[BaseException], *named: object) -> Iterator[pytest.ExceptionInfo[Any]]:
+    """Expect an error, whose message names all these."""
+    with pytest.raises(error) as caught:
+        yield caught
+    value = caught.value
+    code = ""
+    if isinstance(value, RunError | ValueError | OSError):
+        code = f", exit code {run_error(value).exit_code}"
+    said(f"{type(value).__name__}{code}: {value}", *named)
+
+
+def heard() -> dict[str, list[str]]:
+    """Return what this process has heard, for the process that writes the file."""
+    return {name: sorted(texts) for name, texts in _heard.items()}
+
+
+def rewrite(messages: Iterable[Mapping[str, Iterable[str]]], path: Path = FILE) -> None:
+    """Replace the messages of all test functions that were run."""
+    together: dict[str, set[str]] = {}
+    for each in messages:
+        for name, texts in each.items():
+            together.setdefault(name, set()).update(texts)
+    found = read(path) | together
+    blocks = ["\n".join([name, *(f"    {text}" for text in sorted(found[name]))]) for name in sorted(found)]
+    path.write_text("\n\n".join([HEADER, *blocks]) + "\n", encoding="utf-8")
