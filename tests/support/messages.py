@@ -27,7 +27,7 @@ HEADER = "# Written by `make messages`: what the program says in these tests, wi
 _VARYING = [  # what no two runs have in common
     (re.compile(re.escape(str(ROOT))), "<root>"),
     (re.compile(r"(?:/private)?/tmp/pytest-of-[^/\s]+/pytest-\d+/(?:popen-gw\d+/)?[^/\s:,;()'\"]+"), "<tmp>"),
-    (re.compile(r"(127\.0\.0\.1:|localhost:|127-0-0-1-)\d+"), r"\1<port>"),
+    (re.compile(r"(127\.0\.0\.1:|localhost:|127-0-0-1-|'127\.0\.0\.1', )\d+"), r"\1<port>"),
     (re.compile(r"\b[0-9a-f]{12,}\b"), "<hash>"),
     (re.compile(r"process \d{3,} on [\w.-]+"), "process <id> on <host>"),
     (re.compile(r"tfevents\.\d+"), "tfevents.<time>"),
