@@ -39,6 +39,8 @@ NO_FIGURE = {
 }
 NO_FIGURE_BLOCKS = ("checkpoint.", "deepspeed.", "eval.", "launch.", "tracking.", "watchdog.")
 MAX_DIFFERENCES = 3  # most keys in a label
+MAX_LINES = 6  # that a picture of recall names beside their ends
+_LABEL_SIZE = 8  # points
 _LEGEND_ROW = 0.165  # inches, at the legend's font size
 _COLORS = 10  # of matplotlib, before the first comes again
 _STYLES = (("-", "o"), ("--", "s"), (":", "^"))  # line and marker of the first ten labels, of the next ten, and so on
@@ -110,8 +112,13 @@ def memory_name(settings: Mapping[str, Any], block: str = "memory") -> str:
     return NAMES.get(kind, kind) if over == "none" else f"{NAMES.get(kind, kind)} over {memory_name(settings, under)}"
 
 
-def draw_lines(axes: Any, lines: Sequence[Line]) -> None:
-    """Draw a line per label; for several runs the mean with error bars of half the range, noted in the legend."""
+def draw_lines(axes: Any, lines: Sequence[Line]) -> list[tuple[float, float, str, Any]]:
+    """Draw a line per label; for several runs the mean with error bars of half the range, noted in the legend.
+
+    Returns:
+        The last point of each line with its label and colour, for `label_beside`.
+    """
+    ends = []
     for index, label in enumerate(dict.fromkeys(line.label for line in lines)):
         linestyle, marker = _STYLES[index // _COLORS % len(_STYLES)]
         runs = [line for line in lines if line.label == label]
@@ -126,6 +133,42 @@ def draw_lines(axes: Any, lines: Sequence[Line]) -> None:
         if len(runs) > 1:
             halves = [(max(found[x]) - min(found[x])) / 2 for x in xs]
             axes.errorbar(xs, means, yerr=halves, fmt="none", ecolor=drawn.get_color(), capsize=3)
+        if xs:
+            ends.append((xs[-1], means[-1], label, drawn.get_color()))
+    return ends
+
+
+def label_beside(axes: Any, labels: Sequence[tuple[float, float, str, Any]]) -> None:
+    """Write labels (x and y of a point, text, colour) to the right of the axes, each with a line to its point.
+
+    They are in the order of their points, and none lies on another: those that are too near move apart.
+    """
+    figure = axes.get_figure()
+    height = axes.get_window_extent().height / figure.dpi * 72  # points
+    step = _LABEL_SIZE * 1.25 / height  # of the axes' height
+    inverse = axes.transAxes.inverted()
+    wanted = [float(inverse.transform(axes.transData.transform((x, y)))[1]) for x, y, *_ in labels]
+    order = sorted(range(len(labels)), key=lambda index: wanted[index])
+    for index, place in zip(order, spread_out([wanted[index] for index in order], step), strict=True):
+        x, y, text, colour = labels[index]
+        axes.annotate(
+            text, (x, y), xycoords="data", xytext=(1.03, place), textcoords="axes fraction", fontsize=_LABEL_SIZE,
+            va="center", color=colour, arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.4, "alpha": 0.6},
+        )  # fmt: skip
+
+
+def spread_out(wanted: Sequence[float], step: float) -> list[float]:
+    """Return rising places at least `step` apart, near the wanted ones, which rise too: groups keep their middle."""
+    groups: list[list[float]] = []  # each: the sum of wanted places less their offsets, and the number
+    for place in wanted:
+        groups.append([place, 1])
+        while len(groups) > 1:
+            (first, count), (second, more) = groups[-2:]
+            begin, after = first / count, second / more
+            if begin + count * step <= after:
+                break
+            groups[-2:] = [[first + second - more * count * step, count + more]]
+    return [total / count + number * step for total, count in groups for number in range(int(count))]
 
 
 def add_legend(figure: Any) -> None:
@@ -190,9 +233,9 @@ def plot_recall(labelled_reports: Sequence[tuple[str, Report]], path: Path, *, a
         )
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    draw_lines(axes, lines)
-    widest = max(reports, key=lambda report: report.seg_len + report.mem_len)
-    for edge, text in ((widest.seg_len, "T"), (widest.seg_len + widest.mem_len, "T + M")):
+    ends = draw_lines(axes, lines)
+    seg_len, mem_len = statistics.mode((report.seg_len, report.mem_len) for report in reports)  # of most of them
+    for edge, text in ((seg_len, "T"), (seg_len + mem_len, "T + M")):
         axes.axvline(edge, color="grey", linewidth=0.8, linestyle="--")
         axes.annotate(text, (edge, 1), xycoords=("data", "axes fraction"), xytext=(3, -11), textcoords="offset points")
     axes.set_xscale("log", base=2)
@@ -204,6 +247,11 @@ def plot_recall(labelled_reports: Sequence[tuple[str, Report]], path: Path, *, a
         axis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("distance to the earlier passage (tokens)")
     axes.set_ylabel(f"{'accuracy' if accuracy else 'perplexity'} of recall tokens")
-    axes.set_title(f"split {reports[0].split}, {len(reports[0].documents)} documents", fontsize=10)
-    add_legend(figure)
+    several = "" if len(ends) == len(lines) else "; bars: half the range of the seeds"
+    axes.set_title(f"split {reports[0].split}, {len(reports[0].documents)} documents{several}", fontsize=10)
+    if len(ends) > MAX_LINES:
+        add_legend(figure)
+    else:
+        figure.draw_without_rendering()  # the scales are known then
+        label_beside(axes, ends)
     save_picture(figure, path)
