@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from dist_mem.config import Config
 
 
+_GIVEN = ("scale", "out", "cells", "rows", "seeds", "jobs", "ranks", "max_runs")  # options that are those of a Request
+
+
 def add_reproduce_arguments(added: ArgumentParser) -> None:
     """Add the arguments of `dist-mem reproduce`."""
     added.add_argument(
@@ -57,6 +60,9 @@ def _add_arguments(added: ArgumentParser, out: str) -> Any:
     added.add_argument("--ranks", type=count, default=1, metavar="N", help="processes per training (default: 1)")
     added.add_argument("--out", type=output_folder, metavar="FOLDER", help=f"output (default: {out})")
     added.add_argument(
+        "--cells", type=output_folder, metavar="FOLDER", help="take over its finished runs, and add those made here"
+    )
+    added.add_argument(
         "--max-runs", type=count, default=1000, metavar="N", help="refuse a file with more (default: 1000)"
     )
     what = added.add_mutually_exclusive_group()
@@ -92,7 +98,9 @@ def _run(options: Namespace) -> int:
     from dist_mem.studies.run_study import Request, run
 
     site, extra = _divided(options)
-    given = {name: getattr(options, name) for name in ("scale", "out", "rows", "seeds", "jobs", "ranks", "max_runs")}
+    given = {
+        name: getattr(options, name) for name in ("scale", "out", "cells", "rows", "seeds", "jobs", "ranks", "max_runs")
+    }
     what = {"check": options.check, "plan": options.plan, "run": not options.estimate}
     estimates = options.estimate or not options.no_estimate
     return run(Request(options.study, options.command, **given, **what, extra=extra, site=site, estimate=estimates))

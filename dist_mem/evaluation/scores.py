@@ -312,7 +312,11 @@ def read_report(path: Path) -> Report:
     Raises:
         UnusableError: the file is not a report, or has another format.
     """
-    body = read_json(path, UnusableError, _REMEDY)
+    return report_from(read_json(path, UnusableError, _REMEDY), path)
+
+
+def report_from(body: Any, path: Path) -> Report:
+    """Return the report that a file contains. Raises UnusableError as `read_report`."""
     check(body, record({"format_version": integer()}, is_open=True), path, UnusableError, _REMEDY)
     if (version := body["format_version"]) != FORMAT_VERSION:
         raise UnusableError(f"{path}: format_version {version} is not {FORMAT_VERSION}, the one read here{_REMEDY}")

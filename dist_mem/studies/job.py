@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,14 @@ from dist_mem.runtime.environment import with_environment
 from dist_mem.runtime.processes import own_command
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.studies.budget import Costs
+from dist_mem.studies.cells import Run, define, finish, give, is_finished, keep_result, read_result
 from dist_mem.studies.runs import (
-    Run,
     data_of,
+    definition_of,
     evaluate_command,
-    keep_result,
     measured,
     metric_of,
     newest_report,
-    read_result,
     train_command,
 )
 from dist_mem.studies.study import Column, Study
@@ -76,6 +75,8 @@ class Job:
     ranks: int
     extra: list[str]  # overrides for every training and evaluation
     signal: StopSignal
+    cells: Path | None = None  # a folder of finished cells, beside the study's own
+    made: dict[str, str] = field(default_factory=dict)  # where and when, for the cells
     costs: dict[str, Costs] = field(default_factory=dict)  # of every row, if the study has a budget
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -189,8 +190,18 @@ def for_each_run(
 
 
 def left_to_measure(job: Job, item: Run) -> dict[str, Column]:
-    """Return the columns of a run that have no result yet."""
-    return {name: column for name, column in measured(job.study, item).items() if read_result(item, name) is None}
+    """Return the columns of a run that have no result yet. Raises UnusableError for one of another definition."""
+    left = {}
+    for name, column in measured(job.study, item).items():
+        result = read_result(item, name)
+        if result is None:
+            left[name] = column
+        elif result.get("column", asdict(column)) != asdict(column):
+            raise UnusableError(
+                f"{item.cell}: column {name!r} was {result['column']} and is {asdict(column)}; "
+                "give another --out or --cells, or another name"
+            )
+    return left
 
 
 def run_one(job: Job, item: Run, report: Callable[[str], None], place: Place) -> None:
@@ -201,15 +212,26 @@ def run_one(job: Job, item: Run, report: Callable[[str], None], place: Place) ->
         UnusableError: the data are missing.
     """
     missing = left_to_measure(job, item)
-    if not missing:
+    if missing:
+        _train_and_measure(job, item, missing, report, place)
+    else:
         report(f"{item.name}: already done")
-        return
+    if missing or not is_finished(item):
+        finish(item, **job.made)
+    if job.cells is not None:
+        give(item, job.cells)
+
+
+def _train_and_measure(
+    job: Job, item: Run, missing: Mapping[str, Column], report: Callable[[str], None], place: Place
+) -> None:
     build(job, item, report)
+    define(item, definition_of(job.study, item, job.extra, ranks=job.ranks))
     report(f"{item.name}: training")
     command = train_command(job.study, item, ranks=job.ranks, extra=job.extra, devices=place.devices)
     code = job.command(command, f"{item.name}-train", also=[EXIT_DIVERGED], place=place)
     for name in missing if code == EXIT_DIVERGED else ():
-        keep_result(item, name, {"diverged": f"see logs/{item.name}-train.txt"})
+        keep_result(item, name, {"diverged": f"see logs/{item.name}-train.txt", "column": asdict(missing[name])})
         report(f"{item.name}: {name} diverged")
     while left := [name for name in missing if read_result(item, name) is None]:
         for name, value in _measure(job, item, missing, left[0], place).items():
@@ -249,10 +271,8 @@ def _measure(job: Job, item: Run, columns: Mapping[str, Column], name: str, plac
         value, step = metric_of(report, column)
         values[other] = value  # None if a requirement is missing, as WordNet for METEOR
         result: dict[str, Any] = {"absent": f"{column.split}/{column.metric}"} if value is None else {"value": value}
-        result |= {"step": step, "evaluate": list(column.evaluate)}
-        if column.command == "evaluate":
-            result["report"] = str(report.relative_to(item.directory))
-        keep_result(item, other, result)
+        result |= {"step": step, "column": asdict(column)}
+        keep_result(item, other, result, report if column.command == "evaluate" else None)
     return values
 
 

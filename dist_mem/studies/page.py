@@ -10,36 +10,40 @@ found in every document: who repeats the two commands on the same kind of machin
 
 from __future__ import annotations
 
-import hashlib
-import json
+import math
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_mem.evaluation.bootstrap import MIN_DOCUMENTS, accuracy_interval, gain_interval
 from dist_mem.evaluation.depth import depth_bins, depths_to_csv, plot_depth
-from dist_mem.evaluation.plot import MIN_TOKENS, add_legend, distance_bins, plot_recall, recall_curve, save_picture
-from dist_mem.evaluation.scores import Report, read_report
+from dist_mem.evaluation.plot import (
+    MAX_LINES,
+    MIN_TOKENS,
+    add_legend,
+    distance_bins,
+    label_beside,
+    plot_recall,
+    recall_curve,
+    save_picture,
+)
+from dist_mem.evaluation.scores import Report
 from dist_mem.runtime.csv_text import csv_text
 from dist_mem.runtime.files import write_text
 from dist_mem.studies.budget import Costs
+from dist_mem.studies.cells import Run, checksum, read_result, report_of, speed_of
 from dist_mem.studies.job import Job
 from dist_mem.studies.runs import (
-    Run,
     evaluate_command,
     is_better_higher,
     measured,
-    read_result,
-    report_of,
     runs_behind,
     shown_rows,
     train_command,
 )
 from dist_mem.studies.study import Study
-from dist_mem.tracking.log import METRICS_FILE, read_points
 
 NOT_GIVEN = "-"
 PAGE, CELLS, PICTURE = "table.md", "table.csv", "table.png"
@@ -103,10 +107,10 @@ def standings(study: Study, runs: Sequence[Run], costs: Mapping[str, Costs]) -> 
     first: dict[int, Report] = {}
     for row in _table_rows(study) if costs else ():
         mine = runs_behind(study, runs, row, name)
-        reports = {run.seed: read_report(path) for run in mine if (path := report_of(run, name)) is not None}
+        reports = {run.seed: report for run in mine if (report := report_of(run, name)) is not None}
         interval = _interval(first, reports, column.metric) if found else None
         first = first if found else reports
-        speeds = [speed for run in mine if (speed := _speed(run)) is not None]
+        speeds = [speed for run in mine if (speed := speed_of(run)) is not None]
         own = costs[(study.rows[row].best_of or [row])[0]]
         found[row] = Standing(cell(mine, name).mean, interval, own, statistics.fmean(speeds) if speeds else None)
     return found
@@ -128,15 +132,6 @@ def _interval(first: Mapping[int, Report], other: Mapping[int, Report], metric: 
     if metric in SHARES:
         return accuracy_interval(*pair, whole=metric == "whole_answers")
     return gain_interval(*pair)
-
-
-def _speed(run: Run) -> float | None:
-    speeds = [
-        point.metrics["tokens_per_second"]
-        for point in read_points(run.directory / METRICS_FILE)
-        if "tokens_per_second" in point.metrics
-    ]
-    return statistics.median(speeds) if speeds else None
 
 
 def write_results(job: Job, provenance: Mapping[str, str]) -> list[Path]:
@@ -164,12 +159,14 @@ def to_markdown(
     pairs = ([f"{name}, paper", f"{name}, ours"] if beside else [name] for name in columns)
     heading = ["", *(text for pair in pairs for text in pair), *(_budget_heading(study, shown[0]) if found else [])]
     lines = [f"# {study.title}", "", study.source, "", _line(heading), _line(["---"] * len(heading))]
-    for key in shown:
+    best = _best_cells(study, runs, found)
+    for key in by_result(study, found) if found else shown:
         row = study.rows[key]
         cells = [row.name]
         for name in columns:
             mine = runs_behind(study, runs, key, name)
             ours = cell(mine, name).text(deviation=bool(found)) if mine else NOT_GIVEN
+            ours = f"**{ours}**" if (key, name) in best else ours
             cells += [_number(row.paper.get(name)), ours] if beside else [ours]
         lines.append(_line([*cells, *(_budget_cells(study, found[key]) if found else [])]))
     lines += ["", study.about, ""]
@@ -187,11 +184,23 @@ def to_markdown(
     return "\n".join(lines) + "\n"
 
 
+def _best_cells(study: Study, runs: Sequence[Run], found: Mapping[str, Standing]) -> set[tuple[str, str]]:
+    """Return the best row of each column of a study with a budget, (row, column); they are bold."""
+    best = set()
+    for name, column in study.columns.items():
+        sign = -1.0 if is_better_higher(column.metric) else 1.0
+        means = {row: cell(mine, name).mean for row in found if (mine := runs_behind(study, runs, row, name))}
+        known = {row: sign * mean for row, mean in means.items() if mean is not None}
+        if len(known) > 1:
+            best.add((min(known, key=lambda row: known[row]), name))
+    return best
+
+
 def _budget_heading(study: Study, first: str) -> list[str]:
     name = study.rows[first].name
     is_share = _first_metric(study) in SHARES
     gain = f"memory - {name}, 95 %" if is_share else f"{name} / memory, 95 %"
-    return [gain, "parameters", "bytes of memory a lane", "steps", "tokens", "FLOPs", "tokens/s"]
+    return [gain, "parameters", "bytes of memory per lane", "steps", "tokens", "FLOPs", "tokens/s"]
 
 
 def _budget_cells(study: Study, found: Standing) -> list[str]:
@@ -218,9 +227,15 @@ def _about_interval(study: Study, first: str) -> str:
     return (
         f"{means} The interval is that of {what}, with other seeds and other documents of the same kind: 10,000 draws "
         f"of the documents, the same for both, and of the seeds of each. An interval that contains {nothing} settles "
-        "nothing; one of two or three seeds is rough. "
+        f"nothing; one of two or three seeds is rough. {_about_chance(len(_table_rows(study)) - 1)}"
         f"Fewer than {MIN_DOCUMENTS} documents have none."
     )
+
+
+def _about_chance(comparisons: int) -> str:
+    if comparisons < 2:
+        return ""
+    return f"Of {comparisons} comparisons of equals, {comparisons / 20:.2g} would settle something by chance. "
 
 
 def _papers_section(study: Study) -> list[str]:
@@ -269,7 +284,7 @@ def to_csv(study: Study, runs: Sequence[Run], extra: Sequence[str]) -> str:
             ended = next((word for word in ("diverged", "absent", "to run") if word in result), "evaluated")
             paper = [study.rows[run.row].paper.get(name, "")] if study.is_papers else []
             report = report_of(run, name)
-            digest = "" if report is None else checksum(read_report(report))
+            digest = "" if report is None else checksum(report)
             metrics = [*paper, result.get("value", ""), result.get("step", ""), ended, digest]
             lines.append([run.row, name, run.seed, *metrics, training, _command(evaluate_command(run, column, extra))])
     return csv_text(lines)
@@ -278,12 +293,6 @@ def to_csv(study: Study, runs: Sequence[Run], extra: Sequence[str]) -> str:
 def _command(words: Sequence[str]) -> str:
     """Return a command as a user types it."""
     return shlex.join(["dist-mem", *words[words.index("dist_mem") + 1 :]])
-
-
-def checksum(report: Report) -> str:
-    """Return the SHA-256 of the metrics of every document, without times and places."""
-    metrics = [astuple(document)[:-1] for document in report.documents]  # without depths, which older reports lack
-    return hashlib.sha256(json.dumps(metrics).encode()).hexdigest()
 
 
 def draw(study: Study, runs: Sequence[Run], path: Path) -> None:
@@ -353,10 +362,10 @@ def _draw_comparison(job: Job, found: Mapping[str, Standing]) -> list[Path]:
     paths = [job.out / PARETO]
     _draw_pareto(job.study, found, paths[0])
     reports = [
-        (job.study.rows[row].name, read_report(path))
-        for row in found
+        (job.study.rows[row].name, report)
+        for row in _best_rows(job.study, found)
         for run in runs_behind(job.study, job.runs, row, first)
-        if (path := report_of(run, first)) is not None
+        if (report := report_of(run, first)) is not None
     ]
     bins = distance_bins([report for _, report in reports])
     for name, accuracy in ((RECALL, False), (RECALL_ACCURACY, True)):
@@ -372,6 +381,18 @@ def _draw_comparison(job: Job, found: Mapping[str, Standing]) -> list[Path]:
     return paths
 
 
+def _best_rows(study: Study, found: Mapping[str, Standing]) -> list[str]:
+    """Return the rows of a picture of lines: the first one, which all are compared with, and the best others."""
+    first, *others = by_result(study, found)
+    return [next(iter(found)), *(row for row in (first, *others) if row != next(iter(found)))][:MAX_LINES]
+
+
+def by_result(study: Study, found: Mapping[str, Standing]) -> list[str]:
+    """Return the rows from the best to the worst by their first column; those without a result come last."""
+    sign = -1.0 if is_better_higher(_first_metric(study)) else 1.0
+    return sorted(found, key=lambda row: math.inf if (mean := found[row].mean) is None else sign * mean)
+
+
 def _draw_pareto(study: Study, found: Mapping[str, Standing], path: Path) -> None:
     """Draw the first column against what a row takes; the line joins those that nobody beats in both.
 
@@ -379,27 +400,30 @@ def _draw_pareto(study: Study, found: Mapping[str, Standing], path: Path) -> Non
     """
     from matplotlib.figure import Figure  # takes a second to import
 
-    figure, metric = Figure(figsize=(10, 4), layout="constrained"), _first_metric(study)
+    figure, metric = Figure(figsize=(10, 4.5), layout="constrained"), _first_metric(study)
     costs: dict[str, list[float | None]] = {
         "FLOPs of the training": [each.costs.flops for each in found.values()],
-        "bytes of memory a lane": [each.costs.state_bytes for each in found.values()],
+        "bytes of memory per lane": [each.costs.state_bytes for each in found.values()],
     }
     costs = {label: xs for label, xs in costs.items() if not are_equal(xs)}
-    costs["seconds a million tokens"] = [None if each.speed is None else 1e6 / each.speed for each in found.values()]
+    costs["seconds per million tokens"] = [None if each.speed is None else 1e6 / each.speed for each in found.values()]
     all_axes = figure.subplots(1, len(costs), sharey=True, squeeze=False)[0]
+    labelled = []
     for axes, (label, xs) in zip(all_axes, costs.items(), strict=True):
         points = [
             (float(x), each.mean, study.rows[row].name)
             for x, (row, each) in zip(xs, found.items(), strict=True)
             if x is not None and each.mean is not None
         ]
-        for x, y, name in points:
-            axes.plot([x], [y], "o", color="C0")
-            axes.annotate(name, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7)
+        axes.plot([x for x, _, _ in points], [y for _, y, _ in points], "o", color="C0")
         front = pareto_front([(x, y) for x, y, _ in points], higher=is_better_higher(metric))
         axes.plot([x for x, _ in front], [y for _, y in front], "-", color="C1", linewidth=1)
-        axes.set_xlabel(label, fontsize=8)
-    figure.axes[0].set_ylabel(metric.replace("_", " "), fontsize=8)
+        axes.set_xlabel(label)
+        labelled.append((axes, [(x, y, name, "0.25") for x, y, name in points]))
+    figure.axes[0].set_ylabel(metric.replace("_", " "))
+    figure.draw_without_rendering()  # the scales are known then
+    for axes, labels in labelled:
+        label_beside(axes, labels)
     save_picture(figure, path)
 
 

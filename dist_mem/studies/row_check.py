@@ -24,14 +24,12 @@ from dist_mem.estimate.dry_run import check_model, subjects
 from dist_mem.estimate.vocabulary import ASSUMED_VOCAB_SIZE
 from dist_mem.memory import memory_options
 from dist_mem.model import describe
-from dist_mem.studies.runs import Run, all_runs, columns_at, rows_behind, shown_rows, train_words
+from dist_mem.studies.cells import Run
+from dist_mem.studies.runs import BLOCKS, Settings, all_runs, columns_at, flat, rows_behind, shown_rows, train_words
 from dist_mem.studies.study import Row, Study
 
-BLOCKS = ("data", "model", "memory", "train", "optimizer", "schedule", "eval")  # blocks that affect the metrics
 _APART = ("data.path", "data.seed", "train.seed")  # printed elsewhere
 _WIDTH = 120
-
-Settings = dict[str, Any]  # dotted key -> resolved value
 
 
 class Checked(NamedTuple):
@@ -99,7 +97,7 @@ def _check_run(study: Study, run: Run, *, ranks: int, extra: Sequence[str]) -> C
     """Resolve one row. Raises ValueError, for example UnusableError, if it cannot be run."""
     config = load_config(train_words(study, run, extra), memory_options=memory_options)
     tree = cast(dict[str, Any], OmegaConf.to_container(cast(Any, config), resolve=True))
-    settings = {key: value for name in BLOCKS for key, value in _flat(name, tree[name]) if key not in _APART}
+    settings = {key: value for name in BLOCKS for key, value in flat(name, tree[name]) if key not in _APART}
     point = study.points[run.point]
     is_built = (local_dir(config.data) / JSON_NAME).exists()
     missing = _missing_weights(config.model)
@@ -133,14 +131,6 @@ def _size_lines(config: Config, vocab_size: int) -> Iterator[tuple[str, str]]:
     with suppress(NotCountedError):
         flops = flops_per_token(config, vocab_size, num_lanes=1)  # of a lane alone, as the papers count
         yield "multiply_adds", f"{flops.scoring / 2e6:,.1f} M per predicted token"  # torch counts two for one
-
-
-def _flat(key: str, node: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(node, dict) and node:
-        for name, child in node.items():
-            yield from _flat(f"{key}.{name}", child)
-    else:
-        yield key, node
 
 
 def _shared(many: Iterable[Settings]) -> Settings:

@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,17 +22,17 @@ import torch
 
 from dist_mem.config import Config, TrackingConfig, load_config
 from dist_mem.config.check import hint
-from dist_mem.config.sources import COMMAND_LINE, read_sources
 from dist_mem.data.batch_plan import counted
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE, UnusableError
 from dist_mem.launch.submit import submit_array
 from dist_mem.memory import memory_options
-from dist_mem.runtime.files import free_name, sha256_of, write_text
+from dist_mem.runtime.files import free_name, write_text
 from dist_mem.runtime.ranks import names_of_gpus
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.runtime.terminal import listed, table
 from dist_mem.studies import estimate
 from dist_mem.studies.budget import Costs, apply_budget
+from dist_mem.studies.cells import Run, define, take_over
 from dist_mem.studies.job import (
     CommandError,
     Job,
@@ -47,9 +46,19 @@ from dist_mem.studies.job import (
 )
 from dist_mem.studies.page import cell, write_results
 from dist_mem.studies.row_check import check, check_rows
-from dist_mem.studies.runs import RESULTS, all_runs, figure_commands, rows_behind, runs_behind, shown_rows, train_words
-from dist_mem.studies.runs import with_done as with_measured
-from dist_mem.studies.study import MAX_RUNS, Study, load_study
+from dist_mem.studies.runs import (
+    Settings,
+    all_runs,
+    definition_of,
+    figure_commands,
+    rows_behind,
+    runs_behind,
+    shown_rows,
+    train_words,
+    with_done,
+)
+from dist_mem.studies.study import MAX_RUNS, load_study
+from dist_mem.studies.tuning import chosen, grids_of, trials_of
 from dist_mem.tracking.mlflow.client import brief, connect
 from dist_mem.tracking.mlflow.store import experiment_of, store_uri
 from dist_mem.tracking.provenance import git_state, versions
@@ -57,7 +66,6 @@ from dist_mem.tracking.provenance import git_state, versions
 # Tags that MLflow's clients set on a run they start, here its parent. dist_mem gets them from MLflow.
 CONTEXT = "MLFLOW_RUN_CONTEXT"
 _RESTARTS = 3  # of a run that died
-_MADE_FROM = "made_from.txt"  # hashes of the file, its scale, the overrides and every configuration file
 _RUN_ID = "mlflow_run_id"
 
 
@@ -69,6 +77,7 @@ class Request:
     command: str  # reproduce, sweep or arena: names the folder of the results
     scale: str = ""  # "": the first of the file
     out: Path | None = None  # None: runs/COMMAND/NAME
+    cells: Path | None = None  # a folder of finished cells, to take over and to add to
     rows: Sequence[str] = ()  # empty: all
     seeds: Sequence[int] = ()  # empty: those of the study
     jobs: int = 1  # trainings at the same time
@@ -107,18 +116,78 @@ def run(asked: Request) -> int:
     if not study.budget:
         check_rows(study, extra, requested)  # what is refused leaves no folder behind
     with locked(out), StopSignal() as signal:
-        keep_settings(study, out, extra)
-        job = Job(study, out, runs, asked.ranks, extra, signal)
-        if study.budget:
+        job = Job(study, out, runs, asked.ranks, extra, signal, cells=asked.cells, made=_made())
+        if study.budget or study.tune.grid or study.tune.rows:
             build(job, runs[0], print)  # the sizes depend on the vocabulary
+        try:
+            code = None if asked.plan else _tune(job, asked)
+        except StoppedError:
+            code = _stopped(out)
+        if code is not None:
+            return code
+        if study.budget:
             job.costs = apply_budget(study, partial(_with_extra, extra=extra))
             check_rows(study, extra, requested)
             print(_plan(job.costs), flush=True)
         if asked.plan:
             return EXIT_DONE
+        take_cells(job, print)
         if asked.site is not None:
             return _submit(job, asked.site, at_once=asked.jobs)
         return _run(job, asked)
+
+
+def _tune(job: Job, asked: Request) -> int | None:
+    """Give every row its best settings; return an exit code if the call ends here, since trials are still to be run.
+
+    Raises:
+        StoppedError: a signal was received.
+        UnusableError: a row's trials cannot be run.
+    """
+    grids = grids_of(job)
+    if not grids:
+        return None
+    everywhere = _places(job, asked)
+    is_first = True
+    while True:
+        trials = trials_of(job, grids)
+        trials.costs = apply_budget(trials.study, partial(_with_extra, extra=job.extra))
+        check_rows(trials.study, job.extra)
+        take_cells(trials, print)
+        left = [item for item in trials.runs if left_to_measure(trials, item)]
+        if left and asked.site is not None:
+            return _submit(trials, asked.site, at_once=asked.jobs)
+        if left and is_first and asked.estimate:
+            _estimate(trials, everywhere)
+        if not asked.run:
+            return None
+        errors = for_each_run(trials, trials.runs, everywhere, partial(run_one, trials), restarts=_RESTARTS)
+        if errors:
+            return _failed(errors)
+        found, wider = chosen(trials, grids)
+        if wider == grids:
+            break
+        grids, is_first = wider, False
+    for row, tuned in found.items():
+        job.study.rows[row].train = [*(job.study.rows[row].train or []), *tuned.words]
+        job.study.notes.append(f"{row}: {tuned}")
+    return None
+
+
+def _stopped(out: Path) -> int:
+    print(f"stopped; the same command continues from here: {out}", file=sys.stderr)
+    return EXIT_REQUEUE
+
+
+def _failed(errors: Sequence[CommandError | UnusableError]) -> int:
+    for error in errors:
+        print(f"error: {error}", file=sys.stderr)
+    return EXIT_USAGE if all(isinstance(error, UnusableError) for error in errors) else EXIT_FAILED
+
+
+def _places(job: Job, asked: Request) -> list[Place]:
+    gpus = names_of_gpus(torch.cuda.device_count())
+    return places(asked.jobs, job.ranks, num_cores=os.cpu_count() or 1, gpus=gpus)
 
 
 def _with_extra(words: Sequence[str], *, extra: Sequence[str]) -> Config:
@@ -159,41 +228,23 @@ def locked(out: Path) -> Iterator[None]:
             raise
 
 
-def keep_settings(study: Study, out: Path, extra: Sequence[str]) -> None:
-    """Check that the folder never mixes metrics of different definitions, and write what it is made from.
-
-    Args:
-        extra: overrides for every training.
+def take_cells(job: Job, report: Callable[[str], None]) -> None:
+    """Take over the finished cells of the folder given, and check that all that are there are of this definition.
 
     Raises:
-        UnusableError: the folder has metrics made from other inputs, or a configuration file is missing.
+        UnusableError: one is of another definition.
     """
-    head = [sha256_of(Path(study.path)), study.scale, shlex.join(extra)]
-    lines = [*head, *_hashes(study)]
-    path = out / _MADE_FROM
-    is_used = (out / "runs").exists() or (out / RESULTS).exists()  # otherwise an earlier call produced nothing
-    if is_used and path.exists():
-        kept = path.read_text(encoding="utf-8").splitlines()
-        changed = [line.partition(" ")[2] for line in lines[len(head) :] if line not in kept]
-        what = f"{' and '.join(changed)} {'has' if len(changed) == 1 else 'have'} changed since"
-        if kept[: len(head)] != head:
-            what, changed = "its definition, the scale or the overrides have changed since", [study.path]
-        if changed:
-            raise UnusableError(
-                f"{out} holds runs of another {study.name}: {what}; give another --out, or remove the folder"
-            )
-    write_text(path, "".join(f"{line}\n" for line in lines))
+    for item in job.runs:
+        if job.cells is not None and take_over(item, job.cells, _definition(job, item)):
+            report(f"{item.name}: taken over from {job.cells}")
+    for item in with_done(job.study, job.out, job.runs):
+        if item.cell.exists():
+            define(item, _definition(job, item))
+            left_to_measure(job, item)
 
 
-def _hashes(study: Study) -> list[str]:
-    """Return a line per configuration file of any row: the hash of its content without comments, and its path."""
-    contents: dict[str, str] = {}
-    for words in study.trained.values():
-        for point in study.points.values():
-            for source in read_sources([*study.train, *words, *point.train]):
-                contents[source.where] = json.dumps(source.tree, sort_keys=True, default=str)
-    contents.pop(COMMAND_LINE, None)
-    return [f"{hashlib.sha256(text.encode()).hexdigest()} {where}" for where, text in sorted(contents.items())]
+def _definition(job: Job, item: Run) -> Settings:
+    return definition_of(job.study, item, job.extra, ranks=job.ranks)
 
 
 def _submit(job: Job, site: Config, *, at_once: int) -> int:
@@ -216,8 +267,7 @@ def _submit(job: Job, site: Config, *, at_once: int) -> int:
 
 def _run(job: Job, asked: Request) -> int:
     """Estimate and run the runs of a job, several at one time, and write the results; see `run`."""
-    gpus = names_of_gpus(torch.cuda.device_count())
-    everywhere = places(asked.jobs, job.ranks, num_cores=os.cpu_count() or 1, gpus=gpus)
+    everywhere = _places(job, asked)
     rows, seeds = ({getattr(item, part) for item in job.runs} for part in ("row", "seed"))
     runs = counted(len(job.runs), "run")
     print(f"{counted(len(rows), 'row')} with {counted(len(seeds), 'seed')}: {runs}", file=sys.stderr)
@@ -253,17 +303,14 @@ def run_study(job: Job, everywhere: Sequence[Place]) -> int:
     code, status = EXIT_FAILED, "FAILED"
     try:
         errors = for_each_run(job, job.runs, everywhere, partial(run_one, job), restarts=_RESTARTS)
-        for error in errors:
-            print(f"error: {error}", file=sys.stderr)
-        if not errors:
+        if errors:
+            code = _failed(errors)
+        else:
             _draw_figures(job)
             code, status = EXIT_DONE, "FINISHED"
-        elif all(isinstance(error, UnusableError) for error in errors):
-            code = EXIT_USAGE
     except StoppedError:
-        print(f"stopped; the same command continues from here: {job.out}", file=sys.stderr)
-        code, status = EXIT_REQUEUE, "KILLED"
-    job.runs = with_measured(job.study, job.out, job.runs)
+        code, status = _stopped(job.out), "KILLED"
+    job.runs = with_done(job.study, job.out, job.runs)
     paths: list[Path] = []
     try:
         paths = write_results(job, _provenance(job))
@@ -285,13 +332,17 @@ def _draw_figures(job: Job) -> None:
             print(f"{name} is not drawn: {error}", file=sys.stderr)
 
 
-def _provenance(job: Job) -> dict[str, str]:
+def _made() -> dict[str, str]:
+    """Return the date, the commit and the versions that make results."""
     state = git_state()
-    commit = state.tags.get("mlflow.source.git.commit", "unknown")[:12] + (
-        " and uncommitted changes" if state.diff else ""
-    )
+    commit = state.tags.get("mlflow.source.git.commit", "unknown")[:12]
+    commit += " and uncommitted changes" if state.diff else ""
+    return {"date": datetime.now(UTC).date().isoformat(), "commit": commit, **versions()}
+
+
+def _provenance(job: Job) -> dict[str, str]:
     seeds = sorted({item.seed for item in job.runs})
-    provenance = {"date": datetime.now(UTC).date().isoformat(), "commit": commit, "seeds": ", ".join(map(str, seeds))}
+    provenance = {**{name: job.made[name] for name in ("date", "commit")}, "seeds": ", ".join(map(str, seeds))}
     provenance["every row"] = f"`{shlex.join(job.study.train)}`"
     if job.extra:
         provenance["overrides"] = f"`{shlex.join(job.extra)}`"

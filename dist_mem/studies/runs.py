@@ -7,47 +7,39 @@ validation split, as a paper tunes its baselines: chosen per seed and column, wi
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from omegaconf import OmegaConf
+
+from dist_mem.config import load_config
+from dist_mem.data.directory import open_index
+from dist_mem.data.shard import INDEX_NAME
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.scores import Band, read_report
 from dist_mem.launch.local import launcher
-from dist_mem.runtime.file_schema import check, integer, metric, optional, read_json, record, table, text
-from dist_mem.runtime.files import write_text
+from dist_mem.memory import memory_options
+from dist_mem.runtime.file_schema import check, integer, metric, read_json, record, table
+from dist_mem.studies.cells import CELLS, Run, read_result
 from dist_mem.studies.study import Column, Study
 
 # Metrics of which a higher one is better; of all others a lower one is.
 _GROWING = ("accuracy", "whole_answers", "recall_accuracy", "dialogue_f1", "dialogue_rouge", "dialogue_meteor")
-RESULTS = "results"  # folder of the results, one file per run and column
 
 
-@dataclass(frozen=True)
-class Run:
-    """A training: one row at one point with one seed."""
-
-    row: str
-    point: str
-    seed: int
-    out: Path  # of the study
-
-    @property
-    def name(self) -> str:
-        return "-".join(part for part in (self.row, self.point, f"seed{self.seed}") if part)
-
-    @property
-    def directory(self) -> Path:
-        """The run directory."""
-        return self.out / "runs" / self.name
-
-    def result(self, column: str) -> Path:
-        """Return the path of its result for a column."""
-        return self.out / RESULTS / f"{self.name}-{column}.json"
+Settings = dict[str, Any]  # dotted key -> resolved value
+BLOCKS = ("data", "model", "memory", "train", "optimizer", "schedule", "eval")  # blocks that affect the metrics
+# Keys of the machine, which leave the metrics as they are but for the order of sums.
+_MACHINE = frozenset(
+    {
+        *("data.path", "data.cache", "data.prefetch", "data.stage", "data.stage_dir"),
+        *("train.numa_binding", "train.peak_tflops", "train.profile"),
+    }
+)
 
 
 def all_runs(study: Study, out: Path, seeds: Sequence[int] = (), rows: Collection[str] = ()) -> list[Run]:
@@ -73,13 +65,14 @@ def data_of(study: Study, run: Run) -> str:
 
 def with_done(study: Study, out: Path, requested: Sequence[Run]) -> list[Run]:
     """Return the requested runs and all others that earlier calls measured, since the table shows them too."""
-    found = [re.search(r"seed(\d+)-", path.name) for path in (out / RESULTS).glob("*.json")]
+    found = [re.search(r"seed(\d+)$", path.stem) for path in (out / CELLS).glob("*.json")]
     seeds = sorted({run.seed for run in requested} | {int(match[1]) for match in found if match})
-    return [
-        run
-        for run in all_runs(study, out, seeds)
-        if run in requested or any(run.result(name).exists() for name in columns_at(study, run.point))
-    ]
+    return [run for run in all_runs(study, out, seeds) if run in requested or is_measured(study, run)]
+
+
+def is_measured(study: Study, run: Run) -> bool:
+    """Return whether a run has any result."""
+    return any(read_result(run, name) is not None for name in columns_at(study, run.point))
 
 
 def columns_at(study: Study, point: str) -> dict[str, Column]:
@@ -153,6 +146,26 @@ def train_words(study: Study, run: Run, extra: Sequence[str]) -> list[str]:
     ]
 
 
+def definition_of(study: Study, run: Run, extra: Sequence[str], *, ranks: int) -> Settings:
+    """Return what a run is: its settings, its ranks, and the fingerprints of its splits if they are built."""
+    config = load_config(train_words(study, run, extra), memory_options=memory_options)
+    tree = cast(dict[str, Any], OmegaConf.to_container(cast(Any, config), resolve=True))
+    found = {key: value for name in BLOCKS for key, value in flat(name, tree[name]) if key not in _MACHINE}
+    splits = sorted({"train", *(column.split for column in measured(study, run).values())})
+    is_built = all((Path(config.data.path) / split / INDEX_NAME).exists() for split in splits)
+    prints = {f"data/{split}": open_index(config.data, split).fingerprint for split in splits if is_built}
+    return {"ranks": ranks, **found, **prints}
+
+
+def flat(key: str, node: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys of a tree with their values."""
+    if isinstance(node, dict) and node:
+        for name, child in node.items():
+            yield from flat(f"{key}.{name}", child)
+    else:
+        yield key, node
+
+
 def evaluate_command(run: Run, column: Column, extra: Sequence[str]) -> list[str]:
     """Return the arguments of `dist-mem evaluate`, or of the other command that measures the column."""
     overrides = _of_evaluations(extra)
@@ -191,7 +204,6 @@ def newest_report(run: Run, column: Column) -> Path:
 
 
 _METRICS = record({"metrics": table(metric), "step": integer()}, is_open=True)
-_RESULT = record({}, {"value": optional(metric), "step": integer(), "diverged": text}, is_open=True)
 
 
 def metric_of(path: Path, column: Column) -> tuple[float | None, int]:
@@ -203,26 +215,3 @@ def metric_of(path: Path, column: Column) -> tuple[float | None, int]:
         report, band = read_report(path), Band(column.band[0], column.band[1] if column.band[1:] else None)
         value = report.recall_accuracy(band) if column.metric == "recall_accuracy" else report.recall_perplexity(band)
     return (None if value is None or math.isnan(value) else value), int(content["step"])
-
-
-def keep_result(run: Run, column: str, result: dict[str, Any]) -> None:
-    """Write a result, or the reason there is none: {"value": 1.5, "step": 100} or {"diverged": "..."}."""
-    path = run.result(column)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(result, indent=1) + "\n")
-
-
-def read_result(run: Run, column: str) -> dict[str, Any] | None:
-    """Read what `keep_result` wrote; None if there is no result yet."""
-    path = run.result(column)
-    if not path.exists():
-        return None
-    content: dict[str, Any] = read_json(path, UnusableError, "; remove the file")
-    check(content, _RESULT, path, UnusableError, "; remove the file")
-    return content
-
-
-def report_of(run: Run, column: str) -> Path | None:
-    """Return the report of `dist-mem evaluate` behind a result; None if there is none."""
-    result = read_result(run, column) or {}
-    return run.directory / result["report"] if "report" in result else None

@@ -12,6 +12,7 @@ rows:                                            # name -> its configurations an
   transformer_xl: [configs/memory/transformer_xl.yaml]
 grid: {optimizer.lr: [0.001, 0.002]}             # further rows, one per combination: grid.py
 budget: {tokens: 4e6}                            # of every row: budget.py
+tune: {grid: {optimizer.lr: [0.001, 0.002]}}     # of every row, before its runs: tuning.py
 seeds: [0, 1, 2]
 columns: {perplexity: {metric: word_perplexity}}
 data: data/sample
@@ -94,6 +95,17 @@ class Point:
 
 
 @dataclass
+class Tune:
+    """How each row gets settings of its own before its runs: tuning.py."""
+
+    grid: dict[str, list[Any]] = field(default_factory=dict)  # key -> its values; empty: no row is tuned
+    rows: dict[str, dict[str, list[Any]]] = field(default_factory=dict)  # row -> further keys
+    budget: dict[str, float] = field(default_factory=dict)  # of a trial; empty: that of the study
+    seeds: list[int] = field(default_factory=lambda: [0])
+    most: int = 8  # values of a key, when the best one stays at the edge
+
+
+@dataclass
 class Scale:
     """The settings that run a study on one class of machine, in place of the study's own."""
 
@@ -119,7 +131,7 @@ class Study(Scale):
     # key -> its values; `memory`, or another name without a dot: configurations, or lists of overrides
     grid: dict[str, list[Any]] = field(default_factory=dict)
     skip: list[dict[str, Any]] = field(default_factory=list)  # combinations that have all these values
-    learning_rates: list[float] = field(default_factory=list)  # each row is the best of them on validation
+    tune: Tune = field(default_factory=Tune)
     budget: dict[str, float] = field(default_factory=dict)  # of every row
     fit: dict[str, Any] = field(default_factory=dict)  # keys that give a row the sizes of the budget
     data: str | None = None  # of the only point; `points` if there are several
@@ -201,7 +213,7 @@ def load_study(name: str, scale: str = "", *, folder: Path = FOLDER, max_runs: i
     if study.data is not None:
         study.points.setdefault("", Point(data=study.data, build=study.build))
     found = combinations(study.grid, study.skip, taken=study.rows, where=where)
-    study.rows = _with_rates({row: Row(train=words) for row, words in found.items()} | study.rows, study.learning_rates)
+    study.rows = {row: Row(train=words) for row, words in found.items()} | study.rows
     for key, row in study.rows.items():
         row.name = row.name or key
     study.columns = study.columns or {"word_perplexity": Column("word_perplexity", split="validation")}
@@ -215,6 +227,8 @@ def load_study(name: str, scale: str = "", *, folder: Path = FOLDER, max_runs: i
     _check_columns(study, where)
     if study.budget or study.fit:
         _check_budget(study, where)
+    if study.tune.grid or study.tune.rows:
+        _check_tune(study, where)
     _find_configurations(study, beside=path.parent)
     return study
 
@@ -253,26 +267,10 @@ def _at(study: Study, name: str) -> Study:
     )
 
 
-def _with_rates(rows: dict[str, Row], rates: list[float]) -> dict[str, Row]:
-    """Return the rows with the learning rates: one is an override; of several, a row is the best on validation."""
-    found: dict[str, Row] = {}
-    others: dict[str, Row] = {}
-    for name, row in rows.items():
-        each = {f"{name} lr {rate:g}": [*(row.train or []), f"optimizer.lr={rate}"] for rate in rates}
-        if row.train is None or not each:
-            found[name] = row
-        elif len(each) == 1:
-            found[name] = replace(row, train=next(iter(each.values())))
-        else:
-            found[name] = replace(row, train=None, best_of=list(each))
-            others |= {one: Row(train=words) for one, words in each.items()}
-    return found | others
-
-
 def _check_number(study: Study, max_runs: int, *, where: str) -> None:
     """Raise UnusableError if there are more runs than `max_runs`."""
     num_rows = (math.prod(map(len, study.grid.values())) if study.grid else 0) + len(study.rows)
-    num_rows *= max(1, len(study.learning_rates)) * max(1, len(study.points))
+    num_rows *= max(1, len(study.points))
     if num_rows * len(study.seeds) > max_runs:
         raise UnusableError(
             f"{where}: {num_rows:,} combinations and rows with {counted(len(study.seeds), 'seed')} are "
@@ -384,6 +382,21 @@ def _check_budget(study: Study, where: str) -> None:
                 f"{where}columns.{name}.evaluate has {word!r}, but a study with a budget scores all columns on its own "
                 "data: compare other data without a budget"
             )
+
+
+def _check_tune(study: Study, where: str) -> None:
+    """Raise UnusableError for a grid of no row, or one that a study cannot have."""
+    tune = study.tune
+    unknown = [row for row in tune.rows if row not in study.trained]
+    if unknown:
+        raise UnusableError(f"{where}tune.rows has {unknown[0]!r}, which is not a row of the study")
+    for name, grid in {"grid": tune.grid, **{f"rows.{row}": grid for row, grid in tune.rows.items()}}.items():
+        if empty := [key for key, values in grid.items() if not values or len(set(values)) < len(values)]:
+            raise UnusableError(f"{where}tune.{name}.{empty[0]} is {grid[empty[0]]}, but must be different values")
+    if len(study.points) > 1:
+        raise UnusableError(f"{where}points has {len(study.points)}; rows are tuned at one point")
+    if unknown := [name for name in tune.budget if name not in study.budget]:
+        raise UnusableError(f"{where}tune.budget has {unknown[0]!r}, which the budget of the study has not")
 
 
 def _is_number(text: str) -> bool:

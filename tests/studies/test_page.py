@@ -11,12 +11,12 @@ import pytest
 from dist_mem.evaluation.scores import DocumentScore, RecallScore, Report, write_report
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.studies.budget import Costs
+from dist_mem.studies.cells import Run, checksum, keep_result
 from dist_mem.studies.job import Job
 from dist_mem.studies.page import (
     Cell,
     are_equal,
     cell,
-    checksum,
     draw,
     pareto_front,
     to_csv,
@@ -24,9 +24,7 @@ from dist_mem.studies.page import (
     write_results,
 )
 from dist_mem.studies.runs import (
-    Run,
     all_runs,
-    keep_result,
     measured,
     metric_of,
     runs_behind,
@@ -208,7 +206,7 @@ def finished(folder: Path, figure: str, *, num_documents: int, depth: float | No
         recall = [RecallScore(40, 2.0 * num_documents, 2 * num_documents, hits)]
         report = Report("test", "d", "t", None, 32, 0, 2 * num_documents, documents, recall)
         path = write_report(report, run.directory / "evaluations", "test-step-00000007", metadata={"step": 7})[1]
-        keep_result(run, "first", {"value": 0.5, "step": 7, "report": str(path.relative_to(run.directory))})
+        keep_result(run, "first", {"value": 0.5, "step": 7}, path)
     return Job(study, folder / "out", runs, 1, [], StopSignal(), costs=dict.fromkeys(rows, COSTS))
 
 

@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,13 @@ from dist_mem.evaluation.scores import read_report
 from dist_mem.launch.local import launcher, tied
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.runtime.signals import StopSignal
+from dist_mem.studies.cells import Run, checksum, keep_result
 from dist_mem.studies.estimate import Estimate, finish_seconds, report
 from dist_mem.studies.job import CommandError, Job, Place, StoppedError, for_each_run, places
-from dist_mem.studies.page import checksum
 from dist_mem.studies.run_study import ParentRun, Request
 from dist_mem.studies.run_study import _close as close_parent
 from dist_mem.studies.run_study import run as run_study
-from dist_mem.studies.runs import Run, all_runs, keep_result
+from dist_mem.studies.runs import all_runs
 from dist_mem.studies.study import FOLDER, load_study, study_names
 from dist_mem.tracking.mlflow.client import connect
 from tests.studies.small import SWEEP, load
@@ -145,12 +146,13 @@ def test_a_row_that_diverges_is_a_row_that_says_so(folder: Path) -> None:
 def measured(folder: Path, rows: list[str], seed: int = 0) -> None:
     """As if these rows had been trained and evaluated, with 2.5 in every column."""
     for row in rows:
-        for column in ("dev", "test"):
-            keep_result(Run(row, "", seed, folder / "out"), column, {"value": 2.5, "step": STEPS})
+        for name, column in load_study("two", folder=folder / FOLDER).columns.items():
+            result = {"value": 2.5, "step": STEPS, "column": asdict(column)}
+            keep_result(Run(row, "", seed, folder / "out"), name, result)
 
 
-def reproduce(*extra: str, scale: str = "", rows: Sequence[str] = (), seeds: Sequence[int] = ()) -> int:
-    return run_study(Request("two", "reproduce", scale, Path("out"), rows, seeds, extra=extra))
+def reproduce(*extra: str, out: str = "out", **options: Any) -> int:
+    return run_study(Request("two", "reproduce", out=Path(out), extra=extra, **options))
 
 
 @pytest.fixture
@@ -172,17 +174,25 @@ def test_a_row_that_a_table_does_not_have_is_refused(here: Path) -> None:
         reproduce(rows=["xll"])
 
 
-def test_figures_of_one_definition_are_not_those_of_another(here: Path) -> None:
+def test_cells_of_one_definition_are_not_those_of_another(here: Path) -> None:
     """What is measured is not trained again, so nothing else would compare them."""
     measured(here, ["none", "xl"])
-    assert reproduce() == EXIT_DONE
-    with refused(UnusableError):
+    assert reproduce(cells=Path("cells")) == EXIT_DONE
+    with refused(UnusableError, "none-seed0.json", "train.steps was 40 and is 50"):
         reproduce(scale="small")
     text = (here / "job.yaml").read_text()
     (here / "job.yaml").write_text(f"# a comment changes nothing\n{text}")
-    assert reproduce() == EXIT_DONE
+    assert reproduce(out="another", cells=Path("cells")) == EXIT_DONE  # with the cells of the first, and no training
+    assert values(here / "another") == values(here / "out")
+    with refused(UnusableError, "train.seed was 0 and is 7"):
+        reproduce("train.seed=7", out="third", cells=Path("cells"))
+    assert not (here / "third").exists()
     (here / "job.yaml").write_text(text.replace("seg_len: 16", "seg_len: 32"))
-    with refused(UnusableError, "job.yaml"):
+    with refused(UnusableError, "train.seg_len"):
+        reproduce()
+    changed(here, lambda table: table["columns"]["test"].update(split="validation"))
+    (here / "job.yaml").write_text(text)
+    with refused(UnusableError, "column 'test'"):
         reproduce()
 
 
@@ -192,9 +202,6 @@ def test_a_call_that_came_to_nothing_binds_no_folder(here: Path, capsys: pytest.
         reproduce("train.stepz=5")
     assert reproduce("train.steps=5") == EXIT_USAGE
     assert "nowhere is missing" in capsys.readouterr().err
-    measured(here, ["none", "xl"])
-    with refused(UnusableError):
-        reproduce()
 
 
 def test_rows_and_seeds_of_earlier_calls_stay_in_the_table(here: Path) -> None:
@@ -405,17 +412,21 @@ def test_an_arena_that_was_stopped_goes_on_and_its_cells_can_be_repeated(tmp_pat
     )
     rows = {"none": ["memory.kind=none"], "outside": [f"memory.kind={ROOT}/examples/averages.py:Averages"]}
     budget = {"tokens": 60 * load_config([str(tmp_path / "job.yaml")]).train.global_batch_size * 16}
-    arena = {"train": ["job.yaml"], "rows": rows, "columns": DEV, "data": str(data), "budget": budget}
+    tune = {"grid": {"optimizer.lr": [0.001, 0.002]}, "budget": {"tokens": budget["tokens"] // 6}, "most": 2}
+    arena = {"train": ["job.yaml"], "rows": rows, "columns": DEV, "data": str(data), "budget": budget, "tune": tune}
     write_study(tmp_path, arena, seeds=[0, 1])
 
     assert "outside" in done(tmp_path, "arena", "one.yaml", "--plan", "--out", "out")
-    command = ("arena", "one.yaml", "eval.allow_code=true", "--out", "out", "--jobs", "2", "--no-estimate")
-    process = start(tmp_path, *command)
-    run = tmp_path / "out" / "runs" / "none-seed0"
-    wait_until(lambda: process.poll() is not None or len(logged_steps(run)) > 5, "some steps", seconds=400)
+    command = ("arena", "one.yaml", "eval.allow_code=true", "--cells", "cells", "--jobs", "2", "--no-estimate", "--out")
+    process = start(tmp_path, *command, "stopped")
+    kept = tmp_path / "cells"
+    wait_until(lambda: process.poll() is not None or any(kept.glob("*.json")), "a finished cell", seconds=400)
     process.send_signal(signal.SIGTERM)  # to the command alone, which passes it on to its trainings
     assert finish(process)[0] == EXIT_REQUEUE
-    text = done(tmp_path, *command)
+    text = done(tmp_path, *command, "out")
+    assert "taken over from cells" in text
+    assert len(list(kept.glob("*.json"))) == len(list(kept.glob("tuning/*.json"))) == 4
+    assert "chosen on validation (lr 0.001: " in text
     assert "none / memory, 95 %" in text
     assert (tmp_path / "out" / "pareto.png").is_file()
     cells = lines_of(tmp_path / "out")

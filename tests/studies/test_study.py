@@ -55,14 +55,6 @@ def test_overrides_that_belong_together_are_one_value(tmp_path: Path) -> None:
     }
 
 
-def test_with_learning_rates_a_row_is_the_best_of_them(tmp_path: Path) -> None:
-    study = load(tmp_path, ARENA, learning_rates=[0.001, 0.01])
-    assert rows_behind(study, "none") == ["none lr 0.001", "none lr 0.01"]
-    assert study.trained["none lr 0.01"] == ["memory.kind=none", "optimizer.lr=0.01"]
-    assert len(study.trained) == 4
-    assert load(tmp_path, ARENA, learning_rates=[0.01]).trained["none"] == ["memory.kind=none", "optimizer.lr=0.01"]
-
-
 def test_what_a_file_does_not_say(tmp_path: Path) -> None:
     sweep, arena = load(tmp_path, SWEEP), load(tmp_path, ARENA)
     assert (sweep.title, sweep.source, sweep.seeds) == ("one", f"dist-mem sweep {tmp_path}/one.yaml", [0])
@@ -228,7 +220,7 @@ def config_of(words: Sequence[str]) -> Config:
 def test_a_budget_is_met_up_to_one_update_and_one_unit_of_size(tmp_path: Path) -> None:
     fit = {"params": "model.d_inner", "state_bytes": {"transformer_xl": "memory.mem_len"}}
     wanted = {"flops": 1e10, "params": 560_000, "state_bytes": 4_096}
-    study = load(tmp_path, ARENA, train=[], learning_rates=[0.001, 0.01], budget=wanted, fit=fit)
+    study = load(tmp_path, ARENA, train=[], budget=wanted, fit=fit)
     costs = apply_budget(study, config_of)
     assert list(costs) == list(study.trained)
     for row, words in study.trained.items():

@@ -1,0 +1,187 @@
+"""The cells of a study: a small JSON file for each of its runs, with all that tables, pictures and intervals need.
+
+A cell says what was run (its settings, and the fingerprints of its data), what was measured (results, and the scores of
+every document), how its training went, and where and when. A cell is begun before its training, so that a folder never
+mixes runs of different definitions. Finished ones can be kept elsewhere too (`--cells FOLDER`): a study then takes many
+sittings and machines, since a call takes over the finished cells of that folder and trains what is missing.
+
+    {"format_version": 1, "definition": {"train.seed": 0, "memory.kind": "none", "data/train": "4f2a...", ...},
+     "results": {"perplexity": {"value": 4.0, "step": 100, "report": "test"}}, "reports": {"test": {...}},
+     "curve": [[step, loss, learning rate], ...], "made": {"tokens_per_second": 9000.0, "date": "2026-11-26", ...}}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+from dist_mem.errors import UnusableError
+from dist_mem.evaluation.scores import Report, report_from
+from dist_mem.runtime.file_schema import check, integer, leaf, metric, optional, read_json, record, table, text
+from dist_mem.runtime.files import write_text
+from dist_mem.tracking.log import METRICS_FILE, read_points
+
+CELLS = "cells"  # folder, in that of a study
+FORMAT_VERSION = 1
+_REMEDY = "; remove the file"
+_ANY = leaf("a value", lambda value: True)
+_RESULT = record({}, {"value": optional(metric), "step": integer(), "diverged": text, "report": text}, is_open=True)
+_CELL = record(
+    {"format_version": integer(), "results": table(_RESULT), "reports": table(_ANY)},
+    {"definition": table(_ANY), "curve": _ANY, "made": table(_ANY)},
+    is_open=False,
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training: one row at one point with one seed."""
+
+    row: str
+    point: str
+    seed: int
+    out: Path  # of the study
+
+    @property
+    def name(self) -> str:
+        return "-".join(part for part in (self.row, self.point, f"seed{self.seed}") if part)
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return self.out / "runs" / self.name
+
+    @property
+    def cell(self) -> Path:
+        """The file of its cell."""
+        return self.out / CELLS / f"{self.name}.json"
+
+
+def read_cell(path: Path) -> dict[str, Any]:
+    """Return the content of a cell, {} if there is none yet. Raises UnusableError if it is no cell."""
+    if not path.exists():
+        return {}
+    body: dict[str, Any] = read_json(path, UnusableError, _REMEDY)
+    check(body, record({"format_version": integer()}, is_open=True), path, UnusableError, _REMEDY)
+    if (version := body["format_version"]) != FORMAT_VERSION:
+        raise UnusableError(f"{path}: format_version {version} is not {FORMAT_VERSION}, the one read here{_REMEDY}")
+    check(body, _CELL, path, UnusableError, _REMEDY)
+    return body
+
+
+def write_cell(run: Run, **changes: Any) -> None:
+    """Write a cell with some of its keys changed, and the others as they are."""
+    body = {"format_version": FORMAT_VERSION, "results": {}, "reports": {}, **read_cell(run.cell), **changes}
+    run.cell.parent.mkdir(parents=True, exist_ok=True)
+    lines = (f" {json.dumps(key)}: {json.dumps(value)}" for key, value in body.items())
+    write_text(run.cell, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def define(run: Run, definition: Mapping[str, Any]) -> None:
+    """Begin the cell of a run, or check that the one that is there is of this definition, as `check_definition`."""
+    if "definition" not in read_cell(run.cell):
+        write_cell(run, definition=definition)
+    check_definition(run.cell, definition)
+
+
+def check_definition(path: Path, definition: Mapping[str, Any]) -> None:
+    """Raise UnusableError if a cell is of another definition; the message names the first keys that differ.
+
+    Args:
+        definition: without the fingerprints of data that are not here, which are not compared.
+    """
+    kept, now = read_cell(path).get("definition", {}), json.loads(json.dumps(definition))
+    is_here = [key for key in sorted({*kept, *now}) if key in now or not key.startswith("data/")]
+    if keys := [key for key in is_here if kept.get(key) != now.get(key)]:
+        shown = "; ".join(f"{key} was {kept.get(key)!r} and is {now.get(key)!r}" for key in keys[:3])
+        more = f" and {len(keys) - 3} more" if keys[3:] else ""
+        raise UnusableError(
+            f"{path} is a cell of another definition: {shown}{more}; give another --out or --cells, or remove it"
+        )
+
+
+def keep_result(run: Run, column: str, result: Mapping[str, Any], report: Path | None = None) -> None:
+    """Add a result to a cell, or the reason there is none: {"value": 1.5, "step": 100} or {"diverged": "..."}.
+
+    Args:
+        report: of `dist-mem evaluate`, whose scores the cell keeps once, however many results are from it.
+    """
+    body, facts = read_cell(run.cell), dict(result)
+    reports = dict(body.get("reports", {}))
+    if report is not None:
+        content = read_json(report, UnusableError, _REMEDY)
+        scores = {key: content[key] for key in ("format_version", "report")}
+        same = [name for name, other in reports.items() if other == scores]
+        facts["report"] = same[0] if same else f"{report.stem} {len(reports)}"
+        reports[facts["report"]] = scores
+    write_cell(run, results={**body.get("results", {}), column: facts}, reports=reports)
+
+
+def read_result(run: Run, column: str) -> dict[str, Any] | None:
+    """Return what `keep_result` has kept; None if there is no result yet."""
+    found: dict[str, Any] | None = read_cell(run.cell).get("results", {}).get(column)
+    return found
+
+
+def report_of(run: Run, column: str) -> Report | None:
+    """Return the scores of every document behind a result; None if `dist-mem evaluate` has not measured it."""
+    body = read_cell(run.cell)
+    name = body.get("results", {}).get(column, {}).get("report")
+    if name is None:
+        return None
+    if name not in body["reports"]:
+        raise UnusableError(f"{run.cell} is damaged (it has no report {name!r}){_REMEDY}")
+    return report_from(body["reports"][name], run.cell)
+
+
+def finish(run: Run, **made: Any) -> None:
+    """Add to a cell how its training went, from its log, and `made`: where and when."""
+    points = read_points(run.directory / METRICS_FILE)
+    curve = [
+        [point.step, *(point.metrics[name] for name in ("loss", "lr"))] for point in points if "loss" in point.metrics
+    ]
+    speeds = [point.metrics["tokens_per_second"] for point in points if "tokens_per_second" in point.metrics]
+    made |= {"tokens_per_second": statistics.median(speeds)} if speeds else {}
+    write_cell(run, curve=curve, made=made)
+
+
+def is_finished(run: Run) -> bool:
+    return "made" in read_cell(run.cell)
+
+
+def speed_of(run: Run) -> float | None:
+    """Return the tokens/s of the training; None if its log has none."""
+    found: float | None = read_cell(run.cell).get("made", {}).get("tokens_per_second")
+    return found
+
+
+def take_over(run: Run, folder: Path, definition: Mapping[str, Any]) -> bool:
+    """Take over the finished cell of a folder, if this study has no finished one; return whether it did.
+
+    Raises:
+        UnusableError: it is of another definition; nothing was copied.
+    """
+    there = folder / run.cell.name
+    if is_finished(run) or not there.exists():
+        return False
+    check_definition(there, definition)
+    run.cell.parent.mkdir(parents=True, exist_ok=True)
+    write_text(run.cell, there.read_text(encoding="utf-8"))
+    return True
+
+
+def give(run: Run, folder: Path) -> None:
+    """Copy a finished cell to a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / run.cell.name, run.cell.read_text(encoding="utf-8"))
+
+
+def checksum(report: Report) -> str:
+    """Return the SHA-256 of the metrics of every document, without times and places."""
+    metrics = [astuple(document)[:-1] for document in report.documents]  # without depths, which older reports lack
+    return hashlib.sha256(json.dumps(metrics).encode()).hexdigest()

@@ -1,0 +1,135 @@
+"""Tune every row of a study before its runs, by one rule: a grid at a small budget, chosen on validation.
+
+    tune:
+      budget: {flops: 1e12}                                # of a trial; default: that of the study
+      grid: {optimizer.lr: [0.001, 0.002, 0.004, 0.008]}   # of every row
+      rows: {memorizing: {memory.scale_init: [1, 10]}}     # further keys of a row: the product of all
+      seeds: [0]
+      most: 8                                              # values of a key
+
+While the best value of a key is the first or the last of its grid, the grid grows there by the ratio of its last two
+values, up to `most` values: a row is not compared at a setting that was chosen for others. Best is the lowest mean of
+the first column over the seeds, on the validation split.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from dist_mem.errors import UnusableError
+from dist_mem.studies.cells import Run, read_result
+from dist_mem.studies.job import Job
+from dist_mem.studies.runs import all_runs, is_better_higher
+from dist_mem.studies.study import Row
+
+FOLDER = "tuning"  # of the trials, in that of the study, and of their cells
+_COLUMN = "tuned"
+
+Grid = dict[str, list[Any]]  # key -> values
+Settings = tuple[tuple[str, Any], ...]  # a value of each key
+
+
+class Tuned(NamedTuple):
+    """What was found for a row."""
+
+    best: Settings
+    metrics: dict[Settings, float]  # of all trials; worst if it diverged
+
+    @property
+    def words(self) -> list[str]:
+        """The overrides that set the best."""
+        return [f"{key}={value}" for key, value in self.best]
+
+    def __str__(self) -> str:
+        others = ", ".join(f"{_name(trial)}: {metric:.4g}" for trial, metric in sorted(self.metrics.items()))
+        return f"{_name(self.best)}, chosen on validation ({others})"
+
+
+def grids_of(job: Job) -> dict[str, Grid]:
+    """Return the grids of the rows that a job runs; none for rows that are candidates of another one."""
+    study, rows = job.study, {run.row: None for run in job.runs if run.row not in job.study.candidates}
+    grids = {row: {**study.tune.grid, **study.tune.rows.get(row, {})} for row in rows}
+    return {row: grid for row, grid in grids.items() if grid}
+
+
+def trials_of(job: Job, grids: Mapping[str, Grid]) -> Job:
+    """Return the job of the trials: each is a row behind the row that it is a trial of, so that it has its budget."""
+    study, tuning = job.study, job.study.tune
+    column = next(iter(study.columns.values()))
+    rows: dict[str, Row] = {}
+    for row, grid in grids.items():
+        trials = {_trial(row, settings): settings for settings in combinations(grid)}
+        rows[row] = replace(study.rows[row], train=None, best_of=list(trials), paper={}, sizes={})
+        for name, settings in trials.items():
+            rows[name] = Row(name, [*(study.rows[row].train or []), *(f"{key}={value}" for key, value in settings)])
+    trial = replace(
+        study, rows=rows, seeds=tuning.seeds, budget={**study.budget, **tuning.budget}, figures={},
+        columns={_COLUMN: replace(column, split="validation")},
+    )  # fmt: skip
+    cells = None if job.cells is None else job.cells / FOLDER
+    out = job.out / FOLDER
+    return replace(job, study=trial, out=out, runs=all_runs(trial, out), cells=cells, costs={})
+
+
+def combinations(grid: Grid) -> Iterator[Settings]:
+    """Yield every combination of the values of a grid."""
+    for values in itertools.product(*grid.values()):
+        yield tuple(zip(grid, values, strict=True))
+
+
+def widened(grid: Grid, best: Mapping[str, Any], most: int) -> Grid:
+    """Return the grid with a further value beside each best one that is at its edge, of keys with fewer than `most`.
+
+    >>> widened({"optimizer.lr": [0.001, 0.002, 0.004]}, {"optimizer.lr": 0.004}, most=8)
+    {'optimizer.lr': [0.001, 0.002, 0.004, 0.008]}
+    """
+    wider = {}
+    for key, values in grid.items():
+        wider[key] = values
+        if 1 < len(values) < most and all(type(value) in (int, float) and value > 0 for value in values):
+            ordered = sorted(values)
+            if best[key] == ordered[-1]:
+                wider[key] = [*values, _rounded(ordered[-1] * ordered[-1] / ordered[-2])]
+            elif best[key] == ordered[0]:
+                wider[key] = [_rounded(ordered[0] * ordered[0] / ordered[1]), *values]
+    return wider
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def _name(settings: Settings) -> str:
+    return " ".join(f"{key.rpartition('.')[2]} {value}" for key, value in settings)
+
+
+def _trial(row: str, settings: Settings) -> str:
+    return f"{row} {_name(settings)}"
+
+
+def chosen(trials: Job, grids: Mapping[str, Grid]) -> tuple[dict[str, Tuned], dict[str, Grid]]:
+    """Return what the trials found for every row, and the grids of the next trials: the same ones at the end."""
+    found = {row: _best(trials, row, grid) for row, grid in grids.items()}
+    most = trials.study.tune.most
+    return found, {row: widened(grid, dict(found[row].best), most) for row, grid in grids.items()}
+
+
+def _best(trials: Job, row: str, grid: Grid) -> Tuned:
+    """Return what the trials of a row found. Raises UnusableError if all of them diverged."""
+    column = trials.study.columns[_COLUMN]
+    sign = -1.0 if is_better_higher(column.metric) else 1.0
+    point = next(iter(trials.study.points))
+    metrics: dict[Settings, float] = {}
+    for settings in combinations(grid):
+        runs = [Run(_trial(row, settings), point, seed, trials.out) for seed in trials.study.seeds]
+        values = [(read_result(run, _COLUMN) or {}).get("value") for run in runs]
+        is_known = [value for value in values if value is not None]
+        metrics[settings] = math.fsum(is_known) / len(runs) if len(is_known) == len(runs) else sign * math.inf
+    best = min(metrics, key=lambda settings: sign * metrics[settings])
+    if math.isinf(metrics[best]):
+        raise UnusableError(f"{row}: every trial diverged or has no {column.metric}: give tune.grid lower values")
+    return Tuned(best, metrics)
