@@ -18,6 +18,7 @@ from dist_mem.data.lanes import training_reader
 from dist_mem.data.shard import TokenizedDocument, write_split
 from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
+from dist_mem.data.tokenizers.words import count_words
 from dist_mem.errors import UnusableError
 from tests.config.test_config import STEPS, error_of
 from tests.support.lane_corpus import LAYOUTS, assert_equal_updates
@@ -90,6 +91,10 @@ def test_the_stage_of_an_update_follows_from_its_step(config: Config) -> None:
 
 
 def test_a_stage_with_another_tokenizer_or_too_few_documents_is_refused_by_name(config: Config) -> None:
+    save_tokenizer(count_words(["a"]), config.data.curriculum[1].path)
+    with refused(ValueError):
+        updates(config, 1, step=3)
+    save_tokenizer(BytesTokenizer(), config.data.curriculum[1].path)
     config.train.global_batch_size = config.train.micro_batch_size = 5
     with refused(UnusableError, "data.curriculum", "train.global_batch_size"):
         updates(config, 1, cursors=torch.zeros(5, 3, dtype=torch.int64))
