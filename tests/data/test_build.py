@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,30 +63,22 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return build_tiny(tmp_path_factory.mktemp("expected"))
 
 
-def test_the_result_is_what_the_format_says_and_nothing_else(expected: dict[str, bytes]) -> None:
-    tars = [name for name in expected if name.endswith(".tar")]
-    others = {
-        "tokenizer.json",
-        "tokenizer.model",
-        *(f"{split}/{name}" for split in ("train", "test") for name in ("index.json", "documents.safetensors")),
-    }
-    assert set(expected) == others | set(tars)
+def test_the_result_is_what_the_format_says_and_decodes_to_the_texts(tmp_path: Path) -> None:
+    found = build_tiny(tmp_path)
+    tars = [name for name in found if name.endswith(".tar")]
+    tables = {f"{split}/{name}" for split in ("train", "test") for name in ("index.json", "documents.safetensors")}
+    assert set(found) == {"tokenizer.json", "tokenizer.model", *tables, *tars}
     assert len(tars) > 3
     assert all(name.split("/")[1].startswith(f"tiny-{name.split('/')[0]}-0000") for name in tars)
-
-
-def test_tokens_decode_to_the_texts(tmp_path: Path) -> None:
-    build_tiny(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     for split, documents in make_splits().items():
         index = read_index(tmp_path / split)
         assert index.tokenizer_fingerprint == tokenizer.fingerprint
         for number, document in enumerate(documents):
-            entry = index.documents[number]
-            assert tokenizer.decode(read_tokens(index, number)) == document.source
+            entry, text = index.documents[number], str(document.source)
+            assert tokenizer.decode(read_tokens(index, number)) == text
             assert (entry.id, entry.title, entry.year) == (document.id, document.title, document.year)
-            assert entry.words == len(str(document.source).split())
-            assert entry.bytes == len(str(document.source).encode())
+            assert (entry.words, entry.bytes) == (len(text.split()), len(text.encode()))
     assert verify_dataset(tmp_path) == []
 
 
@@ -96,15 +89,14 @@ def test_the_bytes_do_not_depend_on_workers_and_pieces(
     assert build_tiny(tmp_path, **options) == expected
 
 
-def test_a_finished_build_is_kept(tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_build_is_kept_but_for_a_tar_that_is_missing_or_cut(
+    tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     build_tiny(tmp_path)
-    monkeypatch.setattr(build, "encode_piece", None)
-    monkeypatch.setattr(build, "train_sentencepiece", None)
-    assert build_tiny(tmp_path) == expected
-
-
-def test_a_missing_or_cut_tar_is_built_again(tmp_path: Path, expected: dict[str, bytes]) -> None:
-    build_tiny(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "encode_piece", None)
+        patch.setattr(build, "train_sentencepiece", None)
+        assert build_tiny(tmp_path) == expected
     tars = sorted((tmp_path / "train").glob("*.tar"))
     for harm in (tars[0].unlink, lambda: tars[1].write_bytes(b"cut")):
         harm()
@@ -114,30 +106,21 @@ def test_a_missing_or_cut_tar_is_built_again(tmp_path: Path, expected: dict[str,
 def test_a_failed_build_goes_on_with_the_pieces_it_has(
     tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode = build.encode_piece
-    encoded: list[build.Piece] = []
+    encode, encoded = build.encode_piece, list[Path]()
 
-    def failing(piece: build.Piece) -> int:
-        if len(encoded) == 3:
+    def counting(piece: build.Piece, stop_after: int) -> int:
+        if len(encoded) == stop_after:
             raise KeyboardInterrupt
-        encoded.append(piece)
+        encoded.append(piece.path)
         return encode(piece)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(build, "encode_piece", failing)
-        with pytest.raises(KeyboardInterrupt):
-            build_tiny(tmp_path)
+    monkeypatch.setattr(build, "encode_piece", partial(counting, stop_after=3))
+    with pytest.raises(KeyboardInterrupt):
+        build_tiny(tmp_path)
     assert not list(tmp_path.glob("*/index.json"))
-    again: list[build.Piece] = []
-
-    def counting(piece: build.Piece) -> int:
-        again.append(piece)
-        return encode(piece)
-
-    monkeypatch.setattr(build, "encode_piece", counting)
+    monkeypatch.setattr(build, "encode_piece", partial(counting, stop_after=99))
     assert build_tiny(tmp_path) == expected
-    assert again
-    assert not {piece.path for piece in again} & {piece.path for piece in encoded}
+    assert len(encoded) == len(set(encoded)) > 3, "a piece is encoded once"
 
 
 KILLED_BUILD = """

@@ -20,9 +20,9 @@ from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.data.tokenizers.words import count_words
 from dist_mem.errors import UnusableError
-from tests.config.test_config import STEPS, error_of
+from tests.config.test_config import error_of
 from tests.support.lane_corpus import LAYOUTS, assert_equal_updates
-from tests.support.messages import refused
+from tests.support.messages import refused, said
 
 LENGTHS = {"short": [5, 9, 3, 4, 7], "longer": [21, 13, 30], "long": [40, 55]}
 
@@ -106,19 +106,15 @@ def test_a_stage_with_another_tokenizer_or_too_few_documents_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("curriculum", "problem"),
+    ("curriculum", "key"),
     [
-        ("[{path: a, until: 3}, {path: b, until: 3}]", "data.curriculum[1].until: is 3, but the stage before ends at"),
-        ("[{path: a}]", "data.curriculum[0].until: is 0, but must be at least 1"),
-        ("[{until: 3}]", "data.curriculum[0].path: is empty; give a data directory"),
-        ("[{path: 's3://bucket/a', until: 3}]", "data.curriculum[0].path: is no directory: copy the data to a disk"),
-        ("[{path: a, until: 10}]", "data.curriculum[0].until: is 10, but the run ends at step 10"),
+        ("[{path: a, until: 3}, {path: b, until: 3}]", "data.curriculum[1].until"),
+        ("[{path: a}]", "data.curriculum[0].until"),
+        ("[{until: 3}]", "data.curriculum[0].path"),
+        ("[{path: 's3://bucket/a', until: 3}]", "data.curriculum[0].path"),
+        ("[{path: a, until: 10}]", "data.curriculum[0].until"),
     ],
 )
-def test_an_impossible_curriculum_is_refused(curriculum: str, problem: str) -> None:
-    assert problem in error_of(f"data.curriculum={curriculum}", "train.steps=10")
-
-
-def test_a_curriculum_needs_a_number_of_steps() -> None:
-    text = error_of(STEPS, "train.steps=null", "train.epochs=2", "data.curriculum=[{path: a, until: 3}]")
-    assert "data.curriculum: counts steps, but train.epochs is given; give train.steps" in text
+def test_an_impossible_curriculum_is_refused(curriculum: str, key: str) -> None:
+    said(error_of(f"data.curriculum={curriculum}", "train.steps=10"), key)
+    said(error_of("train.steps=null", "train.epochs=2", "data.curriculum=[{path: a, until: 3}]"), "train.epochs")

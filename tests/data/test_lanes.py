@@ -179,7 +179,7 @@ def segments_of_all(
 
 
 @given(readings(), DIVISIONS, DIVISIONS, POSITIONS)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=30)
 def test_any_ranks_go_on_where_any_others_have_stopped(
     reading: Reading, first: Division, second: Division, position: int
 ) -> None:

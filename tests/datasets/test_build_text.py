@@ -73,12 +73,6 @@ def test_fractions_of_files_are_exact_numbers(num_files: int, validation: float,
     assert {name for name in names if more[name] == "test"} == {name for name in names if dealt[name] == "test"}
 
 
-def test_twenty_books_are_dealt_as_asked(tmp_path: Path) -> None:
-    assert build(tmp_path / "out", write(tmp_path / "texts", [f"{number}.txt" for number in range(20)])) == 0
-    found = {split: len(names) for split, names in titles(tmp_path / "out").items()}
-    assert found == {"train": 14, "validation": 2, "test": 4}
-
-
 def test_several_sources_and_single_files_are_one_corpus(tmp_path: Path) -> None:
     one, two = write(tmp_path / "one", ["a.txt", "b.txt"]), write(tmp_path / "two", ["c.txt"])
     single = write(tmp_path / "three", ["d.txt"]) / "d.txt"
