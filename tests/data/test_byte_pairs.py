@@ -19,7 +19,6 @@ from dist_mem.data.shard import read_index
 from dist_mem.data.tokenizers.byte_pairs import (
     END_OF_TEXT,
     BytePairTokenizer,
-    byte_alphabet,
     read_byte_pairs,
     train_byte_pairs,
     write_byte_pairs,
@@ -86,11 +85,6 @@ def test_ids_are_those_of_transformers(tmp_path: Path, tokenizer: BytePairTokeni
     for text in [text for text in AWKWARD if END_OF_TEXT not in text] + sentences():
         assert tokenizer.encode(text).tolist() == theirs(text)["input_ids"]
     assert theirs.bos_token_id == tokenizer.bos_id == tokenizer.vocab_size - 1
-
-
-def test_alphabet_is_that_of_the_library() -> None:
-    assert sorted(byte_alphabet()) == sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    assert sorted(byte_alphabet().values()) == list(range(256))
 
 
 def test_both_layouts_and_the_data_directory_hold_the_same_tokenizer(
