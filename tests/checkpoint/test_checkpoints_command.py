@@ -15,6 +15,7 @@ from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import read_manifest, step_dir
 from tests.support.faults import flip
 from tests.support.jobs import build_books, train_here, write_config
+from tests.support.messages import said
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -64,18 +65,20 @@ def test_list_tells_steps_sizes_ranks_stage_and_which_rule_keeps_each(
 
 
 def test_verify_reads_what_list_only_weighs(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert reported(capsys, "verify", run_dir)[0] == 0
+    step_dir(run_dir, 6).rename(step_dir(run_dir, 6).with_suffix(".broken"))
+    code, text = reported(capsys, "verify", run_dir)
+    assert code == 0 and "set aside, for you to inspect and delete: step-00000006.broken" in text
     flip(step_dir(run_dir, 8) / "ranks" / "rank-00001.safetensors", -1)
     assert reported(capsys, "list", run_dir)[0] == 0
     code, text = reported(capsys, "verify", run_dir)
     assert code == 1
     assert "BROKEN: ranks/rank-00001.safetensors: SHA-256 differs" in row(text, "step-00000008")
-    assert row(text, "step-00000006").endswith("verified")
-    assert "a run would resume from step-00000006" in text
+    assert row(text, "step-00000004").endswith("verified")
+    assert "a run would resume from step-00000004" in text
 
 
 @pytest.mark.parametrize("action", ["list", "verify", "show"])
-def test_file_cut_short_is_found_by_every_command(
+def test_a_file_cut_short_is_found_by_every_command_and_nothing_there_is_exit_code_2(
     run_dir: Path, capsys: pytest.CaptureFixture[str], action: str
 ) -> None:
     path = step_dir(run_dir, 8) / "engine.json"
@@ -83,20 +86,13 @@ def test_file_cut_short_is_found_by_every_command(
     code, text = reported(capsys, action, run_dir)
     assert code == 1
     assert re.search(r"BROKEN: engine\.json: [\d,]+ bytes, [\d,]+ expected", text)
-
-
-def test_checkpoint_without_a_manifest_is_listed(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (step_dir(run_dir, 6) / "manifest.json").unlink()
+    path.with_name("manifest.json").unlink()
     code, text = reported(capsys, "list", run_dir)
     assert code == 1
-    assert "BROKEN: no manifest.json, so this save never finished" in row(text, "step-00000006")
-
-
-def test_what_was_set_aside_is_named_and_breaks_nothing(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    step_dir(run_dir, 6).rename(step_dir(run_dir, 6).with_suffix(".broken"))
-    code, text = reported(capsys, "verify", run_dir)
-    assert code == 0
-    assert "set aside, for you to inspect and delete: step-00000006.broken" in text
+    assert "BROKEN: no manifest.json, so this save never finished" in row(text, "step-00000008")
+    code, text = reported(capsys, action, run_dir.parent)
+    assert code == 2
+    said(text, run_dir.parent)
 
 
 def test_show_tells_all_of_one(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,14 +106,6 @@ def test_show_tells_all_of_one(run_dir: Path, capsys: pytest.CaptureFixture[str]
     assert "deepspeed 0.19" in facts["code"]
     assert read_manifest(step_dir(run_dir, 4))["commit"] in text
     assert reported(capsys, "show", run_dir)[1].splitlines()[0].endswith("step-00000008"), "of a run the newest"
-
-
-@pytest.mark.parametrize("action", ["list", "verify", "show"])
-def test_nothing_there_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str], action: str) -> None:
-    assert reported(capsys, action, tmp_path) == (
-        2,
-        f"error: {tmp_path}: no checkpoint; give a run directory or one checkpoint in it\n",
-    )
 
 
 def test_the_command_does_without_torch(run_dir: Path) -> None:

@@ -17,8 +17,12 @@ from dist_mem.__main__ import main
 from dist_mem.checkpoint.engine_files import EngineReader
 from dist_mem.checkpoint.manifest import read_manifest, step_dir
 from dist_mem.checkpoint.rank_file import RankFile, rank_file
-from dist_mem.memory import memory_kinds
+from dist_mem.checkpoint.resume_source import find_resumption
+from dist_mem.config import load_config
+from dist_mem.memory import memory_kinds, memory_options
+from dist_mem.runtime.signals import StopSignal
 from dist_mem.training.context import Context
+from dist_mem.training.opening import open_run
 from dist_mem.training.resume import dropout_seed
 from dist_mem.training.step import TrainState
 from tests.checkpoint.test_restore import opened
@@ -46,15 +50,14 @@ DETERMINISTIC = {
 SMALL_GROUPS = {"sub_group_size": 500, "stage3_param_persistence_threshold": 0}  # parameters are cut anywhere
 
 
+def overrides_of(leg: Leg) -> tuple[str, str]:
+    return f"train.micro_batch_size={leg.micro_lanes}", f"deepspeed.zero_optimization.stage={leg.stage}"
+
+
 def train_leg(
     pool: Callable[[int], RankPool], config: Path, leg: Leg, *, steps: int, changes: tuple[str, ...] = ()
 ) -> None:
-    overrides = (
-        f"train.steps={steps}",
-        f"train.micro_batch_size={leg.micro_lanes}",
-        f"deepspeed.zero_optimization.stage={leg.stage}",
-        *changes,
-    )
+    overrides = (f"train.steps={steps}", *overrides_of(leg), *changes)
     assert pool(leg.world).run(train_here, config, overrides) == [0] * leg.world
 
 
@@ -149,14 +152,7 @@ def save_again(pool: Callable[[int], RankPool], config: Path, leg: Leg, *, step:
 
 
 def _restore_and_save(world: Any, config_file: Path, leg: Leg, step: int) -> None:
-    from dist_mem.checkpoint.resume_source import find_resumption
-    from dist_mem.config import load_config
-    from dist_mem.memory import memory_options
-    from dist_mem.runtime.signals import StopSignal
-    from dist_mem.training.opening import open_run
-
-    overrides = [f"train.micro_batch_size={leg.micro_lanes}", f"deepspeed.zero_optimization.stage={leg.stage}"]
-    config = load_config([str(config_file), *overrides], memory_options=memory_options)
+    config = load_config([str(config_file), *overrides_of(leg)], memory_options=memory_options)
     context, state = open_run(config, world, find_resumption(config, world), StopSignal([]))
     try:
         assert state.step == step
@@ -168,20 +164,16 @@ def _restore_and_save(world: Any, config_file: Path, leg: Leg, step: int) -> Non
         context.reporting.tracker.close("FINISHED")
 
 
-def _random_state_at_start(world: Any, config_file: Path, leg: Leg) -> tuple[Tensor, Tensor, list[str]]:
+def random_state_at_start(world: Any, config_file: Path, leg: Leg) -> tuple[Tensor, Tensor, list[str]]:
     """The generator as a job begins, as it would be if seeded for this step and rank, and what was said."""
-    step, state, reported = rank_opened(world, config_file, leg)
-    with torch.random.fork_rng():
-        torch.manual_seed(dropout_seed(0, step, world.rank))
-        return state, torch.get_rng_state(), reported
 
+    def look(context: Context, state: TrainState, reported: list[str]) -> tuple[Tensor, Tensor, list[str]]:
+        found = torch.get_rng_state()
+        with torch.random.fork_rng():
+            torch.manual_seed(dropout_seed(0, state.step, world.rank))
+            return found, torch.get_rng_state(), reported
 
-def rank_opened(world: Any, config_file: Path, leg: Leg) -> tuple[int, Tensor, list[str]]:
-    def look(context: Context, state: TrainState, reported: list[str]) -> tuple[int, Tensor, list[str]]:
-        return state.step, torch.get_rng_state(), reported
-
-    changes = (f"train.micro_batch_size={leg.micro_lanes}", f"deepspeed.zero_optimization.stage={leg.stage}")
-    return opened(world, config_file, changes, (), look)
+    return opened(world, config_file, overrides_of(leg), (), look)
 
 
 @pytest.fixture
@@ -211,7 +203,7 @@ def test_dropout_is_seeded_by_step_and_rank_where_lanes_are_divided_otherwise(
 ) -> None:
     """And goes on where they are not; either way it is said in one line."""
     saved = step_dir(moved_last.with_suffix(""), STEPS * len(MOVES))
-    answers = rank_pool(leg.world).run(_random_state_at_start, moved_last, leg)
+    answers = rank_pool(leg.world).run(random_state_at_start, moved_last, leg)
     assert line in answers[0][2]
     for rank, (state, seeded, _) in enumerate(answers):
         if "dropout" in line:
@@ -224,13 +216,15 @@ def test_dropout_is_seeded_by_step_and_rank_where_lanes_are_divided_otherwise(
 def test_lanes_that_the_ranks_do_not_divide_are_reported_at_start_and_before(
     moved_last: Path, rank_pool: Callable[[int], RankPool], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, _, reported = rank_pool(3).run(rank_opened, moved_last, Leg(3, 2))[0]
+    _, _, reported = rank_pool(3).run(random_state_at_start, moved_last, Leg(3, 2))[0]
     waste = "4 idle lanes, 33.3% of the work; with train.micro_batch_size=1 it would be 1; none is idle with"
     waste = f"{waste} train.global_batch_size=12 (in a new run) or 2 ranks"
     assert f"warning: {waste}" in reported
     assert main(["train", str(moved_last), "--check", "--world", "3"]) == 0
     assert waste in " ".join(capsys.readouterr().out.split())  # long lines are wrapped
-    assert not any("of the work" in line for line in rank_pool(2).run(rank_opened, moved_last, Leg(2, 2))[0][2])
+    assert not any(
+        "of the work" in line for line in rank_pool(2).run(random_state_at_start, moved_last, Leg(2, 2))[0][2]
+    )
 
 
 # Every memory meets every move and every change of stage in `make nightly`; here memories make two moves each, so that

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dist_mem.checkpoint.engine_files import Place, engine_index, engine_ranges, places
 from dist_mem.checkpoint.schemas import engine_problems
@@ -50,37 +51,27 @@ def cut_at(bounds: Sequence[int]) -> Cuts:
     ]
 
 
-def random_cuts(seed: int) -> Cuts:
-    source = random.Random(seed)
-    return cut_at(sorted(source.choices(range(sum(SIZES.values()) + 1), k=source.randrange(12))))
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 16, 1024])
-def test_a_parameter_that_all_ranks_share_is_one_run(world: int) -> None:
-    slices = index_of(cut_every_parameter(world))
-    assert {name: len(runs) for name, runs in slices.items() if world > 2} == (
-        {"a": 1, "b": 1, "c": 1, "d": 1, "e": 0} if world > 2 else {}
-    )
-    assert sum(map(len, slices.values())) <= 2 * len(SHAPES)
-
-
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 16, 1024])
-def test_equal_parts_of_all_parameters_are_few_runs(world: int) -> None:
-    total = sum(SIZES.values())
-    part = -(-total // world)
-    slices = index_of(cut_at([min(rank * part, total) for rank in range(1, world)]))
+def test_equal_parts_are_few_runs_and_a_parameter_that_all_ranks_share_is_one(world: int) -> None:
+    shared = index_of(cut_every_parameter(world))
+    assert sum(map(len, shared.values())) <= 2 * len(SHAPES)
+    assert world < 3 or {name: len(runs) for name, runs in shared.items()} == {"a": 1, "b": 1, "c": 1, "d": 1, "e": 0}
+    part = -(-sum(SIZES.values()) // world)
+    slices = index_of(cut_at([min(rank * part, sum(SIZES.values())) for rank in range(1, world)]))
     assert sum(map(len, slices.values())) <= 3 * len(SHAPES)
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_runs_name_the_slices_of_every_rank(seed: int) -> None:
-    cuts = random_cuts(seed) if seed % 2 else cut_every_parameter(seed // 2 + 1)
+BOUNDS = st.lists(st.integers(0, sum(SIZES.values())), max_size=12).map(sorted)
+
+
+@given(st.builds(cut_at, BOUNDS) | st.builds(cut_every_parameter, st.integers(1, 30)), st.data())
+def test_runs_name_the_slices_of_every_rank(cuts: Cuts, data: st.DataObject) -> None:
     slices = index_of(cuts)
     for name, size in SIZES.items():
         expected = [
             Place(rank, start, stop) for rank, cut in enumerate(cuts) for found, start, stop in cut if found == name
         ]
         assert list(places(slices[name], 0, size)) == expected
-        for low, high in itertools.pairwise(sorted(random.Random(seed).choices(range(size + 1), k=4))):
-            met = [place for place in expected if max(low, place.start) < min(high, place.stop)]
-            assert list(places(slices[name], low, high)) == met
+        low, high = sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size))))
+        met = [place for place in expected if max(low, place.start) < min(high, place.stop)]
+        assert list(places(slices[name], low, high)) == met

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from dist_mem.checkpoint import manifest
+from dist_mem.checkpoint import lane_states, manifest, resume_choice
+from dist_mem.checkpoint.engine_files import EngineReader
 from dist_mem.checkpoint.manifest import list_steps, step_dir
 from dist_mem.checkpoint.rank_file import RankFile
-from dist_mem.checkpoint.resume_choice import choose_checkpoint
 from dist_mem.checkpoint.resume_source import find_resumption
 from dist_mem.config import load_config
 from dist_mem.config.check import ConfigError
@@ -28,14 +27,17 @@ from dist_mem.runtime.signals import StopSignal
 from dist_mem.tracking.tracker import Tracker
 from dist_mem.training.context import Context
 from dist_mem.training.opening import open_run
+from dist_mem.training.run import run_job
 from dist_mem.training.step import TrainState
 from tests.support.faults import flip
 from tests.support.jobs import checkpoint_content, difference, logged_steps, losses, train_here, write_config
+from tests.support.messages import said
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
 
 STEPS = 9  # saved every 3
+SAVED = ("step-00000003", "step-00000006", "step-00000009")
 
 
 @pytest.fixture(scope="module")
@@ -119,17 +121,12 @@ def test_by_default_the_newest_is_taken(copied: Path, rank_pool: Callable[[int],
 def test_never_is_refused_where_there_are_checkpoints(
     copied: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:
-    text = refusal(rank_pool, copied, "resume=never")
-    assert "has checkpoints step-00000003, step-00000006, step-00000009" in text
-    assert "never starts over silently" in text
+    said(refusal(rank_pool, copied, "resume=never"), *SAVED)
     assert open_two(rank_pool, copied, "resume=never", f"run_dir={tmp_path / 'fresh'}")[0] == 0
 
 
 def test_step_that_is_not_there_names_those_that_are(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
-    text = refusal(rank_pool, copied, "resume=4")
-    assert "there is no " in text
-    assert "step-00000004; " in text
-    assert "step-00000003, step-00000006, step-00000009" in text
+    said(refusal(rank_pool, copied, "resume=4"), "step-00000004", *SAVED)
 
 
 def test_earlier_step_is_taken_and_what_came_after_it_is_set_aside(
@@ -201,30 +198,47 @@ def test_run_goes_on_from_another_runs_checkpoint(
 
 
 def test_path_without_a_checkpoint_is_refused(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
-    assert "there is no elsewhere" in refusal(rank_pool, copied, "resume=elsewhere")
+    said(refusal(rank_pool, copied, "resume=elsewhere"), "elsewhere")
     assert "no manifest.json" in refusal(rank_pool, copied, f"resume={copied.parent}", "run_dir=nowhere")
 
 
 # Agreement.
 
 
-def _blind(world: World, rank: int, fault: str, config_file: Path) -> Any:
+def unreadable(*arguments: Any, **_: Any) -> Any:
+    raise OSError(errno.EIO, "Input/output error", str(arguments[0]))
+
+
+def unreadable_lanes(path: Path, part: str) -> RankFile:
+    with manifest.reading(path):
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+
+def of_the_newest(instead: Callable[[Path], str]) -> Callable[[Path], str]:
+    """The checksum of a file; something else where it is of the newest checkpoint."""
+    return lambda path: instead(path) if f"step-{STEPS:08d}" in path.parts else files.sha256_of(path)
+
+
+def unthought_of(*_: Any) -> None:
+    raise ZeroDivisionError("nobody has thought of this")
+
+
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "EIO": (manifest, "sha256_of", of_the_newest(unreadable)),
+    "other bytes": (manifest, "sha256_of", of_the_newest(lambda path: "0" * 64)),
+    "failing disk": (manifest, "sha256_of", unreadable),
+    "lanes": (lane_states, "RankFile", unreadable_lanes),  # which were verified a moment ago
+    "engine": (EngineReader, "read", unreadable),
+    "any error": (resume_choice, "verify_file", unthought_of),
+}
+
+
+def opened_with_fault(world: World, config_file: Path, rank: int, fault: str) -> Any:
     """Open the job while one rank alone cannot read, or reads something else."""
-    real = files.sha256_of
-
-    def broken(path: Path) -> str:
-        if step_dir(config_file.with_suffix(""), STEPS) not in path.parents:
-            return real(path)
-        if fault == "EIO":
-            raise OSError(errno.EIO, "Input/output error", str(path))
-        return "0" * 64
-
-    if world.rank == rank:
-        manifest.sha256_of = broken  # type: ignore[attr-defined]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == rank:
+            patch.setattr(*FAULTS[fault])
         return opened(world, config_file, (), (), step_and_messages)
-    finally:
-        manifest.sha256_of = real  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -232,102 +246,27 @@ def _blind(world: World, rank: int, fault: str, config_file: Path) -> Any:
 def test_damage_that_one_rank_alone_sees_is_passed_over_by_all(
     copied: Path, rank_pool: Callable[[int], RankPool], rank: int, fault: str, phrase: str
 ) -> None:
-    (first, text), (second, _) = rank_pool(2).run(_blind, rank, fault, copied)
+    (first, text), (second, _) = rank_pool(2).run(opened_with_fault, copied, rank, fault)
     assert first == second == 6
-    assert "passed over: " in text
-    assert phrase in text
+    assert "passed over: " in text and phrase in text
     assert f"(seen by rank {rank} of 2)" in text
     assert step_dir(copied.with_suffix(""), STEPS).is_dir(), "it is kept for inspection"
 
 
-def _choose_with_errors(world: World, run_dir: Path) -> str:
-    """An error that nobody has thought of, on rank 1 alone."""
-    from dist_mem.checkpoint import resume_choice
-
-    def raise_error(*_: Any) -> None:
-        raise ZeroDivisionError("nobody has thought of this")
-
-    if world.rank == 1:
-        resume_choice.verify_file = raise_error  # type: ignore[attr-defined]
-    try:
-        choose_checkpoint("auto", run_dir, world)
-        return "chosen"
-    except RunError as error:
-        return str(error)
-    finally:
-        resume_choice.verify_file = manifest.verify_file  # type: ignore[attr-defined]
-
-
-def test_no_rank_is_left_alone_by_an_error_of_any_kind(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
-    first, second = rank_pool(2).run(_choose_with_errors, copied.with_suffix(""))
-    assert first == second
-    assert first.count("ZeroDivisionError: nobody has thought of this (seen by rank 1 of 2)") == 3
-    assert "no checkpoint verifies" in first
-
-
-def _open_with_unreadable_lanes(world: World, config_file: Path) -> Any:
-    """Verified a moment ago, and now the disk of rank 1 does not answer."""
-    from dist_mem.checkpoint import lane_states as checkpoint
-
-    real = checkpoint.RankFile
-    if world.rank == 1:
-
-        def fail(path: Path, part: str) -> RankFile:
-            with manifest.reading(path):
-                raise OSError(errno.EIO, "Input/output error", str(path))
-
-        checkpoint.RankFile = fail  # type: ignore[attr-defined,assignment,misc]
-    try:
-        return opened(world, config_file, (), (), step_and_messages)
-    finally:
-        checkpoint.RankFile = real  # type: ignore[attr-defined,misc]
-
-
-def test_file_that_fails_after_it_was_verified_stops_all_ranks(
-    copied: Path, rank_pool: Callable[[int], RankPool]
+@pytest.mark.parametrize(
+    ("fault", "error", "named", "times"),
+    [
+        ("any error", "CheckpointError", "ZeroDivisionError: nobody has thought of this (seen by rank 1 of 2)", 3),
+        ("lanes", "UnfitError", "Input/output error", 1),  # another start may succeed
+        ("failing disk", "UnreadableError", "no checkpoint verifies:", 1),
+    ],
+)
+def test_what_one_rank_cannot_read_stops_all_ranks_with_one_kind_of_error(
+    copied: Path, rank_pool: Callable[[int], RankPool], fault: str, error: str, named: str, times: int
 ) -> None:
-    for reported in rank_pool(2).run(_open_with_unreadable_lanes, copied):
-        assert reported.startswith("UnfitError: "), "another start may succeed"
-        assert "Input/output error" in reported
-
-
-def _open_with_unreadable_engine(world: World, config_file: Path) -> Any:
-    from dist_mem.checkpoint.engine_files import EngineReader
-
-    real = EngineReader.read
-
-    def fail(self: Any, kind: str, name: str, start: int, stop: int) -> Tensor | None:
-        raise OSError(errno.EIO, "Input/output error", name)
-
-    if world.rank == 1:
-        EngineReader.read = fail  # type: ignore[method-assign]
-    try:
-        return opened(world, config_file, (), (), step_and_messages)
-    finally:
-        EngineReader.read = real  # type: ignore[method-assign]
-
-
-def _open_on_a_failing_disk(world: World, config_file: Path) -> Any:
-    """No file of any checkpoint can be read on rank 1."""
-    real = files.sha256_of
-
-    def fail(path: Path) -> str:
-        raise OSError(errno.EIO, "Input/output error", str(path))
-
-    if world.rank == 1:
-        manifest.sha256_of = fail  # type: ignore[attr-defined]
-    try:
-        return opened(world, config_file, (), (), step_and_messages)
-    finally:
-        manifest.sha256_of = real  # type: ignore[attr-defined]
-
-
-def test_disk_that_reads_no_checkpoint_does_not_end_a_chain_of_jobs(
-    copied: Path, rank_pool: Callable[[int], RankPool]
-) -> None:
-    first, second = rank_pool(2).run(_open_on_a_failing_disk, copied)
-    assert first == second
-    assert first.startswith("UnreadableError: ") and "no checkpoint verifies:" in first
+    """A disk that reads no checkpoint does not end a chain of jobs."""
+    for reported in rank_pool(2).run(opened_with_fault, copied, 1, fault):
+        assert reported.startswith(f"{error}: ") and reported.count(named) == times
     assert UnreadableError.exit_code == EXIT_FAILED
 
 
@@ -338,9 +277,8 @@ def test_weights_that_one_rank_cannot_read_stop_all_ranks(
     """No rank waits in the exchange of weights for one that has none."""
     text = copied.read_text().replace("stage: 2", f"stage: {stage}")
     copied.write_text(text)
-    for reported in rank_pool(2).run(_open_with_unreadable_engine, copied):
-        assert isinstance(reported, str)
-        assert "Input/output error" in reported
+    for reported in rank_pool(2).run(opened_with_fault, copied, 1, "engine"):
+        assert isinstance(reported, str) and "Input/output error" in reported
 
 
 # Rules.
@@ -350,9 +288,8 @@ def test_what_needs_to_be_allowed_is_refused_until_it_is(copied: Path, rank_pool
     text = refusal(rank_pool, copied, "model.dropout=0.5", "optimizer.betas=[0.5,0.9]")
     assert "model.dropout: is 0.5, but the run began with 0.2; set it back, add --allow model.dropout" in text
     assert "--allow optimizer.betas" in text
-    step, text = open_two(
-        rank_pool, copied, "model.dropout=0.5", "optimizer.betas=[0.5,0.9]", allow=("model.dropout", "optimizer")
-    )
+    changes = ("model.dropout=0.5", "optimizer.betas=[0.5,0.9]")
+    step, text = open_two(rank_pool, copied, *changes, allow=("model.dropout", "optimizer"))
     assert step == STEPS
     changed = "model.dropout 0.2 -> 0.5, optimizer.betas[0] 0.9 -> 0.5, optimizer.betas[1] 0.999 -> 0.9"
     assert f"changed since then: {changed}" in text.splitlines(), "and nothing of places, which may hold a password"
@@ -360,9 +297,7 @@ def test_what_needs_to_be_allowed_is_refused_until_it_is(copied: Path, rank_pool
 
 def test_changed_model_is_refused_whatever_is_allowed(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
     text = refusal(rank_pool, copied, "memory.mem_len=16", "train.global_batch_size=4", allow=("train", "model"))
-    assert text.startswith(ConfigError.__name__)
-    assert "memory.mem_len: is 16, but the run began with 24, and must not change" in text
-    assert "train.global_batch_size: is 4, but the run began with 8" in text
+    said(text, ConfigError.__name__, "memory.mem_len", "train.global_batch_size")
 
 
 def test_an_option_that_a_memory_has_got_since_is_no_change(
@@ -379,8 +314,7 @@ def test_an_option_that_a_memory_has_got_since_is_no_change(
     body["files"]["config.yaml"] = manifest.describe_file(config)
     manifest.write_manifest(directory, body)
     assert open_two(rank_pool, copied)[0] == 1
-    reported = refusal(rank_pool, copied, "memory.density=softmax_moments")
-    assert "memory.density: is 'softmax_moments', but the run began with 'affine', and must not change" in reported
+    said(refusal(rank_pool, copied, "memory.density=softmax_moments"), "memory.density", "affine")
 
 
 def test_precision_may_change_where_it_is_allowed(
@@ -399,15 +333,9 @@ def test_precision_may_change_where_it_is_allowed(
 
 
 def train_allowed(world: World, config_file: Path, changes: tuple[str, ...], allowed: tuple[str, ...]) -> int:
-    from dist_mem.runtime.signals import StopSignal
-    from dist_mem.training.run import run_job
-
-    stop_signal = StopSignal()
-    try:
-        config = load_config([str(config_file), *changes], memory_options=memory_options)
+    config = load_config([str(config_file), *changes], memory_options=memory_options)
+    with StopSignal() as stop_signal:
         return run_job(config, world, stop_signal, allowed)
-    finally:
-        stop_signal.restore()
 
 
 def test_other_code_is_reported(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from dist_mem.__main__ import main
@@ -23,118 +21,42 @@ from dist_mem.config import Config, ConfigError, load_config, save_config
 from dist_mem.config.resume_rules import check_changes
 from dist_mem.data.batch import IGNORE
 from dist_mem.data.lanes import training_reader
-from dist_mem.data.plan import Cursor
 from dist_mem.data.shard import Index, TokenizedDocument, read_index, write_split
 from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.errors import EXIT_DONE
 from dist_mem.evaluation.protocol import apply_protocol, protocol_of, tag_of
 from dist_mem.evaluation.scores import Report, read_report, same_text, to_csv, to_table, write_report
-from dist_mem.evaluation.scoring import EvaluationError, score_split
+from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation.generate import stream
 from dist_mem.generation.reading import next_log_probs, read, start
-from dist_mem.generation.text_scores import score
+from dist_mem.generation.text_scores import score as score_text
 from dist_mem.memory import memory_kinds, memory_options
 from dist_mem.runtime.distributed import World
-from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking.log import METRICS_FILE, read_points
 from tests.generation.test_generation import NUM_TOKENS, PROMPT_LENS, SAMPLING, anew, prompts, trained_model
 from tests.support.gpt2_models import gpt2_config, save_random_gpt2
 from tests.support.jobs import build_books, train_here, write_config
 from tests.support.lane_corpus import (
     LAYOUTS,
-    READER_OPTIONS,
-    assert_equal_batches,
-    assert_equal_updates,
-    assert_resumes_everywhere,
-    damage,
-    first_updates,
-    global_steps,
-    make_split,
-    simply,
 )
 from tests.support.messages import refused
 from tests.support.paths import ROOT
-from tests.support.ranks import RankPool, launcher_environment
-from tests.support.scored_library import ALONE, LENGTHS, TOKENIZER, assert_same, make_config, make_document, make_model
+from tests.support.ranks import RankPool
+from tests.support.scored_library import (
+    ALONE,
+    LENGTHS,
+    TOKENIZER,
+    assert_same,
+    make_config,
+    make_document,
+    make_model,
+    score,
+)
 
 pytestmark = pytest.mark.ranks
 
 EVAL_LEN = 8  # T of the evaluations
-
-
-@pytest.fixture(scope="module")
-def rich_index(tmp_path_factory: pytest.TempPathFactory) -> Index:
-    """With masks and recall distances."""
-    return make_split(tmp_path_factory.mktemp("rich"), with_extras=True)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("options", READER_OPTIONS)
-def test_blocks_equal_single_ones(rich_index: Index, layout: str, options: dict[str, Any]) -> None:
-    simple = simply(rich_index, 70, layout=layout, blocks=True, **options)
-    for one, other in zip(simple, first_updates(rich_index, 70, layout=layout, blocks=True, **options), strict=True):
-        assert_equal_updates(one, other)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_damaged_documents_are_skipped_alike(tmp_path: Path, layout: str) -> None:
-    written = make_split(tmp_path, with_extras=True)
-    for document in (3, 6):
-        damage(written, document)
-    options = {"layout": layout, "on_corrupt": "skip", "segments_per_update": 2}
-    simple = simply(read_index(tmp_path), 50, blocks=True, **options)
-    assert sum(update.documents_skipped for update in simple) > 4
-    for one, other in zip(simple, first_updates(read_index(tmp_path), 50, blocks=True, **options), strict=True):
-        assert_equal_updates(one, other)
-
-
-@given(
-    lengths=st.lists(st.integers(0, 40), min_size=3, max_size=12),
-    num_lanes=st.integers(1, 3),
-    layout=st.sampled_from(LAYOUTS),
-    resume_at=st.integers(0, 40),
-)
-@settings(deadline=None, max_examples=30)
-def test_any_corpus_is_read_as_without_blocks_but_for_the_first_target(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], num_lanes: int, layout: str, resume_at: int
-) -> None:
-    """The same segments in the same order; all there is of a target has moved left by one, and the first is gone."""
-    assume(sum(length >= 2 for length in lengths) >= num_lanes)
-    index = make_split(tmp_path_factory.mktemp("any"), lengths, with_extras=True)
-    options: dict[str, Any] = {"num_lanes": num_lanes, "layout": layout}
-    cursors = first_updates(index, resume_at + 1, **options)[-1].cursors
-    plain = first_updates(index, 30, cursors=cursors, **options)
-    blocks = first_updates(index, 30, cursors=cursors, blocks=True, **options)
-    for one, other in zip(
-        simply(index, 30, cursors=[Cursor(*row) for row in cursors.tolist()], blocks=True, **options),
-        blocks,
-        strict=True,
-    ):
-        assert_equal_updates(one, other)
-    for before, after in zip(plain, blocks, strict=True):
-        assert torch.equal(before.cursors, after.cursors)
-        assert (before.epoch, before.documents_started) == (after.epoch, after.documents_started)
-        assert after.num_scored == sum(int((batch.targets != IGNORE).sum()) for batch in after.batches)
-        for old, new in zip(before.batches, after.batches, strict=True):
-            assert_equal_batches(old._replace(tokens=new.tokens, targets=new.targets, recall=new.recall), new)
-            length = int(new.valid_len[0])
-            assert torch.equal(new.tokens[0, : length - 1], old.tokens[0, 1:length])
-            for name, padding in (("targets", IGNORE), ("recall", 0)):
-                moved, stayed = getattr(new, name), getattr(old, name)
-                assert (moved is None and stayed is None) or (
-                    torch.equal(moved[:, :-1], stayed[:, 1:]) and (moved[:, -1] == padding).all()
-                )
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_resume_and_number_of_ranks_change_nothing(rich_index: Index, layout: str) -> None:
-    assert_resumes_everywhere(rich_index, 40, num_lanes=3, layout=layout, blocks=True)
-    alone = global_steps(rich_index, 30, num_lanes=4, world_size=1, layout=layout, blocks=True)
-    two = global_steps(rich_index, 30, num_lanes=4, world_size=2, layout=layout, blocks=True)
-    for one, other in zip(alone, two, strict=True):
-        for first, second in zip(one, other, strict=True):
-            assert_equal_batches(first, second)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -190,15 +112,7 @@ def write_documents(folder: Path, masks: dict[int, np.ndarray] | None = None) ->
 
 def scored(world: World, library: Path, evaluation: dict[str, Any]) -> Report:
     """The test split scored by the model of scored_library.py; runs in a rank of a pool too."""
-    model = make_model()
-    return score_split(
-        model,
-        lambda numbers: model.init_state(numbers, "cpu", torch.float32),
-        config=make_config(eval={"batch_size": 3, **evaluation}),
-        index=read_index(library / "test"),
-        tokenizer=TOKENIZER,
-        world=world,
-    )
+    return score(read_index(library / "test"), make_model(), world=world, **evaluation)
 
 
 @torch.no_grad()
@@ -299,7 +213,7 @@ def test_a_text_is_scored_in_blocks_too() -> None:
     trained = TrainedModel(make_model(), TOKENIZER, config, checkpoint, torch.device("cpu"), torch.float32)
     tokens = make_document(0, 41).tokens
     losses, is_target = plain_losses([tokens])
-    nll = score(trained, TOKENIZER.decode(tokens)).nll
+    nll = score_text(trained, TOKENIZER.decode(tokens)).nll
     assert torch.equal(nll.isnan(), torch.from_numpy(~is_target))
     assert nll.nan_to_num().tolist() == pytest.approx(losses.tolist(), rel=1e-5)
 
@@ -318,11 +232,10 @@ def write_stream(folder: Path, split: str, lengths: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(np.concatenate([document.tokens for document in documents]).astype(np.int64))
 
 
-def test_losses_are_those_of_transformers_block_after_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("single_process")
+def test_losses_are_those_of_transformers_block_after_block(tmp_path: Path) -> None:
     """The published evaluation: blocks of T tokens, labels that are the inputs, the mean of the blocks' losses."""
     pytest.importorskip("transformers", reason="transformers is not installed")
-    for name, value in launcher_environment(0, 1, free_port()).items():
-        monkeypatch.setenv(name, value)
     save_tokenizer(TOKENIZER, tmp_path / "data")
     whole = write_stream(tmp_path / "data", "test", (203, 437))
     ragged = write_stream(tmp_path / "data", "validation", (203, 437, 5))
@@ -423,7 +336,7 @@ def test_a_run_cannot_change_to_blocks_but_its_evaluation_can() -> None:
     ],
 )
 def test_blocks_of_one_token_are_refused(overrides: list[str], key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key}: .*nothing would be scored"):
+    with refused(ConfigError, key):
         load("memory.kind=none", *overrides)
     load("memory.kind=none", "train.seg_len=1")
     load("data.blocks=true", "eval.seg_len=1", "eval.blocks=false")

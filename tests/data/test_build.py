@@ -6,7 +6,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_mem.data.shard import read_index, read_mask, read_recall, read_tokens
-from dist_mem.data.tokenizers.registry import load_tokenizer, train_sentencepiece
+from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.data.verify import verify_dataset
 from dist_mem.datasets import builder as build
@@ -63,30 +63,22 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return build_tiny(tmp_path_factory.mktemp("expected"))
 
 
-def test_the_result_is_what_the_format_says_and_nothing_else(expected: dict[str, bytes]) -> None:
-    tars = [name for name in expected if name.endswith(".tar")]
-    others = {
-        "tokenizer.json",
-        "tokenizer.model",
-        *(f"{split}/{name}" for split in ("train", "test") for name in ("index.json", "documents.safetensors")),
-    }
-    assert set(expected) == others | set(tars)
+def test_the_result_is_what_the_format_says_and_decodes_to_the_texts(tmp_path: Path) -> None:
+    found = build_tiny(tmp_path)
+    tars = [name for name in found if name.endswith(".tar")]
+    tables = {f"{split}/{name}" for split in ("train", "test") for name in ("index.json", "documents.safetensors")}
+    assert set(found) == {"tokenizer.json", "tokenizer.model", *tables, *tars}
     assert len(tars) > 3
     assert all(name.split("/")[1].startswith(f"tiny-{name.split('/')[0]}-0000") for name in tars)
-
-
-def test_tokens_decode_to_the_texts(tmp_path: Path) -> None:
-    build_tiny(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     for split, documents in make_splits().items():
         index = read_index(tmp_path / split)
         assert index.tokenizer_fingerprint == tokenizer.fingerprint
         for number, document in enumerate(documents):
-            entry = index.documents[number]
-            assert tokenizer.decode(read_tokens(index, number)) == document.source
+            entry, text = index.documents[number], str(document.source)
+            assert tokenizer.decode(read_tokens(index, number)) == text
             assert (entry.id, entry.title, entry.year) == (document.id, document.title, document.year)
-            assert entry.words == len(str(document.source).split())
-            assert entry.bytes == len(str(document.source).encode())
+            assert (entry.words, entry.bytes) == (len(text.split()), len(text.encode()))
     assert verify_dataset(tmp_path) == []
 
 
@@ -97,15 +89,14 @@ def test_the_bytes_do_not_depend_on_workers_and_pieces(
     assert build_tiny(tmp_path, **options) == expected
 
 
-def test_a_finished_build_is_kept(tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_build_is_kept_but_for_a_tar_that_is_missing_or_cut(
+    tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     build_tiny(tmp_path)
-    monkeypatch.setattr(build, "encode_piece", None)
-    monkeypatch.setattr(build, "train_sentencepiece", None)
-    assert build_tiny(tmp_path) == expected
-
-
-def test_a_missing_or_cut_tar_is_built_again(tmp_path: Path, expected: dict[str, bytes]) -> None:
-    build_tiny(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "encode_piece", None)
+        patch.setattr(build, "train_sentencepiece", None)
+        assert build_tiny(tmp_path) == expected
     tars = sorted((tmp_path / "train").glob("*.tar"))
     for harm in (tars[0].unlink, lambda: tars[1].write_bytes(b"cut")):
         harm()
@@ -115,30 +106,21 @@ def test_a_missing_or_cut_tar_is_built_again(tmp_path: Path, expected: dict[str,
 def test_a_failed_build_goes_on_with_the_pieces_it_has(
     tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode = build.encode_piece
-    encoded: list[build.Piece] = []
+    encode, encoded = build.encode_piece, list[Path]()
 
-    def failing(piece: build.Piece) -> int:
-        if len(encoded) == 3:
+    def counting(piece: build.Piece, stop_after: int) -> int:
+        if len(encoded) == stop_after:
             raise KeyboardInterrupt
-        encoded.append(piece)
+        encoded.append(piece.path)
         return encode(piece)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(build, "encode_piece", failing)
-        with pytest.raises(KeyboardInterrupt):
-            build_tiny(tmp_path)
+    monkeypatch.setattr(build, "encode_piece", partial(counting, stop_after=3))
+    with pytest.raises(KeyboardInterrupt):
+        build_tiny(tmp_path)
     assert not list(tmp_path.glob("*/index.json"))
-    again: list[build.Piece] = []
-
-    def counting(piece: build.Piece) -> int:
-        again.append(piece)
-        return encode(piece)
-
-    monkeypatch.setattr(build, "encode_piece", counting)
+    monkeypatch.setattr(build, "encode_piece", partial(counting, stop_after=99))
     assert build_tiny(tmp_path) == expected
-    assert again
-    assert not {piece.path for piece in again} & {piece.path for piece in encoded}
+    assert len(encoded) == len(set(encoded)) > 3, "a piece is encoded once"
 
 
 KILLED_BUILD = """
@@ -198,33 +180,23 @@ def test_an_edited_document_is_encoded_again_after_a_failure(tmp_path: Path) -> 
                 build_tiny(tmp_path / "out", {"train": documents}, tokenizer_kind="bytes", piece_bytes=1)
             texts[0].write_text("new")  # of the same size
             texts[1].write_text("fine")
-    index = read_index_after(tmp_path / "out", documents)
+    build_tiny(tmp_path / "out", {"train": documents}, tokenizer_kind="bytes", piece_bytes=1)
+    index = read_index(tmp_path / "out" / "train")
     assert BytesTokenizer().decode(read_tokens(index, 0)) == "new"
-
-
-def read_index_after(out: Path, documents: Sequence[SourceDocument]) -> Any:
-    build_tiny(out, {"train": list(documents)}, tokenizer_kind="bytes", piece_bytes=1)
-    return read_index(out / "train")
 
 
 def test_another_build_in_the_same_place_is_refused_unless_it_may_overwrite(
     tmp_path: Path, expected: dict[str, bytes]
 ) -> None:
+    in_bytes = {"tokenizer_kind": "bytes"}
     build_tiny(tmp_path, tokenizer_kind="bytes")
     (tmp_path / "notes.txt").write_text("mine")
-    others: list[dict[str, Any]] = [{}, {"tokenizer_kind": "bytes", "max_shard_bytes": 1}]
+    changed = {**make_splits(), "test": [SourceDocument("09", "Book 9", "another text"), *make_documents()[10:]]}
+    others: list[dict[str, Any]] = [{}, {"max_shard_bytes": 1, **in_bytes}, {"splits": changed, **in_bytes}]
     for options in others:
         with refused(ValueError):
             build_tiny(tmp_path, **options)
     assert build_tiny(tmp_path, overwrite=True) == {**expected, "notes.txt": b"mine"}
-
-
-def test_a_changed_document_is_another_build(tmp_path: Path) -> None:
-    splits = make_splits()
-    build_tiny(tmp_path, splits, tokenizer_kind="bytes")
-    splits["test"][0] = SourceDocument("09", "Book 9", "another text")
-    with refused(ValueError, "index.json"):
-        build_tiny(tmp_path, splits, tokenizer_kind="bytes")
 
 
 def test_the_tokenizer_of_another_dataset_can_be_taken(tmp_path: Path) -> None:
@@ -239,27 +211,21 @@ def test_the_tokenizer_is_trained_on_the_train_split_alone(tmp_path: Path, expec
     assert build_tiny(tmp_path, splits)["tokenizer.model"] == expected["tokenizer.model"]
 
 
-def test_line_ends_become_lf(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_bytes(b"one\r\ntwo\rthree\n\r\n")
-    documents = [SourceDocument("a", "", tmp_path / "text.txt"), SourceDocument("b", "", "one\r\ntwo\rthree\n\r\n")]
-    build_tiny(tmp_path / "out", {"train": documents}, tokenizer_kind="bytes")
-    index = read_index(tmp_path / "out" / "train")
-    for number in (0, 1):
-        assert BytesTokenizer().decode(read_tokens(index, number)) == "one\ntwo\nthree\n\n"
-        assert (index.documents[number].words, index.documents[number].bytes) == (3, 15)
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
-        ({"tokenizer_kind": "letters"}, "unknown tokenizer_kind 'letters'"),
-        ({"splits": {"test": make_documents(2)}}, "the train split holds no text"),
-        ({"splits": {"train": make_documents(2) * 2}}, "'00' comes twice in split 'train'"),
-        ({"vocab_size": 30_000}, "largest possible value is"),
+        ({"tokenizer_kind": "letters"}, "letters"),
+        ({"splits": {"test": make_documents(2)}}, "train"),
+        ({"splits": {"train": make_documents(2) * 2}}, "00"),
+        ({"vocab_size": 30_000}, "vocab_size"),
+        *(
+            ({"splits": {"train": [SourceDocument("a", "", "short", scored=[span])]}, "tokenizer_kind": "bytes"}, "a")
+            for span in [(3, 3), (-1, 2), (2, 99)]
+        ),
     ],
 )
-def test_what_cannot_be_built_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_what_cannot_be_built_is_refused(tmp_path: Path, options: dict[str, Any], named: str) -> None:
+    with refused(ValueError, named):
         build_tiny(tmp_path, **options)
 
 
@@ -273,36 +239,6 @@ def test_scored_spans_become_the_mask(tmp_path: Path) -> None:
     assert mask is not None
     assert BytesTokenizer().decode(tokens[mask]) == "\u00c9vian?No."
     assert read_mask(index, 1) is None
-
-
-@pytest.mark.parametrize("span", [(3, 3), (-1, 2), (2, 99)])
-def test_a_scored_span_outside_the_text_is_refused(tmp_path: Path, span: tuple[int, int]) -> None:
-    with refused(ValueError):
-        build_tiny(tmp_path, {"train": [SourceDocument("a", "", "short", scored=[span])]}, tokenizer_kind="bytes")
-
-
-def test_recall_is_the_distance_in_tokens_to_the_referent() -> None:
-    text = "Ann lives in \u00c9vian. Bob asked: where? In \u00c9vian."
-    referent, word = text.index("\u00c9"), text.rindex("\u00c9")
-    document = SourceDocument("a", "", text, recall=[(word, word + 5, referent)])
-    distances = recall_distances(document, text, BytesTokenizer().encode_with_offsets(text)[1])
-    first = len(text[:word].encode())  # bytes are the tokens
-    assert distances.dtype == np.int32
-    assert distances[first : first + 6].tolist() == [first - referent + extra for extra in range(6)]
-    assert np.count_nonzero(distances) == 6
-
-
-def test_tokens_that_overlap_a_recalled_word_are_counted_whole(tmp_path: Path) -> None:
-    tokenizer = train_sentencepiece(["in Paris it rained", "to Paris she went"] * 50, tmp_path, vocab_size=300)
-    text = "to Paris she went in Paris it rained in Paris"
-    first, last = text.index("Paris"), text.rindex("Paris")
-    document = SourceDocument("a", "", text, recall=[(last, last + 5, first)])
-    tokens, starts = tokenizer.encode_with_offsets(text)
-    distances = recall_distances(document, text, starts)
-    (hits,) = np.nonzero(distances)
-    assert text[starts[hits[0]] :].strip() == "Paris"  # from the piece that holds the space before it
-    assert tokenizer.decode(tokens[hits]).strip() == "Paris"
-    assert tokenizer.decode(tokens[hits[0] - distances[hits[0]] :]).lstrip().startswith("Paris she went")
 
 
 @given(st.text("ab \u00c9\u20ac", min_size=8, max_size=60), st.data())
@@ -321,7 +257,8 @@ def test_recall_of_many_spans_equals_one_span_after_the_other(text: str, data: s
             good.append((start, stop, referent))
             for token in range(first, np.count_nonzero(starts < stop)):
                 expected[token] = token - source
-    assert np.array_equal(recall_distances(SourceDocument("a", "", text, recall=good), text, starts), expected)
+    found = recall_distances(SourceDocument("a", "", text, recall=good), text, starts)
+    assert np.array_equal(found, expected) and found.dtype == np.int32
 
 
 def test_recall_is_stored_where_it_is_recorded(tmp_path: Path) -> None:

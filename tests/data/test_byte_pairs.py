@@ -19,7 +19,6 @@ from dist_mem.data.shard import read_index
 from dist_mem.data.tokenizers.byte_pairs import (
     END_OF_TEXT,
     BytePairTokenizer,
-    byte_alphabet,
     read_byte_pairs,
     train_byte_pairs,
     write_byte_pairs,
@@ -32,16 +31,8 @@ from tests.support.limits import limit
 from tests.support.messages import refused
 
 AWKWARD = [
-    "",
-    "\n\n\n",
-    "  a  ",
-    " \t\r\n",
-    "\0",
-    f"a{END_OF_TEXT}b",
-    "\u00e9\u4e2d\U0001f600",
-    "e\u0301",
-    "\ufeff\u2028",
-    "it's I'LL 2024",
+    *("", "\n\n\n", "  a  ", " \t\r\n", "\0", "it's I'LL 2024", f"a{END_OF_TEXT}b"),
+    *("\u00e9\u4e2d\U0001f600", "e\u0301", "\ufeff\u2028"),
 ]
 
 
@@ -63,10 +54,9 @@ def test_without_the_library_an_error_names_the_extra_and_blames_no_file(
     write_byte_pairs(tokenizer, tmp_path)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     for read in (load_tokenizer, read_byte_pairs):
-        with pytest.raises(UnusableError) as caught:
+        with refused(UnusableError, "dist-mem[hf]") as caught:
             read(tmp_path)
-        reported = "tokenizers is not installed, and a tokenizer of GPT-2's kind needs it: pip install 'dist-mem[hf]'"
-        assert str(caught.value) == reported
+        assert str(tmp_path) not in str(caught.value)
 
 
 @given(st.one_of(st.text(st.characters(exclude_categories=["Cs"])), st.sampled_from(AWKWARD + sentences())))
@@ -97,11 +87,6 @@ def test_ids_are_those_of_transformers(tmp_path: Path, tokenizer: BytePairTokeni
     assert theirs.bos_token_id == tokenizer.bos_id == tokenizer.vocab_size - 1
 
 
-def test_alphabet_is_that_of_the_library() -> None:
-    assert sorted(byte_alphabet()) == sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    assert sorted(byte_alphabet().values()) == list(range(256))
-
-
 def test_both_layouts_and_the_data_directory_hold_the_same_tokenizer(
     tmp_path: Path, tokenizer: BytePairTokenizer
 ) -> None:
@@ -121,40 +106,36 @@ def test_both_layouts_and_the_data_directory_hold_the_same_tokenizer(
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        ({"normalizer": {"type": "Lowercase"}}, "changes the text"),
-        ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}}, "a space put before"),
-        ({"pre_tokenizer": {"type": "Whitespace"}}, "is not of byte pairs"),
-        ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}, "lacks"),
-        ({"model": {"type": "BPE"}}, "it has no '(vocab|merges)'"),
+        {"normalizer": {"type": "Lowercase"}},
+        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}},
+        {"pre_tokenizer": {"type": "Whitespace"}},
+        {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}},
+        {"model": {"type": "BPE"}},
     ],
 )
-def test_other_tokenizers_are_refused(
-    tmp_path: Path, tokenizer: BytePairTokenizer, change: dict[str, object], message: str
-) -> None:
+def test_other_tokenizers_are_refused(tmp_path: Path, tokenizer: BytePairTokenizer, change: dict[str, object]) -> None:
     write_byte_pairs(tokenizer, tmp_path)
     library = tokenizers.ByteLevelBPETokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
     parts = json.loads(library.to_str())
     for name in ("vocab.json", "merges.txt"):
         (tmp_path / name).unlink()
     (tmp_path / "tokenizer.json").write_text(json.dumps({**parts, **change}), encoding="utf-8")
-    with pytest.raises(ValueError, match=message) as raised:
+    with refused(ValueError, tmp_path):
         read_byte_pairs(tmp_path)
-    assert str(tmp_path) in str(raised.value)
 
 
-def test_a_token_outside_of_the_alphabet_is_named(tmp_path: Path, tokenizer: BytePairTokenizer) -> None:
+def test_a_folder_without_a_tokenizer_and_a_token_outside_of_the_alphabet_are_named(
+    tmp_path: Path, tokenizer: BytePairTokenizer
+) -> None:
     """As in GPT-NeoX's tokenizer, which adds tokens of several spaces."""
+    with refused(ValueError, "vocab.json", "merges.txt", "tokenizer.json"):
+        read_byte_pairs(tmp_path)
     write_byte_pairs(tokenizer, tmp_path)
     vocabulary = json.loads((tmp_path / "vocab.json").read_text(encoding="utf-8"))
     (tmp_path / "vocab.json").write_text(json.dumps({**vocabulary, "  ": len(vocabulary)}), encoding="utf-8")
     with refused(ValueError):
-        read_byte_pairs(tmp_path)
-
-
-def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
-    with refused(ValueError, "vocab.json", "merges.txt", "tokenizer.json"):
         read_byte_pairs(tmp_path)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from dist_mem.datasets.recipes import cmu_dog
 from dist_mem.papers.dialogue.replies import LEAKED, find_replies, is_leaked
 from tests.support.cmu_dog_source import write_conversation, write_film, write_json
 from tests.support.data_builders import build_data
+from tests.support.messages import said
 
 MESSAGES = [
     ("user2", "Hi there!"),
@@ -63,67 +65,50 @@ def ids(out: Path, split: str) -> list[str]:
     return [entry.id for entry in read_index(out / split).documents]
 
 
-def text_of(out: Path, split: str, document: int) -> str:
-    return load_tokenizer(out).decode(read_tokens(read_index(out / split), document))
-
-
-def spoken(out: Path, split: str, document: int) -> list[str]:
-    index = read_index(out / split)
-    tokens, scored = read_tokens(index, document), read_mask(index, document)
+def spoken(out: Path) -> list[str]:
+    """Each reply of the first document."""
+    index = read_index(out / "train")
+    tokens, scored = read_tokens(index, 0), read_mask(index, 0)
     assert scored is not None
     replies = find_replies(np.asarray(scored, dtype=bool))
     return [load_tokenizer(out).decode(tokens[reply.start : reply.stop]) for reply in replies]
 
 
-def test_a_document_is_the_film_and_then_the_turns(source: Path, tmp_path: Path) -> None:
-    assert build(source, tmp_path / "out") == 0
-    assert text_of(tmp_path / "out", "train", 0) == f"{FILM}\n{DIALOGUE}"
-    assert not verify_dataset(str(tmp_path / "out"))
-
-
-def test_without_document_there_are_only_turns(source: Path, tmp_path: Path) -> None:
-    assert build(source, tmp_path / "out", "--no-document") == 0
-    assert text_of(tmp_path / "out", "train", 0) == DIALOGUE
-
-
-@pytest.mark.parametrize("document", ["--document", "--no-document"])
-def test_scored_is_what_both_users_say_and_the_end_of_the_line(source: Path, tmp_path: Path, document: str) -> None:
-    assert build(source, tmp_path / "out", document) == 0
-    assert spoken(tmp_path / "out", "train", 0) == SPOKEN
+@pytest.mark.parametrize(("option", "text"), [("--document", f"{FILM}\n{DIALOGUE}"), ("--no-document", DIALOGUE)])
+def test_a_document_is_the_film_and_then_the_turns_of_which_what_is_said_is_scored(
+    source: Path, tmp_path: Path, option: str, text: str
+) -> None:
+    """Up to the end of the line, by both users."""
+    assert build(source, tmp_path, option) == 0
+    index = read_index(tmp_path / "train")
+    assert load_tokenizer(tmp_path).decode(read_tokens(index, 0)) == text
+    assert spoken(tmp_path) == SPOKEN
+    assert not verify_dataset(tmp_path)
 
 
 def test_pieces_are_scored_from_the_space_on(source: Path, tmp_path: Path) -> None:
     arguments = ["--source", str(source), "--out", str(tmp_path / "out"), "--vocab-size", "330"]
     assert build_data("cmu_dog", *arguments) == 0
     assert load_tokenizer(tmp_path / "out").kind == "sentencepiece"
-    assert spoken(tmp_path / "out", "train", 0) == SPOKEN
+    assert spoken(tmp_path / "out") == SPOKEN
 
 
-def test_copies_of_held_out_conversations_are_removed_from_train_only(source: Path, tmp_path: Path) -> None:
-    assert build(source, tmp_path / "out") == 0
-    found = {split: ids(tmp_path / "out", split) for split in ("train", "validation", "test")}
-    assert found == {"train": ["first"], "validation": ["dev"], "test": ["leak", "other"]}
-
-
-def test_released_is_as_published(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert build(source, tmp_path / "out", "--splits", "released") == 0
-    assert ids(tmp_path / "out", "train") == ["dev", "first", "leak"]
-    reported = capsys.readouterr().out
-    assert "6 files, 4 distinct conversations; published: 4,112" in reported
-    assert [line.split() for line in reported.splitlines()[1:4]] == [
-        ["train", "3", "3"],
-        ["validation", "1", "1", "1"],
-        ["test", "2", "1", "2"],
-    ]
-
-
-@pytest.mark.parametrize("splits", ["deduplicated", "released"])
-def test_leaked_conversations_are_marked_either_way(source: Path, tmp_path: Path, splits: str) -> None:
+@pytest.mark.parametrize(("splits", "train"), [("deduplicated", ["first"]), ("released", ["dev", "first", "leak"])])
+def test_copies_of_held_out_conversations_are_removed_from_train_only_and_marked_either_way(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], splits: str, train: list[str]
+) -> None:
     assert build(source, tmp_path / "out", "--splits", splits) == 0
+    reported = capsys.readouterr().out
+    found = {split: ids(tmp_path / "out", split) for split in ("train", "validation", "test")}
+    assert found == {"train": train, "validation": ["dev"], "test": ["leak", "other"]}
     titles = [entry.title for entry in read_index(tmp_path / "out" / "test").documents]
     assert titles == [f"Jaws{LEAKED}", "Jaws"]
     assert [is_leaked(title) for title in titles] == [True, False]
     assert {entry.title for entry in read_index(tmp_path / "out" / "train").documents} == {"Jaws"}
+    if splits == "released":
+        assert "6 files, 4 distinct conversations; published: 4,112" in reported
+        rows = [line.split() for line in reported.splitlines()[1:4]]
+        assert rows == [["train", "3", "3"], ["validation", "1", "1", "1"], ["test", "2", "1", "2"]]
 
 
 def test_all_builds_have_one_tokenizer_which_has_not_seen_leaked_turns(source: Path, tmp_path: Path) -> None:
@@ -141,43 +126,26 @@ def test_the_first_conversations_of_every_split_may_be_taken(source: Path, tmp_p
     assert ids(tmp_path / "out", "test") == ["leak"]
 
 
-def damage_film(source: Path) -> None:
-    (source / "WikiData" / "Jaws.json").write_text('{"0": {}, "wikiDocumentIdx": 2}', encoding="utf-8")
+def empty_conversations(source: Path) -> None:
+    shutil.rmtree(source)
+    source.mkdir()
 
 
-def damage_conversation(source: Path) -> None:
-    (source / "Conversations" / "test" / "other.json").write_text("{", encoding="utf-8")
+OTHER_FILM = {"history": [], "wikiDocumentIdx": 7}
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "Jaws.json": lambda source: write_json(source / "WikiData" / "Jaws.json", {"0": {}, "wikiDocumentIdx": 2}),
+    "other.json": lambda source: (source / "Conversations" / "test" / "other.json").write_text("{"),
+    "user3": lambda source: write_conversation(source, "valid", "dev", [("user3", "Hello")]),
+    "wikiDocumentIdx 7": lambda source: write_json(source / "Conversations" / "valid" / "dev.json", OTHER_FILM),
+    "--source": empty_conversations,
+}
 
 
-def another_user(source: Path) -> None:
-    write_conversation(source, "valid", "dev", [("user3", "Hello")])
-
-
-def another_film(source: Path) -> None:
-    write_json(source / "Conversations" / "valid" / "dev.json", {"history": [], "wikiDocumentIdx": 7})
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (damage_film, "Jaws.json has no 'movieName'"),
-        (damage_conversation, "other.json is not JSON"),
-        (another_user, "dev.json is no conversation of CMU-DoG (KeyError('user3'))"),
-        (another_film, "dev.json is about wikiDocumentIdx 7, which no file in WikiData has"),
-    ],
-)
-def test_unusable_files_are_named(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Any, message: str
-) -> None:
-    damage(source)
+@pytest.mark.parametrize("named", DAMAGES)
+def test_unusable_files_are_named(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], named: str) -> None:
+    DAMAGES[named](source)
     assert build(source, tmp_path / "out") == 2
-    assert message in capsys.readouterr().err
-
-
-def test_an_empty_source_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "empty").mkdir()
-    assert build(tmp_path / "empty", tmp_path / "out") == 2
-    assert "check --source" in capsys.readouterr().err
+    said(capsys.readouterr().err, named)
 
 
 @pytest.fixture

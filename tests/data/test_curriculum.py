@@ -18,10 +18,11 @@ from dist_mem.data.lanes import training_reader
 from dist_mem.data.shard import TokenizedDocument, write_split
 from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
+from dist_mem.data.tokenizers.words import count_words
 from dist_mem.errors import UnusableError
-from tests.config.test_config import STEPS, error_of
+from tests.config.test_config import error_of
 from tests.support.lane_corpus import LAYOUTS, assert_equal_updates
-from tests.support.messages import refused
+from tests.support.messages import refused, said
 
 LENGTHS = {"short": [5, 9, 3, 4, 7], "longer": [21, 13, 30], "long": [40, 55]}
 
@@ -90,6 +91,10 @@ def test_the_stage_of_an_update_follows_from_its_step(config: Config) -> None:
 
 
 def test_a_stage_with_another_tokenizer_or_too_few_documents_is_refused_by_name(config: Config) -> None:
+    save_tokenizer(count_words(["a"]), config.data.curriculum[1].path)
+    with refused(ValueError):
+        updates(config, 1, step=3)
+    save_tokenizer(BytesTokenizer(), config.data.curriculum[1].path)
     config.train.global_batch_size = config.train.micro_batch_size = 5
     with refused(UnusableError, "data.curriculum", "train.global_batch_size"):
         updates(config, 1, cursors=torch.zeros(5, 3, dtype=torch.int64))
@@ -101,19 +106,15 @@ def test_a_stage_with_another_tokenizer_or_too_few_documents_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("curriculum", "problem"),
+    ("curriculum", "key"),
     [
-        ("[{path: a, until: 3}, {path: b, until: 3}]", "data.curriculum[1].until: is 3, but the stage before ends at"),
-        ("[{path: a}]", "data.curriculum[0].until: is 0, but must be at least 1"),
-        ("[{until: 3}]", "data.curriculum[0].path: is empty; give a data directory"),
-        ("[{path: 's3://bucket/a', until: 3}]", "data.curriculum[0].path: is no directory: copy the data to a disk"),
-        ("[{path: a, until: 10}]", "data.curriculum[0].until: is 10, but the run ends at step 10"),
+        ("[{path: a, until: 3}, {path: b, until: 3}]", "data.curriculum[1].until"),
+        ("[{path: a}]", "data.curriculum[0].until"),
+        ("[{until: 3}]", "data.curriculum[0].path"),
+        ("[{path: 's3://bucket/a', until: 3}]", "data.curriculum[0].path"),
+        ("[{path: a, until: 10}]", "data.curriculum[0].until"),
     ],
 )
-def test_an_impossible_curriculum_is_refused(curriculum: str, problem: str) -> None:
-    assert problem in error_of(f"data.curriculum={curriculum}", "train.steps=10")
-
-
-def test_a_curriculum_needs_a_number_of_steps() -> None:
-    text = error_of(STEPS, "train.steps=null", "train.epochs=2", "data.curriculum=[{path: a, until: 3}]")
-    assert "data.curriculum: counts steps, but train.epochs is given; give train.steps" in text
+def test_an_impossible_curriculum_is_refused(curriculum: str, key: str) -> None:
+    said(error_of(f"data.curriculum={curriculum}", "train.steps=10"), key)
+    said(error_of("train.steps=null", "train.epochs=2", "data.curriculum=[{path: a, until: 3}]"), "train.epochs")

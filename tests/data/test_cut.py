@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +11,6 @@ import torch
 
 from dist_mem.config import ConfigError, load_config
 from dist_mem.data.batch import IGNORE
-from dist_mem.data.documents import Documents
-from dist_mem.data.plan import cut_lengths, lanes_of_rank, make_plan, segment_starts
 from dist_mem.data.shard import Index
 from dist_mem.memory import build_memory
 from dist_mem.memory.infinite import Infinite
@@ -27,24 +22,11 @@ from tests.estimate.test_flops import check_small
 from tests.memory.test_infinite_parity import layer_spec
 from tests.support.contract_cases import CASES, LANES, fresh_state, full_lanes, random_segments, small_model, subject
 from tests.support.contract_cases import SEG_LEN as SMALL_LEN
-from tests.support.lane_corpus import (
-    BOS,
-    SEG_LEN,
-    assert_equal_batches,
-    assert_equal_updates,
-    assert_resumes_everywhere,
-    damage,
-    first_updates,
-    global_steps,
-    make_split,
-    reader_of,
-)
 from tests.support.messages import refused
 from tests.support.ranks import RankPool
 from tests.support.scored_library import LENGTHS as SCORED_LENGTHS
 from tests.support.scored_library import SEG_LEN as SCORED_LEN
 from tests.support.scored_library import TOKENIZER, assert_same, make_config, make_document, score
-from tests.support.simple_lanes import simple_updates
 from tests.support.tiny import full_parameters, run_steps, tiny_config, tiny_job
 
 pytestmark = pytest.mark.ranks
@@ -57,59 +39,6 @@ MEMORY = {
     "num_samples": 12,
 }
 WIDTH = 8
-
-
-@pytest.fixture(scope="module")
-def rich_index(tmp_path_factory: pytest.TempPathFactory) -> Index:
-    """With masks and recall distances."""
-    return make_split(tmp_path_factory.mktemp("rich"), with_extras=True)
-
-
-@pytest.mark.parametrize("seg_len", [1, 3, 4, 9])
-@pytest.mark.parametrize("length", range(14))
-def test_every_segment_but_the_first_is_complete(length: int, seg_len: int) -> None:
-    starts = segment_starts(length, seg_len=seg_len, cut="end").tolist()
-    sizes = np.diff([*starts, length]).tolist()
-    assert sum(sizes) == length and len(sizes) == len(segment_starts(length, seg_len=seg_len))
-    assert all(size == seg_len for size in sizes[1:]) and all(1 <= size <= seg_len for size in sizes)
-
-
-@pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize(
-    "options", [{}, {"num_lanes": 5, "micro_lanes": 2, "segments_per_update": 3}, {"max_document_len": 7}]
-)
-def test_many_segments_at_once_equal_single_ones(rich_index: Index, blocks: bool, options: dict[str, Any]) -> None:
-    given = {"num_lanes": 3, "micro_lanes": 1, "segments_per_update": 1, "max_document_len": None, **options}
-    lengths = cut_lengths([entry.num_tokens for entry in rich_index.documents], given["max_document_len"])
-    plan = make_plan(lengths, num_lanes=given["num_lanes"], seg_len=SEG_LEN, seed=0, cut="end")
-    lane_ids = lanes_of_rank(given["num_lanes"], 1, 0, given["micro_lanes"])
-    sizes = {name: given[name] for name in ("micro_lanes", "segments_per_update")}
-    documents = Documents(rich_index, lengths, bos_id=BOS)
-    simple = list(islice(simple_updates(documents, plan, lane_ids=lane_ids, blocks=blocks, **sizes), 70))
-    updates = first_updates(rich_index, 70, cut="end", blocks=blocks, **options)
-    for one, other in zip(simple, updates, strict=True):
-        assert_equal_updates(one, other)
-    for batch in (batch for update in updates for batch in update.batches):
-        assert (batch.valid_len[~batch.is_new_document & (batch.document >= 0)] == SEG_LEN).all()
-
-
-def test_resume_damage_and_the_number_of_ranks_change_nothing(rich_index: Index, tmp_path: Path) -> None:
-    assert_resumes_everywhere(rich_index, 40, num_lanes=3, segments_per_update=2, micro_lanes=2, cut="end")
-    alone = global_steps(rich_index, 30, num_lanes=4, world_size=1, cut="end")
-    two = global_steps(rich_index, 30, num_lanes=4, world_size=2, cut="end")
-    for one, other in zip(alone, two, strict=True):
-        for first, second in zip(one, other, strict=True):
-            assert_equal_batches(first, second)
-    damaged = make_split(tmp_path, with_extras=True)
-    damage(damaged, 3)
-    assert_resumes_everywhere(damaged, 30, on_corrupt="skip", cut="end")
-
-
-def test_an_epoch_has_as_many_segments_as_cut_from_the_start(rich_index: Index) -> None:
-    with reader_of(rich_index, num_lanes=1, cut="end") as end, reader_of(rich_index, num_lanes=1) as start:
-        assert end.plan.num_segments == start.plan.num_segments
-        epochs = [update.epoch for update in islice(end, end.plan.num_segments)]
-    assert epochs[-1] == 1 and sorted(set(epochs)) == epochs
 
 
 @torch.no_grad()

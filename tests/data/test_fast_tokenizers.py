@@ -40,14 +40,11 @@ def test_ids_and_texts_are_those_of_the_tokenizer(kind: str) -> None:
     tokenizer = MAKE[kind]()
     fast = fast_tokenizer(tokenizer, adds_bos=True)
     fast.encode_special_tokens = True  # as with `split_special_tokens` in tokenizer_config.json
+    assert fast_tokenizer(tokenizer, adds_bos=False).encode("a").ids == tokenizer.encode("a").tolist()
     for text in texts():
         ids = tokenizer.encode(text).tolist()
         assert fast.encode(text).ids == [tokenizer.bos_id, *ids], text
         assert fast.decode(ids) == tokenizer.decode(ids)
-
-
-def test_without_bos_nothing_comes_before_a_text() -> None:
-    assert fast_tokenizer(BytesTokenizer(), adds_bos=False).encode("a").ids == [97]
 
 
 def test_words_that_a_vocabulary_lacks_are_an_error_there_too_and_bos_is_no_word() -> None:

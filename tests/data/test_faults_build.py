@@ -42,18 +42,10 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 
 REFUSED = {
-    "not UTF-8": (
-        {"train/1": TEXT, "train/2": b"caf\xe9"},
-        METADATA,
-        "2.txt is not UTF-8 (byte 3 is 0xe9): convert it",
-    ),
+    "not UTF-8": ({"train/2": b"caf\xe9"}, METADATA, "2.txt is not UTF-8 (byte 3 is 0xe9): convert it"),
     "id twice in metadata": ({"train/1": TEXT}, METADATA + "2,Again,1905,u\n", "row 4: id 2 comes twice"),
     "bad row in metadata": ({"train/1": TEXT}, METADATA + "4,Four\n", "is not id, title, year, url"),
-    "book in two splits": (
-        {"train/1": TEXT, "test/1": b"another text"},
-        METADATA,
-        "document 1 is in train and in test",
-    ),
+    "book in two splits": ({"train/1": TEXT, "test/1": b"x"}, METADATA, "document 1 is in train and in test"),
     "unknown book in two splits": (
         {"train/9": TEXT, "validation/9": TEXT},
         METADATA,
@@ -109,11 +101,8 @@ def test_one_line_of_megabytes_is_text_like_any_other(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source", {"train/1": words, "train/2": b"x" * 2**20, "train/3": TEXT * 100})
     options = ["--tokenizer", "sentencepiece", "--vocab-size", "300"]
     assert build(source, tmp_path / "out", *options) == 0
-    assert [entry.bytes for entry in read_index(tmp_path / "out" / "train").documents] == [
-        len(words),
-        2**20,
-        len(TEXT) * 100,
-    ]
+    sizes = [entry.bytes for entry in read_index(tmp_path / "out" / "train").documents]
+    assert sizes == [len(words), 2**20, len(TEXT) * 100]
 
 
 def test_a_document_beyond_int32_is_refused() -> None:
@@ -124,23 +113,18 @@ def test_a_document_beyond_int32_is_refused() -> None:
     assert_quoted(str(caught.value), "at most 2,147,483,647 fit")
 
 
-FOREIGN = {
-    "train/index.json": ('{"of": "another program"}', "give another --out, or --overwrite"),
-    "tokenizer.json": ("no JSON", "give another --out, or --overwrite"),
-}
-
-
-@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize(
+    ("name", "content"), [("train/index.json", '{"of": "another program"}'), ("tokenizer.json", "no JSON")]
+)
 def test_what_another_program_left_is_refused_and_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str
 ) -> None:
-    content, message = FOREIGN[name]
     source, out = write_source(tmp_path / "source", {"train/1": TEXT}), tmp_path / "out"
     (out / "train").mkdir(parents=True)
     (out / name).write_text(content)
     (out / "train" / "their_own.tar").write_bytes(b"tar")
     assert build(source, out) == 2
-    assert_quoted(capsys.readouterr().err, message)
+    assert_quoted(capsys.readouterr().err, "give another --out, or --overwrite")
     assert (out / name).read_text() == content
     assert build(source, out, "--overwrite") == 0
     assert read_tokenizer_metadata(out)["kind"] == "bytes"

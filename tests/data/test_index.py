@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -117,97 +117,50 @@ def test_the_library_of_safetensors_reads_the_columns(path: Path) -> None:
     assert columns["sha256"][0].tobytes().hex() == first.sha256
 
 
-def test_reading_leaves_nothing_behind(path: Path) -> None:
-    before = {file.name: file.stat().st_mtime_ns for file in path.parent.iterdir()}
-    read_index(path.parent)
-    assert {file.name: file.stat().st_mtime_ns for file in path.parent.iterdir()} == before
-    assert sorted(before) == [DOCUMENTS_NAME, INDEX_NAME]
-
-
-def test_a_split_may_have_no_document(tmp_path: Path) -> None:
-    assert read_index(write(tmp_path / "train", []).parent).documents == []
-
-
-def damaged(whole: bytes, kind: str, draw: random.Random) -> Iterator[bytes]:
-    for _ in range(10):
-        place = draw.randrange(len(whole))
-        yield {
-            "cut": whole[:place],
-            "flipped": whole[:place] + bytes([whole[place] ^ 1 << draw.randrange(8)]) + whole[place + 1 :],
-            "longer": whole + b"\0",
-            "empty": b"",
-            "foreign": draw.randbytes(place),
-        }[kind]
-
-
-@pytest.mark.parametrize("kind", ["cut", "flipped", "longer", "empty", "foreign"])
-def test_damaged_columns_are_refused_with_both_files_and_the_fix(path: Path, kind: str) -> None:
-    file = path.with_name(DOCUMENTS_NAME)
-    whole = file.read_bytes()
-    for content in damaged(whole, kind, random.Random(kind)):
-        file.write_bytes(content)
-        with pytest.raises(ShardError, match=rf"{file} has .* but {path} says .*: build the dataset again"):
-            read_index(path.parent)
-    file.write_bytes(whole)
-    read_index(path.parent)
-
-
-def test_columns_of_another_build_are_refused(path: Path, tmp_path: Path) -> None:
+def test_columns_that_are_missing_or_of_another_build_are_refused_with_both_files(path: Path, tmp_path: Path) -> None:
+    path.with_name(DOCUMENTS_NAME).unlink()
+    with refused(ShardError, path, DOCUMENTS_NAME):
+        read_index(path.parent)
     other = write(tmp_path / "other" / "train", entries_of(random.Random(1), NUM_DOCUMENTS))
     other.with_name(DOCUMENTS_NAME).replace(path.with_name(DOCUMENTS_NAME))
-    with refused(ShardError):
+    with refused(ShardError, path, DOCUMENTS_NAME):
         read_index(path.parent)
 
 
-def test_missing_columns_are_refused_with_both_files(path: Path) -> None:
-    path.with_name(DOCUMENTS_NAME).unlink()
-    with pytest.raises(ShardError, match=rf"{DOCUMENTS_NAME} is missing, but {path} names it: build the dataset"):
-        read_index(path.parent)
+def cut_a_character(columns: dict[str, np.ndarray]) -> None:
+    place = int(np.flatnonzero(columns["title_text"] == 0xE2)[0])
+    columns["title_ends"][int(np.searchsorted(columns["title_ends"], place, side="right"))] = place + 1
 
 
-@pytest.mark.parametrize(
-    ("column", "value", "message"),
-    [
-        ("num_tokens", -1, "num_tokens of document 200 is -1, but must be from 0 to 2147483647"),
-        ("words", 2**60, "words of document 200 is 1152921504606846976"),
-        ("tokens_offset", -1, "tokens_offset of document 200 is -1"),
-        ("tokens_offset", TAR_BYTES, "tokens of document 200-.* end behind the end of tiny-train-00001.tar"),
-        ("mask_offset", TAR_BYTES, "mask of document 200-.* end behind"),
-        ("recall_offset", TAR_BYTES - 3, "recall of document 200-.* end behind"),
-        ("shard", 3, "shard of document 200 is 3, but must be from 0 to 2"),
-        ("token_bytes", 3, "token_bytes of document 200 is 3, but must be 2 or 4"),
-        ("id_ends", 0, "id_ends do not cut id_text"),
-        ("title_ends", -(2**63), "title_ends of document 200 is -9223372036854775808"),
-        ("id_text", ord("/"), "an id has the byte 0x2f"),
-        ("title_text", 0xC3, "a title is no UTF-8"),
-        ("words", 2**50, "its documents have .* words, but counted_words of index.json is"),
-    ],
-)
-def test_values_that_no_reader_could_use_are_named(path: Path, column: str, value: int, message: str) -> None:
+def grow_an_id(columns: dict[str, np.ndarray]) -> None:
+    """To more than the 80 bytes that it may have."""
+    columns["id_ends"][:20] = columns["id_ends"][20]
+
+
+VALUES: list[tuple[str, int] | Callable[[dict[str, np.ndarray]], None]] = [
+    *(("num_tokens", -1), ("words", 2**60), ("words", 2**50), ("tokens_offset", -1), ("tokens_offset", TAR_BYTES)),
+    *(("mask_offset", TAR_BYTES), ("recall_offset", TAR_BYTES - 3), ("shard", 3), ("token_bytes", 3), ("id_ends", 0)),
+    *(("title_ends", -(2**63)), ("id_text", ord("/")), ("title_text", 0xC3), cut_a_character, grow_an_id),
+]
+
+
+@pytest.mark.parametrize("wrong", VALUES)
+def test_values_that_no_reader_could_use_are_named(
+    path: Path, wrong: tuple[str, int] | Callable[[dict[str, np.ndarray]], None]
+) -> None:
     def edit(head: dict[str, Any], columns: dict[str, np.ndarray]) -> None:
+        if callable(wrong):
+            wrong(columns)
+            return
+        column, value = wrong
         if column.endswith("_offset"):
             columns["num_tokens"][SECOND] += 1  # of no token, the end is not behind the tar
             head["num_tokens"] += 1
         columns[column][SECOND] = value
 
     rewrite(path, edit)
-    with pytest.raises(ShardError, match=rf"{DOCUMENTS_NAME} is damaged \({message}.*: build the dataset again"):
+    with refused(ShardError, path.with_name(DOCUMENTS_NAME)):
         read_index(path.parent)
-
-
-def test_a_title_is_cut_between_characters_and_an_id_has_at_most_80_bytes(path: Path) -> None:
-    def cut_a_character(_: dict[str, Any], columns: dict[str, np.ndarray]) -> None:
-        place = int(np.flatnonzero(columns["title_text"] == 0xE2)[0])
-        row = int(np.searchsorted(columns["title_ends"], place, side="right"))
-        columns["title_ends"][row] = place + 1
-
-    def grow_an_id(_: dict[str, Any], columns: dict[str, np.ndarray]) -> None:
-        columns["id_ends"][:20] = columns["id_ends"][20]
-
-    for edit, message in ((cut_a_character, "ends within a character"), (grow_an_id, "must have 1 to 80")):
-        rewrite(path, edit)
-        with pytest.raises(ShardError, match=message):
-            read_index(path.parent)
 
 
 @pytest.mark.parametrize("kind", ["without a column", "of another type", "no safetensors", "another number"])
@@ -225,7 +178,7 @@ def test_columns_that_are_not_those_of_an_index_are_refused(path: Path, kind: st
     if kind == "no safetensors":
         file.write_bytes(b"\xff" * 100)
     write_json(path, body | {"documents": described(file)})
-    with pytest.raises(ShardError, match=rf"{file} is damaged \(its columns are not those of an index\): build the"):
+    with refused(ShardError, file):
         read_index(path.parent)
 
 
@@ -239,20 +192,17 @@ def write_json(path: Path, body: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        ({"num_tokens": 7}, "its documents have .* num_tokens, but num_tokens of index.json is 7"),
-        ({"shards": []}, "shard of document 0 is 0, but must be from 0 to -1"),
-        ({"documents": []}, r"documents is \[\], but must be an object"),
-        ({"documents": {"name": "../x", "bytes": 1, "sha256": "0" * 64}}, "documents.name is '../x', but must be one"),
-        ({"x": 1}, "it has an unknown key 'x'"),
-        ({"format_version": 1}, "format_version 1, but this dist_mem reads 2: build the dataset again"),
-        ({"format_version": 3}, "format_version 3, but this dist_mem reads 2: update dist_mem"),
+        *({"num_tokens": 7}, {"shards": []}, {"documents": []}, {"x": 1}, {"format_version": 1}, {"format_version": 3}),
+        {"format_version": None},
+        {"documents": {"name": "../x", "bytes": 1, "sha256": "0" * 64}},
     ],
+    ids=str,
 )
-def test_a_wrong_index_json_is_refused(path: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_wrong_index_json_is_refused(path: Path, changes: dict[str, Any]) -> None:
     write_json(path, json.loads(path.read_text()) | changes)
-    with pytest.raises(ShardError, match=message):
+    with refused(ShardError, path.parent):
         read_index(path.parent)
 
 

@@ -1,270 +1,322 @@
-"""Lanes: every token once, the same global batch for any number of ranks, a resume that no tensor can tell apart."""
+"""Lanes: every token once an epoch and in order, the same for any number of ranks, resumable at any update.
+
+The properties are of small corpora of any lengths, in both layouts, cut from either end, in blocks or not, with some
+documents damaged.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from contextlib import closing
-from itertools import pairwise
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from dist_mem.config import Config
-from dist_mem.data.batch import IGNORE
-from dist_mem.data.lanes import evaluation_batches, training_reader
-from dist_mem.data.plan import busy_lanes, cut_lengths, evaluation_plan, forward_sizes
-from dist_mem.data.shard import Index, TokenizedDocument, write_split
-from dist_mem.data.tokenizers.registry import save_tokenizer
-from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
+from dist_mem.data.batch import IGNORE, Batch
+from dist_mem.data.documents import Documents
+from dist_mem.data.lanes import evaluation_batches
+from dist_mem.data.plan import (
+    START,
+    Plan,
+    StreamPlan,
+    busy_lanes,
+    cut_lengths,
+    evaluation_plan,
+    forward_sizes,
+    lanes_of_rank,
+    make_plan,
+)
+from dist_mem.data.positions import advance
+from dist_mem.data.segments import read_lane
+from dist_mem.data.shard import Index, ShardError, read_index
+from dist_mem.errors import EXIT_USAGE
 from tests.support.lane_corpus import (
     BOS,
     LAYOUTS,
     LENGTHS,
-    ONE_TOKEN_DOCUMENT,
     SEG_LEN,
-    STARTS,
     assert_equal_batches,
     assert_equal_updates,
-    assert_resumes_everywhere,
+    damage,
     first_updates,
-    global_steps,
     make_split,
     reader_of,
 )
 from tests.support.messages import refused
+from tests.support.simple_lanes import simple_updates
 
 
-@pytest.fixture(scope="module")
-def index(tmp_path_factory: pytest.TempPathFactory) -> Index:
-    return make_split(tmp_path_factory.mktemp("plain"))
+@dataclass(frozen=True)
+class Reading:
+    """A corpus, and how its lanes read it."""
+
+    corpus: dict[str, Any]  # arguments of `make_split`
+    damaged: set[int]
+    num_lanes: int
+    data: dict[str, Any]  # keys of the configuration
+
+    @contextmanager
+    def index(self) -> Iterator[Index]:
+        with TemporaryDirectory() as folder:
+            index = make_split(Path(folder), **self.corpus)
+            for document in self.damaged:
+                damage(index, document)
+            yield read_index(Path(folder))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return cut_lengths(self.corpus["lengths"], self.data["max_document_len"])
+
+    @property
+    def starts(self) -> list[int]:
+        """The first token of each document."""
+        return np.cumsum([0, *self.corpus["lengths"]]).tolist()
+
+    def plan(self) -> Plan:
+        options = {key: self.data[key] for key in ("seed", "layout", "cut")}
+        return make_plan(self.lengths, num_lanes=self.num_lanes, seg_len=SEG_LEN, **options)
+
+    def tokens(self, documents: Sequence[int]) -> list[int]:
+        """What is read of documents that are not damaged, end to end."""
+        good = [number for number in documents if number not in self.damaged]
+        return [self.starts[number] + offset for number in good for offset in range(self.lengths[number])]
 
 
-@pytest.fixture(scope="module")
-def rich_index(tmp_path_factory: pytest.TempPathFactory) -> Index:
-    return make_split(tmp_path_factory.mktemp("rich"), with_extras=True)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("num_lanes", [2, 4, 6])
-def test_the_global_batch_of_a_step_does_not_depend_on_the_number_of_ranks(
-    rich_index: Index, layout: str, num_lanes: int
-) -> None:
-    alone = global_steps(rich_index, 50, num_lanes=num_lanes, world_size=1, layout=layout)
-    for world_size, micro_lanes in [(1, 2), (2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (4, 2)]:
-        options = {"num_lanes": num_lanes, "world_size": world_size, "micro_lanes": micro_lanes, "layout": layout}
-        for one, other in zip(alone, global_steps(rich_index, 50, **options), strict=True):
-            for first, second in zip(one, other, strict=True):
-                assert_equal_batches(first, second)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("segments_per_update", [1, 2])
-@pytest.mark.parametrize("num_lanes", [2, 3])
-def test_resume_at_every_position_equals_the_straight_run(
-    rich_index: Index, layout: str, segments_per_update: int, num_lanes: int
-) -> None:
-    assert_resumes_everywhere(
-        rich_index, 40, num_lanes=num_lanes, segments_per_update=segments_per_update, micro_lanes=2, layout=layout
+@st.composite
+def readings(draw: st.DrawFn, *, is_damaged: bool = True) -> Reading:
+    lengths = draw(st.lists(st.integers(0, 20), min_size=5, max_size=12))
+    readable = [number for number, length in enumerate(lengths) if length > 1]
+    num_lanes = draw(st.integers(1, 5))
+    assume(len(readable) >= num_lanes)
+    some = is_damaged and len(readable) > 2 * num_lanes + 2  # no lane meets damaged ones alone
+    layout, cut = draw(st.sampled_from([("documents", "start"), ("documents", "end"), ("stream", "start")]))
+    return Reading(
+        {
+            "lengths": lengths,
+            "with_extras": draw(st.booleans()),
+            "dtype": draw(st.sampled_from([np.uint16, np.uint32])),
+        },
+        draw(st.sets(st.sampled_from(readable), max_size=2)) if some else set(),
+        num_lanes,
+        {
+            "layout": layout,
+            "cut": cut,
+            "blocks": draw(st.booleans()),
+            "max_document_len": draw(st.none() | st.integers(2, 9)),
+            "seed": draw(st.integers(0, 5)),
+            "on_corrupt": "skip",
+        },
     )
 
 
-@given(
-    lengths=st.lists(st.integers(0, 20), min_size=3, max_size=12),
-    num_lanes=st.integers(1, 3),
-    position=st.integers(0, 30),
-    seed=st.integers(0, 5),
-    layout=st.sampled_from(LAYOUTS),
-)
+class Division(NamedTuple):
+    """Of the lanes among ranks, and of a rank's lanes."""
+
+    world_size: int
+    micro_lanes: int
+
+    def lanes(self, num_lanes: int, rank: int) -> range:
+        return lanes_of_rank(num_lanes, self.world_size, rank, self.micro_lanes)
+
+
+DIVISIONS = st.builds(Division, st.integers(1, 4), st.integers(1, 3))
+POSITIONS = st.integers(0, 25)
+
+
+@given(readings(), DIVISIONS, st.integers(0, 3), st.integers(1, 3), POSITIONS)
 @settings(deadline=None, max_examples=40)
-def test_any_corpus_resumes_anywhere(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], num_lanes: int, position: int, seed: int, layout: str
+def test_updates_are_those_read_token_by_token_and_go_on_from_any_of_them(
+    reading: Reading, division: Division, rank: int, segments_per_update: int, position: int
 ) -> None:
-    assume(sum(length >= 2 for length in lengths) >= num_lanes)
-    index = make_split(tmp_path_factory.mktemp("any"), lengths)
-    options: dict[str, Any] = {"num_lanes": num_lanes, "seed": seed, "layout": layout}
-    straight = first_updates(index, position + 4, **options)
-    resumed = first_updates(index, 3, cursors=straight[position].cursors, **options)
+    rank %= division.world_size
+    sizes: dict[str, Any] = {"micro_lanes": division.micro_lanes, "segments_per_update": segments_per_update}
+    options = {**reading.data, **sizes, "num_lanes": reading.num_lanes, "world_size": division.world_size, "rank": rank}
+    with reading.index() as index:
+        documents = Documents(index, reading.lengths, bos_id=BOS, on_corrupt="skip")
+        straight = first_updates(index, position + 5, **options)
+        resumed = first_updates(index, 4, cursors=straight[position].cursors, **options)
+        lane_ids = division.lanes(reading.num_lanes, rank)
+        simple = simple_updates(documents, reading.plan(), lane_ids=lane_ids, blocks=reading.data["blocks"], **sizes)
+        for one, other in zip(straight, simple, strict=False):
+            assert_equal_updates(one, other)
     for one, other in zip(straight[position + 1 :], resumed, strict=True):
         assert_equal_updates(one, other)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("num_lanes", [1, 2, 5])
-def test_every_token_is_a_target_once_an_epoch(index: Index, layout: str, num_lanes: int) -> None:
-    seen: dict[int, Counter[int]] = {}
-    with reader_of(index, num_lanes=num_lanes, layout=layout) as reader:
-        previous = torch.zeros(num_lanes, 3, dtype=torch.int64)
-        while int(previous[:, 0].min()) < 3:
+def segments_of_all(
+    index: Index, reading: Reading, division: Division, count: int, cursors: Tensor | None = None
+) -> tuple[list[Batch], Tensor]:
+    """The first segments of all lanes, joined over the ranks, and the cursors after them; idle lanes are empty."""
+    held = [division.lanes(reading.num_lanes, rank) for rank in range(division.world_size)]
+    padded = torch.zeros(held[-1].stop, 3, dtype=torch.int64)
+    if cursors is not None:
+        padded[: reading.num_lanes] = cursors
+    options = {**reading.data, **division._asdict(), "num_lanes": reading.num_lanes}
+    ranks = [
+        first_updates(index, count, rank=rank, cursors=padded[list(lanes)], **options)
+        for rank, lanes in enumerate(held)
+    ]
+    joined = []
+    for updates in zip(*ranks, strict=True):
+        rows = zip(*(batch for update in updates for batch in update.batches), strict=True)
+        whole = Batch._make(None if part[0] is None else torch.cat(part) for part in rows)
+        idle = Batch._make(None if part is None else part[reading.num_lanes :] for part in whole)
+        assert not idle.tokens.any() and (idle.targets == IGNORE).all() and not idle.valid_len.any()
+        assert (idle.document == -1).all() and not idle.is_new_document.any()
+        joined.append(Batch._make(None if part is None else part[: reading.num_lanes] for part in whole))
+        padded = torch.cat([update.cursors for update in updates])
+    return joined, padded[: reading.num_lanes]
+
+
+@given(readings(), DIVISIONS, DIVISIONS, POSITIONS)
+@settings(deadline=None, max_examples=30)
+def test_any_ranks_go_on_where_any_others_have_stopped(
+    reading: Reading, first: Division, second: Division, position: int
+) -> None:
+    with reading.index() as index:
+        alone, _ = segments_of_all(index, reading, Division(1, 1), position + 8)
+        before, cursors = segments_of_all(index, reading, first, position + 1)
+        after, _ = segments_of_all(index, reading, second, 7, cursors)
+    for one, other in zip(alone, before + after, strict=True):
+        assert_equal_batches(one, other)
+
+
+def own_tokens(batch: Batch, row: int, *, blocks: bool) -> list[int]:
+    """The tokens of a segment, without those of damaged documents; without masks each is an input or a target."""
+    own = (batch.tokens if blocks else batch.targets)[row, : int(batch.valid_len[row])].tolist()
+    return [token for token in own if token not in (BOS, IGNORE)]
+
+
+@given(readings())
+@settings(deadline=None, max_examples=50)
+def test_every_token_is_read_once_an_epoch_and_in_order(reading: Reading) -> None:
+    """Of every document that the layout reads: a document of one token has no input, and a damaged one is left out."""
+    reading.corpus["with_extras"] = False
+    plan, is_stream = reading.plan(), reading.data["layout"] == "stream"
+    read: dict[tuple[int, int], list[int]] = defaultdict(list)
+    with reading.index() as index, reader_of(index, num_lanes=reading.num_lanes, **reading.data) as reader:
+        before = torch.zeros(reading.num_lanes, 3, dtype=torch.int64)
+        while int(before[:, 0].min()) < 3:
             update = next(reader)
             for lane, batch in enumerate(update.batches):
-                # the stream's cursor after an epoch's last segment is already the next epoch's first
-                epoch = int((previous if layout == "stream" else update.cursors)[lane, 0])
-                targets = batch.targets[batch.targets != IGNORE].tolist()
-                seen.setdefault(epoch, Counter()).update(targets)
-            previous = update.cursors
-    num_tokens = sum(LENGTHS)
-    expected = set(range(num_tokens)) - ({ONE_TOKEN_DOCUMENT} if layout == "documents" else set())
+                assert batch.recall is None
+                # after the last segment of an epoch, the cursor of a stream is the beginning of the next epoch
+                epoch = int((before if is_stream else update.cursors)[lane, 0])
+                read[epoch, lane] += own_tokens(batch, 0, blocks=reading.data["blocks"])
+            before = update.cursors
+    readable = [number for number, length in enumerate(reading.lengths) if length > (0 if is_stream else 1)]
     for epoch in range(3):
-        assert set(seen[epoch]) == expected
-        assert set(seen[epoch].values()) == {1}
+        found = [read[epoch, lane] for lane in range(reading.num_lanes)]
+        assert sorted(token for tokens in found for token in tokens) == reading.tokens(readable)
+        if isinstance(plan, StreamPlan):
+            assert [token for tokens in found for token in tokens] == reading.tokens(readable)
+        else:
+            assert found == [reading.tokens(plan.documents(epoch, lane)) for lane in range(reading.num_lanes)]
 
 
-def test_inputs_are_bos_and_then_the_token_before_each_target(rich_index: Index) -> None:
-    """Also where a target is not scored: its token is still read."""
-    for update in first_updates(rich_index, 40):
-        for batch, cursor in zip(update.batches, update.cursors.tolist(), strict=True):
-            document, length = int(batch.document[0]), int(batch.valid_len[0])
-            stop = LENGTHS[document] if cursor[2] == 0 else cursor[2]
-            first = STARTS[document] + stop - length
-            inputs = [BOS if first == STARTS[document] else first - 1, *range(first, first + length - 1)]
-            assert batch.tokens[0].tolist() == inputs + [0] * (SEG_LEN - length)
-            assert bool(batch.is_new_document[0]) == (inputs[0] == BOS)
-
-
-def test_stream_lanes_read_contiguous_parts_of_the_corpus_from_bos(index: Index) -> None:
-    num_tokens, num_lanes = sum(LENGTHS), 3
-    for update in first_updates(index, 20, num_lanes=num_lanes, layout="stream"):
-        for lane, batch in enumerate(update.batches):
-            length = int(batch.valid_len[0])
-            targets = batch.targets[0, :length].tolist()
-            assert targets == list(range(targets[0], targets[0] + length))
-            assert int(batch.tokens[0, 0]) == (targets[0] - 1 if targets[0] else BOS)
-            assert batch.tokens[0, 1:length].tolist() == targets[:-1]
-            start, stop = (round(edge * num_tokens / num_lanes) for edge in (lane, lane + 1))
-            assert start <= targets[0] and targets[-1] < stop
-            assert bool(batch.is_new_document[0]) == (targets[0] == start)
-
-
-def test_masked_targets_are_ignored_and_recall_lies_on_its_target(rich_index: Index) -> None:
-    for layout in LAYOUTS:
-        seen = 0
-        for update in first_updates(rich_index, 30, layout=layout):
-            assert update.num_scored == sum(int((batch.targets != IGNORE).sum()) for batch in update.batches)
-            for batch in update.batches:
-                assert batch.recall is not None
-                for column in range(int(batch.valid_len[0]) - 1):
-                    token = int(batch.tokens[0, column + 1])  # the target of this column
-                    document = int(np.searchsorted(STARTS, token, side="right")) - 1
-                    offset = token - STARTS[document]
-                    is_scored = document % 3 != 0 or offset % 2 == 1
-                    assert int(batch.targets[0, column]) == (token if is_scored else IGNORE)
-                    assert int(batch.recall[0, column]) == (offset if document % 2 == 0 else 0)
-                    seen += 1
-        assert seen > 100
-
-
-def test_without_recorded_recall_there_is_none(index: Index) -> None:
-    assert all(batch.recall is None for update in first_updates(index, 3) for batch in update.batches)
-
-
-def test_tokens_of_four_bytes_are_read_as_well(tmp_path: Path) -> None:
-    small, large = make_split(tmp_path / "2"), make_split(tmp_path / "4", dtype=np.uint32)
-    for layout in LAYOUTS:
-        for one, other in zip(*(first_updates(index, 20, layout=layout) for index in (small, large)), strict=True):
-            assert_equal_updates(one, other)
-
-
-def test_documents_are_cut_to_their_first_tokens(index: Index) -> None:
-    for layout in LAYOUTS:
-        updates = first_updates(index, 60, layout=layout, max_document_len=5, num_lanes=2)
-        targets = {int(token) for update in updates for batch in update.batches for token in batch.targets.flatten()}
-        first = {
-            start + offset for start, length in zip(STARTS, LENGTHS, strict=False) for offset in range(min(length, 5))
-        }
-        assert targets - {IGNORE} == first - ({ONE_TOKEN_DOCUMENT} if layout == "documents" else set())
-
-
-def test_a_document_longer_than_all_others_together_keeps_its_lane_while_the_others_roll_on(tmp_path: Path) -> None:
-    index = make_split(tmp_path, [400, 5, 6, 7, 8])
-    updates = first_updates(index, 99, num_lanes=3)
-    documents = torch.stack([torch.cat([batch.document for batch in update.batches]) for update in updates])
-    lane = int((documents == 0).any(dim=0).nonzero()[0, 0])
-    steps = (documents[:, lane] == 0).nonzero().flatten().tolist()
-    assert steps == list(range(steps[0], len(updates)))
-    for update in updates:  # later epochs read it elsewhere meanwhile, but never at the same place
-        assert len({tuple(batch.tokens[0].tolist()) for batch in update.batches}) == 3
-
-
-def test_counts_of_an_epoch_add_up(index: Index) -> None:
-    updates = first_updates(index, 200, num_lanes=1)
-    one_epoch = next(number for number, update in enumerate(updates) if update.epoch >= 1)
-    assert updates[one_epoch].epoch == 1
-    assert sum(update.documents_started for update in updates[: one_epoch + 1]) == len(LENGTHS) - 2
-    assert sum(update.num_scored for update in updates[: one_epoch + 1]) == sum(LENGTHS) - 1
-    assert all(before.epoch < after.epoch for before, after in pairwise(updates))
-
-
-@pytest.mark.parametrize("num_lanes", [1, 2, 3, 7, 20])
-def test_evaluation_scores_every_token_once_for_any_lanes_and_ranks(rich_index: Index, num_lanes: int) -> None:
-    lengths = [entry.num_tokens for entry in rich_index.documents]
-    lanes = evaluation_plan(lengths, num_lanes=num_lanes, seg_len=SEG_LEN)
-    inputs = Counter(
-        (document, STARTS[document] + offset - 1 if offset else BOS)
-        for document, length in enumerate(LENGTHS)
-        for offset in range(length)
-    )
-    for world_size, micro_lanes in [(1, 1), (1, 3), (2, 2), (3, 1)]:
-        read: Counter[tuple[int, int]] = Counter()
-        new_documents: Counter[int] = Counter()
-        for rank in range(world_size):
-            steps = list(
-                evaluation_batches(
-                    rich_index,
-                    lanes,
-                    world_size=world_size,
-                    rank=rank,
-                    micro_lanes=micro_lanes,
-                    seg_len=SEG_LEN,
-                    bos_id=BOS,
-                )
-            )
-            assert [[len(batch.tokens) for batch in batches] for batches in steps] == [
-                forward_sizes(num_busy, world_size=world_size, rank=rank, micro_lanes=micro_lanes)
-                for num_busy in busy_lanes(lanes, lengths, seg_len=SEG_LEN)
+@given(readings(is_damaged=False), DIVISIONS, st.integers(1, 20))
+@settings(deadline=None, max_examples=60)
+def test_an_evaluation_reads_every_token_once_for_any_lanes_and_ranks(
+    reading: Reading, division: Division, num_lanes: int
+) -> None:
+    reading.corpus["with_extras"] = False
+    options = {key: reading.data[key] for key in ("max_document_len", "cut", "blocks")}
+    lanes = evaluation_plan(reading.lengths, num_lanes=num_lanes, seg_len=SEG_LEN)
+    num_busy = busy_lanes(lanes, reading.lengths, seg_len=SEG_LEN)
+    read, begun = Counter[int](), Counter[int]()
+    with reading.index() as index:
+        for rank in range(division.world_size):
+            sizes: dict[str, Any] = {**division._asdict(), "rank": rank}
+            steps = list(evaluation_batches(index, lanes, seg_len=SEG_LEN, bos_id=BOS, **sizes, **options))
+            assert [[len(batch.tokens) for batch in step] for step in steps] == [
+                forward_sizes(number, **sizes) for number in num_busy
             ]
-            for batch in (batch for batches in steps for batch in batches):
-                for document, length, tokens in zip(
-                    batch.document.tolist(), batch.valid_len.tolist(), batch.tokens, strict=True
-                ):
-                    read.update((document, int(token)) for token in tokens[:length])
-                new_documents.update(batch.document[batch.is_new_document].tolist())
-        assert read == inputs
-        assert new_documents == Counter(document for document, length in enumerate(LENGTHS) if length)
+            for batch in (batch for step in steps for batch in step):
+                begun.update(batch.document[batch.is_new_document].tolist())
+                for row in range(len(batch.tokens)):
+                    read.update(own_tokens(batch, row, blocks=options["blocks"]))
+    assert read == Counter(reading.tokens(range(len(reading.lengths))))
+    assert begun == Counter(np.flatnonzero(reading.lengths).tolist())
 
 
-def test_evaluation_reads_only_the_beginning_of_each_document_if_reported(index: Index) -> None:
-    lengths = cut_lengths([entry.num_tokens for entry in index.documents], 6)
-    lanes = evaluation_plan(lengths, num_lanes=2, seg_len=SEG_LEN)
-    steps = evaluation_batches(
-        index, lanes, world_size=1, rank=0, micro_lanes=2, seg_len=SEG_LEN, bos_id=BOS, max_document_len=6,
+@given(readings(is_damaged=False), st.integers(0, 4), POSITIONS, POSITIONS)
+@settings(deadline=None, max_examples=60)
+def test_a_position_by_arithmetic_is_the_position_after_reading(
+    reading: Reading, lane: int, begin: int, count: int
+) -> None:
+    plan, lane = reading.plan(), lane % reading.num_lanes
+    with reading.index() as index:
+        documents = Documents(index, reading.lengths, bos_id=BOS)
+        read = list(islice(read_lane(documents, plan, lane=lane), begin + count + 1))
+        cursor = advance(plan, lane, read[begin - 1].after if begin else START, count)
+        plan.check_cursor(lane, cursor)
+        found = next(read_lane(documents, plan, lane=lane, cursor=cursor))
+    assert found.tokens.tolist() == read[-1].tokens.tolist()
+    assert (found.document, found.is_new_document, found.after) == (
+        read[-1].document, read[-1].is_new_document, read[-1].after
     )  # fmt: skip
-    assert sum(int((batch.targets != IGNORE).sum()) for batches in steps for batch in batches) == lengths.sum()
 
 
-def test_cursors_of_another_plan_are_refused(index: Index) -> None:
-    with refused(ValueError):
-        first_updates(index, 1, cursors=torch.zeros(2, 3, dtype=torch.int64))
-    with refused(ValueError):
-        first_updates(index, 1, cursors=torch.full((3, 3), 77))
+def test_cursors_of_another_plan_are_refused(tmp_path: Path) -> None:
+    index = make_split(tmp_path)
+    for cursors in (torch.zeros(2, 3, dtype=torch.int64), torch.full((3, 3), 77)):
+        with refused(ValueError):
+            first_updates(index, 1, cursors=cursors)
 
 
-def test_training_reader_opens_what_the_configuration_names(tmp_path: Path) -> None:
-    save_tokenizer(BytesTokenizer(), tmp_path)
-    text = np.frombuffer(b"It was a dark and stormy night.", dtype=np.uint8).astype(np.uint16)
-    document = TokenizedDocument("a", "A", None, 7, 31, text)
-    options = {"name": "tiny", "split": "train"}
-    write_split([document], tmp_path / "train", tokenizer_fingerprint=BytesTokenizer().fingerprint, **options)
-    config = Config()
-    config.data.path, config.train.global_batch_size, config.train.micro_batch_size = str(tmp_path), 1, 2
-    with closing(training_reader(config, world_size=1, rank=0)) as reader:
-        update = next(reader)
-    assert update.num_scored == len(text)
-    assert update.batches[0].tokens[0, : len(text)].tolist() == [BytesTokenizer().bos_id, *text[:-1].tolist()]
-    write_split([document], tmp_path / "train", tokenizer_fingerprint="another", **options)
-    with refused(ValueError):
-        training_reader(config, world_size=1, rank=0)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_damaged_document_stops_with_its_name_when_its_turn_comes(tmp_path: Path, layout: str) -> None:
+    index, damaged = make_split(tmp_path), (3, 6)
+    for document in damaged:
+        damage(index, document)
+    plan = make_plan(LENGTHS, num_lanes=1, seg_len=SEG_LEN, seed=0)
+    order = plan.documents(0, 0) if layout == "documents" else range(9)  # type: ignore[union-attr]
+    num_read = 0
+    with reader_of(read_index(tmp_path), num_lanes=1, layout=layout) as reader:
+        with refused(ShardError, "data.on_corrupt"):
+            for update in reader:
+                num_read += int(update.batches[0].valid_len)
+        with pytest.raises(ShardError):
+            next(reader)
+    assert num_read == sum(LENGTHS[document] for document in takewhile(lambda number: number not in damaged, order))
+
+
+def test_a_missing_shard_stops_or_skips_its_documents_with_a_warning_for_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    index = make_split(tmp_path, max_shard_bytes=50)
+    gone = index.shards[1].name
+    (tmp_path / gone).unlink()
+    with pytest.raises(ShardError, match=gone):
+        first_updates(index, 40)
+    updates = first_updates(index, 40, on_corrupt="skip")
+    read = {int(number) for update in updates for batch in update.batches for number in batch.document}
+    readable = {number: entry.shard for number, entry in enumerate(index.documents) if entry.num_tokens >= 2}
+    assert read == {number for number, shard in readable.items() if shard != gone}
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == len(set(warnings)) == len(readable) - len(read)
+
+
+def test_a_corpus_without_a_good_document_stops_even_when_skipping(tmp_path: Path) -> None:
+    index = make_split(tmp_path)
+    (tmp_path / index.shards[0].name).unlink()
+    with refused(ShardError) as caught:
+        first_updates(index, 1, on_corrupt="skip")
+    assert caught.value.exit_code == EXIT_USAGE
+
+
+def test_an_evaluation_never_skips_a_damaged_document(tmp_path: Path) -> None:
+    damage(make_split(tmp_path), 3)
+    sizes: dict[str, Any] = {"world_size": 1, "rank": 0, "micro_lanes": 1}
+    with refused(ShardError):
+        list(evaluation_batches(read_index(tmp_path), [[0, 3]], seg_len=SEG_LEN, bos_id=BOS, **sizes))

@@ -25,6 +25,7 @@ from dist_mem.data.plan import (
     make_plan,
     num_segments_of,
     permutation,
+    segment_starts,
 )
 from tests.support.messages import refused
 from tests.support.paths import ROOT
@@ -56,16 +57,6 @@ def schedule(plan: DocumentPlan, num_epochs: int) -> list[tuple[int, int, int]]:
     return visits
 
 
-@given(corpora)
-@settings(deadline=None)
-def test_each_document_is_dealt_once_an_epoch(corpus: tuple[list[int], int, int]) -> None:
-    lengths, num_lanes, seed = corpus
-    plan = document_plan(lengths, num_lanes, seed)
-    for epoch in range(3):
-        dealt = [document for lane in range(num_lanes) for document in plan.documents(epoch, lane)]
-        assert sorted(dealt) == list(range(len(lengths)))
-
-
 @pytest.mark.parametrize("at_once", [1, 7, 40, 41])
 def test_the_deal_does_not_depend_on_how_many_are_dealt_at_once(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     lengths = np.random.default_rng(0).integers(2, 60, 40).tolist()
@@ -76,13 +67,15 @@ def test_the_deal_does_not_depend_on_how_many_are_dealt_at_once(monkeypatch: pyt
 
 @given(corpora)
 @settings(deadline=None)
-def test_lanes_stay_level_to_within_the_longest_document(corpus: tuple[list[int], int, int]) -> None:
+def test_each_document_is_dealt_once_an_epoch_and_lanes_stay_level_to_within_the_longest(
+    corpus: tuple[list[int], int, int],
+) -> None:
     lengths, num_lanes, seed = corpus
-    plan = document_plan(lengths, num_lanes, seed)
-    loads = np.zeros(num_lanes)
+    plan, loads = document_plan(lengths, num_lanes, seed), np.zeros(num_lanes)
     for epoch in range(4):
-        for lane in range(num_lanes):
-            loads[lane] += num_segments_of(plan.lengths[plan.documents(epoch, lane)], SEG_LEN).sum()
+        dealt = [plan.documents(epoch, lane) for lane in range(num_lanes)]
+        assert sorted(chain(*dealt)) == list(range(len(lengths)))
+        loads += [num_segments_of(plan.lengths[documents], SEG_LEN).sum() for documents in dealt]
         assert loads.max() - loads.min() <= num_segments_of(plan.lengths, SEG_LEN).max()
         assert loads.sum() == plan.num_segments * (epoch + 1)
 
@@ -129,14 +122,21 @@ def test_empty_and_one_token_documents_are_skipped_and_counted() -> None:
     assert StreamPlan([5, 0, 1], num_lanes=2, seg_len=SEG_LEN).skipped == [1]
 
 
-def test_fewer_documents_than_lanes_names_both_numbers_and_both_ways_out() -> None:
+def test_fewer_documents_or_tokens_than_lanes_are_refused() -> None:
     with refused(ValueError, "train.global_batch_size", "data.layout"):
         document_plan([5, 6, 1, 7], num_lanes=4)
-
-
-def test_fewer_tokens_than_lanes_of_a_stream_are_refused() -> None:
     with refused(ValueError, "train.global_batch_size"):
-        make_plan([5], num_lanes=6, seg_len=4, seed=0, layout="stream")
+        StreamPlan([5], num_lanes=6, seg_len=4)
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_every_segment_is_complete_but_the_last_or_if_cut_from_the_end_the_first(length: int, seg_len: int) -> None:
+    for cut, short in (("start", -1), ("end", 0)):
+        sizes = np.diff([*segment_starts(length, seg_len=seg_len, cut=cut), length]).tolist()
+        assert sum(sizes) == length and len(sizes) == -(-length // seg_len)
+        if sizes:
+            assert 1 <= sizes.pop(short) <= seg_len
+        assert set(sizes) <= {seg_len}
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 6))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,38 +13,21 @@ from dist_mem.__main__ import main
 from dist_mem.config import DataConfig
 from dist_mem.data.directory import local_dir, open_index, open_tokenizer, refresh, refresh_on_all_ranks
 from dist_mem.data.documents import Documents
-from dist_mem.data.index import fingerprint_of
 from dist_mem.data.plan import START, DocumentPlan, make_plan
-from dist_mem.data.remote.fetch import RefusedError, RemoteError, address, is_remote, show
+from dist_mem.data.remote.fetch import RemoteError, address, is_remote, show
 from dist_mem.data.segments import read_lane
 from dist_mem.data.shard import Index, check_document, fetch_shards, read_index, read_tokens
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.errors import UnusableError
 from dist_mem.runtime import extras
 from dist_mem.runtime.distributed import World
-from tests.support.file_server import SHARD, FileServer, be_impatient, opened, served_split
+from tests.support.file_server import SHARD, FileServer, opened
 from tests.support.lane_corpus import BOS, LAYOUTS, LENGTHS, SEG_LEN, make_split
 from tests.support.limits import wait_until
-from tests.support.messages import refused
+from tests.support.messages import refused, said
 from tests.support.ranks import RankPool
 
 pytestmark = [pytest.mark.servers, pytest.mark.ranks]
-
-
-@pytest.fixture(autouse=True)
-def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    be_impatient(monkeypatch)
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[FileServer]:
-    with served_split(tmp_path / "served") as found:
-        yield found
-
-
-@pytest.fixture
-def data(server: FileServer, tmp_path: Path) -> DataConfig:
-    return DataConfig(path=server.url, cache=str(tmp_path / "cache"))
 
 
 def test_remote_documents_equal_local_ones(server: FileServer, data: DataConfig) -> None:
@@ -99,7 +81,7 @@ def test_an_index_that_changed_on_the_server_alone_is_noticed(server: FileServer
     old = (server.root / SHARD).read_bytes()
     make_split(server.root / "train", [LENGTHS[0] + 1, *LENGTHS[1:]], with_extras=True, max_shard_bytes=60)
     (server.root / SHARD).write_bytes(old)
-    with pytest.raises(RemoteError, match=f"{server.url}/{SHARD} has sha256 .* but index.json says"):
+    with refused(RemoteError, f"{server.url}/{SHARD}"):
         fetch_shards(opened(data))
 
 
@@ -112,16 +94,6 @@ def test_a_tar_damaged_in_the_cache_is_fetched_again(server: FileServer, data: D
     fetch_shards(opened(data))
     assert path.read_bytes() == (server.root / SHARD).read_bytes()
     assert server.asked[SHARD] == 2
-
-
-def test_an_expected_document_is_fetched_ahead(server: FileServer, data: DataConfig) -> None:
-    index = opened(data)
-    shard = index.shards[1]
-    index.source.expect(shard)
-    wait_until((index.split_dir / shard.name).exists, shard.name, seconds=10)
-    server.close()
-    index.source.fetch(shard)
-    index.source.close()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -138,16 +110,6 @@ def test_a_lane_has_the_tar_of_its_next_document_fetched_ahead(
     index.source.close()
 
 
-def test_names_of_tars_cannot_leave_the_cache(server: FileServer, data: DataConfig) -> None:
-    index_file = server.root / "train" / "index.json"
-    body = json.loads(index_file.read_text(encoding="utf-8"))
-    body["shards"][0]["name"] = "../../evil.tar"
-    body["fingerprint"] = fingerprint_of(body)
-    index_file.write_text(json.dumps(body), encoding="utf-8")
-    with refused(RemoteError, "evil.tar"):
-        opened(data)
-
-
 def test_columns_come_again_only_if_the_index_names_others(server: FileServer, data: DataConfig) -> None:
     opened(data)
     columns = local_dir(data) / "train" / "documents.safetensors"
@@ -162,7 +124,7 @@ def test_columns_that_are_not_those_of_the_index_are_refused(server: FileServer,
     name = "train/documents.safetensors"
     content = (server.root / name).read_bytes()
     (server.root / name).write_bytes(content[:-1] + b"?")
-    with pytest.raises(RemoteError, match=rf"{server.url}/{name} has .*index\.json says .*build the dataset again"):
+    with refused(RemoteError, f"{server.url}/{name}"):
         opened(data)
     assert server.asked[name] == 2
     assert not (local_dir(data) / name).exists()
@@ -172,13 +134,13 @@ def test_columns_that_are_not_those_of_the_index_are_refused(server: FileServer,
 def test_an_unknown_scheme_names_those_that_are_known(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str
 ) -> None:
-    known = "is not among gs, hf, http, https, s3: copy the data to a directory"
-    with pytest.raises(RemoteError, match=known):
+    with refused(RemoteError, "https"):
         refresh(DataConfig(path=path, cache=str(tmp_path)), [])
     for command in (["train", "--check", "train.steps=1", f"data.path='{path}'"], ["data", "verify", path]):
         assert main(command) == 2
         reported = capsys.readouterr().err
-        assert known in reported and "secret" not in reported
+        said(reported, "https")
+        assert "secret" not in reported
 
 
 @pytest.mark.parametrize(("scheme", "library"), [("s3", "s3fs"), ("gs", "gcsfs")])
@@ -187,25 +149,16 @@ def test_a_bucket_without_its_library_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.setattr(extras, "is_installed", lambda name: name != library)
-    with pytest.raises(UnusableError, match=rf"{library} is not installed, .* pip install 'dist-mem\[{scheme}\]'"):
+    with refused(UnusableError, library, f"dist-mem[{scheme}]"):
         refresh(DataConfig(path=f"{scheme}://bucket/books", cache=str(tmp_path)), [])
 
 
-def test_passwords_and_queries_are_used_but_not_shown(server: FileServer, tmp_path: Path) -> None:
-    secret = server.url.replace("//", "//user:pass@") + "/?signature=abc"
-    assert address(secret, "a b/c.json").url == server.url.replace("//", "//user:pass@") + "/a%20b/c.json?signature=abc"
-    assert show(secret) == server.url and show("data/mine") == "data/mine"
+def test_what_of_a_url_is_used_and_shown_and_directories_are_none(tmp_path: Path) -> None:
+    secret = "http://user:pass@host/?signature=abc"
+    assert address(secret, "a b/c.json").url == "http://user:pass@host/a%20b/c.json?signature=abc"
+    assert show(secret) == "http://host" and show("data/mine") == "data/mine"
     assert show("pipe:curl -H 'Authorization: secret' https://host/{}") == "pipe:"
-    data = DataConfig(path=secret, cache=str(tmp_path / "cache"))
-    assert local_dir(data) == local_dir(DataConfig(path=server.url, cache=data.cache))
-    fetch_shards(opened(data))
-    server.faults[SHARD] = [404]
-    (local_dir(data) / SHARD).unlink()
-    with pytest.raises(RefusedError) as caught:
-        fetch_shards(opened(data))
-    assert "pass" not in str(caught.value) and "signature" not in str(caught.value)
-
-
-def test_directories_are_not_taken_for_urls() -> None:
+    cache = str(tmp_path)
+    assert local_dir(DataConfig(path=secret, cache=cache)) == local_dir(DataConfig(path="http://host", cache=cache))
     assert not any(map(is_remote, ["data/sample", "/data/a:b", "./x//y", "C:/books"]))
     assert all(map(is_remote, ["http://h/d", "s3://b/d", "hf://datasets/a/b", "pipe:cat {}", "PIPE:x"]))

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,7 @@ from dist_mem.data.remote.fetch import (
 from dist_mem.data.shard import Index, ShardError, check_document, fetch_shards, read_tokens
 from dist_mem.errors import EXIT_FAILED, EXIT_USAGE, UnfitError, UnusableError
 from dist_mem.runtime.distributed import World
-from tests.support.file_server import SHARD, FileServer, be_impatient, opened, served_split
+from tests.support.file_server import SHARD, FileServer, be_impatient, opened
 from tests.support.lane_corpus import LENGTHS
 from tests.support.limits import limit
 from tests.support.messages import refused
@@ -37,45 +37,25 @@ from tests.support.ranks import RankPool
 pytestmark = [pytest.mark.servers, pytest.mark.ranks]
 
 
-@pytest.fixture(autouse=True)
-def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    be_impatient(monkeypatch)
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[FileServer]:
-    with served_split(tmp_path / "served") as found:
-        yield found
-
-
-@pytest.fixture
-def data(server: FileServer, tmp_path: Path) -> DataConfig:
-    return DataConfig(path=server.url, cache=str(tmp_path / "cache"))
-
-
 def leftovers(data: DataConfig) -> list[str]:
     """Everything in the cache but whole files and locks."""
     return [path.name for path in local_dir(data).rglob("*") if path.is_file() and path.suffix in (".partial", ".tar")]
 
 
 @pytest.mark.parametrize(
-    ("fault", "error", "requests", "text"),
+    ("fault", "error", "requests"),
     [
-        (404, RefusedError, 1, "HTTP status 404; check the address"),
-        (403, RefusedError, 1, "HTTP status 403; check the address"),
-        (500, UnreachableError, 3, r"HTTP status 500 \(3 attempts\)"),
-        ("cut", UnreachableError, 3, r"payload is not completed.* \(3 attempts\)"),
-        ("short", WrongRemoteError, 2, "has 5,120 bytes, but index.json says 10,240"),
-        ("page", WrongRemoteError, 2, "has 55 bytes, but index.json says 10,240; it is a web page: '<!DOCTYPE html>"),
+        *((404, RefusedError, 1), (403, RefusedError, 1), (500, UnreachableError, 3), ("cut", UnreachableError, 3)),
+        *(("short", WrongRemoteError, 2), ("page", WrongRemoteError, 2)),
     ],
 )
 def test_a_fault_of_the_server_is_named_and_leaves_nothing(
-    server: FileServer, data: DataConfig, fault: int | str, error: type, requests: int, text: str
+    server: FileServer, data: DataConfig, fault: int | str, error: type[RemoteError], requests: int
 ) -> None:
     index = opened(data)
     server.faults[SHARD] = [fault]
     for _ in range(2):  # the second answer needs no server
-        with pytest.raises(error, match=f"{server.url}/{SHARD}.*{text}") as caught:
+        with refused(error, f"{server.url}/{SHARD}") as caught:
             read_tokens(index, 0)
         assert caught.value.exit_code == (EXIT_FAILED if error is UnreachableError else EXIT_USAGE)
         assert not isinstance(caught.value, ShardError)  # data.on_corrupt: skip would leave the document out
@@ -98,6 +78,7 @@ def test_a_server_that_sends_nothing_any_more_is_named_in_time(
 def test_a_name_server_that_does_not_answer_is_given_up_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    be_impatient(monkeypatch)
     released = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: released.wait(60))
     monkeypatch.setattr(remote, "STALL_SECONDS", 0.3)
@@ -123,17 +104,13 @@ def test_a_server_without_ranges_sends_the_whole_file_again(server: FileServer, 
     assert len(server.ranges) == 1 and leftovers(data) == [Path(SHARD).name]
 
 
-def test_a_stall_that_passes_is_survived(server: FileServer, data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    index = opened(data)
-    server.faults[SHARD] = ["stalled", "none"]
-    monkeypatch.setattr(remote, "STALL_SECONDS", 2.0)
-    check_document(index, 0)
-
-
-@pytest.mark.parametrize("faults", [[500, "none"], ["cut", 503, "none"], ["page", "none"]])
-def test_a_fault_that_passes_is_survived(server: FileServer, data: DataConfig, faults: list[int | str]) -> None:
+@pytest.mark.parametrize("faults", [[500, "none"], ["cut", 503, "none"], ["page", "none"], ["stalled", "none"]])
+def test_a_fault_that_passes_is_survived(
+    server: FileServer, data: DataConfig, monkeypatch: pytest.MonkeyPatch, faults: list[int | str]
+) -> None:
     index = opened(data)
     server.faults[SHARD] = faults
+    monkeypatch.setattr(remote, "STALL_SECONDS", 2.0)
     check_document(index, 0)
     assert leftovers(data) == [Path(SHARD).name]
 
@@ -145,17 +122,14 @@ def test_a_server_that_is_gone_is_named(server: FileServer, data: DataConfig) ->
         read_tokens(index, 0)
 
 
-@pytest.mark.parametrize(
-    ("fault", "text"),
-    [(404, "HTTP status 404"), ("page", r"damaged \(.*xpect.*it is a web page"), ("short", r"damaged \(")],
-)
+@pytest.mark.parametrize("fault", [404, "page", "short"])
 @pytest.mark.parametrize("name", ["tokenizer.json", "train/index.json"])
 def test_a_start_without_its_index_or_tokenizer_names_the_url(
-    server: FileServer, data: DataConfig, name: str, fault: int | str, text: str
+    server: FileServer, data: DataConfig, name: str, fault: int | str
 ) -> None:
     fetch_shards(opened(data))
     server.faults[name] = [fault]
-    with pytest.raises(RemoteError, match=f"{server.url}/{name}.*{text}"):
+    with refused(RemoteError, f"{server.url}/{name}"):
         refresh(data, ["train"])
 
 
@@ -164,7 +138,7 @@ def test_a_start_remembers_whether_another_one_may_succeed(server: FileServer, d
     for fault, kind, other in [(403, UnusableError, UnfitError), (500, UnfitError, UnusableError)]:
         server.faults["tokenizer.json"] = [fault]
         for _ in range(2):
-            with pytest.raises(RemoteError, match=f"HTTP status {fault}") as caught:
+            with refused(RemoteError, fault) as caught:
                 refresh(data, ["train"], start=f"start {fault}")
             assert isinstance(caught.value, kind) and not isinstance(caught.value, other)
 

@@ -17,7 +17,7 @@ from dist_mem.data.directory import local_dir, refresh
 from dist_mem.data.remote.fetch import RemoteError, UnreachableError
 from dist_mem.data.shard import fetch_shards, read_tokens
 from tests.support.certificates import write_certificates
-from tests.support.file_server import ENDLESS_BYTES, SHARD, FileServer, be_impatient, opened, served_split
+from tests.support.file_server import ENDLESS_BYTES, SHARD, FileServer, be_impatient, opened
 from tests.support.messages import refused
 
 pytestmark = pytest.mark.servers
@@ -41,9 +41,8 @@ def write_netrc(home: Path, text: str, mode: int = stat.S_IRUSR | stat.S_IWUSR) 
 
 
 @pytest.fixture
-def plain(tmp_path: Path) -> Iterator[FileServer]:
-    with served_split(tmp_path / "served") as found:
-        yield found
+def plain(server: FileServer) -> FileServer:
+    return server
 
 
 @pytest.fixture
@@ -75,7 +74,7 @@ def test_a_login_and_a_query_of_an_address_are_sent_and_not_shown(
 
 def test_https_is_not_followed_to_http(plain: FileServer, secure: FileServer, tmp_path: Path) -> None:
     secure.faults["tokenizer.json"] = [f"{plain.url}/tokenizer.json"]
-    with pytest.raises(RemoteError, match=f"{secure.url}/tokenizer.json: InvalidUrl.* https must not lead to http"):
+    with refused(RemoteError, f"{secure.url}/tokenizer.json"):
         refresh(data_at(secure.url, tmp_path), [])
     assert not plain.asked
     assert secure.asked["tokenizer.json"] == 1  # the same answer each time
@@ -91,7 +90,7 @@ def test_a_server_sends_nobody_to_other_protocols(
 ) -> None:
     for server in (plain, secure):
         server.faults["tokenizer.json"] = [f"{scheme}://127.0.0.1{plain.root}/tokenizer.json"]
-        with pytest.raises(RemoteError, match=f"{server.url}/tokenizer.json: NonHttpUrlRedirectClientError: {scheme}:"):
+        with refused(RemoteError, f"{server.url}/tokenizer.json", f"{scheme}:"):
             refresh(data_at(server.url, tmp_path), [])
 
 
@@ -128,18 +127,10 @@ def test_a_redirect_takes_no_credentials_elsewhere(
     other.close()
 
 
-@pytest.mark.parametrize(
-    ("text", "mode", "message"),
-    [
-        ("machine 127.0.0.1 login ada password s3cret\n", 0o644, "access too permissive"),
-        ("machine 127.0.0.1 login ada password s3cret s3cret\n", 0o600, r"line \d+ is no entry"),
-    ],
-)
-def test_an_unfit_netrc_is_named_and_not_shown(
-    secure: FileServer, tmp_path: Path, text: str, mode: int, message: str
-) -> None:
-    write_netrc(tmp_path, text, mode)
-    with pytest.raises(RemoteError, match=rf"{tmp_path}/\.netrc cannot be used: .*{message}") as caught:
+@pytest.mark.parametrize(("more", "mode"), [("", 0o644), (" s3cret", 0o600)])
+def test_an_unfit_netrc_is_named_and_not_shown(secure: FileServer, tmp_path: Path, more: str, mode: int) -> None:
+    write_netrc(tmp_path, f"machine 127.0.0.1 login ada password s3cret{more}\n", mode)
+    with refused(RemoteError, f"{tmp_path}/.netrc") as caught:
         refresh(data_at(secure.url, tmp_path), [])
     assert "s3cret" not in str(caught.value)
     assert not secure.asked
@@ -153,7 +144,7 @@ def test_a_body_ends_where_it_may_be_no_longer(
     data = data_at(plain.url, tmp_path)
     size = 10_240 if name == SHARD else 2**20
     plain.faults[name] = ["endless"]
-    with pytest.raises(RemoteError, match=f"{plain.url}/{name} sends more than the {size:,} bytes"):
+    with refused(RemoteError, f"{plain.url}/{name}", f"{size:,}"):
         fetch_shards(opened(data))
     assert plain.asked[name] == 2
     assert plain.num_sent < ENDLESS_BYTES / 4
@@ -164,14 +155,14 @@ def test_a_certificate_of_nobody_we_trust_is_refused(
     secure: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connector, "_SSL_CONTEXT_VERIFIED", ssl.create_default_context())
-    with pytest.raises(RemoteError, match=f"{secure.url}/tokenizer.json: .*certificate"):
+    with refused(RemoteError, f"{secure.url}/tokenizer.json", "certificate"):
         refresh(data_at(secure.url, tmp_path), [])
     assert not secure.asked
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
 def test_a_bucket_takes_no_password(tmp_path: Path, scheme: str) -> None:
-    with pytest.raises(RemoteError, match=rf"{scheme}://bucket/books/tokenizer.json with a user or pass") as caught:
+    with refused(RemoteError, f"{scheme}://bucket/books/tokenizer.json") as caught:
         refresh(data_at(f"{scheme}://ada:s3cret@bucket/books", tmp_path), [])
     assert "s3cret" not in str(caught.value)
 

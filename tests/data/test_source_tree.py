@@ -8,6 +8,7 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -111,23 +112,30 @@ def test_files_that_nobody_put_there_are_passed_over_and_counted_in_every_builde
     )  # and `read`'s
 
 
-ODD = {
-    "link to nothing": lambda folder: (folder / "x.txt").symlink_to("/nowhere"),
-    "link of a folder to nothing": lambda folder: (folder / "train").symlink_to("/nowhere"),
-    "pipe": lambda folder: os.mkfifo(folder / "x.txt"),
-    "device": lambda folder: (folder / "x.txt").symlink_to("/dev/zero"),
-    "folder": lambda folder: (folder / "x.txt").mkdir(),
-    "link in a circle": lambda folder: (folder / "again").symlink_to(folder),
-    "not UTF-8": lambda folder: Path(os.fsdecode(bytes(folder) + b"/caf\xe9.txt")).write_text("x"),
-}
-SAID = {
-    "link to nothing": "x.txt is a link to nothing: restore /nowhere, or remove it",
-    "link of a folder to nothing": "train is a link to nothing: restore /nowhere, or remove it",
-    "pipe": "x.txt is a pipe, a socket or a device, not a file: remove or rename it",
-    "device": "x.txt is a pipe, a socket or a device, not a file: remove or rename it",
-    "folder": "x.txt is a folder, and no text is in it: remove or rename it",
-    "link in a circle": "again is a link to a folder that contains it: remove the link",
-    "not UTF-8": r"caf\xe9.txt: its name is not UTF-8 (it has the byte 0xe9): rename it",
+NO_FILE = "x.txt is a pipe, a socket or a device, not a file: remove or rename it"
+ODD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "link to nothing": (
+        lambda folder: (folder / "x.txt").symlink_to("/nowhere"),
+        "x.txt is a link to nothing: restore /nowhere, or remove it",
+    ),
+    "link of a folder to nothing": (
+        lambda folder: (folder / "train").symlink_to("/nowhere"),
+        "train is a link to nothing: restore /nowhere, or remove it",
+    ),
+    "pipe": (lambda folder: os.mkfifo(folder / "x.txt"), NO_FILE),
+    "device": (lambda folder: (folder / "x.txt").symlink_to("/dev/zero"), NO_FILE),
+    "folder": (
+        lambda folder: (folder / "x.txt").mkdir(),
+        "x.txt is a folder, and no text is in it: remove or rename it",
+    ),
+    "link in a circle": (
+        lambda folder: (folder / "again").symlink_to(folder),
+        "again is a link to a folder that contains it: remove the link",
+    ),
+    "not UTF-8": (
+        lambda folder: Path(os.fsdecode(bytes(folder) + b"/caf\xe9.txt")).write_text("x"),
+        r"caf\xe9.txt: its name is not UTF-8 (it has the byte 0xe9): rename it",
+    ),
 }
 
 
@@ -136,11 +144,12 @@ def test_an_entry_that_is_no_readable_text_is_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     write(tmp_path / "texts", "b1.txt")
-    ODD[kind](tmp_path / "texts")
+    spoil, message = ODD[kind]
+    spoil(tmp_path / "texts")
     options = ("--source", tmp_path / "texts", "--out", tmp_path / "out", "--split-by-hash", "train=1")
     assert build_data("text", *options) == 2
     reported = capsys.readouterr().err
-    assert_quoted(reported, SAID[kind])
+    assert_quoted(reported, message)
     assert reported.count("\n") == 1
     assert not (tmp_path / "out").exists()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import tarfile
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from dist_mem.datasets.recipes import text as text_builder
 from tests.support.data_builders import build_data
 from tests.support.faults import assert_quoted
 from tests.support.file_server import FileServer
+from tests.support.messages import said
 
 pytestmark = pytest.mark.servers
 
@@ -76,20 +76,20 @@ def flipped(content: bytes, place: int) -> bytes:
 
 WHOLE = tar_of({f"{number}.txt": b"A text.\n" * 100 for number in range(3)})
 HEADER = next(512 * k for k in range(1, 20) if WHOLE[512 * k :].startswith(b"1.txt"))
-DAMAGED: dict[str, tuple[bytes, str]] = {
-    "cut in a member": (WHOLE[: HEADER + 700], "x.tar is damaged or no tar (unexpected end of data): copy it again"),
-    "cut in a header": (WHOLE[: HEADER + 100], "x.tar is damaged (no header and no end at byte 1,536): copy it again"),
-    "cut between members": (WHOLE[:HEADER], "x.tar is damaged (no header and no end at byte 1,536): copy it again"),
-    "flipped header": (flipped(WHOLE, HEADER + 3), "x.tar is damaged (no header and no end at byte 1,536)"),
-    "flipped first header": (flipped(WHOLE, 3), "x.tar is damaged or no tar (file could not be opened successfully)"),
-    "joined": (WHOLE + WHOLE, "x.tar has bytes after its end: pack its files again, as one tar"),
-    "no tar": (b"<html>", "x.tar is damaged or no tar"),
-    "compressed and cut": (gzip.compress(WHOLE)[:60], "x.tar is damaged or no tar (Compressed file ended before"),
-    "no text": (tar_of({"0.jpg": b"\xff"}), "x.tar has no sample with a member .txt or .json"),
-    "twice": (tar_of({"0.txt": b"a", "0.TXT": b"b"}), "x.tar: 0.TXT: is twice in it"),
-    "not UTF-8": (tar_of({"0.txt": b"\xe9"}), "x.tar, sample 1 (0) is not UTF-8 (byte 0 is 0xe9)"),
-    "name not UTF-8": (tar_of({"caf\udce9.txt": b"a"}), "its name is not UTF-8 (it has the byte 0xe9)"),
-    "json without text": (tar_of({"0.json": b"{}"}), "x.tar, sample 1 (0) has no field 'text'"),
+DAMAGED: dict[str, bytes] = {
+    "cut in a member": WHOLE[: HEADER + 700],
+    "cut in a header": WHOLE[: HEADER + 100],
+    "cut between members": WHOLE[:HEADER],
+    "flipped header": flipped(WHOLE, HEADER + 3),
+    "flipped first header": flipped(WHOLE, 3),
+    "joined": WHOLE + WHOLE,
+    "no tar": b"<html>",
+    "compressed and cut": gzip.compress(WHOLE)[:60],
+    "no text": tar_of({"0.jpg": b"\xff"}),
+    "twice": tar_of({"0.txt": b"a", "0.TXT": b"b"}),
+    "not UTF-8": tar_of({"0.txt": b"\xe9"}),
+    "name not UTF-8": tar_of({"caf\udce9.txt": b"a"}),
+    "json without text": tar_of({"0.json": b"{}"}),
 }
 
 
@@ -98,12 +98,9 @@ def test_a_damaged_tar_is_refused_with_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    content, message = DAMAGED[fault]
-    Path("x.tar").write_bytes(content)
+    Path("x.tar").write_bytes(DAMAGED[fault])
     assert build_data("text", "--source", "x.tar", "--out", "out", "--tokenizer", "bytes", *TRAIN) == 2
-    reported = capsys.readouterr().err
-    assert message in reported
-    assert reported.count("\n") == 1
+    said(capsys.readouterr().err, "x.tar")
     assert not Path("out").exists()
 
 
@@ -115,34 +112,15 @@ def test_every_cut_of_a_tar_is_found(tmp_path: Path) -> None:
         assert build_data("text", "--source", str(path), "--out", str(tmp_path / "out"), *TRAIN) == 2, length
 
 
-def remote(name: str, faults: dict[str, list[int | str]]) -> Callable[[FileServer], str]:
-    def prepare(server: FileServer) -> str:
-        server.faults.update(faults)
-        return f"{server.url}/shards/{name}"
-
-    return prepare
-
-
-@pytest.mark.parametrize(
-    ("prepare", "message"),
-    [
-        (remote("009.tar", {}), "/shards/009.tar: HTTP status 404; check the address"),
-        (remote("x.tar", {}), "x.tar is damaged (no header and no end at byte 1,536): copy it again"),
-        (remote("000.zip", {}), "only files of .tar, .tar.gz, .tgz are read by URL"),
-        (lambda server: "pipe:cat {}", "--source is pipe:, but pipe: is not among gs, hf, http, https, s3"),
-    ],
-)
+@pytest.mark.parametrize("name", ["009.tar", "x.tar", "000.zip", "pipe:cat {}"])
 def test_a_tar_by_url_that_cannot_be_used_is_named(
-    shards: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    prepare: Callable[[FileServer], str],
-    message: str,
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     (shards / "x.tar").write_bytes(WHOLE[:HEADER])
     cache = tmp_path / "cache"
     with closing(FileServer(tmp_path)) as server:
+        source = name if ":" in name else f"{server.url}/shards/{name}"
         options = ("--out", str(tmp_path / "out"), "--cache", str(cache), *TRAIN)
-        assert build_data("text", "--source", prepare(server), *options) == 2
-    assert message in capsys.readouterr().err
+        assert build_data("text", "--source", source, *options) == 2
+    said(capsys.readouterr().err, name.partition(" ")[0].partition(":")[0])
     assert not list(cache.rglob("*.tar*"))

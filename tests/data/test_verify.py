@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +15,12 @@ from safetensors.numpy import load_file
 
 from dist_mem.data.index import fingerprint_of, write_index
 from dist_mem.data.shard import TokenizedDocument, read_index, read_tokens, write_split
-from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.data.tokenizers.registry import load_tokenizer, save_tokenizer, train_sentencepiece
+from dist_mem.data.tokenizers.registry import train_sentencepiece
 from dist_mem.data.verify import Problem, verify_dataset
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.source import SourceDocument
+from tests.support.faults import flip
+from tests.support.messages import said
 
 TAR = "tiny-train-00000.tar"
 
@@ -41,20 +44,8 @@ def only_problem(data_dir: Path) -> Problem:
     return problem
 
 
-def truncate(data_dir: Path, num_bytes: int) -> None:
-    tar = data_dir / "train" / TAR
-    tar.write_bytes(tar.read_bytes()[:num_bytes])
-
-
-def flip(data_dir: Path, position: int) -> None:
-    tar = data_dir / "train" / TAR
-    content = bytearray(tar.read_bytes())
-    content[position] ^= 0x10
-    tar.write_bytes(content)
-
-
-def test_an_intact_dataset_has_no_problem(data_dir: Path) -> None:
-    assert verify_dataset(data_dir) == []
+def tar_of(data_dir: Path) -> Path:
+    return data_dir / "train" / TAR
 
 
 @pytest.mark.parametrize("cut", ["in a header", "at a member border", "in a payload", "in the last byte of a payload"])
@@ -67,24 +58,47 @@ def test_a_cut_tar_names_the_first_document_that_is_hit(data_dir: Path, cut: str
         "in a payload": entry.tokens_offset + 11,
         "in the last byte of a payload": entry.tokens_offset + 2 * entry.num_tokens - 1,
     }[cut]
-    truncate(data_dir, place)
+    os.truncate(tar_of(data_dir), place)
     problem = only_problem(data_dir)
     assert (problem.where, problem.document) == (f"train/{TAR}", "d2")
-    assert f"cut at byte {place:,}" in problem.message
-    assert "2 documents from d2 on cut or missing" in problem.message
+    said(problem.message, f"{place:,}", "d2")
 
 
-def test_a_cut_between_documents_names_the_first_missing_one(data_dir: Path) -> None:
+def cut_after(data_dir: Path) -> None:
     entry = read_index(data_dir / "train").documents[2]
-    truncate(data_dir, -(-(entry.tokens_offset + 2 * entry.num_tokens) // 512) * 512)
-    assert only_problem(data_dir).document == "d3"
+    os.truncate(tar_of(data_dir), -(-(entry.tokens_offset + 2 * entry.num_tokens) // 512) * 512)
 
 
-def test_a_cut_end_mark_is_found_though_no_document_is_hit(data_dir: Path) -> None:
-    truncate(data_dir, -512)
+def without_splits(data_dir: Path) -> None:
+    for split in ("train", "test"):
+        shutil.rmtree(data_dir / split)
+
+
+# What is done, and where the only problem is: the file, and the first document that is hit.
+HARMS: dict[str, tuple[Callable[[Path], object], str, str | None]] = {
+    "cut between documents": (cut_after, f"train/{TAR}", "d3"),
+    "cut end mark": (lambda data: os.truncate(tar_of(data), tar_of(data).stat().st_size - 512), f"train/{TAR}", None),
+    "appended byte": (lambda data: tar_of(data).write_bytes(tar_of(data).read_bytes() + b"x"), f"train/{TAR}", None),
+    "no tar": (lambda data: tar_of(data).unlink(), f"train/{TAR}", "d0"),
+    "another tar": (
+        lambda data: shutil.copy(tar_of(data), data / "train" / "a-train-0.tar"),
+        "train/a-train-0.tar",
+        None,
+    ),
+    "no index": (lambda data: (data / "train" / "index.json").unlink(), "train/index.json", None),
+    "no tokenizer": (lambda data: (data / "tokenizer.json").unlink(), "tokenizer.json", None),
+    "no split": (without_splits, ".", None),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_what_is_missing_or_too_much_is_found_and_named(data_dir: Path, harm: str) -> None:
+    assert verify_dataset(data_dir) == []
+    spoil, where, document = HARMS[harm]
+    spoil(data_dir)
     problem = only_problem(data_dir)
-    assert problem.document is None
-    assert "no document is hit" in problem.message
+    assert (problem.where, problem.document) == (where, document)
+    said(problem.message)
 
 
 def test_a_flipped_byte_anywhere_names_its_document(data_dir: Path, intact: Path) -> None:
@@ -92,8 +106,8 @@ def test_a_flipped_byte_anywhere_names_its_document(data_dir: Path, intact: Path
     ends = [entry.tokens_offset + 2 * entry.num_tokens for entry in index.documents]
     clean = (intact / "train" / TAR).read_bytes()
     for position in np.random.default_rng(0).integers(0, len(clean), 40).tolist():
-        (data_dir / "train" / TAR).write_bytes(clean)
-        flip(data_dir, position)
+        tar_of(data_dir).write_bytes(clean)
+        flip(tar_of(data_dir), position, 0x10)
         problem = only_problem(data_dir)
         blocks = [-(-end // 512) * 512 for end in ends]
         expected = next((entry.id for entry, end in zip(index.documents, blocks, strict=True) if position < end), None)
@@ -102,29 +116,11 @@ def test_a_flipped_byte_anywhere_names_its_document(data_dir: Path, intact: Path
 
 def test_a_flipped_token_is_reported_from_a_flipped_header(data_dir: Path) -> None:
     entry = read_index(data_dir / "train").documents[2]
-    flip(data_dir, entry.tokens_offset)
+    flip(tar_of(data_dir), entry.tokens_offset)
     assert "tokens (or mask, or recall) are altered" in only_problem(data_dir).message
-    flip(data_dir, entry.tokens_offset)
-    flip(data_dir, entry.tokens_offset - 100)
+    flip(tar_of(data_dir), entry.tokens_offset)
+    flip(tar_of(data_dir), entry.tokens_offset - 100)
     assert f"byte {entry.tokens_offset - 100:,}, around its tokens, is altered" in only_problem(data_dir).message
-
-
-def test_appended_bytes_are_found(data_dir: Path) -> None:
-    tar = data_dir / "train" / TAR
-    tar.write_bytes(tar.read_bytes() + b"x")
-    assert "1 byte longer" in only_problem(data_dir).message
-
-
-def test_a_missing_tar_names_its_documents(data_dir: Path) -> None:
-    (data_dir / "train" / TAR).unlink()
-    problem = only_problem(data_dir)
-    assert problem.document == "d0"
-    assert "missing, with 4 documents from d0 on" in problem.message
-
-
-def test_a_tar_of_another_build_is_found(data_dir: Path) -> None:
-    shutil.copy(data_dir / "train" / TAR, data_dir / "train" / "other-train-00000.tar")
-    assert only_problem(data_dir).where == "train/other-train-00000.tar"
 
 
 def test_files_that_a_mac_puts_beside_every_file_are_no_problem(data_dir: Path) -> None:
@@ -137,13 +133,6 @@ def test_files_that_a_mac_puts_beside_every_file_are_no_problem(data_dir: Path) 
     assert verify_dataset(data_dir) == []
 
 
-def test_a_missing_index_is_found(data_dir: Path) -> None:
-    (data_dir / "train" / "index.json").unlink()
-    problem = only_problem(data_dir)
-    assert problem.where == "train/index.json"
-    assert "is missing" in problem.message
-
-
 def test_a_wrong_tokenizer_is_found_in_every_split(data_dir: Path) -> None:
     other = train_sentencepiece(["a b c d e f g h i j k l m n o"], data_dir, vocab_size=290)
     problems = verify_dataset(data_dir)
@@ -151,34 +140,22 @@ def test_a_wrong_tokenizer_is_found_in_every_split(data_dir: Path) -> None:
     assert all(other.fingerprint[:12] in problem.message for problem in problems)
 
 
-def test_a_missing_tokenizer_is_found(data_dir: Path) -> None:
-    (data_dir / "tokenizer.json").unlink()
-    assert only_problem(data_dir).where == "tokenizer.json"
-
-
-def test_a_folder_without_splits_is_no_dataset(tmp_path: Path, intact: Path) -> None:
-    tokenizer: Tokenizer = load_tokenizer(intact)
-    save_tokenizer(tokenizer, tmp_path)
-    assert "no split" in only_problem(tmp_path).message
-
-
-GARBAGE = {
-    "random bytes": (lambda tokens: np.random.default_rng(0).integers(0, 256, len(tokens)), "no UTF-8"),
-    "another text": (lambda tokens: np.full(len(tokens), ord("a")), "its text has"),
-    "no token": (lambda tokens: np.full(len(tokens), 60_000), "token 60000 is not among the 257 of its tokenizer"),
+GARBAGE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "random bytes": lambda tokens: np.random.default_rng(0).integers(0, 256, len(tokens)),
+    "another text": lambda tokens: np.full(len(tokens), ord("a")),
+    "no token": lambda tokens: np.full(len(tokens), 60_000),
 }
 
 
 @pytest.mark.parametrize("kind", GARBAGE)
 def test_garbage_with_fitting_hashes_is_found(data_dir: Path, kind: str) -> None:
     """Tar, arrays and index are what somebody wrote; the text is not what the index describes."""
-    make, message = GARBAGE[kind]
     old = read_index(data_dir / "train")
     texts = [read_tokens(old, number) for number in range(len(old.documents))]
     documents = [
         TokenizedDocument(
             **{key: getattr(entry, key) for key in ("id", "title", "year", "words", "bytes")},
-            tokens=np.array(make(tokens) if entry.id == "d2" else tokens, np.uint16),
+            tokens=np.array(GARBAGE[kind](tokens) if entry.id == "d2" else tokens, np.uint16),
         )
         for entry, tokens in zip(old.documents, texts, strict=True)
     ]
@@ -186,7 +163,7 @@ def test_garbage_with_fitting_hashes_is_found(data_dir: Path, kind: str) -> None
     write_split(documents, data_dir / "train", **names)
     problem = only_problem(data_dir)
     assert (problem.where, problem.document) == (f"train/{TAR}", "d2")
-    assert message in problem.message
+    said(problem.message)
 
 
 def test_an_id_that_comes_twice_is_found(data_dir: Path) -> None:
@@ -202,9 +179,9 @@ def test_an_id_that_comes_twice_is_found(data_dir: Path) -> None:
 def test_arrays_that_are_not_those_of_the_index_are_found(data_dir: Path) -> None:
     """The tar is altered, and its checksum in the index with it."""
     path = data_dir / "train" / "index.json"
-    flip(data_dir, read_index(data_dir / "train").documents[2].tokens_offset)
+    flip(tar_of(data_dir), read_index(data_dir / "train").documents[2].tokens_offset)
     body = json.loads(path.read_text())
-    body["shards"][0]["sha256"] = hashlib.sha256((data_dir / "train" / TAR).read_bytes()).hexdigest()
+    body["shards"][0]["sha256"] = hashlib.sha256(tar_of(data_dir).read_bytes()).hexdigest()
     body["fingerprint"] = fingerprint_of(body)
     path.write_text(json.dumps(body))
     problem = only_problem(data_dir)

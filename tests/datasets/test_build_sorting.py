@@ -45,8 +45,9 @@ def test_answers_are_ranked_by_count_then_appearance_then_number(length: int) ->
         assert sorting.answers(sequence).tolist() == ranked + [s for s in range(20) if s not in ranked]
 
 
-def test_only_the_twenty_answers_are_scored(tmp_path: Path) -> None:
+def test_only_the_twenty_answers_are_scored_and_no_two_sequences_are_alike(tmp_path: Path) -> None:
     assert build(tmp_path, "--lengths", "30", "44") == 0
+    sequences = []
     for length in (30, 44):
         assert verify_dataset(tmp_path / str(length)) == []
         tokenizer = load_tokenizer(tmp_path / str(length))
@@ -54,6 +55,7 @@ def test_only_the_twenty_answers_are_scored(tmp_path: Path) -> None:
             index = read_index(tmp_path / str(length) / split)
             assert len(index.documents) == count
             for number, tokens in enumerate(documents(index)):
+                sequences.append(tuple(tokens[:30].tolist()))
                 mask = read_mask(index, number)
                 assert mask is not None
                 assert np.flatnonzero(mask).tolist() == list(range(length + 1, length + 21))
@@ -61,41 +63,8 @@ def test_only_the_twenty_answers_are_scored(tmp_path: Path) -> None:
                 assert words[length] == "20"
                 assert sorted(words[length + 1 :], key=int) == [str(symbol) for symbol in range(20)]
                 assert index.documents[number].bytes == len(tokenizer.decode(tokens))
-    assert tokenizer.vocab_size == 22
-    assert tokenizer.bos_id == 21
-
-
-def test_sequences_differ_between_splits_lengths_and_seeds_and_a_longer_split_begins_with_a_shorter_one(
-    tmp_path: Path,
-) -> None:
-    build(tmp_path / "one", "--lengths", "30", "31")
-    build(tmp_path / "two", "--lengths", "30", "--seed", "1")
-    build(tmp_path / "three", "--lengths", "30", "--train", "8")
-    paths = ["one/30/train", "one/30/validation", "one/30/test", "one/31/train", "two/30/train"]
-    firsts = [tuple(documents(read_index(tmp_path / path))[0][:30].tolist()) for path in paths]
-    assert len(set(firsts)) == len(paths)
-    short, long = (documents(read_index(tmp_path / name / "30" / "train")) for name in ("one", "three"))
-    assert [part.tolist() for part in long[:5]] == [part.tolist() for part in short]
-
-
-def test_a_finished_split_is_kept_and_another_build_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    build(tmp_path, "--lengths", "30")
-    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    (tmp_path / "30" / "test" / "index.json").unlink()  # as if it had been killed there
-    capsys.readouterr()
-    assert build(tmp_path, "--lengths", "30") == 0
-    assert "train: already built, kept" in capsys.readouterr().out
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
-    assert build(tmp_path, "--lengths", "30", "--seed", "1") == 2
-    assert "--overwrite" in capsys.readouterr().err
-    assert build(tmp_path, "--lengths", "30", "--seed", "1", "--overwrite") == 0
-    assert (tmp_path / "30" / "train" / "index.json").read_bytes() != files[tmp_path / "30" / "train" / "index.json"]
-    (tmp_path / "30" / "tokenizer.json").write_text(
-        files[tmp_path / "30" / "tokenizer.json"].decode().replace("a", "b")
-    )
-    assert build(tmp_path, "--lengths", "30", "--seed", "1") == 2
+    assert (tokenizer.vocab_size, tokenizer.bos_id) == (22, 21)
+    assert len(set(sequences)) == len(sequences) == 20, "of other splits and lengths"
 
 
 def test_baselines_are_those_of_the_published_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from dist_mem.data.shard import Index, read_index, read_tokens
 from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.verify import verify_dataset
 from tests.support.data_builders import build_data
+from tests.support.messages import said
 
 TRAIN = (
     " \n = Lobster = \n \n The lobster , or <unk> , is blue . \n \n = = Diet = = \n \n It eats the crab . \n \n"
@@ -99,7 +100,7 @@ def test_without_the_train_file_a_vocabulary_must_be_given(
     assert build(source, tmp_path / "whole") == 0
     (source / "wiki.train.tokens").unlink()
     assert build(source, tmp_path / "out") == 2
-    assert "no wiki.train.tokens, and the vocabulary comes from it alone" in capsys.readouterr().err
+    said(capsys.readouterr().err, "wiki.train.tokens")
     assert build(source, tmp_path / "out", "--tokenizer", "sentencepiece") == 2
     assert build(source, tmp_path / "out", "--tokenizer-from", str(tmp_path / "whole")) == 0
     for split in ("validation", "test"):
@@ -109,13 +110,11 @@ def test_without_the_train_file_a_vocabulary_must_be_given(
 def test_what_is_no_wikitext_is_named(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     assert build(tmp_path / "empty", tmp_path / "out") == 2
-    assert "has none of the files wiki.train.tokens" in capsys.readouterr().err
-    (source / "wiki.test.tokens").write_bytes(b"caf\xe9 \n")
-    assert build(source, tmp_path / "out") == 2
-    assert "wiki.test.tokens is not UTF-8" in capsys.readouterr().err
-    (source / "wiki.test.tokens").write_bytes(b"")
-    assert build(source, tmp_path / "out") == 2
-    assert "wiki.test.tokens is empty" in capsys.readouterr().err
+    said(capsys.readouterr().err, "wiki.train.tokens")
+    for content in (b"caf\xe9 \n", b""):
+        (source / "wiki.test.tokens").write_bytes(content)
+        assert build(source, tmp_path / "out") == 2
+        said(capsys.readouterr().err, "wiki.test.tokens")
 
 
 @pytest.mark.parametrize("corpus", ["wikitext-103", "wikitext-2"])

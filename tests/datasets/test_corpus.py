@@ -5,9 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow
@@ -63,7 +63,8 @@ def write_form(form: str, folder: Path, texts: Texts = TEXTS) -> Path:
         lines = json_lines(texts)
         (folder / "rows.jsonl.zst").write_bytes(zstd(lines[:100]) + zstd(lines[100:]))
     elif form == "parquet":
-        table = pyarrow.table({"text": list(texts.values()), "other": [None] * len(texts), "id": list(texts)})
+        others = {"other": [None] * len(texts), "vector": [[0.5]] * len(texts)}  # no obstacle, as they are not read
+        table = pyarrow.table({"text": list(texts.values()), **others, "id": list(texts)})
         parquet.write_table(table, folder / "rows.parquet", row_group_size=5)
     else:  # as save_to_disk of datasets 5 writes it
         arrow_stream(texts, folder / "data-00000-of-00001.arrow")
@@ -139,11 +140,10 @@ def test_the_split_of_a_document_depends_on_its_id_alone(tmp_path: Path) -> None
 
 def test_a_larger_fraction_moves_documents_out_of_train_only() -> None:
     names = [str(number) for number in range(2000)]
-    before = {name: split_of(name, {"train": 0.8, "validation": 0.1, "test": 0.1}) for name in names}
-    after = {name: split_of(name, {"train": 0.7, "validation": 0.2, "test": 0.1}) for name in names}
-    moved = {(before[name], after[name]) for name in names if before[name] != after[name]}
-    assert moved == {("train", "validation")}
-    assert sum(split == "test" for split in after.values()) == pytest.approx(200, rel=0.2)
+    smaller, larger = {"train": 0.8, "validation": 0.1, "test": 0.1}, {"train": 0.7, "validation": 0.2, "test": 0.1}
+    moves = Counter((split_of(name, smaller), split_of(name, larger)) for name in names)
+    assert {move for move in moves if move[0] != move[1]} == {("train", "validation")}
+    assert moves["test", "test"] == pytest.approx(200, rel=0.2)
 
 
 def test_a_corpus_without_splits_is_dealt_out_as_the_help_says(
@@ -214,7 +214,7 @@ DAMAGED: dict[str, tuple[str, bytes, str]] = {
     "zstd cut": (
         "r.jsonl.zst",
         zstd(GOOD)[:-3],
-        "r.jsonl.zst, line 1 or later: the file is damaged (Truncated compressed stream)",
+        "line 1 or later: the file is damaged (Truncated compressed",
     ),
     "no parquet": ("r.parquet", b"garbage", "r.parquet, row 1 or later: the file is damaged ("),
     "arrow cut": ("r.arrow", b"garbage", "r.arrow is damaged (its end is missing): copy it again"),
@@ -349,11 +349,3 @@ def test_a_field_that_comes_twice_is_refused(
     assert build(Path("out"), path, options=("--split-by-hash", "train=1")) == 2
     assert_quoted(capsys.readouterr().err, "has 2 fields 'text': rename or remove all but one, or name another one by")
     assert build(Path("out"), path, options=("--split-by-hash", "train=1", "--text-field", "b")) == 2 * ("j" in form)
-
-
-def test_values_of_other_columns_are_not_read(tmp_path: Path) -> None:
-    """A column of another type than text, as embeddings are, is no obstacle."""
-    table: Any = pyarrow.table({"text": ["x"], "id": [3], "vector": [[0.5]]})
-    parquet.write_table(table, tmp_path / "rows.parquet")
-    [(number, load)] = rows.read_rows(rows.RowFile(tmp_path / "rows.parquet", "text", None, 0))
-    assert (number, load()) == (1, rows.Content("3", "x"))

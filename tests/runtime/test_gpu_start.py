@@ -35,12 +35,8 @@ def flags() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
-def test_list_of_cores_of_the_kernel() -> None:
-    assert parse_cores("0-3,8,10-11") == {0, 1, 2, 3, 8, 10, 11}
-    assert parse_cores("") == set()
-
-
 def test_rank_runs_on_the_cores_next_to_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_cores("0-3,8,10-11") == {0, 1, 2, 3, 8, 10, 11} and parse_cores("") == set()
     pretend_gpus(monkeypatch, tmp_path)
     place = gpu_place(1)
     assert (place.address, place.node, place.cores) == ("0000:11:00.0", 1, set(range(8, 16)))

@@ -90,37 +90,22 @@ def test_all_output_passes_through_the_streams_that_the_command_line_guards() ->
 
 
 def test_an_error_about_a_hostile_name_is_plain(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (
-        ["train", HOSTILE],
-        ["train", f"a={HOSTILE}"],
-        ["evaluate", HOSTILE],
-        ["status", HOSTILE],
-        [HOSTILE],
-    ):
+    for words in (["train"], ["evaluate"], ["status"], []):
+        command = [*words, HOSTILE] if words != ["train"] else ["train", f"a={HOSTILE}"]
         try:
             assert main(command) == 2
         except SystemExit as ended:
             assert ended.code == 2
     printed = capsys.readouterr()
-    assert printed.err.count("error:") == 5 and steering(printed.out + printed.err) == []
-
-
-def test_an_error_in_a_pipe_has_no_colour(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "train.stps=1"]) == 2
-    assert "\x1b" not in capsys.readouterr().err
+    assert printed.err.count("error:") == 4 and steering(printed.out + printed.err) == []
 
 
 def test_figures_stand_to_the_right_and_texts_to_the_left() -> None:
-    rows = [
-        ("run", "word ppl", "each", "state"),
-        ("a", "9.50 (1.2x)", "0:34", "ok"),
-        ("b2", "n/a", "12:05", "1 broken x"),
-    ]
-    assert table(rows) == [
-        "run     word ppl   each  state",
-        "a    9.50 (1.2x)   0:34  ok",
-        "b2           n/a  12:05  1 broken x",
-    ]
+    rows = [("run", "word ppl", "state"), ("a", "9.50 (1.2x)", "ok"), ("b2", "n/a", "1 broken x")]
+    assert table(rows) == ["run     word ppl  state", "a    9.50 (1.2x)  ok", "b2           n/a  1 broken x"]
+    lines = labelled([("step", "3"), ("goodput", "useful 10.7%, " * 20)], indent="  ")
+    assert lines[0] == "  step     3" and max(map(len, lines)) <= WIDTH
+    assert all(line.startswith("           useful") for line in lines[2:]), "a long text continues below its beginning"
 
 
 def test_many_names_stand_in_columns_one_group_after_the_other() -> None:
@@ -130,11 +115,4 @@ def test_many_names_stand_in_columns_one_group_after_the_other() -> None:
     assert lines[0] == ":"
     assert [line.split() for line in lines[1:]] == [names[:6], names[6:9], names[9:]]
     assert len({line.find(" ", 3) for line in lines[1:]}) == 2  # by the length of the first name alone
-    assert max(map(len, lines)) <= WIDTH
-
-
-def test_a_long_text_continues_below_its_beginning() -> None:
-    lines = labelled([("step", "3"), ("goodput", "useful 10.7%, " * 20)], indent="  ")
-    assert lines[0] == "  step     3"
-    assert all(line.startswith("           useful") for line in lines[2:])
     assert max(map(len, lines)) <= WIDTH

@@ -13,27 +13,16 @@ import torch
 from torch import Tensor
 
 from dist_mem.config import DataConfig
-from dist_mem.data.batch import IGNORE, Batch, Update
-from dist_mem.data.documents import Documents
+from dist_mem.data.batch import Batch, Update
 from dist_mem.data.lanes import LaneReader
 from dist_mem.data.plan import cut_lengths, lanes_of_rank, make_plan
 from dist_mem.data.shard import Index, TokenizedDocument, write_split
-from tests.support.simple_lanes import simple_updates
 
 SEG_LEN = 4
 BOS = 60_000
-# of a plan and its reader, for tests that compare readers
-READER_OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"num_lanes": 5, "micro_lanes": 2, "segments_per_update": 3},
-    {"max_document_len": 7, "seed": 4},
-    {"num_lanes": 1, "segments_per_update": 2},
-]
 LENGTHS = [9, 0, 3, 30, 1, 4, 8, 17, 2, 5, 12]
 STARTS = np.cumsum([0, *LENGTHS]).tolist()  # of each document, the number of its first token
-ONE_TOKEN_DOCUMENT = 42  # the only token of document 4
 LAYOUTS = ["documents", "stream"]
-SEGMENTS = 2  # per update, in the tests of several ranks
 
 
 def make_split(
@@ -111,25 +100,6 @@ def first_updates(index: Index, count: int, **options: Any) -> list[Update]:
         return list(islice(reader, count))
 
 
-def global_segments(updates: Sequence[Update], num_lanes: int) -> list[Batch]:
-    """Join the updates of all ranks into one Batch of all G lanes per segment; assert that idle lanes are empty."""
-    segments = len(updates[0].batches)
-    assert {len(update.batches) for update in updates} == {segments}
-    groups = segments // SEGMENTS
-    result = []
-    for segment in range(SEGMENTS):
-        batches = [batch for update in updates for batch in update.batches[segment * groups : (segment + 1) * groups]]
-        whole = Batch._make(None if parts[0] is None else torch.cat(parts) for parts in zip(*batches, strict=True))
-        assert_idle(Batch._make(None if part is None else part[num_lanes:] for part in whole))
-        result.append(Batch._make(None if part is None else part[:num_lanes] for part in whole))
-    return result
-
-
-def assert_idle(batch: Batch) -> None:
-    assert (batch.tokens == 0).all() and (batch.targets == IGNORE).all() and (batch.valid_len == 0).all()
-    assert (batch.document == -1).all() and not batch.is_new_document.any()
-
-
 def assert_equal_batches(first: Batch, second: Batch) -> None:
     for name, one, other in zip(Batch._fields, first, second, strict=True):
         assert one is other if one is None or other is None else torch.equal(one, other), name
@@ -140,41 +110,3 @@ def assert_equal_updates(first: Update, second: Update) -> None:
         assert_equal_batches(one, other)
     assert torch.equal(first.cursors, second.cursors)
     assert first[2:] == second[2:]
-
-
-def global_steps(index: Index, count: int, *, num_lanes: int, world_size: int, **options: Any) -> list[list[Batch]]:
-    """Return the SEGMENTS batches of all lanes for each of the first updates, joined over all ranks."""
-    options |= {"num_lanes": num_lanes, "world_size": world_size, "segments_per_update": SEGMENTS}
-    ranks = [first_updates(index, count, rank=rank, **options) for rank in range(world_size)]
-    return [global_segments(updates, num_lanes) for updates in zip(*ranks, strict=True)]
-
-
-def assert_resumes_everywhere(index: Index, num_updates: int, **options: Any) -> None:
-    """Assert that a reader resumed at any position of an uninterrupted run yields the same next updates bit for bit."""
-    straight = first_updates(index, num_updates, **options)
-    assert straight[-1].epoch > 2
-    for position, before in enumerate(straight[:-1]):
-        expected = straight[position + 1 : position + 5]
-        resumed = first_updates(index, len(expected), cursors=before.cursors, **options)
-        for one, other in zip(expected, resumed, strict=True):
-            assert_equal_updates(one, other)
-
-
-def simply(
-    index: Index,
-    count: int,
-    *,
-    num_lanes: int = 3,
-    micro_lanes: int = 1,
-    layout: str = "documents",
-    seed: int = 0,
-    max_document_len: int | None = None,
-    on_corrupt: str = "stop",
-    **options: Any,
-) -> list[Update]:
-    """Return what `first_updates` returns, read by the reference reader."""
-    lengths = cut_lengths([entry.num_tokens for entry in index.documents], max_document_len)
-    plan = make_plan(lengths, num_lanes=num_lanes, seg_len=SEG_LEN, seed=seed, layout=layout)
-    documents = Documents(index, lengths, bos_id=BOS, on_corrupt=on_corrupt)
-    lane_ids = lanes_of_rank(num_lanes, 1, 0, micro_lanes)
-    return list(islice(simple_updates(documents, plan, lane_ids=lane_ids, micro_lanes=micro_lanes, **options), count))

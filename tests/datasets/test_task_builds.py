@@ -1,0 +1,51 @@
+"""Builders of tasks: the same options give the same bytes, what is finished is kept, another build is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dist_mem.data.shard import read_index, read_tokens
+from tests.data.test_build import contents
+from tests.support.data_builders import build_data
+
+SMALL = ("--train", "8", "--validation", "4", "--test", "4")
+BUILDERS = {
+    "babilong": ("--lengths", "600"),
+    "mqar": ("--lengths", "16", "--vocab", "64", "--pairs", "4"),
+    "passkey": ("--lengths", "500"),
+    "sorting": ("--lengths", "30"),
+}
+
+
+def first_documents(folder: Path, number: int) -> list[list[int]]:
+    index = read_index(next(folder.rglob("train/index.json")).parent)
+    return [read_tokens(index, document).tolist() for document in range(number)]
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_builds_are_repeatable_kept_and_not_mixed_and_a_longer_split_begins_with_a_shorter_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    one = tmp_path / "one"
+
+    def build(out: Path, *options: str) -> int:
+        return build_data(name, "--out", out, *SMALL, *BUILDERS[name], *options)
+
+    assert build(one) == build(tmp_path / "two") == build(tmp_path / "more", "--train", "12") == 0
+    files = contents(one)
+    assert contents(tmp_path / "two") == files
+    assert first_documents(tmp_path / "more", 8) == first_documents(one, 8)
+    next(one.rglob("test/index.json")).unlink()  # as if the build had been killed there
+    capsys.readouterr()
+    assert build(one) == 0
+    assert "train: already built, kept" in capsys.readouterr().out
+    assert build(one, "--seed", "1") == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert contents(one) == files
+    assert build(one, "--seed", "1", "--overwrite") == 0
+    assert not [name for name, content in contents(one).items() if name.endswith(".tar") and content == files[name]]
+    tokenizer = next(one.rglob("tokenizer.json"))
+    tokenizer.write_text(tokenizer.read_text().replace("a", "b"))
+    assert build(one, "--seed", "1") == 2
