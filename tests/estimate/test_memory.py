@@ -126,12 +126,8 @@ def test_shipped_configurations_need_what_is_predicted(path: Path, tmp_path: Pat
 @pytest.mark.parametrize("name", ["demo", "papers/enwik8", "papers/sorting_lamemo"])
 def test_an_update_of_one_micro_batch_needs_what_is_predicted(name: str, micro_lanes: int) -> None:
     """Its gradients take the place of its activations."""
-    lanes = (
-        f"train.global_batch_size={micro_lanes}",
-        f"train.micro_batch_size={micro_lanes}",
-        "train.segments_per_update=1",
-    )
-    check(shipped(ROOT / f"{name}.yaml", *lanes, "model.num_layers=2"))
+    lanes = [f"train.{size}_batch_size={micro_lanes}" for size in ("global", "micro")]
+    check(shipped(ROOT / f"{name}.yaml", *lanes, "train.segments_per_update=1", "model.num_layers=2"))
 
 
 def check(config: Config) -> None:
@@ -212,9 +208,7 @@ def test_ranks_that_share_a_limit_are_counted_together(monkeypatch: pytest.Monke
         try:
             refuse_what_cannot_fit([half], torch.device("cpu"), gather=lambda _: [(50, limits[node]) for node in nodes])
         except UnusableError as error:
-            assert (
-                "150" not in str(error) and "for 3 ranks" in str(error) and "train.global_batch_size = 8" in str(error)
-            )
+            assert "for 3 ranks" in str(error) and "train.global_batch_size = 8" in str(error)
             return True
         return False
 

@@ -15,10 +15,11 @@ from dist_mem.data.batch import IGNORE
 from dist_mem.data.shard import read_index, write_split
 from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.engine.engine import Engine
-from dist_mem.evaluation.scores import Band, Report
+from dist_mem.evaluation.scores import Report
 from dist_mem.model import MemoryLM
 from dist_mem.nn.vocabulary import Bin, Softmax, adaptive_bins, plain_bin
 from dist_mem.runtime.distributed import World
+from tests.evaluation.test_scoring import DOCUMENTS, by_distance, read_plainly
 from tests.support.ranks import RankPool
 from tests.support.scored_library import LENGTHS, SEG_LEN, TOKENIZER, make_config, make_document, score
 from tests.support.tiny import zero_block
@@ -26,7 +27,6 @@ from tests.support.tiny import zero_block
 pytestmark = pytest.mark.ranks
 
 VOCAB = 53
-BAND = Band(SEG_LEN, 3 * SEG_LEN)  # within the short-term memory
 VOCABULARIES = {
     "plain": {},
     "adaptive": {"adaptive": {"cutoffs": [40, 120], "div_val": 1}},
@@ -54,61 +54,42 @@ def split_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Nine documents; in those of odd number only some tokens are scored, in one of them none."""
     folder = tmp_path_factory.mktemp("masked")
     save_tokenizer(TOKENIZER, folder)
-    documents = [make_document(number, length) for number, length in enumerate(LENGTHS)]
-    masked = [
-        replace(document, mask=np.arange(len(document.tokens)) % number == 2) if number % 2 else document
-        for number, document in enumerate(documents)
-    ]
+    masked = [replace(document, mask=scored_of(number)) for number, document in enumerate(DOCUMENTS)]
     write_split(masked, folder / "test", name="tiny", split="test", tokenizer_fingerprint=TOKENIZER.fingerprint)
     return folder / "test"
 
 
-@torch.no_grad()
-def hits_alone(model: MemoryLM, tokens: np.ndarray) -> np.ndarray:
-    """One document, one lane, segment after segment: which tokens are the argmax of all log-probabilities."""
-    state = model.init_state(torch.zeros(1, dtype=torch.int64), "cpu", torch.float32)
-    inputs = np.concatenate(([TOKENIZER.bos_id], tokens[:-1])).astype(np.int64)
-    best: list[int] = []
-    for begin in range(0, len(tokens), SEG_LEN):
-        length = len(tokens[begin : begin + SEG_LEN])
-        segment = torch.zeros(1, SEG_LEN, dtype=torch.int64)
-        segment[0, :length] = torch.from_numpy(inputs[begin : begin + length])
-        log_probs, state = model.log_probs(segment, torch.tensor([length]), state=state)
-        best += log_probs[0, :length].argmax(-1).tolist()
-    return np.array(best, dtype=np.int64) == tokens
+def scored_of(number: int) -> np.ndarray:
+    """Which tokens of a document are scored."""
+    places = np.arange(LENGTHS[number])
+    return places % number == 2 if number % 2 else places >= 0
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_accuracy_is_that_of_the_most_probable_tokens(split_dir: Path, vocabulary: str) -> None:
     model = make_model(vocabulary)
     report = score(read_index(split_dir), model)
-    hits = []
-    by_distance: dict[int, list[bool]] = {}  # of every scored token
-    for number, length in enumerate(LENGTHS):
-        document = make_document(number, length)
-        is_scored = np.arange(length) % number == 2 if number % 2 else np.ones(length, dtype=bool)
-        is_hit = hits_alone(model, document.tokens)[is_scored]
-        hits.append(is_hit.sum())
-        for distance, found in zip(document.recall[is_scored].tolist(), is_hit.tolist(), strict=True):
-            by_distance.setdefault(distance, []).append(found)
-    assert [document.hits for document in report.documents] == hits
-    del by_distance[0]  # recall nothing
+    kept = [scored_of(number) for number in range(len(DOCUMENTS))]
+    hits = [read_plainly(model, each.tokens)[1][scored] for each, scored in zip(DOCUMENTS, kept, strict=True)]
+    recall = np.concatenate([each.recall[scored] for each, scored in zip(DOCUMENTS, kept, strict=True)])
+    assert [document.hits for document in report.documents] == [each.sum() for each in hits]
+    together = np.concatenate(hits)
+    at, number = by_distance(together, recall), by_distance(np.ones_like(together), recall)
     assert {score.distance: (score.num_scored, score.hits) for score in report.recall} == {
-        distance: (len(found), sum(found)) for distance, found in by_distance.items()
+        distance: (number[distance], at[distance]) for distance in at
     }
-    near = [found for distance in by_distance if 8 < distance <= 24 for found in by_distance[distance]]
-    assert report.metrics()["test/recall_accuracy_memory"] == sum(near) / len(near)
-    assert 0 < sum(near) < len(near)
-    assert 0.1 < sum(hits) / report.num_scored < 0.9
-    assert report.metrics()["test/accuracy"] == sum(hits) / report.num_scored
-    assert report.num_scored < sum(LENGTHS), "masked tokens do not count"
+    near = together[(recall > SEG_LEN) & (recall <= 3 * SEG_LEN)]  # within the short-term memory
+    assert report.metrics()["test/recall_accuracy_memory"] == near.mean() and 0 < near.mean() < 1
+    assert report.metrics()["test/accuracy"] == together.mean() and 0.1 < together.mean() < 0.9
+    assert len(together) == report.num_scored < sum(LENGTHS), "masked tokens do not count"
 
 
-@pytest.mark.parametrize(("num_lanes", "micro_lanes"), [(1, 1), (5, 2), (9, 3)])
-def test_lanes_do_not_change_it(split_dir: Path, num_lanes: int, micro_lanes: int) -> None:
-    model, index = make_model("adaptive"), read_index(split_dir)
-    found = score(index, model, num_lanes=num_lanes, micro_lanes=micro_lanes)
-    assert all_hits(found) == all_hits(score(index, model))
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_and_lanes_do_not_change_it(split_dir: Path, rank_pool: Callable[[int], RankPool], stage: int) -> None:
+    index, model = read_index(split_dir), make_model("adaptive, narrow")
+    expected = all_hits(score(index, model))
+    assert all_hits(score(index, model, num_lanes=9, micro_lanes=3)) == expected
+    assert rank_pool(2).run(hits_on_ranks, split_dir, stage) == [expected, expected]
 
 
 def all_hits(report: Report) -> list[int | None]:
@@ -124,12 +105,6 @@ def hits_on_ranks(world: World, split_dir: Path, stage: int) -> list[int | None]
     return all_hits(
         score(index, engine, init_state=engine.init_state, micro_lanes=1, seg_len=SEG_LEN, mem_len=0, world=world)
     )
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_ranks_do_not_change_it(split_dir: Path, rank_pool: Callable[[int], RankPool], stage: int) -> None:
-    expected = all_hits(score(read_index(split_dir), make_model("adaptive, narrow")))
-    assert rank_pool(2).run(hits_on_ranks, split_dir, stage) == [expected, expected]
 
 
 def bins_of(kind: str) -> list[Bin]:

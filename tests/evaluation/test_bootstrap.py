@@ -1,16 +1,22 @@
-"""The interval of a gain: documents drawn with replacement, the same for both models, and seeds, each model its own."""
+"""The interval of a gain: documents drawn with replacement, the same for both models, and seeds, each model its own.
+
+And the lines of runs that differ only in their seeds.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from dist_mem.evaluation import compare
 from dist_mem.evaluation.bootstrap import MIN_DOCUMENTS, accuracy_interval, gain_interval, no_gain_interval
-from dist_mem.evaluation.compare import Entry, compare, seed_lines, to_table
-from dist_mem.evaluation.scores import DocumentScore, Report
+from dist_mem.evaluation.compare import Entry, seed_lines, to_table
+from dist_mem.evaluation.scores import DocumentScore, Report, write_report
 
 
 def report(*nlls: float, words: int | None = 100) -> Report:
@@ -82,7 +88,7 @@ def test_a_missing_interval_has_a_reason() -> None:
     assert no_gain_interval([report(1.0, 2.0)], [report(1.0, 2.0)]) == "2 documents; a bootstrap needs at least 8"
     assert no_gain_interval([report(*[math.inf] * 9)], [report(*[2.0] * 9)]) == "a loss is not finite"
     entries = [Entry("one", report(100.0, 200.0)), Entry("two", report(80.0, 200.0))]
-    table = to_table(entries, compare(entries))
+    table = to_table(entries, compare.compare(entries))
     assert "one / two: 1.051 (no interval: 2 documents; a bootstrap needs at least 8)" in table
     labels, reports = ["a", "a", "b"], [report(1.0, 2.0), report(1.0, 2.5), report(1.0, 3.0)]
     assert "none (2 documents; a bootstrap needs at least 8)" in "\n".join(seed_lines(labels, reports))
@@ -103,3 +109,28 @@ def test_the_interval_of_an_accuracy_is_that_of_the_difference() -> None:
     assert (low, high) == (pytest.approx(0.5 - 1.96 * 0.05, abs=0.02), pytest.approx(0.5 + 1.96 * 0.05, abs=0.02))
     assert accuracy_interval([every], [some], whole=True) == (-high, -low)
     assert accuracy_interval([scored(None, *[1] * 8)], [scored(*[2] * 9)]) is None
+
+
+def test_runs_of_one_label_are_one_line_with_their_spread() -> None:
+    reports = [report(*losses * 3) for losses in ([500.0, 100.0, 900.0], [400.0, 0.0, 800.0], [380.0, 20.0, 800.0])]
+    assert seed_lines(["a", "b", "c"], reports) == []
+    head, *rows = seed_lines(["a", "b", "b"], reports)[2:]
+    assert head.split("  ")[0] == "seeds together"
+    first, other = (row.split() for row in rows)
+    assert first == ["a", "1", "12.18", "n/a"]
+    assert other[:5] == ["b", "2", "7.39", "±", "0.00"]  # exp((500 - 100) / 200) = exp(1200 / 600) = 7.39 of both
+    low, _, high = other[-3:]  # of 9 documents with gains of 1.1, 0.9 and 1 nats
+    assert math.exp(0.9) < float(low) < math.e < float(high) < math.exp(1.1)
+
+
+def test_compare_groups_runs_by_their_configurations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, kind, seed in (("none", "none", 0), ("xl0", "transformer_xl", 0), ("xl1", "transformer_xl", 1)):
+        write_report(
+            report(*[500.0, 100.0] * 4), tmp_path / name / "evaluations", "test-step-00000007", metadata={"step": 7}
+        )
+        config = f"name: {name}\nmemory: {{kind: {kind}}}\ntrain: {{seed: {seed}}}\ndata: {{seed: {seed}}}\n"
+        (tmp_path / name / "config.yaml").write_text(config, encoding="utf-8")
+    assert compare.run([tmp_path / name for name in ("none", "xl0", "xl1")]) == 0
+    assert re.search(r"\nTransformer-XL +2 +4\.48 ± 0\.00 +n/a +1\.000 to 1\.000\n", capsys.readouterr().out)
+    assert compare.run([tmp_path / name for name in ("none", "xl0")]) == 0
+    assert "seeds together" not in capsys.readouterr().out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,12 @@ import torch
 
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import step_dir
-from dist_mem.config import ConfigError
 from dist_mem.data.shard import Index, read_index
-from dist_mem.errors import EXIT_DONE, UnusableError
+from dist_mem.errors import EXIT_DONE
 from dist_mem.evaluation import evaluate, job
-from dist_mem.evaluation.protocol import short_term_len
 from dist_mem.evaluation.scores import read_report
 from dist_mem.evaluation.scoring import score_split
 from dist_mem.tracking import progress
-from tests.support.messages import refused
 from tests.support.saving import FACTS
 from tests.support.scored_library import (
     ALONE,
@@ -33,20 +30,6 @@ from tests.support.scored_library import (
     score,
     write_other,
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The model is so small that a second thread only waits for the first."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def test_the_mem_len_of_a_composed_memory_is_that_of_the_short_term_part() -> None:
-    assert short_term_len({"kind": "none"}) == 0
-    assert short_term_len({"kind": "infinite", "over": {"kind": "transformer_xl", "mem_len": 96}}) == 96
 
 
 @pytest.fixture
@@ -96,38 +79,28 @@ def test_one_checkpoint_can_be_named_by_step_or_by_path(run_dir: Path) -> None:
 
 
 @pytest.mark.usefixtures("single_process")
-def test_a_quick_look_leaves_files_and_figures_of_the_whole_alone(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reported: list[dict[str, float]] = []
-    monkeypatch.setattr(job, "log_to_run", lambda config, **given: reported.append(given["metrics"]))
-    assert evaluate.run(run_dir, split="test") == 0
-    files = {path: path.read_bytes() for path in (run_dir / "evaluations").iterdir()}
-    assert evaluate.run(run_dir, split="test", overrides=["eval.max_document_len=20"]) == 0
-    assert evaluate.run(run_dir, split="test", overrides=["eval.precision=bf16"]) == 0
-    assert all(path.read_bytes() == content for path, content in files.items())
-    assert [set(figures) & set(reported[0]) for figures in reported[1:]] == [set(), set()]
-
-
-@pytest.mark.usefixtures("single_process")
 @pytest.mark.parametrize("command", [[], ["--sweep", "mem_len=4,8"]], ids=["figures", "sweep"])
 def test_other_data_leave_files_and_figures_of_the_own_alone(
     run_dir: Path, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`dist-mem evaluate RUN data.path=...` wrote over the run's own report and its metrics in MLflow."""
+    """And so do a quick look, another precision, another protocol: the own report, and its metrics in MLflow."""
     reported: list[dict[str, float]] = []
     monkeypatch.setattr(job, "log_to_run", lambda config, **given: reported.append(given["metrics"]))
-    others = dict(write_other(tmp_path / str(number) / "books", number) for number in range(2))
+    paths = [write_other(tmp_path / str(number) / "books", number) for number in range(2)]
+    others = {tag: [f"data.path={path}"] for path, tag in paths}
+    if not command:
+        others |= {"-first20": ["eval.max_document_len=20"], "-bf16": ["eval.precision=bf16"]}
+        others |= {"-M24-stream3": ["eval.mem_len=24", "eval.layout=stream", "eval.batch_size=3"]}
     assert main(["evaluate", str(run_dir), "--split", "test", *command]) == 0
     files = {path: path.read_bytes() for path in (run_dir / "evaluations").iterdir()}
-    for other in others:
-        assert main(["evaluate", str(run_dir), "--split", "test", f"data.path={other}", *command]) == 0
+    for overrides in others.values():
+        assert main(["evaluate", str(run_dir), "--split", "test", *overrides, *command]) == 0
     assert all(path.read_bytes() == content for path, content in files.items())
     added = {path.stem for path in (run_dir / "evaluations").iterdir()} - {path.stem for path in files}
     head = "sweep-test-mem_len" if command else "test-step-00000012"
-    assert added == {f"{head}{tag}" for tag in others.values()}
+    assert added == {f"{head}{tag}" for tag in others}
     heads = [{figure.partition("/")[0] for figure in figures} for figures in reported]
-    assert heads == ([] if command else [{"test"}, *({f"test{tag}"} for tag in others.values())])
+    assert heads == ([] if command else [{"test"}, *({f"test{tag}"} for tag in others)])
 
 
 @pytest.mark.usefixtures("single_process")
@@ -139,19 +112,6 @@ def test_the_own_data_may_move(library: Path, tmp_path: Path, monkeypatch: pytes
     save_weights(run_dir, make_model(), make_config(data={"path": "data/before"}), step=12)
     assert evaluate.run(run_dir, split="test", overrides=[f"data.path={moved}"]) == 0
     assert [path.stem for path in (run_dir / "evaluations").glob("*.csv")] == ["test-step-00000012"]
-
-
-@pytest.mark.usefixtures("single_process")
-def test_the_command_names_what_is_wrong(run_dir: Path, tmp_path: Path) -> None:
-    def complaint(*args: Any, **kwargs: Any) -> str:
-        with pytest.raises(UnusableError) as caught:
-            evaluate.run(*args, **kwargs)
-        return str(caught.value)
-
-    assert "no checkpoint; give a run directory" in complaint(tmp_path / "empty", split="test")
-    assert "has no split 'validation'" in complaint(run_dir, split="validation")
-    with refused(ConfigError, "model.d_model"):
-        evaluate.run(run_dir, split="test", overrides=["model.d_model=8"])
 
 
 @pytest.mark.usefixtures("single_process")

@@ -42,18 +42,10 @@ def trained_run(request: pytest.FixtureRequest, trained_runs: Callable[[str], Pa
     return trained_runs(request.param)
 
 
-def evaluate_here(
-    world: World,
-    run_dir: Path,
-    data: Path,
-    num_lanes: int,
-    precision: str = "fp32",
-    without_memory: bool = False,
-) -> Report:
+def evaluate_here(world: World, run_dir: Path, data: Path, num_lanes: int, without_memory: bool = False) -> Report:
     """What `dist-mem evaluate` does, in ranks that are already there."""
     checkpoint = find_checkpoint(run_dir)
-    overrides = [f"data.path={data}", f"eval.batch_size={num_lanes}", f"eval.precision={precision}"]
-    config = read_settings(checkpoint.directory, overrides)
+    config = read_settings(checkpoint.directory, [f"data.path={data}", f"eval.batch_size={num_lanes}"])
     return evaluate_checkpoint(checkpoint, config, split="test", world=world, without_memory=without_memory)
 
 
@@ -90,7 +82,7 @@ def test_ranks_change_no_figure_without_memory_either(
     trained_run: Path, library: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:
     expected = evaluate_here(ALONE, trained_run, library, num_lanes=3, without_memory=True)
-    reports = rank_pool(2).run(evaluate_here, trained_run, library, 5, "fp32", True)
+    reports = rank_pool(2).run(evaluate_here, trained_run, library, 5, True)
     assert reports[0] == reports[1]
     assert_same(reports[0], expected)
     with_memory = evaluate_here(ALONE, trained_run, library, num_lanes=3)

@@ -11,10 +11,9 @@ import pytest
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import step_dir
 from dist_mem.data.tokenizers.registry import train_sentencepiece
-from dist_mem.runtime.network_interface import free_port
 from tests.support.faults import assert_quoted, flip, small_disk
 from tests.support.jobs import train_here, write_config
-from tests.support.ranks import RankPool, launcher_environment
+from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
 
@@ -29,9 +28,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, books: Path, rank_pool: Ca
 
 
 @pytest.fixture
-def run_dir(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name, value in launcher_environment(0, 1, free_port()).items():
-        monkeypatch.setenv(name, value)
+def run_dir(trained: Path, tmp_path: Path, single_process: None) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 

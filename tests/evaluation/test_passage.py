@@ -80,29 +80,14 @@ def test_shares_are_shares_and_bands_sum_to_the_whole(
 
 
 def test_gain_is_the_difference_of_two_evaluations(tmp_path: Path, books: Path, validation: Index) -> None:
-    """Of the one document that the passage is of."""
+    """Of the one document that the passage is of; a passage of no segments has none."""
     config, model = model_of("transformer_xl", tmp_path, books)
     found = figures_of(model, config, validation, books)
     config.eval.max_document_len = SEGMENTS * 4
-    losses = [
-        score_split(
-            model,
-            init_of(model),
-            config=config,
-            index=validation,
-            tokenizer=load_tokenizer(books),
-            world=ALONE,
-            without_memory=without,
-        )
-        .documents[0]
-        .nll
-        for without in (False, True)
-    ]
-    assert found["memory/gain"] == pytest.approx((losses[1] - losses[0]) / (SEGMENTS * 4), abs=1e-6)
-
-
-def test_a_passage_of_no_segments_has_no_figures(tmp_path: Path, books: Path, validation: Index) -> None:
-    config, model = model_of("transformer_xl", tmp_path, books)
+    given: dict[str, Any] = {"config": config, "index": validation, "tokenizer": load_tokenizer(books), "world": ALONE}
+    reports = [score_split(model, init_of(model), **given, without_memory=without) for without in (False, True)]
+    gain = reports[1].documents[0].nll - reports[0].documents[0].nll
+    assert found["memory/gain"] == pytest.approx(gain / (SEGMENTS * 4), abs=1e-6)
     config.eval.passage = 0
     assert figures_of(model, config, validation, books) == {}
 

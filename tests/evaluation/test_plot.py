@@ -1,4 +1,4 @@
-"""The picture of recall by distance."""
+"""The pictures of recall by distance, and of the accuracy of answers by depth."""
 
 from __future__ import annotations
 
@@ -6,25 +6,19 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from dist_mem.data.shard import TokenizedDocument, write_split
+from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
+from dist_mem.evaluation.depth import answer_depth, depth_bins, depths_to_csv, plot_depth
 from dist_mem.evaluation.plot import MIN_TOKENS, distance_bins, plot_recall, recall_curve
 from dist_mem.evaluation.scores import DocumentScore, RecallScore, Report
 from tests.support.messages import refused
 
 
 def report(recall: list[RecallScore]) -> Report:
-    return Report(
-        split="test",
-        data_fingerprint="",
-        tokenizer_fingerprint="",
-        max_document_len=None,
-        seg_len=64,
-        mem_len=192,
-        num_words=10,
-        documents=[DocumentScore("1", "One", 20.0, 10, 10, 50)],
-        recall=recall,
-    )
+    return Report("test", "", "", None, 64, 192, 10, [DocumentScore("1", "One", 20.0, 10, 10, 50)], recall)
 
 
 def test_bins_hold_every_distance_once() -> None:
@@ -40,33 +34,64 @@ def test_curve_is_the_perplexity_in_each_bin_with_enough_tokens() -> None:
     assert 64 < middles[0] < 128
 
 
-def test_picture_is_written_and_needs_recall_tokens(tmp_path: Path) -> None:
-    known = report([RecallScore(100, 300.0, 100)])
-    plot_recall([("none", known), ("other", replace(known, mem_len=0))], tmp_path / "recall.png")
-    assert (tmp_path / "recall.png").read_bytes()[:4] == b"\x89PNG"
-    with refused(ValueError):
-        plot_recall([("none", report([]))], tmp_path / "nothing.png")
-    assert not (tmp_path / "nothing.png").exists()
-
-
-def test_the_accuracy_has_a_curve_and_a_picture_where_it_is_known(tmp_path: Path) -> None:
-    known, old = (report([RecallScore(100, 300.0, 100, hits)]) for hits in (25, None))
+def test_a_picture_is_drawn_of_whatever_can_be_drawn_and_of_nothing_else(tmp_path: Path) -> None:
+    """Also where a loss is too large for a float, or the hits of one report are not known."""
+    known, old, huge = (report([RecallScore(100, nll, 100, hits)]) for nll, hits in ((300, 25), (300, None), (1e6, 25)))
     assert recall_curve(known, distance_bins([known]), accuracy=True)[1] == [0.25]
     assert recall_curve(old, distance_bins([known]), accuracy=True) == ([], [])
-    plot_recall([("known", known), ("old", old)], tmp_path / "recall.png", accuracy=True)
-    assert (tmp_path / "recall.png").read_bytes()[:4] == b"\x89PNG"
-    with refused(ValueError):
-        plot_recall([("old", old)], tmp_path / "old.png", accuracy=True)
-
-
-def test_too_few_recall_tokens_to_draw_are_reported(tmp_path: Path) -> None:
+    path = tmp_path / "recall.png"
+    for other, accuracy in ((replace(known, mem_len=0), False), (old, True), (huge, False)):
+        plot_recall([("known", known), ("other", other)], path, accuracy=accuracy)
+        assert path.read_bytes()[:4] == b"\x89PNG"
+        path.unlink()
     few = report([RecallScore(100, 30.0, MIN_TOKENS - 1)])
-    with pytest.raises(ValueError, match=f"fewer than {MIN_TOKENS} recall tokens at every distance"):
-        plot_recall([("few", few)], tmp_path / "few.png")
-    assert not (tmp_path / "few.png").exists()
+    for nothing, accuracy in ((report([]), False), (few, False), (old, True)):
+        with refused(ValueError):
+            plot_recall([("nothing", nothing)], path, accuracy=accuracy)
+        assert not path.exists()
 
 
-def test_a_loss_too_large_for_a_float_leaves_no_picture_undrawn(tmp_path: Path) -> None:
-    known, huge = report([RecallScore(100, 300.0, 100)]), report([RecallScore(100, 1e6, 100)])
-    plot_recall([("known", known), ("huge", huge)], tmp_path / "recall.png")
-    assert (tmp_path / "recall.png").read_bytes()[:4] == b"\x89PNG"
+def answered(*answers: tuple[float | None, int]) -> Report:
+    documents = [
+        DocumentScore(str(place), "", 1.0, 2, 1, 2, hits, depth) for place, (depth, hits) in enumerate(answers)
+    ]
+    return Report("test", "d", "t", None, 32, 32, None, documents, [])
+
+
+def document(name: str, recall: dict[int, int], masked: list[int] | None) -> TokenizedDocument:
+    distances = np.zeros(100, dtype=np.int32)
+    for place, distance in recall.items():
+        distances[place] = distance
+    mask = None if masked is None else np.isin(np.arange(100), masked)
+    return TokenizedDocument(name, "", None, 1, 100, np.full(100, 65, dtype=np.uint16), mask, distances)
+
+
+def test_the_depth_of_an_answer_is_its_referents_place_before_it(tmp_path: Path) -> None:
+    documents = [
+        document("one", {80: 60, 81: 60}, [80, 81]),
+        document("two", {80: 60, 90: 60}, [80, 90]),
+        document("more", {80: 60}, [80, 81]),
+        document("book", {80: 60}, None),
+    ]
+    fingerprint = BytesTokenizer().fingerprint
+    index = write_split(documents, tmp_path / "test", name="x", split="test", tokenizer_fingerprint=fingerprint)
+    found = {entry.id: answer_depth(index, place, 100) for place, entry in enumerate(index.documents)}
+    assert found.pop("one") == 1 - 60 / 80
+    assert all(math.isnan(depth) for depth in found.values())
+    assert math.isnan(answer_depth(index, 0, 70))  # its answer is cut off
+
+
+def test_each_answer_counts_in_one_of_ten_bins() -> None:
+    assert depth_bins(answered((None, 2), (None, 1))) == []
+    found = depth_bins(answered((0.0, 2), (0.05, 1), (0.1, 2), (1.0, 0), (None, 2)))
+    assert [each.num_answers for each in found] == [2, 1, 0, 0, 0, 0, 0, 0, 0, 1]
+    assert [found[number].accuracy for number in (0, 1, 9)] == [3 / 4, 1.0, 0.0]
+    assert math.isnan(found[5].accuracy)
+
+
+def test_depths_are_written_as_lines_and_a_picture(tmp_path: Path) -> None:
+    known = answered((0.25, 2), (0.27, 1))
+    lines = depths_to_csv([("none", known), ("none", replace(known, documents=[]))]).splitlines()
+    assert lines == ["label,low,high,num_answers,accuracy", "none,0.2,0.3,2,0.75"]
+    plot_depth([("none", known), ("xl", known)], tmp_path / "depth.png")
+    assert (tmp_path / "depth.png").read_bytes()[:4] == b"\x89PNG"

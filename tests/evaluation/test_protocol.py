@@ -15,16 +15,16 @@ from dist_mem.__main__ import main
 from dist_mem.config import load_config
 from dist_mem.data.shard import Index
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
-from dist_mem.evaluation import job, sweep
+from dist_mem.evaluation import sweep
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.protocol import protocol_of, tag_of
-from dist_mem.evaluation.scores import Report, read_report
+from dist_mem.evaluation.scores import Report
 from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.evaluation.sweep import Row, parse_sweep, to_markdown
 from dist_mem.evaluation.trained_model import find_checkpoint, read_settings
 from dist_mem.memory import memory_options
 from dist_mem.model import MemoryLM
-from tests.support.messages import refused
+from tests.support.messages import refused, said
 from tests.support.scored_library import ALONE, MEM_LEN, SEG_LEN, TOKENIZER, make_config, save_weights, score
 
 COMPRESSIVE = {"kind": "compressive", "mem_len": MEM_LEN, "cmem_len": 4, "compression_rate": 2}
@@ -109,22 +109,41 @@ def test_clamped_distances_of_the_training_can_be_switched_off(library: Path, in
 
 
 @pytest.mark.parametrize(
-    ("name", "override", "message"),
+    ("name", "override", "key"),
     [
-        ("none", "eval.mem_len=8", r"eval\.mem_len is 8, but memory\.kind none has no short-term memory"),
-        ("infinite", "eval.mem_len=8", r"eval\.mem_len is 8, but memory\.kind infinite has no short-term memory"),
-        ("none", "eval.same_length=true", r"eval\.same_length needs a memory"),
-        ("compressive", "eval.mem_len=20", r"eval\.mem_len is 20, but must be a multiple of train\.seg_len = 8"),
-        ("infinite_over_lamemo", "eval.mem_len=20", r"^eval\.mem_len is 20, .* multiple of train\.seg_len = 8"),
-        ("infinite_over_compressive", "eval.seg_len=5", r"^memory\.over\.mem_len is 16, .* of eval\.seg_len = 5"),
+        ("none", "eval.mem_len=8", "memory.kind none"),
+        ("infinite", "eval.mem_len=8", "memory.kind infinite"),
+        ("none", "eval.same_length=true", "eval.same_length"),
+        ("compressive", "eval.mem_len=20", "train.seg_len = 8"),
+        ("infinite_over_lamemo", "eval.mem_len=20", "train.seg_len = 8"),
+        ("infinite_over_compressive", "eval.seg_len=5", "memory.over.mem_len"),
     ],
 )
 def test_a_length_that_a_memory_cannot_have_is_named(
-    library: Path, tmp_path: Path, name: str, override: str, message: str
+    library: Path, tmp_path: Path, name: str, override: str, key: str
 ) -> None:
     run_dir, _ = make_run(tmp_path, library, MEMORIES[name])
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, override.partition("=")[0], key):
         asked(run_dir, override)
+
+
+@pytest.mark.usefixtures("single_process")
+def test_the_report_says_how_it_was_asked(library: Path, tmp_path: Path) -> None:
+    run_dir, _ = make_run(tmp_path, library, MEMORIES["transformer_xl"])
+    overrides = ["eval.mem_len=24", "eval.layout=stream", "eval.batch_size=3"]
+    assert main(["evaluate", str(run_dir), "--split", "test", *overrides]) == EXIT_DONE
+    written = json.loads((run_dir / "evaluations" / "test-step-00000003-M24-stream3.json").read_text())
+    lengths = {"seg_len": SEG_LEN, "mem_len": 24, "clamp_len": None, "same_length": False, "max_document_len": None}
+    others = {"layout": "stream", "lanes": 3, "blocks": False, "precision": "fp32", "without_memory": False}
+    assert written["protocol"] == lengths | others
+
+
+def sweep_of(run_dir: Path, *arguments: str, code: int = EXIT_DONE) -> list[dict[str, str]]:
+    """Sweep over mem_len; return the rows of the table that lies beside a picture."""
+    assert main(["evaluate", str(run_dir), "--split", "test", "--sweep", *arguments]) == code
+    table = run_dir / "evaluations" / "sweep-test-mem_len.csv"
+    assert table.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    return list(csv.DictReader(table.read_text().splitlines()))
 
 
 def test_the_protocol_and_its_name_say_what_differs_from_the_training() -> None:
@@ -149,55 +168,19 @@ def test_training_takes_the_lengths_of_the_evaluate_command_and_leaves_them_alon
 
 
 @pytest.mark.usefixtures("single_process")
-def test_the_report_says_how_it_was_asked_and_leaves_the_run_s_own_alone(
-    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reported: list[dict[str, float]] = []
-    monkeypatch.setattr(job, "log_to_run", lambda config, **given: reported.append(given["metrics"]))
-    run_dir, _ = make_run(tmp_path, library, MEMORIES["transformer_xl"])
-    command = ["evaluate", str(run_dir), "--split", "test", "tracking.mlflow=true"]
-    assert main(command) == EXIT_DONE
-    assert main([*command, "eval.mem_len=24", "eval.layout=stream", "eval.batch_size=3"]) == EXIT_DONE
-    own, other = (run_dir / "evaluations" / f"test-step-00000003{ending}.json" for ending in ("", "-M24-stream3"))
-    lengths = {"seg_len": SEG_LEN, "clamp_len": None, "same_length": False, "blocks": False}
-    lengths |= {"max_document_len": None, "precision": "fp32", "without_memory": False}
-    assert json.loads(own.read_text())["protocol"] == {**lengths, "mem_len": 16, "layout": "documents", "lanes": None}
-    assert json.loads(other.read_text())["protocol"] == {**lengths, "mem_len": 24, "layout": "stream", "lanes": 3}
-    assert reported[0]["test/word_perplexity"] == read_report(own).word_perplexity
-    assert reported[1]["test-M24-stream3/word_perplexity"] == read_report(other).word_perplexity
-    assert not set(reported[0]) & set(reported[1])
-
-
-@pytest.mark.usefixtures("single_process")
 def test_a_sweep_has_a_row_for_each_run_and_length_with_the_figures_of_single_evaluations(
     library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, _ = make_run(tmp_path / "one", library, MEMORIES["transformer_xl"])
     two, _ = make_run(tmp_path / "two", library, MEMORIES["lamemo"])
-    command = [
-        "evaluate",
-        str(one),
-        "eval.seg_len=4",
-        "eval.batch_size=3",
-        "--split",
-        "test",
-        "--sweep",
-        "mem_len=4,12",
-        "--also",
-        str(two),
-    ]
-    assert main(command) == EXIT_DONE
-    table = one / "evaluations" / "sweep-test-mem_len.csv"
-    rows = list(csv.DictReader(table.read_text().splitlines()))
-    assert [(row["run"], row["mem_len"]) for row in rows] == [
-        (str(run_dir), length) for run_dir in (one, two) for length in ("4", "12")
-    ]
+    rows = sweep_of(one, "mem_len=4,12", "--also", str(two), "eval.seg_len=4", "eval.batch_size=3")
+    expected = [(str(run_dir), length) for run_dir in (one, two) for length in ("4", "12")]
+    assert [(row["run"], row["mem_len"]) for row in rows] == expected
     for row in rows:
         single = asked(Path(row["run"]), "eval.seg_len=4", f"eval.mem_len={row['mem_len']}")
         assert float(row["word_perplexity"]) == pytest.approx(single.word_perplexity, rel=1e-9)
         assert int(row["num_scored"]) == single.num_scored
     assert len({row["word_perplexity"] for row in rows}) == 4
-    assert table.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert f"| {two} | 3 | 4 | 12 | 260 | " in capsys.readouterr().out
 
 
@@ -215,11 +198,7 @@ def test_a_sweep_in_blocks_goes_by_tokens(
 
     monkeypatch.setattr(Axes, "plot", noted)
     run_dir, _ = make_run(tmp_path, library, MEMORIES["transformer_xl"])
-    assert (
-        main(["evaluate", str(run_dir), "--split", "test", "--sweep", "mem_len=4,12", "eval.blocks=true"]) == EXIT_DONE
-    )
-    table = run_dir / "evaluations" / "sweep-test-mem_len.csv"
-    rows = list(csv.DictReader(table.read_text().splitlines()))
+    rows = sweep_of(run_dir, "mem_len=4,12", "eval.blocks=true")
     assert drawn[-1] == ([4, 12], [float(row["token_perplexity"]) for row in rows])
     output = capsys.readouterr().out
     assert "token perplexity" in output and "| n/a |" in output and "nan" not in output
@@ -241,10 +220,9 @@ def test_a_sweep_that_fails_midway_keeps_the_rows_before(
         return evaluate_checkpoint(*given, **options)
 
     monkeypatch.setattr(sweep, "evaluate_checkpoint", failing)
-    assert main(["evaluate", str(run_dir), "--split", "test", "--sweep", "mem_len=4,12,20"]) == EXIT_FAILED
+    rows = sweep_of(run_dir, "mem_len=4,12,20", code=EXIT_FAILED)
     assert [len(text.splitlines()) for text in kept] == [2, 3]
-    assert [row["mem_len"] for row in csv.DictReader(table.read_text().splitlines())] == ["4", "12"]
-    assert table.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert [row["mem_len"] for row in rows] == ["4", "12"]
     assert {path.name for path in table.parent.iterdir()} == {table.name, table.with_suffix(".png").name}
 
 
@@ -255,16 +233,18 @@ def test_a_sweep_that_cannot_be_ends_before_the_first_evaluation(
     run_dir, _ = make_run(tmp_path, library, MEMORIES["compressive"])
     assert main(["evaluate", str(run_dir), "--split", "test", "--sweep", "mem_len=16,20"]) == EXIT_USAGE
     output = capsys.readouterr()
-    assert "eval.mem_len is 20, but must be a multiple of train.seg_len = 8" in output.err
+    said(output.err, "eval.mem_len")
     assert "perplexity" not in output.out
     assert main(["evaluate", str(run_dir), "--also", str(run_dir)]) == EXIT_USAGE
-    assert ": only with --sweep" in capsys.readouterr().err
+    said(capsys.readouterr().err, "--also", "--sweep")
+    assert main(["evaluate", str(run_dir), "--without-memory", "--sweep", "mem_len=4"]) == EXIT_USAGE
+    said(capsys.readouterr().err, "--without-memory", "--sweep")
 
 
-@pytest.mark.parametrize("text", ["lanes=1,2", "memory_len=64", "mem_len", "mem_len=", "mem_len=64,x", "mem_len=0"])
-def test_a_sweep_of_something_else_is_refused(text: str) -> None:
-    with refused(ValueError):
-        parse_sweep(text)
+def test_a_sweep_of_something_else_is_refused() -> None:
+    for text in ("lanes=1,2", "memory_len=64", "mem_len", "mem_len=", "mem_len=64,x", "mem_len=0"):
+        with refused(ValueError):
+            parse_sweep(text)
 
 
 def test_a_table_over_clamp_len_says_which_row_is_which() -> None:

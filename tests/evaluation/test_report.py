@@ -39,7 +39,7 @@ def make_report(*, split: str = "test", factor: float = 1.0, mem_len: int = 64) 
     return Report(split, "data", "tokens", None, 32, mem_len, 500, documents, recall)
 
 
-def test_bands_take_each_distance_once() -> None:
+def test_figures_are_those_of_the_definitions_and_bands_take_each_distance_once() -> None:
     report = make_report()
     segment, memory, beyond = recall_bands(32, 64).values()
     assert (segment, memory, beyond) == (Band(0, 32), Band(32, 96), Band(96, None))
@@ -48,10 +48,7 @@ def test_bands_take_each_distance_once() -> None:
     assert [report.recall_accuracy(band) for band in (segment, memory)] == [5 / 20, 7 / 21]
     assert all(math.isnan(report.recall_accuracy(band)) for band in (beyond, Band(32, None), Band(97, None)))
     assert list(recall_bands(32, 0).values()) == [Band(0, 32), Band(32, None)]
-
-
-def test_figures_are_those_of_the_definitions() -> None:
-    figures = make_report().metrics()
+    figures = report.metrics()
     assert figures["test/word_perplexity"] == pytest.approx(math.exp(2500 / 500))
     assert figures["test/token_perplexity"] == pytest.approx(math.exp(2500 / 1250))
     assert figures["test/bits_per_byte"] == pytest.approx(2500 / math.log(2) / 2750)
@@ -97,8 +94,7 @@ def test_table_and_csv_show_documents_and_totals() -> None:
     assert table[26] == "(32, 96] tokens back (memory)        7.39    33.33%      21"
     assert table[27].split()[-3:] == ["20.09", "n/a", "10"]
     lines = to_csv(report.documents).splitlines()
-    assert len(lines) == 26
-    assert lines[1].startswith('d0,"A title, A title,')
+    assert len(lines) == 26 and lines[1].startswith('d0,"A title, A title,')
 
 
 def save_evaluation(run_dir: Path, report: Report, *, step: int = 5, tag: str = "") -> Path:
@@ -106,40 +102,25 @@ def save_evaluation(run_dir: Path, report: Report, *, step: int = 5, tag: str = 
     return run_dir
 
 
+def compared(capsys: pytest.CaptureFixture[str], *runs: Path) -> tuple[list[list[str]], str]:
+    """The cells of every line that a comparison prints, and what it complains of."""
+    assert compare.run(list(runs)) == 0
+    output = capsys.readouterr()
+    return [re.split(" {2,}", line) for line in output.out.splitlines()], output.err
+
+
 def test_compare_shows_gains_over_common_bands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = save_evaluation(tmp_path / "none", make_report(factor=2.0, mem_len=0))
     save_evaluation(tmp_path / "xl", make_report(factor=9.0), step=4)
     memory = save_evaluation(tmp_path / "xl", make_report(factor=1.0), step=12)
-    assert compare.run([plain, memory]) == 0
-    output = capsys.readouterr()
-    _, *in_all, gap, heading, columns, first, second = output.out.splitlines()
-    assert [line.split() for line in in_all] == [
-        ["run", "word", "ppl"],
-        ["none", "22,026.47"],
-        ["xl", "148.41", "(148.41x", "lower)"],
-        [
-            "none",
-            "/",
-            "xl:",
-            "148.413",
-            "(95",
-            "%",
-            "interval",
-            "148.413",
-            "to",
-            "148.413,",
-            "bootstrap",
-            "over",
-            "25",
-            "documents)",
-        ],
-    ]
-    assert gap == ""
-    assert heading.endswith("to the referent; tokens: (0, 32] 20, (32, 96] 21, > 96 10")
-    assert re.split(" {2,}", columns) == ["run", "(0, 32]", "(32, 96]", "> 96"]
-    assert first.split() == ["none", "2.72", "49.64", "20.09"]
-    assert second.split() == ["xl", "2.72", "7.39", "(6.72x", "lower)", "20.09"]
-    assert "not measured: none, xl; run: dist-mem evaluate RUN --split test --without-memory" in output.err
+    (_, *in_all, _, heading, columns, first, second), complaint = compared(capsys, plain, memory)
+    assert in_all[:3] == [["run", "word ppl"], ["none", "22,026.47"], ["xl", "148.41 (148.41x lower)"]]
+    assert "xl: 148.413 (95 % interval 148.413 to 148.413, bootstrap over 25 documents)" in " ".join(in_all[3])
+    assert heading[0].endswith("to the referent; tokens: (0, 32] 20, (32, 96] 21, > 96 10")
+    assert columns == ["run", "(0, 32]", "(32, 96]", "> 96"]
+    assert first == ["none", "2.72", "49.64", "20.09"]
+    assert second == ["xl", "2.72", "7.39 (6.72x lower)", "20.09"]
+    assert "not measured: none, xl; run: dist-mem evaluate RUN --split test --without-memory" in complaint
 
 
 def test_compare_shows_what_a_run_gains_by_its_own_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,19 +130,17 @@ def test_compare_shows_what_a_run_gains_by_its_own_memory(tmp_path: Path, capsys
     memory = save_evaluation(tmp_path / "xl", make_report(factor=1.5), step=12)
     save_evaluation(memory, make_report(factor=9.0), step=4, tag="-without-memory")
     save_evaluation(memory, make_report(factor=9.0), step=12, tag="-M640-without-memory")
-    assert compare.run([plain, memory]) == 0
-    output = capsys.readouterr()
-    _, columns, first, second = output.out.splitlines()[:4]
-    assert re.split(" {2,}", columns) == ["run", "word ppl", "memory gain"]
-    assert re.split(" {2,}", first) == ["none", "148.41", "0.0000 nats per token (1.00x)"]
-    assert re.split(" {2,}", second) == ["xl", "1,808.04 (12.18x higher)", "not measured"]
-    assert "not measured: xl;" in output.err
+    lines, complaint = compared(capsys, plain, memory)
+    assert lines[1:4] == [
+        ["run", "word ppl", "memory gain"],
+        ["none", "148.41", "0.0000 nats per token (1.00x)"],
+        ["xl", "1,808.04 (12.18x higher)", "not measured"],
+    ]
+    assert "not measured: xl;" in complaint
     save_evaluation(memory, make_report(factor=2.0), step=12, tag="-without-memory")
-    assert compare.run([plain, memory]) == 0
-    output = capsys.readouterr()
-    assert "1.0000 nats per token (2.72x)" in output.out.splitlines()[3]  # 3750 and 5000 nats over 1250 tokens
-    assert output.err == ""
-    assert max(map(len, output.out.splitlines())) <= 120
+    lines, complaint = compared(capsys, plain, memory)
+    assert lines[3][-1] == "1.0000 nats per token (2.72x)"  # 3750 and 5000 nats over 1250 tokens
+    assert complaint == ""
 
 
 def test_a_report_without_memory_is_never_a_run_s_own(tmp_path: Path) -> None:
@@ -180,46 +159,28 @@ def test_a_report_without_memory_is_never_a_run_s_own(tmp_path: Path) -> None:
 def test_the_run_that_lacks_an_evaluation_is_named_wherever_it_stands(
     tmp_path: Path, position: int, exists: bool
 ) -> None:
-    """`compare runs/demo runs/nope` blamed runs/demo, for a split that nobody had asked for."""
-    runs = [save_evaluation(tmp_path / name, make_report()) for name in ("one", "two")]
-    nope = tmp_path / "nope"
-    if exists:
-        nope.mkdir()
-    runs.insert(position, nope)
-    with pytest.raises(UnusableError) as caught:
-        compare.run(runs)
-    needed = f"no evaluation of test; run: dist-mem evaluate {nope} --split test"
-    assert str(caught.value) == f"{nope}: {needed if exists else 'there is no such run directory or report'}"
-
-
-def test_a_split_that_most_runs_have_is_what_the_others_lack(tmp_path: Path) -> None:
     runs = [save_evaluation(tmp_path / name, make_report(split="validation")) for name in ("one", "two")]
-    runs.append(save_evaluation(tmp_path / "three", make_report(split="test")))
-    with refused(UnusableError):
+    nope = save_evaluation(tmp_path / "nope", make_report()) if exists else tmp_path / "nope"
+    runs.insert(position, nope)
+    with refused(UnusableError, nope) as caught:
         compare.run(runs)
-
-
-def test_figures_too_large_for_a_float_still_make_a_table(tmp_path: Path) -> None:
-    huge, normal = make_report(factor=1e6), make_report()
-    assert huge.word_perplexity == math.inf
-    table = compare.to_table([compare.Entry("huge", huge)], compare.compare([compare.Entry("huge", huge)]))
-    assert "inf" in table
-    entries = [compare.Entry("normal", normal), compare.Entry("huge", huge)]
-    assert "inf" in compare.to_table(entries, compare.compare(entries))
-    assert "inf" in to_table(huge)
+    assert ("--split validation" in str(caught.value)) == exists, "the split that most runs have"
 
 
 def test_compare_refuses_what_does_not_compare(tmp_path: Path) -> None:
     plain = save_evaluation(tmp_path / "none", make_report())
-    (tmp_path / "unknown").mkdir()
-    with refused(UnusableError):
-        compare.run([plain, tmp_path / "unknown"])
-    with refused(UnusableError):
+    with refused(UnusableError, "tset"):
         compare.run([plain], split="tset")
-    report = make_report()
-    other = save_evaluation(tmp_path / "other", Report(**{**vars(report), "documents": report.documents[1:]}))
-    with refused(UnusableError):
-        compare.run([plain, other])
+    report, blocks = make_report(), in_blocks(make_report())
+    others = {
+        "other": replace(report, documents=report.documents[1:]),
+        "blocks": blocks,
+        "tokens": replace(blocks, tokenizer_fingerprint="x", recall=[]),
+    }
+    runs = [save_evaluation(tmp_path / name, other) for name, other in others.items()]
+    for pair in ([plain, runs[0]], [plain, runs[1]], runs[1:]):
+        with refused(UnusableError, pair[1].name):
+            compare.run(pair)
 
 
 def in_blocks(report: Report) -> Report:
@@ -230,35 +191,24 @@ def in_blocks(report: Report) -> Report:
 def test_compare_goes_by_tokens_where_words_are_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = save_evaluation(tmp_path / "none", in_blocks(make_report(factor=2.0)))
     memory = save_evaluation(tmp_path / "xl", in_blocks(make_report()))
-    assert compare.run([plain, memory]) == 0
-    _, columns, first, second = capsys.readouterr().out.splitlines()[:4]
-    assert re.split(" {2,}", columns) == ["run", "token ppl"]
-    assert first.split()[:2] == ["none", "54.60"]
-    assert second.split()[:4] == ["xl", "7.39", "(7.39x", "lower)"]
-    other = save_evaluation(tmp_path / "other", replace(in_blocks(make_report()), tokenizer_fingerprint="x", recall=[]))
-    with pytest.raises(UnusableError, match=re.escape("different tokenizers")):
-        compare.run([plain, other])
+    lines, _ = compared(capsys, plain, memory)
+    assert lines[1:4] == [["run", "token ppl"], ["none", "54.60"], ["xl", "7.39 (7.39x lower)"]]
 
 
-def test_compare_says_that_only_some_are_scored_in_blocks(tmp_path: Path) -> None:
-    whole = save_evaluation(tmp_path / "whole", make_report())
-    blocks = save_evaluation(tmp_path / "blocks", in_blocks(make_report()))
-    with pytest.raises(UnusableError, match=re.escape("blocks: scored in blocks (eval.blocks), the others not")):
-        compare.run([whole, blocks])
-
-
-def test_what_is_not_known_is_no_figure_and_shown_as_such(tmp_path: Path) -> None:
+def test_figures_that_are_not_known_or_too_large_are_shown_as_such(tmp_path: Path) -> None:
     """JSON knows no NaN, and no figure of a run is one."""
     empty = DocumentScore("e", "Nothing", 0.0, 0, None, 0, 0)
     report = replace(in_blocks(make_report()), documents=[empty], recall=[])
-    assert report.metrics() == {}
-    assert report.metrics() == replace(report, num_words=0).metrics()
+    assert report.metrics() == replace(report, num_words=0).metrics() == {}
     write_report(report, tmp_path, "test", metadata={})
     assert "NaN" not in (tmp_path / "test.json").read_text()
-    assert "nan" not in to_table(report)
-    assert shown(math.nan) == "n/a"
+    assert "nan" not in to_table(report) and shown(math.nan) == "n/a"
     known = make_report()
     assert replace(known, num_words=0).metrics().keys() == known.metrics().keys() - {"test/word_perplexity"}
+    huge = compare.Entry("huge", make_report(factor=1e6))
+    assert huge.report.word_perplexity == math.inf and "inf" in to_table(huge.report)
+    for entries in ([huge], [compare.Entry("normal", known), huge]):
+        assert "inf" in compare.to_table(entries, compare.compare(entries))
 
 
 def test_compare_takes_the_split_that_all_runs_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,23 +221,22 @@ def test_compare_takes_the_split_that_all_runs_have(tmp_path: Path, capsys: pyte
 
 def test_compare_mixes_no_protocols(tmp_path: Path) -> None:
     """A later evaluation with other lengths does not take the place of the run's own; without it nothing compares."""
+
+    def factors(*runs: Path) -> list[float]:
+        return [entry.report.nll / 2500.0 for entry in compare.find_reports(list(runs), "test")]
+
     one = save_evaluation(tmp_path / "one", make_report(), step=4)
     save_evaluation(one, make_report(factor=9.0), step=12, tag="-M640-stream10")
     two = save_evaluation(tmp_path / "two", make_report(factor=2.0), step=5)
-    assert [entry.report for entry in compare.find_reports([one, two], "test")] == [
-        make_report(),
-        make_report(factor=2.0),
-    ]
+    assert factors(one, two) == [1.0, 2.0]
     three = save_evaluation(tmp_path / "three", make_report(factor=8.0), tag="-M640-stream10")
-    assert [entry.report.nll for entry in compare.find_reports([one, three], "test")] == [22500.0, 20000.0]
-    with pytest.raises(UnusableError, match=re.escape("two as trained, three by M640-stream10: evaluate them with")):
+    assert factors(one, three) == [9.0, 8.0]
+    with refused(UnusableError, "two", "three", "M640-stream10"):
         compare.run([two, three])
     four = save_evaluation(tmp_path / "four", make_report(factor=3.0), tag="-talks_data")  # has no data of its own
     save_evaluation(four, make_report(factor=4.0), tag="-talks_data-M640-stream10")
-    for other, factors in ((two, [2.0, 3.0]), (three, [8.0, 4.0])):
-        found = compare.find_reports([other, four], "test")
-        assert [entry.report for entry in found] == [make_report(factor=factor) for factor in factors]
+    assert (factors(two, four), factors(three, four)) == ([2.0, 3.0], [8.0, 4.0])
     save_evaluation(four, make_report(factor=5.0))
-    assert compare.find_reports([two, four], "test")[1].report == make_report(factor=5.0), "the own data first"
+    assert factors(two, four) == [2.0, 5.0], "the own data first"
     report = three / "evaluations" / "test-step-00000005-M640-stream10.json"
     assert compare.run([two, report]) == 0  # as it was asked for

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ import torch
 from torch import Tensor
 
 from dist_mem.data.batch import IGNORE
-from dist_mem.data.shard import Index, TokenizedDocument, read_index, write_split
+from dist_mem.data.shard import Index, ShardError, TokenizedDocument, read_index, write_split
 from dist_mem.evaluation import scoring
 from dist_mem.evaluation.scores import Report
 from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.memory.base import map_state
 from dist_mem.model import LMOutput, LMState, MemoryLM
 from dist_mem.runtime.distributed import World
+from tests.support.faults import flip
 from tests.support.messages import refused
 from tests.support.ranks import RankPool
 from tests.support.scored_library import (
@@ -36,37 +38,48 @@ from tests.support.scored_library import (
 pytestmark = pytest.mark.ranks
 
 
+DOCUMENTS = [make_document(number, length) for number, length in enumerate(LENGTHS)]
+
+
 @torch.no_grad()
-def score_alone(model: MemoryLM, tokens: np.ndarray) -> list[float]:
-    """NLL of every token of one document, one lane, segment after segment, written out plainly."""
-    state = model.init_state(torch.zeros(1, dtype=torch.int64), "cpu", torch.float32)
-    inputs = np.concatenate(([TOKENIZER.bos_id], tokens[:-1])).astype(np.int64)
-    losses: list[float] = []
+def read_plainly(
+    model: MemoryLM, tokens: np.ndarray, inputs: np.ndarray | None = None, *, document: int = 0, forgets: bool = False
+) -> np.ndarray:
+    """NLL of every token, and whether it is the likeliest, (2, N): one lane, segment after segment, written plainly.
+
+    Args:
+        inputs: the token before each; without them the text begins a document.
+        document: its number, which a memory may draw by.
+        forgets: whether every segment is read with a fresh memory.
+    """
+    inputs = np.concatenate(([TOKENIZER.bos_id], tokens[:-1])) if inputs is None else inputs
+    found = np.zeros((2, len(tokens)))
+    state = fresh = model.init_state(torch.tensor([document]), "cpu", torch.float32)
     for begin in range(0, len(tokens), SEG_LEN):
         length = len(tokens[begin : begin + SEG_LEN])
-        segment, targets = torch.zeros(1, SEG_LEN, dtype=torch.int64), torch.full((1, SEG_LEN), IGNORE)
-        segment[0, :length] = torch.from_numpy(inputs[begin : begin + length])
-        targets[0, :length] = torch.from_numpy(tokens[begin : begin + length].astype(np.int64))
-        output = model(segment, targets, torch.tensor([length]), state=state)
-        state = output.state
-        losses += output.nll[0, :length].tolist()
-    return losses
+        segment = torch.zeros(1, SEG_LEN, dtype=torch.int64)
+        segment[0, :length] = torch.from_numpy(inputs[begin : begin + length].astype(np.int64))
+        targets = torch.from_numpy(tokens[begin : begin + length].astype(np.int64))
+        log_probs, read = model.log_probs(segment, torch.tensor([length]), state=state)
+        found[0, begin : begin + length] = -log_probs[0, :length].gather(1, targets[:, None])[:, 0].numpy()
+        found[1, begin : begin + length] = (log_probs[0, :length].argmax(-1) == targets).numpy()
+        state = fresh if forgets else read
+    return found
+
+
+def by_distance(values: np.ndarray, recall: np.ndarray) -> dict[int, float]:
+    """The sum of the values of all tokens that recall something, by the distance to it."""
+    return {distance: math.fsum(values[recall == distance]) for distance in np.unique(recall[recall > 0]).tolist()}
 
 
 def test_every_document_scores_as_if_it_were_alone(index: Index) -> None:
     model = make_model()
     report = score(index, model)
-    by_distance: dict[int, float] = {}
-    for number, length in enumerate(LENGTHS):
-        document = make_document(number, length)
-        losses = score_alone(model, document.tokens) if length else []
-        assert report.documents[number].nll == pytest.approx(math.fsum(losses), rel=1e-6)
-        assert report.documents[number].num_scored == length
-        assert document.recall is not None
-        for distance, loss in zip(document.recall.tolist(), losses, strict=True):
-            if distance:
-                by_distance[distance] = by_distance.get(distance, 0.0) + loss
-    assert {score.distance: score.nll for score in report.recall} == pytest.approx(by_distance, rel=1e-6)
+    losses = [read_plainly(model, document.tokens)[0] for document in DOCUMENTS]
+    assert [found.nll for found in report.documents] == pytest.approx([math.fsum(each) for each in losses], rel=1e-6)
+    assert [found.num_scored for found in report.documents] == list(LENGTHS)
+    expected = by_distance(np.concatenate(losses), np.concatenate([document.recall for document in DOCUMENTS]))
+    assert {score.distance: score.nll for score in report.recall} == pytest.approx(expected, rel=1e-6)
     assert report.num_scored == index.num_tokens == sum(LENGTHS)
     assert report.word_perplexity == pytest.approx(math.exp(report.nll / index.num_words))
     assert report.bits_per_byte == pytest.approx(report.nll / math.log(2) / sum(LENGTHS))
@@ -100,21 +113,21 @@ def rows_on_rank(world: World, split_dir: Path, num_lanes: int, micro_lanes: int
 NUM_SEGMENTS = sum(-(-length // SEG_LEN) for length in LENGTHS)
 
 
-@pytest.mark.parametrize(("num_lanes", "micro_lanes"), [(1, 1), (3, 2), (8, 8), (10, 4), (50, 16)])
-def test_no_idle_lane_is_computed(index: Index, num_lanes: int, micro_lanes: int) -> None:
-    """Neither lanes beyond the number of documents, nor those that have run out while others still read."""
-    rows = rows_of_forwards(index, num_lanes=num_lanes, micro_lanes=micro_lanes)
-    assert all(valid_len > 0 for batch in rows for valid_len in batch)
-    assert sum(map(len, rows)) == NUM_SEGMENTS
-
-
-@pytest.mark.parametrize(("num_lanes", "micro_lanes"), [(3, 1), (5, 2), (50, 3)])
-@pytest.mark.parametrize("size", [2, 4])
-def test_every_rank_makes_the_same_number_of_forwards(
+@pytest.mark.parametrize(("num_lanes", "micro_lanes"), [(3, 1), (10, 4), (50, 3)])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_no_idle_lane_is_computed(
     index: Index, rank_pool: Callable[[int], RankPool], size: int, num_lanes: int, micro_lanes: int
 ) -> None:
-    """With ZeRO each gathers parameters; a rank without a lane left makes them with one idle row."""
-    ranks = rank_pool(size).run(rows_on_rank, index.split_dir, num_lanes, micro_lanes)
+    """Neither lanes beyond the number of documents, nor those that have run out while others still read.
+
+    Every rank makes the same number of forwards: with ZeRO each gathers parameters. One without a lane left makes them
+    with one idle row.
+    """
+    if size == 1:
+        ranks = [rows_of_forwards(index, num_lanes=num_lanes, micro_lanes=micro_lanes)]
+        assert [0] not in ranks[0]
+    else:
+        ranks = rank_pool(size).run(rows_on_rank, index.split_dir, num_lanes, micro_lanes)
     assert len({len(rows) for rows in ranks}) == 1
     assert sum(valid_len > 0 for rows in ranks for batch in rows for valid_len in batch) == NUM_SEGMENTS
     assert all(batch == [0] for rows in ranks for batch in rows if 0 in batch)
@@ -161,60 +174,56 @@ def test_evaluation_leaves_random_numbers_and_parameters_alone(index: Index) -> 
 def test_cut_documents_count_the_words_and_bytes_that_were_scored(index: Index) -> None:
     model = make_model()
     report = score(index, model, max_document_len=20)
-    for number, length in enumerate(LENGTHS):
-        text = TOKENIZER.decode(make_document(number, length).tokens[:20])
-        found = report.documents[number]
-        assert (found.num_scored, found.words, found.bytes) == (min(length, 20), len(text.split()), len(text))
-    assert report.documents[0].nll == pytest.approx(math.fsum(score_alone(model, make_document(0, 100).tokens[:20])))
+    for document, found in zip(DOCUMENTS, report.documents, strict=True):
+        text = TOKENIZER.decode(document.tokens[:20])
+        assert (found.num_scored, found.words, found.bytes) == (len(text), len(text.split()), len(text))
+    assert report.documents[0].nll == pytest.approx(read_plainly(model, DOCUMENTS[0].tokens[:20])[0].sum())
     assert report.num_words == sum(document.words for document in report.documents)
 
 
+def write_one(folder: Path, document: TokenizedDocument, **facts: Any) -> Index:
+    """A split of one document."""
+    fingerprint = TOKENIZER.fingerprint
+    return write_split([document], folder, name="one", split="test", tokenizer_fingerprint=fingerprint, **facts)
+
+
 def test_the_official_word_count_is_used_for_a_whole_split_only(tmp_path: Path) -> None:
-    index = write_split(
-        [make_document(0, 100)],
-        tmp_path,
-        name="tiny",
-        split="test",
-        tokenizer_fingerprint=TOKENIZER.fingerprint,
-        official_words=7,
-    )
+    index = write_one(tmp_path, DOCUMENTS[0], official_words=7)
     assert score(index, make_model()).num_words == 7
     assert score(index, make_model(), max_document_len=50).num_words < 7 + 50
 
 
 def test_masked_tokens_are_read_but_not_scored(tmp_path: Path) -> None:
+    """A split of which nothing is scored has no figure, as when `max_document_len` ends before all answers."""
     tokens = TOKENIZER.encode("question one? answer two three. question? answer four.")
     mask = np.zeros(len(tokens), dtype=bool)
     mask[14:32] = mask[43:] = True
-    document = TokenizedDocument("chat", "Chat", None, 9, len(tokens), tokens, mask=mask)
-    index = write_split([document], tmp_path, name="chat", split="test", tokenizer_fingerprint=TOKENIZER.fingerprint)
+    index = write_one(tmp_path, TokenizedDocument("chat", "Chat", None, 9, len(tokens), tokens, mask=mask))
     model = make_model()
     report = score(index, model)
-    losses = score_alone(model, tokens)
-    scored = report.documents[0]
-    assert scored.nll == pytest.approx(
-        math.fsum(loss for loss, counts in zip(losses, mask, strict=True) if counts), rel=1e-6
-    )
+    (scored,) = report.documents
+    assert scored.nll == pytest.approx(read_plainly(model, tokens)[0][mask].sum(), rel=1e-6)
     assert (scored.num_scored, scored.words, scored.bytes) == (29, 5, 29)
     assert report.recall == []
-
-
-def test_a_split_of_which_nothing_is_scored_is_an_error(tmp_path: Path) -> None:
-    """As when `max_document_len` ends before the answers of the sorting task: no figure, and none to divide by."""
-    tokens = TOKENIZER.encode("question one? answer")
-    mask = np.arange(len(tokens)) > 13
-    document = TokenizedDocument("chat", "Chat", None, 3, len(tokens), tokens, mask=mask)
-    index = write_split([document], tmp_path, name="chat", split="test", tokenizer_fingerprint=TOKENIZER.fingerprint)
-    assert score(index, make_model()).num_scored == 6
     with refused(EvaluationError, "max_document_len"):
-        score(index, make_model(), max_document_len=14)
+        score(index, model, max_document_len=14)
 
 
-def test_a_token_that_is_not_scored_is_an_error(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = scoring.evaluation_batches
-    monkeypatch.setattr(scoring, "evaluation_batches", lambda *args, **kwargs: list(batches(*args, **kwargs))[:-1])
+@pytest.mark.parametrize("layout", ["documents", "stream"])
+def test_a_token_that_is_not_scored_is_an_error(index: Index, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    name = "stream_batches" if layout == "stream" else "evaluation_batches"
+    batches = getattr(scoring, name)
+
+    def one_less(*args: Any, **kwargs: Any) -> Any:
+        for number, groups in enumerate(batches(*args, **kwargs)):
+            if number == 2:
+                batch = groups[0] if layout == "documents" else groups[0][0]
+                batch.targets[0, 3] = IGNORE
+            yield groups
+
+    monkeypatch.setattr(scoring, name, one_less)
     with refused(EvaluationError):
-        score(index, make_model(), num_lanes=9)
+        score(index, make_model(), layout=layout)
 
 
 def test_a_loss_that_is_not_finite_is_an_error(index: Index) -> None:
@@ -228,19 +237,16 @@ def test_a_loss_that_is_not_finite_is_an_error(index: Index) -> None:
 @pytest.fixture
 def damaged(library: Path, tmp_path: Path) -> Index:
     """The split with one flipped bit in document 5."""
-    for path in (library / "test").iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    index = read_index(tmp_path)
-    shard = tmp_path / index.shards[0].name
-    content = bytearray(shard.read_bytes())
-    content[index.documents[5].tokens_offset] ^= 1
-    shard.write_bytes(content)
+    index = read_index(shutil.copytree(library / "test", tmp_path / "test"))
+    flip(index.split_dir / index.shards[0].name, index.documents[5].tokens_offset)
     return index
 
 
-def test_a_damaged_document_is_named_before_any_forward(damaged: Index) -> None:
-    with refused(ValueError):
-        score(damaged, lambda *args, **kwargs: pytest.fail("forward"))
+@pytest.mark.parametrize("layout", ["documents", "stream"])
+def test_a_damaged_document_is_named_before_any_forward(damaged: Index, layout: str) -> None:
+    """Amid which other ranks would wait."""
+    with refused(ShardError):
+        score(damaged, make_model(), layout=layout, init_state=lambda lane_ids: pytest.fail("forward"))
 
 
 def score_on_rank(world: World, split_dir: Path) -> Report:

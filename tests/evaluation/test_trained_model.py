@@ -17,7 +17,6 @@ from omegaconf import OmegaConf
 import dist_mem
 from dist_mem.checkpoint.manifest import describe_file, files_in, read_manifest, step_dir, write_manifest
 from dist_mem.checkpoint.rank_file import RankFile, rank_file
-from dist_mem.data.shard import read_index
 from dist_mem.errors import CheckpointError
 from dist_mem.evaluation.trained_model import TrainedModel, init_state, load_model, read_lanes
 from dist_mem.generation.reading import start_from
@@ -57,32 +56,6 @@ def test_importing_the_package_loads_nothing() -> None:
     assert not hasattr(dist_mem, "load_modle")
 
 
-def test_a_text_scores_as_its_document_does_in_an_evaluation(trained: TrainedModel, text: str) -> None:
-    from dist_mem.evaluation.evaluate import evaluate_checkpoint
-    from tests.support.scored_library import ALONE
-
-    scores = score(trained, text)
-    report = evaluate_checkpoint(trained.checkpoint, trained.config, split="test", world=ALONE)
-    index = read_index(Path(trained.config.data.path) / "test")
-    number = [entry.id for entry in index.documents].index("0")
-    assert trained.tokenizer.decode(scores.tokens) == text
-    assert len(scores.nll) == len(scores.tokens) == report.documents[number].num_scored
-    assert float(scores.nll.double().sum()) == pytest.approx(report.documents[number].nll, rel=1e-6)
-    assert score(trained, "").nll.shape == (0,)
-
-
-def test_memory_is_carried_from_segment_to_segment(trained: TrainedModel, text: str) -> None:
-    seg_len = trained.config.train.seg_len
-    whole = score(trained, text)
-    begin = score(trained, text[:seg_len])  # a byte is a token here
-    assert torch.equal(begin.nll, whole.nll[:seg_len])
-    assert begin.reading.state.blocks[0].length.tolist() == [seg_len]
-    rest = score(trained, text[seg_len:], after=begin.reading)
-    assert torch.equal(rest.nll, whole.nll[seg_len:])
-    another = start_from(trained, begin.reading.state, [trained.tokenizer.bos_id])
-    assert not torch.allclose(score(trained, text, after=another).nll, whole.nll)
-
-
 def test_lanes_are_those_of_the_checkpoint(trained: TrainedModel, run_dir: Path, text: str) -> None:
     saved = [RankFile(step_dir(run_dir, 8) / rank_file(rank), "lanes").read() for rank in range(2)]
     hidden = {
@@ -109,48 +82,29 @@ def test_step_precision_and_settings_can_be_chosen(run_dir: Path, text: str) -> 
 
 
 def test_a_wrong_path_or_override_is_refused_by_name(run_dir: Path, tmp_path: Path) -> None:
-    with refused(CheckpointError):
-        load_model(tmp_path / "nope")
-    with refused(CheckpointError):
-        load_model(tmp_path)
-    with refused(TypeError):
-        load_model(3)  # type: ignore[arg-type]
-    with refused(TypeError):
-        load_model(run_dir, 400)  # type: ignore[arg-type]
+    wrong: list[Any] = [(tmp_path / "nope",), (tmp_path,), (3,), (run_dir, 400)]
+    for arguments in wrong:
+        with refused(TypeError if isinstance(arguments[-1], int) else CheckpointError, arguments[-1]):
+            load_model(*arguments)
 
 
-@pytest.fixture
-def elsewhere(run_dir: Path, tmp_path: Path) -> Path:
-    """The newest checkpoint alone, copied to where its data is not: `data.path` names nothing."""
+def test_a_checkpoint_is_loaded_where_its_data_is_not(
+    run_dir: Path, trained: TrainedModel, text: str, tmp_path: Path
+) -> None:
+    """Issue 15: the tokenizer was asked of the data directory, which had to be built. A damaged one is refused."""
     copied = Path(shutil.copytree(step_dir(run_dir, 8), tmp_path / "taken"))
     settings = OmegaConf.load(copied / "config.yaml")
     settings.data.path = str(tmp_path / "nothing")
     OmegaConf.save(settings, copied / "config.yaml")
-    return copied
-
-
-def list_files_anew(directory: Path, *, without: str | None = None) -> None:
-    """The manifest of what is there now; of a checkpoint without a folder, as an older version wrote it."""
-    if without is not None:
-        shutil.rmtree(directory / without)
-    manifest = {key: value for key, value in read_manifest(directory).items() if key != "sha256"}
-    files = {path.relative_to(directory).as_posix(): describe_file(path) for path in files_in(directory)}
-    write_manifest(directory, {**manifest, "files": files})
-
-
-def test_a_checkpoint_is_loaded_where_its_data_is_not(trained: TrainedModel, elsewhere: Path, text: str) -> None:
-    """Issue 15: the tokenizer was asked of the data directory, which had to be built first."""
-    list_files_anew(elsewhere)
-    again = load_model(elsewhere)
+    manifest = {key: value for key, value in read_manifest(copied).items() if key != "sha256"}
+    files = {path.relative_to(copied).as_posix(): describe_file(path) for path in files_in(copied)}
+    write_manifest(copied, {**manifest, "files": files})
+    again = load_model(copied)
     assert again.tokenizer.fingerprint == trained.tokenizer.fingerprint
     assert torch.equal(score(again, text).nll, score(trained, text).nll)
-
-
-def test_a_damaged_tokenizer_is_refused(elsewhere: Path) -> None:
-    list_files_anew(elsewhere)
-    (elsewhere / "tokenizer" / "tokenizer.json").write_text("{}")
+    (copied / "tokenizer" / "tokenizer.json").write_text("{}")
     with refused(CheckpointError, "tokenizer.json"):
-        load_model(elsewhere)
+        load_model(copied)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/start/python.md"])

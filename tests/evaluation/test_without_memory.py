@@ -8,45 +8,25 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from dist_mem.__main__ import main
-from dist_mem.data.batch import IGNORE
-from dist_mem.data.shard import Index
-from dist_mem.errors import EXIT_DONE, EXIT_USAGE
+from dist_mem.errors import EXIT_DONE
 from dist_mem.evaluation import job
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.memory_gain import memory_gain
-from dist_mem.evaluation.scores import Band, Report, read_report
+from dist_mem.evaluation.scores import Band, DocumentScore, RecallScore, Report, read_report
 from dist_mem.evaluation.trained_model import find_checkpoint, read_settings
-from dist_mem.model import MemoryLM
 from tests.evaluation.test_protocol import MEMORIES, asked, make_run
+from tests.evaluation.test_scoring import DOCUMENTS, read_plainly
 from tests.support.messages import refused
-from tests.support.scored_library import ALONE, LENGTHS, SEG_LEN, TOKENIZER, counts, make_document
+from tests.support.scored_library import ALONE, SEG_LEN, counts
 
 
 def emptied(run_dir: Path, *overrides: str) -> Report:
     checkpoint = find_checkpoint(run_dir)
     config = read_settings(checkpoint.directory, ["eval.batch_size=3", *overrides])
     return evaluate_checkpoint(checkpoint, config, split="test", world=ALONE, without_memory=True)
-
-
-@torch.no_grad()
-def segments_alone(model: MemoryLM, number: int) -> float:
-    """Total NLL of a document whose segments are each read with a fresh memory, written out plainly."""
-    tokens = make_document(number, LENGTHS[number]).tokens.astype(np.int64)
-    inputs = np.concatenate(([TOKENIZER.bos_id], tokens[:-1]))
-    total = []
-    for begin in range(0, len(tokens), SEG_LEN):
-        length = len(tokens[begin : begin + SEG_LEN])
-        segment, targets = torch.zeros(1, SEG_LEN, dtype=torch.int64), torch.full((1, SEG_LEN), IGNORE)
-        segment[0, :length] = torch.from_numpy(inputs[begin : begin + length])
-        targets[0, :length] = torch.from_numpy(tokens[begin : begin + length])
-        state = model.init_state(torch.tensor([number]), "cpu", torch.float32)
-        total += model(segment, targets, torch.tensor([length]), state=state).nll[0, :length].tolist()
-    return math.fsum(total)
 
 
 STICKY = {**MEMORIES["infinite"], "sampling": "sticky"}
@@ -58,25 +38,14 @@ def test_every_segment_is_read_from_a_fresh_state(library: Path, tmp_path: Path,
     run_dir, model = make_run(tmp_path, library, {**MEMORIES, "sticky": STICKY}[name])
     with_memory, without = asked(run_dir), emptied(run_dir)
     assert counts(without) == counts(with_memory)
-    expected = [segments_alone(model, number) for number in range(len(LENGTHS))]
-    assert [document.nll for document in without.documents] == pytest.approx(expected, rel=1e-6)
-    assert (without == with_memory) == (name == "none")
-
-
-def test_a_model_without_memory_gains_exactly_nothing(library: Path, tmp_path: Path) -> None:
-    run_dir, _ = make_run(tmp_path, library, MEMORIES["none"])
-    gain = memory_gain(asked(run_dir), emptied(run_dir))
-    assert (gain.nats, gain.with_memory) == (0.0, gain.without)
-    assert gain.num_scored == sum(LENGTHS)
+    losses = [read_plainly(model, each.tokens, document=n, forgets=True)[0] for n, each in enumerate(DOCUMENTS)]
+    assert [document.nll for document in without.documents] == pytest.approx([each.sum() for each in losses], rel=1e-6)
+    assert (without == with_memory) == (name == "none") == (memory_gain(with_memory, without).nats == 0.0)
 
 
 def test_who_speaks_is_no_memory(library: Path, tmp_path: Path) -> None:
     """Token types are read off the text of earlier segments; emptying memories must not change them."""
-    types = [
-        {"id": 1},
-        {"id": 2, "after": [ord("w")]},
-        {"id": 3, "after": [ord("\n")]},
-    ]
+    types = [{"id": 1}, {"id": 2, "after": [ord("w")]}, {"id": 3, "after": [ord("\n")]}]
     sizes = {"kind": "gpt2", "num_positions": SEG_LEN, "token_types": types}
     run_dir, model = make_run(tmp_path, library, {"kind": "causal"}, **sizes)
     assert model.token_types is not None
@@ -93,7 +62,7 @@ def test_it_goes_with_every_protocol(library: Path, tmp_path: Path, override: st
     assert emptied(run_dir, override, "train.micro_batch_size=1").nll == pytest.approx(without.nll, rel=1e-6)
 
 
-def test_the_gain_is_the_mean_difference_over_all_tokens_and_in_a_band(index: Index) -> None:
+def test_the_gain_is_the_mean_difference_over_all_tokens_and_in_a_band() -> None:
     report = make_report({7: (20.0, 10)}, nll=100.0)
     other = make_report({7: (50.0, 10)}, nll=150.0)
     whole, in_band = memory_gain(report, other), memory_gain(report, other, Band(0, 8))
@@ -106,11 +75,8 @@ def test_the_gain_is_the_mean_difference_over_all_tokens_and_in_a_band(index: In
 
 
 def make_report(recall: dict[int, tuple[float, int]], *, nll: float, num_scored: int = 100) -> Report:
-    from dist_mem.evaluation.scores import DocumentScore, RecallScore
-
-    documents = [DocumentScore("1", "One", nll, num_scored, 20, 300)]
     scores = [RecallScore(distance, *found) for distance, found in recall.items()]
-    return Report("test", "", "", None, 8, 16, 20, documents, scores)
+    return Report("test", "", "", None, 8, 16, 20, [DocumentScore("1", "One", nll, num_scored, 20, 300)], scores)
 
 
 @pytest.mark.usefixtures("single_process")
@@ -152,10 +118,4 @@ def test_a_report_of_other_tokens_is_named_and_no_gain_is_reported(
     path.write_text(json.dumps(content))
     assert main([*command, "--without-memory"]) == EXIT_DONE
     output = capsys.readouterr()
-    assert "do not score the same tokens" in output.err
-    assert "nats per token" not in output.out
-
-
-def test_it_is_no_sweep(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", "runs/x", "--without-memory", "--sweep", "mem_len=4"]) == EXIT_USAGE
-    assert "--without-memory: not with --sweep" in capsys.readouterr().err
+    assert "do not score the same tokens" in output.err and "nats per token" not in output.out

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from dist_mem.config import Config, TrainConfig
-from dist_mem.contract.subject import VOCAB
+from dist_mem.config.memory_blocks import PER_BLOCK
+from dist_mem.contract.subject import VOCAB, Size, Subject
 from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation.generate import Sampling, choose, generate, stream
-from dist_mem.generation.reading import Reading, next_log_probs, read, select, start
+from dist_mem.generation.reading import ROW_STEP, Reading, next_log_probs, num_rows, read, select, start
+from dist_mem.memory import memory_class
 from dist_mem.memory.base import named_tensors
-from tests.support.contract_cases import SEG_LEN, case_params, small_model
-from tests.support.messages import refused
+from dist_mem.model import MemoryLM
+from tests.support.contract_cases import CASES, SEG_LEN, case_params, memories_of, small_model
+from tests.support.paths import EXAMPLES
 
 BOS = VOCAB - 1
 PROMPT_LENS = [0, 1, SEG_LEN - 1, SEG_LEN, SEG_LEN + 1, 3 * SEG_LEN + 2]
@@ -67,19 +69,8 @@ def same_reading(one: Reading, other: Reading) -> bool:
     )
 
 
-CUT_FROM_END = ["none", "infinite over causal", "infinite, sticky"]
-
-
-@pytest.mark.parametrize(
-    ("case", "cut"),
-    [
-        *(pytest.param(*case.values, "start", marks=case.marks) for case in case_params()),
-        *((case, "end") for case in CUT_FROM_END),
-    ],
-)
-def test_generation_equals_reading_the_document_anew_at_every_token(case: str, cut: str) -> None:
-    """Whatever `data.cut` says: where a text ends is not known, so generation reads from its start."""
-    trained = trained_model(case, cut=cut)
+def check_reads_as_anew(trained: TrainedModel) -> None:
+    """After every token the model foretells what it does after reading the document anew, and draws from that."""
     reading = read(trained, start(trained, len(PROMPT_LENS)), prompts())
     log_probs = [next_log_probs(trained, reading)]
     tokens = []
@@ -96,18 +87,19 @@ def test_generation_equals_reading_the_document_anew_at_every_token(case: str, c
         assert torch.equal(again, written)
 
 
-@pytest.mark.parametrize("case", case_params())
-def test_a_lane_alone_writes_what_it_writes_in_a_batch(case: str) -> None:
-    trained = trained_model(case)
-    batch = read(trained, start(trained, len(PROMPT_LENS)), prompts())
-    together = generate(trained, batch, num_tokens=NUM_TOKENS, sampling=SAMPLING)
-    for lane, prompt in enumerate(prompts()):
-        alone = read(trained, start(trained), [prompt])
-        torch.testing.assert_close(
-            next_log_probs(trained, alone)[0], next_log_probs(trained, batch)[lane], rtol=0, atol=1e-10
-        )
-        written = generate(trained, alone, num_tokens=NUM_TOKENS, sampling=SAMPLING, streams=[lane])
-        assert torch.equal(written.tokens[0], together.tokens[lane])
+CUT_FROM_END = ["none", "infinite over causal", "infinite, sticky"]
+
+
+@pytest.mark.parametrize(
+    ("case", "cut"),
+    [
+        *(pytest.param(*case.values, "start", marks=case.marks) for case in case_params()),
+        *((case, "end") for case in CUT_FROM_END),
+    ],
+)
+def test_generation_equals_reading_the_document_anew_at_every_token(case: str, cut: str) -> None:
+    """Whatever `data.cut` says: where a text ends is not known, so generation reads from its start."""
+    check_reads_as_anew(trained_model(case, cut=cut))
 
 
 @pytest.mark.parametrize("case", case_params())
@@ -124,21 +116,6 @@ def test_how_tokens_came_to_be_read_does_not_matter_to_the_last_bit(case: str) -
     assert same_reading(written.reading, read_after)
     assert torch.equal(next_log_probs(trained, written.reading), next_log_probs(trained, read_after))
     assert same_reading(at_once, read(trained, start(trained), [prompt])), "generation has changed its argument"
-
-
-def test_a_reading_can_be_read_on_in_several_ways() -> None:
-    trained = trained_model("infinite, sticky")
-    reading = read(trained, start(trained, 2), [prompts()[-1], prompts()[1]])
-    read(trained, reading, [prompts()[-1], prompts()[-1]])
-    anew_read = read(trained, start(trained, 2), [prompts()[-1], prompts()[1]])
-    assert same_reading(reading, anew_read), "reading on has changed what was read on from"
-    branches = select(reading, [0, 0, 1])
-    written = generate(trained, branches, num_tokens=NUM_TOKENS, sampling=SAMPLING, streams=[7, 8, 9])
-    assert not torch.equal(written.tokens[0], written.tokens[1])
-    for lane, stream_number in ((0, 7), (0, 8), (1, 9)):
-        alone = select(reading, [lane])
-        again = generate(trained, alone, num_tokens=NUM_TOKENS, sampling=SAMPLING, streams=[stream_number])
-        assert torch.equal(again.tokens[0], written.tokens[stream_number - 7])
 
 
 def test_a_token_costs_one_forward() -> None:
@@ -194,12 +171,60 @@ def test_tokens_without_text_are_written_only_to_stop() -> None:
     assert any(tokens[-1] == BOS for tokens in stopped.tokens)
 
 
-def test_what_cannot_be_read_is_refused() -> None:
-    trained = trained_model("none")
-    with refused(ValueError):
-        read(trained, start(trained, 2), [np.array([1])])
-    for ids in ([VOCAB], [-1]):
-        with refused(ValueError):
-            read(trained, start(trained), [np.array(ids)])
-    with pytest.raises((TypeError, ValueError)):
-        read(trained, start(trained), [np.array([[1]])])
+# Open segments have fewer than T rows where their memories take them.
+
+LONG = 3 * ROW_STEP
+
+
+def model_of(block: dict[str, Any]) -> MemoryLM:
+    return Subject(lambda _: block, Size(lanes=2, seg_len=LONG, segments=4, layers=3)).model().double().eval()
+
+
+def blocks() -> dict[str, dict[str, Any]]:
+    """The cases of the contract tests whose memories compute less than T rows, in the options that fit this segment."""
+    longest = {name: max(memory.min_seg_len for memory in memories_of(name)) for name in CASES}
+    return {name: fitted(CASES[name]) for name, length in longest.items() if length < SEG_LEN}
+
+
+def fitted(block: dict[str, Any]) -> dict[str, Any]:
+    if block["kind"] == PER_BLOCK:
+        return {name: part if name == "kind" else fitted(part) for name, part in block.items()}
+    small = memory_class(block["kind"]).small_options
+    return {**block, **dict(small(LONG).items() - small(SEG_LEN).items())}  # what depends on the length
+
+
+@pytest.mark.parametrize("case", case_params(blocks()))
+@torch.no_grad()
+def test_fewer_rows_give_the_same_outputs(case: str) -> None:
+    model = model_of(blocks()[case])
+    generator = torch.Generator().manual_seed(1)
+    state = model.init_state(torch.arange(2), "cpu", torch.float64)
+    for number in range(5):  # from empty memories to full ones
+        tokens = torch.randint(0, VOCAB, (2, LONG), generator=generator)
+        for longest in (2, ROW_STEP, ROW_STEP + 1):
+            valid_len = torch.tensor([longest, 1])
+            rows = num_rows(model, longest)
+            assert longest <= rows < LONG
+            whole = model.features(tokens, valid_len, state=state).hidden
+            short = model.features(tokens[:, :rows], valid_len, state=state).hidden
+            for lane, length in enumerate(valid_len.tolist()):
+                torch.testing.assert_close(short[lane, :length], whole[lane, :length], rtol=0, atol=1e-11)
+        state = model.features(tokens, torch.tensor([LONG, LONG if number else 0]), state=state).state
+
+
+def test_an_open_segment_has_as_many_rows_as_its_memory_takes() -> None:
+    """As many as one compressed row takes; a memory gets whole segments unless it says otherwise."""
+    rows = [
+        num_rows(model_of({"kind": "none"}), length) for length in (1, ROW_STEP, ROW_STEP + 1, 2 * ROW_STEP + 1, LONG)
+    ]
+    assert rows == [ROW_STEP, ROW_STEP, 2 * ROW_STEP, LONG, LONG]
+    compressive = {"kind": "compressive", "mem_len": LONG, "cmem_len": 4, "compression_rate": ROW_STEP + 1}
+    blocks: list[tuple[dict[str, Any], int]] = [
+        (compressive, 2 * ROW_STEP),
+        ({"kind": "transformer_xl", "mem_len": LONG}, ROW_STEP),
+        ({"kind": str(EXAMPLES / "averages.py:Averages")}, LONG),
+        (CASES["infinite"], LONG),
+        ({"kind": "rmt", "num_tokens": 2}, ROW_STEP),
+        ({"kind": "rmt", "num_tokens": 3}, LONG),
+    ]
+    assert [num_rows(model_of(block), 1) for block, _ in blocks] == [expected for _, expected in blocks]

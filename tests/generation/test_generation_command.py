@@ -18,12 +18,12 @@ from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.source import SourceDocument
 from dist_mem.evaluation.trained_model import load_model
-from dist_mem.generation.continue_prompts import read_prompt
 from dist_mem.generation.generate import Sampling, generate
 from dist_mem.generation.reading import read, start
 from dist_mem.runtime.terminal import printable
 from tests.support.jobs import build_books, train_here, write_config
 from tests.support.limits import limit
+from tests.support.messages import said
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -60,16 +60,16 @@ def ask(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int
 def test_text_is_that_of_the_python_api(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompt_file = folder / "prompt.txt"
     prompt_file.write_text(PROMPT * 9, encoding="utf-8")
-    code, out, err = ask(capsys, folder / "txl", "--prompt-file", prompt_file, "--tokens", "40", "--seed", "3")
+    options = ["--tokens", "40", "--seed"]
+    code, out, err = ask(capsys, folder / "txl", "--prompt-file", prompt_file, *options, "3")
     trained = load_model(folder / "txl")
     tokens = trained.tokenizer.encode(PROMPT * 9)
-    sampling = Sampling(top_p=0.95, seed=3)
     reading = read(trained, start(trained), [tokens])
-    written = generate(trained, reading, num_tokens=40, sampling=sampling).tokens[0]
+    written = generate(trained, reading, num_tokens=40, sampling=Sampling(top_p=0.95, seed=3)).tokens[0]
     assert code == 0 and out == printable(trained.tokenizer.decode(written)) + "\n"
     assert f"prompt of {len(tokens)} tokens" in err and "40 tokens, " in err
-    assert ask(capsys, folder / "txl", "--prompt", PROMPT * 9, "--tokens", "40", "--seed", "3")[1] == out
-    assert ask(capsys, folder / "txl", "--prompt", PROMPT * 9, "--tokens", "40", "--seed", "4")[1] != out
+    assert ask(capsys, folder / "txl", "--prompt", PROMPT * 9, *options, "3")[1] == out
+    assert ask(capsys, folder / "txl", "--prompt", PROMPT * 9, *options, "4")[1] != out
 
 
 def test_samples_are_apart_and_the_first_is_that_of_one_alone(
@@ -85,71 +85,64 @@ def test_samples_are_apart_and_the_first_is_that_of_one_alone(
 
 
 def test_runs_are_compared_on_the_same_prompt(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [folder / "none", folder / "txl"]
+    runs, asked = [folder / "none", folder / "txl"], ["--prompt", PROMPT, "--tokens", "30", "--top-k", "20"]
     for name in ("study.json", "study.md"):
-        code, out, err = ask(
-            capsys, "--compare", *runs, "--prompt", PROMPT, "--tokens", "30", "--top-k", "20", "--out", tmp_path / name
-        )
+        code, out, err = ask(capsys, "--compare", *runs, *asked, "--out", tmp_path / name)
         assert code == 0
     study = json.loads((tmp_path / "study.json").read_text(encoding="utf-8"))
-    assert [entry["run"] for entry in study["continuations"]] == list(map(str, runs))
-    assert [entry["memory"] for entry in study["continuations"]] == ["none", "transformer_xl"]
-    assert [entry["mem_len"] for entry in study["continuations"]] == [0, 24]
+    entries = study["continuations"]
+    expected = [(str(runs[0]), "none", 0), (str(runs[1]), "transformer_xl", 24)]
+    assert [(entry["run"], entry["memory"], entry["mem_len"]) for entry in entries] == expected
     assert study["sampling"] == {"temperature": 1.0, "top_k": 20, "top_p": 0.95, "seed": 0}
     assert study["prompt"] == {"characters": len(PROMPT), "end": PROMPT}
     page = (tmp_path / "study.md").read_text(encoding="utf-8")
-    for entry in study["continuations"]:
-        alone = ask(capsys, entry["run"], "--prompt", PROMPT, "--tokens", "30", "--top-k", "20")[1]
-        assert alone == printable(entry["texts"][0]) + "\n"
+    for entry in entries:
+        assert ask(capsys, entry["run"], *asked)[1] == printable(entry["texts"][0]) + "\n"
         assert entry["texts"][0] in page and f"| {entry['run']} |" in page and entry["run"] in out
         assert {"rep-1", "rep-4", "distinct-1", "distinct-4"} < entry.keys()
     assert re.search(r"^run +rep-1 +rep-2 .* distinct-4$", err, re.MULTILINE)
 
 
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "dist_mem", "generate", *map(str, arguments)]
+
+
 def test_what_cannot_be_done_is_said_in_one_line(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "latin1.txt").write_bytes("caf\u00e9".encode("latin-1"))
-    run = folder / "txl"
+    latin1 = tmp_path / "latin1.txt"
+    latin1.write_bytes("caf\u00e9".encode("latin-1"))
+    run, prompt = folder / "txl", ["--prompt", "a"]
     cases: list[tuple[list[str | Path], str]] = [
-        ([run, "--prompt-file", tmp_path / "absent.txt"], "absent.txt: No such file"),
-        ([run, "--prompt-file", tmp_path / "latin1.txt"], "latin1.txt: byte 3 is not UTF-8"),
-        ([folder / "words", "--prompt", "alpha delta"], "the word 'delta' is not in the vocabulary"),
-        ([run, "--prompt", "a", "--temperature", "-1"], "--temperature is -1.0, but must be 0"),
-        ([run, "--prompt", "a", "--top-p", "0"], "--top-p is 0.0, but must be greater than 0"),
-        ([run, "--prompt", "a", "--top-p", "1.5"], "--top-p is 1.5"),
-        ([run, "model.d_model=8", "--prompt", "a"], "model.d_model: is fixed by the checkpoint"),
-        ([tmp_path / "no_run", "--prompt", "a"], "no checkpoint"),
-        ([run], "give --prompt TEXT, --prompt-file FILE or --memory FILE"),
-        (["--prompt", "a"], "0 runs are given"),
-        ([run, "--prompt", "a", "--out", tmp_path / "latin1.txt" / "a.json"], "latin1.txt"),
-        (["--compare", run, "--prompt", "a"], "--compare takes two runs or more"),
+        ([run, "--prompt-file", latin1], "latin1.txt"),
+        ([folder / "words", "--prompt", "alpha delta"], "'delta'"),
+        ([run, *prompt, "--temperature", "-1"], "--temperature"),
+        ([run, *prompt, "--top-p", "0"], "--top-p"),
+        ([run, "model.d_model=8", *prompt], "model.d_model"),
+        ([run], "--prompt"),
+        (prompt, "0 runs"),
+        ([run, *prompt, "--out", latin1 / "a.json"], "latin1.txt"),
+        (["--compare", run, *prompt], "--compare"),
     ]
-    for arguments, message in cases:
+    for arguments, named in cases:
         code, out, err = ask(capsys, *arguments)
-        assert (code, out) == (2, "") and message in err, (arguments, err)
-    for wrong in (
-        [str(run), "--prompt", "a", "--prompt-file", "b"],
-        [str(run), "--prompt", "a", "--tokens", "0"],
-        [str(run), "--prompt", "a", "--top-k", "0"],
-    ):
+        assert (code, out) == (2, "")
+        said(err, named)
+    for wrong in ([*prompt, "--prompt-file", "b"], [*prompt, "--tokens", "0"], [*prompt, "--top-k", "0"]):
         with pytest.raises(SystemExit):
-            main(["generate", *wrong])
+            main(["generate", str(run), *wrong])
 
 
 @pytest.mark.parametrize("options", [["--tokens", "1000000"], ["--tokens", "40", "--samples", "2"]])
-def test_a_reader_that_has_enough_ends_it_quietly(folder: Path, tmp_path: Path, options: list[str]) -> None:
+def test_a_reader_that_has_enough_ends_it_quietly(
+    folder: Path, tmp_path: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     out = tmp_path / "so_far.json"
-    arguments = ["generate", folder / "txl", "--prompt", PROMPT, "--temperature", "2", "--out", out, *options]
+    arguments = command(folder / "txl", "--prompt", PROMPT, "--temperature", "2", "--out", out, *options)
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(
-        [sys.executable, "-m", "dist_mem", *map(str, arguments)],
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        timeout=limit(120),
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = subprocess.run(arguments, stdout=writer, stderr=subprocess.PIPE, timeout=limit(120))
     os.close(writer)
     assert done.returncode == 0, done.stderr
     assert b"error" not in done.stderr and b"Traceback" not in done.stderr
@@ -162,27 +155,18 @@ def test_a_long_print_for_a_reader_that_has_enough_ends_quietly() -> None:
     assert (done.stdout, done.stderr) == ("141\n", "")
 
 
-def test_a_prompt_is_read_as_the_texts_of_training_are(tmp_path: Path) -> None:
-    path = tmp_path / "windows.txt"
-    path.write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree\n")
-    assert read_prompt(None, path) == read_prompt("one\r\ntwo\rthree\n", None) == "one\ntwo\nthree\n"
-
-
 def test_words_are_written_as_words(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = ask(capsys, folder / "words", "--prompt", "alpha beta\n", "--tokens", "30", "--temperature", "2")
     assert code == 0 and set(out.split()) <= {"alpha", "beta", "gamma"} and len(out.split()) > 5
 
 
-def test_ctrl_c_ends_with_the_text_so_far(folder: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_with_the_text_so_far(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     out = tmp_path / "so_far.json"
-    arguments = ["generate", folder / "txl", "--prompt", PROMPT, "--tokens", "1000000", "--temperature", "0"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dist_mem", *map(str, [*arguments, "--out", out])],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        bufsize=0,  # what a buffer of ours held, `communicate` would not see
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    options = ["--tokens", "1000000", "--temperature", "0", "--out", out]
+    arguments = command(folder / "txl", "--prompt", PROMPT, *options)
+    # Without a buffer: what it held, `communicate` would not see.
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
     assert process.stdout is not None
     begin = process.stdout.read(1)  # text comes while it is written: the whole would take hours
     process.send_signal(signal.SIGINT)

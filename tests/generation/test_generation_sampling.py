@@ -12,41 +12,13 @@ from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.generation.generate import Sampling, choose, kept_probabilities
 from dist_mem.generation.text import TextWriter, distinct, measure, rep
 from dist_mem.runtime.terminal import printable
+from tests.support.messages import refused
 
 DRAWS = 20_000
 
 
 def rows(*probabilities: float, count: int = 1) -> Tensor:
     return torch.tensor(probabilities, dtype=torch.float64).log().expand(count, -1)
-
-
-def kept(*probabilities: float, **options: float) -> list[float]:
-    return kept_probabilities(rows(*probabilities), Sampling(**options))[0].tolist()  # type: ignore[arg-type]
-
-
-def test_nucleus_keeps_the_first_token_that_reaches_p_and_nothing_after_it() -> None:
-    dyadic = (0.125, 0.5, 0.25, 0.125)  # exact in binary, so that p can be met exactly
-    assert kept(*dyadic, top_p=0.5) == [0, 1, 0, 0]
-    assert kept(*dyadic, top_p=0.51) == pytest.approx([0, 2 / 3, 1 / 3, 0])
-    assert kept(*dyadic, top_p=0.8) == pytest.approx([1 / 7, 4 / 7, 2 / 7, 0])
-    assert kept(*dyadic, top_p=1e-9) == [0, 1, 0, 0]
-    assert kept(*dyadic, top_p=1.0) == pytest.approx(list(dyadic))
-
-
-def test_top_k_keeps_k_tokens_and_the_nucleus_is_of_what_it_left() -> None:
-    skewed = (0.4, 0.3, 0.2, 0.1)
-    assert kept(*skewed, top_k=2) == pytest.approx([4 / 7, 3 / 7, 0, 0])
-    assert kept(*skewed, top_k=9) == pytest.approx(list(skewed))
-    assert kept(0.25, 0.25, 0.25, 0.25, top_k=2) == pytest.approx([0.5, 0.5, 0, 0])
-    assert kept(*skewed, top_k=2, top_p=0.55) == [1, 0, 0, 0]  # 0.4 of 0.7 is 0.57
-    assert kept(*skewed, top_p=0.55) == pytest.approx([4 / 7, 3 / 7, 0, 0])
-
-
-def test_temperature_comes_first() -> None:
-    squared = [0.16 / 0.3, 0.09 / 0.3, 0.04 / 0.3, 0.01 / 0.3]
-    assert kept(0.4, 0.3, 0.2, 0.1, temperature=0.5) == pytest.approx(squared)
-    assert kept(0.4, 0.3, 0.2, 0.1, temperature=0.5, top_p=0.53) == [1, 0, 0, 0]  # without it: two tokens
-    assert kept(0.4, 0.3, 0.2, 0.1, temperature=1e-12) == [1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.8}, {"top_k": 3, "temperature": 0.7}])
@@ -90,7 +62,7 @@ def test_settings_without_meaning_are_refused() -> None:
     }
     for name, values in bad.items():
         for value in values:
-            with pytest.raises(ValueError, match=f"{name} is "):
+            with refused(ValueError, f"{name} is "):
                 Sampling(**{name: value})  # type: ignore[arg-type]
 
 
@@ -121,3 +93,33 @@ def test_repetition_by_hand() -> None:
     both = measure([text, "b b b", ""])
     assert both.rep[1] == pytest.approx((3 / 8 + 2 / 3) / 2)
     assert both.rep[4] == 0.0 and both.distinct[1] == pytest.approx(6 / 11)
+
+
+DYADIC = (0.125, 0.5, 0.25, 0.125)  # exact in binary, so that p can be met exactly
+
+
+SKEWED = (0.4, 0.3, 0.2, 0.1)
+
+
+KEPT: list[tuple[tuple[float, ...], dict[str, float], list[float]]] = [
+    (DYADIC, {"top_p": 0.5}, [0, 1, 0, 0]),  # the first token that reaches p, and nothing after it
+    (DYADIC, {"top_p": 0.51}, [0, 2 / 3, 1 / 3, 0]),
+    (DYADIC, {"top_p": 0.8}, [1 / 7, 4 / 7, 2 / 7, 0]),
+    (DYADIC, {"top_p": 1e-9}, [0, 1, 0, 0]),
+    (DYADIC, {"top_p": 1.0}, list(DYADIC)),
+    (SKEWED, {"top_k": 2}, [4 / 7, 3 / 7, 0, 0]),
+    (SKEWED, {"top_k": 9}, list(SKEWED)),
+    ((0.25,) * 4, {"top_k": 2}, [0.5, 0.5, 0, 0]),
+    (SKEWED, {"top_k": 2, "top_p": 0.55}, [1, 0, 0, 0]),  # the nucleus is of what top_k left: 0.4 of 0.7 is 0.57
+    (SKEWED, {"top_p": 0.55}, [4 / 7, 3 / 7, 0, 0]),
+    (SKEWED, {"temperature": 0.5}, [0.16 / 0.3, 0.09 / 0.3, 0.04 / 0.3, 0.01 / 0.3]),
+    (SKEWED, {"temperature": 0.5, "top_p": 0.53}, [1, 0, 0, 0]),  # temperature comes first: without it, two tokens
+    (SKEWED, {"temperature": 1e-12}, [1, 0, 0, 0]),
+]
+
+
+def test_temperature_top_k_and_nucleus_keep_what_they_say_in_this_order() -> None:
+    for probabilities, options, expected in KEPT:
+        found = kept_probabilities(rows(*probabilities), Sampling(**options))[0]  # type: ignore[arg-type]
+        assert found.tolist() == pytest.approx(expected)
+        assert ((found == 0) == (torch.tensor(expected) == 0)).all()

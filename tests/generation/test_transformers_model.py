@@ -151,9 +151,8 @@ def test_prompts_of_several_lengths_are_continued_as_each_alone_with_its_memory(
     assert widths == [len(long)] + [1] * (2 * SEG_LEN - 1)
     for lane, prompt in enumerate([long, short]):
         new = together.sequences[lane, len(long) :]
-        assert torch.equal(
-            model.generate(prompt[None], max_new_tokens=2 * SEG_LEN, **GREEDY).sequences[0, len(prompt) :], new
-        )
+        alone = model.generate(prompt[None], max_new_tokens=2 * SEG_LEN, **GREEDY).sequences
+        assert torch.equal(alone[0, len(prompt) :], new)
         with torch.no_grad():
             again = model(torch.cat([prompt, new])[None]).logits[0, len(prompt) - 1 : -1]
         torch.testing.assert_close(torch.stack(together.logits)[:, lane], again, **CLOSE)
@@ -233,28 +232,22 @@ def test_the_loss_of_a_batch_is_that_of_its_texts(exported: Callable[..., Path],
         assert torch.equal(part.logits, together.logits[:, columns])
         newest = model(**scored(rows, side), logits_to_keep=5)
         assert torch.equal(newest.logits, together.logits[:, -5:])
-        assert not newest.loss.equal(together.loss) and newest.loss.equal(
-            model(**scored(rows, side), logits_to_keep=torch.arange(-5, 0)).loss
-        )
+        same = model(**scored(rows, side), logits_to_keep=torch.arange(-5, 0))
+        assert newest.loss.equal(same.loss) and not newest.loss.equal(together.loss)
 
 
 NEUTRAL: dict[str, Any] = {
     **{"trust_remote_code": True, "revision": "main", "cache_dir": "cache", "device_map": "cpu", "torch_dtype": "auto"},
     **{"local_files_only": True, "low_cpu_mem_usage": True, "use_safetensors": True, "quantization_config": None},
 }
-ASKED: list[tuple[dict[str, Any], str]] = [
-    ({"device_map": "auto"}, r"device_map \('auto'\): it is loaded on the CPU; then call \.to\(DEVICE\)"),
-    ({"revision": "v2"}, "a folder has one revision"),
-    ({"load_in_8bit": True}, "weights are float32 or bfloat16"),
-    ({"use_safetensors": False}, "nothing loads a pickle"),
-    ({"dtpye": "bfloat16"}, r"takes no dtpye \('bfloat16'\): omit it"),
-]
-READ: list[tuple[dict[str, Any], str]] = [
-    ({"output_hidden_states": True}, "model.trained.model.features"),
-    ({"output_attentions": True}, "inspect"),
-    ({"inputs_embeds": torch.zeros(1, 1, 8)}, "token ids"),
-    ({"position_ids": torch.zeros(1, 1)}, "attention_mask"),
-]
+ASKED = {
+    **{"device_map": "auto", "revision": "v2", "load_in_8bit": True},
+    **{"use_safetensors": False, "dtpye": "bfloat16"},
+}
+READ = {
+    **{"output_hidden_states": True, "output_attentions": True},
+    **{"inputs_embeds": torch.zeros(1, 1, 8), "position_ids": torch.zeros(1, 1)},
+}
 
 
 def test_options_that_ask_for_nothing_are_accepted_and_others_refused_with_a_reason(
@@ -264,14 +257,14 @@ def test_options_that_ask_for_nothing_are_accepted_and_others_refused_with_a_rea
     model = opened(folder)
     assert type(model).from_pretrained(folder, **NEUTRAL).dtype == torch.float32
     assert type(model).from_pretrained(folder, torch_dtype=torch.bfloat16).dtype == torch.bfloat16
-    for options, reason in ASKED:
-        with pytest.raises(ValueError, match=reason):
-            type(model).from_pretrained(folder, **options)
+    for option, value in ASKED.items():
+        with refused(ValueError, option):
+            type(model).from_pretrained(folder, **{option: value})
     ids = random_ids(1, 1)
     model(ids, output_hidden_states=False, return_dict=True, output_attentions=None)
-    for options, reason in READ:
-        with pytest.raises(ValueError, match=reason):
-            model(ids, **options)
+    for option, value in READ.items():
+        with refused(ValueError, option):
+            model(ids, **{option: value})
     model.config.output_hidden_states = True
     with refused(ValueError, "output_hidden_states"):
         model(ids)
@@ -294,10 +287,7 @@ def test_a_folder_for_transformers_is_an_export_of_the_same_weights(
     ours, theirs = load_model(tmp_path / "ours"), load_model(folder)
     for (name, mine), other in zip(ours.model.state_dict().items(), theirs.model.state_dict().values(), strict=True):
         assert torch.equal(mine, other), name
-    scores = [score(trained, "It was the best of times.") for trained in (ours, theirs)]
-    assert torch.equal(scores[0].nll, scores[1].nll)
-    states = [named_tensors(score.reading.state) for score in scores]
-    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+    assert torch.equal(*(score(trained, "It was the best of times.").nll for trained in (ours, theirs)))
 
 
 def test_the_card_and_the_tokenizer_of_a_folder(exported: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,13 +325,11 @@ def test_a_tokenizer_without_a_fast_form_is_refused_and_nothing_is_written(
 ) -> None:
     (tmp_path / "book.txt").write_text(f"{TEXT}\n" * 9, encoding="utf-8")
     documents = [SourceDocument(id="1", title="t", source=tmp_path / "book.txt")]
-    tokenizer = train_pieces(
-        ["It was the best of times, it was the worst of times."], vocab_size=280, model_type="unigram"
-    )
+    tokenizer = train_pieces([TEXT], vocab_size=280, model_type="unigram")
     build_dataset({"train": documents}, tmp_path / "data", name="x", tokenizer=tokenizer)
     config = write_config(tmp_path / "run.yaml", tmp_path / "data", tmp_path / "run")
     assert main(["export", str(config), "--out", str(tmp_path / "model"), "--format", "transformers"]) == 2
-    assert "not BPE gives other ids as a fast tokenizer: leave --format out" in capfd.readouterr().err
+    assert "leave --format out" in capfd.readouterr().err
     assert not (tmp_path / "model").exists()
 
 

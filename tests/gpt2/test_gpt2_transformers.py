@@ -19,7 +19,7 @@ from dist_mem.evaluation.export import run as export
 from dist_mem.evaluation.trained_model import load_model
 from dist_mem.generation.text_scores import score
 from tests.support.gpt2_models import LTM, SIZES
-from tests.support.jobs import write_config
+from tests.support.jobs import difference, write_config
 from tests.support.messages import refused
 
 transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -63,52 +63,37 @@ def test_losses_are_ours(folders: tuple[Path, Path], opened: Any) -> None:
     expected = score(trained, TEXT).nll
     ids = ids_of(folders[1], TEXT)
     assert ids.shape[1] == len(expected) + 1 > 5 * SEG_LEN
-    targets = ids[:, 1:, None]
+    cache, parts = None, []
     with torch.no_grad():
         whole = opened(ids).logits
-        cache, parts = None, []
         for part in ids.split([1, 30, 7, 50, ids.shape[1] - 88], dim=1):
             output = opened(part, past_key_values=cache)
             cache = output.past_key_values
             parts.append(output.logits)
     for logits in (whole, torch.cat(parts, dim=1)):
-        found = -logits[:, :-1].gather(2, targets)[0, :, 0]
+        found = -logits[:, :-1].gather(2, ids[:, 1:, None])[0, :, 0]
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_generate_carries_the_memory(folders: tuple[Path, Path], opened: Any) -> None:
-    """Figures of every drawn token are those of a text read anew, and depend on what is far behind; prompts go once."""
+    """Figures of every drawn token are those of a text read anew, and depend on what is far behind."""
     ids = ids_of(folders[1], TEXT)
-    forwards: list[int] = []
-    hook = opened.register_forward_pre_hook(
-        lambda _, __, given: forwards.append(given["input_ids"].shape[1]), with_kwargs=True
-    )
     torch.manual_seed(0)
-    drawn = opened.generate(
-        ids.repeat(2, 1),
-        max_new_tokens=3 * SEG_LEN,
-        do_sample=True,
-        eos_token_id=None,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    hook.remove()
-    assert forwards == [ids.shape[1]] + [1] * (3 * SEG_LEN - 1)
+    options = {"do_sample": True, "eos_token_id": None, "output_logits": True, "return_dict_in_generate": True}
+    drawn = opened.generate(ids.repeat(2, 1), max_new_tokens=3 * SEG_LEN, **options)
     texts = drawn.sequences
     assert not torch.equal(texts[0], texts[1])
     with torch.no_grad():
-        again = opened(texts).logits[:, ids.shape[1] - 1 : -1]
+        again = opened(texts).logits
         near = opened(texts[:, -SEG_LEN:]).logits[:, -1]
-        far = opened(texts).logits[:, -1]
-    torch.testing.assert_close(torch.stack(drawn.logits, dim=1), again, rtol=0, atol=1e-5)
-    assert (near - far).abs().max() > 1e-3
+    torch.testing.assert_close(torch.stack(drawn.logits, dim=1), again[:, ids.shape[1] - 1 : -1], rtol=0, atol=1e-5)
+    assert (near - again[:, -1]).abs().max() > 1e-3
 
 
 def test_both_folders_have_the_same_weights(folders: tuple[Path, Path]) -> None:
     """Hugging Face's names and layout are exact in both directions."""
-    ours, theirs = (load_model(folder).model.state_dict() for folder in folders)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    ours, theirs = (dict(load_model(folder).model.state_dict()) for folder in folders)
+    assert difference(ours, theirs) is None
 
 
 @pytest.mark.parametrize("below", [False, True])

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dist_mem.config import Config
-from dist_mem.errors import EXIT_USAGE, UnusableError
+from dist_mem.errors import UnusableError
 from dist_mem.hf.folder import load_pretrained, read_published_config
 from dist_mem.hf.names import LAYOUTS
 from tests.support.gpt2_models import VOCAB, build, gpt2_config, save_random_gpt2
@@ -59,7 +59,7 @@ def test_values_of_every_type_are_read_or_refused_by_key(published: Published) -
     without = {name: value for name, value in published.content.items() if name != "vocab_size"}
     for content, reason in ((without, "vocab_size"), (WRONG, "an object"), ("x", "an object"), (None, "an object")):
         published.rewrite("config.json", content)
-        with pytest.raises(UnusableError, match=reason):
+        with refused(UnusableError, reason):
             published.load()
     path.write_text("[" * 10**5, encoding="utf-8")
     with refused(UnusableError, "config.json"):
@@ -75,26 +75,24 @@ def test_names_in_an_index_are_files_of_the_folder(published: Published) -> None
     outside = [str(published.folder.parent / "outside.safetensors"), "../outside.safetensors", "a/../../x", ".x", ""]
     for name in [*outside, *(value for value in WRONG if value != "x")]:
         published.rewrite(index, {"weight_map": {next(iter(tensors)): name, "more": "model-1.safetensors"}})
-        with pytest.raises(UnusableError, match=rf"{index} is damaged \(weight_map.* but must be one plain name"):
+        with refused(UnusableError, index, "weight_map"):
             published.load()
     for content in (*WRONG, {"weight_map": 1}, {"weight_map": ["x"]}):
         published.rewrite(index, content)
-        with pytest.raises(UnusableError, match=index):
+        with refused(UnusableError, index):
             published.load()
     published.rewrite(index, {"weight_map": dict.fromkeys(tensors, "model-1.safetensors")})
     published.load()
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn])
-def test_weights_that_are_no_floating_point_numbers_are_refused(published: Published, dtype: torch.dtype) -> None:
+def test_weights_that_are_no_floating_point_numbers_are_refused(published: Published) -> None:
     """Copying converts them without a word: integers are quantised weights without their scales."""
     path = published.folder / "model.safetensors"
     tensors = load_file(path)
     name = next(iter(tensors))
-    save_file({**tensors, name: tensors[name].to(dtype)}, path)
-    message = rf"{name} is {str(dtype).removeprefix('torch.')}, but weights must be"
-    with pytest.raises(UnusableError, match=message) as raised:
-        published.load()
-    assert raised.value.exit_code == EXIT_USAGE
+    for dtype in (torch.int64, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn):
+        save_file({**tensors, name: tensors[name].to(dtype)}, path)
+        with refused(UnusableError, name, str(dtype).removeprefix("torch.")):
+            published.load()
     save_file({key: tensor.to(torch.float16) for key, tensor in tensors.items()}, path)
     published.load()

@@ -14,15 +14,11 @@ from dist_mem.config import Config, ConfigError, DataConfig, ModelConfig, TokenT
 from dist_mem.contract.check_memory import RULES, Rule
 from dist_mem.contract.subject import VOCAB as SMALL_VOCAB
 from dist_mem.contract.subject import Size, Subject
-from dist_mem.data.tokenizers.words import WordTokenizer
-from dist_mem.evaluation.trained_model import TrainedModel
-from dist_mem.generation.generate import stream
-from dist_mem.generation.reading import next_log_probs, read, start
 from dist_mem.hf.folder import load_pretrained
 from dist_mem.memory import memory_options
 from dist_mem.model import MemoryLM
 from dist_mem.nn.token_types import TokenTypes
-from tests.generation.test_generation import NUM_TOKENS, PROMPT_LENS, SAMPLING, anew, prompts
+from tests.generation.test_generation import check_reads_as_anew, trained_model
 from tests.support.gpt2_models import LTM, SEG_LEN, VOCAB, build, gpt2_config, save_random_gpt2
 from tests.support.messages import refused
 from tests.support.paths import ROOT
@@ -104,37 +100,19 @@ def test_the_contract_holds_with_types(rule: Rule, cut: str) -> None:
 
 def test_generation_equals_reading_the_document_anew() -> None:
     subject = TypedSubject(lambda _: LTM, Size(lanes=4, seg_len=4, segments=4, layers=2))
-    tokenizer, checkpoint = WordTokenizer([f"w{number}" for number in range(SMALL_VOCAB - 1)]), None
-    config, model = Config(train=TrainConfig(seg_len=4)), subject.model().double().eval()
-    trained = TrainedModel(model, tokenizer, config, checkpoint, torch.device("cpu"), torch.float64)  # type: ignore[arg-type]
-    reading = read(trained, start(trained, len(PROMPT_LENS)), prompts())
-    log_probs, tokens = [next_log_probs(trained, reading)], []
-    for step in stream(trained, reading, num_tokens=NUM_TOKENS, sampling=SAMPLING):
-        tokens.append(step.tokens)
-        log_probs.append(next_log_probs(trained, step.reading))
-    for lane, prompt in enumerate(prompts()):
-        inputs = torch.cat([torch.tensor([tokenizer.bos_id]), prompt, torch.stack(tokens)[:, lane]])
-        reference = anew(trained, inputs, first=1 + len(prompt))
-        torch.testing.assert_close(torch.stack(log_probs)[:, lane], reference, rtol=0, atol=1e-10)
+    check_reads_as_anew(trained_model("none")._replace(model=subject.model().double().eval()))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["model.kind=transformer"], "model.token_types: needs model.kind=gpt2"),
-        (["model.token_types=[{id: 3, after: [1]}]"], "model.token_types[0].after: is [1], but must be empty"),
-        (["model.token_types=[{id: 3}, {id: 4}]"], "model.token_types[1].after: is [], but must list the tokens"),
-        (["model.token_types=[{id: -3}]"], "model.token_types[0].id: is -3, but must be at least 0"),
-    ],
-)
-def test_wrong_types_are_refused_by_name(overrides: list[str], message: str) -> None:
+def test_wrong_types_are_refused_by_name() -> None:
     given = ["train.steps=1", "model.kind=gpt2", "model.token_types=[{id: 3}]", "memory.kind=causal"]
-    with pytest.raises(ConfigError) as caught:
-        load_config([*given, *overrides])
-    assert message in str(caught.value)
-
-
-def test_a_token_beyond_the_vocabulary_is_refused() -> None:
+    for override, key in (
+        ("model.kind=transformer", "model.token_types"),
+        ("model.token_types=[{id: 3, after: [1]}]", "model.token_types[0].after"),
+        ("model.token_types=[{id: 3}, {id: 4}]", "model.token_types[1].after"),
+        ("model.token_types=[{id: -3}]", "model.token_types[0].id"),
+    ):
+        with refused(ConfigError, key):
+            load_config([*given, override])
     with refused(ValueError, "model.token_types"):
         TokenTypes(configured(), 9)
 
@@ -144,9 +122,7 @@ def test_the_dialogue_model_of_the_released_code_loads_and_reads_speakers() -> N
     config = load_config([str(ROOT / "configs" / name) for name in names], memory_options=memory_options)
     assert (config.data.cut, config.memory.store, config.memory.over.kind) == ("end", "normed", "causal")
     types = TokenTypes(config.model.token_types, 50_257)
-    letters = {
-        letter: ord(letter) - ord("!") for letter in "ABD:"
-    }  # the first ids of GPT-2's vocabulary are in this order
+    letters = {letter: ord(letter) - ord("!") for letter in "ABD:"}  # as the first ids of GPT-2's vocabulary
     text = [50_256, letters["D"], 198, letters["A"], letters[":"], 5, letters["B"], letters[":"], 7]
     ids: Tensor = types(torch.tensor([text]), torch.tensor([len(text)]), types.init_state(1, "cpu")).ids
     document, first, second = (letters[letter] for letter in "DAB")

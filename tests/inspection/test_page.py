@@ -19,6 +19,7 @@ from dist_mem.inspection.page.columns import numbers
 from dist_mem.inspection.page.markup import element
 from tests.evaluation.test_protocol import MEMORIES, asked, make_run
 from tests.evaluation.test_without_memory import emptied
+from tests.support.messages import said
 from tests.support.tracked import config_for, job
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -71,10 +72,15 @@ def book_of(page: str) -> Any:
 
 @pytest.fixture
 def run_dir(library: Path, tmp_path: Path) -> Path:
-    """A run with a memory, whose config.yaml lies where a training leaves it."""
-    folder, _ = make_run(tmp_path, library, MEMORIES["transformer_xl"])
-    (folder / "config.yaml").write_text(next(folder.glob("checkpoints/*/config.yaml")).read_text())
-    return folder
+    return open_run(tmp_path, library, MEMORIES["transformer_xl"])
+
+
+def page_of(run: Path, *arguments: object) -> str:
+    """The page of a run, well formed."""
+    assert report(run, *arguments) == EXIT_DONE
+    page = (run / "report.html").read_text(encoding="utf-8")
+    checked(page)
+    return page
 
 
 def report(*arguments: object) -> int:
@@ -90,10 +96,7 @@ def test_a_page_is_well_formed_and_begins_with_a_summary_of_the_newest_evaluatio
         ("test-step-00000003-without-memory", without),
     ):
         write_report(scored, run_dir / "evaluations", name, metadata={})
-    assert report(run_dir, *BOOK) == EXIT_DONE
-    page = (run_dir / "report.html").read_text(encoding="utf-8")
-    checked(page)
-    summary = page.partition('id="summary"')[2].partition("</section>")[0]
+    summary = page_of(run_dir, *BOOK).partition('id="summary"')[2].partition("</section>")[0]
     (row,) = re.findall(r"<tr>(.*?)</tr>", summary.partition("<tbody>")[2])
     gain = (without.nll - with_memory.nll) / with_memory.num_scored
     shown = [f"{with_memory.word_perplexity:.4g}", f"{with_memory.bits_per_byte:.4f}"]
@@ -101,23 +104,12 @@ def test_a_page_is_well_formed_and_begins_with_a_summary_of_the_newest_evaluatio
     assert re.findall(r">([^<>]*)</td>", row) == ["run", "test", "3", *shown]
 
 
-def test_the_page_of_a_run_without_evaluations_says_so(run_dir: Path, tmp_path: Path) -> None:
-    assert report(run_dir, *BOOK, "-o", tmp_path / "page.html") == EXIT_DONE
-    page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    checked(page)
-    assert "No evaluation yet" in page
-
-
 @pytest.mark.parametrize("memory", ["transformer_xl", "none", "infinite_over_compressive"])
 def test_the_totals_are_the_sum_of_the_gains_and_the_difference_of_the_evaluations(
     library: Path, tmp_path: Path, memory: str
 ) -> None:
-    folder, _ = make_run(tmp_path, library, MEMORIES[memory])
-    (folder / "config.yaml").write_text(next(folder.glob("checkpoints/*/config.yaml")).read_text())
-    assert report(folder, "--book", "doc0", "--split", "test") == EXIT_DONE
-    page = (folder / "report.html").read_text(encoding="utf-8")
-    checked(page)
-    stored = book_of(page)
+    folder = open_run(tmp_path, library, MEMORIES[memory])
+    stored = book_of(page_of(folder, "--book", "doc0", "--split", "test"))
     gains = numbers(stored["without"]).astype(float) - numbers(stored["nll"])
     scores = [{document.id: document.nll for document in found(folder).documents} for found in (emptied, asked)]
     total = stored["total"]
@@ -146,11 +138,10 @@ def test_a_token_has_one_number_in_the_terminal_the_file_and_the_page(
 def test_a_memory_that_cannot_forget_has_a_page_without_removals_that_says_why(
     library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, _ = make_run(tmp_path, library, {"kind": "infini"})
-    (folder / "config.yaml").write_text(next(folder.glob("checkpoints/*/config.yaml")).read_text())
-    assert report(folder, "--book", "doc4", "--split", "test") == EXIT_DONE
-    stored = book_of((folder / "report.html").read_text(encoding="utf-8"))
-    assert stored["removed"] is None
+    """And the page of a run without evaluations says that too."""
+    page = page_of(open_run(tmp_path, library, {"kind": "infini"}), "--book", "doc4", "--split", "test")
+    stored = book_of(page)
+    assert "No evaluation yet" in page and stored["removed"] is None
     assert stored["not_removed"].startswith("memory.kind is infini: Infini cannot forget a passage: its matrix")
     assert f"no removals of passages: {stored['not_removed']}" in capsys.readouterr().err
 
@@ -190,42 +181,32 @@ def test_no_text_is_taken_for_markup(run_dir: Path, tmp_path: Path) -> None:
 
 
 def test_a_second_run_reads_the_book_too(run_dir: Path, library: Path, tmp_path: Path) -> None:
-    other, _ = make_run(tmp_path / "none", library, MEMORIES["none"])
-    other = other.rename(tmp_path / "other")
-    (other / "config.yaml").write_text(next(other.glob("checkpoints/*/config.yaml")).read_text())
-    assert report(run_dir, other, "--book", "doc4", "--split", "test", "--no-removals") == EXIT_DONE
-    page = (run_dir / "report.html").read_text(encoding="utf-8")
-    checked(page)
-    stored = book_of(page)
+    other = open_run(tmp_path / "none", library, MEMORIES["none"]).rename(tmp_path / "other")
+    stored = book_of(page_of(run_dir, other, *BOOK))
     losses = {document.id: document.nll for document in asked(other).documents}
     assert stored["other"] == "other" and stored["removed"] is None
     assert numbers(stored["others"]).astype(float).sum() == pytest.approx(losses["doc4"], abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["runs/absent", "--book", "doc1"], "runs/absent"),
-        (["--book", "doc77", "--split", "test"], "has no such document; it has doc0, doc1"),
-        (["--text", "absent.txt"], "absent.txt"),
-        (["--text", "a.txt", "--split", "test"], "--split test: only with --book"),
-        (["model.d_model=8", "--book", "doc1"], "is fixed by the checkpoint"),
-    ],
-)
-def test_what_cannot_be_reported_is_said(
-    run_dir: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = [] if "runs/absent" in arguments else [run_dir]
-    assert report(*runs, *arguments) == EXIT_USAGE
-    assert message in capsys.readouterr().err
+def test_what_cannot_be_reported_is_said(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, named in (
+        (["--book", "doc77", "--split", "test"], "doc77"),
+        (["--text", "a.txt", "--split", "test"], "--split test"),
+        (["model.d_model=8", "--book", "doc1"], "model.d_model"),
+    ):
+        assert report(run_dir, *arguments) == EXIT_USAGE
+        said(capsys.readouterr().err, named)
+    with pytest.raises(SystemExit):
+        report(run_dir)
+    said(capsys.readouterr().err, "--book", "--text")
     assert not (run_dir / "report.html").exists()
 
 
-def test_a_page_is_that_of_a_book(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        report("runs/demo")
-    assert ended.value.code == EXIT_USAGE
-    assert "one of the arguments --book --text is required" in capsys.readouterr().err
+def open_run(folder: Path, library: Path, memory: dict[str, Any]) -> Path:
+    """A run whose config.yaml lies where a training leaves it."""
+    made, _ = make_run(folder, library, memory)
+    (made / "config.yaml").write_text(next(made.glob("checkpoints/*/config.yaml")).read_text())
+    return made
 
 
 def test_the_page_is_added_to_the_run_in_mlflow(

@@ -14,19 +14,18 @@ from dist_mem.inspection.walk import walk
 from dist_mem.memory.infinite import Infinite
 from dist_mem.memory.parts.basis import Geometry, evaluate_basis, fit_matrices
 from dist_mem.memory.parts.inspector import Inspector
-from dist_mem.memory.parts.signal_places import append, without_rows
+from dist_mem.memory.parts.signal_places import append, shares, without_rows
 from dist_mem.papers.regression_error import watched
 from tests.inspection.test_reading import KINDS, SEG_LEN, opened
 
 FINE: dict[str, Any] = {"num_basis": 64, "basis_widths": [0.02, 0.05], "num_samples": 64, "tau": 0.8, "ridge": 1e-4}
 
 
-@pytest.mark.parametrize(
-    "kind", ["infinite", "sticky", "gibbs", "infinite_over_transformer_xl", "infinite_over_compressive"]
-)
+@pytest.mark.parametrize("kind", ["infinite", "sticky", "gibbs", "infinite_over_lamemo", "infinite_over_compressive"])
 def test_places_are_those_that_the_regression_error_follows(
     library: Path, index: Index, tmp_path: Path, kind: str
 ) -> None:
+    """In order; and their shares of the signal sum to one."""
     trained, document = opened(library, index, tmp_path, kind)
     compared = 0
     with Inspector(trained.model.memories()) as inspector, watched(trained.model) as watches:
@@ -37,6 +36,9 @@ def test_places_are_those_that_the_regression_error_follows(
                     assert torch.equal(trace.places[0], watch.places)
                     compared += len(watch.places)
     assert compared
+    for trace in inspector.traces:
+        assert (trace.places[0].diff() >= 0).all()
+        assert float(shares(trace.places[0]).sum()) == pytest.approx(1.0, abs=1e-12)
 
 
 def test_the_signal_is_gone_where_it_is_forgotten_and_stays_elsewhere(

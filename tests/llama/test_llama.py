@@ -36,6 +36,7 @@ from tests.support.llama_models import (
     llama_subject,
     save_random_llama,
 )
+from tests.support.messages import refused
 
 TEXT = "It was the best of times, it was the worst of times."
 
@@ -60,65 +61,53 @@ def test_residual_weights_begin_smaller_and_norms_as_the_identity() -> None:
 
 
 def test_memories_with_positions_of_their_own_are_refused() -> None:
-    for memory, message in (
-        ({"kind": "lamemo"}, r"memory\.kind is lamemo.*set memory\.kind to transformer_xl"),
-        ({"kind": "memorizing"}, r"memory\.kind is memorizing.*set memory\.kind to transformer_xl"),
-        ({"kind": "infinite", "over": {"kind": "lamemo"}}, r"memory\.over\.kind is lamemo"),
-        ({"kind": "compressive", "positions": "alibi"}, r"memory\.positions is alibi.*to relative"),
+    for memory, key in (
+        ({"kind": "lamemo"}, "memory.kind"),
+        ({"kind": "memorizing"}, "memory.kind"),
+        ({"kind": "infinite", "over": {"kind": "lamemo"}}, "memory.over.kind"),
+        ({"kind": "compressive", "positions": "alibi"}, "memory.positions"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with refused(ValueError, key):
             build(llama_config(memory, train={"seg_len": 64}))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["model.kind=llama", "model.norm=post"], r"model\.norm: is 'post', but in a Llama it is 'pre'"),
-        (["model.kind=llama", "model.num_kv_heads=3"], r"model\.num_kv_heads: is 3, but model\.num_heads = 4"),
-        (["model.kind=llama", "model.d_head=5"], r"model\.d_head: is 5, but rotary positions turn pairs"),
-        (["model.kind=llama", "train.seg_len=2048"], r"train\.seg_len: is 2048, more than model\.num_positions = 1024"),
-        (["model.rope_theta=5e5"], r"model\.rope_theta: is 500000\.0, which needs model\.kind=llama"),
-    ],
-)
-def test_configuration_errors_name_the_key(overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config(["train.steps=1", *overrides], memory_options=memory_options)
+def test_configuration_errors_name_the_key() -> None:
+    for override in ("model.norm=post", "model.num_kv_heads=3", "model.d_head=5", "train.seg_len=2048"):
+        with refused(ConfigError, override.partition("=")[0]):
+            load_config(["train.steps=1", "model.kind=llama", override], memory_options=memory_options)
+    with refused(ConfigError, "model.rope_theta", "model.kind"):
+        load_config(["train.steps=1", "model.rope_theta=5e5"], memory_options=memory_options)
 
 
-def test_folders_of_another_computation_are_refused_by_key(tmp_path: Path) -> None:
+def test_folders_of_another_computation_or_without_a_shard_are_refused_by_name(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
-    save_random_llama(tmp_path)
+    save_random_llama(tmp_path, shard="10KB")
     config = llama_config(model={"pretrained": str(tmp_path)})
     published = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     theta, model = published["rope_parameters"], build(config)
     changes: list[tuple[dict[str, Any], str]] = [
-        ({"hidden_act": "gelu"}, "has hidden_act 'gelu'.*must be silu"),
-        ({"attention_bias": True}, "has attention_bias True"),
-        ({"model_type": "mistral"}, "has model_type 'mistral'.*must be llama or qwen2"),
-        ({"rope_parameters": {**theta, "rope_type": "llama3", "factor": 8.0}}, "has rope_parameters 'llama3'"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "has rope_scaling 'linear'"),
-        ({"layer_types": ["sliding_attention"]}, "has layer_types"),
-        ({"quantization_config": {"bits": 4}}, "has quantization_config"),
-        ({"rope_parameters": {**theta, "rope_theta": 5e5}}, r"set model\.rope_theta=500000\.0"),
-        ({"rope_parameters": None, "rope_theta": 5e5}, r"set model\.rope_theta=500000\.0"),
-        ({"rms_norm_eps": 1e-5, "num_key_value_heads": 4}, r"set model\.num_kv_heads=4 model\.norm_eps=1e-05"),
-        ({"tie_word_embeddings": True}, r"model\.tie_embeddings is false, but not in .*=true"),
-        ({"model_type": "qwen2"}, r"set model\.qkv_bias=true"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"model_type": "mistral"}, "model_type"),
+        ({"rope_parameters": {**theta, "rope_type": "llama3", "factor": 8.0}}, "rope_parameters"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_scaling"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_parameters": {**theta, "rope_theta": 5e5}}, "model.rope_theta=500000.0"),
+        ({"rope_parameters": None, "rope_theta": 5e5}, "model.rope_theta=500000.0"),
+        ({"rms_norm_eps": 1e-5, "num_key_value_heads": 4}, "model.num_kv_heads=4 model.norm_eps=1e-05"),
+        ({"tie_word_embeddings": True}, "model.tie_embeddings"),
+        ({"model_type": "qwen2"}, "model.qkv_bias=true"),
     ]
-    for change, message in changes:
+    for change, named in changes:
         (tmp_path / "config.json").write_text(json.dumps({**published, **change}), encoding="utf-8")
-        with pytest.raises(UnusableError, match=message):
+        with refused(UnusableError, named):
             load_pretrained(model, config, VOCAB)
-
-
-def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    save_random_llama(tmp_path, shard="10KB")
-    config = llama_config(model={"pretrained": str(tmp_path)})
+    (tmp_path / "config.json").write_text(json.dumps(published), encoding="utf-8")
     shard = sorted(tmp_path.glob("*.safetensors"))[2]
     shard.unlink()
-    with pytest.raises(UnusableError, match=rf"{shard.name} cannot be read"):
-        load_pretrained(build(config), config, VOCAB)
+    with refused(UnusableError, shard.name):
+        load_pretrained(model, config, VOCAB)
 
 
 @pytest.fixture

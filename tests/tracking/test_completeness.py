@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED
+from dist_mem.runtime.distributed import World
 from dist_mem.tracking.log import METRICS_FILE, new_uid, read_header
 from dist_mem.tracking.mlflow.store import RUN_ID_FILE
 from tests.support.jobs import train_here, write_config
@@ -54,8 +56,13 @@ def cut_points(path: Path, first_lost: int) -> None:
     path.write_bytes(b"".join(lines[: is_lost.index(True)]))
 
 
-def test_sync_names_missing_points(
-    tmp_path: Path, trained: Path, sqlite_uri: str, client: Any, capsys: pytest.CaptureFixture[str]
+def test_sync_names_missing_points_and_the_checkpoints_that_follow_remember_them(
+    tmp_path: Path,
+    trained: Path,
+    sqlite_uri: str,
+    client: Any,
+    rank_pool: Callable[[int], RankPool],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run_dir = copy_of(trained, tmp_path)
     cut_points(run_dir / METRICS_FILE, 7)
@@ -66,6 +73,11 @@ def test_sync_names_missing_points(
         assert "MLflow has everything" not in output.out
     run_id = (run_dir / RUN_ID_FILE).read_text().strip()
     assert [step for step, _ in history(client, run_id, "loss")] == list(range(1, 7))
+    config = tmp_path / "run.yaml"
+    config.write_text(trained.with_suffix(".yaml").read_text().replace(str(trained), str(run_dir)))
+    assert rank_pool(1).run(train_here, config, [f"train.steps={STEPS + EVERY}"]) == [EXIT_DONE]
+    assert track_sync([run_dir], [f"tracking.uri={sqlite_uri}"]) == EXIT_FAILED
+    assert "has 11 of the 16 points that were logged up to step 14" in capsys.readouterr().err
 
 
 def test_a_sync_looks_for_the_points_in_mlflow_itself(
@@ -82,13 +94,18 @@ def test_a_sync_looks_for_the_points_in_mlflow_itself(
     assert "MLflow lacks 4 points (steps 7 to 10) of " in output.err and "has everything" not in output.out
 
 
-def test_a_loss_is_remembered_by_the_checkpoints_that_follow(
-    tmp_path: Path, trained: Path, sqlite_uri: str, rank_pool: Callable[[int], RankPool], capsys: Any
+def imports_mlflow(world: World, config_file: Path) -> bool:
+    """Whether training does."""
+    if world.rank != 0:
+        for name in [name for name in sys.modules if name.split(".")[0] == "mlflow"]:
+            del sys.modules[name]  # a test module may have asked for it
+    assert train_here(world, config_file) == 0
+    return "mlflow" in sys.modules
+
+
+def test_ranks_other_than_0_never_import_mlflow(
+    rank_pool: Callable[[int], RankPool], books: Path, tmp_path: Path
 ) -> None:
-    run_dir = copy_of(trained, tmp_path)
-    cut_points(run_dir / METRICS_FILE, 7)
-    config = tmp_path / "run.yaml"
-    config.write_text(trained.with_suffix(".yaml").read_text().replace(str(trained), str(run_dir)))
-    assert rank_pool(1).run(train_here, config, [f"train.steps={STEPS + EVERY}"]) == [EXIT_DONE]
-    assert track_sync([run_dir], [f"tracking.uri={sqlite_uri}"]) == EXIT_FAILED
-    assert "has 11 of the 16 points that were logged up to step 14" in capsys.readouterr().err
+    changes = {"tracking": {"mlflow": True, "uri": f"sqlite:///{tmp_path}/mlflow.db"}, "train": {"steps": 2}}
+    config_file = write_config(tmp_path / "job.yaml", books, tmp_path / "run", changes)
+    assert rank_pool(2).run(imports_mlflow, config_file) == [True, False]

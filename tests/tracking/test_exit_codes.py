@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,99 +19,53 @@ from sqlalchemy.engine import make_url
 from dist_mem.config import save_config
 from dist_mem.errors import EXIT_FAILED, EXIT_USAGE, UnusableError, run_error
 from dist_mem.runtime.file_schema import read_json_lines, text
-from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking.log import (
     FORMAT_VERSION,
     METRICS_FILE,
     Entry,
-    Header,
     LogReader,
     last_point,
-    new_uid,
     read_header,
     read_points,
-    write_log,
 )
 from dist_mem.tracking.mlflow.client import file_of
 from dist_mem.tracking.mlflow.store import check_store, check_tracking, warn_of_folder
 from tests.support.faults import remount, small_disk
 from tests.support.messages import refused
 from tests.support.tracked import config_for, job, start, track_sync
+from tests.tracking.test_safe_sync import POINT, answering, make_run
 
 pytestmark = pytest.mark.ranks
-
-
-@contextmanager
-def server(status: int) -> Iterator[str]:
-    """Yield the URI of a server that answers every request with this status."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def do_POST(self) -> None:
-            self.do_GET()
-
-        def log_message(self, *arguments: object) -> None:
-            """Print nothing: the output of tests is for failures."""
-
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listening.server_port}"
-    finally:
-        listening.shutdown()
-        thread.join()
-        listening.server_close()
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """A run that has sent nothing yet."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    save_config(config_for("sqlite:///mlflow.db"), folder / "config.yaml")
-    point = Entry("point", 1764000000000, {"step": 1, "metrics": {"loss": 1.0}})
-    write_log(folder / METRICS_FILE, Header(new_uid(), "run", {"name": "dist_mem"}), [point])
-    return folder
+    return make_run(tmp_path / "run", "sqlite:///mlflow.db", POINT)
 
 
 @pytest.mark.parametrize(
     ("status", "code"), [(401, EXIT_USAGE), (403, EXIT_USAGE), (500, EXIT_FAILED), (503, EXIT_FAILED)]
 )
-def test_refused_login_is_2_and_a_server_in_trouble_is_1(
+def test_refused_login_is_2_and_a_server_in_trouble_or_down_is_1(
     run_dir: Path, capsys: pytest.CaptureFixture[str], status: int, code: int
 ) -> None:
-    with server(status) as uri:
-        assert track_sync([run_dir], [f"tracking.uri={uri}"]) == code
+    with answering(status) as server:
+        assert track_sync([run_dir], [f"tracking.uri={server.uri}"]) == code
     assert str(status) in capsys.readouterr().err
+    assert track_sync([run_dir], [f"tracking.uri={server.uri}"]) == EXIT_FAILED, "it is down now"
 
 
-def test_server_that_is_down_is_1(run_dir: Path) -> None:
-    assert track_sync([run_dir], [f"tracking.uri=http://127.0.0.1:{free_port()}"]) == EXIT_FAILED
+def test_wrong_address_is_refused_and_named(run_dir: Path) -> None:
+    for uri in ("ftp://mlflow.example", "'http://[::1'", "sqlite:////nowhere/at/all/mlflow.db"):
+        with refused(UnusableError, "tracking.uri"):
+            track_sync([run_dir], [f"tracking.uri={uri}"])
 
 
-@pytest.mark.parametrize(
-    ("uri", "named"),
-    [
-        ("ftp://mlflow.example", "MLflow has no stores of the kind 'ftp'"),
-        ("'http://[::1'", "tracking.uri"),
-        ("sqlite:////nowhere/at/all/mlflow.db", "/nowhere/at/all"),
-    ],
-)
-def test_wrong_address_is_refused_and_named(run_dir: Path, uri: str, named: str) -> None:
-    with pytest.raises(UnusableError) as caught:
-        track_sync([run_dir], [f"tracking.uri={uri}"])
-    assert "tracking.uri" in str(caught.value) and named in str(caught.value)
+GONE = {"experiment": "gone"}, {"id": "987654"}, {"id": "so it is"}, {"uri": "file:./runs"}, {"uri": "runs"}
 
 
-GONE = {"experiment": "gone", "id": None}, {"experiment": None, "id": "987654"}, {"experiment": None, "id": "so it is"}
-
-
-@pytest.mark.parametrize("which", [*GONE, {"uri": "file:./runs"}, {"uri": "runs"}])
+@pytest.mark.parametrize("which", GONE)
 def test_an_experiment_or_a_store_that_cannot_be_used_is_2_with_the_remedy(
     tmp_path: Path, sqlite_uri: str, client: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, which: dict[str, Any]
 ) -> None:
@@ -127,7 +78,7 @@ def test_an_experiment_or_a_store_that_cannot_be_used_is_2_with_the_remedy(
         monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", which["id"])
     config = config_for(which.get("uri", sqlite_uri), tracking={"experiment": which.get("experiment")})
     remedy = "set tracking.uri=sqlite:///" if "uri" in which else "set tracking.experiment=NAME"
-    with pytest.raises(UnusableError, match=remedy):
+    with refused(UnusableError, remedy):
         check_tracking(config, tmp_path / "run")
     assert not [*tmp_path.iterdir()]
     job(OmegaConf.merge(config, {"tracking": {"send": "never"}}), tmp_path / "run", {1: 1.0})
@@ -204,12 +155,15 @@ def damage_point(run_dir: Path) -> Path:
 def test_run_directory_that_cannot_be_used_is_2_and_the_file_is_named(
     run_dir: Path, sqlite_uri: str, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], Path]
 ) -> None:
+    """At `track sync` and, unless the log is not there, at the start of a training."""
     path = spoil(run_dir)
     assert track_sync([run_dir], [f"tracking.uri={sqlite_uri}"]) == EXIT_USAGE
     printed = capsys.readouterr().err
-    assert str(path) in printed
-    assert ("format_version" in printed) == (spoil is make_newer)
-    assert ("is damaged (its header is not JSON" in printed) == (spoil is damage_header)
+    assert str(path) in printed and ("format_version" in printed) == (spoil is make_newer)
+    if spoil is not remove_log:
+        with refused(UnusableError, path):
+            start(config_for("http://mlflow.example", tracking={"send": "never"}), run_dir)
+        assert open_files(run_dir) == []
 
 
 def test_io_error_is_1(
@@ -234,14 +188,3 @@ def test_disk_that_is_full_or_read_only_at_the_start_is_no_error_of_the_user(tmp
         assert str(disk) in str(caught.value)
         assert run_error(caught.value).exit_code == EXIT_FAILED
         assert open_files(disk) == []
-
-
-@pytest.mark.parametrize("spoil", [damage_header, make_newer, damage_point])
-def test_run_directory_that_is_damaged_is_an_error_of_the_user_at_the_start(
-    run_dir: Path, spoil: Callable[[Path], Path]
-) -> None:
-    path = spoil(run_dir)
-    with pytest.raises(UnusableError) as caught:
-        start(config_for("http://mlflow.example", tracking={"send": "never"}), run_dir)
-    assert str(path) in str(caught.value)
-    assert open_files(run_dir) == []

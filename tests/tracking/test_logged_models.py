@@ -45,7 +45,12 @@ def train(config: Any, run_dir: Path, *, first: int, last: int, shift: float = 0
 def test_each_checkpoint_is_a_model_with_the_metrics_of_its_step_and_of_later_evaluations(
     sqlite_uri: str, client: Any, tmp_path: Path
 ) -> None:
+    """One that is made again is a model of the nested run; every name has a step once."""
     config = config_for(sqlite_uri)
+
+    def evaluate() -> None:
+        log_to_run(config.tracking, run_dir=tmp_path, step=4, metrics={"test/word_perplexity": 44.0}, files=[])
+
     train(config, tmp_path, first=0, last=5)
     run_id = (tmp_path / "mlflow_run_id").read_text().strip()
     expected = {
@@ -53,30 +58,18 @@ def test_each_checkpoint_is_a_model_with_the_metrics_of_its_step_and_of_later_ev
         "step-00000004": {"train/loss": 4.0, "eval/validation/word_perplexity": 40.0},
     }
     assert models_of(client, run_id) == expected
-    log_to_run(config.tracking, run_dir=tmp_path, step=4, metrics={"test/word_perplexity": 44.0}, files=[])
-    expected["step-00000004"]["eval/test/word_perplexity"] = 44.0
+    evaluate()
+    evaluated = {"eval/test/word_perplexity": 44.0}
+    expected["step-00000004"] |= evaluated
     assert models_of(client, run_id) == expected
-
-
-def test_a_checkpoint_made_again_is_a_model_of_the_nested_run_and_every_name_has_a_step_once(
-    sqlite_uri: str, client: Any, tmp_path: Path
-) -> None:
-    config = config_for(sqlite_uri)
-    train(config, tmp_path, first=0, last=5)
     train(config, tmp_path, first=2, last=7, shift=0.5)
-    run_id = (tmp_path / "mlflow_run_id").read_text().strip()
     (nested,) = nested_runs(client, run_id)
-    found, again = models_of(client, run_id), models_of(client, nested.info.run_id)
-    assert (sorted(found), sorted(again)) == (["step-00000002", "step-00000004", "step-00000006"], ["step-00000004"])
-    assert [found[name]["train/loss"] for name in sorted(found)] == [2.0, 4.0, 6.5]
-    log_to_run(config.tracking, run_dir=tmp_path, step=4, metrics={"test/word_perplexity": 44.0}, files=[])
-    assert models_of(client, nested.info.run_id) == {
-        "step-00000004": {
-            "train/loss": 4.5,
-            "eval/validation/word_perplexity": 40.5,
-            "eval/test/word_perplexity": 44.0,
-        }
-    }
+    found = models_of(client, run_id)
+    assert found.pop("step-00000006")["train/loss"] == 6.5
+    assert found == expected
+    evaluate()
+    again = {"train/loss": 4.5, "eval/validation/word_perplexity": 40.5, **evaluated}
+    assert models_of(client, nested.info.run_id) == {"step-00000004": again}
     for one in (run_id, nested.info.run_id):
         counts = Counter((name, step) for name, step, _, _ in points_of(client, one).elements())
         assert max(counts.values()) == 1

@@ -53,17 +53,13 @@ def test_tensorboard_shows_every_step_of_metrics_jsonl_once_after_a_kill_a_resum
     killed.close("KILLED")
 
 
-def test_tensorboard_has_the_points_from_before_it_was_switched_on(tmp_path: Path) -> None:
-    job(config_for("sqlite:///unused.db", tracking=BOARD | {"tensorboard": False}), tmp_path, steps(1, 3))
-    job(config_for("sqlite:///unused.db", tracking=BOARD), tmp_path, steps(3, 4), first_step=2)
-    assert shown(tmp_path / "tensorboard") == [*steps(1, 4).items()]
-
-
 def test_tensorboard_has_the_points_from_while_it_was_switched_off_and_none_that_were_superseded_then(
     tmp_path: Path,
 ) -> None:
     on, off = (config_for("sqlite:///unused.db", tracking=BOARD | {"tensorboard": is_on}) for is_on in (True, False))
-    job(on, tmp_path, steps(1, 6))
+    job(off, tmp_path, steps(1, 3))
+    job(on, tmp_path, steps(3, 6), first_step=2)
+    assert shown(tmp_path / "tensorboard") == [*steps(1, 6).items()]
     job(off, tmp_path, {4: 40.0, 5: 50.0}, first_step=3)
     job(on, tmp_path, {6: 60.0}, first_step=5)
     assert shown(tmp_path / "tensorboard") == recorded(tmp_path)
@@ -128,22 +124,22 @@ def test_prometheus_reads_the_last_value_of_every_metric_and_the_heartbeat(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("tracking", "package", "message"),
+    ("tracking", "package"),
     [
-        ({"wandb": True}, "wandb", r"wandb is not installed.*dist-mem\[wandb\].*or set tracking.wandb=false"),
-        ({"tensorboard": True}, "tensorboard", r"tensorboard is not installed.*dist-mem\[metrics\]"),
-        ({"prometheus": "x.prom"}, "prometheus_client", r"prometheus_client is not installed.*dist-mem\[metrics\]"),
-        ({"prometheus": "x.txt"}, None, r"files whose names end in \.prom; give one"),
-        ({"prometheus": "nowhere/x.prom"}, None, "there is no folder nowhere; create it"),
+        ({"wandb": True}, "wandb"),
+        ({"tensorboard": True}, "tensorboard"),
+        ({"prometheus": "x.prom"}, "prometheus_client"),
+        ({"prometheus": "x.txt"}, None),
+        ({"prometheus": "nowhere/x.prom"}, None),
     ],
 )
 def test_what_cannot_be_written_is_said_before_the_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracking: dict[str, Any], package: str | None, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracking: dict[str, Any], package: str | None
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if package:
         monkeypatch.setitem(sys.modules, package, None)  # as Python sees a package that is not installed
-    with pytest.raises(UnusableError, match=message):
+    with refused(UnusableError, package or "tracking.prometheus"):
         check_sinks(config_for("unused", tracking={"mlflow": False} | tracking).tracking)
     assert not [*tmp_path.iterdir()]
 
@@ -152,11 +148,9 @@ NAMES = {
     "loss": "train/loss",
     "divergence/skipped": "train/divergence/skipped",
     "validation/word_perplexity": "eval/validation/word_perplexity",
-    "test/word_perplexity": "eval/test/word_perplexity",
     "memory/gain": "memory/gain",
     "peak_memory_gb": "system/peak_memory_gb",
     "recall_perplexity": "recall_ppl/perplexity",
-    "validation/recall_perplexity_memory": "recall_ppl/validation/perplexity_memory",
     "validation/recall_accuracy_memory": "recall_accuracy/validation/accuracy_memory",
     "goodput/useful": "system/goodput/useful",
     "checkpoint/bytes": "system/checkpoint/bytes",

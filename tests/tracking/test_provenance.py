@@ -51,28 +51,21 @@ def package(tmp_path: Path) -> Path:
     return package
 
 
-def test_clean_checkout_is_described_under_mlflows_names(package: Path) -> None:
+def test_clean_checkout_is_described_under_mlflows_names(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is that of the package in a git hook too, and a file that was only touched is not dirty."""
     git(package, "remote", "add", "fork", "https://somewhere/else")
     git(package, "remote", "add", "origin", "https://ann:secret@host.org:8443/group/project.git?token=secret")
-    assert git_state(package) == (
-        {
-            f"{GIT}commit": git(package, "rev-parse", "HEAD"),
-            f"{GIT}branch": "main",
-            f"{GIT}repoURL": "https://host.org:8443/group/project.git",
-            f"{GIT}dirty": "false",
-        },
-        "",
-    )
+    tags = {f"{GIT}commit": git(package, "rev-parse", "HEAD"), f"{GIT}branch": "main", f"{GIT}dirty": "false"}
+    os.utime(package / "__init__.py", (1e9, 1e9))
+    git(package.parent.parent, "init", "other")
+    for name, path in (("GIT_DIR", ".git"), ("GIT_INDEX_FILE", ".git/index")):
+        monkeypatch.setenv(name, str(package.parent.parent / "other" / path))
+    assert git_state(package) == ({**tags, f"{GIT}repoURL": "https://host.org:8443/group/project.git"}, "")
 
 
 def test_changes_of_the_whole_checkout_make_a_patch_whatever_the_users_configuration(package: Path) -> None:
-    for key, value in (
-        ("diff.noprefix", "true"),
-        ("diff.external", "false"),
-        ("color.ui", "always"),
-        ("diff.relative", "true"),
-    ):
-        git(package, "config", key, value)
+    for setting in ("diff.noprefix true", "diff.external false", "color.ui always", "diff.relative true"):
+        git(package, "config", *setting.split())
     (package / "__init__.py").write_bytes(b"one = 1\ntwo = '\xe9'\n")
     (package.parent / "config.yaml").write_text("lr: 2\n")
     git(package, "add", "__init__.py")
@@ -97,19 +90,6 @@ def test_long_diff_is_cut_and_the_cut_is_marked(package: Path) -> None:
     assert MAX_DIFF_CHARS < len(diff) < MAX_DIFF_CHARS + 100
     assert diff.endswith(" characters]\n")
     assert "[cut here: 1,000,000 of 2,8" in diff
-
-
-def test_file_that_was_only_touched_is_not_dirty(package: Path) -> None:
-    os.utime(package / "__init__.py", (1e9, 1e9))
-    tags, diff = git_state(package)
-    assert (tags[f"{GIT}dirty"], diff) == ("false", "")
-
-
-def test_state_is_that_of_the_package_in_a_git_hook_too(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    git(package.parent.parent, "init", "other")
-    monkeypatch.setenv("GIT_DIR", str(package.parent.parent / "other" / ".git"))
-    monkeypatch.setenv("GIT_INDEX_FILE", str(package.parent.parent / "other" / ".git" / "index"))
-    assert git_state(package).tags[f"{GIT}dirty"] == "false"
 
 
 def test_detached_head_has_a_commit_and_no_branch(package: Path) -> None:
@@ -188,35 +168,29 @@ def test_git_that_hangs_is_left_after_a_while(package: Path, tmp_path: Path, mon
     assert git_state(package).tags[UNKNOWN_TAG] == "git ls-files took more than 0.2 s"
 
 
-@pytest.mark.parametrize(
-    ("url", "shown"),
-    [
-        ("https://user:password@host/a/b.git", "https://host/a/b.git"),
-        ("https://token@host:8443/a", "https://host:8443/a"),
-        ("ssh://git@host/a", "ssh://host/a"),
-        ("git@host.org:a/b.git", "git@host.org:a/b.git"),
-        ("/srv/git/a@b", "/srv/git/a@b"),
-        ("https://host/a?access_token=x#y", "https://host/a"),
-    ],
-)
-def test_repository_is_named_without_credentials(url: str, shown: str) -> None:
-    assert without_credentials(url) == shown
+SHOWN = {
+    "https://user:password@host/a/b.git": "https://host/a/b.git",
+    "https://token@host:8443/a": "https://host:8443/a",
+    "ssh://git@host/a": "ssh://host/a",
+    "git@host.org:a/b.git": "git@host.org:a/b.git",
+    "/srv/git/a@b": "/srv/git/a@b",
+    "https://host/a?access_token=x#y": "https://host/a",
+}
 
 
-def test_versions_are_those_that_run() -> None:
-    found = versions()
-    assert found["version.dist_mem"] == __version__
-    assert found["version.torch"] == str(torch.__version__)
-    assert set(found) == {"version.dist_mem", "version.python", "version.torch", "version.deepspeed"}
+def test_repository_is_named_without_credentials() -> None:
+    assert {url: without_credentials(url) for url in SHOWN} == SHOWN
 
 
-def test_versions_need_no_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_are_those_that_run_and_need_no_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """A source tree on the path has no metadata."""
 
     def unknown(name: str) -> str:
         raise PackageNotFoundError(name)
 
     expected = versions()
+    assert set(expected) == {"version.dist_mem", "version.python", "version.torch", "version.deepspeed"}
+    assert (expected["version.dist_mem"], expected["version.torch"]) == (__version__, str(torch.__version__))
     monkeypatch.setattr("dist_mem.runtime.versions.version", unknown)
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     del expected["version.deepspeed"]
