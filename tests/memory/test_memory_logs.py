@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from dist_mem.contract.subject import Size, Subject
 from dist_mem.memory import memory_class
 from dist_mem.runtime.distributed import World
 from dist_mem.tracking.log import read_points
-from dist_mem.training.meter import Meter, Totals
+from dist_mem.training.meter import Meter
 from tests.support.jobs import losses, train_here, write_config
 from tests.support.paths import EXAMPLES, SUPPORT
 from tests.support.ranks import RankPool
@@ -65,18 +64,6 @@ def test_figures_of_the_memory_below_are_logged_too() -> None:
     (tokens, targets), *_ = subject.segments()
     logs = model(tokens, targets, subject.full(), state=subject.fresh(model)).logs
     assert set(logs) == {"tokens", "layer", "size"}
-
-
-def test_a_saved_meter_goes_on_with_what_was_logged() -> None:
-    straight, first = (Meter(lane_segments_per_update=4) for _ in range(2))
-    for meter in (straight, first):
-        meter.add(Totals(num_read=3), epoch=0.1, logs={"share": 0.7})
-    second = Meter(lane_segments_per_update=4, saved=json.loads(json.dumps(first.state())))
-    for meter in (straight, second):
-        meter.add(Totals(num_read=1), epoch=0.2, logs={"share": 0.2})
-    figures = [meter.read(Gradients())["memory/share"] for meter in (straight, second)]
-    assert figures == [pytest.approx(0.225)] * 2
-    assert "memory/share" not in straight.read(Gradients())
 
 
 def test_the_recurrent_example_trains_and_logs(

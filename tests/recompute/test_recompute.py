@@ -27,7 +27,8 @@ from tests.data.test_curriculum import make_data
 from tests.support.forked_ranks import Program
 from tests.support.jobs import finish, logged_steps, run_ranks, start_ranks, train_here, write_config
 from tests.support.limits import limit, wait_until
-from tests.support.messages import refused
+from tests.support.messages import refused, said
+from tests.support.rank_errors import error_of
 from tests.support.ranks import RankPool
 from tests.support.tracked import log_points
 
@@ -144,8 +145,8 @@ def test_steps_on_changing_ranks_are_computed_on_those_that_made_them(
         results = rank_pool(ranks).run(found_by, run_dir, step)
         assert [code for code, *_ in results] == [EXIT_DONE] * ranks, results[0][2]
     shutil.rmtree(run_dir / "checkpoints" / "step-00000007")  # as retention may do
-    with refused(AssertionError):
-        rank_pool(1).run(found_by, run_dir, 8)
+    (text,) = rank_pool(1).run(error_of, found_by, run_dir, 8)
+    said(text, "UnusableError", "--step", "checkpoint.keep_")
 
 
 @pytest.mark.parametrize("action", ["rollback", "skip"])
