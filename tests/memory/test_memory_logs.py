@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from dist_mem.contract.check_memory import failures
 from dist_mem.contract.subject import Size, Subject
@@ -19,6 +18,7 @@ from dist_mem.training.meter import Meter
 from tests.support.jobs import losses, train_here, write_config
 from tests.support.paths import EXAMPLES, SUPPORT
 from tests.support.ranks import RankPool
+from tests.support.run_memories import with_memory
 from tests.support.tiny import Gradients, full_parameters, ragged_segments, run_steps, tiny_config, tiny_job
 
 pytestmark = pytest.mark.ranks
@@ -72,9 +72,7 @@ def test_the_recurrent_example_trains_and_logs(
     """Whole runs of two ranks: the share of the memory moves, and reaches metrics.jsonl."""
     kind = f"{EXAMPLES / 'infini_attention.py'}:InfiniAttention"
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 12}})
-    written = OmegaConf.load(config)
-    written.memory = {"kind": kind}
-    OmegaConf.save(written, config)
+    with_memory(config, {"kind": kind})
     assert rank_pool(2).run(train_here, config) == [0, 0]
     shares = [point.metrics["memory/share"] for point in read_points(tmp_path / "run" / "metrics.jsonl")]
     assert len(shares) == 12

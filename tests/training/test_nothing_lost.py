@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
@@ -31,6 +30,7 @@ from tests.support.jobs import build_books, checkpoint_content, difference, loss
 from tests.support.limits import wait_until
 from tests.support.power import Disk, disk_without_power
 from tests.support.ranks import RankPool
+from tests.support.run_memories import with_memory
 from tests.support.tracked import history, nested_runs, track_sync
 
 pytestmark = pytest.mark.ranks
@@ -46,10 +46,7 @@ def config_of(path: Path, books: Path, run_dir: Path, memory: dict[str, Any], *c
     tracking = {"mlflow": True, "send": "never", "system_metrics": False}
     endless = {"train": {"steps": 10**6, "seg_len": SEG_LEN}, "schedule": {"kind": "constant"}, "tracking": tracking}
     checkpoint = {"checkpoint": {"every": EVERY, "keep_last": 2}}
-    written = OmegaConf.load(write_config(path, books, run_dir, endless, checkpoint, *changes))
-    written.memory = memory
-    OmegaConf.save(written, path)
-    return path
+    return with_memory(write_config(path, books, run_dir, endless, checkpoint, *changes), memory)
 
 
 def last_saved(run_dir: Path) -> int:

@@ -8,10 +8,8 @@ import signal
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from dist_mem.checkpoint.manifest import step_dir
 from dist_mem.config import load_config
@@ -19,7 +17,7 @@ from dist_mem.config.memory_blocks import as_block, kinds_of
 from dist_mem.data.plan import DocumentPlan, make_plan
 from dist_mem.data.shard import read_index
 from dist_mem.evaluation.trained_model import load_model
-from dist_mem.memory import memory_class, memory_kinds, memory_options
+from dist_mem.memory import memory_class, memory_options
 from tests.support.faults import assert_quoted, flip
 from tests.support.jobs import (
     checkpoint_content,
@@ -35,6 +33,7 @@ from tests.support.jobs import (
 from tests.support.limits import wait_until
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import RankPool
+from tests.support.run_memories import SEG_LEN, every_memory, small_memory, with_memory
 
 pytestmark = pytest.mark.ranks
 
@@ -72,16 +71,9 @@ def test_resume_after_kill_is_bitwise(
     assert cursors[0][:, 2].any(), "no lane stands in the middle of a book: the test proves little"
 
 
-SEG_LEN = 16  # of the configurations of tests/support/jobs.py
 EXAMPLE = EXAMPLES / "averages.py"
-
-
-def small_memory(kind: str, **options: Any) -> dict[str, Any]:
-    return {"kind": kind, **memory_class(kind).small_options(SEG_LEN), **options}
-
-
 MEMORIES = {
-    **{kind: small_memory(kind) for kind in memory_kinds()},
+    **every_memory(),
     "infinite, sticky, over lamemo": small_memory(
         "infinite", over={"kind": "lamemo", "mem_len": SEG_LEN}, sampling="sticky"
     ),
@@ -124,13 +116,10 @@ def test_every_memory_comes_back_bitwise(
         "checkpoint": {"every": 3, "background": background},
         "deepspeed": {"zero_optimization": zero},
     }
-    config = write_config(tmp_path / "run.yaml", books, tmp_path / "straight", changes)
-    written = OmegaConf.load(config)
-    written.memory = MEMORIES[memory]
     kinds = [kind for _, kind in kinds_of(as_block(MEMORIES[memory]))]
-    if any(memory_class(kind).carries_gradient for kind in kinds):
-        written.train.bptt_segments = accumulation  # one window an update
-    OmegaConf.save(written, config)
+    window = accumulation if any(memory_class(kind).carries_gradient for kind in kinds) else 1  # one an update
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "straight", changes)
+    with_memory(config, MEMORIES[memory], bptt_segments=window)
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     assert rank_pool(2).run(train_here, config) == [0, 0]
     again = (f"run_dir={resumed}", f"resume={step_dir(straight, 3)}")
@@ -145,9 +134,7 @@ def test_the_source_of_a_memory_outside_is_kept_and_a_change_is_reported(tmp_pat
     for steps in (1, 2):
         changes = {"train": {"steps": steps}, "schedule": {"kind": "constant"}}
         config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", changes)
-        written = OmegaConf.load(config)
-        written.memory = small_memory(f"{mine}:Averages")
-        OmegaConf.save(written, config)
+        with_memory(config, small_memory(f"{mine}:Averages"))
         codes, text = run_ranks(["train", str(config)], world_size=1, cwd=tmp_path)
         assert codes == [0], text
         kept = tmp_path / "run" / "checkpoints" / f"step-{steps:08d}" / "memory" / "mine.py"
