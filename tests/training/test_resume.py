@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,7 +73,7 @@ def test_resume_after_kill_is_bitwise(
 
 
 EXAMPLE = EXAMPLES / "averages.py"
-MEMORIES = {
+MEMORIES: dict[str, dict[Any, Any]] = {
     **every_memory(),
     "infinite, sticky, over lamemo": small_memory(
         "infinite", over={"kind": "lamemo", "mem_len": SEG_LEN}, sampling="sticky"
