@@ -13,7 +13,7 @@ from dist_mem.__main__ import main
 from dist_mem.contract.check_memory import RULES, SIZES, Failure, Rule, failures
 from dist_mem.memory import memory_class
 from dist_mem.memory.outside import source_of, sources
-from tests.support.messages import refused
+from tests.support.messages import refused, said
 from tests.support.paths import EXAMPLES, SUPPORT
 
 BROKEN = SUPPORT / "broken_memories.py"
@@ -68,42 +68,22 @@ def test_a_planted_bug_is_named_by_its_rule_first(name: str) -> None:
     assert first.rule.statement == PLANTED[name], first.message
 
 
-def test_the_command_tells_rule_smallest_case_and_usual_cause(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check-memory", f"{BROKEN}:FutureLeak"]) == 1
+@pytest.mark.parametrize(
+    ("name", "times", "named"),
+    [
+        ("FutureLeak", 3, ["rule 4 is broken", "smallest case: 2 lanes, segments of 2 tokens, 3 segments, 1 layers"]),
+        ("WritesGetNoGradient", 1, ["blocks.0.memory.write.weight has no gradient", "examples/infini_attention.py"]),
+        # Issue 15: an error in `reset_parameters` was shown as 17 broken rules with 17 causes.
+        ("RaisesInResetParameters", 1, [f"{len(RULES)} rules could not be checked", "broken_memories.py, line"]),
+    ],
+)
+def test_the_command_tells_rule_smallest_case_and_usual_cause_once(
+    capsys: pytest.CaptureFixture[str], name: str, times: int, named: list[str]
+) -> None:
+    assert main(["check-memory", f"{BROKEN}:{name}"]) == 1
     shown = capsys.readouterr().out
-    assert (
-        "rule 4 is broken: no output depends on a later token\n  found: token 1 of segment 0 changes earlier" in shown
-    )
-    assert "smallest case: 2 lanes, segments of 2 tokens, 3 segments, 1 layers" in shown
-    assert "usual cause: a mask that lets a query see keys after itself" in shown
-
-
-def test_one_error_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """Issue 15: an error in `reset_parameters` was shown as 17 broken rules with 17 causes."""
-    assert main(["check-memory", f"{BROKEN}:RaisesInResetParameters"]) == 1
-    shown = capsys.readouterr().out
-    assert shown.count("AttributeError") == shown.count("smallest case") == 1
-    assert "usual cause" not in shown
-    line = next(n for n, text in enumerate(BROKEN.read_text().splitlines(), 1) if "self.gate.fill_(0.5)" in text)
-    assert f"{len(RULES)} rules could not be checked: the memory raises an error\n  found: AttributeError: " in shown
-    assert f"'RaisesInResetParameters' object has no attribute 'gate' (broken_memories.py, line {line})\n" in shown
-    assert f"breaks 0 of {len(RULES)} rules, {len(RULES)} could not be checked" in shown
-    assert len(shown.splitlines()) == 5
-
-
-def test_writes_without_a_gradient_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check-memory", f"{BROKEN}:WritesGetNoGradient"]) == 1
-    shown = capsys.readouterr().out
-    assert "blocks.0.memory.write.weight has no gradient in segment 0" in shown
-    assert "cause: writes get no gradient: it changes the state after a segment, and no loss of that segment" in shown
-    assert "to the next update the state is a constant" in shown and "examples/infini_attention.py" in shown
-    assert f"breaks 1 of {len(RULES)} rules" in shown
-
-
-def test_a_method_that_nobody_would_call_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check-memory", f"{BROKEN}:ForgetsWithoutBeingAsked"]) == 2
-    message = capsys.readouterr().err
-    assert "ForgetsWithoutBeingAsked" in message and "Inspectable" in message
+    assert shown.count("smallest case") == times
+    said(shown, *named)
 
 
 @pytest.mark.parametrize(
@@ -119,32 +99,31 @@ def test_the_examples_keep_every_rule_and_are_short(
 
 
 @pytest.mark.parametrize(
-    ("text", "name", "message"),
+    ("text", "named"),
     [
-        (None, "Mine", "there is no file"),
-        ("x = 1\n", "Mine", "has no Mine"),
-        ("Mine = 3\n", "Mine", "Mine is no class derived from dist_mem.memory.base.Memory"),
-        ("a = 1\nb = a.nothing\n", "Mine", "mine.py, line 2 does not run: AttributeError"),
-        ("def f(:\n", "Mine", "mine.py, line 1 does not run: SyntaxError"),
+        (None, "there is no file"),
+        ("x = 1\n", "has no Mine"),
+        ("Mine = 3\n", "dist_mem.memory.base.Memory"),
+        ("a = 1\nb = a.nothing\n", "mine.py, line 2"),
+        ("def f(:\n", "mine.py, line 1"),
+        ((BROKEN.read_text() + "\nMine = ForgetsWithoutBeingAsked\n"), "Inspectable"),  # nobody would call its method
     ],
+    ids=["no file", "no class", "no memory", "an error", "no Python", "a method that nobody would call"],
 )
+@pytest.mark.parametrize("folder", ["{}", "."], ids=["absolute", "relative"])
 def test_a_file_that_gives_no_memory_is_refused_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, name: str, message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    text: str | None,
+    named: str,
+    folder: str,
 ) -> None:
-    path = tmp_path / "mine.py"
-    if text is not None:
-        path.write_text(text)
-    assert main(["check-memory", f"{path}:{name}"]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_the_line_is_named_for_a_relative_path_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "mine.py").write_text("a = 2\nb = a.nothing\n")
     monkeypatch.chdir(tmp_path)
-    assert main(["check-memory", "./mine.py:Mine"]) == 2
-    assert "mine.py, line 2 does not run: AttributeError" in capsys.readouterr().err
+    if text is not None:
+        (tmp_path / "mine.py").write_text(text)
+    assert main(["check-memory", f"{folder.format(tmp_path)}/mine.py:Mine"]) == 2
+    said(capsys.readouterr().err, named)
 
 
 def test_the_sources_of_two_files_of_one_name_are_both_kept(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import torch
 from dist_mem.data.batch import IGNORE
 from dist_mem.runtime.distributed import World
 from dist_mem.training.meter import Meter
-from tests.support.messages import refused
+from tests.support.messages import said
+from tests.support.rank_errors import error_of
 from tests.support.ranks import RankPool
 from tests.support.tiny import run_steps, tiny_config, tiny_job, update_of_rank
 
@@ -45,16 +46,14 @@ def test_first_update_without_targets_can_be_logged(rank_pool: Callable[[int], R
     assert found["grad_norm"] != found["grad_norm"]  # nan: there was none
 
 
-def test_what_deepspeed_refuses_is_a_value_error(rank_pool: Callable[[int], RankPool]) -> None:
-    with refused(AssertionError):
-        rank_pool(1).run(start_with_fp32_accumulation, 0)
-
-
-def test_checkpoints_that_could_not_be_evaluated_are_refused(rank_pool: Callable[[int], RankPool]) -> None:
-    with refused(AssertionError, "grad_accum_dtype"):
-        rank_pool(1).run(start_with_fp32_accumulation, 1)
-
-
 def start_with_fp32_accumulation(world: World, stage: int) -> None:
     config = tiny_config({"train": {"precision": "bf16"}})
     tiny_job(config, world, stage=stage, block={"data_types": {"grad_accum_dtype": "fp32"}})
+
+
+@pytest.mark.parametrize(("stage", "named"), [(0, "deepspeed"), (1, "grad_accum_dtype")])
+def test_what_deepspeed_refuses_and_what_could_not_be_evaluated_are_value_errors(
+    rank_pool: Callable[[int], RankPool], stage: int, named: str
+) -> None:
+    (text,) = rank_pool(1).run(error_of, start_with_fp32_accumulation, stage)
+    said(text, "ValueError", named)

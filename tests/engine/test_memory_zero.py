@@ -1,19 +1,23 @@
-"""Every memory under every ZeRO stage on two ranks, where books end on one rank only, trains as on one rank."""
+"""Every memory under every ZeRO stage on two ranks, where books end on one rank only, trains as on one rank.
+
+So do other numbers of ranks, and vocabularies whose softmax is computed in chunks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from dist_mem.nn import cross_entropy
 from dist_mem.runtime.distributed import World
-from tests.support.contract_cases import CASES, SEG_LEN, carrying, in_turn
+from tests.support.contract_cases import CASES, SEG_LEN, in_turn
 from tests.support.ranks import RankPool
-from tests.support.tiny import full_parameters, run_steps, tiny_config, tiny_job
+from tests.support.tiny import VOCAB, full_parameters, run_steps, tiny_config, tiny_job
 
 pytestmark = pytest.mark.ranks
 
@@ -22,39 +26,53 @@ TRAIN = {"global_batch_size": 4, "micro_batch_size": 2, "seg_len": SEG_LEN, "max
 ADAM = {"kind": "adamw", "lr": 2e-3, "weight_decay": 0.1}
 
 
-def trained(
-    world: World, case: str, stage: int, window: int = 1
-) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    """(loss, auxiliary loss) of every step, and the parameters after them; `window`: segments of an update."""
-    segments = {"segments_per_update": window, "bptt_segments": window}
-    config = tiny_config({"train": TRAIN | segments, "optimizer": ADAM})
+Trained = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]
+
+
+def trained(world: World, case: str, stage: int, changes: dict[str, Any]) -> Trained:
+    """(loss, auxiliary loss) of every step, and the parameters after them."""
+    config = tiny_config({"train": TRAIN, "optimizer": ADAM}, changes)
     config.memory = CASES[case]
     job = tiny_job(config, world, stage=stage)
     outcomes = run_steps(job, first=0, last=STEPS)
     return [(outcome.totals.nll, outcome.totals.aux) for outcome in outcomes], full_parameters(job)
 
 
-@pytest.fixture(scope="module")
-def on_one_rank(rank_pool: Callable[[int], RankPool]) -> Callable[[str], Any]:
-    return cache(lambda case, window=1: rank_pool(1).run(trained, case, 0, window)[0])
+def trained_in_chunks(world: World, stage: int, changes: dict[str, Any]) -> Trained:
+    """The same with few logits at a time."""
+    with patch.multiple(cross_entropy, KEPT=0, CHUNK=5 * VOCAB):
+        return trained(world, "transformer_xl", stage, changes)
+
+
+@cache
+def on_one_rank(pools: Callable[[int], RankPool], case: str) -> Trained:
+    return pools(1).run(trained, case, 0, {})[0]
 
 
 @pytest.mark.parametrize(("case", "stage"), in_turn(CASES, [0, 1, 2, 3]))
-def test_two_ranks_of_every_stage_train_as_one(
-    rank_pool: Callable[[int], RankPool], on_one_rank: Callable[[str], Any], case: str, stage: int
-) -> None:
+def test_two_ranks_of_every_stage_train_as_one(rank_pool: Callable[[int], RankPool], case: str, stage: int) -> None:
     """A parameter that nothing uses in a step is left as a step with gradient 0 leaves it: Adam would show it."""
-    assert_equal(rank_pool(2).run(trained, case, stage), on_one_rank(case))
+    assert_equal(rank_pool(2).run(trained, case, stage, {}), on_one_rank(rank_pool, case))
 
 
-@pytest.mark.parametrize(("case", "stage"), list(product(carrying(), [0, 1, 2, 3])))
-def test_two_ranks_train_as_one_through_windows_of_four_segments(
-    rank_pool: Callable[[int], RankPool], on_one_rank: Callable[..., Any], case: str, stage: int
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (3, 1), (3, 2), (4, 0), (4, 3)])
+def test_other_numbers_of_ranks_train_as_one(rank_pool: Callable[[int], RankPool], world_size: int, stage: int) -> None:
+    """Three ranks do not divide eight lanes: the fourth lane group of two is idle."""
+    eight: dict[str, Any] = {"train": {"global_batch_size": 8}}
+    alone = rank_pool(1).run(trained, "transformer_xl", 0, eight)[0]
+    assert_equal(rank_pool(world_size).run(trained, "transformer_xl", stage, eight), alone)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("model", [{}, {"adaptive": {"cutoffs": [10, 20], "div_val": 2}}], ids=["tied", "adaptive"])
+def test_a_softmax_in_chunks_on_two_ranks_trains_as_whole_logits_on_one(
+    rank_pool: Callable[[int], RankPool], model: dict[str, Any], stage: int
 ) -> None:
-    assert_equal(rank_pool(2).run(trained, case, stage, 4), on_one_rank(case, 4))
+    alone = rank_pool(1).run(trained, "transformer_xl", 0, {"model": model})[0]
+    assert_equal(rank_pool(2).run(trained_in_chunks, stage, {"model": model}), alone)
 
 
-def assert_equal(of_ranks: list[Any], alone: Any) -> None:
+def assert_equal(of_ranks: list[Trained], alone: Trained) -> None:
     losses, parameters = alone
     for rank_losses, rank_parameters in of_ranks:
         torch.testing.assert_close(torch.tensor(rank_losses), torch.tensor(losses), rtol=1e-5, atol=1e-5)

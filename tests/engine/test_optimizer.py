@@ -17,10 +17,6 @@ from tests.support.messages import refused
 from tests.support.tiny import VOCAB, tiny_config
 
 
-def schedule(**values: Any) -> Any:
-    return OmegaConf.merge(OmegaConf.structured(ScheduleConfig), values)
-
-
 def grouped(groups: list[dict[str, Any]]) -> tuple[MemoryLM, dict[str, tuple[float, float]]]:
     """A model and the (lr, weight decay) of every parameter that is trained."""
     config = tiny_config({"optimizer": {"lr": 1.0, "weight_decay": 0.1, "groups": groups}})
@@ -32,16 +28,6 @@ def grouped(groups: list[dict[str, Any]]) -> tuple[MemoryLM, dict[str, tuple[flo
         for parameter in group["params"]
     }
     return model, found
-
-
-def test_only_matrices_decay() -> None:
-    model, found = grouped([])
-    assert found.keys() == dict(model.named_parameters()).keys()
-    decaying = {name for name, (_, decay) in found.items() if decay}
-    assert decaying == {
-        name for name, parameter in model.named_parameters() if name.endswith(".weight") and parameter.dim() > 1
-    }
-    assert {decay for _, decay in found.values()} == {0.0, 0.1}
 
 
 def test_first_matching_group_takes_the_parameter() -> None:
@@ -63,14 +49,14 @@ def test_frozen_group_is_left_out_and_needs_no_gradient() -> None:
     assert all("embedding" in name for name in frozen)
 
 
-def test_pattern_without_a_parameter_is_refused_by_name() -> None:
-    with refused(ValueError, "optimizer.groups", "param_regex"):
-        grouped([{"param_regex": "attn"}])
-
-
-def test_freezing_everything_is_refused() -> None:
-    with refused(ValueError):
-        grouped([{"param_regex": "", "trainable": False}])
+@pytest.mark.parametrize(
+    ("group", "named"),
+    [({"param_regex": "attn"}, "param_regex"), ({"param_regex": "", "trainable": False}, "trainable")],
+    ids=["no parameter", "everything is frozen"],
+)
+def test_groups_that_leave_nothing_to_train_are_refused_by_name(group: dict[str, Any], named: str) -> None:
+    with refused(ValueError, "optimizer.groups", named):
+        grouped([group])
 
 
 @pytest.mark.parametrize(
@@ -99,19 +85,19 @@ def test_restored_step_counts_are_where_the_optimizer_keeps_them(fused: bool, de
     }
 
 
-def test_warmup_rises_linearly_to_the_peak() -> None:
-    config = schedule(kind="cosine", warmup_steps=4)
-    assert [lr_factor(step, config, 100) for step in range(5)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
-
-
-@pytest.mark.parametrize(("kind", "middle"), [("linear", 0.55), ("cosine", 0.55), ("constant", 1.0)])
-def test_descent_to_the_end_value(kind: str, middle: float) -> None:
-    config = schedule(kind=kind, warmup_steps=10, end_factor=0.1)
-    assert lr_factor(10, config, 110) == pytest.approx(1.0)
-    assert lr_factor(60, config, 110) == pytest.approx(middle)
-    assert lr_factor(110, config, 110) == pytest.approx(1.0 if kind == "constant" else 0.1)
-
-
-def test_after_the_descent_the_rate_stays() -> None:
-    config = schedule(kind="linear", decay_steps=10, end_factor=0.2)
-    assert {lr_factor(step, config, 1000) for step in (10, 11, 999)} == {0.2}
+@pytest.mark.parametrize(
+    ("kind", "decay_steps", "expected"),
+    [
+        ("linear", None, [0.1, 1.0, 0.55, 0.1]),
+        ("cosine", None, [0.1, 1.0, 0.55, 0.1]),
+        ("constant", None, [0.1, 1.0, 1.0, 1.0]),
+        ("linear", 25, [0.1, 1.0, 0.1, 0.1]),  # after the descent the rate stays
+    ],
+)
+def test_the_rate_rises_and_descends_to_the_end_value(
+    kind: str, decay_steps: int | None, expected: list[float]
+) -> None:
+    """Every step of a warm-up and half a cosine: tests/training/test_reference.py."""
+    given = {"kind": kind, "warmup_steps": 10, "end_factor": 0.1, "decay_steps": decay_steps}
+    config: Any = OmegaConf.merge(OmegaConf.structured(ScheduleConfig), given)
+    assert [lr_factor(step, config, 110) for step in (0, 10, 60, 110)] == pytest.approx(expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,10 +12,11 @@ import torch
 from torch import Tensor
 
 from dist_mem.checkpoint.engine_files import EngineReader
-from dist_mem.errors import UnusableError
 from dist_mem.runtime.distributed import World
 from tests.support.engine_saves import FROZEN, engine_job, gathered, next_losses, restore_engine, save_engine
 from tests.support.jobs import difference
+from tests.support.messages import said
+from tests.support.rank_errors import error_of
 from tests.support.ranks import RankPool
 from tests.support.tiny import full_parameters
 
@@ -69,9 +69,14 @@ def source(tmp_path_factory: pytest.TempPathFactory, rank_pool: Pools) -> Callab
     return get
 
 
+def from_all(*worlds: int) -> list[tuple[int, int]]:
+    return [(world, stage) for world in worlds for stage in range(4)]
+
+
 def assert_equal_after_moves(
     pools: Pools, source: Callable[[int, int], Any], origins: list[tuple[int, int]], world_size: int, stage: int
 ) -> None:
+    """Weights, moments and steps of each parameter by name; rates and decay stay those of the configuration."""
     sources = [source(*origin) for origin in origins]
     directories = [directory for directory, _, _ in sources]
     for (_, values, losses), (found, found_losses) in zip(
@@ -84,8 +89,7 @@ def assert_equal_after_moves(
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_stage_reads_every_stage_exactly(rank_pool: Pools, source: Callable[[int, int], Any], stage: int) -> None:
-    """Weights, moments and steps of each parameter by name; rates and decay stay those of the configuration."""
-    assert_equal_after_moves(rank_pool, source, [(2, origin) for origin in range(4)], 2, stage)
+    assert_equal_after_moves(rank_pool, source, from_all(2), 2, stage)
 
 
 @pytest.mark.parametrize(
@@ -95,19 +99,15 @@ def test_every_stage_reads_every_stage_exactly(rank_pool: Pools, source: Callabl
         ([(2, 0), (2, 2)], 1, 3),
         ([(1, 3), (1, 0)], 2, 2),
         ([(1, 2), (1, 1)], 2, 3),
-        pytest.param([(world, stage) for world in (1, 2, 4) for stage in range(4)], 3, 3, marks=pytest.mark.nightly),
-        pytest.param([(world, stage) for world in (1, 2, 3) for stage in range(4)], 4, 2, marks=pytest.mark.nightly),
-        pytest.param([(world, stage) for world in (3, 4) for stage in range(4)], 2, 1, marks=pytest.mark.nightly),
-        pytest.param([(world, stage) for world in (3, 4) for stage in range(4)], 1, 3, marks=pytest.mark.nightly),
-        pytest.param([(world, stage) for world in (2, 4) for stage in range(4)], 3, 0, marks=pytest.mark.nightly),
+        pytest.param(from_all(1, 2, 4), 3, 3, marks=pytest.mark.nightly),
+        pytest.param(from_all(1, 2, 3), 4, 2, marks=pytest.mark.nightly),
+        pytest.param(from_all(3, 4), 2, 1, marks=pytest.mark.nightly),
+        pytest.param(from_all(3, 4), 1, 3, marks=pytest.mark.nightly),
+        pytest.param(from_all(2, 4), 3, 0, marks=pytest.mark.nightly),
     ],
 )
 def test_every_number_of_ranks_reads_every_other_exactly(
-    rank_pool: Pools,
-    source: Callable[[int, int], Any],
-    origins: list[tuple[int, int]],
-    world_size: int,
-    stage: int,
+    rank_pool: Pools, source: Callable[[int, int], Any], origins: list[tuple[int, int]], world_size: int, stage: int
 ) -> None:
     assert_equal_after_moves(rank_pool, source, origins, world_size, stage)
 
@@ -189,8 +189,8 @@ def test_everything_that_is_stepped_by_itself_counts_by_itself(tmp_path: Path, r
     assert rank_pool(2).run(counted_steps, tmp_path, stage) == [{BEFORE + 1.0}] * 2
 
 
-def refused(world: World, directory: Path, stage: int, change: Callable[..., Any]) -> str:
-    """Return the error of a rank if the data that rank 1 reads is changed."""
+def restored_otherwise(world: World, directory: Path, stage: int, change: Callable[..., Any]) -> None:
+    """Restore, where the data that rank 1 reads is changed."""
     job = engine_job(world, stage)
     next_losses(job, 1)
     save_engine(job, directory)
@@ -200,9 +200,7 @@ def refused(world: World, directory: Path, stage: int, change: Callable[..., Any
         found = reader.read(kind, name, start, stop)
         return change(kind, name, found) if world.rank == 1 else found
 
-    with pytest.raises(UnusableError) as reported:
-        job.engine.restore(read, reader.counters)
-    return str(reported.value)
+    job.engine.restore(read, reader.counters)
 
 
 def without_head(kind: str, name: str, found: Tensor | None) -> Tensor | None:
@@ -213,15 +211,9 @@ def without_some_moments(kind: str, name: str, found: Tensor | None) -> Tensor |
     return None if kind == "exp_avg" and name.endswith("weight") else found
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (without_head, r"no weights of blocks\.1.*another model"),
-        (without_some_moments, r"no exp_avg of \[.*weight.*another optimizer"),
-    ],
-)
+@pytest.mark.parametrize(("change", "named"), [(without_head, "blocks.1"), (without_some_moments, "exp_avg")])
 def test_what_does_not_fit_is_refused_on_all_ranks(
-    tmp_path: Path, rank_pool: Pools, change: Callable[..., Any], message: str
+    tmp_path: Path, rank_pool: Pools, change: Callable[..., Any], named: str
 ) -> None:
-    for reported in rank_pool(2).run(refused, tmp_path, 2, change):
-        assert re.search(message, reported), reported
+    for text in rank_pool(2).run(error_of, restored_otherwise, tmp_path, 2, change):
+        said(text, "UnusableError", named)

@@ -23,7 +23,8 @@ from tests.support.engine_saves import (
     save_engine,
 )
 from tests.support.jobs import checkpoint_content, difference
-from tests.support.messages import refused
+from tests.support.messages import said
+from tests.support.rank_errors import error_of
 from tests.support.ranks import RankPool
 from tests.support.tiny import TinyJob, full_parameters, run_steps, tiny_config, tiny_job, zero_block
 
@@ -209,29 +210,21 @@ def test_constants_of_the_model_come_back(tmp_path: Path, rank_pool: Pools, stag
     assert torch.equal(EngineReader(tmp_path).weights()["scale"], torch.full((3, 5), 3.0))
 
 
+def start(world: World, stage: int, overrides: list[Any], zero: dict[str, Any]) -> None:
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    engine_job(world, stage, *overrides, **zero)
+
+
 @pytest.mark.parametrize(
-    ("zero", "message"),
+    ("named", "stage", "overrides", "zero"),
     [
-        ({"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}, "offload_optimizer.device=nvme"),
-        ({"zero_quantized_nontrainable_weights": True}, "zero_quantized_nontrainable_weights"),
+        ("offload_optimizer.device=nvme", 3, [], {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}),
+        ("zero_quantized_nontrainable_weights", 3, [], {"zero_quantized_nontrainable_weights": True}),
+        ("train.precision", 0, [precision("fp16")], {}),  # it would learn nothing
     ],
 )
-def test_state_that_could_not_be_saved_is_refused_at_the_start(
-    rank_pool: Pools, zero: dict[str, Any], message: str
+def test_state_that_could_not_be_saved_and_fp16_without_zero_are_refused_at_the_start(
+    rank_pool: Pools, named: str, stage: int, overrides: list[Any], zero: dict[str, Any]
 ) -> None:
-    with pytest.raises(AssertionError, match=rf"zero_optimization\.{message}: dist_mem cannot save"):
-        rank_pool(1).run(start, zero)
-
-
-def start(world: World, zero: dict[str, Any]) -> None:
-    engine_job(world, 3, **zero)
-
-
-def start_in_fp16(world: World) -> None:
-    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
-    engine_job(world, 0, precision("fp16"))
-
-
-def test_fp16_that_would_learn_nothing_is_refused(rank_pool: Pools) -> None:
-    with refused(AssertionError, "train.precision"):
-        rank_pool(1).run(start_in_fp16)
+    (text,) = rank_pool(1).run(error_of, start, stage, overrides, zero)
+    said(text, "ValueError", named)

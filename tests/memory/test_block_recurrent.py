@@ -6,11 +6,9 @@ it, and RMS norms, which our layer has not with `norm: post`.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,29 +17,20 @@ from torch import Tensor
 from dist_mem.memory.base import detached, select_lanes
 from dist_mem.memory.block_recurrent import BlockRecurrent, State
 from dist_mem.memory.parts.state_cell import buckets
-from dist_mem.nn.layer_spec import LayerSpec
-from tests.support import parity, paths
+from tests.memory.published import Vectors, layer_spec, names_in
 from tests.support.messages import refused
+from tests.support.paths import GOLDEN
 
-GOLDEN = paths.GOLDEN / "block_recurrent"
-NAMES = sorted(path.stem for path in GOLDEN.glob("*.npz"))
-SPEC = LayerSpec(
-    layer_index=0, num_layers=2, d_model=6, num_heads=2, d_head=5, seg_len=4, dropout=0.0, attention_dropout=0.0,
-    norm="post", clamp_len=None, same_length=False, seed=0,
-)  # fmt: skip
+NAMES = names_in(GOLDEN / "block_recurrent")
+SPEC = layer_spec(num_layers=2, d_model=6, num_heads=2, d_head=5, seg_len=4)
 
 
-class Published:
+class Published(Vectors):
     """The published model of two layers, with our layer as the second one's attention and cell."""
 
     def __init__(self, name: str) -> None:
-        self.arrays = dict(np.load(GOLDEN / f"{name}.npz"))
-        self.sizes: dict[str, Any] = json.loads(str(self.arrays["config_json"]))
-        self.weights = {
-            key.removeprefix("param/"): torch.from_numpy(value).double().requires_grad_()
-            for key, value in self.arrays.items()
-            if key.startswith("param/")
-        }
+        super().__init__(GOLDEN / "block_recurrent" / f"{name}.npz")
+        self.sizes = self.settings
         self.window, self.lanes = self.sizes["window"], self.sizes["lanes"]
         self.masks_empty = name.startswith("masked")
         spec = replace(
@@ -54,12 +43,6 @@ class Published:
             gate="lstm" if self.sizes["gate"] == "lstm" else "fixed", attend_empty=not self.masks_empty,
         )  # fmt: skip
         self.layer = BlockRecurrent(spec, options).double()
-
-    def tensor(self, key: str) -> Tensor:
-        return torch.from_numpy(self.arrays[key]).double()
-
-    def assert_equal(self, ours: Tensor, key: str) -> None:
-        parity.assert_close(ours, self.tensor(key), key)
 
     def heads(self, prefix: str) -> dict[str, Tensor]:
         weights = self.weights
@@ -128,14 +111,14 @@ class Published:
         inner = F.relu(rms(x, weights[f"{prefix}/pre_ffn_layernorm/scale"]) @ weights[f"{prefix}/ffn/hidden0/kernel"])
         return x + inner @ weights[f"{prefix}/ffn/output_layer/kernel"]
 
-    def segments(self, *, compare: bool) -> list[Tensor]:
-        """Read all segments, each with a constant memory, and return the losses (B, N)."""
+    def assert_segments(self) -> None:
+        """Compare outputs and states of all segments, and the gradients of each one's loss with a constant memory."""
         weights, layer, sizes = self.weights, self.layer, self.sizes
         embedding = weights["embed/embedding"]
         state = layer.init_state(torch.arange(self.lanes), "cpu", torch.float64)
         fresh = state
         none_kept = torch.zeros(self.lanes, self.window, sizes["num_heads"], sizes["head_size"], dtype=torch.float64)
-        kept, losses = (none_kept, none_kept), []
+        kept = none_kept, none_kept
         for number in range(sizes["segments"]):
             seg, span = f"seg{number}", slice(number * sizes["segment"], (number + 1) * sizes["segment"])
             tokens = torch.from_numpy(self.arrays["stream"]).long()
@@ -154,16 +137,15 @@ class Published:
             last = self.feed(middle, 1)
             logits = rms(last, weights["final_layernorm/scale"]) @ embedding.T / sizes["d_model"] ** 0.5
             targets = tokens[:, span.start + 1 : span.stop + 1]
-            losses.append(F.cross_entropy(logits.mT, targets, reduction="none"))
-            if compare:
-                self.assert_equal(below, f"{seg}/layer0_out")
-                self.assert_equal(middle, f"{seg}/layer1_mid")
-                self.assert_equal(losses[-1], f"{seg}/loss")
-                prefix = f"{seg}/state/transformer1"
-                self.assert_equal(state.keys.transpose(1, 2), f"{prefix}/previous_keys_test")
-                self.assert_equal(state.values.transpose(1, 2), f"{prefix}/previous_values_test")
-                self.assert_equal(state.recurrent, f"{prefix}/recurrent_state_test")
-        return losses
+            loss = F.cross_entropy(logits.mT, targets, reduction="none")
+            self.assert_equal(below, f"{seg}/layer0_out")
+            self.assert_equal(middle, f"{seg}/layer1_mid")
+            self.assert_equal(loss, f"{seg}/loss")
+            prefix = f"{seg}/state/transformer1"
+            self.assert_equal(state.keys.transpose(1, 2), f"{prefix}/previous_keys_test")
+            self.assert_equal(state.values.transpose(1, 2), f"{prefix}/previous_values_test")
+            self.assert_equal(state.recurrent, f"{prefix}/recurrent_state_test")
+            self.assert_gradients(loss.mean(), f"{seg}/grad")
 
 
 def rms(x: Tensor, gain: Tensor) -> Tensor:
@@ -171,24 +153,8 @@ def rms(x: Tensor, gain: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_outputs_and_states_equal_the_published_code(name: str) -> None:
-    Published(name).segments(compare=True)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_gradients_equal_the_published_code(name: str) -> None:
-    """Of each segment's loss, with the memory before the segment a constant; of weights of both layers."""
-    golden = Published(name)
-    for number, loss in enumerate(golden.segments(compare=False)):
-        weights = list(golden.weights.values())
-        gradients = torch.autograd.grad(
-            loss.mean(), weights, allow_unused=True, materialize_grads=True, retain_graph=True
-        )
-        for key, gradient in zip(golden.weights, gradients, strict=True):
-            if f"seg{number}/grad/{key}" in golden.arrays:
-                golden.assert_equal(gradient, f"seg{number}/grad/{key}")
-            else:
-                assert not gradient.any(), key
+def test_outputs_states_and_gradients_equal_the_published_code(name: str) -> None:
+    Published(name).assert_segments()
 
 
 def layer_of(seg_len: int = 4, **options: Any) -> BlockRecurrent:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dist_mem.memory.infinite import Infinite
 from dist_mem.memory.parts import basis
@@ -180,17 +180,6 @@ def test_bins_and_moments_are_those_of_the_steps(num_bins: int) -> None:
     torch.testing.assert_close(box_histogram(mass, real, num_bins=num_bins), counted, rtol=0, atol=1e-12)
 
 
-def test_a_query_finds_the_row_that_is_like_it_wherever_it_lies() -> None:
-    memory = memory_of(density="gibbs", num_basis=SEG_LEN, gate=False, ridge=1e-3)
-    nn.init.eye_(memory.get_parameter("key.weight"))
-    for row in range(SEG_LEN):
-        x = torch.zeros(LANES, SEG_LEN, 8, dtype=torch.float64)
-        x[:, row] = 1.0
-        signal, _ = memory.append_pending(read(memory, [x])[-1].state, torch.float64)
-        mass = memory.density(torch.full((2, LANES, 1, 4), 100.0).double(), signal).mass
-        assert mass is not None and (mass[..., row] > 0.99).all()
-
-
 def test_sticky_sampling_follows_what_was_read() -> None:
     memory, inputs = memory_of(**GIBBS, sampling="sticky", num_bins=9), segments(4)
     outputs = read(memory, inputs)
@@ -212,20 +201,3 @@ def test_its_signal_stays_bounded_for_any_sizes() -> None:
     sizes: dict[str, Any] = {"num_basis": 64, "num_samples": 64, "tau": 0.75, "ridge": 0.5}
     state = read(memory_of(density="gibbs", gate=False, **sizes), segments(40))[-1].state
     assert state.coefficients.abs().max() < max(rows.abs().max() for rows in segments(40))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"gibbs_boxes": "open"}, "memory.gibbs_boxes is 'open', but must be one of closed, published"),
-        ({"density_bias": True}, "memory.density_bias is true, but memory.density = gibbs has no affine networks"),
-    ],
-)
-def test_wrong_values_are_refused_by_name(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        memory_of(density="gibbs", **options)
-
-
-def test_it_needs_no_weights_but_keys_values_and_output() -> None:
-    names = {name for name, _ in memory_of(density="gibbs", gate=False).named_parameters() if "over." not in name}
-    assert names == {"key.weight", "value.weight", "output.weight"}

@@ -5,40 +5,30 @@ The published backbone is not ours (RMS norm, GEGLU, a softmax with bias), so it
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dist_mem.memory.base import detached
 from dist_mem.memory.infini import Infini, State
-from dist_mem.nn.layer_spec import LayerSpec
-from tests.support import paths
+from tests.memory.published import Vectors, layer_spec, names_in
 from tests.support.parity import assert_close
+from tests.support.paths import GOLDEN
 
-GOLDEN = paths.GOLDEN / "infini"
-NAMES = sorted(path.stem for path in GOLDEN.glob("*.npz"))
+NAMES = names_in(GOLDEN / "infini")
 
 
-class Backbone:
+class Backbone(Vectors):
     """The published model: x + attention(rms(x)), x + GEGLU(rms(x)), for every layer."""
 
     def __init__(self, name: str) -> None:
-        self.arrays = dict(np.load(GOLDEN / f"{name}.npz"))
+        super().__init__(GOLDEN / "infini" / f"{name}.npz")
         self.num_segments = sum(key.endswith("/input") for key in self.arrays)
-        self.weights = {
-            key.removeprefix("param/"): torch.from_numpy(value).double().requires_grad_()
-            for key, value in self.arrays.items()
-            if key.startswith("param/")
-        }
-        options = Infini.Options(
-            rule="delta" if name.startswith("delta") else "linear", gate_empty=name.endswith("_paper")
-        )
-        self.layers = [Infini(spec(index), options).double() for index in range(2)]
-
-    def tensor(self, key: str) -> Tensor:
-        value = torch.from_numpy(self.arrays[key])
-        return value.double() if value.is_floating_point() else value
+        rule = "delta" if name.startswith("delta") else "linear"
+        options = Infini.Options(rule=rule, gate_empty=name.endswith("_paper"))
+        sizes = {"num_layers": 2, "d_model": 8, "num_heads": 2, "d_head": 6, "seg_len": 6}
+        self.layers = [Infini(layer_spec(layer_index=index, **sizes), options).double() for index in range(2)]
 
     def attention(self, index: int, rows: Tensor, state: State, valid_len: Tensor) -> tuple[Tensor, State]:
         """Run our layer with the published weights, so that gradients reach these."""
@@ -53,8 +43,9 @@ class Backbone:
         output = torch.func.functional_call(self.layers[index], named, (rows, state, valid_len))
         return output.y, output.state
 
-    def segment(self, tokens: Tensor, targets: Tensor, states: list[State]) -> tuple[Tensor, list[Tensor], list[State]]:
+    def segment(self, number: int, states: list[State]) -> tuple[Tensor, list[Tensor], list[State]]:
         """Return losses (B, N), the outputs of attention and block of every layer, and the new states."""
+        tokens, targets = self.tensor(f"seg{number}/input"), self.tensor(f"seg{number}/target")
         weights, found, new = self.weights, [], []
         x, valid_len = weights["token_emb.weight"][tokens], torch.full((len(tokens),), tokens.shape[1])
         for index, state in enumerate(states):
@@ -79,39 +70,9 @@ class Backbone:
         """Return the losses of segments up to `until`; the memory that enters segment `since` is a constant."""
         states, losses = self.empty(), []
         for number in range(until + 1):
-            if number == since:
-                states = [State(*(part.detach() for part in state)) for state in states]
-            loss, _, states = self.segment(
-                self.tensor(f"seg{number}/input"), self.tensor(f"seg{number}/target"), states
-            )
+            loss, _, states = self.segment(number, detached(states) if number == since else states)
             losses.append(loss)
         return losses
-
-    def assert_gradients(self, loss: Tensor, prefix: str) -> None:
-        names = list(self.weights)
-        gradients = torch.autograd.grad(loss, list(self.weights.values()), allow_unused=True, materialize_grads=True)
-        for name, gradient in zip(names, gradients, strict=True):
-            if f"{prefix}/{name}" in self.arrays:
-                assert_close(gradient, self.tensor(f"{prefix}/{name}"), f"{prefix}/{name}")
-            else:
-                assert not gradient.any(), name
-
-
-def spec(index: int) -> LayerSpec:
-    return LayerSpec(
-        layer_index=index,
-        num_layers=2,
-        d_model=8,
-        num_heads=2,
-        d_head=6,
-        seg_len=6,
-        dropout=0.0,
-        attention_dropout=0.0,
-        norm="post",  # the published layer norms outside
-        clamp_len=None,
-        same_length=False,
-        seed=0,
-    )
 
 
 def rms(x: Tensor, gain: Tensor) -> Tensor:
@@ -125,7 +86,7 @@ def test_segments_equal_the_published_code(name: str) -> None:
     states = golden.empty()
     for number in range(golden.num_segments):
         seg = f"seg{number}"
-        loss, found, states = golden.segment(golden.tensor(f"{seg}/input"), golden.tensor(f"{seg}/target"), states)
+        loss, found, states = golden.segment(number, states)
         assert_close(loss, golden.tensor(f"{seg}/loss"), "loss")
         for index, state in enumerate(states):
             assert_close(found[2 * index], golden.tensor(f"{seg}/layer{index}_attn"), f"attention {index}")
@@ -138,10 +99,7 @@ def test_segments_equal_the_published_code(name: str) -> None:
 def test_gradients_through_segments_equal_the_published_code(name: str) -> None:
     """Of each segment's loss through no, one and all earlier segments, and of the loss of all segments."""
     golden = Backbone(name)
-    prefixes = sorted({"/".join(key.split("/")[:2]) for key in golden.arrays if "/gradK" in key})
-    for prefix in prefixes:
-        number, depth = int(prefix.split("/")[0].removeprefix("seg")), int(prefix.partition("gradK")[2])
-        losses = golden.losses(since=number - depth, until=number)
-        golden.assert_gradients(losses[-1].mean(), prefix)
+    for prefix, number, depth in golden.depths():
+        golden.assert_gradients(golden.losses(since=number - depth, until=number)[-1].mean(), prefix)
     last = golden.num_segments - 1
     golden.assert_gradients(torch.cat(golden.losses(since=0, until=last), dim=1).mean(), "unroll/grad")

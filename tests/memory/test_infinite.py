@@ -14,9 +14,9 @@ from dist_mem.config import Config, ConfigError, ModelConfig, TrainConfig, load_
 from dist_mem.memory import build_memory, memory_options
 from dist_mem.memory.base import LayerSpec, named_tensors
 from dist_mem.memory.infinite import Infinite
-from dist_mem.memory.parts.basis import Geometry, evaluate_basis, first_positions, solve, update_positions
+from dist_mem.memory.parts.basis import Geometry, evaluate_basis, solve
 from dist_mem.model import MemoryLM
-from tests.memory.test_infinite_parity import GivenQueries, layer_spec
+from tests.memory.test_infinite_parity import layer_spec
 from tests.support.messages import refused
 
 WIDTH, NUM_HEADS, D_HEAD, SEG_LEN, LANES = 8, 2, 4, 6, 3
@@ -74,26 +74,6 @@ def test_regression_reproduces_a_smooth_signal(padding: str) -> None:
     torch.testing.assert_close(evaluate_basis(new, **settings) @ second, 2.0 * smooth(inner), rtol=0, atol=2e-2)
 
 
-def test_zero_rows_surround_the_signal_by_half_its_length() -> None:
-    rows, zeros = first_positions(4, "published")
-    assert rows.tolist() == [0.125, 0.375, 0.625, 0.875] and zeros.tolist() == [-0.375, -0.125, 1.125, 1.375]
-    assert [part.tolist() for part in first_positions(1, "published")] == [[0.5], []]
-    past, new, zeros = update_positions(4, 2, tau=0.5, padding="published")
-    assert past.tolist() == [0.125, 0.25, 0.375, 0.5] and new.tolist() == [0.75, 1.0]
-    assert ((zeros < 0).sum(), (zeros > 1).sum()) == (3, 3)
-    assert zeros.aminmax() == (-0.375, 1.375)
-    assert [len(part) for part in update_positions(4, 2, tau=0.5, padding="none")] == [4, 2, 0]
-    assert [len(part) for part in first_positions(3, "none")] == [3, 0]
-
-
-def test_linear_contraction_is_the_update_of_evaluated_samples() -> None:
-    geometry = Geometry(16, (0.05, 0.1), 0.1, 0.5, 12, 6, "published")
-    fit, coefficients = solve(geometry), torch.randn(16, 8, dtype=torch.float64)
-    places = torch.arange(1, 13, dtype=torch.float64) / 12
-    samples = evaluate_basis(places, widths=(0.05, 0.1), num_basis=16) @ coefficients
-    torch.testing.assert_close(fit.linear @ coefficients, fit.past @ samples, rtol=0, atol=1e-12)
-
-
 def test_stratified_contraction_of_a_flat_histogram_is_nearly_the_linear_one() -> None:
     many = {"num_samples": 1200, "memory_threshold": 10**6}  # with so many the signal may not grow for ever
     linear, stratified = memory_of(**many), memory_of(**many, sampling="stratified")
@@ -104,14 +84,6 @@ def test_stratified_contraction_of_a_flat_histogram_is_nearly_the_linear_one() -
     other = places @ stratified.append_pending(flat, torch.float64)[0]
     torch.testing.assert_close(one, other, rtol=0, atol=0.04 * one.abs().max().item())
     assert not torch.equal(one, other)
-
-
-def test_an_empty_memory_reads_exactly_zero() -> None:
-    memory, (x,) = memory_of(), segments(1)
-    (output,) = read(memory, [x])
-    below = memory.over(x, memory.over.init_state(torch.arange(LANES), "cpu", x.dtype), torch.full((LANES,), SEG_LEN))
-    assert torch.equal(output.y, below.y) and torch.equal(output.query, below.query)
-    assert output.aux["kl"].tolist() == [0.0] * LANES
 
 
 def test_over_a_short_term_memory_it_reads_what_left_that_memory_up_to_the_previous_segment() -> None:
@@ -156,19 +128,6 @@ def test_memory_threshold_forgets_everything_and_starts_again() -> None:
     assert [output.state.num_tokens[0].item() // SEG_LEN for output in unbounded] == list(range(8))
 
 
-def test_the_first_segment_is_still_in_the_signal_many_segments_later() -> None:
-    inputs = segments(12)
-    altered = [inputs[0] + 1.0, *inputs[1:]]
-    one, other = (read(memory_of(tau=0.9), x)[-1].y for x in (inputs, altered))
-    assert (one - other).abs().max() > 1e-6
-
-
-def test_state_stays_as_large_as_it_began() -> None:
-    outputs = read(memory_of(over={"kind": "transformer_xl", "mem_len": SEG_LEN}), segments(20))
-    sizes = [sum(part.numel() for part in named_tensors(output.state).values()) for output in outputs]
-    assert len(set(sizes)) == 1
-
-
 def test_moments_are_those_of_a_softmax_over_samples_of_the_signal() -> None:
     memory, inputs = memory_of(density="softmax_moments"), segments(3)
     state = read(memory, inputs[:2])[-1].state
@@ -185,23 +144,6 @@ def test_moments_are_those_of_a_softmax_over_samples_of_the_signal() -> None:
         torch.testing.assert_close(variance[head], spread, rtol=0, atol=1e-12)
 
 
-def test_by_moments_a_query_finds_the_row_that_is_like_it_wherever_it_lies() -> None:
-    """The affine networks of the paper know places, not rows: they would have to be trained for each."""
-    narrow: dict[str, Any] = {"num_basis": 64, "basis_widths": [0.01, 0.02], "num_samples": 64, "variance_floor": 1e-6}
-    narrow["ridge"] = 1e-3
-    narrow["memory_threshold"] = 10**6  # such a signal may not grow for ever
-    memory = memory_of(density="softmax_moments", gate=False, **narrow)
-    torch.nn.init.eye_(memory.key.weight)
-    for row in range(SEG_LEN):
-        x = torch.zeros(LANES, SEG_LEN, WIDTH, dtype=torch.float64)
-        x[:, row] = 1.0
-        state = read(memory, [x])[-1].state
-        signal, _ = memory.append_pending(state, torch.float64)
-        mu, variance = memory.read_densities(torch.full((NUM_HEADS, LANES, 1, D_HEAD), 100.0).double(), signal)
-        torch.testing.assert_close(mu, torch.full_like(mu, (row + 0.5) / SEG_LEN), rtol=0, atol=0.02)
-        assert variance.max() < 0.02**2
-
-
 @pytest.mark.parametrize("prior_mean", [None, 0.3])
 def test_divergence_is_the_mean_over_the_real_queries_of_a_lane(prior_mean: float | None) -> None:
     memory, inputs = memory_of(prior_mean=prior_mean), segments(3)
@@ -216,17 +158,6 @@ def test_divergence_is_the_mean_over_the_real_queries_of_a_lane(prior_mean: floa
     for lane, length in enumerate(valid_len.tolist()):
         expected = exact[:, lane, :length].mean() if length else torch.zeros(())
         torch.testing.assert_close(found[lane].detach(), expected.detach().to(found.dtype), rtol=1e-12, atol=1e-12)
-
-
-def test_gate_learns_from_the_rows_of_the_previous_segment_only() -> None:
-    memory, inputs = memory_of(), segments(3)
-    inputs[0].requires_grad_(), inputs[1].requires_grad_()
-    outputs = read(memory, inputs)
-    outputs[2].y.sum().backward()
-    assert memory.gate is not None and memory.gate.weight.grad is not None
-    assert memory.gate.weight.grad.abs().max() > 1e-6
-    assert inputs[0].grad is None and inputs[1].grad is None
-    assert outputs[1].state.coefficients.grad_fn is None
 
 
 def test_samples_change_with_what_was_read_and_with_the_segment() -> None:
@@ -296,58 +227,61 @@ def test_another_memory_below_takes_none_of_the_former_options(tmp_path: Any) ->
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "named"),
     [
-        (["memory.over.kind=transformer"], "memory.over.kind: is 'transformer', but must be one of"),
-        (["memory.over.mem_len=3"], "memory.over: is {'mem_len': '3'}, but must be a block whose kind is one of"),
+        (["memory.over.kind=transformer"], "memory.over.kind"),
+        (["memory.over.mem_len=3"], "memory.over: "),
         (["memory.over.kind=transformer_xl", "memory.over.mem_lenn=3"], "did you mean memory.over.mem_len?"),
-        (["memory.over.kind=transformer_xl", "memory.over.mem_len=x"], "memory.over.mem_len: is 'x', but must be an"),
-        (["memory.over=transformer_xl"], "memory.over: is 'transformer_xl', but must be a block with a kind"),
+        (["memory.over.kind=transformer_xl", "memory.over.mem_len=x"], "memory.over.mem_len"),
+        (["memory.over=transformer_xl"], "memory.over: "),
         (["memory.num_bases=3"], "did you mean memory.num_basis?"),
-        (["memory.basis_widths=3"], "memory.basis_widths: is 3, but must be a list of numbers"),
+        (["memory.basis_widths=3"], "memory.basis_widths"),
     ],
 )
-def test_wrong_keys_of_the_memory_below_are_refused_by_name(overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_wrong_keys_of_the_memory_below_are_refused_by_name(overrides: list[str], named: str) -> None:
+    with refused(ConfigError, named):
         configured("memory.kind=infinite", *overrides)
-    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
-        ({"sampling": "even"}, "memory.sampling is 'even', but must be one of linear, sticky, stratified"),
-        ({"padding": "zeros"}, "memory.padding is 'zeros', but must be one of published, none"),
-        ({"kl_heads": "max"}, "memory.kl_heads is 'max', but must be one of mean, sum"),
-        ({"projections": "none"}, "memory.projections is 'none', but must be one of full, heads"),
-        ({"store": "post"}, "memory.store is 'post', but must be one of raw, normed"),
-        (
-            {"density": "softmax_moments", "density_bias": True},
-            "memory.density_bias is true, but memory.density = softmax_moments has",
+        *(
+            ({key: value}, f"memory.{key}")
+            for key, value in (
+                ("sampling", "even"),
+                ("padding", "zeros"),
+                ("kl_heads", "max"),
+                ("projections", "none"),
+                ("store", "post"),
+                ("density", "sharp"),
+                ("num_basis", 15),
+                ("num_samples", 0),
+                ("ridge", 0.0),
+                ("prior_std", -1.0),
+                ("variance_floor", 0.0),
+                ("tau", 1.0),
+                ("basis_widths", [0.1, -0.1]),
+                ("basis_widths", []),
+                ("memory_threshold", 0),
+            )
         ),
-        ({"density": "sharp"}, "memory.density is 'sharp', but must be one of affine, softmax_moments"),
-        ({"num_basis": 15}, "memory.num_basis is 15, but must be a multiple of 2"),
-        ({"num_samples": 0}, "memory.num_samples is 0, but must be greater than 0"),
-        ({"ridge": 0.0}, "memory.ridge is 0.0, but must be greater than 0"),
-        ({"prior_std": -1.0}, "memory.prior_std is -1.0"),
-        ({"variance_floor": 0.0}, "memory.variance_floor is 0.0"),
-        ({"tau": 1.0}, "memory.tau is 1.0, but must lie between 0 and 1"),
-        ({"basis_widths": [0.1, -0.1]}, "memory.basis_widths is"),
-        ({"basis_widths": []}, "memory.basis_widths is"),
-        ({"memory_threshold": 0}, "memory.memory_threshold is 0, but must be at least 1; null"),
-        (
-            {"over": {"kind": "transformer_xl", "mem_len": SEG_LEN + 1}},
-            f"memory.over.mem_len is {SEG_LEN + 1}, but must be a multiple of train.seg_len = {SEG_LEN}",
+        *(
+            ({"density": density, "density_bias": True}, "memory.density_bias")
+            for density in ("softmax_moments", "gibbs")
         ),
-        ({"over": {"kind": "transformer_xl", "mem_len": 0}}, "memory.over.mem_len is 0, .* set memory.over.kind=none"),
+        ({"density": "gibbs", "gibbs_boxes": "open"}, "memory.gibbs_boxes"),
+        ({"over": {"kind": "transformer_xl", "mem_len": SEG_LEN + 1}}, "memory.over.mem_len"),
+        ({"over": {"kind": "transformer_xl", "mem_len": 0}}, "memory.over.kind=none"),
         (
             {"over": {"kind": "compressive", "mem_len": SEG_LEN, "cmem_len": 4, "compression_rate": 2}},
-            "memory.over.cmem_len is 4",
+            "memory.over.cmem_len",
         ),
     ],
+    ids=str,
 )
-def test_wrong_values_are_refused_by_name(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_wrong_values_are_refused_by_name(options: dict[str, Any], named: str) -> None:
+    with refused(ValueError, named):
         memory_of(**options)
 
 
@@ -360,10 +294,3 @@ def test_a_signal_that_would_grow_without_end_is_refused() -> None:
     memory = memory_of(**{**narrow, "basis_widths": [0.01, 0.05]}, gate=False)
     state = read(memory, segments(300))[-1].state
     assert state.coefficients.abs().max() < 100.0
-
-
-def test_the_memory_below_may_come_from_outside() -> None:
-    """Everything a memory lies over is handed to it: an attention of GPT-2, or a test's."""
-    spec = spec_of()
-    memory = Infinite(spec, Infinite.Options(**SMALL), GivenQueries(spec, object()))
-    assert memory.evicted_len == SEG_LEN

@@ -16,7 +16,6 @@ from torch import Tensor
 from dist_mem.memory import build_memory
 from dist_mem.memory.base import MemoryOutput
 from dist_mem.memory.infinite import Infinite
-from dist_mem.memory.parts.basis import first_positions, update_positions
 from tests.memory.test_infinite_parity import layer_spec
 
 WIDTH, NUM_HEADS, D_HEAD, SEG_LEN, LANES, SEGMENTS = 8, 2, 4, 6, 2, 4
@@ -180,42 +179,3 @@ def test_losses_and_gradients_are_those_of_the_equations(options: dict[str, Any]
     for name, ours, theirs in zip(names, found, expected, strict=True):
         assert theirs.abs().max() > 1e-6, name
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10 * theirs.abs().max().item(), msg=name)
-
-
-def test_the_sum_over_heads_is_so_many_times_the_mean() -> None:
-    one, other = run(memory_of())[-1].aux["kl"], run(memory_of(kl_heads="sum"))[-1].aux["kl"]
-    torch.testing.assert_close(other, NUM_HEADS * one)
-
-
-def test_a_head_of_the_printed_projections_sees_its_own_slice_only() -> None:
-    memory = memory_of(projections="heads")
-    signal = torch.randn(1, NUM_BASIS, WIDTH, dtype=torch.float64)
-    altered = signal.clone()
-    altered[..., :D_HEAD] += 1.0
-    one, other = memory.value(signal), memory.value(altered)
-    assert torch.equal(one[..., D_HEAD:], other[..., D_HEAD:]) and (one[..., :D_HEAD] != other[..., :D_HEAD]).all()
-
-
-def test_positions_without_padding_are_those_of_the_paper() -> None:
-    """t_i = i / L; samples of the past in (0, tau], new rows in (tau, 1], both evenly; no row beyond."""
-    rows, zeros = first_positions(5, "none")
-    assert rows.tolist() == [i / 5 for i in range(1, 6)] and not len(zeros)
-    past, new, zeros = update_positions(4, 2, tau=0.5, padding="none")
-    assert past.tolist() == [0.125, 0.25, 0.375, 0.5] and new.tolist() == [0.75, 1.0] and not len(zeros)
-
-
-def test_the_norm_of_stored_rows_learns_one_segment_later() -> None:
-    """The state has the rows as they came, without gradient; they are normalised when they enter the signal."""
-    memory, full = memory_of(store="normed"), torch.full((LANES,), SEG_LEN)
-    x = segments()[0].requires_grad_()
-    state = memory(x, memory.init_state(torch.arange(LANES), "cpu", torch.float64), full).state
-    assert torch.equal(state.pending, x) and not state.pending.requires_grad
-    norm = memory.over.norm
-    assert isinstance(norm, torch.nn.LayerNorm)
-    signal, _ = memory.append_pending(state, torch.float64)
-    (gradient,) = torch.autograd.grad(signal.square().sum(), norm.weight)
-    assert gradient.abs().max() > 1e-3
-    raw = memory_of()
-    raw.load_state_dict(memory.state_dict())
-    normed = state._replace(pending=norm(state.pending).detach())
-    torch.testing.assert_close(raw.append_pending(normed, torch.float64)[0], signal, rtol=0, atol=1e-12)

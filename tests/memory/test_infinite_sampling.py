@@ -61,13 +61,6 @@ def test_draws_are_uniform_and_differ_in_every_counter() -> None:
     assert correlations.abs().max() < 5 / math.sqrt(first.numel())
 
 
-def test_draws_of_a_document_are_the_same_in_any_lane() -> None:
-    segments = torch.full((NUM_LANES,), 4)
-    together = uniform(NUM_SAMPLES, 0, 0, documents(), segments)
-    alone = uniform(NUM_SAMPLES, 0, 0, documents()[17:18], segments[:1])
-    assert torch.equal(alone[0], together[17])
-
-
 @pytest.mark.parametrize("sampling", ["sticky", "stratified"])
 def test_a_flat_histogram_samples_like_linear_within_its_sampling_law(sampling: str) -> None:
     """Kolmogorov: of sets of independent draws 5 % are further than 1.36 / sqrt(S) from even; stratified is exact."""
@@ -99,15 +92,6 @@ def test_samples_follow_the_histogram(sampling: str) -> None:
         assert ((bins == 90).sum(dim=1) - 48).abs().max() <= 1
         inside = (positions * NUM_BINS).frac()
         assert inside.mean().item() == pytest.approx(0.5, abs=0.02)
-
-
-@pytest.mark.parametrize("sampling", ["sticky", "stratified"])
-def test_samples_are_new_in_every_segment_and_layer(sampling: str) -> None:
-    flat = torch.ones(5, NUM_BINS)
-    one = positions_of(flat, sampling)
-    assert torch.equal(one, positions_of(flat, sampling))
-    assert (one != positions_of(flat, sampling, segment=4)).any(dim=1).all()
-    assert (one != positions_of(flat, sampling, layer=2)).any(dim=1).all()
 
 
 def test_histogram_is_the_mass_of_all_real_queries_of_all_heads() -> None:

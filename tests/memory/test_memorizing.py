@@ -6,7 +6,6 @@ our layer. Its first layer has no stored rows: ours has, behind a gate that is c
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -20,47 +19,39 @@ from dist_mem.memory.memorizing import Memorizing, State
 from dist_mem.memory.parts.stored_rows import Store, nearest, read_rows, spans_of, weigh, write
 from dist_mem.nn.layer_spec import LayerSpec
 from dist_mem.nn.unit_attention import buckets
-from tests.support import paths
+from tests.memory.published import Vectors, layer_spec, names_in
+from tests.support.messages import refused
 from tests.support.parity import assert_close
+from tests.support.paths import GOLDEN
 
-GOLDEN = paths.GOLDEN / "memorizing"
-NAMES = sorted(path.stem for path in GOLDEN.glob("*.npz"))
+NAMES = names_in(GOLDEN / "memorizing")
 DATABASE = "state/database/transformer1/mem_layer_test/wrapped"
 CLOSED = -1e4  # a gate whose share is 0 in float64
 
 
 def spec(index: int = 0, **changes: Any) -> LayerSpec:
-    sizes = {"d_model": 12, "num_heads": 3, "d_head": 5, "seg_len": 6, "dropout": 0.0, "attention_dropout": 0.0}
-    given = {"layer_index": index, "num_layers": 2, "norm": "post", "clamp_len": None, "same_length": True, "seed": 0}
-    return LayerSpec(**{**sizes, **given, **changes})
+    sizes = {"num_layers": 2, "d_model": 12, "num_heads": 3, "d_head": 5, "seg_len": 6, "same_length": True}
+    return layer_spec(layer_index=index, **sizes | changes)
 
 
-class Backbone:
+class Backbone(Vectors):
     """The published model: y = x + attention(rms(x)), y + relu(rms(y) W_1) W_2, for both layers."""
 
     def __init__(self, name: str) -> None:
-        self.arrays = dict(np.load(GOLDEN / f"{name}.npz"))
-        config = json.loads(str(self.arrays["config_json"]))
+        super().__init__(GOLDEN / "memorizing" / f"{name}.npz")
+        config = self.settings
         self.num_segments, self.seg_len = config["segments"], config["segment"]
-        self.weights = {
-            key.removeprefix("param/"): torch.from_numpy(value).requires_grad_()
-            for key, value in self.arrays.items()
-            if key.startswith("param/")
-        }
         released = {
             "sees_itself": False,
             "empty_rows": not config.get("mask_empty", False),
             "neighbors": config["neighbors"],
+            "search": "exact" if config["retrieval"] == "exact" else "buckets",
         }
-        released["search"] = "exact" if config["retrieval"] == "exact" else "buckets"
         memory_layer = "none" if config["no_positions_in_memory_layer"] else "t5"
         self.layers = [
             Memorizing(spec(index), Memorizing.Options(mem_len=config["database"], positions=positions, **released))
             for index, positions in enumerate(("t5", memory_layer))
         ]
-
-    def tensor(self, key: str) -> Tensor:
-        return torch.from_numpy(self.arrays[key])
 
     def attention(self, index: int, rows: Tensor, state: State) -> tuple[Tensor, State]:
         """Run our layer with the published weights, so that gradients reach these."""
@@ -108,23 +99,12 @@ class Backbone:
     def assert_state(self, number: int, states: list[State]) -> None:
         for index, state in enumerate(states):
             for ours, name in ((state.cached_keys, "keys"), (state.cached_values, "values")):
-                key = f"seg{number}/state/transformer{index}/previous_{name}_test"
-                assert_close(ours.transpose(1, 2), self.tensor(key), key)
+                self.assert_equal(ours.transpose(1, 2), f"seg{number}/state/transformer{index}/previous_{name}_test")
         store = states[1].store
         for ours, name in ((store.keys, "key_db"), (store.values, "value_db")):
-            key = f"seg{number}/{DATABASE}/{name}"
-            assert_close(ours.flatten(0, 1), self.tensor(key), key)
+            self.assert_equal(ours.flatten(0, 1), f"seg{number}/{DATABASE}/{name}")
         counts = self.tensor(f"seg{number}/{DATABASE}/database_index").view(2, 3)
         assert torch.equal(store.num_written[:, None].expand(2, 3), counts.long())
-
-    def assert_gradients(self, loss: Tensor, prefix: str) -> None:
-        names = list(self.weights)
-        gradients = torch.autograd.grad(loss, list(self.weights.values()), allow_unused=True, materialize_grads=True)
-        for name, gradient in zip(names, gradients, strict=True):
-            if f"{prefix}/{name}" in self.arrays:
-                assert_close(gradient, self.tensor(f"{prefix}/{name}"), f"{prefix}/{name}")
-            else:
-                assert not gradient.any(), name
 
 
 def rms(x: Tensor, gain: Tensor) -> Tensor:
@@ -191,25 +171,6 @@ def test_a_query_reads_the_rows_that_are_nearest(chunk_len: int) -> None:
         assert set(index[place].tolist()) == set(sorted(range(8), key=lambda row: -products[row])[:3])
 
 
-def test_buckets_find_the_nearest_row_of_each_bucket() -> None:
-    store, _ = store_after([3, 4, 3], mem_len=8)
-    query = torch.randn(2, 3, 6, 4, dtype=torch.float64)
-    index = nearest(query, store, number=4, search="buckets", chunk_len=4, empty=False)
-    products = query @ store.keys.mT
-    assert torch.equal(index % 4, torch.arange(4).expand_as(index))
-    assert torch.equal(products.gather(3, index), products.unflatten(-1, (2, 4)).amax(dim=-2))
-
-
-def test_an_empty_memory_reads_nothing() -> None:
-    store, _ = store_after([0], mem_len=5)
-    index = nearest(torch.ones(2, 3, 6, 4), store, number=3, search="exact", chunk_len=4, empty=False)
-    query = torch.ones(2, 3, 6, 4, requires_grad=True)
-    shares = weigh(query, store._replace(keys=store.keys.float()), index, empty=False)
-    assert not shares.any()
-    shares.sum().backward()
-    assert query.grad is not None and not query.grad.any()
-
-
 @pytest.mark.parametrize(("name", "number"), [("fp32", 4), ("fp16", 2), ("bf16", 2)])
 def test_rows_are_stored_in_the_dtype_that_is_asked_for(name: str, number: int) -> None:
     memory = Memorizing(spec(), Memorizing.Options(mem_len=12, neighbors=4, rows_dtype=name))
@@ -254,13 +215,13 @@ def test_outputs_depend_on_the_stored_rows_that_inspection_shows_and_on_no_other
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
-        ({"search": "buckets", "mem_len": 10, "neighbors": 4}, r"memory\.mem_len is 10, but .* memory\.neighbors = 4"),
-        ({"cache_len": 0}, r"model\.same_length needs a cache: .* memory\.cache_len to more than 0"),
-        ({"positions": "t6"}, r"memory\.positions is 't6'"),
+        ({"search": "buckets", "mem_len": 10, "neighbors": 4}, ["memory.mem_len", "memory.neighbors"]),
+        ({"cache_len": 0}, ["model.same_length", "memory.cache_len"]),
+        ({"positions": "t6"}, ["memory.positions"]),
     ],
 )
-def test_options_without_a_meaning_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_options_without_a_meaning_are_refused(options: dict[str, Any], named: list[str]) -> None:
+    with refused(ValueError, *named):
         Memorizing(spec(), Memorizing.Options(**options))

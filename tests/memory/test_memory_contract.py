@@ -11,10 +11,8 @@ from itertools import product
 
 import pytest
 
-from dist_mem.contract.rules import no_output_depends_on_a_later_token
-from dist_mem.contract.subject import Size
 from dist_mem.memory import build_memory, memory_kinds
-from tests.support.contract_cases import CASES, SEG_LEN, case_params, check_rules, subject, takes_short_first
+from tests.support.contract_cases import CASES, case_params, check_rules, subject, takes_short_first
 from tests.support.messages import refused
 
 
@@ -52,9 +50,3 @@ def test_tf32_is_refused_where_a_memory_computes_in_float32(case: str) -> None:
             build_memory(block, rounded)
     else:
         assert build_memory(block, rounded).spec.tf32
-
-
-@pytest.mark.parametrize("case", case_params())
-def test_no_future_token_changes_an_earlier_loss_over_six_segments_and_four_layers(case: str) -> None:
-    size = Size(lanes=2, seg_len=SEG_LEN, segments=6, layers=4)
-    no_output_depends_on_a_later_token(replace(subject(case), size=size))

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from dist_mem.contract.check_memory import failures
 from dist_mem.contract.subject import Size, Subject
 from dist_mem.memory import memory_class
 from dist_mem.runtime.distributed import World
 from dist_mem.tracking.log import read_points
-from dist_mem.training.meter import Meter, Totals
+from dist_mem.training.meter import Meter
 from tests.support.jobs import losses, train_here, write_config
 from tests.support.paths import EXAMPLES, SUPPORT
 from tests.support.ranks import RankPool
+from tests.support.run_memories import with_memory
 from tests.support.tiny import Gradients, full_parameters, ragged_segments, run_steps, tiny_config, tiny_job
 
 pytestmark = pytest.mark.ranks
@@ -67,27 +66,13 @@ def test_figures_of_the_memory_below_are_logged_too() -> None:
     assert set(logs) == {"tokens", "layer", "size"}
 
 
-def test_a_saved_meter_goes_on_with_what_was_logged() -> None:
-    straight, first = (Meter(lane_segments_per_update=4) for _ in range(2))
-    for meter in (straight, first):
-        meter.add(Totals(num_read=3), epoch=0.1, logs={"share": 0.7})
-    second = Meter(lane_segments_per_update=4, saved=json.loads(json.dumps(first.state())))
-    for meter in (straight, second):
-        meter.add(Totals(num_read=1), epoch=0.2, logs={"share": 0.2})
-    figures = [meter.read(Gradients())["memory/share"] for meter in (straight, second)]
-    assert figures == [pytest.approx(0.225)] * 2
-    assert "memory/share" not in straight.read(Gradients())
-
-
 def test_the_recurrent_example_trains_and_logs(
     tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:
     """Whole runs of two ranks: the share of the memory moves, and reaches metrics.jsonl."""
     kind = f"{EXAMPLES / 'infini_attention.py'}:InfiniAttention"
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 12}})
-    written = OmegaConf.load(config)
-    written.memory = {"kind": kind}
-    OmegaConf.save(written, config)
+    with_memory(config, {"kind": kind})
     assert rank_pool(2).run(train_here, config) == [0, 0]
     shares = [point.metrics["memory/share"] for point in read_points(tmp_path / "run" / "metrics.jsonl")]
     assert len(shares) == 12

@@ -5,37 +5,33 @@ Arrays are time-first there and lanes first here.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from dist_mem.config import Config, ModelConfig, TrainConfig
+from dist_mem.config import Config
 from dist_mem.memory.base import detached
 from dist_mem.memory.rmt import TokensState
 from dist_mem.model import LMState, MemoryLM
-from tests.memory.test_txl_parity import our_parameters, run_segment
+from tests.memory import test_txl_parity
+from tests.memory.published import Vectors, names_in
+from tests.memory.test_txl_parity import empty_state, our_parameters, run_segment
 from tests.support import paths
 from tests.support.parity import assert_close
 
 GOLDEN = paths.GOLDEN / "rmt"
-NAMES = sorted(path.stem for path in GOLDEN.glob("m*.npz"))
-TRAJECTORIES = sorted(path.stem for path in GOLDEN.glob("traj_*.npz"))
+NAMES = names_in(GOLDEN, "m*")
+TRAJECTORIES = names_in(GOLDEN, "traj_*")
 
 
-class Golden:
-    """One file of reference vectors."""
-
-    def __init__(self, name: str) -> None:
-        self.arrays = dict(np.load(GOLDEN / f"{name}.npz"))
-        self.settings: dict[str, Any] = json.loads(str(self.arrays["config_json"]))
+class Golden(test_txl_parity.Golden):
+    folder = GOLDEN
 
     def tensor(self, key: str) -> Tensor:
         """Lanes first where the array has a time axis."""
-        value = torch.from_numpy(self.arrays[key])
+        value = Vectors.tensor(self, key)
         is_sequence = key.startswith(("seg", "stream")) or "/loss/" in key or "/mem_tokens/" in key
         return value.transpose(0, 1) if is_sequence and "/grad" not in key else value
 
@@ -50,36 +46,17 @@ class Golden:
                 found.update(our_parameters(name, self.tensor(key), pre_norm=self.settings["pre_lnorm"]))
         return found
 
-    def model(self) -> MemoryLM:
-        given = self.settings
-        model = ModelConfig(
-            num_layers=given["n_layer"],
-            d_model=given["d_model"],
-            num_heads=given["n_head"],
-            d_head=given["d_head"],
-            d_inner=given["d_inner"],
-            dropout=0.0,
-            norm="pre" if given["pre_lnorm"] else "post",
-            final_norm=False,
-        )
-        memory: dict[str, Any] = {
-            "kind": "rmt",
-            "num_tokens": given["num_mem_tokens"],
-            "mem_len": given["mem_len"],
-            "read_cache": given["read_mem_from_cache"],
-            "at_end": given["mem_at_end"],
-        }
-        if not given["num_mem_tokens"]:
-            memory = {"kind": "transformer_xl", "mem_len": given["mem_len"]} if given["mem_len"] else {"kind": "none"}
-        ours = MemoryLM(Config(model=model, memory=memory, train=TrainConfig(seg_len=given["tgt_len"])), given["V"])
-        missing, unexpected = ours.double().load_state_dict(self.parameters("param/"), strict=False)
-        names = {name for name, _ in ours.named_parameters()}
-        assert not unexpected and not names & set(missing)
-        return ours
-
-
-def empty(model: MemoryLM) -> LMState:
-    return model.init_state(torch.arange(2), "cpu", torch.float64)
+    def config(self, **model_changes: Any) -> Config:
+        config, given = super().config(**model_changes), self.settings
+        if given["num_mem_tokens"]:
+            config.memory = {
+                "kind": "rmt",
+                "num_tokens": given["num_mem_tokens"],
+                "mem_len": given["mem_len"],
+                "read_cache": given["read_mem_from_cache"],
+                "at_end": given["mem_at_end"],
+            }
+        return config
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -87,7 +64,7 @@ def test_segments_equal_the_published_code(name: str) -> None:
     """Losses, outputs of every block for all rows, memory tokens and caches."""
     golden = Golden(name)
     model = golden.model()
-    state = empty(model)
+    state = empty_state(model)
     for number in range(len(golden.settings["segments"])):
         seg = f"seg{number}"
         output, hiddens = run_segment(model, golden.tensor(f"{seg}/input"), golden.tensor(f"{seg}/target"), state)
@@ -105,7 +82,7 @@ def test_segments_equal_the_published_code(name: str) -> None:
 
 def losses(model: MemoryLM, golden: Golden, *, since: int, until: int) -> list[Tensor]:
     """Return the losses of segments up to `until`; the memory that enters segment `since` is a constant."""
-    state, found = empty(model), []
+    state, found = empty_state(model), []
     for number in range(until + 1):
         if number == since:
             state = detached(state)
@@ -116,10 +93,9 @@ def losses(model: MemoryLM, golden: Golden, *, since: int, until: int) -> list[T
 
 
 def assert_gradients(model: MemoryLM, loss: Tensor, golden: Golden, prefix: str) -> None:
-    expected, parameters = golden.parameters(f"{prefix}/"), dict(model.named_parameters())
-    gradients = torch.autograd.grad(loss, list(parameters.values()))
-    for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
-        assert_close(gradient, expected.pop(name, torch.zeros_like(parameter)), f"{prefix}/{name}")
+    expected = golden.parameters(f"{prefix}/")
+    for name, gradient in golden.gradients(loss, dict(model.named_parameters())).items():
+        assert_close(gradient, expected.pop(name, torch.zeros_like(gradient)), f"{prefix}/{name}")
     assert not expected, f"published gradients of unknown parameters: {sorted(expected)}"
 
 
@@ -128,10 +104,8 @@ def test_gradients_through_segments_equal_the_published_code(name: str) -> None:
     """Of each segment's loss through K earlier segments, and of the loss of all segments."""
     golden = Golden(name)
     model = golden.model()
-    prefixes = sorted({"/".join(key.split("/")[:2]) for key in golden.arrays if "/gradK" in key})
-    assert prefixes
-    for prefix in prefixes:
-        number, depth = int(prefix.split("/")[0].removeprefix("seg")), int(prefix.partition("gradK")[2])
+    assert golden.depths()
+    for prefix, number, depth in golden.depths():
         loss = losses(model, golden, since=number - depth, until=number)[-1].mean()
         assert_gradients(model, loss, golden, prefix)
     if any(key.startswith("unroll/grad/") for key in golden.arrays):
@@ -162,7 +136,7 @@ def test_adam_trajectory_equals_the_published_code(name: str, mode: str) -> None
     model = golden.model()
     start = model.get_parameter("stem.first.start")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    entered = [empty(model)]  # the state before each segment
+    entered = [empty_state(model)]  # the state before each segment
     first = TokensState(start.detach().clone().expand(2, -1, -1), torch.zeros(2, dtype=torch.bool))
     for step in range(5):
         if step == 1:  # from the second update on, the first rows are a constant

@@ -13,24 +13,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
-from dist_mem.contract.check_memory import RULES, Rule
-from dist_mem.contract.rules import nothing_branches_on_data, parameters_are_used_where_they_are_registered
-from dist_mem.contract.subject import Subject, total_loss
-from dist_mem.memory import memory_kinds
+from dist_mem.contract.subject import require_same, total_loss
+from dist_mem.memory.base import detached
 from dist_mem.model import LMOutput, MemoryLM
-from dist_mem.nn.compiled import compiled
 from dist_mem.nn.layers import Dropout
 from tests.support.compiled_blocks import TRACED, forget_graphs, num_graphs, without_inductor
 from tests.support.contract_cases import CASES, case_params, subject
 
 pytestmark = TRACED
-
-# Fake tensors, hooks inside of blocks, and inspection are for blocks as written.
-NOT_COMPILED = (nothing_branches_on_data, parameters_are_used_where_they_are_registered)
-INSPECTION = 10  # number of its rules
-KINDS = memory_kinds()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -48,12 +39,15 @@ def model_of(case: str, *, is_compiled: bool, recomputed: str = "none", layers: 
 
 
 def train(case: str, model: MemoryLM) -> list[LMOutput]:
-    """Read segments in training, with a backward after each."""
+    """Read whole segments in training, then two ragged ones, with a backward after each."""
     torch.manual_seed(3)
-    outputs = []
-    for output in subject(case).read(model):
+    outputs, made = [], subject(case)
+    for output in made.read(model):
         total_loss(output).backward()
         outputs.append(output)
+    for tokens, targets in made.segments(1)[:2]:
+        outputs.append(model(tokens, targets, made.ragged(), state=detached(outputs[-1].state)))
+        total_loss(outputs[-1]).backward()
     return outputs
 
 
@@ -68,6 +62,7 @@ def test_a_compiled_block_is_one_graph_and_computes_the_same_bits(case: str) -> 
         assert torch.equal(one.nll, other.nll)
         for name, loss in one.aux.items():
             assert torch.equal(loss, other.aux[name])
+        require_same(other.state, one.state, "compiled blocks leave another state")
     for (name, one), two in zip(written.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(two.grad, one.grad, rtol=1e-5, atol=1e-6, msg=name)  # sums in another order
     structures = {str(block) for block in model.blocks}
@@ -116,30 +111,7 @@ def test_dropout_draws_the_words_of_torchs_generator() -> None:
     kept = words.view(torch.int16)[:21].view(3, 7) < 0.75 * 2**16 - 2**15
     torch.manual_seed(5)
     assert torch.equal(dropout(x), kept / 0.75)
-
-
-class Compiled(Subject):
-    """A subject whose blocks are compiled with and without gradient."""
-
-    def model(self, *, dropout: float = 0.0, checkpointing: str = "none") -> MemoryLM:
-        model = super().model(dropout=dropout, checkpointing=checkpointing)
-        for block in model.blocks:
-            written: nn.Module = block
-            block.run = lambda part, *inputs, recompute, block=written: compiled(part)(block, *inputs)
-        return model
-
-
-RULES_COMPILED = [rule for rule in RULES if rule.check not in NOT_COMPILED and rule.number != INSPECTION]
-
-
-@pytest.mark.nightly  # a compiled block computes the same bits, see above
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("rule", RULES_COMPILED, ids=lambda rule: rule.statement)
-def test_a_compiled_memory_keeps_the_contract(case: str, rule: Rule) -> None:
-    forget_graphs()  # of the cases before, of which a process keeps only so many
-    plain = subject(case)
-    plain.model()  # it solves what the memory caches
-    rule.check(Compiled(plain.block, plain.size))
+    assert dropout.eval()(x) is x and Dropout(0.0)(x) is x
 
 
 def test_torchs_compiler_is_not_imported_with_a_model() -> None:

@@ -12,10 +12,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from omegaconf import OmegaConf
 
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UnfitError
-from dist_mem.memory import memory_class, memory_kinds
 from dist_mem.recompute import compare_step
 from dist_mem.recompute.compare_step import recompute_step, refuse_other_machine
 from dist_mem.recompute.recompute import Recomputed, change_within
@@ -27,8 +25,10 @@ from tests.data.test_curriculum import make_data
 from tests.support.forked_ranks import Program
 from tests.support.jobs import finish, logged_steps, run_ranks, start_ranks, train_here, write_config
 from tests.support.limits import limit, wait_until
-from tests.support.messages import refused
+from tests.support.messages import refused, said
+from tests.support.rank_errors import error_of
 from tests.support.ranks import RankPool
+from tests.support.run_memories import every_memory, small_memory, with_memory
 from tests.support.tracked import log_points
 
 pytestmark = pytest.mark.ranks
@@ -101,15 +101,8 @@ def test_a_step_without_targets_is_computed_again(tmp_path: Path, rank_pool: Poo
     assert not any(lane.num_scored for lane in found.lanes)
 
 
-SEG_LEN = 16  # of the configurations of tests/support/jobs.py
-
-
-def small_memory(kind: str, **options: Any) -> dict[str, Any]:
-    return {"kind": kind, **memory_class(kind).small_options(SEG_LEN), **options}
-
-
 MEMORIES = {
-    **{kind: small_memory(kind) for kind in memory_kinds()},
+    **every_memory(),
     "infinite, sticky, over compressive": small_memory("infinite", sampling="sticky", over=small_memory("compressive")),
     "infinite, stratified, by moments": small_memory("infinite", sampling="stratified", density="softmax_moments"),
 }
@@ -119,10 +112,7 @@ MEMORIES = {
 def test_every_memory_is_computed_again_bit_for_bit(tmp_path: Path, books: Path, rank_pool: Pool, name: str) -> None:
     """From an empty memory and from the checkpoint of step 4, under ZeRO-2 on two ranks, with dropout."""
     run_dir, changes = tmp_path / "run", {"train": {"steps": 8, "segments_per_update": 2}, "checkpoint": {"every": 4}}
-    config = write_config(tmp_path / "run.yaml", books, run_dir, changes)
-    written = OmegaConf.load(config)
-    written.memory = MEMORIES[name]
-    OmegaConf.save(written, config)
+    config = with_memory(write_config(tmp_path / "run.yaml", books, run_dir, changes), MEMORIES[name])
     assert rank_pool(2).run(train_here, config) == [EXIT_DONE] * 2
     before = content_of(run_dir)
     for step, others in ((3, 2), (7, 2)):
@@ -144,8 +134,8 @@ def test_steps_on_changing_ranks_are_computed_on_those_that_made_them(
         results = rank_pool(ranks).run(found_by, run_dir, step)
         assert [code for code, *_ in results] == [EXIT_DONE] * ranks, results[0][2]
     shutil.rmtree(run_dir / "checkpoints" / "step-00000007")  # as retention may do
-    with refused(AssertionError):
-        rank_pool(1).run(found_by, run_dir, 8)
+    (text,) = rank_pool(1).run(error_of, found_by, run_dir, 8)
+    said(text, "UnusableError", "--step", "checkpoint.keep_")
 
 
 @pytest.mark.parametrize("action", ["rollback", "skip"])

@@ -124,20 +124,16 @@ def test_device_that_lags_is_named(reason: str, tmp_path: Path, monkeypatch: pyt
     assert f"suspect: rank 2 (node2) {reason} collective 41" in text
 
 
-def test_network_is_suspected_if_all_devices_wait_in_one_collective(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("of_last", "others"),
+    [(WAITS, ""), ([*DONE, entry(41, "started", size=2048)], "; 1 ranks in nccl:all_reduce of 2,048 BFloat16")],
+    ids=["the network", "two collectives"],
+)
+def test_nobody_is_blamed_if_all_devices_wait_or_as_many_here_as_there(
+    of_last: list[dict[str, Any]], others: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verdict = verdict_of(tmp_path, [WAITS] * 4, monkeypatch)
-    assert verdict == flight_recorder.Verdict({}, [f"  waiting in {WHAT}: no rank stands out"])
-
-
-def test_two_ranks_in_different_collectives_are_both_shown_and_none_is_blamed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = [*DONE, entry(41, "started", size=2048)]
-    verdict = verdict_of(tmp_path, [WAITS, other], monkeypatch)
-    assert verdict.suspects == {}
-    assert verdict.lines == [f"  waiting in {WHAT}: no rank stands out; 1 ranks in nccl:all_reduce of 2,048 BFloat16"]
+    verdict = verdict_of(tmp_path, [WAITS, of_last], monkeypatch)
+    assert verdict == flight_recorder.Verdict({}, [f"  waiting in {WHAT}: no rank stands out{others}"])
 
 
 def test_file_stays_small_however_far_a_rank_has_run_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,42 +22,25 @@ from tests.support.faults import small_disk
 from tests.support.limits import limit, wait_until
 from tests.support.messages import refused
 
+HERE = socket.gethostname()
+ODD_CLOCKS = [0, 3600, -3600]  # how old the last touch seems: the clocks agree, ours is fast, ours is slow
 
-def holder(pid: Any, host: str) -> str:
-    return json.dumps({"format_version": 1, "host": host, "pid": pid, "started": 0})
+
+def holder(pid: Any, host: str = HERE, **more: str) -> str:
+    return json.dumps({"format_version": 1, "host": host, "pid": pid, "started": 0, **more})
 
 
-def write_lease(run_dir: Path, text: str, *, age_seconds: float) -> None:
+def write_lease(run_dir: Path, text: str | bytes, *, age_seconds: float = 0) -> None:
     path = run_dir / "lease.json"
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     then = time.time() - age_seconds
     os.utime(path, (then, then))
 
 
-def dead_process() -> int:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
-
-
-def test_lease_is_exclusive_and_comes_back(tmp_path: Path) -> None:
-    held = Lease(tmp_path)
-    with pytest.raises(LeaseError, match=f"process {os.getpid()} on {socket.gethostname()}"):
-        Lease(tmp_path)
-    held.release()
-    Lease(tmp_path).release()
-    assert not (tmp_path / "lease.json").exists()
-
-
-def test_lease_of_a_dead_process_here_is_taken_at_once(tmp_path: Path) -> None:
-    write_lease(tmp_path, holder(dead_process(), socket.gethostname()), age_seconds=0)
-    Lease(tmp_path).release()
-
-
-def test_live_process_here_keeps_its_lease_however_old(tmp_path: Path) -> None:
-    write_lease(tmp_path, holder(os.getpid(), socket.gethostname()), age_seconds=10 * STALE_SECONDS)
-    with pytest.raises(LeaseError):
-        Lease(tmp_path)
+def dead_process(*, is_reaped: bool = True) -> int:
+    pid = os.posix_spawn(sys.executable, [sys.executable, "-c", ""], os.environ)
+    os.waitid(os.P_PID, pid, os.WEXITED | (0 if is_reaped else os.WNOWAIT))
+    return pid
 
 
 @pytest.fixture
@@ -65,28 +50,73 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "STALE_SECONDS", 0.6)
 
 
-ODD_CLOCKS = [0, 3600, -3600]  # how old the last touch seems: the clocks agree, ours is fast, ours is slow
+def seconds_to_take(run_dir: Path) -> float:
+    began = time.monotonic()
+    Lease(run_dir).release()
+    assert not (run_dir / "lease.json").exists()
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        lambda: holder(dead_process()),
+        # In a container whose first process does not reap, a killed job stays a zombie for ever.
+        lambda: holder(dead_process(is_reaped=False)),
+        lambda: holder(os.getpid(), started_ticks="1"),
+    ],
+    ids=["a dead process", "a zombie", "another process got its number"],
+)
+def test_lease_of_a_dead_process_here_is_taken_at_once(tmp_path: Path, text: Callable[[], str]) -> None:
+    write_lease(tmp_path, text())
+    assert seconds_to_take(tmp_path) < STALE_SECONDS / 2
 
 
 @pytest.mark.usefixtures("quick")
-def test_lease_that_a_broken_disk_made_rubbish_is_taken_too(tmp_path: Path) -> None:
-    """On rank 0, and no other rank looks: any error but a LeaseError would leave them waiting."""
-    (tmp_path / "lease.json").write_bytes(b"\xff\xfe{")
+@pytest.mark.parametrize(
+    ("text", "age_seconds"),
+    [
+        *((holder(1, "another-host"), age) for age in ODD_CLOCKS),
+        *((text, 0) for text in ("", '{"host": "x", "pi', "[]")),
+        (b"\xff\xfe{", 0),  # of a broken disk: any error but a LeaseError would leave the other ranks waiting
+        *((holder(pid), 0) for pid in (0, -1, 1 << 70, "7", None)),
+        # In another container of this host, which has numbers of its own; what lives has it touched in time.
+        pytest.param(lambda: holder(dead_process(), sight="boot pid:[1]"), 0, id="another container"),
+    ],
+)
+def test_lease_that_cannot_be_checked_is_taken_when_it_is_not_touched_for_a_while(
+    tmp_path: Path, text: Any, age_seconds: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_lease(tmp_path, text() if callable(text) else text, age_seconds=age_seconds)
+    assert 0.6 < seconds_to_take(tmp_path) < limit(5)
+    assert "waiting up to 1 s for a sign of life of" in caplog.text
+
+
+def test_live_process_here_keeps_its_lease_however_old_and_whatever_its_name(tmp_path: Path) -> None:
+    no_text = "import ctypes, sys, time; ctypes.CDLL(None).prctl(15, b'\\xff'); print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", no_text], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        for pid in (os.getpid(), process.pid):
+            write_lease(tmp_path, holder(pid), age_seconds=10 * STALE_SECONDS)
+            with refused_to(pid):
+                Lease(tmp_path)
+        process.kill()
+
+
+@contextmanager
+def refused_to(pid: int, host: str = HERE) -> Iterator[None]:
+    with pytest.raises(LeaseError, match=f"process {pid} on {host} is using this run directory"):
+        yield
+
+
+def test_lease_is_exclusive_and_comes_back(tmp_path: Path) -> None:
+    held = Lease(tmp_path)
+    with refused_to(os.getpid()):
+        Lease(tmp_path)
+    held.release()
     Lease(tmp_path).release()
     assert not (tmp_path / "lease.json").exists()
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("age_seconds", ODD_CLOCKS)
-@pytest.mark.parametrize("text", [holder(1, "another-host"), "", '{"host": "x", "pi', "[]"])
-def test_lease_that_cannot_be_checked_is_taken_when_it_is_not_touched_for_a_while(
-    tmp_path: Path, text: str, age_seconds: float, caplog: pytest.LogCaptureFixture
-) -> None:
-    write_lease(tmp_path, text, age_seconds=age_seconds)
-    before = time.monotonic()
-    Lease(tmp_path).release()
-    assert 0.6 < time.monotonic() - before < limit(5)
-    assert "waiting up to 1 s for a sign of life of" in caplog.text
 
 
 @pytest.mark.usefixtures("quick")
@@ -102,7 +132,7 @@ def test_job_on_another_host_keeps_its_lease_whatever_the_clocks_say(
         skewed.setattr(os, "utime", lambda path: touch(path, (now - age_seconds, time.time() - age_seconds)))
         written = (tmp_path / "lease.json").stat().st_mtime_ns
         wait_until(lambda: (tmp_path / "lease.json").stat().st_mtime_ns != written, "a sign of life by the odd clock")
-        with pytest.raises(LeaseError, match=rf"process {os.getpid()} on another-host is using this run directory"):
+        with refused_to(os.getpid(), "another-host"):
             Lease(tmp_path)
     held.release()
 
@@ -116,31 +146,16 @@ def test_lease_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path: Path) -> N
         assert [path.name for path in disk.iterdir()] == ["full"]
 
 
-def test_lease_of_a_killed_process_that_nobody_has_reaped_is_taken_at_once(tmp_path: Path) -> None:
-    """In a container whose first process does not reap, a killed job stays a zombie for ever."""
-    process = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.DEVNULL)
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    write_lease(tmp_path, holder(process.pid, socket.gethostname()), age_seconds=0)
-    Lease(tmp_path).release()
-    process.wait()
-
-
-def test_process_that_got_the_number_of_the_holder_is_not_taken_for_it(tmp_path: Path) -> None:
-    written = json.loads(holder(os.getpid(), socket.gethostname()))
-    write_lease(tmp_path, json.dumps({**written, "started_ticks": "1"}), age_seconds=0)
-    Lease(tmp_path).release()
-
-
 def test_lease_taken_over_by_another_job_is_left_alone(tmp_path: Path) -> None:
     held = Lease(tmp_path)
-    write_lease(tmp_path, holder(1, "another-host"), age_seconds=0)
+    write_lease(tmp_path, holder(1, "another-host"))
     held.release()
     assert json.loads((tmp_path / "lease.json").read_text())["host"] == "another-host"
 
 
 def test_a_slow_job_never_takes_a_live_lease_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two jobs find the same dead lease; while the slower one still believes in it, no third one may get in."""
-    write_lease(tmp_path, holder(dead_process(), socket.gethostname()), age_seconds=0)
+    write_lease(tmp_path, holder(dead_process()))
     judge, rename, faster = lease.is_abandoned, Path.rename, list[Any]()
 
     def judge_slowly(path: Path, text: str) -> bool:
@@ -164,24 +179,6 @@ def test_a_slow_job_never_takes_a_live_lease_away(tmp_path: Path, monkeypatch: p
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("pid", [0, -1, 1 << 70, "7", None])
-def test_lease_of_an_impossible_process_is_taken_when_it_is_not_touched_for_a_while(tmp_path: Path, pid: Any) -> None:
-    write_lease(tmp_path, holder(pid, socket.gethostname()), age_seconds=0)
-    Lease(tmp_path).release()
-    assert not (tmp_path / "lease.json").exists()
-
-
-@pytest.mark.usefixtures("quick")
-def test_process_of_another_container_of_this_host_is_not_looked_for_here(tmp_path: Path) -> None:
-    """It has the name of the host and a number of its own; what lives has it touched in time."""
-    written = json.loads(holder(dead_process(), socket.gethostname()))
-    write_lease(tmp_path, json.dumps({**written, "sight": "boot pid:[1]"}), age_seconds=0)
-    before = time.monotonic()
-    Lease(tmp_path).release()
-    assert time.monotonic() - before > lease.STALE_SECONDS
-
-
 @pytest.mark.parametrize(("machine", "is_taken_at_once"), [(None, True), ("another", False), ("", False)])
 def test_lease_of_the_time_before_a_reboot_is_taken_at_once_on_the_same_machine_only(
     tmp_path: Path, machine: str | None, is_taken_at_once: bool, quick: None, caplog: pytest.LogCaptureFixture
@@ -193,28 +190,15 @@ def test_lease_of_the_time_before_a_reboot_is_taken_at_once_on_the_same_machine_
     before = {**written, "sight": f"another-boot {written['sight'].partition(' ')[2]}"}
     if machine is not None:
         before["machine"] = machine
-    write_lease(tmp_path, json.dumps(before), age_seconds=0)
+    write_lease(tmp_path, json.dumps(before))
     Lease(tmp_path).release()
     assert ("waiting up to" not in caplog.text) == is_taken_at_once
-
-
-def test_process_whose_name_is_no_text_is_seen_to_live(tmp_path: Path) -> None:
-    odd = tmp_path / "odd"
-    script = "import ctypes, sys, time; ctypes.CDLL(None).prctl(15, b'\\xff'); print(flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        odd.mkdir()
-        write_lease(odd, holder(process.pid, socket.gethostname()), age_seconds=0)
-        with pytest.raises(LeaseError):
-            Lease(odd)
-        process.kill()
 
 
 def test_job_whose_lease_was_taken_over_may_not_write_even_when_the_other_has_ended(tmp_path: Path) -> None:
     held = Lease(tmp_path)
     refuse_if_taken_over(tmp_path)
-    write_lease(tmp_path, holder(1, "another-host"), age_seconds=0)
+    write_lease(tmp_path, holder(1, "another-host"))
     with refused(TakenOverError):
         refuse_if_taken_over(tmp_path)
     (tmp_path / "lease.json").unlink()

@@ -40,11 +40,13 @@ def messages(stragglers: Stragglers, steps: list[list[float]]) -> list[tuple[int
 def test_an_episode_is_reported_once_and_when_it_is_over() -> None:
     fast, slow = [0.1, 0.1, 0.1, 0.1], [0.1, 0.1, 0.1, 0.21]
     steps = [fast] * 30 + [slow] * 30 + [fast] * 30
-    (begun, first), (ended, second) = messages(watching(4), steps)
+    stragglers = watching(4)
+    (begun, first), (ended, second) = messages(stragglers, steps)
     assert first == "rank 3 (node1) takes 2.1 times as long as the others in a forward"
     assert second == "rank 3 (node1) is as fast as the others again"
     assert 30 < begun < 30 + WINDOW
     assert 60 < ended < 60 + WINDOW
+    assert stragglers.summary() == []
 
 
 def test_a_rank_that_is_slow_again_and_again_is_counted_and_not_reported_each_time() -> None:
@@ -60,12 +62,6 @@ def test_a_rank_that_is_slow_again_and_again_is_counted_and_not_reported_each_ti
     assert lines[2].startswith("rank 1 (node0) takes 2.1 times as long as the others again, for the 2nd time: in ")
     (summary,) = stragglers.summary()
     assert summary.startswith("rank 1 (node0) was slow 20 times, in ") and summary.endswith(" of 599 steps")
-
-
-def test_a_single_episode_needs_no_summary() -> None:
-    stragglers = watching(2)
-    messages(stragglers, [[0.1, 0.1]] * 30 + [[0.1, 0.21]] * 30 + [[0.1, 0.1]] * 30)
-    assert stragglers.summary() == []
 
 
 def test_single_slow_steps_are_not_named() -> None:

@@ -144,9 +144,12 @@ def takes_short_first(case: str) -> bool:
 def accepted(case: str, back_end: str) -> bool:
     """Return whether the memory can attend by this back end.
 
-    Titans' learned rows are outside of its window, and look-ahead attention needs more than sdpa returns.
+    Titans' learned rows are outside of its window, unless it is alone; look-ahead attention needs more than sdpa
+    returns.
     """
-    return back_end == "simple" or ("titans" not in case and (back_end != "sdpa" or "lamemo" not in case))
+    if back_end == "simple" or case == "titans, alone":
+        return True
+    return "titans" not in case and (back_end != "sdpa" or "lamemo" not in case)
 
 
 def subject(case: str, norm: str = "pre", cut: str = "start", attention: str = "auto") -> Subject:

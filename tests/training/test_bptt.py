@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from dist_mem.config import Config
 from dist_mem.contract.subject import require_same
-from dist_mem.data.batch import IGNORE, in_windows
 from dist_mem.memory.base import detached
-from dist_mem.model import LMState, MemoryLM, Start, reset_lanes
-from dist_mem.runtime.distributed import World
+from dist_mem.model import LMState, Start, reset_lanes
 from tests.support.contract_cases import (
     CASES,
     LANES,
@@ -28,44 +24,7 @@ from tests.support.contract_cases import (
     small_model,
 )
 from tests.support.ranks import RankPool
-from tests.support.tiny import VOCAB, full_parameters, ragged_segments, run_steps, tiny_config, tiny_job
-
-TRAIN = {"micro_batch_size": 2, "segments_per_update": 4}  # two ranks: 2 lane groups of 2 lanes each
-
-
-def config_of(case: str, train: dict[str, Any]) -> Config:
-    config: Config = tiny_config({"train": TRAIN | train})
-    config.memory = CASES[case]
-    return config
-
-
-def one_update(world: World, case: str, stage: int, train: dict[str, Any]) -> dict[str, Tensor]:
-    job = tiny_job(config_of(case, train), world, stage=stage)
-    run_steps(job, first=0, last=1)
-    return full_parameters(job)
-
-
-def plain_update(case: str, bptt_segments: int) -> dict[str, Tensor]:
-    """The same update by autograd alone: one loss over all lanes and segments, cut between windows."""
-    config = config_of(case, {})
-    torch.manual_seed(config.train.seed)
-    model = MemoryLM(config, VOCAB)
-    fresh = model.init_state(torch.arange(config.train.global_batch_size), "cpu", torch.float32)
-    segments = ragged_segments(config, step=0)
-    assert any(batch.is_new_document.any() for batch in segments[1:])  # inside of a window too
-    num_scored = sum(int((batch.targets != IGNORE).sum()) for batch in segments)
-    state, loss = fresh, torch.zeros(())
-    for number, batch in enumerate(segments):
-        state = detached(state) if number % bptt_segments == 0 else state
-        state = reset_lanes(state, fresh, batch.is_new_document)
-        output = model(batch.tokens, batch.targets, batch.valid_len, state=state)
-        auxiliary = sum(part.sum() for part in output.aux.values()) / (config.train.global_batch_size * len(segments))
-        state, loss = output.state, loss + output.nll.sum() / num_scored + auxiliary
-    loss.backward()
-    return {
-        name: (value if value.grad is None else value - config.optimizer.lr * value.grad).detach()
-        for name, value in model.named_parameters()
-    }
+from tests.training.test_update import assert_plain_update
 
 
 @pytest.mark.ranks
@@ -73,15 +32,12 @@ def plain_update(case: str, bptt_segments: int) -> dict[str, Tensor]:
 def test_an_update_equals_plain_autograd_over_its_windows(
     rank_pool: Callable[[int], RankPool], case: str, stage: int
 ) -> None:
+    """Two ranks have two lane groups of two lanes each."""
     found = {}
     for bptt_segments, checkpointing in ((1, "none"), (2, "none"), (4, "blocks")):
-        expected = plain_update(case, bptt_segments)
-        train = {"bptt_segments": bptt_segments, "activation_checkpointing": checkpointing}
-        for parameters in rank_pool(2).run(one_update, case, stage, train):
-            assert parameters.keys() == expected.keys()
-            for name, value in parameters.items():
-                torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=name)
-        found[bptt_segments] = expected
+        train = {"micro_batch_size": 2, "segments_per_update": 4, "bptt_segments": bptt_segments}
+        train["activation_checkpointing"] = checkpointing
+        found[bptt_segments] = assert_plain_update(rank_pool(2), stage, CASES[case], train)
     for fewer, more in ((1, 2), (2, 4)):
         assert any(not torch.allclose(found[fewer][name], found[more][name], rtol=1e-4) for name in found[more])
 
@@ -123,19 +79,3 @@ def test_a_window_is_its_segments_one_after_the_other(case: str) -> None:
     _, _, cut = alone(cut=True)
     changed = [name for name, value in learned.items() if (value - cut[name]).abs().max() > 1e-9]
     assert bool(changed) == model.memories()[0].carries_gradient
-
-
-def test_windows_join_segments_of_one_lane_group() -> None:
-    config = tiny_config({"train": {"segments_per_update": 4}})
-    segments = ragged_segments(config, step=0)
-    batches = [
-        part._make(None if value is None else value[rows] for value in part)
-        for part in segments
-        for rows in (slice(0, 4), slice(4, 8))
-    ]
-    first, second, third, fourth = in_windows(batches, 2, 2)
-    assert torch.equal(first.tokens, torch.cat([segments[0].tokens[:4], segments[1].tokens[:4]], dim=1))
-    assert torch.equal(second.valid_len[:, 1], segments[1].valid_len[4:])
-    assert torch.equal(third.is_new_document[:, 0], segments[2].is_new_document[:4])
-    assert torch.equal(fourth.targets[:, -1], segments[3].targets[4:, -1])
-    assert all(one is other for one, other in zip(in_windows(batches, 2, 1), batches, strict=True))

@@ -216,44 +216,24 @@ def noisy_losses(seed: int, *, heavy: bool) -> Iterator[float]:
         yield 3 + 5 * 0.99**step + 0.05 * noise
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_normal_noise_is_no_spike(seed: int) -> None:
-    """Fewer than 1 in 8,000: four runs of 2,000 steps without one."""
-    divergence = policy(window=128)
-    for loss in noisy_losses(seed, heavy=False):
-        assert divergence.judge(loss) is None
-        divergence.remember(loss)
-
-
-def test_heavy_noise_is_rarely_a_spike() -> None:
-    """With spike_z = 10 at most 1 in 2,000."""
-    alarms = 0
+@pytest.mark.parametrize(
+    ("heavy", "spike_z", "alarms"),
+    [(False, 6.0, 0), (True, 10.0, 4)],
+    ids=["normal: fewer than 1 in 8,000", "heavy: at most 1 in 2,000"],
+)
+def test_noise_is_rarely_a_spike_and_a_spike_is_found_at_once(heavy: bool, spike_z: float, alarms: int) -> None:
+    """A fall never is one, and spikes do not widen what counts as one."""
+    found = 0
     for seed in range(4):
-        divergence = policy(window=128, spike_z=10.0)
-        for loss in noisy_losses(seed, heavy=True):
-            alarms += divergence.judge(loss) is not None
+        divergence = policy(window=128, spike_z=spike_z)
+        for loss in noisy_losses(seed, heavy=heavy):
+            found += divergence.judge(loss) is not None
             divergence.remember(loss)
-    assert alarms <= 4
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_spike_is_found_at_once_and_a_fall_never_is_one(seed: int) -> None:
-    divergence = policy()
-    for loss in noisy_losses(seed, heavy=False):
-        divergence.remember(loss)
-    assert divergence.judge(3.0 + 0.05 * 12) is not None
-    assert divergence.judge(0.0) is None
-
-
-def test_spikes_do_not_widen_what_counts_as_one() -> None:
-    calm, shaken = policy(), policy()
-    for loss in noisy_losses(0, heavy=False):
-        calm.remember(loss)
-        shaken.remember(loss)
-    for _ in range(10):
-        shaken.remember(9.0)
-    assert calm.judge(4.0) is not None
-    assert shaken.judge(4.0) is not None
+        for _ in range(10):
+            assert divergence.judge(3.0 + 0.05 * 2 * spike_z) is not None
+            divergence.remember(9.0)
+        assert divergence.judge(0.0) is None
+    assert found <= alarms
 
 
 def test_no_loss_is_a_spike_before_the_window_is_full_or_where_none_is_asked_for() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
-from dist_mem.errors import EXIT_FAILED, UnfitError
+from dist_mem.errors import EXIT_FAILED
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking.log import METRICS_FILE, Point
@@ -23,17 +23,12 @@ from tests.support.faults import assert_quoted, flip, remount, small_disk, used_
 from tests.support.jobs import finish, logged_steps, run_ranks, start_ranks, train_here, write_config
 from tests.support.limits import wait_until
 from tests.support.messages import refused
+from tests.support.rank_errors import error_of
 from tests.support.ranks import RankPool, launcher_environment
 
 pytestmark = pytest.mark.ranks
 
 Pool = Callable[[int], RankPool]
-
-
-@pytest.fixture
-def as_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in launcher_environment(0, 1, free_port()).items():
-        monkeypatch.setenv(name, value)
 
 
 def names(run_dir: Path) -> list[str]:
@@ -104,39 +99,21 @@ class OnceFullLog(FullLog):
             super().log(point)
 
 
-def train_with_full_metrics(world: World, config: Path, disk: type[LogSink] = FullLog) -> str:
+def train_with_full_metrics(world: World, config: Path, disk: type[LogSink]) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dist_mem.tracking.start.LogSink", disk)
-        try:
-            return f"ended with {train_here(world, config)}"
-        except UnfitError as error:
-            return str(error)
+        return train_here(world, config)
 
 
-@pytest.mark.parametrize("steps", [3, 9])
+@pytest.mark.parametrize(("steps", "disk"), [(3, FullLog), (9, FullLog), (4, OnceFullLog)])
 def test_a_step_that_cannot_be_recorded_stops_a_run_that_is_saved(
-    tmp_path: Path, books: Path, rank_pool: Pool, steps: int
+    tmp_path: Path, books: Path, rank_pool: Pool, steps: int, disk: type[LogSink]
 ) -> None:
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": steps}})
-    reported = rank_pool(2).run(train_with_full_metrics, config)
-    assert all("No space left on device: '" in text and "metrics.jsonl" in text for text in reported), reported
+    for text in rank_pool(2).run(error_of, train_with_full_metrics, config, disk):
+        assert text.startswith("UnfitError: ") and "No space left on device: '" in text and "metrics.jsonl" in text
     assert list_steps(tmp_path / "run") == [min(steps, 4)]
     assert rank_pool(2).run(train_here, config) == [0, 0]
-
-
-def test_a_step_before_the_last_that_was_not_recorded_is_reported_all_the_same(
-    tmp_path: Path, books: Path, rank_pool: Pool
-) -> None:
-    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 4}})
-    reported = rank_pool(2).run(train_with_full_metrics, config, OnceFullLog)
-    assert all("No space left on device: '" in text for text in reported), reported
-
-
-def train_reporting(world: World, config: Path) -> str:
-    try:
-        return f"ended with {train_here(world, config)}"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def test_an_evaluation_that_cannot_score_stops_a_run_that_is_saved(
@@ -145,12 +122,12 @@ def test_an_evaluation_that_cannot_score_stops_a_run_that_is_saved(
     data = Path(shutil.copytree(books, tmp_path / "data"))
     flip(next((data / "validation").glob("*.tar")), 1700)
     config = write_config(tmp_path / "run.yaml", data, tmp_path / "run", {"eval": {"every": 3, "batch_size": 2}})
-    for text in rank_pool(2).run(train_reporting, config):
+    for text in rank_pool(2).run(error_of, train_here, config):
         assert_quoted(text, "is damaged: its checksum does not match")
     assert list_steps(tmp_path / "run") == [3]
 
 
-@pytest.mark.usefixtures("as_one_rank")
+@pytest.mark.usefixtures("single_process")
 def test_a_run_directory_on_a_full_or_read_only_disk_is_an_error_of_one_line(
     tmp_path: Path, books: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,10 +185,10 @@ def test_the_data_of_another_run_are_refused(tmp_path: Path, books: Path, rank_p
     shutil.rmtree(other / "train")
     shutil.copytree(other / "validation", other / "train")
     config = write_config(tmp_path / "run.yaml", other, tmp_path / "run", {"train": {"global_batch_size": 4}})
-    for text in rank_pool(2).run(train_reporting, config):
+    for text in rank_pool(2).run(error_of, train_here, config):
         assert_quoted(text, "train.global_batch_size: is 4, but the run began with 8")
     config = write_config(tmp_path / "run.yaml", other, tmp_path / "run")
-    for text in rank_pool(2).run(train_reporting, config):
+    for text in rank_pool(2).run(error_of, train_here, config):
         assert_quoted(text, "set data.path to the same data")
 
 

@@ -10,25 +10,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from dist_mem.config import load_config
 from dist_mem.data.batch import IGNORE, Batch
 from dist_mem.errors import EXIT_REQUEUE
 from dist_mem.estimate.counting import Flops
-from dist_mem.memory import memory_options
 from dist_mem.model import MemoryLM
 from dist_mem.runtime.distributed import World
-from dist_mem.runtime.signals import StopSignal
 from dist_mem.tracking.log import read_points
 from dist_mem.training import reporting
 from dist_mem.training.goodput import PARTS
 from dist_mem.training.meter import MEASUREMENTS, Meter, Totals
 from dist_mem.training.mfu import Utilisation
-from dist_mem.training.run import run_job
 from tests.support.clock import Clock
 from tests.support.jobs import build_books, finish, start_ranks, train_here, write_config
 from tests.support.limits import wait_until
 from tests.support.ranks import RankPool
 from tests.support.tiny import VOCAB, Gradients, ragged_segments, tiny_config, tiny_job, update_of_rank
+from tests.training.test_stopping import stop_after_one_step
 
 pytestmark = pytest.mark.ranks
 
@@ -62,16 +59,19 @@ def test_meter_goes_on_where_its_saved_state_stood(clock: Clock) -> None:
     straight, first = (Meter(lane_segments_per_update=4) for _ in range(2))
     clock.now += 0.7
     for meter in (straight, first):
-        meter.add(Totals(0.1, 0.7, 0.3, 7, 3, 2, 1), epoch=0.3)
+        meter.add(Totals(0.1, 0.7, 0.3, 7, 3, 2, 1, num_read=3), epoch=0.3, logs={"share": 0.7})
     saved = json.loads(json.dumps(first.state()))
     second = Meter(lane_segments_per_update=4, saved=saved)
     for meter in (straight, second):
-        meter.add(Totals(0.2, 0.1, 0.1, 9, 1, 1, 0), epoch=0.4)
+        meter.add(Totals(0.2, 0.1, 0.1, 9, 1, 1, 0, num_read=1), epoch=0.4, logs={"share": 0.2})
     clock.now += 0.3
     found, expected = second.read(engine), straight.read(engine)
     assert found.pop("peak_memory_gb") <= expected.pop("peak_memory_gb")
     assert found == expected
     assert expected["step_seconds"] == pytest.approx(0.5)
+    assert expected["memory/share"] == pytest.approx(0.225)
+    clock.now += 1.0
+    assert "memory/share" not in straight.read(engine)
 
 
 def test_waiting_for_data_is_a_share_of_the_time(clock: Clock) -> None:
@@ -147,16 +147,6 @@ def test_recall_perplexity_is_that_of_the_scored_recall_tokens_of_all_ranks(
         assert totals.recall_nll == pytest.approx(float(nll.sum()), rel=1e-5)
 
 
-def train_one_step(world: World, config_file: Path) -> int:
-    """A job with a stop signal as soon as it starts."""
-    stop_signal = StopSignal()
-    stop_signal.received = "SIGTERM"
-    try:
-        return run_job(load_config([str(config_file)], memory_options=memory_options), world, stop_signal)
-    finally:
-        stop_signal.restore()
-
-
 def figures(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
     """Every logged point without what the machine has to do with."""
     points = read_points(run_dir / "metrics.jsonl")
@@ -180,7 +170,7 @@ def test_points_logged_after_a_kill_and_stops_are_those_of_a_straight_run(
         process.send_signal(signal.SIGKILL)
     finish(processes)
     for _ in range(2):
-        assert rank_pool(2).run(train_one_step, broken) == [EXIT_REQUEUE] * 2
+        assert rank_pool(2).run(stop_after_one_step, broken) == [EXIT_REQUEUE] * 2
     for config in (broken, straight):
         assert rank_pool(2).run(train_here, config, ["train.steps=24", "checkpoint.every=null"]) == [0, 0]
 

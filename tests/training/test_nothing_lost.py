@@ -1,4 +1,4 @@
-"""Kills, power losses and moves to other ranks, with every memory: the same bits, and every logged point once.
+"""Kills, signals, power losses and moves to other ranks, with every memory: the same bits, and all points once.
 
 pytest -m nightly tests/training/test_nothing_lost.py -s      # prints what was counted
 """
@@ -10,17 +10,15 @@ import random
 import shutil
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
-from dist_mem.errors import EXIT_DONE
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE
 from dist_mem.memory import memory_kinds
 from dist_mem.tracking.log import METRICS_FILE, find_entries, read_points
 from dist_mem.tracking.mlflow.store import RUN_ID_FILE
@@ -32,11 +30,13 @@ from tests.support.jobs import build_books, checkpoint_content, difference, loss
 from tests.support.limits import wait_until
 from tests.support.power import Disk, disk_without_power
 from tests.support.ranks import RankPool
+from tests.support.run_memories import with_memory
 from tests.support.tracked import history, nested_runs, track_sync
 
 pytestmark = pytest.mark.ranks
 
-KILLS, CUTS = 30, 10  # of each memory
+# Of each memory: losses of power, kills and signals after a new checkpoint, and kills at any time of a start.
+ENDS = {"power": 10, "SIGKILL": 20, "SIGTERM": 10, "at once": 5}
 EVERY = 3  # steps between two checkpoints
 SEED = 11
 
@@ -46,10 +46,7 @@ def config_of(path: Path, books: Path, run_dir: Path, memory: dict[str, Any], *c
     tracking = {"mlflow": True, "send": "never", "system_metrics": False}
     endless = {"train": {"steps": 10**6, "seg_len": SEG_LEN}, "schedule": {"kind": "constant"}, "tracking": tracking}
     checkpoint = {"checkpoint": {"every": EVERY, "keep_last": 2}}
-    written = OmegaConf.load(write_config(path, books, run_dir, endless, checkpoint, *changes))
-    written.memory = memory
-    OmegaConf.save(written, path)
-    return path
+    return with_memory(write_config(path, books, run_dir, endless, checkpoint, *changes), memory)
 
 
 def last_saved(run_dir: Path) -> int:
@@ -62,24 +59,29 @@ def last_logged(run_dir: Path) -> int:
     return max(point.body["step"] for point in points)
 
 
-def disturb(config: Path, run_dir: Path, disk: Disk, *, is_cut: bool, choose: random.Random) -> None:
-    """Start the run, let it save, and end it at some instant by a kill of one rank, or by a loss of power."""
+def disturb(config: Path, run_dir: Path, disk: Disk, how: str, choose: random.Random) -> None:
+    """Start the run, let it save, and end it at some instant by a loss of power, or by a signal to one rank."""
     had = last_saved(run_dir)
     job = Ranks(main, [[["train", str(config)]]] * 2, folder=config.parent)
     try:
-        wait_until(lambda: last_saved(run_dir) > had, "a checkpoint", seconds=240)
-        time.sleep(choose.uniform(0, 0.5))
-        if is_cut:
+        if how == "at once":
+            time.sleep(choose.uniform(0, 4))
+        else:
+            wait_until(lambda: last_saved(run_dir) > had, "a checkpoint", seconds=240)
+            time.sleep(choose.uniform(0, 0.5))
+        if how == "power":
             disk.cut()
             for process in job.processes:
                 process.kill()
         else:
-            os.kill(choose.choice(job.processes).pid, signal.SIGKILL)
+            os.kill(choose.choice(job.processes).pid, signal.SIGTERM if how == "SIGTERM" else signal.SIGKILL)
     finally:
-        job.finish(patience=0.5 if is_cut else 5.0)
+        codes, texts = job.finish(patience=0.5 if how == "power" else 5.0)
         for process in job.processes:
             process.kill()
-    if is_cut:
+    assert how == "power" or set(codes) <= {-signal.SIGKILL, -signal.SIGTERM, EXIT_FAILED, EXIT_REQUEUE}, texts
+    assert how == "power" or last_saved(run_dir) >= had, texts
+    if how == "power":
         disk.restart()
         (run_dir / "lease.json").unlink(missing_ok=True)  # of a machine that is off: each start would wait a minute
 
@@ -95,19 +97,20 @@ def assert_every_point_once(run_dir: Path, last: int, uri: str, client: Any) -> 
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", memory_kinds())
+@pytest.mark.parametrize("case", [*memory_kinds(), "infinite over lamemo"])
 def test_kills_and_power_losses_cost_neither_a_bit_nor_a_point(
-    tmp_path: Path, rank_pool: Callable[[int], RankPool], sqlite_uri: str, client: Any, kind: str
+    tmp_path: Path, rank_pool: Callable[[int], RankPool], sqlite_uri: str, client: Any, case: str
 ) -> None:
+    """With dropout; the last memory samples what it has read, and remembers without end."""
     fork_server()
     books, choose = build_books(tmp_path), random.Random(SEED)
-    ends = [True] * CUTS + [False] * KILLS
+    ends = [how for how, number in ENDS.items() for _ in range(number)]
     choose.shuffle(ends)
     with disk_without_power(tmp_path / "disk") as disk:
         run_dir, alone = disk.folder / "run", tmp_path / "alone"
-        configs = [config_of(tmp_path / f"{path.name}.yaml", books, path, CASES[kind]) for path in (run_dir, alone)]
-        for is_cut in ends:
-            disturb(configs[0], run_dir, disk, is_cut=is_cut, choose=choose)
+        configs = [config_of(tmp_path / f"{path.name}.yaml", books, path, CASES[case]) for path in (run_dir, alone)]
+        for how in ends:
+            disturb(configs[0], run_dir, disk, how, choose)
             assert newest_verified(run_dir)[1] == [], "a checkpoint that has its name is whole"
         last = (last_logged(run_dir) // EVERY + 1) * EVERY  # a run that ended before would leave those points in MLflow
         for config in configs:
@@ -116,8 +119,7 @@ def test_kills_and_power_losses_cost_neither_a_bit_nor_a_point(
         assert difference(*contents) is None
         assert losses(run_dir) == losses(alone)
         num_points = assert_every_point_once(run_dir, last, sqlite_uri, client)
-    counted = Counter("power losses" if is_cut else "kills" for is_cut in ends)
-    print(f"\n{kind}: {dict(counted)}, bits equal at step {last}, {num_points} points once")
+    print(f"\n{case}: {ENDS}, bits equal at step {last}, {num_points} points once")
 
 
 @pytest.mark.nightly

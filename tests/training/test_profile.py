@@ -14,29 +14,20 @@ from dist_mem.errors import EXIT_USAGE, UnusableError
 from dist_mem.tracking.log import METRICS_FILE, find_entries
 from dist_mem.training.profile import NUM_OPERATORS, refuse_profile_outside
 from tests.support.jobs import build_books, losses, train_here, write_config
-from tests.support.messages import refused
+from tests.support.messages import refused, said
 from tests.support.ranks import RankPool
 from tests.support.tiny import tiny_config
 
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize(
-    ("steps", "message"),
-    [
-        ("[10, 10]", "must be two steps, the first less than the last"),
-        ("[10]", "must be two steps, the first less than the last"),
-        ("[5, 13]", "the run ends at step 12; give earlier steps"),
-        ("[-1, 3]", "must be at least 0"),
-    ],
-)
+@pytest.mark.parametrize("steps", ["[10, 10]", "[10]", "[5, 13]", "[-1, 3]"])
 def test_steps_that_cannot_be_profiled_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: str, message: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: str
 ) -> None:
     config = write_config(tmp_path / "run.yaml", tmp_path / "none", tmp_path / "run")
     assert main(["train", str(config), f"train.profile={steps}", "--check"]) == EXIT_USAGE
-    printed = capsys.readouterr().err
-    assert "train.profile" in printed and message in printed
+    said(capsys.readouterr().err, "train.profile")
 
 
 def test_steps_after_the_end_are_refused_once_the_data_says_how_many_there_are() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 from collections.abc import Callable
@@ -12,17 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from dist_mem.checkpoint.manifest import step_dir
 from dist_mem.config import load_config
 from dist_mem.config.memory_blocks import as_block, kinds_of
 from dist_mem.data.plan import DocumentPlan, make_plan
 from dist_mem.data.shard import read_index
-from dist_mem.errors import EXIT_REQUEUE
 from dist_mem.evaluation.trained_model import load_model
-from dist_mem.memory import memory_class, memory_kinds, memory_options
-from tests.support.faults import assert_quoted
+from dist_mem.memory import memory_class, memory_options
+from tests.support.faults import assert_quoted, flip
 from tests.support.jobs import (
     checkpoint_content,
     difference,
@@ -37,6 +34,7 @@ from tests.support.jobs import (
 from tests.support.limits import wait_until
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import RankPool
+from tests.support.run_memories import SEG_LEN, every_memory, small_memory, with_memory
 
 pytestmark = pytest.mark.ranks
 
@@ -74,16 +72,9 @@ def test_resume_after_kill_is_bitwise(
     assert cursors[0][:, 2].any(), "no lane stands in the middle of a book: the test proves little"
 
 
-SEG_LEN = 16  # of the configurations of tests/support/jobs.py
 EXAMPLE = EXAMPLES / "averages.py"
-
-
-def small_memory(kind: str, **options: Any) -> dict[str, Any]:
-    return {"kind": kind, **memory_class(kind).small_options(SEG_LEN), **options}
-
-
-MEMORIES = {
-    **{kind: small_memory(kind) for kind in memory_kinds()},
+MEMORIES: dict[str, dict[Any, Any]] = {
+    **every_memory(),
     "infinite, sticky, over lamemo": small_memory(
         "infinite", over={"kind": "lamemo", "mem_len": SEG_LEN}, sampling="sticky"
     ),
@@ -126,13 +117,10 @@ def test_every_memory_comes_back_bitwise(
         "checkpoint": {"every": 3, "background": background},
         "deepspeed": {"zero_optimization": zero},
     }
-    config = write_config(tmp_path / "run.yaml", books, tmp_path / "straight", changes)
-    written = OmegaConf.load(config)
-    written.memory = MEMORIES[memory]
     kinds = [kind for _, kind in kinds_of(as_block(MEMORIES[memory]))]
-    if any(memory_class(kind).carries_gradient for kind in kinds):
-        written.train.bptt_segments = accumulation  # one window an update
-    OmegaConf.save(written, config)
+    window = accumulation if any(memory_class(kind).carries_gradient for kind in kinds) else 1  # one an update
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "straight", changes)
+    with_memory(config, MEMORIES[memory], bptt_segments=window)
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     assert rank_pool(2).run(train_here, config) == [0, 0]
     again = (f"run_dir={resumed}", f"resume={step_dir(straight, 3)}")
@@ -147,9 +135,7 @@ def test_the_source_of_a_memory_outside_is_kept_and_a_change_is_reported(tmp_pat
     for steps in (1, 2):
         changes = {"train": {"steps": steps}, "schedule": {"kind": "constant"}}
         config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", changes)
-        written = OmegaConf.load(config)
-        written.memory = small_memory(f"{mine}:Averages")
-        OmegaConf.save(written, config)
+        with_memory(config, small_memory(f"{mine}:Averages"))
         codes, text = run_ranks(["train", str(config)], world_size=1, cwd=tmp_path)
         assert codes == [0], text
         kept = tmp_path / "run" / "checkpoints" / f"step-{steps:08d}" / "memory" / "mine.py"
@@ -160,18 +146,6 @@ def test_the_source_of_a_memory_outside_is_kept_and_a_change_is_reported(tmp_pat
     assert load_model(tmp_path / "run", "eval.allow_code=true").config.memory.kind == f"{kept}:Averages", (
         "an evaluation takes the copy"
     )
-
-
-def test_signal_on_one_rank_saves_and_asks_to_be_started_again(tmp_path: Path, books: Path) -> None:
-    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 5000}})
-    processes = start_ranks(["train", str(config)], world_size=2, cwd=tmp_path)
-    wait_until(lambda: 3 in logged_steps(tmp_path / "run"), "step 3")
-    processes[1].send_signal(signal.SIGTERM)
-    codes, text = finish(processes)
-    assert codes == [EXIT_REQUEUE] * 2, text
-    newest = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1]
-    assert json.loads((newest / "manifest.json").read_text())["step"] == logged_steps(tmp_path / "run")[-1]
-    assert not (tmp_path / "run" / "lease.json").exists()
 
 
 def test_changed_model_is_refused_by_name(tmp_path: Path, books: Path) -> None:
@@ -186,24 +160,6 @@ def test_changed_model_is_refused_by_name(tmp_path: Path, books: Path) -> None:
     assert "train.global_batch_size" in text
     assert "train.steps" not in text
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
-
-
-def test_damaged_checkpoint_is_passed_over_and_kept(tmp_path: Path, books: Path) -> None:
-    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 10}})
-    codes, text = run_ranks(["train", str(config)], world_size=1, cwd=tmp_path)
-    assert codes == [0], text
-    damaged = tmp_path / "run" / "checkpoints" / "step-00000010"
-    lanes = damaged / "ranks" / "rank-00000.safetensors"
-    content = bytearray(lanes.read_bytes())
-    content[-1] ^= 1
-    lanes.write_bytes(content)
-    codes, text = run_ranks(["train", str(config)], world_size=1, cwd=tmp_path)
-    assert codes == [0], text
-    assert "SHA-256 differs" in text
-    assert "resuming from" in text
-    assert "step-00000005" in text
-    assert damaged.with_name("step-00000010.broken").is_dir()
-    assert damaged.is_dir()
 
 
 def test_checkpoint_damaged_twice_does_not_stop_the_run(
@@ -233,18 +189,13 @@ def test_finished_run_says_that_nothing_is_left(
 def damage_second_document_of_a_lane(config_file: Path) -> None:
     """Flip a byte of a document that is met amid the training, by the rank of its lane alone."""
     config = load_config([str(config_file)], memory_options=memory_options)
-    index = read_index(Path(config.data.path) / "train")
+    index, num_lanes = read_index(Path(config.data.path) / "train"), config.train.global_batch_size
     lengths = [entry.num_tokens for entry in index.documents]
-    plan = make_plan(
-        lengths, num_lanes=config.train.global_batch_size, seg_len=config.train.seg_len, seed=config.data.seed
-    )
+    plan = make_plan(lengths, num_lanes=num_lanes, seg_len=config.train.seg_len, seed=config.data.seed)
     assert isinstance(plan, DocumentPlan)
-    dealt = [plan.documents(0, lane) for lane in range(config.train.global_batch_size)]
+    dealt = [plan.documents(0, lane) for lane in range(num_lanes)]
     entry = index.documents[next(documents[1] for documents in dealt if len(documents) > 1)]
-    tar = index.split_dir / entry.shard
-    content = bytearray(tar.read_bytes())
-    content[entry.tokens_offset] ^= 1
-    tar.write_bytes(content)
+    flip(index.split_dir / entry.shard, entry.tokens_offset)
 
 
 def test_damaged_document_of_one_rank_stops_all_with_everything_saved(tmp_path: Path, books: Path) -> None:
@@ -292,25 +243,3 @@ def test_run_directory_that_cannot_be_written_is_an_error_of_two_lines(tmp_path:
     assert codes == [2, 2], again
     assert_quoted(again, "error: checkpoints cannot be written: [Errno 17] File exists: '")
     assert "Traceback" not in text + again
-
-
-def test_second_job_on_a_run_directory_is_refused(tmp_path: Path, books: Path) -> None:
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    holder = {"format_version": 1, "host": os.uname().nodename, "pid": os.getpid(), "started": 0}
-    (run_dir / "lease.json").write_text(json.dumps(holder))
-    config = write_config(tmp_path / "run.yaml", books, run_dir)
-    codes, text = run_ranks(["train", str(config)], world_size=1, cwd=tmp_path)
-    assert codes == [1], text
-    assert f"process {os.getpid()}" in text
-    assert (run_dir / "lease.json").exists()
-
-
-def test_memory_that_is_not_finite_stops_all_ranks_in_the_same_step(tmp_path: Path, books: Path) -> None:
-    """A learning rate beyond all reason: the loss overflows, and nobody saves the wreck."""
-    overrides = {"optimizer": {"lr": 1e30, "groups": []}, "checkpoint": {"every": None}}
-    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", overrides)
-    codes, text = run_ranks(["train", str(config)], world_size=2, cwd=tmp_path)
-    assert codes == [3, 3], text
-    assert "not finite" in text
-    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []

@@ -116,6 +116,7 @@ def test_each_source_alone_stops_all_ranks_at_one_step_and_nothing_is_lost(
     assert f"step {step}: stopped by " in text and reported in text
     assert "; everything is saved; run the same command to continue" in text
     assert text.count("stopped by ") == 1
+    assert not (run_dir / "lease.json").exists()
 
     (run_dir / "STOP").unlink(missing_ok=True)
     assert rank_pool(2).run(train_here, config, [f"train.steps={step + 3}"]) == [EXIT_DONE] * 2

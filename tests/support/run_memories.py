@@ -1,0 +1,29 @@
+"""Memories of the small runs of jobs.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from dist_mem.memory import memory_class, memory_kinds
+
+SEG_LEN = 16  # of the configurations of jobs.py
+
+
+def small_memory(kind: str, **options: Any) -> dict[str, Any]:
+    return {"kind": kind, **memory_class(kind).small_options(SEG_LEN), **options}
+
+
+def every_memory() -> dict[str, dict[str, Any]]:
+    return {kind: small_memory(kind) for kind in memory_kinds()}
+
+
+def with_memory(config: Path, memory: dict[Any, Any], **train: Any) -> Path:
+    """Replace the memory of a configuration, and these keys of `train`."""
+    written = OmegaConf.load(config)
+    written.memory = memory
+    written.train.update(train)
+    OmegaConf.save(written, config)
+    return config
