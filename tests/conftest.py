@@ -36,6 +36,7 @@ from tests.support.touched import Touched, changed_files, imports_of_folders, nu
 
 torch.set_num_threads(1)  # tiny tensors: more threads only get in each other's way
 HEARD = pytest.StashKey[list[dict[str, list[str]]]]()  # messages, by process
+PARTLY_RUN = pytest.StashKey[set[str]]()  # test functions of which some variants were deselected
 LEFT_OUT = pytest.StashKey[list[str]]()  # what --run rest has no time for
 NEW_SECONDS = 1.0  # a test function without a line in durations.json that takes longer gets one by `make durations`
 
@@ -61,8 +62,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[HEARD] = []
+    config.stash[PARTLY_RUN] = set()
     if config.getoption("rewrite_messages"):
         os.environ[VARIABLE] = "1"
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.config.stash[PARTLY_RUN].add(function_of(item.nodeid))
 
 
 @pytest.hookimpl(trylast=True)  # when other tests are deselected
@@ -100,10 +107,12 @@ def restored_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Tell the process that prints the summary what this one left out for time (all leave out the same), and heard."""
     config = session.config
+    partly_run = config.stash[PARTLY_RUN]
     if hasattr(config, "workeroutput"):
-        config.workeroutput.update(left_out=config.stash.get(LEFT_OUT, []), heard=heard())
+        left_out = config.stash.get(LEFT_OUT, [])
+        config.workeroutput.update(left_out=left_out, heard=heard(), partly_run=sorted(partly_run))
     elif config.getoption("rewrite_messages"):
-        rewrite([heard(), *config.stash[HEARD]])
+        rewrite([heard(), *config.stash[HEARD]], partly_run)
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
@@ -111,6 +120,7 @@ def pytest_testnodedown(node: Any) -> None:
     output = getattr(node, "workeroutput", {})
     node.config.stash[LEFT_OUT] = output.get("left_out", [])
     node.config.stash[HEARD].append(output.get("heard", {}))
+    node.config.stash[PARTLY_RUN].update(output.get("partly_run", []))
 
 
 def keep(config: pytest.Config, items: list[pytest.Item], runs: list[bool]) -> None:

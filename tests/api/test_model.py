@@ -37,11 +37,6 @@ def text(api_folder: Path) -> str:
     return (api_folder / "book.txt").read_text(encoding="utf-8")
 
 
-def test_every_name_is_there_and_there_are_at_most_twelve() -> None:
-    assert len(dist_mem.__all__) <= 12
-    assert all(getattr(dist_mem, name).__doc__ for name in dist_mem.__all__)
-
-
 def test_scores_are_those_of_the_function_below(model: Model, text: str) -> None:
     scores, expected = model.score(text), score(model.trained, text)
     assert torch.equal(scores.nll, expected.nll) and (scores.tokens == expected.tokens).all()

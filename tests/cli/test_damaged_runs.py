@@ -58,16 +58,8 @@ def whole(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / HISTORY).write_text(f"{json.dumps(part)}\n", encoding="utf-8")
     note_start(folder, beginning())
     mark_finished(folder, 3, load_config(["train.steps=3"]).train)
-    lease = {
-        "format_version": 1,
-        "host": "h",
-        "pid": 1,
-        "started": 1.0,
-        "started_ticks": "1",
-        "sight": "",
-        "machine": "",
-    }
-    (folder / "lease.json").write_text(json.dumps(lease), encoding="utf-8")
+    lease = {"host": "h", "pid": 1, "started": 1.0, "started_ticks": "1", "sight": "", "machine": ""}
+    (folder / "lease.json").write_text(json.dumps({**lease, "format_version": 1}), encoding="utf-8")
     for name, scored in (("test-step-00000003", asked(folder)), ("test-step-00000003-without-memory", emptied(folder))):
         write_report(scored, folder / "evaluations", name, metadata={"step": 3})
     return folder

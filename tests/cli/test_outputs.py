@@ -14,7 +14,7 @@ from dist_mem.cli.arguments import output_file, output_folder
 from dist_mem.cli.datasets import builder_parser
 from dist_mem.cli.parser import build_parser
 from dist_mem.datasets.recipes import builder_names
-from tests.cli.test_missing_paths import WRITTEN
+from tests.cli.test_refusals import WRITTEN
 from tests.evaluation.test_protocol import MEMORIES, make_run
 from tests.support.messages import refused
 

@@ -11,7 +11,7 @@ from dist_mem.__main__ import main
 from dist_mem.config import Config
 from dist_mem.config.check import all_keys, block_of, fields_of
 from dist_mem.config.deepspeed_keys import HANDED_ON, REFUSED
-from dist_mem.config.docs import config_page, meanings, schema_as_yaml
+from dist_mem.config.docs import config_page, meanings
 from dist_mem.memory import described_memories
 from tests.support.paths import ROOT
 
@@ -46,33 +46,6 @@ def test_every_key_has_a_row_with_a_meaning(page: str) -> None:
     assert [name for name, meaning in meanings(Config).items() if not meaning] == []
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        "| `train.steps` | `null` | integer >= 1 and <= 99,999,999 or `null` |  | updates; give this or epochs |",
-        "| `optimizer.betas` | `[0.9, 0.999]` | list of numbers, each >= 0 and < 1 | `--allow` | adamw and adam only |",
-        "| `optimizer.groups[].lr` | `null` | number > 0 or `null` | `--allow` | `null`: `optimizer.lr` |",
-        "| `model.norm` | `pre` | `pre`, `post` | fixed | layer norm before or after each sub-layer |",
-        "| `memory.mem_len` | `128` | integer <= 16,777,216 | fixed | M, tokens |",
-    ],
-)
-def test_row_tells_default_values_and_whether_it_may_change(page: str, row: str) -> None:
-    assert f"\n{row}\n" in page
-
-
 def test_every_key_of_deepspeed_is_yours_or_set_or_refused(page: str) -> None:
     section = page.partition("\n## deepspeed\n")[2]
     assert [key for key in (*HANDED_ON, *REFUSED) if f"`{key}`" not in section] == []
-
-
-def test_every_memory_has_a_section(page: str) -> None:
-    for kind, (summary, _) in described_memories().items():
-        assert f"\n### memory.kind: {kind}\n\n{summary}\n" in page
-        assert len(summary) > 20
-
-
-def test_yaml_tells_the_same_keys_without_words_of_python() -> None:
-    text = schema_as_yaml()
-    assert "\ndata:  # the data" in text
-    assert "\n  #   param_regex: ''" in text
-    assert "None" not in text

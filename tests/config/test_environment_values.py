@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from dist_mem.memory import memory_options
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking.mlflow.client import connect
 from tests.support.jobs import write_config
+from tests.support.messages import refused
 from tests.support.ranks import launcher_environment
 from tests.support.warm_programs import running_server, write_programs
 
@@ -44,30 +46,21 @@ def test_no_error_of_a_configuration_shows_a_value(key: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    "arguments",
     [
-        (
-            ["train.global_batch_size=4", "train.micro_batch_size=${oc.env:HIDDEN}"],
-            "train.micro_batch_size: ${oc.env:HIDDEN} is more than",
-        ),
-        (
-            ["train.seg_len=${oc.env:HIDDEN}", "eval.every=1", "eval.seg_len=3"],
-            "train.seg_len = ${oc.env:HIDDEN} while",
-        ),
-        (["model.num_heads=${oc.env:HIDDEN}", "model.d_model=64"], "model.num_heads = ${oc.env:HIDDEN};"),
-        (
-            ["memory.kind=infinite", "memory.num_basis=${oc.env:HIDDEN}"],
-            "num_basis: is '${oc.env:HIDDEN}', but must be",
-        ),
+        ["train.micro_batch_size=${oc.env:HIDDEN}", "train.global_batch_size=4"],
+        ["train.seg_len=${oc.env:HIDDEN}", "eval.every=1", "eval.seg_len=3"],
+        ["model.num_heads=${oc.env:HIDDEN}", "model.d_model=64"],
+        ["memory.num_basis=${oc.env:HIDDEN}", "memory.kind=infinite"],
     ],
 )
 def test_a_message_about_two_keys_shows_the_interpolation(
-    arguments: list[str], text: str, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HIDDEN", "87")
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError, arguments[0].partition("=")[0], "${oc.env:HIDDEN}") as caught:
         load(*arguments)
-    assert text in str(caught.value) and "87" not in str(caught.value)
+    assert "87" not in str(caught.value)
 
 
 def test_output_shows_the_interpolation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,11 +101,9 @@ def test_a_resume_notices_another_value_of_the_same_interpolation(
     assert changed_keys(saved, load(argument), {**then, "unheard.of": "0"}) == []  # a checkpoint may come from anybody
     monkeypatch.setenv("HIDDEN", "0.25" if key == "model.dropout" else "88")
     assert rule_of(key) != FREE
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError, f"{key}: is ${{oc.env:HIDDEN{default}}}") as caught:
         check_changes(read_config(tmp_path / "config.yaml"), load(argument), then=then)
-    reported = str(caught.value)
-    assert reported.startswith(f"{key}: is ${{oc.env:HIDDEN{default}}}, but the run began with another value")
-    assert "87" not in reported and "88" not in reported and "0.25" not in reported
+    assert not re.search(r"8[78]|0\.25", str(caught.value))
     monkeypatch.setenv("HIDDEN", "1")
     if default and key != "model.dropout":
         assert (

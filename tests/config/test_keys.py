@@ -13,8 +13,8 @@ from dist_mem.config import Config, ConfigError, load_config, merge_checked
 from dist_mem.config.check import item_schema
 from dist_mem.config.keys import Key, key, keys_of
 from dist_mem.config.sources import find_file
-from dist_mem.memory import described_memories
-from tests.config.test_config import STEPS, error_of
+from dist_mem.memory import described_memories, memory_options
+from tests.config.test_config import STEPS
 from tests.support.messages import refused
 
 KEYS = keys_of(Config)
@@ -64,14 +64,12 @@ def test_only_values_above_the_upper_bound_are_refused(name: str) -> None:
     assert "must be at most" in message(most + 1) or "at most 64 bits" in message(most + 1)
 
 
-def test_options_of_a_memory_below_another_are_bounded_too() -> None:
+def test_options_of_memories_are_bounded_and_refused_together_with_other_keys() -> None:
     over = "memory={kind: infinite, over: {kind: transformer_xl, mem_len: 99999999}}"
-    assert "memory.over.mem_len: is 99999999, but must be at most" in error_of(STEPS, over)
-
-
-def test_options_of_a_memory_are_refused_together_with_other_keys() -> None:
-    lines = error_of(STEPS, "memory.mem_len=99999999", "train.global_batch_size=0", "memory.mem_lne=3").splitlines()
-    assert any("memory.mem_lne" in line for line in lines) and any("train.global_batch_size" in line for line in lines)
+    several = ["memory.mem_len=99999999", "train.global_batch_size=0", "memory.mem_lne=3"]
+    for given, keys in (([over], ["memory.over.mem_len"]), (several, ["memory.mem_lne", "train.global_batch_size"])):
+        with refused(ConfigError, *keys):
+            load_config([STEPS, *given], memory_options=memory_options)
 
 
 @dataclass
@@ -81,18 +79,10 @@ class Options:
     scale: float = 1.0
 
 
-@pytest.mark.parametrize(
-    ("values", "problem"),
-    [
-        ({"share": 1.0}, "memory.share: is 1.0, but must be greater than 0 and less than 1"),
-        ({"norm": "pots"}, "memory.norm: is 'pots', but must be one of pre, post; did you mean post?"),
-        ({"scale": float("nan")}, "memory.scale: is nan, but must be a finite number"),
-    ],
-)
-def test_a_memory_from_outside_declares_limits_and_choices_too(values: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+@pytest.mark.parametrize("values", [{"share": 1.0}, {"norm": "pots"}, {"scale": float("nan")}])
+def test_a_memory_from_outside_declares_limits_and_choices_too(values: dict[str, Any]) -> None:
+    with refused(ConfigError, f"memory.{next(iter(values))}"):
         merge_checked(Options, values, "memory")
-    assert str(caught.value) == problem
 
 
 def test_default_of_a_key_is_copied() -> None:

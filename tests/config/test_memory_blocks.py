@@ -80,24 +80,21 @@ def test_blocks_of_equal_memories_share_what_equal_blocks_share() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "key"),
     [
-        ("{default: none, 3: infini}", "memory.3: is of no block, block 2 is the last"),
-        ("{0: none, 1: none}", "memory.2: is missing: give it, or memory.default"),
-        (
-            "{default: none, 1: {kind: transformr_xl}}",
-            "memory.1.kind: is 'transformr_xl'.*mean transformer_xl",
-        ),
-        ("{default: none, 1: {kind: infini, mem_len: 3}}", "memory.1.mem_len: "),
-        ("{default: none, 1: {kind: transformer_xl, mem_len: 0}}", "memory.1.mem_len: is 0, but must be at least 1"),
-        ("{default: none, 1: 5}", "memory.1: is 5, but must be a block whose kind"),
-        ("{default: none, mem_len: 5}", "memory.mem_len: is no memory of a block.*memory.default.mem_len"),
-        ("{kind: none, 1: infini}", "memory.1: is the memory of one block.*write memory.default.kind"),
-        ("{default: none, 2: {kind: lamemo, mem_len: 8}}", "memory.2: is a LaMemo, whose rows pass through all blocks"),
+        ("{default: none, 3: infini}", "memory.3"),
+        ("{0: none, 1: none}", "memory.2"),
+        ("{default: none, 1: {kind: transformr_xl}}", "memory.1.kind"),
+        ("{default: none, 1: {kind: infini, mem_len: 3}}", "memory.1.mem_len"),
+        ("{default: none, 1: {kind: transformer_xl, mem_len: 0}}", "memory.1.mem_len"),
+        ("{default: none, 1: 5}", "memory.1"),
+        ("{default: none, mem_len: 5}", "memory.mem_len"),
+        ("{kind: none, 1: infini}", "memory.1"),
+        ("{default: none, 2: {kind: lamemo, mem_len: 8}}", "memory.2"),
     ],
 )
-def test_what_fits_no_model_is_refused_with_its_key(given: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_what_fits_no_model_is_refused_with_its_key(given: str, key: str) -> None:
+    with refused(ConfigError, f"{key}: "):
         load(f"memory={given}")
 
 

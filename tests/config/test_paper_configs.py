@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dist_mem.__main__ import main
 from dist_mem.config import load_config
 from dist_mem.config.memory_blocks import memory_of
-from dist_mem.data.tokenizers.words import EOS, UNKNOWN, WordTokenizer
-from dist_mem.datasets.builder import build_dataset
-from dist_mem.datasets.source import SourceDocument
 from dist_mem.memory import memory_options
 from dist_mem.model import describe
 from tests.support.paths import ROOT
@@ -100,14 +95,3 @@ def test_newer_memories_have_the_published_sizes(
     assert train.steps == pytest.approx(steps, rel=1e-3)
     assert train.global_batch_size * train.seg_len * train.segments_per_update == tokens
     assert train.seg_len * train.bptt_segments == window
-
-
-def test_the_check_of_the_words_tells_151_million(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [EOS, UNKNOWN, *(f"w{number}" for number in range(NUM_WORDS - 2))]
-    text = " ".join(words[2:102]) + "\n"
-    documents = {"train": [SourceDocument("one", "One", text)]}
-    build_dataset(documents, tmp_path, name="words", tokenizer=WordTokenizer(words))
-    names = [str(ROOT / "configs" / "papers" / name) for name in ("wikitext103.yaml", WORDS)]
-    assert main(["train", *names, f"data.path={tmp_path}", "--check"]) == 0
-    output = capsys.readouterr().out
-    assert "151,107,949: 41,067,220 in the layers, 110,040,729 in the vocabulary" in output

@@ -31,23 +31,15 @@ def test_equal_configurations_have_no_changes() -> None:
     assert changed_keys(load(), load("memory.mem_len=128")) == []  # the default, written out
 
 
-FREE_CHANGES = {
-    "train.steps=20": "train.steps",
-    "optimizer.lr=5": "optimizer.lr",
-    "schedule.kind=linear": "schedule.kind",
-    "name=other": "name",
-    "eval.every=5": "eval.every",
-    "data.path=d": "data.path",
-    "checkpoint.every=5": "checkpoint.every",
-    "train.micro_batch_size=4": "train.micro_batch_size",
-    "deepspeed.zero_optimization.stage=3": "deepspeed.zero_optimization.stage",
-    "resume=5": "resume",
-}
+FREE_CHANGES = [
+    *("train.steps=20", "optimizer.lr=5", "schedule.kind=linear", "name=other", "eval.every=5", "data.path=d"),
+    *("checkpoint.every=5", "train.micro_batch_size=4", "deepspeed.zero_optimization.stage=3", "resume=5"),
+]
 
 
 def test_free_changes_are_accepted() -> None:
     changes = check_changes(load(), load(*FREE_CHANGES))
-    assert {change.key for change in changes} == {*FREE_CHANGES.values(), "run_dir"}
+    assert {change.key for change in changes} == {*(text.partition("=")[0] for text in FREE_CHANGES), "run_dir"}
     assert {change.rule for change in changes} == {FREE}
 
 
@@ -66,10 +58,9 @@ ALLOWED_CHANGES = {
 def test_changes_of_what_is_computed_are_refused_until_they_are_allowed(override: str) -> None:
     """The message says what to add, and adding that does it."""
     key, allow = ALLOWED_CHANGES[override]
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError, f"--allow {allow} ") as caught:
         check_changes(load(), load(override))
     assert key in {problem.key for problem in caught.value.problems}
-    assert f"set it back, add --allow {allow} to continue with the new value, or start another" in str(caught.value)
     changes = check_changes(load(), load(override), allowed=[allow])
     assert key in {change.key for change in changes}
     check_changes(load(), load(override), allowed=[allow.split(".")[0]])  # a whole block
@@ -79,50 +70,28 @@ def test_changes_of_what_is_computed_are_refused_until_they_are_allowed(override
 
 
 @pytest.mark.parametrize(
-    ("override", "key"),
+    "override",
     [
-        ("model.num_layers=3", "model.num_layers"),
-        ("memory.mem_len=5", "memory.mem_len"),
-        ("memory.kind=none", "memory.kind"),
-        ("train.seg_len=32", "train.seg_len"),
-        ("train.global_batch_size=32", "train.global_batch_size"),
-        ("train.seed=1", "train.seed"),
-        ("data.seed=1", "data.seed"),
-        ("data.layout=stream", "data.layout"),
-        ("optimizer.kind=sgd", "optimizer.kind"),
+        *("model.num_layers=3", "memory.mem_len=5", "memory.kind=none", "train.seg_len=32", "train.seed=1"),
+        *("train.global_batch_size=32", "data.seed=1", "data.layout=stream", "optimizer.kind=sgd"),
     ],
 )
-def test_other_changes_are_refused_with_old_value_new_value_reason_and_fix(override: str, key: str) -> None:
-    old, new = load(), load(override)
-    with pytest.raises(ConfigError) as caught:
-        check_changes(old, new, allowed=["model", "train", "optimizer", "data", "memory"])
+def test_other_changes_are_refused_with_old_value_new_value_reason_and_fix(override: str) -> None:
+    """Whole, also where the error reaches the other ranks."""
+    key = override.partition("=")[0]
+    with refused(ConfigError, key) as caught:
+        check_changes(load(), load(override), allowed=["model", "train", "optimizer", "data", "memory"])
     (problem,) = [problem for problem in caught.value.problems if problem.key == key]
-    (change,) = [change for change in changed_keys(old, new) if change.key == key]
-    assert problem.text.startswith(f"is {change.new!r}, but the run began with {change.old!r}, and must not change: ")
-    assert problem.text.endswith("; set it back, or start another run with name=NAME")
     assert rule_of(key).reason in problem.text
-
-
-def test_changed_number_of_lanes_is_reported_why() -> None:
-    with refused(ConfigError):
-        check_changes(load(), load("train.global_batch_size=32"))
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.problems) == (str(caught.value), caught.value.problems)
 
 
 def test_only_what_can_be_allowed_is_accepted_by_allow() -> None:
-    with refused(ConfigError, "optimizer.beta", "optimizer.betas"):
-        check_allowed(["optimizer.beta"])
-    with refused(ConfigError, "train.global_batch_size"):
-        check_allowed(["train.global_batch_size"])
-    with refused(ConfigError, "memory.kind"):
-        check_allowed(["memory.kind"])
+    for key in ("optimizer.beta", "train.global_batch_size", "memory.kind"):
+        with refused(ConfigError, key):
+            check_allowed([key])
     check_allowed(["optimizer.lr"])  # it may change anyway
-
-
-def test_problems_reach_the_other_ranks_whole() -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_changes(load(), load("train.global_batch_size=32"))
-    again = pickle.loads(pickle.dumps(caught.value))
-    assert (str(again), again.problems) == (str(caught.value), caught.value.problems)
 
 
 def test_interpolated_values_are_compared_resolved(monkeypatch: pytest.MonkeyPatch) -> None:

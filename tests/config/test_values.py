@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,7 +16,7 @@ from omegaconf import OmegaConf
 from dist_mem.cli.arguments import place
 from dist_mem.cli.datasets import builder_parser
 from dist_mem.cli.parser import build_parser, parse
-from dist_mem.config import Config, ConfigError, load_config, merge_checked, read_config, to_yaml
+from dist_mem.config import Config, ConfigError, load_config, read_config, to_yaml
 from dist_mem.config.check import check_tree, flatten, is_optional, item_schema
 from dist_mem.config.docs import meanings
 from dist_mem.config.keys import is_path, keys_of
@@ -50,7 +49,7 @@ WORDS = [
         "12e03",
     ),
     *("a #b", "#a", "a: b", "a:", "- a", "[a]", "[a", "{a: b}", "'a'", '"a"', "!!int 3", "&a", "*a", "|", "%a", "@a"),
-    *("10", "-7", "1.5", "a\tb", " a", "a ", "5 # five", "\u0661", "1\u00b2", "\ufeffa", "\u2028"),
+    *("12e03", "10", "-7", "1.5", "a\tb", " a", "a ", "5 # five", "\u0661", "1\u00b2", "\ufeffa", "\u2028"),
 ]
 TEXTS = (
     st.sampled_from(WORDS)
@@ -113,9 +112,8 @@ def test_a_text_key_keeps_the_letters_that_were_written(key: str, text: str, tmp
 
 
 def test_quotes_around_an_override_are_those_of_a_file() -> None:
-    assert [read(f"name={text}")["name"] for text in ("'00 #1'", '"a\\tb"', "'a'b", "'a", "''")] == [
-        *("00 #1", "a\tb", "'a'b", "'a", "")
-    ]
+    for text, expected in {"'00 #1'": "00 #1", '"a\\tb"': "a\tb", "'a'b": "'a'b", "'a": "'a", "''": ""}.items():
+        assert read(f"name={text}")["name"] == expected
 
 
 @SETTINGS
@@ -141,12 +139,10 @@ def test_a_number_key_takes_a_decimal_number_or_refuses_the_text(key: str, text:
 
 
 @pytest.mark.parametrize("text", ["0010", "1_000", "1:30", "0x10", "-007", "0.1_0", "00.5", "5 # five"])
-def test_a_refused_number_is_shown_as_written_with_the_fix(text: str) -> None:
+def test_a_refused_number_is_shown_as_written(text: str) -> None:
     for key in ("train.steps", "optimizer.lr", "train.max_grad_norm"):
-        with pytest.raises(ConfigError) as caught:
+        with refused(ConfigError, f"command line: {key}: is {text!r}"):
             load_config([STEPS, f"{key}={text}"])
-        assert f"command line: {key}: is {text!r}, but must be" in str(caught.value)
-        assert "write it as a decimal number, without a leading 0, `_` or `:`" in str(caught.value)
 
 
 def is_usable(text: str) -> bool:
@@ -168,14 +164,6 @@ def test_a_configuration_that_is_written_reads_back_equal(texts: list[str], tmp_
         found = flatten(written)
         for key, text in zip(keys, texts, strict=True):
             assert found[key] == (None if is_optional(keys_of(Config)[key].schema) and text in NULLS else text)
-
-
-@dataclass
-class Options:
-    word: str = "a"
-    words: list[str] = field(default_factory=list)
-    rate: float = 0.5
-    either: int | str | None = None
 
 
 def test_options_of_a_memory_have_the_types_that_it_declares(tmp_path: Path) -> None:
@@ -212,7 +200,7 @@ def leaves_with(value: str) -> Mapping[str, str]:
 def test_a_source_that_asks_for_a_value_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for content, key in leaves_with("???").items():
         (tmp_path / "a.yaml").write_text(content)
-        with pytest.raises(ConfigError, match=re.escape(f"a.yaml: {key}: is ???, which asks for a value")):
+        with refused(ConfigError, f"a.yaml: {key}: is ???"):
             load_config([str(tmp_path / "a.yaml"), STEPS])
     with refused(ConfigError):
         load_config([STEPS, "name=???"])
@@ -229,9 +217,8 @@ def test_a_variable_of_the_environment_is_read_by_the_same_rules(
     key: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GIVEN", text)
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError, f"command line: {key}: "):
         load_config([STEPS, f"{key}=${{oc.env:GIVEN}}"])
-    assert f"command line: {key}: cannot be resolved: " in str(caught.value)
     assert load_config([STEPS, "name=${oc.env:GIVEN}"]).name == text
 
 
@@ -268,12 +255,6 @@ def test_files_with_a_byte_order_mark_are_read(tmp_path: Path) -> None:
     (tmp_path / "b.yaml").write_text("train: {steps: 3}", encoding="utf-16")
     config = load_config([str(tmp_path / "a.json"), str(tmp_path / "b.yaml")])
     assert (config.name, config.deepspeed, config.train.steps) == ("0010", {"dump_state": True}, 3)
-
-
-def test_merge_checked_types_the_letters_of_a_block() -> None:
-    (tree,) = (source.tree for source in read_sources(["memory.word=1e3", "memory.words=[0010]", "memory.either=3"]))
-    found = merge_checked(Options, tree["memory"], "memory")
-    assert (found.word, found.words, found.either) == ("1e3", ["0010"], 3)
 
 
 @pytest.fixture

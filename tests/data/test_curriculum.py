@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dist_mem.config import Config, StageConfig
+from dist_mem.config import Config, ConfigError, StageConfig, load_config
 from dist_mem.data.batch import Update
 from dist_mem.data.curriculum import curriculum_reader, earlier_splits, stage_number, stages_of
 from dist_mem.data.directory import open_tokenizer
@@ -20,9 +20,8 @@ from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.data.tokenizers.words import count_words
 from dist_mem.errors import UnusableError
-from tests.config.test_config import error_of
 from tests.support.lane_corpus import LAYOUTS, assert_equal_updates
-from tests.support.messages import refused, said
+from tests.support.messages import refused
 
 LENGTHS = {"short": [5, 9, 3, 4, 7], "longer": [21, 13, 30], "long": [40, 55]}
 
@@ -116,5 +115,7 @@ def test_a_stage_with_another_tokenizer_or_too_few_documents_is_refused_by_name(
     ],
 )
 def test_an_impossible_curriculum_is_refused(curriculum: str, key: str) -> None:
-    said(error_of(f"data.curriculum={curriculum}", "train.steps=10"), key)
-    said(error_of("train.steps=null", "train.epochs=2", "data.curriculum=[{path: a, until: 3}]"), "train.epochs")
+    with refused(ConfigError, key):
+        load_config([f"data.curriculum={curriculum}", "train.steps=10"])
+    with refused(ConfigError, "train.epochs"):
+        load_config(["train.steps=null", "train.epochs=2", "data.curriculum=[{path: a, until: 3}]"])

@@ -81,13 +81,10 @@ def fail_to_read(world: World, config_file: Path, code: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("code", "error"),
+    ("error", "code"),
     [
-        (errno.EIO, "UnfitError"),
-        (errno.ESTALE, "UnfitError"),
-        (errno.ENOSPC, "UnfitError"),
-        (errno.ENOENT, "UnusableError"),
-        (errno.EACCES, "UnusableError"),
+        *(("UnfitError", code) for code in (errno.EIO, errno.ESTALE, errno.ENOSPC)),
+        *(("UnusableError", code) for code in (errno.ENOENT, errno.EACCES)),
     ],
 )
 def test_fault_of_a_disk_may_pass_and_a_wrong_path_does_not(

@@ -59,12 +59,6 @@ def test_copy_that_cannot_be_finished_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_a_copy_files_are_read_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert as_submitted(tmp_path / "a") == tmp_path / "a"
-    monkeypatch.setenv("DIST_MEM_SNAPSHOT", os.fspath(tmp_path))
-    assert as_submitted(tmp_path / "a") == tmp_path / "a"
-
-
 @pytest.mark.parametrize("name", ["x" * 300, "/".join(["y" * 200] * 25), "train.seed=\0"])
 def test_name_that_no_file_can_have_is_not_looked_for_in_the_copy(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

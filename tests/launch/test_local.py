@@ -53,28 +53,27 @@ def programs(folder: Path, **texts: str) -> None:
         (folder / name.replace("_", "-")).chmod(0o755)
 
 
+def sees(folder: Path, devices: str | None, ranks: str) -> list[str]:
+    """What each rank of local.sh sees."""
+    programs(folder, deepspeed=DEEPSPEED, python=RANK)
+    command, environment = ["bash", str(ROOT / "launch" / "local.sh"), "run.yaml"], chosen(devices, ranks, folder)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit(10), check=True)
+    return done.stdout.splitlines()
+
+
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has the driver's program")
 @pytest.mark.parametrize(("ranks", "expected"), [("", 1), ("2", 2)])
 def test_a_machine_without_the_driver_trains_on_cpus(ranks: str, expected: int, tmp_path: Path) -> None:
-    programs(tmp_path, deepspeed=DEEPSPEED, python=RANK)
-    done = subprocess.run(
-        ["bash", str(ROOT / "launch" / "local.sh"), "run.yaml"],
-        env=chosen(None, ranks, tmp_path), capture_output=True, text=True, timeout=limit(10), check=True,
-    )  # fmt: skip
-    assert done.stdout.splitlines() == ["rank sees all, cpu"] * expected
+    assert sees(tmp_path, None, ranks) == ["rank sees all, cpu"] * expected
 
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_the_ranks_of_local_sh_are_those_of_the_visible_gpus_and_see_no_others(name: str, tmp_path: Path) -> None:
     devices, ranks, expected = CHOICES[name]
-    programs(tmp_path, nvidia_smi=NVIDIA_SMI, deepspeed=DEEPSPEED, python=RANK)
-    done = subprocess.run(
-        ["bash", str(ROOT / "launch" / "local.sh"), "run.yaml"],
-        env=chosen(devices, ranks, tmp_path), capture_output=True, text=True, timeout=limit(10), check=True,
-    )  # fmt: skip
+    programs(tmp_path, nvidia_smi=NVIDIA_SMI)
     is_cpu = devices is not None and not devices[:1].isdigit() and not devices.startswith("GPU-")
-    sees = f"rank sees {'all' if devices is None else devices}, {'cpu' if is_cpu else 'cuda'}"
-    assert done.stdout.splitlines() == [sees] * expected
+    seen = f"rank sees {'all' if devices is None else devices}, {'cpu' if is_cpu else 'cuda'}"
+    assert sees(tmp_path, devices, ranks) == [seen] * expected
 
 
 @pytest.mark.parametrize("name", CHOICES)

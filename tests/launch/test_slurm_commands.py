@@ -95,9 +95,13 @@ def full(slurm: Cluster) -> Callable[[], None]:
 
 
 def test_edits_while_queued_and_in_mid_run_do_not_enter(make_run: Callable[..., Run], full: Callable[[], None]) -> None:
-    """Neither of the code nor of the YAML: the submission has copied both. Status and logs see each state."""
+    """Neither of the code, nor of a memory's file, nor of the YAML: the submission has copied all.
+
+    Status and logs see each state.
+    """
     run = make_run(steps=150)
-    job = run.submit()
+    shutil.copy(ROOT / "examples" / "averages.py", run.folder / "mine.py")
+    job = run.submit(f"memory={{kind: {run.folder}/mine.py:Averages}}")
     assert job.isdecimal()
     queued = run.status()
     assert (queued["state"], queued["jobs"][0]["number"], queued["step"]) == ("queued", job, None)
@@ -106,7 +110,8 @@ def test_edits_while_queued_and_in_mid_run_do_not_enter(make_run: Callable[..., 
 
     code = run.folder / "code" / "dist_mem"
     good = (code / "model.py").read_text()
-    (code / "model.py").write_text("raise SystemExit('an edit has entered')\n")
+    for path in (code / "model.py", run.folder / "mine.py"):
+        path.write_text("raise SystemExit('an edit has entered')\n")
     text = (run.folder / "job.yaml").read_text()
     (run.folder / "job.yaml").write_text("run_dir: other\ntrain: {steps: 7}\n")
     full()
@@ -201,7 +206,9 @@ def test_dependency_is_honoured_once(make_run: Callable[..., Run], slurm: Cluste
 
 def test_refused_submission_leaves_no_snapshot(make_run: Callable[..., Run]) -> None:
     run = make_run(steps=10)
-    assert "sbatch refuses" in run.call("launch", "job.yaml", "--partition", "absent", code=2)[1]
+    printed, error = run.call("launch", "job.yaml", "--partition", "absent", code=2)
+    assert printed == "" and "error: sbatch refuses run/slurm/job.sbatch" in error
+    assert "invalid partition specified: absent" in error
     assert [path.name for path in (run.directory / "slurm").iterdir()] == ["job.sbatch"]
 
 

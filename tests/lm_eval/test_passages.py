@@ -22,7 +22,6 @@ from tests.support.messages import refused
 CONTEXT_LENS = [0, 1, SEG_LEN - 1, SEG_LEN, SEG_LEN + 1, 3 * SEG_LEN + 2]
 LENS = [1, 2, SEG_LEN, 2 * SEG_LEN + 1]
 LANES = 3
-ALL = case_params()
 
 
 def model(case: str, cut: str = "start") -> TrainedModel:
@@ -47,19 +46,13 @@ ROUNDED = 1e-6
 ROUNDING = ("infini", "gated_deltanet", "titans", "block_recurrent", "per block")
 
 
-@pytest.mark.parametrize("case", ALL)
-def test_a_score_is_that_of_the_text_read_alone(case: str) -> None:
-    trained = model(case)
-    found = score_passages(trained, passages(), num_lanes=LANES)
-    alone = [-score(trained, tokens).nll[first:].double().sum().item() for tokens, first in passages()]
-    assert [result.log_prob for result in found] == pytest.approx(alone, rel=1e-6, abs=ROUNDED)
-
-
-@pytest.mark.parametrize("case", ALL)
-def test_a_score_is_the_same_bits_whatever_else_is_scored(case: str) -> None:
+@pytest.mark.parametrize("case", case_params())
+def test_a_score_is_that_of_the_text_read_alone_and_the_same_bits_whatever_else_is_scored(case: str) -> None:
     """But for products with a matrix or states of the memory, which round by the lane's place among the others."""
     trained = model(case)
     together = score_passages(trained, passages(), num_lanes=LANES)
+    read_alone = [-score(trained, tokens).nll[first:].double().sum().item() for tokens, first in passages()]
+    assert [result.log_prob for result in together] == pytest.approx(read_alone, rel=1e-6, abs=ROUNDED)
     alone = [score_passages(trained, [passage], num_lanes=LANES)[0] for passage in passages()]
     backwards = score_passages(trained, passages()[::-1], num_lanes=LANES)[::-1]
     for found in (alone, backwards):

@@ -17,11 +17,8 @@ CLAIMS = [
 ]
 
 
-def test_claims_are_found() -> None:
-    assert len(CLAIMS) > 30
-
-
 def test_a_claim_has_a_verdict_and_its_figures_a_source(subtests: pytest.Subtests) -> None:
+    assert len(CLAIMS) > 30
     for claim in CLAIMS:
         with subtests.test(claim=claim):
             _, run, verdict, seen = claim

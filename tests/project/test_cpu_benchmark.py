@@ -1,4 +1,4 @@
-"""Benchmarks on CPUs: the steps that they time repeat for every memory; keys may stand among their options."""
+"""Benchmarks on CPUs: the steps that they time repeat for every memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,6 @@ from tests.support.paths import ROOT
 def speed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     return importlib.import_module("lib.speed")
-
-
-def test_a_key_may_follow_an_option_with_several_values(speed: ModuleType) -> None:
-    common = importlib.import_module("lib.common")
-    given = ["a.yaml", "--depths", "0", "1", "eval.max_document_len=100", "--out", "runs/lr=1", "memory={kind: none}"]
-    options, overrides = common.options_and_overrides(given)
-    assert options == ["a.yaml", "--depths", "0", "1", "--out", "runs/lr=1"]
-    assert overrides == ["eval.max_document_len=100", "memory={kind: none}"]
 
 
 def test_every_memory_is_timed_over_several_steps(speed: ModuleType) -> None:

@@ -164,36 +164,28 @@ def corpora_of_papers(tree: Tree) -> None:
 DEMO = "after make demo"
 # Pages whose step numbers are not divided: what is shown happens between two steps.
 ALL_STEPS = {"docs/tutorials/first_run.md"}
+ONLY_DEMO = [
+    *("explanation/lanes", "howto/add_a_memory", "reference/config", "howto/figures", "howto/divergence"),
+    *("howto/doctor", "howto/lm_eval", "howto/loss_spike", "howto/llama", "howto/performance"),
+    *("howto/transformers", "howto/reproduce", "howto/tracking", "tutorials/own_cluster"),
+]
 PREPARED: dict[str, list[str | Callable[[Tree], None]]] = {
+    **{f"docs/{name}.md": [DEMO] for name in ONLY_DEMO},
     "README.md": [DEMO, books],
-    "docs/explanation/lanes.md": [DEMO],
-    "docs/howto/add_a_memory.md": [DEMO],
     "docs/howto/arena.md": [DEMO, smaller_arena],
-    "docs/reference/config.md": [DEMO],
     "docs/howto/data.md": [corpora],
     "docs/howto/dialogue.md": [dialogues],
-    "docs/howto/figures.md": [DEMO],
-    "docs/howto/divergence.md": [DEMO],
-    "docs/howto/doctor.md": [DEMO],
     "docs/howto/evaluate.md": [DEMO, exported, sorting_runs],
     "docs/howto/generate.md": [DEMO, book],
-    "docs/howto/lm_eval.md": [DEMO],
-    "docs/howto/loss_spike.md": [DEMO],
     "docs/howto/gpt2.md": [pretrained],
     "docs/howto/inspect.md": [DEMO, book],
-    "docs/howto/llama.md": [DEMO],
     "docs/howto/memory_files.md": [DEMO, book],
-    "docs/howto/performance.md": [DEMO],
-    "docs/howto/transformers.md": [DEMO],
     "docs/start/python.md": [DEMO, book],
     "docs/howto/report.md": [DEMO, book],
-    "docs/howto/reproduce.md": [DEMO],
     "docs/howto/resume.md": [DEMO, moved],
     "docs/howto/sweep.md": [DEMO, smaller_sweep],
-    "docs/howto/tracking.md": [DEMO],
     "docs/tutorials/own_corpus.md": [twenty_books],
     "docs/tutorials/own_memory.md": [DEMO, first_runs],
-    "docs/tutorials/own_cluster.md": [DEMO],
     "shards/README.md": [corpora_of_papers],
 }
 

@@ -36,30 +36,6 @@ def test_every_memory_is_checked_and_measured_and_correctness_comes_first(cases:
     assert is_speed == sorted(is_speed)
 
 
-def test_case_without_room_is_tried_with_half_of_its_lanes(cases: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = importlib.import_module("lib.gpu_runs")
-    tried = []
-
-    def measured(bench: Any, speed: Any, micro_lanes: int | None) -> dict[str, Any]:
-        tried.append(micro_lanes)
-        if micro_lanes != 4:
-            raise runs.FailedError("out of memory", "")
-        return {"status": "done"}
-
-    monkeypatch.setattr(runs, "measured", measured)
-    bench = cases.Bench(cases.Settings(Path(), False, False, 0.0))
-    assert runs.speed_of_largest_batch(bench, cases.Speed("125m", "lamemo")) == {"status": "done"}
-    assert tried == [None, 8, 4]
-
-
-def test_costliest_operators_are_read_from_the_profiler_s_table(cases: ModuleType) -> None:
-    runs = importlib.import_module("lib.gpu_runs")
-    table = "-----  --------  ---------\n Name  Self CPU  Self CUDA\n-----  --------  ---------\n"
-    table += "   mm   1.000us    7.000ms\n  add   2.000us    3.000ms\n-----  --------  ---------\nSelf CPU time: 3us\n"
-    expected = [{"name": "mm", "Self CUDA": "7.000ms"}, {"name": "add", "Self CUDA": "3.000ms"}]
-    assert runs.operators(table) == expected
-
-
 def start(out: Path, *arguments: str) -> subprocess.Popen[str]:
     command = ["bash", str(ROOT / "benchmarks" / "gpu.sh"), "--cpu", "--tiny", "--out", str(out), *arguments]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

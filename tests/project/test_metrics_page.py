@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from mlflow.system_metrics.metrics import cpu_monitor, disk_monitor, gpu_monitor, network_monitor
 
 from dist_mem.data.batch import Batch
 from dist_mem.engine.gradient_norms import Norms
@@ -18,7 +16,7 @@ from dist_mem.evaluation.probe import passage_metrics
 from dist_mem.evaluation.scores import DocumentScore, RecallScore, Report
 from dist_mem.memory import memory_kinds
 from dist_mem.tracking.log import read_points
-from dist_mem.tracking.names import OF_SYSTEM, in_group
+from dist_mem.tracking.names import in_group
 from dist_mem.training.divergence import METRICS
 from dist_mem.training.meter import LOGGED, MEASUREMENTS, Meter, Totals
 from tests.support.contract_cases import LANES, subject
@@ -92,16 +90,6 @@ def test_the_page_has_all_that_the_code_can_log_and_nothing_else() -> None:
 
 def test_names_stand_beside_those_in_their_group() -> None:
     assert [row for row in rows() if row.plain and [in_group(name) for name in row.plain] != row.grouped] == []
-
-
-def test_the_page_has_what_mlflow_measures_of_the_machine() -> None:
-    monitors = (cpu_monitor, disk_monitor, gpu_monitor, network_monitor)
-    named = {name for module in monitors for name in re.findall(r'_metrics\[f?"([^"]+)"\]', inspect.getsource(module))}
-    measured = {name.replace("{i}", "N") for name in named}
-    grouped = [name for row in rows() if not row.plain for name in row.grouped]
-    assert sorted(name for name in grouped if name.startswith(OF_SYSTEM)) == sorted(
-        OF_SYSTEM + name for name in measured
-    )
 
 
 def test_everything_that_a_run_logs_is_on_the_page(

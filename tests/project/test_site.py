@@ -59,19 +59,6 @@ def test_only_links_to_files_that_are_no_pages_change(link: str, repo_url: str |
     assert outside_links(f"See {link}.", "docs/start/python.md", known, repo_url) == f"See {expected}."
 
 
-def test_only_tables_with_long_texts_become_cards_on_a_phone() -> None:
-    with_labels = run_path(str(ROOT / "docs" / "site_hooks.py"))["with_labels"]
-
-    def table(cell: str) -> str:
-        head = "".join(f"<th>{name}</th>" for name in ("key", "<code>unit</code>", "meaning"))
-        return f"<table><thead><tr>{head}</tr></thead><tr><td>a</td><td align='right'></td><td>{cell}</td></tr></table>"
-
-    assert with_labels(table("short")) == table("short")
-    found = with_labels(table("long " * 20))
-    assert found.startswith("<table data-cards>")
-    assert re.findall('data-label="(.*?)"', found) == ["key", "unit", "meaning"]
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built as `make docs` builds it."""

@@ -68,23 +68,14 @@ def test_a_row_shows_on_test_what_is_best_on_validation(tmp_path: Path) -> None:
     draw(study, runs, tmp_path / "table.png")
 
 
-def test_nothing_is_chosen_before_all_are_measured(tmp_path: Path) -> None:
-    study = load(tmp_path)
-    runs = all_runs(study, tmp_path, [0])
-    for run in runs:
-        if (run.row, run.point) == ("small", "a"):
-            assert [column.split for column in measured(study, run).values()] == ["validation", "test"]
-            for name in measured(study, run):
-                keep_result(run, name, {"value": 0.3, "step": 1})
-    assert text_of(study, runs, "best", "500") == "1 to run"
-
-
-def test_a_candidate_that_no_call_has_asked_for_is_still_to_be_measured(tmp_path: Path) -> None:
+def test_nothing_is_chosen_before_all_that_calls_have_asked_for_are_measured(tmp_path: Path) -> None:
     """`--rows small --seeds 1`, then the row in question for another seed: with seed 1 there is nothing to choose."""
     study = load(tmp_path)
+    assert text_of(study, all_runs(study, tmp_path, [0]), "best", "500") == "1 to run"
     for rows, seed in ((["small"], 1), (["small", "large"], 0)):
         asked = all_runs(study, tmp_path, [seed], rows)
         for run in asked:
+            assert [column.split for column in measured(study, run).values()] == ["validation", "test"]
             for name in measured(study, run):
                 keep_result(run, name, {"value": 0.3 if run.row == "small" else 0.4, "step": 1})
     runs = with_done(study, tmp_path, asked)

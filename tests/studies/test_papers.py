@@ -335,11 +335,7 @@ def test_columns_of_figure_5_are_memories_of_1_to_10_segments() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_data_that_a_table_cannot_make_come_with_their_command(name: str) -> None:
-    assert set(scales_of(name)) in (
-        {"tiny", "small", "paper"},
-        {"tiny", "small"},
-        {"tiny", "paper"},
-    )
+    assert set(scales_of(name)) in ({"tiny", "small", "paper"}, {"tiny", "small"}, {"tiny", "paper"})
     for scale in scales_of(name).values():
         for point in scale.points.values():
             assert point.build or point.made_by, f"{name}, {scale.scale}"
@@ -348,14 +344,3 @@ def test_data_that_a_table_cannot_make_come_with_their_command(name: str) -> Non
                 check_arguments(command)
             outs = [words[words.index("--out") + 1] for words in map(shlex.split, commands)]
             assert not outs or point.data in outs
-
-
-TEXTS = [*sorted((ROOT / "configs").glob("**/*.yaml")), ROOT / "docs/explanation/claims.md"]
-
-
-def test_nothing_is_called_unpublished_that_the_papers_print(subtests: pytest.Subtests) -> None:
-    for path in TEXTS:
-        with subtests.test(path=path):
-            text = " ".join(path.read_text(encoding="utf-8").split())
-            for phrase in ("leaderboard", "at hand when", "are not known", "Lengths and rate were not published"):
-                assert phrase not in text

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -85,12 +85,13 @@ def heard() -> dict[str, list[str]]:
     return {name: sorted(texts) for name, texts in _heard.items()}
 
 
-def rewrite(messages: Iterable[Mapping[str, Iterable[str]]], path: Path = FILE) -> None:
-    """Replace the messages of all test functions that were run."""
+def rewrite(messages: Iterable[Mapping[str, Iterable[str]]], partly_run: Collection[str], path: Path = FILE) -> None:
+    """Replace the messages of the test functions that were run; those of which only some variants were keep theirs."""
+    found = read(path)
     together: dict[str, set[str]] = {}
     for each in messages:
         for name, texts in each.items():
-            together.setdefault(name, set()).update(texts)
-    found = read(path) | together
+            together.setdefault(name, set(found.get(name, ()) if name in partly_run else ())).update(texts)
+    found |= together
     blocks = ["\n".join([name, *(f"    {text}" for text in sorted(found[name]))]) for name in sorted(found)]
     path.write_text("\n\n".join([HEADER, *blocks]) + "\n", encoding="utf-8")

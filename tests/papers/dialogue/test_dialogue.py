@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from dist_mem.__main__ import main
 from dist_mem.data.shard import read_index
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.source import SourceDocument
@@ -80,25 +79,16 @@ def answers(trained: TrainedModel, conversations: Sequence[Conversation], *, num
     return sorted(found, key=lambda answer: (answer.conversation.number, answer.place))
 
 
-def test_replies_are_what_the_builder_scored(conversations: list[Conversation]) -> None:
-    for conversation, turns in zip(conversations, TURNS, strict=True):
-        said = [TOKENIZER.decode(conversation.tokens[reply.start : reply.stop]) for reply in conversation.replies]
-        assert said == [f" {turn}\n" for turn in turns]
-
-
-def test_every_reply_has_its_own_reference(trained: TrainedModel, conversations: list[Conversation]) -> None:
-    found = answers(trained, conversations)
-    assert [answer.reference for answer in found] == [turn for turns in TURNS for turn in turns]
-    assert all("\n" not in answer.text for answer in found)
-    assert len({answer.text for answer in found}) > 8  # drawn from a model, each by numbers of its own
-
-
 def test_a_reply_is_written_from_all_that_stands_before_it_and_nothing_else(
     trained: TrainedModel, conversations: list[Conversation]
 ) -> None:
     """It is the one that a model writes which was only ever given the text up to the tag."""
-    for answer in answers(trained, conversations):
+    found = answers(trained, conversations)
+    assert [answer.reference for answer in found] == [turn for turns in TURNS for turn in turns]
+    assert len({answer.text for answer in found}) > 8  # drawn from a model, each by numbers of its own
+    for answer in found:
         conversation, place = answer.conversation, answer.place
+        assert TOKENIZER.decode(conversation.tokens[place.start : place.stop]) == f" {answer.reference}\n"
         assert place.start > SEG_LEN  # so there is a memory
         beginning = start(trained, document_ids=[conversation.number])
         reading = read(trained, beginning, [conversation.tokens[: place.start].copy()])
@@ -285,11 +275,6 @@ def test_a_folder_without_wordnet_is_said_before_anything_is_scored(
     monkeypatch.setattr(command, "score_split", lambda *_: pytest.fail("scored before the folder was looked at"))
     with refused(UnusableError, "data.noun"):
         command.run(run_dir, Settings(split="test", wordnet=tmp_path), overrides=["tracking.mlflow=false"])
-
-
-def test_a_number_without_meaning_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["dialogue", "runs/none", "--top-p", "2"]) == 2
-    assert "--top-p is 2.0, but must be greater than 0 and at most 1" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("single_process")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from dist_mem.papers.dialogue.metrics import DEBIAN_FOLDER, METRICS, f1, make_scorer, mean_scores, open_wordnet
-from tests.support.messages import refused
 
 LONG, SHORT = "big red mat sat", "mat"
 needs_wordnet = pytest.mark.skipif(
@@ -66,19 +63,6 @@ def test_the_names_of_wordnets_files_are_in_its_order() -> None:
     words = ["dog.n.01", "time.n.01", "run.v.01", "rain.v.01", "good.a.01", "quickly.r.01"]
     names = ["noun.animal", "noun.event", "verb.motion", "verb.weather", "adj.all", "adv.all"]
     assert [wordnet.synset(word).lexname() for word in words] == names
-
-
-def test_a_folder_that_is_no_wordnet_is_refused(tmp_path: Path) -> None:
-    with refused(ValueError, "data.noun"):
-        make_scorer(tmp_path)
-
-
-def test_without_wordnet_meteor_is_not_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dist_mem.papers.dialogue.metrics.DEBIAN_FOLDER", tmp_path)
-    scores = make_scorer()("a film", "a film")
-    assert scores["meteor"] is None
-    assert scores["rouge1"] == 1.0
-    assert mean_scores([scores])["meteor"] is None
 
 
 def test_means_are_percent_over_replies() -> None:
