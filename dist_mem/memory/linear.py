@@ -223,6 +223,9 @@ class LinearMemory(Inspectable):
             rates = self.row_rates(normed).to(dtype).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         else:
             rates = rates[..., None]
+        if options.decay == "vector" or options.write == "step":
+            # torch 2.13 compiles a wrong layout for the gradient of a transposed tensor's softplus in these two.
+            rates = rates.contiguous()
         rates = rates + self.decay_bias.to(dtype).unflatten(0, (self.num_heads, 1, -1))
         if options.decay_map == "sigmoid":
             return beta, F.logsigmoid(rates) / options.temperature
