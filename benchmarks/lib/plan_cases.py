@@ -12,7 +12,7 @@ BASE = [
     *("eval.every=null", "tracking.mlflow=false", "schedule.warmup_steps=0", "optimizer.groups=[]"),
     *("deepspeed={zero_optimization: {stage: 1, reduce_bucket_size: 1000000, allgather_bucket_size: 1000000}}",),
 ]
-CARRYING = ("infini", "gated_deltanet", "rmt", "titans", "block_recurrent")  # gradients flow through their states
+CARRYING = ("infini", "linear", "rmt", "titans", "block_recurrent")  # gradients flow through their states
 LONG = [
     *("model.num_layers=4", "model.d_model=512", "model.num_heads=8", "model.d_inner=2048"),
     *("train.seg_len=1024", "train.global_batch_size=1", "train.micro_batch_size=1"),

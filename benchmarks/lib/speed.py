@@ -33,7 +33,7 @@ def memories(mem_len: int) -> dict[str, dict[str, Any]]:
         "infinite, sticky": {**signal, "sampling": "sticky"},
         "infinite over transformer_xl": {**signal, "over": short},
         "infini": {"kind": "infini"},
-        "gated_deltanet": {"kind": "gated_deltanet"},
+        "gated_deltanet": {"kind": "linear"},
         "rmt": {"kind": "rmt", "num_tokens": 10},
         "memorizing": {"kind": "memorizing", "mem_len": mem_len},
         "titans": {"kind": "titans", "window": mem_len},

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from dist_mem.config.keys import TOKENS, WIDTH, key
 from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, MemoryOutput
-from dist_mem.memory.gated_deltanet import ExactNorm
 from dist_mem.memory.parts.inspection import Inspection, rows_of, segment_rows, token_spans
 from dist_mem.memory.parts.neural_memory import (
     NeuralMemory,
@@ -38,7 +37,7 @@ from dist_mem.memory.parts.neural_memory import (
 from dist_mem.memory.parts.persistent_attention import PersistentAttention
 from dist_mem.nn.attention_inputs import Visible
 from dist_mem.nn.layers import Attended, Dropout, Projection, newest_rows
-from dist_mem.nn.norms import input_norm
+from dist_mem.nn.norms import ExactNorm, input_norm
 
 VARIANTS = ("gate", "context", "layer", "alone")
 

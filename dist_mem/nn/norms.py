@@ -27,6 +27,14 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.detach() if frozen else self.weight, self.eps)
 
 
+class ExactNorm(nn.RMSNorm):
+    """Root-mean-square norm in the precision of its input, which is at least float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.weight is not None
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 def make_norm(d_model: int, *, rms_eps: float | None) -> Norm | RMSNorm:
     """Return the norm of a model; `rms_eps` None: layer norm."""
     return Norm(d_model) if rms_eps is None else RMSNorm(d_model, eps=rms_eps)

@@ -231,7 +231,7 @@ def infini() -> str:
     )
 
 
-def gated_deltanet() -> str:
+def linear() -> str:
     side, left, width = 9, 30.0, 116.0
     parts = []
     for place in range(TOKENS):
@@ -255,7 +255,7 @@ def gated_deltanet() -> str:
                 text(x + 62 + side, top + 2 * side - 6, "x alpha", color=GREY, size=11),
             ]
     return picture(
-        "gated_deltanet: every token decays one matrix per head, corrects it, and reads it",
+        "linear: every token decays one matrix per head, writes to it (here by the delta rule), and reads it",
         [
             *parts,
             text(left, 192, "writes beta (v less what the matrix returns for k)", color=BLUE, anchor="start"),
@@ -386,7 +386,7 @@ def block_recurrent() -> str:
 def drawn() -> dict[Path, str]:
     """Return every picture by its file."""
     pictures = (
-        *(none, transformer_xl, compressive, lamemo, infinite, infini, gated_deltanet),
+        *(none, transformer_xl, compressive, lamemo, infinite, infini, linear),
         *(rmt, memorizing, block_recurrent, titans),
     )
     return {FOLDER / f"memory_{draw.__name__}.svg": draw() for draw in pictures}

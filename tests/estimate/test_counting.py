@@ -60,7 +60,7 @@ def test_two_and_three_lanes_foretell_more(kind: str) -> None:
 
 
 # The fused kernels do not compute what they attend to, if anything.
-OTHERS = ("lamemo", "gated_deltanet", "titans", "block_recurrent")
+OTHERS = ("lamemo", "linear", "titans", "block_recurrent")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in memory_kinds() if kind not in OTHERS])

@@ -69,7 +69,7 @@ def test_a_device_without_the_precision_and_bad_arguments_are_refused(capsys: py
 
 MEMORIES = ["none", "causal", "transformer_xl", "compressive", "lamemo", "infinite"]
 MEMORIES += ["infinite over transformer_xl", "infinite over causal", "memorizing"]
-MEMORIES += ["infini", "gated_deltanet", "rmt", "titans", "block_recurrent"]
+MEMORIES += ["infini", "linear", "rmt", "titans", "block_recurrent"]
 SETTINGS = ["fp32", "bf16", "bf16, checkpointing"]
 TRAININGS = [f"{memory}, {setting}" for memory in MEMORIES for setting in SETTINGS]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch.utils.flop_counter import FlopCounterMode
 
 from dist_mem.config import AdaptiveConfig, Config
@@ -112,6 +113,19 @@ def test_the_count_equals_plain_arithmetic(kind: str, mem_len: int) -> None:
     found = flops_per_token(realistic(memory), VOCAB, num_lanes=1)
     assert found.scoring == pytest.approx(2 * (3 * layer + 96 * VOCAB), rel=5e-3)
     assert 2.7 < found.training / found.scoring <= 3
+
+
+@pytest.mark.parametrize("preset", ["retnet", "mamba2", "gla", "deltanet", "gated_deltanet", "kda"])
+def test_the_count_of_linear_memories_equals_plain_arithmetic(preset: str) -> None:
+    """A token writes S and reads it, and meets C tokens: their keys, and what they write; by the delta rule twice."""
+    block: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "configs" / "memory" / f"{preset}.yaml").memory)
+    config = realistic({**block, "chunk_len": 16})
+    memory: Any = MemoryLM(config, VOCAB).memories()[0]
+    weights = sum(part.numel() for name, part in memory.named_parameters() if part.dim() == 2 and name != "taps")
+    matrix, keys, values = memory.d_key * memory.d_value, 16 * memory.d_key, 16 * memory.d_value
+    rule = 2 * matrix + keys + values + (matrix + keys if memory.options.delta else 0)
+    layer = weights + 4 * rule + 2 * 96 * 256
+    assert flops_per_token(config, VOCAB, num_lanes=1).scoring == 2 * (3 * layer + 96 * VOCAB)
 
 
 def test_logits_that_are_computed_twice_count_once() -> None:

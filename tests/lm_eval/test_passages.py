@@ -43,7 +43,7 @@ def passages() -> list[Passage]:
 # A loss in float32 is the difference of numbers of about 5, so that of a token rounds by up to 5e-7, even a small one.
 ROUNDED = 1e-6
 # Products of theirs round by the place of a lane in the batch.
-ROUNDING = ("infini", "gated_deltanet", "titans", "block_recurrent", "per block")
+ROUNDING = ("infini", "linear", "titans", "block_recurrent", "per block")
 
 
 @pytest.mark.parametrize("case", case_params())

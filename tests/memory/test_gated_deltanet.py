@@ -1,4 +1,4 @@
-"""Gated DeltaNet against the published code (tests/golden/gated_deltanet), in float64, and against its recurrence."""
+"""Gated DeltaNet, the default of `linear`, against the published code (tests/golden/gated_deltanet), in float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dist_mem.memory.gated_deltanet import GatedDeltaNet, State, Tokens, delta_rule
+from dist_mem.memory.linear import LinearMemory, State
+from dist_mem.memory.parts.linear_rule import Tokens, chunked_rule, recurrent_rule
 from dist_mem.nn.layer_spec import LayerSpec
 from tests.support import parity, paths
 
@@ -41,17 +42,6 @@ def unit(rows: Tensor, num_heads: int) -> Tensor:
     return rows.transpose(1, 2).repeat_interleave(num_heads // rows.shape[2], dim=1)
 
 
-def recurrent(tokens: Tokens, matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """The rule, a token at a time (eq. 8)."""
-    read = []
-    for q, k, v, g, b in zip(*(part.unbind(2) for part in tokens), strict=True):
-        matrix = g.exp()[..., None, None] * matrix
-        old = torch.einsum("bhk,bhkv->bhv", k, matrix)
-        matrix = matrix + torch.einsum("bhk,bhv->bhkv", k, b[..., None] * (v - old))
-        read.append(torch.einsum("bhk,bhkv->bhv", q, matrix))
-    return torch.stack(read, dim=2), matrix
-
-
 @pytest.mark.parametrize(
     "chunk_len", [1, 3, 64, None], ids=lambda length: f"chunks of {length or 'one token, written out'}"
 )
@@ -62,12 +52,15 @@ def test_the_rule_equals_the_published_code(name: str, chunk_len: int | None) ->
     given = {key: golden.tensor(key).requires_grad_() for key in ("q", "k", "v", "g", "beta", "S0")}
     num_heads = given["v"].shape[2]
     query, keys = unit(given["q"], num_heads) / math.sqrt(given["q"].shape[-1]), unit(given["k"], num_heads)
-    rest = (given[key].transpose(1, 2) for key in ("v", "g", "beta"))
-    tokens, matrix, read = Tokens(query, keys, *rest), given["S0"], []
+    value, decay, beta = (given[key].transpose(1, 2) for key in ("v", "g", "beta"))
+    tokens, matrix, read = Tokens(query, keys, value, decay[..., None], beta), given["S0"], []
     lengths = golden.settings["segments"]
     for number, segment in enumerate(zip(*(part.split(lengths, dim=2) for part in tokens), strict=True)):
         part = Tokens(*segment)
-        found, matrix = delta_rule(part, matrix, chunk_len=chunk_len) if chunk_len else recurrent(part, matrix)
+        if chunk_len is None:
+            found, matrix = recurrent_rule(part, matrix, delta=True)
+        else:
+            found, matrix = chunked_rule(part, matrix, delta=True, chunk_len=chunk_len)
         read.append(found)
         golden.assert_equal(matrix, f"S_after_seg{number}")
     rows = torch.cat(read, dim=2).transpose(1, 2)
@@ -96,10 +89,10 @@ class Layer:
             seg_len=max(given["segments"]), dropout=0.0, attention_dropout=0.0, norm="post", clamp_len=None,
             same_length=False, seed=0,
         )  # fmt: skip
-        options = GatedDeltaNet.Options(
+        options = LinearMemory.Options(
             num_key_heads=self.key_heads, d_key=self.d_key, d_value=self.d_value, kernel=given["kernel"], chunk_len=3
         )
-        self.layer = GatedDeltaNet(spec, options).double()
+        self.layer = LinearMemory(spec, options).double()
 
     def named(self) -> dict[str, Tensor]:
         """The published weights by our names: theirs are grouped by the head of keys."""
@@ -164,11 +157,11 @@ def test_the_layer_equals_the_published_code(name: str) -> None:
 @pytest.mark.parametrize("norm_eps", [1e-6, 1e-5])  # of qwen3_next, the default, and of flash-linear-attention
 def test_the_norm_of_what_is_read_adds_the_epsilon_of_the_options(norm_eps: float) -> None:
     layer = Layer(LAYERS[0]).layer
-    options = GatedDeltaNet.Options(**{**vars(layer.options), "norm_eps": norm_eps})
+    options = LinearMemory.Options(**{**vars(layer.options), "norm_eps": norm_eps})
     rows = torch.full((1, layer.d_value), 1e-3, dtype=torch.float64)
-    found = GatedDeltaNet(layer.spec, options).double().value_norm(rows)
+    found = LinearMemory(layer.spec, options).double().value_norm(rows)
     torch.testing.assert_close(found, rows * (1e-6 + norm_eps) ** -0.5, rtol=1e-12, atol=0)
-    assert vars(GatedDeltaNet.Options())["norm_eps"] == 1e-6
+    assert vars(LinearMemory.Options())["norm_eps"] == 1e-6
 
 
 def test_initial_decays_are_those_of_the_published_code() -> None:

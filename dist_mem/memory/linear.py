@@ -1,0 +1,249 @@
+"""Linear memories: a matrix per head that every token decays, writes to and reads, without attention.
+
+RetNet (Sun et al. 2023), Mamba-2 (Dao & Gu 2024), Gated Linear Attention, DeltaNet and Gated DeltaNet (Yang et al.
+2024a, 2024b, 2025) and Kimi Delta Attention (2025) differ in the options; configs/memory/ has a preset of each, with
+its source and what differs from it. The defaults are Gated DeltaNet: arXiv 2412.06464, eqs. 8 to 10 (10 is printed with
+a minus where its derivation has a plus), and the layer of Hugging Face's `qwen3_next`; flash-linear-attention and the
+paper's code have `memory.norm_eps` 1e-5.
+
+The published models read whole sequences; here the matrix and the last rows before the convolution go on from segment
+to segment, with gradients inside a window (`train.bptt_segments`). Any cut of a text into segments gives the same
+outputs. Shape letters: B lanes, T segment, D model, H heads of values, G heads of keys, K and V widths of a key and of
+a value.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dist_mem.config.keys import TOKENS, WIDTH, key
+from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, MemoryOutput
+from dist_mem.memory.parts.convolution import convolved
+from dist_mem.memory.parts.linear_rule import Tokens, chunked_rule
+from dist_mem.nn.layers import Dropout, Projection
+from dist_mem.nn.norms import ExactNorm, input_norm
+
+
+class State(NamedTuple):
+    matrix: Tensor  # (B, H, K, V) float32 at least
+    tail: Tensor  # (B, kernel - 1, 2 G K + H V), the newest rows before the convolution, newest last; 0: none yet
+
+
+class LinearMemory(Inspectable):
+    """S <- alpha S, then S <- S + beta k (v - S^T k)^T or S + beta k v^T, for every token, which reads S^T q."""
+
+    carries_gradient = True
+    takes_short_first = True
+    min_seg_len = 1
+
+    no_forget: ClassVar[str] = "every token rewrites its matrix, in which a passage has no rows of its own"
+
+    @dataclass
+    class Options:
+        # alpha: 1 | a constant per head, 1 - 2^(-5 - head) | a number per head and token | one per row of the matrix
+        decay: str = key("scalar", choices=("none", "fixed", "scalar", "vector"))
+        # its log for scalar and vector: -A softplus(a + bias), A per head | log sigmoid(a + bias) / temperature
+        decay_map: str = key("step", choices=("step", "sigmoid"))
+        temperature: float = key(16.0, above=0)  # of `decay_map: sigmoid`
+        delta: bool = True  # write what the matrix lacks of a value: the delta rule; false: the value
+        # beta: sigmoid, per head | the step softplus(a + bias) of a scalar decay | 1
+        write: str = key("sigmoid", choices=("sigmoid", "step", "one"))
+        negative_eigenvalues: bool = False  # beta up to 2 instead of 1, so that a value can change its sign
+        num_key_heads: int | None = key(None, at_least=1, at_most=WIDTH)  # G, divides H; None: model.num_heads, H
+        d_key: int | None = key(None, at_least=1, at_most=WIDTH)  # K; None: the width of a head
+        d_value: int | None = key(None, at_least=1, at_most=WIDTH)  # V; None: K times value_expand
+        value_expand: int = key(2, at_least=1, at_most=WIDTH)  # V / K, unless d_value is given
+        # tokens that the convolution of queries, keys and values sees; None: there is no convolution
+        kernel: int | None = key(4, at_least=1, at_most=64)
+        activation: str = key("silu", choices=("silu", "none"))  # of queries, keys and values, after the convolution
+        unit_keys: bool = True  # queries and keys are divided by their lengths
+        scale_queries: bool = True  # queries are divided by sqrt(K)
+        skip: bool = False  # values times a number per head are added to what is read
+        gate: str = key("swish", choices=("swish", "sigmoid", "none"))  # of what is read
+        norm: str = key("head", choices=("head", "after_gate"))  # of each head, before the gate | of all, after it
+        norm_eps: float = key(1e-6, above=0)  # added to the mean square in the norm of what a token reads
+        low_rank_gate: bool = False  # the gate is computed by two maps, as vector decays are
+        rank: int | None = key(None, at_least=1, at_most=WIDTH)  # of these pairs of maps; None: V
+        chunk_len: int = key(64, at_least=1, at_most=TOKENS)  # C, tokens computed at once; changes no result
+
+    def __init__(self, spec: LayerSpec, options: Options) -> None:
+        super().__init__(spec, options)
+        self.num_heads, self.key_heads = spec.num_heads, options.num_key_heads or spec.num_heads
+        self.d_key = options.d_key or spec.d_head
+        self.d_value = options.d_value or options.value_expand * self.d_key
+        self.check()
+        key_width, value_width = self.key_heads * self.d_key, self.num_heads * self.d_value
+        self.widths = [key_width, key_width, value_width]
+        self.tail_len = (options.kernel or 1) - 1
+        self.norm = input_norm(spec)
+        self.rows = Projection(spec.d_model, sum(self.widths))
+        if options.gate != "none":
+            self.gate = self.map_to(value_width, low_rank=options.low_rank_gate)
+        if num_rates := self.num_heads * ((options.write == "sigmoid") + (options.decay == "scalar")):
+            self.rates = Projection(spec.d_model, num_rates)  # beta and decay of every head, before their maps
+        if options.kernel:
+            self.taps = nn.Parameter(torch.zeros(sum(self.widths), options.kernel))  # the last: the present token
+        if options.decay == "vector":
+            self.row_rates = self.map_to(self.num_heads * self.d_key, low_rank=True)
+        if options.decay in ("scalar", "vector"):
+            if options.decay_map == "step":
+                self.log_decay = nn.Parameter(torch.zeros(self.num_heads))  # A_log
+            per_head = self.d_key if options.decay == "vector" else 1
+            self.decay_bias = nn.Parameter(torch.zeros(self.num_heads * per_head))  # dt_bias
+        if options.skip:
+            self.skip = nn.Parameter(torch.zeros(self.num_heads))
+        self.value_norm = ExactNorm(self.d_value if options.norm == "head" else value_width, eps=options.norm_eps)
+        self.output = Projection(value_width, spec.d_model)
+        self.dropout = Dropout(spec.dropout)
+
+    def check(self) -> None:
+        """Raise ValueError for options that do not go together."""
+        options = self.options
+        if self.num_heads % self.key_heads:
+            raise ValueError(
+                f"memory.num_key_heads is {self.key_heads}, which does not divide model.num_heads = {self.num_heads}"
+            )
+        if options.write == "step" and (options.decay, options.decay_map, options.delta) != ("scalar", "step", False):
+            raise ValueError(
+                "memory.write is step, the step of a decay per head: set memory.decay to scalar, memory.decay_map to "
+                "step and memory.delta to false (a step above 2 would let a matrix grow without end), or memory.write "
+                "to sigmoid or one"
+            )
+        if options.negative_eigenvalues and (options.write != "sigmoid" or not options.delta):
+            raise ValueError(
+                "memory.negative_eigenvalues is true, which doubles the sigmoid of the delta rule: set memory.write to "
+                "sigmoid and memory.delta to true, or leave it out"
+            )
+
+    def map_to(self, width: int, *, low_rank: bool) -> nn.Module:
+        """Return a map from D to `width`, or two by way of `memory.rank`."""
+        if not low_rank:
+            return Projection(self.spec.d_model, width)
+        rank = self.options.rank or self.d_value
+        return nn.Sequential(Projection(self.spec.d_model, rank), Projection(rank, width))
+
+    @classmethod
+    def small_options(cls, seg_len: int) -> dict[str, Any]:
+        return {"d_key": 4, "d_value": 3, "kernel": 3, "chunk_len": max(1, seg_len - 1)}
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw decays as Gated DeltaNet's code does: A from U(0, 16), softplus(dt) log-uniform from 0.001 to 0.1.
+
+        Deviation: Mamba-2 and Kimi Delta Attention draw A from U(1, 16).
+        """
+        if self.value_norm.weight.is_meta:
+            return
+        if self.options.kernel:
+            bound = 1 / math.sqrt(self.options.kernel)
+            self.taps.uniform_(-bound, bound)
+        if self.options.decay in ("scalar", "vector") and self.options.decay_map == "step":
+            self.log_decay.uniform_(0.01, 16).log_()
+            steps = self.decay_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_()
+            self.decay_bias.copy_(steps + torch.log(-torch.expm1(-steps)))  # the inverse of softplus
+        if self.options.skip:
+            self.skip.fill_(1.0)
+
+    @property
+    def evicted_len(self) -> int:
+        if (self.key_heads, self.d_key) != (self.spec.num_heads, self.spec.d_head):
+            raise ValueError(
+                "memory.kind is linear with other heads of keys than the model's: a memory over it cannot read with "
+                "them; leave out memory.num_key_heads and memory.d_key"
+            )
+        return super().evicted_len
+
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
+        num_lanes, exact = len(document_ids), torch.promote_types(dtype, torch.float32)
+        matrix = torch.zeros(num_lanes, self.num_heads, self.d_key, self.d_value, device=device, dtype=exact)
+        return State(matrix, torch.zeros(num_lanes, self.tail_len, sum(self.widths), device=device, dtype=dtype))
+
+    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        normed = self.norm(x)
+        before = torch.cat([state.tail.to(x.dtype), self.rows(normed)], dim=1)
+        rows = convolved(before, self.taps) if self.options.kernel else before
+        if self.options.activation == "silu":
+            rows = F.silu(rows)
+        query, keys, value = rows.split(self.widths, dim=-1)
+        tokens = self.tokens(query, keys, value, normed, valid_len, state.matrix.dtype)
+        read, matrix = chunked_rule(tokens, state.matrix, delta=self.options.delta, chunk_len=self.options.chunk_len)
+        if self.options.skip:
+            read = read + self.skip.to(read.dtype)[:, None, None] * tokens.value
+        y = self.dropout(self.output(self.gated(read.transpose(1, 2), normed).to(x.dtype)))
+        places = valid_len[:, None] + torch.arange(self.tail_len, device=x.device)
+        tail = before.gather(1, places[..., None].expand(-1, -1, before.shape[-1])).to(state.tail.dtype)
+        everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
+        content = query.unflatten(-1, (self.key_heads, -1)).permute(2, 0, 1, 3)
+        logs = {"kept": self.kept(tokens.decay, valid_len)}
+        return MemoryOutput(y, State(matrix, tail), {}, content, everything, logs)
+
+    def gated(self, read: Tensor, normed: Tensor) -> Tensor:
+        """Return what is read (B, T, H, V) with norm and gate, (B, T, H V)."""
+        if self.options.norm == "head":
+            read = self.value_norm(read)
+        if self.options.gate != "none":
+            gate = self.gate(normed).unflatten(-1, (self.num_heads, -1))
+            read = read * (gate.sigmoid() if self.options.gate == "sigmoid" else F.silu(gate))
+        return self.value_norm(read.flatten(-2)) if self.options.norm == "after_gate" else read.flatten(-2)
+
+    def tokens(
+        self, query: Tensor, keys: Tensor, value: Tensor, normed: Tensor, valid_len: Tensor, dtype: torch.dtype
+    ) -> Tokens:
+        """Return what the rule reads; padding neither decays the matrix nor writes to it."""
+        is_real = torch.arange(normed.shape[1], device=valid_len.device) < valid_len[:, None, None]
+        beta, decay = self.beta_and_decay(normed, dtype)
+        query, keys = (self.keys_of(rows, dtype) for rows in (query, keys))
+        if self.options.scale_queries:
+            query = query / math.sqrt(self.d_key)
+        values = value.to(dtype).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        return Tokens(query, keys, values, decay * is_real[..., None], beta * is_real)
+
+    def beta_and_decay(self, normed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return beta (B, H, T) and the log of alpha, (B, H, T, 1) or (B, H, T, K), of rows (B, T, D)."""
+        options = self.options
+        beta = torch.ones(len(normed), self.num_heads, normed.shape[1], device=normed.device, dtype=dtype)
+        rates = beta[:, :0]
+        if options.write == "sigmoid" or options.decay == "scalar":
+            rates = self.rates(normed).to(dtype).transpose(1, 2)  # (B, H or 2 H, T)
+        if options.write == "sigmoid":
+            beta, rates = rates.split([self.num_heads, rates.shape[1] - self.num_heads], dim=1)
+            beta = beta.sigmoid() * (2.0 if options.negative_eigenvalues else 1.0)
+        if options.decay == "none":
+            return beta, torch.zeros_like(beta[..., None])
+        if options.decay == "fixed":
+            heads = torch.arange(self.num_heads, device=normed.device, dtype=dtype)
+            return beta, torch.log1p(-(2.0 ** (-5 - heads)))[:, None, None].expand(*beta.shape, 1)
+        if options.decay == "vector":
+            rates = self.row_rates(normed).to(dtype).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        else:
+            rates = rates[..., None]
+        if options.decay == "vector" or options.write == "step":
+            # torch 2.13 compiles a wrong layout for the gradient of a transposed tensor's softplus in these two.
+            rates = rates.contiguous()
+        rates = rates + self.decay_bias.to(dtype).unflatten(0, (self.num_heads, 1, -1))
+        if options.decay_map == "sigmoid":
+            return beta, F.logsigmoid(rates) / options.temperature
+        steps = F.softplus(rates)
+        decay = -self.log_decay.to(dtype).exp()[:, None, None] * steps
+        return steps.squeeze(-1) if options.write == "step" else beta, decay
+
+    def keys_of(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return queries or keys (B, T, G K) for the heads that share them, (B, H, T, K)."""
+        heads = rows.to(dtype).unflatten(-1, (self.key_heads, -1)).transpose(1, 2)
+        if self.options.unit_keys:
+            heads = heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + 1e-6)
+        return heads.repeat_interleave(self.num_heads // self.key_heads, dim=1)
+
+    @staticmethod
+    @torch.no_grad()
+    def kept(decay: Tensor, valid_len: Tensor) -> Tensor:
+        """Return the share of the matrix that a token leaves, mean over heads, rows and real tokens, (B,)."""
+        num_real = valid_len.clamp(min=1) * decay.shape[1]
+        padding = decay.shape[1] * (decay.shape[2] - valid_len)
+        return (decay.float().exp().sum((1, 2, 3)) / decay.shape[3] - padding) / num_real
