@@ -181,7 +181,11 @@ def output_folder(text: str) -> Path:
 def _output(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("'' is no path: give the path to write to")
-    return Path(place(text))
+    path = Path(place(text))
+    nearest = next((parent for parent in path.parents if os.path.lexists(parent)), None)
+    if nearest is not None and not is_dir(nearest):
+        raise argparse.ArgumentTypeError(f"{shown(text)}: {nearest} is no folder: give a path in a folder")
+    return path
 
 
 def add_checkpoint(added: ArgumentParser) -> None:

@@ -55,6 +55,9 @@ def test_what_is_no_file_is_refused_and_a_link_is_followed(tmp_path: Path) -> No
         output_file(str(tmp_path))
     with refused(ArgumentTypeError):
         output_folder(str(tmp_path / "page"))
+    for type_of in (output_file, output_folder):
+        with refused(ArgumentTypeError, tmp_path / "page"):
+            type_of(str(tmp_path / "page" / "new" / "a.json"))
 
 
 @pytest.mark.parametrize("option", ["-o", "--out"])

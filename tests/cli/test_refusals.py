@@ -319,6 +319,7 @@ CALLS = [
 ]
 WRITTEN = {
     *((name, "out") for name in ("export", "generate", "reproduce", "sweep", "arena", "report", "figure", "read")),
+    *((name, "cells") for name in ("reproduce", "sweep", "arena")),
     *(("init", "folder"), ("compare", "plot"), ("lm-eval", "output"), ("config", "snapshot")),
 }
 # Looked for after the run, see test_evaluate.py, test_keep_memory.py, ...
