@@ -116,7 +116,7 @@ def draw_lines(axes: Any, lines: Sequence[Line]) -> list[tuple[float, float, str
     """Draw a line per label; for several runs the mean with error bars of half the range, noted in the legend.
 
     Returns:
-        The last point of each line with its label and colour, for `label_beside`.
+        The last finite point of each line with its label and colour, for `label_beside`.
     """
     ends = []
     for index, label in enumerate(dict.fromkeys(line.label for line in lines)):
@@ -133,8 +133,8 @@ def draw_lines(axes: Any, lines: Sequence[Line]) -> list[tuple[float, float, str
         if len(runs) > 1:
             halves = [(max(found[x]) - min(found[x])) / 2 for x in xs]
             axes.errorbar(xs, means, yerr=halves, fmt="none", ecolor=drawn.get_color(), capsize=3)
-        if xs:
-            ends.append((xs[-1], means[-1], label, drawn.get_color()))
+        if finite := [(x, mean) for x, mean in zip(xs, means, strict=True) if math.isfinite(mean)]:
+            ends.append((*finite[-1], label, drawn.get_color()))
     return ends
 
 

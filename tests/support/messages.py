@@ -25,6 +25,7 @@ FILE = ROOT / "tests" / "messages.txt"
 VARIABLE = "DIST_MEM_REWRITE_MESSAGES"  # set by --rewrite-messages: nothing is compared
 HEADER = "# Written by `make messages`: what the program says in these tests, with the error's type and exit code."
 _VARYING = [  # what no two runs have in common
+    (re.compile(r"usage: .*\n(?=.+\Z)", re.DOTALL), ""),  # lines of argparse are as wide as the terminal
     (re.compile(re.escape(str(ROOT))), "<root>"),
     (re.compile(r"(?:/private)?/tmp/pytest-of-[^/\s]+/pytest-\d+/(?:popen-gw\d+/)?[^/\s:,;()'\"]+"), "<tmp>"),
     (re.compile(r"(127\.0\.0\.1:|localhost:|127-0-0-1-|'127\.0\.0\.1', )\d+"), r"\1<port>"),
