@@ -121,7 +121,6 @@ def test_what_cannot_be_done_is_said_in_one_line(
         ([run, "model.d_model=8", *prompt], "model.d_model"),
         ([run], "--prompt"),
         (prompt, "0 runs"),
-        ([run, *prompt, "--out", latin1 / "a.json"], "latin1.txt"),
         (["--compare", run, *prompt], "--compare"),
     ]
     for arguments, named in cases:

@@ -136,7 +136,6 @@ def test_what_cannot_be_done_is_said_in_one_line(
         (["evaluate", run_dir, "--memory", memory, "--sweep", "mem_len=8"], "--sweep"),
         (["read", tmp_path / "latin1.txt", "--run", run_dir, *out], "latin1.txt"),
         (["read", book, "--run", run_dir, "model.d_model=8", *out], "model.d_model"),
-        (["read", book, "--run", run_dir, "-o", book / "a.mem"], "book.txt"),
         (["read", book, "--run", run_dir, *absent, *out], "no.mem"),
         (["read", book, "--run", other, "--memory", memory, *out], "another model"),
         (["memory", "show", book], "book.txt"),

@@ -40,8 +40,8 @@ def passages() -> list[Passage]:
     ]
 
 
-# A loss in float32 is the difference of numbers of about 5, so that of a token rounds by up to 5e-7, even a small one.
-ROUNDED = 1e-6
+# A loss in float32 is the difference of numbers of about 5, so that of each token rounds by up to 5e-7, even a small one.
+ROUNDED = 5e-7 * max(LENS)
 # Products of theirs round by the place of a lane in the batch.
 ROUNDING = ("infini", "linear", "titans", "block_recurrent", "per block")
 

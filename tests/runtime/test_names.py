@@ -98,7 +98,7 @@ def test_a_name_in_an_index_writes_nothing_elsewhere(
         fetch_shards(open_index(data, "train"))
     assert not list(victim.rglob("*"))
     assert not list(node.rglob("*.tar"))
-    with refused(UnusableError, "index.json"):
+    with pytest.raises(UnusableError, match=r"index\.json is damaged .*must be one plain name"):  # values are cut
         refresh(data, ["train"])
         open_index(data, "train")
 
