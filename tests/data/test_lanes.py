@@ -204,6 +204,7 @@ def test_every_token_is_read_once_an_epoch_and_in_order(reading: Reading) -> Non
     reading.corpus["with_extras"] = False
     plan, is_stream = reading.plan(), reading.data["layout"] == "stream"
     read: dict[tuple[int, int], list[int]] = defaultdict(list)
+    num_segments = Counter[int]()
     with reading.index() as index, reader_of(index, num_lanes=reading.num_lanes, **reading.data) as reader:
         before = torch.zeros(reading.num_lanes, 3, dtype=torch.int64)
         while int(before[:, 0].min()) < 3:
@@ -213,9 +214,11 @@ def test_every_token_is_read_once_an_epoch_and_in_order(reading: Reading) -> Non
                 # after the last segment of an epoch, the cursor of a stream is the beginning of the next epoch
                 epoch = int((before if is_stream else update.cursors)[lane, 0])
                 read[epoch, lane] += own_tokens(batch, 0, blocks=reading.data["blocks"])
+                num_segments[epoch] += 1
             before = update.cursors
     readable = [number for number, length in enumerate(reading.lengths) if length > (0 if is_stream else 1)]
     for epoch in range(3):
+        assert reading.damaged or num_segments[epoch] == plan.num_segments
         found = [read[epoch, lane] for lane in range(reading.num_lanes)]
         assert sorted(token for tokens in found for token in tokens) == reading.tokens(readable)
         if isinstance(plan, StreamPlan):

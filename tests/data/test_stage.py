@@ -32,7 +32,7 @@ from tests.support.limits import limit, wait_until
 from tests.support.messages import refused
 from tests.support.ranks import RankPool
 
-pytestmark = [pytest.mark.servers, pytest.mark.ranks]
+pytestmark = pytest.mark.ranks
 
 UID = os.getuid()
 
@@ -214,6 +214,7 @@ def test_a_tar_that_somebody_cleans_away_in_mid_run_is_copied_again(books: Path,
     assert (read_tokens(index, 3) == expected).all()
 
 
+@pytest.mark.servers
 def test_what_is_at_a_url_goes_through_the_cache_to_the_node(books: Path, tmp_path: Path) -> None:
     server = FileServer(books)
     try:
@@ -289,6 +290,7 @@ def test_a_disk_that_fills_up_meanwhile_is_reported_and_keeps_nothing_by_halves(
         assert not list(small.rglob("*.partial")) and not list(small.rglob("whole.json"))
 
 
+@pytest.mark.servers
 def test_ranks_wait_in_rounds_for_a_long_copy_and_end_with_the_first_that_fails(
     books: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:

@@ -115,6 +115,17 @@ def test_a_preset_has_the_weights_and_the_state_of_its_paper(name: str) -> None:
     assert found == PRESETS[name]
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_log_is_the_share_of_the_matrix_that_a_real_token_leaves(name: str) -> None:
+    layer, lengths = preset(name), torch.tensor([SEG_LEN, 3])
+    x = torch.randn(2, SEG_LEN, D_MODEL, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = layer(x, layer.init_state(torch.arange(2), "cpu", x.dtype), lengths).logs["kept"]
+    shares = layer.beta_and_decay(layer.norm(x), x.dtype)[1].exp()  # (B, H, T, 1 or K)
+    assert found.tolist() == pytest.approx(
+        [shares[lane, :, :length].mean().item() for lane, length in enumerate(lengths)]
+    )
+
+
 def test_there_is_a_preset_of_every_published_layer() -> None:
     """And no other file of this kind."""
     kinds = {path.stem: OmegaConf.load(path).memory.kind for path in MEMORY.glob("*.yaml")}
