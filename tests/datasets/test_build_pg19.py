@@ -267,7 +267,7 @@ def test_a_failed_download_says_which_file_and_keeps_the_others_out_of_the_build
     bucket.failures = {path: failures}
     bucket.altered = {} if altered is None else {path: altered}
     assert build_download(bucket, tmp_path) == 1
-    said(capsys.readouterr().err, path.removeprefix("/books/"))
+    said(f"exit code 1: {capsys.readouterr().err}", path.removeprefix("/books/"))
     assert not (tmp_path / "copy" / "train" / "9.txt").exists()
     assert not (tmp_path / "out").exists()
 
