@@ -210,6 +210,13 @@ def recall_curve(report: Report, bins: Sequence[Band], *, accuracy: bool = False
     return middles, values
 
 
+def reaches(reports: Sequence[Report]) -> list[tuple[int, str]]:
+    """Return how far the segment and the short-term memory reach back, those of most reports that have a memory."""
+    lengths = [(report.seg_len, report.mem_len) for report in reports]
+    seg_len, mem_len = statistics.mode([pair for pair in lengths if pair[1]] or lengths)
+    return [(seg_len, "T"), *([(seg_len + mem_len, "T + M")] if mem_len else [])]
+
+
 def plot_recall(labelled_reports: Sequence[tuple[str, Report]], path: Path, *, accuracy: bool = False) -> None:
     """Write the plot in the format of the file's suffix; reports with equal labels form one line (`draw_lines`).
 
@@ -234,8 +241,7 @@ def plot_recall(labelled_reports: Sequence[tuple[str, Report]], path: Path, *, a
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     ends = draw_lines(axes, lines)
-    seg_len, mem_len = statistics.mode((report.seg_len, report.mem_len) for report in reports)  # of most of them
-    for edge, text in ((seg_len, "T"), (seg_len + mem_len, "T + M")):
+    for edge, text in reaches(reports):
         axes.axvline(edge, color="grey", linewidth=0.8, linestyle="--")
         axes.annotate(text, (edge, 1), xycoords=("data", "axes fraction"), xytext=(3, -11), textcoords="offset points")
     axes.set_xscale("log", base=2)

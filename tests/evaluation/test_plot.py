@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dist_mem.data.shard import TokenizedDocument, write_split
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.evaluation.depth import answer_depth, depth_bins, depths_to_csv, plot_depth
-from dist_mem.evaluation.plot import MIN_TOKENS, distance_bins, plot_recall, recall_curve
+from dist_mem.evaluation.plot import MIN_TOKENS, distance_bins, plot_recall, reaches, recall_curve, spread_out
 from dist_mem.evaluation.scores import DocumentScore, RecallScore, Report
 from tests.support.messages import refused
 
@@ -95,3 +98,19 @@ def test_depths_are_written_as_lines_and_a_picture(tmp_path: Path) -> None:
     assert lines == ["label,low,high,num_answers,accuracy", "none,0.2,0.3,2,0.75"]
     plot_depth([("none", known), ("xl", known)], tmp_path / "depth.png")
     assert (tmp_path / "depth.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_reach_is_that_of_most_runs_with_a_memory() -> None:
+    none, long = replace(report([]), mem_len=0), replace(report([]), mem_len=1024)
+    assert reaches([none, none, none, long, report([]), report([])]) == [(64, "T"), (256, "T + M")]
+    assert reaches([none]) == [(64, "T")]
+
+
+@given(st.lists(st.floats(0, 1), max_size=12), st.floats(0.01, 0.5))
+def test_labels_lie_in_order_apart_and_near_their_points(wanted: list[float], step: float) -> None:
+    wanted.sort()
+    places = spread_out(wanted, step)
+    assert all(after - before >= step * 0.999 for before, after in itertools.pairwise(places))
+    assert sum(places) == pytest.approx(sum(wanted))
+    if all(after - before >= step for before, after in itertools.pairwise(wanted)):
+        assert places == pytest.approx(wanted)
