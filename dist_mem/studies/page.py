@@ -46,7 +46,7 @@ from dist_mem.studies.runs import (
 from dist_mem.studies.study import Study
 
 NOT_GIVEN = "-"
-PAGE, CELLS, PICTURE = "table.md", "table.csv", "table.png"
+PAGE, CSV, PICTURE = "table.md", "table.csv", "table.png"
 PARETO, RECALL, RECALL_ACCURACY = "pareto.png", "recall.png", "recall_accuracy.png"
 DEPTH, DEPTHS = "depth.png", "depth.csv"
 SHARES = ("accuracy", "whole_answers")  # metrics whose interval is that of a difference
@@ -137,7 +137,7 @@ def _interval(first: Mapping[int, Report], other: Mapping[int, Report], metric: 
 def write_results(job: Job, provenance: Mapping[str, str]) -> list[Path]:
     """Write the files of the results, and return their paths."""
     study = job.study
-    paths = [job.out / name for name in (PAGE, CELLS, PICTURE)]
+    paths = [job.out / name for name in (PAGE, CSV, PICTURE)]
     found = standings(study, job.runs, job.costs)
     write_text(paths[0], to_markdown(study, job.runs, provenance, found))
     write_text(paths[1], to_csv(study, job.runs, job.extra))
