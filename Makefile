@@ -5,6 +5,8 @@ VENV ?= .venv
 JOBS ?= 2
 SHARED := --dist loadfile --no-loadscope-reorder
 BIN := $(VENV)/bin
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+CPU_TORCH ?= https://download.pytorch.org/whl/cpu
 # CONTRIBUTING.md says what each has.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) $(SHARED)
 
@@ -17,12 +19,22 @@ compiler:
 	  echo "error: no C++ compiler. DeepSpeed compiles a small CPU communication op at its first start."; \
 	  echo "       install one: 'apt-get install g++' (Debian, Ubuntu) or 'dnf install gcc-c++' (Fedora, RHEL)"; exit 1; }
 
-$(VENV)/.ready: requirements.txt pyproject.toml | compiler
+# What `make demo` needs. Without an NVIDIA driver, torch is its CPU build, some GB smaller, where its index answers.
+$(VENV)/.demo: requirements.txt pyproject.toml | compiler
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.txt --editable '.[dev]'
+	@if command -v nvidia-smi >/dev/null || [ -n "$$PIP_NO_INDEX$$PIP_INDEX_URL" ]; then :; \
+	elif timeout 5 $(PYTHON) -c "import urllib.request; urllib.request.urlopen('$(CPU_TORCH)/torch/')" 2>/dev/null; then \
+	  echo "no NVIDIA driver here: the CPU build of torch"; \
+	  $(PIP) --no-deps --index-url $(CPU_TORCH) "$$(grep '^torch==' requirements.txt)"; \
+	fi
+	$(PIP) --constraint requirements.txt --editable '.[train,mlflow,plots]'
 	@touch $@
 
-demo: setup
+$(VENV)/.ready: $(VENV)/.demo
+	$(PIP) --constraint requirements.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.demo
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash launch/demo.sh
 
 test: setup

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The whole path in a few minutes on two cores: books -> shards -> two ranks with ZeRO-2 in bf16, interrupted by a real
-# SIGTERM halfway and resumed -> evaluation -> does the memory remember? `make demo` runs it in the environment it has made.
+# SIGTERM halfway and resumed -> evaluation -> does the memory remember? -> a page of one book. `make demo` runs it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -34,18 +34,19 @@ dist-mem train "$config" --check --world 2
 
 steps=$(sed -n 's/^ *steps: *\([0-9]*\).*/\1/p' "$config")
 if [ -d "$run/checkpoints" ]; then
-  say "$run is here from an earlier demo: it is continued (make clean starts over)"
+  say "$run is here from an earlier demo: it is resumed (make clean starts over)"
 else
   say "3. Transformer-XL memory on two ranks, ZeRO-2, bf16; a stop signal halfway"
   stop_halfway $((steps / 2)) &
   code=0
   train || code=$?
   wait
-  [ "$code" -eq 85 ] || { echo "error: expected exit code 85 (stopped, all saved), got $code" >&2; exit 1; }
-  echo "exit code 85: stopped, all saved, start me again"
+  [ "$code" -eq 85 ] || { echo "error: expected exit code 85 (stopped, everything saved), got $code" >&2; exit 1; }
+  echo "exit code 85: stopped, everything saved; the same command resumes"
 fi
 say "4. The same command again: it resumes"
-train
+output=$(mktemp)
+train 2>&1 | tee "$output"
 
 say "5. The same without memory"
 train memory/none.yaml name=demo_none
@@ -58,4 +59,4 @@ done
 say "7. Does the memory remember? Perplexity of words that only an earlier passage tells, by the distance to it"
 dist-mem compare "$baseline" "$run" --split test --plot runs/recall.png
 echo
-echo "The runs in MLflow: mlflow ui --backend-store-uri sqlite:///mlflow.db"
+XX
