@@ -49,6 +49,7 @@ def after_demo(tmp_path_factory: pytest.TempPathFactory, warm_address: Path) -> 
     for run in ("demo_none", "demo"):
         tree.must(f"dist-mem evaluate runs/{run} --split test")
     tree.must("dist-mem compare runs/demo_none runs/demo --split test --plot runs/recall.png")
+    tree.must("dist-mem report runs/demo runs/demo_none --book 9003 --split test")
     return tree
 
 
