@@ -41,6 +41,14 @@ def gain_interval(first: Sequence[Report], other: Sequence[Report]) -> tuple[flo
     return None if bounds is None else (_ratio(bounds[0]), _ratio(bounds[1]))
 
 
+def bits_interval(first: Sequence[Report], other: Sequence[Report]) -> tuple[float, float] | None:
+    """Return the 95 % interval of a model's bits per byte minus another's; arguments and None as `gain_interval`."""
+    num_bytes = np.array([document.bytes for document in first[0].documents], dtype=np.float64)
+    known = num_bytes > 0
+    bounds = _bounds(_losses(other)[:, known], _losses(first)[:, known], num_bytes[known])
+    return None if bounds is None else (bounds[0] / math.log(2), bounds[1] / math.log(2))
+
+
 def no_gain_interval(first: Sequence[Report], other: Sequence[Report]) -> str | None:
     """Return why `gain_interval` of the same reports returns None; None if it does not."""
     before, after, _ = _scored_losses(first, other)

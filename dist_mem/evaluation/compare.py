@@ -1,6 +1,7 @@
 """Compare evaluations of several runs: word-level perplexity, recall perplexity by distance, gain of the memory.
 
-Token perplexity replaces word-level perplexity if words are not known (blocks).
+Token perplexity replaces word-level perplexity if words are not known (blocks). Bits per byte, with differences instead
+of ratios, replace perplexities of words above 10,000, which models have that hardly know a word yet.
 
     dist-mem compare runs/none runs/transformer_xl
 
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 from dist_mem.config.check import nearest
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
-from dist_mem.evaluation.bootstrap import gain_interval, no_gain_interval
+from dist_mem.evaluation.bootstrap import bits_interval, gain_interval, no_gain_interval
 from dist_mem.evaluation.memory_gain import MemoryGain, counterpart, is_without_memory, memory_gain
 from dist_mem.evaluation.plot import labels_of, plot_recall
 from dist_mem.evaluation.scores import Band, Report, read_report, recall_bands, same_text, shown
@@ -29,6 +30,7 @@ from dist_mem.runtime.files import is_wrong_path
 from dist_mem.runtime.terminal import table
 
 _PREFERRED = ("test", "validation")
+_MOST_PERPLEXITY = 1e4  # of a word that is shown
 
 
 class Entry(NamedTuple):
@@ -47,6 +49,8 @@ class Row(NamedTuple):
     perplexity: float  # word-level; per token if words are not known
     gain: float  # the first run's perplexity divided by this one's
     interval: tuple[float, float] | str | None  # of `gain`, at 95 %, or why there is none; None: the first run itself
+    bits: float  # per byte
+    bits_interval: tuple[float, float] | None  # of the first run's minus this one's, if `interval` is one
     accuracy: float  # nan if it is not known
     memory: MemoryGain | None  # gain of its memory; None if it has not been evaluated without memory
     recall: dict[Band, tuple[float, float]]  # perplexity and gain
@@ -163,6 +167,8 @@ def compare(reports: Sequence[Entry]) -> list[Row]:
             value,
             values[0] / value,
             None if entry is reports[0] else _interval(first, entry.report),
+            entry.report.bits_per_byte,
+            None if entry is reports[0] else bits_interval([first], [entry.report]),
             entry.report.accuracy,
             None if entry.without_memory is None else memory_gain(entry.report, entry.without_memory),
             {
@@ -198,8 +204,12 @@ def to_table(entries: Sequence[Entry], rows: Sequence[Row]) -> str:
     """Return the comparison for a terminal: a table of all tokens, and one of recall tokens if there are any."""
     first = entries[0].report
     names = ["run", *(row.name for row in rows)]
-    title = "token ppl" if first.num_words is None else "word ppl"
-    columns = [names, [title, *(_cell(row.perplexity, row.gain) for row in rows)]]
+    in_bits = _is_in_bits(first)
+    if in_bits:
+        columns = [names, ["bits per byte", *(_difference(row.bits, rows[0].bits) for row in rows)]]
+    else:
+        title = "token ppl" if first.num_words is None else "word ppl"
+        columns = [names, [title, *(_cell(row.perplexity, row.gain) for row in rows)]]
     if not all(math.isnan(row.accuracy) for row in rows):
         columns.append(["accuracy", *(shown(row.accuracy, ".2%") for row in rows)])
     if any(row.memory for row in rows):
@@ -208,7 +218,7 @@ def to_table(entries: Sequence[Entry], rows: Sequence[Row]) -> str:
         f"split {first.split}, {len(first.documents)} documents, {first.num_scored:,} tokens",
         *table(zip(*columns, strict=True)),
     ]
-    lines += _interval_lines(entries, rows)
+    lines += _interval_lines(entries, rows, in_bits=in_bits)
     if bands := list(rows[0].recall):
         counts = ", ".join(f"{band} {first.recall_in(band)[1]:,}" for band in bands)
         lines += ["", f"perplexity of recall tokens by distance to the referent; tokens: {counts}"]
@@ -217,20 +227,32 @@ def to_table(entries: Sequence[Entry], rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _interval_lines(entries: Sequence[Entry], rows: Sequence[Row]) -> list[str]:
+def _interval_lines(entries: Sequence[Entry], rows: Sequence[Row], *, in_bits: bool) -> list[str]:
     """Return one line per gain, with its interval or the reason why there is none."""
     count = len(entries[0].report.documents)
     lines = []
-    for row in rows:
-        if isinstance(row.interval, str):
+    for row in rows[1:]:
+        interval = row.bits_interval if in_bits else row.interval
+        if isinstance(row.interval, str) or interval is None:
             about = f"no interval: {row.interval}"
-        elif row.interval is not None:
-            low, high = row.interval
-            about = f"95 % interval {low:.3f} to {high:.3f}, bootstrap over {count} documents"
         else:
-            continue
-        lines.append(f"{rows[0].name} / {row.name}: {row.gain:.3f} ({about})")
+            about = f"95 % interval {interval[0]:.3f} to {interval[1]:.3f}, bootstrap over {count} documents"
+        gain = (
+            f"- {row.name}: {rows[0].bits - row.bits:.3f} bits per byte" if in_bits else f"/ {row.name}: {row.gain:.3f}"
+        )
+        lines.append(f"{rows[0].name} {gain} ({about})")
     return lines
+
+
+def _is_in_bits(first: Report) -> bool:
+    return first.num_words is not None and first.word_perplexity > _MOST_PERPLEXITY
+
+
+def _difference(bits: float, first: float) -> str:
+    gain = first - bits
+    if abs(gain) < 0.0005:
+        return f"{bits:.3f}"
+    return f"{bits:.3f} ({abs(gain):.3f} {'lower' if gain > 0 else 'higher'})"
 
 
 def _memory_cell(gain: MemoryGain | None) -> str:
@@ -294,20 +316,30 @@ def seed_lines(labels: Sequence[str], reports: Sequence[Report]) -> list[str]:
     if len(groups) == len(labels):
         return []
     first = next(iter(groups))
-    by_words = reports[0].num_words is not None
-    head = ["seeds together", "runs", "word ppl" if by_words else "token ppl", "accuracy", f"{first} / it, 95 %"]
-    rows = [head]
+    if _is_in_bits(reports[0]):
+        unit, form, sign = "bits per byte", ".3f", "-"
+    else:
+        unit, form, sign = "token ppl" if reports[0].num_words is None else "word ppl", ",.2f", "/"
+    rows = [["seeds together", "runs", unit, "accuracy", f"{first} {sign} it, 95 %"]]
     for label, group in groups.items():
-        perplexities = [each.word_perplexity if by_words else each.token_perplexity for each in group]
-        spreads = _spread(perplexities, ",.2f"), _spread([each.accuracy for each in group], ".2%")
+        spreads = (
+            _spread([_in_unit(each, unit) for each in group], form),
+            _spread([each.accuracy for each in group], ".2%"),
+        )
         shown_interval = "" if label == first else _interval_of_group(groups[first], group)
         rows.append([label, str(len(group)), *spreads, shown_interval])
     about = "means over runs that differ only in their seeds, ± standard deviation"
     return ["", f"{about}; interval by bootstrap over seeds and documents", *table(rows)]
 
 
+def _in_unit(report: Report, unit: str) -> float:
+    if unit == "bits per byte":
+        return report.bits_per_byte
+    return report.word_perplexity if unit == "word ppl" else report.token_perplexity
+
+
 def _interval_of_group(first: Sequence[Report], other: Sequence[Report]) -> str:
-    interval = gain_interval(first, other)
+    interval = (bits_interval if _is_in_bits(first[0]) else gain_interval)(first, other)
     if interval is None:
         return f"none ({no_gain_interval(first, other)})"
     return f"{interval[0]:.3f} to {interval[1]:.3f}"

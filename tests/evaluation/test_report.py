@@ -110,17 +110,35 @@ def compared(capsys: pytest.CaptureFixture[str], *runs: Path) -> tuple[list[list
 
 
 def test_compare_shows_gains_over_common_bands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain = save_evaluation(tmp_path / "none", make_report(factor=2.0, mem_len=0))
+    plain = save_evaluation(tmp_path / "none", make_report(factor=1.8, mem_len=0))
     save_evaluation(tmp_path / "xl", make_report(factor=9.0), step=4)
     memory = save_evaluation(tmp_path / "xl", make_report(factor=1.0), step=12)
     (_, *in_all, _, heading, columns, first, second), complaint = compared(capsys, plain, memory)
-    assert in_all[:3] == [["run", "word ppl"], ["none", "22,026.47"], ["xl", "148.41 (148.41x lower)"]]
-    assert "xl: 148.413 (95 % interval 148.413 to 148.413, bootstrap over 25 documents)" in " ".join(in_all[3])
+    assert in_all[:3] == [["run", "word ppl"], ["none", "8,103.08"], ["xl", "148.41 (54.60x lower)"]]
+    assert "xl: 54.598 (95 % interval 54.598 to 54.598, bootstrap over 25 documents)" in " ".join(in_all[3])
     assert heading[0].endswith("to the referent; tokens: (0, 32] 20, (32, 96] 21, > 96 10")
     assert columns == ["run", "(0, 32]", "(32, 96]", "> 96"]
-    assert first == ["none", "2.72", "49.64", "20.09"]
-    assert second == ["xl", "2.72", "7.39 (6.72x lower)", "20.09"]
+    assert first == ["none", "2.72", "33.91", "20.09"]
+    assert second == ["xl", "2.72", "7.39 (4.59x lower)", "20.09"]
     assert "not measured: none, xl; run: dist-mem evaluate RUN --split test --without-memory" in complaint
+
+
+def test_compare_shows_bits_per_byte_of_models_that_hardly_know_a_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = save_evaluation(tmp_path / "none", make_report(factor=2.0, mem_len=0))
+    memory = save_evaluation(tmp_path / "xl", make_report(factor=1.5))
+    lines, _ = compared(capsys, plain, memory)
+    first, other = (make_report(factor=factor).bits_per_byte for factor in (2.0, 1.5))
+    assert lines[1:4] == [
+        ["run", "bits per byte"],
+        ["none", f"{first:.3f}"],
+        ["xl", f"{other:.3f} ({first - other:.3f} lower)"],
+    ]
+    gain = f"{first - other:.3f}"
+    assert lines[4] == [
+        f"none - xl: {gain} bits per byte (95 % interval {gain} to {gain}, bootstrap over 25 documents)"
+    ]
 
 
 def test_compare_shows_what_a_run_gains_by_its_own_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
