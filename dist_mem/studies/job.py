@@ -76,6 +76,7 @@ class Job:
     extra: list[str]  # overrides for every training and evaluation
     signal: StopSignal
     cells: Path | None = None  # a folder of finished cells, beside the study's own
+    has_intervals: bool = True  # so that cells keep the scores of every document
     made: dict[str, str] = field(default_factory=dict)  # where and when, for the cells
     costs: dict[str, Costs] = field(default_factory=dict)  # of every row, if the study has a budget
     environment: dict[str, str] = field(default_factory=dict)
@@ -272,7 +273,8 @@ def _measure(job: Job, item: Run, columns: Mapping[str, Column], name: str, plac
         values[other] = value  # None if a requirement is missing, as WordNet for METEOR
         result: dict[str, Any] = {"absent": f"{column.split}/{column.metric}"} if value is None else {"value": value}
         result |= {"step": step, "column": asdict(column)}
-        keep_result(item, other, result, report if column.command == "evaluate" else None)
+        has_scores = job.has_intervals and column.command == "evaluate"
+        keep_result(item, other, result, report if has_scores else None)
     return values
 
 

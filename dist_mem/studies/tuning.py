@@ -72,7 +72,8 @@ def trials_of(job: Job, grids: Mapping[str, Grid]) -> Job:
     )  # fmt: skip
     cells = None if job.cells is None else job.cells / FOLDER
     out = job.out / FOLDER
-    return replace(job, study=trial, out=out, runs=all_runs(trial, out), cells=cells, costs={})
+    runs = all_runs(trial, out)
+    return replace(job, study=trial, out=out, runs=runs, cells=cells, has_intervals=False, costs={})
 
 
 def combinations(grid: Grid) -> Iterator[Settings]:

@@ -28,7 +28,7 @@ from dist_mem.evaluation.scores import read_report
 from dist_mem.launch.local import launcher, tied
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.studies.cells import Run, checksum, keep_result
+from dist_mem.studies.cells import Run, checksum, keep_result, read_cell
 from dist_mem.studies.estimate import Estimate, finish_seconds, report
 from dist_mem.studies.job import CommandError, Job, Place, StoppedError, for_each_run, places
 from dist_mem.studies.run_study import ParentRun, Request
@@ -418,6 +418,7 @@ def test_an_arena_that_was_stopped_goes_on_and_its_cells_can_be_repeated(tmp_pat
     text = done(tmp_path, *command, "out")
     assert "taken over from cells" in text
     assert len(list(kept.glob("*.json"))) == len(list(kept.glob("tuning/*.json"))) == 4
+    assert not any(read_cell(path)["reports"] for path in kept.glob("tuning/*.json"))  # no intervals, so no scores
     assert "chosen on validation (lr 0.001: " in text
     assert "none / memory, 95 %" in text
     assert (tmp_path / "out" / "pareto.png").is_file()
