@@ -296,7 +296,7 @@ def _command(words: Sequence[str]) -> str:
 
 
 def draw(study: Study, runs: Sequence[Run], path: Path) -> None:
-    """Plot a paper's figure as lines over its columns, or a table as bars, with one colour per row.
+    """Plot a paper's figure as lines over its columns, or a table as points, with one colour per row.
 
     Thin lines span the lowest to the highest seed. The paper's metrics, at its scale only, are dashed lines or hollow
     points.
@@ -314,9 +314,9 @@ def draw(study: Study, runs: Sequence[Run], path: Path) -> None:
     papers = {key: [study.rows[key].paper.get(name) if study.is_papers else None for name in columns] for key in found}
     rows = [key for key, ours in found.items() if any(ours) or any(value is not None for value in papers[key])]
     for number, key in enumerate(rows):
-        beside = (number - (len(rows) - 1) / 2) * 0.8 / len(rows)  # of the bars of a column
+        beside = (number - (len(rows) - 1) / 2) * 0.8 / len(rows)  # of the points of a column
         places = [float(name) if study.x_axis else place + beside for place, name in enumerate(columns)]
-        style = _Style(f"C{number}", study.rows[key].name, None if study.x_axis else 0.8 / len(rows))
+        style = _Style(f"C{number}", study.rows[key].name, is_line=bool(study.x_axis))
         _draw_row(axes, places, found[key], papers[key], style)
     if not study.x_axis:
         axes.set_xticks(range(len(columns)), list(columns))
@@ -334,7 +334,7 @@ def draw(study: Study, runs: Sequence[Run], path: Path) -> None:
 class _Style(NamedTuple):
     colour: str
     label: str
-    width: float | None  # of a bar; None: a line
+    is_line: bool
 
 
 def _draw_row(
@@ -345,11 +345,11 @@ def _draw_row(
     xs, ys = [place for place, _ in seen], [statistics.fmean(values) for _, values in seen]
     published = [(place, value) for place, value in zip(places, paper, strict=True) if value is not None]
     paper_xs, paper_ys = [place for place, _ in published], [value for _, value in published]
-    if style.width is None:
+    if style.is_line:
         axes.plot(xs, ys, "o-", color=style.colour, label=style.label)
         axes.plot(paper_xs, paper_ys, "--", color=style.colour, alpha=0.5)
     else:
-        axes.bar(xs, ys, style.width, color=style.colour, label=style.label)
+        axes.plot(xs, ys, "o", color=style.colour, label=style.label)  # a bar from 0 would hide small differences
         axes.scatter(paper_xs, paper_ys, s=14, color="white", edgecolor="black", zorder=3)
     several = [(x, y, values) for x, y, (_, values) in zip(xs, ys, seen, strict=True) if len(values) > 1]
     for x, y, values in several:
