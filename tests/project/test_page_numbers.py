@@ -29,7 +29,7 @@ VOCABULARY = 1280  # pieces of the sample library
 RECORDS = {"arena.md", "log.md"}  # pages of the results of runs, with commit, settings and seeds
 PAGES = [
     ROOT / "README.md",
-    *sorted(path for folder in ("start", "howto", "explanation") for path in (DOCS / folder).glob("*.md")),
+    *sorted(path for folder in ("start", "howto", "explanation", "memories") for path in (DOCS / folder).glob("*.md")),
 ]
 # Rows of the first table of the README -> those of configs/tables/recall.yaml
 RECALL = {
@@ -41,6 +41,25 @@ RECALL = {
     "∞-former, as published": "infinite",
     "∞-former, sticky memories": "sticky",
     "∞-former, `density: softmax_moments`": "moments",
+}
+# Rows of the table of states in docs/memories/README.md -> a file of configs/memory/ and the lengths beside it.
+OVERVIEW = {
+    "none": ["none"],
+    "Transformer-XL": ["transformer_xl", "memory.mem_len=512"],
+    "Compressive Transformer": ["compressive", "memory.mem_len=512", "memory.cmem_len=512"],
+    "∞-former": ["infinite", "memory.over.mem_len=512"],
+    "LaMemo": ["lamemo", "memory.mem_len=512"],
+    "Memorizing Transformer": ["memorizing"],
+    "Recurrent Memory Transformer": ["rmt"],
+    "Block-Recurrent Transformer": ["block_recurrent"],
+    "Infini-attention": ["infini"],
+    "RetNet": ["retnet"],
+    "Mamba-2": ["mamba2"],
+    "Gated Linear Attention": ["gla"],
+    "DeltaNet": ["deltanet"],
+    "Gated DeltaNet": ["gated_deltanet"],
+    "Kimi Delta Attention": ["kda"],
+    "Titans": ["titans"],
 }
 
 
@@ -96,6 +115,18 @@ def test_the_first_table_has_the_reach_of_its_memories(name: str, row: str) -> N
 def test_the_figures_of_the_first_table_are_those_of_the_log() -> None:
     logged = table_with("README's table", LOG)
     assert {name: cells[2:] for name, cells in table_with("memory | bytes", README).items()} == logged
+
+
+def test_the_overview_of_memories_has_their_bytes() -> None:
+    page = (DOCS / "memories" / "README.md").read_text(encoding="utf-8")
+    shown = {name: cells[1] for name, cells in table_with("memory | numbers", page).items()}
+    shape = ["model.num_layers=12", "model.d_model=768", "model.num_heads=12", "train.seg_len=512"]
+    words = {
+        name: [f"configs/memory/{file}.yaml", *lengths, *shape, "train.precision=fp32", "train.steps=1"]
+        for name, (file, *lengths) in OVERVIEW.items()
+    }
+    sizes = {name: sizes_of(each)["state_bytes_per_lane"] / 2**20 for name, each in words.items()}
+    assert shown == {name: f"{size:.3g}" for name, size in sizes.items()}
 
 
 def test_the_sizes_of_the_first_edition_are_those_of_its_file() -> None:
