@@ -111,6 +111,16 @@ def test_the_file_tree_names_every_module() -> None:
     assert not [name for name in (*modules, *packages) if name not in text]
 
 
+def test_keys_beside_those_of_other_projects_exist() -> None:
+    known = (ROOT / "docs" / "reference" / "config.md").read_text(encoding="utf-8")
+    named = re.findall(
+        r"`((?:train|model|memory|optimizer|schedule|data|eval|checkpoint|tracking)\.(?!py)[\w.]+)",
+        (ROOT / "docs" / "reference" / "names.md").read_text(encoding="utf-8"),
+    )
+    assert len(named) > 60
+    assert [key for key in named if f"`{key}`" not in known] == []
+
+
 def test_make_targets_named_in_the_text_exist(subtests: pytest.Subtests) -> None:
     for page in PAGES:
         with subtests.test(page=page):
