@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from html.parser import HTMLParser
@@ -14,9 +15,10 @@ import pytest
 from dist_mem.__main__ import main
 from dist_mem.config import load_config, save_config
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE
-from dist_mem.evaluation.scores import write_report
+from dist_mem.evaluation.scores import perplexity, write_report
+from dist_mem.evaluation.trained_model import load_model
 from dist_mem.inspection.page.columns import numbers
-from dist_mem.inspection.page.markup import element
+from dist_mem.inspection.page.markup import digits, element, short_count
 from tests.evaluation.test_protocol import MEMORIES, asked, make_run
 from tests.evaluation.test_without_memory import emptied
 from tests.support.messages import said
@@ -99,8 +101,8 @@ def test_a_page_is_well_formed_and_begins_with_a_summary_of_the_newest_evaluatio
     summary = page_of(run_dir, *BOOK).partition('id="summary"')[2].partition("</section>")[0]
     (row,) = re.findall(r"<tr>(.*?)</tr>", summary.partition("<tbody>")[2])
     gain = (without.nll - with_memory.nll) / with_memory.num_scored
-    shown = [f"{with_memory.word_perplexity:.4g}", f"{with_memory.bits_per_byte:.4f}"]
-    shown += [f"{with_memory.accuracy:.2%}", f"{gain:.4f}"]
+    shown = [digits(with_memory.word_perplexity), digits(with_memory.bits_per_byte)]
+    shown += [f"{with_memory.accuracy:.1%}", digits(gain)]
     assert re.findall(r">([^<>]*)</td>", row) == ["run", "test", "3", *shown]
 
 
@@ -119,13 +121,47 @@ def test_the_totals_are_the_sum_of_the_gains_and_the_difference_of_the_evaluatio
     assert (total["without"] == total["nll"]) == (memory == "none") == (total["emptied"] == total["nll"])
 
 
+def cards_of(page: str) -> dict[str, tuple[str, str]]:
+    """The figure and the note of every card."""
+    found = re.findall(r"<li><span>(.*?)</span><strong>(.*?)</strong><span>(.*?)</span></li>", page)
+    return {name: (figure, note) for name, figure, note in found}
+
+
+def test_cards_name_the_model_and_what_its_memory_is_worth(run_dir: Path, library: Path, tmp_path: Path) -> None:
+    """On the book, unless both runs were evaluated on the same split."""
+    page = page_of(run_dir, *BOOK)
+    found, total = cards_of(page), book_of(page)["total"]
+    assert list(found) == ["memory", "parameters", "training", "word perplexity of this book", "gain of the memory"]
+    assert found["memory"] == ("transformer_xl", "M = 16, segments of T = 8 tokens")
+    model = load_model(run_dir)
+    number = sum(parameter.numel() for parameter in model.model.parameters())
+    assert found["parameters"][0] == short_count(number)
+    words = next(each.words for each in asked(run_dir).documents if each.id == "doc4")
+    assert words is not None
+    both = [perplexity(total[name], words) for name in ("nll", "without")]
+    assert found["word perplexity of this book"] == (
+        f"{digits(both[0])} against {digits(both[1])}",
+        f"with memory against without: ratio {digits(both[1] / both[0])}",
+    )
+    gains = [digits(total[name] - total["nll"]) for name in ("without", "emptied")]
+    assert found["gain of the memory"][0] == f"{gains[0]} nats" and gains[1] in found["gain of the memory"][1]
+    other = open_run(tmp_path / "none", library, MEMORIES["none"]).rename(tmp_path / "other")
+    for run in (run_dir, other):
+        write_report(asked(run), run / "evaluations", "test-step-00000003", metadata={})
+    perplexities = [asked(run).word_perplexity for run in (run_dir, other)]
+    assert cards_of(page_of(run_dir, other, *BOOK))["word perplexity, split test"] == (
+        " against ".join(map(digits, perplexities)),
+        f"run against other: ratio {digits(perplexities[1] / perplexities[0])}",
+    )
+
+
 def test_a_token_has_one_number_in_the_terminal_the_file_and_the_page(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "text.txt").write_text("it was the best of times, it was the worst of times. " * 2, encoding="utf-8")
     asked_for = [str(run_dir), "--text", str(tmp_path / "text.txt")]
     assert report(*asked_for) == main(["inspect", *asked_for, "tracking.mlflow=false"]) == EXIT_DONE
-    links = re.findall(r'href="#token-(\d+)">([\d,]+)<', (run_dir / "report.html").read_text(encoding="utf-8"))
+    links = re.findall(r'href="#t=(\d+)">([\d,]+)<', (run_dir / "report.html").read_text(encoding="utf-8"))
     on_page = [int(position) for position, _ in links]
     assert [int(shown.replace(",", "")) for _, shown in links] == on_page
     rows = capsys.readouterr().out.partition("\nposition ")[2].partition("\n\n")[0].splitlines()[1:]
@@ -173,7 +209,7 @@ def test_no_text_is_taken_for_markup(run_dir: Path, tmp_path: Path) -> None:
     page = out.read_text(encoding="utf-8")
     found = checked(page)
     assert "img" not in [name for name, _ in found.elements]
-    assert "<title>a&lt;b&gt;&amp;&#x27;c</title>" in page
+    assert "<title>&lt;script&gt;x.txt, read by a&lt;b&gt;&amp;&#x27;c</title>" in page
     stored = book_of(page)
     pieces = [stored["pieces"][number].encode("latin-1") for number in numbers(stored["ids"]).tolist()]
     assert b"".join(pieces).decode() == HOSTILE * 5
@@ -224,3 +260,10 @@ def test_the_page_is_added_to_the_run_in_mlflow(
 def test_elements_escape_all_but_markup() -> None:
     inner = element("b", "<&>")
     assert element("p", inner, "a<b", title='"x"') == '<p title="&quot;x&quot;"><b>&lt;&amp;&gt;</b>a&lt;b</p>'
+
+
+def test_metrics_have_three_significant_digits() -> None:
+    for value, shown in ((2112.015, "2,110"), (100.0, "100"), (75.84, "75.8"), (9.999, "10.0"), (0.01204, "0.0120")):
+        assert digits(value) == shown and digits(-value) == f"-{shown}" and digits(value, "+") == f"+{shown}"
+    assert [digits(value) for value in (0.0, math.nan, math.inf, 2.5e7)] == ["0.00", "n/a", "inf", "2.5e+07"]
+    assert [short_count(number) for number in (999, 462_336, 1_230_000)] == ["999", "462 K", "1.23 M"]

@@ -71,12 +71,12 @@ def test_a_click_on_a_token_shows_its_details(browser: Browser, file: Path, widt
     shown = details(page)
     assert chosen(page) == 100
     assert page.value("document.documentElement.scrollWidth") <= width
-    for text in ("“␣w2”", "token 100 of 0 to 1,299", "+5.000", "Layer 1, memory", "+4.500, 81 back"):
+    for text in ("“␣w2”", "token 100 of 0 to 1,299", "+5.00", "Layer 1, memory", "+4.50, 81 back"):
         assert text in shown, shown
     assert HOSTILE.decode() in shown, "the text of the passage stands there as text"
     page.click("#removed details summary")
     page.wait_for("document.querySelectorAll('#removed details[open] li').length === 1")
-    assert "+4.500 nats" in details(page)
+    assert "+4.50 nats" in details(page)
     page.click("#removed li:first-child button")
     assert chosen(page) == 19
     page.click("#t90")
@@ -104,7 +104,15 @@ def test_the_keys_move_through_the_book(browser: Browser, file: Path, width: int
     page = opened(browser, file, width)
     while page.value("document.activeElement.id") != "text":
         page.press("Tab")
-    for key, expected in [("ArrowRight", 1), ("ArrowLeft", 0), ("n", 100), ("n", 700), ("p", 100), ("PageDown", 600)]:
+    for key, expected in [
+        ("ArrowRight", 1),
+        ("ArrowLeft", 0),
+        ("n", 100),
+        ("n", 100),
+        ("N", 700),
+        ("p", 100),
+        ("PageDown", 600),
+    ]:
         page.press(key)
         assert chosen(page) == expected, key
     assert page.value("document.getElementById('page').value") == "2"
@@ -137,15 +145,24 @@ def test_the_theme_is_that_of_the_system_until_it_is_switched(browser: Browser, 
 
 
 def test_the_page_adds_up_the_gains_and_joins_cut_characters(browser: Browser, file: Path) -> None:
-    """And a link leads to a token."""
     page = opened(browser, file, 1280)
-    assert page.value("document.getElementById('sum').textContent") == "3.000"
+    assert page.value("document.getElementById('sum').textContent") == "3.00"
     difference = page.value("(({sum, total}) => sum - total)(document.getElementById('sum').dataset)")
     assert abs(difference) < 1e-6
     assert page.value("[3, 4].map((token) => document.getElementById(`t${token}`).textContent)") == ["", "é"]
-    page.value("location.hash = '#token-700'")
+    assert page.complaints() == []
+
+
+def test_the_address_of_the_page_is_that_of_the_chosen_token(browser: Browser, file: Path) -> None:
+    page = opened(browser, file, 1280)
+    page.value("location.hash = '#t=700'")
     page.wait_for("document.querySelector('.chosen').dataset.token === '700'")
-    assert "\u22122.000" in details(page)
+    assert "\u22122.00" in details(page)
+    page.click("#previous")
+    page.wait_for("location.hash === '#t=100'")
+    page.value("location.reload()")
+    page.wait_for("document.querySelector('.chosen')?.dataset.token === '100'")
+    assert "+5.00" in details(page)
     assert page.complaints() == []
 
 

@@ -1,1 +1,1 @@
-"""The report page: one HTML file with settings, curves, tables, figures and a book, which needs no network."""
+"""The report page: one HTML file with a summary, a book and its words, which needs no network."""

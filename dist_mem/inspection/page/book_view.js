@@ -4,7 +4,7 @@
 const PAGE = 500; // tokens
 const BINS = 300; // of the strip
 const LEVELS = [0.1, 0.5, 1.5, 3]; // nats, where a colour begins
-const CHANGE = 1; // nats: what the keys n and p look for
+const BIG = 1; // nats: a gain or a loss that the buttons and the keys n and p look for
 
 const byId = (id) => document.getElementById(id);
 
@@ -32,14 +32,14 @@ class BookView {
   }
 
   describe() {
-    const { book } = this, { nll, without, emptied } = book.total, scored = book.num_scored;
-    const gain = without - nll;
+    const { book } = this, { nll, without, emptied } = book.total;
+    const gain = without - nll, mean = (total) => nats(total / book.num_scored);
     byId("book-sum").replaceChildren(
-      make("strong", {}, book.title), `, ${count(book.length)} tokens, read by ${book.run}. Memory gained `,
-      make("span", { id: "sum", "data-sum": book.sumOfGains(), "data-total": gain }, gain.toFixed(3)),
-      ` nats in all, ${(gain / scored).toFixed(4)} a token: the loss is ${(nll / scored).toFixed(4)} with memory and `,
-      `${(without / scored).toFixed(4)} without, in windows that overlap by half; with the memory emptied before every `,
-      `segment it is ${(emptied / scored).toFixed(4)}.`,
+      make("strong", {}, book.title), `, ${count(book.length)} tokens, read by ${book.run}. Loss per token (nats): `,
+      `${mean(nll)} with memory, ${mean(without)} without it in windows that overlap by half, ${mean(emptied)} with `,
+      "it emptied before every segment. Colours and tables show the gain over the windows, ",
+      make("span", { id: "sum", "data-sum": book.sumOfGains(), "data-total": gain }, nats(gain)),
+      ` nats in all; over the emptied memory it is ${nats(emptied - nll)}.`,
       book.not_removed ? ` No passage was removed: ${book.not_removed}.` : "");
     byId("pages").textContent = count(Math.ceil(book.length / PAGE));
     byId("page").max = Math.ceil(book.length / PAGE);
@@ -79,8 +79,8 @@ class BookView {
   listen() {
     byId("back").addEventListener("click", () => this.turn(this.first - PAGE));
     byId("on").addEventListener("click", () => this.turn(this.first + PAGE));
-    byId("next").addEventListener("click", () => this.change(1));
-    byId("previous").addEventListener("click", () => this.change(-1));
+    byId("next").addEventListener("click", () => this.big(1, 1));
+    byId("previous").addEventListener("click", () => this.big(-1, 1));
     byId("page").addEventListener("change", ({ target }) => {
       const asked = Math.round(Number(target.value)) || 1;
       this.turn((Math.min(Number(target.max), Math.max(1, asked)) - 1) * PAGE);
@@ -107,7 +107,7 @@ class BookView {
       ArrowUp: () => this.line(-1), ArrowDown: () => this.line(1),
       Home: () => this.choose(this.first), End: () => this.choose(this.first + PAGE - 1),
       PageUp: () => this.choose(this.chosen - PAGE), PageDown: () => this.choose(this.chosen + PAGE),
-      n: () => this.change(1), p: () => this.change(-1), Escape: () => this.details.close(),
+      n: () => this.big(1, 1), p: () => this.big(-1, 1), N: () => this.big(1, -1), P: () => this.big(-1, -1), Escape: () => this.details.close(),
     };
     if (!(event.key in moves)) return;
     event.preventDefault();
@@ -146,12 +146,14 @@ class BookView {
     this.chosen = Math.min(this.book.length - 1, Math.max(0, token));
     if (this.chosen < this.first || this.chosen >= this.first + PAGE) this.turn(this.chosen); else this.mark();
     this.details.show(this.chosen);
+    clearTimeout(this.addressed); // browsers refuse more than a few changes of the address per second
+    this.addressed = setTimeout(() => history.replaceState(null, "", `#t=${this.chosen}`), 150);
     byId(`t${this.chosen}`).scrollIntoView({ block: "nearest" });
   }
 
-  /** Choose the token of a link, "#token-302", counted from 0 as everywhere. */
+  /** Choose the token of an address, "#t=302", counted from 0 as everywhere. */
   follow(link) {
-    const [, number] = /^#token-(\d+)$/.exec(link) ?? [];
+    const [, number] = /^#t=(\d+)$/.exec(link) ?? [];
     if (!number) return;
     this.choose(Number(number));
     byId(`t${this.chosen}`).scrollIntoView({ block: "center" });
@@ -188,10 +190,10 @@ class BookView {
     this.choose(found ? Number(found.dataset.token) : this.chosen + direction);
   }
 
-  /** Choose the next token in a direction that memory changed by a nat or more. */
-  change(direction) {
+  /** Choose the next token in a direction that gains a nat or more from memory; sign -1: that loses as much. */
+  big(direction, sign) {
     for (let token = this.chosen + direction; token >= 0 && token < this.book.length; token += direction) {
-      if (Math.abs(this.book.gain(token)) >= CHANGE) return this.choose(token);
+      if (sign * this.book.gain(token) >= BIG) return this.choose(token);
     }
   }
 }

@@ -11,9 +11,14 @@ function make(name, attributes, ...children) {
   return made;
 }
 
+const DIGITS = { minimumSignificantDigits: 3, maximumSignificantDigits: 3 };
+
+/** Return nats with three significant digits, but no more than three after the point. */
 function nats(value, sign) {
   if (value !== value) return "not scored";
-  return (sign && value > 0 ? "+" : "") + value.toFixed(3).replace("-", "−");
+  const size = Math.abs(value), text = size < 0.1 ? size.toFixed(3) : size.toLocaleString("en", DIGITS);
+  if (Number(text) === 0) return "0";
+  return (value < 0 ? "−" : sign ? "+" : "") + text;
 }
 
 function percent(share) {

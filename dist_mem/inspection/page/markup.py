@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Iterable
 
 
@@ -26,6 +27,28 @@ def element(name: str, *children: str, **attributes: str | float) -> Markup:
 def joined(children: Iterable[str]) -> Markup:
     """Return several pieces in a row, escaping those that are not `Markup`."""
     return Markup("".join(part if isinstance(part, Markup) else html.escape(part) for part in children))
+
+
+def digits(value: float, sign: str = "") -> str:
+    """Format a metric with three significant digits: 2,110, 75.8, 4.02, 0.0120; n/a for nan.
+
+    Args:
+        sign: "+" also marks a positive value.
+    """
+    if math.isnan(value):
+        return "n/a"
+    rounded, _, exponent = f"{value:.2e}".partition("e")
+    if not exponent or not -4 <= int(exponent) < 6:
+        return f"{value:{sign}.3g}"
+    return f"{float(f'{rounded}e{exponent}'):{sign},.{max(0, 2 - int(exponent))}f}"
+
+
+def short_count(number: int) -> str:
+    """Format a count with three significant digits: 462 K, 1.23 M, 1.30 B."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            return f"{digits(number / size)} {unit}"
+    return f"{number}"
 
 
 def table(caption: str, header: Iterable[str], rows: Iterable[Iterable[str]], *, num_text: int = 1) -> Markup:

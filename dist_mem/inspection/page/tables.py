@@ -1,4 +1,4 @@
-"""Tables of the report page: a summary of the runs' evaluations, and the words that gain from the memory."""
+"""Tables of the report page: the runs' newest evaluations, and the words that gain from the memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.memory_gain import counterpart, is_without_memory, memory_gain
-from dist_mem.evaluation.scores import Report, read_report, shown
+from dist_mem.evaluation.scores import Report, read_report
 from dist_mem.inspection.aggregates import Aggregates
-from dist_mem.inspection.page.markup import Markup, element, joined, table
+from dist_mem.inspection.page.markup import Markup, digits, element, joined, table
 from dist_mem.runtime.files import checked_inside
 
 _OTHER_COMMANDS = ("dialogue-", "inspect-")  # whose files in RUN/evaluations are no reports of `dist-mem evaluate`
@@ -41,25 +41,33 @@ def find_evaluations(run_dir: Path, label: str) -> list[Evaluation]:
     return found
 
 
+def newest_by_protocol(evaluations: Sequence[Evaluation]) -> dict[tuple[str, str], Evaluation]:
+    """Return the newest report with memory of every run (label) and protocol, as "test" or "test, mem_len-64"."""
+    return {(entry.run, _protocol(entry)): entry for entry in evaluations if not is_without_memory(entry.path)}
+
+
 def summary_table(evaluations: Sequence[Evaluation]) -> Markup:
-    """Return four metrics of the newest report of every run and protocol."""
-    newest = {(entry.run, _protocol(entry)): entry for entry in evaluations if not is_without_memory(entry.path)}
+    """Return metrics of the newest report of every run and protocol; the memory's gain only where it was measured."""
+    newest = newest_by_protocol(evaluations)
     if not newest:
         hint = "No evaluation yet. Run: "
         return element("p", hint, element("code", "dist-mem evaluate RUN --split test"), class_="empty")
-    header = ["run", "split", "step", "word perplexity", "bits per byte", "accuracy", "memory gain (nats per token)"]
+    header = ["run", "split", "step", "word perplexity", "bits per byte", "accuracy"]
     rows = [
         [
             run,
             protocol,
             f"{entry.step:,}",
-            shown(entry.report.word_perplexity),
-            shown(entry.report.bits_per_byte, ".4f"),
-            shown(entry.report.accuracy, ".2%"),
-            _gain(entry),
+            digits(entry.report.word_perplexity),
+            digits(entry.report.bits_per_byte),
+            "n/a" if math.isnan(entry.report.accuracy) else f"{entry.report.accuracy:.1%}",
         ]
         for (run, protocol), entry in newest.items()
     ]
+    gains = [_gain(entry) for entry in newest.values()]
+    if any(gains):
+        header.append("gain over an emptied memory (nats per token)")
+        rows = [[*row, gain or "not measured"] for row, gain in zip(rows, gains, strict=True)]
     return table("Newest evaluations", header, rows, num_text=2)
 
 
@@ -69,18 +77,18 @@ def _protocol(entry: Evaluation) -> str:
     return ", ".join(part for part in (split, rest.partition("-")[2]) if part)
 
 
-def _gain(entry: Evaluation) -> str:
-    """Return the gain of the memory in nats per token, if the run was also evaluated without it."""
+def _gain(entry: Evaluation) -> str | None:
+    """Return the gain of the memory in nats per token; None if the run was not also evaluated without it."""
     other = counterpart(entry.path)
     if not other.exists():
-        return "not measured"
+        return None
     without = read_report(checked_inside(other.parent.parent, other))
-    return f"{memory_gain(entry.report, without).nats:.4f}"
+    return digits(memory_gain(entry.report, without).nats)
 
 
 def gain_tables(found: Aggregates) -> Markup:
     """Return which words gain from the memory: the largest gains, and groups of words."""
-    top = [[each.word.text, each.word.kind, _token(each.word.first), f"{each.gain:+.3f}"] for each in found.top]
+    top = [[each.word.text, each.word.kind, _token(each.word.first), digits(each.gain, "+")] for each in found.top]
     parts = [table("Largest gains", ["word", "class", "token", "nats"], top, num_text=2)]
     for name, groups in (
         ("By class of word", found.by_class),
@@ -88,7 +96,7 @@ def gain_tables(found: Aggregates) -> Markup:
         ("By position in the book", found.by_position),
     ):
         rows = [
-            [group.label, f"{group.num_words:,}", f"{group.gain:+.1f}", shown(group.mean, "+.3f")] for group in groups
+            [group.label, f"{group.num_words:,}", digits(group.gain, "+"), digits(group.mean, "+")] for group in groups
         ]
         parts.append(table(name, ["", "words", "nats", "nats per word"], rows))
     share = found.share_of_names
@@ -99,4 +107,4 @@ def gain_tables(found: Aggregates) -> Markup:
 
 def _token(position: int) -> Markup:
     """Return a link to a token of the book."""
-    return element("a", f"{position:,}", href=f"#token-{position}")
+    return element("a", f"{position:,}", href=f"#t={position}")

@@ -21,11 +21,14 @@ from dist_mem.data.plan import segment_starts
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.job import StopCheck, as_job, found_by_all, use_threads
 from dist_mem.evaluation.sweep import names_of
+from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation.text import read_file
 from dist_mem.inspection.aggregates import aggregate
 from dist_mem.inspection.counterfactual import MOST, cannot_forget, remove_passages
 from dist_mem.inspection.page.assemble import assembled
 from dist_mem.inspection.page.book import Book, encoded
+from dist_mem.inspection.page.cards import cards
+from dist_mem.inspection.page.markup import joined
 from dist_mem.inspection.page.tables import find_evaluations, gain_tables, summary_table
 from dist_mem.inspection.reading import read_document
 from dist_mem.inspection.request import Request, open_other, open_subject, settings_of
@@ -71,10 +74,10 @@ def run(asked: Asked, *, out: Path | None, early: StopSignal | None = None) -> i
             entry for path, label in zip(asked.runs, labels, strict=True) for entry in find_evaluations(path, label)
         ]
         summary = summary_table(evaluations)  # what is wrong is said before a model reads for hours
-        book = _book(asked, text, world, check)
+        trained, book = _book(asked, text, world, check)
         page = assembled(
-            ", ".join(labels),
-            summary,
+            f"{book.title}, read by {' and '.join(labels)}",
+            joined([cards(trained, book, evaluations), summary]),
             encoded(book, room=ROOM),
             gain_tables(aggregate(words_of(book.reading.pieces), book.reading.gain)),
             footer=f"Made by dist-mem report {' '.join(labels)}. This file needs no network.",
@@ -84,8 +87,8 @@ def run(asked: Asked, *, out: Path | None, early: StopSignal | None = None) -> i
     return as_job(work, asked.overrides, early)
 
 
-def _book(asked: Asked, text: str | None, world: World, check: StopCheck) -> Book:
-    """Read the book with the first run, and with the second if there is one."""
+def _book(asked: Asked, text: str | None, world: World, check: StopCheck) -> tuple[TrainedModel, Book]:
+    """Read the book with the first run, whose model is returned too, and with the second if there is one."""
     against = asked.runs[1] if len(asked.runs) > 1 else None
     request = Request(
         asked.runs[0], against, book=asked.book, text=asked.text, split=asked.split, overrides=asked.overrides
@@ -103,7 +106,7 @@ def _book(asked: Asked, text: str | None, world: World, check: StopCheck) -> Boo
         print(f"the page will have no removals of passages: {not_removed}", file=sys.stderr)
     reading = read_document(trained, document, other=other)
     labels = names_of(asked.runs)
-    return Book(
+    return trained, Book(
         title if asked.text is None else asked.text.name,  # not its path: the page may be sent to others
         labels[0],
         trained.tokenizer.pieces,

@@ -1,0 +1,85 @@
+"""The cards on top of the report page: the model, what it has read, and what its memory is worth, at a glance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+from torch import Tensor
+
+from dist_mem.config import load_config
+from dist_mem.config.memory_blocks import described
+from dist_mem.data.remote.fetch import show
+from dist_mem.evaluation.protocol import short_term_len
+from dist_mem.evaluation.scores import perplexity
+from dist_mem.evaluation.trained_model import TrainedModel
+from dist_mem.inspection.page.book import Book
+from dist_mem.inspection.page.markup import Markup, digits, element, short_count
+from dist_mem.inspection.page.tables import Evaluation, newest_by_protocol
+
+
+class Card(NamedTuple):
+    """A name, the figure in large type, and a line below it."""
+
+    name: str
+    value: str
+    note: str
+
+
+def cards(trained: TrainedModel, book: Book, evaluations: Sequence[Evaluation]) -> Markup:
+    """Return the cards; `trained`: the model that read the book."""
+    found = [*_of_model(trained), _perplexities(book, evaluations), _gain(book)]
+    made = [
+        element("li", element("span", card.name), element("strong", card.value), element("span", card.note))
+        for card in found
+    ]
+    return element("ul", *made, class_="cards")
+
+
+def _of_model(trained: TrainedModel) -> Iterator[Card]:
+    mem_len, seg_len = short_term_len(trained.config.memory), trained.config.train.seg_len
+    remembered = f"M = {mem_len:,}, " if mem_len else ""
+    yield Card("memory", described(trained.config.memory), f"{remembered}segments of T = {seg_len:,} tokens")
+    model, number = trained.config.model, sum(parameter.numel() for parameter in trained.model.parameters())
+    yield Card("parameters", short_count(number), f"{model.num_layers} layers of width {model.d_model}")
+    saved = load_config([str(trained.checkpoint.directory / "config.yaml")])  # with the lengths of the training
+    step, train = trained.checkpoint.manifest["step"], saved.train
+    num_tokens = step * train.global_batch_size * train.seg_len * train.segments_per_update
+    data = "" if trained.checkpoint.is_export else f", data {PurePosixPath(show(saved.data.path)).name}"
+    yield Card("training", f"{short_count(num_tokens)} tokens", f"{step:,} steps{data}")
+
+
+def _perplexities(book: Book, evaluations: Sequence[Evaluation]) -> Card:
+    """Return two perplexities: of both runs on a split that both have read, or else of the book."""
+    newest = newest_by_protocol(evaluations)
+    both = [name for run, name in newest if run == book.run and (book.other, name) in newest]
+    if both and book.other is not None:
+        name = "test" if "test" in both else both[0]
+        first, second = (newest[run, name].report.word_perplexity for run in (book.run, book.other))
+        title, runs = f"word perplexity, split {name}", f"{book.run} against {book.other}"
+    else:
+        count, unit = _words(book)
+        against = book.reading.windowed if book.reading.against is None else book.reading.against
+        first, second = (perplexity(_sum(losses), count) for losses in (book.reading.nll, against))
+        title, runs = f"{unit} perplexity of this book", f"with memory against {book.other or 'without'}"
+    return Card(title, f"{digits(first)} against {digits(second)}", f"{runs}: ratio {digits(second / first)}")
+
+
+def _words(book: Book) -> tuple[int, str]:
+    """Return the number of words of a book that is scored from its first word to its last, else that of its tokens."""
+    is_scored = ~book.reading.nll.isnan()
+    if bool(is_scored.all()):
+        return len("".join(book.reading.pieces).split()), "word"
+    return int(is_scored.sum()), "token"
+
+
+def _gain(book: Book) -> Card:
+    nll, windowed, emptied = (_sum(part) for part in (book.reading.nll, book.reading.windowed, book.reading.without))
+    note = f"in this book; {digits(emptied - nll)} over a memory emptied before every segment"
+    return Card("gain of the memory", f"{digits(windowed - nll)} nats", note)
+
+
+def _sum(losses: Tensor) -> float:
+    return math.fsum(losses[~losses.isnan()].tolist())
