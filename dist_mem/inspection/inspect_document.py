@@ -27,7 +27,15 @@ from dist_mem.inspection.content import content_of
 from dist_mem.inspection.counterfactual import Counterfactual, Passage, check_forgets, remove_passages
 from dist_mem.inspection.reading import DocumentReading, read_document
 from dist_mem.inspection.request import Request, Subject, open_other, open_subject, settings_of
-from dist_mem.inspection.shown import aggregates_tables, coloured, gains_table, legend, passages_table, top_table
+from dist_mem.inspection.shown import (
+    aggregates_tables,
+    coloured,
+    comparisons_key,
+    gains_table,
+    legend,
+    passages_table,
+    top_table,
+)
 from dist_mem.inspection.words import Word, words_of
 from dist_mem.memory.parts.inspection import SUMMARY
 from dist_mem.runtime.distributed import World
@@ -80,7 +88,7 @@ def _run(world: World, check: StopCheck, *, request: Request) -> None:
     words = words_of(reading.pieces)
     aggregates = aggregate(words, comparisons[-1].gain)
     print(f'{found.directory}, "{subject.title}", {protocol}')
-    _show(request, reading, removed, comparisons, words, aggregates)
+    _show(request, reading, removed, comparisons, words, aggregates, protocol.seg_len)
     content = {
         **described(found, subject.trained.config.name, protocol),
         "title": subject.title,
@@ -142,14 +150,15 @@ def _show(
     comparisons: list[Comparison],
     words: list[Word],
     aggregates: Aggregates,
+    seg_len: int,
 ) -> None:
     rows = [(name, float(gain.nansum()), int((~gain.isnan()).sum())) for name, gain in comparisons]
-    print("\n".join(gains_table(rows)))
+    print("\n".join([*gains_table(rows), comparisons_key(seg_len)]))
     print(f"\nby word, gain over {comparisons[-1].name}:")
     print("\n".join(aggregates_tables(aggregates)))
     print()
     reasons = [_reason(reading, removed, each.word, comparisons[-1].gain) for each in aggregates.top]
-    print(top_table(aggregates.top, reading.pieces, reasons))
+    print(top_table(aggregates.top, reading.pieces, reasons, is_removed=removed is not None))
     if removed is not None:
         print()
         print("\n".join(passages_table(removed, words, reading.pieces)))

@@ -39,6 +39,12 @@ def gains_table(comparisons: Sequence[tuple[str, float, int]]) -> list[str]:
     )
 
 
+def comparisons_key(seg_len: int) -> str:
+    """Return what the comparisons with the same model without its memory mean."""
+    emptied = f"memory off: the same model with its memory emptied before every segment of {seg_len} tokens;"
+    return f"{emptied}\nin overlapping windows, every token still has {seg_len // 2} tokens before it, or more"
+
+
 def aggregates_tables(found: Aggregates) -> list[str]:
     """Return the lines of the tables by class, by distance to a name's last mention, and by position."""
     tables = {
@@ -66,21 +72,31 @@ def _groups_table(title: str, groups: Sequence[Group], total: float) -> list[str
     )
 
 
-def top_table(top: Sequence[WordGain], pieces: Sequence[str], reasons: Sequence[tuple[Passage, float] | None]) -> str:
-    """Return a table of the largest gains; `reasons`: the passage that matters to each word, and how much."""
+def top_table(
+    top: Sequence[WordGain], pieces: Sequence[str], reasons: Sequence[tuple[Passage, float] | None], *, is_removed: bool
+) -> str:
+    """Return a table of the largest gains, under its key.
+
+    Args:
+        reasons: the passage that matters to each word, and how much.
+        is_removed: passages were removed, so how much is the rise of the loss; else it is a share of attention.
+    """
     matters = [_reason(each.word, reason, pieces) for each, reason in zip(top, reasons, strict=True)]
-    return "\n".join(
-        _table(
-            [
-                ["position", *(str(each.word.first) for each in top)],
-                ["gain", *(f"{each.gain:.2f}" for each in top)],
-                ["class", *(each.word.kind for each in top)],
-                ["word", *(each.word.text for each in top)],
-                ["in", *(around(each.word.first, each.word.end, pieces) for each in top)],
-                ["passage that matters", *matters],
-            ]
-        )
+    much = "the share of attention of the layer that looked there most"
+    if is_removed:
+        much = f"the nats by which the loss rises without it; where nothing was removed, {much}"
+    key = "largest gains (nats); passage that matters: its tokens BEGIN:END, as for --without, and in brackets"
+    lines = _table(
+        [
+            ["position", *(str(each.word.first) for each in top)],
+            ["gain", *(f"{each.gain:.2f}" for each in top)],
+            ["class", *(each.word.kind for each in top)],
+            ["word", *(each.word.text for each in top)],
+            ["in", *(around(each.word.first, each.word.end, pieces) for each in top)],
+            ["passage that matters", *matters],
+        ]
     )
+    return "\n".join([key, much, "", *lines])
 
 
 def _reason(word: Word, reason: tuple[Passage, float] | None, pieces: Sequence[str]) -> str:

@@ -36,7 +36,9 @@ def written(run_dir: Path) -> dict[str, Any]:
 def test_it_prints_tables_and_writes_every_token(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(run_dir), "--book", "doc0", "--split", "test", "--passages"]) == 0
     printed = capsys.readouterr().out
-    assert "memory off" in printed and "of the 20 largest gains are names" in printed
+    assert "memory off: the same model with its memory emptied before every segment of" in printed
+    assert "in brackets\nthe nats by which the loss rises without it" in printed
+    assert "of the 20 largest gains are names" in printed
     assert "later words that get worse" in printed and "\x1b[" not in printed
     assert "0:0 (" not in printed, "no passage was read by the first segment"
     content = written(run_dir)
