@@ -10,7 +10,7 @@ CPU_TORCH ?= https://download.pytorch.org/whl/cpu
 # CONTRIBUTING.md says what each has.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) $(SHARED)
 
-.PHONY: setup compiler demo test test-all test-rest integration pages nightly messages durations lint docs bench coverage clean
+.PHONY: setup compiler demo example test test-all test-rest integration pages nightly messages durations lint docs bench coverage clean
 
 setup: $(VENV)/.ready
 
@@ -36,6 +36,12 @@ $(VENV)/.ready: $(VENV)/.demo
 
 demo: $(VENV)/.demo
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash launch/demo.sh
+
+# The model of `dist-mem report --example` anew, from the run of `make demo`: an export, and a book of its test split.
+example: demo
+	rm -rf examples/demo
+	$(BIN)/dist-mem export runs/demo --out examples/demo --precision fp16
+	cp data/sample/texts/test/9003.txt examples/demo/flora_marsh.txt
 
 test: setup
 	$(PYTEST) --run quick

@@ -32,6 +32,7 @@ from dist_mem.generation.text import TextWriter
 from dist_mem.generation.text_memory import TextMemory, read_text
 from dist_mem.generation.text_scores import score
 from dist_mem.inspection.reading import DocumentReading, pieces_of, read_document, text_document
+from dist_mem.runtime.shipped import example_model
 from dist_mem.tracking.mlflow.models import fetch_model, is_mlflow
 
 Tokens: TypeAlias = Sequence[int] | np.ndarray | Tensor  # (num_tokens,) ids
@@ -205,7 +206,8 @@ def load(source: Path | str, *overrides: str, step: int | None = None, device: t
 
     Args:
         source: a folder: a run, a checkpoint in it or an export; or the address of an export in MLflow,
-            "runs:/ID/PATH" or "models:/NAME@ALIAS".
+            "runs:/ID/PATH" or "models:/NAME@ALIAS"; or "example", the model that comes with dist_mem, unless there is
+            a folder of this name.
         overrides: `key=value`: "eval.mem_len=384", "eval.precision=bf16", "tracking.uri=URL" (of MLflow).
         step: step of the checkpoint in a run; None: the newest that verifies.
 
@@ -217,7 +219,11 @@ def load(source: Path | str, *overrides: str, step: int | None = None, device: t
 
     >>> dist_mem.load("runs/demo")
     Model(demo, step 8, 9,265 parameters, memory transformer_xl)
+    >>> dist_mem.load("example")
+    Model(demo, step 800, 462,336 parameters, memory transformer_xl)
     """
     if isinstance(source, str) and is_mlflow(source):
         source = fetch_model(source, overrides)
+    if source == "example" and not Path(source).exists():
+        source = example_model()
     return Model(load_model(source, *overrides, step=step, device=device))

@@ -183,7 +183,9 @@ def _add_export(added: ArgumentParser) -> None:
     )
     add_checkpoint(added)
     added.add_argument("--out", type=output_folder, required=True, metavar="FOLDER", help="directory to write")
-    added.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of the weights (default: fp32)")
+    added.add_argument(
+        "--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="of the weights (default: fp32)"
+    )
     added.add_argument(
         "--format",
         choices=["dist_mem", "transformers"],
@@ -226,6 +228,8 @@ def _add_generate(added: ArgumentParser) -> None:
     added.add_argument(
         "--compare", nargs="+", type=place, default=[], metavar="RUN", help="compare these runs on the same prompt"
     )
+    help_text = "the model that comes with dist_mem; without a prompt, on the first half of a book of its kind"
+    added.add_argument("--example", action="store_true", help=help_text)
     prompt = added.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue; empty: begin a document")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 file to continue, of any length")

@@ -7,18 +7,21 @@ from pathlib import Path
 
 from dist_mem.cli.arguments import output_file, place, split
 from dist_mem.errors import UnusableError
+from dist_mem.runtime.shipped import example_book, example_model
 from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 
 
 def add_arguments(added: ArgumentParser) -> None:
     """Add the arguments of `dist-mem report`."""
-    added.add_argument("runs", nargs="+", type=place, metavar="RUN", help="run directories, and key=value overrides")
+    added.add_argument("runs", nargs="*", type=place, metavar="RUN", help="run directories, and key=value overrides")
     book = added.add_mutually_exclusive_group(required=True)
     book.add_argument("--book", metavar="ID", help="show this document, read by the first run")
     book.add_argument("--text", type=Path, metavar="FILE", help="show this UTF-8 file, read by the first run")
+    book.add_argument("--example", action="store_true", help="show a book and a model that come with dist_mem")
     added.add_argument("--split", type=split, metavar="NAME", help="split of --book (default: eval.split)")
     added.add_argument("--no-removals", action="store_true", help="do not read the book without each passage")
-    added.add_argument("-o", "--out", type=output_file, metavar="FILE", help="file to write (default: RUN/report.html)")
+    out_help = "file to write (default: RUN/report.html; for --example, ./example_report.html)"
+    added.add_argument("-o", "--out", type=output_file, metavar="FILE", help=out_help)
     added.set_defaults(overrides=[])  # those after an option
 
 
@@ -26,16 +29,21 @@ def report(options: Namespace) -> int:
     """Write one HTML file about a book: what each word gains from memory, and from which passage."""
     given = [text for text in options.runs if "=" in text and not Path(text).is_dir()]
     runs = [Path(text) for text in options.runs if text not in given]
-    if not runs:
+    if options.example and runs:
+        raise UnusableError(f"--example: not with a run, such as {runs[0]}; give --book ID or --text FILE for that")
+    if not runs and not options.example:
         raise UnusableError("report: no run: give a run directory, as in: dist-mem report runs/demo --book 9003")
     if options.split is not None and options.book is None:
         raise UnusableError(f"--split {options.split}: only with --book; it is the split of that document")
-    overrides = (*given, *options.overrides)
+    text, out, overrides = options.text, options.out, (*given, *options.overrides)
+    if options.example:
+        runs, text, out = [example_model()], example_book(), out or Path("example_report.html")
+        overrides = ("tracking.mlflow=false", "train.threads=1", *overrides)  # more threads slow so small a model
     with StopSignal(OF_SCHEDULERS) as early:
         from dist_mem.runtime.distributed import choose_accelerator
 
         choose_accelerator()
         from dist_mem.inspection.page.write_page import Asked, run
 
-        asked = Asked(runs, options.book, options.text, options.split, not options.no_removals, overrides)
-        return run(asked, out=options.out, early=early)
+        asked = Asked(runs, options.book, text, options.split, not options.no_removals, overrides)
+        return run(asked, out=out, early=early)

@@ -69,7 +69,7 @@ def run(
         path: a run directory, one checkpoint in it, or a configuration, which exports the initial model of its run.
         out: the directory to create.
         checkpoint: step of the checkpoint; None: the newest that verifies.
-        precision: of the weights, fp32 or bf16.
+        precision: of the weights, fp32, bf16 or fp16.
         layout: dist_mem, or transformers (export_transformers.py).
         registration: in MLflow, to which the export is logged; None: it is not.
         overrides: `key=value`; `data.path` gives the present place of the tokenizer, `tracking.uri` MLflow's store.
@@ -144,6 +144,10 @@ def _initial_model(path: Path, overrides: Sequence[str]) -> Iterator[TrainedMode
 
 
 def _export(trained: TrainedModel, path: Path, out: Path, layout: str) -> int:
+    if trained.dtype == torch.float16:
+        for tensor_name, tensor in distinct_weights(trained.model).items():
+            if not tensor.isfinite().all():
+                raise UnusableError(f"--precision fp16 cannot hold the values of {tensor_name}; use bf16 or fp32")
     try:
         with new_folder(out) as staging:
             write_export(trained, staging, name=out.absolute().name, layout=layout)

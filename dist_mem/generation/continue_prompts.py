@@ -33,6 +33,7 @@ from dist_mem.generation.output import Continuation, heading
 from dist_mem.generation.reading import Reading, read, select, start
 from dist_mem.generation.text import TextWriter, read_file
 from dist_mem.generation.text_memory import load_memory, open_to_generate
+from dist_mem.runtime.shipped import example_book, example_model
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.runtime.terminal import printable
 
@@ -61,20 +62,26 @@ def request_of(options: argparse.Namespace) -> Request:
     Raises:
         UnusableError: the prompt or a number is invalid, or there is neither a prompt nor a memory.
     """
-    if options.prompt is None and options.prompt_file is None and options.memory is None:
+    has_prompt = options.prompt is not None or options.prompt_file is not None or options.memory is not None
+    if not has_prompt and not options.example:
         raise UnusableError("give --prompt TEXT, --prompt-file FILE or --memory FILE; --prompt '' begins a document")
     if options.memory is not None and options.compare:
         raise UnusableError(f"--memory {options.memory}: not with --compare, because a memory is that of one model")
     arguments = [*([options.run] if options.run else []), *options.overrides, *options.compare]
     overrides = [text for text in arguments if _OVERRIDE.match(text)]
+    runs = [Path(text) for text in arguments if text not in overrides]
+    if options.example:
+        if runs:
+            raise UnusableError(f"--example: not with a run, such as {runs[0]}; leave one of them out")
+        runs, overrides = [example_model()], ["train.threads=1", *overrides]  # more threads slow so small a model
     try:
         sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     except ValueError as error:
         raise UnusableError(f"--{str(error).replace('_', '-', 1)}") from error
     return Request(
-        runs=[Path(text) for text in arguments if text not in overrides],
+        runs=runs,
         overrides=overrides,
-        prompt=read_prompt(options.prompt, options.prompt_file),
+        prompt=read_prompt(options.prompt, options.prompt_file) if has_prompt else _half_of_example(),
         num_tokens=options.tokens,
         num_samples=options.samples,
         sampling=sampling,
@@ -83,6 +90,13 @@ def request_of(options: argparse.Namespace) -> Request:
         compare=bool(options.compare),
         memory=options.memory,
     )
+
+
+def _half_of_example() -> str:
+    """Return the first half of the shipped book, up to the end of a paragraph."""
+    text = read_file(example_book(), "--example")
+    print(f"the prompt is the first half of {example_book()}", file=sys.stderr)
+    return text[: text.index("\n\n", len(text) // 2) + 2]
 
 
 def read_prompt(text: str | None, path: Path | None) -> str:

@@ -1,4 +1,4 @@
-"""Files that come with dist_mem: configurations, tables, sites, examples.
+"""Files that come with dist_mem: configurations, tables, sites, examples, a trained model.
 
 In a clone, and with an editable installation, they are in the folders beside the package. A wheel contains copies of
 these folders in dist_mem/shipped/ (pyproject.toml).
@@ -21,6 +21,16 @@ def shipped_root() -> Path:
     """Return the folder that contains `FOLDERS`."""
     inside = _PACKAGE / "shipped"
     return inside if inside.is_dir() else _PACKAGE.parent
+
+
+def example_model() -> Path:
+    """Return the trained model that comes with dist_mem, an export of the run of `make demo` (`make example`)."""
+    return shipped_root() / "examples" / "demo"
+
+
+def example_book() -> Path:
+    """Return a book of its data that this model was not trained on."""
+    return example_model() / "flora_marsh.txt"
 
 
 def shipped_path(name: str) -> Path | None:

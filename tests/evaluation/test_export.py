@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
 from dist_mem.__main__ import main
-from dist_mem.checkpoint.manifest import read_manifest
-from dist_mem.errors import CheckpointError
+from dist_mem.checkpoint.manifest import describe_file, read_manifest, write_manifest
+from dist_mem.errors import EXIT_USAGE, CheckpointError
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.scores import Report
 from dist_mem.evaluation.trained_model import (
@@ -31,7 +31,7 @@ from dist_mem.memory import memory_class
 from tests.support.contract_cases import small_model
 from tests.support.faults import assert_quoted, flip, small_disk
 from tests.support.jobs import train_here, write_config
-from tests.support.messages import refused
+from tests.support.messages import refused, said
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import RankPool
 from tests.support.scored_library import ALONE
@@ -115,13 +115,29 @@ def test_an_export_scores_as_its_checkpoint_does(
     assert sum(part.numel() for part in stored.values()) == sum(part.numel() for part in trained.model.parameters())
 
 
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_half_precision_halves_the_file_and_scores_as_the_checkpoint_in_it(
-    tmp_path: Path, run_dir: Path, exported: Path, books: Path
+    tmp_path: Path, run_dir: Path, books: Path, precision: str, dtype: torch.dtype
 ) -> None:
-    half = export(run_dir, tmp_path / "half", "--precision", "bf16")
-    assert {part.dtype for part in load_file(half / "model.safetensors").values()} == {torch.bfloat16}
-    assert report_of(half, books, "eval.precision=bf16") == report_of(run_dir, books, "eval.precision=bf16")
+    half = export(run_dir, tmp_path / "half", "--precision", precision)
+    assert {part.dtype for part in load_file(half / "model.safetensors").values()} == {dtype}
+    given = f"eval.precision={precision}"
+    assert report_of(half, books, given) == report_of(run_dir, books, given)
     assert export(half, tmp_path / "again").is_dir(), "an export can be exported"
+
+
+def test_values_that_fp16_cannot_hold_are_not_exported(tmp_path: Path, exported: Path, capsys: Any) -> None:
+    large = tmp_path / "large"
+    shutil.copytree(exported, large)
+    weights = load_file(large / "model.safetensors")
+    name = next(iter(weights))
+    save_file({**weights, name: weights[name].fill_(1e5)}, large / "model.safetensors")
+    manifest = read_manifest(large)
+    manifest["files"]["model.safetensors"] = describe_file(large / "model.safetensors")
+    write_manifest(large, manifest)
+    assert main(["export", str(large), "--out", str(tmp_path / "half"), "--precision", "fp16"]) == EXIT_USAGE
+    said(capsys.readouterr().err, name)
+    assert not (tmp_path / "half").exists()
 
 
 def test_an_export_needs_neither_run_nor_data_nor_pickle(

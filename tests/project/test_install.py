@@ -14,15 +14,18 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+import dist_mem
 import dist_mem.__main__
 from dist_mem import __version__
 from dist_mem.__main__ import main
 from dist_mem.config import load_config
 from dist_mem.datasets.recipes import builder_names
+from dist_mem.errors import CheckpointError
+from dist_mem.evaluation.scores import perplexity
 from dist_mem.runtime import shipped
 from dist_mem.runtime.extras import EXTRA_OF
 from tests.evaluation.test_protocol import MEMORIES, make_run
-from tests.support.messages import said
+from tests.support.messages import refused, said
 from tests.support.paths import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -191,6 +194,49 @@ def test_a_core_installation_scores_generates_and_explains_every_builder(run_dir
     assert done.returncode == 0, done.stderr
     assert "4 tokens, " in done.stderr
     assert "dist-mem data build wikitext" in done.stdout
+
+
+EXAMPLE = """
+for arguments in (["report", "--example"], ["generate", "--example", "--tokens", "8"]):
+    assert main(arguments) == 0, arguments
+assert not [name for name in ("deepspeed", "mlflow") if sys.modules.get(name)]
+"""
+
+
+def test_a_core_installation_shows_the_shipped_model_and_writes_one_page(tmp_path: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in shipped.example_model().iterdir()}
+    done = in_core(EXAMPLE, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    page, _, text = done.stdout.partition("\n")
+    assert page.startswith("written: example_report.html (") and len(text.split()) > 4
+    assert "8 tokens, " in done.stderr and "first half of" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["example_report.html"]
+    assert "flora_marsh.txt, read by demo</title>" in (tmp_path / "example_report.html").read_text(encoding="utf-8")
+    assert {path: path.stat().st_mtime_ns for path in shipped.example_model().iterdir()} == before
+
+
+def test_the_shipped_model_is_far_better_with_its_memory_than_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a book that it was not trained on."""
+    assert sum(path.stat().st_size for path in shipped.example_model().iterdir()) < 2**20
+    monkeypatch.chdir(tmp_path)
+    text = shipped.example_book().read_text(encoding="utf-8")
+    found = dist_mem.load("example").inspect(text)
+    losses = (found.nll, found.windowed, found.without)
+    with_memory, windowed, emptied = (perplexity(float(part.double().sum()), len(text.split())) for part in losses)
+    assert with_memory < 4.1 and windowed > 1.3 * with_memory and emptied > 2.2 * with_memory
+    (tmp_path / "example").mkdir()
+    with refused(CheckpointError, "example"):
+        dist_mem.load("example")
+
+
+def test_what_the_example_leaves_out_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("report", "generate"):
+        assert main([command, str(tmp_path / "a"), "--example"]) == 2
+        said(capsys.readouterr().err, "--example")
+    assert main(["report", "--text", "x"]) == 2
+    said(capsys.readouterr().err, "no run")
 
 
 @pytest.mark.parametrize(
