@@ -15,7 +15,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from docs.site_pages import commands_page, python_page
+from docs.site_pages import commands_page, example_report, python_page
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("*.md", "launch/*.md", "shards/*.md", "docs/**/*.md")
@@ -26,6 +26,8 @@ TABLE = re.compile(r"<table\b.*?</table>", re.DOTALL)
 CELL = re.compile(r"<td\b[^>]*>(.*?)</td>", re.DOTALL)
 TAG = re.compile(r"<[^>]+>")
 PICTURE = re.compile(r'(<img\b[^>]*\bsrc="([^"]+)"[^>]*>)(?!\s*</a>)')
+REPORT_PICTURE = re.compile(r"(\[!\[[^]]*\]\(docs/images/report\.png\)\])\([^)]*\)")
+EXAMPLE_REPORT = "docs/example_report.html"  # a report page to click through, which exists on the site only
 LONG_TEXT = 60  # characters of a cell; a table without such cells scrolls sideways on a phone, if it is too wide
 
 
@@ -45,11 +47,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File(path, str(ROOT), config.site_dir, config.use_directory_urls))
     for name, content in {"commands": commands_page(), "python": python_page()}.items():
         files.append(File.generated(config, f"docs/reference/{name}.md", content=content))
+    files.append(File.generated(config, EXAMPLE_REPORT, content=example_report()))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Change the links to files that are no pages."""
+    """Change the links to files that are no pages; on the home page, the picture of a report opens one."""
+    if page.file.src_uri == "README.md":
+        markdown = REPORT_PICTURE.sub(rf"\1({EXAMPLE_REPORT})", markdown, count=1)
     return outside_links(markdown, page.file.src_uri, set(files.src_uris), config.repo_url)
 
 

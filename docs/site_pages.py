@@ -1,10 +1,15 @@
-"""Written pages of the site: every command from the parser, and the Python API through mkdocstrings."""
+"""Written pages of the site: commands from the parser, the Python API through mkdocstrings, a report of the example."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import griffe
 
@@ -30,6 +35,16 @@ def commands_page() -> str:
 def python_page() -> str:
     """Return the page on which mkdocstrings describes every public name."""
     return "# Python\n\n" + "\n".join(f"::: dist_mem.{name}\n" for name in dist_mem.__all__)
+
+
+@cache
+def example_report() -> str:
+    """Return the page that `dist-mem report --example` writes."""
+    with TemporaryDirectory() as folder:
+        page = Path(folder) / "report.html"
+        command = [sys.executable, "-m", "dist_mem", "report", "--example", "--out", str(page)]
+        subprocess.run(command, cwd=Path(__file__).parents[1], check=True, capture_output=True)
+        return page.read_text(encoding="utf-8")
 
 
 class Doctests(griffe.Extension):

@@ -103,6 +103,12 @@ def test_the_page_of_python_has_every_public_name(site: Path) -> None:
     assert "<blockquote" not in page, "an example of a docstring is shown as a quotation"
 
 
+def test_the_picture_on_the_home_page_opens_a_report_of_the_shipped_model(site: Path) -> None:
+    link = re.search(r'<a href="([^"]+)"><img [^>]*src="docs/images/report.png"', (site / "index.html").read_text())
+    assert link is not None and link[1] == "docs/example_report.html"
+    assert ", read by demo</title>" in (site / link[1]).read_text(encoding="utf-8")
+
+
 def test_pages_fit_every_screen_and_load_nothing_from_the_network(site: Path, browser: Browser) -> None:
     """The widths of a phone and of a small laptop: no page scrolls sideways, and pictures are whole or scroll."""
     too_wide = []
