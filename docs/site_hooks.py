@@ -54,7 +54,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Change the links to files that are no pages; on the home page, the picture of a report opens one."""
     if page.file.src_uri == "README.md":
-        markdown = REPORT_PICTURE.sub(rf"\1({EXAMPLE_REPORT})", markdown, count=1)
+        markdown = REPORT_PICTURE.sub(rf"\1({EXAMPLE_REPORT}){{ .picture }}", markdown, count=1)
     return outside_links(markdown, page.file.src_uri, set(files.src_uris), config.repo_url)
 
 
