@@ -42,7 +42,8 @@ ReturnT = TypeVar("ReturnT")
 
 def styled() -> AbstractContextManager[None]:
     """Return a context in which figures are drawn and saved in this style."""
-    from matplotlib import cycler, rc_context  # takes a second to import
+    from cycler import cycler
+    from matplotlib import rc_context  # takes a second to import
 
     return rc_context({**_SETTINGS, "axes.prop_cycle": cycler(color=LINE_COLORS)})
 
