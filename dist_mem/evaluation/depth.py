@@ -62,7 +62,7 @@ def depth_bins(report: Report) -> list[DepthBin]:
 
 
 def depths_to_csv(labelled_reports: Sequence[tuple[str, Report]]) -> str:
-    """Return a CSV with one line per report and bin; `label` may come several times, once a seed."""
+    """Return a CSV with one line per report and bin; `label` may come several times, once per seed."""
     rows = [[label, *each] for label, report in labelled_reports for each in depth_bins(report) if each.num_answers]
     return csv_text([["label", *DepthBin._fields], *rows])
 
