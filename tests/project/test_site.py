@@ -122,7 +122,7 @@ def test_pages_fit_every_screen_and_load_nothing_from_the_network(site: Path, br
             page.call("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False)
             bad = page.value(
                 "[...document.querySelectorAll('.md-typeset img')].filter((picture) => !picture.naturalWidth"
-                " || picture.closest('.picture').getBoundingClientRect().right > innerWidth)"
+                " || (picture.closest('.picture') || picture).getBoundingClientRect().right > innerWidth)"
                 ".map((picture) => picture.src)"
             )
             if bad:
