@@ -1,12 +1,13 @@
 """Hooks of mkdocs.yml: the site has the paths of the repository, so that every link between pages holds in both.
 
 Pages outside docs/ are added; docs/site_pages.py writes the pages of commands and of the Python API. A link to a file
-that is no page becomes a link into the repository, or text if `repo_url` is not set.
+that is no page becomes a link into the repository, or text if pyproject.toml names none.
 """
 
 from __future__ import annotations
 
 import re
+import tomllib
 from itertools import cycle
 from pathlib import Path
 from posixpath import dirname, join, normpath
@@ -15,6 +16,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from dist_mem.version import __version__
 from docs.site_pages import commands_page, example_report, python_page
 
 ROOT = Path(__file__).parents[1]
@@ -32,11 +34,20 @@ LONG_TEXT = 60  # characters of a cell; a table without such cells scrolls sidew
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Give headings the anchors that GitHub gives them."""
+    """Give headings the anchors that GitHub gives them, and set the version and the repository."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    config.copyright = f"dist_mem {__version__}, {project['license']}"
+    link_repository(config, project.get("urls", {}))
     config.mdx_configs["toc"]["slugify"] = lambda text, separator: re.sub(r"[^\w\- ]", "", text.lower()).replace(
         " ", separator
     )
     return config
+
+
+def link_repository(config: MkDocsConfig, urls: dict[str, str]) -> None:
+    """Link every page to the repository, and to its own source, if `urls` of pyproject.toml has the address."""
+    if address := urls.get("Repository"):
+        config.repo_url, config.repo_name, config.edit_uri = address, config.site_name, "edit/main/"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -16,7 +16,7 @@ from dist_mem.checkpoint.manifest import list_steps, read_manifest, run_of, step
 from dist_mem.checkpoint.retention import kept_by, kept_in
 from dist_mem.config import CheckpointConfig, ConfigError, read_config
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, CheckpointError
-from dist_mem.runtime.terminal import labelled
+from dist_mem.runtime.terminal import labelled, short
 from dist_mem.runtime.terminal import table as aligned
 from dist_mem.tracking.mlflow.sync import Counted
 
@@ -139,12 +139,12 @@ def _described(found: Found) -> Iterator[tuple[str, str]]:
     if validation := manifest.get("validation"):
         yield (
             "validation",
-            f"{validation['loss']:.4f} nats a token, at step {validation['step']} ({validation['measure']})",
+            f"{validation['loss']:.4f} nats per token, at step {validation['step']} ({validation['measure']})",
         )
-    code = {**manifest["versions"], "commit": manifest.get("commit") or "not known"}
+    code = {**manifest["versions"], "commit": short(manifest.get("commit") or "not known")}
     yield "code", ", ".join(f"{name} {version}" for name, version in code.items())
-    yield "data", manifest["data_fingerprint"]
-    yield "tokenizer", manifest["tokenizer_fingerprint"]
+    yield "data", short(manifest["data_fingerprint"])
+    yield "tokenizer", short(manifest["tokenizer_fingerprint"])
     yield "MLflow run", manifest.get("mlflow_run_id") or "none"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import ArgumentParser, Namespace
 
 from dist_mem.cli.arguments import count
@@ -20,6 +21,7 @@ def add_arguments(added: ArgumentParser) -> None:
     added.add_argument(
         "--disk", type=float, default=1.0, metavar="GB/s", help="at which all ranks together write (default: 1)"
     )
+    added.add_argument("--all", action="store_true", help="show every setting and attention back end")
     added.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -37,9 +39,18 @@ def estimate(options: Namespace) -> int:
     on_node = config.launch.gpus_per_node.rpartition(":")[2]
     cluster = Cluster(device_named(options.gpu), options.gpus, max(1, int(on_node)))
     job = job_estimate.estimate_job(
-        config, vocab_size_of(config.data, config.model), cluster, disk_rate=1e9 * options.disk
+        config, vocab_size_of(config.data, config.model), cluster, disk_rate=1e9 * options.disk, report=_report
     )
-    print(json.dumps(job_estimate.as_json(job)) if options.json else job_estimate.as_text(config.train, job))
+    if options.json:
+        print(json.dumps(job_estimate.as_json(job)))
+    else:
+        print(job_estimate.as_text(config.train, job, shows_all=options.all))
     if not job.fits:
         raise UnusableError(job_estimate.refusal(job))
     return 0
+
+
+def _report(what: str) -> None:
+    """Show on a terminal what is counted next: all of it takes seconds to minutes."""
+    if sys.stderr.isatty():
+        print(f"counting operations and memory: {what}", file=sys.stderr)

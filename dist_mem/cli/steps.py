@@ -8,7 +8,7 @@ from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 
 
 def batch(options: argparse.Namespace) -> int:
-    """Show what text every lane read at a step; losses of lanes are not logged: see recompute."""
+    """Show what text every lane read at a step."""
     from dist_mem.recompute.batch import run
 
     return run(options.run, options.step, rank=options.rank, full=options.full, overrides=options.overrides)

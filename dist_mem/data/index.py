@@ -5,7 +5,7 @@
 
 Every opening compares documents.safetensors with its checksum, checks the values, and maps the columns, so all ranks of
 a node share them: a Python object for each of ten million documents would take tens of GB in every rank. The columns
-take 105 bytes a document, its id and its title. An entry is made from them when it is read. Any program that reads
+take 105 bytes per document, its id and its title. An entry is made from them when it is read. Any program that reads
 safetensors can read the file; the library's own reader copies instead of mapping.
 """
 

@@ -58,7 +58,7 @@ class Documents(NamedTuple):
     """The documents of a split, and what they are compared by."""
 
     documents: list[SourceDocument]
-    digests: bytearray  # 16 bytes a document: `words_digest`
+    digests: bytearray  # 16 bytes per document: `words_digest`
 
 
 def find_files(sources: Sequence[Path], suffixes: Sequence[str] = SUFFIXES) -> Corpus:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from dist_mem.data.remote.fetch import is_remote
 from dist_mem.data.shard import INDEX_NAME, read_index
 from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_metadata
 from dist_mem.runtime.files import sha256_of
+from dist_mem.runtime.terminal import short
 from dist_mem.runtime.versions import code_versions
 from dist_mem.supervision.findings import Finding, Place, Remark, fail, ok, warning
 from dist_mem.tracking.provenance import PACKAGE, running_commit
@@ -42,7 +42,7 @@ def fingerprint_code(*, with_commit: bool) -> Fingerprint:
         digest.update(f"{path.relative_to(PACKAGE)}\n".encode() + path.read_bytes())
     found[_SOURCES] = digest.hexdigest()[:12]
     if with_commit:
-        found["commit"] = running_commit() or "not known"
+        found["commit"] = short(running_commit() or "not known")
     return found
 
 
@@ -151,8 +151,7 @@ def _whole_nodes(odd: Sequence[Place], places: Sequence[Place]) -> list[Place]:
 
 def _summary(what: str, fingerprint: Fingerprint) -> str:
     if what == "configuration":
-        digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:12]
-        return f"{len(fingerprint)} keys, {digest}"
+        return f"{len(fingerprint)} keys"
     tars = [name for name in fingerprint if name.endswith(".tar")]
     others = [f"{name} {text}" for name, text in fingerprint.items() if name not in (*tars, _SOURCES)]
     return ", ".join([f"{len(tars)} tars", *others] if what == "data" else others)

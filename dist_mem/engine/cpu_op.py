@@ -2,7 +2,7 @@
 
 One process of a node at a time compiles or loads it. torch's lock for that is a file that a killed process leaves
 behind, and the next one waits for it forever. Ours is a kernel lock, which ends with its process; the content of its
-file shows whether that process was still building. The op has 66 MiB a rank in /dev/shm, which it never removes.
+file shows whether that process was still building. The op has 66 MiB per rank in /dev/shm, which it never removes.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 
 from dist_mem.config import TrainConfig
 
-# Elements that GPUs reduce at once; 10^6 a rank keep the message to each rank large: Megatron-LM's rule.
+# Elements that GPUs reduce at once; 10^6 per rank keep the message to each rank large: Megatron-LM's rule.
 _BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
 _LARGEST_BUCKET = 500_000_000  # DeepSpeed's default, of which it allocates every element
 
@@ -39,7 +39,7 @@ def deepspeed_config(
         "zero_allow_untested_optimizer": True,  # torch's optimizers, which our tests check
         "zero_force_ds_cpu_optimizer": False,  # offloading works with torch's Adam too
         "steps_per_print": None,
-        "timers": {"throughput": {"enabled": False}},  # it waits for the device twice a micro-batch
+        "timers": {"throughput": {"enabled": False}},  # it waits for the device twice per micro-batch
     }
     merged = _with_defaults(
         block,

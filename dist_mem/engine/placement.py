@@ -1,8 +1,8 @@
 """Place the weights of a new model part by part: on the GPU, in the precision of the training, divided at stage 3.
 
-Otherwise every rank would hold the whole model in fp32 on the host: with 7 10^9 weights 28 GB a rank, 224 GB on a node
-of eight. Every rank draws each part whole, on the CPU, so the weights are bit for bit those of any number of ranks and
-of any stage.
+Otherwise every rank would hold the whole model in fp32 on the host: with 7 10^9 weights 28 GB per rank, 224 GB on a
+node of eight. Every rank draws each part whole, on the CPU, so the weights are bit for bit those of any number of
+ranks and of any stage.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def _flats_of_whole_parameters(engine: DeepSpeedEngine) -> Iterator[Flat]:
 
 
 def _flats_of_groups(engine: DeepSpeedEngine) -> Iterator[Flat]:
-    """Yield the flat tensors of stages 1 and 2: a group's parameters at their offsets, one part a rank."""
+    """Yield the flat tensors of stages 1 and 2: a group's parameters at their offsets, one part per rank."""
     names, optimizer = _names(engine), engine.optimizer
     for group, key in enumerate(optimizer.single_partition_of_fp32_groups):
         first = dist.get_rank() * optimizer.partition_size[group]

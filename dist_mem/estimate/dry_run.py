@@ -69,7 +69,7 @@ def _flops_text(config: Config, vocab_size: int) -> str:
         scoring, training = (flops / 1e6 for flops in flops_per_token(config, vocab_size))
     except NotCountedError as error:
         return f"not counted: {error}"
-    counted = f"full memories, {config.train.micro_batch_size} lanes a forward, products only"
+    counted = f"full memories, {config.train.micro_batch_size} lanes per forward, products only"
     return f"{training:,.4g} M a predicted token in training, {scoring:,.4g} M in scoring; {counted}"
 
 
@@ -103,7 +103,7 @@ def _model_lines(config: Config, world_size: int) -> Iterator[tuple[str, str]]:
     assumed = "" if is_built else " (assumed: the data is not built yet)"
     per_rank = sizes["state_bytes_per_lane"] * batch_plan(train, world_size).lanes_per_rank
     layers, words = sizes["num_layer_parameters"], sizes["num_vocabulary_parameters"]
-    state = f"{sizes['state_bytes_per_lane']:,} bytes a lane, {per_rank:,} bytes a rank"
+    state = f"{sizes['state_bytes_per_lane']:,} bytes per lane, {per_rank:,} bytes per rank"
     yield "run", f"{config.name}, in {config.run_dir}"
     yield "model", f"{model.num_layers} layers, D {model.d_model}, H {model.num_heads}, {model.norm}-norm"
     yield "parameters", f"{sizes['num_parameters']:,}: {layers:,} in the layers, {words:,} in the vocabulary"
@@ -125,7 +125,7 @@ def _batch_lines(config: Config, world_size: int, num_documents: int | None) -> 
     segments = counted(train.segments_per_update, "segment")
     yield (
         "update",
-        f"{train.global_batch_size} lanes x {segments} of {train.seg_len}: {tokens:,} tokens, {passes} a rank",
+        f"{train.global_batch_size} lanes x {segments} of {train.seg_len}: {tokens:,} tokens, {passes} per rank",
     )
     clipping = "no clipping" if train.max_grad_norm is None else f"clipped at norm {train.max_grad_norm:g}"
     stage = deepspeed_block(config).get("zero_optimization", {}).get("stage", 0)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from dist_mem.config import Config, TrainConfig
-from dist_mem.data.batch_plan import batch_plan, counted
+from dist_mem.data.batch_plan import batch_plan, counted, idle_work
 from dist_mem.errors import UnusableError
 from dist_mem.estimate.counting import count_micro_batch, flops_per_token
 from dist_mem.estimate.memory import Part, size, update_parts
@@ -16,6 +16,7 @@ from dist_mem.estimate.zero import sizes_of
 from dist_mem.nn.layers import DTYPES
 from dist_mem.runtime.terminal import labelled, table
 
+MOST_SETTINGS = 3  # that are shown unless all are wanted
 _WORTH_SAYING = 0.97  # a proposal is shown if its update takes less than this share of today's
 
 
@@ -50,26 +51,37 @@ class JobEstimate(NamedTuple):
         return fastest if is_faster else None
 
 
-def estimate_job(config: Config, vocab_size: int, cluster: Cluster, *, disk_rate: float) -> JobEstimate:
+def estimate_job(
+    config: Config,
+    vocab_size: int,
+    cluster: Cluster,
+    *,
+    disk_rate: float,
+    report: Callable[[str], None] = lambda _: None,
+) -> JobEstimate:
     """Predict memory, update and checkpoint of a job, also with other settings.
 
     Args:
         disk_rate: bytes/s at which all ranks together write.
+        report: is called with what is counted next.
 
     Raises:
         UnusableError: the model cannot be built, or the device does not compute in `train.precision`.
     """
     try:
-        return _estimate(config, vocab_size, cluster, disk_rate)
+        return _estimate(config, vocab_size, cluster, disk_rate, report)
     except UnusableError:
         raise
     except ValueError as error:
         raise UnusableError(str(error)) from error
 
 
-def _estimate(config: Config, vocab_size: int, cluster: Cluster, disk_rate: float) -> JobEstimate:
+def _estimate(
+    config: Config, vocab_size: int, cluster: Cluster, disk_rate: float, report: Callable[[str], None]
+) -> JobEstimate:
     world_size, on_gpu = cluster.world_size, cluster.device.name != "cpu"
     sizes = sizes_of(config, vocab_size, DTYPES[config.train.precision])
+    report("the job as it is configured")
     of_batch = count_micro_batch(config, vocab_size, on_gpu=on_gpu)
     time = step_time(
         config, sizes, of_batch, cluster.device, world_size=world_size, gpus_per_node=cluster.gpus_per_node
@@ -79,8 +91,10 @@ def _estimate(config: Config, vocab_size: int, cluster: Cluster, disk_rate: floa
     mfu = flops * tokens / time.total / (world_size * peak_flops(config.train, cluster.device))
     parts = update_parts(config, vocab_size, sizes, of_batch, world_size=world_size, on_gpu=on_gpu)
     checkpoint = checkpoint_cost(config.optimizer, config.train, sizes, world_size=world_size, disk_rate=disk_rate)
-    others = candidates(config, vocab_size, sizes, cluster)
-    back_ends = list(by_back_end(config, vocab_size, sizes, of_batch, world_size=world_size, on_gpu=on_gpu))
+    others = candidates(config, vocab_size, sizes, cluster, report)
+    back_ends = list(
+        by_back_end(config, vocab_size, sizes, of_batch, world_size=world_size, on_gpu=on_gpu, report=report)
+    )
     return JobEstimate(config.name, cluster, parts, time, tokens, mfu, checkpoint, others, back_ends)
 
 
@@ -118,15 +132,21 @@ def _candidate_json(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def as_text(train: TrainConfig, job: JobEstimate) -> str:
-    """Return the plan for people."""
-    return "\n".join([*labelled(_lines(train, job)), "", *_table(train, job)])
+def as_text(train: TrainConfig, job: JobEstimate, *, shows_all: bool) -> str:
+    """Return the plan for people.
+
+    Args:
+        shows_all: every setting and attention back end, not only the fastest settings.
+    """
+    shown = _all_settings(train, job) if shows_all else _fastest_settings(train, job)
+    return "\n".join([*labelled(_lines(train, job)), "", *shown, *_proposed(job)])
 
 
 def refusal(job: JobEstimate) -> str:
     """Return why the job does not fit, and the nearest change that does."""
     device, proposal = job.cluster.device, job.proposal
-    first = f"{job.name} needs {size(job.num_bytes)} a GPU, but {device.name} has {size(job.cluster.capacity)}"
+    capacity = size(job.cluster.capacity)
+    first = f"{job.name} needs {size(job.num_bytes)} per {_unit(job.cluster)}, but {device.name} has {capacity}"
     largest = max(job.parts, key=lambda part: part.num_bytes)
     keys = ", ".join(f"{key} = {value}" for key, value in largest.values.items())
     reason = f"the largest part is {largest.what} with {size(largest.num_bytes)}{f' ({keys})' if keys else ''}"
@@ -136,44 +156,71 @@ def refusal(job: JobEstimate) -> str:
     return f"{first}; {reason}; it fits with {_changes(proposal)}: {size(proposal.num_bytes)}"
 
 
+def _unit(cluster: Cluster) -> str:
+    """Return what one rank runs on."""
+    return "process" if cluster.device.name == "cpu" else "GPU"
+
+
 def _lines(train: TrainConfig, job: JobEstimate) -> Iterator[tuple[str, str]]:
     cluster, time, batch = job.cluster, job.time, batch_plan(train, job.cluster.world_size)
-    nodes = -(-cluster.world_size // cluster.gpus_per_node)
+    nodes, unit = -(-cluster.world_size // cluster.gpus_per_node), _unit(cluster)
     yield "job", f"{job.name} on {cluster.world_size:,} x {cluster.device.name}, {counted(nodes, 'node')}"
-    lanes = f"{counted(batch.lanes_per_rank, 'lane')} a GPU in {counted(batch.groups, 'micro-batch')}"
-    yield "lanes", f"{lanes}, {counted(batch.idle_lanes, 'idle lane')}"
+    yield "lanes", f"{counted(batch.lanes_per_rank, 'lane')} per {unit} in {counted(batch.groups, 'micro-batch')}"
+    if waste := idle_work(train, cluster.world_size):
+        unused = cluster.world_size - -(-train.global_batch_size // batch.lanes_per_rank)
+        units = counted(cluster.world_size, unit, "processes" if unit == "process" else None)
+        yield waste.label, (f"{unused:,} of {units} have no lane: " if unused else "") + waste.text
     verdict = "fits" if job.fits else "DOES NOT FIT"
-    yield "memory", f"{size(job.num_bytes)} of {size(cluster.capacity)} a GPU: {verdict}"
+    yield "memory", f"{size(job.num_bytes)} of {size(cluster.capacity)} per {unit}: {verdict}"
     for part in job.parts:
         yield "", f"{size(part.num_bytes):>12}  {part.what}"
     communication = f"communication {time.communication:.3g} s, of which {time.exposed:.3g} s not hidden"
-    kernels = f"products {time.products:.3g}, other kernels {time.streams:.3g}, optimizer {time.update:.3g}"
+    kernels = f"products {time.products:.3g} s, other kernels {time.streams:.3g} s, optimizer {time.update:.3g} s"
     yield "update", f"{time.total:.3g} s: {kernels}; {communication}"
     speed = job.tokens / time.total
-    yield "speed", f"{speed:,.0f} tokens/s, {speed / cluster.world_size:,.0f} a GPU; MFU {job.mfu:.1%}"
+    yield "speed", f"{speed:,.0f} tokens/s, {speed / cluster.world_size:,.0f} per {unit}; MFU {job.mfu:.1%}"
     saved = job.checkpoint
     written = f"training waits {saved.stall:.2g} s, written after {saved.seconds:.3g} s"
     yield "checkpoint", f"{saved.num_bytes / 1e9:,.2f} GB; {written}"
 
 
-def _table(train: TrainConfig, job: JobEstimate) -> Iterator[str]:
-    """Yield memory and time by stage and checkpointing with today's lanes, memory by back end, and the proposal."""
-    lanes = train.micro_batch_size
-    yield f"with train.micro_batch_size={lanes}; at most, if an update is one micro-batch:"
-    rows = [("ZeRO stage", "checkpointing", "memory", "update", "")]
-    for candidate in job.candidates:
-        stage, recomputed, share, number = candidate.settings.values()
-        if number == lanes:
-            recomputed += f", {share:.0%}" if recomputed != "none" and share < 1.0 else ""
-            fits = "" if candidate.num_bytes <= job.cluster.capacity else "does not fit"
-            rows.append((str(stage), recomputed, size(candidate.num_bytes), f"{candidate.time.total:.3g} s", fits))
-    yield from table(rows)
+def _same_lanes(train: TrainConfig, job: JobEstimate) -> list[Candidate]:
+    return [each for each in job.candidates if each.settings["train.micro_batch_size"] == train.micro_batch_size]
+
+
+def _fastest_settings(train: TrainConfig, job: JobEstimate) -> Iterator[str]:
+    """Yield the fastest settings that fit; if none fits, those that need the least memory."""
+    found = _same_lanes(train, job)
+    fitting = [each for each in found if each.num_bytes <= job.cluster.capacity]
+    best = sorted(fitting or found, key=lambda each: (each.time.total, each.num_bytes) if fitting else each.num_bytes)
+    what = "fastest" if fitting else "smallest"
+    yield f"the {what} settings with train.micro_batch_size={train.micro_batch_size}, all of them with --all:"
+    yield from _settings_table(best[:MOST_SETTINGS], job)
+
+
+def _all_settings(train: TrainConfig, job: JobEstimate) -> Iterator[str]:
+    """Yield memory and time by stage and checkpointing with today's lanes, and memory by back end."""
+    yield f"with train.micro_batch_size={train.micro_batch_size}; at most, if an update is one micro-batch:"
+    yield from _settings_table(_same_lanes(train, job), job)
     yield from table(
         [
             ("model.attention", "activations", "memory"),
             *((one.name, size(one.activations), size(one.num_bytes)) for one in job.back_ends),
         ]
     )
+
+
+def _settings_table(shown: Sequence[Candidate], job: JobEstimate) -> list[str]:
+    rows = [("ZeRO stage", "checkpointing", "memory", "update", "")]
+    for candidate in shown:
+        stage, recomputed, share, _ = candidate.settings.values()
+        recomputed += f", {share:.0%}" if recomputed != "none" and share < 1.0 else ""
+        fits = "" if candidate.num_bytes <= job.cluster.capacity else "does not fit"
+        rows.append((str(stage), recomputed, size(candidate.num_bytes), f"{candidate.time.total:.3g} s", fits))
+    return table(rows)
+
+
+def _proposed(job: JobEstimate) -> Iterator[str]:
     if proposal := job.proposal:
         kind = "faster" if job.fits else "it fits"
         yield f"{kind} with {_changes(proposal)}: {size(proposal.num_bytes)}, {proposal.time.total:.3g} s"

@@ -215,7 +215,7 @@ def _refusal(parts: Sequence[Part], needs: Sequence[int], limit: Limit) -> str:
     for part in sorted(parts, key=lambda part: -part.num_bytes):
         if part.num_bytes > _SHOWN * total:
             values = ", ".join(f"{key} = {value}" for key, value in part.values.items())
-            lines.append(f"  {size(part.num_bytes)} a rank: {part.what} ({values})")
+            lines.append(f"  {size(part.num_bytes)} per rank: {part.what} ({values})")
     return "\n".join([first, *lines])
 
 

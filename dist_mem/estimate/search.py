@@ -6,7 +6,7 @@ None of these keys changes what is learnt: all may differ on resume.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from dist_mem.block import num_recomputed
@@ -60,17 +60,24 @@ class Candidate(NamedTuple):
         return sum(part.num_bytes for part in self.parts)
 
 
-def candidates(config: Config, vocab_size: int, sizes: Sizes, cluster: Cluster) -> list[Candidate]:
-    """Return every combination of stage, checkpointing and lanes, with bounds of `counted_parts`."""
+def candidates(
+    config: Config, vocab_size: int, sizes: Sizes, cluster: Cluster, report: Callable[[str], None]
+) -> list[Candidate]:
+    """Return every combination of stage, checkpointing and lanes, with bounds of `counted_parts`.
+
+    Args:
+        report: is called with what is counted next.
+    """
     found = []
     on_gpu = cluster.device.name != "cpu"
     train, num_layers = config.train, config.model.num_layers
     own = (train.activation_checkpointing, train.activation_checkpointing_share)
     choices = [*_CHOICES, *((own,) if own[0] != "none" and own not in _CHOICES else ())]
-    counts = {
-        recomputed: Counts(_with_settings(config, {_CHECKPOINTING: recomputed, _SHARE: 1.0}), vocab_size, on_gpu=on_gpu)
-        for recomputed, _ in choices
-    }
+    counts = {}
+    for recomputed in dict.fromkeys(recomputed for recomputed, _ in choices):
+        report(f"{_CHECKPOINTING}={recomputed}")
+        changed = _with_settings(config, {_CHECKPOINTING: recomputed, _SHARE: 1.0})
+        counts[recomputed] = Counts(changed, vocab_size, on_gpu=on_gpu)
     for lanes in _lanes_to_try(config, cluster.world_size):
         counted = {recomputed: count.at(lanes) for recomputed, count in counts.items()}
         for recomputed, share in choices:
@@ -145,9 +152,20 @@ class BackEnd(NamedTuple):
 
 
 def by_back_end(
-    config: Config, vocab_size: int, sizes: Sizes, own: Counted, *, world_size: int, on_gpu: bool
+    config: Config,
+    vocab_size: int,
+    sizes: Sizes,
+    own: Counted,
+    *,
+    world_size: int,
+    on_gpu: bool,
+    report: Callable[[str], None],
 ) -> Iterator[BackEnd]:
-    """Yield the configured back end, whose count is `own`, and the others that the model accepts."""
+    """Yield the configured back end, whose count is `own`, and the others that the model accepts.
+
+    Args:
+        report: is called with what is counted next.
+    """
     for name in BACK_ENDS:
         changed = copy.deepcopy(config)
         changed.model.attention = name
@@ -156,6 +174,7 @@ def by_back_end(
         elif name == "auto":  # it takes one of the others
             continue
         else:
+            report(f"model.attention={name}")
             try:
                 counted = count_micro_batch(changed, vocab_size, on_gpu=on_gpu)
             except ValueError:  # the memory, or model.attention_dropout, refuses it

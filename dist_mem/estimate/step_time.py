@@ -73,7 +73,7 @@ def step_time(
 
 
 def peak_flops(train: TrainConfig, device: Device) -> float:
-    """Return the dense operations a second of the data sheet in `train.precision`."""
+    """Return the dense operations per second of the data sheet in `train.precision`."""
     precision = train.precision
     if precision not in device.flops:
         known = ", ".join(name for name in device.flops if name in DTYPES)

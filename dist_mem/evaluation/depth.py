@@ -14,6 +14,7 @@ import numpy as np
 
 from dist_mem.data.shard import Index, read_mask, read_recall
 from dist_mem.evaluation.plot import Line, add_legend, draw_lines, save_picture
+from dist_mem.evaluation.plotting.style import add_grid, in_style, new_picture
 from dist_mem.evaluation.scores import Report, accuracy, known_total
 from dist_mem.runtime.csv_text import csv_text
 
@@ -61,25 +62,24 @@ def depth_bins(report: Report) -> list[DepthBin]:
 
 
 def depths_to_csv(labelled_reports: Sequence[tuple[str, Report]]) -> str:
-    """Return a CSV with one line per report and bin; `label` may come several times, once a seed."""
+    """Return a CSV with one line per report and bin; `label` may come several times, once per seed."""
     rows = [[label, *each] for label, report in labelled_reports for each in depth_bins(report) if each.num_answers]
     return csv_text([["label", *DepthBin._fields], *rows])
 
 
+@in_style
 def plot_depth(labelled_reports: Sequence[tuple[str, Report]], path: Path) -> None:
     """Draw the accuracy by depth; reports with equal labels form one line."""
-    from matplotlib.figure import Figure  # takes a second to import
-
     lines = []
     for label, report in labelled_reports:
         known = [each for each in depth_bins(report) if not math.isnan(each.accuracy)]
         lines.append(Line(label, [(each.low + each.high) / 2 for each in known], [each.accuracy for each in known]))
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = new_picture(3.6)
+    add_grid(axes)
     draw_lines(axes, lines)
     axes.set_xlim(0, 1)
     axes.set_ylim(-0.02, 1.02)  # points at 0 and 1 are whole
-    axes.set_xlabel("depth of what the answer recalls (0: beginning of the document, 1: right before the answer)")
-    axes.set_ylabel("accuracy of answers")
+    axes.set_xlabel("depth of the recalled passage (share of the text before the answer; 1: right before it)")
+    axes.set_ylabel("accuracy of answers (share)")
     add_legend(figure)
     save_picture(figure, path)

@@ -153,19 +153,21 @@ def _publish(
     overrides: Sequence[str] = (),
     memory: MemoryFile | None = None,
 ) -> Path:
-    """Print the report, write its files, and add its metrics to the run in MLflow; return the path of the JSON.
+    """Write the report's files, add its metrics to the run in MLflow, print it, and return the path of the JSON.
 
     `tag` is part of their names, so that results of another protocol or of other data do not replace the run's own.
     """
     step = checkpoint.manifest["step"]
     print(f"{checkpoint.directory}, split {report.split}, {protocol}{f', {memory}' if memory else ''}")
-    print(to_table(report))
-    name = report_name(f"{report.split}-step-{step:08d}", tag)
-    metadata = described(checkpoint, config.name, protocol, memory)
-    files = write_report(report, checkpoint.run_dir / "evaluations", name, metadata=metadata)
-    prefix = report_name(report.split, tag)
-    metrics = {f"{prefix}{metric.removeprefix(report.split)}": value for metric, value in report.metrics().items()}
-    track(checkpoint, config.tracking, metrics, files, overrides)
+    try:
+        name = report_name(f"{report.split}-step-{step:08d}", tag)
+        metadata = described(checkpoint, config.name, protocol, memory)
+        files = write_report(report, checkpoint.run_dir / "evaluations", name, metadata=metadata)
+        prefix = report_name(report.split, tag)
+        metrics = {f"{prefix}{metric.removeprefix(report.split)}": value for metric, value in report.metrics().items()}
+        track(checkpoint, config.tracking, metrics, files, overrides)
+    finally:  # after the names of the files; also if the disk is full
+        print(to_table(report))
     return files[1]
 
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from dist_mem.config.memory_blocks import PER_BLOCK
 from dist_mem.config.sources import read_saved
 from dist_mem.errors import UnusableError
+from dist_mem.evaluation.plotting.style import DPI, LINE_COLORS, add_grid, in_style, new_picture
 from dist_mem.evaluation.scores import Band, Report
 from dist_mem.runtime.files import write_bytes
 
@@ -42,8 +43,7 @@ MAX_DIFFERENCES = 3  # most keys in a label
 MAX_LINES = 6  # that a picture of recall names beside their ends
 _LABEL_SIZE = 8  # points
 _LEGEND_ROW = 0.165  # inches, at the legend's font size
-_COLORS = 10  # of matplotlib, before the first comes again
-_STYLES = (("-", "o"), ("--", "s"), (":", "^"))  # line and marker of the first ten labels, of the next ten, and so on
+_STYLES = (("-", "o"), ("--", "s"), (":", "^"))  # line and marker, until all colours are taken, then the next
 
 
 class Line(NamedTuple):
@@ -120,7 +120,7 @@ def draw_lines(axes: Any, lines: Sequence[Line]) -> list[tuple[float, float, str
     """
     ends = []
     for index, label in enumerate(dict.fromkeys(line.label for line in lines)):
-        linestyle, marker = _STYLES[index // _COLORS % len(_STYLES)]
+        linestyle, marker = _STYLES[index // len(LINE_COLORS) % len(_STYLES)]
         runs = [line for line in lines if line.label == label]
         found: dict[float, list[float]] = {}
         for run in runs:
@@ -180,7 +180,7 @@ def add_legend(figure: Any) -> None:
 def save_picture(figure: Any, path: Path) -> None:
     """Write a figure atomically, in the format of the suffix of its file, PNG without one."""
     content = io.BytesIO()
-    figure.savefig(content, format=path.suffix.removeprefix(".") or "png", dpi=150)
+    figure.savefig(content, format=path.suffix.removeprefix(".") or "png", dpi=DPI)
     write_bytes(path, content.getvalue())
 
 
@@ -217,6 +217,7 @@ def reaches(reports: Sequence[Report]) -> list[tuple[int, str]]:
     return [(seg_len, "T"), *([(seg_len + mem_len, "T + M")] if mem_len else [])]
 
 
+@in_style
 def plot_recall(labelled_reports: Sequence[tuple[str, Report]], path: Path, *, accuracy: bool = False) -> None:
     """Write the plot in the format of the file's suffix; reports with equal labels form one line (`draw_lines`).
 
@@ -226,8 +227,6 @@ def plot_recall(labelled_reports: Sequence[tuple[str, Report]], path: Path, *, a
     Raises:
         ValueError: no report has recall tokens, or no bin has enough of them, or their accuracy is not known.
     """
-    from matplotlib.figure import Figure  # takes a second to import
-
     reports = [report for _, report in labelled_reports]
     if not any(report.recall for report in reports):
         raise ValueError("no recall tokens in these evaluations: their data records none, so there is nothing to plot")
@@ -238,12 +237,14 @@ def plot_recall(labelled_reports: Sequence[tuple[str, Report]], path: Path, *, a
         raise ValueError(
             f"fewer than {MIN_TOKENS} recall tokens at every distance{unknown}: there is too little to plot"
         )
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = new_picture(3.6)
+    add_grid(axes)
     ends = draw_lines(axes, lines)
     for edge, text in reaches(reports):
         axes.axvline(edge, color="grey", linewidth=0.8, linestyle="--")
-        axes.annotate(text, (edge, 1), xycoords=("data", "axes fraction"), xytext=(3, -11), textcoords="offset points")
+        axes.annotate(
+            text, (edge, 1), xycoords=("data", "axes fraction"), xytext=(0, 3), textcoords="offset points", ha="center"
+        )
     axes.set_xscale("log", base=2)
     if accuracy:
         axes.set_ylim(-0.02, 1.02)  # points at 0 and 1 are whole
@@ -254,7 +255,9 @@ def plot_recall(labelled_reports: Sequence[tuple[str, Report]], path: Path, *, a
     axes.set_xlabel("distance to the earlier passage (tokens)")
     axes.set_ylabel(f"{'accuracy' if accuracy else 'perplexity'} of recall tokens")
     several = "" if len(ends) == len(lines) else "; bars: half the range of the seeds"
-    axes.set_title(f"split {reports[0].split}, {len(reports[0].documents)} documents{several}", fontsize=10)
+    axes.set_title(
+        f"split {reports[0].split}, {len(reports[0].documents)} documents{several}", pad=16
+    )  # above T and T + M
     if len(ends) > MAX_LINES:
         add_legend(figure)
     else:

@@ -25,7 +25,7 @@ from dist_mem.runtime.files import write_text
 from dist_mem.runtime.terminal import table
 
 FORMAT_VERSION = 5
-TABLE_ROWS = 20  # documents in the printed table; the files contain all
+TABLE_ROWS = 5  # documents in the printed table; the files contain all
 MAX_EXPONENT = 709.0  # largest exponent of e in float64
 _TITLE_CHARS = 32
 _CSV_COLUMNS = ("id", "title", "num_scored", "words", "bytes", "nll", "hits", "depth")

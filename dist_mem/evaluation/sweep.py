@@ -20,6 +20,7 @@ import torch
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.job import StopCheck, as_job, data_tag, found_by_all, use_threads, written_by_rank0
 from dist_mem.evaluation.plot import Line, add_legend, draw_lines, labels_of, save_picture
+from dist_mem.evaluation.plotting.style import add_grid, in_style, new_picture
 from dist_mem.evaluation.protocol import Protocol, apply_protocol, in_terms_of_eval, protocol_of, report_name
 from dist_mem.evaluation.scores import shown
 from dist_mem.evaluation.trained_model import Checkpoint, read_settings
@@ -196,13 +197,12 @@ def to_csv(rows: Sequence[Row]) -> str:
     return csv_text(lines)
 
 
+@in_style
 def plot_sweep(rows: Sequence[Row], sweep: Sweep, path: Path, labels: Mapping[str, str]) -> None:
     """Plot perplexity by length, with a line per label (`draw_lines`)."""
-    from matplotlib.figure import Figure  # takes a second to import
-
     shown_metric = main_metric(rows)
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = new_picture(3.6)
+    add_grid(axes)
     lines = []
     for name in dict.fromkeys(row.run for row in rows):
         points = [row for row in rows if row.run == name]
@@ -211,6 +211,6 @@ def plot_sweep(rows: Sequence[Row], sweep: Sweep, path: Path, labels: Mapping[st
     draw_lines(axes, lines)
     axes.set_xlabel(f"{sweep.key} (tokens)")
     axes.set_ylabel({"word_perplexity": "word-level perplexity", "token_perplexity": "token perplexity"}[shown_metric])
-    axes.set_title(f"split {rows[0].split}", fontsize=10)
+    axes.set_title(f"split {rows[0].split}")
     add_legend(figure)
     save_picture(figure, path)

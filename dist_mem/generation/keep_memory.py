@@ -17,7 +17,7 @@ from dist_mem.errors import EXIT_DONE, run_error
 from dist_mem.evaluation.memory_file import OPEN_SEGMENT, MemoryFile, read_memory_file
 from dist_mem.generation.text import read_file
 from dist_mem.generation.text_memory import load_memory, open_to_generate, read_text, save_memory
-from dist_mem.runtime.terminal import labelled
+from dist_mem.runtime.terminal import labelled, short
 
 
 def run_read(
@@ -70,13 +70,13 @@ def _described(found: MemoryFile) -> Iterator[tuple[str, str]]:
     model = header["model"]
     yield "file", f"{found.path}, {found.path.stat().st_size:,} bytes, format {header['format_version']}"
     for read in found.texts:
-        yield "text", f"{read.name}, {read.num_tokens:,} tokens, SHA-256 {read.sha256}"
+        yield "text", f"{read.name}, {read.num_tokens:,} tokens, SHA-256 {short(read.sha256)}"
     opened = len(found.tensors[OPEN_SEGMENT])
     yield "position", f"{found.num_tokens:,} tokens read; inputs of the open segment: {opened}"
-    yield "model", f"{model['name']}, step {model['step']:,}, SHA-256 of the weights {model['weights_sha256']}"
-    yield "tokenizer", header["tokenizer_fingerprint"]
+    yield "model", f"{model['name']}, step {model['step']:,}, SHA-256 of the weights {short(model['weights_sha256'])}"
+    yield "tokenizer", short(header["tokenizer_fingerprint"])
     for key, value in header["settings"].items():
         yield "setting", f"{key} = {value}"
     for name, tensor in found.tensors.items():
         yield "tensor", f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-    yield "SHA-256", f"{header['sha256']} (verified)"
+    yield "SHA-256", f"{short(header['sha256'])} (verified)"

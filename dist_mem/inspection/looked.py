@@ -1,6 +1,7 @@
 """Where each token's layers looked in the memory: the passages that were read most.
 
-Shape letters: N tokens of the document, K passages a token, B = 1 lane, T segment, R rows, U different spans, H heads.
+Shape letters: N tokens of the document, K passages per token, B = 1 lane, T segment, R rows, U different spans,
+H heads.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ if is_cancelled; then
   exit 85
 fi
 say "start ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST until $end: dist-mem train ${arguments[*]}"
-say "logs, one a node: $logs${snapshot:+; code and configuration: $snapshot}"
+say "logs, one per node: $logs${snapshot:+; code and configuration: $snapshot}"
 # Cores of a rank: those that were requested; else, with GPUs, an even share of what the job has on its smallest node. A
 # rank with one core would run NCCL, prefetch and saver in turn with the training.
 cores=${SLURM_CPUS_PER_TASK:-}

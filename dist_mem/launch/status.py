@@ -33,6 +33,8 @@ from dist_mem.tracking.provenance import without_credentials
 
 _GOODPUT = "goodput/"  # prefix of the shares of a run's time (dist_mem.training.goodput makes them)
 _LOST = ("repeated", "down")  # of them: lost to restarts
+_BAR = 40  # characters of all of a run's time
+_SMALL = 0.01  # share of a part that is not named
 _MARKERS = ("config.yaml", METRICS_FILE, "checkpoints", "slurm", "lease.json")  # any of them marks a run directory
 _MEANINGS = {
     0: "done",
@@ -162,7 +164,9 @@ def _describe(state: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"job {job['number']}", f"{job['state'].lower()}{where}{when}"
     yield "step", ", ".join(_measures(state)) if state["step"] is not None else "none yet"
     if state["goodput"]:
-        yield "goodput", _split(state["goodput"])
+        yield "goodput", _bar(state["goodput"])
+        if others := _other_parts(state["goodput"]):
+            yield "", others
     saved = state["checkpoint"]
     yield "checkpoint", f"step {saved['step']:,}, {_duration(saved['age_seconds'])} old" if saved else "none"
     if end := state["last_end"]:
@@ -184,14 +188,21 @@ def _measures(state: Mapping[str, Any]) -> Iterator[str]:
         yield f"{_duration(state['seconds_left'])} left at this rate"
 
 
-def _split(goodput: Mapping[str, float]) -> str:
-    """Format the parts of a run's time up to its last point."""
-    shares = {name: f"{share:.1%}" for name, share in goodput.items() if name != "seconds"}
-    parts = [f"{name} {share}" for name, share in shares.items() if name not in _LOST]
-    lost = sum(goodput.get(name, 0.0) for name in _LOST)
-    causes = ", ".join(f"{name} {shares.get(name, 'n/a')}" for name in _LOST)
+def _bar(goodput: Mapping[str, float]) -> str:
+    """Draw the useful share of the run's time up to its last point."""
+    useful = goodput.get("useful", 0.0)
+    filled = round(_BAR * min(1.0, max(0.0, useful)))
     whole = _duration(goodput.get("seconds", math.nan))
-    return ", ".join([*parts, f"lost to restarts {lost:.1%} ({causes})"]) + f"; of {whole}"
+    return f"[{'#' * filled}{'-' * (_BAR - filled)}] useful {useful:.1%} of {whole}"
+
+
+def _other_parts(goodput: Mapping[str, float]) -> str:
+    """Name the other parts of the run's time, the largest first, and together those below one per cent."""
+    parts = {name: share for name, share in goodput.items() if name not in ("useful", "seconds")}
+    large = sorted((name for name, share in parts.items() if share >= _SMALL), key=lambda name: -parts[name])
+    named = [f"{name}{' (lost to restarts)' if name in _LOST else ''} {parts[name]:.1%}" for name in large]
+    rest = sum(share for name, share in parts.items() if name not in large)
+    return ", ".join([*named, *([f"others {rest:.1%}"] if rest else [])])
 
 
 def _duration(seconds: float) -> str:

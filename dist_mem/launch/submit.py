@@ -66,7 +66,7 @@ def run(config: Config, arguments: Sequence[str], *, dry_run: bool, make_snapsho
         if snapshot is not None:
             shutil.rmtree(snapshot, ignore_errors=True)
         raise
-    print(f"job {job} submitted: {path}; its logs, one a node: {folder}/{job}", file=sys.stderr)
+    print(f"job {job} submitted: {path}; its logs, one per node: {folder}/{job}", file=sys.stderr)
     print(job)
     try:
         queue.record(Path(config.run_dir), job)

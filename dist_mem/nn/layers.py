@@ -81,7 +81,7 @@ _OPS.impl("fill_random", lambda words: None, "Meta")
 
 
 class Dropout(nn.Module):
-    """Dropout that draws 16 random bits an element on CPUs: 1.5 (fp32) to 2.3 times (bf16) as fast as torch's."""
+    """Dropout that draws 16 random bits per element on CPUs: 1.5 (fp32) to 2.3 times (bf16) as fast as torch's."""
 
     def __init__(self, probability: float) -> None:
         super().__init__()

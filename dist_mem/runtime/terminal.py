@@ -31,6 +31,7 @@ _COLOURS = {
 
 # Controls of C0 and C1 but tab and line feed, the bidirectional ones, line separators, and halves of characters.
 _STEERING = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_DIGEST = re.compile(r"\b[0-9a-f]{13,}\b")
 
 
 class Styled(str):
@@ -100,6 +101,11 @@ class BarStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def short(digest: str) -> str:
+    """Return a commit or checksum with its first 12 digits, which is enough to compare two; `+` at its end stays."""
+    return _DIGEST.sub(lambda found: found[0][:12], digest)
 
 
 def table(rows: Iterable[Sequence[str]]) -> list[str]:

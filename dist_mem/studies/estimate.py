@@ -142,7 +142,7 @@ def _try(job: Job, given: Sequence[str], item: Run, report: Callable[[str], None
     )
     write_text(_kept(item), json.dumps(asdict(found)) + "\n")
     shutil.rmtree(trial.directory)
-    report(f"{item.name}: {step:.3g} s a step")
+    report(f"{item.name}: {step:.3g} s per step")
 
 
 def _config(job: Job, item: Run) -> Config:

@@ -29,6 +29,7 @@ from dist_mem.evaluation.plot import (
     recall_curve,
     save_picture,
 )
+from dist_mem.evaluation.plotting.style import add_grid, in_style, new_picture
 from dist_mem.evaluation.scores import Report
 from dist_mem.runtime.csv_text import csv_text
 from dist_mem.runtime.files import write_text
@@ -295,17 +296,16 @@ def _command(words: Sequence[str]) -> str:
     return shlex.join(["dist-mem", *words[words.index("dist_mem") + 1 :]])
 
 
+@in_style
 def draw(study: Study, runs: Sequence[Run], path: Path) -> None:
     """Plot a paper's figure as lines over its columns, or a table as points, with one colour per row.
 
     Thin lines span the lowest to the highest seed. The paper's metrics, at its scale only, are dashed lines or hollow
     points.
     """
-    from matplotlib.figure import Figure  # takes a second to import
-
     columns = study.columns
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = new_picture(3.6)
+    add_grid(axes)
     found = {
         key: [cell(runs_behind(study, runs, key, name), name).values for name in columns]
         for key in shown_rows(study)
@@ -323,7 +323,7 @@ def draw(study: Study, runs: Sequence[Run], path: Path) -> None:
     if any(value is not None for key in rows for value in papers[key]):
         axes.plot([], [], "--" if study.x_axis else "o", color="grey", markerfacecolor="white", label="the paper's")
     seeds = " (thin lines: lowest and highest seed)" if any(len(v) > 1 for key in rows for v in found[key]) else ""
-    axes.set_title(f"{study.title}{seeds}\n{study.about}", fontsize=8, wrap=True)
+    axes.set_title(f"{study.title}{seeds}\n{study.about}", wrap=True)
     axes.set_xlabel(study.x_axis or "")
     axes.set_ylabel(study.y_axis or _first_metric(study).replace("_", " "))
     if rows:
@@ -393,6 +393,7 @@ def by_result(study: Study, found: Mapping[str, Standing]) -> list[str]:
     return sorted(found, key=lambda row: math.inf if (mean := found[row].mean) is None else sign * mean)
 
 
+@in_style
 def _draw_pareto(study: Study, found: Mapping[str, Standing], path: Path) -> None:
     """Draw the first column against what a row takes; the line joins those that nobody beats in both.
 
@@ -415,6 +416,7 @@ def _draw_pareto(study: Study, found: Mapping[str, Standing], path: Path) -> Non
             for x, (row, each) in zip(xs, found.items(), strict=True)
             if x is not None and each.mean is not None
         ]
+        add_grid(axes)
         axes.plot([x for x, _, _ in points], [y for _, y, _ in points], "o", color="C0")
         front = pareto_front([(x, y) for x, y, _ in points], higher=is_better_higher(metric))
         axes.plot([x for x, _ in front], [y for _, y in front], "-", color="C1", linewidth=1)

@@ -126,7 +126,7 @@ def _now() -> float:
 
 
 def refuse_if_taken_over_throttled(run_dir: Path) -> None:
-    """Call `refuse_if_taken_over`, at most once a second; for callers that write frequently."""
+    """Call `refuse_if_taken_over`, at most once per second; for callers that write frequently."""
     path = (run_dir / "lease.json").resolve()
     if path not in _held or _now() < _looked.get(path, -_LOOK_SECONDS) + _LOOK_SECONDS:
         return

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 from dist_mem.runtime.environment import environment_of_git, node_name, slurm_job, user_name
+from dist_mem.runtime.terminal import short
 from dist_mem.runtime.versions import code_versions
 from dist_mem.version import __version__
 
@@ -133,7 +134,7 @@ def code_differences(versions_then: Mapping[str, str], commit_then: str | None, 
     now = code_versions()
     pairs = {name: (then, now.get(name)) for name, then in versions_then.items()}
     if commit_then and commit_now:
-        pairs["commit"] = (commit_then, commit_now)
+        pairs["commit"] = (short(commit_then), short(commit_now))
     return ", ".join(f"{name} {then} -> {is_now}" for name, (then, is_now) in pairs.items() if then != is_now)
 
 

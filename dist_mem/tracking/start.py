@@ -128,9 +128,9 @@ def as_texts(tree: Mapping[str, Any]) -> dict[str, str]:
 def parameters_entry(config: Config, log: Path, *, step: int) -> dict[str, Any]:
     """Return the body of the log's entry of the configuration, for a start from `step`.
 
-    It has under `params` the keys whose values differ from the defaults, which the MLflow run gets at its first start,
-    under `changes` what another start changes, and under `config` the whole configuration, unresolved: a value from the
-    environment may be a secret.
+    It has under `params` the keys whose values differ from the defaults, and the kind of the memory, which the MLflow
+    run gets at its first start; under `changes` what another start changes; and under `config` the whole configuration,
+    unresolved: a value from the environment may be a secret.
     """
     now, defaults = (
         as_texts(OmegaConf.to_container(source, resolve=False))  # type: ignore[arg-type]
@@ -138,7 +138,7 @@ def parameters_entry(config: Config, log: Path, *, step: int) -> dict[str, Any]:
     )
     entries = [entry.body for entry in find_entries(log, "params") if entry.body.get("is_config", True)]
     if not entries:
-        params = {name: value for name, value in now.items() if defaults.get(name) != value}
+        params = {name: value for name, value in now.items() if name == "memory.kind" or defaults.get(name) != value}
         return {"params": params, "changes": "", "config": now, "step": step}
     before = entries[-1]["config"]
     changes = [f"{name}: {before[name]} -> {value}" for name, value in now.items() if before.get(name, value) != value]

@@ -46,7 +46,7 @@ def open_communication(world: World, stop_signal: StopSignal) -> None:
 def compile_model(train: TrainConfig, engine: Engine, stop_signal: StopSignal) -> list[str]:
     """Compile the blocks if `train.compile` asks for it, and return messages; collective."""
     if not train.compile:
-        return describe_compilation(None, engine.device.type)
+        return []
     began = time.perf_counter()
     beat("compiling")
     report_each_graph(_beat)
@@ -57,24 +57,17 @@ def compile_model(train: TrainConfig, engine: Engine, stop_signal: StopSignal) -
         )
         _run_compilers(work, "compiling the blocks", stop_signal)
     beat("opening")
-    return describe_compilation(time.perf_counter() - began, engine.device.type)
+    return [describe_compilation(time.perf_counter() - began, engine.device.type)]
 
 
 def _beat() -> None:
     beat("compiling")
 
 
-def describe_compilation(seconds: float | None, device_type: str) -> list[str]:
-    """Return a message that says what compiled blocks gain on this device, as far as it was measured.
-
-    Args:
-        seconds: that the blocks took to compile; None: `train.compile` is off, which needs no message on a GPU.
-    """
-    where = "docs/howto/performance.md"
+def describe_compilation(seconds: float, device_type: str) -> str:
+    """Return how long the blocks took to compile, and what they gain on this device, as far as it was measured."""
     gain = _ON_CPUS if device_type == "cpu" else "on GPUs, what this gains was not measured"
-    if seconds is not None:
-        return [f"compiled the blocks in {seconds:.0f} s; {gain}: {where}"]
-    return [f"train.compile is off: {gain}: {where}"] if device_type == "cpu" else []
+    return f"compiled the blocks in {seconds:.0f} s; {gain}: docs/howto/performance.md"
 
 
 def _run_compilers(work: Callable[[], None], what: str, stop_signal: StopSignal) -> None:

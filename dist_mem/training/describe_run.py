@@ -20,7 +20,7 @@ from dist_mem.runtime.environment import slurm_job
 from dist_mem.tracking.provenance import git_state, versions, who_runs_what
 from dist_mem.tracking.tracker import Tracker
 
-_DIGEST_CHARS = 36  # MLflow's limit
+_DIGEST_CHARS = 12  # in the names of datasets; the checkpoints have the whole fingerprint
 _GIT_DIFF = "git.diff"
 
 

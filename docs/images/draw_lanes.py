@@ -54,7 +54,7 @@ HEAD = f"""\
 font-family="system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif" font-size="14" role="img" \
 aria-labelledby="title about">
   <title id="title">Lanes, segments and memories</title>
-  <desc id="about">Two ranks hold two lanes each. Every lane reads one book after another, a segment a step, and \
+  <desc id="about">Two ranks hold two lanes each. Every lane reads one book after another, one segment per step, and \
 carries a memory of what it has read of that book.</desc>
   <style>
 {STYLE}

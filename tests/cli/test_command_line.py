@@ -191,11 +191,11 @@ def test_check_tells_sizes_batch_and_steps(data_dir: Path, tmp_path: Path) -> No
         "train.micro_batch_size=2",
     )
     assert "vocabulary  257\n" in text
-    assert "transformer_xl (mem_len 4): 72 bytes a lane, 144 bytes a rank" in text  # 4 rows of 8 bf16 and a count
+    assert "transformer_xl (mem_len 4): 72 bytes per lane, 144 bytes per rank" in text  # 4 rows of 8 bf16 and a count
     assert "3 of 4 = 2 ranks x 1 micro-batch x 2 lanes\n" in text
     idle = "warning 1 idle lane, 25.0% of the work; none is idle with train.global_batch_size=4 (in a new run)"
     assert idle in " ".join(text.split())
-    assert "3 lanes x 1 segment of 5: 15 tokens, 1 forward and backward a rank" in text
+    assert "3 lanes x 1 segment of 5: 15 tokens, 1 forward and backward per rank" in text
     assert "20 documents, 390 tokens, padding 9.30%" in " ".join(text.split())  # 86 segments of 5
     assert "28.7 steps" in text
     assert "58 steps = 2.02 epochs = 789 tokens" in text

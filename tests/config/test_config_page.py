@@ -16,7 +16,7 @@ from dist_mem.memory import described_memories
 from tests.support.paths import ROOT
 
 PAGE = ROOT / "docs" / "reference" / "config.md"
-ROW = re.compile(r"^\| `([^`]+)` \| `([^`]*)` \| (.*) \| (fixed|`--allow`|) \| (.*) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| `([^`]+)` \| (.*) \| `([^`]*)` \| (.*) \| (fixed|`--allow`|) \|$", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +37,20 @@ def test_command_prints_the_page(page: str, capsys: pytest.CaptureFixture[str]) 
 
 def test_every_key_has_a_row_with_a_meaning(page: str) -> None:
     """A comment that a formatter has moved off the line of its key would be lost without a word."""
-    rows = {key: meaning for key, _, _, _, meaning in ROW.findall(page)}
+    rows = {key: meaning for key, meaning, *_ in ROW.findall(page)}
     blocks = {name for name, schema in (fields_of(Config) or {}).items() if block_of(schema)}
     keys = set(all_keys(Config)) - {"memory", "deepspeed"} - blocks
     options = {f"memory.{name}" for _, schema in described_memories().values() for name in fields_of(schema) or {}}
     assert rows.keys() == keys | options
     assert [key for key, meaning in rows.items() if not meaning] == []
     assert [name for name, meaning in meanings(Config).items() if not meaning] == []
+
+
+def test_limits_that_only_bound_allocation_are_not_listed(page: str) -> None:
+    values = {key: values for key, _, _, values, _ in ROW.findall(page)}
+    assert values["train.seed"] == "integer >= 0"
+    assert values["train.activation_checkpointing_share"] == "number > 0 and <= 1"
+    assert [key for key, text in values.items() if re.search(r"<= [\d,]*,\d{3}", text)] == []
 
 
 def test_every_key_of_deepspeed_is_yours_or_set_or_refused(page: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from types import ModuleType
 from typing import Any
 
@@ -46,6 +47,23 @@ def test_a_plan_has_the_memory_of_every_back_end_that_the_model_accepts(capsys: 
     assert max(kept["chunked"], kept["flex"]) < kept["simple"]
     choices = {tuple(one["settings"].values())[1:3] for one in found["settings"]}
     assert {("feed_forward", 1.0), ("blocks", 0.5)} < choices
+
+
+def test_three_settings_are_shown_and_every_one_with_all(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for more in ([], ["--all"]):
+        assert main(["estimate", *SMALL, "--gpu", "cpu", *more]) == 0
+        shown[len(more)] = capsys.readouterr().out
+    settings = [len(re.findall(r"^[0-3] +[a-z]", shown[number], re.MULTILINE)) for number in (0, 1)]
+    assert settings == [3, 20]
+    assert "model.attention" in shown[1] and "model.attention" not in shown[0]
+    assert "per process" in shown[0] and "GPU" not in shown[0]
+
+
+def test_gpus_without_a_lane_are_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", *SMALL, "train.micro_batch_size=32", "--gpu", "h100-80gb", "--gpus", "8"]) == 0
+    warning = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("warning"))
+    assert "6 of 8 GPUs have no lane: 192 idle lanes" in warning
 
 
 def test_what_does_not_fit_is_refused_with_the_nearest_change_that_fits(capsys: pytest.CaptureFixture[str]) -> None:

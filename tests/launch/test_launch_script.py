@@ -307,7 +307,7 @@ def received(folder: Path) -> dict[str, list[str]]:
 def test_arguments_reach_every_rank_as_they_were_given(slurm: Cluster, job: Path) -> None:
     arguments = ["my config.yaml", AWKWARD, "train.epochs=null", "launch.nodes=2"]
     command = [sys.executable, "-m", "dist_mem", "launch", *arguments, "run_dir=run", "--time", "0:10:00"]
-    assert "submitted: run/slurm/job.sbatch; its logs, one a node: run/slurm/" in finish(slurm, job, *command)
+    assert "submitted: run/slurm/job.sbatch; its logs, one per node: run/slurm/" in finish(slurm, job, *command)
     arguments.append("run_dir=run")
     assert received(job) == {
         "config": ["config", "--get", "run_dir", *arguments],

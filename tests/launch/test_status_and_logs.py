@@ -80,8 +80,12 @@ def test_status_shows_each_run_in_the_order_of_the_arguments(
     assert heads == [str(run) for run in runs]
     assert sum("state" in line for line in lines) == 3
     assert sum("MFU 42.0%" in line for line in lines) == 2
-    split = "useful 70.0%, lost to restarts 30.0% (repeated 20.0%, down 10.0%); of 0:01:40"
-    assert [line.split(maxsplit=1) for line in lines if "goodput" in line] == [["goodput", split]] * 2
+    bar, others = (
+        "[############################------------] useful 70.0% of 0:01:40",
+        "repeated (lost to restarts) 20.0%",
+    )
+    assert [line.split(maxsplit=1) for line in lines if "goodput" in line] == [["goodput", bar]] * 2
+    assert [line.strip() for line in lines if "repeated" in line] == [f"{others}, down (lost to restarts) 10.0%"] * 2
     assert "60 of 100" in "\n".join(lines) and "node[1-2]" in "\n".join(lines)
 
 

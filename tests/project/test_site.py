@@ -11,6 +11,7 @@ from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
 from runpy import run_path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +58,15 @@ def test_only_links_to_files_that_are_no_pages_change(link: str, repo_url: str |
     outside_links = run_path(str(ROOT / "docs" / "site_hooks.py"))["outside_links"]
     known = {"docs/explanation/log.md", "docs/images/lanes.svg"}
     assert outside_links(f"See {link}.", "docs/start/python.md", known, repo_url) == f"See {expected}."
+
+
+def test_the_address_of_the_repository_is_that_of_the_package() -> None:
+    link_repository = run_path(str(ROOT / "docs" / "site_hooks.py"))["link_repository"]
+    config = SimpleNamespace(site_name="dist_mem", repo_url=None)
+    link_repository(config, {})
+    assert config.repo_url is None
+    link_repository(config, {"Repository": "https://h/x"})
+    assert (config.repo_url, config.repo_name, config.edit_uri) == ("https://h/x", "dist_mem", "edit/main/")
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +129,7 @@ def test_pages_fit_every_screen_and_load_nothing_from_the_network(site: Path, br
             page.call("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False)
             bad = page.value(
                 "[...document.querySelectorAll('.md-typeset img')].filter((picture) => !picture.naturalWidth"
-                " || picture.closest('.picture').getBoundingClientRect().right > innerWidth)"
+                " || (picture.closest('.picture') || picture).getBoundingClientRect().right > innerWidth)"
                 ".map((picture) => picture.src)"
             )
             if bad:
@@ -130,6 +140,14 @@ def test_pages_fit_every_screen_and_load_nothing_from_the_network(site: Path, br
         browser.events.clear()
         page.call("Page.close")
     assert too_wide == []
+
+
+@pytest.mark.parametrize(("system", "scheme"), [("light", "default"), ("dark", "slate")])
+def test_the_colours_are_those_of_the_system(site: Path, browser: Browser, system: str, scheme: str) -> None:
+    page = browser.open(site / "index.html", width=1280, height=800)
+    page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": system}])
+    page.wait_for(f"document.body.dataset.mdColorScheme === '{scheme}'")
+    page.call("Page.close")
 
 
 def test_the_search_works_from_the_disk(site: Path, browser: Browser) -> None:

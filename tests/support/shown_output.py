@@ -1,6 +1,7 @@
 """Compare the output that a page shows with what its command printed, in form: words are equal, figures may differ.
 
 - Numbers, times, checksums and absolute paths are equal to any other one; `n/a`, `nan` and `inf` are numbers.
+- A bar `[###---]` is equal to any other one.
 - A line `...` on the page stands for any lines, none too; `...` within a line for any text.
 - Amounts of blanks, empty lines, and the bracket of `compare` (`1.21x lower`) do not count.
 - An interval is as well the reason why there is none: here a split has four documents, and a bootstrap needs eight.
@@ -16,6 +17,7 @@ _PATH = re.compile(r"(?<![\w.])/[\w.+-]+(?:/[\w.+-]*)+")
 _HASH = re.compile(r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{8,}\b")
 _NUMBER = re.compile(r"(?<![A-Za-z_])[-+]?\d+(?:[.,:]\d+)*(?:e[-+]?\d+)?|\b(?:n/a|nan|inf)\b")
 _INTERVAL = re.compile(r"\([\d.]+ % interval [^)]*\)|\(no interval: [^)]*\)")
+_BAR = re.compile(r"\[#*-*\](?= \w)")
 _TERMINAL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -39,7 +41,7 @@ def _lines(text: str) -> list[str]:
 
 def _plain(line: str) -> str:
     line = _INTERVAL.sub("(an interval)", _VERDICT.sub("", _TERMINAL.sub("", line)))
-    for form, name in ((_PATH, "PATH"), (_HASH, "HASH"), (_NUMBER, "#")):
+    for form, name in ((_BAR, "BAR"), (_PATH, "PATH"), (_HASH, "HASH"), (_NUMBER, "#")):
         line = form.sub(name, line)
     return " ".join(line.split())
 

@@ -68,7 +68,7 @@ def test_mlflow_gets_parameters_points_tags_data_files_and_the_end(sent: Sent) -
     assert (run.info.status, run.info.run_name) == ("FINISHED", "demo")
     assert run.info.start_time <= run.info.end_time - 1
     assert abs(run.info.end_time - before * 1000) < 1000
-    differing = {"name", "tracking.uri", "tracking.system_metrics", "data.path", "optimizer.betas.1"}
+    differing = {"name", "memory.kind", "tracking.uri", "tracking.system_metrics", "data.path", "optimizer.betas.1"}
     assert set(run.data.params) == differing
     assert (run.data.params["optimizer.betas.1"], run.data.params["data.path"]) == ("0.95", "x" * 500)
     assert run.data.tags["mlflow.user"] == "ada"
@@ -105,9 +105,28 @@ def test_pages_of_mlflow_have_the_results_in_a_table_pictures_in_a_folder_and_an
     page = f"/#/experiments/{sent.run.info.experiment_id}/runs/{sent.run_id}/model-metrics?workflowType="
     command = f"curves: mlflow ui --backend-store-uri {sent.uri}, then http://127.0.0.1:5000{page}"
     assert command in capsys.readouterr().err
-    sent.client.set_tag(sent.run_id, NOTE_TAG, "Mine.")
+    (sent.run_dir / "report.html").touch()
+    tracker = sent.start(first_step=2)
+    tracker.log_artifact("report.html")
+    tracker.close("KILLED")
+    linked = f"[report.html](#/experiments/{sent.run.info.experiment_id}/runs/{sent.run_id}/artifacts/report.html?"
+    assert linked in sent.run.data.tags[NOTE_TAG] and sent.run.data.tags[NOTE_TAG].endswith(picture)
     sent.job(steps(3, 3), first_step=2)
+    assert sent.run.data.tags[NOTE_TAG].count(linked) == 1, "a new table keeps the link"
+    sent.client.set_tag(sent.run_id, NOTE_TAG, "Mine.")
+    sent.job(steps(4, 4), first_step=3)
     assert sent.run.data.tags[NOTE_TAG] == "Mine."
+
+
+def test_the_table_of_runs_has_a_view_with_memory_and_perplexity(
+    sent: Sent, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sent.job(steps(1, 1))
+    experiment = sent.client.get_experiment(sent.run.info.experiment_id)
+    columns = json.loads(experiment.tags["mlflow.sharedViewState.dist_mem"])["selectedColumns"]
+    assert {"params.`memory.kind`", "metrics.`eval/test/word_perplexity`"} <= set(columns)
+    table = f"/#/experiments/{experiment.experiment_id}/runs?viewStateShareKey=dist_mem&workflowType=machine_learning"
+    assert f"; all runs: http://127.0.0.1:5000{table}" in capsys.readouterr().err
 
 
 def test_the_description_has_the_newest_picture_and_is_cut_between_metrics() -> None:

@@ -1,4 +1,4 @@
-"""One token a byte: needs no training, and encodes any text."""
+"""One token per byte: needs no training, and encodes any text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dist_mem.data.tokenizers.base import Tokenizer
 
 
 class BytesTokenizer(Tokenizer):
-    """One token a byte of UTF-8, and BOS: 257 ids."""
+    """One token per byte of UTF-8, and BOS: 257 ids."""
 
     kind = "bytes"
 

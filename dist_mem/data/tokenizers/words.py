@@ -1,4 +1,4 @@
-"""One token a word: text is cut at white space, for word-level corpora (WikiText, sorting).
+"""One token per word: text is cut at white space, for word-level corpora (WikiText, sorting).
 
 The vocabulary is a list of words. If it contains `<eos>`, every line end becomes that token; if it contains `<unk>`,
 all other words become that one. The amount of white space between two words is lost.

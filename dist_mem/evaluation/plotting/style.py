@@ -6,18 +6,20 @@ The colours are those of Okabe and Ito (2008, "Color Universal Design"); ordered
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from dist_mem.runtime.files import write_bytes
 
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, YELLOW, BLACK = COLORS = (
     *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000"),
 )
+LINE_COLORS = tuple(color for color in COLORS if color != YELLOW)  # yellow is too light for a line on white
 WIDTH = 6.3  # inches, the text of an A4 page
 DPI = 200
 DASHES = ("-", "--", "-.", ":")
@@ -34,12 +36,27 @@ _SETTINGS: Any = {
     "svg.fonttype": "none",
 }
 
+ParamsT = ParamSpec("ParamsT")
+ReturnT = TypeVar("ReturnT")
+
 
 def styled() -> AbstractContextManager[None]:
     """Return a context in which figures are drawn and saved in this style."""
+    from cycler import cycler
     from matplotlib import rc_context  # takes a second to import
 
-    return rc_context(_SETTINGS)
+    return rc_context({**_SETTINGS, "axes.prop_cycle": cycler(color=LINE_COLORS)})
+
+
+def in_style(draw: Callable[ParamsT, ReturnT]) -> Callable[ParamsT, ReturnT]:
+    """Return a function that draws and saves in this style."""
+
+    @functools.wraps(draw)
+    def drawn(*args: ParamsT.args, **options: ParamsT.kwargs) -> ReturnT:
+        with styled():
+            return draw(*args, **options)
+
+    return drawn
 
 
 def new_picture(height: float, *, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Any]:
@@ -52,8 +69,7 @@ def new_picture(height: float, *, rows: int = 1, columns: int = 1, **options: An
 
 def styles(number: int) -> list[dict[str, Any]]:
     """Return colour and dashes of unordered lines."""
-    named = [color for color in COLORS if color != YELLOW]  # too light for a line on white
-    colors = itertools.islice(itertools.cycle(named), number)
+    colors = itertools.islice(itertools.cycle(LINE_COLORS), number)
     return [{"color": color, "linestyle": DASHES[place % len(DASHES)]} for place, color in enumerate(colors)]
 
 
@@ -64,6 +80,12 @@ def ordered_styles(number: int) -> list[dict[str, Any]]:
     shades = colormaps["cividis"]
     places = [0.78 * place / max(1, number - 1) for place in range(number)]  # the last is too light
     return [{"color": shades(place), "linestyle": DASHES[index % len(DASHES)]} for index, place in enumerate(places)]
+
+
+def add_grid(axes: Any) -> None:
+    """Draw light horizontal lines at the ticks."""
+    axes.grid(visible=True, axis="y", color="0.9", linewidth=0.6, gid=MARK)
+    axes.set_axisbelow(True)
 
 
 def mark_lines(axes: Any, places: Sequence[float], label: str | None = None) -> None:

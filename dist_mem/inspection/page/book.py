@@ -4,7 +4,7 @@
 
 Losses are stored as float32, as they were computed, so that the gains sum up to the total that is shown. The details of
 a token are where each layer looked, and what removing a passage did; if they do not fit, the tokens whose loss the
-memory changed least go without. Shape letters: N tokens of the document, K passages a token.
+memory changed least go without. Shape letters: N tokens of the document, K passages per token.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Gain(NamedTuple):
 
 
 def word_gains(source: Source, baseline: Source, document: Document, words: Sequence[Word]) -> list[Gain]:
-    """Return the words with the largest gains, one a token, largest first."""
+    """Return the words with the largest gains, one per token, largest first."""
     losses = torch.full((len(document.tokens),), torch.inf)
     for step in walk(baseline.trained, document):
         _put(losses, step.first_input, step.output.nll[0, : step.num_inputs].cpu())

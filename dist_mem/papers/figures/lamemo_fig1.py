@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.plotting.drawn import Drawn, Table
-from dist_mem.evaluation.plotting.style import MARK, new_picture, styles
+from dist_mem.evaluation.plotting.style import add_grid, new_picture, styles
 from dist_mem.inspection.walk import Step
 from dist_mem.memory.parts.inspection import SIGNAL, SUMMARY, Inspection
 from dist_mem.papers.figures.parts.source import Figure, Source
@@ -98,7 +98,7 @@ def draw(name: str, sources: Sequence[Source]) -> Drawn:
     axes.set_xlim(REACH, 0)  # the past is on the left, as in a text
     axes.set_xlabel("distance to the predicted token (tokens)")
     axes.set_ylabel("attention of the last layer")
-    axes.grid(visible=True, axis="y", color="0.9", gid=MARK)
+    add_grid(axes)
     picture.legend(loc="outside lower center")
     tokens = " / ".join(f"{count:,}" for count in counts)
     caption = (

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 from dist_mem.config import TrackingConfig
 from dist_mem.errors import UnusableError
@@ -49,8 +49,18 @@ NOTE_TAG = "mlflow.note.content"  # the description, in Markdown
 _FIRST_LINE = "Newest results, written by dist_mem. A text of yours that replaces it stays."
 _PICTURES = (".png", ".svg", ".pdf")
 _EVALUATIONS = "evaluations"
+_PAGE_LINE = re.compile(r"^Report of what each word gained from memory: \[.*\]\(#/.*\)$", re.MULTILINE)
 _PICTURE_LINE = re.compile(r"^!\[.*\]\(get-artifact\?.*\)$", re.MULTILINE)
 STEP_TAG = "dist_mem.step"
+# A view of the table of runs that dist_mem shares, under this name in its address: MLflow reads it from a tag of the
+# experiment. Its own table shows no metric.
+_VIEW = "dist_mem"
+_VIEW_TAG = f"mlflow.sharedViewState.{_VIEW}"
+_VIEW_COLUMNS = (
+    *("params.`memory.kind`", "metrics.`eval/test/word_perplexity`", "metrics.`eval/validation/word_perplexity`"),
+    *("metrics.`eval/test/bits_per_byte`", "metrics.`eval/validation/bits_per_byte`", "metrics.`train/loss`"),
+)
+_OWN_SERVER = "http://127.0.0.1:5000"  # of `mlflow ui`
 _EXTERNAL_TAG = "mlflow.model.isExternal"  # MLflow looks for no files then
 
 
@@ -83,7 +93,7 @@ class MlflowRun:
         """Import mlflow; send nothing yet. `report` is called with a line for the user."""
         import_mlflow_quietly()  # not in a thread: imports of two threads can deadlock
         self.run_id: str | None = None
-        self.where = ""  # how to open its curves
+        self.where = ""  # how to open its curves, and the table of runs
         self.tags: Mapping[str, str] = {}  # of the run, when it was opened
         self._target = target
         self._report = report
@@ -102,6 +112,7 @@ class MlflowRun:
                 f"MLflow at {self._target.uri} keeps its files at {run.info.artifact_uri}, and only the run directory "
                 f"names it: to send them there, add tracking.uri={self._target.uri}"
             )
+        self._share_view(run.info.experiment_id)
         self._run = run
         self.where = where_to_look(self._target.uri, run.info.experiment_id, run.info.run_id)
         self.run_id, self.tags, self._params = run.info.run_id, run.data.tags, dict(run.data.params)
@@ -126,6 +137,16 @@ class MlflowRun:
         if run.info.run_id != known:
             write_text(run_dir / RUN_ID_FILE, run.info.run_id + "\n")
         return run
+
+    def _share_view(self, experiment_id: str) -> None:
+        """Give the experiment a view of its runs, unless this user may not change it."""
+        view = json.dumps({"selectedColumns": _VIEW_COLUMNS})
+        try:
+            if self._client.get_experiment(experiment_id).tags.get(_VIEW_TAG) != view:
+                self._client.set_experiment_tag(experiment_id, _VIEW_TAG, view)
+        except Exception as error:
+            if not is_refusal(error):
+                raise
 
     def is_there(self) -> bool:
         """Whether MLflow still has the run."""
@@ -222,6 +243,8 @@ class MlflowRun:
                 self._client.log_artifact(self.run_id, str(path), folder)
                 if is_shown(body["path"]):
                     self.describe(f"{folder}/{path.name}")
+                elif is_page(body["path"]):
+                    self.describe(page=body["path"])
             case "text":
                 if not is_plain_path(body["name"]):
                     raise LogError(f"{body['name']!a} is no plain name for a text")
@@ -234,15 +257,16 @@ class MlflowRun:
             case _:
                 raise LogError(f"this is no entry that can be read: {entry}")
 
-    def describe(self, picture: str | None = None) -> None:
+    def describe(self, picture: str | None = None, page: str | None = None) -> None:
         """Write the newest results into the description, unless the user has written another one.
 
         Args:
             picture: a new artifact, to be shown in place of the one before.
+            page: a new report page, to be linked in place of the one before.
         """
         run = self._client.get_run(self.run_id)
-        present, page = run.data.tags.get(NOTE_TAG), {"experiment_id": run.info.experiment_id, "run_id": self.run_id}
-        if text := description(run.data.metrics, present, picture=picture, max_chars=_TAG_CHARS, **page):
+        present, ids = run.data.tags.get(NOTE_TAG), {"experiment_id": run.info.experiment_id, "run_id": self.run_id}
+        if text := description(run.data.metrics, present, picture=picture, page=page, max_chars=_TAG_CHARS, **ids):
             self.send_tags({NOTE_TAG: text})
 
     def _send_params(self, params: Mapping[str, str], *, step: int, changes: str) -> None:
@@ -304,6 +328,11 @@ def is_shown(path: str) -> bool:
     return PurePosixPath(path).suffix == ".png"
 
 
+def is_page(path: str) -> bool:
+    """Return whether a file is a page of `dist-mem report` in the top of the run directory."""
+    return PurePosixPath(path).suffix == ".html" and "/" not in path
+
+
 def description(
     metrics: Mapping[str, float],
     present: str | None,
@@ -311,6 +340,7 @@ def description(
     experiment_id: str,
     run_id: str,
     picture: str | None = None,
+    page: str | None = None,
     max_chars: int = 5000,
 ) -> str | None:
     """Return the description of a run: a table of its newest loss and evaluations, and below it a picture.
@@ -322,6 +352,7 @@ def description(
         metrics: the newest values of the run, under MLflow's names.
         present: the description that the run has.
         picture: path of an artifact; None: the one that is shown now.
+        page: path of a report page among the artifacts; None: the one that is linked now.
         max_chars: the last metrics are left out where the text would be longer.
 
     Returns:
@@ -334,12 +365,13 @@ def description(
         for name, value in sorted(metrics.items(), key=lambda item: (in_group(item[0]) != "train/loss", item[0]))
         if in_group(name) == "train/loss" or in_group(name).startswith(("eval/", "recall_ppl/", "recall_accuracy/"))
     ]
+    linked = _PAGE_LINE.findall(present or "")[-1:] if page is None else [_linked(page, experiment_id, run_id)]
     shown = _PICTURE_LINE.findall(present or "")[-1:] if picture is None else [_shown(picture, run_id)]
     while True:
         table = ["", "| metric | value |", "|---|---|", *rows] if rows else []
-        text = "\n".join([_FIRST_LINE, *table, *(("", *shown) if shown else ())])
+        text = "\n".join([_FIRST_LINE, *(("", *linked) if linked else ()), *table, *(("", *shown) if shown else ())])
         if len(text) <= max_chars or not rows:
-            return text if rows or shown else None
+            return text if rows or shown or linked else None
         rows.pop()
 
 
@@ -349,6 +381,12 @@ def again(run_name: str, first: int, last: int) -> str:
         f"Steps {first} to {last} of {run_name}, as they were made again after a rollback, with other values. "
         "MLflow cannot delete the earlier ones, which stay in that run; everything else is there too."
     )
+
+
+def _linked(page: str, experiment_id: str, run_id: str) -> str:
+    """Return the Markdown of a link to a page among the artifacts; its address is relative to any page of MLflow."""
+    address = f"#/experiments/{experiment_id}/runs/{run_id}/artifacts/{quote(page)}?workflowType=machine_learning"
+    return f"Report of what each word gained from memory: [{page}]({address})"
 
 
 def _shown(picture: str, run_id: str) -> str:
@@ -365,12 +403,14 @@ def _chart(name: str, experiment_id: str, run_id: str) -> str:
 
 
 def where_to_look(uri: str, experiment_id: str, run_id: str) -> str:
-    """Return how to open the curves of a run: an address, and before it the command of a page if there is no server."""
-    # Without the view, MLflow 3 opens in that for chat models.
-    page = f"/#/experiments/{experiment_id}/runs/{run_id}/model-metrics?workflowType=machine_learning"
-    if is_server(uri):
-        return f"curves: {uri.rstrip('/')}{page}"
-    return f"curves: mlflow ui --backend-store-uri {uri}, then http://127.0.0.1:5000{page}"
+    """Return the addresses of a run's curves and of the table of runs, with the command if there is no server."""
+    server, command = uri.rstrip("/"), ""
+    if not is_server(uri):
+        server, command = _OWN_SERVER, f"mlflow ui --backend-store-uri {uri}, then "
+    runs = f"{server}/#/experiments/{experiment_id}/runs"
+    # Without the workflow, MLflow 3 opens in its view for chat models.
+    curves = f"{runs}/{run_id}/model-metrics?workflowType=machine_learning"
+    return f"curves: {command}{curves}; all runs: {runs}?viewStateShareKey={_VIEW}&workflowType=machine_learning"
 
 
 def log_checkpoint(

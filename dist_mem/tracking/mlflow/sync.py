@@ -211,8 +211,9 @@ def log_to_run(
     is_named = is_named_by_user(tracking, overrides)
     if not (is_named or is_local(store_uri(tracking))):
         return f"only the run directory names its MLflow server; to send the evaluation: {_naming(tracking, run_dir)}"
+    kept = f"the evaluation is kept: dist-mem track sync {run_dir} sends it"
     if not is_installed("mlflow"):
-        return f"{not_installed('mlflow', 'MLflow tracking')}; kept for later: dist-mem track sync {run_dir}"
+        return f"{not_installed('mlflow', 'MLflow tracking')}; {kept}"
     import_mlflow_quietly()  # here: an import can take seconds on a slow disk, and EVALUATION_SECONDS are for MLflow
     messages: list[str] = []
     senders: list[Sender] = []
@@ -223,7 +224,10 @@ def log_to_run(
     )
     if delivery.close(EVALUATION_SECONDS):
         return "\n".join(text for sender in senders for text in sender.run.refused.values()) or None
-    return "\n".join([*messages, f"kept for later: dist-mem track sync {run_dir}"])
+    if not messages:
+        shown = without_credentials(store_uri(tracking))
+        messages.append(f"MLflow at {shown} has not taken the evaluation within {EVALUATION_SECONDS:.0f} s")
+    return "\n".join([*messages, kept])
 
 
 def _naming(tracking: TrackingConfig, run_dir: Path) -> str:
