@@ -23,10 +23,10 @@ from tests.support.paths import ROOT
 from tests.support.shown_output import GAP
 
 DOCS = ROOT / "docs"
-LOG = (DOCS / "explanation" / "log.md").read_text(encoding="utf-8")
+LOG = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "log").glob("*.md"))
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 VOCABULARY = 1280  # pieces of the sample library
-RECORDS = {"arena.md", "log.md"}  # pages of the results of runs, with commit, settings and seeds
+RECORDS = {"arena.md"}  # the page of the results of runs, with commit, settings and seeds
 PAGES = [
     ROOT / "README.md",
     *sorted(path for folder in ("start", "howto", "explanation", "memories") for path in (DOCS / folder).glob("*.md")),

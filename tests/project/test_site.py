@@ -19,12 +19,12 @@ import yaml
 import dist_mem
 from dist_mem.cli.parser import build_parser
 from tests.support.chromium import Browser, running_chromium, why_not
-from tests.support.page_commands import PAGES
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.pages
 
 WRITTEN = {"docs/reference/commands.md", "docs/reference/python.md"}  # by docs/site_pages.py
+HOOKS = run_path(str(ROOT / "docs" / "site_hooks.py"))
 PARSERS = build_parser()[1]
 
 
@@ -39,7 +39,7 @@ def listed(part: Any) -> Iterator[str]:
 
 def test_every_page_is_in_the_navigation_once() -> None:
     navigation = list(listed(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]))
-    assert sorted(navigation) == sorted({path.relative_to(ROOT).as_posix() for path in PAGES} | WRITTEN)
+    assert sorted(navigation) == sorted({path.relative_to(ROOT).as_posix() for path in HOOKS["pages"]()} | WRITTEN)
 
 
 @pytest.mark.parametrize(
@@ -47,16 +47,16 @@ def test_every_page_is_in_the_navigation_once() -> None:
     [
         ("[the tour](../../examples/tour.ipynb)", None, "the tour"),
         ("[a](../../dist_mem/model.py#L3)", "https://h/x/", "[a](https://h/x/blob/HEAD/dist_mem/model.py#L3)"),
-        ("[log](../explanation/log.md#x)", None, "[log](../explanation/log.md#x)"),
+        ("[lanes](../explanation/lanes.md#x)", None, "[lanes](../explanation/lanes.md#x)"),
+        ("[log](../log/2026-11.md#x)", "https://h/x/", "[log](https://h/x/blob/HEAD/docs/log/2026-11.md#x)"),
         ("![a picture](../images/lanes.svg)", None, "![a picture](../images/lanes.svg)"),
         ("[typo](../missing.md)", None, "[typo](../missing.md)"),  # mkdocs names it
         ("[web](https://example.org)", None, "[web](https://example.org)"),
     ],
 )
 def test_only_links_to_files_that_are_no_pages_change(link: str, repo_url: str | None, expected: str) -> None:
-    outside_links = run_path(str(ROOT / "docs" / "site_hooks.py"))["outside_links"]
-    known = {"docs/explanation/log.md", "docs/images/lanes.svg"}
-    assert outside_links(f"See {link}.", "docs/start/python.md", known, repo_url) == f"See {expected}."
+    known = {"docs/explanation/lanes.md", "docs/images/lanes.svg"}
+    assert HOOKS["outside_links"](f"See {link}.", "docs/start/python.md", known, repo_url) == f"See {expected}."
 
 
 @pytest.fixture(scope="module")
