@@ -1,7 +1,8 @@
 """Hooks of mkdocs.yml: the site has the paths of the repository, so that every link between pages holds in both.
 
-Pages outside docs/ are added, those for contributors are left out; docs/site_pages.py writes the pages of commands and of the Python API. A link to a file
-that is no page becomes a link into the repository, or text if `repo_url` is not set.
+Pages outside docs/ are added, those for contributors left out (`NO_PAGES`); docs/site_pages.py writes the pages of
+commands and of the Python API. A link to a file that is no page becomes a link into the repository, or text if
+`repo_url` is not set.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from docs.site_pages import commands_page, python_page
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("*.md", "launch/*.md", "shards/*.md", "docs/**/*.md")
-NO_PAGES = ("docs/README.md", "docs/log/*", "docs/dev/*")
+NO_PAGES = ("CONTRIBUTING.md", "docs/README.md", "docs/log/*", "docs/dev/*")
 BESIDE = ("docs/images/*.svg", "docs/images/*.png", "docs/*.css", "docs/*.js")
 LINK = re.compile(r"(?<!!)\[([^][]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
