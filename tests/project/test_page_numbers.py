@@ -170,7 +170,7 @@ def test_what_a_step_reads_is_what_the_pages_show(
     (tmp_path / "runs" / "demo").mkdir(parents=True)
     (tmp_path / "runs" / "demo" / HISTORY).write_text(json.dumps(part._asdict()) + "\n", encoding="utf-8")
     compared = 0
-    for page in ("explanation/lanes.md", "howto/loss_spike.md", "tutorials/first_run.md"):
+    for page in ("explanation/lanes.md", "howto/trouble.md", "tutorials/first_run.md"):
         for item in items_of(DOCS / page):
             if item.output is not None and re.match(r"dist-mem (batch|train .*--check)", item.text):
                 capsys.readouterr()
