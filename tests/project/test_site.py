@@ -125,11 +125,17 @@ def test_pages_fit_every_screen_and_load_nothing_from_the_network(site: Path, br
     assert too_wide == []
 
 
-def test_the_search_works_from_the_disk(site: Path, browser: Browser) -> None:
+@pytest.mark.parametrize(
+    ("query", "page_found"),
+    [("goodput", "howto/performance"), ("out of memory", "reference/faults"), ("CUDA OOM", "reference/faults")],
+)
+def test_the_search_works_from_the_disk(site: Path, browser: Browser, query: str, page_found: str) -> None:
+    """The page is one of the first two."""
     page = browser.open(site / "index.html", width=1280, height=800)
     field = "document.querySelector('[data-md-component=search-query]')"
     page.value(f"{field}.focus()")
-    page.value(f"{field}.value = 'goodput', {field}.dispatchEvent(new Event('input', {{bubbles: true}})), 0")
+    page.value(f"{field}.value = '{query}', {field}.dispatchEvent(new Event('input', {{bubbles: true}})), 0")
     page.value(f"{field}.dispatchEvent(new Event('keyup', {{bubbles: true}}))")
-    page.wait_for("document.querySelector('.md-search-result__link[href*=\"howto/performance\"]') !== null")
+    first = ".md-search-result__item:nth-child(-n + 2) > .md-search-result__link"
+    page.wait_for(f"document.querySelector('{first}[href*=\"{page_found}\"]') !== null")
     assert page.complaints() == []
