@@ -10,7 +10,7 @@ back, k / 2 on average. In the paper every loss reaches k segments back, because
 update. An update has 60 segments at every depth, in 60 / (k + 1) lanes, so that all depths make the same number of
 updates from the same number of tokens. The first row has no memory. On WikiText-103 Bulatov et al. 2022 (table 2) have
 39.05 without memory, and 30.69, 27.95, 26.62, 26.38 and 26.26 at their depths 0 to 4. Figures of the first command:
-docs/explanation/log.md, "The depth of the gradient and memory tokens".
+docs/log, "The depth of the gradient and memory tokens".
 """
 
 from __future__ import annotations

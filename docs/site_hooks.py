@@ -1,7 +1,8 @@
 """Hooks of mkdocs.yml: the site has the paths of the repository, so that every link between pages holds in both.
 
-Pages outside docs/ are added; docs/site_pages.py writes the pages of commands and of the Python API. A link to a file
-that is no page becomes a link into the repository, or text if pyproject.toml names none.
+Pages outside docs/ are added, those for contributors left out (`NO_PAGES`); docs/site_pages.py writes the pages of
+commands and of the Python API. A link to a file that is no page becomes a link into the repository, or text if
+pyproject.toml names none.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from docs.site_pages import commands_page, example_report, python_page
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("*.md", "launch/*.md", "shards/*.md", "docs/**/*.md")
+NO_PAGES = ("CONTRIBUTING.md", "docs/README.md", "docs/log/*", "docs/dev/*")
 BESIDE = ("docs/images/*.svg", "docs/images/*.png", "docs/*.css", "docs/*.js")
 LINK = re.compile(r"(?<!!)\[([^][]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
@@ -54,12 +56,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Replace the files of docs/ by those of the repository, under their paths there, and add the written pages."""
     for file in [file for file in files if file.src_dir == config.docs_dir]:
         files.remove(file)
-    for path in (path.relative_to(ROOT).as_posix() for place in (*PAGES, *BESIDE) for path in ROOT.glob(place)):
-        files.append(File(path, str(ROOT), config.site_dir, config.use_directory_urls))
+    for path in [*pages(), *(path for place in BESIDE for path in ROOT.glob(place))]:
+        files.append(File(path.relative_to(ROOT).as_posix(), str(ROOT), config.site_dir, config.use_directory_urls))
     for name, content in {"commands": commands_page(), "python": python_page()}.items():
         files.append(File.generated(config, f"docs/reference/{name}.md", content=content))
     files.append(File.generated(config, EXAMPLE_REPORT, content=example_report()))
     return files
+
+
+def pages() -> list[Path]:
+    """Return the files that become pages."""
+    left_out = {path for place in NO_PAGES for path in ROOT.glob(place)}
+    return [path for place in PAGES for path in ROOT.glob(place) if path not in left_out]
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

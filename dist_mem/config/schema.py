@@ -276,7 +276,7 @@ class Config:
     schedule: ScheduleConfig = key(ScheduleConfig(), resume=FREE)  # the learning rate by step
     eval: EvalConfig = key(EvalConfig(), resume=FREE)  # scoring of documents, during and after training
     checkpoint: CheckpointConfig = key(CheckpointConfig(), resume=FREE)  # see docs/howto/resume.md
-    divergence: DivergenceConfig = key(DivergenceConfig(), resume=FREE)  # see docs/howto/divergence.md
+    divergence: DivergenceConfig = key(DivergenceConfig(), resume=FREE)  # see docs/howto/trouble.md
     tracking: TrackingConfig = key(TrackingConfig(), resume=FREE)  # run logging, see docs/howto/tracking.md
     # check nodes, network and ranks before the first step, see docs/howto/cluster.md
     preflight: bool = key(True, resume=FREE)

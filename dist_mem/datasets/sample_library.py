@@ -9,7 +9,7 @@ After each mention, the gap to the next one is drawn from GAPS. So many words re
 tokens, many one within a memory of the 192 tokens before it, and many one farther back.
 
 Nearly everything is drawn per chapter because a lane reads one book for many steps: the weights would soon memorise
-what stays the same in a whole book, and the model would not learn to use its memory (docs/explanation/log.md,
+what stays the same in a whole book, and the model would not learn to use its memory (docs/log,
 2026-11-20).
 
 The pools of words are small and the words plain on purpose: each word is one token of a vocabulary of 1280 pieces, and

@@ -1,7 +1,7 @@
 """Predict the time of an update by the roofline: every kernel takes as long as its operations or its bytes need.
 
 Source: Williams et al. 2009, "Roofline"; volumes of ZeRO: Rajbhandari et al. 2020, sec. 7. The shares of the data
-sheets' rates that programs reach are assumptions, stated below; docs/explanation/performance.md compares the result
+sheets' rates that programs reach are assumptions, stated below; docs/howto/estimate.md compares the result
 with published runs. Letters: s bytes of a number in `train.precision`, W ranks.
 """
 

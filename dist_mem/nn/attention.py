@@ -24,7 +24,7 @@ from dist_mem.nn.position_scores import add_by_distance
 
 BACK_ENDS = ("auto", "simple", "chunked", "sdpa", "flex")  # model.attention
 SHORT = 128  # queries from which `auto` takes fused kernels on GPUs: the block of FlexAttention
-LONG = 512  # queries from which `auto` takes another back end than `simple` on CPUs, see docs/explanation/log.md
+LONG = 512  # queries from which `auto` takes another back end than `simple` on CPUs, see docs/log
 
 
 def simple_scores(inputs: Inputs) -> Tensor:

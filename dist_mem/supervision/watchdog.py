@@ -1,4 +1,4 @@
-"""The watchdog: if nothing moves in a job, it reports the position of every rank and ends. See docs/howto/hangs.md.
+"""The watchdog: if nothing moves in a job, it reports the position of every rank and ends. See docs/howto/trouble.md.
 
     the training marks its progress: beat("forward") -> a thread of every rank sees the marks stop
         -> RUN/hangs/<start>/rank-00003.txt, with all stacks -> the lowest live rank names the suspects in report.txt

@@ -23,7 +23,7 @@ def test_a_claim_has_a_verdict_and_its_figures_a_source(subtests: pytest.Subtest
         with subtests.test(claim=claim):
             _, run, verdict, seen = claim
             assert verdict in VERDICTS
-            source = re.search(r"\]\(log\.md#", seen) or re.search(r"`tests/[\w/]+\.py`", run)
+            source = re.search(r"\]\(\.\./log/[\d-]+\.md#", seen) or re.search(r"`tests/[\w/]+\.py`", run)
             figures = re.findall(r"\d+\.\d+", re.sub(r"\]\([^)]*\)", "]", seen))
             assert source or not figures
             assert source or verdict == "open"

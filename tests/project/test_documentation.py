@@ -75,8 +75,8 @@ def test_subcommands_named_in_the_text_exist(subtests: pytest.Subtests) -> None:
             assert not missing
 
 
-def test_functions_that_the_design_names_exist() -> None:
-    text = (ROOT / "docs" / "explanation" / "design.md").read_text(encoding="utf-8")
+def test_functions_that_the_decisions_name_exist() -> None:
+    text = (ROOT / "docs" / "dev" / "decisions.md").read_text(encoding="utf-8")
     named = re.findall(r"`([\w/]+\.py):([\w.]+)`", text)
     assert len(named) > 20
     missing = [f"{path}:{name}" for path, name in named if not defines(ROOT / "dist_mem" / path, name.split("."))]
@@ -94,21 +94,15 @@ def defines(path: Path, names: list[str]) -> bool:
     return True
 
 
-def test_modules_in_the_file_tree_exist() -> None:
+def test_the_layers_name_every_module_and_folder() -> None:
     text = (ROOT / "docs" / "explanation" / "design.md").read_text(encoding="utf-8")
-    tree = text[text.index("    dist_mem/\n") : text.index("    shards/")]
-    names = [name for line in tree.splitlines()[1:] for name in re.findall(r"\b\w+(?:\.py\b|/(?= |$))", line)]
+    text = text[text.index("## The layers") : text.index("## Beside")]
+    named = set(re.findall(r"`(\w+(?:\.py|/))`", text))
     package = ROOT / "dist_mem"
-    assert not [name for name in names if not list(package.glob(name)) and not list(package.glob(f"*/{name}"))]
-
-
-def test_the_file_tree_names_every_module() -> None:
-    text = (ROOT / "docs" / "explanation" / "design.md").read_text(encoding="utf-8")
-    text = text[text.index("## Files") : text.index("## Five journeys")]
-    package = ROOT / "dist_mem"
-    modules = [path.name for path in package.glob("*.py") if path.name != "__init__.py"]
-    packages = [f"{path.parent.name}/" for path in package.glob("*/__init__.py")]
-    assert not [name for name in (*modules, *packages) if name not in text]
+    modules = {path.name for path in package.glob("*.py")}
+    packages = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
+    assert modules | packages <= named
+    assert not [name for name in named if not list(package.glob(name)) and not list(package.glob(f"*/{name}"))]
 
 
 def test_keys_beside_those_of_other_projects_exist() -> None:

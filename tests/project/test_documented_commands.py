@@ -143,11 +143,11 @@ def smaller_sweep(tree: Tree) -> None:
 
 
 def smaller_arena(tree: Tree) -> None:
-    """Two memories, one seed, and a budget of a few updates."""
+    """Two memories, one seed, a budget of a few updates, and no trials before."""
     path = tree.folder / "configs/arena/cpu.yaml"
     rows = yaml.safe_load(path.read_text(encoding="utf-8"))["rows"]
     two = {name: rows[name] for name in ("none", "transformer_xl")}
-    change_yaml(path, rows=two, seeds=[0], budget={"tokens": 122_880})
+    change_yaml(path, rows=two, seeds=[0], budget={"tokens": 122_880}, tune={})
 
 
 def corpora_of_papers(tree: Tree) -> None:
@@ -166,14 +166,13 @@ DEMO = "after make demo"
 # Pages whose step numbers are not divided: what is shown happens between two steps.
 ALL_STEPS = {"docs/tutorials/first_run.md"}
 ONLY_DEMO = [
-    *("explanation/lanes", "howto/add_a_memory", "reference/config", "howto/figures", "howto/divergence"),
-    *("howto/doctor", "howto/lm_eval", "howto/loss_spike", "howto/llama", "howto/performance"),
-    *("howto/transformers", "howto/reproduce", "howto/tracking", "tutorials/own_cluster"),
+    *("explanation/lanes", "howto/add_a_memory", "reference/config", "howto/trouble"),
+    *("howto/doctor", "howto/lm_eval", "howto/llama", "howto/performance"),
+    *("howto/transformers", "howto/tracking", "tutorials/own_cluster"),
 ]
 PREPARED: dict[str, list[str | Callable[[Tree], None]]] = {
     **{f"docs/{name}.md": [DEMO] for name in ONLY_DEMO},
     "README.md": [DEMO, books],
-    "docs/howto/arena.md": [DEMO, smaller_arena],
     "docs/howto/data.md": [corpora],
     "docs/howto/dialogue.md": [dialogues],
     "docs/howto/evaluate.md": [DEMO, exported, sorting_runs],
@@ -182,9 +181,8 @@ PREPARED: dict[str, list[str | Callable[[Tree], None]]] = {
     "docs/howto/inspect.md": [DEMO, book],
     "docs/howto/memory_files.md": [DEMO, book],
     "docs/start/python.md": [DEMO, book],
-    "docs/howto/report.md": [DEMO, book],
     "docs/howto/resume.md": [DEMO, moved],
-    "docs/howto/sweep.md": [DEMO, smaller_sweep],
+    "docs/howto/tables.md": [DEMO, smaller_sweep, smaller_arena],
     "docs/tutorials/own_corpus.md": [twenty_books],
     "docs/tutorials/own_memory.md": [DEMO, first_runs],
     "shards/README.md": [corpora_of_papers],
@@ -200,8 +198,8 @@ WITH_COMMANDS = [page for page in PAGES if any(items_of(page))]
 OF_NIGHT = {
     f"docs/howto/{name}.md"
     for name in (
-        *("add_a_memory", "arena", "dialogue", "evaluate", "figures", "gpt2", "inspect", "llama", "performance"),
-        *("report", "reproduce", "sorting", "sweep", "transformers"),
+        *("add_a_memory", "dialogue", "evaluate", "gpt2", "inspect", "llama", "performance"),
+        *("sorting", "tables", "transformers"),
     )
 }
 BY_DAY_OR_NIGHT = [

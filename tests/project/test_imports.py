@@ -93,7 +93,7 @@ def test_imports_point_to_lower_layers(subtests: pytest.Subtests) -> None:
 
 def test_the_design_lists_the_layers_in_their_order() -> None:
     text = (ROOT / "docs" / "explanation" / "design.md").read_text(encoding="utf-8")
-    table = text[text.index("## The layers") : text.index("## Decisions")]
+    table = text[text.index("## The layers") : text.index("## Beside")]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     named = [name.removesuffix(".py").rstrip("/") for row in rows for name in re.findall(r"`([\w./]+)`", row)]
     assert [*named, "__main__"] == LAYERS

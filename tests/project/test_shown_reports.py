@@ -54,7 +54,7 @@ def doctor(patch: Patch) -> str:
 
 
 MADE: dict[str, list[Callable[[Patch], str]]] = {
-    "docs/howto/hangs.md": [hang, collective, stragglers],
+    "docs/howto/trouble.md": [hang, collective, stragglers],
     "docs/howto/doctor.md": [doctor],
 }
 

@@ -20,12 +20,12 @@ import yaml
 import dist_mem
 from dist_mem.cli.parser import build_parser
 from tests.support.chromium import Browser, running_chromium, why_not
-from tests.support.page_commands import PAGES
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.pages
 
 WRITTEN = {"docs/reference/commands.md", "docs/reference/python.md"}  # by docs/site_pages.py
+HOOKS = run_path(str(ROOT / "docs" / "site_hooks.py"))
 PARSERS = build_parser()[1]
 
 
@@ -40,7 +40,7 @@ def listed(part: Any) -> Iterator[str]:
 
 def test_every_page_is_in_the_navigation_once() -> None:
     navigation = list(listed(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]))
-    assert sorted(navigation) == sorted({path.relative_to(ROOT).as_posix() for path in PAGES} | WRITTEN)
+    assert sorted(navigation) == sorted({path.relative_to(ROOT).as_posix() for path in HOOKS["pages"]()} | WRITTEN)
 
 
 @pytest.mark.parametrize(
@@ -48,16 +48,16 @@ def test_every_page_is_in_the_navigation_once() -> None:
     [
         ("[the tour](../../examples/tour.ipynb)", None, "the tour"),
         ("[a](../../dist_mem/model.py#L3)", "https://h/x/", "[a](https://h/x/blob/HEAD/dist_mem/model.py#L3)"),
-        ("[log](../explanation/log.md#x)", None, "[log](../explanation/log.md#x)"),
+        ("[lanes](../explanation/lanes.md#x)", None, "[lanes](../explanation/lanes.md#x)"),
+        ("[log](../log/2026-11.md#x)", "https://h/x/", "[log](https://h/x/blob/HEAD/docs/log/2026-11.md#x)"),
         ("![a picture](../images/lanes.svg)", None, "![a picture](../images/lanes.svg)"),
         ("[typo](../missing.md)", None, "[typo](../missing.md)"),  # mkdocs names it
         ("[web](https://example.org)", None, "[web](https://example.org)"),
     ],
 )
 def test_only_links_to_files_that_are_no_pages_change(link: str, repo_url: str | None, expected: str) -> None:
-    outside_links = run_path(str(ROOT / "docs" / "site_hooks.py"))["outside_links"]
-    known = {"docs/explanation/log.md", "docs/images/lanes.svg"}
-    assert outside_links(f"See {link}.", "docs/start/python.md", known, repo_url) == f"See {expected}."
+    known = {"docs/explanation/lanes.md", "docs/images/lanes.svg"}
+    assert HOOKS["outside_links"](f"See {link}.", "docs/start/python.md", known, repo_url) == f"See {expected}."
 
 
 def test_the_address_of_the_repository_is_that_of_the_package() -> None:
@@ -150,11 +150,17 @@ def test_the_colours_are_those_of_the_system(site: Path, browser: Browser, syste
     page.call("Page.close")
 
 
-def test_the_search_works_from_the_disk(site: Path, browser: Browser) -> None:
+@pytest.mark.parametrize(
+    ("query", "page_found"),
+    [("goodput", "howto/performance"), ("out of memory", "reference/faults"), ("CUDA OOM", "reference/faults")],
+)
+def test_the_search_works_from_the_disk(site: Path, browser: Browser, query: str, page_found: str) -> None:
+    """The page is one of the first two."""
     page = browser.open(site / "index.html", width=1280, height=800)
     field = "document.querySelector('[data-md-component=search-query]')"
     page.value(f"{field}.focus()")
-    page.value(f"{field}.value = 'goodput', {field}.dispatchEvent(new Event('input', {{bubbles: true}})), 0")
+    page.value(f"{field}.value = '{query}', {field}.dispatchEvent(new Event('input', {{bubbles: true}})), 0")
     page.value(f"{field}.dispatchEvent(new Event('keyup', {{bubbles: true}}))")
-    page.wait_for("document.querySelector('.md-search-result__link[href*=\"howto/performance\"]') !== null")
+    first = ".md-search-result__item:nth-child(-n + 2) > .md-search-result__link"
+    page.wait_for(f"document.querySelector('{first}[href*=\"{page_found}\"]') !== null")
     assert page.complaints() == []
