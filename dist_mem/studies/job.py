@@ -35,6 +35,8 @@ from dist_mem.studies.runs import (
 from dist_mem.studies.study import Column, Study
 
 _PAUSE = 1.0  # seconds before another start
+_PROGRESS = 30.0  # seconds between two lines of a training
+_TAIL = 4096  # bytes of a log that have its newest line
 _building = threading.Lock()  # runs at the same time may share their data
 
 
@@ -89,11 +91,13 @@ class Job:
         also: Sequence[int] = (),
         place: Place = Place(),
         until: Callable[[], bool] = lambda: False,
+        progress: Callable[[str], None] = lambda line: None,
     ) -> int:
         """Run a command with its output in a separate log, and forward a signal to it. Returns its exit code.
 
         Args:
             until: asked twice a second; once it returns True, the command is stopped as by a signal.
+            progress: called every half minute with the newest line of the log, if it is a new one.
 
         Raises:
             StoppedError: a signal was received.
@@ -109,7 +113,7 @@ class Job:
             process = subprocess.Popen(
                 tied(arguments), stdout=stream, stderr=subprocess.STDOUT, env=environment, process_group=0
             )
-            has_forwarded = False
+            has_forwarded, shown, due = False, "", time.monotonic() + _PROGRESS
             while True:
                 try:
                     code = process.wait(timeout=0.5)
@@ -118,11 +122,23 @@ class Job:
                     if not has_forwarded and (self.signal.received or until()):
                         process.terminate()  # only once: each signal interrupts a launcher
                         has_forwarded = True
+                    if time.monotonic() >= due:
+                        due += _PROGRESS
+                        if (line := _newest_line(path)) != shown:
+                            progress(shown := line)
         if self.signal.received:
             raise StoppedError
         if code not in (EXIT_DONE, *also):
             raise CommandError(f"{shlex.join(arguments)}: exit code {code}; see {path}", code)
         return code
+
+
+def _newest_line(log: Path) -> str:
+    """Return the last line with text of a log, of those that have ended."""
+    with log.open("rb") as stream:
+        stream.seek(max(0, log.stat().st_size - _TAIL))
+        lines = stream.read().decode(errors="replace").split("\n")[:-1]
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def places(jobs: int, ranks: int, *, num_cores: int, gpus: Sequence[str]) -> list[Place]:
@@ -230,7 +246,11 @@ def _train_and_measure(
     define(item, definition_of(job.study, item, job.extra, ranks=job.ranks))
     report(f"{item.name}: training")
     command = train_command(job.study, item, ranks=job.ranks, extra=job.extra, devices=place.devices)
-    code = job.command(command, f"{item.name}-train", also=[EXIT_DIVERGED], place=place)
+
+    def progress(line: str) -> None:
+        report(f"{item.name}: {line}")
+
+    code = job.command(command, f"{item.name}-train", also=[EXIT_DIVERGED], place=place, progress=progress)
     for name in missing if code == EXIT_DIVERGED else ():
         keep_result(item, name, {"diverged": f"see logs/{item.name}-train.txt", "column": asdict(missing[name])})
         report(f"{item.name}: {name} diverged")

@@ -294,6 +294,15 @@ def test_a_signal_reaches_the_ranks_before_the_command_ends(tmp_path: Path, monk
     assert launcher(2) != launcher(2)  # a port of its own, so that two tables do not meet
 
 
+def test_a_training_reports_the_newest_line_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table that trained for minutes printed nothing, not even that DeepSpeed was being compiled."""
+    monkeypatch.setattr("dist_mem.studies.job._PROGRESS", 0.5)
+    job, lines = Job(load(tmp_path), tmp_path, [], 1, [], StopSignal([])), list[str]()
+    begun = "print('compiling', flush=True); time.sleep(2); print('step 1\\nstep', end='', flush=True)"
+    job.command([sys.executable, "-c", f"import time; {begun}; time.sleep(2)"], "train", progress=lines.append)
+    assert lines == ["compiling", "step 1"]
+
+
 def test_a_setpriv_that_knows_no_death_signal_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of RHEL 8 (util-linux 2.32) and of busybox: every command of a table would end with its usage."""
     (tmp_path / "setpriv").write_text("#!/bin/sh\necho \"setpriv: unrecognized option '$1'\" >&2\nexit 1\n")
