@@ -206,7 +206,10 @@ def to_table(entries: Sequence[Entry], rows: Sequence[Row]) -> str:
     names = ["run", *(row.name for row in rows)]
     in_bits = _is_in_bits(first)
     if in_bits:
-        columns = [names, ["bits per byte", *(_difference(row.bits, rows[0].bits) for row in rows)]]
+        columns = [
+            names,
+            ["bits per byte", f"{rows[0].bits:.3f}", *(_difference(row.bits, rows[0].bits) for row in rows[1:])],
+        ]
     else:
         title = "token ppl" if first.num_words is None else "word ppl"
         columns = [names, [title, *(_cell(row.perplexity, row.gain) for row in rows)]]
@@ -250,9 +253,7 @@ def _is_in_bits(first: Report) -> bool:
 
 def _difference(bits: float, first: float) -> str:
     gain = first - bits
-    if abs(gain) < 0.0005:
-        return f"{bits:.3f}"
-    return f"{bits:.3f} ({abs(gain):.3f} {'lower' if gain > 0 else 'higher'})"
+    return f"{bits:.3f} ({abs(gain):.3f} {'lower' if gain > -0.0005 else 'higher'})"
 
 
 def _memory_cell(gain: MemoryGain | None) -> str:

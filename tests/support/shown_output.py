@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 
 GAP = "..."
-_VERDICT = re.compile(r" ?\([\d.,]+x (?:lower|higher)\)")  # left out of a table where the figures are equal
+_VERDICT = re.compile(r" ?\([\d.,]+x? (?:lower|higher)\)")  # left out of a table where the figures are equal
 _PATH = re.compile(r"(?<![\w.])/[\w.+-]+(?:/[\w.+-]*)+")
 _HASH = re.compile(r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{8,}\b")
 _NUMBER = re.compile(r"(?<![A-Za-z_])[-+]?\d+(?:[.,:]\d+)*(?:e[-+]?\d+)?|\b(?:n/a|nan|inf)\b")
