@@ -85,7 +85,7 @@ def test_each_document_is_dealt_once_an_epoch_and_lanes_stay_level_to_within_the
     st.integers(1, 3),
     st.integers(0, 50),
 )
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=60)  # without `_keep_apart`, a third of such corpora fail
 def test_no_two_lanes_read_the_same_tokens_in_one_step(lengths: list[int], num_lanes: int, seed: int) -> None:
     visits = schedule(document_plan(lengths, num_lanes, seed), num_epochs=6)
     assert all(count == 1 for count in Counter((document, step) for document, step, _ in visits).values())
