@@ -58,5 +58,11 @@ done
 
 say "7. Does the memory remember? Perplexity of words that only an earlier passage tells, by the distance to it"
 dist-mem compare "$baseline" "$run" --split test --plot runs/recall.png
-echo
-XX
+
+say "8. What the memory remembers of one book, as a page to click through"
+dist-mem report "$run" "$baseline" --book 9003 --split test
+
+say "Look at it"
+echo "What each word of the book gains from the memory: $PWD/$run/report.html"
+echo "Training curves: $(grep -o 'mlflow ui .*' "$output" | tail -1)"
+rm "$output"
