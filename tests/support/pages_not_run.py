@@ -98,7 +98,7 @@ NOT_RUN = [
         parsed,
     ),
     NotRun("README.md", "git clone", "the network, and an address of the user's", parsed),
-    NotRun("README.md", "make demo", "5 to 7 minutes; `after_demo` runs its commands", make_rules),
+    NotRun("README.md", "make demo", "4 to 6 minutes; `after_demo` runs its commands", make_rules),
     NotRun("README.md", "xdg-open", "a browser; test_page_browser.py clicks through the page", is_there),
     NotRun("docs/start/install.md", "pip wheel", "test_wheelhouse.py", parsed),
     NotRun("docs/start/install.md", "python3 -m venv", "test_wheelhouse.py", parsed),
