@@ -27,7 +27,7 @@ def add_arguments(added: ArgumentParser) -> None:
 
 def estimate(options: Namespace) -> int:
     """Predict memory, speed and checkpoints of a job on given GPUs, and propose settings."""
-    require_config(options, "dist-mem estimate configs/pg19_small.yaml --gpus 8 --gpu h100-80gb")
+    require_config(options, "dist-mem estimate configs/pg19_small.yaml --gpus 2 --gpu h100-80gb")
     if not options.disk > 0:
         raise UnusableError(f"--disk {options.disk}: must be above 0")
     config = load_checked(options.config, builds_model=True)

@@ -41,7 +41,7 @@ EXAMPLES = {
     "sweep": "configs/sweeps/rates.yaml --jobs 2",
     "arena": "configs/arena/cpu.yaml --plan",
     "config": "configs/demo.yaml train.steps=100",
-    "estimate": "configs/pg19_small.yaml --gpu h100-80gb --gpus 8",
+    "estimate": "configs/pg19_small.yaml --gpu h100-80gb --gpus 2",
     "doctor": "configs/demo.yaml",
     "check-memory": "examples/averages.py:Averages",
 }
