@@ -37,7 +37,7 @@ $(VENV)/.ready: $(VENV)/.demo
 demo: $(VENV)/.demo
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash launch/demo.sh
 
-# The model of `dist-mem report --example` anew, from the run of `make demo`: an export, and a book of its test split.
+# Rebuild the model of `dist-mem report --example`: an export of the run of `make demo`, and a book of its test split.
 example: demo
 	rm -rf examples/demo
 	$(BIN)/dist-mem export runs/demo --out examples/demo --precision fp16

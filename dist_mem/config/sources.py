@@ -132,7 +132,7 @@ def find_file(name: str, folders: Sequence[Path]) -> Path:
             return folder / name
     for folder in (Path(), Path("configs")):
         if (shipped := shipped_path(str(folder / name))) and is_file(shipped):
-            say_where_from(name)
+            say_where_from()
             return shipped
     if is_dir(Path(name)):
         inside = Path(name) / "config.yaml"

@@ -48,9 +48,9 @@ class Row(NamedTuple):
     name: str
     perplexity: float  # word-level; per token if words are not known
     gain: float  # the first run's perplexity divided by this one's
-    interval: tuple[float, float] | str | None  # of `gain`, at 95 %, or why there is none; None: the first run itself
     bits: float  # per byte
-    bits_interval: tuple[float, float] | None  # of the first run's minus this one's, if `interval` is one
+    # at 95 %, of `gain` or, if `_is_in_bits`, of the first run's bits minus these; why there is none; None: first run
+    interval: tuple[float, float] | str | None
     accuracy: float  # nan if it is not known
     memory: MemoryGain | None  # gain of its memory; None if it has not been evaluated without memory
     recall: dict[Band, tuple[float, float]]  # perplexity and gain
@@ -166,9 +166,8 @@ def compare(reports: Sequence[Entry]) -> list[Row]:
             entry.name,
             value,
             values[0] / value,
-            None if entry is reports[0] else _interval(first, entry.report),
             entry.report.bits_per_byte,
-            None if entry is reports[0] else bits_interval([first], [entry.report]),
+            None if entry is reports[0] else _interval([first], [entry.report]),
             entry.report.accuracy,
             None if entry.without_memory is None else memory_gain(entry.report, entry.without_memory),
             {
@@ -181,8 +180,10 @@ def compare(reports: Sequence[Entry]) -> list[Row]:
     ]
 
 
-def _interval(first: Report, other: Report) -> tuple[float, float] | str | None:
-    return gain_interval([first], [other]) or no_gain_interval([first], [other])
+def _interval(first: Sequence[Report], other: Sequence[Report]) -> tuple[float, float] | str | None:
+    """Return the interval in the unit of the first model, or why there is none."""
+    interval = (bits_interval if _is_in_bits(first[0]) else gain_interval)(first, other)
+    return interval or no_gain_interval(first, other)
 
 
 def _check_text(reports: Sequence[Entry]) -> None:
@@ -235,11 +236,11 @@ def _interval_lines(entries: Sequence[Entry], rows: Sequence[Row], *, in_bits: b
     count = len(entries[0].report.documents)
     lines = []
     for row in rows[1:]:
-        interval = row.bits_interval if in_bits else row.interval
-        if isinstance(row.interval, str) or interval is None:
-            about = f"no interval: {row.interval}"
+        if isinstance(row.interval, tuple):
+            low, high = row.interval
+            about = f"95 % interval {low:.3f} to {high:.3f}, bootstrap over {count} documents"
         else:
-            about = f"95 % interval {interval[0]:.3f} to {interval[1]:.3f}, bootstrap over {count} documents"
+            about = f"no interval: {row.interval}"
         gain = (
             f"- {row.name}: {rows[0].bits - row.bits:.3f} bits per byte" if in_bits else f"/ {row.name}: {row.gain:.3f}"
         )
@@ -340,10 +341,8 @@ def _in_unit(report: Report, unit: str) -> float:
 
 
 def _interval_of_group(first: Sequence[Report], other: Sequence[Report]) -> str:
-    interval = (bits_interval if _is_in_bits(first[0]) else gain_interval)(first, other)
-    if interval is None:
-        return f"none ({no_gain_interval(first, other)})"
-    return f"{interval[0]:.3f} to {interval[1]:.3f}"
+    interval = _interval(first, other)
+    return f"{interval[0]:.3f} to {interval[1]:.3f}" if isinstance(interval, tuple) else f"none ({interval})"
 
 
 def _spread(values: Sequence[float], form: str) -> str:

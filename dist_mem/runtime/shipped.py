@@ -7,6 +7,7 @@ these folders in dist_mem/shipped/ (pyproject.toml).
 from __future__ import annotations
 
 import sys
+from functools import cache
 from pathlib import Path
 
 from dist_mem.runtime.files import is_dir, is_file
@@ -41,13 +42,8 @@ def shipped_path(name: str) -> Path | None:
     return path if is_file(path) or is_dir(path) else None
 
 
-_told: list[str] = []  # the first shipped file that was read
-
-
-def say_where_from(name: str) -> None:
+@cache
+def say_where_from() -> None:
     """Print once, on rank 0, that files that are not in this folder are taken from among the shipped ones."""
-    if _told:
-        return
-    _told.append(name)
     if is_rank0():
-        print(f"{name}: not in this folder; it and others are taken from {shipped_root()}", file=sys.stderr, flush=True)
+        print(f"files that are not in this folder: taken from {shipped_root()}", file=sys.stderr, flush=True)

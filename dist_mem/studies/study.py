@@ -189,7 +189,7 @@ def study_path(name: str, folder: Path = FOLDER) -> Path:
     if found is None or not is_file(found):
         raise UnusableError(f"there is no file {name}: give the YAML file of a table, a sweep or an arena")
     if found != Path(name):
-        say_where_from(name)
+        say_where_from()
     return found
 
 

@@ -136,6 +136,10 @@ def test_compare_shows_bits_per_byte_of_models_that_hardly_know_a_word(
         ["xl", f"{other:.3f} ({first - other:.3f} lower)"],
     ]
     gain = f"{first - other:.3f}"
+    labels, reports = ["none", "xl", "xl"], [make_report(factor=factor) for factor in (2.0, 1.5, 1.5)]
+    head, _, others = compare.seed_lines(labels, reports)[2:]
+    assert re.split(" {2,}", head) == ["seeds together", "runs", "bits per byte", "accuracy", "none - it, 95 %"]
+    assert f"{other:.3f} ± 0.000" in others and others.endswith(f"{gain} to {gain}")
     assert lines[4] == [
         f"none - xl: {gain} bits per byte (95 % interval {gain} to {gain}, bootstrap over 25 documents)"
     ]

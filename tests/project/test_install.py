@@ -70,11 +70,11 @@ def test_configurations_are_found_in_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(shipped, "_told", [])
+    shipped.say_where_from.cache_clear()
     config = load_config(["configs/demo.yaml", "memory/none.yaml", "launch/sites/cpu.yaml"])
     assert (config.name, config.memory.kind, config.launch.gpus_per_node) == ("demo", "none", "0")
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"configs/demo.yaml: not in this folder; it and others are taken from {ROOT}"
+    assert line == f"files that are not in this folder: taken from {ROOT}"
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "demo.yaml").write_text("{name: mine, train: {steps: 1}}", encoding="utf-8")
     assert load_config(["configs/demo.yaml"]).name == "mine"
