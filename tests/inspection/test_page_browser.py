@@ -160,8 +160,8 @@ def test_the_address_of_the_page_is_that_of_the_chosen_token(browser: Browser, f
     assert "\u22122.00" in details(page)
     page.click("#previous")
     page.wait_for("location.hash === '#t=100'")
-    page.value("isOld = true, location.reload()")
-    page.wait_for("!window.isOld && document.querySelector('.chosen')?.dataset.token === '100'")
+    page.load("Page.reload")
+    page.wait_for("document.querySelector('.chosen')?.dataset.token === '100'")
     page.wait_for("document.getElementById('details')?.innerText.includes('+5.00')")
     assert page.complaints() == []
 

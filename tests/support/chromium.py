@@ -8,6 +8,7 @@ with running_chromium(folder) as browser:
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
 import select
@@ -52,10 +53,22 @@ class Browser:
             message["sessionId"] = session
         os.write(self._commands, json.dumps(message).encode() + b"\0")
         while (answer := self._next()).get("id") != self._number:
-            self.events.append(answer)
+            self.events.append(answer)  # what happened meanwhile
         assert "error" not in answer, f"{method}: {answer['error']}"
         result: dict[str, Any] = answer["result"]
         return result
+
+    def wait_for_events(self, *names: str, session: str, start: int) -> None:
+        """Wait for events of a session in this order; those before the index `start` do not count."""
+        awaited = list(names)
+        for index in itertools.count(start):
+            if index == len(self.events):
+                self.events.append(self._next())
+            event = self.events[index]
+            if (event.get("method"), event.get("sessionId")) == (awaited[0], session):
+                awaited.pop(0)
+            if not awaited:
+                return
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._received:
@@ -80,8 +93,7 @@ class Browser:
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         page.call("Emulation.setEmulatedMedia", features=[scheme])
-        page.call("Page.navigate", url=path.as_uri())
-        page.wait_for("document.readyState === 'complete'")
+        page.load("Page.navigate", url=path.as_uri())
         return page
 
 
@@ -93,6 +105,12 @@ class Page:
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         return self._browser.call(method, self._session, **params)
+
+    def load(self, method: str, **params: Any) -> None:
+        """Load another page or this one again; a value asked for before the new page is there would be an error."""
+        start = len(self._browser.events)
+        self.call(method, **params)
+        self._browser.wait_for_events("Page.frameNavigated", "Page.loadEventFired", session=self._session, start=start)
 
     def value(self, expression: str) -> Any:
         """Return the value of a JavaScript expression."""
