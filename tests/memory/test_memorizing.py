@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dist_mem.memory.base import select_lanes
 from dist_mem.memory.memorizing import Memorizing, State
-from dist_mem.memory.parts.stored_rows import Store, nearest, read_rows, spans_of, weigh, write
+from dist_mem.memory.parts.stored_rows import Store, largest, nearest, pick, read_rows, spans_of, weigh, write
 from dist_mem.nn.layer_spec import LayerSpec
 from dist_mem.nn.unit_attention import buckets
 from tests.memory.published import Vectors, layer_spec, names_in
@@ -159,6 +159,19 @@ def test_with_as_many_neighbors_as_rows_all_written_rows_are_read() -> None:
     found = read_rows(weigh(query, store, index, empty=False), store, index)
     expected = (query @ keys.mT).softmax(dim=-1) @ (2 * keys)
     assert torch.allclose(found, expected, rtol=0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("mem_len", "number"), [(64, 8), (256, 31), (62, 3), (60, 60)])
+def test_the_fast_search_and_the_fast_reading_equal_the_plain_ones(mem_len: int, number: int) -> None:
+    """A search by groups, one of all scores where groups do not help, and a length that no group divides."""
+    scores, rows = torch.randn(2, 3, 5, mem_len), torch.randn(2, 3, mem_len, 4)
+    scores[:, :, 0, 10:] -= 1e6  # rows not written yet
+    plain = scores.topk(number, dim=-1).indices
+    index = largest(scores, number)
+    assert torch.equal(scores.gather(-1, index), scores.gather(-1, plain))
+    assert torch.equal(index[:, :, 1:], plain[:, :, 1:])  # without equal scores
+    gathered = rows.gather(2, plain.flatten(2)[..., None].expand(-1, -1, -1, 4)).unflatten(2, plain.shape[2:])
+    assert torch.equal(pick(rows, plain), gathered)
 
 
 @pytest.mark.parametrize("chunk_len", [1, 2, 6, 100])

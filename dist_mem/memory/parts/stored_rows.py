@@ -16,6 +16,8 @@ from torch import Tensor
 from dist_mem.memory.parts.inspection import Spans
 from dist_mem.memory.parts.shown import Shown
 
+GROUP = 4  # scores whose maximum is compared first; 8 and 16 were slower
+
 
 class Store(NamedTuple):
     """The rows of all lanes."""
@@ -79,17 +81,33 @@ def nearest(query: Tensor, store: Store, *, number: int, search: str, chunk_len:
         scores = part @ keys
         scores += last
         if search == "exact":
-            found.append(scores.topk(number, dim=-1).indices)
+            found.append(largest(scores, number))
         else:
             best = scores.unflatten(-1, (-1, number)).argmax(dim=-2)
             found.append(best * number + torch.arange(number, device=best.device))
     return torch.cat(found, dim=2)
 
 
+def largest(scores: Tensor, number: int) -> Tensor:
+    """Return the places of the largest of the last dimension, largest first: `scores.topk(number).indices`, sooner.
+
+    They lie in the `number` groups with the largest maxima, so that two small searches replace a large one; of equal
+    scores, either may be taken.
+    """
+    if scores.shape[-1] % GROUP or scores.shape[-1] < 2 * GROUP * number:
+        return scores.topk(number, dim=-1).indices
+    groups = scores.unflatten(-1, (-1, GROUP))
+    best = groups.amax(dim=-1).topk(number, dim=-1, sorted=False).indices
+    candidates = groups.gather(-2, best[..., None].expand(*best.shape, GROUP)).flatten(-2)
+    place = candidates.topk(number, dim=-1).indices
+    return best.gather(-1, place // GROUP) * GROUP + place % GROUP
+
+
 def pick(rows: Tensor, index: Tensor) -> Tensor:
     """Return the rows (B, H, M, K) of an index (B, H, T, k): (B, H, T, k, K)."""
-    flat = index.flatten(2)[..., None].expand(-1, -1, -1, rows.shape[-1])
-    return rows.gather(2, flat).unflatten(2, index.shape[2:])
+    first = torch.arange(0, rows.shape[:3].numel(), rows.shape[2], device=index.device)  # of each lane and head
+    flat = (index + first.unflatten(0, (*rows.shape[:2], 1, 1))).flatten()
+    return rows.flatten(0, 2).index_select(0, flat).view(*index.shape, rows.shape[3])  # gather takes 16 times as long
 
 
 def weigh(query: Tensor, store: Store, index: Tensor, *, empty: bool) -> Tensor:
