@@ -310,6 +310,30 @@ def test_a_missing_shard_stops_or_skips_its_documents_with_a_warning_for_each(
     assert len(warnings) == len(set(warnings)) == len(readable) - len(read)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_next_document_is_announced_before_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    """A shard that is elsewhere is fetched while the document before is read; within an epoch."""
+    opened: list[int] = []
+    announced: set[int] = set()
+    too_late: list[int] = []
+    open_one = Documents.open
+
+    def noted(documents: Documents, number: int) -> Any:
+        too_late.extend({number} - announced)
+        opened.append(number)
+        return open_one(documents, number)
+
+    monkeypatch.setattr(Documents, "open", noted)
+    monkeypatch.setattr(Documents, "expect", lambda documents, number: announced.add(number))
+    index = make_split(tmp_path, lengths := [7, 5, 30, 2, 11])
+    with reader_of(index, num_lanes=1, layout=layout) as reader:
+        while len(opened) < len(lengths):
+            next(reader)
+    assert too_late == opened[:1]
+
+
 def test_a_corpus_without_a_good_document_stops_even_when_skipping(tmp_path: Path) -> None:
     index = make_split(tmp_path)
     (tmp_path / index.shards[0].name).unlink()

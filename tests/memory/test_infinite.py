@@ -285,6 +285,11 @@ def test_wrong_values_are_refused_by_name(options: dict[str, Any], named: str) -
         memory_of(**options)
 
 
+def test_a_regression_that_no_machine_has_room_for_is_refused_before_it_is_made() -> None:
+    with refused(ValueError, "memory.num_basis"):
+        build_memory({"kind": "infinite", **SMALL, "num_basis": 2048}, replace(spec_of(), seg_len=200_000))
+
+
 def test_a_signal_that_would_grow_without_end_is_refused() -> None:
     """And what is let pass stays bounded over 300 segments; what is forgotten in time may grow until then."""
     narrow = {"num_basis": 64, "basis_widths": [0.005, 0.01], "num_samples": 64, "tau": 0.75, "ridge": 0.5}
