@@ -27,6 +27,7 @@ def memories(mem_len: int) -> dict[str, dict[str, Any]]:
     return {
         "none": {"kind": "none"},
         "transformer_xl": short,
+        "transformer_xl, rotary": {**short, "positions": "rotary"},
         "compressive": {"kind": "compressive", "mem_len": mem_len, "cmem_len": mem_len},
         "lamemo": {"kind": "lamemo", "mem_len": mem_len},
         "infinite": signal,

@@ -50,19 +50,21 @@ def check_mem_len(mem_len: int) -> None:
 
 
 class TransformerXL(Inspectable):
-    """Attention to the segment and the block's last M inputs, with relative positions, or rotary ones in a Llama."""
+    """Attention to the segment and the block's last M inputs, with relative or rotary positions."""
 
     min_seg_len = 1
 
     @dataclass
     class Options:
         mem_len: int = key(128, at_most=TOKENS)  # M, tokens
+        # relative: as published | rotary: faster, and without parameters of its own; None: relative, in a Llama rotary
+        positions: str | None = key(None, choices=("relative", "rotary"))
 
     def __init__(self, spec: LayerSpec, options: Options) -> None:
         super().__init__(spec, options)
         check_mem_len(options.mem_len)
         self.norm = input_norm(spec)
-        self.attention = attention_of(spec)
+        self.attention = attention_of(spec, options.positions)
 
     @classmethod
     def small_options(cls, seg_len: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Llama's attention: rotary positions, and heads of keys and values that several heads of queries may share.
+"""Attention with rotary positions; in a Llama, several heads of queries may share one of keys and values.
 
 Positions count from the segment's first token: its tokens are 0, ..., T - 1, and context rows are -M, ..., -1. Context
 rows are kept as inputs of the block, never as rotated keys: in every segment they are projected with the present
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dist_mem.nn.attention_inputs import Inputs, Visible
-from dist_mem.nn.layer_spec import LayerSpec
+from dist_mem.nn.layer_spec import LayerSpec, LlamaSpec
 from dist_mem.nn.layers import (
     Attended,
     AttentionLayer,
@@ -32,15 +32,18 @@ from dist_mem.nn.plain_attention import BiasedProjection
 def rotate(rows: Tensor, *, first: int, theta: float) -> Tensor:
     """Turn rows (H, B, R, K) at positions first, ..., first + R - 1 by the angles position * theta^(-2 k / K).
 
-    In float32 or wider, and cast at the end: in half precision, distances above 256 would collapse.
+    In float32 or wider, and cast at the end: in half precision, distances above 256 would collapse. The last number of
+    an odd width is not turned; a Llama's is even.
     """
     working = torch.promote_types(rows.dtype, torch.float32)
     position = torch.arange(first, first + rows.shape[2], device=rows.device).to(working)
-    exponent = torch.arange(0, rows.shape[3], 2, device=rows.device, dtype=working) / rows.shape[3]
+    half = rows.shape[3] // 2
+    exponent = torch.arange(0, 2 * half, 2, device=rows.device, dtype=working) / rows.shape[3]
     angle = position[:, None] * torch.pow(theta, -exponent)
     cos, sin = angle.cos(), angle.sin()
-    one, other = rows.chunk(2, dim=-1)
-    return torch.cat([one * cos - other * sin, other * cos + one * sin], dim=-1).to(rows.dtype)
+    one, other, rest = rows.tensor_split([half, 2 * half], dim=-1)
+    turned = [one * cos - other * sin, other * cos + one * sin]
+    return torch.cat([*turned, rest] if rest.shape[-1] else turned, dim=-1).to(rows.dtype)
 
 
 def repeat_heads(rows: Tensor, num_heads: int) -> Tensor:
@@ -53,11 +56,10 @@ class RotaryAttention(AttentionLayer):
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(attention_dropout=spec.attention_dropout, back_end=spec.back_end)
-        assert spec.llama is not None
+        llama = spec.llama or LlamaSpec(spec.num_heads, rope_theta=10_000.0, norm_eps=0.0, qkv_bias=False)
         width = spec.num_heads * spec.d_head
-        self.num_heads, self.num_kv_heads = spec.num_heads, spec.llama.num_kv_heads
-        self.theta = spec.llama.rope_theta
-        project = BiasedProjection if spec.llama.qkv_bias else Projection
+        self.num_heads, self.num_kv_heads, self.theta = spec.num_heads, llama.num_kv_heads, llama.rope_theta
+        project = BiasedProjection if llama.qkv_bias else Projection
         self.query = project(spec.d_model, width)
         self.key_value = project(spec.d_model, 2 * spec.kv_width)
         self.output = Projection(width, spec.d_model)
@@ -77,6 +79,26 @@ class RotaryAttention(AttentionLayer):
         return Attended(self.dropout(self.output(merge_heads(rows))), query, shares)
 
 
-def attention_of(spec: LayerSpec) -> RelativeAttention | RotaryAttention:
-    """Return attention with the positions of the model: Transformer-XL's, or a Llama's."""
-    return RelativeAttention(**spec.attention) if spec.llama is None else RotaryAttention(spec)
+def attention_of(spec: LayerSpec, positions: str | None = None) -> RelativeAttention | RotaryAttention:
+    """Return attention with Transformer-XL's positions, or rotary ones.
+
+    Args:
+        positions: relative | rotary | None: relative, and in a Llama rotary.
+
+    Raises:
+        ValueError: the model has no such positions.
+    """
+    own = "relative" if spec.llama is None else "rotary"
+    if spec.llama is not None and positions == "relative":
+        raise ValueError(
+            "memory.positions is relative, but a Llama's are rotary: leave memory.positions out, or set model.kind to "
+            "transformer"
+        )
+    if (positions or own) == "relative":
+        return RelativeAttention(**spec.attention)
+    if spec.clamp_len is not None:
+        raise ValueError(
+            f"model.clamp_len is {spec.clamp_len}, but with memory.positions = rotary no distance is clamped: set "
+            "model.clamp_len to null, or memory.positions to relative"
+        )
+    return RotaryAttention(spec)

@@ -66,6 +66,7 @@ def test_memories_with_positions_of_their_own_are_refused() -> None:
         ({"kind": "memorizing"}, "memory.kind"),
         ({"kind": "infinite", "over": {"kind": "lamemo"}}, "memory.over.kind"),
         ({"kind": "compressive", "positions": "alibi"}, "memory.positions"),
+        ({"kind": "transformer_xl", "positions": "relative"}, "memory.positions"),
     ):
         with refused(ValueError, key):
             build(llama_config(memory, train={"seg_len": 64}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from dist_mem.nn.attention import BACK_ENDS, attend, choose, masked, simple_scor
 from dist_mem.nn.attention_inputs import Inputs, Relative, Visible, visible_keys
 from dist_mem.nn.chunked_attention import log_sum_exp
 from dist_mem.nn.layers import RelativeAttention, describe_attention
+from dist_mem.nn.rotary_attention import attention_of, rotate
 from tests.support.contract_cases import accepted, case_params, small_model, subject
 from tests.support.messages import refused
 from tests.support.tiny import tiny_config
@@ -223,3 +225,21 @@ def test_a_mask_is_attended_to_by_simple_only() -> None:
     attention.back_end = "chunked"
     with refused(ValueError, "model.attention"):
         attention(rows, rows, visible.mask())
+
+
+@pytest.mark.parametrize("width", [4, 5])
+def test_products_of_turned_rows_depend_on_the_distance_alone(width: int) -> None:
+    """Also where one number is left over, which is not turned."""
+    query, key = torch.randn(2, 1, 2, 6, width, dtype=torch.float64)
+
+    def products(first: int) -> Tensor:
+        return rotate(query, first=first, theta=100.0) @ rotate(key, first=first - 3, theta=100.0).mT
+
+    torch.testing.assert_close(products(0), products(1000), rtol=0, atol=1e-12)
+    assert not torch.allclose(products(0), query @ key.mT)
+
+
+def test_a_limit_of_distances_is_refused_with_rotary_positions() -> None:
+    spec = small_model("transformer_xl").memories()[0].spec
+    with refused(ValueError, "model.clamp_len", "memory.positions"):
+        attention_of(replace(spec, clamp_len=3), "rotary")

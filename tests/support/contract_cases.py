@@ -73,6 +73,7 @@ CASES: dict[str, dict[str, Any]] = {
     "titans, alone": small_block("titans", variant="alone", depth=1),
     "titans, without convolution": small_block("titans", kernel=1, chunk_len=1),
     "infinite over titans": small_block("infinite", over=small_block("titans")),
+    "transformer_xl, rotary": small_block("transformer_xl", positions="rotary"),
     "lamemo, shorter than a segment": small_block("lamemo", mem_len=SEG_LEN - 1),
     "lamemo, published window": small_block("lamemo", mem_len=2 * SEG_LEN - 1, window="segment"),
     "lamemo, shared positions": small_block("lamemo", positions="shared"),
