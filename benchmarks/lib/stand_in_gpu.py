@@ -221,15 +221,15 @@ def like(value: Any) -> Any:
 
 def measured(tuner: Any, choice: Any) -> Kernel:
     """Compile a kernel with one choice of its blocks."""
-    sizes = ", ".join(f"{name} {value}" for name, value in choice.kwargs.items() if isinstance(value, int))
-    blocks = f"{sizes}, {choice.num_warps} warps, {choice.num_stages} stages"
+    sizes = [f"{name} {value}" for name, value in choice.kwargs.items() if isinstance(value, int)]
+    blocks = ", ".join([*sizes, f"{choice.num_warps} warps", f"{choice.num_stages} stages"])
     log = io.StringIO()
     try:
         with contextlib.redirect_stdout(log):
             binary = tuner._precompile_config(choice).kernel
         assert binary.asm["cubin"][:4] == b"\x7fELF"
         shared = binary.metadata.shared
-        numbers = [re.findall(rf"{words}", log.getvalue()) for words in (r"Used (\d+) registers", r"(\d+) bytes spill")]
+        numbers = [re.findall(words, log.getvalue()) for words in (r"Used (\d+) registers", r"(\d+) bytes spill")]
         registers, spilled = max(map(int, numbers[0])), sum(map(int, numbers[1]))
     except Exception as error:
         return Kernel(tuner.fn.__name__, blocks, error=one_line(error))

@@ -86,12 +86,20 @@ def compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention)
 
 
+def stored(mask: Tensor) -> Tensor:
+    """Return the same mask, which Inductor writes to memory.
+
+    In a compiled block, torch 2.14 would compute a padded mask inside the kernel, and its code generator fails there.
+    """
+    return mask.as_strided(mask.shape, mask.stride())
+
+
 def score_change(inputs: Inputs) -> Callable[..., Tensor]:
     """Return the function of a score and its lane, head, query and key that adds distances, bias and lane's mask."""
     visible, relative, bias = inputs.visible, inputs.relative, inputs.bias
     table = None if relative is None else relative.by_column()
     first, last = (0, 0) if relative is None else (relative.first, relative.table.shape[-1] - 1)
-    keys, sees = visible.keys(), visible.sees
+    keys, sees = stored(visible.keys()), None if visible.sees is None else stored(visible.sees)
 
     def change(score: Tensor, lane: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if table is not None:
