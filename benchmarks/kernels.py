@@ -184,9 +184,7 @@ def main() -> int:
         print(*chosen, sep="\n")
         return 0
     if not torch.backends.cuda.is_built() or find_spec("triton") is None:
-        sys.exit(
-            f"torch {torch.__version__} is no CUDA build, or Triton is missing: install torch's CUDA build, no GPU is needed"
-        )
+        sys.exit(f"torch {torch.__version__} has no CUDA or no Triton: install torch's CUDA build, no GPU is needed")
     if torch.cuda.is_available():
         sys.exit("this machine has a GPU, whose driver cannot be replaced: use benchmarks/gpu.sh")
     import triton

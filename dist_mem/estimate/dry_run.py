@@ -77,7 +77,9 @@ def _described(memory: Mapping[str, Any]) -> str:
     """Describe a memory with its options, and the memory under `over`; or the memory of every block."""
     if is_per_block(memory):
         return "; ".join(f"{key.partition('.')[2]}: {_described(each)}" for key, each in memories_of(memory).items())
-    options = ", ".join(f"{name} {value}" for name, value in memory.items() if name not in ("kind", "over"))
+    options = ", ".join(
+        f"{name} {value}" for name, value in memory.items() if value is not None and name not in ("kind", "over")
+    )
     over = f" over {_described(memory['over'])}" if "over" in memory else ""
     return f"{memory['kind']}{f' ({options})' if options else ''}{over}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ def test_another_memory_leaves_the_options_of_the_first_behind(tmp_path: Path) -
 
 def test_memory_options_are_written_out_with_their_defaults() -> None:
     config = load_config([STEPS, "memory.kind=transformer_xl"], memory_options=memory_options)
-    assert config.memory == {"kind": "transformer_xl", "mem_len": TransformerXL.Options().mem_len}
+    assert config.memory == {"kind": "transformer_xl", **asdict(TransformerXL.Options())}
     linked = load_config([STEPS, "memory.mem_len=${train.seg_len}"], memory_options=memory_options)
     assert "mem_len: ${train.seg_len}" in to_yaml(linked)
     assert memory_options(linked.memory)["mem_len"] == linked.train.seg_len
