@@ -19,6 +19,7 @@ from dist_mem.config import Config, ModelConfig
 from dist_mem.memory.base import Memory, MemoryState, Stem, named_tensors, select_lanes
 from dist_mem.nn.family import family_of
 from dist_mem.nn.layers import DTYPES, Dropout, initialize
+from dist_mem.nn.named_tuples import replaced
 from dist_mem.nn.norms import make_norm
 from dist_mem.nn.placement import Placement
 from dist_mem.nn.published import scale_residual_weights
@@ -59,7 +60,7 @@ def reset_lanes(state: LMState, fresh: LMState, is_new_document: Tensor) -> LMSt
 
 def empty_memories(state: LMState, fresh: LMState) -> LMState:
     """Return fresh memories for all lanes; the token types stay, because they derive from the text."""
-    return fresh._replace(types=state.types)
+    return replaced(fresh, types=state.types)
 
 
 class MemoryLM(nn.Module):

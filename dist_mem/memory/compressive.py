@@ -36,6 +36,7 @@ from dist_mem.memory.parts.inspection import (
 )
 from dist_mem.memory.parts.shown import Shown, take_out, valid_rows, zero_hidden
 from dist_mem.nn.layers import Attended, AttentionLayer, RelativeAttention, visible_keys
+from dist_mem.nn.named_tuples import replaced
 from dist_mem.nn.norms import input_norm
 from dist_mem.nn.plain_attention import BIASES, PlainAttention
 from dist_mem.nn.rotary_attention import RotaryAttention, attention_of, repeat_heads
@@ -203,8 +204,8 @@ class Compressive(Inspectable):
         spans = token_spans(memory.length, self.options.mem_len), self.compressed_spans(state)
         taken = [overlapping(part, begin, end) for part in spans]
         return State(
-            memory._replace(shown=take_out(memory.shown, taken[0])),
-            compressed._replace(shown=take_out(compressed.shown, taken[1])),
+            replaced(memory, shown=take_out(memory.shown, taken[0])),
+            replaced(compressed, shown=take_out(compressed.shown, taken[1])),
         )
 
     def compression_loss(self, query: Tensor, old: Tensor, new: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from dist_mem.memory.parts.inspection import Inspection, overlapping, rows_of, s
 from dist_mem.memory.parts.look_ahead import LookAheadAttention, Past, Refreshed, visible_ahead
 from dist_mem.memory.parts.shown import Shown, append_shown, take_out, valid_rows, zero_hidden
 from dist_mem.nn.layers import Attended, RelativeAttention, visible_keys
+from dist_mem.nn.named_tuples import replaced
 from dist_mem.nn.norms import input_norm
 
 
@@ -169,7 +170,7 @@ class LaMemo(Inspectable):
         if isinstance(state.shown, Tensor):
             newest = state.shown[:, mem_len - self.window + 1 :]
             # The last key is the segment's first token.
-            ahead = ahead._replace(valid=ahead.valid & F.pad(newest, (0, 1), value=True))
+            ahead = replaced(ahead, valid=ahead.valid & F.pad(newest, (0, 1), value=True))
         read: tuple[Attended, Refreshed] = self.attention(rows, state.past, visible, ahead, weights=weights)
         return read
 
@@ -184,4 +185,4 @@ class LaMemo(Inspectable):
 
     def forget(self, state: State, begin: Tensor, end: Tensor, trace: None = None) -> State:
         spans = token_spans(state.length, self.options.mem_len)
-        return state._replace(shown=take_out(state.shown, overlapping(spans, begin, end)))
+        return replaced(state, shown=take_out(state.shown, overlapping(spans, begin, end)))

@@ -31,6 +31,7 @@ from dist_mem.memory.parts.inspection import (
 from dist_mem.memory.parts.shown import Shown, append_shown, take_out, valid_rows
 from dist_mem.memory.parts.stored_rows import Store, nearest, read_rows, readable_rows, spans_of, weigh, write
 from dist_mem.nn.layers import DTYPES, merge_heads
+from dist_mem.nn.named_tuples import replaced
 from dist_mem.nn.norms import input_norm
 from dist_mem.nn.unit_attention import Cached, Projected, UnitAttention
 
@@ -209,5 +210,5 @@ class Memorizing(Inspectable):
 
     def forget(self, state: State, begin: Tensor, end: Tensor, trace: None = None) -> State:
         cached, stored = overlapping(self.spans(state), begin, end).tensor_split([self.cache_len], dim=1)
-        store = state.store._replace(shown=take_out(state.store.shown, stored))
-        return state._replace(store=store, cache_shown=take_out(state.cache_shown, cached))
+        store = replaced(state.store, shown=take_out(state.store.shown, stored))
+        return replaced(state, store=store, cache_shown=take_out(state.cache_shown, cached))

@@ -37,6 +37,7 @@ from dist_mem.memory.parts.neural_memory import (
 from dist_mem.memory.parts.persistent_attention import PersistentAttention
 from dist_mem.nn.attention_inputs import Visible
 from dist_mem.nn.layers import Attended, Dropout, Projection, newest_rows
+from dist_mem.nn.named_tuples import replaced
 from dist_mem.nn.norms import ExactNorm, input_norm
 
 VARIANTS = ("gate", "context", "layer", "alone")
@@ -170,22 +171,22 @@ class Titans(Inspectable):
     def step(self, x: Tensor, state: State, valid_len: Tensor, *, shows: bool) -> Step:
         """Compute outputs and the new state; `shows`: with the weights of the attention."""
         variant, rows = self.options.variant, self.norm(x)
-        begun = state._replace(weights=self.memory.started(state.weights, state.is_fresh))
+        begun = replaced(state, weights=self.memory.started(state.weights, state.is_fresh))
         if variant == "context":
             attended, before = self.recalled(rows, begun, shows)
             step = self.learned(attended.y, begun, valid_len, attended)
             asked = newest(before, valid_len, num_rows=state.asked.shape[1]).to(state.asked.dtype)
-            return step._replace(y=self.combine(attended.y, step.y), state=step.state._replace(asked=asked))
+            return replaced(step, y=self.combine(attended.y, step.y), state=replaced(step.state, asked=asked))
         if variant == "gate":
             attended = self.windowed(rows, self.norm(state.rows.to(x.dtype)), state, shows)
             step = self.learned(rows, begun, valid_len, attended)
-            return self.moved(step._replace(y=self.combine(attended.y, step.y)), x, valid_len)
+            return self.moved(replaced(step, y=self.combine(attended.y, step.y)), x, valid_len)
         step = self.learned(rows, begun, valid_len, None)
         y = self.combine(rows, step.y)
         if variant == "alone":
-            return step._replace(y=y)
+            return replaced(step, y=y)
         attended = self.windowed(y, state.rows.to(x.dtype), state, shows)
-        return self.moved(step._replace(y=attended.y, query=attended.query, weights=attended.weights), y, valid_len)
+        return self.moved(replaced(step, y=attended.y, query=attended.query, weights=attended.weights), y, valid_len)
 
     def recalled(self, rows: Tensor, state: State, shows: bool) -> tuple[Attended, Tensor]:
         """Attend to the segment and to what the memory recalls for it (eqs. 21 to 23), and what it was asked."""
@@ -210,7 +211,7 @@ class Titans(Inspectable):
         old, kept = step.state.rows, self.window - 1
         new = newest(torch.cat([old.to(rows.dtype), rows], dim=1), valid_len, num_rows=kept).to(old.dtype)
         length = (step.state.length + valid_len).clamp(max=kept)
-        return step._replace(state=step.state._replace(rows=new, length=length))
+        return replaced(step, state=replaced(step.state, rows=new, length=length))
 
     def learned(self, rows: Tensor, state: State, valid_len: Tensor, attended: Attended | None) -> Step:
         """Let the network learn the rows; `y` of the step is what they read."""
@@ -219,7 +220,7 @@ class Titans(Inspectable):
         learned = learn(tokens, state.weights, state.momentum, chunk_len=self.options.chunk_len, max_gradient=limit)
         tail = newest(before, valid_len, num_rows=state.tail.shape[1]).to(state.tail.dtype)
         is_fresh = state.is_fresh & (valid_len == 0)
-        new = state._replace(weights=learned.weights, momentum=learned.momentum, is_fresh=is_fresh, tail=tail)
+        new = replaced(state, weights=learned.weights, momentum=learned.momentum, is_fresh=is_fresh, tail=tail)
         query, weights = (tokens.query[None], None) if attended is None else (attended.query, attended.weights)
         return Step(learned.read, new, query, weights, tokens, learned.error)
 

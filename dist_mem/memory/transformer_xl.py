@@ -18,6 +18,7 @@ from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, Memory, Memory
 from dist_mem.memory.parts.inspection import Inspection, overlapping, rows_of, segment_rows, token_spans
 from dist_mem.memory.parts.shown import Shown, append_shown, take_out, valid_rows, zero_hidden
 from dist_mem.nn.layers import Attended, visible_keys
+from dist_mem.nn.named_tuples import replaced
 from dist_mem.nn.norms import input_norm
 from dist_mem.nn.rotary_attention import attention_of
 
@@ -106,4 +107,4 @@ class TransformerXL(Inspectable):
 
     def forget(self, state: State, begin: Tensor, end: Tensor, trace: None = None) -> State:
         spans = token_spans(state.length, self.options.mem_len)
-        return state._replace(shown=take_out(state.shown, overlapping(spans, begin, end)))
+        return replaced(state, shown=take_out(state.shown, overlapping(spans, begin, end)))

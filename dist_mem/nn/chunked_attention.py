@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dist_mem.nn.attention_inputs import Inputs, Read, Relative, Visible
 from dist_mem.nn.kernel_shapes import fused
+from dist_mem.nn.named_tuples import replaced
 
 CHUNK = 128  # queries
 _COUNTED = 64  # chunks; on tensors without values, more count as one operation
@@ -36,7 +37,7 @@ def padded(inputs: Inputs) -> Inputs:
     if inputs.relative is None:
         return inputs
     query, table, first = inputs.relative
-    return inputs._replace(relative=Relative(query, F.pad(table, (CHUNK, CHUNK)), first + CHUNK))
+    return replaced(inputs, relative=Relative(query, F.pad(table, (CHUNK, CHUNK)), first + CHUNK))
 
 
 def columns(relative: Relative, queries: slice, keys: slice) -> slice:
@@ -144,11 +145,11 @@ def learned(inputs: Inputs) -> tuple[Tensor, ...]:
 
 def with_learned(inputs: Inputs, query: Tensor, key: Tensor, value: Tensor, *relative: Tensor) -> Inputs:
     """Return the inputs with other tensors in place of `learned`."""
-    inputs = inputs._replace(query=query, key=key, value=value)
+    inputs = replaced(inputs, query=query, key=key, value=value)
     if inputs.relative is None:
         return inputs
     asking, table = relative
-    return inputs._replace(relative=Relative(asking, table, inputs.relative.first))
+    return replaced(inputs, relative=Relative(asking, table, inputs.relative.first))
 
 
 class _Recomputed(torch.autograd.Function):

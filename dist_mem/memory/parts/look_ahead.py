@@ -26,6 +26,7 @@ from dist_mem.nn.attention_inputs import Inputs, Visible
 from dist_mem.nn.chunked_attention import log_sum_exp
 from dist_mem.nn.kernel_shapes import device_type_of
 from dist_mem.nn.layers import Attended, RelativeProjections, relative_queries, sinusoid_table, split_heads
+from dist_mem.nn.named_tuples import replaced
 from dist_mem.nn.position_scores import add_by_distance
 
 
@@ -250,7 +251,7 @@ class LookAheadAttention(RelativeProjections):
             attended = self.attention_dropout(looking.to(value.dtype)) @ value
         else:
             content_query, relative = relative_queries(query, table, **biases)
-            relative = relative._replace(first=self.mem_len - self.window)
+            relative = replaced(relative, first=self.mem_len - self.window)
             rows, log_sum_ahead = attend(Inputs(content_query, key, value, ahead, relative), back_end, log_sum=True)
             assert log_sum_ahead is not None
             alpha, log_sum = shares_of_old(old_log_sum, log_sum_ahead, **options)

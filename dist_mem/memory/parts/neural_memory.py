@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dist_mem.memory.parts.convolution import convolved
 from dist_mem.memory.parts.learned_start import LearnedStart
 from dist_mem.nn.layers import Projection
+from dist_mem.nn.named_tuples import replaced
 
 Weights = tuple[Tensor, ...]  # (B, I, O) of every layer of the network
 
@@ -68,7 +69,7 @@ def learn(
         one = Tokens(*chunk)
         inputs, gradients, error = gradients_of(one, weights)
         if max_gradient is not None:
-            one = one._replace(step=one.step * share_kept(inputs, gradients, max_gradient))
+            one = replaced(one, step=one.step * share_kept(inputs, gradients, max_gradient))
         left, since, shares = mixture(one)
         # Of the momentum itself: what the last token leaves of it, and of the gradients since.
         last_left, last_shares = decays(one.momentum)[:, -1:] * one.step[:, None], one.momentum.sum(1).exp()

@@ -13,6 +13,7 @@ from dist_mem.memory.parts.inspection import Inspection, Spans, rows_of
 from dist_mem.memory.parts.inspector import forget, inspect
 from dist_mem.memory.parts.signal import Signal, State
 from dist_mem.memory.parts.signal_places import NUM_BINS, Trace, append, bin_spans, row_spans, without_rows
+from dist_mem.nn.named_tuples import replaced
 
 
 def inspect_signal(memory: Signal, x: Tensor, state: State, valid_len: Tensor, trace: Trace | None) -> Inspection:
@@ -65,7 +66,7 @@ def forget_signal(memory: Signal, state: State, begin: Tensor, end: Tensor, trac
         spans = _spans(memory, len(places))
         taken = (spans.begin - shift < last) & (spans.end - shift > first)
         coefficients[lane] = without_rows(coefficients[lane], places, taken, memory.geometry)
-    return state._replace(over=over, pending=kept, coefficients=coefficients)
+    return replaced(state, over=over, pending=kept, coefficients=coefficients)
 
 
 def _spans(memory: Signal, num_rows: int) -> Spans:
