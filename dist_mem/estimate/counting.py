@@ -262,9 +262,12 @@ def _runs_on_meta(config: Config) -> Iterator[None]:
 
 
 def mixed(written: Counted, recomputed: Counted, share: float) -> Counted:
-    """Return the count of a model that recomputes a share of its blocks, from those of none and all; peak: a bound."""
+    """Return the count of a model that recomputes a share of its blocks, from those of none and all.
+
+    The peak is a bound: when the first blocks are computed again, the backward has freed what the last ones kept.
+    """
     kept = round((1.0 - share) * written.kept + share * recomputed.kept)
-    peak = kept + max(written.peak - written.kept, recomputed.peak - recomputed.kept)
+    peak = max(kept + written.peak - written.kept, recomputed.peak)
     parts = ((1.0 - share, written), (share, recomputed))
     return Counted(peak, kept, [(part * number, work) for part, of in parts for number, work in of.kernels])
 

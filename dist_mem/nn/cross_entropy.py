@@ -2,11 +2,16 @@
 
 Up to `KEPT` logits, the forward keeps log-probabilities for the backward, in float32. Above, rows are processed in
 chunks of at most `CHUNK` logits, nothing is kept, and the backward computes each chunk again: a third more operations
-in this layer, and the memory no longer grows with the number of rows. Shape letters: R rows, D width, V columns.
+in this layer, and the memory no longer grows with the number of rows. In half precision on a GPU, chunks are larger,
+logits themselves are kept, and two compiled kernels read them once each: float32 is only in registers. Columns are
+padded to a multiple of 8 there, as products of odd sizes run on slow kernels (docs/results/gpu.md). Shape letters: R
+rows, D width, V columns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +23,7 @@ from dist_mem.nn.kernel_shapes import device_type_of
 
 KEPT = 2**26  # logits, 256 MiB in float32
 CHUNK = 2**24
+GPU_CHUNK = 2**27  # 256 MiB of half precision: few launches, and products large enough for a GPU
 _MOST_CHUNKS = 1024  # from 2^34 logits on, chunks are larger instead
 _CACHED = 2**19  # elements that stay in a core's cache
 Weights = tuple[tuple[Tensor, Tensor | None], ...]  # (V_i, D) and (V_i,) of consecutive columns
@@ -28,14 +34,16 @@ def full_precision(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def standing_logits(num_rows: int, num_columns: int) -> int:
+def standing_logits(num_rows: int, num_columns: int, device_type: str = "cpu") -> int:
     """Return how many logits stand in memory at one time."""
-    return num_rows * num_columns if num_rows * num_columns <= KEPT else max(CHUNK, num_columns)
+    kept, chunk = (GPU_CHUNK, GPU_CHUNK) if device_type == "cuda" else (KEPT, CHUNK)
+    return num_rows * num_columns if num_rows * num_columns <= kept else max(chunk, num_columns)
 
 
-def row_chunks(num_rows: int, num_columns: int) -> list[slice]:
+def row_chunks(num_rows: int, num_columns: int, device_type: str = "cpu") -> list[slice]:
     """Return the rows of each chunk, in order."""
-    size = max(1, standing_logits(num_rows, num_columns) // num_columns, num_rows // _MOST_CHUNKS)
+    standing = standing_logits(num_rows, num_columns, device_type)
+    size = max(1, standing // num_columns, num_rows // _MOST_CHUNKS)
     return [slice(begin, min(begin + size, num_rows)) for begin in range(0, max(1, num_rows), size)]
 
 
@@ -52,7 +60,21 @@ def _chunks(rows: Tensor, weights: Weights) -> list[slice]:
     """
     if device_type_of(rows) == "meta":
         return [slice(0, len(rows))]
-    return row_chunks(len(rows), sum(len(weight) for weight, _ in weights))
+    return row_chunks(len(rows), sum(len(weight) for weight, _ in weights), device_type_of(rows))
+
+
+def _has_kernels(rows: Tensor) -> bool:
+    return device_type_of(rows) == "cuda" and full_precision(rows[:0]).dtype != rows.dtype
+
+
+def joined(weights: Weights, multiple: int = 8) -> Weights:
+    """Return one part with all columns, and with columns of probability 0 to a multiple."""
+    biases = [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in weights]
+    missing = -sum(map(len, biases)) % multiple
+    if len(weights) == 1 and not missing:
+        return weights
+    weight, bias = torch.cat([weight for weight, _ in weights]), torch.cat(biases)
+    return ((F.pad(weight, (0, 0, 0, missing)), F.pad(bias, (0, missing), value=-torch.inf)),)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -60,29 +82,39 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, targets: Tensor, learns: bool, *parameters: Tensor | None) -> Tensor:
-        weights = _pairs(parameters)
+        has_kernels = _has_kernels(rows)
+        weights = joined(_pairs(parameters)) if has_kernels else _pairs(parameters)
         chunks = _chunks(rows, weights)
         losses, kept = [], None
         for chunk in chunks:
-            log_probs = _log_softmax(linear(rows[chunk], weights))
-            losses.append(F.nll_loss(log_probs, targets[chunk], ignore_index=IGNORE, reduction="none"))
+            logits = linear(rows[chunk], weights)
+            if has_kernels:
+                losses.append(_losses(logits, targets[chunk]))
+            else:
+                logits = _log_softmax(logits)
+                losses.append(F.nll_loss(logits, targets[chunk], ignore_index=IGNORE, reduction="none"))
             if learns and len(chunks) == 1:
-                kept = log_probs
+                kept = logits
         ctx.save_for_backward(rows, targets, kept, *parameters)
         return torch.cat(losses)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         rows, targets, kept, *parameters = ctx.saved_tensors
-        weights = _pairs(parameters)
+        has_kernels = _has_kernels(rows)
+        weights = joined(_pairs(parameters)) if has_kernels else _pairs(parameters)
         scored = targets != IGNORE
         scale, columns = torch.where(scored, gradients[0], 0.0), torch.where(scored, targets, 0)
         of_rows = torch.empty_like(rows)
-        sums: list[Tensor | None] = [None] * len(parameters)
+        sums: list[Tensor | None] = [None] * (2 * len(weights))
         chunks = _chunks(rows, weights)
         for chunk in chunks:
-            log_probs = _log_softmax(linear(rows[chunk], weights)) if kept is None else kept
-            of_logits = _logit_gradients(log_probs, columns[chunk, None], scale[chunk, None], rows.dtype)
+            logits = linear(rows[chunk], weights) if kept is None else kept
+            if has_kernels:
+                of_logits = _gradients(logits, columns[chunk], scale[chunk])
+            else:
+                log_probs = _log_softmax(logits) if kept is None else kept
+                of_logits = _logit_gradients(log_probs, columns[chunk, None], scale[chunk, None], rows.dtype)
             parts = of_logits.split([len(weight) for weight, _ in weights], dim=-1)
             products = [part @ weight for part, (weight, _) in zip(parts, weights, strict=True)]
             of_rows[chunk] = products[0] if len(products) == 1 else products[0] + products[1]
@@ -92,7 +124,54 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     # In half precision, sums over many chunks would lose bits.
                     one, total = one if len(chunks) == 1 else full_precision(one), sums[place]
                     sums[place] = one if total is None else total.add_(one)
-        return of_rows, None, None, *[total if total is None else total.to(rows.dtype) for total in sums]
+        given = [None if total is None else total.to(rows.dtype) for total in sums]
+        return of_rows, None, None, *(_parted(given, parameters) if has_kernels else given)
+
+
+def _parted(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the gradients of parameters from those of their `joined` weight and bias."""
+    sizes = [len(weight) for weight in parameters[::2] if weight is not None]
+    weights, biases = (None if one is None else one[: sum(sizes)].split(sizes) for one in gradients)
+    parted: list[Tensor | None] = []
+    for index, bias in enumerate(parameters[1::2]):
+        parted += [weights and weights[index], None if bias is None else biases and biases[index]]
+    return parted
+
+
+def losses_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the losses of logits (R, V), float32: (R,)."""
+    exact, columns = full_precision(logits), targets.clamp(min=0)[:, None]
+    losses = exact.logsumexp(-1) - exact.gather(1, columns)[:, 0]
+    return torch.where(targets == IGNORE, 0.0, losses)
+
+
+def logit_gradients(logits: Tensor, columns: Tensor, scale: Tensor) -> Tensor:
+    """Return the gradients of logits (R, V), in their dtype, of losses in columns (R,) times a scale (R,)."""
+    is_target = torch.arange(logits.shape[1], device=logits.device) == columns[:, None]
+    probabilities = full_precision(logits).softmax(-1)
+    return ((probabilities - torch.where(is_target, 1.0, 0.0)) * scale[:, None]).to(logits.dtype)
+
+
+@cache
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the function compiled for any number of rows; torch's compiler is imported here."""
+    return torch.compile(function, dynamic=True)
+
+
+def _call(function: Callable[..., Tensor], logits: Tensor, *others: Tensor) -> Tensor:
+    """Run a kernel that is made for this number of columns: one for any number is three times as slow at 50,000."""
+    torch._dynamo.mark_static(logits, 1)
+    return _compiled(function)(logits, *others)
+
+
+def _losses(logits: Tensor, targets: Tensor) -> Tensor:
+    if logits.is_meta:
+        return logits.new_empty(len(logits), dtype=torch.float32)
+    return _call(losses_of, logits, targets)
+
+
+def _gradients(logits: Tensor, columns: Tensor, scale: Tensor) -> Tensor:
+    return torch.empty_like(logits) if logits.is_meta else _call(logit_gradients, logits, columns, scale)
 
 
 def _cached_rows(logits: Tensor) -> list[slice]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from dist_mem.nn.attention_inputs import Inputs, Read, Visible
 from dist_mem.nn.chunked_attention import recomputed
 from dist_mem.nn.kernel_shapes import device_type_of, fused
+from dist_mem.nn.named_tuples import replaced
 
 
 def sdpa(inputs: Inputs) -> Tensor:
@@ -51,21 +52,34 @@ def flex(inputs: Inputs, *, log_sum: bool) -> Read:
         return _planned_kernel(inputs) if inputs.query.is_meta else flex_kernel(inputs, log_sum=log_sum)
     assert not log_sum, "AttentionLayer.choose"
     if inputs.query.is_meta:
-        return recomputed(inputs, lambda inputs: _planned_kernel(inputs)._replace(log_sum=None))
+        return recomputed(inputs, lambda inputs: replaced(_planned_kernel(inputs), log_sum=None))
     return recomputed(inputs, lambda inputs: flex_kernel(inputs, log_sum=False))
 
 
 def _planned_kernel(inputs: Inputs) -> Read:
     """Return what the kernel would, without values."""
-    table = None if inputs.relative is None else inputs.relative.by_column()
+    table = None if inputs.relative is None else inputs.relative.padded().by_column()
     return Read(*fused(inputs.query, inputs.key, inputs.value, table))
+
+
+# The fastest of seven on an H100 with torch 2.11, by head width; torch's own forward takes twice as long for 64, as its
+# blocks spill registers where scores by distance are read (docs/log/2026-11.md).
+_FORWARD = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32, "fwd_num_warps": 4, "fwd_num_stages": 2}
+_BACKWARD = {"bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64}
+BLOCKS = {64: _FORWARD, 128: {**_FORWARD, **_BACKWARD, "bwd_num_warps": 4, "bwd_num_stages": 1}}
+
+
+def blocks(width: int) -> dict[str, int] | None:
+    """Return the sizes of a GPU's kernels of FlexAttention with scores by distance, for a head width; None: torch's."""
+    return next((found for largest, found in BLOCKS.items() if width <= largest), None)
 
 
 def flex_kernel(inputs: Inputs, *, log_sum: bool) -> Read:
     """Call the kernel, compiled at the first call for a shape."""
     from torch.nn.attention.flex_attention import AuxRequest
 
-    query, key, value, visible, _, _ = inputs
+    query, key, value, visible, relative, _ = inputs
+    on_gpu = query.device.type == "cuda"
     rows, aux = compiled()(
         query.transpose(0, 1),
         key.transpose(0, 1),
@@ -73,6 +87,7 @@ def flex_kernel(inputs: Inputs, *, log_sum: bool) -> Read:
         score_mod=score_change(inputs),
         block_mask=band(visible.num_queries, visible.num_keys, visible.above, visible.upto, query.device),
         scale=1.0,
+        kernel_options=blocks(query.shape[-1]) if on_gpu and relative is not None else None,
         return_aux=AuxRequest(lse=log_sum),
     )
     return Read(rows.transpose(0, 1), aux.lse.transpose(0, 1) if log_sum else None)
@@ -97,7 +112,7 @@ def stored(mask: Tensor) -> Tensor:
 def score_change(inputs: Inputs) -> Callable[..., Tensor]:
     """Return the function of a score and its lane, head, query and key that adds distances, bias and lane's mask."""
     visible, relative, bias = inputs.visible, inputs.relative, inputs.bias
-    table = None if relative is None else relative.by_column()
+    table = None if relative is None else relative.padded().by_column()
     first, last = (0, 0) if relative is None else (relative.first, relative.table.shape[-1] - 1)
     keys, sees = stored(visible.keys()), None if visible.sees is None else stored(visible.sees)
 

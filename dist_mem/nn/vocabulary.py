@@ -162,7 +162,8 @@ class Softmax(nn.Module):
         if self.training:
             return Scores(self.losses(rows, row_targets).view_as(targets), None)
         num_columns = self.spans[0].size + len(self.spans) - 1
-        chunks = row_chunks(len(rows), max(num_columns, *(part.size for part in self.spans)))
+        columns = max(num_columns, *(part.size for part in self.spans))
+        chunks = row_chunks(len(rows), columns, rows.device.type)
         scores = [self.simple_scores(rows[chunk], row_targets[chunk]) for chunk in chunks]
         return Scores(*(torch.cat(parts).view_as(targets) for parts in zip(*scores, strict=True)))
 

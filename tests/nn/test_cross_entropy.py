@@ -77,6 +77,22 @@ def test_in_chunks_it_equals_plain_operations(
         torch.testing.assert_close(one, other, rtol=4 * epsilon, atol=16 * epsilon)
 
 
+@every_case
+@pytest.mark.parametrize("rows_at_a_time", [1, 5, ROWS])
+def test_kernels_of_gpus_equal_plain_operations(
+    case: tuple[bool, int], rows_at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With padded columns; uncompiled, as there is no GPU."""
+    monkeypatch.setattr(cross_entropy, "_has_kernels", lambda rows: True)
+    monkeypatch.setattr(cross_entropy, "_compiled", lambda function: function)
+    allow_logits(monkeypatch, rows_at_a_time * (COLUMNS + case[1] + 7))
+    found, expected = both_ways(case, torch.bfloat16)
+    epsilon = torch.finfo(torch.bfloat16).eps
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=4 * epsilon, atol=16 * epsilon)
+
+
 def test_chunks_bound_the_logits_that_stand_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     whole = cross_entropy.linear
