@@ -20,6 +20,7 @@ from torch.utils.cpp_extension import _get_build_directory
 from dist_mem.block import Block
 from dist_mem.config.check import Problem, shown, stop_on, suggest
 from dist_mem.engine.cpu_op import CPU_OP, building
+from dist_mem.engine.fused_checks import fuse_checks
 from dist_mem.engine.zero_state import DeepSpeedEngine, loss_scaler
 from dist_mem.errors import run_error
 from dist_mem.runtime.distributed import announced, print_on_rank0
@@ -38,6 +39,7 @@ try:
     from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
     from deepspeed.utils import logger as deepspeed_logger
 finally:
     if sys.modules["mlflow"] is None:
@@ -176,6 +178,8 @@ def start_deepspeed(model: nn.Module, optimizer: torch.optim.Optimizer, config: 
         # Half precision without ZeRO: it made a step without gradients, which decays weights and counts in Adam.
         engine.optimizer.refresh_fp32_params()
         engine.optimizer.optimizer.state.clear()
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) and not engine.optimizer.cpu_offload:
+        fuse_checks(engine.optimizer)
     return engine
 
 
