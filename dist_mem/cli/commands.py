@@ -130,6 +130,9 @@ def doctor(options: argparse.Namespace) -> int:
         from dist_mem.doctor import drill
 
         return drill.run(options.config)
+    from dist_mem.runtime.distributed import choose_accelerator
+
+    choose_accelerator()  # as a run does: the doctor checks what a run will have
     from dist_mem.doctor import run_checks as run
 
     return run.run(load_checked(options.config, builds_model=True) if options.config else None)

@@ -1,6 +1,6 @@
 """Checks of a rank with a GPU: its cores and their NUMA node, network cards, and the settings of torch and NCCL.
 
-Not yet run on a GPU: tests use stand-ins for torch.cuda and a made-up /sys.
+Run on one H100; tests use stand-ins for torch.cuda and a made-up /sys.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def _check_cores(device: torch.device) -> Remark:
         return warning("cores", f"{where} for the training, NCCL, prefetch and saver", fix)
     if place.cores and len(near) < len(cores):
         return warning("cores", f"{where}, {len(near)} of them next to its GPU", "train.numa_binding=true")
-    return ok("cores", f"{where} next to the GPU (NUMA node {place.node})" if place.cores else where)
+    node = "" if place.node is None else f" (NUMA node {place.node})"
+    return ok("cores", f"{where} next to the GPU{node}" if place.cores else where)
 
 
 def _check_network_cards(device: torch.device) -> Iterator[Remark]:

@@ -12,8 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dist_mem.__main__ import main
 from dist_mem.config import Config, load_config
+from dist_mem.doctor import run_checks
 from dist_mem.doctor.gpus import check_gpu
+from dist_mem.runtime import devices
 from dist_mem.runtime.distributed import World
 from dist_mem.supervision.findings import FAIL, OK, WARNING, Remark
 from tests.support.gpus import add_card, allow_cores, pretend_gpus
@@ -52,6 +55,16 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPat
 def found(what: str, config: Config | None = None) -> Remark:
     (remark,) = (one for one in check_gpu(config, WORLD) if one.what == what)
     return remark
+
+
+def test_the_doctor_sees_the_variables_that_a_run_sets_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(run_checks, "run", lambda config: int(not devices.records_starts()))
+    for name in ("TORCH_NCCL_ENABLE_TIMING", *devices.ALLOCATOR_VARIABLES):
+        monkeypatch.setenv(name, "")  # for their end
+        monkeypatch.delenv(name)
+    assert main(["doctor"]) == 0
+    assert "expandable_segments:True" in devices.allocator_settings()
 
 
 def test_sound_rank_passes_with_what_was_found(machine: pytest.MonkeyPatch) -> None:
