@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from lib.common import ROOT
 
-_OUT_OF_MEMORY = ("out of memory", "OutOfMemory", "Cannot allocate", "this needs at least")  # the last: our own
+_OUT_OF_MEMORY = ("out of memory", "OutOfMemory", "Cannot allocate", "this needs ")  # the last: our own
 
 
 class TimeUpError(Exception):

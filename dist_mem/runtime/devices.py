@@ -4,7 +4,7 @@ GPUs are those of NVIDIA's data sheets, without structured sparsity, which doubl
 are those of one GPU in one direction, of which data sheets print the sum of both.
 
 The environment variables of torch and NCCL on GPUs are set before their first use, and read by the doctor. A variable
-that the user has set stays. Not yet run on a GPU: tests use stand-ins for torch.cuda.
+that the user has set stays. Run on one H100; tests use stand-ins for torch.cuda.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Every GPU hangs on the PCI bus of one NUMA node. A rank whose threads run on another one reaches GPU, pinned memory and
 network card through the link between processors. Slurm numbers cores and GPUs independently, so a rank binds itself.
-Not yet run on a GPU: tests use a made-up /sys.
+Run on one H100; tests use a made-up /sys.
 """
 
 from __future__ import annotations
