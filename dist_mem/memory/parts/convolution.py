@@ -9,5 +9,7 @@ from torch import Tensor
 def convolved(rows: Tensor, taps: Tensor) -> Tensor:
     """Return the sum of each row and those before it, weighted by `taps` (W, kernel): (B, T + kernel - 1, W) -> T."""
     seg_len = rows.shape[1] - taps.shape[1] + 1
-    parts = [rows[:, place : place + seg_len] * taps[:, place] for place in range(taps.shape[1])]
-    return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
+    total = rows[:, :seg_len] * taps[:, 0]
+    for place in range(1, taps.shape[1]):
+        total = torch.addcmul(total, rows[:, place : place + seg_len], taps[:, place])
+    return total

@@ -7,7 +7,7 @@
 Once token by token, as written here (`recurrent_rule`), and once in chunks (`chunked_rule`): Yang et al. 2024a, arXiv
 2312.06635, sec. 4.3 (vector decays, secondary chunks), 2024b, 2406.06484, sec. 3.2 (delta rule), Yang et al. 2025,
 2412.06464, sec. 3.3 (both, with scalar decays), Kimi Team 2025, 2510.26692, sec. 3 (both, with vector decays). Shape
-letters: B lanes, H heads, T segment, C chunk, K and V widths of a key and of a value.
+letters: B lanes, H heads, T segment, N chunks of C tokens, K and V widths of a key and of a value.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def chunked_rule(tokens: Tokens, matrix: Tensor, *, delta: bool, chunk_len: int)
     """Apply the rule to a segment in chunks.
 
     By the delta rule the corrections R of all tokens of a chunk follow from one triangular system,
-    (I + L) R = beta (V - e^c K S); without it they are beta V.
+    (I + L) R = beta (V - e^c K S); without it they are beta V. What does not depend on S
+    is computed for all N chunks together: a GPU waits for launches otherwise.
 
     Args:
         matrix: (B, H, K, V), S before the segment.
@@ -70,29 +71,33 @@ def chunked_rule(tokens: Tokens, matrix: Tensor, *, delta: bool, chunk_len: int)
     seg_len, is_scalar = tokens.beta.shape[2], tokens.decay.shape[-1] == 1
     size, num_chunks = chunks(seg_len, chunk_len, sub_len=1 if is_scalar else SUB_LEN)
     missing = size * num_chunks - seg_len
-    query, keys, value, decay = (F.pad(rows, (0, 0, 0, missing)) for rows in tokens[:4])
-    beta = F.pad(tokens.beta, (0, missing))
-    pairs_of = scalar_pairs if is_scalar else vector_pairs
-    one = torch.eye(size, device=beta.device, dtype=beta.dtype)
-    read = []
-    for chunk in zip(*(part.split(size, dim=2) for part in (query, keys, value, decay, beta)), strict=True):
-        q, k, v, g, b = chunk
-        total = g.cumsum(-2)  # log of what is left at a token of the matrix before the chunk
-        pairs = pairs_of(k, total)
-        new = b[..., None] * v
+    query, key, value, decay = (F.pad(rows, (0, 0, 0, missing)).unflatten(2, (-1, size)) for rows in tokens[:4])
+    beta = F.pad(tokens.beta, (0, missing)).unflatten(2, (-1, size))[..., None]
+    total = decay.cumsum(-2)  # (B, H, N, C, .), log of what is left at a token of the matrix before its chunk
+    left = total[..., -1:, :]
+    pairs = (scalar_pairs if is_scalar else vector_pairs)(key, total)
+    parts = [beta * value, query * total.exp(), (key * (left - total).exp()).mT, left.exp().mT]
+    if delta:
+        scaled = beta * key
+        one = torch.eye(size, device=beta.device, dtype=beta.dtype)
+        parts += [scaled * total.exp(), one + pairs(scaled).tril(-1)]
+    # Only what follows depends on the chunk before.
+    read, written = [], []
+    for new, asking, keys, kept, *system in zip(*(part.unbind(2) for part in parts), strict=True):
         if delta:
-            scaled = b[..., None] * k
-            lower = one + pairs(scaled).tril(-1)
-            targets = new - (scaled * total.exp()) @ matrix
-            new = torch.linalg.solve_triangular(lower, targets, upper=False, unitriangular=True)
-        read.append((q * total.exp()) @ matrix + pairs(q) @ new)
-        left = total[..., -1:, :]
-        matrix = left.exp().mT * matrix + (k * (left - total).exp()).mT @ new
-    return torch.cat(read, dim=2)[:, :, :seg_len], matrix
+            of_matrix, lower = system
+            new = torch.linalg.solve_triangular(lower, new - of_matrix @ matrix, upper=False, unitriangular=True)
+        read.append(asking @ matrix)
+        written.append(new)
+        matrix = kept * matrix + keys @ new
+    rows = torch.stack(read, 2) + pairs(query) @ torch.stack(written, 2)
+    return rows.flatten(2, 3)[:, :, :seg_len], matrix
 
 
 def scalar_pairs(keys: Tensor, total: Tensor) -> Callable[[Tensor], Tensor]:
     """Return a function of rows (B, H, C, K): the products of each with all keys up to it, decayed, (B, H, C, C).
+
+    Axes between H and C are kept, here and in `vector_pairs`.
 
     Args:
         keys: (B, H, C, K).
@@ -109,7 +114,7 @@ def vector_pairs(keys: Tensor, total: Tensor) -> Callable[[Tensor], Tensor]:
 
     Such a decay cannot be taken out of the product over K. Between secondary chunks of c tokens it is split at the
     first token of the later one, e^(c_i - c_first) e^(c_first - c_j): both are at most 1. Within one it is computed for
-    every pair. Shape letters: N secondary chunks, C = N c.
+    every pair. Shape letters: N secondary chunks here, C = N c.
     """
     sub_len = min(SUB_LEN, keys.shape[-2])
     now, own = (part.unflatten(-2, (-1, sub_len)) for part in (total, keys))  # (B, H, N, c, K)

@@ -77,13 +77,13 @@ def learn(
         for index, (layer, speed, before, gradient) in enumerate(
             zip(weights, momentum, inputs, gradients, strict=True)
         ):
-            own = (shares * (rows @ before.mT)) @ gradient
-            rows = (left[..., None] * rows) @ layer + (since[..., None] * rows) @ speed - own
+            reads = torch.baddbmm((left[..., None] * rows) @ layer, since[..., None] * rows, speed)
+            rows = torch.baddbmm(reads, shares * (rows @ before.mT), gradient, alpha=-1)
             rows = F.silu(rows) if index < len(weights) - 1 else rows
-            moved = (shares[:, -1, :, None] * before).mT @ gradient
-            new_weights.append(left[:, -1, None, None] * layer + since[:, -1, None, None] * speed - moved)
-            pushed = (last_left.mT * before).mT @ gradient
-            new_momentum.append(last_shares[:, None, None] * speed - pushed)
+            moved, pushed = (shares[:, -1, :, None] * before).mT, (last_left.mT * before).mT
+            mixed = torch.addcmul(left[:, -1, None, None] * layer, since[:, -1, None, None], speed)
+            new_weights.append(torch.baddbmm(mixed, moved, gradient, alpha=-1))
+            new_momentum.append(torch.baddbmm(last_shares[:, None, None] * speed, pushed, gradient, alpha=-1))
         weights, momentum = tuple(new_weights), tuple(new_momentum)
         read.append(rows)
         errors.append(error)
