@@ -5,8 +5,10 @@
 
 Each round generates one segment of T tokens, so that the open segment has every length once, after 500 and after 5,000
 tokens of the document. "rereading" reads all 5,000 tokens from the start in segments of T, as generation without a
-carried memory would for every token. Rounds are interleaved and medians printed, so that a busy moment of the machine
-affects all cases alike.
+carried memory would for every token. "scoring" computes the losses of a segment, as an evaluation does, with a full
+memory. transformers' GPT-2 and, where it is installed (see peers.py), x-transformers stand beside them: with a context
+of M tokens, whose reading is measured and subtracted. Rounds are interleaved and medians printed, so that a busy moment
+of the machine affects all cases alike.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from lib.common import arguments_of, interleaved, load
+from lib.peer_generation import peers
 from memory import configuration, device_seconds, memories
 
 from dist_mem.data.tokenizers.base import Tokenizer
@@ -56,7 +59,15 @@ def calls(trained: TrainedModel, arguments: argparse.Namespace) -> dict[str, Cal
     def reread() -> Any:
         return next_log_probs(trained, read(trained, start(trained, arguments.lanes), documents))
 
-    return {"early": write(early), "late": write(late), "rereading": reread}
+    model, lanes = trained.model, arguments.lanes
+    segment = torch.as_tensor(document[: arguments.seg_len]).expand(lanes, -1)
+    state = late.state
+
+    @torch.no_grad()
+    def score() -> Any:
+        return model(segment, segment, torch.full((lanes,), arguments.seg_len), state=state).nll.sum()
+
+    return {"early": write(early), "late": write(late), "rereading": reread, "scoring": score}
 
 
 def main() -> None:
@@ -66,19 +77,26 @@ def main() -> None:
     arguments = arguments_of(__doc__, **sizes, **run).parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(arguments.threads)
-    timed = {
-        (kind, what): call
+    cases = {
+        kind: calls(trained_model(memory, arguments, device), arguments)
         for kind, memory in memories(arguments.mem_len).items()
-        for what, call in calls(trained_model(memory, arguments, device), arguments).items()
     }
+    cases |= peers(arguments) if device.type == "cpu" else {}
+    timed = {(kind, what): call for kind, named in cases.items() for what, call in named.items()}
     times = interleaved(timed, arguments.rounds, device_seconds)
     medians = {case: statistics.median(values) for case, values in times.items()}
     tokens = arguments.lanes * arguments.seg_len
-    head = f"{'memory':<30}{f'after {EARLY}':>12}{f'after {LATE:,}':>13}{'rereading':>11}"
+    head = f"{'memory':<30}{f'after {EARLY}':>12}{f'after {LATE:,}':>13}{'scoring':>11}{'rereading':>11}"
     print(f"{head}   tokens/s, {arguments.lanes} lanes")
-    for kind in memories(arguments.mem_len):
+    for kind, named in cases.items():
+        scoring = f"{tokens / medians[kind, 'scoring']:>11,.0f}"
+        if "prompt" in named:
+            late = tokens / (medians[kind, "prompt and late"] - medians[kind, "prompt"])
+            print(f"{kind:<30}{'':>12}{late:>13,.1f}{scoring}")
+            continue
         early, late = (tokens / medians[kind, what] for what in ("early", "late"))
-        print(f"{kind:<30}{early:>12,.1f}{late:>13,.1f}{arguments.lanes / medians[kind, 'rereading']:>11,.2f}")
+        rereading = f"{arguments.lanes / medians[kind, 'rereading']:>11,.2f}"
+        print(f"{kind:<30}{early:>12,.1f}{late:>13,.1f}{scoring}{rereading}")
     rounds = f"medians of {arguments.rounds} rounds, {arguments.threads} threads, {load()}"
     print(f"T {arguments.seg_len}, M {arguments.mem_len}; {rounds}")
 
