@@ -154,8 +154,8 @@ def to_markdown(
     Args:
         found: what each row of a study with a budget took.
     """
-    found = found or {}
-    columns, shown = study.columns, _table_rows(study)
+    found = {key: each for key, each in (found or {}).items() if any(run.row == key for run in runs)}
+    columns, shown = study.columns, list(found) or _table_rows(study)
     beside = study.is_papers and any(name in row.paper for row in study.rows.values() for name in columns)
     pairs = ([f"{name}, paper", f"{name}, ours"] if beside else [name] for name in columns)
     heading = ["", *(text for pair in pairs for text in pair), *(_budget_heading(study, shown[0]) if found else [])]
@@ -172,7 +172,7 @@ def to_markdown(
         lines.append(_line([*cells, *(_budget_cells(study, found[key]) if found else [])]))
     lines += ["", study.about, ""]
     if found:
-        lines += [_about_interval(study, shown[0]), "", f"![Quality against cost]({PARETO})", ""]
+        lines += [_about_interval(study, runs, shown), "", f"![Quality against cost]({PARETO})", ""]
     lines += [f"- {study.rows[key].name}: {study.rows[key].note}" for key in shown if study.rows[key].note]
     lines += [_chosen(study, runs, key) for key in shown if study.rows[key].best_of]
     left_out = [row.name for key, row in study.rows.items() if key not in shown_rows(study)]
@@ -216,9 +216,10 @@ def _first_metric(study: Study) -> str:
     return next(iter(study.columns.values())).metric
 
 
-def _about_interval(study: Study, first: str) -> str:
+def _about_interval(study: Study, runs: Sequence[Run], shown: Sequence[str]) -> str:
     """Return the sentences that say what the numbers and intervals of a study with a budget are."""
-    seeds, metric, name = ", ".join(map(str, study.seeds)), _first_metric(study), study.rows[first].name
+    seeds = ", ".join(map(str, sorted({run.seed for run in runs})))
+    metric, name = _first_metric(study), study.rows[shown[0]].name
     means = f"Means over the seeds {seeds}, ± their standard deviation."
     if metric == "recall_accuracy":
         return f"{means} There is no interval: evaluations record recall accuracy by distance, not by document."
@@ -228,7 +229,7 @@ def _about_interval(study: Study, first: str) -> str:
     return (
         f"{means} The interval is that of {what}, with other seeds and other documents of the same kind: 10,000 draws "
         f"of the documents, the same for both, and of the seeds of each. An interval that contains {nothing} settles "
-        f"nothing; one of two or three seeds is rough. {_about_chance(len(_table_rows(study)) - 1)}"
+        f"nothing; one of two or three seeds is rough. {_about_chance(len(shown) - 1)}"
         f"Fewer than {MIN_DOCUMENTS} documents have none."
     )
 
@@ -400,6 +401,7 @@ def _draw_pareto(study: Study, found: Mapping[str, Standing], path: Path) -> Non
     What the budget made equal is left out: its differences come from whole updates and say nothing.
     """
     from matplotlib.figure import Figure  # takes a second to import
+    from matplotlib.ticker import StrMethodFormatter
 
     figure, metric = Figure(figsize=(10, 4.5), layout="constrained"), _first_metric(study)
     costs: dict[str, list[float | None]] = {
@@ -421,6 +423,8 @@ def _draw_pareto(study: Study, found: Mapping[str, Standing], path: Path) -> Non
         front = pareto_front([(x, y) for x, y, _ in points], higher=is_better_higher(metric))
         axes.plot([x for x, _ in front], [y for _, y in front], "-", color="C1", linewidth=1)
         axes.set_xlabel(label)
+        axes.locator_params(axis="x", nbins=4)  # more of long numbers would overprint each other
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         labelled.append((axes, [(x, y, name, "0.25") for x, y, name in points]))
     figure.axes[0].set_ylabel(metric.replace("_", " "))
     figure.draw_without_rendering()  # the scales are known then
