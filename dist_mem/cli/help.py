@@ -39,7 +39,7 @@ EXAMPLES = {
     "export": "runs/demo --out models/demo",
     "reproduce": "recall --scale small",
     "sweep": "configs/sweeps/rates.yaml --jobs 2",
-    "arena": "configs/arena/cpu.yaml --plan",
+    "arena": "configs/arena/second_edition.yaml --plan",
     "config": "configs/demo.yaml train.steps=100",
     "estimate": "configs/pg19_small.yaml --gpu h100-80gb --gpus 2",
     "doctor": "configs/demo.yaml",

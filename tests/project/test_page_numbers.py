@@ -15,7 +15,6 @@ from dist_mem.config import load_config, to_yaml
 from dist_mem.errors import EXIT_DONE
 from dist_mem.memory.parts.inspector import Inspector
 from dist_mem.model import MemoryLM, describe
-from dist_mem.studies.budget import fitted
 from dist_mem.studies.study import load_study
 from dist_mem.training.history import HISTORY, Part
 from tests.support.page_commands import FENCE, items_of
@@ -26,7 +25,6 @@ DOCS = ROOT / "docs"
 LOG = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "log").glob("*.md"))
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 VOCABULARY = 1280  # pieces of the sample library
-RECORDS = {"arena.md"}  # the page of the results of runs, with commit, settings and seeds
 PAGES = [
     ROOT / "README.md",
     *sorted(path for folder in ("start", "howto", "explanation", "memories") for path in (DOCS / folder).glob("*.md")),
@@ -129,18 +127,9 @@ def test_the_overview_of_memories_has_their_bytes() -> None:
     assert shown == {name: f"{size:.3g}" for name, size in sizes.items()}
 
 
-def test_the_sizes_of_the_first_edition_are_those_of_its_file() -> None:
-    study = load_study(str(ROOT / "configs/arena/first_edition.yaml"))
-    page = (DOCS / "explanation" / "arena.md").read_text(encoding="utf-8")
-    for name, shown in table_with("memory | parameters", page).items():
-        words = [*study.train, *study.trained[name]]
-        _, costs = fitted(name, words, study.budget, study.fit, load_config, VOCABULARY)
-        assert shown[:4] == [f"{value:,}" for value in costs[:4]], name
-
-
 def test_a_measured_figure_stands_in_the_log_or_its_section_names_what_measures_it(subtests: pytest.Subtests) -> None:
     """A figure is a number with a decimal point, in a text or a table."""
-    for page in [page for page in PAGES if page.name not in RECORDS]:
+    for page in PAGES:
         with subtests.test(page=page):
             known = set(re.findall(r"\d[\d,]*\.\d+", LOG)) | {"3.11", "3.12", "3.13"}  # versions of Python
             unknown = {}

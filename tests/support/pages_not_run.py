@@ -91,12 +91,6 @@ class NotRun(NamedTuple):
 
 
 NOT_RUN = [
-    NotRun(
-        "docs/explanation/arena.md",
-        "dist-mem arena configs/arena/first_edition.yaml",
-        "25 minutes; test_runner.py",
-        parsed,
-    ),
     NotRun("README.md", "git clone", "the network, and an address of the user's", parsed),
     NotRun("README.md", "make demo", "4 to 6 minutes; `after_demo` runs its commands", make_rules),
     NotRun("README.md", "xdg-open", "a browser; test_page_browser.py clicks through the page", is_there),

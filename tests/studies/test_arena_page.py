@@ -1,0 +1,88 @@
+"""The page of the arena's second edition has the numbers of its cells in docs/results/arena."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from dist_mem.config import load_config
+from dist_mem.evaluation.bootstrap import gain_interval
+from dist_mem.evaluation.scores import Band
+from dist_mem.studies.budget import fitted
+from dist_mem.studies.cells import CELLS, Run, report_of
+from dist_mem.studies.page import cell
+from dist_mem.studies.study import load_study
+from tests.support.paths import ROOT
+
+FINISHED = ROOT / "docs" / "results" / "arena"
+PAGE = ROOT / "docs" / "results" / "arena.md"
+COLUMNS = ("perplexity", "recall 65 to 256", "recall beyond 256")
+COPIES = 1.7  # loss below which a model copies
+VOCABULARY = 1280  # pieces of the sample library
+
+
+def runs_of(folder: Path) -> dict[str, list[Run]]:
+    """Return the finished runs of every row, by seed, in the order of their mean perplexity."""
+    shutil.copytree(FINISHED, folder / CELLS, ignore=shutil.ignore_patterns("tuning"))
+    found: dict[str, list[Run]] = {}
+    for path in sorted((folder / CELLS).glob("*.json")):
+        row, seed = path.stem.rsplit("-seed", 1)
+        found.setdefault(row, []).append(Run(row, "", int(seed), folder))
+    return dict(sorted(found.items(), key=lambda item: cell(item[1], COLUMNS[0]).mean or 0.0))
+
+
+def gain(runs: Sequence[Run], others: Sequence[Run]) -> str:
+    """Return the interval of the perplexity of some runs divided by that of others."""
+    pair = [[one for run in side if (one := report_of(run, COLUMNS[0])) is not None] for side in (runs, others)]
+    interval = gain_interval(*pair)
+    return "" if interval is None or runs is others else " to ".join(f"{bound:.3f}" for bound in interval)
+
+
+def begins(run: Run) -> str:
+    """Return the first logged update whose loss shows that the model copies."""
+    curve = json.loads(run.cell.read_text())["curve"]
+    return next((str(step) for step, loss, *_ in curve if loss < COPIES), "never")
+
+
+def shares(found: dict[str, list[Run]]) -> list[str]:
+    """Return the lines of the table of what is predicted right, in the order of the table of results, seed 0."""
+    lines = []
+    for row, runs in found.items():
+        report = report_of(runs[0], COLUMNS[0])
+        assert report is not None and runs[0].seed == 0
+        near, far, beyond = (report.recall_accuracy(band) for band in (Band(0, 64), Band(64, 256), Band(256, None)))
+        lines.append(f"| {row} | {near:.0%} | {far:.0%} | {beyond:.0%} |")
+    return lines
+
+
+def table(found: dict[str, list[Run]], state_bytes: dict[str, int]) -> list[str]:
+    """Return the lines of the table of results."""
+    lines = []
+    for row, runs in found.items():
+        results = [cell(runs, column).text(deviation=True) for column in COLUMNS]
+        gains = [gain(found["none"], runs), gain(found["Transformer-XL"], runs)]
+        cells = [row, str(len(runs)), *results, *gains, f"{state_bytes[row]:,}", ", ".join(map(begins, runs))]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def sizes() -> dict[str, int]:
+    """Return the bytes of memory per lane of every row."""
+    study = load_study(str(ROOT / "configs" / "arena" / "second_edition.yaml"))
+    rows = {run: [*study.train, *study.trained[run]] for run in study.rows if run in study.trained}
+    return {
+        name: fitted(name, words, study.budget, study.fit, load_config, VOCABULARY)[1].state_bytes
+        for name, words in rows.items()
+        if (FINISHED / f"{name}-seed0.json").exists()
+    }
+
+
+@pytest.mark.timeout(300)
+def test_the_page_has_the_numbers_of_the_cells(tmp_path: Path) -> None:
+    page = PAGE.read_text(encoding="utf-8").splitlines()
+    found = runs_of(tmp_path)
+    assert [line for line in [*table(found, sizes()), *shares(found)] if line not in page] == []
