@@ -91,6 +91,8 @@ class NotRun(NamedTuple):
 
 
 NOT_RUN = [
+    NotRun("docs/results/gpu.md", "bash benchmarks/gpu.sh", "a GPU; test_gpu_benchmark.py", shell_syntax),
+    NotRun("docs/results/arena.md", "dist-mem arena", "a day of two cores; tables.md runs a smaller one", parsed),
     NotRun("README.md", "git clone", "the network, and an address of the user's", parsed),
     NotRun("README.md", "make demo", "4 to 6 minutes; `after_demo` runs its commands", make_rules),
     NotRun("README.md", "xdg-open", "a browser; test_page_browser.py clicks through the page", is_there),
