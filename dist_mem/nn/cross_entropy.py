@@ -2,10 +2,10 @@
 
 Up to `KEPT` logits, the forward keeps log-probabilities for the backward, in float32. Above, rows are processed in
 chunks of at most `CHUNK` logits, nothing is kept, and the backward computes each chunk again: a third more operations
-in this layer, and the memory no longer grows with the number of rows. In half precision on a GPU, chunks are larger,
-logits themselves are kept, and two compiled kernels read them once each: float32 is only in registers. Columns are
-padded to a multiple of 8 there, as products of odd sizes run on slow kernels (docs/results/gpu.md). Shape letters: R
-rows, D width, V columns.
+in this layer, and the memory no longer grows with the number of rows. On a GPU, `GPU_CHUNK` takes the place of both.
+There, in half precision, logits themselves are kept, two compiled kernels read them once each, with float32 only in
+registers, and columns are padded to a multiple of 8, as products of odd sizes run on slow kernels
+(docs/results/gpu.md). Shape letters: R rows, D width, V columns.
 """
 
 from __future__ import annotations

@@ -207,9 +207,7 @@ def shares_of(query: Tensor, key: Tensor, *, visible: Tensor | None, bias: Tenso
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     scores = scores if bias is None else scores + bias
     if visible is not None:
-        scores = scores + torch.where(
-            visible[:, None], 0.0, -torch.inf
-        )  # masked_fill costs more: see `attention.masked`
+        scores = scores + torch.where(visible[:, None], 0.0, -torch.inf)  # as `attention.masked`
     return F.pad(scores, (0, 1), value=NOTHING).softmax(dim=-1)[..., :-1]
 
 
