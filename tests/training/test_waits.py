@@ -108,8 +108,8 @@ TRAIN = {
 }
 NUM_BATCHES = 4  # of two ranks, each with two lane groups
 # Of these, one wait and one tensor are ours: the sums of all ranks. DeepSpeed reads its gradient norm to decide whether
-# to skip the update, once more to clip, and in bf16 looks for overflows. At stages 1 and 2 its norm copies no value to the
-# device (fused_checks.py).
+# to skip the update, once more to clip, and in bf16 looks for overflows. At stages 1 and 2 fused_checks.py
+# computes the norm, without DeepSpeed's tensor of -1.
 EXPECTED = {0: (2, 3), 1: (3, 1), 2: (3, 1), 3: (2, 2)}  # by stage: waits, tensors from Python values
 REDUCTIONS = {0: 1, 1: 1, 2: NUM_BATCHES, 3: NUM_BATCHES}  # of gradients; the model is one bucket
 WEIGHTS = {0: 0, 1: 1, 2: 1, 3: NUM_BATCHES}  # gathers; at stage 3 in every forward, as all stays until the backward
