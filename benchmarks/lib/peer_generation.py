@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lib.peer_models import PEERS, decoder
 from torch import Tensor
 
 Calls = dict[str, Callable[[], Any]]
@@ -64,19 +65,10 @@ def gpt2(arguments: argparse.Namespace) -> Calls:
 
 def x_transformers(arguments: argparse.Namespace) -> Calls:
     """Return the calls of x-transformers with rotary positions and fused attention, its fastest."""
-    from x_transformers import AutoregressiveWrapper, Decoder, TransformerWrapper
+    from x_transformers import AutoregressiveWrapper, TransformerWrapper
 
     torch.manual_seed(0)
-    layers = Decoder(
-        dim=arguments.d_model,
-        depth=arguments.num_layers,
-        heads=arguments.num_heads,
-        attn_dim_head=arguments.d_head,
-        ff_mult=arguments.d_inner / arguments.d_model,
-        rotary_pos_emb=True,
-        attn_flash=True,
-        verbose=False,
-    )
+    layers = decoder(PEERS["x-transformers, rotary, fused"], arguments)
     lengths = {"max_seq_len": arguments.mem_len + arguments.seg_len + 1, "max_mem_len": arguments.mem_len}
     model = TransformerWrapper(num_tokens=arguments.vocab, attn_layers=layers, tie_embedding=True, **lengths).eval()
     wrapped = AutoregressiveWrapper(model)

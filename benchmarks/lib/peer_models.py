@@ -20,12 +20,11 @@ PEERS = {  # x-transformers refuses its fused attention with a relative bias
 }
 
 
-def peer_step(options: dict[str, bool], dtype: torch.dtype, arguments: argparse.Namespace) -> tuple[Step, nn.Module]:
-    """Return a function that runs forward and backward of all lanes, and its model."""
-    from x_transformers import Decoder, TransformerWrapper  # not at the top: peers.py runs without it
+def decoder(options: dict[str, bool], arguments: argparse.Namespace) -> nn.Module:
+    """Return x-transformers' layers."""
+    from x_transformers import Decoder  # not at the top: peers.py runs without it
 
-    torch.manual_seed(0)
-    layers = Decoder(
+    layers: nn.Module = Decoder(
         dim=arguments.d_model,
         depth=arguments.num_layers,
         heads=arguments.num_heads,
@@ -36,6 +35,15 @@ def peer_step(options: dict[str, bool], dtype: torch.dtype, arguments: argparse.
         verbose=False,
         **options,
     )
+    return layers
+
+
+def peer_step(options: dict[str, bool], dtype: torch.dtype, arguments: argparse.Namespace) -> tuple[Step, nn.Module]:
+    """Return a function that runs forward and backward of all lanes, and its model."""
+    from x_transformers import TransformerWrapper  # as in `decoder`
+
+    torch.manual_seed(0)
+    layers = decoder(options, arguments)
     lengths = {"max_seq_len": arguments.seg_len, "max_mem_len": arguments.mem_len}
     model = TransformerWrapper(num_tokens=arguments.vocab, attn_layers=layers, tie_embedding=True, **lengths).to(dtype)
     tokens = torch.randint(arguments.vocab, (arguments.lanes, arguments.seg_len))
