@@ -75,4 +75,10 @@ def test_benchmark_that_is_killed_continues_and_ends_with_all_cases_in_their_ord
 def test_page_of_results_has_the_tables_of_its_json(cases: ModuleType) -> None:
     folder = ROOT / "docs" / "results"
     kept, predicted = (json.loads((folder / "gpu" / f"{name}.json").read_text()) for name in ("gpu", "estimates"))
-    assert cases.tables(kept["cases"], kept["machine"], predicted) in (folder / "gpu.md").read_text(encoding="utf-8")
+    page = (folder / "gpu.md").read_text(encoding="utf-8")
+    assert cases.tables(kept["cases"], kept["machine"], predicted) in page
+    relative, rotary = (kept["cases"][f"speed 125m transformer_xl{kind}"] for kind in ("", ", rotary"))
+    own = {each["name"]: float(each["Self CUDA"].removesuffix("ms")) for each in relative["operators"]}
+    assert f"| FlexAttention, backward | {own['triton_tem_fused_flex_attention_backward_2']:.0f} |" in page
+    assert f"| FlexAttention, forward | {own['triton_tem_fused_flex_attention_0']:.0f} |" in page
+    assert f"are {rotary['tokens_per_second'] / relative['tokens_per_second']:.2f} times as fast" in page
