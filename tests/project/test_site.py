@@ -115,7 +115,7 @@ def test_the_page_of_python_has_every_public_name(site: Path) -> None:
 
 def test_the_picture_on_the_home_page_opens_a_report_of_the_shipped_model(site: Path) -> None:
     home = (site / "index.html").read_text(encoding="utf-8")
-    link = re.search(r'<a class="picture" href="([^"]+)"><img [^>]*src="docs/images/report.png"', home)
+    link = re.search(r'<a class="picture" href="([^"]+)"><img [^>]*src="docs/images/report.gif"', home)
     assert link is not None and link[1] == "docs/example_report.html"
     assert ", read by demo</title>" in (site / link[1]).read_text(encoding="utf-8")
 
