@@ -23,14 +23,14 @@ from docs.site_pages import commands_page, example_report, python_page
 ROOT = Path(__file__).parents[1]
 PAGES = ("*.md", "launch/*.md", "shards/*.md", "docs/**/*.md")
 NO_PAGES = ("CONTRIBUTING.md", "docs/README.md", "docs/log/*", "docs/dev/*")
-BESIDE = ("docs/images/*.svg", "docs/images/*.png", "docs/*.css", "docs/*.js")
+BESIDE = ("docs/images/*.svg", "docs/images/*.png", "docs/images/*.gif", "docs/*.css", "docs/*.js")
 LINK = re.compile(r"(?<!!)\[([^][]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 TABLE = re.compile(r"<table\b.*?</table>", re.DOTALL)
 CELL = re.compile(r"<td\b[^>]*>(.*?)</td>", re.DOTALL)
 TAG = re.compile(r"<[^>]+>")
 PICTURE = re.compile(r'(<img\b[^>]*\bsrc="([^"]+)"[^>]*>)(?!\s*</a>)')
-REPORT_PICTURE = re.compile(r"(\[!\[[^]]*\]\(docs/images/report\.png\)\])\([^)]*\)")
+REPORT_PICTURE = re.compile(r"(\[!\[[^]]*\]\(docs/images/report\.gif\)\])\([^)]*\)")
 EXAMPLE_REPORT = "docs/example_report.html"  # a report page to click through, which exists on the site only
 LONG_TEXT = 60  # characters of a cell; a table without such cells scrolls sideways on a phone, if it is too wide
 

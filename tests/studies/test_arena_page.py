@@ -21,6 +21,7 @@ from tests.support.paths import ROOT
 FINISHED = ROOT / "docs" / "results" / "arena"
 PAGE = ROOT / "docs" / "results" / "arena.md"
 COLUMNS = ("perplexity", "recall 65 to 256", "recall beyond 256")
+BANDS = (Band(0, 64), Band(64, 128), Band(128, 192), Band(192, 256), Band(256, None))
 COPIES = 1.7  # loss below which a model copies
 VOCABULARY = 1280  # pieces of the sample library
 
@@ -54,8 +55,7 @@ def shares(found: dict[str, list[Run]]) -> list[str]:
     for row, runs in found.items():
         report = report_of(runs[0], COLUMNS[0])
         assert report is not None and runs[0].seed == 0
-        near, far, beyond = (report.recall_accuracy(band) for band in (Band(0, 64), Band(64, 256), Band(256, None)))
-        lines.append(f"| {row} | {near:.0%} | {far:.0%} | {beyond:.0%} |")
+        lines.append(f"| {row} | {' | '.join(f'{report.recall_accuracy(band):.0%}' for band in BANDS)} |")
     return lines
 
 
