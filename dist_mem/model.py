@@ -28,7 +28,7 @@ from dist_mem.nn.vocabulary import Bin, adaptive_bins, plain_bin
 
 
 class LMState(NamedTuple):
-    blocks: tuple[MemoryState, ...]  # one state a block, defined by its memory
+    blocks: tuple[MemoryState, ...]  # one state per block, defined by its memory
     stem: MemoryState  # of the rows around the segment, see `Stem`
     types: MemoryState = ()  # current token types, see `TokenTypes`; (): the model has no token types
 

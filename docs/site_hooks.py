@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = ("*.md", "launch/*.md", "shards/*.md", "docs/**/*.md")
 NO_PAGES = ("CONTRIBUTING.md", "docs/README.md", "docs/log/*", "docs/dev/*")
 BESIDE = ("docs/images/*.svg", "docs/images/*.png", "docs/images/*.gif", "docs/*.css", "docs/*.js")
+TO_LOG = re.compile(r" \(\[log\]\([^)\s]*\)\)|; \[log\]\([^)\s]*\)")  # nothing is left to read of it without the link
 LINK = re.compile(r"(?<!!)\[([^][]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 TABLE = re.compile(r"<table\b.*?</table>", re.DOTALL)
@@ -107,4 +108,4 @@ def outside_links(markdown: str, source: str, known: set[str], repo_url: str | N
             return link[0]
         return f"[{link[1]}]({repo_url.rstrip('/')}/blob/HEAD/{path}{link[3] or ''})" if repo_url else link[1]
 
-    return LINK.sub(changed, markdown)
+    return LINK.sub(changed, markdown if repo_url else TO_LOG.sub("", markdown))

@@ -80,7 +80,7 @@ def read_lanes(
         if any(key not in tensors for tensors in opened.values()):
             raise CheckpointError(f"{directory}: its lanes have no {key}, which the model's memory carries")
         if any(len(opened[name][key]) != len(opened[name]["lane_ids"]) for name, _ in rows):
-            raise CheckpointError(f"{directory}: {key} of its lanes has not one row a lane")
+            raise CheckpointError(f"{directory}: {key} of its lanes does not have one row per lane")
         try:
             stored = torch.stack([opened[name][key][row] for name, row in rows])
         except RuntimeError as error:

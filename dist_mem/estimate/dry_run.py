@@ -70,7 +70,7 @@ def _flops_text(config: Config, vocab_size: int) -> str:
     except NotCountedError as error:
         return f"not counted: {error}"
     counted = f"full memories, {config.train.micro_batch_size} lanes per forward, products only"
-    return f"{training:,.4g} M a predicted token in training, {scoring:,.4g} M in scoring; {counted}"
+    return f"{training:,.4g} M per predicted token in training, {scoring:,.4g} M in scoring; {counted}"
 
 
 def _described(memory: Mapping[str, Any]) -> str:

@@ -149,11 +149,14 @@ def label_beside(axes: Any, labels: Sequence[tuple[float, float, str, Any]]) -> 
     inverse = axes.transAxes.inverted()
     wanted = [float(inverse.transform(axes.transData.transform((x, y)))[1]) for x, y, *_ in labels]
     order = sorted(range(len(labels)), key=lambda index: wanted[index])
-    for index, place in zip(order, spread_out([wanted[index] for index in order], step), strict=True):
+    places = spread_out([wanted[index] for index in order], step)
+    for number, (index, place) in enumerate(zip(order, places, strict=True)):
         x, y, text, colour = labels[index]
+        beside = max(number * step, min(place, 1 - (len(places) - 1 - number) * step))  # not above or below the axes
+        line = {"arrowstyle": "-", "color": colour, "lw": 0.4, "alpha": 0.6, "relpos": (0, 0.5)}
         axes.annotate(
-            text, (x, y), xycoords="data", xytext=(1.03, place), textcoords="axes fraction", fontsize=_LABEL_SIZE,
-            va="center", color=colour, arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.4, "alpha": 0.6},
+            text, (x, y), xycoords="data", xytext=(1.03, beside), textcoords="axes fraction", fontsize=_LABEL_SIZE,
+            va="center", color=colour, arrowprops=line,
         )  # fmt: skip
 
 

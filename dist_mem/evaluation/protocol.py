@@ -144,6 +144,7 @@ def in_terms_of_eval(message: str, settings: EvalConfig) -> str:
         (r"\bmemory\.(over\.)*mem_len\b", "eval.mem_len", settings.mem_len),
         (r"\btrain\.seg_len\b", "eval.seg_len", settings.seg_len),
         (r"\bmodel\.same_length\b", "eval.same_length", settings.same_length),
+        (r"\bmodel\.clamp_len\b", "eval.clamp_len", settings.clamp_len),
     ]
     for pattern, key, value in renamed:
         if value is not None:

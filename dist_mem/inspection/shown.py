@@ -26,7 +26,7 @@ def _table(columns: Sequence[Sequence[str]]) -> list[str]:
 
 
 def gains_table(comparisons: Sequence[tuple[str, float, int]]) -> list[str]:
-    """Return the lines of a table with one comparison a line: its name, total gain in nats, and scored tokens."""
+    """Return the lines of a table with one comparison per line: its name, total gain in nats, and scored tokens."""
     names, totals, counts = zip(*comparisons, strict=True)
     means = [f"{total / count:.4f}" if count else "n/a" for total, count in zip(totals, counts, strict=True)]
     return _table(

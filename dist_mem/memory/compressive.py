@@ -54,7 +54,7 @@ def content_attention(attention: AttentionLayer, query: Tensor, rows: Tensor) ->
         query: (H, B, T, K).  rows: (B, J, D), normalized.
 
     Returns:
-        (H, B, T, K), one context a query.
+        (H, B, T, K), one context per query.
     """
     key, value = (repeat_heads(part, len(query)) for part in attention.pairs(rows, frozen=True))
     scores = query @ key.mT / math.sqrt(query.shape[-1])

@@ -6,7 +6,7 @@ sdpa: torch's scaled_dot_product_attention; scores by distance become a bias of 
 flex: torch's FlexAttention, which adds scores by distance inside the kernel (fused_attention.py).
 
 Shape letters: B lanes, T queries, J keys, H heads, K head width. The head axis comes first, (H, B, T, K): the scores by
-distance of all lanes are then one product a head with a table that the lanes share.
+distance of all lanes are then one product per head with a table that the lanes share.
 """
 
 from __future__ import annotations

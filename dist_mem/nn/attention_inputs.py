@@ -1,7 +1,7 @@
 """Inputs and outputs of attention; which keys a query may see is a description, so that no mask of pairs is needed.
 
 Shape letters: B lanes, T queries, J keys, M context rows, H heads, K head width. The head axis comes first, (H, B, T,
-K): the scores by distance of all lanes are then one product a head with a table that the lanes share.
+K): the scores by distance of all lanes are then one product per head with a table that the lanes share.
 """
 
 from __future__ import annotations

@@ -69,11 +69,10 @@ class Cell(NamedTuple):
         """Return the mean ± half the range of the seeds, or with `deviation` their standard deviation."""
         parts = []
         if self.values:
-            spread = ""
-            if len(self.values) > 1:
-                half = (max(self.values) - min(self.values)) / 2
-                spread = f" ± {statistics.stdev(self.values) if deviation else half:.2g}"
-            parts.append(f"{statistics.fmean(self.values):.4g}{spread}")
+            half = (max(self.values) - min(self.values)) / 2
+            spread = statistics.stdev(self.values) if deviation and len(self.values) > 1 else half
+            mean = statistics.fmean(self.values)
+            parts.append(with_spread(mean, spread) if len(self.values) > 1 else f"{mean:.4g}")
         if self.diverged:
             parts.append(f"{self.diverged} diverged")
         if self.absent:
@@ -81,6 +80,14 @@ class Cell(NamedTuple):
         if self.missing:
             parts.append(f"{self.missing} to run")
         return ", ".join(parts) or NOT_GIVEN
+
+
+def with_spread(mean: float, spread: float) -> str:
+    """Return "3.957 ± 0.018": two digits of the spread, and as many decimals of the mean."""
+    if not (math.isfinite(spread) and spread > 0):
+        return f"{mean:.4g} ± {spread:g}"
+    decimals = max(0, 1 - math.floor(math.log10(spread)))
+    return f"{mean:.{decimals}f} ± {spread:.{decimals}f}"
 
 
 def cell(runs: Sequence[Run], column: str) -> Cell:

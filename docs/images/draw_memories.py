@@ -109,7 +109,7 @@ def transformer_xl() -> str:
     memory = SEGMENT - 8 * (BOX + GAP) - 20
     reads = [arc(QUERY, middle(memory, place)) for place in range(8)]
     return picture(
-        "transformer_xl: and the last M hidden states of each layer",
+        "transformer_xl: a query reads the segment and the last M hidden states",
         [
             *rows(memory - 4 * (BOX + GAP) - 20, 4, GREY, is_old=True),
             *rows(memory, 8, ORANGE),

@@ -50,6 +50,8 @@ def test_every_page_is_in_the_navigation_once() -> None:
         ("[a](../../dist_mem/model.py#L3)", "https://h/x/", "[a](https://h/x/blob/HEAD/dist_mem/model.py#L3)"),
         ("[lanes](../explanation/lanes.md#x)", None, "[lanes](../explanation/lanes.md#x)"),
         ("[log](../log/2026-11.md#x)", "https://h/x/", "[log](https://h/x/blob/HEAD/docs/log/2026-11.md#x)"),
+        ("words ([log](../log/2026-11.md#x))", None, "words"),
+        ("words (two; [log](../log/2026-11.md#x))", None, "words (two)"),
         ("![a picture](../images/lanes.svg)", None, "![a picture](../images/lanes.svg)"),
         ("[typo](../missing.md)", None, "[typo](../missing.md)"),  # mkdocs names it
         ("[web](https://example.org)", None, "[web](https://example.org)"),

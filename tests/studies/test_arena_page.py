@@ -1,4 +1,4 @@
-"""The page of the arena's second edition has the numbers of its cells in docs/results/arena."""
+"""The page of the arena's second edition, and README, have the numbers of its cells in docs/results/arena."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ FINISHED = ROOT / "docs" / "results" / "arena"
 PAGE = ROOT / "docs" / "results" / "arena.md"
 COLUMNS = ("perplexity", "recall 65 to 256", "recall beyond 256")
 BANDS = (Band(0, 64), Band(64, 128), Band(128, 192), Band(192, 256), Band(256, None))
+SHORT = (
+    "none", "Transformer-XL", "compressive", "infinity-former as published", "XL then Infini", "XL then Gated DeltaNet",
+)  # fmt: skip
 COPIES = 1.7  # loss below which a model copies
 VOCABULARY = 1280  # pieces of the sample library
 
@@ -70,6 +73,17 @@ def table(found: dict[str, list[Run]], state_bytes: dict[str, int]) -> list[str]
     return lines
 
 
+def short(found: dict[str, list[Run]], state_bytes: dict[str, int]) -> list[str]:
+    """Return the numbers of README's table: bytes, perplexity, and what is predicted right by distance, seed 0."""
+    lines = []
+    for row in SHORT:
+        report = report_of(found[row][0], COLUMNS[0])
+        assert report is not None and found[row][0].seed == 0
+        shares = [f"{report.recall_accuracy(band):.0%}" for band in BANDS]
+        lines.append(f"| {' | '.join([cell(found[row], COLUMNS[0]).text(deviation=True), *shares])} |")
+    return [f"| {state_bytes[row]:,} {line}" for row, line in zip(SHORT, lines, strict=True)]
+
+
 def sizes() -> dict[str, int]:
     """Return the bytes of memory per lane of every row."""
     study = load_study(str(ROOT / "configs" / "arena" / "second_edition.yaml"))
@@ -83,6 +97,8 @@ def sizes() -> dict[str, int]:
 
 @pytest.mark.timeout(300)
 def test_the_page_has_the_numbers_of_the_cells(tmp_path: Path) -> None:
-    page = PAGE.read_text(encoding="utf-8").splitlines()
-    found = runs_of(tmp_path)
-    assert [line for line in [*table(found, sizes()), *shares(found)] if line not in page] == []
+    page, readme = (path.read_text(encoding="utf-8") for path in (PAGE, ROOT / "README.md"))
+    found, state_bytes = runs_of(tmp_path), sizes()
+    lines = page.splitlines()
+    assert [line for line in [*table(found, state_bytes), *shares(found)] if line not in lines] == []
+    assert [line for line in short(found, state_bytes) if line not in readme] == []

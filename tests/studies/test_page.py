@@ -60,7 +60,7 @@ def test_a_row_shows_on_test_what_is_best_on_validation(tmp_path: Path) -> None:
     # ... and less perplexity.
     assert [run.row for run in runs_behind(study, runs, "best", "1000")] == ["large", "small"]
     text = to_markdown(study, runs, {"seeds": "0, 1"})
-    assert "| Best | 0.3 ± 0.05 | 0.9 ± 0 |" in text
+    assert "| Best | 0.300 ± 0.050 | 0.9 ± 0 |" in text
     assert "- Best, chosen on validation: 500: Small (seed 0); 500: Large (seed 1); 1000: Large (seed 0)" in text
     assert "not run at this scale: Elsewhere" in text
     assert "- seeds: 0, 1" in text
@@ -109,8 +109,8 @@ def test_a_row_is_chosen_among_those_of_a_point(tmp_path: Path) -> None:
 
 
 def test_a_cell_says_how_many_of_its_seeds_diverged() -> None:
-    assert Cell([2.0, 3.0], diverged=1, absent=0, missing=2).text() == "2.5 ± 0.5, 1 diverged, 2 to run"
-    assert Cell([1.0, 2.0], diverged=1, absent=0, missing=0).text(deviation=True) == "1.5 ± 0.71, 1 diverged"
+    assert Cell([2.0, 3.0], diverged=1, absent=0, missing=2).text() == "2.50 ± 0.50, 1 diverged, 2 to run"
+    assert Cell([1.0, 2.0], diverged=1, absent=0, missing=0).text(deviation=True) == "1.50 ± 0.71, 1 diverged"
     assert Cell([1.0], diverged=0, absent=0, missing=0).text(deviation=True) == "1"
     assert Cell([], diverged=3, absent=1, missing=0).text() == "3 diverged, n/a"
 
@@ -133,11 +133,11 @@ def at_each_scale(folder: Path) -> dict[str, tuple[Study, list[Run]]]:
 def test_the_papers_figures_stand_beside_ours_at_its_scale_only(tmp_path: Path) -> None:
     texts = {name: (to_markdown(*found, {}), to_csv(*found, [])) for name, found in at_each_scale(tmp_path).items()}
     assert "|  | test, paper | test, ours |" in texts["paper"][0]
-    assert "| None | 1.5 | 7.5 ± 0.5 |" in texts["paper"][0]
+    assert "| None | 1.5 | 7.50 ± 0.50 |" in texts["paper"][0]
     assert "none,test,0,1.5,7.0,1,evaluated" in texts["paper"][1]
     ours, _, papers = texts["tiny"][0].partition("## The paper's metrics")
     assert "1.5" not in ours
-    assert "| None | 7.5 ± 0.5 |" in ours
+    assert "| None | 7.50 ± 0.50 |" in ours
     assert "| None | 1.5 |" in papers
     assert "not comparable" in papers
     assert "none,test,0,7.0,1,evaluated" in texts["tiny"][1]

@@ -1,7 +1,7 @@
 """The registry of tokenizers: their kinds, and how a data directory stores its tokenizer.
 
 A data directory contains its tokenizer as tokenizer.json (kind, sizes, fingerprint) and the file of that kind:
-tokenizer.model, a plain SentencePiece model; tokenizer.words, one word a line; or tokenizer.bpe.json, GPT-2's byte
+tokenizer.model, a plain SentencePiece model; tokenizer.words, one word per line; or tokenizer.bpe.json, GPT-2's byte
 pairs.
 """
 

@@ -42,7 +42,7 @@ class Inspection(NamedTuple):
 
 
 def token_spans(length: Tensor, num_rows: int) -> Spans:
-    """Return the spans of a cache with a row a token, of which the newest `length` (B,) are valid."""
+    """Return the spans of a cache with a row per token, of which the newest `length` (B,) are valid."""
     begin = torch.arange(-num_rows, 0, device=length.device).expand(len(length), -1)
     return Spans(begin, begin + (begin >= -length[:, None]))
 

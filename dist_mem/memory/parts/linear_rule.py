@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SUB_LEN = 8  # tokens of a secondary chunk: within it, vector decays cost its length times K numbers a token
+SUB_LEN = 8  # tokens of a secondary chunk: within it, vector decays cost its length times K numbers per token
 
 
 class Tokens(NamedTuple):
