@@ -18,8 +18,6 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     plt.switch_backend("Agg")
     shown: list[int] = []
     monkeypatch.setattr(plt, "show", lambda: shown.extend(plt.get_fignums()))
-    for name in ("configs", "shards"):
-        (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = json.loads((EXAMPLES / "tour.ipynb").read_text(encoding="utf-8"))
