@@ -25,18 +25,20 @@ BANDS = (Band(0, 64), Band(64, 128), Band(128, 192), Band(192, 256), Band(256, N
 SHORT = (
     "none", "Transformer-XL", "compressive", "infinity-former as published", "XL then Infini", "XL then Gated DeltaNet",
 )  # fmt: skip
+LONG = ROOT / "docs" / "results" / "mqar_long"
+PAIRS = ("answers", "up to 64 back", "65 to 512", "beyond 512")
 COPIES = 1.7  # loss below which a model copies
 VOCABULARY = 1280  # pieces of the sample library
 
 
-def runs_of(folder: Path) -> dict[str, list[Run]]:
-    """Return the finished runs of every row, by seed, in the order of their mean perplexity."""
-    shutil.copytree(FINISHED, folder / CELLS, ignore=shutil.ignore_patterns("tuning"))
+def runs_of(folder: Path, finished: Path = FINISHED, column: str = COLUMNS[0]) -> dict[str, list[Run]]:
+    """Return the finished runs of every row, by seed, in the order of their mean of a column."""
+    shutil.copytree(finished, folder / CELLS, ignore=shutil.ignore_patterns("tuning"))
     found: dict[str, list[Run]] = {}
     for path in sorted((folder / CELLS).glob("*.json")):
         row, seed = path.stem.rsplit("-seed", 1)
         found.setdefault(row, []).append(Run(row, "", int(seed), folder))
-    return dict(sorted(found.items(), key=lambda item: cell(item[1], COLUMNS[0]).mean or 0.0))
+    return dict(sorted(found.items(), key=lambda item: cell(item[1], column).mean or 0.0))
 
 
 def gain(runs: Sequence[Run], others: Sequence[Run]) -> str:
@@ -84,14 +86,23 @@ def short(found: dict[str, list[Run]], state_bytes: dict[str, int]) -> list[str]
     return [f"| {state_bytes[row]:,} {line}" for row, line in zip(SHORT, lines, strict=True)]
 
 
-def sizes() -> dict[str, int]:
-    """Return the bytes of memory per lane of every row."""
-    study = load_study(str(ROOT / "configs" / "arena" / "second_edition.yaml"))
+def pairs(found: dict[str, list[Run]], state_bytes: dict[str, int]) -> list[str]:
+    """Return the lines of the table of pairs a thousand tokens back."""
+    lines = []
+    for row, runs in reversed(found.items()):
+        shares = [", ".join(f"{value:.0%}" for value in cell(runs, column).values) for column in PAIRS]
+        lines.append(f"| {row} | {state_bytes[row]:,} | {' | '.join(shares)} |")
+    return lines
+
+
+def sizes(finished: Path = FINISHED, name: str = "second_edition", vocabulary: int = VOCABULARY) -> dict[str, int]:
+    """Return the bytes of memory per lane of every row that has a finished run."""
+    study = load_study(str(ROOT / "configs" / "arena" / f"{name}.yaml"))
     rows = {run: [*study.train, *study.trained[run]] for run in study.rows if run in study.trained}
     return {
-        name: fitted(name, words, study.budget, study.fit, load_config, VOCABULARY)[1].state_bytes
+        name: fitted(name, words, study.budget, study.fit, load_config, vocabulary)[1].state_bytes
         for name, words in rows.items()
-        if (FINISHED / f"{name}-seed0.json").exists()
+        if list(finished.glob(f"{name}-seed*.json"))
     }
 
 
@@ -102,3 +113,9 @@ def test_the_page_has_the_numbers_of_the_cells(tmp_path: Path) -> None:
     lines = page.splitlines()
     assert [line for line in [*table(found, state_bytes), *shares(found)] if line not in lines] == []
     assert [line for line in short(found, state_bytes) if line not in readme] == []
+
+
+def test_the_page_has_the_numbers_of_pairs_a_thousand_tokens_back(tmp_path: Path) -> None:
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    found = pairs(runs_of(tmp_path, LONG, PAIRS[0]), sizes(LONG, "mqar_long", 64))
+    assert len(found) > 4 and [line for line in found if line not in lines] == []
