@@ -16,7 +16,8 @@ from torch import Tensor
 
 from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation.arguments import check_ids, check_int, counted, wrong_type
-from dist_mem.generation.reading import Reading, append, check_reading, look_ahead
+from dist_mem.generation.reading import Reading, check_reading
+from dist_mem.generation.writing import write
 from dist_mem.memory.parts.counter_hash import uniform
 
 
@@ -81,12 +82,12 @@ def _stream(
     numbers = torch.as_tensor(streams, dtype=torch.int64)
     stops = torch.tensor(sorted(stop_ids), dtype=torch.int64)
     writing = torch.ones(len(numbers), dtype=torch.bool)
+    written = write(trained, reading)
     for step in steps:
-        ahead = look_ahead(trained, reading)
-        allowed = ahead.log_probs + mask
+        allowed = written.next_log_probs() + mask
         tokens = choose(allowed, sampling, stream=numbers, step=step)
-        reading = append(reading, tokens, ahead, grows=writing)
-        yield Step(tokens, writing, reading)
+        written.append(tokens, writing)
+        yield Step(tokens, writing, written.reading)
         writing = writing & ~torch.isin(tokens, stops)
         if not writing.any():
             return

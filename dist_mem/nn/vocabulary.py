@@ -97,7 +97,8 @@ class Embedding(nn.Module):
         self.scale = math.sqrt(d_model)
         self.bins = nn.ModuleList(BinEmbedding(part, d_model=d_model) for part in bins)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, *, places: Tensor | None = None) -> Tensor:
+        """Embed tokens (B, T); `places` (B, T) int64 in their segments, for embeddings of positions; None: 0, 1, ..."""
         if len(self.spans) == 1:
             return self.bins[0](tokens) * self.scale
         # Every bin embeds every token and is then masked: a few more products, but no data-dependent shapes.
