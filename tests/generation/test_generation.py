@@ -13,7 +13,7 @@ from dist_mem.config.memory_blocks import PER_BLOCK
 from dist_mem.contract.subject import VOCAB, Size, Subject
 from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.evaluation.trained_model import TrainedModel
-from dist_mem.generation.generate import Sampling, choose, generate, stream
+from dist_mem.generation.generate import Sampling, choose, drawn, generate, stream
 from dist_mem.generation.reading import ROW_STEP, Reading, next_log_probs, num_rows, read, select, start
 from dist_mem.memory import memory_class
 from dist_mem.memory.base import named_tensors
@@ -83,7 +83,8 @@ def check_reads_as_anew(trained: TrainedModel) -> None:
         reference = anew(trained, inputs, first=1 + len(prompt))
         torch.testing.assert_close(torch.stack(log_probs)[:, lane], reference, rtol=0, atol=1e-10)
         reference[:, BOS] = -torch.inf
-        again = choose(reference[:-1], SAMPLING, stream=torch.full((NUM_TOKENS,), lane), step=torch.arange(NUM_TOKENS))
+        draw = drawn(SAMPLING, stream=torch.tensor(lane), step=torch.arange(NUM_TOKENS))
+        again = choose(reference[:-1], SAMPLING, draw=draw)
         assert torch.equal(again, written)
 
 
