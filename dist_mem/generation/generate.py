@@ -91,9 +91,10 @@ def _stream(
         tokens = choose(allowed, sampling, draw=draw)
         written.append(tokens, writing)
         yield Step(tokens, writing, written.reading)
-        writing = writing & ~torch.isin(tokens, stops)
-        if not writing.any():
-            return
+        if stop_ids:
+            writing = writing & ~torch.isin(tokens, stops)
+            if not writing.any():
+                return
 
 
 def _draws(sampling: Sampling, streams: Tensor, steps: range) -> Iterator[Tensor]:

@@ -225,12 +225,14 @@ def append(reading: Reading, tokens: Tensor, state: LMState, *, grows: Tensor) -
         state: that of the reading, with the open segment in lanes that grow and where it is complete.
         grows: (B,) bool, on the CPU.
     """
-    turns = grows & (reading.open_len == reading.open_tokens.shape[1])
-    place = torch.where(turns, 0, reading.open_len)
-    open_tokens = reading.open_tokens.masked_fill(turns[:, None], 0)
-    rows = grows.nonzero().squeeze(1)
-    open_tokens[rows, place[rows]] = tokens[rows]
-    return Reading(state, open_tokens, torch.where(grows, place + 1, reading.open_len))
+    # numpy, whose operations on a few numbers cost less than torch's
+    open_tokens, length, grow = reading.open_tokens.numpy().copy(), reading.open_len.numpy(), grows.numpy()
+    turns = grow & (length == open_tokens.shape[1])
+    place = np.where(turns, 0, length)
+    open_tokens[turns] = 0
+    lanes = grow.nonzero()[0]
+    open_tokens[lanes, place[lanes]] = tokens.numpy()[lanes]
+    return Reading(state, torch.from_numpy(open_tokens), torch.from_numpy(np.where(grow, place + 1, length)))
 
 
 def select(reading: Reading, lanes: Sequence[int]) -> Reading:

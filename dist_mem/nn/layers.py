@@ -272,14 +272,13 @@ class RelativeAttention(RelativeProjections):
         """Return what `step` attends to at first: context (B, M, D), of which `valid` (B, M) bool are attended to."""
         pairs = lane_heads(self.key_value(context), 2 * self.num_heads)
         table = self.position_keys(context, num_keys=context.shape[1] + seg_len)
-        return Opened(kept(pairs, valid, seg_len=seg_len), table)
+        return Opened(kept(pairs, valid, seg_len=seg_len), table / math.sqrt(table.shape[1]))
 
     def step(self, x: Tensor, opened: Opened, places: Places, *, same_length: bool = False) -> Tensor:
         """Attend from further rows of the segment, x (B, R, D), to it and the context; change `opened` in place."""
         query, pairs = lane_heads(self.query(x), self.num_heads), lane_heads(self.key_value(x), 2 * self.num_heads)
-        scale = 1.0 / math.sqrt(query.shape[-1])
-        content_query = (query + self.content_bias[:, None]) * scale
-        by_distance = Asked((query + self.position_bias[:, None]) * scale, opened.shared)
+        by_distance = Asked(query + self.position_bias[:, None], opened.shared)
+        content_query = query + self.content_bias[:, None]
         rows = attend_kept(content_query, pairs, opened.lanes, places, same_length=same_length, by_distance=by_distance)
         attended: Tensor = self.output(rows)
         return attended

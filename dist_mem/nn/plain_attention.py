@@ -90,6 +90,6 @@ class PlainAttention(AttentionLayer):
     def step(self, x: Tensor, opened: Opened, places: Places, *, same_length: bool = False) -> Tensor:
         """Attend as `layers.RelativeAttention` does; without ALiBi, which no memory that steps has."""
         query, pairs = lane_heads(self.query(x), self.num_heads), lane_heads(self.key_value(x), 2 * self.num_heads)
-        rows = attend(query / math.sqrt(query.shape[-1]), pairs, opened.lanes, places, same_length=same_length)
+        rows = attend(query, pairs, opened.lanes, places, same_length=same_length)
         attended: Tensor = self.output(rows)
         return attended

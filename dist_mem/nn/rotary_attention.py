@@ -111,9 +111,8 @@ class RotaryAttention(AttentionLayer):
         row = places.row + len(cos) - places.seg_len
         by = cos[row][:, None], sin[row][:, None]
         query, (key, value) = lane_heads(self.query(x), self.num_heads), self.lane_pairs(x)
-        query = turned(query, by) / math.sqrt(query.shape[-1])
         pairs = torch.cat([turned(key, by), value], dim=1)
-        attended: Tensor = self.output(attend(query, pairs, opened.lanes, places, same_length=same_length))
+        attended: Tensor = self.output(attend(turned(query, by), pairs, opened.lanes, places, same_length=same_length))
         return attended
 
     def lane_pairs(self, rows: Tensor) -> tuple[Tensor, ...]:

@@ -33,17 +33,17 @@ class Opened(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Keys and values of the context and, at their places, of the rows read."""
+    """Keys and values of the context and, at their places, of the rows read; float32 or wider."""
 
     pairs: Tensor  # (B, 2 G, J, K), heads of keys, then of values
-    hidden: Tensor  # (B, 1, 1, J) float32 or wider: -inf for rows of the context that are not valid, else 0
+    hidden: Tensor  # (B, 1, 1, J), -inf for rows of the context that are not valid, else 0
 
 
 class Asked(NamedTuple):
     """What adds scores by distance."""
 
-    query: Tensor  # (B, H, R, K), scaled
-    table: Tensor  # (H, K, J + 1), see `layers.RelativeProjections.position_keys`
+    query: Tensor  # (B, H, R, K)
+    table: Tensor  # (H, K, J + 1), see `layers.RelativeProjections.position_keys`; scaled
 
 
 def places_of(first: Tensor, num_real: Tensor, *, num_rows: int, seg_len: int, device: torch.device) -> Places:
@@ -62,7 +62,8 @@ def lane_heads(rows: Tensor, num_heads: int) -> Tensor:
 
 def kept(pairs: Tensor, valid: Tensor, *, seg_len: int) -> Kept:
     """Return keys and values of the context (B, 2 G, M, K), of which `valid` (B, M) bool are attended to."""
-    hidden = torch.where(valid, 0.0, -torch.inf).to(torch.promote_types(pairs.dtype, torch.float32))
+    pairs = pairs.to(torch.promote_types(pairs.dtype, torch.float32))
+    hidden = torch.where(valid, 0.0, -torch.inf).to(pairs.dtype)
     return Kept(F.pad(pairs, (0, 0, 0, seg_len)), F.pad(hidden, (0, seg_len))[:, None, None])
 
 
@@ -78,29 +79,30 @@ def attend(
     """Keep the keys and values of further rows, and attend from these to all up to themselves, as `visible_keys` says.
 
     Args:
-        query: (B, H, R, K), scaled.  pairs: (B, 2 G, R, K), keys and values of the same rows.
+        query: (B, H, R, K), not scaled.  pairs: (B, 2 G, R, K), keys and values of the same rows.
         to: what is kept; it is changed in place.
 
     Returns:
-        (B, R, H * K).
+        (B, R, H * K), in the dtype of the query.
     """
+    num_rows, working = query.shape[2], to.pairs.dtype
     context_len = to.pairs.shape[2] - places.seg_len
     num_keys = context_len + places.end
-    to.pairs.scatter_(2, (places.row + context_len)[:, None, :, None].expand_as(pairs), pairs)
+    to.pairs.scatter_(2, (places.row + context_len)[:, None, :, None].expand_as(pairs), pairs.to(working))
     key, value = to.pairs[:, :, :num_keys].chunk(2, dim=1)
     mask = to.hidden[..., :num_keys]
     if same_length or places.behind is not None:
         ahead = torch.arange(num_keys, device=query.device) - places.row[:, None, :, None]  # of the key's index
         seen = ahead <= context_len
         mask = mask + torch.where(seen & (ahead > 0) if same_length else seen, 0.0, -torch.inf)
-    grouped = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3)  # the H / G heads that share a key, as rows
-    scores = (grouped @ key.mT).view(*query.shape[:3], num_keys)
-    scores = scores.to(mask.dtype)
     if by_distance is not None:
-        scores = scores + scores_by_distance(by_distance, places, num_keys)
-    shares = (scores + mask).softmax(dim=-1).to(value.dtype)
-    rows = shares.view(*grouped.shape[:3], num_keys) @ value
-    return rows.view(query.shape).transpose(1, 2).flatten(2)
+        mask = mask + scores_by_distance(by_distance, places, num_keys)
+    grouped, shared = query.to(working), query.shape[1] // key.shape[1]
+    if shared > 1:  # the heads that share a key are further rows of it
+        grouped = grouped.unflatten(1, (-1, shared)).flatten(2, 3)
+        mask = mask.expand(-1, -1, num_rows, -1).repeat(1, 1, shared, 1)
+    rows = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask)
+    return rows.reshape(query.shape).transpose(1, 2).flatten(2).to(query.dtype)
 
 
 def scores_by_distance(asked: Asked, places: Places, num_keys: int) -> Tensor:

@@ -247,7 +247,9 @@ class Softmax(nn.Module):
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         """Return log-probabilities of the whole vocabulary, (..., D) -> (..., V) float32 or wider; for generation."""
-        head = full_precision(self.bins[0](hidden)).log_softmax(-1)
+        head: Tensor = full_precision(self.bins[0](hidden)).log_softmax(-1)
+        if len(self.spans) == 1:
+            return head
         parts = [head[..., : self.spans[0].size]]
         for index, logits in enumerate(self.bins[1:], start=1):
             column = self.cluster_column(index)
