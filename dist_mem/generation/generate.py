@@ -185,8 +185,9 @@ def choose(log_probs: Tensor, sampling: Sampling, *, draw: Tensor) -> Tensor:
     probs = kept_probabilities(log_probs, sampling)
     # In vocabulary order: in order of probability, another tie-break would map the same draw to another token.
     total = probs.cumsum(dim=-1)
-    token = torch.searchsorted(total, draw.to(probs.device)[:, None] * total[:, -1:], right=True).squeeze(1)
-    last = probs.shape[-1] - 1 - (probs > 0).flip(-1).to(torch.uint8).argmax(dim=-1)  # rounding may exceed it
+    end = total[:, -1:].contiguous()
+    token = torch.searchsorted(total, draw.to(probs.device)[:, None] * end, right=True).squeeze(1)
+    last = torch.searchsorted(total, end).squeeze(1)  # that can be drawn; rounding may exceed it
     return torch.minimum(token, last).cpu()
 
 

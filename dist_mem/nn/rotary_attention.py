@@ -100,7 +100,7 @@ class RotaryAttention(AttentionLayer):
     def open(self, context: Tensor, valid: Tensor, *, seg_len: int) -> Opened:
         """Return what `step` attends to, as `layers.RelativeAttention` does."""
         context_len = context.shape[1]
-        key, value = self.lane_pairs(context)
+        key, value = lane_heads(self.key_value(context), 2 * self.num_kv_heads).chunk(2, dim=1)
         table = turns(key, first=-context_len, num_rows=context_len + seg_len, theta=self.theta)
         key = turned(key, (table[0][:context_len], table[1][:context_len]))
         return Opened(kept(torch.cat([key, value], dim=1), valid, seg_len=seg_len), table)
@@ -110,14 +110,13 @@ class RotaryAttention(AttentionLayer):
         cos, sin = opened.shared
         row = places.row + len(cos) - places.seg_len
         by = cos[row][:, None], sin[row][:, None]
-        query, (key, value) = lane_heads(self.query(x), self.num_heads), self.lane_pairs(x)
-        pairs = torch.cat([turned(key, by), value], dim=1)
-        attended: Tensor = self.output(attend(turned(query, by), pairs, opened.lanes, places, same_length=same_length))
+        heads = self.num_heads, self.num_kv_heads
+        rows = lane_heads(torch.cat([self.query(x), self.key_value(x)], dim=-1), heads[0] + 2 * heads[1])
+        turning, value = rows.tensor_split([sum(heads)], dim=1)
+        query, key = turned(turning, by).split(heads, dim=1)  # turned at once: fewer operations
+        pairs = torch.cat([key, value], dim=1)
+        attended: Tensor = self.output(attend(query, pairs, opened.lanes, places, same_length=same_length))
         return attended
-
-    def lane_pairs(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Return keys and values (B, G, R, K) of rows (B, R, D)."""
-        return lane_heads(self.key_value(rows), 2 * self.num_kv_heads).chunk(2, dim=1)
 
 
 def attention_of(spec: LayerSpec, positions: str | None = None) -> RelativeAttention | RotaryAttention:
