@@ -10,9 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dist_mem.evaluation.trained_model import TrainedModel
@@ -197,8 +195,9 @@ def kept_probabilities(log_probs: Tensor, sampling: Sampling) -> Tensor:
     The nucleus is the smallest set of likeliest tokens whose probability is at least p (Holtzman et al. 2020, "The
     curious case of neural text degeneration", sec. 3.1), so it includes the first token that reaches p.
     """
-    scores = log_probs.to(torch.float64)
-    scores = (scores - scores.amax(dim=-1, keepdim=True)) / sampling.temperature
+    # In place where it can be: of many lanes, each tensor would be pages that the system has to fill with zeros first.
+    scores = log_probs.to(torch.float64) - log_probs.amax(dim=-1, keepdim=True)
+    scores /= sampling.temperature
     if sampling.top_k is None and sampling.top_p is None:
         return scores.softmax(dim=-1)
     order = likeliest_first(log_probs)
@@ -207,10 +206,10 @@ def kept_probabilities(log_probs: Tensor, sampling: Sampling) -> Tensor:
         ranked[:, sampling.top_k :] = -math.inf
     probs = ranked.softmax(dim=-1)
     if sampling.top_p is not None:
-        before = F.pad(probs.cumsum(dim=-1)[:, :-1], (1, 0))
-        probs = probs.masked_fill(before >= sampling.top_p, 0.0)
-        probs = probs / probs.sum(dim=-1, keepdim=True)
-    return torch.zeros_like(probs).scatter(-1, order, probs)
+        before = probs.cumsum(dim=-1)[:, :-1]  # of all but the likeliest token, which is always in
+        probs[:, 1:].masked_fill_(before >= sampling.top_p, 0.0)
+        probs /= probs.sum(dim=-1, keepdim=True)
+    return torch.empty_like(probs).scatter_(-1, order, probs)
 
 
 def likeliest_first(log_probs: Tensor) -> Tensor:
@@ -223,5 +222,6 @@ def likeliest_first(log_probs: Tensor) -> Tensor:
         return log_probs.argsort(dim=-1, descending=True, stable=True)
     bits = (log_probs + 0.0).view(torch.int32)  # + 0.0: -0.0 is no other number than 0.0
     falling = torch.where(bits < 0, bits ^ -(2**31), ~bits)  # as integers in the opposite order of the numbers
-    keys = (falling.long() << 32) | torch.arange(log_probs.shape[-1])
-    return torch.from_numpy(np.sort(keys.numpy(), axis=-1)) & (2**32 - 1)
+    keys = falling.long().bitwise_left_shift_(32).bitwise_or_(torch.arange(log_probs.shape[-1]))
+    keys.numpy().sort(axis=-1)
+    return keys.bitwise_and_(2**32 - 1)
