@@ -1,4 +1,4 @@
-"""Generate text token by token, with one forward pass per token whatever the length of the text read before.
+"""Generate text token by token: a token costs a row, or the open segment, whatever the length of the text read before.
 
 The next token is the likeliest, or drawn by temperature, from the k likeliest (top-k) or from the nucleus (top-p).
 """
