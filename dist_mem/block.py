@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dist_mem.config import Config
 from dist_mem.memory import build_memory
-from dist_mem.memory.base import LayerSpec, Memory, MemoryState
+from dist_mem.memory.base import LayerSpec, Memory, MemoryState, Opened, Places
 from dist_mem.nn.compiled import compiled
 from dist_mem.nn.family import family_of, llama_spec
 from dist_mem.nn.layers import Dropout
@@ -103,6 +103,11 @@ class Block(nn.Module):
         attended = self.attention_norm(x[:, -y.shape[1] :] + self.dropout(y))
         values = {name: value.detach().float().expand(len(x)) for name, value in logs.items()}
         return BlockOutput(attended, state, aux, values)
+
+    def step(self, x: Tensor, opened: Opened, places: Places) -> tuple[Tensor, Opened]:
+        """Run further rows of an open segment, x (B, R, D), through both sub-layers, see `Memory.step_rows`."""
+        y, opened = self.memory.step_rows(x, opened, places)
+        return self.feed(self.attention_norm(x + y)), opened
 
     def feed(self, attended: Tensor) -> Tensor:
         """Run the feed-forward layer, with its residual: (B, T, D) -> (B, T, D)."""

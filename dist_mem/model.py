@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dist_mem.block import Block, make_block
 from dist_mem.config import Config, ModelConfig
-from dist_mem.memory.base import Memory, MemoryState, Stem, named_tensors, select_lanes
+from dist_mem.memory.base import Memory, MemoryState, Opened, Places, Stem, named_tensors, select_lanes
 from dist_mem.nn.family import family_of
 from dist_mem.nn.layers import DTYPES, Dropout, initialize
 from dist_mem.nn.named_tuples import replaced
@@ -46,6 +46,13 @@ class LMOutput(NamedTuple):
     aux: dict[str, Tensor]  # name -> (B,) weighted auxiliary loss per lane, summed over blocks
     state: LMState  # committed: new for lanes whose segment is remembered, unchanged for the others
     logs: dict[str, Tensor]  # as in Features
+
+
+class OpenSegment(NamedTuple):
+    """What is kept of the open segment of every lane, see `MemoryLM.step`."""
+
+    blocks: tuple[Opened, ...]
+    types: MemoryState  # current token types, as in LMState
 
 
 class Start(NamedTuple):  # of documents, in the lanes of one segment
@@ -155,12 +162,38 @@ class MemoryLM(nn.Module):
         means = {name: torch.stack(values).mean(dim=0) for name, values in logs.items()}
         return Features(hidden, aux, LMState(tuple(committed), *rest), means)
 
-    def embed(self, tokens: Tensor, valid_len: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
+    def embed(
+        self, tokens: Tensor, valid_len: Tensor, state: MemoryState, places: Tensor | None = None
+    ) -> tuple[Tensor, MemoryState]:
         """Embed tokens, and add their types' embeddings if the model has types: (B, T, D), and the types' new state."""
         if self.token_types is None:
-            return self.embedding(tokens), state
+            return self.embedding(tokens, places=places), state
         types = self.token_types(tokens, valid_len, state)
-        return self.embedding(tokens, types.ids), types.state
+        return self.embedding(tokens, types.ids, places=places), types.state
+
+    @property
+    def can_step(self) -> bool:
+        """Whether every block reads a segment row by row: its memory says so, and no rows are around the segment."""
+        return type(self.stem) is Stem and all(vars(type(memory)).get("can_step") for memory in self.memories())
+
+    def open(self, state: LMState, num_lanes: int) -> OpenSegment:
+        """Return what is kept of a segment of which no row has been read, for `step`."""
+        weight = next(self.blocks.parameters())
+        rows = weight.new_empty(num_lanes, 0, self.memories()[0].spec.d_model)
+        opened = zip(self.memories(), state.blocks, strict=True)
+        return OpenSegment(tuple(memory.open_segment(part, rows) for memory, part in opened), state.types)
+
+    def step(self, tokens: Tensor, opened: OpenSegment, places: Places) -> tuple[Tensor, OpenSegment]:
+        """Return the input of the softmax for further tokens of open segments, (B, R) int64, as `features` does.
+
+        It runs in evaluation mode, and may change `opened` in place.
+        """
+        x, types = self.embed(tokens, places.num_real, opened.types, places.row)
+        blocks = list[Opened]()
+        for block, part in zip(self.blocks, opened.blocks, strict=True):
+            x, kept = cast(Block, block).step(x, part, places)
+            blocks.append(kept)
+        return self.final_norm(x), OpenSegment(tuple(blocks), types)
 
     def forward(
         self,

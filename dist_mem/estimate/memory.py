@@ -165,8 +165,10 @@ def writing_parts(config: Config, vocab_size: int, *, num_samples: int) -> list[
     """Return what generation of `num_samples` texts at one time needs."""
     key = {"--samples": num_samples}
     fixed = _fixed_parts(config, vocab_size, "memories of the texts", num_samples, key)
+    kept = num_samples * sizes_of(config, vocab_size, DTYPES[config.eval.precision]).open_bytes
+    opened = _with_keys(Part("keys and values of open segments", kept, key), config, "train.seg_len", *_LENGTHS)
     columns = vocab_size if config.model.adaptive is None else int(config.model.adaptive.cutoffs[0])
-    return [*fixed, Part("logits of one token", 4 * num_samples * columns, {**key, "vocabulary": vocab_size})]
+    return [*fixed, opened, Part("logits of one token", 4 * num_samples * columns, {**key, "vocabulary": vocab_size})]
 
 
 def _fixed_parts(config: Config, vocab_size: int, what: str, num_lanes: int, values: dict[str, Any]) -> list[Part]:

@@ -29,6 +29,7 @@ class Sizes(NamedTuple):
     trained: int  # number of values that the optimizer updates
     largest_group: int  # number of values of the largest parameter group, which is updated in one piece
     lane_bytes: int  # bytes of the memories of one lane
+    open_bytes: int  # bytes of what generation keeps of the open segment of one lane
 
 
 class Shares(NamedTuple):
@@ -46,11 +47,16 @@ def sizes_of(config: Config, vocab_size: int, dtype: torch.dtype) -> Sizes:
     with torch.device("meta"):
         model = MemoryLM(config, vocab_size)
         state = model.init_state(torch.zeros(1, dtype=torch.int64), "meta", dtype)
+        opened = model.open(state, 1).blocks if model.can_step else ()
     groups = [
         sum(parameter.numel() for parameter in group["params"]) for group in parameter_groups(model, config.optimizer)
     ]
-    lane_bytes = sum(part.numel() * part.element_size() for part in named_tensors(state).values())
-    return Sizes(sum(parameter.numel() for parameter in model.parameters()), sum(groups), max(groups), lane_bytes)
+    lane_bytes, open_bytes = (
+        sum(part.numel() * part.element_size() for part in named_tensors(parts).values())
+        for parts in (state, tuple(block.lanes for block in opened))
+    )
+    num_values = sum(parameter.numel() for parameter in model.parameters())
+    return Sizes(num_values, sum(groups), max(groups), lane_bytes, open_bytes)
 
 
 def zero_block(config: Config) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Generate text token by token, with one forward pass per token whatever the length of the text read before.
+"""Generate text token by token: a token costs a row, or the open segment, whatever the length of the text read before.
 
 The next token is the likeliest, or drawn by temperature, from the k likeliest (top-k) or from the nucleus (top-p).
 """
@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation.arguments import check_ids, check_int, counted, wrong_type
-from dist_mem.generation.reading import Reading, append, check_reading, look_ahead
+from dist_mem.generation.reading import Reading, check_reading
+from dist_mem.generation.writing import write
 from dist_mem.memory.parts.counter_hash import uniform
+
+DRAWS = 64  # steps whose random numbers are computed at once
 
 
 class Step(NamedTuple):
@@ -81,15 +83,23 @@ def _stream(
     numbers = torch.as_tensor(streams, dtype=torch.int64)
     stops = torch.tensor(sorted(stop_ids), dtype=torch.int64)
     writing = torch.ones(len(numbers), dtype=torch.bool)
-    for step in steps:
-        ahead = look_ahead(trained, reading)
-        allowed = ahead.log_probs + mask
-        tokens = choose(allowed, sampling, stream=numbers, step=step)
-        reading = append(reading, tokens, ahead, grows=writing)
-        yield Step(tokens, writing, reading)
-        writing = writing & ~torch.isin(tokens, stops)
-        if not writing.any():
-            return
+    written = write(trained, reading)
+    for draw in _draws(sampling, numbers, steps):
+        allowed = written.next_log_probs() + mask
+        tokens = choose(allowed, sampling, draw=draw)
+        written.append(tokens, writing)
+        yield Step(tokens, writing, written.reading)
+        if stop_ids:
+            writing = writing & ~torch.isin(tokens, stops)
+            if not writing.any():
+                return
+
+
+def _draws(sampling: Sampling, streams: Tensor, steps: range) -> Iterator[Tensor]:
+    """Yield the draw of every step, `drawn`; many are computed at once, because each is a hundred small operations."""
+    for begin in range(0, len(steps), DRAWS):
+        part = torch.tensor(steps[begin : begin + DRAWS])
+        yield from drawn(sampling, stream=streams, step=part[:, None])
 
 
 def _text_mask(trained: TrainedModel, stop_ids: Collection[int]) -> Tensor:
@@ -150,22 +160,32 @@ class Sampling:
             raise ValueError(f"seed is {self.seed}, but must be a signed number of 64 bits")
 
 
-def choose(log_probs: Tensor, sampling: Sampling, *, stream: Tensor, step: Tensor | int) -> Tensor:
-    """Draw one token per lane, (B,) int64 on the CPU; (seed, stream, step) determine it, independent of other lanes.
+def drawn(sampling: Sampling, *, stream: Tensor, step: Tensor | int) -> Tensor:
+    """Return random numbers in [0, 1), float64 on the CPU, which (seed, stream, step) determine.
+
+    Args:
+        stream: int64, random number stream of each lane.
+        step: int64 or an int, index of the draw in the stream; both together have the shape of the result.
+    """
+    streams, steps = torch.broadcast_tensors(stream, torch.as_tensor(step))
+    return uniform(1, sampling.seed, streams.flatten(), steps.flatten()).view(streams.shape)
+
+
+def choose(log_probs: Tensor, sampling: Sampling, *, draw: Tensor) -> Tensor:
+    """Draw one token per lane, (B,) int64 on the CPU, independent of other lanes.
 
     Args:
         log_probs: (B, V), of the next token; -inf for tokens that must not be drawn.
-        stream: (B,) int64, random number stream of each lane.
-        step: index of the draw in the stream: (B,) int64, or an int for all lanes.
+        draw: (B,) float64, see `drawn`.
     """
     if sampling.temperature == 0.0:
         return log_probs.argmax(dim=-1).cpu()
     probs = kept_probabilities(log_probs, sampling)
-    draw = uniform(1, sampling.seed, stream.to(probs.device), torch.as_tensor(step, device=probs.device))
     # In vocabulary order: in order of probability, another tie-break would map the same draw to another token.
     total = probs.cumsum(dim=-1)
-    token = torch.searchsorted(total, draw * total[:, -1:], right=True).squeeze(1)
-    last = probs.shape[-1] - 1 - (probs > 0).flip(-1).to(torch.uint8).argmax(dim=-1)  # rounding may exceed it
+    end = total[:, -1:].contiguous()
+    token = torch.searchsorted(total, draw.to(probs.device)[:, None] * end, right=True).squeeze(1)
+    last = torch.searchsorted(total, end).squeeze(1)  # that can be drawn; rounding may exceed it
     return torch.minimum(token, last).cpu()
 
 
@@ -175,16 +195,33 @@ def kept_probabilities(log_probs: Tensor, sampling: Sampling) -> Tensor:
     The nucleus is the smallest set of likeliest tokens whose probability is at least p (Holtzman et al. 2020, "The
     curious case of neural text degeneration", sec. 3.1), so it includes the first token that reaches p.
     """
-    scores = log_probs.to(torch.float64)
-    scores = (scores - scores.amax(dim=-1, keepdim=True)) / sampling.temperature
+    # In place where it can be: of many lanes, each tensor would be pages that the system has to fill with zeros first.
+    scores = log_probs.to(torch.float64) - log_probs.amax(dim=-1, keepdim=True)
+    scores /= sampling.temperature
     if sampling.top_k is None and sampling.top_p is None:
         return scores.softmax(dim=-1)
-    ranked, order = scores.sort(dim=-1, descending=True, stable=True)
+    order = likeliest_first(log_probs)
+    ranked = scores.gather(-1, order)
     if sampling.top_k is not None:
         ranked[:, sampling.top_k :] = -math.inf
     probs = ranked.softmax(dim=-1)
     if sampling.top_p is not None:
-        before = F.pad(probs.cumsum(dim=-1)[:, :-1], (1, 0))
-        probs = probs.masked_fill(before >= sampling.top_p, 0.0)
-        probs = probs / probs.sum(dim=-1, keepdim=True)
-    return torch.zeros_like(probs).scatter(-1, order, probs)
+        before = probs.cumsum(dim=-1)[:, :-1]  # of all but the likeliest token, which is always in
+        probs[:, 1:].masked_fill_(before >= sampling.top_p, 0.0)
+        probs /= probs.sum(dim=-1, keepdim=True)
+    return torch.empty_like(probs).scatter_(-1, order, probs)
+
+
+def likeliest_first(log_probs: Tensor) -> Tensor:
+    """Return the order of a stable descending sort of log-probabilities (B, V): (B, V) int64.
+
+    Of float32 on a CPU, number and place are put into one int64 each, which numpy sorts by vector instructions: in a
+    sixth to a tenth of torch's time for 4,096 tokens.
+    """
+    if log_probs.dtype != torch.float32 or log_probs.device.type != "cpu":
+        return log_probs.argsort(dim=-1, descending=True, stable=True)
+    bits = (log_probs + 0.0).view(torch.int32)  # + 0.0: -0.0 is no other number than 0.0
+    falling = torch.where(bits < 0, bits ^ -(2**31), ~bits)  # as integers in the opposite order of the numbers
+    keys = falling.long().bitwise_left_shift_(32).bitwise_or_(torch.arange(log_probs.shape[-1]))
+    keys.numpy().sort(axis=-1)
+    return keys.bitwise_and_(2**32 - 1)

@@ -3,8 +3,8 @@
     reading = read(trained, start(trained), [trained.tokenizer.encode(prompt)])
     log_probs = next_log_probs(trained, reading)  # of the token after the prompt
 
-A memory holds only complete segments (rule 3 of the memory contract), so every added token feeds the open segment
-through the model again. The result equals reading the whole document from its start in segments of T. In blocks
+A memory holds only complete segments (rule 3 of the memory contract), so what follows an open segment is computed from
+its tokens. The result equals reading the whole document from its start in segments of T. In blocks
 (`data.blocks`) no BOS precedes the document, so at least one token must be read before any can be generated. A
 `Reading` is immutable: several continuations can start from the same one. Shape letters: B lanes, T segment, V
 vocabulary.
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dist_mem.evaluation.trained_model import TrainedModel, init_state
 from dist_mem.generation.arguments import check_int, check_trained, counted, id_row, id_rows, wrong_type
-from dist_mem.memory.base import map_state, named_tensors, select_lanes
+from dist_mem.memory.base import map_state, named_tensors
 from dist_mem.model import LMState, MemoryLM
 
 ROW_STEP = 16  # so that few shapes occur
@@ -143,7 +143,7 @@ def read(trained: TrainedModel, reading: Reading, tokens: Sequence[Sequence[int]
         rows = [row for row, inputs in enumerate(waiting) if len(inputs) - begin > seg_len]
         if not rows:
             break
-        state = _commit(trained, state, rows, torch.stack([waiting[row][begin : begin + seg_len] for row in rows]))
+        state = commit(trained, state, rows, torch.stack([waiting[row][begin : begin + seg_len] for row in rows]))
     return with_open_segment(state, waiting, seg_len=seg_len)
 
 
@@ -160,7 +160,7 @@ def with_open_segment(state: LMState, waiting: Sequence[Tensor], *, seg_len: int
     return Reading(state, open_tokens, open_len)
 
 
-def _commit(trained: TrainedModel, state: Any, rows: list[int], tokens: Tensor) -> Any:
+def commit(trained: TrainedModel, state: Any, rows: list[int], tokens: Tensor) -> Any:
     """Return the state after one more complete segment in some lanes; tokens (len(rows), T)."""
     chosen = torch.tensor(rows, device=trained.device)
     full = torch.full((len(rows),), tokens.shape[1], device=trained.device)
@@ -180,18 +180,23 @@ def num_rows(model: MemoryLM, open_len: int) -> int:
     return min(-(-least // ROW_STEP) * ROW_STEP, memories[0].spec.seg_len)
 
 
-@torch.no_grad()
-def look_ahead(trained: TrainedModel, reading: Reading) -> Ahead:
-    """Run the one forward pass that a token costs, for `next_log_probs` and `append`.
-
-    Raises:
-        ValueError: a lane has read nothing, and the model reads in blocks.
-    """
+def check_begun(reading: Reading) -> None:
+    """Raise ValueError if a lane has read nothing: the model reads in blocks."""
     if not reading.open_len.all():
         raise ValueError(
             "nothing has been read, and in blocks (data.blocks) no BOS precedes a text: give a prompt of at least one "
             "token, or set eval.blocks=false"
         )
+
+
+@torch.no_grad()
+def look_ahead(trained: TrainedModel, reading: Reading) -> Ahead:
+    """Run the open segments through the model.
+
+    Raises:
+        ValueError: as `check_begun`.
+    """
+    check_begun(reading)
     seg_len = reading.open_tokens.shape[1]
     rows = num_rows(trained.model, int(reading.open_len.max()))
     tokens, open_len = reading.open_tokens[:, :rows].to(trained.device), reading.open_len.to(trained.device)
@@ -212,23 +217,22 @@ def next_log_probs(trained: TrainedModel, reading: Reading) -> Tensor:
     return look_ahead(trained, reading).log_probs
 
 
-def append(reading: Reading, tokens: Tensor, ahead: Ahead, *, grows: Tensor) -> Reading:
-    """Read one token in the lanes marked by `grows`, as `read` does, without another forward pass.
+def append(reading: Reading, tokens: Tensor, state: LMState, *, grows: Tensor) -> Reading:
+    """Read one token in the lanes marked by `grows`, as `read` does.
 
     Args:
-        tokens: (B,) int64, on the CPU.  ahead: result of `look_ahead(trained, reading)`.
+        tokens: (B,) int64, on the CPU.
+        state: that of the reading, with the open segment in lanes that grow and where it is complete.
         grows: (B,) bool, on the CPU.
     """
-    seg_len = reading.open_tokens.shape[1]
-    turns = grows & (reading.open_len == seg_len)
-    state = reading.state
-    if turns.any():
-        state = select_lanes(turns.to(ahead.log_probs.device), ahead.committed, state)
-    place = torch.where(turns, 0, reading.open_len)
-    open_tokens = reading.open_tokens.masked_fill(turns[:, None], 0)
-    rows = grows.nonzero().squeeze(1)
-    open_tokens[rows, place[rows]] = tokens[rows]
-    return Reading(state, open_tokens, torch.where(grows, place + 1, reading.open_len))
+    # numpy, whose operations on a few numbers cost less than torch's
+    open_tokens, length, grow = reading.open_tokens.numpy().copy(), reading.open_len.numpy(), grows.numpy()
+    turns = grow & (length == open_tokens.shape[1])
+    place = np.where(turns, 0, length)
+    open_tokens[turns] = 0
+    lanes = grow.nonzero()[0]
+    open_tokens[lanes, place[lanes]] = tokens.numpy()[lanes]
+    return Reading(state, torch.from_numpy(open_tokens), torch.from_numpy(np.where(grow, place + 1, length)))
 
 
 def select(reading: Reading, lanes: Sequence[int]) -> Reading:

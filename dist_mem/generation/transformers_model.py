@@ -25,6 +25,7 @@ from dist_mem.evaluation.trained_model import TrainedModel, init_state, load_mod
 from dist_mem.generation.arguments import LOADING, READING, refuse_what_is_asked
 from dist_mem.generation.reading import Reading, select, with_open_segment
 from dist_mem.generation.text_scores import read_with_log_probs
+from dist_mem.generation.writing import Stepped
 from dist_mem.nn.layers import DTYPES
 
 _IGNORED = -100  # a label that is not scored
@@ -47,6 +48,19 @@ class MemoryCache(Cache):
         super().__init__(layers=[])
         self.reading = reading
         self.num_read = 0  # columns of input_ids, padding included
+        self.stepped: Stepped | None = None  # of an earlier reading, unless its reading is the one above
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy takes: not what refers to the model and is computed from the reading again."""
+        return {**self.__dict__, "stepped": None}
+
+    def step(self, trained: TrainedModel, tokens: Tensor) -> Tensor:
+        """Read a token in every lane, (B,) int64 on the CPU; return the log-probabilities of the next one, (B, V)."""
+        if self.stepped is None or self.stepped.reading is not self.reading:
+            self.stepped = Stepped(trained, self.reading)
+        self.stepped.append(tokens, torch.ones_like(tokens, dtype=torch.bool))
+        self.reading = self.stepped.reading
+        return self.stepped.next_log_probs().clone()  # of inference mode, in which others may not change it
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of columns of input_ids that were read into this cache."""
@@ -179,6 +193,10 @@ class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
         if attention_mask is not None:
             is_text = attention_mask[:, -length:].bool().cpu()
         columns = _columns(logits_to_keep, length)
+        if use_cache is not False and labels is None and self._can_step(cache, is_text):
+            logits = cache.step(self.trained, input_ids[:, 0].cpu())[:, None]
+            cache.num_read += 1
+            return CausalLMOutputWithPast(logits=logits[:, columns.to(logits.device)], past_key_values=cache)
         kept = is_text[:, int(columns.min()) :] if len(columns) else is_text[:, length:]  # all that are computed
         rows = [ids[mask] for ids, mask in zip(input_ids.cpu(), is_text, strict=True)]
         found, reading = read_with_log_probs(self.trained, cache.reading, rows, kept.sum(dim=1).tolist())
@@ -194,6 +212,11 @@ class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
             targets = F.pad(labels[:, 1:].cpu().masked_fill(~is_scored, _IGNORED), (0, 1), value=_IGNORED)
             loss = F.cross_entropy(logits.mT, targets[:, columns].to(logits.device), ignore_index=_IGNORED)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=None if use_cache is False else cache)
+
+    def _can_step(self, cache: MemoryCache, is_text: Tensor) -> bool:
+        """Return whether one more token in every lane, without gradient, is run as one row."""
+        is_token = is_text.shape[1] == 1 and bool(is_text.all() and cache.reading.open_len.all())
+        return is_token and self.model.can_step and not self.training and not torch.is_grad_enabled()
 
     def _nothing_read(self, lanes: int) -> Reading:
         trained = self.trained

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 
 from dist_mem.memory.parts.inspection import Inspection
 from dist_mem.nn.layer_spec import LayerSpec
+from dist_mem.nn.stepping import Opened as Opened
+from dist_mem.nn.stepping import Places as Places
 
 MemoryState: TypeAlias = Any  # a NamedTuple of tensors, lane first, or of such NamedTuples; each memory has its own
 StateT = TypeVar("StateT")
@@ -71,6 +73,9 @@ class Memory(nn.Module):
     needs_exact_products: bool = False
     # Number of rows of the stem after the segment, which are the last rows of x and of the output.
     num_after: int = 0
+    # Whether `open_segment` and `step_rows` read a segment row by row. It counts only if the class itself says so: of a
+    # subclass, `forward` may be another function.
+    can_step: ClassVar[bool] = False
 
     def __init__(self, spec: LayerSpec, options: Any) -> None:
         super().__init__()
@@ -113,6 +118,22 @@ class Memory(nn.Module):
 
     def forward(self, x: Tensor, state: MemoryState, valid_len: Tensor) -> MemoryOutput:
         """Attend, and return the new state; see the class."""
+        raise NotImplementedError
+
+    def open_segment(self, state: MemoryState, rows: Tensor) -> Opened:
+        """Return what `step_rows` needs at the beginning of a segment; optional, see `can_step`.
+
+        Args:
+            rows: (B, 0, D), no rows, with the dtype and the device of the block's input.
+        """
+        raise NotImplementedError
+
+    def step_rows(self, x: Tensor, opened: Opened, places: Places) -> tuple[Tensor, Opened]:
+        """Return what `forward` returns as y for further rows of the segment, x (B, R, D), without dropout.
+
+        Args:
+            opened: as `open_segment` or the last step returned it; it may be changed in place.
+        """
         raise NotImplementedError
 
     def reset_parameters(self) -> None:

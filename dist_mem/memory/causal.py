@@ -16,5 +16,7 @@ from dist_mem.nn.rotary_attention import RotaryAttention, attention_of
 class Causal(NoMemory):
     """GPT-2's causal attention within the segment."""
 
+    can_step = True
+
     def make_attention(self) -> RelativeAttention | RotaryAttention | PlainAttention:
         return PlainAttention(self.spec) if self.spec.llama is None else attention_of(self.spec)

@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dist_mem.config.keys import TOKENS, WIDTH, key
-from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, MemoryOutput
+from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, MemoryOutput, Opened, Places
 from dist_mem.memory.parts.convolution import convolved
-from dist_mem.memory.parts.linear_rule import Tokens, chunked_rule
+from dist_mem.memory.parts.linear_rule import Tokens, chunked_rule, recurrent_rule
 from dist_mem.nn.layers import Dropout, Projection
 from dist_mem.nn.norms import ExactNorm, input_norm
 
@@ -41,6 +41,7 @@ class LinearMemory(Inspectable):
     carries_gradient = True
     takes_short_first = True
     min_seg_len = 1
+    can_step = True
 
     no_forget: ClassVar[str] = "every token rewrites its matrix, in which a passage has no rows of its own"
 
@@ -165,6 +166,20 @@ class LinearMemory(Inspectable):
         return State(matrix, torch.zeros(num_lanes, self.tail_len, sum(self.widths), device=device, dtype=dtype))
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+        y, state, query, decay = self.run(x, state, valid_len)
+        everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
+        content = query.unflatten(-1, (self.key_heads, -1)).permute(2, 0, 1, 3)
+        return MemoryOutput(y, state, {}, content, everything, {"kept": self.kept(decay, valid_len)})
+
+    def open_segment(self, state: State, rows: Tensor) -> Opened:
+        return Opened(state)
+
+    def step_rows(self, x: Tensor, opened: Opened, places: Places) -> tuple[Tensor, Opened]:
+        y, state, _, _ = self.run(x, opened.lanes, places.num_real)
+        return y, Opened(state)
+
+    def run(self, x: Tensor, state: State, valid_len: Tensor) -> tuple[Tensor, State, Tensor, Tensor]:
+        """Return y, the new state, the queries (B, T, G K), and the log of alpha, as in `Tokens`."""
         normed = self.norm(x)
         before = torch.cat([state.tail.to(x.dtype), self.rows(normed)], dim=1)
         rows = convolved(before, self.taps) if self.options.kernel else before
@@ -172,16 +187,17 @@ class LinearMemory(Inspectable):
             rows = F.silu(rows)
         query, keys, value = rows.split(self.widths, dim=-1)
         tokens = self.tokens(query, keys, value, normed, valid_len, state.matrix.dtype)
-        read, matrix = chunked_rule(tokens, state.matrix, delta=self.options.delta, chunk_len=self.options.chunk_len)
+        if x.shape[1] == 1:
+            read, matrix = recurrent_rule(tokens, state.matrix, delta=self.options.delta)
+        else:
+            chunk_len = self.options.chunk_len
+            read, matrix = chunked_rule(tokens, state.matrix, delta=self.options.delta, chunk_len=chunk_len)
         if self.options.skip:
             read = read + self.skip.to(read.dtype)[:, None, None] * tokens.value
         y = self.dropout(self.output(self.gated(read.transpose(1, 2), normed).to(x.dtype)))
         places = valid_len[:, None] + torch.arange(self.tail_len, device=x.device)
         tail = before.gather(1, places[..., None].expand(-1, -1, before.shape[-1])).to(state.tail.dtype)
-        everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
-        content = query.unflatten(-1, (self.key_heads, -1)).permute(2, 0, 1, 3)
-        logs = {"kept": self.kept(tokens.decay, valid_len)}
-        return MemoryOutput(y, State(matrix, tail), {}, content, everything, logs)
+        return y, State(matrix, tail), query, tokens.decay
 
     def gated(self, read: Tensor, normed: Tensor) -> Tensor:
         """Return what is read (B, T, H, V) with norm and gate, (B, T, H V)."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, Memory, MemoryOutput
+from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, Memory, MemoryOutput, Opened, Places
 from dist_mem.memory.parts.inspection import Inspection, segment_rows
 from dist_mem.nn.layers import Attended, RelativeAttention, visible_keys
 from dist_mem.nn.norms import input_norm
@@ -24,6 +24,7 @@ class NoMemory(Inspectable):
 
     takes_short_first = True
     min_seg_len = 1
+    can_step = True
 
     def __init__(self, spec: LayerSpec, options: Memory.Options) -> None:
         super().__init__(spec, options)
@@ -59,6 +60,12 @@ class NoMemory(Inspectable):
         visible = visible_keys(nothing, x.shape[1], same_length=False)
         attended: Attended = self.attention(self.norm(x), no_context, visible, weights=weights)
         return attended
+
+    def open_segment(self, state: State, rows: Tensor) -> Opened:
+        return self.attention.open(rows, rows.new_empty(len(rows), 0, dtype=torch.bool), seg_len=self.spec.seg_len)
+
+    def step_rows(self, x: Tensor, opened: Opened, places: Places) -> tuple[Tensor, Opened]:
+        return self.attention.step(self.norm(x), opened, places), opened
 
     @torch.no_grad()
     def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: None = None) -> Inspection:

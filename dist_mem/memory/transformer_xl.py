@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from dist_mem.config.keys import TOKENS, key
-from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, Memory, MemoryOutput, whole_segments
+from dist_mem.memory.base import (
+    Evicted,
+    Inspectable,
+    LayerSpec,
+    Memory,
+    MemoryOutput,
+    Opened,
+    Places,
+    whole_segments,
+)
 from dist_mem.memory.parts.inspection import Inspection, overlapping, rows_of, segment_rows, token_spans
 from dist_mem.memory.parts.shown import Shown, append_shown, take_out, valid_rows, zero_hidden
 from dist_mem.nn.layers import Attended, visible_keys
@@ -54,6 +63,7 @@ class TransformerXL(Inspectable):
     """Attention to the segment and the block's last M inputs, with relative or rotary positions."""
 
     min_seg_len = 1
+    can_step = True
 
     @dataclass
     class Options:
@@ -98,6 +108,13 @@ class TransformerXL(Inspectable):
         rows, context = self.norm(x), self.norm(state.hidden.to(x.dtype))
         attended: Attended = self.attention(rows, context, visible, weights=weights)
         return attended
+
+    def open_segment(self, state: State, rows: Tensor) -> Opened:
+        valid = valid_rows(state.length, state.hidden.shape[1], state.shown)
+        return self.attention.open(self.norm(state.hidden.to(rows.dtype)), valid, seg_len=self.spec.seg_len)
+
+    def step_rows(self, x: Tensor, opened: Opened, places: Places) -> tuple[Tensor, Opened]:
+        return self.attention.step(self.norm(x), opened, places, same_length=self.spec.same_length), opened
 
     @torch.no_grad()
     def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: None = None) -> Inspection:

@@ -16,6 +16,7 @@ from dist_mem.nn.attention_inputs import Inputs, Visible
 from dist_mem.nn.constants import constant
 from dist_mem.nn.layer_spec import LayerSpec
 from dist_mem.nn.layers import Attended, AttentionLayer, Dropout, Projection, merge_heads, split_heads
+from dist_mem.nn.stepping import Opened, Places, attend, kept, lane_heads
 
 # none: only the rows may contain positions | alibi: every distance counts | alibi_memory: only that of context rows
 BIASES = ("none", "alibi", "alibi_memory")
@@ -81,3 +82,14 @@ class PlainAttention(AttentionLayer):
         inputs = Inputs(query / math.sqrt(query.shape[-1]), key, value, visible, bias=bias)
         rows, shares = self.read(inputs, weights=weights)
         return Attended(self.dropout(self.output(merge_heads(rows))), query, shares)
+
+    def open(self, context: Tensor, valid: Tensor, *, seg_len: int) -> Opened:
+        """Return what `step` attends to, as `layers.RelativeAttention` does."""
+        return Opened(kept(lane_heads(self.key_value(context), 2 * self.num_heads), valid, seg_len=seg_len))
+
+    def step(self, x: Tensor, opened: Opened, places: Places, *, same_length: bool = False) -> Tensor:
+        """Attend as `layers.RelativeAttention` does; without ALiBi, which no memory that steps has."""
+        query, pairs = lane_heads(self.query(x), self.num_heads), lane_heads(self.key_value(x), 2 * self.num_heads)
+        rows = attend(query, pairs, opened.lanes, places, same_length=same_length)
+        attended: Tensor = self.output(rows)
+        return attended

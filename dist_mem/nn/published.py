@@ -37,9 +37,10 @@ class GPT2Embedding(Embedding):
         super().__init__(bins, d_model=d_model)
         self.positions = nn.Parameter(torch.zeros(num_positions, d_model))
 
-    def forward(self, tokens: Tensor, types: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, types: Tensor | None = None, *, places: Tensor | None = None) -> Tensor:
         """Embed tokens (B, T); also add the embeddings of `types` (B, T), see `model.token_types`."""
-        embedded = super().forward(tokens) + self.positions[: tokens.shape[1]]
+        positions = self.positions[: tokens.shape[1]] if places is None else self.positions[places]
+        embedded = super().forward(tokens) + positions
         return embedded if types is None else embedded + super().forward(types)
 
 

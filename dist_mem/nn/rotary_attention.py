@@ -27,23 +27,41 @@ from dist_mem.nn.layers import (
     split_heads,
 )
 from dist_mem.nn.plain_attention import BiasedProjection
+from dist_mem.nn.stepping import Opened, Places, attend, kept, lane_heads
+
+Turns = tuple[Tensor, Tensor]  # cosine and sine of the angles, (..., R, K // 2) float32 or wider
 
 
 def rotate(rows: Tensor, *, first: int, theta: float) -> Tensor:
-    """Turn rows (H, B, R, K) at positions first, ..., first + R - 1 by the angles position * theta^(-2 k / K).
+    """Turn rows (H, B, R, K) at positions first, ..., first + R - 1."""
+    return turned(rows, turns(rows, first=first, num_rows=rows.shape[2], theta=theta))
 
-    In float32 or wider, and cast at the end: in half precision, distances above 256 would collapse. The last number of
-    an odd width is not turned; a Llama's is even.
+
+def turns(like: Tensor, *, first: int, num_rows: int, theta: float) -> Turns:
+    """Return cosine and sine of the angles position * theta^(-2 k / K) at positions first, ..., first + R - 1.
+
+    In float32 or wider: in half precision, distances above 256 would collapse.
+
+    Args:
+        like: (..., K), its dtype and device.
     """
-    working = torch.promote_types(rows.dtype, torch.float32)
-    position = torch.arange(first, first + rows.shape[2], device=rows.device).to(working)
-    half = rows.shape[3] // 2
-    exponent = torch.arange(0, 2 * half, 2, device=rows.device, dtype=working) / rows.shape[3]
+    working, width = torch.promote_types(like.dtype, torch.float32), like.shape[-1]
+    position = torch.arange(first, first + num_rows, device=like.device).to(working)
+    exponent = torch.arange(0, width // 2 * 2, 2, device=like.device, dtype=working) / width
     angle = position[:, None] * torch.pow(theta, -exponent)
-    cos, sin = angle.cos(), angle.sin()
+    return angle.cos(), angle.sin()
+
+
+def turned(rows: Tensor, by: Turns) -> Tensor:
+    """Turn rows (..., R, K), and cast at the end.
+
+    The last number of an odd width is not turned; a Llama's is even.
+    """
+    cos, sin = by
+    half = cos.shape[-1]
     one, other, rest = rows.tensor_split([half, 2 * half], dim=-1)
-    turned = [one * cos - other * sin, other * cos + one * sin]
-    return torch.cat([*turned, rest] if rest.shape[-1] else turned, dim=-1).to(rows.dtype)
+    both = [one * cos - other * sin, other * cos + one * sin]
+    return torch.cat([*both, rest] if rest.shape[-1] else both, dim=-1).to(rows.dtype)
 
 
 def repeat_heads(rows: Tensor, num_heads: int) -> Tensor:
@@ -58,7 +76,8 @@ class RotaryAttention(AttentionLayer):
         super().__init__(attention_dropout=spec.attention_dropout, back_end=spec.back_end)
         llama = spec.llama or LlamaSpec(spec.num_heads, rope_theta=10_000.0, norm_eps=0.0, qkv_bias=False)
         width = spec.num_heads * spec.d_head
-        self.num_heads, self.num_kv_heads, self.theta = spec.num_heads, llama.num_kv_heads, llama.rope_theta
+        self.num_heads, self.theta = spec.num_heads, llama.rope_theta
+        self.num_kv_heads: int = llama.num_kv_heads
         project = BiasedProjection if llama.qkv_bias else Projection
         self.query = project(spec.d_model, width)
         self.key_value = project(spec.d_model, 2 * spec.kv_width)
@@ -72,11 +91,32 @@ class RotaryAttention(AttentionLayer):
         """Attend as `layers.RelativeAttention` does; the queries returned are those before the rotation."""
         query = split_heads(self.query(x), self.num_heads)
         key, value = self.pairs(context, x)
-        turned = rotate(query, first=0, theta=self.theta) / math.sqrt(query.shape[-1])
+        asking = rotate(query, first=0, theta=self.theta) / math.sqrt(query.shape[-1])
         turned_key = rotate(key, first=-context.shape[1], theta=self.theta)
-        inputs = Inputs(turned, repeat_heads(turned_key, self.num_heads), repeat_heads(value, self.num_heads), visible)
+        inputs = Inputs(asking, repeat_heads(turned_key, self.num_heads), repeat_heads(value, self.num_heads), visible)
         rows, shares = self.read(inputs, weights=weights)
         return Attended(self.dropout(self.output(merge_heads(rows))), query, shares)
+
+    def open(self, context: Tensor, valid: Tensor, *, seg_len: int) -> Opened:
+        """Return what `step` attends to, as `layers.RelativeAttention` does."""
+        context_len = context.shape[1]
+        key, value = lane_heads(self.key_value(context), 2 * self.num_kv_heads).chunk(2, dim=1)
+        table = turns(key, first=-context_len, num_rows=context_len + seg_len, theta=self.theta)
+        key = turned(key, (table[0][:context_len], table[1][:context_len]))
+        return Opened(kept(torch.cat([key, value], dim=1), valid, seg_len=seg_len), table)
+
+    def step(self, x: Tensor, opened: Opened, places: Places, *, same_length: bool = False) -> Tensor:
+        """Attend as `layers.RelativeAttention` does."""
+        cos, sin = opened.shared
+        row = places.row + len(cos) - places.seg_len
+        by = cos[row][:, None], sin[row][:, None]
+        heads = self.num_heads, self.num_kv_heads
+        rows = lane_heads(torch.cat([self.query(x), self.key_value(x)], dim=-1), heads[0] + 2 * heads[1])
+        turning, value = rows.tensor_split([sum(heads)], dim=1)
+        query, key = turned(turning, by).split(heads, dim=1)  # turned at once: fewer operations
+        pairs = torch.cat([key, value], dim=1)
+        attended: Tensor = self.output(attend(query, pairs, opened.lanes, places, same_length=same_length))
+        return attended
 
 
 def attention_of(spec: LayerSpec, positions: str | None = None) -> RelativeAttention | RotaryAttention:

@@ -97,7 +97,8 @@ class Embedding(nn.Module):
         self.scale = math.sqrt(d_model)
         self.bins = nn.ModuleList(BinEmbedding(part, d_model=d_model) for part in bins)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, *, places: Tensor | None = None) -> Tensor:
+        """Embed tokens (B, T); `places` (B, T) int64 in their segments, for embeddings of positions; None: 0, 1, ..."""
         if len(self.spans) == 1:
             return self.bins[0](tokens) * self.scale
         # Every bin embeds every token and is then masked: a few more products, but no data-dependent shapes.
@@ -246,7 +247,9 @@ class Softmax(nn.Module):
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         """Return log-probabilities of the whole vocabulary, (..., D) -> (..., V) float32 or wider; for generation."""
-        head = full_precision(self.bins[0](hidden)).log_softmax(-1)
+        head: Tensor = full_precision(self.bins[0](hidden)).log_softmax(-1)
+        if len(self.spans) == 1:
+            return head
         parts = [head[..., : self.spans[0].size]]
         for index, logits in enumerate(self.bins[1:], start=1):
             column = self.cluster_column(index)

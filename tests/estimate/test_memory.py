@@ -29,7 +29,7 @@ from dist_mem.estimate.memory import (
     writing_parts,
 )
 from dist_mem.memory import memory_kinds, memory_options
-from dist_mem.memory.base import detached
+from dist_mem.memory.base import detached, named_tensors
 from dist_mem.model import MemoryLM
 from dist_mem.nn.kernel_shapes import planned_for
 from dist_mem.runtime.distributed import World
@@ -196,6 +196,18 @@ def test_scoring_needs_what_is_predicted_and_writing_less(kind: str) -> None:
     assert 0.9 * used <= counted <= 1.1 * used
     writing = sum(part.num_bytes for part in writing_parts(config, VOCAB_SIZE, num_samples=50))
     assert writing <= counted
+
+
+def test_what_writing_keeps_of_open_segments_is_counted() -> None:
+    """Keys and values of M + T rows in every block, of a memory that reads them row by row."""
+    memory = "memory={default: {kind: transformer_xl, mem_len: 96}, 0: {kind: linear}}"
+    config = shipped(ROOT / "demo.yaml", memory, "model.num_layers=2")
+    opened = [part for part in writing_parts(config, VOCAB_SIZE, num_samples=5) if "open segments" in part.what]
+    model = MemoryLM(config, VOCAB_SIZE)
+    state = model.init_state(torch.zeros(5, dtype=torch.int64), "cpu", torch.float32)
+    kept = [named_tensors(block.lanes).values() for block in model.open(state, 5).blocks]
+    assert [part.num_bytes for part in opened] == [sum(t.numel() * t.element_size() for each in kept for t in each)]
+    assert max(t.numel() for t in kept[1]) == 5 * (96 + config.train.seg_len) * 2 * config.model.d_model
 
 
 def test_ranks_that_share_a_limit_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:

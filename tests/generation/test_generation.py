@@ -13,7 +13,7 @@ from dist_mem.config.memory_blocks import PER_BLOCK
 from dist_mem.contract.subject import VOCAB, Size, Subject
 from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.evaluation.trained_model import TrainedModel
-from dist_mem.generation.generate import Sampling, choose, generate, stream
+from dist_mem.generation.generate import Sampling, choose, drawn, generate, stream
 from dist_mem.generation.reading import ROW_STEP, Reading, next_log_probs, num_rows, read, select, start
 from dist_mem.memory import memory_class
 from dist_mem.memory.base import named_tensors
@@ -83,7 +83,8 @@ def check_reads_as_anew(trained: TrainedModel) -> None:
         reference = anew(trained, inputs, first=1 + len(prompt))
         torch.testing.assert_close(torch.stack(log_probs)[:, lane], reference, rtol=0, atol=1e-10)
         reference[:, BOS] = -torch.inf
-        again = choose(reference[:-1], SAMPLING, stream=torch.full((NUM_TOKENS,), lane), step=torch.arange(NUM_TOKENS))
+        draw = drawn(SAMPLING, stream=torch.tensor(lane), step=torch.arange(NUM_TOKENS))
+        again = choose(reference[:-1], SAMPLING, draw=draw)
         assert torch.equal(again, written)
 
 
@@ -118,16 +119,36 @@ def test_how_tokens_came_to_be_read_does_not_matter_to_the_last_bit(case: str) -
     assert same_reading(at_once, read(trained, start(trained), [prompt])), "generation has changed its argument"
 
 
+def shapes_of_forwards(trained: TrainedModel) -> list[tuple[int, ...]]:
+    """The shape of the tokens of every later forward of a model."""
+    shapes: list[tuple[int, ...]] = []
+    trained.model.embedding.register_forward_hook(lambda _, inputs, __: shapes.append(tuple(inputs[0].shape)))
+    return shapes
+
+
 def test_a_token_costs_one_forward() -> None:
+    trained = trained_model("lamemo")
+    reading = read(trained, start(trained, len(PROMPT_LENS)), prompts())
+    shapes = shapes_of_forwards(trained)
+    generate(trained, reading, num_tokens=NUM_TOKENS, sampling=SAMPLING)
+    assert len(shapes) == NUM_TOKENS
+    shapes.clear()
+    read(trained, start(trained, len(PROMPT_LENS)), prompts())
+    assert len(shapes) == 3  # segments of the longest prompt that are complete and behind it; the last stays open
+
+
+def test_a_token_costs_one_row_where_every_memory_can_step() -> None:
+    """Besides the open segment of the prompt, and one forward of every segment that is then complete."""
     trained = trained_model("transformer_xl")
     reading = read(trained, start(trained, len(PROMPT_LENS)), prompts())
-    calls: list[int] = []
-    trained.model.embedding.register_forward_hook(lambda *_: calls.append(1))
+    shapes = shapes_of_forwards(trained)
     generate(trained, reading, num_tokens=NUM_TOKENS, sampling=SAMPLING)
-    assert len(calls) == NUM_TOKENS
-    calls.clear()
-    read(trained, start(trained, len(PROMPT_LENS)), prompts())
-    assert len(calls) == 3  # segments of the longest prompt that are complete and behind it; the last stays open
+    lanes, longest = len(PROMPT_LENS), int(reading.open_len.max())
+    assert shapes[0] == (lanes, longest)
+    assert shapes.count((lanes, 1)) == NUM_TOKENS - 1
+    segments = [shape for shape in shapes[1:] if shape[1] == SEG_LEN]
+    assert sum(num for num, _ in segments) == ((reading.open_len + NUM_TOKENS - 1) // SEG_LEN).sum()
+    assert len(shapes) == NUM_TOKENS + len(segments)
 
 
 def test_a_lane_ends_with_a_stop_token_and_reads_no_more() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
-from dist_mem.generation.generate import Sampling, choose, kept_probabilities
+from dist_mem.generation.generate import Sampling, choose, drawn, kept_probabilities, likeliest_first
 from dist_mem.generation.text import TextWriter, distinct, measure, rep
 from dist_mem.runtime.terminal import printable
 from tests.support.messages import refused
@@ -27,8 +27,8 @@ def test_tokens_are_drawn_as_often_as_they_should_be(options: dict[str, float]) 
     sampling = Sampling(**options)  # type: ignore[arg-type]
     expected = kept_probabilities(rows(*probabilities), sampling)[0]
     for stream, step in ((torch.arange(DRAWS), 3), (torch.zeros(DRAWS, dtype=torch.int64), torch.arange(DRAWS))):
-        drawn = choose(rows(*probabilities, count=DRAWS), sampling, stream=stream, step=step)
-        share = drawn.bincount(minlength=5) / DRAWS
+        draw = drawn(sampling, stream=stream, step=step)
+        share = choose(rows(*probabilities, count=DRAWS), sampling, draw=draw).bincount(minlength=5) / DRAWS
         assert (share - expected).abs().max() < 5 * math.sqrt(0.25 / DRAWS)
         assert (share[expected == 0] == 0).all()
 
@@ -36,20 +36,34 @@ def test_tokens_are_drawn_as_often_as_they_should_be(options: dict[str, float]) 
 def test_a_draw_depends_on_seed_stream_and_step_alone() -> None:
     log_probs = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     streams, sampling = torch.tensor([4, 0, 9, 2, 7, 1]), Sampling(top_p=0.9, seed=3)
-    together = choose(log_probs, sampling, stream=streams, step=11)
+    together = choose(log_probs, sampling, draw=drawn(sampling, stream=streams, step=11))
     for lane in range(6):
         row = slice(lane, lane + 1)
-        alone = choose(log_probs[row].expand(1, -1), sampling, stream=streams[row], step=torch.tensor([11]))
+        alone = choose(log_probs[row], sampling, draw=drawn(sampling, stream=streams[row], step=torch.tensor([11])))
         assert torch.equal(alone, together[row])
     same = log_probs[:1].expand(200, -1)
-    first = choose(same, sampling, stream=torch.arange(200), step=0)
-    assert not torch.equal(first, choose(same, sampling, stream=torch.arange(200), step=1))
-    assert not torch.equal(first, choose(same, Sampling(top_p=0.9, seed=4), stream=torch.arange(200), step=0))
+    draws = [
+        choose(same, each, draw=drawn(each, stream=torch.arange(200), step=step))
+        for each, step in ((sampling, 0), (sampling, 1), (Sampling(top_p=0.9, seed=4), 0))
+    ]
+    assert not torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tokens_are_ranked_as_by_a_stable_sort(dtype: torch.dtype) -> None:
+    """Whatever the signs, with ties, zeros of both signs, tiny numbers and minus infinity, in lanes with a stride."""
+    generator = torch.Generator().manual_seed(2)
+    values = torch.randn(6, 2, 3000, generator=generator).to(dtype)[:, 0] * torch.logspace(-45, 38, 3000)
+    values[1] = values[1].abs()
+    values[2] = torch.randint(-3, 3, (3000,), generator=generator) * 0.5
+    values[3, ::2] = -math.inf
+    values[4] = torch.where(torch.arange(3000) % 3 == 0, 0.0, -0.0)
+    assert torch.equal(likeliest_first(values), values.argsort(dim=-1, descending=True, stable=True))
 
 
 def test_greedy_takes_the_likeliest_token() -> None:
     log_probs = torch.randn(8, 50, generator=torch.Generator().manual_seed(1))
-    tokens = choose(log_probs, Sampling(temperature=0.0, top_k=3, top_p=0.1), stream=torch.arange(8), step=0)
+    tokens = choose(log_probs, Sampling(temperature=0.0, top_k=3, top_p=0.1), draw=torch.rand(8))
     assert torch.equal(tokens, log_probs.argmax(-1))
 
 

@@ -138,9 +138,12 @@ def test_figures_of_every_kind_of_model_are_ours(exported: Callable[..., Path], 
 GREEDY = {"do_sample": False, "eos_token_id": None, "output_logits": True, "return_dict_in_generate": True}
 
 
-def test_prompts_of_several_lengths_are_continued_as_each_alone_with_its_memory(exported: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("case", ["compressive", "transformer_xl"])
+def test_prompts_of_several_lengths_are_continued_as_each_alone_with_its_memory(
+    exported: Callable[..., Path], case: str
+) -> None:
     """Every token is read once, and its figures are those of the whole text read at once."""
-    model = opened(exported("compressive"))
+    model = opened(exported(case))
     long, short = random_ids(1, 4 * SEG_LEN + 1)[0], random_ids(1, 2)[0]
     widths: list[int] = []
     hook = model.register_forward_pre_hook(
@@ -156,6 +159,26 @@ def test_prompts_of_several_lengths_are_continued_as_each_alone_with_its_memory(
         with torch.no_grad():
             again = model(torch.cat([prompt, new])[None]).logits[0, len(prompt) - 1 : -1]
         torch.testing.assert_close(torch.stack(together.logits)[:, lane], again, **CLOSE)
+
+
+@torch.no_grad()
+def test_a_token_is_one_row_of_the_model_and_a_copied_cache_goes_on_by_itself(exported: Callable[..., Path]) -> None:
+    model, ids = opened(exported("linear")), random_ids(2, 4 * SEG_LEN + 1)
+    whole, begun = model(ids).logits, SEG_LEN + 2
+    cache = model(ids[:, :begun]).past_key_values
+    rows: list[int] = []
+    hook = model.model.embedding.register_forward_hook(lambda _, inputs, __: rows.append(inputs[0].shape[1]))
+    for place in range(begun, 3 * SEG_LEN):
+        logits = model(ids[:, place : place + 1], past_key_values=cache).logits
+        torch.testing.assert_close(logits[:, 0], whole[:, place], **CLOSE)
+    hook.remove()
+    assert sum(rows) == 3 * SEG_LEN - begun + 2 + SEG_LEN  # the tokens, those open before, and a complete segment
+    copied = copy.deepcopy(cache)
+    model(ids[:, :1], past_key_values=cache)
+    for past, first in ((copied, 3 * SEG_LEN), (copied, 3 * SEG_LEN + 1)):
+        logits = model(ids[:, first : first + 1], past_key_values=past).logits
+        torch.testing.assert_close(logits[:, 0], whole[:, first], **CLOSE)
+    assert copied.get_seq_length() == cache.get_seq_length() + 1
 
 
 def test_every_beam_has_its_own_memory(exported: Callable[..., Path]) -> None:

@@ -27,6 +27,7 @@ from dist_mem.memory.parts import basis
 from dist_mem.model import MemoryLM
 from dist_mem.nn import chunked_attention, fused_attention
 from dist_mem.nn.attention import BACK_ENDS
+from dist_mem.nn.stepping import Places
 from dist_mem.runtime.compilers import cpp_compiler
 from tests.support.contract_cases import CASES, LANES, MET_BY_ALL, SEG_LEN, accepted, subject
 from tests.support.own_process import in_child
@@ -92,6 +93,11 @@ def parts_elsewhere(device: str, model: MemoryLM) -> list[str]:
     if torch.is_grad_enabled():
         total_loss(output).backward()
         parts |= {name: parameter.grad for name, parameter in model.named_parameters()}
+    elif model.can_step:
+        row = lanes[:, None]
+        places = Places(row, num_real=lanes, end=1, behind=row, seg_len=SEG_LEN)
+        parts["row"], opened = model.step(tokens[:, :1], model.open(output.state, LANES), places)
+        parts |= named_tensors(opened)
     return [name for name, part in parts.items() if part is None or part.device.type != device]
 
 

@@ -35,12 +35,14 @@ class Tokens(NamedTuple):
 def recurrent_rule(tokens: Tokens, matrix: Tensor, *, delta: bool) -> tuple[Tensor, Tensor]:
     """Apply the rule a token at a time: the reference for `chunked_rule`, which has the same arguments."""
     read = []
-    for query, key, value, decay, beta in zip(*(part.unbind(2) for part in tokens), strict=True):
-        matrix = decay.exp()[..., None] * matrix
-        old = torch.einsum("bhk,bhkv->bhv", key, matrix) if delta else 0.0
-        matrix = matrix + torch.einsum("bhk,bhv->bhkv", key, beta[..., None] * (value - old))
-        read.append(torch.einsum("bhk,bhkv->bhv", query, matrix))
-    return torch.stack(read, dim=2), matrix
+    for query, key, value, decay, beta in zip(
+        *(part.split(1, dim=2) for part in tokens), strict=True
+    ):  # rows (., 1, .)
+        matrix = decay.exp().mT * matrix
+        old = key @ matrix if delta else 0.0
+        matrix = matrix + key.mT * (beta[..., None] * (value - old))
+        read.append(query @ matrix)
+    return torch.cat(read, dim=2), matrix
 
 
 def chunks(seg_len: int, chunk_len: int, *, sub_len: int = 1) -> tuple[int, int]:

@@ -1,0 +1,200 @@
+"""Generation a row at a time: equal to computing the open segment again, for every memory that can, by discovery."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from dist_mem.config import AdaptiveConfig, Config, TokenTypeConfig, TrainConfig
+from dist_mem.contract.subject import VOCAB, Size, Subject
+from dist_mem.data.tokenizers.words import WordTokenizer
+from dist_mem.evaluation.trained_model import TrainedModel
+from dist_mem.generation import writing
+from dist_mem.generation.generate import Sampling, Step, generate, stream
+from dist_mem.generation.reading import Reading, next_log_probs, read, select, start
+from dist_mem.generation.writing import Stepped
+from dist_mem.memory.base import Inspectable, Memory, named_tensors
+from dist_mem.memory.transformer_xl import TransformerXL
+from dist_mem.model import LMState, MemoryLM
+from dist_mem.nn.stepping import places_of
+from tests.support.contract_cases import CASES, SEG_LEN, small_block, small_model
+from tests.support.logging_memory import Logging
+
+LANES = 4
+CACHE = {"kind": "transformer_xl", "mem_len": SEG_LEN + 1}
+GPT2 = {"kind": "gpt2", "num_positions": SEG_LEN, "d_head": None}
+LLAMA = {"kind": "llama", "num_kv_heads": 1, "qkv_bias": True, "d_head": 6}
+TYPES = [TokenTypeConfig(id=3), TokenTypeConfig(id=5, after=[1]), TokenTypeConfig(id=7, after=[2, 4])]
+SAMPLED = Sampling(temperature=1.3, top_k=8, top_p=0.95, seed=5)
+GREEDY = Sampling(temperature=0.0)
+
+
+class Case(NamedTuple):
+    block: dict[str, Any]
+    keys: Mapping[str, Any] = MappingProxyType({})
+    norm: str = "pre"
+
+    def model(self, dtype: torch.dtype = torch.float64) -> MemoryLM:
+        subject = Subject(lambda _: self.block, Size(LANES, SEG_LEN, 4, 3), self.norm, keys=self.keys)
+        return subject.model().to(dtype).eval()
+
+
+@cache
+def cases() -> dict[str, Case]:
+    """Every memory and composition that can step, and what else changes what a row attends to."""
+    found = {name: Case(block) for name, block in CASES.items() if small_model(name).can_step}
+    kinds = [name for name, case in found.items() if case.block["kind"] == name]
+    assert {"none", "causal", "transformer_xl", "linear"} <= set(kinds)
+    return {
+        **found,
+        **{f"{kind}, post-norm": Case(small_block(kind), norm="post") for kind in kinds},
+        **{f"{kind} in a Llama": Case(small_block(kind), LLAMA) for kind in kinds},
+        "one row kept": Case({"kind": "transformer_xl", "mem_len": 1}),
+        "the same length": Case(CACHE, {"same_length": True}),
+        "the same length, rotary": Case({**CACHE, "positions": "rotary"}, {"same_length": True}),
+        "clamped distances": Case(CACHE, {"clamp_len": 3}),
+        "an adaptive vocabulary": Case(CACHE, {"adaptive": AdaptiveConfig(cutoffs=[4, 8], div_val=2)}),
+        "GPT-2": Case({"kind": "causal"}, {**GPT2, "token_types": TYPES}),
+        "blocks that differ": Case(
+            {"kind": "per_block", "default": CACHE, "0": {"kind": "none"}, "2": CASES["linear"]}
+        ),
+    }
+
+
+def trained_model(case: str, dtype: torch.dtype = torch.float64) -> TrainedModel:
+    tokenizer = WordTokenizer([f"w{number}" for number in range(VOCAB - 1)])
+    checkpoint: Any = None
+    config = Config(train=TrainConfig(seg_len=SEG_LEN))
+    return TrainedModel(cases()[case].model(dtype), tokenizer, config, checkpoint, torch.device("cpu"), dtype)
+
+
+def equal(one: Any, other: Any) -> bool:
+    first, second = named_tensors(one), named_tensors(other)
+    return first.keys() == second.keys() and all(torch.equal(part, second[name]) for name, part in first.items())
+
+
+def step(model: MemoryLM, opened: Any, tokens: Tensor, first: Tensor, num_real: Tensor) -> tuple[Tensor, Any]:
+    """Run a row per lane: `num_real` (B,) says whether the lane reads it."""
+    places = places_of(first, num_real, num_rows=1, seg_len=SEG_LEN, device=torch.device("cpu"))
+    hidden, opened = model.step(tokens.gather(1, places.row), opened, places)
+    return hidden[:, 0], opened
+
+
+@pytest.mark.parametrize("case", cases())
+@torch.no_grad()
+def test_a_row_is_that_of_the_whole_segment_at_every_place(case: str) -> None:
+    """From empty memories to full ones; every other row is read by half of the lanes, so that their places differ."""
+    model = cases()[case].model()
+    generator = torch.Generator().manual_seed(1)
+    state = model.init_state(torch.arange(LANES), "cpu", torch.float64)
+    for _ in range(5):
+        tokens = torch.randint(0, VOCAB, (LANES, SEG_LEN), generator=generator)
+        whole = model.features(tokens, torch.full((LANES,), SEG_LEN), state=state)
+        before = [part.clone() for part in named_tensors(state).values()]
+        opened, first = model.open(state, LANES), torch.zeros(LANES, dtype=torch.int64)
+        for number in range(2 * SEG_LEN):
+            reads = (torch.arange(LANES) % 2 == 0) | torch.tensor(number % 2 == 0)
+            reads &= first < SEG_LEN
+            hidden, opened = step(model, opened, tokens, first, reads.long())
+            for lane in reads.nonzero().flatten().tolist():
+                expected = whole.hidden[lane, int(first[lane])]
+                torch.testing.assert_close(hidden[lane], expected, rtol=0, atol=1e-10)
+            first = first + reads.long()
+        assert (first == SEG_LEN).all()
+        assert all(map(torch.equal, before, named_tensors(state).values())), "a state has changed in place"
+        state = whole.state
+
+
+def prompts() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    lengths = [0, 1, SEG_LEN - 1, SEG_LEN, 3 * SEG_LEN + 2]
+    return [torch.randint(0, VOCAB - 1, (length,), generator=generator) for length in lengths]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("case", cases())
+def test_a_text_is_that_of_recomputation(case: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over borders of segments, in lanes of different lengths of which some stop; what a lane has read is run in parts.
+
+    After every token, stepping on from the reading gives the same as the present way to read.
+    """
+    trained = trained_model(case)
+    monkeypatch.setattr(writing, "NUM_ROWS", 2)
+    reading = read(trained, start(trained, len(prompts())), prompts())
+    free: dict[str, Any] = {"num_tokens": 2 * SEG_LEN + 3, "sampling": sampling}
+    steps = list(stream(trained, reading, **free))
+    for made in steps:
+        anew = Stepped(trained, made.reading).next_log_probs()
+        torch.testing.assert_close(anew, next_log_probs(trained, made.reading), rtol=0, atol=1e-10)
+    stopping = {**free, "stop_ids": steps[2].tokens[1:2].tolist()}
+    some_stop = list(stream(trained, reading, **stopping))
+    monkeypatch.setattr(MemoryLM, "can_step", False)
+    check_same(steps, list(stream(trained, reading, **free)))
+    check_same(some_stop, list(stream(trained, reading, **stopping)))
+
+
+def check_same(steps: Sequence[Step], expected: Sequence[Step]) -> None:
+    for made, other in zip(steps, expected, strict=True):
+        assert torch.equal(made.writing, other.writing)
+        assert torch.equal(made.tokens[made.writing], other.tokens[made.writing])
+        assert torch.equal(made.reading.open_tokens, other.reading.open_tokens)
+        assert torch.equal(made.reading.open_len, other.reading.open_len)
+        first, second = named_tensors(made.reading.state), named_tensors(other.reading.state)
+        for name, part in first.items():
+            torch.testing.assert_close(part, second[name], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("case", cases())
+def test_what_is_carried_is_that_of_reading_the_text_to_the_last_bit(case: str) -> None:
+    trained = trained_model(case, torch.float32)
+    begun = read(trained, start(trained, 2), [prompts()[-1], prompts()[-1].flip(0)])
+    written = generate(trained, begun, num_tokens=3 * SEG_LEN, sampling=SAMPLED)
+    assert equal(written.reading, read(trained, begun, written.tokens))
+
+
+@torch.no_grad()
+def test_rows_taken_out_of_a_memory_stay_out() -> None:
+    trained = trained_model("transformer_xl")
+    reading = read(trained, start(trained, 2), [torch.arange(3 * SEG_LEN) % 9] * 2)
+    begin, end = torch.tensor([-SEG_LEN, 0]), torch.tensor([-1, 0])
+    memories = zip(trained.model.memories(), reading.state.blocks, strict=True)
+    blocks = tuple(memory.forget(part, begin, end) for memory, part in memories if isinstance(memory, Inspectable))
+    forgotten = Reading(LMState(blocks, (), ()), *reading[1:])
+    found = Stepped(trained, forgotten).next_log_probs()
+    torch.testing.assert_close(found, next_log_probs(trained, forgotten), rtol=0, atol=1e-10)
+    differs = (found - Stepped(trained, reading).next_log_probs()).abs().amax(1) > 1e-6
+    assert differs.tolist() == [True, False]
+
+
+def test_a_class_that_only_inherits_the_step_is_recomputed() -> None:
+    """Its forward may be another function."""
+    assert issubclass(Logging, TransformerXL) and Logging.can_step
+    model = cases()["transformer_xl"].model()
+    assert model.can_step
+    for memory in model.memories():
+        memory.__class__ = Logging
+    assert not model.can_step
+
+
+def test_what_can_step_says_so_and_a_stem_cannot() -> None:
+    for name in CASES:
+        model = small_model(name)
+        if model.can_step:
+            assert all(type(memory).step_rows is not Memory.step_rows for memory in model.memories()), name
+    assert not small_model("rmt").can_step
+
+
+def test_a_lane_is_written_alone_as_among_others() -> None:
+    trained = trained_model("transformer_xl")
+    reading = read(trained, start(trained, len(prompts())), prompts())
+    together = generate(trained, reading, num_tokens=2 * SEG_LEN, sampling=SAMPLED)
+    for lane in range(len(prompts())):
+        one = select(reading, [lane])
+        alone = generate(trained, one, num_tokens=2 * SEG_LEN, sampling=SAMPLED, streams=[lane])
+        assert torch.equal(together.tokens[lane], alone.tokens[0])
