@@ -5,6 +5,7 @@ python docs/images/draw_arena.py
 
 from __future__ import annotations
 
+import glob
 import json
 from pathlib import Path
 from typing import Any
@@ -20,31 +21,34 @@ COPYING = ("infinity-former as published", "Transformer-XL", "none", "Titans", "
 ORDERS = tuple(
     row for other in ("Gated DeltaNet", "Infini", "Titans") for row in (f"XL then {other}", f"{other} then XL")
 )
-RECALL = ("XL then Gated DeltaNet", "infinity-former as published", "compressive", "Transformer-XL", "Titans", "none")
+RECALL = {  # row -> seed
+    **dict.fromkeys(("compressive", "Transformer-XL", "Titans", "Memorizing", "none"), 0),
+    "Gated DeltaNet then XL": 1,
+}
 
 
-def cell(row: str) -> dict[str, Any]:
-    """Return the finished run of a row with seed 0."""
-    body: dict[str, Any] = json.loads((CELLS / f"{row}-seed0.json").read_text(encoding="utf-8"))
-    return body
+def cells(row: str) -> list[dict[str, Any]]:
+    """Return the finished runs of a row, by seed."""
+    paths = sorted(CELLS.glob(f"{glob.escape(row)}-seed*.json"))
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
 
-def report(row: str) -> Report:
+def report(row: str, seed: int) -> Report:
     """Return what the evaluation of a row found."""
-    path = CELLS / f"{row}-seed0.json"
-    return report_from(next(iter(cell(row)["reports"].values())), path)
+    return report_from(next(iter(cells(row)[seed]["reports"].values())), CELLS)
 
 
 @in_style
 def draw_curves(rows: tuple[str, ...], name: str) -> None:
-    """Draw the training loss of rows by update, seed 0."""
+    """Draw the training loss of rows by update: of seed 0, and thinner of the other seeds."""
     figure, axes = new_picture(3.2)
     add_grid(axes)
-    curves = {row: cell(row)["curve"] for row in rows}
-    lines = [Line(row, [step for step, *_ in curve], [loss for _, loss, *_ in curve]) for row, curve in curves.items()]
-    ends = draw_lines(axes, lines)
-    for line in axes.lines:
+    curves = {row: [list(zip(*body["curve"], strict=True)) for body in cells(row)] for row in rows}
+    ends = draw_lines(axes, [Line(row, list(first[0]), list(first[1])) for row, (first, *_) in curves.items()])
+    for line, (_, *others) in zip(list(axes.lines), curves.values(), strict=True):
         line.set_marker("")
+        for steps, losses, *_ in others:
+            axes.plot(steps, losses, color=line.get_color(), linewidth=0.6)
     axes.axhline(COPIES, color="0.45", linewidth=0.8, linestyle=(0, (4, 3)))
     axes.set_ylim(0.9, 2.6)
     axes.set_xscale("log")
@@ -60,4 +64,5 @@ def draw_curves(rows: tuple[str, ...], name: str) -> None:
 if __name__ == "__main__":
     draw_curves(COPYING, "arena_copying.png")
     draw_curves(ORDERS, "arena_order.png")
-    plot_recall([(row, report(row)) for row in RECALL], IMAGES / "arena_recall.png", accuracy=True)
+    shown = [(f"{row}, seed {seed}" if seed else row, report(row, seed)) for row, seed in RECALL.items()]
+    plot_recall(shown, IMAGES / "arena_recall.png", accuracy=True)
