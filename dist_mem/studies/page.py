@@ -431,7 +431,7 @@ def _draw_pareto(study: Study, found: Mapping[str, Standing], path: Path) -> Non
         axes.plot([x for x, _ in front], [y for _, y in front], "-", color="C1", linewidth=1)
         axes.set_xlabel(label)
         axes.locator_params(axis="x", nbins=4)  # more of long numbers would overprint each other
-        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.9g}"))
         labelled.append((axes, [(x, y, name, "0.25") for x, y, name in points]))
     figure.axes[0].set_ylabel(metric.replace("_", " "))
     figure.draw_without_rendering()  # the scales are known then
