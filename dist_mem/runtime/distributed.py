@@ -141,7 +141,7 @@ def joining() -> Iterator[None]:
 def print_on_rank0(text: str) -> None:
     """Print a line to stderr on rank 0, where the messages of the run also appear."""
     if is_rank0():
-        print(text, file=sys.stderr, flush=True)
+        print(f"{text}\n", end="", file=sys.stderr, flush=True)  # in one piece: other threads print too
 
 
 def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
