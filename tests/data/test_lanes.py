@@ -317,11 +317,12 @@ def test_the_next_document_is_announced_before_it_is_opened(
     """A shard that is elsewhere is fetched while the document before is read; within an epoch."""
     opened: list[int] = []
     announced: set[int] = set()
-    too_late: list[int] = []
+    too_late: list[int] = []  # places among those that were opened
     open_one = Documents.open
 
     def noted(documents: Documents, number: int) -> Any:
-        too_late.extend({number} - announced)
+        if number not in announced:
+            too_late.append(len(opened))
         opened.append(number)
         return open_one(documents, number)
 
@@ -331,7 +332,8 @@ def test_the_next_document_is_announced_before_it_is_opened(
     with reader_of(index, num_lanes=1, layout=layout) as reader:
         while len(opened) < len(lengths):
             next(reader)
-    assert too_late == opened[:1]
+    of_epoch = [place for place in too_late if place < len(lengths)]  # the reader may have begun the next one
+    assert of_epoch == [0]
 
 
 def test_a_corpus_without_a_good_document_stops_even_when_skipping(tmp_path: Path) -> None:
