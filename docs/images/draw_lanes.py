@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 FILE = Path(__file__).parent / "lanes.svg"
-LEFT, SEGMENT, SEGMENTS = 150, 60, 13  # pixels: where the books begin, the width of a segment; segments that are shown
-LANE_Y, HEIGHT = (64, 116, 188, 240), 42  # of each lane, two a rank
+WIDTH, LENGTH = 448, 316  # words stay legible on a phone, 368 pixels wide
+SHOWN = 1.4  # times this size, elsewhere
+LEFT, SEGMENT, SEGMENTS = 100, 26, 13  # pixels: where the books begin, the width of a segment; segments that are shown
+LANE_Y, HEIGHT = (44, 76, 122, 154), 26  # of each lane, two per rank
+TOP, BOTTOM = LANE_Y[0] - 4, LANE_Y[-1] + HEIGHT + 4
 NOW = 8  # the segment that is read at this step
 SHORT = 3  # segments in the short-term memory
 
@@ -30,10 +33,11 @@ LANES = (
     (Book(12, "d", 0, 10), Book(26, "a", 10, SEGMENTS)),
     (Book(30, "e", 0, NOW), Book(3, "b", NOW, SEGMENTS)),
 )
-ABOUT = {
-    364: "A lane's memory stays on the rank that reads the book. A checkpoint contains it, with the",
-    384: "reading positions. On other ranks, every lane continues with its book and its memory.",
-}
+ABOUT = (
+    "A lane's memory stays on the rank that reads the book.",
+    "A checkpoint contains it, with the reading positions.",
+    "On other ranks, every lane continues with its book and its memory.",
+)
 STYLE = """\
     .page { fill: #ffffff; stroke: #d0d7de; } .ink { fill: #1f2328; } .soft { fill: #59636e; }
     .line { stroke: #59636e; fill: none; } .cut { stroke: #ffffff; stroke-width: 2; }
@@ -50,8 +54,9 @@ STYLE = """\
       .short { stroke: #f0f6fc; } .long { stroke: #f0f6fc; } .stripe { stroke: #f0f6fc; } .later { fill: #0d1117; }
     }"""
 HEAD = f"""\
-<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 960 404" width="960" height="404" \
-font-family="system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif" font-size="14" role="img" \
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {LENGTH}" \
+width="{WIDTH * SHOWN:.0f}" height="{LENGTH * SHOWN:.0f}" \
+font-family="system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif" font-size="12" role="img" \
 aria-labelledby="title about">
   <title id="title">Lanes, segments and memories</title>
   <desc id="about">Two ranks hold two lanes each. Every lane reads one book after another, one segment per step, and \
@@ -65,7 +70,7 @@ carries a memory of what it has read of that book.</desc>
     <marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">\
 <path class="soft" d="M0 0L8 4L0 8z"/></marker>
   </defs>
-  <rect class="page" x="0.5" y="0.5" width="959" height="403" rx="8"/>"""
+  <rect class="page" x="0.5" y="0.5" width="{WIDTH - 1}" height="{LENGTH - 1}" rx="8"/>"""
 
 
 def x_of(segment: int) -> int:
@@ -88,9 +93,9 @@ def books() -> list[str]:
             width = (book.end - book.begin) * SEGMENT
             gap_before, gap_after = 2 * (book.begin > 0), 2 * (book.end < SEGMENTS)
             drawn.append(box(book.colour, x_of(book.begin) + gap_before, y, width - gap_before - gap_after, HEIGHT))
-    cuts = "".join(f"M{x_of(segment)} 60V284" for segment in range(1, SEGMENTS))
+    cuts = "".join(f"M{x_of(segment)} {TOP}V{BOTTOM}" for segment in range(1, SEGMENTS))
     drawn.append(f'  <path class="cut" d="{cuts}"/>')
-    drawn.append(box("later", x_of(NOW + 1) + 4, 60, x_of(SEGMENTS) - x_of(NOW + 1), 226, corner=0))
+    drawn.append(box("later", x_of(NOW + 1) + 3, TOP, x_of(SEGMENTS) - x_of(NOW + 1), BOTTOM - TOP, corner=0))
     return drawn
 
 
@@ -105,54 +110,51 @@ def memories() -> list[str]:
         if edge < NOW:
             drawn.append(box("short", x_of(edge) + 3, y + 2, x_of(NOW) - x_of(edge) - 6, HEIGHT - 4))
         else:
-            drawn.append(text(464, y + 26, "new book: no memory", more=' font-style="italic"'))
+            drawn.append(
+                text(x_of(NOW) - 6, y + 17, "new book: no memory", more=' font-style="italic" text-anchor="end"')
+            )
     return drawn
 
 
 def names() -> list[str]:
     """Write the names of ranks, lanes and books."""
     bold = ' font-weight="600"'
-    drawn = [text(22, 116, "rank 0", more=bold), text(22, 240, "rank 1", more=bold)]
+    drawn = [text(8, TOP + 36, "rank 0", more=bold), text(8, BOTTOM - 27, "rank 1", more=bold)]
     for number, (y, lane) in enumerate(zip(LANE_Y, LANES, strict=True)):
-        drawn.append(text(94, y + 26, f"lane {number}"))
+        drawn.append(text(58, y + 17, f"lane {number}"))
         for book in lane:
-            x = x_of(book.begin) + (10 if book.begin < NOW else 12)
+            x = x_of(book.begin) + 6
             if book.begin == NOW:
                 x += SEGMENT  # beside the frame of this step
-            drawn.append(text(x, y + 26, f"book {book.number}", kind="ink" if book.begin < NOW else "soft"))
-    return [*drawn, '  <path class="line" d="M84 64H78V158H84M84 188H78V282H84"/>']
+            drawn.append(text(x, y + 17, f"book {book.number}", kind="ink" if book.begin < NOW else "soft"))
+    return [*drawn, '  <path class="line" d="M56 44H52V102H56M56 122H52V180H56"/>']
 
 
 def drawn() -> dict[Path, str]:
     """Return the picture by its file."""
     legend = [
-        box("now", 152, 316, 30, 18),
-        text(192, 330, "the segment: T tokens"),
-        box("short", 372, 317, 30, 16),
-        text(412, 330, "short-term memory: the last M"),
-        box("long", 652, 317, 30, 16),
-        text(692, 330, "long-term memory: what is older"),
-        text(
-            152,
-            364,
-            "A lane's memory stays on the rank that reads the book. A checkpoint contains it, with the",
-            kind="soft",
-        ),
-        text(
-            152,
-            384,
-            "reading positions. On other ranks, every lane continues with its book and its memory.",
-            kind="soft",
-        ),
+        box("now", 12, 206, 24, 14),
+        text(44, 217, "the segment: T tokens"),
+        box("short", 202, 207, 24, 12),
+        text(234, 217, "short-term memory: the last M"),
+        box("long", 202, 229, 24, 12),
+        text(234, 239, "long-term memory: what is older"),
+        *(text(12, 266 + 17 * line, about, kind="soft") for line, about in enumerate(ABOUT)),
     ]
     parts = [
         HEAD,
         *books(),
         *memories(),
-        box("now", x_of(NOW) - 1, 46, SEGMENT + 2, 250, corner=6),
-        text(660, 36, "step s: one segment of every lane", kind="blue", more=' text-anchor="middle" font-weight="600"'),
-        '  <path class="line" d="M150 36H250" marker-end="url(#tip)"/>',
-        text(258, 41, "steps", kind="soft"),
+        box("now", x_of(NOW) - 1, TOP - 6, SEGMENT + 2, BOTTOM - TOP + 12, corner=6),
+        text(
+            x_of(NOW) + SEGMENT / 2,
+            24,
+            "step s: one segment of every lane",
+            kind="blue",
+            more=' text-anchor="middle" font-weight="600"',
+        ),
+        f'  <path class="line" d="M{LEFT} 20H{LEFT + 40}" marker-end="url(#tip)"/>',
+        text(LEFT + 46, 24, "steps", kind="soft"),
         *names(),
         *legend,
         "</svg>",

@@ -123,7 +123,7 @@ def test_the_picture_on_the_home_page_opens_a_report_of_the_shipped_model(site: 
 
 
 def test_pages_fit_every_screen_and_load_nothing_from_the_network(site: Path, browser: Browser) -> None:
-    """The widths of a phone and of a small laptop: no page scrolls sideways, and pictures are whole or scroll."""
+    """The widths of a phone and of a small laptop: no page scrolls sideways, and pictures are whole."""
     too_wide = []
     for path in sorted(site.rglob("*.html")):
         page = browser.open(path, width=1280, height=800)
@@ -131,7 +131,7 @@ def test_pages_fit_every_screen_and_load_nothing_from_the_network(site: Path, br
             page.call("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False)
             bad = page.value(
                 "[...document.querySelectorAll('.md-typeset img')].filter((picture) => !picture.naturalWidth"
-                " || (picture.closest('.picture') || picture).getBoundingClientRect().right > innerWidth)"
+                " || picture.getBoundingClientRect().right > innerWidth)"
                 ".map((picture) => picture.src)"
             )
             if bad:
@@ -149,6 +149,19 @@ def test_the_colours_are_those_of_the_system(site: Path, browser: Browser, syste
     page = browser.open(site / "index.html", width=1280, height=800)
     page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": system}])
     page.wait_for(f"document.body.dataset.mdColorScheme === '{scheme}'")
+    page.call("Page.close")
+
+
+def test_the_filter_of_keys_keeps_rows_with_all_words_under_their_headings(site: Path, browser: Browser) -> None:
+    page = browser.open(site / "docs" / "reference" / "config.html", width=1280, height=800)
+    field = "document.querySelector('.keys-filter')"
+    parts = "[...document.querySelectorAll('article :is(h2, h3, tbody tr)')].filter((part) => part.offsetParent)"
+    shown = f"{parts}.map((part) => part.id || part.cells[0].textContent)"
+    page.wait_for(f"{field} !== null")
+    before = page.value(shown)
+    for words, expected in (("CLIP global", ["train", "train.max_grad_norm"]), (" ", before)):
+        page.value(f"{field}.value = '{words}', {field}.dispatchEvent(new Event('input'))")
+        assert page.value(shown) == expected
     page.call("Page.close")
 
 
