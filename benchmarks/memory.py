@@ -54,8 +54,9 @@ def long_term_layer(sampling: str, dtype: torch.dtype, device: torch.device) -> 
 
     def step() -> None:
         signal, _ = memory.append_pending(state, dtype)
-        density = memory.density(split_heads(rows, 12), signal)
-        reading = memory.read(density, signal, dtype)
+        readable = memory.readable(signal, dtype)
+        density = memory.density(split_heads(rows, 12), readable.keys)
+        reading = memory.read(density, readable.values)
         (reading.float().square().mean() + memory.regulariser(density, counted)["kl"].sum()).backward()
         memory.zero_grad()
 

@@ -106,7 +106,7 @@ class Block(nn.Module):
 
     def step(self, x: Tensor, opened: Opened, places: Places) -> tuple[Tensor, Opened]:
         """Run further rows of an open segment, x (B, R, D), through both sub-layers, see `Memory.step_rows`."""
-        y, opened = self.memory.step_rows(x, opened, places)
+        y, _, opened = self.memory.step_rows(x, opened, places)
         return self.feed(self.attention_norm(x + y)), opened
 
     def feed(self, attended: Tensor) -> Tensor:

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dist_mem.block import Block, make_block
 from dist_mem.config import Config, ModelConfig
-from dist_mem.memory.base import Memory, MemoryState, Opened, Places, Stem, named_tensors, select_lanes
+from dist_mem.memory.base import Memory, MemoryState, Opened, Places, Stem, named_tensors, select_lanes, steps
 from dist_mem.nn.family import family_of
 from dist_mem.nn.layers import DTYPES, Dropout, initialize
 from dist_mem.nn.named_tuples import replaced
@@ -173,15 +174,28 @@ class MemoryLM(nn.Module):
 
     @property
     def can_step(self) -> bool:
-        """Whether every block reads a segment row by row: its memory says so, and no rows are around the segment."""
-        return type(self.stem) is Stem and all(vars(type(memory)).get("can_step") for memory in self.memories())
+        """Whether every block reads a segment row by row."""
+        return all(map(steps, self.memories()))
 
-    def open(self, state: LMState, num_lanes: int) -> OpenSegment:
-        """Return what is kept of a segment of which no row has been read, for `step`."""
-        weight = next(self.blocks.parameters())
-        rows = weight.new_empty(num_lanes, 0, self.memories()[0].spec.d_model)
-        opened = zip(self.memories(), state.blocks, strict=True)
-        return OpenSegment(tuple(memory.open_segment(part, rows) for memory, part in opened), state.types)
+    @torch.no_grad()
+    def open(self, state: LMState, first: Tensor) -> OpenSegment:
+        """Return what is kept of a segment of which no row has been read, for `step`.
+
+        The rows of the stem before the segment are run through the blocks, by a forward of a segment that has the first
+        token only.
+
+        Args:
+            first: (B,) int64, the segment's first token.
+        """
+        memories, valid_len = self.memories(), torch.ones_like(first)
+        tokens = F.pad(first[:, None], (0, max(memory.min_seg_len for memory in memories) - 1))
+        rows, _ = self.stem(self.embed(tokens, valid_len, state.types)[0], state.stem)
+        num_before = rows.shape[1] - tokens.shape[1] - memories[0].num_after
+        opened = list[Opened]()
+        for block, part in zip(self.blocks, state.blocks, strict=True):
+            opened.append(cast(Block, block).memory.open_segment(part, rows[:, :num_before]))
+            rows = block(rows, part, valid_len).y if num_before else rows
+        return OpenSegment(tuple(opened), state.types)
 
     def step(self, tokens: Tensor, opened: OpenSegment, places: Places) -> tuple[Tensor, OpenSegment]:
         """Return the input of the softmax for further tokens of open segments, (B, R) int64, as `features` does.

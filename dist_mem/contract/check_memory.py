@@ -84,6 +84,11 @@ RULES = (
         "`min_seg_len` is smaller than the number of rows that forward needs, or was inherited from another memory",
     ),
     Rule(
+        4, "further rows are those of the whole segment", rules.further_rows_are_those_of_the_whole_segment,
+        "`step_rows` attends to rows after its own, or lacks what `forward` reads of the memory; without it, set "
+        "`can_step` to false",
+    ),
+    Rule(
         3, "only complete segments are committed", rules.incomplete_segments_are_not_committed,
         "the state is changed in place, or lanes are mixed if some segments are incomplete",
     ),

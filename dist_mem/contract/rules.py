@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dist_mem.contract.subject import (
@@ -23,7 +24,8 @@ from dist_mem.contract.subject import (
     total_loss,
 )
 from dist_mem.memory.base import map_state, named_tensors
-from dist_mem.model import reset_lanes
+from dist_mem.model import LMState, MemoryLM, reset_lanes
+from dist_mem.nn.stepping import places_of
 
 
 def changes_nothing_it_was_given(subject: Subject) -> None:
@@ -179,6 +181,37 @@ def fewer_rows_give_the_same_outputs(subject: Subject) -> None:
                 short = model.features(tokens[:, :num_rows], valid_len, state=state).hidden
                 error = (short - whole)[is_real].abs().max()
                 require(error < 1e-6, f"an output from {num_rows} rows differs by {error:.1e} from that of {seg_len}")
+
+
+def further_rows_are_those_of_the_whole_segment(subject: Subject) -> None:
+    """Step through a segment a row at a time and two at a time, the lanes at different places, in float64."""
+    model, tokens = subject.model().double().eval(), subject.segments()[0][0]
+    if not model.can_step:
+        return
+    with torch.no_grad():
+        for state in (subject.fresh(model, torch.float64), subject.warm(model, torch.float64)):
+            before = map_state(torch.clone, state)
+            whole = model.features(tokens, subject.full(), state=state).hidden
+            for num_rows in (1, 2):
+                error = (_stepped(model, tokens, state, num_rows) - whole).abs().amax((0, 2))
+                wrong = (~(error < 1e-6)).nonzero().flatten().tolist()
+                require(not wrong, f"by steps of {num_rows} rows those at the places {wrong} of a segment are others")
+            require_same(state, before, "open_segment or step_rows changes the state in place")
+
+
+def _stepped(model: MemoryLM, tokens: Tensor, state: LMState, num_rows: int) -> Tensor:
+    """Return the last hidden states of a segment (B, T, D) by steps of at most R rows, fewer in every other lane."""
+    num_lanes, seg_len = tokens.shape
+    lanes, place = torch.arange(num_lanes), torch.zeros(num_lanes, dtype=torch.int64)
+    opened, parts = model.open(state, tokens[:, 0]), [list[Tensor]() for _ in lanes]
+    for number in range(2 * seg_len):
+        num_real = (num_rows - (lanes + number) % 2).clamp(max=seg_len - place)
+        places = places_of(place, num_real, num_rows=num_rows, seg_len=seg_len, device=tokens.device)
+        hidden, opened = model.step(tokens.gather(1, places.row), opened, places)
+        for part, rows, count in zip(parts, hidden, num_real.tolist(), strict=True):
+            part.append(rows[:count])
+        place = place + num_real
+    return torch.stack([torch.cat(part) for part in parts])
 
 
 def a_lane_alone_equals_it_in_a_batch(subject: Subject) -> None:

@@ -46,8 +46,9 @@ def sizes_of(config: Config, vocab_size: int, dtype: torch.dtype) -> Sizes:
     """Return the sizes of a model without allocating it."""
     with torch.device("meta"):
         model = MemoryLM(config, vocab_size)
-        state = model.init_state(torch.zeros(1, dtype=torch.int64), "meta", dtype)
-        opened = model.open(state, 1).blocks if model.can_step else ()
+        first = torch.zeros(1, dtype=torch.int64)
+        state = model.init_state(first, "meta", dtype)
+        opened = model.open(state, first).blocks if model.can_step else ()
     groups = [
         sum(parameter.numel() for parameter in group["params"]) for group in parameter_groups(model, config.optimizer)
     ]

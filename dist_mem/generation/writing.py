@@ -1,9 +1,9 @@
 """The reading of documents that are being written, a token at a time, and what the next token may be.
 
-A segment's earlier rows and the memory do not change while it is open. So if every memory can (`Memory.can_step`), a
-token costs one row in every block (`Stepped`), else the open segment is computed again (`Recomputed`). Both commit a
-complete segment by the same forward of the whole, so the memories are the same to the last bit. Shape letters: B lanes,
-R rows, T segment, V vocabulary.
+A segment's earlier rows, the memory, and the rows of a stem before the segment do not change while it is open. So if
+every memory can (`Memory.can_step`), a token costs one row in every block (`Stepped`), else the open segment is
+computed again (`Recomputed`). Both commit a complete segment by the same forward of the whole, so the memories are the
+same to the last bit. Shape letters: B lanes, R rows, T segment, V vocabulary.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Stepped:
         check_begun(reading)
         self.trained = trained
         self.reading = reading
-        self.opened: OpenSegment = trained.model.open(reading.state, len(reading.open_len))
+        self.opened: OpenSegment = self._opened(reading.state, reading.open_tokens[:, 0])
         self.num_run = torch.zeros_like(reading.open_len)  # rows of the open segments that are kept
 
     @torch.inference_mode()  # a tenth faster than no_grad
@@ -83,18 +83,21 @@ class Stepped:
         state = self.reading.state
         if lanes:
             state = commit(self.trained, state, lanes, self.reading.open_tokens[lanes])
-            self._open(state, lanes)
+            self._open(state, lanes, tokens[lanes])
         self.reading = append(self.reading, tokens, state, grows=grows)
 
-    def _open(self, state: LMState, lanes: list[int]) -> None:
-        """Open the next segment in some lanes."""
-        model, num_lanes = self.trained.model, len(self.num_run)
+    def _opened(self, state: LMState, first: Tensor) -> OpenSegment:
+        opened: OpenSegment = self.trained.model.open(state, first.to(self.trained.device))
+        return opened
+
+    def _open(self, state: LMState, lanes: list[int], first: Tensor) -> None:
+        """Open the next segment, with this first token, in some lanes."""
         self.num_run = self.num_run.index_fill(0, torch.tensor(lanes), 0)
-        if len(lanes) == num_lanes:
-            self.opened = model.open(state, num_lanes)
+        if len(lanes) == len(self.num_run):
+            self.opened = self._opened(state, first)
             return
         chosen = torch.tensor(lanes, device=self.trained.device)
-        new = model.open(map_state(lambda part: part[chosen], state), len(lanes))
+        new = self._opened(map_state(lambda part: part[chosen], state), first)
 
         def put(old: Tensor, rows: Tensor) -> Tensor:
             return old.index_copy(0, chosen, rows)

@@ -27,6 +27,7 @@ from dist_mem.memory.parts.inspection import Inspection
 from dist_mem.nn.layer_spec import LayerSpec
 from dist_mem.nn.stepping import Opened as Opened
 from dist_mem.nn.stepping import Places as Places
+from dist_mem.nn.stepping import StepOutput as StepOutput
 
 MemoryState: TypeAlias = Any  # a NamedTuple of tensors, lane first, or of such NamedTuples; each memory has its own
 StateT = TypeVar("StateT")
@@ -73,9 +74,6 @@ class Memory(nn.Module):
     needs_exact_products: bool = False
     # Number of rows of the stem after the segment, which are the last rows of x and of the output.
     num_after: int = 0
-    # Whether `open_segment` and `step_rows` read a segment row by row. It counts only if the class itself says so: of a
-    # subclass, `forward` may be another function.
-    can_step: ClassVar[bool] = False
 
     def __init__(self, spec: LayerSpec, options: Any) -> None:
         super().__init__()
@@ -101,6 +99,11 @@ class Memory(nn.Module):
         return self.spec.seg_len
 
     @property
+    def can_step(self) -> bool:
+        """Whether `open_segment` and `step_rows` read a segment row by row, with these options; see `steps`."""
+        return False
+
+    @property
     def num_rows(self) -> int:
         """Number of rows that this memory outputs: the segment, and the rows of the stem that it refreshes."""
         return self.spec.seg_len
@@ -124,12 +127,13 @@ class Memory(nn.Module):
         """Return what `step_rows` needs at the beginning of a segment; optional, see `can_step`.
 
         Args:
-            rows: (B, 0, D), no rows, with the dtype and the device of the block's input.
+            rows: (B, P, D), the rows of the stem before the segment, as input of this block; without a stem P is 0.
+                They may depend on the segment's first token, but on no other.
         """
         raise NotImplementedError
 
-    def step_rows(self, x: Tensor, opened: Opened, places: Places) -> tuple[Tensor, Opened]:
-        """Return what `forward` returns as y for further rows of the segment, x (B, R, D), without dropout.
+    def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
+        """Return what `forward` returns for further rows of the segment, x (B, R, D), without dropout.
 
         Args:
             opened: as `open_segment` or the last step returned it; it may be changed in place.
@@ -191,6 +195,14 @@ class Inspectable(Memory):
         if carries_nothing(self, state):
             return state
         raise NotImplementedError(f"{type(self).__name__} cannot forget a passage: {self.no_forget}")
+
+
+def steps(memory: Memory) -> bool:
+    """Return whether a memory reads a segment row by row: `can_step`, if its own class defines it.
+
+    A subclass that only inherits it may have another `forward`.
+    """
+    return "can_step" in vars(type(memory)) and memory.can_step
 
 
 def carries_nothing(memory: Memory, state: MemoryState) -> bool:

@@ -12,6 +12,7 @@ read these states. Shape letters: B lanes, T segment, W window, S state vectors,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dist_mem.config.keys import TOKENS, WIDTH, key
-from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, MemoryOutput
+from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, MemoryOutput, Opened, Places, StepOutput
 from dist_mem.memory.parts.inspection import Inspection, of_tokens, rows_of, segment_rows, token_spans
 from dist_mem.memory.parts.learned_start import LearnedStart
 from dist_mem.memory.parts.state_cell import (
@@ -36,6 +37,7 @@ from dist_mem.memory.parts.state_cell import (
 )
 from dist_mem.nn.layers import Dropout, Projection, newest_rows
 from dist_mem.nn.norms import input_norm
+from dist_mem.nn.stepping import Asked, Kept, attend, kept
 
 
 class State(NamedTuple):
@@ -43,6 +45,12 @@ class State(NamedTuple):
     values: Tensor  # (B, H, W, K)
     length: Tensor  # (B,) int64, how many of them are valid; 0: the lane begins a document
     recurrent: Tensor  # (B, S, D) float32 at least, the state vectors; 0 where a document begins: they are learned
+
+
+class OpenLanes(NamedTuple):
+    near: Kept
+    key: Tensor  # (B, H, S, K), of the state vectors
+    value: Tensor  # (B, H, S, K)
 
 
 class BlockRecurrent(Inspectable):
@@ -88,6 +96,11 @@ class BlockRecurrent(Inspectable):
     @classmethod
     def small_options(cls, seg_len: int) -> dict[str, Any]:
         return {"num_states": 3, "window": seg_len if seg_len % 2 else seg_len // 2, "d_inner": 7}
+
+    @property
+    def can_step(self) -> bool:
+        """Only if the segment is one window: between two, lanes would change their states at different times."""
+        return self.window == self.spec.seg_len
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -145,10 +158,32 @@ class BlockRecurrent(Inspectable):
 
     def visible(self, state: State, seg_len: int, valid_len: Tensor) -> Tensor:
         """Return which of the kept rows and the segment's tokens are rows that may be read, (B, W + T) bool."""
-        kept = newest_rows(state.length, self.window)
-        kept = torch.ones_like(kept) if self.options.attend_empty else kept
         is_real = torch.arange(seg_len, device=valid_len.device) < valid_len[:, None]
-        return torch.cat([kept, is_real], dim=1)
+        return torch.cat([self.visible_before(state), is_real], dim=1)
+
+    def visible_before(self, state: State) -> Tensor:
+        """Return which of the kept rows may be read, (B, W) bool."""
+        newest = newest_rows(state.length, self.window)
+        return torch.ones_like(newest) if self.options.attend_empty else newest
+
+    def open_segment(self, state: State, rows: Tensor) -> Opened:
+        states = self.states(self.start(state.recurrent, state.length == 0), rows.dtype)
+        pairs = torch.cat([state.keys, state.values], dim=1)
+        near = kept(pairs, self.visible_before(state), seg_len=self.spec.seg_len)
+        _, bias = self.tokens(rows, self.window)  # at distances W, ..., 1; the others are not seen
+        table = F.pad(bias, (self.spec.seg_len - 1, 2))[:, None]
+        return Opened(OpenLanes(near, states.key, states.value), table)
+
+    def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
+        near, key, value = opened.lanes
+        tokens = self.tokens.project(self.norm(x))
+        query = tokens.query * math.sqrt(tokens.query.shape[-1])  # by which `attend` divides
+        by_distance = Asked(torch.ones_like(query[..., :1]), opened.shared)
+        pairs = torch.cat([tokens.key, tokens.value], dim=1)
+        found = attend(query, pairs, near, places, same_length=True, sees_itself=False, by_distance=by_distance)
+        far = merged(read(tokens.cross_query, (key, value)))
+        y = self.output(torch.cat([found, far], dim=-1))
+        return StepOutput(y, tokens.content.transpose(0, 1), opened)
 
     def tokens_read(
         self, tokens: Projected, context: tuple[Tensor, Tensor], visible: Tensor, bias: Tensor, states: Projected

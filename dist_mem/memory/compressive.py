@@ -23,7 +23,18 @@ from torch import Tensor, nn
 
 from dist_mem.config.keys import TOKENS, key
 from dist_mem.memory import transformer_xl
-from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, Memory, MemoryOutput, check_choices, select_lanes
+from dist_mem.memory.base import (
+    Evicted,
+    Inspectable,
+    LayerSpec,
+    Memory,
+    MemoryOutput,
+    Opened,
+    Places,
+    StepOutput,
+    check_choices,
+    select_lanes,
+)
 from dist_mem.memory.parts.compression import COMPRESSIONS
 from dist_mem.memory.parts.inspection import (
     Inspection,
@@ -69,6 +80,8 @@ def distance(one: Tensor, other: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 class Compressive(Inspectable):
     """Attention to the segment, a short-term memory and a compressed memory."""
+
+    can_step = True
 
     @dataclass
     class Options:
@@ -155,12 +168,23 @@ class Compressive(Inspectable):
 
     def attend(self, x: Tensor, state: State, *, weights: bool) -> Attended:
         """Attend to the compressed memory, the memory and the segment, in this order."""
-        memory, compressed = state
-        context = torch.cat([compressed.hidden, memory.hidden], dim=1).to(x.dtype)
-        valid = [valid_rows(part.length, part.hidden.shape[1], part.shown) for part in (compressed, memory)]
-        visible = visible_keys(torch.cat(valid, dim=1), x.shape[1], same_length=self.spec.same_length)
-        attended: Attended = self.attention(self.norm(x), self.norm(context), visible, weights=weights)
+        context, valid = self.context(state, x.dtype)
+        visible = visible_keys(valid, x.shape[1], same_length=self.spec.same_length)
+        attended: Attended = self.attention(self.norm(x), context, visible, weights=weights)
         return attended
+
+    def context(self, state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the normalized rows that the segment attends to, (B, C + M, D), and which are valid, (B, C + M)."""
+        parts = state.compressed, state.memory
+        valid = [valid_rows(part.length, part.hidden.shape[1], part.shown) for part in parts]
+        rows = torch.cat([part.hidden for part in parts], dim=1).to(dtype)
+        return self.norm(rows), torch.cat(valid, dim=1)
+
+    def open_segment(self, state: State, rows: Tensor) -> Opened:
+        return self.attention.open(*self.context(state, rows.dtype), seg_len=self.spec.seg_len)
+
+    def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
+        return self.attention.step(self.norm(x), opened, places, same_length=self.spec.same_length)
 
     def shown_new(self, memory: transformer_xl.State, seg_len: int) -> Shown:
         """Return which rows compressed from the oldest T are shown: those of which nothing was taken out."""

@@ -18,16 +18,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dist_mem.config.keys import key
-from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, MemoryOutput
+from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, MemoryOutput, Opened, Places, StepOutput
 from dist_mem.memory.parts.inspection import Inspection, of_tokens, segment_rows, summary_rows, tokens_read
 from dist_mem.nn.attention_inputs import Inputs
 from dist_mem.nn.layers import AttentionLayer, Dropout, Projection, merge_heads, split_heads, visible_keys
 from dist_mem.nn.norms import input_norm
+from dist_mem.nn.stepping import Kept, attend, kept, lane_heads
 
 
 class State(NamedTuple):
     matrix: Tensor  # (B, H, K, K) float32 at least: sigma(k)^T v, summed over all written tokens
     norm: Tensor  # (B, H, K) float32 at least: sigma(k), summed; 0 only in an empty memory
+
+
+class OpenLanes(NamedTuple):
+    segment: Kept
+    state: State
 
 
 class Rows(NamedTuple):
@@ -58,8 +64,16 @@ class SegmentAttention(AttentionLayer):
         query, keys, value = (split_heads(part, self.num_heads) for part in rows)
         nothing = torch.empty(query.shape[1], 0, dtype=torch.bool, device=query.device)
         visible = visible_keys(nothing, query.shape[2], same_length=False)
-        scaled = rotated(query) / math.sqrt(query.shape[-1])
-        return self.read(Inputs(scaled, rotated(keys), value, visible), weights=weights)
+        by = turns(query.shape[2], query)
+        scaled = rotated(query, by) / math.sqrt(query.shape[-1])
+        return self.read(Inputs(scaled, rotated(keys, by), value, visible), weights=weights)
+
+    def step(self, rows: Rows, segment: Kept, by: tuple[Tensor, Tensor], places: Places) -> Tensor:
+        """Return what further rows read of the segment, (H, B, R, K); `by`: the turns of all its places."""
+        query, keys, value = (lane_heads(part, self.num_heads) for part in rows)
+        own = by[0][places.row][:, None], by[1][places.row][:, None]
+        pairs = torch.cat([rotated(keys, own), value], dim=1)
+        return split_heads(attend(rotated(query, own), pairs, segment, places), self.num_heads)
 
     def merged(self, rows: Tensor) -> Tensor:
         """Return the output of all heads, (H, B, T, K) -> (B, T, D)."""
@@ -73,6 +87,7 @@ class Infini(Inspectable):
     carries_gradient = True
     takes_short_first = True
     min_seg_len = 1
+    can_step = True
 
     no_forget: ClassVar[str] = "its matrix is a sum over all tokens, in which a passage has no rows of its own"
 
@@ -108,13 +123,29 @@ class Infini(Inspectable):
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         rows = self.attention.project(self.norm(x))
         local, _ = self.attention.attend(rows, weights=False)
-        remembered = recall(sigma(self.lane_first(rows.query, state)), state).transpose(0, 1).to(x.dtype)
-        share = self.gate(state).to(x.dtype)
-        y = self.attention.merged(share * remembered + (1.0 - share) * local)
+        y = self.mixed(local, rows, state)
         everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
         logs = {"share": self.beta.detach().float().sigmoid().mean()}
         query = split_heads(rows.query, self.spec.num_heads)
         return MemoryOutput(y, self.written(state, rows, valid_len), {}, query, everything, logs)
+
+    def mixed(self, local: Tensor, rows: Rows, state: State) -> Tensor:
+        """Return the output of rows, (B, T, D), from what they read of the segment, (H, B, T, K), and of the memory."""
+        remembered = recall(sigma(self.lane_first(rows.query, state)), state).transpose(0, 1).to(local.dtype)
+        share = self.gate(state).to(local.dtype)
+        return self.attention.merged(share * remembered + (1.0 - share) * local)
+
+    def open_segment(self, state: State, rows: Tensor) -> Opened:
+        num_heads, seg_len, d_head = self.spec.num_heads, self.spec.seg_len, self.spec.d_head
+        nothing = rows.new_empty(len(rows), 2 * num_heads, 0, d_head)
+        segment = kept(nothing, nothing.new_empty(len(rows), 0, dtype=torch.bool), seg_len=seg_len)
+        return Opened(OpenLanes(segment, state), turns(seg_len, nothing))
+
+    def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
+        rows = self.attention.project(self.norm(x))
+        local = self.attention.step(rows, opened.lanes.segment, opened.shared, places)
+        query = split_heads(rows.query, self.spec.num_heads)
+        return StepOutput(self.mixed(local, rows, opened.lanes.state), query, opened)
 
     def written(self, state: State, rows: Rows, valid_len: Tensor) -> State:
         """Return the memory after the segment (eqs. 8 and 9); all tokens read the memory before it."""
@@ -152,19 +183,28 @@ class Infini(Inspectable):
         return Inspection(of_tokens(rows), trace=num_tokens + valid_len)
 
 
-def rotated(rows: Tensor) -> Tensor:
-    """Rotate pairs (2 j, 2 j + 1) of row t by t 10000^(-2 j / K), (H, B, T, K); of an odd K the last entry stays.
+def turns(seg_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine of t 10000^(-2 j / K) for row t and pair j, (T, K // 2), computed in float32 or wider.
 
-    Source: Su et al. 2021, "RoFormer", sec. 3.2.2. Angles are computed in float32 or wider.
+    Args:
+        like: (..., K), its dtype and device.
     """
-    seg_len, width = rows.shape[-2], rows.shape[-1]
-    exact = torch.promote_types(rows.dtype, torch.float32)
-    rates = 10000.0 ** (-torch.arange(0, width - 1, 2, device=rows.device, dtype=exact) / width)
-    angles = torch.arange(seg_len, device=rows.device, dtype=exact)[:, None] * rates
-    cos, sin = angles.cos().to(rows.dtype), angles.sin().to(rows.dtype)
-    even, odd = rows[..., 0 : 2 * len(rates) : 2], rows[..., 1 : 2 * len(rates) : 2]
+    width, exact = like.shape[-1], torch.promote_types(like.dtype, torch.float32)
+    rates = 10000.0 ** (-torch.arange(0, width - 1, 2, device=like.device, dtype=exact) / width)
+    angles = torch.arange(seg_len, device=like.device, dtype=exact)[:, None] * rates
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def rotated(rows: Tensor, by: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate pairs (2 j, 2 j + 1) of rows (..., K) by `turns`; of an odd K the last entry stays.
+
+    Source: Su et al. 2021, "RoFormer", sec. 3.2.2.
+    """
+    cos, sin = by
+    end = 2 * cos.shape[-1]
+    even, odd = rows[..., 0:end:2], rows[..., 1:end:2]
     turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
-    return torch.cat([turned, rows[..., 2 * len(rates) :]], dim=-1)
+    return torch.cat([turned, rows[..., end:]], dim=-1)
 
 
 def sigma(rows: Tensor) -> Tensor:

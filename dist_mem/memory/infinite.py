@@ -18,18 +18,23 @@ functions, D model, H heads, K head width.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_mem.memory.base import Memory, MemoryOutput, Stem
+from dist_mem.memory.base import Memory, MemoryOutput, Opened, Places, Stem, StepOutput, steps
 from dist_mem.memory.parts.infinite_options import InfiniteOptions
 from dist_mem.memory.parts.inspection import Inspection
-from dist_mem.memory.parts.signal import Signal, State
+from dist_mem.memory.parts.signal import Readable, Signal, State
 from dist_mem.memory.parts.signal_inspection import forget_signal, inspect_signal
 from dist_mem.memory.parts.signal_places import Trace
+
+
+class OpenLanes(NamedTuple):
+    over: Any  # of the memory below
+    readable: Readable  # of the signal, lane first: (B, H, R, K)
 
 
 class Infinite(Signal):
@@ -67,6 +72,10 @@ class Infinite(Signal):
     def num_rows(self) -> int:
         return self.over.num_rows
 
+    @property
+    def can_step(self) -> bool:
+        return steps(self.over)
+
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
         num_lanes, d_model, options = document_ids.shape[0], self.spec.d_model, self.options
         exact = torch.promote_types(dtype, torch.float32)
@@ -85,8 +94,9 @@ class Infinite(Signal):
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         below = self.over(x, state.over, valid_len)
         signal, num_tokens = self.append_pending(state, x.dtype)
-        density = self.density(below.query, signal)
-        reading = self.read(density, signal, x.dtype)
+        readable = self.readable(signal, x.dtype)
+        density = self.density(below.query, readable.keys)
+        reading = self.read(density, readable.values)
         real = torch.arange(reading.shape[1], device=x.device) < valid_len[:, None]
         histogram = state.histogram
         if self.options.sampling != "linear":
@@ -115,9 +125,27 @@ class Infinite(Signal):
         # Nothing ever leaves the signal; a second signal over this one would take the same evicted rows.
         return MemoryOutput(y, new_state, aux, below.query, evicted, below.logs)
 
+    def open_segment(self, state: State, rows: Tensor) -> Opened:
+        over = self.over.open_segment(state.over, rows)
+        readable = self.readable(self.append_pending(state, rows.dtype)[0], rows.dtype)
+        return Opened(OpenLanes(over.lanes, heads_and_lanes(readable)), over.shared)
+
+    def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
+        over, lane_first = opened.lanes
+        below = self.over.step_rows(x, Opened(over, opened.shared), places)
+        readable = heads_and_lanes(lane_first)
+        reading = self.read(self.density(below.query, readable.keys), readable.values)
+        lanes = OpenLanes(below.opened.lanes, lane_first)
+        return StepOutput(below.y + reading, below.query, Opened(lanes, below.opened.shared))
+
     @torch.no_grad()
     def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: Trace | None = None) -> Inspection:
         return inspect_signal(self, x, state, valid_len, trace)
 
     def forget(self, state: State, begin: Tensor, end: Tensor, trace: Trace | None = None) -> State:
         return forget_signal(self, state, begin, end, trace)
+
+
+def heads_and_lanes(readable: Readable) -> Readable:
+    """Exchange the first two axes, those of heads and lanes."""
+    return Readable(*(part.transpose(0, 1) for part in readable))

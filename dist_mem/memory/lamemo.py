@@ -26,7 +26,10 @@ from dist_mem.memory.base import (
     LayerSpec,
     Memory,
     MemoryOutput,
+    Opened,
+    Places,
     Stem,
+    StepOutput,
     check_choices,
     whole_segments,
 )
@@ -118,6 +121,11 @@ class LaMemo(Inspectable):
         return {"mem_len": 2 * seg_len}
 
     @property
+    def can_step(self) -> bool:
+        """Not with the published window: with every further token, memory rows see one key more."""
+        return bool(self.options.window == "previous")
+
+    @property
     def kept_len(self) -> int:
         return int(self.options.mem_len)
 
@@ -173,6 +181,13 @@ class LaMemo(Inspectable):
             ahead = replaced(ahead, valid=ahead.valid & F.pad(newest, (0, 1), value=True))
         read: tuple[Attended, Refreshed] = self.attention(rows, state.past, visible, ahead, weights=weights)
         return read
+
+    def open_segment(self, state: State, rows: Tensor) -> Opened:
+        valid = valid_rows(state.length, self.options.mem_len, state.shown)
+        return self.attention.open(self.norm(rows), valid, seg_len=self.spec.seg_len)
+
+    def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
+        return self.attention.step(self.norm(x), opened, places, same_length=self.spec.same_length)
 
     @torch.no_grad()
     def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: None = None) -> Inspection:

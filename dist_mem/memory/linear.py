@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dist_mem.config.keys import TOKENS, WIDTH, key
-from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, MemoryOutput, Opened, Places
+from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, MemoryOutput, Opened, Places, StepOutput
 from dist_mem.memory.parts.convolution import convolved
 from dist_mem.memory.parts.linear_rule import Tokens, chunked_rule, recurrent_rule
-from dist_mem.nn.layers import Dropout, Projection
+from dist_mem.nn.layers import Dropout, Projection, split_heads
 from dist_mem.nn.norms import ExactNorm, input_norm
 
 
@@ -168,18 +168,17 @@ class LinearMemory(Inspectable):
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         y, state, query, decay = self.run(x, state, valid_len)
         everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
-        content = query.unflatten(-1, (self.key_heads, -1)).permute(2, 0, 1, 3)
-        return MemoryOutput(y, state, {}, content, everything, {"kept": self.kept(decay, valid_len)})
+        return MemoryOutput(y, state, {}, query, everything, {"kept": self.kept(decay, valid_len)})
 
     def open_segment(self, state: State, rows: Tensor) -> Opened:
         return Opened(state)
 
-    def step_rows(self, x: Tensor, opened: Opened, places: Places) -> tuple[Tensor, Opened]:
-        y, state, _, _ = self.run(x, opened.lanes, places.num_real)
-        return y, Opened(state)
+    def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
+        y, state, query, _ = self.run(x, opened.lanes, places.num_real)
+        return StepOutput(y, query, Opened(state))
 
     def run(self, x: Tensor, state: State, valid_len: Tensor) -> tuple[Tensor, State, Tensor, Tensor]:
-        """Return y, the new state, the queries (B, T, G K), and the log of alpha, as in `Tokens`."""
+        """Return y, the new state, the queries (G, B, T, K), and the log of alpha, as in `Tokens`."""
         normed = self.norm(x)
         before = torch.cat([state.tail.to(x.dtype), self.rows(normed)], dim=1)
         rows = convolved(before, self.taps) if self.options.kernel else before
@@ -197,7 +196,7 @@ class LinearMemory(Inspectable):
         y = self.dropout(self.output(self.gated(read.transpose(1, 2), normed).to(x.dtype)))
         places = valid_len[:, None] + torch.arange(self.tail_len, device=x.device)
         tail = before.gather(1, places[..., None].expand(-1, -1, before.shape[-1])).to(state.tail.dtype)
-        return y, State(matrix, tail), query, tokens.decay
+        return y, State(matrix, tail), split_heads(query, self.key_heads), tokens.decay
 
     def gated(self, read: Tensor, normed: Tensor) -> Tensor:
         """Return what is read (B, T, H, V) with norm and gate, (B, T, H V)."""

@@ -18,7 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from dist_mem.config.keys import TOKENS, key
-from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, MemoryOutput, check_choices
+from dist_mem.memory.base import (
+    Evicted,
+    Inspectable,
+    LayerSpec,
+    MemoryOutput,
+    Opened,
+    Places,
+    StepOutput,
+    check_choices,
+)
 from dist_mem.memory.parts.inspection import (
     Inspection,
     Spans,
@@ -33,6 +42,7 @@ from dist_mem.memory.parts.stored_rows import Store, nearest, read_rows, readabl
 from dist_mem.nn.layers import DTYPES, merge_heads
 from dist_mem.nn.named_tuples import replaced
 from dist_mem.nn.norms import input_norm
+from dist_mem.nn.stepping import Kept
 from dist_mem.nn.unit_attention import Cached, Projected, UnitAttention
 
 
@@ -41,6 +51,20 @@ class State(NamedTuple):
     cached_values: Tensor  # (B, H, W, K)
     store: Store
     cache_shown: Shown = ()
+
+
+class OpenLanes(NamedTuple):
+    local: Kept
+    store: Store
+
+
+class Retrieved(NamedTuple):
+    """What queries read of the stored rows."""
+
+    rows: Tensor  # (H, B, T, K)
+    share: Tensor  # (H, 1, 1, 1) or (H, B, 1, 1), in a head's output
+    nearest: Tensor  # (B, H, T, k) int64, the stored rows that are read
+    weights: Tensor  # (B, H, T, k)
 
 
 class Weights(NamedTuple):
@@ -69,27 +93,38 @@ class GatedAttention(UnitAttention):
 
     def forward(self, x: Tensor, state: State, *, weights: bool = False) -> Attended:
         """Attend from the segment's normed rows, x (B, T, D)."""
-        rows, empty = self.project(x), self.options.empty_rows
+        rows = self.project(x)
         local, local_weights = self.attend(rows, self.cached(state), weights=weights)
-        query = self.scaled(rows.query).transpose(0, 1)
+        found = self.retrieve(rows, state.store)
+        y = self.mixed(local, found)
+        if local_weights is None:
+            return Attended(y, rows, found.share, None)
+        empty = found.weights.new_zeros(*found.weights.shape[:3], self.options.mem_len)
+        stored = empty.scatter(3, found.nearest, found.weights).transpose(0, 1)
+        gate = found.share.to(local.dtype)
+        cached, segment = ((1.0 - gate) * local_weights).tensor_split([self.cache_len], dim=-1)
+        return Attended(y, rows, found.share, Weights(cached, segment, gate * stored))
+
+    def retrieve(self, rows: Projected, store: Store) -> Retrieved:
+        """Read the stored rows."""
+        query, empty = self.scaled(rows.query).transpose(0, 1), self.options.empty_rows
         index = nearest(
             rows.query.transpose(0, 1),
-            state.store,
+            store,
             number=self.number,
             search=self.options.search,
             chunk_len=self.options.chunk_len,
             empty=empty,
         )
-        shares = weigh(query, state.store, index, empty=empty)
-        retrieved = read_rows(self.attention_dropout(shares), state.store, index).transpose(0, 1).to(local.dtype)
-        share = self.share(state)
-        gate = share.to(local.dtype)
-        y = self.dropout(self.output(merge_heads(gate * retrieved + (1.0 - gate) * local)))
-        if local_weights is None:
-            return Attended(y, rows, share, None)
-        stored = shares.new_zeros(*shares.shape[:3], self.options.mem_len).scatter(3, index, shares).transpose(0, 1)
-        cached, segment = ((1.0 - gate) * local_weights).tensor_split([self.cache_len], dim=-1)
-        return Attended(y, rows, share, Weights(cached, segment, gate * stored))
+        weights = weigh(query, store, index, empty=empty)
+        found = read_rows(self.attention_dropout(weights), store, index).transpose(0, 1).to(rows.value.dtype)
+        return Retrieved(found, self.share(store), index, weights)
+
+    def mixed(self, local: Tensor, found: Retrieved) -> Tensor:
+        """Return the output, (B, T, D), from what was read of cache and segment, (H, B, T, K), and of stored rows."""
+        gate = found.share.to(local.dtype)
+        y: Tensor = self.dropout(self.output(merge_heads(gate * found.rows + (1.0 - gate) * local)))
+        return y
 
     def cached(self, state: State) -> Cached:
         """Return the rows before the segment."""
@@ -99,12 +134,12 @@ class GatedAttention(UnitAttention):
             valid = valid & state.cache_shown if isinstance(state.cache_shown, Tensor) else valid
         return Cached(state.cached_keys, state.cached_values, valid)
 
-    def share(self, state: State) -> Tensor:
+    def share(self, store: Store) -> Tensor:
         """Return the share of the stored rows in every head's output, (H, 1, 1, 1), or of every head and lane."""
         share = self.gate.sigmoid()[:, None, None, None]
         if self.options.gate_empty:
             return share
-        sees = readable_rows(state.store, empty=False).any(dim=1)
+        sees = readable_rows(store, empty=False).any(dim=1)
         return torch.where(sees[:, None, None], share, 0.0)
 
 
@@ -112,6 +147,7 @@ class Memorizing(Inspectable):
     """Attention to the segment and its cache, mixed with the nearest of many stored keys and values."""
 
     min_seg_len = 1
+    can_step = True
 
     @dataclass
     class Options:
@@ -182,6 +218,16 @@ class Memorizing(Inspectable):
             "fill": state.store.num_written.clamp(max=self.options.mem_len) / self.options.mem_len,
         }
         return MemoryOutput(y, self.written(state, rows), {}, rows.raw, everything, logs)
+
+    def open_segment(self, state: State, rows: Tensor) -> Opened:
+        local = self.attention.open(self.attention.cached(state), seg_len=self.spec.seg_len)
+        return Opened(OpenLanes(local.lanes, state.store), local.shared)
+
+    def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
+        rows = self.attention.project(self.norm(x))
+        local = self.attention.step(rows, opened.lanes.local, opened.shared, places)
+        y = self.attention.mixed(local, self.attention.retrieve(rows, opened.lanes.store))
+        return StepOutput(y, rows.raw, opened)
 
     @torch.no_grad()
     def written(self, state: State, rows: Projected) -> State:

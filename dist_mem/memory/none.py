@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, Memory, MemoryOutput, Opened, Places
+from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, Memory, MemoryOutput, Opened, Places, StepOutput
 from dist_mem.memory.parts.inspection import Inspection, segment_rows
 from dist_mem.nn.layers import Attended, RelativeAttention, visible_keys
 from dist_mem.nn.norms import input_norm
@@ -64,8 +64,8 @@ class NoMemory(Inspectable):
     def open_segment(self, state: State, rows: Tensor) -> Opened:
         return self.attention.open(rows, rows.new_empty(len(rows), 0, dtype=torch.bool), seg_len=self.spec.seg_len)
 
-    def step_rows(self, x: Tensor, opened: Opened, places: Places) -> tuple[Tensor, Opened]:
-        return self.attention.step(self.norm(x), opened, places), opened
+    def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
+        return self.attention.step(self.norm(x), opened, places)
 
     @torch.no_grad()
     def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: None = None) -> Inspection:

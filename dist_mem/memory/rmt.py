@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dist_mem.config.keys import TOKENS, key
 from dist_mem.memory import transformer_xl
-from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, Memory, MemoryOutput, Stem
+from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, Memory, MemoryOutput, Opened, Places, Stem, StepOutput
 from dist_mem.memory.parts.inspection import (
     Inspection,
     Rows,
@@ -98,6 +99,7 @@ class RecurrentMemory(Inspectable):
     """Attention of a segment with memory tokens around it, and to a cache if there is one."""
 
     carries_gradient = True
+    can_step = True
 
     # The cache's rows could be taken out, but the memory tokens would still tell of them.
     no_forget: ClassVar[str] = "its memory tokens summarise all earlier segments, and none of them is a passage's own"
@@ -177,14 +179,17 @@ class RecurrentMemory(Inspectable):
 
     def attend(self, x: Tensor, state: State, valid_len: Tensor, *, weights: bool) -> Attended:
         """Attend to the cache, if there is one, and to all rows of x."""
-        if isinstance(state.cache, transformer_xl.State):
-            cache = state.cache.hidden.to(x.dtype)
-            valid = newest_rows(state.cache.length, cache.shape[1])
-        else:
-            cache = x.new_empty(x.shape[0], 0, x.shape[2])
-            valid = torch.empty(x.shape[0], 0, device=x.device, dtype=torch.bool)
+        cache, valid = cache_rows(state, x)
         attended: Attended = self.attention(self.norm(x), self.norm(cache), valid, valid_len, weights=weights)
         return attended
+
+    def open_segment(self, state: State, rows: Tensor) -> Opened:
+        cache, valid = cache_rows(state, rows)
+        context, valid = torch.cat([cache, rows], dim=1), F.pad(valid, (0, rows.shape[1]), value=True)
+        return self.attention.open(self.norm(context), valid, seg_len=self.spec.seg_len)
+
+    def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
+        return self.attention.step(self.norm(x), opened, places)
 
     @torch.no_grad()
     def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: Tensor | None = None) -> Inspection:
@@ -223,6 +228,18 @@ class RecurrentMemory(Inspectable):
         end = start + torch.where(of_token, place + 1, seg_len * (place >= seg_len))
         begin = torch.where(of_token, start + place, -num_tokens[:, None])
         return Spans(torch.where(age < length[:, None], begin, end), end.expand_as(begin)), of_token
+
+
+def cache_rows(state: State, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows of the cache, (B, mem_len, D), and which are valid, (B, mem_len) bool; without a cache none.
+
+    Args:
+        like: (B, R, D), its dtype and device.
+    """
+    if isinstance(state.cache, transformer_xl.State):
+        rows = state.cache.hidden.to(like.dtype)
+        return rows, newest_rows(state.cache.length, rows.shape[1])
+    return like.new_empty(len(like), 0, like.shape[2]), like.new_empty(len(like), 0, dtype=torch.bool)
 
 
 def joined(first: Rows, second: Rows) -> Rows:

@@ -22,6 +22,7 @@ from dist_mem.memory.base import (
     MemoryOutput,
     Opened,
     Places,
+    StepOutput,
     whole_segments,
 )
 from dist_mem.memory.parts.inspection import Inspection, overlapping, rows_of, segment_rows, token_spans
@@ -113,8 +114,8 @@ class TransformerXL(Inspectable):
         valid = valid_rows(state.length, state.hidden.shape[1], state.shown)
         return self.attention.open(self.norm(state.hidden.to(rows.dtype)), valid, seg_len=self.spec.seg_len)
 
-    def step_rows(self, x: Tensor, opened: Opened, places: Places) -> tuple[Tensor, Opened]:
-        return self.attention.step(self.norm(x), opened, places, same_length=self.spec.same_length), opened
+    def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
+        return self.attention.step(self.norm(x), opened, places, same_length=self.spec.same_length)
 
     @torch.no_grad()
     def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: None = None) -> Inspection:

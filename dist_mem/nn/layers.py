@@ -21,7 +21,7 @@ from dist_mem.nn.attention_inputs import Inputs, Relative, Visible
 from dist_mem.nn.attention_inputs import newest_rows as newest_rows
 from dist_mem.nn.attention_inputs import visible_keys as visible_keys
 from dist_mem.nn.kernel_shapes import device_type_of
-from dist_mem.nn.stepping import Asked, Opened, Places, kept, lane_heads
+from dist_mem.nn.stepping import Asked, Opened, Places, StepOutput, kept, lane_heads
 from dist_mem.nn.stepping import attend as attend_kept
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # train.precision
@@ -245,6 +245,20 @@ class RelativeProjections(AttentionLayer):
         table = self.dropout(sinusoid_table(distances, x.shape[-1], x.dtype))
         return self.position(table).unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0)
 
+    def open(self, context: Tensor, valid: Tensor, *, seg_len: int) -> Opened:
+        """Return what `step` attends to at first: context (B, M, D), of which `valid` (B, M) bool are attended to."""
+        pairs = lane_heads(self.key_value(context), 2 * self.num_heads)
+        table = self.position_keys(context, num_keys=context.shape[1] + seg_len)
+        return Opened(kept(pairs, valid, seg_len=seg_len), table / math.sqrt(table.shape[1]))
+
+    def step(self, x: Tensor, opened: Opened, places: Places, *, same_length: bool = False) -> StepOutput:
+        """Attend from further rows of the segment, x (B, R, D), to it and the context; change `opened` in place."""
+        query, pairs = lane_heads(self.query(x), self.num_heads), lane_heads(self.key_value(x), 2 * self.num_heads)
+        by_distance = Asked(query + self.position_bias[:, None], opened.shared)
+        content_query = query + self.content_bias[:, None]
+        rows = attend_kept(content_query, pairs, opened.lanes, places, same_length=same_length, by_distance=by_distance)
+        return StepOutput(self.output(rows), query.transpose(0, 1), opened)
+
 
 class RelativeAttention(RelativeProjections):
     """Multi-head attention with relative positions over context rows and the segment itself."""
@@ -267,21 +281,6 @@ class RelativeAttention(RelativeProjections):
         )
         rows, shares = self.read(Inputs(content_query, key, value, visible, relative), weights=weights)
         return Attended(self.dropout(self.output(merge_heads(rows))), query, shares)
-
-    def open(self, context: Tensor, valid: Tensor, *, seg_len: int) -> Opened:
-        """Return what `step` attends to at first: context (B, M, D), of which `valid` (B, M) bool are attended to."""
-        pairs = lane_heads(self.key_value(context), 2 * self.num_heads)
-        table = self.position_keys(context, num_keys=context.shape[1] + seg_len)
-        return Opened(kept(pairs, valid, seg_len=seg_len), table / math.sqrt(table.shape[1]))
-
-    def step(self, x: Tensor, opened: Opened, places: Places, *, same_length: bool = False) -> Tensor:
-        """Attend from further rows of the segment, x (B, R, D), to it and the context; change `opened` in place."""
-        query, pairs = lane_heads(self.query(x), self.num_heads), lane_heads(self.key_value(x), 2 * self.num_heads)
-        by_distance = Asked(query + self.position_bias[:, None], opened.shared)
-        content_query = query + self.content_bias[:, None]
-        rows = attend_kept(content_query, pairs, opened.lanes, places, same_length=same_length, by_distance=by_distance)
-        attended: Tensor = self.output(rows)
-        return attended
 
 
 class FeedForward(nn.Module):

@@ -16,7 +16,7 @@ from dist_mem.nn.attention_inputs import Inputs, Visible
 from dist_mem.nn.constants import constant
 from dist_mem.nn.layer_spec import LayerSpec
 from dist_mem.nn.layers import Attended, AttentionLayer, Dropout, Projection, merge_heads, split_heads
-from dist_mem.nn.stepping import Opened, Places, attend, kept, lane_heads
+from dist_mem.nn.stepping import Opened, Places, StepOutput, attend, kept, lane_heads
 
 # none: only the rows may contain positions | alibi: every distance counts | alibi_memory: only that of context rows
 BIASES = ("none", "alibi", "alibi_memory")
@@ -47,12 +47,17 @@ def alibi_slopes(num_heads: int) -> list[float]:
 
 def alibi_bias(num_heads: int, *, num_queries: int, context_len: int, bias: str, device: torch.device) -> Tensor:
     """Return -slope times the distance of a key before its query: (H, 1, T, J) float32; meaningless after the query."""
-    query = torch.arange(num_queries, device=device)[:, None]
-    key = torch.arange(context_len + num_queries, device=device)
-    distance = context_len + query - key
+    place = torch.arange(num_queries, device=device)
+    return alibi_at(num_heads, place, context_len=context_len, num_keys=context_len + num_queries, bias=bias)
+
+
+def alibi_at(num_heads: int, place: Tensor, *, context_len: int, num_keys: int, bias: str) -> Tensor:
+    """Return `alibi_bias` of queries at these places of the segment, (T,) or (B, T) int64: (H, 1 or B, T, J)."""
+    key = torch.arange(num_keys, device=place.device)
+    distance = context_len + place[..., None] - key
     if bias == "alibi_memory":
         distance = distance.masked_fill(key >= context_len, 0)
-    slopes = constant(tuple(alibi_slopes(num_heads)), device=device, dtype=torch.float32)
+    slopes = constant(tuple(alibi_slopes(num_heads)), device=place.device, dtype=torch.float32)
     return -slopes[:, None, None, None] * distance
 
 
@@ -87,9 +92,13 @@ class PlainAttention(AttentionLayer):
         """Return what `step` attends to, as `layers.RelativeAttention` does."""
         return Opened(kept(lane_heads(self.key_value(context), 2 * self.num_heads), valid, seg_len=seg_len))
 
-    def step(self, x: Tensor, opened: Opened, places: Places, *, same_length: bool = False) -> Tensor:
-        """Attend as `layers.RelativeAttention` does; without ALiBi, which no memory that steps has."""
+    def step(self, x: Tensor, opened: Opened, places: Places, *, same_length: bool = False) -> StepOutput:
+        """Attend as `layers.RelativeAttention` does."""
         query, pairs = lane_heads(self.query(x), self.num_heads), lane_heads(self.key_value(x), 2 * self.num_heads)
-        rows = attend(query, pairs, opened.lanes, places, same_length=same_length)
-        attended: Tensor = self.output(rows)
-        return attended
+        bias = None
+        if self.bias != "none":
+            context_len = opened.lanes.pairs.shape[2] - places.seg_len
+            sizes = {"context_len": context_len, "num_keys": context_len + places.end}
+            bias = alibi_at(self.num_heads, places.row, **sizes, bias=self.bias).transpose(0, 1)
+        rows = attend(query, pairs, opened.lanes, places, same_length=same_length, bias=bias)
+        return StepOutput(self.output(rows), query.transpose(0, 1), opened)

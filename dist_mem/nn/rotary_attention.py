@@ -27,7 +27,7 @@ from dist_mem.nn.layers import (
     split_heads,
 )
 from dist_mem.nn.plain_attention import BiasedProjection
-from dist_mem.nn.stepping import Opened, Places, attend, kept, lane_heads
+from dist_mem.nn.stepping import Opened, Places, StepOutput, attend, kept, lane_heads
 
 Turns = tuple[Tensor, Tensor]  # cosine and sine of the angles, (..., R, K // 2) float32 or wider
 
@@ -105,7 +105,7 @@ class RotaryAttention(AttentionLayer):
         key = turned(key, (table[0][:context_len], table[1][:context_len]))
         return Opened(kept(torch.cat([key, value], dim=1), valid, seg_len=seg_len), table)
 
-    def step(self, x: Tensor, opened: Opened, places: Places, *, same_length: bool = False) -> Tensor:
+    def step(self, x: Tensor, opened: Opened, places: Places, *, same_length: bool = False) -> StepOutput:
         """Attend as `layers.RelativeAttention` does."""
         cos, sin = opened.shared
         row = places.row + len(cos) - places.seg_len
@@ -115,8 +115,8 @@ class RotaryAttention(AttentionLayer):
         turning, value = rows.tensor_split([sum(heads)], dim=1)
         query, key = turned(turning, by).split(heads, dim=1)  # turned at once: fewer operations
         pairs = torch.cat([key, value], dim=1)
-        attended: Tensor = self.output(attend(query, pairs, opened.lanes, places, same_length=same_length))
-        return attended
+        read = attend(query, pairs, opened.lanes, places, same_length=same_length)
+        return StepOutput(self.output(read), turning[:, : heads[0]].transpose(0, 1), opened)
 
 
 def attention_of(spec: LayerSpec, positions: str | None = None) -> RelativeAttention | RotaryAttention:

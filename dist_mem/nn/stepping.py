@@ -32,6 +32,14 @@ class Opened(NamedTuple):
     shared: Any = ()  # what all lanes share, and no row changes
 
 
+class StepOutput(NamedTuple):
+    """What a memory returns of further rows, as of all rows of a segment in `MemoryOutput`."""
+
+    y: Tensor  # (B, R, D)
+    query: Tensor  # (H, B, R, K)
+    opened: Opened  # for the rows after these
+
+
 class Kept(NamedTuple):
     """Keys and values of the context and, at their places, of the rows read; float32 or wider."""
 
@@ -40,7 +48,7 @@ class Kept(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What adds scores by distance."""
+    """What adds scores by distance; for a number per head and distance K is 1."""
 
     query: Tensor  # (B, H, R, K)
     table: Tensor  # (H, K, J + 1), see `layers.RelativeProjections.position_keys`; scaled
@@ -74,13 +82,18 @@ def attend(
     places: Places,
     *,
     same_length: bool = False,
+    sees_itself: bool = True,
     by_distance: Asked | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Keep the keys and values of further rows, and attend from these to all up to themselves, as `visible_keys` says.
 
     Args:
         query: (B, H, R, K), not scaled.  pairs: (B, 2 G, R, K), keys and values of the same rows.
         to: what is kept; it is changed in place.
+        sees_itself: false: to all before themselves, and with `same_length` to one row more in front; a row that sees
+            nothing reads 0.
+        bias: (B, H, R, keys up to `places.end`), added to the scores.
 
     Returns:
         (B, R, H * K), in the dtype of the query.
@@ -91,18 +104,26 @@ def attend(
     to.pairs.scatter_(2, (places.row + context_len)[:, None, :, None].expand_as(pairs), pairs.to(working))
     key, value = to.pairs[:, :, :num_keys].chunk(2, dim=1)
     mask = to.hidden[..., :num_keys]
-    if same_length or places.behind is not None:
+    earlier = 0 if sees_itself else 1
+    if same_length or earlier or places.behind is not None:
         ahead = torch.arange(num_keys, device=query.device) - places.row[:, None, :, None]  # of the key's index
-        seen = ahead <= context_len
-        mask = mask + torch.where(seen & (ahead > 0) if same_length else seen, 0.0, -torch.inf)
+        seen = ahead <= context_len - earlier
+        mask = mask + torch.where(seen & (ahead > -earlier) if same_length else seen, 0.0, -torch.inf)
+    sees = None
+    if earlier:
+        sees = mask.amax(-1, keepdim=True) > -torch.inf
+        mask = torch.where(sees, mask, 0.0)  # a mask that shows everything keeps 0/0 away
     if by_distance is not None:
         mask = mask + scores_by_distance(by_distance, places, num_keys)
+    if bias is not None:
+        mask = mask + bias.to(working)
     grouped, shared = query.to(working), query.shape[1] // key.shape[1]
     if shared > 1:  # the heads that share a key are further rows of it
         grouped = grouped.unflatten(1, (-1, shared)).flatten(2, 3)
         mask = mask.expand(-1, -1, num_rows, -1).repeat(1, 1, shared, 1)
-    rows = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask)
-    return rows.reshape(query.shape).transpose(1, 2).flatten(2).to(query.dtype)
+    rows = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask).reshape(query.shape)
+    rows = rows if sees is None else rows * sees
+    return rows.transpose(1, 2).flatten(2).to(query.dtype)
 
 
 def scores_by_distance(asked: Asked, places: Places, num_keys: int) -> Tensor:

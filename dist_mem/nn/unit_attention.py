@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dist_mem.nn.attention_inputs import Inputs, Relative, Visible
 from dist_mem.nn.layer_spec import LayerSpec
 from dist_mem.nn.layers import AttentionLayer, Dropout, Projection, key_distances, split_heads
+from dist_mem.nn.stepping import Asked, Kept, Opened, Places, attend, kept
 
 NUM_BUCKETS, FARTHEST = 32, 128  # T5's: half of the buckets are of one distance, the last begins below 128 tokens
 
@@ -97,6 +98,32 @@ class UnitAttention(AttentionLayer):
         found, shares = self.read(Inputs(query, key, value, visible, relative), weights=weights)
         return found * sees, None if shares is None else shares * sees
 
+    def open(self, cached: Cached, *, seg_len: int) -> Opened:
+        """Return what `step` attends to at first."""
+        pairs = torch.cat([cached.key, cached.value], dim=1)
+        num_keys = pairs.shape[2] + seg_len
+        table = None if self.position is None else self.distance_table(self.position, num_keys)[:, None]
+        return Opened(kept(pairs, cached.visible, seg_len=seg_len), table)
+
+    def step(self, rows: Projected, to: Kept, table: Tensor | None, places: Places) -> Tensor:
+        """Return what further rows read of cache and segment, (H, B, R, K), as `attend`."""
+        query = self.scaled(rows.query).transpose(0, 1)
+        by_distance = None
+        if table is not None:
+            scale = self.scaled(torch.ones_like(rows.query[..., :1])).transpose(0, 1)
+            by_distance = Asked(scale, table.to(scale.dtype))
+        pairs = torch.cat([rows.key, rows.value]).transpose(0, 1)
+        found = attend(
+            query * math.sqrt(query.shape[-1]),  # by which `attend` divides
+            pairs,
+            to,
+            places,
+            same_length=self.same_length,
+            sees_itself=self.sees_itself,
+            by_distance=by_distance,
+        )
+        return split_heads(found, self.num_heads).to(rows.value.dtype)
+
     def visible(self, cached: Tensor, num_queries: int) -> Visible:
         """Return which keys queries see: `layers.visible_keys`, one key earlier if tokens do not see themselves."""
         cache_len = cached.shape[1]
@@ -108,9 +135,14 @@ class UnitAttention(AttentionLayer):
         """Return the scores by distance: a number per head and bucket, times the head's scale."""
         if self.position is None:
             return None
-        distances = key_distances(key.shape[2], clamp_len=None, device=key.device)
-        # A product instead of an index: its gradient is the same bits in every run, also on GPUs.
-        chosen = buckets(distances) == torch.arange(NUM_BUCKETS, device=key.device)[:, None]
-        table = (self.position @ chosen.to(self.position.dtype)).to(query.dtype)
+        table = self.distance_table(self.position, key.shape[2]).to(query.dtype)
         scale = self.scaled(torch.ones_like(query[..., :1]))
         return Relative(scale, table[:, None], query.shape[2] - 1)
+
+    @staticmethod
+    def distance_table(position: Tensor, num_keys: int) -> Tensor:
+        """Return the numbers of distances J - 1 down to 0 and of a dummy, (H, J + 1), from those of buckets."""
+        distances = key_distances(num_keys, clamp_len=None, device=position.device)
+        # A product instead of an index: its gradient is the same bits in every run, also on GPUs.
+        chosen = buckets(distances) == torch.arange(NUM_BUCKETS, device=position.device)[:, None]
+        return position @ chosen.to(position.dtype)

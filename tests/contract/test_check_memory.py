@@ -23,6 +23,8 @@ PLANTED = {
     "FutureLeak": "no output depends on a later token",
     "PaddingLeak": "padding changes no real token",
     "CountsRows": "fewer rows give real tokens the same outputs",
+    "StepsWithoutMemory": "further rows are those of the whole segment",
+    "StepsInOneLane": "further rows are those of the whole segment",
     "MutatedState": "forward modifies none of its inputs",
     "MutatedInput": "forward modifies none of its inputs",
     "LaneMixing": "lanes are independent",

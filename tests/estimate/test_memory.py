@@ -204,8 +204,9 @@ def test_what_writing_keeps_of_open_segments_is_counted() -> None:
     config = shipped(ROOT / "demo.yaml", memory, "model.num_layers=2")
     opened = [part for part in writing_parts(config, VOCAB_SIZE, num_samples=5) if "open segments" in part.what]
     model = MemoryLM(config, VOCAB_SIZE)
-    state = model.init_state(torch.zeros(5, dtype=torch.int64), "cpu", torch.float32)
-    kept = [named_tensors(block.lanes).values() for block in model.open(state, 5).blocks]
+    zeros = torch.zeros(5, dtype=torch.int64)
+    opened_segment = model.open(model.init_state(zeros, "cpu", torch.float32), zeros)
+    kept = [named_tensors(block.lanes).values() for block in opened_segment.blocks]
     assert [part.num_bytes for part in opened] == [sum(t.numel() * t.element_size() for each in kept for t in each)]
     assert max(t.numel() for t in kept[1]) == 5 * (96 + config.train.seg_len) * 2 * config.model.d_model
 

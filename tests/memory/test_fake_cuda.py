@@ -96,7 +96,7 @@ def parts_elsewhere(device: str, model: MemoryLM) -> list[str]:
     elif model.can_step:
         row = lanes[:, None]
         places = Places(row, num_real=lanes, end=1, behind=row, seg_len=SEG_LEN)
-        parts["row"], opened = model.step(tokens[:, :1], model.open(output.state, LANES), places)
+        parts["row"], opened = model.step(tokens[:, :1], model.open(output.state, lanes), places)
         parts |= named_tensors(opened)
     return [name for name, part in parts.items() if part is None or part.device.type != device]
 

@@ -65,7 +65,7 @@ def test_calls_and_gradients_are_those_of_the_published_functions(golden: dict[s
         given = state._replace(pending=rows, has_pending=torch.ones(2, dtype=torch.bool))
         signal, _ = memory.append_pending(given, torch.float64)
         assert_close(signal, golden[f"c{call}_B"], TOLERANCE, "states")
-        mass = memory.density(below.query, signal).mass
+        mass = memory.density(below.query, memory.readable(signal, torch.float64).keys).mass
         assert mass is not None
         density = mass / point_shares(8, mass)[:-1]
         points = torch.arange(9) * 111  # of 999 steps; the tenth is t = 1, which no box holds
@@ -186,7 +186,7 @@ def test_sticky_sampling_follows_what_was_read() -> None:
     state = outputs[-2].state
     signal, _ = memory.append_pending(state, torch.float64)
     below = memory.over(inputs[-1], state.over, torch.full((LANES,), SEG_LEN))
-    mass = memory.density(below.query, signal).mass
+    mass = memory.density(below.query, memory.readable(signal, torch.float64).keys).mass
     assert mass is not None
     histogram = outputs[-1].state.histogram
     torch.testing.assert_close(histogram, mass.sum(dim=(0, 2)), rtol=0, atol=1e-12)

@@ -112,7 +112,8 @@ class Call:
         below.query = self.query.transpose(0, 1)
         pending = state._replace(pending=self.rows, has_pending=torch.ones(golden.num_lanes, dtype=torch.bool))
         self.signal, _ = module.append_pending(pending, torch.float64)
-        self.mu, self.variance = module.read_densities(below.query, self.signal)
+        readable = module.readable(self.signal, torch.float64)
+        self.mu, self.variance = module.density(below.query, readable.keys).moments()
         contexts: list[Tensor] = []
         hook = module.output.register_forward_pre_hook(lambda _, inputs: contexts.append(inputs[0]))
         x = torch.zeros(golden.num_lanes, golden.num_queries, golden.d_model, dtype=torch.float64)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dist_mem.memory.base import Memory, MemoryOutput
+from dist_mem.memory.base import Memory, MemoryOutput, Opened, Places, StepOutput
 from dist_mem.memory.parts.inspection import Inspection, Rows, Spans, overlapping, token_spans
 from dist_mem.memory.transformer_xl import State, TransformerXL
 from dist_mem.nn.layers import newest_rows
@@ -155,6 +155,24 @@ class CountsRows(TransformerXL):
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         output = super().forward(x, state, valid_len)
         return output._replace(y=output.y * x.shape[1])
+
+
+class StepsWithoutMemory(TransformerXL):
+    """Opens a segment as if the memory were empty."""
+
+    can_step = True
+
+    def open_segment(self, state: State, rows: Tensor) -> Opened:
+        return super().open_segment(state._replace(length=torch.zeros_like(state.length)), rows)
+
+
+class StepsInOneLane(TransformerXL):
+    """Takes the places of the first lane for those of all."""
+
+    can_step = True
+
+    def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
+        return super().step_rows(x, opened, places._replace(row=places.row[:1].expand_as(places.row)))
 
 
 class ForgetsWithoutBeingAsked(Memory):

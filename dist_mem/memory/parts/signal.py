@@ -32,6 +32,13 @@ class State(NamedTuple):
     pending_len: Tensor | tuple[()] = ()  # (B,) int64, how many rows of `pending` are real; (): all
 
 
+class Readable(NamedTuple):
+    """What queries read of a signal."""
+
+    keys: Tensor  # (H, B, R, K) float32 at least, from which the densities are computed
+    values: Tensor  # (H, B, N, K)
+
+
 class Density(NamedTuple):
     """Where each query reads the signal: normal densities, or the masses of Gibbs densities in boxes."""
 
@@ -162,38 +169,39 @@ class Signal(Inspectable):
             counters=(self.spec.seed, self.spec.layer_index, state.document, state.segment),
         )
 
-    def density(self, query: Tensor, signal: Tensor) -> Density:
-        """Return the density under which each query (H, B, T, K) reads the signal."""
-        if self.geometry.boxes is None:
-            return Density(*self.read_densities(query, signal))
-        exact, keys = query.to(signal.dtype), self.keys(signal, query.dtype)
-        return Density(mass=box_masses(exact, keys, boxes=self.geometry.boxes))
-
-    def read_densities(self, query: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean in (0, 1) and variance of the normal density under which each query reads, both (H, B, T)."""
-        exact, floor = query.to(signal.dtype), self.options.variance_floor
+    def readable(self, signal: Tensor, dtype: torch.dtype) -> Readable:
+        """Return what queries read of a signal (B, N, D), projected in `dtype`, that of the activations."""
+        rows = signal  # of boxes
         if self.densities is not None:
-            weighted = self.densities.to(signal.dtype) @ signal  # (B, 2, D)
-            mu, variance = affine_densities(exact, self.keys(weighted, query.dtype), self.density_bias)
-            return mu, variance.clamp(min=floor)
+            rows = self.densities.to(signal.dtype) @ signal  # (B, 2, D)
+        elif self.geometry.boxes is None:
+            rows = self.geometry.evaluate(self.sample_places(signal)) @ signal  # (B, S, D)
+        keys = split_heads(self.key(rows.to(dtype)), self.spec.num_heads).to(rows.dtype)
+        return Readable(keys, split_heads(self.value(signal.to(dtype)), self.spec.num_heads))
+
+    def sample_places(self, like: Tensor) -> Tensor:
+        """Return where `density: softmax_moments` samples the signal, (S,), in the dtype of `like`."""
         number = self.options.num_samples
-        places = (torch.arange(number, device=signal.device, dtype=signal.dtype) + 0.5) / number
-        rows = self.geometry.evaluate(places) @ signal  # (B, S, D)
-        mu, variance = moments(exact, self.keys(rows, query.dtype), places)
-        return mu, variance + floor
+        return (torch.arange(number, device=like.device, dtype=like.dtype) + 0.5) / number
 
-    def keys(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Project rows of the signal (B, R, D) to keys (H, B, R, K), in the dtype of the activations."""
-        return split_heads(self.key(rows.to(dtype)), self.spec.num_heads).to(rows.dtype)
+    def density(self, query: Tensor, keys: Tensor) -> Density:
+        """Return the density under which each query (H, B, T, K) reads the signal with these keys, see `Readable`."""
+        exact, floor = query.to(keys.dtype), self.options.variance_floor
+        if self.geometry.boxes is not None:
+            return Density(mass=box_masses(exact, keys, boxes=self.geometry.boxes))
+        if self.densities is not None:
+            mu, variance = affine_densities(exact, keys, self.density_bias)
+            return Density(mu, variance.clamp(min=floor))
+        mu, variance = moments(exact, keys, self.sample_places(keys))
+        return Density(mu, variance + floor)
 
-    def read(self, density: Density, signal: Tensor, dtype: torch.dtype) -> Tensor:
+    def read(self, density: Density, values: Tensor) -> Tensor:
         """Return the expected signal under each head's densities, (B, T, D).
 
         An empty memory reads 0, because no layer here has a bias.
         """
-        values = split_heads(self.value(signal.to(dtype)), self.spec.num_heads)  # (H, B, N, K)
         expected = density.mass if density.mass is not None else expected_basis(*density.moments(), **self.basis)
-        return self.output(merge_heads(expected.to(dtype) @ values))
+        return self.output(merge_heads(expected.to(values.dtype) @ values))
 
     def regulariser(self, density: Density, counted: Tensor) -> dict[str, Tensor]:
         """Return as `kl` the weighted divergence (B,), reduced by `kl_heads`, averaged over `counted` (B, T).

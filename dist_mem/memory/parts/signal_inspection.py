@@ -25,7 +25,7 @@ def inspect_signal(memory: Signal, x: Tensor, state: State, valid_len: Tensor, t
     below = inspect(memory.over, x, state.over, valid_len, trace.over if trace else None)
     output = memory.forward(x, state, valid_len)  # a call would inspect again, see Inspector
     signal, num_tokens = memory.append_pending(state, x.dtype)
-    density = memory.density(output.query, signal)
+    density = memory.density(output.query, memory.readable(signal, x.dtype).keys)
     mu, variance = density.moments()
     places = [_places(memory, state, lane, trace) for lane in range(len(x))]
     bins = [bin_spans(lane, _spans(memory, len(lane)), NUM_BINS) for lane in places]
