@@ -188,13 +188,17 @@ class MemoryLM(nn.Module):
             first: (B,) int64, the segment's first token.
         """
         memories, valid_len = self.memories(), torch.ones_like(first)
+        if type(self.stem) is Stem:
+            no_rows = next(self.blocks.parameters()).new_empty(len(first), 0, memories[0].spec.d_model)
+            parts = zip(memories, state.blocks, strict=True)
+            return OpenSegment(tuple(memory.open_segment(part, no_rows) for memory, part in parts), state.types)
         tokens = F.pad(first[:, None], (0, max(memory.min_seg_len for memory in memories) - 1))
         rows, _ = self.stem(self.embed(tokens, valid_len, state.types)[0], state.stem)
         num_before = rows.shape[1] - tokens.shape[1] - memories[0].num_after
         opened = list[Opened]()
         for block, part in zip(self.blocks, state.blocks, strict=True):
             opened.append(cast(Block, block).memory.open_segment(part, rows[:, :num_before]))
-            rows = block(rows, part, valid_len).y if num_before else rows
+            rows = block(rows, part, valid_len).y
         return OpenSegment(tuple(opened), state.types)
 
     def step(self, tokens: Tensor, opened: OpenSegment, places: Places) -> tuple[Tensor, OpenSegment]:

@@ -180,7 +180,7 @@ class BlockRecurrent(Inspectable):
         query = tokens.query * math.sqrt(tokens.query.shape[-1])  # by which `attend` divides
         by_distance = Asked(torch.ones_like(query[..., :1]), opened.shared)
         pairs = torch.cat([tokens.key, tokens.value], dim=1)
-        found = attend(query, pairs, near, places, same_length=True, sees_itself=False, by_distance=by_distance)
+        found = attend(query, pairs, near, places, above=-1, sees_itself=False, by_distance=by_distance)
         far = merged(read(tokens.cross_query, (key, value)))
         y = self.output(torch.cat([found, far], dim=-1))
         return StepOutput(y, tokens.content.transpose(0, 1), opened)

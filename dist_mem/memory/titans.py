@@ -25,13 +25,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dist_mem.config.keys import TOKENS, WIDTH, key
-from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, MemoryOutput
+from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, MemoryOutput, Opened, Places, StepOutput
 from dist_mem.memory.parts.inspection import Inspection, rows_of, segment_rows, token_spans
 from dist_mem.memory.parts.neural_memory import (
     NeuralMemory,
     Tokens,
     Weights,
     learn,
+    learn_on,
     recall,
 )
 from dist_mem.memory.parts.persistent_attention import PersistentAttention
@@ -39,6 +40,7 @@ from dist_mem.nn.attention_inputs import Visible
 from dist_mem.nn.layers import Attended, Dropout, Projection, newest_rows
 from dist_mem.nn.named_tuples import replaced
 from dist_mem.nn.norms import ExactNorm, input_norm
+from dist_mem.nn.stepping import Kept
 
 VARIANTS = ("gate", "context", "layer", "alone")
 
@@ -51,6 +53,14 @@ class State(NamedTuple):
     asked: Tensor  # (B, kernel - 1, D) in `context`: the same of what is recalled for; otherwise of width 0
     rows: Tensor  # (B, W - 1, D), newest rows of the window, newest last; none unless `gate` or `layer`
     length: Tensor  # (B,) int64, how many of `rows` are valid
+
+
+class OpenLanes(NamedTuple):
+    near: Kept | tuple[()]  # rows of the window; (): without attention
+    weights: Weights  # after the rows read so far
+    momentum: Weights
+    first: Weights  # weights at the beginning of their chunk, at which its gradients are taken
+    tail: Tensor  # as in the state
 
 
 class Step(NamedTuple):
@@ -137,6 +147,11 @@ class Titans(Inspectable):
     def small_options(cls, seg_len: int) -> dict[str, Any]:
         return {"d_hidden": 5, "chunk_len": max(1, seg_len - 1), "kernel": 3, "num_persistent": 2, "window": seg_len}
 
+    @property
+    def can_step(self) -> bool:
+        """Not in `context`, where every token adds two keys: itself, and what is recalled for it."""
+        return bool(self.options.variant != "context")
+
     def reset_parameters(self) -> None:
         self.memory.reset_parameters()
 
@@ -178,14 +193,14 @@ class Titans(Inspectable):
             asked = newest(before, valid_len, num_rows=state.asked.shape[1]).to(state.asked.dtype)
             return replaced(step, y=self.combine(attended.y, step.y), state=replaced(step.state, asked=asked))
         if variant == "gate":
-            attended = self.windowed(rows, self.norm(state.rows.to(x.dtype)), state, shows)
+            attended = self.windowed(rows, self.window_rows(state, x.dtype), state, shows)
             step = self.learned(rows, begun, valid_len, attended)
             return self.moved(replaced(step, y=self.combine(attended.y, step.y)), x, valid_len)
         step = self.learned(rows, begun, valid_len, None)
         y = self.combine(rows, step.y)
         if variant == "alone":
             return replaced(step, y=y)
-        attended = self.windowed(y, state.rows.to(x.dtype), state, shows)
+        attended = self.windowed(y, self.window_rows(state, x.dtype), state, shows)
         return self.moved(replaced(step, y=attended.y, query=attended.query, weights=attended.weights), y, valid_len)
 
     def recalled(self, rows: Tensor, state: State, shows: bool) -> tuple[Attended, Tensor]:
@@ -205,6 +220,40 @@ class Titans(Inspectable):
         window = Visible(newest_rows(state.length, kept), rows.shape[1], kept + rows.shape[1], above=-1, upto=kept)
         attended: Attended = self.attention(rows, context, window.mask(), num_shown=num_shown)
         return attended
+
+    def window_rows(self, state: State, dtype: torch.dtype) -> Tensor:
+        """Return the rows before the segment as they are attended to, (B, W - 1, D)."""
+        rows = state.rows.to(dtype)
+        return self.norm(rows) if self.options.variant == "gate" else rows
+
+    def open_segment(self, state: State, rows: Tensor) -> Opened:
+        weights = self.memory.started(state.weights, state.is_fresh)
+        near: Kept | tuple[()] = ()
+        if self.attention is not None:
+            context, valid = self.window_rows(state, rows.dtype), newest_rows(state.length, self.window - 1)
+            near = self.attention.open(context, valid, seg_len=self.spec.seg_len).lanes
+        return Opened(OpenLanes(near, weights, state.momentum, weights, state.tail))
+
+    def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
+        rows, near = self.norm(x), Opened(opened.lanes.near)
+        read, query, lanes = self.read_on(rows, opened.lanes, places)
+        if self.attention is None:
+            return StepOutput(self.combine(rows, read), query[None], Opened(lanes))
+        if self.options.variant == "gate":
+            y, query, _ = self.attention.step(rows, near, places)
+            return StepOutput(self.combine(y, read), query, Opened(lanes))
+        y, query, _ = self.attention.step(self.combine(rows, read), near, places)
+        return StepOutput(y, query, Opened(lanes))
+
+    def read_on(self, rows: Tensor, lanes: OpenLanes, places: Places) -> tuple[Tensor, Tensor, OpenLanes]:
+        """Let the network learn further rows; return what they read, their queries, and what is kept."""
+        num_real, options = places.num_real, self.options
+        tokens, before = self.memory.tokens(rows, lanes.tail, num_real, lanes.weights[0].dtype)
+        learned, first = learn_on(
+            tokens, places.row, *lanes[1:4], chunk_len=options.chunk_len, max_gradient=options.max_gradient
+        )
+        tail = newest(before, num_real, num_rows=lanes.tail.shape[1]).to(lanes.tail.dtype)
+        return learned.read, tokens.query, OpenLanes(lanes.near, learned.weights, learned.momentum, first, tail)
 
     def moved(self, step: Step, rows: Tensor, valid_len: Tensor) -> Step:
         """Append the rows that were attended to."""

@@ -21,7 +21,7 @@ from dist_mem.nn.attention_inputs import Inputs, Relative, Visible
 from dist_mem.nn.attention_inputs import newest_rows as newest_rows
 from dist_mem.nn.attention_inputs import visible_keys as visible_keys
 from dist_mem.nn.kernel_shapes import device_type_of
-from dist_mem.nn.stepping import Asked, Opened, Places, StepOutput, kept, lane_heads
+from dist_mem.nn.stepping import Asked, Opened, Places, StepOutput, above_of, kept, lane_heads
 from dist_mem.nn.stepping import attend as attend_kept
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # train.precision
@@ -256,7 +256,9 @@ class RelativeProjections(AttentionLayer):
         query, pairs = lane_heads(self.query(x), self.num_heads), lane_heads(self.key_value(x), 2 * self.num_heads)
         by_distance = Asked(query + self.position_bias[:, None], opened.shared)
         content_query = query + self.content_bias[:, None]
-        rows = attend_kept(content_query, pairs, opened.lanes, places, same_length=same_length, by_distance=by_distance)
+        rows = attend_kept(
+            content_query, pairs, opened.lanes, places, above=above_of(same_length), by_distance=by_distance
+        )
         return StepOutput(self.output(rows), query.transpose(0, 1), opened)
 
 

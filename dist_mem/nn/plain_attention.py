@@ -16,7 +16,7 @@ from dist_mem.nn.attention_inputs import Inputs, Visible
 from dist_mem.nn.constants import constant
 from dist_mem.nn.layer_spec import LayerSpec
 from dist_mem.nn.layers import Attended, AttentionLayer, Dropout, Projection, merge_heads, split_heads
-from dist_mem.nn.stepping import Opened, Places, StepOutput, attend, kept, lane_heads
+from dist_mem.nn.stepping import Opened, Places, StepOutput, above_of, attend, kept, lane_heads
 
 # none: only the rows may contain positions | alibi: every distance counts | alibi_memory: only that of context rows
 BIASES = ("none", "alibi", "alibi_memory")
@@ -100,5 +100,5 @@ class PlainAttention(AttentionLayer):
             context_len = opened.lanes.pairs.shape[2] - places.seg_len
             sizes = {"context_len": context_len, "num_keys": context_len + places.end}
             bias = alibi_at(self.num_heads, places.row, **sizes, bias=self.bias).transpose(0, 1)
-        rows = attend(query, pairs, opened.lanes, places, same_length=same_length, bias=bias)
+        rows = attend(query, pairs, opened.lanes, places, above=above_of(same_length), bias=bias)
         return StepOutput(self.output(rows), query.transpose(0, 1), opened)

@@ -27,7 +27,7 @@ from dist_mem.nn.layers import (
     split_heads,
 )
 from dist_mem.nn.plain_attention import BiasedProjection
-from dist_mem.nn.stepping import Opened, Places, StepOutput, attend, kept, lane_heads
+from dist_mem.nn.stepping import Opened, Places, StepOutput, above_of, attend, kept, lane_heads
 
 Turns = tuple[Tensor, Tensor]  # cosine and sine of the angles, (..., R, K // 2) float32 or wider
 
@@ -115,7 +115,7 @@ class RotaryAttention(AttentionLayer):
         turning, value = rows.tensor_split([sum(heads)], dim=1)
         query, key = turned(turning, by).split(heads, dim=1)  # turned at once: fewer operations
         pairs = torch.cat([key, value], dim=1)
-        read = attend(query, pairs, opened.lanes, places, same_length=same_length)
+        read = attend(query, pairs, opened.lanes, places, above=above_of(same_length))
         return StepOutput(self.output(read), turning[:, : heads[0]].transpose(0, 1), opened)
 
 

@@ -63,6 +63,11 @@ def places_of(first: Tensor, num_real: Tensor, *, num_rows: int, seg_len: int, d
     return Places(row.to(device), num_real.to(device), end, late, seg_len)
 
 
+def above_of(same_length: bool) -> int | None:
+    """Return the limit of `visible_keys`, for `attend`."""
+    return 0 if same_length else None
+
+
 def lane_heads(rows: Tensor, num_heads: int) -> Tensor:
     """Split the last axis into heads, lane first: (B, R, H * K) -> (B, H, R, K), a view."""
     return rows.unflatten(-1, (num_heads, -1)).transpose(1, 2)
@@ -81,18 +86,20 @@ def attend(
     to: Kept,
     places: Places,
     *,
-    same_length: bool = False,
+    above: int | None = None,
     sees_itself: bool = True,
+    num_always: int = 0,
     by_distance: Asked | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Keep the keys and values of further rows, and attend from these to all up to themselves, as `visible_keys` says.
+    """Keep the keys and values of further rows, and attend from these to all up to themselves.
 
     Args:
         query: (B, H, R, K), not scaled.  pairs: (B, 2 G, R, K), keys and values of the same rows.
         to: what is kept; it is changed in place.
-        sees_itself: false: to all before themselves, and with `same_length` to one row more in front; a row that sees
-            nothing reads 0.
+        above: row i sees the keys j > i + above, as in `attention_inputs.Visible`; None: no lower limit.
+        sees_itself: false: a row sees only those before it, and reads 0 if there are none.
+        num_always: how many of the first keys every row sees, whatever `above` says.
         bias: (B, H, R, keys up to `places.end`), added to the scores.
 
     Returns:
@@ -104,13 +111,15 @@ def attend(
     to.pairs.scatter_(2, (places.row + context_len)[:, None, :, None].expand_as(pairs), pairs.to(working))
     key, value = to.pairs[:, :, :num_keys].chunk(2, dim=1)
     mask = to.hidden[..., :num_keys]
-    earlier = 0 if sees_itself else 1
-    if same_length or earlier or places.behind is not None:
-        ahead = torch.arange(num_keys, device=query.device) - places.row[:, None, :, None]  # of the key's index
-        seen = ahead <= context_len - earlier
-        mask = mask + torch.where(seen & (ahead > -earlier) if same_length else seen, 0.0, -torch.inf)
+    if above is not None or not sees_itself or places.behind is not None:
+        key_index = torch.arange(num_keys, device=query.device)
+        ahead = key_index - places.row[:, None, :, None]
+        seen = ahead <= context_len - (0 if sees_itself else 1)
+        if above is not None:
+            seen = seen & ((ahead > above) | (key_index < num_always))
+        mask = mask + torch.where(seen, 0.0, -torch.inf)
     sees = None
-    if earlier:
+    if not sees_itself:
         sees = mask.amax(-1, keepdim=True) > -torch.inf
         mask = torch.where(sees, mask, 0.0)  # a mask that shows everything keeps 0/0 away
     if by_distance is not None:

@@ -63,7 +63,8 @@ class UnitAttention(AttentionLayer):
         """
         super().__init__(attention_dropout=spec.attention_dropout, back_end=spec.back_end)
         width = spec.num_heads * spec.d_head
-        self.num_heads, self.same_length, self.sees_itself = spec.num_heads, spec.same_length, sees_itself
+        self.num_heads, self.sees_itself = spec.num_heads, sees_itself
+        self.above = (0 if sees_itself else -1) if spec.same_length else None  # as in Visible
         self.is_relative = positions
         self.query, self.key_value = Projection(spec.d_model, width), Projection(spec.d_model, 2 * width)
         self.output = Projection(width, spec.d_model)
@@ -118,7 +119,7 @@ class UnitAttention(AttentionLayer):
             pairs,
             to,
             places,
-            same_length=self.same_length,
+            above=self.above,
             sees_itself=self.sees_itself,
             by_distance=by_distance,
         )
@@ -127,9 +128,8 @@ class UnitAttention(AttentionLayer):
     def visible(self, cached: Tensor, num_queries: int) -> Visible:
         """Return which keys queries see: `layers.visible_keys`, one key earlier if tokens do not see themselves."""
         cache_len = cached.shape[1]
-        earlier = 0 if self.sees_itself else 1
-        above = -earlier if self.same_length else None
-        return Visible(cached, num_queries, cache_len + num_queries, above=above, upto=cache_len - earlier)
+        upto = cache_len - (0 if self.sees_itself else 1)
+        return Visible(cached, num_queries, cache_len + num_queries, above=self.above, upto=upto)
 
     def by_distance(self, query: Tensor, key: Tensor) -> Relative | None:
         """Return the scores by distance: a number per head and bucket, times the head's scale."""

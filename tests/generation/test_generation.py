@@ -126,8 +126,8 @@ def shapes_of_forwards(trained: TrainedModel) -> list[tuple[int, ...]]:
     return shapes
 
 
-def test_a_token_costs_one_forward() -> None:
-    trained = trained_model("lamemo")
+def test_a_token_costs_one_forward_where_a_memory_cannot_step() -> None:
+    trained = trained_model("block_recurrent")
     reading = read(trained, start(trained, len(PROMPT_LENS)), prompts())
     shapes = shapes_of_forwards(trained)
     generate(trained, reading, num_tokens=NUM_TOKENS, sampling=SAMPLING)
@@ -137,18 +137,23 @@ def test_a_token_costs_one_forward() -> None:
     assert len(shapes) == 3  # segments of the longest prompt that are complete and behind it; the last stays open
 
 
-def test_a_token_costs_one_row_where_every_memory_can_step() -> None:
-    """Besides the open segment of the prompt, and one forward of every segment that is then complete."""
-    trained = trained_model("transformer_xl")
+@pytest.mark.parametrize(("case", "openings"), [("transformer_xl", 0), ("lamemo", 1)])
+def test_a_token_costs_one_row_where_every_memory_can_step(case: str, openings: int) -> None:
+    """Besides the open segment of the prompt, and one forward of every segment that is then complete.
+
+    With a stem, every segment is opened by a forward of its first token.
+    """
+    trained = trained_model(case)
     reading = read(trained, start(trained, len(PROMPT_LENS)), prompts())
     shapes = shapes_of_forwards(trained)
     generate(trained, reading, num_tokens=NUM_TOKENS, sampling=SAMPLING)
     lanes, longest = len(PROMPT_LENS), int(reading.open_len.max())
-    assert shapes[0] == (lanes, longest)
-    assert shapes.count((lanes, 1)) == NUM_TOKENS - 1
-    segments = [shape for shape in shapes[1:] if shape[1] == SEG_LEN]
+    opened, steps = shapes[:openings], shapes[openings:]
+    assert opened == [(lanes, 1)] * openings and steps[0] == (lanes, longest)
+    assert steps.count((lanes, 1)) == NUM_TOKENS - 1
+    segments = [shape for shape in steps[1:] if shape[1] == SEG_LEN]
     assert sum(num for num, _ in segments) == ((reading.open_len + NUM_TOKENS - 1) // SEG_LEN).sum()
-    assert len(shapes) == NUM_TOKENS + len(segments)
+    assert len(steps) == NUM_TOKENS + (1 + openings) * len(segments)
 
 
 def test_a_lane_ends_with_a_stop_token_and_reads_no_more() -> None:

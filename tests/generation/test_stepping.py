@@ -48,6 +48,7 @@ class Case(NamedTuple):
 
 KINDS = {  # that step with `small_options`; block_recurrent's segments have two windows there
     "none", "causal", "transformer_xl", "linear", "compressive", "lamemo", "infini", "memorizing", "infinite", "rmt",
+    "titans",
 }  # fmt: skip
 IN_LLAMA = ("none", "transformer_xl", "linear", "compressive", "infinite")  # others refuse a Llama
 
@@ -213,8 +214,7 @@ def test_what_can_step_says_so() -> None:
 @pytest.mark.parametrize(
     ("case", "why"),
     [
-        ("titans", "a row reads the gradients of its chunk"),
-        ("infinite over titans", "the memory below cannot"),
+        ("titans, context", "every token adds two keys"),
         ("block_recurrent", "a segment has two windows"),
         ("lamemo, published window", "memory rows see one key more with every token"),
     ],

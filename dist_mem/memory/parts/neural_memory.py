@@ -55,19 +55,26 @@ def chunk_sizes(seg_len: int, chunk_len: int) -> list[int]:
 
 
 def learn(
-    tokens: Tokens, weights: Weights, momentum: Weights, *, chunk_len: int, max_gradient: float | None = None
+    tokens: Tokens,
+    weights: Weights,
+    momentum: Weights,
+    *,
+    chunk_len: int,
+    max_gradient: float | None = None,
+    first: Weights | None = None,
 ) -> Learned:
     """Let the network learn a segment: eqs. 13 and 14 for every token, with gradients at the chunk's first weights.
 
     Weights at a token are A W + B S - sum_s c_s (input_s x gradient_s) with numbers A, B and c_s, so reading them is
     linear attention to the chunk in every layer (eqs. 16 to 18), and they are never computed. `max_gradient` limits
-    the norm of each token's gradient, and with it that of the weights.
+    the norm of each token's gradient, and with it that of the weights. `first`: of a chunk whose first tokens have been
+    learned already; the tokens must be of this chunk.
     """
     read, errors = [], []
     sizes = chunk_sizes(tokens.step.shape[1], chunk_len)
     for chunk in zip(*(part.split(sizes, dim=1) for part in tokens), strict=True):
         one = Tokens(*chunk)
-        inputs, gradients, error = gradients_of(one, weights)
+        inputs, gradients, error = gradients_of(one, weights if first is None else first)
         if max_gradient is not None:
             one = replaced(one, step=one.step * share_kept(inputs, gradients, max_gradient))
         left, since, shares = mixture(one)
@@ -88,6 +95,40 @@ def learn(
         read.append(rows)
         errors.append(error)
     return Learned(torch.cat(read, dim=1), weights, momentum, torch.cat(errors, dim=1))
+
+
+def learn_on(
+    tokens: Tokens,
+    row: Tensor,
+    weights: Weights,
+    momentum: Weights,
+    first: Weights,
+    *,
+    chunk_len: int,
+    max_gradient: float | None,
+) -> tuple[Learned, Weights]:
+    """Let the network learn further tokens of a segment, from another place in each lane, as `learn` does the whole.
+
+    Args:
+        row: (B, T) int64, consecutive places in the segment.
+        first: weights at the beginning of the chunk of the token before these.
+
+    Returns:
+        What `learn` returns, and the weights at the beginning of the last token's chunk.
+    """
+    num_rows = row.shape[1]
+    chunk = row // chunk_len
+    read, error = torch.zeros_like(tokens.query), torch.zeros_like(tokens.step)
+    for number in range((num_rows + chunk_len - 2) // chunk_len + 1):  # chunks that T rows may touch
+        own = (chunk == chunk[:, :1] + number) & (tokens.is_real > 0)
+        begins = (own & (row % chunk_len == 0)).any(1)[:, None, None]
+        first = tuple(torch.where(begins, now, before) for now, before in zip(weights, first, strict=True))
+        rates = {name: getattr(tokens, name) * own for name in ("step", "momentum", "kept", "is_real")}
+        part = replaced(tokens, **rates)
+        learned = learn(part, weights, momentum, chunk_len=num_rows, max_gradient=max_gradient, first=first)
+        weights, momentum = learned.weights, learned.momentum
+        read, error = torch.where(own[..., None], learned.read, read), torch.where(own, learned.error, error)
+    return Learned(read, weights, momentum, error), first
 
 
 def gradients_of(tokens: Tokens, weights: Weights) -> tuple[list[Tensor], list[Tensor], Tensor]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dist_mem.nn.attention import Choice
 from dist_mem.nn.layer_spec import LayerSpec
 from dist_mem.nn.layers import Attended, AttentionLayer, Projection, masked_softmax, merge_heads, split_heads
+from dist_mem.nn.stepping import Opened, Places, StepOutput, attend, kept, lane_heads
 
 
 class PersistentAttention(AttentionLayer):
@@ -46,8 +48,7 @@ class PersistentAttention(AttentionLayer):
             num_shown: of so many of the newest rows, shares in what is read of these are returned; 0: none.
         """
         query = split_heads(self.query(x), self.num_heads)
-        learned = split_heads(self.key_value(self.learned.to(x.dtype))[None], 2 * self.num_heads)
-        persistent = learned.expand(-1, len(x), -1, -1)
+        persistent = split_heads(self.persistent(x), 2 * self.num_heads)
         parts = [split_heads(self.key_value(rows), 2 * self.num_heads) for rows in (context, x) if rows.shape[1]]
         key, value = torch.cat([persistent, *parts], dim=2).chunk(2)
         everywhere = torch.ones(*visible.shape[:2], len(self.learned), dtype=torch.bool, device=x.device)
@@ -58,3 +59,21 @@ class PersistentAttention(AttentionLayer):
         # Not the probabilities divided by their sum, which is 0 if learned rows have nearly all.
         newest = masked_softmax(scores[..., -num_shown:], visible[..., -num_shown:]) if num_shown else None
         return Attended(self.output(merge_heads(rows)), query, newest)
+
+    def persistent(self, like: Tensor) -> Tensor:
+        """Return keys and values of the learned rows, (B, P, 2 H K), with the lanes and the dtype of `like`."""
+        projected: Tensor = self.key_value(self.learned.to(like.dtype))
+        return projected.expand(len(like), -1, -1)
+
+    def open(self, context: Tensor, valid: Tensor, *, seg_len: int) -> Opened:
+        """Return what `step` attends to at first: context (B, M, D), of which `valid` (B, M) bool are attended to."""
+        pairs = torch.cat([self.persistent(context), self.key_value(context)], dim=1)
+        valid = F.pad(valid, (len(self.learned), 0), value=True)
+        return Opened(kept(lane_heads(pairs, 2 * self.num_heads), valid, seg_len=seg_len))
+
+    def step(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
+        """Attend from further rows to the learned rows and the newest M + 1; change `opened` in place."""
+        query, pairs = lane_heads(self.query(x), self.num_heads), lane_heads(self.key_value(x), 2 * self.num_heads)
+        number = len(self.learned)
+        rows = attend(query, pairs, opened.lanes, places, above=number - 1, num_always=number)
+        return StepOutput(self.output(rows), query.transpose(0, 1), opened)
