@@ -108,6 +108,10 @@ def attend(
     num_rows, working = query.shape[2], to.pairs.dtype
     context_len = to.pairs.shape[2] - places.seg_len
     num_keys = context_len + places.end
+    if num_rows > 1 and places.end == places.seg_len:
+        # Rows that a lane does not have may stand at the last place too, and must not overwrite the row that it has.
+        own = torch.arange(num_rows, device=query.device).minimum(places.seg_len - 1 - places.row[:, :1])
+        pairs = pairs.take_along_dim(own[:, None, :, None], dim=2)
     to.pairs.scatter_(2, (places.row + context_len)[:, None, :, None].expand_as(pairs), pairs.to(working))
     key, value = to.pairs[:, :, :num_keys].chunk(2, dim=1)
     mask = to.hidden[..., :num_keys]

@@ -13,6 +13,7 @@ from _pytest.mark import ParameterSet
 from torch import Tensor
 
 from dist_mem.config import AdaptiveConfig, Config, TokenTypeConfig, TrainConfig
+from dist_mem.contract.rules import further_rows_are_those_of_the_whole_segment
 from dist_mem.contract.subject import VOCAB, Size, Subject
 from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.evaluation.trained_model import TrainedModel
@@ -41,9 +42,11 @@ class Case(NamedTuple):
     keys: Mapping[str, Any] = MappingProxyType({})
     norm: str = "pre"
 
+    def subject(self) -> Subject:
+        return Subject(lambda _: self.block, Size(LANES, SEG_LEN, 4, 3), self.norm, keys=self.keys)
+
     def model(self, dtype: torch.dtype = torch.float64) -> MemoryLM:
-        subject = Subject(lambda _: self.block, Size(LANES, SEG_LEN, 4, 3), self.norm, keys=self.keys)
-        return subject.model().to(dtype).eval()
+        return self.subject().model().to(dtype).eval()
 
 
 KINDS = {  # that step with `small_options`; block_recurrent's segments have two windows there
@@ -81,7 +84,7 @@ def cases() -> dict[str, Case]:
         "GPT-2": Case({"kind": "causal"}, {**GPT2, "token_types": TYPES}),
         "the infinity-former in GPT-2": Case(small_block("infinite", over={"kind": "causal"}), GPT2),
         "blocks that differ": Case(
-            {"kind": "per_block", "default": CACHE, "0": {"kind": "none"}, "2": CASES["linear"]}
+            {"kind": "per_block", "default": CACHE, "0": CASES["linear"], "2": {"kind": "none"}}
         ),
     }
 
@@ -134,6 +137,12 @@ def test_a_row_is_that_of_the_whole_segment_at_every_place(case: str) -> None:
         assert (first == SEG_LEN).all()
         assert all(map(torch.equal, before, named_tensors(state).values())), "a state has changed in place"
         state = whole.state
+
+
+@pytest.mark.parametrize("case", ["blocks that differ", "titans"])
+def test_rows_beyond_the_end_of_a_segment_leave_its_last_row(case: str) -> None:
+    """Of lanes that are run together some end first; a block may return anything for the rows that they do not have."""
+    further_rows_are_those_of_the_whole_segment(cases()[case].subject())
 
 
 def prompts() -> list[Tensor]:
