@@ -8,7 +8,8 @@ Rules, each tested on every memory by discovery (tests/memory/test_memory_contra
 1. pure  2. same structure, shapes, dtypes; no gradient beyond the update, and within it only through the states of
 memories that say so (`carries_gradient`)  3. only complete segments are committed, and with `data.cut: end` a
 document's first, which may be short
-4. causal  5. lanes are independent; a reset lane equals a fresh one  6. document ends are masks, never branches
+4. causal; rows read one after another (`can_step`) are those of the whole segment
+5. lanes are independent; a reset lane equals a fresh one  6. document ends are masks, never branches
 7. parameters are used only in the forward of a module that registers them  8. randomness is a counter hash
 9. parity with the published reference vectors where they exist
 10. `inspect` and `forget` of an `Inspectable` memory tell and take out what is read, and change nothing else

@@ -250,7 +250,13 @@ class Titans(Inspectable):
         num_real, options = places.num_real, self.options
         tokens, before = self.memory.tokens(rows, lanes.tail, num_real, lanes.weights[0].dtype)
         learned, first = learn_on(
-            tokens, places.row, *lanes[1:4], chunk_len=options.chunk_len, max_gradient=options.max_gradient
+            tokens,
+            places.row,
+            lanes.weights,
+            lanes.momentum,
+            lanes.first,
+            chunk_len=options.chunk_len,
+            max_gradient=options.max_gradient,
         )
         tail = newest(before, num_real, num_rows=lanes.tail.shape[1]).to(lanes.tail.dtype)
         return learned.read, tokens.query, OpenLanes(lanes.near, learned.weights, learned.momentum, first, tail)
