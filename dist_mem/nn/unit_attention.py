@@ -103,16 +103,15 @@ class UnitAttention(AttentionLayer):
         """Return what `step` attends to at first."""
         pairs = torch.cat([cached.key, cached.value], dim=1)
         num_keys = pairs.shape[2] + seg_len
-        table = None if self.position is None else self.distance_table(self.position, num_keys)[:, None]
+        table = None
+        if self.position is not None:
+            table = self.distance_table(self.position, num_keys)[:, None] * self.scale.abs()[:, None, None]
         return Opened(kept(pairs, cached.visible, seg_len=seg_len), table)
 
     def step(self, rows: Projected, to: Kept, table: Tensor | None, places: Places) -> Tensor:
         """Return what further rows read of cache and segment, (H, B, R, K), as `attend`."""
         query = self.scaled(rows.query).transpose(0, 1)
-        by_distance = None
-        if table is not None:
-            scale = self.scaled(torch.ones_like(rows.query[..., :1])).transpose(0, 1)
-            by_distance = Asked(scale, table.to(scale.dtype))
+        by_distance = None if table is None else Asked(torch.ones_like(query[..., :1]), table.to(query.dtype))
         pairs = torch.cat([rows.key, rows.value]).transpose(0, 1)
         found = attend(
             query * math.sqrt(query.shape[-1]),  # by which `attend` divides
