@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -54,14 +55,16 @@ def begins(run: Run) -> str:
     return next((str(step) for step, loss, *_ in curve if loss < COPIES), "never")
 
 
+def right(runs: Sequence[Run]) -> str:
+    """Return the cells of what is predicted right by distance, means over the seeds."""
+    reports = [report for run in runs if (report := report_of(run, COLUMNS[0])) is not None]
+    means = (fmean(report.recall_accuracy(band) for report in reports) for band in BANDS)
+    return " | ".join(f"{mean:.0%}" for mean in means)
+
+
 def shares(found: dict[str, list[Run]]) -> list[str]:
-    """Return the lines of the table of what is predicted right, in the order of the table of results, seed 0."""
-    lines = []
-    for row, runs in found.items():
-        report = report_of(runs[0], COLUMNS[0])
-        assert report is not None and runs[0].seed == 0
-        lines.append(f"| {row} | {' | '.join(f'{report.recall_accuracy(band):.0%}' for band in BANDS)} |")
-    return lines
+    """Return the lines of the table of what is predicted right, in the order of the table of results."""
+    return [f"| {row} | {right(runs)} |" for row, runs in found.items()]
 
 
 def table(found: dict[str, list[Run]], state_bytes: dict[str, int]) -> list[str]:
@@ -78,14 +81,9 @@ def table(found: dict[str, list[Run]], state_bytes: dict[str, int]) -> list[str]
 
 
 def short(found: dict[str, list[Run]], state_bytes: dict[str, int]) -> list[str]:
-    """Return the numbers of README's table: bytes, perplexity, and what is predicted right by distance, seed 0."""
-    lines = []
-    for row in SHORT:
-        report = report_of(found[row][0], COLUMNS[0])
-        assert report is not None and found[row][0].seed == 0
-        shares = [f"{report.recall_accuracy(band):.0%}" for band in BANDS]
-        lines.append(f"| {' | '.join([cell(found[row], COLUMNS[0]).text(deviation=True), *shares])} |")
-    return [f"| {state_bytes[row]:,} {line}" for row, line in zip(SHORT, lines, strict=True)]
+    """Return the numbers of README's table: bytes, perplexity, and what is predicted right by distance."""
+    perplexities = {row: cell(found[row], COLUMNS[0]).text(deviation=True) for row in SHORT}
+    return [f"| {state_bytes[row]:,} | {perplexities[row]} | {right(found[row])} |" for row in SHORT]
 
 
 def pairs(found: dict[str, list[Run]], state_bytes: dict[str, int]) -> list[str]:
