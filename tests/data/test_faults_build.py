@@ -14,7 +14,7 @@ from dist_mem.data.tar import MAX_TOKENS, TokenizedDocument, document_arrays
 from dist_mem.data.tokenizers.registry import read_tokenizer_metadata
 from dist_mem.data.verify import verify_dataset
 from tests.support.data_builders import build_data
-from tests.support.faults import assert_quoted, remount, small_disk
+from tests.support.faults import assert_says, remount, small_disk
 from tests.support.messages import refused
 from tests.support.paths import ROOT
 
@@ -63,7 +63,7 @@ def test_sources_that_cannot_be_built_are_refused_and_nothing_is_there(
     books, metadata, message = REFUSED[fault]
     assert build(write_source(tmp_path / "source", books, metadata), tmp_path / "out") == 2
     error = capsys.readouterr().err
-    assert_quoted(error, message)
+    assert_says(error, message)
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert {name for name in files_in(tmp_path) if name.startswith("out/")} <= {"out/tokenizer.json"}
@@ -87,8 +87,8 @@ def test_books_that_are_odd_but_text_are_built(tmp_path: Path, capsys: pytest.Ca
     source = write_source(tmp_path / "source", books, "\ufeff" + METADATA)
     assert build(source, tmp_path / "out") == 0
     reported = capsys.readouterr().out
-    assert_quoted(reported, "5 of 6 documents are not in metadata.csv; their title is their id")
-    assert_quoted(reported, "2 of 6 documents have no words: 12, 13")
+    assert_says(reported, "5 of 6 documents are not in metadata.csv; their title is their id")
+    assert_says(reported, "2 of 6 documents have no words: 12, 13")
     index = read_index(tmp_path / "out" / "train")
     assert [entry.title for entry in index.documents] == ["One", "10", "11", "12", "13", "14"]
     texts = [bytes(read_tokens(index, number).astype(np.uint8)) for number in range(6)]
@@ -110,7 +110,7 @@ def test_a_document_beyond_int32_is_refused() -> None:
     document = TokenizedDocument("1", "One", None, words=1, bytes=1, tokens=tokens)
     with refused(ValueError) as caught:
         document_arrays(document)
-    assert_quoted(str(caught.value), "at most 2,147,483,647 fit")
+    assert_says(str(caught.value), "at most 2,147,483,647 fit")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_what_another_program_left_is_refused_and_kept(
     (out / name).write_text(content)
     (out / "train" / "their_own.tar").write_bytes(b"tar")
     assert build(source, out) == 2
-    assert_quoted(capsys.readouterr().err, "give another --out, or --overwrite")
+    assert_says(capsys.readouterr().err, "give another --out, or --overwrite")
     assert (out / name).read_text() == content
     assert build(source, out, "--overwrite") == 0
     assert read_tokenizer_metadata(out)["kind"] == "bytes"
@@ -140,7 +140,7 @@ def test_a_file_in_the_way_is_an_error_of_one_line(
     given = ["--source", str(source)] if builder == "pg19" else ["--size", "tiny"]
     with refused(SystemExit):
         build_data(builder, *given, "--out", tmp_path / "out")
-    assert_quoted(capsys.readouterr().err, "out' is no folder: give a folder, or a new name")
+    assert_says(capsys.readouterr().err, "out' is no folder: give a folder, or a new name")
 
 
 def test_a_full_disk_stops_a_build_that_goes_on_when_there_is_room(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_full_disk_stops_a_build_that_goes_on_when_there_is_room(tmp_path: Pat
     with small_disk(tmp_path / "disk", "size=4m") as disk:
         stopped = subprocess.run([*command, str(disk / "out")], capture_output=True, text=True, check=False)
         assert stopped.returncode == 1, stopped.stderr
-        assert_quoted(stopped.stderr, "[Errno 28] No space left on device: '")
+        assert_says(stopped.stderr, "[Errno 28] No space left on device: '")
         assert stopped.stderr.count("\n") == 1
         assert str(disk / "out") in stopped.stderr
         assert not list(disk.rglob("*.partial"))
@@ -165,4 +165,4 @@ def test_a_read_only_place_is_an_error_of_one_line(tmp_path: Path, capsys: pytes
     source = write_source(tmp_path / "source", {"train/1": TEXT})
     with small_disk(tmp_path / "disk", "ro") as disk:
         assert build(source, disk / "out") == 1
-        assert_quoted(capsys.readouterr().err, "Read-only file system: '")
+        assert_says(capsys.readouterr().err, "Read-only file system: '")

@@ -18,7 +18,7 @@ from dist_mem.data.shard import ShardError, read_index, read_tokens, write_split
 from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.verify import verify_dataset
 from dist_mem.runtime.network_interface import free_port
-from tests.support.faults import assert_quoted, flip
+from tests.support.faults import assert_says, flip
 from tests.support.jobs import write_config
 from tests.support.messages import refused
 from tests.support.ranks import launcher_environment
@@ -48,7 +48,7 @@ def test_a_tar_cut_anywhere_is_an_error_that_names_it(data: Path) -> None:
         tar.write_bytes(whole[:cut])
         with pytest.raises(ShardError, match=rf"{TAR} has {cut} bytes, not the {len(whole)} of the index") as caught:
             read_all(tar.parent)
-    assert_quoted(str(caught.value), "of the index; document", "build (--overwrite) or copy it again")
+    assert_says(str(caught.value), "of the index; document", "build (--overwrite) or copy it again")
 
 
 def test_a_byte_flipped_anywhere_in_a_tar_is_found_or_was_not_read(data: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_byte_flipped_anywhere_in_a_tar_is_found_or_was_not_read(data: Path) -
         if any(start <= position < stop for start, stop in spans):
             with pytest.raises(ShardError, match=TAR) as caught:
                 read_all(tar.parent)
-            assert_quoted(str(caught.value), "is damaged: its checksum does not match")
+            assert_says(str(caught.value), "is damaged: its checksum does not match")
         else:
             assert read_all(tar.parent) == clean
         flip(tar, position)
@@ -152,7 +152,7 @@ def test_data_that_cannot_be_used_stops_a_run_before_it_begins(
     config = write_config(tmp_path / "c.yaml", data, tmp_path / "run", {"eval": {"every": 5}})
     assert main(["train", str(config)]) == 2
     error = capfd.readouterr().err
-    assert_quoted(error, message)
+    assert_says(error, message)
     assert error.count("error: ") == 1
     assert not (tmp_path / "run").exists()
 
@@ -178,5 +178,5 @@ def test_a_path_that_is_no_directory_is_the_users_and_a_failing_disk_is_not(
 def test_verify_tells_what_training_would_not_read(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(data / "validation" / TAR, 5)
     assert main(["data", "verify", str(data)]) == 1
-    assert_quoted(capsys.readouterr().err, "byte 5, around its tokens, is altered: build (--overwrite) or copy the tar")
+    assert_says(capsys.readouterr().err, "byte 5, around its tokens, is altered: build (--overwrite) or copy the tar")
     assert len(verify_dataset(data)) == 1

@@ -24,7 +24,7 @@ from dist_mem.datasets.source import SourceDocument
 from dist_mem.datasets.task_text import Books
 from dist_mem.errors import UnusableError
 from tests.support.data_builders import build_data
-from tests.support.faults import assert_quoted
+from tests.support.faults import assert_says
 
 HELD_OUT = {"validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation", "heldout"}
 READ = (".txt", ".jsonl", ".ndjson", ".json.gz")
@@ -149,7 +149,7 @@ def test_an_entry_that_is_no_readable_text_is_refused_by_name(
     options = ("--source", tmp_path / "texts", "--out", tmp_path / "out", "--split-by-hash", "train=1")
     assert build_data("text", *options) == 2
     reported = capsys.readouterr().err
-    assert_quoted(reported, message)
+    assert_says(reported, message)
     assert reported.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
@@ -179,12 +179,12 @@ def test_a_name_of_two_splits_and_folders_of_other_names_are_refused(
 ) -> None:
     write(tmp_path / "texts", "train/test-00000-of-00001.jsonl")
     assert build_data("text", "--source", tmp_path / "texts", "--out", tmp_path / "out") == 2
-    assert_quoted(capsys.readouterr().err, "is named as of train and of test: rename it, or give --split-by-hash")
+    assert_says(capsys.readouterr().err, "is named as of train and of test: rename it, or give --split-by-hash")
     write(tmp_path / "hub", "data/test-00000-of-00001.jsonl")
     options = ("--source", tmp_path / "hub", "--out", tmp_path / "out", "--validation", "0.1")
     assert build_data("text", *options) == 2
-    assert_quoted(capsys.readouterr().err, "is named as of test: leave out --validation and --test, or give --split-by")
+    assert_says(capsys.readouterr().err, "is named as of test: leave out --validation and --test, or give --split-by")
     for name in ("train/1.txt", "valid/2.txt"):
         write(tmp_path / "pg19", name)
     assert build_data("pg19", "--source", tmp_path / "pg19", "--out", tmp_path / "out") == 2
-    assert_quoted(capsys.readouterr().err, "valid is no folder of PG-19: name it validation, or move it elsewhere")
+    assert_says(capsys.readouterr().err, "valid is no folder of PG-19: name it validation, or move it elsewhere")

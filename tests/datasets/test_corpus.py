@@ -23,7 +23,7 @@ from dist_mem.datasets.split_names import first_occurrences, parse_fractions, sp
 from dist_mem.errors import UnusableError
 from tests.data.test_build import contents
 from tests.support.data_builders import build_data
-from tests.support.faults import assert_quoted
+from tests.support.faults import assert_says
 from tests.support.messages import refused
 
 Texts = dict[str, str]  # id -> text
@@ -172,7 +172,7 @@ def test_texts_in_two_splits_are_refused_or_dropped_and_repeats_are_counted(
     (source / "train.jsonl").write_bytes(json_lines({"a": "The same", "b": "another", "c": "the end", "d": "another"}))
     (source / "test.jsonl").write_bytes(json_lines({"e": "the  same\n", "f": "The\r\nsame", "g": "third", "h": ""}))
     assert build(tmp_path / "out", source, options=()) == 2
-    assert_quoted(
+    assert_says(
         capsys.readouterr().err,
         "1 of 4 texts of test are in an earlier split too: 'f' in test (source/test.jsonl, line 2) is 'a' in train "
         "(source/train.jsonl, line 1): remove one of them, or give --drop-duplicates",
@@ -180,8 +180,8 @@ def test_texts_in_two_splits_are_refused_or_dropped_and_repeats_are_counted(
     assert not (tmp_path / "out").exists()
     assert build(tmp_path / "out", source, options=("--drop-duplicates",)) == 0
     reported = capsys.readouterr().out
-    assert_quoted(reported, "test: 1 of 4 documents dropped: an earlier split has their text")
-    assert_quoted(reported, "train: 1 of 4 documents repeat a text of the same split, kept")
+    assert_says(reported, "test: 1 of 4 documents dropped: an earlier split has their text")
+    assert_says(reported, "train: 1 of 4 documents repeat a text of the same split, kept")
     assert "".join(splits_of(tmp_path / "out")) == "eghabcd"
 
 
@@ -231,7 +231,7 @@ def test_a_damaged_row_is_named(
     Path(name).write_bytes(content)
     assert build(Path("out"), Path(name), options=("--split-by-hash", "train=1")) == 2
     reported = capsys.readouterr().err
-    assert_quoted(reported, message)
+    assert_says(reported, message)
     assert reported.count("\n") == 1
     assert not Path("out").exists()
 
@@ -248,7 +248,7 @@ def test_a_damaged_row_is_named(
 def test_fractions_are_parts_of_one(fractions: str, message: str) -> None:
     with pytest.raises(UnusableError) as caught:
         parse_fractions(fractions)
-    assert_quoted(str(caught.value), message)
+    assert_says(str(caught.value), message)
 
 
 def test_a_saved_dataset_that_is_not_whole_is_refused(
@@ -260,10 +260,10 @@ def test_a_saved_dataset_that_is_not_whole_is_refused(
     state = source / "state.json"
     arrow.write_bytes(arrow.read_bytes()[:-8])
     assert build(tmp_path / "out", source) == 2
-    assert_quoted(capsys.readouterr().err, "data-00000-of-00001.arrow is damaged (its end is missing)")
+    assert_says(capsys.readouterr().err, "data-00000-of-00001.arrow is damaged (its end is missing)")
     arrow.unlink()
     assert build(tmp_path / "out", source) == 2
-    assert_quoted(
+    assert_says(
         capsys.readouterr().err,
         "data-00000-of-00001.arrow is missing, which saved/state.json names: copy the whole folder again",
     )
@@ -271,10 +271,10 @@ def test_a_saved_dataset_that_is_not_whole_is_refused(
     for name in ("../outside.arrow", str(tmp_path / "outside.arrow"), 1, None):
         state.write_text(json.dumps({"_data_files": [{"filename": name}]}))
         assert build(tmp_path / "out", source) == 2
-        assert_quoted(capsys.readouterr().err, "state.json is damaged (_data_files[0].filename is")
+        assert_says(capsys.readouterr().err, "state.json is damaged (_data_files[0].filename is")
     state.write_text('{"_indices_data_files": [{"filename": "indices.arrow"}]}')
     assert build(tmp_path / "out", source) == 2
-    assert_quoted(capsys.readouterr().err, "is a selection of rows, as old versions of datasets saved it")
+    assert_says(capsys.readouterr().err, "is a selection of rows, as old versions of datasets saved it")
 
 
 def test_a_missing_library_is_one_line(
@@ -283,7 +283,7 @@ def test_a_missing_library_is_one_line(
     monkeypatch.setattr("dist_mem.runtime.extras.find_spec", lambda name: None if name == "pyarrow" else name)
     source = write_form("parquet", tmp_path / "corpus")
     assert main(["data", "build", "text", "--source", str(source), "--out", str(tmp_path / "out")]) == 2
-    assert_quoted(
+    assert_says(
         capsys.readouterr().err,
         "pyarrow is not installed, and reading rows.parquet needs it: pip install 'dist-mem[data]'",
     )
@@ -347,5 +347,5 @@ def test_a_field_that_comes_twice_is_refused(
     else:
         path.write_bytes(gzip.compress(line) if form == "json.gz" else line)
     assert build(Path("out"), path, options=("--split-by-hash", "train=1")) == 2
-    assert_quoted(capsys.readouterr().err, "has 2 fields 'text': rename or remove all but one, or name another one by")
+    assert_says(capsys.readouterr().err, "has 2 fields 'text': rename or remove all but one, or name another one by")
     assert build(Path("out"), path, options=("--split-by-hash", "train=1", "--text-field", "b")) == 2 * ("j" in form)

@@ -29,7 +29,7 @@ from dist_mem.evaluation.trained_model import (
 from dist_mem.generation.text_scores import score
 from dist_mem.memory import memory_class
 from tests.support.contract_cases import small_model
-from tests.support.faults import assert_quoted, flip, small_disk
+from tests.support.faults import assert_says, flip, small_disk
 from tests.support.jobs import train_here, write_config
 from tests.support.messages import refused, said
 from tests.support.paths import EXAMPLES
@@ -234,12 +234,12 @@ def test_what_cannot_be_exported_leaves_no_trace(
     (tmp_path / "taken").mkdir()
     options, message = UNUSABLE[fault]
     assert main(["export", str(run_dir), "--out", "new", *options]) == 2
-    assert_quoted(capfd.readouterr().err, message)
+    assert_says(capfd.readouterr().err, message)
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
 def test_a_full_disk_leaves_no_trace(tmp_path: Path, run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with small_disk(tmp_path / "small", "size=24k") as small:
         assert main(["export", str(run_dir), "--out", str(small / "new")]) == 1
-        assert_quoted(capfd.readouterr().err, " cannot be written: ", "No space left on device")
+        assert_says(capfd.readouterr().err, " cannot be written: ", "No space left on device")
         assert list(small.iterdir()) == []

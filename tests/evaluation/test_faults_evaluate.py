@@ -11,7 +11,7 @@ import pytest
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import step_dir
 from dist_mem.data.tokenizers.registry import train_sentencepiece
-from tests.support.faults import assert_quoted, flip, small_disk
+from tests.support.faults import assert_says, flip, small_disk
 from tests.support.jobs import train_here, write_config
 from tests.support.ranks import RankPool
 
@@ -70,7 +70,7 @@ def test_what_cannot_be_evaluated_is_an_error_of_its_own(
     spoil, message = UNUSABLE[fault]
     assert main(["evaluate", str(run_dir), *spoil(run_dir)]) == 2
     error = capfd.readouterr().err
-    assert_quoted(error, message)
+    assert_says(error, message)
     assert error.count("error: ") == 1
     if fault == "other step":
         assert error.endswith(f"{run_dir} has steps 5, 6\n")
@@ -83,7 +83,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_the_reason(
     flip(step_dir(run_dir, 6) / "ranks" / "rank-00001.safetensors", 200)
     assert main(["evaluate", str(run_dir)]) == 0
     reported = capfd.readouterr()
-    assert_quoted(reported.err, "passed over: ", "SHA-256 differs from the manifest (damaged)")
+    assert_says(reported.err, "passed over: ", "SHA-256 differs from the manifest (damaged)")
     assert str(step_dir(run_dir, 5)) in reported.out
 
 
@@ -93,10 +93,10 @@ def test_a_report_that_cannot_be_written_is_shown_all_the_same(
     (run_dir / "evaluations").write_text("a file in the way")
     assert main(["evaluate", str(run_dir)]) == 2
     reported = capfd.readouterr()
-    assert_quoted(reported.err, "error: writing the report failed: FileExistsError: [Errno 17]", "File exists: '")
+    assert_says(reported.err, "error: writing the report failed: FileExistsError: [Errno 17]", "File exists: '")
     assert "4 documents" in reported.out
     (run_dir / "evaluations").unlink()
     with small_disk(run_dir / "evaluations", "size=4k"):
         assert main(["evaluate", str(run_dir)]) == 1
-        assert_quoted(capfd.readouterr().err, "[Errno 28] No space left on device: '")
+        assert_says(capfd.readouterr().err, "[Errno 28] No space left on device: '")
         assert not list((run_dir / "evaluations").glob("*.partial"))
