@@ -19,7 +19,7 @@ from dist_mem.errors import EXIT_DONE, EXIT_USAGE
 from dist_mem.memory import memory_class
 from dist_mem.runtime.distributed import World
 from dist_mem.training import run
-from tests.support.faults import assert_says, flip
+from tests.support.faults import assert_quoted, flip
 from tests.support.fork_server import fork_server
 from tests.support.forked_ranks import SIGKILLED, Ended, run_forked
 from tests.support.jobs import build_books, checkpoint_content, difference, train_here, write_config
@@ -262,7 +262,7 @@ def test_where_no_checkpoint_is_whole_the_run_is_refused(
     codes, texts = train_watched(course, run_dir)
     assert codes == [EXIT_USAGE] * 2, texts
     text = "".join(texts)
-    assert_says(text, "no checkpoint verifies:")
+    assert_quoted(text, "no checkpoint verifies:")
     assert "Restore one of them, or give the run a new run_dir to start over" in text
     assert text.count("error: ") == 1
     assert all(str(path) in text for path in harmed)

@@ -14,7 +14,7 @@ from dist_mem.errors import UnusableError
 from dist_mem.runtime.distributed import World
 from dist_mem.training import opening
 from tests.support import jobs
-from tests.support.faults import assert_says
+from tests.support.faults import assert_quoted
 from tests.support.jobs import build_books, logged_steps, train_here, write_config
 from tests.support.ranks import RankPool
 
@@ -76,7 +76,7 @@ def test_another_configuration_is_refused_before_anything_is_opened(
     assert finished(change, f"train.steps={steps}") == 2
     output = capsys.readouterr()
     assert "finished" not in output.out
-    assert_says(output.err, *reported, "start another run with name=NAME")
+    assert_quoted(output.err, *reported, "start another run with name=NAME")
     assert output.err.count("error: ") == 1, (
         "a memory of another kind is reported once, not once for each of its options"
     )

@@ -21,7 +21,7 @@ from dist_mem.tracking.log import METRICS_FILE, read_points
 from dist_mem.training import saving
 from dist_mem.training.context import Context
 from dist_mem.training.step import TrainState
-from tests.support.faults import assert_says, remount, small_disk, used_kilobytes
+from tests.support.faults import assert_quoted, remount, small_disk, used_kilobytes
 from tests.support.jobs import logged_steps, train_here, write_config
 from tests.support.limits import limit, wait_until
 from tests.support.ranks import RankPool
@@ -87,7 +87,7 @@ def test_a_save_that_must_fail_is_found_before_the_first_step(
     ends = rank_pool(2).run(train_where_the_first_save_would_fail, config, what)
     assert set(ends) == {ends[0]}, "one message on every rank"
     assert ends[0].startswith("UnfitError: ")
-    assert_says(ends[0], "no checkpoint can be written into", *(["rank 1: OSError"] if what == "a file" else []))
+    assert_quoted(ends[0], "no checkpoint can be written into", *(["rank 1: OSError"] if what == "a file" else []))
     assert logged_steps(tmp_path / "run") == []
     assert names(tmp_path / "run") == []
 
@@ -161,7 +161,7 @@ def test_a_failed_write_stops_all_ranks_within_one_step_and_leaves_nothing(
     assert reported[0] == reported[1]
     assert reported[0].startswith("UnfitError: ")
     assert f"rank {failing_rank}: OSError: [Errno 28]" in reported[0]
-    assert_says(
+    assert_quoted(
         reported[0],
         ": writing failed on 1 of 2 ranks. rank ",
         ": OSError: [Errno 28] No space left on device: '",

@@ -13,7 +13,7 @@ import pytest
 from dist_mem.cli.datasets import builder_parser
 from dist_mem.datasets.recipes import text as text_builder
 from tests.support.data_builders import build_data
-from tests.support.faults import assert_says
+from tests.support.faults import assert_quoted
 from tests.support.file_server import FileServer
 from tests.support.messages import said
 
@@ -58,7 +58,7 @@ def test_the_same_documents_come_from_a_pattern_a_folder_and_a_url(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert read(f"{shards}/{{000..001}}.tar") == read(str(shards)) == EXPECTED
-    assert_says(capsys.readouterr().out, "passed over 1 hidden (001.tar/._0.txt), 1 samples without .txt and .json")
+    assert_quoted(capsys.readouterr().out, "passed over 1 hidden (001.tar/._0.txt), 1 samples without .txt and .json")
     with closing(FileServer(tmp_path)) as server:
         for _ in range(2):
             assert read(f"{server.url}/shards/{{000..001}}.tar", cache=tmp_path / "cache") == EXPECTED

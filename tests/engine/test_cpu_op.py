@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dist_mem.engine.cpu_op import building
-from tests.support.faults import assert_says
+from tests.support.faults import assert_quoted
 from tests.support.limits import limit, wait_until
 
 BUILDER = """
@@ -67,4 +67,6 @@ def test_an_old_lock_of_another_program_is_named_not_waited_for(tmp_path: Path) 
     os.utime(lock, (0, time.time() - 20 * 60))
     with pytest.raises(ValueError, match=str(lock)) as caught, building(lock.parent):
         pass
-    assert_says(str(caught.value), "deepspeed_shm_comm/lock is 20 minutes old: a killed process has left it, remove it")
+    assert_quoted(
+        str(caught.value), "deepspeed_shm_comm/lock is 20 minutes old: a killed process has left it, remove it"
+    )

@@ -15,6 +15,7 @@ from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.runtime.ranks import port_of_step
 from dist_mem.supervision.rendezvous import open_store
+from tests.support.faults import PAGE
 from tests.support.forked_ranks import Program
 from tests.support.jobs import run_ranks, write_config
 from tests.support.limits import limit
@@ -88,6 +89,7 @@ def test_a_missing_rank_is_named_after_the_patience_and_torch_says_nothing(
     assert code == EXIT_FAILED, text
     come = "1 of 2 ranks have not come, and no other has for 2 s: 1", "nobody answers for 2 s, where rank 0 is expected"
     assert text.count(come[rank]) == 1, text
+    assert come[rank].replace("2 s", "60 s") in PAGE
     assert not [word for word in OF_TORCH if word in text], text
     assert "preflight=false" not in text, "that would not help"
 
@@ -111,6 +113,7 @@ def test_a_name_that_does_not_resolve_is_the_reason(config: Path, command: str, 
 def test_half_of_a_launchers_variables_is_no_traceback(config: Path, command: str, name: str) -> None:
     code, text = alone(commands(config)[command], 0, cwd=config.parent, **{name: "unset"})
     assert code == EXIT_USAGE, text
+    assert "environment: MASTER_PORT is not set" in PAGE
     assert f"environment: {name} is not set" in text and "Traceback" not in text
 
 

@@ -9,11 +9,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.paths import ROOT
+
+PAGE = (ROOT / "docs" / "reference" / "faults.md").read_text(encoding="utf-8")
+
 
 def assert_says(text: str, *phrases: str) -> None:
     """Assert that a message has these phrases and no traceback."""
     assert [phrase for phrase in phrases if phrase not in text] == []
     assert "Traceback" not in text
+
+
+def assert_quoted(text: str, *phrases: str) -> None:
+    """Assert that a message has these phrases, and that the page of errors, which lists it, has them too."""
+    assert_says(text, *phrases)
+    assert [phrase for phrase in phrases if phrase not in PAGE] == [], "docs/reference/faults.md"
 
 
 def flip(path: Path, position: int, bits: int = 1) -> None:

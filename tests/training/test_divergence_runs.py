@@ -25,7 +25,7 @@ from dist_mem.training import step as update
 from dist_mem.training.agreement import Agreement, Forward
 from dist_mem.training.divergence import Divergence
 from dist_mem.training.step import StepContext
-from tests.support.faults import assert_says
+from tests.support.faults import assert_quoted
 from tests.support.jobs import checkpoint_content, difference, logged_steps, losses, train_here, write_config
 from tests.support.ranks import RankPool
 from tests.support.tracked import history
@@ -187,10 +187,10 @@ def test_run_stops_when_it_has_diverged_too_often_or_cannot_roll_back(
     for (code, text), (other_code, other_text) in (often, early):
         assert code == other_code == EXIT_DIVERGED
         assert text == other_text
-        assert_says(text, ": not finite: the loss of rank [1]; loss nan", "; rolling back (1 of at most ")
-    assert_says(often[0][1], "; the segments of steps 5 to 7 are read, and not trained on")
-    assert_says(often[0][1], "; nothing was updated: divergence.max_times = 1 is used up")
-    assert_says(early[0][1], "; rolling back (1 of at most 3 times), but there is no checkpoint yet")
+        assert_quoted(text, ": not finite: the loss of rank [1]; loss nan", "; rolling back (1 of at most ")
+    assert_quoted(often[0][1], "; the segments of steps 5 to 7 are read, and not trained on")
+    assert_quoted(often[0][1], "; nothing was updated: divergence.max_times = 1 is used up")
+    assert_quoted(early[0][1], "; rolling back (1 of at most 3 times), but there is no checkpoint yet")
 
 
 def test_mlflow_is_reported_of_every_decision_and_of_superseded_steps(

@@ -19,7 +19,7 @@ from dist_mem.runtime.distributed import World
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking.log import METRICS_FILE, Point
 from dist_mem.tracking.tracker import LogSink
-from tests.support.faults import assert_says, flip, remount, small_disk, used_kilobytes
+from tests.support.faults import assert_quoted, flip, remount, small_disk, used_kilobytes
 from tests.support.jobs import finish, logged_steps, run_ranks, start_ranks, train_here, write_config
 from tests.support.limits import wait_until
 from tests.support.messages import refused
@@ -36,7 +36,7 @@ def names(run_dir: Path) -> list[str]:
 
 
 def assert_one_message(text: str, *phrases: str) -> None:
-    assert_says(text, *phrases)
+    assert_quoted(text, *phrases)
     assert len(re.findall("^error: ", text, re.MULTILINE)) == 1, text
 
 
@@ -123,7 +123,7 @@ def test_an_evaluation_that_cannot_score_stops_a_run_that_is_saved(
     flip(next((data / "validation").glob("*.tar")), 1700)
     config = write_config(tmp_path / "run.yaml", data, tmp_path / "run", {"eval": {"every": 3, "batch_size": 2}})
     for text in rank_pool(2).run(error_of, train_here, config):
-        assert_says(text, "is damaged: its checksum does not match")
+        assert_quoted(text, "is damaged: its checksum does not match")
     assert list_steps(tmp_path / "run") == [3]
 
 
@@ -186,10 +186,10 @@ def test_the_data_of_another_run_are_refused(tmp_path: Path, books: Path, rank_p
     shutil.copytree(other / "validation", other / "train")
     config = write_config(tmp_path / "run.yaml", other, tmp_path / "run", {"train": {"global_batch_size": 4}})
     for text in rank_pool(2).run(error_of, train_here, config):
-        assert_says(text, "train.global_batch_size: is 4, but the run began with 8")
+        assert_quoted(text, "train.global_batch_size: is 4, but the run began with 8")
     config = write_config(tmp_path / "run.yaml", other, tmp_path / "run")
     for text in rank_pool(2).run(error_of, train_here, config):
-        assert_says(text, "set data.path to the same data")
+        assert_quoted(text, "set data.path to the same data")
 
 
 def test_without_a_compiler_the_first_start_says_what_to_install(tmp_path: Path, books: Path) -> None:
