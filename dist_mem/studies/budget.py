@@ -27,6 +27,7 @@ from dist_mem.studies.study import FITTED, Study
 
 _NAMES = {"params": "num_parameters", "state_bytes": "state_bytes_per_lane"}  # of FITTED, in `describe`
 _WIDTH_STEP = 8
+_SIZELESS = ("optimizer.", "schedule.", "train.seed=", "data.seed=", "name=", "run_dir=")  # words that change no size
 
 Load = Callable[[Sequence[str]], Config]
 
@@ -51,9 +52,13 @@ def apply_budget(study: Study, load: Load, vocab_size: int | None = None) -> dic
         UnusableError: the budget is too small, a key changes no size, or a memory's FLOPs cannot be counted.
     """
     costs = {}
+    found: dict[tuple[str, ...], tuple[list[str], Costs]] = {}  # rates tried for a row do not change what it takes
     for run in all_runs(study, Path(), study.seeds[:1]) if study.budget else ():
         name, words = study.candidates.get(run.row, run.row), train_words(study, run, ())
-        added, costs[run.row] = fitted(name, words, study.budget, study.fit, load, vocab_size)
+        sized = (name, *(word for word in words if not word.startswith(_SIZELESS)))
+        if sized not in found:
+            found[sized] = fitted(name, words, study.budget, study.fit, load, vocab_size)
+        added, costs[run.row] = found[sized]
         study.trained[run.row] += added
     return costs
 

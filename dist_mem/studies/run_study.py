@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -234,12 +234,13 @@ def take_cells(job: Job, report: Callable[[str], None]) -> None:
     Raises:
         UnusableError: one is of another definition.
     """
+    definition = cache(partial(_definition, job))
     for item in job.runs:
-        if job.cells is not None and take_over(item, job.cells, _definition(job, item)):
+        if job.cells is not None and take_over(item, job.cells, definition(item)):
             report(f"{item.name}: taken over from {job.cells}")
     for item in with_done(job.study, job.out, job.runs):
         if item.cell.exists():
-            define(item, _definition(job, item))
+            define(item, definition(item))
             left_to_measure(job, item)
 
 
