@@ -1,7 +1,8 @@
-"""Tune every row of a study before its runs, by one rule: a grid at a small budget, chosen on validation.
+"""Tune every row of a study before its runs, by one rule: a grid, chosen on validation.
 
     tune:
-      budget: {flops: 1e12}                                # of a trial; default: that of the study
+      budget: {flops: 1e12}                                # of a trial; below that of the study, the default,
+                                                           # larger rates win
       grid: {optimizer.lr: [0.001, 0.002, 0.004, 0.008]}   # of every row
       rows: {memorizing: {memory.scale_init: [1, 10]}}     # further keys of a row: the product of all
       seeds: [0]

@@ -1,7 +1,8 @@
-"""The page of the arena's second edition, and README, have the numbers of its cells in docs/results/arena."""
+"""The page of the arena's second edition, and README, have the numbers of the cells in docs/results."""
 
 from __future__ import annotations
 
+import glob
 import json
 import shutil
 from collections.abc import Sequence
@@ -19,15 +20,17 @@ from dist_mem.studies.page import cell
 from dist_mem.studies.study import load_study
 from tests.support.paths import ROOT
 
-FINISHED = ROOT / "docs" / "results" / "arena"
-PAGE = ROOT / "docs" / "results" / "arena.md"
+RESULTS = ROOT / "docs" / "results"
+FINISHED = RESULTS / "arena"
+PAGE = RESULTS / "arena.md"
 COLUMNS = ("perplexity", "recall 65 to 256", "recall beyond 256")
 BANDS = (Band(0, 64), Band(64, 128), Band(128, 192), Band(192, 256), Band(256, None))
 SHORT = (
-    "none", "Transformer-XL", "compressive", "infinity-former as published", "XL then Infini", "XL then Gated DeltaNet",
+    "none", "Transformer-XL", "compressive", "infinity-former as published", "XL then none", "XL then Gated DeltaNet",
 )  # fmt: skip
-LONG = ROOT / "docs" / "results" / "mqar_long"
+LONG = RESULTS / "mqar_long"
 PAIRS = ("answers", "up to 64 back", "65 to 512", "beyond 512")
+AGAINST = ("none", "Transformer-XL", "XL then none")  # rows that the others are compared with
 COPIES = 1.7  # loss below which a model copies
 VOCABULARY = 1280  # pieces of the sample library
 
@@ -47,6 +50,12 @@ def gain(runs: Sequence[Run], others: Sequence[Run]) -> str:
     pair = [[one for run in side if (one := report_of(run, COLUMNS[0])) is not None] for side in (runs, others)]
     interval = gain_interval(*pair)
     return "" if interval is None or runs is others else " to ".join(f"{bound:.3f}" for bound in interval)
+
+
+def trials(row: str) -> dict[float, float]:
+    """Return the results on validation of a row's trials at the budget of the table, by rate; none: not tried yet."""
+    bodies = [json.loads(path.read_text()) for path in (FINISHED / "tuning").glob(f"{glob.escape(row)} lr *.json")]
+    return {body["definition"]["optimizer.lr"]: body["results"]["tuned"]["value"] for body in bodies}
 
 
 def begins(run: Run) -> str:
@@ -74,8 +83,9 @@ def table(found: dict[str, list[Run]], state_bytes: dict[str, int]) -> list[str]
     for row, runs in found.items():
         results = [cell(runs, column).text(deviation=True) for column in COLUMNS]
         results = [f"**{text}**" if row == first else text for text, first in zip(results, [*best, None], strict=True)]
-        gains = [gain(found["none"], runs), gain(found["Transformer-XL"], runs)]
-        cells = [row, str(len(runs)), *results, *gains, f"{state_bytes[row]:,}", ", ".join(map(begins, runs))]
+        gains = [gain(found[other], runs) for other in AGAINST]
+        label = row if trials(row) else f"{row} †"  # its rate was chosen at a fifth of the budget
+        cells = [label, *results, *gains, f"{state_bytes[row]:,}", ", ".join(map(begins, runs))]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -110,9 +120,19 @@ def sizes(finished: Path = FINISHED, name: str = "second_edition", vocabulary: i
 def test_the_page_has_the_numbers_of_the_cells(tmp_path: Path) -> None:
     page, readme = (path.read_text(encoding="utf-8") for path in (PAGE, ROOT / "README.md"))
     found, state_bytes = runs_of(tmp_path), sizes()
+    assert {len(runs) for runs in found.values()} == {3}  # seeds, as the page says
     lines = page.splitlines()
     assert [line for line in [*table(found, state_bytes), *shares(found)] if line not in lines] == []
     assert [line for line in short(found, state_bytes) if line not in readme] == []
+
+
+def test_every_run_has_the_rate_that_was_best_on_validation(tmp_path: Path) -> None:
+    found = runs_of(tmp_path)
+    tried = {row: results for row in found if (results := trials(row))}
+    assert len(tried) > 6 and all(len(results) > 2 for results in tried.values())
+    for row, results in tried.items():
+        rates = {json.loads(run.cell.read_text())["definition"]["optimizer.lr"] for run in found[row]}
+        assert rates == {min(results, key=lambda rate: results[rate])}, row
 
 
 def test_the_page_has_the_numbers_of_pairs_a_thousand_tokens_back(tmp_path: Path) -> None:
