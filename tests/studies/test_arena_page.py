@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -124,6 +125,13 @@ def test_the_page_has_the_numbers_of_the_cells(tmp_path: Path) -> None:
     lines = page.splitlines()
     assert [line for line in [*table(found, state_bytes), *shares(found)] if line not in lines] == []
     assert [line for line in short(found, state_bytes) if line not in readme] == []
+
+
+def test_every_interval_in_a_sentence_stands_in_a_table() -> None:
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    tables, text = ("\n".join(line for line in lines if line.startswith("|") is is_row) for is_row in (True, False))
+    intervals = set(re.findall(r"\d\.\d{3}\s+to\s+\d\.\d{3}", text))
+    assert len(intervals) > 5 and {one for one in intervals if " ".join(one.split()) not in tables} == set()
 
 
 def test_every_run_has_the_rate_that_was_best_on_validation(tmp_path: Path) -> None:
