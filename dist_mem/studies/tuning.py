@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from dist_mem.errors import UnusableError
 from dist_mem.studies.cells import Run, read_result
 from dist_mem.studies.job import Job
-from dist_mem.studies.runs import all_runs, is_better_higher
+from dist_mem.studies.runs import all_runs, is_better_higher, with_done
 from dist_mem.studies.study import Row
 
 FOLDER = "tuning"  # of the trials, in that of the study, and of their cells
@@ -51,8 +51,9 @@ class Tuned(NamedTuple):
 
 
 def grids_of(job: Job) -> dict[str, Grid]:
-    """Return the grids of the rows that a job runs; none for rows that are candidates of another one."""
-    study, rows = job.study, {run.row: None for run in job.runs if run.row not in job.study.candidates}
+    """Return the grids of the rows that a job runs or has finished, without those that are candidates of another."""
+    study, done = job.study, with_done(job.study, job.out, job.runs)
+    rows = {run.row: None for run in done if run.row not in study.candidates}
     grids = {row: {**study.tune.grid, **study.tune.rows.get(row, {})} for row in rows}
     return {row: grid for row, grid in grids.items() if grid}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,15 @@ def test_trials_have_their_budget_and_a_rows_own_keys(tmp_path: Path) -> None:
     assert {run.seed for run in trials.runs} == {0}
     assert trials.study.candidates["none lr 0.001"] == "none"
     assert trials.study.columns["tuned"].split == "validation"
+
+
+def test_rows_that_an_earlier_call_has_finished_are_tuned_too(tmp_path: Path) -> None:
+    """Or else they would be checked with the settings of the study, which are not theirs."""
+    job = job_of(tmp_path, grid=RATES)
+    rows = [run.row for run in job.runs]
+    keep_result(job.runs[-1], next(iter(job.study.columns)), {"value": 1.0, "step": 1})
+    assert rows[0] != rows[-1]
+    assert set(grids_of(replace(job, runs=job.runs[:1]))) == {rows[0], rows[-1]}
 
 
 def test_trials_that_all_diverged_are_refused(tmp_path: Path) -> None:
