@@ -78,8 +78,9 @@ def said_line(code: int, printed: str, *named: object) -> None:
 
 def described(error: BaseException) -> str:
     """Return type, exit code and text of an error, as the file has them."""
-    is_answer = isinstance(error, RunError | ValueError | OSError)
-    code = f", exit code {run_error(error).exit_code}" if is_answer else ""
+    code = ""
+    if isinstance(error, RunError | ValueError | OSError):
+        code = f", exit code {run_error(error).exit_code}"
     return f"{type(error).__name__}{code}: {error}"
 
 
