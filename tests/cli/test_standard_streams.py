@@ -20,6 +20,7 @@ from dist_mem.model import MemoryLM
 from dist_mem.runtime.network_interface import free_port
 from tests.support.faults import small_disk
 from tests.support.limits import limit
+from tests.support.messages import said
 from tests.support.ranks import launcher_environment
 from tests.support.scored_library import TOKENIZER, make_config, save_weights
 
@@ -161,6 +162,8 @@ def test_no_line_that_cannot_be_written_ends_a_training(
     assert done.returncode == 0 and (tmp_path / "run" / "done").exists()
     noted = (tmp_path / "run" / LOST_LINES).read_text(encoding="utf-8")
     assert sorted(re.findall(r"lost lines for (<\w+>): \[Errno", noted)) == ["<stderr>", "<stdout>"], noted
+    for line in noted.splitlines():
+        said(f"exit code 0: {re.sub('^[-0-9]+ [:0-9]+: ', '<time>: ', line)}")
 
 
 def test_a_command_whose_result_no_disk_takes_is_1(tmp_path: Path) -> None:

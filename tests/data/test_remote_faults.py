@@ -31,7 +31,7 @@ from dist_mem.runtime.distributed import World
 from tests.support.file_server import SHARD, FileServer, be_impatient, opened
 from tests.support.lane_corpus import LENGTHS
 from tests.support.limits import limit
-from tests.support.messages import refused
+from tests.support.messages import refused, said_line
 from tests.support.ranks import RankPool
 
 pytestmark = [pytest.mark.servers, pytest.mark.ranks]
@@ -118,7 +118,7 @@ def test_a_fault_that_passes_is_survived(
 def test_a_server_that_is_gone_is_named(server: FileServer, data: DataConfig) -> None:
     index = opened(data)
     server.close()
-    with pytest.raises(UnreachableError, match=rf"{server.url}/{SHARD}: .*Cannot connect.* \(3 attempts\)"):
+    with refused(UnreachableError, f"{server.url}/{SHARD}: ", "(3 attempts)"):
         read_tokens(index, 0)
 
 
@@ -168,7 +168,7 @@ def test_a_full_cache_does_without_the_server(
     server.close()
     with caplog.at_level(logging.WARNING):
         index = opened(data)
-    assert f"{server.url}/tokenizer.json: " in caplog.text and "continuing with the tokenizer" in caplog.text
+    said_line(0, "\n".join(caplog.messages), f"{server.url}/tokenizer.json: ", local_dir(data))
     assert [read_tokens(index, document).tolist() for document in range(len(LENGTHS))] == before
     with pytest.raises(UnreachableError, match=server.url):
         refresh(data, ["train", "validation"])  # never fetched
@@ -179,7 +179,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(data: DataConfig) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # as a full disk, but for the words of the system
     try:
-        with pytest.raises(FailedRemoteError, match=f"{index.split_dir} cannot be written: .*; make room there"):
+        with refused(FailedRemoteError, index.split_dir, "data.cache"):
             read_tokens(index, 0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -13,9 +13,8 @@ import pytest
 from dist_mem.cli.datasets import builder_parser
 from dist_mem.datasets.recipes import text as text_builder
 from tests.support.data_builders import build_data
-from tests.support.faults import assert_quoted
 from tests.support.file_server import FileServer
-from tests.support.messages import said
+from tests.support.messages import said, said_line
 
 pytestmark = pytest.mark.servers
 
@@ -58,7 +57,7 @@ def test_the_same_documents_come_from_a_pattern_a_folder_and_a_url(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert read(f"{shards}/{{000..001}}.tar") == read(str(shards)) == EXPECTED
-    assert_quoted(capsys.readouterr().out, "passed over 1 hidden (001.tar/._0.txt), 1 samples without .txt and .json")
+    said_line(0, capsys.readouterr().out, f"{shards}: ", "001.tar/._0.txt", "1 samples")
     with closing(FileServer(tmp_path)) as server:
         for _ in range(2):
             assert read(f"{server.url}/shards/{{000..001}}.tar", cache=tmp_path / "cache") == EXPECTED
@@ -100,7 +99,7 @@ def test_a_damaged_tar_is_refused_with_its_name(
     monkeypatch.chdir(tmp_path)
     Path("x.tar").write_bytes(DAMAGED[fault])
     assert build_data("text", "--source", "x.tar", "--out", "out", "--tokenizer", "bytes", *TRAIN) == 2
-    said(capsys.readouterr().err, "x.tar")
+    said(f"exit code 2: {capsys.readouterr().err}", "x.tar")
     assert not Path("out").exists()
 
 
@@ -122,5 +121,5 @@ def test_a_tar_by_url_that_cannot_be_used_is_named(
         source = name if ":" in name else f"{server.url}/shards/{name}"
         options = ("--out", str(tmp_path / "out"), "--cache", str(cache), *TRAIN)
         assert build_data("text", "--source", source, *options) == 2
-    said(capsys.readouterr().err, name.partition(" ")[0].partition(":")[0])
+    said(f"exit code 2: {capsys.readouterr().err}", name.partition(" ")[0].partition(":")[0])
     assert not list(cache.rglob("*.tar*"))

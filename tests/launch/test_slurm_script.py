@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from dist_mem.config import load_config
 from dist_mem.launch.script import render
-from tests.support.messages import said
+from tests.support.messages import said, said_line
 from tests.support.slurm_cluster import Cluster
 
 pytestmark = pytest.mark.slurm
@@ -229,7 +229,8 @@ def test_range_of_nodes_survives_a_resubmission_without_an_unfit_node(slurm: Clu
     first, second = (line.split("|")[2] for line in starts)
     assert first == "node[1-2]"
     assert second in ("node1", "node2") and second not in (tmp_path / "job/run/slurm/failed_nodes").read_text(), log
-    assert log.count("resubmitted") == 1
+    assert log.count("resubmitted") == 1 and slurm.facts(job)["ExitCode"] == "1:0"
+    said_line(1, re.sub(r"^.* job \d+: |\d+$", "", log, flags=re.MULTILINE), "resubmitted")
 
 
 def test_refused_resubmission_is_reported_once_with_the_reason_and_at_once(slurm: Cluster, tmp_path: Path) -> None:

@@ -69,16 +69,27 @@ def said(text: str, *named: object) -> None:
         assert line in known().get(name, ()), f"{line}\n--- tests/messages.txt has (make messages):\n{texts}"
 
 
+def said_line(code: int, printed: str, *named: object) -> None:
+    """Assert the same of the one line that names all these, of what a program prints that ends with this code."""
+    lines = {line for line in printed.splitlines() if all(str(each) in line for each in named)}
+    assert len(lines) == 1, f"{len(lines)} lines name {named} in: {printed}"
+    said(f"exit code {code}: {lines.pop()}")
+
+
+def described(error: BaseException) -> str:
+    """Return type, exit code and text of an error, as the file has them."""
+    code = ""
+    if isinstance(error, RunError | ValueError | OSError):
+        code = f", exit code {run_error(error).exit_code}"
+    return f"{type(error).__name__}{code}: {error}"
+
+
 @contextmanager
 def refused(error: type[BaseException], *named: object) -> Iterator[pytest.ExceptionInfo[Any]]:
     """Expect an error, whose message names all these."""
     with pytest.raises(error) as caught:
         yield caught
-    value = caught.value
-    code = ""
-    if isinstance(value, RunError | ValueError | OSError):
-        code = f", exit code {run_error(value).exit_code}"
-    said(f"{type(value).__name__}{code}: {value}", *named)
+    said(described(caught.value), *named)
 
 
 def heard() -> dict[str, list[str]]:

@@ -7,11 +7,12 @@ from typing import Any
 
 from dist_mem.errors import RunError
 from dist_mem.runtime.distributed import World
+from tests.support.messages import described
 
 
 def error_of(world: World, function: Callable[..., Any], *arguments: Any) -> str:
-    """Return type and text of the error that a function of a rank raises, or what it returns."""
+    """Return type, exit code and text of the error that a function of a rank raises, or what it returns."""
     try:
         return f"ended with {function(world, *arguments)}"
     except (RunError, ValueError, OSError) as error:
-        return f"{type(error).__name__}: {error}"
+        return described(error)

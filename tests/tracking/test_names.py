@@ -16,6 +16,7 @@ from dist_mem.errors import EXIT_FAILED
 from dist_mem.tracking.log import METRICS_FILE
 from dist_mem.tracking.mlflow.sync import log_to_run
 from dist_mem.tracking.names import valid_name
+from tests.support.messages import said_line
 from tests.support.tracked import config_for, job, track_sync
 
 ANY_NAME = st.text(st.characters() | st.sampled_from("/.@|\n\0\ud800"), max_size=40) | st.text("ab./", max_size=600)
@@ -80,4 +81,4 @@ def test_a_refusal_concerns_one_name_and_is_printed(
     save_config(config, tmp_path / "late" / "config.yaml")
     monkeypatch.setattr(type(client), "log_batch", refusing(type(client), "train/seconds"))
     assert track_sync([tmp_path / "late"]) == EXIT_FAILED
-    assert "1 names were refused" in capsys.readouterr().err
+    said_line(EXIT_FAILED, capsys.readouterr().out, "'train/seconds'")

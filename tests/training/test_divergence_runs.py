@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,8 +26,8 @@ from dist_mem.training import step as update
 from dist_mem.training.agreement import Agreement, Forward
 from dist_mem.training.divergence import Divergence
 from dist_mem.training.step import StepContext
-from tests.support.faults import assert_quoted
 from tests.support.jobs import checkpoint_content, difference, logged_steps, losses, train_here, write_config
+from tests.support.messages import said_line
 from tests.support.ranks import RankPool
 from tests.support.tracked import history
 
@@ -126,8 +127,10 @@ def test_run_with_skipped_updates_resumes_bitwise_after_a_kill(tmp_path: Path, b
     for name, kills in (("straight", []), ("killed", [8, 11])):
         for kill in [*kills, None]:
             config, changes = configure(tmp_path, books, name, "divergence.action=skip")
-            codes = rank_pool(2).run(train_with_faults, config, changes, faults | ({kill: KILLED} if kill else {}))
-            assert codes == [KILLED if kill else EXIT_DONE] * 2
+            ended = rank_pool(2).run(train_and_listen, config, changes, faults | ({kill: KILLED} if kill else {}))
+            assert [code for code, _ in ended] == [KILLED if kill else EXIT_DONE] * 2
+        if not kills:
+            said_line(0, ended[0][1], "step 2: ", "(1 of at most 3 times)")
     straight, killed = end_of(tmp_path / "straight"), end_of(tmp_path / "killed")
     assert difference(straight, killed) is None
     assert difference(metrics(tmp_path / "straight", "loss")[3:6], metrics(tmp_path / "killed", "loss")[3:6]) is None
@@ -142,7 +145,10 @@ def test_rollback_continues_as_from_the_checkpoint_with_the_bad_segments_only_re
     tmp_path: Path, books: Path, rank_pool: Pool
 ) -> None:
     config, changes = configure(tmp_path, books, "rolled", "divergence.action=rollback")
-    assert rank_pool(2).run(train_with_faults, config, changes, {7: "loss"}) == [EXIT_DONE] * 2
+    (code, text), again = rank_pool(2).run(train_and_listen, config, changes, {7: "loss"})
+    assert code == EXIT_DONE and again == (code, text)
+    for named in ("(1 of at most 3 times)", "step-00000005; the segments of steps 5 to 7"):
+        said_line(0, text, named)
     other, changes = configure(tmp_path, books, "reference")
     assert rank_pool(2).run(train_with_faults, other, changes, {5: KILLED}) == [KILLED] * 2
     assert rank_pool(2).run(train_with_faults, other, changes, {7: "loss"}, 8) == [EXIT_DONE] * 2
@@ -171,9 +177,9 @@ def test_rolled_back_run_resumes_bitwise(
 
 def train_and_listen(world: World, *arguments: Any) -> tuple[int | str, str]:
     """`train_with_faults`, and what this rank has to say; of all ranks, users see rank 0's."""
-    said: list[str] = []
-    with mock.patch.object(Tracker, "message", lambda _, text: said.append(text)):
-        return train_with_faults(world, *arguments), "\n".join(text for text in said if "saved" not in text)
+    heard: list[str] = []
+    with mock.patch.object(Tracker, "message", lambda _, text: heard.append(text)):
+        return train_with_faults(world, *arguments), "\n".join(text for text in heard if "saved" not in text)
 
 
 def test_run_stops_when_it_has_diverged_too_often_or_cannot_roll_back(
@@ -187,10 +193,11 @@ def test_run_stops_when_it_has_diverged_too_often_or_cannot_roll_back(
     for (code, text), (other_code, other_text) in (often, early):
         assert code == other_code == EXIT_DIVERGED
         assert text == other_text
-        assert_quoted(text, ": not finite: the loss of rank [1]; loss nan", "; rolling back (1 of at most ")
-    assert_quoted(often[0][1], "; the segments of steps 5 to 7 are read, and not trained on")
-    assert_quoted(often[0][1], "; nothing was updated: divergence.max_times = 1 is used up")
-    assert_quoted(early[0][1], "; rolling back (1 of at most 3 times), but there is no checkpoint yet")
+        assert ": not finite: the loss of rank [1]; loss nan; rolling back (1 of at most " in text
+    assert "; the segments of steps 5 to 7 are read, and not trained on" in often[0][1]
+    said_line(EXIT_DIVERGED, early[0][1], "(1 of at most 3 times)", "no checkpoint")
+    used_up = re.sub(r"loss \d[\d.]*", "loss <number>", often[0][1])
+    said_line(EXIT_DIVERGED, used_up, "the memory of rank [1]", "divergence.max_times = 1")
 
 
 def test_mlflow_is_reported_of_every_decision_and_of_superseded_steps(

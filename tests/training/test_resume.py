@@ -19,7 +19,7 @@ from dist_mem.data.plan import DocumentPlan, make_plan
 from dist_mem.data.shard import read_index
 from dist_mem.evaluation.trained_model import load_model
 from dist_mem.memory import memory_class, memory_options
-from tests.support.faults import assert_quoted, flip
+from tests.support.faults import flip
 from tests.support.jobs import (
     checkpoint_content,
     difference,
@@ -32,6 +32,7 @@ from tests.support.jobs import (
     write_config,
 )
 from tests.support.limits import wait_until
+from tests.support.messages import said_line
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import RankPool
 from tests.support.run_memories import SEG_LEN, every_memory, small_memory, with_memory
@@ -241,5 +242,5 @@ def test_run_directory_that_cannot_be_written_is_an_error_of_two_lines(tmp_path:
     (tmp_path / "run" / "checkpoints").write_text("a file")
     codes, again = run_ranks(["train", str(config)], world_size=2, cwd=tmp_path)
     assert codes == [2, 2], again
-    assert_quoted(again, "error: checkpoints cannot be written: [Errno 17] File exists: '")
+    said_line(2, again, "error: ", "[Errno 17]", f"'{tmp_path / 'run' / 'checkpoints'}'")
     assert "Traceback" not in text + again

@@ -38,6 +38,7 @@ from tests.support.jobs import (
     write_config,
 )
 from tests.support.limits import wait_until
+from tests.support.messages import said_line
 from tests.support.ranks import RankPool
 from tests.support.saving import before_writing
 
@@ -158,6 +159,7 @@ def test_a_signal_while_the_job_opens_stops_it_after_one_step(tmp_path: Path, bo
     os.kill(ranks.processes[1].pid, signal.SIGUSR2)
     ended = ranks.finish()
     assert ended.codes == [EXIT_REQUEUE] * 2, ended.texts
+    said_line(EXIT_REQUEUE, "\n".join(ended.texts).replace(node_name(), "<host>"), "step 1: ", "SIGUSR2 on rank 1")
     assert list_steps(run_dir) == [1]
 
 
