@@ -233,12 +233,12 @@ def _roll_back(context: Context, decision: Decision) -> TrainState:
     feed.restart(state.cursors, state.step)
     reporting.meter.load(choice.manifest["meter"])
     saver.set_aside(choice.broken)
-    context.divergence.roll_back(choice.manifest.get("divergence", {}), first_trained=decision.step + 1)
+    context.divergence.roll_back(choice.manifest.get("divergence", {}), first_trained=decision.step)
     reporting.goodput.roll_back(choice.manifest.get("goodput", {}))
     for reason in choice.passed_over:
         reporting.tracker.message(f"passed over: {reason}")
     reporting.tracker.message(
-        f"rolled back to {choice.directory}; the segments of steps {state.step} to {decision.step} are read, and not "
+        f"rolled back to {choice.directory}; the segments of steps {state.step + 1} to {decision.step} are read, and not "
         "trained on"
     )
     return state

@@ -213,7 +213,8 @@ def train_step(
             outcome = Outcome(agreed.flags, Totals(), agreed.next_scored, overflows=overflows, is_made=False)
             return state, outcome
         shared = shared._replace(flags=shared.flags._replace(stop=shared.flags.stop or asks_to_stop()))
-    decision = context.divergence.decide(state.step, trouble, loss=loss) if trouble and not is_read_only else None
+    made = state.step + 1  # as in metrics.jsonl, `dist-mem batch` and `dist-mem recompute`
+    decision = context.divergence.decide(made, trouble, loss=loss) if trouble and not is_read_only else None
     if decision is None or decision.action == SKIP:
         memories = agreement.forward.states
         if trouble:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from dist_mem.errors import RunError, run_error
+from dist_mem.runtime.environment import node_name
 from tests.support.budget import function_of
 from tests.support.paths import ROOT
 
@@ -31,6 +32,8 @@ _VARYING = [  # what no two runs have in common
     (re.compile(r"(127\.0\.0\.1:|localhost:|127-0-0-1-|'127\.0\.0\.1', )\d+"), r"\1<port>"),
     (re.compile(r"\b[0-9a-f]{12,}\b"), "<hash>"),
     (re.compile(r"process \d{3,} on [\w.-]+"), "process <id> on <host>"),
+    (re.compile(rf"(node |those of |can |rendezvous +){re.escape(node_name())}\b"), r"\1<host>"),
+    (re.compile(r" {2,}"), "  "),  # columns, as wide as the longest name
     (re.compile(r"tfevents\.\d+"), "tfevents.<time>"),
 ]
 _heard: dict[str, set[str]] = {}

@@ -121,7 +121,7 @@ def test_all_ranks_skip_the_update_and_go_on_as_if_its_segments_had_only_been_re
     for skipped, parameters in results:
         for step, what, found in zip((10, 11, 12, 15), ("loss", "gradient", "spike", "memory"), skipped, strict=True):
             assert found.decision.action == SKIP
-            assert f"step {step}: " in found.decision.message and FAULTS[what] in found.decision.message
+            assert f"step {step + 1}: " in found.decision.message and FAULTS[what] in found.decision.message
             assert found.parameters_changed is None
             assert found.memory_is_finite
             assert found.cursors == [[step, step, step]] * 4
@@ -183,7 +183,7 @@ def test_nothing_moves_before_a_rollback_or_a_stop(rank_pool: Pool, action: str,
     for found in results:
         for what, (decision, parameters_changed, memory_changed) in zip(FAULTS, found, strict=True):
             message = decision if action == "stop" else decision.message
-            assert "step 10: " in message and FAULTS[what] in message and "loss " in message
+            assert "step 11: " in message and FAULTS[what] in message and "loss " in message
             assert action == "stop" or decision.action == ROLLBACK
             assert (parameters_changed, memory_changed) == (None, None)
 

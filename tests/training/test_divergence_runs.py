@@ -130,7 +130,7 @@ def test_run_with_skipped_updates_resumes_bitwise_after_a_kill(tmp_path: Path, b
             ended = rank_pool(2).run(train_and_listen, config, changes, faults | ({kill: KILLED} if kill else {}))
             assert [code for code, _ in ended] == [KILLED if kill else EXIT_DONE] * 2
         if not kills:
-            said_line(0, ended[0][1], "step 2: ", "(1 of at most 3 times)")
+            said_line(0, ended[0][1], "step 3: ", "(1 of at most 3 times)")
     straight, killed = end_of(tmp_path / "straight"), end_of(tmp_path / "killed")
     assert difference(straight, killed) is None
     assert difference(metrics(tmp_path / "straight", "loss")[3:6], metrics(tmp_path / "killed", "loss")[3:6]) is None
@@ -147,7 +147,7 @@ def test_rollback_continues_as_from_the_checkpoint_with_the_bad_segments_only_re
     config, changes = configure(tmp_path, books, "rolled", "divergence.action=rollback")
     (code, text), again = rank_pool(2).run(train_and_listen, config, changes, {7: "loss"})
     assert code == EXIT_DONE and again == (code, text)
-    for named in ("(1 of at most 3 times)", "step-00000005; the segments of steps 5 to 7"):
+    for named in ("(1 of at most 3 times)", "step-00000005; the segments of steps 6 to 8"):
         said_line(0, text, named)
     other, changes = configure(tmp_path, books, "reference")
     assert rank_pool(2).run(train_with_faults, other, changes, {5: KILLED}) == [KILLED] * 2
@@ -194,7 +194,7 @@ def test_run_stops_when_it_has_diverged_too_often_or_cannot_roll_back(
         assert code == other_code == EXIT_DIVERGED
         assert text == other_text
         assert ": not finite: the loss of rank [1]; loss nan; rolling back (1 of at most " in text
-    assert "; the segments of steps 5 to 7 are read, and not trained on" in often[0][1]
+    assert "; the segments of steps 6 to 8 are read, and not trained on" in often[0][1]
     said_line(EXIT_DIVERGED, early[0][1], "(1 of at most 3 times)", "no checkpoint")
     used_up = re.sub(r"loss \d[\d.]*", "loss <number>", often[0][1])
     said_line(EXIT_DIVERGED, used_up, "the memory of rank [1]", "divergence.max_times = 1")
@@ -210,9 +210,9 @@ def test_mlflow_is_reported_of_every_decision_and_of_superseded_steps(
     assert rank_pool(2).run(train_with_faults, config, changes, {7: "loss", 10: "memory"}) == [EXIT_DIVERGED] * 2
     run_id = (tmp_path / "reported" / "mlflow_run_id").read_text().strip()
     tags = client.get_run(run_id).data.tags
-    assert "the loss of rank [1]; loss nan; rolling back (1 of at most 1 times)" in tags["dist_mem.divergence.step_7"]
-    assert "the memory of rank [1]" in tags["dist_mem.divergence.step_10"]
-    assert "divergence.max_times = 1 is used up" in tags["dist_mem.divergence.step_10"]
+    assert "the loss of rank [1]; loss nan; rolling back (1 of at most 1 times)" in tags["dist_mem.divergence.step_8"]
+    assert "the memory of rank [1]" in tags["dist_mem.divergence.step_11"]
+    assert "divergence.max_times = 1 is used up" in tags["dist_mem.divergence.step_11"]
     (branch,) = find_entries(tmp_path / "reported" / METRICS_FILE, "branch")
     first, again = [
         entry.time for entry in find_entries(tmp_path / "reported" / METRICS_FILE, "point") if entry.body["step"] == 7
