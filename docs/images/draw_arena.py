@@ -17,12 +17,12 @@ from dist_mem.evaluation.scores import Report, report_from
 CELLS = Path(__file__).parents[1] / "results" / "arena"
 IMAGES = Path(__file__).parent
 COPIES = 1.7  # loss below which a model copies, as in the page
-COPYING = ("infinity-former as published", "Transformer-XL", "none", "Titans", "Gated DeltaNet", "Mamba-2")
+COPYING = ("DeltaNet", "Transformer-XL", "none", "Titans", "Gated DeltaNet", "GLA")
 ORDERS = tuple(
     row for other in ("Gated DeltaNet", "Infini", "Titans") for row in (f"XL then {other}", f"{other} then XL")
 )
 RECALL = {  # row -> seed
-    **dict.fromkeys(("compressive", "Transformer-XL", "Titans", "Memorizing", "none"), 0),
+    **dict.fromkeys(("DeltaNet", "GLA", "compressive", "Transformer-XL", "none"), 0),
     "Gated DeltaNet then XL": 1,
 }
 

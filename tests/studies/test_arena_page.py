@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -27,7 +28,7 @@ PAGE = RESULTS / "arena.md"
 COLUMNS = ("perplexity", "recall 65 to 256", "recall beyond 256")
 BANDS = (Band(0, 64), Band(64, 128), Band(128, 192), Band(192, 256), Band(256, None))
 SHORT = (
-    "none", "Transformer-XL", "compressive", "infinity-former as published", "XL then none", "XL then Gated DeltaNet",
+    "none", "Transformer-XL", "compressive", "infinity-former as published", "XL then Gated DeltaNet", "DeltaNet",
 )  # fmt: skip
 LONG = RESULTS / "mqar_long"
 PAIRS = ("answers", "up to 64 back", "65 to 512", "beyond 512")
@@ -53,16 +54,38 @@ def gain(runs: Sequence[Run], others: Sequence[Run]) -> str:
     return "" if interval is None or runs is others else " to ".join(f"{bound:.3f}" for bound in interval)
 
 
-def trials(row: str) -> dict[float, float]:
-    """Return the results on validation of a row's trials at the budget of the table, by rate; none: not tried yet."""
+class Trial(NamedTuple):
+    """A row trained at one rate, at the budget of the table."""
+
+    perplexity: float  # on validation
+    begins: str
+
+
+def trials(row: str) -> dict[float, Trial]:
+    """Return a row's trials at the budget of the table by rate, ascending; none: not tried yet."""
     bodies = [json.loads(path.read_text()) for path in (FINISHED / "tuning").glob(f"{glob.escape(row)} lr *.json")]
-    return {body["definition"]["optimizer.lr"]: body["results"]["tuned"]["value"] for body in bodies}
+    found = {
+        each["definition"]["optimizer.lr"]: Trial(each["results"]["tuned"]["value"], begins(each)) for each in bodies
+    }
+    return dict(sorted(found.items()))
 
 
-def begins(run: Run) -> str:
-    """Return the first logged update whose loss shows that the model copies."""
-    curve = json.loads(run.cell.read_text())["curve"]
-    return next((str(step) for step, loss, *_ in curve if loss < COPIES), "never")
+def begins(body: dict[str, Any]) -> str:
+    """Return the first logged update of a cell whose loss shows that the model copies."""
+    return next((str(step) for step, loss, *_ in body["curve"] if loss < COPIES), "never")
+
+
+def rates(found: dict[str, list[Run]]) -> list[str]:
+    """Return the lines of the table of trials: perplexity on validation, and from when it copies, the best in bold."""
+    tried = {row: results for row in found if (results := trials(row))}
+    grid = sorted({rate for results in tried.values() for rate in results})
+    lines = [f"| memory | {' | '.join(map(str, grid))} |"]
+    for row, results in tried.items():
+        texts = {rate: f"{trial.perplexity:.3f} ({trial.begins})" for rate, trial in results.items()}
+        best = min(results, key=lambda rate: results[rate].perplexity)
+        texts[best] = f"**{texts[best]}**"
+        lines.append(f"| {' | '.join([row, *(texts.get(rate, '') for rate in grid)])} |")
+    return lines
 
 
 def right(runs: Sequence[Run]) -> str:
@@ -86,7 +109,8 @@ def table(found: dict[str, list[Run]], state_bytes: dict[str, int]) -> list[str]
         results = [f"**{text}**" if row == first else text for text, first in zip(results, [*best, None], strict=True)]
         gains = [gain(found[other], runs) for other in AGAINST]
         label = row if trials(row) else f"{row} †"  # its rate was chosen at a fifth of the budget
-        cells = [label, *results, *gains, f"{state_bytes[row]:,}", ", ".join(map(begins, runs))]
+        copies = [begins(json.loads(run.cell.read_text())) for run in runs]
+        cells = [label, *results, *gains, f"{state_bytes[row]:,}", ", ".join(copies)]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -123,7 +147,7 @@ def test_the_page_has_the_numbers_of_the_cells(tmp_path: Path) -> None:
     found, state_bytes = runs_of(tmp_path), sizes()
     assert {len(runs) for runs in found.values()} == {3}  # seeds, as the page says
     lines = page.splitlines()
-    assert [line for line in [*table(found, state_bytes), *shares(found)] if line not in lines] == []
+    assert [line for line in [*table(found, state_bytes), *shares(found), *rates(found)] if line not in lines] == []
     assert [line for line in short(found, state_bytes) if line not in readme] == []
 
 
@@ -139,8 +163,8 @@ def test_every_run_has_the_rate_that_was_best_on_validation(tmp_path: Path) -> N
     tried = {row: results for row in found if (results := trials(row))}
     assert len(tried) > 6 and all(len(results) > 2 for results in tried.values())
     for row, results in tried.items():
-        rates = {json.loads(run.cell.read_text())["definition"]["optimizer.lr"] for run in found[row]}
-        assert rates == {min(results, key=lambda rate: results[rate])}, row
+        chosen = {json.loads(run.cell.read_text())["definition"]["optimizer.lr"] for run in found[row]}
+        assert chosen == {min(results, key=lambda rate: results[rate].perplexity)}, row
 
 
 def test_the_page_has_the_numbers_of_pairs_a_thousand_tokens_back(tmp_path: Path) -> None:
