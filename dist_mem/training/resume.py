@@ -238,7 +238,7 @@ def _roll_back(context: Context, decision: Decision) -> TrainState:
     for reason in choice.passed_over:
         reporting.tracker.message(f"passed over: {reason}")
     reporting.tracker.message(
-        f"rolled back to {choice.directory}; the segments of steps {state.step + 1} to {decision.step} are read, and not "
-        "trained on"
+        f"rolled back to {choice.directory}; the segments of steps {state.step + 1} to {decision.step} are read, and "
+        "not trained on"
     )
     return state
