@@ -110,7 +110,7 @@ def test_an_overflow_at_a_scale_that_cannot_shrink_is_a_divergence(
     rank_pool: Callable[[int], RankPool], fp16: dict[str, Any], scale: int, action: str
 ) -> None:
     for reason, _, step in rank_pool(2).run(overflowing_update, {**fp16, "hysteresis": 2}, action, 1000):
-        assert reason.startswith("step 0: not finite: the gradient") and f"loss scale is {scale} and" in reason
+        assert reason.startswith("step 1: not finite: the gradient") and f"loss scale is {scale} and" in reason
         assert step == (action == "skip")
 
 
