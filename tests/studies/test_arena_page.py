@@ -32,6 +32,7 @@ SHORT = (
 )  # fmt: skip
 LONG = RESULTS / "mqar_long"
 PAIRS = ("answers", "up to 64 back", "65 to 512", "beyond 512")
+MATRICES = ("DeltaNet", "Gated DeltaNet then XL", "GLA", "RetNet", "Kimi Delta Attention", "Gated DeltaNet")
 AGAINST = ("none", "Transformer-XL", "XL then none")  # rows that the others are compared with
 COPIES = 1.7  # loss below which a model copies
 VOCABULARY = 1280  # pieces of the sample library
@@ -100,6 +101,15 @@ def shares(found: dict[str, list[Run]]) -> list[str]:
     return [f"| {row} | {right(runs)} |" for row, runs in found.items()]
 
 
+def by_seed(found: dict[str, list[Run]]) -> list[str]:
+    """Return the lines of the table of what each seed predicts right, of the rows with a matrix in the first block."""
+    lines = []
+    for row in (row for row in found if row in MATRICES):
+        shares = [right([run]).split(" | ") for run in found[row]]
+        lines.append(f"| {row} | {' | '.join(', '.join(seeds) for seeds in zip(*shares, strict=True))} |")
+    return lines
+
+
 def table(found: dict[str, list[Run]], state_bytes: dict[str, int]) -> list[str]:
     """Return the lines of the table of results, the best in bold where models recall at all: not beyond 256 tokens."""
     lines = []
@@ -146,8 +156,8 @@ def test_the_page_has_the_numbers_of_the_cells(tmp_path: Path) -> None:
     page, readme = (path.read_text(encoding="utf-8") for path in (PAGE, ROOT / "README.md"))
     found, state_bytes = runs_of(tmp_path), sizes()
     assert {len(runs) for runs in found.values()} == {3}  # seeds, as the page says
-    lines = page.splitlines()
-    assert [line for line in [*table(found, state_bytes), *shares(found), *rates(found)] if line not in lines] == []
+    lines, tables = page.splitlines(), [table(found, state_bytes), shares(found), by_seed(found), rates(found)]
+    assert [line for each in tables for line in each if line not in lines] == []
     assert [line for line in short(found, state_bytes) if line not in readme] == []
 
 
