@@ -81,6 +81,6 @@ def test_a_refusal_concerns_one_name_and_is_printed(
     save_config(config, tmp_path / "late" / "config.yaml")
     monkeypatch.setattr(type(client), "log_batch", refusing(type(client), "train/seconds"))
     assert track_sync([tmp_path / "late"]) == EXIT_FAILED
-    printed = capsys.readouterr()
-    said_line(EXIT_FAILED, printed.out, "'train/seconds'")
-    assert "1 names were refused" in printed.err
+    said = capsys.readouterr()
+    said_line(EXIT_FAILED, said.out, "'train/seconds'")
+    assert "1 names were refused" in said.err
