@@ -13,7 +13,7 @@ from dist_mem.config.text_checks import check_texts
 from dist_mem.datasets.recipes import builder_names, load_builder
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UnusableError, run_error
 from dist_mem.runtime.extras import require
-from dist_mem.runtime.terminal import listed
+from dist_mem.runtime.terminal import counted, listed
 
 _FORM: dict[str, Any] = {"allow_abbrev": False, "formatter_class": HelpFormatter}
 _ACTIONS = {  # what it does, example
@@ -96,8 +96,7 @@ def _verify(options: Namespace) -> int:
     for problem in problems:
         document = f"document {problem.document}" if problem.document else ""
         print(": ".join(part for part in (problem.where, document, problem.message) if part), file=sys.stderr)
-    plural = "" if len(problems) == 1 else "s"
-    print(f"{show(options.data)}: {f'{len(problems)} problem{plural}' if problems else 'all is well'}")
+    print(f"{show(options.data)}: {counted(len(problems), 'problem') if problems else 'all is well'}")
     return EXIT_FAILED if problems else EXIT_DONE
 
 

@@ -13,6 +13,7 @@ from dist_mem.config.check import stop_on
 from dist_mem.config.constraints import check_schedule
 from dist_mem.config.keys import STEPS
 from dist_mem.data.plan import DocumentPlan, Plan, lanes_of_rank
+from dist_mem.runtime.terminal import counted
 
 IDLE_LIMIT = 0.2  # share of wasted work above which a warning is shown
 
@@ -109,9 +110,3 @@ def total_steps(config: Config, plan: Plan) -> int:
     end = f"the {counted(steps, 'step')} of train.epochs = {config.train.epochs:g}; give less, or more epochs"
     stop_on(check_schedule(config.schedule.warmup_steps, steps, end))
     return steps
-
-
-def counted(number: int, singular: str, plural: str | None = None) -> str:
-    """Return a number and its noun, in the plural unless the number is 1."""
-    plural = plural or (f"{singular}es" if singular.endswith("ch") else f"{singular}s")
-    return f"{number:,} {singular if number == 1 else plural}"

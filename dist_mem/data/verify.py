@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 
 from dist_mem.config import DataConfig
-from dist_mem.data.batch_plan import counted
 from dist_mem.data.directory import check_split, local_dir, open_index, open_tokenizer, refresh
 from dist_mem.data.index import DOCUMENTS_NAME, INDEX_NAME, DocumentEntry, ShardEntry
 from dist_mem.data.metadata import ShardError
@@ -36,6 +35,7 @@ from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.files import sha256_of
 from dist_mem.runtime.names import is_hidden
+from dist_mem.runtime.terminal import counted
 
 USUAL_SPLITS = ("train", "validation", "test")
 REMEDY = "build (--overwrite) or copy the tar again"

@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dist_mem.data.batch_plan import counted
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.names import is_hidden
+from dist_mem.runtime.terminal import counted
 
 SHOWN_NAMES = 3  # of hidden entries
 FOLDER = "folder"

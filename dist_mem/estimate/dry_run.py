@@ -11,7 +11,7 @@ from typing import Any
 
 from dist_mem.config import Config, DataConfig, TrainConfig, deepspeed_block
 from dist_mem.config.memory_blocks import is_per_block, memories_of
-from dist_mem.data.batch_plan import batch_plan, counted, idle_work, num_readable, steps_per_epoch, total_steps
+from dist_mem.data.batch_plan import batch_plan, idle_work, num_readable, steps_per_epoch, total_steps
 from dist_mem.data.curriculum import Stage, earlier_splits, stages_of
 from dist_mem.data.directory import open_index, open_tokenizer, refresh
 from dist_mem.data.lanes import training_plan
@@ -22,7 +22,7 @@ from dist_mem.estimate.counting import NotCountedError, flops_per_token
 from dist_mem.estimate.vocabulary import data_is_built, vocab_size_of
 from dist_mem.hf.folder import check_sizes
 from dist_mem.model import describe
-from dist_mem.runtime.terminal import labelled
+from dist_mem.runtime.terminal import counted, labelled
 
 
 def idle_warning(train: TrainConfig, data: DataConfig, world_sizes: Iterable[int]) -> str | None:

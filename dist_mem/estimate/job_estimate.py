@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from dist_mem.config import Config, TrainConfig
-from dist_mem.data.batch_plan import batch_plan, counted, idle_work
+from dist_mem.data.batch_plan import batch_plan, idle_work
 from dist_mem.errors import UnusableError
 from dist_mem.estimate.counting import count_micro_batch, flops_per_token
 from dist_mem.estimate.memory import Part, size, update_parts
@@ -14,7 +14,7 @@ from dist_mem.estimate.search import BackEnd, Candidate, Cluster, best, by_back_
 from dist_mem.estimate.step_time import CheckpointCost, StepTime, checkpoint_cost, peak_flops, step_time
 from dist_mem.estimate.zero import sizes_of
 from dist_mem.nn.layers import DTYPES
-from dist_mem.runtime.terminal import labelled, table
+from dist_mem.runtime.terminal import counted, labelled, table
 
 MOST_SETTINGS = 3  # that are shown unless all are wanted
 _WORTH_SAYING = 0.97  # a proposal is shown if its update takes less than this share of today's

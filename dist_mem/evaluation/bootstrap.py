@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dist_mem.data.batch_plan import counted
 from dist_mem.evaluation.scores import MAX_EXPONENT, DocumentScore, Report
+from dist_mem.runtime.terminal import counted
 
 MIN_DOCUMENTS = 8  # with 8, a nominal 95 % covers about 90 %; with 2, the draws are only three different ones
 _DRAWS = 10_000  # resamples of documents and seeds

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dist_mem.evaluation.trained_model import TrainedModel
+from dist_mem.runtime.terminal import counted
 
 ROWS = "a list with one row of ids per lane, as [trained.tokenizer.encode('It was')]"
 
@@ -78,11 +79,6 @@ def id_rows(name: str, rows: Any, *, num_lanes: int, vocab_size: int) -> list[Te
         lanes = counted(len(found), "lane")
         raise ValueError(f"{name} has rows for {lanes}, but the reading has {num_lanes}; give {ROWS}")
     return found
-
-
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: `1 lane`, `2 lanes`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 class Neutral(NamedTuple):

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from dist_mem.evaluation.trained_model import TrainedModel
-from dist_mem.generation.arguments import check_ids, check_int, counted, wrong_type
+from dist_mem.generation.arguments import check_ids, check_int, wrong_type
 from dist_mem.generation.reading import Reading, check_reading
 from dist_mem.generation.writing import write
 from dist_mem.memory.parts.counter_hash import uniform
+from dist_mem.runtime.terminal import counted
 
 DRAWS = 64  # steps whose random numbers are computed at once
 

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from dist_mem.evaluation.trained_model import TrainedModel, init_state
-from dist_mem.generation.arguments import check_int, check_trained, counted, id_row, id_rows, wrong_type
+from dist_mem.generation.arguments import check_int, check_trained, id_row, id_rows, wrong_type
 from dist_mem.memory.base import map_state, named_tensors
 from dist_mem.model import LMState, MemoryLM
+from dist_mem.runtime.terminal import counted
 
 ROW_STEP = 16  # so that few shapes occur
 

@@ -24,10 +24,11 @@ from torch import Tensor
 from dist_mem.data.documents import Document
 from dist_mem.data.segments import collate, document_segments
 from dist_mem.evaluation.trained_model import TrainedModel
-from dist_mem.generation.arguments import check_trained, counted, id_row, wrong_type
+from dist_mem.generation.arguments import check_trained, id_row, wrong_type
 from dist_mem.generation.reading import Reading, check_reading, num_rows, start, with_open_segment
 from dist_mem.memory.base import map_state
 from dist_mem.model import LMState
+from dist_mem.runtime.terminal import counted
 
 
 class Scores(NamedTuple):

@@ -18,7 +18,7 @@ from dist_mem.checkpoint.lane_states import read_cursors
 from dist_mem.checkpoint.manifest import first_verified, list_steps, read_manifest, step_dir
 from dist_mem.checkpoint.resume_source import check_data
 from dist_mem.config import Config, TrainConfig
-from dist_mem.data.batch_plan import counted, total_steps
+from dist_mem.data.batch_plan import total_steps
 from dist_mem.data.curriculum import earlier_splits, stage_number, stages_of
 from dist_mem.data.directory import open_index, open_tokenizer, refresh
 from dist_mem.data.documents import Documents
@@ -30,7 +30,7 @@ from dist_mem.data.shard import Index
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.errors import UnusableError, run_error
 from dist_mem.recompute.settings import read_part, read_recorded, recorded_at
-from dist_mem.runtime.terminal import printable, span
+from dist_mem.runtime.terminal import counted, printable, span
 from dist_mem.training.history import Part, part_of, read_history
 
 _EXCERPT = 160  # characters of a segment that are shown, its beginning and its end

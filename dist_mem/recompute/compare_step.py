@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from dist_mem.data.batch_plan import counted
 from dist_mem.data.curriculum import stage_number
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnfitError, UnusableError
 from dist_mem.evaluation.job import as_job, use_threads
@@ -23,7 +22,7 @@ from dist_mem.recompute.spawn import run_ranks
 from dist_mem.runtime.distributed import World, decided_by_rank0, from_rank0
 from dist_mem.runtime.ranks import is_launched, read_ranks
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.runtime.terminal import table
+from dist_mem.runtime.terminal import counted, table
 from dist_mem.tracking.tracker import Sink, Tracker
 from dist_mem.training.context import Context
 from dist_mem.training.history import Part, part_of, read_history

@@ -121,6 +121,12 @@ def _padded(column: Sequence[str], *, is_first: bool) -> list[str]:
     return [f"{text:>{width}}" if is_figures else f"{text:<{width}}" for text in column]
 
 
+def counted(number: int, singular: str, plural: str | None = None) -> str:
+    """Return a number and its noun, in the plural unless the number is 1."""
+    plural = plural or (f"{singular}es" if singular.endswith("ch") else f"{singular}s")
+    return f"{number:,} {singular if number == 1 else plural}"
+
+
 def span(begin: int, end: int) -> str:
     """Return how all commands and pages name the tokens [begin, end) of a document, counted from 0: `192 to 255`."""
     return f"{begin:,} to {end - 1:,}" if begin < end else "none"

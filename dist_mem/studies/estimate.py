@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dist_mem.config import Config, load_config
-from dist_mem.data.batch_plan import counted, total_steps
+from dist_mem.data.batch_plan import total_steps
 from dist_mem.data.directory import open_index
 from dist_mem.data.lanes import training_plan
 from dist_mem.errors import EXIT_REQUEUE, UnusableError
 from dist_mem.runtime.file_schema import check, number, read_json, record
 from dist_mem.runtime.files import make_folder, write_text
-from dist_mem.runtime.terminal import table
+from dist_mem.runtime.terminal import counted, table
 from dist_mem.studies.job import CommandError, Job, Place, build, for_each_run, left_to_measure, same_command
 from dist_mem.studies.runs import Run, evaluate_command, train_command, train_words
 from dist_mem.tracking.log import METRICS_FILE, read_points

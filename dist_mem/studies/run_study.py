@@ -22,14 +22,13 @@ import torch
 
 from dist_mem.config import Config, TrackingConfig, load_config
 from dist_mem.config.check import hint
-from dist_mem.data.batch_plan import counted
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE, UnusableError
 from dist_mem.launch.submit import submit_array
 from dist_mem.memory import memory_options
 from dist_mem.runtime.files import free_name, write_text
 from dist_mem.runtime.ranks import names_of_gpus
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.runtime.terminal import listed, table
+from dist_mem.runtime.terminal import counted, listed, table
 from dist_mem.studies import estimate
 from dist_mem.studies.budget import Costs, apply_budget
 from dist_mem.studies.cells import Run, define, take_over

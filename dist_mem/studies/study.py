@@ -32,7 +32,6 @@ from omegaconf import MISSING
 
 from dist_mem.config import read_block
 from dist_mem.config.check import hint
-from dist_mem.data.batch_plan import counted
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.scores import BANDS, METRICS
 from dist_mem.evaluation.scores import RECALL_METRICS as RECALL
@@ -40,7 +39,7 @@ from dist_mem.papers.dialogue.scores import DIALOGUE_METRICS
 from dist_mem.papers.regression_error import METRICS as REGRESSION_METRICS
 from dist_mem.runtime.files import is_file
 from dist_mem.runtime.shipped import say_where_from, shipped_path
-from dist_mem.runtime.terminal import listed
+from dist_mem.runtime.terminal import counted, listed
 from dist_mem.studies.grid import combinations, settled_grid
 
 FOLDER = Path("configs") / "tables"  # of the studies that have a name

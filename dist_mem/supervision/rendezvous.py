@@ -31,6 +31,7 @@ from dist_mem.runtime.ranks import (
     slurm_gave_gpus,
     slurm_nodes,
 )
+from dist_mem.runtime.terminal import counted
 from dist_mem.supervision.findings import RENDEZVOUS, Finding, Place, fail, ok, warning
 
 _NO_CUDA = "built without CUDA"
@@ -220,7 +221,7 @@ def _check_present(devices: Sequence[RankDevice], size: int, seconds: float) -> 
     missing = sorted(set(range(size)) - {device.rank for device in devices})
     nodes = list(dict.fromkeys(device.node for device in devices))
     if not missing:
-        yield ok(RENDEZVOUS, f"{size} ranks, {len(nodes)} node{'s' if len(nodes) > 1 else ''}").at(None)
+        yield ok(RENDEZVOUS, f"{counted(size, 'rank')}, {counted(len(nodes), 'node')}").at(None)
         return
     absent = [node for node in slurm_nodes() if node not in nodes]
     listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")

@@ -83,4 +83,4 @@ def test_a_refusal_concerns_one_name_and_is_printed(
     assert track_sync([tmp_path / "late"]) == EXIT_FAILED
     said = capsys.readouterr()
     said_line(EXIT_FAILED, said.out, "'train/seconds'")
-    assert "1 names were refused" in said.err
+    assert "MLflow refused 1 name, " in said.err

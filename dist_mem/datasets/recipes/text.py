@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dist_mem.data.batch_plan import counted
 from dist_mem.datasets.builder import add_build_options, build_dataset, check_paths
 from dist_mem.datasets.corpus import (
     Documents,
@@ -42,6 +41,7 @@ from dist_mem.datasets.split_names import DEFAULT_FRACTIONS, SPLITS, parse_fract
 from dist_mem.datasets.tar_source import local_sources
 from dist_mem.datasets.tree import suffix_of
 from dist_mem.errors import UnusableError
+from dist_mem.runtime.terminal import counted
 
 DEAL_ALL = "--split-by-hash, which deals out all documents"
 DEFAULT = ",".join(f"{split}={fraction}" for split, fraction in DEFAULT_FRACTIONS.items())

@@ -29,6 +29,7 @@ from dist_mem.config.sources import COMMAND_LINE, plain_block, read_overrides, r
 from dist_mem.config.text_checks import check_credentials, check_given, check_texts
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UnusableError
 from dist_mem.runtime.extras import is_installed, not_installed
+from dist_mem.runtime.terminal import counted
 from dist_mem.supervision.lease import is_abandoned
 from dist_mem.tracking.log import (
     METRICS_FILE,
@@ -105,16 +106,16 @@ def _sync(tracking: TrackingConfig, run_dir: Path, named: Sequence[str], count: 
 
     try:
         is_named = is_named_by_user(tracking, named)
-        counted = count(run_dir)  # before sending, because a job may be running
+        logged = count(run_dir)  # before sending, because a job may be running
         sender = send_log(tracking, run_dir, report=report, is_dead=lambda: _is_dead(run_dir), is_named=is_named)
-        gaps = [*_gaps_of_log(run_dir, counted), *_gaps_of_mlflow(sender)]
+        gaps = [*_gaps_of_log(run_dir, logged), *_gaps_of_mlflow(sender)]
     except UnusableError as error:
         print(f"error: {run_dir}: {error}", file=sys.stderr)
         return EXIT_USAGE
     except Exception as error:  # any of the many libraries under MLflow's stores
         print(f"error: {run_dir}: MLflow does not have everything: {brief(error)}", file=sys.stderr)
         return EXIT_USAGE if what_to_set(error) else EXIT_FAILED
-    gaps += [f"{len(sender.run.refused)} names were refused, see above"] if sender.run.refused else []
+    gaps += [f"MLflow refused {counted(len(sender.run.refused), 'name')}, see above"] if sender.run.refused else []
     for gap in gaps:
         print(f"error: {run_dir}: {gap}", file=sys.stderr)
     if gaps:
@@ -236,14 +237,14 @@ def _naming(tracking: TrackingConfig, run_dir: Path) -> str:
     return f"dist-mem track sync {run_dir} tracking.uri={uri}, or set MLFLOW_TRACKING_URI"
 
 
-def _gaps_of_log(run_dir: Path, counted: Counted | None) -> Iterator[str]:
+def _gaps_of_log(run_dir: Path, logged: Counted | None) -> Iterator[str]:
     """Yield the points of a checkpoint that the log lacks. Raises UnusableError if the log has a damaged line."""
     path = run_dir / METRICS_FILE
-    points = [point for point in read_points(path) if counted is not None and point.step <= counted.step]
-    if counted is not None and len(points) < counted.num_points:
+    points = [point for point in read_points(path) if logged is not None and point.step <= logged.step]
+    if logged is not None and len(points) < logged.num_points:
         last = f", the last of step {points[-1].step}" if points else ""
-        has = f"{path} has {len(points)} of the {counted.num_points} points"
-        yield f"{has} that were logged up to step {counted.step}{last}; the others are lost"
+        has = f"{path} has {len(points)} of the {logged.num_points} points"
+        yield f"{has} that were logged up to step {logged.step}{last}; the others are lost"
 
 
 def _gaps_of_mlflow(sender: Sender) -> Iterator[str]:
