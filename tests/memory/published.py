@@ -32,7 +32,7 @@ class Vectors:
 
     def __init__(self, path: Path) -> None:
         self.arrays = dict(np.load(path))
-        self.settings: dict[str, Any] = json.loads(str(self.arrays["config_json"]))
+        self.settings: dict[str, Any] = json.loads(str(self.arrays.get("config_json", "{}")))
         prefix = "param/"
         self.weights = {
             key.removeprefix(prefix): self.tensor(key).requires_grad_() for key in self.arrays if key.startswith(prefix)

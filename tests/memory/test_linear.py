@@ -2,26 +2,72 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from dist_mem.memory.linear import LinearMemory
 from dist_mem.memory.parts.linear_rule import Tokens, chunked_rule, recurrent_rule
-from dist_mem.nn.layer_spec import LayerSpec
+from tests.memory.published import Vectors, layer_spec, names_in
 from tests.support import parity, paths
 from tests.support.messages import refused
 
-GOLDEN = paths.GOLDEN / "linear_family"
-RULES = sorted(path.stem for path in GOLDEN.glob("*.npz") if not path.stem.startswith("layer"))
+GATED, FAMILY = paths.GOLDEN / "gated_deltanet", paths.GOLDEN / "linear_family"
+FAMILY_RULES = [name for name in names_in(FAMILY) if not name.startswith("layer")]
+
+
+def in_chunks(*lengths: int | None) -> pytest.MarkDecorator:
+    """None: the recurrence, a token at a time."""
+    return pytest.mark.parametrize(
+        "chunk_len", lengths, ids=lambda length: f"chunks of {length or 'one token, written out'}"
+    )
+
+
+def apply(tokens: Tokens, matrix: Tensor, *, delta: bool, chunk_len: int | None) -> tuple[Tensor, Tensor]:
+    if chunk_len is None:
+        return recurrent_rule(tokens, matrix, delta=delta)
+    return chunked_rule(tokens, matrix, delta=delta, chunk_len=chunk_len)
+
+
+def read(tokens: Tokens, matrix: Tensor, lengths: int | list[int], **options: Any) -> tuple[Tensor, list[Tensor]]:
+    """Return what is read of a text in segments, (B, T, H, V), and the matrix after each."""
+    rows, matrices = [], []
+    for part in zip(*(each.split(lengths, dim=2) for each in tokens), strict=True):
+        found, matrix = apply(Tokens(*part), matrix, **options)
+        rows.append(found)
+        matrices.append(matrix)
+    return torch.cat(rows, dim=2).transpose(1, 2), matrices
 
 
 def of_heads(rows: Tensor, num_heads: int) -> Tensor:
     """Rows (B, T, G, ...) for the heads that share them, (B, H, T, ...)."""
     return rows.transpose(1, 2).repeat_interleave(num_heads // rows.shape[2], dim=1)
+
+
+@in_chunks(1, 3, 64, None)
+@pytest.mark.parametrize("name", names_in(GATED, "rule*"))
+def test_the_gated_delta_rule_equals_the_published_code(name: str, chunk_len: int | None) -> None:
+    """Values and gradients of a stream that is cut into segments, and into chunks of any length."""
+    golden = Vectors(GATED / f"{name}.npz")
+    given = {key: golden.tensor(key).requires_grad_() for key in ("q", "k", "v", "g", "beta", "S0")}
+    num_heads = given["v"].shape[2]
+    query, keys = (
+        of_heads(rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + 1e-6), num_heads)
+        for rows in (given["q"], given["k"])
+    )
+    value, decay, beta = (given[key].transpose(1, 2) for key in ("v", "g", "beta"))
+    tokens = Tokens(query / math.sqrt(query.shape[-1]), keys, value, decay[..., None], beta)
+    lengths = golden.settings["segments"]
+    rows, matrices = read(tokens, given["S0"], lengths, delta=True, chunk_len=chunk_len)
+    golden.assert_equal(rows, "o")
+    for number, matrix in enumerate(matrices):
+        golden.assert_equal(matrix, f"S_after_seg{number}")
+    loss = (rows * golden.tensor("w_o")).sum() + (matrices[-1] * golden.tensor("w_S")).sum()
+    for key, gradient in golden.gradients(loss, given).items():
+        golden.assert_equal(gradient, f"grad/{key}")
 
 
 def published_tokens(given: dict[str, Tensor], layer: LinearMemory) -> Tokens:
@@ -39,42 +85,28 @@ def published_tokens(given: dict[str, Tensor], layer: LinearMemory) -> Tokens:
     return Tokens(query / query.shape[-1] ** 0.5, keys, value, decay, beta)
 
 
-def layer(seg_len: int = 8, **options: Any) -> LinearMemory:
-    spec = LayerSpec(
-        layer_index=0, num_layers=1, d_model=8, num_heads=2, d_head=4, seg_len=seg_len, dropout=0.0,
-        attention_dropout=0.0, norm="pre", clamp_len=None, same_length=False, seed=0,
-    )  # fmt: skip
+def layer(**options: Any) -> LinearMemory:
+    spec = layer_spec(d_model=8, num_heads=2, d_head=4, seg_len=8, norm="pre")
     return LinearMemory(spec, LinearMemory.Options(**options))
 
 
-@pytest.mark.parametrize(
-    "chunk_len", [3, 64, None], ids=lambda length: f"chunks of {length or 'one token, written out'}"
-)
-@pytest.mark.parametrize("name", RULES)
+@in_chunks(3, 64, None)
+@pytest.mark.parametrize("name", FAMILY_RULES)
 def test_the_rule_equals_the_published_recurrences(name: str, chunk_len: int | None) -> None:
     """Values and gradients, of a text in two segments."""
-    arrays = {key: torch.from_numpy(array) for key, array in np.load(GOLDEN / f"{name}.npz").items()}
-    inputs = [key for key in arrays if f"grad_{key}" in arrays]
-    given = {key: arrays[key].requires_grad_() for key in inputs}
+    golden = Vectors(FAMILY / f"{name}.npz")
+    arrays = golden.arrays
+    given = {key: golden.tensor(key).requires_grad_() for key in arrays if f"grad_{key}" in arrays}
     ours = layer(decay="fixed" if name == "retention" else "none", write="one", delta=False)
-    tokens = published_tokens(given, ours)
-    matrix = given.get("S0", torch.zeros_like(arrays["u"]))
-    delta, read = "beta" in arrays, []
-    for part in zip(*(part.split(13, dim=2) for part in tokens), strict=True):
-        segment = Tokens(*part)
-        if chunk_len is None:
-            found, matrix = recurrent_rule(segment, matrix, delta=delta)
-        else:
-            found, matrix = chunked_rule(segment, matrix, delta=delta, chunk_len=chunk_len)
-        read.append(found)
-    rows = torch.cat(read, dim=2).transpose(1, 2)
-    parity.assert_close(rows, arrays["o"], "o")
-    loss = (rows * arrays["w"]).sum()
+    matrix = given.get("S0", torch.zeros_like(golden.tensor("u")))
+    rows, matrices = read(published_tokens(given, ours), matrix, 13, delta="beta" in arrays, chunk_len=chunk_len)
+    golden.assert_equal(rows, "o")
+    loss = (rows * golden.tensor("w")).sum()
     if "S" in arrays:
-        parity.assert_close(matrix, arrays["S"], "matrix")
-        loss = loss + (matrix * arrays["u"]).sum()
-    for key, gradient in zip(inputs, torch.autograd.grad(loss, list(given.values())), strict=True):
-        parity.assert_close(gradient, arrays[f"grad_{key}"], f"grad_{key}", tolerance=1e-9)
+        parity.assert_close(matrices[-1], golden.tensor("S"), "matrix")
+        loss = loss + (matrices[-1] * golden.tensor("u")).sum()
+    for key, gradient in golden.gradients(loss, given).items():
+        parity.assert_close(gradient, golden.tensor(f"grad_{key}"), f"grad_{key}", tolerance=1e-9)
 
 
 def random_tokens(seg_len: int, *, decay: str, strongest: float) -> tuple[Tokens, Tensor]:
@@ -107,34 +139,17 @@ def test_chunks_equal_the_recurrence(decay: str, delta: bool, strongest: float) 
     leaves = [part.clone().requires_grad_() for part in (*tokens, matrix)]
 
     def results(chunk_len: int | None) -> list[Tensor]:
-        given = Tokens(*leaves[:5])
-        if chunk_len is None:
-            found = recurrent_rule(given, leaves[5], delta=delta)
-        else:
-            found = chunked_rule(given, leaves[5], delta=delta, chunk_len=chunk_len)
-        loss = sum([(part * torch.cos(torch.arange(part.numel()).view_as(part))).sum() for part in found])
-        assert isinstance(loss, Tensor)
-        return [*found, *torch.autograd.grad(loss, leaves)]
+        found = apply(Tokens(*leaves[:5]), leaves[5], delta=delta, chunk_len=chunk_len)
+        rows, new = ((part * torch.cos(torch.arange(part.numel()).view_as(part))).sum() for part in found)
+        return [*found, *torch.autograd.grad(rows + new, leaves)]
 
     expected = results(None)
     for chunk_len in (7, 35, 64):
-        found = results(chunk_len)
-        for place, (ours, reference) in enumerate(zip(found, expected, strict=True)):
+        for place, (ours, reference) in enumerate(zip(results(chunk_len), expected, strict=True)):
             assert torch.isfinite(ours).all()
             parity.assert_close(
                 ours, reference, f"{place}, chunks of {chunk_len}", tolerance=1e-10 if place < 2 else 1e-9
             )
-
-
-@pytest.mark.parametrize("decay", ["scalar", "vector"])
-def test_padding_leaves_the_matrix_as_it_was(decay: str) -> None:
-    tokens, matrix = random_tokens(20, decay=decay, strongest=10.0)
-    shorter = Tokens(*(part[:1, :, :-3] for part in tokens))
-    (_, found), (_, expected) = (
-        chunked_rule(given, matrix[:1], delta=True, chunk_len=8)
-        for given in (Tokens(*(part[:1] for part in tokens)), shorter)
-    )
-    parity.assert_close(found, expected, "matrix", tolerance=1e-13)
 
 
 @pytest.mark.parametrize(

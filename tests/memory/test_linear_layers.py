@@ -1,21 +1,21 @@
-"""The presets of linear memories: Mamba-2 against the published layer, and all against the recurrence."""
+"""The presets of linear memories: two equal published layers, and all their recurrence."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from omegaconf import OmegaConf
 from torch import Tensor
 
 from dist_mem.memory import linear, typed_options
-from dist_mem.memory.base import named_tensors
+from dist_mem.memory.base import detached, named_tensors
 from dist_mem.memory.linear import LinearMemory
 from dist_mem.memory.parts.linear_rule import recurrent_rule
-from dist_mem.nn.layer_spec import LayerSpec
 from dist_mem.nn.layers import initialize
+from tests.memory.published import Vectors, layer_spec, names_in
 from tests.support import parity, paths
 
 MEMORY = paths.ROOT / "configs" / "memory"
@@ -33,10 +33,7 @@ PRESETS = {  # numbers of the state of a lane, and of the weights, at these size
 def preset(name: str, *, norm: str = "post", d_model: int = D_MODEL, d_head: int = D_HEAD, **more: Any) -> LinearMemory:
     """Return the layer of a preset in float64, with larger weights than initial ones."""
     block: Any = OmegaConf.to_container(OmegaConf.load(MEMORY / f"{name}.yaml").memory)
-    spec = LayerSpec(
-        layer_index=0, num_layers=1, d_model=d_model, num_heads=HEADS, d_head=d_head, seg_len=SEG_LEN, dropout=0.0,
-        attention_dropout=0.0, norm=norm, clamp_len=None, same_length=False, seed=0,
-    )  # fmt: skip
+    spec = layer_spec(d_model=d_model, num_heads=HEADS, d_head=d_head, seg_len=SEG_LEN, norm=norm)
     layer = LinearMemory(spec, typed_options({**block, **more})[1])
     torch.manual_seed(0)
     initialize(layer, std=0.5)
@@ -55,14 +52,90 @@ def read(layer: LinearMemory, weights: dict[str, Tensor], x: Tensor, *, lengths:
     return [torch.cat(outputs, dim=1), *state]
 
 
+class GatedDeltaNet(Vectors):
+    """Our layer, and the published weights."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(paths.GOLDEN / "gated_deltanet" / f"{name}.npz")
+        given = self.settings
+        spec = layer_spec(
+            d_model=given["d_model"], num_heads=given["v_heads"], d_head=given["d_k"], seg_len=max(given["segments"])
+        )
+        options = LinearMemory.Options(
+            num_key_heads=given["k_heads"],
+            d_key=given["d_k"],
+            d_value=given["d_v"],
+            kernel=given["kernel"],
+            chunk_len=3,
+        )
+        self.layer = LinearMemory(spec, options).double()
+
+    def named(self) -> dict[str, Tensor]:
+        """The published weights by our names: theirs are grouped by the head of keys."""
+        weights, given = self.weights, self.settings
+        of_values = given["v_heads"] // given["k_heads"] * given["d_v"]
+        grouped = weights["in_proj_qkvz.weight"].unflatten(0, (given["k_heads"], -1))
+        parts = grouped.split([given["d_k"], given["d_k"], of_values, of_values], dim=1)
+        q, k, v, z = (part.flatten(0, 1) for part in parts)
+        b, a = weights["in_proj_ba.weight"].unflatten(0, (given["k_heads"], -1)).chunk(2, 1)
+        return {
+            "rows.weight": torch.cat([q, k, v]),
+            "gate.weight": z,
+            "rates.weight": torch.cat([b.flatten(0, 1), a.flatten(0, 1)]),
+            "taps": weights["conv1d.weight"].squeeze(1),
+            "log_decay": weights["A_log"],
+            "decay_bias": weights["dt_bias"],
+            "value_norm.weight": weights["norm.weight"],
+            "output.weight": weights["out_proj.weight"],
+        }
+
+
+@pytest.mark.parametrize("name", names_in(paths.GOLDEN / "gated_deltanet", "layer*"))
+def test_gated_deltanet_equals_the_published_code(name: str) -> None:
+    """Outputs, states and gradients, with the state constant before any number of segments."""
+    golden = GatedDeltaNet(name)
+    lengths = golden.settings["segments"]
+    segments, weight = (golden.tensor(key).split(lengths, dim=1) for key in ("x", "loss_weight"))
+
+    def losses(*, since: int, until: int) -> list[Tensor]:
+        state, found = golden.layer.init_state(torch.arange(len(segments[0])), "cpu", torch.float64), []
+        for number, x in enumerate(segments[: until + 1]):
+            given = x, detached(state) if number == since else state, torch.full((len(x),), x.shape[1])
+            output = torch.func.functional_call(golden.layer, golden.named(), given)
+            state = output.state
+            golden.assert_equal(output.y, f"seg{number}/y")
+            golden.assert_equal(state.matrix, f"seg{number}/S")
+            kept = golden.tensor(f"seg{number}/conv_state").mT[:, 1:]
+            parity.assert_close(state.tail, kept, f"seg{number}/conv_state")
+            found.append((output.y * weight[number]).sum())
+        return found
+
+    assert golden.depths()
+    for prefix, number, depth in golden.depths():
+        golden.assert_gradients(losses(since=number - depth, until=number)[-1], prefix)
+    golden.assert_gradients(torch.stack(losses(since=0, until=len(lengths) - 1)).sum(), "unroll/grad")
+
+
+def test_the_norm_of_what_is_read_adds_the_epsilon_of_the_options() -> None:
+    """Also that of flash-linear-attention; the default is that of the published vectors."""
+    norm = preset("gated_deltanet", norm_eps=1e-5).value_norm
+    rows = torch.full(norm.weight.shape, 1e-3, dtype=torch.float64)
+    torch.testing.assert_close(norm(rows), norm.weight * rows * (1e-6 + 1e-5) ** -0.5, rtol=1e-12, atol=0)
+
+
+def test_initial_decays_are_those_of_the_published_code() -> None:
+    """A in U(0, 16), and softplus of the bias between 0.001 and 0.1."""
+    torch.manual_seed(0)
+    layer = LinearMemory(layer_spec(d_model=8, num_heads=64, d_head=4, seg_len=8), LinearMemory.Options())
+    layer.reset_parameters()
+    assert (layer.log_decay.exp() <= 16).all() and (layer.log_decay.exp() >= 0.0099).all()
+    steps = F.softplus(layer.decay_bias)
+    assert (steps >= 0.00099).all() and (steps <= 0.101).all()
+
+
 def test_mamba_2_equals_the_layer_of_transformers() -> None:
-    arrays = {
-        key: torch.from_numpy(array) for key, array in np.load(paths.GOLDEN / "linear_family/layer_mamba2.npz").items()
-    }
-    given = {
-        key.removeprefix("param/"): part.requires_grad_() for key, part in arrays.items() if key.startswith("param/")
-    }
-    given["x"] = arrays["x"].requires_grad_()
+    golden = Vectors(paths.GOLDEN / "linear_family" / "layer_mamba2.npz")
+    given = {**golden.weights, "x": golden.tensor("x").requires_grad_()}
     d_key, d_value = 3, 8
     z, value, keys, query, dt = given["in_proj.weight"].split([16, 16, d_key, d_key, 2])
     value_taps, key_taps, query_taps = given["conv1d.weight"].squeeze(1).split([16, d_key, d_key])
@@ -80,10 +153,9 @@ def test_mamba_2_equals_the_layer_of_transformers() -> None:
     layer = preset("mamba2", d_model=8, d_head=d_key, d_value=d_value, chunk_len=4)
     assert set(weights) == {name for name, _ in layer.named_parameters()}
     outputs, *_ = read(layer, weights, given["x"], lengths=[10, 10, 5])
-    parity.assert_close(outputs, arrays["o"], "o")
-    gradients = torch.autograd.grad((outputs * arrays["w"]).sum(), list(given.values()))
-    for key, gradient in zip(given, gradients, strict=True):
-        parity.assert_close(gradient, arrays[f"grad/{key}"], f"grad/{key}", tolerance=1e-9)
+    golden.assert_equal(outputs, "o")
+    for key, gradient in golden.gradients((outputs * golden.tensor("w")).sum(), given).items():
+        parity.assert_close(gradient, golden.tensor(f"grad/{key}"), f"grad/{key}", tolerance=1e-9)
 
 
 @pytest.mark.parametrize("name", PRESETS)
