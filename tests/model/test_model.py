@@ -12,7 +12,6 @@ from dist_mem.config import AdaptiveConfig, Config, ModelConfig, TrainConfig
 from dist_mem.data.batch import IGNORE
 from dist_mem.memory.base import named_tensors
 from dist_mem.model import LMState, MemoryLM, describe
-from dist_mem.nn.vocabulary import Softmax, adaptive_bins
 from tests.support.messages import refused
 
 VOCAB, LANES, SEG_LEN = 23, 3, 5
@@ -87,29 +86,6 @@ def test_ignored_targets_cost_nothing(model_keys: dict[str, Any]) -> None:
     some = model(tokens, targets.masked_fill(hidden, IGNORE), valid_len, state=fresh_state(model)).nll
     assert (some[hidden] == 0).all()
     torch.testing.assert_close(some[~hidden], whole[~hidden], rtol=0, atol=1e-6)
-
-
-def test_adaptive_softmax_equals_its_definition() -> None:
-    """Token by token: the head, whose LAST column stands for the first cluster, then the cluster itself."""
-    bins = adaptive_bins(VOCAB, d_model=16, d_embed=16, cutoffs=CUTOFFS, div_val=2, tie_projections=None)
-    torch.manual_seed(0)
-    head = Softmax(bins, d_model=16).double()
-    for parameter in head.parameters():
-        torch.nn.init.normal_(parameter)
-    hidden = torch.randn(1, VOCAB, 16, dtype=torch.float64)
-    nll = head(hidden, torch.arange(VOCAB)[None]).nll[0]
-    edges = [0, *CUTOFFS, VOCAB]
-    for token in range(VOCAB):
-        cluster = sum(token >= cutoff for cutoff in CUTOFFS)
-        first, own = head.bins[0], head.bins[cluster]
-        rows = [hidden[0, token] @ part.projection for part in (first, own)]
-        logits = torch.cat([first.weight @ rows[0] + first.bias, first.cluster_weight @ rows[0] + first.cluster_bias])
-        if cluster == 0:
-            expected = logits.log_softmax(0)[token]
-        else:
-            in_cluster = (own.weight @ rows[1] + own.bias).log_softmax(0)
-            expected = logits.log_softmax(0)[-cluster] + in_cluster[token - edges[cluster]]
-        assert abs(nll[token] + expected) < 1e-12, token
 
 
 def test_tied_tables_are_one_parameter_and_projections_tie_one_by_one() -> None:
