@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,12 +11,11 @@ from torch import Tensor
 
 from dist_mem.config import ConfigError, load_config
 from dist_mem.engine.optimizer import parameter_groups
-from dist_mem.errors import UnusableError
-from dist_mem.hf.folder import load_pretrained
 from dist_mem.memory import memory_options
 from dist_mem.model import MemoryLM
 from dist_mem.nn.plain_attention import alibi_bias, alibi_slopes
-from tests.support.gpt2_models import LTM, SEG_LEN, VOCAB, build, fresh, gpt2_config, save_random_gpt2
+from tests.support.gpt2_models import LTM, SEG_LEN, VOCAB, build, fresh, gpt2_config
+from tests.support.llama_models import llama_config
 from tests.support.messages import refused
 
 COMPRESSIVE = {"kind": "compressive", "mem_len": SEG_LEN, "cmem_len": SEG_LEN, "compression_rate": 3}
@@ -59,13 +57,18 @@ def test_a_scaled_output_draws_all_other_weights_alike() -> None:
     assert all(torch.equal(0.25 * one[name], other[name]) for name in scaled)
 
 
-def test_residual_weights_begin_smaller_by_the_root_of_twice_the_layers() -> None:
-    model = build(gpt2_config(model={"d_model": 96, "num_heads": 4, "d_inner": 384}))
+@pytest.mark.parametrize("config", [gpt2_config, llama_config])
+def test_residual_weights_begin_smaller_by_the_root_of_twice_the_layers(config: Callable[..., Any]) -> None:
+    """And others have the spread of the configuration, norms are the identity; a head has no bias, a Llama none."""
+    model = build(config(model={"d_model": 96, "num_heads": 4, "d_inner": 384}))
     block = model.blocks[0]
     small = (block.memory.attention.output.weight, block.feed_forward.contract.weight)
     assert [round(weight.std().item() * 6**0.5, 3) for weight in small] == [0.02, 0.02]
     assert round(block.feed_forward.expand.weight.std().item(), 3) == 0.02
-    assert not any(name.startswith("head.") and "bias" in name for name, _ in model.named_parameters())
+    parameters = dict(model.named_parameters())
+    assert all((part == 1).all() for name, part in parameters.items() if name.endswith("norm.weight"))
+    biased = "head." if config is gpt2_config else ""
+    assert not any("bias" in name for name in parameters if name.startswith(biased))
 
 
 def test_one_dropout_mask_lies_on_attention_and_memory_together() -> None:
@@ -128,54 +131,25 @@ def test_only_alibi_knows_the_order_of_memory_rows() -> None:
         assert ((one - other).abs().max() > 1e-4) == ordered
 
 
-def small_folder(tmp_path: Path) -> tuple[Path, Any]:
-    """A folder, and a configuration that begins with its weights."""
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    save_random_gpt2(tmp_path)
-    return tmp_path, gpt2_config(model={"pretrained": str(tmp_path)})
-
-
-def test_what_is_no_gpt2_of_these_sizes_is_refused_by_file(tmp_path: Path) -> None:
-    folder, config = small_folder(tmp_path)
-
-    def check(config: Any, *named: str, vocab_size: int = VOCAB) -> None:
-        with refused(UnusableError, *named):
-            load_pretrained(build(config, vocab_size), config, vocab_size)
-
-    pretrained = {"pretrained": str(folder)}
-    other_sizes = gpt2_config(model={**pretrained, "num_layers": 2, "d_inner": 64})
-    check(other_sizes, "model.num_layers", "model.d_inner")
-    check(config, "vocab_size", vocab_size=66)
-    for memory in ({"kind": "none"}, {**LTM, "over": {"kind": "none"}}):
-        check(gpt2_config(memory, model=pretrained))
-    published = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for key, value in (("activation_function", "relu"), ("scale_attn_by_inverse_layer_idx", True)):
-        (folder / "config.json").write_text(json.dumps({**published, key: value}), encoding="utf-8")
-        check(config, "config.json", key)
-    (folder / "config.json").unlink()
-    check(config, "config.json")
-
-
-def test_a_damaged_weights_file_is_named(tmp_path: Path) -> None:
-    folder, config = small_folder(tmp_path)
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    with refused(UnusableError, "model.safetensors"):
-        load_pretrained(build(config), config, VOCAB)
-
-
-def test_configuration_errors_name_the_key() -> None:
-    gpt2 = "model.kind=gpt2"
-    for overrides, named in (
-        ([gpt2, "model.norm=post"], "model.norm"),
-        ([gpt2, "model.d_embed=8"], "model.d_embed"),
-        ([gpt2, "train.seg_len=2048"], "model.num_positions"),
-        ([gpt2, "eval.seg_len=2048"], "eval.seg_len"),
-        (["model.kind=gpt3"], "model.kind"),
-        (["model.pretrained=gpt2"], "model.pretrained"),
-    ):
-        with refused(ConfigError, named):
-            load_config(["train.steps=1", *overrides], memory_options=memory_options)
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("model.kind=gpt2 model.norm=post", "model.norm"),
+        ("model.kind=gpt2 model.d_embed=8", "model.d_embed"),
+        ("model.kind=gpt2 train.seg_len=2048", "model.num_positions"),
+        ("model.kind=gpt2 eval.seg_len=2048", "eval.seg_len"),
+        ("model.kind=gpt3", "model.kind"),
+        ("model.pretrained=gpt2", "model.pretrained"),
+        ("model.kind=llama model.norm=post", "model.norm"),
+        ("model.kind=llama model.num_kv_heads=3", "model.num_kv_heads"),
+        ("model.kind=llama model.d_head=5", "model.d_head"),
+        ("model.kind=llama train.seg_len=2048", "train.seg_len"),
+        ("model.rope_theta=5e5", "model.rope_theta"),
+    ],
+)
+def test_configuration_errors_name_the_key(override: str, key: str) -> None:
+    with refused(ConfigError, key):
+        load_config(["train.steps=1", *override.split()], memory_options=memory_options)
 
 
 def test_published_slopes_times_the_distance_are_the_bias() -> None:

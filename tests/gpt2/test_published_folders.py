@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
 from dist_mem.config import Config
 from dist_mem.errors import UnusableError
 from dist_mem.hf.folder import load_pretrained, read_published_config
 from dist_mem.hf.names import LAYOUTS
-from tests.support.gpt2_models import VOCAB, build, gpt2_config, save_random_gpt2
+from tests.support.gpt2_models import LTM, VOCAB, build, gpt2_config, save_random_gpt2
 from tests.support.llama_models import llama_config, save_random_llama
 from tests.support.messages import refused
 
@@ -23,6 +24,27 @@ WRONG: list[Any] = [
     *(None, True, "x", "", -1, 0, 0.0, 1.5, 10**400, -(10**400), float("nan"), float("inf")),
     *([], [1], [[]], {}, {"rope_theta": "x"}, {"rope_theta": 10**400}, {"rope_type": []}, {"type": 1}),
 ]
+ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+OTHER: dict[str, list[tuple[dict[str, Any], str]]] = {  # what is not computed here, and what the configuration has not
+    "gpt2": [
+        ({"activation_function": "relu"}, "activation_function"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+    ],
+    "llama": [
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"model_type": "mistral"}, "model_type"),
+        ({"rope_parameters": {**ROPE, "rope_type": "llama3", "factor": 8.0}}, "rope_parameters"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_scaling"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_parameters": {**ROPE, "rope_theta": 5e5}}, "model.rope_theta=500000.0"),
+        ({"rope_parameters": None, "rope_theta": 5e5}, "model.rope_theta=500000.0"),
+        ({"rms_norm_eps": 1e-5, "num_key_value_heads": 4}, "model.num_kv_heads=4 model.norm_eps=1e-05"),
+        ({"tie_word_embeddings": True}, "model.tie_embeddings"),
+        ({"model_type": "qwen2"}, "model.qkv_bias=true"),
+    ],
+}
 
 
 class Published(NamedTuple):
@@ -33,8 +55,9 @@ class Published(NamedTuple):
     def rewrite(self, name: str, content: Any) -> None:
         (self.folder / name).write_text(json.dumps(content), encoding="utf-8")
 
-    def load(self) -> None:
-        load_pretrained(build(self.config), self.config, VOCAB)
+    def load(self, vocab_size: int = VOCAB, **blocks: Any) -> None:
+        config = OmegaConf.merge(self.config, blocks)
+        load_pretrained(build(config, vocab_size), config, vocab_size)
 
 
 @pytest.fixture(params=LAYOUTS)
@@ -45,6 +68,36 @@ def published(request: pytest.FixtureRequest, tmp_path: Path) -> Published:
     save(folder)
     config = (llama_config if request.param == "llama" else gpt2_config)(model={"pretrained": str(folder)})
     return Published(folder, config, json.loads((folder / "config.json").read_text(encoding="utf-8")))
+
+
+def test_folders_of_another_computation_or_of_other_sizes_are_refused_by_key(published: Published) -> None:
+    for change, named in OTHER[published.config.model.kind]:
+        published.rewrite("config.json", {**published.content, **change})
+        with refused(UnusableError, "config.json", named):
+            published.load()
+    published.rewrite("config.json", published.content)
+    with refused(UnusableError, "model.num_layers", "model.d_inner"):
+        published.load(model={"num_layers": 2, "d_inner": 64})
+    with refused(UnusableError, "vocab_size"):
+        published.load(vocab_size=VOCAB - 1)
+
+
+@pytest.mark.parametrize("memory", [{"kind": "none"}, {**LTM, "over": {"kind": "none"}}])
+@pytest.mark.parametrize("published", ["gpt2"], indirect=True)
+def test_a_memory_with_relative_positions_is_refused_with_weights_of_gpt2(published: Published, memory: Any) -> None:
+    with refused(UnusableError, "memory"):
+        published.load(memory=memory)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_missing_or_damaged_file_is_named(published: Published, name: str) -> None:
+    path = published.folder / name
+    path.write_bytes(path.read_bytes()[:100])
+    with refused(UnusableError, name):
+        published.load()
+    path.unlink()
+    with refused(UnusableError, name):
+        published.load()
 
 
 def test_values_of_every_type_are_read_or_refused_by_key(published: Published) -> None:
@@ -84,6 +137,11 @@ def test_names_in_an_index_are_files_of_the_folder(published: Published) -> None
         published.rewrite(index, content)
         with pytest.raises(UnusableError, match=index):
             published.load()
+    *others, last = tensors
+    files = {**dict.fromkeys(others, "model-1.safetensors"), last: "model-2.safetensors"}
+    published.rewrite(index, {"weight_map": files})
+    with refused(UnusableError, "model-2.safetensors"):
+        published.load()
     published.rewrite(index, {"weight_map": dict.fromkeys(tensors, "model-1.safetensors")})
     published.load()
 
