@@ -13,36 +13,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from dist_mem.memory import build_memory
-from dist_mem.memory.base import MemoryOutput
 from dist_mem.memory.infinite import Infinite
-from tests.memory.test_infinite_parity import layer_spec
+from tests.memory.test_infinite import D_HEAD, LANES, NUM_HEADS, SEG_LEN, SMALL, WIDTH, memory_of, read, segments
 
-WIDTH, NUM_HEADS, D_HEAD, SEG_LEN, LANES, SEGMENTS = 8, 2, 4, 6, 2, 4
-NUM_BASIS, NUM_SAMPLES, WIDTHS, TAU, RIDGE = 16, 12, (0.05, 0.1), 0.5, 0.1
+NUM_BASIS, NUM_SAMPLES, WIDTHS, TAU, RIDGE = (
+    SMALL[name] for name in ("num_basis", "num_samples", "basis_widths", "tau", "ridge")
+)
 KL_WEIGHT, PRIOR_STD, FLOOR = 0.3, 0.2, 1e-4
 OPTIONS: dict[str, Any] = {
-    "num_basis": NUM_BASIS, "num_samples": NUM_SAMPLES, "basis_widths": list(WIDTHS), "tau": TAU, "ridge": RIDGE,
     "kl_weight": KL_WEIGHT, "prior_std": PRIOR_STD, "variance_floor": FLOOR, "padding": "none",
     "over": {"kind": "causal"},
 }  # fmt: skip
+SEGMENTS = segments(4)
 PRINTED = {"density_bias": True, "projections": "heads", "kl_heads": "sum"}  # as the paper prints it
-
-
-def memory_of(**options: Any) -> Infinite:
-    """In float64, with large weights, layer norm and biases too."""
-    spec = layer_spec(d_model=WIDTH, num_heads=NUM_HEADS, d_head=D_HEAD, seg_len=SEG_LEN)
-    memory = build_memory({"kind": "infinite", **OPTIONS, **options}, spec)
-    torch.manual_seed(0)
-    for parameter in memory.parameters():
-        torch.nn.init.normal_(parameter, std=0.7)
-    assert isinstance(memory, Infinite)
-    return memory.double()
-
-
-def segments() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(LANES, SEG_LEN, WIDTH, generator=generator, dtype=torch.float64) for _ in range(SEGMENTS)]
 
 
 def centres_and_widths() -> list[tuple[float, float]]:
@@ -128,14 +111,6 @@ class Written:
         return z, KL_WEIGHT * (total if self.options.kl_heads == "sum" else total / NUM_HEADS)
 
 
-def run(memory: Infinite) -> list[MemoryOutput]:
-    state, outputs = memory.init_state(torch.arange(LANES), "cpu", torch.float64), []
-    for x in segments():
-        outputs.append(memory(x, state, torch.full((LANES,), SEG_LEN)))
-        state = outputs[-1].state
-    return outputs
-
-
 def upstream(number: int) -> Tensor:
     generator = torch.Generator().manual_seed(number)
     return torch.randn(LANES, SEG_LEN, WIDTH, generator=generator, dtype=torch.float64)
@@ -144,16 +119,15 @@ def upstream(number: int) -> Tensor:
 def written_loss(memory: Infinite) -> Tensor:
     """The loss of all segments by the equations; the signal that an update contracts has no gradient."""
     written, loss = Written(memory), torch.zeros((), dtype=torch.float64)
-    inputs = segments()
     for lane in range(LANES):
         signal: Tensor | None = None
-        for number, x in enumerate(inputs):
+        for number, x in enumerate(SEGMENTS):
             empty = memory.over.init_state(torch.arange(LANES), "cpu", torch.float64)
             below = memory.over(x, empty, torch.full((LANES,), SEG_LEN))
             y = below.y[lane]
             if number > 0:
                 past = None if signal is None else signal.detach()
-                signal = written.appended(past, written.entering(inputs[number - 1][lane]))
+                signal = written.appended(past, written.entering(SEGMENTS[number - 1][lane]))
                 z, kl = written.reading(signal, below.query[:, lane])
                 y, loss = y + z, loss + kl
             loss = loss + (y * upstream(number)[lane]).sum()
@@ -166,11 +140,12 @@ def written_loss(memory: Infinite) -> Tensor:
     ids=str,
 )
 def test_losses_and_gradients_are_those_of_the_equations(options: dict[str, Any]) -> None:
-    memory = memory_of(**options)
-    loss = sum(
-        ((output.y * upstream(number)).sum() + output.aux["kl"].sum() for number, output in enumerate(run(memory))),
-        start=torch.zeros((), dtype=torch.float64),
-    )
+    memory = memory_of(**OPTIONS, **options)
+    losses = [
+        (output.y * upstream(number)).sum() + output.aux["kl"].sum()
+        for number, output in enumerate(read(memory, SEGMENTS))
+    ]
+    loss = torch.stack(losses).sum()
     names, parameters = zip(*memory.named_parameters(), strict=True)
     found = torch.autograd.grad(loss, parameters)
     expected_loss = written_loss(memory)
