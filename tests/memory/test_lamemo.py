@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dist_mem.config import Config, ModelConfig, TrainConfig
 from dist_mem.memory.base import named_tensors
 from dist_mem.memory.lamemo import State
-from dist_mem.memory.parts.look_ahead import LookAheadAttention, Past, refresh_weights, visible_ahead
+from dist_mem.memory.parts.look_ahead import LookAheadAttention, Past, visible_ahead
 from dist_mem.model import LMState, MemoryLM
 from dist_mem.nn.layers import newest_rows, sinusoid_table, visible_keys
 from tests.support.messages import refused
@@ -133,14 +133,14 @@ class Refresh:
         attended, refreshed = self.attention(self.x, self.past, visible, ahead)
         return attended.y.unflatten(-1, (self.num_heads, self.d_head)), refreshed.past
 
-    def looped(self, lane: int, row: int, head: int) -> tuple[Tensor, float]:
+    def looped(self, lane: int, row: int, head: int) -> tuple[Tensor, Tensor]:
         """New C (K,) and s of one memory row, from the formulas."""
         part = slice(head * self.d_head, (head + 1) * self.d_head)
         weights, attention = self.attention.key_value.weight.chunk(2), self.attention
         v = attention.ahead_bias if self.options["disentangled"] else attention.position_bias
         query = attention.query.weight[part] @ self.x[lane, row]
-        old_context, old_sum = self.past.context[lane, row, head], self.past.log_sum[lane, row, head].item()
-        scores, values = [], []
+        old_context, old_sum = self.past.context[lane, row, head], self.past.log_sum[lane, row, head]
+        found, values = [], []
         for key in range(self.mem_len - int(self.window_len[lane]) + 1, self.mem_len + 1):
             if key <= row or row < self.mem_len - int(self.length[lane]):
                 continue
@@ -148,21 +148,20 @@ class Refresh:
             signed = torch.tensor([distance if self.options["disentangled"] else -distance])
             position = attention.position.weight[part] @ sinusoid_table(signed, self.x.shape[-1], torch.float64)[0]
             content = (query + attention.content_bias[head]) @ (weights[0][part] @ self.x[lane, key])
-            scores.append(((content + (query + v[head]) @ position) / math.sqrt(self.d_head)).item())
+            found.append((content + (query + v[head]) @ position) / math.sqrt(self.d_head))
             values.append(weights[1][part] @ self.x[lane, key])
-        if not scores:
+        if not found:
             return old_context, old_sum
-        ahead_sum = math.log(sum(math.exp(score) for score in scores))
-        looking = sum(math.exp(score - ahead_sum) * value for score, value in zip(scores, values, strict=True))
+        scores = torch.stack(found)
+        looking, ahead_sum = scores.softmax(0) @ torch.stack(values), scores.logsumexp(0)
         if not self.options["interpolation"]:
             return looking, ahead_sum
-        largest = max(old_sum, ahead_sum)
-        old, ahead = math.exp(old_sum - largest), math.exp(ahead_sum - largest)
+        largest = torch.maximum(old_sum, ahead_sum)
+        old, ahead = (old_sum - largest).exp(), (ahead_sum - largest).exp()
         alpha = old / (old + ahead + self.options.get("epsilon", 0.0))
-        return alpha * old_context + (1 - alpha) * looking, math.log(math.exp(old_sum) + math.exp(ahead_sum))
+        return alpha * old_context + (1 - alpha) * looking, torch.logaddexp(old_sum, ahead_sum)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(("mem_len", "seg_len"), [(4, 4), (8, 4), (7, 3), (3, 4), (10, 3), (5, 1), (2, 4)])
 @pytest.mark.parametrize(
     "options",
@@ -178,15 +177,23 @@ class Refresh:
     ids=str,
 )
 def test_refresh_equals_explicit_loops(mem_len: int, seg_len: int, options: dict[str, Any]) -> None:
-    """Memories longer and shorter than a segment, lanes partly filled, windows of less than a segment."""
+    """With gradients: memories longer and shorter than a segment, lanes partly filled, windows less than a segment."""
     case = Refresh(mem_len, seg_len, **options)
     contexts, past = case.computed()
     assert torch.equal(past.context, contexts[:, -mem_len:])
+    looped = torch.empty_like(contexts[:, :mem_len])
     for lane, row, head in np.ndindex(case.num_lanes, mem_len, case.num_heads):
-        context, log_sum = case.looped(lane, row, head)
-        torch.testing.assert_close(contexts[lane, row, head], context, rtol=0, atol=1e-9)
+        looped[lane, row, head], log_sum = case.looped(lane, row, head)
         if row >= seg_len:  # otherwise it has left the memory
-            assert abs(past.log_sum[lane, row - seg_len, head].item() - log_sum) <= 1e-9
+            assert (past.log_sum[lane, row - seg_len, head] - log_sum).abs() <= 1e-9
+    torch.testing.assert_close(contexts[:, :mem_len], looped, rtol=0, atol=1e-9)
+    learned = {name: part for name, part in case.attention.named_parameters() if not name.startswith("output")}
+    found, expected = (
+        torch.autograd.grad(part.sin().sum(), list(learned.values()), allow_unused=True, materialize_grads=True)
+        for part in (contexts[:, :mem_len], looped)
+    )
+    for name, one, other in zip(learned, found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-9, msg=name)
 
 
 @torch.no_grad()
@@ -269,28 +276,6 @@ def test_dropout_of_probabilities_leaves_alpha_and_the_sums() -> None:
     assert (alpha.amax(-1) - alpha.amin(-1)).abs().max() < 1e-9, "one alpha for each row, lane and head"
     assert (alpha[3] < 1 - 1e-6).all() and (alpha[0] == 1).all()
     assert not dropped[:, 8:].any() and contexts[:, 8:].all()
-
-
-def test_epsilon_is_in_alpha_and_its_gradient() -> None:
-    """Against eq. 11 with sums of exponentials, in float64; a row without a visible key keeps its context."""
-    generator = torch.Generator().manual_seed(0)
-    log_sum = torch.randn(2, 3, 5, generator=generator, dtype=torch.float64)
-    scores = torch.randn(2, 3, 5, 4, generator=generator, dtype=torch.float64, requires_grad=True)
-    visible = torch.rand(3, 5, 4, generator=generator) < 0.6
-    visible[0, 2:] = False
-    weights, new_sum = refresh_weights(log_sum, scores, visible, interpolation=True, epsilon=0.25)
-    sums = torch.where(visible, scores.exp(), 0.0)
-    ahead, old = sums.sum(-1, keepdim=True), log_sum.exp()[..., None]
-    epsilon = torch.where(visible.any(-1, keepdim=True), 0.25, 0.0) * torch.maximum(old, ahead)
-    alpha = old / (old + ahead + epsilon)
-    expected = torch.cat([alpha, (1 - alpha) * sums / ahead.clamp(min=1e-300)], dim=-1)
-    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
-    torch.testing.assert_close(new_sum, (old + ahead).log()[..., 0].detach(), rtol=0, atol=1e-12)
-    assert (weights[:, 0, 2:, 0] == 1).all()
-    upstream = torch.randn(weights.shape, generator=generator, dtype=torch.float64)
-    (found,) = torch.autograd.grad((weights * upstream).sum(), scores)
-    (wanted,) = torch.autograd.grad((expected * upstream).sum(), scores)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
 @torch.no_grad()
