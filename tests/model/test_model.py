@@ -88,13 +88,6 @@ def test_ignored_targets_cost_nothing(model_keys: dict[str, Any]) -> None:
     torch.testing.assert_close(some[~hidden], whole[~hidden], rtol=0, atol=1e-6)
 
 
-def test_tied_tables_are_one_parameter_and_projections_tie_one_by_one() -> None:
-    model = build(small_config(adaptive=AdaptiveConfig(CUTOFFS, div_val=2, tie_projections=[False, True, True, False])))
-    pairs = list(zip(model.embedding.bins, model.head.bins, strict=True))
-    assert all(embedding.weight is logits.weight for embedding, logits in pairs)
-    assert [embedding.projection is logits.projection for embedding, logits in pairs] == [False, True, True, False]
-
-
 def test_initial_weights_have_the_configured_spread() -> None:
     model = build(small_config(d_model=64, d_inner=256, init_std=0.02))
     for name, parameter in model.named_parameters():
