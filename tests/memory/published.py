@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dist_mem.nn.layer_spec import LayerSpec
@@ -25,6 +26,10 @@ def layer_spec(**sizes: Any) -> LayerSpec:
         "clamp_len": None, "same_length": False, "seed": 0,
     }  # fmt: skip
     return LayerSpec(**given | sizes)
+
+
+def rms(x: Tensor, gain: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], gain, 1e-6)
 
 
 class Vectors:

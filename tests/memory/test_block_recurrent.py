@@ -17,7 +17,7 @@ from torch import Tensor
 from dist_mem.memory.base import detached, select_lanes
 from dist_mem.memory.block_recurrent import BlockRecurrent, State
 from dist_mem.memory.parts.state_cell import buckets
-from tests.memory.published import Vectors, layer_spec, names_in
+from tests.memory.published import Vectors, layer_spec, names_in, rms
 from tests.support.messages import refused
 from tests.support.paths import GOLDEN
 
@@ -146,10 +146,6 @@ class Published(Vectors):
             self.assert_equal(state.values.transpose(1, 2), f"{prefix}/previous_values_test")
             self.assert_equal(state.recurrent, f"{prefix}/recurrent_state_test")
             self.assert_gradients(loss.mean(), f"{seg}/grad")
-
-
-def rms(x: Tensor, gain: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * gain
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -19,7 +19,7 @@ from dist_mem.memory.memorizing import Memorizing, State
 from dist_mem.memory.parts.stored_rows import Store, largest, nearest, pick, read_rows, spans_of, weigh, write
 from dist_mem.nn.layer_spec import LayerSpec
 from dist_mem.nn.unit_attention import buckets
-from tests.memory.published import Vectors, layer_spec, names_in
+from tests.memory.published import Vectors, layer_spec, names_in, rms
 from tests.support.messages import refused
 from tests.support.parity import assert_close
 from tests.support.paths import GOLDEN
@@ -105,10 +105,6 @@ class Backbone(Vectors):
             self.assert_equal(ours.flatten(0, 1), f"seg{number}/{DATABASE}/{name}")
         counts = self.tensor(f"seg{number}/{DATABASE}/database_index").view(2, 3)
         assert torch.equal(store.num_written[:, None].expand(2, 3), counts.long())
-
-
-def rms(x: Tensor, gain: Tensor) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], gain, 1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -18,11 +18,11 @@ from dist_mem.memory.titans import State, Titans
 from dist_mem.nn.layer_spec import LayerSpec, LlamaSpec
 from tests.memory.published import Vectors, layer_spec, names_in
 from tests.support.messages import refused
+from tests.support.parity import assert_close
 from tests.support.paths import GOLDEN
 
 NAMES = names_in(GOLDEN / "titans")
 VARIANTS = {"lmm": "alone", "mac": "context", "mag": "gate", "mal": "layer"}
-TOLERANCE = 1e-10  # of the largest entry
 
 
 def spec(given: dict[str, Any], *, norm: str = "post") -> LayerSpec:
@@ -82,11 +82,6 @@ class Layer(Vectors):
         found.update({f"S_{index}": part for index, part in enumerate(state.momentum)})
         found.update(zip(("tail_q", "tail_k", "tail_v"), state.tail.split(d_model, dim=-1), strict=True))
         return {**found, "rows": state.rows}
-
-
-def relative_error(ours: Tensor, golden: Tensor) -> float:
-    golden = golden.detach()
-    return float((ours.detach() - golden).abs().max() / golden.abs().max().clamp(min=1e-12))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -177,7 +172,7 @@ def test_chunks_equal_the_recurrence(chunk_len: int, depth: int, limit: float | 
         second = torch.autograd.grad(torch.stack([part.square().sum() for part in first]).sum(), asked)
         results.append([read, *new, *speed, *first, *second])
     for ours, theirs in zip(*results, strict=True):
-        assert relative_error(ours, theirs) <= TOLERANCE
+        assert_close(ours, theirs, "the recurrence")
 
 
 def test_a_limit_of_the_gradient_keeps_weights_finite_under_any_step() -> None:
@@ -212,7 +207,7 @@ def test_any_cut_at_chunks_gives_the_same_outputs(variant: str) -> None:
             rows.append(output.y)
         outputs.append(torch.cat(rows, dim=1))
     for other in outputs[1:]:
-        assert relative_error(other, outputs[0]) <= TOLERANCE
+        assert_close(other, outputs[0], "another cut")
 
 
 def test_variants_keep_only_what_they_need() -> None:
