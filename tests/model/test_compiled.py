@@ -20,6 +20,7 @@ from dist_mem.model import LMOutput, MemoryLM
 from dist_mem.nn.layers import Dropout
 from tests.support.compiled_blocks import TRACED, forget_graphs, num_graphs, without_inductor
 from tests.support.contract_cases import CASES, case_params, subject
+from tests.support.paths import PACKAGE
 
 pytestmark = TRACED
 
@@ -112,6 +113,13 @@ def test_dropout_draws_the_words_of_torchs_generator() -> None:
     torch.manual_seed(5)
     assert torch.equal(dropout(x), kept / 0.75)
     assert dropout.eval()(x) is x and Dropout(0.0)(x) is x
+
+
+@pytest.mark.parametrize("folder", ["memory", "nn"])
+def test_no_memory_or_layer_calls_replace(folder: str) -> None:
+    """`_replace` of named tuples, which torch 2.11 compiles wrongly."""
+    files = sorted((PACKAGE / folder).rglob("*.py"))
+    assert files and not [path for path in files if "._replace(" in path.read_text(encoding="utf-8")]
 
 
 def test_torchs_compiler_is_not_imported_with_a_model() -> None:

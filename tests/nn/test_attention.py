@@ -17,7 +17,6 @@ from dist_mem.model import MemoryLM
 from dist_mem.nn import chunked_attention, fused_attention
 from dist_mem.nn.attention import BACK_ENDS, attend, choose, masked, simple_scores
 from dist_mem.nn.attention_inputs import Inputs, Relative, Visible, visible_keys
-from dist_mem.nn.chunked_attention import log_sum_exp
 from dist_mem.nn.layers import RelativeAttention, describe_attention
 from dist_mem.nn.rotary_attention import attention_of, rotate
 from tests.support.contract_cases import accepted, case_params, small_model, subject
@@ -112,11 +111,6 @@ def test_log_sums_of_chunks_and_their_gradient_equal_the_simple_ones() -> None:
     wanted = torch.autograd.grad(rows[:, sees].sum() + (3.0 * log_sum[:, sees]).sum(), learned)
     for one, other in zip(found, wanted, strict=True):
         assert one is not None and close(one, other, torch.float64)
-
-
-def test_log_sum_from_weights_is_that_of_the_scores() -> None:
-    scores = masked(simple_scores(drawn(torch.float64, relative=True)), drawn(torch.float64, relative=True).visible)
-    assert close(log_sum_exp(scores, scores.softmax(-1)), scores.logsumexp(-1), torch.float64)
 
 
 @pytest.mark.parametrize("sizes", [(9, 4, None, 2), (6, 10, 0, 4), (5, 5, -1, None), (8, 3, 3 - 8 - 1, None)])

@@ -50,6 +50,13 @@ def both_ways(case: tuple[bool, int], dtype: torch.dtype) -> tuple[list[Tensor],
     return values_and_gradients(fused, inputs), values_and_gradients(plain, inputs)
 
 
+def assert_close(case: tuple[bool, int], dtype: torch.dtype) -> None:
+    epsilon = torch.finfo(dtype).eps
+    for one, other in zip(*both_ways(case, dtype), strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=4 * epsilon, atol=16 * epsilon)
+
+
 def allow_logits(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Keep no probabilities, and compute at most this many logits at a time."""
     monkeypatch.setattr(cross_entropy, "KEPT", 0)
@@ -59,8 +66,7 @@ def allow_logits(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 @every_case
 @every_dtype
 def test_kept_whole_it_has_the_bits_of_plain_operations(case: tuple[bool, int], dtype: torch.dtype) -> None:
-    found, expected = both_ways(case, dtype)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(*both_ways(case, dtype), strict=True))
 
 
 @every_case
@@ -70,11 +76,7 @@ def test_in_chunks_it_equals_plain_operations(
     case: tuple[bool, int], dtype: torch.dtype, rows_at_a_time: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allow_logits(monkeypatch, rows_at_a_time * (COLUMNS + case[1]))
-    found, expected = both_ways(case, dtype)
-    epsilon = torch.finfo(dtype).eps
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == other.dtype
-        torch.testing.assert_close(one, other, rtol=4 * epsilon, atol=16 * epsilon)
+    assert_close(case, dtype)
 
 
 @every_case
@@ -86,11 +88,7 @@ def test_kernels_of_gpus_equal_plain_operations(
     monkeypatch.setattr(cross_entropy, "_has_kernels", lambda rows: True)
     monkeypatch.setattr(cross_entropy, "_compiled", lambda function: function)
     allow_logits(monkeypatch, rows_at_a_time * (COLUMNS + case[1] + 7))
-    found, expected = both_ways(case, torch.bfloat16)
-    epsilon = torch.finfo(torch.bfloat16).eps
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == other.dtype
-        torch.testing.assert_close(one, other, rtol=4 * epsilon, atol=16 * epsilon)
+    assert_close(case, torch.bfloat16)
 
 
 def test_chunks_bound_the_logits_that_stand_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
