@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,24 +29,29 @@ Pool = Callable[[int], RankPool]
 Delivered = dict[int, list[Batch]]  # by step
 
 
+@contextmanager
+def planted_spike(at: int | None) -> Iterator[None]:
+    """The loss of the update that is judged `at` so many updates were judged counts as a spike, once."""
+    judged: list[float] = []
+
+    def judge(self: Divergence, loss: float) -> str | None:
+        judged.append(loss)
+        return "the loss is a planted spike" if len(judged) == at else None
+
+    with mock.patch.object(Divergence, "judge", judge):
+        yield
+
+
 def train_recording(world: World, config: Path, changes: list[str], diverges_at: int | None = None) -> Delivered:
     """Train, and return what this rank's Feed delivered for each step, the last time it was made."""
     delivered: Delivered = {}
-    train_step, diverged = loop.train_step, list[int]()
+    train_step = loop.train_step
 
     def recording(context: Any, state: Any, update: Any, *arguments: Any, **options: Any) -> Any:
         delivered[state.step + 1] = update.batches
-        step.append(state.step + 1)
         return train_step(context, state, update, *arguments, **options)
 
-    def judge(self: Divergence, loss: float) -> str | None:
-        if step[-1] == diverges_at and not diverged:
-            diverged.append(step[-1])
-            return "the loss is a planted spike"
-        return None
-
-    step: list[int] = []
-    with mock.patch.object(loop, "train_step", recording), mock.patch.object(Divergence, "judge", judge):
+    with mock.patch.object(loop, "train_step", recording), planted_spike(diverges_at):
         assert train_here(world, config, changes) == 0
     return delivered
 

@@ -19,9 +19,9 @@ from dist_mem.recompute.compare_step import recompute_step, refuse_other_machine
 from dist_mem.recompute.recompute import Recomputed, change_within
 from dist_mem.runtime.distributed import World
 from dist_mem.tracking.log import METRICS_FILE, read_points
-from dist_mem.training.divergence import Divergence
 from dist_mem.training.history import read_history
 from tests.data.test_curriculum import make_data
+from tests.recompute.test_batch import planted_spike
 from tests.support.forked_ranks import Program
 from tests.support.jobs import finish, logged_steps, run_ranks, start_ranks, train_here, write_config
 from tests.support.limits import limit, wait_until
@@ -60,14 +60,7 @@ def found_by(world: World, run_dir: Path, step: int) -> tuple[int, Recomputed, l
 
 
 def train_diverging(world: World, config: Path, at: int) -> int:
-    """Train; the loss of the update that is judged `at` so many updates were judged counts as a spike, once."""
-    judged: list[float] = []
-
-    def judge(self: Divergence, loss: float) -> str | None:
-        judged.append(loss)
-        return "the loss is a planted spike" if len(judged) == at else None
-
-    with mock.patch.object(Divergence, "judge", judge):
+    with planted_spike(at):
         return train_here(world, config)
 
 
