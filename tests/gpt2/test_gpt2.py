@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from dist_mem.config import ConfigError, load_config
-from dist_mem.engine.optimizer import parameter_groups
 from dist_mem.memory import memory_options
 from dist_mem.model import MemoryLM
 from dist_mem.nn.plain_attention import alibi_bias, alibi_slopes
@@ -19,7 +18,6 @@ from tests.support.llama_models import llama_config
 from tests.support.messages import refused
 
 COMPRESSIVE = {"kind": "compressive", "mem_len": SEG_LEN, "cmem_len": SEG_LEN, "compression_rate": 3}
-LTM_ONLY = r"\.memory\.(?!over\.)"  # docs/howto/gpt2.md
 
 
 def log_probs_of_segments(model: MemoryLM, num_segments: int = 4) -> list[Tensor]:
@@ -88,19 +86,6 @@ def test_one_dropout_mask_lies_on_attention_and_memory_together() -> None:
     share = (dropped[1] == 0).float().mean()
     assert 0.4 < share < 0.6
     assert torch.equal(dropped[1][dropped[1] != 0], 2 * given[1][dropped[1] != 0])
-
-
-def test_two_learning_rates_split_the_model_at_the_memory() -> None:
-    """The group of docs/howto/gpt2.md takes exactly the long-term memory's parameters."""
-    model = build(gpt2_config(LTM))
-    config = gpt2_config(LTM, optimizer={"lr": 5e-5, "groups": [{"param_regex": LTM_ONLY, "lr": 2.5e-4}]})
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = parameter_groups(model, config.optimizer)
-    fast = {names[id(part)] for group in groups if group["lr"] == 2.5e-4 for part in group["params"]}
-    plain = {name.replace("memory.", "memory.over.") for name, _ in build(gpt2_config()).named_parameters()}
-    assert fast == set(names.values()) - plain
-    assert fast
-    assert {group["lr"] for group in groups} == {5e-5, 2.5e-4}
 
 
 def test_alibi_beyond_the_segment_begins_as_plain_gpt2() -> None:

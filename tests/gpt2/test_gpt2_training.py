@@ -18,7 +18,7 @@ from dist_mem.generation.text_scores import score
 from dist_mem.hf.names import take_published
 from dist_mem.runtime.distributed import World
 from tests.support import llama_models
-from tests.support.gpt2_models import LTM, SIZES, build, fresh, save_random_gpt2
+from tests.support.gpt2_models import LTM, SIZES, build, save_random_gpt2
 from tests.support.jobs import checkpoint_content, difference, losses, train_here, write_config
 from tests.support.ranks import RankPool
 from tests.support.tiny import run_steps, tiny_config, tiny_job
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 BYTES = 257  # tokens of the tokenizer that `build_books` takes
-LTM_ONLY = r"\.memory\.(?!over\.)"
+LTM_ONLY = r"\.memory\.(?!over\.)"  # docs/howto/gpt2.md
 MODEL = {"kind": "gpt2", **SIZES}
 STICKY = {**LTM, "sampling": "sticky"}
 MEMORY = {**STICKY, "num_samples": 32}  # of runs in segments of 16
@@ -127,28 +127,18 @@ def test_training_only_the_memory_leaves_gpt2_as_it_was(
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     untrained = build(load_model(tmp_path / "run").config, BYTES).state_dict()
     moved = [name for name in own if not torch.equal(after[name], untrained[name.removeprefix("memory.")])]
-    assert {name.split(".")[4] for name in moved} == {"gate", "densities", "key", "value", "output"}
+    assert set(moved) == own
 
 
-def test_an_export_opens_in_transformers_and_begins_another_run(
+def test_an_export_for_transformers_begins_another_run(
     tmp_path: Path, books: Path, folder: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     memory = {"memory": {"kind": "causal"}, "optimizer": {"groups": []}}
     write(tmp_path / "first.yaml", books, tmp_path / "first", folder, **memory)
     assert rank_pool(1).run(train_here, tmp_path / "first.yaml", ["train.steps=3"]) == [0]
     hf = tmp_path / "hf"
     assert export(tmp_path / "first", out=hf, layout="transformers") == 0
     trained = load_model(tmp_path / "first")
-    opened = AutoModelForCausalLM.from_pretrained(hf).eval()
-    assert type(opened).__name__ == "GPT2LMHeadModel"
-    tokens = torch.randint(0, BYTES, (2, 16), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        expected = opened(tokens).logits.log_softmax(-1)
-        found, _ = trained.model.log_probs(tokens, torch.full((2,), 16), state=fresh(trained.model, 2))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-
     write(tmp_path / "second.yaml", books, tmp_path / "second", hf, **memory)
     assert rank_pool(1).run(train_here, tmp_path / "second.yaml", ["train.steps=1", "optimizer.lr=1e-12"]) == [0]
     second = load_model(tmp_path / "second").model

@@ -30,11 +30,13 @@ transformers: Any = pytest.importorskip("transformers", reason="transformers is 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 3
 SEG_LEN = 16
 LLAMA = {**llama_models.SIZES, "kind": "llama"}
+WITHOUT = {"memory": {"kind": "causal"}, "train": {"seg_len": 60}}
 CACHE = {"kind": "transformer_xl", "mem_len": SEG_LEN}
 MODELS: dict[str, dict[str, Any]] = {  # by the class that transformers makes of them
     "MemoryGPT2": {"model": {"kind": "gpt2", **SIZES}, "memory": {**LTM, "sampling": "sticky"}},
     "MemoryQwen2": {"model": {**LLAMA, "qkv_bias": True}, "memory": {**llama_models.LTM, "over": CACHE}},
-    "LlamaForCausalLM": {"model": LLAMA, "memory": {"kind": "causal"}, "train": {"seg_len": 60}},
+    "GPT2LMHeadModel": {"model": {"kind": "gpt2", **SIZES, "num_positions": 64}, **WITHOUT},
+    "LlamaForCausalLM": {"model": LLAMA, **WITHOUT},
 }
 Folders = Callable[[str], tuple[Path, Path]]
 

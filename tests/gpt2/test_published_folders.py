@@ -56,7 +56,7 @@ class Published(NamedTuple):
         (self.folder / name).write_text(json.dumps(content), encoding="utf-8")
 
     def load(self, vocab_size: int = VOCAB, **blocks: Any) -> None:
-        config = OmegaConf.merge(self.config, blocks)
+        config: Any = OmegaConf.merge(self.config, blocks)
         load_pretrained(build(config, vocab_size), config, vocab_size)
 
 

@@ -56,14 +56,6 @@ def test_types_are_those_of_the_newest_marker_for_any_segments(sizes: list[int])
     assert torch.cat(found, dim=1).tolist() == [looped(row) for row in tokens.tolist()]
 
 
-def test_an_idle_lane_keeps_its_type() -> None:
-    types = TokenTypes(configured(), 12)
-    state = types(torch.tensor([[0, 1, 7], [7, 2, 0]]), torch.tensor([3, 3]), types.init_state(2, "cpu")).state
-    assert state.current.tolist() == [1, 2] and state.newest.tolist() == [[0, 1, 7], [7, 2, 0]]
-    after = types(torch.tensor([[2, 0, 0], [2, 0, 0]]), torch.tensor([0, 2]), state).state
-    assert after.current.tolist() == [1, 2] and after.newest.tolist() == [[0, 1, 7], [0, 2, 0]]
-
-
 def test_they_are_embedded_as_in_hugging_faces_gpt2(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     theirs = save_random_gpt2(tmp_path)

@@ -1,4 +1,4 @@
-"""Llamas with memories: the contract, FLOPs, initial weights, folders, exports, and what is refused."""
+"""Llamas with memories: the contract, FLOPs, and memories that are refused."""
 
 from __future__ import annotations
 
@@ -7,14 +7,8 @@ import pytest
 from tests.estimate.test_flops import check_small
 from tests.support.contract_cases import check_rules
 from tests.support.gpt2_models import build
-from tests.support.llama_models import (
-    CASES,
-    llama_config,
-    llama_subject,
-)
+from tests.support.llama_models import CASES, llama_config, llama_subject
 from tests.support.messages import refused
-
-TEXT = "It was the best of times, it was the worst of times."
 
 
 @pytest.mark.parametrize("case", CASES)
