@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from dist_mem.runtime.distributed import World
 from tests.engine.test_memory_zero import ADAM, TRAIN
 from tests.support.compiled_blocks import TRACED, num_graphs, without_inductor
 from tests.support.contract_cases import CASES
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 from tests.support.tiny import full_parameters, run_steps, tiny_config, tiny_job
 
 pytestmark = [pytest.mark.ranks, *TRACED]
@@ -61,9 +60,7 @@ PRODUCT = [
 
 
 @pytest.mark.parametrize(("case", "train", "stage"), PRODUCT)
-def test_compiled_blocks_train_as_others(
-    rank_pool: Callable[[int], RankPool], case: str, train: dict[str, Any], stage: int
-) -> None:
+def test_compiled_blocks_train_as_others(rank_pool: Pools, case: str, train: dict[str, Any], stage: int) -> None:
     """Dropout included. Gradients of parameters that blocks share are summed in another order."""
     plain = rank_pool(2).run(trained, case, stage, train)
     compiled = rank_pool(2).run(trained, case, stage, {**train, "compile": True})

@@ -1,8 +1,7 @@
-"""Our defaults for DeepSpeed's keys, and what they are worth in exactness."""
+"""Our defaults for DeepSpeed's keys, what they are worth in exactness, and keys that are refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +9,10 @@ from torch import Tensor
 
 from dist_mem.engine.defaults import deepspeed_config
 from dist_mem.runtime.distributed import World
-from tests.support.ranks import RankPool
+from tests.support.messages import said
+from tests.support.rank_errors import error_of
+from tests.support.ranks import Pools
 from tests.support.tiny import run_steps, tiny_config, tiny_job
-
-Pools = Callable[[int], RankPool]
 
 
 def made(block: dict[str, Any], *, precision: str = "bf16", world_size: int = 8, **sizes: Any) -> dict[str, Any]:
@@ -93,3 +92,17 @@ def test_the_sum_of_micro_batches_is_exact_to_fp32(rank_pool: Pools, stage: int)
     ((ours,), (theirs,)) = (rank_pool(1).run(error_of_sum, stage, block) for block in ({}, in_bf16))
     assert ours < 1e-5
     assert theirs > 1e-3
+
+
+def start_with_fp32_accumulation(world: World, stage: int) -> None:
+    config = tiny_config({"train": {"precision": "bf16"}})
+    tiny_job(config, world, stage=stage, block={"data_types": {"grad_accum_dtype": "fp32"}})
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("stage", "named"), [(0, "deepspeed"), (1, "grad_accum_dtype")])
+def test_what_deepspeed_refuses_and_what_could_not_be_evaluated_are_value_errors(
+    rank_pool: Pools, stage: int, named: str
+) -> None:
+    (text,) = rank_pool(1).run(error_of, start_with_fp32_accumulation, stage)
+    said(text, "ValueError", named)

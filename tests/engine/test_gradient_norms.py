@@ -1,14 +1,16 @@
-"""Separate gradient norms of model and compression, at every ZeRO stage."""
+"""Norms of gradients and their checks: of model and compression at every ZeRO stage, and of all at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 
 import pytest
+import torch
 
+from dist_mem.engine.fused_checks import has_not_finite, squared_norm
 from dist_mem.runtime.distributed import World
 from tests.support.contract_cases import CASES, SEG_LEN
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 from tests.support.tiny import full_parameters, run_steps, tiny_config, tiny_job
 
 pytestmark = pytest.mark.ranks
@@ -31,14 +33,12 @@ def last_update(
     squares = [0.0, 0.0]
     for name, value in after.items():
         squares[name in job.engine.module.auxiliary_parameter_names()] += float((before[name] - value).square().sum())
-    return job.engine.gradient_norm(), list(job.engine.gradient_norms()), [square**0.5 for square in squares]
+    return job.engine.gradient_norm(), list(job.engine.gradient_norms() or ()), [square**0.5 for square in squares]
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, CLIP])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_logged_norms_equal_those_of_the_steps(
-    rank_pool: Callable[[int], RankPool], stage: int, max_grad_norm: float | None
-) -> None:
+def test_logged_norms_equal_those_of_the_steps(rank_pool: Pools, stage: int, max_grad_norm: float | None) -> None:
     for case in ("compressive", "infinite over compressive"):
         for total, norms, steps in rank_pool(2).run(last_update, case, stage, max_grad_norm):
             assert min(norms) > 1e-4
@@ -52,5 +52,33 @@ def norms_of_transformer_xl(world: World) -> object:
     return tiny_job(tiny_config(), world, stage=2).engine.gradient_norms()
 
 
-def test_there_are_no_separate_norms_without_an_auxiliary_loss(rank_pool: Callable[[int], RankPool]) -> None:
+def test_there_are_no_separate_norms_without_an_auxiliary_loss(rank_pool: Pools) -> None:
     assert rank_pool(1).run(norms_of_transformer_xl) == [None]
+
+
+SIZES = (1, 7, 0, 1000)
+
+
+def gradients(dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(size, generator=generator).to(dtype) for size in SIZES]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_number_that_is_not_finite_is_found(dtype: torch.dtype) -> None:
+    from deepspeed.runtime.utils import has_inf_or_nan
+
+    for bad in (0.0, math.inf, -math.inf, math.nan):
+        for place in (0, 1, 3):
+            given = gradients(dtype)
+            given[place][-1] = bad
+            assert bool(has_not_finite(given)) is any(map(bool, map(has_inf_or_nan, given))) is (bad != 0.0)
+    assert not has_not_finite([])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_norm_has_the_bits_of_norms_of_float64(dtype: torch.dtype) -> None:
+    given = [one for one in gradients(dtype) if one.numel()]
+    expected = torch.stack([torch.linalg.vector_norm(one.double()) for one in given]).pow(2).sum().float()
+    assert torch.equal(squared_norm(gradients(dtype)), expected)
+    assert squared_norm([]) == 0.0

@@ -30,23 +30,17 @@ def grouped(groups: list[dict[str, Any]]) -> tuple[MemoryLM, dict[str, tuple[flo
     return model, found
 
 
-def test_first_matching_group_takes_the_parameter() -> None:
-    _, found = grouped(
-        [{"param_regex": r"^blocks\.0\.", "lr": 0.5}, {"param_regex": "blocks", "lr": 0.25, "weight_decay": 0.0}]
-    )
+def test_the_first_matching_group_takes_a_parameter_and_a_frozen_one_needs_no_gradient() -> None:
+    first = {"param_regex": r"^blocks\.0\.", "lr": 0.5}
+    second = {"param_regex": "blocks", "lr": 0.25, "weight_decay": 0.0}
+    model, found = grouped([first, second, {"param_regex": "embedding", "trainable": False}])
     assert {lr for name, (lr, _) in found.items() if name.startswith("blocks.0.")} == {0.5}
-    assert {value for name, value in found.items() if name.startswith("blocks.1.") and "weight" in name} == {
-        (0.25, 0.0)
-    }
+    assert {found[name] for name in found if name.startswith("blocks.1.") and "weight" in name} == {(0.25, 0.0)}
     assert {lr for name, (lr, _) in found.items() if not name.startswith("blocks.")} == {1.0}
-
-
-def test_frozen_group_is_left_out_and_needs_no_gradient() -> None:
-    model, found = grouped([{"param_regex": "embedding", "trainable": False}])
-    assert not any("embedding" in name for name in found)
+    names = {name for name, _ in model.named_parameters()}
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert frozen
-    assert all("embedding" in name for name in frozen)
+    assert frozen == names - found.keys() == {name for name in names if "embedding" in name}
 
 
 @pytest.mark.parametrize(

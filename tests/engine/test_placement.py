@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -17,12 +16,10 @@ from dist_mem.model import MemoryLM
 from dist_mem.nn.layers import DTYPES
 from dist_mem.runtime.distributed import World
 from tests.support.contract_cases import CASES, SEG_LEN, case_params
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 from tests.support.tiny import VOCAB, full_parameters, tiny_config, tiny_job, zero_block
 
 pytestmark = pytest.mark.ranks
-
-Pools = Callable[[int], RankPool]
 
 
 def config_of(case: str, precision: str = "fp32", model: dict[str, Any] | None = None) -> Any:

@@ -21,6 +21,7 @@ from dist_mem.runtime.distributed import World
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.tracking.log import METRICS_FILE, read_points
+from dist_mem.training.meter import MEASUREMENTS
 from dist_mem.training.run import run_job
 from tests.support.forked_ranks import Program
 from tests.support.limits import limit
@@ -92,12 +93,12 @@ def run_ranks(arguments: list[str], *, world_size: int, cwd: Path) -> tuple[list
     return finish(start_ranks(arguments, world_size=world_size, cwd=cwd))
 
 
-def train_here(world: World, config_file: Path, changes: Sequence[str] = ()) -> int:
-    """Run the training of `dist-mem train` in existing ranks."""
+def train_here(world: World, config_file: Path, changes: Sequence[str] = (), allowed: Sequence[str] = ()) -> int:
+    """Run the training of `dist-mem train` in existing ranks; `allowed` is what --allow has."""
     stop_signal = StopSignal()
     try:
         config = load_config([str(config_file), *changes], memory_options=memory_options)
-        return run_job(config, world, stop_signal)
+        return run_job(config, world, stop_signal, allowed)
     finally:
         stop_signal.restore()
 
@@ -110,6 +111,15 @@ def logged_steps(run_dir: Path) -> list[int]:
 def losses(run_dir: Path) -> list[float]:
     """Return the training loss of every step."""
     return [point.metrics["loss"] for point in read_points(run_dir / METRICS_FILE) if "loss" in point.metrics]
+
+
+def figures(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
+    """Return every logged point without what the machine has to do with."""
+    points = read_points(run_dir / METRICS_FILE)
+    return [
+        (point.step, {name: value for name, value in point.metrics.items() if name not in MEASUREMENTS})
+        for point in points
+    ]
 
 
 def difference(first: Any, second: Any, *, where: str = "") -> str | None:

@@ -74,3 +74,6 @@ class RankPool:
         for process in self._processes:
             process.join(20)
             process.kill()
+
+
+Pools = Callable[[int], RankPool]  # the fixture `rank_pool`: a number of ranks -> the pool

@@ -1,7 +1,8 @@
-"""Helpers of the tests of saving: faults when a file is written, and the names of the checkpoints."""
+"""Helpers of the tests of saving: faults when a file is written, names of checkpoints, changed manifests."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from dist_mem.checkpoint import commit
+from dist_mem.checkpoint import commit, manifest
+from dist_mem.checkpoint.manifest import describe_file, files_in, step_dir
 from dist_mem.runtime.files import write_hashed
 
 Hook = Callable[[Path], None]  # called with the path of every file before it is written
@@ -31,6 +33,26 @@ def before_writing(hook: Hook, *, is_rehearsal: bool = False) -> Iterator[pytest
 
 def names(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def commit_small(run_dir: Path, step: int, validation: dict[str, Any] | None = None) -> Path:
+    """Write a checkpoint of one file, `content`."""
+    directory = step_dir(run_dir, step)
+    directory.mkdir(parents=True)
+    (directory / "content").write_text(f"all of step {step}")
+    files = {"content": describe_file(directory / "content")}
+    manifest.write_manifest(directory, {**FACTS, "step": step, "validation": validation, "files": files})
+    return directory
+
+
+def rewrite_manifest(directory: Path, **changes: Any) -> None:
+    """Write a manifest that fits the files as they are now, but for the changes, with the hash that it must have."""
+    kept = json.loads((directory / "manifest.json").read_text())
+    body = {key: value for key, value in kept.items() if key != "sha256"}
+    body["files"] = {path.relative_to(directory).as_posix(): describe_file(path) for path in files_in(directory)}
+    body |= changes
+    text = json.dumps({**body, "sha256": manifest._fingerprint(body)}, indent=1)
+    (directory / "manifest.json").write_text(text)
 
 
 # Entries of every checkpoint manifest besides its step and files.
