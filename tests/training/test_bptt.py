@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -23,19 +23,17 @@ from tests.support.contract_cases import (
     random_segments,
     small_model,
 )
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 from tests.training.test_update import assert_plain_update
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("case", "stage"), list(product(carrying(), [0, 1, 2, 3])))
-def test_an_update_equals_plain_autograd_over_its_windows(
-    rank_pool: Callable[[int], RankPool], case: str, stage: int
-) -> None:
+def test_an_update_equals_plain_autograd_over_its_windows(rank_pool: Pools, case: str, stage: int) -> None:
     """Two ranks have two lane groups of two lanes each."""
     found = {}
     for bptt_segments, checkpointing in ((1, "none"), (2, "none"), (4, "blocks")):
-        train = {"micro_batch_size": 2, "segments_per_update": 4, "bptt_segments": bptt_segments}
+        train: dict[str, Any] = {"micro_batch_size": 2, "segments_per_update": 4, "bptt_segments": bptt_segments}
         train["activation_checkpointing"] = checkpointing
         found[bptt_segments] = assert_plain_update(rank_pool(2), stage, CASES[case], train)
     for fewer, more in ((1, 2), (2, 4)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ from tests.data.test_curriculum import make_data
 from tests.recompute.test_batch import assert_as_delivered, train_recording
 from tests.recompute.test_recompute import found_by
 from tests.support.jobs import checkpoint_content, difference, losses, train_here, write_config
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.ranks
-Pool = Callable[[int], RankPool]
 BOUNDARY = 3
 
 
@@ -30,7 +28,7 @@ def config_of(tmp_path: Path, books: Path, **changes: dict[str, Any]) -> Path:
 
 
 def test_a_run_resumes_bitwise_before_at_and_after_a_boundary_and_is_computed_again(
-    tmp_path: Path, books: Path, rank_pool: Pool
+    tmp_path: Path, books: Path, rank_pool: Pools
 ) -> None:
     config, straight = config_of(tmp_path, books), tmp_path / "straight"
     delivered = rank_pool(2).run(train_recording, config, [])
@@ -56,7 +54,7 @@ def test_a_run_resumes_bitwise_before_at_and_after_a_boundary_and_is_computed_ag
     assert any(line.startswith(f"{BOUNDARY} of {BOUNDARY} other recorded points") for line in lines), lines
 
 
-def test_a_rollback_over_a_boundary_reads_the_stage_before_again(tmp_path: Path, books: Path, rank_pool: Pool) -> None:
+def test_a_rollback_over_a_boundary_reads_the_stage_before_again(tmp_path: Path, books: Path, rank_pool: Pools) -> None:
     changes: dict[str, Any] = {"divergence": {"action": "rollback"}, "checkpoint": {"every": 2}}
     delivered = rank_pool(2).run(train_recording, config_of(tmp_path, books, **changes), [], BOUNDARY + 1)
     for step in range(1, 7):

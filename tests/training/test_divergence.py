@@ -5,9 +5,8 @@ Whole runs that diverge are in test_divergence_runs.py. Faults are put in by hoo
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -21,12 +20,10 @@ from dist_mem.runtime.distributed import World
 from dist_mem.training.divergence import ROLLBACK, SKIP, DivergedError, Divergence
 from dist_mem.training.step import Outcome
 from tests.support.jobs import difference
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 from tests.support.tiny import full_parameters, run_steps, tiny_config, tiny_job
 
 pytestmark = pytest.mark.ranks
-
-Pool = Callable[[int], RankPool]
 ADAM = {"optimizer": {"kind": "adamw", "lr": 1e-2, "weight_decay": 0.1}, "train": {"micro_batch_size": 2}}
 STAGES = [0, 1, 2, 3]
 FAULTS = {
@@ -113,7 +110,7 @@ def read_and_go_on(world: World, stage: int, precision: str) -> dict[str, Tensor
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_all_ranks_skip_the_update_and_go_on_as_if_its_segments_had_only_been_read(
-    rank_pool: Pool, precision: str, stage: int
+    rank_pool: Pools, precision: str, stage: int
 ) -> None:
     """Bit for bit: nothing of the gradient is left anywhere, no moment has decayed, no memory has a hole."""
     (expected, _) = rank_pool(2).run(read_and_go_on, stage, precision)
@@ -140,7 +137,7 @@ def memories_around_a_fault(world: World, what: str) -> list[dict[str, Tensor]]:
     return [*ends, memory_of(job)]
 
 
-def test_memory_that_is_not_finite_starts_empty_and_every_other_one_has_read_the_segment(rank_pool: Pool) -> None:
+def test_memory_that_is_not_finite_starts_empty_and_every_other_one_has_read_the_segment(rank_pool: Pools) -> None:
     for what in ("loss", "memory"):
         for rank, (faulty, good, empty) in enumerate(rank_pool(2).run(memories_around_a_fault, what)):
             starts_empty = what == "memory" and rank == 1
@@ -177,7 +174,7 @@ def every_fault(world: World, stage: int, action: str) -> list[tuple[Any, str | 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("action", ["stop", ROLLBACK])
-def test_nothing_moves_before_a_rollback_or_a_stop(rank_pool: Pool, action: str, stage: int) -> None:
+def test_nothing_moves_before_a_rollback_or_a_stop(rank_pool: Pools, action: str, stage: int) -> None:
     results = rank_pool(2).run(every_fault, stage, action)
     assert [decision for decision, _, _ in results[0]] == [decision for decision, _, _ in results[1]]
     for found in results:
@@ -186,22 +183,6 @@ def test_nothing_moves_before_a_rollback_or_a_stop(rank_pool: Pool, action: str,
             assert "step 11: " in message and FAULTS[what] in message and "loss " in message
             assert action == "stop" or decision.action == ROLLBACK
             assert (parameters_changed, memory_changed) == (None, None)
-
-
-def skip_until_it_stops(world: World) -> tuple[int, str]:
-    job = job_with_history(world, 2, SKIP, max_times=2)
-    for number in range(5):
-        try:
-            step_with_fault(job, "loss")
-        except DivergedError as error:
-            return number, str(error)
-    raise AssertionError("it went on and on")
-
-
-def test_run_stops_when_max_times_are_used_up(rank_pool: Pool) -> None:
-    for number, message in rank_pool(2).run(skip_until_it_stops):
-        assert number == 2
-        assert "divergence.max_times = 2 is used up" in message
 
 
 def policy(**options: Any) -> Divergence:
@@ -253,20 +234,3 @@ def test_constant_losses_make_no_spike_of_a_ripple() -> None:
         divergence.remember(0.0)
     assert divergence.judge(1e-3) is None
     assert divergence.judge(0.1) is not None
-
-
-def test_what_a_checkpoint_keeps_judges_the_next_losses_alike() -> None:
-    """Through JSON, as in the manifest."""
-    straight = policy(window=8)
-    losses = list(noisy_losses(1, heavy=True))[:40]
-    for loss in losses[:20]:
-        straight.remember(loss)
-    straight.decide(3, "a reason", loss=1.0)
-    resumed = Divergence(
-        DivergenceConfig(action="skip", spike_z=6.0, window=8), json.loads(json.dumps(straight.state()))
-    )
-    assert resumed.state() == straight.state()
-    for loss in losses[20:]:
-        assert resumed.z_score(loss) == straight.z_score(loss)
-        resumed.remember(loss)
-        straight.remember(loss)

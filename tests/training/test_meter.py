@@ -1,11 +1,12 @@
-"""What a run says about itself: its figures, its speed, and the same figures after a stop or a kill."""
+"""What a run says about itself: its figures, its speed and FLOPs, and the same figures after a stop or a kill."""
 
 from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +19,12 @@ from dist_mem.runtime.distributed import World
 from dist_mem.tracking.log import read_points
 from dist_mem.training import reporting
 from dist_mem.training.goodput import PARTS
-from dist_mem.training.meter import MEASUREMENTS, Meter, Totals
-from dist_mem.training.mfu import Utilisation
+from dist_mem.training.meter import Meter, Totals
+from dist_mem.training.mfu import Utilisation, measured_flops, peak_flops
 from tests.support.clock import Clock
-from tests.support.jobs import build_books, finish, start_ranks, train_here, write_config
+from tests.support.jobs import build_books, figures, finish, start_ranks, train_here, write_config
 from tests.support.limits import wait_until
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 from tests.support.tiny import VOCAB, Gradients, ragged_segments, tiny_config, tiny_job, update_of_rank
 from tests.training.test_stopping import stop_after_one_step
 
@@ -75,7 +76,7 @@ def test_meter_goes_on_where_its_saved_state_stood(clock: Clock) -> None:
 
 
 def test_waiting_for_data_is_a_share_of_the_time(clock: Clock) -> None:
-    def slow() -> object:
+    def slow() -> Iterator[Any]:
         clock.now += 1.0
         yield "update"
 
@@ -86,12 +87,12 @@ def test_waiting_for_data_is_a_share_of_the_time(clock: Clock) -> None:
 
 
 def test_reading_counts_tokens_that_are_not_scored(clock: Clock) -> None:
-    """Of 30 tokens read in 2 s, 10 are scored; products of 10 FLOPs a token, of a peak of 200 FLOP/s."""
-    meter = Meter(lane_segments_per_update=1, utilisation=Utilisation(Flops(10, 10), 200.0))
+    """Of 30 tokens read in 2 s, 20 have a backward and 10 are scored: 10 x 2 + 20 x 6 FLOPs of 100 in a second."""
+    meter = Meter(lane_segments_per_update=1, utilisation=Utilisation(Flops(2, 6), 100.0))
     clock.now += 2.0
-    meter.add(Totals(nll=1.0, num_scored=10, num_tokens=30, num_learned=30), epoch=0.1)
+    meter.add(Totals(nll=1.0, num_scored=10, num_tokens=30, num_learned=20), epoch=0.1)
     found = meter.read(Gradients())
-    assert (found["tokens_per_second"], found["tokens_read_per_second"], found["mfu"]) == (5.0, 15.0, 0.75)
+    assert (found["tokens_per_second"], found["tokens_read_per_second"], found["mfu"]) == (5.0, 15.0, 0.7)
 
 
 def train_with_peaks(world: World, config_file: Path) -> int:
@@ -101,9 +102,7 @@ def train_with_peaks(world: World, config_file: Path) -> int:
         return train_here(world, config_file)
 
 
-def test_a_point_has_the_memory_of_the_largest_rank_and_the_use_of_all(
-    tmp_path: Path, rank_pool: Callable[[int], RankPool]
-) -> None:
+def test_a_point_has_the_memory_of_the_largest_rank_and_the_use_of_all(tmp_path: Path, rank_pool: Pools) -> None:
     books, run_dir = build_books(tmp_path / "books"), tmp_path / "run"
     config = write_config(tmp_path / "run.yaml", books, run_dir, {"tracking": {"every": 5}})
     assert rank_pool(2).run(train_with_peaks, config) == [0, 0]
@@ -133,9 +132,7 @@ def recall_totals(world: World) -> Totals:
     return tiny_job(config, world, stage=2).train(update, [300, *[0] * (len(update.batches) - 1)]).totals
 
 
-def test_recall_perplexity_is_that_of_the_scored_recall_tokens_of_all_ranks(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_recall_perplexity_is_that_of_the_scored_recall_tokens_of_all_ranks(rank_pool: Pools) -> None:
     config = tiny_config()
     torch.manual_seed(config.train.seed)
     model = MemoryLM(config, VOCAB)
@@ -147,18 +144,7 @@ def test_recall_perplexity_is_that_of_the_scored_recall_tokens_of_all_ranks(
         assert totals.recall_nll == pytest.approx(float(nll.sum()), rel=1e-5)
 
 
-def figures(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
-    """Every logged point without what the machine has to do with."""
-    points = read_points(run_dir / "metrics.jsonl")
-    return [
-        (point.step, {name: value for name, value in point.metrics.items() if name not in MEASUREMENTS})
-        for point in points
-    ]
-
-
-def test_points_logged_after_a_kill_and_stops_are_those_of_a_straight_run(
-    tmp_path: Path, rank_pool: Callable[[int], RankPool]
-) -> None:
+def test_points_logged_after_a_kill_and_stops_are_those_of_a_straight_run(tmp_path: Path, rank_pool: Pools) -> None:
     """Killed and stopped between two logged points: loss and counts cover the same steps as if nothing had been."""
     books, changes = build_books(tmp_path / "books"), {"tracking": {"every": 4}, "schedule": {"kind": "constant"}}
     endless = {"train": {"steps": 5000}, "checkpoint": {"every": 3}}
@@ -178,3 +164,35 @@ def test_points_logged_after_a_kill_and_stops_are_those_of_a_straight_run(
     assert found == expected
     assert [step for step, _ in found] == [4, 8, 12, 16, 20, 24]
     assert found[-1][1]["documents"] > found[0][1]["documents"]
+
+
+GPU_WORLD = World(0, 1, 0, 1, torch.device("cuda"))
+CPU_WORLD = World(0, 1, 0, 1, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "tf32", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", False, 989.4e12),
+        ("NVIDIA H100 80GB HBM3", "fp32", False, 66.9e12),
+        ("NVIDIA H100 80GB HBM3", "fp32", True, 494.7e12),
+        ("Tesla V100-SXM2-32GB", "fp32", True, 15.7e12),
+        ("Tesla V100-SXM2-32GB", "bf16", False, None),
+        ("Some GPU of 2030", "bf16", False, None),
+    ],
+)
+def test_peak_of_a_gpu_is_that_of_its_name_and_precision(
+    monkeypatch: pytest.MonkeyPatch, name: str, precision: str, tf32: bool, expected: float | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high" if tf32 else "highest")
+    assert peak_flops(tiny_config({"train": {"precision": precision}}).train, GPU_WORLD) == pytest.approx(expected)
+    given = tiny_config({"train": {"precision": precision, "peak_tflops": 2.5}})
+    assert peak_flops(given.train, GPU_WORLD) == peak_flops(given.train, CPU_WORLD) == 2.5e12
+
+
+def test_peak_of_a_processor_is_measured_once_without_drawing_random_numbers() -> None:
+    before = torch.get_rng_state()
+    first = measured_flops(torch.float32, 1)
+    assert first > 1e8 and measured_flops(torch.float32, 1) == first
+    assert torch.equal(torch.get_rng_state(), before)

@@ -10,7 +10,6 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from tests.support.forked_ranks import Ranks
 from tests.support.jobs import build_books, checkpoint_content, difference, losses, train_here, write_config
 from tests.support.limits import wait_until
 from tests.support.power import Disk, disk_without_power
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 from tests.support.run_memories import with_memory
 from tests.support.tracked import history, nested_runs, track_sync
 
@@ -99,7 +98,7 @@ def assert_every_point_once(run_dir: Path, last: int, uri: str, client: Any) -> 
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", [*memory_kinds(), "infinite over lamemo"])
 def test_kills_and_power_losses_cost_neither_a_bit_nor_a_point(
-    tmp_path: Path, rank_pool: Callable[[int], RankPool], sqlite_uri: str, client: Any, case: str
+    tmp_path: Path, rank_pool: Pools, sqlite_uri: str, client: Any, case: str
 ) -> None:
     """With dropout; the last memory samples what it has read, and remembers without end."""
     fork_server()
@@ -126,7 +125,7 @@ def test_kills_and_power_losses_cost_neither_a_bit_nor_a_point(
 @pytest.mark.parametrize("chain", [0, 1, 2])
 @pytest.mark.parametrize("kind", memory_kinds())
 def test_moves_to_other_ranks_cost_no_point(
-    tmp_path: Path, rank_pool: Callable[[int], RankPool], sqlite_uri: str, client: Any, kind: str, chain: int
+    tmp_path: Path, rank_pool: Pools, sqlite_uri: str, client: Any, kind: str, chain: int
 ) -> None:
     """That a move is exact to the bit is shown in test_elastic.py; here training goes on, and points are counted."""
     books, run_dir = build_books(tmp_path), tmp_path / "run"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from dist_mem.tracking.log import METRICS_FILE, find_entries
 from dist_mem.training.profile import NUM_OPERATORS, refuse_profile_outside
 from tests.support.jobs import build_books, losses, train_here, write_config
 from tests.support.messages import refused, said
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 from tests.support.tiny import tiny_config
 
 pytestmark = pytest.mark.ranks
@@ -36,7 +35,7 @@ def test_steps_after_the_end_are_refused_once_the_data_says_how_many_there_are()
     refuse_profile_outside(tiny_config({"train": {"profile": [5, 12]}}).train, 12)
 
 
-def test_trace_and_table_are_written_and_change_no_metric(tmp_path: Path, rank_pool: Callable[[int], RankPool]) -> None:
+def test_trace_and_table_are_written_and_change_no_metric(tmp_path: Path, rank_pool: Pools) -> None:
     """Rank 0 of two writes a trace in the format that Perfetto reads; the losses are those of a run without one."""
     books = build_books(tmp_path / "books")
     mlflow = {"tracking": {"mlflow": True, "send": "never", "system_metrics": False}}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -20,7 +19,7 @@ from dist_mem.evaluation.trained_model import TrainedModel, load_model
 from dist_mem.model import MemoryLM, reset_lanes
 from dist_mem.tracking.log import METRICS_FILE, read_points
 from tests.support.jobs import train_here, write_config
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 from tests.support.simple_lanes import simple_updates
 
 pytestmark = pytest.mark.ranks
@@ -111,7 +110,7 @@ def logged(run_dir: Path) -> list[dict[str, float]]:
 @pytest.mark.core
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_resumed_run_equals_plain_torch_in_every_step(
-    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool], world_size: int
+    tmp_path: Path, books: Path, rank_pool: Pools, world_size: int
 ) -> None:
     """Lanes in groups of two, which one rank reads one after another: four micro-batches, or two on each of two."""
     config = write_config(

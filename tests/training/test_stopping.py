@@ -39,12 +39,10 @@ from tests.support.jobs import (
 )
 from tests.support.limits import wait_until
 from tests.support.messages import said_line
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 from tests.support.saving import before_writing
 
 pytestmark = pytest.mark.ranks
-
-Pool = Callable[[int], RankPool]
 ENDLESS = {"train": {"steps": 10**6}, "schedule": {"kind": "constant"}, "checkpoint": {"every": None}}
 
 
@@ -75,18 +73,19 @@ def start(config: Path, **options: Any) -> Ranks:
     return Ranks(train_forked, [arguments] * 2, folder=config.parent)
 
 
-def by_signal(config: Path, run_dir: Path, number: signal.Signals, rank: int) -> Ranks:
+def in_mid_run(config: Path, run_dir: Path, stop: Callable[[Ranks], object]) -> Ranks:
     ranks = start(config)
     wait_until(lambda: 3 in logged_steps(run_dir), "step 3")
-    os.kill(ranks.processes[rank].pid, number)
+    stop(ranks)
     return ranks
+
+
+def by_signal(config: Path, run_dir: Path, number: signal.Signals, rank: int) -> Ranks:
+    return in_mid_run(config, run_dir, lambda ranks: os.kill(ranks.processes[rank].pid, number))
 
 
 def by_file(config: Path, run_dir: Path) -> Ranks:
-    ranks = start(config)
-    wait_until(lambda: 3 in logged_steps(run_dir), "step 3")
-    (run_dir / "STOP").touch()
-    return ranks
+    return in_mid_run(config, run_dir, lambda _: (run_dir / "STOP").touch())
 
 
 def by_clock(config: Path, run_dir: Path) -> Ranks:
@@ -104,7 +103,7 @@ SOURCES: dict[str, tuple[Callable[..., Ranks], str]] = {
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_each_source_alone_stops_all_ranks_at_one_step_and_nothing_is_lost(
-    tmp_path: Path, books: Path, rank_pool: Pool, source: str
+    tmp_path: Path, books: Path, rank_pool: Pools, source: str
 ) -> None:
     run_dir = tmp_path / "run"
     stop, reported = SOURCES[source]
@@ -168,44 +167,33 @@ def train_refused(config: str, environment: dict[str, str]) -> int:
     return main(["train", config])
 
 
-def refused(config: Path, environment: dict[str, str], code: int = EXIT_USAGE) -> str:
-    """What a start that is refused on both ranks tells."""
-    ended = run_forked(train_refused, [(str(config), environment)] * 2, folder=config.parent)
-    assert ended.codes == [code] * 2, ended.texts
-    text = "\n".join(ended.texts)
-    assert text.count("error: ") == 1 and "Traceback" not in text, text
-    return text
-
-
-def test_the_file_keeps_a_run_from_being_started(tmp_path: Path, books: Path) -> None:
+@pytest.mark.parametrize(
+    ("end", "code", "reported"),
+    [
+        ("", EXIT_USAGE, "/run/STOP is there"),
+        ("tomorrow", EXIT_USAGE, "DIST_MEM_JOB_END is 'tomorrow', but must be seconds since 1970"),
+        ("nan", EXIT_USAGE, "DIST_MEM_JOB_END is 'nan', but must be seconds since 1970"),
+        ("1000000000", EXIT_FAILED, "the time of this job has been over for "),  # the next job has its own time
+        ("in 20 s", EXIT_FAILED, "the time of this job is over in "),
+    ],
+    ids=["the file", "no number", "not finite", "past", "near"],
+)
+def test_what_would_stop_a_run_keeps_it_from_being_started_and_nothing_is_built(
+    tmp_path: Path, books: Path, end: str, code: int, reported: str
+) -> None:
+    """The file, or an end of the time that cannot be kept; on both ranks."""
     run_dir = tmp_path / "run"
     config = write_config(tmp_path / "run.yaml", books, run_dir, ENDLESS)
-    run_dir.mkdir()
-    (run_dir / "STOP").touch()
-    text = refused(config, {})
-    assert f"{run_dir}/STOP is there" in text
-    assert [path.name for path in run_dir.iterdir()] == ["STOP"]
-
-
-@pytest.mark.parametrize(
-    ("end", "reported"),
-    [
-        ("tomorrow", "DIST_MEM_JOB_END is 'tomorrow', but must be seconds since 1970"),
-        ("nan", "DIST_MEM_JOB_END is 'nan', but must be seconds since 1970"),
-        ("1000000000", "the time of this job has been over for "),  # the next job has its own time: start again
-        ("in 20 s", "the time of this job is over in "),
-    ],
-    ids=["no number", "not finite", "past", "near"],
-)
-def test_an_end_of_the_time_that_cannot_be_kept_is_reported_before_anything_is_built(
-    tmp_path: Path, books: Path, end: str, reported: str
-) -> None:
-    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", ENDLESS)
-    if end == "in 20 s":
-        end = f"{time.time() + 20:.0f}"
-    code = EXIT_USAGE if "must be" in reported else EXIT_FAILED
-    assert reported in refused(config, {"DIST_MEM_JOB_END": end}, code)
-    assert not (tmp_path / "run").exists()
+    environment = {"DIST_MEM_JOB_END": f"{time.time() + 20:.0f}" if end == "in 20 s" else end} if end else {}
+    if not end:
+        run_dir.mkdir()
+        (run_dir / "STOP").touch()
+    ended = run_forked(train_refused, [(str(config), environment)] * 2, folder=tmp_path)
+    assert ended.codes == [code] * 2, ended.texts
+    text = "\n".join(ended.texts)
+    assert reported in text and text.count("error: ") == 1 and "Traceback" not in text, text
+    assert [path.name for path in run_dir.glob("*")] == ([] if end else ["STOP"])
+    assert end == "" or not run_dir.exists()
 
 
 def seconds_needed(*, saved: float, steps: list[float]) -> float:
@@ -240,7 +228,7 @@ def validation_points(run_dir: Path) -> list[tuple[int, float]]:
 
 
 def test_a_stop_does_not_wait_for_an_evaluation_and_the_next_start_makes_it(
-    tmp_path: Path, books: Path, rank_pool: Pool
+    tmp_path: Path, books: Path, rank_pool: Pools
 ) -> None:
     """A scheduler that sends a signal two minutes ahead would kill the job in the midst of a long evaluation."""
     changes = {"train": {"steps": 4}, "eval": {"every": 2}, "schedule": {"kind": "constant"}}

@@ -18,7 +18,7 @@ from dist_mem.memory.base import detached
 from dist_mem.model import MemoryLM, reset_lanes
 from dist_mem.runtime.distributed import World
 from tests.support import tiny
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools, RankPool
 from tests.support.tiny import VOCAB, full_parameters, ragged_segments, run_steps, tiny_config, tiny_job
 
 pytestmark = pytest.mark.ranks
@@ -109,9 +109,7 @@ def assert_plain_update(
     ids=str,
 )
 @pytest.mark.parametrize("stage", STAGES)
-def test_sgd_step_equals_plain_autograd(
-    rank_pool: Callable[[int], RankPool], stage: int, world_size: int, train: dict[str, Any]
-) -> None:
+def test_sgd_step_equals_plain_autograd(rank_pool: Pools, stage: int, world_size: int, train: dict[str, Any]) -> None:
     assert_plain_update(rank_pool(world_size), stage, INFINITE, train)
 
 
@@ -134,7 +132,7 @@ def sparse_segments(config: Any, *, step: int) -> list[Batch]:
     ids=["transformer_xl", "compressive"],
 )
 def test_segments_without_targets_cost_no_backward_and_change_nothing(
-    rank_pool: Callable[[int], RankPool], stage: int, memory: dict[str, Any], backwards: int
+    rank_pool: Pools, stage: int, memory: dict[str, Any], backwards: int
 ) -> None:
     """As in the sorting task. The targets of the second segment are on one rank only; the other one goes with it."""
     train = {"micro_batch_size": 2, "segments_per_update": 3}  # two ranks: 2 lane groups of 2 lanes each
