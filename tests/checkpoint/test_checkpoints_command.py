@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,13 @@ from dist_mem.checkpoint.manifest import read_manifest, step_dir
 from tests.support.faults import flip
 from tests.support.jobs import build_books, train_here, write_config
 from tests.support.messages import said
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, rank_pool: Callable[[int], RankPool]) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, rank_pool: Pools) -> Path:
     """Two ranks, ZeRO stage 2; of steps 2, 4, 6, 8 the last two are kept, and every fourth."""
     folder = tmp_path_factory.mktemp("run")
     checkpoint = {"every": 2, "keep_last": 2, "keep_every": 4}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +13,20 @@ import torch
 from safetensors.torch import save
 
 from dist_mem.checkpoint.lane_states import Lanes
-from dist_mem.checkpoint.manifest import describe_file, list_steps, step_dir, verify
+from dist_mem.checkpoint.manifest import describe_file
 from dist_mem.checkpoint.rank_file import safetensors_parts
 from dist_mem.checkpoint.saver import Saver
 from dist_mem.checkpoint.snapshot import Snapshot, take_snapshot
 from dist_mem.config import CheckpointConfig
-from dist_mem.data.tokenizers.registry import load_tokenizer, tokenizer_files
-from dist_mem.data.tokenizers.words import WordTokenizer
-from dist_mem.errors import TakenOverError, UnfitError
+from dist_mem.errors import TakenOverError
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.files import write_hashed
 from dist_mem.supervision.lease import Lease
-from tests.support.limits import limit
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 from tests.support.saving import FACTS, before_writing, names
 from tests.support.tiny import run_steps, tiny_config, tiny_job
 
 pytestmark = pytest.mark.ranks
-
-Pool = Callable[[int], RankPool]
-WORDS = WordTokenizer(["a", "b\u00e9"])
-
-
 NEEDED = {key: fact for key, fact in FACTS.items() if key not in ("world_size", "versions", "lanes")}
 
 
@@ -76,7 +66,7 @@ def snapshots_around_training(world: World, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_snapshot_does_not_move_with_the_training(rank_pool: Pool, stage: int) -> None:
+def test_a_snapshot_does_not_move_with_the_training(rank_pool: Pools, stage: int) -> None:
     rank_pool(2).run(snapshots_around_training, stage)
 
 
@@ -94,7 +84,7 @@ def count_of_one_save(world: World, run_dir: Path, num_layers: int) -> tuple[int
     return saved.written.num_files, saved.written.num_fsyncs, len(made)
 
 
-def test_there_is_one_file_a_rank_whatever_the_model(tmp_path: Path, rank_pool: Pool) -> None:
+def test_there_is_one_file_a_rank_whatever_the_model(tmp_path: Path, rank_pool: Pools) -> None:
     reported = {}
     for world_size in (1, 2):
         for num_layers in (1, 3):
@@ -105,59 +95,6 @@ def test_there_is_one_file_a_rank_whatever_the_model(tmp_path: Path, rank_pool: 
             assert num_fsyncs == sum(made for _, _, made in counts)
             reported[world_size, num_layers] = num_files, num_fsyncs
     assert reported == {(1, 1): (5, 9), (1, 3): (5, 9), (2, 1): (6, 10), (2, 3): (6, 10)}
-
-
-def save_with_a_tokenizer(world: World, run_dir: Path) -> None:
-    job = tiny_job(tiny_config(), world, stage=2)
-    small_files = {f"tokenizer/{name}": content for name, content in tokenizer_files(WORDS).items()}
-    saver = Saver(run_dir, world, CheckpointConfig())
-    saver.save(snapshot_of(job)._replace(small_files=small_files), began=time.perf_counter())
-    saver.close()
-
-
-def test_a_checkpoint_carries_its_tokenizer(tmp_path: Path, rank_pool: Pool) -> None:
-    rank_pool(2).run(save_with_a_tokenizer, tmp_path)
-    folder = step_dir(tmp_path, 0)
-    assert {f"tokenizer/{name}" for name in ("tokenizer.json", "tokenizer.words")} < set(verify(folder)["files"])
-    assert load_tokenizer(folder / "tokenizer").fingerprint == WORDS.fingerprint
-
-
-def save_twice(world: World, run_dir: Path) -> str:
-    job = tiny_job(tiny_config(), world, stage=2)
-    saver = Saver(run_dir, world, CheckpointConfig())
-    release = threading.Event()
-    with before_writing(lambda path: assert_released(release)):
-        saver.save(snapshot_of(job), began=time.perf_counter())
-        assert not saver.failed()
-        assert saver.finished() == []
-        assert list_steps(run_dir) == []
-        release.set()
-        saver.wait()
-    with before_writing(lambda path: fail_on(world.rank)):
-        job.step = 1
-        saver.save(snapshot_of(job), began=time.perf_counter())
-        with pytest.raises(UnfitError) as caught:
-            saver.wait()
-    [saved] = saver.finished()
-    assert str(saved).startswith(f"step 0: saved {step_dir(run_dir, 0)} (")
-    saver.close()
-    return str(caught.value)
-
-
-def assert_released(release: threading.Event) -> None:
-    assert release.wait(limit(20))
-
-
-def fail_on(rank: int) -> None:
-    raise OSError(5, f"Input/output error on {rank}")
-
-
-def test_the_errors_of_all_ranks_are_reported_in_one_message(tmp_path: Path, rank_pool: Pool) -> None:
-    first, second = rank_pool(2).run(save_twice, tmp_path)
-    assert first == second
-    assert "writing failed on 2 of 2 ranks. rank 0: OSError" in first
-    assert "rank 1: OSError: [Errno 5] Input/output error on 1" in first
-    assert names(tmp_path) == ["latest", "step-00000000"]
 
 
 def save_after_a_takeover(world: World, run_dir: Path) -> str:
@@ -178,7 +115,7 @@ def save_after_a_takeover(world: World, run_dir: Path) -> str:
     return str(caught.value)
 
 
-def test_a_job_that_has_lost_its_lease_commits_nothing(tmp_path: Path, rank_pool: Pool) -> None:
+def test_a_job_that_has_lost_its_lease_commits_nothing(tmp_path: Path, rank_pool: Pools) -> None:
     """And removes nothing: the directory with that name may be the other job's."""
     first, second = rank_pool(2).run(save_after_a_takeover, tmp_path)
     assert first == second

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from dist_mem.training.step import TrainState
 from tests.checkpoint.test_restore import opened
 from tests.support.contract_cases import CASES, MET_BY_ALL, SEG_LEN, carrying, case_params
 from tests.support.jobs import losses, train_here, write_config
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.ranks
 
@@ -54,9 +54,7 @@ def overrides_of(leg: Leg) -> tuple[str, str]:
     return f"train.micro_batch_size={leg.micro_lanes}", f"deepspeed.zero_optimization.stage={leg.stage}"
 
 
-def train_leg(
-    pool: Callable[[int], RankPool], config: Path, leg: Leg, *, steps: int, changes: tuple[str, ...] = ()
-) -> None:
+def train_leg(pool: Pools, config: Path, leg: Leg, *, steps: int, changes: tuple[str, ...] = ()) -> None:
     overrides = (f"train.steps={steps}", *overrides_of(leg), *changes)
     assert pool(leg.world).run(train_here, config, overrides) == [0] * leg.world
 
@@ -100,52 +98,33 @@ MOVES = [Leg(2, 2), Leg(3, 3), Leg(1, 1, 4), Leg(2, 0, 1)]
 
 
 @pytest.fixture(scope="module")
-def moved(
-    tmp_path_factory: pytest.TempPathFactory, books: Path, rank_pool: Callable[[int], RankPool]
-) -> Iterator[tuple[Path, Path]]:
-    """A run that has moved 2 -> 3 -> 1 -> 2 ranks, ZeRO 2 -> 3 -> 1 -> 0, and one that stayed on 2."""
+def moved(tmp_path_factory: pytest.TempPathFactory, books: Path, rank_pool: Pools) -> Iterator[tuple[Path, Path]]:
+    """A run that stayed on 2 ranks, and one that moved 2 -> 3 -> 1 -> 2, ZeRO 2 -> 3 -> 1 -> 0, amid ends of books."""
     folder = tmp_path_factory.mktemp("elastic")
-    stayed, moving = (write_elastic_config(folder / f"{name}.yaml", books) for name in ("stayed", "moving"))
+    names = ("stayed", "moving")
+    stayed, moving = (write_elastic_config(folder / f"{name}.yaml", books, seg_len=32) for name in names)
     train_leg(rank_pool, stayed, MOVES[0], steps=STEPS * len(MOVES))
     for number, leg in enumerate(MOVES):
         train_leg(rank_pool, moving, leg, steps=STEPS * (number + 1))
     yield folder / "stayed", folder / "moving"
 
 
-def test_losses_are_those_of_the_run_that_stayed(moved: tuple[Path, Path]) -> None:
+def test_losses_parameters_and_moments_are_those_of_the_run_that_stayed(moved: tuple[Path, Path]) -> None:
+    """Weight decay and learning rates differ between groups: a group with another one's would show."""
     stayed, moving = (torch.tensor(losses(run_dir)) for run_dir in moved)
     assert len(stayed) == STEPS * len(MOVES)
     assert stayed[0] - stayed[-1] > 0.1, "nothing was learned: the test proves little"
     torch.testing.assert_close(moving, stayed, rtol=0, atol=1e-5)
-
-
-def test_the_same_segments_were_read_in_the_same_steps(moved: tuple[Path, Path]) -> None:
-    """After each leg every lane stands where it stands in the run that stayed: nothing was read twice or left out."""
-    for number in range(len(MOVES)):
-        cursors = []
-        for run_dir in moved:
-            directory = step_dir(run_dir, STEPS * (number + 1))
-            rows = read_manifest(directory)["lanes"]
-            opened = {
-                name: RankFile(directory / name, "lanes").read(["cursors"])["cursors"] for name, _ in rows.values()
-            }
-            cursors.append([opened[rows[str(lane)][0]][rows[str(lane)][1]].tolist() for lane in range(8)])
-        assert cursors[0] == cursors[1]
-    assert any(place for _, place, _ in cursors[0]), "no lane came to a second book: the test proves little"
-
-
-def test_parameters_and_moments_of_every_group_are_those_of_the_run_that_stayed(moved: tuple[Path, Path]) -> None:
-    """Weight decay and learning rates differ between groups: a group with another one's would show."""
-    stayed, moving = (engine_values(step_dir(run_dir, STEPS * len(MOVES))) for run_dir in moved)
-    assert stayed.keys() == moving.keys()
-    for name, values in stayed.items():
+    expected, found = (engine_values(step_dir(run_dir, STEPS * len(MOVES))) for run_dir in moved)
+    assert expected.keys() == found.keys()
+    for name, values in expected.items():
         if name.startswith("step/"):
-            assert values == moving[name] == STEPS * len(MOVES), name
+            assert values == found[name] == STEPS * len(MOVES), name
         else:
-            torch.testing.assert_close(moving[name], values, rtol=1e-3, atol=2e-5, msg=name)
+            torch.testing.assert_close(found[name], values, rtol=1e-3, atol=2e-5, msg=name)
 
 
-def save_again(pool: Callable[[int], RankPool], config: Path, leg: Leg, *, step: int) -> Path:
+def save_again(pool: Pools, config: Path, leg: Leg, *, step: int) -> Path:
     """A checkpoint of the very state that a job on other ranks has restored: it has no step to make."""
     pool(leg.world).run(_restore_and_save, config, leg, step)
     return step_dir(config.with_suffix(""), step + 1)
@@ -199,7 +178,7 @@ def moved_last(moved: tuple[Path, Path], tmp_path: Path) -> Path:
     ],
 )
 def test_dropout_is_seeded_by_step_and_rank_where_lanes_are_divided_otherwise(
-    moved_last: Path, rank_pool: Callable[[int], RankPool], leg: Leg, line: str
+    moved_last: Path, rank_pool: Pools, leg: Leg, line: str
 ) -> None:
     """And goes on where they are not; either way it is said in one line."""
     saved = step_dir(moved_last.with_suffix(""), STEPS * len(MOVES))
@@ -214,7 +193,7 @@ def test_dropout_is_seeded_by_step_and_rank_where_lanes_are_divided_otherwise(
 
 
 def test_lanes_that_the_ranks_do_not_divide_are_reported_at_start_and_before(
-    moved_last: Path, rank_pool: Callable[[int], RankPool], capsys: pytest.CaptureFixture[str]
+    moved_last: Path, rank_pool: Pools, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, _, reported = rank_pool(3).run(random_state_at_start, moved_last, Leg(3, 2))[0]
     waste = "4 idle lanes, 33.3% of the work; with train.micro_batch_size=1 it would be 1; none is idle with"
@@ -256,7 +235,7 @@ WINDOW = {"segments_per_update": 4, "bptt_segments": 4, "seg_len": SEG_LEN}
 
 @pytest.mark.parametrize(("case", "chain"), PAIRS)
 def test_every_memory_moves_to_the_last_bit(
-    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool], case: str, chain: list[Leg]
+    tmp_path: Path, books: Path, rank_pool: Pools, case: str, chain: list[Leg]
 ) -> None:
     """Trained three steps, then restored and saved again on other ranks and stages without a step in between."""
     has_windows = case in carrying() and CHAINS.index(chain) % 2 == 0  # the others: windows of one segment
@@ -275,7 +254,7 @@ def test_every_memory_moves_to_the_last_bit(
 
 @pytest.mark.parametrize("case", case_params(carrying()))
 def test_a_run_through_windows_of_four_segments_learns_the_same_on_two_three_and_one_ranks(
-    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool], case: str
+    tmp_path: Path, books: Path, rank_pool: Pools, case: str
 ) -> None:
     """Losses of three steps on each, with gradients through four segments, beside those of a run that stayed."""
     legs = [Leg(2, 2), Leg(3, 3), Leg(1, 1, 4)]

@@ -10,21 +10,22 @@ import pytest
 from omegaconf import OmegaConf
 
 from dist_mem.__main__ import main
-from dist_mem.errors import UnusableError
-from dist_mem.runtime.distributed import World
 from dist_mem.training import opening
 from tests.support import jobs
 from tests.support.faults import assert_quoted
-from tests.support.jobs import build_books, logged_steps, train_here, write_config
-from tests.support.ranks import RankPool
+from tests.support.jobs import build_books, logged_steps, run_ranks, train_here, write_config
+from tests.support.messages import said
+from tests.support.rank_errors import error_of
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.ranks
 
 STEPS = 3
+Command = Callable[..., tuple[int, str]]  # arguments -> exit code and what was printed
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, books: Path, rank_pool: Callable[[int], RankPool]) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, books: Path, rank_pool: Pools) -> Path:
     """A run that has made its last step, of a configuration whose run_dir goes by its name."""
     folder = tmp_path_factory.mktemp("trained")
     config = write_config(folder / "run.yaml", books, folder / "run", {"train": {"steps": STEPS}})
@@ -34,9 +35,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory, books: Path, rank_pool: Ca
 
 @pytest.fixture
 def finished(
-    tmp_path: Path, trained: Path, single_process: None, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., int]:
-    """`dist-mem train CONFIG CHANGES` in a folder with a copy of that run; opening data or DeepSpeed fails."""
+    tmp_path: Path,
+    trained: Path,
+    single_process: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Command:
+    """`dist-mem COMMAND` in a folder with a copy of that run and run.yaml; opening data or DeepSpeed fails."""
     shutil.copytree(trained / "run", tmp_path / "runs" / "mine")
     config = OmegaConf.load(trained / "run.yaml")
     OmegaConf.save({**config, "name": "mine", "run_dir": "runs/${name}"}, tmp_path / "run.yaml")
@@ -45,91 +50,87 @@ def finished(
     def refuse(*arguments: object) -> None:
         raise AssertionError("the job was opened")
 
+    def command(*arguments: str) -> tuple[int, str]:
+        code, captured = main([*arguments]), capsys.readouterr()
+        return code, captured.out + captured.err
+
     monkeypatch.setattr(opening, "_open_data", refuse)
     monkeypatch.setattr(opening, "open_communication", refuse)
-    return lambda *changes: main(["train", "run.yaml", *changes])
+    return command
 
 
-def test_the_same_command_says_that_the_run_is_finished(
-    finished: Callable[..., int], capsys: pytest.CaptureFixture[str]
+def test_the_same_command_says_that_the_run_is_finished_and_so_with_what_may_change_on_resume(
+    finished: Command,
 ) -> None:
-    assert finished() == 0
-    assert f"runs/mine is finished: step {STEPS} was the last one" in capsys.readouterr().out
+    may_change = ["train.micro_batch_size=4", "optimizer.lr=1", "eval.batch_size=2"]
+    for changes in ([], may_change, ["model.dropout=0.5", "--allow", "model.dropout"]):
+        code, text = finished("train", "run.yaml", *changes)
+        assert code == 0
+        assert f"runs/mine is finished: step {STEPS} was the last one" in text
+
+
+def files_of_runs() -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in Path("runs").rglob("*") if path.is_file()}
+
+
+LANES = "train.global_batch_size: is 4, but the run began with 8, and must not change: a memory belongs to"
+KIND = "memory.kind: is 'none', but the run began with 'transformer_xl', and must not change"  # and not each option
+DROPOUT = "model.dropout: is 0.5, but the run began with 0.2"
+OTHER_NAME = "start another run with name=NAME"
 
 
 @pytest.mark.parametrize(
-    ("change", "reported"),
+    ("changes", "reported"),
     [
+        (["train.global_batch_size=4"], [LANES, OTHER_NAME]),
+        (["memory.kind=none"], [KIND, OTHER_NAME]),
         (
-            "train.global_batch_size=4",
-            ("train.global_batch_size: is 4, but the run began with 8, and must not change: a memory belongs to",),
+            ["model.dropout=0.5"],
+            [DROPOUT, "--allow model.dropout", OTHER_NAME],
         ),
-        ("memory.kind=none", ("memory.kind: is 'none', but the run began with 'transformer_xl', and must not change",)),
-        ("model.dropout=0.5", ("model.dropout: is 0.5, but the run began with 0.2", "--allow model.dropout")),
+        (["train.global_batch_size=4", "run_dir=runs/mine"], [LANES]),
     ],
 )
 @pytest.mark.parametrize("steps", [STEPS, STEPS + 1, STEPS - 1])
 def test_another_configuration_is_refused_before_anything_is_opened(
-    finished: Callable[..., int], capsys: pytest.CaptureFixture[str], change: str, reported: tuple[str, ...], steps: int
+    finished: Command, changes: list[str], reported: list[str], steps: int
 ) -> None:
-    """Finished or not: with more steps to make, and with fewer than were made."""
-    assert finished(change, f"train.steps={steps}") == 2
-    output = capsys.readouterr()
-    assert "finished" not in output.out
-    assert_quoted(output.err, *reported, "start another run with name=NAME")
-    assert output.err.count("error: ") == 1, (
-        "a memory of another kind is reported once, not once for each of its options"
-    )
+    """Finished or not. Where a run directory is given, `name=` would lead into the same directory again."""
+    before = files_of_runs()
+    code, text = finished("train", "run.yaml", *changes, f"train.steps={steps}")
+    assert code == 2
+    assert files_of_runs() == before
+    assert_quoted(text, *reported)
+    assert ("or start another run with run_dir=FOLDER" in text) == ("run_dir=runs/mine" in changes)
+    assert "finished" not in text and "train.steps" not in text and text.count("error: ") == 1
 
 
-def test_a_run_directory_that_is_given_is_the_one_to_change(
-    finished: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """There `name=` would lead into the same directory again."""
-    assert finished("train.global_batch_size=4", "run_dir=runs/mine") == 2
-    assert "or start another run with run_dir=FOLDER" in capsys.readouterr().err
+@pytest.mark.parametrize("command", [["train", "--check"], ["launch", "--dry-run"]])
+def test_commands_that_start_nothing_refuse_it_too(finished: Command, command: list[str]) -> None:
+    """Otherwise it is reported when the job starts, which on a cluster may be tomorrow."""
+    assert finished(*command, "run.yaml")[0] == 0
+    assert finished(*command, "run.yaml", "train.steps=9")[0] == 0
+    code, text = finished(*command, "run.yaml", "train.global_batch_size=4")
+    assert code == 2 and LANES.partition(",")[0] in text
 
 
-def test_what_may_change_on_resume_may_change_here(
-    finished: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert finished("train.micro_batch_size=4", "optimizer.lr=1", "eval.batch_size=2") == 0
-    assert finished("model.dropout=0.5", "--allow", "model.dropout") == 0
-    assert capsys.readouterr().out.count("is finished") == 2
-
-
-def exit_code_of(world: World, config: Path, changes: list[str]) -> int:
-    try:
-        return train_here(world, config, changes)
-    except UnusableError:
-        return 2
-
-
-def test_other_data_at_another_path_are_refused(
-    tmp_path: Path,
-    trained: Path,
-    books: Path,
-    rank_pool: Callable[[int], RankPool],
-    monkeypatch: pytest.MonkeyPatch,
+def test_other_data_at_another_path_are_refused_and_fewer_steps_leave_nothing_to_train(
+    tmp_path: Path, trained: Path, books: Path, rank_pool: Pools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The path may change; what lies there is compared by its fingerprint."""
     monkeypatch.setattr(jobs, "SYLLABLES", jobs.SYLLABLES[::-1])
     shutil.copytree(trained / "run", tmp_path / "run")
     config = OmegaConf.merge(OmegaConf.load(trained / "run.yaml"), {"run_dir": str(tmp_path / "run")})
     OmegaConf.save(config, tmp_path / "run.yaml")
-    shutil.copytree(books, tmp_path / "same")
-    other = build_books(tmp_path / "other")
-    for path, code in ((tmp_path / "same", 0), (other, 2)):
-        assert rank_pool(1).run(exit_code_of, tmp_path / "run.yaml", [f"data.path={path}"]) == [code]
+    same, other = Path(shutil.copytree(books, tmp_path / "same")), build_books(tmp_path / "other")
+
+    def ended(*changes: str) -> str:
+        (text,) = rank_pool(1).run(error_of, train_here, tmp_path / "run.yaml", changes)
+        return str(text)
+
+    assert ended(f"data.path={same}") == "ended with 0"
+    said(ended(f"data.path={other}"), other / "train", "data.path")
+    assert "train.global_batch_size: is 4" in ended(f"data.path={other}", "train.global_batch_size=4")
+    codes, text = run_ranks(["train", "run.yaml", "train.steps=2"], world_size=1, cwd=tmp_path)
+    assert codes == [0] and f"step {STEPS} of 2: nothing is left to train" in text
     assert logged_steps(tmp_path / "run") == list(range(1, STEPS + 1))
-
-
-@pytest.mark.parametrize("command", [["train", "--check"], ["launch", "--dry-run"]])
-def test_commands_that_start_nothing_refuse_it_too(
-    finished: Callable[..., int], capsys: pytest.CaptureFixture[str], command: list[str]
-) -> None:
-    """Otherwise it is reported when the job starts, which on a cluster may be tomorrow."""
-    assert main([*command, "run.yaml"]) == 0
-    assert main([*command, "run.yaml", "train.steps=9"]) == 0
-    assert main([*command, "run.yaml", "train.global_batch_size=4"]) == 2
-    assert "train.global_batch_size: is 4, but the run began with 8" in capsys.readouterr().err

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from dist_mem.checkpoint import manifest
 from dist_mem.checkpoint.manifest import FORMAT_VERSION, read_manifest, step_dir
 from dist_mem.config import load_config, save_config
 from dist_mem.evaluation.trained_model import load_model
@@ -19,7 +17,8 @@ from tests.checkpoint.test_restore import open_two, refusal
 from tests.support import paths
 from tests.support.jobs import losses, train_here
 from tests.support.messages import said
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
+from tests.support.saving import rewrite_manifest
 
 pytestmark = pytest.mark.ranks
 
@@ -53,7 +52,7 @@ def test_every_format_has_a_sample() -> None:
         assert sum(path.stat().st_size for path in files if path.is_file()) < MAX_BYTES
 
 
-def test_resumed_run_has_the_recorded_losses(config: Path, version: int, rank_pool: Callable[[int], RankPool]) -> None:
+def test_resumed_run_has_the_recorded_losses(config: Path, version: int, rank_pool: Pools) -> None:
     assert rank_pool(2).run(train_here, config) == [0, 0]
     then = json.loads((GOLDEN / f"format-{version}" / "losses.json").read_text())
     now = losses(config.with_suffix(""))
@@ -62,7 +61,7 @@ def test_resumed_run_has_the_recorded_losses(config: Path, version: int, rank_po
     assert read_manifest(step_dir(config.with_suffix(""), LAST))["format_version"] == FORMAT_VERSION
 
 
-def test_any_zero_stage_reads_any_format(config: Path, rank_pool: Callable[[int], RankPool]) -> None:
+def test_any_zero_stage_reads_any_format(config: Path, rank_pool: Pools) -> None:
     stage = read_manifest(step_dir(config.with_suffix(""), STEP))["zero_stage"]
     step, messages = open_two(rank_pool, config, f"deepspeed.zero_optimization.stage={stage - 1}")
     assert step == STEP
@@ -76,14 +75,9 @@ def test_weights_of_every_format_can_be_scored(config: Path) -> None:
     assert 4.0 < scores.nll.mean() < 5.54, "less than the loss at step 0"
 
 
-def test_newer_formats_are_refused_by_name(
-    config: Path, rank_pool: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_newer_formats_are_refused_by_name(config: Path, rank_pool: Pools) -> None:
     """Resuming from an older checkpoint would undo the steps of the newer one."""
     newer = step_dir(config.with_suffix(""), STEP + 1)
     shutil.copytree(step_dir(config.with_suffix(""), STEP), newer)
-    body = read_manifest(step_dir(config.with_suffix(""), STEP))
-    del body["sha256"], body["format_version"]
-    monkeypatch.setattr(manifest, "FORMAT_VERSION", FORMAT_VERSION + 1)
-    manifest.write_manifest(newer, body)
+    rewrite_manifest(newer, format_version=FORMAT_VERSION + 1, step=STEP + 1)
     said(refusal(rank_pool, config), "format_version", newer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +17,20 @@ from dist_mem.checkpoint.manifest import list_steps, step_dir
 from dist_mem.checkpoint.rank_file import RankFile
 from dist_mem.checkpoint.resume_source import find_resumption
 from dist_mem.config import load_config
-from dist_mem.config.check import ConfigError
 from dist_mem.errors import RunError
 from dist_mem.memory import memory_options
-from dist_mem.memory.base import named_tensors
 from dist_mem.runtime import files
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.tracking.tracker import Tracker
 from dist_mem.training.context import Context
 from dist_mem.training.opening import open_run
-from dist_mem.training.run import run_job
 from dist_mem.training.step import TrainState
 from tests.support.faults import flip
 from tests.support.jobs import checkpoint_content, difference, logged_steps, losses, train_here, write_config
 from tests.support.messages import described, said, said_line
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
+from tests.support.saving import rewrite_manifest
 
 pytestmark = pytest.mark.ranks
 
@@ -41,7 +39,7 @@ SAVED = ("step-00000003", "step-00000006", "step-00000009")
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, books: Path, rank_pool: Callable[[int], RankPool]) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, books: Path, rank_pool: Pools) -> Path:
     """A run of two ranks with checkpoints of steps 3, 6 and 9; copied by those who change it."""
     folder = tmp_path_factory.mktemp("trained")
     changes = {"train": {"steps": STEPS}, "schedule": {"kind": "constant"}, "checkpoint": {"every": 3}}
@@ -89,9 +87,7 @@ def step_and_messages(context: Context, state: TrainState, reported: list[str]) 
     return state.step, "\n".join(reported)
 
 
-def open_two(
-    rank_pool: Callable[[int], RankPool], config: Path, *changes: str, allow: tuple[str, ...] = ()
-) -> tuple[int, str]:
+def open_two(rank_pool: Pools, config: Path, *changes: str, allow: tuple[str, ...] = ()) -> tuple[int, str]:
     """Step and messages of a job on two ranks; both have the same step."""
     first, second = rank_pool(2).run(opened, config, changes, allow, step_and_messages)
     assert not isinstance(first, str), first
@@ -99,7 +95,7 @@ def open_two(
     return first
 
 
-def refusal(rank_pool: Callable[[int], RankPool], config: Path, *changes: str, allow: tuple[str, ...] = ()) -> str:
+def refusal(rank_pool: Pools, config: Path, *changes: str, allow: tuple[str, ...] = ()) -> str:
     """The error of a job on two ranks; both have the same."""
     first, second = rank_pool(2).run(opened, config, changes, allow, step_and_messages)
     assert isinstance(first, str), f"it was opened at step {first[0]}"
@@ -110,28 +106,39 @@ def refusal(rank_pool: Callable[[int], RankPool], config: Path, *changes: str, a
 # What `resume` means.
 
 
-def test_by_default_the_newest_is_taken(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
+def test_by_default_the_newest_is_taken_and_never_takes_none(copied: Path, tmp_path: Path, rank_pool: Pools) -> None:
     step, text = open_two(rank_pool, copied)
     assert step == STEPS
     assert f"resuming from {step_dir(copied.with_suffix(''), STEPS)}" in text
     assert "warning" not in text
     assert "moved" not in text
-
-
-def test_never_is_refused_where_there_are_checkpoints(
-    copied: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool]
-) -> None:
-    said(refusal(rank_pool, copied, "resume=never"), *SAVED)
     assert open_two(rank_pool, copied, "resume=never", f"run_dir={tmp_path / 'fresh'}")[0] == 0
 
 
-def test_step_that_is_not_there_names_those_that_are(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
-    said(refusal(rank_pool, copied, "resume=4"), "step-00000004", *SAVED)
-
-
-def test_earlier_step_is_taken_and_what_came_after_it_is_set_aside(
-    copied: Path, rank_pool: Callable[[int], RankPool]
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (["resume=never"], SAVED),
+        (["resume=4"], ["step-00000004", *SAVED]),
+        (["resume=6"], ["config.yaml: SHA-256 differs"]),
+        (["resume=elsewhere"], ["elsewhere", *SAVED]),
+        (["resume=EMPTY", "run_dir=nowhere"], ["no manifest.json"]),
+        (["memory.mem_len=16", "train.global_batch_size=4"], ["ConfigError", "memory.mem_len", "train.global_batch"]),
+    ],
+)
+def test_what_a_run_cannot_go_on_from_is_refused_whatever_is_allowed(
+    copied: Path, rank_pool: Pools, changes: list[str], named: Sequence[str]
 ) -> None:
+    """The checkpoint of step 6 is damaged."""
+    run_dir = copied.with_suffix("")
+    flip(step_dir(run_dir, 6) / "config.yaml", 3)
+    (empty := copied.parent / "empty").mkdir()
+    given = [change.replace("EMPTY", str(empty)) for change in changes]
+    said(refusal(rank_pool, copied, *given, allow=("train", "model")), *named)
+    assert list_steps(run_dir) == [3, 6, 9]
+
+
+def test_earlier_step_is_taken_and_what_came_after_it_is_set_aside(copied: Path, rank_pool: Pools) -> None:
     """Else the next start would jump from the new history to the end of the old one."""
     run_dir = copied.with_suffix("")
     before = checkpoint_content(step_dir(run_dir, STEPS))
@@ -148,9 +155,7 @@ def test_earlier_step_is_taken_and_what_came_after_it_is_set_aside(
     assert list_steps(run_dir) == [3, 6]
 
 
-def test_the_same_command_goes_on_when_the_step_it_asks_for_is_no_longer_kept(
-    copied: Path, rank_pool: Callable[[int], RankPool]
-) -> None:
+def test_the_same_command_goes_on_when_the_step_it_asks_for_is_no_longer_kept(copied: Path, rank_pool: Pools) -> None:
     """Issue 5: `resume: STEP` and `checkpoint.keep_last`, and the scheduler starts the job again."""
     changes = ("resume=3", "train.steps=7", "checkpoint.keep_last=1")
     assert rank_pool(2).run(train_here, copied, changes) == [0, 0]
@@ -159,28 +164,8 @@ def test_the_same_command_goes_on_when_the_step_it_asks_for_is_no_longer_kept(
     assert "there is no " in refusal(rank_pool, copied, "resume=4"), "nobody has asked for that before"
 
 
-def test_damaged_checkpoint_is_never_deleted_for_newer_ones(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
-    """Issue 5: kept for inspection, whatever `checkpoint.keep_last` says."""
-    run_dir = copied.with_suffix("")
-    flip(step_dir(run_dir, STEPS) / "ranks" / "rank-00000.safetensors", -1)
-    before = checkpoint_content(step_dir(run_dir, STEPS))
-    changes = ("checkpoint.every=5", "checkpoint.keep_last=1", "train.steps=11")
-    assert rank_pool(2).run(train_here, copied, changes) == [0, 0]
-    assert list_steps(run_dir) == [11]
-    assert difference(before, checkpoint_content(run_dir / "checkpoints" / "step-00000009.broken")) is None
-
-
-def test_damaged_step_that_was_asked_for_is_refused(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
-    flip(step_dir(copied.with_suffix(""), 6) / "config.yaml", 3)
-    text = refusal(rank_pool, copied, "resume=6")
-    assert "config.yaml: SHA-256 differs" in text
-    assert list_steps(copied.with_suffix("")) == [3, 6, 9]
-
-
 @pytest.mark.parametrize("form", ["run", "checkpoint"])
-def test_run_goes_on_from_another_runs_checkpoint(
-    trained: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool], form: str
-) -> None:
+def test_run_goes_on_from_another_runs_checkpoint(trained: Path, tmp_path: Path, rank_pool: Pools, form: str) -> None:
     """In a run directory of its own; the other is left as it is, and the next start stays here."""
     other, steps = trained / "run", 11
     path = other if form == "run" else step_dir(other, 6)
@@ -195,11 +180,6 @@ def test_run_goes_on_from_another_runs_checkpoint(
     assert open_two(rank_pool, trained / "run.yaml", *changes)[0] == steps
     text = refusal(rank_pool, trained / "run.yaml", f"resume={step_dir(other, 3)}", *changes[1:])
     assert "of its own: give the run that resumes from there another run_dir" in text
-
-
-def test_path_without_a_checkpoint_is_refused(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
-    said(refusal(rank_pool, copied, "resume=elsewhere"), "elsewhere")
-    assert "no manifest.json" in refusal(rank_pool, copied, f"resume={copied.parent}", "run_dir=nowhere")
 
 
 # Agreement.
@@ -244,7 +224,7 @@ def opened_with_fault(world: World, config_file: Path, rank: int, fault: str) ->
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("fault", "phrase"), [("EIO", "Input/output error"), ("other bytes", "SHA-256 differs")])
 def test_damage_that_one_rank_alone_sees_is_passed_over_by_all(
-    copied: Path, rank_pool: Callable[[int], RankPool], rank: int, fault: str, phrase: str
+    copied: Path, rank_pool: Pools, rank: int, fault: str, phrase: str
 ) -> None:
     (first, text), (second, _) = rank_pool(2).run(opened_with_fault, copied, rank, fault)
     assert first == second == 6
@@ -261,7 +241,7 @@ def test_damage_that_one_rank_alone_sees_is_passed_over_by_all(
     ],
 )
 def test_what_one_rank_cannot_read_stops_all_ranks_with_one_kind_of_error(
-    copied: Path, rank_pool: Callable[[int], RankPool], fault: str, error: str, named: str, times: int
+    copied: Path, rank_pool: Pools, fault: str, error: str, named: str, times: int
 ) -> None:
     """A disk that reads no checkpoint does not end a chain of jobs."""
     for reported in rank_pool(2).run(opened_with_fault, copied, 1, fault):
@@ -270,9 +250,7 @@ def test_what_one_rank_cannot_read_stops_all_ranks_with_one_kind_of_error(
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_weights_that_one_rank_cannot_read_stop_all_ranks(
-    copied: Path, rank_pool: Callable[[int], RankPool], stage: int
-) -> None:
+def test_weights_that_one_rank_cannot_read_stop_all_ranks(copied: Path, rank_pool: Pools, stage: int) -> None:
     """No rank waits in the exchange of weights for one that has none."""
     text = copied.read_text().replace("stage: 2", f"stage: {stage}")
     copied.write_text(text)
@@ -283,7 +261,7 @@ def test_weights_that_one_rank_cannot_read_stop_all_ranks(
 # Rules.
 
 
-def test_what_needs_to_be_allowed_is_refused_until_it_is(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
+def test_what_needs_to_be_allowed_is_refused_until_it_is(copied: Path, rank_pool: Pools) -> None:
     text = refusal(rank_pool, copied, "model.dropout=0.5", "optimizer.betas=[0.5,0.9]")
     assert "model.dropout: is 0.5, but the run began with 0.2; set it back, add --allow model.dropout" in text
     assert "--allow optimizer.betas" in text
@@ -294,14 +272,7 @@ def test_what_needs_to_be_allowed_is_refused_until_it_is(copied: Path, rank_pool
     assert f"changed since then: {changed}" in text.splitlines(), "and nothing of places, which may hold a password"
 
 
-def test_changed_model_is_refused_whatever_is_allowed(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
-    text = refusal(rank_pool, copied, "memory.mem_len=16", "train.global_batch_size=4", allow=("train", "model"))
-    said(text, ConfigError.__name__, "memory.mem_len", "train.global_batch_size")
-
-
-def test_an_option_that_a_memory_has_got_since_is_no_change(
-    copied: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool]
-) -> None:
+def test_an_option_that_a_memory_has_got_since_is_no_change(copied: Path, tmp_path: Path, rank_pool: Pools) -> None:
     """Issue 5: newer code reads older files. Left out, an option has its default, as it had then."""
     text = copied.read_text().replace("kind: transformer_xl", "kind: infinite").replace("mem_len: 24", "num_basis: 4")
     copied.write_text(text.replace(f"{tmp_path}/run", f"{tmp_path}/old"))
@@ -309,21 +280,17 @@ def test_an_option_that_a_memory_has_got_since_is_no_change(
     directory = step_dir(tmp_path / "old", 1)
     config = directory / "config.yaml"
     config.write_text(config.read_text().replace("  density: affine\n", ""))
-    body = {key: value for key, value in manifest.read_manifest(directory).items() if key != "sha256"}
-    body["files"]["config.yaml"] = manifest.describe_file(config)
-    manifest.write_manifest(directory, body)
+    rewrite_manifest(directory)
     assert open_two(rank_pool, copied)[0] == 1
     said(refusal(rank_pool, copied, "memory.density=softmax_moments"), "memory.density", "affine")
 
 
-def test_precision_may_change_where_it_is_allowed(
-    copied: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool]
-) -> None:
+def test_precision_may_change_where_it_is_allowed(copied: Path, tmp_path: Path, rank_pool: Pools) -> None:
     """The optimizer works on fp32 weights whatever the model's are; memories are rounded once."""
     assert "add --allow train.precision" in refusal(rank_pool, copied, "train.precision=bf16")
     for precision, steps in (("bf16", 11), ("fp32", 13)):
         changes = (f"train.precision={precision}", f"train.steps={steps}")
-        assert rank_pool(2).run(train_allowed, copied, changes, ("train.precision",)) == [0, 0]
+        assert rank_pool(2).run(train_here, copied, changes, ("train.precision",)) == [0, 0]
     assert rank_pool(2).run(train_here, copied, ("train.steps=13", f"run_dir={tmp_path / 'straight'}")) == [0, 0]
     straight, changed = (torch.tensor(losses(tmp_path / name)) for name in ("straight", "run"))
     assert torch.equal(straight[:STEPS], changed[:STEPS])
@@ -331,25 +298,18 @@ def test_precision_may_change_where_it_is_allowed(
     torch.testing.assert_close(changed, straight, rtol=0.02, atol=0)
 
 
-def train_allowed(world: World, config_file: Path, changes: tuple[str, ...], allowed: tuple[str, ...]) -> int:
-    config = load_config([str(config_file), *changes], memory_options=memory_options)
-    with StopSignal() as stop_signal:
-        return run_job(config, world, stop_signal, allowed)
-
-
-def test_other_code_is_reported(copied: Path, rank_pool: Callable[[int], RankPool]) -> None:
+def test_other_code_is_reported(copied: Path, rank_pool: Pools) -> None:
     directory = step_dir(copied.with_suffix(""), STEPS)
-    body = manifest.read_manifest(directory)
-    body = {key: value for key, value in body.items() if key not in ("sha256", "format_version")}
-    body["versions"]["torch"], body["commit"] = "1.0", "abc"
-    manifest.write_manifest(directory, body)
+    rewrite_manifest(
+        directory, versions={**manifest.read_manifest(directory)["versions"], "torch": "1.0"}, commit="abc"
+    )
     _, text = open_two(rank_pool, copied)
     assert "warning: step-00000009 was written by other code: torch 1.0 -> " in text
     assert ", commit abc -> " in text
 
 
 def test_mlflow_is_reported_where_a_run_came_from_and_gets_a_new_one(
-    copied: Path, tmp_path: Path, sqlite_uri: str, client: Any, rank_pool: Callable[[int], RankPool]
+    copied: Path, tmp_path: Path, sqlite_uri: str, client: Any, rank_pool: Pools
 ) -> None:
     tracked = ("tracking.mlflow=true", f"tracking.uri={sqlite_uri}", "tracking.system_metrics=false")
     assert rank_pool(2).run(train_here, copied, (*tracked, "train.steps=10")) == [0, 0]
@@ -361,48 +321,3 @@ def test_mlflow_is_reported_where_a_run_came_from_and_gets_a_new_one(
     assert first != second
     assert client.get_run(second).data.tags["dist_mem.resumed_from"] == str(asked)
     assert "dist_mem.resumed_from" not in client.get_run(first).data.tags
-
-
-# Back in mid-run.
-
-
-def _everything(context: Context, state: TrainState) -> dict[str, Any]:
-    engine = {f"{found.name}/{found.start}": dict(found.parts) for found in context.engine.held()}
-    weights = {name: value.detach().clone() for name, value in context.engine.module.named_parameters()}
-    memories = [named_tensors(memory) for memory in state.memories]
-    meter = {
-        name: value for name, value in context.reporting.meter.state().items() if name not in ("seconds", "waited")
-    }
-    copies = {name: {kind: part.clone() for kind, part in parts.items()} for name, parts in engine.items()}
-    return {
-        "engine": copies, "weights": weights, "memories": memories, "cursors": state.cursors, "step": state.step,
-        "random": torch.get_rng_state(), "meter": meter, "metadata": context.engine.metadata(),
-    }  # fmt: skip
-
-
-def _roll_back(context: Context, state: TrainState, reported: list[str]) -> str | None:
-    """Two steps on from a checkpoint, back into it, and the same two again: where the two ways differ."""
-    from dist_mem.training.divergence import ROLLBACK, Decision
-    from dist_mem.training.resume import carry_out
-    from dist_mem.training.step import train_step
-
-    def steps(state: TrainState) -> dict[str, Any]:
-        for _ in range(2):
-            context.feed.read_first()
-            state, _ = train_step(context, state, context.feed.update, context.feed.scored)
-        return _everything(context, state)
-
-    begun = _everything(context, state)
-    once = steps(state)
-    assert difference(begun, once) is not None
-    state = carry_out(context, state, Decision(ROLLBACK, step=state.step - 1, message="for this test"))
-    if found := difference(begun, _everything(context, state)):
-        return f"restored: {found}"
-    found = difference(once, steps(state))
-    return f"two steps later: {found}" if found else None
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_rolling_back_in_mid_run_is_exact(copied: Path, rank_pool: Callable[[int], RankPool], stage: int) -> None:
-    changes = (f"deepspeed.zero_optimization.stage={stage}",)
-    assert rank_pool(2).run(opened, copied, changes, (), _roll_back) == [None, None]

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_mem.checkpoint.manifest import describe_file, files_in, list_steps, newest_verified, step_dir, write_manifest
+from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
 from dist_mem.checkpoint.retention import Kept, Validation, prune, superfluous
 from dist_mem.config import CheckpointConfig, ConfigError, load_config
 from tests.support.messages import refused
-from tests.support.saving import FACTS
+from tests.support.saving import commit_small
 
 COUNTS = st.none() | st.integers(1, 4)
 RULES = st.builds(CheckpointConfig, keep_last=st.integers(1, 4), keep_every=COUNTS, keep_best=COUNTS)
@@ -31,16 +31,6 @@ class Save(NamedTuple):
 
 SAVES = st.builds(Save, st.integers(1, 5), st.none() | LOSSES, st.sampled_from("ab"), st.booleans())
 HISTORIES = st.lists(SAVES, min_size=1, max_size=12)
-
-
-def commit(run_dir: Path, step: int, validation: Validation | None) -> Path:
-    directory = step_dir(run_dir, step)
-    directory.mkdir(parents=True)
-    (directory / "content").write_text(str(step))
-    files = {path.name: describe_file(path) for path in files_in(directory)}
-    reported = None if validation is None else validation._asdict()
-    write_manifest(directory, {**FACTS, "step": step, "validation": reported, "files": files})
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +55,7 @@ def test_the_rules_hold_over_any_history(
     for save in history:
         step += save.gap
         validation = Validation(step, save.loss, save.measure) if save.loss is not None else validation
-        directory = commit(run_dir, step, validation)
+        directory = commit_small(run_dir, step, None if validation is None else validation._asdict())
         good[step] = validation
         messages = prune(run_dir, step, rules)
 
@@ -94,10 +84,10 @@ def test_the_rules_hold_over_any_history(
 def test_checkpoints_past_the_newest_do_not_count_and_stay(tmp_path: Path) -> None:
     """A run that was set back: what lies ahead is broken or of another branch, and must not push out what is good."""
     for step in (5, 10, 15):
-        commit(tmp_path, step, None)
+        commit_small(tmp_path, step)
     step_dir(tmp_path, 15).rename(step_dir(tmp_path, 15).with_name("step-00000015.broken"))
-    commit(tmp_path, 20, None)
-    commit(tmp_path, 7, None)
+    commit_small(tmp_path, 20)
+    commit_small(tmp_path, 7)
     messages = prune(tmp_path, 7, CheckpointConfig(keep_last=1))
     assert messages == [f"deleted {step_dir(tmp_path, 5)}, which checkpoint.keep_* do not keep"]
     assert list_steps(tmp_path) == [7, 10, 20]
@@ -119,7 +109,7 @@ def test_a_checkpoint_is_gone_for_readers_before_any_file_of_it_is(
 ) -> None:
     """Also if the deletion is cut off in the middle; the next start removes what is left."""
     for step in (5, 10):
-        commit(tmp_path, step, None)
+        commit_small(tmp_path, step)
 
     def cut_off(directory: Path) -> None:
         assert list_steps(tmp_path) == [10]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import json
 import os
 import shutil
 from contextlib import suppress
@@ -16,19 +15,17 @@ import torch
 from omegaconf import OmegaConf
 
 from dist_mem.__main__ import main
-from dist_mem.checkpoint import manifest
-from dist_mem.checkpoint.manifest import describe_file, read_manifest
+from dist_mem.checkpoint.manifest import read_manifest
 from dist_mem.config import load_config, read_config, save_config
 from dist_mem.errors import CheckpointError, UnusableError
 from dist_mem.evaluation.trained_model import load_model
-from dist_mem.runtime.network_interface import free_port
 from tests.support import paths
 from tests.support.file_server import FileServer
 from tests.support.messages import refused
 from tests.support.paths import PACKAGE
-from tests.support.ranks import launcher_environment
+from tests.support.saving import rewrite_manifest
 
-pytestmark = pytest.mark.servers
+pytestmark = [pytest.mark.servers, pytest.mark.usefixtures("single_process")]
 
 GOLDEN = paths.GOLDEN / "formats"
 DATA = f"data.path={GOLDEN / 'data'}"
@@ -43,17 +40,6 @@ class Marker:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.makedirs, (str(self.path), 0o777, True)
-
-
-def rewrite_manifest(directory: Path, **changes: Any) -> None:
-    """A manifest that fits the files as they are now, with the hash that it must have."""
-    kept = {key: value for key, value in read_manifest(directory).items() if key != "sha256"}
-    kept["files"] = {
-        path.relative_to(directory).as_posix(): describe_file(path) for path in manifest.files_in(directory)
-    }
-    body = {**kept, **changes}
-    text = json.dumps({**body, "sha256": manifest._fingerprint(body)}, indent=1)
-    (directory / "manifest.json").write_text(text)
 
 
 @pytest.fixture
@@ -100,13 +86,6 @@ def edit_config(directory: Path, *overrides: str) -> None:
     settings = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
     OmegaConf.save(settings, path)
     rewrite_manifest(directory)
-
-
-@pytest.fixture(autouse=True)
-def launched_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment of a launcher for one rank."""
-    for name, value in launcher_environment(0, 1, free_port()).items():
-        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture
@@ -227,9 +206,7 @@ def test_a_memory_in_a_folder_is_not_run_unless_asked_for(
 def test_files_of_a_manifest_lie_in_its_folder(checkpoint: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / "victim").mkdir()
     files = {**read_manifest(checkpoint)["files"], name: {"bytes": 0, "sha256": hashlib.sha256(b"").hexdigest()}}
-    body = {**read_manifest(checkpoint), "files": files}
-    body["sha256"] = manifest._fingerprint(body)
-    (checkpoint / "manifest.json").write_text(json.dumps(body))
+    rewrite_manifest(checkpoint, files=files)
     assert main(["export", str(checkpoint), "--out", str(tmp_path / "out"), DATA]) == 2
     assert not list((tmp_path / "victim").iterdir())
     with refused(CheckpointError):

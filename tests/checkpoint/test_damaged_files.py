@@ -1,9 +1,10 @@
-"""Files whose hashes fit and whose content is wrong end in one kind of error, which names file and key."""
+"""Files that are damaged, or whose hashes fit and whose content is wrong, end in one kind of error that names them."""
 
 from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -12,12 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import load_file as load_columns
 from safetensors.torch import load_file, save_file
 
 from dist_mem.__main__ import main
-from dist_mem.checkpoint.manifest import read_manifest, verify
+from dist_mem.checkpoint.manifest import newest_verified, read_manifest, verify
 from dist_mem.config import DataConfig
 from dist_mem.data.directory import open_index, open_tokenizer
 from dist_mem.data.index import fingerprint_of, write_index
@@ -25,9 +25,10 @@ from dist_mem.data.shard import read_mask, read_recall, read_tokens
 from dist_mem.data.verify import verify_dataset
 from dist_mem.errors import CheckpointError, UnusableError
 from dist_mem.evaluation.trained_model import load_model, read_lanes
-from tests.checkpoint.test_safe_folders import rewrite_manifest
 from tests.support import paths
+from tests.support.faults import flip
 from tests.support.messages import refused
+from tests.support.saving import commit_small, rewrite_manifest
 
 GOLDEN = paths.GOLDEN / "formats"
 NUM_EDITS = 40  # of each file; the seeds are their numbers
@@ -165,35 +166,18 @@ def test_no_edit_of_the_columns_with_valid_hashes_ends_in_another_error(data: Pa
     assert num_refused(use_data, data, edit, number=5 * NUM_EDITS, named=path) > 2 * NUM_EDITS
 
 
-def swap_lanes(directory: Path) -> None:
-    """The first rows of two ranks' files, exchanged with all they carry; hashes fit."""
-    paths = [directory / "ranks" / f"rank-0000{rank}.safetensors" for rank in (0, 1)]
-    first, second = (load_file(path) for path in paths)
-    for key in (name for name in first if name.startswith("lanes/")):
-        first[key][0], second[key][0] = second[key][0].clone(), first[key][0].clone()
-    for path, tensors in zip(paths, (first, second), strict=True):
-        save_file(tensors, path)
-    rewrite_manifest(directory)
+DAMAGES = ["a row of another file", "no lane_ids", "another lane in a row", "a row that is not there", "two in one"]
 
 
-def test_lanes_swapped_between_files_are_refused(checkpoint: Path) -> None:
-    trained = load_model(checkpoint, f"data.path={GOLDEN / 'data'}")
-    before = read_lanes(trained, [0])
-    swap_lanes(checkpoint)
-    trained = load_model(checkpoint, f"data.path={GOLDEN / 'data'}")
-    with refused(CheckpointError):
-        read_lanes(trained, [0])
-    swap_lanes(checkpoint)
-    trained = load_model(checkpoint, f"data.path={GOLDEN / 'data'}")
-    after = read_lanes(trained, [0])
-    assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True) if isinstance(a, torch.Tensor))
-
-
-@pytest.mark.parametrize("damage", ["no lane_ids", "another lane in a row", "a row that is not there", "two in one"])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_rows_that_are_not_the_lane_are_refused(checkpoint: Path, damage: str) -> None:
     path = checkpoint / "ranks" / "rank-00000.safetensors"
     tensors, lanes = load_file(path), dict(read_manifest(checkpoint)["lanes"])
-    if damage == "no lane_ids":
+    if damage == "a row of another file":
+        other = load_file(path.with_name("rank-00001.safetensors"))
+        for key in (name for name in other if name.startswith("lanes/")):
+            tensors[key][0] = other[key][0]
+    elif damage == "no lane_ids":
         del tensors["lanes/lane_ids"]
     elif damage == "another lane in a row":
         lanes["0"], lanes["1"] = lanes["1"], lanes["0"]
@@ -216,3 +200,42 @@ def test_a_step_that_is_not_that_of_its_folder_is_refused(checkpoint: Path, step
     with refused(CheckpointError):
         load_model(renamed, f"data.path={GOLDEN / 'data'}")
     assert read_manifest(renamed.rename(renamed.with_name("taken")))["step"] == step, "another name promises no step"
+
+
+def test_file_cut_short_and_file_missing_are_named(tmp_path: Path) -> None:
+    directory = commit_small(tmp_path, 5)
+    os.truncate(directory / "content", 10)
+    with refused(CheckpointError, "content"):
+        verify(directory)
+    (directory / "content").unlink()
+    with refused(CheckpointError, "content"):
+        verify(directory)
+    (directory / "manifest.json").unlink()
+    with refused(CheckpointError, "manifest.json"):
+        newest_verified(tmp_path)
+
+
+def test_one_flipped_bit_anywhere_in_the_manifest_is_found(tmp_path: Path) -> None:
+    """Its steps and lanes exist nowhere else."""
+    path = commit_small(tmp_path, 5) / "manifest.json"
+    clean = path.read_bytes()
+    reported = json.loads(clean)
+    for position in range(len(clean)):
+        for bit in (1, 16):
+            flip(path, position, bit)
+            try:
+                assert read_manifest(path.parent) == reported, position  # a blank that is another blank
+            except CheckpointError as error:
+                assert "damaged" in str(error) or "not readable" in str(error)
+            path.write_bytes(clean)
+
+
+def test_manifest_that_is_none_is_a_damaged_checkpoint_and_one_that_is_not_there_is_not_called_unfinished(
+    tmp_path: Path,
+) -> None:
+    for text in ("{}", "[]", "{", "null"):
+        (tmp_path / "manifest.json").write_text(text)
+        with refused(CheckpointError, "manifest.json"):
+            read_manifest(tmp_path)
+    with refused(CheckpointError):
+        read_manifest(tmp_path / "step-00000007")
