@@ -1,4 +1,4 @@
-"""What memory changed, and the counterfactual: properties over every memory, and equality with the evaluations."""
+"""What memory changed, the counterfactual, and what memories show: over every memory, and as evaluations find it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from dist_mem.config.memory_blocks import PER_BLOCK, kinds_of
 from dist_mem.data.documents import Document, Documents
@@ -21,13 +22,23 @@ from dist_mem.inspection.reading import first_border, has_memory, read_document,
 from dist_mem.inspection.walk import losses_of, walk
 from dist_mem.memory import memory_class, memory_kinds
 from dist_mem.memory.base import Inspectable, named_tensors
+from dist_mem.memory.block_recurrent import BlockRecurrent
+from dist_mem.memory.infini import Infini
+from dist_mem.memory.infinite import Infinite
 from dist_mem.memory.lamemo import LaMemo
 from dist_mem.memory.none import NoMemory
+from dist_mem.memory.parts.basis import Geometry, evaluate_basis, fit_matrices
+from dist_mem.memory.parts.inspection import Inspection, Rows, Spans, of_tokens
 from dist_mem.memory.parts.inspector import Inspector
+from dist_mem.memory.parts.signal_places import append, shares, without_rows
+from dist_mem.memory.rmt import RecurrentMemory
 from dist_mem.memory.transformer_xl import TransformerXL
+from dist_mem.papers.regression_error import watched
 from dist_mem.tracking.progress import Progress
 from tests.evaluation.test_protocol import MEMORIES, asked, make_run
 from tests.evaluation.test_without_memory import emptied
+from tests.support.contract_cases import LANES, fresh_state, full_lanes, random_segments, read, small_model
+from tests.support.contract_cases import SEG_LEN as SHORT
 from tests.support.messages import refused
 from tests.support.scored_library import LENGTHS, SEG_LEN, TOKENIZER
 
@@ -195,8 +206,8 @@ def test_where_a_layer_looked_is_its_mass_on_the_memory(subject: Subject) -> Non
                     assert (looked.shares[here].sum(dim=1) <= looked.mass[here] + 1e-5).all()
             if step.is_kept:
                 inspector.commit()
-    for layer in reading.layers:
-        for looked in layer.values():
+    for kinds in reading.layers:
+        for looked in kinds.values():
             is_there = looked.shares > 0.0
             assert (looked.begin[is_there] < looked.end[is_there]).all()
             assert (looked.begin >= -1).all() and (looked.mass <= 1.0 + 1e-5).all()
@@ -276,3 +287,191 @@ def test_only_some_passages_are_tried_where_the_reach_has_no_bound(library: Path
     last = some.removals[-1]
     assert len(last.passages) == 4
     assert last.passages[-2:] == every.removals[-1].passages[-2:], "the newest are among them"
+
+
+FINE: dict[str, Any] = {"num_basis": 64, "basis_widths": [0.02, 0.05], "num_samples": 64, "tau": 0.8, "ridge": 1e-4}
+
+
+@pytest.mark.parametrize("kind", ["infinite", "sticky", "gibbs", "infinite_over_lamemo", "infinite_over_compressive"])
+def test_places_are_those_that_the_regression_error_follows(
+    library: Path, index: Index, tmp_path: Path, kind: str
+) -> None:
+    """In order; and their shares of the signal sum to one."""
+    trained, document = opened(library, index, tmp_path, kind)
+    compared = 0
+    with Inspector(trained.model.memories()) as inspector, watched(trained.model) as watches:
+        for step in walk(trained, document):
+            if step.is_kept:
+                inspector.commit()
+                for trace, watch in zip(inspector.traces, watches, strict=True):
+                    assert torch.equal(trace.places[0], watch.places)
+                    compared += len(watch.places)
+    assert compared
+    for trace in inspector.traces:
+        assert (trace.places[0].diff() >= 0).all()
+        assert float(shares(trace.places[0]).sum()) == pytest.approx(1.0, abs=1e-12)
+
+
+def test_the_signal_is_gone_where_it_is_forgotten_and_stays_elsewhere(
+    library: Path, index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of six segments: measured, a quarter of its norm is left, and the others change by a fifteenth.
+
+    Rows next to each other are unrelated here, which is the hardest case for smooth functions.
+    """
+    monkeypatch.setitem(KINDS, "fine", {"kind": "infinite", "over": {"kind": "none"}, **FINE})
+    trained, document = opened(library, index, tmp_path, "fine")
+    with Inspector(trained.model.memories()) as inspector:
+        for step in walk(trained, document.part(0, 7 * SEG_LEN)):
+            inspector.commit()
+            blocks = step.output.state.blocks
+        begin, end = torch.tensor([-4 * SEG_LEN]), torch.tensor([-3 * SEG_LEN])
+        forgotten = inspector.forget(blocks, begin, end)
+    for memory, trace, before, after in zip(inspector.memories, inspector.traces, blocks, forgotten, strict=True):
+        assert isinstance(memory, Infinite)
+        places = trace.places[0]
+        rows = torch.arange(-len(places), 0) - SEG_LEN  # the newest segment is not in the signal yet
+        taken = (rows >= int(begin)) & (rows < int(end))
+        assert int(taken.sum()) == SEG_LEN
+        kept, left = (_signal(memory, state.coefficients[0], places) for state in (before, after))
+        gone = (left[taken].norm() / kept[taken].norm()).item()
+        changed = ((left - kept)[~taken].norm() / kept[~taken].norm()).item()
+        assert gone < 0.4, f"left of the passage: {gone:.4f}"
+        assert changed < 0.15, f"changed elsewhere: {changed:.4f}"
+
+
+# The test above; the defaults for segments of 64; the published sorting. (num_basis, widths, ridge, tau, S, E, padding)
+GEOMETRIES = {
+    "fine": Geometry(64, (0.02, 0.05), 1e-4, 0.8, 64, 8, "published"),
+    "defaults": Geometry(256, (0.005, 0.01), 0.5, 0.75, 256, 64, "published"),
+    "sorting": Geometry(150, (0.01, 0.05), 1.0, 0.75, 150, 150, "published"),
+}
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+@pytest.mark.parametrize("correlation", [0.0, 0.9])
+def test_what_is_left_is_what_smooth_functions_cannot_lack(name: str, correlation: float) -> None:
+    """Less is left where the passage was than in a signal that it never entered, which is all of the rows beside it.
+
+    And what is left there and changed elsewhere is at most twice the least that any signal of these functions has.
+    """
+    geometry, num_updates, passage = GEOMETRIES[name], 6, 2
+    rows = _rows(num_updates * geometry.num_rows, correlation)
+    whole, places = _read(rows, geometry)
+    taken = torch.arange(len(rows)) // geometry.num_rows == passage
+    never, _ = _read(rows.masked_fill(taken[:, None], 0.0), geometry)
+    where = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
+    basis = evaluate_basis(where, widths=geometry.widths, num_basis=geometry.num_basis)
+    is_taken = taken[torch.searchsorted((places[1:] + places[:-1]) / 2, where, right=True)]
+    wanted = (basis @ whole).masked_fill(is_taken[:, None], 0.0)
+    found = basis @ without_rows(whole, places, taken, geometry)
+    least = basis @ torch.linalg.lstsq(basis, wanted, driver="gelsd").solution
+    assert found[is_taken].norm() < (basis @ never)[is_taken].norm()
+    assert (found - wanted).norm() < 2.0 * (least - wanted).norm()
+    assert (least - wanted).norm() > 0.02 * wanted.norm(), "the functions can do it: then it should be done"
+
+
+def _rows(number: int, correlation: float) -> Tensor:
+    """Return unit-variance rows, each correlated with the one before, (P, 16) float64."""
+    noise = torch.randn(number, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for row in range(1, number):
+        noise[row] = correlation * noise[row - 1] + (1.0 - correlation**2) ** 0.5 * noise[row]
+    return noise
+
+
+def _read(rows: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """Return the coefficients (N, D) after updates with all rows, and the places of the rows."""
+    fit = fit_matrices(geometry, device="cpu", dtype=torch.float64)
+    first, *later = rows.split(geometry.num_rows)
+    coefficients = fit.first @ first
+    places = append(torch.empty(0), None, geometry.num_rows, geometry, is_first=True)
+    for new in later:
+        coefficients = fit.linear @ coefficients + fit.new @ new
+        places = append(places, None, geometry.num_rows, geometry, is_first=False)
+    return coefficients, places
+
+
+def _signal(memory: Infinite, coefficients: Tensor, places: Tensor) -> Tensor:
+    """Return the signal at places, (P, D)."""
+    return evaluate_basis(places.to(coefficients), **memory.basis) @ coefficients
+
+
+def inspected(case: str) -> list[list[Inspection]]:
+    """What every layer of a small model read, by segment."""
+    model = small_model(case)
+    found = []
+    with torch.no_grad(), Inspector(model.memories()) as inspector:
+        for _ in read(model, random_segments(), fresh_state(model)):
+            found.append(list(inspector.layers))
+            inspector.commit()
+    return found
+
+
+@pytest.mark.parametrize("case", ["rmt, cache", "rmt, read cache", "rmt, not at end"])
+def test_a_cached_row_is_that_of_its_token_or_of_all_before_its_place(case: str) -> None:
+    """Against a list of all rows that the first block has read, each with its tokens."""
+    model = small_model(case)
+    memory = model.memories()[0]
+    assert isinstance(memory, RecurrentMemory)
+    num_tokens, mem_len, inputs = memory.options.num_tokens, memory.options.mem_len, list[Tensor]()
+    memory.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    labels: list[tuple[int, int]] = []
+    with torch.no_grad():
+        for number, output in enumerate(read(model, random_segments(), fresh_state(model)), start=1):
+            first, after = (number - 1) * SHORT, number * SHORT
+            labels += [(0, first)] * num_tokens + [(token, token + 1) for token in range(first, after)]
+            labels += [(0, after)] * memory.num_after
+            cache, newest = output.state.blocks[0].cache, labels[-mem_len:]
+            spans, of_token = memory.cache_spans(cache.length, torch.full((LANES,), after))
+            assert torch.equal(cache.hidden[:, -len(newest) :], torch.cat(inputs, dim=1)[:, -mem_len:])
+            found = torch.stack([part[:, -len(newest) :] + after for part in spans], dim=-1)
+            held = [label if label[0] < label[1] else (label[1], label[1]) for label in newest]
+            assert found.tolist() == [[list(label) for label in held]] * LANES
+            assert (spans.begin == spans.end)[:, : -len(newest)].all()
+            assert of_token[-len(newest) :].tolist() == [
+                place % memory.num_rows in range(num_tokens, num_tokens + SHORT)
+                for place in range(len(labels) - len(newest), len(labels))
+            ]
+
+
+@pytest.mark.parametrize("case", ["rmt", "infini"])
+def test_a_summary_is_of_all_tokens_before_the_segment(case: str) -> None:
+    for number, layers in enumerate(inspected(case)):
+        for layer in layers:
+            weights, (begin, end) = layer.rows["summary"]
+            assert (begin == -number * SHORT).all() and (end == 0).all()
+            assert bool(weights.any()) == (number > 0), "learned first rows, or an empty matrix, are of no token"
+
+
+def test_the_weight_of_a_matrix_is_the_gate_of_the_forward() -> None:
+    memory = small_model("infini").memories()[0]
+    assert isinstance(memory, Infini)
+    share = memory.beta.detach().sigmoid()
+    for layers in inspected("infini")[1:]:
+        weights = layers[0].rows["summary"].weights
+        torch.testing.assert_close(weights, share[:, None, None, None].expand_as(weights))
+
+
+@pytest.mark.parametrize("row", range(SHORT // 2))
+def test_a_kept_row_has_weight_for_the_queries_whose_output_it_changes(row: int) -> None:
+    """In the first window, whose tokens read the states as they were before it."""
+    model = small_model("block_recurrent")
+    *_, output = read(model, random_segments(), fresh_state(model))
+    memory, state = model.memories()[0], output.state.blocks[0]
+    assert isinstance(memory, BlockRecurrent)
+    x = torch.randn(LANES, SHORT, 12, generator=torch.Generator().manual_seed(0))
+    values = state.values.clone()
+    values[:, :, row] += 1.0
+    with torch.no_grad():
+        before, after = (memory(x, each, full_lanes()).y for each in (state, state._replace(values=values)))
+        weights, spans = memory.inspect(x, state, full_lanes()).rows["memory"]
+    changed, window = (before != after).any(-1), slice(0, memory.window)
+    assert torch.equal(changed[:, window], (weights[..., row] > 0).any(0)[:, window])
+    assert (spans.begin[:, row] == row - memory.window).all()
+
+
+def test_what_is_read_of_no_token_is_left_out_of_the_shares() -> None:
+    weights = torch.tensor([[[[0.2, 0.3, 0.5], [1.0, 0.0, 0.0]]]])
+    spans = Spans(torch.tensor([[0, -2, -1]]), torch.tensor([[0, -1, 0]]))
+    found = of_tokens({"memory": Rows(weights, spans)})["memory"].weights
+    assert torch.equal(found, torch.tensor([[[[0.0, 0.375, 0.625], [0.0, 0.0, 0.0]]]]))
