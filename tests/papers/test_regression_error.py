@@ -12,18 +12,14 @@ from torch import Tensor
 
 from dist_mem.memory.infinite import Infinite
 from dist_mem.memory.parts.signal import State
-from dist_mem.model import MemoryLM
 from dist_mem.papers.regression_error import Errors, Watch, run
 from dist_mem.tracking import progress
+from tests.evaluation.test_protocol import make_run
 from tests.memory.test_infinite import SEG_LEN, WIDTH, memory_of, smooth
-from tests.support.scored_library import TOKENIZER, make_config, save_weights, write_other
+from tests.support.scored_library import write_other
 
 FINE: dict[str, Any] = {
-    "num_basis": 64,
-    "basis_widths": [0.02, 0.05],
-    "num_samples": 64,
-    "tau": 0.8,
-    "ridge": 1e-4,
+    **{"num_basis": 64, "basis_widths": [0.02, 0.05], "num_samples": 64, "tau": 0.8, "ridge": 1e-4},
     "gate": False,
 }
 
@@ -116,16 +112,8 @@ def test_what_another_protocol_or_other_data_give_does_not_take_the_place_of_the
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
-    memory = {
-        "kind": "infinite",
-        "num_basis": 16,
-        "basis_widths": [0.1, 0.2],
-        "num_samples": 24,
-        "over": {"kind": "none"},
-    }
-    config = make_config(memory=memory, data={"path": str(library)})
-    config.memory = memory
-    save_weights(tmp_path / "run", MemoryLM(config, TOKENIZER.vocab_size).eval(), config, step=3)
+    memory = {"kind": "infinite", "num_basis": 16, "basis_widths": [0.1, 0.2], "num_samples": 24}
+    make_run(tmp_path, library, {**memory, "over": {"kind": "none"}})
     folder = tmp_path / "run" / "evaluations"
     other, other_tag = write_other(tmp_path / "other")
     # documents are read whatever the layout

@@ -11,15 +11,19 @@ import numpy as np
 import pytest
 import torch
 
+from dist_mem.__main__ import main
 from dist_mem.data.shard import read_index
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.source import SourceDocument
-from dist_mem.errors import UnusableError
+from dist_mem.errors import EXIT_DONE, UnusableError
 from dist_mem.evaluation import evaluate, job
-from dist_mem.evaluation.trained_model import TrainedModel
+from dist_mem.evaluation.memory_file import read_memory_file
+from dist_mem.evaluation.trained_model import TrainedModel, load_model
 from dist_mem.generation.generate import Sampling, generate
-from dist_mem.generation.reading import read, start
+from dist_mem.generation.reading import Reading, read, start
+from dist_mem.generation.text_memory import read_text, save_memory
 from dist_mem.papers.dialogue import score_replies as command
+from dist_mem.papers.dialogue.metrics import DEBIAN_FOLDER, METRICS, f1, make_scorer, mean_scores, open_wordnet
 from dist_mem.papers.dialogue.replies import (
     LEAKED,
     Answer,
@@ -27,7 +31,6 @@ from dist_mem.papers.dialogue.replies import (
     Reply,
     answer_all,
     choose_replies,
-    find_replies,
     read_conversations,
 )
 from dist_mem.papers.dialogue.score_replies import Settings
@@ -73,17 +76,28 @@ def trained() -> TrainedModel:
     return TrainedModel(model, TOKENIZER, make_config(), checkpoint, torch.device("cpu"), torch.float64)  # type: ignore[arg-type]
 
 
-def answers(trained: TrainedModel, conversations: Sequence[Conversation], *, num_lanes: int = 3) -> list[Answer]:
+def answers(
+    trained: TrainedModel, conversations: Sequence[Conversation], *, num_lanes: int = 3, after: Reading | None = None
+) -> list[Answer]:
     chosen = [conversation.replies for conversation in conversations]
-    found = answer_all(trained, conversations, chosen, num_lanes=num_lanes, num_tokens=NUM_TOKENS, sampling=SAMPLING)
+    given: dict[str, Any] = {"num_lanes": num_lanes, "num_tokens": NUM_TOKENS, "sampling": SAMPLING, "after": after}
+    found = answer_all(trained, conversations, chosen, **given)
     return sorted(found, key=lambda answer: (answer.conversation.number, answer.place))
 
 
+def written_alone(trained: TrainedModel, answer: Answer, before: Reading, history: np.ndarray) -> str:
+    """What the model writes that was only ever given the text up to the tag."""
+    reading, streams = read(trained, before, [history]), [answer.conversation.number * 2**32 + answer.place.start]
+    written = generate(trained, reading, num_tokens=NUM_TOKENS, sampling=SAMPLING, stop_ids=[10], streams=streams)
+    return TOKENIZER.decode(written.tokens[0].numpy()).split("\n")[0].strip()
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2, 3])
 def test_a_reply_is_written_from_all_that_stands_before_it_and_nothing_else(
-    trained: TrainedModel, conversations: list[Conversation]
+    trained: TrainedModel, conversations: list[Conversation], num_lanes: int
 ) -> None:
-    """It is the one that a model writes which was only ever given the text up to the tag."""
-    found = answers(trained, conversations)
+    """Neither its reference and what follows, nor the conversations beside it."""
+    found = answers(trained, conversations, num_lanes=num_lanes)
     assert [answer.reference for answer in found] == [turn for turns in TURNS for turn in turns]
     assert len({answer.text for answer in found}) > 8  # drawn from a model, each by numbers of its own
     for answer in found:
@@ -91,54 +105,16 @@ def test_a_reply_is_written_from_all_that_stands_before_it_and_nothing_else(
         assert TOKENIZER.decode(conversation.tokens[place.start : place.stop]) == f" {answer.reference}\n"
         assert place.start > SEG_LEN  # so there is a memory
         beginning = start(trained, document_ids=[conversation.number])
-        reading = read(trained, beginning, [conversation.tokens[: place.start].copy()])
-        streams = [conversation.number * 2**32 + place.start]
-        written = generate(trained, reading, num_tokens=NUM_TOKENS, sampling=SAMPLING, stop_ids=[10], streams=streams)
-        alone = TOKENIZER.decode(written.tokens[0].numpy()).split("\n")[0].strip()
-        assert answer.text == alone
-
-
-@pytest.mark.parametrize("turn", range(6))
-def test_references_and_what_follows_are_never_read(
-    trained: TrainedModel, conversations: list[Conversation], turn: int
-) -> None:
-    talk = conversations[0]
-    place = talk.replies[turn]
-    tokens = talk.tokens.copy()
-    tokens[place.start :] = ord("x")
-    scored = np.zeros(len(tokens), dtype=bool)
-    for reply in talk.replies:
-        scored[reply.start : reply.stop] = True
-    assert find_replies(scored) == talk.replies
-    before = answers(trained, [talk])[: turn + 1]
-    after = answers(trained, [talk._replace(tokens=tokens)])
-    assert [answer.text for answer in before] == [answer.text for answer in after[: turn + 1]]
-    later = [answer.text for answer in answers(trained, [talk])[turn + 1 :]]
-    assert not later or later != [answer.text for answer in after[turn + 1 :]]  # the history is read
+        assert answer.text == written_alone(trained, answer, beginning, conversation.tokens[: place.start].copy())
 
 
 def test_conversations_continue_what_was_read_before(trained: TrainedModel, conversations: list[Conversation]) -> None:
     text = TOKENIZER.encode("A shark eats a swimmer.\n")
-    before = read(trained, start(trained), [text])
-    chosen = [conversation.replies for conversation in conversations]
-    settings: dict[str, Any] = {"num_lanes": 3, "num_tokens": NUM_TOKENS, "sampling": SAMPLING}
-    found = list(answer_all(trained, conversations, chosen, after=before, **settings))
+    found = answers(trained, conversations, after=read(trained, start(trained), [text]))
     for answer in found:
-        conversation, place = answer.conversation, answer.place
-        history = np.concatenate([text, conversation.tokens[: place.start]])
-        reading = read(trained, start(trained), [history])
-        streams = [conversation.number * 2**32 + place.start]
-        written = generate(trained, reading, num_tokens=NUM_TOKENS, sampling=SAMPLING, stop_ids=[10], streams=streams)
-        assert answer.text == TOKENIZER.decode(written.tokens[0].numpy()).split("\n")[0].strip()
+        history = np.concatenate([text, answer.conversation.tokens[: answer.place.start]])
+        assert answer.text == written_alone(trained, answer, start(trained), history)
     assert {answer.text for answer in found} != {answer.text for answer in answers(trained, conversations)}
-
-
-@pytest.mark.parametrize("num_lanes", [1, 2])
-def test_conversations_beside_it_change_no_reply(
-    trained: TrainedModel, conversations: list[Conversation], num_lanes: int
-) -> None:
-    apart = answers(trained, conversations, num_lanes=num_lanes)
-    assert [answer.text for answer in apart] == [answer.text for answer in answers(trained, conversations)]
 
 
 def test_chosen_replies_are_spread_over_the_conversation() -> None:
@@ -284,3 +260,91 @@ def test_data_without_replies_are_refused(tmp_path: Path) -> None:
     save_weights(tmp_path / "run", make_model(), config, step=3)
     with refused(UnusableError):
         command.run(tmp_path / "run", Settings(split="test"))
+
+
+@pytest.mark.usefixtures("single_process")
+def test_the_command_continues_the_memory_and_writes_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    documents = [source_document(number, turns) for number, turns in enumerate(TURNS)]
+    build_dataset({"test": documents}, tmp_path / "talks", name="talks", tokenizer=TOKENIZER)
+    run_dir = tmp_path / "run"
+    config = make_config(data={"path": str(tmp_path / "talks")}, model={"init_std": 0.3})
+    save_weights(run_dir, make_model(), config, step=3)
+    trained = load_model(run_dir)
+    memory = read_text(trained, "A shark eats a swimmer.", name="film.txt")
+    save_memory(trained, memory, tmp_path / "film.mem")
+    command = ["dialogue", str(run_dir), "--split", "test", "--limit", "1", "--turns", "1", "--tokens", "3"]
+    assert main(command) == EXIT_DONE
+    assert main([*command, "--memory", str(tmp_path / "film.mem")]) == EXIT_DONE
+    assert ", documents, after film.txt (23 tokens), top-p" in capsys.readouterr().out
+    name = "dialogue-test-step-00000003-limit1-turns1-tokens3"
+    tag = read_memory_file(tmp_path / "film.mem").tag
+    before, after = (json.loads((run_dir / "evaluations" / f"{name}{end}.json").read_text()) for end in ("", f"-{tag}"))
+    assert before["groups"][0]["perplexity"] != after["groups"][0]["perplexity"]
+    assert "memory_file" not in before
+    assert after["memory_file"]["texts"][0]["name"] == "film.txt"
+    assert after["settings"]["memory"] == str(tmp_path / "film.mem")
+
+
+LONG, SHORT = "big red mat sat", "mat"
+needs_wordnet = pytest.mark.skipif(
+    not (DEBIAN_FOLDER / "data.noun").exists(), reason="no WordNet: apt-get install wordnet-base"
+)
+
+
+@pytest.mark.parametrize(
+    ("reply", "reference", "expected"),
+    [
+        ("The cat, sat!", "a cat sat down", 0.8),  # two of two and three words: no articles, no punctuation
+        ("no no no", "no", 0.5),  # a word counts as often as it stands in both:
+        ("no no", "no no yes", 0.8),
+        ("the", "", 1.0),  # nothing is left of either
+        ("cat", "the", 0.0),
+        ("It's", "its", 1.0),
+    ],
+)
+def test_f1_is_that_of_squad(reply: str, reference: str, expected: float) -> None:
+    assert f1(reply, reference=reference) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("reply", "reference"), [(SHORT, LONG), (LONG, SHORT)])
+def test_rouge_is_the_f_measure_and_not_recall(reply: str, reference: str) -> None:
+    scores = make_scorer()(reply, reference)
+    assert scores["rouge1"] == pytest.approx(2 * 1 * 0.25 / 1.25)  # precision and recall are 1 and 1/4
+    assert scores["rougeL"] == scores["rouge1"]
+
+
+def test_rouge_l_minds_the_order_and_both_take_stems() -> None:
+    scores = make_scorer()("movies like people", "people like movie")
+    assert scores["rouge1"] == pytest.approx(1.0)
+    assert scores["rougeL"] == pytest.approx(1 / 3)
+
+
+@needs_wordnet
+def test_meteor_weighs_recall_nine_times_as_much_as_precision() -> None:
+    """Banerjee and Lavie 2005, with NLTK's weights: P R / (0.9 P + 0.1 R), halved where one match is one chunk."""
+    score = make_scorer()
+    assert score(SHORT, LONG)["meteor"] == pytest.approx(0.5 * 0.25 / (0.9 + 0.1 * 0.25))  # all said is right
+    assert score(LONG, SHORT)["meteor"] == pytest.approx(0.5 * 0.25 / (0.9 * 0.25 + 0.1))  # all that is right is said
+
+
+@needs_wordnet
+def test_meteor_finds_stems_and_synonyms() -> None:
+    score = make_scorer()
+    chunk = 1 - 0.5 * (1 / 4) ** 3  # four matches in one chunk
+    assert score("the cinema was great", "the film was great")["meteor"] == pytest.approx(chunk)
+    assert score("the films was great", "the film was great")["meteor"] == pytest.approx(chunk)
+    assert (score("The Dog was great", "the film was great")["meteor"] or 1.0) < chunk
+
+
+@needs_wordnet
+def test_the_names_of_wordnets_files_are_in_its_order() -> None:
+    wordnet = open_wordnet()
+    words = ["dog.n.01", "time.n.01", "run.v.01", "rain.v.01", "good.a.01", "quickly.r.01"]
+    names = ["noun.animal", "noun.event", "verb.motion", "verb.weather", "adj.all", "adv.all"]
+    assert [wordnet.synset(word).lexname() for word in words] == names
+
+
+def test_means_are_percent_over_replies() -> None:
+    scores: list[dict[str, float | None]] = [dict.fromkeys(METRICS, 0.25), dict.fromkeys(METRICS, 0.75)]
+    assert mean_scores(scores) == dict.fromkeys(METRICS, 50.0)
+    assert mean_scores([]) == dict.fromkeys(METRICS)
