@@ -1,4 +1,4 @@
-"""An export is the model of a checkpoint, whole, by itself, and nothing but data."""
+"""A model out of a run, and its export: whole, by itself, nothing but data; the Python of the pages."""
 
 from __future__ import annotations
 
@@ -13,30 +13,36 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
+import dist_mem
 from dist_mem.__main__ import main
-from dist_mem.checkpoint.manifest import describe_file, read_manifest, write_manifest
+from dist_mem.checkpoint.manifest import describe_file, files_in, read_manifest, step_dir, write_manifest
+from dist_mem.checkpoint.rank_file import RankFile, rank_file
 from dist_mem.errors import EXIT_USAGE, CheckpointError
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.scores import Report
 from dist_mem.evaluation.trained_model import (
+    TrainedModel,
     distinct_weights,
     find_checkpoint,
+    init_state,
     load_exported,
     load_model,
     read_lanes,
     read_settings,
 )
+from dist_mem.generation.reading import start_from
 from dist_mem.generation.text_scores import score
 from dist_mem.memory import memory_class
 from tests.support.contract_cases import small_model
 from tests.support.faults import assert_says, flip, small_disk
-from tests.support.jobs import train_here, write_config
+from tests.support.jobs import build_books, train_here, write_config
 from tests.support.messages import refused, said
-from tests.support.paths import EXAMPLES
+from tests.support.paths import EXAMPLES, ROOT
 from tests.support.ranks import RankPool
 from tests.support.scored_library import ALONE
 
 pytestmark = pytest.mark.ranks
+
 
 SEG_LEN = 16  # of the configurations of tests/support/jobs.py
 EXAMPLE = EXAMPLES / "averages.py"
@@ -243,3 +249,95 @@ def test_a_full_disk_leaves_no_trace(tmp_path: Path, run_dir: Path, capfd: pytes
         assert main(["export", str(run_dir), "--out", str(small / "new")]) == 1
         assert_says(capfd.readouterr().err, " cannot be written: ", "No space left on device")
         assert list(small.iterdir()) == []
+
+
+LANES = 8  # of the training, see jobs.write_config
+
+
+@pytest.fixture(scope="module")
+def bf16_run(tmp_path_factory: pytest.TempPathFactory, rank_pool: Callable[[int], RankPool]) -> Path:
+    """A run of two ranks in bf16, saved at steps 5 and 8."""
+    folder = tmp_path_factory.mktemp("trained")
+    config = write_config(folder / "run.yaml", build_books(folder), folder / "run", {"train": {"steps": 8}})
+    rank_pool(2).run(train_here, config, ["train.precision=bf16"])
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def trained(bf16_run: Path) -> TrainedModel:
+    return load_model(bf16_run)
+
+
+@pytest.fixture
+def text(bf16_run: Path) -> str:
+    return (bf16_run.parent / "texts" / "test" / "0.txt").read_text(encoding="utf-8")
+
+
+def test_lanes_are_those_of_the_checkpoint(trained: TrainedModel, bf16_run: Path, text: str) -> None:
+    saved = [RankFile(step_dir(bf16_run, 8) / rank_file(rank), "lanes").read() for rank in range(2)]
+    hidden = {
+        int(lane): part["blocks.1.hidden"][row] for part in saved for row, lane in enumerate(part["lane_ids"].tolist())
+    }
+    lanes = read_lanes(trained, [5, 2])
+    assert torch.equal(lanes.blocks[1].hidden, torch.stack([hidden[5], hidden[2]]).float())
+    one = start_from(trained, read_lanes(trained, [5]), [trained.tokenizer.bos_id])
+    assert len(score(trained, text, after=one).nll) == len(text)
+    assert init_state(trained, [5, 2]).blocks[1].hidden.shape == lanes.blocks[1].hidden.shape
+    with refused(CheckpointError):
+        read_lanes(trained, [LANES])
+
+
+def test_step_precision_and_settings_can_be_chosen(bf16_run: Path, text: str) -> None:
+    early = load_model(bf16_run, "eval.precision=bf16", "eval.seg_len=8", step=5)
+    assert early.checkpoint.manifest["step"] == 5
+    assert next(early.model.parameters()).dtype == early.dtype == torch.bfloat16
+    assert score(early, text[:8]).reading.state.blocks[0].length.tolist() == [8]
+    with refused(ValueError, "model.d_model"):
+        load_model(bf16_run, "model.d_model=8")
+    with refused(CheckpointError):
+        load_model(bf16_run, step=6)
+
+
+def test_a_wrong_path_or_override_is_refused_by_name(bf16_run: Path, tmp_path: Path) -> None:
+    wrong: list[Any] = [(tmp_path / "nope",), (tmp_path,), (3,), (bf16_run, 400)]
+    for arguments in wrong:
+        with refused(TypeError if isinstance(arguments[-1], int) else CheckpointError, arguments[-1]):
+            load_model(*arguments)
+    assert not hasattr(dist_mem, "load_modle")
+
+
+def test_a_checkpoint_is_loaded_where_its_data_is_not(
+    bf16_run: Path, trained: TrainedModel, text: str, tmp_path: Path
+) -> None:
+    """Issue 15: the tokenizer was asked of the data directory, which had to be built. A damaged one is refused."""
+    copied = Path(shutil.copytree(step_dir(bf16_run, 8), tmp_path / "taken"))
+    settings = OmegaConf.load(copied / "config.yaml")
+    settings.data.path = str(tmp_path / "nothing")
+    OmegaConf.save(settings, copied / "config.yaml")
+    manifest = {key: value for key, value in read_manifest(copied).items() if key != "sha256"}
+    files = {path.relative_to(copied).as_posix(): describe_file(path) for path in files_in(copied)}
+    write_manifest(copied, {**manifest, "files": files})
+    again = load_model(copied)
+    assert again.tokenizer.fingerprint == trained.tokenizer.fingerprint
+    assert torch.equal(score(again, text).nll, score(trained, text).nll)
+    (copied / "tokenizer" / "tokenizer.json").write_text("{}")
+    with refused(CheckpointError, "tokenizer.json"):
+        load_model(copied)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/start/python.md"])
+def test_python_of_the_pages_runs(
+    bf16_run: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str
+) -> None:
+    (tmp_path / "runs").mkdir()
+    for name in ("demo", "mine"):
+        (tmp_path / "runs" / name).symlink_to(bf16_run)
+    (tmp_path / "book.txt").write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    snippets = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    for snippet in snippets:
+        if "dist_mem.train(" in snippet:
+            continue  # trains on what the demo has built: test_documented_commands.py
+        exec(snippet, names)
+    assert len(names["nll"].shape) <= 1 and torch.isfinite(names["nll"]).all()

@@ -1,4 +1,4 @@
-"""The pictures of recall by distance, and of the accuracy of answers by depth."""
+"""The pictures of recall by distance and of the accuracy of answers by depth; their lines and legends."""
 
 from __future__ import annotations
 
@@ -6,18 +6,33 @@ import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
+from dist_mem.config import save_config
 from dist_mem.data.shard import TokenizedDocument, write_split
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.evaluation.depth import answer_depth, depth_bins, depths_to_csv, plot_depth
-from dist_mem.evaluation.plot import MIN_TOKENS, distance_bins, plot_recall, reaches, recall_curve, spread_out
+from dist_mem.evaluation.plot import (
+    MIN_TOKENS,
+    Line,
+    add_legend,
+    distance_bins,
+    draw_lines,
+    labels_of,
+    plot_recall,
+    reaches,
+    recall_curve,
+    spread_out,
+)
 from dist_mem.evaluation.scores import DocumentScore, RecallScore, Report
 from tests.support.messages import refused
+from tests.support.scored_library import make_config
 
 
 def report(recall: list[RecallScore]) -> Report:
@@ -114,3 +129,84 @@ def test_labels_lie_in_order_apart_and_near_their_points(wanted: list[float], st
     assert sum(places) == pytest.approx(sum(wanted))
     if all(after - before >= step for before, after in itertools.pairwise(wanted)):
         assert places == pytest.approx(wanted)
+
+
+INFINITE: dict[str, Any] = {"kind": "infinite", "num_basis": 8, "over": {"kind": "transformer_xl", "mem_len": 16}}
+LINEAR, STICKY = ({"memory": {**INFINITE, "sampling": sampling}} for sampling in ("linear", "sticky"))
+SEED_1 = {"train": {"seed": 1, "threads": 1}, "eval": {"batch_size": 3}}
+SEED_2 = {"train": {"seed": 2, "threads": 2}, "data": {"seed": 5}}
+MUCH = {"train": {"steps": 3, "global_batch_size": 2}, "model": {"d_inner": 8, "num_heads": 1}}
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        {
+            "s_none": ({"memory": {"kind": "none"}}, "no memory (s_none)"),
+            "s_txl": ({}, "Transformer-XL (s_txl)"),
+            "s_ilin": (LINEAR, "infinity-former over Transformer-XL, sampling linear (s_ilin)"),
+            "s_ist": (STICKY, "infinity-former over Transformer-XL, sampling sticky (s_ist)"),
+            "s_own": ({"memory": {"kind": "averages.py:Averages"}}, "averages.py:Averages (s_own)"),
+            "alone.json": (None, "alone.json"),
+        },
+        {
+            "a1": (SEED_1, "Transformer-XL, steps 10"),
+            "a2": (SEED_2, "Transformer-XL, steps 10"),
+            "longer": ({"train": {"steps": 11}}, "Transformer-XL, steps 11 (longer)"),
+        },
+        {"a1": (SEED_1, "Transformer-XL"), "a2": (SEED_2, "Transformer-XL")},
+        {"one": ({}, "Transformer-XL (one)"), "two": (MUCH, "Transformer-XL (two)")},
+    ],
+    ids=["memories", "lengths and seeds", "seeds", "much"],
+)
+def test_runs_are_called_by_their_memories_and_what_else_differs(tmp_path: Path, runs: dict[str, Any]) -> None:
+    """The legend said `s_txl`, `s_ilin`. Where too much differs, runs are told apart by name alone."""
+    configs: list[Path | None] = []
+    for name, (blocks, _) in runs.items():
+        configs.append(None if blocks is None else tmp_path / f"{name}.yaml")
+        if blocks is not None:
+            config = make_config(name=name, **{key: part for key, part in blocks.items() if key != "memory"})
+            config.memory = blocks.get("memory", INFINITE["over"])
+            save_config(config, tmp_path / f"{name}.yaml")
+    assert labels_of(list(runs), configs) == [label for _, label in runs.values()]
+
+
+def test_lines_of_one_label_are_their_mean_with_bars_of_half_the_range() -> None:
+    axes = Figure().subplots()
+    values = {"a": [4.0, 2.0], "b": [9.0, 9.0]}
+    draw_lines(
+        axes, [*(Line(label, [32, 64], found) for label, found in values.items()), Line("a", [64, 32], [3.0, 8.0])]
+    )
+    assert axes.get_legend_handles_labels()[1] == ["a: mean of 2 runs, bars: half the range", "b"]
+    first, _ = (line for line in axes.get_lines() if line.get_marker() == "o")
+    assert np.asarray(first.get_xydata()).tolist() == [[32.0, 6.0], [64.0, 2.5]]
+    bars: Any = axes.collections[0]
+    assert len(axes.collections) == 1
+    ends = [segment.tolist() for segment in bars.get_segments()]
+    assert ends == [[[32.0, 4.0], [32.0, 8.0]], [[64.0, 2.0], [64.0, 3.0]]]
+
+
+def test_no_two_lines_look_alike() -> None:
+    """The eleventh had the colour of the first, and its line and marker."""
+    axes = Figure().subplots()
+    draw_lines(axes, [Line(str(number), [32, 64], [4.0, 2.0]) for number in range(13)])
+    looks = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in axes.get_lines()}
+    assert len(looks) == 13
+
+
+def test_the_legend_lies_below_the_axes_and_takes_no_room_from_them() -> None:
+    boxes = []
+    for num_lines in (1, 12):
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.subplots()
+        draw_lines(
+            axes, [Line(f"a long name of a memory and its options, {n}", [1, 2], [n, n]) for n in range(num_lines)]
+        )
+        add_legend(figure)
+        figure.draw_without_rendering()
+        below = figure.legends[0].get_window_extent()
+        around = axes.get_tightbbox()
+        assert around is not None and not below.overlaps(around)
+        assert figure.bbox.contains(below.x0, below.y0)
+        boxes.append(axes.get_window_extent().height)
+    assert boxes[1] > 0.95 * boxes[0]

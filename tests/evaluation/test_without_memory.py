@@ -13,20 +13,16 @@ import pytest
 from dist_mem.__main__ import main
 from dist_mem.errors import EXIT_DONE
 from dist_mem.evaluation import job
-from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.memory_gain import memory_gain
 from dist_mem.evaluation.scores import Band, DocumentScore, RecallScore, Report, read_report
-from dist_mem.evaluation.trained_model import find_checkpoint, read_settings
 from tests.evaluation.test_protocol import MEMORIES, asked, make_run
 from tests.evaluation.test_scoring import DOCUMENTS, read_plainly
 from tests.support.messages import refused
-from tests.support.scored_library import ALONE, SEG_LEN, counts
+from tests.support.scored_library import SEG_LEN, counts
 
 
 def emptied(run_dir: Path, *overrides: str) -> Report:
-    checkpoint = find_checkpoint(run_dir)
-    config = read_settings(checkpoint.directory, ["eval.batch_size=3", *overrides])
-    return evaluate_checkpoint(checkpoint, config, split="test", world=ALONE, without_memory=True)
+    return asked(run_dir, *overrides, without_memory=True)
 
 
 STICKY = {**MEMORIES["infinite"], "sampling": "sticky"}
