@@ -1,24 +1,33 @@
-"""Generation with memory: equal to reading the document anew from its start, for every memory, found by file name."""
+"""Generation and scores of texts with memory: equal to reading the document anew from its start, for every memory."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from dist_mem.config import Config, TrainConfig
+from dist_mem.config import Config, DataConfig, TrainConfig
 from dist_mem.config.memory_blocks import PER_BLOCK
 from dist_mem.contract.subject import VOCAB, Size, Subject
+from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.data.tokenizers.words import WordTokenizer
-from dist_mem.evaluation.trained_model import TrainedModel
-from dist_mem.generation.generate import Sampling, choose, drawn, generate, stream
-from dist_mem.generation.reading import ROW_STEP, Reading, next_log_probs, num_rows, read, select, start
+from dist_mem.evaluation.trained_model import TrainedModel, init_state, read_lanes
+from dist_mem.generation.generate import Sampling, choose, drawn, generate, kept_probabilities, likeliest_first, stream
+from dist_mem.generation.reading import ROW_STEP, Reading, next_log_probs, num_rows, read, select, start, start_from
+from dist_mem.generation.text import TextWriter, distinct, measure, rep
+from dist_mem.generation.text_scores import score
 from dist_mem.memory import memory_class
 from dist_mem.memory.base import named_tensors
 from dist_mem.model import MemoryLM
+from dist_mem.runtime.terminal import printable
 from tests.support.contract_cases import CASES, SEG_LEN, case_params, memories_of, small_model
+from tests.support.messages import refused
 from tests.support.paths import EXAMPLES
 
 BOS = VOCAB - 1
@@ -27,13 +36,18 @@ NUM_TOKENS = 3 * SEG_LEN + 3  # more than three segments
 SAMPLING = Sampling(temperature=1.3, top_k=8, top_p=0.95, seed=5)
 
 
-def trained_model(case: str, dtype: torch.dtype = torch.float64, cut: str = "start") -> TrainedModel:
+def trained_model(
+    case: str = "transformer_xl", dtype: torch.dtype = torch.float64, cut: str = "start", *, blocks: bool = False
+) -> TrainedModel:
     """The small model of the contract tests, with ten words."""
     tokenizer = WordTokenizer([f"w{number}" for number in range(VOCAB - 1)])
-    config = Config(train=TrainConfig(seg_len=SEG_LEN))
+    config = Config(train=TrainConfig(seg_len=SEG_LEN), data=DataConfig(cut=cut, blocks=blocks))
     checkpoint: Any = None
     model = small_model(case, cut=cut).to(dtype).eval()
     return TrainedModel(model, tokenizer, config, checkpoint, torch.device("cpu"), dtype)
+
+
+float32_model = partial(trained_model, dtype=torch.float32)
 
 
 def prompts() -> list[Tensor]:
@@ -254,3 +268,233 @@ def test_an_open_segment_has_as_many_rows_as_its_memory_takes() -> None:
         ({"kind": "rmt", "num_tokens": 3}, LONG),
     ]
     assert [num_rows(model_of(block), 1) for block, _ in blocks] == [expected for _, expected in blocks]
+
+
+DRAWS = 20_000
+
+
+def log_rows(*probabilities: float, count: int = 1) -> Tensor:
+    return torch.tensor(probabilities, dtype=torch.float64).log().expand(count, -1)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.8}, {"top_k": 3, "temperature": 0.7}])
+def test_tokens_are_drawn_as_often_as_they_should_be(options: dict[str, float]) -> None:
+    probabilities = (0.05, 0.4, 0.0, 0.25, 0.3)
+    sampling = Sampling(**options)  # type: ignore[arg-type]
+    expected = kept_probabilities(log_rows(*probabilities), sampling)[0]
+    for streams, step in ((torch.arange(DRAWS), 3), (torch.zeros(DRAWS, dtype=torch.int64), torch.arange(DRAWS))):
+        draw = drawn(sampling, stream=streams, step=step)
+        share = choose(log_rows(*probabilities, count=DRAWS), sampling, draw=draw).bincount(minlength=5) / DRAWS
+        assert (share - expected).abs().max() < 5 * math.sqrt(0.25 / DRAWS)
+        assert (share[expected == 0] == 0).all()
+
+
+def test_a_draw_depends_on_seed_stream_and_step_alone() -> None:
+    log_probs = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    streams, sampling = torch.tensor([4, 0, 9, 2, 7, 1]), Sampling(top_p=0.9, seed=3)
+    together = choose(log_probs, sampling, draw=drawn(sampling, stream=streams, step=11))
+    for lane in range(6):
+        row = slice(lane, lane + 1)
+        alone = choose(log_probs[row], sampling, draw=drawn(sampling, stream=streams[row], step=torch.tensor([11])))
+        assert torch.equal(alone, together[row])
+    same = log_probs[:1].expand(200, -1)
+    draws = [
+        choose(same, each, draw=drawn(each, stream=torch.arange(200), step=step))
+        for each, step in ((sampling, 0), (sampling, 1), (Sampling(top_p=0.9, seed=4), 0))
+    ]
+    assert not torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tokens_are_ranked_as_by_a_stable_sort(dtype: torch.dtype) -> None:
+    """Whatever the signs, with ties, zeros of both signs, tiny numbers and minus infinity, in lanes with a stride."""
+    generator = torch.Generator().manual_seed(2)
+    values = torch.randn(6, 2, 3000, generator=generator).to(dtype)[:, 0] * torch.logspace(-45, 38, 3000)
+    values[1] = values[1].abs()
+    values[2] = torch.randint(-3, 3, (3000,), generator=generator) * 0.5
+    values[3, ::2] = -math.inf
+    values[4] = torch.where(torch.arange(3000) % 3 == 0, 0.0, -0.0)
+    assert torch.equal(likeliest_first(values), values.argsort(dim=-1, descending=True, stable=True))
+
+
+def test_greedy_takes_the_likeliest_token() -> None:
+    log_probs = torch.randn(8, 50, generator=torch.Generator().manual_seed(1))
+    tokens = choose(log_probs, Sampling(temperature=0.0, top_k=3, top_p=0.1), draw=torch.rand(8))
+    assert torch.equal(tokens, log_probs.argmax(-1))
+
+
+def test_settings_without_meaning_are_refused() -> None:
+    bad: dict[str, list[float]] = {
+        "temperature": [-0.1, math.nan, math.inf],
+        "top_k": [0, -1],
+        "top_p": [0.0, 1.01, -1.0, math.nan],
+        "seed": [2**63],
+    }
+    for name, values in bad.items():
+        for value in values:
+            with refused(ValueError, f"{name} is "):
+                Sampling(**{name: value})  # type: ignore[arg-type]
+
+
+def test_bytes_of_a_cut_character_wait_until_it_is_whole() -> None:
+    writer = TextWriter(BytesTokenizer())
+    parts = [writer.add(byte) for byte in "a\u20acb".encode()]
+    assert parts == ["a", "", "", "\u20ac", "b"]
+    assert [writer.add(byte) for byte in "\u20ac".encode()[:2]] == ["", ""]
+    assert writer.end() == "\ufffd" and writer.text == "a\u20acb\ufffd"
+    again = TextWriter(BytesTokenizer())
+    assert "".join(map(again.add, b"\xffok")) + again.end() == BytesTokenizer().decode(list(b"\xffok")) == "\ufffdok"
+
+
+def test_nothing_that_steers_a_terminal_is_printed() -> None:
+    assert printable("a\n\tb \x1b[2J\x07\r\u20ac") == "a\n\tb \ufffd[2J\ufffd\ufffd\u20ac"
+
+
+def test_repetition_by_hand() -> None:
+    text = "the cat saw the cat and the dog"  # 8 words, 5 different; bigrams: 7, "the cat" twice
+    assert rep(text, 1) == pytest.approx(1 - 5 / 8)
+    assert rep(text, 2) == pytest.approx(1 - 6 / 7)
+    assert rep(text, 3) == 0.0
+    assert rep("a a a", 4) is None
+    assert distinct([text], 1) == pytest.approx(5 / 8)
+    assert distinct([text], 2) == pytest.approx(6 / 8)  # by words, not by bigrams
+    assert distinct([text, "the cat"], 2) == pytest.approx(6 / 10)  # counted over both, none across their border
+    assert distinct(["", "a"], 2) is None
+    both = measure([text, "b b b", ""])
+    assert both.rep[1] == pytest.approx((3 / 8 + 2 / 3) / 2)
+    assert both.rep[4] == 0.0 and both.distinct[1] == pytest.approx(6 / 11)
+
+
+DYADIC = (0.125, 0.5, 0.25, 0.125)  # exact in binary, so that p can be met exactly
+
+
+SKEWED = (0.4, 0.3, 0.2, 0.1)
+
+
+KEPT: list[tuple[tuple[float, ...], dict[str, float], list[float]]] = [
+    (DYADIC, {"top_p": 0.5}, [0, 1, 0, 0]),  # the first token that reaches p, and nothing after it
+    (DYADIC, {"top_p": 0.51}, [0, 2 / 3, 1 / 3, 0]),
+    (DYADIC, {"top_p": 0.8}, [1 / 7, 4 / 7, 2 / 7, 0]),
+    (DYADIC, {"top_p": 1e-9}, [0, 1, 0, 0]),
+    (DYADIC, {"top_p": 1.0}, list(DYADIC)),
+    (SKEWED, {"top_k": 2}, [4 / 7, 3 / 7, 0, 0]),
+    (SKEWED, {"top_k": 9}, list(SKEWED)),
+    ((0.25,) * 4, {"top_k": 2}, [0.5, 0.5, 0, 0]),
+    (SKEWED, {"top_k": 2, "top_p": 0.55}, [1, 0, 0, 0]),  # the nucleus is of what top_k left: 0.4 of 0.7 is 0.57
+    (SKEWED, {"top_p": 0.55}, [4 / 7, 3 / 7, 0, 0]),
+    (SKEWED, {"temperature": 0.5}, [0.16 / 0.3, 0.09 / 0.3, 0.04 / 0.3, 0.01 / 0.3]),
+    (SKEWED, {"temperature": 0.5, "top_p": 0.53}, [1, 0, 0, 0]),  # temperature comes first: without it, two tokens
+    (SKEWED, {"temperature": 1e-12}, [1, 0, 0, 0]),
+]
+
+
+def test_temperature_top_k_and_nucleus_keep_what_they_say_in_this_order() -> None:
+    for probabilities, options, expected in KEPT:
+        found = kept_probabilities(log_rows(*probabilities), Sampling(**options))[0]  # type: ignore[arg-type]
+        assert found.tolist() == pytest.approx(expected)
+        assert ((found == 0) == (torch.tensor(expected) == 0)).all()
+
+
+LENGTH = 3 * SEG_LEN + 2
+SPLITS = [0, 1, SEG_LEN - 1, SEG_LEN, SEG_LEN + 1, 3 * SEG_LEN - 1, LENGTH]
+# The published rule takes the length of a segment into account, so that scores change when the segment is completed.
+DEPENDS_ON_LENGTH = "lamemo, published window"
+GREEDY = Sampling(temperature=0.0)
+
+
+def random_ids() -> np.ndarray:
+    return np.random.default_rng(3).integers(0, BOS, LENGTH)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.nan_to_num(-1.0), other.nan_to_num(-1.0))
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("case", case_params())
+def test_a_text_scored_in_parts_scores_as_the_whole_to_the_last_bit(case: str, blocks: bool) -> None:
+    """Issue 15: a continued text lost the tokens of the open segment, and BOS was put before the rest."""
+    trained, tokens = float32_model(case, blocks=blocks), random_ids()
+    whole = score(trained, tokens)
+    assert whole.nll.shape == (LENGTH,)
+    assert whole.nll.isnan().sum() == (4 if blocks else 0), "the first token of a block has no score"
+    for split in SPLITS:
+        first = score(trained, tokens[:split])
+        rest = score(trained, tokens[split:], after=first.reading)
+        assert same(rest.nll, whole.nll[split:]), split
+        num_same = split if case != DEPENDS_ON_LENGTH else split // SEG_LEN * SEG_LEN
+        assert same(first.nll[:num_same], whole.nll[:num_same]), split
+        assert same_reading(rest.reading, whole.reading)
+        assert same_reading(first.reading, read(trained, start(trained), [tokens[:split]]))
+    if case == DEPENDS_ON_LENGTH:
+        return
+    reading, parts = start(trained), []
+    for token in tokens:
+        scores = score(trained, [token], after=reading)
+        reading = scores.reading
+        parts.append(scores.nll)
+    assert same(torch.cat(parts), whole.nll)
+
+
+def test_a_text_is_encoded_and_may_be_empty() -> None:
+    trained = float32_model()
+    assert score(trained, "").nll.shape == (0,)
+    assert score(trained, "w3 w1").tokens.tolist() == trained.tokenizer.encode("w3 w1").tolist()
+    assert score(trained, "w3 w1", after=score(trained, "").reading).nll.shape == (2,)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_bare_memory_goes_on_at_the_border_of_a_segment(blocks: bool) -> None:
+    """A memory alone has no open segment: without blocks the next one begins with the last token read."""
+    trained, tokens = float32_model(blocks=blocks), random_ids()
+    border = 2 * SEG_LEN
+    inputs = tokens[:border] if blocks else np.concatenate(([BOS], tokens[: border - 1]))
+    state = init_state(trained)
+    for begin in (0, SEG_LEN):
+        part = torch.as_tensor(inputs[begin : begin + SEG_LEN])[None]
+        full = torch.tensor([SEG_LEN])
+        state = trained.model.features(part, full, state=state).state
+    begun = start_from(trained, state, None if blocks else [tokens[border - 1]])
+    rest = score(trained, tokens[border:], after=begun)
+    assert same(rest.nll, score(trained, tokens).nll[border:])
+
+
+def test_wrong_arguments_are_refused_by_name() -> None:
+    """Issue 15: a text in place of ids failed inside NumPy."""
+    t: Any = float32_model()
+    one, two, state = start(t), start(t, 2), init_state(t, [0, 1])
+    greedy: dict[str, Any] = {"num_tokens": 1, "sampling": GREEDY}
+    shorter = t._replace(config=Config(train=TrainConfig(seg_len=SEG_LEN - 1)))
+    no_rows: list[Any] = ["hello", b"hello", 3, ["hello"], [[0.5, 1.0]], np.array([1, 2])]
+    wrong_rows: list[Any] = [[[1], [2]], [], [[[1, 2]]], [np.array([[1]])], [[1, VOCAB]], [np.array([-1])]]
+    wrong: list[tuple[type[Exception], str, Callable[[], object]]] = [
+        *((TypeError, "tokens", partial(read, t, one, tokens)) for tokens in no_rows),
+        *((ValueError, "tokens", partial(read, t, one, tokens)) for tokens in wrong_rows),
+        (TypeError, "text", lambda: score(t, b"w1")),
+        (ValueError, "text", lambda: score(t, [VOCAB])),
+        (ValueError, "after has 2 lanes", lambda: score(t, "w1", after=two)),
+        (ValueError, "after is a reading in segments of", lambda: score(shorter, "w1", after=one)),
+        (TypeError, "start_from", lambda: score(t, "w1", after=state)),  # type: ignore[arg-type]
+        (TypeError, "trained", lambda: score("runs/demo", "w1")),  # type: ignore[arg-type]
+        (TypeError, "reading", lambda: read(t, "w1", [])),  # type: ignore[arg-type]
+        (TypeError, "num_lanes", lambda: start(t, "w1")),  # type: ignore[arg-type]
+        (ValueError, "num_lanes", lambda: start(t, 0)),
+        (TypeError, "document_ids", lambda: init_state(t, 3)),  # type: ignore[arg-type]
+        (TypeError, "document_ids", lambda: init_state(t, ["a"])),  # type: ignore[list-item]
+        (TypeError, "lane_ids", lambda: read_lanes(t, 3)),  # type: ignore[arg-type]
+        (TypeError, "reading", lambda: next_log_probs(t, "w1")),  # type: ignore[arg-type]
+        (TypeError, "reading", lambda: generate(t, "w1", **greedy)),  # type: ignore[arg-type]
+        (TypeError, "num_tokens", lambda: generate(t, one, num_tokens="5", sampling=GREEDY)),  # type: ignore[arg-type]
+        (ValueError, "num_tokens", lambda: generate(t, one, num_tokens=-1, sampling=GREEDY)),
+        (TypeError, "sampling", lambda: generate(t, one, num_tokens=1, sampling=0.8)),  # type: ignore[arg-type]
+        (ValueError, "stop_ids", lambda: generate(t, one, stop_ids=[VOCAB], **greedy)),
+        (ValueError, "streams", lambda: generate(t, one, streams=[1, 2], **greedy)),
+        (TypeError, "temperature", lambda: Sampling(temperature="0.8")),  # type: ignore[arg-type]
+        (ValueError, "last_tokens", lambda: start_from(t, state)),
+        (ValueError, "last_tokens", lambda: start_from(t, state, [3])),
+        (ValueError, "last_tokens", lambda: start_from(float32_model(blocks=True), state, [3, 4])),
+        (ValueError, "", lambda: start_from(float32_model("none"), init_state(float32_model("none")), [3])),
+    ]
+    for error, name, call in wrong:
+        with refused(error, name):
+            call()

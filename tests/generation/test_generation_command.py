@@ -1,7 +1,8 @@
-"""`dist-mem generate`: real runs, real processes, real files."""
+"""`dist-mem generate`: real runs, real processes, real files; texts as they are read, and those without an end."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -15,18 +16,25 @@ import pytest
 
 from dist_mem.__main__ import main
 from dist_mem.data.tokenizers.words import WordTokenizer
+from dist_mem.datasets import rows
 from dist_mem.datasets.builder import build_dataset
-from dist_mem.datasets.source import SourceDocument
+from dist_mem.datasets.recipes.characters import read_whole
+from dist_mem.datasets.source import SourceDocument, read_text
+from dist_mem.errors import UnusableError
 from dist_mem.evaluation.trained_model import load_model
+from dist_mem.generation.continue_prompts import read_prompt
 from dist_mem.generation.generate import Sampling, generate
 from dist_mem.generation.reading import read, start
+from dist_mem.generation.text import read_file
+from dist_mem.runtime import files
 from dist_mem.runtime.terminal import printable
 from tests.support.jobs import build_books, train_here, write_config
 from tests.support.limits import limit
-from tests.support.messages import said
+from tests.support.messages import refused, said
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
+
 
 SEG_LEN = 16  # of jobs.write_config
 PROMPT = "mirukoten solqua verba \u20ac"
@@ -148,12 +156,6 @@ def test_a_reader_that_has_enough_ends_it_quietly(
     assert json.loads(out.read_text(encoding="utf-8"))["continuations"][0]["texts"][0]
 
 
-def test_a_long_print_for_a_reader_that_has_enough_ends_quietly() -> None:
-    command = f"{sys.executable} -m dist_mem config | true; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=limit(120))
-    assert (done.stdout, done.stderr) == ("141\n", "")
-
-
 def test_words_are_written_as_words(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = ask(capsys, folder / "words", "--prompt", "alpha beta\n", "--tokens", "30", "--temperature", "2")
     assert code == 0 and set(out.split()) <= {"alpha", "beta", "gamma"} and len(out.split()) > 5
@@ -174,3 +176,38 @@ def test_ctrl_c_ends_with_the_text_so_far(folder: Path, tmp_path: Path, monkeypa
     text = json.loads(out.read_text(encoding="utf-8"))["continuations"][0]["texts"][0]
     assert len(begin) == 1 and b"stopped; " in err and b"Traceback" not in err
     assert (begin + rest).decode() == printable(text) + "\n"
+
+
+LIMIT = 2_000_000
+ZERO = Path("/dev/zero")
+
+
+def read_compressed_rows(folder: Path) -> None:
+    path = folder / "rows.json.gz"
+    path.write_bytes(gzip.compress(bytes(LIMIT + 1)))
+    list(rows.read_rows(rows.RowFile(path, "text", None, 0)))
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "--prompt-file, --text and `read`": lambda folder: read_file(ZERO, "--text"),
+    "a text of a builder": lambda folder: read_text(ZERO),
+    "enwik8": lambda folder: read_whole(ZERO),
+    "a row that is small as it is stored": read_compressed_rows,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_text_without_an_end_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str) -> None:
+    monkeypatch.setattr(files.read_at_most, "__defaults__", (LIMIT,))
+    monkeypatch.setattr(rows, "MAX_TEXT_BYTES", LIMIT)
+    with refused(UnusableError, "rows.json.gz, line 1" if reader.startswith("a row") else ZERO):
+        READERS[reader](tmp_path)
+
+
+def test_a_text_is_read_as_those_of_training_are(tmp_path: Path) -> None:
+    """Out of a pipe too, as in --text <(zcat book.gz), which has no size."""
+    path = tmp_path / "book.txt"
+    path.write_bytes(b"\xef\xbb\xbfOne.\r\nTwo.\r")
+    with path.open("rb") as stream:
+        assert read_file(Path(f"/dev/fd/{stream.fileno()}"), "--text") == "One.\nTwo.\n"
+    assert read_prompt(None, path) == read_prompt("One.\r\nTwo.\r", None) == "One.\nTwo.\n"

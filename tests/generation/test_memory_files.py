@@ -1,8 +1,9 @@
-"""A memory file continues as the reading that was saved, bit for bit, for every memory, found by file name."""
+"""A memory file continues as the reading that was saved, bit for bit, for every memory; and its commands."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -14,21 +15,23 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
+from dist_mem.__main__ import main
 from dist_mem.config import Config, DataConfig, EvalConfig, TrainConfig
 from dist_mem.contract.subject import VOCAB
 from dist_mem.data.tokenizers.words import WordTokenizer
-from dist_mem.errors import RunError, UnusableError
+from dist_mem.errors import EXIT_DONE, EXIT_USAGE, RunError, UnusableError
 from dist_mem.evaluation.memory_file import read_memory_file, write_memory_file
-from dist_mem.evaluation.trained_model import Checkpoint, TrainedModel
+from dist_mem.evaluation.trained_model import Checkpoint, TrainedModel, load_model
 from dist_mem.generation.generate import Sampling, generate
 from dist_mem.generation.reading import Reading, next_log_probs, read, select, start
 from dist_mem.generation.text_memory import TextMemory, load_memory, read_text, save_memory
 from dist_mem.generation.text_scores import score
+from tests.evaluation.test_protocol import MEMORIES, make_run
 from tests.generation.test_generation import same_reading, trained_model
 from tests.support import gpt2_models
 from tests.support.contract_cases import CASES, SEG_LEN, case_params, small_block
 from tests.support.faults import flip
-from tests.support.messages import refused
+from tests.support.messages import refused, said
 from tests.support.paths import EXAMPLES
 
 LENGTHS = [0, 1, SEG_LEN - 1, SEG_LEN, SEG_LEN + 1, 3 * SEG_LEN + 2]
@@ -259,3 +262,133 @@ def test_the_file_is_plain_safetensors(tmp_path: Path) -> None:
     assert all(name.startswith("blocks.") and len(part) == 1 for name, part in tensors.items())
     assert header_of(tmp_path / "book.mem")["__metadata__"].keys() == {"dist_mem_memory"}
     assert OmegaConf.create(read_memory_file(tmp_path / "book.mem").header).model.step == 3
+
+
+BOOK = "It was the best of times, it was the worst of times. \u20ac\n" * 3
+OPTIONS = ["--tokens", "20", "--seed", "3"]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory, library: Path) -> Path:
+    return make_run(tmp_path_factory.mktemp("read"), library, MEMORIES["infinite_over_transformer_xl"])[0]
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    (tmp_path / "book.txt").write_text(BOOK, encoding="utf-8")
+    return tmp_path / "book.txt"
+
+
+def read_book(book: Path, run_dir: Path, *options: str | Path) -> Path:
+    """The memory file of a book, beside it."""
+    out = book.with_suffix(".mem")
+    assert main(["read", str(book), "--run", str(run_dir), "-o", str(out), *map(str, options)]) == EXIT_DONE
+    return out
+
+
+def ask(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
+    capsys.readouterr()
+    code = main(["generate", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("overrides", [[], ["eval.seg_len=4", "eval.mem_len=24"], ["eval.blocks=true"]])
+def test_a_book_read_before_is_continued_as_one_that_is_read_now(
+    run_dir: Path, book: Path, overrides: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory, out_file = read_book(book, run_dir, *overrides), book.with_name("texts.json")
+    options = [*overrides, *OPTIONS, "--samples", "2"]
+    assert f"{len(BOOK.encode())} tokens read" in capsys.readouterr().out
+    code, out, err = ask(capsys, run_dir, "--memory", memory, *options, "--out", out_file)
+    assert (code, f"{memory}: {len(BOOK.encode())} tokens read before" in err) == (EXIT_DONE, True)
+    assert out == ask(capsys, run_dir, "--prompt-file", book, *options)[1]
+    (written,) = json.loads(out_file.read_text(encoding="utf-8"))["continuations"]
+    assert written["memory_file"] == str(memory) and len(set(written["texts"])) == 2
+    further = book.with_name("both.txt")
+    further.write_text(f"{BOOK}We had everything", encoding="utf-8")
+    out = ask(capsys, run_dir, *overrides, "--memory", memory, "--prompt", "We had everything", *OPTIONS)[1]
+    assert out == ask(capsys, run_dir, *overrides, "--prompt-file", further, *OPTIONS)[1]
+
+
+def test_a_second_volume_is_read_after_the_first(run_dir: Path, book: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = read_book(book, run_dir)
+    second = book.with_name("second.txt")
+    second.write_text("It was the age of wisdom.\n", encoding="utf-8")
+    both = read_book(second, run_dir, "--memory", first)
+    expected = [("book.txt", len(BOOK.encode())), ("second.txt", second.stat().st_size)]
+    assert [(text.name, text.num_tokens) for text in read_memory_file(both).texts] == expected
+    whole = book.with_name("whole.txt")
+    whole.write_text(BOOK + second.read_text(), encoding="utf-8")
+    text = ask(capsys, run_dir, "--memory", both, *OPTIONS)[1]
+    assert text == ask(capsys, run_dir, "--prompt-file", whole, *OPTIONS)[1]
+
+
+def test_an_export_and_a_moved_run_take_the_memory_of_their_run(
+    run_dir: Path, book: Path, tmp_path: Path, library: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory = shutil.move(read_book(book, run_dir), tmp_path / "moved.mem")
+    exported, copy = tmp_path / "exported", shutil.copytree(run_dir, tmp_path / "copy")
+    assert main(["export", str(run_dir), "--out", str(exported)]) == EXIT_DONE
+    texts = {ask(capsys, place, "--memory", memory, *OPTIONS)[1] for place in (run_dir, exported, copy)}
+    assert len(texts) == 1
+    trained = load_model(exported)
+    reading = load_memory(trained, memory).reading
+    assert torch.equal(
+        score(trained, "We had", after=reading).nll,
+        score(load_model(run_dir), BOOK + "We had").nll[-6:],
+    )
+    assert read_book(book, exported).read_bytes() == Path(memory).read_bytes()
+
+
+def test_show_says_what_is_in_it_without_the_run(
+    run_dir: Path, book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved = shutil.copytree(run_dir, tmp_path / "gone")
+    memory = read_book(book, moved)
+    shutil.rmtree(moved)
+    capsys.readouterr()
+    assert main(["memory", "show", str(memory)]) == EXIT_DONE
+    shown = " ".join(capsys.readouterr().out.split())  # long lines are wrapped
+    num_tokens = len(BOOK.encode())
+    for part in (
+        f"book.txt, {num_tokens} tokens, SHA-256 ",
+        f"{num_tokens} tokens read; inputs of the open segment: {num_tokens % 8 + 1} ",
+        *("step 3, SHA-256 of the weights ", "eval.seg_len = 8", "memory.over.kind = transformer_xl", " (verified)"),
+    ):
+        assert part in shown, shown
+    flip(memory, -1)
+    assert main(["memory", "show", str(memory)]) == EXIT_USAGE
+
+
+def test_what_cannot_be_done_is_said_in_one_line(
+    run_dir: Path, book: Path, tmp_path: Path, library: Path, capsys: pytest.CaptureFixture[str], single_process: None
+) -> None:
+    memory = read_book(book, run_dir)
+    other, _ = make_run(tmp_path / "other", library, MEMORIES["transformer_xl"])
+    (tmp_path / "latin1.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    out: list[str | Path] = ["-o", tmp_path / "new.mem"]
+    absent: list[str | Path] = ["--memory", tmp_path / "no.mem"]
+    cases: list[tuple[list[str | Path], str]] = [
+        (["generate", other, "--memory", memory], "another model"),
+        (["generate", run_dir, "eval.mem_len=24", "--memory", memory], "eval.mem_len=16"),
+        (["generate", run_dir, "--memory", book], "book.txt"),
+        (["generate", run_dir, *absent], "no.mem"),
+        (["generate", run_dir], "--memory"),
+        (["generate", "--compare", run_dir, other, "--memory", memory], "--compare"),
+        (["evaluate", run_dir, *absent], "no.mem"),
+        (["evaluate", run_dir, "--memory", memory, "--without-memory"], "--without-memory"),
+        (["evaluate", run_dir, "--memory", memory, "--sweep", "mem_len=8"], "--sweep"),
+        (["read", tmp_path / "latin1.txt", "--run", run_dir, *out], "latin1.txt"),
+        (["read", book, "--run", run_dir, "model.d_model=8", *out], "model.d_model"),
+        (["read", book, "--run", run_dir, *absent, *out], "no.mem"),
+        (["read", book, "--run", other, "--memory", memory, *out], "another model"),
+        (["memory", "show", book], "book.txt"),
+    ]
+    for arguments, named in cases:
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        assert (code, captured.out, captured.err.count("\n")) == (EXIT_USAGE, "", 1), (arguments, captured.err)
+        said(captured.err, named)
+    assert not (tmp_path / "new.mem").exists()
