@@ -1,4 +1,4 @@
-"""`dist-mem lm-eval` on local tasks: its figures are those of `dist-mem evaluate` and `dist-mem generate`."""
+"""`dist-mem lm-eval` on local tasks: figures are those of `evaluate` and `generate`; passages score as read alone."""
 
 from __future__ import annotations
 
@@ -10,27 +10,35 @@ from pathlib import Path
 from typing import Any
 
 import lm_eval
+import numpy as np
 import pytest
+import torch
 from lm_eval.tasks import TaskManager
 
 import dist_mem
 from dist_mem.__main__ import main
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.source import SourceDocument
+from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.evaluation.trained_model import load_model
 from dist_mem.generation.generate import Sampling, generate
 from dist_mem.generation.reading import read, start
 from dist_mem.generation.text_scores import score
 from dist_mem.lm_eval.model import DistMemLM, encode_pair
+from dist_mem.lm_eval.passages import Passage, score_passages
 from dist_mem.memory import memory_class, memory_kinds
+from tests.generation.test_generation import BOS, float32_model
+from tests.support.contract_cases import SEG_LEN as SHORT
+from tests.support.contract_cases import case_params
 from tests.support.jobs import build_books, train_here, write_config
 from tests.support.messages import refused, said
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
 
+
 SEG_LEN = 16  # of jobs.write_config
-QUESTIONS = [
+QUESTIONS: list[dict[str, Any]] = [
     {"question": "bako miru solqua tensol verba", "choices": ["tensol", "verba", "bako miru"], "gold": 0},
     {"question": "solqua tenmi ", "choices": ["verba", "komi", "ruru"], "gold": 2},
 ]
@@ -63,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text_file.write_text(path.read_text(encoding="utf-8").strip(), encoding="utf-8")
         sources[path.parent.name].append(SourceDocument(id=path.stem, title=path.stem, source=text_file, year=1900))
     build_dataset(sources, folder / "shards", name="tiny", tokenizer_kind="bytes")
-    texts = [{"text": source.source.read_text(encoding="utf-8")} for source in sources["test"]]
+    texts: list[dict[str, Any]] = [{"text": path.read_text("utf-8")} for path in sorted(folder.glob("test-*.txt"))]
     (folder / "tasks").mkdir()
     for name, content in TASKS.items():
         lines = texts if name == "books" else QUESTIONS
@@ -109,10 +117,7 @@ def results(run: Path) -> dict[str, Any]:
 
 def choice_log_prob(trained: Any, question: str, choice: str) -> float:
     context, continuation = encode_pair(trained.tokenizer, question, f" {choice}")
-    before = read(trained, start(trained), [context])
-    return -float(
-        score(trained, continuation, after=before.reading if hasattr(before, "reading") else before).nll.sum()
-    )
+    return -float(score(trained, continuation, after=read(trained, start(trained), [context])).nll.sum())
 
 
 @pytest.mark.parametrize(
@@ -217,3 +222,74 @@ def test_what_cannot_be_run_is_one_line_and_code_2(
     assert "error: --tasks lost cannot be loaded: FileNotFoundError: " in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     check(ask(run, folder), "dist-mem[harness]")
+
+
+CONTEXT_LENS = [0, 1, SHORT - 1, SHORT, SHORT + 1, 3 * SHORT + 2]
+LENS = [1, 2, SHORT, 2 * SHORT + 1]
+LANES = 3
+
+
+def passages() -> list[Passage]:
+    """Four continuations of each of several contexts, of which some begin as others."""
+    draw = np.random.default_rng(3)
+    longest = draw.integers(0, BOS, max(CONTEXT_LENS))
+    return [
+        Passage(np.concatenate([longest[:length], draw.integers(0, BOS, more)]), first_scored=length)
+        for length in CONTEXT_LENS
+        for more in LENS
+    ]
+
+
+# A loss in float32 is the difference of numbers of about 5: that of each token rounds by up to 5e-7, even a small one.
+ROUNDED = 5e-7 * max(LENS)
+# Products of theirs round by the place of a lane in the batch.
+ROUNDING = ("infini", "linear", "titans", "block_recurrent", "per block")
+
+
+@pytest.mark.parametrize("case", case_params())
+def test_a_score_is_that_of_the_text_read_alone_and_the_same_bits_whatever_else_is_scored(case: str) -> None:
+    """But for products with a matrix or states of the memory, which round by the lane's place among the others."""
+    trained = float32_model(case)
+    together = score_passages(trained, passages(), num_lanes=LANES)
+    read_alone = [-score(trained, tokens).nll[first:].double().sum().item() for tokens, first in passages()]
+    assert [result.log_prob for result in together] == pytest.approx(read_alone, rel=1e-6, abs=ROUNDED)
+    alone = [score_passages(trained, [passage], num_lanes=LANES)[0] for passage in passages()]
+    backwards = score_passages(trained, passages()[::-1], num_lanes=LANES)[::-1]
+    for found in (alone, backwards):
+        if any(part in case for part in ROUNDING):
+            log_probs = [result.log_prob for result in together]
+            assert [result.log_prob for result in found] == pytest.approx(log_probs, rel=1e-6, abs=ROUNDED)
+        else:
+            assert found == together
+
+
+def test_a_context_is_read_once_for_all_its_continuations() -> None:
+    trained, context = float32_model("transformer_xl"), np.arange(5 * SHORT) % BOS
+    choices = [Passage(np.concatenate([context, [choice, 1]]), first_scored=len(context)) for choice in range(BOS)]
+    calls: list[int] = []
+    trained.model.embedding.register_forward_hook(lambda *_: calls.append(1))
+    score_passages(trained, choices, num_lanes=BOS)
+    assert len(calls) == 5 + 1, "the segments of the context, and all continuations in one batch"
+
+
+def test_what_greedy_generation_writes_is_greedy_and_nothing_else() -> None:
+    trained, context = float32_model("lamemo"), np.arange(SHORT + 2)
+    reading = read(trained, start(trained), [context])
+    written = generate(trained, reading, num_tokens=2 * SHORT, sampling=Sampling(temperature=0.0)).tokens[0].numpy()
+    other = written.copy()
+    other[-1] = (other[-1] + 1) % BOS
+    texts = [np.concatenate([context, end]) for end in (written, other)]
+    found = score_passages(trained, [Passage(text, len(context)) for text in texts], num_lanes=LANES)
+    assert [result.is_greedy for result in found] == [True, False]
+
+
+def test_an_empty_text_is_certain() -> None:
+    assert score_passages(float32_model("none"), [Passage(np.zeros(0), 0)], num_lanes=1) == [(0.0, True)]
+
+
+def test_a_diverged_model_has_no_scores() -> None:
+    trained = float32_model("none")
+    with torch.no_grad():
+        next(trained.model.head.parameters()).fill_(math.nan)
+    with refused(EvaluationError):
+        score_passages(trained, passages(), num_lanes=LANES)
