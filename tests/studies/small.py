@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +54,15 @@ def load(folder: Path, content: dict[str, Any] = STUDY, **changes: Any) -> Study
 def at_tiny(**changes: Any) -> dict[str, Any]:
     """Return `scales` of `STUDY` with changed keys of its only scale."""
     return {"tiny": {**STUDY["scales"]["tiny"], **changes}}
+
+
+def two_memories(data: str, *scales: str, **settings: Any) -> dict[str, Any]:
+    """Return a table of two rows with the paper's figures, at scales with these settings."""
+    scale = {"about": "Seconds.", "rows": {"none": ["memory.kind=none"], "xl": []}, "points": {"": {"data": data}}}
+    return {
+        "title": "Two memories",
+        "source": "nobody",
+        "rows": {"none": {"name": "None", "paper": {"test": 1.5}}, "xl": {"name": "XL", "paper": {"test": 1.25}}},
+        "columns": {"test": {"metric": "token_perplexity"}},
+        "scales": {name: deepcopy({**scale, **settings}) for name in scales},
+    }

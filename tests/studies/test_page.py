@@ -1,38 +1,25 @@
-"""The results of a study: its table, its cells, its pictures, and the best of rows on validation."""
+"""The results of a study: what its cells keep, its table, its pictures, and the best of rows on validation."""
 
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dist_mem.errors import UnusableError
 from dist_mem.evaluation.scores import DocumentScore, RecallScore, Report, write_report
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.studies.budget import Costs
-from dist_mem.studies.cells import Run, checksum, keep_result
+from dist_mem.studies.cells import Run, checksum, keep_result, read_result, report_of
 from dist_mem.studies.job import Job
-from dist_mem.studies.page import (
-    Cell,
-    are_equal,
-    cell,
-    draw,
-    pareto_front,
-    to_csv,
-    to_markdown,
-    write_results,
-)
-from dist_mem.studies.runs import (
-    all_runs,
-    measured,
-    metric_of,
-    runs_behind,
-    shown_rows,
-    with_done,
-)
+from dist_mem.studies.page import Cell, are_equal, cell, draw, pareto_front, to_csv, to_markdown, write_results
+from dist_mem.studies.runs import all_runs, measured, metric_of, runs_behind, shown_rows, with_done
 from dist_mem.studies.study import Column, Study
-from tests.studies.small import ARENA, ROWS, at_tiny, load
+from tests.studies.small import ARENA, ROWS, at_tiny, load, two_memories
+from tests.support.messages import refused
 
 COSTS = Costs(parameters=9, state_bytes=8, steps=7, tokens=6, flops=None)
 RIGHT = {"none": 1, "transformer_xl": 2, "outside": 2}  # of the 2 scored tokens of each document, in half of them
@@ -117,12 +104,9 @@ def test_a_cell_says_how_many_of_its_seeds_diverged() -> None:
 
 def at_each_scale(folder: Path) -> dict[str, tuple[Study, list[Run]]]:
     """Return a study at two scales with results of two seeds, and a figure of the paper."""
-    points, columns = {"": {"data": "d"}}, {"test": {"metric": "token_perplexity"}}
     found = {}
     for name in ("tiny", "paper"):
-        scale = {"about": "Seconds.", "rows": {"none": [], "xl": []}, "seeds": [0, 1], "points": points}
-        rows = {"none": {"name": "None", "paper": {"test": 1.5}}, "xl": {"name": "XL", "paper": {"test": 1.25}}}
-        study = load(folder, {"title": "Mine", "rows": rows, "columns": columns, "scales": {name: scale}})
+        study = load(folder, two_memories("d", name, seeds=[0, 1]))
         runs = all_runs(study, folder / name)
         for run in runs:
             keep_result(run, "test", {"value": 7.0 + run.seed, "step": 1})
@@ -151,9 +135,12 @@ def test_the_picture_has_the_range_of_seeds_and_the_papers_points_at_its_scale_o
 
     drawn: list[Any] = []
     save = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda figure, *args, **kw: (drawn.append(figure), save(figure, *args, **kw))
-    )
+
+    def noted(figure: Figure, *args: Any, **options: Any) -> None:
+        drawn.append(figure)
+        save(figure, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", noted)
     legends = {}
     for name, (study, runs) in at_each_scale(tmp_path).items():
         draw(study, runs, tmp_path / f"{name}.png")
@@ -258,3 +245,44 @@ def test_a_cost_that_the_budget_made_equal_is_known() -> None:
     assert not are_equal([2.0e12, 1.9e12])
     assert not are_equal([0, 100])
     assert not are_equal([5.0, None])
+
+
+DOCUMENTS = [DocumentScore(str(place), "a title", 2.5 * place, 7, 3, 9, 4, 0.5) for place in range(3)]
+REPORT = Report("test", "d", "t", None, 32, 0, 9, DOCUMENTS, [RecallScore(40, 2.0, 2, 1)])
+
+
+@pytest.fixture
+def small_run(tmp_path: Path) -> Run:
+    return Run("xl over 2", "", 3, tmp_path)
+
+
+def test_scores_are_kept_once_and_as_they_were(small_run: Run, tmp_path: Path) -> None:
+    path = write_report(REPORT, tmp_path / "evaluations", "test-step-00000007", metadata={"step": 7})[1]
+    for column in ("perplexity", "recall"):
+        keep_result(small_run, column, {"value": 1.5, "step": 7}, path)
+    keep_result(small_run, "dialogue", {"absent": "test/meteor", "step": 7})
+    assert report_of(small_run, "perplexity") == report_of(small_run, "recall") == REPORT
+    assert report_of(small_run, "dialogue") is None
+    assert len(json.loads(small_run.cell.read_text())["reports"]) == 1
+    other = write_report(REPORT, tmp_path / "evaluations", "validation-step-00000007", metadata={"step": 8})[1]
+    keep_result(small_run, "again", {"value": 1.5, "step": 8}, other)  # the same scores
+    assert checksum(report_of(small_run, "again") or REPORT) == checksum(REPORT)
+    assert read_result(small_run, "dialogue") == {"absent": "test/meteor", "step": 7}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format_version": 99},
+        {"results": {"perplexity": {"value": "low"}}},
+        {"results": {"perplexity": {"value": 1.0, "report": "nowhere"}}},
+        {"results": [], "more": 1},
+        None,
+    ],
+)
+def test_what_is_no_cell_is_refused(small_run: Run, changes: dict[str, Any] | None) -> None:
+    keep_result(small_run, "perplexity", {"value": 1.0, "step": 7})
+    text = small_run.cell.read_text()
+    small_run.cell.write_text(text[:20] if changes is None else json.dumps({**json.loads(text), **changes}))
+    with refused(UnusableError, small_run.cell, "remove the file"):
+        report_of(small_run, "perplexity")

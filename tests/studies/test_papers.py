@@ -7,7 +7,8 @@ deviations. `at` is (table, row, point) at scale paper.
 from __future__ import annotations
 
 import shlex
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,49 +35,37 @@ def paper(name: str) -> Study:
     return scales_of(name)["paper"]
 
 
-FIGURES: dict[str, dict[str, dict[str, float]]] = {
-    "infinite.table1": {
-        "gpt2": {"WikiText-103": 16.85, "PG-19": 33.44},
-        "compressive": {"WikiText-103": 16.87, "PG-19": 33.09},
-        "infinite": {"WikiText-103": 16.64, "PG-19": 32.61},
-        "sticky": {"WikiText-103": 16.61, "PG-19": 32.48},
-    },
-    "infinite.table2": {
-        row: dict(zip(("perplexity", "F1", "ROUGE-1", "ROUGE-L", "METEOR"), values, strict=True))
-        for row, values in {
-            "no_document": (19.43, 7.82, 12.18, 10.17, 6.10),
-            "none": (18.53, 8.64, 14.61, 12.03, 7.15),
-            "compressive": (18.02, 8.78, 14.74, 12.14, 7.29),
-            "infinite": (18.02, 8.92, 15.28, 12.51, 7.52),
-            "sticky": (18.04, 9.01, 15.37, 12.56, 7.55),
-        }.items()
-    },
-    "infinite.table3": {
-        "transformer_xl": {"test": 24.52},
-        "compressive": {"test": 24.41},
-        "infinite": {"test": 24.29},
-        "sticky": {"test": 24.22},
-    },
-    "lamemo.table1": {
-        "none": {"dev": 28.11, "test": 29.14},
-        "transformer_xl": {"dev": 23.42, "test": 24.56},
-        "compressive": {"test": 24.41},
-        "infinite": {"test": 24.22},
-        "lamemo": {"dev": 22.98, "test": 23.77},
-    },
-    "lamemo.table2": {
-        row: dict(zip(("text8 dev", "text8 test", "enwik8 dev", "enwik8 test"), values, strict=True))
-        for row, values in {
-            "none": (1.232, 1.303, 1.253, 1.240),
-            "transformer_xl": (1.172, 1.239, 1.150, 1.128),
-            "lamemo": (1.128, 1.196, 1.129, 1.107),
-        }.items()
-    },
-    "lamemo.table3": {
-        "lamemo": {"dev": 22.98, "test": 23.77},
-        "no_interpolation": {"dev": 23.67, "test": 24.90},
-        "no_look_ahead": {"test": 24.56},
-    },
+def table(columns: str, **rows: tuple[float, ...]) -> dict[str, dict[str, float]]:
+    return {row: dict(zip(columns.split(", "), values, strict=False)) for row, values in rows.items()}
+
+
+FIGURES = {
+    "infinite.table1": table(
+        "WikiText-103, PG-19",
+        gpt2=(16.85, 33.44),
+        compressive=(16.87, 33.09),
+        infinite=(16.64, 32.61),
+        sticky=(16.61, 32.48),
+    ),
+    "infinite.table2": table(
+        "perplexity, F1, ROUGE-1, ROUGE-L, METEOR",
+        no_document=(19.43, 7.82, 12.18, 10.17, 6.10),
+        none=(18.53, 8.64, 14.61, 12.03, 7.15),
+        compressive=(18.02, 8.78, 14.74, 12.14, 7.29),
+        infinite=(18.02, 8.92, 15.28, 12.51, 7.52),
+        sticky=(18.04, 9.01, 15.37, 12.56, 7.55),
+    ),
+    "infinite.table3": table("test", transformer_xl=(24.52,), compressive=(24.41,), infinite=(24.29,), sticky=(24.22,)),
+    "lamemo.table1": table("test, dev", none=(29.14, 28.11), transformer_xl=(24.56, 23.42), lamemo=(23.77, 22.98))
+    | table("test", compressive=(24.41,), infinite=(24.22,)),
+    "lamemo.table2": table(
+        "text8 dev, text8 test, enwik8 dev, enwik8 test",
+        none=(1.232, 1.303, 1.253, 1.240),
+        transformer_xl=(1.172, 1.239, 1.150, 1.128),
+        lamemo=(1.128, 1.196, 1.129, 1.107),
+    ),
+    "lamemo.table3": table("test, dev", lamemo=(23.77, 22.98), no_interpolation=(24.90, 23.67))
+    | table("test", no_look_ahead=(24.56,)),
 }
 SIZES = {  # LaMemo, table 1: millions of parameters and of "FLOPS"
     "none": (151, 148),
@@ -86,192 +75,176 @@ SIZES = {  # LaMemo, table 1: millions of parameters and of "FLOPS"
     "lamemo": (151, 191),
 }
 
-GPT2 = {
-    "model.kind": "gpt2",
-    "model.num_layers": 12,
-    "model.num_heads": 12,
-    "train.seg_len": 512,
-    "train.global_batch_size": 1,
-    "optimizer.lr": 5e-5,
-    "optimizer.weight_decay": 0.0,
-}
-GPT2_LTM = {"memory.num_basis": 512, "memory.basis_widths": [0.005, 0.01], "memory.tau": 0.5, "memory.kl_weight": 1e-6}
-GPT2_LTM |= {"memory.prior_std": 0.05}
-PAPER_FORM = {
-    "memory.prior_mean": None,  # eq. 20 regularises the variance only
-    "memory.padding": "none",  # sec. 2.2: positions t = i / L, and no more
-    "memory.projections": "heads",  # eq. 8
-    "memory.density_bias": True,  # eqs 9 and 10
-    "memory.kl_heads": "sum",  # eq. 20
-    "memory.density": "affine",  # eqs 9 and 10
-    "memory.gate": True,  # eq. 18
-}
-CODE_FORM = {
-    "memory.padding": "published",
-    "memory.projections": "full",
-    "memory.density_bias": False,
-    "memory.kl_heads": "mean",
-}
-SORTING = {
-    "model.num_layers": 3,
-    "model.num_heads": 6,
-    "train.seg_len": 1024,
-    "train.global_batch_size": 8,
-    "train.steps": 20_000,  # 20 epochs of 8,000 sequences
-    "optimizer.kind": "adam",
-    "schedule.kind": "cosine",
-    "schedule.end_factor": 0.0,
-}
-SORTING_LTM = {
-    "memory.num_basis": 1024,
-    "memory.basis_widths": [0.01, 0.05],
-    "memory.tau": 0.75,
-    "memory.kl_weight": 1e-5,
-    "memory.prior_std": 0.05,
-    "memory.over.kind": "transformer_xl",
-    "memory.over.mem_len": 1024,
-    **PAPER_FORM,
-}
-WORDS = {
-    "model.num_layers": 16,
-    "model.num_heads": 10,
-    "model.d_model": 410,
-    "model.d_inner": 2100,
-    "train.seg_len": 150,
-    "train.steps": 250_000,
-    "optimizer.kind": "adam",
-    "optimizer.lr": 2.5e-4,
-    "optimizer.betas": [0.9, 0.999],
-    "optimizer.eps": 1e-8,
-    "schedule.kind": "cosine",
-    "schedule.end_factor": 0.0,
-    "schedule.warmup_steps": 0,
-    "model.adaptive.cutoffs": [20000, 40000, 200000],
-}
-MARTINS_WORDS = WORDS | {"train.global_batch_size": 40}
-MARTINS_LTM = {
-    "memory.num_basis": 150,
-    "memory.basis_widths": [0.01, 0.05],
-    "memory.tau": 0.5,
-    "memory.kl_weight": 1e-5,
-    "memory.prior_std": 0.1,
-    "memory.memory_threshold": 900,
-    "memory.over.kind": "transformer_xl",
-    "memory.over.mem_len": 150,
-    **PAPER_FORM,
-}
-MARTINS_COMPRESSIVE = {"memory.mem_len": 150, "memory.cmem_len": 150, "memory.compression_rate": 4}
-MARTINS_COMPRESSIVE |= {"memory.compression_loss": "attention", "memory.loss_weight": 1.0}
-LAMEMO = {"memory.kind": "lamemo", "memory.epsilon": 1e-6}  # eq. 11, table 5
-LAMEMO_TRAINING = {"train.max_grad_norm": 0.25, "model.dropout": 0.1, "model.attention_dropout": 0.0}
-LAMEMO_WORDS = WORDS | LAMEMO_TRAINING | {"train.global_batch_size": 64, "model.d_head": 41}
-CHARACTERS = LAMEMO_TRAINING | {
-    "model.num_layers": 12,
-    "model.num_heads": 8,
-    "model.d_head": 64,
-    "model.d_inner": 2048,
-    "train.seg_len": 512,
-    "train.steps": 100_000,
-    "train.global_batch_size": 40,
-    "optimizer.lr": 2.5e-4,
-    "schedule.kind": "cosine",
-    "schedule.warmup_steps": 0,
-    "model.adaptive": None,
-}
-GPT2_COMPRESSIVE = {"memory.cmem_len": 512, "memory.compression_loss": "attention", "memory.positions": "alibi"}
+
+def keys_of(block: str, **values: Any) -> dict[str, Any]:
+    return {f"{block}.{name}": value for name, value in values.items()}
+
+
+data, model, memory, over = (partial(keys_of, block) for block in ("data", "model", "memory", "memory.over"))
+train, optimizer, schedule = (partial(keys_of, block) for block in ("train", "optimizer", "schedule"))
+FIRST_RATE = {"optimizer.groups.0.lr": 2.5e-4}
+COMPRESSED = memory(compression_loss="attention")
+
+GPT2 = (
+    model(kind="gpt2", num_layers=12, num_heads=12)
+    | train(seg_len=512, global_batch_size=1)
+    | optimizer(lr=5e-5, weight_decay=0.0)
+)
+GPT2_COMPRESSIVE = COMPRESSED | memory(cmem_len=512, positions="alibi")
+PAPER_FORM = memory(
+    prior_mean=None,  # eq. 20 regularises the variance only
+    padding="none",  # sec. 2.2: positions t = i / L, and no more
+    projections="heads",  # eq. 8
+    density_bias=True,  # eqs 9 and 10
+    kl_heads="sum",  # eq. 20
+    density="affine",  # eqs 9 and 10
+    gate=True,  # eq. 18
+)
+CODE_FORM = memory(padding="published", projections="full", density_bias=False, kl_heads="mean")
+GPT2_LTM = memory(num_basis=512, basis_widths=[0.005, 0.01], tau=0.5, kl_weight=1e-6, prior_std=0.05)
+SORTING = (
+    model(num_layers=3, num_heads=6)
+    | train(seg_len=1024, global_batch_size=8, steps=20_000)  # 20 epochs of 8,000 sequences
+    | optimizer(kind="adam")
+    | schedule(kind="cosine", end_factor=0.0)
+)
+SORTING_LTM = (
+    memory(num_basis=1024, basis_widths=[0.01, 0.05], tau=0.75, kl_weight=1e-5, prior_std=0.05)
+    | over(kind="transformer_xl", mem_len=1024)
+    | PAPER_FORM
+)
+WORDS = (
+    model(num_layers=16, num_heads=10, d_model=410, d_inner=2100, **{"adaptive.cutoffs": [20000, 40000, 200000]})
+    | train(seg_len=150, steps=250_000)
+    | optimizer(kind="adam", lr=2.5e-4, betas=[0.9, 0.999], eps=1e-8)
+    | schedule(kind="cosine", end_factor=0.0, warmup_steps=0)
+)
+MARTINS_WORDS = WORDS | train(global_batch_size=40)
+MARTINS_LTM = (
+    memory(num_basis=150, basis_widths=[0.01, 0.05], tau=0.5, kl_weight=1e-5, prior_std=0.1, memory_threshold=900)
+    | over(kind="transformer_xl", mem_len=150)
+    | PAPER_FORM
+)
+MARTINS_COMPRESSIVE = COMPRESSED | memory(mem_len=150, cmem_len=150, compression_rate=4, loss_weight=1.0)
+LAMEMO = memory(kind="lamemo", epsilon=1e-6)  # eq. 11, table 5
+LAMEMO_TRAINING = train(max_grad_norm=0.25) | model(dropout=0.1, attention_dropout=0.0)
+LAMEMO_WORDS = WORDS | LAMEMO_TRAINING | train(global_batch_size=64) | model(d_head=41)
+CHARACTERS = (
+    LAMEMO_TRAINING
+    | model(num_layers=12, num_heads=8, d_head=64, d_inner=2048, adaptive=None)
+    | train(seg_len=512, steps=100_000, global_batch_size=40)
+    | optimizer(lr=2.5e-4)
+    | schedule(kind="cosine", warmup_steps=0)
+)
+
+
+def xl(mem_len: int) -> dict[str, Any]:
+    return memory(kind="transformer_xl", mem_len=mem_len)
+
+
+def settings(
+    name: str, shared: dict[str, Any], points: Sequence[str] = ("",), **rows: dict[str, Any]
+) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """The settings of rows of a table, at each of its points."""
+    return {(name, row, point): shared | own for point in points for row, own in rows.items()}
+
 
 SETTINGS: dict[tuple[str, str, str], dict[str, Any]] = {
     # Martins et al., sec. 4.2 and app. C.2
-    **{
-        ("infinite.table1", row, point): GPT2 | {"train.epochs": 1, "optimizer.kind": "adamw"} | own
-        for point in ("wikitext103", "pg19")
-        for row, own in {
-            "gpt2": {"memory.kind": "causal"},
-            "compressive": GPT2_COMPRESSIVE | {"memory.compression_rate": 4, "optimizer.groups.0.lr": 2.5e-4},
-            "infinite": GPT2_LTM
-            | PAPER_FORM
-            | {"memory.memory_threshold": 2048, "memory.sampling": "linear", "optimizer.groups.0.lr": 2.5e-4},
-            "sticky": GPT2_LTM | PAPER_FORM | {"memory.memory_threshold": 2048, "memory.sampling": "sticky"},
-            "infinite_code": GPT2_LTM | CODE_FORM | {"memory.prior_mean": -1.0, "memory.memory_threshold": 2048},
-        }.items()
-    },
-    ("infinite.table1", "infinite", "pg19"): {"data.path": "data/pg19-2000"},
+    **settings(
+        "infinite.table1",
+        GPT2 | train(epochs=1) | optimizer(kind="adamw"),
+        ("wikitext103", "pg19"),
+        gpt2=memory(kind="causal"),
+        compressive=GPT2_COMPRESSIVE | memory(compression_rate=4) | FIRST_RATE,
+        infinite=GPT2_LTM | PAPER_FORM | memory(memory_threshold=2048, sampling="linear") | FIRST_RATE,
+        sticky=GPT2_LTM | PAPER_FORM | memory(memory_threshold=2048, sampling="sticky"),
+        infinite_code=GPT2_LTM | CODE_FORM | memory(prior_mean=-1.0, memory_threshold=2048),
+    ),
     # sec. 4.3 and app. C.3
-    **{
-        ("infinite.table2", row, ""): GPT2
-        | {"train.epochs": 5, "schedule.kind": "linear", "optimizer.groups": []}
-        | own
-        for row, own in {
-            "no_document": {"memory.kind": "causal", "data.path": "data/cmu_dog_gpt2_bare"},
-            "none": {"memory.kind": "causal", "data.path": "data/cmu_dog_gpt2"},
-            "compressive": GPT2_COMPRESSIVE | {"memory.compression_rate": 3},
-            "infinite": GPT2_LTM | PAPER_FORM | {"memory.memory_threshold": None},
-            "sticky": GPT2_LTM | PAPER_FORM | {"memory.sampling": "sticky"},
-        }.items()
-    },
-    ("infinite.table2", "infinite_code", ""): CODE_FORM
-    | {"memory.kl_weight": 1e-5, "train.epochs": 3, "memory.store": "normed", "data.cut": "end"},
+    **settings(
+        "infinite.table2",
+        GPT2 | train(epochs=5) | schedule(kind="linear") | optimizer(groups=[]),
+        no_document=memory(kind="causal") | data(path="data/cmu_dog_gpt2_bare"),
+        none=memory(kind="causal") | data(path="data/cmu_dog_gpt2"),
+        compressive=GPT2_COMPRESSIVE | memory(compression_rate=3),
+        infinite=GPT2_LTM | PAPER_FORM | memory(memory_threshold=None),
+        sticky=GPT2_LTM | PAPER_FORM | memory(sampling="sticky"),
+    ),
+    **settings(
+        "infinite.table2",
+        CODE_FORM,
+        infinite_code=memory(kl_weight=1e-5, store="normed") | train(epochs=3) | data(cut="end"),
+    ),
     # app. D
-    ("infinite.table3", "transformer_xl", ""): MARTINS_WORDS | {"memory.kind": "transformer_xl", "memory.mem_len": 150},
-    ("infinite.table3", "compressive", ""): MARTINS_WORDS | MARTINS_COMPRESSIVE,
-    ("infinite.table3", "infinite", ""): MARTINS_WORDS | MARTINS_LTM | {"memory.sampling": "linear"},
-    ("infinite.table3", "sticky", ""): MARTINS_WORDS | MARTINS_LTM | {"memory.sampling": "sticky"},
+    **settings(
+        "infinite.table3",
+        MARTINS_WORDS,
+        transformer_xl=xl(150),
+        compressive=MARTINS_COMPRESSIVE,
+        infinite=MARTINS_LTM | memory(sampling="linear"),
+        sticky=MARTINS_LTM | memory(sampling="sticky"),
+    ),
     # sec. 4.1 and app. C.1
     **{
-        ("infinite.fig3", row, point): SORTING
-        | {"optimizer.lr": 2e-4 if point == "16000" else 2.5e-4, "data.path": f"data/sorting/{point}"}
-        | own
-        for point in ("4000", "8000", "16000")
-        for row, own in {
-            "transformer_xl": {"memory.kind": "transformer_xl", "memory.mem_len": 2048},
-            "infinite": SORTING_LTM,
-            "attention2": {
-                "memory.mem_len": 1024,
-                "memory.cmem_len": 1024,
-                "memory.compression_rate": 2,
-                "memory.compression_loss": "attention",
-                "memory.loss_weight": 1.0,
-            },
-            "no_loss2": {"memory.compression_rate": 2, "memory.loss_weight": 0.0},
-        }.items()
+        key: value
+        for point, rate in (("4000", 2.5e-4), ("8000", 2.5e-4), ("16000", 2e-4))
+        for key, value in settings(
+            "infinite.fig3",
+            SORTING | optimizer(lr=rate) | data(path=f"data/sorting/{point}"),
+            (point,),
+            transformer_xl=xl(2048),
+            infinite=SORTING_LTM,
+            attention2=COMPRESSED | memory(mem_len=1024, cmem_len=1024, compression_rate=2, loss_weight=1.0),
+            no_loss2=memory(compression_rate=2, loss_weight=0.0),
+        ).items()
     },
-    ("infinite.fig3", "infinite_code", "8000"): CODE_FORM
-    | {"memory.num_basis": 512, "memory.kl_weight": 1e-6, "optimizer.lr": 2e-4},
-    **{
-        ("infinite.fig3_basis", f"n{number}", ""): SORTING | {**SORTING_LTM, "memory.num_basis": number}
-        for number in (64, 1024)
-    },
+    **settings(
+        "infinite.fig3",
+        CODE_FORM,
+        ("8000",),
+        infinite_code=memory(num_basis=512, kl_weight=1e-6) | optimizer(lr=2e-4),
+    ),
+    **settings("infinite.fig3_basis", SORTING | SORTING_LTM, n64=memory(num_basis=64), n1024=memory(num_basis=1024)),
     # Ji et al., app. C; the two rows whose figures are those of Martins et al. are trained as theirs.
-    ("lamemo.table1", "none", ""): LAMEMO_WORDS | {"memory.kind": "none"},
-    ("lamemo.table1", "transformer_xl", ""): LAMEMO_WORDS | {"memory.kind": "transformer_xl", "memory.mem_len": 150},
-    ("lamemo.table1", "lamemo", ""): LAMEMO_WORDS
-    | LAMEMO
-    | {"memory.mem_len": 150, "memory.positions": "disentangled"},
-    ("lamemo.table1", "lamemo_code", ""): {"model.adaptive": None, "train.max_grad_norm": 0.5},
-    ("lamemo.table1", "compressive", ""): MARTINS_WORDS | MARTINS_COMPRESSIVE,
-    ("lamemo.table1", "infinite", ""): MARTINS_WORDS | MARTINS_LTM | {"memory.sampling": "sticky"},
+    **settings(
+        "lamemo.table1",
+        LAMEMO_WORDS,
+        none=memory(kind="none"),
+        transformer_xl=xl(150),
+        lamemo=LAMEMO | memory(mem_len=150, positions="disentangled"),
+    ),
+    **settings(
+        "lamemo.table1",
+        MARTINS_WORDS,
+        compressive=MARTINS_COMPRESSIVE,
+        infinite=MARTINS_LTM | memory(sampling="sticky"),
+    ),
+    **settings("lamemo.table1", {}, lamemo_code=model(adaptive=None) | train(max_grad_norm=0.5)),
     **{
-        ("lamemo.table2", row, corpus): CHARACTERS | {"data.path": f"data/{corpus}"} | own
+        key: value
         for corpus in ("text8", "enwik8")
-        for row, own in {
-            "none": {"memory.kind": "none"},
-            "transformer_xl": {"memory.kind": "transformer_xl", "memory.mem_len": 512},
-            "lamemo": LAMEMO | {"memory.mem_len": 512},
-        }.items()
+        for key, value in settings(
+            "lamemo.table2",
+            CHARACTERS | data(path=f"data/{corpus}"),
+            (corpus,),
+            none=memory(kind="none"),
+            transformer_xl=xl(512),
+            lamemo=LAMEMO | memory(mem_len=512),
+        ).items()
     },
-    ("lamemo.table2", "lamemo_code", "text8"): {"train.steps": 50_000, "memory.window": "segment"},
-    **{
-        ("lamemo.table3", row, ""): LAMEMO_WORDS | LAMEMO | {"memory.mem_len": 150} | own
-        for row, own in {
-            "lamemo": {"memory.interpolation": True, "memory.look_ahead": True, "memory.positions": "disentangled"},
-            "no_interpolation": {"memory.interpolation": False},
-            "no_look_ahead": {"memory.look_ahead": False},
-            "xl_rpe": {"memory.positions": "shared"},
-        }.items()
-    },
-    ("lamemo.fig5", "transformer_xl", ""): LAMEMO_WORDS | {"memory.mem_len": 150},
-    ("lamemo.fig5", "lamemo", ""): LAMEMO_WORDS | {"memory.mem_len": 150},
+    **settings("lamemo.table2", {}, ("text8",), lamemo_code=train(steps=50_000) | memory(window="segment")),
+    **settings(
+        "lamemo.table3",
+        LAMEMO_WORDS | LAMEMO | memory(mem_len=150),
+        lamemo=memory(interpolation=True, look_ahead=True, positions="disentangled"),
+        no_interpolation=memory(interpolation=False),
+        no_look_ahead=memory(look_ahead=False),
+        xl_rpe=memory(positions="shared"),
+    ),
+    **settings("lamemo.fig5", LAMEMO_WORDS | memory(mem_len=150), transformer_xl={}, lamemo={}),
 }
+SETTINGS["infinite.table1", "infinite", "pg19"] |= data(path="data/pg19-2000")
 
 
 def resolved(study: Study, row: str, point: str) -> Any:

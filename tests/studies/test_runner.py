@@ -37,7 +37,7 @@ from dist_mem.studies.run_study import run as run_study
 from dist_mem.studies.runs import all_runs
 from dist_mem.studies.study import FOLDER, load_study, study_names
 from dist_mem.tracking.mlflow.client import connect
-from tests.studies.small import SWEEP, load
+from tests.studies.small import SWEEP, load, two_memories
 from tests.studies.small import write as write_study
 from tests.support.jobs import build_books, logged_steps, write_config
 from tests.support.limits import limit, wait_until
@@ -54,22 +54,9 @@ def folder(tmp_path: Path) -> Path:
     data = build_books(tmp_path)
     changes = {"train": {"steps": STEPS}, "checkpoint": {"every": 5}}
     write_config(tmp_path / "job.yaml", data, tmp_path / "unused", changes)
-    scale = {
-        "about": "Seconds.",
-        "train": ["job.yaml", "tracking.mlflow=true", "tracking.uri=sqlite:///store.db"],
-        "rows": {"none": ["memory.kind=none"], "xl": []},
-        "points": {"": {"data": str(data)}},
-    }
-    write_table(
-        tmp_path,
-        {
-            "title": "Two memories",
-            "source": "nobody",
-            "rows": {"none": {"name": "None", "paper": {"test": 1.5}}, "xl": {"name": "XL"}},
-            "columns": {**DEV, "test": {"metric": "token_perplexity"}},
-            "scales": {"tiny": scale},
-        },
-    )
+    train = ["job.yaml", "tracking.mlflow=true", "tracking.uri=sqlite:///store.db"]
+    table = two_memories(str(data), "tiny", train=train)
+    write_table(tmp_path, {**table, "columns": {**DEV, **table["columns"]}})
     return tmp_path
 
 

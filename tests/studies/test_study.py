@@ -1,26 +1,38 @@
-"""The definition of a study: its rows, its grid, its scales, its budget, and what is refused."""
+"""The definition of a study: its rows, grid, scales, budget and tuning; what `--check` lists, and what is refused."""
 
 from __future__ import annotations
 
+import math
+import re
+import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from dist_mem.__main__ import main
 from dist_mem.config import Config, load_config
-from dist_mem.errors import EXIT_USAGE, UnusableError
+from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
 from dist_mem.estimate.counting import flops_per_token
 from dist_mem.estimate.dry_run import check_model
 from dist_mem.estimate.vocabulary import vocab_size_of
 from dist_mem.memory import memory_options
+from dist_mem.runtime.signals import StopSignal
 from dist_mem.studies.budget import apply_budget, fitted
+from dist_mem.studies.cells import keep_result
+from dist_mem.studies.job import Job
 from dist_mem.studies.runs import all_runs, is_better_higher, rows_behind, train_words
-from dist_mem.studies.study import RECALL, load_study
-from tests.studies.small import ARENA, ROWS, STUDY, SWEEP, at_tiny, load, write
-from tests.support.jobs import write_config
+from dist_mem.studies.study import FOLDER, RECALL, load_study, study_names, study_path
+from dist_mem.studies.tuning import Grid, chosen, grids_of, trials_of
+from tests.studies.small import ARENA, ROWS, STUDY, SWEEP, at_tiny, load, two_memories, write
+from tests.support.jobs import build_books, write_config
 from tests.support.messages import refused, said
+from tests.support.paths import ROOT
 
 SIZES = ["data.path=absent", "model.num_layers=2", "model.d_model=16", "model.num_heads=2", "train.seg_len=8"]
 SIZES += ["train.steps=1"]
@@ -204,8 +216,9 @@ def test_a_budget_is_met_up_to_one_update_and_one_unit_of_size(tmp_path: Path) -
         found, train = check_model(config), config.train
         of_token = flops_per_token(config, vocab_size_of(config.data, config.model)).training
         update = train.global_batch_size * train.seg_len * train.segments_per_update * of_token
-        assert 0 <= wanted["flops"] - train.steps * update < update
-        assert costs[row].flops == train.steps * update
+        steps = train.steps or 0
+        assert 0 <= wanted["flops"] - steps * update < update
+        assert costs[row].flops == steps * update
         assert abs(found["num_parameters"] - wanted["params"]) <= 8 * 2 * (2 * 16 + 1) / 2  # 8 units of d_inner
         of_xl = row.startswith("transformer_xl")
         assert abs(found["state_bytes_per_lane"] - (4_096 if of_xl else 0)) <= 8 * 16 * 4 * 2 / 2 + 2 * 8  # 8 rows
@@ -241,3 +254,180 @@ def test_a_row_that_no_model_can_have_is_refused_before_any_run(
     assert main([command, "one.yaml", *more]) == EXIT_USAGE
     said(f"exit code 2: {capsys.readouterr().err}", f"one.yaml: {named}")
     assert not (tmp_path / "runs").exists()
+
+
+RATES = {"optimizer.lr": [0.001, 0.002]}
+
+
+def job_of(folder: Path, **tune: object) -> Job:
+    study = load(folder, ARENA, tune={"budget": {"tokens": 500}, **tune})
+    return Job(study, folder / "out", all_runs(study, folder / "out"), 1, [], StopSignal([]))
+
+
+def kept(trials: Job, best: dict[str, float]) -> None:
+    """Keep a metric of every trial that is least at the best rate of its row; far above it, training diverged."""
+    for run in trials.runs:
+        row, _, rate = run.row.rpartition(" lr ")
+        away = math.log(float(rate) / best[row])
+        keep_result(run, "tuned", {"diverged": "why"} if away > 4 else {"value": 5 + abs(away), "step": 1})
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(best=st.fixed_dictionaries(dict.fromkeys(ARENA["rows"], st.floats(-4.5, -1.0))), most=st.integers(2, 9))
+def test_a_grid_grows_until_the_best_is_inside(best: dict[str, float], most: int) -> None:
+    rates = {row: 10**power for row, power in best.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        job = job_of(Path(folder), grid=RATES, seeds=[0, 1], most=most)
+        grids: dict[str, Grid] | None = None
+        wider = grids_of(job)
+        while wider != grids:
+            grids = wider
+            trials = trials_of(job, grids)
+            kept(trials, rates)
+            found, wider = chosen(trials, grids)
+        for row, grid in grids.items():
+            values = sorted(grid["optimizer.lr"])
+            place = values.index(dict(found[row].best)["optimizer.lr"])
+            assert len(values) <= most
+            assert 0 < place < len(values) - 1 or len(values) == most
+            assert abs(math.log(values[place] / rates[row])) == min(abs(math.log(v / rates[row])) for v in values)
+
+
+def test_trials_have_their_budget_and_a_rows_own_keys(tmp_path: Path) -> None:
+    job = job_of(tmp_path, grid=RATES, rows={"transformer_xl": {"memory.mem_len": [8, 16]}})
+    trials = trials_of(job, grids_of(job))
+    assert trials.study.budget == {"tokens": 500}
+    assert {run.row for run in trials.runs} == {
+        *(f"none lr {rate}" for rate in RATES["optimizer.lr"]),
+        *(f"transformer_xl lr {rate} mem_len {rows}" for rate in RATES["optimizer.lr"] for rows in (8, 16)),
+    }
+    assert {run.seed for run in trials.runs} == {0}
+    assert trials.study.candidates["none lr 0.001"] == "none"
+    assert trials.study.columns["tuned"].split == "validation"
+
+
+def test_rows_that_an_earlier_call_has_finished_are_tuned_too(tmp_path: Path) -> None:
+    """Or else they would be checked with the settings of the study, which are not theirs."""
+    job = job_of(tmp_path, grid=RATES)
+    rows = [run.row for run in job.runs]
+    keep_result(job.runs[-1], next(iter(job.study.columns)), {"value": 1.0, "step": 1})
+    assert rows[0] != rows[-1]
+    assert set(grids_of(replace(job, runs=job.runs[:1]))) == {rows[0], rows[-1]}
+
+
+def test_trials_that_all_diverged_are_refused(tmp_path: Path) -> None:
+    job = job_of(tmp_path, grid=RATES)
+    trials = trials_of(job, grids_of(job))
+    kept(trials, {"none": 0.001, "transformer_xl": 1e-9})
+    with refused(UnusableError, "transformer_xl", "tune.grid"):
+        chosen(trials, grids_of(job))
+
+
+@pytest.mark.parametrize(
+    ("tune", "key"),
+    [
+        ({"grid": {"optimizer.lr": []}}, "tune.grid.optimizer.lr"),
+        ({"grid": {"optimizer.lr": [0.1, 0.1]}}, "tune.grid.optimizer.lr"),
+        ({"rows": {"xl": RATES}}, "'xl'"),
+        ({"grid": RATES, "budget": {"flops": 1e12}}, "'flops'"),
+    ],
+)
+def test_a_grid_of_nothing_is_refused(tmp_path: Path, tune: dict[str, object], key: str) -> None:
+    with refused(UnusableError, "one.yaml", key):
+        load(tmp_path, ARENA, tune=tune)
+
+
+TABLES = [
+    ("reproduce", name, scale)
+    for name in study_names(ROOT / FOLDER)
+    for scale in yaml.safe_load(study_path(name, ROOT / FOLDER).read_text(encoding="utf-8"))["scales"]
+]
+FILES = [
+    (command, path.relative_to(ROOT).as_posix(), "")
+    for command, folder in (("sweep", "sweeps"), ("arena", "arena"))
+    for path in sorted((ROOT / "configs" / folder).glob("*.yaml"))
+]
+
+
+@pytest.mark.parametrize(("command", "name", "scale"), [*TABLES, *FILES])
+def test_check_lists_every_row_without_any_data(
+    command: str,
+    name: str,
+    scale: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for shipped in ("configs", "examples"):
+        (tmp_path / shipped).symlink_to(ROOT / shipped)
+    monkeypatch.chdir(tmp_path)
+    assert main([command, name, "--check", *(["--scale", scale] if scale else [])]) == EXIT_DONE
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    study = load_study(name, scale)
+    for key in study.trained:
+        assert f"\n{key}: {study.rows[key].name}" in captured.out
+    for point in study.points.values():
+        assert f"{point.data}: not built yet" in " ".join(captured.out.split())
+    if scale == "paper":
+        assert "is assumed" not in captured.out  # the size of the vocabulary is known
+        figures = [value for row in study.rows.values() for value in row.paper.values()]
+        assert not [value for value in figures if f" {value:g}" not in captured.out]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["configs", "examples"]  # nothing is written
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A table of one's own in a folder of its own, with its configuration beside it."""
+    data = build_books(tmp_path)
+    (tmp_path / "my").mkdir()
+    write_config(tmp_path / "my" / "job.yaml", data, tmp_path / "unused", {"train": {"steps": 2}})
+    table = two_memories(str(data), "tiny", "paper", train=["job.yaml", "tracking.mlflow=false"])
+    table["rows"]["none"]["sizes"] = {"parameters": 2e6}
+    write_mine(tmp_path, table)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_mine(folder: Path, table: dict[str, Any]) -> None:
+    (folder / "my" / "mine.yaml").write_text(yaml.safe_dump(table, sort_keys=False))
+
+
+def read_mine(folder: Path) -> dict[str, Any]:
+    table: dict[str, Any] = yaml.safe_load((folder / "my" / "mine.yaml").read_text())
+    return table
+
+
+def test_check_tells_data_that_are_built_and_the_papers_figures(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "my/mine.yaml", "--scale", "paper", "--check", "train.steps=7"]) == EXIT_DONE
+    text = capsys.readouterr().out
+    assert "every row: my/job.yaml" in text
+    assert " ".join(text.split()).count("steps=7 ") == 1  # what all rows share is printed once
+    assert re.search(r"\nnone: None\n  memory +kind=none\n  parameters +[\d,]+ \(the paper: 2 M\)\n", text)
+    assert re.search(r" data \S+, train: \d+ documents.*; 7 steps", " ".join(text.split()))  # lines are wrapped
+    assert re.search(r"  the paper +test 1\.5\n", text)
+    assert not (own / "runs").exists()
+
+
+def test_check_names_every_row_that_cannot_run(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = read_mine(own)
+    table["scales"]["paper"]["rows"] = {"none": ["memory.kind=nonesuch"], "xl": ["train.global_batch_size=64"]}
+    write_mine(own, table)
+    assert main(["reproduce", "my/mine.yaml", "--scale", "paper", "--check"]) == EXIT_USAGE
+    errors = capsys.readouterr().err
+    assert "row none: " in errors
+    assert "nonesuch" in errors
+    assert re.search(r"row xl: .*64", errors)  # the data have fewer documents than lanes
+
+
+def test_a_row_may_have_data_of_its_own(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = read_mine(own)
+    table["scales"]["tiny"]["rows"]["none"].append("data.path=elsewhere")
+    table["scales"]["tiny"]["points"][""]["made_by"] = "dist-mem data build text"
+    write_mine(own, table)
+    assert main(["reproduce", "my/mine.yaml", "--check"]) == EXIT_DONE
+    text = capsys.readouterr().out
+    assert "elsewhere: not built yet" in text
+    assert "data built by dist-mem data build text" in text
+    assert main(["reproduce", "my/mine.yaml", "--rows", "none"]) == EXIT_USAGE
+    assert "elsewhere is missing" in capsys.readouterr().err
