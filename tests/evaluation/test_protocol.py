@@ -44,6 +44,8 @@ from tests.support.scored_library import (
     score,
 )
 
+pytestmark = pytest.mark.usefixtures("single_process")
+
 COMPRESSIVE = {"kind": "compressive", "mem_len": MEM_LEN, "cmem_len": 4, "compression_rate": 2}
 INFINITE: dict[str, Any] = {"kind": "infinite", "num_basis": 8, "basis_widths": [0.1], "num_samples": 16}
 MEMORIES = {
@@ -145,7 +147,6 @@ def test_a_length_that_a_memory_cannot_have_is_named(
         asked(run_dir, override)
 
 
-@pytest.mark.usefixtures("single_process")
 def test_the_report_says_how_it_was_asked(library: Path, tmp_path: Path) -> None:
     run_dir, _ = make_run(tmp_path, library, MEMORIES["transformer_xl"])
     overrides = ["eval.mem_len=24", "eval.layout=stream", "eval.batch_size=3"]
@@ -185,7 +186,6 @@ def test_training_takes_the_lengths_of_the_evaluate_command_and_leaves_them_alon
     assert not config.model.same_length
 
 
-@pytest.mark.usefixtures("single_process")
 def test_a_sweep_has_a_row_for_each_run_and_length_with_the_figures_of_single_evaluations(
     library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,7 +202,6 @@ def test_a_sweep_has_a_row_for_each_run_and_length_with_the_figures_of_single_ev
     assert f"| {two} | 3 | 4 | 12 | 260 | " in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("single_process")
 def test_a_sweep_in_blocks_goes_by_tokens(
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,7 +221,6 @@ def test_a_sweep_in_blocks_goes_by_tokens(
     assert "token perplexity" in output and "| n/a |" in output and "nan" not in output
 
 
-@pytest.mark.usefixtures("single_process")
 def test_a_sweep_that_fails_midway_keeps_the_rows_before(
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,7 +242,6 @@ def test_a_sweep_that_fails_midway_keeps_the_rows_before(
     assert {path.name for path in table.parent.iterdir()} == {table.name, table.with_suffix(".png").name}
 
 
-@pytest.mark.usefixtures("single_process")
 def test_a_sweep_that_cannot_be_ends_before_the_first_evaluation(
     library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -330,7 +327,6 @@ def test_a_document_cut_short_keeps_its_length_after_a_text(library: Path, tmp_p
     assert [document.num_scored for document in report.documents] == [min(length, 10) for length in LENGTHS]
 
 
-@pytest.mark.usefixtures("single_process")
 def test_the_command_says_after_what_and_writes_apart(
     library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

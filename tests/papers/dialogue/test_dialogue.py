@@ -38,6 +38,8 @@ from dist_mem.tracking import progress
 from tests.support.messages import refused
 from tests.support.scored_library import SEG_LEN, TOKENIZER, make_config, make_model, save_weights
 
+pytestmark = pytest.mark.usefixtures("single_process")
+
 SAMPLING = Sampling(top_p=0.9, seed=4)
 NUM_TOKENS = 12  # more than a segment
 TURNS = [
@@ -127,19 +129,18 @@ def test_chosen_replies_are_spread_over_the_conversation() -> None:
 
 @pytest.fixture
 def run_dir(library: Path, tmp_path: Path) -> Path:
-    config = make_config(data={"path": str(library)}, model={"init_std": 0.3}, tracking={"mlflow": True})
+    config = make_config(data={"path": str(library)}, model={"init_std": 0.3})
     save_weights(tmp_path / "run", make_model(), config, step=3)
     return tmp_path / "run"
 
 
-@pytest.mark.usefixtures("single_process")
 def test_the_command_reports_leaked_conversations_apart(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reported: dict[str, Any] = {}
     monkeypatch.setattr(job, "log_to_run", lambda config, **given: reported.update(given))
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
-    assert command.run(run_dir, Settings(split="test")) == 0
+    assert command.run(run_dir, Settings(split="test"), overrides=["tracking.mlflow=true"]) == 0
     name = run_dir / "evaluations" / "dialogue-test-step-00000003"
     facts = json.loads(name.with_suffix(".json").read_text())
     assert facts["settings"]["wordnet"] is None
@@ -161,22 +162,19 @@ def test_the_command_reports_leaked_conversations_apart(
     assert "scoring test: " in output.err and "writing replies: 6 of 6 replies" in output.err
 
 
-@pytest.mark.usefixtures("single_process")
 def test_perplexity_is_that_of_evaluation_and_of_the_conversations_read(run_dir: Path, library: Path) -> None:
     from dist_mem.evaluation.scores import perplexity, read_report
 
-    quiet = ["tracking.mlflow=false"]
-    assert evaluate.run(run_dir, split="test", overrides=quiet) == 0
+    assert evaluate.run(run_dir, split="test") == 0
     documents = read_report(run_dir / "evaluations" / "test-step-00000003.json").documents
     assert [document.num_scored for document in documents] == [sum(len(t) + 2 for t in turns) for turns in TURNS]
-    assert command.run(run_dir, Settings(split="test", limit=2, turns=1, num_tokens=1), overrides=quiet) == 0
+    assert command.run(run_dir, Settings(split="test", limit=2, turns=1, num_tokens=1)) == 0
     facts = json.loads((run_dir / "evaluations" / "dialogue-test-step-00000003-limit2-turns1-tokens1.json").read_text())
     expected = perplexity(sum(d.nll for d in documents[:2]), sum(d.num_scored for d in documents[:2]))
     assert facts["groups"][0]["perplexity"] == pytest.approx(expected, rel=1e-6)
     assert len(facts["replies"]) == 2
 
 
-@pytest.mark.usefixtures("single_process")
 def test_other_settings_leave_the_files_and_figures_of_the_usual_ones_alone(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,7 +192,7 @@ def test_other_settings_leave_the_files_and_figures_of_the_usual_ones_alone(
     ]
     for settings, overrides, tag in cases:
         before = {path: path.read_bytes() for path in folder.glob("*")}
-        assert command.run(run_dir, settings, overrides=overrides) == 0
+        assert command.run(run_dir, settings, overrides=["tracking.mlflow=true", *overrides]) == 0
         name = f"dialogue-test-step-00000003{tag}"
         assert {path.name for path in folder.glob("*")} - {path.name for path in before} == {
             f"{name}.json",
@@ -206,37 +204,33 @@ def test_other_settings_leave_the_files_and_figures_of_the_usual_ones_alone(
     assert not set(reported[0]) & set(reported[1])
 
 
-@pytest.mark.usefixtures("single_process")
 def test_conversations_are_read_whole_and_one_by_one_whatever_the_run_evaluates_by(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     quick = Settings(split="test", limit=2, turns=1, num_tokens=1)
-    quiet = ["tracking.mlflow=false"]
-    assert command.run(run_dir, quick, overrides=quiet) == 0
+    assert command.run(run_dir, quick) == 0
     path = run_dir / "evaluations" / "dialogue-test-step-00000003-limit2-turns1-tokens1.json"
     facts = json.loads(path.read_text())
     path.unlink()
     cut = ["eval.layout=stream", "eval.batch_size=2", "eval.max_document_len=9"]
     capsys.readouterr()
-    assert command.run(run_dir, quick, overrides=[*quiet, *cut]) == 0
+    assert command.run(run_dir, quick, overrides=cut) == 0
     assert json.loads(path.read_text()) == facts  # under the same name
     assert ", documents, top-p" in capsys.readouterr().out
-    assert command.run(run_dir, quick, overrides=[*quiet, "eval.precision=bf16"]) == 0
+    assert command.run(run_dir, quick, overrides=["eval.precision=bf16"]) == 0
     assert path.with_name("dialogue-test-step-00000003-bf16-limit2-turns1-tokens1.json").exists()
 
 
-@pytest.mark.usefixtures("single_process")
 def test_blocks_which_leave_out_tokens_of_replies_are_refused(run_dir: Path) -> None:
     with refused(UnusableError, "eval.blocks"):
-        command.run(run_dir, Settings(split="test"), overrides=["tracking.mlflow=false", "eval.blocks=true"])
+        command.run(run_dir, Settings(split="test"), overrides=["eval.blocks=true"])
 
 
-@pytest.mark.usefixtures("single_process")
 def test_without_wordnet_the_command_says_what_to_install(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("dist_mem.papers.dialogue.metrics.DEBIAN_FOLDER", tmp_path)
-    assert command.run(run_dir, Settings(split="test", num_tokens=1), overrides=["tracking.mlflow=false"]) == 0
+    assert command.run(run_dir, Settings(split="test", num_tokens=1)) == 0
     reported = capsys.readouterr().out
     assert "n/a" in reported
     assert "METEOR needs WordNet: apt-get install wordnet-base" in reported
@@ -244,16 +238,14 @@ def test_without_wordnet_the_command_says_what_to_install(
     assert facts["groups"][0]["scores"]["meteor"] is None
 
 
-@pytest.mark.usefixtures("single_process")
 def test_a_folder_without_wordnet_is_said_before_anything_is_scored(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "score_split", lambda *_: pytest.fail("scored before the folder was looked at"))
     with refused(UnusableError, "data.noun"):
-        command.run(run_dir, Settings(split="test", wordnet=tmp_path), overrides=["tracking.mlflow=false"])
+        command.run(run_dir, Settings(split="test", wordnet=tmp_path))
 
 
-@pytest.mark.usefixtures("single_process")
 def test_data_without_replies_are_refused(tmp_path: Path) -> None:
     build_dataset({"test": [SourceDocument("book", "Book", "Once.")]}, tmp_path / "data", name="b", tokenizer=TOKENIZER)
     config = make_config(data={"path": str(tmp_path / "data")}, model={"init_std": 0.3})
@@ -262,7 +254,6 @@ def test_data_without_replies_are_refused(tmp_path: Path) -> None:
         command.run(tmp_path / "run", Settings(split="test"))
 
 
-@pytest.mark.usefixtures("single_process")
 def test_the_command_continues_the_memory_and_writes_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     documents = [source_document(number, turns) for number, turns in enumerate(TURNS)]
     build_dataset({"test": documents}, tmp_path / "talks", name="talks", tokenizer=TOKENIZER)
