@@ -1,4 +1,4 @@
-"""Building a data directory: the same bytes whatever the workers and interruptions; recall positions in tokens."""
+"""Building a data directory: the same bytes whatever the workers and interruptions; recall in tokens; faults."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import random
 import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_mem.data.shard import read_index, read_mask, read_recall, read_tokens
-from dist_mem.data.tokenizers.registry import load_tokenizer
+from dist_mem.data.shard import read_index
+from dist_mem.data.tar import MAX_TOKENS, TokenizedDocument, document_arrays
+from dist_mem.data.tokenizers.registry import read_tokenizer_metadata
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.data.verify import verify_dataset
 from dist_mem.datasets import builder as build
 from dist_mem.datasets.builder import WorkerKilledError, build_dataset
 from dist_mem.datasets.source import RecallSpan, SourceDocument, recall_distances
-from tests.support.messages import refused
+from tests.support.data_builders import build_data, build_refused, documents_of
+from tests.support.faults import remount, small_disk
+from tests.support.messages import refused, said, said_line
 from tests.support.paths import ROOT
 
 PIECE_BYTES = 2000
@@ -70,13 +72,9 @@ def test_the_result_is_what_the_format_says_and_decodes_to_the_texts(tmp_path: P
     assert set(found) == {"tokenizer.json", "tokenizer.model", *tables, *tars}
     assert len(tars) > 3
     assert all(name.split("/")[1].startswith(f"tiny-{name.split('/')[0]}-0000") for name in tars)
-    tokenizer = load_tokenizer(tmp_path)
     for split, documents in make_splits().items():
-        index = read_index(tmp_path / split)
-        assert index.tokenizer_fingerprint == tokenizer.fingerprint
-        for number, document in enumerate(documents):
-            entry, text = index.documents[number], str(document.source)
-            assert tokenizer.decode(read_tokens(index, number)) == text
+        for document, (entry, text, *_) in zip(documents, documents_of(tmp_path, split), strict=True):
+            assert text == document.source
             assert (entry.id, entry.title, entry.year) == (document.id, document.title, document.year)
             assert (entry.words, entry.bytes) == (len(text.split()), len(text.encode()))
     assert verify_dataset(tmp_path) == []
@@ -101,26 +99,6 @@ def test_a_finished_build_is_kept_but_for_a_tar_that_is_missing_or_cut(
     for harm in (tars[0].unlink, lambda: tars[1].write_bytes(b"cut")):
         harm()
         assert build_tiny(tmp_path) == expected
-
-
-def test_a_failed_build_goes_on_with_the_pieces_it_has(
-    tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encode, encoded = build.encode_piece, list[Path]()
-
-    def counting(piece: build.Piece, stop_after: int) -> int:
-        if len(encoded) == stop_after:
-            raise KeyboardInterrupt
-        encoded.append(piece.path)
-        return encode(piece)
-
-    monkeypatch.setattr(build, "encode_piece", partial(counting, stop_after=3))
-    with pytest.raises(KeyboardInterrupt):
-        build_tiny(tmp_path)
-    assert not list(tmp_path.glob("*/index.json"))
-    monkeypatch.setattr(build, "encode_piece", partial(counting, stop_after=99))
-    assert build_tiny(tmp_path) == expected
-    assert len(encoded) == len(set(encoded)) > 3, "a piece is encoded once"
 
 
 KILLED_BUILD = """
@@ -181,8 +159,7 @@ def test_an_edited_document_is_encoded_again_after_a_failure(tmp_path: Path) -> 
             texts[0].write_text("new")  # of the same size
             texts[1].write_text("fine")
     build_tiny(tmp_path / "out", {"train": documents}, tokenizer_kind="bytes", piece_bytes=1)
-    index = read_index(tmp_path / "out" / "train")
-    assert BytesTokenizer().decode(read_tokens(index, 0)) == "new"
+    assert documents_of(tmp_path / "out")[0].text == "new"
 
 
 def test_another_build_in_the_same_place_is_refused_unless_it_may_overwrite(
@@ -234,11 +211,9 @@ def test_scored_spans_become_the_mask(tmp_path: Path) -> None:
     spans = [(text.index("\u00c9"), text.index(" Bob")), (text.index("No"), len(text))]
     documents = [SourceDocument("a", "", text, scored=spans), SourceDocument("b", "", text)]
     build_tiny(tmp_path, {"train": documents}, tokenizer_kind="bytes")
-    index = read_index(tmp_path / "train")
-    tokens, mask = read_tokens(index, 0), read_mask(index, 0)
-    assert mask is not None
-    assert BytesTokenizer().decode(tokens[mask]) == "\u00c9vian?No."
-    assert read_mask(index, 1) is None
+    first, second = documents_of(tmp_path)
+    assert BytesTokenizer().decode(first.tokens[first.mask]) == "\u00c9vian?No."
+    assert (second.entry.mask_offset, second.entry.recall_offset) == (None, None)
 
 
 @given(st.text("ab \u00c9\u20ac", min_size=8, max_size=60), st.data())
@@ -261,18 +236,144 @@ def test_recall_of_many_spans_equals_one_span_after_the_other(text: str, data: s
     assert np.array_equal(found, expected) and found.dtype == np.int32
 
 
-def test_recall_is_stored_where_it_is_recorded(tmp_path: Path) -> None:
-    build_tiny(tmp_path, tokenizer_kind="bytes")
-    index = read_index(tmp_path / "train")
-    recalls = [read_recall(index, number) for number in range(9)]
-    assert [recall is not None for recall in recalls] == [number == 3 for number in range(9)]
-    assert recalls[3] is not None
-    assert np.flatnonzero(recalls[3]).tolist() == [8, 9, 10, 11]
-    assert recalls[3][8:12].tolist() == [8, 9, 10, 11]
-
-
 @pytest.mark.parametrize("span", [(4, 4, 0), (4, 6, 4), (4, 6, 5), (4, 99, 0), (4, 6, -1)])
 def test_recall_spans_that_make_no_sense_are_refused(span: tuple[int, int, int]) -> None:
     text = "some text"
     with refused(ValueError):
         recall_distances(SourceDocument("a", "", text, recall=[span]), text, np.arange(len(text)))
+
+
+# Faults of texts, place and disk: what is said, with which exit code, and what is left.
+
+
+TEXT = b"It was the best of times,\nit was the worst of times.\n"
+METADATA = "1,One,1900,u\n2,Two,1901,u\n3,Three,1902,u\n"
+SCRIPT = ROOT / "shards" / "build.py"
+
+
+def write_source(source: Path, books: dict[str, bytes], metadata: str = METADATA) -> Path:
+    """`books`: "train/1" -> content of the file."""
+    for name, content in books.items():
+        path = source / f"{name}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    (source / "metadata.csv").write_text(metadata, encoding="utf-8")
+    return source
+
+
+def build_pg19(source: Path, out: Path, *options: str) -> int:
+    return build_data("pg19", "--source", str(source), "--out", str(out), "--tokenizer", "bytes", *options)
+
+
+def refuse(source: Path, out: Path, *named: str, code: int = 2) -> None:
+    build_refused("pg19", "--source", source, "--out", out, "--tokenizer", "bytes", code=code, named=named)
+
+
+REFUSED = {
+    "not UTF-8": ({"train/2": b"caf\xe9"}, METADATA, "train/2.txt"),
+    "id twice in metadata": ({"train/1": TEXT}, METADATA + "2,Again,1905,u\n", "row 4: id 2"),
+    "bad row in metadata": ({"train/1": TEXT}, METADATA + "4,Four\n", "metadata.csv, row 4"),
+    "book in two splits": ({"train/1": TEXT, "test/1": b"x"}, METADATA, "document 1 is in train and in test"),
+    "unknown book in two splits": ({"train/9": TEXT, "validation/9": TEXT}, METADATA, "validation/9.txt"),
+    "id that no tar can carry": ({"train/a.b": TEXT}, METADATA, "document id 'a.b' in split 'train'"),
+    "no folder": ({"trian/1": TEXT}, METADATA, "--source"),
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_sources_that_cannot_be_built_are_refused_and_nothing_is_there(tmp_path: Path, fault: str) -> None:
+    books, metadata, named = REFUSED[fault]
+    refuse(write_source(tmp_path / "source", books, metadata), tmp_path / "out", named)
+    assert {name for name in contents(tmp_path) if name.startswith("out/")} <= {"out/tokenizer.json"}
+
+
+def test_numbers_begun_anew_in_each_split_are_other_books(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source", {"train/9": TEXT, "test/9": TEXT + TEXT})
+    assert build_pg19(source, tmp_path / "out") == 0
+
+
+def test_books_that_are_odd_but_text_are_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The byte order mark goes, line ends become LF; empty, blank and unnamed books stay, and are reported."""
+    books = {
+        "train/1": TEXT,
+        "train/10": b"\xef\xbb\xbf" + TEXT.replace(b"\n", b"\r\n"),
+        "train/11": TEXT.replace(b"\n", b"\r"),
+        "train/12": b"",
+        "train/13": b" \n\t\r\n",
+        "train/14": b"a\0b\n",
+    }
+    source = write_source(tmp_path / "source", books, "\ufeff" + METADATA)
+    assert build_pg19(source, tmp_path / "out") == 0
+    reported = capsys.readouterr().out
+    said_line(0, reported, "5 of 6 documents", "metadata.csv")
+    said_line(0, reported, "2 of 6 documents", "12, 13")
+    found = documents_of(tmp_path / "out")
+    assert [document.entry.title for document in found] == ["One", "10", "11", "12", "13", "14"]
+    assert [document.text.encode() for document in found] == [TEXT, TEXT, TEXT, b"", b" \n\t\n", b"a\0b\n"]
+    assert verify_dataset(tmp_path / "out") == []
+
+
+def test_one_line_of_megabytes_is_text_like_any_other(tmp_path: Path) -> None:
+    words = " ".join(f"word{number}" for number in range(150_000)).encode()  # 1.5 MB
+    source = write_source(tmp_path / "source", {"train/1": words, "train/2": b"x" * 2**20, "train/3": TEXT * 100})
+    options = ["--tokenizer", "sentencepiece", "--vocab-size", "300"]
+    assert build_pg19(source, tmp_path / "out", *options) == 0
+    sizes = [entry.bytes for entry in read_index(tmp_path / "out" / "train").documents]
+    assert sizes == [len(words), 2**20, len(TEXT) * 100]
+
+
+def test_a_document_beyond_int32_is_refused() -> None:
+    tokens = np.broadcast_to(np.uint16(0), (MAX_TOKENS + 1,))  # takes two bytes
+    document = TokenizedDocument("1", "One", None, words=1, bytes=1, tokens=tokens)
+    with refused(ValueError, "2,147,483,647"):
+        document_arrays(document)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("train/index.json", '{"of": "another program"}'), ("tokenizer.json", "no JSON")]
+)
+def test_what_another_program_left_is_refused_and_kept(tmp_path: Path, name: str, content: str) -> None:
+    source, out = write_source(tmp_path / "source", {"train/1": TEXT}), tmp_path / "out"
+    (out / "train").mkdir(parents=True)
+    (out / name).write_text(content)
+    (out / "train" / "their_own.tar").write_bytes(b"tar")
+    refuse(source, out, name, "--out", "--overwrite")
+    assert (out / name).read_text() == content
+    assert build_pg19(source, out, "--overwrite") == 0
+    assert read_tokenizer_metadata(out)["kind"] == "bytes"
+    assert (out / "train" / "their_own.tar").read_bytes() == b"tar"
+
+
+@pytest.mark.parametrize("builder", ["pg19", "sample"])
+def test_a_file_in_the_way_is_an_error_of_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], builder: str
+) -> None:
+    source = write_source(tmp_path / "source", {"train/1": TEXT})
+    (tmp_path / "out").write_text("a file")
+    given = ["--source", str(source)] if builder == "pg19" else ["--size", "tiny"]
+    with refused(SystemExit):
+        build_data(builder, *given, "--out", tmp_path / "out")
+    said_line(2, capsys.readouterr().err, f"'{tmp_path / 'out'}'")
+
+
+def test_a_full_disk_stops_a_build_that_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    """A real process; no half-written file is left, and the result is that of a build in one go."""
+    books = {f"train/{number}": bytes([97 + number]) * 400_000 for number in range(8)}
+    source = write_source(tmp_path / "source", books)
+    command = [sys.executable, str(SCRIPT), "pg19", "--source", str(source), "--tokenizer", "bytes", "--out"]
+    with small_disk(tmp_path / "disk", "size=4m") as disk:
+        stopped = subprocess.run([*command, str(disk / "out")], capture_output=True, text=True, check=False)
+        assert stopped.returncode == 1, stopped.stderr
+        said(f"exit code 1: {stopped.stderr}", "[Errno 28]", f"'{disk / 'out'}")
+        assert stopped.stderr.count("\n") == 1
+        assert not list(disk.rglob("*.partial"))
+        remount(disk, "size=40m")
+        assert build_pg19(source, disk / "out") == 0
+        assert build_pg19(source, tmp_path / "out") == 0
+        assert contents(disk / "out") == contents(tmp_path / "out")
+
+
+def test_a_read_only_place_is_an_error_of_one_line(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source", {"train/1": TEXT})
+    with small_disk(tmp_path / "disk", "ro") as disk:
+        refuse(source, disk / "out", "[Errno 30]", f"'{disk / 'out'}", code=1)

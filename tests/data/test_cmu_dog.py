@@ -9,14 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dist_mem.data.shard import read_index, read_mask, read_tokens
+from dist_mem.data.shard import read_index
 from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.verify import verify_dataset
 from dist_mem.datasets.recipes import cmu_dog
 from dist_mem.papers.dialogue.replies import LEAKED, find_replies, is_leaked
 from tests.support.cmu_dog_source import write_conversation, write_film, write_json
-from tests.support.data_builders import build_data
-from tests.support.messages import said
+from tests.support.data_builders import build_data, build_refused, documents_of
 
 MESSAGES = [
     ("user2", "Hi there!"),
@@ -67,11 +66,8 @@ def ids(out: Path, split: str) -> list[str]:
 
 def spoken(out: Path) -> list[str]:
     """Each reply of the first document."""
-    index = read_index(out / "train")
-    tokens, scored = read_tokens(index, 0), read_mask(index, 0)
-    assert scored is not None
-    replies = find_replies(np.asarray(scored, dtype=bool))
-    return [load_tokenizer(out).decode(tokens[reply.start : reply.stop]) for reply in replies]
+    first, tokenizer = documents_of(out)[0], load_tokenizer(out)
+    return [tokenizer.decode(first.tokens[reply.start : reply.stop]) for reply in find_replies(first.mask)]
 
 
 @pytest.mark.parametrize(("option", "text"), [("--document", f"{FILM}\n{DIALOGUE}"), ("--no-document", DIALOGUE)])
@@ -80,8 +76,7 @@ def test_a_document_is_the_film_and_then_the_turns_of_which_what_is_said_is_scor
 ) -> None:
     """Up to the end of the line, by both users."""
     assert build(source, tmp_path, option) == 0
-    index = read_index(tmp_path / "train")
-    assert load_tokenizer(tmp_path).decode(read_tokens(index, 0)) == text
+    assert documents_of(tmp_path)[0].text == text
     assert spoken(tmp_path) == SPOKEN
     assert not verify_dataset(tmp_path)
 
@@ -142,10 +137,9 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("named", DAMAGES)
-def test_unusable_files_are_named(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], named: str) -> None:
+def test_unusable_files_are_named(source: Path, tmp_path: Path, named: str) -> None:
     DAMAGES[named](source)
-    assert build(source, tmp_path / "out") == 2
-    said(capsys.readouterr().err, named)
+    build_refused("cmu_dog", "--source", source, "--out", tmp_path / "out", named=(named,))
 
 
 @pytest.fixture
@@ -164,12 +158,8 @@ def test_the_real_data_are_counted_as_known(real_source: Path) -> None:
         for folder in [real_source / "Conversations" / name]
     }
     assert len(films) == 30
-    assert {split: len(conversations) for split, conversations in found.items()} == {
-        "train": 3_373,
-        "validation": 229,
-        "test": 619,
-    }
     train, validation, test = found["train"], found["validation"], found["test"]
+    assert (len(train), len(validation), len(test)) == (3_373, 229, 619)
     assert (len(train.keys() & validation), len(train.keys() & test), len(validation.keys() & test)) == (45, 63, 2)
     together = {**train, **validation, **test}
     assert len(together) == 4_111

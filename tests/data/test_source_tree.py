@@ -7,24 +7,23 @@ import io
 import json
 import os
 import re
+import tarfile
 import tempfile
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import closing, redirect_stdout
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_mem.cli.datasets import builder_parser
 from dist_mem.datasets import gpt2_tokenizer
 from dist_mem.datasets.recipes import cmu_dog, pg19
-from dist_mem.datasets.recipes import text as text_builder
-from dist_mem.datasets.source import SourceDocument
 from dist_mem.datasets.task_text import Books
 from dist_mem.errors import UnusableError
-from tests.support.data_builders import build_data
-from tests.support.messages import said
+from tests.support.data_builders import build_data, build_refused, texts_of
+from tests.support.file_server import FileServer
+from tests.support.messages import said, said_line
 
 HELD_OUT = {"validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation", "heldout"}
 READ = (".txt", ".jsonl", ".ndjson", ".json.gz")
@@ -48,14 +47,9 @@ def write(folder: Path, name: str) -> None:
 
 def read(source: Path, *options: str) -> tuple[dict[str, str], str]:
     """The split of each document, by its text, and what is printed."""
-    given = builder_parser("text").parse_args(["--source", str(source), "--out", "none", *options])
     with redirect_stdout(io.StringIO()) as printed:
-        splits = text_builder.read_splits(given)
-    return {text_of(each): split for split, (found, _) in splits.items() for each in found}, printed.getvalue()
-
-
-def text_of(document: SourceDocument) -> str:
-    return document.text()
+        splits = texts_of("--source", source, *options)
+    return {each.text(): split for split, found in splits.items() for each in found}, printed.getvalue()
 
 
 def is_put_there_by_a_system(name: str) -> bool:
@@ -99,7 +93,7 @@ def test_files_that_nobody_put_there_are_passed_over_and_counted_in_every_builde
         (tmp_path / "json" / re.sub("(?i)txt$", "json", name)).write_text("{}")
     found = {
         "text": set(read(tmp_path / "train", "--split-by-hash", "train=1")[0]),
-        "pg19": {text_of(each) for each in pg19.read_split(tmp_path / "train", {}, order="id", limit=None)},
+        "pg19": {each.text() for each in pg19.read_split(tmp_path / "train", {}, order="id", limit=None)},
         "gpt2_tokenizer": set(gpt2_tokenizer.texts(tmp_path / "train")),
         "books": {path.name for path in Books(tmp_path / "train", ("train",)).paths["train"]},
         "cmu_dog": {path.name.replace(".json", ".txt") for path, _ in cmu_dog.read_folder(tmp_path / "json")},
@@ -125,17 +119,12 @@ ODD: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_an_entry_that_is_no_readable_text_is_refused_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
+def test_an_entry_that_is_no_readable_text_is_refused_by_name(tmp_path: Path, kind: str) -> None:
     write(tmp_path / "texts", "b1.txt")
     spoil, name = ODD[kind]
     spoil(tmp_path / "texts")
     options = ("--source", tmp_path / "texts", "--out", tmp_path / "out", "--split-by-hash", "train=1")
-    assert build_data("text", *options) == 2
-    reported = capsys.readouterr().err
-    said(f"exit code 2: {reported}", tmp_path / "texts" / name)
-    assert reported.count("\n") == 1
+    build_refused("text", *options, named=(tmp_path / "texts" / name,))
     assert not (tmp_path / "out").exists()
 
 
@@ -149,27 +138,127 @@ def test_links_to_folders_are_read(tmp_path: Path) -> None:
 def test_several_sources_that_are_named_as_splits_are_these_splits(tmp_path: Path) -> None:
     for name in ("train/b.txt", "dev/b.txt"):
         write(tmp_path, name)
-    given = builder_parser("text").parse_args(
-        ["--source", str(tmp_path / "train"), str(tmp_path / "dev"), "--out", "none"]
-    )
-    splits = text_builder.read_splits(given)
-    assert {split: [each.title for each in found] for split, (found, _) in splits.items()} == {
-        "train": ["b"],
-        "validation": ["b"],
-    }
+    splits = texts_of("--source", tmp_path / "train", tmp_path / "dev")
+    titles = {split: [each.title for each in found] for split, found in splits.items()}
+    assert titles == {"train": ["b"], "validation": ["b"]}
 
 
+@pytest.mark.parametrize(
+    ("builder", "names", "options", "named"),
+    [
+        ("text", ["train/test-0-of-1.jsonl"], [], ("train/test-0-of-1.jsonl", "--split-by-hash")),
+        ("text", ["data/test-0-of-1.jsonl"], ["--test", "0.1"], ("--validation", "--test", "--split-by-hash")),
+        ("pg19", ["train/1.txt", "valid/2.txt"], [], ("source/valid ",)),
+    ],
+)
 def test_a_name_of_two_splits_and_folders_of_other_names_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, builder: str, names: list[str], options: list[str], named: tuple[str, ...]
 ) -> None:
-    write(tmp_path / "texts", "train/test-00000-of-00001.jsonl")
-    assert build_data("text", "--source", tmp_path / "texts", "--out", tmp_path / "out") == 2
-    said(f"exit code 2: {capsys.readouterr().err}", "train/test-00000-of-00001.jsonl", "--split-by-hash")
-    write(tmp_path / "hub", "data/test-00000-of-00001.jsonl")
-    options = ("--source", tmp_path / "hub", "--out", tmp_path / "out", "--validation", "0.1")
-    assert build_data("text", *options) == 2
-    said(f"exit code 2: {capsys.readouterr().err}", "--validation", "--test", "--split-by-hash")
-    for name in ("train/1.txt", "valid/2.txt"):
-        write(tmp_path / "pg19", name)
-    assert build_data("pg19", "--source", tmp_path / "pg19", "--out", tmp_path / "out") == 2
-    said(f"exit code 2: {capsys.readouterr().err}", "pg19/valid ")
+    for name in names:
+        write(tmp_path / "source", name)
+    build_refused(builder, "--source", tmp_path / "source", "--out", tmp_path / "out", *options, named=named)
+
+
+# Tars of other people: the same ids on every run, from a folder and by URL, and damage named.
+
+
+Members = dict[str, bytes]
+SHARDS: dict[str, Members] = {
+    "000.tar": {"a/0.txt": b"\xef\xbb\xbfOne.\r\n", "a/0.jpg": b"\xff", "1.json": b'{"id": "two", "text": "Two."}'},
+    "001.tar": {"0.TXT": b"Three.", "0.json": b'{"id": "three", "text": "its own"}', "._0.txt": b"\0", "7.cls": b"1"},
+}
+EXPECTED = {"000.tar:a/0": "One.\n", "two": "Two.", "three": "Three."}
+TRAIN = ("--split-by-hash", "train=1")
+
+
+def tar_of(members: Members) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.GNU_FORMAT) as tar:
+        for name, content in members.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return stream.getvalue()
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for name, members in SHARDS.items():
+        (folder / name).write_bytes(tar_of(members))
+    return folder
+
+
+def read_tars(*sources: str, cache: Path | None = None) -> dict[str, str]:
+    """The text of each document by its title."""
+    found = texts_of("--source", *sources, *TRAIN, *(("--cache", cache) if cache else ()))
+    return {document.title: document.text() for document in found["train"]}
+
+
+@pytest.mark.servers
+def test_the_same_documents_come_from_a_pattern_a_folder_and_a_url(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert read_tars(f"{shards}/{{000..001}}.tar") == read_tars(str(shards)) == EXPECTED
+    said_line(0, capsys.readouterr().out, f"{shards}: ", "001.tar/._0.txt", "1 samples")
+    with closing(FileServer(tmp_path)) as server:
+        for _ in range(2):
+            assert read_tars(f"{server.url}/shards/{{000..001}}.tar", cache=tmp_path / "cache") == EXPECTED
+        assert set(server.asked.values()) == {1}
+
+
+def test_compressed_tars_are_read(tmp_path: Path) -> None:
+    (tmp_path / "x.TAR.GZ").write_bytes(gzip.compress(tar_of(SHARDS["000.tar"])))
+    assert read_tars(str(tmp_path)) == {"x.TAR.GZ:a/0": "One.\n", "two": "Two."}
+
+
+def flipped(content: bytes, place: int) -> bytes:
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
+WHOLE = tar_of({f"{number}.txt": b"A text.\n" * 100 for number in range(3)})
+HEADER = next(512 * k for k in range(1, 20) if WHOLE[512 * k :].startswith(b"1.txt"))
+DAMAGED: dict[str, bytes] = {
+    "cut in a member": WHOLE[: HEADER + 700],
+    "cut in a header": WHOLE[: HEADER + 100],
+    "cut between members": WHOLE[:HEADER],
+    "flipped header": flipped(WHOLE, HEADER + 3),
+    "flipped first header": flipped(WHOLE, 3),
+    "joined": WHOLE + WHOLE,
+    "no tar": b"<html>",
+    "compressed and cut": gzip.compress(WHOLE)[:60],
+    "no text": tar_of({"0.jpg": b"\xff"}),
+    "twice": tar_of({"0.txt": b"a", "0.TXT": b"b"}),
+    "not UTF-8": tar_of({"0.txt": b"\xe9"}),
+    "name not UTF-8": tar_of({"caf\udce9.txt": b"a"}),
+    "json without text": tar_of({"0.json": b"{}"}),
+}
+
+
+@pytest.mark.parametrize("fault", DAMAGED)
+def test_a_damaged_tar_is_refused_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.tar").write_bytes(DAMAGED[fault])
+    build_refused("text", "--source", "x.tar", "--out", "out", "--tokenizer", "bytes", *TRAIN, named=("x.tar",))
+    assert not Path("out").exists()
+
+
+def test_every_cut_of_a_tar_is_found(tmp_path: Path) -> None:
+    """Up to the end mark; after it, only padding is lost."""
+    path, end = tmp_path / "x.tar", len(WHOLE.rstrip(b"\0"))
+    for length in range(0, end, 97):
+        path.write_bytes(WHOLE[:length])
+        assert build_data("text", "--source", str(path), "--out", str(tmp_path / "out"), *TRAIN) == 2, length
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("name", ["009.tar", "x.tar", "000.zip", "pipe:cat {}"])
+def test_a_tar_by_url_that_cannot_be_used_is_named(shards: Path, tmp_path: Path, name: str) -> None:
+    (shards / "x.tar").write_bytes(WHOLE[:HEADER])
+    cache = tmp_path / "cache"
+    with closing(FileServer(tmp_path)) as server:
+        source = name if ":" in name else f"{server.url}/shards/{name}"
+        options = ("--out", tmp_path / "out", "--cache", cache, *TRAIN)
+        build_refused("text", "--source", source, *options, named=(name.partition(":")[0],))
+    assert not list(cache.rglob("*.tar*"))

@@ -11,12 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from dist_mem.data.shard import read_index, read_mask, read_recall, read_tokens
-from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.verify import verify_dataset
 from dist_mem.datasets.babi_stories import NUM_FACTS, Story, draw_story
-from tests.support.data_builders import build_data
-from tests.support.messages import said
+from tests.support.data_builders import build_data, build_refused, documents_of
 
 MOVE = re.compile(r"(\w+) (?:journeyed to|moved to|travelled to|went back to|went to) the (\w+)\.")
 TAKE = re.compile(r"(\w+) (?:got|grabbed|picked up|took) the (\w+)(?: there)?\.")
@@ -123,39 +120,25 @@ def facts_in(text: str) -> list[str]:
 
 SMALL = ("--train", "8", "--validation", "4", "--test", "4")
 SPLITS = ("train", "validation", "test")
-# Facts, question and answer as printed by Kuratov et al. and Weston et al.
-PUBLISHED = [
-    ("Mary moved to the bathroom. John went to the hallway.", "Where is Mary?", "bathroom"),
-    (
-        "John travelled to the hallway. Mary journeyed to the bathroom. Daniel went back to the bathroom. John moved "
-        "to the bedroom.",
-        "Where is Mary?",
-        "bathroom",
-    ),
-    (
-        "Mary got the milk there. John moved to the bedroom. Mary travelled to the hallway.",
-        "Where is the milk?",
-        "hallway",
-    ),
-    (
-        "John went back to the bedroom. John went back to the garden. John went back to the kitchen. Sandra took the "
-        "football. Sandra travelled to the garden. Sandra journeyed to the bedroom.",
-        "Where was the football before the bedroom?",
-        "garden",
-    ),
-    (
-        "The hallway is east of the bathroom. The bedroom is west of the bathroom.",
-        "What is the bathroom east of?",
-        "bedroom",
-    ),
-    (
-        "Fred picked up the football there. Fred gave the football to Jeff. Bill went back to the bathroom. Jeff "
-        "grabbed the milk there. Jeff gave the football to Fred. Fred handed the football to Jeff. Jeff handed the "
-        "football to Fred. Fred gave the football to Jeff.",
-        "Who did Fred give the football to?",
-        "Jeff",
-    ),
+PUBLISHED = [  # facts, question and answer as printed by Kuratov et al. and Weston et al.
+    "Mary moved to the bathroom. John went to the hallway. Where is Mary? bathroom",
+    "John travelled to the hallway. Mary journeyed to the bathroom. Daniel went back to the bathroom. John moved to "
+    "the bedroom. Where is Mary? bathroom",
+    "Mary got the milk there. John moved to the bedroom. Mary travelled to the hallway. Where is the milk? hallway",
+    "John went back to the bedroom. John went back to the garden. John went back to the kitchen. Sandra took the "
+    "football. Sandra travelled to the garden. Sandra journeyed to the bedroom. Where was the football before the "
+    "bedroom? garden",
+    "The hallway is east of the bathroom. The bedroom is west of the bathroom. What is the bathroom east of? bedroom",
+    "Fred picked up the football there. Fred gave the football to Jeff. Bill went back to the bathroom. Jeff grabbed "
+    "the milk there. Jeff gave the football to Fred. Fred handed the football to Jeff. Jeff handed the football to "
+    "Fred. Fred gave the football to Jeff. Who did Fred give the football to? Jeff",
 ]
+
+
+def parts_of(text: str) -> tuple[list[str], str, str]:
+    """Return the facts among other sentences, in order, and the question and the answer at the end."""
+    question, _, answered = text[text.rindex(". ") + 2 :].rpartition(" ")
+    return facts_in(text), question, answered
 
 
 def build(out: Path, *options: str) -> int:
@@ -174,17 +157,18 @@ def form_of(sentence: str) -> str:
     return re.sub("north|south|east|west", "W", re.sub(words, "X", re.sub(names, "N", sentence)))
 
 
-@pytest.mark.parametrize(("facts", "question", "expected"), PUBLISHED)
-def test_the_reader_answers_the_published_examples(facts: str, question: str, expected: str) -> None:
-    assert answer(facts_in(facts), question) == expected
+@pytest.mark.parametrize("text", PUBLISHED)
+def test_the_reader_answers_the_published_examples(text: str) -> None:
+    facts, question, expected = parts_of(text)
+    assert answer(facts, question) == expected
 
 
 def test_stories_have_the_forms_of_the_published_ones() -> None:
     drawn = [story for task in NUM_FACTS for story in stories(task)]
     facts = {form_of(fact) for story in drawn for fact in story.facts}
     questions = {form_of(story.question) for story in drawn}
-    for text, question, _ in PUBLISHED:
-        assert {form_of(fact) for fact in facts_in(text)} <= facts
+    for known, question, _ in map(parts_of, PUBLISHED):
+        assert {form_of(fact) for fact in known} <= facts
         assert form_of(question) in questions
 
 
@@ -220,18 +204,12 @@ def test_documents_hide_the_facts_in_order_and_score_the_answer(tmp_path: Path, 
     assert build(tmp_path, "--tasks", task, "--lengths", "2500", "--facts", "2", "12") == 0
     data_dir = tmp_path / task / "2500"
     assert verify_dataset(data_dir) == []
-    tokenizer, asked = load_tokenizer(data_dir), {}
+    asked: dict[str, set[tuple[str, ...]]] = {split: set() for split in SPLITS}
     for split in SPLITS:
-        index = read_index(data_dir / split)
-        asked[split] = set()
-        for number in range(len(index.documents)):
-            tokens, mask, recall = (read(index, number) for read in (read_tokens, read_mask, read_recall))
-            assert tokens is not None and mask is not None and recall is not None
+        for entry, text, tokens, mask, recall in documents_of(data_dir, split):
             assert 2300 < len(tokens) <= 2500
-            text = tokenizer.decode(tokens)
-            question, _, expected = text[text.rindex(". ") + 2 :].rpartition(" ")
-            facts = facts_in(text)
-            assert f"{question} ({len(facts)} facts)" == index.documents[number].title
+            facts, question, expected = parts_of(text)
+            assert f"{question} ({len(facts)} facts)" == entry.title
             assert answer(facts, question) == expected
             scored = np.flatnonzero(mask)
             assert scored.tolist() == list(range(len(text) - len(expected), len(text)))  # bytes
@@ -243,34 +221,20 @@ def test_documents_hide_the_facts_in_order_and_score_the_answer(tmp_path: Path, 
     assert sum(map(len, asked.values())) == len(set.union(*asked.values()))
 
 
-def test_facts_stand_anywhere_in_the_text(tmp_path: Path) -> None:
-    assert build(tmp_path, "--lengths", "800", "--facts", "2", "2", "--train", "80") == 0
-    index, tokenizer = read_index(tmp_path / "qa1" / "800" / "train"), load_tokenizer(tmp_path / "qa1" / "800")
-    depths = []
-    for number in range(80):
-        text = tokenizer.decode(read_tokens(index, number))
-        depths += [text.index(fact) / len(text) for fact in facts_in(text)]
-    assert np.histogram(depths, bins=4, range=(0, 1))[0].min() > 20
-
-
-def test_a_book_of_the_user_fills_the_documents(tmp_path: Path) -> None:
+def test_facts_stand_anywhere_in_a_book_of_the_user_of_the_same_split(tmp_path: Path) -> None:
     for split in SPLITS:
         (tmp_path / "books" / split).mkdir(parents=True)
         (tmp_path / "books" / split / "1.txt").write_text(f"It was {split}. " * 30, encoding="utf-8")
-    assert build(tmp_path / "out", "--lengths", "800", "--books", str(tmp_path / "books")) == 0
-    index, tokenizer = read_index(tmp_path / "out/qa1/800/test"), load_tokenizer(tmp_path / "out/qa1/800")
-    text = tokenizer.decode(read_tokens(index, 0))
-    assert "It was test. " in text
-    assert "train" not in text
+    sizes = ("--lengths", "800", "--facts", "2", "2", "--train", "80")
+    assert build(tmp_path / "out", *sizes, "--books", str(tmp_path / "books")) == 0
+    texts = [document.text for document in documents_of(tmp_path / "out/qa1/800")]
+    assert all("It was train. " in text and "It was test" not in text for text in texts)
+    depths = [text.index(fact) / len(text) for text in texts for fact in facts_in(text)]
+    assert np.histogram(depths, bins=4, range=(0, 1))[0].min() > 20
 
 
-def test_stories_that_do_not_fit_are_drawn_again_and_a_length_for_none_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stories_that_do_not_fit_are_drawn_again_and_a_length_for_none_is_refused(tmp_path: Path) -> None:
     assert build(tmp_path, "--lengths", "200") == 0
-    index = read_index(tmp_path / "qa1" / "200" / "train")
-    assert max(index.documents.num_tokens) <= 200
-    assert build(tmp_path, "--lengths", "40") == 2
-    said(capsys.readouterr().err, "--facts")
-    assert build(tmp_path, "--facts", "5", "2") == 2
-    said(capsys.readouterr().err, "--facts")
+    assert max(len(document.tokens) for document in documents_of(tmp_path / "qa1/200")) <= 200
+    for options in (("--lengths", "40"), ("--facts", "5", "2")):
+        build_refused("babilong", "--out", tmp_path, *SMALL, *options, named=("--facts",))

@@ -12,8 +12,7 @@ from dist_mem.data.shard import read_index, read_tokens
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.data.verify import verify_dataset
 from dist_mem.datasets.recipes import characters
-from tests.support.data_builders import build_data
-from tests.support.messages import said
+from tests.support.data_builders import build_data, build_refused
 
 SMALL, SMALL_HELD_OUT = 10_000, 500
 
@@ -87,8 +86,10 @@ def test_a_file_known_by_its_checksum_must_have_the_published_counts(
     assert build(content, tmp_path) == 0
     assert "validation: 499 tokens, as published for text8" in capsys.readouterr().out
     monkeypatch.setitem(characters.OFFICIAL_TOKENS, "text8", {**counts, "test": 499})
-    assert build(content, tmp_path, "--overwrite") == 2
-    assert "test: 500 tokens, but text8 has 499" in capsys.readouterr().err
+    build_refused(
+        *("characters", "--source", tmp_path / "corpus", "--out", tmp_path / "out", "--overwrite"),
+        named=("test: 500 tokens, but text8 has 499",),
+    )
 
 
 @pytest.mark.usefixtures("small")
@@ -99,12 +100,11 @@ def test_another_file_is_not_taken_for_one_that_is_built(tmp_path: Path) -> None
     assert build(content.replace(b"page", b"sage"), tmp_path) == 2  # of the same size
 
 
-def test_what_is_neither_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for content in (b"PK\x03\x04rest", b"too short"):
-        assert build(content, tmp_path) == 2
-        said(capsys.readouterr().err, "corpus")
-    assert build_data("characters", "--source", str(tmp_path), "--out", str(tmp_path / "out")) == 2
-    said(capsys.readouterr().err, tmp_path)
+@pytest.mark.parametrize("content", [b"PK\x03\x04rest", b"too short", None])
+def test_what_is_neither_is_named(tmp_path: Path, content: bytes | None) -> None:
+    source = tmp_path / "corpus"
+    source.mkdir() if content is None else source.write_bytes(content)
+    build_refused("characters", "--source", source, "--out", tmp_path / "out", named=(source,))
 
 
 def test_bytes_that_are_no_utf_8_survive() -> None:

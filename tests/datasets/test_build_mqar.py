@@ -8,13 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dist_mem.data.shard import read_index, read_mask, read_recall, read_tokens
-from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.verify import verify_dataset
 from dist_mem.datasets.recipes import mqar
 from dist_mem.datasets.recipes.mqar import Sizes
-from tests.support.data_builders import build_data
-from tests.support.messages import said
+from tests.support.data_builders import build_data, build_refused, documents_of
 
 SMALL = ("--train", "12", "--validation", "6", "--test", "6", "--vocab", "64", "--pairs", "4")
 
@@ -55,12 +52,9 @@ def test_only_values_asked_for_are_scored_and_recall_leads_to_the_pair(tmp_path:
     assert build(tmp_path, "--lengths", "16", "40") == 0
     for length in (16, 40):
         assert verify_dataset(tmp_path / str(length)) == []
-        tokenizer = load_tokenizer(tmp_path / str(length))
-        index = read_index(tmp_path / str(length) / "train")
-        assert len(index.documents) == 12
-        for number in range(12):
-            tokens, mask, recall = (read(index, number) for read in (read_tokens, read_mask, read_recall))
-            assert tokens is not None and mask is not None and recall is not None
+        found = documents_of(tmp_path / str(length))
+        assert len(found) == 12
+        for entry, text, tokens, mask, recall in found:
             assert len(tokens) == length and mask.sum() == 4
             assert (mask == (recall > 0)).all()
             pairs = dict(zip(tokens[0:8:2].tolist(), tokens[1:8:2].tolist(), strict=True))
@@ -68,8 +62,8 @@ def test_only_values_asked_for_are_scored_and_recall_leads_to_the_pair(tmp_path:
                 assert place >= 8
                 assert pairs[int(tokens[place - 1])] == tokens[place] == tokens[place - recall[place]]
                 assert place - recall[place] < 8
-            assert tokenizer.decode(tokens).split() == [str(token) for token in tokens]
-            assert index.documents[number].bytes == len(tokenizer.decode(tokens))
+            assert text.split() == [str(token) for token in tokens]
+            assert entry.bytes == len(text)
 
 
 def test_a_low_power_asks_soon_and_one_anywhere() -> None:
@@ -86,21 +80,15 @@ def test_no_pairs_of_one_split_are_in_another_even_if_there_are_few(tmp_path: Pa
     """Vocabulary 8 and one pair: 12 examples in all, so that each split has many of its own again and again."""
     sizes = ("--lengths", "4", "--vocab", "8", "--pairs", "1", "--train", "60", "--validation", "20", "--test", "20")
     assert build(tmp_path, *sizes, "--seed", "1") == 0
-    pairs = {}
-    for split in ("train", "validation", "test"):
-        index = read_index(tmp_path / "4" / split)
-        pairs[split] = {tuple(read_tokens(index, number, 0, 2).tolist()) for number in range(len(index.documents))}
-    assert all(pairs.values())
-    assert not any(one & other for one, other in combinations(pairs.values(), 2))
+    pairs = [
+        {tuple(document.tokens[:2].tolist()) for document in documents_of(tmp_path / "4", split)}
+        for split in ("train", "validation", "test")
+    ]
+    assert all(pairs)
+    assert not any(one & other for one, other in combinations(pairs, 2))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [("--lengths", "15"), ("--lengths", "14"), ("--vocab", "8"), ("--power-a", "0")],
-)
-def test_sizes_that_do_not_fit_are_refused(
-    tmp_path: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert build(tmp_path, *options) == 2
-    said(capsys.readouterr().err, options[-2])
+@pytest.mark.parametrize("options", [("--lengths", "15"), ("--lengths", "14"), ("--vocab", "8"), ("--power-a", "0")])
+def test_sizes_that_do_not_fit_are_refused(tmp_path: Path, options: tuple[str, ...]) -> None:
+    build_refused("mqar", "--out", tmp_path, *SMALL, *options, named=options[-2:-1])
     assert not list(tmp_path.iterdir())

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dist_mem.data.shard import Index, read_index, read_mask, read_recall, read_tokens
 from dist_mem.data.tokenizers.registry import load_tokenizer, save_tokenizer
 from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.data.verify import verify_dataset
@@ -17,8 +16,7 @@ from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.recipes.passkey import PASSKEY, RULER, Form, Needle, compose
 from dist_mem.datasets.source import SourceDocument
 from dist_mem.datasets.task_text import REPEATED, Books, cut_sentences
-from tests.support.data_builders import build_data
-from tests.support.messages import said
+from tests.support.data_builders import build_data, build_refused, documents_of
 
 SMALL = ("--train", "12", "--validation", "6", "--test", "6")
 SPLITS = ("train", "validation", "test")
@@ -27,11 +25,6 @@ GARBAGE = "The grass is green. The sky is blue. The sun is yellow. Here we go. T
 
 def build(out: Path, *options: str) -> int:
     return build_data("passkey", "--out", str(out), *SMALL, *options)
-
-
-def texts(index: Index, data_dir: Path) -> list[str]:
-    tokenizer = load_tokenizer(data_dir)
-    return [tokenizer.decode(read_tokens(index, number)) for number in range(len(index.documents))]
 
 
 def numbers_in(text: str) -> list[str]:
@@ -89,13 +82,8 @@ def test_only_the_answer_is_scored_and_recall_leads_to_the_needle(tmp_path: Path
     for data_dir in tmp_path.iterdir():
         assert verify_dataset(data_dir) == []
         for split in SPLITS:
-            index = read_index(data_dir / split)
-            for number, text in enumerate(texts(index, data_dir)):
-                assert 0 <= int(data_dir.name) - index.documents[number].num_tokens < 130, (
-                    "as long as one sentence more"
-                )
-                mask, recall = read_mask(index, number), read_recall(index, number)
-                assert mask is not None and recall is not None
+            for _, text, tokens, mask, recall in documents_of(data_dir, split):
+                assert 0 <= int(data_dir.name) - len(tokens) < 130, "as long as one sentence more"
                 answer = numbers_in(text)[-1]
                 scored = np.flatnonzero(mask)
                 assert scored.tolist() == list(range(len(text) - len(answer), len(text)))  # bytes
@@ -115,9 +103,9 @@ def test_depths_are_uniform_and_no_number_is_in_two_splits(tmp_path: Path) -> No
     assert build(tmp_path, *sizes, "--digits", "3") == 0
     found, depths = {}, []
     for split in SPLITS:
-        index = read_index(tmp_path / "2000" / split)
-        found[split] = {numbers_in(text)[-1] for text in texts(index, tmp_path / "2000")}
-        depths += [text.index("The pass key") / len(text) for text in texts(index, tmp_path / "2000")]
+        texts = [document.text for document in documents_of(tmp_path / "2000", split)]
+        found[split] = {numbers_in(text)[-1] for text in texts}
+        depths += [text.index("The pass key") / len(text) for text in texts]
     assert sum(map(len, found.values())) == len(set.union(*found.values()))
     assert all(number.isdecimal() and len(number) == 3 for number in set.union(*found.values()))
     assert np.histogram(depths, bins=4, range=(0, 1))[0].min() > 45
@@ -134,9 +122,8 @@ def test_books_fill_documents_of_their_own_split_only(tmp_path: Path) -> None:
     assert build(tmp_path / "out", "--lengths", "1200", "--books", str(folder)) == 0
     starts = set()
     for split in SPLITS:
-        index = read_index(tmp_path / "out" / "1200" / split)
-        for text in texts(index, tmp_path / "out" / "1200"):
-            places = re.findall(r"(\w+) (\d) says (\d+)\.", text)
+        for document in documents_of(tmp_path / "out" / "1200", split):
+            places = re.findall(r"(\w+) (\d) says (\d+)\.", document.text)
             assert {place[0] for place in places} == {split.title()}
             starts.add(places[0])
             for one, other in pairwise(places):
@@ -163,12 +150,9 @@ def test_another_tokenizer_gives_as_many_of_its_tokens(tmp_path: Path) -> None:
     documents = [SourceDocument("1", "1", f"{GARBAGE} The pass key is 12345. Remember it. 67890\n" * 40)]
     build_dataset({"train": documents}, tmp_path / "text", name="text", vocab_size=330)
     assert build(tmp_path / "out", "--lengths", "400", "--tokenizer-from", str(tmp_path / "text")) == 0
-    index = read_index(tmp_path / "out" / "400" / "train")
     tokenizer = load_tokenizer(tmp_path / "out" / "400")
     assert tokenizer.fingerprint == load_tokenizer(tmp_path / "text").fingerprint
-    for number, text in enumerate(texts(index, tmp_path / "out" / "400")):
-        tokens, mask = read_tokens(index, number), read_mask(index, number)
-        assert mask is not None
+    for _, text, tokens, mask, _ in documents_of(tmp_path / "out" / "400"):
         assert 380 < len(tokens) <= 400
         assert tokenizer.decode(tokens[mask]).strip() == numbers_in(text)[-1]
 
@@ -181,9 +165,8 @@ def test_another_tokenizer_gives_as_many_of_its_tokens(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_built_is_refused(
-    tmp_path: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save_tokenizer(WordTokenizer(["<unk>", "the"]), Path("words"))  # which cannot spell the answer
-    assert build(tmp_path / "out", *options) == 2
-    said(capsys.readouterr().err)
+    build_refused("passkey", "--out", "out", *SMALL, *options)

@@ -16,14 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_mem.data.remote import fetch as remote
-from dist_mem.data.shard import read_index, read_tokens
+from dist_mem.data.shard import read_index
 from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.verify import verify_dataset
-from dist_mem.datasets.bucket_download import DownloadError, list_files
 from dist_mem.datasets.recipes import pg19
 from tests.support.bucket import LISTING, Bucket
-from tests.support.data_builders import build_data
-from tests.support.messages import refused, said
+from tests.support.data_builders import build_data, build_refused, documents_of
+from tests.support.messages import said
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.servers
@@ -59,18 +58,18 @@ def train_ids(out: Path) -> list[str]:
 
 def test_all_splits_are_built_with_titles_and_years(source: Path, tmp_path: Path) -> None:
     assert build(source, tmp_path / "out") == 0
-    index = read_index(tmp_path / "out" / "train")
-    assert [(entry.title, entry.year) for entry in index.documents] == [
+    found = documents_of(tmp_path / "out")
+    assert [(document.entry.title, document.entry.year) for document in found] == [
         ("Two", None),
         ("Nine", 1800),
         ("Ten", 1910),
         ("30", None),
         ("A Title, with a comma by Somebody", 1859),
     ]
-    assert load_tokenizer(tmp_path / "out").decode(read_tokens(index, 0)) == "Text of 2.\n"
+    assert found[0].text == "Text of 2.\n"
     assert verify_dataset(tmp_path / "out") == []
-    found = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert found == ["test", "tokenizer.json", "train", "validation"]
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["test", "tokenizer.json", "train", "validation"]
 
 
 @pytest.mark.parametrize(
@@ -124,15 +123,6 @@ def test_the_official_ids_are_those_of_the_published_lists(shared_data: Path) ->
     assert len(pg19.read_metadata(shared_data / "data" / "pg19_meta" / "metadata.csv")) == 28_752
 
 
-def test_real_books_come_back_as_their_text(shared_data: Path, tmp_path: Path) -> None:
-    books = shared_data / "data" / "pg19"
-    assert build(books, tmp_path, "--tokenizer", "sentencepiece", "--vocab-size", "2000", "--limit", "1") == 0
-    index = read_index(tmp_path / "test")
-    text = (books / "test" / f"{index.documents[0].id}.txt").read_bytes().decode().replace("\r\n", "\n")
-    assert load_tokenizer(tmp_path).decode(read_tokens(index, 0)) == text
-    assert index.num_words == len(text.split())
-
-
 def test_the_example_in_the_readme_reads_a_book(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert build(source, tmp_path / "data" / "pg19") == 0
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "shards" / "README.md").read_text(), flags=re.DOTALL)
@@ -179,12 +169,10 @@ MISTAKES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_answered_with_one_line(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], mistake: str
-) -> None:
+def test_mistakes_are_answered_with_one_line(source: Path, tmp_path: Path, mistake: str) -> None:
     MISTAKES[mistake](source)
-    assert build(source, tmp_path / "out", *(["--order", "metadata"] if "order" in mistake else [])) == 2
-    said(f"exit code 2: {capsys.readouterr().err}", "--source" if "order" in mistake else source)
+    order, named = (["--order", "metadata"], "--source") if "order" in mistake else ([], source)
+    build_refused("pg19", "--source", source, "--out", tmp_path / "out", *order, named=(named,))
 
 
 def test_ctrl_c_is_answered_with_the_way_on(
@@ -214,18 +202,16 @@ def build_download(bucket: Bucket, tmp_path: Path, *options: str) -> int:
     return build(tmp_path / "copy", tmp_path / "out", "--download", "--base-url", bucket.url, *options)
 
 
-def test_a_download_is_what_the_bucket_holds(bucket: Bucket, tmp_path: Path) -> None:
+def test_a_download_is_what_the_bucket_holds_and_a_second_one_fetches_what_is_missing_or_damaged(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy" / "train"
     assert build_download(bucket, tmp_path) == 0
     for path in bucket.root.rglob("*.txt"):
         assert (tmp_path / "copy" / path.relative_to(bucket.root)).read_bytes() == path.read_bytes()
-    assert not (tmp_path / "copy" / "train" / "README.md").exists()
+    assert not (copy / "README.md").exists()
     assert train_ids(tmp_path / "out") == ["2", "9", "10", "30", "100"]
-
-
-def test_a_second_download_fetches_what_is_missing_or_damaged(bucket: Bucket, tmp_path: Path) -> None:
-    assert build_download(bucket, tmp_path) == 0
     bucket.asked.clear()
-    copy = tmp_path / "copy" / "train"
     (copy / "9.txt").unlink()
     (copy / "2.txt").write_bytes(b"cut")
     (copy / "10.txt").write_bytes((copy / "10.txt").read_bytes().upper())  # the same size
@@ -254,33 +240,18 @@ def test_failures_that_pass_are_tried_again(bucket: Bucket, tmp_path: Path) -> N
         ("/books/train/9.txt", [], b"Text of 8.\r\n"),
         ("/books/train/9.txt", [], bytes(2**20)),
         (LISTING, [404], None),
+        (LISTING, [], b"<html>Welcome!</html>"),
+        ("/books/metadata.csv", None, None),
     ],
 )
 def test_a_failed_download_says_which_file_and_keeps_the_others_out_of_the_build(
-    bucket: Bucket,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    path: str,
-    failures: list[int],
-    altered: bytes | None,
+    bucket: Bucket, tmp_path: Path, path: str, failures: list[int] | None, altered: bytes | None
 ) -> None:
-    bucket.failures = {path: failures}
+    bucket.failures = {path: failures or []}
     bucket.altered = {} if altered is None else {path: altered}
-    assert build_download(bucket, tmp_path) == 1
-    said(f"exit code 1: {capsys.readouterr().err}", path.removeprefix("/books/"))
+    if failures is None:
+        bucket.server_close()  # it cannot be reached at all
+    given = ("--source", tmp_path / "copy", "--out", tmp_path / "out", "--download", "--base-url", bucket.url)
+    build_refused("pg19", *given, code=1, named=(path.removeprefix("/books/"),))
     assert not (tmp_path / "copy" / "train" / "9.txt").exists()
     assert not (tmp_path / "out").exists()
-
-
-def test_a_server_that_is_no_bucket_is_reported_apart(bucket: Bucket) -> None:
-    bucket.altered[LISTING] = b"<html>Welcome!</html>"
-    with refused(DownloadError):
-        list_files(bucket.url, "train/")
-
-
-def test_a_bucket_that_cannot_be_reached_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], bucket: Bucket
-) -> None:
-    bucket.server_close()
-    assert build_download(bucket, tmp_path) == 1
-    said(capsys.readouterr().err, f"{bucket.url}/metadata.csv")

@@ -8,13 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dist_mem.data.shard import Index, read_index, read_mask, read_tokens
 from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.verify import verify_dataset
 from dist_mem.datasets import sorting_baselines as baselines
 from dist_mem.datasets.recipes import sorting
 from tests.support import paths
-from tests.support.data_builders import build_data
+from tests.support.data_builders import build_data, documents_of
 
 GOLDEN = paths.GOLDEN / "sorting" / "sorting_data_seed0.npz"  # of the authors' code: 6 x 500 tokens
 SMALL = ("--train", "5", "--validation", "3", "--test", "2")
@@ -22,10 +21,6 @@ SMALL = ("--train", "5", "--validation", "3", "--test", "2")
 
 def build(out: Path, *options: str) -> int:
     return build_data("sorting", "--out", out, *SMALL, *options)
-
-
-def documents(index: Index) -> list[np.ndarray]:
-    return [read_tokens(index, number) for number in range(len(index.documents))]
 
 
 def test_sequences_and_answers_are_those_of_the_published_generator() -> None:
@@ -52,17 +47,15 @@ def test_only_the_twenty_answers_are_scored_and_no_two_sequences_are_alike(tmp_p
         assert verify_dataset(tmp_path / str(length)) == []
         tokenizer = load_tokenizer(tmp_path / str(length))
         for split, count in (("train", 5), ("validation", 3), ("test", 2)):
-            index = read_index(tmp_path / str(length) / split)
-            assert len(index.documents) == count
-            for number, tokens in enumerate(documents(index)):
+            found = documents_of(tmp_path / str(length), split)
+            assert len(found) == count
+            for entry, text, tokens, mask, _ in found:
                 sequences.append(tuple(tokens[:30].tolist()))
-                mask = read_mask(index, number)
-                assert mask is not None
                 assert np.flatnonzero(mask).tolist() == list(range(length + 1, length + 21))
-                words = tokenizer.decode(tokens).split()
+                words = text.split()
                 assert words[length] == "20"
                 assert sorted(words[length + 1 :], key=int) == [str(symbol) for symbol in range(20)]
-                assert index.documents[number].bytes == len(tokenizer.decode(tokens))
+                assert entry.bytes == len(text)
     assert (tokenizer.vocab_size, tokenizer.bos_id) == (22, 21)
     assert len(set(sequences)) == len(sequences) == 20, "of other splits and lengths"
 

@@ -10,8 +10,7 @@ import pytest
 from dist_mem.data.shard import Index, read_index, read_tokens
 from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.verify import verify_dataset
-from tests.support.data_builders import build_data
-from tests.support.messages import said
+from tests.support.data_builders import build_data, build_refused, documents_of
 
 TRAIN = (
     " \n = Lobster = \n \n The lobster , or <unk> , is blue . \n \n = = Diet = = \n \n It eats the crab . \n \n"
@@ -36,7 +35,11 @@ def source(tmp_path: Path) -> Path:
 
 
 def build(source: Path, out: Path, *options: str) -> int:
-    return build_data("wikitext", "--source", str(source), "--out", str(out), *options)
+    return build_data("wikitext", "--source", source, "--out", out, *options)
+
+
+def refuse(source: Path, out: Path, *options: str, named: str) -> None:
+    build_refused("wikitext", "--source", source, "--out", out, *options, named=(named,))
 
 
 def stream_of(index: Index) -> np.ndarray:
@@ -63,11 +66,9 @@ def test_the_stream_of_words_is_that_of_the_published_preparation(source: Path, 
 
 def test_articles_begin_at_their_headings_alone(source: Path, tmp_path: Path) -> None:
     assert build(source, tmp_path / "out") == 0
-    index = read_index(tmp_path / "out" / "train")
-    assert [entry.title for entry in index.documents] == ["Lobster", "The Crab"]  # no section, and no formula
-    tokenizer = load_tokenizer(tmp_path / "out")
-    assert tokenizer.decode(read_tokens(index, 1)[:4]) == "= The Crab = "
-    assert tokenizer.words[:2] == ["<eos>", "="]  # type: ignore[attr-defined]  # the most frequent first
+    found = documents_of(tmp_path / "out")
+    assert [document.entry.title for document in found] == ["Lobster", "The Crab"]  # no section, and no formula
+    assert found[1].text.startswith("= The Crab = ")
 
 
 @pytest.mark.parametrize("tokenizer", ["words", "bytes"])
@@ -94,27 +95,22 @@ def test_pieces_are_divided_by_the_words_of_the_papers(source: Path, tmp_path: P
     assert load_tokenizer(tmp_path / "out").decode(stream_of(index)) == TEXTS["test"]  # nothing is lost
 
 
-def test_without_the_train_file_a_vocabulary_must_be_given(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_train_file_a_vocabulary_must_be_given(source: Path, tmp_path: Path) -> None:
     assert build(source, tmp_path / "whole") == 0
     (source / "wiki.train.tokens").unlink()
-    assert build(source, tmp_path / "out") == 2
-    said(capsys.readouterr().err, "wiki.train.tokens")
-    assert build(source, tmp_path / "out", "--tokenizer", "sentencepiece") == 2
+    for options in ((), ("--tokenizer", "sentencepiece")):
+        refuse(source, tmp_path / "out", *options, named="wiki.train.tokens")
     assert build(source, tmp_path / "out", "--tokenizer-from", str(tmp_path / "whole")) == 0
     for split in ("validation", "test"):
         assert read_index(tmp_path / "out" / split).fingerprint == read_index(tmp_path / "whole" / split).fingerprint
 
 
-def test_what_is_no_wikitext_is_named(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_wikitext_is_named(source: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert build(tmp_path / "empty", tmp_path / "out") == 2
-    said(capsys.readouterr().err, "wiki.train.tokens")
+    refuse(tmp_path / "empty", tmp_path / "out", named="wiki.train.tokens")
     for content in (b"caf\xe9 \n", b""):
         (source / "wiki.test.tokens").write_bytes(content)
-        assert build(source, tmp_path / "out") == 2
-        said(capsys.readouterr().err, "wiki.test.tokens")
+        refuse(source, tmp_path / "out", named="wiki.test.tokens")
 
 
 @pytest.mark.parametrize("corpus", ["wikitext-103", "wikitext-2"])
@@ -146,5 +142,4 @@ def test_official_words_are_tokens_and_a_cut_train_file_is_refused(
     for split, count in (("validation", 217_646), ("test", 245_569)):
         assert read_index(tmp_path / "out" / split).num_tokens == count
     (source / "wiki.train.tokens").write_bytes((other / "wiki.train.tokens").read_bytes())
-    assert build(source, tmp_path / "cut") == 2
-    assert "has 463,215 words with <eos>, but WikiText-2 has 2,088,628" in capsys.readouterr().err
+    refuse(source, tmp_path / "cut", named="has 463,215 words with <eos>, but WikiText-2 has 2,088,628")

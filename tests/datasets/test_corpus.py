@@ -12,18 +12,19 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pyarrow import ipc, parquet
 
-from dist_mem.__main__ import main
-from dist_mem.cli.datasets import builder_parser
 from dist_mem.data.shard import read_index
 from dist_mem.datasets import builder, rows
 from dist_mem.datasets.recipes import text as text_builder
 from dist_mem.datasets.split_names import first_occurrences, parse_fractions, split_of, words_digest
+from dist_mem.datasets.split_names import splits_of as dealt_names
 from dist_mem.errors import UnusableError
 from tests.data.test_build import contents
-from tests.support.data_builders import build_data
-from tests.support.messages import refused, said, said_line
+from tests.support.data_builders import build_data, build_refused, documents_of, texts_of
+from tests.support.messages import refused, said_line
 
 Texts = dict[str, str]  # id -> text
 TEXTS = {f"d{number:02d}": f"The {number}th text,\nin {number + 2} words.\n" * (number % 5) for number in range(12)}
@@ -72,8 +73,8 @@ def write_form(form: str, folder: Path, texts: Texts = TEXTS) -> Path:
     return folder
 
 
-def build(out: Path, *sources: Path, options: tuple[str, ...] = HALVES) -> int:
-    return build_data("text", "--source", *map(str, sources), "--out", str(out), "--tokenizer", "bytes", *options)
+def build(out: Path, source: Path, *options: str) -> int:
+    return build_data("text", "--source", source, "--out", out, "--tokenizer", "bytes", *options)
 
 
 def splits_of(out: Path) -> dict[str, str]:
@@ -87,15 +88,14 @@ def splits_of(out: Path) -> dict[str, str]:
 
 def dealt(source: Path, *options: str) -> dict[str, str]:
     """The same without a build."""
-    given = builder_parser("text").parse_args(["--source", str(source), "--out", "none", *options])
-    splits = text_builder.read_splits(given)
-    return {document.title: split for split, (documents, _) in splits.items() for document in documents}
+    splits = texts_of("--source", source, *options)
+    return {document.title: split for split, documents in splits.items() for document in documents}
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("expected")
-    assert build(folder / "out", write_form("txt", folder / "txt")) == 0
+    assert build(folder / "out", write_form("txt", folder / "txt"), *HALVES) == 0
     return contents(folder / "out")
 
 
@@ -106,7 +106,7 @@ def test_every_form_of_the_same_texts_gives_the_same_bytes(
     """Also when several processes read the rows of a file that can be read only from its start."""
     workers = {"jsonl.gz": "2"}.get(form, "1")
     monkeypatch.setattr(text_builder, "build_dataset", partial(builder.build_dataset, piece_bytes=1))
-    assert build(tmp_path / "out", write_form(form, tmp_path / "corpus"), options=(*HALVES, "--workers", workers)) == 0
+    assert build(tmp_path / "out", write_form(form, tmp_path / "corpus"), *HALVES, "--workers", workers) == 0
     assert contents(tmp_path / "out") == expected
 
 
@@ -170,11 +170,9 @@ def test_texts_in_two_splits_are_refused_or_dropped_and_repeats_are_counted(
     source.mkdir()
     (source / "train.jsonl").write_bytes(json_lines({"a": "The same", "b": "another", "c": "the end", "d": "another"}))
     (source / "test.jsonl").write_bytes(json_lines({"e": "the  same\n", "f": "The\r\nsame", "g": "third", "h": ""}))
-    assert build(tmp_path / "out", source, options=()) == 2
     places = "'f' in test (source/test.jsonl, line 2)", "'a' in train (source/train.jsonl, line 1)"
-    said(f"exit code 2: {capsys.readouterr().err}", "1 of 4 texts of test", *places, "--drop-duplicates")
-    assert not (tmp_path / "out").exists()
-    assert build(tmp_path / "out", source, options=("--drop-duplicates",)) == 0
+    refuse(tmp_path, source, named=("1 of 4 texts of test", *places, "--drop-duplicates"))
+    assert build(tmp_path / "out", source, "--drop-duplicates") == 0
     reported = capsys.readouterr().out
     said_line(0, reported, "test: 1 of 4 documents")
     said_line(0, reported, "train: 1 of 4 documents")
@@ -210,18 +208,17 @@ DAMAGED: dict[str, tuple[str, bytes, str]] = {
 }
 
 
+def refuse(tmp_path: Path, source: Path, *options: str, named: tuple[object, ...]) -> None:
+    build_refused("text", "--source", source, "--out", tmp_path / "out", *options, named=named)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("fault", DAMAGED)
-def test_a_damaged_row_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: str
-) -> None:
+def test_a_damaged_row_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     monkeypatch.chdir(tmp_path)
     name, content, place = DAMAGED[fault]
     Path(name).write_bytes(content)
-    assert build(Path("out"), Path(name), options=("--split-by-hash", "train=1")) == 2
-    reported = capsys.readouterr().err
-    said(f"exit code 2: {reported}", f"{name}{place}")
-    assert reported.count("\n") == 1
-    assert not Path("out").exists()
+    refuse(tmp_path, Path(name), "--split-by-hash", "train=1", named=(f"{name}{place}",))
 
 
 @pytest.mark.parametrize(
@@ -238,36 +235,26 @@ def test_fractions_are_parts_of_one(fractions: str, named: str) -> None:
         parse_fractions(fractions)
 
 
-def test_a_saved_dataset_that_is_not_whole_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_saved_dataset_that_is_not_whole_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     source = write_form("saved", Path("saved"))
-    arrow = source / "data-00000-of-00001.arrow"
-    state = source / "state.json"
+    arrow, state = source / "data-00000-of-00001.arrow", source / "state.json"
     arrow.write_bytes(arrow.read_bytes()[:-8])
-    assert build(tmp_path / "out", source) == 2
-    said(f"exit code 2: {capsys.readouterr().err}", arrow)
+    refuse(tmp_path, source, *HALVES, named=(arrow,))
     arrow.unlink()
-    assert build(tmp_path / "out", source) == 2
-    said(f"exit code 2: {capsys.readouterr().err}", arrow, state)
+    refuse(tmp_path, source, *HALVES, named=(arrow, state))
     (tmp_path / "outside.arrow").write_bytes(b"")
     for name in ("../outside.arrow", "/etc/hosts", 1, None):
         state.write_text(json.dumps({"_data_files": [{"filename": name}]}))
-        assert build(tmp_path / "out", source) == 2
-        said(f"exit code 2: {capsys.readouterr().err}", f"{state} ", "_data_files[0].filename")
+        refuse(tmp_path, source, *HALVES, named=(f"{state} ", "_data_files[0].filename"))
     state.write_text('{"_indices_data_files": [{"filename": "indices.arrow"}]}')
-    assert build(tmp_path / "out", source) == 2
-    said(f"exit code 2: {capsys.readouterr().err}", source)
+    refuse(tmp_path, source, *HALVES, named=(source,))
 
 
-def test_a_missing_library_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_library_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dist_mem.runtime.extras.find_spec", lambda name: None if name == "pyarrow" else name)
     source = write_form("parquet", tmp_path / "corpus")
-    assert main(["data", "build", "text", "--source", str(source), "--out", str(tmp_path / "out")]) == 2
-    said(f"exit code 2: {capsys.readouterr().err}", "pyarrow", "rows.parquet", "'dist-mem[data]'")
+    refuse(tmp_path, source, named=("pyarrow", "rows.parquet", "'dist-mem[data]'"))
 
 
 class StoppedError(Exception):
@@ -290,10 +277,10 @@ def test_a_stopped_build_of_rows_goes_on_to_the_same_bytes(
 
     monkeypatch.setattr(builder, "encode_piece", partial(counting, stop_after=4))
     with pytest.raises(StoppedError):
-        build(out, source)
+        build(out, source, *HALVES)
     assert not list(out.glob("*/index.json"))
     monkeypatch.setattr(builder, "encode_piece", partial(counting, stop_after=99))
-    assert build(out, source) == 0
+    assert build(out, source, *HALVES) == 0
     assert len(encoded) == len(set(encoded)) > 4
     assert contents(out) == expected
 
@@ -312,12 +299,9 @@ def test_a_row_that_changes_during_the_build_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["jsonl", "json.gz", "parquet", "arrow"])
-def test_a_field_that_comes_twice_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], form: str
-) -> None:
+def test_a_field_that_comes_twice_is_refused(tmp_path: Path, form: str) -> None:
     """Whichever is the right one, a reader would take the last or the first in silence."""
-    monkeypatch.chdir(tmp_path)
-    path = Path(f"rows.{form}")
+    path = tmp_path / f"rows.{form}"
     line = b'{"text": "one", "meta": {"id": 1, "text": ""}, "text": "two"}\n'
     table = pyarrow.Table.from_arrays([pyarrow.array([word]) for word in ("one", "a", "two")], ["text", "b", "text"])
     if form == "parquet":
@@ -327,6 +311,89 @@ def test_a_field_that_comes_twice_is_refused(
             stream.write_table(table)
     else:
         path.write_bytes(gzip.compress(line) if form == "json.gz" else line)
-    assert build(Path("out"), path, options=("--split-by-hash", "train=1")) == 2
-    said(f"exit code 2: {capsys.readouterr().err}", path, "2 fields 'text'", "--text-field")
-    assert build(Path("out"), path, options=("--split-by-hash", "train=1", "--text-field", "b")) == 2 * ("j" in form)
+    refuse(tmp_path, path, "--split-by-hash", "train=1", named=(path, "2 fields 'text'", "--text-field"))
+    assert build(tmp_path / "out", path, "--split-by-hash", "train=1", "--text-field", "b") == 2 * ("j" in form)
+
+
+# Folders of text: splits by folder, or by a checksum of the names that nothing else moves.
+
+
+SHARES = ("--validation", "0.1", "--test", "0.2")
+
+
+def write(folder: Path, names: list[str]) -> Path:
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"This is {name}.\n", encoding="utf-8")
+    return folder
+
+
+def build_files(out: Path, *sources: Path, options: tuple[str, ...] = SHARES) -> int:
+    return build_data("text", "--source", *sources, "--out", out, "--tokenizer", "bytes", *options)
+
+
+def titles(out: Path) -> dict[str, list[str]]:
+    return {
+        path.parent.name: [entry.title for entry in read_index(path.parent).documents]
+        for path in out.glob("*/index.json")
+    }
+
+
+def test_folders_are_splits_and_names_become_ids(tmp_path: Path) -> None:
+    names = ["train/a.txt", "train/deep/b c.txt", "train/d.e.txt", "test/a.txt"]
+    assert build_files(tmp_path / "out", write(tmp_path / "texts", names), options=()) == 0
+    assert titles(tmp_path / "out") == {"train": ["a", "d.e", "deep/b c"], "test": ["a"]}
+    found = documents_of(tmp_path / "out")
+    assert found[2].text == "This is train/deep/b c.txt.\n"
+    assert found[0].entry.id == "a"
+
+
+def test_names_that_differ_only_in_what_an_id_cannot_hold_stay_apart(tmp_path: Path) -> None:
+    names = ["train/a b.txt", "train/a_b.txt", "train/a.b.txt", f"train/{'n' * 100}1.txt", f"train/{'n' * 100}2.txt"]
+    assert build_files(tmp_path / "out", write(tmp_path / "texts", names), options=()) == 0
+    assert len({entry.id for entry in read_index(tmp_path / "out" / "train").documents}) == 5
+
+
+@given(
+    num_files=st.integers(1, 60),
+    validation=st.integers(0, 50).map(lambda percent: percent / 100),
+    test=st.integers(0, 50).map(lambda percent: percent / 100),
+    seed=st.none() | st.integers(0, 3),
+)
+def test_fractions_of_files_are_exact_numbers(num_files: int, validation: float, test: float, seed: int | None) -> None:
+    names = [f"book {number}" for number in range(num_files)]
+    fractions = {"train": 1 - validation - test, "validation": validation, "test": test}
+    dealt = dealt_names(names, fractions, seed)
+    counts = Counter(dealt.values())
+    assert dealt.keys() == set(names)
+    for split in ("validation", "test"):
+        is_rest = split == "validation" and validation + test == 1  # nothing is for training
+        assert is_rest or abs(counts[split] - fractions[split] * num_files) <= 0.5 + 1e-9
+    assert dealt == dealt_names(names[::-1], fractions, seed)
+    more = dealt_names(names, {**fractions, "train": fractions["train"] / 2, "validation": validation}, seed)
+    assert {name for name in names if more[name] == "test"} == {name for name in names if dealt[name] == "test"}
+
+
+def test_several_sources_and_single_files_are_one_corpus(tmp_path: Path) -> None:
+    one, two = write(tmp_path / "one", ["a.txt", "b.txt"]), write(tmp_path / "two", ["c.txt"])
+    single = write(tmp_path / "three", ["d.txt"]) / "d.txt"
+    assert build_files(tmp_path / "out", one, two, single, options=("--test", "0.5")) == 0
+    assert sorted(title for split in titles(tmp_path / "out").values() for title in split) == ["a", "b", "c", "d"]
+
+
+def test_what_cannot_be_dealt_is_named(tmp_path: Path) -> None:
+    out, loose = tmp_path / "out", write(tmp_path / "texts", ["a.txt"])
+    for sources, options in (
+        ([write(tmp_path / "mixed", ["train/a.txt", "b.txt"])], ()),
+        ([loose], ("--test", "0.001")),
+        ([loose, write(tmp_path / "again", ["a.txt"])], SHARES),
+        ([write(tmp_path / "single", ["a.md"]) / "a.md"], SHARES),
+        ([write(tmp_path / "other", ["a.md"])], SHARES),
+        ([loose], ("--test", "0.5", "--validation", "0.5")),
+        ([loose], ("--test", "0.5", "--split-by-hash", "train=1")),
+    ):
+        build_refused("text", "--source", *sources, "--out", out, *options)
+    for shares in (("--test", "1"), ("--test", "x")):
+        with pytest.raises(SystemExit):
+            build_files(out, loose, options=shares)
