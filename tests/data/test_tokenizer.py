@@ -1,31 +1,49 @@
-"""Tokenizers are lossless, deterministic, and say where each token begins."""
+"""Tokenizers are lossless and deterministic, say where each token begins, and have the ids of the libraries."""
 
 from __future__ import annotations
 
 import io
 import json
 import random
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import sentencepiece
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.data.tokenizers.registry import load_tokenizer, save_tokenizer, train_sentencepiece
-from dist_mem.data.tokenizers.sentencepiece import SentencePieceTokenizer, sample_lines
+from dist_mem.data.tokenizers.byte_pairs import (
+    END_OF_TEXT,
+    BytePairTokenizer,
+    read_byte_pairs,
+    train_byte_pairs,
+    write_byte_pairs,
+)
+from dist_mem.data.tokenizers.fast import bos_token, fast_tokenizer
+from dist_mem.data.tokenizers.registry import KINDS, load_tokenizer, save_tokenizer, train_sentencepiece
+from dist_mem.data.tokenizers.sentencepiece import SentencePieceTokenizer, sample_lines, train_pieces
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
+from dist_mem.data.tokenizers.words import WordTokenizer, count_words
+from dist_mem.datasets.builder import build_dataset
+from dist_mem.datasets.source import SourceDocument
+from dist_mem.errors import UnusableError
+from tests.support.data_builders import documents_of
+from tests.support.limits import limit
 from tests.support.messages import refused
+from tests.support.paths import ROOT
 
 VOCAB_SIZE = 400
 AWKWARD = [
     *("\n", "\n\n\n", "  ", "a   b", "   x\n\n  y  ", "\t\t", "\r", "\r\n", "\0", "a\0b", "\u2581"),
     *(" \u2581 ", "\u2585", "<s>", "</s>", "<unk>", "<0x41>", "\u00e9\u4e2d\U0001f600", "e\u0301", "\ufeff"),
-    *("\u2028\x85\x0b\x0c", "2024"),
+    *("\u2028\x85\x0b\x0c", "2024", "it's I'LL", f"a{END_OF_TEXT}b", "  a  ", " \t\r\n"),
 ]
 WORDS = [
     *("the", "of", "and", "a", "house", "river", "mountain", "walked"),
@@ -38,6 +56,12 @@ def sentences(num: int = 200) -> list[str]:
     return [" ".join(draw.choices(WORDS, k=9)) + "." for _ in range(num)]
 
 
+def prose() -> list[str]:
+    draw = random.Random(0)
+    words = ["the", "of", "and", "a", "house", "river", "it's", "we'll", "went", "1999", "\u00c9mile", "\u4e2d"]
+    return [" ".join(draw.choices(words, k=12)) + draw.choice([".\n", "!\n\n", " "]) for _ in range(200)]
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tokenizer")
@@ -45,24 +69,37 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module", params=["sentencepiece", "bytes"])
-def tokenizer(request: pytest.FixtureRequest, trained: Path) -> Tokenizer:
-    return BytesTokenizer() if request.param == "bytes" else load_tokenizer(trained)
+@pytest.fixture(scope="module")
+def pairs() -> BytePairTokenizer:
+    return train_byte_pairs(prose(), vocab_size=300)
+
+
+@pytest.fixture(scope="module", params=["sentencepiece", "bytes", "gpt2"])
+def tokenizer(request: pytest.FixtureRequest, trained: Path, pairs: BytePairTokenizer) -> Tokenizer:
+    return {"sentencepiece": load_tokenizer(trained), "bytes": BytesTokenizer(), "gpt2": pairs}[request.param]
 
 
 def texts() -> st.SearchStrategy[str]:
     return st.lists(st.sampled_from([*AWKWARD, *sentences(3)]) | st.text(max_size=8), max_size=8).map("".join)
 
 
+def assert_lossless(tokenizer: Tokenizer, text: str) -> None:
+    """And ids take two bytes, and hold no BOS, which is decoded as nothing."""
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == tokenizer.decode([tokenizer.bos_id, *ids]) == text
+    assert ids.dtype == tokenizer.dtype == np.uint16
+    assert tokenizer.bos_id not in ids and all(ids < tokenizer.vocab_size)
+
+
 @settings(max_examples=200, deadline=None)
 @given(text=texts())
 def test_decode_undoes_encode(tokenizer: Tokenizer, text: str) -> None:
-    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert_lossless(tokenizer, text)
 
 
 def test_awkward_text_is_lossless_alone(tokenizer: Tokenizer) -> None:
     for text in ["", *AWKWARD]:
-        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert_lossless(tokenizer, text)
 
 
 @settings(max_examples=100, deadline=None)
@@ -78,18 +115,13 @@ def test_offsets_are_the_characters_that_hold_the_first_byte_of_each_token(token
     assert position == len(text.encode())
 
 
+@pytest.mark.parametrize("tokenizer", ["sentencepiece", "bytes"], indirect=True)
 def test_lines_are_encoded_one_by_one(tokenizer: Tokenizer) -> None:
+    """But by GPT-2's, which cuts a newline as the text after it says."""
     lines = [f"{line}\n" for line in sentences(20)]
     whole = tokenizer.encode("".join(lines))
     assert np.array_equal(whole, np.concatenate([tokenizer.encode(line) for line in lines]))
     assert all(piece == b"\n" for piece in tokenizer.pieces if b"\n" in piece)
-
-
-def test_ids_take_two_bytes_and_hold_no_bos_which_is_decoded_as_nothing(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("the river")
-    assert ids.dtype == tokenizer.dtype == np.uint16
-    assert tokenizer.bos_id not in ids and ids.max() < tokenizer.vocab_size
-    assert tokenizer.decode([tokenizer.bos_id, *ids]) == "the river"
 
 
 def test_a_trained_vocabulary_is_shorter_than_bytes(trained: Path) -> None:
@@ -104,13 +136,11 @@ def test_training_again_gives_the_same_bytes(trained: Path, tmp_path: Path) -> N
 
 
 def test_sampled_training_depends_on_its_seed_alone(tmp_path: Path) -> None:
-    fingerprints = [
-        train_sentencepiece(
-            sentences(), tmp_path / str(run), vocab_size=VOCAB_SIZE, max_sentences=20, seed=seed
-        ).fingerprint
-        for run, seed in enumerate((1, 1, 2))
-    ]
-    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+    def fingerprint(run: str, seed: int) -> str:
+        made = train_sentencepiece(sentences(), tmp_path / run, vocab_size=VOCAB_SIZE, max_sentences=20, seed=seed)
+        return made.fingerprint
+
+    assert fingerprint("a", 1) == fingerprint("b", 1) != fingerprint("c", 2)
 
 
 def test_long_lines_are_trained_on_too(tmp_path: Path) -> None:
@@ -128,7 +158,7 @@ def test_a_model_that_would_lose_text_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("vocab_size", "beyond"), [(9000, 1), (100, -1)])
-def test_a_vocabulary_of_the_wrong_size_is_refused_with_the_size_that_is_possible(
+def test_no_text_or_a_vocabulary_of_the_wrong_size_is_refused_with_the_size_that_is_possible(
     tmp_path: Path, vocab_size: int, beyond: int
 ) -> None:
     with refused(ValueError, "vocab_size") as refusal:
@@ -137,11 +167,11 @@ def test_a_vocabulary_of_the_wrong_size_is_refused_with_the_size_that_is_possibl
     assert train_sentencepiece(sentences(), tmp_path, vocab_size=possible).vocab_size == possible
     with pytest.raises(ValueError, match=f"possible value is {possible}"):
         train_sentencepiece(sentences(), tmp_path, vocab_size=possible + beyond)
-
-
-def test_no_text_is_refused(tmp_path: Path) -> None:
     with refused(ValueError):
         train_sentencepiece([], tmp_path)
+    for text, size in (("a", 256), ("ab ab", 5000)):
+        with refused(ValueError):
+            train_byte_pairs([text], vocab_size=size)
 
 
 @given(num_lines=st.integers(0, 30), max_lines=st.integers(1, 10), seed=st.integers(0, 5))
@@ -187,4 +217,204 @@ def test_a_damaged_tokenizer_is_refused_by_name(trained: Path, tmp_path: Path, d
     save_tokenizer(load_tokenizer(trained), tmp_path)
     DAMAGE[damage](tmp_path)
     with refused(ValueError, f"{tmp_path}/tokenizer."):
+        load_tokenizer(tmp_path)
+
+
+# GPT-2's byte pairs
+
+
+def test_without_the_library_an_error_names_the_extra_and_blames_no_file(
+    pairs: BytePairTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tokenizer(pairs, tmp_path)
+    write_byte_pairs(pairs, tmp_path)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    for read in (load_tokenizer, read_byte_pairs):
+        with refused(UnusableError, "dist-mem[hf]") as caught:
+            read(tmp_path)
+        assert str(tmp_path) not in str(caught.value)
+
+
+def test_ids_are_those_of_the_library_and_of_transformers(tmp_path: Path, pairs: BytePairTokenizer) -> None:
+    """Read back from vocab.json and merges.txt by its own byte-level BPE; merges are used, and newlines seen whole."""
+    write_byte_pairs(pairs, tmp_path)
+    theirs = tokenizers.ByteLevelBPETokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
+    for text in [*AWKWARD, *prose(), "".join(prose())]:
+        assert pairs.encode(text).tolist() == theirs.encode(text).ids
+    assert len(pairs.encode(" the house")) == 2
+    gpt2 = pytest.importorskip("transformers", reason="transformers is not installed").GPT2Tokenizer
+    theirs = gpt2.from_pretrained(tmp_path)
+    for text in [text for text in AWKWARD if END_OF_TEXT not in text] + prose():
+        assert pairs.encode(text).tolist() == theirs(text)["input_ids"]
+    assert theirs.bos_token_id == pairs.bos_id == pairs.vocab_size - 1
+
+
+def test_both_layouts_and_the_data_directory_hold_the_same_tokenizer(tmp_path: Path, pairs: BytePairTokenizer) -> None:
+    two, one, kept = tmp_path / "two", tmp_path / "one", tmp_path / "kept"
+    for folder in (two, one):
+        folder.mkdir()
+    write_byte_pairs(pairs, two)
+    library = tokenizers.ByteLevelBPETokenizer(str(two / "vocab.json"), str(two / "merges.txt"))
+    library.add_special_tokens([END_OF_TEXT])
+    library.save(str(one / "tokenizer.json"))
+    save_tokenizer(pairs, kept, recipe="test")
+    found = [read_byte_pairs(two), read_byte_pairs(one), load_tokenizer(kept)]
+    assert {other.fingerprint for other in found} == {pairs.fingerprint}
+    assert (kept / "tokenizer.bpe.json").read_bytes() == pairs.content()
+    other = train_byte_pairs(prose()[:50], vocab_size=300)
+    assert other.fingerprint != pairs.fingerprint
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "Lowercase"}},
+        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}},
+        {"pre_tokenizer": {"type": "Whitespace"}},
+        {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}},
+        {"model": {"type": "BPE"}},
+    ],
+)
+def test_other_tokenizers_are_refused(tmp_path: Path, pairs: BytePairTokenizer, change: dict[str, object]) -> None:
+    write_byte_pairs(pairs, tmp_path)
+    library = tokenizers.ByteLevelBPETokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
+    parts = json.loads(library.to_str())
+    for name in ("vocab.json", "merges.txt"):
+        (tmp_path / name).unlink()
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**parts, **change}), encoding="utf-8")
+    with refused(ValueError, tmp_path):
+        read_byte_pairs(tmp_path)
+
+
+def test_a_folder_without_a_tokenizer_and_a_token_outside_of_the_alphabet_are_named(
+    tmp_path: Path, pairs: BytePairTokenizer
+) -> None:
+    """As in GPT-NeoX's tokenizer, which adds tokens of several spaces."""
+    with refused(ValueError, "vocab.json", "merges.txt", "tokenizer.json"):
+        read_byte_pairs(tmp_path)
+    write_byte_pairs(pairs, tmp_path)
+    vocabulary = json.loads((tmp_path / "vocab.json").read_text(encoding="utf-8"))
+    (tmp_path / "vocab.json").write_text(json.dumps({**vocabulary, "  ": len(vocabulary)}), encoding="utf-8")
+    with refused(ValueError):
+        read_byte_pairs(tmp_path)
+
+
+def test_the_command_trains_and_a_dataset_is_built_with_it(tmp_path: Path) -> None:
+    """By two worker processes; what is in the shards decodes to the texts."""
+    texts = ["".join(prose()[number::4]) for number in range(4)]
+    folder, trained = tmp_path / "texts", tmp_path / "tok"
+    folder.mkdir()
+    for number, text in enumerate(texts):
+        (folder / f"{number}.txt").write_text(text, encoding="utf-8")
+    program = [sys.executable, "-m", "dist_mem.datasets.gpt2_tokenizer", str(folder), "--train"]
+    command = [*program, "--vocab-size", "300", "--out", str(trained)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit(120))
+    assert done.returncode == 0, done.stderr
+    assert "300 tokens" in done.stdout
+    documents = [SourceDocument(str(number), "t", folder / f"{number}.txt") for number in range(4)]
+    build_dataset({"test": documents}, tmp_path / "data", name="x", tokenizer_from=trained, workers=2)
+    assert [document.text for document in documents_of(tmp_path / "data", "test")] == texts
+
+
+# Fast tokenizers
+
+
+LINES = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+MAKE: dict[str, Callable[[], Tokenizer]] = {
+    "bytes": BytesTokenizer,
+    "words": lambda: count_words(LINES, max_words=200),
+    "gpt2": lambda: train_byte_pairs(LINES, vocab_size=600),
+    "sentencepiece": lambda: train_pieces(LINES, vocab_size=600),
+}
+
+
+def many_texts() -> Iterator[str]:
+    """Pages, random texts of few letters, and every character of the Basic Multilingual Plane that UTF-8 has."""
+    yield from ["", "\n".join(LINES), "<s> </s> <unk> <0x41> <eos> <|endoftext|> \u2581\u2581 \U0001f600 \x00"]
+    yield " ".join(f"a{chr(code)}b" for code in range(0x10000) if not 0xD800 <= code < 0xE000)
+    draw = random.Random(0)
+    for letters in ("ab ", "aab\n ", "the memory \n", "aaaa", " \t\n\r\x0b\x1c\x85\u2028ab", "\u00e9\u2581 <s>x"):
+        yield from ("".join(draw.choices(letters, k=draw.randint(0, 60))) for _ in range(50))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_and_texts_are_those_of_the_tokenizer(kind: str) -> None:
+    tokenizer = MAKE[kind]()
+    fast = fast_tokenizer(tokenizer, adds_bos=True)
+    fast.encode_special_tokens = True  # as with `split_special_tokens` in tokenizer_config.json
+    assert fast_tokenizer(tokenizer, adds_bos=False).encode("a").ids == tokenizer.encode("a").tolist()
+    for text in many_texts():
+        ids = tokenizer.encode(text).tolist()
+        assert fast.encode(text).ids == [tokenizer.bos_id, *ids], text
+        assert fast.decode(ids) == tokenizer.decode(ids)
+
+
+def test_words_that_a_vocabulary_lacks_are_an_error_there_too_and_bos_is_no_word() -> None:
+    tokenizer = WordTokenizer(["<s>", "a"])
+    fast = fast_tokenizer(tokenizer, adds_bos=True)
+    assert bos_token(tokenizer) == "<<s>>"
+    assert fast.encode("a <s>").ids == [2, 1, 0]
+    with refused(Exception):
+        fast.encode("b")
+
+
+def test_a_unigram_model_is_refused() -> None:
+    with refused(ValueError):
+        fast_tokenizer(train_pieces(LINES, vocab_size=500, model_type="unigram"), adds_bos=True)
+
+
+# One token a word
+
+
+TEXT = " = One = \n \n the cat and the dog <unk> \n"
+
+
+def test_lines_end_in_eos_and_decoding_gives_the_words_back() -> None:
+    tokenizer = count_words(TEXT.splitlines())
+    assert tokenizer.words[:3] == ["<eos>", "=", "the"]  # the most frequent first, equal ones as they first appear
+    tokens = tokenizer.encode(TEXT)
+    assert [tokenizer.words[token] for token in tokens] == TEXT.replace("\n", " <eos> ").split()
+    assert tokenizer.decode(tokens).split() == TEXT.split()
+    assert tokenizer.decode(tokens).count("\n") == TEXT.count("\n")
+    assert tokenizer.vocab_size == tokenizer.bos_id + 1
+
+
+@pytest.mark.parametrize("text", [TEXT, "", "a\u00c9 \n\n b", "\n a"])
+def test_offsets_are_where_the_words_begin(text: str) -> None:
+    tokenizer = count_words([*text.splitlines(), "<unk>"])
+    tokens, starts = tokenizer.encode_with_offsets(text)
+    assert np.array_equal(tokens, tokenizer.encode(text))
+    for token, start in zip(tokens, starts, strict=True):
+        word = tokenizer.words[token]
+        assert text[start:].startswith("\n" if word == "<eos>" else word)
+
+
+def test_other_words_are_unknown() -> None:
+    tokenizer = WordTokenizer(["a", "<unk>"])
+    assert tokenizer.encode("a b\na").tolist() == [0, 1, 0]
+    with refused(ValueError):
+        WordTokenizer(["a"]).encode("a b")
+
+
+def test_a_vocabulary_has_room_for_a_word_beside_line_ends_and_the_unknown() -> None:
+    lines = ["a a a b b c d e"]
+    assert count_words(lines, max_words=3).words == ["<unk>", "a", "<eos>"]
+    assert count_words(lines, max_words=4).words == ["a", "<unk>", "b", "<eos>"], "rare words share one token"
+    for max_words in (2, -1):
+        with refused(ValueError, f"max_words is {max_words}"):
+            count_words(lines, max_words=max_words)
+
+
+@pytest.mark.parametrize("words", [["a", "a"], ["a b"], [""]])
+def test_what_is_no_vocabulary_is_refused(words: list[str]) -> None:
+    with refused(ValueError):
+        WordTokenizer(words)
+
+
+def test_a_data_directory_keeps_it(tmp_path: Path) -> None:
+    tokenizer = count_words(TEXT.splitlines())
+    save_tokenizer(tokenizer, tmp_path)
+    assert load_tokenizer(tmp_path).fingerprint == tokenizer.fingerprint
+    (tmp_path / "tokenizer.words").write_text("other\n")
+    with refused(ValueError):
         load_tokenizer(tmp_path)
