@@ -1,9 +1,9 @@
-"""Data at a URL is the same as local data, and fetched once a node; only what has changed is fetched again."""
+"""Data at a URL is the same as local data, fetched once a node, and gives training, evaluation and checks the same."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +19,17 @@ from dist_mem.data.segments import read_lane
 from dist_mem.data.shard import Index, check_document, fetch_shards, read_index, read_tokens
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.errors import UnusableError
+from dist_mem.evaluation import evaluate
 from dist_mem.runtime import extras
 from dist_mem.runtime.distributed import World
+from dist_mem.runtime.network_interface import free_port
+from tests.support.faults import flip
 from tests.support.file_server import SHARD, FileServer, opened
+from tests.support.jobs import build_books, checkpoint_content, difference, losses, run_ranks, train_here, write_config
 from tests.support.lane_corpus import BOS, LAYOUTS, LENGTHS, SEG_LEN, make_split
 from tests.support.limits import wait_until
 from tests.support.messages import refused, said
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, launcher_environment
 
 pytestmark = [pytest.mark.servers, pytest.mark.ranks]
 
@@ -41,13 +45,9 @@ def test_remote_documents_equal_local_ones(server: FileServer, data: DataConfig)
         assert np.array_equal(read_tokens(index, document), read_tokens(local, document))
     assert open_tokenizer(data).fingerprint == BytesTokenizer().fingerprint
     assert set(server.asked.values()) == {1}
-
-
-def test_a_second_start_fetches_only_what_may_have_changed(server: FileServer, data: DataConfig) -> None:
-    fetch_shards(opened(data))
     server.asked.clear()
     fetch_shards(opened(data))
-    assert server.asked == {"tokenizer.json": 1, "train/index.json": 1}
+    assert server.asked == {"tokenizer.json": 1, "train/index.json": 1}, "only what may have changed"
 
 
 def read_everything(world: World, data: DataConfig) -> list[int]:
@@ -88,9 +88,7 @@ def test_an_index_that_changed_on_the_server_alone_is_noticed(server: FileServer
 def test_a_tar_damaged_in_the_cache_is_fetched_again(server: FileServer, data: DataConfig) -> None:
     fetch_shards(opened(data))
     path = local_dir(data) / SHARD
-    content = bytearray(path.read_bytes())
-    content[1000] ^= 1
-    path.write_bytes(content)
+    flip(path, 1000)
     fetch_shards(opened(data))
     assert path.read_bytes() == (server.root / SHARD).read_bytes()
     assert server.asked[SHARD] == 2
@@ -162,3 +160,91 @@ def test_what_of_a_url_is_used_and_shown_and_directories_are_none(tmp_path: Path
     assert local_dir(DataConfig(path=secret, cache=cache)) == local_dir(DataConfig(path="http://host", cache=cache))
     assert not any(map(is_remote, ["data/sample", "/data/a:b", "./x//y", "C:/books"]))
     assert all(map(is_remote, ["http://h/d", "s3://b/d", "hf://datasets/a/b", "pipe:cat {}", "PIPE:x"]))
+
+
+# Whole commands
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Iterator[FileServer]:
+    """The books of jobs.py, each in a tar of its own."""
+    found = FileServer(build_books(tmp_path, max_shard_bytes=1))
+    yield found
+    found.close()
+
+
+def second_book(data: Path) -> tuple[str, int]:
+    """The tar of a book that no lane begins with, and the steps before one opens it."""
+    index = read_index(data / "train")
+    lengths = [entry.num_tokens for entry in index.documents]
+    plan = DocumentPlan(lengths, num_lanes=8, seg_len=16, seed=0)
+    lanes = [plan.documents(0, lane) for lane in range(8)]
+    steps, number = min((-(-lengths[books[0]] // 16), books[1]) for books in lanes if len(books) > 1)
+    return index.documents[number].shard, steps
+
+
+def test_a_job_stopped_by_a_missing_shard_ends_in_the_bits_of_a_local_one(
+    shelf: FileServer, tmp_path: Path, rank_pool: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing, step = second_book(shelf.root)
+    remote_data = {"path": shelf.url, "cache": str(tmp_path / "cache")}
+    changes = {"train": {"steps": step + 6}, "eval": {"every": step + 3}}
+    local = write_config(tmp_path / "local.yaml", shelf.root, tmp_path / "runs" / "local", changes)
+    remote = write_config(
+        tmp_path / "remote.yaml", Path(), tmp_path / "runs" / "remote", changes, {"data": remote_data}
+    )
+    assert rank_pool(2).run(train_here, local) == [0, 0]
+
+    shelf.faults[f"train/{missing}"] = [404]
+    codes, text = run_ranks(["train", str(remote)], world_size=2, cwd=tmp_path)
+    assert codes == [2, 2], text
+    assert text.count(f"{shelf.url}/train/{missing}: HTTP status 404; check the address") == 1
+    checkpoints = tmp_path / "runs" / "remote" / "checkpoints"
+    assert (checkpoints / f"step-{step:08d}" / "manifest.json").exists()
+
+    shelf.faults.clear()
+    assert rank_pool(2).run(train_here, remote) == [0, 0]
+    last = f"step-{step + 6:08d}"
+    expected = checkpoint_content(tmp_path / "runs" / "local" / "checkpoints" / last)
+    assert difference(checkpoint_content(checkpoints / last), expected) is None
+    assert losses(tmp_path / "runs" / "remote") == losses(tmp_path / "runs" / "local")
+    assert {count for name, count in shelf.asked.items() if name.endswith(".tar") and missing not in name} == {1}
+
+    for name, value in launcher_environment(0, 1, free_port()).items():
+        monkeypatch.setenv(name, value)  # else the evaluation here would set them, for all tests after it
+    quiet = ["tracking.mlflow=false", "data.path=" + shelf.url]
+    assert evaluate.run(tmp_path / "runs" / "local", split="test", overrides=[*quiet, f"data.cache={tmp_path}"]) == 0
+    assert evaluate.run(tmp_path / "runs" / "remote", split="test", overrides=quiet) == 0
+    first, second = (next(run.glob("evaluations/*.csv")).read_bytes() for run in (tmp_path / "runs").iterdir())
+    assert first == second
+
+
+def test_check_says_what_is_at_a_url(shelf: FileServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = [
+        f"data.path={shelf.url}",
+        f"data.cache={tmp_path / 'cache'}",
+        "train.steps=1",
+        "train.global_batch_size=8",
+    ]
+    assert main(["train", "--check", *data]) == 0
+    assert f"{shelf.url}, train: 12 documents" in capsys.readouterr().out
+    shelf.faults["train/index.json"] = [404]
+    assert main(["train", "--check", *data]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {shelf.url}/train/index.json: HTTP status 404")
+
+
+def test_verify_fetches_and_looks_at_every_byte(
+    shelf: FileServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["data", "verify", shelf.url, "--cache", str(tmp_path / "cache")]
+    assert main(command) == 0
+    assert capsys.readouterr().out == f"{shelf.url}: all is well\n"
+    damaged = next((shelf.root / "test").glob("*.tar"))
+    flip(damaged, 1000)
+    next(tmp_path.glob(f"cache/*/test/{damaged.name}")).unlink()
+    assert main(command) == 1
+    reported = capsys.readouterr().err
+    assert reported.startswith(f"test/{damaged.name}: {shelf.url}/test/{damaged.name} has sha256 ")
+    shelf.faults["train/index.json"] = [404]
+    assert main([*command, "--split", "validation"]) == 0
+    assert main([*command, "--split", "train"]) == 1

@@ -6,6 +6,7 @@ import shutil
 import ssl
 import stat
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -41,16 +42,10 @@ def write_netrc(home: Path, text: str, mode: int = stat.S_IRUSR | stat.S_IWUSR) 
 
 
 @pytest.fixture
-def plain(server: FileServer) -> FileServer:
-    return server
-
-
-@pytest.fixture
-def secure(plain: FileServer, tmp_path: Path) -> Iterator[FileServer]:
+def secure(server: FileServer, tmp_path: Path) -> Iterator[FileServer]:
     """The same files over https."""
-    server = FileServer(plain.root, certificate=tmp_path / "server.pem")
-    yield server
-    server.close()
+    with closing(FileServer(server.root, certificate=tmp_path / "server.pem")) as found:
+        yield found
 
 
 def data_at(url: str, tmp_path: Path) -> DataConfig:
@@ -58,13 +53,13 @@ def data_at(url: str, tmp_path: Path) -> DataConfig:
 
 
 def test_a_login_and_a_query_of_an_address_are_sent_and_not_shown(
-    plain: FileServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    server: FileServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    data = data_at(plain.url.replace("//", "//ada:s3cret@") + "?signature=0123abc", tmp_path)
+    data = data_at(server.url.replace("//", "//ada:s3cret@") + "?signature=0123abc", tmp_path)
     index = opened(data)
-    assert plain.credentials == {LOGIN}
-    for fault in (500, "cut", 404, f"{plain.url}:x/?signature=0123abc"):
-        plain.faults[SHARD] = [fault]
+    assert server.credentials == {LOGIN}
+    for fault in (500, "cut", 404, f"{server.url}:x/?signature=0123abc"):
+        server.faults[SHARD] = [fault]
         with pytest.raises(RemoteError) as caught:
             fetch_shards(index)
         index = opened(data)
@@ -72,52 +67,47 @@ def test_a_login_and_a_query_of_an_address_are_sent_and_not_shown(
         assert SHARD in shown and "s3cret" not in shown and "0123abc" not in shown
 
 
-def test_https_is_not_followed_to_http(plain: FileServer, secure: FileServer, tmp_path: Path) -> None:
-    secure.faults["tokenizer.json"] = [f"{plain.url}/tokenizer.json"]
+def test_https_is_not_followed_to_http(server: FileServer, secure: FileServer, tmp_path: Path) -> None:
+    secure.faults["tokenizer.json"] = [f"{server.url}/tokenizer.json"]
     with refused(RemoteError, f"{secure.url}/tokenizer.json"):
         refresh(data_at(secure.url, tmp_path), [])
-    assert not plain.asked
+    assert not server.asked
     assert secure.asked["tokenizer.json"] == 1  # the same answer each time
-    plain.faults["tokenizer.json"] = [f"{secure.url}/elsewhere/tokenizer.json"]
+    server.faults["tokenizer.json"] = [f"{secure.url}/elsewhere/tokenizer.json"]
     secure.faults["elsewhere/tokenizer.json"] = ["none"]
-    shutil.copytree(plain.root, plain.root / "elsewhere")
-    refresh(data_at(plain.url, tmp_path), [])  # from http to https there is nothing to lose
+    shutil.copytree(server.root, server.root / "elsewhere")
+    refresh(data_at(server.url, tmp_path), [])  # from http to https there is nothing to lose
 
 
 @pytest.mark.parametrize("scheme", ["file", "ftp"])
 def test_a_server_sends_nobody_to_other_protocols(
-    plain: FileServer, secure: FileServer, tmp_path: Path, scheme: str
+    server: FileServer, secure: FileServer, tmp_path: Path, scheme: str
 ) -> None:
-    for server in (plain, secure):
-        server.faults["tokenizer.json"] = [f"{scheme}://127.0.0.1{plain.root}/tokenizer.json"]
-        with refused(RemoteError, f"{server.url}/tokenizer.json", f"{scheme}:"):
-            refresh(data_at(server.url, tmp_path), [])
-
-
-def test_netrc_is_for_its_own_host_over_https(plain: FileServer, secure: FileServer, tmp_path: Path) -> None:
-    fetch_shards(opened(data_at(secure.url, tmp_path)))
-    assert secure.credentials == {LOGIN}
-    opened(data_at(plain.url, tmp_path))
-    assert plain.credentials == {None}
+    for each in (server, secure):
+        each.faults["tokenizer.json"] = [f"{scheme}://127.0.0.1{server.root}/tokenizer.json"]
+        with refused(RemoteError, f"{each.url}/tokenizer.json", f"{scheme}:"):
+            refresh(data_at(each.url, tmp_path), [])
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["machine elsewhere.example login ada password s3cret\n", "default login ada password s3cret\n"],
+    ("machine", "sent"), [("machine 127.0.0.1", LOGIN), ("machine elsewhere.example", None), ("default", None)]
 )
-def test_netrc_of_another_host_stays_here(secure: FileServer, tmp_path: Path, text: str) -> None:
-    write_netrc(tmp_path, text)
-    opened(data_at(secure.url, tmp_path))
-    assert secure.credentials == {None}
+def test_netrc_is_for_its_own_host_over_https(
+    server: FileServer, secure: FileServer, tmp_path: Path, machine: str, sent: str | None
+) -> None:
+    write_netrc(tmp_path, f"{machine} login ada password s3cret\n")
+    for each, expected in ((secure, sent), (server, None)):
+        fetch_shards(opened(data_at(each.url, tmp_path)))
+        assert each.credentials == {expected}
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 @pytest.mark.parametrize("how", ["netrc", "address"])
 def test_a_redirect_takes_no_credentials_elsewhere(
-    plain: FileServer, secure: FileServer, tmp_path: Path, host: str, how: str
+    server: FileServer, secure: FileServer, tmp_path: Path, host: str, how: str
 ) -> None:
     """To another host, and to another port of the same one, which may be another user's."""
-    other = FileServer(plain.root, certificate=tmp_path / "server.pem")
+    other = FileServer(server.root, certificate=tmp_path / "server.pem")
     url = other.url.replace("127.0.0.1", host)
     write_netrc(tmp_path, "".join(f"machine {name} login ada password s3cret\n" for name in ("127.0.0.1", "localhost")))
     secure.faults["tokenizer.json"] = [f"{url}/tokenizer.json"]
@@ -138,16 +128,16 @@ def test_an_unfit_netrc_is_named_and_not_shown(secure: FileServer, tmp_path: Pat
 
 @pytest.mark.parametrize("name", [SHARD, "tokenizer.json", "train/index.json"])
 def test_a_body_ends_where_it_may_be_no_longer(
-    plain: FileServer, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    server: FileServer, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(directory, "METADATA_BYTES", 2**20)
-    data = data_at(plain.url, tmp_path)
+    data = data_at(server.url, tmp_path)
     size = 10_240 if name == SHARD else 2**20
-    plain.faults[name] = ["endless"]
-    with refused(RemoteError, f"{plain.url}/{name}", f"{size:,}"):
+    server.faults[name] = ["endless"]
+    with refused(RemoteError, f"{server.url}/{name}", f"{size:,}"):
         fetch_shards(opened(data))
-    assert plain.asked[name] == 2
-    assert plain.num_sent < ENDLESS_BYTES / 4
+    assert server.asked[name] == 2
+    assert server.num_sent < ENDLESS_BYTES / 4
     assert not list(local_dir(data).rglob("*.partial"))
 
 
@@ -158,13 +148,6 @@ def test_a_certificate_of_nobody_we_trust_is_refused(
     with refused(RemoteError, f"{secure.url}/tokenizer.json", "certificate"):
         refresh(data_at(secure.url, tmp_path), [])
     assert not secure.asked
-
-
-@pytest.mark.parametrize("scheme", ["s3", "gs"])
-def test_a_bucket_takes_no_password(tmp_path: Path, scheme: str) -> None:
-    with refused(RemoteError, f"{scheme}://bucket/books/tokenizer.json") as caught:
-        refresh(data_at(f"{scheme}://ada:s3cret@bucket/books", tmp_path), [])
-    assert "s3cret" not in str(caught.value)
 
 
 @pytest.fixture
@@ -198,7 +181,15 @@ def test_a_hub_that_cannot_be_reached_is_asked_again_and_named(hub: FileServer, 
         refresh(data_at("hf://datasets/ada/books", tmp_path), [])
 
 
-@pytest.mark.parametrize("path", ["hf://x", "hf://", "hf://buckets/ada/books", "hf://datasets/ada"])
-def test_an_address_that_is_none_of_a_hub_is_named(tmp_path: Path, path: str) -> None:
-    with refused(RemoteError, "tokenizer.json"):
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        *((path, "tokenizer.json") for path in ("hf://x", "hf://", "hf://buckets/ada/books", "hf://datasets/ada")),
+        ("s3://ada:s3cret@bucket/books", "s3://bucket/books/tokenizer.json"),
+        ("gs://ada:s3cret@bucket/books", "gs://bucket/books/tokenizer.json"),
+    ],
+)
+def test_an_address_of_no_hub_or_a_bucket_with_a_password_is_named(tmp_path: Path, path: str, named: str) -> None:
+    with refused(RemoteError, named) as caught:
         refresh(data_at(path, tmp_path), [])
+    assert "s3cret" not in str(caught.value)

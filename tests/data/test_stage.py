@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -26,7 +25,7 @@ from dist_mem.data.verify import verify_dataset
 from dist_mem.errors import RunError
 from dist_mem.runtime.distributed import World
 from tests.support.faults import flip, small_disk
-from tests.support.file_server import FileServer
+from tests.support.file_server import FileServer, start_fetch
 from tests.support.jobs import build_books, checkpoint_content, difference, losses, train_here, write_config
 from tests.support.limits import limit, wait_until
 from tests.support.messages import refused
@@ -108,11 +107,9 @@ def test_the_usual_places_are_the_temporary_directory_and_shared_memory(
     books: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "job"))
-    found = {
-        kind: open_index(DataConfig(path=str(books), stage=kind), "train").split_dir for kind in ("node", "memory")
-    }
-    assert found["node"].is_relative_to(tmp_path / "job" / f"dist_mem-{UID}")
-    assert found["memory"].is_relative_to(f"/dev/shm/dist_mem-{UID}")
+    for kind, place in (("node", tmp_path / "job"), ("memory", "/dev/shm")):
+        found = open_index(DataConfig(path=str(books), stage=kind), "train").split_dir
+        assert found.is_relative_to(f"{place}/dist_mem-{UID}")
     assert not (tmp_path / "job").exists(), "a look at the index, as --check takes it, leaves nothing on the node"
     monkeypatch.delenv("TMPDIR")
     assert open_index(DataConfig(path=str(books), stage="node"), "train").split_dir.is_relative_to("/tmp")
@@ -125,18 +122,6 @@ def test_a_folder_into_which_others_can_write_is_refused(books: Path, tmp_path: 
     root.chmod(mode)
     with pytest.raises(RemoteError, match=f"node {socket.gethostname()}: {root} must be a folder of this user"):
         fill(staging(books, tmp_path))
-
-
-COPY = (
-    "import sys; from dist_mem.config import DataConfig; from dist_mem.data.directory import open_index;"
-    "from dist_mem.data.shard import fetch_shards;"
-    "fetch_shards(open_index(DataConfig(path=sys.argv[1], stage='node', stage_dir=sys.argv[2]), 'train'))"
-)
-
-
-def start_copy(path: str, tmp_path: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", COPY, path, str(tmp_path / "node")]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
 def stop_the_copying(books: Path) -> tuple[Path, bytes]:
@@ -158,7 +143,7 @@ def holds_open(process: subprocess.Popen[str], suffix: str) -> bool:
 
 def test_one_process_of_a_node_copies_and_the_others_wait(books: Path, tmp_path: Path) -> None:
     stuck, content = stop_the_copying(books)
-    processes = [start_copy(str(books), tmp_path) for _ in range(3)]
+    processes = [start_fetch(staging(books, tmp_path)) for _ in range(3)]
     try:
         for process in processes:
             wait_until(partial(holds_open, process, ".lock"), "a process that copies, or waits for it")
@@ -176,7 +161,7 @@ def test_one_process_of_a_node_copies_and_the_others_wait(books: Path, tmp_path:
 def test_a_copy_torn_by_a_kill_is_finished(books: Path, tmp_path: Path) -> None:
     index = open_index(DataConfig(path=str(books)), "train")
     stuck, content = stop_the_copying(books)
-    process = start_copy(str(books), tmp_path)
+    process = start_fetch(staging(books, tmp_path))
     target = open_index(staging(books, tmp_path), "train").split_dir
     try:
         wait_until(lambda: len(list(target.glob("*.tar"))) == len(index.shards) - 1, "all tars but one")
@@ -216,8 +201,7 @@ def test_a_tar_that_somebody_cleans_away_in_mid_run_is_copied_again(books: Path,
 
 @pytest.mark.servers
 def test_what_is_at_a_url_goes_through_the_cache_to_the_node(books: Path, tmp_path: Path) -> None:
-    server = FileServer(books)
-    try:
+    with closing(FileServer(books)) as server:
         data = staging(server.url, tmp_path, cache=tmp_path / "cache")
         refresh(data, ["train"])
         folder = fill(data)
@@ -225,8 +209,6 @@ def test_what_is_at_a_url_goes_through_the_cache_to_the_node(books: Path, tmp_pa
         shutil.rmtree(folder)
         assert fill(data) == folder
         assert {count for name, count in server.asked.items() if name.endswith(".tar")} == {1}
-    finally:
-        server.close()
 
 
 def test_a_source_that_cannot_be_written_will_do(books: Path, tmp_path: Path) -> None:
@@ -236,7 +218,7 @@ def test_a_source_that_cannot_be_written_will_do(books: Path, tmp_path: Path) ->
         assert verify_dataset(fill(staging(disk / "books", tmp_path))) == []
 
 
-def stage_rank(world: World, data: DataConfig, others: dict[int, DataConfig], patience: float) -> str:
+def stage_rank(world: World, data: DataConfig, others: dict[int, DataConfig], patience: float = 20.0) -> str:
     """What a rank says when it copies; `others` are the ranks with data of their own."""
     stage.ROUND_SECONDS = patience
     try:
@@ -252,14 +234,14 @@ def test_a_damaged_source_is_refused_on_all_ranks_by_name(
     tar = sorted((books / "train").glob("*.tar"))[4]
     flip(tar, 700)
     data = staging(books, tmp_path)
-    reported = rank_pool(2).run(stage_rank, data, {}, 20.0)
+    reported = rank_pool(2).run(stage_rank, data, {})
     assert all(f"{tar} has" in text and "but index.json says" in text for text in reported), reported
     assert not list(tmp_path.glob("node/*/*/whole.json"))
     flip(tar, 700)
-    assert rank_pool(2).run(stage_rank, data, {}, 20.0) == ["", ""]
+    assert rank_pool(2).run(stage_rank, data, {}) == ["", ""]
     tar.unlink()
     shutil.rmtree(tmp_path / "node")
-    reported = rank_pool(2).run(stage_rank, data, {}, 20.0)
+    reported = rank_pool(2).run(stage_rank, data, {})
     assert all(f"{tar} is missing: build (--overwrite) or copy it again" in text for text in reported), reported
 
 
@@ -269,7 +251,7 @@ def test_a_full_node_stops_all_ranks_and_is_named(
     needed = sum(shard.bytes for shard in open_index(DataConfig(path=str(books)), "train").shards)
     with small_disk(tmp_path / "small", f"size={stage.SPARE_BYTES}") as small:
         full = DataConfig(path=str(books), stage="node", stage_dir=str(small))
-        reported = rank_pool(2).run(stage_rank, staging(books, tmp_path), {1: full}, 20.0)
+        reported = rank_pool(2).run(stage_rank, staging(books, tmp_path), {1: full})
         assert not list(small.rglob("*.tar"))
     for text in reported:
         assert f"node {socket.gethostname()}: {small}" in text

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import ssl
+import subprocess
+import sys
 import threading
 import urllib.parse
 from collections import Counter, defaultdict
@@ -133,6 +136,17 @@ def opened(data: DataConfig) -> Index:
     """Open the training split as a job does."""
     refresh(data, ["train"])
     return open_index(data, "train")
+
+
+def start_fetch(data: DataConfig) -> subprocess.Popen[str]:
+    """Start a process that fetches the training split."""
+    code = (
+        "import json, sys; from dist_mem.config import DataConfig; from dist_mem.data.directory import open_index;"
+        "from dist_mem.data.shard import fetch_shards;"
+        "fetch_shards(open_index(DataConfig(**json.loads(sys.argv[1])), 'train'))"
+    )
+    keys = {key: getattr(data, key) for key in ("path", "cache", "stage", "stage_dir")}
+    return subprocess.Popen([sys.executable, "-c", code, json.dumps(keys)], stderr=subprocess.PIPE, text=True)
 
 
 def be_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
