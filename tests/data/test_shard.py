@@ -1,11 +1,13 @@
-"""Shards: what is written is what is read, in place, by us and by a bare webdataset."""
+"""Shards and their index: what is written is what is read, in place, and what is not as it was written is refused."""
 
 from __future__ import annotations
 
 import gc
+import hashlib
 import io
 import json
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,16 @@ import pytest
 import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
+from dist_mem.data.index import (
+    DOCUMENTS_NAME,
+    INDEX_NAME,
+    MAX_INDEX_BYTES,
+    fingerprint_of,
+    write_index,
+)
+from dist_mem.data.plan import DocumentPlan
 from dist_mem.data.shard import (
     Index,
     ShardError,
@@ -27,6 +38,7 @@ from dist_mem.data.shard import (
     read_tokens,
     write_split,
 )
+from tests.support.faults import flip
 from tests.support.messages import refused
 
 LENGTHS = [40, 0, 1, 300, 7, 1000, 2]
@@ -127,7 +139,9 @@ def test_writing_again_gives_the_same_bytes_and_leaves_nothing_else(tmp_path: Pa
     first = write(make_documents(), tmp_path / "a", max_shard_bytes=SHARD_BYTES)
     write(make_documents(), tmp_path / "b", max_shard_bytes=1)  # more tars, which the next call replaces
     second = write(make_documents(), tmp_path / "b", max_shard_bytes=SHARD_BYTES)
-    assert first.fingerprint == second.fingerprint
+    renamed = [replace(make_documents()[0], title="another"), *make_documents()[1:]]
+    other = write(renamed, tmp_path / "c", max_shard_bytes=SHARD_BYTES)
+    assert first.fingerprint == second.fingerprint != other.fingerprint
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
@@ -141,12 +155,6 @@ def test_totals_count_every_document_and_official_words_come_first(tmp_path: Pat
     assert index.num_words == index.counted_words == num_words
     index = write(make_documents(), tmp_path, official_words=12_345)
     assert read_index(tmp_path) == index and (index.num_words, index.counted_words) == (12_345, num_words)
-
-
-def test_the_index_tells_datasets_apart(tmp_path: Path) -> None:
-    documents = make_documents()
-    renamed = [replace(documents[0], title="another"), *documents[1:]]
-    assert write(documents, tmp_path / "a").fingerprint != write(renamed, tmp_path / "b").fingerprint
 
 
 @pytest.mark.parametrize("name", ["", "10.5", "a/b", "a\\b", "a\nb", "caf\u00e9", "x" * 81])
@@ -175,10 +183,151 @@ def test_an_id_that_comes_twice_is_refused_and_an_interrupted_rewrite_leaves_no_
 @pytest.mark.parametrize("kind", ["tokens", "mask", "recall"])
 def test_a_flipped_bit_in_any_array_is_found_by_its_document(tmp_path: Path, kind: str) -> None:
     index = write(make_documents(), tmp_path)
-    tar = tmp_path / "tiny-train-00000.tar"
-    content = bytearray(tar.read_bytes())
-    content[getattr(index.documents[0], f"{kind}_offset") + 5] ^= 1
-    tar.write_bytes(content)
+    flip(tmp_path / "tiny-train-00000.tar", getattr(index.documents[0], f"{kind}_offset") + 5)
     with refused(ShardError):
         check_document(read_index(tmp_path), 0)
     check_document(read_index(tmp_path), 3)
+
+
+# The index
+
+
+TAR_BYTES = 2**41
+SECOND = 4  # the first document of the second tar
+
+
+def rewrite(path: Path, edit: Callable[[dict[str, Any], dict[str, np.ndarray]], None]) -> None:
+    """Write an index that says something else, with the checksums that it must have."""
+    head, columns = json.loads(path.read_text()), load_file(path.with_name(DOCUMENTS_NAME))
+    edit(head, columns)
+    write_index(path.parent, head, columns)
+
+
+def many_documents() -> list[TokenizedDocument]:
+    return [replace(each, id=f"{copy}-{each.id}") for copy in range(9) for each in make_documents()]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    write(many_documents(), tmp_path / "train", max_shard_bytes=SHARD_BYTES)
+    return tmp_path / "train" / INDEX_NAME
+
+
+def test_every_entry_and_the_plan_are_those_that_were_written(path: Path) -> None:
+    documents, expected = read_index(path.parent).documents, many_documents()
+    for entry, document in zip(documents, expected, strict=True):
+        for fact in ("id", "title", "year", "words", "bytes"):
+            assert getattr(entry, fact) == getattr(document, fact)
+    entries, lengths = list(documents), np.array([len(document.tokens) for document in expected])
+    assert [documents[number] for number in (-1, 17)] == [entries[number] for number in (-1, 17)]
+    assert documents[59:5:-7] == entries[59:5:-7]
+    assert np.array_equal(documents[59:5:-7].num_tokens, lengths[59:5:-7])
+    assert documents.in_shard(documents.shard_of(SECOND)) == [SECOND, SECOND + 1]
+    ours, theirs = (DocumentPlan(each, num_lanes=8, seg_len=128, seed=3) for each in (documents.num_tokens, lengths))
+    assert all(ours.documents(epoch, 5) == theirs.documents(epoch, 5) for epoch in range(2))
+    assert not documents.num_tokens.flags.writeable
+    assert isinstance(documents.num_tokens.base, np.ndarray), "a view of the map, not a copy"
+    with pytest.raises(IndexError):
+        documents[len(expected)]
+
+
+def test_the_library_of_safetensors_reads_the_columns(path: Path) -> None:
+    columns, first = load_file(path.with_name(DOCUMENTS_NAME)), read_index(path.parent).documents[0]
+    assert columns["num_tokens"][0] == first.num_tokens
+    assert columns["id_text"][: columns["id_ends"][0]].tobytes() == first.id.encode()
+    assert columns["sha256"][0].tobytes().hex() == first.sha256
+
+
+def test_columns_that_are_missing_or_of_another_build_are_refused_with_both_files(path: Path, tmp_path: Path) -> None:
+    path.with_name(DOCUMENTS_NAME).unlink()
+    with refused(ShardError, path, DOCUMENTS_NAME):
+        read_index(path.parent)
+    write(make_documents(), tmp_path / "other")
+    (tmp_path / "other" / DOCUMENTS_NAME).replace(path.with_name(DOCUMENTS_NAME))
+    with refused(ShardError, path, DOCUMENTS_NAME):
+        read_index(path.parent)
+
+
+def cut_a_character(columns: dict[str, np.ndarray]) -> None:
+    place = int(np.flatnonzero(columns["title_text"] == 0xE2)[0])
+    columns["title_ends"][int(np.searchsorted(columns["title_ends"], place, side="right"))] = place + 1
+
+
+def grow_an_id(columns: dict[str, np.ndarray]) -> None:
+    """To more than the 80 bytes that it may have."""
+    columns["id_ends"][:20] = columns["id_ends"][20]
+
+
+VALUES: list[tuple[str, int] | Callable[[dict[str, np.ndarray]], None]] = [
+    *(("num_tokens", -1), ("words", 2**60), ("words", 2**50), ("tokens_offset", -1), ("tokens_offset", TAR_BYTES)),
+    *(("mask_offset", TAR_BYTES), ("recall_offset", TAR_BYTES - 3), ("shard", 99), ("token_bytes", 3), ("id_ends", 0)),
+    *(("title_ends", -(2**63)), ("id_text", ord("/")), ("title_text", 0xC3), cut_a_character, grow_an_id),
+]
+
+
+@pytest.mark.parametrize("wrong", VALUES)
+def test_values_that_no_reader_could_use_are_named(
+    path: Path, wrong: tuple[str, int] | Callable[[dict[str, np.ndarray]], None]
+) -> None:
+    def edit(head: dict[str, Any], columns: dict[str, np.ndarray]) -> None:
+        if callable(wrong):
+            wrong(columns)
+            return
+        column, value = wrong
+        head["shards"][1]["bytes"] = TAR_BYTES
+        columns[column][SECOND] = value
+
+    rewrite(path, edit)
+    with refused(ShardError, path.with_name(DOCUMENTS_NAME)):
+        read_index(path.parent)
+
+
+@pytest.mark.parametrize("kind", ["without a column", "of another type", "no safetensors", "another number"])
+def test_columns_that_are_not_those_of_an_index_are_refused(path: Path, kind: str) -> None:
+    """The checksum fits."""
+    file = path.with_name(DOCUMENTS_NAME)
+    body, columns = json.loads(path.read_text()), load_file(file)
+    if kind == "another number":
+        body["num_documents"] += 1
+    elif kind == "without a column":
+        del columns["shard"]
+    else:
+        columns["words"] = columns["words"].astype(np.int32)
+    save_file(columns, file)
+    if kind == "no safetensors":
+        file.write_bytes(b"\xff" * 100)
+    write_json(path, body | {"documents": described(file)})
+    with refused(ShardError, file):
+        read_index(path.parent)
+
+
+def described(file: Path) -> dict[str, Any]:
+    content = file.read_bytes()
+    return {"name": file.name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def write_json(path: Path, body: dict[str, Any]) -> None:
+    path.write_text(json.dumps(body | {"fingerprint": fingerprint_of(body)}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"num_tokens": 7}, {"shards": []}, {"documents": []}, {"x": 1}, {"format_version": 1}, {"format_version": 3}),
+        {"format_version": None},
+        {"documents": {"name": "../x", "bytes": 1, "sha256": "0" * 64}},
+    ],
+    ids=str,
+)
+def test_a_wrong_index_json_is_refused(path: Path, changes: dict[str, Any]) -> None:
+    write_json(path, json.loads(path.read_text()) | changes)
+    with refused(ShardError, path.parent):
+        read_index(path.parent)
+
+
+def test_an_index_json_with_all_documents_in_it_is_not_even_read(path: Path) -> None:
+    """Such files of earlier versions have gigabytes."""
+    with path.open("ab") as file:
+        file.truncate(MAX_INDEX_BYTES + 1)
+    with refused(ShardError, "index.json"):
+        read_index(path.parent)
