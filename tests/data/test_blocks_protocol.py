@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ from torch import Tensor
 from dist_mem.__main__ import main
 from dist_mem.config import Config, ConfigError, load_config, save_config
 from dist_mem.config.resume_rules import check_changes
-from dist_mem.data.batch import IGNORE
-from dist_mem.data.lanes import training_reader
 from dist_mem.data.shard import Index, TokenizedDocument, read_index, write_split
 from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.errors import EXIT_DONE
@@ -37,9 +34,7 @@ from dist_mem.tracking.log import METRICS_FILE, read_points
 from tests.generation.test_generation import NUM_TOKENS, PROMPT_LENS, SAMPLING, anew, prompts, trained_model
 from tests.support.gpt2_models import gpt2_config, save_random_gpt2
 from tests.support.jobs import build_books, train_here, write_config
-from tests.support.lane_corpus import (
-    LAYOUTS,
-)
+from tests.support.lane_corpus import LAYOUTS
 from tests.support.messages import refused
 from tests.support.paths import ROOT
 from tests.support.ranks import RankPool
@@ -57,25 +52,6 @@ from tests.support.scored_library import (
 pytestmark = pytest.mark.ranks
 
 EVAL_LEN = 8  # T of the evaluations
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_511_of_512_tokens_are_targets_and_an_incomplete_block_is_read_too(tmp_path: Path, layout: str) -> None:
-    save_tokenizer(TOKENIZER, tmp_path)
-    tokens = np.random.default_rng(0).integers(0, 256, 2 * 512 + 101).astype(np.uint16)
-    document = TokenizedDocument("a", "A", None, 7, len(tokens), tokens)
-    options = {"name": "tiny", "split": "train", "tokenizer_fingerprint": TOKENIZER.fingerprint}
-    write_split([document], tmp_path / "train", **options)
-    config = Config()
-    config.data.path, config.data.layout, config.data.blocks = str(tmp_path), layout, True
-    config.train.global_batch_size, config.train.micro_batch_size, config.train.seg_len = 1, 1, 512
-    with closing(training_reader(config, world_size=1, rank=0)) as reader:
-        updates = list(islice(reader, 3))
-    assert [update.num_scored for update in updates] == [511, 511, 100]
-    for update, begin in zip(updates, range(0, len(tokens), 512), strict=True):
-        (batch,), own = update.batches, tokens[begin : begin + 512].tolist()
-        assert batch.tokens[0, : len(own)].tolist() == own
-        assert batch.targets[0, : len(own)].tolist() == [*own[1:], IGNORE]
 
 
 def test_a_run_trains_in_blocks_also_where_an_update_has_no_target(
@@ -131,13 +107,13 @@ def plain_losses(parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(losses), np.array(is_scored)
 
 
-def parts_of(index_lengths: tuple[int, ...], layout: str, num_lanes: int = 3) -> list[np.ndarray]:
-    """What is read with a memory that begins empty: each document, or each lane's part of the stream."""
-    documents = [make_document(number, length).tokens for number, length in enumerate(index_lengths)]
+def parts_of(layout: str) -> list[np.ndarray]:
+    """What is read with a memory that begins empty: each document, or each of three lanes' part of the stream."""
+    documents = [make_document(number, length).tokens for number, length in enumerate(LENGTHS)]
     if layout == "documents":
         return documents
     corpus = np.concatenate(documents)
-    bounds = [round(lane * len(corpus) / num_lanes) for lane in range(num_lanes + 1)]
+    bounds = [round(lane * len(corpus) / 3) for lane in range(4)]
     return [corpus[first:last] for first, last in pairwise(bounds)]
 
 
@@ -146,7 +122,7 @@ def parts_of(index_lengths: tuple[int, ...], layout: str, num_lanes: int = 3) ->
 def test_an_evaluation_scores_all_but_the_first_of_each_block(tmp_path: Path, layout: str, with_masks: bool) -> None:
     masks = {0: np.arange(100) % 3 == 0, 5: np.arange(41) % EVAL_LEN != 0} if with_masks else {}
     write_documents(tmp_path, masks)
-    losses, is_target = plain_losses(parts_of(LENGTHS, layout))
+    losses, is_target = plain_losses(parts_of(layout))
     report = scored(ALONE, tmp_path, {"layout": layout, "blocks": True})
     ends = np.cumsum(LENGTHS)
     for number, (found, end, length) in enumerate(zip(report.documents, ends, LENGTHS, strict=True)):

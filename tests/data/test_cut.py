@@ -14,7 +14,6 @@ from dist_mem.data.batch import IGNORE
 from dist_mem.data.shard import Index
 from dist_mem.memory import build_memory
 from dist_mem.memory.infinite import Infinite
-from dist_mem.memory.parts.basis import Geometry, fit_first, solve
 from dist_mem.model import MemoryLM
 from dist_mem.runtime.distributed import World
 from tests.engine.test_memory_zero import ADAM, TRAIN
@@ -31,13 +30,8 @@ from tests.support.tiny import full_parameters, run_steps, tiny_config, tiny_job
 
 pytestmark = pytest.mark.ranks
 
-MEMORY = {
-    "kind": "infinite",
-    "over": {"kind": "causal"},
-    "num_basis": 16,
-    "basis_widths": [0.05, 0.1],
-    "num_samples": 12,
-}
+OVER = {"kind": "infinite", "over": {"kind": "causal"}}
+MEMORY = {**OVER, "num_basis": 16, "basis_widths": [0.05, 0.1], "num_samples": 12}
 WIDTH = 8
 
 
@@ -69,22 +63,12 @@ def test_evaluation_scores_every_token_once_as_if_its_document_were_alone(index:
 
 
 @pytest.mark.parametrize("padding", ["published", "none"])
-def test_any_number_of_first_rows_has_its_own_regression(padding: str) -> None:
-    geometry = Geometry(16, (0.05, 0.1), 0.1, 0.5, 12, 7, padding)
-    lengths = torch.arange(1, 8)
-    rows = torch.randn(7, 7, WIDTH, dtype=torch.float64)
-    found = fit_first(rows, lengths, geometry=geometry)
-    for lane, length in enumerate(lengths.tolist()):
-        own = solve(geometry._replace(num_rows=length)).first
-        torch.testing.assert_close(found[lane], own @ rows[lane, :length], rtol=0, atol=1e-11)
-
-
 @pytest.mark.parametrize("store", ["raw", "normed"])
-def test_a_short_first_segment_enters_with_its_own_length(store: str) -> None:
+def test_a_short_first_segment_enters_with_its_own_length(store: str, padding: str) -> None:
     """As in a memory for segments of that length; the second one is appended as ever."""
     seg_len, lengths = 6, torch.tensor([6, 1, 4])
     spec = layer_spec(d_model=WIDTH, num_heads=2, d_head=4, seg_len=seg_len)
-    options = {**MEMORY, "store": store, "memory_threshold": 10**6}  # signals of few rows may grow
+    options = {**MEMORY, "store": store, "padding": padding, "memory_threshold": 10**6}  # signals of few rows may grow
     memory = build_memory(options, replace(spec, short_first=True)).double()
     assert isinstance(memory, Infinite)
     inputs = torch.randn(3, 3, seg_len, WIDTH, dtype=torch.float64)

@@ -6,10 +6,11 @@ documents damaged.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,11 +25,11 @@ from torch import Tensor
 
 from dist_mem.data.batch import IGNORE, Batch
 from dist_mem.data.documents import Documents
+from dist_mem.data.index import ShardEntry
 from dist_mem.data.lanes import evaluation_batches
 from dist_mem.data.plan import (
     START,
     Plan,
-    StreamPlan,
     busy_lanes,
     cut_lengths,
     evaluation_plan,
@@ -37,8 +38,9 @@ from dist_mem.data.plan import (
     make_plan,
 )
 from dist_mem.data.positions import advance
+from dist_mem.data.prefetch import Prefetcher
 from dist_mem.data.segments import read_lane
-from dist_mem.data.shard import Index, ShardError, read_index
+from dist_mem.data.shard import Index, ShardError, ShardSource, read_index
 from dist_mem.errors import EXIT_USAGE
 from tests.support.lane_corpus import (
     BOS,
@@ -52,6 +54,7 @@ from tests.support.lane_corpus import (
     make_split,
     reader_of,
 )
+from tests.support.limits import limit
 from tests.support.messages import refused
 from tests.support.simple_lanes import simple_updates
 
@@ -77,19 +80,9 @@ class Reading:
     def lengths(self) -> np.ndarray:
         return cut_lengths(self.corpus["lengths"], self.data["max_document_len"])
 
-    @property
-    def starts(self) -> list[int]:
-        """The first token of each document."""
-        return np.cumsum([0, *self.corpus["lengths"]]).tolist()
-
     def plan(self) -> Plan:
         options = {key: self.data[key] for key in ("seed", "layout", "cut")}
         return make_plan(self.lengths, num_lanes=self.num_lanes, seg_len=SEG_LEN, **options)
-
-    def tokens(self, documents: Sequence[int]) -> list[int]:
-        """What is read of documents that are not damaged, end to end."""
-        good = [number for number in documents if number not in self.damaged]
-        return [self.starts[number] + offset for number in good for offset in range(self.lengths[number])]
 
 
 @st.composite
@@ -191,42 +184,6 @@ def test_any_ranks_go_on_where_any_others_have_stopped(
         assert_equal_batches(one, other)
 
 
-def own_tokens(batch: Batch, row: int, *, blocks: bool) -> list[int]:
-    """The tokens of a segment, without those of damaged documents; without masks each is an input or a target."""
-    own = (batch.tokens if blocks else batch.targets)[row, : int(batch.valid_len[row])].tolist()
-    return [token for token in own if token not in (BOS, IGNORE)]
-
-
-@given(readings())
-@settings(deadline=None, max_examples=50)
-def test_every_token_is_read_once_an_epoch_and_in_order(reading: Reading) -> None:
-    """Of every document that the layout reads: a document of one token has no input, and a damaged one is left out."""
-    reading.corpus["with_extras"] = False
-    plan, is_stream = reading.plan(), reading.data["layout"] == "stream"
-    read: dict[tuple[int, int], list[int]] = defaultdict(list)
-    num_segments = Counter[int]()
-    with reading.index() as index, reader_of(index, num_lanes=reading.num_lanes, **reading.data) as reader:
-        before = torch.zeros(reading.num_lanes, 3, dtype=torch.int64)
-        while int(before[:, 0].min()) < 3:
-            update = next(reader)
-            for lane, batch in enumerate(update.batches):
-                assert batch.recall is None
-                # after the last segment of an epoch, the cursor of a stream is the beginning of the next epoch
-                epoch = int((before if is_stream else update.cursors)[lane, 0])
-                read[epoch, lane] += own_tokens(batch, 0, blocks=reading.data["blocks"])
-                num_segments[epoch] += 1
-            before = update.cursors
-    readable = [number for number, length in enumerate(reading.lengths) if length > (0 if is_stream else 1)]
-    for epoch in range(3):
-        assert reading.damaged or num_segments[epoch] == plan.num_segments
-        found = [read[epoch, lane] for lane in range(reading.num_lanes)]
-        assert sorted(token for tokens in found for token in tokens) == reading.tokens(readable)
-        if isinstance(plan, StreamPlan):
-            assert [token for tokens in found for token in tokens] == reading.tokens(readable)
-        else:
-            assert found == [reading.tokens(plan.documents(epoch, lane)) for lane in range(reading.num_lanes)]
-
-
 @given(readings(is_damaged=False), DIVISIONS, st.integers(1, 20))
 @settings(deadline=None, max_examples=60)
 def test_an_evaluation_reads_every_token_once_for_any_lanes_and_ranks(
@@ -246,9 +203,12 @@ def test_an_evaluation_reads_every_token_once_for_any_lanes_and_ranks(
             ]
             for batch in (batch for step in steps for batch in step):
                 begun.update(batch.document[batch.is_new_document].tolist())
-                for row in range(len(batch.tokens)):
-                    read.update(own_tokens(batch, row, blocks=options["blocks"]))
-    assert read == Counter(reading.tokens(range(len(reading.lengths))))
+                own = batch.tokens if options["blocks"] else batch.targets  # without masks each token is one of both
+                for row, length in zip(own, batch.valid_len.tolist(), strict=True):
+                    read.update(row[:length].tolist())
+    starts = np.cumsum([0, *reading.corpus["lengths"]])[:-1]
+    documents = [np.arange(length) + start for start, length in zip(starts, reading.lengths, strict=True)]
+    assert read == Counter(np.concatenate(documents).tolist())
     assert begun == Counter(np.flatnonzero(reading.lengths).tolist())
 
 
@@ -310,30 +270,28 @@ def test_a_missing_shard_stops_or_skips_its_documents_with_a_warning_for_each(
     assert len(warnings) == len(set(warnings)) == len(readable) - len(read)
 
 
+class NotingSource(ShardSource):
+    """Notes the tars that are fetched without having been announced."""
+
+    def __init__(self) -> None:
+        self.announced: set[str] = set()
+        self.late: set[str] = set()
+
+    def expect(self, shard: ShardEntry) -> None:
+        self.announced.add(shard.name)
+
+    def fetch(self, shard: ShardEntry) -> None:
+        self.late |= {shard.name} - self.announced
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_next_document_is_announced_before_it_is_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
-) -> None:
-    """A shard that is elsewhere is fetched while the document before is read; within an epoch."""
-    opened: list[int] = []
-    announced: set[int] = set()
-    too_late: list[int] = []  # places among those that were opened
-    open_one = Documents.open
-
-    def noted(documents: Documents, number: int) -> Any:
-        if number not in announced:
-            too_late.append(len(opened))
-        opened.append(number)
-        return open_one(documents, number)
-
-    monkeypatch.setattr(Documents, "open", noted)
-    monkeypatch.setattr(Documents, "expect", lambda documents, number: announced.add(number))
-    index = make_split(tmp_path, lengths := [7, 5, 30, 2, 11])
-    with reader_of(index, num_lanes=1, layout=layout) as reader:
-        while len(opened) < len(lengths):
-            next(reader)
-    of_epoch = [place for place in too_late if place < len(lengths)]  # the reader may have begun the next one
-    assert of_epoch == [0]
+def test_every_tar_but_the_first_is_announced_before_it_is_read(tmp_path: Path, layout: str) -> None:
+    """One that is elsewhere is fetched while the document before is read."""
+    index = make_split(tmp_path, [7, 5, 30, 2, 11], max_shard_bytes=1)
+    noting = NotingSource()
+    first_updates(replace(index, source=noting), 16, num_lanes=1, layout=layout)
+    assert len(noting.late) == 1
+    assert noting.late | noting.announced == {shard.name for shard in index.shards}
 
 
 def test_a_corpus_without_a_good_document_stops_even_when_skipping(tmp_path: Path) -> None:
@@ -349,3 +307,52 @@ def test_an_evaluation_never_skips_a_damaged_document(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"world_size": 1, "rank": 0, "micro_lanes": 1}
     with refused(ShardError):
         list(evaluation_batches(read_index(tmp_path), [[0, 3]], seg_len=SEG_LEN, bos_id=BOS, **sizes))
+
+
+# The reading thread: bounded, honest about errors, gone when closed
+
+
+def test_closing_early_leaves_no_thread(tmp_path: Path) -> None:
+    index = make_split(tmp_path)
+    before = set(threading.enumerate())
+    with reader_of(index, prefetch=2) as reader:
+        next(reader)
+        assert len(set(threading.enumerate()) - before) == 1
+    assert set(threading.enumerate()) == before
+    reader.close()
+    with refused(RuntimeError):
+        next(reader)
+
+
+def test_the_prefetcher_reads_ahead_by_its_depth_and_no_more() -> None:
+    depth, asked = 3, 0
+    ahead: list[int] = []
+    filled = threading.Event()
+
+    def numbers() -> Iterator[int]:
+        for number in range(100):
+            ahead.append(number - asked)
+            if number == depth:  # that many wait to be read, and the thread holds this one
+                filled.set()
+            yield number
+
+    with closing(Prefetcher(numbers(), depth=depth)) as items:
+        assert filled.wait(limit(10))
+        for number in range(100):
+            asked += 1
+            assert next(items) == number
+        with pytest.raises(StopIteration):
+            next(items)
+    assert max(ahead) == depth
+
+
+def test_what_was_read_before_an_error_is_still_delivered() -> None:
+    def numbers() -> Iterator[int]:
+        yield from range(3)
+        raise ShardError("broken")
+
+    with closing(Prefetcher(numbers(), depth=8)) as items:
+        assert [next(items) for _ in range(3)] == [0, 1, 2]
+        for _ in range(2):
+            with refused(ShardError):
+                next(items)

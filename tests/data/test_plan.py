@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections import Counter
 from itertools import chain, pairwise
 from pathlib import Path
@@ -24,13 +23,10 @@ from dist_mem.data.plan import (
     lanes_of_rank,
     make_plan,
     num_segments_of,
-    permutation,
     segment_starts,
 )
 from tests.support.messages import refused
-from tests.support.paths import ROOT
 
-SHARED = Path(os.environ.get("DIST_MEM_SHARED", ROOT.parent / "shared"))
 SEG_LEN = 4
 
 corpora = st.tuples(
@@ -80,11 +76,7 @@ def test_each_document_is_dealt_once_an_epoch_and_lanes_stay_level_to_within_the
         assert loads.sum() == plan.num_segments * (epoch + 1)
 
 
-@given(
-    st.lists(st.integers(2, 9), min_size=3, max_size=9),
-    st.integers(1, 3),
-    st.integers(0, 50),
-)
+@given(st.lists(st.integers(2, 9), min_size=3, max_size=9), st.integers(1, 3), st.integers(0, 50))
 @settings(deadline=None, max_examples=60)  # without `_keep_apart`, a third of such corpora fail
 def test_no_two_lanes_read_the_same_tokens_in_one_step(lengths: list[int], num_lanes: int, seed: int) -> None:
     visits = schedule(document_plan(lengths, num_lanes, seed), num_epochs=6)
@@ -100,19 +92,6 @@ def test_the_plan_does_not_depend_on_what_was_asked_before() -> None:
     assert at_once.documents(0, 2) == asked[0][2]
     assert asked[0] != asked[1]
     assert asked[0][0] != document_plan(lengths, 4, seed=4).documents(0, 0)
-
-
-def test_the_permutation_is_the_same_for_ever() -> None:
-    """A run resumed years later, under another numpy, goes on with the same plan."""
-    assert permutation(10, seed=0, epoch=0).tolist() == [3, 2, 1, 8, 6, 0, 7, 4, 5, 9]
-    assert permutation(10, seed=7, epoch=2).tolist() == [8, 6, 4, 0, 5, 7, 1, 3, 9, 2]
-
-
-def test_a_lane_that_is_busy_with_a_long_book_has_nothing_in_the_next_epoch() -> None:
-    plan = document_plan([400, 4, 4, 4, 4, 4], num_lanes=3)
-    busy = next(lane for lane in range(3) if 0 in plan.documents(0, lane))
-    assert plan.documents(0, busy)[-1] == 0
-    assert plan.documents(1, busy) == []
 
 
 def test_empty_and_one_token_documents_are_skipped_and_counted() -> None:
@@ -220,11 +199,8 @@ def test_a_cursor_of_another_plan_is_refused(layout: str, cursor: Cursor) -> Non
         plan.check_cursor(1, cursor)
 
 
-def test_padding_stays_under_one_percent_on_the_lengths_of_all_pg19_books() -> None:
-    manifest = SHARED / "data/pg19_meta/official_manifest.csv"
-    if not manifest.exists():
-        pytest.skip(f"{manifest} is not there")
-    with manifest.open() as rows:
+def test_padding_stays_under_one_percent_on_the_lengths_of_all_pg19_books(shared_data: Path) -> None:
+    with (shared_data / "data/pg19_meta/official_manifest.csv").open() as rows:
         train = [row for row in csv.DictReader(rows) if row["split"] == "train"]
     lengths = np.array([int(int(row["num_bytes"]) / 4.32) for row in train])  # bytes per token of a 32k BPE
     plan = DocumentPlan(lengths, num_lanes=64, seg_len=512, seed=0)
