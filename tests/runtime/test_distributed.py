@@ -1,40 +1,63 @@
-"""Where ranks come from, and how ranks agree."""
+"""Where ranks come from, and one failure model: which error all ranks raise, for every error of one or two ranks."""
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from dist_mem.errors import EXIT_FAILED, UnfitError
+from dist_mem.data.metadata import ShardError
+from dist_mem.errors import (
+    EXIT_DIVERGED,
+    EXIT_FAILED,
+    EXIT_REQUEUE,
+    EXIT_TAKEN_OVER,
+    EXIT_USAGE,
+    CheckpointError,
+    CutShortError,
+    DivergedError,
+    RunError,
+    StoppedEarlyError,
+    TakenOverError,
+    UnfitError,
+    UnusableError,
+    run_error,
+)
 from dist_mem.runtime import distributed, ranks
-from dist_mem.runtime.distributed import Failure, World, agree_all_well, from_rank0, sum_over_ranks
-from dist_mem.runtime.ranks import in_job_step, read_ranks
+from dist_mem.runtime.distributed import Failure, World, agree_all_well, decided_by_rank0, on_all_ranks
+from dist_mem.runtime.ranks import read_ranks
 from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 from tests.support.messages import refused
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
 
+Pool = Callable[[int], RankPool]
 BATCH_STEP = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}
 JOB_STEP = {**BATCH_STEP, "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
-
-
 RANK_1_OF_2 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 TASK_3_OF_4 = {**JOB_STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+
+
+OTHER_STEPS = "4294967291", "4294967290", "4294967292", "interactive", ""  # batch, extern and interactive steps
 
 
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        *(({}, (0, 1, 0, 1)), (BATCH_STEP, (0, 1, 0, 1))),
-        *((TASK_3_OF_4, (3, 4, 1, 2)), (JOB_STEP | RANK_1_OF_2, (1, 2, 1, 2))),
+        ({}, (0, 1, 0, 1)),
+        (BATCH_STEP, (0, 1, 0, 1)),
+        *((TASK_3_OF_4 | {"SLURM_STEP_ID": step}, (0, 1, 0, 1)) for step in OTHER_STEPS),
+        (TASK_3_OF_4, (3, 4, 1, 2)),
+        (JOB_STEP | RANK_1_OF_2, (1, 2, 1, 2)),
     ],
 )
 def test_ranks_are_those_of_a_launcher_or_else_of_a_job_step_of_slurm(
@@ -43,60 +66,26 @@ def test_ranks_are_those_of_a_launcher_or_else_of_a_job_step_of_slurm(
     assert read_ranks(environ) == expected
 
 
-@pytest.mark.parametrize("step", ["4294967291", "4294967290", "4294967292", "interactive", ""])
-def test_batch_extern_and_interactive_steps_are_no_job_steps(step: str) -> None:
-    assert not in_job_step({**JOB_STEP, "SLURM_STEP_ID": step})
-
-
-@pytest.mark.parametrize(
-    ("environ", "changed"),
-    [
-        *((RANK_1_OF_2, {name: text}) for name, text in zip(RANK_1_OF_2, ["", "-1", "two", "9" * 30], strict=True)),
-        (TASK_3_OF_4, {"SLURM_PROCID": " "}),
-        (TASK_3_OF_4, {"SLURM_NTASKS": "1.5"}),
-        (TASK_3_OF_4, {"SLURM_LOCALID": "1_0"}),
-        (TASK_3_OF_4, {"SLURM_STEP_TASKS_PER_NODE": "tcp://10.0.0.7:29500"}),
-        *((RANK_1_OF_2, beyond) for beyond in ({"RANK": "2"}, {"LOCAL_RANK": "2"})),
-    ],
-)
-def test_a_variable_of_a_launcher_that_is_no_number_or_beyond_the_last_is_refused_by_name(
-    environ: dict[str, str], changed: dict[str, str]
-) -> None:
-    with refused(ValueError, *changed):
-        read_ranks({**environ, **changed})
+REFUSED = [  # a launcher's variables, and others in their place: no numbers, or beyond the last rank
+    (RANK_1_OF_2, {"RANK": "", "WORLD_SIZE": "-1", "LOCAL_RANK": "two", "LOCAL_WORLD_SIZE": "9" * 30}),
+    (TASK_3_OF_4, {"SLURM_PROCID": " ", "SLURM_NTASKS": "1.5", "SLURM_LOCALID": "1_0"}),
+    (TASK_3_OF_4, {"SLURM_STEP_TASKS_PER_NODE": "tcp://10.0.0.7:29500"}),
+    (RANK_1_OF_2, {"RANK": "2", "LOCAL_RANK": "2"}),
+]
 
 
 @pytest.mark.parametrize(
     ("environ", "name"),
     [
+        *((environ | {name: text}, name) for environ, wrong in REFUSED for name, text in wrong.items()),
+        *((RANK_1_OF_2 | {"WORLD_SIZE": size}, "RANK") for size in ("0", "1")),
         ({"RANK": "0"}, "WORLD_SIZE"),
         ({"WORLD_SIZE": "2"}, "RANK"),
-        *(({**RANK_1_OF_2, "WORLD_SIZE": size}, "RANK") for size in ("0", "1")),
     ],
 )
-def test_half_a_launcher_and_a_world_too_small_are_refused_by_the_other_name(
-    environ: dict[str, str], name: str
-) -> None:
+def test_variables_of_a_launcher_that_name_no_rank_are_refused_by_name(environ: dict[str, str], name: str) -> None:
     with refused(ValueError, name):
         read_ranks(environ)
-
-
-def agreement(world: World) -> tuple[list[float], Any, str]:
-    summed = sum_over_ranks([world.rank, 1.0], world.device)
-    reported = from_rank0({"from": world.rank})
-    error = OSError("disk full") if world.rank == 1 else None
-    try:
-        agree_all_well(error, "saving")
-    except RuntimeError as caught:
-        return summed, reported, str(caught)
-    return summed, reported, ""
-
-
-def test_one_failing_rank_fails_all_and_is_named(rank_pool: Callable[[int], RankPool]) -> None:
-    for summed, reported, message in rank_pool(2).run(agreement):
-        assert summed == [1.0, 2.0]
-        assert reported == {"from": 0}
-        assert message == "saving failed on 1 of 2 ranks. rank 1: OSError: disk full"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
@@ -129,13 +118,6 @@ def test_a_closed_terminal_stops_what_sigterm_stops_unless_it_was_ignored_at_the
         signal.signal(signal.SIGHUP, before)
 
 
-def test_an_error_of_many_ranks_names_the_first_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    failures = [Failure(EXIT_FAILED, f"OSError: {rank}") for rank in range(512)]
-    monkeypatch.setattr(distributed, "gather_objects", lambda value: failures)
-    with refused(UnfitError, "rank 0", "rank 1", "rank 2"):
-        agree_all_well(None, "saving")
-
-
 @pytest.mark.parametrize(
     ("given", "threads"),
     [
@@ -154,13 +136,11 @@ def test_allotted_threads_are_those_of_the_user_or_of_slurm(given: dict[str, str
 def test_ranks_take_the_threads_they_are_allotted() -> None:
     """Without them a rank on a shared node would take the cores of others."""
     joined = "from dist_mem.runtime.distributed import initialize; initialize()"
-    program = f"{joined}; import torch; print(torch.get_num_threads())"
-    for variable in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK"):
-        kept = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "RANK")}
-        done = subprocess.run(
-            [sys.executable, "-c", program], env={**kept, variable: "7"}, capture_output=True, text=True, check=True
-        )
-        assert done.stdout.strip() == "7", variable
+    command = [sys.executable, "-c", f"{joined}; import torch; print(torch.get_num_threads())"]
+    kept = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "RANK")}
+    environment = {**kept, "SLURM_CPUS_PER_TASK": "7"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "7"
 
 
 def without_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,3 +183,85 @@ def test_node_whose_name_does_not_resolve_is_met_at_its_address(
         monkeypatch.setenv(name, value)
     ranks.export_for_libraries(0, 2, 0, 2)
     assert os.environ["MASTER_ADDR"] == "10.1.2.3"
+
+
+# Which error all ranks raise, and with which exit code.
+
+# What another start may fix is never 2; what only a person can fix is never 1.
+CODES: dict[Callable[[], Exception], int] = {
+    lambda: UnusableError("model.d_model"): EXIT_USAGE,
+    lambda: CheckpointError("step-00000005"): EXIT_USAGE,
+    lambda: ShardError("document 3"): EXIT_USAGE,
+    lambda: ValueError("a value"): EXIT_USAGE,
+    lambda: FileNotFoundError(errno.ENOENT, "No such file", "index.json"): EXIT_USAGE,
+    lambda: NotADirectoryError(errno.ENOTDIR, "Not a directory", "runs"): EXIT_USAGE,
+    lambda: FileExistsError(errno.EEXIST, "File exists", "checkpoints"): EXIT_USAGE,
+    lambda: PermissionError(errno.EACCES, "Permission denied", "runs"): EXIT_USAGE,
+    lambda: OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl"): EXIT_FAILED,
+    lambda: OSError(errno.EDQUOT, "Disk quota exceeded", "metrics.jsonl"): EXIT_FAILED,
+    lambda: OSError(errno.EIO, "Input/output error", "00000.tar"): EXIT_FAILED,
+    lambda: OSError(errno.ESTALE, "Stale file handle", "00000.tar"): EXIT_FAILED,
+    lambda: OSError(errno.EROFS, "Read-only file system", "lease.json"): EXIT_FAILED,  # a disk that has failed
+    lambda: TimeoutError(errno.ETIMEDOUT, "Connection timed out"): EXIT_FAILED,
+    lambda: ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"): EXIT_FAILED,
+    lambda: OSError("without a number"): EXIT_FAILED,
+    lambda: UnfitError("a node without a GPU"): EXIT_FAILED,
+    lambda: TakenOverError("lease.json"): EXIT_TAKEN_OVER,
+}
+
+
+def test_every_error_has_the_code_of_its_kind() -> None:
+    for make, code in CODES.items():
+        assert run_error(make()).exit_code == code, repr(make())
+    assert DivergedError("a loss", 3).exit_code == EXIT_DIVERGED
+    assert {CutShortError("a signal").exit_code, StoppedEarlyError("SIGTERM").exit_code} == {EXIT_REQUEUE}
+
+
+def outcome(work: Callable[[], object]) -> tuple[str, int | None, str]:
+    """Type, exit code and text of the error that a rank raises."""
+    try:
+        work()
+    except RunError as error:
+        return type(error).__name__, error.exit_code, str(error)
+    return "", None, ""
+
+
+def fail(make: Callable[[], Exception] | None) -> None:
+    if make is not None:
+        raise make()
+
+
+def outcomes_of_pairs(world: World) -> list[tuple[str, int | None, str]]:
+    """For every pair of an error or none on rank 0 and an error or none on rank 1."""
+    pairs = itertools.product([None, *CODES], repeat=2)
+    return [outcome(partial(on_all_ranks, partial(fail, pair[world.rank]), "testing")) for pair in pairs]
+
+
+def test_all_ranks_raise_the_same_code_whichever_failed(rank_pool: Pool) -> None:
+    """Of two failures, the one that another start may fix decides: a chain of jobs then goes on."""
+    results = rank_pool(2).run(outcomes_of_pairs)
+    pairs = list(itertools.product([None, *CODES.values()], repeat=2))
+    for pair, *raised in zip(pairs, *results, strict=True):
+        codes = {code for code in pair if code is not None}
+        expected = EXIT_TAKEN_OVER if EXIT_TAKEN_OVER in codes else min(codes, default=None)
+        assert [code for _, code, _ in raised] == [expected] * 2, (pair, raised)
+        assert len({kind for kind, _, _ in raised}) == 1, raised
+        if pair[0] is None and pair[1] is not None:
+            assert raised[0][2].startswith("testing failed on 1 of 2 ranks. rank 1: "), raised
+
+
+def outcomes_of_rank_0(world: World) -> list[tuple[str, int | None, str]]:
+    return [outcome(partial(decided_by_rank0, partial(fail, make))) for make in CODES]
+
+
+def test_an_error_of_rank_0_is_raised_alike_on_all_ranks(rank_pool: Pool) -> None:
+    first, second = rank_pool(2).run(outcomes_of_rank_0)
+    assert first == second
+    assert [code for _, code, _ in first] == list(CODES.values())
+
+
+def test_an_error_of_many_ranks_names_the_first_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [Failure(EXIT_FAILED, f"OSError: {rank}") for rank in range(512)]
+    monkeypatch.setattr(distributed, "gather_objects", lambda value: failures)
+    with refused(UnfitError, "rank 0", "rank 1", "rank 2"):
+        agree_all_well(None, "saving")

@@ -73,8 +73,6 @@ def renamed_tar(books: Path, name: str) -> dict[str, Any]:
 
 
 BAD_NAMES = ["", ".", "..", "a/b", "/etc/passwd", "a\\b", "a\0b", "a\nb", ".bashrc", "../x", "x" * 256, "é" * 128]
-
-
 WRITTEN = [
     *((key, value) for key in ("name", "split") for value in (f"{UP}/x", "..", ABSOLUTE, "a/b", ".bashrc", "", 7)),
     *(("tar", f"{place}.tar") for place in (f"{UP}/x", "../x", "a/b", ".hidden")),
@@ -107,7 +105,7 @@ def test_a_name_in_an_index_writes_nothing_elsewhere(
 @pytest.mark.parametrize("key", ["name", "split"])
 def test_nobody_can_write_an_index_that_nobody_reads(tmp_path: Path, key: str, value: str) -> None:
     document = TokenizedDocument("a", "t", None, 1, 3, np.arange(3, dtype=np.uint16))
-    names = {"name": "books", "split": "train", key: value}
+    names: dict[str, Any] = {"name": "books", "split": "train", key: value}
     with pytest.raises(ValueError, match=f"{key} is .*one plain name"):
         write_split([document], tmp_path / "out", tokenizer_fingerprint="0" * 64, **names)
     source = SourceDocument("a", "t", "text", recall=[])

@@ -1,9 +1,12 @@
-"""What is printed: aligned, within one width, coloured on terminals only, and nothing in it steers a terminal."""
+"""What is printed: aligned, coloured on terminals only, and nothing in it steers a terminal; CSV has no formulas."""
 
 from __future__ import annotations
 
 import ast
+import csv
 import io
+import math
+import re
 import unicodedata
 
 import pytest
@@ -11,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_mem.__main__ import main
-from dist_mem.runtime.terminal import WIDTH, PlainStream, coloured, labelled, listed, printable, table
+from dist_mem.runtime.csv_text import csv_text
+from dist_mem.runtime.terminal import WIDTH, PlainStream, coloured, labelled, printable, table
 from tests.support.paths import PACKAGE
 
 BIDI = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # Unicode's Bidi_Control
@@ -84,7 +88,7 @@ def test_all_output_passes_through_the_streams_that_the_command_line_guards() ->
             is_around |= isinstance(node, ast.Call) and ast.unparse(node.func) == "os.write"
             if path.name != "terminal.py":  # the only one that makes sequences
                 is_around |= isinstance(node, ast.Constant) and isinstance(node.value, str) and "\x1b" in node.value
-            if is_around:
+            if is_around and isinstance(node, ast.expr):
                 around.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
     assert around == []
 
@@ -108,11 +112,20 @@ def test_figures_stand_to_the_right_and_texts_to_the_left() -> None:
     assert all(line.startswith("           useful") for line in lines[2:]), "a long text continues below its beginning"
 
 
-def test_many_names_stand_in_columns_one_group_after_the_other() -> None:
-    assert listed(["a", "b"]) == ": a, b"
-    names = [*(f"first.name_{number:02}" for number in range(9)), *(f"second.{number}" for number in range(3))]
-    lines = listed(names).splitlines()
-    assert lines[0] == ":"
-    assert [line.split() for line in lines[1:]] == [names[:6], names[6:9], names[9:]]
-    assert len({line.find(" ", 3) for line in lines[1:]}) == 2  # by the length of the first name alone
-    assert max(map(len, lines)) <= WIDTH
+# CSV files
+
+TITLES = st.text(st.sampled_from("=+-@\t\r\n '\",a1|.") | st.characters(codec="utf-8"), max_size=8)
+
+
+@given(cells=st.lists(TITLES | st.integers() | st.floats(allow_nan=False), min_size=1, max_size=4))
+def test_no_cell_is_a_formula_and_every_cell_is_kept(cells: list[str | int | float]) -> None:
+    [row] = csv.reader(io.StringIO(csv_text([cells]), newline=""))
+    for cell, written in zip(cells, row, strict=True):
+        assert written in (str(cell), f"'{cell}")
+        if re.match(" *[=+@\t\r\n-]", written):
+            assert not math.isnan(float(written))
+
+
+def test_one_module_writes_csv() -> None:
+    writers = [path.name for path in PACKAGE.rglob("*.py") if re.search(r"csv\.(Dict)?[wW]riter", path.read_text())]
+    assert writers == ["csv_text.py"]

@@ -1,4 +1,4 @@
-"""Jobs that want one run directory at the same moment: one gets it, whoever died where."""
+"""Jobs that want one run directory: one gets it, whoever died where; one that was suspended writes nothing more."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import pytest
 
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import list_steps, step_dir
-from dist_mem.errors import EXIT_DONE, EXIT_FAILED
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_TAKEN_OVER
+from dist_mem.supervision import lease
 from dist_mem.supervision.lease import Lease, LeaseError
+from dist_mem.tracking.mlflow.store import RUN_ID_FILE
 from tests.support.fork_server import fork_server
 from tests.support.forked_ranks import SIGKILLED, Ranks
 from tests.support.jobs import (
@@ -28,6 +30,7 @@ from tests.support.jobs import (
 )
 from tests.support.limits import limit, wait_until
 from tests.support.ranks import RankPool
+from tests.support.tracked import history, track_sync
 from tests.support.write_points import WritePoints
 
 pytestmark = pytest.mark.ranks
@@ -148,3 +151,66 @@ def test_of_two_resubmissions_exactly_one_goes_on_and_nothing_is_lost(
     ends = [checkpoint_content(step_dir(path, list_steps(alone)[-1])) for path in (run_dir, alone)]
     assert difference(*ends) is None
     assert losses(run_dir) == losses(alone)
+
+
+# A job that was suspended while another one took its run directory over
+
+STEPS = 30
+
+
+def train_on(host: str, arguments: list[str]) -> int:
+    """`dist-mem train ARGUMENTS` on another host, where a lease goes stale after two seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lease.socket, "gethostname", lambda: host)
+        patch.setattr(lease, "HEARTBEAT_SECONDS", 0.3)
+        patch.setattr(lease, "STALE_SECONDS", 2.0)
+        return main(["train", *arguments])
+
+
+def submit_on(host: str, config: Path, *changes: str) -> Ranks:
+    folder = config.with_name(host)
+    folder.mkdir()
+    return Ranks(train_on, [(host, [str(config), *changes])] * 2, folder=folder)
+
+
+def signal_all(job: Ranks, number: signal.Signals) -> None:
+    for process in job.processes:
+        os.kill(process.pid, number)
+
+
+def content(run_dir: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(run_dir)): path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("every", [None, 7])
+def test_a_job_suspended_past_its_lease_writes_nothing_more(
+    tmp_path: Path, sqlite_uri: str, client: Any, capsys: pytest.CaptureFixture[str], every: int | None
+) -> None:
+    """Neither entries of the log nor checkpoints; MLflow has every step once."""
+    fork_server()
+    run_dir = tmp_path / "run"
+    tracking = {"mlflow": True, "uri": sqlite_uri, "system_metrics": False}
+    changes: dict[str, Any] = {"train": {"steps": 10**6}, "checkpoint": {"every": every}, "tracking": tracking}
+    changes["schedule"] = {"kind": "constant"}
+    config = write_config(tmp_path / "run.yaml", build_books(tmp_path), run_dir, changes)
+    sleeper = submit_on("sleeper", config)
+    try:
+        wait_until(lambda: len(logged_steps(run_dir)) > 10, "ten points")
+        signal_all(sleeper, signal.SIGSTOP)
+        other = submit_on("other", config, f"train.steps={STEPS}").finish(timeout=240)
+        assert other.codes == [EXIT_DONE] * 2, other.texts
+        left = content(run_dir)
+        signal_all(sleeper, signal.SIGCONT)
+        ended = sleeper.finish(patience=20)
+    finally:
+        for process in sleeper.processes:
+            process.kill()
+    changed = {name for name, held in content(run_dir).items() if left.get(name) != held}
+    assert not changed, "the job that stood still has written"
+    assert ended.codes == [EXIT_TAKEN_OVER] * 2, ended.texts
+    reported = [line for text in ended.texts for line in text.splitlines() if "error" in line.lower()]
+    assert len(reported) == 1 and "has taken the run directory over" in reported[0], reported
+    assert track_sync([run_dir]) == EXIT_DONE
+    assert "MLflow has everything" in capsys.readouterr().out
+    run_id = (run_dir / RUN_ID_FILE).read_text().strip()
+    assert sorted(step for step, _ in history(client, run_id, "loss")) == list(range(1, STEPS + 1))

@@ -20,7 +20,7 @@ from tests.support.faults import PAGE
 from tests.support.forked_ranks import Program
 from tests.support.jobs import run_ranks, write_config
 from tests.support.limits import limit
-from tests.support.messages import refused, said
+from tests.support.messages import refused, said, said_line
 from tests.support.ranks import launcher_environment
 
 pytestmark = pytest.mark.ranks
@@ -48,6 +48,7 @@ def commands(config: Path) -> dict[str, list[str]]:
     run_dir = str(config.parent / "run")
     return {
         "train": ["train", str(config), patience],
+        "unchecked": ["train", str(config), patience, "preflight=false"],
         "doctor": ["doctor", str(config), patience],
         "evaluate": ["evaluate", run_dir, patience],
         "sweep": ["evaluate", run_dir, patience, "--sweep", "mem_len=8"],
@@ -81,7 +82,7 @@ def alone(arguments: list[str], rank: int, *, cwd: Path, **changes: str) -> Ende
     return Ended(done.returncode, done.stdout + done.stderr)
 
 
-@pytest.mark.parametrize("command", ["train", "doctor", "evaluate", "sweep", "inspect", "dialogue"])
+@pytest.mark.parametrize("command", ["train", "unchecked", "doctor", "evaluate", "sweep", "inspect", "dialogue"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_missing_rank_is_named_after_the_patience_and_torch_says_nothing(
     config: Path, command: str, rank: int
@@ -90,6 +91,7 @@ def test_a_missing_rank_is_named_after_the_patience_and_torch_says_nothing(
     assert code == EXIT_FAILED, text
     come = "1 of 2 ranks have not come, and no other has for 2 s: 1", "nobody answers for 2 s, where rank 0 is expected"
     assert text.count(come[rank]) == 1, text
+    said_line(code, text, come[rank])
     assert come[rank].replace("2 s", "60 s") in PAGE
     assert not [word for word in OF_TORCH if word in text], text
     assert "preflight=false" not in text, "that would not help"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +19,20 @@ import torch.distributed as dist
 
 from dist_mem.__main__ import main
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_HUNG, EXIT_REQUEUE
+from dist_mem.runtime.distributed import World
 from dist_mem.runtime.environment import node_name
 from dist_mem.runtime.ranks import read_ranks
-from dist_mem.supervision import watchdog
-from dist_mem.supervision.hang_report import Position, failed_nodes, read_positions, report, suspects, write_position
+from dist_mem.supervision import flight_recorder, hang_report, watchdog
+from dist_mem.supervision.flight_recorder import read_verdict, save
+from dist_mem.supervision.hang_report import (
+    Position,
+    failed_nodes,
+    gather_positions,
+    read_positions,
+    report,
+    suspects,
+    write_position,
+)
 from dist_mem.supervision.watchdog import beat
 from dist_mem.tracking.log import METRICS_FILE, find_entries
 from dist_mem.training import loop, run
@@ -26,12 +40,14 @@ from dist_mem.training import step as update
 from dist_mem.training.agreement import Agreed, Agreement
 from dist_mem.training.feed import Feed
 from tests.support.fork_server import fork_server
-from tests.support.forked_ranks import Ended, Program, Ranks
+from tests.support.forked_ranks import Program, Ranks
 from tests.support.jobs import build_books, logged_steps, start_ranks, write_config
 from tests.support.limits import limit, wait_until
+from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
 
+Pool = Callable[[int], RankPool]
 ENDLESS = {"train": {"steps": 10**6, "global_batch_size": 12}, "checkpoint": {"every": 50}}
 
 
@@ -53,12 +69,17 @@ def the_hang(folder: Path) -> Path:
     return found
 
 
-def end_stopped(processes: list[Program]) -> None:
-    """Whatever is left of a job; what killed processes of DeepSpeed leave in memory too."""
-    for process in processes:
-        if process.poll() is None:
+@contextmanager
+def in_step_4(config: Path, *, size: int) -> Iterator[list[Program]]:
+    """The ranks of a job that has come to step 4; whatever is left of them is killed in the end."""
+    processes = start_ranks(["train", str(config)], world_size=size, cwd=config.parent)
+    try:
+        wait_until(lambda: 4 in logged_steps(config.parent / "run"), "step 4")
+        yield processes
+    finally:
+        for process in processes:
             process.kill()
-        process.communicate()
+            process.communicate()  # removes what killed processes of DeepSpeed leave in memory too
 
 
 @pytest.mark.parametrize(("size", "stopped"), [(2, 1), (3, 0)])
@@ -67,16 +88,12 @@ def test_a_rank_that_is_stopped_is_named_and_the_job_ends_within_five_seconds_of
 ) -> None:
     tracked = {"tracking": {"mlflow": True, "uri": f"sqlite:///{tmp_path}/mlflow.db", "system_metrics": False}}
     config = config_of(tmp_path, books, tracked, seconds=5)
-    processes = start_ranks(["train", str(config)], world_size=size, cwd=tmp_path)
-    try:
-        wait_until(lambda: 4 in logged_steps(tmp_path / "run"), "step 4")
+    with in_step_4(config, size=size) as processes:
         processes[stopped].send_signal(signal.SIGSTOP)
         began = time.monotonic()
         live = [rank for rank in range(size) if rank != stopped]
         texts = {rank: processes[rank].communicate(timeout=limit(60))[0] for rank in live}
         took = time.monotonic() - began
-    finally:
-        end_stopped(processes)
     assert [processes[rank].returncode for rank in live] == [EXIT_HUNG] * len(live), texts
     assert 4 < took < limit(5 + 5)
     text = (the_hang(tmp_path) / "report.txt").read_text()
@@ -94,10 +111,7 @@ def test_a_rank_that_is_stopped_is_named_and_the_job_ends_within_five_seconds_of
 
 
 def test_a_job_that_was_suspended_as_a_whole_goes_on(tmp_path: Path, books: Path) -> None:
-    config = config_of(tmp_path, books, seconds=3)
-    processes = start_ranks(["train", str(config)], world_size=2, cwd=tmp_path)
-    try:
-        wait_until(lambda: 4 in logged_steps(tmp_path / "run"), "step 4")
+    with in_step_4(config_of(tmp_path, books, seconds=3), size=2) as processes:
         for process in processes:
             process.send_signal(signal.SIGSTOP)
         time.sleep(7)  # a time that passes, not one in which something is to happen
@@ -108,23 +122,16 @@ def test_a_job_that_was_suspended_as_a_whole_goes_on(tmp_path: Path, books: Path
         time.sleep(3)
         processes[0].send_signal(signal.SIGTERM)
         texts = [process.communicate(timeout=limit(60))[0] for process in processes]
-    finally:
-        end_stopped(processes)
     assert [process.returncode for process in processes] == [EXIT_REQUEUE] * 2, texts
     assert not (tmp_path / "run" / "hangs").exists()
 
 
 def test_the_others_end_with_an_error_when_a_rank_dies(tmp_path: Path, books: Path) -> None:
     """gloo tells them at once; where nobody does, the watchdog is there."""
-    config = config_of(tmp_path, books, seconds=20)
-    processes = start_ranks(["train", str(config)], world_size=3, cwd=tmp_path)
-    try:
-        wait_until(lambda: 4 in logged_steps(tmp_path / "run"), "step 4")
+    with in_step_4(config_of(tmp_path, books, seconds=20), size=3) as processes:
         processes[1].kill()
         for rank in (0, 2):
             processes[rank].communicate(timeout=limit(60))
-    finally:
-        end_stopped(processes)
     assert [processes[rank].returncode for rank in (0, 2)] == [EXIT_FAILED] * 2
 
 
@@ -164,13 +171,15 @@ def run_disturbed(config: str, what: str) -> int:
         return main(["train", config])
 
 
-def disturbed(folder: Path, config: Path, what: str) -> Ended:
-    return Ranks(run_disturbed, [(str(config), what)] * 2, folder=folder).finish(patience=20)
+def disturbed(folder: Path, config: Path, what: str, code: int = EXIT_HUNG) -> list[str]:
+    """What the ranks print of a job to which that happens; both end with this code."""
+    ended = Ranks(run_disturbed, [(str(config), what)] * 2, folder=folder).finish(patience=20)
+    assert ended.codes == [code] * 2, ended.texts
+    return ended.texts
 
 
 def test_a_rank_that_is_stuck_alone_is_behind_the_others(tmp_path: Path, books: Path) -> None:
-    ended = disturbed(tmp_path, config_of(tmp_path, books, seconds=3), "stuck in its data")
-    assert ended.codes == [EXIT_HUNG] * 2, ended.texts
+    disturbed(tmp_path, config_of(tmp_path, books, seconds=3), "stuck in its data")
     text = (the_hang(tmp_path) / "report.txt").read_text()
     assert f"suspect: rank 1 ({node_name()}) is behind the others: step 5, reading data" in text
     assert "  waiting in step 5, " in text
@@ -180,8 +189,7 @@ def test_a_rank_that_is_stuck_alone_is_behind_the_others(tmp_path: Path, books: 
 
 
 def test_a_collective_in_which_all_are_stuck_suspects_nobody(tmp_path: Path, books: Path) -> None:
-    ended = disturbed(tmp_path, config_of(tmp_path, books, seconds=3), "stuck in a collective")
-    assert ended.codes == [EXIT_HUNG] * 2, ended.texts
+    disturbed(tmp_path, config_of(tmp_path, books, seconds=3), "stuck in a collective")
     text = (the_hang(tmp_path) / "report.txt").read_text()
     assert f"all ranks wait in agreeing: a stuck collective, or the network between {node_name()}" in text
     assert "suspect" not in text
@@ -192,9 +200,7 @@ def test_a_run_directory_that_cannot_be_written_does_not_keep_a_hanging_job(tmp_
     config = config_of(tmp_path, books, seconds=3)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "hangs").write_text("a file")
-    ended = disturbed(tmp_path, config, "stuck in its data")
-    assert ended.codes == [EXIT_HUNG] * 2, ended.texts
-    for rank, text in enumerate(ended.texts):
+    for rank, text in enumerate(disturbed(tmp_path, config, "stuck in its data")):
         assert f"cannot be written; the stacks of rank {rank}:" in text
         assert "most recent call first" in text and "hang: nothing has moved for " in text
 
@@ -209,14 +215,13 @@ def test_a_rank_that_is_cut_off_by_the_end_of_a_hanging_one_has_hung_too(
     if not is_written:
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "hangs").write_text("a file")
-    ended = disturbed(tmp_path, config, f"late on rank {late}")
-    assert ended.codes == [EXIT_HUNG] * 2, ended.texts
+    disturbed(tmp_path, config, f"late on rank {late}")
 
 
 def test_the_first_step_may_take_three_times_as_long(tmp_path: Path, books: Path) -> None:
     """It sleeps twice `watchdog.seconds`."""
-    ended = disturbed(tmp_path, config_of(tmp_path, books, {"train": {"steps": 3}}, seconds=2), "a slow first step")
-    assert ended.codes == [EXIT_DONE] * 2, ended.texts
+    config = config_of(tmp_path, books, {"train": {"steps": 3}}, seconds=2)
+    disturbed(tmp_path, config, "a slow first step", EXIT_DONE)
 
 
 def position(rank: int, beats: int = 100, phase: str = "agreeing") -> Position:
@@ -255,6 +260,38 @@ def test_a_failed_node_is_listed_once_and_many_silent_ones_are_not(tmp_path: Pat
     assert (tmp_path / "slurm" / "failed_nodes").read_text() == "node1\nnode2\n"
 
 
+SIZE = 24  # ranks of which one reads the files of all
+
+
+def gather(folder: Path, live: Sequence[int]) -> dict[int, list[int]]:
+    """Let every live rank write its position and gather; return the ranks whose positions each of them got."""
+
+    def of_rank(rank: int) -> list[int]:
+        write_position(folder, Position(rank, "node0", 1, 7, "backward", 90, 600.0))
+        return [position.rank for position in gather_positions(folder, rank=rank, num_ranks=SIZE)]
+
+    with ThreadPoolExecutor(len(live)) as ranks:
+        return dict(zip(live, ranks.map(of_rank, live), strict=True))
+
+
+@pytest.mark.parametrize("silent", [[5], [0, 1, 2, 9]])
+def test_only_the_lowest_live_rank_reads_the_files(
+    tmp_path: Path, silent: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hang_report, "_GATHER_SECONDS", 0.5)
+    read_positions, num_readers = hang_report.read_positions, 0
+
+    def read(folder: Path) -> list[Position]:
+        nonlocal num_readers
+        num_readers += 1
+        return read_positions(folder)
+
+    monkeypatch.setattr(hang_report, "read_positions", read)
+    live = [rank for rank in range(SIZE) if rank not in silent]
+    assert gather(tmp_path, live) == {live[0]: live, **{rank: [] for rank in live[1:]}}
+    assert num_readers == 1
+
+
 def test_a_standing_comes_back_as_it_was_written(tmp_path: Path) -> None:
     before_the_first_step = position(2)._replace(step=None, phase="opening")
     for mine in (position(1), before_the_first_step):
@@ -280,3 +317,128 @@ def test_a_mark_costs_next_to_nothing() -> None:
     for _ in range(10_000):
         watchdog.beat("forward")
     assert (time.perf_counter() - began) / 10_000 < 20e-6
+
+
+# The recorder of collectives names the rank that the others wait for: real records of gloo
+
+
+def _save(world: World, folder: Path, *, pending: int) -> None:
+    """Write the recorder once so many collectives are unfinished: gloo's thread retires them after `wait` returns."""
+
+    def has_that_many() -> bool:
+        save(folder, world.rank)
+        entries = json.loads((folder / f"collectives-{world.rank:05d}.json").read_text())["gloo"]["entries"]
+        return [entry["retired"] for entry in entries].count(False) == pending
+
+    wait_until(has_that_many, f"{pending} unfinished collectives")
+
+
+def _wait_for_rank_1(world: World, folder: Path) -> None:
+    """Ranks 0 and 2 wait in an all-reduce when the recorders are written; rank 1 joins it afterwards."""
+    for _ in range(3):
+        dist.all_reduce(torch.ones(5))
+    work = dist.all_reduce(torch.ones(7), async_op=True) if world.rank != 1 else None
+    _save(world, folder, pending=int(world.rank != 1))
+    (folder / f"written-{world.rank}").touch()
+    wait_until(lambda: len(list(folder.glob("written-*"))) == world.size, "all files")
+    if work is None:
+        dist.all_reduce(torch.ones(7))
+    else:
+        work.wait()
+    dist.barrier()
+
+
+def test_rank_that_has_not_joined_is_named_from_real_records(tmp_path: Path, rank_pool: Pool) -> None:
+    rank_pool(3).run(_wait_for_rank_1, tmp_path)
+    verdict = read_verdict(tmp_path)
+    assert list(verdict.suspects) == [1]
+    assert "has not reached collective " in verdict.suspects[1]
+    assert "gloo:all_reduce of 7 Float" in verdict.suspects[1]
+    (line,) = verdict.lines
+    assert "which rank 1 has not reached" in line
+
+
+def _finished(world: World, folder: Path) -> None:
+    for _ in range(40):
+        dist.all_reduce(torch.ones(5))
+    dist.barrier()
+    _save(world, folder, pending=0)
+
+
+def test_nobody_is_named_where_all_is_complete_and_files_stay_small(tmp_path: Path, rank_pool: Pool) -> None:
+    rank_pool(2).run(_finished, tmp_path)
+    assert read_verdict(tmp_path) == flight_recorder.NO_VERDICT
+    kept = json.loads((tmp_path / "collectives-00000.json").read_text())["gloo"]["entries"]
+    assert len([entry for entry in kept if entry["process_group"][0] == "0"]) <= flight_recorder._KEPT
+
+
+# NCCL's records: the states that a device reports, which no CPU has.
+
+
+def entry(number: int, state: str = "completed", *, size: int = 1024, operation: str = "all_reduce") -> dict[str, Any]:
+    return {
+        "collective_seq_id": number,
+        "is_p2p": False,
+        "process_group": ["0", "default_pg"],
+        "profiling_name": f"nccl:{operation}",
+        "input_sizes": [[size]],
+        "input_dtypes": ["BFloat16"],
+        "state": state,
+        "retired": state == "completed",
+    }
+
+
+def verdict_of(
+    folder: Path, ranks: Sequence[Sequence[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> flight_recorder.Verdict:
+    for rank, entries in enumerate(ranks):
+        dump = json.dumps({"entries": entries})
+        monkeypatch.setattr(flight_recorder, "_recorders", lambda dump=dump: {"nccl": lambda: dump})
+        save(folder, rank)
+    return read_verdict(folder)
+
+
+DONE = [entry(number) for number in range(1, 41)]
+WAITS = [*DONE, entry(41, "started"), entry(42, "scheduled")]
+WHAT = "collective 41 of nccl group 0 (default_pg), nccl:all_reduce of 1,024 BFloat16"
+CASES = {
+    "has not reached": DONE,
+    "is in another one than": [*DONE, entry(41, "started", operation="broadcast")],
+    "has not started on its device": [*DONE, entry(41, "scheduled"), entry(42, "scheduled")],
+}
+
+
+@pytest.mark.parametrize("reason", CASES)
+def test_device_that_lags_is_named(reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python code of rank 2 has run ahead as that of the others; only its device has not."""
+    verdict = verdict_of(tmp_path, [WAITS, WAITS, CASES[reason], WAITS], monkeypatch)
+    assert verdict.suspects == {2: f"{reason} {WHAT}"}
+    assert verdict.lines == [f"  waiting in {WHAT}, which rank 2 {reason}"]
+    positions = [Position(rank, f"node{rank}", 1, 7, "agreeing", 90, 600.2) for rank in range(4)]
+    nodes = [f"node{rank}" for rank in range(4)]
+    assert suspects(positions, nodes) == {}, "the progress marks name nobody"
+    text = report(positions, nodes, seconds=600, folder=tmp_path, recorded=verdict)
+    assert f"suspect: rank 2 (node2) {reason} collective 41" in text
+
+
+@pytest.mark.parametrize(
+    ("of_last", "others"),
+    [(WAITS, ""), ([*DONE, entry(41, "started", size=2048)], "; 1 ranks in nccl:all_reduce of 2,048 BFloat16")],
+    ids=["the network", "two collectives"],
+)
+def test_nobody_is_blamed_if_all_devices_wait_or_as_many_here_as_there(
+    of_last: list[dict[str, Any]], others: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdict = verdict_of(tmp_path, [WAITS, of_last], monkeypatch)
+    assert verdict == flight_recorder.Verdict({}, [f"  waiting in {WHAT}: no rank stands out{others}"])
+
+
+def test_file_stays_small_however_far_a_rank_has_run_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = [*DONE, *(entry(number, "scheduled") for number in range(41, 341))]
+    further = [*ahead, entry(341, "scheduled")]
+    verdict = verdict_of(tmp_path, [further, ahead, DONE], monkeypatch)
+    assert list(verdict.suspects) == [2]
+    assert "collective 41 " in verdict.suspects[2]
+    kept = json.loads((tmp_path / "collectives-00000.json").read_text())["nccl"]["entries"]
+    numbers = [one["collective_seq_id"] for one in kept]
+    assert numbers == [*range(33, 49), 341], "with the one that its Python code has reached"
