@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -10,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,25 @@ import pytest
 import torch.distributed as dist
 
 from dist_mem.cli.commands import load_checked
-from dist_mem.doctor import disks, machine, network
+from dist_mem.doctor import consistency, disks, machine, network
+from dist_mem.doctor.examine import examine
 from dist_mem.doctor.preflight import preflight
 from dist_mem.errors import UnfitError, UnusableError
-from dist_mem.runtime.distributed import World
+from dist_mem.runtime.distributed import World, gather_objects
 from dist_mem.runtime.network_interface import free_port
-from dist_mem.supervision.findings import FAIL, OK, WARNING, Place, Remark, fail, failed_nodes, lines, may_pass, ok
+from dist_mem.supervision.findings import (
+    FAIL,
+    OK,
+    WARNING,
+    Finding,
+    Place,
+    Remark,
+    fail,
+    failed_nodes,
+    lines,
+    may_pass,
+    ok,
+)
 from dist_mem.supervision.hang_report import FAILED_NODES
 from dist_mem.supervision.rendezvous import RankDevice, check_accelerators, wait_for_ranks
 from tests.support.jobs import train_here, write_config
@@ -34,6 +49,7 @@ from tests.support.ranks import RankPool, launcher_environment
 
 pytestmark = pytest.mark.ranks
 
+Pool = Callable[[int], RankPool]
 PYTHON = [sys.executable, "-m", "dist_mem"]
 
 
@@ -47,13 +63,19 @@ needs_mount = pytest.mark.skipif(
 )
 
 
+@pytest.fixture
+def config(tmp_path: Path, books: Path) -> Path:
+    """Of a job in the folder `run`."""
+    return write_config(tmp_path / "config.yaml", books, tmp_path / "run")
+
+
 def levels(found: Sequence[Remark]) -> list[str]:
     return [remark.level for remark in found]
 
 
-def doctor(*arguments: str, cwd: Path, before: str = "") -> tuple[int, str]:
-    """`dist-mem doctor` of one rank, after the shell lines `before`."""
-    command = ["sh", "-c", f'{before}\nexec "$@"', "sh", *PYTHON, "doctor", *arguments]
+def doctor(*arguments: str, cwd: Path, before: str = "", shell: Sequence[str] = ("sh",)) -> tuple[int, str]:
+    """`dist-mem doctor` of one rank, after the lines `before` of a shell."""
+    command = [*shell, "-c", f'{before}\nexec "$@"', "sh", *PYTHON, "doctor", *arguments]
     kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
     done = subprocess.run(command, cwd=cwd, env=kept, capture_output=True, text=True, timeout=limit(120))
     return done.returncode, done.stdout + done.stderr
@@ -83,8 +105,7 @@ def test_a_sound_machine_passes_without_a_configuration(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_sound_job_passes_on_two_ranks_and_leaves_nothing_behind(tmp_path: Path, books: Path) -> None:
-    config = write_config(tmp_path / "config.yaml", books, tmp_path / "run")
+def test_a_sound_job_passes_on_two_ranks_and_leaves_nothing_behind(tmp_path: Path, config: Path) -> None:
     first, second, text = on_two_nodes([str(config)], cwd=tmp_path, second=[])
     assert (first, second) == (0, 0), text
     for what in ("rendezvous", "configuration", "data", "run directory", "disk room", "inodes", "bandwidth", "clock"):
@@ -96,10 +117,9 @@ def test_a_sound_job_passes_on_two_ranks_and_leaves_nothing_behind(tmp_path: Pat
 
 
 @needs_mount
-def test_each_fault_of_one_node_is_named_with_its_node(tmp_path: Path, books: Path) -> None:
+def test_each_fault_of_one_node_is_named_with_its_node(tmp_path: Path, books: Path, config: Path) -> None:
     """All at once, for a start takes seconds: another version, other configuration and data, few open files, a run
     directory of its own."""
-    config = write_config(tmp_path / "config.yaml", books, tmp_path / "run")
     (tmp_path / "run").mkdir()
     cut = tmp_path / "cut"
     shutil.copytree(books, cut)
@@ -127,27 +147,17 @@ def test_each_fault_of_one_node_is_named_with_its_node(tmp_path: Path, books: Pa
     assert all(" -> " in line for line in failures)
 
 
-@pytest.mark.skipif(shutil.which("faketime") is None, reason="needs faketime")
-def test_a_clock_that_is_wrong_is_a_warning_with_its_offset(tmp_path: Path) -> None:
-    first, second, text = on_two_nodes([], cwd=tmp_path, second=["faketime", "-f", "+3600s"])
-    assert (first, second) == (0, 0), text
-    found = next(line for line in text.splitlines() if line.startswith("warning  clock"))
-    assert "node2" in found
-    assert "3,600.0 s ahead of that of node1" in found
-
-
 @needs_mount
 @pytest.mark.parametrize(("options", "what"), [("size=1m", "disk room"), ("size=64m,nr_inodes=20", "inodes")])
 def test_a_disk_without_room_for_two_checkpoints_fails(tmp_path: Path, books: Path, options: str, what: str) -> None:
     changes = {"model": {"d_model": 64, "d_inner": 256, "num_layers": 2, "num_heads": 2}}
     config = write_config(tmp_path / "config.yaml", books, tmp_path / "run", changes)
     (tmp_path / "run").mkdir()
-    script = f'mount -t tmpfs -o {options} tmpfs "{tmp_path}/run"\n'
-    command = ["unshare", "-m", "sh", "-c", f'{script}exec "$@"', "sh", *PYTHON, "doctor", str(config)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=limit(120))
-    assert done.returncode == 1
-    assert f"{FAIL}     {what} " in done.stdout, done.stdout
-    assert "keep fewer (checkpoint.keep_last)" in done.stdout
+    mount = f'mount -t tmpfs -o {options} tmpfs "{tmp_path}/run"'
+    code, text = doctor(str(config), cwd=tmp_path, before=mount, shell=["unshare", "-m", "sh"])
+    assert code == 1
+    assert f"{FAIL}     {what} " in text, text
+    assert "keep fewer (checkpoint.keep_last)" in text
 
 
 def test_low_limits_are_raised_or_a_warning(tmp_path: Path) -> None:
@@ -163,29 +173,27 @@ def test_low_limits_are_raised_or_a_warning(tmp_path: Path) -> None:
 # What the ranks find out together, in ranks that are already there.
 
 
-def _as_node(world: World, name: str) -> World:
-    os.environ["SLURMD_NODENAME"] = name
-    return replace(world, local_rank=0, local_size=1)
-
-
 def _preflight(world: World, config_file: Path, changes: Sequence[Sequence[str]]) -> str | list[str]:
     """Every rank a node; the refusal, or the warnings."""
-    config = load_checked([str(config_file), *changes[world.rank]])
     machine.SHM = config_file.parent  # in the real one lies what killed jobs of other tests have left
-    try:
-        return preflight(config, _as_node(world, f"node{world.rank + 1}"))
-    except (UnfitError, UnusableError) as error:
-        return str(error)
-    finally:
-        del os.environ["SLURMD_NODENAME"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURMD_NODENAME", f"node{world.rank + 1}")
+        patch.setenv("DOCTOR_SECRET", f"hunter2-{world.rank}")
+        config = load_checked([str(config_file), *changes[world.rank]])
+        try:
+            return preflight(config, replace(world, local_rank=0, local_size=1))
+        except (UnfitError, UnusableError) as error:
+            return f"{type(error).__name__}: {error}"
 
 
-def test_preflight_refuses_on_all_ranks_with_one_message_and_notes_the_node(
-    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
+def test_preflight_refuses_on_all_ranks_with_one_message_and_notes_a_node_that_is_at_fault(
+    tmp_path: Path, books: Path, config: Path, rank_pool: Pool
 ) -> None:
-    config = write_config(tmp_path / "config.yaml", books, tmp_path / "run")
-    other = tmp_path / "other"
-    shutil.copytree(books, other)
+    failed = tmp_path / "run" / FAILED_NODES
+    message = rank_pool(2).run(_preflight, config, [[], ["train.seed=7"]])[0]
+    assert "train.seed: 7, but 0 on 1 of 2 ranks -> give every rank the same files and overrides" in message
+    assert not failed.exists(), "the configuration is at fault"
+    other = Path(shutil.copytree(books, tmp_path / "other"))
     tar = next((other / "train").glob("*.tar"))
     tar.unlink()
     messages = rank_pool(3).run(_preflight, config, [[], [], [f"data.path={other}"]])
@@ -193,35 +201,67 @@ def test_preflight_refuses_on_all_ranks_with_one_message_and_notes_the_node(
     assert f"train/{tar.name}: missing, but" in messages[0]
     assert "node3" in messages[0]
     assert "on 2 of 3 ranks" in messages[0]
-    assert (tmp_path / "run" / FAILED_NODES).read_text() == "node3\n"
+    assert failed.read_text() == "node3\n"
     assert rank_pool(3).run(_preflight, config, [[], [], []]) == [[], [], []]
 
 
-def test_no_node_is_noted_for_a_fault_of_the_configuration(
-    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
-) -> None:
-    config = write_config(tmp_path / "config.yaml", books, tmp_path / "run")
-    messages = rank_pool(2).run(_preflight, config, [[], ["train.seed=7"]])
-    assert "train.seed: 7, but 0 on 1 of 2 ranks -> give every rank the same files and overrides" in messages[0]
-    assert not (tmp_path / "run" / FAILED_NODES).exists()
-
-
 def test_paths_may_differ_between_nodes_and_secrets_are_not_printed(
-    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, books: Path, config: Path, rank_pool: Pool
 ) -> None:
-    config = write_config(tmp_path / "config.yaml", books, tmp_path / "run")
-    same = tmp_path / "same"
-    shutil.copytree(books, same)
+    same = shutil.copytree(books, tmp_path / "same")
     assert rank_pool(2).run(_preflight, config, [[], [f"data.path={same}"]]) == [[], []]
-    secret = "tracking.run_name=${oc.env:DOCTOR_SECRET}"
-    messages = rank_pool(2).run(_preflight_with_secret, config, secret)
-    assert "tracking.run_name: " in messages[0]
-    assert "hunter2" not in messages[0]
+    secret = ["tracking.run_name=${oc.env:DOCTOR_SECRET}"]
+    message = rank_pool(2).run(_preflight, config, [secret, secret])[0]
+    assert "tracking.run_name: " in message
+    assert "hunter2" not in message
 
 
-def _preflight_with_secret(world: World, config: Path, override: str) -> str | list[str]:
-    os.environ["DOCTOR_SECRET"] = f"hunter2-{world.rank}"
-    return _preflight(world, config, [[override]] * 2)
+# Of one rank: MLflow's store, and the exit code of what the preflight finds.
+
+
+def _find_mlflow(world: World, config_file: Path, uri: str) -> Finding:
+    """Return the finding of `dist-mem doctor` about MLflow."""
+    config = load_checked([str(config_file), "tracking.mlflow=true", f"tracking.uri={uri}"])
+    with closing(examine(config, world, is_thorough=True)) as rounds:
+        (found,) = (finding for finding in next(rounds) if finding.what == "MLflow")
+        return found
+
+
+def test_an_mlflow_server_that_is_down_is_a_warning(config: Path, rank_pool: Pool) -> None:
+    (found,) = rank_pool(1).run(_find_mlflow, config, f"http://127.0.0.1:{free_port()}")
+    assert found.level == WARNING
+    assert "does not answer" in found.found and "tracking.uri" in found.fix
+
+
+def test_a_wrong_address_of_mlflow_is_a_failure_that_no_restart_repairs(config: Path, rank_pool: Pool) -> None:
+    (error,) = rank_pool(1).run(_preflight, config, [["tracking.mlflow=true", "tracking.uri='ftp://mlflow.example'"]])
+    assert error.startswith("UnusableError") and "tracking.uri" in error and "kind 'ftp'" in error
+
+
+def _fail_to_read(world: World, config_file: Path, code: int) -> str | list[str]:
+    def fail(config: object) -> None:
+        raise OSError(code, "reading failed", "books/train/index.json")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(consistency, "check_tars", fail)
+        return _preflight(world, config_file, [[]])
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        *(("UnfitError", code) for code in (errno.EIO, errno.ESTALE, errno.ENOSPC)),
+        *(("UnusableError", code) for code in (errno.ENOENT, errno.EACCES)),
+    ],
+)
+def test_fault_of_a_disk_may_pass_and_a_wrong_path_does_not(
+    config: Path, rank_pool: Pool, code: int, error: str
+) -> None:
+    (found,) = rank_pool(1).run(_fail_to_read, config, code)
+    assert found.startswith(error) and "books/train/index.json" in found and FAIL in found
+
+
+# What the ranks measure together.
 
 
 def _sums_with_fault(world: World, faulty: int, is_sender: bool) -> list[str]:
@@ -235,17 +275,13 @@ def _sums_with_fault(world: World, faulty: int, is_sender: bool) -> list[str]:
         if world.rank == faulty and not is_sender:
             tensor[-1] += 1
 
-    dist.all_reduce = all_reduce
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", all_reduce)
         wrong = network.wrong_sums(world)
-    finally:
-        dist.all_reduce = right
-    gathered: list[Any] = [None] * world.size
-    dist.all_gather_object(gathered, wrong)
-    return lines(list(network.check_sums([Place("n", rank) for rank in range(world.size)], gathered)))
+    return lines(list(network.check_sums([Place("n", rank) for rank in range(world.size)], gather_objects(wrong))))
 
 
-def test_a_wrong_sum_names_the_rank_that_sent_it_or_got_it(rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_wrong_sum_names_the_rank_that_sent_it_or_got_it(rank_pool: Pool) -> None:
     for is_sender, fault in ((True, "the numbers of this rank"), (False, "got wrong sums")):
         found = rank_pool(3).run(_sums_with_fault, 1, is_sender)
         assert len(found[0]) == 1 and (found[0] == found[1] == found[2] or not is_sender)
@@ -256,13 +292,14 @@ def _clocks(world: World, ahead: Sequence[float]) -> list[network.Interval]:
     return network.read_clocks(world, lambda: time.time() + ahead[world.rank])
 
 
-def test_skew_is_measured_within_its_own_margin(rank_pool: Callable[[int], RankPool]) -> None:
-    clocks = rank_pool(2).run(_clocks, [0.0, -7.25])
+@pytest.mark.parametrize(("offset", "how"), [(-7.25, "behind"), (3600.0, "ahead of")])
+def test_a_clock_that_is_wrong_is_a_warning_with_its_offset(rank_pool: Pool, offset: float, how: str) -> None:
+    clocks = rank_pool(2).run(_clocks, [0.0, offset])
     ahead, margin = network.skew(clocks[0], clocks[1])
-    assert abs(ahead - -7.25) <= margin < 1.0
+    assert abs(ahead - offset) <= margin < 1.0
     (found,) = network.check_clocks([Place("a"), Place("b")], clocks)
-    assert found.level == WARNING
-    assert "behind that of a" in found.found
+    assert (found.level, found.place) == (WARNING, Place("b"))
+    assert f"{abs(ahead):,.1f} s {how} that of a" in found.found
 
 
 def test_the_slow_one_of_a_slow_pair_is_named() -> None:
@@ -325,14 +362,6 @@ def test_ranks_have_a_gpu_each_of_one_kind() -> None:
     assert [(one.level, one.place) for one in kinds if one.level != OK] == [(WARNING, Place("n1", 2))]
 
 
-def test_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {**launcher_environment(0, 2, free_port()), "SLURMD_NODENAME": "node1"}.items():
-        monkeypatch.setenv(name, value)
-    (found,) = (one for one in wait_for_ranks(seconds=0.5).findings if one.level == FAIL)
-    assert "1 of 2 ranks have not come, and no other has for 0.5 s: 1" in found.found
-    assert "node1" in found.fix
-
-
 def test_late_ranks_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The patience is for the next rank, not for the last: 512 of them load torch from one disk."""
     port = free_port()
@@ -355,29 +384,14 @@ def test_late_ranks_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         others.join()
 
 
-def test_missing_rank_ends_a_job_after_its_patience(tmp_path: Path, books: Path) -> None:
-    """Also without the preflight, and both when rank 0 waits and when it is the one that does not come."""
-    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"watchdog": {"join_seconds": 2}})
-    for rank, more in ((0, []), (0, ["preflight=false"]), (1, [])):
-        environment = {**os.environ, **launcher_environment(rank, 2, free_port()), "OMP_NUM_THREADS": "1"}
-        environment |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # the first of its node, which speaks for it
-        done = subprocess.run(
-            [*PYTHON, "train", str(config), *more], env=environment, capture_output=True, text=True, timeout=limit(60)
-        )
-        said(f"exit code {done.returncode}: {done.stderr[done.stderr.index('error: ') :]}", "for 2 s")
-
-
 # Alone.
 
 
-@pytest.fixture
-def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def test_buffers_of_dead_ranks_are_reported_and_those_in_use_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(machine, "SHM", tmp_path)
-    yield tmp_path
-
-
-def test_buffers_of_dead_ranks_are_reported_and_those_in_use_are_not(shm: Path) -> None:
-    living = shm / "deepspeed_allreduce_buffer_0_host_1_0"
+    living = tmp_path / "deepspeed_allreduce_buffer_0_host_1_0"
     living.write_bytes(bytes(4096))
     os.utime(living, (0, 0))
     with living.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
@@ -428,7 +442,7 @@ def test_time_that_is_over_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("optimizer", [{"kind": "adamw"}, {"kind": "sgd"}, {"kind": "sgd", "momentum": 0.9}])
 def test_the_size_of_a_checkpoint_is_known_before_there_is_one(
-    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool], optimizer: dict[str, Any]
+    tmp_path: Path, books: Path, rank_pool: Pool, optimizer: dict[str, Any]
 ) -> None:
     model = {"num_layers": 4, "d_model": 64, "d_inner": 256, "num_heads": 4}
     changes = {"train": {"steps": 1}, "model": model, "optimizer": {**optimizer, "groups": []}}

@@ -76,10 +76,6 @@ def test_sound_rank_passes_with_what_was_found(machine: pytest.MonkeyPatch) -> N
     assert set(remarks) == {"cores", "network card", "allocator", "float32", "flight recorder", "NCCL"}
 
 
-def test_rank_on_a_cpu_is_not_asked() -> None:
-    assert list(check_gpu(None, World(0, 2, 0, 2, torch.device("cpu")))) == []
-
-
 def setting(name: str, value: str) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: patch.setenv(name, value)
 
