@@ -1,8 +1,9 @@
-"""A sync compares the points: it never reports that MLflow has everything of a run that has lost some."""
+"""A sync never reports that MLflow has everything of a run that has lost some; a power failure loses nothing saved."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sqlite3
 import sys
@@ -12,29 +13,34 @@ from typing import Any
 
 import pytest
 
+from dist_mem.__main__ import main
+from dist_mem.checkpoint.manifest import list_steps
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED
 from dist_mem.runtime.distributed import World
+from dist_mem.supervision.lease import Lease
 from dist_mem.tracking.log import METRICS_FILE, new_uid, read_header
 from dist_mem.tracking.mlflow.store import RUN_ID_FILE
-from tests.support.jobs import train_here, write_config
+from tests.support.fork_server import fork_server
+from tests.support.forked_ranks import Ranks
+from tests.support.jobs import logged_steps, train_here, write_config
+from tests.support.limits import wait_until
+from tests.support.power import disk_without_power
 from tests.support.ranks import RankPool
 from tests.support.tracked import history, track_sync
 
 pytestmark = pytest.mark.ranks
 
-STEPS, EVERY = 10, 4
+Pool = Callable[[int], RankPool]
+STEPS, EVERY = 10, 4  # of a checkpoint
+TRACKING: dict[str, Any] = {"mlflow": True, "send": "never", "system_metrics": False}
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, books: Path, rank_pool: Callable[[int], RankPool]) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, books: Path, rank_pool: Pool) -> Path:
     """A run that has evaluated twice and sent nothing yet; its configuration lies beside it."""
     folder = tmp_path_factory.mktemp("trained")
-    changes = {
-        "train": {"steps": STEPS},
-        "checkpoint": {"every": EVERY},
-        "eval": {"every": 5, "batch_size": 2},
-        "tracking": {"mlflow": True, "send": "never", "system_metrics": False},
-    }
+    saves_and_evaluates = {"checkpoint": {"every": EVERY}, "eval": {"every": 5, "batch_size": 2}}
+    changes = {"train": {"steps": STEPS}, "tracking": TRACKING, **saves_and_evaluates}
     config = write_config(folder / "run.yaml", books, folder / "run", changes)
     assert rank_pool(1).run(train_here, config) == [EXIT_DONE]
     return folder / "run"
@@ -61,7 +67,7 @@ def test_sync_names_missing_points_and_the_checkpoints_that_follow_remember_them
     trained: Path,
     sqlite_uri: str,
     client: Any,
-    rank_pool: Callable[[int], RankPool],
+    rank_pool: Pool,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run_dir = copy_of(trained, tmp_path)
@@ -103,9 +109,44 @@ def imports_mlflow(world: World, config_file: Path) -> bool:
     return "mlflow" in sys.modules
 
 
-def test_ranks_other_than_0_never_import_mlflow(
-    rank_pool: Callable[[int], RankPool], books: Path, tmp_path: Path
-) -> None:
+def test_ranks_other_than_0_never_import_mlflow(rank_pool: Pool, books: Path, tmp_path: Path) -> None:
     changes = {"tracking": {"mlflow": True, "uri": f"sqlite:///{tmp_path}/mlflow.db"}, "train": {"steps": 2}}
     config_file = write_config(tmp_path / "job.yaml", books, tmp_path / "run", changes)
     assert rank_pool(2).run(imports_mlflow, config_file) == [True, False]
+
+
+# The power fails
+
+
+def last_saved(run_dir: Path) -> int:
+    return max(list_steps(run_dir), default=0)
+
+
+def test_what_a_checkpoint_was_saved_after_is_logged_when_the_power_fails(tmp_path: Path, books: Path) -> None:
+    fork_server()  # before the disk is there
+    with disk_without_power(tmp_path / "disk") as disk:
+        run_dir = disk.folder / "run"
+        changes = {"train": {"steps": 10**6}, "checkpoint": {"every": EVERY, "keep_last": 2}, "tracking": TRACKING}
+        config = write_config(tmp_path / "run.yaml", books, run_dir, changes)
+        job = Ranks(main, [[["train", str(config)]]], folder=tmp_path)
+        try:
+            wait_until(lambda: last_saved(run_dir) >= 3 * EVERY, "three checkpoints")
+            disk.cut()
+        finally:
+            job.processes[0].kill()
+            job.finish()
+        disk.restart()
+        saved = last_saved(run_dir)
+        assert [step for step in logged_steps(run_dir) if step <= saved] == list(range(1, saved + 1))
+
+
+def test_a_lease_survives_the_power_and_names_its_job(tmp_path: Path) -> None:
+    """An empty one kept the next job waiting for a minute."""
+    with disk_without_power(tmp_path / "disk") as disk:
+        os.sync()
+        lease = Lease(disk.folder / "run")
+        written = lease.path.read_text()
+        disk.cut()
+        lease.release()
+        disk.restart()
+        assert lease.path.read_text() == written

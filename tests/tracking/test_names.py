@@ -15,7 +15,7 @@ from dist_mem.config import save_config
 from dist_mem.errors import EXIT_FAILED
 from dist_mem.tracking.log import METRICS_FILE
 from dist_mem.tracking.mlflow.sync import log_to_run
-from dist_mem.tracking.names import valid_name
+from dist_mem.tracking.names import in_group, valid_name
 from tests.support.messages import said_line
 from tests.support.tracked import config_for, job, track_sync
 
@@ -43,7 +43,10 @@ def test_every_name_is_made_valid_and_no_two_become_one(names: list[str]) -> Non
     assert set(kept) <= set(made)
 
 
-def test_the_groups_of_a_name_stay() -> None:
+def test_the_group_of_a_name_stays() -> None:
+    """What is in which group: tests/project/test_metrics_page.py."""
+    names = ["train/loss", "eval/test/nll", "memory/gain", "system/mfu", "recall_ppl/nll", "recall_accuracy/test/a"]
+    assert [in_group(name) for name in names] == names
     made = valid_name("lm_eval/q@5 (v1)|x/acc")
     assert made.startswith("lm_eval/q_5 _v1__x_") and made.endswith("/acc")
 

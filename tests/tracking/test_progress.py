@@ -9,6 +9,7 @@ import pytest
 
 from dist_mem.tracking.log import Point
 from dist_mem.tracking.progress import Progress, ProgressBar, ProgressLines
+from tests.runtime.test_terminal import Terminal
 
 
 def test_plain_lines_tell_loss_perplexity_speed_and_time_left() -> None:
@@ -34,13 +35,6 @@ def test_bar_shows_the_logged_step_and_messages_do_not_break_it() -> None:
     assert "saved\n" in stream.getvalue()
 
 
-class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
 def test_work_without_a_terminal_or_a_library_of_bars_is_a_line_now_and_then(
     stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
@@ -59,17 +53,13 @@ def test_work_without_a_terminal_or_a_library_of_bars_is_a_line_now_and_then(
     ]
 
 
-def test_work_on_a_terminal_is_a_bar_that_goes_when_it_is_done() -> None:
-    stream = Terminal()
-    with Progress(4000, "scoring test", stream=stream) as progress:
+def test_work_on_a_terminal_is_a_bar_that_goes_when_it_is_done_and_other_ranks_show_nothing() -> None:
+    streams = Terminal(), Terminal()
+    with Progress(4000, "scoring test", stream=streams[0]) as progress:
         progress.add(4000)
-    bar, last = stream.getvalue().split("\r")[1], stream.getvalue().split("\r")[-2:]
+    with Progress(4000, "scoring test", shown=False, share=0.0, stream=streams[1]) as progress:
+        progress.add(0)
+    bar, last = streams[0].getvalue().split("\r")[1], streams[0].getvalue().split("\r")[-2:]
     assert "scoring test" in bar and "4.00k" in bar and "tokens" in bar
     assert not "".join(last).strip()
-
-
-def test_other_ranks_show_nothing() -> None:
-    stream = Terminal()
-    with Progress(4000, "scoring test", shown=False, share=0.0, stream=stream) as progress:
-        progress.add(0)
-    assert stream.getvalue() == ""
+    assert streams[1].getvalue() == ""

@@ -16,13 +16,12 @@ from unittest.mock import patch
 import pytest
 
 from dist_mem.runtime.network_interface import free_port
-from dist_mem.tracking.log import METRICS_FILE, Entry, read_entries, read_points
+from dist_mem.tracking.log import METRICS_FILE, Entry, find_entries, read_points
 from dist_mem.tracking.mlflow import sender as sender_module
 from dist_mem.tracking.mlflow.run import NOTE_TAG, MlflowRun, description
+from dist_mem.tracking.mlflow.sync import log_to_run
 from dist_mem.tracking.names import in_group, valid_name
-from tests.support.faults import small_disk
 from tests.support.limits import wait_until
-from tests.support.messages import refused
 from tests.support.mlflow_server import points_of
 from tests.support.tracked import config_for, nested_runs, start, steps
 from tests.tracking.conftest import Sent
@@ -34,7 +33,7 @@ def test_what_is_logged_while_mlflow_is_switched_off_reaches_it_too(
     sent: Sent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parameters and all; in the experiment of the first start that is tracked."""
-    off = {"tracking": {"mlflow": False}}
+    off: dict[str, Any] = {"tracking": {"mlflow": False}}
     sent.job(steps(1, 3), **off)
     assert [path.name for path in sent.run_dir.iterdir()] == [METRICS_FILE]
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "named later")
@@ -130,7 +129,7 @@ def test_the_table_of_runs_has_a_view_with_memory_and_perplexity(
 
 
 def test_the_description_has_the_newest_picture_and_is_cut_between_metrics() -> None:
-    page = {"experiment_id": "1", "run_id": "a"}
+    page: dict[str, Any] = {"experiment_id": "1", "run_id": "a"}
     metrics = {"train/loss": 2.0} | {f"eval/validation/{number:03}": 1.0 for number in range(100)}
     first = description(metrics, None, picture="plots/first.png", **page)
     assert first is not None and len(first) <= 5000 and first.endswith("?path=plots%2Ffirst.png&run_uuid=a)")
@@ -226,6 +225,12 @@ PASTS = {
 }
 
 
+def wait_for_another_time() -> None:
+    """A log has milliseconds."""
+    now = time.time_ns()
+    wait_until(lambda: time.time_ns() > now + 2_000_000, "another time")
+
+
 @pytest.mark.parametrize("past", PASTS)
 def test_mlflow_has_every_step_that_counts_and_no_name_a_step_twice(sent: Sent, past: str) -> None:
     """The run and those nested in it have what counts: no chart zigzags, and nothing is missing.
@@ -237,8 +242,7 @@ def test_mlflow_has_every_step_that_counts_and_no_name_a_step_twice(sent: Sent, 
         tracker = start(config, sent.run_dir, first_step=first_step)
         for step, loss in losses.items():
             tracker.log(step, {"loss": loss, "seconds": time.perf_counter()})
-            now = time.time_ns()
-            wait_until(lambda logged=now: time.time_ns() > logged + 2_000_000, "another time: a log has milliseconds")
+            wait_for_another_time()
         tracker.close("FINISHED")
     sent.send()
     assert list(sent.losses().items()) == list(PASTS[past].run.items())
@@ -250,11 +254,10 @@ def test_mlflow_has_every_step_that_counts_and_no_name_a_step_twice(sent: Sent, 
             sent.send()
         runs = [sent.run_id, *sent.nested()]
         points = {run_id: points_of(sent.client, run_id) for run_id in runs}
-        assert all(max(Counter(point[:2] for point in found.elements()).values()) == 1 for found in points.values())
+        for run_id in runs:
+            assert_every_point_is_there_once(sent, run_id)
         newest = {(name, step): found for run_id in runs for name, step, *found in points[run_id]}
-        repeated = {
-            entry.body["step"] for entry in read_entries(sent.log) if entry.kind == "repeat"
-        }  # with other times
+        repeated = {entry.body["step"] for entry in find_entries(sent.log, "repeat")}  # with other times
         for point in (point for point in read_points(sent.log) if point.step not in repeated):
             for name, value in point.metrics.items():
                 assert newest[in_group(name), point.step] == [round(point.time * 1000), value]
@@ -329,24 +332,6 @@ def test_a_server_that_fails_where_a_nested_run_is_made_gets_it_later(
     assert sent.losses() == steps(1, 6) | half(7, 7)
 
 
-def test_disk_that_is_full_at_the_end_is_reported_and_raises_nothing(
-    sqlite_uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with small_disk(tmp_path / "disk", "size=100k") as disk:
-        tracker = start(config_for(sqlite_uri), disk / "run")
-        with suppress(OSError), (disk / "filling").open("wb", buffering=0) as file:
-            while True:
-                file.write(bytes(4096))
-        with refused(OSError):
-            for step in range(1, 1000):
-                tracker.log(step, {"loss": 1.0})
-        with refused(OSError):
-            for _ in range(100):
-                tracker.log_tags({"a": "x" * 100})
-        tracker.close("FAILED")
-        assert "it does not say that the job is FAILED, nor will MLflow" in capsys.readouterr().err
-
-
 def test_system_metrics_count_on_over_resumes_and_are_no_points_of_the_training(
     sent: Sent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,3 +343,101 @@ def test_system_metrics_count_on_over_resumes_and_are_no_points_of_the_training(
     counted = list(sent.losses(name="system/cpu_utilization_percentage"))
     assert counted == list(range(len(counted))) and len(counted) >= 4
     assert read_points(sent.log) == []
+
+
+# Checkpoints, which are models of MLflow
+
+
+def models_of(client: Any, run_id: str) -> dict[str, dict[str, float]]:
+    """Return the metrics of every model of a run; each name stands once."""
+    experiment = client.get_run(run_id).info.experiment_id
+    found = client.search_logged_models([experiment], filter_string=f"source_run_id = '{run_id}'")
+    assert len({model.name for model in found}) == len(found)
+    assert {str(model.status) for model in found} <= {"READY"}
+    listed = [output.model_id for output in client.get_run(run_id).outputs.model_outputs]
+    assert sorted(listed) == sorted(model.model_id for model in found)
+    return {model.name: {metric.key: metric.value for metric in model.metrics or []} for model in found}
+
+
+def train(sent: Sent, *, first: int, last: int, shift: float = 0.0, **overrides: Any) -> None:
+    """Log a loss every step, evaluate and save every second one, which is reported a step later."""
+    tracker = sent.start(first_step=first, **overrides)
+    for step in range(first + 1, last + 1):
+        tracker.log(step, {"loss": step + shift, "mfu": 0.5})
+        if step % 2 == 0:
+            tracker.log(step, {"validation/word_perplexity": 10.0 * step + shift})
+        elif step > 1:
+            tracker.log_checkpoint(step - 1, sent.run_dir / f"step-{step - 1}")
+    tracker.close("KILLED")
+
+
+def assert_every_point_is_there_once(sent: Sent, run_id: str) -> None:
+    assert max(Counter(point[:2] for point in points_of(sent.client, run_id).elements()).values()) == 1
+
+
+def test_each_checkpoint_is_a_model_with_the_metrics_of_its_step_and_of_later_evaluations(sent: Sent) -> None:
+    """One that is made again is a model of the nested run; every name has a step once."""
+
+    def evaluate() -> None:
+        figures = {"test/word_perplexity": 44.0}
+        log_to_run(sent.config().tracking, run_dir=sent.run_dir, step=4, metrics=figures, files=[])
+
+    train(sent, first=0, last=5)
+    expected = {
+        "step-00000002": {"train/loss": 2.0, "eval/validation/word_perplexity": 20.0},
+        "step-00000004": {"train/loss": 4.0, "eval/validation/word_perplexity": 40.0},
+    }
+    assert models_of(sent.client, sent.run_id) == expected
+    evaluate()
+    evaluated = {"eval/test/word_perplexity": 44.0}
+    expected["step-00000004"] |= evaluated
+    assert models_of(sent.client, sent.run_id) == expected
+    train(sent, first=2, last=7, shift=0.5)
+    (nested,) = sent.nested()
+    found = models_of(sent.client, sent.run_id)
+    assert found.pop("step-00000006")["train/loss"] == 6.5
+    assert found == expected
+    evaluate()
+    again = {"train/loss": 4.5, "eval/validation/word_perplexity": 40.5, **evaluated}
+    assert models_of(sent.client, nested) == {"step-00000004": again}
+    for run_id in (sent.run_id, nested):
+        assert_every_point_is_there_once(sent, run_id)
+
+
+class KilledError(Exception):
+    """The sender dies here."""
+
+
+def test_a_sender_that_dies_at_any_entry_leaves_every_model_and_point_once(
+    sent: Sent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each request of a checkpoint, before MLflow's count of entries is written."""
+    train(sent, first=0, last=5, tracking={"send": "never"})
+    real = MlflowRun.send_checkpoint
+
+    def send_until(last: str) -> Callable[..., None]:
+        def send(self: MlflowRun, *arguments: Any) -> None:
+            method = getattr(type(self._client), last)
+
+            def then_die(*args: Any, **options: Any) -> None:
+                method(*args, **options)
+                raise KilledError
+
+            with monkeypatch.context() as patch:
+                patch.setattr(type(self._client), last, then_die)
+                real(self, *arguments)
+
+        return send
+
+    for request in ("search_logged_models", "create_logged_model", "finalize_logged_model", "log_outputs", "log_batch"):
+        with monkeypatch.context() as patch:
+            patch.setattr(MlflowRun, "send_checkpoint", send_until(request))
+            with pytest.raises(KilledError):
+                sent.sender().send()
+    assert sender_module.SENT_TAG not in sent.run.data.tags
+    for _ in range(2):
+        sent.send()
+    found = models_of(sent.client, sent.run_id)
+    assert sorted(found) == ["step-00000002", "step-00000004"]
+    assert found["step-00000002"] == {"train/loss": 2.0, "eval/validation/word_perplexity": 20.0}
+    assert_every_point_is_there_once(sent, sent.run_id)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import http.client
 import json
 import secrets
 import select
@@ -13,8 +12,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,70 +25,16 @@ from dist_mem.config.text_checks import check_credentials
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
 from dist_mem.runtime.environment import mlflow_credentials_set
 from dist_mem.tracking.log import METRICS_FILE, read_points
+from dist_mem.tracking.mlflow import store
 from dist_mem.tracking.mlflow.client import connect
 from dist_mem.tracking.mlflow.store import RUN_ID_FILE, check_tracking
 from tests.support.certificates import write_certificates
-from tests.support.jobs import build_books, finish, start_ranks, write_config
+from tests.support.file_server import FileServer
+from tests.support.jobs import finish, start_ranks, write_config
 from tests.support.limits import limit, wait_until
 from tests.support.messages import refused
 from tests.support.mlflow_server import MlflowServer, points_of
 from tests.support.tracked import config_for, history, job, start, steps, track_sync
-
-
-class Gateway(ThreadingHTTPServer):
-    """HTTPS gateway to an HTTPS server: forwards requests with one of `tokens` as one user; answers 401 to others."""
-
-    daemon_threads = True
-
-    def __init__(self, backend: str, folder: Path, *, user: str, password: str, asks_certificate: bool = False) -> None:
-        super().__init__(("127.0.0.1", 0), _GatewayHandler)
-        self.uri = f"https://127.0.0.1:{self.server_address[1]}"
-        self.tokens: set[str] = set()
-        self.backend = urlsplit(backend).netloc
-        self.login = "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
-        self.trust = ssl.create_default_context(cafile=folder / "ca.pem")
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(folder / "server.pem")
-        if asks_certificate:
-            context.verify_mode = ssl.CERT_REQUIRED
-            context.load_verify_locations(folder / "ca.pem")
-        self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Read until the client hangs up, so that a client whose certificate is refused can read the reason."""
-        with suppress(OSError), socket.socket(fileno=request.detach()) as plain:
-            plain.settimeout(5)
-            while plain.recv(65536):
-                continue
-
-
-class _GatewayHandler(BaseHTTPRequestHandler):
-    server: Gateway
-
-    def _hand_on(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        if token not in self.server.tokens:
-            self._answer(401, "text/plain", b"no such token")
-            return
-        backend = http.client.HTTPSConnection(self.server.backend, context=self.server.trust)
-        headers = {"Content-Type": self.headers.get("Content-Type", "application/json")}
-        backend.request(self.command, self.path, body, {**headers, "Authorization": self.server.login})
-        answer = backend.getresponse()
-        self._answer(answer.status, answer.getheader("Content-Type", "text/plain"), answer.read())
-        backend.close()
-
-    do_GET = do_POST = do_PATCH = do_PUT = _hand_on  # noqa: N815
-
-    def _answer(self, status: int, kind: str, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        """Print nothing."""
 
 
 class Proxy(socketserver.ThreadingTCPServer):
@@ -103,6 +47,11 @@ class Proxy(socketserver.ThreadingTCPServer):
         self.uri = f"http://127.0.0.1:{self.server_address[1]}"
         self.allowed = urlsplit(allowed).netloc
         self.asked: list[str] = []
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
 
 
 class _ProxyHandler(socketserver.BaseRequestHandler):
@@ -126,17 +75,6 @@ class _ProxyHandler(socketserver.BaseRequestHandler):
                     if not (data := end.recv(65536)):
                         return
                     ends[end].sendall(data)
-
-
-@contextmanager
-def serving(server: Any) -> Iterator[Any]:
-    """Run the server in a thread within the context."""
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 pytestmark = [pytest.mark.servers, pytest.mark.ranks]
@@ -173,11 +111,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
 
 def ask(server: MlflowServer, method: str, endpoint: str, **content: str) -> None:
     """What an administrator asks of the server."""
-    gateway = Gateway(server.uri, server.folder, user=ADMIN, password=ADMIN_PASSWORD)
-    gateway.server_close()
-    headers = {"Content-Type": "application/json", "Authorization": gateway.login}
+    login = base64.b64encode(f"{ADMIN}:{ADMIN_PASSWORD}".encode()).decode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Basic {login}"}
     request = Request(f"{server.uri}/api/2.0/mlflow/{endpoint}", json.dumps(content).encode(), headers, method=method)
-    with urlopen(request, context=gateway.trust, timeout=limit(30)) as answer:
+    trust = ssl.create_default_context(cafile=server.folder / "ca.pem")
+    with urlopen(request, context=trust, timeout=limit(30)) as answer:
         assert answer.status == 200
 
 
@@ -195,40 +133,19 @@ def log_in(environment: pytest.MonkeyPatch, user: str = USER, password: str = PA
     environment.setenv("MLFLOW_TRACKING_PASSWORD", password)
 
 
-@pytest.fixture
-def gateway(server: MlflowServer) -> Iterator[Gateway]:
-    """In front of the server: takes tokens instead of users."""
-    with serving(Gateway(server.uri, server.folder, user=USER, password=PASSWORD)) as gateway:
-        yield gateway
-
-
-def job_file(folder: Path, uri: str, **train: Any) -> Path:
-    changes = {"tracking": {"mlflow": True, "uri": uri}, "train": {"steps": 4, **train}}
-    return write_config(folder / "job.yaml", build_books(folder / "data"), folder / "run", changes)
-
-
 # Who is let in
 
 
-@pytest.mark.parametrize("way", ["environment", "file", "token"])
-def test_credentials_are_given_as_mlflow_users_give_them(
-    server: MlflowServer, environment: pytest.MonkeyPatch, gateway: Gateway, tmp_path: Path, way: str
-) -> None:
-    uri = gateway.uri if way == "token" else server.uri
-    if way == "environment":
-        log_in(environment)
-    elif way == "file":
-        environment.setenv("HOME", str(tmp_path / "home"))
-        (tmp_path / "home" / ".mlflow").mkdir(parents=True)
-        text = f"[mlflow]\nmlflow_tracking_username = {USER}\nmlflow_tracking_password = {PASSWORD}\n"
-        (tmp_path / "home" / ".mlflow" / "credentials").write_text(text)
-    else:
-        gateway.tokens.add("a-token-of-mine")
-        environment.setenv("MLFLOW_TRACKING_TOKEN", "a-token-of-mine")
-    config = config_for(uri)
+def test_credentials_may_be_in_a_file(server: MlflowServer, environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In the environment they are in the tests that follow; a token: test_sync.py."""
+    environment.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home" / ".mlflow").mkdir(parents=True)
+    text = f"[mlflow]\nmlflow_tracking_username = {USER}\nmlflow_tracking_password = {PASSWORD}\n"
+    (tmp_path / "home" / ".mlflow" / "credentials").write_text(text)
+    config = config_for(server.uri)
     check_tracking(config, tmp_path / "run")
     tracker = job(config, tmp_path / "run", steps(1, 3))
-    assert history(connect(uri), tracker.run_id, "loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert history(connect(server.uri), tracker.run_id, "loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
 
 
 def test_refused_user_is_shown_what_to_set(
@@ -267,78 +184,81 @@ def test_a_certificate_of_an_unknown_authority_is_refused_with_what_to_set(
         check_tracking(config_for(server.uri), tmp_path)
 
 
-def test_a_gateway_that_asks_for_a_certificate_gets_the_users(
-    server: MlflowServer, environment: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    with serving(Gateway(server.uri, server.folder, user=USER, password=PASSWORD, asks_certificate=True)) as strict:
-        strict.tokens.add("t")
-        environment.setenv("MLFLOW_TRACKING_TOKEN", "t")
+class Strict(FileServer):
+    """It wants a certificate of its clients."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Read until the client hangs up, so that a client whose certificate is refused can read the reason."""
+        with suppress(OSError), socket.socket(fileno=request.detach()) as plain:
+            plain.settimeout(5)
+            while plain.recv(65536):
+                continue
+
+
+def test_a_server_that_asks_for_a_certificate_gets_the_users(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write_certificates(tmp_path)
+    environment.setenv("MLFLOW_TRACKING_SERVER_CERT_PATH", str(tmp_path / "ca.pem"))
+    environment.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    environment.setattr(store, "SECONDS", limit(20))
+    with closing(Strict(tmp_path, certificate=tmp_path / "server.pem")) as strict:
+        strict.faults.default_factory = lambda: [503]
+        context: ssl.SSLContext = strict.socket.context  # type: ignore[attr-defined] # it is an SSLSocket
+        context.load_verify_locations(tmp_path / "ca.pem")
+        context.verify_mode = ssl.CERT_REQUIRED
         with refused(UnusableError):
-            check_tracking(config_for(strict.uri), tmp_path)
-        environment.setenv("MLFLOW_TRACKING_CLIENT_CERT_PATH", str(server.folder / "client.pem"))
-        check_tracking(config_for(strict.uri), tmp_path)
-        tracker = job(config_for(strict.uri), tmp_path, steps(1, 2))
-        assert history(connect(strict.uri), tracker.run_id, "loss") == [(1, 1.0), (2, 2.0)]
-
-
-def test_a_job_with_a_wrong_password_ends_with_2_before_it_has_trained(
-    server: MlflowServer, environment: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    log_in(environment, password="wrong-one")
-    config = job_file(tmp_path, server.uri)
-    codes, text = finish(start_ranks(["train", str(config)], world_size=1, cwd=tmp_path))
-    assert codes == [EXIT_USAGE], text
-    assert f"MLflow at {server.uri} cannot be used: 401: it refuses MLFLOW_TRACKING_USERNAME" in text
-    assert "step" not in text and "wrong-one" not in text
-    assert not (tmp_path / "run" / METRICS_FILE).exists()
+            check_tracking(config_for(strict.url), tmp_path)
+        assert not strict.asked
+        environment.setenv("MLFLOW_TRACKING_CLIENT_CERT_PATH", str(tmp_path / "client.pem"))
+        assert "503" in str(check_tracking(config_for(strict.url), tmp_path))
+        assert strict.asked
 
 
 # Let in, and out again
 
 
-def test_a_token_that_is_revoked_in_mid_run_costs_no_points(
-    environment: pytest.MonkeyPatch, gateway: Gateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_password_that_is_changed_in_mid_run_costs_no_points(
+    server: MlflowServer, environment: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One message; the job continues and ends normally, and a sync with a new token sends the rest once."""
-    gateway.tokens.add("the-old-token")
-    environment.setenv("MLFLOW_TRACKING_TOKEN", "the-old-token")
-    config = config_for(gateway.uri)
+    """One message; the job continues and ends normally, and a sync with the new password sends the rest once."""
+    ask(server, "POST", "users/create", username="grace", password="the-old-password")
+    log_in(environment, "grace", "the-old-password")
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    (run_dir / "config.yaml").write_text(json.dumps({"tracking": {"uri": gateway.uri, "experiment": None}}))
-    tracker = start(config, run_dir)
+    tracking = {"uri": server.uri, "experiment": "of grace"}
+    (run_dir / "config.yaml").write_text(json.dumps({"tracking": tracking}))
+    tracker = start(config_for(server.uri, tracking=tracking), run_dir)
     tracker.log(1, {"loss": 1.0})
     wait_until(lambda: tracker.run_id is not None, "the run")
-    gateway.tokens.clear()
+    ask(server, "PATCH", "users/update-password", username="grace", password="the-new-password")
     for step, loss in steps(2, 5).items():
         tracker.log(step, {"loss": loss})
     tracker.close("FINISHED")
     printed = capsys.readouterr().err
-    assert printed.count("401: it refuses MLFLOW_TRACKING_TOKEN; set") == 1
+    assert printed.count("401: it refuses MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD; set") == 1
     assert printed.count(f"dist-mem track sync {run_dir}") == 1
-    named = [f"tracking.uri={gateway.uri}"]
+    named = [f"tracking.uri={server.uri}"]
     assert track_sync([run_dir], named) == EXIT_USAGE
-    gateway.tokens.add("the-new-token")
-    environment.setenv("MLFLOW_TRACKING_TOKEN", "the-new-token")
+    log_in(environment, "grace", "the-new-password")
     assert [track_sync([run_dir], named) for _ in range(2)] == [EXIT_DONE, EXIT_DONE]
-    client = connect(gateway.uri)
+    client: Any = connect(server.uri)
     assert history(client, tracker.run_id, "loss") == list(steps(1, 5).items())
     assert client.get_run(tracker.run_id).info.status == "FINISHED"
     printed += "".join(capsys.readouterr())
-    assert "the-old-token" not in printed and "the-new-token" not in printed
+    assert "the-old-password" not in printed and "the-new-password" not in printed
 
 
 # Where secrets end
 
 
 def test_a_job_leaves_no_secret_anywhere_and_asks_nobody_but_the_server(
-    server: MlflowServer, environment: pytest.MonkeyPatch, tmp_path: Path
+    server: MlflowServer, environment: pytest.MonkeyPatch, books: Path, tmp_path: Path
 ) -> None:
     """Through a proxy, which is asked for the server alone: MLflow sends no usage figures home."""
     log_in(environment)
     environment.delenv("PYTEST_CURRENT_TEST")  # MLflow has no telemetry where it is set
-    config = job_file(tmp_path, server.uri)
-    with serving(Proxy(server.uri)) as proxy:
+    changes = {"tracking": {"mlflow": True, "uri": server.uri}, "train": {"steps": 4}}
+    config = write_config(tmp_path / "job.yaml", books, tmp_path / "run", changes)
+    with closing(Proxy(server.uri)) as proxy:
         for name in ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY"):
             environment.setenv(name, proxy.uri.replace("//", "//proxy-user:proxy-password@"))
         processes = start_ranks(["train", str(config)], world_size=1, cwd=tmp_path)
@@ -347,8 +267,8 @@ def test_a_job_leaves_no_secret_anywhere_and_asks_nobody_but_the_server(
             arguments |= command_lines()
             time.sleep(0.05)
         codes, text = finish(processes)
-    for name in ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY"):
-        environment.delenv(name)
+        for name in ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY"):
+            environment.delenv(name)
     assert codes == [EXIT_DONE], text
     assert proxy.asked and set(proxy.asked) == {server.uri.removeprefix("https://")}
     run_dir = tmp_path / "run"
@@ -357,14 +277,11 @@ def test_a_job_leaves_no_secret_anywhere_and_asks_nobody_but_the_server(
     assert client.get_run(run_id).info.status == "FINISHED"
     assert {step for name, step, _, _ in points_of(client, run_id) if name == "train/loss"} == {1, 2, 3, 4}
     assert [point.step for point in read_points(run_dir / METRICS_FILE)] == [1, 2, 3, 4]
-    store = [server.folder / "mlflow.db", *files_in(server.folder / "artifacts")]
-    written = {str(path): path.read_bytes() for path in [*files_in(run_dir), config, *store]}
+    of_server = [server.folder / "mlflow.db", *files_in(server.folder / "artifacts")]
+    written = {str(path): path.read_bytes() for path in [*files_in(run_dir), config, *of_server]}
     assert any("manifest.json" in path for path in written) and any("metrics.jsonl" in path for path in written)
-    written |= {
-        "output": text.encode(),
-        "argv": b" ".join(arguments),
-        "server log": (server.folder / "log").read_bytes(),
-    }
+    written |= {"output": text.encode(), "argv": b" ".join(arguments)}
+    written["log of the server"] = (server.folder / "log").read_bytes()
     for secret in (PASSWORD, USER, "proxy-password", "proxy-user"):
         assert [where for where, content in written.items() if secret.encode() in content] == []
 
@@ -406,8 +323,6 @@ SECRET_ADDRESSES = {
     ],
     "data.path": ["https://ada:secret@books.example/pg19"],
 }
-
-
 PLAIN_ADDRESSES = [
     "https://mlflow.example:5000/a@b",
     "https://${oc.env:NAME}:${oc.env:PASSWORD}@mlflow.example",

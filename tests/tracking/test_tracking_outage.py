@@ -120,10 +120,10 @@ def test_an_address_that_never_answers_costs_ten_seconds_at_most_and_no_points(
         uri = f"http://127.0.0.1:{free_port()}"
         if kind != "refuses":
             uri = stack.enter_context(silent_address(accepting=kind == "accepts"))
-        config = OmegaConf.merge(OmegaConf.structured(Config), {"name": "demo", "tracking": {"uri": uri}})
+        config: Any = OmegaConf.merge(OmegaConf.structured(Config), {"name": "demo", "tracking": {"uri": uri}})
         save_config(config, tmp_path / "config.yaml")
         began = time.monotonic()
-        check_tracking(config, tmp_path)
+        assert check_tracking(config, tmp_path), "why it does not answer"
         assert time.monotonic() - began < limit(store.SECONDS + 1.0)
         tracker = start_tracking(config, run_dir=tmp_path, run_id=None, total_steps=200, first_step=0)
         slowest = 0.0

@@ -1,0 +1,299 @@
+"""`track sync`: what lies in a run goes to the server that its user named, nothing else to nobody else; exit codes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from sqlalchemy.engine import make_url
+
+from dist_mem.__main__ import main
+from dist_mem.config import save_config
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UnusableError
+from dist_mem.runtime.file_schema import read_json_lines, text
+from dist_mem.tracking.log import (
+    FORMAT_VERSION,
+    METRICS_FILE,
+    Entry,
+    Header,
+    LogReader,
+    last_point,
+    new_uid,
+    read_header,
+    read_points,
+    write_log,
+)
+from dist_mem.tracking.mlflow.client import file_of
+from dist_mem.tracking.mlflow.store import check_store, check_tracking, warn_of_folder
+from dist_mem.tracking.mlflow.sync import log_to_run
+from tests.support.faults import remount, small_disk
+from tests.support.file_server import FileServer
+from tests.support.messages import refused, said
+from tests.support.tracked import config_for, job, start, track_sync
+
+SECRET = "the user's secret"
+TOKEN = "the-users-token"
+
+
+@pytest.fixture
+def thief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
+    """A server that has nothing, and remembers what it is asked and by whom."""
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", TOKEN)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with closing(FileServer(tmp_path / "nothing")) as thief:
+        yield thief
+
+
+Sync = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def sync(capsys: pytest.CaptureFixture[str]) -> Sync:
+    """`track sync` of a run, to a server if one is named; its exit code, and what it prints."""
+
+    def run(run_dir: Path, uri: str | None = None) -> tuple[int, str]:
+        code = track_sync([run_dir], [f"tracking.uri={uri}"] if uri else [])
+        printed = capsys.readouterr()
+        return code, printed.out + printed.err
+
+    return run
+
+
+def make_run(run_dir: Path, uri: str, *entries: tuple[str, dict[str, Any]], experiment: str = "dist_mem") -> Path:
+    """A run directory of somebody else."""
+    run_dir.mkdir()
+    save_config(config_for(uri), run_dir / "config.yaml")
+    header = Header(new_uid(), "theirs", {"name": experiment})
+    write_log(run_dir / METRICS_FILE, header, [Entry(kind, 1764000000000, body) for kind, body in entries])
+    return run_dir
+
+
+POINT = ("point", {"step": 1, "metrics": {"loss": 1.0}})
+
+
+def test_a_server_that_only_the_folder_names_gets_nothing(
+    tmp_path: Path, thief: FileServer, sync: Sync, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = make_run(tmp_path / "run", thief.url, POINT)
+    code, printed = sync(run_dir)
+    assert code == EXIT_USAGE and f"tracking.uri={thief.url}" in printed and "only" in printed
+    complaint = log_to_run(config_for(thief.url).tracking, run_dir=run_dir, step=1, metrics={"nll": 1.0}, files=[])
+    assert f"dist-mem track sync {run_dir} tracking.uri={thief.url}" in (complaint or "")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://another.example")
+    assert sync(run_dir)[0] == EXIT_USAGE
+    assert not thief.asked
+
+
+@pytest.mark.parametrize("how", ["command line", "environment", "yaml"])
+def test_a_server_can_be_named_in_every_way_the_user_has(
+    tmp_path: Path, thief: FileServer, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    run_dir = make_run(tmp_path / "run", thief.url, POINT)
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(f"train: {{steps: 7}}\ntracking: {{uri: '{thief.url}'}}\n")
+    if how == "environment":
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", thief.url)
+    given = {"command line": [f"tracking.uri={thief.url}"], "yaml": [str(mine)], "environment": []}[how]
+    main(["track", "sync", str(run_dir), *given])
+    assert f"Bearer {TOKEN}" in thief.credentials
+
+
+def test_no_other_kind_of_server_is_taken_from_the_folder(tmp_path: Path, sync: Sync) -> None:
+    for uri in ("databricks", "postgresql://evil.example/x", "http:evil.example", "uc://x", "s3://x/y"):
+        code, printed = sync(make_run(tmp_path / uri[:4], uri, POINT))
+        assert code == EXIT_USAGE
+        said(printed, f"tracking.uri={uri}")
+
+
+def test_a_local_store_of_the_folder_sends_no_files_to_a_server(
+    tmp_path: Path, thief: FileServer, sqlite_uri: str, client: Any, sync: Sync
+) -> None:
+    client.create_experiment("stolen", artifact_location=f"{thief.url}/files")
+    text = ("text", {"text": "text", "name": "a.txt"})
+    code, printed = sync(make_run(tmp_path / "run", sqlite_uri, POINT, text, experiment="stolen"))
+    assert code == EXIT_USAGE and "keeps its files at" in printed
+    assert not thief.asked
+
+
+def test_only_files_inside_the_run_are_uploaded(tmp_path: Path, sqlite_uri: str, client: Any, sync: Sync) -> None:
+    outside = tmp_path / "home"
+    outside.mkdir()
+    (outside / "secret.txt").write_text(SECRET)
+    paths: list[Any] = ["link.txt", "folder/secret.txt", "../home/secret.txt", "a/../../home/secret.txt"]
+    paths += [str(outside / "secret.txt"), "whole", "folder", "missing.txt", "", ".", "own.txt", "inner.txt", 7]
+    run_dir = make_run(tmp_path / "run", sqlite_uri, *[("artifact", {"path": path}) for path in paths])
+    (run_dir / "link.txt").symlink_to(outside / "secret.txt")
+    (run_dir / "folder").symlink_to(outside)
+    (run_dir / "whole").mkdir()
+    (run_dir / "whole" / "link.txt").symlink_to(outside / "secret.txt")
+    (run_dir / "own.txt").write_text("own")
+    (run_dir / "inner.txt").symlink_to(run_dir / "own.txt")
+    code, printed = sync(run_dir)
+    assert code == EXIT_DONE
+    run_id = (run_dir / "mlflow_run_id").read_text().strip()
+    assert sorted(found.path for found in client.list_artifacts(run_id)) == ["inner.txt", "own.txt"]
+    assert printed.count("is no file inside the run directory") == len(paths) - 2
+    stored = Path(client.get_run(run_id).info.artifact_uri.removeprefix("file://"))
+    assert not any(SECRET in path.read_text() for path in stored.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("name", ["../../x.txt", "/tmp/x.txt", "..", "", "a/../../b", 3])
+def test_a_text_is_kept_under_a_plain_name(tmp_path: Path, sqlite_uri: str, client: Any, sync: Sync, name: Any) -> None:
+    run_dir = make_run(tmp_path / "run", sqlite_uri, ("text", {"text": "text", "name": name}))
+    before = {path for path, _, _ in os.walk(tmp_path)}
+    code, printed = sync(run_dir)
+    assert code == EXIT_DONE and "is no plain name" in printed
+    assert not client.list_artifacts((run_dir / "mlflow_run_id").read_text().strip())
+    assert json.dumps(sorted({path for path, _, _ in os.walk(tmp_path)} - before)).count("x.txt") == 0
+
+
+# Exit codes, and errors at the start of tracking
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run that has sent nothing yet."""
+    return make_run(tmp_path / "run", "sqlite:///mlflow.db", POINT)
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"), [(401, EXIT_USAGE), (403, EXIT_USAGE), (500, EXIT_FAILED), (503, EXIT_FAILED)]
+)
+def test_refused_login_is_2_and_a_server_in_trouble_or_down_is_1(
+    run_dir: Path, thief: FileServer, sync: Sync, status: int, expected: int
+) -> None:
+    thief.faults.default_factory = lambda: [status]
+    code, printed = sync(run_dir, thief.url)
+    assert code == expected and TOKEN not in printed
+    assert ("401: it refuses MLFLOW_TRACKING_TOKEN; set" if status == 401 else str(status)) in printed
+    thief.close()
+    assert sync(run_dir, thief.url)[0] == EXIT_FAILED, "it is down now"
+
+
+def test_wrong_address_is_refused_and_named(run_dir: Path) -> None:
+    for uri in ("ftp://mlflow.example", "'http://[::1'", "sqlite:////nowhere/at/all/mlflow.db"):
+        with refused(UnusableError, "tracking.uri"):
+            track_sync([run_dir], [f"tracking.uri={uri}"])
+
+
+GONE = {"experiment": "gone"}, {"id": "987654"}, {"id": "so it is"}, {"uri": "file:./runs"}, {"uri": "runs"}
+
+
+@pytest.mark.parametrize("which", GONE)
+def test_an_experiment_or_a_store_that_cannot_be_used_is_2_with_the_remedy(
+    tmp_path: Path, sqlite_uri: str, client: Any, monkeypatch: pytest.MonkeyPatch, sync: Sync, which: dict[str, str]
+) -> None:
+    """At the start of a training, where nothing is made yet, and at `track sync`."""
+    monkeypatch.chdir(tmp_path)
+    if client.get_experiment_by_name("gone") is None:
+        client.delete_experiment(client.create_experiment("gone"))
+    if "id" in which:
+        monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", which["id"])
+    config = config_for(which.get("uri", sqlite_uri), tracking={"experiment": which.get("experiment")})
+    remedy = "set tracking.uri=sqlite:///" if "uri" in which else "set tracking.experiment=NAME"
+    with refused(UnusableError, remedy):
+        check_tracking(config, tmp_path / "run")
+    assert not [*tmp_path.iterdir()]
+    job(OmegaConf.merge(config, {"tracking": {"send": "never"}}), tmp_path / "run", {1: 1.0})
+    save_config(config, tmp_path / "run" / "config.yaml")
+    code, printed = sync(tmp_path / "run")
+    assert code == EXIT_USAGE and remedy in printed
+
+
+NAME = st.text("ab %25F.é#&=", min_size=1, max_size=12).filter(lambda name: name not in (".", ".."))
+
+
+@given(NAME, st.booleans(), st.booleans())
+def test_an_sqlite_address_means_the_file_that_sqlalchemy_opens(name: str, is_absolute: bool, has_query: bool) -> None:
+    uri = f"sqlite:///{'/x/' if is_absolute else ''}{name}/m.db{'?timeout=5' if has_query else ''}"
+    assert file_of(uri) == Path(str(make_url(uri).database))
+
+
+def test_a_folder_with_a_percent_sign_is_read_in_one_way_and_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in (tmp_path / "a b", tmp_path / "a%2Fb"):
+        folder.mkdir()
+    check_store(f"sqlite:///{tmp_path}/a%20b/m.db")
+    check_store(f"sqlite:///{tmp_path}/a%252Fb/m.db")
+    with refused(UnusableError):
+        check_store(f"sqlite:///{tmp_path}/a%2Fb/m.db")
+    monkeypatch.chdir(tmp_path / "a b")
+    assert warn_of_folder("sqlite:///m.db") is None
+    monkeypatch.chdir(tmp_path / "a%2Fb")
+    assert f"{tmp_path}/a/b/mlruns" in str(warn_of_folder("sqlite:///m.db"))
+    assert warn_of_folder("http://mlflow.example") is None
+
+
+@pytest.mark.parametrize("name", [METRICS_FILE, "history.jsonl", "starts.jsonl"])
+def test_a_log_that_is_no_regular_file_is_refused(tmp_path: Path, name: str) -> None:
+    """A read of a pipe would wait for ever."""
+    path = tmp_path / name
+    os.mkfifo(path)
+    of_log: list[Callable[[Path], object]] = [read_points, read_header, partial(last_point, metric="loss")]
+    for read in of_log if name == METRICS_FILE else [lambda path: read_json_lines(path, text, UnusableError)]:
+        with refused(UnusableError):
+            read(path)
+
+
+def open_files(folder: Path) -> list[str]:
+    """Return the files under a folder that this process has open."""
+    names = [file.path for file in psutil.Process().open_files()]
+    return [name for name in names if Path(name).is_relative_to(folder)]
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
+    "absent": lambda log: None,
+    "no text": lambda log: b"\xff\xfe{}\n",
+    "newer": lambda log: f'{{"format_version": {FORMAT_VERSION + 1}, "another": "key"}}\n'.encode(),
+    "a line that is no point": lambda log: log + b"no point\n",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_run_directory_that_cannot_be_used_is_2_and_the_file_is_named(
+    run_dir: Path, sqlite_uri: str, sync: Sync, damage: str
+) -> None:
+    """At `track sync` and, unless the log is not there, at the start of a training."""
+    path = run_dir / METRICS_FILE
+    damaged = DAMAGES[damage](path.read_bytes())
+    path.unlink()
+    if damaged is not None:
+        path.write_bytes(damaged)
+    code, printed = sync(run_dir, sqlite_uri)
+    assert code == EXIT_USAGE
+    assert str(path) in printed and ("format_version" in printed) == (damage == "newer")
+    if damaged is not None:
+        with refused(UnusableError, path):
+            start(config_for("http://mlflow.example", tracking={"send": "never"}), run_dir)
+        assert open_files(run_dir) == []
+
+
+def test_io_error_is_1(run_dir: Path, sqlite_uri: str, sync: Sync, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(reader: LogReader, size: int) -> list[Entry]:
+        raise OSError(errno.EIO, "Input/output error", str(run_dir / METRICS_FILE))
+
+    monkeypatch.setattr(LogReader, "batch", fail)
+    code, printed = sync(run_dir, sqlite_uri)
+    assert code == EXIT_FAILED and str(run_dir / METRICS_FILE) in printed
+
+
+@pytest.mark.parametrize("options", ["size=1m", "ro"])
+def test_disk_that_is_full_or_read_only_at_the_start_is_no_error_of_the_user(tmp_path: Path, options: str) -> None:
+    with small_disk(tmp_path / "disk", "size=1m") as disk:
+        (disk / "filler").write_bytes(bytes(1 << 20))
+        remount(disk, options)
+        with refused(OSError, disk):
+            start(config_for("http://mlflow.example", tracking={"send": "never"}), disk / "run")
+        assert open_files(disk) == []
