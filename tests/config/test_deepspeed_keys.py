@@ -1,4 +1,4 @@
-"""The tables of dist_mem/deepspeed_keys.py against the DeepSpeed that is installed, and what they refuse.
+"""The tables of dist_mem/config/deepspeed_keys.py against the DeepSpeed that is installed, and what they refuse.
 
 DeepSpeed reads its top-level keys one by one, so a dict that notes every key it is asked for gives the true list.
 """
@@ -18,9 +18,11 @@ from dist_mem.__main__ import main
 from dist_mem.config import deepspeed_block, deepspeed_keys, load_config
 from dist_mem.config.deepspeed_keys import HANDED_ON, REFUSED, SCHEMA
 from dist_mem.engine import start
+from tests.config.test_config_typos import nested
 from tests.support.messages import said
 
 STEPS = "train.steps=1"
+PLAIN_BLOCKS = ("flops_profiler", "aio", "data_types")
 
 
 class NotingDict(dict[str, Any]):
@@ -51,29 +53,19 @@ class NotingDict(dict[str, Any]):
 
 def keys_deepspeed_asks_for() -> set[str]:
     seen: set[str] = set()
-    blocks = ("flops_profiler", "aio", "data_types")
-    content: dict[str, Any] = {name: NotingDict({}, seen, f"{name}.") for name in blocks}
+    content: dict[str, Any] = {name: NotingDict({}, seen, f"{name}.") for name in PLAIN_BLOCKS}
     deepspeed_config.DeepSpeedConfig(NotingDict({**content, "train_batch_size": 1}, seen))
     return seen
 
 
-def test_top_level_keys_are_those_of_the_installed_version() -> None:
-    asked = {key for key in keys_deepspeed_asks_for() if "." not in key}
+def test_keys_are_those_of_the_installed_version() -> None:
+    asked = keys_deepspeed_asks_for()
     # Asked for only with a model-parallel unit, a branch that is not taken here.
-    known = asked | {"sequence_parallel_size"}
+    known = {key for key in asked if "." not in key} | {"sequence_parallel_size"}
     assert set(SCHEMA) == known - deepspeed_config._REMOVED_TOP_LEVEL_CONFIG_KEYS.keys()
-
-
-@pytest.mark.parametrize("block", ["flops_profiler", "aio"])
-def test_plain_blocks_have_the_keys_of_the_installed_version(block: str) -> None:
-    asked = {key.partition(".")[2] for key in keys_deepspeed_asks_for() if key.startswith(f"{block}.")}
-    assert set(SCHEMA[block]) == asked
+    for block in PLAIN_BLOCKS:
+        assert set(SCHEMA[block]) == {key.partition(".")[2] for key in asked if key.startswith(f"{block}.")}
     assert set(SCHEMA["aio"]) == set(AIO_DEFAULT_DICT)
-
-
-def test_data_types_have_the_keys_of_the_installed_version() -> None:
-    asked = {key for key in keys_deepspeed_asks_for() if key.startswith("data_types.")}
-    assert asked == {f"data_types.{name}" for name in SCHEMA["data_types"]}
 
 
 def test_deepspeed_has_a_model_of_every_other_block() -> None:
@@ -81,18 +73,11 @@ def test_deepspeed_has_a_model_of_every_other_block() -> None:
     assert all(model.model_config["extra"] == "forbid" for model in start._MODELS.values())
 
 
-def tree_of(key: str, value: Any) -> dict[str, Any]:
-    for name in reversed(key.split(".")):
-        value = {name: value}
-    return value
-
-
 @pytest.mark.parametrize("key", REFUSED)
 def test_refused_key_names_what_to_set_instead_and_auto_is_accepted(key: str) -> None:
-    problems = list(deepspeed_keys.check_block(tree_of(key, {"a": 1}), key="deepspeed", everywhere=()))
-    assert [problem.key for problem in problems] == [f"deepspeed.{key}"]
-    assert REFUSED[key] in problems[0].text
-    assert not list(deepspeed_keys.check_block(tree_of(key, "auto"), key="deepspeed", everywhere=()))
+    (problem,) = deepspeed_keys.check_block(nested(key, {"a": 1}), key="deepspeed", everywhere=())
+    assert problem.key == f"deepspeed.{key}" and REFUSED[key] in problem.text
+    assert not list(deepspeed_keys.check_block(nested(key, "auto"), key="deepspeed", everywhere=()))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +95,7 @@ def test_wrong_key_or_value_is_refused_before_a_start(
 ) -> None:
     """Those of nested blocks by DeepSpeed itself."""
     key, _, value = override.partition("=")
-    tree = {"train": {"steps": 1}, **tree_of(f"deepspeed.{key}", yaml.safe_load(value))}
+    tree = {"train": {"steps": 1}, **nested(f"deepspeed.{key}", yaml.safe_load(value))}
     OmegaConf.save(tree, tmp_path / "mine.yaml")
     for given in ([str(tmp_path / "mine.yaml")], [STEPS, f"deepspeed.{override}"]):
         assert main(["train", "--check", *given]) == 2

@@ -1,4 +1,4 @@
-"""The metadata of keys: every key has limits and a rule for resuming, and values outside of them are refused."""
+"""The metadata of keys: every key has limits, and values outside of them are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_of(found: Key, *kinds: type) -> bool:
     return bool({schema, *get_args(schema)} & set(kinds))
 
 
-def test_every_key_has_limits_and_a_rule(subtests: pytest.Subtests) -> None:
+def test_every_key_has_limits(subtests: pytest.Subtests) -> None:
     for name in KEYS:
         with subtests.test(name=name):
             found, metadata = KEYS[name], KEYS[name].metadata
@@ -38,9 +38,6 @@ def test_every_key_has_limits_and_a_rule(subtests: pytest.Subtests) -> None:
             if is_of(found, int):
                 assert metadata.at_most is not None, "give it at_most="
             assert not metadata.choices or is_of(found, str)
-            if name != "train":  # whose keys have rules of their own
-                assert metadata.resume is not None, "give it resume="
-                assert (metadata.resume.name == "fixed") == bool(metadata.resume.reason)
 
 
 def test_every_whole_number_of_a_memory_has_an_upper_bound() -> None:
