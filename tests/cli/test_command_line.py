@@ -9,7 +9,6 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -19,7 +18,7 @@ import pytest
 from dist_mem.__main__ import main
 from dist_mem.cli.help import EXAMPLES
 from dist_mem.cli.parser import build_parser, parse
-from dist_mem.config import ConfigError, TrainConfig, load_config
+from dist_mem.config import Config, ConfigError, TrainConfig, load_config
 from dist_mem.config.load import known_keys
 from dist_mem.config.other_names import OTHER_NAMES
 from dist_mem.data import batch_plan
@@ -28,7 +27,6 @@ from dist_mem.data.shard import TokenizedDocument, write_split
 from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.datasets.recipes import builder_names
-from dist_mem.errors import UnusableError
 from dist_mem.estimate import dry_run as plan
 from dist_mem.memory import memory_options
 from dist_mem.runtime.signals import StopSignal
@@ -54,48 +52,43 @@ def data_dir(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def test_only_rank_0_of_a_job_tells_of_a_typo(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("ranks", "wrong", "is_told"),
+    [
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "train.stps=5", True),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, "train.stps=5", False),
+        ({"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "absent.yaml", True),
+    ],
+)
+def test_only_rank_0_tells_of_a_typo_and_each_node_of_its_own_missing_file(
+    ranks: dict[str, str],
+    wrong: str,
+    is_told: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for rank, reported in (("0", True), ("1", False)):
-        monkeypatch.setenv("RANK", rank)
-        assert main(["train", "train.stps=5"]) == 2
-        assert bool(capsys.readouterr().err) is reported
-
-
-def test_each_node_tells_of_its_own_missing_file(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+    for name, value in ranks.items():
         monkeypatch.setenv(name, value)
-    assert main(["train", "absent.yaml"]) == 2
-    assert "absent.yaml" in capsys.readouterr().err
+    assert main(["train", wrong]) == 2
+    error = capsys.readouterr().err
+    assert wrong.partition("=")[0] in error if is_told else not error
 
 
-def module_with(run: Callable[..., int]) -> ModuleType:
-    """A module with one function, which replaces one that takes long to import."""
-    module = ModuleType("module")
-    vars(module)["run"] = run
-    return module
+def test_train_hands_on_the_configuration_an_early_signal_and_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal is noted from the first moment on, before torch is imported."""
+    handed = []
 
-
-def test_train_hands_on_the_configuration_and_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-
-    def run(config: object, *, allowed: list[str], early: StopSignal, began: float) -> int:
-        assert early.received is None
+    def run(config: Config, *, allowed: list[str], early: StopSignal, began: float) -> int:
         assert 0 <= time.time() - began < limit(60)
-        os.kill(os.getpid(), signal.SIGTERM)  # noted from the first moment on, before torch is imported
-        assert early.received == "SIGTERM"
-        seen.append((config, allowed))
+        os.kill(os.getpid(), signal.SIGTERM)
+        handed.append((config.train.steps, allowed, early.received))
         return 85
 
-    monkeypatch.setitem(sys.modules, "dist_mem.training.run", module_with(run))
+    quick = ModuleType("run")  # in place of one that takes long to import
+    vars(quick)["run"] = run
+    monkeypatch.setitem(sys.modules, "dist_mem.training.run", quick)
     assert main(["train", "train.steps=5", "--allow", "optimizer.betas", "--allow", "model"]) == 85
-    config, allowed = seen[0]
-    assert config.train.steps == 5
-    assert allowed == ["optimizer.betas", "model"]
+    assert handed == [(5, ["optimizer.betas", "model"], "SIGTERM")]
 
 
 def test_overrides_may_follow_options() -> None:
@@ -150,46 +143,13 @@ def test_names_of_other_libraries_lead_to_keys_that_exist() -> None:
     assert set(OTHER_NAMES.values()) <= {*known_keys(), "memory.mem_len"}
 
 
-def test_evaluate_and_compare_hand_on_what_they_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def run(*arguments: object, **options: object) -> int:
-        calls.append((arguments, options))
-        return 0
-
-    for name in ("evaluate", "compare"):
-        monkeypatch.setitem(sys.modules, f"dist_mem.evaluation.{name}", module_with(run))
-    assert main(["evaluate", "runs/x", "--split", "test", "--checkpoint", "5", "eval.batch_size=3"]) == 0
-    assert main(["compare", "runs/x", "runs/y"]) == 0
-    expected: dict[str, object] = {"split": "test", "checkpoint": 5, "overrides": ["eval.batch_size=3"]}
-    expected |= {"without_memory": False, "memory": None}
-    assert isinstance(calls[0][1].pop("early"), StopSignal)
-    assert calls == [
-        ((Path("runs/x"),), expected),
-        (([Path("runs/x"), Path("runs/y")],), {"split": None, "picture": None}),
-    ]
-
-
-def test_prepare_verify_tells_what_is_wrong(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "verify", str(data_dir)]) == 0
-    assert capsys.readouterr().out == f"{data_dir}: all is well\n"
-    next((data_dir / "train").glob("*.tar")).unlink()
-    assert main(["data", "verify", str(data_dir)]) == 1
-    assert "1 problem\n" in capsys.readouterr().out
-
-
 def check(*arguments: str) -> str:
     return plan.report(load_config([*SMALL, *arguments]), world_size=2)
 
 
 def test_check_tells_sizes_batch_and_steps(data_dir: Path, tmp_path: Path) -> None:
-    text = check(
-        f"data.path={data_dir}",
-        "train.epochs=2",
-        "train.seg_len=5",
-        "train.global_batch_size=3",
-        "train.micro_batch_size=2",
-    )
+    sizes = ["train.epochs=2", "train.seg_len=5", "train.global_batch_size=3", "train.micro_batch_size=2"]
+    text = check(f"data.path={data_dir}", *sizes)
     assert "vocabulary  257\n" in text
     assert "transformer_xl (mem_len 4): 72 bytes per lane, 144 bytes per rank" in text  # 4 rows of 8 bf16 and a count
     assert "3 of 4 = 2 ranks x 1 micro-batch x 2 lanes\n" in text
@@ -201,11 +161,6 @@ def test_check_tells_sizes_batch_and_steps(data_dir: Path, tmp_path: Path) -> No
     assert "58 steps = 2.02 epochs = 789 tokens" in text
     assert "ZeRO stage 2, bf16, adamw, clipped at norm 1" in text
     assert "32,000 (assumed: the data is not built yet)" in check(f"data.path={tmp_path / 'absent'}", "train.steps=7")
-
-
-def test_check_refuses_more_lanes_than_documents(data_dir: Path) -> None:
-    with refused(UnusableError, "train.global_batch_size", "data.layout"):
-        check(f"data.path={data_dir}", "train.steps=7", "train.global_batch_size=21")
 
 
 def idle_lanes(lanes: int, micro_lanes: int, world: int) -> int:
@@ -248,9 +203,12 @@ def test_launch_warns_where_ranks_are_idle(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().err == ""
 
 
-def test_launch_refuses_more_lanes_than_documents(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*LAUNCHED, f"data.path={data_dir}", "train.global_batch_size=128"]) == 2
-    said(f"exit code 2: {capsys.readouterr().err}", "train.global_batch_size")
+@pytest.mark.parametrize("command", [["train", "configs/demo.yaml", "--check"], LAUNCHED], ids=["train", "launch"])
+def test_more_lanes_than_documents_are_refused(
+    command: list[str], data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, f"data.path={data_dir}", "train.global_batch_size=128"]) == 2
+    said(f"exit code 2: {capsys.readouterr().err}", "train.global_batch_size", "data.layout")
 
 
 def test_epochs_come_to_steps_rounded_up() -> None:

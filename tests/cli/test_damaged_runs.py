@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -88,14 +87,8 @@ def changed(text: str, choose: random.Random) -> str:
     return json.dumps(tree).replace(f'"{DEEP}"', DEEP + "]" * len(DEEP)) + (end or "\n") + rest
 
 
-COMMANDS: dict[str, Callable[[Path], list[str]]] = {
-    "status": lambda run: ["status", str(run)],
-    "status as JSON": lambda run: ["status", str(run), "--json"],
-    "compare": lambda run: ["compare", str(run), str(run)],
-    "batch": lambda run: ["batch", str(run), "--step", "2"],
-    "figure": lambda run: ["figure", "lamemo.fig8", str(run), str(run), "tracking.mlflow=false"],
-    "logs": lambda run: ["logs", str(run)],
-}
+COMMANDS = ["status RUN", "status RUN --json", "compare RUN RUN", "batch RUN --step 2", "logs RUN"]
+COMMANDS.append("figure lamemo.fig8 RUN RUN tracking.mlflow=false")
 
 
 def begin_job(path: Path) -> None:
@@ -120,10 +113,9 @@ def read_as_a_start(run: Path) -> None:
 
 
 def check_commands(run: Path, capsys: pytest.CaptureFixture[str]) -> list[int]:
-    """Run every command on a run; return their exit codes."""
     codes = []
-    for name, command in COMMANDS.items():
-        codes.append(main(command(run)))
+    for name in COMMANDS:
+        codes.append(main(name.replace("RUN", str(run)).split()))
         printed = capsys.readouterr()
         assert codes[-1] in (0, 2), (name, printed.err)
         assert steering(printed.out + printed.err) == [], name
@@ -158,4 +150,4 @@ def test_no_change_of_a_type_is_a_traceback_or_a_message_without_its_file(
 def test_a_whole_run_is_read_by_every_command(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Path(shutil.copytree(whole, tmp_path / "run"))
     codes = dict(zip(COMMANDS, check_commands(run, capsys), strict=True))
-    assert {name for name, code in codes.items() if code} <= {"figure", "logs"}
+    assert {name.split()[0] for name, code in codes.items() if code} <= {"figure", "logs"}

@@ -129,19 +129,15 @@ def cache_beside(folder: Path, packages: Sequence[str]) -> str:
 
 def test_each_environment_has_its_own_compiled_ops(tmp_path: Path) -> None:
     """torch keys them by Python's version alone, and ninja compiles anew when a path in the command has changed."""
-    caches = [
-        cache_beside(tmp_path / "plain", []),
-        cache_beside(tmp_path / "one", ["deepspeed"]),
-        cache_beside(tmp_path / "other", ["deepspeed"]),
-        cache_beside(tmp_path / "torch", ["torch"]),
-    ]
+    packages: dict[str, list[str]] = {"plain": [], "one": ["deepspeed"], "other": ["deepspeed"], "torch": ["torch"]}
+    caches = [cache_beside(tmp_path / name, packages[name]) for name in packages]
     assert len(set(caches)) == 4
     assert cache_beside(tmp_path / "empty", []) == caches[0], "the clone that is run from does not count"
 
 
-def test_a_directory_that_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in launcher_environment(0, 1, free_port()).items():
-        monkeypatch.setenv(name, value)
+def test_a_directory_that_the_user_has_set_stays(
+    tmp_path: Path, single_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     export_for_libraries(0, 1, 0, 1)
     assert os.environ["TORCH_EXTENSIONS_DIR"] == str(tmp_path)

@@ -26,7 +26,7 @@ from dist_mem.__main__ import main
 from dist_mem.config import Config, known_keys
 from dist_mem.config.keys import Metadata, find_key, keys_of
 from dist_mem.memory import described_memories
-from tests.support.asked_programs import Asked, running_programs
+from tests.cli.conftest import Asked
 from tests.support.jobs import write_config
 from tests.support.limits import limit
 
@@ -156,17 +156,11 @@ def test_any_input_is_taken_or_refused(
     tried[f"checked: {code}"] += 1
 
 
-@pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
-    with running_programs(tmp_path_factory.mktemp("asked")) as programs:
-        yield programs
-
-
 @settings(max_examples=NUM_TRAINED, **steady)
 @given(chosen=overrides)
 def test_any_input_is_trained_or_refused(chosen: str, config: Path, tried: Counter[str], asked: Asked) -> None:
     given = usable([chosen])
-    answer = asked(["train", str(config), *given], timeout=180)
+    answer = asked(["train", str(config), *given])
     assert answer.code in (0, 2, 3), f"{given}: code {answer.code}\n{answer.text[-3000:]}"  # 3: it diverged
     check_answer(given, min(answer.code, 2) if answer.code != 3 else 0, answer.text, answer.left)
     tried[f"trained: {answer.code}"] += 1

@@ -34,13 +34,8 @@ def test_every_option_that_names_an_output_checks_it() -> None:
         assert action.type in (output_file, output_folder), place
         with refused(ArgumentTypeError):
             action.type("")
-    others = [
-        action
-        for parser in PARSERS.values()
-        for action in parser._actions
-        if action.type in (output_file, output_folder)
-    ]
-    assert len(others) == len(written())
+    actions = [action for parser in PARSERS.values() for action in parser._actions]
+    assert sum(action.type in (output_file, output_folder) for action in actions) == len(written())
 
 
 def test_what_is_no_file_is_refused_and_a_link_is_followed(tmp_path: Path) -> None:

@@ -14,6 +14,13 @@ CHOOSE = "from dist_mem.runtime.distributed import choose_accelerator; choose_ac
 START_ENGINE = f"{CHOOSE}; from dist_mem.engine import engine, start"
 MAIN = "import shlex; from dist_mem.__main__ import main\ntry: main(shlex.split({!r}))\nexcept SystemExit: pass"
 CHECK = "train configs/pg19_small.yaml train.global_batch_size=4 train.micro_batch_size=2 --check data.path=BOOKS"
+PYTHON = """
+import dist_mem
+model = dist_mem.load("example")
+memory = model.read("ba ko mi ru ten sol qua ver")
+model.score("ba ko", memory=memory)
+list(model.generate("ba", memory=memory, num_tokens=3))
+"""
 TORCH, HEAVY = {"torch", "mlflow", "sentencepiece", "webdataset"}, {"deepspeed", "mlflow", "webdataset"}
 
 
@@ -21,6 +28,8 @@ TORCH, HEAVY = {"torch", "mlflow", "sentencepiece", "webdataset"}, {"deepspeed",
     ("statement", "unwanted"),
     [
         *((MAIN.format(command), TORCH) for command in ("--help", "train --help", "config", "train train.stps=1")),
+        ("import dist_mem", TORCH),
+        (PYTHON, {"deepspeed", "mlflow"}),
         (MAIN.format(CHECK), HEAVY),  # torch._dynamo comes with the first operation on meta tensors
         ("from dist_mem.data import lanes", HEAVY),
         (f"{START_ENGINE}; start._import_muon_uncompiled()", {"torch._inductor.compile_fx", "mlflow"}),
