@@ -1,26 +1,25 @@
-"""The Python API equals the functions and commands below it, bit for bit, without loading DeepSpeed or MLflow."""
+"""The Python API equals the functions and commands below it, bit for bit, and its docstrings show what is so."""
 
 from __future__ import annotations
 
-import subprocess
+import doctest
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
 import dist_mem
-from dist_mem.__main__ import main
 from dist_mem.api.model import Model
 from dist_mem.errors import UnusableError
+from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.generation.generate import generate
 from dist_mem.generation.reading import read, start
 from dist_mem.generation.text_memory import load_memory, read_text, save_memory
 from dist_mem.generation.text_scores import score
-from tests.generation.test_memory_files import model as trained_model
-from tests.generation.test_memory_files import words
-from tests.support.contract_cases import SEG_LEN, case_params
 from tests.support.messages import refused
+from tests.support.scored_library import ALONE
 
 pytestmark = pytest.mark.ranks
 
@@ -37,6 +36,14 @@ def text(api_folder: Path) -> str:
     return (api_folder / "book.txt").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("name", ["memory", "model", "training"])
+def test_examples_of_the_docstrings(name: str, api_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(api_folder)
+    module = import_module(f"dist_mem.api.{name}")
+    result = doctest.testmod(module, extraglobs={"dist_mem": dist_mem, "torch": torch})
+    assert result.failed == 0 and result.attempted > 1
+
+
 def test_scores_are_those_of_the_function_below(model: Model, text: str) -> None:
     scores, expected = model.score(text), score(model.trained, text)
     assert torch.equal(scores.nll, expected.nll) and (scores.tokens == expected.tokens).all()
@@ -48,9 +55,6 @@ def test_scores_are_those_of_the_function_below(model: Model, text: str) -> None
 
 
 def test_scores_are_those_of_an_evaluation(model: Model, text: str) -> None:
-    from dist_mem.evaluation.evaluate import evaluate_checkpoint
-    from tests.support.scored_library import ALONE
-
     report = evaluate_checkpoint(model.trained.checkpoint, model.trained.config, split="test", world=ALONE)
     scored = next(document for document in report.documents if document.id == "0")
     assert float(model.score(text).nll.double().sum()) == pytest.approx(scored.nll, rel=1e-6)
@@ -88,17 +92,6 @@ def test_pieces_joined_are_the_text_that_is_generated_at_once(model: Model, text
     assert len(pieces) > 20 and all(pieces)
 
 
-def test_text_is_that_of_the_command(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
-    run_dir = str(model.trained.checkpoint.run_dir)
-    assert main(["generate", run_dir, "--prompt", "koko ", "--tokens", "20", "--seed", "5"]) == 0
-    from dist_mem.runtime.terminal import printable
-
-    sampling = dist_mem.Sampling(top_p=0.95, seed=5)
-    assert (
-        capsys.readouterr().out == printable("".join(model.generate("koko ", num_tokens=20, sampling=sampling))) + "\n"
-    )
-
-
 def test_inspect_compares_the_scores_with_those_without_memory(model: Model, text: str) -> None:
     found = model.inspect(text)
     assert torch.equal(found.nll, model.score(text).nll)
@@ -108,7 +101,9 @@ def test_inspect_compares_the_scores_with_those_without_memory(model: Model, tex
     assert [word.word.text for word in found.words()] == text.split()
 
 
-def test_a_wrong_argument_is_refused_before_anything_is_generated(model: Model, tmp_path: Path) -> None:
+def test_a_wrong_argument_is_refused_before_anything_is_generated(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with refused(TypeError):
         model.generate(3)  # type: ignore[arg-type]
     with refused(TypeError, "book.mem", "model.read"):
@@ -119,6 +114,9 @@ def test_a_wrong_argument_is_refused_before_anything_is_generated(model: Model, 
         dist_mem.Memory.load(tmp_path / "nope.mem")
     with refused(TypeError):
         model.inspect(3)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "mlflow", None)  # as Python reports a module that is not there
+    with refused(UnusableError, "models:/a@b"):
+        dist_mem.load("models:/a@b")
 
 
 def test_a_memory_of_another_model_is_refused(model: Model, text: str, tmp_path: Path) -> None:
@@ -128,30 +126,3 @@ def test_a_memory_of_another_model_is_refused(model: Model, text: str, tmp_path:
         model.score(text, memory=memory)
     same = dist_mem.load(model.trained.checkpoint.run_dir)
     assert torch.equal(same.score(text, memory=model.read(text)).nll, model.score(text, memory=model.read(text)).nll)
-
-
-PROGRAM = """\
-import sys, dist_mem
-assert "torch" not in sys.modules
-model = dist_mem.load("runs/demo")
-memory = model.read("ba ko mi ru ten sol qua ver")
-model.score("ba ko", memory=memory)
-list(model.generate("ba", memory=memory, num_tokens=3))
-print(sorted({"deepspeed", "mlflow"} & sys.modules.keys()))
-"""
-
-
-def test_scoring_and_generating_load_neither_deepspeed_nor_mlflow(api_folder: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=api_folder, capture_output=True, text=True)
-    assert done.stdout == "[]\n", done.stderr
-
-
-@pytest.mark.parametrize("case", case_params())
-def test_every_memory_stands_for_the_text_before(case: str) -> None:
-    model = Model(trained_model(case))
-    before, after = words(2 * SEG_LEN + 3), words(SEG_LEN, seed=4)
-    memory = model.read(before)
-    joined = model.tokenizer.encode(before).tolist() + model.tokenizer.encode(after).tolist()
-    assert torch.equal(model.score(after, memory=memory).nll, model.score(joined).nll[-SEG_LEN:])
-    both = list(model.generate(f"{before} {after}", num_tokens=5, sampling=SAMPLING))
-    assert list(model.generate(after, memory=memory, num_tokens=5, sampling=SAMPLING)) == both

@@ -1,4 +1,4 @@
-"""An export that is logged to MLflow, registered, and served over HTTP."""
+"""An export that is logged to MLflow, registered, loaded from there, and served over HTTP."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ import torch
 
 import dist_mem
 from dist_mem.__main__ import main
+from dist_mem.errors import UnusableError
+from dist_mem.evaluation.export import run as export
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking.mlflow.store import RUN_ID_FILE
 from tests.support.jobs import train_here
 from tests.support.limits import limit, wait_until
-from tests.support.messages import said
+from tests.support.messages import refused, said
 from tests.support.mlflow_server import silent_address
 from tests.support.page_commands import items_of
 from tests.support.paths import ROOT
@@ -106,10 +108,10 @@ def tracked_run(
 def test_a_served_model_answers_as_the_model_in_this_process(
     tracked_run: Path, tmp_path: Path, client: Any, sqlite_uri: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    export = ["export", str(tracked_run), f"tracking.uri={sqlite_uri}", "--mlflow", "--register", "served", "--out"]
-    assert main([*export, str(tmp_path / "first")]) == 0
+    command = ["export", str(tracked_run), f"tracking.uri={sqlite_uri}", "--mlflow", "--register", "served", "--out"]
+    assert main([*command, str(tmp_path / "first")]) == 0
     assert "logged to MLflow as models:/served/1" in capfd.readouterr().out
-    assert main([*export, str(tmp_path / "second"), "--alias", "champion"]) == 0
+    assert main([*command, str(tmp_path / "second"), "--alias", "champion"]) == 0
     assert "logged to MLflow as models:/served@champion" in capfd.readouterr().out
     version = client.get_model_version_by_alias("served", "champion")
     run_id = (tracked_run / RUN_ID_FILE).read_text().strip()
@@ -133,9 +135,30 @@ def test_a_served_model_answers_as_the_model_in_this_process(
             {"num_tokens": len(one.tokens), "nats_per_token": one.mean, "perplexity": one.perplexity} for one in scores
         ]
         for wrong in ({"mode": "sing"}, {"top_p": 2.0}):
-            with pytest.raises(HTTPError, match="400") as refused:
+            with pytest.raises(HTTPError, match="400") as caught:
                 ask(url, wrong)
-            said(json.load(refused.value)["message"].rpartition("Error: ")[2], *wrong)
+            said(json.load(caught.value)["message"].rpartition("Error: ")[2], *wrong)
+
+
+def test_an_export_is_loaded_from_a_run_and_from_the_registry(
+    api_folder: Path, tmp_path: Path, client: Any, sqlite_uri: str
+) -> None:
+    assert export(api_folder / "runs" / "demo", out=tmp_path / "demo") == 0
+    experiment = client.get_experiment_by_name("dist_mem").experiment_id
+    run_id = client.create_run(experiment).info.run_id
+    client.log_artifacts(run_id, str(tmp_path / "demo"), "model")
+    client.create_registered_model("api_demo")
+    version = client.create_model_version("api_demo", f"runs:/{run_id}/model", run_id).version
+    client.set_registered_model_alias("api_demo", "champion", version)
+    expected = dist_mem.load(api_folder / "runs" / "demo").score("ba ko mi").nll
+    store = f"tracking.uri={sqlite_uri}"
+    for address in (f"runs:/{run_id}/model", f"runs:/{run_id}/", "models:/api_demo@champion"):
+        assert torch.equal(dist_mem.load(address, store).score("ba ko mi").nll, expected), address
+    with refused(UnusableError, "api_demo", "tracking.uri"):
+        dist_mem.load("models:/api_demo@nobody", store)
+    client.log_text(run_id, "no model", "notes/a.txt")
+    with refused(UnusableError, "manifest.json"):
+        dist_mem.load(f"runs:/{run_id}/notes", store)
 
 
 def test_without_the_runs_store_nothing_is_written(
