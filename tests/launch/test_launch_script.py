@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ GOLDEN = {
 }
 # Everything a shell could take apart, glob or expand, within YAML's own quotes.
 AWKWARD = """name=O'Brien's "big" run; touch gone & $(touch gone) `touch gone` *"""
+Launch = Callable[..., str]
 # Each is refused with its key, as are the others with that of the second table.
 WRONG = [
     *("launch.nodes=8-4", "launch.nodes=0", "launch.time=43200", "launch.time=90", "launch.gpus_per_node=a100"),
@@ -58,19 +60,18 @@ WRONG_TOGETHER = {
 }
 
 
-def rendered(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What `dist-mem launch` prints; it must print nothing else."""
-    assert main(["launch", *arguments]) == 0
-    captured = capsys.readouterr()
-    assert all(line.startswith("warning: with ") for line in captured.err.splitlines()), "of idle lanes, and no other"
-    return captured.out
+@pytest.fixture
+def rendered(capsys: pytest.CaptureFixture[str]) -> Launch:
+    """Returns what `dist-mem launch` prints; it must print nothing else."""
 
+    def launch(*arguments: str) -> str:
+        assert main(["launch", *arguments]) == 0
+        captured = capsys.readouterr()
+        told = captured.err.splitlines()
+        assert all(line.startswith("warning: with ") for line in told), "of idle lanes, and no other"
+        return captured.out
 
-def sound(script: Path) -> None:
-    subprocess.run(["bash", "-n", str(script)], check=True)
-    if shutil.which("shellcheck"):
-        done = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout
+    return launch
 
 
 def after_site(script: str, command: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -96,12 +97,10 @@ def program(path: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize("path", GOLDEN)
-def test_script_begins_as_the_golden_one(
-    path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_script_begins_as_the_golden_one(path: str, monkeypatch: pytest.MonkeyPatch, rendered: Launch) -> None:
     monkeypatch.chdir(ROOT)
     golden = (ROOT / path).read_text(encoding="utf-8")
-    script = rendered(capsys, *shlex.split(GOLDEN[path])).partition("number=$SLURM_JOB_ID\n")[0]
+    script = rendered(*shlex.split(GOLDEN[path])).partition("number=$SLURM_JOB_ID\n")[0]
     difference = "".join(difflib.unified_diff(golden.splitlines(True), script.splitlines(True), path, "as rendered"))
     if difference:
         made_by = f"dist-mem launch {GOLDEN[path]} | sed '/^number=/,$d' >{path}"
@@ -110,12 +109,16 @@ def test_script_begins_as_the_golden_one(
 
 @pytest.mark.parametrize("site", SITES, ids=lambda site: site.stem)
 def test_every_site_gives_a_sound_script(
-    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rendered: Launch
 ) -> None:
     monkeypatch.chdir(ROOT)
+    path = tmp_path / "job.sbatch"
+    checkers = [["bash", "-n"], *([["shellcheck"]] if shutil.which("shellcheck") else [])]
     for command in ([CONFIG, str(site), "--dry-run"], [str(site), "--script"]):
-        (tmp_path / "job.sbatch").write_text(rendered(capsys, *command), encoding="utf-8")
-        sound(tmp_path / "job.sbatch")
+        path.write_text(rendered(*command), encoding="utf-8")
+        for checker in checkers:
+            done = subprocess.run([*checker, path], capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_generic_site_has_every_key_with_its_default() -> None:
@@ -129,10 +132,8 @@ def test_generic_site_has_every_key_with_its_default() -> None:
 @pytest.mark.parametrize(
     "value", ["afterok:1", "afterany:12:13_4", "after:1+30:2", "afterok:1,singleton", "afterok:1?afternotok:2"]
 )
-def test_dependency_of_slurms_grammar_is_taken_and_is_no_directive(
-    value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = rendered(capsys, "train.steps=1", f"launch.dependency='{value}'", "--dry-run")
+def test_dependency_of_slurms_grammar_is_taken_and_is_no_directive(value: str, rendered: Launch) -> None:
+    script = rendered("train.steps=1", f"launch.dependency='{value}'", "--dry-run")
     assert not [line for line in script.splitlines() if line.startswith("#SBATCH") and value in line]
 
 
@@ -164,20 +165,18 @@ def test_wrong_value_is_refused_with_its_key(
         (["launch.gpus_per_node=h100:4", "launch.tasks_per_node=2"], "--gpus-per-node=h100:4", 2),
     ],
 )
-def test_gpus_are_asked_for_once_typed_or_not(
-    given: list[str], asked: str, num_ranks: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gpus_are_asked_for_once_typed_or_not(given: list[str], asked: str, num_ranks: int, rendered: Launch) -> None:
     """Slurm refuses --gpus-per-node beside --gres; some sites know only the latter."""
-    script = rendered(capsys, "train.steps=1", *given, "--dry-run")
+    script = rendered("train.steps=1", *given, "--dry-run")
     directives = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
     assert [line for line in directives if line.startswith(("--gpus", "--gres"))] == [asked]
     assert f"--ntasks-per-node={num_ranks}" in directives
     assert "DS_ACCELERATOR" not in script
 
 
-def test_dry_run_submits_nothing(tmp_path: Path, programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_submits_nothing(tmp_path: Path, programs: Path, rendered: Launch) -> None:
     program(programs / "sbatch", f"#!/bin/sh\n: >{tmp_path}/submitted\n")
-    script = rendered(capsys, "train.steps=1", f"run_dir={tmp_path / 'run'}", "--nodes", "60-64", "--dry-run")
+    script = rendered("train.steps=1", f"run_dir={tmp_path / 'run'}", "--nodes", "60-64", "--dry-run")
     assert "#SBATCH --nodes=60-64\n" in script
     assert sorted(path.name for path in tmp_path.iterdir()) == ["programs"]
 
@@ -198,11 +197,11 @@ def test_without_sbatch_it_ends_with_2_and_trains_nothing(
 @pytest.mark.parametrize("where", ["launch.env=['TOKEN={}']", "launch.setup=['login {}']", "launch.partition={}"])
 @pytest.mark.parametrize("how", ["${oc.env:SECRET}", "${oc.decode:${oc.env:SECRET}}", "${tracking.uri}"])
 def test_nothing_of_the_environment_gets_into_a_script(
-    where: str, how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    where: str, how: str, monkeypatch: pytest.MonkeyPatch, rendered: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SECRET", "hidden")
     arguments = ["train.steps=1", "tracking.uri=${oc.env:SECRET}", "tracking.mlflow=false"]
-    assert "hidden" not in rendered(capsys, *arguments, "--dry-run")
+    assert "hidden" not in rendered(*arguments, "--dry-run")
     assert main(["launch", *arguments, where.format(how), "--dry-run"]) == 2
     captured = capsys.readouterr()
     said(f"exit code 2: {captured.err}", where.partition("=")[0])
@@ -210,14 +209,12 @@ def test_nothing_of_the_environment_gets_into_a_script(
 
 
 @pytest.mark.parametrize("container", ["apptainer", "pyxis"])
-def test_shell_expands_names_in_a_site_and_nothing_else(
-    container: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shell_expands_names_in_a_site_and_nothing_else(container: str, tmp_path: Path, rendered: Launch) -> None:
     image = 'a "b" `touch gone` $(touch gone) \\ $1.sif'
     block = {"container": container, "image": image, "mounts": ["$LOCAL/my data:/data", "/scratch"]}
     block["env"] = ['TOKENS=$LOCAL/\\${LOCAL} "x" $(touch gone)', "NCCL_DEBUG=WARN"]
     (tmp_path / "site.yaml").write_text(json.dumps({"launch": block}), encoding="utf-8")
-    script = rendered(capsys, "train.steps=1", str(tmp_path / "site.yaml"), "--dry-run")
+    script = rendered("train.steps=1", str(tmp_path / "site.yaml"), "--dry-run")
     shown = """printf '%s\\n' "$TOKENS" "$NCCL_DEBUG" "${in_image[@]}" """
     tokens, debug, *in_image = after_site(script, shown, tmp_path, LOCAL="/local").stdout.splitlines()
     assert tokens == '/local//local "x" $(touch gone)'
@@ -245,10 +242,10 @@ def test_shell_expands_names_in_a_site_and_nothing_else(
     [([], "none"), (["launch.gpus_per_node=0"], "cores"), (["launch.cpu_bind='map_cpu:0,16'"], "map_cpu:0,16")],
 )
 def test_slurm_binds_ranks_to_cores_only_without_gpus_or_as_the_site_says(
-    given: list[str], binding: str, capsys: pytest.CaptureFixture[str]
+    given: list[str], binding: str, rendered: Launch
 ) -> None:
     """Slurm numbers cores and GPUs independently: its cores for a rank may be next to the GPU of another one."""
-    script = rendered(capsys, "train.steps=1", *given, "--dry-run")
+    script = rendered("train.steps=1", *given, "--dry-run")
     assert f"\ncpu_bind={binding} " in script
     assert ' --cpu-bind="$cpu_bind" ' in script
 
@@ -349,12 +346,12 @@ def test_ranks_have_their_environment_where_sbatch_exports_none(slurm: Cluster, 
     assert received(job)["train0"][:2] == ["train", "my config.yaml"]
 
 
-def test_setup_may_use_variables_that_are_not_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_setup_may_use_variables_that_are_not_set(tmp_path: Path, rendered: Launch) -> None:
     """conda's scripts do; the job's own lines must still not."""
     (tmp_path / "conda.sh").write_text('[ -z "$CONDA_SHLVL" ] && export PS1="(env) $PS1" ACTIVE=yes\n')
     site = {"setup": [f". {tmp_path}/conda.sh"]}
     (tmp_path / "site.yaml").write_text(json.dumps({"launch": site}))
-    script = rendered(capsys, "train.steps=1", str(tmp_path / "site.yaml"), "--dry-run")
+    script = rendered("train.steps=1", str(tmp_path / "site.yaml"), "--dry-run")
     done = after_site(script, "echo $ACTIVE; echo $absent", tmp_path)
     assert done.stdout == "yes\n", done.stderr
     assert done.returncode != 0 and "absent: unbound variable" in done.stderr
@@ -364,17 +361,15 @@ def test_setup_may_use_variables_that_are_not_set(tmp_path: Path, capsys: pytest
     ("given", "threads"), [({}, "1"), ({"SLURM_CPUS_PER_TASK": "6"}, "6"), ({"OMP_NUM_THREADS": "3"}, "3")]
 )
 def test_threads_that_the_user_has_set_stay(
-    given: dict[str, str], threads: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    given: dict[str, str], threads: str, tmp_path: Path, rendered: Launch
 ) -> None:
-    script = rendered(capsys, "train.steps=1", "--dry-run")
+    script = rendered("train.steps=1", "--dry-run")
     assert after_site(script, "echo $OMP_NUM_THREADS", tmp_path, **given).stdout.strip() == threads
 
 
 @pytest.mark.slurm
-def test_line_of_an_array_reaches_every_rank_with_its_quotes(
-    slurm: Cluster, job: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = rendered(capsys, "--script", "launch.gpus_per_node=0", "launch.time='0:10:00'")
+def test_line_of_an_array_reaches_every_rank_with_its_quotes(slurm: Cluster, job: Path, rendered: Launch) -> None:
+    script = rendered("--script", "launch.gpus_per_node=0", "launch.time='0:10:00'")
     (job / "job.sbatch").write_text(script)
     (job / "sweep.txt").write_text("'not this.yaml'\n'my config.yaml' \"name=a 'b' c\" train.seed=3 x=[1,\\ 2]\n")
     command = ["sbatch", "--parsable", "--array=2", "job.sbatch", "sweep.txt"]
@@ -397,9 +392,9 @@ case $2 in hostnames) echo localhost ;; *) echo "JobId=7 SubmitTime=$TIME EndTim
 """
 
 
-def test_a_restart_does_not_run_the_copy_of_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_restart_does_not_run_the_copy_of_another_run(tmp_path: Path, rendered: Launch) -> None:
     """Its first start has made no link, but a job of this number, of an earlier counter of Slurm, has left one."""
-    script = rendered(capsys, "train.steps=1", "launch.gpus_per_node=0", "launch.restart=none", "--script")
+    script = rendered("train.steps=1", "launch.gpus_per_node=0", "launch.restart=none", "--script")
     (tmp_path / "job.sbatch").write_text(script, encoding="utf-8")
     (tmp_path / "bin").mkdir()
     program(tmp_path / "bin" / "scontrol", SCONTROL)

@@ -16,10 +16,10 @@ import pytest
 from tests.launch.test_slurm_jobs import path_of
 from tests.support.jobs import logged_steps, write_config
 from tests.support.limits import limit
+from tests.support.paths import ROOT
 from tests.support.slurm_cluster import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
-ROOT = Path(__file__).parents[2]
 LAUNCH = {"gpus_per_node": "0", "tasks_per_node": 2, "time": "0:20:00"}
 
 
@@ -57,9 +57,6 @@ class Run(NamedTuple):
     def wait_for_step(self, step: int) -> None:
         self.slurm.wait(lambda: max(logged_steps(self.directory), default=0) >= step, f"step {step}", seconds=240)
 
-    def wait_for_end(self) -> None:
-        self.slurm.wait(lambda: not self.slurm.call("squeue", "--noheader"), "all jobs to end", seconds=240)
-
     def log(self) -> str:
         paths = [*sorted(self.folder.glob("*.log")), *sorted(self.directory.glob("slurm/*/*.log"))]
         return "\n".join(f"== {path}\n{path.read_text()}" for path in paths)
@@ -76,10 +73,8 @@ def make_run(slurm: Cluster, books: Path, tmp_path: Path) -> Iterator[Callable[.
         return Run(slurm, tmp_path)
 
     yield make
-    slurm.call("scancel", "--user=root", "--state=PENDING", check=False)
-    slurm.call("scancel", "--user=root", "--full", "--signal=KILL", check=False)
-    slurm.call("scancel", "--user=root", check=False)
-    slurm.wait(lambda: not slurm.call("squeue", "--noheader"), "an empty queue")
+    slurm.cancel_all()
+    slurm.wait_for_all(seconds=60)
 
 
 @pytest.fixture
@@ -120,7 +115,7 @@ def test_edits_while_queued_and_in_mid_run_do_not_enter(make_run: Callable[..., 
     (run.folder / "job.yaml").write_text("run_dir: another\n")
     run.slurm.call("scancel", "--signal=USR2", job)
     run.slurm.wait(lambda: run.slurm.facts(job).get("Restarts") == "1", "the requeue", seconds=120)
-    run.wait_for_end()
+    run.slurm.wait_for_all()
     assert logged_steps(run.directory) == list(range(1, 151)), run.log()
     assert "an edit has entered" not in run.log()
     assert not (run.folder / "other").exists() and not (run.folder / "another").exists()
@@ -165,7 +160,7 @@ def test_cancelled_job_saves_and_stays_cancelled(make_run: Callable[..., Run], r
     assert "not started again: cancelled" in run.log()
     last = max(logged_steps(run.directory))
     assert run.submit(f"train.steps={last + 5}", "launch.restart=requeue") != job, "a new job resumes"
-    run.wait_for_end()
+    run.slurm.wait_for_all()
     assert max(logged_steps(run.directory)) == last + 5, run.log()
 
 
@@ -200,7 +195,7 @@ def test_dependency_is_honoured_once(make_run: Callable[..., Run], slurm: Cluste
     assert slurm.state(first) == "COMPLETED"
     slurm.call("scancel", "--signal=USR2", job)
     slurm.wait(lambda: slurm.facts(job).get("Restarts") == "1", "the requeue", seconds=120)
-    run.wait_for_end()
+    run.slurm.wait_for_all()
     assert max(logged_steps(run.directory)) == 100, run.log()
 
 
@@ -220,7 +215,7 @@ def test_controller_that_is_down_is_the_machines_fault(make_run: Callable[..., R
     port = next(line for line in (slurm.folder / "slurm.conf").read_text().splitlines() if "SlurmctldPort" in line)
     text = (slurm.folder / "slurm.conf").read_text().replace(port, "SlurmctldPort=1")
     dead.write_text(f"{text}\nMessageTimeout=2\n")
-    for command in ("status", "cancel"):
+    for command in ("status", "logs", "cancel"):
         assert "try again" in run.call(command, "run", code=1, SLURM_CONF=os.fspath(dead))[1]
 
 

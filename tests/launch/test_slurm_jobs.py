@@ -47,7 +47,6 @@ class Submitted(NamedTuple):
     folder: Path  # the job's
 
     def wait_for_step(self, slurm: Cluster, step: int) -> None:
-        """Until it has logged that step."""
         wait_until(
             lambda: max(logged_steps(self.run), default=0) >= step or slurm.state(self.job) in ENDED,
             f"step {step}",
@@ -61,15 +60,28 @@ class Submitted(NamedTuple):
         return "\n".join(f"== {path.name}\n{path.read_text()}" for path in paths)
 
 
-def submit(
-    slurm: Cluster, folder: Path, config: Path, *, environment: dict[str, str] | None = None, **launch: Any
-) -> Submitted:
-    folder.mkdir(exist_ok=True)
-    (folder / "job.sbatch").write_text(render(launch_block(**launch), job_name="trial"))
-    job = slurm.submit(
-        f"--chdir={folder}", str(folder / "job.sbatch"), str(config), **path_of(slurm), **(environment or {})
-    )
-    return Submitted(job, Path(OmegaConf.load(config).run_dir), folder)
+def submit(slurm: Cluster, folder: Path, books: Path, *changes: dict[str, Any], **launch: Any) -> Submitted:
+    """Submit a training in `folder / "run"`, from `folder / "slurm"`."""
+    run, started = folder / "run", folder / "slurm"
+    config = job_config(folder / "job.yaml", books, run, *changes)
+    started.mkdir(exist_ok=True)
+    (started / "job.sbatch").write_text(render(launch_block(**launch), job_name="trial"))
+    job = slurm.submit(f"--chdir={started}", f"{started}/job.sbatch", str(config), **path_of(slurm))
+    return Submitted(job, run, started)
+
+
+def tracked_in(uri: str) -> dict[str, Any]:
+    """The block of a job that logs every tenth step to MLflow."""
+    return {"tracking": {"mlflow": True, "uri": uri, "system_metrics": False, "every": 10, "send": "always"}}
+
+
+def finished_run(uri: str, submitted: Submitted, steps: int) -> Any:
+    """The run of a job in MLflow, which must be finished and have each step once."""
+    client, run_id = connect(uri), (submitted.run / "mlflow_run_id").read_text().strip()
+    run = client.get_run(run_id)
+    assert run.info.status == "FINISHED"
+    assert [point.step for point in client.get_metric_history(run_id, "train/loss")] == list(range(10, steps + 1, 10))
+    return run
 
 
 def path_of(slurm: Cluster) -> dict[str, str]:
@@ -123,9 +135,7 @@ def test_signal_to_one_rank_saves_requeues_and_ends_as_if_nothing_had_been(
     slurm: Cluster, books: Path, tmp_path: Path, sqlite_uri: str
 ) -> None:
     changes = {"train": {"steps": 100}, "checkpoint": {"every": None}}
-    tracked = {"tracking": {"mlflow": True, "uri": sqlite_uri, "system_metrics": False, "every": 10, "send": "always"}}
-    config = job_config(tmp_path / "job.yaml", books, tmp_path / "run", changes, tracked)
-    submitted = submit(slurm, tmp_path / "slurm", config)
+    submitted = submit(slurm, tmp_path, books, changes, tracked_in(sqlite_uri))
     submitted.wait_for_step(slurm, 10)
     one_signal(slurm, 1, signal.SIGUSR2, submitted)
     assert slurm.wait_for_state(submitted.job, *ENDED) == "COMPLETED", submitted.log()
@@ -135,13 +145,8 @@ def test_signal_to_one_rank_saves_requeues_and_ends_as_if_nothing_had_been(
     assert len(list((submitted.run / "checkpoints").glob("step-*"))) == 2, "one of the stop, one of the end"
     assert_as_uninterrupted(submitted, tmp_path, books, changes)
 
-    client = connect(sqlite_uri)
-    run_id = (submitted.run / "mlflow_run_id").read_text().strip()
-    run = client.get_run(run_id)
-    assert run.info.status == "FINISHED"
-    assert [point.step for point in client.get_metric_history(run_id, "train/loss")] == list(range(10, 101, 10))
-    assert run.data.tags["SLURM_JOB_ID"] == submitted.job
-    assert run.data.tags["SLURM_RESTART_COUNT"] == "1"
+    tags = finished_run(sqlite_uri, submitted, 100).data.tags
+    assert (tags["SLURM_JOB_ID"], tags["SLURM_RESTART_COUNT"]) == (submitted.job, "1")
 
 
 @pytest.mark.parametrize("command", ["sweep", pytest.param("arena", marks=pytest.mark.nightly)])
@@ -172,8 +177,7 @@ def test_a_study_is_submitted_as_an_array_and_measured_afterwards(
 def test_time_limit_is_met_with_a_save_and_a_requeue(slurm: Cluster, books: Path, tmp_path: Path) -> None:
     """The signal of --signal, from Slurm itself; the clock would come later."""
     changes = {"train": {"steps": 4000}, "checkpoint": {"every": None}, "tracking": {"every": 100}}
-    config = job_config(tmp_path / "job.yaml", books, tmp_path / "run", changes)
-    submitted = submit(slurm, tmp_path / "slurm", config, time="0:01:00", signal_seconds=40)
+    submitted = submit(slurm, tmp_path, books, changes, time="0:01:00", signal_seconds=40)
     assert slurm.wait_for_state(submitted.job, *ENDED, seconds=900) == "COMPLETED", submitted.log()
     restarts = int(slurm.facts(submitted.job)["Restarts"])
     assert restarts >= 1 and submitted.log().count("requeued") == restarts
@@ -226,9 +230,7 @@ def test_nothing_is_lost_whatever_happens(
     slurm: Cluster, books: Path, tmp_path: Path, sqlite_uri: str, name: str
 ) -> None:
     changes = {"train": {"steps": 600}, "checkpoint": {"every": 50}}
-    tracked = {"tracking": {"mlflow": True, "uri": sqlite_uri, "system_metrics": False, "every": 10, "send": "always"}}
-    config = job_config(tmp_path / "job.yaml", books, tmp_path / "run", changes, tracked)
-    submitted = submit(slurm, tmp_path / "slurm", config)
+    submitted = submit(slurm, tmp_path, books, changes, tracked_in(sqlite_uri))
     submitted.wait_for_step(slurm, 120)
     event = EVENTS[name]
     event.happen(slurm, submitted)
@@ -237,12 +239,10 @@ def test_nothing_is_lost_whatever_happens(
     if event.state == "CANCELLED":  # resubmitted, it continues
         slurm.wait(lambda: "Slurm itself is ending" in submitted.log(), "the script to end")
         assert newest(submitted.run).name > "step-00000119"
-        second = submit(slurm, tmp_path / "slurm", config)
+        second = submit(slurm, tmp_path, books, changes, tracked_in(sqlite_uri))
         assert slurm.wait_for_state(second.job, *ENDED, seconds=400) == "COMPLETED", second.log()
     assert_as_uninterrupted(submitted, tmp_path, books, changes)
-    client, run_id = connect(sqlite_uri), (submitted.run / "mlflow_run_id").read_text().strip()
-    assert client.get_run(run_id).info.status == "FINISHED"
-    assert [point.step for point in client.get_metric_history(run_id, "train/loss")] == list(range(10, 601, 10))
+    finished_run(sqlite_uri, submitted, 600)
 
 
 @pytest.mark.nightly
@@ -250,8 +250,7 @@ def test_twenty_signals_to_a_random_rank_at_a_random_time(slurm: Cluster, books:
     """All ranks save the same step (a checkpoint is one vote of all), exactly one requeue a signal, no deadlock."""
     draw = random.Random(0)
     changes = {"train": {"steps": 100_000}, "checkpoint": {"every": None}}
-    config = job_config(tmp_path / "job.yaml", books, tmp_path / "run", changes)
-    submitted = submit(slurm, tmp_path / "slurm", config)
+    submitted = submit(slurm, tmp_path, books, changes)
     saved: list[int] = []
     for trial in range(20):
         done = max(logged_steps(submitted.run), default=0)

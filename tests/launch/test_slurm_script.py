@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,10 +99,8 @@ class Outcome(NamedTuple):
 
 
 def launch_block(**changes: Any) -> Any:
-    config = load_config(
-        ["train.steps=1", "launch.nodes=2", "launch.gpus_per_node=0", "launch.time='0:20:00'", "launch.snapshot=false"]
-    )
-    return OmegaConf.merge(config.launch, changes)
+    block = {"nodes": "2", "gpus_per_node": "0", "time": "0:20:00", "snapshot": False}
+    return OmegaConf.merge(load_config(["train.steps=1"]).launch, block, changes)
 
 
 def write_ranks(folder: Path, codes: str, ranks: str = RANKS) -> None:
@@ -123,14 +121,24 @@ def links_of(folder: Path, job: str) -> list[str]:
     return [name for name in names if re.match(rf"\.dist_mem-{job}(_\d+)?@tests@", name)]
 
 
-def submit(slurm: Cluster, folder: Path, case: Case, *options: str, ranks: str = RANKS) -> str:
-    write_ranks(folder, "\n".join(case.codes.split()) + "\n", ranks)
-    if "STOP" in case.said:
+def submit(
+    slurm: Cluster, folder: Path, codes: str, *options: str, stops: bool = False, ranks: str = RANKS, **launch: Any
+) -> str:
+    """Submit a job whose starts end with these codes."""
+    write_ranks(folder, "\n".join(codes.split()) + "\n", ranks)
+    if stops:
         (folder / "run" / "STOP").touch()
-    (folder / "job.sbatch").write_text(render(launch_block(**{"snapshot": True, **case.launch}), job_name="trial"))
+    script = render(launch_block(**{"snapshot": True, **launch}), job_name="trial")
+    return sbatch(slurm, folder, script, "a b.yaml", "x.y=[1, 2]", options=options)
+
+
+def sbatch(
+    slurm: Cluster, folder: Path, script: str, *arguments: str, options: Sequence[str] = (), **environment: str
+) -> str:
+    """Submit a script in a folder whose programs come first."""
+    (folder / "job.sbatch").write_text(script)
     path = f"{folder}{os.pathsep}{slurm.environment['PATH']}"
-    script = str(folder / "job.sbatch")
-    return slurm.submit(f"--chdir={folder}", *options, script, "a b.yaml", "x.y=[1, 2]", PATH=path)
+    return slurm.submit(*options, f"--chdir={folder}", f"{folder}/job.sbatch", *arguments, PATH=path, **environment)
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +146,11 @@ def outcomes(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     """All cases, run side by side."""
     base = tmp_path_factory.mktemp("slurm")
     folders = {name: base / name.replace(" ", "_").replace(",", "") for name in CASES}
-    jobs = {name: submit(slurm, folders[name], case) for name, case in CASES.items()}
-    slurm.wait(lambda: not slurm.call("squeue", "--noheader"), "all jobs to end", seconds=240)
+    jobs = {
+        name: submit(slurm, folders[name], case.codes, stops="STOP" in case.said, **case.launch)
+        for name, case in CASES.items()
+    }
+    slurm.wait_for_all()
     outcomes = {}
     for name, job in jobs.items():
         first = f"{job}_1" if CASES[name].launch.get("restart") == "chain" else job
@@ -171,7 +182,7 @@ def test_log_of_the_job_names_what_a_node_lacks(slurm: Cluster, tmp_path: Path) 
     folder = tmp_path / "job"
     lacking = RANKS.replace("starts=", '[ "$SLURMD_NODENAME" = node1 ] || exec /absent/.venv/bin/python\nstarts=', 1)
     lacking = lacking.replace("  code=", "  sleep 60\n  code=", 1)
-    job = submit(slurm, folder, Case("1", {"restart": "none"}, 1, "FAILED", 1, ""), ranks=lacking)
+    job = submit(slurm, folder, "1", ranks=lacking, restart="none")
     slurm.wait_for_state(job, *ENDED)
     log = next(folder.glob("trial-*.log")).read_text()
     assert "/absent/.venv/bin/python: No such file or directory" in log
@@ -219,10 +230,10 @@ def test_node_that_failed_is_left_out(outcomes: dict[str, Outcome], name: str) -
 
 
 def test_range_of_nodes_survives_a_resubmission_without_an_unfit_node(slurm: Cluster, tmp_path: Path) -> None:
-    case = Case("1 0", {"exclude_failed": True, "nodes": "1-2"}, 2, "FAILED", 1, "")
-    job = submit(slurm, tmp_path / "job", case, "--ntasks=2")  # it begins on both nodes
+    asked = "--ntasks=2"  # it begins on both nodes
+    job = submit(slurm, tmp_path / "job", "1 0", asked, exclude_failed=True, nodes="1-2")
     slurm.wait_for_state(job, *ENDED)
-    slurm.wait(lambda: not slurm.call("squeue", "--noheader"), "the second job to end", seconds=120)
+    slurm.wait_for_all(seconds=120)
     log = "".join(path.read_text() for path in sorted((tmp_path / "job").glob("trial-*.log")))
     starts = (tmp_path / "job" / "starts").read_text().splitlines()
     assert len(starts) == 2, log
@@ -235,7 +246,7 @@ def test_range_of_nodes_survives_a_resubmission_without_an_unfit_node(slurm: Clu
 
 def test_refused_resubmission_is_reported_once_with_the_reason_and_at_once(slurm: Cluster, tmp_path: Path) -> None:
     """Two nodes of two, and one of them must be left out."""
-    job = submit(slurm, tmp_path / "job", Case("1 0", {"exclude_failed": True, "nodes": "2"}, 1, "FAILED", 1, ""))
+    job = submit(slurm, tmp_path / "job", "1 0", exclude_failed=True, nodes="2")
     assert slurm.wait_for_state(job, *ENDED, seconds=60) == "FAILED"
     log = next((tmp_path / "job").glob("trial-*.log")).read_text()
     assert "resubmitted" not in log.replace("not resubmitted", "")
@@ -254,8 +265,8 @@ def test_finished_run_cancels_the_rest_of_its_chain(slurm: Cluster, outcomes: di
 def test_only_a_wrong_configuration_cancels_the_chain(slurm: Cluster, tmp_path: Path, code: str, second: str) -> None:
     """A disk, or a registry of images, that is down now may be there for the next job."""
     (tmp_path / "code").write_text(code)
-    job = submit(slurm, tmp_path / "job", Case("0", {"restart": "chain", "chain": 2}, 0, "FAILED", int(code), ""))
-    slurm.wait(lambda: not slurm.call("squeue", "--noheader"), "all jobs to end", seconds=120)
+    job = submit(slurm, tmp_path / "job", "0", restart="chain", chain=2)
+    slurm.wait_for_all(seconds=120)
     assert not (tmp_path / "job" / "starts").exists(), "no rank is started"
     assert slurm.facts(f"{job}_1")["ExitCode"] == f"{code}:0"
     assert slurm.facts(f"{job}_2")["JobState"] == second
@@ -267,8 +278,7 @@ def test_program_that_is_missing_on_the_nodes_is_no_wrong_configuration(slurm: C
     On one node: of two, srun may end the second before it ends itself, and then returns the second's 143.
     """
     missing = RANKS.replace("starts=", "exit 2\nstarts=", 1)
-    case = Case("0", {"restart": "none"}, 1, "FAILED", 1, "")
-    job = submit(slurm, tmp_path / "job", case, "--nodes=1", ranks=missing)
+    job = submit(slurm, tmp_path / "job", "0", "--nodes=1", ranks=missing, restart="none")
     assert slurm.wait_for_state(job, *ENDED) == "FAILED"
     assert slurm.facts(job)["ExitCode"] == "1:0"
 
@@ -277,9 +287,7 @@ def test_snapshot_that_is_gone_is_named(slurm: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / "job"
     write_ranks(folder, "0\n")
     script = render(launch_block(), job_name="trial", snapshot=folder / "absent")
-    (folder / "job.sbatch").write_text(script)
-    path = f"{folder}{os.pathsep}{slurm.environment['PATH']}"
-    job = slurm.submit(f"--chdir={folder}", str(folder / "job.sbatch"), "a.yaml", PATH=path)
+    job = sbatch(slurm, folder, script, "a.yaml")
     assert slurm.wait_for_state(job, *ENDED) == "FAILED"
     assert slurm.facts(job)["ExitCode"] == "2:0"
     (line,) = re.findall("error: .*", next(folder.glob("trial-*.log")).read_text())
@@ -289,7 +297,7 @@ def test_snapshot_that_is_gone_is_named(slurm: Cluster, tmp_path: Path) -> None:
 def test_cancelled_job_does_not_come_back(slurm: Cluster, tmp_path: Path) -> None:
     """Its ranks save and end with 85, as always; but who cancels a job does not want it again."""
     folder = tmp_path / "job"
-    job = submit(slurm, folder, Case("85+ 0", {}, 1, "CANCELLED", 85, ""))
+    job = submit(slurm, folder, "85+ 0")
     slow = RANKS.replace("  code=", '  trap "echo 85 >$DIST_MEM_EXIT_CODE; exit 85" TERM; sleep 60 & wait\n  code=')
     (folder / "dist-mem").write_text(slow)
     slurm.wait(lambda: (folder / "starts").exists(), "the ranks to start")
@@ -308,10 +316,9 @@ def test_tasks_of_an_array_start_again_each_for_itself(slurm: Cluster, tmp_path:
     folder = tmp_path / "job"
     write_ranks(folder, "85+\n0\n")
     (folder / "sweep.txt").write_text("one.yaml\n'two words.yaml' x=2\n")
-    (folder / "job.sbatch").write_text(render(launch_block(restart=restart), job_name="sweep"))
-    path = f"{folder}{os.pathsep}{slurm.environment['PATH']}"
-    slurm.submit("--array=1-2", f"--chdir={folder}", str(folder / "job.sbatch"), "sweep.txt", PATH=path, PER_TASK="-")
-    slurm.wait(lambda: not slurm.call("squeue", "--noheader"), "all jobs to end", seconds=180)
+    script = render(launch_block(restart=restart), job_name="sweep")
+    sbatch(slurm, folder, script, "sweep.txt", options=["--array=1-2"], PER_TASK="-")
+    slurm.wait_for_all(seconds=180)
     logs = "".join(path.read_text() for path in folder.glob("sweep-*.log"))
     for task, arguments in (("1", "train one.yaml"), ("2", "train two words.yaml x=2")):
         starts = (folder / f"starts-{task}").read_text().splitlines()
@@ -323,7 +330,7 @@ def test_tasks_of_an_array_start_again_each_for_itself(slurm: Cluster, tmp_path:
 def test_job_that_overran_its_time_starts_again(slurm: Cluster, tmp_path: Path) -> None:
     """Slurm would let it go: what it takes off itself at the time limit it does not requeue."""
     folder = tmp_path / "job"
-    job = submit(slurm, folder, Case("85+ 0", {"time": "0:01:00", "signal_seconds": 5}, 2, "COMPLETED", 0, ""))
+    job = submit(slurm, folder, "85+ 0", time="0:01:00", signal_seconds=5)
     deaf = RANKS.replace("  code=", '  [ "$(wc -l <$starts)" = 1 ] && { trap "" TERM USR2; sleep 200; }\n  code=')
     (folder / "dist-mem").write_text(deaf)
     slurm.wait(lambda: slurm.state(job) == "COMPLETED", "the second start to end", seconds=280)

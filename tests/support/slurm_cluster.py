@@ -113,11 +113,15 @@ class Cluster:
         with (self.folder / f"{command[0]}.out").open("ab") as log:
             self._daemons.append(subprocess.Popen(command, env=self.environment, stdout=log, stderr=log))
 
+    def cancel_all(self) -> None:
+        """Cancel all jobs, also those that would not end."""
+        self.call("scancel", "--user=root", "--state=PENDING", check=False)
+        self.call("scancel", "--user=root", "--full", "--signal=KILL", check=False)
+        self.call("scancel", "--user=root", check=False)
+
     def stop(self) -> None:
         """Cancel all jobs and end the daemons."""
-        self.call("scancel", "--state=PENDING", check=False)
-        self.call("scancel", "--state=RUNNING", "--signal=KILL", "--full", check=False)
-        self.call("scancel", "--user=root", check=False)
+        self.cancel_all()
         with suppress(AssertionError):  # the daemons end with jobs that do not
             wait_until(lambda: not self.call("squeue", "--noheader", check=False), "jobs to end", seconds=20, poll=0.2)
         for daemon in reversed(self._daemons):
@@ -166,6 +170,10 @@ class Cluster:
             wait_until(condition, what, seconds=seconds, poll=0.1)
         except AssertionError as error:
             raise AssertionError(f"{error}; {self.describe()}") from None
+
+    def wait_for_all(self, *, seconds: float = 240) -> None:
+        """Wait until no job is left."""
+        self.wait(lambda: not self.call("squeue", "--noheader"), "all jobs to end", seconds=seconds)
 
     def wait_for_state(self, job: str, *states: str, seconds: float = 180) -> str:
         """Wait until the job is in one of the states; return its state."""
