@@ -35,27 +35,21 @@ def commands(lines: list[str]) -> list[str]:
     return [part for part in split if not part.startswith(("rm ", "set ", "mkdir "))]
 
 
-def test_both_recipes_run_the_same_commands_on_the_same_base() -> None:
+def test_both_recipes_run_the_same_commands_on_the_same_base_with_the_same_variables() -> None:
     assert commands(instructions("RUN")) == commands(section("post"))
     assert instructions("FROM") == re.findall(r"^From: (.*)$", DEFINITION, re.MULTILINE)
+    variables = re.findall(r"^export (\w+)=", "\n".join(section("environment")), re.MULTILINE)
+    assert re.findall(r"(\w+)=\S+", instructions("ENV")[0]) == variables
 
 
 def test_files_that_go_into_an_image_are_there_and_are_the_same_in_both() -> None:
-    copied = {
-        name: f"{to.rstrip('/')}/{Path(name).name}"
-        for *names, to in map(str.split, instructions("COPY"))
-        for name in names
-    }
+    lines = map(str.split, instructions("COPY"))
+    copied = {name: f"{to.rstrip('/')}/{Path(name).name}" for *names, to in lines for name in names}
     copied |= {name: f"/src/{name}" for name in ("dist_mem", *FOLDERS)}  # COPY names what becomes of the folder
     assert copied == dict(line.split() for line in section("files"))
     assert [name for name in copied if not (ROOT / name).exists()] == []
     build_needs = {"pyproject.toml", "README.md", "LICENSE", "dist_mem", *FOLDERS}
     assert build_needs <= set(copied)
-
-
-def test_both_images_set_the_same_variables() -> None:
-    names = re.findall(r"(\w+)=\S+", instructions("ENV")[0])
-    assert names == re.findall(r"^export (\w+)=", "\n".join(section("environment")), re.MULTILINE)
 
 
 def test_caches_of_the_apptainer_image_are_the_users_and_may_be_set(tmp_path: Path) -> None:

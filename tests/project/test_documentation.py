@@ -9,23 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from dist_mem.cli.parser import build_parser
 from tests.support.page_commands import FENCE, PAGES, ROOT, commands_of
 from tests.support.program_arguments import check_arguments, check_make
 
-SOURCES = sorted(
-    path
-    for pattern in (
-        "dist_mem/**/*.py",
-        "shards/*.py",
-        "benchmarks/*.py",
-        "benchmarks/*.sh",
-        "configs/**/*.yaml",
-        "launch/*.sh",
-        "launch/sites/*.yaml",
-    )
-    for path in ROOT.glob(pattern)
-)
+PATTERNS = ("dist_mem/**/*.py", "shards/*.py", "benchmarks/*.py", "benchmarks/*.sh", "configs/**/*.yaml", "launch/*.sh")
+SOURCES = sorted(path for pattern in (*PATTERNS, "launch/sites/*.yaml") for path in ROOT.glob(pattern))
 LINK = re.compile(r"\]\((?!https?://)([^)#]+)")
+HEADING = re.compile(r"\]\((?!https?://)([\w./-]*\.md)?#([^)]+)\)")
 NAMED_FILE = re.compile(r"`((?:dist_mem|docs|shards|launch|configs|tests|benchmarks)/[\w./-]+\.\w+)`")
 INLINE = re.compile(r"`dist-mem ([a-z][a-z-]*)")
 
@@ -39,40 +30,27 @@ def test_commands_are_what_the_programs_take(subtests: pytest.Subtests) -> None:
             check_arguments(command)
 
 
-def test_links_and_named_files_exist(subtests: pytest.Subtests) -> None:
-    for page in PAGES:
-        with subtests.test(page=page):
-            text = page.read_text(encoding="utf-8")
-            missing = [link for link in LINK.findall(text) if not (page.parent / link).exists()]
-            missing += [name for name in NAMED_FILE.findall(text) if "NAME" not in name and not (ROOT / name).exists()]
-            assert not missing
-
-
 def anchors_of(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ +(.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_links_into_pages_meet_a_heading(subtests: pytest.Subtests) -> None:
+def test_links_files_commands_and_make_targets_of_a_page_exist(subtests: pytest.Subtests) -> None:
+    subcommands = build_parser()[1]
     for page in PAGES:
         with subtests.test(page=page):
-            links = re.findall(r"\]\((?!https?://)([\w./-]*\.md)?#([^)]+)\)", page.read_text(encoding="utf-8"))
-            missing = [
+            text = page.read_text(encoding="utf-8")
+            missing = [link for link in LINK.findall(text) if not (page.parent / link).exists()]
+            missing += [name for name in NAMED_FILE.findall(text) if "NAME" not in name and not (ROOT / name).exists()]
+            missing += [name for name in INLINE.findall(text) if name not in subcommands]
+            missing += [
                 f"{name}#{anchor}"
-                for name, anchor in links
+                for name, anchor in HEADING.findall(text)
                 if anchor not in anchors_of(page.parent / (name or page.name))
             ]
             assert not missing
-
-
-def test_subcommands_named_in_the_text_exist(subtests: pytest.Subtests) -> None:
-    for page in PAGES:
-        with subtests.test(page=page):
-            known = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "dist_mem" / "cli").glob("*.py"))
-            functions = [name.replace("-", "_") for name in INLINE.findall(page.read_text(encoding="utf-8"))]
-            missing = [name for name in functions if f"\ndef {name}(" not in known]
-            assert not missing
+            check_make(re.findall(r"`make ([a-z]+)", text))
 
 
 def test_functions_that_the_decisions_name_exist() -> None:
@@ -94,17 +72,6 @@ def defines(path: Path, names: list[str]) -> bool:
     return True
 
 
-def test_the_layers_name_every_module_and_folder() -> None:
-    text = (ROOT / "docs" / "explanation" / "design.md").read_text(encoding="utf-8")
-    text = text[text.index("## The layers") : text.index("## Beside")]
-    named = set(re.findall(r"`(\w+(?:\.py|/))`", text))
-    package = ROOT / "dist_mem"
-    modules = {path.name for path in package.glob("*.py")}
-    packages = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
-    assert modules | packages <= named
-    assert not [name for name in named if not list(package.glob(name)) and not list(package.glob(f"*/{name}"))]
-
-
 def test_keys_beside_those_of_other_projects_exist() -> None:
     known = (ROOT / "docs" / "reference" / "config.md").read_text(encoding="utf-8")
     named = re.findall(
@@ -113,12 +80,6 @@ def test_keys_beside_those_of_other_projects_exist() -> None:
     )
     assert len(named) > 60
     assert [key for key in named if f"`{key}`" not in known] == []
-
-
-def test_make_targets_named_in_the_text_exist(subtests: pytest.Subtests) -> None:
-    for page in PAGES:
-        with subtests.test(page=page):
-            check_make(re.findall(r"`make ([a-z]+)", page.read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize("name", ["draw_lanes.py", "draw_memories.py"])

@@ -34,7 +34,6 @@ pytestmark = [pytest.mark.pages, pytest.mark.timeout(900)]  # of one page; the l
 
 @pytest.fixture(scope="module")
 def warm_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The server of warm_programs.py."""
     with running_server(tmp_path_factory.mktemp("warm")) as address:
         yield address
 

@@ -97,6 +97,8 @@ def test_the_design_lists_the_layers_in_their_order() -> None:
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     named = [name.removesuffix(".py").rstrip("/") for row in rows for name in re.findall(r"`([\w./]+)`", row)]
     assert [*named, "__main__"] == LAYERS
+    modules = set(re.findall(r"`(\w+(?:\.py|/))`", table))
+    assert not [name for name in modules if not {*PACKAGE.glob(name), *PACKAGE.glob(f"*/{name}")}]
 
 
 def test_the_picture_shows_the_imports() -> None:

@@ -19,7 +19,6 @@ import dist_mem.__main__
 from dist_mem import __version__
 from dist_mem.__main__ import main
 from dist_mem.config import load_config
-from dist_mem.datasets.recipes import builder_names
 from dist_mem.errors import CheckpointError
 from dist_mem.evaluation.scores import perplexity
 from dist_mem.runtime import shipped
@@ -31,12 +30,7 @@ from tests.support.paths import ROOT
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 OF_USERS = {name: needed for name, needed in EXTRAS.items() if name not in ("all", "dev")}
-OTHER_NAMES = {
-    "nvidia-ml-py": "pynvml",
-    "rouge-score": "rouge_score",
-    "prometheus-client": "prometheus_client",
-    "protobuf": "google.protobuf",
-}  # distribution -> name in `import`
+OTHER_NAMES = {"nvidia-ml-py": "pynvml", "protobuf": "google.protobuf"}  # distribution -> name in `import`
 
 
 def test_the_core_is_torch_and_what_reads_configurations_weights_and_text() -> None:
@@ -49,12 +43,8 @@ def test_the_extra_all_contains_every_other() -> None:
 
 
 def test_the_error_for_a_missing_library_names_its_extra() -> None:
-    libraries = {
-        OTHER_NAMES.get(name := Requirement(one).name, name): extra
-        for extra, needed in OF_USERS.items()
-        for one in needed
-    }
-    assert libraries == EXTRA_OF
+    names = {Requirement(one).name: extra for extra, needed in OF_USERS.items() for one in needed}
+    assert {OTHER_NAMES.get(name, name.replace("-", "_")): names[name] for name in names} == EXTRA_OF
 
 
 def test_the_version_is_the_same_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,11 +108,6 @@ def test_init_makes_a_project_that_can_train_or_completes_one_and_overwrites_not
         assert files(name) == (before if more else made)
 
 
-def test_builders_are_those_of_the_folder() -> None:
-    folder = ROOT / "dist_mem" / "datasets" / "recipes"
-    assert builder_names() == sorted(path.stem for path in folder.glob("[!_]*.py"))
-
-
 def test_the_script_of_shards_is_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     script = ROOT / "shards" / "build.py"
     called: list[list[str]] = []
@@ -176,9 +161,7 @@ from dist_mem.datasets.recipes import builder_names
 print(*(builder_parser(name).format_help() for name in builder_names()))
 model = dist_mem.load(sys.argv[1])
 assert len(model.score(["A b."])[0].nll) == 4
-code = main(["generate", sys.argv[1], "--prompt", "A b.", "--tokens", "4"])
-loaded = sorted(name for name in sys.modules if name.partition(".")[0] in ("deepspeed", "mlflow") and sys.modules[name])
-sys.exit(code or str(loaded) if loaded else code)
+sys.exit(main(["generate", sys.argv[1], "--prompt", "A b.", "--tokens", "4"]))
 """
 
 
@@ -197,7 +180,6 @@ def test_a_core_installation_scores_generates_and_explains_every_builder(run_dir
 EXAMPLE = """
 for arguments in (["report", "--example"], ["generate", "--example", "--tokens", "8"]):
     assert main(arguments) == 0, arguments
-assert not [name for name in ("deepspeed", "mlflow") if sys.modules.get(name)]
 """
 
 

@@ -45,7 +45,6 @@ def rows() -> list[Row]:
 
 
 def on_page() -> list[str]:
-    """The names in metrics.jsonl."""
     return [name for row in rows() for name in row.plain]
 
 

@@ -29,6 +29,7 @@ PAGES = [
     ROOT / "README.md",
     *sorted(path for folder in ("start", "howto", "explanation", "memories") for path in (DOCS / folder).glob("*.md")),
 ]
+VERDICTS = {"seen", "seen at small scale", "not seen", "opposite seen", "open"}
 # Rows of README's table of results whose memory says from which tokens it reads -> those of second_edition.yaml
 REACHES = {
     "none": "none",
@@ -117,6 +118,20 @@ def test_a_measured_figure_stands_in_the_log_or_its_section_names_what_measures_
                 if not re.search(r"(?:tests|benchmarks|dist_mem)/[\w./]+\.py", section):
                     unknown[section.splitlines()[0]] = [figure for figure in figures if figure not in known]
             assert not {heading: figures for heading, figures in unknown.items() if figures}
+
+
+def test_a_claim_has_a_verdict_and_its_figures_a_source(subtests: pytest.Subtests) -> None:
+    lines = (DOCS / "explanation" / "claims.md").read_text(encoding="utf-8").splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ") and line.count("|") == 5]
+    claims = [row for row in rows if row[0] != "claim"]
+    assert len(claims) > 30
+    for claim in claims:
+        with subtests.test(claim=claim):
+            _, run, verdict, seen = claim
+            assert verdict in VERDICTS
+            source = re.search(r"\]\(\.\./log/[\d-]+\.md#", seen) or re.search(r"`tests/[\w/]+\.py`", run)
+            assert source or verdict == "open"
+            assert source or not re.search(r"\d+\.\d+", re.sub(r"\]\([^)]*\)", "]", seen))
 
 
 def test_the_page_of_installation_has_every_extra() -> None:

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from dist_mem.memory import memory_kinds
 from tests.support.budget import BUDGETS, chosen, exists, function_of, read_durations, spread
+from tests.support.forked_ranks import Ranks, run_forked
+from tests.support.jobs import run_ranks, start_ranks
 from tests.support.paths import ROOT
+from tests.support.ranks import RankPool
+from tests.support.two_hosts import ranks_on, two_hosts
 
 ZERO_STAGES = (0, 1, 2, 3)
 SECONDS = 600.0  # of `make test` on one core: five minutes on two
-# What a file or a test uses if it needs the mark.
-NEEDS = {
-    "ranks": re.compile(r"\brank_pool\b|\b(?:run_ranks|start_ranks|run_forked|ranks_on|Ranks|RankPool)\("),
-    "slurm": re.compile(r"\bslurm: Cluster\b"),
-    "netns": re.compile(r"\btwo_hosts\("),
-}
-# The helper that each expression stands for; if it is renamed, the expression must be changed too.
-HELPERS = {
-    "conftest.py": ["def rank_pool(", "def slurm("],
-    "support/jobs.py": ["def run_ranks(", "def start_ranks("],
-    "support/forked_ranks.py": ["def run_forked(", "class Ranks:"],
-    "support/two_hosts.py": ["def two_hosts(", "def ranks_on("],
-    "support/slurm_cluster.py": ["class Cluster:"],
+# Mark -> the fixture and the helpers that need it.
+NEEDS: dict[str, tuple[str | None, list[Callable[..., Any]]]] = {
+    "ranks": ("rank_pool", [run_ranks, start_ranks, run_forked, ranks_on, Ranks, RankPool]),
+    "slurm": ("slurm", []),
+    "netns": (None, [two_hosts]),
 }
 
 
@@ -49,14 +45,12 @@ def every_test() -> list[pytest.Function]:
 
 @pytest.fixture(scope="module")
 def make_test(every_test: list[pytest.Function]) -> list[pytest.Function]:
-    """The tests of `make test`."""
     assert "\ntest: setup\n\t$(PYTEST) --run quick\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
     runs = chosen(every_test, BUDGETS["quick"], read_durations())
     return [item for item, is_run in zip(every_test, runs, strict=True) if is_run]
 
 
 def params_of(item: pytest.Function) -> dict[str, Any]:
-    """Return the parameters of a test."""
     return item.callspec.params if hasattr(item, "callspec") else {}
 
 
@@ -98,14 +92,10 @@ def test_a_budget_takes_variants_of_all_values() -> None:
 
 @pytest.mark.parametrize("mark", NEEDS)
 def test_what_needs_ranks_slurm_or_namespaces_is_marked_so(every_test: list[pytest.Function], mark: str) -> None:
+    fixture, helpers = NEEDS[mark]
     marked = {item for item in every_test if item.get_closest_marker(mark)}
-    fixture = {"ranks": "rank_pool", "slurm": "slurm"}.get(mark)
     assert [item.nodeid for item in every_test if fixture in item.fixturenames and item not in marked] == []
-    users = {path for path in (ROOT / "tests").rglob("test_*.py") if NEEDS[mark].search(path.read_text())}
-    assert users - {item.path for item in marked} - {Path(__file__)} == set()
-
-
-@pytest.mark.parametrize("file", HELPERS)
-def test_the_helpers_that_need_a_mark_have_these_names(file: str) -> None:
-    text = (ROOT / "tests" / file).read_text(encoding="utf-8")
-    assert [line for line in HELPERS[file] if line not in text] == []
+    called = [re.compile(rf"\b{helper.__name__}\(") for helper in helpers]
+    texts = {path: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
+    users = {path for path, text in texts.items() if any(each.search(text) for each in called)}
+    assert users <= {item.path for item in marked}

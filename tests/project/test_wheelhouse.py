@@ -142,7 +142,6 @@ def python(site: Path, *arguments: str, cwd: Path) -> str:
 
 
 def dist_mem(site: Path, *arguments: str, cwd: Path) -> str:
-    """Output of `dist-mem` in an environment."""
     return python(site, "-m", "dist_mem", *arguments, cwd=cwd)
 
 

@@ -38,15 +38,12 @@ SMALLER: dict[str, Sequence[str]] = {
         *("train.threads=1", "train.steps=16", "schedule.warmup_steps=2"),
         *("checkpoint.every=4", "eval.every=4", "tracking.every=2"),
     ],
-    "llama_small.yaml": [*_MODEL, *_FEW],
-    "mqar_small.yaml": [*_MODEL, *_FEW],
-    "pg19_small.yaml": [*_MODEL, *_FEW],
-    "sorting_small.yaml": [*_MODEL, *_FEW],
-    "sorting_small/infinite.yaml": ["memory.num_basis=16", "memory.num_samples=16"],
-    "cmu_dog_small.yaml": [*_MODEL, *_FEW],
-    "memory/infinite.yaml": ["memory.num_basis=16", "memory.num_samples=16"],
+    **{f"{name}_small.yaml": [*_MODEL, *_FEW] for name in ("llama", "mqar", "pg19", "sorting", "cmu_dog")},
+    **{
+        f"{name}.yaml": ["memory.num_basis=16", "memory.num_samples=16"]
+        for name in ("sorting_small/infinite", "memory/infinite", "papers/gpt2_infinite")
+    },
     "papers/gpt2.yaml": [*_MODEL, "model.d_inner=64", "train.threads=1"],
-    "papers/gpt2_infinite.yaml": ["memory.num_basis=16", "memory.num_samples=16"],
 }
 # Text on a page -> replacement: the user's own folders, and sizes that are not set in a configuration.
 STAND_INS = {
@@ -93,16 +90,6 @@ class Tree:
         for stamp in (".demo", ".ready"):  # of the Makefile
             (self.folder / ".venv" / stamp).touch()
 
-    def run(self, command: str, *, timeout: float = 600) -> tuple[int, str]:
-        """Run a command of a page in bash; return its exit code and output."""
-        running = self._start(command)
-        try:
-            output = running.communicate(timeout=limit(timeout))[0]
-        except subprocess.TimeoutExpired:
-            os.killpg(running.pid, signal.SIGKILL)  # the ranks too
-            output = f"{running.communicate()[0]}\nended after {timeout} s"
-        return running.returncode, output
-
     def _start(self, command: str) -> subprocess.Popen[str]:
         for on_page, here in STAND_INS.items():
             command = command.replace(on_page, here)
@@ -134,8 +121,14 @@ class Tree:
         return output
 
     def must(self, command: str, *, code: int = 0) -> str:
-        """Run a command, assert that it ends with this exit code, and return its output."""
-        found, output = self.run(command)
+        """Run a command of a page in bash, assert that it ends with this exit code, and return its output."""
+        running = self._start(command)
+        try:
+            output = running.communicate(timeout=limit(600))[0]
+        except subprocess.TimeoutExpired:
+            os.killpg(running.pid, signal.SIGKILL)  # the ranks too
+            output = f"{running.communicate()[0]}\nended after 600 s"
+        found = running.returncode
         assert found == code, f"$ {command}\nexit code {found}, not {code}\n{output[-4000:]}"
         return output
 

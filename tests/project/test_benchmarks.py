@@ -1,7 +1,8 @@
-"""The benchmark of GPUs runs whole on CPUs, from a source tree, and continues where it was ended."""
+"""Benchmarks: steps that are timed repeat for every memory; that of GPUs runs whole on CPUs, also when interrupted."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
@@ -9,21 +10,49 @@ import re
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from dist_mem.memory import memory_kinds
 from tests.support.limits import limit, wait_until
 from tests.support.paths import ROOT
+
+CAN_COMPILE = torch.backends.cuda.is_built() and find_spec("triton") is not None and not torch.cuda.is_available()
 
 
 @pytest.fixture
 def cases(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     return importlib.import_module("lib.gpu_cases")
+
+
+def test_every_memory_is_timed_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    speed = importlib.import_module("lib.speed")
+    sizes = {"num_layers": 1, "d_model": 8, "num_heads": 2, "d_head": 4, "d_inner": 8}
+    arguments = argparse.Namespace(**sizes, seg_len=16, mem_len=16, lanes=2, vocab=11)
+    blocks = speed.memories(16)
+    assert {block["kind"] for block in blocks.values()} == set(memory_kinds()) - {"causal"}
+    for block in blocks.values():
+        step, _ = speed.training_step(block, torch.float32, arguments, torch.device("cpu"))
+        step()
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not CAN_COMPILE, reason="needs torch's CUDA build with Triton, and no GPU")
+@pytest.mark.parametrize("case", ["block of none", "block of transformer_xl"])
+def test_fused_attention_of_a_compiled_block_has_kernels(case: str) -> None:
+    """They can be compiled for a GPU, which this machine need not have."""
+    sizes = "--seg-len 128 --mem-len 128 --lanes 1 --d-model 64 --num-heads 1 --d-inner 64"
+    command = [sys.executable, "benchmarks/kernels.py", *sizes.split(), "--cases", case]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "flex_attention_backward" in done.stdout
 
 
 def test_every_memory_is_checked_and_measured_and_correctness_comes_first(cases: ModuleType) -> None:
