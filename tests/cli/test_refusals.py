@@ -294,7 +294,7 @@ WRITTEN = {
     *((name, "cells") for name in ("reproduce", "sweep", "arena")),
     *(("init", "folder"), ("compare", "plot"), ("lm-eval", "output"), ("config", "snapshot")),
 }
-# Looked for after the run, see test_evaluate.py, test_keep_memory.py, ...
+# Looked for after the run, see test_evaluate.py, test_memory_files.py, ...
 ELSEWHERE = {("evaluate", "also"), ("dialogue", "wordnet")}
 ELSEWHERE |= {(command, "memory") for command in ("evaluate", "generate", "dialogue", "read")}
 
