@@ -207,7 +207,8 @@ def test_launch_warns_where_ranks_are_idle(tmp_path: Path, capsys: pytest.Captur
 def test_more_lanes_than_documents_are_refused(
     command: list[str], data_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*command, f"data.path={data_dir}", "train.global_batch_size=128"]) == 2
+    overrides = [f"data.path={data_dir}", f"run_dir={data_dir.parent}", "train.global_batch_size=128"]
+    assert main([*command, *overrides]) == 2
     said(f"exit code 2: {capsys.readouterr().err}", "train.global_batch_size", "data.layout")
 
 
