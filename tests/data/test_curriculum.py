@@ -67,6 +67,9 @@ def test_every_stage_is_read_from_its_beginning_and_any_step_resumes(config: Con
     for one, other in zip(straight, alone, strict=True):
         assert_equal_updates(one, other)
     assert [stage_number(config.data, step) for step in range(7)] == [0, 0, 0, 1, 1, 2, 2]
+    assert [(stage.key, stage.first, stage.until) for stage in stages_of(config.data)] == [
+        ("data.curriculum[0].path", 0, 3), ("data.curriculum[1].path", 3, 5), ("data.path", 5, None)
+    ]  # fmt: skip
     for first in (0, 3, 5):
         assert straight[first].batches[0].is_new_document.all(), "a lane enters the stage with a memory"
     assert straight[2].cursors.any() and straight[4].cursors.any()
