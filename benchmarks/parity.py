@@ -24,6 +24,7 @@ import pytest
 from lib.common import ROOT
 
 FLOAT32 = 2e-5
+IMPORTED = ("support import parity", "support.parity", "test_infinite_parity", "memory.published")  # by tests of parity
 KINDS = ("outputs", "states", "gradients")
 
 
@@ -91,9 +92,7 @@ def main() -> None:
     files = [
         str(path)
         for path in sorted((ROOT / "tests").glob("*/test_*.py"))
-        if "support import parity" in (text := path.read_text(encoding="utf-8"))
-        or "support.parity" in text
-        or "test_infinite_parity" in text
+        if any(name in path.read_text(encoding="utf-8") for name in IMPORTED)
     ]
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", f"--rootdir={ROOT}", "-k", chosen]
     with mock.patch.object(np, "load", errors.load), redirect_stdout(io.StringIO()):
