@@ -28,7 +28,7 @@ from dist_mem.runtime.environment import node_name
 from dist_mem.runtime.network_interface import free_port
 from tests.support.faults import assert_says, flip
 from tests.support.jobs import write_config
-from tests.support.messages import described, refused, said
+from tests.support.messages import described, refused, said, said_line
 from tests.support.ranks import launcher_environment
 
 TAR, TRAIN_TAR = "tiny-validation-00000.tar", "train/tiny-train-00000.tar"
@@ -73,6 +73,14 @@ def test_a_byte_flipped_anywhere_in_a_tar_is_found_or_was_not_read(data: Path) -
         else:
             assert read_all(tar.parent) == clean
         flip(tar, position)
+
+
+def test_verify_tells_what_training_would_not_read(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip(data / "validation" / TAR, 5)
+    assert main(["data", "verify", str(data)]) == 1
+    printed = capsys.readouterr()
+    said_line(1, printed.out + printed.err, "byte 5,")
+    assert len(verify_dataset(data)) == 1
 
 
 def test_a_byte_flipped_in_index_or_tokenizer_is_found_or_changes_nothing(data: Path) -> None:
