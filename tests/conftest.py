@@ -139,6 +139,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         files = Counter(nodeid.partition("::")[0] for nodeid in left_out)
         terminalreporter.section(f"left out for time: {len(left_out)} tests; make test-all has them")
         terminalreporter.line(", ".join(f"{path} ({number})" for path, number in sorted(files.items())))
+    skipped = {function_of(report.nodeid) for report in terminalreporter.getreports("skipped")}
+    if skipped and config.getoption("rewrite_messages"):
+        terminalreporter.section("skipped here: tests/messages.txt lacks what is new of them")
+        terminalreporter.line(", ".join(sorted(skipped)))
     known = read_durations()
     new = {function_of(report.nodeid) for report in reports if report.duration > limit(NEW_SECONDS)} - known.keys()
     if new:
