@@ -28,7 +28,7 @@ TORCH, HEAVY = {"torch", "mlflow", "sentencepiece", "webdataset"}, {"deepspeed",
     ("statement", "unwanted"),
     [
         *((MAIN.format(command), TORCH) for command in ("--help", "train --help", "config", "train train.stps=1")),
-        ("import dist_mem", TORCH),
+        ("import dist_mem", {*TORCH, "numpy"}),
         (PYTHON, {"deepspeed", "mlflow"}),
         (MAIN.format(CHECK), HEAVY),  # torch._dynamo comes with the first operation on meta tensors
         ("from dist_mem.data import lanes", HEAVY),

@@ -252,6 +252,7 @@ def test_evaluation_leaves_random_numbers_and_parameters_alone(index: Index) -> 
 def test_cut_documents_count_the_words_and_bytes_that_were_scored(index: Index, layout: str) -> None:
     model = make_model()
     report = score(index, model, max_document_len=20, layout=layout)
+    assert report.max_document_len == 20
     for document, found in zip(DOCUMENTS, report.documents, strict=True):
         text = TOKENIZER.decode(document.tokens[:20])
         assert (found.num_scored, found.words, found.bytes) == (len(text), len(text.split()), len(text))

@@ -30,7 +30,7 @@ from dist_mem.tracking.log import (
     read_points,
     write_log,
 )
-from dist_mem.tracking.tracker import LogSink, Rollback
+from dist_mem.tracking.tracker import LogSink, Rollback, Tracker
 from tests.support.messages import refused
 
 HEADER = Header("uid", "demo", {"name": "dist_mem"})
@@ -52,10 +52,15 @@ def test_every_job_is_later_than_the_one_before_on_a_node_with_a_slow_clock_too(
 
 
 def test_threads_do_not_tear_each_others_lines(path: Path) -> None:
-    body = {"text": "x" * 10_000}
+    bodies = [{"text": f"{number:4}" * 1_000} for number in range(600)]  # more than a reader takes at once
     with closing(Log(path)) as log, ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda number: log.append("text", body, at=0.0), range(200)))
-    assert [entry.body for entry in read_entries(path)] == [body] * 200
+        list(threads.map(lambda body: log.append("text", body, at=0.0), bodies))
+    assert sorted((entry.body for entry in read_entries(path)), key=lambda body: body["text"]) == bodies
+
+
+def test_a_status_that_mlflow_does_not_know_is_refused() -> None:
+    with pytest.raises(ValueError, match="DONE"):
+        Tracker().close("DONE")
 
 
 def test_readers_leave_a_torn_last_line_and_the_writer_cuts_it(path: Path) -> None:

@@ -50,7 +50,7 @@ TOKEN = "the-users-token"
 def thief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
     """A server that has nothing, and remembers what it is asked and by whom."""
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", TOKEN)
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", raising=False)
     with closing(FileServer(tmp_path / "nothing")) as thief:
         yield thief
 
@@ -60,11 +60,12 @@ Sync = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def sync(capsys: pytest.CaptureFixture[str]) -> Sync:
-    """`track sync` of a run, to a server if one is named; its exit code, and what it prints."""
+    """`track sync` of a run, to a server if one is named; its exit code, and what it prints, errors to stderr."""
 
     def run(run_dir: Path, uri: str | None = None) -> tuple[int, str]:
         code = track_sync([run_dir], [f"tracking.uri={uri}"] if uri else [])
         printed = capsys.readouterr()
+        assert "error: " not in printed.out
         return code, printed.out + printed.err
 
     return run
@@ -107,6 +108,11 @@ def test_a_server_can_be_named_in_every_way_the_user_has(
     given = {"command line": [f"tracking.uri={thief.url}"], "yaml": [str(mine)], "environment": []}[how]
     main(["track", "sync", str(run_dir), *given])
     assert f"Bearer {TOKEN}" in thief.credentials
+
+
+def test_the_check_before_a_training_sends_the_users_token(tmp_path: Path, thief: FileServer) -> None:
+    assert check_tracking(config_for(thief.url), tmp_path) is None  # what is not there may be asked for
+    assert thief.credentials == {f"Bearer {TOKEN}"}
 
 
 def test_no_other_kind_of_server_is_taken_from_the_folder(tmp_path: Path, sync: Sync) -> None:
@@ -177,6 +183,7 @@ def test_refused_login_is_2_and_a_server_in_trouble_or_down_is_1(
     code, printed = sync(run_dir, thief.url)
     assert code == expected and TOKEN not in printed
     assert ("401: it refuses MLFLOW_TRACKING_TOKEN; set" if status == 401 else str(status)) in printed
+    assert max(thief.asked.values()) == 1, "it is not asked again for minutes"
     thief.close()
     assert sync(run_dir, thief.url)[0] == EXIT_FAILED, "it is down now"
 

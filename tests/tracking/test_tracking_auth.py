@@ -211,6 +211,11 @@ def test_a_server_that_asks_for_a_certificate_gets_the_users(environment: pytest
         environment.setenv("MLFLOW_TRACKING_CLIENT_CERT_PATH", str(tmp_path / "client.pem"))
         assert "503" in str(check_tracking(config_for(strict.url), tmp_path))
         assert strict.asked
+        strict.asked.clear()  # points have another client than the check
+        run_dir = tmp_path / "run"
+        run_dir.mkdir()
+        job(config_for(strict.url), run_dir, steps(1, 1))
+        assert strict.asked
 
 
 def test_a_job_with_a_wrong_password_ends_with_2_before_it_has_trained(
