@@ -79,7 +79,8 @@ def _course(folder: Path, books: Path, stage: int, pool: RankPool) -> Course:
     assert pool.run(train_here, config, [f"train.steps={BEFORE}"]) == [0, 0]
     before = Path(shutil.copytree(folder / "last", folder / "before"))
     assert pool.run(train_here, config, [f"train.steps={LAST}"]) == [0, 0]
-    for name in (f".step-{BEFORE + 1:08d}.partial", ".step-00000000.deleted.partial"):
+    killed = (BEFORE + 1, 9)  # of these steps, the second is never saved again
+    for name in (*(f".step-{step:08d}.partial" for step in killed), ".step-00000000.deleted.partial"):
         shutil.copytree(step_dir(before, BEFORE) / "ranks", before / "checkpoints" / name / "ranks")
     course = Course(config, before, folder / "last", [], pool)
     ended = train_watched(course, course.copy(before, folder))

@@ -185,7 +185,13 @@ def test_a_source_that_asks_for_a_value_is_refused(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize(
     ("key", "text"),
-    [("train.threads", "0012"), ("optimizer.lr", "1_0"), ("train.compile", "1"), ("train.max_grad_norm", "infinity")],
+    [
+        ("train.threads", "0012"),
+        ("train.threads", "many"),
+        ("optimizer.lr", "1_0"),
+        ("train.compile", "1"),
+        ("train.max_grad_norm", "infinity"),
+    ],
 )
 def test_a_variable_of_the_environment_is_read_by_the_same_rules(
     key: str, text: str, monkeypatch: pytest.MonkeyPatch

@@ -388,6 +388,21 @@ def restored_otherwise(world: World, directory: Path, stage: int, change: Callab
     job.engine.restore(read, reader.counters)
 
 
+def counts_after_one_tensor_for_all(world: World, directory: Path, stage: int) -> set[float]:
+    job = engine_job(world, stage)
+    next_losses(job, BEFORE)
+    save_engine(job, directory)
+    reader, count = EngineReader(directory), torch.tensor(float(BEFORE))
+    job.engine.restore(lambda kind, *place: count if kind == "step" else reader.read(kind, *place), reader.counters)
+    next_losses(job, 1)
+    return {float(part.parts["step"]) for part in job.engine.held()}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_everything_that_is_stepped_by_itself_counts_by_itself(tmp_path: Path, rank_pool: Pools, stage: int) -> None:
+    assert rank_pool(2).run(counts_after_one_tensor_for_all, tmp_path, stage) == [{BEFORE + 1.0}] * 2
+
+
 def without_head(kind: str, name: str, found: Tensor | None) -> Tensor | None:
     return None if name.startswith("blocks.1") else found
 

@@ -78,10 +78,12 @@ def test_regression_reproduces_a_smooth_signal(padding: str) -> None:
 
 def test_stratified_samples_of_a_flat_histogram_are_within_one_of_the_even_ones() -> None:
     memory = memory_of(sampling="stratified")
-    state, number = read(memory, segments(1))[-1].state, SMALL["num_samples"]
+    state, number = read(memory, segments(2))[-1].state, SMALL["num_samples"]
     flat = state._replace(histogram=torch.ones_like(state.histogram))
     behind = torch.arange(1, number + 1) / number - memory.positions(flat)
     assert (behind >= 0).all() and (behind <= 1 / number + 1e-12).all() and behind.any()
+    signals = [each.append_pending(state, torch.float64)[0] for each in (memory, memory_of())]
+    assert not torch.equal(*signals)  # the past is sampled where they are
 
 
 def test_over_a_short_term_memory_it_reads_what_left_that_memory_up_to_the_previous_segment() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dist_mem.__main__ import main
 from dist_mem.runtime.csv_text import csv_text
-from dist_mem.runtime.terminal import WIDTH, PlainStream, coloured, labelled, printable, table
+from dist_mem.runtime.terminal import WIDTH, PlainStream, coloured, labelled, listed, printable, table
 from tests.support.paths import PACKAGE
 
 BIDI = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # Unicode's Bidi_Control
@@ -27,6 +27,11 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
+
+
+def test_many_names_stand_in_columns() -> None:
+    lines = listed(f"a.{'x' * size}" for size in range(1, 13)).splitlines()[1:]
+    assert {line.index("a.", 4) for line in lines if line.count("a.") > 1} == {2 + 14 + 2}
 
 
 @pytest.mark.parametrize(

@@ -65,9 +65,9 @@ def is_finite(tensors: dict[str, Tensor]) -> bool:
     return all(bool(torch.isfinite(part).all()) for part in tensors.values())
 
 
-def job_with_history(world: World, stage: int, action: str, *, precision: str = "fp32", max_times: int = 9) -> Any:
+def job_with_history(world: World, stage: int, action: str, *, precision: str = "fp32") -> Any:
     """Ten steps in, enough for a window of losses."""
-    divergence = {"action": action, "spike_z": 10.0, "window": 8, "max_times": max_times}
+    divergence = {"action": action, "spike_z": 10.0, "window": 8, "max_times": 9}
     job = tiny_job(tiny_config(ADAM, {"divergence": divergence, "train": {"precision": precision}}), world, stage=stage)
     run_steps(job, first=0, last=10)
     return job
@@ -187,6 +187,13 @@ def test_nothing_moves_before_a_rollback_or_a_stop(rank_pool: Pools, action: str
 
 def policy(**options: Any) -> Divergence:
     return Divergence(DivergenceConfig(**{"action": "skip", "spike_z": 6.0, "window": 32, **options}))
+
+
+def test_a_run_does_not_skip_for_ever() -> None:
+    skips = policy(max_times=2)
+    assert [skips.decide(step, "a reason", loss=1.0).action for step in (1, 2)] == [SKIP] * 2
+    with pytest.raises(DivergedError, match="max_times = 2 is used up"):
+        skips.decide(3, "a reason", loss=1.0)
 
 
 def noisy_losses(seed: int, *, heavy: bool) -> Iterator[float]:

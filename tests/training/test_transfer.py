@@ -56,6 +56,11 @@ def update_of(num_batches: int) -> Update:
     return Update([batch] * num_batches, rows, [6] * num_batches, 0.0, 0)
 
 
+def test_on_cpus_a_step_uses_the_batch_itself() -> None:
+    started = Transfer(torch.device("cpu")).start(update_of(1))
+    assert on_device(started, torch.device("cpu"))[0].tokens is started.batches[0].tokens
+
+
 def test_copies_run_on_their_own_stream_and_the_step_waits_for_them_there(log: list[str]) -> None:
     started = Transfer(torch.device("cuda")).start(update_of(2))
     assert log == ["begin side", "copy to cuda", "copy to cuda", "event on side", "end side"]

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from dist_mem.data.batch import Batch
 from dist_mem.engine.engine import Engine
+from dist_mem.engine.gradient_norms import GradientNorms
 from dist_mem.engine.zero_state import base_optimizer
 from dist_mem.runtime.distributed import World, sum_over_ranks
 from dist_mem.training import step
@@ -169,12 +170,15 @@ def test_ranks_agree_during_the_last_backward(rank_pool: Pools) -> None:
     assert rank_pool(2).run(order_of_update) == [expected] * 2
 
 
-def has_separate_norms(world: World, is_logged: bool) -> bool:
+def has_separate_norms(world: World, is_logged: bool) -> tuple[bool, bool]:
+    """Whether a gradient is measured in a step, and whether the engine knows the norms then."""
     job = trained_job(world, "compressive", 2, "fp32")
     update = update_of_rank(job.config, world, step=3)
-    train_step(job.context, job.state, update, update.scored, is_logged=is_logged)
-    return job.engine.gradient_norms() is not None
+    with mock.patch.object(GradientNorms, "_note", autospec=True, side_effect=GradientNorms._note) as note:
+        train_step(job.context, job.state, update, update.scored, is_logged=is_logged)
+    return note.called, job.engine.gradient_norms() is not None
 
 
 def test_separate_gradient_norms_are_measured_in_logged_steps_only(rank_pool: Pools) -> None:
-    assert [rank_pool(1).run(has_separate_norms, is_logged) for is_logged in (True, False)] == [[True], [False]]
+    for is_logged in (True, False):
+        assert rank_pool(1).run(has_separate_norms, is_logged) == [(is_logged, is_logged)]
