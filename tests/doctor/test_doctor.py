@@ -78,6 +78,7 @@ def doctor(*arguments: str, cwd: Path, before: str = "", shell: Sequence[str] = 
     command = [*shell, "-c", f'{before}\nexec "$@"', "sh", *PYTHON, "doctor", *arguments]
     kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
     done = subprocess.run(command, cwd=cwd, env=kept, capture_output=True, text=True, timeout=limit(120))
+    assert "all-reduce" not in done.stderr, "findings are output"
     return done.returncode, done.stdout + done.stderr
 
 
@@ -203,6 +204,18 @@ def test_preflight_refuses_on_all_ranks_with_one_message_and_notes_a_node_that_i
     assert "on 2 of 3 ranks" in messages[0]
     assert failed.read_text() == "node3\n"
     assert rank_pool(3).run(_preflight, config, [[], [], []]) == [[], [], []]
+
+
+def _preflight_at_another_time(world: World, config_file: Path) -> str | list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr(network.read_clocks, "__defaults__", (lambda: time.time() + 3600,))
+        return _preflight(world, config_file, [[], []])
+
+
+def test_a_node_whose_clock_is_wrong_is_named(config: Path, rank_pool: Pool) -> None:
+    (warned,) = rank_pool(2).run(_preflight_at_another_time, config)[0]
+    assert "clock" in warned and "node2" in warned and "3,600.0 s ahead" in warned
 
 
 def test_paths_may_differ_between_nodes_and_secrets_are_not_printed(

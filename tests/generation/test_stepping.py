@@ -112,7 +112,9 @@ def test_a_row_is_that_of_the_whole_segment_at_every_place(case: str) -> None:
 
     Lanes that are run together end apart; a block may return anything for the rows that they do not have.
     """
-    further_rows_are_those_of_the_whole_segment(cases()[case].subject())
+    subject = cases()[case].subject()
+    assert subject.model().can_step
+    further_rows_are_those_of_the_whole_segment(subject)
 
 
 def prompts() -> list[Tensor]:

@@ -271,9 +271,9 @@ def test_options_that_ask_for_nothing_are_accepted_and_others_refused_with_a_rea
     refusals: list[tuple[str, Callable[[], object]]] = [
         *((option, partial(of_class, folder, **{option: value})) for option, value in ASKED.items()),
         *((option, partial(model, ids, **{option: value})) for option, value in READ.items()),
-        ("", lambda: of_class(folder, dtype="int8")),
-        ("", lambda: model.save_pretrained(tmp_path / "saved")),
-        ("", lambda: model.generate(**padded_right, max_new_tokens=1)),
+        ("int8", lambda: of_class(folder, dtype="int8")),
+        ("dist-mem export", lambda: model.save_pretrained(tmp_path / "saved")),
+        ("padding_side", lambda: model.generate(**padded_right, max_new_tokens=1)),
     ]
     for option, call in refusals:
         with refused(ValueError, option):

@@ -42,7 +42,7 @@ def looped(tokens: list[int]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("sizes", [[24], [8, 8, 8], [1, 8, 8, 7], [5, 8, 8, 3], [1] * 24])
+@pytest.mark.parametrize("sizes", [[24], [8, 8, 8], [1, 8, 8, 7], [5, 8, 8, 3], [5, 0, 8, 8, 3], [1] * 24])
 def test_types_are_those_of_the_newest_marker_for_any_segments(sizes: list[int]) -> None:
     tokens = torch.randint(0, 4, (50, 24), generator=torch.Generator().manual_seed(0))
     types = TokenTypes(configured(), 12)

@@ -93,6 +93,7 @@ def test_a_budget_takes_variants_of_all_values() -> None:
 @pytest.mark.parametrize("mark", NEEDS)
 def test_what_needs_ranks_slurm_or_namespaces_is_marked_so(every_test: list[pytest.Function], mark: str) -> None:
     fixture, helpers = NEEDS[mark]
+    assert fixture is None or any(fixture in item.fixturenames for item in every_test)
     marked = {item for item in every_test if item.get_closest_marker(mark)}
     assert [item.nodeid for item in every_test if fixture in item.fixturenames and item not in marked] == []
     called = [re.compile(rf"\b{helper.__name__}\(") for helper in helpers]

@@ -92,6 +92,7 @@ def test_a_missing_rank_is_named_after_the_patience_and_torch_says_nothing(
     come = "1 of 2 ranks have not come, and no other has for 2 s: 1", "nobody answers for 2 s, where rank 0 is expected"
     assert text.count(come[rank]) == 1, text
     said_line(code, text, come[rank])
+    assert command != "train" or "error: the ranks have not come together:\n" in text
     assert come[rank].replace("2 s", "60 s") in PAGE
     assert not [word for word in OF_TORCH if word in text], text
     assert "preflight=false" not in text, "that would not help"
