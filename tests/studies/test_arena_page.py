@@ -6,7 +6,7 @@ import glob
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from dist_mem.config import load_config
-from dist_mem.evaluation.bootstrap import gain_interval
+from dist_mem.evaluation.bootstrap import bits_interval, gain_interval
 from dist_mem.evaluation.scores import Band
 from dist_mem.studies.budget import fitted
 from dist_mem.studies.cells import CELLS, Run, report_of
@@ -31,6 +31,10 @@ SHORT = (
     "none", "Transformer-XL", "compressive", "infinity-former as published", "XL then Gated DeltaNet", "DeltaNet",
 )  # fmt: skip
 LONG = RESULTS / "mqar_long"
+EQUAL = RESULTS / "equal_bytes"
+BOOKS = RESULTS / "pg19"
+EQUAL_SPEC = ROOT / "configs" / "arena" / "equal_bytes.yaml"
+BITS = "bits per byte"
 PAIRS = ("answers", "up to 64 back", "65 to 512", "beyond 512")
 MATRICES = ("DeltaNet", "Gated DeltaNet then XL", "GLA", "RetNet", "Kimi Delta Attention", "Gated DeltaNet")
 AGAINST = ("none", "Transformer-XL", "XL then none")  # rows that the others are compared with
@@ -48,9 +52,9 @@ def runs_of(folder: Path, finished: Path = FINISHED, column: str = COLUMNS[0]) -
     return dict(sorted(found.items(), key=lambda item: cell(item[1], column).mean or 0.0))
 
 
-def gain(runs: Sequence[Run], others: Sequence[Run]) -> str:
+def gain(runs: Sequence[Run], others: Sequence[Run], column: str = COLUMNS[0]) -> str:
     """Return the interval of the perplexity of some runs divided by that of others."""
-    pair = [[one for run in side if (one := report_of(run, COLUMNS[0])) is not None] for side in (runs, others)]
+    pair = [[one for run in side if (one := report_of(run, column)) is not None] for side in (runs, others)]
     interval = gain_interval(*pair)
     return "" if interval is None or runs is others else " to ".join(f"{bound:.3f}" for bound in interval)
 
@@ -58,17 +62,27 @@ def gain(runs: Sequence[Run], others: Sequence[Run]) -> str:
 class Trial(NamedTuple):
     """A row trained at one rate, at the budget of the table."""
 
-    perplexity: float  # on validation
-    begins: str
+    results: list[float]  # of the first column, on validation, by seed
+    begins: str  # with the first seed
 
 
-def trials(row: str) -> dict[float, Trial]:
+def trials(row: str, finished: Path = FINISHED) -> dict[float, Trial]:
     """Return a row's trials at the budget of the table by rate, ascending; none: not tried yet."""
-    bodies = [json.loads(path.read_text()) for path in (FINISHED / "tuning").glob(f"{glob.escape(row)} lr *.json")]
-    found = {
-        each["definition"]["optimizer.lr"]: Trial(each["results"]["tuned"]["value"], begins(each)) for each in bodies
+    bodies: dict[float, list[dict[str, Any]]] = {}
+    for path in sorted((finished / "tuning").glob(f"{glob.escape(row)} lr *-seed?.json")):
+        body = json.loads(path.read_text())
+        bodies.setdefault(body["definition"]["optimizer.lr"], []).append(body)
+    return {
+        rate: Trial([body["results"]["tuned"]["value"] for body in each], begins(each[0]))
+        for rate, each in sorted(bodies.items())
     }
-    return dict(sorted(found.items()))
+
+
+def best(results: dict[float, Trial]) -> float:
+    """Return the rate of the best mean, of those that were tried with most seeds."""
+    most = max(len(trial.results) for trial in results.values())
+    whole = {rate: fmean(trial.results) for rate, trial in results.items() if len(trial.results) == most}
+    return min(whole, key=lambda rate: whole[rate])
 
 
 def begins(body: dict[str, Any]) -> str:
@@ -76,17 +90,26 @@ def begins(body: dict[str, Any]) -> str:
     return next((str(step) for step, loss, *_ in body["curve"] if loss < COPIES), "never")
 
 
-def rates(found: dict[str, list[Run]]) -> list[str]:
-    """Return the lines of the table of trials: perplexity on validation, and from when it copies, the best in bold."""
-    tried = {row: trials(row) for row in found}
+def rates(found: dict[str, list[Run]], text: Callable[[Trial], str], finished: Path = FINISHED) -> list[str]:
+    """Return the lines of the table of trials, the best in bold."""
+    tried = {row: trials(row, finished) for row in found}
     grid = sorted({rate for results in tried.values() for rate in results})
     lines = [f"| memory | {' | '.join(map(str, grid))} |"]
     for row, results in tried.items():
-        texts = {rate: f"{trial.perplexity:.3f} ({trial.begins})" for rate, trial in results.items()}
-        best = min(results, key=lambda rate: results[rate].perplexity)
-        texts[best] = f"**{texts[best]}**"
+        texts = {rate: text(trial) for rate, trial in results.items()}
+        texts[best(results)] = f"**{texts[best(results)]}**"
         lines.append(f"| {' | '.join([row, *(texts.get(rate, '') for rate in grid)])} |")
     return lines
+
+
+def copied(trial: Trial) -> str:
+    """Return perplexity, and from when the model copies."""
+    return f"{trial.results[0]:.3f} ({trial.begins})"
+
+
+def by_seeds(trial: Trial) -> str:
+    """Return bits per byte of the seeds."""
+    return ", ".join(f"{result:.3f}" for result in trial.results)
 
 
 def right(runs: Sequence[Run]) -> str:
@@ -124,6 +147,33 @@ def table(found: dict[str, list[Run]], state_bytes: dict[str, int]) -> list[str]
     return lines
 
 
+def equal_bytes(found: dict[str, list[Run]]) -> list[str]:
+    """Return the lines of the table of equal bytes, the best of each column in bold."""
+    lines = []
+    best = [min(found, key=lambda row: cell(found[row], column).mean or 0.0) for column in COLUMNS]
+    for row, runs in found.items():
+        results = [cell(runs, column).text(deviation=True) for column in COLUMNS]
+        results = [f"**{text}**" if row == first else text for text, first in zip(results, best, strict=True)]
+        gains = [gain(found[other], runs) for other in AGAINST[1:]]
+        lines.append(f"| {' | '.join([row, str(len(runs)), *results, *gains, right(runs)])} |")
+    return lines
+
+
+def books(found: dict[str, list[Run]], state_bytes: dict[str, int]) -> list[str]:
+    """Return the lines of the table of real books: how many bits less a byte costs, over both seeds and of each."""
+    reports = {row: [one for run in runs if (one := report_of(run, BITS)) is not None] for row, runs in found.items()}
+    lines = []
+    for row, mine in reports.items():
+        cells = [row, ", ".join(f"{one.bits_per_byte:.4f}" for one in mine)]
+        for other in AGAINST[:2]:
+            for seeds in (slice(0, 2), slice(0, 1), slice(1, 2)):
+                interval = bits_interval(reports[other][seeds], mine[seeds])
+                assert interval is not None
+                cells.append("" if other == row else " to ".join(f"{round(bound, 3) + 0.0:.3f}" for bound in interval))
+        lines.append(f"| {' | '.join([*cells, f'{state_bytes[row]:,}'])} |")
+    return lines
+
+
 def short(found: dict[str, list[Run]], state_bytes: dict[str, int]) -> list[str]:
     """Return the numbers of README's table: bytes, perplexity, and what is predicted right by distance."""
     perplexities = {row: cell(found[row], COLUMNS[0]).text(deviation=True) for row in SHORT}
@@ -155,7 +205,7 @@ def test_the_page_has_the_numbers_of_the_cells(tmp_path: Path) -> None:
     page, readme = (path.read_text(encoding="utf-8") for path in (PAGE, ROOT / "README.md"))
     found, state_bytes = runs_of(tmp_path), sizes()
     assert {len(runs) for runs in found.values()} == {3}  # seeds, as the page says
-    lines, tables = page.splitlines(), [table(found, state_bytes), shares(found), by_seed(found), rates(found)]
+    lines, tables = page.splitlines(), [table(found, state_bytes), shares(found), by_seed(found), rates(found, copied)]
     assert [line for each in tables for line in each if line not in lines] == []
     assert [line for line in short(found, state_bytes) if line not in readme] == []
 
@@ -167,15 +217,31 @@ def test_every_interval_in_a_sentence_stands_in_a_table() -> None:
     assert len(intervals) > 5 and {one for one in intervals if " ".join(one.split()) not in tables} == set()
 
 
-def test_every_run_has_the_rate_that_was_best_on_validation(tmp_path: Path) -> None:
-    found = runs_of(tmp_path)
-    for row, results in {row: trials(row) for row in found}.items():
+@pytest.mark.parametrize("finished, tuned", [(FINISHED, FINISHED), (BOOKS, BOOKS), (EQUAL, FINISHED)])
+def test_every_run_has_the_rate_that_was_best_on_validation(tmp_path: Path, finished: Path, tuned: Path) -> None:
+    found = runs_of(tmp_path, finished, BITS if finished is BOOKS else COLUMNS[0])
+    assert len(found) > 4
+    for row, results in {row: trials(row, tuned) for row in found}.items():
         assert len(results) > 2, row
         chosen = {json.loads(run.cell.read_text())["definition"]["optimizer.lr"] for run in found[row]}
-        assert chosen == {min(results, key=lambda rate: results[rate].perplexity)}, row
+        assert chosen == {best(results)}, row
 
 
 def test_the_page_has_the_numbers_of_pairs_a_thousand_tokens_back(tmp_path: Path) -> None:
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     found = pairs(runs_of(tmp_path, LONG, PAIRS[0]), sizes(LONG, "mqar_long", 64))
     assert len(found) > 4 and [line for line in found if line not in lines] == []
+
+
+def test_the_page_has_the_numbers_of_equal_bytes(tmp_path: Path) -> None:
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    found, wanted = equal_bytes(runs_of(tmp_path, EQUAL)), load_study(str(EQUAL_SPEC)).budget["state_bytes"]
+    assert len(found) > 4 and [line for line in found if line not in lines] == []
+    assert all(abs(size / wanted - 1) < 0.02 for size in sizes(EQUAL, EQUAL_SPEC.stem).values())
+
+
+def test_the_page_has_the_numbers_of_real_books(tmp_path: Path) -> None:
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    found = runs_of(tmp_path, BOOKS, BITS)
+    tables = books(found, sizes(BOOKS, "pg19", 4000)), rates(found, by_seeds, BOOKS)
+    assert len(found) > 4 and [line for each in tables for line in each if line not in lines] == []
