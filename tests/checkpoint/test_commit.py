@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import time
@@ -57,9 +58,11 @@ def snapshots_around_training(world: World, stage: int) -> None:
     losses.append(4.0)
     assert snapshot.metadata == {**NEEDED, "losses": [5.0]}
     before = {kind: {name: tensor.clone() for name, tensor in found.items()} for kind, found in snapshot.parts.items()}
+    counters = copy.deepcopy(snapshot.engine)
     torch.rand(1)
     run_steps(job, first=1, last=2)
     later = snapshot_of(job)
+    assert snapshot.engine == counters != later.engine
     for kind, tensors in before.items():
         assert all(torch.equal(tensor, snapshot.parts[kind][name]) for name, tensor in tensors.items())
         assert any(not torch.equal(tensor, later.parts[kind][name]) for name, tensor in tensors.items()), kind

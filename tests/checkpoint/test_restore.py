@@ -155,6 +155,15 @@ def test_earlier_step_is_taken_and_what_came_after_it_is_set_aside(copied: Path,
     assert list_steps(run_dir) == [3, 6]
 
 
+def test_a_damaged_checkpoint_is_kept_whatever_keep_last_says(copied: Path, rank_pool: Pools) -> None:
+    run_dir = copied.with_suffix("")
+    flip(step_dir(run_dir, STEPS) / "ranks" / "rank-00000.safetensors", -1)
+    changes = ("checkpoint.every=5", "checkpoint.keep_last=1", "train.steps=11")  # the damaged step is not saved again
+    assert rank_pool(2).run(train_here, copied, changes) == [0, 0]
+    assert list_steps(run_dir) == [11]
+    assert (run_dir / "checkpoints" / f"step-{STEPS:08d}.broken").is_dir()
+
+
 def test_the_same_command_goes_on_when_the_step_it_asks_for_is_no_longer_kept(copied: Path, rank_pool: Pools) -> None:
     """Issue 5: `resume: STEP` and `checkpoint.keep_last`, and the scheduler starts the job again."""
     changes = ("resume=3", "train.steps=7", "checkpoint.keep_last=1")

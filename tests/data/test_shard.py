@@ -52,7 +52,7 @@ def make_documents(dtype: type = np.uint16) -> list[TokenizedDocument]:
         TokenizedDocument(
             id=f"{number}0",
             title=f"Le {number}\u1d49 livre, \u201cd'or\u201d",
-            year=None if number == 2 else 1800 + number,
+            year=None if number == 2 else 1000 * number - 500,
             words=length // 2,
             bytes=3 * length,
             tokens=draw.integers(0, 60_000, length).astype(dtype),
@@ -204,7 +204,9 @@ def rewrite(path: Path, edit: Callable[[dict[str, Any], dict[str, np.ndarray]], 
 
 
 def many_documents() -> list[TokenizedDocument]:
-    return [replace(each, id=f"{copy}-{each.id}") for copy in range(9) for each in make_documents()]
+    """With tokens of both widths."""
+    made = [make_documents(dtype) for dtype in (np.uint16, np.uint32)]
+    return [replace(each, id=f"{copy}-{each.id}") for copy in range(9) for each in made[copy % 2]]
 
 
 @pytest.fixture
@@ -218,6 +220,7 @@ def test_every_entry_and_the_plan_are_those_that_were_written(path: Path) -> Non
     for entry, document in zip(documents, expected, strict=True):
         for fact in ("id", "title", "year", "words", "bytes"):
             assert getattr(entry, fact) == getattr(document, fact)
+        assert entry.dtype == document.tokens.dtype.str
     entries, lengths = list(documents), np.array([len(document.tokens) for document in expected])
     assert [documents[number] for number in (-1, 17)] == [entries[number] for number in (-1, 17)]
     assert documents[59:5:-7] == entries[59:5:-7]
@@ -260,7 +263,7 @@ def grow_an_id(columns: dict[str, np.ndarray]) -> None:
 
 VALUES: list[tuple[str, int] | Callable[[dict[str, np.ndarray]], None]] = [
     *(("num_tokens", -1), ("words", 2**60), ("words", 2**50), ("tokens_offset", -1), ("tokens_offset", TAR_BYTES)),
-    *(("mask_offset", TAR_BYTES), ("recall_offset", TAR_BYTES - 3), ("shard", 99), ("token_bytes", 3), ("id_ends", 0)),
+    *(("mask_offset", TAR_BYTES), ("recall_offset", TAR_BYTES - 27), ("shard", 99), ("token_bytes", 3), ("id_ends", 0)),
     *(("title_ends", -(2**63)), ("id_text", ord("/")), ("title_text", 0xC3), cut_a_character, grow_an_id),
 ]
 

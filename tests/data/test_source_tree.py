@@ -147,7 +147,10 @@ def test_several_sources_that_are_named_as_splits_are_these_splits(tmp_path: Pat
     ("builder", "names", "options", "named"),
     [
         ("text", ["train/test-0-of-1.jsonl"], [], ("train/test-0-of-1.jsonl", "--split-by-hash")),
-        ("text", ["data/test-0-of-1.jsonl"], ["--test", "0.1"], ("--validation", "--test", "--split-by-hash")),
+        *(
+            ("text", ["data/test-0-of-1.jsonl"], [share, "0.1"], ("--validation", "--test", "--split-by-hash"))
+            for share in ("--validation", "--test")
+        ),
         ("pg19", ["train/1.txt", "valid/2.txt"], [], ("source/valid ",)),
     ],
 )

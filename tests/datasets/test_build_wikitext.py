@@ -69,6 +69,7 @@ def test_articles_begin_at_their_headings_alone(source: Path, tmp_path: Path) ->
     found = documents_of(tmp_path / "out")
     assert [document.entry.title for document in found] == ["Lobster", "The Crab"]  # no section, and no formula
     assert found[1].text.startswith("= The Crab = ")
+    assert load_tokenizer(tmp_path / "out").words[:2] == ["<eos>", "="]  # type: ignore[attr-defined] # by frequency
 
 
 @pytest.mark.parametrize("tokenizer", ["words", "bytes"])

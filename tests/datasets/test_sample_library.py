@@ -91,6 +91,16 @@ def test_every_band_of_distance_has_thousands_of_recalls_in_the_validation_split
     assert (found > 64 + 192).sum() > 2_000
 
 
+def test_books_read_as_sentences_in_chapters(books: list[Book]) -> None:
+    for book in books:
+        title, _, rest = book.text.partition("\n\n")
+        assert book.title.startswith(title)
+        assert "  " not in rest and " ." not in rest
+        for paragraph in rest.strip().split("\n\n"):
+            if not re.fullmatch(r"Chapter \d+|The End", paragraph):
+                assert re.fullmatch(r"[A-Z][^.]*\.( [A-Z][^.]*\.)*", paragraph)
+
+
 def test_facts_of_different_books_are_independent(books: list[Book]) -> None:
     promises = {re.search(r"Once (.*)\.", book.text)[1] for book in books}  # type: ignore[index]
     first_meals = Counter(re.search(r" ate (\w+)", book.text)[1] for book in books)  # type: ignore[index]
