@@ -232,8 +232,8 @@ def test_facts_stand_anywhere_in_a_book_of_the_user_of_the_same_split(tmp_path: 
     sizes = ("--lengths", "800", "--facts", "2", "2", "--train", "80")
     assert build(tmp_path / "out", *sizes, "--books", str(tmp_path / "books")) == 0
     for split in SPLITS:
-        told = {word for each in documents_of(tmp_path / "out/qa1/800", split) for word in words_of(each.text)}
-        assert told == {split}
+        places = {word for each in documents_of(tmp_path / "out/qa1/800", split) for word in words_of(each.text)}
+        assert places == {split}
     texts = [document.text for document in documents_of(tmp_path / "out/qa1/800")]
     depths = [text.index(fact) / len(text) for text in texts for fact in facts_in(text)]
     assert np.histogram(depths, bins=4, range=(0, 1))[0].min() > 20
