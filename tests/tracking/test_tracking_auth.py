@@ -25,7 +25,7 @@ from dist_mem.config.text_checks import check_credentials
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
 from dist_mem.runtime.environment import mlflow_credentials_set
 from dist_mem.tracking.log import METRICS_FILE, read_points
-from dist_mem.tracking.mlflow import store
+from dist_mem.tracking.mlflow import sender, store
 from dist_mem.tracking.mlflow.client import connect
 from dist_mem.tracking.mlflow.store import RUN_ID_FILE, check_tracking
 from tests.support.certificates import write_certificates
@@ -238,6 +238,7 @@ def test_a_password_that_is_changed_in_mid_run_costs_no_points(
     server: MlflowServer, environment: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One message; the job continues and ends normally, and a sync with the new password sends the rest once."""
+    environment.setattr(sender, "FLUSH_SECONDS", limit(60))  # on a loaded machine the server answers late
     ask(server, "POST", "users/create", username="grace", password="the-old-password")
     log_in(environment, "grace", "the-old-password")
     run_dir = tmp_path / "run"
