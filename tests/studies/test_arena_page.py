@@ -107,7 +107,7 @@ def copied(trial: Trial) -> str:
     return f"{trial.results[0]:.3f} ({trial.begins})"
 
 
-def by_seeds(trial: Trial) -> str:
+def bits(trial: Trial) -> str:
     """Return bits per byte of the seeds."""
     return ", ".join(f"{result:.3f}" for result in trial.results)
 
@@ -133,15 +133,26 @@ def by_seed(found: dict[str, list[Run]]) -> list[str]:
     return lines
 
 
+def setting(folder: Path, row: str, key: str) -> Any:
+    """Return a setting of a row's first run."""
+    return json.loads((folder / f"{row}-seed0.json").read_text())["definition"][key]
+
+
+def means(found: dict[str, list[Run]], bold: int) -> dict[str, list[str]]:
+    """Return the means of the columns by row, in the first `bold` of them the best in bold."""
+    texts = {row: [cell(runs, column).text(deviation=True) for column in COLUMNS] for row, runs in found.items()}
+    for place, column in enumerate(COLUMNS[:bold]):
+        first = min(found, key=lambda row: cell(found[row], column).mean or 0.0)
+        texts[first][place] = f"**{texts[first][place]}**"
+    return texts
+
+
 def table(found: dict[str, list[Run]], state_bytes: dict[str, int]) -> list[str]:
     """Return the lines of the table of results, the best in bold where models recall at all: not beyond 256 tokens."""
     lines = []
-    best = [min(found, key=lambda row: cell(found[row], column).mean or 0.0) for column in COLUMNS[:2]]
-    for row, runs in found.items():
-        results = [cell(runs, column).text(deviation=True) for column in COLUMNS]
-        results = [f"**{text}**" if row == first else text for text, first in zip(results, [*best, None], strict=True)]
-        gains = [gain(found[other], runs) for other in AGAINST]
-        copies = [begins(json.loads(run.cell.read_text())) for run in runs]
+    for row, results in means(found, bold=2).items():
+        gains = [gain(found[other], found[row]) for other in AGAINST]
+        copies = [begins(json.loads(run.cell.read_text())) for run in found[row]]
         cells = [row, *results, *gains, f"{state_bytes[row]:,}", ", ".join(copies)]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -150,12 +161,9 @@ def table(found: dict[str, list[Run]], state_bytes: dict[str, int]) -> list[str]
 def equal_bytes(found: dict[str, list[Run]]) -> list[str]:
     """Return the lines of the table of equal bytes, the best of each column in bold."""
     lines = []
-    best = [min(found, key=lambda row: cell(found[row], column).mean or 0.0) for column in COLUMNS]
-    for row, runs in found.items():
-        results = [cell(runs, column).text(deviation=True) for column in COLUMNS]
-        results = [f"**{text}**" if row == first else text for text, first in zip(results, best, strict=True)]
-        gains = [gain(found[other], runs) for other in AGAINST[1:]]
-        lines.append(f"| {' | '.join([row, str(len(runs)), *results, *gains, right(runs)])} |")
+    for row, results in means(found, bold=3).items():
+        gains = [gain(found[other], found[row]) for other in AGAINST[1:]]
+        lines.append(f"| {' | '.join([row, str(len(found[row])), *results, *gains, right(found[row])])} |")
     return lines
 
 
@@ -234,14 +242,18 @@ def test_the_page_has_the_numbers_of_pairs_a_thousand_tokens_back(tmp_path: Path
 
 
 def test_the_page_has_the_numbers_of_equal_bytes(tmp_path: Path) -> None:
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    page = PAGE.read_text(encoding="utf-8")
     found, wanted = equal_bytes(runs_of(tmp_path, EQUAL)), load_study(str(EQUAL_SPEC)).budget["state_bytes"]
-    assert len(found) > 4 and [line for line in found if line not in lines] == []
+    assert len(found) > 4 and [line for line in found if line not in page.splitlines()] == []
+    wide, narrow = (setting(folder, "DeltaNet", "train.steps") for folder in (EQUAL, FINISHED))
+    number = setting(EQUAL, "Transformer-XL", "memory.mem_len")
+    for said in (f"{wide:,} updates instead of {narrow:,}", f"{number} rows per block for Transformer-XL"):
+        assert said in " ".join(page.split())
     assert all(abs(size / wanted - 1) < 0.02 for size in sizes(EQUAL, EQUAL_SPEC.stem).values())
 
 
 def test_the_page_has_the_numbers_of_real_books(tmp_path: Path) -> None:
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     found = runs_of(tmp_path, BOOKS, BITS)
-    tables = books(found, sizes(BOOKS, "pg19", 4000)), rates(found, by_seeds, BOOKS)
+    tables = books(found, sizes(BOOKS, "pg19", 4000)), rates(found, bits, BOOKS)
     assert len(found) > 4 and [line for each in tables for line in each if line not in lines] == []
