@@ -9,8 +9,10 @@ from contextlib import closing
 from typing import Any
 
 import pytest
+from requests import HTTPError, Response
 
 from dist_mem.runtime.environment import system_metrics_interval
+from dist_mem.tracking.mlflow.client import is_refusal
 from dist_mem.tracking.mlflow.sender import Delivery
 from dist_mem.tracking.mlflow.system_metrics import SystemMetrics, system_monitors
 from tests.support.limits import limit, wait_until
@@ -133,6 +135,19 @@ def test_interval_is_mlflows_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 # The delivery: what it does while a service is down, and how it ends
 
 
+def answered(status: int) -> HTTPError:
+    """The error of a file that a server, or a proxy before it, answered with this HTTP status."""
+    response = Response()
+    response.status_code = status
+    return HTTPError(response=response)
+
+
+def test_only_a_file_that_no_later_attempt_can_send_is_given_up() -> None:
+    """413: a proxy's limit of size. Such a file would hold up those that follow it for ever."""
+    given_up = {status for status in (400, 401, 403, 404, 408, 413, 429, 500, 503) if is_refusal(answered(status))}
+    assert given_up == {400, 404, 413}
+
+
 class Service:
     """Takes all entries, unless it is set to fail."""
 
@@ -151,16 +166,17 @@ class Service:
         return Delivery(self.send, report=self.reports.append, service="Test", interval=0.01)
 
 
-def test_an_outage_loses_nothing_and_is_reported_once() -> None:
+def test_an_outage_loses_nothing_and_each_reason_is_reported_once() -> None:
     service = Service()
-    service.failures = [ConnectionError("down\nand a long story")] * 3
+    down, refusal = ConnectionError("down\nand a long story"), answered(401)
+    service.failures = [down, down, refusal, refusal, down]
     service.written.append("word")
     delivery = service.delivery()
     wait_until(lambda: bool(service.received), "the word")
     service.written.append("the last one")
     assert delivery.close(5.0)
     assert service.received == ["word", "the last one"]
-    for report, named in zip(service.reports, ["ConnectionError: down", "works again"], strict=True):
+    for report, named in zip(service.reports, ["ConnectionError: down", "401", "works again"], strict=True):
         said(f"exit code 0: {report}", named)
 
 

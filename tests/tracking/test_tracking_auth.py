@@ -13,12 +13,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 import pytest
+from mlflow.exceptions import MlflowException
+from requests import HTTPError
 
 from dist_mem.config import ConfigError, load_config
 from dist_mem.config.text_checks import check_credentials
@@ -26,7 +29,7 @@ from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
 from dist_mem.runtime.environment import mlflow_credentials_set
 from dist_mem.tracking.log import METRICS_FILE, read_points
 from dist_mem.tracking.mlflow import sender, store
-from dist_mem.tracking.mlflow.client import connect
+from dist_mem.tracking.mlflow.client import brief, connect
 from dist_mem.tracking.mlflow.store import RUN_ID_FILE, check_tracking
 from tests.support.certificates import write_certificates
 from tests.support.file_server import FileServer
@@ -167,6 +170,27 @@ def test_refused_user_is_shown_what_to_set(
         with refused(UnusableError):
             check_tracking(config, run_dir)
     check_tracking(config_for(server.uri, tracking={"experiment": "one of his own"}), tmp_path / "a new one")
+
+
+def test_every_refused_request_says_what_to_set(
+    server: MlflowServer, environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of files too, whose errors come from another library: a password may change between points and files."""
+    log_in(environment)
+    client: Any = connect(server.uri)
+    run_id = job(config_for(server.uri), tmp_path, steps(1, 1)).run_id
+    client.log_text(run_id, "a text", "before.txt")  # looks the run up; later files are sent without a request for it
+    for user, password, reason in [(USER, "wrong", "401: it refuses"), (READER, READER_PASSWORD, "403: the user is")]:
+        log_in(environment, user, password)
+        for send in (
+            partial(client.log_metric, run_id, "loss", 1.0),
+            partial(client.set_tag, run_id, "name", "value"),
+            partial(client.set_terminated, run_id),
+            partial(client.log_text, run_id, "a text", "after.txt"),
+        ):
+            with pytest.raises((MlflowException, HTTPError)) as caught:
+                send()
+            assert brief(caught.value).startswith(reason), send
 
 
 def test_a_certificate_of_an_unknown_authority_is_refused_with_what_to_set(

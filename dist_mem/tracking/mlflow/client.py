@@ -35,12 +35,18 @@ QUIET_SECONDS = 60.0  # without a change, after which incomplete tables are take
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether MLflow will never accept this entry: a bad value, a deleted run, a missing file."""
-    from mlflow.exceptions import MlflowException
+    """Whether MLflow will never accept this entry: a bad value, a deleted run, a file that is missing or too large."""
+    return _status_of(error) in (400, 404, 413) or isinstance(error, (FileNotFoundError, LogError))
 
-    if isinstance(error, MlflowException):
-        return error.get_http_status_code() in (400, 404)
-    return isinstance(error, (FileNotFoundError, LogError))
+
+def _status_of(error: Exception) -> int | None:
+    """Return the HTTP status of an error of MLflow's client, which sends files through requests; None without one."""
+    from mlflow.exceptions import MlflowException
+    from requests import HTTPError
+
+    if isinstance(error, HTTPError):
+        return None if error.response is None else int(error.response.status_code)
+    return int(error.get_http_status_code()) if isinstance(error, MlflowException) else None
 
 
 def brief(error: Exception) -> str:
@@ -53,7 +59,7 @@ def brief(error: Exception) -> str:
 
 def what_to_set(error: Exception) -> str | None:
     """Return why a server refuses access, and what the user can do; None if the error is no refusal."""
-    status, text = getattr(error, "get_http_status_code", lambda: None)(), str(error)
+    status, text = _status_of(error), str(error)
     if status == 401:
         given = " and ".join(mlflow_credentials_set())
         reason = f"it refuses {given}" if given else "it requires credentials"

@@ -24,7 +24,7 @@ from dist_mem.config import TrackingConfig
 from dist_mem.errors import TakenOverError
 from dist_mem.runtime.files import fsync_path
 from dist_mem.tracking.log import Entry, Log, LogReader, find_entries, is_superseded, read_entries
-from dist_mem.tracking.mlflow.client import brief, client_tags, is_refusal
+from dist_mem.tracking.mlflow.client import brief, client_tags, is_refusal, what_to_set
 from dist_mem.tracking.mlflow.run import UID_TAG, MlflowRun, Target, target_of
 from dist_mem.tracking.mlflow.store import read_run_id
 from dist_mem.tracking.names import in_group
@@ -210,7 +210,7 @@ class Delivery:
 
         Args:
             send: sends all entries, and raises if it cannot.
-            report: called with a line for the user, in the thread, once per outage.
+            report: called with a line for the user, in the thread, once per outage; again where access is refused too.
             service: name of the service in messages.
             interval: seconds between two calls of `send`.
         """
@@ -234,20 +234,23 @@ class Delivery:
         return self._is_complete
 
     def _work(self) -> None:
-        pause, is_down, is_last = self._interval, False, False
+        pause, is_last = self._interval, False
+        reported: set[str | None] = set()  # of this outage: None, or what the user can set
         while not is_last:
             is_last = self._closing.is_set()  # read before sending: all that was written before `close` is sent
             try:
                 self._send()
             except Exception as error:  # no error of a client library may end the thread or the training
-                if not is_down:
+                if (refusal := what_to_set(error)) not in reported:
                     reason = f"{self._service} cannot be used now ({brief(error)})"
                     self._report(f"{reason}; nothing waits for it, all data are kept")
-                is_down, pause = True, min(2 * pause, _LONGEST_PAUSE)
+                reported.add(refusal)
+                pause = min(2 * pause, _LONGEST_PAUSE)
             else:
-                if is_down:
+                if reported:
                     self._report(f"{self._service} works again, and has everything")
-                is_down, pause = False, self._interval
+                    reported.clear()
+                pause = self._interval
                 self._is_complete = is_last
             self._closing.wait(pause)
 
