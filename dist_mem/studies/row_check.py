@@ -1,7 +1,8 @@
 """`--check` of a study: print the resolved settings of every row without building or training.
 
 Settings that all rows share are printed once, then per row its other settings, its size, its data and the paper's
-metrics. Data and pretrained weights need not exist; if they do, the row is checked against them.
+metrics. Data and pretrained weights need not exist; if they do, the row is checked against them. A budget is applied:
+with an assumed vocabulary its steps and sizes are approximate.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dist_mem.estimate.dry_run import check_model, subjects
 from dist_mem.estimate.vocabulary import ASSUMED_VOCAB_SIZE
 from dist_mem.memory import memory_options
 from dist_mem.model import describe
+from dist_mem.studies.budget import apply_budget
 from dist_mem.studies.cells import Run
 from dist_mem.studies.runs import BLOCKS, Settings, all_runs, columns_at, flat, rows_behind, shown_rows, train_words
 from dist_mem.studies.study import Row, Study
@@ -44,6 +46,7 @@ def check(study: Study, *, rows: Sequence[str], seeds: Sequence[int], ranks: int
     """Print the resolved settings. Returns the exit code: 2 if a row cannot be run."""
     seeds = seeds or study.seeds
     requested = [one for row in rows for one in rows_behind(study, row)]
+    apply_budget(study, lambda words: load_config([*words, *extra], memory_options=memory_options))
     checked, refused = [], []
     for run in all_runs(study, Path("runs"), seeds[:1], requested):
         try:

@@ -26,6 +26,7 @@ from dist_mem.runtime.signals import StopSignal
 from dist_mem.studies.budget import apply_budget, fitted
 from dist_mem.studies.cells import keep_result
 from dist_mem.studies.job import Job
+from dist_mem.studies.row_check import check
 from dist_mem.studies.runs import all_runs, is_better_higher, rows_behind, train_words
 from dist_mem.studies.study import FOLDER, RECALL, load_study, study_names, study_path
 from dist_mem.studies.tuning import Grid, chosen, grids_of, trials_of
@@ -205,7 +206,9 @@ def config_of(words: Sequence[str]) -> Config:
     return load_config([*SIZES, *words], memory_options=memory_options)
 
 
-def test_a_budget_is_met_up_to_one_update_and_one_unit_of_size(tmp_path: Path) -> None:
+def test_a_budget_is_met_up_to_one_update_and_one_unit_of_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fit = {"params": "model.d_inner", "state_bytes": {"transformer_xl": "memory.mem_len"}}
     wanted = {"flops": 1e10, "params": 560_000, "state_bytes": 4_096}
     study = load(tmp_path, ARENA, train=[], budget=wanted, fit=fit)
@@ -222,7 +225,13 @@ def test_a_budget_is_met_up_to_one_update_and_one_unit_of_size(tmp_path: Path) -
         assert abs(found["num_parameters"] - wanted["params"]) <= 8 * 2 * (2 * 16 + 1) / 2  # 8 units of d_inner
         of_xl = row.startswith("transformer_xl")
         assert abs(found["state_bytes_per_lane"] - (4_096 if of_xl else 0)) <= 8 * 16 * 4 * 2 / 2 + 2 * 8  # 8 rows
+    again = load(tmp_path, ARENA, train=SIZES, budget=wanted, fit=fit)
+    assert check(again, rows=(), seeds=(), ranks=1, extra=[]) == EXIT_DONE
+    printed = capsys.readouterr().out
+    assert [row for row, cost in costs.items() if f" steps={cost.steps}" not in printed] == []
     words = ROWS["none"]
+    later = [*words, "data.curriculum=[{path: short, until: 900}]"]  # after the one step of SIZES
+    assert fitted("none", later, {"tokens": 1e6}, {}, config_of)[1].steps > 900
     with refused(UnusableError):
         fitted("none", words, {"tokens": 3}, {}, config_of)
     with refused(UnusableError, "budget.params", "model.d_inner"):
