@@ -35,6 +35,7 @@ from dist_mem.data.lanes import check_tokenizer, evaluation_batches, stream_batc
 from dist_mem.data.plan import StreamPlan, cut_lengths, evaluation_plan, lanes_of_rank, segment_starts
 from dist_mem.data.shard import Index, check_document, read_mask, read_recall, read_tokens
 from dist_mem.data.tokenizers.base import Tokenizer
+from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.errors import RunError, run_error
 from dist_mem.evaluation.depth import answer_depth
 from dist_mem.evaluation.protocol import protocol_of, short_term_len
@@ -295,11 +296,14 @@ def is_whole(index: Index, document: int, extent: Extent) -> bool:
 def _text_size(index: Index, document: int, extent: Extent, tokenizer: Tokenizer) -> tuple[float, int]:
     """Return words and bytes of the scored tokens, from the index for whole documents, else from the decoded text.
 
-    Words are nan if blocks leave out tokens, since such a token is often only a part of a word.
+    In a vocabulary of words every token is one, also `<eos>` at a line end, as the published counts of WikiText have
+    it. With other vocabularies only white space ends a word, and words are nan if blocks leave out tokens, since such a
+    token is often only a part of a word.
     """
     entry, length = index.documents[document], int(extent.lengths[document])
+    are_words = tokenizer.kind == WordTokenizer.kind
     if is_whole(index, document, extent):
-        return entry.words, entry.bytes
+        return length if are_words else entry.words, entry.bytes
     tokens = read_tokens(index, document, 0, length)
     mask = read_mask(index, document, 0, length)
     scored = np.ones(length, dtype=bool) if mask is None else np.array(mask, dtype=bool)
@@ -307,8 +311,8 @@ def _text_size(index: Index, document: int, extent: Extent, tokenizer: Tokenizer
     loses = bool(scored[left_out].any())
     scored[left_out] = False
     num_bytes = int(tokenizer.piece_bytes[tokens[scored].astype(np.int64)].sum())
-    if loses:
-        return math.nan, num_bytes
+    if are_words or loses:
+        return int(scored.sum()) if are_words else math.nan, num_bytes
     edges = np.flatnonzero(np.diff(scored)) + 1  # borders between scored and unscored tokens
     runs = [
         run for run, is_scored in zip(np.split(tokens, edges), np.split(scored, edges), strict=True) if is_scored[0]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dist_mem.data.batch import IGNORE
 from dist_mem.data.shard import Index, ShardError, TokenizedDocument, read_index, write_split
+from dist_mem.data.tokenizers.words import EOS, WordTokenizer
 from dist_mem.engine.engine import Engine
 from dist_mem.evaluation import scoring
 from dist_mem.evaluation.scores import Report
@@ -264,6 +265,21 @@ def test_the_official_word_count_is_used_for_a_whole_split_only(tmp_path: Path) 
     index = write(tmp_path, DOCUMENTS[0], official_words=7)
     assert score(index, make_model()).num_words == 7
     assert 0 < (score(index, make_model(), max_document_len=50).num_words or 0) < 7 + 50
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_document_len": 9}, {"blocks": True}])
+def test_a_token_of_a_vocabulary_of_words_is_a_word_also_a_line_end(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """As published counts of WikiText have it: a cut of one token changes no more than that token."""
+    words = WordTokenizer(["the", "cat", "sat", EOS])
+    documents = []
+    for number, text in enumerate(["the cat\nsat\n\n" * 4, "the\n"]):
+        tokens = words.encode(text)
+        documents.append(TokenizedDocument(str(number), "", None, len(text.split()), len(text), tokens))
+    facts = {"tokenizer_fingerprint": words.fingerprint, "official_words": sum(len(each.tokens) for each in documents)}
+    index = write_split(documents, tmp_path, name="tiny", split="test", **facts)
+    report = score(index, make_model(), tokenizer=words, **settings)
+    assert [found.words for found in report.documents] == [found.num_scored for found in report.documents]
+    assert report.word_perplexity == pytest.approx(report.token_perplexity)
 
 
 def test_of_masked_tokens_neither_words_nor_bytes_count(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from dist_mem.checkpoint.manifest import TOKENIZER_DIR, describe_file, files_in,
 from dist_mem.checkpoint.rank_file import rank_file, tensors_of_file
 from dist_mem.config import Config, save_config
 from dist_mem.data.shard import Index, TokenizedDocument, read_index, write_split
+from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.engine.zero_state import Slice
@@ -118,6 +119,7 @@ def score(
     world: World = ALONE,
     init_state: InitState | None = None,
     cut: str = "start",
+    tokenizer: Tokenizer = TOKENIZER,
     **settings: Any,
 ) -> Report:
     """Score a split with a model or another forward; `cut` is `data.cut`, `settings` are keys of `eval`."""
@@ -131,7 +133,7 @@ def score(
             eval={"batch_size": num_lanes, **settings},
         ),
         index=index,
-        tokenizer=TOKENIZER,
+        tokenizer=tokenizer,
         world=world,
     )
 
