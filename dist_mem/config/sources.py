@@ -34,6 +34,7 @@ from dist_mem.config.keys import find_key, is_path, with_homes
 from dist_mem.config.memory_blocks import DEFAULT, PER_BLOCK, as_block, is_key, is_per_block
 from dist_mem.config.schema import Config
 from dist_mem.config.values import Letters, as_override, parse, parse_json, settled, typed, yaml_error
+from dist_mem.errors import run_error
 from dist_mem.runtime.environment import as_submitted
 from dist_mem.runtime.files import at_home, is_dir, is_file
 from dist_mem.runtime.shipped import say_where_from, shipped_path
@@ -174,7 +175,9 @@ def _parsed(path: Path) -> dict[str, Any]:
         OmegaConf.create(settled(tree))  # parses the interpolations
     except ConfigError as error:
         raise ConfigError([problem._replace(where=str(path)) for problem in error.problems]) from None
-    except (*_UNREADABLE, OSError) as error:
+    except OSError as error:
+        raise run_error(error, f"{path} cannot be read: {error.strerror}") from error
+    except _UNREADABLE as error:
         raise ConfigError([Problem("", f"cannot be read as {form}: {yaml_error(error)}", str(path))]) from error
     if not isinstance(tree, dict):
         holds = "a list" if isinstance(tree, list) else "a text"

@@ -33,7 +33,7 @@ from dist_mem.config import Config, load_config, save_config, to_yaml
 from dist_mem.config.sources import plain_block
 from dist_mem.data.directory import open_tokenizer, refresh
 from dist_mem.data.tokenizers.registry import save_tokenizer
-from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError, run_error
 from dist_mem.evaluation.card import card, outside_memories
 from dist_mem.evaluation.export_transformers import write_transformers
 from dist_mem.evaluation.trained_model import WEIGHTS, Checkpoint, TrainedModel, distinct_weights, load_model
@@ -90,10 +90,8 @@ def run(
                 if _is_configuration(path)
                 else load_model(path, *settings, step=checkpoint)
             )
-        except UnusableError:
-            raise
         except (OSError, ValueError) as error:
-            raise UnusableError(str(error)) from error
+            raise run_error(error) from error
         if registration is None:
             return _export(trained, path, out, layout)
         opened = open_run(trained.config.tracking, _mlflow_run(trained.checkpoint), registration, overrides)

@@ -43,7 +43,7 @@ from dist_mem.data.directory import open_tokenizer
 from dist_mem.data.remote.fetch import is_remote, show
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import JSON_NAME, load_tokenizer
-from dist_mem.errors import CheckpointError, UnusableError
+from dist_mem.errors import CheckpointError, UnusableError, run_error
 from dist_mem.evaluation.protocol import apply_protocol, in_terms_of_eval
 from dist_mem.hf.folder import CONFIG
 from dist_mem.hf.names import LAYOUTS, check_types, take_published
@@ -292,7 +292,7 @@ def load_exported(model: MemoryLM, directory: Path, *, is_published: bool) -> No
         is_published: they have Hugging Face's names.
 
     Raises:
-        CheckpointError: the file cannot be read, or its names or shapes differ from the model's.
+        RunError: the file cannot be read, is damaged, or its names or shapes differ from the model's.
     """
     path = directory / WEIGHTS
     try:
@@ -302,5 +302,7 @@ def load_exported(model: MemoryLM, directory: Path, *, is_published: bool) -> No
             load_into(model, path)
         elif left := take_published(model, load_file(path), str(path)):
             raise ValueError(f"it has no {left[0]}")
-    except (OSError, RuntimeError, SafetensorError, ValueError) as error:
+    except OSError as error:
+        raise run_error(error, f"{path} cannot be read: {error}") from error
+    except (RuntimeError, SafetensorError, ValueError) as error:
         raise CheckpointError(f"{path} does not fit its config.yaml: {error}") from error

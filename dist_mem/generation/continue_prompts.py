@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_mem.config.memory_blocks import described
-from dist_mem.errors import EXIT_DONE, EXIT_FAILED, RunError, UnusableError
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError, run_error
 from dist_mem.estimate.memory import refuse_what_cannot_fit, writing_parts
 from dist_mem.evaluation.protocol import short_term_len
 from dist_mem.evaluation.trained_model import TrainedModel
@@ -136,10 +136,8 @@ def run(request: Request) -> int:
         if request.out is not None:
             report.write(request.out, done, request.prompt, request.sampling)
             print(f"written: {request.out}", file=sys.stderr)
-    except RunError:
-        raise
     except (OSError, ValueError) as error:
-        raise UnusableError(str(error)) from error
+        raise run_error(error) from error
     return EXIT_DONE
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.errors import UnusableError
+from dist_mem.errors import UnusableError, run_error
 from dist_mem.runtime.files import read_at_most
 
 
@@ -25,6 +25,7 @@ def read_file(path: Path, option: str) -> str:
 
     Raises:
         UnusableError: the file does not exist, is not UTF-8 or is too long.
+        UnfitError: its disk fails.
     """
     named = f"{option} {path}".strip()
     try:
@@ -35,7 +36,7 @@ def read_file(path: Path, option: str) -> str:
             f"{named}: byte {error.start} is not UTF-8; convert the file, as with iconv -t utf-8"
         ) from error
     except OSError as error:
-        raise UnusableError(f"{named}: {error.strerror}") from error
+        raise run_error(error, f"{named}: {error.strerror}") from error
 
 
 class TextWriter:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dist_mem.config import Config, ModelConfig
-from dist_mem.errors import UnusableError, reason_of
+from dist_mem.errors import UnusableError, run_error
 from dist_mem.hf.layout import Layout
 from dist_mem.hf.names import LAYOUTS, take_published
 from dist_mem.model import MemoryLM
@@ -50,13 +50,13 @@ def read_published_config(folder: Path, layout: Layout) -> dict[str, Any]:
 
 
 def _read(path: Path) -> Any:
-    """Return the content of a JSON file of a folder. Raises UnusableError if it cannot be read."""
+    """Return the content of a JSON file of a folder. Raises RunError if it cannot be read."""
     try:
         return read_json(path, UnusableError)
     except UnusableError as error:
         raise UnusableError(f"model.pretrained: {error}: {_AGAIN}") from error
     except OSError as error:
-        raise UnusableError(f"model.pretrained: {path} cannot be read: {error.strerror}") from error
+        raise run_error(error, f"model.pretrained: {path} cannot be read: {error.strerror}") from error
 
 
 def check_sizes(model: ModelConfig, vocab_size: int | None) -> None:
@@ -92,7 +92,8 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     """Read the weights of a folder, from one file or, if there is an index, from several.
 
     Raises:
-        UnusableError: a file cannot be read.
+        UnusableError: a file is missing or damaged.
+        UnfitError: its disk fails.
     """
     path = folder / INDEX
     names = [WEIGHTS]
@@ -104,8 +105,10 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     for path in (folder / name for name in names):
         try:
             weights |= load_file(path)
-        except (OSError, SafetensorError, ValueError) as error:
-            raise UnusableError(f"model.pretrained: {path} cannot be read ({reason_of(error)}): {_AGAIN}") from error
+        except (FileNotFoundError, SafetensorError, ValueError) as error:
+            raise UnusableError(f"model.pretrained: {path} cannot be read ({error}): {_AGAIN}") from error
+        except OSError as error:
+            raise run_error(error, f"model.pretrained: {path} cannot be read: {error}") from error
     return weights
 
 

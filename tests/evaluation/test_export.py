@@ -17,7 +17,8 @@ import dist_mem
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import describe_file, files_in, read_manifest, step_dir, write_manifest
 from dist_mem.checkpoint.rank_file import RankFile, rank_file
-from dist_mem.errors import EXIT_USAGE, CheckpointError
+from dist_mem.data.remote import fetch
+from dist_mem.errors import EXIT_FAILED, EXIT_USAGE, CheckpointError
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.scores import Report
 from dist_mem.evaluation.trained_model import (
@@ -33,6 +34,7 @@ from dist_mem.evaluation.trained_model import (
 from dist_mem.generation.reading import start_from
 from dist_mem.generation.text_scores import score
 from dist_mem.memory import memory_class
+from dist_mem.runtime.network_interface import free_port
 from tests.support.contract_cases import small_model
 from tests.support.faults import assert_says, flip, small_disk
 from tests.support.jobs import build_books, train_here, write_config
@@ -249,6 +251,17 @@ def test_a_full_disk_leaves_no_trace(tmp_path: Path, run_dir: Path, capfd: pytes
         assert main(["export", str(run_dir), "--out", str(small / "new")]) == 1
         assert_says(capfd.readouterr().err, " cannot be written: ", "No space left on device")
         assert list(small.iterdir()) == []
+
+
+def test_a_server_that_is_down_may_be_back_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The untrained model of a configuration has the tokenizer of its data."""
+    monkeypatch.setattr(fetch, "RETRY_PAUSES", ())
+    config = write_config(tmp_path / "run.yaml", Path("unused"), tmp_path / "run", {})
+    data = f"data.path=http://127.0.0.1:{free_port()}/books"
+    assert main(["export", str(config), "--out", str(tmp_path / "new"), data]) == EXIT_FAILED
+    assert_says(capsys.readouterr().err, "(1 attempts)")
 
 
 LANES = 8  # of the training, see jobs.write_config

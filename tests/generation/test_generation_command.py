@@ -11,21 +11,24 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from dist_mem.__main__ import main
+from dist_mem.config import load_config
 from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.datasets import rows
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.recipes.characters import read_whole
 from dist_mem.datasets.source import SourceDocument, read_text
-from dist_mem.errors import UnusableError
-from dist_mem.evaluation.trained_model import load_model
+from dist_mem.errors import EXIT_FAILED, UnfitError, UnusableError
+from dist_mem.evaluation.trained_model import load_exported, load_model
 from dist_mem.generation.continue_prompts import read_prompt
 from dist_mem.generation.generate import Sampling, generate
 from dist_mem.generation.reading import read, start
 from dist_mem.generation.text import read_file
+from dist_mem.hf.folder import read_weights
 from dist_mem.runtime import files
 from dist_mem.runtime.terminal import printable
 from tests.support.jobs import build_books, train_here, write_config
@@ -135,6 +138,7 @@ def test_what_cannot_be_done_is_said_in_one_line(
         code, out, err = ask(capsys, *arguments)
         assert (code, out) == (2, "")
         said(err, named)
+    assert ask(capsys, run, *prompt, "--tokens", "1", "--out", "/dev/full")[0] == EXIT_FAILED
     for wrong in ([*prompt, "--prompt-file", "b"], [*prompt, "--tokens", "0"], [*prompt, "--top-k", "0"]):
         with pytest.raises(SystemExit):
             main(["generate", str(run), *wrong])
@@ -202,6 +206,22 @@ def test_a_text_without_an_end_is_refused_by_name(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(rows, "MAX_TEXT_BYTES", LIMIT)
     with refused(UnusableError, "rows.json.gz, line 1" if reader.startswith("a row") else ZERO):
         READERS[reader](tmp_path)
+
+
+@pytest.mark.parametrize("reader", ["a configuration", "a prompt", "weights of transformers", "weights of an export"])
+def test_a_disk_that_fails_for_a_time_is_no_fault_of_the_users(tmp_path: Path, reader: str) -> None:
+    """Reading /proc/self/mem from its start is EIO, as of a failing disk: another start may succeed, exit code 1."""
+    names = {"a configuration": "job.yaml", "a prompt": "prompt.txt"}
+    path = tmp_path / names.get(reader, "model.safetensors")
+    path.symlink_to("/proc/self/mem")
+    read: dict[str, Callable[[], object]] = {
+        "a configuration": lambda: load_config([str(path)]),
+        "a prompt": lambda: read_file(path, "--prompt-file"),
+        "weights of transformers": lambda: read_weights(tmp_path),
+        "weights of an export": lambda: load_exported(cast(Any, None), tmp_path, is_published=True),
+    }
+    with refused(UnfitError, str(path)):
+        read[reader]()
 
 
 def test_a_text_is_read_as_those_of_training_are(tmp_path: Path) -> None:
