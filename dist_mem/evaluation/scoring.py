@@ -112,7 +112,7 @@ def score_split(
         max_document_len=config.eval.max_document_len,
         seg_len=protocol_of(config).seg_len,
         mem_len=short_term_len(config.memory),
-        num_words=index.num_words if all_whole else total_words(documents),
+        num_words=index.official_words if all_whole and index.official_words else total_words(documents),
         documents=documents,
         recall=_recall_scores(sums),
     )

@@ -275,8 +275,7 @@ def test_a_token_of_a_vocabulary_of_words_is_a_word_also_a_line_end(tmp_path: Pa
     for number, text in enumerate(["the cat\nsat\n\n" * 4, "the\n"]):
         tokens = words.encode(text)
         documents.append(TokenizedDocument(str(number), "", None, len(text.split()), len(text), tokens))
-    facts = {"tokenizer_fingerprint": words.fingerprint, "official_words": sum(len(each.tokens) for each in documents)}
-    index = write_split(documents, tmp_path, name="tiny", split="test", **facts)
+    index = write_split(documents, tmp_path, name="tiny", split="test", tokenizer_fingerprint=words.fingerprint)
     report = score(index, make_model(), tokenizer=words, **settings)
     assert [found.words for found in report.documents] == [found.num_scored for found in report.documents]
     assert report.word_perplexity == pytest.approx(report.token_perplexity)
