@@ -22,7 +22,7 @@ import torch
 
 import dist_mem
 from dist_mem.__main__ import main
-from dist_mem.errors import UnusableError
+from dist_mem.errors import UnfitError, UnusableError
 from dist_mem.evaluation.export import run as export
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking.mlflow.store import RUN_ID_FILE
@@ -156,6 +156,11 @@ def test_an_export_is_loaded_from_a_run_and_from_the_registry(
         assert torch.equal(dist_mem.load(address, store).score("ba ko mi").nll, expected), address
     with refused(UnusableError, "api_demo", "tracking.uri"):
         dist_mem.load("models:/api_demo@nobody", store)
+    for address in (f"runs:/{run_id}/nothing", f"runs:/{'0' * 32}/model"):
+        with pytest.raises(UnusableError, match="MLflow cannot fetch"):
+            dist_mem.load(address, store)
+    with pytest.raises(UnfitError, match="MLflow cannot fetch"):
+        dist_mem.load("models:/api_demo@champion", f"tracking.uri=http://127.0.0.1:{free_port()}")
     client.log_text(run_id, "no model", "notes/a.txt")
     with refused(UnusableError, "manifest.json"):
         dist_mem.load(f"runs:/{run_id}/notes", store)

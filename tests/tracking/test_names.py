@@ -72,10 +72,10 @@ def test_a_refusal_concerns_one_name_and_is_printed(
     save_config(config, run_dir / "config.yaml")
     monkeypatch.setattr(type(client), "log_batch", refusing(type(client), "eval/test/b"))
     metrics = {"test/a": 1.0, "test/b": 2.0, "test/c@|": 3.0}
-    printed = log_to_run(
-        config.tracking, run_dir=run_dir, step=1, metrics=metrics, files=[run_dir / METRICS_FILE], overrides=[]
-    )
+    files = [run_dir / METRICS_FILE, run_dir / "gone.html"]
+    printed = log_to_run(config.tracking, run_dir=run_dir, step=1, metrics=metrics, files=files, overrides=[])
     assert printed is not None and printed.count("MLflow refused metric 'eval/test/b'") == 1
+    assert printed.count("MLflow refused gone.html: ") == 1
     assert "no eval/test/b here" in printed
     found = client.get_run(tracker.run_id).data.metrics
     assert (found["eval/test/a"], found[valid_name("eval/test/c@|")]) == (1.0, 3.0)

@@ -14,10 +14,14 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
+from mlflow.exceptions import MlflowException
+from sqlalchemy import Engine, event
+from sqlalchemy.exc import InternalError
 
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking.log import METRICS_FILE, Entry, find_entries, read_points
 from dist_mem.tracking.mlflow import sender as sender_module
+from dist_mem.tracking.mlflow.client import is_refusal
 from dist_mem.tracking.mlflow.run import NOTE_TAG, MlflowRun, description
 from dist_mem.tracking.mlflow.sync import log_to_run
 from dist_mem.tracking.names import in_group, valid_name
@@ -152,6 +156,28 @@ def test_refused_entry_is_named_and_the_rest_arrives(sent: Sent, capsys: pytest.
     printed = capsys.readouterr().err
     assert "MLflow refused missing.txt: " in printed and printed.count("MLflow refused") == 1
     assert sent.run.data.metrics[valid_name(in_group("no such name!"))] == 1.0
+
+
+def test_a_store_that_takes_no_writing_for_a_time_gets_everything_later(sent: Sent) -> None:
+    """MLflow reports a PostgreSQL that is read-only after a failover as a bad value, status 400; reads work."""
+    sent.job_alone(steps(1, 2))
+    sent.send()
+    sent.job_alone(steps(3, 5), first_step=3)
+
+    def refuse(connection: Any, cursor: Any, statement: str, *arguments: Any) -> None:
+        if not statement.startswith(("SELECT", "PRAGMA")):
+            raise InternalError(statement, None, Exception("cannot execute it in a read-only transaction"))
+
+    event.listen(Engine, "before_cursor_execute", refuse)
+    try:
+        with pytest.raises(MlflowException, match="read-only") as caught:
+            sent.send()
+    finally:
+        event.remove(Engine, "before_cursor_execute", refuse)
+    assert is_refusal(caught.value)
+    sent.send()
+    assert sent.losses() == steps(1, 5)
+    assert sent.run.info.status == find_entries(sent.log, "status")[-1].body["status"]
 
 
 def test_a_store_of_files_that_is_down_does_not_hold_back_the_points(

@@ -231,8 +231,13 @@ def _explained(uri: str, what: str) -> Iterator[None]:
     except RunError:
         raise
     except Exception as error:  # any of the many libraries under MLflow's stores
-        kind = UnusableError if what_to_set(error) or is_refusal(error) else UnfitError
+        kind = _kind_of(error)
         raise kind(f"--mlflow: MLflow at {without_credentials(uri)} {what}: {brief(error)}") from error
+
+
+def _kind_of(error: Exception) -> type[RunError]:
+    """Return UnusableError if MLflow refuses what the user asks for; another start may have more luck otherwise."""
+    return UnusableError if what_to_set(error) or is_refusal(error) else UnfitError
 
 
 def invalid_request(error: Exception) -> Exception:
@@ -256,7 +261,8 @@ def fetch_model(address: str, overrides: Sequence[str] = ()) -> Path:
         overrides: with `tracking.uri=...`, the store; else it is that of MLFLOW_TRACKING_URI, else sqlite:///mlflow.db.
 
     Raises:
-        UnusableError: MLflow is not installed, cannot fetch it, or the folder contains no export, or several.
+        UnusableError: MLflow is not installed or does not have it, or the folder contains no export, or several.
+        UnfitError: MLflow cannot be reached now.
     """
     require("mlflow", address)
     import_mlflow_quietly()
@@ -266,7 +272,8 @@ def fetch_model(address: str, overrides: Sequence[str] = ()) -> Path:
     try:
         _fetch(address, given[-1] if given else mlflow_environment().uri or DEFAULT_URI, folder)
     except Exception as error:  # any of the many libraries under MLflow's stores
-        raise UnusableError(
+        kind = _kind_of(error)
+        raise kind(
             f"MLflow cannot fetch {address}: {brief(error)}; check the address, and give the store as tracking.uri=URL"
         ) from error
     exports = sorted(path.parent for path in folder.rglob("manifest.json"))

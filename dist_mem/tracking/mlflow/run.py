@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Metric, Run
 
 UID_TAG = "dist_mem.uid"  # id of the log whose entries the tags of sender.py count
+_REFUSED_TAG = "dist_mem.refused"  # when MLflow last refused an entry
 BRANCH_TAG = "dist_mem.branch_"  # + number; branch 1 is the run as it began
 _NUMBER_TAG, _PARENT_TAG = "dist_mem.branch", "mlflow.parentRunId"  # of a nested run
 _METRICS_PER_REQUEST = 900  # MLflow takes 1000 metrics, parameters and tags together
@@ -148,9 +149,15 @@ class MlflowRun:
             if not is_refusal(error):
                 raise
 
-    def is_there(self) -> bool:
-        """Whether MLflow still has the run."""
-        return self.run_id is not None and find_run(self._client, self.run_id) is not None
+    def takes_entries(self) -> bool:
+        """Whether MLflow still has the run. Raises its error if it cannot write now, so that no refusal says anything.
+
+        MLflow answers with the status of a bad value (400) if its database is read-only, as after a failover.
+        """
+        if self.run_id is None or find_run(self._client, self.run_id) is None:
+            return False
+        self._client.set_tag(self.run_id, _REFUSED_TAG, datetime.now(UTC).isoformat())  # an equal value is not written
+        return True
 
     def history(self, name: str, run_id: str | None = None) -> Sequence[Metric]:
         """Return the values of a metric; `run_id`: of a nested run."""
@@ -187,7 +194,7 @@ class MlflowRun:
         try:
             self._client.log_batch(run_id or self.run_id, **{kind: items})
         except Exception as error:
-            if not (is_refusal(error) and self.is_there()):
+            if not (is_refusal(error) and self.takes_entries()):
                 raise
             if len(items) > 1:
                 middle = len(items) // 2

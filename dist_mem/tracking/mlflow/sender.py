@@ -74,6 +74,7 @@ class Sender:
         """
         self.run = MlflowRun(target, report=report)
         self.num_sent = 0  # entries sent by this object
+        self.refused: list[str] = []  # what was reported of entries that MLflow has refused for good
         self._uid = target.header.uid
         self._log = log
         self._report = report
@@ -195,9 +196,10 @@ class Sender:
         try:
             send(entry)
         except Exception as error:
-            if not (is_refusal(error) and self.run.is_there()):
+            if not (is_refusal(error) and self.run.takes_entries()):
                 raise
-            self._report(f"MLflow refused {name}: {brief(error)}")
+            self.refused.append(f"MLflow refused {name}: {brief(error)}")
+            self._report(self.refused[-1])
 
 
 class Delivery:

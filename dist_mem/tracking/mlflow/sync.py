@@ -197,8 +197,8 @@ def log_to_run(
         overrides: of the command line; a server that neither they nor the environment name is not contacted.
 
     Returns:
-        A message for the user if MLflow refused a name, or has not got everything within `EVALUATION_SECONDS`. It is
-        not an error, because the report of the evaluation is on disk.
+        A message for the user if MLflow refused a name or a file, or has not got everything within
+        `EVALUATION_SECONDS`. It is not an error, because the report of the evaluation is on disk.
     """
     log = run_dir / METRICS_FILE
     if not log.exists():
@@ -224,7 +224,8 @@ def log_to_run(
         service=f"MLflow at {store_uri(tracking)}",
     )
     if delivery.close(EVALUATION_SECONDS):
-        return "\n".join(text for sender in senders for text in sender.run.refused.values()) or None
+        refused = [text for sender in senders for text in (*sender.run.refused.values(), *sender.refused)]
+        return "\n".join(refused) or None
     if not messages:
         shown = without_credentials(store_uri(tracking))
         messages.append(f"MLflow at {shown} has not taken the evaluation within {EVALUATION_SECONDS:.0f} s")
