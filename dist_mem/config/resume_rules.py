@@ -131,7 +131,15 @@ def check_changes(
     changes = changed_keys(old, new, then)
     other_run = f"start another run with {_other_run_override(new)}"
     stop_on([problem for change in _causes(changes) if (problem := _refusal(change, allowed, other_run))])
+    if new.train.epochs is not None:
+        stop_on([_no_epochs(change) for change in changes if change.key == "train.segments_per_update"])
     return changes
+
+
+def _no_epochs(change: Change) -> Problem:
+    values = f"is {change.new!r}, but the run began with {change.old!r}"
+    reason = "train.epochs would count its steps so far as if each had read as much as one now"
+    return Problem(change.key, f"{values}, and {reason}; give train.steps in its place, or set this back")
 
 
 def _causes(changes: Sequence[Change]) -> list[Change]:

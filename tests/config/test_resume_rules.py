@@ -66,6 +66,13 @@ def test_changes_of_what_is_computed_are_refused_until_they_are_allowed(override
     check_allowed([allow, allow.split(".")[0]])
 
 
+def test_epochs_are_not_counted_in_steps_of_another_size() -> None:
+    """Half of the epochs asked for would be left out, or more read."""
+    epochs = ["train.steps=null", "train.epochs=2"]
+    with refused(ConfigError, "train.segments_per_update", "train.epochs"):
+        check_changes(load(*epochs), load(*epochs, "train.segments_per_update=2"), allowed=["train"])
+
+
 @pytest.mark.parametrize(
     "override",
     [
