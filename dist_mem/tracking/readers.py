@@ -155,19 +155,23 @@ class PrometheusFile(Sink):
     dist_mem_train_loss{run="demo"} 2.5
     dist_mem_step{run="demo"} 100.0
     dist_mem_heartbeat_timestamp_seconds{run="demo"} 1.764e+09
+
+    A file that cannot be written stops no training: the folder is the node exporter's, and the next point writes all.
     """
 
-    def __init__(self, path: Path, kept: Iterable[Point], *, run_name: str) -> None:
+    def __init__(self, path: Path, kept: Iterable[Point], *, run_name: str, report: Callable[[str], None]) -> None:
         """Write nothing yet.
 
         Args:
             path: of the file, which `check_prometheus` has checked.
             kept: the points that count so far.
             run_name: value of the label `run`.
+            report: shows a line to the user, once per outage.
         """
         from prometheus_client import CollectorRegistry, Gauge
 
-        self._path, self._run_name = path, run_name
+        self._path, self._run_name, self._report = path, run_name, report
+        self._is_written = True  # by the last point
         self._registry = CollectorRegistry()  # of its own: the common one has metrics of the process
         self._gauges: dict[str, Gauge] = {}
         self._names: dict[str, str] = {}  # name of a gauge -> of the metric that has it
@@ -181,8 +185,17 @@ class PrometheusFile(Sink):
             self._set_metric(name, value)
         self._set("step", point.step, "step of the last logged point")
         self._set("heartbeat_timestamp_seconds", point.time, "time of the last logged point")
-        with naming(self._path):
+        try:
             write_to_textfile(str(self._path), self._registry)
+            self._is_written = True
+        except OSError as error:
+            if self._is_written:
+                reason = error.strerror or error  # its file name is that of a temporary file
+                self._report(
+                    f"warning: tracking.prometheus={self._path} cannot be written now ({reason}); "
+                    "nothing waits for it, every point tries again"
+                )
+            self._is_written = False
 
     def _set_metric(self, name: str, value: float) -> None:
         self._set(in_group(name), value, f"{name} in metrics.jsonl")

@@ -91,7 +91,8 @@ def start_tracking(
         if config.tracking.tensorboard:
             add(TensorBoardFiles(run_dir / TENSORBOARD, log, first_step=first_step))
         if config.tracking.prometheus:
-            add(PrometheusFile(Path(config.tracking.prometheus), log_sink.kept, run_name=config.name))
+            path = Path(config.tracking.prometheus)
+            add(PrometheusFile(path, log_sink.kept, run_name=config.name, report=report))
         if config.tracking.wandb:
             add(WandbRun(config, run_dir, log, first_step=first_step, report=report))
         if config.tracking.mlflow:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import sys
 from collections.abc import Iterator
@@ -15,13 +16,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
-from dist_mem.errors import UnusableError
+from dist_mem.errors import EXIT_DONE, UnusableError
 from dist_mem.tracking.log import METRICS_FILE, Header, Log, Point, read_points, write_log
 from dist_mem.tracking.readers import MARK, WANDB_ID_FILE, TensorBoardFiles
 from dist_mem.tracking.start import check_sinks
 from tests.support.faults import small_disk
 from tests.support.limits import wait_until
-from tests.support.messages import refused
+from tests.support.messages import refused, said_line
 from tests.support.tracked import config_for, job, start, steps
 
 BOARD: Any = {"mlflow": False, "tensorboard": True}
@@ -125,6 +126,28 @@ def test_prometheus_reads_the_last_value_of_every_metric_and_the_heartbeat(tmp_p
     assert [*tmp_path.glob("*prom*")] == [path]
     job(config, tmp_path, {21: 1.0}, first_step=20)
     assert "dist_mem_eval_validation_word_perplexity" in path.read_text(), "from before the resume"
+
+
+def test_a_prometheus_folder_that_is_gone_in_mid_run_is_one_line_per_outage_and_stops_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder belongs to the node exporter, which may be installed again during a training of many days."""
+    path = tmp_path / "exporter" / "demo.prom"
+    path.parent.mkdir()
+    tracker = start(config_for("unused", tracking={"mlflow": False, "prometheus": str(path)}), tmp_path)
+    for step, is_there in enumerate([True, False, False, True, False], start=1):
+        shutil.rmtree(path.parent, ignore_errors=True)
+        if is_there:
+            path.parent.mkdir()
+        tracker.log(step, {"loss": float(step)} if is_there else {"validation/loss": float(step)})
+        if is_there:
+            assert f'dist_mem_step{{run="demo"}} {step}.0' in path.read_text()
+        if step == 4:
+            assert 'dist_mem_eval_validation_loss{run="demo"} 3.0' in path.read_text(), "from while it was gone"
+    tracker.close("FINISHED")
+    first, second = (line for line in capsys.readouterr().err.splitlines() if "prometheus" in line)
+    assert first == second
+    said_line(EXIT_DONE, first, f"tracking.prometheus={path}", "No such file or directory")
 
 
 @pytest.mark.parametrize(
