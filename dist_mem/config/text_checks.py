@@ -25,6 +25,8 @@ _IN_NO_NAME = r"[\x00-\x1f\x7f\ud800-\udfff]"  # a line end would end the line o
 _MOST_LETTERS = 10_000
 _MOST_NAME_BYTES = 255  # of one path component, in all common file systems
 _MOST_PATH_BYTES = 3_500  # Linux allows 4,096; the paths of a checkpoint's files are longer
+# with a value: password=, sslpassword= and passwd= of databases; PWD= in the quoted odbc_connect= of pyodbc
+_PASSWORD_IN_QUERY = r"://.*\?.*(passw(or)?d|pwd)(=|%3d)(?!%3b|[&;#]|$)"
 
 _CREDENTIALS = {
     "data.path": "write ${oc.env:NAME} in their place, which files contain unresolved",
@@ -126,4 +128,4 @@ def _has_credentials(address: str) -> bool:
         user, _, password = userinfo.partition(":")
         if password or (user and scheme.lower() in ("http", "https")):
             return True
-    return False
+    return re.search(_PASSWORD_IN_QUERY, address, re.IGNORECASE) is not None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from dist_mem.runtime.environment import environment_of_git, node_name, slurm_job, user_name
 from dist_mem.runtime.terminal import short
@@ -190,12 +190,15 @@ def _remote(folder: Path) -> str:
 
 
 def without_credentials(url: str) -> str:
-    """Return the URL without user, password and query; `git@host:path` contains no secret and is unchanged.
+    """Return the URL without user, password and query, which may have a password too, as of a database's socket.
+
+    Paths, `git@host:path` and addresses of local files, as of SQLite, contain no secret and are unchanged.
 
     Raises:
         ValueError: the URL is malformed, as by an unmatched bracket.
     """
     parts = urlsplit(url)
-    if not (parts.scheme and parts.netloc):
+    is_file = not parts.netloc and parts.scheme.partition("+")[0] in ("file", "sqlite")
+    if not parts.scheme or "://" not in url or is_file:
         return url
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

@@ -173,10 +173,17 @@ SHOWN = {
     "git@host.org:a/b.git": "git@host.org:a/b.git",
     "/srv/git/a@b": "/srv/git/a@b",
     "https://host/a?access_token=x#y": "https://host/a",
+    "postgresql+psycopg2:///db?host=/sock&user=me&password=secret": "postgresql+psycopg2:///db",
+    "postgresql://me:secret@/db?host=/sock": "postgresql:///db",
+    "mssql+pyodbc:///?odbc_connect=PWD%3Dsecret": "mssql+pyodbc:///",
+    "sqlite:////a/m.db": "sqlite:////a/m.db",
+    "sqlite:///a#b.db?timeout=5": "sqlite:///a#b.db?timeout=5",
+    "file:///srv/git/a?b": "file:///srv/git/a?b",
+    "host:a?b": "host:a?b",
 }
 
 
-def test_repository_is_named_without_credentials() -> None:
+def test_repository_or_store_is_named_without_credentials() -> None:
     assert {url: without_credentials(url) for url in SHOWN} == SHOWN
 
 

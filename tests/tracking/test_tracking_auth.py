@@ -363,6 +363,10 @@ SECRET_ADDRESSES = {
         "https://a-token@mlflow.example",
         "postgresql://ada:secret@db.example/mlflow",
         "https://${oc.env:USER}:secret@mlflow.example",
+        "postgresql+psycopg2:///mlflow?host=/run/db&user=mlflow&password=secret",
+        "postgresql://db.example/mlflow?sslpassword=secret",
+        "mysql+pymysql://db.example/mlflow?user=mlflow&passwd=${oc.env:SALT}secret",
+        "mssql+pyodbc:///?odbc_connect=SERVER%3Ddb%3BPWD%3Dsecret",
     ],
     "data.path": ["https://ada:secret@books.example/pg19"],
 }
@@ -371,6 +375,23 @@ PLAIN_ADDRESSES = [
     "https://${oc.env:NAME}:${oc.env:PASSWORD}@mlflow.example",
     "${oc.env:MLFLOW}",
     "postgresql://mlflow@db.example/mlflow",  # libpq asks ~/.pgpass for the password
+    "postgresql+psycopg2:///mlflow?host=/run/db&user=mlflow&passfile=/home/ada/.pgpass",
+    "postgresql:///mlflow?user=mlflow&password=${oc.env:PASSWORD}&sslpassword=${oc.env:PASSWORD}",
+    "mssql+pyodbc:///?odbc_connect=SERVER%3Ddb%3BPWD%3D${oc.env:PASSWORD}%3BUID%3Dmlflow",
     "sqlite:////home/a@b:c/mlflow.db",
     "hf://datasets/ada/pg19@main",
 ]
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    [
+        ("postgresql://ada:secret@db.example/mlflow?sslpassword=secret", "postgresql://db.example/mlflow"),
+        ("postgresql+psycopg2:///mlflow?host=/run/db&password=secret", "postgresql+psycopg2:///mlflow"),
+        ("sqlite:////home/a@b/mlflow.db?timeout=5", "sqlite:////home/a@b/mlflow.db?timeout=5"),
+    ],
+)
+def test_a_message_about_a_store_has_its_address_without_user_and_password(uri: str, shown: str) -> None:
+    lines: list[str] = []
+    sender.discreet(lines.append, uri)(f"MLflow at {uri} cannot be used now ({urlsplit(uri).netloc} is down)")
+    assert lines == [f"MLflow at {shown} cannot be used now ({urlsplit(shown).netloc} is down)"]

@@ -28,6 +28,7 @@ from dist_mem.tracking.mlflow.client import brief, client_tags, is_refusal, what
 from dist_mem.tracking.mlflow.run import UID_TAG, MlflowRun, Target, target_of
 from dist_mem.tracking.mlflow.store import read_run_id
 from dist_mem.tracking.names import in_group
+from dist_mem.tracking.provenance import without_credentials
 from dist_mem.tracking.tracker import Sink
 
 FLUSH_SECONDS = 6.0  # longest wait of `close` for MLflow; with the preflight, a dead server costs less than 10
@@ -258,9 +259,10 @@ class Delivery:
 
 
 def discreet(report: Callable[[str], None], uri: str) -> Callable[[str], None]:
-    """Wrap `report` to remove the user and password of a URI, which would end up in log files."""
+    """Wrap `report` to remove the user, password and query of a URI, which would end up in log files."""
     credentials, at, _ = urlsplit(uri).netloc.rpartition("@")
-    return lambda text: report(text.replace(credentials + at, "") if at else text)
+    shown = without_credentials(uri)
+    return lambda text: report(text.replace(uri, shown).replace(credentials + at, ""))
 
 
 class MlflowReader(Sink):
