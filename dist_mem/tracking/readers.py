@@ -217,6 +217,9 @@ class WandbRun(Sink):
     Every start of a run directory writes one more folder there, all with the id in RUN/wandb_run_id: W&B shows one run.
     WANDB_MODE=online sends while the job runs, WANDB_MODE=disabled writes nothing. No error of the client stops a
     training. Every point is logged under its step. W&B has each step once: repeated steps keep their first values.
+
+    Only the end of a job moves the mark: the client keeps points in memory, for how long it does not say, and a kill
+    loses these. So a start after a kill sends all points of the killed job again.
     """
 
     def __init__(
@@ -256,6 +259,7 @@ class WandbRun(Sink):
             self._run = wandb.init(**options, settings=wandb.Settings(**quiet, x_disable_meta=True))
         finally:
             sys.excepthook, sys.exit = hooks
+        self._last_step = self._run.starting_step  # online: W&B has the steps before it, and would warn of each
         self._report(f"W&B: run {self._run.id} in {run_dir / 'wandb'}, {mode}")
         for point in self._mark.unread(first_step).points:
             self.log(point)
@@ -266,21 +270,20 @@ class WandbRun(Sink):
         self._last_step = point.step
         values = {in_group(name): value for name, value in point.metrics.items()}
         self._attempt(lambda: self._run.log(values, step=point.step))
-        self._mark.move()
 
     def record(self, kind: str, body: Mapping[str, Any]) -> None:
         if kind == "params" and self._run is not None:
             self._attempt(lambda: self._run.config.update(body["params"], allow_val_change=True))
 
-    def flush(self) -> None:
-        if self._run is not None:
-            self._mark.write()
-
     def close(self, status: str) -> None:
         if self._run is not None:
-            self._attempt(lambda: self._run.finish(exit_code=0 if status == "FINISHED" else 1))
-            self._attempt(self.flush)
+            self._attempt(lambda: self._finish(status))
             self._run = None
+
+    def _finish(self, status: str) -> None:
+        self._run.finish(exit_code=0 if status == "FINISHED" else 1)
+        self._mark.move()
+        self._mark.write()
 
     def _attempt(self, what: Callable[[], object]) -> None:
         """Call the client; after an error, report it once and do without the client."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
@@ -21,8 +24,10 @@ from dist_mem.tracking.log import METRICS_FILE, Header, Log, Point, read_points,
 from dist_mem.tracking.readers import MARK, WANDB_ID_FILE, TensorBoardFiles
 from dist_mem.tracking.start import check_sinks
 from tests.support.faults import small_disk
-from tests.support.limits import wait_until
+from tests.support.forked_ranks import SIGKILLED
+from tests.support.limits import limit, wait_until
 from tests.support.messages import refused, said_line
+from tests.support.paths import ROOT
 from tests.support.tracked import config_for, job, start, steps
 
 BOARD: Any = {"mlflow": False, "tensorboard": True}
@@ -241,6 +246,54 @@ def test_a_restarted_run_is_one_run_with_grouped_names_and_its_earlier_points(tm
     (run,) = (message.run for message in messages(files[0]) if message.WhichOneof("record_type") == "run")
     assert (run.project, run.display_name) == ("dist_mem", "demo")
     assert "optimizer" in {item.key for item in run.config.update}
+
+
+KILLED = """
+import os, signal
+from pathlib import Path
+from tests.support.tracked import config_for, start, steps
+tracker = start(config_for("unused", tracking={"mlflow": False, "wandb": True}), Path("."))
+for step, loss in steps(1, 40).items():
+    tracker.log(step, {"loss": loss})
+tracker.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_start_after_a_kill_has_every_point_that_the_killed_client_kept_in_memory(tmp_path: Path) -> None:
+    """Also those from before a checkpoint, and each once in its folder."""
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{KILLED}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=limit(120))
+    assert done.returncode == SIGKILLED, done.stderr
+    (lost,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert {step for step, _ in points(lost)} < {*steps(1, 40)}, "the client kept the last one, at least"
+    killed_at = int(time.time())
+    wait_until(lambda: int(time.time()) > killed_at, "the next second, because the folder is named after it")
+    job(config_for("unused", tracking=ON), tmp_path, steps(41, 43), first_step=40)
+    (path,) = {*tmp_path.glob("wandb/offline-run-*/*.wandb")} - {lost}
+    wait_until(lambda: "exit" in kinds(path), "the end of the run in its file")
+    assert [(step, metrics["train/loss"]) for step, metrics in points(path)] == [*steps(1, 43).items()]
+
+
+def test_a_run_that_w_and_b_continues_gets_no_step_again_that_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Online, where a client that is given such a step ignores it and warns each time."""
+    logged: list[int] = []
+
+    class Continued:
+        id, starting_step = "x", 3
+
+        def log(self, values: dict[str, float], *, step: int) -> None:
+            logged.append(step)
+
+        def finish(self, exit_code: int) -> None:
+            pass
+
+    job(config_for("unused", tracking=ON | {"wandb": False}), tmp_path, steps(1, 4))
+    monkeypatch.setattr(wandb, "init", lambda **_: Continued())
+    job(config_for("unused", tracking=ON), tmp_path, steps(5, 6), first_step=4)
+    assert logged == [3, 4, 5, 6]
 
 
 def test_an_error_of_the_client_is_one_line_and_stops_nothing(
