@@ -4,7 +4,7 @@
     https://host/x/000.tar    ->  its copy in the cache (data.cache), fetched once
 
 webdataset's reader groups the members of a sample and decompresses. It ends silently where a header is damaged or the
-tar is cut between two members, so `survey` follows the headers to the end mark first.
+tar is cut between two members, and passes over links, so `survey` follows the headers to the end mark first.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def survey(path: Path) -> Found:
     """Follow the headers of a tar to its end, and return which members are hidden, and how many samples lack a text.
 
     Raises:
-        UnusableError: the tar is damaged, no sample has a text, or a name is not UTF-8.
+        UnusableError: the tar is damaged, no sample has a text, a name is not UTF-8, or a text is a link.
     """
     hidden: list[str] = []
     keys: dict[str, bool] = {}  # of samples -> whether one has a text
@@ -73,6 +73,12 @@ def survey(path: Path) -> Found:
             tar.members.clear()  # type: ignore[attr-defined]  # else it keeps them all
             key, suffix = _key(member.name)
             if not member.isfile():
+                if _is_read(member.name) and not member.isdir():
+                    # GNU tar stores the second name of a file as a hard link, which has no content.
+                    raise UnusableError(
+                        f"{shown(path)}: {shown(member.name)} is a link, a pipe or a device, not a file: leave it out, "
+                        "or pack its folder again with tar --dereference --hard-dereference"
+                    )
                 continue
             if any(is_hidden(part) for part in member.name.split("/") if part != "."):
                 hidden.append(f"{path.name}/{member.name}")
@@ -100,12 +106,13 @@ def read_samples(path: Path) -> Iterator[Sample]:
     Raises:
         UnusableError: the tar is damaged, or has a member twice.
     """
-    from webdataset.tariterators import group_by_keys, tar_file_expander
+    from webdataset.tariterators import group_by_keys, tar_file_iterator
 
     with _reading(path), path.open("rb") as stream:
-        files = tar_file_expander([{"url": str(path), "stream": stream}], select_files=_is_read)
+        # skip_meta would leave out the texts of a folder such as __data__.
+        files = tar_file_iterator(stream, skip_meta=None, select_files=_is_read)
         try:
-            for sample in group_by_keys(files):
+            for sample in group_by_keys({**file, "__url__": str(path)} for file in files):
                 yield Sample(sample["__key__"], {name: sample[name] for name in MEMBERS if name in sample})
         except ValueError as error:
             raise UnusableError(f"{shown(path)}: {str(error.args[0]).partition(' ')[0]} is twice in it") from error

@@ -255,6 +255,29 @@ def test_every_cut_of_a_tar_is_found(tmp_path: Path) -> None:
         assert build_data("text", "--source", str(path), "--out", str(tmp_path / "out"), *TRAIN) == 2, length
 
 
+def with_entry(name: str, kind: bytes) -> bytes:
+    """A tar of a text, an entry of another kind, and a text in a folder that webdataset takes for its own metadata."""
+    stream = io.BytesIO(tar_of({"a.txt": b"A.", "__data__/b.txt": b"B."}))
+    with tarfile.open(fileobj=stream, mode="a") as tar:
+        entry = tarfile.TarInfo(name)
+        entry.type, entry.linkname = kind, "a.txt"
+        tar.addfile(entry)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.FIFOTYPE])
+def test_a_link_or_pipe_in_a_tar_is_refused_where_a_text_would_be_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: bytes
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("c/0.TXT", "c/1.json"):
+        Path("x.tar").write_bytes(with_entry(name, kind))
+        build_refused("text", "--source", "x.tar", "--out", "out", *TRAIN, named=("x.tar", name))
+    for name in ("c/0.jpg", ".c/0.txt", "c"):
+        Path("x.tar").write_bytes(with_entry(name, kind))
+        assert read_tars("x.tar") == {"x.tar:a": "A.", "x.tar:__data__/b": "B."}
+
+
 @pytest.mark.servers
 @pytest.mark.parametrize("name", ["009.tar", "x.tar", "000.zip", "pipe:cat {}"])
 def test_a_tar_by_url_that_cannot_be_used_is_named(shards: Path, tmp_path: Path, name: str) -> None:
