@@ -8,8 +8,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import fsspec.asyn
 import pytest
 
 from dist_mem.config import DataConfig
@@ -68,6 +70,90 @@ def test_a_fault_of_the_server_is_named_in_time_and_leaves_nothing(
         assert not isinstance(caught.value, ShardError)  # data.on_corrupt: skip would leave the document out
     assert server.asked[SHARD] == requests
     assert not leftovers(data)
+
+
+class FailingBucket:
+    """A file system of fsspec whose every transfer ends with an error."""
+
+    def __init__(self, error: Exception) -> None:
+        self.loop = fsspec.asyn.get_loop()
+        self.error = error
+        self.num_asked = 0
+
+    async def _get_file(self, **arguments: object) -> None:
+        self.num_asked += 1
+        raise self.error
+
+
+def of_gcsfs(status: int) -> Exception:
+    retry = pytest.importorskip("gcsfs.retry", reason="gcsfs is not installed")
+    with pytest.raises(Exception) as caught:  # whatever gcsfs makes of it
+        retry.validate_response(status, b'{"error": {"message": "denied"}}', "books/tokenizer.json")
+    return caught.value
+
+
+def of_s3fs(status: int, code: str) -> Exception:
+    errors = pytest.importorskip("s3fs.errors", reason="s3fs is not installed")
+    from botocore.exceptions import ClientError
+
+    response = {"Error": {"Code": code, "Message": "denied"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    translated: Exception = errors.translate_boto_error(ClientError(response, "GetObject"))
+    return translated
+
+
+def without_login(name: str, derived: str | None = None) -> Exception:
+    """An error of botocore or google-auth, by the name of its class, or of one that is derived from it."""
+    kind: type[Exception] = type(name, (Exception,), {})
+    return (type(derived, (kind,), {}) if derived else kind)("Unable to locate credentials")
+
+
+FROM_BUCKETS: dict[str, tuple[Callable[[], Exception], type[RemoteError]]] = {
+    **{f"gcsfs {status}": (partial(of_gcsfs, status), RefusedError) for status in (401, 403, 404, 410)},
+    **{f"gcsfs {status}": (partial(of_gcsfs, status), UnreachableError) for status in (429, 502, 503)},
+    "s3fs 401": (partial(of_s3fs, 401, "401"), RefusedError),
+    "s3fs 403": (partial(of_s3fs, 403, "AccessDenied"), RefusedError),
+    "s3fs 404": (partial(of_s3fs, 404, "NoSuchKey"), RefusedError),
+    "s3fs token": (partial(of_s3fs, 400, "InvalidToken"), RefusedError),
+    "s3fs timeout": (partial(of_s3fs, 400, "RequestTimeout"), UnreachableError),
+    "s3fs 503": (partial(of_s3fs, 503, "SlowDown"), UnreachableError),
+    "no login at Google": (partial(without_login, "DefaultCredentialsError", "MalformedError"), WrongRemoteError),
+    "no login at Amazon": (partial(without_login, "NoCredentialsError"), WrongRemoteError),
+    "a part of a login": (partial(without_login, "PartialCredentialsError"), WrongRemoteError),
+    "no such profile": (partial(without_login, "ProfileNotFound"), WrongRemoteError),
+}
+
+
+@pytest.mark.parametrize("fault", FROM_BUCKETS)
+def test_a_lasting_refusal_of_a_bucket_is_final_and_a_passing_one_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    make, kind = FROM_BUCKETS[fault]
+    bucket = FailingBucket(make())
+    be_impatient(monkeypatch)
+    monkeypatch.setattr(remote, "require", lambda *_: None)
+    monkeypatch.setattr(fsspec, "filesystem", lambda _: bucket)
+    with refused(kind, "gs://bucket/books/tokenizer.json") as caught:
+        refresh(DataConfig(path="gs://bucket/books", cache=str(tmp_path)), [])
+    assert type(caught.value) is kind
+    assert bucket.num_asked == (3 if kind is UnreachableError else 1)
+
+
+def test_a_login_that_fails_before_the_transfer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(scheme: str) -> None:
+        raise without_login("DefaultCredentialsError")
+
+    monkeypatch.setattr(remote, "require", lambda *_: None)
+    monkeypatch.setattr(fsspec, "filesystem", fail)
+    with refused(WrongRemoteError, "gs://bucket/books/tokenizer.json"):
+        refresh(DataConfig(path="gs://bucket/books", cache=str(tmp_path)), [])
+
+
+def test_a_redirect_without_end_is_final(server: FileServer, data: DataConfig) -> None:
+    index = opened(data)
+    server.faults[SHARD] = [f"{server.url}/{SHARD}"]
+    with refused(WrongRemoteError, f"{server.url}/{SHARD}"):
+        read_tokens(index, 0)
+    assert server.asked[SHARD] == 10  # redirects that aiohttp follows
 
 
 def test_a_name_server_that_does_not_answer_is_given_up_in_time(

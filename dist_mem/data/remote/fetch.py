@@ -40,6 +40,9 @@ POLL_SECONDS = 0.1
 METADATA_BYTES = 2**30  # limit for a file of unknown length, as index.json
 _LIBRARIES = {"http": "aiohttp", "https": "aiohttp", "hf": "huggingface_hub", "s3": "s3fs", "gs": "gcsfs"}
 _STATUS = {FileNotFoundError: 404, PermissionError: 403}  # as fsspec reports them
+# Errors of botocore and google-auth, which are imported only for buckets.
+_NO_LOGIN = {"DefaultCredentialsError", "NoAuthTokenError", "NoCredentialsError", "PartialCredentialsError"}
+_NO_LOGIN |= {"ProfileNotFound", "UnauthorizedSSOTokenError"}
 _PASSING_STATUS = {408, 416, 429}  # temporary refusals; other statuses from 400 to 499 are permanent
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
@@ -254,7 +257,11 @@ def _request(source: Address, file: IO[bytes], progress: _Progress) -> tuple[Any
     for library in (_LIBRARIES[scheme], "aiohttp"):
         require(library, f"data at {scheme}://")
     if scheme in ("s3", "gs"):
-        return fsspec.filesystem(scheme), {"rpath": url, "lpath": file.name}
+        try:
+            files = fsspec.filesystem(scheme)
+        except Exception as error:  # gcsfs logs in here
+            raise _failure(source, error) from error
+        return files, {"rpath": url, "lpath": file.name}
     import aiohttp
 
     progress.received = file.tell()
@@ -322,17 +329,36 @@ def _failure(source: Address, error: BaseException) -> BaseException:
 
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         return error
-    known = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), None)
-    status = getattr(error, "status", known)
-    if isinstance(status, int):
+    advice = "check the address, and whether you may read it"
+    status = _status(error)
+    if status is not None:
         text = f"{source.shown}: HTTP status {status}"
         if 400 <= status < 500 and status not in _PASSING_STATUS:
-            return RefusedError(f"{text}; check the address, and whether you may read it")
+            return RefusedError(f"{text}; {advice}")
         return UnreachableError(text)
+    if isinstance(error, aiohttp.TooManyRedirects):
+        return WrongRemoteError(f"{source.shown}: it is redirected without end; {advice}")
     reason = re.sub(r"//[^/\s]*@|\?[^\s'\"]*", lambda found: found[0][:2] if found[0][0] == "/" else "", str(error))
     text = f"{source.shown}: {type(error).__name__}: {reason}"
+    if any(kind.__name__ in _NO_LOGIN for kind in type(error).__mro__):
+        return WrongRemoteError(f"{text}; set up a login for it on this machine")
     is_final = isinstance(error, (ValueError, aiohttp.ClientConnectorCertificateError))  # aiohttp.InvalidURL is one
     return WrongRemoteError(text) if is_final else UnreachableError(text)
+
+
+def _status(error: BaseException) -> int | None:
+    """Return the HTTP status of an error of aiohttp, fsspec, gcsfs or s3fs; None if it has none."""
+    if isinstance(error, TimeoutError):  # Amazon's RequestTimeout has status 400, but passes
+        return None
+    response = getattr(error.__cause__ or error, "response", None)  # of botocore, whose errors s3fs translates
+    if isinstance(response, dict):
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    elif isinstance(error, OSError) and str(error).startswith("Forbidden: "):  # gcsfs
+        status = 403
+    else:
+        known = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), None)
+        status = getattr(error, "status" if hasattr(error, "status") else "code", known)  # of aiohttp, of gcsfs
+    return int(status) if isinstance(status, int) and status >= 400 else None
 
 
 def _web_page(path: Path) -> str:
