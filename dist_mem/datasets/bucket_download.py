@@ -19,8 +19,8 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from dist_mem.data.remote import fetch as remote
-from dist_mem.data.remote.fetch import METADATA_BYTES
-from dist_mem.errors import UnfitError
+from dist_mem.data.remote.fetch import METADATA_BYTES, Verify
+from dist_mem.errors import UnfitError, UnusableError
 from dist_mem.runtime.files import write_bytes
 from dist_mem.runtime.names import PLAIN, is_plain_path
 
@@ -39,7 +39,8 @@ def list_files(base_url: str, prefix: str) -> list[RemoteFile]:
     """List the files of the bucket at `base_url` (https://host/bucket) whose names start with `prefix`.
 
     Raises:
-        DownloadError: the bucket cannot be listed.
+        DownloadError: the bucket cannot be listed now.
+        UnusableError: there is no bucket, or it refuses.
     """
     parts = urllib.parse.urlsplit(base_url.rstrip("/"))
     root, _, bucket = parts.path.rpartition("/")
@@ -48,13 +49,14 @@ def list_files(base_url: str, prefix: str) -> list[RemoteFile]:
     while True:
         path = f"{root}/storage/v1/b/{bucket}/o?{urllib.parse.urlencode(query)}"
         url = urllib.parse.urlunsplit((parts.scheme, parts.netloc, path, "", ""))
+        answer = fetch(url)
         try:
-            page = json.loads(fetch(url))
+            page = json.loads(answer)
             files.extend(
                 RemoteFile(item["name"], int(item["size"]), item.get("md5Hash")) for item in page.get("items", [])
             )
         except (ValueError, KeyError) as error:
-            raise DownloadError(
+            raise UnusableError(
                 f"{url} does not answer with a bucket's listing ({error!r}): check the base URL"
             ) from error
         if "nextPageToken" not in page:
@@ -68,6 +70,7 @@ def download_files(base_url: str, files: Sequence[RemoteFile], directory: Path, 
     Raises:
         DownloadError: a file could not be fetched; finished files are kept, and the next call continues from there. Or
             the bucket lists a name outside `directory`.
+        WrongRemoteError: a file does not exist, may not be read, or is longer than listed; likewise.
     """
     from tqdm import tqdm
 
@@ -98,16 +101,19 @@ def is_complete(path: Path, file: RemoteFile) -> bool:
     return file.md5 is None or _md5(path.read_bytes()) == file.md5
 
 
-def fetch(url: str, *, limit: int = METADATA_BYTES) -> bytes:
+def fetch(url: str, *, limit: int = METADATA_BYTES, verify: Verify = lambda _: None) -> bytes:
     """Return the content at a URL, at most `limit` bytes; retry after failures that may be temporary.
 
     Raises:
-        DownloadError: it does not exist, is longer, or could not be fetched.
+        DownloadError: it could not be fetched now.
+        WrongRemoteError: it does not exist, may not be read, is longer, or `verify` refuses it.
     """
     with TemporaryDirectory() as folder:
         path = Path(folder) / "content"
         try:
-            remote.download(remote.Address(url, remote.show(url)), path, limit=limit, verify=lambda _: None)
+            remote.download(remote.Address(url, remote.show(url)), path, limit=limit, verify=verify)
+        except remote.WrongRemoteError:
+            raise
         except remote.RemoteError as error:
             raise DownloadError(f"{error}; start the same command again to go on: finished files are kept") from error
         return path.read_bytes()

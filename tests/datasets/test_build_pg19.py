@@ -233,25 +233,35 @@ def test_failures_that_pass_are_tried_again(bucket: Bucket, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("path", "failures", "altered"),
+    ("path", "failures", "altered", "code"),
     [
-        ("/books/train/9.txt", [503] * 9, None),
-        ("/books/train/9.txt", [404], None),
-        ("/books/train/9.txt", [], b"Text of 8.\r\n"),
-        ("/books/train/9.txt", [], bytes(2**20)),
-        (LISTING, [404], None),
-        (LISTING, [], b"<html>Welcome!</html>"),
-        ("/books/metadata.csv", None, None),
+        ("/books/train/9.txt", [503] * 9, None, 1),
+        ("/books/train/9.txt", [404], None, 2),
+        ("/books/train/9.txt", [], b"Text of 8.\r\n", 1),
+        ("/books/train/9.txt", [], bytes(2**20), 2),
+        (LISTING, [404], None, 2),
+        (LISTING, [503] * 9, None, 1),
+        (LISTING, [], b"<html>Welcome!</html>", 2),
+        ("/books/metadata.csv", None, None, 1),
+        ("/books/metadata.csv", [403], None, 2),
     ],
 )
 def test_a_failed_download_says_which_file_and_keeps_the_others_out_of_the_build(
-    bucket: Bucket, tmp_path: Path, path: str, failures: list[int] | None, altered: bytes | None
+    bucket: Bucket, tmp_path: Path, path: str, failures: list[int] | None, altered: bytes | None, code: int
 ) -> None:
     bucket.failures = {path: failures or []}
     bucket.altered = {} if altered is None else {path: altered}
     if failures is None:
         bucket.server_close()  # it cannot be reached at all
     given = ("--source", tmp_path / "copy", "--out", tmp_path / "out", "--download", "--base-url", bucket.url)
-    build_refused("pg19", *given, code=1, named=(path.removeprefix("/books/"),))
+    build_refused("pg19", *given, code=code, named=(path.removeprefix("/books/"),))
     assert not (tmp_path / "copy" / "train" / "9.txt").exists()
     assert not (tmp_path / "out").exists()
+
+
+def test_a_login_page_does_not_replace_the_metadata_of_an_earlier_download(bucket: Bucket, tmp_path: Path) -> None:
+    assert build_download(bucket, tmp_path) == 0
+    bucket.altered = {"/books/metadata.csv": b"<html>Please log in.</html>\n"}
+    given = ("--source", tmp_path / "copy", "--out", tmp_path / "out", "--download", "--base-url", bucket.url)
+    build_refused("pg19", *given, named=(f"{bucket.url}/metadata.csv",))
+    assert (tmp_path / "copy" / "metadata.csv").read_text() == METADATA

@@ -109,7 +109,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def download(options: argparse.Namespace) -> None:
     """Fetch metadata.csv and the documents that the other options select."""
     options.source.mkdir(parents=True, exist_ok=True)
-    write_bytes(options.source / METADATA_NAME, fetch(f"{options.base_url.rstrip('/')}/{METADATA_NAME}"))
+    content = fetch(f"{options.base_url.rstrip('/')}/{METADATA_NAME}", verify=read_metadata)
+    write_bytes(options.source / METADATA_NAME, content)
     metadata = read_metadata(options.source / METADATA_NAME)
     for split in OFFICIAL_SPLITS:
         listed = {file.name: file for file in list_files(options.base_url, f"{split}/")}
