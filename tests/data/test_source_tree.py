@@ -14,7 +14,7 @@ from contextlib import closing, redirect_stdout
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dist_mem.datasets import gpt2_tokenizer
@@ -62,6 +62,7 @@ def test_every_file_is_read_or_counted_and_none_that_its_path_holds_out_is_in_tr
     paths: list[tuple[list[str], str, str]],
 ) -> None:
     names = {"/".join([*folders, stem + suffix]) for folders, stem, suffix in paths}
+    assume(not any(name.startswith(f"{other}/") for name in names for other in names))  # no file is a folder too
     taken = {name for name in names if name.lower().endswith(READ) and not is_put_there_by_a_system(name)}
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
