@@ -54,8 +54,8 @@ def find_resumption(config: Config, world: World, allowed: Sequence[str] = ()) -
 
 
 def saved_config(directory: Path, memory: Any) -> Config:
-    """Return the configuration of a checkpoint, which rank 0 reads for all; see `_read_saved`. Raises UnusableError."""
-    return decided_by_rank0(lambda: readable(lambda: _read_saved(directory, memory)))
+    """Return the result of `read_saved_config`, which rank 0 calls for all. Raises UnusableError."""
+    return decided_by_rank0(lambda: readable(lambda: read_saved_config(directory, memory)))
 
 
 def check_run_dir(config: Config, allowed: Sequence[str] = ()) -> None:
@@ -67,7 +67,7 @@ def check_run_dir(config: Config, allowed: Sequence[str] = ()) -> None:
     request = readable(lambda: find_candidates(config.resume, Path(config.run_dir)))
     for directory in request.candidates:
         try:
-            saved = _read_saved(directory, config.memory)
+            saved = read_saved_config(directory, config.memory)
             manifest = read_manifest(directory)
         except (ConfigError, CheckpointError, OSError):  # damaged: the job passes it over and reports the reason
             continue
@@ -95,8 +95,12 @@ def _check_changes(saved: Config, config: Config, manifest: Mapping[str, Any], a
     return check_changes(saved, config, then=manifest.get("environment", {}), allowed=allowed)
 
 
-def _read_saved(directory: Path, memory: Any) -> Config:
-    """Return the configuration of a checkpoint; options added to its memory since then have their defaults."""
+def read_saved_config(directory: Path, memory: Any) -> Config:
+    """Return the configuration of a checkpoint or run; options added to its memory since then have their defaults.
+
+    Args:
+        memory: the present block, since memories of other kinds are not loaded.
+    """
     path = directory / "config.yaml"
     saved = read_config(path)
     if dict(kinds_of(saved.memory)) == dict(

@@ -83,26 +83,31 @@ def write_cell(run: Run, **changes: Any) -> None:
 
 
 def define(run: Run, definition: Mapping[str, Any]) -> None:
-    """Begin the cell of a run, or check that the one that is there is of this definition, as `check_definition`."""
+    """Begin the cell of a run. Raises UnusableError if the one that is there is of another definition."""
     if "definition" not in read_cell(run.cell):
         write_cell(run, definition=definition)
-    check_definition(run.cell, definition)
+    check_definition(run.cell, definition, f"give another --out, or remove it and its run directory {run.directory}")
 
 
-def check_definition(path: Path, definition: Mapping[str, Any]) -> None:
-    """Raise UnusableError if a cell is of another definition; the message names the first keys that differ.
+def check_definition(path: Path, definition: Mapping[str, Any], remedy: str) -> None:
+    """Raise UnusableError if a cell is of another definition, as `compare`."""
+    compare(read_cell(path).get("definition", {}), definition, f"{path} is a cell", remedy)
+
+
+def compare(kept: Mapping[str, Any], definition: Mapping[str, Any], what: str, remedy: str) -> None:
+    """Raise UnusableError if two definitions differ; the message names the first keys that differ.
 
     Args:
+        kept: the definition of `what`.
         definition: without the fingerprints of data that are not here, which are not compared.
+        remedy: ends the message.
     """
-    kept, now = read_cell(path).get("definition", {}), json.loads(json.dumps(definition))
+    now = json.loads(json.dumps(definition))
     is_here = [key for key in sorted({*kept, *now}) if key in now or not key.startswith("data/")]
     if keys := [key for key in is_here if kept.get(key) != now.get(key)]:
         shown = "; ".join(f"{key} was {kept.get(key)!r} and is {now.get(key)!r}" for key in keys[:3])
         more = f" and {len(keys) - 3} more" if keys[3:] else ""
-        raise UnusableError(
-            f"{path} is a cell of another definition: {shown}{more}; give another --out or --cells, or remove it"
-        )
+        raise UnusableError(f"{what} of another definition: {shown}{more}; {remedy}")
 
 
 def keep_result(run: Run, column: str, result: Mapping[str, Any], report: Path | None = None) -> None:
@@ -169,7 +174,7 @@ def take_over(run: Run, folder: Path, definition: Mapping[str, Any]) -> bool:
     there = folder / run.cell.name
     if is_finished(run) or not there.exists():
         return False
-    check_definition(there, definition)
+    check_definition(there, definition, "give another --cells, or remove it")
     run.cell.parent.mkdir(parents=True, exist_ok=True)
     write_text(run.cell, there.read_text(encoding="utf-8"))
     return True

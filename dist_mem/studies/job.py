@@ -24,6 +24,7 @@ from dist_mem.runtime.signals import StopSignal
 from dist_mem.studies.budget import Costs
 from dist_mem.studies.cells import Run, define, finish, give, is_finished, keep_result, read_result
 from dist_mem.studies.runs import (
+    check_trained,
     data_of,
     definition_of,
     evaluate_command,
@@ -243,7 +244,7 @@ def _train_and_measure(
     job: Job, item: Run, missing: Mapping[str, Column], report: Callable[[str], None], place: Place
 ) -> None:
     build(job, item, report)
-    define(item, definition_of(job.study, item, job.extra, ranks=job.ranks))
+    begin(job, item)
     report(f"{item.name}: training")
     command = train_command(job.study, item, ranks=job.ranks, extra=job.extra, devices=place.devices)
 
@@ -257,6 +258,14 @@ def _train_and_measure(
     while left := [name for name in missing if read_result(item, name) is None]:
         for name, value in _measure(job, item, missing, left[0], place).items():
             report(f"{item.name}: {name} {'n/a' if value is None else f'{value:.4g}'}")
+
+
+def begin(job: Job, item: Run) -> None:
+    """Begin the cell of a run whose data are built. Raises UnusableError if one there is of another definition."""
+    definition = definition_of(job.study, item, job.extra, ranks=job.ranks)
+    if not item.cell.exists():
+        check_trained(job.study, item, job.extra, definition)
+    define(item, definition)
 
 
 def build(job: Job, item: Run, report: Callable[[str], None]) -> None:

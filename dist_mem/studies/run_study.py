@@ -37,6 +37,7 @@ from dist_mem.studies.job import (
     Job,
     Place,
     StoppedError,
+    begin,
     build,
     for_each_run,
     left_to_measure,
@@ -48,6 +49,7 @@ from dist_mem.studies.row_check import check, check_rows
 from dist_mem.studies.runs import (
     Settings,
     all_runs,
+    check_trained,
     definition_of,
     figure_commands,
     rows_behind,
@@ -231,7 +233,7 @@ def take_cells(job: Job, report: Callable[[str], None]) -> None:
     """Take over the finished cells of the folder given, and check that all that are there are of this definition.
 
     Raises:
-        UnusableError: one is of another definition.
+        UnusableError: one is of another definition, or a training without a cell is.
     """
     definition = cache(partial(_definition, job))
     for item in job.runs:
@@ -241,6 +243,8 @@ def take_cells(job: Job, report: Callable[[str], None]) -> None:
         if item.cell.exists():
             define(item, definition(item))
             left_to_measure(job, item)
+        else:
+            check_trained(job.study, item, job.extra, definition(item))
 
 
 def _definition(job: Job, item: Run) -> Settings:
@@ -258,6 +262,7 @@ def _submit(job: Job, site: Config, *, at_once: int) -> int:
         raise UnusableError(f"{job.out}: all runs are finished; `{job.study.source}` prints the table")
     for item in left:
         build(job, item, print)
+        begin(job, item)
     commands = [shlex.join(train_words(job.study, item, job.extra)) for item in left]
     list_of_runs = free_name(job.out / "slurm" / "runs.txt")
     list_of_runs.parent.mkdir(parents=True, exist_ok=True)

@@ -10,21 +10,25 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from dist_mem.config import load_config
+from dist_mem.checkpoint.manifest import list_steps, read_manifest, step_dir
+from dist_mem.checkpoint.resume_source import read_saved_config
+from dist_mem.config import Config, load_config
+from dist_mem.config.load import COMMAND_LINE_ONLY
 from dist_mem.data.directory import open_index
 from dist_mem.data.shard import INDEX_NAME
-from dist_mem.errors import UnusableError
+from dist_mem.errors import CheckpointError, UnusableError
 from dist_mem.evaluation.scores import Band, read_report
 from dist_mem.launch.local import launcher
 from dist_mem.memory import memory_options
 from dist_mem.runtime.file_schema import check, integer, metric, read_json, record, table
-from dist_mem.studies.cells import CELLS, Run, read_result
+from dist_mem.studies.cells import CELLS, Run, compare, read_result
 from dist_mem.studies.study import Column, Study
 
 # Metrics of which a higher one is better; of all others a lower one is.
@@ -40,6 +44,7 @@ _MACHINE = frozenset(
         *("train.numa_binding", "train.peak_tflops", "train.profile"),
     }
 )
+_NOT_SAVED = ("ranks", *COMMAND_LINE_ONLY)  # keys of a definition that config.yaml does not have
 
 
 def all_runs(study: Study, out: Path, seeds: Sequence[int] = (), rows: Collection[str] = ()) -> list[Run]:
@@ -149,12 +154,37 @@ def train_words(study: Study, run: Run, extra: Sequence[str]) -> list[str]:
 def definition_of(study: Study, run: Run, extra: Sequence[str], *, ranks: int) -> Settings:
     """Return what a run is: its settings, its ranks, and the fingerprints of its splits if they are built."""
     config = load_config(train_words(study, run, extra), memory_options=memory_options)
-    tree = cast(dict[str, Any], OmegaConf.to_container(cast(Any, config), resolve=True))
-    found = {key: value for name in BLOCKS for key, value in flat(name, tree[name]) if key not in _MACHINE}
     splits = sorted({"train", *(column.split for column in measured(study, run).values())})
     is_built = all((Path(config.data.path) / split / INDEX_NAME).exists() for split in splits)
     prints = {f"data/{split}": open_index(config.data, split).fingerprint for split in splits if is_built}
-    return {"ranks": ranks, **found, **prints}
+    return {"ranks": ranks, **_settings(config), **prints}
+
+
+def _settings(config: Config) -> Settings:
+    """Return the settings that affect the metrics."""
+    tree = cast(dict[str, Any], OmegaConf.to_container(cast(Any, config), resolve=True))
+    return {key: value for name in BLOCKS for key, value in flat(name, tree[name]) if key not in _MACHINE}
+
+
+def check_trained(study: Study, run: Run, extra: Sequence[str], definition: Settings) -> None:
+    """Check that a training in the run directory is of this definition; for a run whose cell has been removed.
+
+    Keys such as optimizer.lr may change when a run resumes, and a finished run does not even start: without this check
+    the trained model would be measured as one of this definition.
+
+    Raises:
+        UnusableError: it is of another definition.
+    """
+    if not (run.directory / "config.yaml").exists():
+        return
+    saved = read_saved_config(run.directory, load_config(train_words(study, run, extra)).memory)
+    not_saved = {key: value for key, value in definition.items() if key in _NOT_SAVED or key.startswith("data/")}
+    trained = {**_settings(saved), **not_saved}
+    with suppress(CheckpointError):  # a training passes over a damaged checkpoint
+        for step in list_steps(run.directory)[-1:]:
+            fingerprints = read_manifest(step_dir(run.directory, step))["data_fingerprint"].split()
+            trained["data/train"] = fingerprints[-1]  # of a curriculum, the last stage is that of data.path
+    compare(trained, definition, f"{run.directory} is a training", "give another --out, or remove it")
 
 
 def flat(key: str, node: Any) -> Iterator[tuple[str, Any]]:

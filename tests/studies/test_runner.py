@@ -22,19 +22,21 @@ import pytest
 import yaml
 
 from dist_mem.__main__ import main
-from dist_mem.config import load_config
+from dist_mem.checkpoint.manifest import step_dir, write_manifest
+from dist_mem.config import load_config, save_config
 from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USAGE, UnusableError
 from dist_mem.evaluation.scores import read_report
 from dist_mem.launch.local import launcher, tied
+from dist_mem.memory import memory_options
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.studies.cells import Run, checksum, keep_result, read_cell
 from dist_mem.studies.estimate import Estimate, finish_seconds, report
 from dist_mem.studies.job import CommandError, Job, Place, StoppedError, for_each_run, places
-from dist_mem.studies.run_study import ParentRun, Request
+from dist_mem.studies.run_study import ParentRun, Request, take_cells
 from dist_mem.studies.run_study import _close as close_parent
 from dist_mem.studies.run_study import run as run_study
-from dist_mem.studies.runs import all_runs
+from dist_mem.studies.runs import all_runs, definition_of, train_words
 from dist_mem.studies.study import FOLDER, load_study, study_names
 from dist_mem.tracking.mlflow.client import connect
 from tests.studies.small import SWEEP, load, two_memories
@@ -170,6 +172,42 @@ def test_cells_of_one_definition_are_not_those_of_another(here: Path) -> None:
     (here / "job.yaml").write_text(text)
     with refused(UnusableError, "column 'test'"):
         reproduce()
+
+
+def train_folder(run: Run, *extra: str, fingerprint: str) -> None:
+    """As if a training of a run had saved a checkpoint, on data of this fingerprint, and its cell had been removed."""
+    config = load_config(train_words(load_study("two"), run, extra), memory_options=memory_options)
+    save_config(config, run.directory / "config.yaml")
+    folder = step_dir(run.directory, STEPS)
+    folder.mkdir(parents=True, exist_ok=True)
+    fingerprints = {"data_fingerprint": fingerprint, "tokenizer_fingerprint": ""}
+    empty: dict[str, Any] = {key: {} for key in ("files", "versions", "lanes", "meter")}
+    counts = {"step": STEPS, "world_size": 1, "zero_stage": 0}
+    write_manifest(folder, {**empty, **fingerprints, **counts, "mlflow_run_id": None})
+
+
+def test_a_trained_model_is_not_measured_under_another_definition(here: Path) -> None:
+    """A finished run is not trained again, and a key such as optimizer.lr may change when it is started."""
+    run = Run("xl", "", 0, Path("out"))
+    study = load_study("two")
+    job = Job(study, Path("out"), [run], 1, ["eval.allow_code=true"], StopSignal([]))
+    definition = definition_of(study, run, job.extra, ranks=1)
+    train_folder(run, fingerprint=definition["data/train"])
+    take_cells(job, print)  # a training that was begun in an earlier call goes on
+    with refused(UnusableError, run.directory, "optimizer.lr was 0.003 and is 0.5"):
+        reproduce("optimizer.lr=0.5")
+    assert not run.cell.exists()
+    train_folder(run, fingerprint="0" * 64)
+    with refused(UnusableError, run.directory, "data/train was '0000"):
+        take_cells(job, print)
+
+
+def test_what_is_submitted_begins_its_cells(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or else the next call with another definition would take over the training of this one."""
+    monkeypatch.setattr("dist_mem.studies.run_study.submit_array", lambda runs, config, **options: EXIT_DONE)
+    assert reproduce(site=load_config(["job.yaml"])) == EXIT_DONE
+    with refused(UnusableError, "none-seed0.json", "train.steps was 40 and is 50"):
+        reproduce(scale="small")
 
 
 def test_a_call_that_came_to_nothing_binds_no_folder(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
