@@ -32,6 +32,7 @@ from dist_mem.studies.runs import (
     metric_of,
     newest_report,
     train_command,
+    train_split_of,
 )
 from dist_mem.studies.study import Column, Study
 
@@ -271,7 +272,8 @@ def begin(job: Job, item: Run) -> None:
 def build(job: Job, item: Run, report: Callable[[str], None]) -> None:
     """Build the data of a run if they are missing. Raises UnusableError if the study cannot build them."""
     path, point = Path(data_of(job.study, item)), job.study.points[item.point]
-    splits = {"train", *(column.split for column in measured(job.study, item).values())}
+    splits = {column.split for column in measured(job.study, item).values()}
+    splits.add(train_split_of(job.study, item, job.extra))
 
     def is_built() -> bool:
         return all((path / split / INDEX_NAME).exists() for split in splits)  # a builder writes them last

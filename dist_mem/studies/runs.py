@@ -7,11 +7,12 @@ validation split, as a paper tunes its baselines: chosen per seed and column, wi
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,14 +20,17 @@ from omegaconf import OmegaConf
 
 from dist_mem.checkpoint.manifest import list_steps, read_manifest, step_dir
 from dist_mem.checkpoint.resume_source import read_saved_config
-from dist_mem.config import Config, load_config
+from dist_mem.config import Config, DataConfig, DivergenceConfig, load_config
+from dist_mem.config.deepspeed_keys import ALLOWED_ON_RESUME
 from dist_mem.config.load import COMMAND_LINE_ONLY
+from dist_mem.config.sources import read_sources
 from dist_mem.data.directory import open_index
 from dist_mem.data.shard import INDEX_NAME
 from dist_mem.errors import CheckpointError, UnusableError
 from dist_mem.evaluation.scores import Band, read_report
 from dist_mem.launch.local import launcher
 from dist_mem.memory import memory_options
+from dist_mem.memory.outside import sources
 from dist_mem.runtime.file_schema import check, integer, metric, read_json, record, table
 from dist_mem.studies.cells import CELLS, Run, compare, read_result
 from dist_mem.studies.study import Column, Study
@@ -44,6 +48,7 @@ _MACHINE = frozenset(
         *("train.numa_binding", "train.peak_tflops", "train.profile"),
     }
 )
+_OF_DEEPSPEED = (*ALLOWED_ON_RESUME, "communication_data_type")  # parts of that block that affect the metrics
 _NOT_SAVED = ("ranks", *COMMAND_LINE_ONLY)  # keys of a definition that config.yaml does not have
 
 
@@ -60,6 +65,13 @@ def all_runs(study: Study, out: Path, seeds: Sequence[int] = (), rows: Collectio
         for row in study.trained
         if row in (rows or study.trained) and row not in point.without
     ]
+
+
+def train_split_of(study: Study, run: Run, extra: Sequence[str]) -> str:
+    """Return `data.train_split` of a run; its other keys are not checked, as a budget sets some of them later."""
+    blocks = [source.tree.get("data") for source in read_sources(train_words(study, run, extra))]
+    found = [block["train_split"] for block in blocks if isinstance(block, Mapping) and "train_split" in block]
+    return str([DataConfig().train_split, *found][-1])
 
 
 def data_of(study: Study, run: Run) -> str:
@@ -152,18 +164,26 @@ def train_words(study: Study, run: Run, extra: Sequence[str]) -> list[str]:
 
 
 def definition_of(study: Study, run: Run, extra: Sequence[str], *, ranks: int) -> Settings:
-    """Return what a run is: its settings, its ranks, and the fingerprints of its splits if they are built."""
+    """Return what a run is: its settings, its ranks, and fingerprints of its memory files and of its splits.
+
+    The splits are left out unless all are built, and the data of a curriculum's earlier stages in any case.
+    """
     config = load_config(train_words(study, run, extra), memory_options=memory_options)
-    splits = sorted({"train", *(column.split for column in measured(study, run).values())})
+    splits = sorted({config.data.train_split, *(column.split for column in measured(study, run).values())})
     is_built = all((Path(config.data.path) / split / INDEX_NAME).exists() for split in splits)
     prints = {f"data/{split}": open_index(config.data, split).fingerprint for split in splits if is_built}
-    return {"ranks": ranks, **_settings(config), **prints}
+    memories = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in sources(config.memory).items()}
+    return {"ranks": ranks, **_settings(config), **memories, **prints}
 
 
 def _settings(config: Config) -> Settings:
-    """Return the settings that affect the metrics."""
+    """Return the settings that affect the metrics; outside `BLOCKS` those that are not the defaults."""
     tree = cast(dict[str, Any], OmegaConf.to_container(cast(Any, config), resolve=True))
-    return {key: value for name in BLOCKS for key, value in flat(name, tree[name]) if key not in _MACHINE}
+    found = {key: value for name in BLOCKS for key, value in flat(name, tree[name]) if key not in _MACHINE}
+    usual = dict(flat("divergence", asdict(DivergenceConfig())))
+    found |= {key: value for key, value in flat("divergence", tree["divergence"]) if value != usual[key]}
+    given = {name: tree["deepspeed"][name] for name in _OF_DEEPSPEED if name in tree["deepspeed"]}
+    return found | (dict(flat("deepspeed", given)) if given else {})
 
 
 def check_trained(study: Study, run: Run, extra: Sequence[str], definition: Settings) -> None:
@@ -178,12 +198,15 @@ def check_trained(study: Study, run: Run, extra: Sequence[str], definition: Sett
     if not (run.directory / "config.yaml").exists():
         return
     saved = read_saved_config(run.directory, load_config(train_words(study, run, extra)).memory)
-    not_saved = {key: value for key, value in definition.items() if key in _NOT_SAVED or key.startswith("data/")}
+    not_saved = {key: value for key, value in definition.items() if key in _NOT_SAVED or "/" in key}
     trained = {**_settings(saved), **not_saved}
     with suppress(CheckpointError):  # a training passes over a damaged checkpoint
         for step in list_steps(run.directory)[-1:]:
-            fingerprints = read_manifest(step_dir(run.directory, step))["data_fingerprint"].split()
-            trained["data/train"] = fingerprints[-1]  # of a curriculum, the last stage is that of data.path
+            manifest = read_manifest(step_dir(run.directory, step))
+            files = manifest["files"]
+            trained |= {name: files[name]["sha256"] for name in files if name.startswith("memory/")}
+            # Of a curriculum, the last stage is that of data.path.
+            trained[f"data/{saved.data.train_split}"] = manifest["data_fingerprint"].split()[-1]
     compare(trained, definition, f"{run.directory} is a training", "give another --out, or remove it")
 
 

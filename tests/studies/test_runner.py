@@ -32,7 +32,7 @@ from dist_mem.runtime.network_interface import free_port
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.studies.cells import Run, checksum, keep_result, read_cell
 from dist_mem.studies.estimate import Estimate, finish_seconds, report
-from dist_mem.studies.job import CommandError, Job, Place, StoppedError, for_each_run, places
+from dist_mem.studies.job import CommandError, Job, Place, StoppedError, build, for_each_run, places
 from dist_mem.studies.run_study import ParentRun, Request, take_cells
 from dist_mem.studies.run_study import _close as close_parent
 from dist_mem.studies.run_study import run as run_study
@@ -200,6 +200,36 @@ def test_a_trained_model_is_not_measured_under_another_definition(here: Path) ->
     train_folder(run, fingerprint="0" * 64)
     with refused(UnusableError, run.directory, "data/train was '0000"):
         take_cells(job, print)
+
+
+def test_a_definition_has_all_that_changes_results(here: Path) -> None:
+    run = Run("none", "", 0, Path("out"))
+
+    def added(*extra: str) -> dict[str, Any]:
+        found = definition_of(load_study("two"), run, extra, ranks=1)
+        return {key: value for key, value in found.items() if key not in usual or value != usual[key]}
+
+    usual: dict[str, Any] = {}
+    usual = added()
+    assert {key.partition(".")[0] for key in usual} >= {"train", "data", "data/train"}
+    assert not added("divergence.window=128", "deepspeed.bf16.immediate_grad_update=auto", "deepspeed.dump_state=true")
+    words = {"divergence.spike_z": 3.0, "deepspeed.fp16.loss_scale": 8, "deepspeed.communication_data_type": "fp16"}
+    assert added(*(f"{key}={value}" for key, value in words.items())) == words
+    (here / "mine.py").write_text((ROOT / "examples" / "averages.py").read_text())
+    first = added("memory.kind=mine.py:Averages")
+    (here / "mine.py").write_text((here / "mine.py").read_text() + "\nCHANGED = True\n")
+    changed = added("memory.kind=mine.py:Averages")
+    assert [key for key in first if first[key] != changed[key]] == ["memory/mine.py"]
+
+
+def test_the_split_that_is_trained_on_is_part_of_the_definition(here: Path) -> None:
+    changed(here, lambda table: table["scales"]["tiny"]["train"].append("data.train_split=mine"))
+    study, run = load_study("two"), Run("none", "", 0, Path("out"))
+    (path,) = {Path(point.data) for point in study.points.values()}
+    (path / "train").rename(path / "mine")
+    build(Job(study, Path("out"), [run], 1, [], StopSignal([])), run, print)
+    found = definition_of(study, run, [], ranks=1)
+    assert [key for key in found if key.startswith("data/")] == ["data/mine", "data/test", "data/validation"]
 
 
 def test_what_is_submitted_begins_its_cells(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
