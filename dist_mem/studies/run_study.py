@@ -158,13 +158,14 @@ def _tune(job: Job, asked: Request) -> int | None:
         left = [item for item in trials.runs if left_to_measure(trials, item)]
         if left and asked.site is not None:
             return _submit(trials, asked.site, at_once=asked.jobs)
-        if left and is_first and asked.estimate:
+        if left and asked.estimate and (is_first or not asked.run):
             _estimate(trials, everywhere)
-        if not asked.run:
-            return None
-        errors = for_each_run(trials, trials.runs, everywhere, partial(run_one, trials), restarts=_RESTARTS)
-        if errors:
-            return _failed(errors)
+        if left and not asked.run:
+            return EXIT_DONE
+        if asked.run:
+            errors = for_each_run(trials, trials.runs, everywhere, partial(run_one, trials), restarts=_RESTARTS)
+            if errors:
+                return _failed(errors)
         found, wider = chosen(trials, grids)
         if wider == grids:
             break

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -432,6 +432,30 @@ def test_trials_save_and_track_like_the_runs_and_leave_nothing_in_the_store(tmp_
     assert "estimates/mlflow/store.db" in log, "it was tracked"
     assert {path.name for path in tmp_path.iterdir()} - before == {"out"}
     assert [path.name for path in (out / "estimates").rglob("*") if path.is_file()] == [kept.name]
+
+
+def test_an_estimate_of_tuned_rows_is_of_their_trials_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all trials finished, the rows had no tuned settings, and their own finished cells were refused."""
+    data = build_books(tmp_path)
+    write_config(tmp_path / "job.yaml", data, tmp_path / "unused", {"tracking": {"mlflow": False}})
+    tune = {"grid": {"optimizer.lr": [0.001, 0.004]}, "most": 2}
+    write_study(tmp_path, SWEEP, grid={"memory.kind": ["none"]}, columns=DEV, data=str(data), tune=tune)
+    monkeypatch.chdir(tmp_path)
+    estimated = list[list[str]]()
+    monkeypatch.setattr(
+        "dist_mem.studies.run_study._estimate", lambda job, places: estimated.append([run.row for run in job.runs])
+    )
+    asked = Request("one.yaml", "sweep", out=Path("out"), estimate=True, run=False)
+    assert run_study(asked) == EXIT_DONE
+    trials = ["kindnone lr 0.001", "kindnone lr 0.004"]
+    assert estimated == [trials]
+    for value, trial in enumerate(trials):
+        for column in ("tuned", "tuned on validation"):
+            keep_result(Run(trial, "", 0, Path("out") / "tuning"), column, {"value": 5.0 - value, "step": 1})
+    keep_result(Run("kindnone", "", 0, Path("out")), "dev", {"value": 4.0, "step": 1})
+    assert run_study(replace(asked, estimate=False, run=True)) == EXIT_DONE
+    assert run_study(asked) == EXIT_DONE
+    assert estimated == [trials, ["kindnone"]]
 
 
 @pytest.mark.timeout(900)
