@@ -102,7 +102,12 @@ def _arguments(key: str, value: Any) -> list[str]:
         return [value]
     if "." not in key and isinstance(value, list):  # overrides that belong together
         return [str(word) for word in value]
-    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
+    return [override(key, value)]
+
+
+def override(key: str, value: Any) -> str:
+    """Return the override that sets a key to a value: optimizer.betas=[0.9, 0.95]."""
+    return f"{key}={value if isinstance(value, str) else json.dumps(value)}"
 
 
 def _label(key: str, value: Any) -> str:

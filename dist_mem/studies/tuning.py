@@ -4,13 +4,14 @@
       budget: {flops: 1e12}                                # of a trial; below that of the study, the default,
                                                            # larger rates win
       grid: {optimizer.lr: [0.001, 0.002, 0.004, 0.008]}   # of every row
-      rows: {memorizing: {memory.scale_init: [1, 10]}}     # further keys of a row: the product of all
+      rows: {memorizing: {memory.scale_init: [1.0, 10.0]}} # further keys of a row: the product of all
       seeds: [0]
       most: 8                                              # values of a key
 
 While the best value of a key is the first or the last of its grid, the grid grows there by the ratio of its last two
-values, up to `most` values: a row is not compared at a setting that was chosen for others. Best is the lowest mean of
-the first column over the seeds, on the validation split.
+values, up to `most` values: a row is not compared at a setting that was chosen for others. A grid of whole numbers, as
+of `memory.mem_len`, grows by whole ones only. Best is the lowest mean of the first column over the seeds, on the
+validation split.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 
 from dist_mem.errors import UnusableError
 from dist_mem.studies.cells import Run, read_result
+from dist_mem.studies.grid import override
 from dist_mem.studies.job import Job
 from dist_mem.studies.runs import all_runs, is_better_higher, with_done
 from dist_mem.studies.study import Row
@@ -43,7 +45,7 @@ class Tuned(NamedTuple):
     @property
     def words(self) -> list[str]:
         """The overrides that set the best."""
-        return [f"{key}={value}" for key, value in self.best]
+        return _words(self.best)
 
     def __str__(self) -> str:
         others = ", ".join(f"{_name(trial)}: {metric:.4g}" for trial, metric in sorted(self.metrics.items()))
@@ -67,7 +69,7 @@ def trials_of(job: Job, grids: Mapping[str, Grid]) -> Job:
         trials = {_trial(row, settings): settings for settings in combinations(grid)}
         rows[row] = replace(study.rows[row], train=None, best_of=list(trials), paper={}, sizes={})
         for name, settings in trials.items():
-            rows[name] = Row(name, [*(study.rows[row].train or []), *(f"{key}={value}" for key, value in settings)])
+            rows[name] = Row(name, [*(study.rows[row].train or []), *_words(settings)])
     trial = replace(
         study, rows=rows, seeds=tuning.seeds, budget={**study.budget, **tuning.budget}, figures={},
         columns={_COLUMN: replace(column, split="validation")},
@@ -95,15 +97,26 @@ def widened(grid: Grid, best: Mapping[str, Any], most: int) -> Grid:
         wider[key] = values
         if 1 < len(values) < most and all(type(value) in (int, float) and value > 0 for value in values):
             ordered = sorted(values)
+            beyond = _whole_beyond if all(isinstance(value, int) for value in values) else _beyond
             if best[key] == ordered[-1]:
-                wider[key] = [*values, _rounded(ordered[-1] * ordered[-1] / ordered[-2])]
+                wider[key] = [*values, *beyond(ordered[-1], ordered[-2])]
             elif best[key] == ordered[0]:
-                wider[key] = [_rounded(ordered[0] * ordered[0] / ordered[1]), *values]
+                wider[key] = [*beyond(ordered[0], ordered[1]), *values]
     return wider
 
 
-def _rounded(value: float) -> float:
-    return float(f"{value:.3g}")
+def _beyond(edge: float, inner: float) -> list[float]:
+    """Return the value beyond the edge of a grid, with three digits."""
+    return [float(f"{edge * edge / inner:.3g}")]
+
+
+def _whole_beyond(edge: int, inner: int) -> list[int]:
+    """Return the value beyond the edge of a grid of whole numbers; none if it is not whole: its key may need one."""
+    return [edge * edge // inner] if edge * edge % inner == 0 else []
+
+
+def _words(settings: Settings) -> list[str]:
+    return [override(key, value) for key, value in settings]
 
 
 def _name(settings: Settings) -> str:

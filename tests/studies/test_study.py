@@ -29,7 +29,7 @@ from dist_mem.studies.job import Job
 from dist_mem.studies.row_check import check
 from dist_mem.studies.runs import all_runs, is_better_higher, rows_behind, train_words
 from dist_mem.studies.study import FOLDER, RECALL, load_study, study_names, study_path
-from dist_mem.studies.tuning import Grid, chosen, grids_of, trials_of
+from dist_mem.studies.tuning import Grid, chosen, grids_of, trials_of, widened
 from tests.studies.small import ARENA, ROWS, STUDY, SWEEP, at_tiny, load, two_memories, write
 from tests.support.jobs import build_books, write_config
 from tests.support.messages import refused, said
@@ -300,6 +300,22 @@ def test_a_grid_grows_until_the_best_is_inside(best: dict[str, float], most: int
             assert len(values) <= most
             assert 0 < place < len(values) - 1 or len(values) == most
             assert abs(math.log(values[place] / rates[row])) == min(abs(math.log(v / rates[row])) for v in values)
+
+
+def test_a_grid_of_whole_numbers_grows_by_whole_numbers() -> None:
+    """memory.mem_len=256.0 is refused, which was seen when all trials had been trained."""
+    grown = widened({"memory.mem_len": [64, 1000, 1024]}, {"memory.mem_len": 64}, most=8)
+    assert grown == {"memory.mem_len": [64, 1000, 1024]}
+    (values,) = widened({"memory.mem_len": [512, 1024]}, {"memory.mem_len": 1024}, most=8).values()
+    assert values == [512, 1024, 2048] and {type(value) for value in values} == {int}
+    (values,) = widened({"memory.mem_len": [3, 6]}, {"memory.mem_len": 3}, most=8).values()
+    assert values == [3, 6], "1.5 is none"
+    assert widened({"optimizer.lr": [1, 2.0]}, {"optimizer.lr": 1}, most=8) == {"optimizer.lr": [0.5, 1, 2.0]}
+
+
+def test_trials_write_values_as_yaml_does(tmp_path: Path) -> None:
+    job = job_of(tmp_path, grid={"train.max_grad_norm": [None]})
+    assert trials_of(job, grids_of(job)).study.trained["none max_grad_norm None"][-1] == "train.max_grad_norm=null"
 
 
 def test_trials_have_their_budget_and_a_rows_own_keys(tmp_path: Path) -> None:
