@@ -116,3 +116,8 @@ def _label(key: str, value: Any) -> str:
         return Path(value).stem
     text = " ".join(str(word) for word in value) if isinstance(value, list) else str(value)
     return re.sub(r"[^\w.:]+", "_", f"{key.rpartition('.')[2]}{text}").strip("_")
+
+
+def trial_label(value: Any) -> str:
+    """Return the part of a trial's name, which names files too: 0.001, or 0.9 0.999 for a list."""
+    return re.sub(r"[^\w.:+-]+", " ", str(value)).strip()

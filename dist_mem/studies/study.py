@@ -21,9 +21,10 @@ build: [[dist-mem, data, build, sample, --out, data/sample]]
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from dist_mem.papers.regression_error import METRICS as REGRESSION_METRICS
 from dist_mem.runtime.files import is_file
 from dist_mem.runtime.shipped import say_where_from, shipped_path
 from dist_mem.runtime.terminal import counted, listed
-from dist_mem.studies.grid import combinations, settled_grid
+from dist_mem.studies.grid import combinations, settled_grid, trial_label
 
 FOLDER = Path("configs") / "tables"  # of the studies that have a name
 MAX_RUNS = 1000  # unless the command says more
@@ -390,12 +391,18 @@ def _check_tune(study: Study, where: str) -> None:
     if unknown:
         raise UnusableError(f"{where}tune.rows has {unknown[0]!r}, which is not a row of the study")
     for name, grid in {"grid": tune.grid, **{f"rows.{row}": grid for row, grid in tune.rows.items()}}.items():
-        if empty := [key for key, values in grid.items() if not values or len(set(values)) < len(values)]:
+        if empty := [key for key, values in grid.items() if not values or _has_equal(values)]:
             raise UnusableError(f"{where}tune.{name}.{empty[0]} is {grid[empty[0]]}, but must be different values")
     if len(study.points) > 1:
         raise UnusableError(f"{where}points has {len(study.points)}; rows are tuned at one point")
     if unknown := [name for name in tune.budget if name not in study.budget]:
         raise UnusableError(f"{where}tune.budget has {unknown[0]!r}, which the budget of the study has not")
+
+
+def _has_equal(values: Sequence[Any]) -> bool:
+    """Return whether two values of a grid are equal, or would name the same trial."""
+    pairs = itertools.combinations(values, 2)
+    return any(one == other or trial_label(one) == trial_label(other) for one, other in pairs)
 
 
 def _is_number(text: str) -> bool:

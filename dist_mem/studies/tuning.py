@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from dist_mem.errors import UnusableError
 from dist_mem.studies.cells import Run, read_result
-from dist_mem.studies.grid import override
+from dist_mem.studies.grid import override, trial_label
 from dist_mem.studies.job import Job
 from dist_mem.studies.runs import all_runs, is_better_higher, with_done
 from dist_mem.studies.study import Row
@@ -40,7 +40,7 @@ class Tuned(NamedTuple):
     """What was found for a row."""
 
     best: Settings
-    metrics: dict[Settings, float]  # of all trials; worst if it diverged
+    metrics: dict[str, float]  # of all trials by their names; worst if it diverged
 
     @property
     def words(self) -> list[str]:
@@ -48,7 +48,7 @@ class Tuned(NamedTuple):
         return _words(self.best)
 
     def __str__(self) -> str:
-        others = ", ".join(f"{_name(trial)}: {metric:.4g}" for trial, metric in sorted(self.metrics.items()))
+        others = ", ".join(f"{trial}: {metric:.4g}" for trial, metric in self.metrics.items())
         return f"{_name(self.best)}, chosen on validation ({others})"
 
 
@@ -120,7 +120,7 @@ def _words(settings: Settings) -> list[str]:
 
 
 def _name(settings: Settings) -> str:
-    return " ".join(f"{key.rpartition('.')[2]} {value}" for key, value in settings)
+    return " ".join(f"{key.rpartition('.')[2]} {trial_label(value)}" for key, value in settings)
 
 
 def _trial(row: str, settings: Settings) -> str:
@@ -139,13 +139,13 @@ def _best(trials: Job, row: str, grid: Grid) -> Tuned:
     column = trials.study.columns[_COLUMN]
     sign = -1.0 if is_better_higher(column.metric) else 1.0
     point = next(iter(trials.study.points))
-    metrics: dict[Settings, float] = {}
+    metrics: dict[str, float] = {}
     for settings in combinations(grid):
         runs = [Run(_trial(row, settings), point, seed, trials.out) for seed in trials.study.seeds]
         values = [(read_result(run, _COLUMN) or {}).get("value") for run in runs]
         is_known = [value for value in values if value is not None]
-        metrics[settings] = math.fsum(is_known) / len(runs) if len(is_known) == len(runs) else sign * math.inf
-    best = min(metrics, key=lambda settings: sign * metrics[settings])
-    if math.isinf(metrics[best]):
+        metrics[_name(settings)] = math.fsum(is_known) / len(runs) if len(is_known) == len(runs) else sign * math.inf
+    best = min(combinations(grid), key=lambda settings: sign * metrics[_name(settings)])
+    if math.isinf(metrics[_name(best)]):
         raise UnusableError(f"{row}: every trial diverged or has no {column.metric}: give tune.grid lower values")
     return Tuned(best, metrics)

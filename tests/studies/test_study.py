@@ -313,6 +313,22 @@ def test_a_grid_of_whole_numbers_grows_by_whole_numbers() -> None:
     assert widened({"optimizer.lr": [1, 2.0]}, {"optimizer.lr": 1}, most=8) == {"optimizer.lr": [0.5, 1, 2.0]}
 
 
+def test_trials_may_try_lists_and_nothing(tmp_path: Path) -> None:
+    grid = {"optimizer.betas": [[0.9, 0.95], [0.9, 0.999]], "train.max_grad_norm": [None, 0.25]}
+    job = job_of(tmp_path, grid=grid, most=2)
+    trials = trials_of(job, grids_of(job))
+    assert trials.study.trained["none betas 0.9 0.95 max_grad_norm None"][-2:] == [
+        "optimizer.betas=[0.9, 0.95]", "train.max_grad_norm=null",
+    ]  # fmt: skip
+    for number, run in enumerate(trials.runs):
+        keep_result(run, "tuned", {"value": 1.0 + number % 4, "step": 1})
+    found, _ = chosen(trials, grids_of(job))
+    assert found["none"].words == ["optimizer.betas=[0.9, 0.95]", "train.max_grad_norm=null"]
+    assert "betas 0.9 0.999 max_grad_norm 0.25: 4" in str(found["none"])
+    tuned = load_config([*SIZES, *found["none"].words])
+    assert (tuned.optimizer.betas, tuned.train.max_grad_norm) == ([0.9, 0.95], None)
+
+
 def test_trials_write_values_as_yaml_does(tmp_path: Path) -> None:
     job = job_of(tmp_path, grid={"train.max_grad_norm": [None]})
     assert trials_of(job, grids_of(job)).study.trained["none max_grad_norm None"][-1] == "train.max_grad_norm=null"
@@ -353,6 +369,7 @@ def test_trials_that_all_diverged_are_refused(tmp_path: Path) -> None:
     [
         ({"grid": {"optimizer.lr": []}}, "tune.grid.optimizer.lr"),
         ({"grid": {"optimizer.lr": [0.1, 0.1]}}, "tune.grid.optimizer.lr"),
+        ({"grid": {"optimizer.betas": [[0.9, 0.95], [0.9, 0.95]]}}, "tune.grid.optimizer.betas"),
         ({"rows": {"xl": RATES}}, "'xl'"),
         ({"grid": RATES, "budget": {"flops": 1e12}}, "'flops'"),
     ],
