@@ -22,7 +22,11 @@ arguments=("$@") # of dist-mem train
 if [ -n "${SLURM_ARRAY_TASK_ID:-}" ] && [ "$restart" != chain ]; then # those of the task's line; quotes as in a shell
   line=$(sed -n "${SLURM_ARRAY_TASK_ID}p" "$1")
   [ -n "$line" ] || { echo "error: $1 has no line $SLURM_ARRAY_TASK_ID" >&2; exit 2; }
-  mapfile -t arguments < <(xargs -n 1 printf '%s\\n' <<<"$line")
+  if ! words=$(xargs -n 1 printf '%s\\n' <<<"$line"); then
+    echo "error: line $SLURM_ARRAY_TASK_ID of $1: close its quotes" >&2
+    exit 2
+  fi
+  mapfile -t arguments <<<"$words"
 fi"""
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from dist_mem.__main__ import main
 from dist_mem.config import known_keys, load_config
-from dist_mem.errors import UnusableError
+from dist_mem.errors import EXIT_USAGE, UnusableError
 from dist_mem.launch.submit import submit_array
 from tests.support.messages import refused, said
 from tests.support.paths import ROOT
@@ -375,6 +375,16 @@ def test_line_of_an_array_reaches_every_rank_with_its_quotes(slurm: Cluster, job
     command = ["sbatch", "--parsable", "--array=2", "job.sbatch", "sweep.txt"]
     finish(slurm, job, *command)
     assert received(job)["train0"] == ["train", "my config.yaml", "name=a 'b' c", "train.seed=3", "x=[1, 2]"]
+
+
+def test_a_line_of_an_array_whose_quote_has_no_end_is_refused(tmp_path: Path, rendered: Launch) -> None:
+    """The words before it are another configuration, in another run directory."""
+    (tmp_path / "job.sbatch").write_text(rendered("--script", "launch.gpus_per_node=0"), encoding="utf-8")
+    (tmp_path / "runs.txt").write_text("a.yaml\nb.yaml data.path=/data/bob's/books name=b\n", encoding="utf-8")
+    environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+    command = ["bash", "job.sbatch", "runs.txt"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == EXIT_USAGE and "error: line 2 of runs.txt: close its quotes" in done.stderr, done
 
 
 @pytest.mark.slurm

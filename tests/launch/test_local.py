@@ -76,6 +76,24 @@ def test_the_ranks_of_local_sh_are_those_of_the_visible_gpus_and_see_no_others(n
     assert sees(tmp_path, devices, ranks) == [seen] * expected
 
 
+@pytest.mark.parametrize(("gpus", "device"), [(1, "cpu"), (4, "cuda")])
+def test_a_demo_whose_first_training_fails_ends_and_needs_no_second_gpu(gpus: int, device: str, tmp_path: Path) -> None:
+    """It would wait for ever for half of the steps; one GPU cannot have two ranks."""
+    (tmp_path / "tree" / "launch").mkdir(parents=True)
+    (tmp_path / "tree" / "configs").mkdir()
+    for name in ("launch/demo.sh", "launch/local.sh", "configs/demo.yaml"):
+        shutil.copy(ROOT / name, tmp_path / "tree" / name)
+    failing = f"{RANK}exit 1\n"
+    listed = "".join(NVIDIA_SMI.replace("0 1 2 3", " ".join(map(str, range(gpus)))))
+    programs(tmp_path, deepspeed=f"{DEEPSPEED}exit 1\n", python=failing, dist_mem="#!/bin/sh\n", nvidia_smi=listed)
+    command, environment = ["bash", "launch/demo.sh"], chosen(None, "", tmp_path)
+    done = subprocess.run(
+        command, cwd=tmp_path / "tree", env=environment, capture_output=True, text=True, timeout=limit(20)
+    )
+    assert done.returncode == 1 and "expected exit code 85" in done.stderr, done.stderr
+    assert done.stdout.count(f"rank sees {'all' if gpus > 1 else ''}, {device}") == 2
+
+
 @pytest.mark.parametrize("name", CHOICES)
 def test_gpus_are_hidden_and_named_as_cuda_reads_the_variable(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     devices, ranks, expected = CHOICES[name]
