@@ -128,8 +128,11 @@ def _scored_losses(
     first: Sequence[Report], other: Sequence[Report]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     """Return the losses of the other model and of the first, and the words or tokens of each document with any."""
-    scored = [document.num_scored if document.words is None else document.words for document in first[0].documents]
+    report = first[0]
+    scored = [document.num_scored if document.words is None else document.words for document in report.documents]
     counts = np.array(scored, dtype=np.float64)
+    if report.num_words is not None:  # an official count differs from that of the documents
+        counts *= report.num_words / counts.sum()
     known = counts > 0  # a document without words has no share in a perplexity of words
     return _losses(other)[:, known], _losses(first)[:, known], counts[known]
 

@@ -333,4 +333,4 @@ def same_text(reports: Sequence[Report]) -> bool:
     def size(document: DocumentScore) -> tuple[str, int | None, int]:
         return document.id, document.words, document.bytes if document.words is None else 0
 
-    return len({tuple(map(size, report.documents)) for report in reports}) == 1
+    return len({(report.num_words, *map(size, report.documents)) for report in reports}) == 1

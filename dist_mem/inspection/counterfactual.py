@@ -165,7 +165,8 @@ def _in_memory(inspector: Inspector, step: Step, passages: Sequence[Passage], mo
             is_held |= overlap.any(dim=0)
     held = is_held.nonzero().flatten().tolist()
     if len(held) > most:
-        older, newest = held[: -(most // 2)], held[-(most // 2) :]
+        border = len(held) - most // 2
+        older, newest = held[:border], held[border:]
         attended = sorted(older, key=lambda number: -float(mass[number]))[: most - most // 2]
         held = sorted([*attended, *newest])
     return [passages[number] for number in held]

@@ -21,6 +21,7 @@ from dist_mem.evaluation.scores import (
     Report,
     read_report,
     recall_bands,
+    same_text,
     shown,
     to_csv,
     to_table,
@@ -275,6 +276,9 @@ def test_a_gain_that_all_documents_share_has_no_width_however_they_differ() -> N
     first, other = [500.0, 100.0, 900.0] * 3, [400.0, 0.0, 800.0] * 3
     found = gain_interval([of_losses(*first)], [of_losses(*other)])
     assert found == pytest.approx((math.e, math.e))
+    official = [replace(of_losses(*losses), num_words=450) for losses in (first, other)]  # the documents have 900
+    assert gain_interval(official[:1], official[1:]) == pytest.approx((math.e**2, math.e**2))
+    assert not same_text([official[0], of_losses(*other)])
     by_tokens = gain_interval([of_losses(*first, words=None)], [of_losses(*other, words=None)])
     assert by_tokens == pytest.approx((math.exp(0.5), math.exp(0.5)))
 

@@ -283,6 +283,7 @@ def test_blocks_leave_their_first_tokens_without_a_loss(library: Path, tmp_path:
 def test_only_some_passages_are_tried_where_the_reach_has_no_bound(library: Path, index: Index, tmp_path: Path) -> None:
     trained, document = opened(library, index, tmp_path, "infinite")
     every, some = remove_passages(trained, document), remove_passages(trained, document, most=4)
+    assert max(len(removal.passages) for removal in remove_passages(trained, document, most=1).removals) == 1
     assert max(len(removal.passages) for removal in every.removals) == LENGTHS[LONGEST] // SEG_LEN
     last = some.removals[-1]
     assert len(last.passages) == 4
