@@ -299,3 +299,17 @@ def test_a_signal_that_would_grow_without_end_is_refused() -> None:
     memory = memory_of(**{**narrow, "basis_widths": [0.01, 0.05]}, gate=False)
     state = read(memory, segments(300))[-1].state
     assert state.coefficients.abs().max() < 100.0
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_of_a_short_first_segment_each_token_is_forgotten_by_its_own_place(gate: bool) -> None:
+    """Its rows wait at the beginning of those of a whole segment (`data.cut: end`)."""
+    memory = build_memory({"kind": "infinite", **SMALL, "gate": gate}, replace(spec_of(), short_first=True)).double()
+    num_real = SEG_LEN - 2
+    state = memory.init_state(torch.arange(LANES), "cpu", torch.float64)
+    state = memory(segments(1)[0], state, torch.full((LANES,), num_real)).state
+    for token in range(-SEG_LEN, 0):
+        begin = torch.full((LANES,), token)
+        changed = (memory.forget(state, begin, begin + 1).pending != state.pending).any(dim=2)
+        assert changed.sum(dim=1).tolist() == [token >= -num_real] * LANES
+        assert token < -num_real or changed[:, num_real + token].all()

@@ -52,13 +52,14 @@ def forget_signal(memory: Signal, state: State, begin: Tensor, end: Tensor, trac
             "the long-term memory holds rows whose places are not known: inspect from the document's start"
         )
     over = forget(memory.over, state.over, begin, end, trace.over if trace else None)
-    pending = _spans(memory, state.pending.shape[1])
     coefficients = state.coefficients.clone()
     kept = state.pending.clone()
     for lane, (first, last) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
         if last <= first:
             continue
-        kept[lane, (pending.begin < last) & (pending.end > first)] = 0.0
+        num_pending = int(state.pending_len[lane]) if isinstance(state.pending_len, Tensor) else kept.shape[1]
+        pending = _spans(memory, num_pending)
+        kept[lane, :num_pending][(pending.begin < last) & (pending.end > first)] = 0.0
         if trace is None or not state.num_tokens[lane]:
             continue
         places = trace.places[lane]
