@@ -22,7 +22,8 @@ from dist_mem.launch.script import render
 from dist_mem.launch.validation import check
 from dist_mem.runtime.files import free_name, write_text
 
-_REFUSED = re.compile(r"not available|nvalid|denied|permi|disabled|policy|limit")  # final, as for job.sh
+# final, as for job.sh; the last three are of an option that sbatch does not know or understand
+_REFUSED = re.compile("not available|nvalid|denied|permi|disabled|policy|limit|unrecognized|ambiguous|an argument")
 
 
 def run(config: Config, arguments: Sequence[str], *, dry_run: bool, make_snapshot: Callable[[Path], None]) -> int:

@@ -157,12 +157,14 @@ def test_logs_follow_waits_for_a_queued_job(tmp_path: Path, slurm: Path, capsys:
         ("Batch job submission failed: Socket timed out on send/recv operation", UnfitError),
         ("Batch job submission failed: Invalid account or account/partition combination specified", UnusableError),
         ("Batch job submission failed: Requested node configuration is not available", UnusableError),
+        ("unrecognized option '--gress=gpu:4'", UnusableError),
+        ("option '--mem' requires an argument", UnusableError),
     ],
 )
 def test_submission_that_may_succeed_later_is_exit_code_1(
     tmp_path: Path, slurm: Path, complaint: str, error: type[Exception]
 ) -> None:
-    (slurm / "sbatch").write_text(f"#!/bin/sh\necho 'sbatch: error: {complaint}' >&2\nexit 1\n")
+    (slurm / "sbatch").write_text(f'#!/bin/sh\necho "sbatch: error: {complaint}" >&2\nexit 1\n')
     (slurm / "sbatch").chmod(0o755)
     config = load_config(["train.steps=1", f"run_dir={tmp_path}/run", "launch.snapshot=false"])
     with refused(error, complaint.partition("(")[0].strip()):
