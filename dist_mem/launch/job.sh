@@ -163,7 +163,8 @@ resubmit() ( # in a shell of its own, which forgets this job
   { [ "$SLURM_JOB_NUM_NODES" -ge "${value%-*}" ] && [ "$SLURM_JOB_NUM_NODES" -le "${value#*-}" ]; } 2>/dev/null ||
     options+=("--nodes=$SLURM_JOB_NUM_NODES")
   [ "$exclude_failed" != true ] || exclude=$(paste -sd, "$run_dir/slurm/failed_nodes" 2>/dev/null)
-  [ -z "$exclude" ] || options+=("--exclude=$exclude")
+  value=$(sed -n 's/^#SBATCH --exclude=//p' "$0" | head -n 1) # an option takes the place of the script's
+  [ -z "$exclude" ] || options+=("--exclude=$exclude${value:+,$value}")
   [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || options+=("--array=$SLURM_ARRAY_TASK_ID")
   # sbatch exports the environment: not what is of this job. Its number of tasks would count in the next one too.
   unset DIST_MEM_EXIT_CODE DIST_MEM_JOB_END MASTER_ADDR

@@ -81,6 +81,11 @@ CASES = {
     "resubmit": Case("85+ 0", {"restart": "resubmit"}, 2, "FAILED", 85, "resubmitted as job"),
     "exclude": Case("86+ 0", {"exclude_failed": True, "nodes": "1"}, 2, "FAILED", 86, "resubmitted as job"),
     "unfit node": Case("1 0", {"exclude_failed": True, "nodes": "1"}, 2, "FAILED", 1, "resubmitted as job"),
+    "exclude beside the site's": Case(
+        "86+ 0",
+        {"exclude_failed": True, "nodes": "1", "directives": ["--exclude=node1"]},
+        *(1, "FAILED", 86, "request fewer nodes"),
+    ),
     "chain": Case("85+ 0 0", {"restart": "chain", "chain": 3}, 2, "FAILED", 85, "the next job of the chain resumes"),
     "setup as conda's": Case("0", {"setup": CONDA}, 1, "COMPLETED", 0, "activated books"),
     "range of nodes": Case("0", {"nodes": "1-2"}, 1, "COMPLETED", 0, ""),
