@@ -57,38 +57,57 @@ def _machine() -> str:
 
 def _of_machine() -> Iterator[Limit]:
     with suppress(OSError):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
-        yield Limit(
-            _machine(), f"{node_name()}, swap included", 1024 * (kilobytes["MemTotal"] + kilobytes["SwapTotal"])
-        )
+        installed = _installed()
+        yield Limit(_machine(), f"{node_name()}, swap included", installed["MemTotal"] + installed["SwapTotal"])
+
+
+def _installed() -> dict[str, int]:
+    """Return the bytes of each line of /proc/meminfo."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    return {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines}
 
 
 def _of_control_groups() -> Iterator[Limit]:
     """Yield the limits of this process's control group and its parents; Slurm and containers set them."""
     with suppress(OSError):
+        swap = _installed()["SwapTotal"]
         for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers == "":
-                yield from _of_folders(_CGROUPS, path, "memory.max", "memory.swap.max")
+                yield from _of_folders(_CGROUPS, path, "memory.max", swap)
             elif "memory" in controllers.split(","):
-                yield from _of_folders(_CGROUPS / "memory", path, "memory.memsw.limit_in_bytes", None)
+                yield from _of_folders(_CGROUPS / "memory", path, "memory.limit_in_bytes", swap)
 
 
-def _of_folders(root: Path, path: str, limit: str, swap: str | None) -> Iterator[Limit]:
+def _of_folders(root: Path, path: str, file: str, swap: int) -> Iterator[Limit]:
+    """Yield the limits of a control group and its parents.
+
+    Args:
+        file: of the limit without swap, in the version of control groups that `root` has.
+        swap: bytes of the machine.
+    """
     folder = root / path.lstrip("/")
     for group in (folder, *folder.parents):
-        with suppress(OSError):  # no such file: the root group has none, and a container sees only some groups
-            num_bytes = _bytes_of(group / limit) + (_bytes_of(group / swap) if swap else 0)
-            if num_bytes < _NO_LIMIT:
-                yield Limit(f"{_machine()} group {group.stat().st_ino}", f"{group} ({limit})", num_bytes)
+        num_bytes = _bytes_with_swap(group, file, swap)
+        if num_bytes < _NO_LIMIT:
+            yield Limit(f"{_machine()} group {group.stat().st_ino}", f"{group} ({file})", num_bytes)
         if group == root:
             return
 
 
+def _bytes_with_swap(group: Path, file: str, swap: int) -> int:
+    """Return the limit of memory and swap together. Few groups limit swap, but none has more than the machine."""
+    memory = _bytes_of(group / file)
+    if file == "memory.max":
+        return memory + min(_bytes_of(group / "memory.swap.max"), swap)
+    return min(memory + swap, _bytes_of(group / "memory.memsw.limit_in_bytes"))
+
+
 def _bytes_of(file: Path) -> int:
-    text = file.read_text(encoding="ascii").strip()
-    return _NO_LIMIT if text == "max" else int(text)
+    with suppress(OSError):  # no such file: the root group has none, and a container sees only some groups
+        text = file.read_text(encoding="ascii").strip()
+        return _NO_LIMIT if text == "max" else int(text)
+    return _NO_LIMIT
 
 
 def _of_process() -> Iterator[Limit]:

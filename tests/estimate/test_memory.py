@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,14 @@ def test_the_limits_of_this_process_are_found() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+def limits_of_group(folder: Path, file: str, swap: int, **files: str) -> list[int]:
+    """Return the limits of a control group on a machine with this swap; `__` in a keyword stands for a dot."""
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{text}\n")
+    return [limit.num_bytes for limit in _of_folders(folder, "/", file, swap)]
+
+
 def test_a_control_group_s_limit_is_found(tmp_path: Path) -> None:
     """With its swap; that of a group around it too."""
     inner = tmp_path / "job" / "step"
@@ -251,6 +260,19 @@ def test_a_control_group_s_limit_is_found(tmp_path: Path) -> None:
     (inner / "memory.swap.max").write_text("max\n")
     (tmp_path / "job" / "memory.max").write_text("1000\n")
     (tmp_path / "job" / "memory.swap.max").write_text("24\n")
-    found = list(_of_folders(tmp_path, "/job/step", "memory.max", "memory.swap.max"))
+    found = list(_of_folders(tmp_path, "/job/step", "memory.max", 2**40))
     assert [limit.num_bytes for limit in found] == [1024]
     assert str(tmp_path / "job") in found[0].text
+
+
+def test_a_control_group_has_at_most_the_swap_of_its_machine(tmp_path: Path) -> None:
+    new = partial(limits_of_group, file="memory.max", memory__max="1000")
+    assert new(tmp_path / "a", swap=0, memory__swap__max="max") == [1000]
+    assert new(tmp_path / "b", swap=5, memory__swap__max="24") == [1005]
+    assert new(tmp_path / "c", swap=5) == [1005], "a kernel that does not count swap has no such file"
+    no_limit = str(2**63 - 4096)
+    old = partial(limits_of_group, file="memory.limit_in_bytes", swap=5)
+    assert old(tmp_path / "d", memory__limit_in_bytes="1000") == [1005]
+    assert old(tmp_path / "e", memory__limit_in_bytes="1000", memory__memsw__limit_in_bytes="1002") == [1002]
+    assert old(tmp_path / "f", memory__limit_in_bytes="1000", memory__memsw__limit_in_bytes=no_limit) == [1005]
+    assert old(tmp_path / "g", memory__limit_in_bytes=no_limit, memory__memsw__limit_in_bytes=no_limit) == []
