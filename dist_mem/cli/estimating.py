@@ -34,10 +34,12 @@ def estimate(options: Namespace) -> int:
     from dist_mem.estimate import job_estimate
     from dist_mem.estimate.search import Cluster
     from dist_mem.estimate.vocabulary import vocab_size_of
+    from dist_mem.launch.script import ranks_per_node
+    from dist_mem.launch.validation import check_gpus
     from dist_mem.runtime.devices import device_named
 
-    on_node = config.launch.gpus_per_node.rpartition(":")[2]
-    cluster = Cluster(device_named(options.gpu), options.gpus, max(1, int(on_node)))
+    check_gpus(config.launch)
+    cluster = Cluster(device_named(options.gpu), options.gpus, ranks_per_node(config.launch))
     job = job_estimate.estimate_job(
         config, vocab_size_of(config.data, config.model), cluster, disk_rate=1e9 * options.disk, report=_report
     )

@@ -72,10 +72,11 @@ def _filled(template: str, parts: Mapping[str, list[str]]) -> str:
 
 def numbers_of_ranks(launch: LaunchConfig) -> list[int]:
     """Return the ranks of the whole job: one number, or the least and the most if `launch.nodes` is a range."""
-    return [int(nodes) * _ranks_per_node(launch) for nodes in dict.fromkeys(launch.nodes.split("-"))]
+    return [int(nodes) * ranks_per_node(launch) for nodes in dict.fromkeys(launch.nodes.split("-"))]
 
 
-def _ranks_per_node(launch: LaunchConfig) -> int:
+def ranks_per_node(launch: LaunchConfig) -> int:
+    """Return the ranks that a job starts on each of its nodes."""
     return launch.tasks_per_node or num_gpus(launch) or 1
 
 
@@ -104,7 +105,7 @@ def _directives(launch: LaunchConfig, job_name: str, array: str | None) -> Itera
     options = {
         "job-name": job_name,
         "nodes": launch.nodes,
-        "ntasks-per-node": _ranks_per_node(launch),
+        "ntasks-per-node": ranks_per_node(launch),
         "gpus-per-node": launch.gpus_per_node if num_gpus(launch) and asked_by_gres(launch) is None else None,
         "cpus-per-task": launch.cpus_per_task,
         "mem": launch.memory,

@@ -45,6 +45,11 @@ def check(config: Config) -> None:
     stop_on([*_sizes(launch), *_texts(launch), *_restart(launch)])
 
 
+def check_gpus(launch: LaunchConfig) -> None:
+    """Raise ConfigError if `launch.gpus_per_node` has no number."""
+    stop_on(_gpus(launch))
+
+
 def _from_environment(config: Config) -> Iterator[Problem]:
     """Refuse values from the environment: everybody can read the script, in the run directory and in Slurm."""
     leaves = flatten(OmegaConf.to_container(config, resolve=False))
@@ -69,17 +74,21 @@ def _sizes(launch: LaunchConfig) -> Iterator[Problem]:
         yield Problem("launch.nodes", f"is {shown(launch.nodes)}, but must be a number as 4, or a range as 60-64")
     elif int(nodes[2] or nodes[1]) > _MOST_NODES:
         yield Problem("launch.nodes", f"is {launch.nodes!r}, but must be at most {_MOST_NODES:,}")
+    yield from _gpus(launch)
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){1,2}|\d+-\d+", launch.time):
+        yield Problem("launch.time", f"is {launch.time}, but must be as '12:00:00' or '2-00:00:00'")
+    elif launch.signal_seconds >= (seconds := _seconds(launch.time)):
+        given = f"is {launch.signal_seconds}, but launch.time = {launch.time} is {seconds:,} s"
+        yield Problem("launch.signal_seconds", f"{given}: nothing would be trained before the stop; ask for more time")
+
+
+def _gpus(launch: LaunchConfig) -> Iterator[Problem]:
     gpus = re.fullmatch(r"(?:[A-Za-z_][\w.-]*:)?(\d{1,99})", launch.gpus_per_node)
     if not gpus:
         form = "a number as 8, or a type and a number as a100:4, as `sinfo --Format=nodehost,gres` lists them"
         yield Problem("launch.gpus_per_node", f"is {shown(launch.gpus_per_node)}, but must be {form}")
     elif int(gpus[1]) > _MOST_GPUS:
         yield Problem("launch.gpus_per_node", f"is {launch.gpus_per_node!r}, but must be at most {_MOST_GPUS:,}")
-    if not re.fullmatch(r"(\d+-)?\d+(:\d+){1,2}|\d+-\d+", launch.time):
-        yield Problem("launch.time", f"is {launch.time}, but must be as '12:00:00' or '2-00:00:00'")
-    elif launch.signal_seconds >= (seconds := _seconds(launch.time)):
-        given = f"is {launch.signal_seconds}, but launch.time = {launch.time} is {seconds:,} s"
-        yield Problem("launch.signal_seconds", f"{given}: nothing would be trained before the stop; ask for more time")
 
 
 def _seconds(time: str) -> int:

@@ -85,6 +85,21 @@ def test_a_device_without_the_precision_and_bad_arguments_are_refused(capsys: py
         said(refusal(*arguments, capsys=capsys), named)
 
 
+@pytest.mark.parametrize(
+    ("site", "on_node"),
+    [([str(ROOT / "launch" / "sites" / "cpu.yaml")], 4), (["launch.directives=['--gres=gpu:a100:2']"], 2)],
+)
+def test_a_node_has_the_ranks_that_the_job_starts_on_it(
+    site: list[str], on_node: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = plan(*site, "model.num_layers=1", "--gpu", "cpu", "--gpus", "4", capsys=capsys)
+    assert found["gpus_per_node"] == on_node
+
+
+def test_gpus_per_node_that_no_job_can_have_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    said(refusal("launch.gpus_per_node=a100", "--gpu", "h100-80gb", capsys=capsys), "launch.gpus_per_node")
+
+
 MEMORIES = ["none", "causal", "transformer_xl", "compressive", "lamemo", "infinite"]
 MEMORIES += ["infinite over transformer_xl", "infinite over causal", "memorizing"]
 MEMORIES += ["infini", "linear", "rmt", "titans", "block_recurrent"]
