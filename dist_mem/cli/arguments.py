@@ -188,6 +188,11 @@ def _output(text: str) -> Path:
     return path
 
 
+def add_allow(added: ArgumentParser, help_text: str) -> None:
+    """Add the option --allow of `dist-mem train`, which commands that take the arguments of a job have too."""
+    added.add_argument("--allow", action="append", default=[], metavar="KEY", help=help_text)
+
+
 def add_checkpoint(added: ArgumentParser) -> None:
     """Add the option that chooses a checkpoint of a run."""
     added.add_argument(

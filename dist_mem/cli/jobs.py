@@ -6,9 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from dist_mem.cli.arguments import count
+from dist_mem.cli.arguments import add_allow, count
 from dist_mem.cli.commands import load_checked, make_snapshot, require_config
 from dist_mem.config import load_config
+from dist_mem.config.resume_rules import check_allowed
 from dist_mem.errors import UnusableError
 
 
@@ -22,11 +23,12 @@ def launch(options: argparse.Namespace) -> int:
         return submit.show_script(load_config(["train.steps=1", *options.config, *given]))
     require_config(options, "dist-mem launch configs/demo.yaml launch/sites/generic.yaml --nodes 1")
     config = load_checked([*options.config, *given], builds_model=True)
+    check_allowed(options.allow)
     submit.check(config)
     from dist_mem.checkpoint.resume_source import check_run_dir
     from dist_mem.estimate.dry_run import idle_warning
 
-    check_run_dir(config)
+    check_run_dir(config, options.allow)
     if config.preflight and not options.dry_run:
         from dist_mem.doctor.consistency import check_data
 
@@ -40,7 +42,8 @@ def launch(options: argparse.Namespace) -> int:
     def snapshot(folder: Path) -> None:
         make_snapshot(folder, options.config)
 
-    return submit.run(config, options.config, dry_run=options.dry_run, make_snapshot=snapshot)
+    arguments = [*options.config, *(f"--allow={key}" for key in options.allow)]
+    return submit.run(config, arguments, dry_run=options.dry_run, make_snapshot=snapshot)
 
 
 def status(options: argparse.Namespace) -> int:
@@ -67,6 +70,7 @@ def cancel(options: argparse.Namespace) -> int:
 def add_launch_arguments(added: argparse.ArgumentParser) -> None:
     """Add the arguments of `dist-mem launch`."""
     added.add_argument("config", nargs="*", default=[], help="as for `dist-mem train`")
+    add_allow(added, "key that may differ from the checkpoint, as for `dist-mem train`; repeatable")
     added.add_argument("--nodes", metavar="N", help="launch.nodes: a number, or a range such as 60-64")
     added.add_argument("--gpus-per-node", metavar="N", help="launch.gpus_per_node")
     added.add_argument("--time", help="launch.time")

@@ -26,6 +26,7 @@ from dist_mem.cli import (
 )
 from dist_mem.cli.arguments import (
     MODEL,
+    add_allow,
     add_checkpoint,
     add_memory,
     count,
@@ -138,12 +139,8 @@ def _memory_options() -> set[str]:
 
 def _add_train(added: ArgumentParser) -> None:
     added.add_argument("config", nargs="*", default=[], help=_CONFIG)
-    added.add_argument(
-        "--allow",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="key, or block of keys, that may differ from the checkpoint, for example optimizer.betas; repeatable",
+    add_allow(
+        added, "key, or block of keys, that may differ from the checkpoint, for example optimizer.betas; repeatable"
     )
     added.add_argument("--check", action="store_true", help="check the configuration, print what it means, and exit")
     added.add_argument("--world", type=count, default=1, metavar="N", help="number of ranks for --check (default: 1)")
@@ -289,4 +286,5 @@ def _add_config(added: ArgumentParser) -> None:
     added.add_argument(
         "--snapshot", type=output_folder, metavar="FOLDER", help="copy the code and this configuration to FOLDER"
     )
+    add_allow(added, "as for `dist-mem train`, whose arguments a job script gives to this command; it has no effect")
     added.add_argument("--get", metavar="KEY", help="print only the resolved value of this key, for example run_dir")

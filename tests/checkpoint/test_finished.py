@@ -112,6 +112,9 @@ def test_commands_that_start_nothing_refuse_it_too(finished: Command, command: l
     assert finished(*command, "run.yaml", "train.steps=9")[0] == 0
     code, text = finished(*command, "run.yaml", "train.global_batch_size=4")
     assert code == 2 and LANES.partition(",")[0] in text
+    code, text = finished(*command, "run.yaml", "model.dropout=0.5")
+    assert code == 2 and "add --allow model.dropout" in text
+    assert finished(*command, "run.yaml", "model.dropout=0.5", "--allow", "model.dropout")[0] == 0
 
 
 def test_other_data_at_another_path_are_refused_and_fewer_steps_leave_nothing_to_train(

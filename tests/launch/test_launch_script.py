@@ -181,6 +181,21 @@ def test_dry_run_submits_nothing(tmp_path: Path, programs: Path, rendered: Launc
     assert sorted(path.name for path in tmp_path.iterdir()) == ["programs"]
 
 
+def test_a_job_takes_every_argument_of_train(rendered: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The job script gives them to `dist-mem config` too."""
+    script = rendered("train.steps=1", "--allow", "optimizer", "run_dir=mine", "--allow", "model.dropout", "--dry-run")
+    line = next(line for line in script.splitlines() if line.startswith("arguments=("))
+    arguments = shlex.split(line.removeprefix("arguments=(").partition(")")[0])
+    assert arguments == ["train.steps=1", "run_dir=mine", "--allow=optimizer", "--allow=model.dropout"]
+    assert main(["config", "--get", "run_dir", *arguments]) == 0
+    assert capsys.readouterr().out == "mine\n"
+
+
+def test_what_must_not_change_is_refused_before_a_job_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "train.steps=1", "--allow", "train.seed", "--dry-run"]) == 2
+    said(f"exit code 2: {capsys.readouterr().err}", "--allow: train.seed")
+
+
 def test_without_sbatch_it_ends_with_2_and_trains_nothing(
     tmp_path: Path, programs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
