@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dist_mem.block import Block, make_block
 from dist_mem.config import Config, ModelConfig
+from dist_mem.config.memory_blocks import described
 from dist_mem.memory.base import Memory, MemoryState, Opened, Places, Stem, named_tensors, select_lanes, steps
 from dist_mem.nn.family import family_of
 from dist_mem.nn.layers import DTYPES, Dropout, initialize
@@ -83,6 +84,7 @@ class MemoryLM(nn.Module):
         self.embedding = place.made(family.embedding(bins, model))
         self.token_types = TokenTypes(model.token_types, vocab_size) if model.token_types else None
         self.blocks = nn.ModuleList(place.made(make_block(config, index)) for index in range(model.num_layers))
+        check_keys_are_read(config, self.memories())
         # Deviation: the published pre-norm model has no norm before the softmax; post-norm blocks end with one.
         rms_eps = model.norm_eps if family.has_rotary_attention else None
         has_norm = model.norm == "pre" and model.final_norm
@@ -254,6 +256,15 @@ class MemoryLM(nn.Module):
         """Return log-probabilities of every next token, (B, T, V) float32, and the committed state; for generation."""
         features = self.features(tokens, valid_len, state=state)
         return self.head.log_probs(features.hidden), features.state
+
+
+def check_keys_are_read(config: Config, memories: Sequence[Memory]) -> None:
+    """Raise ValueError for a key of `model` that is set and that no memory reads: reports would record it in vain."""
+    settings = {"clamp_len": config.model.clamp_len, "same_length": "true" if config.model.same_length else None}
+    for name, value in settings.items():
+        if value is not None and not any(name in memory.model_keys for memory in memories):
+            kind = f"memory.kind {described(config.memory)} does not read it"
+            raise ValueError(f"model.{name} is {value}, but {kind}: leave model.{name} out")
 
 
 def vocabulary_bins(model: ModelConfig, vocab_size: int) -> list[Bin]:

@@ -26,6 +26,8 @@ class State(NamedTuple):
 
 
 class Averages(Memory):
+    model_keys = ("clamp_len",)
+
     @dataclass
     class Options:
         num_means: int = 64  # segments

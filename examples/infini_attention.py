@@ -33,6 +33,8 @@ class State(NamedTuple):
 
 
 class InfiniAttention(Memory):
+    model_keys = ()
+
     @dataclass
     class Options:
         delta: bool = True  # write only what the memory does not contain yet (eq. 9), not everything (eq. 8)

@@ -105,6 +105,11 @@ class Memory(nn.Module):
         return False
 
     @property
+    def model_keys(self) -> Collection[str]:
+        """Keys of `model` that this memory reads, of clamp_len and same_length; one that no memory reads is refused."""
+        return "clamp_len", "same_length"
+
+    @property
     def num_rows(self) -> int:
         """Number of rows that this memory outputs: the segment, and the rows of the stem that it refreshes."""
         return self.spec.seg_len

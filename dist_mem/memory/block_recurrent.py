@@ -59,6 +59,7 @@ class BlockRecurrent(Inspectable):
     carries_gradient = True
     takes_short_first = True
     min_seg_len = 1
+    model_keys = ()
 
     # The window's rows could be taken out, but the states would still tell of them.
     no_forget: ClassVar[str] = "its states summarise all earlier tokens, and none of them is a passage's own"

@@ -17,6 +17,7 @@ class Causal(NoMemory):
     """GPT-2's causal attention within the segment."""
 
     can_step = True
+    model_keys = ()
 
     def make_attention(self) -> RelativeAttention | RotaryAttention | PlainAttention:
         return PlainAttention(self.spec) if self.spec.llama is None else attention_of(self.spec)

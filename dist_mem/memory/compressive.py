@@ -15,6 +15,7 @@ head width.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -124,6 +125,11 @@ class Compressive(Inspectable):
     def kept_len(self) -> int:
         rows = self.spec.seg_len // self.options.compression_rate
         return int(self.options.mem_len + self.options.cmem_len // rows * self.spec.seg_len)
+
+    @property
+    def model_keys(self) -> Collection[str]:
+        """ALiBi's distances are not clamped."""
+        return ("clamp_len", "same_length") if self.options.positions == "relative" else ("same_length",)
 
     @property
     def min_seg_len(self) -> int:

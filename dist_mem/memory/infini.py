@@ -87,6 +87,7 @@ class Infini(Inspectable):
     carries_gradient = True
     takes_short_first = True
     min_seg_len = 1
+    model_keys = ()
     can_step = True
 
     no_forget: ClassVar[str] = "its matrix is a sum over all tokens, in which a passage has no rows of its own"

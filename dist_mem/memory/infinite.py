@@ -18,6 +18,7 @@ functions, D model, H heads, K head width.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +68,10 @@ class Infinite(Signal):
 
     def auxiliary_parameters(self) -> list[nn.Parameter]:
         return self.over.auxiliary_parameters()
+
+    @property
+    def model_keys(self) -> Collection[str]:
+        return self.over.model_keys
 
     @property
     def num_rows(self) -> int:

@@ -41,6 +41,7 @@ class LinearMemory(Inspectable):
     carries_gradient = True
     takes_short_first = True
     min_seg_len = 1
+    model_keys = ()
     can_step = True
 
     no_forget: ClassVar[str] = "every token rewrites its matrix, in which a passage has no rows of its own"

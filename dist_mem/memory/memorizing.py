@@ -147,6 +147,7 @@ class Memorizing(Inspectable):
     """Attention to the segment and its cache, mixed with the nearest of many stored keys and values."""
 
     min_seg_len = 1
+    model_keys = ("same_length",)
     can_step = True
 
     @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ class NoMemory(Inspectable):
 
     takes_short_first = True
     min_seg_len = 1
+    model_keys: Collection[str] = ("clamp_len",)
     can_step = True
 
     def __init__(self, spec: LayerSpec, options: Memory.Options) -> None:

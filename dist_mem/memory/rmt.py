@@ -100,6 +100,7 @@ class RecurrentMemory(Inspectable):
 
     carries_gradient = True
     can_step = True
+    model_keys = ("clamp_len",)
 
     # The cache's rows could be taken out, but the memory tokens would still tell of them.
     no_forget: ClassVar[str] = "its memory tokens summarise all earlier segments, and none of them is a passage's own"

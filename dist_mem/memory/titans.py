@@ -105,6 +105,7 @@ class Titans(Inspectable):
     carries_gradient = True
     takes_short_first = True
     min_seg_len = 1
+    model_keys = ()
 
     no_forget: ClassVar[str] = "what its network has learned from a passage cannot be separated from the rest"
 

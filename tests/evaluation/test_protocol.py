@@ -57,6 +57,7 @@ MEMORIES = {
     "infinite_over_compressive": {**INFINITE, "over": COMPRESSIVE},
     "infinite": {**INFINITE, "over": {"kind": "none"}},
     "none": {"kind": "none"},
+    "infini": {"kind": "infini"},
 }
 
 
@@ -93,7 +94,7 @@ def with_mem_len(memory: dict[str, Any], mem_len: int) -> dict[str, Any]:
     return memory | ({"over": {**memory["over"], "mem_len": mem_len}} if "over" in memory else {"mem_len": mem_len})
 
 
-@pytest.mark.parametrize("name", [name for name in MEMORIES if name not in ("infinite", "none")])
+@pytest.mark.parametrize("name", [name for name in MEMORIES if name not in ("infinite", "none", "infini")])
 def test_another_memory_length_is_that_of_a_model_built_with_it(
     library: Path, index: Index, tmp_path: Path, name: str
 ) -> None:
@@ -134,6 +135,8 @@ def test_clamped_distances_of_the_training_can_be_switched_off(library: Path, in
         ("none", "eval.mem_len=8", "memory.kind none"),
         ("infinite", "eval.mem_len=8", "memory.kind infinite"),
         ("none", "eval.same_length=true", "eval.same_length"),
+        ("infini", "eval.same_length=true", "memory.kind infini"),
+        ("infini", "eval.clamp_len=5", "memory.kind infini"),
         ("compressive", "eval.mem_len=20", "train.seg_len = 8"),
         ("infinite_over_lamemo", "eval.mem_len=20", "train.seg_len = 8"),
         ("infinite_over_compressive", "eval.seg_len=5", "memory.over.mem_len"),

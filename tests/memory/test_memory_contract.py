@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
 
 from dist_mem.memory import build_memory, memory_kinds
 from tests.support.contract_cases import CASES, case_params, check_rules, subject, takes_short_first
@@ -50,3 +51,17 @@ def test_tf32_is_refused_where_a_memory_computes_in_float32(case: str) -> None:
             build_memory(block, rounded)
     else:
         assert build_memory(block, rounded).spec.tf32
+
+
+@pytest.mark.parametrize(("key", "value"), [("clamp_len", 1), ("same_length", True)])
+@pytest.mark.parametrize("case", case_params(every=True))
+def test_a_key_of_attention_changes_the_losses_or_is_refused(case: str, key: str, value: object) -> None:
+    """A key without an effect would be recorded as the protocol of an evaluation."""
+    plain = subject(case)
+    keyed = replace(plain, keys={key: value})
+    try:
+        model = keyed.model()
+    except ValueError as error:
+        assert f"model.{key}" in str(error)
+        return
+    assert not torch.equal(keyed.losses(model), plain.losses(plain.model()))

@@ -131,6 +131,10 @@ def test_published_wikitext_model_has_the_published_size() -> None:
         ("memory.mem_len", {"kind": "none", "mem_len": 5}, {}),
         ("memory.mem_len", {"kind": "transformer_xl", "mem_len": 0}, {}),
         ("model.same_length", {"kind": "none"}, {"same_length": True}),
+        ("model.same_length", {"kind": "infini"}, {"same_length": True}),
+        ("model.clamp_len", {"kind": "infinite", "over": {"kind": "linear"}}, {"clamp_len": 3}),
+        ("model.clamp_len", {"kind": "compressive", "mem_len": 5, "positions": "alibi"}, {"clamp_len": 3}),
+        ("model.clamp_len", {"kind": "per_block", "0": {"kind": "causal"}, "1": {"kind": "infini"}}, {"clamp_len": 3}),
         ("model.d_head", XL, {"num_heads": 3}),
         ("model.norm", XL, {"norm": "both"}),
         ("model.adaptive.cutoffs", XL, {"adaptive": AdaptiveConfig([])}),
@@ -142,3 +146,8 @@ def test_published_wikitext_model_has_the_published_size() -> None:
 def test_wrong_settings_are_refused_by_name(key: str, memory: dict[str, Any], model: dict[str, Any]) -> None:
     with refused(ValueError, key):
         build(small_config(memory, **model))
+
+
+def test_a_key_that_the_memory_of_one_block_reads_may_be_set() -> None:
+    memory = {"kind": "per_block", "0": XL, "1": {"kind": "infini"}}
+    assert build(small_config(memory, clamp_len=3, same_length=True)).memories()[0].spec.same_length
