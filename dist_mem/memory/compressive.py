@@ -36,7 +36,7 @@ from dist_mem.memory.base import (
     check_choices,
     select_lanes,
 )
-from dist_mem.memory.parts.compression import COMPRESSIONS
+from dist_mem.memory.parts.compression import COMPRESSIONS, MostUsed
 from dist_mem.memory.parts.inspection import (
     Inspection,
     Spans,
@@ -47,7 +47,7 @@ from dist_mem.memory.parts.inspection import (
     token_spans,
 )
 from dist_mem.memory.parts.shown import Shown, take_out, valid_rows, zero_hidden
-from dist_mem.nn.layers import Attended, AttentionLayer, RelativeAttention, visible_keys
+from dist_mem.nn.layers import Attended, AttentionLayer, RelativeAttention, newest_rows, visible_keys
 from dist_mem.nn.named_tuples import replaced
 from dist_mem.nn.norms import input_norm
 from dist_mem.nn.plain_attention import BIASES, PlainAttention
@@ -161,9 +161,11 @@ class Compressive(Inspectable):
         attended = self.attend(x, state, weights=self.compression.needs_usage)
         y, query, _ = attended
         old = memory.hidden[:, :seg_len].to(x.dtype)
-        new = self.compression(old, self.usage(attended, seg_len))
+        usage = self.usage(attended, seg_len)
+        new = self.compression(old, usage)
         is_full = memory.length == mem_len
-        kept = select_lanes(is_full, transformer_xl.push(compressed, new, self.shown_new(memory, seg_len)), compressed)
+        pushed = transformer_xl.push(compressed, new, self.shown_new(memory, seg_len, usage))
+        kept = select_lanes(is_full, pushed, compressed)
         oldest = zero_hidden(compressed.hidden[:, : new.shape[1]], compressed.shown).to(x.dtype)
         evicted = Evicted(oldest, is_full & (compressed.length == cmem_len))
         aux = {}
@@ -192,29 +194,42 @@ class Compressive(Inspectable):
     def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
         return self.attention.step(self.norm(x), opened, places, same_length=self.spec.same_length)
 
-    def shown_new(self, memory: transformer_xl.State, seg_len: int) -> Shown:
+    def shown_new(self, memory: transformer_xl.State, seg_len: int, usage: Tensor | None) -> Shown:
         """Return which rows compressed from the oldest T are shown: those of which nothing was taken out."""
         if not isinstance(memory.shown, Tensor):
             return ()
+        if isinstance(self.compression, MostUsed):
+            assert usage is not None
+            return memory.shown.gather(1, self.compression.kept(usage))
         rate = self.options.compression_rate
         return memory.shown[:, : seg_len // rate * rate].unflatten(1, (-1, rate)).all(dim=2)
 
     @torch.no_grad()
-    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: None = None) -> Inspection:
-        """Its value `compression_loss` (B,) is that of the rows that leave the memory now; nan where none do."""
+    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: Tensor | None = None) -> Inspection:
+        """Its value `compression_loss` (B,) is that of the rows that leave the memory now; nan where none do.
+
+        The trace of `most_used` is the token of every compressed row, (B, C) int64, counted from the first token after
+        this segment; other compressions have none.
+        """
         cmem_len, mem_len, seg_len = self.options.cmem_len, self.options.mem_len, x.shape[1]
         attended = self.attend(x, state, weights=True)
         compressed, memory, segment = attended.shares().tensor_split([cmem_len, cmem_len + mem_len], dim=-1)
         rows = {
-            "compressed": rows_of(compressed, self.compressed_spans(state)),
+            "compressed": rows_of(compressed, self.compressed_spans(state, trace)),
             "memory": rows_of(memory, token_spans(state.memory.length, mem_len)),
             "segment": segment_rows(segment, valid_len),
         }
+        leaves = (state.memory.length == mem_len) & (valid_len == seg_len)
+        usage = self.usage(attended, seg_len)
+        if isinstance(self.compression, MostUsed):
+            assert usage is not None
+            tokens = rows["compressed"].spans.begin
+            pushed = torch.cat([tokens, self.compression.kept(usage) - mem_len], dim=1)[:, -cmem_len:]
+            return Inspection(rows, trace=torch.where(leaves[:, None], pushed, tokens) - seg_len)
         if not self.learns:
             return Inspection(rows)
         old = state.memory.hidden[:, :seg_len].to(x.dtype)
-        loss = self.compression_loss(attended.query, old, self.compression(old, self.usage(attended, seg_len)))
-        leaves = (state.memory.length == mem_len) & (valid_len == seg_len)
+        loss = self.compression_loss(attended.query, old, self.compression(old, usage))
         return Inspection(rows, {"compression_loss": torch.where(leaves, loss, torch.nan)})
 
     def usage(self, attended: Attended, seg_len: int) -> Tensor | None:
@@ -224,14 +239,26 @@ class Compressive(Inspectable):
             return None
         return attended.shares().detach()[..., first : first + seg_len].float().mean((0, 2))
 
-    def compressed_spans(self, state: State) -> Spans:
-        """Return the tokens of the C compressed rows."""
+    def compressed_spans(self, state: State, trace: Tensor | None) -> Spans:
+        """Return the tokens of the C compressed rows.
+
+        Raises:
+            ValueError: `most_used` holds rows, and there is no trace of which tokens they are.
+        """
+        if isinstance(self.compression, MostUsed):
+            is_held = newest_rows(state.compressed.length, self.options.cmem_len)
+            if trace is None and is_held.any():
+                raise ValueError(
+                    "the compressed memory holds rows of tokens that are not known: inspect from the document's start"
+                )
+            begin = torch.zeros_like(is_held, dtype=torch.int64) if trace is None else trace
+            return Spans(begin, begin + is_held)
         sizes = {"kept_len": self.options.mem_len, "seg_len": self.spec.seg_len, "rate": self.options.compression_rate}
         return compressed_spans(state.compressed.length, self.options.cmem_len, **sizes)
 
-    def forget(self, state: State, begin: Tensor, end: Tensor, trace: None = None) -> State:
+    def forget(self, state: State, begin: Tensor, end: Tensor, trace: Tensor | None = None) -> State:
         memory, compressed = state
-        spans = token_spans(memory.length, self.options.mem_len), self.compressed_spans(state)
+        spans = token_spans(memory.length, self.options.mem_len), self.compressed_spans(state, trace)
         taken = [overlapping(part, begin, end) for part in spans]
         return State(
             replaced(memory, shown=take_out(memory.shown, taken[0])),

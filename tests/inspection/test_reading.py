@@ -45,6 +45,7 @@ from tests.support.scored_library import LENGTHS, SEG_LEN, TOKENIZER
 KINDS: dict[str, dict[str, Any]] = {
     **{kind: {"kind": kind, **memory_class(kind).small_options(SEG_LEN)} for kind in memory_kinds()},
     **{name: memory for name, memory in MEMORIES.items() if "_over_" in name},
+    "most_used": {**MEMORIES["compressive"], "compression": "most_used"},
     "sticky": {**MEMORIES["infinite"], "sampling": "sticky"},
     "gibbs": {**MEMORIES["infinite"], "density": "gibbs", "sampling": "sticky"},
     "infinite_over_causal": {**MEMORIES["infinite"], "over": {"kind": "causal"}},  # the papers' dialogue model

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dist_mem.memory.base import LayerSpec
 from dist_mem.memory.compressive import Compressive
 from dist_mem.memory.parts.compression import COMPRESSIONS
 from dist_mem.model import MemoryLM
@@ -162,6 +163,65 @@ def test_most_used_keeps_the_rows_that_get_most_attention_in_their_order() -> No
     usage = torch.tensor([[0.1, 0.9, 0.2, 0.3, 0.8, 0.0]])
     kept = COMPRESSIONS["most_used"](1, rate=2)(rows, usage)
     assert kept.flatten().tolist() == [1.0, 3.0, 4.0]
+
+
+@torch.no_grad()
+def most_used(**sizes: int) -> Compressive:
+    """A layer for segments of 5 tokens, with large weights: what it attends to most is clear."""
+    spec = LayerSpec(0, 1, 12, 2, 6, 5, 0.0, 0.0, "pre", None, same_length=False, seed=0)
+    torch.manual_seed(0)
+    layer = Compressive(spec, Compressive.Options(compression="most_used", **sizes)).eval()
+    for parameter in layer.parameters():
+        parameter.normal_()
+    return layer
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"mem_len": 5, "cmem_len": 4, "compression_rate": 2},
+        {"mem_len": 10, "cmem_len": 3, "compression_rate": 2},
+        {"mem_len": 5, "cmem_len": 1, "compression_rate": 2},  # fewer rows than leave at once
+    ],
+)
+def test_most_used_says_which_tokens_its_rows_are_and_forgets_those(sizes: dict[str, int]) -> None:
+    """Rows are kept as they are, so that each is found among the inputs; lanes keep rows of other places."""
+    layer = most_used(**sizes)
+    segments, full, cmem_len = torch.randn(6, 3, 5, 12), torch.full((3,), 5), sizes["cmem_len"]
+    state, trace = layer.init_state(torch.arange(3), "cpu", torch.float32), None
+    for number, x in enumerate(segments):
+        found = layer.inspect(x, state, full, trace)
+        spans = found.rows["compressed"].spans
+        before = torch.cat(list(segments[:number]), dim=1) if number else x[:, :0]
+        for lane in range(3):
+            for row in range(cmem_len):
+                begin, end = int(spans.begin[lane, row]), int(spans.end[lane, row])
+                is_held = row >= cmem_len - int(state.compressed.length[lane])
+                assert end - begin == is_held
+                if not is_held:
+                    continue
+                assert torch.equal(state.compressed.hidden[lane, row], before[lane, begin])
+                taken = layer.forget(state, spans.begin[:, row], spans.end[:, row], trace)
+                assert (~taken.compressed.shown[lane]).nonzero().flatten().tolist() == [row]
+                assert taken.memory.shown[lane].all()
+        state, trace = layer(x, state, full).state, found.trace
+    assert (state.compressed.length == cmem_len).all()
+
+
+@torch.no_grad()
+def test_a_token_that_was_forgotten_stays_so_when_most_used_keeps_it() -> None:
+    """All tokens that leave are forgotten but one: whichever rows are kept, only that one is shown."""
+    layer = most_used(mem_len=5, cmem_len=4, compression_rate=2)
+    first, second = torch.randn(2, 1, 5, 12)
+    full = torch.tensor([5])
+    for place in range(5):
+        state = layer(first, layer.init_state(torch.zeros(1, dtype=torch.int64), "cpu", torch.float32), full).state
+        for begin, end in ((-5, place - 5), (place - 4, 0)):
+            state = layer.forget(state, torch.tensor([begin]), torch.tensor([end]))
+        compressed = layer(second, state, full).state.compressed
+        shown = compressed.hidden[compressed.shown & (torch.arange(4) >= 2)]
+        assert torch.equal(shown, first[0, place : place + 1])
 
 
 @pytest.mark.parametrize("name", COMPRESSIONS)

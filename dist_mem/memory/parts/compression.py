@@ -47,8 +47,11 @@ class MostUsed(Compression):
 
     def forward(self, rows: Tensor, usage: Tensor | None) -> Tensor:
         assert usage is not None
-        kept = usage.topk(rows.shape[1] // self.rate, dim=1).indices.sort(dim=1).values
-        return rows.gather(1, kept[..., None].expand(-1, -1, rows.shape[2]))
+        return rows.gather(1, self.kept(usage)[..., None].expand(-1, -1, rows.shape[2]))
+
+    def kept(self, usage: Tensor) -> Tensor:
+        """Return which of T rows are kept, (B, T // c) int64, growing."""
+        return usage.topk(usage.shape[1] // self.rate, dim=1).indices.sort(dim=1).values
 
 
 class Convolution(Compression):
