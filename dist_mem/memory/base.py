@@ -73,6 +73,8 @@ class Memory(nn.Module):
     takes_short_first: bool = False
     # Whether products of float32 must be exact here, so that `train.tf32` is refused: those of a regression.
     needs_exact_products: bool = False
+    # Whether the rows that it evicts are of equal parts of a segment, in their order; if not, of any of its tokens.
+    evicts_parts: bool = True
     # Number of rows of the stem after the segment, which are the last rows of x and of the output.
     num_after: int = 0
 

@@ -109,6 +109,7 @@ class Compressive(Inspectable):
         rate = options.compression_rate
         self.compression = COMPRESSIONS[options.compression](spec.d_model, rate=rate)
         self.attention.shows_weights = self.compression.needs_usage
+        self.evicts_parts = not isinstance(self.compression, MostUsed)
         self.learns = any(True for _ in self.compression.parameters())
         if self.learns and options.compression_loss == "autoencoder":
             self.decoder = nn.ConvTranspose1d(spec.d_model, spec.d_model, rate, stride=rate)

@@ -11,6 +11,7 @@ from torch import Tensor
 from dist_mem.memory.base import LayerSpec
 from dist_mem.memory.compressive import Compressive
 from dist_mem.memory.parts.compression import COMPRESSIONS
+from dist_mem.memory.parts.inspector import Inspector
 from dist_mem.model import MemoryLM
 from dist_mem.nn.layers import visible_keys
 from tests.support.contract_cases import (
@@ -222,6 +223,27 @@ def test_a_token_that_was_forgotten_stays_so_when_most_used_keeps_it() -> None:
         compressed = layer(second, state, full).state.compressed
         shown = compressed.hidden[compressed.shown & (torch.arange(4) >= 2)]
         assert torch.equal(shown, first[0, place : place + 1])
+
+
+@torch.no_grad()
+def test_a_signal_over_most_used_knows_the_segments_of_its_rows_and_forgets_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Any tokens of a segment may be those that enter the signal."""
+    over = small_block("compressive", compression="most_used")
+    monkeypatch.setitem(CASES, "here", small_block("infinite", over=over))
+    model = small_model("here")
+    state = fresh_state(model)
+    with Inspector(model.memories()) as inspector:
+        for tokens, targets in random_segments() + random_segments(1):
+            state = model(tokens, targets, full_lanes(), state=state).state
+            inspector.commit()
+    begin, end = inspector.layers[0].rows["signal"].spans
+    assert (begin < end).all()
+    assert not (begin % SEG_LEN).any()
+    assert not (end % SEG_LEN).any()
+    with pytest.raises(NotImplementedError, match="most_used"):
+        inspector.forget(state.blocks, torch.full((LANES,), -SEG_LEN), torch.zeros(LANES, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("name", COMPRESSIONS)

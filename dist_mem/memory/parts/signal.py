@@ -89,6 +89,7 @@ class Signal(Inspectable):
         width = spec.num_heads * spec.d_head
         self.over = over
         self.carries_gradient, self.num_after = over.carries_gradient, over.num_after
+        self.evicts_parts = over.evicts_parts
         self.takes_short_first = over.takes_short_first  # and then what it evicts is the segment itself
         if options.store == "normed":
             norm_of(over)

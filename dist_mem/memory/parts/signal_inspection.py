@@ -45,8 +45,12 @@ def forget_signal(memory: Signal, state: State, begin: Tensor, end: Tensor, trac
     """Return the state without what signal, pending rows and the memory below hold of the tokens in [begin, end).
 
     Raises:
+        NotImplementedError: the memory below evicts rows of any tokens of a segment, see `Memory.evicts_parts`.
         ValueError: the signal holds rows, and there is no trace of where they are.
     """
+    if not memory.evicts_parts:
+        reason = "its rows may be of any token of their segment, as those that memory.compression = most_used keeps"
+        raise NotImplementedError(f"{type(memory).__name__} cannot forget a passage: {reason}")
     if trace is None and (state.num_tokens > 0).any():
         raise ValueError(
             "the long-term memory holds rows whose places are not known: inspect from the document's start"
@@ -71,9 +75,12 @@ def forget_signal(memory: Signal, state: State, begin: Tensor, end: Tensor, trac
 
 
 def _spans(memory: Signal, num_rows: int) -> Spans:
-    return row_spans(
-        num_rows, kept_len=memory.kept_len, seg_len=memory.spec.seg_len, per_update=memory.geometry.num_rows
-    )
+    seg_len, per_update = memory.spec.seg_len, memory.geometry.num_rows
+    spans = row_spans(num_rows, kept_len=memory.kept_len, seg_len=seg_len, per_update=per_update)
+    if memory.evicts_parts:
+        return spans
+    begin = spans.begin.div(seg_len, rounding_mode="floor") * seg_len
+    return Spans(begin, begin + seg_len)
 
 
 def _places(memory: Signal, state: State, lane: int, trace: Trace | None) -> Tensor:
