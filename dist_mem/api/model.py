@@ -214,6 +214,7 @@ def load(source: Path | str, *overrides: str, step: int | None = None, device: t
     Raises:
         CheckpointError: there is no such checkpoint or export, or it is damaged.
         TypeError: `source` is no path, or an override is not a string.
+        UnfitError: MLflow cannot be reached now.
         UnusableError: MLflow is not installed, refuses the address, or has no export there.
         ValueError: an override is invalid; the message gives the reason.
 

@@ -83,9 +83,8 @@ def test_a_demo_whose_first_training_fails_ends_and_needs_no_second_gpu(gpus: in
     (tmp_path / "tree" / "configs").mkdir()
     for name in ("launch/demo.sh", "launch/local.sh", "configs/demo.yaml"):
         shutil.copy(ROOT / name, tmp_path / "tree" / name)
-    failing = f"{RANK}exit 1\n"
-    listed = "".join(NVIDIA_SMI.replace("0 1 2 3", " ".join(map(str, range(gpus)))))
-    programs(tmp_path, deepspeed=f"{DEEPSPEED}exit 1\n", python=failing, dist_mem="#!/bin/sh\n", nvidia_smi=listed)
+    listed = NVIDIA_SMI.replace("0 1 2 3", " ".join(map(str, range(gpus))))
+    programs(tmp_path, deepspeed=f"{DEEPSPEED}exit 1\n", python=RANK, dist_mem="#!/bin/sh\n", nvidia_smi=listed)
     command, environment = ["bash", "launch/demo.sh"], chosen(None, "", tmp_path)
     done = subprocess.run(
         command, cwd=tmp_path / "tree", env=environment, capture_output=True, text=True, timeout=limit(20)
