@@ -1,7 +1,7 @@
 """Compile the Triton kernels of attention, compiled blocks and chunked memories for GPUs, on a machine without one.
 
     python benchmarks/kernels.py                                   # everything
-    python benchmarks/kernels.py --cases "flex attention" titans   # some cases
+    python benchmarks/kernels.py --cases attention titans          # some cases
     python benchmarks/kernels.py --list                            # names of cases
 
 It needs torch's CUDA build with Triton, and a C++ compiler. Every kernel of forward and backward becomes machine code
@@ -31,18 +31,19 @@ from typing import Any
 
 import torch
 from lib.common import arguments_of, load, seconds
+from lib.distance_cases import distance_kernels_of
 from lib.speed import configuration, memories
+from lib.stand_in_gpu import Kernel
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dist_mem.memory.parts import basis, linear_rule, neural_memory
 from dist_mem.model import MemoryLM
-from dist_mem.nn.attention_inputs import Inputs, Relative, visible_keys
 from dist_mem.nn.compiled import compiled, compiling_ahead
-from dist_mem.nn.fused_attention import flex_kernel
+from dist_mem.nn.distance_attention import LAUNCHES
 from dist_mem.nn.layers import DTYPES
 
-Case = Callable[[argparse.Namespace], None]
+Case = Callable[[argparse.Namespace], list[Kernel] | None]  # returns kernels that Inductor does not compile
 
 
 def rows(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -50,16 +51,10 @@ def rows(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(*shape, device="cuda", dtype=dtype, requires_grad=True)
 
 
-def attend(arguments: argparse.Namespace, *, relative: bool, log_sum: bool) -> None:
-    """Compile FlexAttention over a full memory and the segment."""
-    lanes, heads, width, queries = arguments.lanes, arguments.num_heads, arguments.d_head, arguments.seg_len
-    keys, make = arguments.mem_len + queries, partial(rows, dtype=DTYPES[arguments.precision])
-    valid = torch.ones(lanes, arguments.mem_len, dtype=torch.bool, device="cuda")
-    table = Relative(make(heads, lanes, queries, width), make(heads, width, keys + 1), queries - 1)
-    key, value = make(heads, lanes, keys, width), make(heads, lanes, keys, width)
-    visible = visible_keys(valid, queries, same_length=False)
-    inputs = Inputs(make(heads, lanes, queries, width), key, value, visible, table if relative else None)
-    flex_kernel(inputs, log_sum=log_sum)
+def by_distance(arguments: argparse.Namespace) -> list[Kernel]:
+    """Compile our own kernels, by the launches of heads up to this width."""
+    width = min(width for _, width in LAUNCHES if width >= arguments.d_head)
+    return [kernel for kernel in distance_kernels_of(widths=(width,)) if arguments.precision in kernel.blocks]
 
 
 def delta_rule(tokens: linear_rule.Tokens, matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,9 +96,7 @@ def cases(arguments: argparse.Namespace) -> dict[str, Case | dict[str, Any]]:
     """Return functions, and the memories of compiled blocks."""
     blocks = {f"block of {name}": memory for name, memory in memories(arguments.mem_len).items()}
     return {
-        "flex attention, relative positions": partial(attend, relative=True, log_sum=False),
-        "flex attention, relative, log of sums": partial(attend, relative=True, log_sum=True),
-        "flex attention, no positions": partial(attend, relative=False, log_sum=False),
+        "attention by distance": by_distance,
         "chunks of gated_deltanet": partial(linear_chunks, vector=False),
         "chunks of linear, vector decay": partial(linear_chunks, vector=True),
         "chunks of titans": titans_chunks,
@@ -113,7 +106,7 @@ def cases(arguments: argparse.Namespace) -> dict[str, Case | dict[str, Any]]:
 
 def compile_case(case: Case | dict[str, Any], arguments: argparse.Namespace, answer: Connection) -> None:
     """Compile one case and send its kernels; runs in a process of its own."""
-    from lib.stand_in_gpu import Kernel, compile_only, one_line
+    from lib.stand_in_gpu import compile_only, one_line
 
     logging.disable()  # Inductor logs the source of a kernel that fails
     found: list[Kernel] = []
@@ -132,7 +125,7 @@ def compile_case(case: Case | dict[str, Any], arguments: argparse.Namespace, ans
             with mode, compiling_ahead():
                 if isinstance(case, partial) and case.args:
                     case.args[0].to_empty(device="cuda")
-                case(arguments)
+                found += case(arguments) or []
         except Exception as error:
             found.append(Kernel("(the graph)", "", error=one_line(error)))
         answer.send([kernel._asdict() for kernel in found])

@@ -91,7 +91,7 @@ def speeds() -> Iterable[Speed]:
     yield Speed(BASE, "transformer_xl", is_compiled=True)
     yield from (Speed("125m", memory) for memory in (*first, *(name for name in memories(1) if name not in first)))
     yield from (Speed("125m", memory, is_compiled=True) for memory in first)
-    yield from (Speed("125m", "transformer_xl", back_end) for back_end in ("simple", "chunked", "sdpa", "flex"))
+    yield from (Speed("125m", "transformer_xl", back_end) for back_end in ("simple", "chunked", "sdpa"))
     for is_compiled in (False, True):
         for size in ("350m", "1.3b"):
             yield from (Speed(size, memory, is_compiled=is_compiled) for memory in first)

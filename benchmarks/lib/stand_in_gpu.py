@@ -106,7 +106,6 @@ def load_switch() -> None:
 
 def stand_in_for_the_driver() -> None:
     """Answer what torch, Inductor and Triton ask a driver; to be called before torch._dynamo is imported."""
-    from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.driver import CudaDriver
 
@@ -138,7 +137,14 @@ def stand_in_for_the_driver() -> None:
         "get_current_device": lambda self: 0,
     }.items():
         setattr(CudaDriver, name, answer)
-    knobs.nvidia.dump_ptxas_log = True  # it has the registers
+    log_registers()
+
+
+def log_registers() -> None:
+    """Let Triton compile every kernel, and print what ptxas says of it."""
+    from triton import knobs
+
+    knobs.nvidia.dump_ptxas_log = True
     knobs.compilation.always_compile = True
 
 
@@ -220,18 +226,23 @@ def like(value: Any) -> Any:
 
 
 def measured(tuner: Any, choice: Any) -> Kernel:
-    """Compile a kernel with one choice of its blocks."""
+    """Compile a kernel of Inductor with one choice of its blocks."""
     sizes = [f"{name} {value}" for name, value in choice.kwargs.items() if isinstance(value, int)]
     blocks = ", ".join([*sizes, f"{choice.num_warps} warps", f"{choice.num_stages} stages"])
+    return compiled_kernel(tuner.fn.__name__, blocks, lambda: tuner._precompile_config(choice).kernel)
+
+
+def compiled_kernel(name: str, blocks: str, make: Callable[[], Any]) -> Kernel:
+    """Return what the compiler's log says of the kernel that `make` compiles."""
     log = io.StringIO()
     try:
         with contextlib.redirect_stdout(log):
-            binary = tuner._precompile_config(choice).kernel
+            binary = make()
         assert binary.asm["cubin"][:4] == b"\x7fELF"
         shared = binary.metadata.shared
         numbers = [re.findall(words, log.getvalue()) for words in (r"Used (\d+) registers", r"(\d+) bytes spill")]
         registers, spilled = max(map(int, numbers[0])), sum(map(int, numbers[1]))
     except Exception as error:
-        return Kernel(tuner.fn.__name__, blocks, error=one_line(error))
+        return Kernel(name, blocks, error=one_line(error))
     over = f"{shared} bytes of shared memory, of {MOST_SHARED}" if shared > MOST_SHARED else ""
-    return Kernel(tuner.fn.__name__, blocks, registers, shared, spilled, over)
+    return Kernel(name, blocks, registers, shared, spilled, over)

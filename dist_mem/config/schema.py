@@ -106,7 +106,7 @@ class ModelConfig:
     dropout: float = key(0.1, at_least=0, below=1, resume=ALLOWED)
     attention_dropout: float = key(0.0, at_least=0, below=1, resume=ALLOWED)  # on attention probabilities
     # how attention is computed, see docs/explanation/attention.md; auto chooses by device and length
-    attention: str = key("auto", choices=("auto", "simple", "chunked", "sdpa", "flex"), resume=FREE)
+    attention: str = key("auto", choices=("auto", "simple", "chunked", "sdpa", "triton"), resume=FREE)
     norm: str = key("pre", choices=("pre", "post"))  # layer norm before or after each sub-layer
     final_norm: bool = True  # layer norm before the softmax; the published Transformer-XL has none, even with pre-norm
     tie_embeddings: bool = True  # the softmax shares the weights of the embedding

@@ -26,7 +26,7 @@ from dist_mem.errors import UnusableError
 from dist_mem.memory import memory_kinds
 from dist_mem.memory.base import detached, named_tensors
 from dist_mem.model import MemoryLM
-from dist_mem.nn.kernel_shapes import NUM_PRODUCTS, planned_for
+from dist_mem.nn.kernel_shapes import KERNELS, planned_for
 from dist_mem.nn.layers import DTYPES, Dropout
 
 _aten = torch.ops.aten
@@ -133,9 +133,10 @@ def _flops(name: str, args: tuple[Any, ...], output: Any) -> int:
         left, right = args[0], args[1]
     elif name in ("addmm", "baddbmm"):
         left, right = args[1], args[2]
-    elif name in NUM_PRODUCTS:
-        query, key = args[-4], args[-3]
-        return NUM_PRODUCTS[name] * 2 * query.numel() * key.shape[-2]
+    elif name in KERNELS:
+        products, place = KERNELS[name]
+        query, key = args[place : place + 2]
+        return products * 2 * query.numel() * key.shape[-2]
     elif name == "convolution":
         places = args[0] if args[6] else output  # args[6]: it is transposed
         return 2 * len(places) * places.shape[-1] * args[1].numel()

@@ -3,7 +3,7 @@
 simple: all scores stand in memory; the reference, and the only one that has probabilities to show or to drop.
 chunked: scores of one chunk of queries at a time, on every device (chunked_attention.py).
 sdpa: torch's scaled_dot_product_attention; scores by distance become a bias of all pairs (fused_attention.py).
-flex: torch's FlexAttention, which adds scores by distance inside the kernel (fused_attention.py).
+triton: our own kernels for GPUs, which compute scores by distance tile by tile (distance_attention.py).
 
 Shape letters: B lanes, T queries, J keys, H heads, K head width. The head axis comes first, (H, B, T, K): the scores by
 distance of all lanes are then one product per head with a table that the lanes share.
@@ -19,11 +19,12 @@ from torch import Tensor
 
 from dist_mem.nn.attention_inputs import Inputs, Read, Visible
 from dist_mem.nn.chunked_attention import chunked
-from dist_mem.nn.fused_attention import flex, sdpa
+from dist_mem.nn.distance_attention import WIDEST, distance_attention, why_not
+from dist_mem.nn.fused_attention import sdpa
 from dist_mem.nn.position_scores import add_by_distance
 
-BACK_ENDS = ("auto", "simple", "chunked", "sdpa", "flex")  # model.attention
-SHORT = 128  # queries from which `auto` takes fused kernels on GPUs: the block of FlexAttention
+BACK_ENDS = ("auto", "simple", "chunked", "sdpa", "triton")  # model.attention
+SHORT = 128  # queries from which `auto` takes fused kernels on GPUs: two of their tiles
 LONG = 512  # queries from which `auto` takes another back end than `simple` on CPUs, see docs/log
 
 
@@ -57,32 +58,44 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(device_type: str, num_queries: int, *, relative: bool, drops: bool) -> Choice:
+def choose(device_type: str, num_queries: int, *, relative_width: int | None, drops: bool) -> Choice:
     """Return the back end of `auto`, and why.
 
     Args:
-        relative: whether there are scores by distance.  drops: whether dropout applies to probabilities.
+        relative_width: head width of scores by distance; None: there are none.
+        drops: whether dropout applies to probabilities.
     """
     if drops:
         return Choice("simple", "model.attention_dropout is of probabilities, which only it has")
     if num_queries < (SHORT if device_type == "cuda" else LONG):
         return Choice("simple", f"it is fast for segments of {num_queries} tokens")
-    if not relative:
-        return Choice("sdpa", f"a fused kernel is faster for segments of {num_queries} tokens")
-    if device_type == "cuda":
-        return Choice("flex", "a fused kernel adds the scores by distance")
-    return Choice("chunked", f"it takes less time and memory for segments of {num_queries} tokens")
+    if relative_width is not None and device_type != "cuda":
+        return Choice("chunked", f"it takes less time and memory for segments of {num_queries} tokens")
+    return choose_kernel(device_type, relative_width=relative_width)
+
+
+def choose_kernel(device_type: str, *, relative_width: int | None) -> Choice:
+    """Return the fused kernel that computes such scores on a device, or what computes them where none does."""
+    if relative_width is None:
+        return Choice("sdpa", "torch's fused kernel, as there are no scores by distance")
+    if device_type != "cuda":
+        return Choice("chunked", "our kernels for scores by distance run on GPUs only")
+    if reason := why_not():
+        return Choice("chunked", f"our kernels for scores by distance do not run here: {reason}")
+    if relative_width > WIDEST:
+        return Choice("chunked", f"our kernels take heads of at most {WIDEST} numbers, these have {relative_width}")
+    return Choice("triton", "our kernel adds the scores by distance")
 
 
 def attend(inputs: Inputs, back_end: str, *, log_sum: bool = False) -> Read:
-    """Compute attention by `chunked`, `sdpa` or `flex`.
+    """Compute attention by `chunked`, `sdpa` or `triton`.
 
     Args:
         log_sum: whether to return it, with its gradient; sdpa cannot.
     """
-    if back_end == "chunked":
+    if back_end == "triton" and inputs.query.dtype != torch.float64:  # our kernels sum in float32
+        return distance_attention(inputs)
+    if back_end in ("chunked", "triton"):
         return chunked(inputs, log_sum=log_sum)
-    if back_end == "flex":
-        return flex(inputs, log_sum=log_sum)
     assert back_end == "sdpa" and not log_sum, "LookAheadAttention refuses sdpa"
     return Read(sdpa(inputs), None)

@@ -64,10 +64,6 @@ class Relative(NamedTuple):
     table: Tensor  # (H, K, columns); pairs beyond its columns must be invisible
     first: int
 
-    def padded(self) -> Relative:
-        """Return the same with columns to a multiple of 8, as products of odd sizes run on slow kernels of GPUs."""
-        return Relative(self.query, F.pad(self.table, (0, -self.table.shape[-1] % 8)), self.first)
-
     def by_column(self) -> Tensor:
         """Return the scores of all queries and columns, (H, B, T, columns)."""
         return torch.bmm(self.query.flatten(1, 2), self.table).unflatten(1, self.query.shape[1:3])

@@ -10,7 +10,7 @@ Shape letters: B lanes, T queries, J keys, H heads, K head width, Q queries of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -153,16 +153,14 @@ def with_learned(inputs: Inputs, query: Tensor, key: Tensor, value: Tensor, *rel
 
 
 class _Recomputed(torch.autograd.Function):
-    """Attention of `inputs` by `compute`, with the gradient of `gradients` for the tensors of `learned`."""
+    """Attention of `inputs` by `chunked_rows`, with the gradient of `gradients` for the tensors of `learned`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, inputs: Inputs, compute: Callable[[Inputs], Read], *tensors: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, inputs: Inputs, log_sum: bool, *tensors: Tensor) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(*tensors, inputs.bias)
         ctx.visible, ctx.first = inputs.visible, inputs.relative and inputs.relative.first
         ctx.set_materialize_grads(False)
-        return compute(with_learned(inputs, *(part.detach() for part in tensors)))
+        return chunked_rows(with_learned(inputs, *(part.detach() for part in tensors)), log_sum=log_sum)
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -173,13 +171,8 @@ class _Recomputed(torch.autograd.Function):
         return None, None, *found[: 3 + len(rest)]
 
 
-def recomputed(inputs: Inputs, compute: Callable[[Inputs], Read]) -> Read:
-    """Return `compute(inputs)`, a function without gradient; its gradient is computed chunk by chunk."""
-    return Read(*_Recomputed.apply(inputs, compute, *learned(inputs)))
-
-
 def chunked(inputs: Inputs, *, log_sum: bool) -> Read:
     """Compute attention and its gradient chunk by chunk."""
     if inputs.query.is_meta and inputs.visible.num_queries > _COUNTED * CHUNK:
         return Read(*fused(inputs.query, inputs.key, inputs.value, None))
-    return recomputed(inputs, lambda inputs: chunked_rows(inputs, log_sum=log_sum))
+    return Read(*_Recomputed.apply(inputs, log_sum, *learned(inputs)))

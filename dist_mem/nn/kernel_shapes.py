@@ -10,12 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-NUM_PRODUCTS = {"fused_attention": 2, "fused_attention_backward": 5}  # of all queries and keys; operator -> number
+
+class Kernel(NamedTuple):
+    """What counts of an operator that attends."""
+
+    products: int  # of all queries and keys
+    query: int  # place of the query among its arguments; the key is the next one
+
+
+KERNELS = {
+    **{"fused_attention": Kernel(2, 0), "fused_attention_backward": Kernel(5, 1)},
+    # Tiles multiply with distances too; in the backward twice as many, which its first kernel does not keep.
+    **{"distance_attention": Kernel(3, 0), "distance_attention_backward": Kernel(8, 4)},
+}
 
 _planned: ContextVar[str] = ContextVar("planned", default="meta")
 

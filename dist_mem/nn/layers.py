@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_mem.nn.attention import Choice, attend, choose, simple_scores
+from dist_mem.nn.attention import Choice, attend, choose, choose_kernel, simple_scores
 from dist_mem.nn.attention import masked_softmax as masked_softmax
 from dist_mem.nn.attention_inputs import Inputs, Relative, Visible
 from dist_mem.nn.attention_inputs import newest_rows as newest_rows
@@ -141,7 +141,7 @@ class AttentionLayer(nn.Module):
     key_value: nn.Module
     num_heads: int
     num_kv_heads: int | None = None  # G, heads of keys and values; None: H
-    is_relative = False  # whether there are scores by distance
+    relative_width: int | None = None  # K, if there are scores by distance
     needs_log_sum = False  # whether it needs the log of the sum of exponentials
     shows_weights = False  # whether a memory reads the weights in every forward
 
@@ -158,7 +158,7 @@ class AttentionLayer(nn.Module):
         if self.needs_log_sum and back_end == "sdpa":
             raise ValueError(
                 "model.attention is sdpa, which returns no log of the sum of exponentials, and look-ahead attention "
-                "needs it: set model.attention to auto, simple, chunked or flex"
+                "needs it: set model.attention to auto, simple, chunked or triton"
             )
 
     def pairs(self, *parts: Tensor, frozen: bool = False) -> tuple[Tensor, Tensor]:
@@ -174,9 +174,9 @@ class AttentionLayer(nn.Module):
         if self.shows_weights:
             return Choice("simple", "the memory reads the probabilities, which only it has")
         if self.back_end == "auto":
-            return choose(device_type, num_queries, relative=self.is_relative, drops=self.drops)
-        if self.back_end == "flex" and self.needs_log_sum and device_type == "cpu":
-            return Choice("chunked", "on CPUs FlexAttention returns no log of the sum of exponentials")
+            return choose(device_type, num_queries, relative_width=self.relative_width, drops=self.drops)
+        if self.back_end == "triton":
+            return choose_kernel(device_type, relative_width=self.relative_width)
         return Choice(self.back_end, "model.attention")
 
     def read(self, inputs: Inputs, *, weights: bool) -> tuple[Tensor, Tensor | None]:
@@ -204,8 +204,6 @@ def describe_attention(model: nn.Module, device_type: str, num_queries: int) -> 
 class RelativeProjections(AttentionLayer):
     """The parameters of attention with relative positions."""
 
-    is_relative = True
-
     def __init__(
         self,
         d_model: int,
@@ -219,6 +217,7 @@ class RelativeProjections(AttentionLayer):
     ) -> None:
         super().__init__(attention_dropout=attention_dropout, back_end=back_end)
         self.num_heads = num_heads
+        self.relative_width = d_head
         self.clamp_len = clamp_len
         width = num_heads * d_head
         self.query = Projection(d_model, width)

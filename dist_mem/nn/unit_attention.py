@@ -65,7 +65,7 @@ class UnitAttention(AttentionLayer):
         width = spec.num_heads * spec.d_head
         self.num_heads, self.sees_itself = spec.num_heads, sees_itself
         self.above = (0 if sees_itself else -1) if spec.same_length else None  # as in Visible
-        self.is_relative = positions
+        self.relative_width = spec.d_head if positions else None
         self.query, self.key_value = Projection(spec.d_model, width), Projection(spec.d_model, 2 * width)
         self.output = Projection(width, spec.d_model)
         self.dropout = Dropout(spec.dropout)

@@ -64,7 +64,7 @@ OTHERS = ("lamemo", "linear", "titans", "block_recurrent")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in memory_kinds() if kind not in OTHERS])
-@pytest.mark.parametrize("back_end", ["sdpa", "flex"])
+@pytest.mark.parametrize("back_end", ["sdpa", "triton"])
 def test_a_fused_kernel_counts_its_products_and_keeps_less(kind: str, back_end: str) -> None:
     """Its backward computes the scores again: one product more in seven."""
     simple, fused = (
@@ -76,11 +76,11 @@ def test_a_fused_kernel_counts_its_products_and_keeps_less(kind: str, back_end: 
 
 def test_the_plan_for_a_gpu_takes_the_back_end_that_the_gpu_will() -> None:
     """The tensors that are counted are on no GPU."""
-    chosen, flex, chunked = (
+    chosen, triton, chunked = (
         count_micro_batch(config("transformer_xl", model={"attention": name}), VOCAB_SIZE)
-        for name in ("auto", "flex", "chunked")
+        for name in ("auto", "triton", "chunked")
     )
-    assert totals(chosen) == totals(flex) != totals(chunked)
+    assert totals(chosen) == totals(triton) != totals(chunked)
 
 
 def test_dropout_keeps_a_byte_an_element_on_a_gpu_and_a_number_elsewhere() -> None:

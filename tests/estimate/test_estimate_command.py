@@ -42,9 +42,9 @@ def test_a_plan_adds_up_and_more_ranks_need_less_memory(capsys: pytest.CaptureFi
 def test_a_plan_has_the_memory_of_every_back_end_that_the_model_accepts(capsys: pytest.CaptureFixture[str]) -> None:
     lamemo = ["memory={kind: lamemo, mem_len: 256}", "train.seg_len=256", "model.attention=simple"]
     found = plan(*lamemo, "--gpu", "h100-80gb", capsys=capsys)
-    assert list(found["attention"]) == ["simple", "chunked", "flex"]  # look-ahead attention refuses sdpa
+    assert list(found["attention"]) == ["simple", "chunked", "triton"]  # look-ahead attention refuses sdpa
     kept = {name: one["activations"] for name, one in found["attention"].items()}
-    assert max(kept["chunked"], kept["flex"]) < kept["simple"]
+    assert max(kept["chunked"], kept["triton"]) < kept["simple"]
     choices = {tuple(one["settings"].values())[1:3] for one in found["settings"]}
     assert {("feed_forward", 1.0), ("blocks", 0.5)} < choices
 

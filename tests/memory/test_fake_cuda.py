@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import flex_attention
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from dist_mem.contract.subject import Size, total_loss
@@ -25,7 +24,7 @@ from dist_mem.memory import memory_kinds
 from dist_mem.memory.base import named_tensors
 from dist_mem.memory.parts import basis
 from dist_mem.model import MemoryLM
-from dist_mem.nn import chunked_attention, fused_attention
+from dist_mem.nn import chunked_attention
 from dist_mem.nn.attention import BACK_ENDS
 from dist_mem.nn.stepping import Places
 from dist_mem.runtime.compilers import cpp_compiler
@@ -55,8 +54,6 @@ def device_switch(folder: Path) -> Path:
 def compute_on_cuda(library: Path | None, cases: Iterable[tuple[str, str]]) -> None:
     if library is not None:
         ctypes.CDLL(str(library))
-    fused_attention.compiled = lambda: flex_attention.flex_attention  # Inductor asks for the device's properties
-    flex_attention._WARNINGS_SHOWN = {"flex_attention_performance"}
     compute("cuda", cases)
 
 

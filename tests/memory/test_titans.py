@@ -224,10 +224,10 @@ def test_variants_keep_only_what_they_need() -> None:
 def test_attention_is_refused_where_it_cannot_be_computed(variant: str) -> None:
     given, options = spec({"dim": 6, "heads": 2, "segment": 4}), Titans.Options(variant=variant)
     with refused(ValueError, "model.attention", "memory.kind"):
-        Titans(replace(given, back_end="flex"), options)
+        Titans(replace(given, back_end="triton"), options)
     llama = LlamaSpec(num_kv_heads=1, rope_theta=1e4, norm_eps=1e-5, qkv_bias=False)
     with refused(ValueError, "memory.kind", variant):
         Titans(replace(given, llama=llama), options)
-    alone = Titans(replace(given, back_end="flex", llama=llama, norm="pre"), Titans.Options(variant="alone"))
+    alone = Titans(replace(given, back_end="triton", llama=llama, norm="pre"), Titans.Options(variant="alone"))
     with refused(ValueError, "memory.variant"):
         _ = alone.evicted_len

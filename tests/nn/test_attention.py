@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import flex_attention
 
 from dist_mem.contract.subject import total_loss
 from dist_mem.memory.base import detached, named_tensors
 from dist_mem.model import MemoryLM
-from dist_mem.nn import chunked_attention, fused_attention
-from dist_mem.nn.attention import BACK_ENDS, attend, choose, masked, simple_scores
+from dist_mem.nn import attention, chunked_attention, fused_attention
+from dist_mem.nn.attention import BACK_ENDS, attend, choose, choose_kernel, masked, simple_scores
 from dist_mem.nn.attention_inputs import Inputs, Relative, Visible, visible_keys
 from dist_mem.nn.layers import RelativeAttention, describe_attention
 from dist_mem.nn.rotary_attention import attention_of, rotate
@@ -23,16 +22,15 @@ from tests.support.contract_cases import accepted, case_params, small_model, sub
 from tests.support.messages import refused
 from tests.support.tiny import tiny_config
 
-FUSED = BACK_ENDS[2:]
+COMPUTED_HERE = ("chunked", "sdpa")  # test_distance_kernels.py has `triton`
+OTHERS = BACK_ENDS[2:]
 HEADS, LANES, QUERIES, CONTEXT, WIDTH = 2, 3, 7, 5, 4
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chunks in small cases; FlexAttention by torch's reference, because each compilation takes seconds."""
+    """Several chunks in small cases."""
     monkeypatch.setattr(chunked_attention, "CHUNK", 3)
-    monkeypatch.setattr(fused_attention, "compiled", lambda: flex_attention.flex_attention)
-    monkeypatch.setattr(flex_attention, "_WARNINGS_SHOWN", {"flex_attention_performance"}, raising=False)
 
 
 def drawn(dtype: torch.dtype, *, relative: bool, same_length: bool = False, biased: bool = False) -> Inputs:
@@ -70,7 +68,7 @@ def close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("back_end", FUSED)
+@pytest.mark.parametrize("back_end", COMPUTED_HERE)
 @pytest.mark.parametrize(
     "given",
     [{"relative": True}, {"relative": True, "same_length": True}, {"relative": False, "biased": True}],
@@ -84,7 +82,7 @@ def test_rows_and_gradients_equal_the_simple_ones(given: dict[str, Any], back_en
         assert close(found, wanted, dtype)
 
 
-@pytest.mark.parametrize("back_end", FUSED)
+@pytest.mark.parametrize("back_end", COMPUTED_HERE)
 def test_a_segment_alone_is_plainly_causal(back_end: str) -> None:
     inputs = drawn(torch.float64, relative=False)
     key, value = inputs.key[:, :, :QUERIES], inputs.value[:, :, :QUERIES]
@@ -141,7 +139,7 @@ def outputs(case: str, back_end: str, dtype: torch.dtype) -> tuple[list[Tensor],
     return found, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.parametrize("back_end", FUSED)
+@pytest.mark.parametrize("back_end", COMPUTED_HERE)
 @pytest.mark.parametrize("case", case_params())
 def test_every_memory_has_the_losses_states_and_gradients_of_the_simple_back_end(case: str, back_end: str) -> None:
     if not accepted(case, back_end):
@@ -158,51 +156,38 @@ def test_every_memory_has_the_losses_states_and_gradients_of_the_simple_back_end
             assert error < tolerance, name
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, when it is imported
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_flex_equals_the_simple_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_attention, "compiled", lambda: torch.compile(flex_attention.flex_attention))
-    inputs = drawn(dtype, relative=True, same_length=True)
-    rows, expected = attend(inputs, "flex").rows, reference(inputs)[0]
-    assert torch.allclose(rows, expected, rtol=0.0, atol=1e-5 if dtype == torch.float32 else 0.05)
-    for found, wanted in zip(gradients_of(rows, inputs), gradients_of(expected, inputs), strict=True):
-        assert torch.allclose(found, wanted, rtol=0.0, atol=1e-4 if dtype == torch.float32 else 0.2)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks
-def test_flex_has_the_gradient_of_its_table_by_its_own_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on GPUs: through the buffer that the score function captures, and through the log-sum."""
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # refuses gradients on CPUs
-    inputs = drawn(torch.float64, relative=True)
-    read, expected = fused_attention.flex_kernel(inputs, log_sum=True), reference(inputs)
-    assert read.log_sum is not None and close(read.rows, expected[0], torch.float64)
-    assert close(read.log_sum, expected[1], torch.float64)
-    for found, wanted in zip(gradients_of(read.rows, inputs), gradients_of(expected[0], inputs), strict=True):
-        assert close(found, wanted, torch.float64)
-
-
-def test_auto_keeps_short_segments_simple_and_never_drops_by_another_back_end() -> None:
+def test_auto_keeps_short_segments_simple_and_never_drops_by_another_back_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "why_not", lambda: None)
     for device in ("cpu", "cuda"):
-        for relative in (True, False):
-            assert choose(device, 64, relative=relative, drops=False).back_end == "simple"
-            assert choose(device, 4096, relative=relative, drops=True).back_end == "simple"
-            long = "sdpa" if not relative else "flex" if device == "cuda" else "chunked"
-            assert choose(device, 1024, relative=relative, drops=False).back_end == long
+        for width in (64, None):
+            assert choose(device, 64, relative_width=width, drops=False).back_end == "simple"
+            assert choose(device, 4096, relative_width=width, drops=True).back_end == "simple"
+            long = "sdpa" if width is None else "triton" if device == "cuda" else "chunked"
+            assert choose(device, 1024, relative_width=width, drops=False).back_end == long
+
+
+def test_where_our_kernels_do_not_run_the_line_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "why_not", lambda: None)
+    assert choose("cuda", 1024, relative_width=256, drops=False) == choose_kernel("cuda", relative_width=256)
+    assert "at most 128" in choose_kernel("cuda", relative_width=256).reason
+    monkeypatch.setattr(attention, "why_not", lambda: "no Triton")
+    assert "no Triton" in choose_kernel("cuda", relative_width=64).reason
 
 
 def test_start_says_what_each_layer_uses_and_why() -> None:
     assert describe_attention(small_model("lamemo"), "cpu", 64) == [
         "attention of 3 of 3 layers: simple (it is fast for segments of 64 tokens)"
     ]
-    assert describe_attention(subject("lamemo", attention="flex").model(), "cpu", 512) == [
-        "attention of 2 of 3 layers: chunked (on CPUs FlexAttention returns no log of the sum of exponentials)",
-        "attention of 1 of 3 layers: flex (model.attention)",
+    assert describe_attention(subject("lamemo", attention="triton").model(), "cpu", 512) == [
+        "attention of 3 of 3 layers: chunked (our kernels for scores by distance run on GPUs only)"
     ]
     most_used = subject("compressive, most used", attention="chunked").model()
     assert describe_attention(most_used, "cuda", 512)[0].startswith("attention of 3 of 3 layers: simple (the memory")
 
 
-@pytest.mark.parametrize("back_end", FUSED)
+@pytest.mark.parametrize("back_end", OTHERS)
 def test_dropping_probabilities_is_refused(back_end: str) -> None:
     config = tiny_config({"model": {"attention_dropout": 0.1, "attention": back_end}})
     with refused(ValueError, "model.attention_dropout", back_end):
@@ -213,12 +198,12 @@ def test_a_mask_is_attended_to_by_simple_only() -> None:
     sizes: dict[str, Any] = {"num_heads": 2, "d_head": 4, "dropout": 0.0, "attention_dropout": 0.0, "clamp_len": None}
     rows = torch.randn(1, 4, 8)
     visible: Any = visible_keys(torch.ones(1, 4, dtype=torch.bool), 4, same_length=False)
-    attention = RelativeAttention(8, **sizes)
-    expected = attention(rows, rows, visible).y
-    assert torch.equal(attention(rows, rows, visible.mask()).y, expected)
-    attention.back_end = "chunked"
+    layer = RelativeAttention(8, **sizes)
+    expected = layer(rows, rows, visible).y
+    assert torch.equal(layer(rows, rows, visible.mask()).y, expected)
+    layer.back_end = "chunked"
     with refused(ValueError, "model.attention"):
-        attention(rows, rows, visible.mask())
+        layer(rows, rows, visible.mask())
 
 
 @pytest.mark.parametrize("width", [4, 5])

@@ -45,14 +45,12 @@ def test_every_memory_is_timed_over_several_steps(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.nightly
 @pytest.mark.skipif(not CAN_COMPILE, reason="needs torch's CUDA build with Triton, and no GPU")
-@pytest.mark.parametrize("case", ["block of none", "block of transformer_xl"])
-def test_fused_attention_of_a_compiled_block_has_kernels(case: str) -> None:
-    """They can be compiled for a GPU, which this machine need not have."""
+@pytest.mark.parametrize("case", ["attention by distance", "block of transformer_xl"])
+def test_kernels_compile_for_a_gpu_that_this_machine_need_not_have(case: str) -> None:
     sizes = "--seg-len 128 --mem-len 128 --lanes 1 --d-model 64 --num-heads 1 --d-inner 64"
     command = [sys.executable, "benchmarks/kernels.py", *sizes.split(), "--cases", case]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "flex_attention_backward" in done.stdout
 
 
 def test_every_memory_is_checked_and_measured_and_correctness_comes_first(cases: ModuleType) -> None:

@@ -14,8 +14,17 @@ from tests.support.limits import limit
 
 def in_child(function: Callable[..., None], *arguments: Any) -> None:
     """Call a function in a new process, and raise what it raises; one forked from here inherits threads of autograd."""
+    _call_in(fork_server(), function, *arguments)
+
+
+def in_new_child(function: Callable[..., None], *arguments: Any) -> None:
+    """The same in a process that has imported nothing yet: for what a library decides when it is imported."""
+    _call_in(multiprocessing.get_context("spawn"), function, *arguments)
+
+
+def _call_in(context: Any, function: Callable[..., None], *arguments: Any) -> None:
     ours, theirs = multiprocessing.Pipe(duplex=False)
-    child = fork_server().Process(target=reported, args=(theirs, function, *arguments))
+    child = context.Process(target=reported, args=(theirs, function, *arguments))
     child.start()
     theirs.close()
     assert ours.poll(limit(120)), "the child does not answer"

@@ -1,0 +1,260 @@
+"""Attention with scores by distance by our own kernels on GPUs (distance_kernels.py), as operators that compile.
+
+A compiled block keeps an operator as it is, and tensors without values get its shapes only, for planning. Nothing of
+all queries and keys is kept for the backward; during it, one layer's gradients of scores stand in memory once, in the
+dtype of the activations. Shape letters: B lanes, T queries, J keys, H heads, K head width, C columns.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dist_mem.nn.attention_inputs import Inputs, Read, Visible
+
+WIDEST = 128  # K; wider heads do not fit into the registers of an H100
+_LEAST = 16  # rows and columns of a product on tensor cores
+
+
+class Launch(NamedTuple):
+    """Sizes of a kernel."""
+
+    size: int  # queries and keys of a tile
+    warps: int  # of a program
+    stages: int = 1  # loads that are begun ahead
+
+
+class Launches(NamedTuple):
+    forward: Launch
+    keys: Launch
+    queries: Launch
+
+
+# By bytes of a number and largest K: on sm_90 none spills more than 64 bytes or takes more than 113 KB of shared memory
+# (tests/nn/test_distance_kernels.py compiles them).
+LAUNCHES = {
+    (2, 64): Launches(Launch(64, 4, 2), Launch(64, 8), Launch(64, 4, 2)),
+    (2, 128): Launches(Launch(64, 8), Launch(32, 4, 2), Launch(64, 8, 2)),
+    (4, 64): Launches(Launch(32, 8), Launch(32, 8, 2), Launch(32, 8)),
+    (4, 128): Launches(Launch(16, 8), Launch(16, 8, 2), Launch(16, 8)),
+}
+
+
+@cache
+def why_not() -> str | None:
+    """Return why the kernels cannot run on this machine's GPU; None if they can, or if there is no GPU, for plans."""
+    return None if find_spec("triton") or not torch.cuda.is_available() else "Triton is not installed"
+
+
+def launches(query: Tensor) -> Launches:
+    """Return the sizes of the kernels for queries of this width and dtype."""
+    itemsize, width = query.element_size(), query.shape[-1]
+    return next(found for (size, largest), found in LAUNCHES.items() if itemsize == size and width <= largest)
+
+
+def distance_attention(inputs: Inputs) -> Read:
+    """Compute attention with scores by distance, and the log of the sum of exponentials, both with a gradient."""
+    query, key, value, visible, relative, _ = inputs
+    assert relative is not None and inputs.bias is None, "AttentionLayer.choose"
+    asking, table = relative.query, relative.table
+    rows, log_sum = _DistanceAttention.apply(query, key, value, asking, table, visible, relative.first)
+    return Read(rows, log_sum)
+
+
+class _DistanceAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, asking: Tensor, table: Tensor, visible: Visible, first: int
+    ) -> tuple[Tensor, Tensor]:
+        marks, band = _marks(visible), _band(visible, first)
+        tensors = (query, key, value, asking, table, *marks)
+        rows, log_sum = torch.ops.dist_mem.distance_attention(*tensors, *band)
+        ctx.save_for_backward(rows, log_sum, *tensors)
+        ctx.band = band
+        ctx.set_materialize_grads(False)
+        return rows, log_sum
+
+    @staticmethod
+    def backward(ctx: Any, of_rows: Tensor | None, of_log_sum: Tensor | None) -> tuple[Tensor | None, ...]:
+        rows, log_sum, *tensors = ctx.saved_tensors
+        of_rows = torch.zeros_like(rows) if of_rows is None else of_rows
+        *found, to_pairs = torch.ops.dist_mem.distance_attention_backward(
+            of_rows, of_log_sum, rows, log_sum, *tensors, *ctx.band
+        )
+        asking, table = tensors[3:5]
+        to_table = torch.bmm(asking.flatten(1, 2).mT, to_pairs.flatten(1, 2))
+        return *found, to_table[..., : table.shape[-1]], None, None
+
+
+def _marks(visible: Visible) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return which keys are valid (B, J), which queries see keys (B, T) or None, and each lane's first valid key (B,).
+
+    A lane's tiles before its first valid key are skipped, without a wait for the device.
+    """
+    valid = visible.keys()
+    first_key = torch.where(valid, torch.arange(valid.shape[1], device=valid.device), valid.shape[1]).amin(dim=1)
+    sees = None if visible.sees is None else visible.sees.to(torch.uint8)
+    return valid.to(torch.uint8), sees, first_key.to(torch.int32)
+
+
+def _band(visible: Visible, first: int) -> tuple[int, int, int]:
+    """Return the column of query 0 and key 0, and the limits of `Visible`, which are beyond all keys where none is."""
+    most = visible.num_queries + visible.num_keys
+    above, upto = visible.above, visible.upto
+    return first, -most if above is None else above, most if upto is None else upto
+
+
+_OPS = torch.library.Library("dist_mem", "FRAGMENT")
+_INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor asking, Tensor table, Tensor valid, Tensor? sees, "
+    "Tensor first_key, int first, int above, int upto"
+)
+_OPS.define(f"distance_attention({_INPUTS}) -> (Tensor, Tensor)")
+_OPS.define(
+    f"distance_attention_backward(Tensor of_rows, Tensor? of_log_sum, Tensor rows, Tensor log_sum, {_INPUTS})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def _like_projected(rows: Tensor) -> Tensor:
+    """Return an empty tensor (H, B, T, K) in the order of a projection's output, (B, T, H, K)."""
+    heads, lanes, count, width = rows.shape
+    return rows.new_empty(lanes, count, heads, width).permute(2, 0, 1, 3)
+
+
+def _outputs(query: Tensor) -> tuple[Tensor, Tensor]:
+    return _like_projected(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+def _gradients(query: Tensor, key: Tensor, asking: Tensor, table: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients of query, key, value and asking, and of the scores of all queries and columns."""
+    columns = -(-table.shape[-1] // 8) * 8  # products of odd sizes run on slow kernels of GPUs
+    to_pairs = query.new_zeros(*query.shape[:3], columns)
+    return *map(_like_projected, (query, key, key, asking)), to_pairs
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    asking: Tensor,
+    table: Tensor,
+    valid: Tensor,
+    sees: Tensor | None,
+    first_key: Tensor,
+    first: int,
+    above: int,
+    upto: int,
+) -> tuple[Tensor, Tensor]:
+    from dist_mem.nn import distance_kernels as kernels
+
+    query, key, value, asking = map(_dense, (query, key, value, asking))
+    rows, log_sum = _outputs(query)
+    launch = launches(query).forward
+    tensors = (query, key, value, asking, table, valid, sees, first_key, rows, log_sum)
+    strides = (*_strides(query), *_strides(key), *_strides(value), *_strides(asking), *table.stride(), *_strides(rows))
+    kernels.forward[_grid(query, query.shape[2], launch)](
+        *tensors,
+        *strides,
+        *_sizes(query, key, table),
+        first,
+        above,
+        upto,
+        SEES=sees is not None,
+        **_options(query, asking, launch),
+    )
+    return rows, log_sum
+
+
+def _backward(
+    of_rows: Tensor,
+    of_log_sum: Tensor | None,
+    rows: Tensor,
+    log_sum: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    asking: Tensor,
+    table: Tensor,
+    valid: Tensor,
+    sees: Tensor | None,
+    first_key: Tensor,
+    first: int,
+    above: int,
+    upto: int,
+) -> tuple[Tensor, ...]:
+    from dist_mem.nn import distance_kernels as kernels
+
+    of_rows, query, key, value, asking = map(_dense, (of_rows, query, key, value, asking))
+    to_query, to_key, to_value, to_asking, to_pairs = _gradients(query, key, asking, table)
+    chosen, sizes = launches(query), _sizes(query, key, table)
+    delta = torch.empty_like(log_sum)
+    if of_log_sum is not None:
+        of_log_sum = of_log_sum.contiguous()
+    if sees is not None:  # the weights of a query that sees no key are 0
+        log_sum = log_sum.masked_fill(log_sum == -torch.inf, torch.inf)
+    options = _options(query, asking, chosen.queries)
+    kernels.row_products[_grid(query, query.shape[2], chosen.queries)](
+        *(rows, of_rows, of_log_sum, delta, *_strides(rows), *_strides(of_rows), *sizes[:2]),
+        **{name: options[name] for name in ("WIDTH", "PADDED", "SIZE", "num_warps", "num_stages")},
+        SUMS=of_log_sum is not None,
+    )
+    place = (*sizes, to_pairs.shape[-1], first, above, upto)
+    kernels.backward_keys[_grid(query, key.shape[2], chosen.keys)](
+        *(query, key, value, asking, table, valid, first_key, of_rows, log_sum, delta, to_key, to_value),
+        *(to_pairs, *_strides(query), *_strides(key), *_strides(value), *_strides(asking), *table.stride()),
+        *(*_strides(of_rows), *_strides(to_key), *place),
+        **_options(query, asking, chosen.keys),
+    )
+    kernels.backward_queries[_grid(query, query.shape[2], chosen.queries)](
+        *(key, table, first_key, to_pairs, to_query, to_asking, *_strides(key), *table.stride()),
+        *(*_strides(to_query), *_strides(to_asking), *place),
+        **options,
+    )
+    return to_query, to_key, to_value, to_asking, to_pairs
+
+
+def _dense(rows: Tensor) -> Tensor:
+    """Return rows whose last axis is contiguous, as the kernels read them."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def _strides(rows: Tensor) -> tuple[int, int, int]:
+    return rows.stride()[:3]  # type: ignore[return-value]
+
+
+def _sizes(query: Tensor, key: Tensor, table: Tensor) -> tuple[int, int, int, int]:
+    return query.shape[1], query.shape[2], key.shape[2], table.shape[-1]
+
+
+def _grid(query: Tensor, num_rows: int, launch: Launch) -> tuple[int, int]:
+    return -(-num_rows // launch.size), query.shape[0] * query.shape[1]
+
+
+def _options(query: Tensor, asking: Tensor, launch: Launch) -> dict[str, Any]:
+    """Return the constants of a kernel.
+
+    Products of float32 are sums of three products of TF32 each, about as exact as float32, unless torch may use TF32.
+    """
+    width = query.shape[-1]
+    return {
+        **{"WIDTH": width, "PADDED": max(_LEAST, 1 << (width - 1).bit_length()), "SCALAR": asking.shape[-1] == 1},
+        **{"SIZE": launch.size, "num_warps": launch.warps, "num_stages": launch.stages},
+        "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3",
+    }
+
+
+def _meta_backward(of_rows: Tensor, of_log_sum: Tensor | None, rows: Tensor, log_sum: Tensor, *rest: Any) -> Any:
+    query, key, _, asking, table, *_ = rest
+    return _gradients(query, key, asking, table)
+
+
+for _device in ("CUDA", "CPU"):  # CPU: Triton's interpreter, for tests
+    _OPS.impl("distance_attention", _forward, _device)
+    _OPS.impl("distance_attention_backward", _backward, _device)
+_OPS.impl("distance_attention", lambda query, *rest: _outputs(query), "Meta")
+_OPS.impl("distance_attention_backward", _meta_backward, "Meta")
