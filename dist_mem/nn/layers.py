@@ -166,7 +166,7 @@ class AttentionLayer(nn.Module):
         # Project them separately, so that no gradient is computed for context rows that need none.
         num_heads = 2 * (self.num_kv_heads or self.num_heads)
         projected = [split_heads(self.key_value(rows, frozen), num_heads) for rows in parts if rows.shape[1]]
-        key, value = torch.cat(projected, dim=2).chunk(2)
+        key, value = (projected[0] if len(projected) == 1 else torch.cat(projected, dim=2)).chunk(2)
         return key, value
 
     def choose(self, device_type: str, num_queries: int) -> Choice:
