@@ -12,27 +12,17 @@ from __future__ import annotations
 import io
 import itertools
 import math
-import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dist_mem.config.memory_blocks import PER_BLOCK
 from dist_mem.config.sources import read_saved
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.plotting.style import DPI, LINE_COLORS, add_grid, in_style, new_picture
 from dist_mem.evaluation.scores import Band, Report
 from dist_mem.runtime.files import write_bytes
 
-NAMES = {
-    "none": "no memory",
-    "causal": "no memory, causal attention",
-    "transformer_xl": "Transformer-XL",
-    "lamemo": "LaMemo",
-    "compressive": "Compressive Transformer",
-    "infinite": "infinity-former",
-}
 SEEDS = ("train.seed", "data.seed")
 NO_FIGURE = {
     *("name", "run_dir", "resume", "train.micro_batch_size", "train.threads"),
@@ -82,34 +72,27 @@ def labels_of(names: Sequence[str], configs: Sequence[Path | None]) -> list[str]
         configs: config.yaml of each run; None: it does not exist, and the name is the label.
     """
     settings = [None if config is None else settings_of(config) for config in configs]
+    titles = [None if config is None else _title(config) for config in configs]
     labels = []
-    for name, mine in zip(names, settings, strict=True):
-        if mine is None:
+    for name, title, mine in zip(names, titles, settings, strict=True):
+        if mine is None or title is None:
             labels.append(name)
             continue
-        alike = [other for other in settings if other is not None and memory_name(other) == memory_name(mine)]
+        alike = [other for called, other in zip(titles, settings, strict=True) if other is not None and called == title]
         differing = sorted({key for other in alike for key in mine.keys() | other if mine.get(key) != other.get(key)})
         shown = differing if len(differing) <= MAX_DIFFERENCES else []
-        parts = [memory_name(mine), *(f"{key.rpartition('.')[2]} {mine.get(key)}" for key in shown)]
+        parts = [title, *(f"{key.rpartition('.')[2]} {mine.get(key)}" for key in shown)]
         seeds = [other for other, found in zip(names, settings, strict=True) if found == mine]
         if len(seeds) == 1 or len(differing) > MAX_DIFFERENCES:
-            parts[-1] += f" ({seeds[0]})"
+            parts[-1] += f" ({min(seeds)})"
         labels.append(", ".join(parts))
     return labels
 
 
-def memory_name(settings: Mapping[str, Any], block: str = "memory") -> str:
-    """Return the memory of a run by the name in its paper: "infinity-former over Transformer-XL".
+def _title(config: Path) -> str:
+    from dist_mem.memory import memory_title  # imports torch, which takes a second
 
-    Of a run with a memory for each block: "none, 8: Infini-attention".
-    """
-    kind = str(settings[f"{block}.kind"])
-    if kind == PER_BLOCK:
-        names = [key.split(".")[1] for key in settings if re.fullmatch(r"memory\.\w+\.kind", key)]
-        return ", ".join(f"{name}: {memory_name(settings, f'{block}.{name}')}" for name in names)
-    under = f"{block}.over"
-    over = settings.get(f"{under}.kind", "none")
-    return NAMES.get(kind, kind) if over == "none" else f"{NAMES.get(kind, kind)} over {memory_name(settings, under)}"
+    return memory_title(read_saved(config)["memory"])
 
 
 def draw_lines(axes: Any, lines: Sequence[Line]) -> list[tuple[float, float, str, Any]]:

@@ -11,14 +11,14 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from dist_mem.config import merge_checked
 from dist_mem.config.check import nearest, shown
-from dist_mem.config.memory_blocks import DEFAULT, PER_BLOCK, is_key, is_per_block, memory_of
+from dist_mem.config.memory_blocks import DEFAULT, PER_BLOCK, is_key, is_per_block, memories_of, memory_of
 from dist_mem.config.sources import plain_block
 from dist_mem.memory.base import LayerSpec, Memory
 from dist_mem.memory.outside import is_file, load_from_file, load_offered, offered_kinds
@@ -64,6 +64,24 @@ def described_memories() -> dict[str, tuple[str, type]]:
         summary = (sys.modules[chosen.__module__].__doc__ or "").partition("\n")[0]
         described[kind] = (summary, chosen.Options)
     return described
+
+
+def memory_title(memory: Mapping[str, Any]) -> str:
+    """Return the memory of a saved configuration by the name in its paper: `infinity-former over Transformer-XL`.
+
+    Of a memory for each block: `default: no memory, 8: Infini-attention`. One that this version does not know, or that
+    is not of this package, goes by its kind: no code of others runs for a name.
+    """
+    if is_per_block(memory):
+        return ", ".join(f"{key.partition('.')[2]}: {memory_title(each)}" for key, each in memories_of(memory).items())
+    kind, over = str(memory["kind"]), memory.get("over") or {"kind": "none"}
+    title = kind
+    if kind in memory_kinds():
+        chosen = memory_class(kind)
+        known = chosen.Options()
+        given = {name: memory[name] for name in vars(known) if name in memory}
+        title = chosen.title_of(replace(known, **given)) or kind
+    return title if over["kind"] == "none" else f"{title} over {memory_title(over)}"
 
 
 def memory_options(block: Mapping[str, Any]) -> dict[str, Any]:

@@ -66,6 +66,8 @@ class Memory(nn.Module):
     class Options:
         """The configuration keys of a memory besides `kind`, an OmegaConf structured config."""
 
+    # The name in its paper, for tables and pictures; "": its kind. Where options change it, override `title_of`.
+    title: ClassVar[str] = ""
     # Whether gradients flow through the state to the earlier segments of a window (`train.bptt_segments`).
     carries_gradient: bool = False
     # Whether the first segment of a document may be committed with less than T tokens (`spec.short_first`). Such a
@@ -163,6 +165,11 @@ class Memory(nn.Module):
     def auxiliary_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that learn from an auxiliary loss only; their gradient norm is logged separately."""
         return []
+
+    @classmethod
+    def title_of(cls, options: Any) -> str:
+        """Return the title of this memory with these options."""
+        return cls.title
 
     @classmethod
     def small_options(cls, seg_len: int) -> dict[str, Any]:

@@ -56,6 +56,7 @@ class OpenLanes(NamedTuple):
 class BlockRecurrent(Inspectable):
     """Attention to the last W tokens and to S state vectors, which in turn attend to the tokens."""
 
+    title = "Block-Recurrent Transformer"
     carries_gradient = True
     takes_short_first = True
     min_seg_len = 1

@@ -16,6 +16,7 @@ from dist_mem.nn.rotary_attention import RotaryAttention, attention_of
 class Causal(NoMemory):
     """GPT-2's causal attention within the segment."""
 
+    title = "no memory, causal attention"
     can_step = True
     model_keys = ()
 

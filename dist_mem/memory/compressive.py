@@ -82,6 +82,7 @@ def distance(one: Tensor, other: Tensor, dims: tuple[int, ...]) -> Tensor:
 class Compressive(Inspectable):
     """Attention to the segment, a short-term memory and a compressed memory."""
 
+    title = "Compressive Transformer"
     can_step = True
 
     @dataclass

@@ -84,6 +84,7 @@ class SegmentAttention(AttentionLayer):
 class Infini(Inspectable):
     """Attention within the segment, mixed with a reading of all earlier segments by a gate per head."""
 
+    title = "Infini-attention"
     carries_gradient = True
     takes_short_first = True
     min_seg_len = 1

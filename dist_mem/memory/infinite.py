@@ -41,6 +41,7 @@ class OpenLanes(NamedTuple):
 class Infinite(Signal):
     """Continuous long-term memory over another memory."""
 
+    title = "infinity-former"
     needs_exact_products = True  # of the coefficients, whose errors would add up over a document
 
     Options = InfiniteOptions
@@ -48,6 +49,10 @@ class Infinite(Signal):
     @property
     def evicted_len(self) -> int:
         return self.over.evicted_len
+
+    @classmethod
+    def title_of(cls, options: InfiniteOptions) -> str:
+        return "infinity-former by boxes" if options.density == "gibbs" else cls.title
 
     @classmethod
     def small_options(cls, seg_len: int) -> dict[str, Any]:

@@ -78,6 +78,7 @@ def check_options(options: LaMemo.Options) -> None:
 class LaMemo(Inspectable):
     """Attention to the segment and to memory rows, which look ahead in all blocks but the last."""
 
+    title = "LaMemo"
     min_seg_len = 1
 
     @dataclass

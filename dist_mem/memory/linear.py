@@ -35,9 +35,20 @@ class State(NamedTuple):
     tail: Tensor  # (B, kernel - 1, 2 G K + H V), the newest rows before the convolution, newest last; 0: none yet
 
 
+_TITLES = {  # by what tells them apart: `decay` and `delta`
+    ("fixed", False): "RetNet",
+    ("scalar", False): "Mamba-2",
+    ("vector", False): "Gated Linear Attention",
+    ("none", True): "DeltaNet",
+    ("scalar", True): "Gated DeltaNet",
+    ("vector", True): "Kimi Delta Attention",
+}
+
+
 class LinearMemory(Inspectable):
     """S <- alpha S, then S <- S + beta k (v - S^T k)^T or S + beta k v^T, for every token, which reads S^T q."""
 
+    title = "linear memory"
     carries_gradient = True
     takes_short_first = True
     min_seg_len = 1
@@ -129,6 +140,10 @@ class LinearMemory(Inspectable):
             return Projection(self.spec.d_model, width)
         rank = self.options.rank or self.d_value
         return nn.Sequential(Projection(self.spec.d_model, rank), Projection(rank, width))
+
+    @classmethod
+    def title_of(cls, options: Options) -> str:
+        return _TITLES.get((options.decay, options.delta), cls.title)
 
     @classmethod
     def small_options(cls, seg_len: int) -> dict[str, Any]:

@@ -146,6 +146,7 @@ class GatedAttention(UnitAttention):
 class Memorizing(Inspectable):
     """Attention to the segment and its cache, mixed with the nearest of many stored keys and values."""
 
+    title = "Memorizing Transformer"
     min_seg_len = 1
     model_keys = ("same_length",)
     can_step = True

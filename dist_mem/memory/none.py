@@ -23,6 +23,7 @@ class State(NamedTuple):
 class NoMemory(Inspectable):
     """Attention within the segment, with relative positions, or rotary ones in a Llama."""
 
+    title = "no memory"
     takes_short_first = True
     min_seg_len = 1
     model_keys: Collection[str] = ("clamp_len",)

@@ -98,6 +98,7 @@ def check_options(options: RecurrentMemory.Options) -> None:
 class RecurrentMemory(Inspectable):
     """Attention of a segment with memory tokens around it, and to a cache if there is one."""
 
+    title = "Recurrent Memory Transformer"
     carries_gradient = True
     can_step = True
     model_keys = ("clamp_len",)

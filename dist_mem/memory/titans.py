@@ -102,6 +102,7 @@ class GatedOutput(nn.Module):
 class Titans(Inspectable):
     """Attention and a network that learns keys and values: beside it, before it, as its context, or alone."""
 
+    title = "Titans"
     carries_gradient = True
     takes_short_first = True
     min_seg_len = 1

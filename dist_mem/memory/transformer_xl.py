@@ -63,6 +63,7 @@ def check_mem_len(mem_len: int) -> None:
 class TransformerXL(Inspectable):
     """Attention to the segment and the block's last M inputs, with relative or rotary positions."""
 
+    title = "Transformer-XL"
     min_seg_len = 1
     can_step = True
 
