@@ -327,7 +327,9 @@ def draw(study: Study, runs: Sequence[Run], path: Path) -> None:
         style = _Style(f"C{number}", study.rows[key].name, is_line=bool(study.x_axis))
         _draw_row(axes, places, found[key], papers[key], style)
     if not study.x_axis:
-        axes.set_xticks(range(len(columns)), list(columns))
+        from dist_mem.evaluation.plotting.picture import drawable  # as it imports matplotlib, later than this module
+
+        axes.set_xticks(range(len(columns)), [drawable(name) for name in columns])
     if any(value is not None for key in rows for value in papers[key]):
         axes.plot([], [], "--" if study.x_axis else "o", color="grey", markerfacecolor="white", label="the paper's")
     seeds = " (thin lines: lowest and highest seed)" if any(len(v) > 1 for key in rows for v in found[key]) else ""
@@ -407,19 +409,18 @@ def _draw_pareto(study: Study, found: Mapping[str, Standing], path: Path) -> Non
 
     What the budget made equal is left out: its differences come from whole updates and say nothing.
     """
-    from matplotlib.figure import Figure  # takes a second to import
-    from matplotlib.ticker import StrMethodFormatter
+    from matplotlib.ticker import StrMethodFormatter  # takes a second to import
 
-    figure, metric = Figure(figsize=(10, 4.5), layout="constrained"), _first_metric(study)
+    metric = _first_metric(study)
     costs: dict[str, list[float | None]] = {
         "FLOPs of the training": [each.costs.flops for each in found.values()],
         "bytes of memory per lane": [each.costs.state_bytes for each in found.values()],
     }
     costs = {label: xs for label, xs in costs.items() if not are_equal(xs)}
     costs["seconds per million tokens"] = [None if each.speed is None else 1e6 / each.speed for each in found.values()]
-    all_axes = figure.subplots(1, len(costs), sharey=True, squeeze=False)[0]
+    figure, all_axes = new_picture(4.5, width=10, columns=len(costs), sharey=True, squeeze=False)
     labelled = []
-    for axes, (label, xs) in zip(all_axes, costs.items(), strict=True):
+    for axes, (label, xs) in zip(all_axes[0], costs.items(), strict=True):
         points = [
             (float(x), each.mean, study.rows[row].name)
             for x, (row, each) in zip(xs, found.items(), strict=True)

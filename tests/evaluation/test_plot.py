@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from dist_mem.config import save_config
 from dist_mem.data.shard import TokenizedDocument, write_split
@@ -30,8 +33,11 @@ from dist_mem.evaluation.plot import (
     recall_curve,
     spread_out,
 )
+from dist_mem.evaluation.plotting.picture import drawable
+from dist_mem.evaluation.plotting.style import new_picture, styled
 from dist_mem.evaluation.scores import DocumentScore, RecallScore, Report
 from tests.support.messages import refused
+from tests.support.paths import ROOT
 from tests.support.scored_library import make_config
 
 
@@ -169,6 +175,75 @@ def test_runs_are_called_by_their_memories_and_what_else_differs(tmp_path: Path,
             config.memory = blocks.get("memory", INFINITE["over"])
             save_config(config, tmp_path / f"{name}.yaml")
     assert labels_of(list(runs), configs) == [label for _, label in runs.values()]
+
+
+def test_a_label_names_one_of_the_runs_whatever_their_order(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        save_config(make_config(name=name, **MUCH), tmp_path / f"{name}.yaml")
+    save_config(make_config(name="other"), tmp_path / "other.yaml")
+    found = []
+    for names in itertools.permutations(("b", "a", "other")):
+        labels = labels_of(names, [tmp_path / f"{name}.yaml" for name in names])
+        found.append(dict(zip(names, labels, strict=True)))
+    assert all(labels == found[0] for labels in found)
+
+
+HOSTILE = ["a$$b", "p_$\\alpha$_q", "$", "日本の本", "\U0001f9e0 $x^2$", "a\nb"]
+
+
+def drawn_texts(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Return a set that gets every text of the pictures that are saved from now on."""
+    texts: set[str] = set()
+    save = Figure.savefig
+
+    def noted(figure: Figure, *args: Any, **options: Any) -> None:
+        save(figure, *args, **options)
+        texts.update(text.get_text() for text in figure.findobj(Text) if isinstance(text, Text))
+        assert not any(text.get_parse_math() for text in figure.findobj(Text) if isinstance(text, Text))
+
+    monkeypatch.setattr(Figure, "savefig", noted)
+    return texts
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_picture_shows_names_as_they_are_written(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`$` began a formula, and a letter that the font lacks was a box and a warning."""
+    texts = drawn_texts(monkeypatch)
+    known = replace(report([RecallScore(100, 300.0, 100, 25)]), split=name)
+    shown = drawable(name)
+    assert len(shown) == len(name)
+    assert shown.replace("\ufffd", "") == "".join(letter for letter in name if letter not in "日本の\U0001f9e0")
+    plot_recall([(name, known)], tmp_path / "recall.png")
+    assert {shown, f"split {shown}, 1 documents"} <= texts
+    texts.clear()
+    plot_depth([(name, answered((0.25, 2)))], tmp_path / "depth.png")
+    assert shown in texts
+
+
+def test_every_picture_shows_texts_as_they_are_written() -> None:
+    """A figure that is made elsewhere would read formulas again."""
+    makers = re.compile(r"(from|import) matplotlib\.(figure|pyplot)|import pyplot")
+    found = [
+        str(path.relative_to(ROOT))
+        for folder in ("dist_mem", "docs", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+        if makers.search(path.read_text(encoding="utf-8"))
+    ]
+    assert found == ["dist_mem/evaluation/plotting/picture.py"]
+
+
+def test_log_scales_have_plain_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """matplotlib writes their powers as formulas."""
+    texts = drawn_texts(monkeypatch)
+    for high in (1e5, 3.0):
+        with styled():
+            figure, axes = new_picture(3.0)
+            axes.plot([1, 2], [0.7, high])
+            axes.set_yscale("log")
+            figure.savefig(io.BytesIO())
+    assert "1000" in texts
+    assert not any("$" in text for text in texts)
 
 
 def test_lines_of_one_label_are_their_mean_with_bars_of_half_the_range() -> None:

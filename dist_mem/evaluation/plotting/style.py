@@ -34,6 +34,7 @@ _SETTINGS: Any = {
     "axes.spines.right": False,
     "svg.hashsalt": "dist_mem",  # equal data, equal file
     "svg.fonttype": "none",
+    "text.parse_math": False,  # a dollar in a name is a dollar
 }
 
 ParamsT = ParamSpec("ParamsT")
@@ -59,11 +60,13 @@ def in_style(draw: Callable[ParamsT, ReturnT]) -> Callable[ParamsT, ReturnT]:
     return drawn
 
 
-def new_picture(height: float, *, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Any]:
-    """Return a matplotlib figure of the text's width, and its axes (an array if there are several)."""
-    from matplotlib.figure import Figure  # takes a second to import
+def new_picture(
+    height: float, *, width: float = WIDTH, rows: int = 1, columns: int = 1, **options: Any
+) -> tuple[Any, Any]:
+    """Return a `Picture`, as wide as the text by default, and its axes (an array if there are several)."""
+    from dist_mem.evaluation.plotting.picture import Picture  # takes a second to import
 
-    picture = Figure(figsize=(WIDTH, height), layout="constrained")
+    picture = Picture(figsize=(width, height), layout="constrained")
     return picture, picture.subplots(rows, columns, **options)
 
 

@@ -8,7 +8,6 @@ Shape letters: T segment, R rows, H heads, L tokens, D distances.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,22 +116,7 @@ def draw_text(axes: Any, lines: Sequence[Sequence[tuple[int, Shaded]]], *, size:
             if shade > 0:
                 box = {"width": len(text), "height": 0.86, "color": color, "alpha": shade, "linewidth": 0}
                 axes.add_patch(_rectangle((column, row + 0.07), **box))
-            axes.text(column, row + 0.5, shown(text), family="monospace", fontsize=size, va="center")
-
-
-def shown(text: str) -> str:
-    """Return a text as the font can draw it; a letter that it lacks becomes U+FFFD."""
-    known = _letters()
-    drawn = "".join(letter if ord(letter) in known else "\ufffd" for letter in text)
-    return drawn.replace("$", r"\$")
-
-
-@lru_cache(maxsize=1)
-def _letters() -> frozenset[int]:
-    """Return the code points in matplotlib's monospace font."""
-    from matplotlib.font_manager import FontProperties, findfont, get_font
-
-    return frozenset(get_font(findfont(FontProperties(family="monospace"))).get_charmap())
+            axes.text(column, row + 0.5, text, family="monospace", fontsize=size, va="center")
 
 
 def _rectangle(corner: tuple[float, float], **shape: Any) -> Any:
