@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dist_mem.evaluation.scores import MAX_EXPONENT, DocumentScore, Report
+from dist_mem.evaluation.scores import DocumentScore, Report, exponential
 from dist_mem.runtime.terminal import counted
 
 MIN_DOCUMENTS = 8  # with 8, a nominal 95 % covers about 90 %; with 2, the draws are only three different ones
@@ -38,7 +38,7 @@ def gain_interval(first: Sequence[Report], other: Sequence[Report]) -> tuple[flo
         Lower and upper bound; None for a reason that `no_gain_interval` returns.
     """
     bounds = _bounds(*_scored_losses(first, other))
-    return None if bounds is None else (_ratio(bounds[0]), _ratio(bounds[1]))
+    return None if bounds is None else (exponential(bounds[0]), exponential(bounds[1]))
 
 
 def bits_interval(first: Sequence[Report], other: Sequence[Report]) -> tuple[float, float] | None:
@@ -140,7 +140,3 @@ def _scored_losses(
 def _losses(reports: Sequence[Report]) -> NDArray[np.float64]:
     """Return the loss of every document in nats: (seeds, documents)."""
     return np.array([[document.nll for document in each.documents] for each in reports])
-
-
-def _ratio(nats: float) -> float:
-    return math.exp(nats) if nats < MAX_EXPONENT else math.inf

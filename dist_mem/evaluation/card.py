@@ -7,6 +7,7 @@ from dist_mem.config.memory_blocks import described
 from dist_mem.config.sources import plain_block
 from dist_mem.evaluation.scores import Report, read_report, shown
 from dist_mem.evaluation.trained_model import Checkpoint, TrainedModel
+from dist_mem.runtime import markdown
 
 _FRONT = """---
 library_name: transformers
@@ -140,8 +141,7 @@ def _metrics(checkpoint: Checkpoint) -> str:
         ]
         for name, report in found.items()
     ]
-    rows = [titles, ["---"] * len(titles), *columns]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + loss
+    return "\n".join(map(markdown.row, [titles, ["---"] * len(titles), *columns])) + loss
 
 
 def _reports(checkpoint: Checkpoint) -> dict[str, Report]:

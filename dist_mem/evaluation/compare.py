@@ -1,7 +1,9 @@
 """Compare evaluations of several runs: word-level perplexity, recall perplexity by distance, gain of the memory.
 
 Token perplexity replaces word-level perplexity if words are not known (blocks). Bits per byte, with differences instead
-of ratios, replace perplexities of words above 10,000, which models have that hardly know a word yet.
+of ratios, replace both where a perplexity of words is above 10,000, which models have that hardly know a word yet, and
+where tokenizers differ; then there is no accuracy, no recall and no gain per token either. All of it is decided over
+all runs, so that their order decides only which one the others are compared with.
 
     dist-mem compare runs/none runs/transformer_xl
 
@@ -25,12 +27,23 @@ from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
 from dist_mem.evaluation.bootstrap import bits_interval, gain_interval, no_gain_interval
 from dist_mem.evaluation.memory_gain import MemoryGain, counterpart, is_without_memory, memory_gain
 from dist_mem.evaluation.plot import labels_of, plot_recall
-from dist_mem.evaluation.scores import Band, Report, read_report, recall_bands, same_text, shown
+from dist_mem.evaluation.scores import (
+    MEASURES,
+    Band,
+    Report,
+    measure_of,
+    read_report,
+    recall_bands,
+    same_text,
+    same_tokenizer,
+    shown,
+)
+from dist_mem.runtime.figures import is_figure
 from dist_mem.runtime.files import is_wrong_path
 from dist_mem.runtime.terminal import table
 
 _PREFERRED = ("test", "validation")
-_MOST_PERPLEXITY = 1e4  # of a word that is shown
+_IN_TOKENS = "the tokenizers differ, so what is measured in tokens is left out: accuracy, recall, gain of the memory"
 
 
 class Entry(NamedTuple):
@@ -43,16 +56,14 @@ class Entry(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The metrics of one run, each with the factor by which it is lower than the first run's."""
+    """The metrics of one run, and its gain over the first one: a ratio of perplexities or a difference of bits."""
 
     name: str
-    perplexity: float  # word-level; per token if words are not known
-    gain: float  # the first run's perplexity divided by this one's
-    bits: float  # per byte
-    # at 95 %, of `gain` or, if `_is_in_bits`, of the first run's bits minus these; why there is none; None: first run
-    interval: tuple[float, float] | str | None
-    accuracy: float  # nan if it is not known
-    memory: MemoryGain | None  # gain of its memory; None if it has not been evaluated without memory
+    value: float  # of `measure_of` all runs
+    gain: float
+    interval: tuple[float, float] | str | None  # of `gain`, at 95 %; why there is none; None: first run
+    accuracy: float  # nan if it is not known, or of other tokens than those of the other runs
+    memory: MemoryGain | None  # of its memory; None if it has not been evaluated without, or of other tokens
     recall: dict[Band, tuple[float, float]]  # perplexity and gain
 
 
@@ -144,45 +155,47 @@ def _by_protocol(reports: Mapping[str, Path]) -> dict[str, Path]:
     return others | own
 
 
-def compare(reports: Sequence[Entry]) -> list[Row]:
+def compare(entries: Sequence[Entry]) -> list[Row]:
     """Return the metrics of every run over common bands; bands without recall tokens are omitted.
 
     Raises:
-        ValueError: the reports score different texts, or have different tokenizers while tokens are compared.
+        ValueError: the reports score different texts.
     """
-    first = reports[0].report
-    _check_text(reports)
-    by_words = first.num_words is not None
-    all_reports = [entry.report for entry in reports]
-    others = [report for report in all_reports if report.tokenizer_fingerprint != first.tokenizer_fingerprint]
-    if others and (not by_words or any(report.recall for report in others)):
-        what = "recall distances are" if by_words else "words are not known, so perplexity is"
-        raise ValueError(f"{what} in tokens, but the runs have different tokenizers: they are not comparable")
-    widest = max(all_reports, key=lambda report: report.seg_len + report.mem_len)
-    bands = [band for band in recall_bands(widest.seg_len, widest.mem_len).values() if first.recall_in(band)[1] > 0]
-    values = [report.word_perplexity if by_words else report.token_perplexity for report in all_reports]
+    _check_text(entries)
+    reports = [entry.report for entry in entries]
+    name, by_tokens, first = measure_of(reports), same_tokenizer(reports), reports[0]
+    widest = max(reports, key=lambda report: report.seg_len + report.mem_len)
+    bands = [band for band in recall_bands(widest.seg_len, widest.mem_len).values() if _has_recall(reports, band)]
     return [
         Row(
             entry.name,
-            value,
-            values[0] / value,
-            entry.report.bits_per_byte,
-            None if entry is reports[0] else _interval([first], [entry.report]),
-            entry.report.accuracy,
-            None if entry.without_memory is None else memory_gain(entry.report, entry.without_memory),
+            getattr(entry.report, name),
+            _gain(name, first, entry.report),
+            None if entry is entries[0] else _interval(name, [first], [entry.report]),
+            entry.report.accuracy if by_tokens else math.nan,
+            memory_gain(entry.report, entry.without_memory) if entry.without_memory and by_tokens else None,
             {
                 band: (recall, first.recall_perplexity(band) / recall)
                 for band in bands
                 for recall in [entry.report.recall_perplexity(band)]
             },
         )
-        for entry, value in zip(reports, values, strict=True)
+        for entry in entries
     ]
 
 
-def _interval(first: Sequence[Report], other: Sequence[Report]) -> tuple[float, float] | str | None:
-    """Return the interval in the unit of the first model, or why there is none."""
-    interval = (bits_interval if _is_in_bits(first[0]) else gain_interval)(first, other)
+def _has_recall(reports: Sequence[Report], band: Band) -> bool:
+    return same_tokenizer(reports) and all(report.recall_in(band)[1] > 0 for report in reports)
+
+
+def _gain(name: str, first: Report, other: Report) -> float:
+    before, after = getattr(first, name), getattr(other, name)
+    return float(before / after if MEASURES[name].is_ratio else before - after)
+
+
+def _interval(name: str, first: Sequence[Report], other: Sequence[Report]) -> tuple[float, float] | str | None:
+    """Return the interval of `_gain`, or why there is none."""
+    interval = (gain_interval if MEASURES[name].is_ratio else bits_interval)(first, other)
     return interval or no_gain_interval(first, other)
 
 
@@ -203,26 +216,18 @@ def _check_text(reports: Sequence[Entry]) -> None:
 
 def to_table(entries: Sequence[Entry], rows: Sequence[Row]) -> str:
     """Return the comparison for a terminal: a table of all tokens, and one of recall tokens if there are any."""
-    first = entries[0].report
+    first, reports = entries[0].report, [entry.report for entry in entries]
+    name = measure_of(reports)
     names = ["run", *(row.name for row in rows)]
-    in_bits = _is_in_bits(first)
-    if in_bits:
-        columns = [
-            names,
-            ["bits per byte", f"{rows[0].bits:.3f}", *(_difference(row.bits, rows[0].bits) for row in rows[1:])],
-        ]
-    else:
-        title = "token ppl" if first.num_words is None else "word ppl"
-        columns = [names, [title, *(_cell(row.perplexity, row.gain) for row in rows)]]
+    columns = [names, [MEASURES[name].short, *(_main_cell(name, row) for row in rows)]]
     if not all(math.isnan(row.accuracy) for row in rows):
         columns.append(["accuracy", *(shown(row.accuracy, ".2%") for row in rows)])
     if any(row.memory for row in rows):
         columns.append(["memory gain", *(_memory_cell(row.memory) for row in rows)])
-    lines = [
-        f"split {first.split}, {len(first.documents)} documents, {first.num_scored:,} tokens",
-        *table(zip(*columns, strict=True)),
-    ]
-    lines += _interval_lines(entries, rows, in_bits=in_bits)
+    tokens = f", {first.num_scored:,} tokens" if same_tokenizer(reports) else ""
+    lines = [f"split {first.split}, {len(first.documents)} documents{tokens}", *table(zip(*columns, strict=True))]
+    lines += [] if tokens else [_IN_TOKENS]
+    lines += _interval_lines(name, len(first.documents), rows)
     if bands := list(rows[0].recall):
         counts = ", ".join(f"{band} {first.recall_in(band)[1]:,}" for band in bands)
         lines += ["", f"perplexity of recall tokens by distance to the referent; tokens: {counts}"]
@@ -231,9 +236,8 @@ def to_table(entries: Sequence[Entry], rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _interval_lines(entries: Sequence[Entry], rows: Sequence[Row], *, in_bits: bool) -> list[str]:
-    """Return one line per gain, with its interval or the reason why there is none."""
-    count = len(entries[0].report.documents)
+def _interval_lines(name: str, count: int, rows: Sequence[Row]) -> list[str]:
+    """Return one line per gain, with its interval over `count` documents or the reason why there is none."""
     lines = []
     for row in rows[1:]:
         if isinstance(row.interval, tuple):
@@ -241,20 +245,18 @@ def _interval_lines(entries: Sequence[Entry], rows: Sequence[Row], *, in_bits: b
             about = f"95 % interval {low:.3f} to {high:.3f}, bootstrap over {count} documents"
         else:
             about = f"no interval: {row.interval}"
-        gain = (
-            f"- {row.name}: {rows[0].bits - row.bits:.3f} bits per byte" if in_bits else f"/ {row.name}: {row.gain:.3f}"
-        )
-        lines.append(f"{rows[0].name} {gain} ({about})")
+        sign, unit = ("/", "") if MEASURES[name].is_ratio else ("-", " bits per byte")
+        lines.append(f"{rows[0].name} {sign} {row.name}: {shown(row.gain, '.3f')}{unit} ({about})")
     return lines
 
 
-def _is_in_bits(first: Report) -> bool:
-    return first.num_words is not None and first.word_perplexity > _MOST_PERPLEXITY
-
-
-def _difference(bits: float, first: float) -> str:
-    gain = first - bits
-    return f"{bits:.3f} ({abs(gain):.3f} {'lower' if gain > -0.0005 else 'higher'})"
+def _main_cell(name: str, row: Row) -> str:
+    if MEASURES[name].is_ratio:
+        return _cell(row.value, row.gain)
+    value = shown(row.value, MEASURES[name].form)
+    if row.interval is None or not is_figure(row.gain):
+        return value
+    return f"{value} ({abs(row.gain):.3f} {'lower' if row.gain > -0.0005 else 'higher'})"
 
 
 def _memory_cell(gain: MemoryGain | None) -> str:
@@ -266,13 +268,13 @@ def _memory_cell(gain: MemoryGain | None) -> str:
 def _hint(entries: Sequence[Entry], split: str) -> str | None:
     """Return how to measure the memory gains that are not known; None if all are known."""
     names = [entry.name for entry in entries if entry.without_memory is None]
-    if not names:
+    if not names or not same_tokenizer([entry.report for entry in entries]):
         return None
     return f"memory gain not measured: {', '.join(names)}; run: dist-mem evaluate RUN --split {split} --without-memory"
 
 
 def _cell(value: float, gain: float) -> str:
-    if not 0 < gain < math.inf or abs(gain - 1) < 0.005:
+    if not is_figure(gain) or abs(gain - 1) < 0.005:
         return shown(value)
     return f"{shown(value)} ({gain:.2f}x lower)" if gain > 1 else f"{shown(value)} ({1 / gain:.2f}x higher)"
 
@@ -288,6 +290,8 @@ def run(paths: Sequence[Path], *, split: str | None = None, picture: Path | None
     """
     try:
         entries = find_reports(paths, split)
+        if picture is not None and not same_tokenizer([entry.report for entry in entries]):
+            raise ValueError(f"--plot {picture}: recall is by distance in tokens, and the runs' tokenizers differ")
         labels = labels_of([entry.name for entry in entries], [entry.config for entry in entries])
         print("\n".join([to_table(entries, compare(entries)), *seed_lines(labels, [each.report for each in entries])]))
         if hint := _hint(entries, entries[0].report.split):
@@ -317,36 +321,27 @@ def seed_lines(labels: Sequence[str], reports: Sequence[Report]) -> list[str]:
         groups.setdefault(label, []).append(report)
     if len(groups) == len(labels):
         return []
-    first = next(iter(groups))
-    if _is_in_bits(reports[0]):
-        unit, form, sign = "bits per byte", ".3f", "-"
-    else:
-        unit, form, sign = "token ppl" if reports[0].num_words is None else "word ppl", ",.2f", "/"
-    rows = [["seeds together", "runs", unit, "accuracy", f"{first} {sign} it, 95 %"]]
+    first, name = next(iter(groups)), measure_of(reports)
+    measure, by_tokens = MEASURES[name], same_tokenizer(reports)
+    sign = "/" if measure.is_ratio else "-"
+    heading = ["seeds together", "runs", measure.short, *(["accuracy"] if by_tokens else [])]
+    rows = [[*heading, f"{first} {sign} it, 95 %"]]
     for label, group in groups.items():
-        spreads = (
-            _spread([_in_unit(each, unit) for each in group], form),
-            _spread([each.accuracy for each in group], ".2%"),
-        )
-        shown_interval = "" if label == first else _interval_of_group(groups[first], group)
+        spreads = [_spread([getattr(each, name) for each in group], measure.form)]
+        spreads += [_spread([each.accuracy for each in group], ".2%")] if by_tokens else []
+        shown_interval = "" if label == first else _interval_of_group(name, groups[first], group)
         rows.append([label, str(len(group)), *spreads, shown_interval])
     about = "means over runs that differ only in their seeds, ± standard deviation"
     return ["", f"{about}; interval by bootstrap over seeds and documents", *table(rows)]
 
 
-def _in_unit(report: Report, unit: str) -> float:
-    if unit == "bits per byte":
-        return report.bits_per_byte
-    return report.word_perplexity if unit == "word ppl" else report.token_perplexity
-
-
-def _interval_of_group(first: Sequence[Report], other: Sequence[Report]) -> str:
-    interval = _interval(first, other)
+def _interval_of_group(name: str, first: Sequence[Report], other: Sequence[Report]) -> str:
+    interval = _interval(name, first, other)
     return f"{interval[0]:.3f} to {interval[1]:.3f}" if isinstance(interval, tuple) else f"none ({interval})"
 
 
 def _spread(values: Sequence[float], form: str) -> str:
     mean = statistics.fmean(values)
-    if len(values) < 2 or math.isnan(mean):
+    if len(values) < 2 or not is_figure(mean):
         return shown(mean, form)
     return f"{shown(mean, form)} ± {shown(statistics.stdev(values), form)}"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dist_mem.evaluation.protocol import WITHOUT_MEMORY, report_name
-from dist_mem.evaluation.scores import MAX_EXPONENT, Band, Report, perplexity, read_report, recall_bands, shown
+from dist_mem.evaluation.scores import Band, Report, exponential, perplexity, read_report, recall_bands, shown
 
 
 class MemoryGain(NamedTuple):
@@ -28,7 +28,7 @@ class MemoryGain(NamedTuple):
     @property
     def ratio(self) -> float:
         """Token perplexity without memory divided by that with memory."""
-        return math.exp(self.nats) if self.nats < MAX_EXPONENT else math.inf
+        return exponential(self.nats)
 
     def __str__(self) -> str:
         change = f"{self.nats:.4f} nats per token, perplexity {shown(self.with_memory)} with memory"

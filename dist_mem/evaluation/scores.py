@@ -8,7 +8,6 @@ distance, so that they can be computed for any band later.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.csv_text import csv_text
+from dist_mem.runtime.figures import NO_FIGURE, is_figure, json_text
 from dist_mem.runtime.file_schema import MAX_INTEGER, check, integer, leaf, metric, number, optional, read_json, record
 from dist_mem.runtime.file_schema import rows as rows_of
 from dist_mem.runtime.file_schema import table as table_of
@@ -140,11 +140,11 @@ class Report:
         return [score for score in self.recall if band.low < score.distance <= (band.high or math.inf)]
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics to track, "validation/word_perplexity" and so on, without unknown ones (nan)."""
+        """Return the metrics to track, "validation/word_perplexity" and so on, without those that are no figures."""
         found: dict[str, float] = {name: getattr(self, name) for name in METRICS}
         for name, band in recall_bands(self.seg_len, self.mem_len).items():
             found |= {f"{metric}_{name}": getattr(self, metric)(band) for metric in RECALL_METRICS}
-        return {f"{self.split}/{name}": value for name, value in found.items() if not math.isnan(value)}
+        return {f"{self.split}/{name}": value for name, value in found.items() if is_figure(value)}
 
 
 def recall_bands(seg_len: int, mem_len: int) -> dict[str, Band]:
@@ -169,16 +169,18 @@ def known_total(counts: Iterable[int | None]) -> int | None:
 
 
 def perplexity(nll: float, count: int | None) -> float:
-    """Return exp(nll / count), nll in nats; nan if count is 0 or None, inf on overflow."""
-    if not count:
-        return math.nan
-    mean = nll / count
-    return math.exp(mean) if mean < MAX_EXPONENT else math.inf
+    """Return exp(nll / count), nll in nats; nan if count is 0 or None, or the result is too large for a float."""
+    return exponential(nll / count) if count else math.nan
+
+
+def exponential(nats: float) -> float:
+    """Return exp(nats); nan if it is too large for a float: no figure."""
+    return math.exp(nats) if nats < MAX_EXPONENT else math.nan
 
 
 def bits_per_byte(nll: float, num_bytes: int) -> float:
-    """Return the bits per byte, nll in nats; nan without bytes."""
-    return nll / math.log(2) / num_bytes if num_bytes else math.nan
+    """Return the bits per byte, nll in nats; nan without bytes, or if a loss is not finite."""
+    return nll / math.log(2) / num_bytes if num_bytes and math.isfinite(nll) else math.nan
 
 
 def accuracy(hits: int | None, num_scored: int) -> float:
@@ -187,9 +189,9 @@ def accuracy(hits: int | None, num_scored: int) -> float:
 
 
 def shown(value: float, form: str = ",.2f") -> str:
-    """Format a metric in at most ten characters; n/a for nan."""
-    if math.isnan(value):
-        return "n/a"
+    """Format a metric in at most ten characters; n/a for what is no figure."""
+    if not is_figure(value):
+        return NO_FIGURE
     return f"{value:{form}}" if value < 1e6 else f"{value:.3e}"
 
 
@@ -229,7 +231,7 @@ def _row(
         name,
         title,
         f"{num_scored:,}",
-        "n/a" if words is None else f"{words:,}",
+        NO_FIGURE if words is None else f"{words:,}",
         shown(perplexity(nll, words)),
         shown(perplexity(nll, num_scored)),
         shown(bits_per_byte(nll, num_bytes), ".4f"),
@@ -261,15 +263,15 @@ def write_report(report: Report, directory: Path, name: str, *, metadata: dict[s
         "metrics": report.metrics(),
         "report": {**asdict(report), "recall": [list(score) for score in report.recall]},
     }
-    contents = {f"{name}.csv": to_csv(report.documents), f"{name}.json": json.dumps(body, indent=1) + "\n"}
+    contents = {f"{name}.csv": to_csv(report.documents), f"{name}.json": json_text(body, indent=1) + "\n"}
     for file_name, text in contents.items():
         write_text(directory / file_name, text)
     return [directory / file_name for file_name in contents]
 
 
 def _is_nll(value: Any) -> bool:
-    """Return whether a value may be a total; above the limit, the sum of some could be no float."""
-    return type(value) in (int, float) and not (value < 0 or 1e300 < value < math.inf)
+    """Return whether a value may be a total, null if it is no figure; above the limit, a sum could be no float."""
+    return value is None or (type(value) in (int, float) and not (value < 0 or 1e300 < value < math.inf))
 
 
 def _is_recall(value: Any) -> bool:
@@ -277,10 +279,10 @@ def _is_recall(value: Any) -> bool:
         return False
     counts = [value[0], *value[2:]]
     has_counts = all(type(each) is int and 0 <= each <= MAX_INTEGER for each in counts if each is not None)
-    return has_counts and None not in value[:3] and value[0] > 0 and _is_nll(value[1])
+    return has_counts and None not in (value[0], value[2]) and value[0] > 0 and _is_nll(value[1])
 
 
-_NLL = leaf("a number from 0 to 1e300, NaN or Infinity", _is_nll)
+_NLL = leaf("a number from 0 to 1e300 or null", _is_nll)
 _DOCUMENT = record(
     {
         "id": text_of,
@@ -322,9 +324,52 @@ def report_from(body: Any, path: Path) -> Report:
         raise UnusableError(f"{path}: format_version {version} is not {FORMAT_VERSION}, the one read here{_REMEDY}")
     check(body, _BODY, path, UnusableError, _REMEDY)
     content = dict(body["report"])
-    documents = [DocumentScore(**document) for document in content.pop("documents")]
-    recall = [RecallScore(*score) for score in content.pop("recall")]
+    documents = [DocumentScore(**document | {"nll": _nll(document["nll"])}) for document in content.pop("documents")]
+    recall = [RecallScore(distance, _nll(nll), *rest) for distance, nll, *rest in content.pop("recall")]
     return Report(**content, documents=documents, recall=recall)
+
+
+def _nll(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+class Measure(NamedTuple):
+    """How a metric of two reports is compared."""
+
+    title: str
+    short: str  # for the heads of tables
+    form: str  # of its values
+    is_ratio: bool  # perplexities are divided, bits subtracted
+
+
+MEASURES = {
+    "word_perplexity": Measure("word-level perplexity", "word ppl", ",.2f", is_ratio=True),
+    "token_perplexity": Measure("token perplexity", "token ppl", ",.2f", is_ratio=True),
+    "bits_per_byte": Measure("bits per byte", "bits per byte", ".3f", is_ratio=False),
+}
+MOST_PERPLEXITY = 1e4  # of a word that is shown
+
+
+def measure_of(reports: Sequence[Report]) -> str:
+    """Return the metric by which reports are printed, drawn and compared, whatever their order.
+
+    It is word-level perplexity, or token perplexity if words are not known. It is bits per byte where tokenizers
+    differ, and where a perplexity says nothing: above MOST_PERPLEXITY per word, or no figure.
+    """
+    if not same_tokenizer(reports):
+        return "bits_per_byte"
+    if any(not report.num_words for report in reports):
+        found = "token_perplexity"
+        is_shown = all(is_figure(report.token_perplexity) for report in reports)
+    else:
+        found = "word_perplexity"
+        is_shown = all(report.word_perplexity <= MOST_PERPLEXITY for report in reports)
+    return found if is_shown else "bits_per_byte"
+
+
+def same_tokenizer(reports: Sequence[Report]) -> bool:
+    """Return whether a token of one report is a token of all: figures per token are comparable."""
+    return len({report.tokenizer_fingerprint for report in reports}) == 1
 
 
 def same_text(reports: Sequence[Report]) -> bool:

@@ -9,7 +9,6 @@ interrupted sweep keeps its measured rows; the next call measures all rows again
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,9 +21,10 @@ from dist_mem.evaluation.job import StopCheck, as_job, data_tag, found_by_all, u
 from dist_mem.evaluation.plot import Line, add_legend, draw_lines, labels_of, save_picture
 from dist_mem.evaluation.plotting.style import add_grid, in_style, new_picture
 from dist_mem.evaluation.protocol import Protocol, apply_protocol, in_terms_of_eval, protocol_of, report_name
-from dist_mem.evaluation.scores import shown
+from dist_mem.evaluation.scores import MEASURES, Report, measure_of, shown
 from dist_mem.evaluation.trained_model import Checkpoint, read_settings
 from dist_mem.model import MemoryLM
+from dist_mem.runtime import markdown
 from dist_mem.runtime.csv_text import csv_text
 from dist_mem.runtime.distributed import World, decided_by_rank0
 from dist_mem.runtime.files import write_text
@@ -46,10 +46,13 @@ class Row(NamedTuple):
 
     run: str
     step: int
-    split: str
     protocol: Protocol
-    num_scored: int
-    metrics: dict[str, float]  # by the names of METRICS; nan: not known
+    report: Report
+
+    @property
+    def metrics(self) -> list[float]:
+        """Those of METRICS; nan: no figure."""
+        return [getattr(self.report, metric) for metric in METRICS]
 
 
 def parse_sweep(text: str) -> Sweep:
@@ -62,8 +65,11 @@ def parse_sweep(text: str) -> Sweep:
     if name not in KEYS:
         raise ValueError(f"--sweep {text}: {name!r} must be one of {', '.join(KEYS)}, as in mem_len=64,128,192")
     values = listed.split(",")
-    if not all(value.isdecimal() and int(value) for value in values):
+    if not all(value.isdecimal() for value in values):
         raise ValueError(f"--sweep {text}: give numbers of tokens after the equals sign, as {name}=64,128,192")
+    if 0 in map(int, values):
+        without = "; --without-memory, without --sweep, evaluates without the memory" if name == "mem_len" else ""
+        raise ValueError(f"--sweep {text}: a length is 0, but must be at least 1{without}")
     return Sweep(name, [int(value) for value in values])
 
 
@@ -146,17 +152,12 @@ def evaluated(
     config = read_settings(checkpoint.directory, overrides, reads_data=True)
     use_threads(config.train)
     report = evaluate_checkpoint(checkpoint, config, split=split or config.eval.split, world=world, check=check)
-    metrics = {metric: float(getattr(report, metric)) for metric in METRICS}
-    row = Row(name, checkpoint.manifest["step"], report.split, protocol_of(config), report.num_scored, metrics)
+    row = Row(name, checkpoint.manifest["step"], protocol_of(config), report)
     if world.rank == 0:
-        metric = main_metric([row])
-        print(f"{name}, {row.protocol}: {metric.replace('_', ' ')} {shown(metrics[metric])}", flush=True)
+        metric = measure_of([report])
+        value = shown(getattr(report, metric), MEASURES[metric].form)
+        print(f"{name}, {row.protocol}: {metric.replace('_', ' ')} {value}", flush=True)
     return row
-
-
-def main_metric(rows: Sequence[Row]) -> str:
-    """Return the metric to print and plot: word-level perplexity, or token perplexity if words are not known."""
-    return "token_perplexity" if any(math.isnan(row.metrics["word_perplexity"]) for row in rows) else "word_perplexity"
 
 
 def files_of(stem: Path) -> list[Path]:
@@ -175,42 +176,39 @@ def write_table(rows: Sequence[Row], sweep: Sweep, stem: Path, labels: Mapping[s
 def to_markdown(rows: Sequence[Row]) -> str:
     """Return the table for a terminal or a page."""
     with_clamp = len({row.protocol.clamp_len for row in rows}) > 1
-    clamp, rule = (" clamp |", "---|") if with_clamp else ("", "")
-    lines = [f"| run | step | T | M |{clamp} tokens | word ppl | token ppl | bits/byte |", f"{'|---' * 8}|{rule}"]
+    heading = ["run", "step", "T", "M", *(["clamp"] if with_clamp else []), "tokens", "word ppl", "token ppl"]
+    lines = [markdown.row([*heading, "bits/byte"]), markdown.row(["---"] * (len(heading) + 1))]
     for row in rows:
-        word, token, bits = (row.metrics[metric] for metric in METRICS)
-        lengths = f"{row.protocol.seg_len} | {row.protocol.mem_len}"
-        if with_clamp:
-            lengths += f" | {row.protocol.clamp_len}"
-        metrics = f"{shown(word)} | {shown(token)} | {shown(bits, '.4f')}"
-        lines.append(f"| {row.run} | {row.step} | {lengths} | {row.num_scored:,} | {metrics} |")
+        word, token, bits = row.metrics
+        lengths = [row.protocol.seg_len, row.protocol.mem_len, *([row.protocol.clamp_len] if with_clamp else [])]
+        metrics = f"{row.report.num_scored:,}", shown(word), shown(token), shown(bits, ".4f")
+        lines.append(markdown.row([row.run, str(row.step), *map(str, lengths), *metrics]))
     rest = {str(row.protocol).split(", ", 2)[2] for row in rows}
-    return "\n".join([*lines, "", f"split {rows[0].split}; {'; '.join(sorted(rest))}"])
+    return "\n".join([*lines, "", f"split {rows[0].report.split}; {'; '.join(sorted(rest))}"])
 
 
 def to_csv(rows: Sequence[Row]) -> str:
     """Return a CSV with one line per row, including the whole protocol."""
     lines: list[list[object]] = [["run", "step", "split", *Protocol._fields, "num_scored", *METRICS]]
     for row in rows:
-        metrics = [row.metrics[metric] for metric in METRICS]
-        lines.append([row.run, row.step, row.split, *row.protocol, row.num_scored, *metrics])
+        lines.append([row.run, row.step, row.report.split, *row.protocol, row.report.num_scored, *row.metrics])
     return csv_text(lines)
 
 
 @in_style
 def plot_sweep(rows: Sequence[Row], sweep: Sweep, path: Path, labels: Mapping[str, str]) -> None:
-    """Plot perplexity by length, with a line per label (`draw_lines`)."""
-    shown_metric = main_metric(rows)
+    """Plot what the rows are compared by (`measure_of`) by length, with a line per label (`draw_lines`)."""
+    metric = measure_of([row.report for row in rows])
     figure, axes = new_picture(3.6)
     add_grid(axes)
     lines = []
     for name in dict.fromkeys(row.run for row in rows):
         points = [row for row in rows if row.run == name]
         lengths = [getattr(row.protocol, sweep.key) for row in points]
-        lines.append(Line(labels[name], lengths, [row.metrics[shown_metric] for row in points]))
+        lines.append(Line(labels[name], lengths, [getattr(row.report, metric) for row in points]))
     draw_lines(axes, lines)
     axes.set_xlabel(f"{sweep.key} (tokens)")
-    axes.set_ylabel({"word_perplexity": "word-level perplexity", "token_perplexity": "token perplexity"}[shown_metric])
-    axes.set_title(f"split {rows[0].split}")
+    axes.set_ylabel(MEASURES[metric].title)
+    axes.set_title(f"split {rows[0].report.split}")
     add_legend(figure)
     save_picture(figure, path)

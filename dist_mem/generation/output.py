@@ -10,6 +10,7 @@ from typing import Any
 
 from dist_mem.generation.generate import Sampling
 from dist_mem.generation.text import SIZES, Repetition, measure
+from dist_mem.runtime import markdown
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.terminal import table
 
@@ -86,8 +87,8 @@ def heading(continuation: Continuation, number: int) -> str:
 
 def to_markdown(continuations: Sequence[Continuation], prompt: str, sampling: Sampling) -> str:
     """Return a Markdown page: the settings, the repetition, the end of the prompt and all texts."""
-    rows = [f"| {' | '.join(row)} |" for row in _rows(continuations)]
-    rows.insert(1, f"|{'---|' * (len(SIZES) * 2 + 1)}")
+    rows = [markdown.row(row) for row in _rows(continuations)]
+    rows.insert(1, markdown.row(["---"] * (len(SIZES) * 2 + 1)))
     parts = [f"# The same prompt, continued\n\n{_settings(sampling)}\n\n" + "\n".join(rows)]
     parts.append(f"## The prompt{_cut(prompt)}\n\n{_fenced(prompt[-PROMPT_CHARS:])}")
     for continuation in continuations:

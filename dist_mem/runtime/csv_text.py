@@ -7,6 +7,8 @@ import io
 from collections.abc import Iterable
 from contextlib import suppress
 
+from dist_mem.runtime.figures import NO_FIGURE, is_figure
+
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 
@@ -14,7 +16,7 @@ def csv_text(rows: Iterable[Iterable[object]]) -> str:
     """Return rows as CSV with LF line ends.
 
     Titles come from other people. A text that a spreadsheet would run as a formula gets an apostrophe in front, by
-    which spreadsheets know a text (OWASP, "CSV Injection"); numbers stay as they are.
+    which spreadsheets know a text (OWASP, "CSV Injection"); numbers stay as they are, and what is no figure is `n/a`.
     """
     return "".join(map(_line, rows))
 
@@ -26,6 +28,8 @@ def _line(row: Iterable[object]) -> str:
 
 
 def _harmless(cell: object) -> object:
+    if not is_figure(cell):
+        return NO_FIGURE
     if not isinstance(cell, str) or not cell.lstrip(" ").startswith(_FORMULA_STARTS):
         return cell
     with suppress(ValueError):

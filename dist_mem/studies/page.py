@@ -31,6 +31,7 @@ from dist_mem.evaluation.plot import (
 )
 from dist_mem.evaluation.plotting.style import add_grid, in_style, new_picture
 from dist_mem.evaluation.scores import Report
+from dist_mem.runtime import markdown
 from dist_mem.runtime.csv_text import csv_text
 from dist_mem.runtime.files import write_text
 from dist_mem.studies.budget import Costs
@@ -166,7 +167,7 @@ def to_markdown(
     beside = study.is_papers and any(name in row.paper for row in study.rows.values() for name in columns)
     pairs = ([f"{name}, paper", f"{name}, ours"] if beside else [name] for name in columns)
     heading = ["", *(text for pair in pairs for text in pair), *(_budget_heading(study, shown[0]) if found else [])]
-    lines = [f"# {study.title}", "", study.source, "", _line(heading), _line(["---"] * len(heading))]
+    lines = [f"# {study.title}", "", study.source, "", markdown.row(heading), markdown.row(["---"] * len(heading))]
     best = _best_cells(study, runs, found)
     for key in by_result(study, found) if found else shown:
         row = study.rows[key]
@@ -176,7 +177,7 @@ def to_markdown(
             ours = cell(mine, name).text(deviation=bool(found)) if mine else NOT_GIVEN
             ours = f"**{ours}**" if (key, name) in best else ours
             cells += [_number(row.paper.get(name)), ours] if beside else [ours]
-        lines.append(_line([*cells, *(_budget_cells(study, found[key]) if found else [])]))
+        lines.append(markdown.row([*cells, *(_budget_cells(study, found[key]) if found else [])]))
     lines += ["", study.about, ""]
     if found:
         lines += [_about_interval(study, runs, shown), "", f"![Quality against cost]({PARETO})", ""]
@@ -253,10 +254,10 @@ def _papers_section(study: Study) -> list[str]:
     if not names:
         return []
     lines = ["", "## The paper's metrics", "", "Other data and other sizes than above: not comparable.", ""]
-    lines += [_line(["", *names]), _line(["---"] * (1 + len(names)))]
+    lines += [markdown.row(["", *names]), markdown.row(["---"] * (1 + len(names)))]
     for row in study.rows.values():
         if row.paper:
-            lines.append(_line([row.name, *(_number(row.paper.get(name)) for name in names)]))
+            lines.append(markdown.row([row.name, *(_number(row.paper.get(name)) for name in names)]))
     return lines
 
 
@@ -271,10 +272,6 @@ def _chosen(study: Study, runs: Sequence[Run], key: str) -> str:
         behind = [run for run in runs_behind(study, runs, key, name) if read_result(run, name) is not None]
         chosen += [f"{name}: {study.rows[run.row].name} (seed {run.seed})" for run in behind]
     return f"- {study.rows[key].name}, chosen on validation: {'; '.join(chosen) or 'nothing yet'}"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def to_csv(study: Study, runs: Sequence[Run], extra: Sequence[str]) -> str:

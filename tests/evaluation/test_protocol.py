@@ -21,9 +21,9 @@ from dist_mem.evaluation import sweep
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.memory_file import read_memory_file
 from dist_mem.evaluation.protocol import protocol_of, tag_of
-from dist_mem.evaluation.scores import Report, read_report
+from dist_mem.evaluation.scores import DocumentScore, Report, read_report
 from dist_mem.evaluation.scoring import EvaluationError
-from dist_mem.evaluation.sweep import Row, parse_sweep, to_markdown
+from dist_mem.evaluation.sweep import KEYS, Row, parse_sweep, to_markdown
 from dist_mem.evaluation.trained_model import TrainedModel, find_checkpoint, load_model, read_settings
 from dist_mem.generation.text_memory import TextMemory, load_memory, read_text, save_memory
 from dist_mem.generation.text_scores import score as score_text
@@ -260,15 +260,20 @@ def test_a_sweep_that_cannot_be_ends_before_the_first_evaluation(
 
 
 def test_a_sweep_of_something_else_is_refused() -> None:
-    for text in ("lanes=1,2", "memory_len=64", "mem_len", "mem_len=", "mem_len=64,x", "mem_len=0"):
+    for text in ("lanes=1,2", "memory_len=64", "mem_len", "mem_len=", "mem_len=64,x"):
         with refused(ValueError):
             parse_sweep(text)
+    for key in KEYS:
+        with refused(ValueError, f"{key}=0,16", "at least 1"):
+            parse_sweep(f"{key}=0,16")
+    with refused(ValueError, "--without-memory"):
+        parse_sweep("mem_len=0,16")
 
 
 def test_a_table_over_clamp_len_says_which_row_is_which() -> None:
-    figures = {"word_perplexity": 9.0, "token_perplexity": 3.0, "bits_per_byte": 1.0}
+    report = Report("test", "", "", None, 4, 4, 9, [DocumentScore("1", "One", 20.0, 260, 9, 50)], [])
     protocols = [protocol_of(make_config(eval={"clamp_len": clamp_len})) for clamp_len in (20, 4)]
-    rows = [Row("run", 3, "test", protocol, 260, figures) for protocol in protocols]
+    rows = [Row("run", 3, protocol, report) for protocol in protocols]
     heading, _, *lines = to_markdown(rows).splitlines()
     column = heading.split(" | ").index("clamp")
     assert [line.split(" | ")[column] for line in lines[:2]] == ["20", "4"]

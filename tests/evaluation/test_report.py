@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -10,15 +11,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation import compare
 from dist_mem.evaluation.bootstrap import MIN_DOCUMENTS, accuracy_interval, gain_interval, no_gain_interval
 from dist_mem.evaluation.scores import (
+    MEASURES,
     Band,
     DocumentScore,
     RecallScore,
     Report,
+    measure_of,
     read_report,
     recall_bands,
     same_text,
@@ -200,11 +205,10 @@ def test_compare_refuses_what_does_not_compare(tmp_path: Path) -> None:
     others = {
         "other": replace(report, documents=report.documents[1:]),
         "blocks": blocks,
-        "tokens": replace(blocks, tokenizer_fingerprint="x", recall=[]),
     }
     runs = [save_evaluation(tmp_path / name, other) for name, other in others.items()]
-    for pair in ([plain, runs[0]], [plain, runs[1]], runs[1:]):
-        with refused(UnusableError, pair[1].name):
+    for pair in itertools.chain(*map(itertools.permutations, ([plain, runs[0]], [plain, runs[1]]))):
+        with refused(UnusableError, runs[0].name if runs[0] in pair else runs[1].name):
             compare.run(pair)
 
 
@@ -231,9 +235,77 @@ def test_figures_that_are_not_known_or_too_large_are_shown_as_such(tmp_path: Pat
     known = make_report()
     assert replace(known, num_words=0).metrics().keys() == known.metrics().keys() - {"test/word_perplexity"}
     huge = compare.Entry("huge", make_report(factor=1e6))
-    assert huge.report.word_perplexity == math.inf and "inf" in to_table(huge.report)
+    assert "n/a" in to_table(huge.report)
     for entries in ([huge], [compare.Entry("normal", known), huge]):
-        assert "inf" in compare.to_table(entries, compare.compare(entries))
+        assert "bits per byte" in compare.to_table(entries, compare.compare(entries))
+
+
+NO_WORDS = replace(
+    make_report(),  # as Chinese text, whose "words" are whole documents
+    num_words=2,
+    documents=[replace(document, words=0, nll=1e4) for document in make_report().documents],
+)
+LOST = replace(make_report(), documents=[replace(make_report().documents[0], nll=math.inf)], recall=[])
+
+
+@pytest.mark.parametrize("report", [NO_WORDS, LOST, make_report(factor=1e6)], ids=["no words", "infinite", "huge"])
+def test_what_is_no_figure_is_written_nowhere(report: Report, tmp_path: Path) -> None:
+    """`inf` stood in tables, `Infinity` in JSON, which is none, and in MLflow 1.8e308."""
+    paths = write_report(report, tmp_path, "test-step-00000001", metadata={"other": math.nan})
+    texts = [to_table(report), *(path.read_text(encoding="utf-8") for path in paths)]
+    assert not re.search(r"\b(inf|nan|infinity)\b", "\n".join(texts), re.IGNORECASE)
+    assert "n/a" in texts[0] and "n/a" in texts[1]
+    assert all(math.isfinite(value) for value in report.metrics().values())
+    again = read_report(paths[1])
+    assert to_table(again) == to_table(report) and again.metrics() == report.metrics()
+
+
+def other_tokens(report: Report, factor: float) -> Report:
+    """The same text by another tokenizer, with `factor` times its tokens."""
+    documents = [replace(each, num_scored=round(each.num_scored * factor)) for each in report.documents]
+    recall = [score._replace(distance=round(score.distance * factor)) for score in report.recall]
+    return replace(report, tokenizer_fingerprint=f"other {factor}", documents=documents, recall=recall)
+
+
+def made(factor: float, mem_len: int, tokens: float) -> Report:
+    report = make_report(factor=factor, mem_len=mem_len)
+    return report if tokens == 1.0 else other_tokens(report, tokens)
+
+
+REPORTS = st.builds(
+    made, st.sampled_from([0.5, 1.0, 1.9, 2.0, 1e6]), st.sampled_from([0, 64]), st.sampled_from([1.0, 1.0, 1.0, 2.0])
+)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.lists(REPORTS, min_size=2, max_size=3), st.booleans())
+def test_a_comparison_says_the_same_in_every_order(reports: list[Report], is_blocks: bool) -> None:
+    """The first run chose the unit for all; with other tokenizers one order was refused, the other gave nonsense."""
+    reports = [in_blocks(each) for each in reports] if is_blocks else reports
+    entries = [compare.Entry(str(place), each, replace(each)) for place, each in enumerate(reports)]
+    name = measure_of(reports)
+    found = []
+    for order in itertools.permutations(entries):
+        rows = compare.compare(order)
+        for row in rows[1:]:
+            of_values = rows[0].value / row.value if MEASURES[name].is_ratio else rows[0].value - row.value
+            assert row.gain == of_values
+        own = {row.name: str((row.value, row.accuracy, row.memory, list(row.recall))) for row in rows}
+        heading = re.split(" {2,}", compare.to_table(order, rows).splitlines()[1])
+        found.append((heading, own))
+    assert all(each == found[0] for each in found)
+
+
+def test_tokens_of_two_tokenizers_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = save_evaluation(tmp_path / "one", make_report())
+    two = save_evaluation(tmp_path / "two", other_tokens(make_report(factor=1.1), 2.0))
+    for pair in itertools.permutations((one, two)):
+        lines, complaint = compared(capsys, *pair)
+        assert lines[1] == ["run", "bits per byte"] and complaint == ""
+        assert "tokenizers differ" in lines[4][0]
+        assert not any("recall tokens" in cell for line in lines for cell in line)
+        with refused(UnusableError, "--plot", "tokenizers"):
+            compare.run(pair, picture=tmp_path / "p.png")
 
 
 def test_compare_takes_the_split_that_all_runs_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

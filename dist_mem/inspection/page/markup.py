@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Iterable
+
+from dist_mem.runtime.figures import NO_FIGURE, is_figure
 
 
 class Markup(str):
@@ -30,13 +31,13 @@ def joined(children: Iterable[str]) -> Markup:
 
 
 def digits(value: float, sign: str = "") -> str:
-    """Format a metric with three significant digits: 2,110, 75.8, 4.02, 0.0120; n/a for nan.
+    """Format a metric with three significant digits: 2,110, 75.8, 4.02, 0.0120; n/a for what is no figure.
 
     Args:
         sign: "+" also marks a positive value.
     """
-    if math.isnan(value):
-        return "n/a"
+    if not is_figure(value):
+        return NO_FIGURE
     rounded, _, exponent = f"{value:.2e}".partition("e")
     if not exponent or not -4 <= int(exponent) < 6:
         return f"{value:{sign}.3g}"
