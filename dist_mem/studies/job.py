@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from dist_mem.config import DataConfig
 from dist_mem.data.directory import check_split
@@ -29,8 +28,8 @@ from dist_mem.studies.runs import (
     definition_of,
     evaluate_command,
     measured,
-    metric_of,
     newest_report,
+    result_of,
     train_command,
     train_split_of,
 )
@@ -300,12 +299,10 @@ def _measure(job: Job, item: Run, columns: Mapping[str, Column], name: str, plac
     report = newest_report(item, first)
     values: dict[str, float | None] = {}
     for other, column in same_command(columns, first).items():
-        value, step = metric_of(report, column)
-        values[other] = value  # None if a requirement is missing, as WordNet for METEOR
-        result: dict[str, Any] = {"absent": f"{column.split}/{column.metric}"} if value is None else {"value": value}
-        result |= {"step": step, "column": asdict(column)}
+        result = result_of(report, column)
+        values[other] = result.get("value")  # None if a requirement is missing, as WordNet for METEOR
         has_scores = job.has_intervals and column.command == "evaluate"
-        keep_result(item, other, result, report if has_scores else None)
+        keep_result(item, other, {**result, "column": asdict(column)}, report if has_scores else None)
     return values
 
 

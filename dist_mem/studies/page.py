@@ -33,11 +33,13 @@ from dist_mem.evaluation.plotting.style import add_grid, in_style, new_picture
 from dist_mem.evaluation.scores import Report
 from dist_mem.runtime import markdown
 from dist_mem.runtime.csv_text import csv_text
+from dist_mem.runtime.figures import NO_FIGURE, is_figure
 from dist_mem.runtime.files import write_text
 from dist_mem.studies.budget import Costs
 from dist_mem.studies.cells import Run, checksum, read_result, report_of, speed_of
 from dist_mem.studies.job import Job
 from dist_mem.studies.runs import (
+    BITS,
     evaluate_command,
     is_better_higher,
     measured,
@@ -61,6 +63,7 @@ class Cell(NamedTuple):
     diverged: int  # seeds whose training diverged
     absent: int  # seeds whose evaluation has no such metric
     missing: int  # seeds still to be run
+    in_bits: tuple[float, ...] = ()  # per byte, of absent perplexities that are no figures
 
     @property
     def mean(self) -> float | None:
@@ -77,7 +80,8 @@ class Cell(NamedTuple):
         if self.diverged:
             parts.append(f"{self.diverged} diverged")
         if self.absent:
-            parts.append("n/a")
+            bits = f" ({statistics.fmean(self.in_bits):.4g} bits per byte)" if self.in_bits else ""
+            parts.append(f"{NO_FIGURE}{bits}")
         if self.missing:
             parts.append(f"{self.missing} to run")
         return ", ".join(parts) or NOT_GIVEN
@@ -97,7 +101,8 @@ def cell(runs: Sequence[Run], column: str) -> Cell:
     values = [result["value"] for result in found if result is not None and "value" in result]
     diverged = sum(result is not None and "diverged" in result for result in found)
     absent = sum(result is not None and "absent" in result for result in found)
-    return Cell(values, diverged, absent, missing=found.count(None))
+    bits = tuple(result[BITS] for result in found if result is not None and BITS in result)
+    return Cell(values, diverged, absent, missing=found.count(None), in_bits=bits)
 
 
 class Standing(NamedTuple):
@@ -150,7 +155,8 @@ def write_results(job: Job, provenance: Mapping[str, str]) -> list[Path]:
     found = standings(study, job.runs, job.costs)
     write_text(paths[0], to_markdown(study, job.runs, provenance, found))
     write_text(paths[1], to_csv(study, job.runs, job.extra))
-    draw(study, job.runs, paths[2])
+    if not draw(study, job.runs, paths[2]):
+        paths.pop()
     return paths + (_draw_comparison(job, found) if found else [])
 
 
@@ -180,7 +186,8 @@ def to_markdown(
         lines.append(markdown.row([*cells, *(_budget_cells(study, found[key]) if found else [])]))
     lines += ["", study.about, ""]
     if found:
-        lines += [_about_interval(study, runs, shown), "", f"![Quality against cost]({PARETO})", ""]
+        lines += [_about_interval(study, runs, shown), ""]
+        lines += [f"![Quality against cost]({PARETO})", ""] if _has_means(found) else []
     lines += [f"- {study.rows[key].name}: {study.rows[key].note}" for key in shown if study.rows[key].note]
     lines += [_chosen(study, runs, key) for key in shown if study.rows[key].best_of]
     left_out = [row.name for key, row in study.rows.items() if key not in shown_rows(study)]
@@ -216,8 +223,8 @@ def _budget_cells(study: Study, found: Standing) -> list[str]:
     sign = "+" if _first_metric(study) in SHARES else ""
     interval = "" if found.interval is None else " to ".join(f"{bound:{sign}.3f}" for bound in found.interval)
     *sizes, flops = found.costs
-    speed = "n/a" if found.speed is None else f"{found.speed:,.0f}"
-    return [interval, *(f"{size:,}" for size in sizes), "n/a" if flops is None else f"{flops:.3g}", speed]
+    speed = NO_FIGURE if found.speed is None else f"{found.speed:,.0f}"
+    return [interval, *(f"{size:,}" for size in sizes), NO_FIGURE if flops is None else f"{flops:.3g}", speed]
 
 
 def _first_metric(study: Study) -> str:
@@ -302,15 +309,14 @@ def _command(words: Sequence[str]) -> str:
 
 
 @in_style
-def draw(study: Study, runs: Sequence[Run], path: Path) -> None:
+def draw(study: Study, runs: Sequence[Run], path: Path) -> bool:
     """Plot a paper's figure as lines over its columns, or a table as points, with one colour per row.
 
+    Without any figure nothing is drawn, and the result is False: empty axes would look as if there were one.
     Thin lines span the lowest to the highest seed. The paper's metrics, at its scale only, are dashed lines or hollow
     points.
     """
     columns = study.columns
-    figure, axes = new_picture(3.6)
-    add_grid(axes)
     found = {
         key: [cell(runs_behind(study, runs, key, name), name).values for name in columns]
         for key in shown_rows(study)
@@ -318,6 +324,10 @@ def draw(study: Study, runs: Sequence[Run], path: Path) -> None:
     }
     papers = {key: [study.rows[key].paper.get(name) if study.is_papers else None for name in columns] for key in found}
     rows = [key for key, ours in found.items() if any(ours) or any(value is not None for value in papers[key])]
+    if not rows:
+        return False
+    figure, axes = new_picture(3.6)
+    add_grid(axes)
     for number, key in enumerate(rows):
         beside = (number - (len(rows) - 1) / 2) * 0.8 / len(rows)  # of the points of a column
         places = [float(name) if study.x_axis else place + beside for place, name in enumerate(columns)]
@@ -333,9 +343,9 @@ def draw(study: Study, runs: Sequence[Run], path: Path) -> None:
     axes.set_title(f"{study.title}{seeds}\n{study.about}", wrap=True)
     axes.set_xlabel(study.x_axis or "")
     axes.set_ylabel(study.y_axis or _first_metric(study).replace("_", " "))
-    if rows:
-        add_legend(figure)
+    add_legend(figure)
     save_picture(figure, path)
+    return True
 
 
 class _Style(NamedTuple):
@@ -366,8 +376,9 @@ def _draw_row(
 def _draw_comparison(job: Job, found: Mapping[str, Standing]) -> list[Path]:
     """Draw quality against cost, and what the data record of recall by distance and by depth; return the paths."""
     first = next(iter(job.study.columns))
-    paths = [job.out / PARETO]
-    _draw_pareto(job.study, found, paths[0])
+    paths = [job.out / PARETO] if _has_means(found) else []
+    for path in paths:
+        _draw_pareto(job.study, found, path)
     reports = [
         (job.study.rows[row].name, report)
         for row in _best_rows(job.study, found)
@@ -381,11 +392,15 @@ def _draw_comparison(job: Job, found: Mapping[str, Standing]) -> list[Path]:
             plot_recall(reports, paths[-1], accuracy=accuracy)
         elif any(report.recall for _, report in reports):
             print(f"{name} is not drawn: fewer than {MIN_TOKENS} recall tokens at every distance, or unknown accuracy")
-    if any(depth_bins(report) for _, report in reports):
+    if any(is_figure(each.accuracy) for _, report in reports for each in depth_bins(report)):
         paths += [job.out / DEPTH, job.out / DEPTHS]
         plot_depth(reports, paths[-2])
         write_text(paths[-1], depths_to_csv(reports))
     return paths
+
+
+def _has_means(found: Mapping[str, Standing]) -> bool:
+    return any(each.mean is not None for each in found.values())
 
 
 def _best_rows(study: Study, found: Mapping[str, Standing]) -> list[str]:

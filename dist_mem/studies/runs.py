@@ -8,8 +8,8 @@ validation split, as a paper tunes its baselines: chosen per seed and column, wi
 from __future__ import annotations
 
 import hashlib
-import math
 import re
+import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -31,6 +31,7 @@ from dist_mem.evaluation.scores import Band, read_report
 from dist_mem.launch.local import launcher
 from dist_mem.memory import memory_options
 from dist_mem.memory.outside import sources
+from dist_mem.runtime.figures import is_figure
 from dist_mem.runtime.file_schema import check, integer, metric, read_json, record, table
 from dist_mem.studies.cells import CELLS, Run, compare, read_result
 from dist_mem.studies.study import Column, Study
@@ -38,7 +39,7 @@ from dist_mem.studies.study import Column, Study
 # Metrics of which a higher one is better; of all others a lower one is.
 _GROWING = ("accuracy", "whole_answers", "recall_accuracy", "dialogue_f1", "dialogue_rouge", "dialogue_meteor")
 
-
+BITS = "bits_per_byte"
 Settings = dict[str, Any]  # dotted key -> resolved value
 BLOCKS = ("data", "model", "memory", "train", "optimizer", "schedule", "eval")  # blocks that affect the metrics
 # Keys of the machine, which leave the metrics as they are but for the order of sums.
@@ -136,9 +137,19 @@ def _best(runs: Sequence[Run], name: str, column: Column) -> Run:
     results = [read_result(run, _on_validation(name)) for run in runs]
     if None in results:
         return runs[results.index(None)]
-    sign = -1.0 if is_better_higher(column.metric) else 1.0
-    valued = [(sign * result["value"], number) for number, result in enumerate(results) if result and "value" in result]
-    return runs[min(valued)[1]] if valued else runs[0]
+    return runs[min(range(len(runs)), key=lambda number: rank_of([results[number]], column.metric))]
+
+
+def rank_of(results: Sequence[Mapping[str, Any] | None], metric: str) -> tuple[int, float]:
+    """Return by what the results of a row's seeds are ranked, the best one least: the mean of their values.
+
+    Where a perplexity is no figure, bits per byte rank alike and come after; what diverged or has neither comes last.
+    """
+    found = [result or {} for result in results]
+    values, bits = ([result[key] for result in found if key in result] for key in ("value", BITS))
+    if len(values) == len(found):
+        return 0, (-1.0 if is_better_higher(metric) else 1.0) * statistics.fmean(values)
+    return (1, statistics.fmean(bits)) if len(values) + len(bits) == len(found) else (2, 0.0)
 
 
 def is_better_higher(metric: str) -> bool:
@@ -267,4 +278,14 @@ def metric_of(path: Path, column: Column) -> tuple[float | None, int]:
     if column.band:
         report, band = read_report(path), Band(column.band[0], column.band[1] if column.band[1:] else None)
         value = report.recall_accuracy(band) if column.metric == "recall_accuracy" else report.recall_perplexity(band)
-    return (None if value is None or math.isnan(value) else value), int(content["step"])
+    return (value if value is not None and is_figure(value) else None), int(content["step"])
+
+
+def result_of(path: Path, column: Column) -> dict[str, Any]:
+    """Return the result of a column in a report: its value, or what is absent; bits per byte beside a perplexity."""
+    value, step = metric_of(path, column)
+    if value is not None:
+        return {"value": value, "step": step}
+    bits, _ = metric_of(path, replace(column, metric=BITS, band=[]))
+    in_bits = {BITS: bits} if column.metric in ("word_perplexity", "token_perplexity") and bits is not None else {}
+    return {"absent": f"{column.split}/{column.metric}", **in_bits, "step": step}

@@ -17,16 +17,16 @@ validation split.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from dist_mem.errors import UnusableError
+from dist_mem.runtime.figures import NO_FIGURE
 from dist_mem.studies.cells import Run, read_result
 from dist_mem.studies.grid import override, trial_label
 from dist_mem.studies.job import Job
-from dist_mem.studies.runs import all_runs, is_better_higher, with_done
+from dist_mem.studies.runs import all_runs, rank_of, with_done
 from dist_mem.studies.study import Row
 
 FOLDER = "tuning"  # of the trials, in that of the study, and of their cells
@@ -40,7 +40,7 @@ class Tuned(NamedTuple):
     """What was found for a row."""
 
     best: Settings
-    metrics: dict[str, float]  # of all trials by their names; worst if it diverged
+    metrics: dict[str, str]  # of all trials by their names
 
     @property
     def words(self) -> list[str]:
@@ -48,7 +48,7 @@ class Tuned(NamedTuple):
         return _words(self.best)
 
     def __str__(self) -> str:
-        others = ", ".join(f"{trial}: {metric:.4g}" for trial, metric in self.metrics.items())
+        others = ", ".join(f"{trial}: {metric}" for trial, metric in self.metrics.items())
         return f"{_name(self.best)}, chosen on validation ({others})"
 
 
@@ -135,17 +135,32 @@ def chosen(trials: Job, grids: Mapping[str, Grid]) -> tuple[dict[str, Tuned], di
 
 
 def _best(trials: Job, row: str, grid: Grid) -> Tuned:
-    """Return what the trials of a row found. Raises UnusableError if all of them diverged."""
-    column = trials.study.columns[_COLUMN]
-    sign = -1.0 if is_better_higher(column.metric) else 1.0
+    """Return what the trials of a row found. Raises UnusableError if none of them has a result in every seed."""
+    metric, seeds = trials.study.columns[_COLUMN].metric, trials.study.seeds
     point = next(iter(trials.study.points))
-    metrics: dict[str, float] = {}
-    for settings in combinations(grid):
-        runs = [Run(_trial(row, settings), point, seed, trials.out) for seed in trials.study.seeds]
-        values = [(read_result(run, _COLUMN) or {}).get("value") for run in runs]
-        is_known = [value for value in values if value is not None]
-        metrics[_name(settings)] = math.fsum(is_known) / len(runs) if len(is_known) == len(runs) else sign * math.inf
-    best = min(combinations(grid), key=lambda settings: sign * metrics[_name(settings)])
-    if math.isinf(metrics[_name(best)]):
-        raise UnusableError(f"{row}: every trial diverged or has no {column.metric}: give tune.grid lower values")
-    return Tuned(best, metrics)
+    found = [
+        (settings, [read_result(Run(_trial(row, settings), point, seed, trials.out), _COLUMN) for seed in seeds])
+        for settings in combinations(grid)
+    ]
+    best, results = min(found, key=lambda each: rank_of(each[1], metric))
+    if rank_of(results, metric) == rank_of([None], metric):
+        raise UnusableError(f"{row}: {_why_none([results for _, results in found], metric)}")
+    return Tuned(best, {_name(settings): _shown(results, metric) for settings, results in found})
+
+
+def _why_none(found: Sequence[Sequence[Mapping[str, Any] | None]], metric: str) -> str:
+    """Return why no trial has a result, and what helps."""
+    diverged = sum(map(_has_diverged, found))
+    if diverged == len(found):
+        return "every trial diverged: give tune.grid lower values"
+    what = f"{diverged} of {len(found)} trials diverged, and no other has" if diverged else "no trial has"
+    return f"{what} {metric}: give the first of `columns` a metric that these data have"
+
+
+def _has_diverged(results: Sequence[Mapping[str, Any] | None]) -> bool:
+    return any("diverged" in (result or {}) for result in results)
+
+
+def _shown(results: Sequence[Mapping[str, Any] | None], metric: str) -> str:
+    level, rank = rank_of(results, metric)
+    return (f"{abs(rank):.4g}", f"{rank:.4g} bits per byte", "diverged" if _has_diverged(results) else NO_FIGURE)[level]

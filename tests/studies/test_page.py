@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from dist_mem.studies.budget import Costs
 from dist_mem.studies.cells import Run, checksum, keep_result, read_result, report_of
 from dist_mem.studies.job import Job
 from dist_mem.studies.page import Cell, are_equal, cell, draw, pareto_front, to_csv, to_markdown, write_results
-from dist_mem.studies.runs import all_runs, measured, metric_of, runs_behind, shown_rows, with_done
+from dist_mem.studies.runs import all_runs, measured, metric_of, rank_of, runs_behind, shown_rows, with_done
 from dist_mem.studies.study import Column, Study
 from tests.studies.small import ARENA, ROWS, at_tiny, load, two_memories
 from tests.support.messages import refused
@@ -100,6 +101,47 @@ def test_a_cell_says_how_many_of_its_seeds_diverged() -> None:
     assert Cell([1.0, 2.0], diverged=1, absent=0, missing=0).text(deviation=True) == "1.50 ± 0.71, 1 diverged"
     assert Cell([1.0], diverged=0, absent=0, missing=0).text(deviation=True) == "1"
     assert Cell([], diverged=3, absent=1, missing=0).text() == "3 diverged, n/a"
+
+
+BITS: dict[str, Any] = {"absent": "test/word_perplexity", "bits_per_byte": 2.5, "step": 1}
+
+
+def test_a_perplexity_that_is_no_figure_is_shown_in_bits_and_not_drawn(tmp_path: Path) -> None:
+    """`inf` stood in the table, and the picture had axes without a point."""
+    study = load(tmp_path, two_memories("d", "tiny", seeds=[0, 1]))
+    runs = all_runs(study, tmp_path)
+    for run in runs:
+        keep_result(run, "test", {**BITS, "bits_per_byte": 2.0 + run.seed})
+    assert "| XL | n/a (2.5 bits per byte) |" in to_markdown(study, runs, {})
+    assert not draw(study, runs, tmp_path / "table.png") and not (tmp_path / "table.png").exists()
+
+
+def test_names_with_bars_and_dollars_are_parts_of_tables_and_pictures(tmp_path: Path) -> None:
+    name = "a|b $x$ <i>日本"
+    study = load(tmp_path, two_memories("d", "tiny", seeds=[0]))
+    study.rows["xl"].name = name
+    study.columns = {name: study.columns["test"]}
+    runs = all_runs(study, tmp_path)
+    for run in runs:
+        keep_result(run, name, {"value": 7.0, "step": 1})
+    lines = to_markdown(study, runs, {}).splitlines()
+    assert r"| a\|b $x$ &lt;i>日本 | 7 |" in lines
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert draw(study, runs, tmp_path / "table.png")
+
+
+LOWER = {"value": 3.0, "step": 1}
+
+
+def test_results_are_ranked_by_their_values_then_in_bits() -> None:
+    diverged = {"diverged": "why"}
+    ordered = [[LOWER], [{"value": 4.0}], [BITS], [{**BITS, "bits_per_byte": 3.0}], [diverged]]
+    ranks = [rank_of(results, "word_perplexity") for results in ordered]
+    assert ranks == sorted(ranks) and len(set(ranks)) == len(ranks)
+    assert rank_of([LOWER, BITS], "word_perplexity") > rank_of([{"value": 9.0}] * 2, "word_perplexity")
+    assert rank_of([LOWER, diverged], "word_perplexity") == rank_of([None], "accuracy") == ranks[-1]
+    assert rank_of([{"value": 0.9}], "accuracy") < rank_of([{"value": 0.1}], "accuracy")
 
 
 def at_each_scale(folder: Path) -> dict[str, tuple[Study, list[Run]]]:

@@ -302,6 +302,27 @@ def test_a_grid_grows_until_the_best_is_inside(best: dict[str, float], most: int
             assert abs(math.log(values[place] / rates[row])) == min(abs(math.log(v / rates[row])) for v in values)
 
 
+def test_trials_whose_perplexity_is_no_figure_are_ranked_in_bits_and_others_refused_for_their_reason(
+    tmp_path: Path,
+) -> None:
+    """Of text without blanks no word has a perplexity, and `lower values` were advised."""
+    job = job_of(tmp_path, grid=RATES, most=2)
+    trials = trials_of(job, grids_of(job))
+    absent = {"absent": "validation/word_perplexity", "step": 1}
+    for run in trials.runs:
+        keep_result(run, "tuned", {**absent, "bits_per_byte": 2.0 if run.row.endswith("0.002") else 3.0})
+    found, _ = chosen(trials, grids_of(job))
+    assert str(found["none"]) == "lr 0.002, chosen on validation (lr 0.001: 3 bits per byte, lr 0.002: 2 bits per byte)"
+    for run in trials.runs:
+        keep_result(run, "tuned", absent)
+    with refused(UnusableError, "word_perplexity", "columns"):
+        chosen(trials, grids_of(job))
+    for run in trials.runs:
+        keep_result(run, "tuned", {"diverged": "why"})
+    with refused(UnusableError, "tune.grid", "lower"):
+        chosen(trials, grids_of(job))
+
+
 def test_a_grid_of_whole_numbers_grows_by_whole_numbers() -> None:
     """memory.mem_len=256.0 is refused, which was seen when all trials had been trained."""
     grown = widened({"memory.mem_len": [64, 1000, 1024]}, {"memory.mem_len": 64}, most=8)
