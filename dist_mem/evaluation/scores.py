@@ -192,7 +192,7 @@ def shown(value: float, form: str = ",.2f") -> str:
     """Format a metric in at most ten characters; n/a for what is no figure."""
     if not is_figure(value):
         return NO_FIGURE
-    return f"{value:{form}}" if value < 1e6 else f"{value:.3e}"
+    return f"{value:z{form}}" if value < 1e6 else f"{value:.3e}"  # z: no -0.0
 
 
 def to_table(report: Report, *, rows: int = TABLE_ROWS) -> str:

@@ -40,6 +40,10 @@ class Group(NamedTuple):
         """Nats per word; nan if the group is empty."""
         return self.gain / self.num_words if self.num_words else math.nan
 
+    def share(self, total: float) -> float:
+        """Share of the total gain; nan if the group is empty, or there is no gain."""
+        return self.gain / total if self.num_words and total else math.nan
+
 
 class Aggregates(NamedTuple):
     """What gains in one document."""
@@ -58,8 +62,8 @@ class Aggregates(NamedTuple):
 
     @property
     def share_of_names(self) -> float:
-        """Share of the total gain that is of names; nan without a gain."""
-        return self.by_class[CLASSES.index(NAME)].gain / self.total if self.total else math.nan
+        """Share of the total gain that is of names; nan without names, or without a gain."""
+        return self.by_class[CLASSES.index(NAME)].share(self.total)
 
 
 def aggregate(words: Sequence[Word], gain: Tensor) -> Aggregates:

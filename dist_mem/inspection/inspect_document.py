@@ -156,9 +156,9 @@ def _show(
     print("\n".join([*gains_table(rows), comparisons_key(seg_len)]))
     print(f"\nby word, gain over {comparisons[-1].name}:")
     print("\n".join(aggregates_tables(aggregates)))
-    print()
-    reasons = [_reason(reading, removed, each.word, comparisons[-1].gain) for each in aggregates.top]
-    print(top_table(aggregates.top, reading.pieces, reasons, is_removed=removed is not None))
+    if aggregates.top:
+        print()
+        _show_top(reading, removed, comparisons[-1].gain, aggregates)
     if removed is not None:
         print()
         print("\n".join(passages_table(removed, words, reading.pieces)))
@@ -167,6 +167,11 @@ def _show(
     print(Styled(f"\ntokens {span(passage.begin, end)}; {legend(with_colour=request.with_colour)}\n"))
     found = word_gains(words, comparisons[-1].gain)
     print(coloured(found, reading.pieces, Passage(passage.begin, end), with_colour=request.with_colour))
+
+
+def _show_top(reading: DocumentReading, removed: Counterfactual | None, gain: Tensor, aggregates: Aggregates) -> None:
+    reasons = [_reason(reading, removed, each.word, gain) for each in aggregates.top]
+    print(top_table(aggregates.top, reading.pieces, reasons, is_removed=removed is not None))
 
 
 def _largest(gain: Tensor) -> Passage:

@@ -5,6 +5,7 @@ Without colour a word's gain stands behind it where it is large: `Holt[+3.2]`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from dist_mem.evaluation.scores import shown
@@ -28,12 +29,12 @@ def _table(columns: Sequence[Sequence[str]]) -> list[str]:
 def gains_table(comparisons: Sequence[tuple[str, float, int]]) -> list[str]:
     """Return the lines of a table with one comparison per line: its name, total gain in nats, and scored tokens."""
     names, totals, counts = zip(*comparisons, strict=True)
-    means = [f"{total / count:.4f}" if count else "n/a" for total, count in zip(totals, counts, strict=True)]
+    means = [total / count if count else math.nan for total, count in zip(totals, counts, strict=True)]
     return _table(
         [
             ["gain over", *names],
-            ["nats per token", *means],
-            ["nats", *(f"{total:,.2f}" for total in totals)],
+            ["nats per token", *(shown(mean, ".4f") for mean in means)],
+            ["nats", *(shown(total) for total in totals)],
             ["tokens", *(f"{count:,}" for count in counts)],
         ]
     )
@@ -46,7 +47,12 @@ def comparisons_key(seg_len: int) -> str:
 
 
 def aggregates_tables(found: Aggregates) -> list[str]:
-    """Return the lines of the tables by class, by distance to a name's last mention, and by position."""
+    """Return the lines of the tables by class, by distance to a name's last mention, and by position.
+
+    A text without words has none of them.
+    """
+    if not found.top:
+        return ["none: this text has no words"]
     tables = {
         "word class": found.by_class,
         "names, tokens to the last mention": found.by_distance,
@@ -55,13 +61,13 @@ def aggregates_tables(found: Aggregates) -> list[str]:
     lines: list[str] = []
     for title, groups in tables.items():
         lines += ["", *_groups_table(title, groups, found.total)]
-    share = shown(100 * found.share_of_names, ".1f")
-    names = f"{found.names_in_top} of the {len(found.top)} largest gains are names; names have {share} % of the gain"
-    return [*lines, "", names]
+    names = f"{found.names_in_top} of the {len(found.top)} largest gains are names"
+    share = f"; names have {shown(100 * found.share_of_names, '.1f')} % of the gain" if found.names_in_top else ""
+    return [*lines, "", names + share]
 
 
 def _groups_table(title: str, groups: Sequence[Group], total: float) -> list[str]:
-    shares = [f"{group.gain / total:.1%}" if total else "n/a" for group in groups]
+    shares = [shown(group.share(total), ".1%") for group in groups]
     return _table(
         [
             [title, *(group.label for group in groups)],

@@ -14,7 +14,7 @@ from dist_mem.__main__ import main
 from dist_mem.errors import EXIT_USAGE
 from dist_mem.inspection.aggregates import aggregate
 from dist_mem.inspection.counterfactual import Passage
-from dist_mem.inspection.shown import coloured
+from dist_mem.inspection.shown import aggregates_tables, coloured
 from dist_mem.inspection.words import FUNCTION, MARK, NAME, NUMBER, OTHER, distances_to_last, words_of
 from tests.evaluation.test_protocol import MEMORIES, asked, make_run
 from tests.evaluation.test_without_memory import emptied
@@ -176,6 +176,20 @@ def test_the_groups_sum_to_the_whole() -> None:
     assert (names.label, sum(group.num_words for group in found.by_distance)) == (NAME, names.num_words)
     assert found.top[0].gain == max(each.gain for each in found.top)
     assert found.names_in_top == sum(each.word.kind == NAME for each in found.top)
+
+
+@pytest.mark.parametrize("text", ["\U0001f600 \U0001f9e0\n", "\n\n\n", "...", "two mules", "Mara saw Mara"])
+def test_a_group_without_words_has_no_share_of_the_gain(text: str) -> None:
+    """Emoji had six classes of 0 words, with -0.0 % of a gain that was not 0."""
+    pieces = pieces_of(text)
+    found = aggregate(words_of(pieces), torch.full((len(pieces),), -0.25, dtype=torch.float64))
+    lines = aggregates_tables(found)
+    assert "-0.0%" not in "\n".join(lines)
+    if not found.top:
+        assert lines == ["none: this text has no words"]
+    for group in (*found.by_class, *found.by_distance, *found.by_position) if found.top else ():
+        line = next(line for line in lines if line.startswith(group.label))
+        assert (line.split()[-1] == "n/a") == (group.num_words == 0)
 
 
 @pytest.mark.parametrize("with_colour", [False, True])

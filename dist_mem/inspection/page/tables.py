@@ -99,6 +99,8 @@ def gain_tables(found: Aggregates) -> Markup:
             [group.label, f"{group.num_words:,}", digits(group.gain, "+"), digits(group.mean, "+")] for group in groups
         ]
         parts.append(table(name, ["", "words", "nats", "nats per word"], rows))
+    if not found.top:
+        return element("p", "This text has no words, so none gains.")
     share = found.share_of_names
     note = f"{found.names_in_top} of the {len(found.top)} largest gains are names."
     note += "" if math.isnan(share) else f" All names together have {share:.0%} of the total gain."
