@@ -1,27 +1,52 @@
 """Lock files: one command at a time writes into a folder, also on other hosts where the file system knows locks.
 
-    with held(out / ".lock", f"--out {out}"):               # refused at once if another command has it
+    with held_folder(out, f"--out {out}"):                     # refused at once if another command has it
     with lock_file(path) as file:
         wait_for_lock(file, check, seconds=900, what="compiling")  # hears signals
 
-The kernel releases the lock of a process that ends in any way. A lock file is never removed while others may wait for
-it: they would hold the lock of a file that is gone. Its content names the holder, for messages only.
+The kernel releases the lock of a process that ends in any way. `held` removes its file at the end, before it releases
+the lock, so that nothing is left in the folder; whoever gets the lock of a file that is gone opens the new one. Files
+that others wait for stay. The content of a file names the holder, for messages only.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 from dist_mem.errors import UnfitError, UnusableError
 from dist_mem.runtime.environment import node_name
 
+log = logging.getLogger(__name__)
+LOCK_NAME = ".lock"
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}  # as Lustre without its option flock
 POLL_SECONDS = 0.1  # between two attempts: a signal handler that only sets a flag does not end a blocking flock
+
+
+@contextmanager
+def held_folder(folder: Path, what: str) -> Iterator[None]:
+    """Hold a folder to write into, which is made, for the block; a new one that a failure leaves empty is removed.
+
+    Raises:
+        UnusableError, OSError: as `held`.
+    """
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with held(folder / LOCK_NAME, what):
+            yield
+    except BaseException:
+        if is_new:
+            with suppress(OSError):  # something is in it
+                folder.rmdir()
+        raise
 
 
 @contextmanager
@@ -35,12 +60,28 @@ def held(path: Path, what: str) -> Iterator[None]:
         UnusableError: another process holds it; names that process and its host.
         OSError: the file cannot be opened.
     """
-    with lock_file(path) as file:
-        if not try_lock(file):
-            raise UnusableError(f"{what}: another command is writing there ({holder(file)}); wait for it, or end it")
-        _sign(file)
-        yield
-        file.truncate(0)
+    while True:
+        with lock_file(path) as file:
+            try:
+                is_free = try_lock(file)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                log.warning(
+                    "%s: its file system has no locks, so nothing keeps another command from writing there", what
+                )
+                is_free = True
+            if not is_free:
+                reason = f"another command is writing there ({holder(file)}); wait for it, or end it"
+                raise UnusableError(f"{what}: {reason}")
+            if not _is_at(path, file):
+                continue  # its holder has just removed it
+            _sign(file)
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
 
 
 @contextmanager
@@ -82,6 +123,13 @@ def holder(file: IO[bytes]) -> str:
     """Return who holds a lock file, as it says itself."""
     file.seek(0)
     return file.read(200).decode("utf-8", "replace").strip() or "an unknown process"
+
+
+def _is_at(path: Path, file: IO[bytes]) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _sign(file: IO[bytes]) -> None:

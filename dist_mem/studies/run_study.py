@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -26,6 +24,7 @@ from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE, Un
 from dist_mem.launch.submit import submit_array
 from dist_mem.memory import memory_options
 from dist_mem.runtime.files import free_name, write_text
+from dist_mem.runtime.locks import held_folder
 from dist_mem.runtime.ranks import names_of_gpus
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.runtime.terminal import counted, listed, table
@@ -116,7 +115,7 @@ def run(asked: Request) -> int:
     runs = all_runs(study, out, asked.seeds, requested)
     if not study.budget:
         check_rows(study, extra, requested)  # what is refused leaves no folder behind
-    with locked(out), StopSignal() as signal:
+    with held_folder(out, str(out)), StopSignal() as signal:
         job = Job(study, out, runs, asked.ranks, extra, signal, cells=asked.cells, made=_made())
         if study.budget or study.tune.grid or study.tune.rows:
             build(job, runs[0], print)  # the sizes depend on the vocabulary
@@ -202,32 +201,6 @@ def _plan(costs: Mapping[str, Costs]) -> str:
         for name, each in costs.items()
     ]
     return "\n".join(table([["row", "parameters", "state bytes", "steps", "tokens", "FLOPs"], *rows]))
-
-
-@contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Lock the folder for this process, and remove it again if a refusal has left nothing in it but the lock.
-
-    Raises:
-        UnusableError: another call is using the folder.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "lock"
-    with path.open("w", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_current = path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())
-        except BlockingIOError:
-            is_current = False  # or else the call that had it has just removed it
-        if not is_current:
-            raise UnusableError(f"{out}: another call of the command uses this folder; wait for it, or give --out")
-        try:
-            yield
-        except UnusableError:
-            if [each.name for each in out.iterdir()] == [path.name]:
-                path.unlink()
-                out.rmdir()
-            raise
 
 
 def take_cells(job: Job, report: Callable[[str], None]) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from dist_mem.errors import StoppedEarlyError, UnfitError, UnusableError
-from dist_mem.runtime.locks import held, lock_file, try_lock, wait_for_lock
+from dist_mem.runtime import locks
+from dist_mem.runtime.locks import held, held_folder, lock_file, try_lock, wait_for_lock
 
 
 def test_a_second_holder_is_refused_and_told_who_holds_the_lock(tmp_path: Path) -> None:
@@ -56,3 +59,51 @@ def test_a_wait_ends_when_the_lock_is_free(tmp_path: Path) -> None:
         assert try_lock(first)
         wait_for_lock(second, lambda: fcntl.flock(first, fcntl.LOCK_UN), seconds=60, what="compiling")
         assert not try_lock(first)
+
+
+def test_nothing_is_left_in_a_folder_after_the_block_and_after_a_refusal(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match="full"), held_folder(out, "out"):
+        raise ValueError("full")
+    assert not out.exists()
+    with held_folder(out, "out"):
+        (out / "result").touch()
+    assert [path.name for path in out.iterdir()] == ["result"]
+    with pytest.raises(ValueError, match="full"), held_folder(out, "out"):
+        raise ValueError("full")
+    assert out.exists()
+
+
+def test_of_many_that_take_turns_no_two_hold_a_folder_at_once(tmp_path: Path) -> None:
+    """Though each removes the lock file: one that opened it before must not hold the lock of a file that is gone."""
+
+    def take_turns() -> None:
+        number = 0
+        while number < 50:
+            with suppress(UnusableError), held(tmp_path / ".lock", "out"):
+                os.close(os.open(tmp_path / "alone", os.O_CREAT | os.O_EXCL))
+                (tmp_path / "alone").unlink()
+                number += 1
+
+    children = []
+    for _ in range(4):
+        if not (child := os.fork()):
+            try:
+                take_turns()
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+
+
+def test_a_file_system_without_locks_is_said_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(file: object, how: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(locks.fcntl, "flock", flock)
+    with held(tmp_path / ".lock", "--out x"):
+        pass
+    assert "--out x: its file system has no locks" in caplog.text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import fcntl
 import json
 import os
 import shlex
@@ -28,6 +27,7 @@ from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USAGE, UnusableError
 from dist_mem.evaluation.scores import read_report
 from dist_mem.launch.local import launcher, tied
 from dist_mem.memory import memory_options
+from dist_mem.runtime.locks import held_folder
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.studies.cells import Run, checksum, keep_result, read_cell
@@ -311,10 +311,8 @@ def test_mlflow_takes_the_figures_of_every_table(sqlite_uri: str, client: Any, t
 
 def test_one_call_at_a_time_works_in_a_folder(here: Path) -> None:
     measured(here, ["none", "xl"])
-    with (here / "out" / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with refused(UnusableError):
-            reproduce()
+    with held_folder(here / "out", "the test"), pytest.raises(UnusableError, match=r"out: .*process \d+ on "):
+        reproduce()
     assert reproduce() == EXIT_DONE
 
 
