@@ -27,6 +27,7 @@ from dist_mem.evaluation.job import (
     data_tag,
     described,
     found_by_all,
+    held_by_rank0,
     read_before,
     track,
     use_threads,
@@ -44,7 +45,7 @@ from dist_mem.evaluation.trained_model import (
     read_settings,
     tokenizer_of_data,
 )
-from dist_mem.runtime.distributed import World, gather_objects
+from dist_mem.runtime.distributed import World, decided_by_rank0, gather_objects
 from dist_mem.runtime.signals import StopSignal
 
 
@@ -126,19 +127,21 @@ def run(
         before = read_before(memory, config.eval, world)
         tag = report_name(tag_of(config, without_memory=without_memory), before.tag if before else "")
         scored = split or config.eval.split
-        report = evaluate_checkpoint(
-            found, config, split=scored, world=world, check=check, without_memory=without_memory, memory=before
-        )
+        named = decided_by_rank0(lambda: report_name(data_tag(found, config.data, scored), tag))
+        target = found.run_dir / "evaluations" / _name(found, scored, named)
         protocol = protocol_of(config, without_memory=without_memory)
         command = shlex.join(["dist-mem", "evaluate", str(path), "--split", scored, *overrides])
         command += "" if checkpoint is None else f" --checkpoint {checkpoint}"
 
         def publish() -> None:
-            named = report_name(data_tag(found, config.data, scored), tag)
             written = _publish(report, found, config, protocol, tag=named, overrides=overrides, memory=before)
             _print_gain(report, written, command)
 
-        written_by_rank0(publish, world, "writing the report")
+        with held_by_rank0(target):
+            report = evaluate_checkpoint(
+                found, config, split=scored, world=world, check=check, without_memory=without_memory, memory=before
+            )
+            written_by_rank0(publish, world, "writing the report")
 
     return as_job(work, overrides, early)
 
@@ -157,10 +160,9 @@ def _publish(
 
     `tag` is part of their names, so that results of another protocol or of other data do not replace the run's own.
     """
-    step = checkpoint.manifest["step"]
     print(f"{checkpoint.directory}, split {report.split}, {protocol}{f', {memory}' if memory else ''}")
     try:
-        name = report_name(f"{report.split}-step-{step:08d}", tag)
+        name = _name(checkpoint, report.split, tag)
         metadata = described(checkpoint, config.name, protocol, memory)
         files = write_report(report, checkpoint.run_dir / "evaluations", name, metadata=metadata)
         prefix = report_name(report.split, tag)
@@ -169,6 +171,11 @@ def _publish(
     finally:  # after the names of the files; also if the disk is full
         print(to_table(report))
     return files[1]
+
+
+def _name(checkpoint: Checkpoint, split: str, tag: str) -> str:
+    """Return the name of a report's files, without suffix."""
+    return report_name(f"{split}-step-{checkpoint.manifest['step']:08d}", tag)
 
 
 def _print_gain(report: Report, path: Path, command: str) -> None:

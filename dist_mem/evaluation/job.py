@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from dist_mem.evaluation.protocol import Protocol
 from dist_mem.evaluation.trained_model import Checkpoint, find_checkpoint
 from dist_mem.runtime import distributed
 from dist_mem.runtime.distributed import World, decided_by_rank0, gather_objects, on_all_ranks, sum_over_ranks
+from dist_mem.runtime.locks import held_file
 from dist_mem.runtime.ranks import read_ranks
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.supervision.findings import refuse
@@ -88,6 +90,23 @@ def found_by_all(path: Path, step: int | None, world: World) -> Checkpoint:
     for remark in found.remarks if world.rank == 0 else ():
         print(remark, file=sys.stderr)
     return found
+
+
+@contextmanager
+def held_by_rank0(target: Path) -> Iterator[None]:
+    """Hold the files TARGET.* on rank 0 for the block, in which they are made.
+
+    Raises:
+        UnusableError: on every rank; another command makes them.
+    """
+    with ExitStack() as stack:
+
+        def hold() -> None:
+            with suppress(OSError):  # a run that only others may write into: what was found is shown all the same
+                stack.enter_context(held_file(target))
+
+        decided_by_rank0(hold)
+        yield
 
 
 def written_by_rank0(write: Callable[[], None], world: World, what: str) -> None:

@@ -9,6 +9,7 @@ interrupted sweep keeps its measured rows; the next call measures all rows again
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,15 @@ from typing import NamedTuple
 import torch
 
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
-from dist_mem.evaluation.job import StopCheck, as_job, data_tag, found_by_all, use_threads, written_by_rank0
+from dist_mem.evaluation.job import (
+    StopCheck,
+    as_job,
+    data_tag,
+    found_by_all,
+    held_by_rank0,
+    use_threads,
+    written_by_rank0,
+)
 from dist_mem.evaluation.plot import Line, add_legend, draw_lines, labels_of, save_picture
 from dist_mem.evaluation.plotting.style import add_grid, in_style, new_picture
 from dist_mem.evaluation.protocol import Protocol, apply_protocol, in_terms_of_eval, protocol_of, report_name
@@ -105,8 +114,8 @@ def run(
         names = names_of(paths)
         labels = dict(zip(names, labels_of(names, [one.directory / "config.yaml" for one in found]), strict=True))
         num_rows = len(found) * len(parsed.values)
-        for one, name in zip(found, names, strict=True):
-            for value in parsed.values:
+        with held_by_rank0(stem):
+            for (one, name), value in itertools.product(zip(found, names, strict=True), parsed.values):
                 if world.rank == 0:
                     row = f"row {len(rows) + 1} of {num_rows}: {name}, eval.{parsed.key}={value}"
                     print(row, file=sys.stderr, flush=True)

@@ -17,6 +17,7 @@ from dist_mem.errors import EXIT_DONE, run_error
 from dist_mem.evaluation.memory_file import OPEN_SEGMENT, MemoryFile, read_memory_file
 from dist_mem.generation.text import read_file
 from dist_mem.generation.text_memory import load_memory, open_to_generate, read_text, save_memory
+from dist_mem.runtime.locks import held_file
 from dist_mem.runtime.terminal import labelled, short
 
 
@@ -40,12 +41,12 @@ def run_read(
     """
     content = read_file(text, "")
     try:
-        out.absolute().parent.mkdir(parents=True, exist_ok=True)  # fail before reading, not after
-        trained = open_to_generate(run, overrides, checkpoint)
-        before = None if memory is None else load_memory(trained, memory)
-        began = time.monotonic()
-        read = read_text(trained, content, name=text.name, after=before, shown=True)
-        save_memory(trained, read, out)
+        with held_file(out):  # before reading, not after; `memory` may be the same file
+            trained = open_to_generate(run, overrides, checkpoint)
+            before = None if memory is None else load_memory(trained, memory)
+            began = time.monotonic()
+            read = read_text(trained, content, name=text.name, after=before, shown=True)
+            save_memory(trained, read, out)
     except (OSError, ValueError) as error:
         raise run_error(error) from error
     seconds = time.monotonic() - began

@@ -24,6 +24,7 @@ from dist_mem.evaluation.sweep import names_of
 from dist_mem.papers.figures import ELSEWHERE, figure_named, figures
 from dist_mem.papers.figures.parts.source import Settings, Source
 from dist_mem.runtime.distributed import World
+from dist_mem.runtime.locks import held_file
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.runtime.terminal import labelled
 
@@ -84,7 +85,7 @@ def _run(
     run_dir = found[0].run_dir
     target = folder or run_dir / "figures"
     stem = report_name(f"{name}-{first.split}-step-{found[0].manifest['step']:08d}", tag)
-    with styled():
+    with held_file(target / stem), styled():
         drawn = figure_named(name).draw(name, sources)
         files = write_figure(drawn, target, stem, form=form)
     print(drawn.caption)

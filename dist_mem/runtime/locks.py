@@ -17,12 +17,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 from dist_mem.errors import UnfitError, UnusableError
 from dist_mem.runtime.environment import node_name
+from dist_mem.runtime.files import check_replaceable
 
 log = logging.getLogger(__name__)
 LOCK_NAME = ".lock"
@@ -37,11 +38,16 @@ def held_folder(folder: Path, what: str) -> Iterator[None]:
     Raises:
         UnusableError, OSError: as `held`.
     """
+    with _made(folder), held(folder / LOCK_NAME, what):
+        yield
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with held(folder / LOCK_NAME, what):
-            yield
+        yield
     except BaseException:
         if is_new:
             with suppress(OSError):  # something is in it
@@ -100,6 +106,21 @@ def try_lock(file: IO[bytes]) -> bool:
     return True
 
 
+@contextmanager
+def held_file(path: Path) -> Iterator[None]:
+    """Hold a file that is read and written again, or the files PATH.*, for the block; their folder is made.
+
+    A pipe or a device is only written to, and not held.
+
+    Raises:
+        UnusableError, OSError: as `held`; FileExistsError: the path is a folder.
+    """
+    with _made(path.absolute().parent), ExitStack() as stack:
+        if check_replaceable(path):
+            stack.enter_context(held(path.with_name(f".{path.name}{LOCK_NAME}"), str(path)))
+        yield
+
+
 def wait_for_lock(file: IO[bytes], check: Callable[[], None], *, seconds: float, what: str) -> None:
     """Lock an open file as soon as no other process holds it.
 
@@ -133,5 +154,6 @@ def _is_at(path: Path, file: IO[bytes]) -> bool:
 
 
 def _sign(file: IO[bytes]) -> None:
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {node_name()}".encode())
+    with suppress(OSError):  # of a full disk: the lock is held all the same
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {node_name()}".encode())

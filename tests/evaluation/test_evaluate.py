@@ -12,7 +12,7 @@ import pytest
 
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import step_dir
-from dist_mem.data.shard import Index, read_index
+from dist_mem.data.shard import Index, read_index, write_split
 from dist_mem.data.tokenizers.registry import train_sentencepiece
 from dist_mem.evaluation import job
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
@@ -20,6 +20,7 @@ from dist_mem.evaluation.scores import Report, read_report
 from dist_mem.evaluation.trained_model import find_checkpoint, read_settings
 from dist_mem.memory import memory_kinds
 from dist_mem.runtime.distributed import World
+from dist_mem.runtime.locks import held_file
 from dist_mem.tracking import progress
 from tests.support.faults import assert_says, flip, small_disk
 from tests.support.jobs import run_ranks, train_here, write_config
@@ -31,6 +32,7 @@ from tests.support.scored_library import (
     LENGTHS,
     assert_same,
     make_config,
+    make_document,
     make_model,
     save_weights,
     score,
@@ -38,6 +40,9 @@ from tests.support.scored_library import (
 )
 
 pytestmark = pytest.mark.ranks
+
+
+SWEEP = ["--sweep", "mem_len=4"]
 
 
 def save(folder: Path, data: Path, *steps: int, **blocks: Any) -> Path:
@@ -142,8 +147,10 @@ def damage(run_dir: Path, *steps: int) -> None:
 
 
 def other_tokenizer(run_dir: Path) -> list[str]:
-    train_sentencepiece(["a b c d e f g h i j k l m n o"], run_dir.parent / "other", vocab_size=290)
-    return [f"data.path={run_dir.parent / 'other'}"]
+    folder = run_dir.parent / "other"
+    fingerprint = train_sentencepiece(["a b c d e f g h i j k l m n o"], folder, vocab_size=290).fingerprint
+    write_split([make_document(0, 50)], folder / "test", name="a", split="test", tokenizer_fingerprint=fingerprint)
+    return [f"data.path={folder}"]
 
 
 UNUSABLE: dict[str, tuple[Callable[[Path], list[str] | None], str]] = {
@@ -198,6 +205,21 @@ def test_a_report_that_cannot_be_written_is_shown_all_the_same(
         assert evaluate(run_dir) == 1
         assert_says(capfd.readouterr().err, "[Errno 28] No space left on device: '")
         assert not list((run_dir / "evaluations").glob("*.partial"))
+
+
+@pytest.mark.parametrize("options, name", [([], "test-step-00000012"), (SWEEP, "sweep-test-mem_len")])
+def test_files_that_another_command_makes_are_left_to_it(
+    run_dir: Path, options: list[str], name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A table of one evaluation lay beside the JSON of another, and of two sweeps one lost its rows."""
+    folder = run_dir / "evaluations"
+    with held_file(folder / name):
+        assert evaluate(run_dir, *options) == 2
+        said_line(2, capfd.readouterr().err, "error: ", name, "another command")
+        assert [path.name for path in folder.iterdir()] == [f".{name}.lock"]
+        assert evaluate(run_dir, "eval.seg_len=4") == 0, "of another protocol"
+    assert evaluate(run_dir, *options) == 0
+    assert not list(folder.glob(".*"))
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from dist_mem.generation.generate import Sampling, generate
 from dist_mem.generation.reading import Reading, next_log_probs, read, select, start
 from dist_mem.generation.text_memory import TextMemory, load_memory, read_text, save_memory
 from dist_mem.generation.text_scores import score
+from dist_mem.runtime.locks import held_file
 from tests.evaluation.test_protocol import MEMORIES, make_run
 from tests.generation.test_generation import same_reading, trained_model
 from tests.support import gpt2_models
@@ -322,6 +323,21 @@ def test_a_second_volume_is_read_after_the_first(run_dir: Path, book: Path, caps
     whole.write_text(BOOK + second.read_text(), encoding="utf-8")
     text = ask(capsys, run_dir, "--memory", both, *OPTIONS)[1]
     assert text == ask(capsys, run_dir, "--prompt-file", whole, *OPTIONS)[1]
+
+
+def test_a_memory_that_another_command_continues_is_left_to_it(
+    run_dir: Path, book: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two that read the same file and replace it would lose the text of one."""
+    memory = read_book(book, run_dir)
+    before = memory.read_bytes()
+    with held_file(memory):
+        command = ["read", str(book), "--run", str(run_dir), "--memory", str(memory), "-o", str(memory)]
+        assert main(command) == EXIT_USAGE
+        said(capsys.readouterr().err, str(memory), "another command")
+    assert memory.read_bytes() == before
+    assert main(command) == EXIT_DONE
+    assert len(read_memory_file(memory).texts) == 2
 
 
 def test_an_export_and_a_moved_run_take_the_memory_of_their_run(

@@ -12,7 +12,7 @@ import pytest
 
 from dist_mem.errors import StoppedEarlyError, UnfitError, UnusableError
 from dist_mem.runtime import locks
-from dist_mem.runtime.locks import held, held_folder, lock_file, try_lock, wait_for_lock
+from dist_mem.runtime.locks import held, held_file, held_folder, lock_file, try_lock, wait_for_lock
 
 
 def test_a_second_holder_is_refused_and_told_who_holds_the_lock(tmp_path: Path) -> None:
@@ -107,3 +107,18 @@ def test_a_file_system_without_locks_is_said_and_used(
     with held(tmp_path / ".lock", "--out x"):
         pass
     assert "--out x: its file system has no locks" in caplog.text
+
+
+def test_a_file_is_held_beside_others_and_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "report"
+    refusal = pytest.raises(UnusableError, match=rf"new/report: .*process {os.getpid()} on ")
+    with held_file(path), held_file(path.with_name("other")), refusal, held_file(path):
+        raise AssertionError
+    assert list((tmp_path / "new").iterdir()) == []
+    with pytest.raises(KeyError), held_file(tmp_path / "failed" / "report"):
+        raise KeyError
+    assert not (tmp_path / "failed").exists()
+    with held_file(Path("/dev/null")), held_file(Path("/dev/null")):  # a stream is no file that is made
+        pass
+    with pytest.raises(FileExistsError, match="folder"), held_file(tmp_path):
+        raise AssertionError

@@ -59,6 +59,7 @@ from dist_mem.papers.dialogue.scores import (
 )
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.files import write_text
+from dist_mem.runtime.locks import held_file
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.tracking.progress import Progress
 
@@ -152,23 +153,37 @@ def _run(
     refresh(config.data, [split])
     data = data_tag(found, config.data, split)
     tag = report_name(data, tag_of(config), settings_tag(settings), before.tag if before else "")
-    index = first_documents(open_index(config.data, split), settings.limit)
-    conversations = read_conversations(index)
-    trained = open_model(found, config, tokenizer_of_data(found, config.data), world.device)
-    trained.model.register_forward_pre_hook(check)
-    report = score_split(
-        trained.model,
-        *states_and_inputs(trained, before),
-        config=config,
-        index=index,
-        tokenizer=trained.tokenizer,
-        world=world,
-    )
-    answers = score_answers(trained, conversations, settings)
-    groups = group_scores(report.documents, answers)
-    _publish(
-        found, config, split, settings, conversations, groups, answers, trained, before, tag=tag, overrides=overrides
-    )
+    name = report_name(f"dialogue-{split}-step-{found.manifest['step']:08d}", tag)
+    target = found.run_dir / "evaluations" / name
+    with held_file(target):
+        index = first_documents(open_index(config.data, split), settings.limit)
+        conversations = read_conversations(index)
+        trained = open_model(found, config, tokenizer_of_data(found, config.data), world.device)
+        trained.model.register_forward_pre_hook(check)
+        report = score_split(
+            trained.model,
+            *states_and_inputs(trained, before),
+            config=config,
+            index=index,
+            tokenizer=trained.tokenizer,
+            world=world,
+        )
+        answers = score_answers(trained, conversations, settings)
+        groups = group_scores(report.documents, answers)
+        _publish(
+            found,
+            config,
+            split,
+            settings,
+            conversations,
+            groups,
+            answers,
+            trained,
+            before,
+            tag=tag,
+            target=target,
+            overrides=overrides,
+        )
 
 
 def first_documents(index: Index, limit: int | None) -> Index:
@@ -215,13 +230,13 @@ def _publish(
     before: MemoryFile | None,
     *,
     tag: str,
+    target: Path,
     overrides: Sequence[str],
 ) -> None:
-    """Print the table, write the files, and add the metrics to the run in MLflow.
+    """Print the table, write TARGET.json and TARGET.txt, and add the metrics to the run in MLflow.
 
     Their names contain `tag`, so that a quick look at a few conversations does not replace the results of the split.
     """
-    step = checkpoint.manifest["step"]
     protocol = protocol_of(config)
     sampling = settings.sampling
     print(
@@ -242,10 +257,7 @@ def _publish(
         "min_history": MIN_HISTORY,
         **to_content(groups, answers, split),
     }
-    folder = checkpoint.run_dir / "evaluations"
-    folder.mkdir(parents=True, exist_ok=True)
-    name = report_name(f"dialogue-{split}-step-{step:08d}", tag)
-    files = [folder / f"{name}.json", folder / f"{name}.txt"]
+    files = [target.with_name(f"{target.name}.{suffix}") for suffix in ("json", "txt")]
     write_text(files[0], json.dumps(content, indent=1) + "\n")
     write_text(files[1], to_text(conversations, answers, trained.tokenizer))
     track(checkpoint, config.tracking, metrics(groups, report_name(split, tag)), files, overrides)

@@ -47,6 +47,7 @@ from dist_mem.papers.figures.parts.words import (
     token_mass,
     words_of,
 )
+from dist_mem.runtime.locks import held_file
 from dist_mem.tracking.log import METRICS_FILE
 from tests.support.messages import said
 from tests.support.scored_library import ALONE, SEG_LEN, TOKENIZER, make_config, save_weights, write_other
@@ -246,6 +247,16 @@ def test_the_command_writes_into_the_run_or_a_folder(
     assert run_main("lamemo.fig6", run, "--format", "svg", "-o", str(tmp_path / "out")) == EXIT_DONE
     assert "<svg" in next((tmp_path / "out").glob("*.svg")).read_text(encoding="utf-8")
     assert "written: " in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("single_process")
+def test_a_figure_that_another_command_draws_is_left_to_it(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with held_file(tmp_path / "out" / "lamemo.fig6-test-step-00000003"):
+        command = "lamemo.fig6", str(runs["lamemo"]), "--split", "test", "-o", str(tmp_path / "out")
+        assert run_main(*command) == EXIT_USAGE
+        said(capsys.readouterr().err, "lamemo.fig6-test-step-00000003", "another command")
 
 
 @pytest.mark.parametrize(
