@@ -11,7 +11,7 @@ from dist_mem.errors import UnusableError
 from dist_mem.estimate.counting import count_micro_batch, flops_per_token
 from dist_mem.estimate.memory import Part, size, update_parts
 from dist_mem.estimate.search import BackEnd, Candidate, Cluster, best, by_back_end, candidates, nearest
-from dist_mem.estimate.step_time import CheckpointCost, StepTime, checkpoint_cost, peak_flops, step_time
+from dist_mem.estimate.step_time import REACHED, CheckpointCost, StepTime, checkpoint_cost, peak_flops, step_time
 from dist_mem.estimate.zero import sizes_of
 from dist_mem.nn.layers import DTYPES
 from dist_mem.runtime.terminal import counted, labelled, table
@@ -28,10 +28,20 @@ class JobEstimate(NamedTuple):
     parts: list[Part]
     time: StepTime
     tokens: int  # of one update of the whole job
-    mfu: float  # share of the data sheet's operations that the model itself needs
+    mfu: float  # share of the data sheet's operations that the model itself needs, at most
     checkpoint: CheckpointCost
     candidates: list[Candidate]
     back_ends: list[BackEnd]
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of the whole job, at most."""
+        return self.tokens / self.time.total
+
+    @property
+    def likely_speed(self) -> tuple[float, float] | None:
+        """The tokens per second between which measured models lay; None on CPUs, where none was measured."""
+        return None if self.cluster.device.name == "cpu" else (REACHED[0] * self.speed, REACHED[1] * self.speed)
 
     @property
     def num_bytes(self) -> int:
@@ -47,7 +57,7 @@ class JobEstimate(NamedTuple):
         if not self.fits:
             return nearest(self.candidates, self.cluster)
         fastest = best(self.candidates, self.cluster)
-        is_faster = fastest is not None and fastest.time.total < _WORTH_SAYING * self.time.total
+        is_faster = fastest is not None and fastest.changes and fastest.time.total < _WORTH_SAYING * self.time.total
         return fastest if is_faster else None
 
 
@@ -99,7 +109,7 @@ def _estimate(
 
 
 def as_json(job: JobEstimate) -> dict[str, Any]:
-    """Return the plan for machines: bytes, seconds, tokens."""
+    """Return the plan for machines: bytes, seconds, tokens; seconds of an update are lower bounds."""
     proposal = job.proposal
     return {
         "name": job.name,
@@ -114,8 +124,9 @@ def as_json(job: JobEstimate) -> dict[str, Any]:
         },
         "update": {**job.time._asdict(), "total": job.time.total},
         "tokens_per_update": job.tokens,
-        "tokens_per_second": job.tokens / job.time.total,
-        "mfu": job.mfu,
+        "tokens_per_second_bound": job.speed,
+        "tokens_per_second_likely": job.likely_speed,
+        "mfu_bound": job.mfu,
         "checkpoint": job.checkpoint._asdict(),
         "proposal": proposal and _candidate_json(proposal),
         "attention": {one.name: {"activations": one.activations, "memory": one.num_bytes} for one in job.back_ends},
@@ -176,12 +187,25 @@ def _lines(train: TrainConfig, job: JobEstimate) -> Iterator[tuple[str, str]]:
         yield "", f"{size(part.num_bytes):>12}  {part.what}"
     communication = f"communication {time.communication:.3g} s, of which {time.exposed:.3g} s not hidden"
     kernels = f"products {time.products:.3g} s, other kernels {time.streams:.3g} s, optimizer {time.update:.3g} s"
-    yield "update", f"{time.total:.3g} s: {kernels}; {communication}"
-    speed = job.tokens / time.total
-    yield "speed", f"{speed:,.0f} tokens/s, {speed / cluster.world_size:,.0f} per {unit}; MFU {job.mfu:.1%}"
+    yield "update", f"at least {time.total:.3g} s: {kernels}; {communication}"
+    yield "speed", f"{_speed(job.speed, cluster)}: a bound, at an MFU of {job.mfu:.1%}"
+    if job.likely_speed:
+        low, high = job.likely_speed
+        shares = f"measured models reached {REACHED[0]:.0%} to {REACHED[1]:.0%} of theirs, on one H100"
+        yield "", f"rather {_digits(low)} to {_digits(high)} tokens/s: {shares}"
     saved = job.checkpoint
     written = f"training waits {saved.stall:.2g} s, written after {saved.seconds:.3g} s"
     yield "checkpoint", f"{saved.num_bytes / 1e9:,.2f} GB; {written}"
+
+
+def _speed(speed: float, cluster: Cluster) -> str:
+    each = f", {speed / cluster.world_size:,.0f} per {_unit(cluster)}" if cluster.world_size > 1 else ""
+    return f"at most {speed:,.0f} tokens/s{each}"
+
+
+def _digits(speed: float) -> str:
+    """Return a speed with two digits, as exact as it is known."""
+    return f"{float(f'{speed:.1e}'):,.0f}"
 
 
 def _same_lanes(train: TrainConfig, job: JobEstimate) -> list[Candidate]:
@@ -211,7 +235,7 @@ def _all_settings(train: TrainConfig, job: JobEstimate) -> Iterator[str]:
 
 
 def _settings_table(shown: Sequence[Candidate], job: JobEstimate) -> list[str]:
-    rows = [("ZeRO stage", "checkpointing", "memory", "update", "")]
+    rows = [("ZeRO stage", "checkpointing", "memory", "update, at least", "")]
     for candidate in shown:
         stage, recomputed, share, _ = candidate.settings.values()
         recomputed += f", {share:.0%}" if recomputed != "none" and share < 1.0 else ""
@@ -223,7 +247,7 @@ def _settings_table(shown: Sequence[Candidate], job: JobEstimate) -> list[str]:
 def _proposed(job: JobEstimate) -> Iterator[str]:
     if proposal := job.proposal:
         kind = "faster" if job.fits else "it fits"
-        yield f"{kind} with {_changes(proposal)}: {size(proposal.num_bytes)}, {proposal.time.total:.3g} s"
+        yield f"{kind} with {_changes(proposal)}: {size(proposal.num_bytes)}, at least {proposal.time.total:.3g} s"
 
 
 def _changes(candidate: Candidate) -> str:

@@ -1,8 +1,8 @@
-"""Predict the time of an update by the roofline: every kernel takes as long as its operations or its bytes need.
+"""Bound the time of an update by the roofline: every kernel takes as long as its operations or its bytes need.
 
 Source: Williams et al. 2009, "Roofline"; volumes of ZeRO: Rajbhandari et al. 2020, sec. 7. The shares of the data
-sheets' rates that programs reach are assumptions, stated below; docs/howto/estimate.md compares the result
-with published runs. Letters: s bytes of a number in `train.precision`, W ranks.
+sheets' rates that programs reach are assumptions, stated below. Updates take longer: `REACHED` is what was measured,
+and docs/howto/estimate.md compares both. Letters: s bytes of a number in `train.precision`, W ranks.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ _HIDDEN = 0.7  # share of forward and backward behind which communication can hi
 _HOST_COPY = 10e9  # bytes/s from a GPU to pageable host memory
 
 
+# Shares of the bound on tokens/s that ten models reached on one H100 (docs/howto/estimate.md).
+REACHED = (0.28, 0.59)
+
+
 class StepTime(NamedTuple):
-    """Seconds of one update of one rank."""
+    """Seconds that one update of one rank takes at least."""
 
     products: float  # matrix products
     streams: float  # all other kernels: their bytes, or their issue
