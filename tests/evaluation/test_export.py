@@ -41,7 +41,7 @@ from tests.support.jobs import build_books, train_here, write_config
 from tests.support.messages import refused, said
 from tests.support.paths import EXAMPLES, ROOT
 from tests.support.ranks import RankPool
-from tests.support.scored_library import ALONE
+from tests.support.scored_library import ALONE, make_config, make_model, save_weights
 
 pytestmark = pytest.mark.ranks
 
@@ -76,6 +76,26 @@ def test_weights_of_another_type_are_not_converted(tmp_path: Path, dtype: torch.
     save_file({**weights, name: weights[name].to(dtype)}, tmp_path / "model.safetensors")
     with refused(CheckpointError, name):
         load_exported(model, tmp_path, is_published=False)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_an_export_has_the_weights_to_the_last_bit(
+    library: Path, tmp_path: Path, single_process: None, precision: str, dtype: torch.dtype
+) -> None:
+    """Rounded through fp16 and stored as fp32, its scores were those of the run to three digits."""
+    model = make_model()
+    weights = {name: weight + 1e-6 for name, weight in distinct_weights(model).items()}  # no number of 16 bits
+    model.load_state_dict(weights, strict=False)
+    save_weights(tmp_path / "run", model, make_config(data={"path": str(library)}), step=3)
+    out = export(tmp_path / "run", tmp_path / "out", "--precision", precision)
+    stored, loaded = load_file(out / "model.safetensors"), distinct_weights(load_model(out).model)
+    assert stored.keys() == loaded.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert torch.equal(stored[name], weight.to(dtype)), name
+        assert torch.equal(loaded[name], weight.to(dtype).to(loaded[name].dtype)), name
 
 
 def export(run: Path, out: Path, *options: str) -> Path:

@@ -371,6 +371,20 @@ def test_the_interval_is_as_wide_as_seeds_and_documents_make_it(count: int) -> N
     assert gain_interval(first, other) == (low, high)
 
 
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 8])
+def test_seeds_are_drawn_one_less_than_there_are(count: int) -> None:
+    """n of n would make the interval too narrow; of one seed that differs, k of n - 1 draws are the exact bounds."""
+    seeds = [of_losses(*[300.0 + (100.0 if seed == 0 else 0.0)] * 20) for seed in range(count)]
+    interval = gain_interval([of_losses(*[300.0] * 20)], seeds)
+    assert interval is not None
+    draws, below, bounds = count - 1, 0.0, []
+    for number in range(draws + 1):
+        below += math.comb(draws, number) * (1 / count) ** number * (1 - 1 / count) ** (draws - number)
+        bounds += [number / draws] * ((below > 0.025 and not bounds) + (below > 0.975 and len(bounds) < 2))
+    low, high = (math.log(bound) for bound in interval)
+    assert (-high, -low) == pytest.approx((bounds[0], bounds[1]), abs=1e-9)
+
+
 @pytest.mark.parametrize("shifts", [(0.0, 90.0), (0.0, 30.0, 90.0), (-60.0, 0.0, 60.0)])
 def test_an_interval_over_few_seeds_reaches_from_the_worst_to_the_best(shifts: tuple[float, ...]) -> None:
     seeds = [of_losses(*(300.0 + shift + place for place in range(50))) for shift in shifts]

@@ -305,6 +305,20 @@ def test_a_draw_depends_on_seed_stream_and_step_alone() -> None:
     assert not torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
 
 
+def test_every_lane_is_another_text_with_every_seed() -> None:
+    """A second sample that ignored the seed was a text of its own in each row of lanes."""
+    trained = trained_model("none")
+    texts = []
+    for seed in range(3):
+        found = generate(trained, start(trained, 4), num_tokens=40, sampling=Sampling(temperature=1.5, seed=seed))
+        texts += [tuple(lane.tolist()) for lane in found.tokens]
+    assert len(set(texts)) == len(texts) == 12
+    draws = [
+        drawn(Sampling(seed=seed), stream=torch.arange(6)[:, None], step=torch.arange(20)) for seed in (-1, 0, 1, 2**40)
+    ]
+    assert len({tuple(lane.tolist()) for draw in draws for lane in draw}) == 4 * 6
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_tokens_are_ranked_as_by_a_stable_sort(dtype: torch.dtype) -> None:
     """Whatever the signs, with ties, zeros of both signs, tiny numbers and minus infinity, in lanes with a stride."""

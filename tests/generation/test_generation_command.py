@@ -93,6 +93,9 @@ def test_samples_are_apart_and_the_first_is_that_of_one_alone(
     assert code == 0 and len(set(written["texts"])) == 3 and written["num_tokens"] == [20] * 3
     assert written["texts"][0] == (tmp_path / "one.txt").read_text(encoding="utf-8")
     assert written["seg_len"] == 8 and "text 3 of 3" in out
+    assert ask(capsys, *arguments, tmp_path / "other.json", "--samples", "3", "--seed", "1")[0] == 0
+    others = json.loads((tmp_path / "other.json").read_text(encoding="utf-8"))["continuations"][0]["texts"]
+    assert len({*written["texts"], *others}) == 6, "the seed counts for every text"
 
 
 def test_runs_are_compared_on_the_same_prompt(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

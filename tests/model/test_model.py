@@ -11,7 +11,7 @@ from torch import Tensor
 from dist_mem.config import AdaptiveConfig, Config, ModelConfig, TrainConfig
 from dist_mem.data.batch import IGNORE
 from dist_mem.memory.base import named_tensors
-from dist_mem.model import LMState, MemoryLM, describe
+from dist_mem.model import LMState, MemoryLM, Start, describe
 from tests.support.messages import refused
 
 VOCAB, LANES, SEG_LEN = 23, 3, 5
@@ -86,6 +86,25 @@ def test_ignored_targets_cost_nothing(model_keys: dict[str, Any]) -> None:
     some = model(tokens, targets.masked_fill(hidden, IGNORE), valid_len, state=fresh_state(model)).nll
     assert (some[hidden] == 0).all()
     torch.testing.assert_close(some[~hidden], whole[~hidden], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("begins", [(False, True, False), (True, True, True), (False, False, False)])
+def test_a_document_that_begins_inside_a_window_reads_nothing_before_it(begins: tuple[bool, ...]) -> None:
+    """In its lanes the later segment is that of a fresh memory, and in the others it reads the one before."""
+    model = build(small_config()).double().eval()
+    (first, of_first, lengths), (second, of_second, _) = one_segment(0), one_segment(1)
+    fresh, is_new = fresh_state(model, torch.float64), torch.tensor(begins)
+    tokens, targets = torch.cat([first, second], 1), torch.cat([of_first, of_second], 1)
+    window = model(tokens, targets, torch.stack([lengths, lengths], 1), state=fresh, later=[Start(fresh, is_new)])
+    before = model(first, of_first, lengths, state=fresh)
+    alone, after = (model(second, of_second, lengths, state=state) for state in (fresh, before.state))
+    expected = torch.where(is_new[:, None], alone.nll, after.nll)
+    assert torch.equal(window.nll, torch.cat([before.nll, expected], 1))
+    assert not torch.isclose(alone.nll, after.nll).all(1).any(), "the memory is read"
+    for name, part in named_tensors(window.state).items():
+        reset, kept = named_tensors(alone.state)[name], named_tensors(after.state)[name]
+        chosen = is_new.view(-1, *[1] * (part.dim() - 1))
+        assert torch.equal(part, torch.where(chosen, reset, kept)), name
 
 
 def test_initial_weights_have_the_configured_spread() -> None:
