@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import ArgumentParser, Namespace
 
 from dist_mem.cli.arguments import count
 from dist_mem.cli.commands import load_checked, require_config
 from dist_mem.errors import UnusableError
+from dist_mem.runtime.figures import json_text
 
 
 def add_arguments(added: ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def estimate(options: Namespace) -> int:
         config, vocab_size_of(config.data, config.model), cluster, disk_rate=1e9 * options.disk, report=_report
     )
     if options.json:
-        print(json.dumps(job_estimate.as_json(job)))
+        print(json_text(job_estimate.as_json(job)))
     else:
         print(job_estimate.as_text(config.train, job, shows_all=options.all))
     if not job.fits:

@@ -24,6 +24,7 @@ from safetensors.numpy import save
 
 from dist_mem.data.metadata import BUILD_FIRST, REMEDY, ShardError, read_metadata, reading
 from dist_mem.data.tar import ID_PATTERN, MASK_DTYPE, MAX_ID_LEN, MAX_TOKENS, RECALL_DTYPE
+from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.file_schema import check, integer, leaf, one_of, optional, plain_name, record, rows, sha256, text
 from dist_mem.runtime.files import sha256_of, write_bytes, write_text
 from dist_mem.runtime.names import PLAIN, is_plain
@@ -225,7 +226,7 @@ def write_index(split_dir: Path, head: Mapping[str, Any], columns: Columns) -> N
     documents = {"name": DOCUMENTS_NAME, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
     body = {**head, "documents": documents}
     body["fingerprint"] = fingerprint_of(body)
-    write_text(split_dir / INDEX_NAME, json.dumps(body, indent=1) + "\n")
+    write_text(split_dir / INDEX_NAME, json_text(body, indent=1) + "\n")
 
 
 def read_index_json(path: Path) -> dict[str, Any]:
@@ -250,7 +251,7 @@ def read_index_json(path: Path) -> dict[str, Any]:
 def fingerprint_of(body: Mapping[str, Any]) -> str:
     """Return the SHA-256, in hexadecimal, of all keys but `fingerprint` as JSON with sorted keys and no spaces."""
     content = {key: value for key, value in body.items() if key != "fingerprint"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(json_text(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def map_documents(path: Path, head: Mapping[str, Any], index_path: Path) -> DocumentTable:

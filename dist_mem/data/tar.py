@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import re
 import tarfile
 from collections.abc import Iterable, Mapping
@@ -14,6 +13,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
+from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import replacing, sha256_of
 
 BLOCK_BYTES = 512  # headers and payloads of a tar start at multiples of it
@@ -63,7 +63,7 @@ def check_id(document_id: str, seen: set[str], split: str) -> None:
 def sample_files(document: TokenizedDocument, sha256: str) -> dict[str, Any]:
     """Return a document as a sample for webdataset's writer: `__key__`, and file suffix -> bytes."""
     metadata = {**document_metadata(document), "tokens": len(document.tokens), "sha256": sha256}
-    files: dict[str, Any] = {"__key__": document.id, "json": (json.dumps(metadata) + "\n").encode()}
+    files: dict[str, Any] = {"__key__": document.id, "json": (json_text(metadata) + "\n").encode()}
     for kind, array in document_arrays(document).items():
         stream = io.BytesIO()
         np.lib.format.write_array(stream, array, allow_pickle=False)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import multiprocessing
 import os
 import shutil
@@ -49,6 +48,7 @@ from dist_mem.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.datasets.source import SourceDocument, check_sources, encoded, recall_distances, scored_tokens
 from dist_mem.errors import UnfitError, UnusableError
+from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import replacing
 
 ReadT = TypeVar("ReadT")
@@ -304,7 +304,7 @@ def _remove_dataset(out: Path) -> None:
 
 
 def _recipe(ingredients: Any) -> str:
-    return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json_text(ingredients, sort_keys=True).encode()).hexdigest()
 
 
 Item = TypeVar("Item")

@@ -15,7 +15,6 @@ keep our names.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from dist_mem.evaluation.trained_model import TrainedModel, distinct_weights
 from dist_mem.hf.folder import CONFIG, WEIGHTS
 from dist_mem.hf.names import LAYOUTS, to_published
 from dist_mem.runtime.extras import require
+from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import write_hashed, write_text
 
 MODELING = "modeling_dist_mem.py"
@@ -57,7 +57,7 @@ def write_transformers(trained: TrainedModel, directory: Path) -> None:
     else:
         _write_tokenizer(trained.tokenizer, directory, adds_bos=not trained.config.data.blocks)
     write_hashed(directory / WEIGHTS, safetensors_parts(weights, metadata={"format": "pt"}))
-    write_text(directory / CONFIG, json.dumps(content, indent=1) + "\n")
+    write_text(directory / CONFIG, json_text(content, indent=1) + "\n")
     if "auto_map" in content:
         memory = _MEMORY_CLASSES.get(content["model_type"], "MemoryGPT2")
         write_text(directory / MODELING, _PROGRAM.replace("{memory}", memory))
@@ -112,7 +112,7 @@ def _write_gpt2_tokenizer(tokenizer: BytePairTokenizer, directory: Path) -> None
     write_byte_pairs(tokenizer, directory)
     settings = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
     settings["tokenizer_class"] = "GPT2Tokenizer"
-    write_text(directory / "tokenizer_config.json", json.dumps(settings, indent=1) + "\n")
+    write_text(directory / "tokenizer_config.json", json_text(settings, indent=1) + "\n")
 
 
 def _write_tokenizer(tokenizer: Tokenizer, directory: Path, *, adds_bos: bool) -> None:
@@ -135,4 +135,4 @@ def _write_tokenizer(tokenizer: Tokenizer, directory: Path, *, adds_bos: bool) -
         "model_input_names": ["input_ids", "attention_mask"],
     }
     write_text(directory / "tokenizer.json", fast.to_str(pretty=True) + "\n")
-    write_text(directory / "tokenizer_config.json", json.dumps(settings, indent=1) + "\n")
+    write_text(directory / "tokenizer_config.json", json_text(settings, indent=1) + "\n")

@@ -29,6 +29,7 @@ from dist_mem.evaluation.protocol import Protocol
 from dist_mem.evaluation.trained_model import Checkpoint, find_checkpoint
 from dist_mem.runtime import distributed
 from dist_mem.runtime.distributed import World, decided_by_rank0, gather_objects, on_all_ranks, sum_over_ranks
+from dist_mem.runtime.figures import is_figure
 from dist_mem.runtime.locks import held_file
 from dist_mem.runtime.ranks import read_ranks
 from dist_mem.runtime.signals import StopSignal
@@ -157,8 +158,9 @@ def track(
     print("\n".join(f"written: {path}" for path in files))
     if tracking.mlflow and not checkpoint.is_export:
         step = checkpoint.manifest["step"]
+        known = {name: value for name, value in metrics.items() if is_figure(value)}
         complaint = log_to_run(
-            tracking, run_dir=checkpoint.run_dir, step=step, metrics=metrics, files=files, overrides=overrides
+            tracking, run_dir=checkpoint.run_dir, step=step, metrics=known, files=files, overrides=overrides
         )
         if complaint:
             print(complaint, file=sys.stderr)

@@ -304,7 +304,7 @@ _REPORT = record(
     },
     is_open=False,
 )
-_BODY = record({"report": _REPORT}, {"metrics": table_of(metric), "step": integer()}, is_open=True)
+_BODY = record({"report": _REPORT}, {"metrics": table_of(optional(metric)), "step": integer()}, is_open=True)
 _REMEDY = "; give a report of `dist-mem evaluate`, or evaluate again"
 
 

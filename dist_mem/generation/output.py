@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from dist_mem.generation.generate import Sampling
 from dist_mem.generation.text import SIZES, Repetition, measure
 from dist_mem.runtime import markdown
+from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.terminal import table
 
@@ -121,7 +121,7 @@ def to_json(continuations: Sequence[Continuation], prompt: str, sampling: Sampli
         "prompt": {"characters": len(prompt), "end": prompt[-PROMPT_CHARS:]},
         "continuations": described,
     }
-    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    return json_text(content, indent=1, ensure_ascii=False) + "\n"
 
 
 def _named(repetition: Repetition) -> dict[str, float | None]:

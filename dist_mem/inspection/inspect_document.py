@@ -10,7 +10,6 @@ asked for. RUN/evaluations/inspect-NAME-step-STEP.json has all metrics of every 
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from functools import partial
@@ -39,6 +38,7 @@ from dist_mem.inspection.shown import (
 from dist_mem.inspection.words import Word, words_of
 from dist_mem.memory.parts.inspection import SUMMARY
 from dist_mem.runtime.distributed import World
+from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.runtime.terminal import Styled, span
@@ -99,7 +99,7 @@ def _run(world: World, check: StopCheck, *, request: Request) -> None:
     folder = found.run_dir / "evaluations"
     folder.mkdir(exist_ok=True)
     target = folder / f"{_file_name(request, subject, int(found.manifest['step']), tag)}.json"
-    write_text(target, json.dumps(content) + "\n")
+    write_text(target, json_text(content) + "\n")
     print(f"written: {target}", file=sys.stderr)
 
 

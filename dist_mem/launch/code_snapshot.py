@@ -11,7 +11,6 @@ Python environment are not copied.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import stat
@@ -21,6 +20,7 @@ from typing import Any
 
 from dist_mem.errors import run_error
 from dist_mem.runtime.environment import SNAPSHOT_FILES
+from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import new_folder, write_text
 from dist_mem.runtime.shipped import shipped_root
 
@@ -48,7 +48,7 @@ def make(folder: Path, files: Iterable[Path], git: Mapping[str, Any]) -> None:
                 beside = PACKAGE.parent / name  # not in a wheel, whose package has them, nor with the package alone
                 if shipped_root() == PACKAGE.parent and beside.is_dir():
                     shutil.copytree(beside, partial / "code" / name)
-            write_text(partial / "code" / "git.json", json.dumps(git))
+            write_text(partial / "code" / "git.json", json_text(git))
             for path in files:
                 copy = partial / SNAPSHOT_FILES / Path(os.path.normpath(path.absolute())).relative_to("/")
                 copy.parent.mkdir(parents=True, exist_ok=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import base64
-import json
 import shutil
 import subprocess
 from collections.abc import Sequence
 
+from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.runtime.processes import dist_mem, python_module
 from dist_mem.runtime.ranks import visible_devices
@@ -26,7 +26,7 @@ def launcher(ranks: int, devices: str | None = None) -> list[str]:
         return dist_mem()
     devices = visible_devices() if devices is None else devices
     program = ["env", *(["-u", "CUDA_VISIBLE_DEVICES"] if devices is None else [f"CUDA_VISIBLE_DEVICES={devices}"])]
-    world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
+    world = base64.urlsafe_b64encode(json_text({"localhost": list(range(ranks))}).encode()).decode()
     place = ["--master_addr=127.0.0.1", f"--master_port={free_port()}"]  # a free port: several tables may run here
     options = [f"--world_info={world}", "--node_rank=0", *place, "--log_level=error", "--no_local_rank"]
     return python_module("deepspeed.launcher.launch", *options, "--no_python", *program, *dist_mem())

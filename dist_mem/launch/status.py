@@ -6,7 +6,6 @@ checkpoints, the lease, and the exit codes that the batch script writes to RUN/s
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import time
@@ -24,6 +23,7 @@ from dist_mem.checkpoint.manifest import list_steps, step_dir
 from dist_mem.config.sources import read_saved
 from dist_mem.errors import EXIT_DONE, UnusableError, run_error
 from dist_mem.launch import queue
+from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.file_schema import MAX_INTEGER
 from dist_mem.runtime.terminal import labelled
 from dist_mem.supervision.lease import sign_of_life
@@ -59,7 +59,7 @@ def run(run_dirs: Sequence[Path], *, as_json: bool) -> int:
     except OSError as error:
         raise run_error(error) from error
     for state in states:
-        lines = [json.dumps(state)] if as_json else [state["run"], *labelled(_describe(state), indent="  ")]
+        lines = [json_text(state)] if as_json else [state["run"], *labelled(_describe(state), indent="  ")]
         print("\n".join(lines))
     return EXIT_DONE
 

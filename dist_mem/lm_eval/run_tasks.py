@@ -10,7 +10,6 @@ MLflow, except those of an export.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from dist_mem.errors import EXIT_DONE, UnusableError, run_error
 from dist_mem.evaluation.job import described, track
 from dist_mem.evaluation.protocol import report_name
 from dist_mem.lm_eval.model import DistMemLM, OpenRun, open_run
+from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.terminal import table
 
@@ -97,7 +97,7 @@ def _publish(request: Request, opened: OpenRun, results: Mapping[str, Any]) -> N
     path = checkpoint.run_dir / "evaluations" / "lm_eval" / f"{name}.json"
     for target in (path, *([request.output] if request.output else [])):
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_text(target, json.dumps(content, indent=1, default=str) + "\n")
+        write_text(target, json_text(content, indent=1, default=str) + "\n")
     tag = report_name("lm_eval", limit, opened.tag)
     metrics = {f"{tag}/{score.task}/{score.metric}": score.value for score in scores}
     track(checkpoint, config.tracking, metrics, [path], request.overrides)

@@ -11,7 +11,6 @@ once, P rows in all, N basis functions, D model.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from dist_mem.memory.infinite import Infinite
 from dist_mem.memory.parts.basis import evaluate_at, first_positions, update_positions
 from dist_mem.memory.parts.signal import State
 from dist_mem.runtime.distributed import World
+from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.runtime.terminal import table
@@ -213,5 +213,5 @@ def _publish(target: Path, split: str, layers: list[Errors], metadata: Mapping[s
         "layers": [layer._asdict() for layer in layers],
     }
     target.parent.mkdir(exist_ok=True)
-    write_text(target, json.dumps(content, indent=1) + "\n")
+    write_text(target, json_text(content, indent=1) + "\n")
     print(f"written: {target}", file=sys.stderr)

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 NO_FIGURE = "n/a"
+_NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+NAMED = frozenset(_NAMES.values())  # numbers that are texts in JSON
 
 
 def is_figure(value: object) -> bool:
@@ -15,21 +17,23 @@ def is_figure(value: object) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def json_text(value: Any, **options: Any) -> str:
-    """Return JSON that every reader takes, with null for what is no figure; the package writes JSON by this alone.
+def json_text(value: Any, *, is_exact: bool = False, **options: Any) -> str:
+    """Return JSON that every reader takes: it knows no NaN, and no infinity.
 
     Args:
+        is_exact: what is no figure is the text "NaN", "Infinity" or "-Infinity", as in protobuf's JSON, which `float`
+            reads again; else null.
         options: of `json.dumps`.
     """
     try:
         return json.dumps(value, allow_nan=False, **options)
     except ValueError:  # rare: most content has no such number, and need not be searched
-        return json.dumps(_with_nulls(value), allow_nan=False, **options)
+        return json.dumps(_strict(value, _NAMES if is_exact else {}), allow_nan=False, **options)
 
 
-def _with_nulls(value: Any) -> Any:
+def _strict(value: Any, names: Mapping[str, str]) -> Any:
     if isinstance(value, Mapping):
-        return {key: _with_nulls(child) for key, child in value.items()}
+        return {key: _strict(child, names) for key, child in value.items()}
     if isinstance(value, list | tuple):
-        return [_with_nulls(child) for child in value]
-    return value if is_figure(value) else None
+        return [_strict(child, names) for child in value]
+    return value if is_figure(value) else names.get(str(value))

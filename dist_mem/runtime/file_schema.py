@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_mem.errors import UnusableError
+from dist_mem.runtime.figures import NAMED
 from dist_mem.runtime.files import check_regular
 from dist_mem.runtime.names import PLAIN, is_plain, is_plain_path
 
@@ -115,6 +116,7 @@ def _is_number(value: Any) -> bool:
 
 number = leaf("a finite number", lambda value: _is_number(value) and isfinite(value))
 metric = leaf("a number", _is_number)  # of a run, which may diverge to NaN or infinity
+named_metric = leaf("a number", lambda value: _is_number(value) or (isinstance(value, str) and value in NAMED))
 text = leaf("text", _is_text)
 sha256 = leaf("a SHA-256", lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{64}", value)))
 plain_name = leaf(PLAIN, is_plain)

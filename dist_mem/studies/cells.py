@@ -22,6 +22,7 @@ from typing import Any
 
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.scores import Report, report_from
+from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.file_schema import check, integer, leaf, metric, optional, read_json, record, table, text
 from dist_mem.runtime.files import write_text
 from dist_mem.tracking.log import METRICS_FILE, read_points
@@ -78,7 +79,7 @@ def write_cell(run: Run, **changes: Any) -> None:
     """Write a cell with some of its keys changed, and the others as they are."""
     body = {"format_version": FORMAT_VERSION, "results": {}, "reports": {}, **read_cell(run.cell), **changes}
     run.cell.parent.mkdir(parents=True, exist_ok=True)
-    lines = (f" {json.dumps(key)}: {json.dumps(value)}" for key, value in body.items())
+    lines = (f" {json_text(key)}: {json_text(value)}" for key, value in body.items())
     write_text(run.cell, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
@@ -102,7 +103,7 @@ def compare(kept: Mapping[str, Any], definition: Mapping[str, Any], what: str, r
         definition: without the fingerprints of data that are not here, which are not compared.
         remedy: ends the message.
     """
-    now = json.loads(json.dumps(definition))
+    now = json.loads(json_text(definition))
     is_here = [key for key in sorted({*kept, *now}) if key in now or not key.startswith("data/")]
     if keys := [key for key in is_here if kept.get(key) != now.get(key)]:
         shown = "; ".join(f"{key} was {kept.get(key)!r} and is {now.get(key)!r}" for key in keys[:3])
@@ -189,4 +190,4 @@ def give(run: Run, folder: Path) -> None:
 def checksum(report: Report) -> str:
     """Return the SHA-256 of the metrics of every document, without times and places."""
     metrics = [astuple(document)[:-1] for document in report.documents]  # without depths, which older reports lack
-    return hashlib.sha256(json.dumps(metrics).encode()).hexdigest()
+    return hashlib.sha256(json_text(metrics).encode()).hexdigest()

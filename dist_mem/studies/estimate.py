@@ -8,7 +8,6 @@ and track in MLflow if the runs will, but in a store of their own, which is remo
 from __future__ import annotations
 
 import heapq
-import json
 import shutil
 import statistics
 import time
@@ -24,6 +23,7 @@ from dist_mem.data.batch_plan import total_steps
 from dist_mem.data.directory import open_index
 from dist_mem.data.lanes import training_plan
 from dist_mem.errors import EXIT_REQUEUE, UnusableError
+from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.file_schema import check, number, read_json, record
 from dist_mem.runtime.files import make_folder, write_text
 from dist_mem.runtime.terminal import counted, table
@@ -140,7 +140,7 @@ def _try(job: Job, given: Sequence[str], item: Run, report: Callable[[str], None
         measuring=time.monotonic() - begin,
         saving=saving,
     )
-    write_text(_kept(item), json.dumps(asdict(found)) + "\n")
+    write_text(_kept(item), json_text(asdict(found)) + "\n")
     shutil.rmtree(trial.directory)
     report(f"{item.name}: {step:.3g} s per step")
 

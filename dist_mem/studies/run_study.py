@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -23,6 +22,7 @@ from dist_mem.config.check import hint
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE, UnusableError
 from dist_mem.launch.submit import submit_array
 from dist_mem.memory import memory_options
+from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import free_name, write_text
 from dist_mem.runtime.locks import held_folder
 from dist_mem.runtime.ranks import names_of_gpus
@@ -353,7 +353,7 @@ class ParentRun:
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables for the processes of its children."""
-        return {CONTEXT: json.dumps({"mlflow.parentRunId": self.run_id})}
+        return {CONTEXT: json_text({"mlflow.parentRunId": self.run_id})}
 
     def close(self, metrics: Mapping[str, float], files: Sequence[Path], *, status: str) -> None:
         """Log the metrics and files and end the run with status FINISHED, KILLED or FAILED."""

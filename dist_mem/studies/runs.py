@@ -32,7 +32,7 @@ from dist_mem.launch.local import launcher
 from dist_mem.memory import memory_options
 from dist_mem.memory.outside import sources
 from dist_mem.runtime.figures import is_figure
-from dist_mem.runtime.file_schema import check, integer, metric, read_json, record, table
+from dist_mem.runtime.file_schema import check, integer, metric, optional, read_json, record, table
 from dist_mem.studies.cells import CELLS, Run, compare, read_result
 from dist_mem.studies.study import Column, Study
 
@@ -267,7 +267,7 @@ def newest_report(run: Run, column: Column) -> Path:
     return written[-1]
 
 
-_METRICS = record({"metrics": table(metric), "step": integer()}, is_open=True)
+_METRICS = record({"metrics": table(optional(metric)), "step": integer()}, is_open=True)
 
 
 def metric_of(path: Path, column: Column) -> tuple[float | None, int]:

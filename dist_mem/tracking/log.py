@@ -3,7 +3,7 @@
     {"format_version": 4, "uid": "5c1f...", "run_name": "demo", "experiment": {"name": "dist_mem"}}
     {"kind": "point", "time": 1764000000123, "body": {"step": 10, "metrics": {"loss": 5.1}}}
 
-    point                        metrics of a step
+    point                        metrics of a step; what JSON lacks is a text: "NaN", "Infinity"
     rewind                       a job continues from `step`: the points past it count no more, they are made again
     repeat                       a point made again with the values of before, apart from measurements such as times
     branch                       from here on, the steps `first` to `last` differ from what was logged before
@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_mem.errors import UnusableError
-from dist_mem.runtime.file_schema import integer, metric, optional, read_json_line, record, table, text
+from dist_mem.runtime.figures import NAMED, json_text
+from dist_mem.runtime.file_schema import integer, named_metric, optional, read_json_line, record, table, text
 from dist_mem.runtime.files import check_regular, fsync_path, make_folder, naming, write_text
 
 METRICS_FILE = "metrics.jsonl"  # in the run directory
@@ -47,7 +48,7 @@ _VERSION = record({"format_version": integer()}, is_open=True)
 _HEADER = record({"uid": text, "run_name": text, "experiment": optional(table(text))}, is_open=True)
 _STEP = {"step": integer()}
 _BODIES = {"rewind": record(_STEP, is_open=True)} | dict.fromkeys(
-    _POINTS, record({**_STEP, "metrics": table(metric)}, is_open=True)
+    _POINTS, record({**_STEP, "metrics": table(named_metric)}, is_open=True)
 )
 _ENTRIES = {
     kind: record({"kind": text, "time": integer(), "body": body}, is_open=True) for kind, body in _BODIES.items()
@@ -137,7 +138,7 @@ def _checked(line: bytes, path: Path, *, place: str) -> Entry | None:
     """Return the entry of a point or a rewind; None for an emptied line and for other kinds, which are not decoded."""
     kind = line.removeprefix(_BEGIN).partition(b'"')[0].decode("ascii", "replace")
     if kind in _ENTRIES:
-        return Entry(**read_json_line(line, _ENTRIES[kind], path, UnusableError, _REMEDY, place=place))
+        return _with_floats(Entry(**read_json_line(line, _ENTRIES[kind], path, UnusableError, _REMEDY, place=place)))
     if line.strip() and not line.startswith(_BEGIN):
         raise UnusableError(f"{path} is damaged ({place} is no entry of a log){_REMEDY}")
     return None
@@ -246,19 +247,28 @@ class LogReader:
 
 def write_log(path: Path, header: Header, entries: Iterable[Entry] = ()) -> None:
     """Write a complete log, atomically."""
-    first = json.dumps({"format_version": header.format_version, **header._asdict()}) + "\n"
+    first = json_text({"format_version": header.format_version, **header._asdict()}) + "\n"
     make_folder(path.parent)
     write_text(path, first + "".join(_encode(entry) for entry in entries))
 
 
 def _encode(entry: Entry) -> str:
-    return json.dumps(entry._asdict()) + "\n"  # a non-finite value is written as NaN or Infinity, as Python reads it
+    return json_text(entry._asdict(), is_exact=True) + "\n"
+
+
+def _with_floats(entry: Entry) -> Entry:
+    """Return an entry whose metrics are floats again where JSON has a text: "NaN", "Infinity"."""
+    metrics = entry.body.get("metrics")
+    if not isinstance(metrics, Mapping) or NAMED.isdisjoint(v for v in metrics.values() if isinstance(v, str)):
+        return entry
+    floats = {name: float(value) if value in NAMED else value for name, value in metrics.items()}
+    return entry._replace(body={**entry.body, "metrics": floats})
 
 
 def _decode(line: bytes) -> Entry:
     try:
-        return Entry(**json.loads(line))
-    except (ValueError, TypeError, RecursionError):
+        return _with_floats(Entry(**json.loads(line)))
+    except (AttributeError, ValueError, TypeError, RecursionError):
         return Entry(DAMAGED, 0, {"line": repr(line[:80])})
 
 

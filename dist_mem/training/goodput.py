@@ -9,7 +9,6 @@ Only rank 0's metrics are logged. Times between starts are differences of the cl
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.distributed import on_all_ranks
+from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.file_schema import number, read_json_lines, record
 from dist_mem.runtime.files import write_text
 from dist_mem.supervision import timeline
@@ -75,7 +75,7 @@ def note_start(run_dir: Path, begin: Beginning) -> list[StartTime]:
     starts = [StartTime(body["time"], body["down"]) for body in bodies]
     last = max([start.time for start in starts] + [begin.last_sign or 0.0])
     starts.append(StartTime(begin.time, max(0.0, begin.time - last) if starts else 0.0))
-    write_text(run_dir / STARTS, "".join(json.dumps(start._asdict()) + "\n" for start in starts))
+    write_text(run_dir / STARTS, "".join(json_text(start._asdict()) + "\n" for start in starts))
     return starts
 
 

@@ -8,7 +8,6 @@ of the same and of later steps, because their parts are made again. So step s wa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +17,7 @@ import torch
 from dist_mem.config import Config, to_yaml
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.distributed import World
+from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.file_schema import integer, one_of, read_json_lines, record, text
 from dist_mem.runtime.files import write_text
 
@@ -62,7 +62,7 @@ def begin_part(config: Config, world: World, step: int, *, first_trained: int) -
     run_dir, threads = Path(config.run_dir), torch.get_num_threads()
     part = Part(step, world.size, threads, world.device.type, first_trained, to_yaml(config))
     kept = [earlier for earlier in _read(run_dir) if earlier.step < part.step]
-    write_text(run_dir / HISTORY, "".join(json.dumps(one._asdict()) + "\n" for one in [*kept, part]))
+    write_text(run_dir / HISTORY, "".join(json_text(one._asdict()) + "\n" for one in [*kept, part]))
 
 
 def read_history(run_dir: Path) -> list[Part]:

@@ -119,8 +119,9 @@ def test_a_point_is_one_line_that_is_there_when_it_is_logged(path: Path) -> None
     lines = path.read_text().splitlines()  # before `close`: a killed job keeps its lines
     assert [json.loads(line)["body"] for line in lines if line.startswith('{"kind": "point"')] == [
         {"step": 1, "metrics": {"loss": 2.0}},
-        {"step": 2, "metrics": {"loss": math.inf, "lr": 0.1}},
+        {"step": 2, "metrics": {"loss": "Infinity", "lr": 0.1}},  # as JSON has no infinity
     ]
+    assert read_points(path)[1].metrics == {"loss": math.inf, "lr": 0.1}
     sink.close("FINISHED")
 
 

@@ -9,7 +9,6 @@ use. A complete file is never deleted.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -28,6 +27,7 @@ from dist_mem.data.shard import Index, ShardSource
 from dist_mem.data.tokenizers.registry import FILE_NAMES, JSON_NAME
 from dist_mem.errors import RunError
 from dist_mem.runtime.environment import node_name, temporary_dir
+from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import NotOwnError, fsync_path, make_own, sha256_of, write_bytes, write_hashed, write_text
 
 log = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ class StagedShards(ShardSource):
         self._copy_metadata()
         fsync_path(self.split_dir)
         metadata = {"format_version": 1, "fingerprint": self._index.fingerprint, "from": str(self._index.split_dir)}
-        write_text(self._folder / WHOLE_NAME, json.dumps(metadata) + "\n")
+        write_text(self._folder / WHOLE_NAME, json_text(metadata) + "\n")
         log.warning("%s: whole, after %.1f s", self._folder, time.monotonic() - begin)
 
     def _is_good(self, shard: ShardEntry) -> bool:

@@ -19,6 +19,7 @@ import numpy as np
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.errors import reason_of
 from dist_mem.runtime.extras import require
+from dist_mem.runtime.figures import json_text
 
 END_OF_TEXT = "<|endoftext|>"
 _PURPOSE = "a tokenizer of GPT-2's kind"
@@ -76,7 +77,7 @@ class BytePairTokenizer(Tokenizer):
 
     def content(self) -> bytes:
         parts = {"vocabulary": self.vocabulary, "merges": self.merges}
-        return (json.dumps(parts, ensure_ascii=True, indent=0) + "\n").encode()
+        return (json_text(parts, ensure_ascii=True, indent=0) + "\n").encode()
 
     @classmethod
     def from_content(cls, content: bytes) -> BytePairTokenizer:
@@ -128,7 +129,7 @@ def _of_ids(vocab: dict[str, int], merges: list[str]) -> BytePairTokenizer:
 def write_byte_pairs(tokenizer: BytePairTokenizer, folder: Path) -> None:
     """Write vocab.json and merges.txt, as `read_byte_pairs` and transformers read them."""
     ids = {token: index for index, token in enumerate(tokenizer.vocabulary)}
-    (folder / "vocab.json").write_text(json.dumps(ids, ensure_ascii=False), encoding="utf-8")
+    (folder / "vocab.json").write_text(json_text(ids, ensure_ascii=False), encoding="utf-8")
     (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(tokenizer.merges) + "\n", encoding="utf-8")
 
 

@@ -7,7 +7,6 @@ pairs.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from dist_mem.data.tokenizers.sentencepiece import SentencePieceTokenizer, train
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.errors import UnusableError
+from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.file_schema import check, integer, optional, record, text
 from dist_mem.runtime.files import write_bytes
 
@@ -54,7 +54,7 @@ def tokenizer_files(tokenizer: Tokenizer, *, recipe: str = "") -> dict[str, byte
     }
     content = tokenizer.content()
     model = {} if tokenizer.file_name is None or content is None else {tokenizer.file_name: content}
-    return {**model, JSON_NAME: (json.dumps(metadata, indent=1) + "\n").encode()}
+    return {**model, JSON_NAME: (json_text(metadata, indent=1) + "\n").encode()}
 
 
 def read_tokenizer_metadata(data_dir: Path | str) -> dict[str, Any]:

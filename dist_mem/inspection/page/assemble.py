@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from importlib import resources
 from string import Template
 from typing import Any, NamedTuple
 
 from dist_mem.inspection.page.markup import Markup, element, joined
+from dist_mem.runtime.figures import json_text
 
 _STYLES = ("page.css", "book.css")
 _SCRIPTS = ("book_data.js", "details.js", "book_view.js", "page.js")  # in their order of use
@@ -57,5 +57,5 @@ def _hash(content: str) -> str:
 
 def _data(book: dict[str, Any]) -> str:
     """Return the book as a block of JSON, in which no text can end the block."""
-    text = json.dumps(book, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    text = json_text(book, separators=(",", ":")).replace("<", "\\u003c")
     return f'<script type="application/json" id="book-data">{text}</script>'

@@ -9,7 +9,6 @@ memory changed least go without. Shape letters: N tokens of the document, K pass
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ import numpy as np
 from dist_mem.inspection.counterfactual import Counterfactual
 from dist_mem.inspection.page.columns import column
 from dist_mem.inspection.reading import DocumentReading
+from dist_mem.runtime.figures import json_text
 
 MASS_STEPS = 255  # a mass of 1 is stored as this
 RISE_STEPS = 1000  # per nat
@@ -65,7 +65,7 @@ def encoded(book: Book, *, room: int) -> dict[str, Any]:
             "emptied": math.fsum(reading.without.numpy()[scored].tolist()),
         },
     }
-    return {**content, **_fitting(book, room - len(json.dumps(content)))}
+    return {**content, **_fitting(book, room - len(json_text(content)))}
 
 
 def _used_pieces(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -85,7 +85,7 @@ def _fitting(book: Book, room: int) -> dict[str, Any]:
     while True:
         kept = np.sort(ranked[:count])
         found = {"detailed": column(np.diff(kept, prepend=0), "u4"), **_details(book, kept)}
-        size = len(json.dumps(found))
+        size = len(json_text(found))
         if size <= room or not count:
             return found
         count = int(count * max(0.0, 0.95 * room / size))

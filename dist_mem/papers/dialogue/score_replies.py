@@ -12,7 +12,6 @@ metrics contain the settings that differ from the defaults, as in dialogue-test-
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -58,6 +57,7 @@ from dist_mem.papers.dialogue.scores import (
     to_text,
 )
 from dist_mem.runtime.distributed import World
+from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.locks import held_file
 from dist_mem.runtime.signals import StopSignal
@@ -258,6 +258,6 @@ def _publish(
         **to_content(groups, answers, split),
     }
     files = [target.with_name(f"{target.name}.{suffix}") for suffix in ("json", "txt")]
-    write_text(files[0], json.dumps(content, indent=1) + "\n")
+    write_text(files[0], json_text(content, indent=1) + "\n")
     write_text(files[1], to_text(conversations, answers, trained.tokenizer))
     track(checkpoint, config.tracking, metrics(groups, report_name(split, tag)), files, overrides)

@@ -6,7 +6,7 @@ identify a point by name, step, time and value, and everything else is set, not 
 
 from __future__ import annotations
 
-import json
+import math
 import re
 import threading
 from collections import defaultdict
@@ -18,6 +18,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from dist_mem.config import TrackingConfig
 from dist_mem.errors import UnusableError
+from dist_mem.runtime.figures import is_figure, json_text
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.names import is_plain_path
 from dist_mem.tracking.log import Entry, Header, LogError
@@ -141,7 +142,7 @@ class MlflowRun:
 
     def _share_view(self, experiment_id: str) -> None:
         """Give the experiment a view of its runs, unless this user may not change it."""
-        view = json.dumps({"selectedColumns": _VIEW_COLUMNS})
+        view = json_text({"selectedColumns": _VIEW_COLUMNS})
         try:
             if self._client.get_experiment(experiment_id).tags.get(_VIEW_TAG) != view:
                 self._client.set_experiment_tag(experiment_id, _VIEW_TAG, view)
@@ -209,7 +210,7 @@ class MlflowRun:
         from mlflow.entities import Metric
 
         metrics = [
-            Metric(valid_name(in_group(name)), float(value), entry.time, entry.body["step"])
+            Metric(valid_name(in_group(name)), _sent(value), entry.time, entry.body["step"])
             for entry in entries
             for name, value in entry.body["metrics"].items()
         ]
@@ -312,8 +313,8 @@ class MlflowRun:
                     dataset["name"],
                     dataset["digest"],
                     source_type="local",
-                    source=json.dumps({"uri": dataset["source"]}),
-                    profile=json.dumps(dataset["profile"]),
+                    source=json_text({"uri": dataset["source"]}),
+                    profile=json_text(dataset["profile"]),
                 ),
                 [InputTag("mlflow.data.context", dataset["context"])],
             )
@@ -370,7 +371,8 @@ def description(
     rows = [
         f"| [{name}]({_chart(name, experiment_id, run_id)}) | {value:.5g} |"
         for name, value in sorted(metrics.items(), key=lambda item: (in_group(item[0]) != "train/loss", item[0]))
-        if in_group(name) == "train/loss" or in_group(name).startswith(("eval/", "recall_ppl/", "recall_accuracy/"))
+        if is_figure(value)
+        and (in_group(name) == "train/loss" or in_group(name).startswith(("eval/", "recall_ppl/", "recall_accuracy/")))
     ]
     linked = _PAGE_LINE.findall(present or "")[-1:] if page is None else [_linked(page, experiment_id, run_id)]
     shown = _PICTURE_LINE.findall(present or "")[-1:] if picture is None else [_shown(picture, run_id)]
@@ -380,6 +382,12 @@ def description(
         if len(text) <= max_chars or not rows:
             return text if rows or shown or linked else None
         rows.pop()
+
+
+def _sent(value: float | str) -> float:
+    """Return a value as MLflow can keep it: an infinite one would be the largest float, a number like any other."""
+    number = float(value)
+    return number if is_figure(number) else math.nan
 
 
 def again(run_name: str, first: int, last: int) -> str:
@@ -405,7 +413,7 @@ def _shown(picture: str, run_id: str) -> str:
 def _chart(name: str, experiment_id: str, run_id: str) -> str:
     """Return the address of one chart, relative to any page of MLflow."""
     given = {"runs": [run_id], "experiments": [experiment_id], "metric": name, "plot_metric_keys": [name]}
-    texts = {key: json.dumps(value) for key, value in (given | {"x_axis": "step"}).items()}
+    texts = {key: json_text(value) for key, value in (given | {"x_axis": "step"}).items()}
     return f"#/metric?{urlencode(texts)}"
 
 
@@ -457,7 +465,7 @@ def log_checkpoint(
     metrics = [
         Metric(
             valid_name(in_group(name)),
-            float(value),
+            _sent(value),
             point.time,
             point.body["step"],
             model_id=model.model_id,
