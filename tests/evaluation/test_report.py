@@ -377,7 +377,8 @@ def test_seeds_are_drawn_one_less_than_there_are(count: int) -> None:
     seeds = [of_losses(*[300.0 + (100.0 if seed == 0 else 0.0)] * 20) for seed in range(count)]
     interval = gain_interval([of_losses(*[300.0] * 20)], seeds)
     assert interval is not None
-    draws, below, bounds = count - 1, 0.0, []
+    draws, below = count - 1, 0.0
+    bounds: list[float] = []
     for number in range(draws + 1):
         below += math.comb(draws, number) * (1 / count) ** number * (1 - 1 / count) ** (draws - number)
         bounds += [number / draws] * ((below > 0.025 and not bounds) + (below > 0.975 and len(bounds) < 2))
