@@ -32,6 +32,7 @@ from dist_mem.generation.text import TextWriter
 from dist_mem.generation.text_memory import TextMemory, read_text
 from dist_mem.generation.text_scores import score
 from dist_mem.inspection.reading import DocumentReading, pieces_of, read_document, text_document
+from dist_mem.runtime.figures import exponential
 from dist_mem.runtime.shipped import example_model
 from dist_mem.tracking.mlflow.models import fetch_model, is_mlflow
 
@@ -54,8 +55,8 @@ class Scores:
 
     @property
     def perplexity(self) -> float:
-        """The exponential of `mean`."""
-        return float(np.exp(self.mean))
+        """The exponential of `mean`; nan if it is too large for a float."""
+        return exponential(self.mean)
 
     def __repr__(self) -> str:
         return f"Scores({len(self.tokens):,} tokens, {self.mean:.4f} nats per token)"

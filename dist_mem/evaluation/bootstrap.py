@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dist_mem.evaluation.scores import DocumentScore, Report, exponential
+from dist_mem.evaluation.scores import DocumentScore, Report
+from dist_mem.runtime.figures import exponential
 from dist_mem.runtime.terminal import counted
 
 MIN_DOCUMENTS = 8  # with 8, a nominal 95 % covers about 90 %; with 2, the draws are only three different ones

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dist_mem.evaluation.protocol import WITHOUT_MEMORY, report_name
-from dist_mem.evaluation.scores import Band, Report, exponential, perplexity, read_report, recall_bands, shown
+from dist_mem.evaluation.scores import Band, Report, perplexity, read_report, recall_bands, shown
+from dist_mem.runtime.figures import exponential
 
 
 class MemoryGain(NamedTuple):

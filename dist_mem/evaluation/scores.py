@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.csv_text import csv_text
-from dist_mem.runtime.figures import NO_FIGURE, is_figure, json_text
+from dist_mem.runtime.figures import NO_FIGURE, exponential, is_figure, json_text
 from dist_mem.runtime.file_schema import MAX_INTEGER, check, integer, leaf, metric, number, optional, read_json, record
 from dist_mem.runtime.file_schema import rows as rows_of
 from dist_mem.runtime.file_schema import table as table_of
@@ -26,7 +26,6 @@ from dist_mem.runtime.terminal import table
 
 FORMAT_VERSION = 5
 TABLE_ROWS = 5  # documents in the printed table; the files contain all
-MAX_EXPONENT = 709.0  # largest exponent of e in float64
 _TITLE_CHARS = 32
 _CSV_COLUMNS = ("id", "title", "num_scored", "words", "bytes", "nll", "hits", "depth")
 
@@ -171,11 +170,6 @@ def known_total(counts: Iterable[int | None]) -> int | None:
 def perplexity(nll: float, count: int | None) -> float:
     """Return exp(nll / count), nll in nats; nan if count is 0 or None, or the result is too large for a float."""
     return exponential(nll / count) if count else math.nan
-
-
-def exponential(nats: float) -> float:
-    """Return exp(nats); nan if it is too large for a float: no figure."""
-    return math.exp(nats) if nats < MAX_EXPONENT else math.nan
 
 
 def bits_per_byte(nll: float, num_bytes: int) -> float:

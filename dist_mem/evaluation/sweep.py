@@ -40,7 +40,7 @@ from dist_mem.runtime.files import write_text
 from dist_mem.runtime.signals import StopSignal
 
 KEYS = ("mem_len", "seg_len", "clamp_len")  # of `eval`
-METRICS = ("word_perplexity", "token_perplexity", "bits_per_byte")
+METRICS = tuple(MEASURES)
 
 
 class Sweep(NamedTuple):

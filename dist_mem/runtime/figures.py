@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 NO_FIGURE = "n/a"
+MAX_EXPONENT = 709.0  # largest exponent of e in float64
 _NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 NAMED = frozenset(_NAMES.values())  # numbers that are texts in JSON
 
@@ -15,6 +16,11 @@ NAMED = frozenset(_NAMES.values())  # numbers that are texts in JSON
 def is_figure(value: object) -> bool:
     """Return whether a number can be shown, drawn and compared: it is neither NaN nor infinite."""
     return not isinstance(value, float) or math.isfinite(value)
+
+
+def exponential(nats: float) -> float:
+    """Return exp(nats), as a perplexity; nan if it is too large for a float, or nats is nan."""
+    return math.exp(nats) if nats < MAX_EXPONENT else math.nan
 
 
 def json_text(value: Any, *, is_exact: bool = False, **options: Any) -> str:

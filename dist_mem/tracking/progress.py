@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TextIO
 
 from dist_mem.runtime.extras import is_installed
+from dist_mem.runtime.figures import NO_FIGURE, is_figure
 from dist_mem.runtime.terminal import WIDTH, BarStream, coloured, printable
 from dist_mem.tracking.log import Point
 from dist_mem.tracking.tracker import Sink
@@ -30,7 +31,8 @@ def _measures(metrics: Mapping[str, float]) -> Iterator[str]:
         yield f"loss {metrics[LOSS]:.4f}"
     if PERPLEXITY in metrics:
         value = metrics[PERPLEXITY]
-        yield f"ppl {value:>8,.2f}" if value < 1e5 else f"ppl {value:>8.2e}"
+        form = ",.2f" if value < 1e5 else ".2e"
+        yield f"ppl {f'{value:{form}}' if is_figure(value) else NO_FIGURE:>8}"
     if TOKENS_PER_SECOND in metrics:
         yield f"{metrics[TOKENS_PER_SECOND]:>7,.0f} tokens/s"
 

@@ -18,6 +18,7 @@ import torch
 
 from dist_mem.data.batch import Update
 from dist_mem.engine.gradient_norms import Norms
+from dist_mem.runtime.figures import exponential
 from dist_mem.training import goodput
 from dist_mem.training.mfu import Utilisation
 
@@ -132,7 +133,7 @@ class Meter:
         loss = totals.nll / totals.num_scored if totals.num_scored else math.nan
         metrics = {
             "loss": loss,
-            "perplexity": _perplexity(loss),
+            "perplexity": exponential(loss),
             "tokens_per_second": totals.num_scored / seconds,
             "tokens_read_per_second": totals.num_tokens / seconds,
             "step_seconds": seconds / max(1.0, self._steps),
@@ -151,7 +152,7 @@ class Meter:
         if norms := engine.gradient_norms():
             metrics |= {"grad_norm_model": norms.model, "grad_norm_aux": norms.auxiliary}
         if totals.num_recall:
-            metrics["recall_perplexity"] = _perplexity(totals.recall_nll / totals.num_recall)
+            metrics["recall_perplexity"] = exponential(totals.recall_nll / totals.num_recall)
         if totals.aux:
             metrics["aux_loss"] = totals.aux / (self._lane_segments * max(1.0, self._steps))
         if totals.num_read:
@@ -159,10 +160,6 @@ class Meter:
         self._totals, self._logs = Totals(documents=totals.documents, documents_skipped=totals.documents_skipped), {}
         self._steps, self._waited, self._began, self._noted = 0.0, 0.0, self._began + seconds, {}
         return metrics
-
-
-def _perplexity(loss: float) -> float:
-    return math.exp(min(loss, 700.0))  # math.exp raises beyond 709
 
 
 def peak_memory_gb() -> float:

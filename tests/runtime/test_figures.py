@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_mem.runtime.csv_text import csv_text
-from dist_mem.runtime.figures import is_figure, json_text
+from dist_mem.runtime.figures import MAX_EXPONENT, exponential, is_figure, json_text
 from tests.support.paths import ROOT
 
 PACKAGE = ROOT / "dist_mem"
@@ -55,3 +55,10 @@ def test_all_json_and_csv_is_written_by_one_function_each() -> None:
                 if called in ("json.dump", "json.dumps", "csv.writer", "csv.DictWriter") and not name.startswith(OWN):
                     found.append((called, name))
     assert set(found) == {("json.dumps", "runtime/figures.py"), ("csv.writer", "runtime/csv_text.py")}
+
+
+@given(st.floats())
+def test_a_perplexity_is_a_figure_or_none(nats: float) -> None:
+    """A training showed 1.01e304 for every loss above 700."""
+    found = exponential(nats)
+    assert found == math.exp(nats) if nats < MAX_EXPONENT else math.isnan(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import sys
 
 import pytest
@@ -17,10 +18,12 @@ def test_plain_lines_tell_loss_perplexity_speed_and_time_left() -> None:
     lines = ProgressLines(total_steps=100, first_step=0, every=10, stream=stream)
     for step in (10, 15, 100):
         lines.log(Point(step, 0.0, {"loss": 2.0, "perplexity": 7.389, "tokens_per_second": 12345.6}))
+    lines.log(Point(100, 0.0, {"loss": 800.0, "perplexity": math.nan}))
     lines.log(Point(100, 0.0, {"validation/word_perplexity": 99.5, "validation/bits_per_byte": 1.25}))
-    ten, hundred, evaluation = stream.getvalue().splitlines()
+    ten, hundred, no_figure, evaluation = stream.getvalue().splitlines()
     assert ten.startswith("step  10/100  loss 2.0000  ppl     7.39   12,346 tokens/s  eta 0:00:0")
     assert hundred.endswith("eta 0:00:00")
+    assert "loss 800.0000  ppl      n/a" in no_figure
     assert evaluation == "step 100: validation  word ppl 99.50  bits/byte 1.25"
 
 
