@@ -276,7 +276,7 @@ def test_elements_escape_all_but_markup() -> None:
 def test_metrics_have_three_significant_digits() -> None:
     for value, shown in ((2112.015, "2,110"), (100.0, "100"), (75.84, "75.8"), (9.999, "10.0"), (0.01204, "0.0120")):
         assert digits(value) == shown and digits(-value) == f"-{shown}" and digits(value, "+") == f"+{shown}"
-    assert [digits(value) for value in (0.0, math.nan, math.inf, 2.5e7)] == ["0.00", "n/a", "inf", "2.5e+07"]
+    assert [digits(value) for value in (0.0, math.nan, math.inf, 2.5e7)] == ["0.00", "n/a", "n/a", "2.5e+07"]
     assert [short_count(number) for number in (999, 462_336, 1_230_000)] == ["999", "462 K", "1.23 M"]
 
 
