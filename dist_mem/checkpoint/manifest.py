@@ -129,7 +129,9 @@ def verify_size(directory: Path, name: str, entry: dict[str, Any]) -> None:
             raise CheckpointError(f"{path}: missing")
         size = path.stat().st_size
     if size != entry["bytes"]:
-        raise CheckpointError(f"{path}: {size} bytes, {entry['bytes']} expected (cut short?)")
+        longer = "edited, or of another version?): copy it again, and give settings to what loads it"
+        reason = "cut short?)" if size < entry["bytes"] else longer
+        raise CheckpointError(f"{path}: {size} bytes, {entry['bytes']} expected ({reason}")
 
 
 def verify_file(directory: Path, name: str, entry: dict[str, Any]) -> None:
@@ -139,7 +141,7 @@ def verify_file(directory: Path, name: str, entry: dict[str, Any]) -> None:
     with reading(path):
         found = sha256_of(path)
     if found != entry["sha256"]:
-        raise CheckpointError(f"{path}: SHA-256 differs from the manifest (damaged)")
+        raise CheckpointError(f"{path}: SHA-256 differs from the manifest (damaged or edited)")
 
 
 def verify(directory: Path, check: Callable[[Path, str, dict[str, Any]], None] = verify_file) -> dict[str, Any]:

@@ -89,8 +89,8 @@ class Neutral(NamedTuple):
 
 
 _ALIKE = Neutral(None)  # about downloads and reading: the same is loaded from a folder
-_CPU = (torch.device("cpu"), "cpu")
-_ON_CPU = Neutral((*_CPU, *({"": place} for place in _CPU)), "it is loaded on the CPU; then call .to(DEVICE)")
+_ONE_DEVICE = "the whole model is on one device (device_map)"
+_KERNELS = "it has no kernels from a hub"
 _FULL_WEIGHTS = Neutral((False,), "weights are float32 or bfloat16 (dtype), as exported")
 _WHOLE_FILES = Neutral((False,), "the folder must be as exported: its files are compared with their SHA-256")
 _ONE_TEXT = Neutral((1,), "one text is written for each prompt")
@@ -104,25 +104,34 @@ LOADING: Mapping[str, Neutral] = {  # of `from_pretrained`
     **dict.fromkeys(("adapter_kwargs", "cache_dir", "code_revision", "force_download", "local_files_only"), _ALIKE),
     **dict.fromkeys(("proxies", "resume_download", "token", "trust_remote_code", "use_auth_token"), _ALIKE),
     **dict.fromkeys(("_commit_hash", "_fast_init", "_from_auto", "_from_pipeline", "mirror", "tqdm_class"), _ALIKE),
-    **dict.fromkeys(("low_cpu_mem_usage", "weights_only"), _ALIKE),
+    **dict.fromkeys(("disable_mmap", "low_cpu_mem_usage", "weights_only"), _ALIKE),
     "revision": Neutral(("main",), "a folder has one revision; download the one you want"),
     "subfolder": Neutral(("",), "give the folder itself"),
-    "device_map": _ON_CPU,
     "use_safetensors": Neutral((True,), "weights are safetensors, and nothing loads a pickle"),
     **dict.fromkeys(("from_tf", "from_flax"), Neutral((False,), "weights are safetensors")),
     **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization_config"), _FULL_WEIGHTS),
     **dict.fromkeys(("ignore_mismatched_sizes",), _WHOLE_FILES),
     **dict.fromkeys(("gguf_file", "key_mapping", "state_dict", "variant"), Neutral((), _WHOLE_FILES.reason)),
-    **dict.fromkeys(("max_memory", "offload_folder", "tp_plan", "tp_size"), Neutral((), _ON_CPU.reason)),
-    **dict.fromkeys(("device_mesh", "distributed_config"), Neutral((), _ON_CPU.reason)),
-    **dict.fromkeys(("offload_buffers", "offload_state_dict"), Neutral((False,), _ON_CPU.reason)),
-    **dict.fromkeys(("allow_all_kernels", "use_kernels"), Neutral((False,), "it has no kernels from a hub")),
-    "attn_implementation": Neutral((), "model.attention in the folder's config.yaml chooses it; all compute the same"),
+    **dict.fromkeys(("max_memory", "offload_folder", "tp_plan", "tp_size"), Neutral((), _ONE_DEVICE)),
+    **dict.fromkeys(("device_mesh", "distributed_config"), Neutral((), _ONE_DEVICE)),
+    **dict.fromkeys(("offload_buffers", "offload_state_dict"), Neutral((False,), _ONE_DEVICE)),
+    **dict.fromkeys(("allow_all_kernels", "use_kernels"), Neutral((False,), _KERNELS)),
+    **dict.fromkeys(("fusion_config", "kernel_config"), Neutral(({},), _KERNELS)),
+    "adapter_name": Neutral(("default",), "it has no adapters"),
     "output_loading_info": Neutral((False,), "every weight is loaded, or none"),
 }
 
+CONFIGURED: Mapping[str, Neutral] = {  # of a configuration that a caller has changed; other attributes are the weights'
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "return_dict"), _ALIKE),
+    **dict.fromkeys(("output_attentions", "output_hidden_states"), _ALIKE),  # forward looks at them
+    **dict.fromkeys(("architectures", "auto_map", "dtype", "transformers_version", "_name_or_path"), _ALIKE),
+    "attn_implementation": Neutral(
+        ("eager", "sdpa"), "model.attention in the folder's config.yaml chooses it; all compute the same"
+    ),
+}
+
 READING: Mapping[str, Neutral] = {  # of a model's forward
-    "return_dict": Neutral((True,), "outputs have names; call .to_tuple()"),
+    **dict.fromkeys(("tokenizer", "assistant_tokenizer"), _ALIKE),  # of generate, which hands them down
     "output_attentions": Neutral((False,), "use dist_mem.Model(model.trained).inspect, which shows where it looked"),
     "output_hidden_states": Neutral((False,), "use model.trained.model.features, which returns those of the softmax"),
     "inputs_embeds": Neutral((), "a text is read from its token ids, which are also kept in the cache"),
@@ -153,6 +162,32 @@ WRITING: Mapping[str, Neutral] = {  # of a generation
 }
 
 
+_ANY_DEVICE = ("auto", "balanced", "balanced_low_0", "sequential")  # device_map: one device is enough for all
+
+
+def one_device(device_map: Any) -> torch.device:
+    """Return the device of a `device_map` for a whole model; None: the CPU.
+
+    Raises:
+        ValueError: it is of several devices, or there is no such device.
+    """
+    place = device_map[""] if isinstance(device_map, Mapping) and device_map.keys() == {""} else device_map
+    if isinstance(place, str) and place in _ANY_DEVICE:
+        place = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device("cpu" if place is None else place)
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError, TypeError) as error:  # torch's, for a device that this build does not know
+        reason = str(error).partition("\n")[0] if isinstance(place, str | int) else "a whole model is on one device"
+        raise ValueError(f"device_map is {device_map!r}, but must be a device of this machine: {reason}") from error
+    return device
+
+
+def differing(found: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries that are not as written."""
+    return {name: value for name, value in found.items() if value != written.get(name)}
+
+
 def is_neutral(name: str, value: Any, table: Mapping[str, Neutral]) -> bool:
     """Return whether an option has one of its neutral values; an option without an entry has none but None."""
     if value is None:
@@ -163,10 +198,17 @@ def is_neutral(name: str, value: Any, table: Mapping[str, Neutral]) -> bool:
     return known.values is None or any(isinstance(value, type(each) | int) and value == each for each in known.values)
 
 
-def refuse_what_is_asked(given: Mapping[str, Any], table: Mapping[str, Neutral], what: str) -> None:
-    """Raise ValueError, with the reason, for the first option that asks for something; `what` begins the message."""
+def refuse_what_is_asked(
+    given: Mapping[str, Any], table: Mapping[str, Neutral], what: str, *, otherwise: str = "omit it"
+) -> None:
+    """Raise ValueError, with the reason, for the first option that asks for something.
+
+    Args:
+        what: the beginning of the message.
+        otherwise: the reason where the table has no entry.
+    """
     for name, value in given.items():
         if not is_neutral(name, value, table):
             known = table.get(name)
             shown = type(value).__name__ if isinstance(value, torch.Tensor) else reprlib.repr(value)
-            raise ValueError(f"{what} takes no {name} ({shown}): {known.reason if known else 'omit it'}")
+            raise ValueError(f"{what} takes no {name} ({shown}): {known.reason if known else otherwise}")

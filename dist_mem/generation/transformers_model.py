@@ -11,6 +11,7 @@ first token on, and padding is not read. Shape letters: B lanes, L given tokens,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
@@ -18,23 +19,46 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Cache, GenerationMixin, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config
+from transformers import (
+    Cache,
+    GenerationConfig,
+    GenerationMixin,
+    GPT2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 
 from dist_mem.evaluation.trained_model import TrainedModel, init_state, load_model
-from dist_mem.generation.arguments import LOADING, READING, refuse_what_is_asked
+from dist_mem.generation.arguments import CONFIGURED, LOADING, READING, differing, one_device, refuse_what_is_asked
 from dist_mem.generation.reading import Reading, select, with_open_segment
 from dist_mem.generation.text_scores import read_with_log_probs
 from dist_mem.generation.writing import Stepped
 from dist_mem.nn.layers import DTYPES
 
 _IGNORED = -100  # a label that is not scored
+_GENERATION = "generation_config.json"
+_UNKNOWN = "there is no such option and no such attribute of its configuration; generate() takes what is for it"
 
 
 class MemoryConfig(PretrainedConfig):
-    """The sizes that transformers needs; the whole configuration is config.yaml in the folder."""
+    """What callers of transformers read of every model; the whole configuration is config.yaml in the folder."""
 
     model_type = "dist_mem"
+    keys_to_ignore_at_inference = ("past_key_values",)  # Trainer gathers all else that forward returns
+
+    vocab_size: int | None = None
+    hidden_size: int | None = None
+    num_hidden_layers: int | None = None
+    num_attention_heads: int | None = None
+    max_position_embeddings: int | None = None  # a text may have any length
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None  # no text ends by itself, unless generation_config.json names a token
+    pad_token_id: int | None = None  # the tokenizer pads with BOS, which generate() would not read as a text's first
+    use_cache: bool = True
 
 
 class MemoryCache(Cache):
@@ -107,6 +131,7 @@ class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class: type[PretrainedConfig] = MemoryConfig
     _is_stateful = True  # refuses what would take tokens back, as assisted generation
+    _supports_sdpa = True  # of model.attention, which the folder chooses
 
     def __init__(self, config: PretrainedConfig, trained: TrainedModel) -> None:
         super().__init__(config)
@@ -130,34 +155,61 @@ class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
         config: PretrainedConfig | str | PathLike[Any] | None = None,
         dtype: torch.dtype | str | None = None,
         torch_dtype: torch.dtype | str | None = None,
+        device_map: Any = None,
+        generation_config: GenerationConfig | None = None,
         allow_code: bool = False,
         **options: Any,
     ) -> MemoryForCausalLM:
-        """Load the model of a folder on the CPU, in evaluation mode.
+        """Load the model of a folder, in evaluation mode.
 
         Args:
             dtype: float32, the default, or bfloat16; "auto" is that of the file. `torch_dtype` is its older name.
+            device_map: one device, or "auto": a GPU if there is one. None: the CPU.
+            generation_config: None: generation_config.json of the folder, if there is one.
             allow_code: run `memory/NAME.py` of the folder, a memory from outside the package: read it first.
+            options: attributes of the configuration, as `use_cache`, or what asks for nothing (arguments.py).
 
         Raises:
-            ValueError: an option that asks for what is not done here (arguments.py), another dtype, or a folder
-                that `dist_mem.load` refuses.
+            ValueError: an option that asks for what is not done here, another dtype or device, or a folder that
+                `dist_mem.load` refuses.
         """
-        refuse_what_is_asked(options, LOADING, "from_pretrained of a model with memory")
         folder = Path(pretrained_model_name_or_path)
         if not folder.is_dir():
             raise ValueError(f"{folder} is no folder: download it first, by huggingface_hub.snapshot_download")
-        if not isinstance(config, PretrainedConfig):
-            config = cls.config_class.from_pretrained(config or folder)
+        config = cls._configured(folder, config, options)
         dtype = torch_dtype if dtype is None else dtype
         precision = f"eval.precision={_precision(config.dtype if dtype == 'auto' else dtype)}"
         code = ["eval.allow_code=true"] if allow_code else []
-        return cls(config, load_model(folder, precision, *code)).eval()
+        model = cls(config, load_model(folder, precision, *code, device=one_device(device_map))).eval()
+        if generation_config is not None:
+            model.generation_config = GenerationConfig.from_dict(generation_config.to_dict())
+        elif (folder / _GENERATION).is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        return model
+
+    @classmethod
+    def _configured(cls, folder: Path, given: Any, options: Mapping[str, Any]) -> PretrainedConfig:
+        """Return the configuration with the options that are attributes of it. Raises ValueError for all others."""
+        what = "from_pretrained of a model with memory"
+        refuse_what_is_asked({name: options[name] for name in options.keys() & LOADING.keys()}, LOADING, what)
+        others = {name: options[name] for name in options.keys() - LOADING.keys()}
+        written = cls.config_class.from_pretrained(folder)
+        config = given
+        if not isinstance(given, PretrainedConfig):
+            config, others = cls.config_class.from_pretrained(given or folder, return_unused_kwargs=True, **others)
+        refuse_what_is_asked(others, {}, what, otherwise=_UNKNOWN)
+        changed = differing(config.to_dict(), written.to_dict())
+        attention = {"attn_implementation": config._attn_implementation}  # absent from to_dict
+        refuse_what_is_asked(
+            {**changed, **attention}, CONFIGURED, what, otherwise="it follows from the weights; omit it"
+        )
+        return config
 
     def save_pretrained(self, *_: Any, **__: Any) -> None:
         """Refuse: the folder would lack what loading verifies. Raises ValueError."""
         raise ValueError("a model with memory is written by `dist-mem export`; copy the folder, or train with dist_mem")
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor,
@@ -186,6 +238,7 @@ class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
         asked = {name: getattr(self.config, name) for name in ("output_attentions", "output_hidden_states")} | options
         refuse_what_is_asked(asked, READING, "a model with memory")
         lanes, length = input_ids.shape
+        use_cache = self.config.use_cache if use_cache is None else use_cache
         cache = MemoryCache(self._nothing_read(lanes)) if past_key_values is None else past_key_values
         if cache.batch_size != lanes:
             raise ValueError(f"past_key_values has {cache.batch_size} lanes, but input_ids {lanes}")
@@ -193,7 +246,7 @@ class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
         if attention_mask is not None:
             is_text = attention_mask[:, -length:].bool().cpu()
         columns = _columns(logits_to_keep, length)
-        if use_cache is not False and labels is None and self._can_step(cache, is_text):
+        if use_cache and labels is None and self._can_step(cache, is_text):
             logits = cache.step(self.trained, input_ids[:, 0].cpu())[:, None]
             cache.num_read += 1
             return CausalLMOutputWithPast(logits=logits[:, columns.to(logits.device)], past_key_values=cache)
@@ -203,7 +256,7 @@ class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
         packed = torch.cat(found)
         logits = packed.new_zeros(*kept.shape, packed.shape[1]).index_put((kept.to(packed.device),), packed)
         logits = logits[:, (columns - (length - kept.shape[1])).to(logits.device)]
-        if use_cache is not False:
+        if use_cache:
             cache.reading, cache.num_read = reading, cache.num_read + length
         loss = None
         if labels is not None:
@@ -211,7 +264,7 @@ class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
             is_scored = is_text[:, :-1] & is_text[:, 1:]
             targets = F.pad(labels[:, 1:].cpu().masked_fill(~is_scored, _IGNORED), (0, 1), value=_IGNORED)
             loss = F.cross_entropy(logits.mT, targets[:, columns].to(logits.device), ignore_index=_IGNORED)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=None if use_cache is False else cache)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if use_cache else None)
 
     def _can_step(self, cache: MemoryCache, is_text: Tensor) -> bool:
         """Return whether one more token in every lane, without gradient, is run as one row."""
@@ -232,12 +285,35 @@ class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
         mask = options.get("attention_mask")
         if mask is not None and not bool(mask[:, -1].all()):
             raise ValueError("a text of the batch ends with padding: pad on the left (tokenizer.padding_side='left')")
+        options.pop("prefill_chunk_size", None)  # a prompt is read in segments in any case
         # cast: transformers types `self` by a protocol that no model of its own fulfils
         return GenerationMixin.generate(cast(Any, self), inputs, *args, **options)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        """Return the table of the tokens, whose `weight` is (V, D). Raises NotImplementedError if there are several."""
+        return _only(self.model.embedding.bins)
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        """Return the softmax's table of the tokens. Raises NotImplementedError if there are several."""
+        return _only(self.model.head.bins)
+
+    def set_input_embeddings(self, value: torch.nn.Module) -> None:
+        """Refuse another table. Raises ValueError."""
+        raise ValueError("a model with memory keeps its tables: train one with dist_mem that has the new tokens")
+
+    def set_output_embeddings(self, new_embeddings: torch.nn.Module) -> None:
+        """Refuse another table. Raises ValueError."""
+        self.set_input_embeddings(new_embeddings)
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **options: Any) -> Any:
+        """Return the table of the tokens. Raises ValueError for another number of tokens."""
+        if new_num_tokens not in (None, self.config.vocab_size) or any((*args, options.get("pad_to_multiple_of"))):
+            self.set_input_embeddings(self.get_input_embeddings())
+        return self.get_input_embeddings()
 
 
 class MemoryGPT2(MemoryForCausalLM):
@@ -256,6 +332,12 @@ class MemoryQwen2(MemoryForCausalLM):
     """A Qwen2 with memory, whose config.json is that of Qwen2."""
 
     config_class = Qwen2Config
+
+
+def _only(bins: torch.nn.ModuleList) -> torch.nn.Module:
+    if len(bins) > 1:
+        raise NotImplementedError(f"an adaptive vocabulary has {len(bins)} tables (model.adaptive), and not one")
+    return bins[0]
 
 
 def _columns(logits_to_keep: int | Tensor, length: int) -> Tensor:

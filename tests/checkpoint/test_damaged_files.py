@@ -202,11 +202,12 @@ def test_a_step_that_is_not_that_of_its_folder_is_refused(checkpoint: Path, step
     assert read_manifest(renamed.rename(renamed.with_name("taken")))["step"] == step, "another name promises no step"
 
 
-def test_file_cut_short_and_file_missing_are_named(tmp_path: Path) -> None:
+def test_files_that_are_shorter_longer_or_missing_are_named_with_what_may_have_happened(tmp_path: Path) -> None:
     directory = commit_small(tmp_path, 5)
-    os.truncate(directory / "content", 10)
-    with refused(CheckpointError, "content"):
-        verify(directory)
+    for size, reason in ((10, "cut short"), (20, "edited")):
+        os.truncate(directory / "content", size)
+        with refused(CheckpointError, "content", reason):
+            verify(directory)
     (directory / "content").unlink()
     with refused(CheckpointError, "content"):
         verify(directory)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from tests.support.messages import refused
 from tests.support.paths import EXAMPLES
 
 transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
+pytestmark = pytest.mark.usefixtures("own_modules")
 VOCAB = 257  # of bytes
 TEXT = "It was the best of times, it was the worst of times."
 MODELS: dict[str, dict[str, Any]] = {
@@ -60,14 +60,6 @@ def exported(tmp_path_factory: pytest.TempPathFactory, books: Path) -> Callable[
         return made[name]
 
     return folder
-
-
-@pytest.fixture(autouse=True)
-def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs of folders are copied into the test's folder, and not into the user's."""
-    from transformers import dynamic_module_utils
-
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
 
 
 def opened(folder: Path, **options: Any) -> Any:
@@ -243,53 +235,6 @@ def test_the_loss_of_a_batch_is_that_of_its_texts(exported: Callable[..., Path],
         assert torch.equal(newest.logits, together.logits[:, -5:])
         same = model(**scored(rows, side), logits_to_keep=torch.arange(-5, 0))
         assert newest.loss.equal(same.loss) and not newest.loss.equal(together.loss)
-
-
-NEUTRAL: dict[str, Any] = {
-    **{"trust_remote_code": True, "revision": "main", "cache_dir": "cache", "device_map": "cpu", "torch_dtype": "auto"},
-    **{"local_files_only": True, "low_cpu_mem_usage": True, "use_safetensors": True, "quantization_config": None},
-}
-ASKED = {"device_map": "auto", "revision": "v2", "load_in_8bit": True, "use_safetensors": False, "dtpye": "bfloat16"}
-READ = {
-    **{"output_hidden_states": True, "output_attentions": True},
-    **{"inputs_embeds": torch.zeros(1, 1, 8), "position_ids": torch.zeros(1, 1)},
-}
-
-
-def test_options_that_ask_for_nothing_are_accepted_and_others_refused_with_a_reason(
-    exported: Callable[..., Path], tmp_path: Path
-) -> None:
-    folder = exported("none")
-    model, ids, of_class = opened(folder), random_ids(1, 1), type(opened(folder)).from_pretrained
-    assert of_class(folder, **NEUTRAL).dtype == torch.float32
-    assert of_class(folder, torch_dtype=torch.bfloat16).dtype == torch.bfloat16
-    assert opened(folder, dtype="bfloat16").dtype == torch.bfloat16
-    model(ids, output_hidden_states=False, return_dict=True, output_attentions=None)
-    padded_right = {
-        name: part.flip(1) for name, part in padded_left([random_ids(1, 3)[0], random_ids(1, 5)[0]]).items()
-    }
-    refusals: list[tuple[str, Callable[[], object]]] = [
-        *((option, partial(of_class, folder, **{option: value})) for option, value in ASKED.items()),
-        *((option, partial(model, ids, **{option: value})) for option, value in READ.items()),
-        ("int8", lambda: of_class(folder, dtype="int8")),
-        ("dist-mem export", lambda: model.save_pretrained(tmp_path / "saved")),
-        ("padding_side", lambda: model.generate(**padded_right, max_new_tokens=1)),
-    ]
-    for option, call in refusals:
-        with refused(ValueError, option):
-            call()
-    model.config.output_hidden_states = True
-    with refused(ValueError, "output_hidden_states"):
-        model(ids)
-
-
-@pytest.mark.parametrize("options", [{}, {"torch_dtype": "auto"}, {"device_map": "cpu"}, {"device": "cpu"}])
-def test_a_pipeline_takes_the_folder(exported: Callable[..., Path], options: dict[str, Any]) -> None:
-    """As with any model of the hub: the pipeline passes options on that are meant for downloads."""
-    folder = str(exported("none"))
-    write = transformers.pipeline("text-generation", model=folder, trust_remote_code=True, **options)
-    (found,) = write("It was", max_new_tokens=4, do_sample=False)
-    assert found["generated_text"].startswith("It was")
 
 
 def test_a_folder_for_transformers_is_an_export_of_the_same_weights(
