@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+import json
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
+from typing import Any
 
 from dist_mem.cli.arguments import MODEL, add_checkpoint, count, names, output_file
 from dist_mem.runtime.extras import require
@@ -15,9 +17,22 @@ def add_arguments(added: ArgumentParser) -> None:
     added.add_argument("overrides", nargs="*", help="key=value overrides, as for `dist-mem evaluate`")
     added.add_argument("--tasks", type=names, required=True, metavar="NAME,...", help="tasks, groups, or patterns")
     added.add_argument("--include-path", type=Path, metavar="FOLDER", help="folder with YAML files of your own tasks")
+    added.add_argument(
+        "--metadata", type=_json_object, default={}, metavar="JSON", help="for tasks that make their data, see the page"
+    )
     added.add_argument("--limit", type=count, metavar="N", help="documents of each task (default: all)")
     added.add_argument("--output", type=output_file, metavar="FILE", help="also write the JSON of the results to FILE")
     add_checkpoint(added)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ArgumentTypeError(f"{text} is not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ArgumentTypeError(f"""{text} is no object, as '{{"max_seq_lengths": [4096]}}' is""")
+    return found
 
 
 def lm_eval(options: Namespace) -> int:
@@ -33,6 +48,7 @@ def lm_eval(options: Namespace) -> int:
         options.overrides,
         options.tasks,
         include_path=options.include_path,
+        metadata=options.metadata,
         limit=options.limit,
         output=options.output,
         checkpoint=options.checkpoint,

@@ -55,7 +55,13 @@ def write_transformers(trained: TrainedModel, directory: Path) -> None:
     if kind == "gpt2" and isinstance(trained.tokenizer, BytePairTokenizer):
         _write_gpt2_tokenizer(trained.tokenizer, directory)
     else:
-        _write_tokenizer(trained.tokenizer, directory, adds_bos=not trained.config.data.blocks)
+        try:
+            adds_bos = not trained.config.data.blocks
+            write_tokenizer(trained.tokenizer, directory, adds_bos=adds_bos, purpose="export --format transformers")
+        except UnusableError:
+            raise
+        except ValueError as error:
+            raise UnusableError(f"--format transformers: {error}: leave --format out") from error
     write_hashed(directory / WEIGHTS, safetensors_parts(weights, metadata={"format": "pt"}))
     write_text(directory / CONFIG, json_text(content, indent=1) + "\n")
     if "auto_map" in content:
@@ -115,15 +121,21 @@ def _write_gpt2_tokenizer(tokenizer: BytePairTokenizer, directory: Path) -> None
     write_text(directory / "tokenizer_config.json", json_text(settings, indent=1) + "\n")
 
 
-def _write_tokenizer(tokenizer: Tokenizer, directory: Path, *, adds_bos: bool) -> None:
+def write_tokenizer(tokenizer: Tokenizer, directory: Path, *, adds_bos: bool, purpose: str) -> None:
+    """Write what AutoTokenizer reads.
+
+    Args:
+        adds_bos: BOS comes before every text.
+        purpose: what needs the tokenizer, for the message if a library is not installed.
+
+    Raises:
+        ValueError: the tokenizer has no fast form, or a library is not installed.
+    """
     for library in ("tokenizers", "google.protobuf"):  # the latter reads SentencePiece's models
-        require(library, "export --format transformers")
+        require(library, purpose)
     from dist_mem.data.tokenizers.fast import bos_token, fast_tokenizer
 
-    try:
-        fast = fast_tokenizer(tokenizer, adds_bos=adds_bos)
-    except ValueError as error:
-        raise UnusableError(f"--format transformers: {error}: leave --format out") from error
+    fast = fast_tokenizer(tokenizer, adds_bos=adds_bos)
     name = bos_token(tokenizer)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -149,8 +149,8 @@ class Sampling:
     def __post_init__(self) -> None:
         """Raise TypeError for a value that is not a number, and ValueError for a number out of range."""
         for name, value in vars(self).items():
-            if not (isinstance(value, int | float) or (value is None and name.startswith("top_"))):
-                raise TypeError(f"{name} is {value!r}, but must be a number")
+            if not (_is_number(name, value) or (value is None and name.startswith("top_"))):
+                raise TypeError(f"{name} is {value!r}, but must be {'an integer' if name in _INTEGERS else 'a number'}")
         if not 0.0 <= self.temperature < math.inf:
             raise ValueError(f"temperature is {self.temperature}, but must be 0 (greedy) or more")
         if self.top_k is not None and self.top_k < 1:
@@ -159,6 +159,13 @@ class Sampling:
             raise ValueError(f"top_p is {self.top_p}, but must be greater than 0 and at most 1")
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}, but must be a signed number of 64 bits")
+
+
+_INTEGERS = ("top_k", "seed")
+
+
+def _is_number(name: str, value: Any) -> bool:
+    return isinstance(value, int if name in _INTEGERS else int | float) and not isinstance(value, bool)
 
 
 def drawn(sampling: Sampling, *, stream: Tensor, step: Tensor | int) -> Tensor:

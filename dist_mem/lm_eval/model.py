@@ -36,9 +36,18 @@ from dist_mem.generation.arguments import WRITING, is_neutral, refuse_what_is_as
 from dist_mem.generation.generate import Sampling
 from dist_mem.lm_eval.passages import Passage, score_passages
 from dist_mem.lm_eval.writing import Prompt, write_until
+from dist_mem.runtime.file_schema import Schema, leaf, number, record
 
 _MAX_TOKENS = 256  # of a generated text, if the task does not say; as in the harness's model of Hugging Face
-_READ = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")  # of a task's generation_kwargs
+_LENGTH = leaf("an integer of at least 1", lambda value: type(value) is int and value >= 1)
+_STOPS = leaf("a text or a list of texts", lambda value: all(isinstance(stop, str) for stop in _listed(value)))
+_TYPES: dict[str, Schema] = {  # of the entries of a task's generation_kwargs that are read
+    "until": _STOPS,
+    **dict.fromkeys(("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"), _LENGTH),
+    "do_sample": leaf("true or false", lambda value: isinstance(value, bool)),
+    **dict.fromkeys(("temperature", "top_p"), number),
+    "top_k": leaf("an integer", lambda value: type(value) is int),
+}
 
 
 @register_model("dist_mem")
@@ -132,18 +141,42 @@ def _passage(tokenizer: Tokenizer, context: str, continuation: str) -> Passage:
     return Passage(np.concatenate([before, after]), first_scored=len(before))
 
 
-def _prompt(tokenizer: Tokenizer, context: str, options: Mapping[str, Any]) -> Prompt:
+def read_generation(options: Mapping[str, Any]) -> Prompt:
+    """Return what a task's generation_kwargs ask for, as a prompt without tokens.
+
+    The temperature of a sampled text is 1 unless it is given, as in transformers.
+
+    Raises:
+        UnusableError: an entry has a wrong type or value, or is not known.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    problem = next(record({}, _TYPES, is_open=True)("", given), None)
+    if problem is not None:
+        raise UnusableError(f"generation_kwargs: {problem}")
+    if given.get("do_sample"):
+        given.setdefault("temperature", 1.0)
+    given = normalize_gen_kwargs(given, _MAX_TOKENS)
     try:
-        given = normalize_gen_kwargs({name: value for name, value in options.items() if value is not None}, _MAX_TOKENS)
-        others = {name: value for name, value in given.items() if name not in _READ}
-        refuse_what_is_asked(others, WRITING, "a model of dist_mem")
-        temperature = float(given["temperature"]) if given["do_sample"] else 0.0
+        refuse_what_is_asked(
+            {name: value for name, value in given.items() if name not in _TYPES}, WRITING, "a model of dist_mem"
+        )
         top_k = given.get("top_k")
-        sampling = Sampling(temperature, None if is_neutral("top_k", top_k, WRITING) else top_k, given.get("top_p"))
+        sampling = Sampling(
+            float(given["temperature"]) if given["do_sample"] else 0.0,
+            None if is_neutral("top_k", top_k, WRITING) else top_k,
+            given.get("top_p"),
+        )
     except (TypeError, ValueError) as error:
         raise UnusableError(f"generation_kwargs: {error}") from error
-    until = tuple(stop for stop in given["until"] if stop)
-    return Prompt(tuple(tokenizer.encode(context).tolist()), until, given["max_gen_toks"], sampling)
+    return Prompt((), tuple(filter(None, given["until"])), given["max_gen_toks"], sampling)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _prompt(tokenizer: Tokenizer, context: str, options: Mapping[str, Any]) -> Prompt:
+    return read_generation(options)._replace(tokens=tuple(tokenizer.encode(context).tolist()))
 
 
 def _as_yaml(value: Any) -> str:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import lm_eval
@@ -24,9 +25,10 @@ from lm_eval.tasks.manager import TaskDict
 
 from dist_mem.config.check import nearest
 from dist_mem.errors import EXIT_DONE, UnusableError, run_error
+from dist_mem.evaluation.export_transformers import write_tokenizer
 from dist_mem.evaluation.job import described, track
 from dist_mem.evaluation.protocol import report_name
-from dist_mem.lm_eval.model import DistMemLM, OpenRun, open_run
+from dist_mem.lm_eval.model import DistMemLM, OpenRun, open_run, read_generation
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.terminal import table
@@ -44,6 +46,7 @@ class Request:
     overrides: Sequence[str]
     tasks: Sequence[str]
     include_path: Path | None = None  # folder with YAML files of further tasks
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # for tasks that make their data
     limit: int | None = None  # documents per task
     output: Path | None = None  # a second file to write
     checkpoint: int | None = None
@@ -69,14 +72,48 @@ def run(request: Request) -> int:
     if request.include_path is not None and not request.include_path.is_dir():
         raise UnusableError(f"--include-path {request.include_path}: there is no such folder; give one with YAML files")
     opened = open_run(request.run, request.overrides, request.checkpoint)
-    tasks = load_tasks(request.tasks, request.include_path)
-    try:
-        results = evaluate(DistMemLM(opened.trained), tasks, limit=request.limit, log_samples=False)
-        assert results is not None, "there is one process"
-        _publish(request, opened, results)
-    except (OSError, TemplateError, ValueError) as error:  # templates, unsafe code, a word without a token, a disk
-        raise run_error(error) from error
+    with TemporaryDirectory() as folder:
+        tasks = _open_tasks(request, opened, Path(folder))
+        try:
+            results = evaluate(DistMemLM(opened.trained), tasks, limit=request.limit, log_samples=False)
+            assert results is not None, "there is one process"
+            _publish(request, opened, results)
+        except (OSError, TemplateError, ValueError) as error:  # templates, unsafe code, a word without a token, a disk
+            raise run_error(error) from error
     return EXIT_DONE
+
+
+def _open_tasks(request: Request, opened: OpenRun, folder: Path) -> TaskDict:
+    """Load the tasks, and refuse what they ask of a generation that is not done here.
+
+    Tasks that make their data by length, as RULER's, open a tokenizer by its folder: the model's, in `folder`, unless
+    the metadata name another.
+    """
+    trained, metadata, remark = opened.trained, dict(request.metadata), ""
+    if "tokenizer" not in metadata:
+        try:
+            adds_bos = not trained.config.data.blocks
+            write_tokenizer(
+                trained.tokenizer, folder, adds_bos=adds_bos, purpose="a task that makes its data by length"
+            )
+            metadata["tokenizer"] = str(folder)
+        except ValueError as error:
+            remark = f"; it gets no tokenizer ({error}): --metadata '{{\"tokenizer\": FOLDER}}' names one"
+    loaded = load_tasks(request.tasks, request.include_path, metadata=metadata, remark=remark)
+    for name, task in loaded["tasks"].items():
+        if "tokenizer" not in request.metadata:
+            task.config.metadata.pop("tokenizer", None)  # from the report: the folder does not last
+        if task.OUTPUT_TYPE == "generate_until":
+            _check_generation(name, task.config.generation_kwargs)
+    return loaded
+
+
+def _check_generation(task: str, options: Mapping[str, Any]) -> None:
+    """Raise UnusableError, with the name of the task, as `read_generation`."""
+    try:
+        read_generation(options)
+    except UnusableError as error:
+        raise UnusableError(f"--tasks {task}: {error}") from error
 
 
 def _publish(request: Request, opened: OpenRun, results: Mapping[str, Any]) -> None:
@@ -134,12 +171,16 @@ def _joined(names: Sequence[str]) -> str:
     return f"{joined[: _MAX_NAMES - 9]}-{hashlib.sha256(joined.encode()).hexdigest()[:8]}"
 
 
-def load_tasks(names: Sequence[str], folder: Path | None) -> TaskDict:
+def load_tasks(
+    names: Sequence[str], folder: Path | None, *, metadata: Mapping[str, Any] | None = None, remark: str = ""
+) -> TaskDict:
     """Load tasks, groups and tags by name or pattern (`mmlu_*`), with few-shot examples as the harness's own command.
 
     Args:
         folder: with YAML files of further tasks. If it has all of `names`, the harness's own thousands of tasks, whose
             index takes seconds, are not looked at.
+        metadata: what tasks that make their data are given.
+        remark: added to the message of a task that has no tokenizer.
 
     Raises:
         UnusableError: there is no such task, or its file or its data are wrong.
@@ -147,9 +188,10 @@ def load_tasks(names: Sequence[str], folder: Path | None) -> TaskDict:
     """
     if not names:
         raise UnusableError("--tasks is empty: give the names of tasks, separated by commas")
-    manager = TaskManager(include_path=folder, include_defaults=False)
+    given = dict(metadata or {})
+    manager = TaskManager(include_path=folder, include_defaults=False, metadata=given)
     if folder is None or not all(manager.match_tasks([name]) for name in names):
-        manager = TaskManager(include_path=folder)
+        manager = TaskManager(include_path=folder, metadata=given)
     found: list[str] = []
     for name in names:
         matches = manager.match_tasks([name])
@@ -160,6 +202,7 @@ def load_tasks(names: Sequence[str], folder: Path | None) -> TaskDict:
         loaded = manager.load(found)
     except Exception as error:  # of the harness, the library of the data, or the task's own program
         text = f"--tasks {','.join(names)} cannot be loaded: {type(error).__name__}: {error}"
+        text += remark if "tokenizer" in str(error).lower() else ""
         passes = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
         raise (run_error(error, text) if passes else UnusableError(text)) from error
     for task in loaded["tasks"].values():

@@ -124,6 +124,9 @@ NOT_RUN = [
     NotRun("docs/howto/inspect.md", "dist-mem figure infinite.fig8", "may predict no word better; test_figures.py"),
     NotRun("docs/howto/lm_eval.md", ".venv/bin/pip install", "the network; CI has it"),
     NotRun("docs/howto/lm_eval.md", "dist-mem lm-eval runs/demo --tasks lambada", "the network"),
+    NotRun(
+        "docs/howto/lm_eval.md", "dist-mem lm-eval runs/demo --tasks niah", "the network, and the package wonderwords"
+    ),
     NotRun("docs/howto/offline.md", "bash launch/wheelhouse.sh", "test_wheelhouse.py", shell_syntax),
     NotRun("docs/howto/offline.md", "PIP_NO_INDEX=1", "needs the wheelhouse; test_wheelhouse.py", make_rules),
     NotRun("docs/howto/offline.md", "make test", "is what runs this", make_rules),
