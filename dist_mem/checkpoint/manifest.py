@@ -22,7 +22,6 @@ from dist_mem.runtime.file_schema import check, read_json
 from dist_mem.runtime.files import sha256_of, write_text
 
 FORMAT_VERSION = 4
-TOKENIZER_DIR = "tokenizer"  # in a checkpoint
 _NAME = "manifest.json"
 _STEP_DIR = re.compile(r"step-(\d{8})")
 _RANK_FILE = re.compile(r"ranks/rank-(\d+)\.safetensors")

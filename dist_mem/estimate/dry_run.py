@@ -21,6 +21,7 @@ from dist_mem.errors import UnusableError
 from dist_mem.estimate.counting import NotCountedError, flops_per_token
 from dist_mem.estimate.vocabulary import data_is_built, vocab_size_of
 from dist_mem.hf.folder import check_sizes
+from dist_mem.hf.vocabulary import compare_tokens
 from dist_mem.model import describe
 from dist_mem.runtime.terminal import counted, labelled
 
@@ -101,6 +102,8 @@ def _model_lines(config: Config, world_size: int) -> Iterator[tuple[str, str]]:
     is_built, vocab_size = data_is_built(config.data), vocab_size_of(config.data, config.model)
     if model.pretrained is not None:
         check_sizes(model, vocab_size if is_built else None)
+        if is_built and (remark := compare_tokens(model, open_tokenizer(config.data))):
+            yield "tokenizer", remark
     sizes = check_model(config)
     assumed = "" if is_built else " (assumed: the data is not built yet)"
     per_rank = sizes["state_bytes_per_lane"] * batch_plan(train, world_size).lanes_per_rank

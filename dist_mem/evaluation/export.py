@@ -27,17 +27,18 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from dist_mem.checkpoint.manifest import TOKENIZER_DIR, describe_file, files_in, write_manifest
+from dist_mem.checkpoint.manifest import describe_file, files_in, write_manifest
 from dist_mem.checkpoint.rank_file import safetensors_parts
 from dist_mem.config import Config, load_config, save_config, to_yaml
 from dist_mem.config.sources import plain_block
 from dist_mem.data.directory import open_tokenizer, refresh
-from dist_mem.data.tokenizers.registry import save_tokenizer
+from dist_mem.data.tokenizers.registry import TOKENIZER_DIR, save_tokenizer
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError, run_error
 from dist_mem.evaluation.card import card, outside_memories
 from dist_mem.evaluation.export_transformers import write_transformers
 from dist_mem.evaluation.trained_model import WEIGHTS, Checkpoint, TrainedModel, distinct_weights, load_model
 from dist_mem.hf.folder import load_pretrained
+from dist_mem.hf.vocabulary import compare_tokens
 from dist_mem.memory import memory_options
 from dist_mem.memory.outside import kept_kinds, sources
 from dist_mem.model import MemoryLM
@@ -128,6 +129,8 @@ def _initial_model(path: Path, overrides: Sequence[str]) -> Iterator[TrainedMode
     model = MemoryLM(config, tokenizer.vocab_size)
     if config.model.pretrained is not None:
         load_pretrained(model, config, tokenizer.vocab_size)
+        if remark := compare_tokens(config.model, tokenizer):
+            print(f"notice: {remark}")
     dtype = DTYPES[config.eval.precision]
     with TemporaryDirectory() as folder:
         save_config(config, Path(folder) / "config.yaml")

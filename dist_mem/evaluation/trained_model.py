@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from dist_mem.checkpoint.engine_files import EngineReader
 from dist_mem.checkpoint.lane_states import read_lanes as read_saved_lanes
 from dist_mem.checkpoint.manifest import (
-    TOKENIZER_DIR,
     list_steps,
     newest_verified,
     read_manifest,
@@ -42,7 +41,7 @@ from dist_mem.config.sources import plain_block
 from dist_mem.data.directory import open_tokenizer
 from dist_mem.data.remote.fetch import is_remote, show
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.data.tokenizers.registry import JSON_NAME, load_tokenizer
+from dist_mem.data.tokenizers.registry import JSON_NAME, TOKENIZER_DIR, load_tokenizer
 from dist_mem.errors import CheckpointError, UnusableError, run_error
 from dist_mem.evaluation.protocol import apply_protocol, in_terms_of_eval
 from dist_mem.hf.folder import CONFIG

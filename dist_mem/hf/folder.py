@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dist_mem.config import Config, ModelConfig
+from dist_mem.data.tokenizers.registry import JSON_NAME, TOKENIZER_DIR
 from dist_mem.errors import UnusableError, run_error
 from dist_mem.hf.layout import Layout
 from dist_mem.hf.names import LAYOUTS, take_published
@@ -79,9 +80,16 @@ def check_sizes(model: ModelConfig, vocab_size: int | None) -> None:
         raise UnusableError(f"{given}, but not in {path}: set {fix}")
     if vocab_size not in (None, published["vocab_size"]):
         raise UnusableError(
-            f"data.path has a tokenizer of {vocab_size} tokens, {path} has vocab_size {published['vocab_size']}: build "
-            f"the data with the model's tokenizer ({layout.tokenizer})"
+            f"data.path has a tokenizer of {vocab_size} tokens, {path} has vocab_size {published['vocab_size']}: "
+            f"{build_again(model)}"
         )
+
+
+def build_again(model: ModelConfig) -> str:
+    """Return how to build data with the tokenizer of `model.pretrained`."""
+    own = Path(model.pretrained or "") / TOKENIZER_DIR  # of an export
+    how = f"--tokenizer-from {own}" if (own / JSON_NAME).is_file() else LAYOUTS[model.kind].tokenizer
+    return f"build the data with the model's tokenizer ({how})"
 
 
 def _shown(value: Any) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from dist_mem.checkpoint.lane_states import open_checkpoints
-from dist_mem.checkpoint.manifest import TOKENIZER_DIR
 from dist_mem.checkpoint.resume_source import Resumption, data_fingerprint
 from dist_mem.checkpoint.saver import Saver
 from dist_mem.config import (
@@ -33,7 +32,7 @@ from dist_mem.data.plan import lanes_of_rank
 from dist_mem.data.remote.fetch import is_remote, show
 from dist_mem.data.shard import Index, fetch_shards
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.data.tokenizers.registry import tokenizer_files
+from dist_mem.data.tokenizers.registry import TOKENIZER_DIR, tokenizer_files
 from dist_mem.engine.engine import Engine
 from dist_mem.engine.placement import place_parts
 from dist_mem.errors import RunError, run_error
@@ -41,6 +40,7 @@ from dist_mem.estimate.counting import Flops, NotCountedError, flops_per_token
 from dist_mem.estimate.memory import evaluated_lanes, refuse_what_cannot_fit, surely_fits, training_parts
 from dist_mem.evaluation.scoring import lengths_to_score
 from dist_mem.hf.folder import load_pretrained
+from dist_mem.hf.vocabulary import compare_tokens
 from dist_mem.memory.outside import sources
 from dist_mem.model import MemoryLM
 from dist_mem.nn.layers import describe_attention
@@ -111,7 +111,7 @@ def _open_run(
     open_communication(world, stop_signal)
     lane_ids = torch.tensor(lanes_of(config.train, world))
     with announced("building the model"):
-        engine, messages = _build(config, world, tokenizer.vocab_size, len(lane_ids), is_resumed=resumption is not None)
+        engine, messages = _build(config, world, tokenizer, len(lane_ids), is_resumed=resumption is not None)
     messages += describe_attention(engine.module, world.device.type, config.train.seg_len)
     messages += _describe_windows(config, engine.module)
     leave_if_interrupted(stop_signal)
@@ -207,7 +207,7 @@ def lanes_of(train: TrainConfig, world: World) -> range:
 
 
 def _build(
-    config: Config, world: World, vocab_size: int, num_lanes: int, *, is_resumed: bool
+    config: Config, world: World, tokenizer: Tokenizer, num_lanes: int, *, is_resumed: bool
 ) -> tuple[Engine, list[str]]:
     """Return the engine with a newly initialized model, and messages about its pretrained weights."""
     train, pretrained = config.train, config.model.pretrained
@@ -217,12 +217,13 @@ def _build(
     # Weights are read into a whole model.
     placement = None if reads_weights else place_parts(config.train, block, world.device, world_size=world.size)
     torch.manual_seed(train.seed)  # the same initial parameters on every rank
-    model = MemoryLM(config, vocab_size, placement)
+    model = MemoryLM(config, tokenizer.vocab_size, placement)
     return_free_memory()  # of the parts that were whole, before DeepSpeed allocates the optimizer
     messages = []
     if reads_weights:
-        new = on_all_ranks(lambda: load_pretrained(model, config, vocab_size), f"reading {pretrained}")
+        new, remark = on_all_ranks(lambda: _read_pretrained(model, config, tokenizer), f"reading {pretrained}")
         messages = [f"weights of {pretrained}" + (f"; {len(new)} new tensors, as {new[0]}" if new else "")]
+        messages += [remark] if remark else []
     engine = Engine(
         model,
         config,
@@ -233,6 +234,11 @@ def _build(
     )
     engine.train()
     return engine, messages
+
+
+def _read_pretrained(model: MemoryLM, config: Config, tokenizer: Tokenizer) -> tuple[list[str], str | None]:
+    new = load_pretrained(model, config, tokenizer.vocab_size)
+    return new, compare_tokens(config.model, tokenizer)
 
 
 def _open_run_dir(

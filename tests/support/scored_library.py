@@ -13,12 +13,12 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 from dist_mem.checkpoint.engine_files import ENGINE_JSON, engine_index, engine_ranges, engine_tensors
-from dist_mem.checkpoint.manifest import TOKENIZER_DIR, describe_file, files_in, step_dir, write_manifest
+from dist_mem.checkpoint.manifest import describe_file, files_in, step_dir, write_manifest
 from dist_mem.checkpoint.rank_file import rank_file, tensors_of_file
 from dist_mem.config import Config, save_config
 from dist_mem.data.shard import Index, TokenizedDocument, read_index, write_split
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.data.tokenizers.registry import save_tokenizer
+from dist_mem.data.tokenizers.registry import TOKENIZER_DIR, save_tokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.engine.zero_state import Slice
 from dist_mem.evaluation.scores import Report

@@ -24,6 +24,8 @@ from dist_mem.runtime.files import write_bytes
 
 FORMAT_VERSION = 1
 JSON_NAME = "tokenizer.json"
+TOKENIZER_DIR = "tokenizer"  # in a checkpoint, and in an export for transformers, whose own files have such names
+_PUBLISHED = ("config.json", "tokenizer_config.json", "vocab.json")  # a folder in Hugging Face's layout has one
 _ID = integer(high=2**31 - 1)
 _SCHEMA = record(
     {"kind": text, "vocab_size": _ID, "bos_id": optional(_ID), "fingerprint": text, "recipe": text}, is_open=True
@@ -64,11 +66,27 @@ def read_tokenizer_metadata(data_dir: Path | str) -> dict[str, Any]:
         ValueError: it is missing, damaged or of a newer format.
     """
     path = Path(data_dir) / JSON_NAME
-    metadata = read_metadata(path, version=FORMAT_VERSION)
+    try:
+        metadata = read_metadata(path, version=FORMAT_VERSION)
+    except ShardError as error:
+        if any((path.parent / name).is_file() for name in _PUBLISHED):
+            raise ShardError(_of_published(path.parent)) from error
+        raise
     check(metadata, _SCHEMA, path, ShardError, REMEDY)
     if metadata["kind"] not in KINDS:
         raise ShardError(f"{path}: unknown kind {metadata['kind']!r}; known are {', '.join(KINDS)}")
     return metadata
+
+
+def _of_published(folder: Path) -> str:
+    """Return why a folder in Hugging Face's layout is no data directory, and where the tokenizer for data is."""
+    if (folder / TOKENIZER_DIR / JSON_NAME).is_file():
+        return f"{folder} is an export for transformers; the tokenizer for data is {folder / TOKENIZER_DIR}"
+    return (
+        f"{folder} is a folder in Hugging Face's layout, not a data directory: python -m "
+        f"dist_mem.datasets.gpt2_tokenizer {folder} --out DIR makes one of byte pairs of GPT-2's kind; other "
+        "tokenizers, as of Llama 2 and 3 and of Qwen2, are not read here yet"
+    )
 
 
 def load_tokenizer(data_dir: Path | str) -> Tokenizer:

@@ -56,7 +56,7 @@ class SentencePieceTokenizer(Tokenizer):
         if self.processor.bos_id() < 0 or not all(self.processor.is_byte(token) for token in space_ids):
             raise ValueError("this SentencePiece model has no BOS or no byte pieces: train it with train_sentencepiece")
         self._space_ids = np.array(space_ids, dtype=np.int32)
-        pieces = [_piece_bytes(self.processor, token) for token in range(self.processor.vocab_size())]
+        pieces = [piece_bytes(self.processor, token) for token in range(self.processor.vocab_size())]
         super().__init__(pieces, bos_id=self.processor.bos_id(), fingerprint=hashlib.sha256(model).hexdigest())
 
     def encode(self, text: str) -> np.ndarray:
@@ -135,7 +135,8 @@ def sample_lines(lines: Iterable[str], max_lines: int, *, seed: int) -> list[str
         weight *= uniform() ** (1 / max_lines)
 
 
-def _piece_bytes(processor: Any, token: int) -> bytes:
+def piece_bytes(processor: Any, token: int) -> bytes:
+    """Return the text of a token of a SentencePiece model; none of a control token or the unknown one."""
     if processor.is_control(token) or processor.is_unknown(token):
         return b""
     piece = processor.id_to_piece(token)

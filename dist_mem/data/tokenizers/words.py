@@ -33,7 +33,7 @@ class WordTokenizer(Tokenizer):
         if unusable or len(self.ids) != len(self.words):
             bad = unusable or [word for word, count in Counter(self.words).items() if count > 1]
             raise ValueError(f"the vocabulary has {bad[0]!r}, which is no word or comes twice")
-        pieces = [b"\n" if word == EOS else f"{word} ".encode() for word in self.words]
+        pieces = list(map(word_bytes, self.words))
         super().__init__([*pieces, b""], bos_id=len(pieces), fingerprint=hashlib.sha256(self.content()).hexdigest())
 
     def content(self) -> bytes:
@@ -61,6 +61,11 @@ class WordTokenizer(Tokenizer):
             word = words[int(np.flatnonzero(tokens < 0)[0])]
             raise ValueError(f"the word {word!r} is not in the vocabulary, and that has no {UNKNOWN}")
         return tokens.astype(self.dtype)
+
+
+def word_bytes(word: str) -> bytes:
+    """Return the text of a word of a vocabulary."""
+    return b"\n" if word == EOS else f"{word} ".encode()
 
 
 def count_words(lines: Iterable[str], *, max_words: int | None = None) -> WordTokenizer:

@@ -1,0 +1,139 @@
+"""The tokens of a folder in Hugging Face's layout, by id, compared with those of a tokenizer of ours.
+
+Two tokenizers of the same size may name other tokens by the same ids, and weights are of ids. A folder has its tokens
+in tokenizer.json, vocab.json or tokenizer.model; how they are spelled depends on the kind. Tokens without text, as BOS,
+are not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import sentencepiece
+
+from dist_mem.config import ModelConfig
+from dist_mem.data.tokenizers.base import Tokenizer
+from dist_mem.data.tokenizers.byte_pairs import byte_alphabet
+from dist_mem.data.tokenizers.sentencepiece import SPACE, piece_bytes
+from dist_mem.data.tokenizers.words import word_bytes
+from dist_mem.errors import UnusableError
+from dist_mem.hf.folder import build_again
+from dist_mem.runtime.file_schema import check, integer, leaf, read_json, record, rows, table, text
+
+_ID = integer(high=2**31 - 1)
+_TABLE = table(_ID, keys=leaf("text", lambda value: isinstance(value, str)))
+_FAST = record(
+    {"model": record({}, is_open=True)},
+    {"added_tokens": rows(record({"id": _ID, "content": text}, is_open=True))},
+    is_open=True,
+)
+_AGAIN = ": copy the folder again"
+
+
+def _vocab(_: str, value: Any) -> Iterator[str]:
+    return _TABLE("vocab", value)
+
+
+class Vocabulary(NamedTuple):
+    """The tokens of a folder that have text."""
+
+    path: Path  # of the file
+    pieces: dict[int, bytes]  # id -> its text
+
+
+def compare_tokens(model: ModelConfig, tokenizer: Tokenizer) -> str | None:
+    """Compare the tokens of `model.pretrained` with those of the data.
+
+    Returns:
+        A remark if the folder has no tokenizer that is read here, so that nobody can know; else None.
+
+    Raises:
+        UnusableError: an id is another token in the folder, or its file is damaged.
+    """
+    folder = Path(model.pretrained or "")
+    found = read_vocabulary(folder)
+    if found is None:
+        return (
+            f"{folder} has no tokenizer.json, vocab.json or tokenizer.model to compare with: nobody can know whether "
+            "the data has the tokens of its weights"
+        )
+    for token, ours in enumerate(tokenizer.pieces):
+        theirs = found.pieces.get(token)
+        if ours and theirs is not None and ours != theirs:
+            raise UnusableError(
+                f"model.pretrained: token {token} is {_shown(theirs)} in {found.path}, but {_shown(ours)} in the "
+                f"tokenizer of data.path: {build_again(model)}"
+            )
+    return None
+
+
+def _shown(piece: bytes) -> str:
+    return ascii(piece.decode("utf-8", "backslashreplace"))
+
+
+def read_vocabulary(folder: Path) -> Vocabulary | None:
+    """Return the tokens of a folder; None if it has none that are read here.
+
+    Raises:
+        UnusableError: a file is damaged.
+    """
+    for name, read in (("tokenizer.json", _fast), ("vocab.json", _byte_pairs), ("tokenizer.model", _sentencepiece)):
+        if (folder / name).is_file() and (pieces := read(folder / name)) is not None:
+            return Vocabulary(folder / name, pieces)
+    return None
+
+
+def _fast(path: Path) -> dict[int, bytes] | None:
+    """Read a file of the library `tokenizers`."""
+    content = read_json(path, UnusableError, _AGAIN)
+    check(content, _FAST, path, UnusableError, _AGAIN)
+    model = content["model"]
+    ids = model.get("vocab")
+    if isinstance(ids, list):  # of a unigram model: pairs of a token and its score
+        ids = {pair[0]: place for place, pair in enumerate(ids) if isinstance(pair, list) and pair}
+    check(ids, _vocab, path, UnusableError, _AGAIN)
+    spell = _spelling(content)
+    added = {token["id"] for token in content.get("added_tokens", ())}
+    return {token: spell(name) for name, token in ids.items() if token not in added}
+
+
+def _spelling(content: Mapping[str, Any]) -> Callable[[str], bytes]:
+    """Return how tokens of such a file are spelled."""
+    if "ByteLevel" in _types([content.get("pre_tokenizer"), content.get("decoder")]):
+        return _of_alphabet()
+    return word_bytes if content["model"].get("type") == "WordLevel" else _of_sentencepiece
+
+
+def _types(part: Any) -> set[str]:
+    """Return every `type` in a part of a tokenizer, which may be a sequence of parts."""
+    parts: Iterable[Any] = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    own = {part["type"]} if isinstance(part, dict) and isinstance(part.get("type"), str) else set()
+    return own.union(*map(_types, parts))
+
+
+def _of_alphabet() -> Callable[[str], bytes]:
+    alphabet = byte_alphabet()
+    return lambda name: bytes(alphabet[letter] for letter in name) if alphabet.keys() >= set(name) else name.encode()
+
+
+def _of_sentencepiece(name: str) -> bytes:
+    is_byte = len(name) == 6 and name.startswith("<0x") and name.endswith(">")
+    return bytes([int(name[3:5], 16)]) if is_byte else name.replace(SPACE, " ").encode()
+
+
+def _byte_pairs(path: Path) -> dict[int, bytes]:
+    ids = read_json(path, UnusableError, _AGAIN)
+    check(ids, _vocab, path, UnusableError, _AGAIN)
+    spell = _of_alphabet()
+    return {token: spell(name) for name, token in ids.items()}
+
+
+def _sentencepiece(path: Path) -> dict[int, bytes] | None:
+    """Read a SentencePiece model; other programs have files of this name too, as tiktoken."""
+    try:
+        processor = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+    except RuntimeError:
+        return None
+    return {token: piece for token in range(processor.vocab_size()) if (piece := piece_bytes(processor, token))}

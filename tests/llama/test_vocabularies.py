@@ -1,0 +1,173 @@
+"""Weights are of ids: a folder's tokens are compared with those of the data, whatever their number."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_mem.__main__ import main
+from dist_mem.data.metadata import ShardError
+from dist_mem.data.tokenizers.base import Tokenizer
+from dist_mem.data.tokenizers.byte_pairs import BytePairTokenizer, train_byte_pairs, write_byte_pairs
+from dist_mem.data.tokenizers.registry import KINDS, load_tokenizer
+from dist_mem.data.tokenizers.sentencepiece import SentencePieceTokenizer, train_pieces
+from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
+from dist_mem.data.tokenizers.words import count_words
+from dist_mem.datasets.builder import build_dataset
+from dist_mem.datasets.source import SourceDocument
+from dist_mem.errors import UnusableError
+from dist_mem.evaluation.export_transformers import write_tokenizer
+from dist_mem.hf.vocabulary import compare_tokens
+from tests.support.jobs import write_config
+from tests.support.llama_models import llama_config
+from tests.support.messages import refused, said_line
+
+pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+TEXTS = (
+    "he was an old man who fished alone in a skiff in the gulf stream\nand he had gone eighty four days now\n" * 9,
+    "it was the best of times, it was the worst of times\nit was the age of wisdom, the age of foolishness\n" * 9,
+)
+SIZE = 264
+NAMES = ("bytes", "words", "gpt2", "sentencepiece", "sentencepiece unigram")
+
+
+def tokenizers_of(text: str) -> dict[str, Tokenizer]:
+    """One of every kind, and of every kind of SentencePiece; of a size that does not depend on the text."""
+    lines = text.splitlines()
+    found = (
+        BytesTokenizer(),
+        count_words(lines, max_words=6),
+        train_byte_pairs([text], vocab_size=SIZE),
+        train_pieces(lines, vocab_size=SIZE + 20),
+        train_pieces(lines, vocab_size=SIZE + 20, model_type="unigram"),
+    )
+    assert {tokenizer.kind for tokenizer in found} == KINDS.keys()
+    return dict(zip(NAMES, found, strict=True))
+
+
+def folders_of(kind: str, tokenizer: Tokenizer, root: Path) -> Iterator[Path]:
+    """Folders in Hugging Face's layout with this tokenizer, in every form that it has there."""
+    fast, pairs, model = (root / name for name in ("fast", "pairs", "model"))
+    for folder in (fast, pairs, model):
+        folder.mkdir(parents=True)
+    if isinstance(tokenizer, BytePairTokenizer):
+        write_byte_pairs(tokenizer, pairs)
+        yield pairs
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        (model / "tokenizer.model").write_bytes(tokenizer.model)
+        yield model
+    if "unigram" not in kind:
+        write_tokenizer(tokenizer, fast, adds_bos=True, purpose="a test")
+        yield fast
+
+
+def model_of(folder: Path) -> Any:
+    return llama_config(model={"pretrained": str(folder)}).model
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_the_tokens_of_a_folder_are_those_of_its_tokenizer_and_of_no_other_of_that_size(
+    kind: str, tmp_path: Path
+) -> None:
+    ours, other = (tokenizers_of(text)[kind] for text in TEXTS)
+    assert ours.vocab_size == other.vocab_size
+    for folder in folders_of(kind, ours, tmp_path):
+        assert compare_tokens(model_of(folder), ours) is None
+        if kind != "bytes":  # there is one
+            with refused(UnusableError, folder, "data.path"):
+                compare_tokens(model_of(folder), other)
+
+
+def test_a_folder_without_a_tokenizer_that_is_read_is_remarked(tmp_path: Path) -> None:
+    remark = compare_tokens(model_of(tmp_path), BytesTokenizer())
+    assert remark and "nobody can know" in remark
+    (tmp_path / "tokenizer.model").write_text("IQ== 0\n", encoding="utf-8")  # of tiktoken
+    assert compare_tokens(model_of(tmp_path), BytesTokenizer()) == remark
+
+
+WRONG: list[Any] = [
+    None,
+    1,
+    "x",
+    [],
+    [1],
+    {},
+    {"model": 1},
+    {"model": {"vocab": None}},
+    {"model": {"vocab": {"a": "b"}}},
+]
+
+
+def test_a_damaged_tokenizer_file_is_refused_by_its_name(tmp_path: Path) -> None:
+    for name, wrong in {"vocab.json": [*WRONG[:5], {"a": -1}, {"a": 1.5}], "tokenizer.json": WRONG}.items():
+        path = tmp_path / name
+        for content in wrong:
+            path.write_text(json.dumps(content), encoding="utf-8")
+            with refused(UnusableError, path):
+                compare_tokens(model_of(tmp_path), BytesTokenizer())
+        path.write_text("{", encoding="utf-8")
+        with refused(UnusableError, path):
+            compare_tokens(model_of(tmp_path), BytesTokenizer())
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Callable[..., Path]]:
+    """A Llama of the first text with its tokenizer, and a function that writes a training on either text."""
+    root = tmp_path_factory.mktemp("pretrained")
+    for number, text in enumerate(TEXTS):
+        source = root / f"{number}.txt"
+        source.write_text(text * 40, encoding="utf-8")
+        document = SourceDocument(id="1", title="t", source=source)
+        splits = {"train": [document], "validation": [document]}
+        build_dataset(splits, root / f"data{number}", name="x", tokenizer=train_byte_pairs([text], vocab_size=SIZE))
+
+    def configured(number: int, **model: Any) -> Path:
+        kind = {"kind": "llama", "num_positions": 64, "dropout": 0.0, **model}
+        small = {"steps": 1, "global_batch_size": 1, "micro_batch_size": 1}
+        path = root / f"run{number}-{len(model)}.yaml"
+        return write_config(
+            path, root / f"data{number}", root / path.stem, {"model": kind, "memory": {"mem_len": 16}, "train": small}
+        )
+
+    assert main(["export", str(configured(0)), "--out", str(root / "hub"), "--format", "transformers"]) == 0
+    return root / "hub", configured
+
+
+def test_training_and_export_refuse_the_tokens_of_another_tokenizer_before_anything_is_written(
+    pretrained: tuple[Path, Callable[..., Path]],
+    single_process: None,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    folder, configured = pretrained
+    right, other = (str(configured(number, pretrained=str(folder))) for number in (0, 1))
+    out = tmp_path / "out"
+    commands = [["train", other, "--check"], ["train", other], ["export", other, "--out", str(out)]]
+    for command in commands:
+        assert main([*command, *([f"run_dir={out}"] if command[0] == "train" else [])]) == 2
+        said_line(2, capsys.readouterr().err, "data.path", "tokenizer.json")
+        assert not out.exists()
+    assert main(["train", right, "--check"]) == 0
+    assert "nobody can know" not in capsys.readouterr().out
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("tokenizer*"))
+    assert main(["train", other, "--check", f"model.pretrained={bare}"]) == 0
+    assert "nobody can know" in capsys.readouterr().out
+
+
+def test_a_folder_of_hugging_face_is_no_damaged_data_directory(pretrained: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, _ = pretrained
+    with refused(ShardError, folder / "tokenizer"):
+        load_tokenizer(folder)
+    llama = tmp_path / "llama"
+    shutil.copytree(folder, llama, ignore=shutil.ignore_patterns("tokenizer"))
+    with refused(ShardError, llama, "gpt2_tokenizer"):
+        load_tokenizer(llama)
+    (llama / "tokenizer.json").unlink()
+    with refused(ShardError, llama, "gpt2_tokenizer"):
+        load_tokenizer(llama)
