@@ -50,7 +50,4 @@ def __getattr__(name: str) -> Any:
     """Import a name on first use, because torch takes seconds."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from dist_mem.runtime.distributed import choose_accelerator
-
-    choose_accelerator()
     return getattr(import_module(f"dist_mem.{_MODULES[name]}"), name)

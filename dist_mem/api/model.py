@@ -33,7 +33,9 @@ from dist_mem.generation.text_memory import TextMemory, read_text
 from dist_mem.generation.text_scores import score
 from dist_mem.inspection.reading import DocumentReading, pieces_of, read_document, text_document
 from dist_mem.runtime.figures import exponential
+from dist_mem.runtime.process_state import settings_of
 from dist_mem.runtime.shipped import example_model
+from dist_mem.tracking.mlflow.client import MLFLOW_LOGGER
 from dist_mem.tracking.mlflow.models import fetch_model, is_mlflow
 
 Tokens: TypeAlias = Sequence[int] | np.ndarray | Tensor  # (num_tokens,) ids
@@ -225,7 +227,8 @@ def load(source: Path | str, *overrides: str, step: int | None = None, device: t
     Model(demo, step 800, 462,336 parameters, memory transformer_xl)
     """
     if isinstance(source, str) and is_mlflow(source):
-        source = fetch_model(source, overrides)
+        with settings_of(MLFLOW_LOGGER):
+            source = fetch_model(source, overrides)
     if source == "example" and not Path(source).exists():
         source = example_model()
     return Model(load_model(source, *overrides, step=step, device=device))

@@ -44,6 +44,7 @@ from dist_mem.memory.outside import kept_kinds, sources
 from dist_mem.model import MemoryLM
 from dist_mem.nn.layers import DTYPES
 from dist_mem.runtime.files import is_wrong_path, new_folder, write_hashed, write_text
+from dist_mem.runtime.process_state import drawing
 from dist_mem.tracking.mlflow.models import Registration, check_registration, log_export, open_run
 from dist_mem.tracking.mlflow.store import read_run_id
 
@@ -125,8 +126,8 @@ def _initial_model(path: Path, overrides: Sequence[str]) -> Iterator[TrainedMode
     config = load_config([str(path), *overrides], memory_options=memory_options)
     refresh(config.data, [])
     tokenizer = open_tokenizer(config.data)
-    torch.manual_seed(config.train.seed)  # a run initialises its weights with the same seed
-    model = MemoryLM(config, tokenizer.vocab_size)
+    with drawing(config.train.seed):  # a run initialises its weights with the same seed
+        model = MemoryLM(config, tokenizer.vocab_size)
     if config.model.pretrained is not None:
         load_pretrained(model, config, tokenizer.vocab_size)
         if remark := compare_tokens(config.model, tokenizer):

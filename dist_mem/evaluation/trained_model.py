@@ -51,6 +51,7 @@ from dist_mem.memory.base import map_state
 from dist_mem.memory.outside import kept_kinds, source_of
 from dist_mem.model import LMState, MemoryLM
 from dist_mem.nn.layers import DTYPES
+from dist_mem.runtime.process_state import drawing
 
 OVERRIDABLE = (
     *("eval.", "tracking.", "data.path", "data.cache", "data.stage"),
@@ -210,7 +211,8 @@ def open_model(
     device, dtype = torch.device(device), DTYPES[config.eval.precision]
     try:
         check(config, tokenizer.vocab_size)
-        model = MemoryLM(config, tokenizer.vocab_size)
+        with drawing():  # weights, which those of the file replace
+            model = MemoryLM(config, tokenizer.vocab_size)
     except UnusableError:
         raise
     except ValueError as error:

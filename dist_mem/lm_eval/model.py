@@ -10,6 +10,7 @@ own model of Hugging Face, see `encode_pair`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from dist_mem.generation.generate import Sampling
 from dist_mem.lm_eval.passages import Passage, score_passages
 from dist_mem.lm_eval.writing import Prompt, write_until
 from dist_mem.runtime.file_schema import Schema, leaf, number, record
+from dist_mem.runtime.process_state import threads
 
 _MAX_TOKENS = 256  # of a generated text, if the task does not say; as in the harness's model of Hugging Face
 _LENGTH = leaf("an integer of at least 1", lambda value: type(value) is int and value >= 1)
@@ -100,14 +102,16 @@ class DistMemLM(LM):
         """
         pairs = [request.args for request in requests]
         passages = [_passage(self.trained.tokenizer, context, continuation) for context, continuation in pairs]
-        scores = score_passages(self.trained, passages, num_lanes=self.num_lanes, shown=True)
+        with self._threads():
+            scores = score_passages(self.trained, passages, num_lanes=self.num_lanes, shown=True)
         return [(score.log_prob, score.is_greedy) for score in scores]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
         """Return the log-probability in nats of each whole text, as `dist-mem evaluate` scores a document."""
         tokenizer, cut = self.trained.tokenizer, self.trained.config.data.cut
         passages = [Passage(tokenizer.encode(request.args[0]), first_scored=0) for request in requests]
-        scores = score_passages(self.trained, passages, num_lanes=self.num_lanes, cut=cut, shown=True)
+        with self._threads():
+            scores = score_passages(self.trained, passages, num_lanes=self.num_lanes, cut=cut, shown=True)
         return [score.log_prob for score in scores]
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
@@ -117,7 +121,11 @@ class DistMemLM(LM):
             UnusableError: a task's generation_kwargs have an entry that this model does not know, or a wrong value.
         """
         prompts = [_prompt(self.trained.tokenizer, *request.args) for request in requests]
-        return write_until(self.trained, prompts, num_lanes=self.num_lanes, shown=True)
+        with self._threads():
+            return write_until(self.trained, prompts, num_lanes=self.num_lanes, shown=True)
+
+    def _threads(self) -> AbstractContextManager[None]:
+        return threads(self.trained.config.train.threads)
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[np.ndarray, np.ndarray]:
@@ -213,8 +221,6 @@ def open_run(path: Path, overrides: Sequence[str], step: int | None, device: str
             raise UnusableError(
                 f"{path} reads in blocks (data.blocks), whose first tokens have no score: add eval.blocks=false"
             )
-        if config.train.threads:
-            torch.set_num_threads(config.train.threads)
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         tokenizer = tokenizer_of_checkpoint(checkpoint)
 

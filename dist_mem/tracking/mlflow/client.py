@@ -162,13 +162,16 @@ def file_of(uri: str) -> Path | None:
     return Path(uri) / "meta.yaml" if "://" not in uri and scheme != "databricks" else None
 
 
+MLFLOW_LOGGER = "mlflow.store.db.utils"
+
+
 def import_mlflow_quietly() -> None:
     """Import mlflow (about 1 s) and silence messages that do not concern users."""
     quiet_tracking_environment()
     import mlflow  # noqa: F401
 
     # "Creating initial MLflow database tables", "Updating database tables": the user need not know or do anything.
-    logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+    logging.getLogger(MLFLOW_LOGGER).setLevel(logging.WARNING)
     # MLflow's own table definitions use a deprecated SQLAlchemy option.
     warnings.filterwarnings(
         "ignore", message=r"The ``noload`` loader strategy is deprecated", category=DeprecationWarning
