@@ -55,5 +55,7 @@ def make(folder: Path, files: Iterable[Path], git: Mapping[str, Any]) -> None:
                 copy.touch(stat.S_IMODE(path.stat().st_mode) | stat.S_IWUSR)  # first: a file of 0600 may hold secrets
                 shutil.copyfile(path, copy)
                 shutil.copymode(path, copy)
+    except FileExistsError:
+        return  # another launch of the same code
     except OSError as error:
         raise run_error(error, f"{folder} cannot be made: {error}; launch.snapshot=false goes without it") from error

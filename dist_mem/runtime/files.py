@@ -241,7 +241,11 @@ def _remove_abandoned(own: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Provide an empty folder that is durably renamed to `path` at the end of the block, or removed after an error."""
+    """Provide an empty folder that is durably renamed to `path` at the end of the block, or removed after an error.
+
+    Raises:
+        FileExistsError: another process has made `path` meanwhile.
+    """
     path = path.absolute()
     partial = partial_of(path)
     shutil.rmtree(partial, ignore_errors=True)  # of an earlier process with this number
@@ -251,11 +255,24 @@ def new_folder(path: Path) -> Iterator[Path]:
         yield partial
         for folder in [partial, *(each for each in partial.rglob("*") if each.is_dir())]:
             fsync_path(folder)
-        partial.rename(path)
+        _rename_folder(partial, path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     fsync_path(path.parent)
+
+
+def _rename_folder(source: Path, target: Path) -> None:
+    try:
+        source.rename(target)
+    except OSError as error:
+        if error.errno not in (
+            errno.ENOTEMPTY,
+            errno.EEXIST,
+            errno.ENOTDIR,
+        ):  # which of them depends on the file system
+            raise
+        raise FileExistsError(errno.EEXIST, "another command has made it meanwhile", str(target)) from error
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -19,6 +19,7 @@ from dist_mem.checkpoint.manifest import describe_file, files_in, read_manifest,
 from dist_mem.checkpoint.rank_file import RankFile, rank_file
 from dist_mem.data.remote import fetch
 from dist_mem.errors import EXIT_FAILED, EXIT_USAGE, CheckpointError
+from dist_mem.evaluation import export as export_module
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.scores import Report
 from dist_mem.evaluation.trained_model import (
@@ -39,6 +40,7 @@ from tests.support.contract_cases import small_model
 from tests.support.faults import assert_says, flip, small_disk
 from tests.support.jobs import build_books, train_here, write_config
 from tests.support.messages import refused, said
+from tests.support.own_process import in_child
 from tests.support.paths import EXAMPLES, ROOT
 from tests.support.ranks import RankPool
 from tests.support.scored_library import ALONE, make_config, make_model, save_weights
@@ -264,6 +266,32 @@ def test_what_cannot_be_exported_leaves_no_trace(
     assert main(["export", str(run_dir), "--out", "new", *options]) == 2
     assert_says(capfd.readouterr().err, message)
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def succeeds(command: list[str]) -> None:
+    assert main(command) == 0
+
+
+@pytest.mark.parametrize("layout", ["dist_mem", "transformers"])
+def test_of_two_exports_into_one_folder_the_first_to_end_wins_and_the_other_is_refused(
+    tmp_path: Path, run_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    if layout == "transformers":
+        pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    out, write_whole = tmp_path / "new", export_module.write_export
+    command = ["export", str(run_dir), "--out", str(out), "--format", layout]
+
+    def overtaken(*given: Any, **options: Any) -> None:
+        monkeypatch.setattr(export_module, "write_export", write_whole)
+        write_whole(*given, **options)
+        in_child(succeeds, command)
+
+    monkeypatch.setattr(export_module, "write_export", overtaken)
+    assert main(command) == 2
+    error = capfd.readouterr().err
+    said(f"exit code 2: {error[error.index('error: ') :]}", "--out", out)
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+    load_model(out)
 
 
 def test_a_full_disk_leaves_no_trace(tmp_path: Path, run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +53,18 @@ def test_nobody_else_may_read_a_copy_than_may_read_the_file(tmp_path: Path, mode
     snapshot.make(tmp_path / "copy", [tmp_path / "a.yaml"], {})
     copy = tmp_path / "copy" / "files" / (tmp_path / "a.yaml").relative_to("/")
     assert copy.stat().st_mode & 0o777 == mode and copy.read_bytes() == (tmp_path / "a.yaml").read_bytes()
+
+
+def test_of_two_launches_of_the_same_code_one_makes_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copytree = shutil.copytree
+
+    def overtaken(*given: Any, **options: Any) -> Any:
+        (tmp_path / "copy" / "code").mkdir(parents=True, exist_ok=True)
+        return copytree(*given, **options)
+
+    monkeypatch.setattr(shutil, "copytree", overtaken)
+    snapshot.make(tmp_path / "copy", [], {})
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
 
 
 def test_copy_that_cannot_be_finished_leaves_nothing(tmp_path: Path) -> None:
