@@ -15,25 +15,18 @@ import sentencepiece
 
 from dist_mem.config import ModelConfig
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.data.tokenizers.byte_pairs import byte_alphabet
+from dist_mem.data.tokenizers.byte_pairs import IDS, WHOLE, byte_alphabet
 from dist_mem.data.tokenizers.sentencepiece import SPACE, piece_bytes
 from dist_mem.data.tokenizers.words import word_bytes
 from dist_mem.errors import UnusableError
 from dist_mem.hf.folder import build_again
-from dist_mem.runtime.file_schema import check, integer, leaf, read_json, record, rows, table, text
+from dist_mem.runtime.file_schema import check, read_json
 
-_ID = integer(high=2**31 - 1)
-_TABLE = table(_ID, keys=leaf("text", lambda value: isinstance(value, str)))
-_FAST = record(
-    {"model": record({}, is_open=True)},
-    {"added_tokens": rows(record({"id": _ID, "content": text}, is_open=True))},
-    is_open=True,
-)
 _AGAIN = ": copy the folder again"
 
 
 def _vocab(_: str, value: Any) -> Iterator[str]:
-    return _TABLE("vocab", value)
+    return IDS("vocab", value)
 
 
 class Vocabulary(NamedTuple):
@@ -88,15 +81,19 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
 def _fast(path: Path) -> dict[int, bytes] | None:
     """Read a file of the library `tokenizers`."""
     content = read_json(path, UnusableError, _AGAIN)
-    check(content, _FAST, path, UnusableError, _AGAIN)
+    check(content, WHOLE, path, UnusableError, _AGAIN)
     model = content["model"]
     ids = model.get("vocab")
     if isinstance(ids, list):  # of a unigram model: pairs of a token and its score
-        ids = {pair[0]: place for place, pair in enumerate(ids) if isinstance(pair, list) and pair}
+        ids = {pair[0]: place for place, pair in enumerate(ids) if isinstance(pair, list) and _is_scored(pair)}
     check(ids, _vocab, path, UnusableError, _AGAIN)
     spell = _spelling(content)
     added = {token["id"] for token in content.get("added_tokens", ())}
     return {token: spell(name) for name, token in ids.items() if token not in added}
+
+
+def _is_scored(pair: list[Any]) -> bool:
+    return len(pair) == 2 and isinstance(pair[0], str)
 
 
 def _spelling(content: Mapping[str, Any]) -> Callable[[str], bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import pytest
 from dist_mem.__main__ import main
 from dist_mem.data.metadata import ShardError
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.data.tokenizers.byte_pairs import BytePairTokenizer, train_byte_pairs, write_byte_pairs
-from dist_mem.data.tokenizers.registry import KINDS, load_tokenizer
+from dist_mem.data.tokenizers.byte_pairs import BytePairTokenizer, read_byte_pairs, train_byte_pairs, write_byte_pairs
+from dist_mem.data.tokenizers.registry import KINDS, load_tokenizer, save_tokenizer
 from dist_mem.data.tokenizers.sentencepiece import SentencePieceTokenizer, train_pieces
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.data.tokenizers.words import count_words
@@ -113,6 +114,45 @@ def test_a_damaged_tokenizer_file_is_refused_by_its_name(tmp_path: Path) -> None
         path.write_text("{", encoding="utf-8")
         with refused(UnusableError, path):
             compare_tokens(model_of(tmp_path), BytesTokenizer())
+
+
+VALUES: list[Any] = [None, 1.5, "x", -1, [["a"]], {"type": 1}]
+READ = ("model", "vocab", "merges", "pre_tokenizer", "added_tokens", "id", "content", "vocabulary", "a", "type")
+
+
+def changed(content: Any) -> Iterator[Any]:
+    """The content of a JSON file with another value in one place, whichever it is."""
+    yield from VALUES
+    for key in [key for key in content if key in READ] if isinstance(content, dict) else range(min(1, len(content))):
+        inner = changed(content[key]) if isinstance(content[key], dict | list) else VALUES
+        for value in inner:
+            copied = content.copy()
+            copied[key] = value
+            yield copied
+
+
+def test_values_of_every_type_in_a_tokenizer_file_are_read_or_refused(tmp_path: Path) -> None:
+    tokenizer = train_byte_pairs([TEXTS[0]], vocab_size=SIZE)
+    for name in ("pairs", "fast"):
+        (tmp_path / name).mkdir()
+    write_byte_pairs(tokenizer, tmp_path / "pairs")
+    write_tokenizer(tokenizer, tmp_path / "fast", adds_bos=True, purpose="a test")
+    save_tokenizer(tokenizer, tmp_path / "own")
+
+    def load(folder: Path) -> None:
+        for read in (read_byte_pairs, lambda folder: compare_tokens(model_of(folder), tokenizer)):
+            with suppress(ValueError):
+                read(folder)
+
+    places = (("pairs/vocab.json", load), ("fast/tokenizer.json", load), ("own/tokenizer.bpe.json", load_tokenizer))
+    for name, read in places:
+        path = tmp_path / name
+        read(path.parent)
+        texts = [json.dumps(content) for content in changed(json.loads(path.read_text(encoding="utf-8")))]
+        for text in (*texts, "[" * 10**5):
+            path.write_text(text, encoding="utf-8")
+            with suppress(ValueError):
+                read(path.parent)
 
 
 @pytest.fixture(scope="module")

@@ -17,12 +17,34 @@ from typing import Any
 import numpy as np
 
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.errors import reason_of
+from dist_mem.errors import UnusableError
 from dist_mem.runtime.extras import require
 from dist_mem.runtime.figures import json_text
+from dist_mem.runtime.file_schema import Schema, integer, leaf, optional, read_json, record, rows, table, text
 
 END_OF_TEXT = "<|endoftext|>"
 _PURPOSE = "a tokenizer of GPT-2's kind"
+_ID = integer(high=2**31 - 1)
+_NAME = leaf("text", lambda value: isinstance(value, str))  # also of a lone surrogate
+IDS = table(_ID, keys=_NAME)  # vocab.json: token -> id
+_ADDED = record({"id": _ID, "content": text}, is_open=True)
+WHOLE = record({"model": record({}, is_open=True)}, {"added_tokens": rows(_ADDED)}, is_open=True)  # tokenizer.json
+_MERGE = leaf("two tokens", lambda value: isinstance(value, str) or list(map(type, _items(value))) == [str, str])
+_CUT = record({}, {"pre_tokenizer": optional(record({}, is_open=True))}, is_open=True)
+_BYTE_LEVEL = record({"model": record({"vocab": IDS, "merges": rows(_MERGE)}, is_open=True)}, is_open=True)
+_OWN = record({"vocabulary": rows(_NAME), "merges": rows(_NAME)}, is_open=True)
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _matching(schema: Schema, value: Any) -> Any:
+    """Return a value that matches the schema. Raises ValueError with the first problem."""
+    problem = next(schema("", value), None)
+    if problem is not None:
+        raise ValueError(problem)
+    return value
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -81,9 +103,10 @@ class BytePairTokenizer(Tokenizer):
 
     @classmethod
     def from_content(cls, content: bytes) -> BytePairTokenizer:
-        parts = json.loads(content)
-        if not isinstance(parts, dict) or {"vocabulary", "merges"} - parts.keys():
-            raise ValueError("it has no vocabulary or no merges")
+        try:
+            parts = _matching(_OWN, json.loads(content))
+        except RecursionError as error:
+            raise ValueError("it is no JSON of a vocabulary") from error
         return cls(parts["vocabulary"], parts["merges"])
 
 
@@ -100,20 +123,22 @@ def read_byte_pairs(folder: Path) -> BytePairTokenizer:
         if vocab_file.exists() and merges_file.exists():
             lines = merges_file.read_text(encoding="utf-8").split("\n")
             merges = [line for line in lines if line and not line.startswith("#version")]
-            return _of_ids(json.loads(vocab_file.read_text(encoding="utf-8")), merges)
+            return _of_ids(_matching(IDS, read_json(vocab_file, UnusableError)), merges)
         if whole.exists():
-            return _of_whole(json.loads(whole.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder} holds no tokenizer of GPT-2's kind: {reason_of(error)}") from error
+            return _of_whole(_matching(WHOLE, read_json(whole, UnusableError)))
+    except ValueError as error:
+        raise ValueError(f"{folder} holds no tokenizer of GPT-2's kind: {error}") from error
     raise ValueError(f"{folder} has neither vocab.json and merges.txt nor tokenizer.json")
 
 
 def _of_whole(parts: dict[str, Any]) -> BytePairTokenizer:
+    _matching(_CUT, parts)
     model, cutter = parts["model"], parts.get("pre_tokenizer") or {}
     if model.get("type", "BPE") != "BPE" or cutter.get("type") != "ByteLevel" or cutter.get("add_prefix_space"):
         raise ValueError("tokenizer.json is not of byte pairs without a space put before the text")
     if parts.get("normalizer") or not cutter.get("use_regex", True):
         raise ValueError("tokenizer.json changes the text before it is encoded, or cuts it in another way than GPT-2")
+    _matching(_BYTE_LEVEL, parts)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     added = {token["content"]: token["id"] for token in parts.get("added_tokens", ())}
     return _of_ids(model["vocab"] | added, merges)
