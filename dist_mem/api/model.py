@@ -32,8 +32,8 @@ from dist_mem.generation.text import TextWriter
 from dist_mem.generation.text_memory import TextMemory, read_text
 from dist_mem.generation.text_scores import score
 from dist_mem.inspection.reading import DocumentReading, pieces_of, read_document, text_document
+from dist_mem.runtime.environment import settings_of
 from dist_mem.runtime.figures import exponential
-from dist_mem.runtime.process_state import settings_of
 from dist_mem.runtime.shipped import example_model
 from dist_mem.tracking.mlflow.client import MLFLOW_LOGGER
 from dist_mem.tracking.mlflow.models import fetch_model, is_mlflow

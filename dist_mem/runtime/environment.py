@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import getpass
 import hashlib
+import logging
 import math
 import os
 import pwd
@@ -15,7 +16,9 @@ import socket
 import sys
 import sysconfig
 import threading
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple, TextIO
@@ -66,6 +69,21 @@ def quiet_tracking_environment() -> None:
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")  # seconds; 120 by default
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # our own message contains it
+
+
+@contextmanager
+def settings_of(logger: str) -> Iterator[None]:
+    """Let a library be set up for one call: its logger's level, environment variables, filters of warnings."""
+    environment, log = dict(os.environ), logging.getLogger(logger)
+    level = log.level
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        log.setLevel(level)
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
 
 
 def home_dir() -> Path | None:

@@ -1,10 +1,7 @@
-"""What belongs to the whole process, and a library call gives back as it found it."""
+"""What of torch belongs to the whole process, and a library call gives back as it found it."""
 
 from __future__ import annotations
 
-import logging
-import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -30,18 +27,3 @@ def drawing(seed: int | None = None) -> Iterator[None]:
         if seed is not None:
             torch.manual_seed(seed)
         yield
-
-
-@contextmanager
-def settings_of(logger: str) -> Iterator[None]:
-    """Let a library be set up for one call: its logger's level, environment variables, filters of warnings."""
-    environment, log = dict(os.environ), logging.getLogger(logger)
-    level = log.level
-    try:
-        with warnings.catch_warnings():
-            yield
-    finally:
-        log.setLevel(level)
-        for name in os.environ.keys() - environment.keys():
-            del os.environ[name]
-        os.environ.update(environment)

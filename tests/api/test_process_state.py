@@ -24,7 +24,7 @@ from dist_mem.datasets.source import SourceDocument
 from dist_mem.errors import RunError
 from dist_mem.evaluation.export import run as export
 from dist_mem.evaluation.trained_model import load_model
-from dist_mem.runtime.process_state import settings_of
+from dist_mem.runtime.environment import settings_of
 
 pytestmark = pytest.mark.ranks
 CATCHABLE = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
