@@ -62,7 +62,12 @@ def wandb_environment(*, project: str) -> str:
 
 
 def quiet_tracking_environment() -> None:
-    """Configure MLflow before its import: no telemetry, no need for git, no retries, no prints of its own."""
+    """Configure MLflow before its import: no telemetry, no need for git, no retries, no prints of its own.
+
+    A variable of MLflow that is set to empty is unset: MLflow reads most of them as numbers or booleans, and fails.
+    """
+    for name in [name for name, text in os.environ.items() if name.startswith("MLFLOW_") and not text]:
+        del os.environ[name]
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
     # The delivery thread retries (delivery.py); MLflow would spend four minutes on one call, and log every attempt.
