@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 import time
 import uuid
@@ -31,13 +32,26 @@ from typing import Any, NamedTuple
 
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.figures import NAMED, json_text
-from dist_mem.runtime.file_schema import integer, named_metric, optional, read_json_line, record, table, text
+from dist_mem.runtime.file_schema import (
+    Schema,
+    integer,
+    leaf,
+    named_metric,
+    one_of,
+    optional,
+    read_json_line,
+    record,
+    rows,
+    table,
+    text,
+)
 from dist_mem.runtime.files import check_regular, fsync_path, make_folder, naming, write_text
 
 METRICS_FILE = "metrics.jsonl"  # in the run directory
 FORMAT_VERSION = 4
 DAMAGED = "damaged"  # kind of an entry that cannot be read
-_POINTS = ("point", "repeat")
+EMPTIED = "emptied"  # kind of a line that a user has emptied, as _REMEDY says
+STATUSES = ("FINISHED", "FAILED", "KILLED")  # of a run that has ended
 _BEGIN = b'{"kind": "'  # of every entry
 _BLOCK = 1 << 18  # bytes that `last_point` reads at once
 _REMEDY = "; correct that line, or empty it and keep its end: MLflow counts lines"
@@ -45,14 +59,63 @@ _REMEDY = "; correct that line, or empty it and keep its end: MLflow counts line
 _NO_LOG = "; this dist_mem did not write it: move it away"
 
 _VERSION = record({"format_version": integer()}, is_open=True)
-_HEADER = record({"uid": text, "run_name": text, "experiment": optional(table(text))}, is_open=True)
-_STEP = {"step": integer()}
-_BODIES = {"rewind": record(_STEP, is_open=True)} | dict.fromkeys(
-    _POINTS, record({**_STEP, "metrics": table(named_metric)}, is_open=True)
+_EXPERIMENT = leaf('{"name": TEXT} or {"id": TEXT}', lambda value: _is_experiment(value))
+_UID = leaf(
+    "letters, digits, - and _",
+    lambda value: isinstance(value, str) and bool(re.fullmatch(r"[\w-]{1,64}", value, re.ASCII)),
 )
-_ENTRIES = {
-    kind: record({"kind": text, "time": integer(), "body": body}, is_open=True) for kind, body in _BODIES.items()
+_HEADER = record({"uid": _UID, "run_name": text, "experiment": optional(_EXPERIMENT)}, is_open=True)
+_step, _time = integer(), integer(high=253_402_300_799_999)  # to the end of the year 9999, the last one of `datetime`
+_string = leaf("text", lambda value: isinstance(value, str))  # also with halves of surrogate pairs, as of file names
+_strings = table(_string, keys=_string)
+_point = record({"step": _step, "metrics": table(named_metric, keys=_string)}, is_open=True)
+_dataset = record(
+    {"profile": leaf("an object", lambda value: isinstance(value, dict))}
+    | dict.fromkeys(("name", "digest", "source", "context"), _string),
+    is_open=True,
+)
+
+
+def _is_experiment(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and [*value] in (["name"], ["id"])
+        and all(isinstance(each, str) for each in value.values())
+    )
+
+
+def _logged_point(key: str, value: Any) -> Iterator[str]:
+    """Yield the problems of a point in the entry of a checkpoint, which is a list."""
+    if isinstance(value, list) and len(value) == len(Entry._fields):
+        yield from _ENTRIES["point"](key, dict(zip(Entry._fields, value, strict=True)))
+    else:
+        yield f"{key} must be a list of {', '.join(Entry._fields)}"
+
+
+BODIES: Mapping[str, Schema] = {  # of every kind of entry
+    "point": _point,
+    "repeat": _point,
+    "system": _point,
+    "rewind": record({"step": _step}, is_open=True),
+    "branch": record({"first": _step, "last": _step, "before": _time}, is_open=True),
+    "params": record({"params": _strings, "changes": _string, "step": _step}, {"config": _strings}, is_open=True),
+    "tags": _strings,
+    "datasets": record({"datasets": rows(_dataset)}, is_open=True),
+    "checkpoint": record({"step": _step, "points": rows(_logged_point)}, {"path": _string}, is_open=True),
+    "status": record({"status": one_of("RUNNING", *STATUSES)}, is_open=True),
+    "artifact": record({"path": _string}, is_open=True),
+    "text": record({"text": _string, "name": _string}, is_open=True),
 }
+_ENTRIES = {
+    kind: record({"kind": one_of(kind), "time": _time, "body": body}, is_open=False) for kind, body in BODIES.items()
+}
+_KIND = record({"kind": one_of(*BODIES)}, is_open=True)
+
+
+def _entry(key: str, value: Any) -> Iterator[str]:
+    """Yield the problems of an entry of any kind."""
+    kind = value.get("kind") if isinstance(value, dict) else None
+    yield from (_ENTRIES[kind] if isinstance(kind, str) and kind in _ENTRIES else _KIND)(key, value)
 
 
 class LogError(UnusableError):
@@ -125,6 +188,22 @@ def read_points(path: Path) -> list[Point]:
     return points
 
 
+def check_log(path: Path) -> None:
+    """Check every entry of a log, so that its readers can rely on all of them.
+
+    Raises:
+        LogError: a line is no entry, or its body is not that of its kind.
+        OSError: there is no such file.
+        UnusableError: the file is a pipe.
+    """
+    check_regular(path)
+    with path.open("rb") as file:
+        _header(file.readline(), path)
+        for number, line in enumerate(file, start=2):
+            if line.endswith(b"\n") and line.strip():
+                read_json_line(line, _entry, path, LogError, _REMEDY, place=f"line {number}")
+
+
 def _checked_entries(path: Path) -> Iterator[Entry]:
     """Yield the entries of points and rewinds. Raises UnusableError for a line that is no entry of any kind."""
     with path.open("rb") as file:
@@ -137,10 +216,10 @@ def _checked_entries(path: Path) -> Iterator[Entry]:
 def _checked(line: bytes, path: Path, *, place: str) -> Entry | None:
     """Return the entry of a point or a rewind; None for an emptied line and for other kinds, which are not decoded."""
     kind = line.removeprefix(_BEGIN).partition(b'"')[0].decode("ascii", "replace")
-    if kind in _ENTRIES:
-        return _with_floats(Entry(**read_json_line(line, _ENTRIES[kind], path, UnusableError, _REMEDY, place=place)))
+    if kind in ("point", "repeat", "rewind"):
+        return _with_floats(Entry(**read_json_line(line, _ENTRIES[kind], path, LogError, _REMEDY, place=place)))
     if line.strip() and not line.startswith(_BEGIN):
-        raise UnusableError(f"{path} is damaged ({place} is no entry of a log){_REMEDY}")
+        raise LogError(f"{path} is damaged ({place} is no entry of a log){_REMEDY}")
     return None
 
 
@@ -258,18 +337,29 @@ def _encode(entry: Entry) -> str:
 
 def _with_floats(entry: Entry) -> Entry:
     """Return an entry whose metrics are floats again where JSON has a text: "NaN", "Infinity"."""
-    metrics = entry.body.get("metrics")
+    body = _floats(entry.body)
+    if entry.kind == "checkpoint":
+        body = {**body, "points": [(kind, time, _floats(point)) for kind, time, point in body["points"]]}
+    return entry._replace(body=body)
+
+
+def _floats(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    metrics = body.get("metrics")
     if not isinstance(metrics, Mapping) or NAMED.isdisjoint(v for v in metrics.values() if isinstance(v, str)):
-        return entry
-    floats = {name: float(value) if value in NAMED else value for name, value in metrics.items()}
-    return entry._replace(body={**entry.body, "metrics": floats})
+        return body
+    return {**body, "metrics": {name: float(value) if value in NAMED else value for name, value in metrics.items()}}
 
 
 def _decode(line: bytes) -> Entry:
+    if not line.strip():
+        return Entry(EMPTIED, 0, {})
     try:
-        return _with_floats(Entry(**json.loads(line)))
-    except (AttributeError, ValueError, TypeError, RecursionError):
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        value = None
+    if any(_entry("", value)):
         return Entry(DAMAGED, 0, {"line": repr(line[:80])})
+    return _with_floats(Entry(**value))
 
 
 class Log:

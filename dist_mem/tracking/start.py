@@ -26,7 +26,7 @@ from dist_mem.config.check import flatten
 from dist_mem.runtime.extras import require
 from dist_mem.runtime.files import make_folder
 from dist_mem.supervision.lease import refuse_if_taken_over_throttled
-from dist_mem.tracking.log import METRICS_FILE, Header, Log, find_entries, new_uid, write_log
+from dist_mem.tracking.log import METRICS_FILE, Header, Log, check_log, find_entries, new_uid, write_log
 from dist_mem.tracking.mlflow.sender import MlflowReader
 from dist_mem.tracking.mlflow.store import choose_sending, experiment_of, settle_run_id, store_uri, warn_of_folder
 from dist_mem.tracking.mlflow.system_metrics import record_system_metrics
@@ -111,6 +111,7 @@ def _open_log(tracking: TrackingConfig, name: str, run_dir: Path) -> Log:
     if not path.exists():
         experiment = experiment_of(tracking) if tracking.mlflow else None
         write_log(path, Header(new_uid(), tracking.run_name or name, experiment))
+    check_log(path)
     return Log(path, partial(refuse_if_taken_over_throttled, run_dir))
 
 
@@ -137,7 +138,7 @@ def parameters_entry(config: Config, log: Path, *, step: int) -> dict[str, Any]:
         as_texts(OmegaConf.to_container(source, resolve=False))  # type: ignore[arg-type]
         for source in (config, OmegaConf.structured(Config))
     )
-    entries = [entry.body for entry in find_entries(log, "params") if entry.body.get("is_config", True)]
+    entries = [entry.body for entry in find_entries(log, "params") if "config" in entry.body]
     if not entries:
         params = {name: value for name, value in now.items() if name == "memory.kind" or defaults.get(name) != value}
         return {"params": params, "changes": "", "config": now, "step": step}

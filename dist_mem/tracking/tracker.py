@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_mem.errors import TakenOverError
-from dist_mem.tracking.log import Entry, Log, Point, as_point, find_entries, is_superseded, read_points
+from dist_mem.tracking.log import STATUSES, Entry, Log, Point, as_point, find_entries, is_superseded, read_points
 from dist_mem.tracking.names import OF_SYSTEM, in_group
-
-STATUSES = ("FINISHED", "FAILED", "KILLED")
 
 
 class Sink:
@@ -76,7 +74,7 @@ class Tracker:
     def log_params(self, params: Mapping[str, Any]) -> None:
         """Log parameters of the run that are no keys of the configuration; the first value of each counts."""
         texts = {name: str(value) for name, value in params.items()}
-        self._record("params", {"params": texts, "changes": "", "step": 0, "is_config": False})
+        self._record("params", {"params": texts, "changes": "", "step": 0})
 
     def log_tags(self, tags: Mapping[str, str]) -> None:
         """Set tags of the run; a later value of a tag replaces the earlier one."""

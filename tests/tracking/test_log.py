@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import math
+import operator
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -15,6 +19,7 @@ import pytest
 
 from dist_mem.errors import UnusableError
 from dist_mem.tracking.log import (
+    BODIES,
     DAMAGED,
     METRICS_FILE,
     Entry,
@@ -23,6 +28,7 @@ from dist_mem.tracking.log import (
     LogError,
     LogReader,
     Point,
+    check_log,
     find_entries,
     is_superseded,
     last_point,
@@ -34,6 +40,7 @@ from dist_mem.tracking.tracker import LogSink, Rollback, Tracker
 from tests.support.messages import refused
 
 HEADER = Header("uid", "demo", {"name": "dist_mem"})
+DATA = "a key that is data"
 
 
 @pytest.fixture
@@ -47,12 +54,12 @@ def test_every_job_is_later_than_the_one_before_on_a_node_with_a_slow_clock_too(
     """Otherwise points of the earlier job could not be distinguished from those that supersede them."""
     for now in (1000.0, 400.0, 1001.5):
         with closing(Log(path)) as log:
-            log.append("status", {}, at=now)
+            log.append("status", {"status": "RUNNING"}, at=now)
     assert [entry.time for entry in read_entries(path)] == [1_000_000, 1_000_001, 1_001_500]
 
 
 def test_threads_do_not_tear_each_others_lines(path: Path) -> None:
-    bodies = [{"text": f"{number:4}" * 1_000} for number in range(600)]  # more than a reader takes at once
+    bodies = [{"text": f"{number:4}" * 1_000, "name": "a"} for number in range(600)]  # more than a reader takes at once
     with closing(Log(path)) as log, ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda body: log.append("text", body, at=0.0), bodies))
     assert sorted((entry.body for entry in read_entries(path)), key=lambda body: body["text"]) == bodies
@@ -75,7 +82,7 @@ def test_readers_leave_a_torn_last_line_and_the_writer_cuts_it(path: Path) -> No
 
 
 def test_a_damaged_line_is_an_entry_of_its_own_and_shifts_no_other(path: Path) -> None:
-    entries = [Entry("status", 7, {}), Entry("branch", 8, {"first": 1})]
+    entries = [Entry("status", 7, {"status": "KILLED"}), Entry("branch", 8, {"first": 1, "last": 2, "before": 3})]
     lines = [json.dumps(entry._asdict()).encode() for entry in entries]
     path.write_bytes(path.read_bytes() + b"\n".join([b"\0\0\xff", *lines, b'{"kind": "branch", "ti', b""]))
     assert [entry.kind for entry in read_entries(path)] == [DAMAGED, "status", "branch", DAMAGED]
@@ -84,7 +91,7 @@ def test_a_damaged_line_is_an_entry_of_its_own_and_shifts_no_other(path: Path) -
 
 def test_a_reader_repeats_a_batch_until_it_is_done(path: Path) -> None:
     """It starts after the sent entries, or at the start of a shorter copy."""
-    entries = [Entry("status", number, {}) for number in range(5)]
+    entries = [Entry("status", number, {"status": "RUNNING"}) for number in range(5)]
     write_log(path, HEADER, entries)
     reader = LogReader(path)
     assert reader.batch(2) == reader.batch(2) == entries[:2]
@@ -181,11 +188,81 @@ def test_a_damaged_line_is_named_until_it_is_emptied(path: Path) -> None:
     whole = path.read_text()
     for damage in ("{}\n", "\0\0\n", '{"kind": "point", "ti\n', '{"kind": "point", "time": 1, "body": {}}\n'):
         path.write_text(whole + damage)
-        for read, place in ((read_points, "line 4"), (partial(last_point, metric="loss"), "line 1 from its end")):
+        for read, place in (
+            (read_points, "line 4"),
+            (check_log, "line 4"),
+            (partial(last_point, metric="loss"), "line 1 from its end"),
+        ):
             with refused(UnusableError, path, place):
                 read(path)
     path.write_text(whole + "\n")
+    check_log(path)
     assert counted(path) == [(1, 1.0)]
+
+
+# Entries of every kind
+
+POINT = {"step": 1, "metrics": {DATA: 1.0}}
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "point": POINT,
+    "repeat": POINT,
+    "system": POINT,
+    "rewind": {"step": 1},
+    "branch": {"first": 1, "last": 2, "before": 3},
+    "params": {"params": {DATA: "1"}, "changes": "", "step": 0, "config": {DATA: "1"}},
+    "tags": {DATA: "\udcff"},
+    "datasets": {"datasets": [{"name": "a", "digest": "b", "source": "c", "context": "d", "profile": {}}]},
+    "checkpoint": {"step": 1, "points": [["point", 5, POINT]], "path": "a"},
+    "status": {"status": "RUNNING"},
+    "artifact": {"path": "a"},
+    "text": {"text": "a", "name": "b"},
+}
+OPTIONAL = [("params", "body", "config"), ("checkpoint", "body", "path")]
+Place = tuple[str | int, ...]
+
+
+def places_in(value: Any, place: Place = ()) -> Iterator[Place]:
+    """Yield the way to every value inside a value."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else []
+    for key, child in pairs:
+        yield (*place, key)
+        yield from places_in(child, (*place, key))
+
+
+def damages(kind: str) -> Iterator[tuple[str, Any]]:
+    """Yield an entry for every value in it that is missing or of another type, and say which one."""
+    for place in places_in(whole := {"kind": kind, "time": 1, "body": EXAMPLES[kind]}):
+        *parents, last = place
+        other: Any
+        for other in (None, [[]], {"a": {}}, -1.5, "\0", ...):
+            damaged = copy.deepcopy(whole)
+            inner: Any = functools.reduce(operator.getitem, parents, damaged)  # type: ignore[arg-type]
+            if other is not ... and type(other) is not type(inner[last]):
+                inner[last] = other
+                yield f"{place} is {other!r}", damaged
+            elif other is ... and isinstance(inner, dict) and last != DATA and (kind, *place) not in OPTIONAL:
+                del inner[last]
+                yield f"{place} is missing", damaged
+
+
+def test_every_kind_of_entry_is_written_and_read(path: Path) -> None:
+    assert EXAMPLES.keys() == BODIES.keys()
+    entries = [Entry(kind, 1, body) for kind, body in EXAMPLES.items()]
+    write_log(path, HEADER, entries)
+    check_log(path)
+    assert [entry.kind for entry in read_entries(path)] == [*BODIES]
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_an_entry_without_a_key_or_with_one_of_another_type_is_damaged(path: Path, kind: str) -> None:
+    """A reader that meets it reads none of its keys."""
+    header = path.read_bytes()
+    for what, entry in damages(kind):
+        path.write_bytes(header + json.dumps(entry).encode() + b"\n")
+        with pytest.raises(LogError, match="line 2"):
+            check_log(path)
+            pytest.fail(what)
+        assert [found.kind for found in read_entries(path)] == [DAMAGED]
 
 
 def test_the_last_point_is_found_before_long_entries(tmp_path: Path, path: Path) -> None:

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from dist_mem.config import TrackingConfig
 from dist_mem.errors import TakenOverError
 from dist_mem.runtime.files import fsync_path
-from dist_mem.tracking.log import Entry, Log, LogReader, find_entries, is_superseded, read_entries
+from dist_mem.tracking.log import EMPTIED, Entry, Log, LogReader, find_entries, is_superseded, read_entries
 from dist_mem.tracking.mlflow.client import brief, client_tags, is_refusal, what_to_set
 from dist_mem.tracking.mlflow.run import UID_TAG, MlflowRun, Target, target_of
 from dist_mem.tracking.mlflow.store import read_run_id
@@ -36,7 +36,7 @@ SENT_TAG = "dist_mem.sent"  # number of entries that MLflow has
 SENT_FILES_TAG = "dist_mem.sent_files"  # the same for files, whose store may be down while MLflow is up
 _FILES = ("artifact", "text")
 _POINTS = ("point", "system")
-_NOT_SENT = ("rewind", "repeat", "branch")  # kinds
+_NOT_SENT = ("rewind", "repeat", "branch", EMPTIED)  # kinds
 _LARGEST_BATCH = 70  # entries; about one request of 900 metrics
 _LONGEST_PAUSE = 10.0  # seconds between two attempts while MLflow is down
 
