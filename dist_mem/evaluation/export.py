@@ -96,7 +96,10 @@ def run(
             raise run_error(error) from error
         if registration is None:
             return _export(trained, path, out, layout)
-        opened = open_run(trained.config.tracking, _mlflow_run(trained.checkpoint), registration, overrides)
+        checkpoint_of = trained.checkpoint
+        opened = open_run(
+            trained.config.tracking, checkpoint_of.run_dir, _mlflow_run(checkpoint_of), registration, overrides
+        )
         code = _export(trained, path, out, layout)
         if code == EXIT_DONE:
             address = log_export(opened, out, registration, step=trained.checkpoint.manifest["step"])

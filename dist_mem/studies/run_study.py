@@ -17,12 +17,11 @@ from pathlib import Path
 
 import torch
 
-from dist_mem.config import Config, TrackingConfig, load_config
+from dist_mem.config import Config, load_config
 from dist_mem.config.check import hint
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE, UnusableError
 from dist_mem.launch.submit import submit_array
 from dist_mem.memory import memory_options
-from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import free_name, write_text
 from dist_mem.runtime.locks import held_folder
 from dist_mem.runtime.ranks import names_of_gpus
@@ -44,6 +43,7 @@ from dist_mem.studies.job import (
     run_one,
 )
 from dist_mem.studies.page import cell, write_results
+from dist_mem.studies.parent_run import ParentRun
 from dist_mem.studies.row_check import check, check_rows
 from dist_mem.studies.runs import (
     Settings,
@@ -59,14 +59,10 @@ from dist_mem.studies.runs import (
 )
 from dist_mem.studies.study import MAX_RUNS, load_study
 from dist_mem.studies.tuning import chosen, grids_of, trials_of
-from dist_mem.tracking.mlflow.client import brief, connect
-from dist_mem.tracking.mlflow.store import experiment_of, store_uri
+from dist_mem.tracking.mlflow.client import brief
 from dist_mem.tracking.provenance import git_state, versions
 
-# Tags that MLflow's clients set on a run they start, here its parent. dist_mem gets them from MLflow.
-CONTEXT = "MLFLOW_RUN_CONTEXT"
 _RESTARTS = 3  # of a run that died
-_RUN_ID = "mlflow_run_id"
 
 
 @dataclass(frozen=True)
@@ -328,51 +324,24 @@ def _provenance(job: Job) -> dict[str, str]:
     return provenance
 
 
-class ParentRun:
-    """A run in MLflow that contains the table and the runs of its trainings."""
-
-    def __init__(self, tracking: TrackingConfig, out: Path, *, name: str, tags: Mapping[str, str]) -> None:
-        """Reuse the run of an earlier call, or create one. Raises the exceptions of MLflow's client."""
-        self._client = connect(store_uri(tracking))
-        path = out / _RUN_ID
-        if path.exists():
-            self.run_id = path.read_text(encoding="utf-8").strip()
-        else:
-            self.run_id = self._create(experiment_of(tracking), name, tags)
-            write_text(path, f"{self.run_id}\n")
-        self._client.update_run(self.run_id, status="RUNNING")
-
-    def _create(self, experiment: Mapping[str, str], name: str, tags: Mapping[str, str]) -> str:
-        experiment_id = experiment.get("id")
-        if experiment_id is None:
-            found = self._client.get_experiment_by_name(experiment["name"])
-            experiment_id = found.experiment_id if found else self._client.create_experiment(experiment["name"])
-        run = self._client.create_run(experiment_id, run_name=name, tags=dict(tags))
-        return str(run.info.run_id)
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Environment variables for the processes of its children."""
-        return {CONTEXT: json_text({"mlflow.parentRunId": self.run_id})}
-
-    def close(self, metrics: Mapping[str, float], files: Sequence[Path], *, status: str) -> None:
-        """Log the metrics and files and end the run with status FINISHED, KILLED or FAILED."""
-        for name, value in metrics.items():
-            self._client.log_metric(self.run_id, name, value)
-        for path in files:
-            self._client.log_artifact(self.run_id, str(path))
-        self._client.set_terminated(self.run_id, status=status)
-
-
 def _parent(job: Job) -> ParentRun | None:
-    """Return the parent run of all trainings in MLflow; None if tracking is off or MLflow fails."""
+    """Return the parent run of all trainings in MLflow; None if tracking is off or MLflow fails.
+
+    Raises:
+        UnusableError: MLflow refuses the experiment or the store, or the run in the folder is not that of this study.
+    """
     config = load_config(train_words(job.study, job.runs[0], job.extra))
     if not config.tracking.mlflow:
         return None
+    job.environment["MLFLOW_RUN_ID"] = ""  # the user's names the parent, not each of its trainings
+    if config.tracking.uri:  # the user names it in the study, for the evaluations of its runs too
+        job.environment["MLFLOW_TRACKING_URI"] = config.tracking.uri
     name = job.study.name + (f" ({job.study.scale})" if job.study.scale else "")
     tags = {**git_state().tags, **versions(), "dist_mem.table": name}
     try:
         parent = ParentRun(config.tracking, job.out, name=name, tags=tags)
+    except UnusableError:
+        raise
     except Exception as error:  # any of the many libraries under MLflow's stores; trainings buffer their own data
         print(
             f"MLflow has no run for the table: {brief(error)}; its trainings will have no parent there",
@@ -386,7 +355,7 @@ def _parent(job: Job) -> ParentRun | None:
 def _close(parent: ParentRun, job: Job, paths: Sequence[Path], status: str) -> None:
     """Send the table to MLflow; if that fails, print how to send it again, since the files have all results."""
     try:
-        parent.close(_means(job), paths, status=status)
+        parent.close(_means(job), paths, [item.directory for item in job.runs], status=status)
     except Exception as error:  # any of the many libraries under MLflow's stores
         print(f"MLflow did not receive the table: {brief(error)}; the same command sends it again", file=sys.stderr)
 

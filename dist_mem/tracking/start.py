@@ -2,7 +2,7 @@
 
 Only rank 0 tracks.
 
-    tracker = start_tracking(config, run_dir=run_dir, run_id=None, total_steps=1000, first_step=0)
+    tracker = start_tracking(config, run_dir=run_dir, total_steps=1000, first_step=0)
     tracker.log(10, {"loss": 5.1})            # writes a line: tens of microseconds
     tracker.close("FINISHED")                 # takes at most FLUSH_SECONDS of mlflow/sender.py
 
@@ -53,7 +53,6 @@ def start_tracking(
     config: Config,
     *,
     run_dir: Path,
-    run_id: str | None,
     total_steps: int,
     first_step: int,
     num_points: int = 0,
@@ -62,7 +61,6 @@ def start_tracking(
     """Return the tracker of rank 0; other ranks use `Tracker()`.
 
     Args:
-        run_id: MLflow run of the checkpoint; the file in `run_dir`, which is never older, takes precedence.
         first_step: the step training continues from, 0 for a fresh start; recorded points past it are superseded.
         num_points: points logged up to `first_step`, by the checkpoint's count.
         measurements: names of metrics that an exact resume does not repeat, such as times.
@@ -79,7 +77,7 @@ def start_tracking(
         on_failure.callback(progress.close, "FAILED")
         report = progress.message
         if config.tracking.mlflow:
-            settle_run_id(run_dir, run_id, report=report)
+            settle_run_id(run_dir, report=report)
         log = _open_log(config.tracking, config.name, run_dir)
         on_failure.callback(log.close)
         log_sink = LogSink(log, first_step=first_step, report=report, num_points=num_points, measurements=measurements)

@@ -261,7 +261,6 @@ def _open_run_dir(
         tracker = start_tracking(
             config,
             run_dir=run_dir,
-            run_id=begin.run_id,
             total_steps=total_steps,
             first_step=begin.state.step,
             num_points=begin.metadata.get("points", 0),

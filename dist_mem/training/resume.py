@@ -49,7 +49,6 @@ class Start(NamedTuple):
 
     state: TrainState
     metadata: Mapping[str, Any]  # the manifest of the checkpoint; empty at step 0
-    run_id: str | None  # the MLflow run; None: a new one, also when resuming from another run's checkpoint
     messages: list[str]
     tags: dict[str, str]  # for MLflow
     superseded: list[Path]  # checkpoints to rename to `.superseded` now
@@ -95,7 +94,7 @@ def start(
     if resumption is None:
         lanes = empty_lanes(config.train, engine, lane_ids)
         torch.manual_seed(dropout_seed(config.train.seed, 0, world.rank))
-        return Start(TrainState(0, lanes.states, lanes.cursors), {}, None, [f"starting {run_dir}"], {}, [], [], 0.0)
+        return Start(TrainState(0, lanes.states, lanes.cursors), {}, [f"starting {run_dir}"], {}, [], [], 0.0)
     began = time.perf_counter()
     choice, saved, changes, seconds = resumption
     directory, manifest = choice.directory, choice.manifest
@@ -112,11 +111,10 @@ def start(
     if other_code := code_differences(manifest["versions"], manifest.get("commit"), commit):
         messages.append(f"warning: {directory.name} was written by other code: {other_code}")
         tags[f"dist_mem.other_code.step_{manifest['step']}"] = other_code
-    run_id = manifest["mlflow_run_id"] if is_own else None
     # Points and time of another run are its own.
     metadata = manifest if is_own else {**manifest, "points": 0, "goodput": {}}
     seconds += time.perf_counter() - began
-    return Start(state, metadata, run_id, messages, tags, choice.superseded, choice.broken, seconds)
+    return Start(state, metadata, messages, tags, choice.superseded, choice.broken, seconds)
 
 
 def load_checkpoint(

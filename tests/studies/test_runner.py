@@ -33,7 +33,8 @@ from dist_mem.runtime.signals import StopSignal
 from dist_mem.studies.cells import Run, checksum, keep_result, read_cell
 from dist_mem.studies.estimate import Estimate, finish_seconds, report
 from dist_mem.studies.job import CommandError, Job, Place, StoppedError, build, for_each_run, places
-from dist_mem.studies.run_study import ParentRun, Request, take_cells
+from dist_mem.studies.parent_run import ParentRun
+from dist_mem.studies.run_study import Request, take_cells
 from dist_mem.studies.run_study import _close as close_parent
 from dist_mem.studies.run_study import run as run_study
 from dist_mem.studies.runs import all_runs, definition_of, train_words
@@ -41,6 +42,7 @@ from dist_mem.studies.study import FOLDER, load_study, study_names
 from dist_mem.tracking.mlflow.client import connect
 from tests.studies.small import SWEEP, load, two_memories
 from tests.studies.small import write as write_study
+from tests.support import tracked
 from tests.support.jobs import build_books, logged_steps, write_config
 from tests.support.limits import limit, wait_until
 from tests.support.messages import refused, said
@@ -289,24 +291,61 @@ def test_without_mlflow_a_table_is_made_all_the_same(here: Path, capsys: pytest.
     captured = capsys.readouterr()
     assert "MLflow has no run for the table: MlflowException: " in captured.err
     assert "| XL | 2.5 |" in captured.out
-    parent = object.__new__(ParentRun)
-    parent.run_id, parent._client = "0", connect(uri)
     job = Job(load_study("two"), Path("out"), [], 1, [], StopSignal([]))
-    close_parent(parent, job, [Path("out/table.md")], "FINISHED")
-    assert "MLflow did not receive the table: MlflowException: " in capsys.readouterr().err
+    parent = ParentRun(tracked.config_for("sqlite:///store.db").tracking, Path("out"), name="two", tags={})
+    close_parent(parent, job, [Path("out/gone.md")], "FINISHED")
+    assert "MLflow did not receive the table: FileNotFoundError: " in capsys.readouterr().err
 
 
 def test_mlflow_takes_the_figures_of_every_table(sqlite_uri: str, client: Any, tmp_path: Path) -> None:
-    experiment = client.get_experiment_by_name("dist_mem")
-    parent = object.__new__(ParentRun)
-    parent.run_id, parent._client = client.create_run(experiment.experiment_id).info.run_id, client
+    parent = ParentRun(tracked.config_for(sqlite_uri).tracking, tmp_path, name="tables", tags={})
     figures = dict[str, float]()
     for name in study_names(ROOT / FOLDER):
         for scale in load_study(name, folder=ROOT / FOLDER).scales:
             study = load_study(name, scale, folder=ROOT / FOLDER)
             figures |= {f"{row}/{column}": 1.0 for row in study.rows for column in study.columns}
-    parent.close(figures, [], status="FINISHED")
+    parent.close(figures, [], [], status="FINISHED")
     assert client.get_run(parent.run_id).data.metrics == figures
+
+
+def test_a_deleted_run_of_a_study_is_made_again_with_everything(
+    sqlite_uri: str, client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While the study runs, and between two calls; its trainings move into the new one."""
+    tracking, table = tracked.config_for(sqlite_uri).tracking, tmp_path / "table.md"
+    table.write_text("| a table |")
+
+    def call() -> ParentRun:
+        return ParentRun(tracking, tmp_path, name="two", tags={"dist_mem.table": "two"})
+
+    first = call()
+    child = tracked.job(tracked.config_for(sqlite_uri), tmp_path / "xl-seed0", {1: 1.0})
+    for parent in (first, call()):
+        assert parent.run_id == first.run_id
+    client.delete_run(first.run_id)
+    parent.close({"xl/test": 2.0}, [table], [tmp_path / "xl-seed0", tmp_path / "absent"], status="FINISHED")
+    run = client.get_run(parent.run_id)
+    assert first.run_id != parent.run_id == call().run_id
+    assert (run.info.status, run.data.metrics, run.data.tags["dist_mem.table"]) == ("FINISHED", {"xl/test": 2.0}, "two")
+    assert [file.path for file in client.list_artifacts(parent.run_id)] == ["table.md"]
+    assert client.get_run(child.run_id).data.tags["mlflow.parentRunId"] == parent.run_id
+    assert f"has no run {first.run_id}: creating a new one" in capsys.readouterr().err
+
+
+def test_a_study_is_refused_before_it_trains_what_a_training_is_refused(
+    here: Path, sqlite_uri: str, client: Any
+) -> None:
+    """A deleted experiment, and the run of another log."""
+    measured(here, ["none", "xl"])
+    client.delete_experiment(client.create_experiment("a deleted one"))
+    given = (f"tracking.uri={sqlite_uri}", "tracking.mlflow=true")
+    with refused(UnusableError, "a deleted one", "mlflow experiments restore"):
+        run_study(Request("two", "reproduce", out=here / "out", extra=[*given, "tracking.experiment=a deleted one"]))
+    (here / "out" / "mlflow_run_id").write_text(
+        tracked.job(tracked.config_for(sqlite_uri), here / "another", {1: 1.0}).run_id or ""
+    )
+    with refused(UnusableError, here / "out" / "mlflow_run_id"):
+        run_study(Request("two", "reproduce", out=here / "out", extra=given))
 
 
 def test_one_call_at_a_time_works_in_a_folder(here: Path) -> None:

@@ -28,11 +28,10 @@ def track_sync(run_dirs: list[Path], overrides: list[str] | None = None) -> int:
     return sync.run(run_dirs, overrides or [], count=newest_count)
 
 
-def start(config: Any, run_dir: Path, *, run_id: str | None = None, first_step: int = 0) -> Tracker:
+def start(config: Any, run_dir: Path, *, first_step: int = 0) -> Tracker:
     return start_tracking(
         config,
         run_dir=run_dir,
-        run_id=run_id,
         total_steps=100,
         first_step=first_step,
         measurements={"seconds"},

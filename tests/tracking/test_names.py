@@ -73,7 +73,8 @@ def test_a_refusal_concerns_one_name_and_is_printed(
     monkeypatch.setattr(type(client), "log_batch", refusing(type(client), "eval/test/b"))
     metrics = {"test/a": 1.0, "test/b": 2.0, "test/c@|": 3.0}
     files = [run_dir / METRICS_FILE, run_dir / "gone.html"]
-    printed = log_to_run(config.tracking, run_dir=run_dir, step=1, metrics=metrics, files=files, overrides=[])
+    given: dict[str, Any] = {"metrics": metrics, "files": files, "overrides": [f"tracking.uri={sqlite_uri}"]}
+    printed = log_to_run(config.tracking, run_dir=run_dir, step=1, **given)
     assert printed is not None and printed.count("MLflow refused metric 'eval/test/b'") == 1
     assert printed.count("MLflow refused gone.html: ") == 1
     assert "no eval/test/b here" in printed
@@ -83,7 +84,7 @@ def test_a_refusal_concerns_one_name_and_is_printed(
     job(config_for(sqlite_uri, tracking={"send": "never"}), tmp_path / "late", {1: 1.0, 2: 2.0})
     save_config(config, tmp_path / "late" / "config.yaml")
     monkeypatch.setattr(type(client), "log_batch", refusing(type(client), "train/seconds"))
-    assert track_sync([tmp_path / "late"]) == EXIT_FAILED
+    assert track_sync([tmp_path / "late"], [f"tracking.uri={sqlite_uri}"]) == EXIT_FAILED
     said = capsys.readouterr()
     said_line(EXIT_FAILED, said.out, "'train/seconds'")
     assert "MLflow refused 1 name, " in said.err

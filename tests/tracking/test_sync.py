@@ -34,7 +34,8 @@ from dist_mem.tracking.log import (
     read_points,
     write_log,
 )
-from dist_mem.tracking.mlflow.client import file_of
+from dist_mem.tracking.mlflow.client import connect
+from dist_mem.tracking.mlflow.database import file_of
 from dist_mem.tracking.mlflow.store import check_store, check_tracking, warn_of_folder
 from dist_mem.tracking.mlflow.sync import log_to_run
 from tests.support.faults import remount, small_disk
@@ -90,7 +91,7 @@ def test_a_server_that_only_the_folder_names_gets_nothing(
     code, printed = sync(run_dir)
     assert code == EXIT_USAGE and f"tracking.uri={thief.url}" in printed and "only" in printed
     complaint = log_to_run(config_for(thief.url).tracking, run_dir=run_dir, step=1, metrics={"nll": 1.0}, files=[])
-    assert f"dist-mem track sync {run_dir} tracking.uri={thief.url}" in (complaint or "")
+    assert f"dist-mem track sync {run_dir}" in (complaint or "") and f"tracking.uri={thief.url}" in (complaint or "")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://another.example")
     assert sync(run_dir)[0] == EXIT_USAGE
     assert not thief.asked
@@ -122,14 +123,22 @@ def test_no_other_kind_of_server_is_taken_from_the_folder(tmp_path: Path, sync: 
         said(printed, f"tracking.uri={uri}")
 
 
-def test_a_local_store_of_the_folder_sends_no_files_to_a_server(
-    tmp_path: Path, thief: FileServer, sqlite_uri: str, client: Any, sync: Sync
+def test_the_store_in_the_working_directory_sends_files_only_below_it(
+    tmp_path: Path, thief: FileServer, sync: Sync, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client.create_experiment("stolen", artifact_location=f"{thief.url}/files")
+    """It may be somebody else's, as where the working directory is their run."""
+    (here := tmp_path / "here").mkdir()
+    monkeypatch.chdir(here)
+    client = connect("sqlite:///mlflow.db")
+    outside = tmp_path / "outside"
+    places = {"stolen": f"{thief.url}/files", "elsewhere": outside.as_uri(), "up": f"{here}/../outside", "own": None}
     text = ("text", {"text": "text", "name": "a.txt"})
-    code, printed = sync(make_run(tmp_path / "run", sqlite_uri, POINT, text, experiment="stolen"))
-    assert code == EXIT_USAGE and "keeps its files at" in printed
-    assert not thief.asked
+    for name, place in places.items():
+        client.create_experiment(name, artifact_location=place)
+        code, printed = sync(make_run(here / name, "sqlite:///mlflow.db", POINT, text, experiment=name))
+        assert code == (EXIT_DONE if place is None else EXIT_USAGE)
+        assert place is None or "keeps its files at" in printed
+    assert not thief.asked and not outside.exists()
 
 
 def test_only_files_inside_the_run_are_uploaded(tmp_path: Path, sqlite_uri: str, client: Any, sync: Sync) -> None:
@@ -137,7 +146,7 @@ def test_only_files_inside_the_run_are_uploaded(tmp_path: Path, sqlite_uri: str,
     outside.mkdir()
     (outside / "secret.txt").write_text(SECRET)
     paths: list[Any] = ["link.txt", "folder/secret.txt", "../home/secret.txt", "a/../../home/secret.txt"]
-    paths += [str(outside / "secret.txt"), "whole", "folder", "missing.txt", "", ".", "own.txt", "inner.txt", 7]
+    paths += [str(outside / "secret.txt"), "whole", "folder", "missing.txt", "", ".", "own.txt", "inner.txt"]
     run_dir = make_run(tmp_path / "run", sqlite_uri, *[("artifact", {"path": path}) for path in paths])
     (run_dir / "link.txt").symlink_to(outside / "secret.txt")
     (run_dir / "folder").symlink_to(outside)
@@ -145,7 +154,7 @@ def test_only_files_inside_the_run_are_uploaded(tmp_path: Path, sqlite_uri: str,
     (run_dir / "whole" / "link.txt").symlink_to(outside / "secret.txt")
     (run_dir / "own.txt").write_text("own")
     (run_dir / "inner.txt").symlink_to(run_dir / "own.txt")
-    code, printed = sync(run_dir)
+    code, printed = sync(run_dir, sqlite_uri)
     assert code == EXIT_DONE
     run_id = (run_dir / "mlflow_run_id").read_text().strip()
     assert sorted(found.path for found in client.list_artifacts(run_id)) == ["inner.txt", "own.txt"]
@@ -154,11 +163,11 @@ def test_only_files_inside_the_run_are_uploaded(tmp_path: Path, sqlite_uri: str,
     assert not any(SECRET in path.read_text() for path in stored.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("name", ["../../x.txt", "/tmp/x.txt", "..", "", "a/../../b", 3])
+@pytest.mark.parametrize("name", ["../../x.txt", "/tmp/x.txt", "..", "", "a/../../b"])
 def test_a_text_is_kept_under_a_plain_name(tmp_path: Path, sqlite_uri: str, client: Any, sync: Sync, name: Any) -> None:
     run_dir = make_run(tmp_path / "run", sqlite_uri, ("text", {"text": "text", "name": name}))
     before = {path for path, _, _ in os.walk(tmp_path)}
-    code, printed = sync(run_dir)
+    code, printed = sync(run_dir, sqlite_uri)
     assert code == EXIT_DONE and "is no plain name" in printed
     assert not client.list_artifacts((run_dir / "mlflow_run_id").read_text().strip())
     assert json.dumps(sorted({path for path, _, _ in os.walk(tmp_path)} - before)).count("x.txt") == 0
@@ -214,7 +223,7 @@ def test_an_experiment_or_a_store_that_cannot_be_used_is_2_with_the_remedy(
     assert not [*tmp_path.iterdir()]
     job(OmegaConf.merge(config, {"tracking": {"send": "never"}}), tmp_path / "run", {1: 1.0})
     save_config(config, tmp_path / "run" / "config.yaml")
-    code, printed = sync(tmp_path / "run")
+    code, printed = sync(tmp_path / "run", config.tracking.uri)
     assert code == EXIT_USAGE and remedy in printed
 
 

@@ -406,7 +406,8 @@ def test_each_checkpoint_is_a_model_with_the_metrics_of_its_step_and_of_later_ev
 
     def evaluate() -> None:
         figures = {"test/word_perplexity": 44.0}
-        log_to_run(sent.config().tracking, run_dir=sent.run_dir, step=4, metrics=figures, files=[])
+        named = [f"tracking.uri={sent.uri}"]
+        log_to_run(sent.config().tracking, run_dir=sent.run_dir, step=4, metrics=figures, files=[], overrides=named)
 
     train(sent, first=0, last=5)
     expected = {

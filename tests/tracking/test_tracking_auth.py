@@ -23,7 +23,7 @@ import pytest
 from mlflow.exceptions import MlflowException
 from requests import HTTPError
 
-from dist_mem.config import ConfigError, load_config
+from dist_mem.config import ConfigError, load_config, save_config
 from dist_mem.config.text_checks import check_credentials
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
 from dist_mem.runtime.environment import mlflow_credentials_set
@@ -191,6 +191,25 @@ def test_every_refused_request_says_what_to_set(
             with pytest.raises((MlflowException, HTTPError)) as caught:
                 send()
             assert brief(caught.value).startswith(reason), send
+
+
+def test_a_run_of_another_log_is_refused_before_it_is_trained(
+    server: MlflowServer, environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And it takes nothing later; a run that is deleted is nobody's."""
+    log_in(environment)
+    config = config_for(server.uri)
+    theirs = str(job(config, tmp_path / "theirs", steps(1, 2)).run_id)
+    job(config_for(server.uri, tracking={"send": "never"}), tmp_path / "mine", steps(1, 3))
+    (tmp_path / "mine" / RUN_ID_FILE).write_text(theirs)
+    with refused(UnusableError, theirs, tmp_path / "mine" / RUN_ID_FILE):
+        check_tracking(config, tmp_path / "mine")
+    save_config(config, tmp_path / "mine" / "config.yaml")
+    assert track_sync([tmp_path / "mine"], [f"tracking.uri={server.uri}"]) == EXIT_USAGE
+    client = connect(server.uri)
+    assert history(client, theirs, "loss") == [(1, 1.0), (2, 2.0)]
+    client.delete_run(theirs)
+    assert check_tracking(config, tmp_path / "mine") is None
 
 
 def test_a_certificate_of_an_unknown_authority_is_refused_with_what_to_set(

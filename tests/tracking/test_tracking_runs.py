@@ -125,20 +125,52 @@ def test_credentials_in_the_address_are_never_printed(
         assert "http://127.0.0.1:" in text and "secret" not in text and "ada" not in text
 
 
-def test_files_of_a_run_that_had_another_log_are_sent_even_late(
-    sent: Sent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("named_by", ["the file", "MLFLOW_RUN_ID"])
+def test_a_run_of_another_log_gets_nothing(
+    sent: Sent, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], named_by: str
 ) -> None:
-    """As when a run directory is deleted and begun again with the same MLFLOW_RUN_ID."""
-    (tmp_path / "no_folder").write_text("in the way")
-    experiment = sent.client.create_experiment("x", artifact_location=(tmp_path / "no_folder" / "files").as_uri())
-    tags = {"dist_mem.uid": "another", "dist_mem.sent": "3", "dist_mem.sent_files": "3"}
-    monkeypatch.setenv("MLFLOW_RUN_ID", sent.client.create_run(experiment, tags=tags).info.run_id)
-    tracker = sent.start()
-    tracker.log_text("later", "later.txt")
-    tracker.close("FINISHED")
-    (tmp_path / "no_folder").unlink()
+    """At every start, sync and evaluation; nothing is lost, and the remedy works."""
+    theirs, path = sent._replace(run_dir=sent.run_dir.with_name("theirs")), sent.run_dir / RUN_ID_FILE
+    theirs.job(steps(1, 3))
+    before, tags = points_of(sent.client, theirs.run_id), theirs.run.data.tags
+    sent.job(steps(1, 2), tracking={"send": "never"})
+    save_config(sent.config(), sent.run_dir / "config.yaml")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", sent.uri)
+    if named_by == "the file":
+        path.write_text(f"{theirs.run_id}\n")
+    else:
+        monkeypatch.setenv("MLFLOW_RUN_ID", theirs.run_id)
+    with refused(UnusableError, theirs.run_id, path if named_by == "the file" else "unset MLFLOW_RUN_ID"):
+        check_tracking(sent.config(), sent.run_dir)
+    sent.job(steps(3, 3), first_step=2)  # without a preflight, it trains on
+    assert "nothing waits for it" in capsys.readouterr().err
+    evaluation: dict[str, Any] = {"run_dir": sent.run_dir, "step": 3, "metrics": {"test/nll": 1.0}, "files": []}
+    for use in (sent.send, partial(log_to_run, sent.config().tracking, **evaluation)):
+        with refused(UnusableError, theirs.run_id, path):
+            use()
+    assert track_sync([sent.run_dir]) == EXIT_USAGE
+    assert points_of(sent.client, theirs.run_id) == before and theirs.run.data.tags == tags
+    monkeypatch.delenv("MLFLOW_RUN_ID", raising=False)
+    path.unlink()
+    assert track_sync([sent.run_dir]) == EXIT_DONE
+    assert sent.losses() == steps(1, 3) and sent.losses(name="test/nll") == {3: 1.0}
+
+
+def test_a_run_without_a_log_belongs_to_whoever_is_named_by_the_user(
+    sent: Sent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file alone may name anybody's run, as one that another program has made."""
+    theirs = sent.client.create_run("0", tags={"mine": "kept"}).info.run_id
+    sent.job(steps(1, 2), tracking={"send": "never"})
+    (sent.run_dir / RUN_ID_FILE).write_text(f"{theirs}\n")
+    for use in (sent.send, partial(check_tracking, sent.config(), sent.run_dir)):
+        with refused(UnusableError, f"MLFLOW_RUN_ID={theirs}", sent.run_dir / RUN_ID_FILE):
+            use()
+    monkeypatch.setenv("MLFLOW_RUN_ID", theirs)
     sent.send()
-    assert sent.files() == ["later.txt"]
+    monkeypatch.delenv("MLFLOW_RUN_ID")
+    sent.job(steps(3, 3), first_step=2)
+    assert sent.run_id == theirs and sent.losses() == steps(1, 3) and sent.run.data.tags["mine"] == "kept"
 
 
 # Evaluations and syncs
@@ -152,7 +184,8 @@ def test_an_evaluation_adds_to_the_run_and_leaves_its_status(sent: Sent) -> None
     complaint = log_to_run(sent.config().tracking, **given, files=[report])
     assert complaint is not None and "the run has recorded nothing" in complaint
     sent.job({})
-    assert log_to_run(sent.config().tracking, **given, files=[report]) is None
+    named = [f"tracking.uri={sent.uri}"]
+    assert log_to_run(sent.config().tracking, **given, files=[report], overrides=named) is None
     assert sent.losses(name="test/word_perplexity") == {9: 60.0}
     assert sent.files("evaluations") == ["evaluations/report.json"]
     assert sent.run.info.status == "KILLED"
@@ -330,13 +363,13 @@ def test_a_job_killed_outright_is_no_longer_running_after_a_sync_or_its_next_sta
 
     try:
         wait_until(lambda: (run_dir / RUN_ID_FILE).exists() or process.poll() is not None, "the run")
-        assert track_sync([run_dir]) == EXIT_DONE
+        assert track_sync([run_dir], [f"tracking.uri={sent.uri}"]) == EXIT_DONE
         assert status() == "RUNNING"
     finally:
         process.kill()
         process.wait()
     monkeypatch.setattr(lease, "STALE_SECONDS", 1.0)
-    assert track_sync([run_dir]) == EXIT_DONE
+    assert track_sync([run_dir], [f"tracking.uri={sent.uri}"]) == EXIT_DONE
     assert status() == "KILLED"
     assert "its job was killed outright" in capsys.readouterr().out
     tracker = sent.start(first_step=1)
@@ -381,4 +414,4 @@ def test_invalid_run_id_is_refused_and_its_place_named(sent: Sent, monkeypatch: 
         with refused(UnusableError, path if is_written else "MLFLOW_RUN_ID"):
             use()
     assert path.exists() == is_written and sent.log.exists()
-    assert not is_written or track_sync([run_dir]) == EXIT_USAGE
+    assert not is_written or track_sync([run_dir], [f"tracking.uri={sent.uri}"]) == EXIT_USAGE

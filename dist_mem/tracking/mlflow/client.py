@@ -1,37 +1,27 @@
 """MLflow's client: open a store, find runs and experiments in it, and what its errors mean.
 
-Every module imports mlflow through this one, quietly. A new SQLite file has a temporary name until its tables are
-complete: MLflow creates them in place, in more than a thousand statements. A kill in between leaves a file that no
-later start can use ("table _alembic_tmp_... already exists"), and two jobs that create them at the same time break each
-other's.
+Every module imports mlflow through this one, quietly, and opens stores with `connect`: MLflow's own client creates its
+tables in whatever database it gets.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import re
-import sqlite3
-import time
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
 
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.environment import mlflow_credentials_set, quiet_tracking_environment
-from dist_mem.runtime.files import free_name, fsync_path
 from dist_mem.tracking.log import LogError
+from dist_mem.tracking.mlflow.database import prepare
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
 _SERVER_CERTIFICATE, _CLIENT_CERTIFICATE = "MLFLOW_TRACKING_SERVER_CERT_PATH", "MLFLOW_TRACKING_CLIENT_CERT_PATH"
-QUIET_SECONDS = 60.0  # without a change, after which incomplete tables are taken for abandoned
 
 
 def is_refusal(error: Exception) -> bool:
@@ -89,82 +79,6 @@ def what_to_set(error: Exception) -> str | None:
     return None
 
 
-def prepare(uri: str, report: Callable[[str], None]) -> None:
-    """Create the file of an SQLite store if it is missing, or if a kill has left it incomplete; ignore other stores.
-
-    Args:
-        report: called with a line for the user.
-
-    Raises:
-        RuntimeError: the tables are incomplete, and another process may be creating them now.
-        OSError: the file cannot be created.
-    """
-    path = file_of(uri) if uri.startswith("sqlite") else None
-    if path is None or str(path) == ":memory:" or str(path).startswith("file:"):
-        return
-    if path.exists() and _is_unfinished(path):
-        if time.time() - path.stat().st_mtime < QUIET_SECONDS:
-            raise RuntimeError(
-                f"{path}: its tables are incomplete: another process is creating them, or was killed; after a minute "
-                "they are created again"
-            )
-        aside = free_name(path.with_name(f"{path.name}.broken"))
-        with suppress(FileNotFoundError):  # another job was faster
-            path.rename(aside)
-            report(f"{path}: the process that created its tables was killed; they hold no run, and are kept as {aside}")
-    if not path.exists():
-        _create(path)
-
-
-def _create(path: Path) -> None:
-    """Create the tables in a temporary file, and link it to `path` unless another job has created one meanwhile."""
-    from mlflow.store.db.utils import _initialize_tables
-    from sqlalchemy import create_engine, event
-    from sqlalchemy.engine import URL
-
-    with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        engine = create_engine(URL.create("sqlite", database=str(made)))
-        # A thousand flushes take minutes on a slow disk; one is enough for a file without its final name.
-        event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous = OFF"))
-        _initialize_tables(engine)
-        engine.dispose()
-        fsync_path(made)
-        with suppress(FileExistsError):
-            os.link(made, path)
-    fsync_path(path.parent)
-
-
-def _is_unfinished(path: Path) -> bool:
-    """Whether the tables are incomplete: no experiment, and not the newest schema."""
-    from mlflow.store.db.utils import _get_latest_schema_revision
-
-    with suppress(sqlite3.Error), closing(sqlite3.connect(path)) as database:  # MLflow reports what is wrong with it
-        tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        if "experiments" in tables and database.execute("SELECT count(*) FROM experiments").fetchone()[0]:
-            return False
-        versions = database.execute("SELECT * FROM alembic_version") if "alembic_version" in tables else []
-        return [version for (version,) in versions] != [_get_latest_schema_revision()]
-    return False
-
-
-def file_of(uri: str) -> Path | None:
-    """Return the file of an SQLite store, or meta.yaml of MLflow's old file store; None for servers and databases.
-
-    SQLAlchemy, through which MLflow reads the address of an SQLite file, takes %20 for a blank and %25 for a %.
-    """
-    scheme, _, path = uri.partition(":")
-    if scheme == "sqlite" or scheme.startswith("sqlite+"):
-        name = path.removeprefix("///").partition("?")[0]
-        return Path(unquote(name)) if path.startswith("///") and name else None
-    if scheme == "file":
-        return Path(urlsplit(uri).path) / "meta.yaml"
-    return Path(uri) / "meta.yaml" if "://" not in uri and scheme != "databricks" else None
-
-
-MLFLOW_LOGGER = "mlflow.store.db.utils"
-
-
 def import_mlflow_quietly() -> None:
     """Import mlflow (about 1 s) and silence messages that do not concern users."""
     quiet_tracking_environment()
@@ -179,12 +93,17 @@ def import_mlflow_quietly() -> None:
 
 
 def connect(uri: str, report: Callable[[str], None] = print) -> MlflowClient:
-    """Return an MlflowClient, after creating the tables of a new SQLite store (1 to 7 s), see `prepare`."""
+    """Return the client of a store and of its registry; `prepare` creates the tables of a new SQLite file (1 to 7 s).
+
+    Raises:
+        ForeignError: the SQLite file is no database of MLflow.
+        Exception: any other error of `prepare` and of MLflow's client.
+    """
     import_mlflow_quietly()
     from mlflow import MlflowClient
 
     prepare(uri, report)
-    return MlflowClient(uri)
+    return MlflowClient(uri, uri)  # not the registry of the process
 
 
 def client_tags() -> dict[str, str]:

@@ -17,20 +17,24 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import urlsplit
 
 from dist_mem.config import TrackingConfig
 from dist_mem.errors import RunError, UnfitError, UnusableError
 from dist_mem.runtime.environment import mlflow_environment
 from dist_mem.runtime.extras import require
-from dist_mem.tracking.mlflow.client import brief, find_run, import_mlflow_quietly, is_refusal, what_to_set
+from dist_mem.tracking.log import METRICS_FILE, read_header
+from dist_mem.tracking.mlflow.client import brief, connect, find_run, import_mlflow_quietly, is_refusal, what_to_set
+from dist_mem.tracking.mlflow.database import ForeignError
 from dist_mem.tracking.mlflow.run import STEP_TAG
 from dist_mem.tracking.mlflow.store import (
     DEFAULT_URI,
+    UID_TAG,
+    check_named,
+    check_place,
     check_store,
-    is_local,
     is_missing_file,
     is_named_by_user,
+    requested_run_id,
     store_uri,
 )
 from dist_mem.tracking.provenance import without_credentials
@@ -79,16 +83,19 @@ def check_registration(wanted: Registration) -> None:
         )
 
 
-def open_run(tracking: TrackingConfig, run_id: str | None, wanted: Registration, overrides: Sequence[str]) -> Opened:
+def open_run(
+    tracking: TrackingConfig, run_dir: Path, run_id: str | None, wanted: Registration, overrides: Sequence[str]
+) -> Opened:
     """Find the MLflow run of a trained model, without changing anything in the store.
 
     Args:
-        config: of the run; its `tracking.uri` is used if it is a local store, or if the user names it.
+        tracking: of the run; its store is used if the user names it, or if it is the default.
         run_id: of the run; None: it has none.
-        overrides: of the command line, already in `config`.
+        overrides: of the command line, already in `tracking`.
 
     Raises:
-        UnusableError: there is no such run or store, or the store refuses the user or the name.
+        UnusableError: there is no such run or store, or the store refuses the user or the name; or the run has another
+            log.
         UnfitError: the store does not answer.
     """
     uri = store_uri(tracking)
@@ -100,25 +107,25 @@ def open_run(tracking: TrackingConfig, run_id: str | None, wanted: Registration,
         )
     check_store(uri)
     is_named = is_named_by_user(tracking, overrides)
-    if not (is_named or is_local(uri)):
-        raise UnusableError(
-            f"--mlflow: only the configuration of the run names MLflow at {shown}: add tracking.uri={shown}"
-        )
+    check_named(tracking, run_dir, is_named=is_named)
     if is_missing_file(uri):
         raise UnusableError(f"--mlflow: there is no store {shown}; give that of the run as tracking.uri=URL")
-    import_mlflow_quietly()
-    from mlflow import MlflowClient
-
-    client = MlflowClient(uri, uri)  # the registry of the same store, not that of the process
     with _explained(uri, "cannot be used"):
+        client = connect(uri)
         run = find_run(client, run_id)
         if wanted.name is not None:
             _is_registered(client, wanted.name)
     if run is None:
         raise UnusableError(f"--mlflow: MLflow at {shown} has no run {run_id}; give its store as tracking.uri=URL")
-    artifacts = run.info.artifact_uri or ""
-    if not is_named and urlsplit(artifacts).scheme not in ("", "file"):
-        raise UnusableError(f"--mlflow: MLflow at {shown} keeps its files at {artifacts}: add tracking.uri={shown}")
+    log = run_dir / METRICS_FILE
+    uid = read_header(log).uid if log.exists() else None
+    if run_id != requested_run_id() and (uid is None or run.data.tags.get(UID_TAG) != uid):
+        raise ForeignError(
+            f"--mlflow: MLflow run {run_id} at {shown} has another log than {run_dir}; to add the model to it, set "
+            f"MLFLOW_RUN_ID={run_id}"
+        )
+    place = client.get_experiment(run.info.experiment_id).artifact_location
+    check_place(uri, place, is_named=is_named)
     return Opened(client, run, uri)
 
 
@@ -271,6 +278,8 @@ def fetch_model(address: str, overrides: Sequence[str] = ()) -> Path:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
         _fetch(address, given[-1] if given else mlflow_environment().uri or DEFAULT_URI, folder)
+    except RunError:
+        raise
     except Exception as error:  # any of the many libraries under MLflow's stores
         kind = _kind_of(error)
         raise kind(
@@ -285,12 +294,14 @@ def fetch_model(address: str, overrides: Sequence[str] = ()) -> Path:
 
 def _fetch(address: str, store: str, folder: Path) -> None:
     """Copy the artifacts of an address into a folder."""
-    from mlflow import MlflowClient
     from mlflow.artifacts import download_artifacts
 
+    if is_missing_file(store):
+        raise UnusableError(f"{address}: there is no store {store}; give that of the model as tracking.uri=URL")
+    client = connect(store)
     if registered := _REGISTERED.fullmatch(address):
         # MLflow's own function would look a registered model up in the registry of the process, not in this store.
-        client, name = MlflowClient(store, store), registered["name"]
+        name = registered["name"]
         version = registered["version"] or client.get_model_version_by_alias(name, registered["alias"]).version
         address = client.get_model_version_download_uri(name, version)
     download_artifacts(artifact_uri=address, dst_path=str(folder), tracking_uri=store)

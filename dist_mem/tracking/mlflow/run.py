@@ -10,18 +10,18 @@ import math
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote, urlencode
 
 from dist_mem.config import TrackingConfig
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.figures import is_figure, json_text
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.names import is_plain_path
-from dist_mem.tracking.log import Entry, Header, LogError
+from dist_mem.tracking.log import METRICS_FILE, Entry, Header, LogError, read_header
 from dist_mem.tracking.mlflow.client import (
     brief,
     connect,
@@ -30,14 +30,23 @@ from dist_mem.tracking.mlflow.client import (
     import_mlflow_quietly,
     is_refusal,
 )
-from dist_mem.tracking.mlflow.store import RUN_ID_FILE, experiment_of, is_server, read_run_id, store_uri
+from dist_mem.tracking.mlflow.store import (
+    RUN_ID_FILE,
+    UID_TAG,
+    check_owner,
+    check_place,
+    experiment_of,
+    is_server,
+    read_run_id,
+    requested_run_id,
+    store_uri,
+)
 from dist_mem.tracking.names import in_group, valid_name, valid_text
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Run
 
-UID_TAG = "dist_mem.uid"  # id of the log whose entries the tags of sender.py count
 _REFUSED_TAG = "dist_mem.refused"  # when MLflow last refused an entry
 BRANCH_TAG = "dist_mem.branch_"  # + number; branch 1 is the run as it began
 _NUMBER_TAG, _PARENT_TAG = "dist_mem.branch", "mlflow.parentRunId"  # of a nested run
@@ -72,7 +81,7 @@ class Target(NamedTuple):
     uri: str
     run_dir: Path
     header: Header  # of its log
-    is_named: bool = True  # False: only the run directory names the uri, and it may come from anybody
+    is_named: bool = True  # False: the store is the default, in the working directory, which may come from anybody
 
 
 def target_of(tracking: TrackingConfig, run_dir: Path, header: Header, *, is_named: bool = True) -> Target:
@@ -105,15 +114,15 @@ class MlflowRun:
         self.refused: dict[str, str] = {}  # names that MLflow has refused for good -> what was reported
 
     def open(self, start_time: int | None) -> None:
-        """Find the run by its id, else by its log's uid, else create it with `start_time` (ms; None: now)."""
+        """Find the run by its id, else by its log's uid, else create it with `start_time` (ms; None: now).
+
+        Raises:
+            ForeignError: the run of this id has another log; nothing is changed.
+            UnusableError: the experiment is deleted or absent, or the files of the run go elsewhere.
+        """
         with _OPENING[self._target.header.uid]:
             run = self._find_or_create(start_time)
-        scheme = urlsplit(run.info.artifact_uri or "").scheme
-        if not self._target.is_named and scheme not in ("", "file"):
-            raise UnusableError(
-                f"MLflow at {self._target.uri} keeps its files at {run.info.artifact_uri}, and only the run directory "
-                f"names it: to send them there, add tracking.uri={self._target.uri}"
-            )
+        check_place(self._target.uri, run.info.artifact_uri, is_named=self._target.is_named)
         self._share_view(run.info.experiment_id)
         self._run = run
         self.where = where_to_look(self._target.uri, run.info.experiment_id, run.info.run_id)
@@ -125,6 +134,9 @@ class MlflowRun:
         known = read_run_id(run_dir)
         self._client = self._client or connect(uri, self._report)
         run = find_run(self._client, known) if known else None
+        if run is not None and UID_TAG not in run.data.tags and run.info.run_id == requested_run_id():
+            self._client.set_tag(run.info.run_id, UID_TAG, header.uid)
+            run = self._client.get_run(run.info.run_id)  # another job may have set its own
         if run is None:
             assert header.experiment is not None, "target_of has set it"
             experiment_id = experiment_id_of(self._client, header.experiment)
@@ -136,6 +148,7 @@ class MlflowRun:
             run = self._client.create_run(
                 experiment_id, start_time=start_time, tags={UID_TAG: header.uid}, run_name=header.run_name
             )
+        check_owner(run.info.run_id, run.data.tags, header.uid, run_dir)
         if run.info.run_id != known:
             write_text(run_dir / RUN_ID_FILE, run.info.run_id + "\n")
         return run
@@ -214,8 +227,32 @@ class MlflowRun:
             for entry in entries
             for name, value in entry.body["metrics"].items()
         ]
+        self._send_metrics(metrics, run_id)
+
+    def send_values(self, values: Mapping[str, float], time: int) -> None:
+        """Send values of one time, in milliseconds, under their own names."""
+        from mlflow.entities import Metric
+
+        self._send_metrics([Metric(valid_name(name), value, time, 0) for name, value in values.items()], self.run_id)
+
+    def _send_metrics(self, metrics: Sequence[Any], run_id: str | None) -> None:
         for start in range(0, len(metrics), _METRICS_PER_REQUEST):
             self._log("metrics", metrics[start : start + _METRICS_PER_REQUEST], run_id)
+
+    def send_files(self, paths: Iterable[Path]) -> None:
+        """Send files of this process, which need not be in the run directory."""
+        for path in paths:
+            self._client.log_artifact(self.run_id, str(path))
+
+    def adopt(self, run_dirs: Iterable[Path]) -> None:
+        """Nest the runs of other run directories in this one; those that are already nested stay as they are."""
+        for run_dir in run_dirs:
+            run_id, log = read_run_id(run_dir), run_dir / METRICS_FILE
+            run = find_run(self._client, run_id) if run_id and log.exists() else None
+            if run is None or run.data.tags.get(_PARENT_TAG) == self.run_id:
+                continue
+            if run.data.tags.get(UID_TAG) == read_header(log).uid:
+                self._client.set_tag(run_id, _PARENT_TAG, self.run_id)
 
     def send_checkpoint(self, entry: Entry, points: Sequence[Entry], run_id: str) -> None:
         """Send a checkpoint of this run or of a nested one, as a model with the metrics of its step."""

@@ -25,8 +25,8 @@ from dist_mem.errors import TakenOverError
 from dist_mem.runtime.files import fsync_path
 from dist_mem.tracking.log import EMPTIED, Entry, Log, LogReader, find_entries, is_superseded, read_entries
 from dist_mem.tracking.mlflow.client import brief, client_tags, is_refusal, what_to_set
-from dist_mem.tracking.mlflow.run import UID_TAG, MlflowRun, Target, target_of
-from dist_mem.tracking.mlflow.store import read_run_id
+from dist_mem.tracking.mlflow.run import MlflowRun, Target, target_of
+from dist_mem.tracking.mlflow.store import read_run_id, sync_command
 from dist_mem.tracking.names import in_group
 from dist_mem.tracking.provenance import without_credentials
 from dist_mem.tracking.tracker import Sink
@@ -76,7 +76,6 @@ class Sender:
         self.run = MlflowRun(target, report=report)
         self.num_sent = 0  # entries sent by this object
         self.refused: list[str] = []  # what was reported of entries that MLflow has refused for good
-        self._uid = target.header.uid
         self._log = log
         self._report = report
         self._entries = self._files = LogReader(log)
@@ -110,7 +109,7 @@ class Sender:
             self._batch_size = min(_LARGEST_BATCH, self._batch_size + 2)
             self._entries.done()
             counts = {SENT_TAG: str(self._entries.num_done), SENT_FILES_TAG: str(self._files.num_done)}
-            self.run.send_tags({**counts, UID_TAG: self._uid})  # all: the run may have tags of another log
+            self.run.send_tags(counts)
             self.num_sent += len(batch)
         while batch := self._files.batch(_LARGEST_BATCH):
             has_files = self._send_files(batch)
@@ -142,7 +141,7 @@ class Sender:
     def _open(self) -> None:
         first = LogReader(self._log).batch(1)
         self.run.open(start_time=first[0].time if first else None)
-        tags = self.run.tags if self.run.tags.get(UID_TAG) == self._uid else {}
+        tags = self.run.tags
         self._entries = LogReader(self._log, int(tags.get(SENT_TAG, 0)))
         self._files = LogReader(self._log, int(tags.get(SENT_FILES_TAG, 0)))
         self._branches, self._nested = [], []
@@ -221,6 +220,7 @@ class Delivery:
         self._report = report
         self._service = service
         self._interval = interval
+        self.error: Exception | None = None  # of the last attempt
         self._closing = threading.Event()
         self._is_complete = False
         self._thread = threading.Thread(target=self._work, name=f"delivery to {service}", daemon=True)
@@ -244,12 +244,14 @@ class Delivery:
             try:
                 self._send()
             except Exception as error:  # no error of a client library may end the thread or the training
+                self.error = error
                 if (refusal := what_to_set(error)) not in reported:
                     reason = f"{self._service} cannot be used now ({brief(error)})"
                     self._report(f"{reason}; nothing waits for it, all data are kept")
                 reported.add(refusal)
                 pause = min(2 * pause, _LONGEST_PAUSE)
             else:
+                self.error = None
                 if reported:
                     self._report(f"{self._service} works again, and has everything")
                     reported.clear()
@@ -279,6 +281,7 @@ class MlflowReader(Sink):
         target = target_of(tracking, run_dir, log.header)
         self._log, self._target, self._report = log, target, discreet(report, target.uri)
         self._known_run_id = read_run_id(run_dir)
+        self._sync = sync_command(tracking, run_dir)
         self._is_closed = False
         self._sender: Sender | None = None
         if sends:
@@ -296,13 +299,12 @@ class MlflowReader(Sink):
         except TakenOverError:  # the other job reports and sends the rest
             self._is_closed = True
             return
-        sync = f"dist-mem track sync {self._target.run_dir}"
         if self._sender is None:
-            self._notify(f"MLflow has received nothing of this job yet; send it with: {sync}")
+            self._notify(f"MLflow has received nothing of this job yet; send it with: {self._sync}")
         elif not self._delivery.close(FLUSH_SECONDS):
             self._notify(
                 f"MLflow at {self._target.uri} has not received everything yet; resuming the run sends the rest, and "
-                f"so does: {sync}"
+                f"so does: {self._sync}"
             )
         else:
             self._notify(f"MLflow: {self._sender.run.where}")

@@ -1,8 +1,11 @@
 """Choose the MLflow store, experiment and run of a run directory, and check that MLflow accepts a job.
 
+A store is used only if the user names it, or if it is the default: the configuration in a run directory may come from
+anybody. So may RUN/mlflow_run_id, which is compared with the log that MLflow's run has by its own tag.
+
 A server accepts data from many jobs at the same time. An SQLite file does not: on a network file system its locks do
 not work, and the tasks of an array lock each other out. There a job only writes its log, and `dist-mem track sync`
-sends it. The run is that of RUN/mlflow_run_id, of the checkpoint, or of MLFLOW_RUN_ID, in this order.
+sends it. The run is that of RUN/mlflow_run_id, of MLFLOW_RUN_ID, or the one that has the log, in this order.
 
 MLflow is asked before a job uses GPUs for hours. A server that is down, slow or unreachable does not stop the job:
 everything is kept, and sent when the server is back. A refusal does stop it, because it is permanent. No message
@@ -29,15 +32,16 @@ from dist_mem.tracking.mlflow.client import (
     brief,
     check_experiment,
     connect,
-    file_of,
     find_run,
     import_mlflow_quietly,
     stage_of,
     what_to_set,
 )
+from dist_mem.tracking.mlflow.database import ForeignError, file_of
 from dist_mem.tracking.provenance import without_credentials
 
 RUN_ID_FILE = "mlflow_run_id"  # in the run directory
+UID_TAG = "dist_mem.uid"  # of a run: the id of the log whose entries it has
 DEFAULT_URI = "sqlite:///mlflow.db"
 DEFAULT_EXPERIMENT = "dist_mem"
 _SCHEMES = ("http", "https", "sqlite", "mysql", "postgresql", "mssql", "file", "databricks")
@@ -59,13 +63,53 @@ def store_uri(tracking: TrackingConfig) -> str:
 
 
 def is_named_by_user(tracking: TrackingConfig, overrides: Sequence[str] = ()) -> bool:
-    """Whether the store in a run's configuration is also named by the user, or is the default.
+    """Return whether the user names the store in a run's configuration, on the command line or in the environment.
 
     Args:
-        overrides: of the command line, already in `config`; a user's configuration file counts as `tracking.uri=...`.
+        overrides: of the command line, already in `tracking`; a user's file counts as `tracking.uri=...`.
     """
     is_given = any(override.startswith("tracking.uri=") for override in overrides)
-    return is_given or store_uri(tracking) in (mlflow_environment().uri, DEFAULT_URI)
+    return is_given or store_uri(tracking) == mlflow_environment().uri
+
+
+def sync_command(tracking: TrackingConfig, run_dir: Path) -> str:
+    """Return the command that sends a run, with its store unless `is_named_by_user` or the default."""
+    uri = store_uri(tracking)
+    is_found = uri == DEFAULT_URI or is_named_by_user(tracking)
+    return f"dist-mem track sync {run_dir}" + ("" if is_found else f" tracking.uri={without_credentials(uri)}")
+
+
+def check_named(tracking: TrackingConfig, run_dir: Path, *, is_named: bool) -> None:
+    """Check that the store is the default unless the user names it. Raises UnusableError, with how to name it."""
+    uri = store_uri(tracking)
+    if not (is_named or uri == DEFAULT_URI):
+        shown = without_credentials(uri)
+        raise UnusableError(
+            f"only the configuration in {run_dir} names the MLflow store {shown}; to use it, give "
+            f"tracking.uri={shown}, or set MLFLOW_TRACKING_URI"
+        )
+
+
+def check_place(uri: str, place: str | None, *, is_named: bool) -> None:
+    """Check that files go below the working directory, unless the user names the store.
+
+    That of the default store does; but the file of that store, in the working directory, may come from anybody.
+
+    Args:
+        place: where MLflow keeps the files of a run or an experiment.
+
+    Raises:
+        UnusableError: they go elsewhere.
+    """
+    from mlflow.utils.file_utils import local_file_uri_to_path
+
+    is_local = urlsplit(place or "").scheme in ("", "file")
+    is_here = is_local and Path(local_file_uri_to_path(place or "")).resolve().is_relative_to(Path.cwd())
+    if not (is_named or is_here):
+        raise UnusableError(
+            f"MLflow at {uri} keeps its files at {without_credentials(place or '')}, which is outside of the working "
+            f"directory; to send them there, name the store: tracking.uri={uri}"
+        )
 
 
 def is_local(uri: str) -> bool:
@@ -181,20 +225,39 @@ def requested_run_id() -> str | None:
     return text and _checked(text, "environment: MLFLOW_RUN_ID", "unset it to create a new run")
 
 
-def settle_run_id(run_dir: Path, of_checkpoint: str | None, *, report: Callable[[str], None]) -> None:
-    """Store the run to use in the run directory, if it, the checkpoint or the user names one.
+def settle_run_id(run_dir: Path, *, report: Callable[[str], None]) -> None:
+    """Store the run of MLFLOW_RUN_ID in the run directory unless that has one.
 
     Raises:
         UnusableError: one of them is no id.
     """
     stored, requested = read_run_id(run_dir), requested_run_id()
-    known = stored
-    if known is None and of_checkpoint:
-        known = _checked(of_checkpoint, "mlflow_run_id in the checkpoint's manifest.json", f"write it to {RUN_ID_FILE}")
-    if known and requested and known != requested:
-        report(f"MLFLOW_RUN_ID is {requested}, but {run_dir} continues its MLflow run {known}")
-    if stored is None and (known or requested):
-        write_text(run_dir / RUN_ID_FILE, f"{known or requested}\n")
+    if stored and requested and stored != requested:
+        report(f"MLFLOW_RUN_ID is {requested}, but {run_dir} continues its MLflow run {stored}")
+    if requested and stored is None:
+        write_text(run_dir / RUN_ID_FILE, f"{requested}\n")
+
+
+def check_owner(run_id: str, tags: Mapping[str, str], uid: str | None, run_dir: Path) -> None:
+    """Check that a run has the log of a run directory, or that it has none yet and the user names it.
+
+    Args:
+        tags: of the run.
+        uid: of the log; None: there is no log yet.
+
+    Raises:
+        ForeignError: it has another log, or none although only a file names it; it may be anybody's.
+    """
+    owner, is_requested = tags.get(UID_TAG), run_id == requested_run_id()
+    if owner == uid if owner else is_requested:
+        return
+    path = run_dir / RUN_ID_FILE
+    remedies = ["unset MLFLOW_RUN_ID"] * is_requested + [f"remove the file {path}"] * path.exists()
+    raise ForeignError(
+        f"MLflow run {run_id} has {f'the log {owner}' if owner else 'no log of dist_mem'}, and {run_dir} has "
+        f"{f'the log {uid}' if uid else 'none yet'}; {' and '.join(remedies)}: a new run is made"
+        + ("" if owner else f"; or set MLFLOW_RUN_ID={run_id}")
+    )
 
 
 def _checked(text: str, where: str, fix: str) -> str:
@@ -212,6 +275,7 @@ def check_tracking(config: Config, run_dir: Path) -> str | None:
         Why a store does not answer; None if it grants access, or if the job sends nothing.
 
     Raises:
+        ForeignError: the store is no database of MLflow, or its run has another log.
         UnusableError: the store's address or the id of the MLflow run is invalid, MLflow has no such store, the server
             refuses this user (401, 403), its certificate is not trusted, or the experiment is deleted or absent. The
             message names what to set.
@@ -224,12 +288,17 @@ def check_tracking(config: Config, run_dir: Path) -> str | None:
     if not ((is_server(uri) or is_local(uri)) and choose_sending(config.tracking).is_on) or is_missing_file(uri):
         return None
     import_mlflow_quietly()  # not in the thread: a slow import must not use up SECONDS
-    experiment = experiment_of(config.tracking, read_header(log) if log.exists() else None)
+    header = read_header(log) if log.exists() else None
+    experiment = experiment_of(config.tracking, header)
+
+    def check(run_id: str, tags: Mapping[str, str]) -> None:
+        check_owner(run_id, tags, header and header.uid, run_dir)
+
     result: list[Exception | None] = []
 
     def ask() -> None:
         try:
-            (ask_for_access if is_server(uri) else _look_into)(uri, experiment, run_id)
+            (ask_for_access if is_server(uri) else _look_into)(uri, experiment, run_id, check)
             result.append(None)
         except Exception as error:  # of any library under MLflow's client
             result.append(error)
@@ -242,6 +311,8 @@ def check_tracking(config: Config, run_dir: Path) -> str | None:
         return f"no answer within {seconds} s"
     if result[0] is None:
         return None
+    if isinstance(result[0], ForeignError):
+        raise result[0]
     if refusal := what_to_set(result[0]) or (isinstance(result[0], UnusableError) and str(result[0])):
         raise UnusableError(
             f"MLflow at {without_credentials(uri)} cannot be used: {refusal}. Or set tracking.send=never"
@@ -258,11 +329,15 @@ def was_tracked(run_dir: Path) -> bool:
     return False
 
 
-def ask_for_access(uri: str, experiment: Mapping[str, str], run_id: str | None) -> None:
+CheckOwner = Callable[[str, Mapping[str, str]], None]  # of a run: its id and tags
+
+
+def ask_for_access(uri: str, experiment: Mapping[str, str], run_id: str | None, check: CheckOwner) -> None:
     """Send a server the requests that a run will need, with the user's credentials, without changing anything there.
 
     Args:
         run_id: the run to continue; None: a new run of the experiment.
+        check: checks that the run is the one of this job, if it exists.
 
     Raises:
         MlflowException: the server does not answer, or its status is 401, 403 or another refusal.
@@ -278,8 +353,11 @@ def ask_for_access(uri: str, experiment: Mapping[str, str], run_id: str | None) 
             return None
         return verify_rest_response(response, path).json()
 
-    if run_id is not None and ask("runs/log-batch", "POST", json={"run_id": run_id}) is not None:
-        return
+    if run_id is not None and (answer := ask("runs/get", "GET", params={"run_id": run_id})) is not None:
+        if (run := answer["run"])["info"]["lifecycle_stage"] == "active":
+            check(run_id, {tag["key"]: tag["value"] for tag in run["data"].get("tags", [])})
+        if ask("runs/log-batch", "POST", json={"run_id": run_id}) is not None:
+            return
     key = f"experiment_{'id' if 'id' in experiment else 'name'}"
     endpoint = "experiments/get" if "id" in experiment else "experiments/get-by-name"
     found = (ask(endpoint, "GET", params={key: next(iter(experiment.values()))}) or {}).get("experiment")
@@ -288,8 +366,11 @@ def ask_for_access(uri: str, experiment: Mapping[str, str], run_id: str | None) 
         ask("runs/create", "POST", json={"experiment_id": found["experiment_id"], "start_time": "never"})
 
 
-def _look_into(uri: str, experiment: Mapping[str, str], run_id: str | None) -> None:
-    """Check the experiment of a local store, as `ask_for_access` does that of a server."""
+def _look_into(uri: str, experiment: Mapping[str, str], run_id: str | None, check: CheckOwner) -> None:
+    """Check the run or the experiment of a local store, as `ask_for_access` does those of a server."""
     client = connect(uri)
-    if run_id is None or find_run(client, run_id) is None:
+    run = None if run_id is None else find_run(client, run_id)
+    if run is None:
         check_experiment(experiment, stage_of(client, experiment))
+    else:
+        check(run.info.run_id, run.data.tags)

@@ -34,6 +34,8 @@ from dist_mem.supervision.lease import is_abandoned
 from dist_mem.tracking.log import (
     METRICS_FILE,
     Entry,
+    LogError,
+    check_log,
     find_entries,
     new_uid,
     read_entries,
@@ -42,9 +44,10 @@ from dist_mem.tracking.log import (
     write_log,
 )
 from dist_mem.tracking.mlflow.client import brief, import_mlflow_quietly, what_to_set
+from dist_mem.tracking.mlflow.database import ForeignError
 from dist_mem.tracking.mlflow.run import target_of
 from dist_mem.tracking.mlflow.sender import Delivery, Sender, discreet
-from dist_mem.tracking.mlflow.store import check_store, is_local, is_named_by_user, store_uri
+from dist_mem.tracking.mlflow.store import check_named, check_store, is_named_by_user, store_uri, sync_command
 from dist_mem.tracking.provenance import without_credentials
 
 EVALUATION_SECONDS = 10.0  # longest wait of an evaluation for MLflow
@@ -148,28 +151,27 @@ def send_log(
     Args:
         is_dead: returns whether a job that has not reported its end is dead; MLflow's run becomes KILLED then, until
             its next start.
-        is_named: whether the user names the store; otherwise `config` has it from the run directory, and a server is
-            not contacted.
+        is_named: whether the user names the store; otherwise only the default one is used.
 
     Returns:
         The sender, which has the number of sent entries.
 
     Raises:
-        UnusableError: the run has no log, or only the run directory names the server.
+        UnusableError: the run has no log, or a damaged one, or only the run directory names the store.
         Exception: any error of MLflow's client; another call sends the rest.
     """
     log = run_dir / METRICS_FILE
     if not log.exists():
         raise UnusableError(f"{log} is missing: the run has recorded nothing")
+    check_named(tracking, run_dir, is_named=is_named)
+    kept = sorted(run_dir.glob(_EVALUATIONS))
+    for path in (log, *kept):
+        with suppress(FileNotFoundError):  # another process has sent it
+            check_log(path)
     target = target_of(tracking, run_dir, read_header(log), is_named=is_named)
-    if not (is_named or is_local(target.uri)):
-        raise UnusableError(
-            f"only the configuration in the run directory names MLflow at {without_credentials(target.uri)}; to "
-            f"log in to that server, name it: {_naming(tracking, run_dir)}"
-        )
     sender = Sender(target, log, report=discreet(report, target.uri))
     sender.send()
-    for path in sorted(run_dir.glob(_EVALUATIONS)):
+    for path in kept:
         with suppress(FileNotFoundError):  # another process has sent it
             sender.send_whole(path)
         path.unlink(missing_ok=True)
@@ -194,11 +196,14 @@ def log_to_run(
 
     Args:
         metrics: of `step`; empty: only files are added.
-        overrides: of the command line; a server that neither they nor the environment name is not contacted.
+        overrides: of the command line; a store that neither they nor the environment name is not used, but the default.
 
     Returns:
         A message for the user if MLflow refused a name or a file, or has not got everything within
         `EVALUATION_SECONDS`. It is not an error, because the report of the evaluation is on disk.
+
+    Raises:
+        UnusableError: the log is damaged, or the store or its run belongs to somebody else.
     """
     log = run_dir / METRICS_FILE
     if not log.exists():
@@ -209,10 +214,14 @@ def log_to_run(
     models = [Entry("checkpoint", now, {"step": step, "points": points})] if metrics else []
     path = run_dir / _EVALUATIONS.replace("*", new_uid())
     write_log(path, read_header(log), [*points, *models, *artifacts])  # in one write: a sender deletes it
-    is_named = is_named_by_user(tracking, overrides)
-    if not (is_named or is_local(store_uri(tracking))):
-        return f"only the run directory names its MLflow server; to send the evaluation: {_naming(tracking, run_dir)}"
-    kept = f"the evaluation is kept: dist-mem track sync {run_dir} sends it"
+    is_named, kept = (
+        is_named_by_user(tracking, overrides),
+        f"the evaluation is kept: {sync_command(tracking, run_dir)} sends it",
+    )
+    try:
+        check_named(tracking, run_dir, is_named=is_named)
+    except UnusableError as error:
+        return f"{error}; {kept}"
     if not is_installed("mlflow"):
         return f"{not_installed('mlflow', 'MLflow tracking')}; {kept}"
     import_mlflow_quietly()  # here: an import can take seconds on a slow disk, and EVALUATION_SECONDS are for MLflow
@@ -226,16 +235,12 @@ def log_to_run(
     if delivery.close(EVALUATION_SECONDS):
         refused = [text for sender in senders for text in (*sender.run.refused.values(), *sender.refused)]
         return "\n".join(refused) or None
+    if isinstance(delivery.error, (ForeignError, LogError)):
+        raise UnusableError(f"{delivery.error}; {kept}")
     if not messages:
         shown = without_credentials(store_uri(tracking))
         messages.append(f"MLflow at {shown} has not taken the evaluation within {EVALUATION_SECONDS:.0f} s")
     return "\n".join([*messages, kept])
-
-
-def _naming(tracking: TrackingConfig, run_dir: Path) -> str:
-    """Return the command that names the server of a run's configuration."""
-    uri = without_credentials(store_uri(tracking))
-    return f"dist-mem track sync {run_dir} tracking.uri={uri}, or set MLFLOW_TRACKING_URI"
 
 
 def _gaps_of_log(run_dir: Path, logged: Counted | None) -> Iterator[str]:
