@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dist_mem.config.check import Problem, flatten, shown
 from dist_mem.config.keys import Metadata, find_key
 from dist_mem.config.schema import Config
+from dist_mem.runtime.addresses import login_of
 from dist_mem.runtime.files import home_fault
 
 _IN_NO_TEXT = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]"  # YAML and UTF-8 cannot hold them
@@ -124,8 +125,8 @@ def _has_credentials(address: str) -> bool:
     previous = ""
     while previous != address:  # removes interpolations, innermost first
         previous, address = address, re.sub(r"\$\{[^{}]*\}", "", address)
-    for scheme, userinfo in re.findall(r"([a-z][a-z0-9+.-]*)://([^/?#\s]*)@", address, re.IGNORECASE):
-        user, _, password = userinfo.partition(":")
+    for scheme, rest in re.findall(r"([a-z][a-z0-9+.-]*)://(\S*)", address, re.IGNORECASE):
+        user, _, password = login_of(scheme, rest).removesuffix("@").partition(":")
         if password or (user and scheme.lower() in ("http", "https")):
             return True
     return re.search(_PASSWORD_IN_QUERY, address, re.IGNORECASE) is not None

@@ -7,6 +7,7 @@ an installed copy is ignored, such as that of a project with a virtual environme
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from dist_mem.runtime.addresses import login_of
 from dist_mem.runtime.environment import environment_of_git, node_name, slurm_job, user_name
 from dist_mem.runtime.terminal import short
 from dist_mem.runtime.versions import code_versions
@@ -201,4 +203,6 @@ def without_credentials(url: str) -> str:
     is_file = not parts.netloc and parts.scheme.partition("+")[0] in ("file", "sqlite")
     if not parts.scheme or "://" not in url or is_file:
         return url
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    rest = url.partition("://")[2]
+    place = re.split("[?#]", rest.removeprefix(login_of(parts.scheme, rest)))[0]
+    return f"{parts.scheme}://{place}"

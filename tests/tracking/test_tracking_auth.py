@@ -381,6 +381,8 @@ SECRET_ADDRESSES = {
         "https://ada:secret@mlflow.example",
         "https://a-token@mlflow.example",
         "postgresql://ada:secret@db.example/mlflow",
+        "postgresql://ada:se/c#r?et@db.example/mlflow",
+        "https://ada:se/c#r?et@mlflow.example",
         "https://${oc.env:USER}:secret@mlflow.example",
         "postgresql+psycopg2:///mlflow?host=/run/db&user=mlflow&password=secret",
         "postgresql://db.example/mlflow?sslpassword=secret",
@@ -403,14 +405,16 @@ PLAIN_ADDRESSES = [
 
 
 @pytest.mark.parametrize(
-    ("uri", "shown"),
+    ("uri", "login", "shown"),
     [
-        ("postgresql://ada:secret@db.example/mlflow?sslpassword=secret", "postgresql://db.example/mlflow"),
-        ("postgresql+psycopg2:///mlflow?host=/run/db&password=secret", "postgresql+psycopg2:///mlflow"),
-        ("sqlite:////home/a@b/mlflow.db?timeout=5", "sqlite:////home/a@b/mlflow.db?timeout=5"),
+        ("postgresql://{}db.example/mlflow?sslpassword=secret", "ada:secret@", "postgresql://db.example/mlflow"),
+        ("postgresql+psycopg2://{}/mlflow?host=/run/db&password=secret", "", "postgresql+psycopg2:///mlflow"),
+        ("postgresql://{}db.example/mlflow", "ada:se/c#r?et@", "postgresql://db.example/mlflow"),
+        ("sqlite:////home/a@b/mlflow.db?timeout=5{}", "", "sqlite:////home/a@b/mlflow.db?timeout=5"),
     ],
 )
-def test_a_message_about_a_store_has_its_address_without_user_and_password(uri: str, shown: str) -> None:
+def test_a_message_about_a_store_has_its_address_without_user_and_password(uri: str, login: str, shown: str) -> None:
     lines: list[str] = []
-    sender.discreet(lines.append, uri)(f"MLflow at {uri} cannot be used now ({urlsplit(uri).netloc} is down)")
-    assert lines == [f"MLflow at {shown} cannot be used now ({urlsplit(shown).netloc} is down)"]
+    report = sender.discreet(lines.append, uri.format(login))
+    report(f"MLflow at {uri.format(login)} cannot be used now ({login}db.example is down)")
+    assert lines == [f"MLflow at {shown} cannot be used now (db.example is down)"]

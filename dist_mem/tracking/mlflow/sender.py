@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 from dist_mem.config import TrackingConfig
 from dist_mem.errors import TakenOverError
+from dist_mem.runtime.addresses import login_of
 from dist_mem.runtime.files import fsync_path
 from dist_mem.tracking.log import EMPTIED, Entry, Log, LogReader, find_entries, is_superseded, read_entries
 from dist_mem.tracking.mlflow.client import brief, client_tags, is_refusal, what_to_set
@@ -262,9 +262,9 @@ class Delivery:
 
 def discreet(report: Callable[[str], None], uri: str) -> Callable[[str], None]:
     """Wrap `report` to remove the user, password and query of a URI, which would end up in log files."""
-    credentials, at, _ = urlsplit(uri).netloc.rpartition("@")
-    shown = without_credentials(uri)
-    return lambda text: report(text.replace(uri, shown).replace(credentials + at, ""))
+    scheme, _, rest = uri.partition("://")
+    login, shown = login_of(scheme, rest), without_credentials(uri)
+    return lambda text: report(text.replace(uri, shown).replace(login, "") if login else text.replace(uri, shown))
 
 
 class MlflowReader(Sink):
