@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
@@ -23,6 +24,7 @@ from dist_mem.config import save_config
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UnusableError
 from dist_mem.runtime.file_schema import read_json_lines, text
 from dist_mem.tracking.log import (
+    BODIES,
     FORMAT_VERSION,
     METRICS_FILE,
     Entry,
@@ -30,6 +32,7 @@ from dist_mem.tracking.log import (
     LogReader,
     last_point,
     new_uid,
+    read_entries,
     read_header,
     read_points,
     write_log,
@@ -38,10 +41,11 @@ from dist_mem.tracking.mlflow.client import connect
 from dist_mem.tracking.mlflow.database import file_of
 from dist_mem.tracking.mlflow.store import check_store, check_tracking, warn_of_folder
 from dist_mem.tracking.mlflow.sync import log_to_run
+from tests.support.damaged_logs import damage
 from tests.support.faults import remount, small_disk
 from tests.support.file_server import FileServer
 from tests.support.messages import refused, said
-from tests.support.tracked import config_for, job, start, track_sync
+from tests.support.tracked import config_for, job, start, steps, track_sync
 
 SECRET = "the user's secret"
 TOKEN = "the-users-token"
@@ -146,7 +150,18 @@ def test_only_files_inside_the_run_are_uploaded(tmp_path: Path, sqlite_uri: str,
     outside.mkdir()
     (outside / "secret.txt").write_text(SECRET)
     paths: list[Any] = ["link.txt", "folder/secret.txt", "../home/secret.txt", "a/../../home/secret.txt"]
-    paths += [str(outside / "secret.txt"), "whole", "folder", "missing.txt", "", ".", "own.txt", "inner.txt"]
+    paths += [
+        str(outside / "secret.txt"),
+        "whole",
+        "folder",
+        "missing.txt",
+        "",
+        ".",
+        "own.txt",
+        "inner.txt",
+        "a" * 256,
+        "\0",
+    ]
     run_dir = make_run(tmp_path / "run", sqlite_uri, *[("artifact", {"path": path}) for path in paths])
     (run_dir / "link.txt").symlink_to(outside / "secret.txt")
     (run_dir / "folder").symlink_to(outside)
@@ -294,6 +309,48 @@ def test_run_directory_that_cannot_be_used_is_2_and_the_file_is_named(
         with refused(UnusableError, path):
             start(config_for("http://mlflow.example", tracking={"send": "never"}), run_dir)
         assert open_files(run_dir) == []
+
+
+@pytest.fixture
+def whole_run(tmp_path: Path, sqlite_uri: str) -> Path:
+    """A run with entries of every kind, and an evaluation that is kept for MLflow; it has sent nothing."""
+    config = config_for(sqlite_uri, tracking={"send": "never"})
+    run_dir = tmp_path / "whole"
+    job(config, run_dir, steps(1, 5))
+    tracker = start(config, run_dir, first_step=3)
+    for step in (4, 5, 6):
+        tracker.log(step, {"loss": 2.0 / step})
+    (run_dir / "file.txt").write_text("a file")
+    tracker.log_artifact("file.txt")
+    tracker.log_text("a text", "a.txt")
+    tracker.log_params({"of_model": 3})
+    tracker.log_tags({"mine": "kept"})
+    tracker.log_datasets(
+        [{"name": "x", "digest": "0", "source": "/x", "context": "training", "profile": {"tokens": 3}}]
+    )
+    tracker.log_checkpoint(6, run_dir / "checkpoints")
+    tracker.close("FINISHED")
+    save_config(config, run_dir / "config.yaml")
+    log_to_run(config.tracking, run_dir=run_dir, step=6, metrics={"test/nll": 1.0}, files=[run_dir / "file.txt"])
+    return run_dir
+
+
+def test_what_this_program_writes_is_a_log_that_it_can_read(whole_run: Path, sqlite_uri: str, sync: Sync) -> None:
+    kinds = {entry.kind for entry in read_entries(whole_run / METRICS_FILE)}
+    assert kinds == BODIES.keys() - {"repeat", "system"}
+    assert sync(whole_run, sqlite_uri)[0] == EXIT_DONE
+
+
+def test_a_run_that_is_damaged_at_random_is_refused_or_sent(
+    tmp_path: Path, whole_run: Path, sqlite_uri: str, sync: Sync
+) -> None:
+    """No damage is an error of the machine, which would be tried again for ever."""
+    for seed in range(20):
+        run_dir = tmp_path / f"damaged-{seed}"
+        shutil.copytree(whole_run, run_dir)
+        what = damage(run_dir, seed)
+        code, printed = sync(run_dir, sqlite_uri)
+        assert code in (EXIT_DONE, EXIT_USAGE) and "Traceback" not in printed, f"seed {seed}: {what}: {printed}"
 
 
 def test_io_error_is_1(run_dir: Path, sqlite_uri: str, sync: Sync, monkeypatch: pytest.MonkeyPatch) -> None:

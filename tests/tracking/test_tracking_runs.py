@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow import environment_variables
+from mlflow.environment_variables import _EnvironmentVariable as Variable
 
 from dist_mem.config import ConfigError, save_config
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
@@ -316,6 +319,19 @@ def test_an_array_task_imports_no_mlflow_and_a_sync_sends_what_counts_once(
     assert {name for name, *_ in points_of(sent.client, sent.run_id)} == {"train/loss", "train/seconds"}
     assert sent.run.info.status == "FINISHED"
     assert "MLflow has everything already" in capsys.readouterr().out
+
+
+def test_variables_of_mlflow_that_are_set_to_empty_are_as_if_unset(sent: Sent, tmp_path: Path) -> None:
+    """All of them: MLflow reads most as numbers or booleans."""
+    names = [found.name for found in vars(environment_variables).values() if isinstance(found, Variable)]
+    empty = dict.fromkeys((name for name in names if name.startswith("MLFLOW_")), "")
+    assert len(empty) > 100
+    sent.job(steps(1, 3), tracking={"send": "never"})
+    save_config(sent.config(), sent.run_dir / "config.yaml")
+    command = [sys.executable, "-m", "dist_mem", "track", "sync", str(sent.run_dir), f"tracking.uri={sent.uri}"]
+    environment = {**os.environ, **empty, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=limit(120))
+    assert sent.losses() == steps(1, 3)
 
 
 def test_every_start_is_remembered_with_its_job(sent: Sent, monkeypatch: pytest.MonkeyPatch) -> None:

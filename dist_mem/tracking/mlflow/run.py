@@ -19,7 +19,7 @@ from urllib.parse import quote, urlencode
 from dist_mem.config import TrackingConfig
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.figures import is_figure, json_text
-from dist_mem.runtime.files import write_text
+from dist_mem.runtime.files import is_file, write_text
 from dist_mem.runtime.names import is_plain_path
 from dist_mem.tracking.log import METRICS_FILE, Entry, Header, LogError, read_header
 from dist_mem.tracking.mlflow.client import (
@@ -89,10 +89,10 @@ def target_of(tracking: TrackingConfig, run_dir: Path, header: Header, *, is_nam
     return Target(store_uri(tracking), run_dir, header._replace(experiment=experiment_of(tracking, header)), is_named)
 
 
-def file_inside(run_dir: Path, name: object) -> Path:
+def file_inside(run_dir: Path, name: str) -> Path:
     """Return the file `name` of a run directory. Raises LogError if it is no file, or outside by .. or a link."""
-    path = run_dir / name if isinstance(name, str) else run_dir
-    if not (path.is_file() and path.resolve().is_relative_to(run_dir.resolve())):
+    path = run_dir / name
+    if not (is_file(path) and path.resolve().is_relative_to(run_dir.resolve())):
         raise LogError(f"{name!a} is no file inside the run directory")
     return path
 
