@@ -14,6 +14,7 @@ from dist_mem.errors import UnusableError, run_error
 from dist_mem.runtime.distributed import World, gather_objects
 from dist_mem.runtime.environment import node_name
 from dist_mem.supervision.findings import MACHINE, Finding, Place, Remark, fail, ok, warning
+from dist_mem.tracking.mlflow.database import ForeignError
 from dist_mem.tracking.mlflow.store import check_tracking, choose_sending, store_uri, was_tracked
 from dist_mem.tracking.provenance import without_credentials
 
@@ -133,7 +134,8 @@ def _check_mlflow(config: Config, *, is_thorough: bool) -> Iterator[Remark]:
     except UnusableError as error:
         problem, _, fix = str(error).partition("; ")
         # A run that MLflow has accepted before continues, as when a token is revoked during a run: its data are kept.
-        level = warning if was_tracked(Path(config.run_dir)) else fail
+        is_known = was_tracked(Path(config.run_dir)) and not isinstance(error, ForeignError)
+        level = warning if is_known else fail
         yield level("MLflow", problem, fix or "tracking.send=never goes without it")
         return
     if silence and is_thorough:

@@ -253,6 +253,19 @@ def test_a_wrong_address_of_mlflow_is_a_failure_that_no_restart_repairs(config: 
     assert error.startswith("UnusableError") and "tracking.uri" in error and "kind 'ftp'" in error
 
 
+def test_a_file_of_another_program_is_a_failure_also_of_a_run_that_mlflow_has_accepted(
+    tmp_path: Path, config: Path, rank_pool: Pool
+) -> None:
+    """Of other refusals such a run is warned: its data are kept. This one would write into somebody else's file."""
+    (tmp_path / "app.db").write_text("# notes")
+    run_dir = tmp_path / "accepted"
+    run_dir.mkdir()
+    (run_dir / "mlflow_run_id").write_text("0" * 32)
+    changes = ["tracking.mlflow=true", f"tracking.uri=sqlite:///{tmp_path}/app.db", f"run_dir={run_dir}"]
+    (error,) = rank_pool(1).run(_preflight, config, [changes])
+    assert error.startswith("UnusableError") and "app.db is no MLflow database" in error
+
+
 def _fail_to_read(world: World, config_file: Path, code: int) -> str | list[str]:
     def fail(config: object) -> None:
         raise OSError(code, "reading failed", "books/train/index.json")
