@@ -96,10 +96,8 @@ def run(
             raise run_error(error) from error
         if registration is None:
             return _export(trained, path, out, layout)
-        checkpoint_of = trained.checkpoint
-        opened = open_run(
-            trained.config.tracking, checkpoint_of.run_dir, _mlflow_run(checkpoint_of), registration, overrides
-        )
+        run_id = _mlflow_run(trained.checkpoint)
+        opened = open_run(trained.config.tracking, trained.checkpoint.run_dir, run_id, registration, overrides)
         code = _export(trained, path, out, layout)
         if code == EXIT_DONE:
             address = log_export(opened, out, registration, step=trained.checkpoint.manifest["step"])

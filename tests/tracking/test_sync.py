@@ -341,6 +341,14 @@ def test_what_this_program_writes_is_a_log_that_it_can_read(whole_run: Path, sql
     assert sync(whole_run, sqlite_uri)[0] == EXIT_DONE
 
 
+def test_an_evaluation_of_another_run_is_refused(whole_run: Path, sqlite_uri: str, sync: Sync) -> None:
+    (path,) = (whole_run / "mlflow").iterdir()
+    write_log(path, Header(new_uid(), "theirs", None), [*read_entries(path)])
+    code, printed = sync(whole_run, sqlite_uri)
+    assert code == EXIT_USAGE and path.exists()
+    said(printed, f"error: {whole_run}: {path}")
+
+
 def test_a_run_that_is_damaged_at_random_is_refused_or_sent(
     tmp_path: Path, whole_run: Path, sqlite_uri: str, sync: Sync
 ) -> None:

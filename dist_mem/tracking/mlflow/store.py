@@ -103,8 +103,8 @@ def check_place(uri: str, place: str | None, *, is_named: bool) -> None:
     """
     from mlflow.utils.file_utils import local_file_uri_to_path
 
-    is_local = urlsplit(place or "").scheme in ("", "file")
-    is_here = is_local and Path(local_file_uri_to_path(place or "")).resolve().is_relative_to(Path.cwd())
+    is_on_disk = urlsplit(place or "").scheme in ("", "file")
+    is_here = is_on_disk and Path(local_file_uri_to_path(place or "")).resolve().is_relative_to(Path.cwd())
     if not (is_named or is_here):
         raise UnusableError(
             f"MLflow at {uri} keeps its files at {without_credentials(place or '')}, which is outside of the working "

@@ -164,11 +164,13 @@ def send_log(
     if not log.exists():
         raise UnusableError(f"{log} is missing: the run has recorded nothing")
     check_named(tracking, run_dir, is_named=is_named)
-    kept = sorted(run_dir.glob(_EVALUATIONS))
+    header, kept = read_header(log), sorted(run_dir.glob(_EVALUATIONS))
     for path in (log, *kept):
         with suppress(FileNotFoundError):  # another process has sent it
             check_log(path)
-    target = target_of(tracking, run_dir, read_header(log), is_named=is_named)
+            if read_header(path).uid != header.uid:
+                raise LogError(f"{path} is an evaluation of another run than {log}: move it away")
+    target = target_of(tracking, run_dir, header, is_named=is_named)
     sender = Sender(target, log, report=discreet(report, target.uri))
     sender.send()
     for path in kept:
