@@ -25,7 +25,8 @@ from dist_mem.__main__ import main
 from dist_mem.errors import UnfitError, UnusableError
 from dist_mem.evaluation.export import run as export
 from dist_mem.runtime.network_interface import free_port
-from dist_mem.tracking.mlflow.store import RUN_ID_FILE
+from dist_mem.tracking.log import METRICS_FILE, read_header
+from dist_mem.tracking.mlflow.store import RUN_ID_FILE, UID_TAG
 from tests.support.jobs import train_here
 from tests.support.limits import limit, wait_until
 from tests.support.messages import refused, said
@@ -192,7 +193,8 @@ def test_a_model_without_all_files_is_not_registered_and_the_export_stays(
     (tmp_path / "file").touch()  # where the store would need a folder
     experiment = client.create_experiment("full", artifact_location=(tmp_path / "file" / "artifacts").as_uri())
     run = shutil.copytree(tracked_run, tmp_path / "run")
-    (run / RUN_ID_FILE).write_text(client.create_run(experiment).info.run_id + "\n")
+    tags = {UID_TAG: read_header(run / METRICS_FILE).uid}
+    (run / RUN_ID_FILE).write_text(client.create_run(experiment, tags=tags).info.run_id + "\n")
     out = tmp_path / "out"
     register = ["--mlflow", "--register", "torn", "--alias", "champion"]
     assert main(["export", str(run), f"tracking.uri={sqlite_uri}", "--out", str(out), *register]) == 1
