@@ -6,13 +6,13 @@ it has, the table and the means, is sent whole at the end of every call.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dist_mem.config import TrackingConfig
+from dist_mem.runtime.figures import json_text
 from dist_mem.tracking.log import Entry, Header, new_uid, read_header, write_log
 from dist_mem.tracking.mlflow.run import MlflowRun, target_of
 from dist_mem.tracking.mlflow.sender import discreet
@@ -53,7 +53,7 @@ class ParentRun:
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables for the processes of its children."""
-        return {CONTEXT: json.dumps({"mlflow.parentRunId": self.run_id})}
+        return {CONTEXT: json_text({"mlflow.parentRunId": self.run_id})}
 
     def close(
         self, means: Mapping[str, float], files: Sequence[Path], children: Sequence[Path], *, status: str

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, urlencode
 
 from dist_mem.config import TrackingConfig
-from dist_mem.errors import UnusableError
 from dist_mem.runtime.figures import is_figure, json_text
 from dist_mem.runtime.files import is_file, write_text
 from dist_mem.runtime.names import is_plain_path
