@@ -33,7 +33,14 @@ _TYPE_WORDS = {
     list: "a list",
     dict: "a block",
 }
-_MANY_TYPE_WORDS = {int: "integers", float: "numbers", bool: "true or false", str: "texts"}
+_MANY_TYPE_WORDS = {
+    int: "integers",
+    float: "numbers",
+    bool: "true or false",
+    str: "texts",
+    list: "lists",
+    Any: "values",
+}
 
 
 class Problem(NamedTuple):
@@ -269,9 +276,10 @@ def describe_type(schema: Any) -> str:
     """Describe a schema in words, `an integer or null`."""
     inner = _without_none(schema)
     item = item_schema(inner)
-    words = (
-        f"a list of {_MANY_TYPE_WORDS.get(item, 'blocks')}" if item is not None else _TYPE_WORDS.get(inner, str(inner))
-    )
+    if item is not None:
+        words = f"a list of {_MANY_TYPE_WORDS.get(get_origin(item) or item, 'blocks')}"
+    else:
+        words = _TYPE_WORDS.get(get_origin(inner) or inner, str(inner))
     return f"{words} or null" if is_optional(schema) else words
 
 

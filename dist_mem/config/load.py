@@ -15,7 +15,6 @@ from typing import Any, cast, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from dist_mem.config import deepspeed_keys
 from dist_mem.config.check import (
@@ -30,12 +29,22 @@ from dist_mem.config.check import (
     stop_on,
 )
 from dist_mem.config.constraints import check_together
+from dist_mem.config.documents import read_document
 from dist_mem.config.environment_values import from_environment, hide_all, watch_environment
 from dist_mem.config.keys import check_values, find_key, is_path, with_homes
 from dist_mem.config.schema import Config
-from dist_mem.config.sources import COMMAND_LINE, Source, merge, merge_source, plain_block, read_sources, resolve
+from dist_mem.config.sources import (
+    COMMAND_LINE,
+    Source,
+    merge,
+    merge_source,
+    plain_block,
+    read_sources,
+    resolve,
+    unresolvable,
+)
 from dist_mem.config.text_checks import check_credentials, check_given, check_texts
-from dist_mem.config.values import Letters, dump, parse, settled, typed
+from dist_mem.config.values import Letters, dump, settled, typed
 from dist_mem.runtime.files import write_text
 
 COMMAND_LINE_ONLY = ("eval.allow_code",)  # no file may permit the execution of foreign code
@@ -73,12 +82,14 @@ def load_config(
     """
     watch_environment()
     sources = read_sources(arguments)
-    stop_on([problem._replace(where=source.where) for source in sources for problem in _check_source(source)])
+    stop_on(
+        [problem._replace(where=source.place(problem.key)) for source in sources for problem in _check_source(source)]
+    )
     tree = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(Config)))
     origins: dict[str, str] = {}
     for source in sources:
         tree = merge_source(tree, source)
-        origins.update(dict.fromkeys(flatten(source.tree), source.where))
+        origins.update((key, source.place(key)) for key in flatten(source.tree))
     tree["deepspeed"] = deepspeed_keys.without_defaults(tree["deepspeed"])
     config = cast(Config, OmegaConf.merge(OmegaConf.structured(Config(memory={}, deepspeed={})), settled(tree)))
     try:
@@ -200,15 +211,16 @@ def read_block(schema: type, path: Path, settle: Callable[[Any], Any] = settled)
         settle: gives the `Letters` of keys without a type their values.
 
     Raises:
-        ConfigError: the file cannot be read, or does not fit the dataclass.
+        RunError: the file cannot be read, or does not fit the dataclass.
     """
-    try:
-        tree = settle(typed(schema, parse(path.read_bytes()) or {}))
-        found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), tree))
-    except (OmegaConfBaseException, YAMLError, RecursionError, ValueError) as error:
-        raise ConfigError([Problem("", str(error).splitlines()[0], str(path))]) from error
-    stop_on([problem._replace(where=str(path)) for problem in check_tree(schema, tree)])
-    return found
+    document = read_document(path)
+    with document.placing():
+        tree = settle(typed(schema, document.tree))
+        stop_on([*check_tree(schema, tree), *check_given(tree)])
+        try:
+            return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), tree))
+        except OmegaConfBaseException as error:
+            raise ConfigError([unresolvable(error)]) from None
 
 
 def deepspeed_block(config: Config) -> dict[str, Any]:

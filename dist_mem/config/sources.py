@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from dist_mem.config.check import (
     ConfigError,
@@ -30,18 +30,16 @@ from dist_mem.config.check import (
     stop_on,
 )
 from dist_mem.config.deepspeed_keys import NULLABLE, PATHS
+from dist_mem.config.documents import UNREADABLE, Document, place_of, placed, read_document
 from dist_mem.config.keys import find_key, is_path, with_homes
 from dist_mem.config.memory_blocks import DEFAULT, PER_BLOCK, as_block, is_key, is_per_block
 from dist_mem.config.schema import Config
-from dist_mem.config.values import Letters, as_override, parse, parse_json, settled, typed, yaml_error
-from dist_mem.errors import run_error
+from dist_mem.config.values import Letters, as_override, settled, typed, yaml_error
 from dist_mem.runtime.environment import as_submitted
 from dist_mem.runtime.files import at_home, is_dir, is_file
 from dist_mem.runtime.shipped import say_where_from, shipped_path
 
 COMMAND_LINE = "command line"
-# Raised by YAML, JSON and OmegaConf. ValueError: numbers of over 4,300 digits, invalid UTF-8.
-_UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError)
 _SUFFIXES = (".yaml", ".yml", ".json")
 _TYPES = {**(fields_of(Config) or {}), "deepspeed": NULLABLE}
 
@@ -51,7 +49,12 @@ class Source(NamedTuple):
 
     tree: dict[str, Any]  # options of memories are `Letters`, as their types depend on the kind; all else is typed
     where: str  # the file, or COMMAND_LINE
+    lines: Mapping[str, int] = MappingProxyType({})  # full key -> its line in the file
     is_whole_deepspeed: bool = False  # a ds_config.json, which replaces the block instead of merging into it
+
+    def place(self, key: str) -> str:
+        """Return the file with the line of a key, or `command line`."""
+        return place_of(key, self.where, self.lines)
 
 
 def read_sources(arguments: Sequence[str]) -> list[Source]:
@@ -66,19 +69,24 @@ def read_sources(arguments: Sequence[str]) -> list[Source]:
     overrides = [text for text, override in zip(arguments, is_override, strict=True) if override]
     folders = [Path(), *([Path(names[0]).parent] if names else []), Path("configs")]
     paths = [find_file(name, folders) for name in names]
-    sources = [Source(_read_yaml(path), str(path)) for path in paths]
+    sources = [_source(read_document(path)) for path in paths]
     sources.append(Source(_read_overrides(overrides), COMMAND_LINE))
     sources = [source._replace(tree=_with_memory_block(source.tree)) for source in sources]
     return [part for source in sources for part in _with_deepspeed_file(source)]
+
+
+def _source(document: Document) -> Source:
+    with document.placing():
+        return Source(_typed(document.tree), str(document.path), document.lines)
 
 
 def read_saved(path: Path) -> dict[str, Any]:
     """Return the tree of a run's config.yaml, unresolved, without checking it.
 
     Raises:
-        ConfigError: it cannot be read, or is not YAML.
+        RunError: as `read_document`.
     """
-    return cast(dict[str, Any], settled(_with_memory_block(_read_yaml(path))))
+    return cast(dict[str, Any], settled(_with_memory_block(_source(read_document(path)).tree)))
 
 
 def _with_memory_block(tree: dict[str, Any]) -> dict[str, Any]:
@@ -93,14 +101,11 @@ def _plain(tree: dict[str, Any]) -> dict[str, Any]:
     return cast(dict[str, Any], with_homes(plain, _is_path))
 
 
-def _typed(tree: Any, where: str) -> dict[str, Any]:
+def _typed(tree: Any) -> dict[str, Any]:
     """Return a tree of `parse` with the types of the schema; unknown keys and options of memories stay `Letters`."""
-    try:
-        found: dict[str, Any] = typed(_TYPES, tree)
-        if "memory" in found:
-            found["memory"] = _with_blocks(found["memory"], "memory")
-    except ConfigError as error:
-        raise ConfigError([problem._replace(where=where) for problem in error.problems]) from None
+    found: dict[str, Any] = typed(_TYPES, tree)
+    if "memory" in found:
+        found["memory"] = _with_blocks(found["memory"], "memory")
     return found
 
 
@@ -162,29 +167,6 @@ def _same_name(name: str, paths: Sequence[Path]) -> str | None:
     return next((str(path) for path in paths if path.stem == stem), None)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    return _typed(_parsed(path), str(path))
-
-
-def _parsed(path: Path) -> dict[str, Any]:
-    form = "JSON" if path.suffix == ".json" else "YAML"
-    try:
-        content = as_submitted(path).read_bytes()
-        tree = parse(content) if form == "YAML" else parse_json(content)
-        tree = {} if tree is None else tree
-        OmegaConf.create(settled(tree))  # parses the interpolations
-    except ConfigError as error:
-        raise ConfigError([problem._replace(where=str(path)) for problem in error.problems]) from None
-    except OSError as error:
-        raise run_error(error, f"{path} cannot be read: {error.strerror}") from error
-    except _UNREADABLE as error:
-        raise ConfigError([Problem("", f"cannot be read as {form}: {yaml_error(error)}", str(path))]) from error
-    if not isinstance(tree, dict):
-        holds = "a list" if isinstance(tree, list) else "a text"
-        raise ConfigError([Problem("", f"must hold keys and values, but holds {holds}", str(path))])
-    return tree
-
-
 def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     """Return the tree of `a.b=c` texts: the letters after `=` are the value.
 
@@ -204,10 +186,11 @@ def _read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         branch: Any = as_override(text)
         for name in reversed(names):
             branch = {name: branch}
-        branch = _typed(branch, COMMAND_LINE)
+        with placed(lambda key: COMMAND_LINE):
+            branch = _typed(branch)
         try:
             OmegaConf.create(settled(branch))  # parses the interpolations
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             problem = f"{shown(text)} cannot be read as a value: {yaml_error(error)}"
             raise ConfigError([Problem(key, problem, COMMAND_LINE)]) from error
         tree = merge(tree, branch)
@@ -232,14 +215,9 @@ def _with_deepspeed_file(source: Source) -> list[Source]:
         path = find_file(name, folders)
     except ConfigError as error:
         raise ConfigError([Problem("deepspeed", f"{name}: {error.problems[0].text}", source.where)]) from error
-    try:
-        block = _plain(_typed({"deepspeed": _parsed(path)}, str(path)))
-    except ConfigError as error:
-        raise ConfigError(
-            [each._replace(key=each.key and join("deepspeed", each.key)) for each in error.problems]
-        ) from error
+    block = _source(read_document(path).inside("deepspeed"))
     rest = {key: child for key, child in source.tree.items() if key != "deepspeed"}
-    return [Source(rest, source.where), Source(block, str(path), is_whole_deepspeed=True)]
+    return [source._replace(tree=rest), block._replace(tree=_plain(block.tree), is_whole_deepspeed=True)]
 
 
 def merge_source(tree: dict[str, Any], source: Source) -> dict[str, Any]:
@@ -253,10 +231,8 @@ def merge_source(tree: dict[str, Any], source: Source) -> dict[str, Any]:
         tree = {**tree, "memory": _same_kind(tree["memory"], new["memory"])}
     if source.is_whole_deepspeed:
         tree = {**tree, "deepspeed": {}}
-    try:
+    with placed(source.place):
         return merge(tree, new) if new else tree
-    except ConfigError as error:
-        raise ConfigError([problem._replace(where=source.where) for problem in error.problems]) from None
 
 
 def _same_kind(old: Any, new: Mapping[str, Any]) -> Any:
@@ -313,8 +289,7 @@ def resolve(config: Config) -> dict[str, Any]:
     try:
         found = plain_block(config)
     except OmegaConfBaseException as error:
-        key = error.full_key or _unresolvable(config)
-        raise ConfigError([Problem(key, f"cannot be resolved: {_reason(error)}")]) from None
+        raise ConfigError([unresolvable(error, config)]) from None
     stop_on(_misread(config, found))
     return found
 
@@ -336,7 +311,15 @@ def _misread(config: Config, resolved: Mapping[str, Any]) -> Iterator[Problem]:
             )
 
 
-def _unresolvable(config: Config) -> str:
+def unresolvable(error: OmegaConfBaseException, config: Config | None = None) -> Problem:
+    """Return the problem of a value that OmegaConf cannot give, of a configuration or of another file."""
+    key = error.full_key or ("" if config is None else _first_unresolvable(config))
+    if isinstance(error, MissingMandatoryValue):
+        return Problem(key, "is missing: give it")
+    return Problem(key, f"cannot be resolved: {_reason(error)}")
+
+
+def _first_unresolvable(config: Config) -> str:
     """Return the first key that cannot be resolved; OmegaConf names no key inside lists and blocks."""
     for key, written in flatten(OmegaConf.to_container(config, resolve=False)).items():
         try:
@@ -349,6 +332,8 @@ def _unresolvable(config: Config) -> str:
 def _reason(error: OmegaConfBaseException) -> str:
     """Return OmegaConf's message without the value, which may be a secret from the environment."""
     message = str(error.msg or error)
+    if named := re.search(r"Interpolation key '([A-Z_][A-Z0-9_]*)' not found", message):
+        return f"no key is called {named[1]}; of the environment, write ${{oc.env:{named[1]}}}"
     if missing := re.search(r"Environment variable '(\w+)' not found", message):
         return f"the environment variable {missing[1]} is not set; set it, or write ${{oc.env:{missing[1]},default}}"
     return re.sub(

@@ -18,7 +18,8 @@ from __future__ import annotations
 import json
 import re
 import types
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, ClassVar, Union, get_args, get_origin
 
@@ -36,6 +37,8 @@ _NUMBER = re.compile(
 _LIKE_NUMBER = re.compile(r"[-+]?\.?[0-9]")  # what begins so is a number to some parser
 _PLAIN = "tag:dist_mem,plain"
 _TEXT, _MERGE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
+_MOST_PARTS = 100_000  # of a document: its keys and values, and as one more each 100 characters of a text
+_MOST_DEPTH = 100
 
 
 class Letters(str):
@@ -63,10 +66,9 @@ class _Loader(yaml.SafeLoader):
         return super().resolve(kind, value, implicit)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        names = [name.value for name, _ in node.value if name.tag in (_PLAIN, _TEXT)]
-        if twice := [name for name in names if names.count(name) > 1]:
+        if twice := _given_twice(name.value for name, _ in node.value if name.tag in (_PLAIN, _TEXT)):
             raise yaml.constructor.ConstructorError(
-                "while constructing a mapping", node.start_mark, f"found duplicate key {twice[0]}", node.start_mark
+                "while constructing a mapping", node.start_mark, f"found duplicate key {twice}", node.start_mark
             )
         pairs = super().construct_mapping(node, deep=deep)
         return {str(name) if isinstance(name, str) else name: child for name, child in pairs.items()}
@@ -88,42 +90,94 @@ class _OverrideLoader(_Loader):
             self.allow_simple_key = self.allow_simple_key or not self.flow_level
 
 
-def parse(text: str | bytes) -> Any:
-    """Return the tree of a YAML text, with `Letters`. Raises YAMLError, ValueError or RecursionError."""
+def _given_twice(names: Iterable[str]) -> str | None:
+    return next((name for name, times in Counter(names).items() if times > 1), None)
+
+
+def parse(text: str | bytes) -> tuple[Any, dict[str, int]]:
+    """Return the tree of a YAML text, with `Letters`, and the line of every key. Raises as `_load`."""
     return _load(_Loader(text))
 
 
-def _load(loader: _Loader) -> Any:
-    """Return what a loader reads. It is a SafeLoader: no tag makes an object of Python."""
+def _load(loader: _Loader) -> tuple[Any, dict[str, int]]:
+    """Return what a loader reads. It is a SafeLoader: no tag makes an object of Python.
+
+    Raises:
+        YAMLError, ValueError or RecursionError: it is not YAML, or larger than the limits.
+    """
     try:
-        return loader.get_single_data()
+        node = loader.get_single_node()
+        if node is None:
+            return None, {}
+        if fault := _too_large(node):
+            raise yaml.constructor.ConstructorError(None, None, fault, node.start_mark)
+        return loader.construct_document(node), dict(_lines(node, ""))
     finally:
         loader.dispose()
+
+
+def _lines(node: yaml.Node, key: str) -> Iterator[tuple[str, int]]:
+    """Yield the full key of every value with its line. An alias has the lines of what it repeats."""
+    if key:
+        yield key, node.start_mark.line + 1
+    if isinstance(node, yaml.SequenceNode):
+        for index, child in enumerate(node.value):
+            yield from _lines(child, f"{key}[{index}]")
+    elif isinstance(node, yaml.MappingNode):
+        for name, child in node.value:
+            yield from _lines(child, join(key, name.value))
+
+
+def _too_large(tree: Any) -> str | None:
+    """Return why a tree, of YAML's nodes or plain, is refused before anything walks it; None if it is not.
+
+    Parts that an alias repeats count each time: a walk visits them each time. Each is looked at once.
+    """
+    extents: dict[int, tuple[int, int]] = {}
+
+    def extent(part: Any) -> tuple[int, int]:
+        """Return parts and depth."""
+        content = part.value if isinstance(part, yaml.Node) else part
+        if not isinstance(content, list | Mapping):
+            return 1 + len(content) // 100 if isinstance(content, str) else 1, 1
+        if id(part) not in extents:
+            extents[id(part)] = (_MOST_PARTS + 1, 1)  # until it is known: for an alias of what it stands in
+            pairs = content.items() if isinstance(content, Mapping) else content
+            inside = [extent(each) for pair in pairs for each in (pair if isinstance(pair, tuple) else (pair,))]
+            extents[id(part)] = (1 + sum(num for num, _ in inside), 1 + max((depth for _, depth in inside), default=0))
+        return extents[id(part)]
+
+    num_parts, depth = extent(tree)
+    if depth > _MOST_DEPTH:
+        return "it is nested too deeply"
+    most = f"it has more than {_MOST_PARTS:,} parts, where an alias counts as all that it repeats"
+    return most if num_parts > _MOST_PARTS else None
 
 
 def parse_json(text: bytes) -> Any:
     """Return the tree of a JSON text, with its numbers as `Letters`.
 
     Raises:
-        ConfigError: a key is given twice.
-        ValueError or RecursionError: it is not JSON.
+        ValueError or RecursionError: it is not JSON, gives a key twice, or is larger than the limits.
     """
 
     def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ConfigError([Problem(twice[0], "is given twice")])
+        if twice := _given_twice(name for name, _ in pairs):
+            raise ValueError(f"found duplicate key {twice}")
         return dict(pairs)
 
-    return json.loads(
+    tree = json.loads(
         text, object_pairs_hook=refuse_duplicates, parse_int=Letters, parse_float=Letters, parse_constant=Letters
     )
+    if fault := _too_large(tree):
+        raise ValueError(fault)
+    return tree
 
 
 def as_override(text: str) -> str:
     """Return the value of an override: its letters, or the text inside if all of it stands in quotes, as in a file."""
     if text[:1] in ("'", '"'):
-        with suppress(yaml.YAMLError):
+        with suppress(yaml.YAMLError, RecursionError, ValueError):
             node = yaml.compose(text)
             if isinstance(node, yaml.ScalarNode) and node.style == text[0] and node.end_mark.index == len(text):
                 return str(node.value)
@@ -136,7 +190,7 @@ def opened(letters: Letters) -> Any:
     Raises:
         YAMLError: they are not YAML.
     """
-    found = letters if is_lone_interpolation(letters) else _load(_OverrideLoader(letters))
+    found = letters if is_lone_interpolation(letters) else _load(_OverrideLoader(letters))[0]
     return found if isinstance(found, list | Mapping) else letters
 
 

@@ -183,7 +183,12 @@ def test_all_problems_are_reported_at_once_each_with_its_file(tmp_path: Path) ->
     second = write(tmp_path / "second.yaml", "optimizer: {groups: [{param_regex: u, Lr: 1}]}")
     with refused(ConfigError) as caught:
         load_config([first, second, "dat.path=x"])
-    assert [str(problem.where) for problem in caught.value.problems] == [first, first, second, "command line"]
+    assert [str(problem.where) for problem in caught.value.problems] == [
+        f"{first}:1",
+        f"{first}:2",
+        f"{second}:1",
+        "command line",
+    ]
 
 
 def test_a_value_out_of_range_is_reported_with_the_file_that_set_it_last(tmp_path: Path) -> None:
@@ -250,10 +255,11 @@ def test_deepspeed_file_replaces_the_block_and_a_block_merges(tmp_path: Path) ->
 
 
 def test_problem_in_a_deepspeed_file_names_that_file(tmp_path: Path) -> None:
-    for text, key in (
-        ('{"data_types": {"buffer": "fp32"}}', "data_types.buffer"),
+    wrong = str(tmp_path / "ds.json")
+    for text, named in (
+        ('{"data_types": {"buffer": "fp32"}}', f"{wrong}: deepspeed.data_types.buffer"),
         ('{"dump_state": true, "dump_state": false}', "dump_state"),
     ):
-        wrong = write(tmp_path / "ds.json", text)
-        with refused(ConfigError, f"{wrong}: deepspeed.{key}"):
+        write(Path(wrong), text)
+        with refused(ConfigError, wrong, named):
             load_config([STEPS, f"deepspeed={wrong}"])

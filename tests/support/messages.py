@@ -36,6 +36,7 @@ _VARYING = [  # what no two runs have in common
     (re.compile(r" {2,}"), "  "),  # columns, as wide as the longest name
     (re.compile(r"tfevents\.\d+"), "tfevents.<time>"),
 ]
+_LINE = re.compile(r"(?<=\.yaml):\d+(?=: )")  # in a file that a test writes; tests/config/test_documents.py checks it
 _heard: dict[str, set[str]] = {}
 
 
@@ -62,6 +63,7 @@ known = cache(read)
 
 def said(text: str, *named: object) -> None:
     """Assert that a text names all these, and that it is one of the messages that are known of this test."""
+    text = _LINE.sub("", text)
     for each in named:
         assert str(each) in text, f"{each} is not named in: {text}"
     name = function_of(os.environ["PYTEST_CURRENT_TEST"].rpartition(" (")[0])
@@ -74,7 +76,7 @@ def said(text: str, *named: object) -> None:
 
 def said_line(code: int, printed: str, *named: object) -> None:
     """Assert the same of the one line that names all these, of what a program prints that ends with this code."""
-    lines = {line for line in printed.splitlines() if all(str(each) in line for each in named)}
+    lines = {line for line in _LINE.sub("", printed).splitlines() if all(str(each) in line for each in named)}
     assert len(lines) == 1, f"{len(lines)} lines name {named} in: {printed}"
     said(f"exit code {code}: {lines.pop()}")
 
