@@ -13,7 +13,8 @@ from dist_mem.config.check import nearest, shown
 from dist_mem.config.keys import SEED, STEPS
 from dist_mem.config.load import known_keys
 from dist_mem.config.other_names import OTHER_NAMES
-from dist_mem.runtime.files import at_home, check_replaceable, home_fault, is_dir
+from dist_mem.runtime.files import at_home, check_replaceable, is_dir, unexpanded
+from dist_mem.runtime.names import PLAIN, is_plain
 
 MODEL = "a run directory, one checkpoint in it, or an export"  # in the help of commands
 
@@ -103,7 +104,7 @@ def count(text: str, *, least: int = 1, most: int = _MAX_COUNT) -> int:
 def place(text: str) -> str:
     """Parse a path or an address: a leading `~` is the home directory."""
     found = at_home(text)
-    if fault := home_fault(found):
+    if fault := unexpanded(found):
         raise argparse.ArgumentTypeError(f"{shown(text)}: {fault}")
     return found
 
@@ -124,8 +125,8 @@ def step(text: str) -> int:
 
 def split(text: str) -> str:
     """Parse the name of a split, which is the name of one folder."""
-    if not text or "/" in text or text in (".", ".."):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not the name of a split: give one, for example test")
+    if not is_plain(text):
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not the name of a split, {PLAIN}: give one, as test")
     return text
 
 

@@ -60,10 +60,17 @@ class Metadata:
     at_most: float | None = None
     choices: tuple[str, ...] = ()
     is_path: bool = False  # a path or an address, in which a leading `~` is the home directory
-    in_path: bool = False  # a name in a path
-    is_store: bool = False  # a path or an address of MLflow's, which tracking/stores.py checks; `~` as in a path
+    is_expanded: bool = False  # of a path: the shell of the job expands $NAME in it
+    in_path: bool = False  # a plain name in a path: runtime/names.py
+    may_nest: bool = False  # of such a name: it may be several, joined by /
+    is_store: bool = False  # a path or an address of MLflow's, which tracking/mlflow/store.py checks; `~` as in a path
     may_be_empty: bool = False
     resume: Rule | None = None  # None: that of its block
+
+    @property
+    def is_place(self) -> bool:
+        """Whether the key is a path, of dist_mem or of MLflow."""
+        return self.is_path or self.is_store
 
     def limits(self, *words: str) -> list[str]:
         """Return the limits as text.
@@ -140,7 +147,7 @@ def find_key(schema: type, name: str) -> Key | None:
 def is_path(schema: type, name: str) -> bool:
     """Return whether a key of this name is a path, of MLflow or of another program."""
     found = find_key(schema, name)
-    return found is not None and (found.metadata.is_path or found.metadata.is_store)
+    return found is not None and found.metadata.is_place
 
 
 def with_homes(tree: Any, chooses: Callable[[str], bool], name: str = "") -> Any:

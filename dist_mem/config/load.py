@@ -24,6 +24,7 @@ from dist_mem.config.check import (
     check_tree,
     flatten,
     is_interpolation,
+    join,
     located,
     shown,
     stop_on,
@@ -31,7 +32,7 @@ from dist_mem.config.check import (
 from dist_mem.config.constraints import check_together
 from dist_mem.config.documents import read_document
 from dist_mem.config.environment_values import from_environment, hide_all, watch_environment
-from dist_mem.config.keys import check_values, find_key, is_path, with_homes
+from dist_mem.config.keys import Key, check_values, find_key, is_path, with_homes
 from dist_mem.config.schema import Config
 from dist_mem.config.sources import (
     COMMAND_LINE,
@@ -200,7 +201,9 @@ def merge_checked(schema: type, node: Mapping[str, Any], where: str) -> DictConf
     """
     tree = with_homes(settled(typed(schema, plain_block(node), where)), lambda key: is_path(schema, key))
     stop_on(check_tree(schema, tree, key=where, everywhere=known_keys()))
-    stop_on(check_values(schema, tree, where))
+    paths = {key: value for key, value in flatten(tree).items() if is_path(schema, key)}
+    of_paths = check_texts(paths, lambda key: cast(Key, find_key(schema, key)).metadata)
+    stop_on([*check_values(schema, tree, where), *(each._replace(key=join(where, each.key)) for each in of_paths)])
     return cast(DictConfig, OmegaConf.merge(OmegaConf.structured(schema), tree))
 
 

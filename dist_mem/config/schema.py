@@ -263,7 +263,9 @@ class WatchdogConfig:
 
 @dataclass
 class Config:
-    name: str = key("run", in_path=True, resume=FREE)  # name of the run directory, and of the run in MLflow
+    name: str = key(
+        "run", in_path=True, may_nest=True, resume=FREE
+    )  # name of the run directory, and of the run in MLflow
     # folder of checkpoints, config.yaml and metrics.jsonl
     run_dir: str = key("runs/${name}", is_path=True, resume=FREE)
     # auto | never | a step | a path: the checkpoint to resume from, see docs/howto/resume.md

@@ -29,11 +29,12 @@ from dist_mem.config.check import (
     shown,
     stop_on,
 )
-from dist_mem.config.deepspeed_keys import NULLABLE, PATHS
+from dist_mem.config.deepspeed_keys import NULLABLE
 from dist_mem.config.documents import UNREADABLE, Document, place_of, placed, read_document
-from dist_mem.config.keys import find_key, is_path, with_homes
+from dist_mem.config.keys import find_key, with_homes
 from dist_mem.config.memory_blocks import DEFAULT, PER_BLOCK, as_block, is_key, is_per_block
 from dist_mem.config.schema import Config
+from dist_mem.config.text_checks import metadata_of
 from dist_mem.config.values import Letters, as_override, settled, typed, yaml_error
 from dist_mem.runtime.environment import as_submitted
 from dist_mem.runtime.files import at_home, is_dir, is_file
@@ -98,7 +99,7 @@ def _with_memory_block(tree: dict[str, Any]) -> dict[str, Any]:
 def _plain(tree: dict[str, Any]) -> dict[str, Any]:
     """Return a typed tree in which only the options of memories are `Letters`, and no path begins with `~`."""
     plain = {name: child if name == "memory" else settled(child) for name, child in tree.items()}
-    return cast(dict[str, Any], with_homes(plain, _is_path))
+    return cast(dict[str, Any], with_homes(plain, lambda key: metadata_of(key).is_place))
 
 
 def _typed(tree: Any) -> dict[str, Any]:
@@ -195,14 +196,6 @@ def _read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             raise ConfigError([Problem(key, problem, COMMAND_LINE)]) from error
         tree = merge(tree, branch)
     return tree
-
-
-def _is_path(key: str) -> bool:
-    if key.startswith("memory."):
-        return key.endswith(".kind")  # PATH.py:CLASS; `merge_checked` knows the options
-    if key.startswith("deepspeed."):
-        return key.rpartition(".")[2] in PATHS
-    return is_path(Config, key)
 
 
 def _with_deepspeed_file(source: Source) -> list[Source]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -16,10 +16,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dist_mem.config.check import Problem, flatten, shown
+from dist_mem.config.deepspeed_keys import PATHS
 from dist_mem.config.keys import Metadata, find_key
 from dist_mem.config.schema import Config
 from dist_mem.runtime.addresses import login_of
-from dist_mem.runtime.files import home_fault
+from dist_mem.runtime.files import home_fault, unexpanded
+from dist_mem.runtime.names import PLAIN, is_plain, is_plain_path
 
 _IN_NO_TEXT = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]"  # YAML and UTF-8 cannot hold them
 _IN_NO_NAME = r"[\x00-\x1f\x7f\ud800-\udfff]"  # a line end would end the line of a script or a log
@@ -38,16 +40,24 @@ _CREDENTIALS = {
 }
 
 
-def check_texts(leaves: Mapping[str, Any]) -> Iterator[Problem]:
+def metadata_of(key: str) -> Metadata:
+    """Return the metadata of a key, also of DeepSpeed's, and of a memory's kind, which may be PATH.py:CLASS."""
+    if found := find_key(Config, key):
+        return found.metadata
+    if key.startswith("deepspeed."):
+        return Metadata(may_be_empty=True, is_path=key.rpartition(".")[2] in PATHS)
+    return Metadata(is_path=key.startswith("memory.") and key.endswith(".kind"))
+
+
+def check_texts(leaves: Mapping[str, Any], metadata: Callable[[str], Metadata] = metadata_of) -> Iterator[Problem]:
     """Yield the texts that cannot be used as they are.
 
     Args:
         leaves: full key -> value, as of `check.flatten`; values that are not texts are skipped.
+        metadata: returns that of a key.
     """
     for key, value in leaves.items():
-        found = find_key(Config, key)
-        metadata = found.metadata if found else Metadata(may_be_empty=key.startswith("deepspeed."))
-        if isinstance(value, str) and (message := _fault(metadata, value)):
+        if isinstance(value, str) and (message := _fault(metadata(key), value)):
             yield Problem(key, message)
 
 
@@ -81,9 +91,16 @@ def _fault(key: Metadata, text: str) -> str | None:
         return f"is {shown(text)}, but must not contain {wrong[0]!a}; leave it out"
     if len(text) > _MOST_LETTERS:
         return f"is {shown(text)}, but must have at most {_MOST_LETTERS:,} characters"
-    fault = home_fault(text) if key.is_path or key.is_store else None
+    fault = unexpanded(text) if key.is_place and not (key.is_expanded and text.startswith("$")) else None
     fault = fault or (_place_fault(text) if key.is_path or key.in_path else None)
+    fault = fault or (_name_fault(text, key.may_nest) if key.in_path else None)
     return fault and f"is {shown(text)}, but {fault}"
+
+
+def _name_fault(text: str, may_nest: bool) -> str | None:
+    if is_plain_path(text) if may_nest else is_plain(text):
+        return None
+    return f"must be {PLAIN}{', or several joined by /; run_dir sets any other folder' if may_nest else ''}"
 
 
 def _place_fault(text: str) -> str | None:
@@ -99,6 +116,8 @@ def _place_fault(text: str) -> str | None:
 
 def _path_fault(text: str) -> str | None:
     """Return why no file system accepts a path; None if some do."""
+    if re.fullmatch(r"\[.*\]|\{.*\}", text):
+        return f"must be one path; write ./{text} for a folder of that name"
     parts = [len(os.fsencode(part)) for part in text.split("/")]
     if max(parts) > _MOST_NAME_BYTES:
         return f"a name in it has {max(parts):,} bytes; file systems allow {_MOST_NAME_BYTES}: give a shorter one"

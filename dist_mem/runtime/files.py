@@ -82,11 +82,18 @@ def at_home(text: str) -> str:
     return scheme[0] + os.path.expanduser(text[scheme.end() :])  # noqa: PTH111  # Path would raise, and change texts
 
 
-def home_fault(text: str) -> str | None:
-    """Return why a path that `at_home` has left with `~` cannot be used; None if there is none."""
-    if not text.startswith("~"):
-        return None
-    return f"~ stands for no home directory here; give the whole path, or ./{text} for a folder of that name"
+def unexpanded(text: str) -> str | None:
+    """Return why a path that a shell would have expanded, and `at_home` has not, cannot be used; None if it can."""
+    path = re.sub(r"^sqlite[^:/]*:///", "", text)
+    there = f"or ./{path} for a folder of that name"
+    if path.startswith("~"):
+        return f"~ stands for no home directory here; give the whole path, {there}"
+    if found := re.match(r"\$\{?([A-Za-z_]\w*)", path):
+        name = found[1]
+        return (
+            f"no shell expands ${name} here; in a configuration write ${{oc.env:{name}}}; else the whole path, {there}"
+        )
+    return None
 
 
 def is_file(path: Path) -> bool:

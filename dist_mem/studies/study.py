@@ -32,13 +32,14 @@ from typing import Any
 from omegaconf import MISSING
 
 from dist_mem.config import read_block
-from dist_mem.config.check import hint
+from dist_mem.config.check import hint, shown
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.scores import BANDS, METRICS
 from dist_mem.evaluation.scores import RECALL_METRICS as RECALL
 from dist_mem.papers.dialogue.scores import DIALOGUE_METRICS
 from dist_mem.papers.regression_error import METRICS as REGRESSION_METRICS
 from dist_mem.runtime.files import is_file
+from dist_mem.runtime.names import check_plain
 from dist_mem.runtime.shipped import say_where_from, shipped_path
 from dist_mem.runtime.terminal import counted, listed
 from dist_mem.studies.grid import combinations, settled_grid, trial_label
@@ -46,6 +47,8 @@ from dist_mem.studies.grid import combinations, settled_grid, trial_label
 FOLDER = Path("configs") / "tables"  # of the studies that have a name
 MAX_RUNS = 1000  # unless the command says more
 _NAME = re.compile(r"\w[\w .:-]*")  # names of files, and of metrics in MLflow, which accepts no others
+_MOST_BYTES = 50  # of a name; the name of a log has those of a row, a point and a column, and at most 255
+_MOST_ROW_BYTES = 110  # one of the grid has several values in its name
 PAPERS = "paper"  # name of the scale with the paper's data and sizes
 SIZES = ("parameters", "multiply_adds")  # of a model; multiply-adds per predicted token in scoring
 WORK = ("tokens", "flops")  # of the training: a budget of one of them sets its steps
@@ -248,6 +251,8 @@ def _settled(tree: dict[str, Any]) -> dict[str, Any]:
 
 def _at(study: Study, name: str) -> Study:
     """Return the study with the settings of one of its scales."""
+    for scale in study.scales:
+        _check_name(scale, where=f"{study.path}: scale")
     if name not in study.scales:
         raise UnusableError(f"{study.path} has no scale {name!r}; it has: {', '.join(study.scales) or 'none'}")
     scale = study.scales[name]
@@ -286,19 +291,21 @@ def _find_configurations(study: Study, *, beside: Path) -> None:
         ]
 
 
-def _check_name(name: str, *, where: str) -> None:
+def _check_name(name: str, *, where: str, most: int = _MOST_BYTES) -> None:
     if not _NAME.fullmatch(name):
         raise UnusableError(
-            f"{where} {name!r} names files and metrics: begin with a letter or digit; letters, digits, blanks and any "
-            "of _ - . : may follow"
+            f"{where} {shown(name)} names files and metrics: begin with a letter or digit; letters, digits, blanks and "
+            "any of _ - . : may follow"
         )
+    if (size := len(name.encode())) > most:
+        raise UnusableError(f"{where} {shown(name)} names files, and has {size:,} bytes: give at most {most}")
 
 
 def _check_rows(study: Study, where: str) -> None:
     if not study.trained:
         raise UnusableError(f"{where}rows is empty, and there is no grid: nothing would be trained")
     for name, row in study.rows.items():
-        _check_name(name, where=f"{study.path}: row")
+        _check_name(name, where=f"{study.path}: row", most=_MOST_ROW_BYTES)
         at = f"{study.path}: rows.{name}"
         unknown = [other for other in row.best_of if other not in study.rows]
         if unknown:
@@ -312,6 +319,7 @@ def _check_rows(study: Study, where: str) -> None:
         if odd:
             raise UnusableError(f"{at}.sizes has {odd[0]!r}, not one of {', '.join(SIZES)}")
     for figure, rows in study.figures.items():
+        _check_name(figure, where=f"{study.path}: figure")
         strangers = [row for row in rows if row not in study.rows]
         if strangers:
             raise UnusableError(f"{study.path}: figures.{figure} has {strangers[0]!r}, which is not a row of the table")
@@ -346,6 +354,7 @@ def _check_columns(study: Study, where: str) -> None:
                 f"{at} has metric {column.metric!r}, which {column.command} does not measure"
                 f"{hint(column.metric, known)}; it measures{listed(known)}"
             )
+        check_plain(column.split, f"{at} has a split that")
         if column.point not in study.points:
             raise UnusableError(f"{where}points lacks {column.point!r}, the point of column {name!r}")
         lengths = (1, 2) if column.metric in RECALL else (0,)
