@@ -6,6 +6,7 @@ check_run_dir     in one process, for `train --check` and `launch`, before a job
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ from dist_mem.config.memory_blocks import kinds_of
 from dist_mem.config.resume_rules import Change, check_changes
 from dist_mem.data.curriculum import path_keys
 from dist_mem.data.shard import Index
-from dist_mem.errors import CheckpointError
+from dist_mem.errors import CheckpointError, UnusableError
 from dist_mem.memory import memory_options
 from dist_mem.runtime.distributed import World, decided_by_rank0
 
@@ -64,6 +65,7 @@ def check_run_dir(config: Config, allowed: Sequence[str] = ()) -> None:
     Raises:
         UnusableError: the job would be refused.
     """
+    _check_place(Path(config.run_dir))
     request = readable(lambda: find_candidates(config.resume, Path(config.run_dir)))
     for directory in request.candidates:
         try:
@@ -73,6 +75,15 @@ def check_run_dir(config: Config, allowed: Sequence[str] = ()) -> None:
             continue
         _check_changes(saved, config, manifest, allowed)
         return
+
+
+def _check_place(run_dir: Path) -> None:
+    """Raise UnusableError if no folder can be made there, without making it."""
+    there = next((path for path in (run_dir, *run_dir.parents) if os.path.lexists(path)), None)
+    if there is not None and not there.is_dir():
+        raise UnusableError(f"run_dir {run_dir} cannot be used: {there} is no folder: give another one")
+    if there is not None and not os.access(there, os.W_OK | os.X_OK):
+        raise UnusableError(f"run_dir {run_dir} cannot be used: {there} is not writable for you: give another one")
 
 
 def data_fingerprint(splits: Sequence[Index]) -> str:

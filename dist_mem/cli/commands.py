@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,18 @@ from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 from dist_mem.runtime.terminal import listed
 
 
-def load_checked(arguments: Sequence[str], *, builds_model: bool = False) -> Config:
+def load_checked(
+    arguments: Sequence[str],
+    *,
+    builds_model: bool = False,
+    further: Callable[[Config], object] = lambda config: None,
+) -> Config:
     """Load a configuration and check it, including the memory block, which needs torch and is checked last.
 
     Args:
         builds_model: also build the model, without allocating it, to find errors of the model or its memory before
             anything is written.
+        further: a check of the command, whose problems get the file and line of their key, as those of all others.
 
     Raises:
         UnusableError: as `load_config`, or data.path is an address that cannot be read.
@@ -44,6 +50,7 @@ def load_checked(arguments: Sequence[str], *, builds_model: bool = False) -> Con
         return check(block)
 
     def check(config: Config) -> None:
+        further(config)
         if is_remote(config.data.path):
             check_address(config.data.path)
         if builds_model:
@@ -103,8 +110,10 @@ def _train(options: argparse.Namespace, early: StopSignal, began: float) -> int:
     if options.check:
         from dist_mem.checkpoint.resume_source import check_run_dir
         from dist_mem.estimate import dry_run as plan
+        from dist_mem.tracking.start import check_sinks
 
         check_run_dir(config, options.allow)
+        check_sinks(config.tracking)
         print(plan.report(config, world_size=options.world))
         return 0
     note_lost_lines(Path(config.run_dir))

@@ -30,15 +30,15 @@ def estimate(options: Namespace) -> int:
     require_config(options, "dist-mem estimate configs/pg19_small.yaml --gpus 2 --gpu h100-80gb")
     if not options.disk > 0:
         raise UnusableError(f"--disk {options.disk}: must be above 0")
-    config = load_checked(options.config, builds_model=True)
+    from dist_mem.launch.validation import check_gpus
+
+    config = load_checked(options.config, builds_model=True, further=lambda config: check_gpus(config.launch))
     from dist_mem.estimate import job_estimate
     from dist_mem.estimate.search import Cluster
     from dist_mem.estimate.vocabulary import vocab_size_of
     from dist_mem.launch.script import ranks_per_node
-    from dist_mem.launch.validation import check_gpus
     from dist_mem.runtime.devices import device_named
 
-    check_gpus(config.launch)
     cluster = Cluster(device_named(options.gpu), options.gpus, ranks_per_node(config.launch))
     job = job_estimate.estimate_job(
         config, vocab_size_of(config.data, config.model), cluster, disk_rate=1e9 * options.disk, report=_report

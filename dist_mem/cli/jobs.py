@@ -16,15 +16,15 @@ from dist_mem.errors import UnusableError
 def launch(options: argparse.Namespace) -> int:
     """Submit a training job to Slurm and print its number."""
     from dist_mem.launch import script, submit
+    from dist_mem.launch.validation import check
 
     shorthand = ("nodes", "gpus_per_node", "time", "partition", "account")
     given = [f"launch.{name}={value}" for name in shorthand if (value := getattr(options, name)) is not None]
     if options.script:
-        return submit.show_script(load_config(["train.steps=1", *options.config, *given]))
+        return submit.show_script(load_config(["train.steps=1", *options.config, *given], check=check))
     require_config(options, "dist-mem launch configs/demo.yaml launch/sites/generic.yaml --nodes 1")
-    config = load_checked([*options.config, *given], builds_model=True)
+    config = load_checked([*options.config, *given], builds_model=True, further=check)
     check_allowed(options.allow)
-    submit.check(config)
     from dist_mem.checkpoint.resume_source import check_run_dir
     from dist_mem.estimate.dry_run import idle_warning
 

@@ -113,12 +113,13 @@ def _divided(options: Namespace) -> tuple[Config | None, list[str]]:
         UnusableError: files are given that only --slurm takes.
     """
     from dist_mem.config import load_config
+    from dist_mem.launch.validation import check
 
     files = [word for word in options.overrides if "=" not in word]
     site = [word for word in options.overrides if word in files or word.startswith("launch.")]
     extra = [word for word in options.overrides if word not in site]
     if options.slurm:
-        return load_config(["train.steps=1", *site]), extra
+        return load_config(["train.steps=1", *site], check=check), extra
     if files:
         raise UnusableError(
             f"{files[0]}: only --slurm takes files beside the {options.command}'s; name it under train: in the file"

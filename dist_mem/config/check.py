@@ -19,7 +19,7 @@ from dist_mem.config.other_names import OTHER_NAMES
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.terminal import listed
 
-_SURE = 0.75  # similarity at which a key of the same block is suggested first
+SURE = 0.75  # similarity at which a key of the same block is suggested first
 _MAYBE = 0.5  # two letters swapped in a name of two
 _SHOWN = 15  # most keys listed in a message
 _SHOWN_LETTERS = 120  # most characters of a value in a message
@@ -72,11 +72,12 @@ def stop_on(problems: Iterator[Problem] | Sequence[Problem]) -> None:
         raise ConfigError(found)
 
 
-def located(problem: Problem, origins: Mapping[str, str]) -> Problem:
+def located(problem: Problem, origins: Mapping[str, str], otherwise: str = "") -> Problem:
     """Return the problem with the source that set its key, a part of it, or else an enclosing block.
 
     Args:
         origins: full key of every given leaf -> file or command line.
+        otherwise: the source of a problem of a key that none has set.
     """
     key = "" if problem.where else problem.key
     while key:
@@ -85,7 +86,7 @@ def located(problem: Problem, origins: Mapping[str, str]) -> Problem:
         if places:
             return problem._replace(where=places[-1])
         key = key[: max(key.rfind("."), key.rfind("["), 0)]
-    return problem
+    return problem._replace(where=problem.where or otherwise)
 
 
 def shown(value: Any) -> str:
@@ -177,7 +178,7 @@ def nearest(name: str, names: Sequence[str], similarity: float = _MAYBE) -> str 
 
 def hint(name: str, names: Iterable[str]) -> str:
     """Return `: did you mean NAME?` for the most similar name; nothing if none is similar."""
-    close = nearest(name, list(names), _SURE)
+    close = nearest(name, list(names), SURE)
     return f": did you mean {close}?" if close else ""
 
 
@@ -190,13 +191,13 @@ def suggest(name: str, block: str, known: Sequence[str], everywhere: Sequence[st
     """
     if (other := OTHER_NAMES.get(name.lower())) in everywhere:
         return f"did you mean {other}?"
-    if close := nearest(name, known, _SURE):
+    if close := nearest(name, known, SURE):
         return f"did you mean {join(block, close)}?"
     same = [key for key in everywhere if key.rpartition(".")[2] == name.rpartition(".")[2]]
     if same:
         return f"did you mean {' or '.join(same[:3])}?"
     names = {key.rpartition(".")[2]: key for key in reversed(everywhere)}
-    if close := nearest(name, list(names), _SURE):
+    if close := nearest(name, list(names), SURE):
         return f"did you mean {names[close]}?"
     if close := nearest(name, known):
         return f"did you mean {join(block, close)}?"

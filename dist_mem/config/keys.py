@@ -66,6 +66,7 @@ class Metadata:
     is_store: bool = False  # a path or an address of MLflow's, which tracking/mlflow/store.py checks; `~` as in a path
     may_be_empty: bool = False
     resume: Rule | None = None  # None: that of its block
+    changes_no_result: bool = False  # as of the machine, of supervision and of saving; also if its block has it
 
     @property
     def is_place(self) -> bool:
@@ -126,17 +127,21 @@ class Key(NamedTuple):
 @cache
 def keys_of(schema: type) -> dict[str, Key]:
     """Return the keys of a dataclass at any depth by dotted name; a block comes before its keys, `groups[].lr`."""
-    return dict(_walk(schema, "", None))
+    return dict(_walk(schema, "", Metadata()))
 
 
-def _walk(schema: type, prefix: str, rule: Rule | None) -> Iterator[tuple[str, Key]]:
+def _walk(schema: type, prefix: str, of_block: Metadata) -> Iterator[tuple[str, Key]]:
     kinds = fields_of(schema) or {}
     for field in dataclasses.fields(schema):
         kind, metadata = kinds[field.name], field.metadata.get("key", Metadata())
-        metadata = dataclasses.replace(metadata, resume=metadata.resume or rule)
+        metadata = dataclasses.replace(
+            metadata,
+            resume=metadata.resume or of_block.resume,
+            changes_no_result=metadata.changes_no_result or of_block.changes_no_result,
+        )
         yield f"{prefix}{field.name}", Key(kind, metadata, field, schema)
         if block := block_of(kind):
-            yield from _walk(block, f"{prefix}{field.name}{'[]' if item_schema(kind) else ''}.", metadata.resume)
+            yield from _walk(block, f"{prefix}{field.name}{'[]' if item_schema(kind) else ''}.", metadata)
 
 
 def find_key(schema: type, name: str) -> Key | None:

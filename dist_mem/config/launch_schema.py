@@ -36,10 +36,7 @@ class LaunchConfig:
     snapshot: bool = True  # every start runs code and YAML as submitted, from a copy in the run directory
     exclude_failed: bool = False  # nodes that failed the preflight or hung are left out of the next start
     container: str = key("none", choices=("none", "apptainer", "pyxis"))  # what runs the ranks in an image
-    image: str | None = key(
-        None, is_path=True, is_expanded=True
-    )  # path of a .sif file; for pyxis also the name of an image
-    mounts: list[str] = key(
-        [], is_path=True, is_expanded=True
-    )  # PATH or PATH:PATH_INSIDE, beside the folder of the job
+    # path of a .sif file; for pyxis also the name of an image
+    image: str | None = key(None, is_path=True, is_expanded=True)
+    # PATH or PATH:PATH_INSIDE, beside the folder of the job
     mounts: list[str] = key([], is_path=True, is_expanded=True)

@@ -98,7 +98,9 @@ def load_config(
         _check_further(config, check)
     except ConfigError as error:
         problems = [problem._replace(text=hide_all(problem.text, config)) for problem in error.problems]
-        raise ConfigError([located(problem, origins) for problem in problems]) from None
+        files = [source.where for source in sources if source.where != COMMAND_LINE]
+        only = files[0] if len(files) == 1 else ""
+        raise ConfigError([located(problem, origins, only) for problem in problems]) from None
     return config
 
 
@@ -127,13 +129,19 @@ def _check_merged(config: Config, written_memory: Any, memory_options: MemoryOpt
     resolved = resolve(config)
     memory = resolved["memory"]
     if not isinstance(memory, Mapping) or not isinstance(memory.get("kind"), str):
-        stop_on([Problem("memory", f"is {shown(memory)}, but must be a block with a kind")])
+        stop_on([Problem("memory", f"is {shown(memory)}, but must be a block with a kind{_way_to_give(memory)}")])
     of_deepspeed = deepspeed_keys.check_block(resolved["deepspeed"], key="deepspeed", everywhere=())
     stop_on([*check_tree(Config, resolved), *of_deepspeed])
     written = _with_letters(memory, written_memory)
     of_memory = _write_out_memory(config, written, memory_options) if memory_options is not None else []
     stop_on([*check_values(Config, resolved), *check_texts(flatten(resolved)), *of_memory])
     stop_on(check_together(resolved))
+
+
+def _way_to_give(memory: Any) -> str:
+    if not isinstance(memory, str):
+        return ""
+    return "; give the file as an argument" if memory.endswith(".yaml") else f"; write memory.kind={memory}"
 
 
 def _with_letters(resolved: Any, written: Any) -> Any:

@@ -55,7 +55,7 @@ class DataConfig:
     # directory written by a builder, or its address: https:, s3:, gs:, hf:
     path: str = key("data/sample", is_path=True, resume=FREE)
     # directory for fetched data, one per node; None: dist_mem in the user's cache directory
-    cache: str | None = key(None, is_path=True, resume=FREE)
+    cache: str | None = key(None, is_path=True, resume=FREE, changes_no_result=True)
     # directories that are read before data.path: see docs/howto/recall_tasks.md
     curriculum: list[StageConfig] = key([])
     train_split: str = key("train", in_path=True)  # folder in data.path
@@ -68,11 +68,12 @@ class DataConfig:
     seed: int = key(0, at_least=0, at_most=SEED)  # of the plan, which decides which lane reads which document when
     # action for a document whose bytes are damaged
     on_corrupt: str = key("stop", choices=("stop", "skip"), resume=FREE)
-    prefetch: int = key(4, at_least=1, at_most=10_000, resume=FREE)  # updates read ahead of the training step
+    # updates read ahead of the training step
+    prefetch: int = key(4, at_least=1, at_most=10_000, resume=FREE, changes_no_result=True)
     # copy the shards to each node's disk or memory before the first step
-    stage: str = key("none", choices=("none", "node", "memory"), resume=FREE)
+    stage: str = key("none", choices=("none", "node", "memory"), resume=FREE, changes_no_result=True)
     # target of the copy; None: TMPDIR or /tmp for node, /dev/shm for memory
-    stage_dir: str | None = key(None, is_path=True, resume=FREE)
+    stage_dir: str | None = key(None, is_path=True, resume=FREE, changes_no_result=True)
 
 
 @dataclass
@@ -147,13 +148,13 @@ class TrainConfig:
     activation_checkpointing_share: float = key(1.0, above=0, at_most=1, resume=FREE)
     compile: bool = key(False, resume=FREE)  # compile the blocks by torch.compile, see docs/howto/performance.md
     # two steps, as [10, 15]: rank 0 traces what happens between them, into RUN/profile; None: no trace
-    profile: list[int] | None = key(None, at_least=0, at_most=STEPS, resume=FREE)
+    profile: list[int] | None = key(None, at_least=0, at_most=STEPS, resume=FREE, changes_no_result=True)
     # peak TFLOP/s of one rank's device in this precision, for the metric mfu; None: by the GPU's name, measured on CPUs
-    peak_tflops: float | None = key(None, above=0, resume=FREE)
+    peak_tflops: float | None = key(None, above=0, resume=FREE, changes_no_result=True)
     # with fp32, on GPUs: products use TF32 (10 of 23 bits of the mantissa); refused for memories that compute in fp32
     tf32: bool = key(False, resume=ALLOWED)
     # on GPUs, run the threads of a rank only on the cores next to its GPU
-    numa_binding: bool = key(True, resume=FREE)
+    numa_binding: bool = key(True, resume=FREE, changes_no_result=True)
     # per rank, on CPUs; None: OMP_NUM_THREADS, SLURM_CPUS_PER_TASK, or cores / local ranks
     threads: int | None = key(None, at_least=1, at_most=4_096, resume=FREE)
 
@@ -263,13 +264,12 @@ class WatchdogConfig:
 
 @dataclass
 class Config:
-    name: str = key(
-        "run", in_path=True, may_nest=True, resume=FREE
-    )  # name of the run directory, and of the run in MLflow
+    # name of the run directory, and of the run in MLflow
+    name: str = key("run", in_path=True, may_nest=True, resume=FREE, changes_no_result=True)
     # folder of checkpoints, config.yaml and metrics.jsonl
-    run_dir: str = key("runs/${name}", is_path=True, resume=FREE)
+    run_dir: str = key("runs/${name}", is_path=True, resume=FREE, changes_no_result=True)
     # auto | never | a step | a path: the checkpoint to resume from, see docs/howto/resume.md
-    resume: str = key("auto", is_path=True, resume=FREE)
+    resume: str = key("auto", is_path=True, resume=FREE, changes_no_result=True)
     data: DataConfig = key(DataConfig(), resume=_PLAN)  # the data and the order in which lanes read it
     model: ModelConfig = key(ModelConfig(), resume=_MODEL)  # the transformer around the memory
     memory: Any = key({"kind": "transformer_xl"}, resume=_MEMORY)  # kind and options of the memory
@@ -277,11 +277,15 @@ class Config:
     optimizer: OptimizerConfig = key(OptimizerConfig(), resume=ALLOWED)  # the optimizer and its parameter groups
     schedule: ScheduleConfig = key(ScheduleConfig(), resume=FREE)  # the learning rate by step
     eval: EvalConfig = key(EvalConfig(), resume=FREE)  # scoring of documents, during and after training
-    checkpoint: CheckpointConfig = key(CheckpointConfig(), resume=FREE)  # see docs/howto/resume.md
+    # see docs/howto/resume.md
+    checkpoint: CheckpointConfig = key(CheckpointConfig(), resume=FREE, changes_no_result=True)
     divergence: DivergenceConfig = key(DivergenceConfig(), resume=FREE)  # see docs/howto/trouble.md
-    tracking: TrackingConfig = key(TrackingConfig(), resume=FREE)  # run logging, see docs/howto/tracking.md
+    # run logging, see docs/howto/tracking.md
+    tracking: TrackingConfig = key(TrackingConfig(), resume=FREE, changes_no_result=True)
     # check nodes, network and ranks before the first step, see docs/howto/cluster.md
-    preflight: bool = key(True, resume=FREE)
-    watchdog: WatchdogConfig = key(WatchdogConfig(), resume=FREE)  # handling of ranks that hang or are slow
-    launch: LaunchConfig = key(LaunchConfig(), resume=FREE)  # the Slurm job of the launch command
+    preflight: bool = key(True, resume=FREE, changes_no_result=True)
+    # handling of ranks that hang or are slow
+    watchdog: WatchdogConfig = key(WatchdogConfig(), resume=FREE, changes_no_result=True)
+    # the Slurm job of the launch command
+    launch: LaunchConfig = key(LaunchConfig(), resume=FREE, changes_no_result=True)
     deepspeed: Any = key({"zero_optimization": {"stage": 2}}, resume=FREE)  # or path of a ds_config.json

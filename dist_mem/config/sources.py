@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from dist_mem.config.check import (
+    SURE,
     ConfigError,
     Problem,
     all_keys,
@@ -38,7 +39,7 @@ from dist_mem.config.text_checks import metadata_of
 from dist_mem.config.values import Letters, as_override, settled, typed, yaml_error
 from dist_mem.runtime.environment import as_submitted
 from dist_mem.runtime.files import at_home, is_dir, is_file
-from dist_mem.runtime.shipped import say_where_from, shipped_path
+from dist_mem.runtime.shipped import say_where_from, shipped_path, shipped_root
 
 COMMAND_LINE = "command line"
 _SUFFIXES = (".yaml", ".yml", ".json")
@@ -147,25 +148,35 @@ def find_file(name: str, folders: Sequence[Path]) -> Path:
         raise ConfigError([Problem("", f"is a folder: give a YAML file{meant}", name)])
     if name in all_keys(Config):
         raise ConfigError([Problem("", f"is a key and no file: set it with {name}=VALUE", name)])
-    named = [folder / Path(name).parent for folder in folders]
-    nearby = list(dict.fromkeys(path for folder in [*folders, *named] for path in _config_files(folder)))
-    close = nearest(name, [str(path) for path in nearby]) or _same_name(name, nearby)
+    close = _nearest_file(name, folders)
     meant = f"; did you mean {close}?" if close else ""
     hint = "" if Path(name).suffix in _SUFFIXES else " (a key is set with key=value)"
     raise ConfigError([Problem("", f"no such file{hint}{meant}", shown(name).strip("'"))])
 
 
+def _nearest_file(name: str, folders: Sequence[Path]) -> str | None:
+    """Return the file that was probably meant: one of the same name, or of a similar name, or of a similar path."""
+    named = [folder / Path(name).parent for folder in folders]
+    nearby = [path for folder in dict.fromkeys([*folders, *named]) for path in _config_files(folder)]
+    paths = list(dict.fromkeys(map(str, [*nearby, *_shipped_files()])))
+    same = [path for path in paths if Path(path).stem == Path(name).stem]
+    stem = nearest(Path(name).stem, [Path(path).stem for path in paths], SURE)
+    similar = next((path for path in paths if Path(path).stem == stem), None)
+    return nearest(name, same, 0.0) or similar or nearest(name, paths)
+
+
 def _config_files(folder: Path) -> Iterator[Path]:
     """Yield the configuration files of a folder; only configs/ is searched recursively, others may be a whole disk."""
     if is_dir(folder):
-        for path in sorted(folder.glob("**/*" if folder == Path("configs") else "*")):
+        for path in sorted(folder.glob("**/*" if folder.name == "configs" else "*")):
             if path.suffix in _SUFFIXES:
                 yield path
 
 
-def _same_name(name: str, paths: Sequence[Path]) -> str | None:
-    stem = nearest(Path(name).stem, [path.stem for path in paths])
-    return next((str(path) for path in paths if path.stem == stem), None)
+def _shipped_files() -> Iterator[Path]:
+    """Yield the configurations that come with dist_mem, by the names under which they are found in any folder."""
+    for path in _config_files(shipped_root() / "configs"):
+        yield path.relative_to(shipped_root())
 
 
 def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:

@@ -55,8 +55,10 @@ def subjects(config: Config, *, world_size: int) -> list[tuple[str, str]]:
         UnusableError: the model cannot be built, or the data is damaged or has too few documents for the lanes.
     """
     try:
-        refresh(config.data, [config.data.train_split])
+        refresh(config.data, [config.data.train_split, *([config.eval.split] if config.eval.every else [])])
         plan = _built_plan(config.data, config.train)
+        if plan is not None and config.eval.every is not None:
+            open_index(config.data, config.eval.split)  # or refuse the split
         batch = _batch_lines(config, world_size, num_readable(plan))
         return [*_model_lines(config, world_size), *batch, *_data_lines(config, plan)]
     except UnusableError:

@@ -3,7 +3,7 @@
     dist-mem compare runs/demo_none runs/demo --plot recall.png
 
 A label has a run's memory and other settings that differ between the runs. Runs whose configurations differ only in
-seeds, names and keys that affect no figure get the same label. `draw_lines` draws them as one line: the mean, with
+seeds and keys that change no result get the same label. `draw_lines` draws them as one line: the mean, with
 error bars of half the range, as in the tables of `dist-mem reproduce`.
 """
 
@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dist_mem.config import Config
+from dist_mem.config.keys import find_key
 from dist_mem.config.sources import read_saved
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.plotting.style import DPI, LINE_COLORS, add_grid, in_style, new_picture
@@ -24,11 +26,8 @@ from dist_mem.evaluation.scores import Band, Report
 from dist_mem.runtime.files import write_bytes
 
 SEEDS = ("train.seed", "data.seed")
-NO_FIGURE = {
-    *("name", "run_dir", "resume", "train.micro_batch_size", "train.threads"),
-    *("data.cache", "data.prefetch", "data.stage", "data.stage_dir"),
-}
-NO_FIGURE_BLOCKS = ("checkpoint.", "deepspeed.", "eval.", "launch.", "tracking.", "watchdog.")
+_ORDER_OF_SUMS = ("train.micro_batch_size", "train.threads")  # changed by them, and nothing else
+_NOT_OF_TRAINING = ("deepspeed.", "eval.")
 MAX_DIFFERENCES = 3  # most keys in a label
 MAX_LINES = 6  # that a picture of recall names beside their ends
 _LABEL_SIZE = 8  # points
@@ -52,8 +51,13 @@ def settings_of(config: Path) -> dict[str, Any]:
     return {
         key: value
         for key, value in keys.items()
-        if key not in SEEDS and key not in NO_FIGURE and not key.startswith(NO_FIGURE_BLOCKS)
+        if key not in (*SEEDS, *_ORDER_OF_SUMS) and not key.startswith(_NOT_OF_TRAINING) and not _changes_nothing(key)
     }
+
+
+def _changes_nothing(key: str) -> bool:
+    found = find_key(Config, key)
+    return found is not None and found.metadata.changes_no_result
 
 
 def _flat(block: Any, prefix: str) -> Iterator[tuple[str, Any]]:

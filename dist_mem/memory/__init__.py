@@ -22,6 +22,7 @@ from dist_mem.config.memory_blocks import DEFAULT, PER_BLOCK, is_key, is_per_blo
 from dist_mem.config.sources import plain_block
 from dist_mem.memory.base import LayerSpec, Memory
 from dist_mem.memory.outside import is_file, load_from_file, load_offered, offered_kinds
+from dist_mem.runtime.shipped import shipped_root
 
 
 def memory_kinds() -> list[str]:
@@ -42,11 +43,10 @@ def memory_class(kind: str, where: str = "memory") -> type[Memory]:
     if kind not in kinds and kind in offered:
         return load_offered(kind)
     if kind not in kinds:
-        allowed = [*kinds, *offered]
-        meant = nearest(kind, allowed, 0.0)
-        raise ValueError(
-            f"{where}.kind is {kind!r}, but must be one of {', '.join(allowed)} or PATH.py:CLASS; did you mean {meant}?"
-        )
+        allowed, files = [*kinds, *offered], _configurations()
+        meant = nearest(kind, [*files, *allowed], 0.0)
+        way = f"did you mean the file {files[meant]}" if meant in files.keys() - {*allowed} else f"did you mean {meant}"
+        raise ValueError(f"{where}.kind is {kind!r}, but must be one of {', '.join(allowed)} or PATH.py:CLASS; {way}?")
     module = importlib.import_module(f"{__name__}.{kind}")
     defined = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
     found = [value for value in defined if isinstance(value, type) and issubclass(value, Memory)]
@@ -54,6 +54,12 @@ def memory_class(kind: str, where: str = "memory") -> type[Memory]:
         names = [found_class.__name__ for found_class in found]
         raise ValueError(f"{module.__file__} must define exactly one Memory, but defines {names}")
     return found[0]
+
+
+def _configurations() -> dict[str, str]:
+    """Return name -> file of the configurations of memories, some of which have a name that is no kind: deltanet."""
+    files = (shipped_root() / "configs" / "memory").glob("*.yaml")
+    return {path.stem: f"configs/memory/{path.name}" for path in sorted(files)}
 
 
 def described_memories() -> dict[str, tuple[str, type]]:

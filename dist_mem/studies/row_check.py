@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, cast
 from omegaconf import OmegaConf
 
 from dist_mem.config import Config, ModelConfig, load_config
-from dist_mem.data.directory import local_dir
+from dist_mem.data.directory import check_split, local_dir
+from dist_mem.data.remote.fetch import is_remote
 from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_metadata
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
 from dist_mem.estimate.counting import NotCountedError, flops_per_token
@@ -35,32 +36,35 @@ _WIDTH = 120
 
 
 class Checked(NamedTuple):
-    """The checked settings of one row at one point."""
+    """One row at one point, whose settings a training accepts."""
 
     run: Run
+    config: Config
     settings: Settings
-    lines: list[tuple[str, str]]  # label and text: size, data, missing weights
 
 
 def check(study: Study, *, rows: Sequence[str], seeds: Sequence[int], ranks: int, extra: list[str]) -> int:
-    """Print the resolved settings. Returns the exit code: 2 if a row cannot be run."""
-    seeds = seeds or study.seeds
+    """Print the resolved settings, every row as soon as it is checked. Returns the exit code: 2 if one cannot be run.
+
+    Args:
+        rows: empty: all.
+    """
+    _print_beginning(study, seeds or study.seeds)
     requested = [one for row in rows for one in rows_behind(study, row)]
     apply_budget(study, lambda words: load_config([*words, *extra], memory_options=memory_options))
     checked, refused = [], []
-    for run in all_runs(study, Path("runs"), seeds[:1], requested):
+    for run in _representatives(study, seeds or study.seeds, requested):
         try:
-            checked.append(_check_run(study, run, ranks=ranks, extra=extra))
-        except ValueError as error:
-            refused.append(f"{_title(study, run)}: {error}")
+            checked.append(_checked(study, run, extra))
+        except UnusableError as error:
+            refused.append(str(error))
+    checked = [one for one in checked if one.run.seed == (seeds or study.seeds)[0]]
     shared = _shared(one.settings for one in checked)
-    about = f"scale {study.scale}: {study.about}" if study.scale else study.about
-    print(f"{study.title}\n{study.source}\n{about}\n")
-    print(f"every row: {' '.join(study.train)}\nseeds: {', '.join(map(str, seeds))}")
     _print_settings(shared)
     _print_points(study, checked, shared)
     for row in rows or shown_rows(study):
-        _print_row(study, row, [one for one in checked if one.run.row == row], known=shared)
+        refused += _print_row(study, row, [one for one in checked if one.run.row == row], known=shared, ranks=ranks)
+        sys.stdout.flush()
     for note in study.notes:
         print(textwrap.fill(note, _WIDTH, initial_indent="- ", subsequent_indent="  "))
     for text in refused:
@@ -69,7 +73,7 @@ def check(study: Study, *, rows: Sequence[str], seeds: Sequence[int], ranks: int
 
 
 def check_rows(study: Study, extra: Sequence[str], rows: Sequence[str] = ()) -> None:
-    """Check every row before the first run: its keys, its model, its seeds, and the overrides of its columns.
+    """Check every row before the first run, as `check` does.
 
     Args:
         rows: that will be run; empty: all.
@@ -77,34 +81,59 @@ def check_rows(study: Study, extra: Sequence[str], rows: Sequence[str] = ()) -> 
     Raises:
         UnusableError: for the first row that cannot be run; nothing is allocated or started.
     """
-    first, *others = study.seeds
+    for run in _representatives(study, study.seeds, rows):
+        _checked(study, run, extra)
+
+
+def _representatives(study: Study, seeds: Sequence[int], rows: Sequence[str]) -> list[Run]:
+    """Return the runs whose check is that of all: every row with the first seed, and one row with the others."""
+    first, *others = seeds
     chosen = rows or list(study.trained)
-    runs = all_runs(study, Path(), [first], chosen) + (all_runs(study, Path(), others, chosen[:1]) if others else [])
-    for run in runs:
-        words, where = train_words(study, run, extra), _title(study, run)
-        try:
-            check_model(load_config(words, memory_options=memory_options))
-            for name, column in columns_at(study, run.point).items():
-                where = f"{_title(study, run)}: column {name}"
-                measuring = [word for word in column.evaluate if "=" in word and not word.startswith("-")]
+    return all_runs(study, Path(), [first], chosen) + (all_runs(study, Path(), others, chosen[:1]) if others else [])
+
+
+def _checked(study: Study, run: Run, extra: Sequence[str]) -> Checked:
+    """Check a run: its keys, its model, its seed, and of its columns the overrides and the splits.
+
+    Raises:
+        UnusableError: it cannot be run; the message names the study, the row and the column.
+    """
+    words, where = train_words(study, run, extra), _title(study, run)
+    try:
+        config = load_config(words, memory_options=memory_options)
+        check_model(config)
+        for name, column in columns_at(study, run.point).items():
+            where = f"{_title(study, run)}: column {name}"
+            if not study.points[run.point].build and not is_remote(config.data.path):  # else it may be made or fetched
+                check_split(config.data, column.split)
+            if measuring := [word for word in column.evaluate if "=" in word and not word.startswith("-")]:
                 load_config([*words, *measuring], memory_options=memory_options)
-        except UnusableError as error:
-            raise UnusableError(f"{where}: {error}") from error
+    except UnusableError as error:
+        raise UnusableError(f"{where}: {error}") from error
+    tree = cast(dict[str, Any], OmegaConf.to_container(cast(Any, config), resolve=True))
+    settings = {key: value for name in BLOCKS for key, value in flat(name, tree[name]) if key not in _APART}
+    return Checked(run, config, settings)
 
 
 def _title(study: Study, run: Run) -> str:
     return f"{study.path}: row {run.row}{f' at {run.point}' if run.point else ''}"
 
 
-def _check_run(study: Study, run: Run, *, ranks: int, extra: Sequence[str]) -> Checked:
-    """Resolve one row. Raises ValueError, for example UnusableError, if it cannot be run."""
-    config = load_config(train_words(study, run, extra), memory_options=memory_options)
-    tree = cast(dict[str, Any], OmegaConf.to_container(cast(Any, config), resolve=True))
-    settings = {key: value for name in BLOCKS for key, value in flat(name, tree[name]) if key not in _APART}
-    point = study.points[run.point]
-    is_built = (local_dir(config.data) / JSON_NAME).exists()
+def _print_beginning(study: Study, seeds: Sequence[int]) -> None:
+    about = f"scale {study.scale}: {study.about}" if study.scale else study.about
+    print(f"{study.title}\n{study.source}\n{about}\n")
+    print(f"every row: {' '.join(study.train)}\nseeds: {', '.join(map(str, seeds))}", flush=True)
+
+
+def _is_built(config: Config) -> bool:
+    return (local_dir(config.data) / JSON_NAME).exists()
+
+
+def _lines(study: Study, one: Checked, ranks: int) -> list[tuple[str, str]]:
+    """Return label and text: size, data, missing weights. Raises ValueError if the data do not fit."""
+    config, point = one.config, study.points[one.run.point]
     missing = _missing_weights(config.model)
-    if is_built:
+    if _is_built(config):
         vocab_size = read_tokenizer_metadata(local_dir(config.data))["vocab_size"]
         text = config.data.path if missing else _read_plan(config, ranks)
     else:
@@ -112,9 +141,7 @@ def _check_run(study: Study, run: Run, *, ranks: int, extra: Sequence[str]) -> C
         assumed = "" if point.vocab_size else f"; a vocabulary of {vocab_size:,} is assumed"
         text = f"{config.data.path}: not built yet{assumed}"
     lines = [*_size_lines(config, vocab_size), ("data", text)]
-    if missing:
-        lines.append(("weights", f"{missing}: does not exist yet"))
-    return Checked(run, settings, lines)
+    return [*lines, ("weights", f"{missing}: does not exist yet")] if missing else lines
 
 
 def _missing_weights(model: ModelConfig) -> str | None:
@@ -171,11 +198,12 @@ def _print_points(study: Study, checked: Sequence[Checked], shared: Settings) ->
             print(f"\nat {name}:")
             here = _shared(one.settings for one in mine)
             _print_settings({key: value for key, value in here.items() if key not in shared})
-        if point.made_by and any("not built yet" in text for one in mine for _, text in one.lines):
+        if point.made_by and not all(_is_built(one.config) for one in mine):
             _print_labelled("data built by", point.made_by)
 
 
-def _print_row(study: Study, key: str, checked: Sequence[Checked], *, known: Settings) -> None:
+def _print_row(study: Study, key: str, checked: Sequence[Checked], *, known: Settings, ranks: int) -> Iterator[str]:
+    """Print a row, and yield why its data do not fit."""
     row = study.rows[key]
     print(f"\n{key}: {row.name}{f' ({row.note})' if row.note else ''}")
     if row.best_of:
@@ -186,7 +214,12 @@ def _print_row(study: Study, key: str, checked: Sequence[Checked], *, known: Set
     _print_settings({name: value for name, value in settings.items() if name not in known})
     for one in checked:
         at = f"at {one.run.point}: " if one.run.point else ""
-        for label, text in one.lines:
+        try:
+            lines = _lines(study, one, ranks)
+        except ValueError as error:
+            yield f"{_title(study, one.run)}: {error}"
+            continue
+        for label, text in lines:
             _print_labelled(label, f"{at}{text}{_papers_size(row, label)}")
     if row.paper:
         _print_labelled("the paper", ", ".join(f"{name} {value:g}" for name, value in row.paper.items()))

@@ -22,6 +22,7 @@ from dist_mem.checkpoint.manifest import list_steps, read_manifest, step_dir
 from dist_mem.checkpoint.resume_source import read_saved_config
 from dist_mem.config import Config, DataConfig, DivergenceConfig, load_config
 from dist_mem.config.deepspeed_keys import ALLOWED_ON_RESUME
+from dist_mem.config.keys import keys_of
 from dist_mem.config.load import COMMAND_LINE_ONLY
 from dist_mem.config.sources import read_sources
 from dist_mem.data.directory import open_index
@@ -42,13 +43,8 @@ _GROWING = ("accuracy", "whole_answers", "recall_accuracy", "dialogue_f1", "dial
 BITS = "bits_per_byte"
 Settings = dict[str, Any]  # dotted key -> resolved value
 BLOCKS = ("data", "model", "memory", "train", "optimizer", "schedule", "eval")  # blocks that affect the metrics
-# Keys of the machine, which leave the metrics as they are but for the order of sums.
-_MACHINE = frozenset(
-    {
-        *("data.path", "data.cache", "data.prefetch", "data.stage", "data.stage_dir"),
-        *("train.numa_binding", "train.peak_tflops", "train.profile"),
-    }
-)
+# Keys that leave the metrics as they are. Data are compared by their fingerprints.
+_NO_METRIC = {"data.path", *(name for name, key in keys_of(Config).items() if key.metadata.changes_no_result)}
 _OF_DEEPSPEED = (*ALLOWED_ON_RESUME, "communication_data_type")  # parts of that block that affect the metrics
 _NOT_SAVED = ("ranks", *COMMAND_LINE_ONLY)  # keys of a definition that config.yaml does not have
 
@@ -190,7 +186,7 @@ def definition_of(study: Study, run: Run, extra: Sequence[str], *, ranks: int) -
 def _settings(config: Config) -> Settings:
     """Return the settings that affect the metrics; outside `BLOCKS` those that are not the defaults."""
     tree = cast(dict[str, Any], OmegaConf.to_container(cast(Any, config), resolve=True))
-    found = {key: value for name in BLOCKS for key, value in flat(name, tree[name]) if key not in _MACHINE}
+    found = {key: value for name in BLOCKS for key, value in flat(name, tree[name]) if key not in _NO_METRIC}
     usual = dict(flat("divergence", asdict(DivergenceConfig())))
     found |= {key: value for key, value in flat("divergence", tree["divergence"]) if value != usual[key]}
     given = {name: tree["deepspeed"][name] for name in _OF_DEEPSPEED if name in tree["deepspeed"]}
