@@ -52,8 +52,8 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
             names = ", ".join(name for name, _ in list(model.named_parameters())[:5])
             pattern = config.groups[index].param_regex
             raise ValueError(
-                f"optimizer.groups.{index}.param_regex={pattern!r} takes no parameter (did an earlier group take "
-                f"them?); parameters are named like {names}"
+                f"optimizer.groups[{index}].param_regex is {pattern!r}, but takes no parameter (did an earlier group "
+                f"take them?); parameters are named like {names}"
             )
     if not taken:
         raise ValueError("optimizer.groups: every parameter has trainable: false; leave at least one to train")

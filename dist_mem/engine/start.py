@@ -27,7 +27,7 @@ from dist_mem.runtime.distributed import announced, print_on_rank0
 
 try:
     # DeepSpeed's autotuner imports mlflow if it can, on every rank: 1.7 s, 115 MB and a telemetry client. A None here
-    # makes that import fail, which the autotuner handles; mlflow_run.py imports mlflow later, on rank 0 only.
+    # makes that import fail, which the autotuner handles; tracking/mlflow/ imports mlflow later, on rank 0 only.
     cast(dict[str, Any], sys.modules).setdefault("mlflow", None)
     import deepspeed
     from deepspeed.accelerator import get_accelerator

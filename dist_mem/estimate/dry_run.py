@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
+
 from dist_mem.config import Config, DataConfig, TrainConfig, deepspeed_block
 from dist_mem.config.memory_blocks import is_per_block, memories_of
 from dist_mem.data.batch_plan import batch_plan, idle_work, num_readable, steps_per_epoch, total_steps
@@ -17,12 +19,13 @@ from dist_mem.data.directory import open_index, open_tokenizer, refresh
 from dist_mem.data.lanes import training_plan
 from dist_mem.data.plan import Plan
 from dist_mem.data.remote.fetch import show
+from dist_mem.engine.optimizer import parameter_groups
 from dist_mem.errors import UnusableError
 from dist_mem.estimate.counting import NotCountedError, flops_per_token
 from dist_mem.estimate.vocabulary import data_is_built, vocab_size_of
 from dist_mem.hf.folder import check_sizes
 from dist_mem.hf.vocabulary import compare_tokens
-from dist_mem.model import describe
+from dist_mem.model import MemoryLM, describe
 from dist_mem.runtime.terminal import counted, labelled
 
 
@@ -91,10 +94,14 @@ def check_model(config: Config, vocab_size: int | None = None) -> dict[str, int]
     """Return `describe` of the configuration's model; `vocab_size` None: that of the data if it is built.
 
     Raises:
-        UnusableError: the model or its memory cannot be built with these settings.
+        UnusableError: the model, its memory or the groups of the optimizer cannot be built with these settings.
     """
+    vocab_size = vocab_size or vocab_size_of(config.data, config.model)
     try:
-        return describe(config, vocab_size or vocab_size_of(config.data, config.model))
+        if config.optimizer.groups:
+            with torch.device("meta"):
+                parameter_groups(MemoryLM(config, vocab_size), config.optimizer)
+        return describe(config, vocab_size)
     except (ValueError, RuntimeError) as error:  # RuntimeError: more bytes than a tensor can have
         raise UnusableError(str(error)) from error
 

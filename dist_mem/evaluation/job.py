@@ -203,7 +203,7 @@ def data_tag(checkpoint: Checkpoint, data: DataConfig, split: str) -> str:
     """Return a part of names of results: "", or name and fingerprint of other data, as "mqar_b54a2c".
 
     Args:
-        config: of the evaluation, with its data.
+        data: of the evaluation.
 
     Raises:
         RemoteError: the index of other data cannot be fetched, and is not in the cache.

@@ -70,7 +70,7 @@ def quiet_tracking_environment() -> None:
         del os.environ[name]
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
-    # The delivery thread retries (delivery.py); MLflow would spend four minutes on one call, and log every attempt.
+    # The delivery thread retries (sender.py); MLflow would spend four minutes on one call, and log every attempt.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")  # seconds; 120 by default
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # our own message contains it

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
-from dist_mem.config import Config
+from dist_mem.config import Config, ConfigError
 from dist_mem.errors import UnusableError
 from dist_mem.estimate.counting import NotCountedError, flops_per_token
 from dist_mem.estimate.dry_run import check_model
@@ -58,7 +58,12 @@ def apply_budget(study: Study, load: Load, vocab_size: int | None = None) -> dic
         name, words = study.candidates.get(run.row, run.row), train_words(study, run, ())
         sized = (name, *(word for word in words if not word.startswith(_SIZELESS)))
         if sized not in found:
-            found[sized] = fitted(name, words, study.budget, study.fit, load, vocab_size)
+            try:
+                found[sized] = fitted(name, words, study.budget, study.fit, load, vocab_size)
+            except ConfigError as error:
+                raise UnusableError(f"{study.path}: row {run.row}: {error}") from error
+            except UnusableError as error:
+                raise UnusableError(f"{study.path}: {error}") from error
         added, costs[run.row] = found[sized]
         study.trained[run.row] += added
     return costs

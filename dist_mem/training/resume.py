@@ -11,6 +11,7 @@ otherwise dropout uses new random numbers.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from dist_mem.config import Config, TrainConfig
 from dist_mem.config.environment_values import hide
 from dist_mem.data.shard import Index
 from dist_mem.engine.engine import Engine
+from dist_mem.engine.optimizer import lr_factor
 from dist_mem.errors import DivergedError
 from dist_mem.runtime.distributed import World, on_all_ranks
 from dist_mem.supervision.watchdog import beat
@@ -107,6 +109,7 @@ def start(
     messages += _starting_empty(engine)
     changed = ", ".join(str(change) for change in changes if not change.key.startswith(_UNREPORTED))
     messages += [f"changed since then: {changed}"] if changed else []
+    messages += other_rate(saved, config, manifest["step"])
     tags = {} if is_own else {"dist_mem.resumed_from": hide(os.fspath(directory.absolute()))}
     if other_code := code_differences(manifest["versions"], manifest.get("commit"), commit):
         messages.append(f"warning: {directory.name} was written by other code: {other_code}")
@@ -115,6 +118,20 @@ def start(
     metadata = manifest if is_own else {**manifest, "points": 0, "goodput": {}}
     seconds += time.perf_counter() - began
     return Start(state, metadata, messages, tags, choice.superseded, choice.broken, seconds)
+
+
+def other_rate(saved: Config, config: Config, step: int) -> list[str]:
+    """Return one line if the next learning rate is another than the former schedule's, as after more train.steps."""
+    if saved.train.steps is None or config.train.steps is None or step == 0:
+        return []
+    before, planned = (
+        saved.optimizer.lr * lr_factor(each, saved.schedule, saved.train.steps) for each in (step - 1, step)
+    )
+    now = config.optimizer.lr * lr_factor(step, config.schedule, config.train.steps)
+    if math.isclose(now, planned, rel_tol=1e-6):
+        return []
+    former = f"the former schedule gave {before:.3g} at step {step}, and {planned:.3g} next"
+    return [f"learning rate {now:.3g} at step {step + 1}: {former}"]
 
 
 def load_checkpoint(

@@ -82,7 +82,7 @@ STARTED = {
     "resume=3": "resume = 3",
     "resume=nowhere": "resume = nowhere",
     "model.adaptive.cutoffs=[1000]": "model.adaptive.cutoffs",
-    "optimizer.groups=[{param_regex: nothing_like_it}]": "optimizer.groups.0.param_regex",
+    "optimizer.groups=[{param_regex: nothing_like_it}]": "optimizer.groups[0].param_regex",
 }
 
 

@@ -18,6 +18,7 @@ from dist_mem.data.plan import DocumentPlan, make_plan
 from dist_mem.data.shard import read_index
 from dist_mem.evaluation.trained_model import load_model
 from dist_mem.memory import memory_class, memory_options
+from dist_mem.training.resume import other_rate
 from tests.support.faults import flip
 from tests.support.jobs import (
     checkpoint_content,
@@ -35,6 +36,7 @@ from tests.support.messages import said_line
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import Pools
 from tests.support.run_memories import SEG_LEN, every_memory, small_memory, with_memory
+from tests.support.scored_library import make_config
 
 pytestmark = pytest.mark.ranks
 
@@ -213,3 +215,15 @@ def test_run_directory_that_cannot_be_written_is_an_error_of_two_lines(tmp_path:
     assert codes == [2, 2], again
     said_line(2, again, "error: ", "[Errno 17]", f"'{tmp_path / 'run' / 'checkpoints'}'")
     assert "Traceback" not in text + again
+
+
+def test_a_learning_rate_that_leaves_the_former_schedule_is_said() -> None:
+    """OneTrainer#1604: after more steps were asked for, the rate rose fivefold without a word."""
+    ended = make_config(train={"steps": 12})
+    assert other_rate(ended, make_config(train={"steps": 12}), 6) == []
+    assert other_rate(ended, make_config(train={"steps": 24}), 0) == []
+    assert other_rate(ended, make_config(train={"steps": None, "epochs": 1.0}), 12) == []
+    (line,) = other_rate(ended, make_config(train={"steps": 24}), 12)
+    assert line == "learning rate 0.0005 at step 13: the former schedule gave 1.7e-05 at step 12, and 0 next"
+    for changes in ({"optimizer": {"lr": 0.5}}, {"schedule": {"kind": "linear"}}):
+        assert len(other_rate(ended, make_config(train={"steps": 12}, **changes), 3)) == 1

@@ -23,5 +23,5 @@ class BytesTokenizer(Tokenizer):
         return cls()
 
     def encode(self, text: str) -> np.ndarray:
-        # Lone surrogates represent bytes that are not UTF-8 (builders/source.py): a split of enwik8 may cut a character
+        # Lone surrogates represent bytes that are not UTF-8 (datasets/source.py): a split of enwik8 may cut a character
         return np.frombuffer(text.encode("utf-8", "surrogateescape"), dtype=np.uint8).astype(self.dtype)

@@ -4,9 +4,10 @@
     dist-mem dialogue runs/cmu_dog --split test --limit 100 --turns 2 eval.batch_size=32
 
 Perplexity covers every reply of the conversations read, in the model's tokens. The other metrics compare the model's
-replies with those of people (answer.py, metrics.py). RUN/evaluations/dialogue-<split>-step-<step>.json and .txt contain
-the metrics and the replies. The metrics are added to the run in MLflow, except those of an export. Names of files and
-metrics contain the settings that differ from the defaults, as in dialogue-test-step-00000800-limit100-turns2.json.
+replies (replies.py) with those of people (metrics.py). RUN/evaluations/dialogue-<split>-step-<step>.json and .txt
+contain the metrics and the replies. The metrics are added to the run in MLflow, except those of an export. Names of
+files and metrics contain the settings that differ from the defaults, as in
+dialogue-test-step-00000800-limit100-turns2.json.
 """
 
 from __future__ import annotations
