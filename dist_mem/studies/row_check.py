@@ -55,21 +55,37 @@ def check(study: Study, *, rows: Sequence[str], seeds: Sequence[int], ranks: int
     checked, refused = [], []
     for run in _representatives(study, seeds or study.seeds, requested):
         try:
-            checked.append(_checked(study, run, extra))
+            checked.append(_resolved(study, run, extra))
         except UnusableError as error:
             refused.append(str(error))
     checked = [one for one in checked if one.run.seed == (seeds or study.seeds)[0]]
     shared = _shared(one.settings for one in checked)
     _print_settings(shared)
     _print_points(study, checked, shared)
-    for row in rows or shown_rows(study):
-        refused += _print_row(study, row, [one for one in checked if one.run.row == row], known=shared, ranks=ranks)
-        sys.stdout.flush()
+    shown = rows or shown_rows(study)
+    for row in shown:
+        mine = [one for one in checked if one.run.row == row]
+        _print_settings_of(study, row, mine, known=shared)
+        refused += [text for one in mine for text in _refusals(study, one, extra, ranks)]
+        _print_papers(study.rows[row])
+    others = [one for one in checked if one.run.row not in shown]  # which one of these is the best of
+    refused += [text for one in others for text in _refusals(study, one, extra)]
     for note in study.notes:
         print(textwrap.fill(note, _WIDTH, initial_indent="- ", subsequent_indent="  "))
     for text in refused:
         print(f"error: {text}", file=sys.stderr)
     return EXIT_USAGE if refused else EXIT_DONE
+
+
+def _refusals(study: Study, one: Checked, extra: Sequence[str], ranks: int = 0) -> Iterator[str]:
+    """Check a run further, print its size and data for so many ranks (0: not), and yield why it cannot be run."""
+    try:
+        _check_further(study, one, extra)
+        if ranks:
+            _print_lines(study, one, ranks)
+            sys.stdout.flush()
+    except UnusableError as error:
+        yield str(error)
 
 
 def check_rows(study: Study, extra: Sequence[str], rows: Sequence[str] = ()) -> None:
@@ -82,7 +98,7 @@ def check_rows(study: Study, extra: Sequence[str], rows: Sequence[str] = ()) -> 
         UnusableError: for the first row that cannot be run; nothing is allocated or started.
     """
     for run in _representatives(study, study.seeds, rows):
-        _checked(study, run, extra)
+        _check_further(study, _resolved(study, run, extra), extra)
 
 
 def _representatives(study: Study, seeds: Sequence[int], rows: Sequence[str]) -> list[Run]:
@@ -92,27 +108,37 @@ def _representatives(study: Study, seeds: Sequence[int], rows: Sequence[str]) ->
     return all_runs(study, Path(), [first], chosen) + (all_runs(study, Path(), others, chosen[:1]) if others else [])
 
 
-def _checked(study: Study, run: Run, extra: Sequence[str]) -> Checked:
-    """Check a run: its keys, its model, its seed, and of its columns the overrides and the splits.
+def _resolved(study: Study, run: Run, extra: Sequence[str]) -> Checked:
+    """Return the settings of a run: its keys, its seed. Raises UnusableError, which names the study and the row."""
+    try:
+        config = load_config(train_words(study, run, extra), memory_options=memory_options)
+    except UnusableError as error:
+        raise UnusableError(f"{_title(study, run)}: {error}") from error
+    tree = cast(dict[str, Any], OmegaConf.to_container(cast(Any, config), resolve=True))
+    settings = {key: value for name in BLOCKS for key, value in flat(name, tree[name]) if key not in _APART}
+    return Checked(run, config, settings)
+
+
+def _check_further(study: Study, one: Checked, extra: Sequence[str]) -> None:
+    """Check the model of a run, and of its columns the overrides and the splits.
 
     Raises:
         UnusableError: it cannot be run; the message names the study, the row and the column.
     """
-    words, where = train_words(study, run, extra), _title(study, run)
+    words, where = train_words(study, one.run, extra), _title(study, one.run)
+    point, accepted = study.points[one.run.point], [list[str]()]
     try:
-        config = load_config(words, memory_options=memory_options)
-        check_model(config)
-        for name, column in columns_at(study, run.point).items():
-            where = f"{_title(study, run)}: column {name}"
-            if not study.points[run.point].build and not is_remote(config.data.path):  # else it may be made or fetched
-                check_split(config.data, column.split)
-            if measuring := [word for word in column.evaluate if "=" in word and not word.startswith("-")]:
+        check_model(one.config)
+        for name, column in columns_at(study, one.run.point).items():
+            where = f"{_title(study, one.run)}: column {name}"
+            if not point.build and not is_remote(one.config.data.path):  # else the split may be made or fetched
+                check_split(one.config.data, column.split)
+            measuring = [word for word in column.evaluate if "=" in word and not word.startswith("-")]
+            if measuring not in accepted:
                 load_config([*words, *measuring], memory_options=memory_options)
+                accepted.append(measuring)
     except UnusableError as error:
         raise UnusableError(f"{where}: {error}") from error
-    tree = cast(dict[str, Any], OmegaConf.to_container(cast(Any, config), resolve=True))
-    settings = {key: value for name in BLOCKS for key, value in flat(name, tree[name]) if key not in _APART}
-    return Checked(run, config, settings)
 
 
 def _title(study: Study, run: Run) -> str:
@@ -202,8 +228,8 @@ def _print_points(study: Study, checked: Sequence[Checked], shared: Settings) ->
             _print_labelled("data built by", point.made_by)
 
 
-def _print_row(study: Study, key: str, checked: Sequence[Checked], *, known: Settings, ranks: int) -> Iterator[str]:
-    """Print a row, and yield why its data do not fit."""
+def _print_settings_of(study: Study, key: str, checked: Sequence[Checked], *, known: Settings) -> None:
+    """Print the name of a row, and its settings that are not known of all rows."""
     row = study.rows[key]
     print(f"\n{key}: {row.name}{f' ({row.note})' if row.note else ''}")
     if row.best_of:
@@ -212,15 +238,20 @@ def _print_row(study: Study, key: str, checked: Sequence[Checked], *, known: Set
             print(f"  best on validation{f' at {name}' if name else ''} of: {behind}")
     settings = _shared(one.settings for one in checked)
     _print_settings({name: value for name, value in settings.items() if name not in known})
-    for one in checked:
-        at = f"at {one.run.point}: " if one.run.point else ""
-        try:
-            lines = _lines(study, one, ranks)
-        except ValueError as error:
-            yield f"{_title(study, one.run)}: {error}"
-            continue
-        for label, text in lines:
-            _print_labelled(label, f"{at}{text}{_papers_size(row, label)}")
+
+
+def _print_lines(study: Study, one: Checked, ranks: int) -> None:
+    """Print size and data of a row at one point. Raises UnusableError if the data do not fit."""
+    at = f"at {one.run.point}: " if one.run.point else ""
+    try:
+        lines = _lines(study, one, ranks)
+    except ValueError as error:
+        raise UnusableError(f"{_title(study, one.run)}: {error}") from error
+    for label, text in lines:
+        _print_labelled(label, f"{at}{text}{_papers_size(study.rows[one.run.row], label)}")
+
+
+def _print_papers(row: Row) -> None:
     if row.paper:
         _print_labelled("the paper", ", ".join(f"{name} {value:g}" for name, value in row.paper.items()))
 
