@@ -65,9 +65,9 @@ def test_every_program_that_a_text_names_is_there() -> None:
 def described(docstring: str) -> Iterator[str]:
     """Yield the names under `Args:`."""
     block = re.split(r"\n\s*\n", docstring.partition("Args:\n")[2])[0]
-    indent = re.match(r" *", block)
-    for line in block.splitlines() if indent else ():
-        if found := re.match(rf"{indent[0]}(\*{{0,2}}\w+(?:, \*{{0,2}}\w+)*):", line):
+    indent = " " * (len(block) - len(block.lstrip(" ")))
+    for line in block.splitlines():
+        if found := re.match(rf"{indent}(\*{{0,2}}\w+(?:, \*{{0,2}}\w+)*):", line):
             yield from (name.strip(" *") for name in found[1].split(","))
 
 
