@@ -14,7 +14,7 @@ from dist_mem.config.keys import SEED, STEPS
 from dist_mem.config.load import known_keys
 from dist_mem.config.other_names import OTHER_NAMES
 from dist_mem.runtime.files import at_home, check_replaceable, is_dir, unexpanded
-from dist_mem.runtime.names import PLAIN, is_plain
+from dist_mem.runtime.names import is_plain
 
 MODEL = "a run directory, one checkpoint in it, or an export"  # in the help of commands
 
@@ -126,7 +126,7 @@ def step(text: str) -> int:
 def split(text: str) -> str:
     """Parse the name of a split, which is the name of one folder."""
     if not is_plain(text):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not the name of a split, {PLAIN}: give one, as test")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not the name of a split: give one, for example test")
     return text
 
 

@@ -72,12 +72,11 @@ def stop_on(problems: Iterator[Problem] | Sequence[Problem]) -> None:
         raise ConfigError(found)
 
 
-def located(problem: Problem, origins: Mapping[str, str], otherwise: str = "") -> Problem:
+def located(problem: Problem, origins: Mapping[str, str]) -> Problem:
     """Return the problem with the source that set its key, a part of it, or else an enclosing block.
 
     Args:
         origins: full key of every given leaf -> file or command line.
-        otherwise: the source of a problem of a key that none has set.
     """
     key = "" if problem.where else problem.key
     while key:
@@ -86,7 +85,7 @@ def located(problem: Problem, origins: Mapping[str, str], otherwise: str = "") -
         if places:
             return problem._replace(where=places[-1])
         key = key[: max(key.rfind("."), key.rfind("["), 0)]
-    return problem._replace(where=problem.where or otherwise)
+    return problem
 
 
 def shown(value: Any) -> str:

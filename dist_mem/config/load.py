@@ -98,9 +98,7 @@ def load_config(
         _check_further(config, check)
     except ConfigError as error:
         problems = [problem._replace(text=hide_all(problem.text, config)) for problem in error.problems]
-        files = [source.where for source in sources if source.where != COMMAND_LINE]
-        only = files[0] if len(files) == 1 else ""
-        raise ConfigError([located(problem, origins, only) for problem in problems]) from None
+        raise ConfigError([located(problem, origins) for problem in problems]) from None
     return config
 
 

@@ -78,7 +78,8 @@ def _load(run_dir: Path, part: Part, overrides: Sequence[str], *, with_memory: b
         except ConfigError as error:  # names the temporary file
             where = f"{run_dir / HISTORY}, config of step {part.step}"
             problems = [
-                each._replace(where=where) if each.where.startswith(str(path)) else each for each in error.problems
+                each._replace(where=where) if not each.where or each.where.startswith(str(path)) else each
+                for each in error.problems
             ]
             raise ConfigError(problems) from None
 
