@@ -251,8 +251,8 @@ def _settled(tree: dict[str, Any]) -> dict[str, Any]:
 
 def _at(study: Study, name: str) -> Study:
     """Return the study with the settings of one of its scales."""
-    for scale in study.scales:
-        _check_name(scale, where=f"{study.path}: scale")
+    for each in study.scales:
+        _check_name(each, where=f"{study.path}: scale")
     if name not in study.scales:
         raise UnusableError(f"{study.path} has no scale {name!r}; it has: {', '.join(study.scales) or 'none'}")
     scale = study.scales[name]

@@ -15,6 +15,7 @@ import yaml
 from dist_mem.config import ConfigError, known_keys, load_config
 from dist_mem.memory import memory_class, memory_kinds, memory_options
 from tests.support.messages import refused
+from tests.support.paths import ROOT
 
 NUM_BY_DEPTH = {1: 6, 2: 12, 3: 12}
 MIN_RIGHT = 27
@@ -102,3 +103,17 @@ MISPLACED += ["train.weigth_decay", "deepspeed.stage"]
 def test_right_key_in_the_wrong_block_is_found_or_else_the_keys_there_are(key: str, said: str) -> None:
     with refused(ConfigError, said):
         load_config([f"{key}=3", "train.steps=1"], memory_options=memory_options)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "memory").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_name_of_a_shipped_memory_leads_to_its_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`memory.kind=deltanet` suggested titans, and `memory/deltanet` nothing."""
+    monkeypatch.chdir(ROOT)
+    for words in ([f"memory/{path.stem}"], [path.stem], [f"confgs/memory/{path.name}"]):
+        with pytest.raises(ConfigError, match=f"did you mean configs/memory/{path.name}"):
+            load_config([*words, "train.steps=1"])
+    if path.stem not in memory_kinds():
+        with pytest.raises(ConfigError, match=f"did you mean the file configs/memory/{path.name}"):
+            load_config([f"memory.kind={path.stem}", "train.steps=1"], memory_options=memory_options)
+    with pytest.raises(ConfigError, match=f"memory.kind={path.stem}"):
+        load_config([f"memory={path.stem}", "train.steps=1"])
