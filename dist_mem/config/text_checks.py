@@ -20,7 +20,7 @@ from dist_mem.config.deepspeed_keys import PATHS
 from dist_mem.config.keys import Metadata, find_key
 from dist_mem.config.schema import Config
 from dist_mem.runtime.addresses import login_of
-from dist_mem.runtime.files import home_fault, unexpanded
+from dist_mem.runtime.files import unexpanded
 from dist_mem.runtime.names import PLAIN, is_plain, is_plain_path
 
 _IN_NO_TEXT = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]"  # YAML and UTF-8 cannot hold them
