@@ -20,7 +20,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dist_mem.datasets.source import read_text, with_lf
+from dist_mem.datasets.source import decoded, read_text, text_of, with_lf
 from dist_mem.datasets.tar_source import TAR_SUFFIXES, Sample, read_samples
 from dist_mem.datasets.tree import suffix_of
 from dist_mem.errors import UnusableError
@@ -168,7 +168,7 @@ def _parse_object(where: str, content: bytes, *, has_mark: bool) -> tuple[list[s
         names[:] = [name for name, _ in pairs]  # of the outermost object, which comes last
         return dict(pairs)
 
-    text = _decoded(where, content, has_mark=has_mark)
+    text = decoded(content, where, has_mark=has_mark)
     try:
         fields = json.loads(text, object_pairs_hook=keep_names)
     except (ValueError, RecursionError) as error:
@@ -176,16 +176,6 @@ def _parse_object(where: str, content: bytes, *, has_mark: bool) -> tuple[list[s
     if not isinstance(fields, dict):
         raise UnusableError(f"{where} is JSON but no object with fields: correct or delete it")
     return names, fields
-
-
-def _decoded(where: str, content: bytes, *, has_mark: bool) -> str:
-    try:
-        return content.decode("utf-8-sig" if has_mark else "utf-8")
-    except UnicodeDecodeError as error:
-        raise UnusableError(
-            f"{where} is not UTF-8 (byte {error.start} is 0x{content[error.start]:02x}): convert the file, "
-            "for example with iconv"
-        ) from error
 
 
 def _read_tar(file: RowFile, start: int) -> Iterator[tuple[int, Load]]:
@@ -203,7 +193,7 @@ def _sample_content(file: RowFile, number: int, sample: Sample) -> Content:
         names, fields = _parse_object(where, sample.members["json"], has_mark=True)
     if "txt" in sample.members:
         names = [*(name for name in names if name != file.text_field), file.text_field]
-        fields[file.text_field] = _decoded(where, sample.members["txt"], has_mark=True)
+        fields[file.text_field] = text_of(sample.members["txt"], where)
     _check_fields(file, names, where)
     return _content(file, where, fields)._replace(key=sample.key)
 

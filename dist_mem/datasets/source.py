@@ -12,7 +12,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from dist_mem.data.tar import check_id
+from dist_mem.errors import UnusableError
 from dist_mem.runtime.files import read_at_most
+
+_CONTROLS = bytes({*range(32), 127} - {*b"\t\n\v\f\r\x1b"})  # and without that of coloured logs
+_FEW_CONTROLS = 3  # are in texts, which keep them
 
 
 class RecallSpan(NamedTuple):
@@ -112,14 +116,42 @@ def read_text(path: Path) -> str:
     """Return a file's text unchanged, but without the byte order mark (U+FEFF) that some editors put first.
 
     Raises:
-        ValueError: the file is not UTF-8, or too long; names it and the first bad byte.
+        UnusableError: as `text_of`; or the file is too long.
+    """
+    return text_of(read_at_most(path), str(path))
+
+
+def text_of(content: bytes, where: str) -> str:
+    """Return the text of a .txt file or member, without a byte order mark.
+
+    Raises:
+        UnusableError: it is not UTF-8; or control characters are more than a tenth of it, as in UTF-16 without a byte
+            order mark, which is valid UTF-8.
+    """
+    controls = len(content) - len(content.translate(None, _CONTROLS))
+    if controls > max(_FEW_CONTROLS, len(content) // 10):
+        raise UnusableError(
+            f"{where} is no text in UTF-8: {controls:,} of its {len(content):,} bytes are control characters, as in "
+            "UTF-16 and in programs: convert it, for example with iconv -f UTF-16LE -t UTF-8, or leave it out"
+        )
+    return decoded(content, where, has_mark=True)
+
+
+def decoded(content: bytes, where: str, *, has_mark: bool) -> str:
+    """Decode UTF-8.
+
+    Args:
+        has_mark: a byte order mark may come first, and is dropped.
+
+    Raises:
+        UnusableError: it is not UTF-8; names the first bad byte.
     """
     try:
-        return read_at_most(path).decode("utf-8").removeprefix("\ufeff")
+        return content.decode("utf-8-sig" if has_mark else "utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not UTF-8 (byte {error.start} is 0x{error.object[error.start]:02x}): convert it, "
-            "for example with iconv"
+        raise UnusableError(
+            f"{where} is not UTF-8 (byte {error.start} is 0x{content[error.start]:02x}): convert it, for example with "
+            "iconv"
         ) from error
 
 
