@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
+import unicodedata
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from itertools import chain
 from math import floor, fsum, isclose
 
@@ -131,9 +134,22 @@ NO_WORDS = bytes(DIGEST_BYTES)  # the digest of a text without words, which is n
 
 
 def words_digest(text: str) -> bytes:
-    """Return the digest by which texts are compared: of their words, so that white space makes no difference."""
+    """Return the digest by which texts are compared, of what a reader sees.
+
+    Neither white space makes a difference, nor the form in which accents are stored (NFC or NFD), nor characters
+    without a glyph, as a zero-width space.
+    """
+    if not text.isascii():
+        for character in set(text) & _without_glyph():
+            text = text.replace(character, "")
+        text = unicodedata.normalize("NFC", text)
     words = text.split()
     return hashlib.sha256(" ".join(words).encode()).digest()[:DIGEST_BYTES] if words else NO_WORDS
+
+
+@cache
+def _without_glyph() -> set[str]:
+    return {character for character in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(character) == "Cf"}
 
 
 def first_occurrences(digests: Sequence[bytes | bytearray]) -> list[np.ndarray]:

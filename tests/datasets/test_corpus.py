@@ -6,8 +6,10 @@ import gzip
 import json
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unicodedata import normalize
 
 import numpy as np
 import pyarrow
@@ -397,3 +399,14 @@ def test_what_cannot_be_dealt_is_named(tmp_path: Path) -> None:
     for shares in (("--test", "1"), ("--test", "x")):
         with pytest.raises(SystemExit):
             build_files(out, loose, options=shares)
+
+
+@pytest.mark.parametrize("change", [lambda text: normalize("NFD", text), lambda text: text.replace(" ", "\u200b ")])
+def test_a_text_that_differs_only_in_what_nobody_sees_is_in_one_split(
+    tmp_path: Path, change: Callable[[str], str]
+) -> None:
+    text = "Ein Käfer läuft über die Brücke.\n"
+    for split, content in (("train", text), ("test", change(text))):
+        (tmp_path / "texts" / split).mkdir(parents=True)
+        (tmp_path / "texts" / split / f"{split}.txt").write_text(content, encoding="utf-8")
+    refuse(tmp_path, tmp_path / "texts", named=("train", "test", "--drop-duplicates"))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import filecmp
 import hashlib
 import io
 import re
@@ -26,7 +25,7 @@ from dist_mem.datasets.bucket_download import download_files, fetch, list_files
 from dist_mem.datasets.builder import add_build_options, build_dataset, check_paths, positive
 from dist_mem.datasets.rows import TEXT_SUFFIX
 from dist_mem.datasets.source import SourceDocument, read_text
-from dist_mem.datasets.split_names import split_named
+from dist_mem.datasets.split_names import split_named, words_digest
 from dist_mem.datasets.tree import listed_files
 from dist_mem.runtime.files import write_bytes
 
@@ -195,8 +194,8 @@ def refuse_shared_books(splits: dict[str, list[SourceDocument]], metadata: dict[
 
 
 def same_text(one: Any, other: Any) -> bool:
-    """Return whether two files of `read_split` have the same bytes."""
-    return filecmp.cmp(one, other, shallow=False)
+    """Return whether two files of `read_split` have the same words."""
+    return words_digest(read_text(one)) == words_digest(read_text(other))
 
 
 def choose(ids: Iterable[str], metadata: dict[str, Metadata], *, order: str, limit: int | None) -> list[str]:
