@@ -3,31 +3,43 @@
     x/{000..063}.tar          ->  x/000.tar, x/001.tar, ...
     https://host/x/000.tar    ->  its copy in the cache (data.cache), fetched once
 
-webdataset's reader groups the members of a sample and decompresses. It ends silently where a header is damaged or the
-tar is cut between two members, and passes over links, so `survey` follows the headers to the end mark first.
+One function reads the names before a build and the texts during it, from one decompressed stream. webdataset's own
+reader stops after the first member of a gzip file and where a header is damaged, cuts names at their first dot, and
+takes members of a sample that are apart for two samples.
 """
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import lzma
+import re
 import tarfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from dist_mem.config import DataConfig
 from dist_mem.data.directory import local_dir
 from dist_mem.data.remote.fetch import address, check_address, download, is_remote, locked, show
 from dist_mem.data.tar import BLOCK_BYTES
-from dist_mem.datasets.tree import Found, check_name, shown, suffix_of
+from dist_mem.datasets.tree import Found, check_name, kind_of, passed_over, shown, suffix_of
 from dist_mem.errors import UnusableError
+from dist_mem.runtime.files import MAX_TEXT_BYTES
 from dist_mem.runtime.names import check_plain, is_hidden
 
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
-MEMBERS = ("txt", "json")  # what webdataset calls the suffix: all after the first dot of the file name
+MEMBERS = ("txt", "json")  # suffixes
+DOTTED = ".json with a second dot in its name"
+_COMPRESSED: dict[bytes, Callable[[Path], IO[bytes]]] = {  # by how a file begins
+    rb"\x1f\x8b": gzip.open,
+    rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": bz2.open,
+    rb"\xfd7zXZ\0": lzma.open,
+}  # type: ignore[dict-item]  # their modes are theirs
 MAX_BYTES = 2**36  # of a tar by URL
 LOCK_NAME = ".lock"
 REMEDY = "copy it again"
@@ -61,72 +73,129 @@ def local_sources(sources: Sequence[str], cache: str | None) -> list[Path]:
 
 
 def survey(path: Path) -> Found:
-    """Follow the headers of a tar to its end, and return which members are hidden, and how many samples lack a text.
+    """Read the names of a tar to its end, and return what `read_samples` passes over.
 
     Raises:
-        UnusableError: the tar is damaged, no sample has a text, a name is not UTF-8, or a text is a link.
+        UnusableError: as `read_samples`; or no member is a text.
     """
-    hidden: list[str] = []
-    keys: dict[str, bool] = {}  # of samples -> whether one has a text
-    with _reading(path), tarfile.open(path) as tar:
-        while (member := tar.next()) is not None:
-            tar.members.clear()  # type: ignore[attr-defined]  # else it keeps them all
-            key, suffix = _key(member.name)
-            if not member.isfile():
-                if _is_read(member.name) and not member.isdir():
-                    # GNU tar stores the second name of a file as a hard link, which has no content.
-                    raise UnusableError(
-                        f"{shown(path)}: {shown(member.name)} is a link, a pipe or a device, not a file: leave it out, "
-                        "or pack its folder again with tar --dereference --hard-dereference"
-                    )
-                continue
-            if any(is_hidden(part) for part in member.name.split("/") if part != "."):
-                hidden.append(f"{path.name}/{member.name}")
-            else:
-                keys[key] = keys.get(key, False) or suffix in MEMBERS
-                if suffix in MEMBERS:
-                    check_name(path / member.name, member.name)
-        end = tar.offset
-        assert tar.fileobj is not None
-        tar.fileobj.seek(end)
-        if tar.fileobj.read(BLOCK_BYTES) != bytes(BLOCK_BYTES):
-            raise UnusableError(f"{shown(path)} is damaged (no header and no end at byte {end:,}): {REMEDY}")
-        while block := tar.fileobj.read(2**20):
-            if block.strip(b"\0"):
-                raise UnusableError(f"{shown(path)} has bytes after its end: pack its files again, as one tar")
-    if not any(keys.values()):
-        raise UnusableError(f"{shown(path)} has no sample with a member .txt or .json: see --help for what is read")
-    without = list(keys.values()).count(False)
-    return Found({}, hidden, +Counter({"samples without .txt and .json": without}))
+    found = Found({}, [], Counter())
+    if not sum(1 for _ in _samples(path, found, lambda tar, member: b"")):
+        over = passed_over(found)
+        raise UnusableError(
+            f"{shown(path)} has no member .txt or .json that is a text: see --help for what is read"
+            f"{f'; passed over {over}' if over else ''}"
+        )
+    return found
 
 
 def read_samples(path: Path) -> Iterator[Sample]:
     """Yield the samples that have a text, in the order of the tar.
 
     Raises:
-        UnusableError: the tar is damaged, or has a member twice.
+        UnusableError: the tar is damaged, has a member twice or those of a sample apart, a name is not UTF-8, or a text
+            is a link or too long.
     """
-    from webdataset.tariterators import group_by_keys, tar_file_iterator
-
-    with _reading(path), path.open("rb") as stream:
-        # skip_meta would leave out the texts of a folder such as __data__.
-        files = tar_file_iterator(stream, skip_meta=None, select_files=_is_read)
-        try:
-            for sample in group_by_keys({**file, "__url__": str(path)} for file in files):
-                yield Sample(sample["__key__"], {name: sample[name] for name in MEMBERS if name in sample})
-        except ValueError as error:
-            raise UnusableError(f"{shown(path)}: {str(error.args[0]).partition(' ')[0]} is twice in it") from error
+    return _samples(path, Found({}, [], Counter()), _content)
 
 
-def _is_read(name: str) -> bool:
-    return _key(name)[1] in MEMBERS and not any(is_hidden(part) for part in name.split("/") if part != ".")
+def _samples(path: Path, found: Found, read: Callable[[tarfile.TarFile, tarfile.TarInfo], bytes]) -> Iterator[Sample]:
+    """Yield the samples, and add to `found` what is passed over; the only reader of tars.
+
+    A sample is open until a member comes whose key is another one. If that key goes on after a dot, both are open:
+    sorted by name, s0.more.txt is between s0.json and s0.txt.
+    """
+    names: set[str] = set()
+    opened: list[Sample] = []
+    for tar, member in _members(path):
+        key, suffix = _key(member.name)
+        if any(is_hidden(part) for part in member.name.split("/") if part != "."):
+            found.hidden.extend([f"{path.name}/{member.name}"] * member.isfile())
+        elif suffix not in MEMBERS:
+            found.others[kind_of(member.name)] += member.isfile()
+        elif not member.isdir():
+            while opened and not f"{key}.".startswith(f"{opened[-1].key}."):
+                yield from _closed(opened.pop(), found)
+            if not (opened and opened[-1].key == key):
+                opened.append(Sample(key, {}))
+            _check_member(path, member, names, is_begun=bool(opened[-1].members))
+            opened[-1].members[suffix] = read(tar, member)
+    while opened:
+        yield from _closed(opened.pop(), found)
+
+
+def _members(path: Path) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
+    """Yield the entries of a tar up to its end mark.
+
+    tarfile ends in silence where a header is damaged, or where the tar is cut between two members.
+    """
+    with _reading(path), _opened(path) as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
+        while (member := tar.next()) is not None:
+            tar.members.clear()  # type: ignore[attr-defined]  # else it keeps them all
+            if member.size < 0:
+                raise tarfile.ReadError("a negative size")
+            yield tar, member
+        end = tar.offset
+        stream.seek(end)
+        if stream.read(BLOCK_BYTES) != bytes(BLOCK_BYTES):
+            raise UnusableError(f"{shown(path)} is damaged (no header and no end at byte {end:,}): {REMEDY}")
+        while block := stream.read(2**20):
+            if block.strip(b"\0"):
+                raise UnusableError(f"{shown(path)} has bytes after its end: pack its files again, as one tar")
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """Open the decompressed content of a file, whatever its name says; all members of a compressed one."""
+    with path.open("rb") as file:
+        begin = file.read(10)
+    for pattern, opened in _COMPRESSED.items():
+        if re.match(pattern, begin, re.DOTALL):
+            return opened(path)
+    return path.open("rb")
+
+
+def _check_member(path: Path, member: tarfile.TarInfo, names: set[str], *, is_begun: bool) -> None:
+    """Raise UnusableError for a text that cannot be read or assigned to its sample, and add its name to `names`.
+
+    Args:
+        is_begun: the sample of the member is open, and has another member.
+    """
+    where = f"{shown(path)}: {shown(member.name)}"
+    if not member.isfile():
+        # GNU tar stores the second name of a file as a hard link, which has no content.
+        raise UnusableError(
+            f"{where} is a link, a pipe or a device, not a file: leave it out, or pack its folder again with "
+            "tar --dereference --hard-dereference"
+        )
+    check_name(path / member.name, member.name)
+    if member.size > MAX_TEXT_BYTES:
+        raise UnusableError(f"{where} has {member.size:,} bytes, more than {MAX_TEXT_BYTES:,}: cut it")
+    key, suffix = _key(member.name)
+    if f"{key}.{suffix}" in names:
+        raise UnusableError(f"{where} is twice in it: rename one, or leave it out")
+    if not is_begun and any(f"{key}.{other}" in names for other in MEMBERS):
+        raise UnusableError(f"{where}: the members of this sample are apart: pack the tar again with tar --sort=name")
+    names.add(f"{key}.{suffix}")
+
+
+def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = tar.extractfile(member)
+    assert file is not None, "a member that is no file is refused before"
+    return file.read()
+
+
+def _closed(sample: Sample, found: Found) -> Iterator[Sample]:
+    """Yield a sample, unless it is what another program has beside its texts, as s0.meta.json beside s0.txt."""
+    if "txt" not in sample.members and "." in sample.key.rpartition("/")[2]:
+        found.others[DOTTED] += 1
+    else:
+        yield sample
 
 
 def _key(name: str) -> tuple[str, str]:
-    """Return key and suffix of a member, as webdataset cuts its name."""
+    """Return key and suffix of a member; names of texts may have dots, so that the suffix follows the last one."""
     folder, slash, last = name.rpartition("/")
-    stem, _, suffix = last.partition(".")
-    return f"{folder}{slash}{stem}", suffix.lower()
+    stem, dot, suffix = last.rpartition(".")
+    return (f"{folder}{slash}{stem}", suffix.lower()) if dot else (name, "")
 
 
 @contextmanager
@@ -134,8 +203,8 @@ def _reading(path: Path) -> Iterator[None]:
     """Raise UnusableError with the name of the tar if it is damaged."""
     try:
         yield
-    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError, ValueError, RecursionError) as error:
+        if isinstance(error, UnusableError) or (isinstance(error, OSError) and error.errno is not None):
             raise
         reason = str(error.args[0] if error.args else error).partition(" @ ")[0].partition(":\n")[0]
         raise UnusableError(f"{shown(path)} is damaged or no tar ({reason}): {REMEDY}") from error

@@ -91,6 +91,14 @@ def shown(name: str | Path) -> str:
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
+def kind_of(name: str) -> str:
+    """Return the suffix by which a file is counted: the last one, and .txt or .json before it."""
+    *stems, last = name.lower().split(".")
+    if not stems:
+        return "without suffix"
+    return f".{stems[-1]}.{last}" if stems[-1] in ("txt", "json", "jsonl", "ndjson") and len(stems) > 1 else f".{last}"
+
+
 def check_name(path: Path, name: str) -> None:
     """Raise UnusableError if the name of a file is not UTF-8: it becomes the document's title and id."""
     try:
@@ -140,17 +148,9 @@ def _walk(
             check_name(path, name)
             found.files[name] = path
         else:
-            found.others[_kind(entry.name)] += 1
+            found.others[kind_of(entry.name)] += 1
 
 
 def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
     with os.scandir(folder) as entries:
         yield from sorted(entries, key=lambda entry: entry.name)
-
-
-def _kind(name: str) -> str:
-    """Return the suffix by which a file is counted: the last one, and .txt or .json before it."""
-    *stems, last = name.lower().split(".")
-    if not stems:
-        return "without suffix"
-    return f".{stems[-1]}.{last}" if stems[-1] in ("txt", "json", "jsonl", "ndjson") and len(stems) > 1 else f".{last}"

@@ -205,7 +205,7 @@ def test_the_same_documents_come_from_a_pattern_a_folder_and_a_url(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert read_tars(f"{shards}/{{000..001}}.tar") == read_tars(str(shards)) == EXPECTED
-    said_line(0, capsys.readouterr().out, f"{shards}: ", "001.tar/._0.txt", "1 samples")
+    said_line(0, capsys.readouterr().out, f"{shards}: ", "001.tar/._0.txt", "1 .cls")
     with closing(FileServer(tmp_path)) as server:
         for _ in range(2):
             assert read_tars(f"{server.url}/shards/{{000..001}}.tar", cache=tmp_path / "cache") == EXPECTED
