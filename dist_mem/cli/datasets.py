@@ -88,14 +88,18 @@ def _build(options: Namespace) -> int:
 
 
 def _verify(options: Namespace) -> int:
+    from dist_mem.config import DataConfig
+    from dist_mem.data.build_record import BUILD_NAME
     from dist_mem.data.remote.fetch import show
-    from dist_mem.data.verify import verify_dataset
+    from dist_mem.data.verify import unbound_splits, verify_dataset
 
     _check(options)
     problems = verify_dataset(options.data, cache=options.cache, splits=options.split)
     for problem in problems:
         document = f"document {problem.document}" if problem.document else ""
         print(": ".join(part for part in (problem.where, document, problem.message) if part), file=sys.stderr)
+    if unbound := unbound_splits(DataConfig(path=options.data, cache=options.cache)):
+        print(f"{show(options.data)}: no {BUILD_NAME} says whether these splits are of one build{listed(unbound)}")
     print(f"{show(options.data)}: {counted(len(problems), 'problem') if problems else 'all is well'}")
     return EXIT_FAILED if problems else EXIT_DONE
 

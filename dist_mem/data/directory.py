@@ -21,11 +21,13 @@ from pathlib import Path
 
 from dist_mem.config import DataConfig
 from dist_mem.config.check import nearest
+from dist_mem.data.build_record import BUILD_NAME, built_splits, check_one_build, check_record
 from dist_mem.data.index import DOCUMENTS_NAME, INDEX_NAME, ShardEntry, map_documents, read_index_json
 from dist_mem.data.metadata import ShardError, read_metadata
 from dist_mem.data.remote.fetch import (
     METADATA_BYTES,
     FailedRemoteError,
+    RefusedError,
     RemoteError,
     UnreachableError,
     Verify,
@@ -43,7 +45,6 @@ from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import JSON_NAME, KINDS, load_tokenizer, read_tokenizer_metadata
 from dist_mem.runtime.environment import user_cache_dir
 from dist_mem.runtime.files import sha256_of
-from dist_mem.runtime.names import is_hidden
 
 log = logging.getLogger(__name__)
 START_NAME = ".start"  # lock of `refresh`; contains the last start it ran for, and kind and text of its error
@@ -66,7 +67,20 @@ def open_tokenizer(data: DataConfig) -> Tokenizer:
 
 
 def open_index(data: DataConfig, split: str) -> Index:
-    """Open a split of `data.path`, or of this node's copy; if remote, after `refresh`. Raises as `read_index` does."""
+    """Open a split of `data.path`, or of this node's copy; if remote, after `refresh`.
+
+    Raises:
+        ShardError: as `read_index`; or the splits of the directory are of different builds.
+    """
+    index, directory = index_alone(data, split), local_dir(data)
+    check_record(directory / split, index.fingerprint)
+    if not is_remote(data.path):  # else `refresh` has compared them
+        check_one_build(directory, built_splits(directory))
+    return index
+
+
+def index_alone(data: DataConfig, split: str) -> Index:
+    """Open a split as `open_index`, whatever the other splits are."""
     if not is_remote(data.path):
         check_split(data, split)
         return staged(read_index(local_dir(data) / split), data)
@@ -77,8 +91,7 @@ def open_index(data: DataConfig, split: str) -> Index:
 def check_split(data: DataConfig, split: str) -> None:
     """Raise ShardError if a directory on disk has other splits, but not this one; the message lists them."""
     directory = local_dir(data)
-    found = (path.parent.name for path in directory.glob(f"*/{INDEX_NAME}"))
-    splits = sorted(name for name in found if not is_hidden(name))
+    splits = built_splits(directory)
     if splits and not (directory / split).is_dir():
         meant = nearest(split, splits)
         hint = f"; did you mean {meant}?" if meant else ""
@@ -165,6 +178,8 @@ def _refresh(data: DataConfig, splits: Sequence[str]) -> RemoteError | None:
         log.warning("%s; continuing with the tokenizer and the indexes fetched before, in %s", error, directory)
     except RemoteError as error:
         return error
+    except ShardError as error:  # of two builds
+        return WrongRemoteError(str(error).replace(str(directory), show(data.path)))
     return None
 
 
@@ -181,6 +196,7 @@ def _download_metadata(data: DataConfig, directory: Path, splits: Sequence[str])
             download(address(data.path, name), directory / name, limit=METADATA_BYTES, verify=verify)
     for split in splits:
         _download_index(data, directory, split)
+    check_one_build(directory, splits)
 
 
 def _download_index(data: DataConfig, directory: Path, split: str) -> None:
@@ -195,6 +211,11 @@ def _download_index(data: DataConfig, directory: Path, split: str) -> None:
     source, path = address(data.path, f"{split}/{DOCUMENTS_NAME}"), directory / split / DOCUMENTS_NAME
     if not _is_good(path, verify):
         download(source, path, limit=head["documents"]["bytes"], verify=verify)
+    path = directory / split / BUILD_NAME
+    try:
+        download(address(data.path, f"{split}/{BUILD_NAME}"), path, limit=METADATA_BYTES, verify=read_metadata)
+    except RefusedError:  # built before there was such a file
+        path.unlink(missing_ok=True)
 
 
 def _is_good(path: Path, verify: Verify) -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from dist_mem.data.build_record import BUILD_NAME
 from dist_mem.data.index import (
     DOCUMENTS_NAME,
     FORMAT_VERSION,
@@ -50,6 +51,7 @@ from dist_mem.runtime.names import check_plain
 
 MAX_YEAR = 10**6  # BC and AD
 MAX_SHARD_BYTES = 64 * 2**20  # of arrays; a tar exceeds it by its last document and by headers
+MAX_SHARD_DOCUMENTS = 100_000  # headers and padding take 2 kB each, so that of short documents these are most of a tar
 
 
 class ShardSource:
@@ -110,7 +112,7 @@ def write_split(
     check_names(name, split)
     split_dir = Path(split_dir)
     split_dir.mkdir(parents=True, exist_ok=True)
-    for old in (INDEX_NAME, DOCUMENTS_NAME):
+    for old in (INDEX_NAME, DOCUMENTS_NAME, BUILD_NAME):
         (split_dir / old).unlink(missing_ok=True)  # an old index must never describe new tars
     shards: list[ShardEntry] = []
     parts = ColumnParts()
@@ -238,16 +240,17 @@ def _checked(documents: Iterable[TokenizedDocument], split: str) -> Iterator[Tok
 def _shard_groups(
     documents: Iterable[TokenizedDocument], max_shard_bytes: int
 ) -> Iterator[Iterator[TokenizedDocument]]:
-    """Yield consecutive documents shard by shard; a shard ends with the document that reaches the size limit."""
+    """Yield consecutive documents shard by shard; a shard ends with the document that reaches a limit."""
     queue = iter(documents)
     for first in queue:
 
         def group(document: TokenizedDocument | None = first) -> Iterator[TokenizedDocument]:
-            size = 0
+            size = number = 0
             while document is not None:
                 yield document
                 size += sum(array.nbytes for array in document_arrays(document).values())
-                document = next(queue, None) if size < max_shard_bytes else None
+                number += 1
+                document = next(queue, None) if size < max_shard_bytes and number < MAX_SHARD_DOCUMENTS else None
 
         yield group()
 

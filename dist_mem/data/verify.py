@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from dist_mem.config import DataConfig
-from dist_mem.data.directory import check_split, local_dir, open_index, open_tokenizer, refresh
+from dist_mem.data.build_record import BUILD_NAME, built_splits, check_one_build, check_record
+from dist_mem.data.directory import check_split, index_alone, local_dir, open_tokenizer, refresh
 from dist_mem.data.index import DOCUMENTS_NAME, INDEX_NAME, DocumentEntry, ShardEntry
 from dist_mem.data.metadata import ShardError
 from dist_mem.data.remote.fetch import RefusedError, RemoteError, check_address, is_remote, show
@@ -83,7 +84,24 @@ def verify_dataset(path: Path | str, *, cache: str | None = None, splits: Sequen
         problems.append(Problem(".", None, f"no split: {show(data.path)} has no folder with an {INDEX_NAME}"))
     for split in found:
         problems.extend(verify_split(data, split, tokenizer))
+    with noting(problems, "."):
+        check_one_build(local_dir(data), found if is_remote(data.path) else built_splits(local_dir(data)))
     return problems
+
+
+def unbound_splits(data: DataConfig) -> list[str]:
+    """Return the splits that no file binds to the others: they were built before there was one."""
+    directory = local_dir(data)
+    return [split for split in built_splits(directory) if not (directory / split / BUILD_NAME).exists()]
+
+
+@contextmanager
+def noting(problems: list[Problem], where: str) -> Iterator[None]:
+    """Add a ShardError of the block to the problems."""
+    try:
+        yield
+    except ShardError as error:
+        problems.append(Problem(where, None, str(error)))
 
 
 def existing_splits(data: DataConfig) -> list[str]:
@@ -116,11 +134,14 @@ def _remote_splits(data: DataConfig, asked: Sequence[str]) -> tuple[list[str], l
 def verify_split(data: DataConfig, split: str, tokenizer: Tokenizer | None) -> list[Problem]:
     """Return all problems of one split; `tokenizer` None: do not compare tokenizers or decode the text."""
     split_dir = local_dir(data) / split
-    try:
-        index = open_index(data, split)
-    except ShardError as error:
-        return [Problem(f"{split}/{INDEX_NAME}", None, str(error))]
-    problems = []
+    problems: list[Problem] = []
+    index = None
+    with noting(problems, f"{split}/{INDEX_NAME}"):
+        index = index_alone(data, split)
+    if index is None:
+        return problems
+    with noting(problems, f"{split}/{BUILD_NAME}"):
+        check_record(split_dir, index.fingerprint)
     if tokenizer is not None and tokenizer.fingerprint != index.tokenizer_fingerprint:
         message = (
             f"tokenized with another tokenizer (fingerprint {index.tokenizer_fingerprint[:12]}) than the one beside it "

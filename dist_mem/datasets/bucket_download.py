@@ -23,6 +23,7 @@ from dist_mem.data.remote.fetch import METADATA_BYTES, Verify
 from dist_mem.errors import UnfitError, UnusableError
 from dist_mem.runtime.files import write_bytes
 from dist_mem.runtime.names import PLAIN, is_plain_path
+from dist_mem.runtime.progress import Progress
 
 
 class DownloadError(UnfitError):
@@ -72,8 +73,6 @@ def download_files(base_url: str, files: Sequence[RemoteFile], directory: Path, 
             the bucket lists a name outside `directory`.
         WrongRemoteError: a file does not exist, may not be read, or is longer than listed; likewise.
     """
-    from tqdm import tqdm
-
     for file in files:
         if not is_plain_path(file.name):
             raise DownloadError(f"{base_url} lists the file {file.name!a}: its parts must each be {PLAIN}")
@@ -82,13 +81,13 @@ def download_files(base_url: str, files: Sequence[RemoteFile], directory: Path, 
         print(f"{len(files) - len(missing)} of {len(files)} files are there already", flush=True)
     total = sum(file.num_bytes for file in missing)
     with (
-        tqdm(total=total, desc="download", unit="B", unit_scale=True, leave=False, disable=None) as bar,
+        Progress(total, "download", unit="bytes") as progress,
         ThreadPoolExecutor(workers) as pool,
     ):
         futures = [pool.submit(_download_file, base_url, file, directory) for file in missing]
         try:
             for future in as_completed(futures):
-                bar.update(future.result())
+                progress.add(future.result())
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from dist_mem.data.build_record import BUILD_NAME, bind_splits, built_splits, note_texts, read_build
 from dist_mem.data.index import DOCUMENTS_NAME, INDEX_NAME
 from dist_mem.data.metadata import ShardError
 from dist_mem.data.shard import MAX_SHARD_BYTES, TokenizedDocument, check_names, read_index, write_split
@@ -50,9 +51,12 @@ from dist_mem.datasets.source import SourceDocument, check_sources, encoded, rec
 from dist_mem.errors import UnfitError, UnusableError
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import replacing
+from dist_mem.runtime.locks import held_folder
+from dist_mem.runtime.progress import Progress, counting
 
 ReadT = TypeVar("ReadT")
 WORK_DIR = ".build"
+PIECE_FORMAT = 2
 PIECE_BYTES = 4 * 2**20  # of source text; one document at least
 
 
@@ -107,33 +111,41 @@ def build_dataset(
     for split, documents in splits.items():
         check_names(name, split)
         check_sources(documents, split)
-    if overwrite:
-        _remove_dataset(out)
-    (out / WORK_DIR).mkdir(parents=True, exist_ok=True)
-    training = {"vocab_size": vocab_size, "seed": seed, "max_sentences": max_sentences}
-    if tokenizer_from is not None:
-        tokenizer = load_tokenizer(tokenizer_from)
-    if tokenizer is not None:
-        tokenizer = _place_tokenizer(tokenizer, out)
-    elif tokenizer_kind == SentencePieceTokenizer.kind:
-        tokenizer = _train_tokenizer(splits.get("train", ()), out, training)
-    elif tokenizer_kind == BytesTokenizer.kind:
-        tokenizer = _place_tokenizer(BytesTokenizer(), out)
-    else:
-        raise ValueError(f"unknown tokenizer_kind {tokenizer_kind!r}: it is sentencepiece or bytes")
-    for split, documents in splits.items():
-        pieces = _cut_pieces(documents, out, tokenizer.fingerprint, piece_bytes)
-        shard_options = {
-            "name": name,
-            "split": split,
-            "tokenizer_fingerprint": tokenizer.fingerprint,
-            "official_words": (official_words or {}).get(split),
-            "max_shard_bytes": max_shard_bytes,
+    with held_folder(out, f"--out {out}"):
+        if overwrite:
+            _remove_dataset(out)
+        other = sorted(set(built_splits(out)) - set(splits))
+        if other:
+            raise _other_build(out / other[0] / INDEX_NAME)
+        training = {"vocab_size": vocab_size, "seed": seed, "max_sentences": max_sentences}
+        if tokenizer_from is not None:
+            tokenizer = load_tokenizer(tokenizer_from)
+        if tokenizer is not None:
+            tokenizer = _place_tokenizer(tokenizer, out)
+        elif tokenizer_kind == SentencePieceTokenizer.kind:
+            tokenizer = _train_tokenizer(splits.get("train", ()), out, training)
+        elif tokenizer_kind == BytesTokenizer.kind:
+            tokenizer = _place_tokenizer(BytesTokenizer(), out)
+        else:
+            raise ValueError(f"unknown tokenizer_kind {tokenizer_kind!r}: it is sentencepiece or bytes")
+        options = {
+            split: {
+                "name": name,
+                "split": split,
+                "tokenizer_fingerprint": tokenizer.fingerprint,
+                "official_words": (official_words or {}).get(split),
+                "max_shard_bytes": max_shard_bytes,
+            }
+            for split in splits
         }
-        _build_split(documents, pieces, out / split, workers=workers, shard_options=shard_options)
-    shutil.rmtree(out / WORK_DIR)
-    for partial in [*out.glob("*.partial"), *out.glob("*/*.partial")]:
-        partial.unlink()  # left by a kill in the middle of a file
+        missing = [split for split in splits if not _is_built(splits[split], out / split, options[split])]
+        for split in missing:
+            pieces = _cut_pieces(splits[split], out, tokenizer.fingerprint, piece_bytes)
+            _build_split(splits[split], pieces, out / split, workers=workers, shard_options=options[split])
+        bind_splits(out, splits)
+        shutil.rmtree(out / WORK_DIR, ignore_errors=True)
+        for partial in [*out.glob("*.partial"), *out.glob("*/*.partial")]:
+            partial.unlink()  # left by a kill in the middle of a file
 
 
 def _build_split(
@@ -144,18 +156,12 @@ def _build_split(
     workers: int,
     shard_options: dict[str, Any],
 ) -> None:
-    from tqdm import tqdm
-
-    recipe = _recipe([shard_options, [document.signature() for document in documents]])
     split = split_dir.name
-    if _is_built(split_dir, recipe):
-        print(f"{split}: already built from these {len(documents)} documents, kept", flush=True)
-        return
     _encode_pieces(pieces, split=split, workers=workers)
-    tokenized = tqdm(
-        _tokenized(pieces), total=len(documents), desc=f"{split}: tars", unit="doc", leave=False, disable=None
-    )
-    index = write_split(tokenized, split_dir, recipe=recipe, **shard_options)
+    texts = hashlib.sha256()
+    tokenized = counting(_tokenized(pieces, texts.update), f"{split}: tars", total=len(documents), unit="documents")
+    index = write_split(tokenized, split_dir, recipe=_recipe_of(documents, shard_options), **shard_options)
+    note_texts(split_dir, texts.hexdigest() if any(map(_is_file, documents)) else None)
     empty = [entry.id for entry in index.documents if entry.words == 0]
     if empty:
         listed = ", ".join(empty[:5]) + (", ..." if len(empty) > 5 else "")
@@ -171,7 +177,7 @@ def encode_piece(piece: Piece) -> int:
     """Encode the documents of a piece and write their tokens to `piece.path`; return the bytes of source text."""
     tokenizer = _cached_tokenizer(piece.data_dir, piece.fingerprint)
     arrays: dict[str, np.ndarray] = {}
-    sizes = []
+    sizes, digests = [], []
     for number, document in enumerate(piece.documents):
         text = document.text()
         if document.recall is None and document.scored is None:
@@ -183,7 +189,10 @@ def encode_piece(piece: Piece) -> int:
         if document.scored is not None:
             arrays[f"scored{number}"] = scored_tokens(document, text, starts)
         arrays[f"tokens{number}"] = tokens
-        sizes.append((len(text.split()), len(encoded(text))))
+        content = encoded(text)
+        sizes.append((len(text.split()), len(content)))
+        digests.append(hashlib.sha256(content).digest())
+    arrays["texts"] = np.frombuffer(b"".join(digests), dtype=np.uint8).reshape(-1, 32)
     arrays["sizes"] = np.array(sizes, dtype=np.int64).reshape(-1, 2)
     with replacing(piece.path) as stream:
         np.savez(stream, allow_pickle=False, **arrays)
@@ -191,21 +200,18 @@ def encode_piece(piece: Piece) -> int:
 
 
 def _encode_pieces(pieces: Sequence[Piece], *, split: str, workers: int) -> None:
-    from tqdm import tqdm
-
     missing = [piece for piece in pieces if not piece.path.exists()]
-    total = sum(piece.num_bytes for piece in pieces)
-    done = total - sum(piece.num_bytes for piece in missing)
-    if done:
+    if len(missing) < len(pieces):
         print(f"{split}: {len(pieces) - len(missing)} of {len(pieces)} pieces kept from before", flush=True)
+    for piece in missing[:1]:
+        piece.path.parent.mkdir(exist_ok=True)
+    total = sum(piece.num_bytes for piece in missing)
     with (
-        tqdm(
-            total=total, initial=done, desc=f"{split}: tokens", unit="B", unit_scale=True, leave=False, disable=None
-        ) as bar,
+        Progress(total, f"{split}: tokens", unit="bytes") as progress,
         map_unordered(encode_piece, missing, workers=workers) as finished,
     ):
         for num_bytes in finished:
-            bar.update(num_bytes)
+            progress.add(num_bytes)
 
 
 def _cut_pieces(documents: Sequence[SourceDocument], out: Path, fingerprint: str, piece_bytes: int) -> list[Piece]:
@@ -219,14 +225,16 @@ def _cut_pieces(documents: Sequence[SourceDocument], out: Path, fingerprint: str
         size += document.num_bytes
     pieces = []
     for group in groups:
-        path = out / WORK_DIR / f"{_recipe([fingerprint, [(doc.signature(), doc.modified) for doc in group]])}.npz"
+        recipe = _recipe([PIECE_FORMAT, fingerprint, [(doc.signature(), doc.modified) for doc in group]])
+        path = out / WORK_DIR / f"{recipe}.npz"
         pieces.append(Piece(group, path, out, fingerprint, num_bytes=sum(doc.num_bytes for doc in group)))
     return pieces
 
 
-def _tokenized(pieces: Iterable[Piece]) -> Iterator[TokenizedDocument]:
+def _tokenized(pieces: Iterable[Piece], note_digest: Callable[[bytes], object]) -> Iterator[TokenizedDocument]:
     for piece in pieces:
         with np.load(piece.path) as arrays:
+            note_digest(arrays["texts"].tobytes())
             for number, document in enumerate(piece.documents):
                 words, num_bytes = arrays["sizes"][number].tolist()
                 yield TokenizedDocument(
@@ -247,15 +255,13 @@ def _cached_tokenizer(data_dir: Path, fingerprint: str) -> Tokenizer:  # the fin
 
 
 def _train_tokenizer(documents: Sequence[SourceDocument], out: Path, options: dict[str, Any]) -> Tokenizer:
-    from tqdm import tqdm
-
     recipe = _recipe([options, [document.signature() for document in documents]])
     if (out / JSON_NAME).exists():
         if _readable(lambda: read_tokenizer_metadata(out))["recipe"] != recipe:
             raise _other_build(out / JSON_NAME)
         return load_tokenizer(out)
     print(f"tokenizer: training a SentencePiece model of {options['vocab_size']:,} pieces", flush=True)
-    bar = tqdm(documents, desc="tokenizer: reading", unit="doc", leave=False, disable=None)
+    bar = counting(documents, "tokenizer: reading", total=len(documents), unit="documents")
     lines = (line for document in bar for line in document.text().split("\n") if line)
     return train_sentencepiece(lines, out, recipe=recipe, **options)
 
@@ -268,14 +274,41 @@ def _place_tokenizer(tokenizer: Tokenizer, out: Path) -> Tokenizer:
     return tokenizer
 
 
-def _is_built(split_dir: Path, recipe: str) -> bool:
-    if not (split_dir / INDEX_NAME).exists():
+def _is_built(documents: Sequence[SourceDocument], split_dir: Path, shard_options: dict[str, Any]) -> bool:
+    """Return whether a split is complete.
+
+    Raises:
+        ValueError: it is of other documents, also if their files have the same names and sizes.
+    """
+    index_path = split_dir / INDEX_NAME
+    if not index_path.exists():
         return False
     index = _readable(lambda: read_index(split_dir))
-    if index.recipe != recipe:
-        raise _other_build(split_dir / INDEX_NAME)
+    if index.recipe != _recipe_of(documents, shard_options):
+        raise _other_build(index_path)
     tars = {path.name: path.stat().st_size for path in split_dir.glob("*.tar")}
-    return all(tars.get(shard.name) == shard.bytes for shard in index.shards)
+    if not all(tars.get(shard.name) == shard.bytes for shard in index.shards):
+        return False
+    known = _readable(lambda: read_build(split_dir))
+    if known is not None and known.texts is not None and known.texts != _digest_of_texts(documents, split_dir.name):
+        raise _other_build(index_path)
+    print(f"{split_dir.name}: already built from these {len(documents)} documents, kept", flush=True)
+    return True
+
+
+def _recipe_of(documents: Sequence[SourceDocument], shard_options: dict[str, Any]) -> str:
+    return _recipe([shard_options, [document.signature() for document in documents]])
+
+
+def _digest_of_texts(documents: Sequence[SourceDocument], split: str) -> str:
+    texts = hashlib.sha256()
+    for document in counting(documents, f"{split}: comparing", total=len(documents), unit="documents"):
+        texts.update(hashlib.sha256(encoded(document.text())).digest())
+    return texts.hexdigest()
+
+
+def _is_file(document: SourceDocument) -> bool:
+    return isinstance(document.source, Path)
 
 
 def _readable(read: Callable[[], ReadT]) -> ReadT:
@@ -296,7 +329,8 @@ def _remove_dataset(out: Path) -> None:
     """Remove the files that builders write in `out`, except finished pieces, which the new build may reuse."""
     for index in out.glob(f"*/{INDEX_NAME}"):
         index.unlink()
-        index.with_name(DOCUMENTS_NAME).unlink(missing_ok=True)
+        for name in (DOCUMENTS_NAME, BUILD_NAME):
+            index.with_name(name).unlink(missing_ok=True)
         for shard in index.parent.glob(f"*-{index.parent.name}-[0-9][0-9][0-9][0-9][0-9].tar"):
             shard.unlink()
     for name in (JSON_NAME, *FILE_NAMES):

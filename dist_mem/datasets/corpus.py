@@ -39,6 +39,7 @@ from dist_mem.datasets.tar_source import TAR_SUFFIXES, survey
 from dist_mem.datasets.tree import check_name, passed_over, print_passed_over, shown, suffix_of, walk
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.file_schema import check, plain_name, record, rows, text
+from dist_mem.runtime.progress import counting
 
 HF_STATE, HF_DICT = "state.json", "dataset_dict.json"  # of folders that Hugging Face's datasets saves
 _DATA_FILES = rows(record({"filename": plain_name}, is_open=True))
@@ -192,26 +193,26 @@ def read_documents(
     Raises:
         UnusableError: a file or a row is damaged; an id cannot be used, or comes twice in a split.
     """
-    from tqdm import tqdm
-
     splits: dict[str, Documents] = {}
     seen: dict[str, set[str]] = {}
-    bar = tqdm(desc="reading", unit="doc", leave=False, disable=None)
-    for group, files in groups.items():
-        for name, path in files.items():
-            for title, row, digest in _read_file(name, RowFile(path, text_field, id_field, path.stat().st_mtime_ns)):
-                split = group or deal(title)
-                documents, digests = splits.setdefault(split, Documents([], bytearray()))
-                document = SourceDocument(plain_id(title), title, row)
-                try:
-                    check_id(document.id, seen.setdefault(split, set()), split)
-                except ValueError as error:
-                    places = [place_of(other) for other in documents if other.id == document.id]
-                    raise UnusableError(f"{' and '.join([*places, place_of(document)])}: {error}") from error
-                documents.append(document)
-                digests += digest
-                bar.update()
-    bar.close()
+
+    def read() -> Iterator[tuple[str, str, Row, bytes]]:
+        for group, files in groups.items():
+            for name, path in files.items():
+                file = RowFile(path, text_field, id_field, path.stat().st_mtime_ns)
+                yield from ((group, *each) for each in _read_file(name, file))
+
+    for group, title, row, digest in counting(read(), "reading", unit="documents"):
+        split = group or deal(title)
+        documents, digests = splits.setdefault(split, Documents([], bytearray()))
+        document = SourceDocument(plain_id(title), title, row)
+        try:
+            check_id(document.id, seen.setdefault(split, set()), split)
+        except ValueError as error:
+            places = [place_of(other) for other in documents if other.id == document.id]
+            raise UnusableError(f"{' and '.join([*places, place_of(document)])}: {error}") from error
+        documents.append(document)
+        digests += digest
     return splits
 
 

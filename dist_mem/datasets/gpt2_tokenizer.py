@@ -21,6 +21,7 @@ from dist_mem.datasets.rows import TEXT_SUFFIX
 from dist_mem.datasets.source import read_text
 from dist_mem.datasets.tree import listed_files
 from dist_mem.errors import EXIT_DONE, run_error
+from dist_mem.runtime.locks import held_folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,7 +55,8 @@ def make(options: argparse.Namespace) -> None:
         recipe = f"byte pairs trained on {options.folder}"
     else:
         tokenizer, recipe = read_byte_pairs(options.folder), f"read from {options.folder}"
-    save_tokenizer(tokenizer, options.out, recipe=recipe)
+    with held_folder(options.out, f"--out {options.out}"):
+        save_tokenizer(tokenizer, options.out, recipe=recipe)
     print(f"{options.out}: {tokenizer.vocab_size:,} tokens, fingerprint {tokenizer.fingerprint[:12]}")
 
 

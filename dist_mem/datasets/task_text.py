@@ -17,13 +17,14 @@ import random
 import re
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import count, cycle, islice, pairwise
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from dist_mem.data.build_record import bind_splits, note_texts, read_build
 from dist_mem.data.metadata import ShardError
 from dist_mem.data.shard import INDEX_NAME, TokenizedDocument, read_index, write_split
 from dist_mem.data.tokenizers.base import Tokenizer
@@ -36,6 +37,9 @@ from dist_mem.datasets.sample_library import write_book
 from dist_mem.datasets.source import RecallSpan, SourceDocument, encoded, read_text, recall_distances, with_lf
 from dist_mem.datasets.split_names import SPLITS, split_of
 from dist_mem.errors import UnusableError
+from dist_mem.runtime.files import sha256_of
+from dist_mem.runtime.locks import held_folder
+from dist_mem.runtime.progress import counting
 
 
 class Question(NamedTuple):
@@ -124,7 +128,11 @@ SENTENCE_END = re.compile(r"(?<=[.!?])[\"'\u201d\u2019)]*\s+|\n\s*\n\s*")
 class Haystack(Protocol):
     """What documents are filled with."""
 
-    name: str  # for the recipe: two haystacks of one name have the same sentences
+    name: str  # for the recipe: two haystacks of one name have the same sentences, if they have the same texts
+
+    def texts(self, split: str) -> str | None:
+        """Return a checksum of the files that a split reads; None if it reads none."""
+        ...
 
     def sentences(self, split: str, draw: random.Random) -> Iterator[str]:
         """Yield the sentences of a document without end, each on one line."""
@@ -137,6 +145,9 @@ class Repeat:
     def __init__(self, *lines: str) -> None:
         self.lines = lines
         self.name = f"repeat {len(lines)}"
+
+    def texts(self, split: str) -> str | None:
+        return None
 
     def sentences(self, split: str, draw: random.Random) -> Iterator[str]:
         return cycle(self.lines)
@@ -162,6 +173,13 @@ class Books:
         self.paths = {split: list(folders[split].values()) for split in splits}
         content = repr(sorted((name, path.stat().st_size) for name, path in files.items()))
         self.name = f"books {hashlib.sha256(content.encode()).hexdigest()[:16]}"
+        self.texts = cache(self._texts)
+
+    def _texts(self, split: str) -> str | None:
+        found = hashlib.sha256()
+        for path in counting(self.paths[split], f"{split}: comparing", total=len(self.paths[split]), unit="books"):
+            found.update(bytes.fromhex(sha256_of(path)))
+        return found.hexdigest()
 
     def sentences(self, split: str, draw: random.Random) -> Iterator[str]:
         """Raises UnusableError if a book has no sentence."""
@@ -179,6 +197,9 @@ class Library:
     """The sample library, with new books in every document."""
 
     name = "sample library"
+
+    def texts(self, split: str) -> str | None:
+        return None
 
     def sentences(self, split: str, draw: random.Random) -> Iterator[str]:
         seed = draw.getrandbits(64)
@@ -211,6 +232,7 @@ class Task(NamedTuple):
     tokenizer: Tokenizer
     documents: Callable[[str], Iterator[TokenizedDocument]]
     what: str = "documents"  # in messages
+    texts: Callable[[str], str | None] = lambda split: None  # checksum of the books that a split reads, if it does
 
 
 def add_task_options(
@@ -246,15 +268,17 @@ def build_task(task: Task, out: Path, *, counts: dict[str, int], overwrite: bool
     Raises:
         ValueError: `out` holds another build.
     """
-    for split in SPLITS if overwrite else ():
-        (out / split / INDEX_NAME).unlink(missing_ok=True)  # without its index, a split does not exist
-    if (out / JSON_NAME).exists() and not overwrite:
-        if read_tokenizer_metadata(out)["fingerprint"] != task.tokenizer.fingerprint:
-            raise ValueError(f"{out} holds another dataset: give another --out, or --overwrite")
-    else:
-        save_tokenizer(task.tokenizer, out)
-    for split, number in counts.items():
-        _build_split(task, out / split, number)
+    with held_folder(out, f"--out {out}"):
+        for split in SPLITS if overwrite else ():
+            (out / split / INDEX_NAME).unlink(missing_ok=True)  # without its index, a split does not exist
+        if (out / JSON_NAME).exists() and not overwrite:
+            if read_tokenizer_metadata(out)["fingerprint"] != task.tokenizer.fingerprint:
+                raise ValueError(f"{out} holds another dataset: give another --out, or --overwrite")
+        else:
+            save_tokenizer(task.tokenizer, out)
+        for split in [split for split, number in counts.items() if not _is_built(task, out / split, number)]:
+            _build_split(task, out / split, counts[split])
+        bind_splits(out, counts)
 
 
 def counts_of(options: argparse.Namespace) -> dict[str, int]:
@@ -279,30 +303,34 @@ def draw_of_split(split: str, draw: Callable[[], DrawnT], key: Callable[[DrawnT]
 
 
 def _build_split(task: Task, split_dir: Path, count: int) -> None:
-    from tqdm import tqdm
-
-    split, where = split_dir.name, f"{split_dir.parent.name} {split_dir.name}"
-    recipe = task.recipe.format(count=count)
-    if _is_built(split_dir, recipe):
-        print(f"{where}: already built, kept", flush=True)
-        return
-    documents = islice(task.documents(split), count)
-    bar = tqdm(documents, total=count, desc=where, unit="doc", leave=False, disable=None)
-    fingerprint = task.tokenizer.fingerprint
-    write_split(bar, split_dir, name=task.name, split=split, tokenizer_fingerprint=fingerprint, recipe=recipe)
+    split, where = split_dir.name, _where(split_dir)
+    documents = counting(islice(task.documents(split), count), where, total=count, unit="documents")
+    fingerprint, recipe = task.tokenizer.fingerprint, task.recipe.format(count=count)
+    write_split(documents, split_dir, name=task.name, split=split, tokenizer_fingerprint=fingerprint, recipe=recipe)
+    note_texts(split_dir, task.texts(split))
     print(f"{where}: {count} {task.what}", flush=True)
 
 
-def _is_built(split_dir: Path, recipe: str) -> bool:
+def _is_built(task: Task, split_dir: Path, count: int) -> bool:
     if not (split_dir / INDEX_NAME).exists():
         return False
     try:
-        index = read_index(split_dir)
+        index, known = read_index(split_dir), read_build(split_dir)
     except ShardError as error:
         raise ValueError(f"{error}; here that is: give another --out, or --overwrite") from error
+    recipe = task.recipe.format(count=count)
     if index.recipe != recipe:
         raise ValueError(
             f"{split_dir} was built otherwise ({index.recipe}; now: {recipe}): give another --out, or --overwrite"
         )
     tars = {path.name: path.stat().st_size for path in split_dir.glob("*.tar")}
-    return all(tars.get(shard.name) == shard.bytes for shard in index.shards)
+    if not all(tars.get(shard.name) == shard.bytes for shard in index.shards):
+        return False
+    if known is not None and known.texts is not None and known.texts != task.texts(split_dir.name):
+        raise ValueError(f"{split_dir} was built of other books of these names: give another --out, or --overwrite")
+    print(f"{_where(split_dir)}: already built, kept", flush=True)
+    return True
+
+
+def _where(split_dir: Path) -> str:
+    return f"{split_dir.parent.name} {split_dir.name}"

@@ -43,7 +43,7 @@ from dist_mem.evaluation.scores import DocumentScore, RecallScore, Report, total
 from dist_mem.memory.base import map_state
 from dist_mem.model import LMOutput, LMState, empty_memories, reset_lanes
 from dist_mem.runtime.distributed import World, gather_objects, on_all_ranks, sum_tensor
-from dist_mem.tracking.progress import Progress
+from dist_mem.runtime.progress import Progress
 
 NO_INPUTS = np.empty(0, dtype=np.int64)
 Forward = Callable[..., LMOutput]  # (tokens, targets, valid_len, state=state), without dropout

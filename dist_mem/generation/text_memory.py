@@ -23,8 +23,8 @@ from dist_mem.evaluation.memory_file import TextRead, read_memory_file
 from dist_mem.evaluation.trained_model import TrainedModel, load_model
 from dist_mem.generation.arguments import check_trained, wrong_type
 from dist_mem.generation.reading import Reading, check_reading, read, start, with_open_segment
+from dist_mem.runtime.progress import Progress
 from dist_mem.runtime.terminal import counted
-from dist_mem.tracking.progress import Progress
 
 _SEGMENTS_AT_ONCE = 64  # between two updates of the progress
 

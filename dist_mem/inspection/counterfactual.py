@@ -24,7 +24,7 @@ from dist_mem.inspection.walk import Step, walk
 from dist_mem.memory.base import Inspectable, map_state, named_tensors
 from dist_mem.memory.parts.inspector import Inspector
 from dist_mem.model import LMState
-from dist_mem.tracking.progress import Progress
+from dist_mem.runtime.progress import Progress
 
 LANES = 16  # passages that share a forward
 MOST = 32  # passages tried per segment

@@ -25,7 +25,7 @@ from dist_mem.inspection.walk import always, losses_in_windows, losses_of, put_l
 from dist_mem.inspection.words import words_of
 from dist_mem.memory.base import named_tensors
 from dist_mem.memory.parts.inspector import Inspector
-from dist_mem.tracking.progress import Progress
+from dist_mem.runtime.progress import Progress
 
 TOP = 3  # passages kept per token, layer and kind of rows
 

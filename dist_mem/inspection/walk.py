@@ -19,7 +19,7 @@ from dist_mem.data.plan import START, segment_starts
 from dist_mem.data.segments import Segment, collate, document_segments
 from dist_mem.evaluation.trained_model import TrainedModel, init_state
 from dist_mem.model import LMOutput, LMState, empty_memories
-from dist_mem.tracking.progress import Progress
+from dist_mem.runtime.progress import Progress
 
 EmptyBefore = Callable[[int], bool]  # position of a segment's first token -> is the memory emptied before it?
 

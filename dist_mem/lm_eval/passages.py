@@ -27,7 +27,7 @@ from dist_mem.evaluation.trained_model import TrainedModel, init_state
 from dist_mem.generation.reading import num_rows
 from dist_mem.memory.base import map_state
 from dist_mem.model import LMOutput, LMState
-from dist_mem.tracking.progress import Progress
+from dist_mem.runtime.progress import Progress
 
 
 class Passage(NamedTuple):

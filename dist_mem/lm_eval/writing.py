@@ -11,7 +11,7 @@ from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation.generate import Sampling, stream
 from dist_mem.generation.reading import read, select, start
 from dist_mem.generation.text import TextWriter
-from dist_mem.tracking.progress import Progress
+from dist_mem.runtime.progress import Progress
 
 
 class Prompt(NamedTuple):

@@ -35,9 +35,9 @@ from dist_mem.memory.parts.signal import State
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import write_text
+from dist_mem.runtime.progress import Progress
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.runtime.terminal import table
-from dist_mem.tracking.progress import Progress
 
 FORMAT_VERSION = 1
 METRICS = ("regression_error", "regression_error_newest")

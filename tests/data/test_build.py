@@ -68,7 +68,11 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 def test_the_result_is_what_the_format_says_and_decodes_to_the_texts(tmp_path: Path) -> None:
     found = build_tiny(tmp_path)
     tars = [name for name in found if name.endswith(".tar")]
-    tables = {f"{split}/{name}" for split in ("train", "test") for name in ("index.json", "documents.safetensors")}
+    tables = {
+        f"{split}/{name}"
+        for split in ("train", "test")
+        for name in ("index.json", "documents.safetensors", "build.json")
+    }
     assert set(found) == {"tokenizer.json", "tokenizer.model", *tables, *tars}
     assert len(tars) > 3
     assert all(name.split("/")[1].startswith(f"tiny-{name.split('/')[0]}-0000") for name in tars)

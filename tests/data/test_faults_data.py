@@ -106,6 +106,8 @@ def edit_index(split_dir: Path, **changes: Any) -> None:
 
 
 def empty_split(split_dir: Path, fingerprint: str) -> None:
+    for record in split_dir.parent.glob("*/build.json"):
+        record.unlink()  # else it would say that the split is of another build
     shutil.rmtree(split_dir)
     write_split([], split_dir, name="tiny", split=split_dir.name, tokenizer_fingerprint=fingerprint)
 
@@ -299,6 +301,7 @@ def test_garbage_with_fitting_hashes_is_found(tiny: Path, kind: str) -> None:
         for entry, tokens in zip(old.documents, texts, strict=True)
     ]
     names = {"name": "tiny", "split": "train", "tokenizer_fingerprint": old.tokenizer_fingerprint}
+    (tiny / "test" / "build.json").unlink()  # the new split has none
     write_split(documents, tiny / "train", **names)
     problem = only_problem(tiny)
     assert (problem.where, problem.document) == (TRAIN_TAR, "d2")
@@ -317,6 +320,8 @@ def test_an_id_that_comes_twice_is_found(tiny: Path) -> None:
 
 def test_arrays_that_are_not_those_of_the_index_are_found(tiny: Path) -> None:
     """The tar is altered, and its checksum in the index with it."""
+    (tiny / "train" / "build.json").unlink()
+    (tiny / "test" / "build.json").unlink()
     path = tiny / "train" / "index.json"
     flip(tiny / TRAIN_TAR, read_index(tiny / "train").documents[2].tokens_offset)
     body = json.loads(path.read_text())

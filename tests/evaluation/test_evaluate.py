@@ -19,9 +19,9 @@ from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.scores import Report, read_report
 from dist_mem.evaluation.trained_model import find_checkpoint, read_settings
 from dist_mem.memory import memory_kinds
+from dist_mem.runtime import progress
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.locks import held_file
-from dist_mem.tracking import progress
 from tests.support.faults import assert_says, flip, small_disk
 from tests.support.jobs import run_ranks, train_here, write_config
 from tests.support.messages import said_line

@@ -34,7 +34,7 @@ from dist_mem.memory.parts.signal_places import append, shares, without_rows
 from dist_mem.memory.rmt import RecurrentMemory
 from dist_mem.memory.transformer_xl import TransformerXL
 from dist_mem.papers.regression_error import watched
-from dist_mem.tracking.progress import Progress
+from dist_mem.runtime.progress import Progress
 from tests.evaluation.test_protocol import MEMORIES, asked, make_run
 from tests.evaluation.test_without_memory import emptied
 from tests.support.contract_cases import LANES, fresh_state, full_lanes, random_segments, read, small_model

@@ -13,7 +13,7 @@ from torch import Tensor
 from dist_mem.memory.infinite import Infinite
 from dist_mem.memory.parts.signal import State
 from dist_mem.papers.regression_error import Errors, Watch, run
-from dist_mem.tracking import progress
+from dist_mem.runtime import progress
 from tests.evaluation.test_protocol import make_run
 from tests.memory.test_infinite import SEG_LEN, WIDTH, memory_of, smooth
 from tests.support.scored_library import write_other

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
+from dist_mem.runtime.progress import Progress
 from dist_mem.tracking.log import Point
-from dist_mem.tracking.progress import Progress, ProgressBar, ProgressLines
+from dist_mem.tracking.progress import ProgressBar, ProgressLines
 from tests.runtime.test_terminal import Terminal
 
 

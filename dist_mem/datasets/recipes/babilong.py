@@ -90,7 +90,7 @@ def babilong_task(
         raise ValueError(f"--lengths {length}: {MAX_DRAWS} stories of {name} have more tokens; give fewer --facts")
 
     recipe = f"babilong {name} facts {num_facts[0]} to {num_facts[1]} in {haystack.name} length {length} "
-    return Task("babilong", recipe + f"count {{count}} seed {seed}", tokenizer, documents)
+    return Task("babilong", recipe + f"count {{count}} seed {seed}", tokenizer, documents, texts=haystack.texts)
 
 
 def key_of(story: Story) -> str:

@@ -137,7 +137,7 @@ def passkey_task(form: Form, haystack: Haystack, tokenizer: Tokenizer, length: i
     recipe = (
         f"passkey form {form.kind} needles {numbers} in {haystack.name} length {length} count {{count}} seed {seed}"
     )
-    return Task("passkey", recipe, tokenizer, documents)
+    return Task("passkey", recipe, tokenizer, documents, texts=haystack.texts)
 
 
 def draw_needles(draw: random.Random, form: Form, split: str) -> list[Needle]:

@@ -20,6 +20,7 @@ from dist_mem.datasets.sample_library import Book, write_book
 from dist_mem.datasets.source import SourceDocument
 from dist_mem.runtime.csv_text import csv_text
 from dist_mem.runtime.files import write_text
+from dist_mem.runtime.locks import held_folder
 
 
 class Size(NamedTuple):
@@ -56,7 +57,8 @@ def build(options: argparse.Namespace) -> None:
         workers=options.workers,
         overwrite=options.overwrite,
     )
-    write_texts(library, options.out / "texts")  # last: build_dataset first refuses to replace another library
+    with held_folder(options.out / "texts", f"--out {options.out}"):
+        write_texts(library, options.out / "texts")  # last: build_dataset first refuses to replace another library
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

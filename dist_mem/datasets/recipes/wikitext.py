@@ -32,6 +32,7 @@ from dist_mem.data.tokenizers.words import WordTokenizer, count_words
 from dist_mem.datasets.builder import add_build_options, build_dataset, check_paths
 from dist_mem.datasets.source import FileSlice, SourceDocument
 from dist_mem.runtime.files import sha256_of
+from dist_mem.runtime.progress import counting
 
 FILE_NAMES = {"train": "wiki.train.tokens", "validation": "wiki.valid.tokens", "test": "wiki.test.tokens"}
 # Words with <eos>: LaMemo, table 4 (WikiText-103); Merity et al., table 1, and its line ends (WikiText-2).
@@ -139,16 +140,9 @@ def scan(path: Path) -> TokenFile:
 
 def lines_of(path: Path) -> Iterator[str]:
     """Yield the lines of a file with their ends, without a byte order mark; only LF ends a line."""
-    from tqdm import tqdm
-
     try:
-        with (
-            path.open(encoding="utf-8-sig", newline="\n") as stream,
-            tqdm(desc=f"reading {path.name}", unit="line", leave=False, disable=None) as bar,
-        ):
-            for line in stream:
-                bar.update()
-                yield line
+        with path.open(encoding="utf-8-sig", newline="\n") as stream:
+            yield from counting(stream, f"reading {path.name}", unit="lines")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error}): fetch it again") from error
 

@@ -61,8 +61,8 @@ from dist_mem.runtime.distributed import World
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.locks import held_file
+from dist_mem.runtime.progress import Progress
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.tracking.progress import Progress
 
 MIN_HISTORY = 2  # replies before the first one that the model generates, as in the published evaluation
 

@@ -34,7 +34,7 @@ from dist_mem.papers.dialogue.replies import (
     read_conversations,
 )
 from dist_mem.papers.dialogue.score_replies import Settings
-from dist_mem.tracking import progress
+from dist_mem.runtime import progress
 from tests.support.messages import refused
 from tests.support.scored_library import SEG_LEN, TOKENIZER, make_config, make_model, save_weights
 

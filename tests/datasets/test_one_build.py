@@ -1,0 +1,187 @@
+"""Parts of one build: one command at a time writes them, and no reader takes those of two builds together."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_mem.__main__ import main
+from dist_mem.config import DataConfig
+from dist_mem.data import shard
+from dist_mem.data.directory import open_index, refresh
+from dist_mem.data.metadata import ShardError
+from dist_mem.data.remote.fetch import RemoteError
+from dist_mem.data.verify import verify_dataset
+from dist_mem.datasets import builder, task_text
+from dist_mem.datasets.recipes import builder_names, characters
+from tests.data.test_build import contents
+from tests.datasets.test_task_builds import BUILDERS, SMALL
+from tests.support.cmu_dog_source import write_conversation, write_film
+from tests.support.data_builders import build_data, build_refused
+from tests.support.file_server import FileServer
+from tests.support.messages import refused, said_line
+
+Arguments = tuple[str | Path, ...]
+TURNS = [("user1", "Hi."), ("user2", "The shark bites.")]
+
+
+def write_books(folder: Path, text: str = "A river, and a lamp in the water.\n") -> Path:
+    for split in ("train", "validation", "test"):
+        (folder / split).mkdir(parents=True, exist_ok=True)
+        (folder / split / f"{split}.txt").write_text(f"{split}: {text * 9}", encoding="utf-8")
+    return folder
+
+
+def write_dialogues(folder: Path) -> Path:
+    write_film(folder)
+    for split in ("train", "valid", "test"):
+        write_conversation(folder, split, f"{split}1", [(user, f"{text} {split}") for user, text in TURNS])
+    return folder
+
+
+def write_wiki(folder: Path) -> Path:
+    folder.mkdir()
+    for split in ("train", "valid", "test"):
+        (folder / f"wiki.{split}.tokens").write_text(" = Title = \n \n A text . \n" * (1 + len(split)))
+    return folder
+
+
+def write_enwik(path: Path) -> Path:
+    path.write_bytes(b"<page>A line.</page>\n" * 50)
+    return path
+
+
+SOURCES: dict[str, Callable[[Path], Arguments]] = {
+    "text": lambda source: ("--source", write_books(source), "--tokenizer", "bytes"),
+    "pg19": lambda source: ("--source", write_books(source), "--tokenizer", "bytes"),
+    "wikitext": lambda source: ("--source", write_wiki(source)),
+    "characters": lambda source: ("--source", write_enwik(source)),
+    "cmu_dog": lambda source: ("--source", write_dialogues(source), "--tokenizer", "bytes"),
+    "sample": lambda source: ("--size", "tiny"),
+    **{name: lambda source, options=options: (*SMALL, *options) for name, options in BUILDERS.items()},  # type: ignore[misc]
+}
+
+
+@pytest.fixture(autouse=True)
+def small_enwik(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(characters, "NUM_BYTES", 21 * 50)
+    monkeypatch.setattr(characters, "HELD_OUT", 100)
+
+
+@pytest.mark.parametrize("name", builder_names())
+def test_a_second_build_into_a_folder_is_refused_while_the_first_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    out = tmp_path / "out"
+    arguments = (*SOURCES[name](tmp_path / "source"), "--out", out)
+    second = list[str]()
+
+    def write_split(documents: Any, split_dir: Path, **options: Any) -> shard.Index:
+        if not second:
+            second.append("begun")
+            for more in ((), ("--overwrite",)):
+                build_refused(name, *arguments, *more, named=(f"--out {out}", f"process {os.getpid()} on "))
+        return shard.write_split(documents, split_dir, **options)
+
+    for module in (builder, task_text):
+        monkeypatch.setattr(module, "write_split", write_split)
+    assert build_data(name, *arguments) == 0
+    assert second
+    assert not list(out.rglob(".*"))
+    files = contents(out)
+    assert {path.split("/")[-1] for path in files} > {"index.json", "build.json"}
+    assert build_data(name, *arguments) == 0
+    assert contents(out) == files
+    for data_dir in {path.parent.parent for path in out.rglob("index.json")}:
+        assert verify_dataset(data_dir) == []
+
+
+# Splits of two builds.
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """Two corpora, built by one command each."""
+    for name, text in (("one", "Of a river.\n"), ("two", "Of another lamp.\n")):
+        source = write_books(tmp_path / f"{name}-texts", text)
+        assert build_data("text", "--source", source, "--out", tmp_path / name, "--tokenizer", "bytes") == 0
+    yield tmp_path / "one", tmp_path / "two"
+
+
+MIXTURES: dict[str, Callable[[Path, Path], object]] = {
+    "another train": lambda one, two: [shutil.rmtree(one / "train"), shutil.copytree(two / "train", one / "train")],
+    "another test": lambda one, two: [shutil.rmtree(one / "test"), shutil.copytree(two / "test", one / "test")],
+    "another split more": lambda one, two: shutil.copytree(two / "test", one / "held-out"),
+    "an old split": lambda one, two: (one / "test" / "build.json").unlink(),
+    "files of another split": lambda one, two: [
+        shutil.copy(path, one / "train") for path in (two / "train").iterdir() if path.name != "build.json"
+    ],
+}
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_splits_of_two_builds_are_found_by_verify_and_by_every_reader(
+    two: tuple[Path, Path], capsys: pytest.CaptureFixture[str], mixture: str
+) -> None:
+    one, other = two
+    MIXTURES[mixture](one, other)
+    assert main(["data", "verify", str(one)]) == 1
+    said_line(1, capsys.readouterr().err, "build.json")
+    with refused(ShardError, "build.json"):
+        open_index(DataConfig(path=str(one)), "train")
+
+
+def test_single_splits_of_a_build_and_whole_folders_without_a_record_are_read(
+    two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = two
+    shutil.rmtree(one / "test")
+    for path in other.glob("*/build.json"):
+        path.unlink()  # as builds before there was a record
+    for folder in two:
+        open_index(DataConfig(path=str(folder)), "train")
+        assert main(["data", "verify", str(folder)]) == 0
+    said_line(0, capsys.readouterr().out, "two: ", "build.json", "train, validation")
+
+
+@pytest.mark.servers
+def test_splits_of_two_builds_on_a_server_are_refused(two: tuple[Path, Path], tmp_path: Path) -> None:
+    one, other = two
+    server = FileServer(one)
+    data = DataConfig(path=server.url, cache=str(tmp_path / "cache"))
+    refresh(data, ["train", "test"])
+    (one / "test" / "build.json").unlink()
+    with refused(RemoteError, "build.json"):
+        refresh(data, ["train", "test"])
+    (one / "train" / "build.json").unlink()
+    refresh(data, ["train", "test"])
+    MIXTURES["another train"](one, other)
+    shutil.copy(other / "test" / "build.json", one / "test")
+    refresh(data, ["train", "test"])
+    with refused(ShardError, "build.json"):
+        open_index(data, "test")
+    server.close()
+
+
+# A text is corrected, and keeps its size.
+
+
+@pytest.mark.parametrize("name", ["pg19", "passkey", "babilong"])
+def test_a_corrected_book_of_the_same_size_is_another_build(tmp_path: Path, name: str) -> None:
+    source = write_books(tmp_path / "books")
+    arguments: Arguments = ("--source", source, "--tokenizer", "bytes")
+    if name != "pg19":
+        arguments = ("--books", source, *SMALL, *BUILDERS[name])
+    arguments = (*arguments, "--out", tmp_path / "out")
+    assert build_data(name, *arguments) == build_data(name, *arguments) == 0
+    book = source / "train" / "train.txt"
+    book.write_text(book.read_text().replace("lamp", "Lamp"))
+    build_refused(name, *arguments, named=("train", "--overwrite"))
+    files = contents(tmp_path / "out")
+    assert build_data(name, *arguments, "--overwrite") == build_data(name, *arguments) == 0
+    assert contents(tmp_path / "out") != files
