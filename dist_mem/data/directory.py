@@ -24,6 +24,7 @@ from dist_mem.config.check import nearest
 from dist_mem.data.build_record import BUILD_NAME, built_splits, check_one_build, check_record
 from dist_mem.data.index import DOCUMENTS_NAME, INDEX_NAME, ShardEntry, map_documents, read_index_json
 from dist_mem.data.metadata import ShardError, read_metadata
+from dist_mem.data.remote.copies import date_of
 from dist_mem.data.remote.fetch import (
     METADATA_BYTES,
     FailedRemoteError,
@@ -34,6 +35,7 @@ from dist_mem.data.remote.fetch import (
     WrongRemoteError,
     address,
     download,
+    identity,
     is_remote,
     locked,
     show,
@@ -57,8 +59,7 @@ def local_dir(data: DataConfig) -> Path:
         return Path(data.path)
     shown = show(data.path)
     readable = re.sub(r"[^A-Za-z0-9]+", "-", shown.partition(":")[2]).strip("-")[-60:]
-    # The shown form omits only what may change from day to day: a password.
-    return _cache(data) / f"{readable}-{hashlib.sha256(shown.encode()).hexdigest()[:12]}"
+    return _cache(data) / f"{readable}-{hashlib.sha256(identity(data.path).encode()).hexdigest()[:12]}"
 
 
 def open_tokenizer(data: DataConfig) -> Tokenizer:
@@ -175,7 +176,8 @@ def _refresh(data: DataConfig, splits: Sequence[str]) -> RemoteError | None:
     except UnreachableError as error:
         if not all((directory / name).exists() for name in _names(splits)):
             return error
-        log.warning("%s; continuing with the tokenizer and the indexes fetched before, in %s", error, directory)
+        date = date_of(directory / JSON_NAME)
+        log.warning("%s; continuing with the tokenizer and the indexes fetched on %s, in %s", error, date, directory)
     except RemoteError as error:
         return error
     except ShardError as error:  # of two builds

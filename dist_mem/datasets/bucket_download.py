@@ -14,6 +14,7 @@ import json
 import urllib.parse
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -33,7 +34,8 @@ class DownloadError(UnfitError):
 class RemoteFile(NamedTuple):
     name: str  # in the bucket, "train/98.txt"
     num_bytes: int
-    md5: str | None  # base64, as listed
+    md5: str | None  # base64, as listed; None: of a file that was joined of parts
+    updated: float = 0.0  # time of the last change, in seconds
 
 
 def list_files(base_url: str, prefix: str) -> list[RemoteFile]:
@@ -46,7 +48,7 @@ def list_files(base_url: str, prefix: str) -> list[RemoteFile]:
     parts = urllib.parse.urlsplit(base_url.rstrip("/"))
     root, _, bucket = parts.path.rpartition("/")
     files: list[RemoteFile] = []
-    query = {"prefix": prefix, "fields": "items(name,size,md5Hash),nextPageToken"}
+    query = {"prefix": prefix, "fields": "items(name,size,md5Hash,updated),nextPageToken"}
     while True:
         path = f"{root}/storage/v1/b/{bucket}/o?{urllib.parse.urlencode(query)}"
         url = urllib.parse.urlunsplit((parts.scheme, parts.netloc, path, "", ""))
@@ -54,7 +56,8 @@ def list_files(base_url: str, prefix: str) -> list[RemoteFile]:
         try:
             page = json.loads(answer)
             files.extend(
-                RemoteFile(item["name"], int(item["size"]), item.get("md5Hash")) for item in page.get("items", [])
+                RemoteFile(item["name"], int(item["size"]), item.get("md5Hash"), _seconds(item.get("updated")))
+                for item in page.get("items", [])
             )
         except (ValueError, KeyError) as error:
             raise UnusableError(
@@ -94,10 +97,10 @@ def download_files(base_url: str, files: Sequence[RemoteFile], directory: Path, 
 
 
 def is_complete(path: Path, file: RemoteFile) -> bool:
-    """Return whether the local file has the listed size, and the listed MD5 if there is one."""
+    """Return whether the local file has the listed size and MD5; without an MD5, whether it is newer than that one."""
     if not path.exists() or path.stat().st_size != file.num_bytes:
         return False
-    return file.md5 is None or _md5(path.read_bytes()) == file.md5
+    return path.stat().st_mtime > file.updated if file.md5 is None else _md5(path.read_bytes()) == file.md5
 
 
 def fetch(url: str, *, limit: int = METADATA_BYTES, verify: Verify = lambda _: None) -> bytes:
@@ -130,6 +133,10 @@ def _download_file(base_url: str, file: RemoteFile, directory: Path) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, content)
     return file.num_bytes
+
+
+def _seconds(time: str | None) -> float:
+    return datetime.fromisoformat(time).timestamp() if time else 0.0
 
 
 def _md5(content: bytes) -> str:

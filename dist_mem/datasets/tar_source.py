@@ -1,7 +1,7 @@
 """Texts in tars of other people: webdataset's shards, whose samples have a .txt or a .json member; local or by URL.
 
     x/{000..063}.tar          ->  x/000.tar, x/001.tar, ...
-    https://host/x/000.tar    ->  its copy in the cache (data.cache), fetched once
+    https://host/x/000.tar    ->  its copy in the cache (data.cache), fetched again if the server has another version
 
 One function reads the names before a build and the texts during it, from one decompressed stream. webdataset's own
 reader stops after the first member of a gzip file and where a header is damaged, cuts names at their first dot, and
@@ -19,13 +19,15 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import unquote, urlunsplit
 
 from dist_mem.config import DataConfig
 from dist_mem.data.directory import local_dir
-from dist_mem.data.remote.fetch import address, check_address, download, is_remote, locked, show
+from dist_mem.data.remote.copies import update
+from dist_mem.data.remote.fetch import address, check_address, is_remote, locked, parts_of, show
 from dist_mem.data.tar import BLOCK_BYTES
 from dist_mem.datasets.tree import Found, check_name, kind_of, passed_over, shown, suffix_of
 from dist_mem.errors import UnusableError
@@ -212,16 +214,14 @@ def _reading(path: Path) -> Iterator[None]:
 
 def _fetched(url: str, cache: str | None) -> Path:
     check_address(url, "--source")
-    parts = urlsplit(url)
+    parts = parts_of(url)
     folder, _, last = parts.path.rpartition("/")
-    name = unquote(last)
+    name = unquote(last) if parts.scheme in ("http", "https") else last
     check_plain(name, f"the file name of --source {show(url)}")
     if suffix_of(name, TAR_SUFFIXES) is None:
         raise UnusableError(f"--source {show(url)}: only files of {', '.join(TAR_SUFFIXES)} are read by URL")
     base = urlunsplit(parts._replace(path=folder))
     path = local_dir(DataConfig(path=base, cache=cache)) / name
     with locked(path.with_name(LOCK_NAME)):
-        if not path.exists():
-            print(f"fetching {show(url)}", flush=True)
-            download(address(base, name), path, limit=MAX_BYTES, verify=survey)
+        update(address(base, name), path, limit=MAX_BYTES, verify=survey, report=partial(print, flush=True))
     return path

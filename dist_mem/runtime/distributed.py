@@ -17,9 +17,11 @@ from torch import Tensor
 
 from dist_mem.errors import (
     EXIT_FAILED,
+    EXIT_REQUEUE,
     EXIT_TAKEN_OVER,
     EXIT_USAGE,
     RunError,
+    StoppedError,
     TakenOverError,
     UnfitError,
     UnusableError,
@@ -240,6 +242,8 @@ def agreed_error(failures: Sequence[Failure | None], what: str, *, own: str | No
     codes = {failure.exit_code for failure in failed.values()}
     if EXIT_TAKEN_OVER in codes:
         return TakenOverError(text)
+    if EXIT_REQUEUE in codes:
+        return StoppedError(text)
     return UnusableError(text) if codes == {EXIT_USAGE} else UnfitError(text)
 
 

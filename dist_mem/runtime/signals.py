@@ -24,6 +24,7 @@ class StopSignal:
         if signal.SIGTERM in numbers and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             numbers = (*numbers, signal.SIGHUP)
         self._previous = {number: signal.signal(number, self._note) for number in numbers}
+        _ACTIVE.append(self)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number).name
@@ -36,6 +37,16 @@ class StopSignal:
 
     def restore(self) -> None:
         """Restore the previous handlers."""
+        if self in _ACTIVE:
+            _ACTIVE.remove(self)
         for number, handler in self._previous.items():
             with suppress(TypeError):  # a handler installed from C reads as None and cannot be restored
                 signal.signal(number, handler)
+
+
+_ACTIVE: list[StopSignal] = []
+
+
+def received_signal() -> str | None:
+    """Return the name of a signal that a handler of this process has noted, for waits that know no handler."""
+    return next((each.received for each in _ACTIVE if each.received), None)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -218,6 +220,17 @@ def test_a_download_is_what_the_bucket_holds_and_a_second_one_fetches_what_is_mi
     assert build_download(bucket, tmp_path, "--overwrite") == 0
     fetched = {path for path in bucket.asked if path.endswith(".txt")}
     assert fetched == {"/books/train/9.txt", "/books/train/2.txt", "/books/train/10.txt"}
+
+
+def test_without_checksums_a_book_that_is_newer_in_the_bucket_is_fetched_again(bucket: Bucket, tmp_path: Path) -> None:
+    bucket.has_md5 = False
+    assert build_download(bucket, tmp_path) == 0
+    book = next((bucket.root / "test").glob("*.txt"))
+    book.write_bytes(book.read_bytes().swapcase())  # of the same size
+    os.utime(book, (time.time() + 60, time.time() + 60))
+    bucket.asked.clear()
+    assert build_download(bucket, tmp_path, "--overwrite") == 0
+    assert [path for path in bucket.asked if path.endswith(".txt")] == [f"/books/test/{book.name}"]
 
 
 def test_only_the_chosen_documents_are_downloaded(bucket: Bucket, tmp_path: Path) -> None:

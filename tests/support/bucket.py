@@ -7,6 +7,7 @@ import hashlib
 import json
 import urllib.parse
 from collections import Counter
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ class Bucket(ThreadingHTTPServer):
         self.asked: Counter[str] = Counter()  # path -> number of requests
         self.failures: dict[str, list[int]] = {}  # path -> HTTP statuses of the first responses
         self.altered: dict[str, bytes] = {}  # path -> content that differs from the listing
+        self.has_md5 = True
         self.url = f"http://127.0.0.1:{self.server_port}/books"
 
 
@@ -57,12 +59,11 @@ class BucketHandler(BaseHTTPRequestHandler):
         return page
 
     def item(self, name: str) -> dict[str, str]:
-        content = (self.server.root / name).read_bytes()
-        return {
-            "name": name,
-            "size": str(len(content)),
-            "md5Hash": base64.b64encode(hashlib.md5(content).digest()).decode(),
-        }
+        path = self.server.root / name
+        md5 = base64.b64encode(hashlib.md5(path.read_bytes()).digest()).decode()
+        changed = datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat().replace("+00:00", "Z")
+        size = str(path.stat().st_size)
+        return {"name": name, "size": size, "updated": changed, **({"md5Hash": md5} if self.server.has_md5 else {})}
 
     def answer(self, status: int, content: bytes) -> None:
         self.send_response(status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import ssl
 import subprocess
@@ -32,10 +33,10 @@ PAGE = b"<!DOCTYPE html><html><body>Please log in.</body></html>"
 class FileServer(ThreadingHTTPServer):
     """Serves the files under `root`, with the faults in `faults`.
 
-    A fault is an HTTP status, or `silent` (nothing is sent), `stalled` (half of the body, then nothing), `cut` (half of
-    the body, then the end), `short` (as `cut`, without a Content-Length), `page` (a web page), `slow`, `endless` (the
-    body, and more until the client hangs up), `no ranges` (else they are served, where
-    there is a Content-Length), or a URL, to which the client is redirected.
+    A fault is an HTTP status, or `silent` (nothing is sent), `stalled` (half of the body, then nothing), `dripping`
+    (half of it, then a byte now and then), `cut` (half of it, then the end), `short` (as `cut`, without a
+    Content-Length), `page` (a web page), `slow`, `endless` (the body, and more until the client hangs up), `no ranges`
+    (else they are served, where there is a Content-Length), or a URL, to which the client is redirected.
     """
 
     daemon_threads = True
@@ -58,6 +59,7 @@ class FileServer(ThreadingHTTPServer):
             list
         )  # path -> faults of the next requests; the last one repeats
         self.stalls = threading.Event()  # set when a request hangs
+        self.has_versions = True  # whether an ETag is sent
         self.released = threading.Event()  # set to release hanging requests
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
@@ -92,7 +94,9 @@ class FileHandler(BaseHTTPRequestHandler):
     do_POST = do_GET  # noqa: N815
 
     def answer(self, body: bytes, fault: str) -> None:
-        asked = self.headers.get("Range")
+        asked, etag = self.headers.get("Range"), f'"{hashlib.sha256(body).hexdigest()}"'
+        if self.headers.get("If-Range", etag) != etag:
+            asked = None
         if asked is not None:
             self.server.ranges.append(asked)
         is_part = asked is not None and fault not in ("short", "endless", "no ranges")
@@ -100,6 +104,8 @@ class FileHandler(BaseHTTPRequestHandler):
             body = body[int(asked.removeprefix("bytes=").removesuffix("-")) :]
         half = len(body) // 2
         self.send_response(206 if is_part else 200)
+        if self.server.has_versions:
+            self.send_header("ETag", etag)
         if fault not in ("short", "endless"):
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -109,6 +115,9 @@ class FileHandler(BaseHTTPRequestHandler):
             self.server.released.wait(0.2)
         if fault == "stalled":
             self.hang()
+        if fault == "dripping":
+            while not self.server.released.wait(0.05):
+                self.wfile.write(b" ")
         if fault not in ("cut", "short", "stalled"):
             self.wfile.write(body[half:])
         if fault == "endless":

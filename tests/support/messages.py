@@ -33,6 +33,7 @@ _VARYING = [  # what no two runs have in common
     (re.compile(r"\b[0-9a-f]{12,}\b"), "<hash>"),
     (re.compile(r"process \d{3,} on [\w.-]+"), "process <id> on <host>"),
     (re.compile(rf"(node |those of |can |rendezvous +){re.escape(node_name())}\b"), r"\1<host>"),
+    (re.compile(r"\b20\d\d-\d\d-\d\d\b"), "<date>"),
     (re.compile(r" {2,}"), "  "),  # columns, as wide as the longest name
     (re.compile(r"tfevents\.\d+"), "tfevents.<time>"),
 ]

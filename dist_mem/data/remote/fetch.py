@@ -4,8 +4,9 @@
         download(address("https://host/books", "train/index.json"), path, limit=METADATA_BYTES, verify=read_metadata)
 
 fsspec reads the file, in its own thread: http(s) and hf through aiohttp, s3 through s3fs, gs through gcsfs. The calling
-thread gives it up if nothing comes for STALL_SECONDS, or if more bytes come than the file may have. Temporary failures
-are retried, over http from the byte where the last attempt ended. Messages show no password and no query.
+thread gives it up if nothing comes for STALL_SECONDS, next to nothing for SLOW_SECONDS, more bytes than the file may
+have, or a signal. Temporary failures are retried, over http from the byte where the last attempt ended. Messages show
+no password and no query.
 """
 
 from __future__ import annotations
@@ -13,29 +14,34 @@ from __future__ import annotations
 import asyncio
 import base64
 import errno
-import fcntl
 import logging
 import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from math import inf
 from netrc import NetrcParseError, netrc
 from pathlib import Path
-from typing import IO, Any, NamedTuple
-from urllib.parse import quote, urlsplit, urlunsplit
+from tempfile import TemporaryFile
+from typing import IO, Any, NamedTuple, TypeVar
+from urllib.parse import SplitResult, parse_qsl, quote, urlencode, urlsplit, urlunsplit
 from urllib.request import getproxies, proxy_bypass
 
 from fsspec.callbacks import Callback
 
-from dist_mem.errors import UnfitError, UnusableError, run_error
+from dist_mem.errors import StoppedError, UnfitError, UnusableError, run_error
 from dist_mem.runtime.extras import require
 from dist_mem.runtime.files import fsync_path
+from dist_mem.runtime.locks import lock_file, wait_for_lock
+from dist_mem.runtime.signals import received_signal
 
 log = logging.getLogger(__name__)
 STALL_SECONDS = 60.0  # without a byte
 RETRY_PAUSES = (1.0, 4.0, 16.0)  # seconds before the second attempt, the third, ...
+SLOW_SECONDS, LEAST_RATE = 300.0, 1024  # bytes a second, on average over that time: a slower server is none
+WORD_SECONDS = 30.0  # between two lines about a wait
 POLL_SECONDS = 0.1
 METADATA_BYTES = 2**30  # limit for a file of unknown length, as index.json
 _LIBRARIES = {"http": "aiohttp", "https": "aiohttp", "hf": "huggingface_hub", "s3": "s3fs", "gs": "gcsfs"}
@@ -43,9 +49,23 @@ _STATUS = {FileNotFoundError: 404, PermissionError: 403}  # as fsspec reports th
 # Errors of botocore and google-auth, which are imported only for buckets.
 _NO_LOGIN = {"DefaultCredentialsError", "NoAuthTokenError", "NoCredentialsError", "PartialCredentialsError"}
 _NO_LOGIN |= {"ProfileNotFound", "UnauthorizedSSOTokenError"}
-_PASSING_STATUS = {408, 416, 429}  # temporary refusals; other statuses from 400 to 499 are permanent
+_OF_BUCKETS = (("ETag", "etag"), ("LastModified", "updated"))  # as s3fs and gcsfs call them
+_ADVICE = {  # causes beyond the address
+    "s3": "; a public bucket is read without a login by FSSPEC_S3_ANON=true",
+    "gs": "; a public bucket is read without a login by FSSPEC_GS_TOKEN=anon",
+    "hf": "; a private or gated one needs `hf auth login`",
+}
+_PASSING_STATUS = {408, 416, 425, 429}  # temporary refusals, as all from 500 to 599
+_QUERY = re.compile(r"\?[\w.-]+=.*", re.DOTALL)  # in a key: nobody means a file by that
+# Parameters of a URL that select no content, where one of these names is among them; always, without a name.
+_CREDENTIALS: dict[frozenset[str], re.Pattern[str]] = {
+    frozenset(): re.compile(r"(?i)(access_?|auth_?)?token|api_?key|password|signature|sig|x-(amz|goog)-.*"),
+    frozenset({"signature"}): re.compile(r"(?i)awsaccesskeyid|googleaccessid|expires|key-pair-id|policy"),
+    frozenset({"sig"}): re.compile(r"(?i)s[eprtv]|spr|sip|ss|srt|sk(oid|tid|t|e|s|v)"),  # Azure
+}
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
+ResultT = TypeVar("ResultT")
 Verify = Callable[[Path], object]  # raises ValueError, its text beginning with the path, for a wrong file
 
 
@@ -76,26 +96,68 @@ class Address(NamedTuple):
     shown: str  # the same without secrets, for messages
 
 
+class Version(NamedTuple):
+    """What a server says of a file, by which its versions differ."""
+
+    etag: str | None
+    modified: str | None
+    length: int | None
+
+    @property
+    def condition(self) -> str | None:
+        """Return the value of If-Range for this version; None: the server does not say enough."""
+        return self.modified if self.etag is None or self.etag.startswith("W/") else self.etag
+
+    def is_that_of(self, other: Version) -> bool:
+        """Return whether both are surely the same version: lengths alone say nothing."""
+        if self.length != other.length:
+            return False
+        if self.etag and other.etag:
+            return self.etag == other.etag
+        return self.modified is not None and self.modified == other.modified
+
+
+class _AnsweredError(Exception):
+    """A probe has its answer."""
+
+
 def is_remote(path: str) -> bool:
     """Return whether a data.path is a URL, and not a directory; `pipe:` was one, and has no directory's name."""
     return re.match(r"[a-z][a-z0-9+.-]*://|pipe:", path, re.IGNORECASE) is not None
 
 
+def parts_of(url: str) -> SplitResult:
+    """Cut a URL; a key of object storage, or a path on a hub, may have `#` and `?`: it has no query and no fragment."""
+    scheme, _, rest = url.partition("://")
+    if scheme.lower() in ("http", "https") or not scheme.isalnum():  # and `pipe:` with a command
+        return urlsplit(url)
+    netloc, slash, key = rest.partition("/")
+    return SplitResult(scheme.lower(), netloc, slash + key, "", "")
+
+
 def check_address(url: str, what: str = "data.path") -> None:
-    """Raise WrongRemoteError if nothing can be read from a URL: its scheme is unknown, or must have no password.
+    """Raise WrongRemoteError if nothing can be read from a URL, or not what it seems to name.
 
     Args:
         what: the key or option that gives the URL, for the message.
     """
-    scheme, netloc = urlsplit(url)[:2]
-    if scheme not in _LIBRARIES:
+    parts = parts_of(url)
+    if parts.scheme not in _LIBRARIES:
         raise WrongRemoteError(
-            f"{what} is {show(url)}, but {scheme}: is not among {', '.join(sorted(_LIBRARIES))}: copy the data to a "
-            "directory and give its path, or put them on such a server"
+            f"{what} is {show(url)}, but {parts.scheme}: is not among {', '.join(sorted(_LIBRARIES))}: copy the data "
+            "to a directory and give its path, or put them on such a server"
         )
-    if scheme in ("s3", "gs") and "@" in netloc:
+    if parts.scheme in ("s3", "gs") and "@" in parts.netloc:
+        library = _LIBRARIES[parts.scheme]
         raise WrongRemoteError(
-            f"{what} is {show(url)} with a user or password: leave them out, {_LIBRARIES[scheme]} has its own settings"
+            f"{what} is {show(url)} with a user or password: leave them out, {library} has its own settings"
+        )
+    if parts.fragment:
+        raise WrongRemoteError(f"{what} is {show(url)} with a # behind it, which no server gets: write %23 for it")
+    if _QUERY.search(parts.path):
+        raise WrongRemoteError(
+            f"{what} is {show(url)} with a query, as ?versionId=, which {parts.scheme}: does not have: leave it out; "
+            "the newest version of a file is read"
         )
 
 
@@ -103,14 +165,26 @@ def show(url: str) -> str:
     """Return a data.path without possible secrets: no user, password or query; no command of a `pipe:`."""
     if not is_remote(url):
         return url
-    parts = urlsplit(url)
-    path = "" if parts.scheme == "pipe" else parts.path.rstrip("/")
+    parts = parts_of(url)
+    path = "" if parts.scheme == "pipe" else _QUERY.sub("", parts.path).rstrip("/")
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], path, "", ""))
+
+
+def identity(url: str) -> str:
+    """Return what of a URL selects content: all but the user, the password and signatures, which change daily."""
+    query = parse_qsl(parts_of(url).query, keep_blank_values=True)
+    names = {name.lower() for name, _ in query}
+    kept = [
+        (name, value)
+        for name, value in query
+        if not any(pattern.fullmatch(name) for sign, pattern in _CREDENTIALS.items() if not sign or sign & names)
+    ]
+    return f"{show(url)}?{urlencode(kept)}" if kept else show(url)
 
 
 def address(base: str, name: str) -> Address:
     """Return the address of the file `name` ("train/index.json") in the data directory at `base`."""
-    parts = urlsplit(base)
+    parts = parts_of(base)
     name = quote(name) if parts.scheme in ("http", "https") else name  # others take it unquoted
     return Address(urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{name}")), f"{show(base)}/{name}")
 
@@ -132,19 +206,19 @@ def writing(directory: Path, *, key: str = "data.cache") -> Iterator[None]:
 
 @contextmanager
 def locked(path: Path, cancelled: threading.Event | None = None, *, key: str = "data.cache") -> Iterator[IO[bytes]]:
-    """Hold a lock file, which is never removed; the kernel releases the lock of a process that ends in any way.
+    """Hold a lock file, which stays, as soon as no other process does.
 
     Raises:
         RemoteError: it cannot be written, or `cancelled` was set while another process held it.
+        StoppedError: a signal was received meanwhile.
     """
-    with writing(path.parent, key=key):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+b", buffering=0)
-    cancelled = cancelled or threading.Event()
-    with file:
-        while not _try_lock(file, path):
-            if cancelled.wait(POLL_SECONDS):
-                raise FailedRemoteError(f"{path}: given up, the reader was closed")
+    with ExitStack() as stack:
+        with writing(path.parent, key=key):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(lock_file(path))
+        patience = _Patience(f"{path.parent}, which another process fills", cancelled)
+        with writing(path.parent, key=key):
+            wait_for_lock(file, patience.check, seconds=inf, what=str(path.parent))
         yield file
 
 
@@ -176,26 +250,66 @@ def download(
 
 
 def _download_verified(source: Address, partial: Path, limit: int, verify: Verify, cancelled: threading.Event) -> None:
-    pauses = iter(RETRY_PAUSES)
-    was_wrong = False
-    while True:
+    progress = _Progress(limit)
+
+    def attempt() -> None:
+        with partial.open("ab") as file:
+            _transfer(source, file, progress, cancelled)
+        verify(partial)
+
+    try:
+        _with_retries(attempt, cancelled)
+    except RemoteError:
+        raise
+    except ValueError:  # of `verify`, or too long: once more
+        partial.unlink()
         try:
-            _download_once(source, partial, limit, cancelled)
-            verify(partial)
-            return
+            _with_retries(attempt, cancelled)
+        except RemoteError:
+            raise
+        except ValueError as error:
+            raise WrongRemoteError(str(error).replace(str(partial), source.shown) + _web_page(partial)) from error
+
+
+def _with_retries(attempt: Callable[[], ResultT], cancelled: threading.Event) -> ResultT:
+    """Return the result of the first attempt that reaches the server.
+
+    Raises:
+        UnreachableError: none does.
+    """
+    for pause in (*RETRY_PAUSES, None):
+        try:
+            return attempt()
         except UnreachableError as error:
-            pause = next(pauses, None)
             if pause is None:
                 raise UnreachableError(f"{error} ({len(RETRY_PAUSES) + 1} attempts)") from error
             log.warning("%s; asking again in %g s", error, pause)
-            cancelled.wait(pause)
-        except RemoteError:
-            raise
-        except ValueError as error:  # of `verify`, or too long
-            if was_wrong:
-                raise WrongRemoteError(str(error).replace(str(partial), source.shown) + _web_page(partial)) from error
-            was_wrong = True
-            partial.unlink()
+            patience = _Patience("the next attempt", cancelled)
+            end = time.monotonic() + pause
+            while (left := end - time.monotonic()) > 0:
+                patience.check()
+                time.sleep(min(left, POLL_SECONDS))
+    raise AssertionError
+
+
+class _Patience:
+    """Says from time to time what is waited for, and ends the wait by a signal, or when the reader is closed."""
+
+    def __init__(self, what: str, cancelled: threading.Event | None) -> None:
+        self._what = what
+        self._cancelled = cancelled or threading.Event()
+        self._began = self._last_word = time.monotonic()
+
+    def check(self, news: str = "") -> None:
+        """Raise FailedRemoteError or StoppedError if the wait must end."""
+        if self._cancelled.is_set():
+            raise FailedRemoteError(f"{self._what}: given up, the reader was closed")
+        if name := received_signal():
+            raise StoppedError(f"{self._what}: stopped by {name}; the same command starts again")
+        now = time.monotonic()
+        if now - self._last_word > WORD_SECONDS:
+            self._last_word = now
+            log.warning("waiting for %s: %s%.0f s", self._what, news, now - self._began)
 
 
 class _Progress(Callback):
@@ -205,7 +319,13 @@ class _Progress(Callback):
         super().__init__()
         self.limit = limit
         self.received = 0
+        self.version: Version | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin an attempt."""
         self.last = time.monotonic()
+        self.mark = (self.last, self.received)  # time and bytes at the begin of the last SLOW_SECONDS
 
     def relative_update(self, inc: int = 1) -> None:
         self.last = time.monotonic()
@@ -213,47 +333,96 @@ class _Progress(Callback):
         if self.received > self.limit:
             raise ValueError(f"more than {self.limit:,} bytes")
 
+    def check(self, source: Address) -> None:
+        """Raise UnreachableError if nothing has come for long, or next to nothing for longer."""
+        now, (begun, before) = time.monotonic(), self.mark
+        if now - self.last > STALL_SECONDS:
+            raise UnreachableError(
+                f"{source.shown}: nothing came for {STALL_SECONDS:g} s, after {self.received:,} bytes"
+            )
+        if now - begun > SLOW_SECONDS:
+            self.mark = (now, self.received)
+            if 0 <= self.received - before < LEAST_RATE * SLOW_SECONDS:  # less than 0: it began again
+                raise UnreachableError(
+                    f"{source.shown}: only {self.received - before:,} bytes came in {SLOW_SECONDS:g} s, fewer than "
+                    f"{LEAST_RATE:,} a second"
+                )
 
-def _download_once(source: Address, partial: Path, limit: int, cancelled: threading.Event) -> None:
-    progress = _Progress(limit)
+
+def _transfer(source: Address, file: IO[bytes], progress: _Progress, cancelled: threading.Event) -> None:
+    files, arguments = _request(source, file, progress)
+    _in_loop(files, files._get_file(**arguments, callback=progress), source, progress, cancelled)
+
+
+def _in_loop(
+    files: Any, work: Awaitable[ResultT], source: Address, progress: _Progress, cancelled: threading.Event
+) -> ResultT:
+    """Return the result of a coroutine of a file system of fsspec, which runs in fsspec's thread."""
     ended = threading.Event()
-    with partial.open("ab") as file:
-        files, arguments = _request(source, file, progress)
 
-        async def run() -> None:
-            try:
-                await files._get_file(**arguments, callback=progress)
-            finally:
-                ended.set()
-
-        transfer = asyncio.run_coroutine_threadsafe(run(), files.loop)
+    async def run() -> ResultT:
         try:
-            while not wait([transfer], POLL_SECONDS).done:
-                if cancelled.is_set():
-                    raise FailedRemoteError(f"{source.shown}: given up, the reader was closed")
-                if time.monotonic() - progress.last > STALL_SECONDS:
-                    raise UnreachableError(
-                        f"{source.shown}: nothing came for {STALL_SECONDS:g} s, after {progress.received:,} bytes"
-                    )
+            return await work
         finally:
-            transfer.cancel()
-            ended.wait(STALL_SECONDS)  # nothing writes into the file any more
+            ended.set()
+
+    progress.begin()
+    transfer = asyncio.run_coroutine_threadsafe(run(), files.loop)
+    patience = _Patience(source.shown, cancelled)
+    try:
+        while not wait([transfer], POLL_SECONDS).done:
+            patience.check(f"{progress.received:,} bytes in ")
+            progress.check(source)
+    finally:
+        transfer.cancel()
+        ended.wait(STALL_SECONDS)  # nothing writes into the file any more
     error = transfer.exception()
-    if progress.received > limit:
-        raise ValueError(f"{source.shown} sends more than the {limit:,} bytes that it may have")
+    if progress.received > progress.limit:
+        raise ValueError(f"{source.shown} sends more than the {progress.limit:,} bytes that it may have")
     if error is not None:
-        raise _failure(source, error) from error
+        raise error if isinstance(error, _AnsweredError) else _failure(source, error) from error
+    return transfer.result()
 
 
-def _request(source: Address, file: IO[bytes], progress: _Progress) -> tuple[Any, dict[str, Any]]:
+def version_of(source: Address) -> Version:
+    """Return which version of a file the server has, without its content.
+
+    Raises:
+        RemoteError: as `download`.
+    """
+    check_address(source.url, "an address")
+    cancelled = threading.Event()
+
+    def attempt() -> Version:
+        progress = _Progress(METADATA_BYTES)
+        with TemporaryFile() as file:  # stays empty
+            files, arguments = _request(source, file, progress, is_probe=True)
+            if parts_of(source.url).scheme in ("s3", "gs"):
+                found = _in_loop(files, files._info(source.url), source, progress, cancelled)
+                etag, modified = (found.get(name) or found.get(other) for name, other in _OF_BUCKETS)
+                return Version(etag and str(etag), modified and str(modified), found.get("size"))
+            with suppress(_AnsweredError):
+                _in_loop(files, files._get_file(**arguments, callback=progress), source, progress, cancelled)
+        assert progress.version is not None, "a server that answers has been asked"
+        return progress.version
+
+    return _with_retries(attempt, cancelled)
+
+
+def _request(
+    source: Address, file: IO[bytes], progress: _Progress, *, is_probe: bool = False
+) -> tuple[Any, dict[str, Any]]:
     """Return the file system of fsspec that reads an address, and the arguments of its `_get_file`.
 
     Credentials are sent only over https, and only to the server of the address. A bucket's library writes the file by
     its name, from its begin.
+
+    Args:
+        is_probe: end by `_AnsweredError` before the content.
     """
     import fsspec
 
-    url, headers, scheme = source.url, {"Accept-Encoding": "identity"}, urlsplit(source.url).scheme
+    url, headers, scheme = source.url, {"Accept-Encoding": "identity"}, parts_of(source.url).scheme
     for library in (_LIBRARIES[scheme], "aiohttp"):
         require(library, f"data at {scheme}://")
     if scheme in ("s3", "gs"):
@@ -275,6 +444,8 @@ def _request(source: Address, file: IO[bytes], progress: _Progress) -> tuple[Any
         headers["Authorization"] = login
     if progress.received:
         headers["Range"] = f"bytes={progress.received}-"
+        if progress.version is not None and (condition := progress.version.condition):
+            headers["If-Range"] = condition  # else the file may begin with one version and end with another
 
     async def follow(request: Any, handler: Callable[[Any], Awaitable[Any]]) -> Any:
         if parts.scheme == "https" and request.url.scheme != "https":
@@ -283,6 +454,16 @@ def _request(source: Address, file: IO[bytes], progress: _Progress) -> tuple[Any
         if progress.received and response.status in (200, 416):  # the whole file comes, or no such range
             file.truncate(0)
             progress.received = 0
+        if response.status == 200:
+            length = response.headers.get("Content-Length", "")
+            progress.version = Version(
+                response.headers.get("ETag"),
+                response.headers.get("Last-Modified"),
+                int(length) if length.isdecimal() else None,
+            )
+            if is_probe:
+                response.close()
+                raise _AnsweredError
         return response
 
     files = fsspec.filesystem("http", client_kwargs={"timeout": aiohttp.ClientTimeout(total=None)})
@@ -329,19 +510,22 @@ def _failure(source: Address, error: BaseException) -> BaseException:
 
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         return error
-    advice = "check the address, and whether you may read it"
+    scheme = parts_of(source.url).scheme
+    advice = f"check the address, and whether you may read it{_ADVICE.get(scheme, '')}"
     status = _status(error)
     if status is not None:
         text = f"{source.shown}: HTTP status {status}"
-        if 400 <= status < 500 and status not in _PASSING_STATUS:
-            return RefusedError(f"{text}; {advice}")
-        return UnreachableError(text)
+        if status in _PASSING_STATUS or 500 <= status < 600:
+            return UnreachableError(text)
+        return RefusedError(f"{text}; {advice}")
     if isinstance(error, aiohttp.TooManyRedirects):
         return WrongRemoteError(f"{source.shown}: it is redirected without end; {advice}")
     reason = re.sub(r"//[^/\s]*@|\?[^\s'\"]*", lambda found: found[0][:2] if found[0][0] == "/" else "", str(error))
     text = f"{source.shown}: {type(error).__name__}: {reason}"
     if any(kind.__name__ in _NO_LOGIN for kind in type(error).__mro__):
-        return WrongRemoteError(f"{text}; set up a login for it on this machine")
+        return WrongRemoteError(f"{text}; set up a login for it on this machine{_ADVICE.get(scheme, '')}")
+    if isinstance(error, aiohttp.NonHttpUrlClientError):
+        return WrongRemoteError(f"{text}; it is redirected to what is no http address; {advice}")
     is_final = isinstance(error, (ValueError, aiohttp.ClientConnectorCertificateError))  # aiohttp.InvalidURL is one
     return WrongRemoteError(text) if is_final else UnreachableError(text)
 
@@ -365,12 +549,3 @@ def _web_page(path: Path) -> str:
     with path.open("rb") as file:
         head = file.read(60)
     return f"; it is a web page: {head.decode('utf-8', 'replace')!r}" if head.lstrip().startswith(b"<") else ""
-
-
-def _try_lock(file: IO[bytes], path: Path) -> bool:
-    with writing(path.parent):
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-    return True
