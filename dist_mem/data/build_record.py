@@ -13,8 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from dist_mem.data.index import INDEX_NAME, read_index_json
 from dist_mem.data.metadata import REMEDY, ShardError, read_metadata
@@ -28,7 +28,8 @@ _RECORD = record(
 )
 
 
-class BuildRecord(NamedTuple):
+@dataclass(frozen=True)
+class BuildRecord:
     """The content of a build.json."""
 
     build: str | None  # None: a build that has not ended
@@ -101,5 +102,5 @@ _FIX = f": build or copy all splits together, or, if they are meant so, remove e
 
 
 def _write(split_dir: Path, content: BuildRecord) -> None:
-    body = {"format_version": 1, **content._asdict()}
+    body = {"format_version": 1, **asdict(content)}
     write_text(split_dir / BUILD_NAME, json.dumps(body, indent=1) + "\n")

@@ -1,4 +1,9 @@
-"""Write tables as CSV; the only module of the package that does."""
+"""Write tables as CSV in UTF-8; the only module of the package that does.
+
+No byte order mark comes first. Excel needs one to read letters beyond ASCII on a double click; but programs that read
+columns by name (Python's csv, R, awk) would take it for a part of the first name, so libraries that write CSV put none
+there by default. Excel reads the file by Data > From Text/CSV.
+"""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from dist_mem.data.verify import verify_dataset
 from dist_mem.datasets import builder as build
 from dist_mem.datasets.builder import WorkerKilledError, build_dataset
 from dist_mem.datasets.source import RecallSpan, SourceDocument, recall_distances
+from dist_mem.runtime import progress
 from tests.support.data_builders import build_data, build_refused, documents_of
 from tests.support.faults import remount, small_disk
 from tests.support.messages import refused, said, said_line
@@ -381,3 +382,15 @@ def test_a_read_only_place_is_an_error_of_one_line(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source", {"train/1": TEXT})
     with small_disk(tmp_path / "disk", "ro") as disk:
         refuse(source, disk / "out", "[Errno 30]", f"'{disk / 'out'}", code=1)
+
+
+def test_a_log_file_has_lines_of_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    options = ("--split-by-hash", "train=1", "--out", tmp_path / "out", "--tokenizer", "bytes")
+    assert build_data("text", "--source", tmp_path / "a.jsonl", *options) == 0
+    printed = capsys.readouterr().err
+    for what in ("reading: 2 documents", "train: tokens: 6 of 6 bytes", "train: tars: 2 of 2 documents"):
+        assert what in printed, printed

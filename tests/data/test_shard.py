@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
+from dist_mem.data import shard
 from dist_mem.data.index import (
     DOCUMENTS_NAME,
     INDEX_NAME,
@@ -39,6 +40,7 @@ from dist_mem.data.shard import (
     write_split,
 )
 from tests.support.faults import flip
+from tests.support.lane_corpus import make_split
 from tests.support.messages import refused
 
 LENGTHS = [40, 0, 1, 300, 7, 1000, 2]
@@ -334,3 +336,12 @@ def test_an_index_json_with_all_documents_in_it_is_not_even_read(path: Path) -> 
         file.truncate(MAX_INDEX_BYTES + 1)
     with refused(ShardError, "index.json"):
         read_index(path.parent)
+
+
+def test_a_tar_ends_after_so_many_documents_or_so_many_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Headers and padding of short documents take more than their arrays."""
+    monkeypatch.setattr(shard, "MAX_SHARD_DOCUMENTS", 4)
+    index = make_split(tmp_path / "train", [3] * 10)
+    assert [len(index.documents.in_shard(each)) for each in index.shards] == [4, 4, 2]
+    index = make_split(tmp_path / "train", [3] * 10, max_shard_bytes=12)
+    assert [len(index.documents.in_shard(each)) for each in index.shards] == [2] * 5

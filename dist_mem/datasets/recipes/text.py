@@ -8,7 +8,8 @@
 --source takes .txt (UTF-8), JSON lines (.jsonl, .ndjson, also .gz and .zst; .json.gz, .json.zst),
 .parquet and .arrow files, folders of them at any depth, folders that Hugging Face's datasets saved
 (save_to_disk), and webdataset's tars, whose samples have a .txt member or a .json with the text
-field. Names in braces are expanded; tars may be URLs, as in data.path, and are kept in the cache.
+field. Names in braces are expanded; tars may be URLs, as in data.path, and are kept in the cache
+until the server has another version.
 Hidden files and other suffixes are passed over, and counted.
 
 Splits are what the names of folders and files say, at any depth: train/, test.jsonl, valid.txt,
@@ -18,8 +19,8 @@ determines its split. Of rows it does so alone, whatever other rows are added or
 fractions are approximate; of .txt files fractions are exact numbers, in the order of the checksums.
 
 The id of a row is its field id, else the name of its file and its number, or its key in a tar; the
-id of a .txt file is its path under --source. No text may be in two splits; white space makes no
-difference.
+id of a .txt file is its path under --source. No text may be in two splits; neither
+white space makes a difference, nor the form of accents, nor characters without a glyph.
 """
 
 from __future__ import annotations
