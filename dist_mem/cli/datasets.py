@@ -13,6 +13,7 @@ from dist_mem.config.text_checks import check_texts
 from dist_mem.datasets.recipes import builder_names, load_builder
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UnusableError, run_error
 from dist_mem.runtime.extras import require
+from dist_mem.runtime.locks import check_free
 from dist_mem.runtime.terminal import counted, listed
 
 _FORM: dict[str, Any] = {"allow_abbrev": False, "formatter_class": HelpFormatter}
@@ -76,6 +77,7 @@ def _build(options: Namespace) -> int:
     given = builder_parser(name).parse_args(options.arguments)  # first: --help needs no library
     require("webdataset", "building data")
     try:
+        check_free(given.out, f"--out {given.out}")  # before it reads the source, which may take hours
         load_builder(name).build(given)
     except OSError as error:
         raise run_error(error, f"{error}; fix this, and the same command continues from what is finished") from error

@@ -55,6 +55,17 @@ def _made(folder: Path) -> Iterator[None]:
         raise
 
 
+def check_free(folder: Path, what: str) -> None:
+    """Check that no command writes into a folder, before work whose result this one will write there.
+
+    Raises:
+        UnusableError, OSError: as `held`.
+    """
+    if (folder / LOCK_NAME).exists():
+        with held(folder / LOCK_NAME, what):
+            return
+
+
 @contextmanager
 def held(path: Path, what: str) -> Iterator[None]:
     """Hold the lock file `path`, which is made in an existing folder, for the block.

@@ -19,6 +19,7 @@ from dist_mem.data.remote.fetch import RemoteError
 from dist_mem.data.verify import verify_dataset
 from dist_mem.datasets import builder, task_text
 from dist_mem.datasets.recipes import builder_names, characters
+from dist_mem.runtime.locks import held_folder
 from tests.data.test_build import contents
 from tests.datasets.test_task_builds import BUILDERS, SMALL
 from tests.support.cmu_dog_source import write_conversation, write_film
@@ -99,6 +100,14 @@ def test_a_second_build_into_a_folder_is_refused_while_the_first_goes_on(
     assert contents(out) == files
     for data_dir in {path.parent.parent for path in out.rglob("index.json")}:
         assert verify_dataset(data_dir) == []
+
+
+def test_a_build_into_a_folder_that_is_written_does_not_read_its_source(tmp_path: Path) -> None:
+    with held_folder(tmp_path / "out", "the test"):
+        (tmp_path / "x.jsonl").write_text("no JSON")
+        arguments = ("--source", tmp_path / "x.jsonl", "--out", tmp_path / "out")
+        build_refused("text", *arguments, named=(f"--out {tmp_path / 'out'}", f"process {os.getpid()} on "))
+    build_refused("text", *arguments, named=("x.jsonl",))
 
 
 # Splits of two builds.
