@@ -116,17 +116,22 @@ def read_text(path: Path) -> str:
     """Return a file's text unchanged, but without the byte order mark (U+FEFF) that some editors put first.
 
     Raises:
-        UnusableError: as `text_of`; or the file is too long.
+        UnusableError: as `check_text` and `decoded`; or the file is too long.
     """
     return text_of(read_at_most(path), str(path))
 
 
 def text_of(content: bytes, where: str) -> str:
-    """Return the text of a .txt file or member, without a byte order mark.
+    """Return the text of a .txt file or member, without a byte order mark. Raises as `check_text` and `decoded`."""
+    check_text(content, where)
+    return decoded(content, where, has_mark=True)
+
+
+def check_text(content: bytes, where: str) -> None:
+    """Check that bytes are text: UTF-16 without a byte order mark is valid UTF-8, with many control characters.
 
     Raises:
-        UnusableError: it is not UTF-8; or control characters are more than a tenth of it, as in UTF-16 without a byte
-            order mark, which is valid UTF-8.
+        UnusableError: control characters are more than a tenth of it.
     """
     controls = len(content) - len(content.translate(None, _CONTROLS))
     if controls > max(_FEW_CONTROLS, len(content) // 10):
@@ -134,7 +139,6 @@ def text_of(content: bytes, where: str) -> str:
             f"{where} is no text in UTF-8: {controls:,} of its {len(content):,} bytes are control characters, as in "
             "UTF-16 and in programs: convert it, for example with iconv -f UTF-16LE -t UTF-8, or leave it out"
         )
-    return decoded(content, where, has_mark=True)
 
 
 def decoded(content: bytes, where: str, *, has_mark: bool) -> str:

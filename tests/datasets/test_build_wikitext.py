@@ -109,7 +109,7 @@ def test_without_the_train_file_a_vocabulary_must_be_given(source: Path, tmp_pat
 def test_what_is_no_wikitext_is_named(source: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     refuse(tmp_path / "empty", tmp_path / "out", named="wiki.train.tokens")
-    for content in (b"caf\xe9 \n", b""):
+    for content in (b"caf\xe9 \n", b"", "the river\n".encode("utf-16-le")):
         (source / "wiki.test.tokens").write_bytes(content)
         refuse(source, tmp_path / "out", named="wiki.test.tokens")
 

@@ -257,18 +257,15 @@ def _download_verified(source: Address, partial: Path, limit: int, verify: Verif
             _transfer(source, file, progress, cancelled)
         verify(partial)
 
-    try:
-        _with_retries(attempt, cancelled)
-    except RemoteError:
-        raise
-    except ValueError:  # of `verify`, or too long: once more
-        partial.unlink()
+    for is_second in (False, True):
         try:
-            _with_retries(attempt, cancelled)
+            return _with_retries(attempt, cancelled)
         except RemoteError:
             raise
-        except ValueError as error:
-            raise WrongRemoteError(str(error).replace(str(partial), source.shown) + _web_page(partial)) from error
+        except ValueError as error:  # of `verify`, or too long
+            if is_second:
+                raise WrongRemoteError(str(error).replace(str(partial), source.shown) + _web_page(partial)) from error
+            partial.unlink()
 
 
 def _with_retries(attempt: Callable[[], ResultT], cancelled: threading.Event) -> ResultT:

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from dist_mem.data.tokenizers.words import WordTokenizer, count_words
 from dist_mem.datasets.builder import add_build_options, build_dataset, check_paths
-from dist_mem.datasets.source import FileSlice, SourceDocument
+from dist_mem.datasets.source import FileSlice, SourceDocument, check_text
 from dist_mem.runtime.files import sha256_of
 from dist_mem.runtime.progress import counting
 
@@ -46,6 +46,7 @@ OFFICIAL_FILES = {
     "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8": ("WikiText-2", "validation"),
     "d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0": ("WikiText-2", "test"),
 }
+CHECKED_BYTES = 2**16  # of a file, to see whether it is text
 HEADING = re.compile(r" = (?!=)(.*\S) = \n")  # of an article; those of its sections have more equals signs
 
 
@@ -140,6 +141,8 @@ def scan(path: Path) -> TokenFile:
 
 def lines_of(path: Path) -> Iterator[str]:
     """Yield the lines of a file with their ends, without a byte order mark; only LF ends a line."""
+    with path.open("rb") as file:
+        check_text(file.read(CHECKED_BYTES), f"{path}, at its begin,")
     try:
         with path.open(encoding="utf-8-sig", newline="\n") as stream:
             yield from counting(stream, f"reading {path.name}", unit="lines")
