@@ -259,13 +259,15 @@ def _download_verified(source: Address, partial: Path, limit: int, verify: Verif
 
     for is_second in (False, True):
         try:
-            return _with_retries(attempt, cancelled)
+            _with_retries(attempt, cancelled)
         except RemoteError:
             raise
         except ValueError as error:  # of `verify`, or too long
             if is_second:
                 raise WrongRemoteError(str(error).replace(str(partial), source.shown) + _web_page(partial)) from error
             partial.unlink()
+        else:
+            return
 
 
 def _with_retries(attempt: Callable[[], ResultT], cancelled: threading.Event) -> ResultT:
