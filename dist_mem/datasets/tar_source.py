@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 from urllib.parse import unquote, urlunsplit
 
 from dist_mem.config import DataConfig
@@ -37,11 +37,11 @@ from dist_mem.runtime.names import check_plain, is_hidden
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 MEMBERS = ("txt", "json")  # suffixes
 DOTTED = ".json with a second dot in its name"
-_COMPRESSED: dict[bytes, Callable[[Path], IO[bytes]]] = {  # by how a file begins
+_COMPRESSED: dict[bytes, Callable[[Path], Any]] = {  # by how a file begins
     rb"\x1f\x8b": gzip.open,
     rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": bz2.open,
     rb"\xfd7zXZ\0": lzma.open,
-}  # type: ignore[dict-item]  # their modes are theirs
+}
 MAX_BYTES = 2**36  # of a tar by URL
 LOCK_NAME = ".lock"
 REMEDY = "copy it again"
@@ -151,7 +151,7 @@ def _opened(path: Path) -> IO[bytes]:
         begin = file.read(10)
     for pattern, opened in _COMPRESSED.items():
         if re.match(pattern, begin, re.DOTALL):
-            return opened(path)
+            return cast(IO[bytes], opened(path))
     return path.open("rb")
 
 

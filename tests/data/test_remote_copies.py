@@ -253,10 +253,13 @@ def test_a_wait_for_a_server_and_one_for_a_lock_end_by_a_signal(
 ) -> None:
     index = opened(data)
     server.faults[SHARD] = ["stalled"]
+
+    def send() -> None:
+        server.stalls.wait(60)
+        os.kill(os.getpid(), getattr(signal, name))
+
     with StopSignal():
-        threading.Thread(
-            target=lambda: (server.stalls.wait(60), os.kill(os.getpid(), getattr(signal, name))), daemon=True
-        ).start()
+        threading.Thread(target=send, daemon=True).start()
         with refused(StoppedError, f"{server.url}/{SHARD}", name):
             index.source.fetch(index.shards[0])
         path = local_dir(data) / "any.lock"

@@ -37,6 +37,8 @@ def check(seed: str, folder: Path) -> int:
 def test_a_fuzzed_corpus_is_read_whole_or_refused(tmp_path: Path, seed: int) -> None:
     codes = set()
     for number in range(NUMBER):
-        codes.add(check(f"{seed}-{number}", tmp_path / str(number)) if (tmp_path / str(number)).mkdir() is None else 0)
-        shutil.rmtree(tmp_path / str(number))
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        codes.add(check(f"{seed}-{number}", folder))
+        shutil.rmtree(folder)
     assert codes == {0, 2}

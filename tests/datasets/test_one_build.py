@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,14 +123,23 @@ def two(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     yield tmp_path / "one", tmp_path / "two"
 
 
+def exchange(split: str, one: Path, two: Path) -> None:
+    shutil.rmtree(one / split)
+    shutil.copytree(two / split, one / split)
+
+
+def copy_but_record(one: Path, two: Path) -> None:
+    for path in (two / "train").iterdir():
+        if path.name != "build.json":
+            shutil.copy(path, one / "train")
+
+
 MIXTURES: dict[str, Callable[[Path, Path], object]] = {
-    "another train": lambda one, two: [shutil.rmtree(one / "train"), shutil.copytree(two / "train", one / "train")],
-    "another test": lambda one, two: [shutil.rmtree(one / "test"), shutil.copytree(two / "test", one / "test")],
+    "another train": partial(exchange, "train"),
+    "another test": partial(exchange, "test"),
     "another split more": lambda one, two: shutil.copytree(two / "test", one / "held-out"),
     "an old split": lambda one, two: (one / "test" / "build.json").unlink(),
-    "files of another split": lambda one, two: [
-        shutil.copy(path, one / "train") for path in (two / "train").iterdir() if path.name != "build.json"
-    ],
+    "files of another split": copy_but_record,
 }
 
 
