@@ -236,16 +236,36 @@ def _read_arrow(file: RowFile, start: int) -> Iterator[tuple[int, Load]]:
 
 def _batch_rows(file: RowFile, batches: Iterator[Any], number: int) -> Iterator[tuple[int, Load]]:
     for batch in batches:
+        batch.validate()  # all columns have as many rows
+        for name in _names_in(file, batch):
+            _check_offsets(batch.column(name))
         for place in range(batch.num_rows):
             yield number, partial(_batch_row, file, number, batch, place)
             number += 1
 
 
+def _names_in(file: RowFile, batch: Any) -> set[str]:
+    return {file.text_field, file.id_field or DEFAULT_ID_FIELD}.intersection(batch.schema.names)
+
+
+def _check_offsets(column: Any) -> None:
+    """Raise ValueError if texts of a column are outside of its bytes: pyarrow would read there, and crash.
+
+    Whether a text is UTF-8 is checked when it is read, which names its row.
+    """
+    from pyarrow import binary, large_binary, types
+
+    if types.is_string(column.type):
+        column = column.view(binary())
+    elif types.is_large_string(column.type):
+        column = column.view(large_binary())
+    column.validate(full=True)
+
+
 def _batch_row(file: RowFile, number: int, batch: Any, place: int) -> Content:
     where = file.place(number)
-    names = {file.text_field, file.id_field or DEFAULT_ID_FIELD}.intersection(batch.schema.names)
     try:
-        fields = {name: batch.column(name)[place].as_py() for name in names}
+        fields = {name: batch.column(name)[place].as_py() for name in _names_in(file, batch)}
     except UnicodeDecodeError as error:
         raise UnusableError(f"{where} is not UTF-8 ({error}): correct or delete the row") from error
     return _content(file, where, fields)

@@ -410,3 +410,14 @@ def test_a_text_that_differs_only_in_what_nobody_sees_is_in_one_split(
         (tmp_path / "texts" / split).mkdir(parents=True)
         (tmp_path / "texts" / split / f"{split}.txt").write_text(content, encoding="utf-8")
     refuse(tmp_path, tmp_path / "texts", named=("train", "test", "--drop-duplicates"))
+
+
+def test_an_arrow_file_whose_offsets_lead_out_of_it_is_refused(tmp_path: Path) -> None:
+    """pyarrow reads wherever they lead: the process ends with a bus error, or by abort."""
+    path = tmp_path / "x.arrow"
+    arrow_stream(TEXTS, path)
+    content = path.read_bytes()
+    offsets = np.cumsum([0, *(len(text) for text in list(TEXTS.values())[:5])]).astype("<i4").tobytes()
+    assert content.count(offsets) == 1
+    path.write_bytes(content.replace(offsets, offsets[:8] + b"\xff\xff\xff\x7f" + offsets[12:]))
+    refuse(tmp_path, path, "--split-by-hash", "train=1", named=("x.arrow", "row"))
