@@ -163,6 +163,7 @@ def _measure(config: Config | None, world: World, probe: str | None, *, is_thoro
         findings += _run(node, "run directory", lambda: disks.look_for_probe(run_dir, str(probe)))
     if run_dir is not None and world.rank == 0:
         findings += _run(node, "run directory", lambda: disks.check_run_dir_type(run_dir))
+    findings += [remark.at(None) for remark in network.check_connections(world)]
     wrong, clocks = network.wrong_sums(world), network.read_clocks(world)
     if not is_thorough:
         return Measured(findings, wrong, clocks, [], None)

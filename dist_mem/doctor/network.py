@@ -10,8 +10,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from dist_mem.errors import RunError
 from dist_mem.runtime.distributed import World
 from dist_mem.supervision.findings import Finding, Place, Remark, fail, ok, warning
+from dist_mem.supervision.side_channel import open_side_channel
 
 SIZES = (1, 1000, 300_000)  # float32 numbers; covers a backend's algorithms for small and large messages
 _MEGABYTES = (1, 16, 64)
@@ -57,6 +59,18 @@ def check_sums(places: Sequence[Place], wrong: Sequence[Sequence[int]]) -> Itera
         if ranks:
             text = f"got wrong sums of the numbers of {len(ranks)} of {len(places)} ranks"
             yield fail("all-reduce", text, fix, blames_node=True).at(place)
+
+
+def check_connections(world: World) -> Iterator[Remark]:
+    """Connect every rank with rank 0 as a run does for its saves; collective, rank 0 yields the result."""
+    try:
+        open_side_channel(world).close()
+    except RunError as error:
+        if world.rank == 0:
+            yield fail("connections", str(error), "look at MASTER_ADDR and at the firewalls of the nodes")
+        return
+    if world.rank == 0 and world.size > 1:
+        yield ok("connections", "every rank reaches rank 0")
 
 
 def read_clocks(world: World, clock: Callable[[], float] = time.time) -> list[Interval]:

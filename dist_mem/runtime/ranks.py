@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dist_mem.runtime.environment import extension_cache, whole_number
-from dist_mem.runtime.network_interface import interface_towards, own_name_is_loopback
+from dist_mem.runtime.network_interface import interface_towards, own_name_is_loopback, without_brackets
 
 _FIX = "unset RANK and WORLD_SIZE for one process, or start with torchrun, deepspeed or srun"
 _LARGEST_STEP_ID = 4_294_967_000  # Slurm numbers the batch, extern and interactive steps from here
@@ -91,7 +91,7 @@ def export_for_libraries(rank: int, size: int, local_rank: int, local_size: int)
             os.environ["MASTER_ADDR"] = _first_node()
         if "MASTER_PORT" in missing:
             os.environ["MASTER_PORT"] = str(port_of_step(os.environ))
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ["MASTER_ADDR"] = without_brackets(os.environ.get("MASTER_ADDR") or "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "0")
     if size == 1 and not os.environ["MASTER_PORT"].isdecimal():  # Kubernetes sets tcp://10.0.0.7:29500
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # one process meets nobody

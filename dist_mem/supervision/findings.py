@@ -13,7 +13,10 @@ from dist_mem.errors import UnfitError, UnusableError
 OK, WARNING, FAIL = "ok", "warning", "FAIL"
 RENDEZVOUS = "rendezvous"  # findings about ranks that do not join
 MACHINE = "machine"  # a fault of the machine, found while something else was checked
-_PASSING = (RENDEZVOUS, MACHINE, "accelerator", "disk room", "inodes", "time left", "all-reduce", "run directory")
+_PASSING = (
+    *(RENDEZVOUS, MACHINE, "accelerator", "disk room", "inodes", "time left", "connections", "all-reduce"),
+    "run directory",
+)
 _NAMED = 4  # most places in a line: a report of 60 nodes must stay readable
 _SHOWN = 12  # most lines in the message of a refused start
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from dist_mem.runtime.environment import node_name
+from dist_mem.runtime.network_interface import shown_address
 from dist_mem.runtime.ranks import (
     agent_keeps_store,
     export_for_libraries,
@@ -123,7 +124,7 @@ def wait_for_ranks(*, seconds: float) -> Rendezvous:
     except (RuntimeError, OSError) as error:  # from torch, from the network, or from `_wait_until_there`
         reason = str(error).partition("\n")[0]
         fix = f"can {device.node} reach {host} there? name resolution, firewall; another job's port: set MASTER_PORT"
-        remark = fail(RENDEZVOUS, f"no rendezvous at {host}:{port}: {reason}", fix, blames_node=rank != 0)
+        remark = fail(RENDEZVOUS, f"no rendezvous at {shown_address(host, port)}: {reason}", fix, blames_node=rank != 0)
         return Rendezvous([remark.at(device.place)], [device.node], None)
 
 

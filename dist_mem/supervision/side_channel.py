@@ -20,10 +20,13 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, TypeVar, cast
 
 from dist_mem.errors import RunError, TakenOverError, UnfitError
-from dist_mem.runtime.distributed import World, decided_by_rank0, on_all_ranks
+from dist_mem.runtime.distributed import World, decided_by_rank0, has_note, leave_note, on_all_ranks
+from dist_mem.runtime.environment import node_name
+from dist_mem.runtime.network_interface import families, listen_to_all, shown_address
 from dist_mem.runtime.ranks import rendezvous_address
 
 _OPEN_SECONDS = 120.0  # for all ranks to connect; a thousand attempts at once may be refused at first
+_LOOK_SECONDS = 0.5  # rank 0 looks whether another rank has failed to connect
 _HELLO_SECONDS = 5.0  # for a rank that has connected to identify itself
 _SECRET_BYTES = 16
 _RANK_BYTES = 4
@@ -36,6 +39,13 @@ class Hub(NamedTuple):
 
     port: int
     secret: bytes  # shows that a connection is from a rank of this job
+    node: str
+    families: str  # of its addresses
+
+    @property
+    def note(self) -> str:
+        """The note in the store by which a rank says that it cannot connect."""
+        return f"dist_mem/side_channel/{self.secret.hex()}"
 
 
 class SideChannel:
@@ -139,7 +149,13 @@ def open_side_channel(world: World) -> SideChannel:
     hub = decided_by_rank0(publish)
 
     def connect() -> dict[int, Connection]:
-        return accept_all(servers[0], hub, world.size) if servers else call(hub, rendezvous_address()[0], world.rank)
+        if servers:
+            return accept_all(servers[0], hub, world.size, lambda: has_note(hub.note))
+        try:
+            return call(hub, rendezvous_address()[0], world.rank)
+        except OSError:
+            leave_note(hub.note)  # rank 0 would wait for this one
+            raise
 
     try:
         peers = on_all_ranks(connect, "connecting the ranks for saving")
@@ -151,19 +167,33 @@ def open_side_channel(world: World) -> SideChannel:
 
 def listen(num_ranks: int) -> tuple[socket.socket, Hub]:
     """Listen at a port that the system chooses; rank 0 calls it. Raises OSError."""
-    server = socket.create_server(("", 0), backlog=num_ranks)
-    return server, Hub(server.getsockname()[1], secrets.token_bytes(_SECRET_BYTES))
+    server = listen_to_all(backlog=num_ranks)
+    secret = secrets.token_bytes(_SECRET_BYTES)
+    return server, Hub(server.getsockname()[1], secret, node_name(), families(server))
 
 
-def accept_all(server: socket.socket, hub: Hub, num_ranks: int) -> dict[int, Connection]:
-    """Accept the connections of all other ranks, and drop those of strangers. Raises OSError if ranks are missing."""
+def accept_all(
+    server: socket.socket, hub: Hub, num_ranks: int, has_failed: Callable[[], bool] = lambda: False
+) -> dict[int, Connection]:
+    """Accept the connections of all other ranks, and drop those of strangers.
+
+    Args:
+        has_failed: whether a rank has failed to connect, which reports it: then those are returned that have come.
+
+    Raises:
+        OSError: ranks are missing.
+    """
     peers: dict[int, Connection] = {}
     deadline = time.monotonic() + _OPEN_SECONDS
+    server.settimeout(_LOOK_SECONDS)
     while len(peers) < num_ranks - 1:
-        server.settimeout(max(0.001, deadline - time.monotonic()))
         try:
             accepted, _ = server.accept()
         except TimeoutError as error:
+            if has_failed():
+                break
+            if time.monotonic() < deadline:
+                continue
             missing = sorted(set(range(1, num_ranks)) - peers.keys())
             listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             raise OSError(f"rank 0 waited {_OPEN_SECONDS:g} s at port {hub.port} for ranks {listed}") from error
@@ -188,13 +218,19 @@ def _identified(accepted: socket.socket, secret: bytes) -> int | None:
 
 def call(hub: Hub, host: str, rank: int) -> dict[int, Connection]:
     """Connect to rank 0, on `host`. Raises OSError if it cannot be reached."""
+    where = f"{shown_address(host, hub.port)}, where rank 0 listens,"
     try:
         caller = socket.create_connection((host, hub.port), timeout=_OPEN_SECONDS)
         caller.sendall(hub.secret + rank.to_bytes(_RANK_BYTES))
+    except ConnectionRefusedError as error:
+        raise OSError(
+            f"{where} refuses the connection: rank 0 listens on {hub.node}, at its addresses of {hub.families}; set "
+            "MASTER_ADDR to one of these"
+        ) from error
     except OSError as error:
         raise OSError(
-            f"{host}:{hub.port}, where rank 0 listens, cannot be reached ({error.strerror or error}): the system "
-            "chooses this port, as those of gloo; allow all connections between the nodes of a job in their firewalls"
+            f"{where} cannot be reached ({error.strerror or error}): the system chooses this port, as those of gloo; "
+            "allow all connections between the nodes of a job in their firewalls"
         ) from error
     return {0: _connection(caller)}
 

@@ -130,6 +130,14 @@ def test_ranks_that_all_come_meet_without_a_word_of_torch(config: Path, command:
     assert not [word for word in OF_TORCH if word in text], text
 
 
+@pytest.mark.parametrize("address", ["::1", "[::1]", "localhost"])
+def test_ranks_train_at_an_address_of_either_family(tmp_path: Path, books: Path, address: str) -> None:
+    """Public reports: pytorch#150533, miles#1636, slime#2151. Brackets are those of URLs."""
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 2}})
+    codes, text = run_ranks(["train", str(config)], world_size=2, cwd=tmp_path, MASTER_ADDR=address)
+    assert codes == [EXIT_DONE] * 2, text
+
+
 # Slurm's variables of a rank: two steps of one job, jobs of near numbers, another cluster, a requeued job.
 STEP = {"SLURM_CLUSTER_NAME": "a", "SLURM_JOB_ID": "41", "SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "0"}
 OTHERS = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,7 +14,10 @@ import pytest
 
 from dist_mem.errors import RunError, TakenOverError, UnfitError
 from dist_mem.runtime.distributed import World
-from dist_mem.supervision.side_channel import SideChannel, accept_all, call, listen, open_side_channel
+from dist_mem.runtime.network_interface import listen_to_all, shown_address
+from dist_mem.supervision import side_channel
+from dist_mem.supervision.side_channel import Hub, SideChannel, accept_all, call, listen, open_side_channel
+from tests.support.limits import limit
 from tests.support.messages import described, refused, said
 from tests.support.ranks import RankPool
 
@@ -23,12 +27,14 @@ SIZE = 6
 
 
 @contextmanager
-def channels(size: int = SIZE, seconds: float = 60.0) -> Iterator[tuple[list[SideChannel], ThreadPoolExecutor]]:
+def channels(
+    size: int = SIZE, seconds: float = 60.0, host: str = "127.0.0.1"
+) -> Iterator[tuple[list[SideChannel], ThreadPoolExecutor]]:
     """Yield the channels of all ranks, in threads of this process."""
     server, hub = listen(size)
 
     def connect(rank: int) -> SideChannel:
-        peers = call(hub, "127.0.0.1", rank) if rank else accept_all(server, hub, size)
+        peers = call(hub, host, rank) if rank else accept_all(server, hub, size)
         return SideChannel(peers, rank=rank, size=size, seconds=seconds)
 
     with server, ThreadPoolExecutor(size) as threads:
@@ -70,6 +76,12 @@ def test_every_rank_gets_the_decision_of_rank_0_on_the_values_in_rank_order() ->
         assert vote(opened, threads, fail(KeyError("x"))) == ["UnfitError, exit code 1: KeyError: 'x'"] * SIZE
         assert vote(opened, threads, sum) == [150] * SIZE, "an error of a decision does not end the channel"
     assert SideChannel({}, rank=0, size=1).decided_by_rank0(7, sum) == 7, "alone, without a connection"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::ffff:127.0.0.1", "localhost", socket.gethostname()])
+def test_every_address_of_rank_0_s_host_leads_to_it(host: str) -> None:
+    with channels(3, host=host) as (opened, threads):
+        assert vote(opened, threads, sum) == [30] * 3
 
 
 def test_connections_grow_with_the_number_of_ranks_and_not_with_its_square() -> None:
@@ -121,11 +133,40 @@ def test_a_stranger_that_connects_is_no_rank() -> None:
         peers[0].close()
 
 
-def test_a_port_that_nobody_can_reach_is_explained() -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_connection_that_is_refused_names_the_addresses_tried_and_no_firewall(host: str) -> None:
     server, hub = listen(2)
     server.close()
-    with refused(OSError, f"127.0.0.1:{hub.port}", "rank 0"):
-        call(hub, "127.0.0.1", 1)
+    with refused(OSError, shown_address(host, hub.port), "MASTER_ADDR", "node1") as error:
+        call(hub._replace(node="node1", families="IPv4 only"), host, 1)
+    assert "firewall" not in str(error.value)
+
+
+def open_at_a_wrong_address(world: World) -> str:
+    listening = listen_to_all()  # taken, and nobody accepts there
+    port = listening.getsockname()[1]
+    listening.close()
+    published = side_channel.listen
+
+    def listen_elsewhere(num_ranks: int) -> tuple[socket.socket, Hub]:
+        server, hub = published(num_ranks)
+        return server, hub._replace(port=port)
+
+    side_channel.listen = listen_elsewhere
+    try:
+        open_side_channel(world).close()
+    except UnfitError as error:
+        return str(error)
+    finally:
+        side_channel.listen = published
+    return "opened"
+
+
+def test_a_rank_that_cannot_connect_ends_the_wait_of_rank_0(rank_pool: Callable[[int], RankPool]) -> None:
+    begin = time.monotonic()
+    first, second = rank_pool(2).run(open_at_a_wrong_address)
+    assert time.monotonic() - begin < limit(20)
+    assert first == second and "refuses the connection" in first and "rank 1" in first
 
 
 def open_and_close(world: World) -> None:

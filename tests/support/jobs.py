@@ -72,12 +72,16 @@ def write_config(path: Path, data: Path, run_dir: Path, *overrides: dict[str, An
     return path
 
 
-def start_ranks(arguments: list[str], *, world_size: int, cwd: Path) -> list[Program]:
-    """Start `dist-mem ARGUMENTS` on every rank, as a launcher does, in processes forked from a warm one."""
+def start_ranks(arguments: list[str], *, world_size: int, cwd: Path, **variables: str) -> list[Program]:
+    """Start `dist-mem ARGUMENTS` on every rank, as a launcher does, in processes forked from a warm one.
+
+    Args:
+        variables: of the environment of all ranks, beside those of the launcher.
+    """
     port = free_port()
     kept = {**os.environ, "OMP_NUM_THREADS": "1"}
     return [
-        Program(arguments, cwd=cwd, environment={**kept, **launcher_environment(rank, world_size, port)})
+        Program(arguments, cwd=cwd, environment={**kept, **launcher_environment(rank, world_size, port), **variables})
         for rank in range(world_size)
     ]
 
@@ -88,9 +92,9 @@ def finish(processes: Sequence[Program | subprocess.Popen[str]], *, timeout: flo
     return [int(process.returncode or 0) for process in processes], "\n".join(texts)
 
 
-def run_ranks(arguments: list[str], *, world_size: int, cwd: Path) -> tuple[list[int], str]:
-    """Start all ranks, and wait for their end."""
-    return finish(start_ranks(arguments, world_size=world_size, cwd=cwd))
+def run_ranks(arguments: list[str], *, world_size: int, cwd: Path, **variables: str) -> tuple[list[int], str]:
+    """Start all ranks, and wait for their end; arguments as of `start_ranks`."""
+    return finish(start_ranks(arguments, world_size=world_size, cwd=cwd, **variables))
 
 
 def train_here(world: World, config_file: Path, changes: Sequence[str] = (), allowed: Sequence[str] = ()) -> int:

@@ -29,7 +29,7 @@ _VARYING = [  # what no two runs have in common
     (re.compile(r"usage: .*\n(?=.+\Z)", re.DOTALL), ""),  # lines of argparse are as wide as the terminal
     (re.compile(re.escape(str(ROOT))), "<root>"),
     (re.compile(r"(?:/private)?/tmp/pytest-of-[^/\s]+/pytest-\d+/(?:popen-gw\d+/)?[^/\s:,;()'\"]+"), "<tmp>"),
-    (re.compile(r"(127\.0\.0\.1:|localhost:|127-0-0-1-|'127\.0\.0\.1', )\d+"), r"\1<port>"),
+    (re.compile(r"(127\.0\.0\.1:|\[::1\]:|localhost:|127-0-0-1-|'127\.0\.0\.1', )\d+"), r"\1<port>"),
     (re.compile(r"\b[0-9a-f]{12,}\b"), "<hash>"),
     (re.compile(r"process \d{3,} on [\w.-]+"), "process <id> on <host>"),
     (re.compile(rf"(node |those of |can |rendezvous +){re.escape(node_name())}\b"), r"\1<host>"),

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import pytest
 
 INTERFACE = "cable"
+FAMILIES = {"IPv4": ("10.77.0.1/24", "10.77.0.2/24"), "IPv6": ("fd77::1/64", "fd77::2/64")}
 NOBODY = "02:00:00:00:00:99"  # a hardware address that neither host has
 # Set the host name; `exec` replaces the shell, so that a signal to the process reaches the command.
 AS_HOST = 'hostname "$0" && exec "$@"'
@@ -54,18 +55,25 @@ class Host(NamedTuple):
 
 
 @contextmanager
-def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Create two hosts that reach each other, and remove them at the end; skip the test where this is impossible."""
+def two_hosts(family: str = "IPv4") -> Iterator[tuple[Host, Host]]:
+    """Create two hosts that reach each other, and remove them at the end; skip the test where this is impossible.
+
+    Args:
+        family: of their addresses, one of FAMILIES.
+    """
     _skip_if_impossible()
-    family = f"dm{uuid.uuid4().hex[:8]}"
-    hosts = (Host(f"{family}a", "10.77.0.1", "10.77.0.2"), Host(f"{family}b", "10.77.0.2", "10.77.0.1"))
+    pair = f"dm{uuid.uuid4().hex[:8]}"
+    networks = FAMILIES[family]
+    first, second = (network.partition("/")[0] for network in networks)
+    hosts = (Host(f"{pair}a", first, second), Host(f"{pair}b", second, first))
     try:
         for host in hosts:
             _ip("netns", "add", host.name)
         names = [("netns", host.name) for host in hosts]
         _ip("link", "add", INTERFACE, *names[0], "type", "veth", "peer", "name", INTERFACE, *names[1])
-        for host in hosts:
-            _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", INTERFACE)
+        for host, network in zip(hosts, networks, strict=True):
+            at_once = ["nodad"] if family == "IPv6" else []
+            _ip("-n", host.name, "addr", "add", network, "dev", INTERFACE, *at_once)
             _ip("-n", host.name, "link", "set", "lo", "up")
             _ip("-n", host.name, "link", "set", INTERFACE, "up")
         yield hosts

@@ -18,6 +18,7 @@ from dist_mem.runtime.network_interface import free_port
 from tests.support.jobs import checkpoint_content, difference, finish, logged_steps, losses, write_config
 from tests.support.limits import limit, wait_until
 from tests.support.two_hosts import (
+    FAMILIES,
     INTERFACE,
     Host,
     lose_packets,
@@ -125,25 +126,38 @@ def test_a_job_cut_in_two_ends_on_both_hosts_and_goes_on_to_the_same_bits(
     assert losses(run_dir) == losses(undisturbed)
 
 
-def test_hosts_whose_names_lead_nowhere_meet_all_the_same(
-    tmp_path: Path, books: Path, hosts: tuple[Host, Host]
+@pytest.mark.parametrize("are_named", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hosts_meet_by_any_family_of_addresses_whether_names_lead_to_them_or_nowhere(
+    tmp_path: Path, books: Path, family: str, are_named: bool
 ) -> None:
     """gloo takes the interface of the host's own name; without one, or with 127.0.1.1, that is the loopback."""
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 2}})
-    processes = ranks_on(hosts, ["train", str(config)], port=free_port(), cwd=tmp_path, interface=None)
-    try:
-        codes, text = finish(processes)
-    finally:
-        kill_all(processes)
+    names, port = tmp_path / "hosts", free_port()
+    with_names = ["unshare", "--mount", "sh", "-c", f'mount --bind {names} /etc/hosts && exec "$@"', "sh"]
+    command = [*(with_names if are_named else []), sys.executable, "-m", "dist_mem", "train", str(config)]
+    with two_hosts(family) as hosts:
+        names.write_text("".join(f"{host.address} {host.name}\n" for host in hosts), encoding="ascii")
+        named = {"MASTER_ADDR": hosts[0].name} if are_named else {}
+        environments = [{**rank_environment(rank, hosts, port), **named} for rank in range(2)]
+        processes = [host.start(command, env=env, cwd=tmp_path) for host, env in zip(hosts, environments, strict=True)]
+        try:
+            codes, text = finish(processes)
+        finally:
+            kill_all(processes)
     assert codes == [EXIT_DONE, EXIT_DONE], text
 
 
-def test_the_way_to_a_host_goes_by_the_interface_of_the_cable(hosts: tuple[Host, Host]) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_way_to_a_host_goes_by_the_interface_of_the_cable(family: str) -> None:
     code = "from dist_mem.runtime.network_interface import *; print(own_name_is_loopback(), interface_towards(%r))"
-    for host in hosts:
-        for address, interface in ((hosts[0].address, INTERFACE), ("127.0.0.1", "lo"), ("192.0.2.77", None)):
-            process = host.start([sys.executable, "-c", code % address], env={})
-            assert process.communicate(timeout=limit(60))[0].split() == ["True", str(interface)]
+    elsewhere = ("192.0.2.77", "2001:db8::77", "nobody.invalid")
+    with two_hosts(family) as hosts:
+        known = {hosts[0].address: INTERFACE, "127.0.0.1": "lo", "::1": "lo", **dict.fromkeys(elsewhere, "None")}
+        for host in hosts:
+            for address, interface in known.items():
+                process = host.start([sys.executable, "-c", code % address], env={})
+                assert process.communicate(timeout=limit(60))[0].split() == ["True", interface], address
 
 
 QUICK = (
