@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ NO_VERDICT = Verdict({}, [])
 
 def save(folder: Path, rank: int) -> None:
     """Write the recorders of this process into the folder of a hang report, atomically."""
-    dumps = {name: _shortened(json.loads(dump()), name) for name, dump in _recorders().items()}
+    dumps = {name: _read(name, dump) for name, dump in _recorders().items()}
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"collectives-{rank:05d}{_SUFFIX}"
     partial = path.with_suffix(".partial")
@@ -53,7 +53,15 @@ def save(folder: Path, rank: int) -> None:
     partial.replace(path)
 
 
-def _recorders() -> dict[str, Callable[[], str]]:
+def _read(name: str, dump: Callable[[], str | bytes]) -> dict[str, Any]:
+    """Return what a recorder has, or why it cannot be read: that of another backend may be the one that is needed."""
+    try:
+        return _shortened(json.loads(dump()), name)
+    except Exception as error:  # of any type: torch's own, or another version's form
+        return {"entries": [], "error": f"{type(error).__name__}: {error}"}
+
+
+def _recorders() -> dict[str, Callable[[], str | bytes]]:
     names = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}  # a torch without CUDA has only the second
     found = {name: getattr(_distributed_c10d, function, None) for name, function in names.items()}
     return {name: dump for name, dump in found.items() if dump is not None}
@@ -62,7 +70,7 @@ def _recorders() -> dict[str, Callable[[], str]]:
 def _shortened(dump: dict[str, Any], recorder: str) -> dict[str, Any]:
     """Return a dump with those collectives of every group that the verdict needs: 1,024 ranks write it to one disk."""
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for entry in dump["entries"]:
+    for entry in dump.get("entries", ()):  # an unused recorder has no such key
         groups[entry["process_group"][0]].append(entry)
     kept: list[dict[str, Any]] = []
     for entries in groups.values():
@@ -81,13 +89,16 @@ def _is_complete(entry: Mapping[str, Any], recorder: str) -> bool:
 def read_verdict(folder: Path) -> Verdict:
     """Return what the files of a hang report's folder show together."""
     groups: dict[str, dict[int, Progress]] = defaultdict(dict)
+    unread: dict[str, list[int]] = defaultdict(list)  # reason -> ranks
     for path in sorted(folder.glob(f"collectives-*{_SUFFIX}")):
         rank = int(path.stem.rpartition("-")[2])
         for recorder, dump in json.loads(path.read_text(encoding="utf-8")).items():
+            if "error" in dump:
+                unread[f"{recorder} recorder cannot be read ({dump['error']})"].append(rank)
             for name, progress in _progress(dump["entries"], recorder):
                 groups[name][rank] = progress
     suspects: dict[int, str] = {}
-    lines = []
+    lines = [f"  the {reason} on {_listed(ranks)}" for reason, ranks in unread.items()]
     for name, ranks in groups.items():
         found = _judged(name, ranks)
         suspects = {**found.suspects, **suspects}
@@ -140,11 +151,14 @@ def _judged(group: str, ranks: Mapping[int, Progress]) -> Verdict:
     )
     for reason, behind in reasons:
         if 0 < len(behind) <= len(ranks) / 2:  # else the few others are the odd ones
-            listed = ", ".join(map(str, sorted(behind)[:8])) + (", ..." if len(behind) > 8 else "")
-            line = f"  waiting in {what}, which rank {listed} {reason}"
+            line = f"  waiting in {what}, which {_listed(behind)} {reason}"
             return Verdict(dict.fromkeys(sorted(behind), f"{reason} {what}"), [line])
     others = "".join(f"; {count} ranks in {text}" for text, count in texts.items() if text != usual)
     return Verdict({}, [f"  waiting in {what}: no rank stands out{others}"])
+
+
+def _listed(ranks: Collection[int]) -> str:
+    return f"rank {', '.join(map(str, sorted(ranks)[:8]))}" + (", ..." if len(ranks) > 8 else "")
 
 
 def _not_started(ranks: Mapping[int, Progress], number: int) -> set[int]:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +196,7 @@ class Watchdog:
     def _end(self) -> None:
         """Report, and end the process. Nothing may prevent its end, such as a dead file system."""
         quickly(lambda: leave_note(self._note), TICK)
-        final_work = _in_background(_progress.before_end or (lambda: None))
+        final_work = _in_background(_progress.before_end or (lambda: None), "the last report to the tracker")
         deadline = time.monotonic() + report_seconds(self._world.size)
         try:
             self._write_report(deadline)
@@ -204,7 +204,7 @@ class Watchdog:
             print(f"watchdog: {type(error).__name__}: {error}", file=sys.stderr)
         finally:
             final_work.join(max(0.0, deadline - time.monotonic()))
-            quickly(lambda: note_exit_code(EXIT_HUNG), TICK)
+            quickly(lambda: note_exit_code(EXIT_HUNG), TICK, "the exit code for the batch script")
             quickly(sys.stderr.flush, TICK)
             os._exit(EXIT_HUNG)
 
@@ -219,8 +219,9 @@ class Watchdog:
             beats=_progress.beats,
             idle=round(self._idle, 1),
         )
-        quickly(lambda: flight_recorder.save(self._folder, mine.rank), TICK)  # first: once positions are there, all is
-        if not quickly(lambda: write_position(self._folder, mine), TICK * 2 + self._slack):
+        # First the recorders: once positions are there, all is.
+        quickly(lambda: flight_recorder.save(self._folder, rank), TICK, "the record of collectives")
+        if not quickly(lambda: write_position(self._folder, mine), TICK * 2 + self._slack, "the position"):
             print(f"watchdog: {self._folder} cannot be written; the stacks of rank {rank}:", file=sys.stderr)
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
             time.sleep(3 * TICK)  # the others cannot read the file: wait until each has checked the store
@@ -228,10 +229,11 @@ class Watchdog:
         positions = quickly(lambda: gather_positions(self._folder, rank=rank, num_ranks=num_ranks), gather_limit)
         if positions is None or positions:  # None: the folder does not answer
             known = positions or [mine]
-            recorded = quickly(self._read_recorders, REPORT_SECONDS + self._slack) or flight_recorder.NO_VERDICT
+            recorded = quickly(self._read_recorders, REPORT_SECONDS + self._slack, "the records of all ranks")
+            recorded = recorded or flight_recorder.NO_VERDICT
             text = report(known, self._nodes, seconds=self._seconds, folder=self._folder, recorded=recorded)
             print(text, file=sys.stderr, flush=True)
-            quickly(lambda: self._publish(text, known, recorded), TICK * 2)
+            quickly(lambda: self._publish(text, known, recorded), TICK * 2, "the report")
         else:  # that rank reads from this process's connections: if this one ended first, it would fail
             left = max(REPORT_SECONDS, deadline - time.monotonic())
             quickly(lambda: wait_for_report(self._folder, rank=rank, num_ranks=num_ranks, seconds=left), left)
@@ -246,18 +248,30 @@ class Watchdog:
         partial.replace(self._folder / "report.txt")  # last: the others end once it exists
 
 
-def _in_background(work: Callable[[], Any]) -> threading.Thread:
+def _in_background(work: Callable[[], Any], what: str | None) -> threading.Thread:
+    """Start `work`; its error is printed with `what`, unless that is None."""
+
     def run() -> None:
-        with suppress(Exception):  # the process ends in any case
+        try:
             work()
+        except Exception as error:  # of any type: the process ends in any case
+            if what is not None:
+                print(f"watchdog: {what}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
     thread = threading.Thread(target=run, name="watchdog-helper", daemon=True)
     thread.start()
     return thread
 
 
-def quickly(work: Callable[[], Any], seconds: float) -> Any:
-    """Return the result of `work`; None if it fails or takes longer: it may use a file system that does not answer."""
+def quickly(work: Callable[[], Any], seconds: float, what: str | None = None) -> Any:
+    """Return the result of `work`; None if it fails or takes longer: it may use a file system that does not answer.
+
+    Args:
+        what: the subject, to print why there is no result; None: that is expected, as when another rank has ended.
+    """
     result: list[Any] = []
-    _in_background(lambda: result.append(work())).join(seconds)
+    helper = _in_background(lambda: result.append(work()), what)
+    helper.join(seconds)
+    if helper.is_alive() and what is not None:
+        print(f"watchdog: {what}: not done in {seconds:g} s", file=sys.stderr, flush=True)
     return result[0] if result else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import threading
@@ -102,7 +103,9 @@ def test_a_rank_that_is_stopped_is_named_and_the_job_ends_within_five_seconds_of
     positions = read_positions(the_hang(tmp_path))
     assert [position.rank for position in positions] == live
     assert all(position.step is not None and position.step >= 4 for position in positions)
+    assert re.search(r"\n  waiting in collective [\d,]+ of gloo group \d+.*, gloo:\w+ of ", text), text
     for rank in live:
+        assert (the_hang(tmp_path) / f"collectives-{rank:05d}.json").is_file()
         stacks = (the_hang(tmp_path) / f"rank-{rank:05d}.txt").read_text()
         assert "MainThread" in stacks and 'step.py", line' in stacks and "prefetch.py" in stacks
     assert (tmp_path / "run" / "slurm" / "failed_nodes").read_text() == f"{node_name()}\n"
@@ -311,6 +314,17 @@ def test_work_that_does_not_come_back_is_given_up() -> None:
     assert watchdog.quickly(Path("/no/such/place").stat, 10) is None
 
 
+def test_an_error_and_a_wait_that_were_not_expected_are_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    may_end = threading.Event()
+    assert watchdog.quickly(lambda: {}["entries"], 10) is None
+    assert capfd.readouterr().err == ""
+    assert watchdog.quickly(lambda: {}["entries"], 10, "the record") is None
+    assert watchdog.quickly(may_end.wait, 0.1, "the report") is None
+    may_end.set()
+    expected = ["watchdog: the record: KeyError: 'entries'", "watchdog: the report: not done in 0.1 s"]
+    assert capfd.readouterr().err.splitlines() == expected
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="counts microseconds of this machine")
 def test_a_mark_costs_next_to_nothing() -> None:
     began = time.perf_counter()
@@ -396,6 +410,28 @@ def verdict_of(
         monkeypatch.setattr(flight_recorder, "_recorders", lambda dump=dump: {"nccl": lambda: dump})
         save(folder, rank)
     return read_verdict(folder)
+
+
+@pytest.mark.parametrize(
+    ("other", "lines"),
+    [
+        ('{"version": "2.10"}', []),  # an unused recorder of torch's CUDA build has no entries
+        ("{", ["  the other recorder cannot be read (JSONDecodeError: "]),
+        ('{"entries": [{}]}', ["  the other recorder cannot be read (KeyError: 'process_group') on rank 0, 1"]),
+    ],
+)
+def test_a_recorder_that_is_empty_or_unreadable_does_not_take_the_other_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str, lines: list[str]
+) -> None:
+    for rank, entries in enumerate((DONE, WAITS, WAITS)):
+        dumps = {"nccl": lambda entries=entries: json.dumps({"entries": entries})}
+        more = {"other": lambda: other} if rank < 2 else {}
+        monkeypatch.setattr(flight_recorder, "_recorders", lambda found={**more, **dumps}: found)
+        save(tmp_path, rank)
+    verdict = read_verdict(tmp_path)
+    assert list(verdict.suspects) == [0]
+    assert [line.startswith(start) for line, start in zip(verdict.lines, lines, strict=False)] == [True] * len(lines)
+    assert verdict.lines[len(lines) :] == [f"  waiting in {WHAT}, which rank 0 has not reached"]
 
 
 DONE = [entry(number) for number in range(1, 41)]
