@@ -8,6 +8,7 @@ reads again what the thread had read ahead; nothing is replayed.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice, repeat
 
@@ -138,7 +139,7 @@ class LaneReader:
     def _mean_epoch(self, cursors: Sequence[Cursor]) -> float:
         lanes = zip(self._lane_ids, cursors, strict=True)
         epochs = [self.plan.epochs_done(lane, *cursor) for lane, cursor in lanes if lane < self.plan.num_lanes]
-        return sum(epochs) / len(epochs) if epochs else 0.0
+        return statistics.fmean(epochs) if epochs else 0.0
 
 
 def training_plan(data: DataConfig, train: TrainConfig, index: Index) -> Plan:

@@ -88,7 +88,7 @@ def peak_flops(train: TrainConfig, device: Device) -> float:
 def _seconds(kernels: Iterable[tuple[float, Work]], rate: float, device: Device) -> float:
     issue = _ISSUE if device.name != "cpu" else 0.0
     bandwidth = _STREAMS * device.bandwidth
-    return sum(
+    return math.fsum(
         number * max(work.flops / (_PRODUCTS * rate), work.num_bytes / bandwidth, issue) for number, work in kernels
     )
 

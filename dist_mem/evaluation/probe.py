@@ -9,6 +9,7 @@ Shape letters: B lanes, T segment, R rows, H heads, D model.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -97,7 +98,7 @@ def passage_metrics(
         for mean, layer in zip(by_layer, inspector.layers, strict=True):
             for name, mass in mass_by_age([layer], batch.valid_len, seg_len=batch.tokens.shape[1]).items():
                 mean[name] = mean.get(name, 0.0) + mass / len(batches)
-    means = {name: sum(several) / len(several) for name, several in metrics.items()}
+    means = {name: statistics.fmean(several) for name, several in metrics.items()}
     held = state_metrics(state.blocks) or state_metrics([state.stem])  # memory tokens are held for the whole model
     named = {PREFIX + name: metric for name, metric in (means | held).items()}
     return PassageRead(named, by_layer)
@@ -130,7 +131,7 @@ def mass_by_age(layers: Iterable[Inspection], valid_len: Tensor, *, seg_len: int
         if name != SUMMARY
         for (band, _, _), mass in zip(BANDS, masses, strict=True)
     }
-    return {name: sum(masses) for name, masses in means.items()} | by_band
+    return {name: math.fsum(masses) for name, masses in means.items()} | by_band
 
 
 _ZERO = torch.zeros(len(BANDS), dtype=torch.float64)
@@ -158,7 +159,7 @@ def mean_values(layers: Iterable[Inspection]) -> dict[str, float]:
             mean = float(layer.values[name].float().nanmean()) if name in layer.values else math.nan
             if not math.isnan(mean):
                 found.setdefault(name, []).append(mean)
-    return {name: math.fsum(values) / len(values) for name, values in found.items()}
+    return {name: statistics.fmean(values) for name, values in found.items()}
 
 
 def state_metrics(blocks: Iterable[MemoryState]) -> dict[str, float]:
@@ -178,7 +179,7 @@ def state_metrics(blocks: Iterable[MemoryState]) -> dict[str, float]:
         ranks.append(math.exp(float(torch.special.entr(shares).sum())))
     if not norms:
         return {}
-    return {"state_norm": math.fsum(norms) / len(norms), "effective_rank": math.fsum(ranks) / len(ranks)}
+    return {"state_norm": statistics.fmean(norms), "effective_rank": statistics.fmean(ranks)}
 
 
 def _rows(tensors: Mapping[str, Tensor]) -> Tensor | None:

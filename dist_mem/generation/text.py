@@ -8,6 +8,7 @@ continuation is counted, not the prompt.
 from __future__ import annotations
 
 import codecs
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -105,5 +106,5 @@ def measure(texts: Sequence[str]) -> Repetition:
     reps: dict[int, float | None] = {}
     for size in SIZES:
         values = [value for text in texts if (value := rep(text, size)) is not None]
-        reps[size] = sum(values) / len(values) if values else None
+        reps[size] = statistics.fmean(values) if values else None
     return Repetition(reps, {size: distinct(texts, size) for size in SIZES})

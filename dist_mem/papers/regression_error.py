@@ -11,6 +11,7 @@ once, P rows in all, N basis functions, D model.
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -200,8 +201,8 @@ def _run(
 
 
 def _publish(target: Path, split: str, layers: list[Errors], metadata: Mapping[str, object]) -> None:
-    mean = sum(layer.all_rows for layer in layers) / len(layers)
-    newest = sum(layer.newest for layer in layers) / len(layers)
+    mean = statistics.fmean(layer.all_rows for layer in layers)
+    newest = statistics.fmean(layer.newest for layer in layers)
     total = f"{layers[0].num_documents} documents of {split}, step {metadata['step']}"
     print(f"relative squared error of the regression; {total}")
     errors = [(str(number), layer.all_rows, layer.newest) for number, layer in enumerate(layers)]

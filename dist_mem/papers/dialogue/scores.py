@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -51,7 +52,7 @@ def group_scores(documents: Sequence[DocumentScore], answers: Sequence[ScoredAns
 def _group(name: str, ids: set[str], documents: Sequence[DocumentScore], answers: Sequence[ScoredAnswer]) -> GroupScore:
     members = [document for document in documents if document.id in ids]
     scores = [scored.scores for scored in answers if scored.answer.conversation.id in ids]
-    nll = sum(document.nll for document in members)
+    nll = math.fsum(document.nll for document in members)
     return GroupScore(
         name,
         len(members),

@@ -10,6 +10,7 @@ is long enough, figure 5 the phrases of the first.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -97,7 +98,7 @@ def _by_word(space: Tensor, spans: Spans, words: Sequence[Word]) -> list[float]:
 
 def largest_tenth(values: Sequence[float]) -> float:
     """Return the share of the tenth of the words that has most space."""
-    return sum(sorted(values, reverse=True)[: max(1, len(values) // 10)]) / sum(values)
+    return math.fsum(sorted(values, reverse=True)[: max(1, len(values) // 10)]) / math.fsum(values)
 
 
 def draw(name: str, sources: Sequence[Source]) -> Drawn:
@@ -125,7 +126,7 @@ def draw(name: str, sources: Sequence[Source]) -> Drawn:
         for place, (word, even, sticky) in enumerate(zip(space.words, space.even, space.sticky, strict=True))
     ]
     listed = " | ".join(f"{text!r} {value:.4f}" for text, value in found) or "none"
-    oldest = sum(space.sticky[: space.borders[0]]) / sum(space.even[: space.borders[0]])
+    oldest = math.fsum(space.sticky[: space.borders[0]]) / math.fsum(space.even[: space.borders[0]])
     tenths = [largest_tenth(values) for values in (space.sticky, space.even)]
     caption = (
         f"Memory space of each word in the last layer's signal after {space.updates} updates, document "

@@ -9,6 +9,7 @@ least THRESHOLD times an even share. Figure 4 is the first dialogue of the split
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -68,7 +69,7 @@ def looked(source: Source, conversation: Conversation, answer: Answer) -> Looked
 
 def limit_of(found: Looked) -> float:
     """Return the attention above which a word is in an excerpt."""
-    return THRESHOLD * sum(found.attention) / max(1, len(found.words))
+    return THRESHOLD * math.fsum(found.attention) / max(1, len(found.words))
 
 
 def draw(name: str, sources: Sequence[Source]) -> Drawn:

@@ -9,6 +9,7 @@ same word, and how much of its attention that gets, against its share of the tex
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -83,11 +84,11 @@ def same_word_share(gains: Sequence[Gain], words: Sequence[Word]) -> tuple[int, 
         held = max((place for place, value in enumerate(gain.attention) if value > 0), default=-1) + 1
         same = [place for place in range(held) if bare(words[place].text) == bare(gain.word.text)]
         if same:
-            total = sum(gain.attention)
-            attention.append(sum(gain.attention[place] for place in same) / total)
+            total = math.fsum(gain.attention)
+            attention.append(math.fsum(gain.attention[place] for place in same) / total)
             text.append(len(same) / held)
     number = len(attention)
-    return number, sum(attention) / max(1, number), sum(text) / max(1, number)
+    return number, math.fsum(attention) / max(1, number), math.fsum(text) / max(1, number)
 
 
 def draw(name: str, sources: Sequence[Source]) -> Drawn:
