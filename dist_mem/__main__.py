@@ -26,7 +26,7 @@ from dist_mem.cli.standard_streams import watch_standard_streams
 from dist_mem.config.environment_values import HidingStream
 from dist_mem.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, RunError, StoppedError
 from dist_mem.runtime.compilers import use_node_caches, use_some_home
-from dist_mem.runtime.environment import keep_working_directory_out
+from dist_mem.runtime.environment import drop_empty, keep_working_directory_out
 from dist_mem.runtime.extras import EXTRA_OF, not_installed
 from dist_mem.runtime.ranks import is_first_on_node
 from dist_mem.runtime.terminal import PlainStream, coloured
@@ -75,6 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     options = parse(arguments)
+    drop_empty()
     try:
         use_some_home()
         use_node_caches()

@@ -31,7 +31,7 @@ from dist_mem.runtime.compilers import find_own_tools
 from dist_mem.runtime.devices import set_gpu_variables
 from dist_mem.runtime.gpu import allow_tf32, bind_to_gpu
 from dist_mem.runtime.machine_memory import keep_heap
-from dist_mem.runtime.ranks import allotted_threads, export_for_libraries, is_rank0, read_ranks, use_cpu_accelerator
+from dist_mem.runtime.ranks import allotted_threads, export_for_libraries, is_rank0, read_ranks, use_accelerator
 
 REPORTED = (RunError, ValueError, OSError)  # errors that ranks agree on; others are defects of the program
 _SLOW = 2.0  # seconds after which a part of the start is announced
@@ -54,11 +54,14 @@ def choose_accelerator() -> None:
     """Select the CPU for DeepSpeed on a machine without a GPU; call this before DeepSpeed is imported.
 
     Otherwise DeepSpeed warns about the missing GPU on every rank. With a GPU, set what torch and NCCL read later.
+
+    Raises:
+        UnusableError: DS_ACCELERATOR names another one.
     """
-    if torch.cuda.is_available():
+    has_gpu = torch.cuda.is_available()
+    use_accelerator("cuda" if has_gpu else "cpu")
+    if has_gpu:
         set_gpu_variables()
-    else:
-        use_cpu_accelerator()
 
 
 def initialize(

@@ -1,6 +1,8 @@
 """Environment variables of users, MLflow, Slurm and git; ranks.py has those of ranks. Imports no torch.
 
-No module outside of runtime/ reads os.environ.
+No module outside of runtime/ reads os.environ, and in runtime/ `variable` reads it: a variable that is set to empty is
+one that is not set. Libraries read others after us, each in its own way, so `drop_empty` removes empty ones when the
+program starts.
 """
 
 from __future__ import annotations
@@ -25,9 +27,32 @@ from typing import NamedTuple, TextIO
 
 from dist_mem.runtime.files import is_file
 
+# Of Python, torch, its compilers and launchers, DeepSpeed, NCCL, gloo, OpenMP, Hugging Face and the tracking.
+_OF_LIBRARIES = re.compile(
+    "(DIST_MEM|DS|TORCH|TORCHELASTIC|TORCHINDUCTOR|PYTORCH|TRITON|NCCL|GLOO|OMP|MKL|MASTER|HF|HUGGINGFACE|XDG|MLFLOW"
+    "|WANDB|TRANSFORMERS)_.*|(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|LOCAL_SIZE"
+    "|HOME|TMPDIR|TEMP|TMP|MPLCONFIGDIR|CXX|CC|MAX_JOBS|CUDA_HOME"
+)
+
+
+def variable(name: str, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the value of a variable; None if it is not set, or empty."""
+    return environ.get(name) or None
+
+
+def set_default(name: str, value: str) -> None:
+    """Set a variable, unless it has a value."""
+    os.environ[name] = variable(name) or value
+
+
+def drop_empty() -> None:
+    """Remove the empty variables that libraries read; CUDA_VISIBLE_DEVICES stays, where empty means no GPU."""
+    for name in [name for name, value in os.environ.items() if not value and _OF_LIBRARIES.fullmatch(name)]:
+        del os.environ[name]
+
 
 def is_set(name: str) -> bool:
-    """Return whether a variable of this name is set."""
+    """Return whether a variable of this name is set, if only to empty: `${oc.env:NAME}` reads it then."""
     return name in os.environ
 
 
@@ -40,14 +65,14 @@ def wants_colour(choice: str, stream: TextIO | None = None) -> bool:
     """
     if choice != "auto":
         return choice == "always"
-    if os.environ.get("NO_COLOR"):
+    if variable("NO_COLOR"):
         return False
-    is_terminal = (stream or sys.stdout).isatty() and os.environ.get("TERM") != "dumb"
+    is_terminal = (stream or sys.stdout).isatty() and variable("TERM") != "dumb"
     return _is_on("FORCE_COLOR") or _is_on("CLICOLOR_FORCE") or is_terminal
 
 
 def _is_on(name: str) -> bool:
-    return os.environ.get(name, "") not in ("", "0")
+    return variable(name) not in (None, "0")
 
 
 def wandb_environment(*, project: str) -> str:
@@ -56,9 +81,9 @@ def wandb_environment(*, project: str) -> str:
     Args:
         project: used unless WANDB_PROJECT is set.
     """
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    os.environ.setdefault("WANDB_PROJECT", project)
-    return os.environ.get("WANDB_MODE") or "offline"
+    set_default("WANDB_ERROR_REPORTING", "false")
+    set_default("WANDB_PROJECT", project)
+    return variable("WANDB_MODE") or "offline"
 
 
 def quiet_tracking_environment() -> None:
@@ -66,14 +91,13 @@ def quiet_tracking_environment() -> None:
 
     A variable of MLflow that is set to empty is unset: MLflow reads most of them as numbers or booleans, and fails.
     """
-    for name in [name for name, text in os.environ.items() if name.startswith("MLFLOW_") and not text]:
-        del os.environ[name]
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
+    drop_empty()
+    set_default("MLFLOW_DISABLE_TELEMETRY", "true")
+    set_default("GIT_PYTHON_REFRESH", "quiet")
     # The delivery thread retries (sender.py); MLflow would spend four minutes on one call, and log every attempt.
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")  # seconds; 120 by default
-    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # our own message contains it
+    set_default("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    set_default("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")  # seconds; 120 by default
+    set_default("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # our own message contains it
 
 
 @contextmanager
@@ -97,23 +121,38 @@ def home_dir() -> Path | None:
     A folder that is there is one even if it is read-only: it may hold credentials. The root directory is what
     containers give to a user whom they do not know.
     """
-    try:
-        home = Path(os.environ.get("HOME") or pwd.getpwuid(os.getuid()).pw_dir)
-    except KeyError:
+    home = _named_home()
+    if home is None:
         return None
     there = next(folder for folder in (home, *home.absolute().parents) if folder.exists())
     is_home = there == home and home.is_dir() and home != Path("/")
     return home if is_home or os.access(there, os.W_OK | os.X_OK) else None
 
 
+def _named_home() -> Path | None:
+    """Return what HOME names, else the list of users; None if neither does."""
+    if home := variable("HOME"):
+        return Path(home)
+    try:
+        return Path(pwd.getpwuid(os.getuid()).pw_dir)
+    except KeyError:
+        return None
+
+
+def home_of_libraries() -> Path:
+    """Return the folder in which libraries keep the files of this user: the home, else one in TMPDIR."""
+    return _named_home() or temporary_dir() / f"dist_mem-{os.getuid()}" / "home"
+
+
 def user_cache_dir() -> Path:
-    """Return the folder of this user's caches: XDG_CACHE_HOME, else ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    """Return the folder of this user's caches: XDG_CACHE_HOME, else .cache in the home."""
+    given = variable("XDG_CACHE_HOME")
+    return Path(given).expanduser() if given else home_of_libraries() / ".cache"
 
 
 def temporary_dir() -> Path:
     """Return this node's folder for temporary files: TMPDIR, which a cluster may set for each job, else /tmp."""
-    return Path(os.environ.get("TMPDIR") or "/tmp")
+    return Path(variable("TMPDIR") or "/tmp")
 
 
 class MlflowEnvironment(NamedTuple):
@@ -128,13 +167,13 @@ class MlflowEnvironment(NamedTuple):
 def mlflow_environment() -> MlflowEnvironment:
     """Read MLFLOW_TRACKING_URI, MLFLOW_RUN_ID, MLFLOW_EXPERIMENT_NAME, MLFLOW_EXPERIMENT_ID; None if unset or empty."""
     names = ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID")
-    return MlflowEnvironment(*(os.environ.get(name) or None for name in names))
+    return MlflowEnvironment(*map(variable, names))
 
 
 def mlflow_credentials_set() -> list[str]:
     """Return the names, but not the values, of the variables with MLflow credentials that are set."""
     names = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
-    return [name for name in names if os.environ.get(name)]
+    return [name for name in names if variable(name)]
 
 
 def slurm_job() -> dict[str, str]:
@@ -142,11 +181,11 @@ def slurm_job() -> dict[str, str]:
 
     Slurm sets the restart count only after the first restart, and the last two only in an array.
     """
-    if "SLURM_JOB_ID" not in os.environ:
-        return {}
     names = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
-    known = {name: os.environ[name] for name in names if name in os.environ}
-    return {**known, "SLURM_RESTART_COUNT": os.environ.get("SLURM_RESTART_COUNT", "0")}
+    known = {name: value for name in names if (value := variable(name))}
+    if "SLURM_JOB_ID" not in known:
+        return {}
+    return {**known, "SLURM_RESTART_COUNT": variable("SLURM_RESTART_COUNT") or "0"}
 
 
 def user_name() -> str | None:
@@ -162,8 +201,8 @@ SNAPSHOT_FILES = "files"  # in the folder that DIST_MEM_SNAPSHOT names
 
 def as_submitted(path: Path) -> Path:
     """Return the path of a file's copy in the job's snapshot, DIST_MEM_SNAPSHOT; the path itself if there is none."""
-    folder = os.environ.get("DIST_MEM_SNAPSHOT")
-    if not folder:
+    folder = variable("DIST_MEM_SNAPSHOT")
+    if folder is None:
         return path
     copy = Path(folder) / SNAPSHOT_FILES / Path(os.path.normpath(path.absolute())).relative_to("/")
     return copy if is_file(copy) else path
@@ -171,12 +210,12 @@ def as_submitted(path: Path) -> Path:
 
 def node_name() -> str:
     """Return the name of this node: Slurm's, which may run several nodes on one host, else the host name."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    return variable("SLURMD_NODENAME") or socket.gethostname()
 
 
 def _number(name: str) -> float | None:
     """Return the value of a variable as a number, nan if it is none; None if it is not set."""
-    text = os.environ.get(name)
+    text = variable(name)
     try:
         return float(text) if text else None
     except ValueError:
@@ -189,7 +228,7 @@ def whole_number(environ: Mapping[str, str], name: str, default: int, fix: str, 
     Raises:
         ValueError: it is no whole number from 0 to `most`; the message ends with `fix`.
     """
-    text = environ.get(name)
+    text = variable(name, environ)
     if text is None:
         return default
     if not re.fullmatch("[0-9]{1,10}", text) or int(text) > most:
@@ -206,7 +245,7 @@ def job_end() -> float | None:
     end = _number("DIST_MEM_JOB_END")
     if end is not None and not math.isfinite(end):
         raise ValueError(
-            f"environment: DIST_MEM_JOB_END is {os.environ['DIST_MEM_JOB_END']!r}, but must be seconds since 1970, as "
+            f"environment: DIST_MEM_JOB_END is {variable('DIST_MEM_JOB_END')!r}, but must be seconds since 1970, as "
             "`date +%s` prints; unset it where the time of the job has no end"
         )
     return end
@@ -217,8 +256,7 @@ def system_metrics_interval() -> float:
     name = "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL"
     interval = _number(name)
     if interval is not None and not 0 < interval <= threading.TIMEOUT_MAX:
-        text = os.environ[name]
-        raise ValueError(f"environment: {name} is {text!r}, but must be a number of seconds; unset it for 10")
+        raise ValueError(f"environment: {name} is {variable(name)!r}, but must be a number of seconds; unset it for 10")
     return interval or 10.0
 
 
@@ -242,7 +280,7 @@ def keep_working_directory_out() -> None:
     os.environ["PYTHONSAFEPATH"] = "1"
     own = Path(__file__).parents[2]
     if not sys.flags.safe_path and Path(sys.path[0] or ".").resolve() == own:
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(own), os.environ.get("PYTHONPATH")]))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(own), variable("PYTHONPATH")]))
 
 
 def with_environment(added: Mapping[str, str]) -> dict[str, str]:

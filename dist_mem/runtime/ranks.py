@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from dist_mem.runtime.environment import extension_cache, whole_number
+from dist_mem.errors import UnusableError
+from dist_mem.runtime.environment import extension_cache, set_default, variable, whole_number
 from dist_mem.runtime.network_interface import interface_towards, own_name_is_loopback, without_brackets
 
 _FIX = "unset RANK and WORLD_SIZE for one process, or start with torchrun, deepspeed or srun"
@@ -24,25 +25,27 @@ _LARGEST_STEP_ID = 4_294_967_000  # Slurm numbers the batch, extern and interact
 
 def in_job_step(environ: Mapping[str, str]) -> bool:
     """Return whether Slurm started this process as a task of a job step, not as the batch script."""
-    step = environ.get("SLURM_STEP_ID", "")
-    return "SLURM_PROCID" in environ and step.isdigit() and int(step) < _LARGEST_STEP_ID
+    step = variable("SLURM_STEP_ID", environ) or ""
+    return variable("SLURM_PROCID", environ) is not None and step.isdigit() and int(step) < _LARGEST_STEP_ID
 
 
 def read_ranks(environ: Mapping[str, str] = os.environ) -> tuple[int, int, int, int]:
     """Return (rank, world size, local rank, local size), as the launcher sets them; (0, 1, 0, 1) without a launcher."""
-    if "RANK" in environ or "WORLD_SIZE" in environ:
+    given = {name: text for name in ("RANK", "WORLD_SIZE") if (text := variable(name, environ))}
+    if given:
         for missing, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
-            if missing not in environ:
+            if missing not in given:
                 raise ValueError(
-                    f"environment: {missing} is not set, but {other} is {environ[other]!r}; set both, or neither"
+                    f"environment: {missing} is not set, but {other} is {given[other]!r}; set both, or neither"
                 )
         rank, size = _below(environ, "RANK", "WORLD_SIZE")
-        of_node = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in environ else "LOCAL_SIZE"  # torchrun's name, deepspeed's
+        has_torchruns_name = variable("LOCAL_WORLD_SIZE", environ) is not None
+        of_node = "LOCAL_WORLD_SIZE" if has_torchruns_name else "LOCAL_SIZE"  # the second is DeepSpeed's
         return rank, size, *_below(environ, "LOCAL_RANK", of_node, (rank, size))
     if in_job_step(environ):
         rank, size = _below(environ, "SLURM_PROCID", "SLURM_NTASKS")
         name = "SLURM_STEP_TASKS_PER_NODE"
-        per_node = environ.get(name, str(size)).split("(")[0].split(",")[0]  # of the first node: 2(x3),1
+        per_node = (variable(name, environ) or str(size)).split("(")[0].split(",")[0]  # of the first node: 2(x3),1
         local_size = whole_number({name: per_node}, name, size, _FIX)
         return rank, size, whole_number(environ, "SLURM_LOCALID", 0, _FIX), local_size
     return 0, 1, 0, 1
@@ -60,7 +63,7 @@ def _below(environ: Mapping[str, str], number: str, count: str, default: tuple[i
 
 def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether a launcher started this process as a rank of a job."""
-    return "WORLD_SIZE" in environ or in_job_step(environ)
+    return variable("WORLD_SIZE", environ) is not None or in_job_step(environ)
 
 
 def is_rank0() -> bool:
@@ -82,7 +85,7 @@ def _is_first(index: int) -> bool:
 
 def export_for_libraries(rank: int, size: int, local_rank: int, local_size: int) -> None:
     """Export the ranks, the rendezvous address, gloo's interface and the extension cache for torch and DeepSpeed."""
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if variable(name) is None]
     if size > 1 and missing:
         if not in_job_step(os.environ):
             which = f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'}"
@@ -91,16 +94,16 @@ def export_for_libraries(rank: int, size: int, local_rank: int, local_size: int)
             os.environ["MASTER_ADDR"] = _first_node()
         if "MASTER_PORT" in missing:
             os.environ["MASTER_PORT"] = str(port_of_step(os.environ))
-    os.environ["MASTER_ADDR"] = without_brackets(os.environ.get("MASTER_ADDR") or "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "0")
-    if size == 1 and not os.environ["MASTER_PORT"].isdecimal():  # Kubernetes sets tcp://10.0.0.7:29500
+    host, port = without_brackets(variable("MASTER_ADDR") or "127.0.0.1"), variable("MASTER_PORT") or "0"
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)
+    if size == 1 and not port.isdecimal():  # Kubernetes sets tcp://10.0.0.7:29500
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # one process meets nobody
     whole_number(os.environ, "MASTER_PORT", 0, "give a free port, as 29500", most=65_535)
-    if size > local_size and "GLOO_SOCKET_IFNAME" not in os.environ and own_name_is_loopback():
-        interface = interface_towards(os.environ["MASTER_ADDR"])
+    if size > local_size and variable("GLOO_SOCKET_IFNAME") is None and own_name_is_loopback():
+        interface = interface_towards(host)
         if interface is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extension_cache()))
+    set_default("TORCH_EXTENSIONS_DIR", str(extension_cache()))
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     os.environ.update(
         {name: str(value) for name, value in zip(names, (rank, size, local_rank, local_size), strict=True)}
@@ -112,7 +115,8 @@ def port_of_step(environ: Mapping[str, str]) -> int:
 
     Steps of one job, and jobs with near numbers, have different ones: they may run on one node.
     """
-    return 10_000 + (int(environ.get("SLURM_JOB_ID", 0)) + 7919 * int(environ.get("SLURM_STEP_ID", 0))) % 20_000
+    job, step = (int(variable(name, environ) or 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return 10_000 + (job + 7919 * step) % 20_000
 
 
 def job_identity(environ: Mapping[str, str] = os.environ) -> str:
@@ -121,16 +125,16 @@ def job_identity(environ: Mapping[str, str] = os.environ) -> str:
     Two jobs may have one port: then the ranks of one must not join the other.
     """
     ranks = [("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS")]  # the same after `export_for_libraries`
-    of_slurm = in_job_step(environ) and all(environ.get(name, environ[own]) == environ[own] for name, own in ranks)
-    if not of_slurm:
-        return environ.get("TORCHELASTIC_RUN_ID", "")
+    of_slurm = all(variable(name, environ) in (None, variable(own, environ)) for name, own in ranks)
+    if not of_slurm or not in_job_step(environ):
+        return variable("TORCHELASTIC_RUN_ID", environ) or ""
     names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-    return ".".join(environ.get(name, "") for name in names)
+    return ".".join(variable(name, environ) or "" for name in names)
 
 
 def _first_node() -> str:
     """Return the first node of the step: its name or, if that does not resolve, its address."""
-    nodes = os.environ.get("SLURM_STEP_NODELIST", os.environ.get("SLURM_JOB_NODELIST", "localhost"))
+    nodes = variable("SLURM_STEP_NODELIST") or variable("SLURM_JOB_NODELIST") or "localhost"
     host = _scontrol("hostnames", nodes).split()[0]
     try:
         socket.getaddrinfo(host, None)
@@ -142,7 +146,7 @@ def _first_node() -> str:
 
 def slurm_nodes() -> list[str]:
     """Return the nodes of this Slurm job step; none outside of one, or if scontrol does not answer."""
-    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
+    nodes = variable("SLURM_STEP_NODELIST") or variable("SLURM_JOB_NODELIST")
     if not nodes:
         return []
     try:
@@ -158,12 +162,12 @@ def _scontrol(*words: str) -> str:
 
 def rendezvous_address() -> tuple[str, int]:
     """Return MASTER_ADDR and MASTER_PORT; call `export_for_libraries` first."""
-    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return variable("MASTER_ADDR") or "", whole_number(os.environ, "MASTER_PORT", 0, "give a free port")
 
 
 def agent_keeps_store() -> bool:
     """Return whether the launcher hosts the store of the rendezvous, as torchrun does; else rank 0 does."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return variable("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def launcher_restarts() -> int:
@@ -172,7 +176,7 @@ def launcher_restarts() -> int:
 
 
 def visible_devices() -> str | None:
-    """Return CUDA_VISIBLE_DEVICES; None if it is not set, so that all GPUs are visible."""
+    """Return CUDA_VISIBLE_DEVICES; None if it is not set, so that all GPUs are visible; empty: none is."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
@@ -190,23 +194,38 @@ def names_of_gpus(number: int) -> list[str]:
 
 def slurm_gave_gpus() -> bool:
     """Return whether Slurm has allocated GPUs on this node to this job."""
-    return any(os.environ.get(name, "0") != "0" for name in ("SLURM_GPUS_ON_NODE", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS"))
+    names = ("SLURM_GPUS_ON_NODE", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
+    return any(variable(name) not in (None, "0") for name in names)
 
 
 def allotted_threads(environ: Mapping[str, str] = os.environ) -> int | None:
     """Return the CPU threads of a rank: OMP_NUM_THREADS, else SLURM_CPUS_PER_TASK; None if neither is set."""
     for name in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK"):
-        number = environ.get(name, "").partition(",")[0].strip()  # OpenMP accepts one number per nesting level
-        if name == "OMP_NUM_THREADS" and number == "1" and "TORCHELASTIC_RUN_ID" in environ:
+        # OpenMP accepts one number per nesting level.
+        number = (variable(name, environ) or "").partition(",")[0].strip()
+        if name == "OMP_NUM_THREADS" and number == "1" and variable("TORCHELASTIC_RUN_ID", environ):
             continue  # torchrun sets it if the user has not
         if number.isdecimal() and int(number) > 0:
             return int(number)
     return None
 
 
-def use_cpu_accelerator() -> None:
-    """Set DS_ACCELERATOR=cpu, unless the user has set it; call this before DeepSpeed is imported."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+def use_accelerator(name: str) -> None:
+    """Let DeepSpeed take this accelerator; call this before DeepSpeed is imported.
+
+    Args:
+        name: cpu, or cuda.
+
+    Raises:
+        UnusableError: DS_ACCELERATOR names one that dist_mem cannot use here.
+    """
+    given = variable("DS_ACCELERATOR")
+    if given not in (None, "cpu", name):
+        raise UnusableError(f"environment: DS_ACCELERATOR is {given!r}, but dist_mem takes {name!r} here; unset it")
+    if given is None:
+        os.environ.pop("DS_ACCELERATOR", None)  # DeepSpeed refuses an empty one
+    if name == "cpu":
+        os.environ["DS_ACCELERATOR"] = name
 
 
 def note_exit_code(code: int) -> None:
@@ -215,7 +234,7 @@ def note_exit_code(code: int) -> None:
     The batch script reads it. srun reports the highest code of all ranks, which may be that of a rank that srun
     terminated because another one had ended.
     """
-    path = os.environ.get("DIST_MEM_EXIT_CODE")
+    path = variable("DIST_MEM_EXIT_CODE")
     with suppress(ValueError, OSError):  # wrong variables: reported before; a full disk: srun's code is left
         if path and read_ranks()[0] == 0:
             Path(path).write_text(f"{code}\n", encoding="ascii")
