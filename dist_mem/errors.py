@@ -85,6 +85,10 @@ class StoppedEarlyError(StoppedError):
 
     def __init__(self, name: str) -> None:
         super().__init__(f"stopped by {name} before the first step: nothing was changed, the same command starts again")
+        self.signal_name = name
+
+    def __reduce__(self) -> tuple[type[StoppedEarlyError], tuple[str]]:
+        return type(self), (self.signal_name,)  # as a rank sends it to others
 
 
 def reason_of(error: Exception) -> str:

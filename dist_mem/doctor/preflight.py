@@ -19,15 +19,18 @@ from dist_mem.runtime.files import write_text
 from dist_mem.runtime.ranks import read_ranks
 from dist_mem.supervision.findings import RENDEZVOUS, WARNING, Finding, failed_nodes, lines, refuse
 from dist_mem.supervision.hang_report import FAILED_NODES
-from dist_mem.supervision.rendezvous import Rendezvous, wait_for_ranks
+from dist_mem.supervision.rendezvous import Check, Rendezvous, wait_for_ranks
 
 log = logging.getLogger(__name__)
 
 
-def before_joining(run_dir: str, watchdog: WatchdogConfig, preflight: bool) -> Rendezvous:
+def before_joining(run_dir: str, watchdog: WatchdogConfig, preflight: bool, check: Check) -> Rendezvous:
     """Wait for all ranks and check that each has its accelerator; call it before `distributed.initialize`.
 
     With `preflight` off, only missing ranks end the job: torch would wait for them for half an hour without a message.
+
+    Args:
+        check: as of `wait_for_ranks`.
 
     Returns:
         The rendezvous, which keeps rank 0's store alive: hold it until `distributed.initialize` has returned.
@@ -37,7 +40,7 @@ def before_joining(run_dir: str, watchdog: WatchdogConfig, preflight: bool) -> R
         UnusableError: on every rank present; two ranks have the same GPU.
         ValueError: a launcher's variables are incomplete.
     """
-    rendezvous = wait_for_ranks(seconds=watchdog.join_seconds)
+    rendezvous = wait_for_ranks(seconds=watchdog.join_seconds, check=check)
     findings = [one for one in rendezvous.findings if preflight or one.what == RENDEZVOUS]
     _refuse(run_dir, findings, rendezvous.nodes, is_writer=read_ranks()[0] == 0)
     return rendezvous

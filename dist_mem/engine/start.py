@@ -7,8 +7,8 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,11 +19,10 @@ from torch.utils.cpp_extension import _get_build_directory
 
 from dist_mem.block import Block
 from dist_mem.config.check import Problem, shown, stop_on, suggest
-from dist_mem.engine.cpu_op import CPU_OP, building
+from dist_mem.engine.cpu_op import CPU_OP, building, load
 from dist_mem.engine.fused_checks import fuse_checks
 from dist_mem.engine.zero_state import DeepSpeedEngine, loss_scaler
-from dist_mem.errors import run_error
-from dist_mem.runtime.distributed import announced, print_on_rank0
+from dist_mem.errors import RunError, run_error
 
 try:
     # DeepSpeed's autotuner imports mlflow if it can, on every rank: 1.7 s, 115 MB and a telemetry client. A None here
@@ -183,8 +182,11 @@ def start_deepspeed(model: nn.Module, optimizer: torch.optim.Optimizer, config: 
     return engine
 
 
-def start_communication() -> None:
+def start_communication(check: Callable[[], None] = lambda: None) -> None:
     """Start DeepSpeed's communication; on CPUs load its op, compiled at the first start on a machine.
+
+    Args:
+        check: called while the op is compiled, here or by another process; raises what ends the start, as a signal.
 
     Raises:
         ValueError: the op could not be compiled; names the reason and the fix.
@@ -192,16 +194,12 @@ def start_communication() -> None:
     try:
         if torch.distributed.get_backend() == "gloo":
             directory = Path(_get_build_directory(CPU_OP, False))
-            announcement: AbstractContextManager[None] = announced(
-                f"waiting for {CPU_OP}: another job loads or compiles it"
-            )
-            if not (directory / f"{CPU_OP}.so").exists():
-                print_on_rank0("compiling DeepSpeed's CPU communication op, once for this environment: 1 to 3 minutes")
-                announcement = nullcontext()
-            with announcement, building(directory), redirect_stdout(io.StringIO()):
-                get_accelerator().create_op_builder("ShareMemCommBuilder").load()
+            with building(directory, check), redirect_stdout(io.StringIO()):
+                load(directory, lambda: get_accelerator().create_op_builder("ShareMemCommBuilder").load(), check)
         with redirect_stdout(io.StringIO()):  # it prints its success on every rank
             deepspeed.init_distributed(torch.distributed.get_backend())
+    except RunError:  # of the waits: says all
+        raise
     except (ImportError, OSError, RuntimeError) as error:  # ImportError: another rank's compiler failed
         reasons = re.findall(r"^.*(?:not found|[Ee]rror: ).*$", str(error).partition("\n")[2], re.MULTILINE)
         message = (

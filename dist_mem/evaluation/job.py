@@ -37,17 +37,26 @@ from dist_mem.supervision.findings import refuse
 from dist_mem.supervision.rendezvous import wait_for_ranks
 from dist_mem.tracking.mlflow.sync import log_to_run
 
+_STOPPED = "stopped by {}: no file is half written, the same command makes it again"
 
-def _join(overrides: Sequence[str]) -> World:
+
+def _join(overrides: Sequence[str], early: StopSignal | None) -> World:
     """Join the other ranks. Without the rendezvous, torch would wait half an hour for a missing rank without a message.
 
     Raises:
         UnfitError, UnusableError: on every rank present; names missing ranks, and nodes without a GPU.
+        CutShortError: a signal was received.
     """
+
+    def check() -> None:
+        if early is not None and early.received is not None:
+            raise CutShortError(_STOPPED.format(early.received))
+
     given = [text for text in overrides if text.startswith("watchdog.")]
     seconds = load_config(["train.steps=1", *given]).watchdog.join_seconds
     with distributed.joining():
-        rendezvous = wait_for_ranks(seconds=seconds) if read_ranks()[1] > 1 else None  # keeps rank 0's store alive
+        is_alone = read_ranks()[1] == 1
+        rendezvous = None if is_alone else wait_for_ranks(seconds=seconds, check=check)  # keeps rank 0's store alive
         if rendezvous is not None:
             refuse(rendezvous.findings, rendezvous.nodes)
         return distributed.initialize()
@@ -68,7 +77,7 @@ def as_job(
         RunError: on every rank; the request cannot be carried out as it is, a rank is missing, or the work was cut
             short.
     """
-    world = _join(overrides)
+    world = _join(overrides, early)
     all_end_here = False
     try:
         work(world, stop_check(lambda: early is not None and early.received is not None, world))
@@ -77,7 +86,7 @@ def as_job(
         gathered = gather_objects(f"{early.received} on rank {world.rank}" if early and early.received else None)
         names = ", ".join([text for text in gathered if text][:3])
         all_end_here = True
-        raise CutShortError(f"stopped by {names}: no file is half written, the same command makes it again") from error
+        raise CutShortError(_STOPPED.format(names)) from error
     except (OSError, ValueError) as error:
         raise run_error(error) from error
     finally:

@@ -14,6 +14,7 @@ import math
 import os
 import pwd
 import re
+import shutil
 import socket
 import sys
 import sysconfig
@@ -293,9 +294,11 @@ def extension_cache() -> Path:
 
     torch's own folder depends on the versions of Python and CUDA only. Two environments would share it, and each would
     recompile after the other: the command that ninja compares contains the paths of torch, of DeepSpeed's sources and
-    of Python's headers.
+    of Python's headers, and the compiler: CXX, after ccache or sccache where one is on PATH.
     """
     packages = [find_spec(name) for name in ("torch", "deepspeed")]
     places = [sysconfig.get_path("include"), *(str(spec.origin) for spec in packages if spec is not None)]
+    wrapper = None if variable("TORCH_NO_COMPILER_WRAPPER") else shutil.which("ccache") or shutil.which("sccache")
+    places += [part for part in (wrapper, variable("CXX")) if part]
     identity = hashlib.sha256("\n".join(places).encode()).hexdigest()[:12]
     return user_cache_dir() / "torch_extensions" / f"py{sysconfig.get_python_version()}-{identity}"

@@ -28,6 +28,7 @@ from dist_mem.runtime.files import check_replaceable
 log = logging.getLogger(__name__)
 LOCK_NAME = ".lock"
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}  # as Lustre without its option flock
+SAY_SECONDS = 2.0  # a wait that is shorter is nobody's concern
 POLL_SECONDS = 0.1  # between two attempts: a signal handler that only sets a flag does not end a blocking flock
 
 
@@ -93,7 +94,7 @@ def held(path: Path, what: str) -> Iterator[None]:
                 raise UnusableError(f"{what}: {reason}")
             if not _is_at(path, file):
                 continue  # its holder has just removed it
-            _sign(file)
+            sign(file)
             try:
                 yield
             finally:
@@ -132,21 +133,35 @@ def held_file(path: Path) -> Iterator[None]:
         yield
 
 
-def wait_for_lock(file: IO[bytes], check: Callable[[], None], *, seconds: float, what: str) -> None:
+def wait_for_lock(
+    file: IO[bytes],
+    check: Callable[[], None],
+    *,
+    seconds: float,
+    what: str,
+    say: Callable[[str], None] = lambda text: None,
+) -> None:
     """Lock an open file as soon as no other process holds it.
 
     Args:
         check: called after each attempt; raises what ends the wait, as a signal that was received.
         seconds: the longest wait.
         what: what the holder does meanwhile, for the message.
+        say: called once after `SAY_SECONDS`, with who holds the lock and for how long.
 
     Raises:
         UnfitError: the wait was longer than `seconds`.
     """
-    end = time.monotonic() + seconds
+    began = time.monotonic()
+    is_said = False
     while not try_lock(file):
         check()
-        if time.monotonic() > end:
+        waited = time.monotonic() - began
+        if not is_said and waited > SAY_SECONDS:
+            is_said = True
+            age = max(waited, time.time() - os.fstat(file.fileno()).st_mtime)  # `sign` has written the file
+            say(f"waiting for {holder(file)}, which has been {what} for {age:.0f} s")
+        if waited > seconds:
             raise UnfitError(f"{what}: another process ({holder(file)}) has not ended it for {seconds:,.0f} s")
         time.sleep(POLL_SECONDS)
 
@@ -164,7 +179,8 @@ def _is_at(path: Path, file: IO[bytes]) -> bool:
         return False
 
 
-def _sign(file: IO[bytes]) -> None:
+def sign(file: IO[bytes]) -> None:
+    """Write who holds a lock file."""
     with suppress(OSError):  # of a full disk: the lock is held all the same
         file.truncate(0)
         file.write(f"process {os.getpid()} on {node_name()}".encode())

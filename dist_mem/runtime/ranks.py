@@ -15,11 +15,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from dist_mem.errors import UnusableError
+from dist_mem.errors import UnfitError, UnusableError
 from dist_mem.runtime.environment import extension_cache, set_default, variable, whole_number
 from dist_mem.runtime.network_interface import interface_towards, own_name_is_loopback, without_brackets
 
 _FIX = "unset RANK and WORLD_SIZE for one process, or start with torchrun, deepspeed or srun"
+_SCONTROL_SECONDS = 10.0  # for an answer
 _LARGEST_STEP_ID = 4_294_967_000  # Slurm numbers the batch, extern and interactive steps from here
 
 
@@ -150,14 +151,21 @@ def slurm_nodes() -> list[str]:
     if not nodes:
         return []
     try:
-        listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=10)
+        listed = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=_SCONTROL_SECONDS
+        )
     except (OSError, subprocess.TimeoutExpired):
         return []
     return listed.stdout.split()
 
 
 def _scontrol(*words: str) -> str:
-    return subprocess.run(["scontrol", "show", *words], capture_output=True, text=True, check=True).stdout
+    """Return what scontrol shows. Raises UnfitError if it does not answer."""
+    try:
+        command = ["scontrol", "show", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SCONTROL_SECONDS).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UnfitError(f"scontrol does not name the first node of this step ({error}); set MASTER_ADDR") from error
 
 
 def rendezvous_address() -> tuple[str, int]:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
+from dist_mem.errors import StoppedEarlyError
+
 STOP_FILE = "STOP"  # in the run directory; it stays, and prevents a start of the run, until the user removes it
 LEAST_SECONDS = 30.0  # least time left for saving before the end of the job's time, however fast saving is
 OF_SCHEDULERS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGUSR1)
@@ -34,6 +36,15 @@ class StopSignal:
 
     def __exit__(self, *error: object) -> None:
         self.restore()
+
+    def check(self) -> None:
+        """End a wait before the first step: a handler that only sets a flag does not end what the system waits for.
+
+        Raises:
+            StoppedEarlyError: a signal was received.
+        """
+        if self.received is not None:
+            raise StoppedEarlyError(self.received)
 
     def restore(self) -> None:
         """Restore the previous handlers."""

@@ -20,6 +20,7 @@ import re
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,12 @@ def _is_alive(holder: dict[str, Any]) -> bool | None:
     return is_running(pid) and (ticks := process_stat(pid)[1]) in ("", holder.get("started_ticks") or ticks)
 
 
-def is_abandoned(path: Path, text: str) -> bool:
-    """Return whether the job that wrote `text` is dead. Raises FileNotFoundError if it releases the lease meanwhile."""
+def is_abandoned(path: Path, text: str, check: Callable[[], None] = lambda: None) -> bool:
+    """Return whether the job that wrote `text` is dead. Raises FileNotFoundError if it releases the lease meanwhile.
+
+    Args:
+        check: called while this waits; raises what ends the wait, as a signal that was received.
+    """
     holder = _read_holder(text)
     is_alive = _is_alive(holder)
     if is_alive is not None:
@@ -73,6 +78,7 @@ def is_abandoned(path: Path, text: str) -> bool:
     first_touch = _last_touch(path)
     deadline = time.monotonic() + STALE_SECONDS
     while time.monotonic() < deadline:
+        check()
         time.sleep(HEARTBEAT_SECONDS / 10)
         if _last_touch(path) != first_touch:
             return False
@@ -184,8 +190,9 @@ class Lease:
         OSError: the directory cannot be written.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        self.path = run_dir / "lease.json"
+    def __init__(self, run_dir: Path, check: Callable[[], None] = lambda: None) -> None:
+        """Take the lease; `check` as of `is_abandoned`."""
+        self.path, self._check = run_dir / "lease.json", check
         make_folder(run_dir)
         self._take()
         _held[self.path.resolve()] = self._text
@@ -231,7 +238,7 @@ class Lease:
             False if the chain has changed meanwhile: its last entry was no longer the holder's.
         """
         last, text = chain[-1]
-        if not is_abandoned(last, text):
+        if not is_abandoned(last, text, self._check):
             raise LeaseError(
                 f"{self.path}: {_name(_read_holder(text))} is using this run directory. Stop that job, or give "
                 "this one another run_dir"

@@ -11,7 +11,7 @@ import json
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from dist_mem.errors import RunError
 from dist_mem.runtime.environment import node_name
 from dist_mem.runtime.network_interface import shown_address
 from dist_mem.runtime.ranks import (
@@ -36,11 +37,14 @@ from dist_mem.runtime.terminal import counted
 from dist_mem.supervision.findings import RENDEZVOUS, Finding, Place, fail, ok, warning
 
 _NO_CUDA = "built without CUDA"
-_LONG = timedelta(hours=1)
+_LONG_SECONDS = 3600.0
 _HERE = "doctor/here"  # set by rank 0
 _LOOK_SECONDS = 0.005  # between two polls for new ranks
+_CONNECT_SECONDS = 5.0  # for one attempt: a signal is heard between two
 _KNOCK_SECONDS = 0.5  # at most, between two attempts to reach rank 0: hundreds of ranks connect to one port
 _READING_SECONDS = 10.0  # for all ranks to read the verdict, before rank 0 may exit and the store with it
+
+Check = Callable[[], None]
 
 
 class RankDevice(NamedTuple):
@@ -102,11 +106,16 @@ def _torch_message() -> str:
     return "sees none"
 
 
-def wait_for_ranks(*, seconds: float) -> Rendezvous:
+def _go_on() -> None:
+    """Let a wait go on."""
+
+
+def wait_for_ranks(*, seconds: float, check: Check = _go_on) -> Rendezvous:
     """Wait for all ranks and compare their accelerators; every rank calls it, before `distributed.initialize`.
 
     Args:
         seconds: how long to wait for the next rank while some are missing; also how long other ranks wait for rank 0.
+        check: called while this waits; raises what ends the wait, as a signal that was received.
 
     Raises:
         ValueError: a launcher's variables are incomplete.
@@ -119,29 +128,43 @@ def wait_for_ranks(*, seconds: float) -> Rendezvous:
         return Rendezvous(list(check_accelerators([device])), [device.node], None)
     host, port = rendezvous_address()
     try:
-        store = open_store(host, port, rank=rank, seconds=seconds)
-        return meet(store, device, size=size, seconds=seconds)
+        store = open_store(host, port, rank=rank, seconds=seconds, check=check)
+        return meet(store, device, size=size, seconds=seconds, check=check)
+    except RunError:  # of the check
+        raise
     except (RuntimeError, OSError) as error:  # from torch, from the network, or from `_wait_until_there`
+        check()  # rank 0 has received the signal too, and has ended
         reason = str(error).partition("\n")[0]
         fix = f"can {device.node} reach {host} there? name resolution, firewall; another job's port: set MASTER_PORT"
         remark = fail(RENDEZVOUS, f"no rendezvous at {shown_address(host, port)}: {reason}", fix, blames_node=rank != 0)
         return Rendezvous([remark.at(device.place)], [device.node], None)
 
 
-def meet(store: Any, device: RankDevice, *, size: int, seconds: float) -> Rendezvous:
+def meet(store: Any, device: RankDevice, *, size: int, seconds: float, check: Check = _go_on) -> Rendezvous:
     """Meet the other ranks in a store; arguments and result as in `wait_for_ranks`. Raises RuntimeError."""
     store.set(f"doctor/device/{device.rank}", json.dumps(device))
     store.add("doctor/devices", 1)
     if device.rank == 0:
-        return _decide(store, size, seconds)
-    store.wait(["doctor/verdict"], _LONG)  # rank 0 decides how long to wait; if it exits, the wait fails
+        return _decide(store, size, seconds, check)
+    _wait_for_verdict(store, check)
     findings, nodes = json.loads(store.get("doctor/verdict"))
     store.add("doctor/readers", 1)
     found = [Finding(place and Place(*place), *rest) for place, *rest in findings]
     return Rendezvous(found, nodes, store)
 
 
-def open_store(host: str, port: int, *, rank: int, seconds: float) -> Any:
+def _wait_for_verdict(store: Any, check: Check) -> None:
+    """Wait for rank 0, which decides how long to wait; if it exits, the store does not answer. Raises RuntimeError."""
+    deadline, pause = time.monotonic() + _LONG_SECONDS, _LOOK_SECONDS
+    while not store.check(["doctor/verdict"]):
+        check()
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"rank 0 has not decided in {_LONG_SECONDS:,.0f} s")
+        time.sleep(pause)
+        pause = min(2 * pause, _KNOCK_SECONDS)
+
+
+def open_store(host: str, port: int, *, rank: int, seconds: float, check: Check = _go_on) -> Any:
     """Open the store of torch's rendezvous; torchrun or else rank 0 hosts it, and torch shares it (`multi_tenant`).
 
     Raises:
@@ -149,7 +172,7 @@ def open_store(host: str, port: int, *, rank: int, seconds: float) -> Any:
         OSError: nobody listens there, or the ranks of another job do.
     """
     is_master = rank == 0 and not agent_keeps_store()
-    _wait_until_there(host, port, is_listening=not is_master, seconds=seconds)
+    _wait_until_there(host, port, is_listening=not is_master, seconds=seconds, check=check)
     store = dist.TCPStore(
         host,
         port,
@@ -164,6 +187,7 @@ def open_store(host: str, port: int, *, rank: int, seconds: float) -> Any:
         own.set(_HERE, "1")
     deadline = time.monotonic() + seconds
     while not own.check([_HERE]):
+        check()
         if time.monotonic() > deadline:
             who = "the launcher's store answers" if agent_keeps_store() else "another job answers"
             raise OSError(f"{who}, but rank 0 of this job has not come for {seconds:g} s")
@@ -171,7 +195,7 @@ def open_store(host: str, port: int, *, rank: int, seconds: float) -> Any:
     return own
 
 
-def _wait_until_there(host: str, port: int, *, is_listening: bool, seconds: float) -> None:
+def _wait_until_there(host: str, port: int, *, is_listening: bool, seconds: float, check: Check) -> None:
     """Wait until the host name resolves and a server listens there: torch would print a C++ stack trace, twice.
 
     Raises:
@@ -181,7 +205,7 @@ def _wait_until_there(host: str, port: int, *, is_listening: bool, seconds: floa
     while True:
         try:
             if is_listening:
-                socket.create_connection((host, port), timeout=max(seconds, _KNOCK_SECONDS)).close()
+                socket.create_connection((host, port), timeout=min(seconds, _CONNECT_SECONDS)).close()
             else:
                 socket.getaddrinfo(host, port)
             return
@@ -190,13 +214,14 @@ def _wait_until_there(host: str, port: int, *, is_listening: bool, seconds: floa
                 who = "launcher" if agent_keeps_store() else "rank 0"
                 text = f"nobody answers for {seconds:g} s, where {who} is expected" if is_listening else "no such host"
                 raise OSError(f"{text} ({error.strerror or error})") from error
+        check()
         time.sleep(pause)
         pause = min(2 * pause, _KNOCK_SECONDS)
 
 
-def _decide(store: Any, size: int, seconds: float) -> Rendezvous:
+def _decide(store: Any, size: int, seconds: float, check: Check) -> Rendezvous:
     """Read all devices, check them, and write the verdict; rank 0 calls it."""
-    present = _wait_for_devices(store, size, seconds)
+    present = _wait_for_devices(store, size, seconds, check)
     devices = [RankDevice(*json.loads(store.get(f"doctor/device/{rank}"))) for rank in present]
     nodes = list(dict.fromkeys(device.node for device in devices))
     findings = [*_check_present(devices, size, seconds), *check_accelerators(devices)]
@@ -207,10 +232,11 @@ def _decide(store: Any, size: int, seconds: float) -> Rendezvous:
     return Rendezvous(findings, nodes, store)
 
 
-def _wait_for_devices(store: Any, size: int, seconds: float) -> list[int]:
+def _wait_for_devices(store: Any, size: int, seconds: float, check: Check) -> list[int]:
     """Return the ranks present, when all are, or when no other has come for `seconds`."""
     num_found, deadline = 0, time.monotonic() + seconds
     while num_found < size and time.monotonic() < deadline:
+        check()
         time.sleep(_LOOK_SECONDS)
         if (found := store.add("doctor/devices", 0)) > num_found:
             num_found, deadline = found, time.monotonic() + seconds

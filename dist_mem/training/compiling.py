@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,12 +14,22 @@ from dist_mem.engine.engine import Engine
 from dist_mem.engine.start import start_communication
 from dist_mem.errors import RunError, StoppedEarlyError
 from dist_mem.nn.compiled import report_each_graph
-from dist_mem.runtime.distributed import World, announced, gather_objects, on_all_ranks
+from dist_mem.runtime.distributed import (
+    World,
+    announced,
+    from_rank0,
+    gather_objects,
+    has_note,
+    leave_note,
+    on_all_ranks,
+)
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.supervision.watchdog import beat
 
 # The table of docs/howto/performance.md: from the best to the worst case in fp32 and bf16, and from an empty cache.
 _ON_CPUS = "on CPUs, compiled blocks took 0.88 to 0.99 of the time of an update, and 89 to 646 s to compile once"
+
+_LOOK_SECONDS = 1.0
 
 
 def leave_if_interrupted(stop_signal: StopSignal, *, by_any: bool = False) -> None:
@@ -39,8 +50,28 @@ def leave_if_interrupted(stop_signal: StopSignal, *, by_any: bool = False) -> No
 
 def open_communication(world: World, stop_signal: StopSignal) -> None:
     """Start DeepSpeed's communication, whose op may have to be compiled; collective."""
-    _run_compilers(start_communication, "starting DeepSpeed", stop_signal)
+    _run_compilers(partial(start_communication, _check(stop_signal)), "starting DeepSpeed", stop_signal)
     drop_buffer_name(world.rank)
+
+
+def _check(stop_signal: StopSignal) -> Callable[[], None]:
+    """Return a check that raises StoppedEarlyError after a signal to any rank, for which it looks once a second.
+
+    Collective.
+    """
+    note = from_rank0(f"dist_mem/stopped/{secrets.token_hex(8)}")
+    looked = [-_LOOK_SECONDS]
+
+    def check() -> None:
+        if stop_signal.received is not None:
+            leave_note(note)
+            stop_signal.check()
+        if time.monotonic() > looked[0] + _LOOK_SECONDS:
+            looked[0] = time.monotonic()
+            if has_note(note):
+                raise StoppedEarlyError("a signal to another rank")
+
+    return check
 
 
 def compile_model(train: TrainConfig, engine: Engine, stop_signal: StopSignal) -> list[str]:

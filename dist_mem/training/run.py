@@ -41,11 +41,12 @@ from dist_mem.training.opening import open_run
 from dist_mem.training.stopping import Stopping, refuse_if_asked_to_stop
 
 
-def hold_run_dir(run_dir: Path, world: World) -> Lease | None:
+def hold_run_dir(run_dir: Path, world: World, stop_signal: StopSignal) -> Lease | None:
     """Return rank 0's lease on the run directory, None on other ranks.
 
     Raises:
-        RunError: on every rank; another job holds the directory, or it cannot be used.
+        RunError: on every rank; another job holds the directory, or it cannot be used, or a signal has ended the wait
+            for the end of another job.
     """
     leases: list[Lease] = []  # a lease belongs to its process, and is not sent to others
 
@@ -54,7 +55,7 @@ def hold_run_dir(run_dir: Path, world: World) -> Lease | None:
             if run_dir.is_dir():
                 for path in run_dir.iterdir():
                     check_regular(path)
-            leases.append(Lease(run_dir))
+            leases.append(Lease(run_dir, stop_signal.check))
         except OSError as error:
             raise run_error(error, f"run_dir {run_dir} cannot be used: {error}") from error
 
@@ -169,9 +170,8 @@ def run(
     stop_signal = StopSignal()
     stop_signal.received = early.received if early is not None else None
     with distributed.joining():
-        meeting = before_joining(
-            config.run_dir, config.watchdog, config.preflight
-        )  # keeps the store alive until all ranks have joined
+        # Keeps the store alive until all ranks have joined.
+        meeting = before_joining(config.run_dir, config.watchdog, config.preflight, stop_signal.check)
         world = distributed.initialize(
             threads=config.train.threads,
             timeout_seconds=_collective_seconds(config.watchdog),
@@ -183,7 +183,7 @@ def run(
     lease, new_folders = None, _missing_folders(run_dir)
     begin = Beginning(began, last_sign_of_life(run_dir) if world.rank == 0 else None)
     try:
-        lease = hold_run_dir(run_dir, world)
+        lease = hold_run_dir(run_dir, world, stop_signal)
         with watched(run_dir, world, config.watchdog.seconds):
             code = run_job(config, world, stop_signal, allowed, begin)
             distributed.shut_down(agreed=True)

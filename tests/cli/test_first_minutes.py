@@ -115,13 +115,13 @@ def test_rank_0_tells_what_takes_long(
     assert capfd.readouterr().err == ""
 
 
-def cache_beside(folder: Path, packages: Sequence[str]) -> str:
+def cache_beside(folder: Path, packages: Sequence[str], **variables: str) -> str:
     """The cache of an environment whose packages lie in `folder`."""
     for name in packages:
-        (folder / name).mkdir(parents=True)
+        (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "__init__.py").touch()
     code = "from dist_mem.runtime.environment import extension_cache; print(extension_cache())"
-    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **variables}
     environment.pop("TORCH_EXTENSIONS_DIR", None)
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     return done.stdout.strip()
@@ -133,6 +133,18 @@ def test_each_environment_has_its_own_compiled_ops(tmp_path: Path) -> None:
     caches = [cache_beside(tmp_path / name, packages[name]) for name in packages]
     assert len(set(caches)) == 4
     assert cache_beside(tmp_path / "empty", []) == caches[0], "the clone that is run from does not count"
+
+
+def test_each_compiler_has_its_own_compiled_ops(tmp_path: Path) -> None:
+    """The command that ninja compares begins with it."""
+    wrapper = tmp_path / "bin" / "ccache"
+    wrapper.parent.mkdir()
+    wrapper.touch(mode=0o755)
+    with_wrapper = {"PATH": f"{wrapper.parent}{os.pathsep}{os.environ['PATH']}"}
+    variables: list[dict[str, str]] = [{"CXX": ""}, {"CXX": "g++-12"}, {**with_wrapper, "CXX": ""}]
+    assert len({cache_beside(tmp_path, [], **given) for given in variables}) == 3
+    not_used = {**with_wrapper, "CXX": "", "TORCH_NO_COMPILER_WRAPPER": "1"}
+    assert cache_beside(tmp_path, [], **not_used) == cache_beside(tmp_path, [], **variables[0])
 
 
 def test_a_directory_that_the_user_has_set_stays(

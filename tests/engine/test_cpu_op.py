@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -58,8 +57,11 @@ def test_one_process_builds_at_a_time(tmp_path: Path) -> None:
     command = [sys.executable, "-c", BUILDER.replace("600", "0"), str(tmp_path)]
     with building(tmp_path):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        blocked = re.compile(rf"-> FLOCK .* {process.pid} ")
-        wait_until(lambda: bool(blocked.search(Path("/proc/locks").read_text())), "the other process to wait")
+        opened = Path(f"/proc/{process.pid}/fd")
+        wait_until(
+            lambda: any(path.resolve() == tmp_path / "dist_mem.lock" for path in opened.iterdir()),
+            "the other process to wait",
+        )
         assert process.poll() is None and not (tmp_path / "lock").exists()
     assert process.communicate(timeout=limit(60))[0] == "building\n"
 

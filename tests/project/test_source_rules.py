@@ -69,3 +69,59 @@ def test_a_variable_is_read_by_one_function_to_which_empty_is_not_set() -> None:
         if any(_reads_one(node) for node in ast.walk(function))
     }
     assert found == READERS
+
+
+# Waits without a limit of their own, each with what ends it.
+ENDED_OTHERWISE = {
+    "api/training.py": "the process of the training, which ends by itself",
+    "checkpoint/saver.py": "the save in flight, whose votes have a limit",
+    "data/prefetch.py": "its own thread; in a training the watchdog ends a reader that does not answer",
+    "data/remote/stage.py": "copies, each of which has a limit without a byte",
+    "datasets/bucket_download.py": "downloads, each of which has a limit without a byte",
+    "datasets/builder.py": "the work itself, in processes; Ctrl-C ends it",
+    "doctor/drill_job.py": "a process that was killed",
+    "doctor/network.py": "collectives, which have the limit of the process group",
+    "engine/cpu_op.py": "the result of a thread that has ended",
+    "launch/local.py": "`setpriv --version`, which ends at once",
+    "launch/submit.py": "sbatch, which has its own limit; Ctrl-C ends it",
+    "recompute/spawn.py": "a process that was killed",
+    "runtime/distributed.py": "collectives, which have the limit of the process group, and the watchdog",
+    "studies/job.py": "runs, each of which ends by itself or by the signal that all get",
+    "supervision/lease.py": "its own thread, which was just released",
+    "supervision/side_channel.py": "a message that has begun to come",
+    "supervision/watchdog.py": "its own thread, which ends the process",
+    "training/agreement.py": "collectives, which have the limit of the process group, and the watchdog",
+    "training/resume.py": "the save in flight, whose votes have a limit",
+    "training/saving.py": "the save in flight, whose votes have a limit",
+}
+WAITING = {"accept", "acquire", "as_completed", "barrier", "communicate", "get", "join", "recv", "result", "wait"}
+WITH_TIMEOUT = {"socket.create_connection", "subprocess.check_call", "subprocess.check_output", "subprocess.run"}
+
+
+def _has_no_limit(name: str, call: ast.Call) -> bool:
+    """Whether a call waits for others, and for however long; `get` and its like take nothing then."""
+    if any(keyword.arg == "timeout" for keyword in call.keywords):
+        return False
+    last = name.rpartition(".")[2]
+    is_bare = not call.args and isinstance(call.func, ast.Attribute)
+    return name in WITH_TIMEOUT or (last in WAITING and (is_bare or last == "as_completed"))
+
+
+def test_every_wait_has_a_limit_or_a_reason() -> None:
+    """A context variable is read by `get()` too, and a connection by `accept` after `settimeout`."""
+    not_waits = {"_planned.get", "server.accept"}
+    unlimited = {
+        place.partition(":")[0] for place, name, call in calls() if name not in not_waits and _has_no_limit(name, call)
+    }
+    assert unlimited == ENDED_OTHERWISE.keys()
+
+
+def test_no_wait_for_a_lock_is_deaf_to_signals() -> None:
+    """Python starts a system call again that a signal has ended: only `wait_for_lock`, which polls, hears a flag."""
+    deaf = [
+        place
+        for place, name, call in calls()
+        if name.rpartition(".")[2] in ("flock", "lockf")
+        and not any(word in ast.unparse(call) for word in ("LOCK_NB", "LOCK_UN"))
+    ]
+    assert deaf == []

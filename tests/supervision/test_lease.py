@@ -142,8 +142,8 @@ def test_a_slow_job_never_takes_a_live_lease_away(tmp_path: Path, monkeypatch: p
     write_lease(tmp_path, holder(dead_process()))
     judge, rename, faster = lease.is_abandoned, Path.rename, list[Any]()
 
-    def judge_slowly(path: Path, text: str) -> bool:
-        is_abandoned = judge(path, text)
+    def judge_slowly(path: Path, text: str, check: Callable[[], None]) -> bool:
+        is_abandoned = judge(path, text, check)
         if is_abandoned and not faster:
             faster.append(None)
             faster[0] = Lease(tmp_path)
