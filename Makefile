@@ -10,7 +10,7 @@ CPU_TORCH ?= https://download.pytorch.org/whl/cpu
 # CONTRIBUTING.md says what each has.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) $(SHARED)
 
-.PHONY: setup compiler demo example test test-all test-rest integration pages nightly messages durations lint docs bench coverage clean
+.PHONY: setup compiler demo example test test-all test-rest integration pages nightly versions messages durations lint docs bench coverage clean
 
 setup: $(VENV)/.ready
 
@@ -62,6 +62,13 @@ pages: setup
 # What `make test-all` leaves out: hours. Durations that have changed are written anew, to be committed.
 nightly: setup
 	$(PYTEST) --run night --timeout 7200 --store-durations
+
+# `make test` on other versions of Python, whose torch is the build of the package index: that for CUDA, without a GPU.
+VERSIONS ?= 3.12 3.13
+versions:
+	@for version in $(VERSIONS); do \
+	  CUDA_VISIBLE_DEVICES= $(MAKE) test PYTHON=python$$version VENV=build/python$$version CPU_TORCH=none || exit 1; \
+	done
 
 # What the program says when it refuses something, as tests/messages.txt has it: read the changes, then commit them.
 messages: setup

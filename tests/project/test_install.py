@@ -42,6 +42,18 @@ def test_the_extra_all_contains_every_other() -> None:
     assert set(re.findall(r"[\w]+", EXTRAS["all"][0].partition("[")[2])) == OF_USERS.keys()
 
 
+def test_every_version_of_python_that_is_named_is_tried() -> None:
+    """One by `make test-all`, with the lock file that names it; the others by `make versions`, in CI each night."""
+    named = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    locked = re.findall(r"--python-version (\S+)", (ROOT / "requirements.txt").read_text(encoding="utf-8"))
+    others = re.findall(r"^VERSIONS \?= (.*)$", makefile, re.MULTILINE)[0].split()
+    assert sorted(named) == sorted(locked + others)
+    assert others == re.findall(r"'(3\.\d+)'", re.findall(r"python: \[(.*)\]", workflow)[0])
+    assert PROJECT["requires-python"] == f">={min(named)}"
+
+
 def test_the_error_for_a_missing_library_names_its_extra() -> None:
     names = {Requirement(one).name: extra for extra, needed in OF_USERS.items() for one in needed}
     assert {OTHER_NAMES.get(name, name.replace("-", "_")): names[name] for name in names} == EXTRA_OF

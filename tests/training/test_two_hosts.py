@@ -128,10 +128,10 @@ def test_a_job_cut_in_two_ends_on_both_hosts_and_goes_on_to_the_same_bits(
 
 @pytest.mark.parametrize("are_named", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_hosts_meet_by_any_family_of_addresses_whether_names_lead_to_them_or_nowhere(
+def test_hosts_whose_names_lead_nowhere_meet_all_the_same(
     tmp_path: Path, books: Path, family: str, are_named: bool
 ) -> None:
-    """gloo takes the interface of the host's own name; without one, or with 127.0.1.1, that is the loopback."""
+    """gloo takes that interface; without a name, or with 127.0.1.1, it is the loopback. Beside them: with names."""
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 2}})
     names, port = tmp_path / "hosts", free_port()
     with_names = ["unshare", "--mount", "sh", "-c", f'mount --bind {names} /etc/hosts && exec "$@"', "sh"]
