@@ -112,7 +112,9 @@ def _progress(entries: Sequence[Mapping[str, Any]], recorder: str) -> Iterator[t
     for entry in entries:
         if not entry["is_p2p"]:
             name, meaning = entry["process_group"]
-            by_group[f"{recorder} group {name}" + (f" ({meaning})" if meaning else "")].append(entry)
+            by_group[f"{recorder} group {name}" + (f" ({meaning})" if meaning not in ("", "undefined") else "")].append(
+                entry
+            )
     for name, found in by_group.items():
         unfinished = [entry for entry in found if not _is_complete(entry, recorder)]
         yield (

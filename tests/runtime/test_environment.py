@@ -56,7 +56,7 @@ def names() -> set[str]:
 
 def readers() -> dict[str, Callable[[], Any]]:
     """The functions that return something, and need no arguments, but for those that pass the whole environment on."""
-    found = {}
+    found: dict[str, Callable[[], Any]] = {}
     for module in MODULES:
         for name, function in inspect.getmembers(module, inspect.isfunction):
             signature = inspect.signature(function)

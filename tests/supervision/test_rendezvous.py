@@ -20,6 +20,7 @@ from tests.support.faults import PAGE
 from tests.support.forked_ranks import Program
 from tests.support.jobs import run_ranks, write_config
 from tests.support.limits import limit
+from tests.support.loopbacks import IPV6
 from tests.support.messages import refused, said, said_line
 from tests.support.ranks import launcher_environment
 
@@ -130,7 +131,7 @@ def test_ranks_that_all_come_meet_without_a_word_of_torch(config: Path, command:
     assert not [word for word in OF_TORCH if word in text], text
 
 
-@pytest.mark.parametrize("address", ["::1", "[::1]", "localhost"])
+@pytest.mark.parametrize("address", ["localhost", *IPV6, *(f"[{address}]" for address in IPV6)])
 def test_ranks_train_at_an_address_of_either_family(tmp_path: Path, books: Path, address: str) -> None:
     """Public reports: pytorch#150533, miles#1636, slime#2151. Brackets are those of URLs."""
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 2}})

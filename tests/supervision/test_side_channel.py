@@ -18,6 +18,7 @@ from dist_mem.runtime.network_interface import listen_to_all, shown_address
 from dist_mem.supervision import side_channel
 from dist_mem.supervision.side_channel import Hub, SideChannel, accept_all, call, listen, open_side_channel
 from tests.support.limits import limit
+from tests.support.loopbacks import LOOPBACKS
 from tests.support.messages import described, refused, said
 from tests.support.ranks import RankPool
 
@@ -78,9 +79,9 @@ def test_every_rank_gets_the_decision_of_rank_0_on_the_values_in_rank_order() ->
     assert SideChannel({}, rank=0, size=1).decided_by_rank0(7, sum) == 7, "alone, without a connection"
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::ffff:127.0.0.1", "localhost", socket.gethostname()])
+@pytest.mark.parametrize("host", [*LOOPBACKS, "localhost", "the host's own name"])
 def test_every_address_of_rank_0_s_host_leads_to_it(host: str) -> None:
-    with channels(3, host=host) as (opened, threads):
+    with channels(3, host=host if " " not in host else socket.gethostname()) as (opened, threads):
         assert vote(opened, threads, sum) == [30] * 3
 
 
@@ -133,7 +134,7 @@ def test_a_stranger_that_connects_is_no_rank() -> None:
         peers[0].close()
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("host", LOOPBACKS)
 def test_a_connection_that_is_refused_names_the_addresses_tried_and_no_firewall(host: str) -> None:
     server, hub = listen(2)
     server.close()

@@ -316,9 +316,10 @@ def test_work_that_does_not_come_back_is_given_up() -> None:
 
 def test_an_error_and_a_wait_that_were_not_expected_are_shown(capfd: pytest.CaptureFixture[str]) -> None:
     may_end = threading.Event()
-    assert watchdog.quickly(lambda: {}["entries"], 10) is None
+    empty: dict[str, str] = {}
+    assert watchdog.quickly(lambda: empty["entries"], 10) is None
     assert capfd.readouterr().err == ""
-    assert watchdog.quickly(lambda: {}["entries"], 10, "the record") is None
+    assert watchdog.quickly(lambda: empty["entries"], 10, "the record") is None
     assert watchdog.quickly(may_end.wait, 0.1, "the report") is None
     may_end.set()
     expected = ["watchdog: the record: KeyError: 'entries'", "watchdog: the report: not done in 0.1 s"]

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,13 +39,15 @@ exec c++ "$@"
 
 @contextmanager
 def ranks(
-    arguments: list[str], cwd: Path, *, size: int, only: int | None = None, **more: str
+    arguments: list[str], cwd: Path, variables: Mapping[str, str], *, size: int, only: int | None = None
 ) -> Iterator[list[Program]]:
     """Start the ranks of a job on one node, or one of them alone on its node."""
     port = free_port()
     own_node = {} if only is None else {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     started = range(size) if only is None else [only]
-    environments = [{**os.environ, **launcher_environment(rank, size, port), **own_node, **more} for rank in started]
+    environments = [
+        {**os.environ, **launcher_environment(rank, size, port), **own_node, **variables} for rank in started
+    ]
     found = [Program(arguments, cwd=cwd, environment=environment) for environment in environments]
     try:
         yield found
@@ -86,7 +88,7 @@ def test_a_start_that_waits_for_another_jobs_compilation_names_it_and_stops(
         assert try_lock(lock)
         sign(lock)
         variables = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "ops")}
-        with ranks(["train", str(config)], tmp_path, size=2, **variables) as programs:
+        with ranks(["train", str(config)], tmp_path, variables, size=2) as programs:
             message = f"waiting for process {os.getpid()} on {node_name()}, which has been compiling deepspeed_shm_comm"
             wait_until(lambda: message in printed(programs[0]), "its message", seconds=120)
             for rank in receivers:
@@ -102,7 +104,7 @@ def test_a_start_that_compiles_stops_and_takes_its_compiler_with_it(tmp_path: Pa
     compiler.write_text(SLOW_COMPILER)
     compiler.chmod(0o755)
     variables = {"CXX": str(compiler), "MARK": str(mark), "TORCH_EXTENSIONS_DIR": str(tmp_path / "ops")}
-    with ranks(["train", str(config)], tmp_path, size=1, **variables) as programs:
+    with ranks(["train", str(config)], tmp_path, variables, size=1) as programs:
         wait_until(lambda: mark.exists() and mark.read_text().endswith("\n"), "the compiler", seconds=120)
         wait_until(lambda: "compiling DeepSpeed's CPU communication op" in printed(programs[0]), "its message")
         programs[0].send_signal(signal.SIGTERM)
@@ -119,7 +121,7 @@ def test_a_start_that_waits_for_other_ranks_stops(tmp_path: Path, books: Path, c
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run")
     subject = str(config) if command == "train" else str(tmp_path / "run")
     arguments = [command, subject, "watchdog.join_seconds=600"]
-    with ranks(arguments, tmp_path, size=2, only=rank) as programs:
+    with ranks(arguments, tmp_path, {}, size=2, only=rank) as programs:
         wait_until(lambda: hears(programs[0]), "its handler", seconds=60)
         if rank == 0:
             wait_until(lambda: "waiting until all ranks have started" in printed(programs[0]), "its message")
@@ -132,7 +134,7 @@ def test_a_start_that_waits_for_a_sign_of_life_stops(tmp_path: Path, books: Path
     (tmp_path / "run").mkdir()
     lease = {"host": "elsewhere", "pid": 7, "sight": "another boot", "machine": "another"}
     (tmp_path / "run" / "lease.json").write_text(json.dumps(lease))
-    with ranks(["train", str(config)], tmp_path, size=1) as programs:
+    with ranks(["train", str(config)], tmp_path, {}, size=1) as programs:
         wait_until(lambda: "for a sign of life of process 7" in printed(programs[0]), "its message", seconds=60)
         programs[0].send_signal(signal.SIGTERM)
         all_end(programs, "SIGTERM")
