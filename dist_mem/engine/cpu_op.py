@@ -81,10 +81,11 @@ def load(directory: Path, builder: Callable[[], object], check: Callable[[], Non
     loading = threads.submit(builder)
     try:
         while not wait([loading], POLL_SECONDS).done:
-            check()
-            if not is_said and _compilers():  # again: its compiler or sources have changed
-                is_said = True
-                print_on_rank0(_COMPILING)
+            if _compilers():
+                check()  # to load it takes no time that is worth a stop
+                if not is_said:  # its compiler or sources have changed
+                    is_said = True
+                    print_on_rank0(_COMPILING)
             if (waited := time.monotonic() - began) > _LONGEST_COMPILATION:
                 raise UnfitError(f"{CPU_OP} is not compiled after {waited / 60:.0f} minutes; start it again")
     except BaseException:

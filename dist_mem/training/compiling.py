@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from dist_mem.supervision.watchdog import beat
 _ON_CPUS = "on CPUs, compiled blocks took 0.88 to 0.99 of the time of an update, and 89 to 646 s to compile once"
 
 _LOOK_SECONDS = 1.0
+_SHORT_SECONDS = 5.0
 
 
 def leave_if_interrupted(stop_signal: StopSignal, *, by_any: bool = False) -> None:
@@ -57,12 +59,16 @@ def open_communication(world: World, stop_signal: StopSignal) -> None:
 def _check(stop_signal: StopSignal) -> Callable[[], None]:
     """Return a check that raises StoppedEarlyError after a signal to any rank, for which it looks once a second.
 
-    Collective.
+    Collective. A short wait, as for the ranks that load the op before, goes on to the first step, as after any signal.
     """
     note = from_rank0(f"dist_mem/stopped/{secrets.token_hex(8)}")
     looked = [-_LOOK_SECONDS]
+    began = [math.inf]
 
     def check() -> None:
+        began[0] = min(began[0], time.monotonic())
+        if time.monotonic() < began[0] + _SHORT_SECONDS:
+            return
         if stop_signal.received is not None:
             leave_note(note)
             stop_signal.check()
