@@ -88,11 +88,14 @@ def is_abandoned(path: Path, text: str, check: Callable[[], None] = lambda: None
 def sign_of_life(run_dir: Path) -> str | None:
     """Return a description of the process that holds a run directory; None if, from one look, none does.
 
+    The lease in a copy of a run directory says nothing of the copy.
     A process on another host counts as alive for `STALE_SECONDS` after its last touch, by this host's clock.
     """
     path = run_dir / "lease.json"
     with suppress(OSError):
-        holder = _read_holder(_read(path))
+        holder = _read_holder(text := _read(path))
+        if _original(path, text):
+            return None
         is_alive, age = _is_alive(holder), max(0.0, time.time() - _last_touch(path) / 1e9)
         if is_alive or (is_alive is None and age < STALE_SECONDS):
             return f"{_name(holder)}, last sign of life {age:.0f} s ago"
@@ -120,6 +123,15 @@ def _read_holder(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return holder if isinstance(holder, dict) else {}
+
+
+def _original(path: Path, text: str) -> Path | None:
+    """Return the run directory whose live lease a lease with this text is a copy of; None if it is no copy."""
+    run_dir = _read_holder(text).get("run_dir")
+    with suppress(OSError, ValueError):
+        if isinstance(run_dir, str) and not Path(run_dir).samefile(path.parent):
+            return Path(run_dir) if _read(Path(run_dir) / path.name) == text else None
+    return None
 
 
 _held: dict[Path, str] = {}  # text of each lease that this process holds, by path
@@ -209,6 +221,7 @@ class Lease:
             "started_ticks": process_stat(os.getpid())[1],
             "sight": pid_scope(),
             "machine": _machine_id(),
+            "run_dir": str(self.path.parent.resolve()),
         }
         self._text = json.dumps(holder)
         for _ in range(_ATTEMPTS):
@@ -238,7 +251,14 @@ class Lease:
             False if the chain has changed meanwhile: its last entry was no longer the holder's.
         """
         last, text = chain[-1]
-        if not is_abandoned(last, text, self._check):
+        original = _original(last, text)
+        if not is_abandoned(original / self.path.name if original else last, text, self._check):
+            if original:
+                raise LeaseError(
+                    f"{self.path}: {self.path.parent} is a copy of {original}, in which "
+                    f"{_name(_read_holder(text))} is training. A run branches off another one without a copy: give "
+                    f"run_dir=NEW and resume={original}"
+                )
             raise LeaseError(
                 f"{self.path}: {_name(_read_holder(text))} is using this run directory. Stop that job, or give "
                 "this one another run_dir"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -177,6 +178,22 @@ def test_lease_of_the_time_before_a_reboot_is_taken_at_once_on_the_same_machine_
     write_lease(tmp_path, json.dumps(before))
     Lease(tmp_path).release()
     assert ("waiting up to" not in caplog.text) == is_taken_at_once
+
+
+def test_lease_in_a_copy_is_of_the_original_and_says_how_to_branch(tmp_path: Path) -> None:
+    """A moved run directory has its own still."""
+    live, copy = tmp_path / "live", tmp_path / "copy"
+    held = Lease(live)
+    shutil.copytree(live, copy)
+    assert lease.sign_of_life(live) and lease.sign_of_life(copy) is None
+    with refused(LeaseError, copy, f"copy of {live}", f"resume={live}"):
+        Lease(copy)
+    live.rename(tmp_path / "moved")
+    assert lease.sign_of_life(tmp_path / "moved") is not None
+    with refused(LeaseError, tmp_path / "moved", "is using this run directory"):
+        Lease(tmp_path / "moved")
+    (tmp_path / "moved").rename(live)
+    held.release()
 
 
 def test_job_whose_lease_was_taken_over_may_not_write_even_when_the_other_has_ended(tmp_path: Path) -> None:
