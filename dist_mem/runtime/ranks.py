@@ -25,9 +25,23 @@ _LARGEST_STEP_ID = 4_294_967_000  # Slurm numbers the batch, extern and interact
 
 
 def in_job_step(environ: Mapping[str, str]) -> bool:
-    """Return whether Slurm started this process as a task of a job step, not as the batch script."""
+    """Return whether Slurm started this process as a task of a job step: not as the batch script, nor in a shell."""
     step = variable("SLURM_STEP_ID", environ) or ""
-    return variable("SLURM_PROCID", environ) is not None and step.isdigit() and int(step) < _LARGEST_STEP_ID
+    is_step = variable("SLURM_PROCID", environ) is not None and step.isdecimal() and int(step) < _LARGEST_STEP_ID
+    return is_step and not _in_interactive_shell(environ)
+
+
+def _in_interactive_shell(environ: Mapping[str, str]) -> bool:
+    """Return whether this process was started from a shell of `srun --pty`, which is task 0 of a step of its own.
+
+    The variables of that step are also in those that srun starts from the shell; their tasks have no terminal.
+    """
+    if variable("SLURM_PTY_PORT", environ) is None or variable("SLURM_TASK_PID", environ) == str(os.getpid()):
+        return False
+    with suppress(OSError):
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+        return True
+    return False
 
 
 def read_ranks(environ: Mapping[str, str] = os.environ) -> tuple[int, int, int, int]:
