@@ -15,7 +15,7 @@ from dist_mem.errors import UnusableError
 
 def launch(options: argparse.Namespace) -> int:
     """Submit a training job to Slurm and print its number."""
-    from dist_mem.launch import script, submit
+    from dist_mem.launch import mounts, script, submit
     from dist_mem.launch.validation import check
 
     shorthand = ("nodes", "gpus_per_node", "time", "partition", "account")
@@ -36,7 +36,8 @@ def launch(options: argparse.Namespace) -> int:
             check_data(config)
         except ValueError as error:
             raise UnusableError(f"{error}; preflight=false submits the job without it") from error
-    if warning := idle_warning(config.train, config.data, script.numbers_of_ranks(config.launch)):
+    idle = idle_warning(config.train, config.data, script.numbers_of_ranks(config.launch))
+    for warning in filter(None, [idle, *mounts.warnings(config)]):
         print(warning, file=sys.stderr)
 
     def snapshot(folder: Path) -> None:

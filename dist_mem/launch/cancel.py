@@ -2,18 +2,18 @@
 
 A running job gets the signal of its time limit: all ranks save and end with exit code 85. job.sh finds the job in
 RUN/slurm/cancelled and neither requeues nor resubmits it. The next look at the queue finds a requeue or resubmission
-that was under way, and cancels it too.
+that was under way, and cancels it too. A job that only has the number of one of the run's is left alone (queue.py).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from dist_mem.errors import EXIT_DONE, UnusableError
-from dist_mem.launch import queue
-from dist_mem.launch.queue import Job
+from dist_mem.errors import EXIT_DONE, UnusableError, run_error
+from dist_mem.launch import queue, slurm
+from dist_mem.launch.slurm import Job
 
 _LOOK_SECONDS = 2.0
 _SIGNAL_SECONDS = 15.0  # until the signal is sent again: the first may arrive before the ranks have started
@@ -26,19 +26,20 @@ def run(run_dir: Path, *, now: bool) -> int:
         now: do not save a checkpoint first.
 
     Raises:
-        UnusableError: there is no Slurm or no job to cancel, or the job belongs to another user.
+        UnusableError: there is no Slurm or no job to cancel, or the job belongs to another user or another run.
         UnfitError: Slurm does not answer.
     """
     jobs = _find(run_dir)
-    unmarked = _read_marks(run_dir)
+    marks, seen = queue.cancelled(run_dir), dict[Job, None]()
     signalled: dict[str, float] = {}
     shown: dict[str, str] = {}
     while jobs:
-        queue.mark_cancelled(run_dir, dict.fromkeys([*unmarked, *queue.recorded_here(run_dir)]))
+        seen |= dict.fromkeys(jobs)
+        _mark(run_dir, marks, seen)
         try:
-            _end(run_dir, jobs, signalled, now=now)
+            _end(jobs, signalled, now=now)
         except UnusableError:
-            queue.mark_cancelled(run_dir, unmarked)
+            _mark(run_dir, marks, [])
             raise
         for job in jobs:
             if shown.get(job.number) != job.state:
@@ -57,35 +58,40 @@ def _find(run_dir: Path) -> list[Job]:
             f"{run_dir}: no Slurm job is recorded in {run_dir / queue.JOBS}; a training without "
             f"one saves and stops by: touch {run_dir / 'STOP'}"
         )
-    if not queue.is_here():
+    if not slurm.is_here():
         raise UnusableError(f"{run_dir}: there is no Slurm (squeue) here; use a login node of the cluster")
-    jobs = queue.live(run_dir)
+    found = queue.look(run_dir)
+    jobs = [job for job in found.jobs if not job.has_ended]
+    if not jobs and found.others:
+        raise UnusableError(f"{'; '.join(found.others)}. Nothing is cancelled; scancel ends a job by its number")
     if not jobs:
-        number = recorded[-1].partition(" ")[0]
+        number = recorded[-1].number
         raise UnusableError(f"{run_dir}: none of its jobs is queued or running; the newest one, {number}, has ended")
     return jobs
 
 
-def _read_marks(run_dir: Path) -> list[str]:
-    path = run_dir / queue.CANCELLED
-    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+def _mark(run_dir: Path, marks: Sequence[str], jobs: Iterable[Job]) -> None:
+    try:
+        queue.mark_cancelled(run_dir, marks, jobs)
+    except OSError as error:
+        raise run_error(error) from error
 
 
-def _end(run_dir: Path, jobs: Sequence[Job], signalled: dict[str, float], *, now: bool) -> None:
+def _end(jobs: Sequence[Job], signalled: dict[str, float], *, now: bool) -> None:
     """Cancel queued jobs, and signal running ones."""
-    numbers = queue.numbers_here(run_dir)
-    if any(job.waits for job in jobs):
-        queue.scancel("--state=PENDING", *numbers)
     for job in jobs:
-        if job.waits or job.state == "COMPLETING":
+        number, cluster = job.name_for_slurm, job.cluster
+        if job.waits:
+            slurm.scancel(cluster, "--state=PENDING", number)
+        elif job.state == "COMPLETING":
             continue
-        if now and job.number in signalled:
-            queue.scancel(job.number)  # still running after the signal
+        elif now and job.number in signalled:
+            slurm.scancel(cluster, number)  # still running after the signal
         elif now:
-            queue.scancel("--signal=ALRM", job.number)  # ends ranks, without a core file; scancel alone has them save
+            slurm.scancel(cluster, "--signal=ALRM", number)  # ends ranks, without a core file; scancel alone: they save
             signalled[job.number] = time.monotonic()
         elif time.monotonic() - signalled.get(job.number, -_SIGNAL_SECONDS) >= _SIGNAL_SECONDS:
-            queue.scancel("--signal=USR2", job.number)
+            slurm.scancel(cluster, "--signal=USR2", number)
             signalled[job.number] = time.monotonic()
 
 

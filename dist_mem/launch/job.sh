@@ -3,19 +3,37 @@
 # shellcheck disable=SC2154 # variables of the site are set in the lines that are filled in
 set -uo pipefail
 
+say() { echo "$(date '+%F %T') job ${number:-$SLURM_JOB_ID}: $*"; }
+trap : TERM # without a trap the shell would die before its ranks have saved
+# Variables that would change what Slurm's commands do here. After `dist-mem launch` there are none.
+forget() { local name; for name; do case $name in SLURM_CONF | SLURM_JWT) ;; *) unset "$name" ;; esac; done; }
+forget SLURM_CLUSTERS SLURM_EXIT_ERROR SLURM_EXIT_IMMEDIATE "${!SBATCH_@}" "${!SRUN_@}" "${!SCANCEL_@}" "${!SCONTROL_@}"
+export SLURM_TIME_FORMAT=standard
+end_of_chain() {
+  if [ "$restart" = chain ] && [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
+    say "the rest of the chain is cancelled"
+    scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"
+  fi
+}
+# 2 means that starting again will not help. Of anything else, such as a disk or a registry of images that is down, the
+# next job of a chain may find it repaired.
+give_up() {
+  if [ "$1" = 2 ]; then end_of_chain; elif [ "$restart" = chain ]; then trap - EXIT; fi
+  exit "$1"
+}
+
 # ---- the site -------------------------------------------------------------------------------------------------------
 #@site
 
 # ---- the job --------------------------------------------------------------------------------------------------------
 #@arguments
 number=$SLURM_JOB_ID
-say() { echo "$(date '+%F %T') job $number: $*"; }
-trap : TERM # without a trap the shell would die before its ranks have saved
+job_name=${SLURM_JOB_NAME:-} job_name=${job_name//[[:space:]]/_}
 
 # What Slurm calls this job; the number of an array's last task alone would mean all of the array.
 me=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 me=${me:-$SLURM_JOB_ID}
-fact() { patiently scontrol show job "$me" --oneliner | sed -n "s/.* $1=\([^ ]*\).*/\1/p"; }
+fact() { patiently scontrol show job "${2:-$me}" --oneliner | sed -n "s/.* $1=\([^ ]*\).*/\1/p"; }
 # A controller that is busy, or being restarted, is tried again for three minutes; a refusal is final.
 patiently() {
   local attempt complaint
@@ -29,24 +47,23 @@ patiently() {
 }
 newest() { find "$run_dir/checkpoints" -maxdepth 1 -name 'step-????????' 2>/dev/null | sort | tail -n 1; }
 
-end_of_chain() {
-  if [ "$restart" = chain ] && [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
-    say "the rest of the chain is cancelled"
-    scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"
-  fi
-}
-
 whole=$me # a chain is one array, which trains one run
 [ "$restart" != chain ] || whole=${SLURM_ARRAY_JOB_ID:-$me}
 cluster=${SLURM_CLUSTER_NAME:-}
-# For dist-mem status, logs and cancel; the last names the jobs that it ends.
-note_job() { grep -qsxF "$1 $cluster" "$run_dir/slurm/jobs" || echo "$1 $cluster" >>"$run_dir/slurm/jobs"; }
-is_cancelled() { grep -qsxF "$whole $cluster" "$run_dir/slurm/cancelled"; }
+# The number of a job comes again, on another cluster or when Slurm has lost its counter; the time of its submission
+# does not, but a requeue changes it. In UTC: hosts may differ in their time zone.
+submit_time() { TZ=UTC fact SubmitTime "$@"; }
+submitted=$(submit_time)
+# For dist-mem status, logs and cancel (launch/queue.py); the last names the jobs that it ends.
+note_job() { # number, time of its submission
+  local line
+  line="$1 $cluster $2 $job_name $(realpath "$run_dir")"
+  grep -qsxF -- "$line" "$run_dir/slurm/jobs" || echo "$line" >>"$run_dir/slurm/jobs"
+}
+is_cancelled() { grep -qsxF "$whole $cluster $submitted" "$run_dir/slurm/cancelled"; }
 
 # All starts run the code and the configuration of the submission, or else of the first start: an edit is for the next job.
-# A link leads to the copy. The number of a job comes again, on another cluster or when Slurm has lost its counter; the
-# time of the submission does not. A requeue changes that time, and finds the one link that the first start has left.
-submitted=$(fact SubmitTime)
+# A link leads to the copy; a requeue finds the one link that the first start has left.
 links=.dist_mem-$whole@$cluster@
 pointer=$links$submitted
 for link in "$links"*; do
@@ -56,12 +73,6 @@ trap 'rm -f "$pointer"' EXIT # unless another start is to find it
 [ -n "$snapshot" ] || snapshot=$(readlink "$pointer")
 use_snapshot() { export DIST_MEM_SNAPSHOT=$snapshot PYTHONPATH=$snapshot/code${PYTHONPATH:+:$PYTHONPATH}; }
 run_dir_of() { alone dist-mem config --get run_dir "${arguments[@]}"; }
-# 2 means that starting again will not help. Of anything else, such as a disk or a registry of images that is down, the
-# next job of a chain may find it repaired.
-give_up() {
-  if [ "$1" = 2 ]; then end_of_chain; elif [ "$restart" = chain ]; then trap - EXIT; fi
-  exit "$1"
-}
 if [ -n "$snapshot" ] && ! complaint=$(LC_ALL=C stat "$snapshot" 2>&1 >/dev/null); then
   say "error: the copy of the code that this job runs cannot be read: $complaint; submit the job again if it is gone"
   case $complaint in *"No such file"*) give_up 2 ;; *) give_up 1 ;; esac
@@ -77,9 +88,10 @@ if [ -L "$pointer" ] && [[ $(realpath -m "$snapshot") != $(realpath -m "$run_dir
 fi
 [ -z "$snapshot" ] || use_snapshot
 logs=$run_dir/slurm/$SLURM_JOB_ID
-mkdir -p "$logs" || exit 1
-note_job "$whole"
+mkdir -p "$logs" || give_up 1
+note_job "$whole" "$submitted"
 ln -sfn "$(readlink "/proc/$$/fd/1")" "$logs/output" # the log of this script
+ln -sfn "$(readlink "/proc/$$/fd/2")" "$logs/errors" # the same, without --error
 before=$(newest)
 if [ "$take_snapshot" = true ] && [ -z "$snapshot" ]; then
   snapshot=$(realpath "$logs")/snapshot
@@ -154,9 +166,9 @@ say "the ranks have ended with exit code $code"
 resubmit() ( # in a shell of its own, which forgets this job
   script=$run_dir/slurm/$number.sbatch exclude="" options=() next=""
   sed "s|^snapshot=.*|snapshot=$(printf %q "$snapshot" | sed 's/[\\&|]/\\&/g')|" "$0" >"$script" || return
-  for name in partition:Partition account:Account qos:QOS time:TimeLimit; do # as this job, however given
-    value=$(fact "${name#*:}")
-    case $value in "" | *null* | N/A | UNLIMITED) ;; *) options+=("--${name%%:*}=$value") ;; esac
+  for name in partition:Partition account:Account qos:QOS reservation:Reservation wckey:WCKey time:TimeLimit; do
+    value=$(fact "${name#*:}") # as this job, however given; *NAME is a default
+    case $value in "" | *null* | N/A | UNLIMITED | \**) ;; *) options+=("--${name%%:*}=$value") ;; esac
   done
   # The range of the script stays one: Slurm says only how many nodes this job has.
   value=$(sed -n 's/^#SBATCH --nodes=//p' "$0" | head -n 1)
@@ -167,11 +179,13 @@ resubmit() ( # in a shell of its own, which forgets this job
   [ -z "$exclude" ] || options+=("--exclude=$exclude${value:+,$value}")
   [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || options+=("--array=$SLURM_ARRAY_TASK_ID")
   # sbatch exports the environment: not what is of this job. Its number of tasks would count in the next one too.
-  unset DIST_MEM_EXIT_CODE DIST_MEM_JOB_END MASTER_ADDR
-  for name in "${!SLURM_@}"; do [ "$name" = SLURM_CONF ] || unset "$name"; done
+  forget DIST_MEM_EXIT_CODE DIST_MEM_JOB_END MASTER_ADDR "${!SLURM_@}" "${!SBATCH_@}"
   next=$(patiently sbatch --parsable --dependency="afterany:$me" "${options[@]}" "$script" "$@") && {
-    note_job "${next%%;*}"
-    say "resubmitted as job ${next%%;*}"
+    export SLURM_TIME_FORMAT=standard
+    [ "${next#*;}" = "$next" ] || cluster=${next#*;} # of several
+    next=${next%%;*}
+    note_job "$next" "$(submit_time "$next")"
+    say "resubmitted as job $next"
     return
   }
   [ -z "$exclude" ] || say "without $exclude: repair these nodes and delete $run_dir/slurm/failed_nodes, or request fewer nodes"
@@ -205,7 +219,7 @@ if [ "$(date +%s)" -lt "${DIST_MEM_JOB_END:-0}" ] || [ -z "${DIST_MEM_JOB_END:-}
     RUNNING | SIGNALING | "") ;; # no answer is no reason
     *)
       say "not started again from here: Slurm itself is ending the job ($state)"
-      if [ "$(fact SubmitTime)" != "$submitted" ] || [ "$restart" = chain ]; then trap - EXIT; fi # another start follows
+      if [ "$(submit_time)" != "$submitted" ] || [ "$restart" = chain ]; then trap - EXIT; fi # another start follows
       exit "$code"
       ;;
   esac

@@ -6,13 +6,14 @@ If the watchdog has ended the run, its newest report follows.
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from dist_mem.errors import EXIT_DONE, UnusableError
-from dist_mem.launch import queue
+from dist_mem.launch import queue, slurm
 from dist_mem.launch.status import check_run_dir
 
 _CHUNK = 1 << 20  # bytes at the end of a log that are searched for lines
@@ -38,7 +39,7 @@ def run(run_dir: Path, *, num_lines: int, follow: bool, sleep: Callable[[float],
     for path in paths:
         text, offsets[path] = _end_of(path, num_lines)
         print(f"==> {path} <==\n{text}", flush=True)
-    for path in sorted(run_dir.glob("hangs/*/report.txt"))[-1:]:
+    for path in [path for path in sorted(run_dir.glob("hangs/*/report.txt")) if path.is_file()][-1:]:
         print(f"==> {path} <==\n{path.read_text(encoding='utf-8', errors='replace')}", flush=True)
     if follow:
         _follow(run_dir, offsets, sleep)
@@ -48,20 +49,24 @@ def run(run_dir: Path, *, num_lines: int, follow: bool, sleep: Callable[[float],
 def files_of(run_dir: Path) -> list[Path]:
     """Return the logs of the newest job that has begun: its batch script's, then one per node; else RUN/*.log."""
     folders = [path for path in run_dir.glob("slurm/*") if (path / "output").is_symlink() or any(path.glob("*.log"))]
-    if folders:
-        newest = max(folders, key=lambda path: path.stat().st_mtime)
-        output = (newest / "output").resolve()
-        return [*([output] if output.is_file() else []), *sorted(newest.glob("*.log"))]
-    if queue.recorded(run_dir) and queue.is_here() and (numbers := queue.numbers_here(run_dir)):
-        output_of_job = queue.log_of(numbers[-1])  # the job ended before it knew the run directory
-        if output_of_job is not None and output_of_job.is_file():
-            return [output_of_job]
-    return sorted(run_dir.glob("*.log"))
+    newest = max(folders, key=lambda path: path.stat().st_mtime, default=None)
+    if newest is None or newest.stat().st_mtime < _time_of(run_dir / queue.JOBS):
+        jobs = queue.look(run_dir).jobs if slurm.is_here() else []  # the last may have ended before it knew the folder
+        if jobs and (logs := queue.logs_of(jobs[-1])):
+            return logs
+    if newest is None:
+        return sorted(path for path in run_dir.glob("*.log") if path.is_file())
+    scripts = dict.fromkeys(Path(os.path.realpath(newest / name)) for name in ("output", "errors"))
+    return [path for path in (*scripts, *sorted(newest.glob("*.log"))) if path.is_file()]
+
+
+def _time_of(path: Path) -> float:
+    return path.stat().st_mtime if path.exists() else 0.0
 
 
 def _describe_missing_logs(run_dir: Path) -> str:
     if recorded := queue.recorded(run_dir):
-        number = recorded[-1].partition(" ")[0]
+        number = recorded[-1].number
         return f"{run_dir}: job {number} has no log yet; `dist-mem status {run_dir}` shows whether it is queued"
     return (
         f"{run_dir}: no job and no log is in it: its training was not started by `dist-mem launch`, and wrote to "
@@ -80,7 +85,7 @@ def _end_of(path: Path, num_lines: int) -> tuple[str, int]:
 
 def _may_have_jobs(run_dir: Path) -> bool:
     """Return whether a job of the run is queued or running; True if unknown: Ctrl-C then ends the command."""
-    return not queue.recorded(run_dir) or not queue.is_here() or bool(queue.live(run_dir))
+    return not queue.recorded(run_dir) or not slurm.is_here() or bool(queue.live(run_dir))
 
 
 def _follow(run_dir: Path, offsets: dict[Path, int], sleep: Callable[[float], None]) -> None:

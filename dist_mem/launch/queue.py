@@ -1,156 +1,182 @@
-"""The jobs of a run, and their state in Slurm.
+"""The jobs of a run: those that it records, compared with those that Slurm has under these numbers.
 
-    RUN/slurm/jobs        one line per job: its number (for an array, that of the whole) and its cluster, oldest first
-    RUN/slurm/cancelled   the same, for the jobs that `dist-mem cancel` ends: job.sh starts none of them again
+    RUN/slurm/jobs        NUMBER CLUSTER SUBMITTED NAME RUN_DIR, a line for each submission and start, oldest first;
+                          of an array the number of the whole; the time is in UTC
+    RUN/slurm/cancelled   NUMBER CLUSTER SUBMITTED of the jobs that `dist-mem cancel` ends: job.sh starts none of them
 
-`dist-mem launch` writes the first line; job.sh adds the jobs submitted otherwise, and those that it resubmits.
+`dist-mem launch` writes the first line; job.sh adds the jobs submitted otherwise, those that it resubmits, and each
+start, as a requeue changes the time. Slurm counts from 1 again when its state is lost, and a copy of a run directory
+has the lines of the original: nothing is shown or cancelled by its number alone.
 """
 
 from __future__ import annotations
 
+import os
 import re
-import shutil
-import subprocess
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from dist_mem.errors import UnfitError, UnusableError
-from dist_mem.runtime.environment import environment_of_slurm
-from dist_mem.runtime.files import write_text
+from dist_mem.errors import UnfitError, UnusableError, run_error
+from dist_mem.launch import slurm
+from dist_mem.launch.slurm import Job
+from dist_mem.runtime.files import check_regular, is_wrong_path, write_text
 
 JOBS = Path("slurm") / "jobs"  # in the run directory
 CANCELLED = Path("slurm") / "cancelled"
 _NUMBER = re.compile(r"\d+(_\d+)?")
-_ENDED = {
-    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
-    *("REVOKED", "TIMEOUT"),
-}
-_GONE = re.compile(r"Invalid job id|already complet(ing|ed)", re.IGNORECASE)
-_DENIED = re.compile(r"denied|permission", re.IGNORECASE)
-_SECONDS = 120.0  # a busy controller is slow; squeue itself gives up earlier
 
 
-class Job(NamedTuple):
-    """A job, or some tasks of an array, as squeue lists it."""
+class Record(NamedTuple):
+    """A line of `JOBS`. Older versions have written only its first two words."""
 
-    number: str  # as 12, 12_3, 12_[4-10%1]
-    state: str  # as PENDING, RUNNING, COMPLETING, FAILED
-    since: str  # actual or expected start; N/A: unknown
-    nodes: str  # as node[1-2]; empty before the start
-    reason: str  # why it is pending
+    number: str
+    cluster: str
+    submitted: str = ""
+    name: str = ""
+    run_dir: str = ""
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the job is in a final state."""
-        return self.state in _ENDED
-
-    @property
-    def waits(self) -> bool:
-        """Whether the job is queued."""
-        return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
+    def has_number_of(self, job: Job) -> bool:
+        """Return whether the job, or the array of its tasks, has the number of this one."""
+        is_task = job.number.startswith(f"{self.number}_")
+        return job.cluster == self.cluster and (is_task or job.number == self.number)
 
 
-def is_here() -> bool:
-    """Return whether this machine has Slurm's commands."""
-    return shutil.which("squeue") is not None
+class Found(NamedTuple):
+    """What Slurm has under the numbers that a run records, in their order."""
+
+    jobs: list[Job]  # of the run
+    others: list[str]  # of jobs that have not ended: why each is none of the run's
 
 
-def record(run_dir: Path, job: str) -> None:
-    """Append a submitted job to `JOBS`. Raises OSError."""
-    with (run_dir / JOBS).open("a", encoding="utf-8") as file:
-        file.write(f"{job} {cluster()}\n")
-
-
-def recorded(run_dir: Path) -> list[str]:
-    """Return the lines of `JOBS`, each once, oldest first; none without the file."""
-    try:
-        lines = (run_dir / JOBS).read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
-    return [line for line in dict.fromkeys(lines) if _NUMBER.fullmatch(line.partition(" ")[0])]
-
-
-def recorded_here(run_dir: Path) -> list[str]:
-    """Return the lines of `recorded` for this cluster; a number from another one may be an unrelated job here.
+def record(run_dir: Path, number: str, cluster: str) -> None:
+    """Append a submitted job to `JOBS`.
 
     Raises:
-        UnusableError: all jobs are of other clusters.
+        OSError: the file cannot be written.
+        UnfitError, UnusableError: Slurm does not answer.
     """
-    lines = recorded(run_dir)
-    here = [line for line in lines if line.partition(" ")[2] == cluster()]
-    if lines and not here:
-        number, _, owner = lines[-1].partition(" ")
-        raise UnusableError(
-            f"{run_dir}: job {number} is of the cluster {owner!r}, and this is {cluster()!r}; use the command there"
-        )
-    return here
+    job = next(iter(slurm.listed([number], cluster)), None)
+    facts = f" {job.submitted} {job.name} {run_dir.resolve()}" if job else ""
+    with (run_dir / JOBS).open("a", encoding="utf-8") as file:
+        file.write(f"{number} {cluster}{facts}\n")
 
 
-def numbers_here(run_dir: Path) -> list[str]:
-    """Return the job numbers of `recorded_here`."""
-    return [line.partition(" ")[0] for line in recorded_here(run_dir)]
+def recorded(run_dir: Path) -> list[Record]:
+    """Return the lines of `JOBS`, each once, oldest first; none without the file.
+
+    Raises:
+        UnusableError, UnfitError: the file cannot be read.
+    """
+    records = (Record(*line.split(" ", 4)) for line in dict.fromkeys(_lines(run_dir / JOBS)) if " " in line)
+    return [record for record in records if _NUMBER.fullmatch(record.number)]
 
 
-@cache
-def cluster() -> str:
-    """Return the cluster's name, which its jobs see as SLURM_CLUSTER_NAME."""
-    found = re.search(r"^ClusterName\s*=\s*(\S+)", _ask("scontrol", "show", "config"), re.MULTILINE)
-    return found[1] if found else ""
-
-
-def look(numbers: Iterable[str]) -> list[Job]:
-    """Return these jobs as squeue lists them, without those that Slurm has forgotten, minutes after their end."""
-    wanted = ",".join(numbers)
-    if not wanted:
+def _lines(path: Path) -> list[str]:
+    check_regular(path)
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
         return []
-    text = _ask("squeue", "--noheader", f"--jobs={wanted}", "--states=all", "--format=%i|%T|%S|%N|%r")
-    return [Job(*line.split("|", 4)) for line in text.splitlines() if line.count("|") >= 4]
+    except OSError as error:
+        text = f"{path} cannot be read ({error.strerror}): move it away"
+        raise UnusableError(text) if is_wrong_path(error) else run_error(error, text) from error
+
+
+def look(run_dir: Path) -> Found:
+    """Return the jobs that Slurm has under the numbers of a run; it forgets those that ended minutes ago.
+
+    Raises:
+        UnusableError: all jobs are of clusters that cannot be reached from here.
+        UnfitError: Slurm does not answer.
+    """
+    records = recorded(run_dir)
+    found = Found([], [])
+    for job in sorted(
+        _listed(run_dir, records), key=lambda job: [record.has_number_of(job) for record in records[::-1]]
+    ):
+        reason = _reason_against(run_dir, job, [record for record in records if record.has_number_of(job)])
+        if reason is None:
+            found.jobs.append(job)
+        elif not job.has_ended:
+            found.others.append(reason)
+    return found
+
+
+def _listed(run_dir: Path, records: list[Record]) -> Iterator[Job]:
+    """Yield the jobs that have a recorded number."""
+    here = slurm.cluster() if records else ""
+    clusters = list(dict.fromkeys(record.cluster for record in records))
+    for cluster in clusters:
+        numbers = list(dict.fromkeys(record.number for record in records if record.cluster == cluster))
+        try:
+            yield from slurm.listed(numbers, cluster)
+        except UnfitError as error:
+            if cluster == here:
+                raise
+            if here not in clusters:  # else the run was on the other one once
+                known = f"{run_dir}: job {numbers[-1]} is of the cluster {cluster!r}, and this is {here!r}"
+                raise UnusableError(f"{known}; use the command there ({error})") from None
+
+
+def _reason_against(run_dir: Path, job: Job, records: list[Record]) -> str | None:
+    """Return why a job is none of the run's, which records jobs of its number; None if it is."""
+    same = [record for record in records if _is_same(run_dir, job, record)]
+    if same:
+        originals = [_original(run_dir, record) for record in same]
+        return None if None in originals else f"job {job.number} belongs to {originals[0]}; {run_dir} is a copy of it"
+    last = records[-1]
+    if not last.submitted:
+        known = f"an older version has recorded job {job.number} without the time of its submission"
+        return f"{known}, and Slurm's job {job.number} does not run a script of {run_dir / 'slurm'}"
+    now = f"job {job.number} is now another one ({job.name}, submitted {job.submitted} UTC)"
+    return f"{now}; that of {run_dir} was {last.name}, submitted {last.submitted} UTC"
+
+
+def _is_same(run_dir: Path, job: Job, record: Record) -> bool:
+    """Return whether a record of the job's number is of this very job, which may have been requeued since."""
+    if record.submitted == job.submitted:
+        return True
+    facts = slurm.facts(job.name_for_slurm, job.cluster)
+    if not record.submitted:
+        return facts.get("Command", "").startswith(f"{(run_dir / 'slurm').resolve()}{os.sep}")
+    return record.name == job.name and record.submitted < job.submitted and facts.get("Restarts", "0") != "0"
+
+
+def _original(run_dir: Path, record: Record) -> Path | None:
+    """Return the run directory that wrote a record, if that is still there and this one is a copy of it; else None."""
+    original = Path(record.run_dir)
+    with suppress(OSError, UnfitError, UnusableError):
+        if record.run_dir and not original.samefile(run_dir) and record in recorded(original):
+            return original.relative_to(Path.cwd()) if original.is_relative_to(Path.cwd()) else original
+    return None
 
 
 def live(run_dir: Path) -> list[Job]:
-    """Return the jobs of a run that are queued or running on this cluster."""
-    return [job for job in look(numbers_here(run_dir)) if not job.has_ended]
+    """Return the jobs of a run that are queued or running."""
+    return [job for job in look(run_dir).jobs if not job.has_ended]
 
 
-def log_of(number: str) -> Path | None:
-    """Return the log of a job's batch script; None if Slurm has forgotten the job."""
-    text = _ask("scontrol", "show", "job", number, "--oneliner")
-    found = re.search(r" StdOut=(.*?)(?: [A-Z]\w*=|$)", text, re.MULTILINE)
-    return Path(found[1]) if found else None
+def logs_of(job: Job) -> list[Path]:
+    """Return the logs of a job's batch script that are there: its output, and its errors if they have their own."""
+    facts = slurm.facts(job.name_for_slurm, job.cluster)
+    paths = dict.fromkeys(Path(facts[name]) for name in ("StdOut", "StdErr") if facts.get(name))
+    return [path for path in paths if path.is_file()]
 
 
-def mark_cancelled(run_dir: Path, lines: Iterable[str]) -> None:
-    """Write `CANCELLED`, so that job.sh starts none of these jobs again; lines as in `JOBS`."""
-    write_text(run_dir / CANCELLED, "".join(f"{line}\n" for line in lines))
+def cancelled(run_dir: Path) -> list[str]:
+    """Return the lines of `CANCELLED`."""
+    return _lines(run_dir / CANCELLED)
 
 
-def scancel(*options: str) -> None:
-    """Call scancel; a job that has already ended is no error.
-
-    Raises:
-        UnusableError: the job belongs to another user.
-        UnfitError: Slurm does not answer.
-    """
-    _ask("scancel", *options)
-
-
-def _ask(*command: str) -> str:
-    """Return the output of a Slurm command; empty if Slurm no longer knows the job."""
-    if shutil.which(command[0]) is None:
-        raise UnusableError(f"there is no {command[0]} here; use a login node of the cluster")
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, env=environment_of_slurm(), timeout=_SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        raise UnfitError(f"{command[0]} does not answer within {_SECONDS:.0f} s; try again") from None
-    complaint = (done.stderr or done.stdout).strip()
-    if done.returncode == 0:
-        return done.stdout
-    if _GONE.search(complaint):
-        return ""
-    if _DENIED.search(complaint):
-        raise UnusableError(f"{' '.join(command)}: {complaint}; only the owner of a job may do this")
-    raise UnfitError(f"{' '.join(command)} (exit code {done.returncode}): {complaint}; try again")
+def mark_cancelled(run_dir: Path, lines: Iterable[str], jobs: Iterable[Job] = ()) -> None:
+    """Write `CANCELLED`: these lines, and those of jobs, so that job.sh starts none of them again."""
+    records = recorded(run_dir)
+    marks = [
+        f"{record.number} {record.cluster} {job.submitted}"
+        for job in jobs
+        for record in records
+        if record.has_number_of(job)
+    ]
+    write_text(run_dir / CANCELLED, "".join(f"{line}\n" for line in dict.fromkeys([*lines, *marks])))

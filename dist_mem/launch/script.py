@@ -9,6 +9,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from dist_mem.config.launch_schema import LaunchConfig
+from dist_mem.launch import setup_lines
+from dist_mem.launch.directives import gpus_of_gres, names, parse
 
 _HEAD = """\
 # Train on a Slurm cluster until it is done: through time limits, preemptions and dead nodes. See launch/README.md.
@@ -28,6 +30,14 @@ if [ -n "${SLURM_ARRAY_TASK_ID:-}" ] && [ "$restart" != chain ]; then # those of
   fi
   mapfile -t arguments <<<"$words"
 fi"""
+
+_PASSED = """\
+passed() { # or the command before it has failed
+  local code=$?
+  [ "$code" = 0 ] && return
+  say "error: launch.setup: exit code $code of: $1 (if it may fail, append: || true)"
+  give_up 2
+}"""
 
 
 def render(
@@ -82,18 +92,8 @@ def ranks_per_node(launch: LaunchConfig) -> int:
 
 def num_gpus(launch: LaunchConfig) -> int:
     """Return the GPUs per node: those of a --gres among the directives, else `launch.gpus_per_node`."""
-    gres = asked_by_gres(launch)
-    asked = launch.gpus_per_node if gres is None else gres
-    last = asked.rpartition(":")[2]
-    return int(last) if last.isdecimal() else 1  # gpu:a100 means one
-
-
-def asked_by_gres(launch: LaunchConfig) -> str | None:
-    """Return the GPUs that a directive requests with --gres, as gpu:a100:4; None if none does."""
-    for option in launch.directives:
-        if found := re.match(r"--gres[=\s]\s*(?:.*,)?(gpu\b[^,]*)", option):
-            return found[1].strip()
-    return None
+    gres = gpus_of_gres(launch.directives)
+    return int(launch.gpus_per_node.rpartition(":")[2]) if gres is None else gres
 
 
 def _cpu_bind(launch: LaunchConfig) -> str:
@@ -106,7 +106,7 @@ def _directives(launch: LaunchConfig, job_name: str, array: str | None) -> Itera
         "job-name": job_name,
         "nodes": launch.nodes,
         "ntasks-per-node": ranks_per_node(launch),
-        "gpus-per-node": launch.gpus_per_node if num_gpus(launch) and asked_by_gres(launch) is None else None,
+        "gpus-per-node": launch.gpus_per_node if num_gpus(launch) and gpus_of_gres(launch.directives) is None else None,
         "cpus-per-task": launch.cpus_per_task,
         "mem": launch.memory,
         "time": launch.time,
@@ -120,7 +120,13 @@ def _directives(launch: LaunchConfig, job_name: str, array: str | None) -> Itera
     }
     given = [f"--{name}={value}" for name, value in options.items() if value is not None]
     requeue = "--requeue" if launch.restart == "requeue" else "--no-requeue"
-    yield from (f"#SBATCH {option}" for option in (*given, requeue, *launch.directives))
+    yield from (f"#SBATCH {option}" for option in (*given, requeue, *map(_as_job_sh_reads_it, launch.directives)))
+
+
+def _as_job_sh_reads_it(directive: str) -> str:
+    """Return an option for the script; of --exclude, which a resubmission adds nodes to, in one form."""
+    name, value = parse(directive)
+    return f"--exclude={value}" if name == "exclude" else directive
 
 
 def _to_fill_in(launch: LaunchConfig) -> Iterator[str]:
@@ -130,7 +136,7 @@ def _to_fill_in(launch: LaunchConfig) -> Iterator[str]:
         "account=NAME": launch.account,
         "cpus-per-task=NUMBER": launch.cpus_per_task,
         "mem=480G": launch.memory,
-        "exclusive": "--exclusive" in launch.directives or None,
+        "exclusive": "exclusive" in names(launch.directives) or None,
     }
     yield from (f"##SBATCH --{option}" for option, value in options.items() if value is None)
 
@@ -157,8 +163,12 @@ def _site(launch: LaunchConfig, snapshot: Path | None) -> Iterator[str]:
     if launch.container == "none" and not launch.setup:
         yield "[ ! -x .venv/bin/dist-mem ] || PATH=$PWD/.venv/bin:$PATH # of make setup; for another: launch.setup"
     if launch.setup:
+        yield from _PASSED.splitlines()
         yield "set +u # conda's scripts use variables that are not set"
-        yield from launch.setup
+        for command in setup_lines.commands(launch.setup):
+            yield command
+            if not re.match(r"\s*(#|$)", command):
+                yield f"passed {shlex.quote(command)}"
         yield "set -u"
     yield from _container(launch)
 

@@ -22,7 +22,7 @@ from dist_mem.checkpoint.finished_file import read_finished
 from dist_mem.checkpoint.manifest import list_steps, step_dir
 from dist_mem.config.sources import read_saved
 from dist_mem.errors import EXIT_DONE, UnusableError, run_error
-from dist_mem.launch import queue
+from dist_mem.launch import queue, slurm
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.file_schema import MAX_INTEGER
 from dist_mem.runtime.terminal import labelled
@@ -34,6 +34,7 @@ from dist_mem.tracking.provenance import without_credentials
 _GOODPUT = "goodput/"  # prefix of the shares of a run's time (dist_mem.training.goodput makes them)
 _LOST = ("repeated", "down")  # of them: lost to restarts
 _BAR = 40  # characters of all of a run's time
+_SHOWN_OF_JOB = ("number", "state", "since", "nodes", "reason")
 _SMALL = 0.01  # share of a part that is not named
 _MARKERS = ("config.yaml", METRICS_FILE, "checkpoints", "slurm", "lease.json")  # any of them marks a run directory
 _MEANINGS = {
@@ -74,14 +75,14 @@ def read_state(run_dir: Path) -> dict[str, Any]:
     """Return the state of a run; a value is None if it is unknown.
 
     Returns:
-        run, state (running, queued, finished, stopped), jobs (number, state, since, nodes, reason of each), process
-        (of a live one), step, steps, loss, tokens_per_second, steps_per_second, mfu, goodput (share of each part of the
-        run's time, and its seconds), seconds_left, checkpoint (step, age_seconds), last_end (job, exit_code, meaning),
-        mlflow (run_id, uri).
+        run, state (running, queued, finished, stopped), jobs (number, state, since, nodes, reason of each), other_jobs
+        (why jobs of recorded numbers are none of the run's), process (of a live one), step, steps, loss,
+        tokens_per_second, steps_per_second, mfu, goodput (share of each part of the run's time, and its seconds),
+        seconds_left, checkpoint (step, age_seconds), last_end (job, exit_code, meaning), mlflow (run_id, uri).
     """
     check_run_dir(run_dir)
-    jobs = queue.look(queue.numbers_here(run_dir)) if queue.recorded(run_dir) and queue.is_here() else []
-    live = sorted((job for job in jobs if not job.has_ended), key=lambda job: job.waits)
+    found = queue.look(run_dir) if slurm.is_here() else queue.Found([], [])
+    live = sorted((job for job in found.jobs if not job.has_ended), key=lambda job: job.waits)
     process = sign_of_life(run_dir)
     finished, steps = read_finished(run_dir), _saved_value(run_dir, "train.steps")
     steps = steps if type(steps) is int and 0 < steps <= MAX_INTEGER else finished.step if finished else None
@@ -97,7 +98,8 @@ def read_state(run_dir: Path) -> dict[str, Any]:
     return {
         "run": str(run_dir),
         "state": state,
-        "jobs": [job._asdict() for job in live or jobs[-1:]],
+        "jobs": [{name: getattr(job, name) for name in _SHOWN_OF_JOB} for job in live or found.jobs[-1:]],
+        "other_jobs": found.others,
         "process": process,
         "step": step,
         "steps": steps,
@@ -130,7 +132,7 @@ def _checkpoint(run_dir: Path) -> dict[str, Any] | None:
 
 def _last_end(run_dir: Path) -> dict[str, Any] | None:
     """Return how the newest finished start ended; a start whose batch script was killed leaves no exit code."""
-    codes = [(path.stat().st_mtime, path) for path in run_dir.glob("slurm/*/exit_code")]
+    codes = [(path.stat().st_mtime, path) for path in run_dir.glob("slurm/*/exit_code") if path.is_file()]
     for _, path in sorted(codes, reverse=True):
         with suppress(OSError, ValueError):
             code = int(path.read_text(encoding="ascii"))
@@ -162,6 +164,7 @@ def _describe(state: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         where, start = (f" on {job['nodes']}", "started") if job["nodes"] else (f" ({job['reason']})", "to start")
         when = "" if job["since"] in ("N/A", "Unknown") else f", {start} {job['since'].replace('T', ' ')}"
         yield f"job {job['number']}", f"{job['state'].lower()}{where}{when}"
+    yield from (("note", text) for text in state["other_jobs"])
     yield "step", ", ".join(_measures(state)) if state["step"] is not None else "none yet"
     if state["goodput"]:
         yield "goodput", _bar(state["goodput"])

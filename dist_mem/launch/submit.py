@@ -11,16 +11,18 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from dist_mem.config import Config
 from dist_mem.config.launch_schema import LaunchConfig
 from dist_mem.errors import EXIT_DONE, UnfitError, UnusableError, run_error
-from dist_mem.launch import queue
+from dist_mem.launch import queue, slurm
+from dist_mem.launch.directives import names
 from dist_mem.launch.script import render
 from dist_mem.launch.validation import check
 from dist_mem.runtime.files import free_name, write_text
+from dist_mem.runtime.slurm_variables import Submission, environment_of_sbatch
 
 # final, as for job.sh; the last three are of an option that sbatch does not know or understand
 _REFUSED = re.compile("not available|nvalid|denied|permi|disabled|policy|limit|unrecognized|ambiguous|an argument")
@@ -39,6 +41,8 @@ def run(config: Config, arguments: Sequence[str], *, dry_run: bool, make_snapsho
         UnfitError: Slurm does not answer.
     """
     check(config)
+    for line in _environment_lines(config.launch):
+        print(line, file=sys.stderr)
 
     def script(snapshot: Path | None = None) -> str:
         launch, name = config.launch, _job_name(config.name)
@@ -62,7 +66,7 @@ def run(config: Config, arguments: Sequence[str], *, dry_run: bool, make_snapsho
     except OSError as error:
         raise run_error(error, f"run_dir {config.run_dir} cannot be used: {error}") from error
     try:
-        job = _submit(path, config.launch)
+        job, cluster = _submit(path, config.launch)
     except (UnusableError, UnfitError):
         if snapshot is not None:
             shutil.rmtree(snapshot, ignore_errors=True)
@@ -70,7 +74,7 @@ def run(config: Config, arguments: Sequence[str], *, dry_run: bool, make_snapsho
     print(f"job {job} submitted: {path}; its logs, one per node: {folder}/{job}", file=sys.stderr)
     print(job)
     try:
-        queue.record(Path(config.run_dir), job)
+        queue.record(Path(config.run_dir), job, cluster or slurm.cluster())
     except (OSError, UnfitError, UnusableError) as error:
         print(f"warning: {error}; {folder.parent} learns of job {job} when it starts", file=sys.stderr)
     return EXIT_DONE
@@ -78,8 +82,7 @@ def run(config: Config, arguments: Sequence[str], *, dry_run: bool, make_snapsho
 
 def _can_copy_here(launch: LaunchConfig) -> bool:
     """Return whether to copy here: this process sees the job's code and folders. Else its first start copies them."""
-    moves = any(re.match(r"--chdir\b|-D", option) for option in launch.directives)
-    return launch.snapshot and launch.container == "none" and not moves
+    return launch.snapshot and launch.container == "none" and "chdir" not in names(launch.directives)
 
 
 def submit_array(runs: Path, config: Config, *, num_tasks: int, at_once: int | None, name: str) -> int:
@@ -97,10 +100,12 @@ def submit_array(runs: Path, config: Config, *, num_tasks: int, at_once: int | N
     if config.launch.restart == "chain":
         raise UnusableError("launch.restart is chain, which an array of jobs cannot be; use requeue or resubmit")
     _require_sbatch()
+    for line in _environment_lines(config.launch):
+        print(line, file=sys.stderr)
     path = runs.with_suffix(".sbatch")
     tasks = f"1-{num_tasks}{'' if at_once is None else f'%{at_once}'}"
     write_text(path, render(config.launch, job_name=_job_name(name), array=tasks))
-    job = _submit(path, config.launch, arguments=[str(runs.resolve())])
+    job, _ = _submit(path, config.launch, arguments=[str(runs.resolve())])
     print(f"job {job} submitted, {num_tasks} tasks: {runs}", file=sys.stderr)
     print(job)
     return EXIT_DONE
@@ -111,22 +116,43 @@ def _require_sbatch() -> None:
         raise UnusableError("there is no sbatch here; use a login node of the cluster")
 
 
-def _submit(path: Path, launch: LaunchConfig, arguments: Sequence[str] = ()) -> str:
-    """Submit the script with its own arguments, and return the job's number.
+def _submit(path: Path, launch: LaunchConfig, arguments: Sequence[str] = ()) -> tuple[str, str]:
+    """Submit the script with its own arguments, and return the job's number, and its cluster if sbatch names one.
 
     A dependency applies to this submission only: a requeue or resubmission must not wait again.
     """
     waits = [] if launch.dependency is None else [f"--dependency={launch.dependency}"]
     done = subprocess.run(
         ["sbatch", "--parsable", *waits, str(path), *arguments],
-        capture_output=True, text=True, check=False,
+        capture_output=True, text=True, check=False, env=_environment(launch).environment,
     )  # fmt: skip
     if done.returncode:
         output = (done.stderr or done.stdout).strip()
         if not _REFUSED.search(output):
             raise UnfitError(f"sbatch of {path} failed (exit code {done.returncode}): {output}; try again")
         raise UnusableError(f"sbatch refuses {path} (exit code {done.returncode}): {output}")
-    return done.stdout.partition(";")[0].strip()  # the cluster follows it, if there are several
+    number, _, cluster = done.stdout.strip().partition(";")
+    if not re.fullmatch(r"\d+", number):
+        raise UnfitError(f"sbatch of {path} answers {done.stdout.strip()!r} instead of a number; see squeue")
+    return number, cluster
+
+
+def _environment(launch: LaunchConfig) -> Submission:
+    keys = [name for name in ("partition", "account", "qos") if getattr(launch, name) is not None]
+    return environment_of_sbatch({*keys, *names(launch.directives)})
+
+
+def _environment_lines(launch: LaunchConfig) -> Iterator[str]:
+    """Yield what variables of this shell do to a job that `launch` describes."""
+    found = _environment(launch)
+    for option, name in found.passed_on.items():
+        way = f"launch.{option}=..." if hasattr(launch, option) else f"launch.directives=[--{option}=...]"
+        yield f"{name} of the environment sets --{option} of the job; {way} goes before it"
+    if found.left_out:
+        yield (
+            f"warning: not passed to sbatch: {', '.join(found.left_out)} of the environment; launch.* and "
+            "launch.directives say what a job is"
+        )
 
 
 def show_script(config: Config) -> int:

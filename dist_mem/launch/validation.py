@@ -11,27 +11,11 @@ from omegaconf import OmegaConf
 from dist_mem.config import Config
 from dist_mem.config.check import Problem, flatten, shown, stop_on
 from dist_mem.config.launch_schema import LaunchConfig
+from dist_mem.launch import directives, setup_lines
 
 _MOST_NODES = 200_000  # more than any cluster has
 _MOST_GPUS = 1_024  # per node
 _WORDS = ("cpu_bind", "memory", "partition", "account", "qos", "interface")
-# Options of sbatch that are keys: the same value in two places would one day differ.
-_KEYS = {
-    **dict.fromkeys(("nodes", "N"), "launch.nodes"),
-    **dict.fromkeys(("ntasks", "n", "ntasks-per-node"), "launch.tasks_per_node"),
-    **dict.fromkeys(("cpus-per-task", "c"), "launch.cpus_per_task"),
-    **dict.fromkeys(("time", "t"), "launch.time"),
-    **dict.fromkeys(("partition", "p"), "launch.partition"),
-    **dict.fromkeys(("account", "A"), "launch.account"),
-    **dict.fromkeys(("qos", "q"), "launch.qos"),
-    **dict.fromkeys(("job-name", "J"), "name"),
-    **dict.fromkeys(("requeue", "no-requeue"), "launch.restart"),
-    **dict.fromkeys(("gpus-per-node", "gpus", "G", "gpus-per-task", "gpus-per-socket"), "launch.gpus_per_node"),
-    **dict.fromkeys(("dependency", "d"), "launch.dependency"),
-    "cpu-bind": "launch.cpu_bind",
-    "mem": "launch.memory",
-    "signal": "launch.signal_seconds",
-}
 # A condition is like afterok:12:13_4, after:12+30 (minutes) or singleton; `,`: all must hold, `?`: any of them.
 _JOB = r"\d+(?:_\d+)?"
 _CONDITION = rf"(?:after(?:any|ok|notok|corr|burstbuffer)(?::{_JOB})+|after(?::{_JOB}(?:\+\d+)?)+|singleton)"
@@ -46,8 +30,8 @@ def check(config: Config) -> None:
 
 
 def check_gpus(launch: LaunchConfig) -> None:
-    """Raise ConfigError if `launch.gpus_per_node` has no number."""
-    stop_on(_gpus(launch))
+    """Raise ConfigError if the GPUs of a node cannot be known."""
+    stop_on([*_gpus(launch), *_directives(launch)])
 
 
 def _from_environment(config: Config) -> Iterator[Problem]:
@@ -83,7 +67,7 @@ def _sizes(launch: LaunchConfig) -> Iterator[Problem]:
 
 
 def _gpus(launch: LaunchConfig) -> Iterator[Problem]:
-    gpus = re.fullmatch(r"(?:[A-Za-z_][\w.-]*:)?(\d{1,99})", launch.gpus_per_node)
+    gpus = re.fullmatch(r"(?:[\w.-]*[^\W\d][\w.-]*:)?(\d{1,99})", launch.gpus_per_node)
     if not gpus:
         form = "a number as 8, or a type and a number as a100:4, as `sinfo --Format=nodehost,gres` lists them"
         yield Problem("launch.gpus_per_node", f"is {shown(launch.gpus_per_node)}, but must be {form}")
@@ -113,16 +97,16 @@ def _texts(launch: LaunchConfig) -> Iterator[Problem]:
     for index, line in enumerate(launch.env):
         if not re.fullmatch(r"[A-Za-z_]\w*=.*", line):
             yield Problem(f"launch.env[{index}]", f"is {line!r}, but must be of the form NAME=VALUE")
-    for index, option in enumerate(launch.directives):
-        yield from _directive(f"launch.directives[{index}]", option)
+    yield from _directives(launch)
+    try:
+        setup_lines.commands(launch.setup)
+    except (ValueError, OSError) as error:
+        yield Problem("launch.setup", str(error))
 
 
-def _directive(key: str, option: str) -> Iterator[Problem]:
-    name = re.match(r"--([\w-]+)|-(\w)", option)
-    if not name or "\n" in option:
-        yield Problem(key, f"is {option!r}, but must be one option of sbatch, as --constraint=a100")
-    elif config_key := _KEYS.get(name[1] or name[2]):
-        yield Problem(key, f"is {option!r}, which is a key of its own: set {config_key}")
+def _directives(launch: LaunchConfig) -> Iterator[Problem]:
+    for index, text in directives.problems(launch.directives):
+        yield Problem(f"launch.directives[{index}]", text)
 
 
 def _restart(launch: LaunchConfig) -> Iterator[Problem]:

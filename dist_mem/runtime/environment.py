@@ -151,6 +151,11 @@ def user_cache_dir() -> Path:
     return Path(given).expanduser() if given else home_of_libraries() / ".cache"
 
 
+def expanded(text: str) -> str:
+    """Return a text in which $NAME and ${NAME} are the values of variables; of those that are not set, unchanged."""
+    return os.path.expandvars(text)
+
+
 def temporary_dir() -> Path:
     """Return this node's folder for temporary files: TMPDIR, which a cluster may set for each job, else /tmp."""
     return Path(variable("TMPDIR") or "/tmp")
@@ -265,12 +270,6 @@ def environment_of_git() -> dict[str, str]:
     """Return the environment without the variables by which a git hook directs all git commands to its repository."""
     named = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX")
     return {**{name: value for name, value in os.environ.items() if name not in named}, "LC_ALL": "C"}
-
-
-def environment_of_slurm() -> dict[str, str]:
-    """Return the environment for Slurm's commands, without SQUEUE_* and SCANCEL_*, which change output and prompts."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SQUEUE_", "SCANCEL_"))}
-    return {**kept, "SLURM_TIME_FORMAT": "standard"}
 
 
 def keep_working_directory_out() -> None:

@@ -114,7 +114,10 @@ def write_ranks(folder: Path, codes: str, ranks: str = RANKS) -> None:
     (folder / "dist-mem").chmod(0o755)
     (folder / "codes").write_text(codes)
     (folder / "run" / "slurm").mkdir(parents=True)
-    # What jobs of these numbers have left: of an earlier counter of Slurm here, of another cluster, of another run.
+    # What jobs of these numbers have left, as links and as marks of `dist-mem cancel`: of an earlier counter of Slurm
+    # here, of another cluster, of another run.
+    marks = [f"{number} tests{time}\n" for number in range(1, 200) for time in ("", " 2020-01-01T00:00:00")]
+    (folder / "run" / "slurm" / "cancelled").write_text("".join(marks))
     for number in range(1, 200):
         for name in (f"{number}", f"{number}@tests@2020-01-01T00:00:00", f"{number}@other@2020-01-01T00:00:00"):
             (folder / f".dist_mem-{name}").symlink_to("/nowhere/slurm/1/snapshot")

@@ -1,11 +1,13 @@
-"""`dist-mem status` of several runs and `dist-mem logs --follow`, with programs in place of Slurm's."""
+"""`dist-mem status`, `logs` and `cancel` with programs in place of Slurm's: of several runs, and of jobs of others."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,16 +15,21 @@ from dist_mem.__main__ import main
 from dist_mem.config import load_config
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnfitError, UnusableError
 from dist_mem.launch import logs, submit
+from dist_mem.launch.slurm import cluster
 from dist_mem.tracking.log import METRICS_FILE
 from tests.support.messages import refused, said
 from tests.support.tracked import log_points
 
 pytestmark = pytest.mark.slurm
 
-# squeue lists the lines of the file `queue`; scontrol knows only the name of the cluster.
-SQUEUE = '#!/bin/sh\ncat "$(dirname "$0")/queue"\n'
-SCONTROL = "#!/bin/sh\necho 'ClusterName = tests'\n"
-RUNNING = "12|RUNNING|2026-01-02T03:04:05|node[1-2]|None\n"
+# squeue lists the lines of the file `queue`, scontrol shows those of `facts` of any job; `calls` has all commands.
+PROGRAMS = {
+    "squeue": 'cat "$here/queue"',
+    "scontrol": """case $* in *config*) echo 'ClusterName = tests' ;; *) cat "$here/facts" ;; esac""",
+    "scancel": ": >$here/queue",
+}
+SUBMITTED = "2026-01-02T03:00:00"
+RUNNING = f"12|RUNNING|2026-01-02T03:04:05|node[1-2]|None|{SUBMITTED}|demo\n"
 
 
 GOODPUT = {"goodput/useful": 0.7, "goodput/repeated": 0.2, "goodput/down": 0.1, "goodput/seconds": 100.0}
@@ -33,14 +40,15 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of programs in front of PATH; its file `queue` has the jobs."""
     folder = tmp_path / "programs"
     folder.mkdir()
-    for name, text in (("squeue", SQUEUE), ("scontrol", SCONTROL)):
-        (folder / name).write_text(text)
+    for name, text in PROGRAMS.items():
+        (folder / name).write_text(f'#!/bin/sh\nhere=$(dirname "$0")\necho "{name} $*" >>"$here/calls"\n{text}\n')
         (folder / name).chmod(0o755)
     (folder / "queue").touch()
+    (folder / "facts").touch()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    logs.queue.cluster.cache_clear()
+    cluster.cache_clear()
     yield folder
-    logs.queue.cluster.cache_clear()
+    cluster.cache_clear()
 
 
 def make_run(folder: Path, *, job: str | None = None, step: int | None = None, code: int | None = None) -> Path:
@@ -48,7 +56,7 @@ def make_run(folder: Path, *, job: str | None = None, step: int | None = None, c
     (folder / "slurm" / "12").mkdir(parents=True)
     (folder / "config.yaml").write_text("train: {steps: 100}\n")
     if job is not None:
-        (folder / "slurm" / "jobs").write_text(f"{job} tests\n")
+        (folder / "slurm" / "jobs").write_text(f"{job} tests {SUBMITTED} demo {folder}\n")
     if step is not None:
         metrics = {"loss": 2.5, "tokens_per_second": 1000.0, "step_seconds": 0.5, "mfu": 0.42, **GOODPUT}
         log_points(folder / METRICS_FILE, [{"step": step, "time": 1.0, "metrics": metrics}])
@@ -137,7 +145,7 @@ def test_logs_follow_prints_new_text_until_the_job_has_ended(
 
 def test_logs_follow_waits_for_a_queued_job(tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run", job="12")
-    (slurm / "queue").write_text("12|PENDING|N/A||Priority\n")
+    (slurm / "queue").write_text(f"12|PENDING|N/A||Priority|{SUBMITTED}|demo\n")
     with refused(UnusableError):
         logs.run(run, num_lines=2, follow=False)
 
@@ -170,3 +178,153 @@ def test_submission_that_may_succeed_later_is_exit_code_1(
     with refused(error, complaint.partition("(")[0].strip()):
         submit.run(config, [], dry_run=False, make_snapshot=lambda folder: None)
     assert [path.name for path in (tmp_path / "run" / "slurm").iterdir()] == ["job.sbatch"]
+
+
+def calls(slurm: Path, program: str) -> list[str]:
+    """The options that a program was called with, a line for each call."""
+    lines = (slurm / "calls").read_text().splitlines() if (slurm / "calls").exists() else []
+    return [line.partition(" ")[2] for line in lines if line.startswith(f"{program} ")]
+
+
+def states_of(run: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """What `dist-mem status` says of a run."""
+    capsys.readouterr()
+    assert main(["status", str(run)]) == main(["status", str(run), "--json"]) == EXIT_DONE
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+# A record of job 12, and what Slurm has under this number now: a line of squeue, and facts of scontrol.
+LATER = "2026-01-03T03:00:00"
+OF_OTHERS = {
+    "another submission": (f"12 tests {SUBMITTED} demo RUN", f"{LATER}|wrap", "Restarts=0"),
+    "of the same name": (f"12 tests {SUBMITTED} demo RUN", f"{LATER}|demo", "Restarts=0"),
+    "requeued": (f"12 tests {SUBMITTED} demo RUN", f"{LATER}|wrap", "Restarts=2"),
+    "before this run": (f"12 tests {LATER} demo RUN", f"{SUBMITTED}|demo", "Restarts=1"),
+    "an old record": ("12 tests", f"{SUBMITTED}|demo", "Command=/elsewhere/run/slurm/job.sbatch WorkDir=/"),
+    "an old record, forgotten": ("12 tests", f"{SUBMITTED}|demo", ""),
+}
+OF_THE_RUN = {
+    "as recorded": (f"12 tests {SUBMITTED} demo RUN", f"{SUBMITTED}|renamed", ""),
+    "requeued": (f"12 tests {SUBMITTED} demo RUN", f"{LATER}|demo", "JobId=12 Restarts=1 X=Y"),
+    "a task of an array": (f"1 tests {LATER} x RUN\n12_3 tests {SUBMITTED} demo RUN", f"{SUBMITTED}|demo", ""),
+    "moved": (f"12 tests {SUBMITTED} demo /where/it/was", f"{SUBMITTED}|demo", ""),
+    "an old record": ("12 tests", f"{SUBMITTED}|demo", "JobId=12 Command=RUN/slurm/job.sbatch a b WorkDir=/"),
+}
+
+
+def write_case(run: Path, slurm: Path, case: tuple[str, str, str]) -> None:
+    record, listed, facts = (text.replace("RUN", str(run)) for text in case)
+    (run / "slurm" / "jobs").write_text(f"{record}\n")
+    number = "12_3" if "12_3" in record else "12"
+    (slurm / "queue").write_text(f"{number}|RUNNING|2026-01-02T03:04:05|node[1-2]|None|{listed}\n")
+    (run / "other.log").write_text("log of somebody else\n")
+    (slurm / "facts").write_text(f"{facts} StdOut={run}/other.log\n")
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_job_that_only_has_the_number_is_neither_shown_nor_cancelled(
+    name: str, tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm counts from 1 again when its state is lost, and two clusters may have one name."""
+    run = make_run(tmp_path / "run", step=1)
+    write_case(run, slurm, OF_OTHERS[name])
+    (run / "other.log").rename(tmp_path / "other.log")
+    (slurm / "facts").write_text((slurm / "facts").read_text().replace("run/other.log", "other.log"))
+    state = states_of(run, capsys)
+    assert (state["state"], state["jobs"], len(state["other_jobs"])) == ("stopped", [], 1)
+    assert main(["logs", str(run)]) == EXIT_USAGE
+    for options in ([], ["--now"]):
+        capsys.readouterr()
+        assert main(["cancel", str(run), *options]) == EXIT_USAGE
+        said(f"exit code 2: {capsys.readouterr().err}", "job 12")
+    assert calls(slurm, "scancel") == [] and not (run / "slurm" / "cancelled").exists()
+
+
+@pytest.mark.parametrize("name", OF_THE_RUN)
+def test_job_of_the_run_is_shown_and_cancelled(
+    name: str, tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", step=1)
+    write_case(run, slurm, OF_THE_RUN[name])
+    state = states_of(run, capsys)
+    number = "12_3" if "array" in name else "12"
+    assert (state["state"], [job["number"] for job in state["jobs"]], state["other_jobs"]) == ("running", [number], [])
+    assert main(["logs", str(run)]) == EXIT_DONE
+    assert main(["cancel", str(run)]) == EXIT_DONE
+    assert calls(slurm, "scancel") == [f"--signal=USR2 {number}"]
+    submitted = OF_THE_RUN[name][1].partition("|")[0]
+    assert (run / "slurm" / "cancelled").read_text() == f"{number} tests {submitted}\n"
+
+
+def test_job_of_the_original_is_not_that_of_a_copy(
+    tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own jobs are; and the original stays itself under another name of its folder, and when it is moved."""
+    run, copy = make_run(tmp_path / "live", step=1), tmp_path / "copy"
+    write_case(run, slurm, OF_THE_RUN["as recorded"])
+    shutil.copytree(run, copy)
+    (tmp_path / "link").symlink_to(run)
+    assert main(["cancel", str(copy)]) == EXIT_USAGE
+    said(f"exit code 2: {capsys.readouterr().err}", "job 12", run)
+    assert states_of(copy, capsys)["state"] == "stopped"
+    assert states_of(tmp_path / "link", capsys)["state"] == states_of(run, capsys)["state"] == "running"
+    assert calls(slurm, "scancel") == []
+    with (copy / "slurm" / "jobs").open("a") as file:
+        file.write(f"13 tests {LATER} demo {copy}\n")
+    with (slurm / "queue").open("a") as file:
+        file.write(f"13|RUNNING|2026-01-02T03:04:05|node1|None|{LATER}|demo\n")
+    assert [job["number"] for job in states_of(copy, capsys)["jobs"]] == ["13"]
+    assert main(["cancel", str(copy)]) == EXIT_DONE
+    assert calls(slurm, "scancel") == ["--signal=USR2 13"]
+    write_case(run, slurm, OF_THE_RUN["as recorded"])
+    run.rename(tmp_path / "moved")
+    assert states_of(tmp_path / "moved", capsys)["state"] == "running"
+
+
+def test_cluster_that_sbatch_names_is_recorded_and_asked(
+    tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (slurm / "sbatch").write_text("#!/bin/sh\necho '4711;other'\n")
+    (slurm / "sbatch").chmod(0o755)
+    (slurm / "queue").write_text(f"4711|RUNNING|2026-01-02T03:04:05|node1|None|{SUBMITTED}|demo\n")
+    config = load_config(["train.steps=1", f"run_dir={tmp_path}/run", "launch.snapshot=false"])
+    assert submit.run(config, [], dry_run=False, make_snapshot=lambda folder: None) == EXIT_DONE
+    assert capsys.readouterr().out == "4711\n"
+    assert (tmp_path / "run" / "slurm" / "jobs").read_text() == f"4711 other {SUBMITTED} demo {tmp_path}/run\n"
+    assert states_of(tmp_path / "run", capsys)["jobs"][0]["number"] == "4711"
+    assert main(["cancel", str(tmp_path / "run")]) == EXIT_DONE
+    asked = [*calls(slurm, "squeue"), *calls(slurm, "scancel")]
+    assert asked and all("--clusters=other" in options for options in asked)
+
+
+def test_an_answer_of_sbatch_without_a_number_is_an_error(tmp_path: Path, slurm: Path) -> None:
+    (slurm / "sbatch").write_text("#!/bin/sh\necho\n")
+    (slurm / "sbatch").chmod(0o755)
+    config = load_config(["train.steps=1", f"run_dir={tmp_path}/run", "launch.snapshot=false"])
+    with refused(UnfitError, "job.sbatch"):
+        submit.run(config, [], dry_run=False, make_snapshot=lambda folder: None)
+
+
+def make_loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, make_loop], ids=["pipe", "folder", "loop"])
+@pytest.mark.parametrize("name", ["slurm", "slurm/jobs", "slurm/cancelled", "slurm/12/exit_code", "slurm/12/a.log"])
+def test_file_that_is_none_ends_no_command_but_by_its_name(
+    name: str, make: Callable[[Path], None], tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each is read by one command at least, which says so and ends with 2, and hangs in none."""
+    run = make_run(tmp_path / "run", job="12", step=1)
+    (slurm / "queue").write_text(RUNNING)
+    if (run / name).is_dir():
+        shutil.rmtree(run / name)
+    (run / name).unlink(missing_ok=True)
+    make(run / name)
+    for command in (["status"], ["logs"], ["cancel", "--now"]):
+        capsys.readouterr()
+        code = main([command[0], str(run), *command[1:]])
+        captured = capsys.readouterr()
+        assert code in (EXIT_DONE, EXIT_USAGE)
+        if code == EXIT_USAGE:
+            said(f"exit code 2: {captured.err}", run)
