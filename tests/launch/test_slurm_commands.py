@@ -16,6 +16,7 @@ import pytest
 from tests.launch.test_slurm_jobs import path_of
 from tests.support.jobs import logged_steps, write_config
 from tests.support.limits import limit
+from tests.support.messages import said
 from tests.support.paths import ROOT
 from tests.support.slurm_cluster import Cluster
 
@@ -162,6 +163,32 @@ def test_cancelled_job_saves_and_stays_cancelled(make_run: Callable[..., Run], r
     assert run.submit(f"train.steps={last + 5}", "launch.restart=requeue") != job, "a new job resumes"
     run.slurm.wait_for_all()
     assert max(logged_steps(run.directory)) == last + 5, run.log()
+
+
+def test_copy_of_a_run_and_the_job_that_has_its_number_now_are_left_alone(make_run: Callable[..., Run]) -> None:
+    """A copy is how people branch; and Slurm counts from 1 again when its state is lost."""
+    run = make_run(steps=100_000, restart="none")
+    job = run.submit()
+    run.wait_for_step(3)
+    shutil.copytree(run.directory, run.folder / "copy")
+    copied = json.loads(run.call("status", "copy", "--json")[0])
+    assert (copied["state"], copied["jobs"], copied["process"]) == ("stopped", [], None)
+    said(f"exit code 2: {run.call('cancel', 'copy', code=2)[1]}".replace(f"job {job}", "job N"), "belongs to run")
+    assert "resume=" in run.call("train", "job.yaml", "run_dir=copy", code=1)[1]
+    assert run.slurm.state(job) == "RUNNING"
+    run.directory.rename(run.folder / "moved")
+    assert json.loads(run.call("status", "moved", "--json")[0])["state"] == "running"
+    (run.folder / "moved").rename(run.directory)
+    run.call("cancel", "run", "--now")
+
+    other = run.slurm.submit(f"--output={run.folder}/other.log", "--wrap=echo of somebody else; sleep 600")
+    run.slurm.wait(lambda: (run.folder / "other.log").exists(), "the other job")
+    records = run.directory / "slurm" / "jobs"
+    records.write_text(records.read_text().replace(f"{job} ", f"{other} "))
+    assert (run.status()["state"], run.status()["jobs"]) == ("stopped", [])
+    assert "of somebody else" not in run.call("logs", "run")[0]
+    assert f"job {other} is now another one" in run.call("cancel", "run", "--now", code=2)[1]
+    assert run.slurm.state(other) == "RUNNING"
 
 
 def test_queued_job_is_cancelled_at_once(make_run: Callable[..., Run], full: Callable[[], None]) -> None:

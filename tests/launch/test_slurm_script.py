@@ -42,6 +42,7 @@ if [ "$SLURM_PROCID" = 0 ]; then
 fi
 for _ in $(seq 200); do [ -s "$DIST_MEM_EXIT_CODE" ] && exit "$(cat "$DIST_MEM_EXIT_CODE")"; sleep 0.05; done
 """
+SAME = ("Partition", "TimeLimit", "JobName", "OverSubscribe", "NumNodes", "Requeue", "WorkDir")  # in a resubmission
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
@@ -227,6 +228,17 @@ def test_resubmitted_job_waits_for_the_first_and_has_its_arguments(outcomes: dic
     assert first[0] == second[0] == "train a b.yaml x.y=[1, 2]"
     assert first[1] == second[1] == "0", "another job, not a restart of the first"
     assert first[6] != second[6]
+
+
+def test_no_variable_of_the_job_changes_its_resubmission(slurm: Cluster, tmp_path: Path) -> None:
+    """sbatch would prefer those that begin with SBATCH_ to the script, and to what the job had."""
+    env = [f"SBATCH_{name}" for name in ("PARTITION=urgent", "ARRAY_INX=1-2", "TIMELIMIT=3", "EXCLUSIVE=", "WAIT=")]
+    job = submit(slurm, tmp_path / "job", "85+ 0", restart="resubmit", env=env)
+    slurm.wait_for_all(seconds=120)
+    numbers = [line.split("|")[6] for line in (tmp_path / "job" / "starts").read_text().splitlines()]
+    assert numbers[0] == job and len(numbers) == 2
+    first, second = ({name: slurm.facts(number)[name] for name in SAME} for number in numbers)
+    assert first == second and first["Partition"] == "debug"
 
 
 @pytest.mark.parametrize("name", ["exclude", "unfit node"])
