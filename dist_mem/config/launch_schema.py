@@ -22,8 +22,9 @@ class LaunchConfig:
     account: str | None = None  # who pays
     qos: str | None = None  # quality of service
     dependency: str | None = None  # jobs that the first start waits for, as afterok:1234; in sbatch's form
-    directives: list[str] = key([])  # more options of sbatch, as --constraint=a100
-    setup: list[str] = key([], may_be_empty=True)  # shell lines before training: module load, activate
+    directives: list[str] = key([])  # more options of sbatch, each in full, as --constraint=a100
+    # shell lines before training: module load, activate; the first command that fails ends the job
+    setup: list[str] = key([], may_be_empty=True)
     env: list[str] = key([])  # NAME=VALUE, for all ranks; no secrets: the script contains them
     interface: str | None = None  # network interface for NCCL and gloo, as ib0; None: they choose
     # before the end of the time, when all ranks get the signal to stop and save

@@ -48,16 +48,25 @@ def run(run_dir: Path, *, num_lines: int, follow: bool, sleep: Callable[[float],
 
 def files_of(run_dir: Path) -> list[Path]:
     """Return the logs of the newest job that has begun: its batch script's, then one per node; else RUN/*.log."""
-    folders = [path for path in run_dir.glob("slurm/*") if (path / "output").is_symlink() or any(path.glob("*.log"))]
-    newest = max(folders, key=lambda path: path.stat().st_mtime, default=None)
+    newest = _newest_folder(run_dir)
     if newest is None or newest.stat().st_mtime < _time_of(run_dir / queue.JOBS):
         jobs = queue.look(run_dir).jobs if slurm.is_here() else []  # the last may have ended before it knew the folder
         if jobs and (logs := queue.logs_of(jobs[-1])):
             return logs
     if newest is None:
         return sorted(path for path in run_dir.glob("*.log") if path.is_file())
-    scripts = dict.fromkeys(Path(os.path.realpath(newest / name)) for name in ("output", "errors"))
-    return [path for path in (*scripts, *sorted(newest.glob("*.log"))) if path.is_file()]
+    return _files_in(newest)
+
+
+def _newest_folder(run_dir: Path) -> Path | None:
+    """Return the folder of the newest start; None if no job has got as far."""
+    folders = [path for path in run_dir.glob("slurm/*") if (path / "output").is_symlink() or any(path.glob("*.log"))]
+    return max(folders, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _files_in(folder: Path) -> list[Path]:
+    scripts = dict.fromkeys(Path(os.path.realpath(folder / name)) for name in ("output", "errors"))
+    return [path for path in (*scripts, *sorted(folder.glob("*.log"))) if path.is_file()]
 
 
 def _time_of(path: Path) -> float:
@@ -94,8 +103,8 @@ def _follow(run_dir: Path, offsets: dict[Path, int], sleep: Callable[[float], No
     for look in itertools.count(1):
         if look % _LOOKS_PER_QUERY == 0:
             has_jobs = _may_have_jobs(run_dir)
-        # Only once a job has begun: files_of would ask Slurm for its log at each look.
-        for path in files_of(run_dir) if any(run_dir.glob("slurm/*/output")) else []:
+        newest = _newest_folder(run_dir)  # without a question to Slurm at each look
+        for path in _files_in(newest) if newest else []:
             text = _new_text(path, offsets)
             if text and path != last:
                 print(f"\n==> {path} <==")

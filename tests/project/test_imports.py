@@ -38,7 +38,7 @@ DEEPSPEED_ATTRIBUTES = {
     *("partition_size", "refresh_fp32_params", "round_robin_bit16_groups", "round_robin_bit16_offsets"),
     *("single_partition_of_fp32_groups", "update_lp_params", "zero_optimization_stage"),
 }
-READ_ENVIRONMENT = {"runtime.compilers", "runtime.environment", "runtime.devices", "runtime.ranks"}
+READ_ENVIRONMENT = {f"runtime.{name}" for name in ("compilers", "devices", "environment", "ranks", "slurm_variables")}
 WITHOUT_TORCH = ("errors", "config", "launch", "runtime.signals", *READ_ENVIRONMENT)
 
 
