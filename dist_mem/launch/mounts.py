@@ -21,19 +21,21 @@ def warnings(config: Config) -> Iterator[str]:
     launch = config.launch
     if launch.container == "none":
         return
-    folder = Path(option(launch.directives, "chdir") or Path.cwd())
-    mounts = [expanded(mount.split(":")[1 if ":" in mount else 0]) for mount in launch.mounts]
-    if any("$" in mount for mount in mounts):
+    folder = option(launch.directives, "chdir") or str(Path.cwd())
+    always = [folder, *(_always_in_apptainer() if launch.container == "apptainer" else [])]
+    mounts = [mount.split(":")[1 if ":" in mount else 0] for mount in launch.mounts]
+    seen = [*always, *map(expanded, mounts)]
+    if any("$" in place for place in seen):
         return  # known on the nodes only
-    seen = [str(folder), *mounts, *(_always_in_apptainer() if launch.container == "apptainer" else [])]
+    written = flatten(OmegaConf.to_container(config, resolve=False))
     for key, value in flatten(OmegaConf.to_container(config, resolve=True)).items():
         if key.startswith("launch.") or not is_path(Config, key) or not isinstance(value, str):
             continue
-        path = folder / re.sub(r"^(sqlite[^:/]*:///|file://)", "", value)
-        if "://" not in str(path) and not any(_is_in(path, Path(each)) for each in seen):
+        path = Path(folder) / re.sub(r"^(sqlite[^:/]*:///|file://)", "", value)  # an address is not absolute
+        if not any(_is_in(path, Path(place)) for place in seen):
             yield (
-                f"warning: {key} = {value} is in no folder that the container sees ({', '.join(seen)}): add it to "
-                "launch.mounts, unless the site mounts it anyway"
+                f"warning: {key} = {written.get(key, '...')} is in no folder that the container sees "
+                f"({', '.join([*always, *mounts])}): add it to launch.mounts, unless the site mounts it anyway"
             )
 
 

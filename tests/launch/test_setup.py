@@ -132,6 +132,9 @@ def test_paths_that_the_container_does_not_see_are_named(
     assert named("data.path=books", "run_dir=runs/x", f"data.cache={tmp_path}/cache") == []
     assert named("data.path=s3://books/data") == []
     assert named(*paths, "launch.directives=[--chdir=/data]") != []
+    monkeypatch.setenv("SECRET", "/hidden")
+    assert main(["launch", *image, "data.path=${oc.env:SECRET}/books"]) == 0
+    assert "hidden" not in capsys.readouterr().err
     assert main(["launch", *image, "run_dir=/runs/x"]) == 0
     line = next(line for line in capsys.readouterr().err.splitlines() if "run_dir" in line)
     said(f"exit code 0: {line.partition(' (')[0]}", "run_dir = /runs/x")
