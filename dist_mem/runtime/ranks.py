@@ -14,10 +14,12 @@ import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from dist_mem.errors import UnfitError, UnusableError
 from dist_mem.runtime.environment import extension_cache, set_default, variable, whole_number
 from dist_mem.runtime.network_interface import interface_towards, own_name_is_loopback, without_brackets
+from dist_mem.runtime.slurm_variables import environment_of_slurm
 
 _FIX = "unset RANK and WORLD_SIZE for one process, or start with torchrun, deepspeed or srun"
 _SCONTROL_SECONDS = 10.0  # for an answer
@@ -165,19 +167,17 @@ def slurm_nodes() -> list[str]:
     if not nodes:
         return []
     try:
-        listed = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=_SCONTROL_SECONDS
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        return _scontrol("hostnames", nodes).split()
+    except UnfitError:
         return []
-    return listed.stdout.split()
 
 
 def _scontrol(*words: str) -> str:
     """Return what scontrol shows. Raises UnfitError if it does not answer."""
     try:
         command = ["scontrol", "show", *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SCONTROL_SECONDS).stdout
+        options: dict[str, Any] = {"check": True, "timeout": _SCONTROL_SECONDS, "env": environment_of_slurm()}
+        return subprocess.run(command, capture_output=True, text=True, **options).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise UnfitError(f"scontrol does not name the first node of this step ({error}); set MASTER_ADDR") from error
 

@@ -11,6 +11,8 @@ import os
 from collections.abc import Collection
 from typing import NamedTuple
 
+from dist_mem.runtime.environment import variable
+
 _PREFIXES = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCONTROL_", "SACCT_", "SINFO_")
 _LEAD_TO_SLURM = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_KEY", "SLURM_SACK_JWKS")
 # sbatch's option -> the variable that sets it. Users set these once, in their profile.
@@ -43,9 +45,7 @@ def environment_of_sbatch(given: Collection[str]) -> Submission:
     Args:
         given: sbatch's options that the script contains.
     """
-    passed_on = {
-        option: name for option, name in _WHO_AND_WHERE.items() if os.environ.get(name) and option not in given
-    }
+    passed_on = {option: name for option, name in _WHO_AND_WHERE.items() if variable(name) and option not in given}
     values = {name: os.environ[name] for name in passed_on.values()}
     left_out = sorted(name for name in os.environ if name.startswith("SBATCH_") and name not in values)
     return Submission({**_without_options(), **values}, passed_on, left_out)
