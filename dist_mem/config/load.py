@@ -36,7 +36,7 @@ from dist_mem.config.schema import Config
 from dist_mem.config.sources import COMMAND_LINE, Source, merge, merge_source, plain_block, read_sources, resolve
 from dist_mem.config.text_checks import check_credentials, check_given, check_texts
 from dist_mem.config.values import Letters, dump, parse, settled, typed
-from dist_mem.runtime.files import write_text
+from dist_mem.runtime.files import read_regular, write_text
 
 COMMAND_LINE_ONLY = ("eval.allow_code",)  # no file may permit the execution of foreign code
 MemoryOptions = Callable[[Any], dict[str, Any]]  # dist_mem.memory.memory_options
@@ -203,7 +203,7 @@ def read_block(schema: type, path: Path, settle: Callable[[Any], Any] = settled)
         ConfigError: the file cannot be read, or does not fit the dataclass.
     """
     try:
-        tree = settle(typed(schema, parse(path.read_bytes()) or {}))
+        tree = settle(typed(schema, parse(read_regular(path)) or {}))
         found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), tree))
     except (OmegaConfBaseException, YAMLError, RecursionError, ValueError) as error:
         raise ConfigError([Problem("", str(error).splitlines()[0], str(path))]) from error

@@ -69,9 +69,13 @@ def open_index(data: DataConfig, split: str) -> Index:
     """Open a split of `data.path`, or of this node's copy; if remote, after `refresh`. Raises as `read_index` does."""
     if not is_remote(data.path):
         check_split(data, split)
-        return staged(read_index(local_dir(data) / split), data)
     index = read_index(local_dir(data) / split)
-    return staged(replace(index, source=RemoteShards(data.path, index.split_dir)), data)
+    if index.split != split:  # results are named after it
+        path = index.split_dir / INDEX_NAME
+        raise ShardError(f"{path} is of split {index.split!r}, but its folder is {split!r}: rename the folder")
+    if is_remote(data.path):
+        index = replace(index, source=RemoteShards(data.path, index.split_dir))
+    return staged(index, data)
 
 
 def check_split(data: DataConfig, split: str) -> None:

@@ -49,7 +49,7 @@ from dist_mem.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.datasets.source import SourceDocument, check_sources, encoded, recall_distances, scored_tokens
 from dist_mem.errors import UnfitError, UnusableError
-from dist_mem.runtime.files import replacing
+from dist_mem.runtime.files import open_regular, replacing
 
 ReadT = TypeVar("ReadT")
 WORK_DIR = ".build"
@@ -226,7 +226,7 @@ def _cut_pieces(documents: Sequence[SourceDocument], out: Path, fingerprint: str
 
 def _tokenized(pieces: Iterable[Piece]) -> Iterator[TokenizedDocument]:
     for piece in pieces:
-        with np.load(piece.path) as arrays:
+        with open_regular(piece.path) as file, np.load(file) as arrays:
             for number, document in enumerate(piece.documents):
                 words, num_bytes = arrays["sizes"][number].tolist()
                 yield TokenizedDocument(

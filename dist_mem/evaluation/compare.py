@@ -26,7 +26,7 @@ from dist_mem.evaluation.bootstrap import bits_interval, gain_interval, no_gain_
 from dist_mem.evaluation.memory_gain import MemoryGain, counterpart, is_without_memory, memory_gain
 from dist_mem.evaluation.plot import labels_of, plot_recall
 from dist_mem.evaluation.scores import Band, Report, read_report, recall_bands, same_text, shown
-from dist_mem.runtime.files import is_wrong_path
+from dist_mem.runtime.files import is_missing, is_wrong_path
 from dist_mem.runtime.terminal import table
 
 _PREFERRED = ("test", "validation")
@@ -83,9 +83,9 @@ def find_reports(paths: Sequence[Path], split: str | None) -> list[Entry]:
 def _read_entry(name: str, path: Path) -> Entry:
     """Read the report at `path`, and the one without memory if it exists."""
     other = None if is_without_memory(path) else counterpart(path)
-    without_memory = read_report(other) if other is not None and other.exists() else None
+    without_memory = read_report(other) if other is not None and not is_missing(other) else None
     config = path.parent.parent / "config.yaml"
-    return Entry(name, read_report(path), without_memory, config if config.exists() else None)
+    return Entry(name, read_report(path), without_memory, None if is_missing(config) else config)
 
 
 def _remedy(path: Path, split: str) -> str:

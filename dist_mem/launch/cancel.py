@@ -14,6 +14,7 @@ from pathlib import Path
 from dist_mem.errors import EXIT_DONE, UnusableError
 from dist_mem.launch import queue
 from dist_mem.launch.queue import Job
+from dist_mem.runtime.files import is_missing, read_regular
 
 _LOOK_SECONDS = 2.0
 _SIGNAL_SECONDS = 15.0  # until the signal is sent again: the first may arrive before the ranks have started
@@ -68,7 +69,7 @@ def _find(run_dir: Path) -> list[Job]:
 
 def _read_marks(run_dir: Path) -> list[str]:
     path = run_dir / queue.CANCELLED
-    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [] if is_missing(path) else read_regular(path).decode(errors="replace").splitlines()
 
 
 def _end(run_dir: Path, jobs: Sequence[Job], signalled: dict[str, float], *, now: bool) -> None:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from dist_mem.errors import UnfitError, UnusableError
 from dist_mem.runtime.environment import environment_of_slurm
-from dist_mem.runtime.files import write_text
+from dist_mem.runtime.files import open_regular, read_regular, write_text
 
 JOBS = Path("slurm") / "jobs"  # in the run directory
 CANCELLED = Path("slurm") / "cancelled"
@@ -59,14 +59,14 @@ def is_here() -> bool:
 
 def record(run_dir: Path, job: str) -> None:
     """Append a submitted job to `JOBS`. Raises OSError."""
-    with (run_dir / JOBS).open("a", encoding="utf-8") as file:
-        file.write(f"{job} {cluster()}\n")
+    with open_regular(run_dir / JOBS, "ab") as file:
+        file.write(f"{job} {cluster()}\n".encode())
 
 
 def recorded(run_dir: Path) -> list[str]:
     """Return the lines of `JOBS`, each once, oldest first; none without the file."""
     try:
-        lines = (run_dir / JOBS).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = read_regular(run_dir / JOBS).decode(errors="replace").splitlines()
     except FileNotFoundError:
         return []
     return [line for line in dict.fromkeys(lines) if _NUMBER.fullmatch(line.partition(" ")[0])]

@@ -20,6 +20,7 @@ from typing import IO
 
 from dist_mem.errors import UnfitError, UnusableError
 from dist_mem.runtime.environment import node_name
+from dist_mem.runtime.files import open_regular
 
 POLL_SECONDS = 0.1  # between two attempts: a signal handler that only sets a flag does not end a blocking flock
 
@@ -46,7 +47,7 @@ def held(path: Path, what: str) -> Iterator[None]:
 @contextmanager
 def lock_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a lock file, which is made if it is absent."""
-    with path.open("a+b", buffering=0) as file:
+    with open_regular(path, "a+b", buffering=0) as file:
         yield file
 
 

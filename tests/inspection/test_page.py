@@ -206,7 +206,7 @@ def test_no_file_from_outside_of_the_run_comes_into_the_page(
     inside.unlink()
     os.mkfifo(inside)
     assert report(run_dir, *BOOK, "-o", tmp_path / "secret.html") == EXIT_USAGE
-    assert "is no regular file: remove it" in capsys.readouterr().err
+    assert f"{inside}: a pipe" in capsys.readouterr().err
     assert not (tmp_path / "secret.html").exists()
 
 

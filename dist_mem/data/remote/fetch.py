@@ -31,7 +31,7 @@ from fsspec.callbacks import Callback
 
 from dist_mem.errors import UnfitError, UnusableError, run_error
 from dist_mem.runtime.extras import require
-from dist_mem.runtime.files import fsync_path
+from dist_mem.runtime.files import fsync_path, open_regular
 
 log = logging.getLogger(__name__)
 STALL_SECONDS = 60.0  # without a byte
@@ -139,7 +139,7 @@ def locked(path: Path, cancelled: threading.Event | None = None, *, key: str = "
     """
     with writing(path.parent, key=key):
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+b", buffering=0)
+        file = open_regular(path, "a+b", buffering=0)
     cancelled = cancelled or threading.Event()
     with file:
         while not _try_lock(file, path):
@@ -217,7 +217,7 @@ class _Progress(Callback):
 def _download_once(source: Address, partial: Path, limit: int, cancelled: threading.Event) -> None:
     progress = _Progress(limit)
     ended = threading.Event()
-    with partial.open("ab") as file:
+    with open_regular(partial, "ab") as file:
         files, arguments = _request(source, file, progress)
 
         async def run() -> None:
@@ -362,7 +362,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def _web_page(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         head = file.read(60)
     return f"; it is a web page: {head.decode('utf-8', 'replace')!r}" if head.lstrip().startswith(b"<") else ""
 

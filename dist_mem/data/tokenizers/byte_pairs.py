@@ -19,6 +19,7 @@ import numpy as np
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.errors import reason_of
 from dist_mem.runtime.extras import require
+from dist_mem.runtime.files import read_regular
 
 END_OF_TEXT = "<|endoftext|>"
 _PURPOSE = "a tokenizer of GPT-2's kind"
@@ -97,11 +98,11 @@ def read_byte_pairs(folder: Path) -> BytePairTokenizer:
     vocab_file, merges_file, whole = folder / "vocab.json", folder / "merges.txt", folder / "tokenizer.json"
     try:
         if vocab_file.exists() and merges_file.exists():
-            lines = merges_file.read_text(encoding="utf-8").split("\n")
+            lines = read_regular(merges_file).decode().split("\n")
             merges = [line for line in lines if line and not line.startswith("#version")]
-            return _of_ids(json.loads(vocab_file.read_text(encoding="utf-8")), merges)
+            return _of_ids(json.loads(read_regular(vocab_file)), merges)
         if whole.exists():
-            return _of_whole(json.loads(whole.read_text(encoding="utf-8")))
+            return _of_whole(json.loads(read_regular(whole)))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder} holds no tokenizer of GPT-2's kind: {reason_of(error)}") from error
     raise ValueError(f"{folder} has neither vocab.json and merges.txt nor tokenizer.json")
