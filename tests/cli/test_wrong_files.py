@@ -93,7 +93,9 @@ def faults(whole: Whole, path: Path, damage: Damage, command: str, seed: int) ->
             yield f"another result without a word: {answer.printed[-300:]}"
 
 
-ALONE = re.compile(r"no Slurm|no squeue|no job and no log")  # true, whatever a line of the file says
+ALONE = re.compile(
+    r"no Slurm|no squeue|no job and no log|train.steps and train.epochs: neither"
+)  # true, whatever a line of the file says
 
 
 def may_be_left(path: Path, damage: Damage, command: str) -> bool:

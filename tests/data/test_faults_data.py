@@ -162,8 +162,7 @@ def test_a_path_that_is_no_directory_is_the_users_and_a_failing_disk_is_not(
     def fail(path: Path, *_: object, **__: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
-    monkeypatch.setattr(Path, "read_bytes", fail)
-    monkeypatch.setattr(Path, "stat", fail)
+    monkeypatch.setattr(os, "open", fail)
     for read in (lambda: read_index(data / "train"), lambda: load_tokenizer(data), lambda: read_tokens(index, 0)):
         with refused(OSError):
             read()
