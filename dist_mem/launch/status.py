@@ -135,7 +135,8 @@ def _checkpoint(run_dir: Path) -> dict[str, Any] | None:
 
 def _last_end(run_dir: Path) -> dict[str, Any] | None:
     """Return how the newest finished start ended; a start whose batch script was killed leaves no exit code."""
-    codes = [(path.stat().st_mtime, path) for path in run_dir.glob("slurm/*/exit_code")]
+    found = (folder / "exit_code" for folder in run_dir.glob("slurm/*/"))
+    codes = [(path.lstat().st_mtime, path) for path in found if not is_missing(path)]
     for _, path in sorted(codes, reverse=True):
         text = read_regular(path)
         with suppress(ValueError):  # it is being written

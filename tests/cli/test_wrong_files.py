@@ -25,7 +25,7 @@ from dist_mem.runtime.network_interface import free_port
 from tests.cli.test_damaged_runs import changed
 from tests.cli.test_fuzz_input import PIECES
 from tests.runtime.test_terminal import steering
-from tests.support.faults import CONTENTS, PLACES, Damage, flipped
+from tests.support.faults import CONTENTS, PLACES, Damage, as_pipe, flipped
 from tests.support.ranks import launcher_environment
 from tests.support.whole_folders import COMMANDS, FAST, Answer, Folders, make_folders, opened_by, run_command
 
@@ -190,3 +190,12 @@ def test_no_input_of_a_command_is_a_traceback_or_does_not_end(whole: Whole, num:
             wrong[f"{path}, {damage.__name__}, {command}, seed {number}"] = found
     print("\ninputs tried:", dict(ends))
     assert wrong == {}
+
+
+def test_a_check_refuses_a_run_whose_start_would_be_refused(whole: Whole) -> None:
+    copy = copied(whole.folders, whole.folders.root / "copy")
+    arguments = copy.arguments("train RUN/config.yaml --check run_dir=RUN")
+    assert run_command(arguments).code == 0
+    as_pipe(next(copy.root.glob("run/checkpoints/*/engine.json")), random.Random())
+    answer = run_command(arguments)
+    assert answer.code == 2 and "engine.json" in answer.error and "no checkpoint verifies" in answer.error
