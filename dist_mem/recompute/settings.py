@@ -77,7 +77,8 @@ def _load(run_dir: Path, part: Part, overrides: Sequence[str], *, with_memory: b
             return load_config([str(path), *_WITHOUT, *overrides], memory_options=options)
         except ConfigError as error:  # names the temporary file
             where = f"{run_dir / HISTORY}, config of step {part.step}"
-            problems = [each._replace(where=where) if each.where == str(path) else each for each in error.problems]
+            own = "", str(path)
+            problems = [each._replace(where=where) if each.where in own else each for each in error.problems]
             raise ConfigError(problems) from None
 
 

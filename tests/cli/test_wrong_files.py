@@ -81,7 +81,7 @@ def faults(whole: Whole, path: Path, damage: Damage, command: str, seed: int) ->
         allowed.add(1)  # "something is damaged"
     if answer.code not in allowed or "Traceback" in text:
         yield f"code {answer.code}: {text[-300:]}"
-    elif answer.code and path.name not in text and not ALONE.search(text):
+    elif answer.code and path.name not in text and str(path.parent) not in text and not ALONE.search(text):
         yield f"code {answer.code} does not name the file: {text[-300:]}"
     elif steering(text):
         yield f"steers a terminal: {text[-300:]!r}"
