@@ -99,8 +99,8 @@ def read_config(run_dir: Path, given: Any) -> Config:
     if is_missing(path):
         raise UnusableError(f"{path} is missing; give the directory of a run")
     saved, defaults = read_saved(path), OmegaConf.to_container(OmegaConf.structured(TrackingConfig))
-    found = check_tree(TrackingConfig, saved.get("tracking", {}), key="tracking")
-    stop_on([problem._replace(where=str(path)) for problem in found if "unknown key" not in problem.text])
+    wrong = check_tree(TrackingConfig, saved.get("tracking", {}), key="tracking")
+    stop_on([problem._replace(where=str(path)) for problem in wrong if "unknown key" not in problem.text])
     return cast(Config, OmegaConf.merge({"tracking": defaults}, saved, given))
 
 
