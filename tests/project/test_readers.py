@@ -43,6 +43,7 @@ ALLOWED: dict[str, str] = {
     "launch/script.py:render": _OWN,
     "cli/standard_streams.py:_redirect_to_null": "the null device",
     "generation/continue_prompts.py:_print_now": "the null device",
+    "data/remote/stage.py:_blocks": "a tar whose copying can be stopped; its tests hold it up with a pipe",
     "data/tar.py:write_tar": _MADE,
     "engine/cpu_op.py:building": "the lock of a folder that only this user can write",
     "datasets/recipes/wikitext.py:scan": _TYPED,

@@ -32,7 +32,6 @@ from dist_mem.runtime.files import (
     NotOwnError,
     fsync_path,
     make_own,
-    open_regular,
     read_regular,
     sha256_of,
     write_bytes,
@@ -216,7 +215,7 @@ def _blocks(path: Path, closed: threading.Event) -> Iterator[memoryview]:
     """Yield the content of a source file in blocks."""
     block = memoryview(bytearray(BLOCK_BYTES))
     try:
-        with reading(path, ": build (--overwrite) or copy it again"), open_regular(path) as file:
+        with reading(path, ": build (--overwrite) or copy it again"), path.open("rb", buffering=0) as file:
             while size := file.readinto(block):
                 if closed.is_set():
                     raise FailedRemoteError(f"{path}: given up, the reader was closed")
