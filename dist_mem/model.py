@@ -18,7 +18,18 @@ from torch import Tensor, nn
 from dist_mem.block import Block, make_block
 from dist_mem.config import Config, ModelConfig
 from dist_mem.config.memory_blocks import described
-from dist_mem.memory.base import Memory, MemoryState, Opened, Places, Stem, named_tensors, select_lanes, steps
+from dist_mem.memory.base import (
+    Count,
+    Memory,
+    MemoryState,
+    Opened,
+    Places,
+    Stem,
+    named_tensors,
+    prefixed,
+    select_lanes,
+    steps,
+)
 from dist_mem.nn.family import family_of
 from dist_mem.nn.layers import DTYPES, Dropout, initialize
 from dist_mem.nn.named_tuples import replaced
@@ -142,6 +153,17 @@ class MemoryLM(nn.Module):
         blocks = tuple(memory.init_state(document_ids, device, dtype) for memory in self.memories())
         types = () if self.token_types is None else self.token_types.init_state(len(document_ids), device)
         return LMState(blocks, self.stem.init_state(document_ids, device, dtype), types)
+
+    def counts(self, state: LMState) -> dict[str, Count]:
+        """Return the counts in a state, as `Memory.counts`."""
+        found = prefixed("stem", self.stem.counts(state.stem))
+        for number, (memory, part) in enumerate(zip(self.memories(), state.blocks, strict=True)):
+            found |= prefixed(f"blocks.{number}", memory.counts(part))
+        if self.token_types is not None:
+            last_type, last_token = len(self.token_types.ids) - 1, torch.iinfo(torch.int32).max
+            newest = Count(state.types.newest, last_token, least=-1)
+            found |= {"types.current": Count(state.types.current, last_type), "types.newest": newest}
+        return found
 
     def features(self, tokens: Tensor, valid_len: Tensor, *, state: LMState) -> Features:
         """Compute everything but the softmax: tokens (B, T) int64, valid_len (B,) int64."""

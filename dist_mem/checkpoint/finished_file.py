@@ -9,7 +9,7 @@ from typing import NamedTuple
 from dist_mem.config import TrainConfig
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.file_schema import check, integer, number, optional, read_json, record
-from dist_mem.runtime.files import write_text
+from dist_mem.runtime.files import is_missing, write_text
 
 _FILE = "finished.json"
 _REMEDY = "; remove the file"
@@ -40,7 +40,7 @@ def read_finished(run_dir: Path) -> Finished | None:
         UnusableError: it is damaged.
     """
     path = run_dir / _FILE
-    if not path.exists():
+    if is_missing(path):
         return None
     body = read_json(path, UnusableError, _REMEDY)
     check(body, _FINISHED, path, UnusableError, _REMEDY)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from safetensors import SafetensorError
 from dist_mem.checkpoint.schemas import manifest_problems
 from dist_mem.errors import EXIT_FAILED, CheckpointError, UnreadableError, run_error
 from dist_mem.runtime.file_schema import check, read_json
-from dist_mem.runtime.files import sha256_of, write_text
+from dist_mem.runtime.files import WrongFileError, is_missing, open_regular, sha256_of, write_text
 
 FORMAT_VERSION = 4
 _NAME = "manifest.json"
@@ -59,7 +60,8 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise unreadable(error, f"{path}: cannot be read ({error})") from error
+        reason = error.strerror if isinstance(error, WrongFileError) else error
+        raise unreadable(error, f"{path}: cannot be read ({reason})") from error
 
 
 def unreadable(error: Exception, message: str) -> CheckpointError:
@@ -99,7 +101,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     with reading(path):
         if not directory.is_dir():
             raise CheckpointError(f"{directory}: there is no such checkpoint")
-        if not path.exists():
+        if is_missing(path):
             raise CheckpointError(f"{directory}: no {_NAME}, so this save never finished")
         manifest = read_json(path, CheckpointError)
     if not isinstance(manifest, dict) or type(manifest.get("format_version")) is not int:
@@ -123,10 +125,10 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 def verify_size(directory: Path, name: str, entry: dict[str, Any]) -> None:
     """Compare the size of a file with its entry in the manifest. Raises CheckpointError."""
     path = directory / name
-    with reading(path):
-        if not path.is_file():
-            raise CheckpointError(f"{path}: missing")
-        size = path.stat().st_size
+    if is_missing(path):
+        raise CheckpointError(f"{path}: missing")
+    with reading(path), open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
     if size != entry["bytes"]:
         longer = "edited, or of another version?): copy it again, and give settings to what loads it"
         reason = "cut short?)" if size < entry["bytes"] else longer

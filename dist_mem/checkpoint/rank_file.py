@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dist_mem.checkpoint.manifest import reading
 from dist_mem.errors import CheckpointError
+from dist_mem.runtime.files import by_name
 
 FOLDER = "ranks"
 
@@ -45,7 +46,8 @@ class RankFile:
         prefix = f"{part}/"
         self.path = path
         with reading(path):
-            self._file = safe_open(path, framework="pt")
+            with by_name(path) as name:
+                self._file = safe_open(name, framework="pt")
             keys = self._file.keys()
         self._keys = {key.removeprefix(prefix): key for key in keys if key.startswith(prefix)}
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dist_mem.checkpoint.manifest import read_manifest
+from dist_mem.checkpoint.manifest import first_verified, verify, verify_size
 from dist_mem.checkpoint.resume_choice import Choice, choose_checkpoint, find_candidates, readable
 from dist_mem.config import Config, ConfigError, load_config, read_config
 from dist_mem.config.memory_blocks import kinds_of
@@ -66,15 +66,19 @@ def check_run_dir(config: Config, allowed: Sequence[str] = ()) -> None:
         UnusableError: the job would be refused.
     """
     _check_place(Path(config.run_dir))
-    request = readable(lambda: find_candidates(config.resume, Path(config.run_dir)))
-    for directory in request.candidates:
+    saved: dict[Path, Config] = {}
+
+    def check(directory: Path) -> dict[str, Any]:
+        manifest = verify(directory, verify_size)
         try:
-            saved = read_saved_config(directory, config.memory)
-            manifest = read_manifest(directory)
-        except (ConfigError, CheckpointError, OSError):  # damaged: the job passes it over and reports the reason
-            continue
-        _check_changes(saved, config, manifest, allowed)
-        return
+            saved[directory] = read_saved_config(directory, config.memory)
+        except ConfigError as error:  # damaged: the job passes it over and reports the reason
+            raise CheckpointError(f"{directory}: {error}") from error
+        return manifest
+
+    request = readable(lambda: find_candidates(config.resume, Path(config.run_dir)))
+    if found := first_verified(request.candidates, check):
+        _check_changes(saved[found[0]], config, found[1], allowed)
 
 
 def _check_place(run_dir: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dist_mem.runtime.environment import node_name
+from dist_mem.runtime.files import open_regular
 
 LOST_LINES = "lost_output.txt"  # in the run directory
 
@@ -51,8 +52,8 @@ class Output(io.FileIO):
             with suppress(OSError):  # on the same disk: tried again with the next line
                 place = f"process {os.getpid()} on {node_name()}"
                 line = f"{time.strftime('%F %T')}: {place} lost lines for {self.name}: {error}\n"
-                with (self.run_dir / LOST_LINES).open("a", encoding="utf-8") as file:
-                    file.write(line)
+                with open_regular(self.run_dir / LOST_LINES, "ab") as file:
+                    file.write(line.encode(errors="replace"))
                 self.run_dir = None
         return memoryview(content).nbytes
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dist_mem.errors import UnusableError, run_error
-from dist_mem.runtime.files import make_folder, write_text
+from dist_mem.runtime.files import make_folder, read_regular, write_text
 from dist_mem.runtime.shipped import shipped_root
 
 # name in the project -> file among the shipped ones
@@ -51,7 +51,7 @@ def _is_own_half(folder: Path, contents: Mapping[str, str]) -> bool:
     found = list(folder.iterdir())
     partial = [path for path in found if re.sub(r"\.\d+\.partial$", "", path.name) in contents.keys() - {path.name}]
     whole = [path for path in found if path not in partial]
-    is_own = all(path.is_file() and path.read_bytes() == contents.get(path.name, "").encode() for path in whole)
+    is_own = all(path.is_file() and read_regular(path) == contents.get(path.name, "").encode() for path in whole)
     if not is_own or len(whole) == len(contents):
         return False
     for path in partial:

@@ -72,7 +72,7 @@ def read_document(path: Path) -> Document:
     """
     form = "JSON" if path.suffix == ".json" else "YAML"
     try:
-        content = read_at_most(as_submitted(path), MAX_BYTES)
+        content = read_at_most(as_submitted(path), MAX_BYTES, is_regular=True)
         tree, lines = parse(content) if form == "YAML" else (parse_json(content), {})
         if tree is not None and not isinstance(tree, dict):
             holds = "a list" if isinstance(tree, list) else shown(tree)

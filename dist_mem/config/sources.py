@@ -6,6 +6,7 @@ text becomes a value.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,7 +39,7 @@ from dist_mem.config.schema import Config
 from dist_mem.config.text_checks import metadata_of
 from dist_mem.config.values import Letters, as_override, settled, typed, yaml_error
 from dist_mem.runtime.environment import as_submitted
-from dist_mem.runtime.files import at_home, is_dir, is_file
+from dist_mem.runtime.files import WrongFileError, at_home, is_dir, is_file, open_regular
 from dist_mem.runtime.shipped import say_where_from, shipped_path, shipped_root
 
 COMMAND_LINE = "command line"
@@ -142,6 +143,11 @@ def find_file(name: str, folders: Sequence[Path]) -> Path:
         if (shipped := shipped_path(str(folder / name))) and is_file(shipped):
             say_where_from()
             return shipped
+    if os.path.lexists(name) and not is_dir(Path(name)):
+        try:
+            open_regular(Path(name)).close()
+        except WrongFileError as error:
+            raise ConfigError([Problem("", f"is {error.strerror}", name)]) from error
     if is_dir(Path(name)):
         inside = Path(name) / "config.yaml"
         meant = f"; did you mean {inside}?" if inside.is_file() else ""

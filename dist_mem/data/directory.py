@@ -84,9 +84,13 @@ def index_alone(data: DataConfig, split: str) -> Index:
     """Open a split as `open_index`, whatever the other splits are."""
     if not is_remote(data.path):
         check_split(data, split)
-        return staged(read_index(local_dir(data) / split), data)
     index = read_index(local_dir(data) / split)
-    return staged(replace(index, source=RemoteShards(data.path, index.split_dir)), data)
+    if index.split != split:  # results are named after it
+        path = index.split_dir / INDEX_NAME
+        raise ShardError(f"{path} is of split {index.split!r}, but its folder is {split!r}: rename the folder")
+    if is_remote(data.path):
+        index = replace(index, source=RemoteShards(data.path, index.split_dir))
+    return staged(index, data)
 
 
 def check_split(data: DataConfig, split: str) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from codecs import getincrementaldecoder
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from dist_mem.data.metadata import BUILD_FIRST, REMEDY, ShardError, read_metadat
 from dist_mem.data.tar import ID_PATTERN, MASK_DTYPE, MAX_ID_LEN, MAX_TOKENS, RECALL_DTYPE
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.file_schema import check, integer, leaf, one_of, optional, plain_name, record, rows, sha256, text
-from dist_mem.runtime.files import sha256_of, write_bytes, write_text
+from dist_mem.runtime.files import open_regular, sha256_of, write_bytes, write_text
 from dist_mem.runtime.names import PLAIN, is_plain
 
 FORMAT_VERSION = 2
@@ -235,8 +236,8 @@ def read_index_json(path: Path) -> dict[str, Any]:
     Raises:
         ShardError: it is missing, damaged, or of another format.
     """
-    with reading(path, BUILD_FIRST):
-        size = path.stat().st_size
+    with reading(path, BUILD_FIRST), open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
     if size > MAX_INDEX_BYTES:
         raise ShardError(f"{path} has {size:,} bytes, so it is of an older format, with all documents in it{REMEDY}")
     body = read_metadata(path, version=FORMAT_VERSION)
@@ -264,7 +265,7 @@ def map_documents(path: Path, head: Mapping[str, Any], index_path: Path) -> Docu
         ShardError: it is missing or damaged, or belongs to another index.json.
     """
     stated = head["documents"]
-    with reading(path, f", but {index_path} names it{REMEDY}"), path.open("rb") as file:
+    with reading(path, f", but {index_path} names it{REMEDY}"), open_regular(path) as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
         if (file.tell(), found) != (stated["bytes"], stated["sha256"]):
             raise ShardError(

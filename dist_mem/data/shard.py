@@ -14,6 +14,7 @@ describes the format for other readers.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -47,6 +48,7 @@ from dist_mem.data.tar import (
     sample_files,
     write_tar,
 )
+from dist_mem.runtime.files import open_regular
 from dist_mem.runtime.names import check_plain
 
 MAX_YEAR = 10**6  # BC and AD
@@ -267,11 +269,11 @@ def _map_shard(index: Index, entry: DocumentEntry) -> np.ndarray:
     index.source.fetch(shard)
     path = index.split_dir / shard.name
     remedy = f"; document {entry.id} lies in it: build (--overwrite) or copy it again"
-    with reading(path, remedy):
-        size = path.stat().st_size
+    with reading(path, remedy), open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
         if size != shard.bytes:
             raise ShardError(f"{path} has {size} bytes, not the {shard.bytes} of the index{remedy}")
-        return np.memmap(path, dtype=np.uint8, mode="r")
+        return np.memmap(file, dtype=np.uint8, mode="r")
 
 
 def _shard_named(index: Index, name: str) -> ShardEntry:

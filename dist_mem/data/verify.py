@@ -8,6 +8,7 @@ it does not, every document is decoded: a checksum shows that the bytes are unch
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -34,7 +35,7 @@ from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import JSON_NAME
 from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.errors import UnusableError
-from dist_mem.runtime.files import sha256_of
+from dist_mem.runtime.files import WrongFileError, open_regular, sha256_of
 from dist_mem.runtime.names import is_hidden
 from dist_mem.runtime.terminal import counted
 
@@ -172,12 +173,17 @@ def _verify_shard(index: Index, shard: ShardEntry, tokenizer: Tokenizer | None) 
     except RemoteError as error:
         yield Problem(where, None, str(error))
         return
-    if not path.exists():
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
         first = index.documents[numbers[0]].id if numbers else None
         lost = f", with {counted(len(numbers), 'document')} from {first} on" if numbers else ""
         yield Problem(where, first, f"missing{lost}: {REMEDY}")
         return
-    size = path.stat().st_size
+    except WrongFileError as error:
+        yield Problem(where, None, str(error.strerror))
+        return
     if size < shard.bytes:
         yield _cut(where, size, shard, [index.documents[number] for number in numbers])
     elif size > shard.bytes:
@@ -240,7 +246,8 @@ def _cut(where: str, size: int, shard: ShardEntry, entries: list[DocumentEntry])
 
 
 def _altered(index: Index, path: Path, where: str, numbers: list[int]) -> Iterator[Problem]:
-    content = np.memmap(path, dtype=np.uint8, mode="r")
+    with open_regular(path) as file:
+        content = np.memmap(file, dtype=np.uint8, mode="r")
     start, found = 0, 0
     for number in numbers:
         entry = index.documents[number]

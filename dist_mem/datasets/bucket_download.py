@@ -22,7 +22,7 @@ from typing import NamedTuple
 from dist_mem.data.remote import fetch as remote
 from dist_mem.data.remote.fetch import METADATA_BYTES, Verify
 from dist_mem.errors import UnfitError, UnusableError
-from dist_mem.runtime.files import write_bytes
+from dist_mem.runtime.files import read_regular, write_bytes
 from dist_mem.runtime.names import PLAIN, is_plain_path
 from dist_mem.runtime.progress import Progress
 
@@ -100,7 +100,7 @@ def is_complete(path: Path, file: RemoteFile) -> bool:
     """Return whether the local file has the listed size and MD5; without an MD5, whether it is newer than that one."""
     if not path.exists() or path.stat().st_size != file.num_bytes:
         return False
-    return path.stat().st_mtime > file.updated if file.md5 is None else _md5(path.read_bytes()) == file.md5
+    return path.stat().st_mtime > file.updated if file.md5 is None else _md5(read_regular(path)) == file.md5
 
 
 def fetch(url: str, *, limit: int = METADATA_BYTES, verify: Verify = lambda _: None) -> bytes:
@@ -118,7 +118,7 @@ def fetch(url: str, *, limit: int = METADATA_BYTES, verify: Verify = lambda _: N
             raise
         except remote.RemoteError as error:
             raise DownloadError(f"{error}; start the same command again to go on: finished files are kept") from error
-        return path.read_bytes()
+        return read_regular(path)
 
 
 def _download_file(base_url: str, file: RemoteFile, directory: Path) -> int:

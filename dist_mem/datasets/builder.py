@@ -50,7 +50,7 @@ from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.datasets.source import SourceDocument, check_sources, encoded, recall_distances, scored_tokens
 from dist_mem.errors import UnfitError, UnusableError
 from dist_mem.runtime.figures import json_text
-from dist_mem.runtime.files import replacing
+from dist_mem.runtime.files import open_regular, replacing
 from dist_mem.runtime.locks import held_folder
 from dist_mem.runtime.progress import Progress, counting
 
@@ -233,7 +233,7 @@ def _cut_pieces(documents: Sequence[SourceDocument], out: Path, fingerprint: str
 
 def _tokenized(pieces: Iterable[Piece], note_digest: Callable[[bytes], object]) -> Iterator[TokenizedDocument]:
     for piece in pieces:
-        with np.load(piece.path) as arrays:
+        with open_regular(piece.path) as file, np.load(file) as arrays:
             note_digest(arrays["texts"].tobytes())
             for number, document in enumerate(piece.documents):
                 words, num_bytes = arrays["sizes"][number].tolist()

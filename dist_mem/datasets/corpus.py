@@ -6,7 +6,6 @@ Data flow: find_files -> by_name, else split_names.py -> read_documents -> witho
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +37,7 @@ from dist_mem.datasets.split_names import (
 from dist_mem.datasets.tar_source import TAR_SUFFIXES, survey
 from dist_mem.datasets.tree import check_name, passed_over, print_passed_over, shown, suffix_of, walk
 from dist_mem.errors import UnusableError
-from dist_mem.runtime.file_schema import check, plain_name, record, rows, text
+from dist_mem.runtime.file_schema import check, plain_name, read_json, record, rows, text
 from dist_mem.runtime.progress import counting
 
 HF_STATE, HF_DICT = "state.json", "dataset_dict.json"  # of folders that Hugging Face's datasets saves
@@ -135,10 +134,7 @@ def _saved_dataset(state: Path) -> list[Path]:
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UnusableError(f"{path} is damaged ({error}): copy it again") from error
+    content = read_json(path, UnusableError, ": copy it again")
     check(content, _OF_DATASETS, path, UnusableError, ": copy the whole folder again")
     return dict(content)
 

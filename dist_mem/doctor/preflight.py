@@ -15,7 +15,7 @@ from dist_mem.config import Config, WatchdogConfig
 from dist_mem.doctor.examine import examine
 from dist_mem.runtime.distributed import World, gather_objects
 from dist_mem.runtime.environment import node_name
-from dist_mem.runtime.files import write_text
+from dist_mem.runtime.files import is_missing, read_regular, write_text
 from dist_mem.runtime.ranks import read_ranks
 from dist_mem.supervision.findings import RENDEZVOUS, WARNING, Finding, failed_nodes, lines, refuse
 from dist_mem.supervision.hang_report import FAILED_NODES
@@ -76,7 +76,7 @@ def note_failed_nodes(run_dir: Path, names: Iterable[str]) -> None:
     path = run_dir / FAILED_NODES
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        noted = path.read_text(encoding="utf-8").split() if path.exists() else []
+        noted = [] if is_missing(path) else read_regular(path).decode(errors="replace").split()
         write_text(path, "".join(f"{name}\n" for name in dict.fromkeys([*noted, *names])))
     except OSError as error:  # the job is refused anyway, for a more important reason
         log.warning("%s: %s", path, error)

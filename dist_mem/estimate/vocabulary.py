@@ -5,13 +5,14 @@ from __future__ import annotations
 from dist_mem.config import DataConfig, ModelConfig
 from dist_mem.data.directory import local_dir
 from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_metadata
+from dist_mem.runtime.files import is_missing
 
 ASSUMED_VOCAB_SIZE = 32_000  # the builders' default, used if the data is not built yet
 
 
 def data_is_built(data: DataConfig) -> bool:
     """Return whether the data directory has its tokenizer."""
-    return (local_dir(data) / JSON_NAME).exists()
+    return not is_missing(local_dir(data) / JSON_NAME)
 
 
 def vocab_size_of(data: DataConfig, model: ModelConfig) -> int:

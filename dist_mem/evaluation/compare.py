@@ -39,7 +39,7 @@ from dist_mem.evaluation.scores import (
     shown,
 )
 from dist_mem.runtime.figures import is_figure
-from dist_mem.runtime.files import is_wrong_path
+from dist_mem.runtime.files import is_missing, is_wrong_path
 from dist_mem.runtime.terminal import table
 
 _PREFERRED = ("test", "validation")
@@ -94,9 +94,9 @@ def find_reports(paths: Sequence[Path], split: str | None) -> list[Entry]:
 def _read_entry(name: str, path: Path) -> Entry:
     """Read the report at `path`, and the one without memory if it exists."""
     other = None if is_without_memory(path) else counterpart(path)
-    without_memory = read_report(other) if other is not None and other.exists() else None
+    without_memory = read_report(other) if other is not None and not is_missing(other) else None
     config = path.parent.parent / "config.yaml"
-    return Entry(name, read_report(path), without_memory, config if config.exists() else None)
+    return Entry(name, read_report(path), without_memory, None if is_missing(config) else config)
 
 
 def _remedy(path: Path, split: str) -> str:

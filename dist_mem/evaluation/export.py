@@ -43,7 +43,7 @@ from dist_mem.memory import memory_options
 from dist_mem.memory.outside import kept_kinds, sources
 from dist_mem.model import MemoryLM
 from dist_mem.nn.layers import DTYPES
-from dist_mem.runtime.files import is_wrong_path, new_folder, write_hashed, write_text
+from dist_mem.runtime.files import is_wrong_path, new_folder, read_regular, write_hashed, write_text
 from dist_mem.runtime.process_state import drawing
 from dist_mem.tracking.mlflow.models import Registration, check_registration, log_export, open_run
 from dist_mem.tracking.mlflow.store import read_run_id
@@ -180,7 +180,7 @@ def write_export(trained: TrainedModel, directory: Path, *, name: str, layout: s
     write_text(directory / "config.yaml", to_yaml(config, resolve=True))  # readable without environment variables
     for source in outside_memories(checkpoint):
         (directory / source).parent.mkdir(exist_ok=True)
-        write_text(directory / source, (checkpoint.directory / source).read_text(encoding="utf-8"))
+        write_text(directory / source, read_regular(checkpoint.directory / source).decode())
     write_text(directory / "README.md", card(trained, config, name, layout=layout))
     manifest = checkpoint.manifest
     metadata = {key: manifest[key] for key in _METADATA if key in manifest}

@@ -184,4 +184,12 @@ def _fitting(trained: TrainedModel, found: MemoryFile) -> LMState:
                 f"{found.path}: {name} is {theirs}, but in this model {mine}: {_again(trained, found.path)}"
             )
     names = iter(wanted)  # walks a state in the same order as map_state
-    return map_state(lambda part: found.tensors[next(names)].to(part.device), empty)
+    state: LMState = map_state(lambda part: found.tensors[next(names)].to(part.device), empty)
+    for name, count in trained.model.counts(state).items():
+        most = found.num_tokens + 1 if count.most is None else count.most  # with BOS
+        if ((count.value < count.least) | (count.value > most)).any():
+            raise UnusableError(
+                f"{found.path}: {name} is {count.value.tolist()}, but from {count.least} to {most} after "
+                f"{found.num_tokens:,} tokens: {_again(trained, found.path)}"
+            )
+    return state

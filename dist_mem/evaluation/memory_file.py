@@ -22,9 +22,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from dist_mem.data.tar import MAX_TOKENS
 from dist_mem.errors import UnusableError, run_error
 from dist_mem.runtime.file_schema import check, integer, leaf, record, rows, sha256, table, text
-from dist_mem.runtime.files import write_bytes
+from dist_mem.runtime.files import by_name, write_bytes
 
 FORMAT_VERSION = 1
 OPEN_SEGMENT = "open_segment"  # name of the tensor of inputs; names of a state's tensors contain a dot
@@ -38,7 +39,9 @@ _HEADER = record(
         "model": record({"name": text, "step": integer(), "weights_sha256": sha256}, is_open=True),
         "tokenizer_fingerprint": text,
         "settings": table(_SETTING),
-        "texts": rows(record({"name": text, "sha256": sha256, "num_tokens": integer()}, is_open=True)),
+        "texts": rows(
+            record({"name": text, "sha256": sha256, "num_tokens": integer(high=int(MAX_TOKENS))}, is_open=True)
+        ),
     },
     is_open=True,
 )
@@ -116,7 +119,7 @@ def read_memory_file(path: Path) -> MemoryFile:
         raise UnusableError(f"{path}: there is no such memory file; make it: dist-mem read TEXT --run RUN -o {path}")
     again = _AGAIN.format(path=path)
     try:
-        with path.open("rb"), safe_open(path, "pt") as file:
+        with by_name(path) as name, safe_open(name, "pt") as file:
             entry = (file.metadata() or {}).get(_ENTRY)
             tensors = {} if entry is None else {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:

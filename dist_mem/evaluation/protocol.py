@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from dist_mem.config import Config, EvalConfig
+from dist_mem.config.keys import TOKENS
 from dist_mem.config.memory_blocks import described, memories_of
+from dist_mem.runtime.file_schema import boolean, integer, one_of, optional, record, text
 
 WITHOUT_MEMORY = "without-memory"  # in names of files and metrics
 
@@ -42,6 +44,24 @@ class Protocol(NamedTuple):
         precision = "" if self.precision == "fp32" else f", {self.precision}"
         emptied = ", memory emptied at every segment" if self.without_memory else ""
         return f"T {self.seg_len}, M {self.mem_len}{clamp}{same_length}, {layout}{blocks}{first}{precision}{emptied}"
+
+
+_LENGTH = integer(1, TOKENS)
+PROTOCOL = record(  # of a protocol in a file
+    {
+        "seg_len": _LENGTH,
+        "mem_len": integer(0, TOKENS),
+        "clamp_len": optional(_LENGTH),
+        "same_length": boolean,
+        "layout": one_of("documents", "stream"),
+        "lanes": optional(integer(1)),
+        "blocks": boolean,
+        "max_document_len": optional(integer(1)),
+        "precision": text,
+        "without_memory": boolean,
+    },
+    is_open=False,
+)
 
 
 def protocol_of(config: Config, *, without_memory: bool = False) -> Protocol:

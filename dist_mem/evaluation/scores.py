@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_mem.errors import UnusableError
+from dist_mem.evaluation.protocol import PROTOCOL
 from dist_mem.runtime.csv_text import csv_text
 from dist_mem.runtime.figures import NO_FIGURE, exponential, is_figure, json_text
 from dist_mem.runtime.file_schema import MAX_INTEGER, check, integer, leaf, metric, number, optional, read_json, record
@@ -298,17 +299,21 @@ _REPORT = record(
     },
     is_open=False,
 )
-_BODY = record({"report": _REPORT}, {"metrics": table_of(optional(metric)), "step": integer()}, is_open=True)
+_FURTHER = {"metrics": table_of(optional(metric)), "step": integer(), "protocol": PROTOCOL}
+_BODY = record({"report": _REPORT}, _FURTHER, is_open=True)
 _REMEDY = "; give a report of `dist-mem evaluate`, or evaluate again"
 
 
-def read_report(path: Path) -> Report:
+def read_report(path: Path, *, inside: Path | None = None) -> Report:
     """Read a report that `write_report` wrote.
+
+    Args:
+        inside: as for `open_regular`.
 
     Raises:
         UnusableError: the file is not a report, or has another format.
     """
-    return report_from(read_json(path, UnusableError, _REMEDY), path)
+    return report_from(read_json(path, UnusableError, _REMEDY, inside=inside), path)
 
 
 def report_from(body: Any, path: Path) -> Report:
@@ -317,6 +322,9 @@ def report_from(body: Any, path: Path) -> Report:
     if (version := body["format_version"]) != FORMAT_VERSION:
         raise UnusableError(f"{path}: format_version {version} is not {FORMAT_VERSION}, the one read here{_REMEDY}")
     check(body, _BODY, path, UnusableError, _REMEDY)
+    for key in ("seg_len", "mem_len", "max_document_len") if "protocol" in body else ():
+        if (said := body["protocol"][key]) != (scored := body["report"][key]):
+            raise UnusableError(f"{path} is damaged (protocol.{key} is {said}, but report.{key} {scored}){_REMEDY}")
     content = dict(body["report"])
     documents = [DocumentScore(**document | {"nll": _nll(document["nll"])}) for document in content.pop("documents")]
     recall = [RecallScore(distance, _nll(nll), *rest) for distance, nll, *rest in content.pop("recall")]

@@ -51,6 +51,7 @@ from dist_mem.memory.base import map_state
 from dist_mem.memory.outside import kept_kinds, source_of
 from dist_mem.model import LMState, MemoryLM
 from dist_mem.nn.layers import DTYPES
+from dist_mem.runtime.files import by_name
 from dist_mem.runtime.process_state import drawing
 
 OVERRIDABLE = (
@@ -297,12 +298,13 @@ def load_exported(model: MemoryLM, directory: Path, *, is_published: bool) -> No
     """
     path = directory / WEIGHTS
     try:
-        if not is_published:
-            with safe_open(path, "pt") as file:
-                check_types({name: file.get_tensor(name).dtype for name in file.keys()}, str(path))  # noqa: SIM118
-            load_into(model, path)
-        elif left := take_published(model, load_file(path), str(path)):
-            raise ValueError(f"it has no {left[0]}")
+        with by_name(path) as opened:
+            if not is_published:
+                with safe_open(opened, "pt") as file:
+                    check_types({name: file.get_tensor(name).dtype for name in file.keys()}, str(path))  # noqa: SIM118
+                load_into(model, opened)
+            elif left := take_published(model, load_file(opened), str(path)):
+                raise ValueError(f"it has no {left[0]}")
     except OSError as error:
         raise run_error(error, f"{path} cannot be read: {error}") from error
     except (RuntimeError, SafetensorError, ValueError) as error:

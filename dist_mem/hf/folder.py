@@ -21,6 +21,7 @@ from dist_mem.hf.layout import Layout
 from dist_mem.hf.names import LAYOUTS, take_published
 from dist_mem.model import MemoryLM
 from dist_mem.runtime.file_schema import check, plain_name, read_json, record, table
+from dist_mem.runtime.files import by_name
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"  # of weights in several files
@@ -112,7 +113,8 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for path in (folder / name for name in names):
         try:
-            weights |= load_file(path)
+            with by_name(path) as name:
+                weights |= load_file(name)
         except (FileNotFoundError, SafetensorError, ValueError) as error:
             raise UnusableError(f"model.pretrained: {path} cannot be read ({error}): {_AGAIN}") from error
         except OSError as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 from dist_mem.errors import EXIT_DONE, UnusableError
 from dist_mem.launch import queue, slurm
 from dist_mem.launch.status import check_run_dir
+from dist_mem.runtime.files import open_regular, read_regular
 
 _CHUNK = 1 << 20  # bytes at the end of a log that are searched for lines
 _POLL_SECONDS = 0.5
@@ -39,8 +40,8 @@ def run(run_dir: Path, *, num_lines: int, follow: bool, sleep: Callable[[float],
     for path in paths:
         text, offsets[path] = _end_of(path, num_lines)
         print(f"==> {path} <==\n{text}", flush=True)
-    for path in [path for path in sorted(run_dir.glob("hangs/*/report.txt")) if path.is_file()][-1:]:
-        print(f"==> {path} <==\n{path.read_text(encoding='utf-8', errors='replace')}", flush=True)
+    for path in sorted(run_dir.glob("hangs/*/report.txt"))[-1:]:
+        print(f"==> {path} <==\n{read_regular(path).decode(errors='replace')}", flush=True)
     if follow:
         _follow(run_dir, offsets, sleep)
     return EXIT_DONE
@@ -85,8 +86,8 @@ def _describe_missing_logs(run_dir: Path) -> str:
 
 def _end_of(path: Path, num_lines: int) -> tuple[str, int]:
     """Return the last lines of a file, and its size."""
-    with path.open("rb") as file:
-        size = path.stat().st_size
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
         file.seek(max(0, size - _CHUNK))
         lines = file.read(_CHUNK).decode(errors="replace").splitlines(keepends=True)
     return "".join(lines[-num_lines:]), size
@@ -118,7 +119,7 @@ def _follow(run_dir: Path, offsets: dict[Path, int], sleep: Callable[[float], No
 
 def _new_text(path: Path, offsets: dict[Path, int]) -> str:
     """Return the text that was appended to a file since the last call."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         file.seek(offsets.get(path, 0))
         new = file.read()
         offsets[path] = file.tell()

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from dist_mem.errors import UnfitError, UnusableError, run_error
 from dist_mem.launch import slurm
 from dist_mem.launch.slurm import Job
-from dist_mem.runtime.files import check_regular, is_wrong_path, write_text
+from dist_mem.runtime.files import open_regular, read_regular, write_text
 
 JOBS = Path("slurm") / "jobs"  # in the run directory
 CANCELLED = Path("slurm") / "cancelled"
@@ -59,8 +59,8 @@ def record(run_dir: Path, number: str, cluster: str) -> None:
     """
     job = next(iter(slurm.listed([number], cluster)), None)
     facts = f" {job.submitted} {job.name} {run_dir.resolve()}" if job else ""
-    with (run_dir / JOBS).open("a", encoding="utf-8") as file:
-        file.write(f"{number} {cluster}{facts}\n")
+    with open_regular(run_dir / JOBS, "ab") as file:
+        file.write(f"{number} {cluster}{facts}\n".encode())
 
 
 def recorded(run_dir: Path) -> list[Record]:
@@ -74,14 +74,12 @@ def recorded(run_dir: Path) -> list[Record]:
 
 
 def _lines(path: Path) -> list[str]:
-    check_regular(path)
     try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return read_regular(path).decode(errors="replace").splitlines()
     except FileNotFoundError:
         return []
     except OSError as error:
-        text = f"{path} cannot be read ({error.strerror}): move it away"
-        raise UnusableError(text) if is_wrong_path(error) else run_error(error, text) from error
+        raise run_error(error) from error
 
 
 def look(run_dir: Path) -> Found:

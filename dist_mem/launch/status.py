@@ -25,6 +25,7 @@ from dist_mem.errors import EXIT_DONE, UnusableError, run_error
 from dist_mem.launch import queue, slurm
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.file_schema import MAX_INTEGER
+from dist_mem.runtime.files import is_missing, open_regular, read_regular
 from dist_mem.runtime.terminal import labelled
 from dist_mem.supervision.lease import sign_of_life
 from dist_mem.tracking.log import METRICS_FILE, last_point
@@ -117,8 +118,12 @@ def read_state(run_dir: Path) -> dict[str, Any]:
 
 def _saved_value(run_dir: Path, key: str) -> Any:
     """Return a value of the run's configuration; None if it is missing, or uses a variable that is not set here."""
+    path = run_dir / "config.yaml"
+    if is_missing(path):
+        return None
+    open_regular(path).close()
     with suppress(ValueError, OmegaConfBaseException):
-        return OmegaConf.select(OmegaConf.create(read_saved(run_dir / "config.yaml")), key)
+        return OmegaConf.select(OmegaConf.create(read_saved(path)), key)
     return None
 
 
@@ -132,10 +137,12 @@ def _checkpoint(run_dir: Path) -> dict[str, Any] | None:
 
 def _last_end(run_dir: Path) -> dict[str, Any] | None:
     """Return how the newest finished start ended; a start whose batch script was killed leaves no exit code."""
-    codes = [(path.stat().st_mtime, path) for path in run_dir.glob("slurm/*/exit_code") if path.is_file()]
+    found = (folder / "exit_code" for folder in run_dir.glob("slurm/*/"))
+    codes = [(path.lstat().st_mtime, path) for path in found if not is_missing(path)]
     for _, path in sorted(codes, reverse=True):
-        with suppress(OSError, ValueError):
-            code = int(path.read_text(encoding="ascii"))
+        text = read_regular(path)
+        with suppress(ValueError):  # it is being written
+            code = int(text)
             return {"job": path.parent.name, "exit_code": code, "meaning": meaning_of(code)}
     return None
 
@@ -150,11 +157,13 @@ def meaning_of(code: int) -> str:
 
 
 def _mlflow(run_dir: Path) -> dict[str, str | None] | None:
-    with suppress(OSError, ValueError):
-        run_id = (run_dir / RUN_ID_FILE).read_text(encoding="utf-8", errors="replace").strip()
-        uri = _saved_value(run_dir, "tracking.uri")
-        return {"run_id": run_id, "uri": without_credentials(uri) if isinstance(uri, str) else None}
-    return None
+    if is_missing(run_dir / RUN_ID_FILE):
+        return None
+    run_id, uri = read_regular(run_dir / RUN_ID_FILE).decode(errors="replace").strip(), None
+    with suppress(ValueError):  # no address
+        given = _saved_value(run_dir, "tracking.uri")
+        uri = without_credentials(given) if isinstance(given, str) else None
+    return {"run_id": run_id, "uri": uri}
 
 
 def _describe(state: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -51,6 +51,14 @@ class MemoryOutput(NamedTuple):
     logs: Mapping[str, Tensor] = NO_LOGS  # name -> () or (B,) values logged as memory/NAME, without gradient
 
 
+class Count(NamedTuple):
+    """A count in a state, and the range in which every reading leaves it."""
+
+    value: Tensor  # (B,) or (B, N) int64
+    most: int | None = None  # None: the number of tokens that were read
+    least: int = 0
+
+
 class Memory(nn.Module):
     """Base class of all memory layers.
 
@@ -128,6 +136,10 @@ class Memory(nn.Module):
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> MemoryState:
         """Return an empty memory for each lane; `document_ids` (B,) int64 seed random draws (rule 8)."""
         raise NotImplementedError
+
+    def counts(self, state: MemoryState) -> dict[str, Count]:
+        """Return the counts in a state by their names in `named_tensors`; one from a file may be of another writer."""
+        return {}
 
     def forward(self, x: Tensor, state: MemoryState, valid_len: Tensor) -> MemoryOutput:
         """Attend, and return the new state; see the class."""
@@ -232,6 +244,10 @@ class Stem(nn.Module):
         """Return an empty state for each lane, as `Memory.init_state`."""
         return ()
 
+    def counts(self, state: MemoryState) -> dict[str, Count]:
+        """Return the counts in a state, as `Memory.counts`."""
+        return {}
+
     def reset_parameters(self) -> None:
         """Adjust initial weights, as `Memory.reset_parameters`."""
 
@@ -296,6 +312,11 @@ def detached(state: StateT) -> StateT:
     """Return the state without gradient: the border of a window of `train.bptt_segments` segments."""
     cut: StateT = map_state(Tensor.detach, state)
     return cut
+
+
+def prefixed(name: str, counts: Mapping[str, Count]) -> dict[str, Count]:
+    """Return the counts of a part of a state as those of the whole."""
+    return {f"{name}.{each}": count for each, count in counts.items()}
 
 
 def named_tensors(state: MemoryState, prefix: str = "") -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dist_mem.config.keys import TOKENS, WIDTH, key
-from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, MemoryOutput, Opened, Places, StepOutput
+from dist_mem.memory.base import Count, Evicted, Inspectable, LayerSpec, MemoryOutput, Opened, Places, StepOutput
 from dist_mem.memory.parts.inspection import Inspection, of_tokens, rows_of, segment_rows, token_spans
 from dist_mem.memory.parts.learned_start import LearnedStart
 from dist_mem.memory.parts.state_cell import (
@@ -124,6 +124,9 @@ class BlockRecurrent(Inspectable):
         recurrent = torch.zeros(num_lanes, self.options.num_states, spec.d_model, device=device, dtype=exact)
         length = torch.zeros(num_lanes, device=device, dtype=torch.int64)
         return State(rows, rows.clone(), length, recurrent)
+
+    def counts(self, state: State) -> dict[str, Count]:
+        return {"length": Count(state.length, self.window)}
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         seg_len, window = x.shape[1], self.window

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from dist_mem.config.keys import TOKENS, key
 from dist_mem.memory import transformer_xl
 from dist_mem.memory.base import (
+    Count,
     Evicted,
     Inspectable,
     LayerSpec,
@@ -34,6 +35,7 @@ from dist_mem.memory.base import (
     Places,
     StepOutput,
     check_choices,
+    prefixed,
     select_lanes,
 )
 from dist_mem.memory.parts.compression import COMPRESSIONS, MostUsed
@@ -156,6 +158,12 @@ class Compressive(Inspectable):
             return transformer_xl.empty(len(document_ids), num_rows, self.spec.d_model, device=device, dtype=dtype)
 
         return State(empty(self.options.mem_len), empty(self.options.cmem_len))
+
+    def counts(self, state: State) -> dict[str, Count]:
+        return {
+            **prefixed("memory", transformer_xl.counts_of(state.memory)),
+            **prefixed("compressed", transformer_xl.counts_of(state.compressed)),
+        }
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         memory, compressed = state

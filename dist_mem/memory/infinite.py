@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_mem.memory.base import Memory, MemoryOutput, Opened, Places, Stem, StepOutput, steps
+from dist_mem.memory.base import Count, Memory, MemoryOutput, Opened, Places, Stem, StepOutput, prefixed, steps
 from dist_mem.memory.parts.infinite_options import InfiniteOptions
 from dist_mem.memory.parts.inspection import Inspection
 from dist_mem.memory.parts.signal import Readable, Signal, State
@@ -100,6 +100,19 @@ class Infinite(Signal):
             segment=torch.zeros(num_lanes, device=device, dtype=torch.int64),
             pending_len=torch.zeros(num_lanes, device=device, dtype=torch.int64) if self.spec.short_first else (),
         )
+
+    def counts(self, state: State) -> dict[str, Count]:
+        return {
+            **prefixed("over", self.over.counts(state.over)),
+            "num_tokens": Count(state.num_tokens),
+            "document": Count(state.document, torch.iinfo(torch.int64).max),
+            "segment": Count(state.segment),
+            **(
+                {"pending_len": Count(pending, self.evicted_len)}
+                if isinstance(pending := state.pending_len, Tensor)
+                else {}
+            ),
+        }
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         below = self.over(x, state.over, valid_len)

@@ -21,6 +21,7 @@ from torch import Tensor
 from dist_mem.config.keys import TOKENS, key
 from dist_mem.memory import transformer_xl
 from dist_mem.memory.base import (
+    Count,
     Evicted,
     Inspectable,
     LayerSpec,
@@ -57,6 +58,9 @@ class EmbeddingStem(Stem):
 
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> transformer_xl.State:
         return transformer_xl.empty(len(document_ids), self.mem_len, self.d_model, device=device, dtype=dtype)
+
+    def counts(self, state: transformer_xl.State) -> dict[str, Count]:
+        return transformer_xl.counts_of(state)
 
     def forward(self, x: Tensor, state: transformer_xl.State) -> tuple[Tensor, transformer_xl.State]:
         return torch.cat([state.hidden.to(x.dtype), x], dim=1), transformer_xl.push(state, x)
@@ -149,6 +153,9 @@ class LaMemo(Inspectable):
         shape = (num_lanes, self.options.mem_len, self.spec.num_heads)
         log_sum = torch.zeros(shape, device=device, dtype=torch.promote_types(dtype, torch.float32))
         return State(Past(torch.zeros(*shape, self.spec.d_head, device=device, dtype=dtype), log_sum), length)
+
+    def counts(self, state: State) -> dict[str, Count]:
+        return {"length": Count(state.length, self.options.mem_len)}
 
     @property
     def num_rows(self) -> int:

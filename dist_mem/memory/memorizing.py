@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dist_mem.config.keys import TOKENS, key
 from dist_mem.memory.base import (
+    Count,
     Evicted,
     Inspectable,
     LayerSpec,
@@ -211,6 +212,9 @@ class Memorizing(Inspectable):
         none_written = torch.zeros(num_lanes, device=device, dtype=torch.int64)
         store = Store(empty(self.options.mem_len, stored), empty(self.options.mem_len, stored), none_written)
         return State(empty(self.cache_len, dtype), empty(self.cache_len, dtype), store)
+
+    def counts(self, state: State) -> dict[str, Count]:
+        return {"store.num_written": Count(state.store.num_written)}
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         y, rows, share, _ = self.attention(self.norm(x), state)

@@ -6,7 +6,6 @@ memory: {kind: my_memory}                    # an entry point of the group dist_
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import sys
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from typing import Any
 from dist_mem.config.memory_blocks import kinds_of
 from dist_mem.memory.base import Inspectable, Memory
 from dist_mem.runtime.environment import as_submitted
+from dist_mem.runtime.files import read_regular, sha256_of
 
 GROUP = "dist_mem.memories"
 # Methods of an earlier contract: without an error, the model would silently never call them.
@@ -61,7 +61,7 @@ def load_from_file(kind: str, where: str = "memory") -> type[Memory]:
             f"{where}.kind is {kind!r}: there is no file {path.absolute()}; start the command in the folder from which "
             "the path is right, for a trained run where it was trained"
         )
-    module_name = f"dist_mem_outside_{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
+    module_name = f"dist_mem_outside_{sha256_of(path)[:16]}"
     if module_name not in sys.modules:
         _run(path, module_name)
     found = getattr(sys.modules[module_name], name, None)
@@ -110,7 +110,7 @@ def source_of(kind: str) -> Path:
 
 def sources(block: Mapping[str, Any]) -> dict[str, str]:
     """Return the memory files that a run keeps a copy of, as `memory/NAME.py` -> text, for its `memory:` block."""
-    return {name: path.read_text(encoding="utf-8") for path, name in _kept_names(block).items()}
+    return {name: read_regular(path).decode() for path, name in _kept_names(block).items()}
 
 
 def kept_kinds(block: Mapping[str, Any], directory: Path) -> list[str]:

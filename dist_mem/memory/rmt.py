@@ -26,7 +26,19 @@ from torch import Tensor
 
 from dist_mem.config.keys import TOKENS, key
 from dist_mem.memory import transformer_xl
-from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, Memory, MemoryOutput, Opened, Places, Stem, StepOutput
+from dist_mem.memory.base import (
+    Count,
+    Evicted,
+    Inspectable,
+    LayerSpec,
+    Memory,
+    MemoryOutput,
+    Opened,
+    Places,
+    Stem,
+    StepOutput,
+    prefixed,
+)
 from dist_mem.memory.parts.inspection import (
     Inspection,
     Rows,
@@ -169,6 +181,9 @@ class RecurrentMemory(Inspectable):
             return State(())
         sizes = len(document_ids), self.options.mem_len, self.spec.d_model
         return State(transformer_xl.empty(*sizes, device=device, dtype=dtype))
+
+    def counts(self, state: State) -> dict[str, Count]:
+        return prefixed("cache", transformer_xl.counts_of(state.cache)) if state.cache else {}
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         attended = self.attend(x, state, valid_len, weights=False)

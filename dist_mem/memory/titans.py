@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dist_mem.config.keys import TOKENS, WIDTH, key
-from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, MemoryOutput, Opened, Places, StepOutput
+from dist_mem.memory.base import Count, Evicted, Inspectable, LayerSpec, MemoryOutput, Opened, Places, StepOutput
 from dist_mem.memory.parts.inspection import Inspection, rows_of, segment_rows, token_spans
 from dist_mem.memory.parts.neural_memory import (
     NeuralMemory,
@@ -179,6 +179,9 @@ class Titans(Inspectable):
             weights, momentum, torch.ones(num_lanes, device=device, dtype=torch.bool), zeros(kept, 3 * d_model), asked,
             zeros(self.window - 1, d_model), zeros(dtype=torch.int64),
         )  # fmt: skip
+
+    def counts(self, state: State) -> dict[str, Count]:
+        return {"length": Count(state.length, state.rows.shape[1])}
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         step = self.step(x, state, valid_len, shows=False)

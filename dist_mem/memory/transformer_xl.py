@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dist_mem.config.keys import TOKENS, key
 from dist_mem.memory.base import (
+    Count,
     Evicted,
     Inspectable,
     LayerSpec,
@@ -43,6 +44,11 @@ def empty(num_lanes: int, num_rows: int, d_model: int, *, device: torch.device |
     """Return a memory of `num_rows` rows, none of them valid."""
     hidden = torch.zeros(num_lanes, num_rows, d_model, device=device, dtype=dtype)
     return State(hidden, torch.zeros(num_lanes, device=device, dtype=torch.int64))
+
+
+def counts_of(state: State) -> dict[str, Count]:
+    """Return the counts of a state, as `Memory.counts`."""
+    return {"length": Count(state.length, state.hidden.shape[1])}
 
 
 def push(state: State, rows: Tensor, are_shown: Shown = ()) -> State:
@@ -97,6 +103,9 @@ class TransformerXL(Inspectable):
 
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
         return empty(len(document_ids), self.options.mem_len, self.spec.d_model, device=device, dtype=dtype)
+
+    def counts(self, state: State) -> dict[str, Count]:
+        return counts_of(state)
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         y, query, _ = self.attend(x, state, weights=False)

@@ -13,15 +13,17 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from dist_mem.runtime.figures import NO_FIGURE, is_figure
+from dist_mem.runtime.terminal import printable
 
-_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n")
+_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\n")
 
 
 def csv_text(rows: Iterable[Iterable[object]]) -> str:
     """Return rows as CSV with LF line ends.
 
-    Titles come from other people. A text that a spreadsheet would run as a formula gets an apostrophe in front, by
-    which spreadsheets know a text (OWASP, "CSV Injection"); numbers stay as they are, and what is no figure is `n/a`.
+    Titles come from other people. What could steer a terminal, or turn letters around, becomes U+FFFD. A text that a
+    spreadsheet would run as a formula gets an apostrophe in front, by which spreadsheets know a text (OWASP, "CSV
+    Injection"); numbers stay as they are, and what is no figure is `n/a`.
     """
     return "".join(map(_line, rows))
 
@@ -35,7 +37,10 @@ def _line(row: Iterable[object]) -> str:
 def _harmless(cell: object) -> object:
     if not is_figure(cell):
         return NO_FIGURE
-    if not isinstance(cell, str) or not cell.lstrip(" ").startswith(_FORMULA_STARTS):
+    if not isinstance(cell, str):
+        return cell
+    cell = printable(cell)
+    if not cell.lstrip(" ").startswith(_FORMULA_STARTS):
         return cell
     with suppress(ValueError):
         float(cell)

@@ -18,17 +18,26 @@ from typing import Any
 
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.figures import NAMED
-from dist_mem.runtime.files import check_regular
+from dist_mem.runtime.files import read_regular
 from dist_mem.runtime.names import PLAIN, is_plain, is_plain_path
 
 MAX_INTEGER = 2**63 - 1
 Schema = Callable[[str, Any], Iterator[str]]  # (key, value) -> its problems, one line each
 
 
-def read_json(path: Path, error: type[UnusableError], remedy: str = "") -> Any:
-    """Return the content of a JSON file. Raises OSError, and `error` with the remedy if the file is not JSON."""
+def read_json(path: Path, error: type[UnusableError], remedy: str = "", *, inside: Path | None = None) -> Any:
+    """Return the content of a JSON file.
+
+    Args:
+        inside: as for `open_regular`.
+
+    Raises:
+        OSError: as `open_regular`.
+        UnusableError: `error`, with the remedy: it is not JSON.
+    """
+    content = read_regular(path, inside=inside)
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(content)
     except (ValueError, RecursionError) as caught:
         raise error(f"{path} is damaged (not readable as JSON: {caught}){remedy}") from caught
 
@@ -45,10 +54,10 @@ def read_json_lines(
         OSError: the file cannot be read.
         UnusableError: `error`, with the line, the first problem and the remedy.
     """
-    check_regular(path)
-    if not path.exists():
+    try:
+        lines = read_regular(path).splitlines(keepends=True)
+    except FileNotFoundError:
         return []
-    lines = path.read_bytes().splitlines(keepends=True)
     if may_be_torn and lines and not lines[-1].endswith(b"\n"):
         lines.pop()
     return [
@@ -118,6 +127,7 @@ number = leaf("a finite number", lambda value: _is_number(value) and isfinite(va
 metric = leaf("a number", _is_number)  # of a run, which may diverge to NaN or infinity
 named_metric = leaf("a number", lambda value: _is_number(value) or (isinstance(value, str) and value in NAMED))
 text = leaf("text", _is_text)
+boolean = leaf("true or false", lambda value: type(value) is bool)
 sha256 = leaf("a SHA-256", lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{64}", value)))
 plain_name = leaf(PLAIN, is_plain)
 plain_path = leaf("a path of plain names below this folder", is_plain_path)

@@ -1,4 +1,6 @@
-"""Durable, atomic writes of files and folders: a crash leaves the old one or the new one, never half of one.
+"""Files and folders: reads of what others may have made, and durable, atomic writes.
+
+A crash leaves the old file or the new one, never half of one:
 
     page.html -> .page.html.3f9a01-4711.partial, which replaces it at the end
 
@@ -17,9 +19,10 @@ import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from io import BufferedRandom
 from itertools import chain, count, takewhile
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.processes import is_running, pid_scope
@@ -30,7 +33,12 @@ _NETWORK_FILE_SYSTEMS = {
 }
 _WRONG_PATH = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EINVAL, errno.ELOOP, errno.EEXIST),
-    *(errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENXIO),  # ENXIO: of a socket, and of a pipe without a reader
+}
+_NO_FILE = {
+    errno.EISDIR: "a folder where a file must be; move it away",
+    errno.ENXIO: "a pipe, device or socket where a file must be; move it away",
+    errno.ELOOP: "a link that leads nowhere; remove it",
 }
 _PARTIAL = re.compile(r"\..+\.([0-9a-f]{6})-(\d{1,9})\.partial")
 _ABANDONED_SECONDS = 86_400.0  # without a change: of a process that this one cannot see, as on another host
@@ -110,29 +118,79 @@ def is_dir(path: Path) -> bool:
     return False
 
 
-def checked_inside(folder: Path, path: Path) -> Path:
-    """Return the path of a file in a folder that others may have made, if reading it shows nothing of elsewhere.
+class WrongFileError(OSError, UnusableError):
+    """What stands under the name of a file cannot be opened as one, whatever the machine does: a pipe, a folder."""
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+
+def open_regular(path: Path, mode: str = "rb", *, inside: Path | None = None, buffering: int = -1) -> BufferedRandom:
+    """Open a file of a folder that others may have made; all files of runs, data, exports and memories open here.
+
+    A read of a named pipe would wait for a writer, without end, and one of a device may change it. What is checked is
+    the descriptor that is used.
+
+    Args:
+        mode, buffering: as for `open`.
+        inside: the folder that the file must be in; None: a link may lead anywhere.
 
     Raises:
-        UnusableError: it is a link out of the folder, or no regular file: a pipe, a device, a folder.
+        WrongFileError: it is a pipe, a device, a socket or a folder, a link in a circle, or one out of `inside`.
+        OSError: it is missing, or its disk fails.
     """
-    if path.exists() and not path.is_file():
-        raise UnusableError(f"{path} is no regular file: remove it, or move it away")
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise UnusableError(f"{path} is a link out of {folder}: remove it, or put a copy of the file in its place")
-    return path
+    place = str(path) if inside is None else os.path.realpath(path)
+    if inside is not None and not Path(place).is_relative_to(os.path.realpath(inside)):
+        raise WrongFileError(errno.ELOOP, f"a link out of {inside}; put a copy of the file in its place", str(path))
+
+    def opened(name: str, flags: int) -> int:
+        flags |= os.O_NONBLOCK | (0 if inside is None else os.O_NOFOLLOW)
+        with _refusing(path):
+            number = os.open(name, flags, 0o666)
+        mode = os.fstat(number).st_mode
+        if stat.S_ISREG(mode):
+            return number
+        os.close(number)
+        wrong = errno.EISDIR if stat.S_ISDIR(mode) else errno.ENXIO
+        raise WrongFileError(wrong, _NO_FILE[wrong], str(path))
+
+    # A type that has what every mode has; Path.open takes no opener.
+    return cast(BufferedRandom, open(place, mode, buffering, opener=opened))
 
 
-def check_regular(path: Path) -> None:
-    """Check that a file is a regular one, or absent: a read of a named pipe would wait for a writer, without end.
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Raise WrongFileError for an error that lasts until somebody changes the path."""
+    try:
+        yield
+    except OSError as error:
+        kind = errno.ELOOP if error.errno == errno.ENOENT and path.is_symlink() else error.errno
+        if kind not in _WRONG_PATH or kind in (errno.ENOENT, errno.EEXIST):
+            raise
+        raise WrongFileError(kind, _NO_FILE.get(kind, error.strerror), str(path)) from error
 
-    Raises:
-        UnusableError: it is a pipe, a device or a socket.
-    """
-    with suppress(OSError):  # absent, or reported by whatever reads it
-        mode = path.stat().st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            raise UnusableError(f"{path} is no regular file but a pipe, device or socket: move it away")
+
+def read_regular(path: Path, *, inside: Path | None = None) -> bytes:
+    """Return the content of a file. Raises as `open_regular`."""
+    with open_regular(path, inside=inside) as file:
+        return file.read()
+
+
+@contextmanager
+def by_name(path: Path) -> Iterator[str]:
+    """Provide a name of the file that `open_regular` has opened, for a library that opens files itself."""
+    with open_regular(path) as file:
+        yield f"/dev/fd/{file.fileno()}"
+
+
+def is_missing(path: Path) -> bool:
+    """Return whether nothing has this name, not even a link. Raises as `open_regular`."""
+    try:
+        with _refusing(path):
+            path.lstat()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def is_wrong_path(error: OSError) -> bool:
@@ -315,15 +373,18 @@ def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, A
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def read_at_most(path: Path, limit: int = MAX_TEXT_BYTES) -> bytes:
+def read_at_most(path: Path, limit: int = MAX_TEXT_BYTES, *, is_regular: bool = False) -> bytes:
     """Return the content of a file, a pipe or a device that has an end within `limit` bytes.
+
+    Args:
+        is_regular: take a file only, as `open_regular`.
 
     Raises:
         UnusableError: it has more; at most `limit` bytes are in memory by then.
         OSError: it cannot be read.
     """
     blocks, size = [], 0
-    with path.open("rb") as file:
+    with open_regular(path) if is_regular else path.open("rb") as file:
         while block := file.read(_CHUNK):
             blocks.append(block)
             size += len(block)
@@ -333,8 +394,8 @@ def read_at_most(path: Path, limit: int = MAX_TEXT_BYTES) -> bytes:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes, in hexadecimal."""
-    with path.open("rb") as file:
+    """Return the SHA-256 of a file's bytes, in hexadecimal. Raises as `open_regular`."""
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -23,7 +23,7 @@ from typing import IO
 
 from dist_mem.errors import UnfitError, UnusableError
 from dist_mem.runtime.environment import node_name
-from dist_mem.runtime.files import check_replaceable
+from dist_mem.runtime.files import check_replaceable, open_regular
 
 log = logging.getLogger(__name__)
 LOCK_NAME = ".lock"
@@ -105,7 +105,7 @@ def held(path: Path, what: str) -> Iterator[None]:
 @contextmanager
 def lock_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a lock file, which is made if it is absent."""
-    with path.open("a+b", buffering=0) as file:
+    with open_regular(path, "a+b", buffering=0) as file:
         yield file
 
 

@@ -24,7 +24,7 @@ from dist_mem.errors import UnusableError
 from dist_mem.evaluation.scores import Report, report_from
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.file_schema import check, integer, leaf, metric, optional, read_json, record, table, text
-from dist_mem.runtime.files import write_text
+from dist_mem.runtime.files import is_missing, read_regular, write_text
 from dist_mem.tracking.log import METRICS_FILE, read_points
 
 CELLS = "cells"  # folder, in that of a study
@@ -65,7 +65,7 @@ class Run:
 
 def read_cell(path: Path) -> dict[str, Any]:
     """Return the content of a cell, {} if there is none yet. Raises UnusableError if it is no cell."""
-    if not path.exists():
+    if is_missing(path):
         return {}
     body: dict[str, Any] = read_json(path, UnusableError, _REMEDY)
     check(body, record({"format_version": integer()}, is_open=True), path, UnusableError, _REMEDY)
@@ -177,14 +177,14 @@ def take_over(run: Run, folder: Path, definition: Mapping[str, Any]) -> bool:
         return False
     check_definition(there, definition, "give another --cells, or remove it")
     run.cell.parent.mkdir(parents=True, exist_ok=True)
-    write_text(run.cell, there.read_text(encoding="utf-8"))
+    write_text(run.cell, read_regular(there).decode())
     return True
 
 
 def give(run: Run, folder: Path) -> None:
     """Copy a finished cell to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / run.cell.name, run.cell.read_text(encoding="utf-8"))
+    write_text(folder / run.cell.name, read_regular(run.cell).decode())
 
 
 def checksum(report: Report) -> str:

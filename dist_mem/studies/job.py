@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import shlex
 import subprocess
@@ -18,6 +19,7 @@ from dist_mem.data.shard import INDEX_NAME
 from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_USAGE, UnusableError
 from dist_mem.launch.local import tied
 from dist_mem.runtime.environment import with_environment
+from dist_mem.runtime.files import open_regular
 from dist_mem.runtime.processes import own_command
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.studies.budget import Costs
@@ -106,8 +108,8 @@ class Job:
         """
         path = self.out / "logs" / f"{log}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as stream:
-            stream.write(f"{shlex.join(arguments)}\n")
+        with open_regular(path, "ab") as stream:
+            stream.write(f"{shlex.join(arguments)}\n".encode())
             stream.flush()
             environment = with_environment({**self.environment, **place.environment})
             # A group of its own: Ctrl-C and a closed terminal would end a launcher before its ranks have saved.
@@ -136,8 +138,8 @@ class Job:
 
 def _newest_line(log: Path) -> str:
     """Return the last line with text of a log, of those that have ended."""
-    with log.open("rb") as stream:
-        stream.seek(max(0, log.stat().st_size - _TAIL))
+    with open_regular(log) as stream:
+        stream.seek(max(0, os.fstat(stream.fileno()).st_size - _TAIL))
         lines = stream.read().decode(errors="replace").split("\n")[:-1]
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 

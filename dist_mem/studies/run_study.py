@@ -22,7 +22,7 @@ from dist_mem.config.check import hint
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE, UnusableError
 from dist_mem.launch.submit import submit_array
 from dist_mem.memory import memory_options
-from dist_mem.runtime.files import free_name, write_text
+from dist_mem.runtime.files import free_name, read_regular, write_text
 from dist_mem.runtime.locks import held_folder
 from dist_mem.runtime.ranks import names_of_gpus
 from dist_mem.runtime.signals import StopSignal
@@ -289,7 +289,7 @@ def run_study(job: Job, everywhere: Sequence[Place]) -> int:
     paths: list[Path] = []
     try:
         paths = write_results(job, _provenance(job))
-        print(paths[0].read_text(encoding="utf-8"))
+        print(read_regular(paths[0]).decode())
         print(f"written: {', '.join(str(path) for path in paths)}")
     finally:
         if parent is not None:

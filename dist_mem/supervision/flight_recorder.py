@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 from torch._C import _distributed_c10d
 
+from dist_mem.runtime.files import read_regular
+
 _KEPT = 8  # of a group, the last finished and the first unfinished collectives that are written
 _SUFFIX = ".json"
 
@@ -92,7 +94,7 @@ def read_verdict(folder: Path) -> Verdict:
     unread: dict[str, list[int]] = defaultdict(list)  # reason -> ranks
     for path in sorted(folder.glob(f"collectives-*{_SUFFIX}")):
         rank = int(path.stem.rpartition("-")[2])
-        for recorder, dump in json.loads(path.read_text(encoding="utf-8")).items():
+        for recorder, dump in json.loads(read_regular(path)).items():
             if "error" in dump:
                 unread[f"{recorder} recorder cannot be read ({dump['error']})"].append(rank)
             for name, progress in _progress(dump["entries"], recorder):

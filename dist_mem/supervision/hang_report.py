@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from dist_mem.runtime.files import is_missing, open_regular, read_regular
 from dist_mem.supervision.flight_recorder import NO_VERDICT, Verdict
 
 FAILED_NODES = Path("slurm") / "failed_nodes"  # in the run directory
@@ -126,7 +127,7 @@ def read_positions(folder: Path) -> list[Position]:
     """Return the positions that the ranks have written, sorted by rank."""
     found = []
     for path in sorted(folder.glob("rank-*.txt")):
-        head = path.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
+        head = read_regular(path).decode(errors="replace").partition("\n\n")[0]
         fields = dict(line.split(": ", 1) for line in head.splitlines())
         found.append(
             Position(
@@ -202,12 +203,12 @@ def failed_nodes(
     named = dict.fromkeys(nodes[rank] for rank in suspects(positions, nodes, recorded))
     if len(named) > max(1, len(set(nodes)) // 4):
         return  # the network or the file system is a likelier cause than so many nodes
-    known = path.read_text(encoding="utf-8").split() if path.exists() else []
+    known = [] if is_missing(path) else read_regular(path).decode(errors="replace").split()
     new = [node for node in named if node not in known]
     if new:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write("".join(f"{node}\n" for node in new))
+        with open_regular(path, "ab") as file:
+            file.write("".join(f"{node}\n" for node in new).encode())
 
 
 def _names(nodes: Sequence[str]) -> str:

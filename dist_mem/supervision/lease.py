@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_mem.errors import TakenOverError, UnfitError
-from dist_mem.runtime.files import fsync_path, make_folder
+from dist_mem.runtime.files import fsync_path, make_folder, open_regular, read_regular
 from dist_mem.runtime.processes import boot_id, is_running, pid_scope, process_stat
 
 HEARTBEAT_SECONDS = 5.0
@@ -92,7 +92,7 @@ def sign_of_life(run_dir: Path) -> str | None:
     A process on another host counts as alive for `STALE_SECONDS` after its last touch, by this host's clock.
     """
     path = run_dir / "lease.json"
-    with suppress(OSError):
+    with suppress(FileNotFoundError):
         holder = _read_holder(text := _read(path))
         if _original(path, text):
             return None
@@ -103,7 +103,7 @@ def sign_of_life(run_dir: Path) -> str | None:
 
 
 def _last_touch(path: Path) -> int:
-    with path.open("rb") as file:  # reopened each time, or NFS answers from its cache
+    with open_regular(path) as file:  # reopened each time, or NFS answers from its cache
         return os.fstat(file.fileno()).st_mtime_ns
 
 
@@ -113,7 +113,7 @@ def _name(holder: dict[str, Any]) -> str:
 
 def _read(path: Path) -> str:
     """Return the text of a lease, even one that a broken disk has corrupted: rank 0 must not fail on it alone."""
-    return path.read_text(encoding="utf-8", errors="replace")
+    return read_regular(path).decode(errors="replace")
 
 
 def _read_holder(text: str) -> dict[str, Any]:

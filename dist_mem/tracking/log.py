@@ -27,6 +27,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +46,7 @@ from dist_mem.runtime.file_schema import (
     table,
     text,
 )
-from dist_mem.runtime.files import check_regular, fsync_path, make_folder, naming, write_text
+from dist_mem.runtime.files import fsync_path, is_missing, make_folder, naming, open_regular, write_text
 
 METRICS_FILE = "metrics.jsonl"  # in the run directory
 FORMAT_VERSION = 4
@@ -157,8 +158,7 @@ def new_uid() -> str:
 
 def read_header(path: Path) -> Header:
     """Read the header of a log. Raises LogError, or UnusableError for a pipe."""
-    check_regular(path)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return _header(file.readline(), path)
 
 
@@ -176,8 +176,7 @@ def read_points(path: Path) -> list[Point]:
     Raises:
         UnusableError: a line is no entry, or the file is a pipe.
     """
-    check_regular(path)
-    if not path.exists():
+    if is_missing(path):
         return []
     points: list[Point] = []
     for entry in _checked_entries(path):
@@ -194,10 +193,9 @@ def check_log(path: Path) -> None:
     Raises:
         LogError: a line is no entry, or its body is not that of its kind.
         OSError: there is no such file.
-        UnusableError: the file is a pipe.
+        UnusableError: it is a pipe, a device or a folder.
     """
-    check_regular(path)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         _header(file.readline(), path)
         for number, line in enumerate(file, start=2):
             if line.endswith(b"\n") and line.strip():
@@ -206,7 +204,7 @@ def check_log(path: Path) -> None:
 
 def _checked_entries(path: Path) -> Iterator[Entry]:
     """Yield the entries of points and rewinds. Raises UnusableError for a line that is no entry of any kind."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         _header(file.readline(), path)
         for number, line in enumerate(file, start=2):
             if line.endswith(b"\n") and (entry := _checked(line, path, place=f"line {number}")):
@@ -229,8 +227,7 @@ def last_point(path: Path, metric: str) -> Point | None:
     Raises:
         UnusableError: a line after it is no entry.
     """
-    check_regular(path)
-    if not path.exists():
+    if is_missing(path):
         return None
     read_header(path)
     last_step = math.inf
@@ -245,7 +242,7 @@ def last_point(path: Path, metric: str) -> Point | None:
 
 def _lines_backwards(path: Path) -> Iterator[bytes]:
     """Yield the complete lines after the header, the last one first."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         begin, rest = file.seek(0, 2), None
         while begin:
             end, begin = begin, max(0, begin - _BLOCK)
@@ -271,7 +268,7 @@ def read_entries(path: Path) -> Iterator[Entry]:
 def find_entries(path: Path, *kinds: str) -> list[Entry]:
     """Return every entry of some kinds; faster on a large log than `read_entries`."""
     begins = tuple(_BEGIN + kind.encode() + b'"' for kind in kinds)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         found = [_decode(line) for line in file if line.startswith(begins) and line.endswith(b"\n")]
     return [entry for entry in found if entry.kind != DAMAGED]
 
@@ -294,7 +291,7 @@ class LogReader:
     def __init__(self, path: Path, num_done: int = 0) -> None:
         """Start after the first `num_done` entries; at the first entry if there are fewer (an old copy)."""
         self._path = path
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             self._offset = start = len(file.readline())  # the header
             self.num_done = 0
             while self.num_done < num_done and (line := file.readline()).endswith(b"\n"):
@@ -308,7 +305,7 @@ class LogReader:
         """Return the next entries, at most `size`; repeated calls return the same ones until `done`."""
         entries: list[Entry] = []
         offset = self._offset
-        with self._path.open("rb") as file:  # each time, so that a network file system shows new entries
+        with open_regular(self._path) as file:  # each time, so that a network file system shows new entries
             file.seek(offset)
             while len(entries) < size and (line := file.readline()).endswith(b"\n"):
                 entries.append(_decode(line))
@@ -372,9 +369,8 @@ class Log:
         self._lock = threading.Lock()
         self.num_entries, self._latest = _cut_torn_line(path)
         self.advance_clock()  # all entries of this job are later than those of the last one
-        self._file = path.open(
-            "a", encoding="utf-8", newline="\n", buffering=1
-        )  # line-buffered: kills lose one at most
+        opened = open_regular(path, "ab")
+        self._file = TextIOWrapper(opened, "utf-8", newline="\n", line_buffering=True)  # kills lose one line at most
 
     def append(self, kind: str, body: Mapping[str, Any], *, at: float) -> int:
         """Add an entry; takes microseconds.
@@ -418,7 +414,7 @@ class Log:
 def _cut_torn_line(path: Path) -> tuple[int, int]:
     """Remove an incomplete last line; return the number of entries, and the time of the last one, 0 without any."""
     num_lines, size, last = 0, 0, b""
-    with path.open("r+b") as file:
+    with open_regular(path, "r+b") as file:
         for line in file:
             if line.endswith(b"\n"):
                 num_lines, size, last = num_lines + 1, size + len(line), line

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from dist_mem.runtime.addresses import login_of
 from dist_mem.runtime.environment import environment_of_git, node_name, slurm_job, user_name
+from dist_mem.runtime.files import is_missing, read_regular
 from dist_mem.runtime.terminal import short
 from dist_mem.runtime.versions import code_versions
 from dist_mem.version import __version__
@@ -125,9 +126,9 @@ def to_keep() -> dict[str, Any]:
 def _read_kept(package: Path) -> dict[str, Any] | None:
     """Return the result of `to_keep` stored beside a copy of the code; None for other code."""
     path = package.parent / "git.json"
-    if not path.is_file():
+    if is_missing(path):
         return None
-    kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    kept: dict[str, Any] = json.loads(read_regular(path))
     return kept
 
 

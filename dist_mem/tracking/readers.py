@@ -22,7 +22,15 @@ from dist_mem.config import Config
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.environment import wandb_environment
 from dist_mem.runtime.extras import require
-from dist_mem.runtime.files import fsync_path, make_folder, naming, write_text
+from dist_mem.runtime.files import (
+    check_replaceable,
+    fsync_path,
+    is_missing,
+    make_folder,
+    naming,
+    read_regular,
+    write_text,
+)
 from dist_mem.tracking.log import Log, LogReader, Point, read_points
 from dist_mem.tracking.names import checksum_of, in_group, valid_text
 from dist_mem.tracking.tracker import Sink
@@ -52,7 +60,7 @@ class Mark:
 
     def unread(self, first_step: int) -> Unread:
         """Return what a reader lacks before it gets the points past `first_step`."""
-        text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
+        text = "" if is_missing(self._path) else read_regular(self._path).decode(errors="replace")
         self._num_read = int(text) if text.strip().isdecimal() else 0
         reader, first = LogReader(self._log.path, self._num_read), first_step + 1
         while entries := reader.batch(_BATCH):
@@ -144,7 +152,12 @@ def check_prometheus(path: Path) -> None:
         raise UnusableError(f"{key}: the node exporter reads files whose names end in {_PROMETHEUS_SUFFIX}; give one")
     if not path.parent.is_dir():
         raise UnusableError(f"{key}: there is no folder {path.parent}; create it, or give another one")
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
+    is_file = False
+    with suppress(FileExistsError):
+        is_file = check_replaceable(path)
+    if not is_file:
+        raise UnusableError(f"{key}: it is no file, and each point would replace it by one; give another one")
+    if not os.access(path.parent, os.W_OK):
         raise UnusableError(f"{key}: this user cannot write such a file there; give another one")
     require("prometheus_client", key, "set tracking.prometheus=null")
 
@@ -240,14 +253,14 @@ class WandbRun(Sink):
         import wandb
 
         id_file = run_dir / WANDB_ID_FILE
-        if not id_file.exists():
+        if is_missing(id_file):
             write_text(id_file, uuid4().hex[:8] + "\n")
         make_folder(run_dir / "wandb")
         hooks = sys.excepthook, sys.exit  # the client replaces both, to report errors that are ours to report
         options: dict[str, Any] = {
             "project": config.tracking.experiment,  # None: WANDB_PROJECT
             "name": config.tracking.run_name or config.name,
-            "id": id_file.read_text(encoding="utf-8").strip(),
+            "id": read_regular(id_file).decode(errors="replace").strip(),
             "config": OmegaConf.to_container(config, resolve=False),  # values from the environment may be secrets
             "dir": str(run_dir),
             "mode": mode,

@@ -64,6 +64,12 @@ def last_sign_of_life(run_dir: Path) -> float | None:
     return max(times, default=None)
 
 
+def read_starts(run_dir: Path) -> list[StartTime]:
+    """Return the starts of a run, none for a new one. Raises UnusableError if the file is damaged."""
+    bodies = read_json_lines(run_dir / STARTS, _START, UnusableError, "; remove the file")
+    return [StartTime(body["time"], body["down"]) for body in bodies]
+
+
 def note_start(run_dir: Path, begin: Beginning) -> list[StartTime]:
     """Add this start to RUN/starts.jsonl, and return all starts of the run, on rank 0.
 
@@ -71,8 +77,7 @@ def note_start(run_dir: Path, begin: Beginning) -> list[StartTime]:
         UnusableError: the file is damaged.
         OSError: it cannot be written.
     """
-    bodies = read_json_lines(run_dir / STARTS, _START, UnusableError, "; remove the file")
-    starts = [StartTime(body["time"], body["down"]) for body in bodies]
+    starts = read_starts(run_dir)
     last = max([start.time for start in starts] + [begin.last_sign or 0.0])
     starts.append(StartTime(begin.time, max(0.0, begin.time - last) if starts else 0.0))
     write_text(run_dir / STARTS, "".join(json_text(start._asdict()) + "\n" for start in starts))

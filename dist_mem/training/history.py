@@ -61,7 +61,7 @@ def begin_part(config: Config, world: World, step: int, *, first_trained: int) -
     """
     run_dir, threads = Path(config.run_dir), torch.get_num_threads()
     part = Part(step, world.size, threads, world.device.type, first_trained, to_yaml(config))
-    kept = [earlier for earlier in _read(run_dir) if earlier.step < part.step]
+    kept = [earlier for earlier in read_parts(run_dir) if earlier.step < part.step]
     write_text(run_dir / HISTORY, "".join(json_text(one._asdict()) + "\n" for one in [*kept, part]))
 
 
@@ -71,7 +71,7 @@ def read_history(run_dir: Path) -> list[Part]:
     Raises:
         UnusableError: the run has no history, or a damaged one.
     """
-    parts = _read(run_dir)
+    parts = read_parts(run_dir)
     if not parts:
         path = run_dir / HISTORY
         raise UnusableError(f"{path} is missing: give the directory of a run; runs of an older dist_mem have none")
@@ -92,6 +92,7 @@ def part_of(parts: Sequence[Part], step: int) -> Part:
     return before[-1]
 
 
-def _read(run_dir: Path) -> list[Part]:
+def read_parts(run_dir: Path) -> list[Part]:
+    """Return the parts of a run, none for a new one. Raises UnusableError if the history is damaged."""
     bodies = read_json_lines(run_dir / HISTORY, _PART, UnusableError, "; remove the file")
     return [Part(**{name: body[name] for name in Part._fields}) for body in bodies]

@@ -27,7 +27,6 @@ from dist_mem.errors import (
 )
 from dist_mem.runtime import distributed
 from dist_mem.runtime.distributed import World, announced, decided_by_rank0
-from dist_mem.runtime.files import check_regular
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.supervision import timeline
 from dist_mem.supervision.lease import Lease, refuse_if_taken_over
@@ -38,6 +37,7 @@ from dist_mem.training.compiling import leave_if_interrupted
 from dist_mem.training.goodput import last_sign_of_life
 from dist_mem.training.loop import train
 from dist_mem.training.opening import open_run
+from dist_mem.training.run_files import check_run_files
 from dist_mem.training.stopping import Stopping, refuse_if_asked_to_stop
 
 
@@ -52,9 +52,6 @@ def hold_run_dir(run_dir: Path, world: World, stop_signal: StopSignal) -> Lease 
 
     def take() -> None:
         try:
-            if run_dir.is_dir():
-                for path in run_dir.iterdir():
-                    check_regular(path)
             leases.append(Lease(run_dir, stop_signal.check))
         except OSError as error:
             raise run_error(error, f"run_dir {run_dir} cannot be used: {error}") from error
@@ -92,6 +89,7 @@ def run_job(
     timeline.begin(begin or Beginning(time.time()))
     refuse_if_asked_to_stop(Path(config.run_dir), world)
     decided_by_rank0(lambda: check_sinks(config.tracking))
+    decided_by_rank0(lambda: check_run_files(Path(config.run_dir)))
     beat("restoring")
     with announced(f"verifying the checkpoints of {config.run_dir}"):
         resumption = find_resumption(config, world, allowed)

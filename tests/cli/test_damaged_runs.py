@@ -12,23 +12,20 @@ from typing import Any
 import pytest
 
 from dist_mem.__main__ import main
-from dist_mem.checkpoint.finished_file import mark_finished, read_finished
-from dist_mem.config import load_config
+from dist_mem.checkpoint.finished_file import read_finished
 from dist_mem.data.shard import write_split
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.scores import write_report
 from dist_mem.inspection.page.tables import find_evaluations, summary_table
 from dist_mem.supervision.lease import sign_of_life
 from dist_mem.supervision.timeline import beginning
 from dist_mem.tracking.log import METRICS_FILE, Log
 from dist_mem.tracking.tracker import LogSink
 from dist_mem.training.goodput import note_start
-from dist_mem.training.history import HISTORY, read_history
-from tests.evaluation.test_protocol import MEMORIES, asked, make_run
-from tests.evaluation.test_without_memory import emptied
+from dist_mem.training.history import read_history
+from tests.evaluation.test_protocol import MEMORIES, make_run
 from tests.runtime.test_terminal import HOSTILE, steering
 from tests.support.scored_library import TOKENIZER, make_document
-from tests.support.tracked import log_points
+from tests.support.whole_folders import fill_run
 
 pytestmark = pytest.mark.usefixtures("single_process")
 DEEP = "[" * 100_000
@@ -45,22 +42,7 @@ def whole(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     documents, of = [make_document(number, 20) for number in range(8)], TOKENIZER.fingerprint
     write_split(documents, data / "train", name="tiny", split="train", tokenizer_fingerprint=of)
     folder, _ = make_run(tmp_path_factory.mktemp("whole"), data, MEMORIES["transformer_xl"])
-    config = next(folder.glob("checkpoints/*/config.yaml")).read_text(encoding="utf-8")
-    (folder / "config.yaml").write_text(config, encoding="utf-8")
-    goodput = {f"goodput/{name}": 0.25 for name in ("useful", "other", "repeated", "down", "seconds")}
-    points = [
-        {"step": step, "time": 0.0, "metrics": {"loss": 5 / step, "step_seconds": 0.1, "mfu": 0.5, **goodput}}
-        for step in (1, 2, 3)
-    ]
-    log_points(folder / METRICS_FILE, points)
-    part = {"step": 0, "ranks": 1, "threads": 1, "device": "cpu", "first_trained": 0, "config": config}
-    (folder / HISTORY).write_text(f"{json.dumps(part)}\n", encoding="utf-8")
-    note_start(folder, beginning())
-    mark_finished(folder, 3, load_config(["train.steps=3"]).train)
-    lease = {"host": "h", "pid": 1, "started": 1.0, "started_ticks": "1", "sight": "", "machine": ""}
-    (folder / "lease.json").write_text(json.dumps({**lease, "format_version": 1}), encoding="utf-8")
-    for name, scored in (("test-step-00000003", asked(folder)), ("test-step-00000003-without-memory", emptied(folder))):
-        write_report(scored, folder / "evaluations", name, metadata={"step": 3})
+    fill_run(folder)
     return folder
 
 

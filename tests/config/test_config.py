@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,9 @@ def test_missing_file_names_a_near_one(tmp_path: Path, monkeypatch: pytest.Monke
     for name, near in (("configs/memory/lamenmo.yaml", lamemo), ("lamemo", lamemo), ("run", "run/config.yaml")):
         with refused(ConfigError, near):
             load_config([name])
+    os.mkfifo("pipe.yaml")
+    with refused(ConfigError, "pipe.yaml", "a pipe"):
+        load_config(["pipe.yaml"])
     for name in ("train.steps", "train.stps", "deepspeed=absent.json"):
         with refused(ConfigError, name.removeprefix("deepspeed=")):
             load_config([name, STEPS])

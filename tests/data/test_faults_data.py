@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import random
 import re
 import shutil
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.source import SourceDocument
 from dist_mem.runtime.environment import node_name
 from dist_mem.runtime.network_interface import free_port
-from tests.support.faults import assert_says, flip
+from tests.support.faults import as_folder, as_pipe, assert_says, flip
 from tests.support.jobs import write_config
 from tests.support.messages import described, refused, said, said_line
 from tests.support.ranks import launcher_environment
@@ -163,8 +164,7 @@ def test_a_path_that_is_no_directory_is_the_users_and_a_failing_disk_is_not(
     def fail(path: Path, *_: object, **__: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
-    monkeypatch.setattr(Path, "read_bytes", fail)
-    monkeypatch.setattr(Path, "stat", fail)
+    monkeypatch.setattr(os, "open", fail)
     for read in (lambda: read_index(data / "train"), lambda: load_tokenizer(data), lambda: read_tokens(index, 0)):
         with refused(OSError):
             read()
@@ -207,6 +207,13 @@ def without_splits(tiny: Path) -> None:
         shutil.rmtree(tiny / split)
 
 
+def of_another_split(tiny: Path) -> None:
+    """Name another split in an index, with the right fingerprint."""
+    path = tiny / "train" / "index.json"
+    body = {**json.loads(path.read_text()), "split": "abc"}
+    path.write_text(json.dumps({**body, "fingerprint": fingerprint_of(body)}))
+
+
 # What is done, and where the only problem is: the file, and the first document that is hit.
 HARMS: dict[str, tuple[Callable[[Path], object], str, str | None]] = {
     "cut in a header": (cut_at(lambda start, end: start // 512 * 512 - 300), TRAIN_TAR, "d2"),
@@ -229,6 +236,9 @@ HARMS: dict[str, tuple[Callable[[Path], object], str, str | None]] = {
     "no index": (lambda data: (data / "train" / "index.json").unlink(), "train/index.json", None),
     "no tokenizer": (lambda data: (data / "tokenizer.json").unlink(), "tokenizer.json", None),
     "no split": (without_splits, ".", None),
+    "index of another split": (of_another_split, "train/index.json", None),
+    "pipe as a tar": (lambda data: as_pipe(data / TRAIN_TAR, random.Random()), TRAIN_TAR, None),
+    "folder as a tar": (lambda data: as_folder(data / TRAIN_TAR, random.Random()), TRAIN_TAR, None),
 }
 
 

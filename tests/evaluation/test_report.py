@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation import compare
 from dist_mem.evaluation.bootstrap import MIN_DOCUMENTS, accuracy_interval, gain_interval, no_gain_interval
+from dist_mem.evaluation.protocol import Protocol
 from dist_mem.evaluation.scores import (
     MEASURES,
     Band,
@@ -91,6 +92,24 @@ def test_a_report_survives_its_file(tmp_path: Path) -> None:
     paths[1].write_text("[]")
     with refused(ValueError):
         read_report(paths[1])
+
+
+def test_a_protocol_that_no_evaluation_has_or_another_than_the_scores_is_refused(tmp_path: Path) -> None:
+    report = make_report()
+    protocol = Protocol(report.seg_len, report.mem_len, None, False, "documents", None, precision="fp32")._asdict()
+    protocol["max_document_len"] = report.max_document_len
+    (_, path) = write_report(report, tmp_path, "test-step-00000007", metadata={"protocol": protocol})
+    assert read_report(path) == report
+    body = json.loads(path.read_text())
+    wrong = {"mem_len": [1], "clamp_len": "/etc/passwd", "without_memory": 1, "seg_len": report.seg_len + 1, "lanes": 0}
+    for key, value in wrong.items():
+        path.write_text(json.dumps({**body, "protocol": {**protocol, key: value}}))
+        with refused(UnusableError, path, f"protocol.{key}"):
+            read_report(path)
+    for key in protocol:
+        path.write_text(json.dumps({**body, "protocol": {name: protocol[name] for name in protocol if name != key}}))
+        with refused(UnusableError, path, key):
+            read_report(path)
 
 
 def test_table_and_csv_show_documents_and_totals() -> None:

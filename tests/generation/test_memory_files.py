@@ -20,7 +20,7 @@ from dist_mem.config import Config, DataConfig, EvalConfig, TrainConfig
 from dist_mem.contract.subject import VOCAB
 from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE, RunError, UnusableError
-from dist_mem.evaluation.memory_file import read_memory_file, write_memory_file
+from dist_mem.evaluation.memory_file import OPEN_SEGMENT, MemoryFile, read_memory_file, write_memory_file
 from dist_mem.evaluation.trained_model import Checkpoint, TrainedModel, load_model
 from dist_mem.generation.generate import Sampling, generate
 from dist_mem.generation.reading import Reading, next_log_probs, read, select, start
@@ -179,13 +179,16 @@ def with_header(path: Path, **changes: Any) -> None:
     save_file(load_file(path), path, {"dist_mem_memory": json.dumps({**entry, **changes})})
 
 
+def header_to_write(found: MemoryFile) -> dict[str, Any]:
+    return {key: value for key, value in found.header.items() if key not in ("format_version", "sha256")}
+
+
 def diverged(path: Path, value: float) -> None:
     """Write a memory with one value that is not finite, and the SHA-256 of all of it."""
     found = read_memory_file(path)
     name = next(name for name, tensor in found.tensors.items() if tensor.is_floating_point())
     found.tensors[name].flatten()[-1] = value
-    header = {key: value for key, value in found.header.items() if key not in ("format_version", "sha256")}
-    write_memory_file(path, header, found.tensors)
+    write_memory_file(path, header_to_write(found), found.tensors)
 
 
 WRONG: list[tuple[str, Callable[[Path], object]]] = [
@@ -408,3 +411,34 @@ def test_what_cannot_be_done_is_said_in_one_line(
         assert (code, captured.out, captured.err.count("\n")) == (EXIT_USAGE, "", 1), (arguments, captured.err)
         said(captured.err, named)
     assert not (tmp_path / "new.mem").exists()
+
+
+@pytest.mark.parametrize("case", case_params())
+def test_a_count_that_no_reading_leaves_is_refused_whatever_the_hash(case: str, tmp_path: Path) -> None:
+    trained, path = model(case), tmp_path / "book.mem"
+    kept(trained, words(3 * SEG_LEN + 2), path)
+    found = read_memory_file(path)
+    integers = [name for name, tensor in found.tensors.items() if tensor.dtype == torch.int64 and name != OPEN_SEGMENT]
+    for name in integers:
+        for value in (-5, 2**63 - 1 if name.endswith("document") else 10**9):
+            write_memory_file(
+                path, header_to_write(found), {**found.tensors, name: torch.full_like(found.tensors[name], value)}
+            )
+            if value > 10**9:
+                assert load_memory(trained, path), "any document may be read"
+                continue
+            with pytest.raises(UnusableError, match=rf"{name} is .* after 14 tokens: read the text again"):
+                load_memory(trained, path)
+
+
+def test_a_negative_length_and_a_text_of_more_tokens_than_any_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "book.mem"
+    kept(model(), words(9), path)
+    found = read_memory_file(path)
+    write_memory_file(path, header_to_write(found), {**found.tensors, "blocks.0.length": torch.tensor([-5])})
+    with refused(UnusableError, path, "blocks.0.length", "dist-mem read TEXT"):
+        load_memory(model(), path)
+    texts = [{**text, "num_tokens": 2**62} for text in found.header["texts"]]
+    write_memory_file(path, {**header_to_write(found), "texts": texts}, found.tensors)
+    with refused(UnusableError, path, "texts[0].num_tokens"):
+        load_memory(model(), path)

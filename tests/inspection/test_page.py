@@ -6,6 +6,8 @@ import json
 import math
 import os
 import re
+import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 from dist_mem.__main__ import main
 from dist_mem.config import load_config, save_config
 from dist_mem.data.documents import Document
+from dist_mem.data.shard import write_split
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE
 from dist_mem.evaluation.scores import perplexity, write_report
 from dist_mem.evaluation.trained_model import load_model
@@ -31,7 +34,10 @@ from dist_mem.inspection.page.markup import Markup, digits, element, short_count
 from dist_mem.inspection.reading import DocumentReading
 from tests.evaluation.test_protocol import MEMORIES, asked, make_run
 from tests.evaluation.test_without_memory import emptied
+from tests.runtime.test_terminal import HOSTILE as TERMINAL
+from tests.runtime.test_terminal import steering
 from tests.support.messages import refused, said
+from tests.support.scored_library import TOKENIZER, make_document
 from tests.support.tracked import config_for, job
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -202,11 +208,11 @@ def test_no_file_from_outside_of_the_run_comes_into_the_page(
     inside.rename(outside)
     inside.symlink_to(outside)
     assert report(run_dir, *BOOK, "-o", tmp_path / "secret.html") == EXIT_USAGE
-    said(f"exit code 2: {capsys.readouterr().err}", f"error: {inside}", f" {run_dir}:")
+    said(f"exit code 2: {capsys.readouterr().err}", f"error: {inside}", f"out of {run_dir};")
     inside.unlink()
     os.mkfifo(inside)
     assert report(run_dir, *BOOK, "-o", tmp_path / "secret.html") == EXIT_USAGE
-    assert "is no regular file: remove it" in capsys.readouterr().err
+    assert f"{inside}: a pipe" in capsys.readouterr().err
     assert not (tmp_path / "secret.html").exists()
 
 
@@ -225,6 +231,16 @@ def test_no_text_is_taken_for_markup(run_dir: Path, tmp_path: Path) -> None:
     pieces = [stored["pieces"][number].encode("latin-1") for number in numbers(stored["ids"]).tolist()]
     assert b"".join(pieces).decode() == HOSTILE * 5
     assert stored["title"] == "<script>x.txt"
+
+
+def test_a_title_turns_no_letters_around(library: Path, tmp_path: Path) -> None:
+    data = Path(shutil.copytree(library, tmp_path / "data"))
+    title = f"Title \u202egnitide{TERMINAL}".replace("\udc80", "")  # half a character, which no index can hold
+    documents = [replace(make_document(3, 20), title=title)]
+    write_split(documents, data / "test", name="tiny", split="test", tokenizer_fingerprint=TOKENIZER.fingerprint)
+    page = page_of(open_run(tmp_path, data, MEMORIES["none"]), "--book", "doc3", "--split", "test")
+    assert steering(page) == steering(book_of(page)["title"]) == []
+    assert book_of(page)["title"].startswith("Title \ufffdgnitide\ufffd[2J")
 
 
 def test_a_second_run_reads_the_book_too(run_dir: Path, library: Path, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+import random
 import signal
 import socket
 import stat
@@ -11,8 +13,20 @@ from pathlib import Path
 
 import pytest
 
+from dist_mem.errors import EXIT_USAGE, run_error
 from dist_mem.runtime import files
-from dist_mem.runtime.files import new_folder, partial_of, replacing, write_text
+from dist_mem.runtime.files import (
+    WrongFileError,
+    by_name,
+    is_missing,
+    new_folder,
+    open_regular,
+    partial_of,
+    read_regular,
+    replacing,
+    write_text,
+)
+from tests.support.faults import PLACES
 from tests.support.messages import refused
 
 
@@ -91,3 +105,55 @@ def test_a_folder_and_a_socket_are_refused_and_a_link_is_replaced(tmp_path: Path
     (tmp_path / "link").symlink_to(tmp_path / "others")
     write_text(tmp_path / "link", "a page")
     assert (tmp_path / "others").read_text() == "theirs" and not (tmp_path / "link").is_symlink()
+
+
+# The one door
+
+
+def test_only_a_regular_file_is_opened_and_nothing_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"content")
+    assert read_regular(path) == read_regular(path, inside=tmp_path) == b"content"
+    (tmp_path / "link").symlink_to("file")
+    assert read_regular(tmp_path / "link", inside=tmp_path) == b"content"
+    with open_regular(path, "ab") as file:
+        file.write(b" and more")
+    with by_name(path) as name:
+        assert Path(name).read_bytes() == b"content and more"
+    for damage in PLACES:
+        if damage.__name__ == "as_link_out":
+            continue
+        wrong = tmp_path / damage.__name__
+        wrong.touch()
+        damage(wrong, random.Random())
+        for mode in ("rb", "ab"):
+            if (mode, damage.__name__) == ("ab", "as_link_to_nothing"):  # it makes the file
+                continue
+            with refused(WrongFileError, wrong):
+                open_regular(wrong, mode)
+        assert not is_missing(wrong)
+    with pytest.raises(FileNotFoundError):
+        read_regular(tmp_path / "none")
+    assert is_missing(tmp_path / "none")
+    with refused(WrongFileError, path / "below"):
+        read_regular(path / "below")
+
+
+def test_a_link_out_of_a_folder_is_refused_where_it_matters(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("theirs")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "link").symlink_to("../secret")
+    (folder / "inside").symlink_to("../folder")
+    assert read_regular(folder / "link") == b"theirs"
+    for path in (folder / "link", folder / "inside" / "link"):
+        with refused(WrongFileError, path, folder):
+            read_regular(path, inside=folder)
+
+
+def test_an_error_of_a_wrong_file_is_of_the_user_and_keeps_its_reason_on_other_ranks(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(WrongFileError) as raised:
+        read_regular(tmp_path / "pipe")
+    sent = pickle.loads(pickle.dumps(raised.value))
+    assert str(sent) == str(raised.value) and run_error(sent).exit_code == EXIT_USAGE

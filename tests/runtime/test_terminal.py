@@ -119,14 +119,15 @@ def test_figures_stand_to_the_right_and_texts_to_the_left() -> None:
 
 # CSV files
 
-TITLES = st.text(st.sampled_from("=+-@\t\r\n '\",a1|.") | st.characters(codec="utf-8"), max_size=8)
+TITLES = st.text(st.sampled_from("=+-@\t\r\n '\",a1|.\x1b\u202e") | st.characters(codec="utf-8"), max_size=8)
 
 
 @given(cells=st.lists(TITLES | st.integers() | st.floats(allow_nan=False), min_size=1, max_size=4))
 def test_no_cell_is_a_formula_and_every_cell_is_kept(cells: list[str | int | float]) -> None:
     [row] = csv.reader(io.StringIO(csv_text([cells]), newline=""))
     for cell, written in zip(cells, row, strict=True):
-        assert written in (str(cell), f"'{cell}")
+        shown = printable(str(cell))
+        assert written in (shown, f"'{shown}")
         if re.match(" *[=+@\t\r\n-]", written):
             assert not math.isnan(float(written))
 

@@ -1,9 +1,13 @@
-"""Faults for tests: disks that are small or read-only, and what messages say of them."""
+"""Faults for tests: of files, of disks that are small or read-only, and what messages say of them."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import random
+import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,6 +35,72 @@ def flip(path: Path, position: int, bits: int = 1) -> None:
     content = bytearray(path.read_bytes())
     content[position] ^= bits
     path.write_bytes(content)
+
+
+# What can be wrong with a file that a command reads
+
+
+def as_pipe(path: Path, choose: random.Random) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def as_folder(path: Path, choose: random.Random) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def as_loop(path: Path, choose: random.Random) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def as_link_to_nothing(path: Path, choose: random.Random) -> None:
+    path.unlink()
+    path.symlink_to("nothing")
+
+
+def as_link_out(path: Path, choose: random.Random) -> None:
+    path.unlink()
+    path.symlink_to("/etc/passwd")
+
+
+def as_device(path: Path, choose: random.Random) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def as_socket(path: Path, choose: random.Random) -> None:
+    path.unlink()
+    with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as server:
+        server.bind(path.name)
+
+
+def emptied_file(path: Path, choose: random.Random) -> None:
+    path.write_bytes(b"")
+
+
+def random_bytes(path: Path, choose: random.Random) -> None:
+    path.write_bytes(choose.randbytes(choose.choice([1, 7, 64, 1000])))
+
+
+def cut_short(path: Path, choose: random.Random) -> None:
+    path.write_bytes(path.read_bytes()[: choose.randrange(max(1, path.stat().st_size))])
+
+
+def flipped(path: Path, choose: random.Random) -> None:
+    content = bytearray(path.read_bytes() or b"x")
+    for _ in range(choose.choice([1, 1, 3])):
+        content[choose.randrange(len(content))] ^= 1 << choose.randrange(8)
+    path.write_bytes(content)
+
+
+Damage = Callable[[Path, random.Random], None]
+PLACES: list[Damage] = [as_pipe, as_folder, as_loop, as_link_to_nothing, as_link_out, as_device, as_socket]
+CONTENTS: list[Damage] = [emptied_file, random_bytes, cut_short, flipped]
+
+
+# Disks
 
 
 @contextmanager

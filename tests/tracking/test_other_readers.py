@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import socket
+import stat
 import struct
 import subprocess
 import sys
@@ -21,7 +25,7 @@ from wandb.proto import wandb_internal_pb2
 
 from dist_mem.errors import EXIT_DONE, UnusableError
 from dist_mem.tracking.log import METRICS_FILE, Header, Log, Point, read_points, write_log
-from dist_mem.tracking.readers import MARK, WANDB_ID_FILE, TensorBoardFiles
+from dist_mem.tracking.readers import MARK, WANDB_ID_FILE, TensorBoardFiles, check_prometheus
 from dist_mem.tracking.start import check_sinks
 from tests.support.faults import small_disk
 from tests.support.forked_ranks import SIGKILLED
@@ -305,3 +309,30 @@ def test_an_error_of_the_client_is_one_line_and_stops_nothing(
     tracker.close("FINISHED")
     (line,) = (line for line in capsys.readouterr().err.splitlines() if "W&B" in line)
     assert line.startswith("warning: W&B: ") and "metrics.jsonl has every point" in line
+
+
+def test_a_prometheus_file_replaces_a_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "x.prom"
+    check_prometheus(path)
+    path.write_text("")
+    check_prometheus(path)
+    path.unlink()
+    os.mkfifo(path)
+    with refused(UnusableError, f"tracking.prometheus={path}"):
+        check_prometheus(path)
+    path.unlink()
+    path.mkdir()
+    with refused(UnusableError, f"tracking.prometheus={path}"):
+        check_prometheus(path)
+    with refused(UnusableError, "tracking.prometheus="):  # as /dev/null, which no file may replace
+        check_prometheus(device(tmp_path / "null.prom"))
+
+
+def device(path: Path) -> Path:
+    """The null device under a name; a socket for users who cannot make one."""
+    if os.getuid() == 0:
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    else:
+        with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as server:
+            server.bind(path.name)
+    return path

@@ -33,7 +33,7 @@ from fsspec.callbacks import Callback
 
 from dist_mem.errors import StoppedError, UnfitError, UnusableError, run_error
 from dist_mem.runtime.extras import require
-from dist_mem.runtime.files import fsync_path
+from dist_mem.runtime.files import fsync_path, open_regular
 from dist_mem.runtime.locks import lock_file, wait_for_lock
 from dist_mem.runtime.signals import received_signal
 
@@ -545,6 +545,6 @@ def _status(error: BaseException) -> int | None:
 
 
 def _web_page(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         head = file.read(60)
     return f"; it is a web page: {head.decode('utf-8', 'replace')!r}" if head.lstrip().startswith(b"<") else ""

@@ -28,7 +28,16 @@ from dist_mem.data.tokenizers.registry import FILE_NAMES, JSON_NAME
 from dist_mem.errors import RunError
 from dist_mem.runtime.environment import node_name, temporary_dir
 from dist_mem.runtime.figures import json_text
-from dist_mem.runtime.files import NotOwnError, fsync_path, make_own, sha256_of, write_bytes, write_hashed, write_text
+from dist_mem.runtime.files import (
+    NotOwnError,
+    fsync_path,
+    make_own,
+    read_regular,
+    sha256_of,
+    write_bytes,
+    write_hashed,
+    write_text,
+)
 
 log = logging.getLogger(__name__)
 WHOLE_NAME = "whole.json"  # marks a folder whose files were all compared with their checksums
@@ -196,10 +205,10 @@ class StagedShards(ShardSource):
         """Copy index and tokenizer, which make the folder a data directory; jobs read those of the source."""
         source = self._index.split_dir
         for name in (DOCUMENTS_NAME, INDEX_NAME):
-            write_bytes(self.split_dir / name, (source / name).read_bytes())
+            write_bytes(self.split_dir / name, read_regular(source / name))
         for name in (JSON_NAME, *FILE_NAMES):
             if (source.parent / name).exists():
-                write_bytes(self._folder / name, (source.parent / name).read_bytes())
+                write_bytes(self._folder / name, read_regular(source.parent / name))
 
 
 def _blocks(path: Path, closed: threading.Event) -> Iterator[memoryview]:

@@ -21,6 +21,7 @@ from dist_mem.errors import UnusableError
 from dist_mem.runtime.extras import require
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.file_schema import Schema, integer, leaf, optional, read_json, record, rows, table, text
+from dist_mem.runtime.files import read_regular
 
 END_OF_TEXT = "<|endoftext|>"
 _PURPOSE = "a tokenizer of GPT-2's kind"
@@ -121,7 +122,7 @@ def read_byte_pairs(folder: Path) -> BytePairTokenizer:
     vocab_file, merges_file, whole = folder / "vocab.json", folder / "merges.txt", folder / "tokenizer.json"
     try:
         if vocab_file.exists() and merges_file.exists():
-            lines = merges_file.read_text(encoding="utf-8").split("\n")
+            lines = read_regular(merges_file).decode().split("\n")
             merges = [line for line in lines if line and not line.startswith("#version")]
             return _of_ids(_matching(IDS, read_json(vocab_file, UnusableError)), merges)
         if whole.exists():

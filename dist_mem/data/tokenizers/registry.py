@@ -20,7 +20,7 @@ from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.file_schema import check, integer, optional, record, text
-from dist_mem.runtime.files import write_bytes
+from dist_mem.runtime.files import read_regular, write_bytes
 
 FORMAT_VERSION = 1
 JSON_NAME = "tokenizer.json"
@@ -102,7 +102,7 @@ def load_tokenizer(data_dir: Path | str) -> Tokenizer:
     path, content = data_dir / (kind.file_name or JSON_NAME), b""
     if kind.file_name is not None:
         with reading(path, ": build the dataset again, or copy it from where it was built"):
-            content = path.read_bytes()
+            content = read_regular(path)
     try:
         tokenizer = kind.from_content(content)
     except UnusableError:  # a ValueError too, but a library is missing and the file is whole

@@ -19,6 +19,7 @@ from dist_mem.inspection.counterfactual import Counterfactual
 from dist_mem.inspection.page.columns import column
 from dist_mem.inspection.reading import DocumentReading
 from dist_mem.runtime.figures import json_text
+from dist_mem.runtime.terminal import printable
 
 MASS_STEPS = 255  # a mass of 1 is stored as this
 RISE_STEPS = 1000  # per nat
@@ -47,9 +48,9 @@ def encoded(book: Book, *, room: int) -> dict[str, Any]:
     nll, windowed, against = reading.nll.numpy(), reading.windowed.numpy(), reading.against
     scored = ~np.isnan(nll)
     content: dict[str, Any] = {
-        "title": book.title,
-        "run": book.run,
-        "other": book.other,
+        "title": printable(book.title),
+        "run": printable(book.run),
+        "other": None if book.other is None else printable(book.other),
         "not_removed": book.not_removed,
         "num_tokens": len(tokens),
         "num_scored": int(scored.sum()),

@@ -1,4 +1,4 @@
-"""HTML elements as text in which everything that is not markup is escaped."""
+"""HTML elements as text in which everything that is not markup is escaped, and can steer no reader."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import html
 from collections.abc import Iterable
 
 from dist_mem.runtime.figures import NO_FIGURE, is_figure
+from dist_mem.runtime.terminal import printable
 
 
 class Markup(str):
@@ -20,14 +21,18 @@ def element(name: str, *children: str, **attributes: str | float) -> Markup:
         attributes: values, which are escaped; `class_` is the attribute `class`, `data_x` is `data-x`.
     """
     given = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"' for key, value in attributes.items()
+        f' {key.rstrip("_").replace("_", "-")}="{_escaped(str(value))}"' for key, value in attributes.items()
     )
     return Markup(f"<{name}{given}>{joined(children)}</{name}>")
 
 
 def joined(children: Iterable[str]) -> Markup:
     """Return several pieces in a row, escaping those that are not `Markup`."""
-    return Markup("".join(part if isinstance(part, Markup) else html.escape(part) for part in children))
+    return Markup("".join(part if isinstance(part, Markup) else _escaped(part) for part in children))
+
+
+def _escaped(text: str) -> str:
+    return html.escape(printable(text))
 
 
 def digits(value: float, sign: str = "") -> str:

@@ -13,7 +13,6 @@ from dist_mem.evaluation.memory_gain import counterpart, is_without_memory, memo
 from dist_mem.evaluation.scores import Report, read_report
 from dist_mem.inspection.aggregates import Aggregates
 from dist_mem.inspection.page.markup import Markup, digits, element, joined, table
-from dist_mem.runtime.files import checked_inside
 
 _OTHER_COMMANDS = ("dialogue-", "inspect-")  # whose files in RUN/evaluations are no reports of `dist-mem evaluate`
 
@@ -37,7 +36,7 @@ def find_evaluations(run_dir: Path, label: str) -> list[Evaluation]:
             raise UnusableError(
                 f"{path} is no report of `dist-mem evaluate`, which end in -step-STEP.json: move it away"
             )
-        found.append(Evaluation(label, path, int(step[1]), read_report(checked_inside(run_dir, path))))
+        found.append(Evaluation(label, path, int(step[1]), read_report(path, inside=run_dir)))
     return found
 
 
@@ -82,7 +81,7 @@ def _gain(entry: Evaluation) -> str | None:
     other = counterpart(entry.path)
     if not other.exists():
         return None
-    without = read_report(checked_inside(other.parent.parent, other))
+    without = read_report(other, inside=other.parent.parent)
     return digits(memory_gain(entry.report, without).nats)
 
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from dist_mem.errors import UnfitError, UnusableError
-from dist_mem.runtime.files import check_regular, free_name, fsync_path
+from dist_mem.runtime.files import free_name, fsync_path, open_regular
 
 QUIET_SECONDS = 60.0  # without a change, after which incomplete tables are taken for abandoned
 _REVISION = "alembic_version"  # table
@@ -151,7 +151,8 @@ def _read(path: Path) -> _Content:
     """Return what a database has. Raises ForeignError, UnfitError."""
     columns: defaultdict[str, set[str]] = defaultdict(set)
     filled: list[str] = []
-    check_regular(path)
+    if path.exists():
+        open_regular(path).close()  # SQLite would wait for a pipe
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True)) as database:
             rows = database.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view') ORDER BY name")

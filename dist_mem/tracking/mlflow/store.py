@@ -26,7 +26,7 @@ from urllib.parse import unquote, urlsplit
 from dist_mem.config import Config, TrackingConfig
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.environment import mlflow_environment, slurm_job
-from dist_mem.runtime.files import file_system_of, is_network_file_system, write_text
+from dist_mem.runtime.files import file_system_of, is_missing, is_network_file_system, read_regular, write_text
 from dist_mem.tracking.log import METRICS_FILE, Header, read_header
 from dist_mem.tracking.mlflow.client import (
     brief,
@@ -213,9 +213,9 @@ def warn_of_folder(uri: str) -> str | None:
 def read_run_id(run_dir: Path) -> str | None:
     """Return the MLflow run of a run directory; None before it has one. Raises UnusableError if it is no id."""
     path = run_dir / RUN_ID_FILE
-    if not path.exists():
+    if is_missing(path):
         return None
-    text = path.read_text(encoding="utf-8", errors="replace").strip()
+    text = read_regular(path).decode(errors="replace").strip()
     return _checked(text, str(path), "write the id of the run into it, or delete it: the run is found by its log")
 
 

@@ -24,11 +24,12 @@ from typing import Any, NamedTuple, cast
 from omegaconf import OmegaConf
 
 from dist_mem.config import Config, TrackingConfig, merge_checked
-from dist_mem.config.check import flatten, stop_on
+from dist_mem.config.check import check_tree, flatten, stop_on
 from dist_mem.config.sources import COMMAND_LINE, plain_block, read_overrides, read_saved, read_sources
 from dist_mem.config.text_checks import check_credentials, check_given, check_texts
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UnusableError
 from dist_mem.runtime.extras import is_installed, not_installed
+from dist_mem.runtime.files import is_missing, read_regular
 from dist_mem.runtime.terminal import counted
 from dist_mem.supervision.lease import is_abandoned
 from dist_mem.tracking.log import (
@@ -98,9 +99,12 @@ def read_config(run_dir: Path, given: Any) -> Config:
     if checked.uri is not None:
         check_store(checked.uri)
     path = run_dir / "config.yaml"
-    if not path.exists():
+    if is_missing(path):
         raise UnusableError(f"{path} is missing; give the directory of a run")
-    return cast(Config, OmegaConf.merge(OmegaConf.create(read_saved(path)), given))
+    saved, defaults = read_saved(path), OmegaConf.to_container(OmegaConf.structured(TrackingConfig))
+    wrong = check_tree(TrackingConfig, saved.get("tracking", {}), key="tracking")
+    stop_on([problem._replace(where=str(path)) for problem in wrong if "unknown key" not in problem.text])
+    return cast(Config, OmegaConf.merge({"tracking": defaults}, saved, given))
 
 
 def _sync(tracking: TrackingConfig, run_dir: Path, named: Sequence[str], count: CountPoints) -> int:
@@ -134,7 +138,7 @@ def _is_dead(run_dir: Path) -> bool:
     """Whether no job holds the run directory: its lease is gone, or its holder shows no sign of life."""
     path = run_dir / "lease.json"
     with suppress(FileNotFoundError):
-        return is_abandoned(path, path.read_text(encoding="utf-8", errors="replace"))
+        return is_abandoned(path, read_regular(path).decode(errors="replace"))
     return True
 
 

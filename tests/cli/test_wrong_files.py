@@ -1,0 +1,201 @@
+"""Whatever stands in the place of a file that somebody else has made: a command refuses it, and waits for nothing.
+
+The files are found by walking a data directory, a run, an export and a memory file; which command reads which file is
+found by watching what it opens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from dist_mem.checkpoint.manifest import _fingerprint as manifest_fingerprint
+from dist_mem.data.index import fingerprint_of
+from dist_mem.evaluation.memory_file import read_memory_file, write_memory_file
+from dist_mem.runtime.network_interface import free_port
+from tests.cli.test_damaged_runs import changed
+from tests.cli.test_fuzz_input import PIECES
+from tests.runtime.test_terminal import steering
+from tests.support.faults import CONTENTS, PLACES, Damage, as_pipe, flipped
+from tests.support.ranks import launcher_environment
+from tests.support.whole_folders import COMMANDS, FAST, Answer, Folders, make_folders, opened_by, run_command
+
+pytestmark = [pytest.mark.usefixtures("single_process"), pytest.mark.timeout(3600)]
+# What a SHA-256 covers: it is used as it was written, or not at all.
+HASHED = re.compile(r"data/(?!.*\.tar)|export/(?!README)|run/checkpoints/|text\.mem")
+VARYING = re.compile(r"\d+\.\d+ s\b|[\d,.]+ tokens/s|\d:\d\d:\d\d|\S*/(whole|copy)\S*|.*(entries sent|MLflow has).*")
+
+
+class Whole(NamedTuple):
+    """Whole folders, and what commands do with them."""
+
+    folders: Folders
+    uri: str  # of a store of MLflow
+    answers: dict[str, Answer]
+    readers: dict[Path, list[str]]  # file -> the commands that open it
+
+    def watch(self, commands: list[str]) -> None:
+        """Run these commands, unless they have run, and note what they open."""
+        for command in (each for each in commands if each not in self.answers):
+            copy = copied(self.folders, self.folders.root / "copy")
+            self.answers[command], opened = opened_by(copy, command, self.uri)
+            for path in opened & self.readers.keys():
+                self.readers[path].append(command)
+
+
+@pytest.fixture(scope="module")
+def whole(library: Path, tmp_path_factory: pytest.TempPathFactory, sqlite_uri: str) -> Iterator[Whole]:
+    """The folders; without programs on the PATH, so that no Slurm of this machine is asked."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**launcher_environment(0, 1, free_port()), "PATH": "/nonexistent"}.items():
+            patch.setenv(name, value)
+        folders = make_folders(tmp_path_factory.mktemp("whole"), library)
+        yield Whole(folders, sqlite_uri, {}, {path: [] for path in folders.files()})
+
+
+def copied(folders: Folders, to: Path) -> Folders:
+    shutil.rmtree(to, ignore_errors=True)
+    to.mkdir()
+    for name in ("run", "data", "export"):
+        shutil.copytree(folders.root / name, to / name, symlinks=True)
+    shutil.copy(folders.root / "text.mem", to / "text.mem")
+    return Folders(to)
+
+
+def faults(whole: Whole, path: Path, damage: Damage, command: str, seed: int) -> Iterator[str]:
+    """Damage a file of a copy, run a command, and yield what is wrong with its answer."""
+    copy, choose = copied(whole.folders, whole.folders.root / "copy"), random.Random(f"{path} {seed}")
+    damage(copy.root / path, choose)
+    answer = run_command(copy.arguments(command, whole.uri))
+    text, allowed = answer.printed + answer.error, {0, 2}
+    if command.startswith(("data verify", "checkpoints")):
+        allowed.add(1)  # "something is damaged"
+    if answer.code not in allowed or "Traceback" in text:
+        yield f"code {answer.code}: {text[-300:]}"
+    elif answer.code and path.name not in text and str(path.parent) not in text and not ALONE.search(text):
+        yield f"code {answer.code} does not name the file: {text[-300:]}"
+    elif steering(text):
+        yield f"steers a terminal: {text[-300:]!r}"
+    elif answer.code == 0 and damage in PLACES and not may_be_left(path, damage, command) and path.name not in text:
+        yield "is used or left out without a word"
+    elif answer.code == 0 and damage in CONTENTS and HASHED.match(str(path)) and path.name not in text:
+        before = whole.answers[command].printed
+        if VARYING.sub("", answer.printed) != VARYING.sub("", before):
+            yield f"another result without a word: {answer.printed[-300:]}"
+
+
+ALONE = re.compile(
+    r"no Slurm|no squeue|no job and no log|train.steps and train.epochs: neither"
+)  # true, whatever a line of the file says
+
+
+def may_be_left(path: Path, damage: Damage, command: str) -> bool:
+    """Whether a command may leave a file out that only makes its answer nicer, or that is a link to a regular file."""
+    return damage.__name__ == "as_link_out" or command.startswith("checkpoints") or path.name == "report.txt"
+
+
+def check(whole: Whole, damages: list[Damage], num: int | None) -> None:
+    """Try `num` pairs of a file and a damage, chosen by chance, with one fast command each; None: all, with all."""
+    whole.watch(COMMANDS if num is None else FAST)
+    pairs = [(path, damage) for path, commands in whole.readers.items() if commands for damage in damages]
+    chosen = pairs if num is None else random.Random(num).sample(pairs, num)
+    wrong = {}
+    for path, damage in chosen:
+        fast = [command for command in whole.readers[path] if num is None or command in FAST]
+        for command in fast if num is None else random.Random(f"{path}").sample(fast, min(1, len(fast))):
+            for seed in range(1 if num or damage in PLACES else 6):
+                if found := list(faults(whole, path, damage, command, seed)):
+                    wrong[f"{path}, {damage.__name__}, {command}, seed {seed}"] = found
+    assert wrong == {}
+
+
+SOME = [pytest.param(40, id="some"), pytest.param(None, id="all", marks=pytest.mark.nightly)]
+
+
+@pytest.mark.parametrize("num", SOME)
+def test_no_pipe_folder_device_or_link_is_read_or_waited_for(whole: Whole, num: int | None) -> None:
+    check(whole, PLACES, num)
+
+
+@pytest.mark.parametrize("num", SOME)
+def test_no_damage_is_a_traceback_a_hang_or_used_without_a_word(whole: Whole, num: int | None) -> None:
+    check(whole, CONTENTS, num)
+
+
+@pytest.mark.nightly
+def test_whole_folders_are_read_by_every_command_and_every_file_by_one(whole: Whole) -> None:
+    whole.watch(COMMANDS)
+    codes = {command: answer.code for command, answer in whole.answers.items()}
+    assert {name for name, code in codes.items() if code} == {"cancel RUN"}, whole.answers
+    unread = {path.name for path, commands in whole.readers.items() if not commands}
+    read_by_a_start = {"starts.jsonl", "cancelled"}  # tests/training/test_run_files.py; by a cancel with Slurm
+    assert {name for name in unread if not name.endswith(".csv")} <= read_by_a_start
+
+
+# Values of other types, with the hashes that a writer of such values would have computed
+
+
+def retyped(path: Path, choose: random.Random) -> None:
+    """Change a value, or leave it out, in a file of keys and values; flip bits in others."""
+    if path.suffix in (".json", ".jsonl"):
+        path.write_text(signed(changed(path.read_text(encoding="utf-8"), choose)), encoding="utf-8")
+    elif path.suffix == ".yaml":
+        lines = path.read_text(encoding="utf-8").splitlines()
+        place = choose.choice([number for number, line in enumerate(lines) if ":" in line])
+        lines[place] = f"{lines[place].partition(':')[0]}: {choose.choice(PIECES)}"
+        path.write_text("\n".join(lines), encoding="utf-8", errors="replace")
+    elif path.suffix == ".mem":
+        found = read_memory_file(path)
+        with contextlib.suppress(RecursionError, ValueError):  # what no writer can sign
+            header = json.loads(changed(json.dumps(found.header), choose))
+            write_memory_file(path, {**header, "sha256": None}, found.tensors)
+    else:
+        flipped(path, choose)
+
+
+def signed(text: str) -> str:
+    """Return the text of a manifest or of an index with the hash of its content; any other as it is."""
+    with contextlib.suppress(ValueError, RecursionError, TypeError, AttributeError):
+        body = json.loads(text)
+        if "files" in body:
+            return json.dumps({**body, "sha256": manifest_fingerprint(body)})
+        if "shards" in body:
+            return json.dumps({**body, "fingerprint": fingerprint_of(body)})
+    return text
+
+
+@pytest.mark.parametrize("num", [pytest.param(60, id="some"), pytest.param(4000, id="many", marks=pytest.mark.nightly)])
+def test_no_input_of_a_command_is_a_traceback_or_does_not_end(whole: Whole, num: int) -> None:
+    """Print how many inputs were tried, by how they ended."""
+    whole.watch(FAST if num < 100 else COMMANDS)
+    choose, wrong, ends = random.Random(num), {}, Counter[str]()
+    read = {path: commands for path, commands in whole.readers.items() if commands}
+    for number in range(num):
+        path = choose.choice(list(read))
+        fast = [command for command in read[path] if command in FAST]
+        command = choose.choice(fast if fast and choose.random() < 0.9 else read[path])
+        damage = choose.choice([retyped, retyped, *CONTENTS])
+        found = list(faults(whole, path, damage, command, number))
+        ends["refused or taken" if not found else "wrong"] += 1
+        if found:
+            wrong[f"{path}, {damage.__name__}, {command}, seed {number}"] = found
+    print("\ninputs tried:", dict(ends))
+    assert wrong == {}
+
+
+def test_a_check_refuses_a_run_whose_start_would_be_refused(whole: Whole) -> None:
+    copy = copied(whole.folders, whole.folders.root / "copy")
+    arguments = copy.arguments("train RUN/config.yaml --check run_dir=RUN")
+    assert run_command(arguments).code == 0
+    as_pipe(next(copy.root.glob("run/checkpoints/*/engine.json")), random.Random())
+    answer = run_command(arguments)
+    assert answer.code == 2 and "engine.json" in answer.error and "no checkpoint verifies" in answer.error

@@ -1,0 +1,88 @@
+"""A start that is refused leaves the run directory as it was, whichever file of it is damaged."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dist_mem.errors import RunError
+from dist_mem.training.run_files import check_run_files
+from tests.support.faults import CONTENTS, PLACES, Damage
+from tests.support.jobs import finish, start_ranks, write_config
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def run(books: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps that has written every file a start reads; beside it its configuration, job.yaml."""
+    folder = tmp_path_factory.mktemp("files")
+    changes = {"train": {"steps": 4}, "checkpoint": {"every": 2}, "tracking": {"tensorboard": True}}
+    write_config(folder / "job.yaml", books, Path("run"), changes)
+    codes, text = finish(start_ranks(["train", "job.yaml"], world_size=1, cwd=folder))
+    assert codes == [0], text
+    (folder / "run" / "mlflow_run_id").write_text("0123456789abcdef0123456789abcdef\n")
+    return folder / "run"
+
+
+def files_of(run: Path) -> list[Path]:
+    return sorted(path.relative_to(run) for path in run.rglob("*") if path.is_file())
+
+
+def content(folder: Path) -> dict[str, object]:
+    """Everything in a folder: of a file its bytes, of a link where it leads, of anything else its kind."""
+    found: dict[str, object] = {}
+    for path in folder.rglob("*"):
+        kind = path.lstat().st_mode >> 12
+        what = path.readlink() if path.is_symlink() else path.read_bytes() if path.is_file() else kind
+        found[str(path.relative_to(folder))] = what
+    return found
+
+
+def start_again(run: Path, to: Path, damaged: Path, damage: Damage) -> tuple[int, str, bool]:
+    """Damage a file of a copy and start the run for two more steps: the code, the output, whether nothing changed."""
+    shutil.copytree(run.parent, to)
+    damage(to / "run" / damaged, random.Random(str(damaged)))
+    before = content(to / "run")
+    codes, text = finish(start_ranks(["train", "job.yaml", "train.steps=6"], world_size=1, cwd=to))
+    return codes[0], text, content(to / "run") == before
+
+
+EVERY = [*PLACES, *CONTENTS]
+OF_THE_RUN = ("config.yaml", "finished.json", "history.jsonl", "metrics.jsonl", "mlflow_run_id", "starts.jsonl")
+
+
+@pytest.mark.parametrize("damage", [pytest.param(each, id=each.__name__) for each in EVERY])
+@pytest.mark.parametrize("name", [pytest.param(name, id=name) for name in OF_THE_RUN])
+def test_a_refused_start_changes_nothing(run: Path, tmp_path: Path, name: str, damage: Damage) -> None:
+    code, text, is_same = start_again(run, tmp_path / "again", Path(name), damage)
+    assert code in (0, 2) and "Traceback" not in text, text
+    assert code == 0 or (is_same and name in text), text
+    assert code == 2 or damage not in PLACES or damage.__name__ == "as_link_out", "a start went on with no file"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_a_refused_start_changes_nothing_whichever_file_it_is(run: Path, tmp_path: Path) -> None:
+    assert {path.name for path in files_of(run) if len(path.parts) == 1} == {*OF_THE_RUN}
+    for number, path in enumerate(files_of(run)):
+        for damage in EVERY:
+            to = tmp_path / f"{number}-{damage.__name__}"
+            code, text, is_same = start_again(run, to, path, damage)
+            assert code in (0, 2) and (code == 0 or is_same), f"{path}, {damage.__name__}: {text}"
+            shutil.rmtree(to)
+
+
+@pytest.mark.parametrize("name", OF_THE_RUN)
+def test_the_check_refuses_what_is_no_file_and_takes_what_is_missing(run: Path, tmp_path: Path, name: str) -> None:
+    for damage in PLACES[:4]:
+        to = Path(shutil.copytree(run, tmp_path / damage.__name__))
+        damage(to / name, random.Random())
+        with pytest.raises(RunError, match=name):
+            check_run_files(to)
+        (to / name).rmdir() if (to / name).is_dir() else (to / name).unlink()
+        check_run_files(to)
+    check_run_files(tmp_path / "new")
