@@ -19,7 +19,8 @@ SMALL = ["model.num_layers=1", "model.d_model=16", "model.num_heads=2", "model.d
 OF_A_RUN = [["config"], ["train", "--check", *SMALL], ["launch", "--dry-run", "launch.gpus_per_node=0", *SMALL]]
 OF_A_STUDY = [["sweep", "--rows", "nosuchrow"], ["arena", "--rows", "nosuchrow"], ["reproduce", "--rows", "nosuchrow"]]
 NUM_EACH = 3
-MISSING = "model.pretrained"  # names the folder that is not there
+# The first names the folder that is not there, the second what no file sets.
+WITHOUT_FILE = ("model.pretrained", "neither is given")
 
 
 def answer(command: list[str], path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -48,4 +49,4 @@ def test_no_document_ends_in_a_traceback(
         assert "Traceback" not in error
         lines = re.findall(r"^error: (.*)", error, re.MULTILINE)
         assert (code == EXIT_USAGE) == bool(lines), error
-        assert all(any(name in line for name in (path.stem, "command line", MISSING)) for line in lines), error
+        assert all(any(name in line for name in (path.stem, "command line", *WITHOUT_FILE)) for line in lines), error

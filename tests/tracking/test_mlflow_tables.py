@@ -125,7 +125,7 @@ def write_foreign(path: Path, kind: str, whole: Path) -> None:
             with closing(sqlite3.connect(whole)) as source:
                 source.backup(database)
         changes = {
-            "rows without a version": "DELETE FROM alembic_version",
+            "rows without a version": "DELETE FROM alembic_version; DELETE FROM datasets",
             "MLflow's tables and others, without a version": (
                 "DELETE FROM alembic_version; DELETE FROM experiments; CREATE TABLE customers (name TEXT)"
             ),
