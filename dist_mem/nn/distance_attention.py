@@ -137,112 +137,102 @@ def _gradients(query: Tensor, key: Tensor, asking: Tensor, table: Tensor) -> tup
     return *map(_like_projected, (query, key, key, asking)), to_pairs
 
 
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    asking: Tensor,
-    table: Tensor,
-    valid: Tensor,
-    sees: Tensor | None,
-    first_key: Tensor,
-    first: int,
-    above: int,
-    upto: int,
-) -> tuple[Tensor, Tensor]:
+class _Operands(NamedTuple):
+    """What both operators are given, as in `_INPUTS`."""
+
+    query: Tensor  # (H, B, T, K), scaled
+    key: Tensor  # (H, B, J, K)
+    value: Tensor  # (H, B, J, K)
+    asking: Tensor  # (H, B, T, K), or one number per query
+    table: Tensor  # (H, K, C), or (H, 1, C)
+    valid: Tensor  # (B, J) uint8
+    sees: Tensor | None  # (B, T) uint8
+    first_key: Tensor  # (B,) int32
+    first: int
+    above: int
+    upto: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """B, T, J and C."""
+        return self.query.shape[1], self.query.shape[2], self.key.shape[2], self.table.shape[-1]
+
+
+def _operands(*given: Any) -> _Operands:
+    """Return the operands with rows whose last axis is contiguous, as the kernels read them."""
+    return _Operands(*[_dense(rows) if place < 4 else rows for place, rows in enumerate(given)])
+
+
+def _forward(*given: Any) -> tuple[Tensor, Tensor]:
     from dist_mem.nn import distance_kernels as kernels
 
-    query, key, value, asking = map(_dense, (query, key, value, asking))
-    rows, log_sum = _outputs(query)
-    launch = launches(query).forward
-    tensors = (query, key, value, asking, table, valid, sees, first_key, rows, log_sum)
-    strides = (*_strides(query), *_strides(key), *_strides(value), *_strides(asking), *table.stride(), *_strides(rows))
-    kernels.forward[_grid(query, query.shape[2], launch)](
-        *tensors,
-        *strides,
-        *_sizes(query, key, table),
-        first,
-        above,
-        upto,
-        SEES=sees is not None,
-        **_options(query, asking, launch),
+    of = _operands(*given)
+    rows, log_sum = _outputs(of.query)
+    launch = launches(of.query).forward
+    strides = (*_strides(of.query, of.key, of.value, of.asking), *of.table.stride(), *_strides(rows))
+    kernels.forward[_grid(of.query, of.query.shape[2], launch)](
+        *(*of[:8], rows, log_sum, *strides, *of.sizes, *of[8:]),
+        SEES=of.sees is not None,
+        **_options(of, launch),
     )
     return rows, log_sum
 
 
 def _backward(
-    of_rows: Tensor,
-    of_log_sum: Tensor | None,
-    rows: Tensor,
-    log_sum: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    asking: Tensor,
-    table: Tensor,
-    valid: Tensor,
-    sees: Tensor | None,
-    first_key: Tensor,
-    first: int,
-    above: int,
-    upto: int,
+    of_rows: Tensor, of_log_sum: Tensor | None, rows: Tensor, log_sum: Tensor, *given: Any
 ) -> tuple[Tensor, ...]:
     from dist_mem.nn import distance_kernels as kernels
 
-    of_rows, query, key, value, asking = map(_dense, (of_rows, query, key, value, asking))
+    of_rows, of = _dense(of_rows), _operands(*given)
+    query, key, value, asking, table, valid, sees, first_key, *band = of
     to_query, to_key, to_value, to_asking, to_pairs = _gradients(query, key, asking, table)
-    chosen, sizes = launches(query), _sizes(query, key, table)
-    delta = torch.empty_like(log_sum)
+    chosen, delta = launches(query), torch.empty_like(log_sum)
     if of_log_sum is not None:
         of_log_sum = of_log_sum.contiguous()
     if sees is not None:  # the weights of a query that sees no key are 0
         log_sum = log_sum.masked_fill(log_sum == -torch.inf, torch.inf)
-    options = _options(query, asking, chosen.queries)
-    kernels.row_products[_grid(query, query.shape[2], chosen.queries)](
-        *(rows, of_rows, of_log_sum, delta, *_strides(rows), *_strides(of_rows), *sizes[:2]),
+    options = _options(of, chosen.queries)
+    by_query = _grid(query, query.shape[2], chosen.queries)
+    kernels.row_products[by_query](
+        *(rows, of_rows, of_log_sum, delta, *_strides(rows, of_rows), *of.sizes[:2]),
         **{name: options[name] for name in ("WIDTH", "PADDED", "SIZE", "num_warps", "num_stages")},
         SUMS=of_log_sum is not None,
     )
-    place = (*sizes, to_pairs.shape[-1], first, above, upto)
+    place = (*of.sizes, to_pairs.shape[-1], *band)
     kernels.backward_keys[_grid(query, key.shape[2], chosen.keys)](
-        *(query, key, value, asking, table, valid, first_key, of_rows, log_sum, delta, to_key, to_value),
-        *(to_pairs, *_strides(query), *_strides(key), *_strides(value), *_strides(asking), *table.stride()),
-        *(*_strides(of_rows), *_strides(to_key), *place),
-        **_options(query, asking, chosen.keys),
+        *(query, key, value, asking, table, valid, first_key, of_rows, log_sum, delta, to_key, to_value, to_pairs),
+        *(*_strides(query, key, value, asking), *table.stride(), *_strides(of_rows, to_key), *place),
+        **_options(of, chosen.keys),
     )
-    kernels.backward_queries[_grid(query, query.shape[2], chosen.queries)](
-        *(key, table, first_key, to_pairs, to_query, to_asking, *_strides(key), *table.stride()),
-        *(*_strides(to_query), *_strides(to_asking), *place),
+    kernels.backward_queries[by_query](
+        *(key, table, first_key, to_pairs, to_query, to_asking),
+        *(*_strides(key), *table.stride(), *_strides(to_query, to_asking), *place),
         **options,
     )
     return to_query, to_key, to_value, to_asking, to_pairs
 
 
 def _dense(rows: Tensor) -> Tensor:
-    """Return rows whose last axis is contiguous, as the kernels read them."""
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
-def _strides(rows: Tensor) -> tuple[int, int, int]:
-    return rows.stride()[:3]  # type: ignore[return-value]
-
-
-def _sizes(query: Tensor, key: Tensor, table: Tensor) -> tuple[int, int, int, int]:
-    return query.shape[1], query.shape[2], key.shape[2], table.shape[-1]
+def _strides(*parts: Tensor) -> tuple[int, ...]:
+    """Return the strides of heads, lanes and rows of each tensor."""
+    return tuple(stride for part in parts for stride in part.stride()[:3])
 
 
 def _grid(query: Tensor, num_rows: int, launch: Launch) -> tuple[int, int]:
     return -(-num_rows // launch.size), query.shape[0] * query.shape[1]
 
 
-def _options(query: Tensor, asking: Tensor, launch: Launch) -> dict[str, Any]:
+def _options(of: _Operands, launch: Launch) -> dict[str, Any]:
     """Return the constants of a kernel.
 
     Products of float32 are sums of three products of TF32 each, about as exact as float32, unless torch may use TF32.
     """
-    width = query.shape[-1]
+    width = of.query.shape[-1]
     return {
-        **{"WIDTH": width, "PADDED": max(_LEAST, 1 << (width - 1).bit_length()), "SCALAR": asking.shape[-1] == 1},
+        **{"WIDTH": width, "PADDED": max(_LEAST, 1 << (width - 1).bit_length()), "SCALAR": of.asking.shape[-1] == 1},
         **{"SIZE": launch.size, "num_warps": launch.warps, "num_stages": launch.stages},
         "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3",
     }
