@@ -160,7 +160,8 @@ class _Operands(NamedTuple):
 
 def _operands(*given: Any) -> _Operands:
     """Return the operands with rows whose last axis is contiguous, as the kernels read them."""
-    return _Operands(*[_dense(rows) if place < 4 else rows for place, rows in enumerate(given)])
+    dense: list[Any] = [_dense(rows) for rows in given[:4]]
+    return _Operands(*dense, *given[4:])
 
 
 def _forward(*given: Any) -> tuple[Tensor, Tensor]:
