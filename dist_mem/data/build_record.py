@@ -11,13 +11,13 @@ file has none, and is accepted beside others that have none.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dist_mem.data.index import INDEX_NAME, read_index_json
 from dist_mem.data.metadata import REMEDY, ShardError, read_metadata
+from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.file_schema import check, integer, optional, record, sha256
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.names import is_hidden
@@ -59,7 +59,7 @@ def note_texts(split_dir: Path, texts: str | None) -> None:
 def bind_splits(data_dir: Path, splits: Iterable[str]) -> None:
     """Write that these splits, all with an index, are of one build. Raises OSError, ShardError."""
     indexes = {split: read_index_json(data_dir / split / INDEX_NAME)["fingerprint"] for split in splits}
-    build = hashlib.sha256(json.dumps(indexes, sort_keys=True).encode()).hexdigest()
+    build = hashlib.sha256(json_text(indexes, sort_keys=True).encode()).hexdigest()
     for split, index in indexes.items():
         known = read_build(data_dir / split)
         new = BuildRecord(build, index, known.texts if known else None)
@@ -103,4 +103,4 @@ _FIX = f": build or copy all splits together, or, if they are meant so, remove e
 
 def _write(split_dir: Path, content: BuildRecord) -> None:
     body = {"format_version": 1, **asdict(content)}
-    write_text(split_dir / BUILD_NAME, json.dumps(body, indent=1) + "\n")
+    write_text(split_dir / BUILD_NAME, json_text(body, indent=1) + "\n")

@@ -116,7 +116,8 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
             with by_name(path) as name:
                 weights |= load_file(name)
         except (FileNotFoundError, SafetensorError, ValueError) as error:
-            raise UnusableError(f"model.pretrained: {path} cannot be read ({error}): {_AGAIN}") from error
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise UnusableError(f"model.pretrained: {path} cannot be read ({reason}): {_AGAIN}") from error
         except OSError as error:
             raise run_error(error, f"model.pretrained: {path} cannot be read: {error}") from error
     return weights

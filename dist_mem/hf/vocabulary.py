@@ -21,6 +21,7 @@ from dist_mem.data.tokenizers.words import word_bytes
 from dist_mem.errors import UnusableError
 from dist_mem.hf.folder import build_again
 from dist_mem.runtime.file_schema import check, read_json
+from dist_mem.runtime.files import read_regular
 
 _AGAIN = ": copy the folder again"
 
@@ -130,7 +131,7 @@ def _byte_pairs(path: Path) -> dict[int, bytes]:
 def _sentencepiece(path: Path) -> dict[int, bytes] | None:
     """Read a SentencePiece model; other programs have files of this name too, as tiktoken."""
     try:
-        processor = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+        processor = sentencepiece.SentencePieceProcessor(model_proto=read_regular(path))
     except RuntimeError:
         return None
     return {token: piece for token in range(processor.vocab_size()) if (piece := piece_bytes(processor, token))}

@@ -55,7 +55,7 @@ def files_of(run_dir: Path) -> list[Path]:
         if jobs and (logs := queue.logs_of(jobs[-1])):
             return logs
     if newest is None:
-        return sorted(path for path in run_dir.glob("*.log") if path.is_file())
+        return sorted(run_dir.glob("*.log"))
     return _files_in(newest)
 
 
@@ -67,7 +67,7 @@ def _newest_folder(run_dir: Path) -> Path | None:
 
 def _files_in(folder: Path) -> list[Path]:
     scripts = dict.fromkeys(Path(os.path.realpath(folder / name)) for name in ("output", "errors"))
-    return [path for path in (*scripts, *sorted(folder.glob("*.log"))) if path.is_file()]
+    return [*(path for path in scripts if path.is_file()), *sorted(folder.glob("*.log"))]
 
 
 def _time_of(path: Path) -> float:

@@ -14,7 +14,6 @@ import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from dist_mem.errors import UnfitError, UnusableError
 from dist_mem.runtime.environment import extension_cache, set_default, variable, whole_number
@@ -176,8 +175,10 @@ def _scontrol(*words: str) -> str:
     """Return what scontrol shows. Raises UnfitError if it does not answer."""
     try:
         command = ["scontrol", "show", *words]
-        options: dict[str, Any] = {"check": True, "timeout": _SCONTROL_SECONDS, "env": environment_of_slurm()}
-        return subprocess.run(command, capture_output=True, text=True, **options).stdout
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=_SCONTROL_SECONDS, env=environment_of_slurm()
+        )
+        return done.stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise UnfitError(f"scontrol does not name the first node of this step ({error}); set MASTER_ADDR") from error
 

@@ -46,7 +46,7 @@ def environment_of_sbatch(given: Collection[str]) -> Submission:
         given: sbatch's options that the script contains.
     """
     passed_on = {option: name for option, name in _WHO_AND_WHERE.items() if variable(name) and option not in given}
-    values = {name: os.environ[name] for name in passed_on.values()}
+    values = {name: variable(name) or "" for name in passed_on.values()}
     left_out = sorted(name for name in os.environ if name.startswith("SBATCH_") and name not in values)
     return Submission({**_without_options(), **values}, passed_on, left_out)
 

@@ -45,15 +45,17 @@ ALLOWED: dict[str, str] = {
     "generation/continue_prompts.py:_print_now": "the null device",
     "data/remote/stage.py:_blocks": "a tar whose copying can be stopped; its tests hold it up with a pipe",
     "data/tar.py:write_tar": _MADE,
-    "engine/cpu_op.py:building": "the lock of a folder that only this user can write",
+    "engine/cpu_op.py:_compilers": _KERNEL,
+    "runtime/network_interface.py:_interface_of": _KERNEL,
+    "runtime/ranks.py:_in_interactive_shell": "the terminal of this process",
     "datasets/recipes/wikitext.py:scan": _TYPED,
     "datasets/recipes/wikitext.py:lines_of": _TYPED,
     "datasets/rows.py:_open_lines": _TYPED,
     "datasets/rows.py:_read_parquet": _TYPED,
     "datasets/rows.py:_read_arrow": _TYPED,
     "datasets/source.py:FileSlice.read": _TYPED,
-    "datasets/tar_source.py:survey": _TYPED,
-    "datasets/tar_source.py:read_samples": _TYPED,
+    "datasets/tar_source.py:_members": "what `_opened` has opened",
+    "datasets/tar_source.py:_opened": _TYPED,
 }
 
 

@@ -23,6 +23,7 @@ import yaml
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import step_dir, write_manifest
 from dist_mem.config import load_config, save_config
+from dist_mem.data.index import fingerprint_of
 from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USAGE, UnusableError
 from dist_mem.evaluation.scores import read_report
 from dist_mem.launch.local import launcher, tied
@@ -229,6 +230,9 @@ def test_the_split_that_is_trained_on_is_part_of_the_definition(here: Path) -> N
     study, run = load_study("two"), Run("none", "", 0, Path("out"))
     (path,) = {Path(point.data) for point in study.points.values()}
     (path / "train").rename(path / "mine")
+    index = path / "mine" / "index.json"
+    body = json.loads(index.read_text()) | {"split": "mine"}
+    index.write_text(json.dumps(body | {"fingerprint": fingerprint_of(body)}))
     build(Job(study, Path("out"), [run], 1, [], StopSignal([])), run, print)
     found = definition_of(study, run, [], ranks=1)
     assert [key for key in found if key.startswith("data/")] == ["data/mine", "data/test", "data/validation"]

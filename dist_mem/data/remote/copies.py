@@ -6,7 +6,6 @@ x.tar                the copy
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +22,7 @@ from dist_mem.data.remote.fetch import (
     writing,
 )
 from dist_mem.errors import UnusableError
+from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.file_schema import check, integer, optional, read_json, record, text
 from dist_mem.runtime.files import write_text
 
@@ -77,7 +77,7 @@ def update(source: Address, path: Path, *, limit: int, verify: Verify, report: C
     download(source, path, limit=limit, verify=verify)
     with writing(path.parent):
         body = {"format_version": 1, "fetched": datetime.now(UTC).date().isoformat(), **version._asdict()}
-        write_text(note, json.dumps(body) + "\n")
+        write_text(note, json_text(body) + "\n")
 
 
 def _copy_at(path: Path) -> _Copy | None:

@@ -253,7 +253,7 @@ def _download_verified(source: Address, partial: Path, limit: int, verify: Verif
     progress = _Progress(limit)
 
     def attempt() -> None:
-        with partial.open("ab") as file:
+        with open_regular(partial, "ab") as file:
             _transfer(source, file, progress, cancelled)
         verify(partial)
 
