@@ -30,6 +30,7 @@ from dist_mem.evaluation.trained_model import Checkpoint, find_checkpoint
 from dist_mem.runtime import distributed
 from dist_mem.runtime.distributed import World, decided_by_rank0, gather_objects, on_all_ranks, sum_over_ranks
 from dist_mem.runtime.figures import is_figure
+from dist_mem.runtime.files import is_missing
 from dist_mem.runtime.locks import held_file
 from dist_mem.runtime.ranks import read_ranks
 from dist_mem.runtime.signals import StopSignal
@@ -232,6 +233,6 @@ def _is_own(checkpoint: Checkpoint, data: DataConfig) -> bool:
             return True
     trained = checkpoint.manifest.get("data_fingerprint", "").split()[-1:]  # of the last stage of a curriculum
     folder = local_dir(data) / data.train_split
-    if is_remote(data.path) or not (folder / INDEX_NAME).exists():
+    if is_remote(data.path) or is_missing(folder / INDEX_NAME):
         return False
     return read_index(folder).fingerprint in trained

@@ -6,14 +6,17 @@ import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import step_dir
+from dist_mem.config import DataConfig
 from dist_mem.data.shard import Index, read_index, write_split
 from dist_mem.data.tokenizers.registry import train_sentencepiece
+from dist_mem.errors import UnusableError
 from dist_mem.evaluation import job
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.scores import Report, read_report
@@ -299,3 +302,12 @@ def test_the_command_on_two_ranks_says_what_one_rank_says(trained_run: Path, lib
     (path,) = (trained_run / "evaluations").glob("test-step-00000040-tiny_*.json")  # data of another training
     report = read_report(path)
     assert_same(report, evaluate_here(ALONE, trained_run, library, num_lanes=3))
+
+
+def test_an_index_that_leads_nowhere_is_not_that_of_other_data(tmp_path: Path) -> None:
+    """The report would be named after other data, and nobody would hear of the link."""
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "index.json").symlink_to("index.json")
+    export: Any = SimpleNamespace(is_export=True, manifest={})
+    with pytest.raises(UnusableError, match="a link that leads nowhere"):
+        job.data_tag(export, DataConfig(path=str(tmp_path)), "test")
