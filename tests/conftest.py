@@ -13,6 +13,7 @@ import torch
 
 from dist_mem.config import environment_values
 from dist_mem.data.shard import Index, read_index
+from dist_mem.runtime import signals
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking.mlflow.client import connect
@@ -97,6 +98,7 @@ def restored_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Leave no variable of a launcher, no working directory and no value to hide to the next test of this process."""
     environment, folder = dict(os.environ), Path.cwd()
     monkeypatch.setattr(environment_values, "_read", {})
+    monkeypatch.setattr(signals, "_ACTIVE", [])
     yield
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]

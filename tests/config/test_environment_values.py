@@ -145,7 +145,7 @@ def test_a_run_shows_and_stores_none_of_its_secrets(books: Path, tmp_path: Path)
         run("train", "c.yaml", *keys, "train.steps=4", "--check")
         run("evaluate", "run", "--split", "test")
         run("export", "run", "--out", "exported")
-        run("track", "sync", "run")
+        run("track", "sync", "run", keys[1])
         data.unlink()
         run("train", "c.yaml", *keys, "train.steps=6", code=2)
     assert "error: data-${oc.env:DATA}/tokenizer.json is missing" in reported[-1]

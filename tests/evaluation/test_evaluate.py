@@ -165,7 +165,7 @@ UNUSABLE: dict[str, tuple[Callable[[Path], list[str] | None], str]] = {
     "all damaged": (lambda run_dir: damage(run_dir, 3, 12), "no checkpoint verifies:"),
     "other step": (lambda _: ["--checkpoint", "7"], "step-00000007: there is no such checkpoint; "),
     "other tokenizer": (other_tokenizer, "point data.path at data built with that tokenizer"),
-    "no data": (lambda _: ["data.path=nowhere"], "nowhere/tokenizer.json is missing"),
+    "no data": (lambda _: ["data.path=nowhere"], "nowhere/test/index.json is missing"),
     "no split": (lambda _: ["--split", "tset"], "has no split 'tset': it has test; did you mean test?"),
     "fixed key": (lambda _: ["model.d_model=8"], "model.d_model: is fixed by the checkpoint"),
 }

@@ -210,7 +210,7 @@ def test_a_job_suspended_past_its_lease_writes_nothing_more(
     assert ended.codes == [EXIT_TAKEN_OVER] * 2, ended.texts
     reported = [line for text in ended.texts for line in text.splitlines() if "error" in line.lower()]
     assert len(reported) == 1 and "has taken the run directory over" in reported[0], reported
-    assert track_sync([run_dir]) == EXIT_DONE
+    assert track_sync([run_dir], [f"tracking.uri={sqlite_uri}"]) == EXIT_DONE
     assert "MLflow has everything" in capsys.readouterr().out
     run_id = (run_dir / RUN_ID_FILE).read_text().strip()
     assert sorted(step for step, _ in history(client, run_id, "loss")) == list(range(1, STEPS + 1))

@@ -15,9 +15,11 @@ import random
 import re
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import yaml
@@ -60,6 +62,14 @@ STAND_INS = {
     "--tokenizer sentencepiece": "--tokenizer sentencepiece --vocab-size 2000",
 }
 _STEP = re.compile(r"(--checkpoint |--step |\btrain\.steps=|\bwarmup_steps=|\bcheckpoint\.every=)(\d+)")
+
+
+def _move_files(database: Path, before: Path, after: Path) -> None:
+    """Let MLflow's database find its files in another folder."""
+    places = {"experiments": "artifact_location", "runs": "artifact_uri", "logged_models": "artifact_location"}
+    with closing(sqlite3.connect(database)) as opened, opened:
+        for table, column in places.items():
+            opened.execute(f"UPDATE {table} SET {column} = replace({column}, ?, ?)", (str(before), str(after)))
 
 
 class Tree:
@@ -138,6 +148,8 @@ class Tree:
             if path.name not in other.cloned:
                 copy = shutil.copytree if path.is_dir() else shutil.copy2
                 copy(path, self.folder / path.name)
+        if (database := self.folder / "mlflow.db").exists():
+            _move_files(database, other.folder, self.folder)
 
     def _environment(self) -> dict[str, str]:
         programs = self.folder / ".venv" / "bin"
