@@ -35,7 +35,7 @@ class State(NamedTuple):
     tail: Tensor  # (B, kernel - 1, 2 G K + H V), the newest rows before the convolution, newest last; 0: none yet
 
 
-_TITLES = {  # by what tells them apart: `decay` and `delta`
+_TITLES = {  # by `decay` and `delta`
     ("fixed", False): "RetNet",
     ("scalar", False): "Mamba-2",
     ("vector", False): "Gated Linear Attention",
