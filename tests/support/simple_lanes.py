@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import count, repeat
 from typing import NamedTuple
@@ -57,12 +58,16 @@ def simple_updates(
                 batches.append(batch_of(reads[first : first + micro_lanes], plan.seg_len, documents.has_recall, blocks))
             started += sum(read.started for read in reads)
             skipped += sum(read.skipped for read in reads)
-        busy = [(lane, read.after) for lane, read in zip(lane_ids, reads, strict=True) if lane < plan.num_lanes]
+        epochs = [
+            plan.epochs_done(lane, *read.after)
+            for lane, read in zip(lane_ids, reads, strict=True)
+            if lane < plan.num_lanes
+        ]
         yield Update(
             batches,
             torch.tensor([read.after for read in reads]),
             scored=[int((batch.targets != IGNORE).sum()) for batch in batches],
-            epoch=sum(plan.epochs_done(lane, *after) for lane, after in busy) / len(busy) if busy else 0.0,
+            epoch=math.fsum(epochs) / max(1, len(epochs)),  # `sum` rounds otherwise, and not alike in every Python
             documents_started=started,
             documents_skipped=skipped,
             num_recall=sum(num_recall(batch) for batch in batches),
