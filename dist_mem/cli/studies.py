@@ -110,7 +110,7 @@ def _divided(options: Namespace) -> tuple[Config | None, list[str]]:
     """Return the configuration of the site, None without --slurm, and the overrides of every training.
 
     Raises:
-        UnusableError: files are given that only --slurm takes.
+        UnusableError: files or keys are given that only --slurm takes.
     """
     from dist_mem.config import load_config
     from dist_mem.launch.validation import check
@@ -124,4 +124,6 @@ def _divided(options: Namespace) -> tuple[Config | None, list[str]]:
         raise UnusableError(
             f"{files[0]}: only --slurm takes files beside the {options.command}'s; name it under train: in the file"
         )
+    if site:
+        raise UnusableError(f"{site[0]}: only --slurm submits jobs; give it too, or leave the key out")
     return None, extra

@@ -45,7 +45,7 @@ REBUILD = "build (--overwrite) the data again"
 
 
 class Problem(NamedTuple):
-    where: str  # the file or folder, relative to the data directory
+    where: str  # the file or folder, relative to the data directory; "" if the message names it
     document: str | None  # id of the (first) affected document; None: the whole file, or no document
     message: str
 
@@ -82,10 +82,10 @@ def verify_dataset(path: Path | str, *, cache: str | None = None, splits: Sequen
             raise UnusableError(
                 f"{path}: it is no data directory: it has neither {JSON_NAME} nor {INDEX_NAME} of a split"
             )
-        problems.append(Problem(".", None, f"no split: {show(data.path)} has no folder with an {INDEX_NAME}"))
+        problems.append(Problem("", None, f"no split: {show(data.path)} has no folder with an {INDEX_NAME}"))
     for split in found:
         problems.extend(verify_split(data, split, tokenizer))
-    with noting(problems, "."):
+    with noting(problems, ""):
         check_one_build(local_dir(data), found if is_remote(data.path) else built_splits(local_dir(data)))
     return problems
 

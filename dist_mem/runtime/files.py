@@ -39,6 +39,7 @@ _NO_FILE = {
     errno.EISDIR: "a folder where a file must be; move it away",
     errno.ENXIO: "a pipe, device or socket where a file must be; move it away",
     errno.ELOOP: "a link that leads nowhere; remove it",
+    errno.ENOTDIR: "a file where a folder of its path must be; move it away",
 }
 _PARTIAL = re.compile(r"\..+\.([0-9a-f]{6})-(\d{1,9})\.partial")
 _ABANDONED_SECONDS = 86_400.0  # without a change: of a process that this one cannot see, as on another host

@@ -224,6 +224,7 @@ ANSWERED = {
     "data build pg19": "dist-mem data build pg19 --source",
     "checkpoints lst x": "list",
     "reproduce recall --seeds a": "--seeds",
+    "reproduce recall launch.time=1h": "launch.time=1h",  # nothing is submitted
     "reproduce lamemo.table1 --seeds 0,1,0": "--seeds",  # it would count twice in the mean, and make the spread smaller
     "data verify": "dist-mem data verify data/sample",
     "train train.steps=5 memory.mem_lenn=5": "memory.mem_len?",

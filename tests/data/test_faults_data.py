@@ -235,7 +235,7 @@ HARMS: dict[str, tuple[Callable[[Path], object], str, str | None]] = {
     "another tar": (lambda data: shutil.copy(data / TRAIN_TAR, data / "train/a-0.tar"), "train/a-0.tar", None),
     "no index": (lambda data: (data / "train" / "index.json").unlink(), "train/index.json", None),
     "no tokenizer": (lambda data: (data / "tokenizer.json").unlink(), "tokenizer.json", None),
-    "no split": (without_splits, ".", None),
+    "no split": (without_splits, "", None),
     "index of another split": (of_another_split, "train/index.json", None),
     "pipe as a tar": (lambda data: as_pipe(data / TRAIN_TAR, random.Random()), TRAIN_TAR, None),
     "folder as a tar": (lambda data: as_folder(data / TRAIN_TAR, random.Random()), TRAIN_TAR, None),

@@ -6,6 +6,7 @@ import math
 import re
 import tempfile
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -470,6 +471,15 @@ def test_check_tells_data_that_are_built_and_the_papers_figures(own: Path, capsy
     assert re.search(r" data \S+, train: \d+ documents.*; 7 steps", " ".join(text.split()))  # lines are wrapped
     assert re.search(r"  the paper +test 1\.5\n", text)
     assert not (own / "runs").exists()
+
+
+def test_check_shows_a_row_before_it_checks_the_next(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some rows of the papers take seconds: a long check shows that it goes on, in a pipe too."""
+    pipe, seen = own / "pipe", list[str]()
+    monkeypatch.setattr("dist_mem.studies.row_check.check_model", lambda _: seen.append(pipe.read_text()))
+    with pipe.open("w", buffering=1 << 20) as stream, redirect_stdout(stream):
+        assert check(load_study("my/mine.yaml", "paper"), rows=[], seeds=[0], ranks=1, extra=[]) == EXIT_DONE
+    assert ["\nnone: " in text for text in seen] == [False, True]
 
 
 def test_check_names_every_row_that_cannot_run(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
