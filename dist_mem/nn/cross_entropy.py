@@ -2,9 +2,9 @@
 
 Up to `KEPT` logits, the forward keeps log-probabilities for the backward, in float32. Above, rows are processed in
 chunks of at most `CHUNK` logits, nothing is kept, and the backward computes each chunk again: a third more operations
-in this layer, and the memory no longer grows with the number of rows. On a GPU, `GPU_CHUNK` takes the place of both.
-There, in half precision, logits themselves are kept, two compiled kernels read them once each, with float32 only in
-registers, and columns are padded to a multiple of 8, as products of odd sizes run on slow kernels
+in this layer, and the memory no longer grows with the number of rows. On a GPU, a share of its memory, `GPU_SHARE`,
+takes the place of both. There, in half precision, logits themselves are kept, two compiled kernels read them once each,
+with float32 only in registers, and columns are padded to a multiple of 8, as products of odd sizes run on slow kernels
 (docs/results/gpu.md). Shape letters: R rows, D width, V columns.
 """
 
@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dist_mem.data.batch import IGNORE
-from dist_mem.nn.kernel_shapes import device_type_of
+from dist_mem.nn.kernel_shapes import card_bytes, device_type_of
 
 KEPT = 2**26  # logits, 256 MiB in float32
 CHUNK = 2**24
-GPU_CHUNK = 2**27  # 256 MiB of half precision: few launches, and products large enough for a GPU
+GPU_SHARE = 1 / 32  # of a GPU's memory, for logits in half precision; their gradients take as much
 _MOST_CHUNKS = 1024  # from 2^34 logits on, chunks are larger instead
 _CACHED = 2**19  # elements that stay in a core's cache
 Weights = tuple[tuple[Tensor, Tensor | None], ...]  # (V_i, D) and (V_i,) of consecutive columns
@@ -34,16 +34,13 @@ def full_precision(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def standing_logits(num_rows: int, num_columns: int, device_type: str = "cpu") -> int:
-    """Return how many logits stand in memory at one time."""
-    kept, chunk = (GPU_CHUNK, GPU_CHUNK) if device_type == "cuda" else (KEPT, CHUNK)
-    return num_rows * num_columns if num_rows * num_columns <= kept else max(chunk, num_columns)
-
-
-def row_chunks(num_rows: int, num_columns: int, device_type: str = "cpu") -> list[slice]:
-    """Return the rows of each chunk, in order."""
-    standing = standing_logits(num_rows, num_columns, device_type)
-    size = max(1, standing // num_columns, num_rows // _MOST_CHUNKS)
+def row_chunks(rows: Tensor, num_columns: int) -> list[slice]:
+    """Return the rows (R, D) of each chunk, in order, so that few enough logits stand in memory at one time."""
+    kept, chunk, num_rows = KEPT, CHUNK, len(rows)
+    if device_type_of(rows) == "cuda":
+        kept = chunk = int(card_bytes(rows) * GPU_SHARE) // 2
+    standing = num_rows if num_rows * num_columns <= kept else chunk // num_columns
+    size = max(1, standing, num_rows // _MOST_CHUNKS)
     return [slice(begin, min(begin + size, num_rows)) for begin in range(0, max(1, num_rows), size)]
 
 
@@ -60,7 +57,7 @@ def _chunks(rows: Tensor, weights: Weights) -> list[slice]:
     """
     if device_type_of(rows) == "meta":
         return [slice(0, len(rows))]
-    return row_chunks(len(rows), sum(len(weight) for weight, _ in weights), device_type_of(rows))
+    return row_chunks(rows, sum(len(weight) for weight, _ in weights))
 
 
 def _has_kernels(rows: Tensor) -> bool:

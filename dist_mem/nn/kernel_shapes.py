@@ -30,6 +30,7 @@ KERNELS = {
 }
 
 _planned: ContextVar[str] = ContextVar("planned", default="meta")
+_planned_card: ContextVar[int] = ContextVar("planned_card", default=80 * 2**30)  # bytes of an H100, A100 or larger half
 
 
 @contextmanager
@@ -42,9 +43,29 @@ def planned_for(device_type: str) -> Iterator[None]:
         _planned.reset(token)
 
 
+@contextmanager
+def planned_card(num_bytes: int) -> Iterator[None]:
+    """Let code that depends on a GPU's memory take tensors without values for tensors of one with so much."""
+    token = _planned_card.set(num_bytes)
+    try:
+        yield
+    finally:
+        _planned_card.reset(token)
+
+
 def device_type_of(tensor: Tensor) -> str:
     """Return the type of the tensor's device, or of the one that is planned for."""
     return _planned.get() if tensor.is_meta else tensor.device.type
+
+
+def card_bytes(tensor: Tensor) -> int:
+    """Return the memory of the tensor's GPU as a whole, or of the one that is planned for.
+
+    What is free of it changes within a run; what were decided by that would differ between a run and its resumption.
+    """
+    if tensor.device.type == "cuda":
+        return torch.cuda.get_device_properties(tensor.device).total_memory
+    return _planned_card.get()
 
 
 _operators = torch.library.Library("dist_mem", "FRAGMENT")

@@ -164,7 +164,7 @@ class Softmax(nn.Module):
             return Scores(self.losses(rows, row_targets).view_as(targets), None)
         num_columns = self.spans[0].size + len(self.spans) - 1
         columns = max(num_columns, *(part.size for part in self.spans))
-        chunks = row_chunks(len(rows), columns, rows.device.type)
+        chunks = row_chunks(rows, columns)
         scores = [self.simple_scores(rows[chunk], row_targets[chunk]) for chunk in chunks]
         return Scores(*(torch.cat(parts).view_as(targets) for parts in zip(*scores, strict=True)))
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from dist_mem.data.batch import IGNORE
 from dist_mem.nn import cross_entropy
-from dist_mem.nn.cross_entropy import Weights, full_precision, linear, linear_cross_entropy, standing_logits
+from dist_mem.nn.cross_entropy import Weights, full_precision, linear, linear_cross_entropy
+from dist_mem.nn.kernel_shapes import planned_card, planned_for
 from dist_mem.nn.vocabulary import BinLogits, Softmax, adaptive_bins
 
 ROWS, WIDTH, COLUMNS = 13, 8, 21
@@ -105,7 +106,19 @@ def test_chunks_bound_the_logits_that_stand_in_memory(monkeypatch: pytest.Monkey
     loss = linear_cross_entropy(draw(ROWS, WIDTH, seed=0), some_targets(), weights_of((True, 0), torch.float32)).sum()
     assert len(sizes) == 4
     loss.backward()
-    assert len(sizes) == 8 and max(sizes) == standing_logits(ROWS, COLUMNS) == 4 * COLUMNS
+    assert len(sizes) == 8 and max(sizes) == 4 * COLUMNS
+
+
+@pytest.mark.parametrize("num_rows", [1, 1_000, 16_384])
+@pytest.mark.parametrize("gibibytes", [1, 8, 24, 80, 141])
+def test_chunks_on_a_gpu_take_their_share_of_its_memory(num_rows: int, gibibytes: int) -> None:
+    columns = 50_264
+    with planned_for("cuda"), planned_card(gibibytes * 2**30):
+        chunks = cross_entropy.row_chunks(torch.empty(num_rows, WIDTH, device="meta"), columns)
+    sizes = [chunk.stop - chunk.start for chunk in chunks]
+    most = gibibytes * 2**30 // 32 // 2 // columns  # in half precision
+    assert sum(sizes) == num_rows and max(sizes) <= most
+    assert len(chunks) == -(-num_rows // most)
 
 
 def adaptive_softmax(dtype: torch.dtype) -> Softmax:
