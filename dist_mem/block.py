@@ -117,6 +117,18 @@ class Block(nn.Module):
         return normed
 
 
+def any_compiled(model: nn.Module) -> bool:
+    """Return whether training compiles blocks of the model."""
+    return any(block.is_compiled for block in model.modules() if isinstance(block, Block))
+
+
+def compile_blocks_of(model: nn.Module, is_compiled: bool) -> None:
+    """Compile all blocks of the model in training, or run them as they are written."""
+    for block in model.modules():
+        if isinstance(block, Block):
+            block.is_compiled = is_compiled
+
+
 def num_recomputed(num_layers: int, share: float) -> int:
     """Return how many blocks, the first ones, `train.activation_checkpointing_share` selects; at least one."""
     return math.ceil(share * num_layers - 1e-9)
@@ -130,7 +142,7 @@ def make_block(config: Config, layer_index: int) -> Block:
     is_saved = layer_index >= num_recomputed(model.num_layers, train.activation_checkpointing_share)
     training: dict[str, Any] = {
         "recomputed": "none" if is_saved else train.activation_checkpointing,
-        "is_compiled": train.compile,
+        "is_compiled": train.compile is True,  # else the engine decides, which has a device
     }
     feed_forward = family.feed_forward(model.d_model, d_inner=model.d_inner, dropout=model.dropout)
     if family.is_published:  # dropout of the sum

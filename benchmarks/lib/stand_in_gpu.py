@@ -151,6 +151,7 @@ def log_registers() -> None:
 def compile_only(found: list[Kernel]) -> None:
     """Let Inductor compile kernels, add each to `found`, and launch none."""
     import torch._inductor.compile_fx as inductor
+    import torch.nn.functional
     from torch._inductor import config
     from torch._inductor.fx_passes import fuse_attention as patterns
     from torch._inductor.fx_passes import pad_mm
@@ -203,6 +204,7 @@ def compile_only(found: list[Kernel]) -> None:
         (UniformValueConstantFolder, "run", fold_on_the_host),
         (CachingAutotuner, "precompile", precompile),
         (inductor, "compile_fx", compile_whole),
+        (torch.nn.functional, "scaled_dot_product_attention", fused_attention),
     ]
     for owner, name, replacement in replacements:
         setattr(owner, name, replacement)
@@ -216,6 +218,16 @@ class OnHost(TorchDispatchMode):
             return torch.device("cpu") if isinstance(value, torch.device) else value
 
         return function(*tree_map(moved, arguments), **tree_map(moved, options or {}))
+
+
+def fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *, is_causal: bool = False, scale: float
+) -> Tensor:
+    """Attend by the kernels that torch has for a GPU; without one, it chooses products and a softmax of all scores."""
+    if attn_mask is None:
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)[0]
+    scores = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, scores, True, scale=scale)[0]
 
 
 def like(value: Any) -> Any:

@@ -146,7 +146,8 @@ class TrainConfig:
     activation_checkpointing: str = key("none", choices=_RECOMPUTED, resume=FREE)
     # share of the blocks, the first ones, that activation_checkpointing applies to
     activation_checkpointing_share: float = key(1.0, above=0, at_most=1, resume=FREE)
-    compile: bool = key(False, resume=FREE)  # compile the blocks by torch.compile, see docs/howto/performance.md
+    # compile the blocks by torch.compile, see docs/howto/performance.md; None: on GPUs, if the compiler accepts them
+    compile: bool | None = key(None, resume=FREE)
     # two steps, as [10, 15]: rank 0 traces what happens between them, into RUN/profile; None: no trace
     profile: list[int] | None = key(None, at_least=0, at_most=STEPS, resume=FREE, changes_no_result=True)
     # peak TFLOP/s of one rank's device in this precision, for the metric mfu; None: by the GPU's name, measured on CPUs

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dist_mem.block import any_compiled, compile_blocks_of
 from dist_mem.config import Config
 from dist_mem.engine import zero_restore, zero_state
 from dist_mem.engine.defaults import deepspeed_config
@@ -50,7 +51,9 @@ class Engine:
             num_parameters=num_trained(optimizer),
             on_gpu=on_gpu,
         )
-        if config.train.compile:
+        if on_gpu and config.train.compile is None:
+            compile_blocks_of(model, True)
+        if any_compiled(model):
             gather_whole_blocks(model)
         self._engine = start_deepspeed(model, optimizer, self.config)
         self.lr = self._lr = config.optimizer.lr  # of the last update, for groups that set none

@@ -14,7 +14,9 @@ def constant(values: tuple[float, ...], *, device: torch.device, dtype: torch.dt
     if key in _MADE:
         return _MADE[key]
     with torch.inference_mode(False), torch.no_grad():  # training cannot use tensors made in inference mode
-        made = torch.tensor(values, device=device, dtype=dtype)
+        made = torch.tensor(values, dtype=dtype).to(
+            device
+        )  # not on it: fake tensors of a GPU that is not there cannot be filled
     if type(made) is Tensor:  # a fake tensor, which has no values, must not be kept
         _MADE[key] = made
     return made

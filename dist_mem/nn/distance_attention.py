@@ -7,7 +7,6 @@ dtype of the activations. Shape letters: B lanes, T queries, J keys, H heads, K 
 
 from __future__ import annotations
 
-from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from dist_mem.nn.attention_inputs import Inputs, Read, Visible
 
 WIDEST = 128  # K; wider heads do not fit into the registers of an H100
+_HAS_TRITON = find_spec("triton") is not None
 _LEAST = 16  # rows and columns of a product on tensor cores
 
 
@@ -44,10 +44,9 @@ LAUNCHES = {
 }
 
 
-@cache
 def why_not() -> str | None:
     """Return why the kernels cannot run on this machine's GPU; None if they can, or if there is no GPU, for plans."""
-    return None if find_spec("triton") or not torch.cuda.is_available() else "Triton is not installed"
+    return None if _HAS_TRITON or not torch.cuda.is_available() else "Triton is not installed"
 
 
 def launches(query: Tensor) -> Launches:

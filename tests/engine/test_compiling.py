@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from dist_mem.block import any_compiled, compile_blocks_of
 from dist_mem.engine.compiling import compile_blocks
 from dist_mem.runtime.distributed import World
+from dist_mem.runtime.signals import StopSignal
+from dist_mem.training.compiling import compile_model
 from tests.engine.test_memory_zero import ADAM, TRAIN
 from tests.support.compiled_blocks import TRACED, num_graphs, without_inductor
 from tests.support.contract_cases import CASES
@@ -70,3 +73,27 @@ def test_compiled_blocks_train_as_others(rank_pool: Pools, case: str, train: dic
         torch.testing.assert_close(torch.tensor(other_losses), torch.tensor(losses), rtol=tolerance, atol=tolerance)
         for name, value in parameters.items():
             torch.testing.assert_close(other_parameters[name], value, rtol=0, atol=5e-3 if tolerance > 1e-3 else 1e-4)
+
+
+def left_as_written(world: World, refusing: int, is_wanted: bool | None) -> tuple[list[str], bool, int]:
+    """Messages of a start on which the compiler of one rank refuses, whether blocks stay compiled, and steps after."""
+
+    def compiled_or_not(*_: Any, **__: Any) -> None:
+        if world.rank == refusing:
+            raise ValueError("train.compile: no compiler here")
+
+    config = tiny_config({"train": {**TRAIN, "compile": is_wanted}})
+    job = tiny_job(config, world, stage=2)
+    compile_blocks_of(job.engine.module, True)  # as on a GPU
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dist_mem.training.compiling.compile_blocks", compiled_or_not)
+        messages = compile_model(config.train, job.engine, StopSignal([]))
+    return messages, any_compiled(job.engine.module), len(run_steps(job, first=0, last=2))
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_blocks_that_one_compiler_refuses_run_as_written_on_every_rank(rank_pool: Pools, refusing: int) -> None:
+    expected = (["the blocks run as they are written: train.compile: no compiler here"], False, 2)
+    assert rank_pool(2).run(left_as_written, refusing, None) == [expected, expected]
+    with pytest.raises(Exception, match="no compiler here"):
+        rank_pool(2).run(left_as_written, refusing, True)
