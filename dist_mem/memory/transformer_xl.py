@@ -115,7 +115,8 @@ class TransformerXL(Inspectable):
     def attend(self, x: Tensor, state: State, *, weights: bool) -> Attended:
         """Attend to the memory and the segment."""
         valid = valid_rows(state.length, state.hidden.shape[1], state.shown)
-        visible = visible_keys(valid, x.shape[1], same_length=self.spec.same_length)
+        is_tail = not isinstance(state.shown, Tensor)
+        visible = visible_keys(valid, x.shape[1], same_length=self.spec.same_length, is_tail=is_tail)
         rows, context = self.norm(x), self.norm(state.hidden.to(x.dtype))
         attended: Attended = self.attention(rows, context, visible, weights=weights)
         return attended

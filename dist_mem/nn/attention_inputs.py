@@ -24,6 +24,7 @@ class Visible(NamedTuple):
     above: int | None = None  # None: no lower limit
     upto: int | None = None  # None: no upper limit
     sees: Tensor | None = None  # (B, T) bool, queries that see keys at all; None: each sees at least one
+    is_tail: bool = False  # whether it is known that in every lane the valid ones of the first M keys are their last
 
     def keys(self) -> Tensor:
         """Return which keys are valid, (B, J) bool."""
@@ -89,7 +90,7 @@ class Read(NamedTuple):
     log_sum: Tensor | None  # (H, B, T) float32 or wider, log of the sum of exponentials; None if not asked for
 
 
-def visible_keys(context_valid: Tensor, num_queries: int, *, same_length: bool) -> Visible:
+def visible_keys(context_valid: Tensor, num_queries: int, *, same_length: bool, is_tail: bool = False) -> Visible:
     """Return which keys the queries of a segment see: `context_valid` (B, M) bool, the keys are context and segment.
 
     Query i sees the valid context and the segment up to itself; with `same_length` only keys j > i, so exactly M of
@@ -98,7 +99,9 @@ def visible_keys(context_valid: Tensor, num_queries: int, *, same_length: bool) 
     """
     context_len = context_valid.shape[1]
     above = 0 if same_length else None
-    return Visible(context_valid, num_queries, context_len + num_queries, above=above, upto=context_len)
+    return Visible(
+        context_valid, num_queries, context_len + num_queries, above=above, upto=context_len, is_tail=is_tail
+    )
 
 
 def newest_rows(length: Tensor, num_rows: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention by torch's fused kernel, scaled_dot_product_attention.
+"""Attention by torch's fused kernels: those of windows on GPUs, else scaled_dot_product_attention.
 
 Shape letters: B lanes, T queries, J keys, H heads, K head width.
 """
@@ -11,10 +11,13 @@ from torch import Tensor
 
 from dist_mem.nn.attention_inputs import Inputs, Visible
 from dist_mem.nn.kernel_shapes import device_type_of, fused
+from dist_mem.nn.window_attention import has_window_kernel, window_attention
 
 
 def sdpa(inputs: Inputs) -> Tensor:
-    """Return the rows (H, B, T, K) of scaled_dot_product_attention, whose kernels have the lane axis first."""
+    """Return the rows (H, B, T, K); the kernels of scaled_dot_product_attention have the lane axis first."""
+    if has_window_kernel(inputs):
+        return window_attention(inputs)
     query, key, value, visible, relative, bias = inputs
     plain = relative is None and bias is None and is_plainly_causal(visible)
     if query.is_meta and plain:

@@ -25,6 +25,7 @@ class Kernel(NamedTuple):
 
 KERNELS = {
     **{"fused_attention": Kernel(2, 0), "fused_attention_backward": Kernel(5, 1)},
+    **{"window_attention": Kernel(2, 0), "window_attention_backward": Kernel(5, 3)},
     # Tiles multiply with distances too; in the backward twice as many, which its first kernel does not keep.
     **{"distance_attention": Kernel(3, 0), "distance_attention_backward": Kernel(8, 4)},
 }
