@@ -130,7 +130,7 @@ def test_a_refused_number_is_shown_as_written(text: str) -> None:
 
 def is_usable(text: str) -> bool:
     """Whether no other rule refuses or changes the text."""
-    wrong = r"\$\{|^\?\?\?$|^[~'\"]|[\x00-\x1f\x7f]"
+    wrong = r"\$\{|^\?\?\?$|^[~'\".]|[\x00-\x1f\x7f/\\]"  # no dot in front, / or \ in the name of a run
     return bool(text.strip()) and text.isprintable() and not re.search(wrong, text)
 
 
