@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, given, reject, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -129,8 +129,8 @@ def test_a_refused_number_is_shown_as_written(text: str) -> None:
 
 
 def is_usable(text: str) -> bool:
-    """Whether no other rule refuses or changes the text."""
-    wrong = r"\$\{|^\?\?\?$|^[~'\".]|[\x00-\x1f\x7f/\\]"  # no dot in front, / or \ in the name of a run
+    """Whether no rule of all texts refuses or changes it; some keys have more, as those of names and paths."""
+    wrong = r"\$\{|^\?\?\?$|^[~'\"]|[\x00-\x1f\x7f]"
     return bool(text.strip()) and text.isprintable() and not re.search(wrong, text)
 
 
@@ -140,7 +140,10 @@ def test_a_configuration_that_is_written_reads_back_equal(texts: list[str], tmp_
     """By the program, and by any parser of YAML."""
     keys = ["name", "data.path", *(f"tracking.{name}" for name in ("uri", "experiment", "run_name"))]
     keys += [f"launch.{name}" for name in ("partition", "account", "qos")]
-    config = load_config([STEPS, *(f"{key}={text}" for key, text in zip(keys, texts, strict=True))])
+    try:
+        config = load_config([STEPS, *(f"{key}={text}" for key, text in zip(keys, texts, strict=True))])
+    except ConfigError:
+        reject()
     (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     assert read_config(tmp_path / "config.yaml") == config
     for written in (yaml.safe_load(to_yaml(config)), read_saved(tmp_path / "config.yaml")):
