@@ -142,6 +142,7 @@ class AttentionLayer(nn.Module):
     num_heads: int
     num_kv_heads: int | None = None  # G, heads of keys and values; None: H
     relative_width: int | None = None  # K, if there are scores by distance
+    has_numbers = False  # whether a score by distance is a number per head, whatever the query
     needs_log_sum = False  # whether it needs the log of the sum of exponentials
     shows_weights = False  # whether a memory reads the weights in every forward
 

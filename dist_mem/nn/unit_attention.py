@@ -54,6 +54,8 @@ def buckets(distances: Tensor) -> Tensor:
 class UnitAttention(AttentionLayer):
     """The projections, and attention to cached rows and the segment."""
 
+    has_numbers = True
+
     def __init__(self, spec: LayerSpec, *, positions: bool, sees_itself: bool) -> None:
         """Make the layer.
 
