@@ -27,6 +27,7 @@ KERNELS = {
     **{"fused_attention": Kernel(2, 0), "fused_attention_backward": Kernel(5, 1)},
     # Tiles multiply with distances too; in the backward twice as many, which its first kernel does not keep.
     **{"distance_attention": Kernel(3, 0), "distance_attention_backward": Kernel(8, 4)},
+    **{"nearest_rows": Kernel(1, 0), "nearest_of_buckets": Kernel(1, 0)},  # memory/parts/fused_rows.py
 }
 
 _planned: ContextVar[str] = ContextVar("planned", default="meta")

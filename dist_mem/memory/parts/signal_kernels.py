@@ -1,0 +1,121 @@
+"""Triton kernels of a continuous signal read under normal densities: forward and backward.
+
+A query reads the sum over basis functions of E[psi_j] v_j, where E[psi_j] is a normal density at c_j - mu with variance
+v + s_j^2 (`basis.ExpectedBasis`). A tile of expectations is made in registers and multiplied at once, and made again in
+the backward, so that no expectation stands in memory. Each address has one writer: the bits of a repeated step are
+equal. As in distance_kernels.py, no accumulator is transposed.
+
+Shape letters: B lanes, H heads, T queries, N basis functions, W widths, C = N / W centres, K head width.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dist_mem.nn.distance_kernels import LOG2_E, columns_of, head_of, rows_of
+
+LOG_2_PI: tl.constexpr = tl.constexpr(1.8378770664093453)
+
+
+@triton.jit
+def expectations(distance, total):
+    """Return the normal density of a variance, `total`, at a distance, of tensors that broadcast."""
+    return tl.exp2((-0.5 * LOG2_E) * (distance * distance / total + (tl.log(total) + LOG_2_PI)))
+
+
+@triton.jit
+def read_signal(
+    mean, variance, v, centres, squares, rows, v_head, v_lane, v_row, o_head, o_lane, o_row,
+    num_lanes, num_queries, num_centres, num_widths,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write what a block of queries reads."""
+    head, lane = tl.program_id(1) // num_lanes, tl.program_id(1) % num_lanes
+    query = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    is_query = query < num_queries
+    place = tl.program_id(1).to(tl.int64) * num_queries + query
+    mu = tl.load(mean + place, mask=is_query, other=0.0)[:, None]
+    own = tl.load(variance + place, mask=is_query, other=1.0)[:, None]
+    v = head_of(v, head, lane, v_head, v_lane)
+    found = tl.zeros([SIZE, PADDED], tl.float32)
+    for index in range(0, num_widths):
+        total = own + tl.load(squares + index)
+        for begin in range(0, num_centres, SIZE):
+            centre = begin + tl.arange(0, SIZE)
+            at = tl.load(centres + centre, mask=centre < num_centres, other=0.0)
+            expected = expectations(at[None, :] - mu, total)
+            row = tl.where(centre < num_centres, index * num_centres + centre, -1)
+            values = rows_of(v, row, v_row, num_widths * num_centres, WIDTH, PADDED)
+            found += tl.dot(expected.to(values.dtype), values, input_precision=PRECISION)
+    width = tl.arange(0, PADDED)
+    rows = head_of(rows, head, lane, o_head, o_lane) + query[:, None] * o_row + width[None, :]
+    tl.store(rows, found.to(rows.dtype.element_ty), mask=is_query[:, None] & (width < WIDTH)[None, :])
+
+
+@triton.jit
+def backward_densities(
+    mean, variance, v, centres, squares, given, to_mean, to_variance,
+    v_head, v_lane, v_row, g_head, g_lane, g_row, num_lanes, num_queries, num_centres, num_widths,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of mean and variance of a block of queries."""
+    head, lane = tl.program_id(1) // num_lanes, tl.program_id(1) % num_lanes
+    query = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    is_query = query < num_queries
+    place = tl.program_id(1).to(tl.int64) * num_queries + query
+    mu = tl.load(mean + place, mask=is_query, other=0.0)
+    own = tl.load(variance + place, mask=is_query, other=1.0)
+    v = head_of(v, head, lane, v_head, v_lane)
+    of_rows = rows_of(head_of(given, head, lane, g_head, g_lane), query, g_row, num_queries, WIDTH, PADDED)
+    of_mean = tl.zeros([SIZE], tl.float32)
+    of_variance = tl.zeros([SIZE], tl.float32)
+    for index in range(0, num_widths):
+        total = own + tl.load(squares + index)
+        mass = tl.zeros([SIZE], tl.float32)
+        first = tl.zeros([SIZE], tl.float32)
+        second = tl.zeros([SIZE], tl.float32)
+        for begin in range(0, num_centres, SIZE):
+            centre = begin + tl.arange(0, SIZE)
+            at = tl.load(centres + centre, mask=centre < num_centres, other=0.0)
+            distance = at[None, :] - mu[:, None]
+            row = tl.where(centre < num_centres, index * num_centres + centre, -1)
+            values = columns_of(v, row, v_row, num_widths * num_centres, WIDTH, PADDED)
+            product = tl.dot(of_rows, values.to(of_rows.dtype), input_precision=PRECISION)
+            product *= expectations(distance, total[:, None])
+            mass += tl.sum(product, 1)
+            product *= distance
+            first += tl.sum(product, 1)
+            second += tl.sum(product * distance, 1)
+        of_mean += first / total
+        of_variance += (second / total - mass) / (2.0 * total)
+    tl.store(to_mean + place, of_mean, mask=is_query)
+    tl.store(to_variance + place, of_variance, mask=is_query)
+
+
+@triton.jit
+def backward_values(
+    mean, variance, centres, squares, given, to_v, g_head, g_lane, g_row, dv_head, dv_lane, dv_row,
+    num_lanes, num_queries, num_centres, num_widths,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of a block of values, those of one width of the basis functions."""
+    head, lane = tl.program_id(1) // num_lanes, tl.program_id(1) % num_lanes
+    centre = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    is_centre = centre < num_centres
+    at = tl.load(centres + centre, mask=is_centre, other=0.0)
+    square = tl.load(squares + tl.program_id(2))
+    given = head_of(given, head, lane, g_head, g_lane)
+    of_values = tl.zeros([SIZE, PADDED], tl.float32)
+    for begin in range(0, num_queries, SIZE):
+        query = begin + tl.arange(0, SIZE)
+        place = tl.program_id(1).to(tl.int64) * num_queries + query
+        mu = tl.load(mean + place, mask=query < num_queries, other=0.0)
+        total = tl.load(variance + place, mask=query < num_queries, other=1.0) + square
+        expected = expectations(at[:, None] - mu[None, :], total[None, :])
+        of_rows = rows_of(given, query, g_row, num_queries, WIDTH, PADDED)
+        of_values += tl.dot(expected.to(of_rows.dtype), of_rows, input_precision=PRECISION)
+    width, row = tl.arange(0, PADDED), tl.program_id(2) * num_centres + centre
+    to_v = head_of(to_v, head, lane, dv_head, dv_lane) + row[:, None] * dv_row + width[None, :]
+    inside = is_centre[:, None] & (width < WIDTH)[None, :]
+    tl.store(to_v, of_values.to(to_v.dtype.element_ty), mask=inside)
