@@ -12,37 +12,65 @@ from typing import Any
 
 from lib.stand_in_gpu import CAPABILITY, Kernel, compiled_kernel, log_registers
 
-from dist_mem.memory.parts import fused_rows, row_kernels
+from dist_mem.memory.parts import fused_matrix, fused_rows, fused_signal, matrix_kernels, row_kernels, signal_kernels
 
-_INTEGERS = {"marks": "*u8", **dict.fromkeys(("found", "orders", "candidates", "candidate_orders"), "*i32")}
-_FLOAT32 = ("gain", "share", "log_sum", "to_gain", "to_share")
-_STORED = ("k", "v")
-_ROWS = (
-    "q", "rows", "given", "made", "one", "other", "mixed", "to_q", "to_rows", "to_one", "to_other",
+BYTES = {"bf16": 2, "fp32": 4}
+_FLOAT32 = (
+    "gain", "share", "log_sum", "to_gain", "to_share", "mean", "variance", "centres", "squares", "to_mean",
+    "to_variance", "matrix", "norm", "to_products", "to_sums", "new_matrix", "new_norm", "of_matrix", "of_norm",
+    "to_matrix", "to_norm", "cosine", "sine",
 )  # fmt: skip
+_ROWS = (
+    "q", "k", "v", "rows", "given", "made", "one", "other", "mixed", "to_q", "to_k", "to_v", "to_rows", "to_one",
+    "to_other",
+)  # fmt: skip
+_OTHERS = {
+    **{"marks": "*u8", "num_real": "*i64", "scale": "fp32", "sign": "fp32"},
+    **dict.fromkeys(("found", "orders", "candidates", "candidate_orders"), "*i32"),
+    **dict.fromkeys(_FLOAT32, "*fp32"),
+}
 
 
 def memory_kernels_of(width: int) -> Iterator[Kernel]:
-    """Compile each kernel for heads of this width, in bf16 with stored rows in float32, and in float32 alone."""
+    """Compile each kernel for heads of this width, in bf16 and in float32."""
     log_registers()
+    for dtype, itemsize in BYTES.items():
+        types = _OTHERS | dict.fromkeys(_ROWS, f"*{dtype}")
+        yield from _row_kernels(width, types | {"k": "*fp32", "v": "*fp32"})  # stored rows
+        size, warps = fused_signal.tile_of(itemsize, width)
+        constants = {"WIDTH": width, "PADDED": width, "SIZE": size, "PRECISION": "tf32x3"}
+        for kernel in (signal_kernels.read_signal, signal_kernels.backward_densities, signal_kernels.backward_values):
+            yield compile_one(kernel, constants, types, warps, stages=2)
+        size, warps = fused_matrix.tile_of(width)
+        constants |= {"SIZE": size}
+        state, delta = {"STATE": True}, {"DELTA": True}
+        for kernel, more in (
+            (matrix_kernels.recall, {}),
+            (matrix_kernels.recall_backward, state),
+            (matrix_kernels.write, delta | {"COLUMNS": fused_matrix.COLUMNS}),
+            (matrix_kernels.write_backward, delta | state),
+            (matrix_kernels.of_state, {}),
+        ):
+            yield compile_one(kernel, constants | more, types, warps, stages=1)
+        constants = {"WIDTH": width, "PADDED": width, "SIZE": fused_matrix.TURNED}
+        yield compile_one(matrix_kernels.turn, constants, types, 4)
+
+
+def _row_kernels(width: int, types: dict[str, str]) -> Iterator[Kernel]:
     search, padded = fused_rows.SEARCH, {"WIDTH": width, "PADDED": width}
     product = {"WIDTH": width, "STEP": search.step, "QUERIES": search.queries, "PRECISION": "tf32x3"}
-    reading = padded | {"ROWS": fused_rows.READ_ROWS, "LEAST": fused_rows.WRITTEN}
-    sizes = {"SIZE": fused_rows.UNIT_ROWS}
-    read_warps = fused_rows.read_warps(width)
-    for dtype in ("bf16", "fp32"):
-        types = _INTEGERS | dict.fromkeys(_FLOAT32, "*fp32") | dict.fromkeys(_STORED, "*fp32")
-        types |= dict.fromkeys(_ROWS, f"*{dtype}")
-        yield compile_one(row_kernels.nearest, product | {"CHUNK": fused_rows.CHUNK}, types, search.warps)
-        yield compile_one(row_kernels.nearest_of_buckets, product | {"CHUNK": 64}, types, 4)
-        yield compile_one(row_kernels.read, reading, types, read_warps)
-        yield compile_one(row_kernels.read_backward, reading, types, read_warps)
-        for kernel in (row_kernels.unit_rows, row_kernels.unit_rows_backward):
-            yield compile_one(kernel, padded | sizes | {"GAIN": True}, types, 4)
-        for kernel in (row_kernels.mix, row_kernels.mix_backward):
-            yield compile_one(kernel, padded | sizes, types, 4)
+    reading, warps = padded | {"ROWS": fused_rows.READ_ROWS, "LEAST": fused_rows.WRITTEN}, fused_rows.read_warps(width)
+    yield compile_one(row_kernels.nearest, product | {"CHUNK": fused_rows.CHUNK}, types, search.warps)
+    yield compile_one(row_kernels.nearest_of_buckets, product | {"CHUNK": 64}, types, 4)
+    yield compile_one(row_kernels.read, reading, types, warps)
+    yield compile_one(row_kernels.read_backward, reading, types, warps)
+    blocks = padded | {"SIZE": fused_rows.UNIT_ROWS}
+    for kernel in (row_kernels.unit_rows, row_kernels.unit_rows_backward):
+        yield compile_one(kernel, blocks | {"GAIN": True}, types, 4)
+    for kernel in (row_kernels.mix, row_kernels.mix_backward):
+        yield compile_one(kernel, blocks, types, 4)
     constants = {"QUERIES": search.queries, "CHUNK": fused_rows.CHUNK}
-    yield compile_one(row_kernels.nearest_of_parts, constants, _INTEGERS, search.warps)
+    yield compile_one(row_kernels.nearest_of_parts, constants, types, search.warps)
 
 
 def compile_one(kernel: Any, constants: dict[str, Any], types: dict[str, str], warps: int, stages: int = 3) -> Kernel:

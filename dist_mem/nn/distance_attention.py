@@ -231,10 +231,15 @@ def _options(of: _Operands, launch: Launch) -> dict[str, Any]:
     """Return the constants of a kernel."""
     width = of.query.shape[-1]
     return {
-        **{"WIDTH": width, "PADDED": max(_LEAST, 1 << (width - 1).bit_length()), "SCALAR": of.asking.shape[-1] == 1},
+        **{"WIDTH": width, "PADDED": padded(width), "SCALAR": of.asking.shape[-1] == 1},
         **{"SIZE": launch.size, "num_warps": launch.warps, "num_stages": launch.stages},
         "PRECISION": precision(),
     }
+
+
+def padded(width: int) -> int:
+    """Return the power of two that a row of this width takes in a kernel."""
+    return max(_LEAST, 1 << (width - 1).bit_length())
 
 
 def precision() -> str:

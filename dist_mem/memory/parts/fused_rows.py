@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dist_mem.memory.parts.stored_rows import Store, is_written
-from dist_mem.nn.distance_attention import dense, like_projected, precision, strides
+from dist_mem.nn.distance_attention import dense, like_projected, padded, precision, strides
 
 CHUNK = 512  # rows or candidates whose scores a program keeps in registers
 MOST = CHUNK // 2  # k; the finds of parts would not become fewer with more
@@ -27,7 +27,8 @@ class Search(NamedTuple):
     warps: int = 8
 
 
-# On sm_90 none spills more than 64 bytes or takes more than 113 KB of shared memory (tests/memory/test_row_kernels.py).
+# On sm_90 no kernel spills more than 64 bytes or takes more than 113 KB of shared memory
+# (tests/memory/test_memory_kernels.py).
 SEARCH = Search()
 READ_ROWS = 32  # rows that a query's program loads at once
 UNIT_ROWS = 32  # rows that a program divides by their length, or mixes
@@ -144,11 +145,6 @@ _OPS.define("unit_rows(Tensor rows, Tensor? gain, bool is_wide) -> Tensor")
 _OPS.define("unit_rows_backward(Tensor given, Tensor rows, Tensor? gain) -> (Tensor, Tensor)")
 _OPS.define("mix_rows(Tensor one, Tensor other, Tensor share) -> Tensor")
 _OPS.define("mix_rows_backward(Tensor given, Tensor one, Tensor other, Tensor share) -> (Tensor, Tensor, Tensor)")
-
-
-def padded(width: int) -> int:
-    """Return the power of two, at least 16, that a row of this width takes in a kernel."""
-    return max(16, 1 << (width - 1).bit_length())
 
 
 def _searches(query: Tensor, keys: Tensor, number: int) -> tuple[tuple[int, ...], dict[str, Any]]:

@@ -15,8 +15,11 @@ from dist_mem.memory.base import Inspectable, LayerSpec, Memory, MemoryState
 from dist_mem.memory.parts.basis import Fit, Geometry, evaluate_at, expected_basis, fit_first, fit_matrices
 from dist_mem.memory.parts.boxes import binned, box_histogram, box_masses, box_moments
 from dist_mem.memory.parts.densities import affine_densities, divergence, make_projection, moments
+from dist_mem.memory.parts.fused_signal import read_signal
 from dist_mem.memory.parts.infinite_options import InfiniteOptions, check_growth, check_options
+from dist_mem.memory.parts.kernel_choice import by_kernels, choose
 from dist_mem.memory.parts.sticky import bin_masses, read_histogram, sample_positions
+from dist_mem.nn.attention import Choice
 from dist_mem.nn.layers import Dropout, merge_heads, split_heads
 
 
@@ -83,6 +86,8 @@ def norm_of(memory: Memory) -> nn.Module:
 class Signal(Inspectable):
     """The parameters of a long-term memory over another one, and what is computed with its signal."""
 
+    computes = "signal"
+
     def __init__(self, spec: LayerSpec, options: InfiniteOptions, over: Memory) -> None:
         super().__init__(spec, options)
         check_options(options)
@@ -123,6 +128,17 @@ class Signal(Inspectable):
     @property
     def kept_len(self) -> int:
         return self.over.kept_len
+
+    def choose_kernels(self, device_type: str, num_queries: int) -> Choice:
+        """Return whether our kernels read the signal, or torch's operators."""
+        return choose(
+            self.spec.back_end,
+            device_type,
+            num_queries,
+            width=self.spec.d_head,
+            refused="memory.density is gibbs, whose masses are a softmax" if self.options.density == "gibbs" else None,
+            reason="our kernels keep the expectations in registers",
+        )
 
     def append_pending(self, state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the coefficients (B, N, D) of past and pending rows, and how many tokens they hold (B,)."""
@@ -201,6 +217,8 @@ class Signal(Inspectable):
 
         An empty memory reads 0, because no layer here has a bias.
         """
+        if density.mu is not None and by_kernels(self, values, density.mu.shape[2]):
+            return self.output(merge_heads(read_signal(*density.moments(), values, **self.basis)))
         expected = density.mass if density.mass is not None else expected_basis(*density.moments(), **self.basis)
         return self.output(merge_heads(expected.to(values.dtype) @ values))
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from dist_mem.contract.subject import total_loss
-from dist_mem.memory import memory_kinds
+from dist_mem.memory import infini, memory_kinds
 from dist_mem.memory.base import named_tensors
+from dist_mem.memory.parts.basis import expected_basis
 from dist_mem.memory.parts.kernel_choice import UsesKernels, describe_kernels
 from dist_mem.memory.parts.stored_rows import Store, is_written, nearest, read_rows, readable_rows, weigh
 from dist_mem.nn.attention import Choice
@@ -71,16 +72,19 @@ def drawn(case: Case) -> tuple[Tensor, Store]:
     return query, store._replace(keys=filled * keys, values=filled * values)
 
 
-def kernels_of_small_parts() -> Any:
-    """Return the module of the operators, which search 16 rows at a time."""
+def with_small_tiles(name: str) -> Any:
+    """Return a module of operators, whose kernels take 16 rows at a time."""
     assert os.environ["TRITON_INTERPRET"] == "1"
-    module: Any = importlib.import_module("dist_mem.memory.parts.fused_rows")
-    module.CHUNK = module.READ_ROWS = 16
+    module: Any = importlib.import_module(f"dist_mem.memory.parts.{name}")
+    for size in {"CHUNK", "READ_ROWS", "UNIT_ROWS", "TURNED", "COLUMNS"} & set(vars(module)):
+        setattr(module, size, 16)
+    if hasattr(module, "TILES"):
+        module.TILES = dict.fromkeys(module.TILES, (16, 4))
     return module
 
 
 def search_and_compare(cases: dict[str, Case]) -> None:
-    module = kernels_of_small_parts()
+    module = with_small_tiles("fused_rows")
     for name, case in cases.items():
         query, store = drawn(case)
         first = query.transpose(0, 1)
@@ -100,7 +104,7 @@ def search_and_compare(cases: dict[str, Case]) -> None:
 
 
 def read_and_compare(cases: dict[str, Case]) -> None:
-    module = kernels_of_small_parts()
+    module = with_small_tiles("fused_rows")
     for name, case in cases.items():
         query, store = drawn(case)
         marks, gain = module.marks_of(store), torch.rand(HEADS) + 0.5
@@ -119,19 +123,21 @@ def read_and_compare(cases: dict[str, Case]) -> None:
 
 
 def compare(name: str, plain: Any, fused: Any, *given: Tensor) -> None:
-    """Compare results in float64 and of a kernel, and their gradients."""
+    """Compare results in float64 and of a kernel, and the gradients of a fixed function of them."""
     found = []
     for function, dtype in ((plain, torch.float64), (fused, torch.float32)):
         inputs = [part.to(dtype).requires_grad_() for part in given]
-        rows = function(*inputs)
-        weights = torch.linspace(-1.0, 1.0, rows.numel(), dtype=dtype).view(rows.shape)
-        found.append([rows, *torch.autograd.grad((rows * weights).sum(), inputs)])
+        results = function(*inputs)
+        results = results if isinstance(results, tuple) else (results,)
+        weights = [torch.linspace(-1.0, 1.0, part.numel(), dtype=dtype).view(part.shape) for part in results]
+        loss = torch.stack([(part * weight).sum() for part, weight in zip(results, weights, strict=True)]).sum()
+        found.append([*results, *torch.autograd.grad(loss, inputs)])
     for wanted, one in zip(*found, strict=True):
         assert (one - wanted).abs().max() <= 5e-6 * max(1.0, float(wanted.detach().abs().max())), name
 
 
 def compare_rows() -> None:
-    module = kernels_of_small_parts()
+    module = with_small_tiles("fused_rows")
     rows, others = torch.randn(2, 3, 35, HEADS, 10).permute(0, 3, 1, 2, 4)
     gain, share = torch.randn(HEADS), torch.rand(HEADS, 3)
     compare("unit", lambda rows, gain: unit(rows) * gain[:, None, None, None], module.unit_rows, rows, gain)
@@ -141,6 +147,59 @@ def compare_rows() -> None:
         return share[..., None, None] * one + (1.0 - share[..., None, None]) * other
 
     compare("mix", mixed, module.mix_rows, rows, others, share)
+
+
+def rows_of(*counts: int, width: int) -> list[Tensor]:
+    """Return random rows of 3 lanes, (H, B, T, K) in the order of a projection."""
+    return [torch.randn(3, count, HEADS, width).permute(2, 0, 1, 3) for count in counts]
+
+
+def compare_signals() -> None:
+    module = with_small_tiles("fused_signal")
+    torch.manual_seed(0)
+    for num_queries, num_basis, width in ((20, 40, 10), (16, 64, 16)):
+        (values,), basis = rows_of(num_basis, width=width), {"widths": (0.02, 0.1), "num_basis": num_basis}
+        mean, variance = torch.rand(2, HEADS, 3, num_queries)
+
+        def plain(mean: Tensor, variance: Tensor, values: Tensor, basis: Any = basis) -> Tensor:
+            return expected_basis(mean, variance, **basis) @ values
+
+        fused = partial(module.read_signal, **basis)
+        compare(f"{num_basis} functions", plain, fused, mean, 0.1 * variance + 1e-4, values)
+
+
+def compare_matrices() -> None:
+    module = with_small_tiles("fused_matrix")
+    torch.manual_seed(0)
+    for width in (10, 16):
+        query, key, value = rows_of(20, 20, 20, width=width)
+        matrix, norm = torch.randn(3, HEADS, width, width), torch.rand(3, HEADS, width) + 0.1
+        matrix[0], norm[0] = 0.0, 0.0  # an empty memory
+        num_real = torch.tensor([20, 13, 0])
+
+        def read(query: Tensor, matrix: Tensor, norm: Tensor) -> Tensor:
+            return infini.recall(infini.sigma(query.transpose(0, 1)), infini.State(matrix, norm)).transpose(0, 1)
+
+        compare("recall", read, module.recall, query, matrix, norm)
+        for rule in ("delta", "linear"):
+
+            def written(
+                key: Tensor, value: Tensor, *state: Tensor, rule: str = rule, num_real: Tensor = num_real
+            ) -> tuple[Tensor, Tensor]:
+                features = infini.sigma(key.transpose(0, 1)) * (torch.arange(20) < num_real[:, None])[:, None, :, None]
+                new = value.transpose(0, 1)
+                new = new - infini.recall(features, infini.State(*state)) if rule == "delta" else new
+                return state[0] + features.mT @ new, state[1] + features.sum(dim=2)
+
+            fused = partial(module.write, num_real=num_real, rule=rule)
+            compare(rule, written, fused, key, value, matrix, norm)
+    for width in (10, 7):
+        (rows,) = rows_of(20, width=width)
+
+        def turned(rows: Tensor) -> Tensor:
+            return infini.rotated(rows, infini.turns(20, rows)) * 0.3
+
+        compare(f"turns of {width} numbers", turned, partial(module.turn, scale=0.3), rows)
 
 
 @pytest.fixture
@@ -166,6 +225,12 @@ def test_units_and_mixtures_equal_those_in_float64() -> None:
     in_new_child(compare_rows)
 
 
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("compare_all", [compare_signals, compare_matrices])
+def test_signals_and_matrices_and_their_gradients_equal_those_in_float64(compare_all: Any) -> None:
+    in_new_child(compare_all)
+
+
 def kinds_with_kernels() -> list[str]:
     """Return the memories that have kernels of our own."""
     return [
@@ -175,35 +240,34 @@ def kinds_with_kernels() -> list[str]:
     ]
 
 
-def compute_with_both(kinds: list[str]) -> None:
-    """Compare losses, states and gradients of small models with those of torch's operators."""
-    kernels_of_small_parts()
-    for kind in kinds:
-        found = []
-        for by_kernels in (False, True):
-            checked = subject(kind, attention="simple")
-            model = checked.model()
-            for part in model.modules():
-                if isinstance(part, UsesKernels):
-                    part.__dict__["choose_kernels"] = lambda *_, chosen=by_kernels: Choice(
-                        "triton" if chosen else "torch", ""
-                    )
-            outputs = list(checked.read(model, state=checked.fresh(model, torch.float32)))
-            torch.stack([total_loss(output) for output in outputs]).sum().backward()
-            parts = {f"nll {index}": output.nll for index, output in enumerate(outputs)}
-            parts |= named_tensors(outputs[-1].state)
-            found.append(parts | {name: each.grad for name, each in model.named_parameters() if each.grad is not None})
-        assert found[0].keys() == found[1].keys()
-        for name, wanted in found[0].items():
-            error = (found[1][name].double() - wanted.double()).abs().max() if wanted.numel() else torch.zeros(())
-            assert error <= 2e-3 * wanted.double().abs().max().clamp(min=1e-3), (kind, name, error)
+def compute_with_both(kind: str) -> None:
+    """Compare losses, states and gradients of a small model with those of torch's operators."""
+    for name in ("fused_rows", "fused_signal", "fused_matrix"):
+        with_small_tiles(name)
+    found = []
+    for back_end in ("torch", "triton"):
+        checked = subject(kind, attention="simple")
+        model = checked.model()
+        for part in model.modules():
+            if isinstance(part, UsesKernels):
+                part.__dict__["choose_kernels"] = lambda *_, chosen=back_end: Choice(chosen, "")
+        outputs = list(checked.read(model, state=checked.fresh(model, torch.float32)))
+        torch.stack([total_loss(output) for output in outputs]).sum().backward()
+        parts = {f"nll {index}": output.nll for index, output in enumerate(outputs)}
+        parts |= named_tensors(outputs[-1].state)
+        found.append(parts | {name: each.grad for name, each in model.named_parameters() if each.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    for name, wanted in found[0].items():
+        error = (found[1][name].double() - wanted.double()).abs().max() if wanted.numel() else torch.zeros(())
+        assert error <= 2e-3 * wanted.double().abs().max().clamp(min=1e-3), (kind, name, error)
 
 
 @pytest.mark.usefixtures("interpreter")
 def test_every_memory_with_kernels_has_the_results_of_torch() -> None:
     kinds = kinds_with_kernels()
-    assert {"memorizing"} <= set(kinds)
-    in_new_child(compute_with_both, kinds)
+    assert {"memorizing", "infini", "infinite"} <= set(kinds)
+    for kind in kinds:
+        in_new_child(compute_with_both, kind)
 
 
 def test_a_message_on_gpus_says_what_computes() -> None:
