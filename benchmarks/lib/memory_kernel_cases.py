@@ -41,6 +41,11 @@ def memory_kernels_of(width: int) -> Iterator[Kernel]:
         constants = {"WIDTH": width, "PADDED": width, "SIZE": size, "PRECISION": "tf32x3"}
         for kernel in (signal_kernels.read_signal, signal_kernels.backward_densities, signal_kernels.backward_values):
             yield compile_one(kernel, constants, types, warps, stages=2)
+        appended = fused_signal.APPENDED
+        sizes = {"SIZE": appended.size, "STEP": appended.step, "PRECISION": "tf32x3"}
+        matrices = dict.fromkeys(("first", "new", "linear", "old", "signal", "given"), "*fp32") | {"mode": "*i32"}
+        for kernel in (signal_kernels.append_rows, signal_kernels.append_backward):
+            yield compile_one(kernel, sizes, types | matrices, appended.warps, stages=2)
         size, warps = fused_matrix.tile_of(width)
         constants |= {"SIZE": size}
         state, delta = {"STATE": True}, {"DELTA": True}

@@ -21,7 +21,7 @@ BUDGETS = {
 KEYS = {
     "causal": ["model.kind=gpt2", "model.num_positions=1024"],
     "infinite": ["memory.num_basis=1024", "memory.num_samples=1024", "memory.basis_widths=[0.01,0.05]"],
-    **dict.fromkeys(("transformer_xl", "lamemo", "memorizing"), ["memory.mem_len=1024"]),
+    **{kind: ["memory.mem_len=1024"] for kind in ("transformer_xl", "lamemo", "memorizing")},
 }
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from dist_mem.contract.subject import total_loss
 from dist_mem.memory import infini, memory_kinds
 from dist_mem.memory.base import named_tensors
-from dist_mem.memory.parts.basis import expected_basis
+from dist_mem.memory.parts.basis import Fit, expected_basis
 from dist_mem.memory.parts.kernel_choice import UsesKernels, describe_kernels
 from dist_mem.memory.parts.stored_rows import Store, is_written, nearest, read_rows, readable_rows, weigh
 from dist_mem.nn.attention import Choice
@@ -166,6 +166,21 @@ def compare_signals() -> None:
 
         fused = partial(module.read_signal, **basis)
         compare(f"{num_basis} functions", plain, fused, mean, 0.1 * variance + 1e-4, values)
+    module.APPENDED = module.Appending(size=16, step=16, warps=4)
+    has_new, is_first = torch.tensor([False, True, True]), torch.tensor([True, True, False])
+    fit, old = (
+        Fit(torch.randn(20, 18), torch.empty(0), torch.randn(20, 18), torch.randn(20, 20)),
+        torch.randn(3, 20, 10),
+    )
+    old[is_first] = 0.0
+
+    def appended(rows: Tensor) -> Tensor:
+        first, _, new, linear = (part.double() for part in fit)
+        fitted = torch.where(is_first[:, None, None], first, new) @ rows + linear @ old.double()
+        return torch.where(has_new[:, None, None], fitted, old.double())
+
+    fused = partial(module.append_rows, fit, old=old, has_new=has_new, is_first=is_first)
+    compare("appended rows", appended, fused, torch.randn(3, 18, 10))
 
 
 def compare_matrices() -> None:

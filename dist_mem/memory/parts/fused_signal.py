@@ -7,17 +7,29 @@ functions, S samples, K head width.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dist_mem.memory.parts.basis import Fit
 from dist_mem.nn.constants import constant
 from dist_mem.nn.distance_attention import dense, like_projected, padded, precision, strides
 
 # Queries, and centres or samples, of a tile, and warps: by bytes of a number and largest K. On sm_90 none spills more
 # than 64 bytes or takes more than 113 KB of shared memory (tests/memory/test_memory_kernels.py).
 TILES = {(2, 64): (64, 8), (2, 128): (64, 8), (4, 64): (32, 4), (4, 128): (16, 4)}
+
+
+class Appending(NamedTuple):
+    """Sizes of the kernels of a regression."""
+
+    size: int = 64  # rows and columns of a tile
+    step: int = 32  # numbers that are multiplied at once
+    warps: int = 4
+
+
+APPENDED = Appending()
 
 
 def tile_of(itemsize: int, width: int) -> tuple[int, int]:
@@ -38,6 +50,37 @@ def read_signal(mean: Tensor, variance: Tensor, values: Tensor, *, widths: tuple
     return rows
 
 
+def append_rows(fit: Fit, rows: Tensor, old: Tensor, *, has_new: Tensor, is_first: Tensor) -> Tensor:
+    """Return the coefficients (B, N, D) float32 after new rows (B, E, D), contracted as sampling is linear.
+
+    Products are of float32, as errors would add up over a document.
+
+    Args:
+        old: (B, N, D) float32, without a gradient.  has_new: (B,) bool; others keep the old ones.
+        is_first: (B,) bool, whether there is no past, in which case `old` is not read.
+    """
+    mode = torch.where(is_first, 1, 2) * has_new
+    signal: Tensor = _AppendRows.apply(rows, fit.first, fit.new, fit.linear, old, mode.to(torch.int32))
+    return signal
+
+
+class _AppendRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, first: Tensor, new: Tensor, linear: Tensor, old: Tensor, mode: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(first, new, mode)
+        ctx.dtype = rows.dtype
+        signal: Tensor = torch.ops.dist_mem.append_rows(linear, old, first, new, rows, mode)
+        return signal
+
+    @staticmethod
+    def backward(ctx: Any, *given: Any) -> tuple[Tensor | None, ...]:
+        first, new, mode = ctx.saved_tensors
+        to_rows = torch.ops.dist_mem.append_rows_backward(first, given[0], new, mode, ctx.dtype)
+        return to_rows, None, None, None, None, None
+
+
 class _ReadSignal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
@@ -55,6 +98,8 @@ _OPS = torch.library.Library("dist_mem", "FRAGMENT")
 _READ = "Tensor values, Tensor mean, Tensor variance, Tensor centres, Tensor squares"
 _OPS.define(f"read_signal({_READ}) -> Tensor")
 _OPS.define(f"read_signal_backward(Tensor given, {_READ}) -> (Tensor, Tensor, Tensor)")
+_OPS.define("append_rows(Tensor linear, Tensor old, Tensor first, Tensor new, Tensor rows, Tensor mode) -> Tensor")
+_OPS.define("append_rows_backward(Tensor first, Tensor given, Tensor new, Tensor mode, ScalarType dtype) -> Tensor")
 
 
 def _sizes(values: Tensor, mean: Tensor, centres: Tensor, squares: Tensor) -> tuple[tuple[int, ...], dict[str, Any]]:
@@ -107,7 +152,45 @@ def _gradients(values: Tensor, mean: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return like_projected(values), torch.empty_like(mean), torch.empty_like(mean)
 
 
+def _append_rows(linear: Tensor, old: Tensor, first: Tensor, new: Tensor, rows: Tensor, mode: Tensor) -> Tensor:
+    from dist_mem.memory.parts import signal_kernels as kernels
+
+    signal = torch.empty_like(old, memory_format=torch.contiguous_format)
+    matrices = first.contiguous(), new.contiguous(), linear.contiguous(), rows.contiguous(), old.contiguous()
+    sizes = old.shape[1], rows.shape[1], old.shape[2]
+    grid = -(-sizes[0] // APPENDED.size), -(-sizes[2] // APPENDED.size), len(old)
+    kernels.append_rows[grid](*matrices, mode, signal, *sizes, **_appended())
+    return signal
+
+
+def _append_rows_backward(first: Tensor, given: Tensor, new: Tensor, mode: Tensor, dtype: torch.dtype) -> Tensor:
+    from dist_mem.memory.parts import signal_kernels as kernels
+
+    first, new, given = first.contiguous(), new.contiguous(), given.contiguous()
+    to_rows = _to_rows(first, given, dtype)
+    sizes = given.shape[1], to_rows.shape[1], given.shape[2]
+    grid = -(-sizes[1] // APPENDED.size), -(-sizes[2] // APPENDED.size), len(given)
+    kernels.append_backward[grid](first, new, given, mode, to_rows, *sizes, **_appended())
+    return to_rows
+
+
+def _appended() -> dict[str, Any]:
+    """Return the constants of the kernels of a regression."""
+    constants = {"SIZE": APPENDED.size, "STEP": APPENDED.step, "PRECISION": "tf32x3"}
+    return constants | {"num_warps": APPENDED.warps, "num_stages": 2}
+
+
+def _to_rows(first: Tensor, given: Tensor, dtype: torch.dtype) -> Tensor:
+    return given.new_empty(len(given), first.shape[1], given.shape[2], dtype=dtype)
+
+
 for _name, _function, _shapes in (
+    ("append_rows", _append_rows, lambda linear, old, *rest: torch.empty_like(old)),
+    (
+        "append_rows_backward",
+        _append_rows_backward,
+        lambda first, given, new, mode, dtype: _to_rows(first, given, dtype),
+    ),
     ("read_signal", _read_signal, lambda values, mean, *rest: _rows(values, mean)),
     ("read_signal_backward", _read_signal_backward, lambda given, values, mean, *rest: _gradients(values, mean)),
 ):

@@ -15,7 +15,7 @@ from dist_mem.memory.base import Inspectable, LayerSpec, Memory, MemoryState
 from dist_mem.memory.parts.basis import Fit, Geometry, evaluate_at, expected_basis, fit_first, fit_matrices
 from dist_mem.memory.parts.boxes import binned, box_histogram, box_masses, box_moments
 from dist_mem.memory.parts.densities import affine_densities, divergence, make_projection, moments
-from dist_mem.memory.parts.fused_signal import read_signal
+from dist_mem.memory.parts.fused_signal import append_rows, read_signal
 from dist_mem.memory.parts.infinite_options import InfiniteOptions, check_growth, check_options
 from dist_mem.memory.parts.kernel_choice import by_kernels, choose
 from dist_mem.memory.parts.sticky import bin_masses, read_histogram, sample_positions
@@ -147,9 +147,14 @@ class Signal(Inspectable):
         if self.options.memory_threshold is not None:
             full = has_pending & (num_tokens >= self.options.memory_threshold)
             old, num_tokens = old.masked_fill(full[:, None, None], 0.0), num_tokens.masked_fill(full, 0)
-        rows = self.entering(state, dtype).to(old.dtype)
+        rows = self.entering(state, dtype)
         is_first = (num_tokens == 0)[:, None, None]
         num_new: Tensor | int = self.spec.seg_len
+        by_kernel = self.options.sampling == "linear" and not isinstance(state.pending_len, Tensor)
+        if by_kernel and self.geometry.boxes is None and by_kernels(self, old, self.spec.seg_len):
+            signal = append_rows(fit, rows, old, has_new=has_pending, is_first=is_first.flatten())
+            return signal, num_tokens + num_new * has_pending
+        rows = rows.to(old.dtype)
         if isinstance(state.pending_len, Tensor):
             num_new = state.pending_len
             fitted = torch.where(is_first, fit_first(rows, num_new, geometry=self.geometry), fit.new @ rows)

@@ -117,3 +117,73 @@ def backward_values(
     to_v = head_of(to_v, head, lane, dv_head, dv_lane) + row[:, None] * dv_row + width[None, :]
     inside = is_centre[:, None] & (width < WIDTH)[None, :]
     tl.store(to_v, of_values.to(to_v.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def summed_product(
+    left, right, row, column, row_stride, inner_stride, num_rows, num_inner, num_columns, found,
+    SIZE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add to `found` a product of a matrix, of any order, and rows (inner, columns), in float32."""
+    for begin in range(0, num_inner, STEP):
+        inner = begin + tl.arange(0, STEP)
+        is_left = (row < num_rows)[:, None] & (inner < num_inner)[None, :]
+        one = tl.load(left + row[:, None] * row_stride + inner[None, :] * inner_stride, mask=is_left, other=0.0)
+        is_right = (inner < num_inner)[:, None] & (column < num_columns)[None, :]
+        other = tl.load(right + inner[:, None] * num_columns + column[None, :], mask=is_right, other=0.0)
+        found = tl.dot(one, other.to(tl.float32), found, input_precision=PRECISION)
+    return found
+
+
+@triton.jit
+def append_rows(
+    first, new, linear, rows, old, mode, signal, num_basis, num_rows, num_columns,
+    SIZE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write a tile of a lane's coefficients after its new rows, by the lane's mode, see fused_signal.py."""
+    lane, basis = tl.program_id(2).to(tl.int64), tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    column, how = tl.program_id(1) * SIZE + tl.arange(0, SIZE), tl.load(mode + lane)
+    inside = (basis < num_basis)[:, None] & (column < num_columns)[None, :]
+    at = basis[:, None] * num_columns + column[None, :]
+    old, signal = old + lane * num_basis * num_columns, signal + lane * num_basis * num_columns
+    rows += lane * num_rows * num_columns
+    if how == 0:
+        tl.store(signal + at, tl.load(old + at, mask=inside, other=0.0), mask=inside)
+    else:
+        found = tl.zeros([SIZE, SIZE], tl.float32)
+        if how == 1:
+            found = summed_product(
+                first, rows, basis, column, num_rows, 1, num_basis, num_rows, num_columns, found, SIZE, STEP, PRECISION
+            )
+        else:
+            found = summed_product(
+                new, rows, basis, column, num_rows, 1, num_basis, num_rows, num_columns, found, SIZE, STEP, PRECISION
+            )
+            found = summed_product(
+                linear, old, basis, column, num_basis, 1, num_basis, num_basis, num_columns, found,
+                SIZE, STEP, PRECISION,
+            )  # fmt: skip
+        tl.store(signal + at, found, mask=inside)
+
+
+@triton.jit
+def append_backward(
+    first, new, given, mode, to_rows, num_basis, num_rows, num_columns,
+    SIZE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of a tile of a lane's new rows."""
+    lane, row = tl.program_id(2).to(tl.int64), tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    column, how = tl.program_id(1) * SIZE + tl.arange(0, SIZE), tl.load(mode + lane)
+    given, to_rows = given + lane * num_basis * num_columns, to_rows + lane * num_rows * num_columns
+    found = tl.zeros([SIZE, SIZE], tl.float32)
+    if how == 1:
+        found = summed_product(
+            first, given, row, column, 1, num_rows, num_rows, num_basis, num_columns, found, SIZE, STEP, PRECISION
+        )
+    if how == 2:
+        found = summed_product(
+            new, given, row, column, 1, num_rows, num_rows, num_basis, num_columns, found, SIZE, STEP, PRECISION
+        )
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    to_rows += row[:, None] * num_columns + column[None, :]
+    tl.store(to_rows, found.to(to_rows.dtype.element_ty), mask=inside)
