@@ -41,6 +41,9 @@ def memory_kernels_of(width: int) -> Iterator[Kernel]:
         constants = {"WIDTH": width, "PADDED": width, "SIZE": size, "PRECISION": "tf32x3"}
         for kernel in (signal_kernels.read_signal, signal_kernels.backward_densities, signal_kernels.backward_values):
             yield compile_one(kernel, constants, types, warps, stages=2)
+        types |= {"scale": "fp32", "of_mean": "*fp32", "of_variance": "*fp32"}
+        for kernel in (signal_kernels.moments, signal_kernels.backward_asking, signal_kernels.backward_samples):
+            yield compile_one(kernel, constants, types, warps, stages=1)
         appended = fused_signal.APPENDED
         sizes = {"SIZE": appended.size, "STEP": appended.step, "PRECISION": "tf32x3"}
         matrices = dict.fromkeys(("first", "new", "linear", "old", "signal", "given"), "*fp32") | {"mode": "*i32"}

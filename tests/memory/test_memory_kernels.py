@@ -20,6 +20,7 @@ from dist_mem.contract.subject import total_loss
 from dist_mem.memory import infini, memory_kinds
 from dist_mem.memory.base import named_tensors
 from dist_mem.memory.parts.basis import Fit, expected_basis
+from dist_mem.memory.parts.densities import moments
 from dist_mem.memory.parts.kernel_choice import UsesKernels, describe_kernels
 from dist_mem.memory.parts.stored_rows import Store, is_written, nearest, read_rows, readable_rows, weigh
 from dist_mem.nn.attention import Choice
@@ -166,6 +167,9 @@ def compare_signals() -> None:
 
         fused = partial(module.read_signal, **basis)
         compare(f"{num_basis} functions", plain, fused, mean, 0.1 * variance + 1e-4, values)
+        query, keys = rows_of(num_queries, num_basis, width=width)
+        places = (torch.arange(num_basis).double() + 0.5) / num_basis
+        compare(f"moments of {num_basis} samples", partial(moments, places=places), module.moments, query, keys)
     module.APPENDED = module.Appending(size=16, step=16, warps=4)
     has_new, is_first = torch.tensor([False, True, True]), torch.tensor([True, True, False])
     fit, old = (

@@ -50,6 +50,30 @@ def read_signal(mean: Tensor, variance: Tensor, values: Tensor, *, widths: tuple
     return rows
 
 
+def moments(query: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and variance of what a softmax over evenly spread samples reads, both (H, B, T) float32.
+
+    Args:
+        query: (H, B, T, K).  keys: (H, B, S, K), of samples at (j + 1/2) / S, in the dtype of the queries.
+    """
+    mean, variance, _ = _Moments.apply(query, keys)
+    return mean, variance
+
+
+class _Moments(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        found: tuple[Tensor, Tensor, Tensor] = torch.ops.dist_mem.signal_moments(query, keys)
+        ctx.save_for_backward(query, keys, *found)
+        ctx.mark_non_differentiable(found[2])
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = torch.ops.dist_mem.signal_moments_backward(*ctx.saved_tensors, *given[:2])
+        return found
+
+
 def append_rows(fit: Fit, rows: Tensor, old: Tensor, *, has_new: Tensor, is_first: Tensor) -> Tensor:
     """Return the coefficients (B, N, D) float32 after new rows (B, E, D), contracted as sampling is linear.
 
@@ -100,6 +124,11 @@ _OPS.define(f"read_signal({_READ}) -> Tensor")
 _OPS.define(f"read_signal_backward(Tensor given, {_READ}) -> (Tensor, Tensor, Tensor)")
 _OPS.define("append_rows(Tensor linear, Tensor old, Tensor first, Tensor new, Tensor rows, Tensor mode) -> Tensor")
 _OPS.define("append_rows_backward(Tensor first, Tensor given, Tensor new, Tensor mode, ScalarType dtype) -> Tensor")
+_OPS.define("signal_moments(Tensor query, Tensor keys) -> (Tensor, Tensor, Tensor)")
+_OPS.define(
+    "signal_moments_backward(Tensor query, Tensor keys, Tensor mean, Tensor variance, Tensor log_sum, Tensor of_mean, "
+    "Tensor of_variance) -> (Tensor, Tensor)"
+)
 
 
 def _sizes(values: Tensor, mean: Tensor, centres: Tensor, squares: Tensor) -> tuple[tuple[int, ...], dict[str, Any]]:
@@ -184,7 +213,52 @@ def _to_rows(first: Tensor, given: Tensor, dtype: torch.dtype) -> Tensor:
     return given.new_empty(len(given), first.shape[1], given.shape[2], dtype=dtype)
 
 
+def _moments(query: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    from dist_mem.memory.parts import signal_kernels as kernels
+
+    query, keys = dense(query), dense(keys)
+    found, (sizes, constants) = _moment_outputs(query), _sampling(query, keys)
+    grid = -(-query.shape[2] // constants["SIZE"]), query.shape[0] * query.shape[1]
+    kernels.moments[grid](query, keys, *found, *strides(query, keys), *sizes, **constants)
+    return found
+
+
+def _moments_backward(query: Tensor, keys: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
+    from dist_mem.memory.parts import signal_kernels as kernels
+
+    query, keys, given = dense(query), dense(keys), tuple(part.contiguous() for part in given)
+    (to_query, to_keys), (sizes, constants) = _moment_gradients(query, keys), _sampling(query, keys)
+    num_pairs, size = query.shape[0] * query.shape[1], constants["SIZE"]
+    kernels.backward_asking[-(-query.shape[2] // size), num_pairs](
+        query, keys, *given, to_query, *strides(query, keys, to_query), *sizes, **constants
+    )
+    kernels.backward_samples[-(-keys.shape[2] // size), num_pairs](
+        query, keys, *given, to_keys, *strides(query, keys, to_keys), *sizes, **constants
+    )
+    return to_query, to_keys
+
+
+def _sampling(query: Tensor, keys: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return sizes and constants of the kernels of moments."""
+    width = query.shape[-1]
+    size, warps = tile_of(query.element_size(), width)
+    constants = {"WIDTH": width, "PADDED": padded(width), "SIZE": size, "PRECISION": precision()}
+    sizes = query.shape[1], query.shape[2], keys.shape[2], width**-0.5
+    return sizes, constants | {"num_warps": warps, "num_stages": 1}
+
+
+def _moment_outputs(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    mean, variance, log_sum = (query.new_empty(query.shape[:-1], dtype=torch.float32) for _ in range(3))
+    return mean, variance, log_sum
+
+
+def _moment_gradients(query: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    return like_projected(query), like_projected(keys)
+
+
 for _name, _function, _shapes in (
+    ("signal_moments", _moments, lambda query, keys: _moment_outputs(query)),
+    ("signal_moments_backward", _moments_backward, lambda query, keys, *rest: _moment_gradients(query, keys)),
     ("append_rows", _append_rows, lambda linear, old, *rest: torch.empty_like(old)),
     (
         "append_rows_backward",

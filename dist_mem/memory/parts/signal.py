@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from dist_mem.memory.base import Inspectable, LayerSpec, Memory, MemoryState
+from dist_mem.memory.parts import fused_signal
 from dist_mem.memory.parts.basis import Fit, Geometry, evaluate_at, expected_basis, fit_first, fit_matrices
 from dist_mem.memory.parts.boxes import binned, box_histogram, box_masses, box_moments
 from dist_mem.memory.parts.densities import affine_densities, divergence, make_projection, moments
-from dist_mem.memory.parts.fused_signal import append_rows, read_signal
 from dist_mem.memory.parts.infinite_options import InfiniteOptions, check_growth, check_options
 from dist_mem.memory.parts.kernel_choice import by_kernels, choose
 from dist_mem.memory.parts.sticky import bin_masses, read_histogram, sample_positions
@@ -152,7 +152,7 @@ class Signal(Inspectable):
         num_new: Tensor | int = self.spec.seg_len
         by_kernel = self.options.sampling == "linear" and not isinstance(state.pending_len, Tensor)
         if by_kernel and self.geometry.boxes is None and by_kernels(self, old, self.spec.seg_len):
-            signal = append_rows(fit, rows, old, has_new=has_pending, is_first=is_first.flatten())
+            signal = fused_signal.append_rows(fit, rows, old, has_new=has_pending, is_first=is_first.flatten())
             return signal, num_tokens + num_new * has_pending
         rows = rows.to(old.dtype)
         if isinstance(state.pending_len, Tensor):
@@ -208,7 +208,11 @@ class Signal(Inspectable):
 
     def density(self, query: Tensor, keys: Tensor) -> Density:
         """Return the density under which each query (H, B, T, K) reads the signal with these keys, see `Readable`."""
-        exact, floor = query.to(keys.dtype), self.options.variance_floor
+        floor = self.options.variance_floor
+        if self.options.density == "softmax_moments" and by_kernels(self, query, query.shape[2]):
+            mu, variance = fused_signal.moments(query, keys.to(query.dtype))  # the dtype that `readable` projects in
+            return Density(mu, variance + floor)
+        exact = query.to(keys.dtype)
         if self.geometry.boxes is not None:
             return Density(mass=box_masses(exact, keys, boxes=self.geometry.boxes))
         if self.densities is not None:
@@ -223,7 +227,7 @@ class Signal(Inspectable):
         An empty memory reads 0, because no layer here has a bias.
         """
         if density.mu is not None and by_kernels(self, values, density.mu.shape[2]):
-            return self.output(merge_heads(read_signal(*density.moments(), values, **self.basis)))
+            return self.output(merge_heads(fused_signal.read_signal(*density.moments(), values, **self.basis)))
         expected = density.mass if density.mass is not None else expected_basis(*density.moments(), **self.basis)
         return self.output(merge_heads(expected.to(values.dtype) @ values))
 

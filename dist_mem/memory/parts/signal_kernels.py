@@ -187,3 +187,117 @@ def append_backward(
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
     to_rows += row[:, None] * num_columns + column[None, :]
     tl.store(to_rows, found.to(to_rows.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def sampled_scores(asking, keys, sample, scale, num_samples, PRECISION: tl.constexpr):
+    """Return scores (SIZE, SIZE) of queries and samples, of which those beyond the last are -inf."""
+    scores = tl.dot(asking, keys, input_precision=PRECISION) * scale
+    return tl.where((sample < num_samples)[None, :], scores, -float("inf"))
+
+
+@triton.jit
+def moments(
+    q, k, mean, variance, log_sum, q_head, q_lane, q_row, k_head, k_lane, k_row,
+    num_lanes, num_queries, num_samples, scale,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write mean and variance of the place that a block of queries reads by a softmax, and the log of its sum."""
+    head, lane = tl.program_id(1) // num_lanes, tl.program_id(1) % num_lanes
+    query = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    asking = rows_of(head_of(q, head, lane, q_head, q_lane), query, q_row, num_queries, WIDTH, PADDED)
+    k = head_of(k, head, lane, k_head, k_lane)
+    largest = tl.full([SIZE], -float("inf"), tl.float32)
+    total = tl.zeros([SIZE], tl.float32)
+    first = tl.zeros([SIZE], tl.float32)
+    for tile in range(0, num_samples, SIZE):
+        sample = tile + tl.arange(0, SIZE)
+        keys = columns_of(k, sample, k_row, num_samples, WIDTH, PADDED)
+        scores = sampled_scores(asking, keys, sample, scale, num_samples, PRECISION)
+        larger = tl.maximum(largest, tl.max(scores, 1))
+        kept, weights = tl.exp(largest - larger), tl.exp(scores - larger[:, None])
+        place = (sample.to(tl.float32) + 0.5) / num_samples
+        total = total * kept + tl.sum(weights, 1)
+        first = first * kept + tl.sum(weights * place[None, :], 1)
+        largest = larger
+    mu, sums = first / total, largest + tl.log(total)
+    second = tl.zeros([SIZE], tl.float32)  # about the mean: E[t^2] - mu^2 would cancel
+    for tile in range(0, num_samples, SIZE):
+        sample = tile + tl.arange(0, SIZE)
+        keys = columns_of(k, sample, k_row, num_samples, WIDTH, PADDED)
+        scores = sampled_scores(asking, keys, sample, scale, num_samples, PRECISION)
+        distance = ((sample.to(tl.float32) + 0.5) / num_samples)[None, :] - mu[:, None]
+        second += tl.sum(tl.exp(scores - sums[:, None]) * distance * distance, 1)
+    at = tl.program_id(1).to(tl.int64) * num_queries + query
+    tl.store(mean + at, mu, mask=query < num_queries)
+    tl.store(variance + at, second, mask=query < num_queries)
+    tl.store(log_sum + at, sums, mask=query < num_queries)
+
+
+@triton.jit
+def of_score(weights, distance, variance, of_mean, of_variance):
+    """Return the gradients of scores."""
+    return weights * (of_mean * distance + of_variance * (distance * distance - variance))
+
+
+@triton.jit
+def backward_asking(
+    q, k, mean, variance, log_sum, of_mean, of_variance, to_q,
+    q_head, q_lane, q_row, k_head, k_lane, k_row, dq_head, dq_lane, dq_row,
+    num_lanes, num_queries, num_samples, scale,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of a block of queries."""
+    head, lane = tl.program_id(1) // num_lanes, tl.program_id(1) % num_lanes
+    query = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    is_query, at = query < num_queries, tl.program_id(1).to(tl.int64) * num_queries + query
+    asking = rows_of(head_of(q, head, lane, q_head, q_lane), query, q_row, num_queries, WIDTH, PADDED)
+    k = head_of(k, head, lane, k_head, k_lane)
+    mu, own = tl.load(mean + at, mask=is_query, other=0.0), tl.load(variance + at, mask=is_query, other=0.0)
+    sums = tl.load(log_sum + at, mask=is_query, other=float("inf"))
+    by_mean = tl.load(of_mean + at, mask=is_query, other=0.0)
+    by_variance = tl.load(of_variance + at, mask=is_query, other=0.0)
+    found = tl.zeros([SIZE, PADDED], tl.float32)
+    for tile in range(0, num_samples, SIZE):
+        sample = tile + tl.arange(0, SIZE)
+        keys = columns_of(k, sample, k_row, num_samples, WIDTH, PADDED)
+        weights = tl.exp(sampled_scores(asking, keys, sample, scale, num_samples, PRECISION) - sums[:, None])
+        distance = ((sample.to(tl.float32) + 0.5) / num_samples)[None, :] - mu[:, None]
+        gradient = of_score(weights, distance, own[:, None], by_mean[:, None], by_variance[:, None])
+        keys = rows_of(k, sample, k_row, num_samples, WIDTH, PADDED)
+        found += tl.dot(gradient.to(keys.dtype), keys, input_precision=PRECISION)
+    width = tl.arange(0, PADDED)
+    to_q = head_of(to_q, head, lane, dq_head, dq_lane) + query[:, None] * dq_row + width[None, :]
+    tl.store(to_q, (found * scale).to(to_q.dtype.element_ty), mask=is_query[:, None] & (width < WIDTH)[None, :])
+
+
+@triton.jit
+def backward_samples(
+    q, k, mean, variance, log_sum, of_mean, of_variance, to_k,
+    q_head, q_lane, q_row, k_head, k_lane, k_row, dk_head, dk_lane, dk_row,
+    num_lanes, num_queries, num_samples, scale,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of a block of samples' keys; tiles are (samples, queries)."""
+    head, lane = tl.program_id(1) // num_lanes, tl.program_id(1) % num_lanes
+    sample = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    q = head_of(q, head, lane, q_head, q_lane)
+    keys = rows_of(head_of(k, head, lane, k_head, k_lane), sample, k_row, num_samples, WIDTH, PADDED)
+    place = ((sample.to(tl.float32) + 0.5) / num_samples)[:, None]
+    found = tl.zeros([SIZE, PADDED], tl.float32)
+    for begin in range(0, num_queries, SIZE):
+        query = begin + tl.arange(0, SIZE)
+        is_query, at = query < num_queries, tl.program_id(1).to(tl.int64) * num_queries + query
+        mu, own = tl.load(mean + at, mask=is_query, other=0.0), tl.load(variance + at, mask=is_query, other=0.0)
+        sums = tl.load(log_sum + at, mask=is_query, other=float("inf"))
+        by_mean = tl.load(of_mean + at, mask=is_query, other=0.0)
+        by_variance = tl.load(of_variance + at, mask=is_query, other=0.0)
+        asking = columns_of(q, query, q_row, num_queries, WIDTH, PADDED)
+        weights = tl.exp(tl.dot(keys, asking, input_precision=PRECISION) * scale - sums[None, :])
+        gradient = of_score(weights, place - mu[None, :], own[None, :], by_mean[None, :], by_variance[None, :])
+        rows = rows_of(q, query, q_row, num_queries, WIDTH, PADDED)
+        found += tl.dot(gradient.to(rows.dtype), rows, input_precision=PRECISION)
+    width = tl.arange(0, PADDED)
+    to_k = head_of(to_k, head, lane, dk_head, dk_lane) + sample[:, None] * dk_row + width[None, :]
+    inside = (sample < num_samples)[:, None] & (width < WIDTH)[None, :]
+    tl.store(to_k, (found * scale).to(to_k.dtype.element_ty), mask=inside)
