@@ -66,17 +66,17 @@ class SegmentAttention(AttentionLayer):
     def attend(self, rows: Rows, *, weights: bool) -> tuple[Tensor, Tensor | None]:
         """Return what the segment says, (H, B, T, K), and if asked for the probabilities (H, B, T, T)."""
         query, keys, value = (split_heads(part, self.num_heads) for part in rows)
-        nothing = torch.empty(query.shape[1], 0, dtype=torch.bool, device=query.device)
-        visible = visible_keys(nothing, query.shape[2], same_length=False)
         by = turns(query.shape[2], query)
         scaled = rotated(query, by) / math.sqrt(query.shape[-1])
-        return self.read(Inputs(scaled, rotated(keys, by), value, visible), weights=weights)
+        return self.attend_turned(scaled, rotated(keys, by), value, weights=weights)
 
-    def attend_turned(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return what the segment says, (H, B, T, K), of turned and scaled queries; our kernel turns the keys."""
+    def attend_turned(
+        self, query: Tensor, key: Tensor, value: Tensor, *, weights: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend as `attend`, from turned and scaled queries, (H, B, T, K), to turned keys."""
         nothing = torch.empty(query.shape[1], 0, dtype=torch.bool, device=query.device)
         visible = visible_keys(nothing, query.shape[2], same_length=False)
-        return self.read(Inputs(query, fused_matrix.turn(key), value, visible), weights=False)[0]
+        return self.read(Inputs(query, key, value, visible), weights=weights)
 
     def step(self, rows: Rows, segment: Kept, by: tuple[Tensor, Tensor], places: Places) -> Tensor:
         """Return what further rows read of the segment, (H, B, R, K); `by`: the turns of all its places."""
@@ -148,7 +148,8 @@ class Infini(Inspectable):
     def forward_by_kernels(self, rows: Rows, state: State, valid_len: Tensor) -> tuple[Tensor, State]:
         """Return the output and the memory after the segment as `forward`, without rows in float32 in memory."""
         query, key, value = (split_heads(part, self.spec.num_heads) for part in rows)
-        local = self.attention.attend_turned(fused_matrix.turn(query, scale=query.shape[-1] ** -0.5), key, value)
+        asking = fused_matrix.turn(query, scale=query.shape[-1] ** -0.5)
+        local, _ = self.attention.attend_turned(asking, fused_matrix.turn(key), value)
         remembered = fused_matrix.recall(query, *state)
         share = self.gate(state)[:, :, 0, 0].float().expand(query.shape[:2])
         y = self.attention.merged(mix_rows(remembered, local, share))

@@ -30,6 +30,7 @@ class Search(NamedTuple):
 # On sm_90 no kernel spills more than 64 bytes or takes more than 113 KB of shared memory
 # (tests/memory/test_memory_kernels.py).
 SEARCH = Search()
+CANDIDATES = 2**25  # of parts, and their scores, that exist at one time: 256 MiB
 READ_ROWS = 32  # rows that a query's program loads at once
 UNIT_ROWS = 32  # rows that a program divides by their length, or mixes
 UNWRITTEN, WRITTEN = 1, 2  # marks of rows; 0: nobody may read it
@@ -63,6 +64,14 @@ def nearest_rows(query: Tensor, keys: Tensor, marks: Tensor, *, number: int, sea
         found: Tensor = torch.ops.dist_mem.nearest_of_buckets(query, keys, marks, number)
         return found
     parts = -(-keys.shape[2] // CHUNK)
+    at_once = max(SEARCH.queries, CANDIDATES // (query.shape[0] * query.shape[1] * parts * number))
+    if parts == 1 or query.shape[2] <= at_once:
+        return _search(query, keys, marks, number, parts)
+    return torch.cat([_search(some, keys, marks, number, parts) for some in query.split(at_once, dim=2)], dim=2)
+
+
+def _search(query: Tensor, keys: Tensor, marks: Tensor, number: int, parts: int) -> Tensor:
+    found: Tensor
     found, orders = torch.ops.dist_mem.nearest_rows(query, keys, marks, number, parts)
     while parts > 1:  # candidates of every part
         parts = -(-parts * number // CHUNK)
