@@ -19,7 +19,11 @@ from torch import Tensor, nn
 
 from dist_mem.config.keys import key
 from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, MemoryOutput, Opened, Places, StepOutput
+from dist_mem.memory.parts import fused_matrix
+from dist_mem.memory.parts.fused_rows import mix_rows
 from dist_mem.memory.parts.inspection import Inspection, of_tokens, segment_rows, summary_rows, tokens_read
+from dist_mem.memory.parts.kernel_choice import by_kernels, choose
+from dist_mem.nn.attention import Choice
 from dist_mem.nn.attention_inputs import Inputs
 from dist_mem.nn.layers import AttentionLayer, Dropout, Projection, merge_heads, split_heads, visible_keys
 from dist_mem.nn.norms import input_norm
@@ -62,11 +66,17 @@ class SegmentAttention(AttentionLayer):
     def attend(self, rows: Rows, *, weights: bool) -> tuple[Tensor, Tensor | None]:
         """Return what the segment says, (H, B, T, K), and if asked for the probabilities (H, B, T, T)."""
         query, keys, value = (split_heads(part, self.num_heads) for part in rows)
-        nothing = torch.empty(query.shape[1], 0, dtype=torch.bool, device=query.device)
-        visible = visible_keys(nothing, query.shape[2], same_length=False)
         by = turns(query.shape[2], query)
         scaled = rotated(query, by) / math.sqrt(query.shape[-1])
-        return self.read(Inputs(scaled, rotated(keys, by), value, visible), weights=weights)
+        return self.attend_turned(scaled, rotated(keys, by), value, weights=weights)
+
+    def attend_turned(
+        self, query: Tensor, key: Tensor, value: Tensor, *, weights: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend as `attend`, from turned and scaled queries, (H, B, T, K), to turned keys."""
+        nothing = torch.empty(query.shape[1], 0, dtype=torch.bool, device=query.device)
+        visible = visible_keys(nothing, query.shape[2], same_length=False)
+        return self.read(Inputs(query, key, value, visible), weights=weights)
 
     def step(self, rows: Rows, segment: Kept, by: tuple[Tensor, Tensor], places: Places) -> Tensor:
         """Return what further rows read of the segment, (H, B, R, K); `by`: the turns of all its places."""
@@ -91,6 +101,7 @@ class Infini(Inspectable):
     model_keys = ()
     can_step = True
 
+    computes = "matrix memory"
     no_forget: ClassVar[str] = "its matrix is a sum over all tokens, in which a passage has no rows of its own"
 
     @dataclass
@@ -124,12 +135,36 @@ class Infini(Inspectable):
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         rows = self.attention.project(self.norm(x))
-        local, _ = self.attention.attend(rows, weights=False)
-        y = self.mixed(local, rows, state)
+        if by_kernels(self, x, x.shape[1]):
+            y, new_state = self.forward_by_kernels(rows, state, valid_len)
+        else:
+            local, _ = self.attention.attend(rows, weights=False)
+            y, new_state = self.mixed(local, rows, state), self.written(state, rows, valid_len)
         everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
         logs = {"share": self.beta.detach().float().sigmoid().mean()}
         query = split_heads(rows.query, self.spec.num_heads)
-        return MemoryOutput(y, self.written(state, rows, valid_len), {}, query, everything, logs)
+        return MemoryOutput(y, new_state, {}, query, everything, logs)
+
+    def forward_by_kernels(self, rows: Rows, state: State, valid_len: Tensor) -> tuple[Tensor, State]:
+        """Return the output and the memory after the segment as `forward`, without rows in float32 in memory."""
+        query, key, value = (split_heads(part, self.spec.num_heads) for part in rows)
+        asking = fused_matrix.turn(query, scale=query.shape[-1] ** -0.5)
+        local, _ = self.attention.attend_turned(asking, fused_matrix.turn(key), value)
+        remembered = fused_matrix.recall(query, *state)
+        share = self.gate(state)[:, :, 0, 0].float().expand(query.shape[:2])
+        y = self.attention.merged(mix_rows(remembered, local, share))
+        return y, State(*fused_matrix.write(key, value, *state, valid_len, rule=self.options.rule))
+
+    def choose_kernels(self, device_type: str, num_queries: int) -> Choice:
+        """Return whether our kernels read and write the memory, or torch's operators."""
+        return choose(
+            self.spec.back_end,
+            device_type,
+            num_queries,
+            width=self.spec.d_head,
+            refused=None,
+            reason="our kernels keep features and sums in registers",
+        )
 
     def mixed(self, local: Tensor, rows: Rows, state: State) -> Tensor:
         """Return the output of rows, (B, T, D), from what they read of the segment, (H, B, T, K), and of the memory."""

@@ -141,7 +141,10 @@ class Infinite(Signal):
         )
         num_after = self.num_after
         num_before = below.y.shape[1] - reading.shape[1] - num_after
-        y = below.y + F.pad(self.dropout(reading), (0, 0, num_before, num_after))
+        reading = self.dropout(reading)
+        if num_before or num_after:  # a pad of nothing copies
+            reading = F.pad(reading, (0, 0, num_before, num_after))
+        y = below.y + reading
         aux = dict(below.aux)
         for name, loss in self.regulariser(density, real & (num_tokens > 0)[:, None]).items():
             aux[name] = aux.get(name, 0.0) + loss

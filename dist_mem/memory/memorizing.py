@@ -29,6 +29,7 @@ from dist_mem.memory.base import (
     StepOutput,
     check_choices,
 )
+from dist_mem.memory.parts.fused_rows import CHUNK, MOST, mix_rows, read_nearest, unit_rows
 from dist_mem.memory.parts.inspection import (
     Inspection,
     Spans,
@@ -38,13 +39,15 @@ from dist_mem.memory.parts.inspection import (
     segment_rows,
     token_spans,
 )
+from dist_mem.memory.parts.kernel_choice import by_kernels, choose
 from dist_mem.memory.parts.shown import Shown, append_shown, take_out, valid_rows
 from dist_mem.memory.parts.stored_rows import Store, nearest, read_rows, readable_rows, spans_of, weigh, write
+from dist_mem.nn.attention import Choice
 from dist_mem.nn.layers import DTYPES, merge_heads
 from dist_mem.nn.named_tuples import replaced
 from dist_mem.nn.norms import input_norm
 from dist_mem.nn.stepping import Kept
-from dist_mem.nn.unit_attention import Cached, Projected, UnitAttention
+from dist_mem.nn.unit_attention import Cached, Heads, Projected, UnitAttention
 
 
 class State(NamedTuple):
@@ -78,13 +81,15 @@ class Weights(NamedTuple):
 
 class Attended(NamedTuple):
     y: Tensor  # (B, T, D), before the residual
-    rows: Projected
+    rows: Heads  # queries as projected, keys float32 at least, of length 1
     share: Tensor  # (H, 1, 1, 1) or (H, B, 1, 1), of the stored rows in a head's output
     weights: Weights | None
 
 
 class GatedAttention(UnitAttention):
     """Attention to cache and segment, mixed with what is read of the stored rows."""
+
+    computes = "stored rows"
 
     def __init__(self, spec: LayerSpec, options: Memorizing.Options, *, cache_len: int) -> None:
         super().__init__(spec, positions=options.positions == "t5", sees_itself=options.sees_itself)
@@ -94,17 +99,48 @@ class GatedAttention(UnitAttention):
 
     def forward(self, x: Tensor, state: State, *, weights: bool = False) -> Attended:
         """Attend from the segment's normed rows, x (B, T, D)."""
+        if not weights and by_kernels(self, x, x.shape[1]):
+            return self.forward_by_kernels(x, state)
         rows = self.project(x)
         local, local_weights = self.attend(rows, self.cached(state), weights=weights)
         found = self.retrieve(rows, state.store)
-        y = self.mixed(local, found)
+        y, heads = self.mixed(local, found.rows, found.share), Heads(rows.raw, rows.key, rows.value)
         if local_weights is None:
-            return Attended(y, rows, found.share, None)
+            return Attended(y, heads, found.share, None)
         empty = found.weights.new_zeros(*found.weights.shape[:3], self.options.mem_len)
         stored = empty.scatter(3, found.nearest, found.weights).transpose(0, 1)
         gate = found.share.to(local.dtype)
         cached, segment = ((1.0 - gate) * local_weights).tensor_split([self.cache_len], dim=-1)
-        return Attended(y, rows, found.share, Weights(cached, segment, gate * stored))
+        return Attended(y, heads, found.share, Weights(cached, segment, gate * stored))
+
+    def forward_by_kernels(self, x: Tensor, state: State) -> Attended:
+        """Attend as `forward`, without rows in float32 or a search in memory."""
+        heads, gain = self.heads(x), self.scale.float().abs()
+        units = Heads(unit_rows(heads.query, gain), unit_rows(heads.key), heads.value)
+        local, _ = self.attend_from(units, self.cached(state), weights=False)
+        options, share = self.options, self.share(state.store)
+        found = read_nearest(
+            heads.query, gain, state.store, number=self.number, search=options.search, empty=options.empty_rows
+        )
+        mixed = mix_rows(found, local, share[:, :, 0, 0].float().expand(found.shape[:2]))
+        y = self.dropout(self.output(merge_heads(mixed)))
+        return Attended(y, heads._replace(key=unit_rows(heads.key, is_wide=True)), share, None)
+
+    def choose_kernels(self, device_type: str, num_queries: int) -> Choice:
+        """Return whether our kernels search and read the stored rows, or torch's operators."""
+        refused = None
+        if self.drops:
+            refused = "model.attention_dropout is of weights, which our kernels do not have"
+        elif self.options.search == "exact" and self.options.mem_len > CHUNK and self.number > MOST:
+            refused = f"our kernels find up to {MOST} nearest rows, memory.neighbors is {self.number}"
+        return choose(
+            self.back_end,
+            device_type,
+            num_queries,
+            width=self.output.in_features // self.num_heads,
+            refused=refused,
+            reason="our kernels keep scores and rows in registers",
+        )
 
     def retrieve(self, rows: Projected, store: Store) -> Retrieved:
         """Read the stored rows."""
@@ -121,10 +157,10 @@ class GatedAttention(UnitAttention):
         found = read_rows(self.attention_dropout(weights), store, index).transpose(0, 1).to(rows.value.dtype)
         return Retrieved(found, self.share(store), index, weights)
 
-    def mixed(self, local: Tensor, found: Retrieved) -> Tensor:
-        """Return the output, (B, T, D), from what was read of cache and segment, (H, B, T, K), and of stored rows."""
-        gate = found.share.to(local.dtype)
-        y: Tensor = self.dropout(self.output(merge_heads(gate * found.rows + (1.0 - gate) * local)))
+    def mixed(self, local: Tensor, found: Tensor, share: Tensor) -> Tensor:
+        """Return the output, (B, T, D), from what was read of cache and segment, and of stored rows, (H, B, T, K)."""
+        gate = share.to(local.dtype)
+        y: Tensor = self.dropout(self.output(merge_heads(gate * found + (1.0 - gate) * local)))
         return y
 
     def cached(self, state: State) -> Cached:
@@ -217,13 +253,13 @@ class Memorizing(Inspectable):
         return {"store.num_written": Count(state.store.num_written)}
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
-        y, rows, share, _ = self.attention(self.norm(x), state)
+        y, heads, share, _ = self.attention(self.norm(x), state)
         everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
         logs = {
             "share": share.detach().float().mean(dim=(0, 2, 3)),
             "fill": state.store.num_written.clamp(max=self.options.mem_len) / self.options.mem_len,
         }
-        return MemoryOutput(y, self.written(state, rows), {}, rows.raw, everything, logs)
+        return MemoryOutput(y, self.written(state, heads), {}, heads.query, everything, logs)
 
     def open_segment(self, state: State, rows: Tensor) -> Opened:
         local = self.attention.open(self.attention.cached(state), seg_len=self.spec.seg_len)
@@ -232,13 +268,14 @@ class Memorizing(Inspectable):
     def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
         rows = self.attention.project(self.norm(x))
         local = self.attention.step(rows, opened.lanes.local, opened.shared, places)
-        y = self.attention.mixed(local, self.attention.retrieve(rows, opened.lanes.store))
+        found = self.attention.retrieve(rows, opened.lanes.store)
+        y = self.attention.mixed(local, found.rows, found.share)
         return StepOutput(y, rows.raw, opened)
 
     @torch.no_grad()
-    def written(self, state: State, rows: Projected) -> State:
+    def written(self, state: State, heads: Heads) -> State:
         """Return the memory after the segment."""
-        keys, values = rows.key.transpose(0, 1), rows.value.transpose(0, 1)
+        keys, values = heads.key.transpose(0, 1), heads.value.transpose(0, 1)
         cached_keys = self.cached(state.cached_keys, keys)
         shown = append_shown(state.cache_shown, (), keys.shape[2]) if self.cache_len else state.cache_shown
         return State(cached_keys, self.cached(state.cached_values, values), write(state.store, keys, values), shown)

@@ -119,21 +119,21 @@ _OPS.define(
 )
 
 
-def _like_projected(rows: Tensor) -> Tensor:
+def like_projected(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return an empty tensor (H, B, T, K) in the order of a projection's output, (B, T, H, K)."""
     heads, lanes, count, width = rows.shape
-    return rows.new_empty(lanes, count, heads, width).permute(2, 0, 1, 3)
+    return rows.new_empty(lanes, count, heads, width, dtype=dtype).permute(2, 0, 1, 3)
 
 
 def _outputs(query: Tensor) -> tuple[Tensor, Tensor]:
-    return _like_projected(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+    return like_projected(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
 def _gradients(query: Tensor, key: Tensor, asking: Tensor, table: Tensor) -> tuple[Tensor, ...]:
     """Return the gradients of query, key, value and asking, and of the scores of all queries and columns."""
     columns = -(-table.shape[-1] // 8) * 8  # products of odd sizes run on slow kernels of GPUs
     to_pairs = query.new_zeros(*query.shape[:3], columns)
-    return *map(_like_projected, (query, key, key, asking)), to_pairs
+    return *map(like_projected, (query, key, key, asking)), to_pairs
 
 
 class _Operands(NamedTuple):
@@ -159,8 +159,8 @@ class _Operands(NamedTuple):
 
 def _operands(*given: Any) -> _Operands:
     """Return the operands with rows whose last axis is contiguous, as the kernels read them."""
-    dense: list[Any] = [_dense(rows) for rows in given[:4]]
-    return _Operands(*dense, *given[4:])
+    rows: list[Any] = [dense(part) for part in given[:4]]
+    return _Operands(*rows, *given[4:])
 
 
 def _forward(*given: Any) -> tuple[Tensor, Tensor]:
@@ -169,9 +169,9 @@ def _forward(*given: Any) -> tuple[Tensor, Tensor]:
     of = _operands(*given)
     rows, log_sum = _outputs(of.query)
     launch = launches(of.query).forward
-    strides = (*_strides(of.query, of.key, of.value, of.asking), *of.table.stride(), *_strides(rows))
+    by = (*strides(of.query, of.key, of.value, of.asking), *of.table.stride(), *strides(rows))
     kernels.forward[_grid(of.query, of.query.shape[2], launch)](
-        *(*of[:8], rows, log_sum, *strides, *of.sizes, *of[8:]),
+        *(*of[:8], rows, log_sum, *by, *of.sizes, *of[8:]),
         SEES=of.sees is not None,
         **_options(of, launch),
     )
@@ -183,7 +183,7 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     from dist_mem.nn import distance_kernels as kernels
 
-    of_rows, of = _dense(of_rows), _operands(*given)
+    of_rows, of = dense(of_rows), _operands(*given)
     query, key, value, asking, table, valid, sees, first_key, *band = of
     to_query, to_key, to_value, to_asking, to_pairs = _gradients(query, key, asking, table)
     chosen, delta = launches(query), torch.empty_like(log_sum)
@@ -194,29 +194,30 @@ def _backward(
     options = _options(of, chosen.queries)
     by_query = _grid(query, query.shape[2], chosen.queries)
     kernels.row_products[by_query](
-        *(rows, of_rows, of_log_sum, delta, *_strides(rows, of_rows), *of.sizes[:2]),
+        *(rows, of_rows, of_log_sum, delta, *strides(rows, of_rows), *of.sizes[:2]),
         **{name: options[name] for name in ("WIDTH", "PADDED", "SIZE", "num_warps", "num_stages")},
         SUMS=of_log_sum is not None,
     )
     place = (*of.sizes, to_pairs.shape[-1], *band)
     kernels.backward_keys[_grid(query, key.shape[2], chosen.keys)](
         *(query, key, value, asking, table, valid, first_key, of_rows, log_sum, delta, to_key, to_value, to_pairs),
-        *(*_strides(query, key, value, asking), *table.stride(), *_strides(of_rows, to_key), *place),
+        *(*strides(query, key, value, asking), *table.stride(), *strides(of_rows, to_key), *place),
         **_options(of, chosen.keys),
     )
     kernels.backward_queries[by_query](
         *(key, table, first_key, to_pairs, to_query, to_asking),
-        *(*_strides(key), *table.stride(), *_strides(to_query, to_asking), *place),
+        *(*strides(key), *table.stride(), *strides(to_query, to_asking), *place),
         **options,
     )
     return to_query, to_key, to_value, to_asking, to_pairs
 
 
-def _dense(rows: Tensor) -> Tensor:
+def dense(rows: Tensor) -> Tensor:
+    """Return the same with a contiguous last axis, as kernels read it."""
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
-def _strides(*parts: Tensor) -> tuple[int, ...]:
+def strides(*parts: Tensor) -> tuple[int, ...]:
     """Return the strides of heads, lanes and rows of each tensor."""
     return tuple(stride for part in parts for stride in part.stride()[:3])
 
@@ -226,16 +227,23 @@ def _grid(query: Tensor, num_rows: int, launch: Launch) -> tuple[int, int]:
 
 
 def _options(of: _Operands, launch: Launch) -> dict[str, Any]:
-    """Return the constants of a kernel.
-
-    Products of float32 are sums of three products of TF32 each, about as exact as float32, unless torch may use TF32.
-    """
+    """Return the constants of a kernel."""
     width = of.query.shape[-1]
     return {
-        **{"WIDTH": width, "PADDED": max(_LEAST, 1 << (width - 1).bit_length()), "SCALAR": of.asking.shape[-1] == 1},
+        **{"WIDTH": width, "PADDED": padded(width), "SCALAR": of.asking.shape[-1] == 1},
         **{"SIZE": launch.size, "num_warps": launch.warps, "num_stages": launch.stages},
-        "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3",
+        "PRECISION": precision(),
     }
+
+
+def padded(width: int) -> int:
+    """Return the power of two that a row of this width takes in a kernel."""
+    return max(_LEAST, 1 << (width - 1).bit_length())
+
+
+def precision() -> str:
+    """Return how kernels multiply float32: by three products of TF32, about as exact, unless torch may use one."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
 
 
 def _meta_backward(of_rows: Tensor, of_log_sum: Tensor | None, rows: Tensor, log_sum: Tensor, *rest: Any) -> Any:

@@ -28,6 +28,10 @@ KERNELS = {
     **{"window_attention": Kernel(2, 0), "window_attention_backward": Kernel(5, 3)},
     # Tiles multiply with distances too; in the backward twice as many, which its first kernel does not keep.
     **{"distance_attention": Kernel(3, 0), "distance_attention_backward": Kernel(8, 4)},
+    **{"nearest_rows": Kernel(1, 0), "nearest_of_buckets": Kernel(1, 0)},  # memory/parts/fused_rows.py
+    **{"read_signal": Kernel(1, 0), "read_signal_backward": Kernel(2, 1)},  # memory/parts/fused_signal.py
+    **{"signal_moments": Kernel(2, 0), "signal_moments_backward": Kernel(4, 0)},
+    **{"append_rows": Kernel(2, 1), "append_rows_backward": Kernel(1, 1)},
 }
 
 _planned: ContextVar[str] = ContextVar("planned", default="meta")

@@ -30,6 +30,14 @@ class Projected(NamedTuple):
     value: Tensor  # (H, B, T, K)
 
 
+class Heads(NamedTuple):
+    """Rows of all heads, as projected."""
+
+    query: Tensor  # (H, B, T, K)
+    key: Tensor  # (H, B, T, K)
+    value: Tensor  # (H, B, T, K)
+
+
 class Cached(NamedTuple):
     """Rows before the segment, newest last."""
 
@@ -74,11 +82,15 @@ class UnitAttention(AttentionLayer):
         self.scale = nn.Parameter(torch.ones(spec.num_heads))  # its absolute value counts
         self.position = nn.Parameter(torch.zeros(spec.num_heads, NUM_BUCKETS)) if positions else None
 
-    def project(self, rows: Tensor) -> Projected:
+    def heads(self, rows: Tensor) -> Heads:
         """Project rows (B, T, D)."""
-        query = split_heads(self.query(rows), self.num_heads)
         key, value = split_heads(self.key_value(rows), 2 * self.num_heads).chunk(2)
-        return Projected(query, unit(query), unit(key), value)
+        return Heads(split_heads(self.query(rows), self.num_heads), key, value)
+
+    def project(self, rows: Tensor) -> Projected:
+        """Project rows (B, T, D), and divide queries and keys by their length."""
+        heads = self.heads(rows)
+        return Projected(heads.query, unit(heads.query), unit(heads.key), heads.value)
 
     def scaled(self, query: Tensor) -> Tensor:
         """Return queries (H, B, T, K) times the scale of their head."""
@@ -87,9 +99,14 @@ class UnitAttention(AttentionLayer):
     def attend(self, rows: Projected, cached: Cached, *, weights: bool) -> tuple[Tensor, Tensor | None]:
         """Return what queries read of cache and segment, (H, B, T, K), and if asked for the weights (H, B, T, J)."""
         dtype = rows.value.dtype
-        key = torch.cat([cached.key.to(dtype).transpose(0, 1), rows.key.to(dtype)], dim=2)
-        value = torch.cat([cached.value.to(dtype).transpose(0, 1), rows.value], dim=2)
-        query = self.scaled(rows.query).to(dtype)
+        heads = Heads(self.scaled(rows.query).to(dtype), rows.key.to(dtype), rows.value)
+        return self.attend_from(heads, cached, weights=weights)
+
+    def attend_from(self, heads: Heads, cached: Cached, *, weights: bool) -> tuple[Tensor, Tensor | None]:
+        """Attend as `attend`, with keys of length 1, and queries of the length of their scale."""
+        query, dtype = heads.query, heads.value.dtype
+        key = torch.cat([cached.key.to(dtype).transpose(0, 1), heads.key], dim=2)
+        value = torch.cat([cached.value.to(dtype).transpose(0, 1), heads.value], dim=2)
         visible: Any = self.visible(cached.visible, query.shape[2])
         relative = self.by_distance(query, key)
         if self.sees_itself:

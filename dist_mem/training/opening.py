@@ -42,6 +42,7 @@ from dist_mem.evaluation.scoring import lengths_to_score
 from dist_mem.hf.folder import load_pretrained
 from dist_mem.hf.vocabulary import compare_tokens
 from dist_mem.memory.outside import sources
+from dist_mem.memory.parts.kernel_choice import describe_kernels
 from dist_mem.model import MemoryLM
 from dist_mem.nn.attention_check import check_attention
 from dist_mem.nn.layers import DTYPES, describe_attention
@@ -114,6 +115,7 @@ def _open_run(
     with announced("building the model"):
         engine, messages = _build(config, world, tokenizer, len(lane_ids), is_resumed=resumption is not None)
     messages += describe_attention(engine.module, world.device.type, config.train.seg_len)
+    messages += describe_kernels(engine.module, world.device.type, config.train.seg_len)
     if world.device.type == "cuda":  # elsewhere every operation is torch's, and tested
         dtype, seg_len = DTYPES[config.train.precision], config.train.seg_len
         on_all_ranks(lambda: check_attention(engine.module, world.device, dtype, seg_len), "checking attention")

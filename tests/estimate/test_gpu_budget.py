@@ -15,6 +15,7 @@ from tests.support.paths import ROOT
 VOCAB_SIZE = 50_258
 GPT2 = ["model.kind=gpt2", "model.num_positions=1024"]
 FULL = ["memory.mem_len=1024"]
+SIGNAL = ["memory.num_basis=1024", "memory.num_samples=1024", "memory.basis_widths=[0.01,0.05]"]
 # model: memory, other keys, gigabytes that operations beside products move, kernels
 BUDGETS = {
     "causal": ("causal", GPT2, 26, 550),
@@ -22,6 +23,9 @@ BUDGETS = {
     "transformer_xl": ("transformer_xl", FULL, 43, 1_200),
     "rotary": ("transformer_xl", [*FULL, "memory.positions=rotary"], 83, 1_650),
     "lamemo": ("lamemo", FULL, 88, 1_900),
+    "memorizing": ("memorizing", FULL, 59, 1_750),
+    "infinite": ("infinite", SIGNAL, 58, 2_450),
+    "infini": ("infini", [], 37, 1_080),
 }
 
 

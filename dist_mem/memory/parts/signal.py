@@ -12,11 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from dist_mem.memory.base import Inspectable, LayerSpec, Memory, MemoryState
+from dist_mem.memory.parts import fused_signal
 from dist_mem.memory.parts.basis import Fit, Geometry, evaluate_at, expected_basis, fit_first, fit_matrices
 from dist_mem.memory.parts.boxes import binned, box_histogram, box_masses, box_moments
 from dist_mem.memory.parts.densities import affine_densities, divergence, make_projection, moments
 from dist_mem.memory.parts.infinite_options import InfiniteOptions, check_growth, check_options
+from dist_mem.memory.parts.kernel_choice import by_kernels, choose
 from dist_mem.memory.parts.sticky import bin_masses, read_histogram, sample_positions
+from dist_mem.nn.attention import Choice
 from dist_mem.nn.layers import Dropout, merge_heads, split_heads
 
 
@@ -83,6 +86,8 @@ def norm_of(memory: Memory) -> nn.Module:
 class Signal(Inspectable):
     """The parameters of a long-term memory over another one, and what is computed with its signal."""
 
+    computes = "signal"
+
     def __init__(self, spec: LayerSpec, options: InfiniteOptions, over: Memory) -> None:
         super().__init__(spec, options)
         check_options(options)
@@ -124,6 +129,17 @@ class Signal(Inspectable):
     def kept_len(self) -> int:
         return self.over.kept_len
 
+    def choose_kernels(self, device_type: str, num_queries: int) -> Choice:
+        """Return whether our kernels read the signal, or torch's operators."""
+        return choose(
+            self.spec.back_end,
+            device_type,
+            num_queries,
+            width=self.spec.d_head,
+            refused="memory.density is gibbs, whose masses are a softmax" if self.options.density == "gibbs" else None,
+            reason="our kernels keep the expectations in registers",
+        )
+
     def append_pending(self, state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the coefficients (B, N, D) of past and pending rows, and how many tokens they hold (B,)."""
         old, num_tokens, has_pending = state.coefficients, state.num_tokens, state.has_pending
@@ -131,9 +147,14 @@ class Signal(Inspectable):
         if self.options.memory_threshold is not None:
             full = has_pending & (num_tokens >= self.options.memory_threshold)
             old, num_tokens = old.masked_fill(full[:, None, None], 0.0), num_tokens.masked_fill(full, 0)
-        rows = self.entering(state, dtype).to(old.dtype)
+        rows = self.entering(state, dtype)
         is_first = (num_tokens == 0)[:, None, None]
         num_new: Tensor | int = self.spec.seg_len
+        by_kernel = self.options.sampling == "linear" and not isinstance(state.pending_len, Tensor)
+        if by_kernel and self.geometry.boxes is None and by_kernels(self, old, self.spec.seg_len):
+            signal = fused_signal.append_rows(fit, rows, old, has_new=has_pending, is_first=is_first.flatten())
+            return signal, num_tokens + num_new * has_pending
+        rows = rows.to(old.dtype)
         if isinstance(state.pending_len, Tensor):
             num_new = state.pending_len
             fitted = torch.where(is_first, fit_first(rows, num_new, geometry=self.geometry), fit.new @ rows)
@@ -187,7 +208,11 @@ class Signal(Inspectable):
 
     def density(self, query: Tensor, keys: Tensor) -> Density:
         """Return the density under which each query (H, B, T, K) reads the signal with these keys, see `Readable`."""
-        exact, floor = query.to(keys.dtype), self.options.variance_floor
+        floor = self.options.variance_floor
+        if self.options.density == "softmax_moments" and by_kernels(self, query, query.shape[2]):
+            mu, variance = fused_signal.moments(query, keys.to(query.dtype))  # the dtype that `readable` projects in
+            return Density(mu, variance + floor)
+        exact = query.to(keys.dtype)
         if self.geometry.boxes is not None:
             return Density(mass=box_masses(exact, keys, boxes=self.geometry.boxes))
         if self.densities is not None:
@@ -201,6 +226,8 @@ class Signal(Inspectable):
 
         An empty memory reads 0, because no layer here has a bias.
         """
+        if density.mu is not None and by_kernels(self, values, density.mu.shape[2]):
+            return self.output(merge_heads(fused_signal.read_signal(*density.moments(), values, **self.basis)))
         expected = density.mass if density.mass is not None else expected_basis(*density.moments(), **self.basis)
         return self.output(merge_heads(expected.to(values.dtype) @ values))
 
