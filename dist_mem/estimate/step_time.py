@@ -68,7 +68,9 @@ def step_time(
     block = effective_block(config, sizes, world_size=world_size, on_gpu=device.name != "cpu")
     zero = block.get("zero_optimization") or {}
     peak_flops(config.train, device)  # or refuse the device
-    by_group = {group: accumulation * seconds for group, seconds in _seconds_by_group(counted, config, device).items()}
+    by_group = {
+        group: accumulation * seconds for group, seconds in seconds_by_group(counted, config.train, device).items()
+    }
     products, streams = by_group.pop(_PRODUCT, 0.0), by_group.pop(_STREAM, 0.0)
     update = _update_bytes(config, sizes, world_size) / (_STREAMS * device.bandwidth)
     sent = transfer(config.train, config.model, sizes, zero, world_size=world_size, accumulation=accumulation)
@@ -87,11 +89,11 @@ def peak_flops(train: TrainConfig, device: Device) -> float:
     return device.flops[precision]
 
 
-def _seconds_by_group(counted: Counted, config: Config, device: Device) -> dict[str, float]:
-    """Return the seconds of one micro-batch: of products, streams, and each operator that attends."""
+def seconds_by_group(counted: Counted, train: TrainConfig, device: Device) -> dict[str, float]:
+    """Return the seconds of these kernels: of products, streams, and each operator that attends."""
     issue = _ISSUE if device.name != "cpu" else 0.0
     bandwidth = _STREAMS * device.bandwidth
-    wide = device.flops.get("tf32" if config.train.tf32 else "fp32", device.flops["fp32"])
+    wide = device.flops.get("tf32" if train.tf32 else "fp32", device.flops["fp32"])
     rates = device.flops | {"fp32": wide}
     seconds: dict[str, list[float]] = {}
     for number, work in counted.kernels:
