@@ -39,10 +39,11 @@ BESIDE = {
 NARROW, WIDE = (512, 1.85), (2048, 0.96)
 # Fused kernels by `Work.operator`: least and largest factor. FlexAttention is gone: our kernels replaced it.
 FUSED = {"fused_attention": (1.6, 2.8), "flex_attention": (4.2, 6.9)}
+BEST, WORST = min(least for least, _ in FUSED.values()), max(most for _, most in FUSED.values())
 REPEATED = 1.1  # each model was measured once; a second training, of rotary positions, differed by 2 %
 ELSEWHERE = 1.3  # an assumption: how far each thing that was never measured moves both ends
 
-_KEYS = {"distance_attention": "model.attention=triton", "fused_attention": "model.attention=sdpa"}
+_KEYS = {"distance_attention": "model.attention=triton"}  # operator -> the key that chooses it
 
 
 class Likely(NamedTuple):
@@ -58,27 +59,30 @@ def likely(config: Config, time: StepTime, device: Device, *, world_size: int) -
     if device.name == "cpu":
         return None
     low, high = _beside(config)
-    least = time.update + time.products + time.streams
-    slowest, fastest = max(factors[1] for factors in FUSED.values()), min(factors[0] for factors in FUSED.values())
+    least = time.products + time.streams + time.update
     ends = [low * least + time.exposed, high * least + time.communication]
     for operator, seconds in time.fused.items():
-        factors = FUSED.get(operator, (fastest, slowest))
+        factors = FUSED.get(operator, (BEST, WORST))
         ends = [end + factor * seconds for end, factor in zip(ends, factors, strict=True)]
     missing = list(_never_measured(config, device, world_size))
     wider = REPEATED * ELSEWHERE ** len(missing)
-    both = f"{low:.2g}" if low == high else f"{low:.2g} to {high:.2g}"
-    origin = [f"measured on one {CARD}, {DAY}: {both} times the bound beside fused attention"]
+    return Likely(max(time.total, ends[0] / wider), ends[1] * wider, list(_origin(config, time, missing)))
+
+
+def _origin(config: Config, time: StepTime, missing: list[str]) -> Iterator[str]:
+    low, high = _beside(config)
+    factors = f"{low:.2g}" if low == high else f"{low:.2g} to {high:.2g}"
+    yield f"measured on one {CARD}, {DAY}: {factors} times the bound beside fused attention"
     for operator in time.fused.keys() - FUSED.keys():
-        ends_of = f"{fastest} times its bound, as torch's kernels, to {slowest} times, as FlexAttention"
-        origin.append(f"never measured: {_KEYS.get(operator, operator)}, which may take {ends_of}")
+        ends = f"{BEST} times its bound, as torch's kernels, to {WORST} times, as FlexAttention"
+        yield f"never measured: {_KEYS.get(operator, operator)}, which may take {ends}"
     if unknown := [kind for kind in _kinds(config) if kind not in BESIDE]:
-        origin.append(f"never measured: memory {', '.join(unknown)}; the range is that of {', '.join(BESIDE)}")
+        yield f"never measured: memory {', '.join(unknown)}; the range is that of {', '.join(BESIDE)}"
     if missing:
-        assumed = f"each makes both ends {ELSEWHERE} times wider, an assumption"
-        origin.append(f"never measured: {', '.join(missing)}; {assumed}")
+        yield f"never measured: {', '.join(missing)}; each makes both ends {ELSEWHERE} times wider, an assumption"
     if _is_compiled(config):
-        origin.append("compiled blocks fuse what is counted apart, so the fast end has the bound itself")
-    return Likely(ends[0] / wider, ends[1] * wider, origin)
+        gained = "1 to 3 % in GPT-2 and Transformer-XL, 2.1 times in Gated DeltaNet"
+        yield f"compiled blocks fuse what is counted apart: they gained {gained}; the fast end is the bound"
 
 
 def _is_compiled(config: Config) -> bool:

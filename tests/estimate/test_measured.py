@@ -91,6 +91,14 @@ def test_other_cards_and_several_gpus_were_never_measured(device: Any) -> None:
     assert "8 GPUs" in " ".join(other.origin) and device.name in " ".join(elsewhere.origin)
 
 
+def test_the_range_is_never_faster_than_the_bound() -> None:
+    """Also of compiled blocks, and of many things that were never measured."""
+    for keys in (["train.compile=true"], ["train.precision=fp32", "train.activation_checkpointing=blocks"]):
+        config = load_config([SPEED, *keys], memory_options=memory_options)
+        found = likely(config, BOUND, device_named("a100-80gb"), world_size=8)
+        assert found is not None and found.low == BOUND.total < found.high
+
+
 def test_kernels_that_never_ran_lie_between_the_best_and_the_worst_that_did() -> None:
     config = load_config([SPEED], memory_options=memory_options)
     ends = {}
