@@ -49,26 +49,10 @@ def print_published() -> None:
         print(f"{name:<40}{speed:>12,.0f}{predicted:>12,.0f}{predicted / speed:>7.2f}{shares}", flush=True)
 
 
-def update_of(config: Any, lanes: range) -> Any:
-    """Return an update of full segments with random tokens, all scored."""
-    import torch
-
-    from dist_mem.data.batch import Batch, Update
-
-    train, batches = config.train, []
-    for group in torch.tensor(lanes).repeat(train.segments_per_update).split(train.micro_batch_size):
-        shape = (len(group), train.seg_len)
-        full, old = torch.full((len(group),), train.seg_len), torch.zeros(len(group), dtype=torch.bool)
-        tokens = torch.randint(VOCAB_SIZE, shape)
-        batches.append(Batch(tokens, tokens, full, old, group, None))
-    scored = [batch.targets.numel() for batch in batches]
-    cursors = torch.zeros(len(lanes), 3, dtype=torch.int64)
-    return Update(batches, cursors, scored, epoch=0.0, documents_started=0, documents_skipped=0)
-
-
 def measure_rank(overrides: list[str], *, allocations: bool) -> None:
     """Train three updates in this process, which is one rank; rank 0 prints its peak in the last one, in bytes."""
     import torch
+    from lib.gpu_training import update_of
 
     from dist_mem.config import deepspeed_block, load_config
     from dist_mem.data.batch_plan import batch_plan
@@ -95,12 +79,14 @@ def measure_rank(overrides: list[str], *, allocations: bool) -> None:
     groups = torch.tensor(lanes).split(config.train.micro_batch_size)
     cursors = torch.zeros(len(lanes), 3, dtype=torch.int64)
     state = TrainState(0, [engine.init_state(group) for group in groups], cursors)
-    scored = [int(count) for count in distributed.sum_over_ranks(update_of(config, lanes).scored, world.device)]
+    scored = [
+        int(count) for count in distributed.sum_over_ranks(update_of(config, lanes, VOCAB_SIZE).scored, world.device)
+    ]
     for step in range(3):
         if step == 2:
             Path("/proc/self/clear_refs").write_text("5")  # forget the highest resident set
         with torch.profiler.record_function(f"update {step}"):
-            state, _ = train_step(context, state, update_of(config, lanes), scored)
+            state, _ = train_step(context, state, update_of(config, lanes, VOCAB_SIZE), scored)
     peak = resident("VmHWM") - before
     if allocations:
         profiler.stop()

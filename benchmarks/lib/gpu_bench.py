@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from lib.common import ROOT
 
+from dist_mem.runtime.network_interface import free_port
+
 _OUT_OF_MEMORY = ("out of memory", "OutOfMemory", "Cannot allocate", "this needs ")  # the last: our own
 
 
@@ -59,21 +61,26 @@ class Bench:
     def worker(self, work: dict[str, Any]) -> subprocess.Popen[str]:
         """Give work to the process that stands by, and start the next one."""
         worker, self._standby = self._standby or self._new_worker(), None
+        self._give(worker, work)
+        self.stand_by()
+        return worker
+
+    def _give(self, worker: subprocess.Popen[str], work: dict[str, Any]) -> subprocess.Popen[str]:
         assert worker.stdin is not None
         worker.stdin.write(json.dumps(work) + "\n")
         worker.stdin.flush()
         self._running.append(worker)
-        self.stand_by()
         return worker
 
     def stand_by(self) -> None:
         """Start a process that imports what the next case needs."""
         self._standby = self._standby or self._new_worker()
 
-    def _new_worker(self) -> subprocess.Popen[str]:
+    def _new_worker(self, place: dict[str, str] | None = None) -> subprocess.Popen[str]:
         with (self.out / "workers.txt").open("a") as errors:
             return subprocess.Popen(
                 [sys.executable, "-m", "lib.gpu_worker"],
+                env={**os.environ, **(place or {})},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -85,6 +92,18 @@ class Bench:
         """Start `dist-mem ARGUMENTS` in the process that stands by."""
         output.parent.mkdir(parents=True, exist_ok=True)
         return self.worker({"arguments": arguments, "output": str(output)})
+
+    def ranks(self, arguments: list[str], output: Path) -> list[subprocess.Popen[str]]:
+        """Start `dist-mem ARGUMENTS` as two ranks that share the device, joined by gloo; rank 0 writes the output."""
+        output.parent.mkdir(parents=True, exist_ok=True)
+        port, started = free_port(), []
+        for rank in range(2):
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
+            place |= {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+            worker = self._new_worker({name: str(value) for name, value in place.items()})
+            file = output if rank == 0 else output.with_suffix(f".rank{rank}.txt")
+            started.append(self._give(worker, {"arguments": arguments, "output": str(file), "over_gloo": True}))
+        return started
 
     def on_cpu(self, arguments: list[str], output: Path) -> subprocess.Popen[bytes]:
         """Start `dist-mem ARGUMENTS` in a process that sees no GPU."""

@@ -1,7 +1,8 @@
 """Check and measure dist_mem on a GPU, the cases that tell most first; see benchmarks/gpu.sh.
 
-Results are written after every case: OUT/gpu.json, and OUT/gpu.md as a table. A case that the end of the time
-interrupts leaves no result, and is the first of the next call.
+Results are written after every case: OUT/gpu.json, and OUT/gpu.md as tables. A case that the end of the time
+interrupts leaves no result, and is the first of the next call. Cases of a group share a process, so that torch and CUDA
+start once; after a case that ends it, the next ones have a new process.
 """
 
 from __future__ import annotations
@@ -14,40 +15,34 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lib import gpu_kernels, gpu_numbers, gpu_peers
 from lib.common import load
-from lib.gpu_bench import Bench, FailedError, Settings, TimeUpError, build_words, configuration_file
-from lib.gpu_numbers import names
-from lib.gpu_runs import (
-    BASE,
-    ESTIMATE,
-    PUBLISHED,
-    Speed,
-    data_of,
-    evaluated,
-    repeated,
-    resumed,
-    speed_configuration,
-    speed_of_largest_batch,
-    zero_stage,
-)
-from lib.speed import memories
+from lib.gpu_bench import Bench, FailedError, Settings, TimeUpError, build_words
+from lib.gpu_models import TINY_VOCAB, Training, trainings
+from lib.gpu_page import tables
+from lib.gpu_runs import TWO, evaluated, repeated, resumed, two_ranks, zero_stage
 
-from dist_mem.config import load_config
+from dist_mem.runtime.devices import device_named, gpu_of
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.versions import code_versions
 from dist_mem.tracking.provenance import running_commit
 
 Make = Callable[[Bench], dict[str, Any]]
-SECONDS = {"numbers": 60.0, "attention": 300.0, "run": 120.0, "compiled": 300.0, "1.3b": 300.0}  # limits of a case
-GOOD = ("passed", "done")
+GOOD = ("passed", "done", "not installed", "needs a GPU")
 LEAST_SECONDS = 10.0  # that must be left to begin a case
-SMALL_WORDS, SMALL_TOKENS, SPEED_TOKENS = 500, 20_000, 1_500_000
+SMALL_TOKENS = 20_000
+MOST_COUNTING = 120.0  # seconds for which the end waits for the floors of the last models
+CACHES, MOST_CACHES = "caches.tar.gz", 16 * 2**20  # what comes back from a rented machine may have a limit
 
 
 class Case(NamedTuple):
@@ -55,64 +50,62 @@ class Case(NamedTuple):
 
     name: str
     seconds: float
-    make: Make | None  # None: of gpu_numbers.py, whose cases share a process
+    group: str  # cases in a row of one group share a process
+    make: Make | None = None  # in processes of its own
 
 
 def all_cases() -> list[Case]:
-    """Return the cases in the order in which they are made."""
-    seconds = {name: SECONDS["attention" if name.startswith("attention") else "numbers"] for name in names()}
-    numbers = [Case(name, limit, None) for name, limit in seconds.items()]
-    stages = [*(f"zero {stage}" for stage in range(4)), "zero 2 compiled"]
+    """Return the cases in the order in which they are made: numbers, kernels, peers, models; runs between them."""
+    numbers = [Case(name, 120.0, "numbers") for name in gpu_numbers.names()]
+    kernels = [Case(name, 180.0, "kernels") for name in gpu_kernels.names()]
+    peers = [Case(name, 120.0, "peers") for name in gpu_peers.names()]
+    models = [
+        Case(each.name, 300.0 if each.is_compiled else 120.0, "models", partial(_trained, training=each))
+        for each in trainings()
+    ]
+    first = next(number for number, each in enumerate(trainings()) if each.is_compiled)
+    return [*numbers, *kernels, *peers, *models[:first], *_runs(), *models[first:]]
+
+
+def _runs() -> list[Case]:
+    stages = [f"zero {stage}" for stage in range(4)]
     runs: list[tuple[str, Callable[[Bench, str], dict[str, Any]]]] = [
-        *((name, zero_stage) for name in stages[:4]),
+        *((name, zero_stage) for name in stages),
+        *((f"{TWO}{stage}", two_ranks) for stage in (1, 2, 3)),
         ("repeat", repeated),
         ("resume after kill -9", resumed),
         ("evaluation on the device and the CPU", evaluated),
-        (stages[4], zero_stage),
+        ("zero 2 compiled", zero_stage),
     ]
-    checks = [_run(name, make) for name, make in runs]
-    return [*numbers, *checks, *map(_speed, speeds())]
+    return [_run(name, make) for name, make in runs]
 
 
 def _run(name: str, make: Callable[[Bench, str], dict[str, Any]]) -> Case:
-    compiles = name in ("zero 0", "zero 2 compiled")  # the first training compiles DeepSpeed's operators
-    return Case(name, SECONDS["compiled" if compiles else "run"], lambda bench: make(bench, name))
-
-
-def _speed(speed: Speed) -> Case:
-    kind = "1.3b" if speed.size == "1.3b" else "compiled" if speed.is_compiled else "run"
-    return Case(speed.name, SECONDS[kind], lambda bench: speed_of_largest_batch(bench, speed))
-
-
-def speeds() -> Iterable[Speed]:
-    """Yield what is measured: NVIDIA's configuration, every memory, compiled blocks, back ends, then larger models."""
-    first = ("transformer_xl", "causal", "gated_deltanet", "infinite", "titans")
-    yield Speed(BASE, "transformer_xl")
-    yield Speed(BASE, "transformer_xl", is_compiled=True)
-    yield from (Speed("125m", memory) for memory in (*first, *(name for name in memories(1) if name not in first)))
-    yield from (Speed("125m", memory, is_compiled=True) for memory in first)
-    yield from (Speed("125m", "transformer_xl", back_end) for back_end in ("simple", "chunked", "sdpa"))
-    for is_compiled in (False, True):
-        for size in ("350m", "1.3b"):
-            yield from (Speed(size, memory, is_compiled=is_compiled) for memory in first)
+    return Case(name, 300.0, "runs", lambda bench: make(bench, name))  # the first compiles DeepSpeed's operators
 
 
 def make_cases(bench: Bench, missing: list[Case], keep: Callable[[str, dict[str, Any]], None]) -> None:
     """Make the cases in order and keep each result. Raises TimeUpError when the time of this call is up."""
-    numbers = [case for case in missing if case.make is None]
-    _make_numbers(bench, numbers, keep)
-    for case in missing:
-        if case.make is not None:
-            began = time.monotonic()
-            _require_time(bench)
-            bench.begin(case.seconds)
-            try:
-                result = case.make(bench)
-            except FailedError as error:
-                result = {"status": error.status, "output": error.output}
-            finally:
-                bench.kill()
-            keep(case.name, {**result, "seconds": round(time.monotonic() - began, 1)})
+    for _, cases in groupby(missing, key=lambda case: (case.group, case.make is None)):
+        together = list(cases)
+        if together[0].make is None:
+            _make_together(bench, together, keep)
+        for case in together:
+            if case.make is not None:
+                _make_alone(bench, case, case.make, keep)
+
+
+def _make_alone(bench: Bench, case: Case, make: Make, keep: Callable[[str, dict[str, Any]], None]) -> None:
+    began = time.monotonic()
+    _require_time(bench)
+    bench.begin(case.seconds)
+    try:
+        result = make(bench)
+    except FailedError as error:
+        result = {"status": error.status, "output": error.output}
+    finally:
+        bench.kill()
+    keep(case.name, {**result, "seconds": round(time.monotonic() - began, 1)})
 
 
 def _require_time(bench: Bench) -> None:
@@ -120,13 +113,11 @@ def _require_time(bench: Bench) -> None:
         raise TimeUpError
 
 
-def _make_numbers(bench: Bench, cases: list[Case], keep: Callable[[str, dict[str, Any]], None]) -> None:
-    """Make the cases of gpu_numbers.py in one process, and in a new one after a case that ended it."""
+def _make_together(bench: Bench, cases: list[Case], keep: Callable[[str, dict[str, Any]], None]) -> None:
+    """Make the cases in one process, and in a new one after a case that ended it."""
     while cases:
         _require_time(bench)
-        worker = bench.worker({"numbers": [case.name for case in cases], "device": bench.device})
-        lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=_read_lines, args=(worker, lines), daemon=True).start()
+        lines = _begin(bench, [case.name for case in cases])
         began = time.monotonic()
         try:
             while cases:
@@ -141,6 +132,29 @@ def _make_numbers(bench: Bench, cases: list[Case], keep: Callable[[str, dict[str
             cases = cases[1:]
         finally:
             bench.kill()
+
+
+def _trained(bench: Bench, training: Training) -> dict[str, Any]:
+    """Measure a training in a process of its own: the hooks of DeepSpeed keep every engine of a process alive.
+
+    While the GPU's memory is too small, half of the lanes are computed at once.
+    """
+    lanes: int | None = None
+    while True:
+        result = _next_result(bench, _begin(bench, [training.name], micro_lanes=lanes))
+        bench.kill()
+        whole = lanes or training.configuration(tiny=bench.settings.is_tiny).train.micro_batch_size
+        if result["status"] != "out of memory" or whole == 1:
+            return {**{key: value for key, value in result.items() if key != "case"}, "micro_lanes": lanes}
+        lanes = whole // 2
+
+
+def _begin(bench: Bench, names: list[str], **more: Any) -> queue.Queue[str]:
+    """Let a process measure these cases, and return its lines; an empty one is the last."""
+    worker = bench.worker({"cases": names, "device": bench.device, "tiny": bench.settings.is_tiny, **more})
+    lines: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=_read_lines, args=(worker, lines), daemon=True).start()
+    return lines
 
 
 def _read_lines(worker: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
@@ -185,74 +199,65 @@ def card(settings: Settings) -> str:
 
 
 def prepare(bench: Bench) -> list[subprocess.Popen[bytes]]:
-    """Start, beside the first cases: the doctor, the random words, and the estimates of memory; return the words'."""
-    settings, sizes = bench.settings, dict.fromkeys(speed.size for speed in speeds())
-    start: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": (bench.out / "prepare.txt").open("a")}
-    small = bench.out / "data" / "tiny"
-    subprocess.run(build_words(small, SMALL_WORDS, SMALL_TOKENS), check=True, **start)
-    builds = []
-    if not settings.is_tiny:
-        paths = dict.fromkeys(load_config([str(configuration_file(size))]).data.path for size in sizes)
-        for path in paths:
-            words = int(path.rpartition("_")[2])
-            builds.append(subprocess.Popen(build_words(data_of(bench, path), words, SPEED_TOKENS), **start))
-    with (bench.out / "doctor.txt").open("w") as report:
-        subprocess.Popen([sys.executable, "-m", "dist_mem", "doctor"], stdout=report, stderr=report)
-    estimates = [sys.executable, "-m", "lib.gpu_cases", "--estimate", "--out", str(bench.out)]
-    subprocess.Popen([*estimates, *(["--tiny"] if settings.is_tiny else []), *(["--cpu"] if settings.is_cpu else [])])
-    return builds
+    """Make the random words of the small runs; start the doctor, and the counts, beside the first cases."""
+    with (bench.out / "prepare.txt").open("a") as stream:
+        small = build_words(bench.out / "data" / "tiny", TINY_VOCAB - 1, SMALL_TOKENS)
+        subprocess.run(small, check=True, stdout=subprocess.DEVNULL, stderr=stream)
+        with (bench.out / "doctor.txt").open("w") as report:
+            doctor = subprocess.Popen([sys.executable, "-m", "dist_mem", "doctor"], stdout=report, stderr=report)
+        flags = [
+            name for name, given in (("--tiny", bench.settings.is_tiny), ("--cpu", bench.settings.is_cpu)) if given
+        ]
+        counts = [sys.executable, "-m", "lib.gpu_cases", "--count", "--out", str(bench.out), *flags]
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        return [doctor, subprocess.Popen(counts, stdout=stream, stderr=stream, env=environment)]
 
 
-def estimate(bench: Bench) -> None:
-    """Write the memory that is predicted for every model whose speed is measured to OUT/estimates.json."""
-    from dist_mem.estimate.memory import training_parts
+def count(out: Path, card_name: str, *, tiny: bool) -> None:
+    """Write memory, operations, bytes and floor of every model whose speed is measured to OUT/counted.json."""
+    from dist_mem.estimate.counting import count_micro_batch, flops_per_token
+    from dist_mem.estimate.memory import update_parts
+    from dist_mem.estimate.step_time import step_time
+    from dist_mem.estimate.zero import sizes_of
+    from dist_mem.nn.layers import DTYPES
 
-    path = bench.out / "estimates.json"
-    found: dict[str, int] = json.loads(path.read_text()) if path.exists() else {}
-    for speed in speeds():
-        if speed.name in found or speed.is_compiled:  # as without compilation
+    device, path = gpu_of(card_name) or device_named("h100"), out / "counted.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    for training in trainings():
+        if training.name in found or training.is_compiled:  # as without compilation
             continue
-        keys = json.dumps(speed_configuration(bench, speed, bench.out, None))
-        laid_over = bench.out / "estimate.yaml"
-        laid_over.write_text(keys)
-        config = load_config([str(configuration_file(speed.size)), str(laid_over)])
-        vocab = 1 + (SMALL_WORDS if bench.settings.is_tiny else 267_735 if speed.size == BASE else 50_257)
-        parts = training_parts(config, vocab, world_size=1, on_gpu=not bench.settings.is_cpu)
-        found[speed.name] = sum(part.num_bytes for part in parts)
+        config, vocab = training.configuration(tiny=tiny), TINY_VOCAB if tiny else training.vocab
+        sizes = sizes_of(config, vocab, DTYPES[config.train.precision])
+        counted = count_micro_batch(config, vocab, on_gpu=True)
+        time = step_time(config, sizes, counted, device, world_size=1, gpus_per_node=1)
+        groups = config.train.global_batch_size // config.train.micro_batch_size
+        parts = update_parts(config, vocab, sizes, counted, world_size=1, on_gpu=True)
+        found[training.name] = {
+            "memory": sum(part.num_bytes for part in parts),
+            "flops_per_token": flops_per_token(config, vocab).training,
+            "tera_operations": groups * sum(number * work.flops for number, work in counted.kernels) / 1e12,
+            "gigabytes": groups * sum(number * work.num_bytes for number, work in counted.kernels) / 1e9,
+            "kernels": round(groups * sum(number for number, _ in counted.kernels)),
+            "floor": {"products": time.products, "streams": time.streams, "update": time.update, **time.fused},
+        }
         write_text(path, json.dumps(found, indent=1))
 
 
-def tables(made: dict[str, Any], about: dict[str, Any], estimates: dict[str, int]) -> str:
-    """Return the results as Markdown."""
-    lines = [f"{about['card']}, {', '.join(f'{name} {text}' for name, text in about['versions'].items())}", ""]
-    lines += ["| check | result | error | limit | s |", "|---|---|---|---|---|"]
-    for name, one in made.items():
-        if not name.startswith("speed "):
-            pairs = [(one[key], one[f"{key}_limit"]) for key in ("float64", "float32", "bfloat16") if key in one]
-            pairs = pairs or [(one[key], one["limit"]) for key in ("error",) if key in one]
-            errors, limits = ("; ".join(f"{pair[side]:.1e}" for pair in pairs) for side in (0, 1))
-            lines.append(f"| {name} | {one['status']} | {errors} | {limits} | {one.get('seconds', '')} |")
-    lines += ["", "Errors of memories: float64; float32; bfloat16. Of attention: float32; bfloat16.", ""]
-    lines += ["| model | tokens/s | MFU | peak GB | estimate/peak | ms per update | |", "|---|---|---|---|---|---|---|"]
-    for name, one in made.items():
-        if name.startswith("speed "):
-            lines.append(_speed_row(name, one, estimates.get(name.removesuffix(" compiled"))))
-    return "\n".join(lines) + "\n"
+def unpack_caches(file: Path, folder: Path) -> None:
+    """Unpack compiled kernels of an earlier call; another version of torch, Triton or Python does not use them."""
+    with tarfile.open(file) as archive:
+        archive.extractall(folder, filter="data")
 
 
-def _speed_row(name: str, one: dict[str, Any], estimated: int | None) -> str:
-    notes = [f"{one['micro_lanes']} lanes at once"] if one.get("micro_lanes") else []
-    title = name.removeprefix("speed ")
-    if one["status"] != "done":
-        return f"| {title} | | | | | | {', '.join([one['status'], *notes])} |"
-    if title.startswith(BASE):
-        notes.append(f"{one['tokens_per_second'] / PUBLISHED:.2f} x NVIDIA's on one A100")
-    mfu, ratio = f"{one['mfu']:.1%}" if "mfu" in one else "", ""
-    if estimated and not one.get("micro_lanes"):
-        share = estimated / 1e9 / one["peak_memory_gb"]
-        ratio = f"{share:.2f}" if ESTIMATE[0] <= share <= ESTIMATE[1] else f"**{share:.2f}**"
-    speed = f"{one['tokens_per_second']:,.0f} | {mfu} | {one['peak_memory_gb']:.2f}"
-    return f"| {title} | {speed} | {ratio} | {one['step_seconds'] * 1e3:,.1f} | {', '.join(notes)} |"
+def pack_caches(bench: Bench) -> None:
+    """Keep the compiled kernels in one file, for the next call on a fresh machine."""
+    path = bench.out / CACHES
+    with tarfile.open(path, "w:gz") as archive:
+        archive.add(bench.out / "cache", arcname=".")
+    size = path.stat().st_size
+    if size > MOST_CACHES:
+        path.unlink()
+    print(f"compiled kernels: {path if path.exists() else 'too large to keep'}, {size / 2**20:.1f} MiB")
 
 
 def parse() -> argparse.Namespace:
@@ -262,10 +267,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=1e6, help="stop in this time; default: at the end")
     parser.add_argument("--only", default="", help="regular expression of names of cases; default: all")
     parser.add_argument("--retry", action="store_true", help="make cases again that failed, before the missing ones")
+    parser.add_argument("--caches", type=Path, help=f"{CACHES} of an earlier call: compiled kernels")
     parser.add_argument("--list", action="store_true", help="print the names of all cases, and end")
     parser.add_argument("--cpu", action="store_true", help="use the CPU, which shows only that everything runs")
     parser.add_argument("--tiny", action="store_true", help="models of two layers and a few words")
-    parser.add_argument("--estimate", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--count", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -280,12 +286,17 @@ def main() -> int:
     settings.out.mkdir(parents=True, exist_ok=True)
     if options.cpu:
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    bench = Bench(settings)
-    if options.estimate:
-        estimate(bench)
+    if options.count:
+        count(settings.out, card(settings), tiny=options.tiny)
         return 0
+    for variable, name in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
+        folder = settings.out / "cache" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault(variable, str(folder))
+    if options.caches:
+        unpack_caches(options.caches, settings.out / "cache")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; started again, the missing cases are made"))
-    return run(bench, cases, is_retry=options.retry)
+    return run(Bench(settings), cases, is_retry=options.retry)
 
 
 def run(bench: Bench, cases: list[Case], *, is_retry: bool) -> int:
@@ -300,40 +311,43 @@ def run(bench: Bench, cases: list[Case], *, is_retry: bool) -> int:
     missing = [*failed, *(case for case in cases if case.name not in made)]
 
     def write() -> None:
-        order = [case.name for case in all_cases() if case.name in made]
-        results = {name: made[name] for name in order}
-        estimates = bench.out / "estimates.json"
+        results = {case.name: made[case.name] for case in all_cases() if case.name in made}
+        counts = bench.out / "counted.json"
         write_text(path, json.dumps({"machine": about, "cases": results}, indent=1))
-        predicted = json.loads(estimates.read_text()) if estimates.exists() else {}
-        write_text(bench.out / "gpu.md", tables(results, about, predicted))
+        write_text(
+            bench.out / "gpu.md", tables(results, about, json.loads(counts.read_text()) if counts.exists() else {})
+        )
 
     def keep(name: str, result: dict[str, Any]) -> None:
         made[name] = result
-        print(f"{name}: {result['status']}{speed_text(result)}, {result.get('seconds', 0):.0f} s", flush=True)
+        print(f"{name}: {result['status']}{_measured(result)}, {result.get('seconds', 0):.0f} s", flush=True)
         write()
 
     bench.stand_by()
+    beside = prepare(bench)
     try:
-        words = prepare(bench)
-        checks = [case for case in missing if not case.name.startswith("speed ")]
-        make_cases(bench, checks, keep)
-        for build in words:
-            bench.begin(600.0)
-            bench.wait(build, bench.out / "prepare.txt")
-        make_cases(bench, [case for case in missing if case not in checks], keep)
+        make_cases(bench, missing, keep)
         print("all cases are made")
+        for process in beside:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, min(MOST_COUNTING, bench.settings.deadline - time.monotonic())))
     except TimeUpError:
         left = sum(case.name not in made for case in cases)
         print(f"the time is up; {left} of {len(cases)} cases are left: start it again")
     finally:
+        for process in beside:
+            process.kill()
         bench.close()
         write()
+    pack_caches(bench)
     print((bench.out / "gpu.md").read_text())
     return 0 if all(one["status"] in GOOD for one in made.values()) else 1
 
 
-def speed_text(result: dict[str, Any]) -> str:
-    return f", {result['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in result else ""
+def _measured(result: dict[str, Any]) -> str:
+    if "tokens_per_second" in result:
+        return f", {result['tokens_per_second']:,.0f} tokens/s"
+    return f", {result['both_ms']:.2f} ms" if "both_ms" in result else ""
 
 
 if __name__ == "__main__":

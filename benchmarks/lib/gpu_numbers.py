@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from lib.speed import configuration, memories
+from lib.gpu_models import every_memory, model_keys
+from lib.speed import configuration
 from torch import Tensor
 
 from dist_mem.contract.subject import total_loss
@@ -25,43 +27,48 @@ from dist_mem.runtime.gpu import allow_tf32
 MEMORY, ATTENTION = "memory ", "attention "  # names of the cases begin so
 SIZE = {"num_layers": 2, "d_model": 64, "num_heads": 4, "d_head": 16, "d_inner": 128, "seg_len": 32}
 LANES, SEGMENTS, VOCAB = 3, 3, 50
+WIDTHS = (64, 128)  # K of attention
+KINDS = (("relative", True, False), ("reach", True, True), ("plain", False, False))
 EQUAL = 1e-9  # largest error in float64: the norm of a difference, relative to that of the tensor
 SMALL = 1e-3  # share of the largest norm of its kind below which a tensor, as a gradient that cancels, is not resolved
 TIMES = 3.0  # the error of a narrower type may be that of the CPU times this, and LEAST
 LEAST = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 Computed = dict[str, Tensor]
+Compute = Callable[[torch.device, torch.dtype], Computed]
 
 
 def measure(name: str, device: str) -> dict[str, Any]:
     """Return the status and the errors of a case."""
-    compute: Callable[[torch.device, torch.dtype], Computed]
+    compute: Compute
+    reference: Compute | None
     allow_tf32(False)  # as a run does; torch allows it for convolutions
     torch.set_num_threads(1)  # small tensors: more threads only get in the way of each other
     if name.startswith(MEMORY):
-        block = memories(SIZE["seg_len"])[name.removeprefix(MEMORY)]
-        compute, reference = lambda where, dtype: steps(block, where, dtype), None
+        block = every_memory(SIZE["seg_len"])[name.removeprefix(MEMORY)]
+        compute, reference = partial(steps, block), None
     else:
-        back_end = name.removeprefix(ATTENTION)
-        compute = lambda where, dtype: rows(back_end, where, dtype)  # noqa: E731
-        reference = rows("simple", torch.device("cpu"), torch.float64)
+        back_end, _, width = name.removeprefix(ATTENTION).partition(", K ")
+        if back_end == "triton" and device == "cpu":
+            return {"status": "needs a GPU"}
+        kinds = KINDS[:2] if back_end == "triton" else KINDS  # our kernels have scores by distance only
+        compute = partial(rows, back_end, int(width), kinds)
+        reference = partial(rows, "simple", int(width), kinds)
     return compared(compute, torch.device(device), reference)
 
 
-def compared(
-    compute: Callable[[torch.device, torch.dtype], Computed], device: torch.device, reference: Computed | None
-) -> dict[str, Any]:
-    """Compare the device with the reference; None: the same computation on the CPU in float64."""
+def compared(compute: Compute, device: torch.device, reference: Compute | None) -> dict[str, Any]:
+    """Compare the device with the reference on the CPU in float64; None: the same computation."""
     cpu = torch.device("cpu")
     is_own = reference is None
-    expected = compute(cpu, torch.float64) if reference is None else reference
+    simple = reference or compute
+    expected = simple(cpu, torch.float64)
     found: dict[str, Any] = {}
     is_right = True
     if is_own:  # fused kernels have no float64
         error, place = worst(compute(device, torch.float64), expected)
         found |= {"float64": error, "float64_at": place, "float64_limit": EQUAL}
         is_right &= error <= EQUAL
-    simple = compute if is_own else lambda where, dtype: rows("simple", where, dtype)
     for dtype, least in LEAST.items():
         error, place = worst(compute(device, dtype), expected)
         limit = least + TIMES * worst(simple(cpu, dtype), expected)[0]
@@ -95,7 +102,10 @@ def _error(found: Tensor, expected: Tensor, least: float) -> float:
 def steps(memory: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Computed:
     """Return losses, memories and gradients of several segments."""
     torch.manual_seed(0)
-    model = MemoryLM(configuration(memory, argparse.Namespace(**SIZE)), VOCAB).to(device, dtype)
+    config = configuration(memory, argparse.Namespace(**SIZE))
+    for name, value in model_keys(memory, SIZE["seg_len"]).items():
+        setattr(config.model, name, value)
+    model = MemoryLM(config, VOCAB).to(device, dtype)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCAB, (SEGMENTS, LANES, SIZE["seg_len"]), generator=generator).to(device)
     valid_len = torch.full((LANES,), SIZE["seg_len"], device=device)
@@ -111,11 +121,13 @@ def steps(memory: dict[str, Any], device: torch.device, dtype: torch.dtype) -> C
     return found | {f"gradient of {name}": gradient for name, gradient in gradients.items()}
 
 
-def rows(back_end: str, device: torch.device, dtype: torch.dtype) -> Computed:
-    """Return the rows of attention and its gradients: with scores by distance, with equal reach, without distances."""
-    heads, queries, context, width = 4, 128, 128, 64
+def rows(
+    back_end: str, width: int, kinds: Sequence[tuple[str, bool, bool]], device: torch.device, dtype: torch.dtype
+) -> Computed:
+    """Return the rows of attention and its gradients; of each kind, whether distances count and reach is equal."""
+    heads, queries, context = 4, 128, 128
     found: Computed = {}
-    for name, relative, same_length in (("relative", True, False), ("reach", True, True), ("plain", False, False)):
+    for name, relative, same_length in kinds:
         generator = torch.Generator().manual_seed(3)
         learned: list[Tensor] = []
 
@@ -148,5 +160,6 @@ def _simple(inputs: Inputs) -> Tensor:
 
 def names() -> Sequence[str]:
     """Return the names of all cases."""
-    kinds = [f"{MEMORY}{name}" for name in memories(SIZE["seg_len"])]
-    return [*kinds, *(f"{ATTENTION}{name}" for name in BACK_ENDS if name != "auto")]
+    kinds = [f"{MEMORY}{name}" for name in every_memory(SIZE["seg_len"])]
+    back_ends = [name for name in BACK_ENDS if name != "auto"]
+    return [*kinds, *(f"{ATTENTION}{name}, K {width}" for name in back_ends for width in WIDTHS)]

@@ -1,50 +1,26 @@
-"""The cases of gpu_cases.py that run `dist-mem`: equal numbers first, then speed. Each returns its result, or raises.
+"""The cases of gpu_cases.py that run `dist-mem` and compare numbers. Each returns its result, or raises.
 
-A small model of float32 is trained on one rank for the first: at every ZeRO stage; twice; killed and resumed; evaluated
-on the CPU too. For speed, the models of configs/speed read random words in bfloat16 with data, ZeRO and optimizer, and
-are killed once they are measured.
+A small model of float32 is trained on one rank at every ZeRO stage; twice; killed and resumed; evaluated on the CPU
+too; and by two ranks that share the device, joined by gloo, as NCCL refuses two ranks on one GPU.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
-import statistics
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lib.gpu_bench import Bench, FailedError, configuration_file
-from lib.speed import memories
+from lib.gpu_models import TINY
 
-from dist_mem.config import load_config
 from dist_mem.tracking.log import METRICS_FILE, read_points
 
-BASE = "transformer_xl_base"
-PUBLISHED = 59_961  # tokens/s of NVIDIA's base configuration on one A100 of 40 GB
-TINY: dict[str, dict[str, Any]] = {
-    "model": {"num_layers": 2, "d_model": 32, "num_heads": 2, "d_head": None, "d_inner": 64},
-    "train": {"global_batch_size": 4, "micro_batch_size": 4, "seg_len": 16},
-}
 STEPS, SAVED = 12, 4  # of the small runs; they save every SAVED steps
 STAGES_AGREE = 1e-5  # largest difference of losses between ZeRO stages, as a share
 DEVICES_AGREE = 1e-4  # largest difference of an evaluation's perplexity between GPU and CPU, as a share
 TRAINED, STRAIGHT = "zero 2", "straight"  # the run that is evaluated; the one that a killed run must equal
-ESTIMATE = (0.9, 1.1)  # of the memory that was measured
-
-
-class Speed(NamedTuple):
-    """A model whose training is measured."""
-
-    size: str
-    memory: str
-    attention: str = "auto"
-    is_compiled: bool = False
-
-    @property
-    def name(self) -> str:
-        back_end = "" if self.attention == "auto" else f" {self.attention}"
-        return f"speed {self.size} {self.memory}{back_end}{' compiled' if self.is_compiled else ''}"
+TWO = "two ranks zero "  # names of the cases of two ranks begin so
 
 
 def small_run(bench: Bench, name: str, **changes: Any) -> list[str]:
@@ -103,6 +79,35 @@ def zero_stage(bench: Bench, name: str) -> dict[str, Any]:
     return verdict(error <= STAGES_AGREE, error=error, limit=STAGES_AGREE, last_loss=losses[-1])
 
 
+def two_ranks(bench: Bench, name: str) -> dict[str, Any]:
+    """Train on two ranks at a ZeRO stage, killed after the first checkpoint and resumed.
+
+    The losses are those of one rank; a resumed run equals the straight one of its two ranks bit by bit.
+    """
+    stage = int(name.removeprefix(TWO))
+    zero = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    changes = {"deepspeed": zero, "train": {"micro_batch_size": 2}}
+    straight = f"{name} straight"
+    for run in (straight, name):
+        run_dir, output = start_again(bench, run)
+        arguments = small_run(bench, run, **json.loads(json.dumps(changes)))
+        if run == name:
+            first = run_dir / "checkpoints" / f"step-{SAVED:08}" / "manifest.json"
+            ranks = bench.ranks(arguments, output)
+            bench.wait(ranks[0], output, until=first.exists)
+            bench.kill()
+        for rank in bench.ranks(arguments, output):
+            bench.wait(rank, output)
+        bench.kill()
+    losses, expected = (logged(bench.out / "runs" / run.replace(" ", "_"), "loss") for run in (name, "zero 0"))
+    if len(losses) != STEPS or len(expected) != STEPS:
+        raise FailedError(f"{len(losses)} and {len(expected)} losses instead of {STEPS}", "")
+    error = max(abs(one / other - 1.0) for one, other in zip(losses, expected, strict=True))
+    same = equal_bits(bench, name, straight=straight)
+    is_right = error <= STAGES_AGREE and same["status"] == "passed"
+    return {**same, **verdict(is_right, error=error, limit=STAGES_AGREE, equal_bits=same["status"] == "passed")}
+
+
 def repeated(bench: Bench, name: str) -> dict[str, Any]:
     """Train twice from the start: the checkpoints have equal bits. Else a resumed run cannot be compared."""
     for run in (STRAIGHT, name):
@@ -123,9 +128,9 @@ def resumed(bench: Bench, name: str) -> dict[str, Any]:
     return equal_bits(bench, name, killed_after_step=killed_at)
 
 
-def equal_bits(bench: Bench, name: str, **more: Any) -> dict[str, Any]:
-    """Compare the last checkpoint of a run with that of the straight run."""
-    folders = [bench.out / "runs" / run.replace(" ", "_") for run in (STRAIGHT, name)]
+def equal_bits(bench: Bench, name: str, *, straight: str = STRAIGHT, **more: Any) -> dict[str, Any]:
+    """Compare the last checkpoint of a run with that of a straight run."""
+    folders = [bench.out / "runs" / run.replace(" ", "_") for run in (straight, name)]
     manifests = [folder / "checkpoints" / f"step-{STEPS:08}" / "manifest.json" for folder in folders]
     files = [json.loads(path.read_text())["files"] for path in manifests]
     ours = [{file: entry["sha256"] for file, entry in each.items() if file.startswith("ranks/")} for each in files]
@@ -149,90 +154,3 @@ def evaluated(bench: Bench, name: str) -> dict[str, Any]:
 
 def verdict(is_right: bool, **numbers: Any) -> dict[str, Any]:
     return {"status": "passed" if is_right else "failed", **numbers}
-
-
-def speed_configuration(bench: Bench, speed: Speed, run_dir: Path, micro_lanes: int | None) -> dict[str, Any]:
-    """Return what is laid over configs/speed/SIZE.yaml."""
-    size, is_tiny = load_config([str(configuration_file(speed.size))]), bench.settings.is_tiny
-    every, measured = cadence(speed, is_tiny=is_tiny)
-    seg_len = TINY["train"]["seg_len"] if is_tiny else size.train.seg_len
-    changes: dict[str, Any] = {block: dict(keys) for block, keys in TINY.items()} if is_tiny else {}
-    model, train = changes.setdefault("model", {}), changes.setdefault("train", {})
-    if is_tiny and size.model.adaptive:
-        model["adaptive"] = {"cutoffs": [20, 100]}
-    if speed.memory == "causal":
-        model |= {"kind": "gpt2", "num_positions": seg_len, "adaptive": None, "d_head": None}
-    train |= {"steps": 10**6, "compile": speed.is_compiled, "profile": [measured, measured + 1]}
-    train |= {"micro_batch_size": micro_lanes} if micro_lanes else {}
-    return {
-        **changes,
-        "data": {"path": str(data_of(bench, size.data.path))},
-        "model": model | {"attention": speed.attention},
-        "memory": {"kind": "causal"} if speed.memory == "causal" else memories(seg_len)[speed.memory],
-        "tracking": {"mlflow": False, "every": every},
-        "preflight": False,
-        "run_dir": str(run_dir),
-        "schedule": {"kind": "constant", "warmup_steps": 0},
-    }
-
-
-def data_of(bench: Bench, path: str) -> Path:
-    """Return the folder of the random words that a file of configs/speed reads from data/speed_NUM_WORDS."""
-    return bench.out / "data" / ("tiny" if bench.settings.is_tiny else Path(path).name)
-
-
-def cadence(speed: Speed, *, is_tiny: bool) -> tuple[int, int]:
-    """Return the updates between two logged points, and the update after which the trace begins."""
-    every = 2 if is_tiny or speed.size == "1.3b" else 5
-    return every, 4 * every
-
-
-def measured(bench: Bench, speed: Speed, micro_lanes: int | None) -> dict[str, Any]:
-    """Train until the speed is measured and the trace is written; end it without a save."""
-    name = f"{speed.name}{f' of {micro_lanes} lanes' if micro_lanes else ''}"
-    run_dir, output = start_again(bench, name)
-    keys = speed_configuration(bench, speed, run_dir, micro_lanes)
-    arguments = ["train", str(configuration_file(speed.size)), str(written(output.with_suffix(".yaml"), keys))]
-    every, last = keys["tracking"]["every"], keys["train"]["profile"][0]
-
-    def is_measured() -> bool:
-        traces = list((run_dir / "profile").glob("*.txt"))
-        return bool(traces) and any(point["step"] >= last for point in points(run_dir))
-
-    bench.wait(bench.command(arguments, output), output, until=is_measured)
-    bench.kill()
-    found = [point for point in points(run_dir) if every < point["step"] <= last]  # the first point has the start
-    names = ("tokens_per_second", "step_seconds", "mfu", "data_wait_share")
-    medians = {name: statistics.median(point[name] for point in found) for name in names if name in found[0]}
-    peak = max(point["peak_memory_gb"] for point in found)
-    return {"status": "done", "micro_lanes": micro_lanes, **medians, "peak_memory_gb": peak} | {
-        "operators": operators(next((run_dir / "profile").glob("*.txt")).read_text())
-    }
-
-
-def operators(table: str) -> list[dict[str, str]]:
-    """Return name and own time of the costliest operators of a table of torch's profiler, the device's if it is there.
-
-    Its columns are as wide as its three rulers: around the names of the columns, and after the last operator.
-    """
-    lines = [line for line in table.splitlines() if line.strip()]
-    rulers = [number for number, line in enumerate(lines) if set(line.strip()) == {"-", " "}]
-    columns = [slice(*found.span()) for found in re.finditer("-+", lines[rulers[0]])]
-    head, *body = [[lines[number][column].strip() for column in columns] for number in range(rulers[0] + 1, rulers[2])]
-    own = head.index("Self CUDA") if "Self CUDA" in head else head.index("Self CPU")
-    return [{"name": row[0], head[own]: row[own]} for row in body[1:]]
-
-
-def speed_of_largest_batch(bench: Bench, speed: Speed) -> dict[str, Any]:
-    """Measure; if the GPU runs out of memory, again with half of the lanes at once."""
-    lanes = load_config([str(configuration_file(speed.size))]).train.micro_batch_size
-    micro_lanes: int | None = None
-    while True:
-        try:
-            return measured(bench, speed, micro_lanes)
-        except FailedError as error:
-            bench.kill()
-            if error.status != "out of memory" or lanes == 1 or bench.settings.is_tiny:
-                raise
-            lanes //= 2
-            micro_lanes = lanes

@@ -17,7 +17,7 @@ def add_arguments(added: ArgumentParser) -> None:
         "config", nargs="*", default=[], help="YAML files, merged left to right, and key=value overrides"
     )
     added.add_argument("--gpus", type=count, default=1, metavar="N", help="number of GPUs of the job (default: 1)")
-    added.add_argument("--gpu", required=True, metavar="NAME", help="h100-80gb, a100-40gb, ..., or cpu: this machine")
+    added.add_argument("--gpu", required=True, metavar="NAME", help="h100, h200, a100-40gb, ..., or cpu: this machine")
     added.add_argument(
         "--disk", type=float, default=1.0, metavar="GB/s", help="at which all ranks together write (default: 1)"
     )
@@ -34,14 +34,20 @@ def estimate(options: Namespace) -> int:
 
     config = load_checked(options.config, builds_model=True, further=lambda config: check_gpus(config.launch))
     from dist_mem.estimate import job_estimate
+    from dist_mem.estimate.dry_run import known_steps
     from dist_mem.estimate.search import Cluster
     from dist_mem.estimate.vocabulary import vocab_size_of
     from dist_mem.launch.script import ranks_per_node
-    from dist_mem.runtime.devices import device_named
+    from dist_mem.runtime.gpu import device_of
 
-    cluster = Cluster(device_named(options.gpu), options.gpus, ranks_per_node(config.launch))
+    cluster = Cluster(device_of(options.gpu), options.gpus, ranks_per_node(config.launch))
     job = job_estimate.estimate_job(
-        config, vocab_size_of(config.data, config.model), cluster, disk_rate=1e9 * options.disk, report=_report
+        config,
+        vocab_size_of(config.data, config.model),
+        cluster,
+        disk_rate=1e9 * options.disk,
+        steps=known_steps(config),
+        report=_report,
     )
     if options.json:
         print(json_text(job_estimate.as_json(job)))

@@ -192,7 +192,7 @@ def start_communication(check: Callable[[], None] = lambda: None) -> None:
         ValueError: the op could not be compiled; names the reason and the fix.
     """
     try:
-        if torch.distributed.get_backend() == "gloo":
+        if not torch.cuda.is_available():  # GPUs may be joined by gloo too
             directory = Path(_get_build_directory(CPU_OP, False))
             with building(directory, check), redirect_stdout(io.StringIO()):
                 load(directory, lambda: get_accelerator().create_op_builder("ShareMemCommBuilder").load(), check)

@@ -33,6 +33,8 @@ _aten = torch.ops.aten
 # Operations that return views, or memory that the caller fills: they move nothing.
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"}
 
+_PRECISIONS = {dtype: precision for precision, dtype in DTYPES.items()}
+
 
 class NotCountedError(UnusableError):
     """A memory from outside the package does not run on meta tensors, so nothing can be counted."""
@@ -50,6 +52,8 @@ class Work(NamedTuple):
 
     flops: int  # of matrix products; 0 for all else
     num_bytes: int  # read and written
+    dtype: str = ""  # of what a product multiplies: bf16, fp16 or fp32
+    operator: str = ""  # the name in `kernel_shapes.KERNELS` of a fused kernel, without `_backward`
 
 
 class Counted(NamedTuple):
@@ -108,7 +112,8 @@ class Allocations(TorchDispatchMode):
                 self.live.add(tensor.untyped_storage())
         name = function.overloadpacket.__name__
         if name not in _FREE:
-            self.kernels.append(Work(_flops(name, args, output), _bytes_moved(read, written)))
+            flops, num_bytes = _flops(name, args, output), _bytes_moved(read, written)
+            self.kernels.append(Work(flops, num_bytes, *(_product(name, args) if flops else ())))
         return output
 
     def _chosen_rows(self, mask: Tensor) -> Tensor:
@@ -126,6 +131,13 @@ def _bytes_moved(read: Iterable[Tensor], written: Iterable[Tensor]) -> int:
     """Return the bytes of one operation; what a broadcast repeats is read once."""
     inputs = sum(min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()) for tensor in read)
     return inputs + sum(tensor.numel() * tensor.element_size() for tensor in written)
+
+
+def _product(name: str, args: tuple[Any, ...]) -> tuple[str, str]:
+    """Return `Work.dtype` and `Work.operator`; float64, in which no training computes, counts as fp32."""
+    if name in KERNELS:  # other arguments may be wider than the query
+        return _PRECISIONS.get(args[KERNELS[name].query].dtype, "fp32"), name.removesuffix("_backward")
+    return _PRECISIONS.get(_tensors(args)[0].dtype, "fp32"), ""
 
 
 def _flops(name: str, args: tuple[Any, ...], output: Any) -> int:
@@ -278,6 +290,11 @@ def _line(first: int, second: int, steps: int) -> int:
     return first + steps * (second - first)
 
 
+def _work_on_line(first: Work, second: Work, steps: int) -> Work:
+    flops, num_bytes = _line(first.flops, second.flops, steps), _line(first.num_bytes, second.num_bytes, steps)
+    return first._replace(flops=flops, num_bytes=num_bytes)
+
+
 class Counts:
     """Counts of one configuration by `train.micro_batch_size`; from four on, on the line of two and three lanes."""
 
@@ -291,7 +308,7 @@ class Counts:
             return self._count(lanes)
         more = lanes - 2
         kernels = [
-            (number, Work(_line(two.flops, three.flops, more), _line(two.num_bytes, three.num_bytes, more)))
+            (number, _work_on_line(two, three, more))
             for (number, two), (_, three) in zip(self._two.kernels, self._three.kernels, strict=True)
         ]
         peak, kept = _line(self._two.peak, self._three.peak, more), _line(self._two.kept, self._three.kept, more)

@@ -36,7 +36,7 @@ def idle_warning(train: TrainConfig, data: DataConfig, world_sizes: Iterable[int
         UnusableError: the data has too few documents for the lanes.
     """
     try:
-        num_documents = num_readable(_built_plan(data, train))
+        num_documents = num_readable(built_plan(data, train))
     except ValueError as error:
         raise UnusableError(str(error)) from error
     for size in world_sizes:
@@ -44,6 +44,21 @@ def idle_warning(train: TrainConfig, data: DataConfig, world_sizes: Iterable[int
         if waste and waste.label == "warning":
             return f"warning: with {counted(size, 'rank')}, {waste.text}"
     return None
+
+
+def known_steps(config: Config) -> int | None:
+    """Return the updates of the whole training; None if its epochs have no length before the data are built.
+
+    Raises:
+        UnusableError: the data is damaged, or its epochs make no training.
+    """
+    if config.train.steps is not None:
+        return config.train.steps
+    try:
+        plan = built_plan(config.data, config.train)
+        return None if plan is None else total_steps(config, plan)
+    except ValueError as error:
+        raise UnusableError(str(error)) from error
 
 
 def report(config: Config, *, world_size: int) -> str:
@@ -59,7 +74,7 @@ def subjects(config: Config, *, world_size: int) -> list[tuple[str, str]]:
     """
     try:
         refresh(config.data, [config.data.train_split, *([config.eval.split] if config.eval.every else [])])
-        plan = _built_plan(config.data, config.train)
+        plan = built_plan(config.data, config.train)
         if plan is not None and config.eval.every is not None:
             open_index(config.data, config.eval.split)  # or refuse the split
         batch = _batch_lines(config, world_size, num_readable(plan))
@@ -146,7 +161,7 @@ def _batch_lines(config: Config, world_size: int, num_documents: int | None) -> 
     yield "engine", f"ZeRO stage {stage}, {train.precision}, {config.optimizer.kind}, {clipping}"
 
 
-def _built_plan(data: DataConfig, train: TrainConfig) -> Plan | None:
+def built_plan(data: DataConfig, train: TrainConfig) -> Plan | None:
     """Return the plan of the training split; None if the data is not built yet."""
     if not data_is_built(data):
         return None

@@ -9,11 +9,13 @@ from dist_mem.config import Config, TrainConfig
 from dist_mem.data.batch_plan import batch_plan, idle_work
 from dist_mem.errors import UnusableError
 from dist_mem.estimate.counting import count_micro_batch, flops_per_token
+from dist_mem.estimate.measured import Likely, likely
 from dist_mem.estimate.memory import Part, size, update_parts
 from dist_mem.estimate.search import BackEnd, Candidate, Cluster, best, by_back_end, candidates, nearest
-from dist_mem.estimate.step_time import REACHED, CheckpointCost, StepTime, checkpoint_cost, peak_flops, step_time
+from dist_mem.estimate.step_time import CheckpointCost, StepTime, checkpoint_cost, peak_flops, step_time
 from dist_mem.estimate.zero import sizes_of
 from dist_mem.nn.layers import DTYPES
+from dist_mem.runtime.devices import Device
 from dist_mem.runtime.terminal import counted, labelled, table
 
 MOST_SETTINGS = 3  # that are shown unless all are wanted
@@ -27,6 +29,8 @@ class JobEstimate(NamedTuple):
     cluster: Cluster
     parts: list[Part]
     time: StepTime
+    likely: Likely | None  # None on CPUs, where nothing was measured
+    steps: int | None  # updates of the whole training; None: only the data, which are not built yet, could say
     tokens: int  # of one update of the whole job
     mfu: float  # share of the data sheet's operations that the model itself needs, at most
     checkpoint: CheckpointCost
@@ -40,8 +44,15 @@ class JobEstimate(NamedTuple):
 
     @property
     def likely_speed(self) -> tuple[float, float] | None:
-        """The tokens per second between which measured models lay; None on CPUs, where none was measured."""
-        return None if self.cluster.device.name == "cpu" else (REACHED[0] * self.speed, REACHED[1] * self.speed)
+        """Tokens per second of the whole job, from and to."""
+        return self.likely and (self.tokens / self.likely.high, self.tokens / self.likely.low)
+
+    @property
+    def likely_hours(self) -> tuple[float, float] | None:
+        """Hours of all updates of the training, from and to."""
+        if self.likely is None or self.steps is None:
+            return None
+        return self.steps * self.likely.low / 3600, self.steps * self.likely.high / 3600
 
     @property
     def num_bytes(self) -> int:
@@ -67,19 +78,21 @@ def estimate_job(
     cluster: Cluster,
     *,
     disk_rate: float,
+    steps: int | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> JobEstimate:
     """Predict memory, update and checkpoint of a job, also with other settings.
 
     Args:
         disk_rate: bytes/s at which all ranks together write.
+        steps: updates of the whole training; None: not known.
         report: is called with what is counted next.
 
     Raises:
         UnusableError: the model cannot be built, or the device does not compute in `train.precision`.
     """
     try:
-        return _estimate(config, vocab_size, cluster, disk_rate, report)
+        return _estimate(config, vocab_size, cluster, disk_rate, steps, report)
     except UnusableError:
         raise
     except ValueError as error:
@@ -87,7 +100,12 @@ def estimate_job(
 
 
 def _estimate(
-    config: Config, vocab_size: int, cluster: Cluster, disk_rate: float, report: Callable[[str], None]
+    config: Config,
+    vocab_size: int,
+    cluster: Cluster,
+    disk_rate: float,
+    steps: int | None,
+    report: Callable[[str], None],
 ) -> JobEstimate:
     world_size, on_gpu = cluster.world_size, cluster.device.name != "cpu"
     sizes = sizes_of(config, vocab_size, DTYPES[config.train.precision])
@@ -105,11 +123,12 @@ def _estimate(
     back_ends = list(
         by_back_end(config, vocab_size, sizes, of_batch, world_size=world_size, on_gpu=on_gpu, report=report)
     )
-    return JobEstimate(config.name, cluster, parts, time, tokens, mfu, checkpoint, others, back_ends)
+    expected = likely(config, time, cluster.device, world_size=world_size)
+    return JobEstimate(config.name, cluster, parts, time, expected, steps, tokens, mfu, checkpoint, others, back_ends)
 
 
 def as_json(job: JobEstimate) -> dict[str, Any]:
-    """Return the plan for machines: bytes, seconds, tokens; seconds of an update are lower bounds."""
+    """Return the plan for machines: bytes, seconds, tokens; seconds under `update` are lower bounds."""
     proposal = job.proposal
     return {
         "name": job.name,
@@ -123,10 +142,13 @@ def as_json(job: JobEstimate) -> dict[str, Any]:
             "fits": job.fits,
         },
         "update": {**job.time._asdict(), "total": job.time.total},
+        "update_likely": job.likely and {"low": job.likely.low, "high": job.likely.high, "origin": job.likely.origin},
         "tokens_per_update": job.tokens,
         "tokens_per_second_bound": job.speed,
         "tokens_per_second_likely": job.likely_speed,
         "mfu_bound": job.mfu,
+        "steps": job.steps,
+        "hours_likely": job.likely_hours,
         "checkpoint": job.checkpoint._asdict(),
         "proposal": proposal and _candidate_json(proposal),
         "attention": {one.name: {"activations": one.activations, "memory": one.num_bytes} for one in job.back_ends},
@@ -167,6 +189,12 @@ def refusal(job: JobEstimate) -> str:
     return f"{first}; {reason}; it fits with {_changes(proposal)}: {size(proposal.num_bytes)}"
 
 
+def _limits(train: TrainConfig, device: Device) -> str:
+    """Return what the device can do, to compare with its data sheet."""
+    rates = f"{device.bandwidth / 1e12:.3g} TB/s, {peak_flops(train, device) / 1e12:,.4g} TFLOP/s in {train.precision}"
+    return f"{size(device.memory)}, {rates}"
+
+
 def _unit(cluster: Cluster) -> str:
     """Return what one rank runs on."""
     return "process" if cluster.device.name == "cpu" else "GPU"
@@ -176,6 +204,7 @@ def _lines(train: TrainConfig, job: JobEstimate) -> Iterator[tuple[str, str]]:
     cluster, time, batch = job.cluster, job.time, batch_plan(train, job.cluster.world_size)
     nodes, unit = -(-cluster.world_size // cluster.gpus_per_node), _unit(cluster)
     yield "job", f"{job.name} on {cluster.world_size:,} x {cluster.device.name}, {counted(nodes, 'node')}"
+    yield "device", _limits(train, cluster.device)
     yield "lanes", f"{counted(batch.lanes_per_rank, 'lane')} per {unit} in {counted(batch.groups, 'micro-batch')}"
     if waste := idle_work(train, cluster.world_size):
         unused = cluster.world_size - -(-train.global_batch_size // batch.lanes_per_rank)
@@ -185,14 +214,19 @@ def _lines(train: TrainConfig, job: JobEstimate) -> Iterator[tuple[str, str]]:
     yield "memory", f"{size(job.num_bytes)} of {size(cluster.capacity)} per {unit}: {verdict}"
     for part in job.parts:
         yield "", f"{size(part.num_bytes):>12}  {part.what}"
+    fused = sum(time.fused.values())
+    kernels = f"products {time.products:.3g} s, fused attention {fused:.3g} s, other kernels {time.streams:.3g} s"
     communication = f"communication {time.communication:.3g} s, of which {time.exposed:.3g} s not hidden"
-    kernels = f"products {time.products:.3g} s, other kernels {time.streams:.3g} s, optimizer {time.update:.3g} s"
-    yield "update", f"at least {time.total:.3g} s: {kernels}; {communication}"
+    yield "update", f"at least {time.total:.3g} s: {kernels}, optimizer {time.update:.3g} s; {communication}"
     yield "speed", f"{_speed(job.speed, cluster)}: a bound, at an MFU of {job.mfu:.1%}"
-    if job.likely_speed:
+    if job.likely and job.likely_speed:
         low, high = job.likely_speed
-        shares = f"measured models reached {REACHED[0]:.0%} to {REACHED[1]:.0%} of theirs, on one H100"
-        yield "", f"rather {_digits(low)} to {_digits(high)} tokens/s: {shares}"
+        shares = job.mfu * low / job.speed, job.mfu * high / job.speed
+        mfu = f"an MFU of {shares[0]:.0%} to {shares[1]:.0%}"
+        update = f"{job.likely.low:.2g} to {job.likely.high:.2g} s an update"
+        yield "", f"expected {_digits(low)} to {_digits(high)} tokens/s: {update}, {mfu}"
+        yield from (("", sentence) for sentence in job.likely.origin)
+    yield "training", _whole_training(train, job)
     saved = job.checkpoint
     written = f"training waits {saved.stall:.2g} s, written after {saved.seconds:.3g} s"
     yield "checkpoint", f"{saved.num_bytes / 1e9:,.2f} GB; {written}"
@@ -201,6 +235,18 @@ def _lines(train: TrainConfig, job: JobEstimate) -> Iterator[tuple[str, str]]:
 def _speed(speed: float, cluster: Cluster) -> str:
     each = f", {speed / cluster.world_size:,.0f} per {_unit(cluster)}" if cluster.world_size > 1 else ""
     return f"at most {speed:,.0f} tokens/s{each}"
+
+
+def _whole_training(train: TrainConfig, job: JobEstimate) -> str:
+    """Return the hours of the whole training."""
+    if job.steps is None:
+        return f"{train.epochs:g} epochs; hours are known once the data are built, or with train.steps"
+    without = "without evaluations, checkpoints and restarts"
+    if job.likely_hours is None:
+        hours = f"at least {job.steps * job.time.total / 3600:.2g} hours; never measured on CPUs, so no range"
+    else:
+        hours = f"{job.likely_hours[0]:.2g} to {job.likely_hours[1]:.2g} hours"
+    return f"{counted(job.steps, 'step')}: {hours}, {without}"
 
 
 def _digits(speed: float) -> str:

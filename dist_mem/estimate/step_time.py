@@ -1,21 +1,20 @@
 """Bound the time of an update by the roofline: every kernel takes as long as its operations or its bytes need.
 
 Source: Williams et al. 2009, "Roofline"; volumes of ZeRO: Rajbhandari et al. 2020, sec. 7. The shares of the data
-sheets' rates that programs reach are assumptions, stated below. Updates take longer: `REACHED` is what was measured,
-and docs/howto/estimate.md compares both. Letters: s bytes of a number in `train.precision`, W ranks.
+sheets' rates that programs reach are assumptions, stated below. Updates take longer: measured.py has by how much.
+Letters: s bytes of a number in `train.precision`, W ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from dist_mem.config import Config, ModelConfig, OptimizerConfig, TrainConfig
 from dist_mem.data.batch_plan import batch_plan
 from dist_mem.engine.optimizer import num_moments
 from dist_mem.errors import UnusableError
-from dist_mem.estimate.counting import Counted, Work
+from dist_mem.estimate.counting import Counted
 from dist_mem.estimate.zero import BUCKET, Sizes, effective_block, overlaps, zero_block
 from dist_mem.nn.layers import DTYPES
 from dist_mem.runtime.devices import Device
@@ -23,20 +22,18 @@ from dist_mem.runtime.devices import Device
 # The best products of matrices reach 0.80 of an H100's data sheet and 0.86 of an A100's (ml-engineering, "maximum
 # achievable matmul FLOPS"); those of a model are smaller. Streaming kernels reach 0.8 to 0.9 of the bandwidth.
 _PRODUCTS, _STREAMS, _LINKS = 0.7, 0.85, 0.8
+_PRODUCT, _STREAM = "products", "streams"  # names of two groups of kernels
 _ISSUE = 5e-6  # seconds in which the host issues one operation without torch.compile; no kernel is faster
 _LATENCY = 30e-6  # seconds of a collective that sends nothing
 _HIDDEN = 0.7  # share of forward and backward behind which communication can hide, where DeepSpeed overlaps it
 _HOST_COPY = 10e9  # bytes/s from a GPU to pageable host memory
 
 
-# Shares of the bound on tokens/s that ten models reached on one H100 (docs/howto/estimate.md).
-REACHED = (0.28, 0.59)
-
-
 class StepTime(NamedTuple):
     """Seconds that one update of one rank takes at least."""
 
     products: float  # matrix products
+    fused: dict[str, float]  # kernels that attend, by `Work.operator`
     streams: float  # all other kernels: their bytes, or their issue
     update: float  # the optimizer
     communication: float  # all of it
@@ -44,7 +41,12 @@ class StepTime(NamedTuple):
 
     @property
     def total(self) -> float:
-        return self.products + self.streams + self.update + self.exposed
+        return self.computing + self.update + self.exposed
+
+    @property
+    def computing(self) -> float:
+        """Forward and backward."""
+        return self.products + sum(self.fused.values()) + self.streams
 
 
 class Transfer(NamedTuple):
@@ -65,15 +67,17 @@ def step_time(
     accumulation = batch_plan(config.train, world_size).accumulation
     block = effective_block(config, sizes, world_size=world_size, on_gpu=device.name != "cpu")
     zero = block.get("zero_optimization") or {}
-    rate = peak_flops(config.train, device)
-    products = accumulation * _seconds((kernel for kernel in counted.kernels if kernel[1].flops), rate, device)
-    streams = accumulation * _seconds((kernel for kernel in counted.kernels if not kernel[1].flops), rate, device)
+    peak_flops(config.train, device)  # or refuse the device
+    by_group = {
+        group: accumulation * seconds for group, seconds in seconds_by_group(counted, config.train, device).items()
+    }
+    products, streams = by_group.pop(_PRODUCT, 0.0), by_group.pop(_STREAM, 0.0)
     update = _update_bytes(config, sizes, world_size) / (_STREAMS * device.bandwidth)
     sent = transfer(config.train, config.model, sizes, zero, world_size=world_size, accumulation=accumulation)
     link = device.link if world_size <= gpus_per_node else min(device.link, device.network * gpus_per_node)
     communication = sent.num_bytes / (_LINKS * link) + _LATENCY * sent.num_collectives
-    hidden = _HIDDEN * (products + streams) if overlaps(zero) else 0.0
-    return StepTime(products, streams, update, communication, max(0.0, communication - hidden))
+    found = StepTime(products, by_group, streams, update, communication, communication)
+    return found._replace(exposed=max(0.0, communication - _HIDDEN * found.computing)) if overlaps(zero) else found
 
 
 def peak_flops(train: TrainConfig, device: Device) -> float:
@@ -85,12 +89,18 @@ def peak_flops(train: TrainConfig, device: Device) -> float:
     return device.flops[precision]
 
 
-def _seconds(kernels: Iterable[tuple[float, Work]], rate: float, device: Device) -> float:
+def seconds_by_group(counted: Counted, train: TrainConfig, device: Device) -> dict[str, float]:
+    """Return the seconds of these kernels: of products, streams, and each operator that attends."""
     issue = _ISSUE if device.name != "cpu" else 0.0
     bandwidth = _STREAMS * device.bandwidth
-    return math.fsum(
-        number * max(work.flops / (_PRODUCTS * rate), work.num_bytes / bandwidth, issue) for number, work in kernels
-    )
+    wide = device.flops.get("tf32" if train.tf32 else "fp32", device.flops["fp32"])
+    rates = device.flops | {"fp32": wide}
+    seconds: dict[str, list[float]] = {}
+    for number, work in counted.kernels:
+        group = work.operator or (_PRODUCT if work.flops else _STREAM)
+        products = work.flops / (_PRODUCTS * rates.get(work.dtype, wide))
+        seconds.setdefault(group, []).append(number * max(products, work.num_bytes / bandwidth, issue))
+    return {group: math.fsum(each) for group, each in seconds.items()}
 
 
 def _update_bytes(config: Config, sizes: Sizes, world_size: int) -> int:

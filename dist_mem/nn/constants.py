@@ -14,9 +14,7 @@ def constant(values: tuple[float, ...], *, device: torch.device, dtype: torch.dt
     if key in _MADE:
         return _MADE[key]
     with torch.inference_mode(False), torch.no_grad():  # training cannot use tensors made in inference mode
-        made = torch.tensor(values, dtype=dtype).to(
-            device
-        )  # not on it: fake tensors of a GPU that is not there cannot be filled
+        made = torch.tensor(values, dtype=dtype, device="cpu").to(device)  # one that is only planned for takes none
     if type(made) is Tensor:  # a fake tensor, which has no values, must not be kept
         _MADE[key] = made
     return made

@@ -51,13 +51,15 @@ def _gpu(
     return Device(name, pattern, int(gibibytes * 2**30), _TERA * terabytes, rates, link, network)
 
 
-# The first pattern that matches counts. Memory is what torch reports as total: 1 to 2 % less than what is sold. Links:
-# NVLink 4, 3 and 2 have 450, 300 and 150 GB/s; PCIe 5 and 4 have 64 and 32. Networks: DGX H100 and H200 have 400 Gb/s a
-# GPU, DGX A100 200 Gb/s, DGX-1 four times 100 Gb/s for eight GPUs; 100 Gb/s is assumed for L40S, 25 for desktops.
-# Sources: NVIDIA's data sheets of each product; RTX 4090: white paper "NVIDIA Ada GPU architecture", appendix A, with
-# fp32 accumulation. V100 has no tensor cores for bf16 and TF32.
+# The first pattern that matches counts; a GH200 (Grace Hopper) has other memory and no entry. Memory is what torch
+# reports as total: 1 to 2 % less than what is sold. Links: NVLink 4, 3 and 2 have 450, 300 and 150 GB/s; PCIe 5 and 4
+# have 64 and 32. Networks: DGX H100 and H200 have 400 Gb/s a GPU, DGX A100 200 Gb/s, DGX-1 four times 100 Gb/s for
+# eight GPUs; 100 Gb/s is assumed for L40S, 25 for desktops. Sources: NVIDIA's data sheets of each product; RTX 4090:
+# white paper "NVIDIA Ada GPU architecture", appendix A, with fp32 accumulation. V100 has no tensor cores for bf16 and
+# TF32.
 GPUS = (
-    _gpu("h200-141gb", r"H200", 139.8, 4.8, half=989.4, tf32=494.7, fp32=66.9, links=(450, 50)),
+    _gpu("h200-nvl-141gb", r"H200 NVL", 139.8, 4.8, half=835.5, tf32=417.5, fp32=60.0, links=(450, 50)),
+    _gpu("h200-141gb", r"\bH200", 139.8, 4.8, half=989.4, tf32=494.7, fp32=66.9, links=(450, 50)),
     _gpu("h100-nvl-94gb", r"H100 NVL", 93.1, 3.9, half=835.5, tf32=417.5, fp32=60.0, links=(300, 50)),
     _gpu("h100-pcie-80gb", r"H100 PCIe", 79.2, 2.0, half=756, tf32=378, fp32=51.2, links=(64, 50)),
     _gpu("h100-80gb", r"H100", 79.2, 3.35, half=989.4, tf32=494.7, fp32=66.9, links=(450, 50)),
@@ -69,6 +71,8 @@ GPUS = (
     _gpu("l40s", r"L40S", 44.4, 0.864, half=362, tf32=183, fp32=91.6, links=(32, 12.5)),
     _gpu("rtx-4090", r"RTX 4090", 23.5, 1.008, half=165.2, tf32=82.6, fp32=82.6, links=(32, 3.125)),
 )
+# A name without a form means what most clusters have: the SXM module.
+FORMS = {"h100": "h100-80gb", "h200": "h200-141gb"}
 # Orders of magnitude for processors: one core of a loaded Xeon with AMX multiplied 1,024 x 1,024 matrices at 0.10
 # (fp32), 1.5 (bf16) and 0.14 TFLOP/s (fp16), and copied at 11 GB/s.
 _CORE_FLOPS = {"fp32": 0.1 * _TERA, "bf16": 1.0 * _TERA, "fp16": 0.1 * _TERA}
@@ -81,7 +85,7 @@ def gpu_of(device_name: str) -> Device | None:
 
 
 def device_named(name: str) -> Device:
-    """Return the entry of this name; `cpu` is this machine.
+    """Return the entry of this name, or of the usual form of `h100` and `h200`; `cpu` is this machine.
 
     Raises:
         UnusableError: there is none.
@@ -89,9 +93,10 @@ def device_named(name: str) -> Device:
     known = {device.name: device for device in GPUS}
     if name.lower() == "cpu":
         return _this_machine()
-    if name.lower() not in known:
-        raise UnusableError(f"no device is named {name!r}; known are{listed([*known, 'cpu'])}")
-    return known[name.lower()]
+    full = FORMS.get(name.lower(), name.lower())
+    if full not in known:
+        raise UnusableError(f"no device is named {name!r}; known are{listed([*known, *FORMS, 'cpu'])}")
+    return known[full]
 
 
 def _this_machine() -> Device:

@@ -1,4 +1,4 @@
-"""A rank and its GPU: the cores next to it, on a machine with several NUMA nodes, and the precision of its products.
+"""A rank and its GPU: what it is, the cores next to it on a machine with several NUMA nodes, the precision of products.
 
 Every GPU hangs on the PCI bus of one NUMA node. A rank whose threads run on another one reaches GPU, pinned memory and
 network card through the link between processors. Slurm numbers cores and GPUs independently, so a rank binds itself.
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from dist_mem.runtime.devices import FORMS, Device, device_named, gpu_of
 
 SYS = Path("/sys")
 
@@ -65,6 +67,19 @@ def bind_to_gpu(index: int) -> bool:
         with suppress(ProcessLookupError):  # it has ended meanwhile
             os.sched_setaffinity(int(thread.name), near)
     return True
+
+
+def device_of(name: str) -> Device:
+    """Return `device_named`, but this machine's GPU, with its own memory, if it has one of this name or family.
+
+    Raises:
+        UnusableError: no device has this name.
+    """
+    if torch.cuda.is_available():
+        found = gpu_of(torch.cuda.get_device_name())
+        if found and (found.name == name.lower() or (name.lower() in FORMS and found.name.startswith(name.lower()))):
+            return found._replace(memory=torch.cuda.get_device_properties(0).total_memory)
+    return device_named(name)
 
 
 def allow_tf32(is_allowed: bool) -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from dist_mem.memory import memory_kinds
+from dist_mem.runtime.devices import device_named
 from tests.support.limits import limit, wait_until
 from tests.support.paths import ROOT
 
@@ -53,15 +54,46 @@ def test_kernels_compile_for_a_gpu_that_this_machine_need_not_have(case: str) ->
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_memory_is_checked_and_measured_and_correctness_comes_first(cases: ModuleType) -> None:
+def test_every_memory_is_checked_and_measured_and_numbers_come_first(cases: ModuleType) -> None:
     names = [case.name for case in cases.all_cases()]
     assert len(names) == len(set(names))
-    blocks = cases.memories(8)
+    blocks = importlib.import_module("lib.gpu_models").every_memory(8)
+    presets = {path.stem for path in (ROOT / "configs" / "memory").glob("*.yaml") if "kind: linear" in path.read_text()}
+    assert presets < set(blocks) and len(presets) == 6
     for first in ("memory", "speed 125m"):
-        found = {blocks[name]["kind"] for name in blocks if f"{first} {name}" in names}
-        assert found | {"causal"} == set(memory_kinds()), first
-    is_speed = [name.startswith("speed ") for name in names]
-    assert is_speed == sorted(is_speed)
+        assert {block["kind"] for block in blocks.values()} == set(memory_kinds())
+        assert {f"{first} {name}" for name in blocks} <= set(names), first
+    kinds = [name.split()[0] in ("memory", "attention") for name in names]
+    assert kinds == sorted(kinds, reverse=True)
+
+
+def test_a_kernel_has_a_floor_that_is_counted_without_a_device(cases: ModuleType) -> None:
+    kernels, device = importlib.import_module("lib.gpu_kernels"), device_named("h100")
+    floors = {name: kernels.floor_of(make, True, device) for name, make in kernels.CASES.items() if "fla's" not in name}
+    assert min(floors.values()) > 0.0
+    ours, table = (floors[f"attention by distance, M 1024, K 64: {name}"] for name in ("triton", "sdpa"))
+    assert ours < table
+
+
+@pytest.mark.parametrize("status", ["done", "passed", "failed", "too slow"])
+def test_every_row_of_the_page_has_the_cells_of_its_head(status: str, cases: ModuleType) -> None:
+    numbers = {"tokens_per_second": 1e5, "step_seconds": 0.1, "peak_memory_gb": 2.0, "busy_share": 0.9}
+    numbers |= {"forward_ms": 1.0, "both_ms": 3.0, "floor_ms": 0.5, "compile_seconds": 20.0}
+    made = {case.name: {"status": status, **numbers} for case in cases.all_cases()}
+    counted = {
+        each.name: {"memory": 2.1e9, "flops_per_token": 1e9, "floor": {"products": 0.05}} for each in cases.trainings()
+    }
+    page = cases.tables(made, {"card": "NVIDIA H100 80GB HBM3", "versions": {}}, counted)
+    width = 0
+    for line in page.splitlines():
+        if line.startswith("|"):
+            cells = line.count("|")
+            assert cells == (width or cells), line
+        width = line.count("|")
+    if status == "done":
+        row = "| 125m causal compiled | 100,000 | 10.1% | 100.0 | 50.0 | 2.0 | 90% | 2.00 | 1.05 | compiled in 20 s |"
+        assert row in page
+        assert "| head, V 50257 | 1.00 | 3.00 | 0.50 | 6.0 | |" in page
 
 
 def start(out: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -83,10 +115,10 @@ def results(out: Path) -> dict[str, Any]:
 def test_benchmark_that_is_killed_continues_and_ends_with_all_cases_in_their_order(
     cases: ModuleType, tmp_path: Path
 ) -> None:
-    """Without the models whose speed only larger sizes tell apart: of --tiny, all are the same."""
-    only = ("--only", "memory|attention chunked|zero|repeat|resume|evaluation|speed transformer_xl_base")
+    """With some cases of each group."""
+    only = ("--only", "^(memory|attention chunked|kernel head|peer plain|zero [012]$|two ranks zero 1|speed 125m kda$)")
     first = start(tmp_path, *only)
-    wait_until(lambda: "zero 1" in results(tmp_path), "a few results", seconds=600)
+    wait_until(lambda: "zero 0" in results(tmp_path), "a few results", seconds=600)
     first.send_signal(signal.SIGKILL)
     first.wait()
     before = results(tmp_path)
@@ -101,9 +133,9 @@ def test_benchmark_that_is_killed_continues_and_ends_with_all_cases_in_their_ord
 
 def test_page_of_results_has_the_tables_of_its_json(cases: ModuleType) -> None:
     folder = ROOT / "docs" / "results"
-    kept, predicted = (json.loads((folder / "gpu" / f"{name}.json").read_text()) for name in ("gpu", "estimates"))
+    kept, counted = (json.loads((folder / "gpu" / f"{name}.json").read_text()) for name in ("gpu", "counted"))
     page = (folder / "gpu.md").read_text(encoding="utf-8")
-    assert cases.tables(kept["cases"], kept["machine"], predicted) in page
+    assert cases.tables(kept["cases"], kept["machine"], counted) in page
     relative, rotary = (kept["cases"][f"speed 125m transformer_xl{kind}"] for kind in ("", ", rotary"))
     own = {each["name"]: float(each["Self CUDA"].removesuffix("ms")) for each in relative["operators"]}
     assert f"| FlexAttention, backward | {own['triton_tem_fused_flex_attention_backward_2']:.0f} |" in page

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from tests.support.messages import refused
 # As torch.cuda.get_device_name() prints them.
 NAMES = {
     "NVIDIA H200": "h200-141gb",
+    "NVIDIA H200 NVL": "h200-nvl-141gb",
     "NVIDIA H100 80GB HBM3": "h100-80gb",
     "NVIDIA H100 PCIe": "h100-pcie-80gb",
     "NVIDIA H100 NVL": "h100-nvl-94gb",
@@ -44,8 +46,31 @@ def test_every_entry_is_found_by_the_names_of_torch_and_no_other_device_has_one(
         assert found is not None and found.name == name and device_named(name) is found
     assert set(NAMES.values()) == {device.name for device in GPUS}
     assert gpu_of("AMD Instinct MI300X") is None
+    assert gpu_of("NVIDIA GH200 480GB") is None
     with refused(UnusableError):
         device_named("mi300x")
+
+
+@pytest.mark.parametrize(
+    ("card", "asked", "found"),
+    [
+        ("NVIDIA H100 PCIe", "h100", "h100-pcie-80gb"),
+        ("NVIDIA H100 PCIe", "h100-80gb", "h100-80gb"),
+        ("NVIDIA H200", "h100", "h100-80gb"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb", "a100-40gb"),
+        (None, "h200", "h200-141gb"),
+    ],
+)
+def test_a_name_means_the_card_that_is_there(
+    card: str | None, asked: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its own memory, and else the form that most clusters have."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: card is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: card)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=2**36))
+    device = gpu.device_of(asked)
+    is_here = card is not None and (entry := gpu_of(card)) is not None and entry.name == found
+    assert (device.name, device.memory == 2**36) == (found, is_here)
 
 
 def test_links_are_slower_than_memory_and_networks_than_links() -> None:

@@ -1,0 +1,112 @@
+"""The trainings of gpu.sh: updates of the training loop's own step with DeepSpeed, timed, and one with a profile.
+
+Tokens are random and in memory: reading data is not part of it, and a process that has imported all starts in seconds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+from lib.common import seconds
+from lib.gpu_models import TINY_VOCAB, Training, trainings
+from torch.profiler import ProfilerActivity, profile
+
+from dist_mem.config import Config, deepspeed_block
+from dist_mem.data.batch import Batch, Update
+from dist_mem.data.batch_plan import batch_plan
+from dist_mem.runtime.distributed import initialize
+
+WARM_UPS, MOST_UPDATES, MOST_SECONDS = 4, 20, 5.0  # memories are full and allocations made; timed updates
+NUM_OPERATORS = 10
+
+
+def update_of(config: Config, lanes: range, vocab: int) -> Update:
+    """Return an update of full segments with random tokens, all scored."""
+    train, batches = config.train, []
+    for group in torch.tensor(lanes).repeat(train.segments_per_update).split(train.micro_batch_size):
+        full, old = torch.full((len(group),), train.seg_len), torch.zeros(len(group), dtype=torch.bool)
+        tokens = torch.randint(vocab, (len(group), train.seg_len))
+        batches.append(Batch(tokens, tokens, full, old, group, None))
+    scored = [batch.targets.numel() for batch in batches]
+    cursors = torch.zeros(len(lanes), 3, dtype=torch.int64)
+    return Update(batches, cursors, scored, epoch=0.0, documents_started=0, documents_skipped=0)
+
+
+def measure(name: str, *, tiny: bool, micro_lanes: int | None) -> dict[str, Any]:
+    """Measure one training, the only one of this process; `micro_lanes`: another `train.micro_batch_size`."""
+    training = next(each for each in trainings() if each.name == name)
+    config = training.configuration(tiny=tiny)
+    config.train.micro_batch_size = micro_lanes or config.train.micro_batch_size
+    return {"status": "done", **_measured(training, config, tiny=tiny)}
+
+
+def _measured(training: Training, config: Config, *, tiny: bool) -> dict[str, Any]:
+    from dist_mem.engine.compiling import compile_blocks
+    from dist_mem.engine.engine import Engine
+    from dist_mem.engine.start import start_communication
+    from dist_mem.model import MemoryLM
+    from dist_mem.training.divergence import Divergence
+    from dist_mem.training.step import StepContext, TrainState, train_step
+
+    began = time.perf_counter()
+    world = initialize(threads=1)
+    start_communication()
+    on_gpu = world.device.type == "cuda"
+    vocab = TINY_VOCAB if tiny else training.vocab
+    batch, lanes = batch_plan(config.train, 1), range(config.train.global_batch_size)
+    torch.manual_seed(0)
+    model = MemoryLM(config, vocab)
+    engine = Engine(model, config, deepspeed_block(config), world_size=1, accumulation=batch.accumulation)
+    engine.train()
+    compiling = None
+    if training.is_compiled:
+        size, length = config.train.micro_batch_size, config.train.seg_len
+        compiling = seconds(lambda: compile_blocks(engine, num_lanes=size, seg_len=length))
+    context = StepContext(config, world, engine, Divergence(config.divergence), total_steps=10**6)
+    groups = torch.tensor(lanes).split(config.train.micro_batch_size)
+    update = update_of(config, lanes, vocab)
+    state = TrainState(0, [engine.init_state(group) for group in groups], torch.zeros(len(lanes), 3, dtype=torch.int64))
+
+    def step() -> None:
+        nonlocal state
+        state, _ = train_step(context, state, update, list(update.scored))
+        if on_gpu:
+            torch.cuda.synchronize()
+
+    for _ in range(WARM_UPS):
+        step()
+    started = time.perf_counter() - began
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    times: list[float] = []
+    while len(times) < 3 or (len(times) < (3 if tiny else MOST_UPDATES) and sum(times) < MOST_SECONDS):
+        times.append(seconds(step))
+    median = statistics.median(times)
+    peak = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+        step()
+    busy, operators = costliest(profiler, on_gpu=on_gpu)
+    return {
+        "tokens_per_second": sum(update.scored) / median,
+        "step_seconds": median,
+        "peak_memory_gb": peak,
+        "busy_share": busy / median if on_gpu else None,  # of the GPU's time; the rest waits for launches and the host
+        "compile_seconds": compiling,
+        "start_seconds": started,
+        "operators": operators,
+    }
+
+
+def costliest(profiler: profile, *, on_gpu: bool) -> tuple[float, list[dict[str, Any]]]:
+    """Return the seconds of all kernels (on a CPU: operators), and the costliest with milliseconds and calls."""
+    time_of = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    found = [row for row in profiler.key_averages() if not row.is_user_annotation]  # spans, whose kernels have rows
+    rows = sorted(found, key=lambda row: -getattr(row, time_of))
+    total = sum(getattr(row, time_of) for row in rows) / 1e6
+    return total, [
+        {"name": row.key[:90], "ms": round(getattr(row, time_of) / 1e3, 3), "calls": row.count}
+        for row in rows[:NUM_OPERATORS]
+    ]
