@@ -14,6 +14,7 @@ from dist_mem.estimate.memory import Part, size, update_parts
 from dist_mem.estimate.search import BackEnd, Candidate, Cluster, best, by_back_end, candidates, nearest
 from dist_mem.estimate.step_time import CheckpointCost, StepTime, checkpoint_cost, peak_flops, step_time
 from dist_mem.estimate.zero import sizes_of
+from dist_mem.nn.kernel_shapes import planned_card
 from dist_mem.nn.layers import DTYPES
 from dist_mem.runtime.devices import Device
 from dist_mem.runtime.terminal import counted, labelled, table
@@ -92,7 +93,8 @@ def estimate_job(
         UnusableError: the model cannot be built, or the device does not compute in `train.precision`.
     """
     try:
-        return _estimate(config, vocab_size, cluster, disk_rate, steps, report)
+        with planned_card(cluster.device.memory):
+            return _estimate(config, vocab_size, cluster, disk_rate, steps, report)
     except UnusableError:
         raise
     except ValueError as error:

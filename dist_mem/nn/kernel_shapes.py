@@ -35,7 +35,8 @@ KERNELS = {
 }
 
 _planned: ContextVar[str] = ContextVar("planned", default="meta")
-_planned_card: ContextVar[int] = ContextVar("planned_card", default=80 * 2**30)  # bytes of an H100, A100 or larger half
+_planned_card: ContextVar[int | None] = ContextVar("planned_card", default=None)
+_USUAL_CARD = 80 * 2**30  # bytes of an A100 or H100
 
 
 @contextmanager
@@ -64,13 +65,14 @@ def device_type_of(tensor: Tensor) -> str:
 
 
 def card_bytes(tensor: Tensor) -> int:
-    """Return the memory of the tensor's GPU as a whole, or of the one that is planned for.
+    """Return the memory of the tensor's GPU as a whole, or of the one that is planned for; unless given, that of a GPU here.
 
     What is free of it changes within a run; what were decided by that would differ between a run and its resumption.
     """
-    if tensor.device.type == "cuda":
-        return torch.cuda.get_device_properties(tensor.device).total_memory
-    return _planned_card.get()
+    planned = _planned_card.get()
+    if tensor.device.type == "cuda" or (planned is None and torch.cuda.is_available()):
+        return torch.cuda.get_device_properties(None if tensor.is_meta else tensor.device).total_memory
+    return planned or _USUAL_CARD
 
 
 _operators = torch.library.Library("dist_mem", "FRAGMENT")
