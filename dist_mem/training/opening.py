@@ -42,6 +42,7 @@ from dist_mem.evaluation.scoring import lengths_to_score
 from dist_mem.hf.folder import load_pretrained
 from dist_mem.hf.vocabulary import compare_tokens
 from dist_mem.memory.outside import sources
+from dist_mem.memory.parts.kernel_choice import describe_kernels
 from dist_mem.model import MemoryLM
 from dist_mem.nn.layers import describe_attention
 from dist_mem.runtime.distributed import World, announced, gather_objects, on_all_ranks
@@ -113,6 +114,7 @@ def _open_run(
     with announced("building the model"):
         engine, messages = _build(config, world, tokenizer, len(lane_ids), is_resumed=resumption is not None)
     messages += describe_attention(engine.module, world.device.type, config.train.seg_len)
+    messages += describe_kernels(engine.module, world.device.type, config.train.seg_len)
     messages += _describe_windows(config, engine.module)
     leave_if_interrupted(stop_signal)
     commit = running_commit() if world.rank == 0 else None
