@@ -162,8 +162,9 @@ class _Learning(torch.autograd.Function):
 
 
 def calling(function: Callable[..., Any], like: Tensor) -> Callable[..., Any]:
-    """Return the function; for a GPU compiled, if the compiler's kernels run there."""
-    return function if like.device.type != "cuda" or why_not() else compiled(function)
+    """Return the function; for a GPU compiled, if the compiler's kernels run there and it is no check in float64."""
+    is_plain = like.device.type != "cuda" or like.dtype == torch.float64 or why_not()
+    return function if is_plain else compiled(function)
 
 
 @contextmanager
