@@ -34,10 +34,11 @@ from lib.common import arguments_of, load, seconds
 from lib.distance_cases import distance_kernels_of
 from lib.speed import configuration, memories
 from lib.stand_in_gpu import Kernel
+from lib.update_cases import update_kernels_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dist_mem.memory.parts import basis, linear_rule, neural_memory
+from dist_mem.memory.parts import basis, linear_rule, neural_backward, neural_memory
 from dist_mem.model import MemoryLM
 from dist_mem.nn.compiled import compiled, compiling_ahead
 from dist_mem.nn.distance_attention import LAUNCHES
@@ -69,18 +70,21 @@ def linear_chunks(arguments: argparse.Namespace, *, vector: bool) -> None:
     compiled(delta_rule)(tokens, rows(*shape[:2], width, 2 * width))
 
 
-def learn(tokens: neural_memory.Tokens, weights: Any, momentum: Any) -> neural_memory.Learned:
-    return neural_memory.learn(tokens, weights, momentum, chunk_len=32, max_gradient=1.0)
+def titans_chunks(arguments: argparse.Namespace) -> list[Kernel]:
+    """Compile the functions of a chunk, and of a group of chunks, in which a network of two layers learns a segment.
 
-
-def titans_chunks(arguments: argparse.Namespace) -> None:
-    """Compile the chunks in which a network of two layers learns a segment."""
-    lanes, queries, width = arguments.lanes, arguments.seg_len, arguments.d_model
-    query, key, value = (rows(lanes, queries, width) for _ in range(3))
-    step, momentum, kept = (rows(lanes, queries) for _ in range(3))
-    is_real = torch.empty(lanes, queries, device="cuda")
-    tokens = neural_memory.Tokens(query, key, value, step, momentum, kept, is_real)
-    compiled(learn)(tokens, *(tuple(rows(lanes, width, width) for _ in range(2)) for _ in range(2)))
+    Inductor's kernels, and our own of its state.
+    """
+    lanes, width, chunk_len, every = arguments.lanes, arguments.d_model, 32, 4
+    with torch.no_grad():
+        query, key, value = (rows(lanes, arguments.seg_len, width) for _ in range(3))
+        rates = (rows(lanes, arguments.seg_len) for _ in range(4))
+        chunks = neural_backward.in_chunks(neural_memory.Tokens(query, key, value, *rates), chunk_len)
+        given = [*chunks, *(rows(lanes, width, width) for _ in range(4))]
+        settings = neural_backward.Settings(num_layers=2, every=every, max_gradient=1.0, tf32=True)
+        read, _, *found = neural_backward.forward(given, *settings, keeps=True)
+        neural_backward.backward(read, found[:2], [*given, *found[2:]], *settings)
+    return list(update_kernels_of())
 
 
 def block(model: nn.Module, arguments: argparse.Namespace) -> None:

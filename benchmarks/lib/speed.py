@@ -38,6 +38,7 @@ def memories(mem_len: int) -> dict[str, dict[str, Any]]:
         "rmt": {"kind": "rmt", "num_tokens": 10},
         "memorizing": {"kind": "memorizing", "mem_len": mem_len},
         "titans": {"kind": "titans", "window": mem_len},
+        "titans, chunks of 256": {"kind": "titans", "window": mem_len, "chunk_len": 256},
         "block_recurrent": {"kind": "block_recurrent", "num_states": mem_len},
     }
 

@@ -149,6 +149,8 @@ def _flops(name: str, args: tuple[Any, ...], output: Any) -> int:
         products, place = KERNELS[name]
         query, key = args[place : place + 2]
         return products * 2 * query.numel() * key.shape[-2]
+    elif name == "rank_update":
+        return sum(2 * rows.numel() * columns.shape[-1] for rows, columns in zip(args[2], args[3], strict=True))
     elif name == "convolution":
         places = args[0] if args[6] else output  # args[6]: it is transposed
         return 2 * len(places) * places.shape[-1] * args[1].numel()

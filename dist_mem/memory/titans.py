@@ -17,7 +17,9 @@ H heads, K head width, W window, P learned rows, I and O widths before and after
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -26,8 +28,10 @@ from torch import Tensor, nn
 
 from dist_mem.config.keys import TOKENS, WIDTH, key
 from dist_mem.memory.base import Count, Evicted, Inspectable, LayerSpec, MemoryOutput, Opened, Places, StepOutput
+from dist_mem.memory.parts import neural_backward
 from dist_mem.memory.parts.inspection import Inspection, rows_of, segment_rows, token_spans
 from dist_mem.memory.parts.neural_memory import (
+    Learned,
     NeuralMemory,
     Tokens,
     Weights,
@@ -36,13 +40,18 @@ from dist_mem.memory.parts.neural_memory import (
     recall,
 )
 from dist_mem.memory.parts.persistent_attention import PersistentAttention
+from dist_mem.nn.attention import Choice
 from dist_mem.nn.attention_inputs import Visible
+from dist_mem.nn.distance_attention import why_not
+from dist_mem.nn.kernel_shapes import device_type_of
 from dist_mem.nn.layers import Attended, Dropout, Projection, newest_rows
 from dist_mem.nn.named_tuples import replaced
 from dist_mem.nn.norms import ExactNorm, input_norm
 from dist_mem.nn.stepping import Kept
 
 VARIANTS = ("gate", "context", "layer", "alone")
+GRADIENTS = ("auto", "kept", "recomputed")
+PRODUCTS = ("auto", "exact", "tf32")
 
 
 class State(NamedTuple):
@@ -103,6 +112,7 @@ class Titans(Inspectable):
     """Attention and a network that learns keys and values: beside it, before it, as its context, or alone."""
 
     title = "Titans"
+    computes = "learning"  # of which `choose_kernels` speaks
     carries_gradient = True
     takes_short_first = True
     min_seg_len = 1
@@ -125,6 +135,13 @@ class Titans(Inspectable):
         kernel: int = key(4, at_least=1, at_most=64)  # tokens that the convolution of queries, keys and values sees
         num_persistent: int = key(4, at_least=1, at_most=TOKENS)  # P, learned rows that attention sees; not in `alone`
         window: int = key(128, at_least=2, at_most=TOKENS)  # W, tokens that a query of `gate` or `layer` attends to
+        # how learning is differentiated: kept: by autograd, which keeps the weights after every chunk | recomputed: by
+        # a backward that keeps few and computes the others again, in few kernels; equal but for rounding | auto:
+        # recomputed on GPUs, else kept
+        gradients: str = key("auto", choices=GRADIENTS)
+        # products of `recomputed` on GPUs: exact, unless train.tf32 | tf32: 10 of 23 bits, with sums, weights and
+        # momentum in float32 | auto: tf32 with half precision, else exact
+        products: str = key("auto", choices=PRODUCTS)
 
     def __init__(self, spec: LayerSpec, options: Options) -> None:
         super().__init__(spec, options)
@@ -134,6 +151,11 @@ class Titans(Inspectable):
             raise ValueError(
                 f"memory.kind is titans and memory.variant {variant}, whose own attention has no grouped heads and no "
                 "positions, unlike a Llama's: set memory.variant to alone, or model.kind to transformer"
+            )
+        if options.gradients == "kept" and options.products != "auto":
+            raise ValueError(
+                f"memory.products is {options.products}, but memory.gradients is kept, whose products are those of "
+                "train.tf32: set memory.products to auto, or memory.gradients to recomputed or auto"
             )
         self.norm = input_norm(spec)
         self.memory = NeuralMemory(
@@ -277,12 +299,29 @@ class Titans(Inspectable):
         """Let the network learn the rows; `y` of the step is what they read."""
         tokens, before = self.memory.tokens(rows, state.tail, valid_len, state.weights[0].dtype)
         limit = self.options.max_gradient
-        learned = learn(tokens, state.weights, state.momentum, chunk_len=self.options.chunk_len, max_gradient=limit)
+        run: Callable[..., Learned] = learn
+        if self.choose_kernels(device_type_of(rows), rows.shape[1]).back_end == "recomputed":
+            run = partial(neural_backward.learn, tf32=self.takes_tf32(rows.dtype))
+        learned = run(tokens, state.weights, state.momentum, chunk_len=self.options.chunk_len, max_gradient=limit)
         tail = newest(before, valid_len, num_rows=state.tail.shape[1]).to(state.tail.dtype)
         is_fresh = state.is_fresh & (valid_len == 0)
         new = replaced(state, weights=learned.weights, momentum=learned.momentum, is_fresh=is_fresh, tail=tail)
         query, weights = (tokens.query[None], None) if attended is None else (attended.query, attended.weights)
         return Step(learned.read, new, query, weights, tokens, learned.error)
+
+    def choose_kernels(self, device_type: str, num_queries: int) -> Choice:
+        """Return how learning is differentiated, one of GRADIENTS, and why."""
+        gradients, products = self.options.gradients, self.options.products
+        if gradients == "kept" or (gradients == "auto" and device_type != "cuda"):
+            return Choice("kept", "memory.gradients" if gradients == "kept" else "autograd is faster on CPUs")
+        if gradients == "auto" and (refused := why_not()):
+            return Choice("kept", refused)
+        kind = "tf32 with half precision" if products == "auto" else products
+        return Choice("recomputed", f"few weights are kept; memory.products: {kind}")
+
+    def takes_tf32(self, dtype: torch.dtype) -> bool:
+        """Return whether products of `recomputed` may take TF32, of rows of this type."""
+        return self.options.products == "tf32" or (self.options.products == "auto" and dtype.itemsize < 4)
 
     @staticmethod
     @torch.no_grad()

@@ -1,19 +1,21 @@
-"""What a fused attention kernel reads, returns and keeps, on tensors without values (the meta device), for planning.
+"""What a fused kernel reads, returns and keeps, on tensors without values (the meta device), for planning.
 
-Torch's own fused kernels do not exist there. The operators below compute nothing; whoever counts memory and work, as
-dist_mem/estimate/counting.py does, sees their inputs and outputs. Shape letters: B lanes, T queries, J keys, H heads, K
-head width.
+Torch's own fused kernels do not exist there, nor do those that its compiler makes. The operators below compute nothing;
+whoever counts memory and work, as dist_mem/estimate/counting.py does, sees their inputs and outputs. Shape letters: B
+lanes, T queries, J keys, H heads, K head width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 class Kernel(NamedTuple):
@@ -65,7 +67,7 @@ def device_type_of(tensor: Tensor) -> str:
 
 
 def card_bytes(tensor: Tensor) -> int:
-    """Return the memory of the tensor's GPU as a whole, or of the one that is planned for; unless given, that of a GPU here.
+    """Return the memory of the tensor's GPU as a whole, or of the one that is planned for; by default, of a GPU here.
 
     What is free of it changes within a run; what were decided by that would differ between a run and its resumption.
     """
@@ -122,3 +124,26 @@ def fused(query: Tensor, key: Tensor, value: Tensor, table: Tensor | None) -> tu
     """
     found: tuple[Tensor, Tensor] = _Fused.apply(query, key, value, table)
     return found
+
+
+_operators.define("one_kernel(Tensor[] read) -> Tensor[]")
+_called: list[Callable[[list[Tensor]], tuple[Tensor, ...]]] = []
+_operators.impl("one_kernel", lambda read: list(_called.pop()(read)), "Meta")
+
+
+def one_kernel(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """Let a function of tensors count as one kernel where it is counted, as the compiler makes one of it.
+
+    Its arguments are tensors and lists of them, its options are no tensors; it computes element by element, with sums
+    over the last axis.
+    """
+
+    @wraps(function)
+    def run(*arguments: Any, **options: Any) -> tuple[Tensor, ...]:
+        tensors, structure = tree_flatten(arguments)
+        if not tensors[0].is_meta:
+            return function(*arguments, **options)
+        _called.append(lambda read: function(*tree_unflatten(read, structure), **options))
+        return tuple(torch.ops.dist_mem.one_kernel(tensors))
+
+    return run

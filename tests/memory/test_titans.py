@@ -13,10 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dist_mem.memory.base import detached, named_tensors
+from dist_mem.memory.parts import neural_backward
+from dist_mem.memory.parts.kernel_choice import describe_kernels
 from dist_mem.memory.parts.neural_memory import Tokens, Weights, learn, recall
-from dist_mem.memory.titans import State, Titans
+from dist_mem.memory.titans import GRADIENTS, State, Titans
+from dist_mem.nn import compiled as compiling
 from dist_mem.nn.layer_spec import LayerSpec, LlamaSpec
 from tests.memory.published import Vectors, layer_spec, names_in
+from tests.support.compiled_blocks import num_graphs, without_inductor
+from tests.support.contract_cases import small_model
 from tests.support.messages import refused
 from tests.support.parity import assert_close
 from tests.support.paths import GOLDEN
@@ -33,13 +38,13 @@ def spec(given: dict[str, Any], *, norm: str = "post") -> LayerSpec:
 class Layer(Vectors):
     """Our layer with the reference's weights."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, gradients: str) -> None:
         super().__init__(GOLDEN / "titans" / f"{name}.npz")
         given = self.given = self.settings
         options = Titans.Options(
             variant=VARIANTS[given["kind"]], depth=given["depth"], d_hidden=given["hidden"],
             chunk_len=given["chunk"], step_max=given["theta_max"], kernel=max(1, given["conv"]),
-            num_persistent=given["persistent"], window=given["window"], max_gradient=None,
+            num_persistent=given["persistent"], window=given["window"], max_gradient=None, gradients=gradients,
         )  # fmt: skip
         self.layer = Titans(spec(given), options).double()
 
@@ -85,9 +90,10 @@ class Layer(Vectors):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_layer_equals_the_equations_of_the_paper(name: str) -> None:
+@pytest.mark.parametrize("gradients", GRADIENTS[1:])
+def test_the_layer_equals_the_equations_of_the_paper(gradients: str, name: str) -> None:
     """Outputs, states and gradients; of one file gradients through all segments, too."""
-    ours = Layer(name)
+    ours = Layer(name, gradients)
     state = ours.layer.init_state(torch.arange(ours.given["lanes"]), "cpu", torch.float64)
     through, losses = state, []
     for number in range(ours.given["segments"]):
@@ -175,6 +181,72 @@ def test_chunks_equal_the_recurrence(chunk_len: int, depth: int, limit: float | 
         assert_close(ours, theirs, "the recurrence")
 
 
+@pytest.mark.parametrize(
+    ("seg_len", "chunk_len", "depth", "limit"),
+    [(11, 1, 2, None), (11, 3, 1, None), (11, 16, 2, 1.5), (26, 1, 3, 0.5), (29, 2, 2, 0.5), (24, 2, 4, None)],
+)
+def test_the_backward_of_its_own_is_that_of_autograd(
+    seg_len: int, chunk_len: int, depth: int, limit: float | None
+) -> None:
+    """Of values, states and all gradients through both, for one group of chunks and several, the last incomplete."""
+    widths = [3, *[5] * (depth - 1), 3]
+    generator = torch.Generator().manual_seed(depth)
+    weights, momentum = (
+        tuple(
+            (0.5 * torch.randn(2, *shape, generator=generator, dtype=torch.float64)).requires_grad_()
+            for shape in pairwise(widths)
+        )
+        for _ in range(2)
+    )
+    tokens = random_tokens(seg_len=seg_len, d_model=3)
+    tokens = Tokens(*(part.requires_grad_() for part in tokens[:-1]), tokens[-1])
+    results = []
+    for function in (neural_backward.learn, learn):
+        learned = function(tokens, weights, momentum, chunk_len=chunk_len, max_gradient=limit)
+        states = (*learned.weights, *learned.momentum)
+        loss = torch.stack([learned.read.square().sum(), *(part.pow(3).sum() for part in states)]).sum()
+        found = torch.autograd.grad(loss, [*tokens[:-1], *weights, *momentum])
+        results.append([learned.read, learned.error, *states, *found])
+    for ours, theirs in zip(*results, strict=True):
+        assert_close(ours, theirs, "autograd")
+
+
+def test_functions_of_chunks_are_whole_graphs_that_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are compiled on GPUs only, each once for chunks of one size."""
+    tokens = random_tokens(seg_len=24, d_model=3)
+    tokens = Tokens(*(part.requires_grad_() for part in tokens[:-1]), tokens[-1])
+    weights = tuple(torch.full((2, *shape), 0.5, dtype=torch.float64).requires_grad_() for shape in ((3, 5), (5, 3)))
+    results = []
+    with without_inductor():
+        for calls in (neural_backward.calling, lambda function, like: compiling.compiled(function)):
+            monkeypatch.setattr(neural_backward, "calling", calls)
+            learned = neural_backward.learn(tokens, weights, weights, chunk_len=2, max_gradient=0.5)
+            found = torch.autograd.grad(
+                learned.read.square().sum() + learned.weights[0].sum(), [*tokens[:-1], *weights]
+            )
+            results.append([learned.read, *learned.weights, *learned.momentum, *found])
+        assert num_graphs() == 4
+    assert all(map(torch.equal, *results))
+
+
+def test_the_backward_of_its_own_keeps_little() -> None:
+    """Of 64 chunks, where autograd keeps the weights after each."""
+    tokens = Tokens(*(torch.zeros(2, 256, *[64] * (place < 3)).requires_grad_() for place in range(7)))
+    weights = tuple(torch.zeros(2, 64, 64).requires_grad_() for _ in range(2))
+    kept = []
+    for function in (neural_backward.learn, learn):
+        sizes: dict[int, int] = {}
+
+        def keep(part: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
+            sizes[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
+            return part
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda part: part):
+            function(tokens, weights, weights, chunk_len=4)
+        kept.append(sum(sizes.values()))
+    assert 5 * kept[0] < kept[1]
+
+
 def test_a_limit_of_the_gradient_keeps_weights_finite_under_any_step() -> None:
     """Repeated keys in one chunk overshoot; the weights stay below step * limit / ((1 - eta) alpha)."""
     ones = torch.ones(1, 64)
@@ -231,3 +303,19 @@ def test_attention_is_refused_where_it_cannot_be_computed(variant: str) -> None:
     alone = Titans(replace(given, back_end="triton", llama=llama, norm="pre"), Titans.Options(variant="alone"))
     with refused(ValueError, "memory.variant"):
         _ = alone.evicted_len
+
+
+def test_a_start_on_a_gpu_says_how_learning_is_differentiated() -> None:
+    model = small_model("titans")
+    (message,) = describe_kernels(model, "cuda", 512)
+    number = len(model.memories())
+    assert message == (
+        f"learning of {number} layers: recomputed (few weights are kept; memory.products: tf32 with half precision)"
+    )
+    assert describe_kernels(model, "cpu", 512) == []
+
+
+def test_products_of_a_backward_that_is_not_used_are_refused() -> None:
+    given = spec({"dim": 6, "heads": 2, "segment": 4})
+    with refused(ValueError, "memory.products", "memory.gradients"):
+        Titans(given, Titans.Options(gradients="kept", products="tf32"))

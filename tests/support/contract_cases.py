@@ -72,6 +72,7 @@ CASES: dict[str, dict[str, Any]] = {
     "titans, layer": small_block("titans", variant="layer"),
     "titans, alone": small_block("titans", variant="alone", depth=1),
     "titans, without convolution": small_block("titans", kernel=1, chunk_len=1),
+    "titans, recomputed": small_block("titans", gradients="recomputed"),
     "infinite over titans": small_block("infinite", over=small_block("titans")),
     "transformer_xl, rotary": small_block("transformer_xl", positions="rotary"),
     "lamemo, shorter than a segment": small_block("lamemo", mem_len=SEG_LEN - 1),
@@ -156,12 +157,12 @@ def takes_short_first(case: str) -> bool:
 def accepted(case: str, back_end: str) -> bool:
     """Return whether the memory can attend by this back end.
 
-    Titans' learned rows are outside of its window, unless it is alone; look-ahead attention needs more than sdpa
-    returns.
+    Titans' learned rows are outside of its window, unless it is alone, which takes a mask; look-ahead attention needs
+    more than sdpa returns.
     """
     if back_end == "simple" or case == "titans, alone":
         return True
-    return "titans" not in case and (back_end != "sdpa" or "lamemo" not in case)
+    return "lamemo" not in case if back_end == "sdpa" else "titans" not in case
 
 
 def subject(case: str, norm: str = "pre", cut: str = "start", attention: str = "auto") -> Subject:

@@ -78,6 +78,7 @@ def learn(
         if max_gradient is not None:
             one = replaced(one, step=one.step * share_kept(inputs, gradients, max_gradient))
         left, since, shares = mixture(one)
+        shares = shares * one.step[:, None]
         # Of the momentum itself: what the last token leaves of it, and of the gradients since.
         last_left, last_shares = decays(one.momentum)[:, -1:] * one.step[:, None], one.momentum.sum(1).exp()
         rows, new_weights, new_momentum = one.query, [], []
@@ -158,7 +159,7 @@ def share_kept(inputs: list[Tensor], gradients: list[Tensor], max_gradient: floa
 
 
 def decays(logs: Tensor) -> Tensor:
-    """Return the product of the factors after token s up to token t, 0 for s > t: their logs (B, C) -> (B, C, C)."""
+    """Return the product of the factors after token s up to t, 0 for s > t: their logs (..., C) -> (..., C, C)."""
     total = logs.cumsum(-1)
     upper = torch.ones(logs.shape[-1], logs.shape[-1], dtype=torch.bool, device=logs.device).triu(1)
     # Never e^(t - s) for s > t, which overflows.
@@ -168,14 +169,16 @@ def decays(logs: Tensor) -> Tensor:
 def mixture(tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
     """Return what a token's weights consist of.
 
+    Axes before the last are kept; the tokens of a chunk have (B, C).
+
     Returns:
         (B, C), share of the weights before the chunk. (B, C), share of the momentum before the chunk. (B, C, C), of
-        the gradient of every token of the chunk, with its step.
+        the gradient of every token of the chunk, without its step.
     """
-    arrived = decays(tokens.kept) * tokens.is_real[:, None]  # of the momentum at token s in the weights at token t
+    arrived = decays(tokens.kept) * tokens.is_real[..., None, :]  # of the momentum at token s in the weights at token t
     left = tokens.kept.cumsum(-1).exp()
     since = (arrived @ tokens.momentum.cumsum(-1).exp()[..., None]).squeeze(-1)
-    return left, since, (arrived @ decays(tokens.momentum)) * tokens.step[:, None]
+    return left, since, arrived @ decays(tokens.momentum)
 
 
 class Projected(NamedTuple):

@@ -1,6 +1,8 @@
 """Attention to learned rows beside those of the text: persistent memory (Behrouz et al. 2024, "Titans", eq. 19).
 
-Shape letters: B lanes, T segment, M context rows, P persistent rows, D model, H heads, K head width.
+Every query sees all learned rows and, of the others, what a mask says. `simple` computes it, or torch's fused kernel
+with that mask, which keeps no scores; the other back ends take one window over all keys. Shape letters: B lanes, T
+segment, M context rows, P persistent rows, J keys, D model, H heads, K head width.
 """
 
 from __future__ import annotations
@@ -11,34 +13,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_mem.nn.attention import Choice
+from dist_mem.nn.kernel_shapes import device_type_of, fused
 from dist_mem.nn.layer_spec import LayerSpec
 from dist_mem.nn.layers import Attended, AttentionLayer, Projection, masked_softmax, merge_heads, split_heads
 from dist_mem.nn.stepping import Opened, Places, StepOutput, attend, kept, lane_heads
 
+_ALIGNED = 8  # keys: torch copies a mask whose rows do not begin at a multiple of 16 bytes
+
+
+def fused_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Attend by torch's fused kernel: scaled query (H, B, T, K), keys and values (H, B, J, K), mask (B, T, J) bool."""
+    added = torch.where(mask, 0.0, -torch.inf).to(query.dtype)[:, None]
+    if query.is_meta:
+        return fused(query, key, value, added)[0]
+    lanes_first = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+    return F.scaled_dot_product_attention(*lanes_first, attn_mask=added, scale=1.0).transpose(0, 1)
+
 
 class PersistentAttention(AttentionLayer):
-    """Attention without positions to learned rows, a context and the segment.
-
-    Every query sees all learned rows and, of the others, what a mask says, so only `simple` computes it: the other back
-    ends take one window over all keys.
-    """
+    """Attention without positions to learned rows, a context and the segment."""
 
     def __init__(self, spec: LayerSpec, *, num_rows: int) -> None:
         super().__init__(attention_dropout=spec.attention_dropout, back_end=spec.back_end)
-        if spec.back_end not in ("auto", "simple"):
+        if spec.back_end not in ("auto", "simple", "sdpa"):
             raise ValueError(
                 f"model.attention is {spec.back_end}, but memory.kind is titans, whose queries see learned rows "
-                "outside of their window: set model.attention to auto or simple, or memory.variant to alone"
+                "outside of their window: set model.attention to auto, simple or sdpa, or memory.variant to alone"
             )
         width = spec.num_heads * spec.d_head
         self.num_heads = spec.num_heads
         self.learned = nn.Parameter(torch.zeros(num_rows, spec.d_model))
         self.query, self.key_value = Projection(spec.d_model, width), Projection(spec.d_model, 2 * width)
         self.output = Projection(width, spec.d_model)
-
-    def choose(self, device_type: str, num_queries: int) -> Choice:
-        return Choice("simple", "queries see learned rows outside of their window, which only it can mask")
 
     def forward(self, x: Tensor, context: Tensor, visible: Tensor, *, num_shown: int = 0) -> Attended:
         """Attend from the segment.
@@ -48,16 +54,27 @@ class PersistentAttention(AttentionLayer):
             num_shown: of so many of the newest rows, shares in what is read of these are returned; 0: none.
         """
         query = split_heads(self.query(x), self.num_heads)
-        persistent = split_heads(self.persistent(x), 2 * self.num_heads)
-        parts = [split_heads(self.key_value(rows), 2 * self.num_heads) for rows in (context, x) if rows.shape[1]]
-        key, value = torch.cat([persistent, *parts], dim=2).chunk(2)
-        everywhere = torch.ones(*visible.shape[:2], len(self.learned), dtype=torch.bool, device=x.device)
-        mask = torch.cat([everywhere, visible], dim=-1)
-        scores = (query / math.sqrt(query.shape[-1])) @ key.mT
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        rows = self.attention_dropout(masked_softmax(scores, mask).to(value.dtype)) @ value
-        # Not the probabilities divided by their sum, which is 0 if learned rows have nearly all.
-        newest = masked_softmax(scores[..., -num_shown:], visible[..., -num_shown:]) if num_shown else None
+        scaled = query / math.sqrt(query.shape[-1])
+        is_fused = not num_shown and self.choose(device_type_of(x), x.shape[1]).back_end == "sdpa"
+        parts = [self.persistent(x), *(self.key_value(rows) for rows in (context, x) if rows.shape[1])]
+        number = len(self.learned)
+        masks = [torch.ones(*visible.shape[:2], number, dtype=torch.bool, device=x.device), visible]
+        if is_fused and (missing := -(number + visible.shape[-1]) % _ALIGNED):  # keys that no query sees
+            parts.append(parts[-1].new_zeros(len(x), missing, parts[-1].shape[-1]))
+            masks.append(torch.zeros(*visible.shape[:2], missing, dtype=torch.bool, device=x.device))
+        heads = [split_heads(part, 2 * self.num_heads) for part in parts]
+        key, value = torch.cat(heads, dim=2).chunk(2)
+        mask = torch.cat(masks, dim=-1)
+        newest: Tensor | None = None
+        if is_fused:
+            rows = fused_rows(scaled, key, value, mask)
+        else:
+            scores = scaled @ key.mT
+            scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+            rows = self.attention_dropout(masked_softmax(scores, mask).to(value.dtype)) @ value
+        if num_shown:
+            # Not the probabilities divided by their sum, which is 0 if learned rows have nearly all.
+            newest = masked_softmax(scores[..., -num_shown:], visible[..., -num_shown:])
         return Attended(self.output(merge_heads(rows)), query, newest)
 
     def persistent(self, like: Tensor) -> Tensor:
