@@ -120,7 +120,7 @@ def test_benchmark_that_is_killed_continues_and_ends_with_all_cases_in_their_ord
     first = start(tmp_path, *only)
     wait_until(lambda: "zero 0" in results(tmp_path), "a few results", seconds=600)
     first.send_signal(signal.SIGKILL)
-    first.wait()
+    first.communicate(timeout=limit(60))
     before = results(tmp_path)
     second = start(tmp_path, "--minutes", "9", *only)
     printed, _ = second.communicate(timeout=limit(600))
