@@ -7,7 +7,7 @@ head width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -28,6 +28,16 @@ KERNELS = {
     # Tiles multiply with distances too; in the backward twice as many, which its first kernel does not keep.
     **{"distance_attention": Kernel(3, 0), "distance_attention_backward": Kernel(8, 4)},
 }
+
+
+class Launched(NamedTuple):
+    """What an operator does that launches several kernels."""
+
+    num_bytes: list[int]  # read and written by each kernel
+    workspace: int  # bytes that it allocates and frees again, at most
+
+
+LAUNCHED: dict[str, Callable[..., Launched]] = {}  # by operator, of its arguments; filled where operators are defined
 
 _planned: ContextVar[str] = ContextVar("planned", default="meta")
 
