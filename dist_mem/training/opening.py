@@ -41,9 +41,10 @@ from dist_mem.estimate.memory import evaluated_lanes, refuse_what_cannot_fit, su
 from dist_mem.evaluation.scoring import lengths_to_score
 from dist_mem.hf.folder import load_pretrained
 from dist_mem.hf.vocabulary import compare_tokens
+from dist_mem.memory.base import describe_back_ends
 from dist_mem.memory.outside import sources
 from dist_mem.model import MemoryLM
-from dist_mem.nn.layers import describe_attention
+from dist_mem.nn.layers import DTYPES, describe_attention
 from dist_mem.runtime.distributed import World, announced, gather_objects, on_all_ranks
 from dist_mem.runtime.environment import node_name
 from dist_mem.runtime.machine_memory import return_free_memory
@@ -113,6 +114,8 @@ def _open_run(
     with announced("building the model"):
         engine, messages = _build(config, world, tokenizer, len(lane_ids), is_resumed=resumption is not None)
     messages += describe_attention(engine.module, world.device.type, config.train.seg_len)
+    with announced("checking the kernels of the memory"):
+        messages += describe_back_ends(engine.module, world.device.type, DTYPES[config.train.precision])
     messages += _describe_windows(config, engine.module)
     leave_if_interrupted(stop_signal)
     commit = running_commit() if world.rank == 0 else None
