@@ -100,7 +100,8 @@ class Block(nn.Module):
     def attend(self, x: Tensor, state: MemoryState, valid_len: Tensor) -> BlockOutput:
         """Run the memory layer, with its residual."""
         y, state, aux, _, _, logs = self.memory(x, state, valid_len)
-        attended = self.attention_norm(x[:, -y.shape[1] :] + self.dropout(y))
+        behind = x if x.shape[1] == y.shape[1] else x[:, -y.shape[1] :]  # even the gradient of a whole slice is a copy
+        attended = self.attention_norm(behind + self.dropout(y))
         values = {name: value.detach().float().expand(len(x)) for name, value in logs.items()}
         return BlockOutput(attended, state, aux, values)
 

@@ -205,6 +205,7 @@ def compile_only(found: list[Kernel]) -> None:
         (CachingAutotuner, "precompile", precompile),
         (inductor, "compile_fx", compile_whole),
         (torch.nn.functional, "scaled_dot_product_attention", fused_attention),
+        (torch, "tensor", tensor_without_values),
     ]
     for owner, name, replacement in replacements:
         setattr(owner, name, replacement)
@@ -228,6 +229,16 @@ def fused_attention(
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)[0]
     scores = attn_mask.expand(*query.shape[:-1], key.shape[-2])
     return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, scores, True, scale=scale)[0]
+
+
+_tensor = torch.tensor
+
+
+def tensor_without_values(data: Any, *, device: Any = None, **options: Any) -> Tensor:
+    """Return a tensor as torch.tensor does, of which one on a GPU that is not there cannot be filled."""
+    made = _tensor(data, **options)
+    on_gpu = device is not None and torch.device(device).type == "cuda"
+    return torch.empty(made.shape, dtype=made.dtype, device=device) if on_gpu else made
 
 
 def like(value: Any) -> Any:

@@ -48,7 +48,7 @@ A key marked *fixed* must keep its value on resume. A key marked `--allow` may c
 """
 MEMORY = """\
 The memory of every block of the model. `memory.kind` selects it; the default is {default}. Each kind has its own
-options, all fixed on resume. To add a kind, see [add_a_memory.md](../howto/add_a_memory.md).
+options, all but `kernels` fixed on resume. To add a kind, see [add_a_memory.md](../howto/add_a_memory.md).
 
 Blocks may have different memories, counted from 0: a map, whose `default` is for all blocks without their own, or a
 list with an item for each block. A kind alone stands for one without options.
@@ -161,9 +161,9 @@ def _by_reason(reasons: Mapping[str, str]) -> Iterator[Sequence[str]]:
 
 
 def _row(name: str, key: Key, rule: str | None = None) -> Sequence[str]:
-    """Return the row of a key; `rule`: whether it may change on resume, if its schema does not say so."""
+    """Return the row of a key; `rule`: whether it may change on resume, where its schema does not say so."""
     meaning = meanings(key.owner)[key.field.name].replace(" | ", "; ")
-    if rule is None and key.metadata.resume is not None:
+    if key.metadata.resume is not None:
         rule = {"allowed": "`--allow`", "fixed": "fixed"}.get(key.metadata.resume.name, "")
     return _code(name), _prose(meaning), _code(_as_yaml(_default(key.field))), _values(key), rule or ""
 

@@ -17,6 +17,7 @@ from dist_mem.config.deepspeed_keys import ALLOWED_ON_RESUME, SCHEMA
 from dist_mem.config.environment_values import checksum, from_environment
 from dist_mem.config.keys import ALLOWED, FREE, Rule, find_key
 from dist_mem.config.load import known_keys
+from dist_mem.config.memory_blocks import chooses_kernels
 from dist_mem.config.schema import Config
 from dist_mem.config.sources import plain_block
 
@@ -37,6 +38,8 @@ def rule_of(key: str) -> Rule:
     """Return the rule of a key, of a block, or of the nearest block around a key. Raises KeyError if it has none."""
     if key.startswith(tuple(f"deepspeed.{block}." for block in ALLOWED_ON_RESUME)):
         return ALLOWED
+    if chooses_kernels(key):
+        return FREE
     found = find_key(Config, key)
     if found is None and "." in key:
         return rule_of(key.rpartition(".")[0])

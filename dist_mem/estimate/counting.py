@@ -26,12 +26,13 @@ from dist_mem.errors import UnusableError
 from dist_mem.memory import memory_kinds
 from dist_mem.memory.base import detached, named_tensors
 from dist_mem.model import MemoryLM
-from dist_mem.nn.kernel_shapes import KERNELS, planned_for
+from dist_mem.nn.kernel_shapes import KERNELS, LAUNCHED, planned_for
 from dist_mem.nn.layers import DTYPES, Dropout
 
 _aten = torch.ops.aten
 # Operations that return views, or memory that the caller fills: they move nothing.
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"}
+_FREE |= {"_unsafe_view"}  # a view of its input, which nothing else refers to
 
 _PRECISIONS = {dtype: precision for precision, dtype in DTYPES.items()}
 
@@ -111,7 +112,11 @@ class Allocations(TorchDispatchMode):
             if tensor.untyped_storage()._cdata not in given:
                 self.live.add(tensor.untyped_storage())
         name = function.overloadpacket.__name__
-        if name not in _FREE:
+        if name in LAUNCHED:
+            launched = LAUNCHED[name](*args)
+            self.live.peak = max(self.live.peak, self.live.now + launched.workspace)
+            self.kernels += [Work(0, num_bytes) for num_bytes in launched.num_bytes]
+        elif name not in _FREE and (read or written):
             flops, num_bytes = _flops(name, args, output), _bytes_moved(read, written)
             self.kernels.append(Work(flops, num_bytes, *(_product(name, args) if flops else ())))
         return output

@@ -86,7 +86,7 @@ def _origin(config: Config, time: StepTime, missing: list[str]) -> Iterator[str]
 
 
 def _is_compiled(config: Config) -> bool:
-    return bool(config.train.compile)
+    return config.train.compile is not False  # null: on GPUs
 
 
 def _kinds(config: Config) -> list[str]:

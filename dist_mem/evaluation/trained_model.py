@@ -37,6 +37,7 @@ from dist_mem.checkpoint.schemas import WEIGHTS
 from dist_mem.config import Config, ConfigError, DataConfig, load_config
 from dist_mem.config.check import Problem, stop_on
 from dist_mem.config.environment_values import checksum, from_environment
+from dist_mem.config.memory_blocks import chooses_kernels
 from dist_mem.config.sources import plain_block
 from dist_mem.data.directory import open_tokenizer
 from dist_mem.data.remote.fetch import is_remote, show
@@ -127,8 +128,9 @@ def read_settings(directory: Path, overrides: Sequence[str], *, reads_data: bool
     """
     for override in overrides:
         key = override.split("=")[0]
-        if not key.startswith(OVERRIDABLE):
-            allowed = ", ".join(f"{name}*" if name.endswith(".") else name for name in OVERRIDABLE)
+        if not key.startswith(OVERRIDABLE) and not chooses_kernels(key):
+            names = (*OVERRIDABLE, "memory.kernels")
+            allowed = ", ".join(f"{name}*" if name.endswith(".") else name for name in names)
             raise ConfigError([Problem(key, f"is fixed by the checkpoint; an evaluation may set {allowed}")])
     # Evaluation during training allows no other eval.seg_len; keep_best depends on it.
     no_training = ["eval.every=null", "checkpoint.keep_best=null"]

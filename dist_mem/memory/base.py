@@ -17,6 +17,7 @@ document's first, which may be short
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_mem.memory.parts.inspection import Inspection
+from dist_mem.nn.attention import Choice
 from dist_mem.nn.layer_spec import LayerSpec
 from dist_mem.nn.stepping import Opened as Opened
 from dist_mem.nn.stepping import Places as Places
@@ -115,6 +117,14 @@ class Memory(nn.Module):
     def can_step(self) -> bool:
         """Whether `open_segment` and `step_rows` read a segment row by row, with these options; see `steps`."""
         return False
+
+    def back_end(self, device_type: str, dtype: torch.dtype) -> Choice | None:
+        """Return what computes it for activations of this dtype on a device, and why; None: it has no choice.
+
+        Raises:
+            ValueError: the configuration asks for what cannot compute there.
+        """
+        return None
 
     @property
     def model_keys(self) -> Collection[str]:
@@ -222,6 +232,15 @@ class Inspectable(Memory):
         if carries_nothing(self, state):
             return state
         raise NotImplementedError(f"{type(self).__name__} cannot forget a passage: {self.no_forget}")
+
+
+def describe_back_ends(model: nn.Module, device_type: str, dtype: torch.dtype) -> list[str]:
+    """Return one line for each back end that memories of the model use, and why; see `Memory.back_end`."""
+    found = [memory.back_end(device_type, dtype) for memory in model.modules() if isinstance(memory, Memory)]
+    choices = Counter(choice for choice in found if choice)
+    return [
+        f"memory of {count} of {len(found)} layers: {one.back_end} ({one.reason})" for one, count in choices.items()
+    ]
 
 
 def steps(memory: Memory) -> bool:

@@ -15,6 +15,7 @@ a value.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,10 +23,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_mem.config.keys import TOKENS, WIDTH, key
+from dist_mem.config.keys import FREE, TOKENS, WIDTH, key
 from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, MemoryOutput, Opened, Places, StepOutput
 from dist_mem.memory.parts.convolution import convolved
+from dist_mem.memory.parts.linear_check import KERNELS, back_end, choose
+from dist_mem.memory.parts.linear_kernels import (
+    WIDEST_KERNEL,
+    Rows,
+    gated_norm,
+    kernel_convolution,
+    kernel_rule,
+    unit_rows,
+)
 from dist_mem.memory.parts.linear_rule import Tokens, chunked_rule, recurrent_rule
+from dist_mem.nn.attention import Choice
+from dist_mem.nn.kernel_shapes import device_type_of
 from dist_mem.nn.layers import Dropout, Projection, split_heads
 from dist_mem.nn.norms import ExactNorm, input_norm
 
@@ -43,6 +55,16 @@ _TITLES = {  # by `decay` and `delta`
     ("scalar", True): "Gated DeltaNet",
     ("vector", True): "Kimi Delta Attention",
 }
+
+
+class ValueNorm(ExactNorm):
+    """The norm of what is read; given its gate, by a kernel that multiplies by silu or sigmoid of it."""
+
+    def forward(self, x: Tensor, gate: Tensor | None = None, *, silu: bool = False) -> Tensor:
+        if gate is None:
+            return super().forward(x)
+        assert self.eps is not None
+        return gated_norm(x, gate, self.weight, eps=self.eps, silu=silu)
 
 
 class LinearMemory(Inspectable):
@@ -84,6 +106,8 @@ class LinearMemory(Inspectable):
         low_rank_gate: bool = False  # the gate is computed by two maps, as vector decays are
         rank: int | None = key(None, at_least=1, at_most=WIDTH)  # of these pairs of maps; None: V
         chunk_len: int = key(64, at_least=1, at_most=TOKENS)  # C, tokens computed at once; changes no result
+        # what computes segments: PyTorch | flash-linear-attention's kernels; auto: these on GPUs, where they can run
+        kernels: str = key("auto", choices=KERNELS, resume=FREE)
 
     def __init__(self, spec: LayerSpec, options: Options) -> None:
         super().__init__(spec, options)
@@ -111,7 +135,7 @@ class LinearMemory(Inspectable):
             self.decay_bias = nn.Parameter(torch.zeros(self.num_heads * per_head))  # dt_bias
         if options.skip:
             self.skip = nn.Parameter(torch.zeros(self.num_heads))
-        self.value_norm = ExactNorm(self.d_value if options.norm == "head" else value_width, eps=options.norm_eps)
+        self.value_norm = ValueNorm(self.d_value if options.norm == "head" else value_width, eps=options.norm_eps)
         self.output = Projection(value_width, spec.d_model)
         self.dropout = Dropout(spec.dropout)
 
@@ -195,6 +219,8 @@ class LinearMemory(Inspectable):
 
     def run(self, x: Tensor, state: State, valid_len: Tensor) -> tuple[Tensor, State, Tensor, Tensor]:
         """Return y, the new state, the queries (G, B, T, K), and the log of alpha, as in `Tokens`."""
+        if x.shape[1] > 1 and self.uses_kernels(x):
+            return self.run_kernels(x, state, valid_len)
         normed = self.norm(x)
         before = torch.cat([state.tail.to(x.dtype), self.rows(normed)], dim=1)
         rows = convolved(before, self.taps) if self.options.kernel else before
@@ -214,8 +240,77 @@ class LinearMemory(Inspectable):
         tail = before.gather(1, places[..., None].expand(-1, -1, before.shape[-1])).to(state.tail.dtype)
         return y, State(matrix, tail), split_heads(query, self.key_heads), tokens.decay
 
-    def gated(self, read: Tensor, normed: Tensor) -> Tensor:
+    def back_end(self, device_type: str, dtype: torch.dtype) -> Choice:
+        """Return what computes segments of activations of a dtype, and why.
+
+        Raises:
+            ValueError: `memory.kernels` is fla, which cannot run there.
+        """
+        return choose(self.options.kernels, device_type, dtype, **self.kernel_sizes())
+
+    def kernel_sizes(self) -> dict[str, Any]:
+        """Return what a kernel depends on."""
+        by_row = self.options.decay == "vector"
+        return {"d_key": self.d_key, "d_value": self.d_value, "delta": self.options.delta, "by_row": by_row}
+
+    def uses_kernels(self, x: Tensor) -> bool:
+        """Return whether flash-linear-attention's kernels compute this segment."""
+        return back_end(self.options.kernels, device_type_of(x), x.dtype, *self.kernel_sizes().values()) == "fla"
+
+    def run_kernels(self, x: Tensor, state: State, valid_len: Tensor) -> tuple[Tensor, State, Tensor, Tensor]:
+        """Do as `run`, by kernels that take the order of projections, (B, T, H, K), and the dtype of activations."""
+        options, exact, seg_len = self.options, state.matrix.dtype, x.shape[1]
+        normed = self.norm(x)
+        projected, tail = self.rows(normed), state.tail.to(x.dtype)
+        query, keys, value = self.convolved_by_kernel(projected, tail)
+        asking, keys = (self.shared(rows) for rows in (query, keys))
+        values = value.unflatten(-1, (self.num_heads, -1))
+        positions = torch.arange(max(seg_len, self.tail_len), device=x.device)
+        is_real = positions[:seg_len] < valid_len[:, None]
+        beta, decay = self.beta_and_decay(normed, exact)
+        decay, beta = decay * is_real[:, None, :, None], (beta * is_real[:, None]).transpose(1, 2)
+        by_token = decay.transpose(1, 2)
+        if options.delta:
+            written, writes = values, beta
+        else:
+            written, writes = values * (is_real[..., None, None] if options.write == "one" else beta[..., None]), None
+        by_token = by_token if options.decay == "vector" else by_token.squeeze(-1)
+        rows = Rows(asking, keys, written.to(x.dtype), by_token, writes)
+        scale = 1.0 / math.sqrt(self.d_key) if options.scale_queries else 1.0
+        read, matrix = kernel_rule(rows, state.matrix.float(), scale=scale)
+        if options.skip:
+            read = read + self.skip.to(read.dtype)[:, None] * values
+        y = self.dropout(self.output(self.gated(read, normed, by_kernel=True)))
+        places = valid_len[:, None] + positions[: self.tail_len]
+        new = State(matrix.to(exact), self.newest(projected, tail, places).to(state.tail.dtype))
+        return y, new, split_heads(query, self.key_heads), decay
+
+    def convolved_by_kernel(self, rows: Tensor, tail: Tensor) -> Iterable[Tensor]:
+        """Return queries, keys and values after convolution and activation."""
+        silu, kernel = self.options.activation == "silu", self.options.kernel
+        if kernel and kernel <= WIDEST_KERNEL:
+            return kernel_convolution(rows, tail, self.taps, self.widths, silu=silu)
+        found = convolved(torch.cat([tail, rows], dim=1), self.taps) if kernel else rows
+        return (F.silu(found) if silu else found).split(self.widths, dim=-1)
+
+    def shared(self, rows: Tensor) -> Tensor:
+        """Return queries or keys (B, T, G K) for the heads that share them, (B, T, H, K)."""
+        heads = rows.unflatten(-1, (self.key_heads, -1))
+        heads = unit_rows(heads) if self.options.unit_keys else heads
+        number = self.num_heads // self.key_heads
+        return heads if number == 1 else heads.repeat_interleave(number, dim=2)
+
+    def newest(self, rows: Tensor, tail: Tensor, places: Tensor) -> Tensor:
+        """Return the rows at places (B, kernel - 1) of a tail with rows (B, T, W) behind it, which costs a copy."""
+        inside = (places - self.tail_len).clamp(min=0)[..., None].expand(-1, -1, rows.shape[-1])
+        older = places.clamp(max=max(self.tail_len - 1, 0))[..., None].expand_as(inside)
+        return torch.where(places[..., None] < self.tail_len, tail.gather(1, older), rows.gather(1, inside))
+
+    def gated(self, read: Tensor, normed: Tensor, *, by_kernel: bool = False) -> Tensor:
         """Return what is read (B, T, H, V) with norm and gate, (B, T, H V)."""
+        if by_kernel and self.options.norm == "head" and self.options.gate != "none":
+            gate = self.gate(normed).unflatten(-1, (self.num_heads, -1))
+            return self.value_norm(read, gate, silu=self.options.gate == "swish").flatten(-2)
         if self.options.norm == "head":
             read = self.value_norm(read)
         if self.options.gate != "none":
@@ -238,13 +333,13 @@ class LinearMemory(Inspectable):
     def beta_and_decay(self, normed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return beta (B, H, T) and the log of alpha, (B, H, T, 1) or (B, H, T, K), of rows (B, T, D)."""
         options = self.options
-        beta = torch.ones(len(normed), self.num_heads, normed.shape[1], device=normed.device, dtype=dtype)
-        rates = beta[:, :0]
         if options.write == "sigmoid" or options.decay == "scalar":
             rates = self.rates(normed).to(dtype).transpose(1, 2)  # (B, H or 2 H, T)
         if options.write == "sigmoid":
             beta, rates = rates.split([self.num_heads, rates.shape[1] - self.num_heads], dim=1)
-            beta = beta.sigmoid() * (2.0 if options.negative_eigenvalues else 1.0)
+            beta = 2.0 * beta.sigmoid() if options.negative_eigenvalues else beta.sigmoid()
+        else:
+            beta = torch.ones(len(normed), self.num_heads, normed.shape[1], device=normed.device, dtype=dtype)
         if options.decay == "none":
             return beta, torch.zeros_like(beta[..., None])
         if options.decay == "fixed":
@@ -275,6 +370,6 @@ class LinearMemory(Inspectable):
     @torch.no_grad()
     def kept(decay: Tensor, valid_len: Tensor) -> Tensor:
         """Return the share of the matrix that a token leaves, mean over heads, rows and real tokens, (B,)."""
-        num_real = valid_len.clamp(min=1) * decay.shape[1]
-        padding = decay.shape[1] * (decay.shape[2] - valid_len)
-        return (decay.float().exp().sum((1, 2, 3)) / decay.shape[3] - padding) / num_real
+        num_heads = decay.shape[1]
+        total = decay.float().exp().sum((1, 2, 3)) / decay.shape[3]
+        return torch.sub(total, decay.shape[2] - valid_len, alpha=num_heads) / (valid_len.clamp(min=1) * num_heads)

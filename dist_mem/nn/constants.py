@@ -14,9 +14,7 @@ def constant(values: tuple[float, ...], *, device: torch.device, dtype: torch.dt
     if key in _MADE:
         return _MADE[key]
     with torch.inference_mode(False), torch.no_grad():  # training cannot use tensors made in inference mode
-        # A GPU that is only planned for takes tensors without values, but none that are made of values.
-        made = torch.empty(len(values), device=device, dtype=dtype)
-        made.copy_(torch.tensor(values, device="cpu", dtype=dtype))
+        made = torch.tensor(values, device=device, dtype=dtype)
     if type(made) is Tensor:  # a fake tensor, which has no values, must not be kept
         _MADE[key] = made
     return made

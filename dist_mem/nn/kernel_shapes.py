@@ -36,6 +36,16 @@ KERNELS = {
     **{"append_rows": Kernel(2, 1), "append_rows_backward": Kernel(1, 1)},
 }
 
+
+class Launched(NamedTuple):
+    """What an operator does that launches several kernels."""
+
+    num_bytes: list[int]  # read and written by each kernel
+    workspace: int  # bytes that it allocates and frees again, at most
+
+
+LAUNCHED: dict[str, Callable[..., Launched]] = {}  # by operator, of its arguments; filled where operators are defined
+
 _planned: ContextVar[str] = ContextVar("planned", default="meta")
 _planned_card: ContextVar[int | None] = ContextVar("planned_card", default=None)
 _USUAL_CARD = 80 * 2**30  # bytes of an A100 or H100

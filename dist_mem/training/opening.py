@@ -41,6 +41,7 @@ from dist_mem.estimate.memory import evaluated_lanes, refuse_what_cannot_fit, su
 from dist_mem.evaluation.scoring import lengths_to_score
 from dist_mem.hf.folder import load_pretrained
 from dist_mem.hf.vocabulary import compare_tokens
+from dist_mem.memory.base import describe_back_ends
 from dist_mem.memory.outside import sources
 from dist_mem.memory.parts.kernel_choice import describe_kernels
 from dist_mem.model import MemoryLM
@@ -114,11 +115,8 @@ def _open_run(
     lane_ids = torch.tensor(lanes_of(config.train, world))
     with announced("building the model"):
         engine, messages = _build(config, world, tokenizer, len(lane_ids), is_resumed=resumption is not None)
-    messages += describe_attention(engine.module, world.device.type, config.train.seg_len)
-    messages += describe_kernels(engine.module, world.device.type, config.train.seg_len)
-    if world.device.type == "cuda":  # elsewhere every operation is torch's, and tested
-        dtype, seg_len = DTYPES[config.train.precision], config.train.seg_len
-        on_all_ranks(lambda: check_attention(engine.module, world.device, dtype, seg_len), "checking attention")
+    with announced("checking kernels"):
+        messages += on_all_ranks(lambda: _checked_kernels(config, engine.module, world), "checking kernels")
     messages += _describe_windows(config, engine.module)
     leave_if_interrupted(stop_signal)
     commit = running_commit() if world.rank == 0 else None
@@ -192,6 +190,18 @@ def _small_files(config: Config, tokenizer: Tokenizer, memory_sources: dict[str,
     texts = {"config.yaml": to_yaml(config), **memory_sources}
     files = {name: text.encode() for name, text in texts.items()}
     return files | {f"{TOKENIZER_DIR}/{name}": content for name, content in tokenizer_files(tokenizer).items()}
+
+
+def _checked_kernels(config: Config, model: MemoryLM, world: World) -> list[str]:
+    """Return what computes attention and memories, after the comparison of kernels on a GPU with what they replace."""
+    device, dtype, seg_len = world.device, DTYPES[config.train.precision], config.train.seg_len
+    if device.type == "cuda":  # elsewhere every operation is torch's, and tested
+        check_attention(model, device, dtype, seg_len)
+    return [
+        *describe_attention(model, device.type, seg_len),
+        *describe_kernels(model, device.type, seg_len),
+        *describe_back_ends(model, device.type, dtype),
+    ]
 
 
 def _describe_windows(config: Config, model: MemoryLM) -> list[str]:

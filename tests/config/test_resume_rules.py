@@ -24,6 +24,7 @@ def test_every_key_has_a_rule() -> None:
         rule_of("train.new_key")
     assert rule_of("deepspeed.fp16.loss_scale") == ALLOWED
     assert rule_of("deepspeed.zero_optimization.stage") == FREE
+    assert rule_of("memory.kernels") == rule_of("memory.8.over.kernels") == FREE
 
 
 def test_equal_configurations_have_no_changes() -> None:

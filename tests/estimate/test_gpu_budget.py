@@ -26,6 +26,7 @@ BUDGETS = {
     "memorizing": ("memorizing", FULL, 59, 1_750),
     "infinite": ("infinite", SIGNAL, 58, 2_450),
     "infini": ("infini", [], 37, 1_080),
+    "gated_deltanet": ("linear", ["memory.kernels=fla"], 76, 1_500),
     "titans": ("titans", ["memory.window=1024"], 350, 15_000),
     "titans, chunks of 256": ("titans", ["memory.window=1024", "memory.chunk_len=256"], 365, 8_500),
 }

@@ -30,7 +30,11 @@ from tests.support.paths import ROOT
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 OF_USERS = {name: needed for name, needed in EXTRAS.items() if name not in ("all", "dev")}
-OTHER_NAMES = {"nvidia-ml-py": "pynvml", "protobuf": "google.protobuf"}  # distribution -> name in `import`
+OTHER_NAMES = {
+    "nvidia-ml-py": "pynvml",
+    "protobuf": "google.protobuf",
+    "fla-core": "fla",
+}  # distribution -> name in `import`
 
 
 def test_the_core_is_torch_and_what_reads_configurations_weights_and_text() -> None:
