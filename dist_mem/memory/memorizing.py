@@ -124,7 +124,7 @@ class GatedAttention(UnitAttention):
         )
         mixed = mix_rows(found, local, share[:, :, 0, 0].float().expand(found.shape[:2]))
         y = self.dropout(self.output(merge_heads(mixed)))
-        return Attended(y, heads._replace(key=unit_rows(heads.key, is_wide=True)), share, None)
+        return Attended(y, Heads(heads.query, unit_rows(heads.key, is_wide=True), heads.value), share, None)
 
     def choose_kernels(self, device_type: str, num_queries: int) -> Choice:
         """Return whether our kernels search and read the stored rows, or torch's operators."""

@@ -23,6 +23,7 @@ RESULTS, COUNTED = (json.loads((FOLDER / f"{name}.json").read_text()) for name i
 MEASURED = {name: one for name, one in RESULTS["cases"].items() if name.startswith("speed ") and "step_seconds" in one}
 PAGE = (ROOT / "docs" / "howto" / "estimate.md").read_text(encoding="utf-8")
 SPEED = str(ROOT / "configs" / "speed" / "125m.yaml")
+WRITTEN = "train.compile=false"  # as what was measured
 BOUND = StepTime(0.5, {"fused_attention": 0.125}, 0.25, 0.125, 0.0, 0.0)
 
 
@@ -42,7 +43,7 @@ def memories(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
 
 def configuration(name: str, memories: dict[str, dict[str, Any]]) -> Config:
     _, size, memory = name.split(" ", 2)
-    keys = [f"memory={json.dumps(memories[memory])}", *(["model.kind=gpt2"] if memory == "causal" else [])]
+    keys = [WRITTEN, f"memory={json.dumps(memories[memory])}", *(["model.kind=gpt2"] if memory == "causal" else [])]
     return load_config([str(ROOT / "configs" / "speed" / f"{size}.yaml"), *keys], memory_options=memory_options)
 
 
@@ -74,7 +75,9 @@ OTHERWISE = {
 @pytest.mark.parametrize("key", OTHERWISE)
 def test_what_was_never_measured_is_said_and_widens_the_range(key: str) -> None:
     narrow, wide = (
-        likely(load_config([SPEED, *more], memory_options=memory_options), BOUND, device_named(CARD), world_size=1)
+        likely(
+            load_config([SPEED, WRITTEN, *more], memory_options=memory_options), BOUND, device_named(CARD), world_size=1
+        )
         for more in ([], [key])
     )
     assert narrow is not None and wide is not None and wide.high / wide.low > narrow.high / narrow.low
@@ -83,7 +86,7 @@ def test_what_was_never_measured_is_said_and_widens_the_range(key: str) -> None:
 
 @pytest.mark.parametrize("device", [device for device in GPUS if device.name != CARD])
 def test_other_cards_and_several_gpus_were_never_measured(device: Any) -> None:
-    config = load_config([SPEED], memory_options=memory_options)
+    config = load_config([SPEED, WRITTEN], memory_options=memory_options)
     one, other = (likely(config, BOUND, device_named(CARD), world_size=ranks) for ranks in (1, 8))
     elsewhere = likely(config, BOUND, device, world_size=1)
     assert one is not None and other is not None and elsewhere is not None
@@ -93,14 +96,18 @@ def test_other_cards_and_several_gpus_were_never_measured(device: Any) -> None:
 
 def test_the_range_is_never_faster_than_the_bound() -> None:
     """Also of compiled blocks, and of many things that were never measured."""
-    for keys in (["train.compile=true"], ["train.precision=fp32", "train.activation_checkpointing=blocks"]):
+    for keys in (
+        [],
+        ["train.compile=true"],
+        [WRITTEN, "train.precision=fp32", "train.activation_checkpointing=blocks"],
+    ):
         config = load_config([SPEED, *keys], memory_options=memory_options)
         found = likely(config, BOUND, device_named("a100-80gb"), world_size=8)
         assert found is not None and found.low == BOUND.total < found.high
 
 
 def test_kernels_that_never_ran_lie_between_the_best_and_the_worst_that_did() -> None:
-    config = load_config([SPEED], memory_options=memory_options)
+    config = load_config([SPEED, WRITTEN], memory_options=memory_options)
     ends = {}
     for operator in ("fused_attention", "flex_attention", "distance_attention"):
         found = likely(config, BOUND._replace(fused={operator: 1.0}), device_named(CARD), world_size=1)
@@ -119,7 +126,7 @@ def test_kernels_that_never_ran_lie_between_the_best_and_the_worst_that_did() ->
     ],
 )
 def test_a_plan_has_the_bound_the_range_and_the_hours_of_the_training(gpu: str, steps: int | None, hours: str) -> None:
-    config = load_config([SPEED], memory_options=memory_options)
+    config = load_config([SPEED, WRITTEN], memory_options=memory_options)
     device, cost = device_named(gpu), CheckpointCost(10, 1.0, 2.0)
     expected = likely(config, BOUND, device, world_size=1)
     job = JobEstimate("one", Cluster(device, 1, 1), [], BOUND, expected, steps, 100_000, 0.3, cost, [], [])
