@@ -34,6 +34,8 @@ KERNELS = {
     **{"read_signal": Kernel(1, 0), "read_signal_backward": Kernel(2, 1)},  # memory/parts/fused_signal.py
     **{"signal_moments": Kernel(2, 0), "signal_moments_backward": Kernel(4, 0)},
     **{"append_rows": Kernel(2, 1), "append_rows_backward": Kernel(1, 1)},
+    **{"recall": Kernel(1, 0), "recall_backward": Kernel(2, 1)},  # memory/parts/fused_matrix.py, of rows and a matrix
+    **{"write": Kernel(2, 1), "write_backward": Kernel(4, 3)},
 }
 
 
