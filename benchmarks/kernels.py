@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from lib.common import arguments_of, load, seconds
 from lib.distance_cases import distance_kernels_of
+from lib.memory_kernel_cases import memory_kernels_of
 from lib.speed import configuration, memories
 from lib.stand_in_gpu import Kernel
 from lib.update_cases import update_kernels_of
@@ -56,6 +57,11 @@ def by_distance(arguments: argparse.Namespace) -> list[Kernel]:
     """Compile our own kernels, by the launches of heads up to this width."""
     width = min(width for _, width in LAUNCHES if width >= arguments.d_head)
     return [kernel for kernel in distance_kernels_of(widths=(width,)) if arguments.precision in kernel.blocks]
+
+
+def of_memories(arguments: argparse.Namespace) -> list[Kernel]:
+    """Compile the kernels by which memories read rows, signals and matrices, for heads of 64 or 128 numbers."""
+    return list(memory_kernels_of(64 if arguments.d_head <= 64 else 128))
 
 
 def delta_rule(tokens: linear_rule.Tokens, matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,6 +107,7 @@ def cases(arguments: argparse.Namespace) -> dict[str, Case | dict[str, Any]]:
     blocks = {f"block of {name}": memory for name, memory in memories(arguments.mem_len).items()}
     return {
         "attention by distance": by_distance,
+        "rows, signals and matrices": of_memories,
         "chunks of gated_deltanet": partial(linear_chunks, vector=False),
         "chunks of linear, vector decay": partial(linear_chunks, vector=True),
         "chunks of titans": titans_chunks,

@@ -69,7 +69,8 @@ def attention(device: torch.device, tiny: bool, *, back_end: str, shape: Shape, 
     keys = context + queries
     query, key, value = (_heads(lanes, rows, heads, width, device) for rows in (queries, keys, keys))
     begin = torch.arange(lanes, device=device) % 2 * (context // 2)
-    visible = Visible(torch.arange(context, device=device) >= begin[:, None], queries, keys, upto=context)
+    valid = torch.arange(context, device=device) >= begin[:, None]
+    visible = Visible(valid, queries, keys, upto=context, is_tail=True)
     more: list[Tensor] = []
     if by_distance:
         more = [_heads(lanes, queries, heads, width, device), _rows(heads, width, keys + 1, device=device)]

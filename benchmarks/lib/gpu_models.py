@@ -30,7 +30,6 @@ def every_memory(mem_len: int) -> dict[str, dict[str, Any]]:
         if memory["kind"] == "linear":
             blocks[path.stem] = memory
     blocks["infinite, gibbs"] = {**blocks["infinite"], "density": "gibbs"}
-    blocks["titans, chunk 256"] = {**blocks["titans"], "chunk_len": 256}
     return {"causal": {"kind": "causal"}, **blocks}
 
 
@@ -87,7 +86,7 @@ FIRST = ("causal", "transformer_xl", "transformer_xl, rotary", "gated_deltanet")
 def trainings() -> list[Training]:
     """Return what is measured, in order: what most models share, then every memory, then larger models."""
     later = [memory for memory in every_memory(1) if memory not in FIRST]
-    compiled = (*FIRST, "none", "lamemo", "infini", "titans, chunk 256")
+    compiled = (*FIRST, "none", "lamemo", "infini", "titans, chunks of 256")
     return [
         *(Training("125m", memory) for memory in FIRST),
         *(Training("125m", memory, is_compiled=True) for memory in FIRST),

@@ -105,6 +105,8 @@ def steps(memory: dict[str, Any], device: torch.device, dtype: torch.dtype) -> C
     config = configuration(memory, argparse.Namespace(**SIZE))
     for name, value in model_keys(memory, SIZE["seg_len"]).items():
         setattr(config.model, name, value)
+    if device.type == "cuda":  # our kernels for segments of any length; in float64 torch's operators compute
+        config.model.attention = "sdpa" if memory["kind"] == "titans" else "triton"
     model = MemoryLM(config, VOCAB).to(device, dtype)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCAB, (SEGMENTS, LANES, SIZE["seg_len"]), generator=generator).to(device)
@@ -144,7 +146,8 @@ def rows(
             else None
         )
         valid = torch.arange(context, device=device) >= torch.tensor([context // 2, 0], device=device)[:, None]
-        inputs = Inputs(query, key, value, visible_keys(valid, queries, same_length=same_length), position)
+        visible = visible_keys(valid, queries, same_length=same_length, is_tail=True)
+        inputs = Inputs(query, key, value, visible, position)
         read = _simple(inputs) if back_end == "simple" else attend(inputs, back_end).rows
         given = torch.linspace(-1.0, 1.0, read.numel(), dtype=torch.float64).view(read.shape).to(device, dtype)
         found[f"{name}: rows"] = read.detach()
