@@ -84,7 +84,7 @@ def card_bytes(tensor: Tensor) -> int:
     What is free of it changes within a run; what were decided by that would differ between a run and its resumption.
     """
     planned = _planned_card.get()
-    if tensor.device.type == "cuda" or (planned is None and torch.cuda.is_available()):
+    if torch.cuda.is_available() and (tensor.device.type == "cuda" or planned is None):  # fake ones need none
         return torch.cuda.get_device_properties(None if tensor.is_meta else tensor.device).total_memory
     return planned or _USUAL_CARD
 
