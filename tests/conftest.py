@@ -157,6 +157,12 @@ def size_of(world: World) -> int:
     return world.size
 
 
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let processes that the test starts interpret Triton's kernels, on CPU tensors."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[Callable[[int], RankPool]]:
     """`rank_pool(2)` gives two ranks that live until the end of the session.

@@ -222,12 +222,6 @@ def compare_matrices() -> None:
         compare(f"turns of {width} numbers", turned, partial(module.turn, scale=0.3), rows)
 
 
-@pytest.fixture
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the processes of the test interpret kernels."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-
-
 @pytest.mark.usefixtures("interpreter")
 def test_the_search_finds_the_nearest_rows_and_of_equal_ones_the_first() -> None:
     in_new_child(search_and_compare, CASES)

@@ -107,12 +107,6 @@ def compare_with_float64(cases: dict[str, Case]) -> None:
             assert (one - wanted).abs().max() <= 5e-6 * max(1.0, float(wanted.abs().max())), name
 
 
-@pytest.fixture
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the processes of the test interpret kernels."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-
-
 @pytest.mark.usefixtures("interpreter")
 def test_rows_log_sums_and_gradients_equal_those_in_float64() -> None:
     in_new_child(compare_with_float64, CASES)

@@ -44,7 +44,7 @@ def choose(
         by_row: decays differ by row of the matrix.
 
     Raises:
-        ValueError: fla is asked for and cannot run.
+        ValueError: memory.kernels is fla, which cannot run.
     """
     if kernels == "torch" or device_type == "meta":  # meta: operations are counted, of no device
         return Choice("torch", "memory.kernels")

@@ -56,7 +56,7 @@ Tensors = tuple[Tensor, ...]
 
 
 class Chunks(NamedTuple):
-    """What the network learns and is asked, and what follows from the rates; of one chunk without the axis N."""
+    """What the network learns from and is read with, and what the rates give; of one chunk without the axis N."""
 
     query: Tensor  # (N, B, C, D)
     key: Tensor  # (N, B, C, D)

@@ -24,7 +24,7 @@ Weights = tuple[Tensor, ...]  # (B, I, O) of every layer of the network
 
 
 class Tokens(NamedTuple):
-    """What the network learns and is asked, float32 at least."""
+    """What the network learns from and is read with, float32 at least."""
 
     query: Tensor  # (B, T, D)
     key: Tensor  # (B, T, D)
