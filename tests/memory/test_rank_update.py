@@ -60,8 +60,8 @@ def compare_with_torch() -> None:
             assert (one - wanted).abs().max() <= 2e-6 * wanted.abs().max(), (widths, num_rows, is_back)
 
 
-def test_next_states_and_gradients_are_those_of_torchs_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+@pytest.mark.usefixtures("interpreter")
+def test_next_states_and_gradients_are_those_of_torchs_operations() -> None:
     in_new_child(compare_with_torch)
 
 
