@@ -18,7 +18,7 @@ pip=$work/env/bin/pip
 $pip install -q setuptools wheel packaging py-cpuinfo psutil ninja
 # DeepSpeed comes as source; without torch its wheel has Python files only, whose operators compile where they run.
 ls .gpu/deepspeed-* >/dev/null 2>&1 ||
-  DS_BUILD_OPS=0 DS_BUILD_STRING= $pip wheel -q --no-deps --no-build-isolation -w .gpu "deepspeed==$(pin deepspeed)"
+  DS_BUILD_OPS=0 DS_BUILD_STRING="" $pip wheel -q --no-deps --no-build-isolation -w .gpu "deepspeed==$(pin deepspeed)"
 $pip download -q --no-deps --only-binary=:all: -d .gpu "webdataset==$(pin webdataset)" "omegaconf==$(pin omegaconf)" \
   hjson braceexpand pydantic annotated-types typing-inspection fla-core einops
 core=$(unzip -p .gpu/pydantic-[0-9]*.whl '*/METADATA' | sed -n 's/^Requires-Dist: pydantic-core *[=(]*=*\([0-9.]*\).*/\1/p' | head -1)
