@@ -147,7 +147,7 @@ class TrainConfig:
     # share of the blocks, the first ones, that activation_checkpointing applies to
     activation_checkpointing_share: float = key(1.0, above=0, at_most=1, resume=FREE)
     # compile the blocks by torch.compile, see docs/howto/performance.md; None: on GPUs, if the compiler accepts them
-    compile: bool | None = key(None, resume=FREE)
+    compile: bool | None = key(None, resume=FREE, changes_no_result=True)
     # two steps, as [10, 15]: rank 0 traces what happens between them, into RUN/profile; None: no trace
     profile: list[int] | None = key(None, at_least=0, at_most=STEPS, resume=FREE, changes_no_result=True)
     # peak TFLOP/s of one rank's device in this precision, for the metric mfu; None: by the GPU's name, measured on CPUs

@@ -13,7 +13,6 @@ sittings and machines, since a call takes over the finished cells of that folder
 from __future__ import annotations
 
 import hashlib
-import json
 import statistics
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
@@ -25,6 +24,7 @@ from dist_mem.evaluation.scores import Report, report_from
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.file_schema import check, integer, leaf, metric, optional, read_json, record, table, text
 from dist_mem.runtime.files import is_missing, read_regular, write_text
+from dist_mem.studies.definition import compare
 from dist_mem.tracking.log import METRICS_FILE, read_points
 
 CELLS = "cells"  # folder, in that of a study
@@ -93,22 +93,6 @@ def define(run: Run, definition: Mapping[str, Any]) -> None:
 def check_definition(path: Path, definition: Mapping[str, Any], remedy: str) -> None:
     """Raise UnusableError if a cell is of another definition, as `compare`."""
     compare(read_cell(path).get("definition", {}), definition, f"{path} is a cell", remedy)
-
-
-def compare(kept: Mapping[str, Any], definition: Mapping[str, Any], what: str, remedy: str) -> None:
-    """Raise UnusableError if two definitions differ; the message names the first keys that differ.
-
-    Args:
-        kept: the definition of `what`.
-        definition: without the fingerprints of data that are not here, which are not compared.
-        remedy: ends the message.
-    """
-    now = json.loads(json_text(definition))
-    is_here = [key for key in sorted({*kept, *now}) if key in now or not key.startswith("data/")]
-    if keys := [key for key in is_here if kept.get(key) != now.get(key)]:
-        shown = "; ".join(f"{key} was {kept.get(key)!r} and is {now.get(key)!r}" for key in keys[:3])
-        more = f" and {len(keys) - 3} more" if keys[3:] else ""
-        raise UnusableError(f"{what} of another definition: {shown}{more}; {remedy}")
 
 
 def keep_result(run: Run, column: str, result: Mapping[str, Any], report: Path | None = None) -> None:

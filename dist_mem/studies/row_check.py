@@ -28,7 +28,8 @@ from dist_mem.memory import memory_options
 from dist_mem.model import describe
 from dist_mem.studies.budget import apply_budget
 from dist_mem.studies.cells import Run
-from dist_mem.studies.runs import BLOCKS, Settings, all_runs, columns_at, flat, rows_behind, shown_rows, train_words
+from dist_mem.studies.definition import BLOCKS, Settings, flat
+from dist_mem.studies.runs import all_runs, columns_at, rows_behind, shown_rows, train_words
 from dist_mem.studies.study import Row, Study
 
 _APART = ("data.path", "data.seed", "train.seed")  # printed elsewhere

@@ -30,6 +30,7 @@ from dist_mem.runtime.terminal import counted, listed, table
 from dist_mem.studies import estimate
 from dist_mem.studies.budget import Costs, apply_budget
 from dist_mem.studies.cells import Run, define, take_over
+from dist_mem.studies.definition import Settings
 from dist_mem.studies.job import (
     CommandError,
     Job,
@@ -46,7 +47,6 @@ from dist_mem.studies.page import cell, write_results
 from dist_mem.studies.parent_run import ParentRun
 from dist_mem.studies.row_check import check, check_rows
 from dist_mem.studies.runs import (
-    Settings,
     all_runs,
     check_trained,
     definition_of,

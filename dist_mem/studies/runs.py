@@ -10,19 +10,15 @@ from __future__ import annotations
 import hashlib
 import re
 import statistics
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
-
-from omegaconf import OmegaConf
+from typing import Any
 
 from dist_mem.checkpoint.manifest import list_steps, read_manifest, step_dir
 from dist_mem.checkpoint.resume_source import read_saved_config
-from dist_mem.config import Config, DataConfig, DivergenceConfig, load_config
-from dist_mem.config.deepspeed_keys import ALLOWED_ON_RESUME
-from dist_mem.config.keys import keys_of
+from dist_mem.config import DataConfig, load_config
 from dist_mem.config.load import COMMAND_LINE_ONLY
 from dist_mem.config.sources import read_sources
 from dist_mem.data.directory import open_index
@@ -34,18 +30,14 @@ from dist_mem.memory import memory_options
 from dist_mem.memory.outside import sources
 from dist_mem.runtime.figures import is_figure
 from dist_mem.runtime.file_schema import check, integer, metric, optional, read_json, record, table
-from dist_mem.studies.cells import CELLS, Run, compare, read_result
+from dist_mem.studies.cells import CELLS, Run, read_result
+from dist_mem.studies.definition import Settings, compare, settings_of
 from dist_mem.studies.study import Column, Study
 
 # Metrics of which a higher one is better; of all others a lower one is.
 _GROWING = ("accuracy", "whole_answers", "recall_accuracy", "dialogue_f1", "dialogue_rouge", "dialogue_meteor")
 
 BITS = "bits_per_byte"
-Settings = dict[str, Any]  # dotted key -> resolved value
-BLOCKS = ("data", "model", "memory", "train", "optimizer", "schedule", "eval")  # blocks that affect the metrics
-# Keys that leave the metrics as they are. Data are compared by their fingerprints.
-_NO_METRIC = {"data.path", *(name for name, key in keys_of(Config).items() if key.metadata.changes_no_result)}
-_OF_DEEPSPEED = (*ALLOWED_ON_RESUME, "communication_data_type")  # parts of that block that affect the metrics
 _NOT_SAVED = ("ranks", *COMMAND_LINE_ONLY)  # keys of a definition that config.yaml does not have
 
 
@@ -180,17 +172,7 @@ def definition_of(study: Study, run: Run, extra: Sequence[str], *, ranks: int) -
     is_built = all((Path(config.data.path) / split / INDEX_NAME).exists() for split in splits)
     prints = {f"data/{split}": open_index(config.data, split).fingerprint for split in splits if is_built}
     memories = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in sources(config.memory).items()}
-    return {"ranks": ranks, **_settings(config), **memories, **prints}
-
-
-def _settings(config: Config) -> Settings:
-    """Return the settings that affect the metrics; outside `BLOCKS` those that are not the defaults."""
-    tree = cast(dict[str, Any], OmegaConf.to_container(cast(Any, config), resolve=True))
-    found = {key: value for name in BLOCKS for key, value in flat(name, tree[name]) if key not in _NO_METRIC}
-    usual = dict(flat("divergence", asdict(DivergenceConfig())))
-    found |= {key: value for key, value in flat("divergence", tree["divergence"]) if value != usual[key]}
-    given = {name: tree["deepspeed"][name] for name in _OF_DEEPSPEED if name in tree["deepspeed"]}
-    return found | (dict(flat("deepspeed", given)) if given else {})
+    return {"ranks": ranks, **settings_of(config), **memories, **prints}
 
 
 def check_trained(study: Study, run: Run, extra: Sequence[str], definition: Settings) -> None:
@@ -206,7 +188,7 @@ def check_trained(study: Study, run: Run, extra: Sequence[str], definition: Sett
         return
     saved = read_saved_config(run.directory, load_config(train_words(study, run, extra)).memory)
     not_saved = {key: value for key, value in definition.items() if key in _NOT_SAVED or "/" in key}
-    trained = {**_settings(saved), **not_saved}
+    trained = {**settings_of(saved), **not_saved}
     with suppress(CheckpointError):  # a training passes over a damaged checkpoint
         for step in list_steps(run.directory)[-1:]:
             manifest = read_manifest(step_dir(run.directory, step))
@@ -215,15 +197,6 @@ def check_trained(study: Study, run: Run, extra: Sequence[str], definition: Sett
             # Of a curriculum, the last stage is that of data.path.
             trained[f"data/{saved.data.train_split}"] = manifest["data_fingerprint"].split()[-1]
     compare(trained, definition, f"{run.directory} is a training", "give another --out, or remove it")
-
-
-def flat(key: str, node: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted keys of a tree with their values."""
-    if isinstance(node, dict) and node:
-        for name, child in node.items():
-            yield from flat(f"{key}.{name}", child)
-    else:
-        yield key, node
 
 
 def evaluate_command(run: Run, column: Column, extra: Sequence[str]) -> list[str]:
