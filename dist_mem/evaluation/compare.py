@@ -10,7 +10,8 @@ all runs, so that their order decides only which one the others are compared wit
 All runs share the same bands of distance: those of the run whose segment and short-term memory together reach farthest.
 A model without memory cannot see the tokens before its segment, so the middle band shows whether a memory works. The
 gain of one run over another includes the effect of different weights; `memory_gain` measures the gain of a run's memory
-alone, and requires an evaluation of the run without memory. Its interval is that of a bootstrap over documents.
+alone, and requires an evaluation of the run without memory. Its interval is that of a bootstrap over documents. Runs
+that differ only in their seeds are compared once more together, by intervals over seeds and documents.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import NamedTuple
 
 from dist_mem.config.check import nearest
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
-from dist_mem.evaluation.bootstrap import bits_interval, gain_interval, no_gain_interval
+from dist_mem.evaluation.intervals import SETTLED, Interval, about_settled, intervals, settled
 from dist_mem.evaluation.memory_gain import MemoryGain, counterpart, is_without_memory, memory_gain
 from dist_mem.evaluation.plot import labels_of, plot_recall
 from dist_mem.evaluation.scores import (
@@ -61,7 +62,7 @@ class Row(NamedTuple):
     name: str
     value: float  # of `measure_of` all runs
     gain: float
-    interval: tuple[float, float] | str | None  # of `gain`, at 95 %; why there is none; None: first run
+    interval: Interval | str | None  # of `gain`; why there is none; None: first run
     accuracy: float  # nan if it is not known, or of other tokens than those of the other runs
     memory: MemoryGain | None  # of its memory; None if it has not been evaluated without, or of other tokens
     recall: dict[Band, tuple[float, float]]  # perplexity and gain
@@ -166,12 +167,13 @@ def compare(entries: Sequence[Entry]) -> list[Row]:
     name, by_tokens, first = measure_of(reports), same_tokenizer(reports), reports[0]
     widest = max(reports, key=lambda report: report.seg_len + report.mem_len)
     bands = [band for band in recall_bands(widest.seg_len, widest.mem_len).values() if _has_recall(reports, band)]
+    found = intervals(name, [first], {str(number): [report] for number, report in enumerate(reports) if number})
     return [
         Row(
             entry.name,
             getattr(entry.report, name),
             _gain(name, first, entry.report),
-            None if entry is entries[0] else _interval(name, [first], [entry.report]),
+            found.get(str(number)),
             entry.report.accuracy if by_tokens else math.nan,
             memory_gain(entry.report, entry.without_memory) if entry.without_memory and by_tokens else None,
             {
@@ -180,7 +182,7 @@ def compare(entries: Sequence[Entry]) -> list[Row]:
                 for recall in [entry.report.recall_perplexity(band)]
             },
         )
-        for entry in entries
+        for number, entry in enumerate(entries)
     ]
 
 
@@ -191,12 +193,6 @@ def _has_recall(reports: Sequence[Report], band: Band) -> bool:
 def _gain(name: str, first: Report, other: Report) -> float:
     before, after = getattr(first, name), getattr(other, name)
     return float(before / after if MEASURES[name].is_ratio else before - after)
-
-
-def _interval(name: str, first: Sequence[Report], other: Sequence[Report]) -> tuple[float, float] | str | None:
-    """Return the interval of `_gain`, or why there is none."""
-    interval = (gain_interval if MEASURES[name].is_ratio else bits_interval)(first, other)
-    return interval or no_gain_interval(first, other)
 
 
 def _check_text(reports: Sequence[Entry]) -> None:
@@ -240,9 +236,8 @@ def _interval_lines(name: str, count: int, rows: Sequence[Row]) -> list[str]:
     """Return one line per gain, with its interval over `count` documents or the reason why there is none."""
     lines = []
     for row in rows[1:]:
-        if isinstance(row.interval, tuple):
-            low, high = row.interval
-            about = f"95 % interval {low:.3f} to {high:.3f}, bootstrap over {count} documents"
+        if isinstance(row.interval, Interval):
+            about = f"95 % interval {row.interval.text}, bootstrap over {count} documents"
         else:
             about = f"no interval: {row.interval}"
         sign, unit = ("/", "") if MEASURES[name].is_ratio else ("-", " bits per byte")
@@ -326,18 +321,23 @@ def seed_lines(labels: Sequence[str], reports: Sequence[Report]) -> list[str]:
     sign = "/" if measure.is_ratio else "-"
     heading = ["seeds together", "runs", measure.short, *(["accuracy"] if by_tokens else [])]
     rows = [[*heading, f"{first} {sign} it, 95 %"]]
+    found = intervals(name, groups[first], {label: group for label, group in groups.items() if label != first})
+    marked = settled(found) if len(found) > 1 else set[str]()
     for label, group in groups.items():
         spreads = [_spread([getattr(each, name) for each in group], measure.form)]
         spreads += [_spread([each.accuracy for each in group], ".2%")] if by_tokens else []
-        shown_interval = "" if label == first else _interval_of_group(name, groups[first], group)
+        shown_interval = "" if label == first else _shown_interval(found[label], is_settled=label in marked)
         rows.append([label, str(len(group)), *spreads, shown_interval])
-    about = "means over runs that differ only in their seeds, ± standard deviation"
-    return ["", f"{about}; interval by bootstrap over seeds and documents", *table(rows)]
+    about = "means over runs that differ only in their seeds, ± standard deviation; interval over seeds and documents"
+    family = [about_settled(len(found))] if len(found) > 1 else []
+    return ["", about, *table(rows), *family]
 
 
-def _interval_of_group(name: str, first: Sequence[Report], other: Sequence[Report]) -> str:
-    interval = _interval(name, first, other)
-    return f"{interval[0]:.3f} to {interval[1]:.3f}" if isinstance(interval, tuple) else f"none ({interval})"
+def _shown_interval(interval: Interval | str, *, is_settled: bool) -> str:
+    if isinstance(interval, str):
+        return f"none ({interval})"
+    mark = f" {SETTLED}" if is_settled else ""
+    return f"{interval.text}{mark}" + ("" if interval.over_seeds else " (documents only)")
 
 
 def _spread(values: Sequence[float], form: str) -> str:

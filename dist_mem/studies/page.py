@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dist_mem.evaluation.bootstrap import MIN_DOCUMENTS, accuracy_interval, gain_interval
 from dist_mem.evaluation.depth import depth_bins, depths_to_csv, plot_depth
+from dist_mem.evaluation.intervals import MIN_DOCUMENTS, SETTLED, Interval, about_settled, intervals, settled
 from dist_mem.evaluation.plot import (
     MAX_LINES,
     MIN_TOKENS,
@@ -30,7 +30,7 @@ from dist_mem.evaluation.plot import (
     save_picture,
 )
 from dist_mem.evaluation.plotting.style import add_grid, in_style, new_picture
-from dist_mem.evaluation.scores import Report
+from dist_mem.evaluation.scores import METRICS, RECALL_METRICS, Report
 from dist_mem.runtime import markdown
 from dist_mem.runtime.csv_text import csv_text
 from dist_mem.runtime.figures import NO_FIGURE, is_figure
@@ -53,7 +53,7 @@ NOT_GIVEN = "-"
 PAGE, CSV, PICTURE = "table.md", "table.csv", "table.png"
 PARETO, RECALL, RECALL_ACCURACY = "pareto.png", "recall.png", "recall_accuracy.png"
 DEPTH, DEPTHS = "depth.png", "depth.csv"
-SHARES = ("accuracy", "whole_answers")  # metrics whose interval is that of a difference
+SHARES = ("accuracy", "whole_answers")  # metrics of which a higher one is better
 
 
 class Cell(NamedTuple):
@@ -109,24 +109,30 @@ class Standing(NamedTuple):
     """What a row reached within its budget, and what it took."""
 
     mean: float | None  # of the first column
-    interval: tuple[float, float] | None  # of the gain over the first row; see `_interval`
+    interval: Interval | None  # of the gain over the first row
+    is_settled: bool  # the interval excludes equality also after correction for all rows
     costs: Costs
     speed: float | None  # tokens/s of a training, the median of its points; the mean over the seeds
 
 
 def standings(study: Study, runs: Sequence[Run], costs: Mapping[str, Costs]) -> dict[str, Standing]:
     """Return what is known of every row of a study with a budget, in the order of the file."""
-    found: dict[str, Standing] = {}
     name, column = next(iter(study.columns.items()))
-    first: dict[int, Report] = {}
-    for row in _table_rows(study) if costs else ():
-        mine = runs_behind(study, runs, row, name)
-        reports = {run.seed: report for run in mine if (report := report_of(run, name)) is not None}
-        interval = _interval(first, reports, column.metric) if found else None
-        first = first if found else reports
+    rows = {row: runs_behind(study, runs, row, name) for row in (_table_rows(study) if costs else ())}
+    scored = {row: [report for run in mine if (report := report_of(run, name))] for row, mine in rows.items()}
+    gains = _gains(scored, column.metric)
+    marked = settled(gains)
+    found = {}
+    for row, mine in rows.items():
         speeds = [speed for run in mine if (speed := speed_of(run)) is not None]
-        own = costs[(study.rows[row].best_of or [row])[0]]
-        found[row] = Standing(cell(mine, name).mean, interval, own, statistics.fmean(speeds) if speeds else None)
+        own, gain = costs[(study.rows[row].best_of or [row])[0]], gains.get(row)
+        found[row] = Standing(
+            cell(mine, name).mean,
+            gain if isinstance(gain, Interval) else None,
+            row in marked,
+            own,
+            statistics.fmean(speeds) if speeds else None,
+        )
     return found
 
 
@@ -135,17 +141,10 @@ def _table_rows(study: Study) -> list[str]:
     return [row for row in shown_rows(study) if not (study.budget and row in study.candidates)]
 
 
-def _interval(first: Mapping[int, Report], other: Mapping[int, Report], metric: str) -> tuple[float, float] | None:
-    """Return the interval of the gain over seeds and documents; None without a seed of both, or where it is not known.
-
-    The gain is a difference for `SHARES`, and for all other metrics the perplexity divided by the other one.
-    """
-    if not (first and other) or metric == "recall_accuracy":
-        return None
-    pair = list(first.values()), list(other.values())
-    if metric in SHARES:
-        return accuracy_interval(*pair, whole=metric == "whole_answers")
-    return gain_interval(*pair)
+def _gains(scored: Mapping[str, Sequence[Report]], metric: str) -> dict[str, Interval | str]:
+    """Return the interval of the gain of each row over the first, where it is known; arguments: the reports by row."""
+    first, *others = scored.items() if metric in METRICS else [("", [])]
+    return intervals(metric, first[1], {row: reports for row, reports in others if reports}) if first[1] else {}
 
 
 def write_results(job: Job, provenance: Mapping[str, str]) -> list[Path]:
@@ -186,7 +185,7 @@ def to_markdown(
         lines.append(markdown.row([*cells, *(_budget_cells(study, found[key]) if found else [])]))
     lines += ["", study.about, ""]
     if found:
-        lines += [_about_interval(study, runs, shown), ""]
+        lines += [_about_interval(study, found, runs), ""]
         lines += [f"![Quality against cost]({PARETO})", ""] if _has_means(found) else []
     lines += [f"- {study.rows[key].name}: {study.rows[key].note}" for key in shown if study.rows[key].note]
     lines += [_chosen(study, runs, key) for key in shown if study.rows[key].best_of]
@@ -213,15 +212,17 @@ def _best_cells(study: Study, runs: Sequence[Run], found: Mapping[str, Standing]
 
 
 def _budget_heading(study: Study, first: str) -> list[str]:
-    name = study.rows[first].name
-    is_share = _first_metric(study) in SHARES
-    gain = f"memory - {name}, 95 %" if is_share else f"{name} / memory, 95 %"
-    return [gain, "parameters", "bytes of memory per lane", "steps", "tokens", "FLOPs", "tokens/s"]
+    name, metric = study.rows[first].name, _first_metric(study)
+    gain = f"memory - {name}" if metric in SHARES else f"{name} {'-' if metric == BITS else '/'} memory"
+    return [f"{gain}, 95 %", "parameters", "bytes of memory per lane", "steps", "tokens", "FLOPs", "tokens/s"]
 
 
 def _budget_cells(study: Study, found: Standing) -> list[str]:
-    sign = "+" if _first_metric(study) in SHARES else ""
-    interval = "" if found.interval is None else " to ".join(f"{bound:{sign}.3f}" for bound in found.interval)
+    sign = "" if _first_metric(study).endswith("perplexity") else "+"
+    interval = ""
+    if found.interval is not None:
+        interval = f"{found.interval.low:{sign}.3f} to {found.interval.high:{sign}.3f}"
+        interval += f" {SETTLED}" if found.is_settled else ""
     *sizes, flops = found.costs
     speed = NO_FIGURE if found.speed is None else f"{found.speed:,.0f}"
     return [interval, *(f"{size:,}" for size in sizes), NO_FIGURE if flops is None else f"{flops:.3g}", speed]
@@ -231,28 +232,26 @@ def _first_metric(study: Study) -> str:
     return next(iter(study.columns.values())).metric
 
 
-def _about_interval(study: Study, runs: Sequence[Run], shown: Sequence[str]) -> str:
+def _about_interval(study: Study, found: Mapping[str, Standing], runs: Sequence[Run]) -> str:
     """Return the sentences that say what the numbers and intervals of a study with a budget are."""
     seeds = ", ".join(map(str, sorted({run.seed for run in runs})))
-    metric, name = _first_metric(study), study.rows[shown[0]].name
+    metric, name = _first_metric(study), study.rows[next(iter(found))].name
     means = f"Means over the seeds {seeds}, ± their standard deviation."
-    if metric == "recall_accuracy":
-        return f"{means} There is no interval: evaluations record recall accuracy by distance, not by document."
+    known = [each.interval for each in found.values() if each.interval is not None]
+    if metric in RECALL_METRICS:
+        return f"{means} There is no interval: evaluations record recall by distance, not by document."
     what, nothing = f"{name}'s perplexity of all scored words or tokens divided by the memory's", 1
     if metric in SHARES:
         what, nothing = f"the memory's {metric.replace('_', ' ')} minus {name}'s", 0
-    return (
-        f"{means} The interval is that of {what}, with other seeds and other documents of the same kind: 10,000 draws "
-        f"of the documents, the same for both, and of the seeds of each. An interval that contains {nothing} settles "
-        f"nothing; one of two or three seeds is rough. {_about_chance(len(shown) - 1)}"
-        f"Fewer than {MIN_DOCUMENTS} documents have none."
-    )
-
-
-def _about_chance(comparisons: int) -> str:
-    if comparisons < 2:
-        return ""
-    return f"Of {comparisons} comparisons of equals, {comparisons / 20:.2g} would settle something by chance. "
+    elif metric == BITS:
+        what, nothing = f"{name}'s bits per byte minus the memory's", 0
+    about = f"{means} The interval is that of {what}, with other seeds and other documents of the same kind"
+    if not all(each.over_seeds for each in known):
+        about += ", or with one seed of a row with other documents alone"
+    about += f". One that contains {nothing} settles nothing. "
+    if len(known) > 1:
+        about += f"{about_settled(len(known))}. "
+    return f"{about}Fewer than {MIN_DOCUMENTS} documents have none."
 
 
 def _papers_section(study: Study) -> list[str]:

@@ -1,0 +1,93 @@
+"""How often a table's 95 % intervals contain the truth: simulated, for 2 to 30 seeds, equal and unequal variances.
+
+    python benchmarks/intervals.py               # two minutes of one core
+    python benchmarks/intervals.py --draws 500   # rougher
+
+A value of a document with one seed is the sum of the document (the same for all models), of the model's seed, of the
+model on that document, and of the rest, all normal, with the standard deviations (nats per word) of the arena's cells
+in docs/results. The first of eight models is compared with each of the others; none is better. "Late" draws the seeds
+from an exponential distribution instead: most agree, and some begin to copy late. Columns are the mean over the seven
+comparisons, and the worst of them. docs/log/2026-11.md has the numbers, beside those of the bootstrap before.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dist_mem.evaluation.intervals import difference, pooled_variance
+
+NUM_DOCUMENTS = 32
+SEEDS = (2, 3, 5, 10, 30)
+
+
+class Case(NamedTuple):
+    """The standard deviations of a table's models."""
+
+    seeds: Sequence[float]  # of each model from seed to seed; the first is compared with the others
+    documents: float = 0.012  # of a model on a document
+    rest: float = 0.01
+    is_late: bool = False
+
+
+CASES = {
+    "equal": Case([0.014] * 8),
+    "equal, documents hardly differ": Case([0.014] * 8, documents=0.005, rest=0.006),
+    "two models, equal": Case([0.014] * 2),
+    "two models, 1 to 2": Case([0.0136, 0.0283]),
+    "two models, 13 to 1": Case([0.014, 0.0011], documents=0.005, rest=0.006),
+    "1 to 2": Case([0.014] + [0.0283] * 7),
+    "half of them a quarter": Case([0.014] * 4 + [0.0035] * 4),
+    "one of a thirteenth": Case([0.014] * 7 + [0.0011]),
+    "one of ten times": Case([0.014] * 7 + [0.14]),
+    "those of ten rows of the arena": Case(
+        [0.0136, 0.0283, 0.0068, 0.0026, 0.0011, 0.0076, 0.21, 0.0427, 0.0299, 0.31]
+    ),
+    "late, equal": Case([0.014] * 8, is_late=True),
+    "late, one of ten times": Case([0.014] * 7 + [0.14], is_late=True),
+}
+
+
+def coverage(case: Case, num_seeds: int, draws: int) -> NDArray[np.float64]:
+    """Return for each model but the first the share of intervals that contain 0, the truth: (models - 1,)."""
+    generator = np.random.default_rng(0)
+    counts = np.full(NUM_DOCUMENTS, 4000.0)
+    contained = np.zeros(len(case.seeds) - 1)
+    for _ in range(draws):
+        values = [each * counts for each in _drawn(case, num_seeds, generator)]
+        pooled = pooled_variance([each.sum(axis=1) / counts.sum() for each in values])
+        for place, other in enumerate(values[1:]):
+            low, high, _ = difference(values[0], other, counts, pooled)
+            contained[place] += low <= 0 <= high
+    return contained / draws
+
+
+def _drawn(case: Case, num_seeds: int, generator: np.random.Generator) -> list[NDArray[np.float64]]:
+    """Return the values of every model: (seeds, documents) each."""
+    documents = generator.normal(0.0, 0.2, NUM_DOCUMENTS)
+    values = []
+    for deviation in case.seeds:
+        unit = generator.exponential(1.0, num_seeds) - 1 if case.is_late else generator.normal(0.0, 1.0, num_seeds)
+        own = generator.normal(0.0, case.documents, NUM_DOCUMENTS)
+        rest = generator.normal(0.0, case.rest, (num_seeds, NUM_DOCUMENTS))
+        values.append(documents + own + deviation * unit[:, None] + rest)
+    return values
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draws", type=int, default=2000, help="of every case (default: 2000)")
+    draws = parser.parse_args().draws
+    print(f"{'standard deviations of seeds':<34}" + "".join(f"{f'{count} seeds':>16}" for count in SEEDS))
+    for name, case in CASES.items():
+        found = [coverage(case, count, draws) for count in SEEDS]
+        cells = [f"{each.mean():.1%}" + (f" ({each.min():.1%})" if len(each) > 1 else "") for each in found]
+        print(f"{name:<34}" + "".join(f"{text:>16}" for text in cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()

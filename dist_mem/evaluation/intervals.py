@@ -1,0 +1,212 @@
+"""The intervals of a table: by how much models differ, with other seeds and other documents of the same kind.
+
+With several seeds of both models an interval is that of Student's t. Its variance is that of the means over the seeds
+(two parts, one of each model), plus that of the documents, the same ones for both (one part). With 2 to 10 seeds the
+variance of few seeds is hardly known, which the quantile of t makes up for, and percentiles of a bootstrap do not:
+
+- If Bartlett's test does not object to equal variances over all models of the table, the seeds' variance is the
+  pooled one, with the degrees of freedom of all. It objects below p = 0.5: of few seeds it sees little, and a
+  preliminary test at 0.05 would pool what differs (Bancroft 1964).
+- Else each model has its own, with Welch's degrees of freedom (Welch 1947).
+- The quantile is the mean of the seeds' and the documents' ones, weighted by their variances (Cochran and Cox 1957):
+  degrees of freedom of the sum, after Satterthwaite, make it too short where few seeds agree by chance.
+
+tests/evaluation/test_intervals.py simulates the coverage. With one seed of either model, the interval is that of
+the documents alone, by bootstrap, and says so. Where a table compares several models with one, Holm's correction says
+which of its intervals would exclude equality by chance in at most 5 % of such tables (Holm 1979).
+
+Shape letters: S seeds, N documents.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+from scipy.special import stdtrit
+
+from dist_mem.evaluation.bootstrap import Bounds, resampled
+from dist_mem.evaluation.scores import DocumentScore, Report
+from dist_mem.runtime.figures import exponential
+from dist_mem.runtime.terminal import counted
+
+Array = NDArray[np.float64]
+
+MIN_DOCUMENTS = 8  # with 8, a bootstrap at 95 % covers about 90 %; with 2, the draws are only three different ones
+LEVEL = 0.05  # of Holm's correction, and what an interval leaves out
+SETTLED = "†"  # at an interval of several: it excludes equality also after that correction
+_POOLED_FROM = 0.5  # p of Bartlett's test
+_LEAST_P = 1e-12
+
+
+class Interval(NamedTuple):
+    """The 95 % interval of a gain: a ratio of perplexities, or a difference of another metric."""
+
+    low: float
+    high: float
+    p_value: float  # two-sided: the share of equals that would differ as much, or more
+    over_seeds: bool  # False: over documents only, since one of the models has one seed
+
+    @property
+    def text(self) -> str:
+        return f"{self.low:.3f} to {self.high:.3f}"
+
+
+@dataclass(frozen=True)
+class _Metric:
+    """How a metric is made of documents, and how two models' differences of it are shown."""
+
+    value: Callable[[DocumentScore], float]  # nan: not known
+    count: Callable[[DocumentScore], float]  # what the sum of the values is divided by; 0: the document has no share
+    show: Callable[[float], float]
+    sign: float  # -1: a lower value is better
+
+
+def intervals(
+    metric: str, first: Sequence[Report], others: Mapping[str, Sequence[Report]]
+) -> dict[str, Interval | str]:
+    """Return the interval of the gain of every model over the first, or why there is none.
+
+    Args:
+        metric: one of `scores.METRICS`. Of a perplexity, per word or else per token, the gain is the first's divided by
+            the other's; of bits per byte, how many fewer the other has; of a share, how much larger the other's is.
+        first, others: of each model a report for every seed; all score the same documents.
+    """
+    found = _metric(metric, first[0])
+    counts = np.array([found.count(document) for document in first[0].documents], dtype=np.float64)
+    if metric.endswith("perplexity") and first[0].num_words is not None:
+        counts *= first[0].num_words / counts.sum()  # an official count differs from that of the documents
+    known = counts > 0
+    before, *rest = (
+        found.sign * np.array([[found.value(document) for document in each.documents] for each in reports])[:, known]
+        for reports in (first, *others.values())
+    )
+    counts = counts[known]
+    pooled = pooled_variance([each.sum(axis=1) / counts.sum() for each in (before, *rest)]) if len(counts) else None
+    shown: dict[str, Interval | str] = {}
+    for name, after in zip(others, rest, strict=True):
+        pair = before, after
+        if problem := _problem(*pair):
+            shown[name] = problem
+            continue
+        low, high, p_value = difference(*pair, counts, pooled)
+        shown[name] = Interval(found.show(low), found.show(high), p_value, over_seeds=min(map(len, pair)) > 1)
+    return shown
+
+
+class Pooled(NamedTuple):
+    """The variance that all models of a table have over their seeds."""
+
+    variance: float
+    freedom: int  # degrees of
+
+
+def pooled_variance(means: Sequence[Array]) -> Pooled | None:
+    """Return the variance that models' means over documents, (S,) each, have in common; None if they have none."""
+    several = [each for each in means if len(each) > 1]
+    if len(several) < 2 or not all(np.isfinite(each).all() and np.ptp(each) > 0 for each in several):
+        return None
+    if stats.bartlett(*several).pvalue < _POOLED_FROM:
+        return None
+    freedom = sum(len(each) - 1 for each in several)
+    return Pooled(sum((len(each) - 1) * float(each.var(ddof=1)) for each in several) / freedom, freedom)
+
+
+def difference(before: Array, after: Array, counts: Array, pooled: Pooled | None) -> Bounds:
+    """Return the interval of sum(after - before) / sum(counts), means over seeds.
+
+    Args:
+        before, after: a metric of every document, (S, N); the numbers of seeds may differ.
+        counts: what the metrics are divided by, (N,).
+        pooled: the variance of a mean over documents from seed to seed, if all models have one; else each has its own.
+    """
+    gains = after.mean(axis=0) - before.mean(axis=0)
+    if min(len(before), len(after)) < 2:
+        return resampled(gains, counts)
+    gain = float(gains.sum() / counts.sum())
+    rest = gains - gain * counts
+    of_documents = float((rest**2).sum() / counts.sum() ** 2 * len(counts) / (len(counts) - 1))
+    if pooled is None:
+        parts = [float((each.sum(axis=1) / counts.sum()).var(ddof=1)) / len(each) for each in (before, after)]
+        of_seeds, weights = sum(parts), zip(parts, (before, after), strict=True)
+        spread = sum(part**2 / (len(each) - 1) for part, each in weights)
+        freedom = of_seeds**2 / spread if spread else 1.0
+    else:
+        of_seeds, freedom = pooled.variance * (1 / len(before) + 1 / len(after)), float(pooled.freedom)
+    return _student(gain, of_seeds, freedom, of_documents, len(counts) - 1)
+
+
+def _student(gain: float, of_seeds: float, freedom: float, of_documents: float, others: int) -> Bounds:
+    """Return the interval around a gain of two variances, with their degrees of freedom."""
+    error = math.sqrt(of_seeds + of_documents)
+    if not error:
+        return Bounds(gain, gain, 0.0 if gain else 1.0)
+    share = of_seeds / error**2
+
+    def quantile(tail: float) -> float:
+        of_both = stdtrit(np.array([freedom, others]), 1 - tail / 2)
+        return float(share * of_both[0] + (1 - share) * of_both[1])
+
+    half = quantile(LEVEL) * error
+    low, high = math.log(_LEAST_P), 0.0
+    while high - low > 1e-6:  # the tail whose quantile is the gain found: bisection
+        middle = (low + high) / 2
+        low, high = (low, middle) if quantile(math.exp(middle)) < abs(gain) / error else (middle, high)
+    return Bounds(gain - half, gain + half, math.exp(low))
+
+
+def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+    """Return the p-values of a family of comparisons, corrected for their number (Holm 1979)."""
+    corrected, largest = dict[str, float](), 0.0
+    for place, (name, p_value) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
+        largest = max(largest, min(1.0, p_value * (len(p_values) - place)))
+        corrected[name] = largest
+    return corrected
+
+
+def settled(found: Mapping[str, Interval | str]) -> set[str]:
+    """Return the models whose gain excludes equality after Holm's correction for all that are compared here."""
+    corrected = holm({name: each.p_value for name, each in found.items() if isinstance(each, Interval)})
+    return {name for name, p_value in corrected.items() if p_value < LEVEL}
+
+
+def about_settled(comparisons: int) -> str:
+    """Return what `SETTLED` at an interval means."""
+    return f"{SETTLED} excludes equality also after correction for {comparisons} comparisons (Holm)"
+
+
+def _problem(before: Array, after: Array) -> str | None:
+    """Return why there is no interval of metrics of documents, (S, N) each; None if there is one."""
+    num_documents = before.shape[1]
+    if num_documents < MIN_DOCUMENTS:
+        return f"{counted(num_documents, 'document')}; an interval needs at least {MIN_DOCUMENTS}"
+    return None if np.isfinite(before).all() and np.isfinite(after).all() else "a loss is not finite"
+
+
+def _metric(name: str, report: Report) -> _Metric:
+    if name == "accuracy":
+        return _Metric(_hits, lambda each: each.num_scored, float, 1.0)
+    if name == "whole_answers":
+        return _Metric(
+            lambda each: math.nan if each.hits is None else float(each.hits == each.num_scored),
+            lambda each: float(each.num_scored > 0),
+            float,
+            1.0,
+        )
+    if name == "bits_per_byte":
+        return _Metric(lambda each: each.nll, lambda each: each.bytes, lambda nats: nats / math.log(2), -1.0)
+    return _Metric(
+        lambda each: each.nll,
+        lambda each: each.num_scored if each.words is None else each.words,
+        exponential,
+        -1.0,
+    )
+
+
+def _hits(document: DocumentScore) -> float:
+    return math.nan if document.hits is None else float(document.hits)
