@@ -143,8 +143,10 @@ def _table_rows(study: Study) -> list[str]:
 
 def _gains(scored: Mapping[str, Sequence[Report]], metric: str) -> dict[str, Interval | str]:
     """Return the interval of the gain of each row over the first, where it is known; arguments: the reports by row."""
-    first, *others = scored.items() if metric in METRICS else [("", [])]
-    return intervals(metric, first[1], {row: reports for row, reports in others if reports}) if first[1] else {}
+    rows = list(scored.items())
+    if metric not in METRICS or not rows or not rows[0][1]:
+        return {}
+    return intervals(metric, rows[0][1], {row: reports for row, reports in rows[1:] if reports})
 
 
 def write_results(job: Job, provenance: Mapping[str, str]) -> list[Path]:

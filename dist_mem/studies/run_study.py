@@ -57,7 +57,7 @@ from dist_mem.studies.runs import (
     train_words,
     with_done,
 )
-from dist_mem.studies.study import MAX_RUNS, load_study
+from dist_mem.studies.study import MAX_RUNS, check_seeds, load_study
 from dist_mem.studies.tuning import chosen, grids_of, trials_of
 from dist_mem.tracking.mlflow.client import brief
 from dist_mem.tracking.provenance import git_state, versions
@@ -98,6 +98,7 @@ def run(asked: Request) -> int:
     study, extra = load_study(asked.study, asked.scale, max_runs=asked.max_runs), list(asked.extra)
     if asked.command == "arena" and not study.budget:
         raise UnusableError(f"{study.path} has no budget: give one, or compare its rows by `dist-mem sweep`")
+    check_seeds(study, asked.seeds, f"{study.path}: ")
     known = shown_rows(study)
     unknown = [row for row in asked.rows if row not in known]
     if unknown:

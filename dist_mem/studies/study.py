@@ -104,7 +104,7 @@ class Tune:
     grid: dict[str, list[Any]] = field(default_factory=dict)  # key -> its values; empty: no row is tuned
     rows: dict[str, dict[str, list[Any]]] = field(default_factory=dict)  # row -> further keys
     budget: dict[str, float] = field(default_factory=dict)  # of a trial; empty: that of the study
-    seeds: list[int] = field(default_factory=lambda: [0])
+    seeds: list[int] = field(default_factory=list)  # other ones than those of the table; empty: the next one after them
     most: int = 8  # values of a key, when the best one stays at the edge
 
 
@@ -231,6 +231,7 @@ def load_study(name: str, scale: str = "", *, folder: Path = FOLDER, max_runs: i
     if study.budget or study.fit:
         _check_budget(study, where)
     if study.tune.grid or study.tune.rows:
+        study.tune.seeds = study.tune.seeds or [max(study.seeds) + 1]
         _check_tune(study, where)
     _find_configurations(study, beside=path.parent)
     return study
@@ -406,6 +407,16 @@ def _check_tune(study: Study, where: str) -> None:
         raise UnusableError(f"{where}points has {len(study.points)}; rows are tuned at one point")
     if unknown := [name for name in tune.budget if name not in study.budget]:
         raise UnusableError(f"{where}tune.budget has {unknown[0]!r}, which the budget of the study has not")
+    check_seeds(study, study.seeds, where)
+
+
+def check_seeds(study: Study, seeds: Sequence[int], where: str) -> None:
+    """Raise UnusableError if settings are chosen on a seed of the table: the best of several fits that seed too well."""
+    if (study.tune.grid or study.tune.rows) and (both := sorted({*seeds} & {*study.tune.seeds})):
+        raise UnusableError(
+            f"{where}tune.seeds has {both[0]}, which is also a seed of the table: the settings that are best there owe a "
+            f"part to that seed; give trials seeds of their own, as [{max(*seeds, *study.tune.seeds) + 1}]"
+        )
 
 
 def _has_equal(values: Sequence[Any]) -> bool:

@@ -493,7 +493,7 @@ def test_an_estimate_of_tuned_rows_is_of_their_trials_first(tmp_path: Path, monk
     assert estimated == [trials]
     for value, trial in enumerate(trials):
         for column in ("tuned", "tuned on validation"):
-            keep_result(Run(trial, "", 0, Path("out") / "tuning"), column, {"value": 5.0 - value, "step": 1})
+            keep_result(Run(trial, "", 1, Path("out") / "tuning"), column, {"value": 5.0 - value, "step": 1})
     keep_result(Run("kindnone", "", 0, Path("out")), "dev", {"value": 4.0, "step": 1})
     assert run_study(replace(asked, estimate=False, run=True)) == EXIT_DONE
     assert run_study(asked) == EXIT_DONE

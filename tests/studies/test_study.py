@@ -287,7 +287,7 @@ def kept(trials: Job, best: dict[str, float]) -> None:
 def test_a_grid_grows_until_the_best_is_inside(best: dict[str, float], most: int) -> None:
     rates = {row: 10**power for row, power in best.items()}
     with tempfile.TemporaryDirectory() as folder:
-        job = job_of(Path(folder), grid=RATES, seeds=[0, 1], most=most)
+        job = job_of(Path(folder), grid=RATES, seeds=[5, 6], most=most)
         grids: dict[str, Grid] | None = None
         wider = grids_of(job)
         while wider != grids:
@@ -364,7 +364,7 @@ def test_trials_have_their_budget_and_a_rows_own_keys(tmp_path: Path) -> None:
         *(f"none lr {rate}" for rate in RATES["optimizer.lr"]),
         *(f"transformer_xl lr {rate} mem_len {rows}" for rate in RATES["optimizer.lr"] for rows in (8, 16)),
     }
-    assert {run.seed for run in trials.runs} == {0}
+    assert {run.seed for run in trials.runs} == {3}
     assert trials.study.candidates["none lr 0.001"] == "none"
     assert trials.study.columns["tuned"].split == "validation"
 
@@ -394,6 +394,7 @@ def test_trials_that_all_diverged_are_refused(tmp_path: Path) -> None:
         ({"grid": {"optimizer.betas": [[0.9, 0.95], [0.9, 0.95]]}}, "tune.grid.optimizer.betas"),
         ({"rows": {"xl": RATES}}, "'xl'"),
         ({"grid": RATES, "budget": {"flops": 1e12}}, "'flops'"),
+        ({"grid": RATES, "seeds": [5, 1]}, "tune.seeds has 1"),
     ],
 )
 def test_a_grid_of_nothing_is_refused(tmp_path: Path, tune: dict[str, object], key: str) -> None:

@@ -1,0 +1,354 @@
+"""Write the numbers of the result pages, and of README, from the cells beside this file.
+
+    python docs/results/write_pages.py          # after new cells
+    python docs/results/write_pages.py --check  # exit code 1 if a page is not up to date, and what differs
+
+Between `<!-- table NAME -->` and `<!-- end -->` stands the table of that name in `TABLES`; between
+`<!-- KIND FAMILY: WHAT -->` and `<!---->` a number in a sentence: `gain` is the 95 % interval of `A / B`, `mean` that of
+row `A` with its standard deviation over seeds, `right` the share of recalled words of `A, BAND`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, cached_property
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+from dist_mem.config import load_config
+from dist_mem.evaluation.intervals import SETTLED, Interval, intervals, settled
+from dist_mem.evaluation.scores import Band, Report, report_from
+from dist_mem.runtime.markdown import row as line
+from dist_mem.studies.budget import Costs, fitted
+from dist_mem.studies.page import with_spread
+from dist_mem.studies.study import load_study
+
+RESULTS = Path(__file__).parent
+ROOT = RESULTS.parent.parent
+PAGES = (RESULTS / "arena.md", ROOT / "README.md")
+PERPLEXITY, NEAR, FAR = COLUMNS = ("perplexity", "recall 65 to 256", "recall beyond 256")
+BANDS = {
+    "1 to 64": Band(0, 64),
+    "65 to 128": Band(64, 128),
+    "129 to 192": Band(128, 192),
+    "193 to 256": Band(192, 256),
+    "beyond": Band(256, None),
+}
+COPIES = 1.7  # loss below which a model copies
+VOCABULARIES = {"pg19": 4000, "mqar_long": 64}  # pieces; of the others, that of the sample library
+SAMPLE = 1280
+XL = "Transformer-XL"
+
+
+class Cell(NamedTuple):
+    """One finished run."""
+
+    path: Path
+    seed: int
+    body: Mapping[str, Any]
+
+    def report(self, column: str) -> Report:
+        return report_from(self.body["reports"][self.body["results"][column]["report"]], self.path)
+
+    def value(self, column: str) -> float:
+        return float(self.body["results"][column]["value"])
+
+    @property
+    def begins(self) -> str:
+        """The first logged update whose loss shows that the model copies."""
+        return next((str(step) for step, loss, *_ in self.body["curve"] if loss < COPIES), "never")
+
+
+class Results:
+    """The finished cells of a study, of the seeds that its file names."""
+
+    def __init__(self, name: str, folder: str = "", references: Sequence[str] = (XL,)) -> None:
+        """Read them; `references`: the rows that every other row is compared with, as one family of comparisons."""
+        self.study = load_study(str(ROOT / "configs" / "arena" / f"{name}.yaml"))
+        self.folder, self.vocabulary = RESULTS / (folder or name), VOCABULARIES.get(name, SAMPLE)
+        self.column, shape = next(iter(self.study.columns.items()))
+        self.metric = shape.metric
+        rows = {row: self._cells(row) for row in self.study.rows}
+        means = {row: fmean(cell.value(self.column) for cell in cells) for row, cells in rows.items() if cells}
+        self.rows = {row: rows[row] for row in sorted(means, key=lambda row: means[row])}
+        self.pairs = [(first, row) for first in references if first in self.rows for row in self.rows if row != first]
+
+    def _cells(self, row: str) -> list[Cell]:
+        paths = {seed: self.folder / f"{row}-seed{seed}.json" for seed in self.study.seeds}
+        return [Cell(path, seed, json.loads(path.read_text())) for seed, path in paths.items() if path.exists()]
+
+    @cached_property
+    def reports(self) -> dict[str, list[Report]]:
+        return {row: [cell.report(self.column) for cell in cells] for row, cells in self.rows.items()}
+
+    @cached_property
+    def gains(self) -> dict[tuple[str, str], str]:
+        """The intervals of the family, with the mark of those that stand after correction."""
+        found: dict[str, Interval | str] = {}
+        for first in dict.fromkeys(first for first, _ in self.pairs):
+            others = {row: each for row, each in self.reports.items() if row != first}
+            of_all = intervals(self.metric, self.reports[first], others)  # the variance of seeds is that of all rows
+            found |= {f"{first} / {row}": of_all[row] for one, row in self.pairs if one == first}
+        marked = settled(found)
+        return {pair: _shown(found[" / ".join(pair)], " / ".join(pair) in marked) for pair in self.pairs}
+
+    @cache  # noqa: B019  # a handful of objects, which live as long as the program
+    def costs(self, row: str) -> Costs:
+        """Return what a row takes within the budget."""
+        words = [*self.study.train, *self.study.trained[row]]
+        return fitted(row, words, self.study.budget, self.study.fit, load_config, self.vocabulary)[1]
+
+    def mean(self, row: str, column: str = "") -> str:
+        values = [cell.value(column or self.column) for cell in self.rows[row]]
+        return with_spread(fmean(values), stdev(values)) if len(values) > 1 else f"{values[0]:.4g}"
+
+    def best(self, column: str) -> str:
+        """Return the row with the lowest mean of a column."""
+        return min(self.rows, key=lambda row: fmean(cell.value(column) for cell in self.rows[row]))
+
+    def right(self, row: str, band: str, cells: Sequence[Cell] = ()) -> str:
+        shares = (cell.report(PERPLEXITY).recall_accuracy(BANDS[band]) for cell in cells or self.rows[row])
+        return f"{fmean(shares):.0%}"
+
+
+def _shown(interval: Interval | str, is_settled: bool) -> str:
+    if isinstance(interval, str):
+        return f"none ({interval})"
+    notes = (SETTLED if is_settled else "", "" if interval.over_seeds else "(documents only)")
+    return " ".join(filter(None, (interval.text, *notes)))
+
+
+@cache
+def results(name: str) -> Results:
+    """Return the results of a family by its name in the pages."""
+    if name in LONG:
+        return Results(name, references=())
+    if name == "headline":
+        return Results(name, references=(XL, "XL then none"))
+    return Results("second_edition" if name == "arena" else name, name)
+
+
+def table_of(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [line(heading), line(["---"] * len(heading)), *(line(row) for row in rows)]
+
+
+def bold_best(found: Results, row: str, column: str) -> str:
+    text = found.mean(row, column)
+    return f"**{text}**" if row == found.best(column) else text
+
+
+def arena() -> list[str]:
+    found = results("arena")
+    heading = ["memory", *COLUMNS, f"{XL} / row", "bytes per lane", "copies from"]
+    return table_of(
+        heading,
+        (
+            [
+                row,
+                *(bold_best(found, row, column) for column in (PERPLEXITY, NEAR)),
+                found.mean(row, FAR),  # where no model recalls: the best is chance
+                found.gains.get((XL, row), ""),
+                f"{found.costs(row).state_bytes:,}",
+                ", ".join(cell.begins for cell in cells),
+            ]
+            for row, cells in found.rows.items()
+        ),
+    )
+
+
+def headline() -> list[str]:
+    found = results("headline")
+    firsts = [XL, "XL then none"]
+    heading = ["memory", "seeds", *COLUMNS, *(f"{first} / row" for first in firsts), "bytes per lane"]
+    return table_of(
+        heading,
+        (
+            [
+                row,
+                str(len(cells)),
+                *(found.mean(row, column) for column in COLUMNS),
+                *(found.gains.get((first, row), "") for first in firsts),
+                f"{found.costs(row).state_bytes:,}",
+            ]
+            for row, cells in found.rows.items()
+        ),
+    )
+
+
+def equal_bytes() -> list[str]:
+    found = results("equal_bytes")
+    heading = ["memory", "seeds", *COLUMNS, f"{XL} / row", *(f"right, {band}" for band in BANDS)]
+    return table_of(
+        heading,
+        (
+            [
+                row,
+                str(len(cells)),
+                *(bold_best(found, row, column) for column in COLUMNS),
+                found.gains.get((XL, row), ""),
+                *(found.right(row, band) for band in BANDS),
+            ]
+            for row, cells in found.rows.items()
+        ),
+    )
+
+
+def shares() -> list[str]:
+    found = results("arena")
+    return table_of(["memory", *BANDS], ([row, *(found.right(row, band) for band in BANDS)] for row in found.rows))
+
+
+MATRICES = ("DeltaNet", "Gated DeltaNet then XL", "GLA", "RetNet", "Kimi Delta Attention", "Gated DeltaNet")
+
+
+def by_seed() -> list[str]:
+    """The shares of each seed, of the rows with a matrix in the first block."""
+    found = results("arena")
+    return table_of(
+        ["memory", *BANDS],
+        (
+            [row, *(", ".join(found.right(row, band, [cell]) for cell in cells) for band in BANDS)]
+            for row, cells in found.rows.items()
+            if row in MATRICES
+        ),
+    )
+
+
+def trials(found: Results) -> dict[str, dict[float, list[Cell]]]:
+    """Return the trials of every row: rate -> its cells."""
+    tried: dict[str, dict[float, list[Cell]]] = {row: {} for row in found.rows}
+    for path in sorted((found.folder / "tuning").glob("*.json")):
+        body = json.loads(path.read_text())
+        row = path.stem.partition(" lr ")[0]
+        if row in tried:
+            rate = body["definition"]["optimizer.lr"]
+            tried[row].setdefault(rate, []).append(Cell(path, body["definition"]["train.seed"], body))
+    return tried
+
+
+def best_rate(tried: Mapping[float, Sequence[Cell]]) -> float:
+    """Return the rate of the best mean, of those that were tried with most seeds."""
+    most = max(map(len, tried.values()))
+    return min(
+        (rate for rate in tried if len(tried[rate]) == most),
+        key=lambda rate: fmean(cell.value("tuned") for cell in tried[rate]),
+    )
+
+
+def rates() -> list[str]:
+    tried = trials(results("arena"))
+    grid = sorted({rate for of_row in tried.values() for rate in of_row})
+    rows = []
+    for row, of_row in tried.items():
+        texts = {rate: f"{cell.value('tuned'):.3f} ({cell.begins})" for rate, (cell, *_) in of_row.items()}
+        texts[best_rate(of_row)] = f"**{texts[best_rate(of_row)]}**"
+        rows.append([row, *(texts.get(rate, "") for rate in grid)])
+    return table_of(["memory", *map(str, grid)], rows)
+
+
+LONG = {"mqar_long": "answers", "passkey_long": "whole answers", "babilong_long": "whole answers"}
+FAR_BANDS = ("up to 64 back", "65 to 512", "beyond 512")
+LEADER = "Gated DeltaNet"  # of the tasks a thousand tokens back
+
+
+def far_back(task: str) -> Iterator[list[str]]:
+    """Yield the rows of a task a thousand tokens back, the best first; last, how much more the leader answers."""
+    found, column = results(task), LONG[task]
+    others = {row: each for row, each in found.reports.items() if row != LEADER}
+    less = intervals(found.metric, found.reports[LEADER], others)
+    marked = settled(less)
+    for row in reversed(found.rows):
+        cells = found.rows[row]
+        values = [", ".join(f"{cell.value(each):.0%}" for cell in cells) for each in (column, *FAR_BANDS)]
+        more, interval = "", less.get(row)
+        if isinstance(interval, Interval):
+            more = f"{round(-100 * interval.high)} to {round(-100 * interval.low)}" + (
+                f" {SETTLED}" if row in marked else ""
+            )
+        yield [row, f"{found.costs(row).state_bytes:,}", *values, more]
+
+
+def long_table(task: str) -> Callable[[], list[str]]:
+    heading = ["memory", "bytes per lane", f"{'all' if task == 'mqar_long' else 'whole'} answers", "1 to 64 back"]
+    return lambda: table_of([*heading, *FAR_BANDS[1:], f"{LEADER} - row"], far_back(task))
+
+
+README_ROWS = {
+    "none": ("none", "0"),
+    XL: ("Transformer-XL, M = 128", "128"),
+    "compressive": ("Compressive Transformer", "384"),
+    "infinity-former as published": ("∞-former, as published", "the whole book"),
+    "XL then Gated DeltaNet": ("Transformer-XL, then Gated DeltaNet", "the whole book"),
+    "DeltaNet": ("DeltaNet", "the whole book"),
+}
+
+
+def readme() -> list[str]:
+    found = results("arena")
+    heading = ["memory", "reach, tokens", "bytes per lane", "perplexity", "1 to 64 back", *list(BANDS)[1:]]
+    return table_of(
+        heading,
+        (
+            [*names, f"{found.costs(row).state_bytes:,}", found.mean(row), *(found.right(row, band) for band in BANDS)]
+            for row, names in README_ROWS.items()
+        ),
+    )
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    "arena": arena,
+    "headline": headline,
+    "equal bytes": equal_bytes,
+    "shares": shares,
+    "shares by seed": by_seed,
+    "rates": rates,
+    "readme": readme,
+    **{task: long_table(task) for task in LONG},
+}
+_TABLE = re.compile(r"(<!-- table ([\w ]+) -->\n).*?(<!-- end -->)", re.S)
+_VALUE = re.compile(r"(<!-- (gain|mean|right) (\w+): ([^>]+?) -->).*?(<!---->)", re.S)
+
+
+def value(kind: str, family: str, what: str) -> str:
+    """Return a number of a sentence."""
+    found = results(family)
+    if kind == "gain":
+        first, _, row = what.partition(" / ")
+        return found.gains[first, row].removesuffix(f" {SETTLED}")
+    if kind == "mean":
+        return found.mean(what)
+    row, _, band = what.rpartition(", ")
+    return found.right(row, band)
+
+
+def written(text: str) -> str:
+    """Return a page with its tables and values as the cells have them."""
+    text = _TABLE.sub(lambda match: match[1] + "".join(f"{each}\n" for each in TABLES[match[2]]()) + match[3], text)
+    return _VALUE.sub(lambda match: match[1] + value(match[2], match[3], " ".join(match[4].split())) + match[5], text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check = parser.parse_args().check
+    stale = False
+    for page in PAGES:
+        old = page.read_text(encoding="utf-8")
+        new = written(old)
+        stale |= new != old
+        if check:
+            name = str(page.relative_to(ROOT))
+            sys.stdout.writelines(difflib.unified_diff(old.splitlines(True), new.splitlines(True), name, "cells", n=0))
+        else:
+            page.write_text(new, encoding="utf-8")
+    return int(check and stale)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
