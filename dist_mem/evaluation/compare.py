@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from dist_mem.config.check import nearest
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
-from dist_mem.evaluation.intervals import SETTLED, Interval, about_settled, intervals, settled
+from dist_mem.evaluation.intervals import SETTLED, Interval, about_settled, compared_over_seeds, intervals, settled
 from dist_mem.evaluation.memory_gain import MemoryGain, counterpart, is_without_memory, memory_gain
 from dist_mem.evaluation.plot import labels_of, plot_recall
 from dist_mem.evaluation.scores import (
@@ -322,15 +322,15 @@ def seed_lines(labels: Sequence[str], reports: Sequence[Report]) -> list[str]:
     heading = ["seeds together", "runs", measure.short, *(["accuracy"] if by_tokens else [])]
     rows = [[*heading, f"{first} {sign} it, 95 %"]]
     found = intervals(name, groups[first], {label: group for label, group in groups.items() if label != first})
-    marked = settled(found) if len(found) > 1 else set[str]()
+    family = compared_over_seeds(found)
+    marked = settled(found) if len(family) > 1 else set[str]()
     for label, group in groups.items():
         spreads = [_spread([getattr(each, name) for each in group], measure.form)]
         spreads += [_spread([each.accuracy for each in group], ".2%")] if by_tokens else []
         shown_interval = "" if label == first else _shown_interval(found[label], is_settled=label in marked)
         rows.append([label, str(len(group)), *spreads, shown_interval])
     about = "means over runs that differ only in their seeds, ± standard deviation; interval over seeds and documents"
-    family = [about_settled(len(found))] if len(found) > 1 else []
-    return ["", about, *table(rows), *family]
+    return ["", about, *table(rows), *([about_settled(len(family))] if len(family) > 1 else [])]
 
 
 def _shown_interval(interval: Interval | str, *, is_settled: bool) -> str:

@@ -169,10 +169,14 @@ def holm(p_values: Mapping[str, float]) -> dict[str, float]:
     return corrected
 
 
+def compared_over_seeds(found: Mapping[str, Interval | str]) -> dict[str, float]:
+    """Return the p-values of a family of comparisons: those over seeds, since another seed may reverse the others."""
+    return {name: each.p_value for name, each in found.items() if isinstance(each, Interval) and each.over_seeds}
+
+
 def settled(found: Mapping[str, Interval | str]) -> set[str]:
-    """Return the models whose gain excludes equality after Holm's correction for all that are compared here."""
-    corrected = holm({name: each.p_value for name, each in found.items() if isinstance(each, Interval)})
-    return {name for name, p_value in corrected.items() if p_value < LEVEL}
+    """Return the models whose gain excludes equality after Holm's correction for all comparisons over seeds."""
+    return {name for name, p_value in holm(compared_over_seeds(found)).items() if p_value < LEVEL}
 
 
 def about_settled(comparisons: int) -> str:

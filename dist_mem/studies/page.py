@@ -251,8 +251,8 @@ def _about_interval(study: Study, found: Mapping[str, Standing], runs: Sequence[
     if not all(each.over_seeds for each in known):
         about += ", or with one seed of a row with other documents alone"
     about += f". One that contains {nothing} settles nothing. "
-    if len(known) > 1:
-        about += f"{about_settled(len(known))}. "
+    if (over_seeds := sum(each.over_seeds for each in known)) > 1:
+        about += f"{about_settled(over_seeds)}. "
     return f"{about}Fewer than {MIN_DOCUMENTS} documents have none."
 
 

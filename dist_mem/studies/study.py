@@ -411,11 +411,11 @@ def _check_tune(study: Study, where: str) -> None:
 
 
 def check_seeds(study: Study, seeds: Sequence[int], where: str) -> None:
-    """Raise UnusableError if settings are chosen on a seed of the table: the best of several fits that seed too well."""
+    """Raise UnusableError if settings are chosen on a seed of the table, which the best of several owes a part to."""
     if (study.tune.grid or study.tune.rows) and (both := sorted({*seeds} & {*study.tune.seeds})):
         raise UnusableError(
-            f"{where}tune.seeds has {both[0]}, which is also a seed of the table: the settings that are best there owe a "
-            f"part to that seed; give trials seeds of their own, as [{max(*seeds, *study.tune.seeds) + 1}]"
+            f"{where}tune.seeds has {both[0]}, which is also a seed of the table: the settings that are best there owe "
+            f"a part to that seed; give trials seeds of their own, as [{max(*seeds, *study.tune.seeds) + 1}]"
         )
 
 

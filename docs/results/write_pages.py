@@ -4,8 +4,8 @@
     python docs/results/write_pages.py --check  # exit code 1 if a page is not up to date, and what differs
 
 Between `<!-- table NAME -->` and `<!-- end -->` stands the table of that name in `TABLES`; between
-`<!-- KIND FAMILY: WHAT -->` and `<!---->` a number in a sentence: `gain` is the 95 % interval of `A / B`, `mean` that of
-row `A` with its standard deviation over seeds, `right` the share of recalled words of `A, BAND`.
+`<!-- KIND FAMILY: WHAT -->` and `<!---->` a number in a sentence: `gain` is the 95 % interval of `A / B`, `mean` that
+of row `A` with its standard deviation over seeds, `right` the share of recalled words of `A, BAND`.
 """
 
 from __future__ import annotations
