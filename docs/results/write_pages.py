@@ -5,7 +5,8 @@
 
 Between `<!-- table NAME -->` and `<!-- end -->` stands the table of that name in `TABLES`; between
 `<!-- KIND FAMILY: WHAT -->` and `<!---->` a number in a sentence: `gain` is the 95 % interval of `A / B`, `mean` that
-of row `A` with its standard deviation over seeds, `right` the share of recalled words of `A, BAND`.
+of row `A` with its standard deviation over seeds, `right` the share of recalled words of `A, BAND`,
+`points` how many more percentage points the leader of a task answers than `A`.
 """
 
 from __future__ import annotations
@@ -257,21 +258,28 @@ FAR_BANDS = ("up to 64 back", "65 to 512", "beyond 512")
 LEADER = "Gated DeltaNet"  # of the tasks a thousand tokens back
 
 
-def far_back(task: str) -> Iterator[list[str]]:
-    """Yield the rows of a task a thousand tokens back, the best first; last, how much more the leader answers."""
-    found, column = results(task), LONG[task]
-    others = {row: each for row, each in found.reports.items() if row != LEADER}
-    less = intervals(found.metric, found.reports[LEADER], others)
+@cache
+def more_right(task: str) -> dict[str, str]:
+    """Return by how many percentage points the leader of a task a thousand tokens back answers more than each row."""
+    found = results(task)
+    less = intervals(
+        found.metric, found.reports[LEADER], {row: each for row, each in found.reports.items() if row != LEADER}
+    )
     marked = settled(less)
+    return {
+        row: f"{round(-100 * each.high)} to {round(-100 * each.low)}" + (f" {SETTLED}" if row in marked else "")
+        for row, each in less.items()
+        if isinstance(each, Interval)
+    }
+
+
+def far_back(task: str) -> Iterator[list[str]]:
+    """Yield the rows of a task, the best first."""
+    found, more = results(task), more_right(task)
     for row in reversed(found.rows):
-        cells = found.rows[row]
-        values = [", ".join(f"{cell.value(each):.0%}" for cell in cells) for each in (column, *FAR_BANDS)]
-        more, interval = "", less.get(row)
-        if isinstance(interval, Interval):
-            more = f"{round(-100 * interval.high)} to {round(-100 * interval.low)}" + (
-                f" {SETTLED}" if row in marked else ""
-            )
-        yield [row, f"{found.costs(row).state_bytes:,}", *values, more]
+        columns = (LONG[task], *FAR_BANDS)
+        values = [", ".join(f"{cell.value(each):.0%}" for cell in found.rows[row]) for each in columns]
+        yield [row, f"{found.costs(row).state_bytes:,}", *values, more.get(row, "")]
 
 
 def long_table(task: str) -> Callable[[], list[str]]:
@@ -312,11 +320,13 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     **{task: long_table(task) for task in LONG},
 }
 _TABLE = re.compile(r"(<!-- table ([\w ]+) -->\n).*?(<!-- end -->)", re.S)
-_VALUE = re.compile(r"(<!-- (gain|mean|right) (\w+): ([^>]+?) -->).*?(<!---->)", re.S)
+_VALUE = re.compile(r"(<!-- (gain|mean|right|points) (\w+): ([^>]+?) -->).*?(<!---->)", re.S)
 
 
 def value(kind: str, family: str, what: str) -> str:
     """Return a number of a sentence."""
+    if kind == "points":
+        return more_right(family)[what].removesuffix(f" {SETTLED}")
     found = results(family)
     if kind == "gain":
         first, _, row = what.partition(" / ")
