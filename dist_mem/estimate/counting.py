@@ -23,10 +23,11 @@ from torch.utils._pytree import tree_leaves
 from dist_mem.config import Config, ModelConfig
 from dist_mem.config.memory_blocks import kinds_of
 from dist_mem.errors import UnusableError
+from dist_mem.estimate.operations import other_flops, product_flops
 from dist_mem.memory import memory_kinds
 from dist_mem.memory.base import detached, named_tensors
 from dist_mem.model import MemoryLM
-from dist_mem.nn.kernel_shapes import KERNELS, LAUNCHED, planned_for
+from dist_mem.nn.kernel_shapes import KERNELS, LAUNCHED, compute_one_kernel, planned_for
 from dist_mem.nn.layers import DTYPES, Dropout
 
 _aten = torch.ops.aten
@@ -42,10 +43,21 @@ class NotCountedError(UnusableError):
 
 
 class Flops(NamedTuple):
-    """Operations of a predicted token: products and convolutions, a multiplication and an addition being two."""
+    """Operations of a predicted token, a multiplication and an addition being two.
+
+    Those of matrix products and of torch's convolutions, where nothing else is said. Budgets of studies, MFU and
+    predicted times use these: a budget sets the number of updates, which kept results must not lose.
+    """
 
     scoring: int  # a forward
     training: int  # a forward and a backward, without the recomputation of activation checkpointing
+
+
+class Operations(NamedTuple):
+    """What a predicted token costs in two counts; see operations.py."""
+
+    products: Flops
+    all: Flops  # products and every other multiplication and addition: systems, short convolutions, norms, softmax
 
 
 class Work(NamedTuple):
@@ -117,7 +129,7 @@ class Allocations(TorchDispatchMode):
             self.live.peak = max(self.live.peak, self.live.now + launched.workspace)
             self.kernels += [Work(0, num_bytes) for num_bytes in launched.num_bytes]
         elif name not in _FREE and (read or written):
-            flops, num_bytes = _flops(name, args, output), _bytes_moved(read, written)
+            flops, num_bytes = product_flops(name, args, output), _bytes_moved(read, written)
             self.kernels.append(Work(flops, num_bytes, *(_product(name, args) if flops else ())))
         return output
 
@@ -143,28 +155,6 @@ def _product(name: str, args: tuple[Any, ...]) -> tuple[str, str]:
     if name in KERNELS:  # other arguments may be wider than the query
         return _PRECISIONS.get(args[KERNELS[name].query].dtype, "fp32"), name.removesuffix("_backward")
     return _PRECISIONS.get(_tensors(args)[0].dtype, "fp32"), ""
-
-
-def _flops(name: str, args: tuple[Any, ...], output: Any) -> int:
-    if name in ("mm", "bmm"):
-        left, right = args[0], args[1]
-    elif name in ("addmm", "baddbmm"):
-        left, right = args[1], args[2]
-    elif name in KERNELS:
-        products, place = KERNELS[name]
-        query, key = args[place : place + 2]
-        return products * 2 * query.numel() * key.shape[-2]
-    elif name == "rank_update":
-        return sum(2 * rows.numel() * columns.shape[-1] for rows, columns in zip(args[2], args[3], strict=True))
-    elif name == "convolution":
-        places = args[0] if args[6] else output  # args[6]: it is transposed
-        return 2 * len(places) * places.shape[-1] * args[1].numel()
-    elif name == "convolution_backward":
-        places, num_gradients = args[1] if args[7] else args[0], sum(args[10][:2])  # of input and weight
-        return num_gradients * 2 * len(places) * places.shape[-1] * args[2].numel()
-    else:
-        return 0
-    return 2 * left.numel() * right.shape[-1]
 
 
 def expected_shares(model: ModelConfig, vocab_size: int) -> list[float]:
@@ -198,9 +188,15 @@ def count_micro_batch(
 
 
 def flops_per_token(config: Config, vocab_size: int, *, num_lanes: int | None = None) -> Flops:
-    """Count the FLOPs of a token in one complete segment of every lane, with full memories.
+    """Count the FLOPs of a token in matrix products and torch's convolutions; as `operations_per_token`."""
+    return operations_per_token(config, vocab_size, num_lanes=num_lanes).products
 
-    No target is in a later bin of an adaptive vocabulary: their number depends on the data.
+
+def operations_per_token(config: Config, vocab_size: int, *, num_lanes: int | None = None) -> Operations:
+    """Count the operations of a token in one complete segment of every lane, with full memories.
+
+    They are those of torch's operators, also where a device has kernels of its own. No target is in a later bin of an
+    adaptive vocabulary: their number depends on the data. The optimizer's are not among them.
 
     Args:
         num_lanes: of a forward pass, which share some operations; None: `train.micro_batch_size`.
@@ -212,9 +208,13 @@ def flops_per_token(config: Config, vocab_size: int, *, num_lanes: int | None = 
     changed.model.attention = "simple"  # the others compute scores twice, or those of invisible keys not at all
     changed.train.activation_checkpointing, changed.train.compile = "none", False
     shape = (num_lanes or config.train.micro_batch_size, config.train.seg_len)
-    counts = [(times, _products(short, vocab_size, shape)) for times, short in _short_models(changed, 1)]
-    totals = (sum(times * found[of] for times, found in counts) for of in (0, 1))
-    return Flops(*(round(total / math.prod(shape)) for total in totals))
+    counts = [(times, _operations(short, vocab_size, shape)) for times, short in _short_models(changed, 1)]
+
+    def per_token(place: int) -> Flops:
+        totals = (sum(times * found[place][of] for times, found in counts) for of in (0, 1))
+        return Flops(*(round(total / math.prod(shape)) for total in totals))
+
+    return Operations(per_token(0), per_token(1))
 
 
 def _short_models(config: Config, num_layers: int) -> list[tuple[int, Config]]:
@@ -235,34 +235,42 @@ def _short_models(config: Config, num_layers: int) -> list[tuple[int, Config]]:
     return [(1 - more, of(num_layers)), (more, of(num_layers + 1))]
 
 
-class Products(TorchDispatchMode):
-    """Sums the FLOPs of all operations under it."""
+class Counting(TorchDispatchMode):
+    """Sums the FLOPs of all operators under it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.flops = 0
+        self.products = 0
+        self.others = 0
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        output = function(*args, **(kwargs or {}))
-        self.flops += _flops(function.overloadpacket.__name__, args, output)
+        name, given = function.overloadpacket.__name__, kwargs or {}
+        if name == "one_kernel":
+            with self:  # what it is made of
+                return compute_one_kernel(*args)
+        output = function(*args, **given)
+        flops = product_flops(name, args, output)
+        self.products += flops
+        self.others += 0 if flops else other_flops(name, args, given, output)
         return output
 
 
-def _products(config: Config, vocab_size: int, shape: tuple[int, int]) -> tuple[int, int]:
-    """Return the FLOPs of a forward, and of a forward and a backward, of tokens (B, T)."""
+def _operations(config: Config, vocab_size: int, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the FLOPs of products and of all, each of a forward, and of a forward and a backward, of tokens (B, T)."""
     with torch.device("meta"), _runs_on_meta(config):
         model = MemoryLM(config, vocab_size)
         tokens, lane_ids = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape[0], dtype=torch.int64)
         _set_rows_by_bin(model, [0.0] * len(model.head.spans[1:]))
         state = model.init_state(lane_ids, "meta", torch.float32)
-        with torch.no_grad(), Products() as scoring:
+        with torch.no_grad(), Counting() as scoring:
             model(tokens, tokens, lane_ids, state=state)
-        with Products() as training:
+        with Counting() as training:
             output = model(tokens, tokens, lane_ids, state=state)
             torch.stack([part.sum() for part in (output.nll, *output.aux.values())]).sum().backward()
-    return scoring.flops, training.flops
+    products = scoring.products, training.products
+    return products, (products[0] + scoring.others, products[1] + training.others)
 
 
 @contextmanager

@@ -140,7 +140,14 @@ def fused(query: Tensor, key: Tensor, value: Tensor, table: Tensor | None) -> tu
 
 _operators.define("one_kernel(Tensor[] read) -> Tensor[]")
 _called: list[Callable[[list[Tensor]], tuple[Tensor, ...]]] = []
-_operators.impl("one_kernel", lambda read: list(_called.pop()(read)), "Meta")
+
+
+def compute_one_kernel(read: list[Tensor]) -> list[Tensor]:
+    """Run the function of `one_kernel` that was called last, on what it reads; each call is run once."""
+    return list(_called.pop()(read))
+
+
+_operators.impl("one_kernel", compute_one_kernel, "Meta")
 
 
 def one_kernel(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:

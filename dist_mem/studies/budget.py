@@ -7,6 +7,9 @@
 names, of all rows or of each; a row without one keeps its size, and the results show what everyone has. Both
 sizes grow in proportion to such a key, so two counts give the value, which is rounded to what a key of lengths takes:
 a multiple of `train.seg_len`, or of 8 for a width.
+
+A budget of FLOPs is one of matrix products and torch's convolutions. The table also has all multiplications and
+additions; they set no steps, so that a row keeps its steps, and its finished cells, when more of them are counted.
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ from omegaconf import OmegaConf
 
 from dist_mem.config import Config, ConfigError
 from dist_mem.errors import UnusableError
-from dist_mem.estimate.counting import NotCountedError, flops_per_token
+from dist_mem.estimate.counting import NotCountedError, Operations, operations_per_token
 from dist_mem.estimate.dry_run import check_model
 from dist_mem.estimate.vocabulary import vocab_size_of
+from dist_mem.runtime.figures import NO_FIGURE
 from dist_mem.studies.runs import all_runs, train_words
 from dist_mem.studies.study import FITTED, Study
 
@@ -40,7 +44,16 @@ class Costs(NamedTuple):
     state_bytes: int  # of a lane
     steps: int
     tokens: int
-    flops: int | None  # of the training; None: the memory does not run on meta tensors
+    flops: int | None  # of the training's products, the budget's; None: the memory does not run on meta tensors
+    all_flops: int | None  # with the training's other multiplications and additions, as triangular systems
+
+    def texts(self) -> list[str]:
+        """Return a cell for each of `HEADING`."""
+        flops = (NO_FIGURE if count is None else f"{count:.4g}" for count in (self.flops, self.all_flops))
+        return [*(f"{size:,}" for size in (self.parameters, self.state_bytes, self.steps, self.tokens)), *flops]
+
+
+HEADING = ["parameters", "bytes of memory per lane", "steps", "tokens", "FLOPs of products", "all FLOPs"]  # of `Costs`
 
 
 def apply_budget(study: Study, load: Load, vocab_size: int | None = None) -> dict[str, Costs]:
@@ -88,18 +101,19 @@ def fitted(
     sizes = check_model(config, vocab_size)
     train = config.train
     per_step = train.global_batch_size * train.seg_len * train.segments_per_update
-    per_token: int | None = None
+    per_token: Operations | None = None
     try:
-        per_token = flops_per_token(config, vocab_size or vocab_size_of(config.data, config.model)).training
+        per_token = operations_per_token(config, vocab_size or vocab_size_of(config.data, config.model))
     except NotCountedError as error:
         if "flops" in budget:
             raise UnusableError(f"{name}: budget.flops needs the FLOPs of the memory; give tokens: {error}") from error
-    cost = per_step * (per_token if "flops" in budget and per_token is not None else 1)
+    cost = per_step * (per_token.products.training if "flops" in budget and per_token is not None else 1)
     steps = int(budget["flops" if "flops" in budget else "tokens"] // cost)
     if steps < 1:
         raise UnusableError(f"{name}: the budget is less than one update, which takes {cost:,}: give more")
-    flops = None if per_token is None else per_token * per_step * steps
-    costs = Costs(sizes["num_parameters"], sizes["state_bytes_per_lane"], steps, steps * per_step, flops)
+    tokens = steps * per_step
+    flops = [None, None] if per_token is None else [tokens * count.training for count in per_token]
+    costs = Costs(sizes["num_parameters"], sizes["state_bytes_per_lane"], steps, tokens, *flops)
     return [*added, f"train.steps={steps}"], costs
 
 

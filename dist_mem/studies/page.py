@@ -35,7 +35,7 @@ from dist_mem.runtime import markdown
 from dist_mem.runtime.csv_text import csv_text
 from dist_mem.runtime.figures import NO_FIGURE, is_figure
 from dist_mem.runtime.files import write_text
-from dist_mem.studies.budget import Costs
+from dist_mem.studies.budget import HEADING, Costs
 from dist_mem.studies.cells import Run, checksum, read_result, report_of, speed_of
 from dist_mem.studies.job import Job
 from dist_mem.studies.runs import (
@@ -216,7 +216,7 @@ def _best_cells(study: Study, runs: Sequence[Run], found: Mapping[str, Standing]
 def _budget_heading(study: Study, first: str) -> list[str]:
     name, metric = study.rows[first].name, _first_metric(study)
     gain = f"memory - {name}" if metric in SHARES else f"{name} {'-' if metric == BITS else '/'} memory"
-    return [f"{gain}, 95 %", "parameters", "bytes of memory per lane", "steps", "tokens", "FLOPs", "tokens/s"]
+    return [f"{gain}, 95 %", *HEADING, "tokens/s"]
 
 
 def _budget_cells(study: Study, found: Standing) -> list[str]:
@@ -225,9 +225,8 @@ def _budget_cells(study: Study, found: Standing) -> list[str]:
     if found.interval is not None:
         interval = f"{found.interval.low:{sign}.3f} to {found.interval.high:{sign}.3f}"
         interval += f" {SETTLED}" if found.is_settled else ""
-    *sizes, flops = found.costs
     speed = NO_FIGURE if found.speed is None else f"{found.speed:,.0f}"
-    return [interval, *(f"{size:,}" for size in sizes), NO_FIGURE if flops is None else f"{flops:.3g}", speed]
+    return [interval, *found.costs.texts(), speed]
 
 
 def _first_metric(study: Study) -> str:

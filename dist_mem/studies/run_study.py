@@ -28,7 +28,7 @@ from dist_mem.runtime.ranks import names_of_gpus
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.runtime.terminal import counted, listed, table
 from dist_mem.studies import estimate
-from dist_mem.studies.budget import Costs, apply_budget
+from dist_mem.studies.budget import HEADING, Costs, apply_budget
 from dist_mem.studies.cells import Run, define, take_over
 from dist_mem.studies.definition import Settings
 from dist_mem.studies.job import (
@@ -193,11 +193,7 @@ def _with_extra(words: Sequence[str], *, extra: Sequence[str]) -> Config:
 
 
 def _plan(costs: Mapping[str, Costs]) -> str:
-    rows = [
-        [name, *(f"{part:,}" for part in each[:4]), "n/a" if each.flops is None else f"{each.flops:.3g}"]
-        for name, each in costs.items()
-    ]
-    return "\n".join(table([["row", "parameters", "state bytes", "steps", "tokens", "FLOPs"], *rows]))
+    return "\n".join(table([["row", *HEADING], *([name, *each.texts()] for name, each in costs.items())]))
 
 
 def take_cells(job: Job, report: Callable[[str], None]) -> None:

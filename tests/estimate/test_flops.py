@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from dist_mem.config import AdaptiveConfig, Config
 from dist_mem.contract import subject as contract
 from dist_mem.contract.subject import Subject
-from dist_mem.estimate.counting import Flops, NotCountedError, flops_per_token
+from dist_mem.estimate.counting import Counting, Flops, NotCountedError, flops_per_token, operations_per_token
+from dist_mem.memory.parts.convolution import convolved
 from dist_mem.model import MemoryLM
 from tests.support.contract_cases import CASES, subject
 from tests.support.messages import refused
@@ -115,17 +119,72 @@ def test_the_count_equals_plain_arithmetic(kind: str, mem_len: int) -> None:
     assert 2.7 < found.training / found.scoring <= 3
 
 
-@pytest.mark.parametrize("preset", ["retnet", "mamba2", "gla", "deltanet", "gated_deltanet", "kda"])
+def memory_of(path: Path) -> Any:
+    return OmegaConf.to_container(OmegaConf.load(path).memory)
+
+
+LINEAR = {
+    path.stem: block
+    for path in sorted((ROOT / "configs" / "memory").glob("*.yaml"))
+    if isinstance(block := memory_of(path), dict) and block["kind"] == "linear"
+}
+
+
+@pytest.mark.parametrize("preset", LINEAR)
 def test_the_count_of_linear_memories_equals_plain_arithmetic(preset: str) -> None:
     """A token writes S and reads it, and meets C tokens: their keys, and what they write; by the delta rule twice."""
-    block: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "configs" / "memory" / f"{preset}.yaml").memory)
-    config = realistic({**block, "chunk_len": 16})
+    config = realistic({**LINEAR[preset], "chunk_len": 16})
     memory: Any = MemoryLM(config, VOCAB).memories()[0]
     weights = sum(part.numel() for name, part in memory.named_parameters() if part.dim() == 2 and name != "taps")
     matrix, keys, values = memory.d_key * memory.d_value, 16 * memory.d_key, 16 * memory.d_value
     rule = 2 * matrix + keys + values + (matrix + keys if memory.options.delta else 0)
     layer = weights + 4 * rule + 2 * 96 * 256
     assert flops_per_token(config, VOCAB, num_lanes=1).scoring == 2 * (3 * layer + 96 * VOCAB)
+
+
+@pytest.mark.parametrize("preset", LINEAR)
+def test_short_convolutions_and_triangular_systems_are_counted(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of k rows k products and k - 1 sums; in row i of a system of C tokens i products and as many sums."""
+    block = {**LINEAR[preset], "chunk_len": 16}
+
+    def scoring(**keys: Any) -> int:
+        return operations_per_token(realistic({**block, **keys}), VOCAB, num_lanes=1).all.scoring
+
+    memory: Any = MemoryLM(realistic(block), VOCAB).memories()[0]
+    kernel, num_layers = memory.options.kernel, 3
+    convolution = (2 * kernel - 1) * sum(memory.widths) if kernel else 0
+    assert scoring() - scoring(kernel=None) == num_layers * convolution
+    whole = scoring()
+    monkeypatch.setattr(torch.linalg, "solve_triangular", lambda lower, right, **_: right)
+    system = memory.num_heads * memory.d_value * (16 - 1) if memory.options.delta else 0
+    assert whole - scoring() == num_layers * system
+
+
+def counted(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> Counting:
+    """Return the count of a forward and a backward."""
+    given = [torch.empty(shape, device="meta", requires_grad=True) for shape in shapes]
+    with Counting() as count:
+        function(*given).sum().backward()
+    return count
+
+
+def test_the_same_arithmetic_counts_the_same_however_it_is_computed() -> None:
+    """Forward and both gradients. Of k terms a product counts k additions, not k - 1; autograd scales some terms."""
+    size, others, kernel = 4096, 64, 32
+    left, right, rows, taps = (size, others), (others, size), (2, size + kernel - 1, 8), (8, kernel)
+    wide = partial(torch.conv1d, groups=8)
+    for one, other, shapes in (
+        (torch.mm, lambda x, y: (x[:, :, None] * y).sum(1), (left, right)),
+        (lambda x, y: wide(x.mT, y[:, None]), convolved, (rows, taps)),
+    ):
+        products, elements = counted(one, *shapes), counted(other, *shapes)
+        assert elements.products == 0 and products.others < products.products / 20
+        assert elements.others == pytest.approx(products.products, rel=0.2)
+    length = 16
+    lower = partial(torch.linalg.solve_triangular, upper=False, unitriangular=True)
+    found = counted(lower, (2, length, length), (2, length, 5))
+    assert found.products == 2 * 2 * length * length * 5  # the gradient of the matrix
+    assert found.others == 2 * (2 * length * (length - 1) * 5) + 2 * length * 5 - 1  # and the sum of `counted`
 
 
 def test_logits_that_are_computed_twice_count_once() -> None:

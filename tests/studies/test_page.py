@@ -22,7 +22,7 @@ from dist_mem.studies.study import Column, Study
 from tests.studies.small import ARENA, ROWS, at_tiny, load, two_memories
 from tests.support.messages import refused
 
-COSTS = Costs(parameters=9, state_bytes=8, steps=7, tokens=6, flops=None)
+COSTS = Costs(parameters=9, state_bytes=8, steps=7, tokens=6, flops=None, all_flops=None)
 RIGHT = {"none": 1, "transformer_xl": 2, "outside": 2}  # of the 2 scored tokens of each document, in half of them
 
 
