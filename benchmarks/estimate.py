@@ -52,7 +52,7 @@ def print_published() -> None:
 def measure_rank(overrides: list[str], *, allocations: bool) -> None:
     """Train three updates in this process, which is one rank; rank 0 prints its peak in the last one, in bytes."""
     import torch
-    from lib.gpu_training import update_of
+    from lib.updates import update_of
 
     from dist_mem.config import deepspeed_block, load_config
     from dist_mem.data.batch_plan import batch_plan

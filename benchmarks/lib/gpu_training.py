@@ -14,25 +14,11 @@ from lib.common import seconds
 from lib.gpu_models import TINY_VOCAB, Training, trainings
 from torch.profiler import ProfilerActivity, profile
 
-from dist_mem.config import Config, deepspeed_block
-from dist_mem.data.batch import Batch, Update
-from dist_mem.data.batch_plan import batch_plan
+from dist_mem.config import Config
 from dist_mem.runtime.distributed import initialize
 
 WARM_UPS, MOST_UPDATES, MOST_SECONDS = 4, 20, 5.0  # memories are full and allocations made; timed updates
 NUM_OPERATORS = 10
-
-
-def update_of(config: Config, lanes: range, vocab: int) -> Update:
-    """Return an update of full segments with random tokens, all scored."""
-    train, batches = config.train, []
-    for group in torch.tensor(lanes).repeat(train.segments_per_update).split(train.micro_batch_size):
-        full, old = torch.full((len(group),), train.seg_len), torch.zeros(len(group), dtype=torch.bool)
-        tokens = torch.randint(vocab, (len(group), train.seg_len))
-        batches.append(Batch(tokens, tokens, full, old, group, None))
-    scored = [batch.targets.numel() for batch in batches]
-    cursors = torch.zeros(len(lanes), 3, dtype=torch.int64)
-    return Update(batches, cursors, scored, epoch=0.0, documents_started=0, documents_skipped=0)
 
 
 def measure(name: str, *, tiny: bool, micro_lanes: int | None) -> dict[str, Any]:
@@ -44,38 +30,21 @@ def measure(name: str, *, tiny: bool, micro_lanes: int | None) -> dict[str, Any]
 
 
 def _measured(training: Training, config: Config, *, tiny: bool) -> dict[str, Any]:
+    from lib.updates import engine_of, step_of, update_of
+
     from dist_mem.engine.compiling import compile_blocks
-    from dist_mem.engine.engine import Engine
-    from dist_mem.engine.start import start_communication
-    from dist_mem.model import MemoryLM
-    from dist_mem.training.divergence import Divergence
-    from dist_mem.training.step import StepContext, TrainState, train_step
 
     began = time.perf_counter()
     world = initialize(threads=1)
-    start_communication()
     on_gpu = world.device.type == "cuda"
     vocab = TINY_VOCAB if tiny else training.vocab
-    batch, lanes = batch_plan(config.train, 1), range(config.train.global_batch_size)
-    torch.manual_seed(0)
-    model = MemoryLM(config, vocab)
-    engine = Engine(model, config, deepspeed_block(config), world_size=1, accumulation=batch.accumulation)
-    engine.train()
+    engine = engine_of(config, vocab)
     compiling = None
     if training.is_compiled:
         size, length = config.train.micro_batch_size, config.train.seg_len
         compiling = seconds(lambda: compile_blocks(engine, num_lanes=size, seg_len=length))
-    context = StepContext(config, world, engine, Divergence(config.divergence), total_steps=10**6)
-    groups = torch.tensor(lanes).split(config.train.micro_batch_size)
-    update = update_of(config, lanes, vocab)
-    state = TrainState(0, [engine.init_state(group) for group in groups], torch.zeros(len(lanes), 3, dtype=torch.int64))
-
-    def step() -> None:
-        nonlocal state
-        state, _ = train_step(context, state, update, list(update.scored))
-        if on_gpu:
-            torch.cuda.synchronize()
-
+    update = update_of(config, range(config.train.global_batch_size), vocab)
+    step = step_of(engine, config, world, update)
     for _ in range(WARM_UPS):
         step()
     started = time.perf_counter() - began

@@ -20,6 +20,7 @@ import torch
 
 from dist_mem.memory import memory_kinds
 from dist_mem.runtime.devices import device_named
+from tests.studies.small import ARENA, write
 from tests.support.limits import limit, wait_until
 from tests.support.paths import ROOT
 
@@ -42,6 +43,23 @@ def test_every_memory_is_timed_over_several_steps(monkeypatch: pytest.MonkeyPatc
     for block in blocks.values():
         step, _ = speed.training_step(block, torch.float32, arguments, torch.device("cpu"))
         step()
+
+
+def test_rows_of_an_arena_are_timed_and_those_of_the_file_are_kept(tmp_path: Path) -> None:
+    sizes = ["model.num_layers=1", "model.d_model=8", "model.num_heads=2", "model.d_inner=8", "train.seg_len=8"]
+    spec, out = write(tmp_path, ARENA, train=sizes, budget={"flops": 1e9}), tmp_path / "rows.json"
+    command = [sys.executable, "benchmarks/rows.py", spec, "--out", str(out), "--vocab-size", "11"]
+    command += ["--rounds", "1", "--updates", "2", "--rows"]
+    for rows in (["none"], list(ARENA["rows"])):
+        before = json.loads(out.read_text()) if out.exists() else {}
+        done = subprocess.run([*command, *rows], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = json.loads(out.read_text())
+        assert set(found) == set(rows) and found | before == found
+    for each in found.values():
+        update = each["flops"] / each["steps"]
+        assert each["flops"] <= 1e9 < each["flops"] + update and each["flops"] < each["all_flops"]
+        assert each["training_seconds"] == each["steps"] * each["update_seconds"] > 0.0
 
 
 @pytest.mark.nightly
