@@ -388,6 +388,8 @@ def test_compare_groups_runs_by_their_configurations(tmp_path: Path, capsys: pyt
         config = f"name: {name}\nmemory: {{kind: {kind}}}\ntrain: {{seed: {seed}}}\ndata: {{seed: {seed}}}\n"
         (tmp_path / name / "config.yaml").write_text(config, encoding="utf-8")
     assert compare.run([tmp_path / name for name in ("none", "xl0", "xl1")]) == 0
-    assert re.search(r"\nTransformer-XL +2 +4\.48 ± 0\.00 +n/a +1\.000 to 1\.000 \(documents only\)\n", capsys.readouterr().out)
+    assert re.search(
+        r"\nTransformer-XL +2 +4\.48 ± 0\.00 +n/a +1\.000 to 1\.000 \(documents only\)\n", capsys.readouterr().out
+    )
     assert compare.run([tmp_path / name for name in ("none", "xl0")]) == 0
     assert "seeds together" not in capsys.readouterr().out
