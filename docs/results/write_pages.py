@@ -163,6 +163,27 @@ def arena() -> list[str]:
     )
 
 
+def costs() -> list[str]:
+    """What every row takes; seconds as `benchmarks/rows.py` measured them on an idle machine."""
+    found, measured = results("arena"), json.loads((RESULTS / "arena" / "rows.json").read_text())
+    heading = ["memory", "parameters", "updates", "tokens", "FLOPs of products", "all FLOPs", "seconds"]
+    return table_of(
+        heading,
+        (
+            [
+                row,
+                f"{each.parameters:,}",
+                f"{each.steps:,}",
+                f"{each.tokens / 1e6:.2f} M",
+                f"{each.flops or 0:.3g}",
+                f"{each.all_flops or 0:.3g}",
+                f"{measured[row]['training_seconds']:.0f}",
+            ]
+            for row, each in ((row, found.costs(row)) for row in found.rows)
+        ),
+    )
+
+
 def headline() -> list[str]:
     found = results("headline")
     firsts = [XL, "XL then none"]
@@ -311,6 +332,7 @@ def readme() -> list[str]:
 
 TABLES: dict[str, Callable[[], list[str]]] = {
     "arena": arena,
+    "costs": costs,
     "headline": headline,
     "equal bytes": equal_bytes,
     "shares": shares,
