@@ -106,13 +106,18 @@ def test_the_overview_of_memories_has_their_bytes() -> None:
     assert shown == {name: f"{size:.3g}" for name, size in sizes.items()}
 
 
+# What docs/results/write_pages.py writes: tests/studies/test_result_pages.py compares it with the cells.
+WRITTEN = re.compile(r"<!-- table .*?<!-- end -->|<!-- \w+ \w+: .*?<!---->", re.S)
+
+
 def test_a_measured_figure_stands_in_the_log_or_its_section_names_what_measures_it(subtests: pytest.Subtests) -> None:
     """A figure is a number with a decimal point, in a text or a table."""
     for page in PAGES:
         with subtests.test(page=page):
             known = set(re.findall(r"\d[\d,]*\.\d+", LOG)) | {"3.11", "3.12", "3.13"}  # versions of Python
             unknown = {}
-            for section in re.split(r"\n(?=#+ )", FENCE.sub("", page.read_text(encoding="utf-8"))):
+            text = WRITTEN.sub("", FENCE.sub("", page.read_text(encoding="utf-8")))
+            for section in re.split(r"\n(?=#+ )", text):
                 shown = re.sub(r"`[^`]*`", "`", re.sub(r"\]\([^)]*\)", "]", section))
                 figures = re.findall(r"(?<![\w.=/])\d[\d,]*\.\d+(?![.\d])", shown)
                 if not re.search(r"(?:tests|benchmarks|dist_mem)/[\w./]+\.py", section):
