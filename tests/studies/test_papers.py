@@ -1,4 +1,4 @@
-"""The tables against the papers: figures, settings of every row, and the commands that make the data.
+"""The tables against the papers: figures, settings of every row, scales, and the commands that make the data.
 
 The values are those of Martins et al. 2022 (ACL) and Ji et al. 2022 (NAACL); docs/reference/papers.md has them with the
 deviations. `at` is (table, row, point) at scale paper.
@@ -7,6 +7,7 @@ deviations. `at` is (table, row, point) at scale paper.
 from __future__ import annotations
 
 import shlex
+import subprocess
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -15,10 +16,13 @@ from typing import Any
 import pytest
 
 from dist_mem.config import load_config
+from dist_mem.data.tokenizers.registry import read_tokenizer_metadata
 from dist_mem.memory import memory_options
 from dist_mem.papers.figures import figures
+from dist_mem.runtime.processes import own_command
 from dist_mem.studies.runs import all_runs, rows_behind, train_words
-from dist_mem.studies.study import FOLDER, Study, load_study, study_names
+from dist_mem.studies.study import FOLDER, Point, Study, load_study, study_names
+from tests.support.limits import limit
 from tests.support.paths import ROOT
 from tests.support.program_arguments import check_arguments
 
@@ -306,9 +310,48 @@ def test_columns_of_figure_5_are_memories_of_1_to_10_segments() -> None:
     }
 
 
+def test_a_table_has_every_scale() -> None:
+    """recall is of no paper."""
+    others = {"recall": {"tiny", "small"}}
+    assert {name: set(scales_of(name)) for name in NAMES} == {
+        name: {"tiny", "small", "paper"} for name in NAMES
+    } | others
+
+
+@cache
+def built_points() -> dict[str, Point]:
+    """Return, by data directory, the points of all studies whose data the study builds."""
+    tables = [study for name in NAMES for study in scales_of(name).values()]
+    others = [
+        load_study(str(path)) for kind in ("sweeps", "arena") for path in (ROOT / "configs" / kind).glob("*.yaml")
+    ]
+    points = [point for study in (*tables, *others) for point in study.points.values()]
+    return {point.data: point for point in points if point.build}
+
+
+def test_a_study_builds_all_that_its_builds_read(subtests: pytest.Subtests) -> None:
+    for data, point in built_points().items():
+        with subtests.test(data=data):
+            made = set[Path]()
+            for words in point.build:
+                out = Path(words[words.index("--out") + 1])
+                read = [Path(word) for word in words if word.startswith("data/") and Path(word) != out]
+                assert all(made & {path, *path.parents} for path in read)
+                made.add(out)
+
+
+def test_data_of_scale_tiny_are_built(tmp_path: Path) -> None:
+    """Each command once; the test above has their order."""
+    points = [point for name in NAMES for point in scales_of(name)["tiny"].points.values() if point.build]
+    for words in dict.fromkeys(tuple(command) for point in points for command in point.build):
+        subprocess.run(own_command(words), cwd=tmp_path, check=True, timeout=limit(120))
+    for point in points:
+        vocab_size = read_tokenizer_metadata(tmp_path / point.data)["vocab_size"]
+        assert vocab_size == (point.vocab_size or vocab_size), point.data
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_data_that_a_table_cannot_make_come_with_their_command(name: str) -> None:
-    assert set(scales_of(name)) in ({"tiny", "small", "paper"}, {"tiny", "small"}, {"tiny", "paper"})
     for scale in scales_of(name).values():
         for point in scale.points.values():
             assert point.build or point.made_by, f"{name}, {scale.scale}"
