@@ -44,7 +44,7 @@ OVERVIEW = {
     "Compressive Transformer": ["compressive", "memory.mem_len=512", "memory.cmem_len=512"],
     "∞-former": ["infinite", "memory.over.mem_len=512"],
     "LaMemo": ["lamemo", "memory.mem_len=512"],
-    "Memorizing Transformer": ["memorizing"],
+    "Memorizing Transformer": ["memorizing", "memory.mem_len=512"],
     "Recurrent Memory Transformer": ["rmt"],
     "Block-Recurrent Transformer": ["block_recurrent"],
     "Infini-attention": ["infini"],
@@ -63,10 +63,6 @@ def table_with(heading: str, text: str) -> dict[str, list[str]]:
     lines = text[text.index(f"\n| {heading}") + 1 :].partition("\n\n")[0].splitlines()[2:]
     cells = [[cell.strip() for cell in line.strip("| ").split(" |")] for line in lines]
     return {first: others for first, *others in cells}
-
-
-def sizes_of(words: list[str]) -> dict[str, int]:
-    return describe(load_config(words), VOCABULARY)
 
 
 @torch.no_grad()
@@ -102,7 +98,9 @@ def test_the_overview_of_memories_has_their_bytes() -> None:
         name: [f"configs/memory/{file}.yaml", *lengths, *shape, "train.precision=fp32", "train.steps=1"]
         for name, (file, *lengths) in OVERVIEW.items()
     }
-    sizes = {name: sizes_of(each)["state_bytes_per_lane"] / 2**20 for name, each in words.items()}
+    configs = {name: load_config(each) for name, each in words.items()}
+    assert set(re.findall(r"'c?mem_len': (\d+)", str([config.memory for config in configs.values()]))) == {"512"}
+    sizes = {name: describe(config, VOCABULARY)["state_bytes_per_lane"] / 2**20 for name, config in configs.items()}
     assert shown == {name: f"{size:.3g}" for name, size in sizes.items()}
 
 
