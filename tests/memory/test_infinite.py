@@ -14,7 +14,7 @@ from dist_mem.config import Config, ConfigError, ModelConfig, TrainConfig, load_
 from dist_mem.memory import build_memory, memory_options
 from dist_mem.memory.base import LayerSpec, named_tensors
 from dist_mem.memory.infinite import Infinite
-from dist_mem.memory.parts.basis import Geometry, evaluate_basis, solve
+from dist_mem.memory.parts.basis import Geometry, evaluate_basis, growth, solve
 from dist_mem.model import MemoryLM
 from tests.memory.test_infinite_parity import layer_spec
 from tests.support.messages import refused
@@ -299,6 +299,15 @@ def test_a_signal_that_would_grow_without_end_is_refused() -> None:
     memory = memory_of(**{**narrow, "basis_widths": [0.01, 0.05]}, gate=False)
     state = read(memory, segments(300))[-1].state
     assert state.coefficients.abs().max() < 100.0
+
+
+@pytest.mark.parametrize("ridge", [1e-3, 0.5])
+@pytest.mark.parametrize("width", [0.005, 0.01, 0.02, 0.1])
+@pytest.mark.parametrize("num_basis", [16, 32, 64])
+def test_the_growth_is_the_spectral_radius_or_a_bound_of_it_below_1(num_basis: int, width: float, ridge: float) -> None:
+    geometry = Geometry(num_basis, (width, 2 * width), ridge, 0.75, num_samples=64, num_rows=32, padding="none")
+    radius = float(torch.linalg.eigvals(solve(geometry).linear).abs().max())
+    assert radius * (1.0 - 1e-9) <= growth(geometry) < (1.0 if radius < 1.0 else radius * (1.0 + 1e-9))
 
 
 @pytest.mark.parametrize("gate", [False, True])
