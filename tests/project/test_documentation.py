@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dist_mem.cli.parser import build_parser
-from tests.support.page_commands import FENCE, PAGES, ROOT, commands_of
+from tests.support.page_commands import FENCE, PAGES, ROOT, anchor_of, commands_of
 from tests.support.program_arguments import check_arguments, check_make
 
 PATTERNS = ("dist_mem/**/*.py", "shards/*.py", "benchmarks/*.py", "benchmarks/*.sh", "configs/**/*.yaml", "launch/*.sh")
@@ -33,7 +33,7 @@ def test_commands_are_what_the_programs_take(subtests: pytest.Subtests) -> None:
 def anchors_of(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ +(.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return {anchor_of(heading) for heading in headings}
 
 
 def test_links_files_commands_and_make_targets_of_a_page_exist(subtests: pytest.Subtests) -> None:

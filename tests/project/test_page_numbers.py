@@ -1,11 +1,18 @@
-"""Numbers of the pages are those of the package, of the log, or of a named test or benchmark."""
+"""Numbers of the pages are those of the package, of the log, or of a named test or benchmark.
+
+A log entry that looks at a figure of a paper again names it in bold, as **LaMemo, figure 5**; claims of it link there.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 import tomllib
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,7 +24,7 @@ from dist_mem.memory.parts.inspector import Inspector
 from dist_mem.model import MemoryLM, describe
 from dist_mem.studies.study import load_study
 from dist_mem.training.history import HISTORY, Part
-from tests.support.page_commands import FENCE, items_of
+from tests.support.page_commands import FENCE, anchor_of, items_of
 from tests.support.paths import ROOT
 from tests.support.shown_output import GAP
 
@@ -29,6 +36,7 @@ PAGES = [
     ROOT / "README.md",
     *sorted(path for folder in ("start", "howto", "explanation", "memories") for path in (DOCS / folder).glob("*.md")),
 ]
+CLAIMS = DOCS / "explanation" / "claims.md"
 VERDICTS = {"seen", "seen at small scale", "not seen", "opposite seen", "open"}
 # Rows of README's table of results whose memory says from which tokens it reads -> those of second_edition.yaml
 REACHES = {
@@ -123,18 +131,90 @@ def test_a_measured_figure_stands_in_the_log_or_its_section_names_what_measures_
             assert not {heading: figures for heading, figures in unknown.items() if figures}
 
 
-def test_a_claim_has_a_verdict_and_its_figures_a_source(subtests: pytest.Subtests) -> None:
-    lines = (DOCS / "explanation" / "claims.md").read_text(encoding="utf-8").splitlines()
-    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ") and line.count("|") == 5]
-    claims = [row for row in rows if row[0] != "claim"]
-    assert len(claims) > 30
-    for claim in claims:
-        with subtests.test(claim=claim):
-            _, run, verdict, seen = claim
-            assert verdict in VERDICTS
-            source = re.search(r"\]\(\.\./log/[\d-]+\.md#", seen) or re.search(r"`tests/[\w/]+\.py`", run)
-            assert source or verdict == "open"
-            assert source or not re.search(r"\d+\.\d+", re.sub(r"\]\([^)]*\)", "]", seen))
+class Claim(NamedTuple):
+    """A row of claims.md."""
+
+    paper: str  # the heading above it
+    claim: str
+    run: str
+    verdict: str
+    result: str
+
+    def sections(self) -> dict[str, str]:
+        """Return the sections that the result links to: anchor -> text."""
+        links = re.findall(r"\]\(([^)#]+)#([^)]+)\)", self.result)
+        return {anchor: sections_of(CLAIMS.parent / page)[anchor] for page, anchor in links}
+
+
+@cache
+def sections_of(page: Path) -> dict[str, str]:
+    """Return the sections of a page, each up to the next heading: anchor -> text."""
+    parts = re.split(r"^#+ +(?=.*$)", FENCE.sub("", page.read_text(encoding="utf-8")), flags=re.MULTILINE)
+    return {anchor_of(part.partition("\n")[0]): part for part in parts[1:]}
+
+
+def claims() -> Iterator[Claim]:
+    paper = ""
+    for line in CLAIMS.read_text(encoding="utf-8").splitlines():
+        paper = line.removeprefix("## ") if line.startswith("## ") else paper
+        cells = line.strip("| ").split(" | ")
+        if line.startswith("| ") and len(cells) == 4 and cells[0] != "claim":
+            yield Claim(paper, *cells)
+
+
+def figures_in(text: str) -> set[str]:
+    """Return the figures that a text names: "figures 1 and 5" -> 1, 5; "figure 3, right" -> 3 right."""
+    found = re.findall(r"figures? (\d+(?:(?:, | and )\d+)*)(?:,? (left|right))?", text)
+    return {f"{number} {side}".strip() for numbers, side in found for number in re.findall(r"\d+", numbers)}
+
+
+def test_a_claim_has_a_verdict_and_its_figures_stand_in_what_it_links_to(subtests: pytest.Subtests) -> None:
+    assert len(list(claims())) > 30
+    for claim in claims():
+        with subtests.test(claim=claim.claim):
+            assert claim.verdict in VERDICTS
+            is_measured = "](../log/" in claim.result or re.search(r"`tests/[\w/]+\.py`", claim.run)
+            assert is_measured or claim.verdict == "open"
+            known = re.findall(r"\d+\.?\d*", "".join(claim.sections().values()).replace(",", ""))
+            text = re.sub(r"`[^`]*`|\]\([^)]*\)|(?:sec\.|app\.) [\w.]+", "", claim.result)
+            for shown in re.findall(r"\d+\.\d+", text.replace(",", "")):
+                places = len(shown.partition(".")[2])
+                assert any(f"{float(number):.{places}f}" == shown for number in known), shown
+
+
+def test_a_claim_of_a_figure_links_to_the_newest_entry_that_names_the_figure(subtests: pytest.Subtests) -> None:
+    entries = {anchor: text for page in (DOCS / "log").glob("2*.md") for anchor, text in sections_of(page).items()}
+    compared = 0
+    for claim in claims():
+        with subtests.test(claim=claim.claim):
+            for figure in figures_in(claim.claim):
+                bold = re.compile(rf"\*\*{re.escape(claim.paper.partition(' (')[0])}, (figures? [^*]+)\*\*")
+                dates = [
+                    anchor[:10]
+                    for anchor, text in entries.items()
+                    if any(figure in figures_in(names) for names in bold.findall(text))
+                ]
+                linked = [anchor[:10] for anchor in claim.sections()]
+                assert not dates or max(dates) in linked, f"figure {figure}: {max(dates)}"
+                compared += bool(dates)
+    assert compared > 5
+
+
+def test_a_claim_of_a_check_has_what_the_check_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    shown = dict[str, set[str]]()  # command -> figures
+    command = ""
+    for claim in claims():
+        command = next(iter(re.findall(r"`dist-mem ([^`]+)`", claim.run)), command)
+        if "--check" in command:
+            shown.setdefault(command, set()).update(re.findall(r"\d+\.\d M\b", claim.result))
+    assert sum(map(len, shown.values())) > 3
+    for command, figures in shown.items():
+        assert main(shlex.split(command)) == EXIT_DONE
+        printed = capsys.readouterr().out
+        assert {figure for figure in figures if f" {figure} per predicted token" not in printed} == set()
 
 
 def test_the_page_of_installation_has_every_extra() -> None:

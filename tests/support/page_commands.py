@@ -87,3 +87,8 @@ def commands_of(path: Path) -> Iterator[str]:
         yield from (item.text for item in items_of(path) if not item.is_python)
     else:
         yield from COMMAND.findall(path.read_text(encoding="utf-8").replace("\\\n", " "))
+
+
+def anchor_of(heading: str) -> str:
+    """Return the anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")

@@ -99,7 +99,7 @@ def draw(name: str, sources: Sequence[Source]) -> Drawn:
         left.plot(smooth.tolist(), scaled, color=color, linestyle=dashes, label=f"D = {width}")
         rows += [("g / D^2", width, place, value) for place, value in zip(smooth.tolist(), scaled, strict=True)]
     left.set_xlabel("t (tokens)")
-    left.set_ylabel(r"g(t) / D$^2$")
+    left.set_ylabel("g(t) / D^2")
     left.legend(frameon=False)
     for number, (values, style) in enumerate(zip(measured, ordered_styles(len(measured)), strict=True)):
         right.plot(whole.tolist(), values.tolist(), label=f"layer {number + 1}", **style)
