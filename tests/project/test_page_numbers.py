@@ -1,7 +1,4 @@
-"""Numbers of the pages are those of the package, of the log, or of a named test or benchmark.
-
-A log entry that looks at a figure of a paper again names it in bold, as **LaMemo, figure 5**; claims of it link there.
-"""
+"""Numbers of the pages are those of the package, of the log, or of a named test or benchmark."""
 
 from __future__ import annotations
 
