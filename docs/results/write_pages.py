@@ -32,7 +32,7 @@ from dist_mem.studies.study import load_study
 
 RESULTS = Path(__file__).parent
 ROOT = RESULTS.parent.parent
-PAGES = (RESULTS / "arena.md", ROOT / "README.md")
+PAGES = (RESULTS / "arena.md", ROOT / "README.md", ROOT / "docs" / "explanation" / "claims.md")
 PERPLEXITY, NEAR, FAR = COLUMNS = ("perplexity", "recall 65 to 256", "recall beyond 256")
 BANDS = {
     "1 to 64": Band(0, 64),
