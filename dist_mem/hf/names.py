@@ -22,6 +22,7 @@ from dist_mem.model import MemoryLM
 LAYOUTS: dict[str, Layout] = {"gpt2": GPT2, "llama": LLAMA}  # by model.kind
 OWN = "memory."  # prefix of parameters that the published model does not have
 SOFTMAX = "lm_head.weight"
+TAPS = ".attention.convolution.taps"  # ends our names of them
 _WEIGHT_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -83,7 +84,8 @@ def take_published(model: MemoryLM, weights: Mapping[str, Tensor], where: str) -
         Our names of the parameters that `weights` lacks: a long-term memory's, unless it is in the file too.
 
     Raises:
-        ValueError: a weight is missing, has another shape or is no floating point number, or is not in this model.
+        ValueError: a weight is missing, has another shape or is no floating point number, or is not in this model; or
+            the model has a convolution that was not trained with these weights.
     """
     layout = LAYOUTS[model.kind]
     given = {full: tensor for name, tensor in weights.items() if (full := full_name(layout, name)) is not None}
@@ -109,6 +111,13 @@ def take_published(model: MemoryLM, weights: Mapping[str, Tensor], where: str) -
             f"{where} has {len(given)} tensors that this model has no place for, as {next(iter(given))}: give model "
             "and memory the sizes and the memory of the one it was written from"
         )
+    for name in remaining:
+        if name.endswith(TAPS):
+            key = "memory" + name.removesuffix(TAPS).partition(".memory")[2]
+            raise ValueError(
+                f"{where} has no weights of a convolution, and with new ones the attention would no longer be the one "
+                f"that was trained: leave {key}.kernel out"
+            )
     return list(remaining)
 
 

@@ -21,4 +21,6 @@ class Causal(NoMemory):
     model_keys = ()
 
     def make_attention(self) -> RelativeAttention | RotaryAttention | PlainAttention:
-        return PlainAttention(self.spec) if self.spec.llama is None else attention_of(self.spec)
+        kernel = self.options.kernel
+        is_llama = self.spec.llama is not None
+        return attention_of(self.spec, kernel=kernel) if is_llama else PlainAttention(self.spec, kernel=kernel)

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from dist_mem.config.keys import FREE, TOKENS, WIDTH, key
 from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, MemoryOutput, Opened, Places, StepOutput
-from dist_mem.memory.parts.convolution import convolved
 from dist_mem.memory.parts.linear_check import KERNELS, back_end, choose
 from dist_mem.memory.parts.linear_kernels import (
     WIDEST_KERNEL,
@@ -37,6 +36,7 @@ from dist_mem.memory.parts.linear_kernels import (
 )
 from dist_mem.memory.parts.linear_rule import Tokens, chunked_rule, recurrent_rule
 from dist_mem.nn.attention import Choice
+from dist_mem.nn.convolution import convolved, draw_taps, newest
 from dist_mem.nn.kernel_shapes import device_type_of
 from dist_mem.nn.layers import Dropout, Projection, split_heads
 from dist_mem.nn.norms import ExactNorm, input_norm
@@ -182,8 +182,7 @@ class LinearMemory(Inspectable):
         if self.value_norm.weight.is_meta:
             return
         if self.options.kernel:
-            bound = 1 / math.sqrt(self.options.kernel)
-            self.taps.uniform_(-bound, bound)
+            draw_taps(self.taps)
         if self.options.decay in ("scalar", "vector") and self.options.decay_map == "step":
             self.log_decay.uniform_(0.01, 16).log_()
             steps = self.decay_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_()
@@ -236,8 +235,7 @@ class LinearMemory(Inspectable):
         if self.options.skip:
             read = read + self.skip.to(read.dtype)[:, None, None] * tokens.value
         y = self.dropout(self.output(self.gated(read.transpose(1, 2), normed).to(x.dtype)))
-        places = valid_len[:, None] + torch.arange(self.tail_len, device=x.device)
-        tail = before.gather(1, places[..., None].expand(-1, -1, before.shape[-1])).to(state.tail.dtype)
+        tail = newest(before, valid_len, num_rows=self.tail_len).to(state.tail.dtype)
         return y, State(matrix, tail), split_heads(query, self.key_heads), tokens.decay
 
     def back_end(self, device_type: str, dtype: torch.dtype) -> Choice:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dist_mem.config.keys import key
 from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, Memory, MemoryOutput, Opened, Places, StepOutput
 from dist_mem.memory.parts.inspection import Inspection, segment_rows
 from dist_mem.nn.layers import Attended, RelativeAttention, visible_keys
@@ -21,7 +23,10 @@ class State(NamedTuple):
 
 
 class NoMemory(Inspectable):
-    """Attention within the segment, with relative positions, or rotary ones in a Llama."""
+    """Attention within the segment, with relative positions, or rotary ones in a Llama.
+
+    With `memory.kernel`, the convolution of a segment's first tokens sees zeros before it: nothing is carried.
+    """
 
     title = "no memory"
     takes_short_first = True
@@ -29,7 +34,12 @@ class NoMemory(Inspectable):
     model_keys: Collection[str] = ("clamp_len",)
     can_step = True
 
-    def __init__(self, spec: LayerSpec, options: Memory.Options) -> None:
+    @dataclass
+    class Options:
+        # tokens that a convolution of queries, keys and values sees, with SiLU after it; None: there is none
+        kernel: int | None = key(None, at_least=1, at_most=64)
+
+    def __init__(self, spec: LayerSpec, options: Options) -> None:
         super().__init__(spec, options)
         if spec.same_length:
             kind = type(self).__module__.rpartition(".")[2]
@@ -41,7 +51,7 @@ class NoMemory(Inspectable):
 
     def make_attention(self) -> RelativeAttention | RotaryAttention | PlainAttention:
         """Return the attention layer."""
-        return attention_of(self.spec)
+        return attention_of(self.spec, kernel=self.options.kernel)
 
     def tie_parameters(self, first: Memory) -> None:
         assert isinstance(first, NoMemory)

@@ -42,6 +42,7 @@ from dist_mem.memory.parts.neural_memory import (
 from dist_mem.memory.parts.persistent_attention import PersistentAttention
 from dist_mem.nn.attention import Choice
 from dist_mem.nn.attention_inputs import Visible
+from dist_mem.nn.convolution import newest
 from dist_mem.nn.distance_attention import why_not
 from dist_mem.nn.kernel_shapes import device_type_of
 from dist_mem.nn.layers import Attended, Dropout, Projection, newest_rows
@@ -348,9 +349,3 @@ class Titans(Inspectable):
         if not kept:
             return Inspection(of_segment)
         return Inspection({"memory": rows_of(memory, token_spans(state.length, kept)), **of_segment})
-
-
-def newest(rows: Tensor, valid_len: Tensor, *, num_rows: int) -> Tensor:
-    """Return the newest real rows, of old ones and then those of the segment: (B, num_rows + T, W) -> num_rows."""
-    places = valid_len[:, None] + torch.arange(num_rows, device=rows.device)
-    return rows.gather(1, places[..., None].expand(-1, -1, rows.shape[-1]))

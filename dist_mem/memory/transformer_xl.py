@@ -2,7 +2,9 @@
 
 The cache holds block inputs, not keys and values: each step projects them with the current weights. Rows are
 right-aligned and a count gives how many are valid: a lane's memory starts empty and no zero row is ever attended to, as
-in the authors' code.
+in the authors' code. The convolution of `memory.kernel` sees memory and segment as one text, before which it sees
+zeros. So that a row is the same however its text is cut into segments, kernel - 1 rows before the M are kept, which
+only the convolution reads.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from dist_mem.nn.rotary_attention import attention_of
 
 
 class State(NamedTuple):
-    hidden: Tensor  # (B, M, D), the block's last inputs, newest last; rows not yet filled are 0
+    # (B, M, D), the block's last inputs, newest last; rows not yet filled are 0. With a convolution M + kernel - 1
+    hidden: Tensor
     length: Tensor  # (B,) int64, how many of the newest rows are valid
     shown: Shown = ()
 
@@ -78,12 +81,15 @@ class TransformerXL(Inspectable):
         mem_len: int = key(128, at_most=TOKENS)  # M, tokens
         # relative: as published | rotary: faster, and without parameters of its own; None: relative, in a Llama rotary
         positions: str | None = key(None, choices=("relative", "rotary"))
+        # tokens that a convolution of queries, keys and values sees, with SiLU after it; None: there is none
+        kernel: int | None = key(None, at_least=1, at_most=64)
 
     def __init__(self, spec: LayerSpec, options: Options) -> None:
         super().__init__(spec, options)
         check_mem_len(options.mem_len)
         self.norm = input_norm(spec)
-        self.attention = attention_of(spec, options.positions)
+        self.attention = attention_of(spec, options.positions, kernel=options.kernel)
+        self.num_before = (options.kernel or 1) - 1  # rows before the M that only the convolution reads
 
     @classmethod
     def small_options(cls, seg_len: int) -> dict[str, Any]:
@@ -102,28 +108,37 @@ class TransformerXL(Inspectable):
         self.attention.share_biases(first.attention)
 
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
-        return empty(len(document_ids), self.options.mem_len, self.spec.d_model, device=device, dtype=dtype)
+        num_rows = self.num_before + self.options.mem_len
+        return empty(len(document_ids), num_rows, self.spec.d_model, device=device, dtype=dtype)
 
     def counts(self, state: State) -> dict[str, Count]:
         return counts_of(state)
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         y, query, _ = self.attend(x, state, weights=False)
-        rows = zero_hidden(state.hidden[:, : x.shape[1]], state.shown).to(x.dtype)
-        return MemoryOutput(y, push(state, x), {}, query, Evicted(rows, state.length == self.options.mem_len))
+        begin, shown = self.num_before, state.shown
+        shown = shown[:, begin:] if isinstance(shown, Tensor) else ()
+        rows = zero_hidden(state.hidden[:, begin : begin + x.shape[1]], shown).to(x.dtype)
+        return MemoryOutput(y, push(state, x), {}, query, Evicted(rows, state.length >= self.options.mem_len))
 
     def attend(self, x: Tensor, state: State, *, weights: bool) -> Attended:
         """Attend to the memory and the segment."""
-        valid = valid_rows(state.length, state.hidden.shape[1], state.shown)
+        is_row, valid = self.are_rows(state)
         is_tail = not isinstance(state.shown, Tensor)
         visible = visible_keys(valid, x.shape[1], same_length=self.spec.same_length, is_tail=is_tail)
         rows, context = self.norm(x), self.norm(state.hidden.to(x.dtype))
-        attended: Attended = self.attention(rows, context, visible, weights=weights)
+        attended: Attended = self.attention(rows, context, visible, weights=weights, is_row=is_row)
         return attended
 
-    def open_segment(self, state: State, rows: Tensor) -> Opened:
+    def are_rows(self, state: State) -> tuple[Tensor, Tensor]:
+        """Return which rows of the state the convolution may see, and which of the M are attended to, (B, M) bool."""
         valid = valid_rows(state.length, state.hidden.shape[1], state.shown)
-        return self.attention.open(self.norm(state.hidden.to(rows.dtype)), valid, seg_len=self.spec.seg_len)
+        return valid, valid[:, self.num_before :]
+
+    def open_segment(self, state: State, rows: Tensor) -> Opened:
+        is_row, valid = self.are_rows(state)
+        context = self.norm(state.hidden.to(rows.dtype))
+        return self.attention.open(context, valid, seg_len=self.spec.seg_len, is_row=is_row)
 
     def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
         return self.attention.step(self.norm(x), opened, places, same_length=self.spec.same_length)
@@ -135,5 +150,5 @@ class TransformerXL(Inspectable):
         return Inspection({"memory": rows_of(memory, spans), "segment": segment_rows(segment, valid_len)})
 
     def forget(self, state: State, begin: Tensor, end: Tensor, trace: None = None) -> State:
-        spans = token_spans(state.length, self.options.mem_len)
+        spans = token_spans(state.length, state.hidden.shape[1])
         return replaced(state, shown=take_out(state.shown, overlapping(spans, begin, end)))

@@ -20,8 +20,9 @@ from dist_mem.nn.attention import masked_softmax as masked_softmax
 from dist_mem.nn.attention_inputs import Inputs, Relative, Visible
 from dist_mem.nn.attention_inputs import newest_rows as newest_rows
 from dist_mem.nn.attention_inputs import visible_keys as visible_keys
+from dist_mem.nn.convolution import ShortConvolution, newest, short_convolution
 from dist_mem.nn.kernel_shapes import device_type_of
-from dist_mem.nn.stepping import Asked, Opened, Places, StepOutput, above_of, kept, lane_heads
+from dist_mem.nn.stepping import Asked, Kept, Opened, Places, StepOutput, above_of, kept, lane_heads
 from dist_mem.nn.stepping import attend as attend_kept
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # train.precision
@@ -136,9 +137,16 @@ class Attended(NamedTuple):
 
 
 class AttentionLayer(nn.Module):
-    """Base of layers that attend by the back end of `model.attention`; they have `key_value` and `num_heads`."""
+    """Base of layers that attend by the back end of `model.attention`.
 
+    They have `query`, `key_value` and `num_heads`, and with `memory.kernel` a convolution of queries, keys and values.
+    The rows that it sees are those of the context that are marked as rows, then those of the segment; before them, and
+    in place of rows without a mark, it sees zeros.
+    """
+
+    query: Projection
     key_value: nn.Module
+    convolution: ShortConvolution | None
     num_heads: int
     num_kv_heads: int | None = None  # G, heads of keys and values; None: H
     relative_width: int | None = None  # K, if there are scores by distance
@@ -148,6 +156,7 @@ class AttentionLayer(nn.Module):
 
     def __init__(self, *, attention_dropout: float, back_end: str) -> None:
         super().__init__()
+        self.convolution = None
         self.attention_dropout = Dropout(attention_dropout)
         self.back_end = back_end
         self.drops = self.attention_dropout.keep < 2**16
@@ -169,6 +178,65 @@ class AttentionLayer(nn.Module):
         projected = [split_heads(self.key_value(rows, frozen), num_heads) for rows in parts if rows.shape[1]]
         key, value = (projected[0] if len(projected) == 1 else torch.cat(projected, dim=2)).chunk(2)
         return key, value
+
+    def projected(
+        self, x: Tensor, context: Tensor, visible: Visible | Tensor, is_row: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries (H, B, T, K) of the segment, and keys and values (G, B, M + T, K) of context and segment.
+
+        Args:
+            x: (B, T, D).  context: (B, M, D); with a convolution it may begin with up to kernel - 1 rows more.
+            visible: of the M + T keys.
+            is_row: (B, context rows) bool, which of them the convolution sees; None: those that are valid keys.
+        """
+        if self.convolution is None:
+            return split_heads(self.query(x), self.num_heads), *self.pairs(context, x)
+        assert isinstance(visible, Visible), "a mask does not say which rows of the context are rows of the document"
+        query, pairs = self.convolution(*self.before_convolution(x, context, visible.valid, is_row))
+        key, value = split_heads(pairs, 2 * (self.num_kv_heads or self.num_heads)).chunk(2)
+        return split_heads(query, self.num_heads), key, value
+
+    def before_convolution(
+        self, x: Tensor, context: Tensor, valid: Tensor, is_row: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return projected queries (B, kernel - 1 + T, H K), and keys and values (B, kernel - 1 + M + T, 2 G K)."""
+        assert self.convolution is not None
+        is_row = valid if is_row is None else is_row
+        project, num_rows = self.convolution.after_context, context.shape[1]
+        num_near = min(num_rows, self.convolution.before_len)
+        near = slice(num_rows - num_near, num_rows)
+        query = project(self.query, context[:, near], is_row[:, near], x, num_before=num_near)
+        return query, project(self.key_value, context, is_row, x, num_before=num_rows - valid.shape[1])
+
+    def open_pairs(
+        self, context: Tensor, valid: Tensor, is_row: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | tuple[()]]:
+        """Return keys and values of a context, (B, M, 2 G K), and the newest rows before a convolution, as in `Kept`.
+
+        Args:
+            valid: (B, M) bool, which rows of the context are attended to.  context, is_row: as in `projected`.
+        """
+        if self.convolution is None:
+            return self.key_value(context), ()
+        nothing = context.new_empty(len(context), 0, context.shape[2])
+        query, pairs = self.before_convolution(nothing, context, valid, is_row)
+        tail = torch.cat([query, pairs[:, pairs.shape[1] - query.shape[1] :]], dim=-1)
+        return self.convolution(query, pairs)[1], tail
+
+    def further(self, x: Tensor, to: Kept, places: Places) -> tuple[Tensor, Tensor]:
+        """Return queries (B, R, H K), and keys and values (B, R, 2 G K), of further rows of a segment, x (B, R, D).
+
+        Args:
+            to: its tail is changed in place.
+        """
+        query, pairs = self.query(x), self.key_value(x)
+        if self.convolution is None:
+            return query, pairs
+        assert isinstance(to.tail, Tensor)
+        before = torch.cat([to.tail, torch.cat([query, pairs], dim=-1)], dim=1)
+        to.tail.copy_(newest(before, places.num_real, num_rows=to.tail.shape[1]))
+        query, pairs = self.convolution(*before.split([query.shape[-1], pairs.shape[-1]], dim=-1))
+        return query, pairs
 
     def choose(self, device_type: str, num_queries: int) -> Choice:
         """Return the back end that attends, and why."""
@@ -215,7 +283,9 @@ class RelativeProjections(AttentionLayer):
         attention_dropout: float,
         clamp_len: int | None,
         back_end: str = "auto",
+        kernel: int | None = None,
     ) -> None:
+        """Make the parameters; `kernel`: tokens that a convolution of queries, keys and values sees, or None."""
         super().__init__(attention_dropout=attention_dropout, back_end=back_end)
         self.num_heads = num_heads
         self.relative_width = d_head
@@ -227,6 +297,7 @@ class RelativeProjections(AttentionLayer):
         self.output = nn.Linear(width, d_model, bias=False)
         self.content_bias = nn.Parameter(torch.zeros(num_heads, d_head))  # u, see share_biases
         self.position_bias = nn.Parameter(torch.zeros(num_heads, d_head))  # v
+        self.convolution = short_convolution([width, 2 * width], kernel)
         self.dropout = Dropout(dropout)
 
     def share_biases(self, first: nn.Module) -> None:
@@ -245,15 +316,17 @@ class RelativeProjections(AttentionLayer):
         table = self.dropout(sinusoid_table(distances, x.shape[-1], x.dtype))
         return self.position(table).unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0)
 
-    def open(self, context: Tensor, valid: Tensor, *, seg_len: int) -> Opened:
-        """Return what `step` attends to at first: context (B, M, D), of which `valid` (B, M) bool are attended to."""
-        pairs = lane_heads(self.key_value(context), 2 * self.num_heads)
-        table = self.position_keys(context, num_keys=context.shape[1] + seg_len)
-        return Opened(kept(pairs, valid, seg_len=seg_len), table / math.sqrt(table.shape[1]))
+    def open(self, context: Tensor, valid: Tensor, *, seg_len: int, is_row: Tensor | None = None) -> Opened:
+        """Return what `step` attends to at first; the arguments are those of `open_pairs`."""
+        pairs, tail = self.open_pairs(context, valid, is_row)
+        table = self.position_keys(context, num_keys=pairs.shape[1] + seg_len)
+        lanes = kept(lane_heads(pairs, 2 * self.num_heads), valid, seg_len=seg_len, tail=tail)
+        return Opened(lanes, table / math.sqrt(table.shape[1]))
 
     def step(self, x: Tensor, opened: Opened, places: Places, *, same_length: bool = False) -> StepOutput:
         """Attend from further rows of the segment, x (B, R, D), to it and the context; change `opened` in place."""
-        query, pairs = lane_heads(self.query(x), self.num_heads), lane_heads(self.key_value(x), 2 * self.num_heads)
+        query, pairs = self.further(x, opened.lanes, places)
+        query, pairs = lane_heads(query, self.num_heads), lane_heads(pairs, 2 * self.num_heads)
         by_distance = Asked(query + self.position_bias[:, None], opened.shared)
         content_query = query + self.content_bias[:, None]
         rows = attend_kept(
@@ -265,16 +338,25 @@ class RelativeProjections(AttentionLayer):
 class RelativeAttention(RelativeProjections):
     """Multi-head attention with relative positions over context rows and the segment itself."""
 
-    def forward(self, x: Tensor, context: Tensor, visible: Visible, *, weights: bool = False) -> Attended:
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor,
+        visible: Visible,
+        *,
+        weights: bool = False,
+        is_row: Tensor | None = None,
+    ) -> Attended:
         """Attend from the segment to the context and the segment.
 
         Args:
-            x: (B, T, D).  context: (B, M, D), M may be 0.
-            visible: see `visible_keys`; or a mask (B, T, M + T) bool, for which only `simple` computes.
+            x: (B, T, D).  context: (B, M, D), M may be 0; with a convolution as in `projected`.
+            visible: see `visible_keys`; or, without a convolution, a mask (B, T, M + T) bool, for which only `simple`
+                computes.
             weights: whether to return attention probabilities.
+            is_row: as in `projected`.
         """
-        query = split_heads(self.query(x), self.num_heads)
-        key, value = self.pairs(context, x)
+        query, key, value = self.projected(x, context, visible, is_row)
         content_query, relative = relative_queries(
             query,
             self.position_keys(x, num_keys=key.shape[2]),
@@ -301,11 +383,14 @@ class FeedForward(nn.Module):
 
 @torch.no_grad()
 def initialize(module: nn.Module, *, std: float) -> None:
-    """Draw matrices from N(0, std^2), set biases to 0 and norms to the identity.
+    """Draw matrices from N(0, std^2), taps of convolutions by `draw_taps`; set biases to 0 and norms to the identity.
 
     Deviation: the published code draws layer norm gains from N(1, 0.02) and embedding projections from N(0, 0.01).
     """
     for child in module.modules():
+        if isinstance(child, ShortConvolution):
+            child.reset_parameters()
+            continue
         norm = isinstance(child, nn.LayerNorm | nn.RMSNorm)
         for name, parameter in child.named_parameters(recurse=False):
             if parameter.is_meta:

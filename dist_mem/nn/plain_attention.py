@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from dist_mem.nn.attention_inputs import Inputs, Visible
 from dist_mem.nn.constants import constant
+from dist_mem.nn.convolution import short_convolution
 from dist_mem.nn.layer_spec import LayerSpec
-from dist_mem.nn.layers import Attended, AttentionLayer, Dropout, Projection, merge_heads, split_heads
+from dist_mem.nn.layers import Attended, AttentionLayer, Dropout, Projection, merge_heads
 from dist_mem.nn.stepping import Opened, Places, StepOutput, above_of, attend, kept, lane_heads
 
 # none: only the rows may contain positions | alibi: every distance counts | alibi_memory: only that of context rows
@@ -64,37 +65,47 @@ def alibi_at(num_heads: int, place: Tensor, *, context_len: int, num_keys: int, 
 class PlainAttention(AttentionLayer):
     """Multi-head attention over context rows and the segment itself; all projections have biases."""
 
-    def __init__(self, spec: LayerSpec, *, bias: str = "none") -> None:
+    def __init__(self, spec: LayerSpec, *, bias: str = "none", kernel: int | None = None) -> None:
         super().__init__(attention_dropout=spec.attention_dropout, back_end=spec.back_end)
         width = spec.num_heads * spec.d_head
         self.num_heads, self.bias = spec.num_heads, bias
         self.query = BiasedProjection(spec.d_model, width)
         self.key_value = BiasedProjection(spec.d_model, 2 * width)
         self.output = BiasedProjection(width, spec.d_model)
+        self.convolution = short_convolution([width, 2 * width], kernel)
         self.dropout = Dropout(spec.dropout)
 
     def share_biases(self, first: nn.Module) -> None:
         """Share nothing: this attention has no u and v."""
 
-    def forward(self, x: Tensor, context: Tensor, visible: Visible, *, weights: bool = False) -> Attended:
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor,
+        visible: Visible,
+        *,
+        weights: bool = False,
+        is_row: Tensor | None = None,
+    ) -> Attended:
         """Attend as `layers.RelativeAttention` does."""
-        query = split_heads(self.query(x), self.num_heads)
-        key, value = self.pairs(context, x)
+        query, key, value = self.projected(x, context, visible, is_row)
         bias = None
         if self.bias != "none":
-            lengths = {"num_queries": x.shape[1], "context_len": context.shape[1]}
+            lengths = {"num_queries": x.shape[1], "context_len": key.shape[2] - x.shape[1]}
             bias = alibi_bias(self.num_heads, **lengths, bias=self.bias, device=x.device)
         inputs = Inputs(query / math.sqrt(query.shape[-1]), key, value, visible, bias=bias)
         rows, shares = self.read(inputs, weights=weights)
         return Attended(self.dropout(self.output(merge_heads(rows))), query, shares)
 
-    def open(self, context: Tensor, valid: Tensor, *, seg_len: int) -> Opened:
+    def open(self, context: Tensor, valid: Tensor, *, seg_len: int, is_row: Tensor | None = None) -> Opened:
         """Return what `step` attends to, as `layers.RelativeAttention` does."""
-        return Opened(kept(lane_heads(self.key_value(context), 2 * self.num_heads), valid, seg_len=seg_len))
+        pairs, tail = self.open_pairs(context, valid, is_row)
+        return Opened(kept(lane_heads(pairs, 2 * self.num_heads), valid, seg_len=seg_len, tail=tail))
 
     def step(self, x: Tensor, opened: Opened, places: Places, *, same_length: bool = False) -> StepOutput:
         """Attend as `layers.RelativeAttention` does."""
-        query, pairs = lane_heads(self.query(x), self.num_heads), lane_heads(self.key_value(x), 2 * self.num_heads)
+        query, pairs = self.further(x, opened.lanes, places)
+        query, pairs = lane_heads(query, self.num_heads), lane_heads(pairs, 2 * self.num_heads)
         bias = None
         if self.bias != "none":
             context_len = opened.lanes.pairs.shape[2] - places.seg_len

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dist_mem.nn.attention_inputs import Inputs, Visible
+from dist_mem.nn.convolution import short_convolution
 from dist_mem.nn.layer_spec import LayerSpec, LlamaSpec
 from dist_mem.nn.layers import (
     Attended,
@@ -24,7 +25,6 @@ from dist_mem.nn.layers import (
     Projection,
     RelativeAttention,
     merge_heads,
-    split_heads,
 )
 from dist_mem.nn.plain_attention import BiasedProjection
 from dist_mem.nn.stepping import Opened, Places, StepOutput, above_of, attend, kept, lane_heads
@@ -72,7 +72,7 @@ def repeat_heads(rows: Tensor, num_heads: int) -> Tensor:
 class RotaryAttention(AttentionLayer):
     """Multi-head attention with rotary positions over context rows and the segment itself."""
 
-    def __init__(self, spec: LayerSpec) -> None:
+    def __init__(self, spec: LayerSpec, *, kernel: int | None = None) -> None:
         super().__init__(attention_dropout=spec.attention_dropout, back_end=spec.back_end)
         llama = spec.llama or LlamaSpec(spec.num_heads, rope_theta=10_000.0, norm_eps=0.0, qkv_bias=False)
         width = spec.num_heads * spec.d_head
@@ -82,28 +82,37 @@ class RotaryAttention(AttentionLayer):
         self.query = project(spec.d_model, width)
         self.key_value = project(spec.d_model, 2 * spec.kv_width)
         self.output = Projection(width, spec.d_model)
+        self.convolution = short_convolution([width, 2 * spec.kv_width], kernel)
         self.dropout = Dropout(spec.dropout)
 
     def share_biases(self, first: object) -> None:
         """Share nothing: this attention has no u and v."""
 
-    def forward(self, x: Tensor, context: Tensor, visible: Visible, *, weights: bool = False) -> Attended:
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor,
+        visible: Visible,
+        *,
+        weights: bool = False,
+        is_row: Tensor | None = None,
+    ) -> Attended:
         """Attend as `layers.RelativeAttention` does; the queries returned are those before the rotation."""
-        query = split_heads(self.query(x), self.num_heads)
-        key, value = self.pairs(context, x)
+        query, key, value = self.projected(x, context, visible, is_row)
         asking = rotate(query, first=0, theta=self.theta) / math.sqrt(query.shape[-1])
-        turned_key = rotate(key, first=-context.shape[1], theta=self.theta)
+        turned_key = rotate(key, first=x.shape[1] - key.shape[2], theta=self.theta)
         inputs = Inputs(asking, repeat_heads(turned_key, self.num_heads), repeat_heads(value, self.num_heads), visible)
         rows, shares = self.read(inputs, weights=weights)
         return Attended(self.dropout(self.output(merge_heads(rows))), query, shares)
 
-    def open(self, context: Tensor, valid: Tensor, *, seg_len: int) -> Opened:
+    def open(self, context: Tensor, valid: Tensor, *, seg_len: int, is_row: Tensor | None = None) -> Opened:
         """Return what `step` attends to, as `layers.RelativeAttention` does."""
-        context_len = context.shape[1]
-        key, value = lane_heads(self.key_value(context), 2 * self.num_kv_heads).chunk(2, dim=1)
+        pairs, tail = self.open_pairs(context, valid, is_row)
+        context_len = pairs.shape[1]
+        key, value = lane_heads(pairs, 2 * self.num_kv_heads).chunk(2, dim=1)
         table = turns(key, first=-context_len, num_rows=context_len + seg_len, theta=self.theta)
         key = turned(key, (table[0][:context_len], table[1][:context_len]))
-        return Opened(kept(torch.cat([key, value], dim=1), valid, seg_len=seg_len), table)
+        return Opened(kept(torch.cat([key, value], dim=1), valid, seg_len=seg_len, tail=tail), table)
 
     def step(self, x: Tensor, opened: Opened, places: Places, *, same_length: bool = False) -> StepOutput:
         """Attend as `layers.RelativeAttention` does."""
@@ -111,7 +120,7 @@ class RotaryAttention(AttentionLayer):
         row = places.row + len(cos) - places.seg_len
         by = cos[row][:, None], sin[row][:, None]
         heads = self.num_heads, self.num_kv_heads
-        rows = lane_heads(torch.cat([self.query(x), self.key_value(x)], dim=-1), heads[0] + 2 * heads[1])
+        rows = lane_heads(torch.cat(self.further(x, opened.lanes, places), dim=-1), heads[0] + 2 * heads[1])
         turning, value = rows.tensor_split([sum(heads)], dim=1)
         query, key = turned(turning, by).split(heads, dim=1)  # turned at once: fewer operations
         pairs = torch.cat([key, value], dim=1)
@@ -119,11 +128,14 @@ class RotaryAttention(AttentionLayer):
         return StepOutput(self.output(read), turning[:, : heads[0]].transpose(0, 1), opened)
 
 
-def attention_of(spec: LayerSpec, positions: str | None = None) -> RelativeAttention | RotaryAttention:
+def attention_of(
+    spec: LayerSpec, positions: str | None = None, *, kernel: int | None = None
+) -> RelativeAttention | RotaryAttention:
     """Return attention with Transformer-XL's positions, or rotary ones.
 
     Args:
         positions: relative | rotary | None: relative, and in a Llama rotary.
+        kernel: tokens that a convolution of queries, keys and values sees; None: there is none.
 
     Raises:
         ValueError: the model has no such positions.
@@ -135,10 +147,10 @@ def attention_of(spec: LayerSpec, positions: str | None = None) -> RelativeAtten
             "transformer"
         )
     if (positions or own) == "relative":
-        return RelativeAttention(**spec.attention)
+        return RelativeAttention(**spec.attention, kernel=kernel)
     if spec.clamp_len is not None:
         raise ValueError(
             f"model.clamp_len is {spec.clamp_len}, but with memory.positions = rotary no distance is clamped: set "
             "model.clamp_len to null, or memory.positions to relative"
         )
-    return RotaryAttention(spec)
+    return RotaryAttention(spec, kernel=kernel)

@@ -45,6 +45,7 @@ class Kept(NamedTuple):
 
     pairs: Tensor  # (B, 2 G, J, K), heads of keys, then of values
     hidden: Tensor  # (B, 1, 1, J), -inf for rows of the context that are not valid, else 0
+    tail: Tensor | tuple[()] = ()  # (B, kernel - 1, W), newest rows before a convolution; (): there is none
 
 
 class Asked(NamedTuple):
@@ -73,11 +74,11 @@ def lane_heads(rows: Tensor, num_heads: int) -> Tensor:
     return rows.unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
 
-def kept(pairs: Tensor, valid: Tensor, *, seg_len: int) -> Kept:
+def kept(pairs: Tensor, valid: Tensor, *, seg_len: int, tail: Tensor | tuple[()] = ()) -> Kept:
     """Return keys and values of the context (B, 2 G, M, K), of which `valid` (B, M) bool are attended to."""
     pairs = pairs.to(torch.promote_types(pairs.dtype, torch.float32))
     hidden = torch.where(valid, 0.0, -torch.inf).to(pairs.dtype)
-    return Kept(F.pad(pairs, (0, 0, 0, seg_len)), F.pad(hidden, (0, seg_len))[:, None, None])
+    return Kept(F.pad(pairs, (0, 0, 0, seg_len)), F.pad(hidden, (0, seg_len))[:, None, None], tail)
 
 
 def attend(

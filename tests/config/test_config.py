@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from dist_mem.config import ConfigError, deepspeed_block, load_config, merge_checked, read_config, save_config, to_yaml
 from dist_mem.memory import memory_options
+from dist_mem.memory.none import NoMemory
 from dist_mem.memory.transformer_xl import TransformerXL
 from tests.support.messages import refused
 from tests.support.paths import ROOT
@@ -123,9 +124,12 @@ def test_single_items_of_a_list_are_overridden(tmp_path: Path) -> None:
         load_config([base, "optimizer.groups.2.lr=3"])
 
 
+NONE = {"kind": "none", **asdict(NoMemory.Options())}
+
+
 def test_another_memory_leaves_the_options_of_the_first_behind(tmp_path: Path) -> None:
     base = write(tmp_path / "a.yaml", "memory: {kind: transformer_xl, mem_len: 5}\ntrain: {steps: 1}")
-    assert load_config([base, "memory.kind=none"], memory_options=memory_options).memory == {"kind": "none"}
+    assert load_config([base, "memory.kind=none"], memory_options=memory_options).memory == NONE
     assert load_config([base, "memory.mem_len=6"]).memory == {"kind": "transformer_xl", "mem_len": 6}
 
 

@@ -89,6 +89,14 @@ def test_a_memory_with_relative_positions_is_refused_with_weights_of_gpt2(publis
         published.load(memory=memory)
 
 
+@pytest.mark.parametrize("over", [True, False])
+def test_a_convolution_is_refused_with_weights_that_were_trained_without(published: Published, over: bool) -> None:
+    """In the long-term memory's `over`, and alone."""
+    below = {"kind": "causal", "kernel": 4}
+    with refused(UnusableError, "memory.over.kernel" if over else "memory.kernel"):
+        published.load(memory={**LTM, "over": below} if over else below)
+
+
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_a_missing_or_damaged_file_is_named(published: Published, name: str) -> None:
     path = published.folder / name

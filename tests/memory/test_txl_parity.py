@@ -235,10 +235,17 @@ def test_evaluation_lengths_equal_the_published_code() -> None:
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
 @pytest.mark.parametrize("splits", [[12, 12], [5, 1, 1, 7, 10], [1] * 24])
-def test_with_memory_longer_than_the_history_segmentation_changes_nothing(norm: str, splits: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("same_length", "memory"),
+    [(False, {"mem_len": 24}), (False, {"mem_len": 24, "kernel": 4}), (True, {"mem_len": 5, "kernel": 4})],
+)
+def test_where_every_query_sees_as_many_rows_segmentation_changes_nothing(
+    norm: str, splits: list[int], same_length: bool, memory: dict[str, int]
+) -> None:
+    """With a memory longer than the history, or with `same_length`; the convolution sees rows before the memory."""
     golden = Golden("base")
-    config = golden.config(norm=norm)
-    config.memory["mem_len"] = 24
+    config = golden.config(norm=norm, same_length=same_length)
+    config.memory |= memory
     torch.manual_seed(0)
     model = MemoryLM(config, 37).double().eval()
     torch.nn.init.normal_(model.blocks[0].memory.attention.query.weight)

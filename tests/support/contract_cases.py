@@ -31,6 +31,12 @@ CASES: dict[str, dict[str, Any]] = {
     **{kind: small_block(kind) for kind in memory_kinds()},
     "block_recurrent, one window": small_block("block_recurrent", window=None, gate="lstm", cell="dual"),
     "block_recurrent, single": small_block("block_recurrent", gate="lstm", cell="single", attend_empty=True),
+    "causal, convolution": small_block("causal", kernel=3),
+    "none, convolution": small_block("none", kernel=3),
+    "transformer_xl, convolution": small_block("transformer_xl", kernel=3),
+    "transformer_xl, rotary, wide convolution": small_block(
+        "transformer_xl", mem_len=SEG_LEN, positions="rotary", kernel=SEG_LEN + 3
+    ),
     "compressive, dilated": small_block("compressive", compression="dilated", compression_loss="autoencoder"),
     "compressive, most used": small_block("compressive", compression="most_used"),
     "compressive, alibi": small_block("compressive", positions="alibi"),

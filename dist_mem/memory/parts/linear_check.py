@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dist_mem.memory.parts.convolution import convolved
 from dist_mem.memory.parts.linear_kernels import (
     WIDEST,
     Rows,
@@ -27,6 +26,7 @@ from dist_mem.memory.parts.linear_kernels import (
 )
 from dist_mem.memory.parts.linear_rule import Tokens, recurrent_rule
 from dist_mem.nn.attention import Choice
+from dist_mem.nn.convolution import convolved
 
 KERNELS = ("auto", "torch", "fla")  # memory.kernels
 LANES, SEG_LEN, SHORT, HEADS, KERNEL = 2, 100, 37, 2, 4  # of the case; SHORT: real tokens of the second lane

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_mem.memory.parts.convolution import convolved
 from dist_mem.memory.parts.learned_start import LearnedStart
+from dist_mem.nn.convolution import convolved, draw_taps
 from dist_mem.nn.layers import Projection
 from dist_mem.nn.named_tuples import replaced
 
@@ -195,11 +195,9 @@ class ConvolvedProjection(nn.Module):
         # The last one meets the present token. Without a convolution there are none, and no parameter without effect.
         self.taps = nn.Parameter(torch.zeros(width, kernel)) if kernel > 1 else None
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
-        if self.taps is not None and not self.taps.is_meta:
-            bound = 1 / math.sqrt(self.taps.shape[1])
-            self.taps.uniform_(-bound, bound)
+        if self.taps is not None:
+            draw_taps(self.taps)
 
     def forward(self, rows: Tensor, tail: Tensor) -> Projected:
         """Project rows (B, T, D) after `tail` (B, kernel - 1, W), what was projected of the tokens before them."""
