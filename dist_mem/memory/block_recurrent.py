@@ -35,7 +35,9 @@ from dist_mem.memory.parts.state_cell import (
     read,
     shares_of,
 )
+from dist_mem.nn.convolution import Tail, newest
 from dist_mem.nn.layers import Dropout, Projection, newest_rows
+from dist_mem.nn.named_tuples import replaced
 from dist_mem.nn.norms import input_norm
 from dist_mem.nn.stepping import Asked, Kept, attend, kept
 
@@ -45,6 +47,7 @@ class State(NamedTuple):
     values: Tensor  # (B, H, W, K)
     length: Tensor  # (B,) int64, how many of them are valid; 0: the lane begins a document
     recurrent: Tensor  # (B, S, D) float32 at least, the state vectors; 0 where a document begins: they are learned
+    tail: Tail = ()
 
 
 class OpenLanes(NamedTuple):
@@ -74,6 +77,8 @@ class BlockRecurrent(Inspectable):
         d_inner: int | None = key(None, at_least=1, at_most=WIDTH)  # of the feed-forward layer; None: 4 D
         # a document's first window reads W rows of zeros too, as in the published code; false: only rows of tokens
         attend_empty: bool = False
+        # tokens that a convolution of their queries, keys and values sees, with SiLU after it; None: there is none
+        kernel: int | None = key(None, at_least=1, at_most=64)
 
     def __init__(self, spec: LayerSpec, options: Options) -> None:
         super().__init__(spec, options)
@@ -88,7 +93,7 @@ class BlockRecurrent(Inspectable):
         heads = {"num_heads": spec.num_heads, "d_head": spec.d_head}
         width, self.d_inner = 2 * spec.num_heads * spec.d_head, options.d_inner or 4 * spec.d_model
         self.norm = input_norm(spec)
-        self.tokens = TokenHeads(spec.d_model, **heads)
+        self.tokens = TokenHeads(spec.d_model, **heads, kernel=options.kernel)
         self.output = Projection(width, spec.d_model)
         self.start = LearnedStart(options.num_states, spec.d_model)
         self.states = StateHeads(options.num_states, spec.d_model, **heads)
@@ -123,14 +128,16 @@ class BlockRecurrent(Inspectable):
         exact = torch.promote_types(dtype, torch.float32)  # a gate near 1 adds less than half precision resolves
         recurrent = torch.zeros(num_lanes, self.options.num_states, spec.d_model, device=device, dtype=exact)
         length = torch.zeros(num_lanes, device=device, dtype=torch.int64)
-        return State(rows, rows.clone(), length, recurrent)
+        convolution = self.tokens.convolution
+        tail = () if convolution is None else convolution.empty_tail(num_lanes, device=device, dtype=dtype)
+        return State(rows, rows.clone(), length, recurrent, tail)
 
     def counts(self, state: State) -> dict[str, Count]:
         return {"length": Count(state.length, self.window)}
 
     def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
         seg_len, window = x.shape[1], self.window
-        tokens, bias = self.tokens(self.norm(x), window)
+        tokens, bias, before = self.tokens(self.norm(x), window, state.tail)
         context = tuple(
             torch.cat([old.to(x.dtype), new], dim=2)
             for old, new in ((state.keys, tokens.key), (state.values, tokens.value))
@@ -159,7 +166,11 @@ class BlockRecurrent(Inspectable):
         everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
         logs = {"kept": torch.stack(kept).sum(0).detach() / num_read}
         query = tokens.content.transpose(0, 1)
-        return MemoryOutput(y, self.cached(state, context, states, valid_len), {}, query, everything, logs)
+        new = self.cached(state, context, states, valid_len)
+        if isinstance(state.tail, Tensor):
+            tail = newest(before, valid_len, num_rows=state.tail.shape[1]).to(state.tail.dtype)
+            new = replaced(new, tail=tail)
+        return MemoryOutput(y, new, {}, query, everything, logs)
 
     def visible(self, state: State, seg_len: int, valid_len: Tensor) -> Tensor:
         """Return which of the kept rows and the segment's tokens are rows that may be read, (B, W + T) bool."""
@@ -174,14 +185,17 @@ class BlockRecurrent(Inspectable):
     def open_segment(self, state: State, rows: Tensor) -> Opened:
         states = self.states(self.start(state.recurrent, state.length == 0), rows.dtype)
         pairs = torch.cat([state.keys, state.values], dim=1)
-        near = kept(pairs, self.visible_before(state), seg_len=self.spec.seg_len)
-        _, bias = self.tokens(rows, self.window)  # at distances W, ..., 1; the others are not seen
+        tail = state.tail.clone() if isinstance(state.tail, Tensor) else ()
+        near = kept(pairs, self.visible_before(state), seg_len=self.spec.seg_len, tail=tail)
+        _, bias, _ = self.tokens(rows, self.window, state.tail)  # at distances W, ..., 1; the others are not seen
         table = F.pad(bias, (self.spec.seg_len - 1, 2))[:, None]
         return Opened(OpenLanes(near, states.key, states.value), table)
 
     def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
         near, key, value = opened.lanes
-        tokens = self.tokens.project(self.norm(x))
+        tokens, before = self.tokens.after_tail(self.norm(x), near.tail)
+        if isinstance(near.tail, Tensor) and isinstance(before, Tensor):
+            near.tail.copy_(newest(before, places.num_real, num_rows=near.tail.shape[1]))
         query = tokens.query * math.sqrt(tokens.query.shape[-1])  # by which `attend` divides
         by_distance = Asked(torch.ones_like(query[..., :1]), opened.shared)
         pairs = torch.cat([tokens.key, tokens.value], dim=1)
@@ -208,7 +222,7 @@ class BlockRecurrent(Inspectable):
     def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: Any = None) -> Inspection:
         """Return what tokens read of tokens. The states, which are read by a softmax of their own, are of no token."""
         seg_len = x.shape[1]
-        tokens, bias = self.tokens(self.norm(x), self.window)
+        tokens, bias, _ = self.tokens(self.norm(x), self.window, state.tail)
         keys = torch.cat([state.keys.to(x.dtype), tokens.key], dim=2)
         visible = self.visible(state, seg_len, valid_len)
         parts = []

@@ -8,8 +8,11 @@ them to floor(T / c). The compression learns only from the compression loss, the
 Deviations: memories start empty, where the paper starts with rows of zeros that take attention; model and compression
 share one optimizer with one clip of the joint gradient norm. A pretrained GPT-2 keeps its attention, whose positions do
 not reach beyond the segment: for it `positions` is alibi (Martins et al. 2022, sec. 4.2), or none, which diverges
-according to their footnote 8. Shape letters: B lanes, T segment, M memory, C compressed memory, D model, H heads, K
-head width.
+according to their footnote 8.
+
+The convolution of `memory.kernel` sees compressed memory, memory and segment as one text, before which it sees zeros:
+the oldest kernel - 1 compressed rows see fewer. The compression loss compares old and new rows each after zeros. Shape
+letters: B lanes, T segment, M memory, C compressed memory, D model, H heads, K head width.
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ def content_attention(attention: AttentionLayer, query: Tensor, rows: Tensor) ->
     Returns:
         (H, B, T, K), one context per query.
     """
-    key, value = (repeat_heads(part, len(query)) for part in attention.pairs(rows, frozen=True))
+    key, value = (repeat_heads(part, len(query)) for part in attention.frozen_pairs(rows))
     scores = query @ key.mT / math.sqrt(query.shape[-1])
     return scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1).to(value.dtype) @ value
 
@@ -96,6 +99,8 @@ class Compressive(Inspectable):
         compression_loss: str = "attention"  # attention | autoencoder: what conv and dilated learn from
         loss_weight: float = 1.0  # of that loss
         positions: str = "relative"  # relative; GPT-2's attention: alibi | alibi_memory: only beyond the segment | none
+        # tokens that a convolution of queries, keys and values sees, with SiLU after it; None: there is none
+        kernel: int | None = key(None, at_least=1, at_most=64)
 
     def __init__(self, spec: LayerSpec, options: Options) -> None:
         super().__init__(spec, options)
@@ -108,7 +113,10 @@ class Compressive(Inspectable):
             )
         is_relative = options.positions == "relative"
         self.attention: RelativeAttention | RotaryAttention | PlainAttention
-        self.attention = attention_of(spec) if is_relative else PlainAttention(spec, bias=options.positions)
+        if is_relative:
+            self.attention = attention_of(spec, kernel=options.kernel)
+        else:
+            self.attention = PlainAttention(spec, bias=options.positions, kernel=options.kernel)
         rate = options.compression_rate
         self.compression = COMPRESSIONS[options.compression](spec.d_model, rate=rate)
         self.attention.shows_weights = self.compression.needs_usage

@@ -4,6 +4,7 @@ Source: arXiv 2404.07143v2, eqs. 5 to 11. Gradients flow through the state withi
 with one segment a window, nothing teaches the memory what later segments need, as they read it as a constant. The paper
 has windows of 16 segments of 2,048 tokens. Deviations: the sum that divides a reading is at least 1e-10 (the paper
 divides by 0 if the memory is empty), and scores are divided by the root of the head's width, not of the model's.
+The convolution of `memory.kernel` begins at zeros in every segment, as its attention does.
 Shape letters: B lanes, T segment, D model, H heads, K head width.
 """
 
@@ -25,6 +26,7 @@ from dist_mem.memory.parts.inspection import Inspection, of_tokens, segment_rows
 from dist_mem.memory.parts.kernel_choice import by_kernels, choose
 from dist_mem.nn.attention import Choice
 from dist_mem.nn.attention_inputs import Inputs
+from dist_mem.nn.convolution import short_convolution
 from dist_mem.nn.layers import AttentionLayer, Dropout, Projection, merge_heads, split_heads, visible_keys
 from dist_mem.nn.norms import input_norm
 from dist_mem.nn.stepping import Kept, attend, kept, lane_heads
@@ -51,17 +53,19 @@ class Rows(NamedTuple):
 class SegmentAttention(AttentionLayer):
     """The projections, and causal attention within the segment with rotary positions, which begin at 0 in each."""
 
-    def __init__(self, spec: LayerSpec) -> None:
+    def __init__(self, spec: LayerSpec, *, kernel: int | None = None) -> None:
         super().__init__(attention_dropout=spec.attention_dropout, back_end=spec.back_end)
         width = spec.num_heads * spec.d_head
         self.num_heads = spec.num_heads
         self.query, self.key_value = Projection(spec.d_model, width), Projection(spec.d_model, 2 * width)
         self.output = Projection(width, spec.d_model)
+        self.convolution = short_convolution([width, 2 * width], kernel)
         self.dropout = Dropout(spec.dropout)
 
     def project(self, rows: Tensor) -> Rows:
-        """Project rows (B, T, D)."""
-        return Rows(self.query(rows), *self.key_value(rows).chunk(2, dim=-1))
+        """Project rows (B, T, D) of a segment, from its first."""
+        query, pairs, _ = self.after_tail(rows, self.empty_tail(len(rows), rows.device, rows.dtype))
+        return Rows(query, *pairs.chunk(2, dim=-1))
 
     def attend(self, rows: Rows, *, weights: bool) -> tuple[Tensor, Tensor | None]:
         """Return what the segment says, (H, B, T, K), and if asked for the probabilities (H, B, T, T)."""
@@ -110,6 +114,8 @@ class Infini(Inspectable):
         gate_init: float = key(0.0)  # beta; sigmoid(beta) is the share of the memory in a head's output
         # mix in the reading of an empty memory, 0, as in the paper; false: the first segment has no gate
         gate_empty: bool = True
+        # tokens that a convolution of queries, keys and values sees, with SiLU after it; None: there is none
+        kernel: int | None = key(None, at_least=1, at_most=64)
 
     def __init__(self, spec: LayerSpec, options: Options) -> None:
         super().__init__(spec, options)
@@ -119,7 +125,7 @@ class Infini(Inspectable):
                 "positions than a Llama: set memory.kind to transformer_xl, or model.kind to transformer"
             )
         self.norm = input_norm(spec)
-        self.attention = SegmentAttention(spec)
+        self.attention = SegmentAttention(spec, kernel=options.kernel)
         self.beta = nn.Parameter(torch.zeros(spec.num_heads))
 
     @torch.no_grad()
@@ -175,13 +181,15 @@ class Infini(Inspectable):
     def open_segment(self, state: State, rows: Tensor) -> Opened:
         num_heads, seg_len, d_head = self.spec.num_heads, self.spec.seg_len, self.spec.d_head
         nothing = rows.new_empty(len(rows), 2 * num_heads, 0, d_head)
-        segment = kept(nothing, nothing.new_empty(len(rows), 0, dtype=torch.bool), seg_len=seg_len)
+        no_row, tail = nothing.new_empty(len(rows), 0, dtype=torch.bool), self.attention.empty_tail
+        segment = kept(nothing, no_row, seg_len=seg_len, tail=tail(len(rows), rows.device, rows.dtype))
         return Opened(OpenLanes(segment, state), turns(seg_len, nothing))
 
     def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
-        rows = self.attention.project(self.norm(x))
+        query, pairs = self.attention.further(self.norm(x), opened.lanes.segment, places)
+        rows = Rows(query, *pairs.chunk(2, dim=-1))
         local = self.attention.step(rows, opened.lanes.segment, opened.shared, places)
-        query = split_heads(rows.query, self.spec.num_heads)
+        query = split_heads(query, self.spec.num_heads)
         return StepOutput(self.mixed(local, rows, opened.lanes.state), query, opened)
 
     def written(self, state: State, rows: Rows, valid_len: Tensor) -> State:

@@ -7,6 +7,9 @@ next block. Only the embeddings, C and s are constants; all weights learn from t
 
 The last block refreshes nothing, because no loss would depend on it: it is Transformer-XL's, over the refreshed rows.
 The published code computes that refresh nevertheless.
+
+The convolution of `memory.kernel` sees memory rows and segment as one text, before which it sees zeros: the oldest
+kernel - 1 of the M rows see fewer.
 """
 
 from __future__ import annotations
@@ -95,6 +98,8 @@ class LaMemo(Inspectable):
         # after a short one, or in generation, memory rows never see some of the tokens between.
         window: str = "previous"  # previous | segment: whose number of tokens bounds how far rows look ahead
         epsilon: float = 0.0  # of alpha, eq. 11, relative to the larger sum; the released code: 1e-6
+        # tokens that a convolution of queries, keys and values sees, with SiLU after it; None: there is none
+        kernel: int | None = key(None, at_least=1, at_most=64)
 
     def __init__(self, spec: LayerSpec, options: Options) -> None:
         super().__init__(spec, options)
@@ -109,7 +114,7 @@ class LaMemo(Inspectable):
         self.refreshes = spec.layer_index < spec.num_layers - 1
         self.attention: RelativeAttention | LookAheadAttention
         if not self.refreshes:
-            self.attention = RelativeAttention(**spec.attention)
+            self.attention = RelativeAttention(**spec.attention, kernel=options.kernel)
         else:
             self.attention = LookAheadAttention(
                 mem_len=options.mem_len,
@@ -118,6 +123,7 @@ class LaMemo(Inspectable):
                 interpolation=options.interpolation,
                 disentangled=options.positions == "disentangled",
                 epsilon=options.epsilon,
+                kernel=options.kernel,
                 **spec.attention,
             )
 

@@ -5,8 +5,9 @@ M keys and values of its document, of which a query reads the k with the largest
 this with attention to the segment and the W tokens before it. Rows are written after the segment is read, and never
 change: they keep the weights of the day, and get no gradient. Deviations from the code, which options undo: the search
 is exact (theirs finds most of the nearest rows), rows not written yet are not read, local attention has positions, and
-a token sees itself. Shape letters: B lanes, T segment, W cached rows, M rows, k rows that a query reads, D model, H
-heads, K head width.
+a token sees itself. The convolution of `memory.kernel` goes on from segment to segment; what it makes of a row is what
+is kept. Shape letters: B lanes, T segment, W cached rows, M rows, k rows that a query reads, D model, H heads, K head
+width.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from dist_mem.memory.parts.kernel_choice import by_kernels, choose
 from dist_mem.memory.parts.shown import Shown, append_shown, take_out, valid_rows
 from dist_mem.memory.parts.stored_rows import Store, nearest, read_rows, readable_rows, spans_of, weigh, write
 from dist_mem.nn.attention import Choice
+from dist_mem.nn.convolution import Tail
 from dist_mem.nn.layers import DTYPES, merge_heads
 from dist_mem.nn.named_tuples import replaced
 from dist_mem.nn.norms import input_norm
@@ -55,6 +57,7 @@ class State(NamedTuple):
     cached_values: Tensor  # (B, H, W, K)
     store: Store
     cache_shown: Shown = ()
+    tail: Tail = ()
 
 
 class OpenLanes(NamedTuple):
@@ -92,7 +95,9 @@ class GatedAttention(UnitAttention):
     computes = "stored rows"
 
     def __init__(self, spec: LayerSpec, options: Memorizing.Options, *, cache_len: int) -> None:
-        super().__init__(spec, positions=options.positions == "t5", sees_itself=options.sees_itself)
+        super().__init__(
+            spec, positions=options.positions == "t5", sees_itself=options.sees_itself, kernel=options.kernel
+        )
         self.options, self.cache_len = options, cache_len
         self.number = min(options.neighbors, options.mem_len)
         self.gate = nn.Parameter(torch.zeros(spec.num_heads))
@@ -101,10 +106,10 @@ class GatedAttention(UnitAttention):
         """Attend from the segment's normed rows, x (B, T, D)."""
         if not weights and by_kernels(self, x, x.shape[1]):
             return self.forward_by_kernels(x, state)
-        rows = self.project(x)
+        rows = self.project(x, state.tail)
         local, local_weights = self.attend(rows, self.cached(state), weights=weights)
         found = self.retrieve(rows, state.store)
-        y, heads = self.mixed(local, found.rows, found.share), Heads(rows.raw, rows.key, rows.value)
+        y, heads = self.mixed(local, found.rows, found.share), Heads(rows.raw, rows.key, rows.value, rows.before)
         if local_weights is None:
             return Attended(y, heads, found.share, None)
         empty = found.weights.new_zeros(*found.weights.shape[:3], self.options.mem_len)
@@ -115,7 +120,7 @@ class GatedAttention(UnitAttention):
 
     def forward_by_kernels(self, x: Tensor, state: State) -> Attended:
         """Attend as `forward`, without rows in float32 or a search in memory."""
-        heads, gain = self.heads(x), self.scale.float().abs()
+        heads, gain = self.heads(x, state.tail), self.scale.float().abs()
         units = Heads(unit_rows(heads.query, gain), unit_rows(heads.key), heads.value)
         local, _ = self.attend_from(units, self.cached(state), weights=False)
         options, share = self.options, self.share(state.store)
@@ -124,7 +129,8 @@ class GatedAttention(UnitAttention):
         )
         mixed = mix_rows(found, local, share[:, :, 0, 0].float().expand(found.shape[:2]))
         y = self.dropout(self.output(merge_heads(mixed)))
-        return Attended(y, Heads(heads.query, unit_rows(heads.key, is_wide=True), heads.value), share, None)
+        rows = Heads(heads.query, unit_rows(heads.key, is_wide=True), heads.value, heads.before)
+        return Attended(y, rows, share, None)
 
     def choose_kernels(self, device_type: str, num_queries: int) -> Choice:
         """Return whether our kernels search and read the stored rows, or torch's operators."""
@@ -204,6 +210,8 @@ class Memorizing(Inspectable):
         chunk_len: int = key(128, at_least=1, at_most=TOKENS)  # queries that are compared at once; changes no result
         empty_rows: bool = False  # read rows not written yet, as the released code: keys and values of 0
         sees_itself: bool = True  # false: a token sees only those before it, as in the released code
+        # tokens that a convolution of queries, keys and values sees, with SiLU after it; None: there is none
+        kernel: int | None = key(None, at_least=1, at_most=64)
 
     def __init__(self, spec: LayerSpec, options: Options) -> None:
         super().__init__(spec, options)
@@ -247,7 +255,8 @@ class Memorizing(Inspectable):
 
         none_written = torch.zeros(num_lanes, device=device, dtype=torch.int64)
         store = Store(empty(self.options.mem_len, stored), empty(self.options.mem_len, stored), none_written)
-        return State(empty(self.cache_len, dtype), empty(self.cache_len, dtype), store)
+        tail = self.attention.empty_tail(num_lanes, device, dtype)
+        return State(empty(self.cache_len, dtype), empty(self.cache_len, dtype), store, tail=tail)
 
     def counts(self, state: State) -> dict[str, Count]:
         return {"store.num_written": Count(state.store.num_written)}
@@ -262,11 +271,13 @@ class Memorizing(Inspectable):
         return MemoryOutput(y, self.written(state, heads), {}, heads.query, everything, logs)
 
     def open_segment(self, state: State, rows: Tensor) -> Opened:
-        local = self.attention.open(self.attention.cached(state), seg_len=self.spec.seg_len)
+        tail = state.tail.clone() if isinstance(state.tail, Tensor) else ()
+        local = self.attention.open(self.attention.cached(state), seg_len=self.spec.seg_len, tail=tail)
         return Opened(OpenLanes(local.lanes, state.store), local.shared)
 
     def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
-        rows = self.attention.project(self.norm(x))
+        further = self.attention.further(self.norm(x), opened.lanes.local, places)
+        rows = self.attention.units(self.attention.split(*further))
         local = self.attention.step(rows, opened.lanes.local, opened.shared, places)
         found = self.attention.retrieve(rows, opened.lanes.store)
         y = self.attention.mixed(local, found.rows, found.share)
@@ -278,7 +289,11 @@ class Memorizing(Inspectable):
         keys, values = heads.key.transpose(0, 1), heads.value.transpose(0, 1)
         cached_keys = self.cached(state.cached_keys, keys)
         shown = append_shown(state.cache_shown, (), keys.shape[2]) if self.cache_len else state.cache_shown
-        return State(cached_keys, self.cached(state.cached_values, values), write(state.store, keys, values), shown)
+        tail = state.tail
+        if isinstance(tail, Tensor) and isinstance(heads.before, Tensor):
+            tail = heads.before[:, keys.shape[2] :].to(tail.dtype, copy=True)
+        cached_values = self.cached(state.cached_values, values)
+        return State(cached_keys, cached_values, write(state.store, keys, values), shown, tail)
 
     def cached(self, old: Tensor, new: Tensor) -> Tensor:
         """Return the newest W of cached rows (B, H, W, K) and a segment's (B, H, T, K)."""
@@ -299,5 +314,8 @@ class Memorizing(Inspectable):
 
     def forget(self, state: State, begin: Tensor, end: Tensor, trace: None = None) -> State:
         cached, stored = overlapping(self.spans(state), begin, end).tensor_split([self.cache_len], dim=1)
-        store = replaced(state.store, shown=take_out(state.store.shown, stored))
-        return replaced(state, store=store, cache_shown=take_out(state.cache_shown, cached))
+        store, tail = replaced(state.store, shown=take_out(state.store.shown, stored)), state.tail
+        if isinstance(tail, Tensor):
+            newest = token_spans(state.store.num_written, tail.shape[1])
+            tail = torch.where(overlapping(newest, begin, end)[..., None], 0.0, tail)
+        return replaced(state, store=store, cache_shown=take_out(state.cache_shown, cached), tail=tail)

@@ -12,6 +12,7 @@ pre-norm and `model.final_norm`, the new rows are those after the final norm, as
 models. A window is read once; the published replay, K extra forwards for depth K, begins with newer rows than intended.
 The last segment of a text is padded to T rows, as in generation, where the published code has shorter ones: with M > 2
 its scores between memory tokens are those of T rows (parts/memory_tokens.py).
+The convolution of `memory.kernel` sees cache and rows in their order, memory tokens among them, and zeros before.
 Shape letters: B lanes, T segment, M memory tokens, R = T + 2 M rows, D model.
 """
 
@@ -124,6 +125,8 @@ class RecurrentMemory(Inspectable):
         mem_len: int = key(0, at_least=0, at_most=TOKENS)  # rows of Transformer-XL's cache, of all kinds; 0: no cache
         read_cache: bool = False  # memory tokens see the cache too; published runs: false
         at_end: bool = True  # write at the end of the segment; false: what stands before it is carried on
+        # tokens that a convolution of queries, keys and values sees, with SiLU after it; None: there is none
+        kernel: int | None = key(None, at_least=1, at_most=64)
 
     def __init__(self, spec: LayerSpec, options: Options) -> None:
         super().__init__(spec, options)
@@ -143,6 +146,7 @@ class RecurrentMemory(Inspectable):
             num_tokens=options.num_tokens,
             at_end=options.at_end,
             read_cache=options.read_cache,
+            kernel=options.kernel,
             **spec.attention,
         )
         self.num_after = self.attention.num_after

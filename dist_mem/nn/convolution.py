@@ -1,19 +1,22 @@
 """A causal convolution of every channel by itself, over a token and those before it.
 
 Linear memories and Titans have one, with SiLU after it; attention has the same where `memory.kernel` is set, on
-queries, keys and values after their projections, before heads and positions. Sources: So et al. 2021, "Primer", sec.
-3.2 (kernel 3, no activation); Allen-Zhu 2025, "Canon layers"; Yang et al. 2024, DeltaNet (kernel 4, SiLU), whose
-operation and first weights these are. Shape letters: B lanes, T segment, W channels, C context rows.
+queries, keys and values after their projections, before heads and positions. Sources: So et al. 2021, "Primer" (kernel
+3, no activation); Allen-Zhu 2025, "Canon layers"; Yang et al. 2024, DeltaNet (kernel 4, SiLU), whose operation and
+first weights these are. Shape letters: B lanes, T segment, W channels, C context rows.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+Tail: TypeAlias = Tensor | tuple[()]  # (B, kernel - 1, W), newest rows before a convolution; (): there is none
 
 
 def convolved(rows: Tensor, taps: Tensor) -> Tensor:
@@ -44,16 +47,28 @@ class ShortConvolution(nn.Module):
 
     def __init__(self, width: int, *, kernel: int) -> None:
         super().__init__()
-        self.before_len = kernel - 1  # rows before a row that it sees
+        self.width, self.before_len = width, kernel - 1  # channels; rows before a row that it sees
         self.taps = nn.Parameter(torch.zeros(width, kernel))  # the last: the present token
 
     def reset_parameters(self) -> None:
         draw_taps(self.taps)
 
-    def forward(self, *parts: Tensor) -> tuple[Tensor, ...]:
-        """Convolve rows (B, kernel - 1 + R, W) in parts, whose widths add up to W: (B, R, W) in the same parts."""
-        taps = self.taps.split([part.shape[-1] for part in parts])
+    def forward(self, *parts: Tensor, frozen: bool = False) -> tuple[Tensor, ...]:
+        """Convolve rows (B, kernel - 1 + R, W) in parts by channels: (B, R, W) in the same parts.
+
+        Args:
+            parts: all channels, or only the last of them.
+            frozen: whether the rows get a gradient and the taps do not.
+        """
+        # A copy: what `detach` returns would lose its values after the forward, at ZeRO stage 3.
+        taps = self.taps.detach().clone() if frozen else self.taps
+        widths = [part.shape[-1] for part in parts]
+        taps = taps[len(taps) - sum(widths) :].split(widths)
         return tuple(F.silu(convolved(part, part_taps)) for part, part_taps in zip(parts, taps, strict=True))
+
+    def empty_tail(self, num_lanes: int, *, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+        """Return what is before a document, (B, kernel - 1, W)."""
+        return torch.zeros(num_lanes, self.before_len, self.width, device=device, dtype=dtype)
 
     def after_context(
         self, project: Callable[[Tensor], Tensor], context: Tensor, is_row: Tensor, x: Tensor, *, num_before: int

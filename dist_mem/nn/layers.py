@@ -20,7 +20,7 @@ from dist_mem.nn.attention import masked_softmax as masked_softmax
 from dist_mem.nn.attention_inputs import Inputs, Relative, Visible
 from dist_mem.nn.attention_inputs import newest_rows as newest_rows
 from dist_mem.nn.attention_inputs import visible_keys as visible_keys
-from dist_mem.nn.convolution import ShortConvolution, newest, short_convolution
+from dist_mem.nn.convolution import ShortConvolution, Tail, newest, short_convolution
 from dist_mem.nn.kernel_shapes import device_type_of
 from dist_mem.nn.stepping import Asked, Kept, Opened, Places, StepOutput, above_of, kept, lane_heads
 from dist_mem.nn.stepping import attend as attend_kept
@@ -179,6 +179,15 @@ class AttentionLayer(nn.Module):
         key, value = (projected[0] if len(projected) == 1 else torch.cat(projected, dim=2)).chunk(2)
         return key, value
 
+    def frozen_pairs(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values (G, B, J, K) of rows (B, J, D), which get a gradient; no parameter does."""
+        if self.convolution is None:
+            return self.pairs(rows, frozen=True)
+        projected = F.pad(self.key_value(rows, True), (0, 0, self.convolution.before_len, 0))
+        (pairs,) = self.convolution(projected, frozen=True)
+        key, value = split_heads(pairs, 2 * (self.num_kv_heads or self.num_heads)).chunk(2)
+        return key, value
+
     def projected(
         self, x: Tensor, context: Tensor, visible: Visible | Tensor, is_row: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -208,9 +217,7 @@ class AttentionLayer(nn.Module):
         query = project(self.query, context[:, near], is_row[:, near], x, num_before=num_near)
         return query, project(self.key_value, context, is_row, x, num_before=num_rows - valid.shape[1])
 
-    def open_pairs(
-        self, context: Tensor, valid: Tensor, is_row: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | tuple[()]]:
+    def open_pairs(self, context: Tensor, valid: Tensor, is_row: Tensor | None = None) -> tuple[Tensor, Tail]:
         """Return keys and values of a context, (B, M, 2 G K), and the newest rows before a convolution, as in `Kept`.
 
         Args:
@@ -229,14 +236,24 @@ class AttentionLayer(nn.Module):
         Args:
             to: its tail is changed in place.
         """
+        query, pairs, before = self.after_tail(x, to.tail)
+        if isinstance(to.tail, Tensor) and isinstance(before, Tensor):
+            to.tail.copy_(newest(before, places.num_real, num_rows=to.tail.shape[1]))
+        return query, pairs
+
+    def after_tail(self, x: Tensor, tail: Tail) -> tuple[Tensor, Tensor, Tail]:
+        """Return queries (B, R, H K), keys and values (B, R, 2 G K), and all before the convolution, tail first."""
         query, pairs = self.query(x), self.key_value(x)
         if self.convolution is None:
-            return query, pairs
-        assert isinstance(to.tail, Tensor)
-        before = torch.cat([to.tail, torch.cat([query, pairs], dim=-1)], dim=1)
-        to.tail.copy_(newest(before, places.num_real, num_rows=to.tail.shape[1]))
+            return query, pairs, ()
+        assert isinstance(tail, Tensor)
+        before = torch.cat([tail.to(x.dtype), torch.cat([query, pairs], dim=-1)], dim=1)
         query, pairs = self.convolution(*before.split([query.shape[-1], pairs.shape[-1]], dim=-1))
-        return query, pairs
+        return query, pairs, before
+
+    def empty_tail(self, num_lanes: int, device: torch.device | str, dtype: torch.dtype) -> Tail:
+        """Return what a convolution sees before a document."""
+        return () if self.convolution is None else self.convolution.empty_tail(num_lanes, device=device, dtype=dtype)
 
     def choose(self, device_type: str, num_queries: int) -> Choice:
         """Return the back end that attends, and why."""

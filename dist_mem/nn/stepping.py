@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dist_mem.nn.convolution import Tail
+
 
 class Places(NamedTuple):
     """Where further rows of the lanes are in their segments: R consecutive places, from another one in each lane."""
@@ -45,7 +47,7 @@ class Kept(NamedTuple):
 
     pairs: Tensor  # (B, 2 G, J, K), heads of keys, then of values
     hidden: Tensor  # (B, 1, 1, J), -inf for rows of the context that are not valid, else 0
-    tail: Tensor | tuple[()] = ()  # (B, kernel - 1, W), newest rows before a convolution; (): there is none
+    tail: Tail = ()
 
 
 class Asked(NamedTuple):
@@ -74,7 +76,7 @@ def lane_heads(rows: Tensor, num_heads: int) -> Tensor:
     return rows.unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
 
-def kept(pairs: Tensor, valid: Tensor, *, seg_len: int, tail: Tensor | tuple[()] = ()) -> Kept:
+def kept(pairs: Tensor, valid: Tensor, *, seg_len: int, tail: Tail = ()) -> Kept:
     """Return keys and values of the context (B, 2 G, M, K), of which `valid` (B, M) bool are attended to."""
     pairs = pairs.to(torch.promote_types(pairs.dtype, torch.float32))
     hidden = torch.where(valid, 0.0, -torch.inf).to(pairs.dtype)

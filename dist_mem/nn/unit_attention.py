@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_mem.nn.attention_inputs import Inputs, Relative, Visible
+from dist_mem.nn.convolution import Tail, short_convolution
 from dist_mem.nn.layer_spec import LayerSpec
 from dist_mem.nn.layers import AttentionLayer, Dropout, Projection, key_distances, split_heads
 from dist_mem.nn.stepping import Asked, Kept, Opened, Places, attend, kept
@@ -28,6 +29,7 @@ class Projected(NamedTuple):
     query: Tensor  # (H, B, T, K) float32 at least, of length 1
     key: Tensor  # (H, B, T, K) float32 at least, of length 1
     value: Tensor  # (H, B, T, K)
+    before: Tail = ()  # as in Heads
 
 
 class Heads(NamedTuple):
@@ -36,6 +38,7 @@ class Heads(NamedTuple):
     query: Tensor  # (H, B, T, K)
     key: Tensor  # (H, B, T, K)
     value: Tensor  # (H, B, T, K)
+    before: Tail = ()  # (B, kernel - 1 + T, W), projected rows before a convolution, with the tail before them
 
 
 class Cached(NamedTuple):
@@ -64,7 +67,7 @@ class UnitAttention(AttentionLayer):
 
     has_numbers = True
 
-    def __init__(self, spec: LayerSpec, *, positions: bool, sees_itself: bool) -> None:
+    def __init__(self, spec: LayerSpec, *, positions: bool, sees_itself: bool, kernel: int | None = None) -> None:
         """Make the layer.
 
         Args:
@@ -78,19 +81,27 @@ class UnitAttention(AttentionLayer):
         self.relative_width = spec.d_head if positions else None
         self.query, self.key_value = Projection(spec.d_model, width), Projection(spec.d_model, 2 * width)
         self.output = Projection(width, spec.d_model)
+        self.convolution = short_convolution([width, 2 * width], kernel)
         self.dropout = Dropout(spec.dropout)
         self.scale = nn.Parameter(torch.ones(spec.num_heads))  # its absolute value counts
         self.position = nn.Parameter(torch.zeros(spec.num_heads, NUM_BUCKETS)) if positions else None
 
-    def heads(self, rows: Tensor) -> Heads:
-        """Project rows (B, T, D)."""
-        key, value = split_heads(self.key_value(rows), 2 * self.num_heads).chunk(2)
-        return Heads(split_heads(self.query(rows), self.num_heads), key, value)
+    def heads(self, rows: Tensor, tail: Tail = ()) -> Heads:
+        """Project rows (B, T, D); `tail`: what a convolution sees before them."""
+        return self.split(*self.after_tail(rows, tail))
 
-    def project(self, rows: Tensor) -> Projected:
+    def split(self, query: Tensor, pairs: Tensor, before: Tail = ()) -> Heads:
+        """Split queries (B, T, H K), and keys and values (B, T, 2 H K), into heads."""
+        key, value = split_heads(pairs, 2 * self.num_heads).chunk(2)
+        return Heads(split_heads(query, self.num_heads), key, value, before)
+
+    def project(self, rows: Tensor, tail: Tail = ()) -> Projected:
         """Project rows (B, T, D), and divide queries and keys by their length."""
-        heads = self.heads(rows)
-        return Projected(heads.query, unit(heads.query), unit(heads.key), heads.value)
+        return self.units(self.heads(rows, tail))
+
+    def units(self, heads: Heads) -> Projected:
+        """Divide queries and keys by their length."""
+        return Projected(heads.query, unit(heads.query), unit(heads.key), heads.value, heads.before)
 
     def scaled(self, query: Tensor) -> Tensor:
         """Return queries (H, B, T, K) times the scale of their head."""
@@ -118,14 +129,14 @@ class UnitAttention(AttentionLayer):
         found, shares = self.read(Inputs(query, key, value, visible, relative), weights=weights)
         return found * sees, None if shares is None else shares * sees
 
-    def open(self, cached: Cached, *, seg_len: int) -> Opened:
+    def open(self, cached: Cached, *, seg_len: int, tail: Tail = ()) -> Opened:
         """Return what `step` attends to at first."""
         pairs = torch.cat([cached.key, cached.value], dim=1)
         num_keys = pairs.shape[2] + seg_len
         table = None
         if self.position is not None:
             table = self.distance_table(self.position, num_keys)[:, None] * self.scale.abs()[:, None, None]
-        return Opened(kept(pairs, cached.visible, seg_len=seg_len), table)
+        return Opened(kept(pairs, cached.visible, seg_len=seg_len, tail=tail), table)
 
     def step(self, rows: Projected, to: Kept, table: Tensor | None, places: Places) -> Tensor:
         """Return what further rows read of cache and segment, (H, B, R, K), as `attend`."""

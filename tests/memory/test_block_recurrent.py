@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dist_mem.memory.base import detached, select_lanes
+from dist_mem.memory.base import detached, named_tensors, select_lanes
 from dist_mem.memory.block_recurrent import BlockRecurrent, State
 from dist_mem.memory.parts.state_cell import buckets
 from tests.memory.published import Vectors, layer_spec, names_in, rms
@@ -181,18 +181,18 @@ def unroll(layer: BlockRecurrent, x: Tensor) -> tuple[Tensor, State, dict[str, T
 
 
 def assert_close(state: State, other: State) -> None:
-    for one, two in zip(state, other, strict=True):
+    for one, two in zip(named_tensors(state).values(), named_tensors(other).values(), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("gate", ["fixed", "lstm"])
-@pytest.mark.parametrize("cell", ["skip", "dual", "single"])
-def test_any_cut_into_segments_has_the_same_outputs_and_gradients(cell: str, gate: str) -> None:
+@pytest.mark.parametrize(("cell", "kernel"), [("skip", None), ("dual", None), ("single", None), ("skip", 4)])
+def test_any_cut_into_segments_has_the_same_outputs_and_gradients(cell: str, gate: str, kernel: int | None) -> None:
     """Gradients flow through states, keys and values alike, as through the windows of a published segment."""
-    x = rows_of(8)
-    whole = unroll(layer_of(8, cell=cell, gate=gate), x)
+    x, options = rows_of(8), {"cell": cell, "gate": gate, "kernel": kernel}
+    whole = unroll(layer_of(8, **options), x)
     for seg_len in (2, 4):
-        y, state, gradients = unroll(layer_of(seg_len, cell=cell, gate=gate), x)
+        y, state, gradients = unroll(layer_of(seg_len, **options), x)
         torch.testing.assert_close(y, whole[0], rtol=1e-10, atol=1e-12)
         assert_close(state, whole[1])
         assert gradients.keys() == whole[2].keys()

@@ -110,10 +110,11 @@ def test_rate_1_and_the_identity_equal_transformer_xl_with_the_longer_memory(
 @every_norm
 @pytest.mark.parametrize("loss", ["attention", "autoencoder"])
 @pytest.mark.parametrize("compression", LEARNED)
+@pytest.mark.parametrize("kernel", [None, 3])
 def test_model_and_compression_learn_from_their_own_loss_only(
-    monkeypatch: pytest.MonkeyPatch, norm: str, compression: str, loss: str
+    monkeypatch: pytest.MonkeyPatch, norm: str, compression: str, loss: str, kernel: int | None
 ) -> None:
-    model = model_of(monkeypatch, norm, compression=compression, compression_loss=loss)
+    model = model_of(monkeypatch, norm, compression=compression, compression_loss=loss, kernel=kernel)
     *_, output = outputs(model)
     parameters = dict(model.named_parameters())
     of_task = dict(zip(parameters, grads(output.nll.sum(), parameters), strict=True))

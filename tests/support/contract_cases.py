@@ -37,6 +37,19 @@ CASES: dict[str, dict[str, Any]] = {
     "transformer_xl, rotary, wide convolution": small_block(
         "transformer_xl", mem_len=SEG_LEN, positions="rotary", kernel=SEG_LEN + 3
     ),
+    "compressive, convolution": small_block("compressive", kernel=3),
+    "compressive, alibi, wide convolution": small_block("compressive", positions="alibi", kernel=2 * SEG_LEN + 3),
+    "lamemo, convolution": small_block("lamemo", kernel=3),
+    "lamemo, no look-ahead, convolution": small_block("lamemo", look_ahead=False, kernel=3),
+    "rmt, convolution": small_block("rmt", kernel=3),
+    "rmt, cache, wide convolution": small_block("rmt", mem_len=SEG_LEN - 1, read_cache=True, kernel=SEG_LEN + 3),
+    "infini, convolution": small_block("infini", kernel=3),
+    "memorizing, convolution": small_block("memorizing", kernel=SEG_LEN + 3),
+    "block_recurrent, convolution": small_block("block_recurrent", kernel=3),
+    "block_recurrent, one window, convolution": small_block("block_recurrent", window=None, kernel=SEG_LEN + 3),
+    "infinite over transformer_xl, convolution": small_block(
+        "infinite", over={"kind": "transformer_xl", "mem_len": SEG_LEN, "kernel": 3}
+    ),
     "compressive, dilated": small_block("compressive", compression="dilated", compression_loss="autoencoder"),
     "compressive, most used": small_block("compressive", compression="most_used"),
     "compressive, alibi": small_block("compressive", positions="alibi"),

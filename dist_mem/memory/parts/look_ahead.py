@@ -197,8 +197,8 @@ class LookAheadAttention(RelativeProjections):
             The attended rows are (B, M + T, D), before the residual: the refreshed memory rows, then the segment.
         """
         mem_len = self.mem_len
-        query = split_heads(self.query(x if self.look_ahead else x[:, mem_len:]), self.num_heads)
-        key, value = split_heads(self.key_value(x), 2 * self.num_heads).contiguous().chunk(2)
+        query, pairs = self.of_rows(x, visible.valid)
+        key, value = split_heads(pairs, 2 * self.num_heads).contiguous().chunk(2)
         position = self.position_keys(x, num_keys=x.shape[1])
         segment_query = query[:, :, mem_len - x.shape[1] :]
         content_query, relative = relative_queries(
@@ -216,6 +216,27 @@ class LookAheadAttention(RelativeProjections):
         )
         y = self.dropout(self.output(contexts.flatten(-2)))
         return Attended(y, segment_query, shares if weights else None), Refreshed(newest, alpha)
+
+    def of_rows(self, x: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """Project all rows, and convolve them.
+
+        Args:
+            x: (B, M + T, D).  valid: (B, M) bool, which memory rows are filled.
+
+        Returns:
+            Queries (H, B, M + T, K), without look-ahead only the segment's; keys and values (B, M + T, 2 H K).
+        """
+        if self.convolution is None:
+            query, pairs = self.query(x if self.look_ahead else x[:, self.mem_len :]), self.key_value(x)
+            return split_heads(query, self.num_heads), pairs
+        is_row, nothing = F.pad(valid, (0, x.shape[1] - self.mem_len), value=True), x[:, :0]
+        query, pairs = self.convolution(
+            *(
+                self.convolution.after_context(project, x, is_row, nothing, num_before=0)
+                for project in (self.query, self.key_value)
+            )
+        )
+        return split_heads(query if self.look_ahead else query[:, self.mem_len :], self.num_heads), pairs
 
     def attend_segment(self, inputs: Inputs, back_end: str) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return contexts, log-sums without gradient and, if `back_end` is simple, probabilities of the segment."""

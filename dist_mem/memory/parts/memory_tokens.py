@@ -28,7 +28,6 @@ from dist_mem.nn.layers import (
     merge_heads,
     relative_queries,
     sinusoid_table,
-    split_heads,
     visible_keys,
 )
 from dist_mem.nn.position_scores import add_by_distance
@@ -85,8 +84,7 @@ class MemoryTokenAttention(RelativeProjections):
         """
         num_tokens, cache_len, num_rows = self.num_tokens, cache.shape[1], x.shape[1]
         seg_len = num_rows - num_tokens - self.num_after
-        query = split_heads(self.query(x), self.num_heads)
-        key, value = self.pairs(cache, x)
+        query, key, value = self.projected(x, cache, visible_keys(cache_valid, num_rows, same_length=False))
         table = self.position_keys(x, num_keys=key.shape[2])
         biases = {"content_bias": self.content_bias, "position_bias": self.position_bias}
         content_query, relative = relative_queries(query, table, **biases)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dist_mem.nn.convolution import Tail, short_convolution
 from dist_mem.nn.layers import Dropout, Projection
 
 NUM_BUCKETS = 32  # of position biases: one for each distance below 16, then logarithmic up to 128
@@ -50,7 +51,11 @@ class Heads(nn.Module):
 
     def project(self, rows: Tensor) -> Projected:
         """Project rows (B, T, D); for the forward of this module."""
-        heads = self.rows(rows).unflatten(-1, (4 * self.num_heads, -1)).transpose(1, 2)
+        return self.split(self.rows(rows))
+
+    def split(self, projected: Tensor) -> Projected:
+        """Return rows as attention reads them, of projected ones (B, T, 4 H K)."""
+        heads = projected.unflatten(-1, (4 * self.num_heads, -1)).transpose(1, 2)
         key, value, query, cross_query = heads.chunk(4, dim=1)
         scale, cross_scale = (part.abs()[:, None, None] for part in (self.scale, self.cross_scale))
         return Projected(unit(key), value, unit(query, scale), unit(cross_query, cross_scale), query)
@@ -59,16 +64,31 @@ class Heads(nn.Module):
 class TokenHeads(Heads):
     """Those of tokens, with a learned bias for each head and bucket of distances (Raffel et al. 2020, "T5")."""
 
-    def __init__(self, d_model: int, *, num_heads: int, d_head: int) -> None:
+    def __init__(self, d_model: int, *, num_heads: int, d_head: int, kernel: int | None = None) -> None:
         super().__init__(d_model, num_heads=num_heads, d_head=d_head)
         self.table = nn.Parameter(torch.zeros(num_heads, NUM_BUCKETS))
+        self.convolution = short_convolution([4 * num_heads * d_head], kernel)
 
-    def forward(self, rows: Tensor, window: int) -> tuple[Projected, Tensor]:
-        """Project rows (B, T, D), and return the biases of distances W, ..., 1: (H, W), multiplied by the scale too."""
+    def after_tail(self, rows: Tensor, tail: Tail) -> tuple[Projected, Tail]:
+        """Project rows (B, T, D), and return them before a convolution too, with the tail that it sees before them."""
+        projected = self.rows(rows)
+        if self.convolution is None:
+            return self.split(projected), ()
+        assert isinstance(tail, Tensor)
+        before = torch.cat([tail.to(projected.dtype), projected], dim=1)
+        return self.split(*self.convolution(before)), before
+
+    def forward(self, rows: Tensor, window: int, tail: Tail = ()) -> tuple[Projected, Tensor, Tail]:
+        """Project rows, and return the biases of distances W, ..., 1 too, (H, W), multiplied by the scale.
+
+        Args:
+            rows: (B, T, D).  tail: as in `after_tail`, whose rows before the convolution come last.
+        """
         found = buckets(torch.arange(window, 0, -1, device=rows.device))
         chosen = found == torch.arange(NUM_BUCKETS, device=rows.device)[:, None]
         # A product and no index: its backward adds in a fixed order on every device.
-        return self.project(rows), self.table @ chosen.to(self.table.dtype) * self.scale.abs()[:, None]
+        projected, before = self.after_tail(rows, tail)
+        return projected, self.table @ chosen.to(self.table.dtype) * self.scale.abs()[:, None], before
 
 
 class Gate(nn.Module):
