@@ -66,23 +66,39 @@ class Cell(NamedTuple):
         return next((str(step) for step, loss, *_ in self.body["curve"] if loss < COPIES), "never")
 
 
-class Results:
-    """The finished cells of a study, of the seeds that its file names."""
+class Source:
+    """A study, and the finished cells of its rows, of the seeds that its file names."""
 
-    def __init__(self, name: str, folder: str = "", references: Sequence[str] = (XL,)) -> None:
-        """Read them; `references`: the rows that every other row is compared with, as one family of comparisons."""
+    def __init__(self, name: str, folder: str = "") -> None:
         self.study = load_study(str(ROOT / "configs" / "arena" / f"{name}.yaml"))
         self.folder, self.vocabulary = RESULTS / (folder or name), VOCABULARIES.get(name, SAMPLE)
-        self.column, shape = next(iter(self.study.columns.items()))
-        self.metric = shape.metric
-        rows = {row: self._cells(row) for row in self.study.rows}
-        means = {row: fmean(cell.value(self.column) for cell in cells) for row, cells in rows.items() if cells}
-        self.rows = {row: rows[row] for row in sorted(means, key=lambda row: means[row])}
-        self.pairs = [(first, row) for first in references if first in self.rows for row in self.rows if row != first]
 
-    def _cells(self, row: str) -> list[Cell]:
+    def cells(self, row: str) -> list[Cell]:
         paths = {seed: self.folder / f"{row}-seed{seed}.json" for seed in self.study.seeds}
         return [Cell(path, seed, json.loads(path.read_text())) for seed, path in paths.items() if path.exists()]
+
+    @cache  # noqa: B019  # a handful of objects, which live as long as the program
+    def costs(self, row: str) -> Costs:
+        """Return what a row takes within the budget."""
+        words = [*self.study.train, *self.study.trained[row]]
+        return fitted(row, words, self.study.budget, self.study.fit, load_config, self.vocabulary)[1]
+
+
+Place = tuple[Source, str]  # where a row of a table stands: a study, and its name there
+
+
+class Results:
+    """The rows of a table that have finished cells, the best first, and how they compare, as one family."""
+
+    def __init__(self, places: Mapping[str, Place], pairs: Iterable[tuple[str, str]]) -> None:
+        """Read the cells; of every pair, the second row is compared with the first."""
+        found = {row: source.cells(name) for row, (source, name) in places.items()}
+        self.places = {row: places[row] for row, cells in found.items() if cells}
+        self.column, shape = next(iter(next(iter(places.values()))[0].study.columns.items()))
+        self.metric = shape.metric
+        means = {row: fmean(cell.value(self.column) for cell in found[row]) for row in self.places}
+        self.rows = {row: found[row] for row in sorted(means, key=lambda row: means[row])}
+        self.pairs = [pair for pair in pairs if self.rows.keys() >= {*pair}]
 
     @cached_property
     def reports(self) -> dict[str, list[Report]]:
@@ -99,11 +115,9 @@ class Results:
         marked = settled(found)
         return {pair: _shown(found[" / ".join(pair)], " / ".join(pair) in marked) for pair in self.pairs}
 
-    @cache  # noqa: B019  # a handful of objects, which live as long as the program
     def costs(self, row: str) -> Costs:
-        """Return what a row takes within the budget."""
-        words = [*self.study.train, *self.study.trained[row]]
-        return fitted(row, words, self.study.budget, self.study.fit, load_config, self.vocabulary)[1]
+        source, name = self.places[row]
+        return source.costs(name)
 
     def mean(self, row: str, column: str = "") -> str:
         values = [cell.value(column or self.column) for cell in self.rows[row]]
@@ -125,14 +139,31 @@ def _shown(interval: Interval | str, is_settled: bool) -> str:
     return " ".join(filter(None, (interval.text, *notes)))
 
 
+HEADLINE = (XL, "XL then none")  # rows that the others of the headline are compared with
+NO_CONVOLUTION, CONVOLUTION, TEXT = "DeltaNet without convolution", "XL with convolution", "XL with DeltaNet's text"
+CONTROLS = [
+    ("DeltaNet without convolution", "DeltaNet"),
+    (XL, NO_CONVOLUTION),
+    (XL, CONVOLUTION),
+    (CONVOLUTION, "DeltaNet"),
+    (TEXT, "DeltaNet"),
+]
+
+
 @cache
 def results(name: str) -> Results:
     """Return the results of a family by its name in the pages."""
-    if name in LONG:
-        return Results(name, references=())
-    if name == "headline":
-        return Results(name, references=(XL, "XL then none"))
-    return Results("second_edition" if name == "arena" else name, name)
+    if name == "controls":
+        headline, convolution = Source("headline"), Source("convolution")
+        places = {row: (headline, row) for row in (XL, "DeltaNet")}
+        places |= {row: (convolution, row) for row in (CONVOLUTION, NO_CONVOLUTION)}
+        return Results(places | {TEXT: (Source("equal_text"), XL)}, CONTROLS)
+    source = Source("second_edition" if name == "arena" else name, name)
+    firsts = () if name in LONG else HEADLINE if name == "headline" else (XL,)
+    rows = list(source.study.rows)
+    return Results(
+        {row: (source, row) for row in rows}, [(first, row) for first in firsts for row in rows if row != first]
+    )
 
 
 def table_of(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -186,8 +217,7 @@ def costs() -> list[str]:
 
 def headline() -> list[str]:
     found = results("headline")
-    firsts = [XL, "XL then none"]
-    heading = ["memory", "seeds", *COLUMNS, *(f"{first} / row" for first in firsts), "bytes per lane"]
+    heading = ["memory", "seeds", *COLUMNS, *(f"{first} / row" for first in HEADLINE), "bytes per lane"]
     return table_of(
         heading,
         (
@@ -195,12 +225,26 @@ def headline() -> list[str]:
                 row,
                 str(len(cells)),
                 *(found.mean(row, column) for column in COLUMNS),
-                *(found.gains.get((first, row), "") for first in firsts),
+                *(found.gains.get((first, row), "") for first in HEADLINE),
                 f"{found.costs(row).state_bytes:,}",
             ]
             for row, cells in found.rows.items()
         ),
     )
+
+
+def controls() -> list[str]:
+    """What the convolution and the text are worth: rows of three studies."""
+    found = results("controls")
+    rows = []
+    for row, cells in found.rows.items():
+        with_others = [f"{first}: {text}" for (first, other), text in found.gains.items() if other == row]
+        each = found.costs(row)
+        sizes = [f"{each.steps:,}", f"{each.tokens / 1e6:.2f} M"]
+        rows.append(
+            [row, str(len(cells)), *(found.mean(row, column) for column in COLUMNS), *sizes, "; ".join(with_others)]
+        )
+    return table_of(["memory", "seeds", *COLUMNS, "updates", "tokens", "divided by the row"], rows)
 
 
 def equal_bytes() -> list[str]:
@@ -242,10 +286,10 @@ def by_seed() -> list[str]:
     )
 
 
-def trials(found: Results) -> dict[str, dict[float, list[Cell]]]:
-    """Return the trials of every row: rate -> its cells."""
+def trials(found: Results, folder: str) -> dict[str, dict[float, list[Cell]]]:
+    """Return the trials of every row in a folder of results: rate -> its cells."""
     tried: dict[str, dict[float, list[Cell]]] = {row: {} for row in found.rows}
-    for path in sorted((found.folder / "tuning").glob("*.json")):
+    for path in sorted((RESULTS / folder / "tuning").glob("*.json")):
         body = json.loads(path.read_text())
         row = path.stem.partition(" lr ")[0]
         if row in tried:
@@ -264,7 +308,7 @@ def best_rate(tried: Mapping[float, Sequence[Cell]]) -> float:
 
 
 def rates() -> list[str]:
-    tried = trials(results("arena"))
+    tried = trials(results("arena"), "arena")
     grid = sorted({rate for of_row in tried.values() for rate in of_row})
     rows = []
     for row, of_row in tried.items():
@@ -334,6 +378,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "arena": arena,
     "costs": costs,
     "headline": headline,
+    "controls": controls,
     "equal bytes": equal_bytes,
     "shares": shares,
     "shares by seed": by_seed,

@@ -37,9 +37,12 @@ def test_every_interval_in_a_sentence_is_written_from_the_cells(pages: ModuleTyp
         assert not re.findall(r"\d\.\d{3}\s+to\s+\d\.\d{3}", prose), page
 
 
-@pytest.mark.parametrize("name, tuned", [("arena", "arena"), ("equal_bytes", "arena"), ("headline", "arena")])
+@pytest.mark.parametrize(
+    "name, tuned", [("arena", "arena"), ("equal_bytes", "arena"), ("headline", "arena"), ("convolution", "convolution")]
+)
 def test_every_run_has_the_rate_that_was_best_on_validation(pages: ModuleType, name: str, tuned: str) -> None:
-    found, tried = pages.results(name), pages.trials(pages.results(tuned))
+    found = pages.results(name)
+    tried = pages.trials(found, tuned)
     for row, cells in found.rows.items():
         assert len(tried[row]) > 2, row
         assert {cell.body["definition"]["optimizer.lr"] for cell in cells} == {pages.best_rate(tried[row])}, row
