@@ -27,12 +27,12 @@ class Beside(NamedTuple):
 
 
 BESIDE = {
-    "causal": Beside(1.9, {}),
-    "none": Beside(2.0, {}),
-    "transformer_xl": Beside(1.9, {}),  # relative and rotary positions
-    "lamemo": Beside(1.9, {}),
+    "causal": Beside(1.9, {"kernel": None}),
+    "none": Beside(2.0, {"kernel": None}),
+    "transformer_xl": Beside(1.9, {"kernel": None}),  # relative and rotary positions
+    "lamemo": Beside(1.9, {"kernel": None}),
     "infinite": Beside(1.4, {"over": {"kind": "none"}, "density": "affine", "sampling": "linear"}),
-    "memorizing": Beside(2.6, {"search": "exact"}),
+    "memorizing": Beside(2.6, {"search": "exact", "kernel": None}),
     "linear": Beside(3.4, {"decay": "scalar", "delta": True}),  # Gated DeltaNet
 }
 # Of Transformer-XL at D 512 (NVIDIA's base configuration, with small products) and 2,048, relative to D 768.
@@ -119,6 +119,9 @@ def _never_measured(config: Config, device: Device, world_size: int) -> Iterator
     for memory in memories_of(config.memory).values():
         kind = memory["kind"]
         for key, value in BESIDE[kind].options.items() if kind in BESIDE else ():
-            if memory.get(key, value) != value:
-                shown = memory[key]["kind"] if isinstance(memory[key], dict) else memory[key]
-                yield f"memory {kind} with {key} {shown}"
+            if key == "over":
+                given, value = memory[key]["kind"], value["kind"]
+            else:
+                given = memory.get(key, value)
+            if given != value:
+                yield f"memory {kind} with {key} {given}"

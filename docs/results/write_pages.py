@@ -195,9 +195,9 @@ def arena() -> list[str]:
 
 
 def costs() -> list[str]:
-    """What every row takes; seconds as `benchmarks/rows.py` measured them on an idle machine."""
-    found, measured = results("arena"), json.loads((RESULTS / "arena" / "rows.json").read_text())
-    heading = ["memory", "parameters", "updates", "tokens", "FLOPs of products", "all FLOPs", "seconds"]
+    """What every row takes."""
+    found = results("arena")
+    heading = ["memory", "parameters", "updates", "tokens", "FLOPs of products", "all FLOPs"]
     return table_of(
         heading,
         (
@@ -206,9 +206,8 @@ def costs() -> list[str]:
                 f"{each.parameters:,}",
                 f"{each.steps:,}",
                 f"{each.tokens / 1e6:.2f} M",
-                f"{each.flops or 0:.3g}",
-                f"{each.all_flops or 0:.3g}",
-                f"{measured[row]['training_seconds']:.0f}",
+                f"{each.flops or 0:.4g}",
+                f"{each.all_flops or 0:.4g}",
             ]
             for row, each in ((row, found.costs(row)) for row in found.rows)
         ),

@@ -18,7 +18,7 @@ from dist_mem.config import AdaptiveConfig, Config
 from dist_mem.contract import subject as contract
 from dist_mem.contract.subject import Subject
 from dist_mem.estimate.counting import Counting, Flops, NotCountedError, flops_per_token, operations_per_token
-from dist_mem.memory.parts.convolution import convolved
+from dist_mem.nn.convolution import convolved
 from dist_mem.model import MemoryLM
 from tests.support.contract_cases import CASES, subject
 from tests.support.messages import refused
