@@ -167,7 +167,7 @@ def results(name: str) -> Results:
 
 
 def table_of(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    return [line(heading), line(["---"] * len(heading)), *(line(row) for row in rows)]
+    return [f"| {' | '.join(heading)} |", line(["---"] * len(heading)), *(line(row) for row in rows)]
 
 
 def bold_best(found: Results, row: str, column: str) -> str:
@@ -197,7 +197,7 @@ def arena() -> list[str]:
 def costs() -> list[str]:
     """What every row takes."""
     found = results("arena")
-    heading = ["memory", "parameters", "updates", "tokens", "FLOPs of products", "all FLOPs"]
+    heading = ["memory", "parameters", "updates", "tokens", "products, 10<sup>13</sup> FLOPs", "all"]
     return table_of(
         heading,
         (
@@ -206,8 +206,8 @@ def costs() -> list[str]:
                 f"{each.parameters:,}",
                 f"{each.steps:,}",
                 f"{each.tokens / 1e6:.2f} M",
-                f"{each.flops or 0:.4g}",
-                f"{each.all_flops or 0:.4g}",
+                f"{(each.flops or 0) / 1e13:.3f}",
+                f"{(each.all_flops or 0) / 1e13:.3f}",
             ]
             for row, each in ((row, found.costs(row)) for row in found.rows)
         ),
