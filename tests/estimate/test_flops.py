@@ -18,8 +18,8 @@ from dist_mem.config import AdaptiveConfig, Config
 from dist_mem.contract import subject as contract
 from dist_mem.contract.subject import Subject
 from dist_mem.estimate.counting import Counting, Flops, NotCountedError, flops_per_token, operations_per_token
-from dist_mem.nn.convolution import convolved
 from dist_mem.model import MemoryLM
+from dist_mem.nn.convolution import convolved
 from tests.support.contract_cases import CASES, subject
 from tests.support.messages import refused
 from tests.support.paths import ROOT
