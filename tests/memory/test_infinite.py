@@ -207,7 +207,7 @@ def configured(*overrides: str) -> Config:
 
 def test_options_of_all_memories_are_written_out_and_may_be_linked() -> None:
     config = configured("memory.kind=infinite", "memory.over.kind=transformer_xl", "memory.tau=0.9")
-    assert config.memory.over == {"kind": "transformer_xl", "mem_len": 128, "positions": None}
+    assert config.memory.over == {"kind": "transformer_xl", "mem_len": 128, "positions": None, "kernel": None}
     assert config.memory.tau == 0.9 and config.memory.ridge == 0.5
     linked = configured(
         "memory.kind=infinite", "memory.over.kind=transformer_xl", "memory.over.mem_len=${train.seg_len}"

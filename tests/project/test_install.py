@@ -37,9 +37,9 @@ OTHER_NAMES = {
 }  # distribution -> name in `import`
 
 
-def test_the_core_is_torch_and_what_reads_configurations_weights_and_text() -> None:
+def test_the_core_is_torch_and_what_reads_configurations_weights_and_text_and_compares() -> None:
     core = {Requirement(one).name for one in PROJECT["dependencies"]}
-    assert core == {"torch", "omegaconf", "safetensors", "sentencepiece", "numpy", "fsspec"}
+    assert core == {"torch", "omegaconf", "safetensors", "sentencepiece", "numpy", "fsspec", "scipy"}
 
 
 def test_the_extra_all_contains_every_other() -> None:
