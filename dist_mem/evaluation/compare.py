@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from dist_mem.config.check import nearest
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
-from dist_mem.evaluation.intervals import SETTLED, Interval, about_settled, compared_over_seeds, intervals, settled
+from dist_mem.evaluation.intervals import Interval, about_settled, compared_over_seeds, intervals, settled
 from dist_mem.evaluation.memory_gain import MemoryGain, counterpart, is_without_memory, memory_gain
 from dist_mem.evaluation.plot import labels_of, plot_recall
 from dist_mem.evaluation.scores import (
@@ -237,7 +237,7 @@ def _interval_lines(name: str, count: int, rows: Sequence[Row]) -> list[str]:
     lines = []
     for row in rows[1:]:
         if isinstance(row.interval, Interval):
-            about = f"95 % interval {row.interval.text}, bootstrap over {count} documents"
+            about = f"95 % interval {row.interval.bounds()}, bootstrap over {count} documents"
         else:
             about = f"no interval: {row.interval}"
         sign, unit = ("/", "") if MEASURES[name].is_ratio else ("-", " bits per byte")
@@ -334,10 +334,7 @@ def seed_lines(labels: Sequence[str], reports: Sequence[Report]) -> list[str]:
 
 
 def _shown_interval(interval: Interval | str, *, is_settled: bool) -> str:
-    if isinstance(interval, str):
-        return f"none ({interval})"
-    mark = f" {SETTLED}" if is_settled else ""
-    return f"{interval.text}{mark}" + ("" if interval.over_seeds else " (documents only)")
+    return f"none ({interval})" if isinstance(interval, str) else interval.text(is_settled=is_settled)
 
 
 def _spread(values: Sequence[float], form: str) -> str:

@@ -52,9 +52,17 @@ class Interval(NamedTuple):
     p_value: float  # two-sided: the share of equals that would differ as much, or more
     over_seeds: bool  # False: over documents only, since one of the models has one seed
 
-    @property
-    def text(self) -> str:
-        return f"{self.low:.3f} to {self.high:.3f}"
+    def bounds(self, sign: str = "") -> str:
+        return f"{self.low:{sign}.3f} to {self.high:{sign}.3f}"
+
+    def text(self, *, is_settled: bool = False, sign: str = "") -> str:
+        """Return "1.037 to 1.151 †", or "1.037 to 1.151 (documents only)".
+
+        Args:
+            is_settled: it stands after correction, see `settled`.  sign: "+" for differences.
+        """
+        notes = (SETTLED if is_settled else "", "" if self.over_seeds else "(documents only)")
+        return " ".join(filter(None, (self.bounds(sign), *notes)))
 
 
 @dataclass(frozen=True)

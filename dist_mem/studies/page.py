@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_mem.evaluation.depth import depth_bins, depths_to_csv, plot_depth
-from dist_mem.evaluation.intervals import MIN_DOCUMENTS, SETTLED, Interval, about_settled, intervals, settled
+from dist_mem.evaluation.intervals import MIN_DOCUMENTS, Interval, about_settled, intervals, settled
 from dist_mem.evaluation.plot import (
     MAX_LINES,
     MIN_TOKENS,
@@ -221,10 +221,7 @@ def _budget_heading(study: Study, first: str) -> list[str]:
 
 def _budget_cells(study: Study, found: Standing) -> list[str]:
     sign = "" if _first_metric(study).endswith("perplexity") else "+"
-    interval = ""
-    if found.interval is not None:
-        interval = f"{found.interval.low:{sign}.3f} to {found.interval.high:{sign}.3f}"
-        interval += f" {SETTLED}" if found.is_settled else ""
+    interval = "" if found.interval is None else found.interval.text(is_settled=found.is_settled, sign=sign)
     speed = NO_FIGURE if found.speed is None else f"{found.speed:,.0f}"
     return [interval, *found.costs.texts(), speed]
 
@@ -246,10 +243,10 @@ def _about_interval(study: Study, found: Mapping[str, Standing], runs: Sequence[
         what, nothing = f"the memory's {metric.replace('_', ' ')} minus {name}'s", 0
     elif metric == BITS:
         what, nothing = f"{name}'s bits per byte minus the memory's", 0
-    about = f"{means} The interval is that of {what}, with other seeds and other documents of the same kind"
-    if not all(each.over_seeds for each in known):
-        about += ", or with one seed of a row with other documents alone"
-    about += f". One that contains {nothing} settles nothing. "
+    about = (
+        f"{means} The interval is that of {what}, with other seeds and other documents of the same kind; with one seed "
+    )
+    about += f"of a row, of other documents only. One that contains {nothing} settles nothing. "
     if (over_seeds := sum(each.over_seeds for each in known)) > 1:
         about += f"{about_settled(over_seeds)}. "
     return f"{about}Fewer than {MIN_DOCUMENTS} documents have none."

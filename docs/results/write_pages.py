@@ -133,10 +133,7 @@ class Results:
 
 
 def _shown(interval: Interval | str, is_settled: bool) -> str:
-    if isinstance(interval, str):
-        return f"none ({interval})"
-    notes = (SETTLED if is_settled else "", "" if interval.over_seeds else "(documents only)")
-    return " ".join(filter(None, (interval.text, *notes)))
+    return f"none ({interval})" if isinstance(interval, str) else interval.text(is_settled=is_settled)
 
 
 HEADLINE = (XL, "XL then none")  # rows that the others of the headline are compared with

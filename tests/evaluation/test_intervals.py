@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -81,6 +81,7 @@ def test_the_interval_is_as_wide_as_seeds_and_documents_make_it(seeds: tuple[int
     assert (low, high) == pytest.approx((middle - half, middle + half), abs=tolerance)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.lists(st.floats(0.0, 50.0), min_size=1, max_size=4), min_size=2, max_size=5), st.integers(0, 2**32 - 1)
 )
