@@ -139,13 +139,15 @@ class Attended(NamedTuple):
 class AttentionLayer(nn.Module):
     """Base of layers that attend by the back end of `model.attention`.
 
-    They have `query`, `key_value` and `num_heads`, and with `memory.kernel` a convolution of queries, keys and values.
-    The rows that it sees are those of the context that are marked as rows, then those of the segment; before them, and
-    in place of rows without a mark, it sees zeros.
+    They have the parts below, and with `memory.kernel` a convolution of queries, keys and values. The rows that it sees
+    are those of the context that are marked as rows, then those of the segment; before them, and in place of rows
+    without a mark, it sees zeros.
     """
 
     query: Projection
     key_value: nn.Module
+    output: nn.Linear
+    dropout: Dropout
     convolution: ShortConvolution | None
     num_heads: int
     num_kv_heads: int | None = None  # G, heads of keys and values; None: H
@@ -352,8 +354,8 @@ class RelativeProjections(AttentionLayer):
         return StepOutput(self.output(rows), query.transpose(0, 1), opened)
 
 
-class RelativeAttention(RelativeProjections):
-    """Multi-head attention with relative positions over context rows and the segment itself."""
+class ContextAttention(AttentionLayer):
+    """Multi-head attention over context rows and the segment itself; a subclass says what its scores are made of."""
 
     def forward(
         self,
@@ -374,14 +376,25 @@ class RelativeAttention(RelativeProjections):
             is_row: as in `projected`.
         """
         query, key, value = self.projected(x, context, visible, is_row)
+        rows, shares = self.read(self.inputs(x, query, key, value, visible), weights=weights)
+        return Attended(self.dropout(self.output(merge_heads(rows))), query, shares)
+
+    def inputs(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> Inputs:
+        """Return what scores are made of, of what `projected` returns for a segment x (B, T, D)."""
+        raise NotImplementedError
+
+
+class RelativeAttention(RelativeProjections, ContextAttention):
+    """Attention with relative positions."""
+
+    def inputs(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> Inputs:
         content_query, relative = relative_queries(
             query,
             self.position_keys(x, num_keys=key.shape[2]),
             content_bias=self.content_bias,
             position_bias=self.position_bias,
         )
-        rows, shares = self.read(Inputs(content_query, key, value, visible, relative), weights=weights)
-        return Attended(self.dropout(self.output(merge_heads(rows))), query, shares)
+        return Inputs(content_query, key, value, visible, relative)
 
 
 class FeedForward(nn.Module):

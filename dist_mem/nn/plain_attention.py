@@ -16,7 +16,7 @@ from dist_mem.nn.attention_inputs import Inputs, Visible
 from dist_mem.nn.constants import constant
 from dist_mem.nn.convolution import short_convolution
 from dist_mem.nn.layer_spec import LayerSpec
-from dist_mem.nn.layers import Attended, AttentionLayer, Dropout, Projection, merge_heads
+from dist_mem.nn.layers import ContextAttention, Dropout, Projection
 from dist_mem.nn.stepping import Opened, Places, StepOutput, above_of, attend, kept, lane_heads
 
 # none: only the rows may contain positions | alibi: every distance counts | alibi_memory: only that of context rows
@@ -62,8 +62,8 @@ def alibi_at(num_heads: int, place: Tensor, *, context_len: int, num_keys: int, 
     return -slopes[:, None, None, None] * distance
 
 
-class PlainAttention(AttentionLayer):
-    """Multi-head attention over context rows and the segment itself; all projections have biases."""
+class PlainAttention(ContextAttention):
+    """Attention without positions, or with biases by distance; all projections have biases."""
 
     def __init__(self, spec: LayerSpec, *, bias: str = "none", kernel: int | None = None) -> None:
         super().__init__(attention_dropout=spec.attention_dropout, back_end=spec.back_end)
@@ -78,24 +78,12 @@ class PlainAttention(AttentionLayer):
     def share_biases(self, first: nn.Module) -> None:
         """Share nothing: this attention has no u and v."""
 
-    def forward(
-        self,
-        x: Tensor,
-        context: Tensor,
-        visible: Visible,
-        *,
-        weights: bool = False,
-        is_row: Tensor | None = None,
-    ) -> Attended:
-        """Attend as `layers.RelativeAttention` does."""
-        query, key, value = self.projected(x, context, visible, is_row)
+    def inputs(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> Inputs:
         bias = None
         if self.bias != "none":
             lengths = {"num_queries": x.shape[1], "context_len": key.shape[2] - x.shape[1]}
             bias = alibi_bias(self.num_heads, **lengths, bias=self.bias, device=x.device)
-        inputs = Inputs(query / math.sqrt(query.shape[-1]), key, value, visible, bias=bias)
-        rows, shares = self.read(inputs, weights=weights)
-        return Attended(self.dropout(self.output(merge_heads(rows))), query, shares)
+        return Inputs(query / math.sqrt(query.shape[-1]), key, value, visible, bias=bias)
 
     def open(self, context: Tensor, valid: Tensor, *, seg_len: int, is_row: Tensor | None = None) -> Opened:
         """Return what `step` attends to, as `layers.RelativeAttention` does."""

@@ -19,12 +19,10 @@ from dist_mem.nn.attention_inputs import Inputs, Visible
 from dist_mem.nn.convolution import short_convolution
 from dist_mem.nn.layer_spec import LayerSpec, LlamaSpec
 from dist_mem.nn.layers import (
-    Attended,
-    AttentionLayer,
+    ContextAttention,
     Dropout,
     Projection,
     RelativeAttention,
-    merge_heads,
 )
 from dist_mem.nn.plain_attention import BiasedProjection
 from dist_mem.nn.stepping import Opened, Places, StepOutput, above_of, attend, kept, lane_heads
@@ -69,8 +67,8 @@ def repeat_heads(rows: Tensor, num_heads: int) -> Tensor:
     return rows if len(rows) == num_heads else rows.repeat_interleave(num_heads // len(rows), dim=0)
 
 
-class RotaryAttention(AttentionLayer):
-    """Multi-head attention with rotary positions over context rows and the segment itself."""
+class RotaryAttention(ContextAttention):
+    """Attention with rotary positions; the queries that it returns are those before the rotation."""
 
     def __init__(self, spec: LayerSpec, *, kernel: int | None = None) -> None:
         super().__init__(attention_dropout=spec.attention_dropout, back_end=spec.back_end)
@@ -88,22 +86,10 @@ class RotaryAttention(AttentionLayer):
     def share_biases(self, first: object) -> None:
         """Share nothing: this attention has no u and v."""
 
-    def forward(
-        self,
-        x: Tensor,
-        context: Tensor,
-        visible: Visible,
-        *,
-        weights: bool = False,
-        is_row: Tensor | None = None,
-    ) -> Attended:
-        """Attend as `layers.RelativeAttention` does; the queries returned are those before the rotation."""
-        query, key, value = self.projected(x, context, visible, is_row)
+    def inputs(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> Inputs:
         asking = rotate(query, first=0, theta=self.theta) / math.sqrt(query.shape[-1])
         turned_key = rotate(key, first=x.shape[1] - key.shape[2], theta=self.theta)
-        inputs = Inputs(asking, repeat_heads(turned_key, self.num_heads), repeat_heads(value, self.num_heads), visible)
-        rows, shares = self.read(inputs, weights=weights)
-        return Attended(self.dropout(self.output(merge_heads(rows))), query, shares)
+        return Inputs(asking, repeat_heads(turned_key, self.num_heads), repeat_heads(value, self.num_heads), visible)
 
     def open(self, context: Tensor, valid: Tensor, *, seg_len: int, is_row: Tensor | None = None) -> Opened:
         """Return what `step` attends to, as `layers.RelativeAttention` does."""
