@@ -52,17 +52,17 @@ class Interval(NamedTuple):
     p_value: float  # two-sided: the share of equals that would differ as much, or more
     over_seeds: bool  # False: over documents only, since one of the models has one seed
 
-    def bounds(self, sign: str = "") -> str:
-        return f"{self.low:{sign}.3f} to {self.high:{sign}.3f}"
+    def bounds(self, form: str = ".3f") -> str:
+        return f"{self.low:{form}} to {self.high:{form}}"
 
-    def text(self, *, is_settled: bool = False, sign: str = "") -> str:
+    def text(self, *, is_settled: bool = False, form: str = ".3f") -> str:
         """Return "1.037 to 1.151 †", or "1.037 to 1.151 (documents only)".
 
         Args:
-            is_settled: it stands after correction, see `settled`.  sign: "+" for differences.
+            is_settled: it stands after correction, see `settled`.  form: of a bound.
         """
         notes = (SETTLED if is_settled else "", "" if self.over_seeds else "(documents only)")
-        return " ".join(filter(None, (self.bounds(sign), *notes)))
+        return " ".join(filter(None, (self.bounds(form), *notes)))
 
 
 @dataclass(frozen=True)

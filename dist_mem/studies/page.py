@@ -220,8 +220,8 @@ def _budget_heading(study: Study, first: str) -> list[str]:
 
 
 def _budget_cells(study: Study, found: Standing) -> list[str]:
-    sign = "" if _first_metric(study).endswith("perplexity") else "+"
-    interval = "" if found.interval is None else found.interval.text(is_settled=found.is_settled, sign=sign)
+    form = ".3f" if _first_metric(study).endswith("perplexity") else "+.3f"
+    interval = "" if found.interval is None else found.interval.text(is_settled=found.is_settled, form=form)
     speed = NO_FIGURE if found.speed is None else f"{found.speed:,.0f}"
     return [interval, *found.costs.texts(), speed]
 

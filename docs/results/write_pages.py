@@ -5,8 +5,8 @@
 
 Between `<!-- table NAME -->` and `<!-- end -->` stands the table of that name in `TABLES`; between
 `<!-- KIND FAMILY: WHAT -->` and `<!---->` a number in a sentence: `gain` is the 95 % interval of `A / B`, `mean` that
-of row `A` with its standard deviation over seeds, `right` the share of recalled words of `A, BAND`,
-`points` how many more percentage points the leader of a task answers than `A`.
+of row `A` with its standard deviation over seeds, `right` the share of recalled words of `A, BAND`.
+A gain of a perplexity is a ratio, and one of a share percentage points.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dist_mem.evaluation.intervals import SETTLED, Interval, intervals, settled
 from dist_mem.evaluation.scores import Band, Report, report_from
 from dist_mem.runtime.markdown import row as line
 from dist_mem.studies.budget import Costs, fitted
-from dist_mem.studies.page import with_spread
+from dist_mem.studies.page import SHARES, with_spread
 from dist_mem.studies.study import load_study
 
 RESULTS = Path(__file__).parent
@@ -113,7 +113,60 @@ class Results:
             of_all = intervals(self.metric, self.reports[first], others)  # the variance of seeds is that of all rows
             found |= {f"{first} / {row}": of_all[row] for one, row in self.pairs if one == first}
         marked = settled(found)
-        return {pair: _shown(found[" / ".join(pair)], " / ".join(pair) in marked) for pair in self.pairs}
+        return {pair: self._shown(found[" / ".join(pair)], " / ".join(pair) in marked) for pair in self.pairs}
+
+    def _shown(self, interval: Interval | str, is_settled: bool) -> str:
+        if isinstance(interval, str):
+            return f"none ({interval})"
+        if self.metric not in SHARES:
+            return interval.text(is_settled=is_settled)
+        points = interval._replace(low=100 * interval.low, high=100 * interval.high)
+        return points.text(is_settled=is_settled, form="z.0f")
+
+    def costs(self, row: str) -> Costs:
+        """Return what a row takes within the budget."""
+        words = [*self.study.train, *self.study.trained[row]]
+        return fitted(row, words, self.study.budget, self.study.fit, load_config, self.vocabulary)[1]
+
+
+Place = tuple[Source, str]  # where a row of a table stands: a study, and its name there
+
+
+class Results:
+    """The rows of a table that have finished cells, the best first, and how they compare, as one family."""
+
+    def __init__(self, places: Mapping[str, Place], pairs: Iterable[tuple[str, str]]) -> None:
+        """Read the cells; of every pair, the second row is compared with the first."""
+        found = {row: source.cells(name) for row, (source, name) in places.items()}
+        self.places = {row: places[row] for row, cells in found.items() if cells}
+        self.column, shape = next(iter(next(iter(places.values()))[0].study.columns.items()))
+        self.metric = shape.metric
+        means = {row: fmean(cell.value(self.column) for cell in found[row]) for row in self.places}
+        self.rows = {row: found[row] for row in sorted(means, key=lambda row: means[row])}
+        self.pairs = [pair for pair in pairs if self.rows.keys() >= {*pair}]
+
+    @cached_property
+    def reports(self) -> dict[str, list[Report]]:
+        return {row: [cell.report(self.column) for cell in cells] for row, cells in self.rows.items()}
+
+    @cached_property
+    def gains(self) -> dict[tuple[str, str], str]:
+        """The intervals of the family, with the mark of those that stand after correction."""
+        found: dict[str, Interval | str] = {}
+        for first in dict.fromkeys(first for first, _ in self.pairs):
+            others = {row: each for row, each in self.reports.items() if row != first}
+            of_all = intervals(self.metric, self.reports[first], others)  # the variance of seeds is that of all rows
+            found |= {f"{first} / {row}": of_all[row] for one, row in self.pairs if one == first}
+        marked = settled(found)
+        return {pair: self._shown(found[" / ".join(pair)], " / ".join(pair) in marked) for pair in self.pairs}
+
+    def _shown(self, interval: Interval | str, is_settled: bool) -> str:
+        if isinstance(interval, str):
+            return f"none ({interval})"
+        if self.metric not in SHARES:
+            return interval.text(is_settled=is_settled)
+        points = f"{round(100 * interval.low)} to {round(100 * interval.high)}"
+        return f"{points} {SETTLED}" if is_settled else points
 
     def costs(self, row: str) -> Costs:
         source, name = self.places[row]
@@ -130,10 +183,6 @@ class Results:
     def right(self, row: str, band: str, cells: Sequence[Cell] = ()) -> str:
         shares = (cell.report(PERPLEXITY).recall_accuracy(BANDS[band]) for cell in cells or self.rows[row])
         return f"{fmean(shares):.0%}"
-
-
-def _shown(interval: Interval | str, is_settled: bool) -> str:
-    return f"none ({interval})" if isinstance(interval, str) else interval.text(is_settled=is_settled)
 
 
 HEADLINE = (XL, "XL then none")  # rows that the others of the headline are compared with
@@ -156,11 +205,13 @@ def results(name: str) -> Results:
         places |= {row: (convolution, row) for row in (CONVOLUTION, NO_CONVOLUTION)}
         return Results(places | {TEXT: (Source("equal_text"), XL)}, CONTROLS)
     source = Source("second_edition" if name == "arena" else name, name)
-    firsts = () if name in LONG else HEADLINE if name == "headline" else (XL,)
-    rows = list(source.study.rows)
-    return Results(
-        {row: (source, row) for row in rows}, [(first, row) for first in firsts for row in rows if row != first]
-    )
+    rows = firsts = others = list(source.study.rows)
+    if name in LONG:
+        others = [LEADER]
+    else:
+        firsts = list(HEADLINE) if name == "headline" else [XL]
+    pairs = [(first, other) for first in firsts for other in others if first != other]
+    return Results({row: (source, row) for row in rows}, pairs)
 
 
 def table_of(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -319,28 +370,13 @@ FAR_BANDS = ("up to 64 back", "65 to 512", "beyond 512")
 LEADER = "Gated DeltaNet"  # of the tasks a thousand tokens back
 
 
-@cache
-def more_right(task: str) -> dict[str, str]:
-    """Return by how many percentage points the leader of a task a thousand tokens back answers more than each row."""
-    found = results(task)
-    less = intervals(
-        found.metric, found.reports[LEADER], {row: each for row, each in found.reports.items() if row != LEADER}
-    )
-    marked = settled(less)
-    return {
-        row: f"{round(-100 * each.high)} to {round(-100 * each.low)}" + (f" {SETTLED}" if row in marked else "")
-        for row, each in less.items()
-        if isinstance(each, Interval)
-    }
-
-
 def far_back(task: str) -> Iterator[list[str]]:
     """Yield the rows of a task, the best first."""
-    found, more = results(task), more_right(task)
+    found = results(task)
     for row in reversed(found.rows):
         columns = (LONG[task], *FAR_BANDS)
         values = [", ".join(f"{cell.value(each):.0%}" for cell in found.rows[row]) for each in columns]
-        yield [row, f"{found.costs(row).state_bytes:,}", *values, more.get(row, "")]
+        yield [row, f"{found.costs(row).state_bytes:,}", *values, found.gains.get((row, LEADER), "")]
 
 
 def long_table(task: str) -> Callable[[], list[str]]:
@@ -383,13 +419,11 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     **{task: long_table(task) for task in LONG},
 }
 _TABLE = re.compile(r"(<!-- table ([\w ]+) -->\n).*?(<!-- end -->)", re.S)
-_VALUE = re.compile(r"(<!-- (gain|mean|right|points) (\w+): ([^>]+?) -->).*?(<!---->)", re.S)
+_VALUE = re.compile(r"(<!-- (gain|mean|right) (\w+): ([^>]+?) -->).*?(<!---->)", re.S)
 
 
 def value(kind: str, family: str, what: str) -> str:
     """Return a number of a sentence."""
-    if kind == "points":
-        return more_right(family)[what].removesuffix(f" {SETTLED}")
     found = results(family)
     if kind == "gain":
         first, _, row = what.partition(" / ")
