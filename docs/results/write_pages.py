@@ -124,51 +124,6 @@ class Results:
         return points.text(is_settled=is_settled, form="z.0f")
 
     def costs(self, row: str) -> Costs:
-        """Return what a row takes within the budget."""
-        words = [*self.study.train, *self.study.trained[row]]
-        return fitted(row, words, self.study.budget, self.study.fit, load_config, self.vocabulary)[1]
-
-
-Place = tuple[Source, str]  # where a row of a table stands: a study, and its name there
-
-
-class Results:
-    """The rows of a table that have finished cells, the best first, and how they compare, as one family."""
-
-    def __init__(self, places: Mapping[str, Place], pairs: Iterable[tuple[str, str]]) -> None:
-        """Read the cells; of every pair, the second row is compared with the first."""
-        found = {row: source.cells(name) for row, (source, name) in places.items()}
-        self.places = {row: places[row] for row, cells in found.items() if cells}
-        self.column, shape = next(iter(next(iter(places.values()))[0].study.columns.items()))
-        self.metric = shape.metric
-        means = {row: fmean(cell.value(self.column) for cell in found[row]) for row in self.places}
-        self.rows = {row: found[row] for row in sorted(means, key=lambda row: means[row])}
-        self.pairs = [pair for pair in pairs if self.rows.keys() >= {*pair}]
-
-    @cached_property
-    def reports(self) -> dict[str, list[Report]]:
-        return {row: [cell.report(self.column) for cell in cells] for row, cells in self.rows.items()}
-
-    @cached_property
-    def gains(self) -> dict[tuple[str, str], str]:
-        """The intervals of the family, with the mark of those that stand after correction."""
-        found: dict[str, Interval | str] = {}
-        for first in dict.fromkeys(first for first, _ in self.pairs):
-            others = {row: each for row, each in self.reports.items() if row != first}
-            of_all = intervals(self.metric, self.reports[first], others)  # the variance of seeds is that of all rows
-            found |= {f"{first} / {row}": of_all[row] for one, row in self.pairs if one == first}
-        marked = settled(found)
-        return {pair: self._shown(found[" / ".join(pair)], " / ".join(pair) in marked) for pair in self.pairs}
-
-    def _shown(self, interval: Interval | str, is_settled: bool) -> str:
-        if isinstance(interval, str):
-            return f"none ({interval})"
-        if self.metric not in SHARES:
-            return interval.text(is_settled=is_settled)
-        points = f"{round(100 * interval.low)} to {round(100 * interval.high)}"
-        return f"{points} {SETTLED}" if is_settled else points
-
-    def costs(self, row: str) -> Costs:
         source, name = self.places[row]
         return source.costs(name)
 
