@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 from lib.common import arguments_of, interleaved, load
-from omegaconf import OmegaConf
 from torch.profiler import ProfilerActivity, profile
 
-from dist_mem.config import Config
+from dist_mem.config import config_from
 from dist_mem.model import MemoryLM
 from dist_mem.nn.attention import BACK_ENDS
 from dist_mem.nn.layers import DTYPES
@@ -51,7 +50,7 @@ def training_step(memory: dict[str, Any], back_end: str, dtype: torch.dtype, arg
     model_keys = {"dropout": 0.0, "attention": back_end, **{name: getattr(arguments, name) for name in sizes}}
     keys = {"model": model_keys, "memory": memory, "train": {"seg_len": arguments.seg_len}}
     torch.manual_seed(0)
-    config: Any = OmegaConf.merge(OmegaConf.structured(Config), keys)
+    config: Any = config_from(keys)
     model = MemoryLM(config, arguments.vocab).to(dtype)
     tokens = torch.randint(arguments.vocab, (arguments.lanes, arguments.seg_len))
     valid_len = torch.full((arguments.lanes,), arguments.seg_len)

@@ -21,10 +21,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lib.common import ROOT, arguments_of, build_sample, load, output_of_rank0, start_ranks
+
+from dist_mem.config import changed
 
 OPTIONS = [
     str(ROOT / "configs" / "demo.yaml"),
@@ -89,7 +92,7 @@ class Bench:
 
     def save(self, *, background: bool) -> Any:
         """Save, and train until the checkpoint is written on all ranks."""
-        self.context.config.checkpoint.background = background
+        self.context = replace(self.context, config=changed(self.context.config, {"checkpoint.background": background}))
         self.context.saving.run(self.state)
         saver = self.context.saving.saver
         saved, steps = saver.finished(), []

@@ -27,6 +27,8 @@ import memory as speed
 import torch
 from lib.common import arguments_of, interleaved, load, output_of_rank0, seconds, start_ranks
 
+from dist_mem.config import changed
+
 CASE = "DIST_MEM_BENCHMARK_CASE"
 
 
@@ -61,10 +63,10 @@ def measure(case: dict[str, Any], arguments: argparse.Namespace) -> dict[str, An
     world = initialize(threads=1)
     start_communication()
     config = speed.configuration(speed.memories(arguments.mem_len)[case["memory"]], arguments)
-    config.train.precision, config.train.micro_batch_size = case["precision"], arguments.lanes
+    config = changed(config, {"train.precision": case["precision"], "train.micro_batch_size": arguments.lanes})
     engines = {}
     for is_compiled in (False, True):
-        config.train.compile = is_compiled
+        config = changed(config, {"train.compile": is_compiled})
         torch.manual_seed(0)
         block = {"zero_optimization": {"stage": case["stage"], "stage3_param_persistence_threshold": 0}}
         engine = Engine(MemoryLM(config, arguments.vocab), config, block, world_size=world.size, accumulation=1)

@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 from lib.common import arguments_of, load, seconds
-from omegaconf import OmegaConf
 
-from dist_mem.config import Config
+from dist_mem.config import config_from
 from dist_mem.memory.base import named_tensors
 from dist_mem.model import LMState, MemoryLM
 
@@ -56,7 +55,7 @@ class Book:
         torch.manual_seed(0)
         model = {"num_layers": 2, "d_model": 256, "num_heads": 4, "d_inner": 1024, "dropout": 0.0}
         keys = {"model": model, "memory": memory, "train": {"seg_len": seg_len}}
-        config: Any = OmegaConf.merge(OmegaConf.structured(Config), keys)
+        config: Any = config_from(keys)
         self.model = MemoryLM(config, VOCAB)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.seg_len = seg_len

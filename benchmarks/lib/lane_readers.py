@@ -17,7 +17,7 @@ import torch
 import webdataset
 from torch.utils.data import DataLoader, IterableDataset
 
-from dist_mem.config import Config
+from dist_mem.config import Config, changed
 from dist_mem.data import documents as documents_module
 from dist_mem.data.batch import IGNORE, Batch
 from dist_mem.data.lanes import LaneReader, training_reader
@@ -117,9 +117,9 @@ def open_readers(folder: Path, num_lanes: int, seg_len: int) -> list[Reader]:
 
     def lanes(layout: str) -> LaneReader:
         config = Config()
-        config.data.path, config.data.layout = str(folder), layout
-        config.train.global_batch_size = config.train.micro_batch_size = num_lanes
-        config.train.seg_len = seg_len
+        config = changed(config, {"data.path": str(folder), "data.layout": layout})
+        config = changed(config, {"train.global_batch_size": num_lanes, "train.micro_batch_size": num_lanes})
+        config = changed(config, {"train.seg_len": seg_len})
         return training_reader(config, world_size=1, rank=0)
 
     def inline(layout: str) -> Iterator[Batch]:

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from lib.common import seconds
-from omegaconf import OmegaConf
 
-from dist_mem.config import Config
+from dist_mem.config import config_from
 from dist_mem.memory.base import map_state
 from dist_mem.model import MemoryLM
 
@@ -60,7 +59,7 @@ def configuration(memory: dict[str, Any], arguments: argparse.Namespace) -> Any:
     """Return the configuration of a model with this memory: post-norm, no dropout."""
     model = {"dropout": 0.0, "norm": "post", **{name: getattr(arguments, name) for name in SIZES}}
     keys = {"model": model, "memory": memory, "train": {"seg_len": arguments.seg_len}}
-    return OmegaConf.merge(OmegaConf.structured(Config), keys)
+    return config_from(keys)
 
 
 def training_step(

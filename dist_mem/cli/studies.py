@@ -119,7 +119,7 @@ def _divided(options: Namespace) -> tuple[Config | None, list[str]]:
     site = [word for word in options.overrides if word in files or word.startswith("launch.")]
     extra = [word for word in options.overrides if word not in site]
     if options.slurm:
-        return load_config(["train.steps=1", *site], check=check), extra
+        return load_config(site, trains=False, check=check), extra
     if files:
         raise UnusableError(
             f"{files[0]}: only --slurm takes files beside the {options.command}'s; name it under train: in the file"

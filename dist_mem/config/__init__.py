@@ -7,12 +7,16 @@ A run is described by YAML files merged left to right, then dotted overrides:
 Nothing here imports torch, which keeps reading and checking a configuration fast.
 """
 
+from dist_mem.config.blocks import as_tree
 from dist_mem.config.check import ConfigError
 from dist_mem.config.load import (
+    build_block,
+    changed,
+    config_from,
     deepspeed_block,
     known_keys,
+    load_block,
     load_config,
-    merge_checked,
     read_block,
     read_config,
     save_config,
@@ -56,10 +60,14 @@ __all__ = [
     "TrackingConfig",
     "TrainConfig",
     "WatchdogConfig",
+    "as_tree",
+    "build_block",
+    "changed",
+    "config_from",
     "deepspeed_block",
     "known_keys",
+    "load_block",
     "load_config",
-    "merge_checked",
     "read_block",
     "read_config",
     "save_config",

@@ -121,6 +121,16 @@ def flatten(tree: Any, key: str = "") -> dict[str, Any]:
     return {name: leaf for part in parts for name, leaf in part.items()}
 
 
+def parts_of(key: str) -> list[str | int]:
+    """Return the names and indexes of a full key: `optimizer.groups[0].lr` -> optimizer, groups, 0, lr."""
+    return [int(index) if index else name for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", key)]
+
+
+def alternatives(schema: Any) -> tuple[Any, ...]:
+    """Return the types of a union, or the one that the schema is."""
+    return get_args(schema) if get_origin(schema) in (Union, types.UnionType) else (schema,)
+
+
 def fields_of(schema: Any) -> dict[str, Any] | None:
     """Return name -> schema for the keys of a block; None if the schema is not a block."""
     schema = _without_none(schema)

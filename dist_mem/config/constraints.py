@@ -19,10 +19,14 @@ _NAMES = {"gpt2": "GPT-2", "llama": "a Llama"}
 LLAMA_KEYS: dict[str, Any] = {"num_kv_heads": None, "rope_theta": 10_000.0, "norm_eps": 1e-5, "qkv_bias": False}
 
 
-def check_together(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield the invalid combinations in a plain resolved configuration whose single values are all valid."""
+def check_together(config: Mapping[str, Any], *, trains: bool = True) -> Iterator[Problem]:
+    """Yield the invalid combinations in a plain resolved configuration whose single values are all valid.
+
+    Args:
+        trains: the configuration must say how long the training is.
+    """
     model, train, optimizer = config["model"], config["train"], config["optimizer"]
-    if (train["steps"] is None) == (train["epochs"] is None):
+    if trains and (train["steps"] is None) == (train["epochs"] is None):
         given = "neither is given" if train["steps"] is None else "both are given; set one of them to null"
         yield Problem("train.steps", f"give exactly one of train.steps and train.epochs: {given}")
     if train["micro_batch_size"] > train["global_batch_size"]:

@@ -12,18 +12,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from dist_mem.config.check import ConfigError, Problem, join, shown
+from dist_mem.config.interpolations import InterpolationError, check_grammar
 from dist_mem.config.values import parse, parse_json, settled, yaml_error
 from dist_mem.errors import RunError, run_error
 from dist_mem.runtime.environment import as_submitted
 from dist_mem.runtime.files import read_at_most
 
 MAX_BYTES = 1 << 20
-# Raised by YAML, JSON and OmegaConf. ValueError: numbers of over 4,300 digits, invalid UTF-8.
-UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError)
+# Raised by YAML, JSON and interpolations. ValueError: numbers of over 4,300 digits, invalid UTF-8.
+UNREADABLE = (yaml.YAMLError, InterpolationError, ValueError, RecursionError)
 
 
 class Document(NamedTuple):
@@ -77,7 +76,7 @@ def read_document(path: Path) -> Document:
         if tree is not None and not isinstance(tree, dict):
             holds = "a list" if isinstance(tree, list) else shown(tree)
             raise ConfigError([Problem("", f"must hold keys and values, but holds {holds}", str(path))])
-        OmegaConf.create(settled(tree or {}))  # parses the interpolations
+        check_grammar(settled(tree or {}))
     except RunError:
         raise
     except OSError as error:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple, TextIO, cast
+from typing import Any, NamedTuple, TextIO
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from omegaconf.resolvers import oc
-
-from dist_mem.config.check import flatten, is_interpolation
+from dist_mem.config.blocks import as_tree, value_at
+from dist_mem.config.interpolations import interpolated, of_type, watch
+from dist_mem.config.keys import type_of
 from dist_mem.config.schema import Config
 from dist_mem.runtime.environment import is_set
 from dist_mem.runtime.terminal import Styled
@@ -35,29 +33,26 @@ class FromEnvironment(NamedTuple):
 
 def watch_environment() -> None:
     """Record from now on the values of `${oc.env:...}`; further calls have no effect."""
-    OmegaConf.register_resolver("oc.env", _env, replace=True)
+    watch(_record)
 
 
-def _env(*arguments: Any) -> Any:
+def _record(name: str, value: Any) -> None:
     global _num_reads
     _num_reads += 1
-    value = oc.env(*arguments)
-    if is_set(arguments[0]):  # otherwise it is the default, which the file shows anyway
-        _read[str(value)] = f"${{oc.env:{arguments[0]}}}"
-    return value
+    if is_set(name):  # otherwise it is the default, which the file shows anyway
+        _read[str(value)] = f"${{oc.env:{name}}}"
 
 
-def from_environment(config: Config) -> dict[str, FromEnvironment]:
-    """Return key -> value for all values that depend on the environment."""
+def from_environment(document: Mapping[str, Any]) -> dict[str, FromEnvironment]:
+    """Return key -> value for all values of a document that depend on the environment."""
     watch_environment()
-    found = {}
-    for key, written in flatten(OmegaConf.to_container(config, resolve=False)).items():
-        if is_interpolation(written):
-            before, value = _num_reads, None
-            with suppress(OmegaConfBaseException):
-                value = OmegaConf.select(cast(DictConfig, config), key)
-            if _num_reads > before:
-                found[key] = FromEnvironment(written, value)
+    found, before = {}, _num_reads
+    for key, written, value in interpolated(document):
+        if _num_reads > before:
+            with suppress(ValueError):  # a text that is no value of its type
+                value = of_type(type_of(Config, key), value)
+            found[key] = FromEnvironment(written, value)
+        before = _num_reads
     return found
 
 
@@ -74,9 +69,9 @@ def hide(text: str) -> str:
     return text
 
 
-def hide_all(text: str, config: Config) -> str:
-    """`hide` for a message about this configuration: also replaces numbers and short texts that are whole words."""
-    for written, value in from_environment(config).values():
+def hide_all(text: str, document: Mapping[str, Any]) -> str:
+    """`hide` for a message about this document: also replaces numbers and short texts that are whole words."""
+    for written, value in from_environment(document).values():
         if str(value):
             text = written.join(re.split(rf"(?<!\w){re.escape(str(value))}(?!\w)", text))
     return hide(text)
@@ -84,8 +79,8 @@ def hide_all(text: str, config: Config) -> str:
 
 def as_written(config: Config, key: str) -> Any:
     """Return the value of a key for display: resolved, or the interpolation if it depends on the environment."""
-    found = from_environment(config).get(key)
-    return OmegaConf.select(cast(DictConfig, config), key) if found is None else found.written
+    found = from_environment(config.document).get(key)
+    return value_at(as_tree(config), key) if found is None else found.written
 
 
 def checksum(key: str, value: Any) -> str:

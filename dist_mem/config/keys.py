@@ -149,6 +149,12 @@ def find_key(schema: type, name: str) -> Key | None:
     return keys_of(schema).get(re.sub(r"\[\d+\]", "[]", name).removesuffix("[]"))
 
 
+def type_of(schema: type, name: str) -> Any:
+    """Return the type of a key; Any if it has none in the schema, as the options of a memory."""
+    found = find_key(schema, name)
+    return Any if found is None else found.schema
+
+
 def is_path(schema: type, name: str) -> bool:
     """Return whether a key of this name is a path, of MLflow or of another program."""
     found = find_key(schema, name)

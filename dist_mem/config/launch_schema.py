@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from dist_mem.config.keys import key
 
 
-@dataclass
+@dataclass(frozen=True)
 class LaunchConfig:
     nodes: str = "1"  # number, or range as 60-64
     gpus_per_node: str = "8"  # number, or type and number as a100:4; 0: train on CPUs; --gres in directives goes before

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, cast, get_type_hints
-
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from typing import Any, TypeVar, cast
 
 from dist_mem.config import deepspeed_keys
+from dist_mem.config.blocks import as_tree, build, complete, put, value_at
 from dist_mem.config.check import (
     ConfigError,
     Problem,
     all_keys,
     check_tree,
+    fields_of,
     flatten,
     is_interpolation,
     join,
@@ -30,24 +29,17 @@ from dist_mem.config.check import (
     stop_on,
 )
 from dist_mem.config.constraints import check_together
-from dist_mem.config.documents import read_document
+from dist_mem.config.documents import placed, read_document
 from dist_mem.config.environment_values import from_environment, hide_all, watch_environment
-from dist_mem.config.keys import Key, check_values, find_key, is_path, with_homes
-from dist_mem.config.schema import Config
-from dist_mem.config.sources import (
-    COMMAND_LINE,
-    Source,
-    merge,
-    merge_source,
-    plain_block,
-    read_sources,
-    resolve,
-    unresolvable,
-)
+from dist_mem.config.interpolations import resolved
+from dist_mem.config.keys import Key, check_values, find_key, is_path, type_of, with_homes
+from dist_mem.config.schema import DOCUMENT, Config
+from dist_mem.config.sources import COMMAND_LINE, Source, merge, merge_source, read_saved, read_sources
 from dist_mem.config.text_checks import check_credentials, check_given, check_texts
 from dist_mem.config.values import Letters, dump, settled, typed
 from dist_mem.runtime.files import write_text
 
+BlockT = TypeVar("BlockT")
 COMMAND_LINE_ONLY = ("eval.allow_code",)  # no file may permit the execution of foreign code
 MemoryOptions = Callable[[Any], dict[str, Any]]  # dist_mem.memory.memory_options
 
@@ -63,6 +55,7 @@ def load_config(
     arguments: Sequence[str],
     *,
     memory_options: MemoryOptions | None = None,
+    trains: bool = True,
     check: Callable[[Config], object] = lambda config: None,
 ) -> Config:
     """Read, merge and check a configuration.
@@ -73,10 +66,11 @@ def load_config(
             dist_mem.
         memory_options: checks the memory block and returns it with all options, which are merged in;
             None skips this check.
+        trains: it must say how long the training is.
         check: raises ValueError for what only a model can refuse; its text begins with the key.
 
     Returns:
-        An OmegaConf structured config; interpolations like `${oc.env:HOME}` stay unresolved in it.
+        The values; `Config.document` has them with interpolations like `${oc.env:HOME}`.
 
     Raises:
         ConfigError: lists all problems, one per line, with interpolations in place of values from the environment.
@@ -86,19 +80,50 @@ def load_config(
     stop_on(
         [problem._replace(where=source.place(problem.key)) for source in sources for problem in _check_source(source)]
     )
-    tree = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(Config)))
+    tree = as_tree(Config())
     origins: dict[str, str] = {}
     for source in sources:
         tree = merge_source(tree, source)
         origins.update((key, source.place(key)) for key in flatten(source.tree))
     tree["deepspeed"] = deepspeed_keys.without_defaults(tree["deepspeed"])
-    config = cast(Config, OmegaConf.merge(OmegaConf.structured(Config(memory={}, deepspeed={})), settled(tree)))
+    document = complete(Config, settled(tree))
     try:
-        _check_merged(config, tree["memory"], memory_options)
+        config = _checked(document, tree["memory"], memory_options, trains=trains)
         _check_further(config, check)
     except ConfigError as error:
-        problems = [problem._replace(text=hide_all(problem.text, config)) for problem in error.problems]
+        problems = [problem._replace(text=hide_all(problem.text, document)) for problem in error.problems]
         raise ConfigError([located(problem, origins) for problem in problems]) from None
+    return config
+
+
+def config_from(*trees: Mapping[str, Any]) -> Config:
+    """Return the configuration of the defaults with trees merged into them, whose values must be valid."""
+    document = as_tree(Config())
+    for tree in trees:
+        document = merge(document, tree)
+    return _from_document(complete(Config, document))
+
+
+def changed(config: Config, changes: Mapping[str, Any]) -> Config:
+    """Return a configuration with other values of some keys, which must be valid.
+
+    What refers to a key by an interpolation changes with it.
+
+    Args:
+        changes: full dotted key -> value.
+
+    Raises:
+        KeyError: there is no such key.
+    """
+    document = as_tree(config.document)
+    for key, value in changes.items():
+        put(document, key, as_tree(value))
+    return _from_document(complete(Config, document))
+
+
+def _from_document(document: dict[str, Any], values: Mapping[str, Any] | None = None) -> Config:
+    config: Config = build(Config, resolved(document, partial(type_of, Config)) if values is None else values)
+    config.__dict__[DOCUMENT] = document
     return config
 
 
@@ -118,22 +143,37 @@ def _check_source(source: Source) -> Iterable[Problem]:
         yield Problem("deepspeed", f"is {shown(block)}, but must be a block or the path of a ds_config.json")
 
 
-def _check_merged(config: Config, written_memory: Any, memory_options: MemoryOptions | None) -> None:
+def _checked(
+    document: dict[str, Any], written_memory: Any, memory_options: MemoryOptions | None, *, trains: bool
+) -> Config:
     """Check what only the merged tree shows: interpolated values, limits, the memory's options, combinations.
 
     Args:
         written_memory: the `memory` block with its options as `Letters`.
+
+    Returns:
+        The configuration, whose memory has all its options.
     """
-    resolved = resolve(config)
-    memory = resolved["memory"]
+    values = complete(Config, resolved(document, partial(type_of, Config)))
+    memory = values["memory"]
     if not isinstance(memory, Mapping) or not isinstance(memory.get("kind"), str):
         stop_on([Problem("memory", f"is {shown(memory)}, but must be a block with a kind{_way_to_give(memory)}")])
-    of_deepspeed = deepspeed_keys.check_block(resolved["deepspeed"], key="deepspeed", everywhere=())
-    stop_on([*check_tree(Config, resolved), *of_deepspeed])
-    written = _with_letters(memory, written_memory)
-    of_memory = _write_out_memory(config, written, memory_options) if memory_options is not None else []
-    stop_on([*check_values(Config, resolved), *check_texts(flatten(resolved)), *of_memory])
-    stop_on(check_together(resolved))
+    of_deepspeed = deepspeed_keys.check_block(values["deepspeed"], key="deepspeed", everywhere=())
+    stop_on([*check_tree(Config, values), *of_deepspeed])
+    of_memory: Sequence[Problem] = ()
+    completed = memory
+    if memory_options is not None:
+        try:
+            completed = memory_options(_with_letters(memory, written_memory))
+        except ConfigError as error:
+            of_memory = error.problems
+        except ValueError as error:
+            of_memory = [_begun_by_key(str(error)) or Problem("memory", str(error))]
+    stop_on([*check_values(Config, values), *check_texts(flatten(values)), *of_memory])
+    stop_on(check_together(values, trains=trains))
+    unresolved = _unresolved(document["memory"])
+    written = completed if unresolved is None else merge(completed, unresolved)
+    return _from_document({**document, "memory": written}, {**values, "memory": completed})
 
 
 def _way_to_give(memory: Any) -> str:
@@ -151,20 +191,6 @@ def _with_letters(resolved: Any, written: Any) -> Any:
     if isinstance(written, list):
         return [_with_letters(*pair) for pair in zip(resolved, written, strict=True)]
     return resolved
-
-
-def _write_out_memory(config: Config, written: Mapping[str, Any], memory_options: MemoryOptions) -> Sequence[Problem]:
-    """Complete the memory block with the types and defaults of its options, or return its problems."""
-    try:
-        completed = memory_options(written)
-    except ConfigError as error:
-        return error.problems
-    except ValueError as error:
-        return [_begun_by_key(str(error)) or Problem("memory", str(error))]
-    given = cast(dict[str, Any], OmegaConf.to_container(config.memory))
-    unresolved = _unresolved(given)
-    config.memory = completed if unresolved is None else merge(completed, unresolved)
-    return []
 
 
 def _unresolved(tree: Any) -> Any:
@@ -190,30 +216,60 @@ def _check_further(config: Config, check: Callable[[Config], object]) -> None:
 def _begun_by_key(message: str) -> Problem | None:
     """An error of a memory or a model, which begins with the key: the file must come first. None: it names no key."""
     key, _, text = message.partition(" ")
-    is_key = re.fullmatch(r"[a-z_]+(\.[a-z_]+|\.\d+|\[\d+\])+", key) and key.partition(".")[0] in get_type_hints(Config)
+    is_key = re.fullmatch(r"[a-z_]+(\.[a-z_]+|\.\d+|\[\d+\])+", key) and key.partition(".")[0] in known_keys()
     return Problem(key, text) if is_key else None
 
 
-def merge_checked(schema: type, node: Mapping[str, Any], where: str) -> DictConfig:
-    """Check a block against a dataclass and return it completed with the defaults.
+def build_block(schema: type[BlockT], node: Mapping[str, Any], where: str) -> BlockT:
+    """Check a block against a dataclass and return it as an instance.
 
     Args:
-        node: the block, a plain mapping or part of a configuration.
+        node: the block, a plain and resolved tree, with values or `Letters`.
         where: key of the block in the configuration, `memory`, for messages.
 
     Raises:
         ConfigError: the block has unknown keys (the message suggests known ones), wrong types, or values that the
             metadata of their keys excludes.
     """
-    tree = with_homes(settled(typed(schema, plain_block(node), where)), lambda key: is_path(schema, key))
+    tree = with_homes(settled(typed(schema, node, where)), lambda key: is_path(schema, key))
     stop_on(check_tree(schema, tree, key=where, everywhere=known_keys()))
     paths = {key: value for key, value in flatten(tree).items() if is_path(schema, key)}
     of_paths = check_texts(paths, lambda key: cast(Key, find_key(schema, key)).metadata)
     stop_on([*check_values(schema, tree, where), *(each._replace(key=join(where, each.key)) for each in of_paths)])
-    return cast(DictConfig, OmegaConf.merge(OmegaConf.structured(schema), tree))
+    return cast(BlockT, build(schema, tree, where))
 
 
-def read_block(schema: type, path: Path, settle: Callable[[Any], Any] = settled) -> Any:
+def load_block(schema: type[BlockT], name: str, arguments: Sequence[str], *, saved: Path | None = None) -> BlockT:
+    """Read one block of a configuration; the others may need another environment, or another version of dist_mem.
+
+    Args:
+        arguments: as for `load_config`; they win over `saved`.
+        saved: what `save_config` wrote. Keys that the block does not have are left out.
+
+    Raises:
+        ConfigError: as `load_config`, for this block alone.
+        RunError: `saved` cannot be read.
+    """
+    watch_environment()
+    tree: dict[str, Any] = {name: as_tree(schema())}
+    if saved is not None:
+        tree = merge(tree, read_saved(saved))
+        wrong = check_tree(schema, tree[name], key=name)
+        stop_on([each._replace(where=str(saved)) for each in wrong if "unknown key" not in each.text])
+        tree[name] = {key: value for key, value in tree[name].items() if key in (fields_of(schema) or {})}
+    for source in read_sources(arguments):
+        given = {key: settled(child) for key, child in source.tree.items() if key == name}
+        found = [*check_tree(Config, given, everywhere=known_keys()), *check_credentials(given), *check_given(given)]
+        stop_on([problem._replace(where=source.place(problem.key)) for problem in found])
+        with placed(source.place):
+            tree = merge(tree, settled(source.tree)) if source.tree else tree
+    values = resolved(tree, partial(type_of, Config), name)[name]
+    texts = check_texts(flatten(values, name))
+    stop_on([*check_tree(schema, values, key=name), *check_values(schema, values, name), *texts])
+    return cast(BlockT, build(schema, values, name))
+
+
+def read_block(schema: type[BlockT], path: Path, settle: Callable[[Any], Any] = settled) -> BlockT:
     """Return a YAML file of another kind than a configuration, as a sweep, as an instance of its dataclass.
 
     Args:
@@ -226,15 +282,14 @@ def read_block(schema: type, path: Path, settle: Callable[[Any], Any] = settled)
     with document.placing():
         tree = settle(typed(schema, document.tree))
         stop_on([*check_tree(schema, tree), *check_given(tree)])
-        try:
-            return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), tree))
-        except OmegaConfBaseException as error:
-            raise ConfigError([unresolvable(error)]) from None
+        values = resolved(tree, lambda key: Any)
+        stop_on(check_tree(schema, values))
+        return cast(BlockT, build(schema, values))
 
 
 def deepspeed_block(config: Config) -> dict[str, Any]:
-    """Return the `deepspeed:` block as given, resolved, without "auto" values and without the keys dist_mem sets."""
-    return plain_block(config.deepspeed)
+    """Return a copy of the `deepspeed:` block as given, without "auto" values and without the keys dist_mem sets."""
+    return cast(dict[str, Any], as_tree(config.deepspeed))
 
 
 def to_yaml(config: Config, *, resolve: bool = False) -> str:
@@ -246,23 +301,23 @@ def to_yaml(config: Config, *, resolve: bool = False) -> str:
         resolve: resolve the interpolations, so that the file can be read without the environment. Texts that depend on
             the environment become `***`, except those with a fixed set of choices or under a key `kind`.
     """
-    kept = cast(DictConfig, config).copy()
+    kept = as_tree(config if resolve else config.document)
     for key in COMMAND_LINE_ONLY:
-        OmegaConf.update(kept, key, False)
+        put(kept, key, False)
     if resolve:
-        for key, found in from_environment(config).items():
+        for key, found in from_environment(config.document).items():
             schema = find_key(Config, key)
             is_choice = key.endswith(".kind") or (schema is not None and schema.metadata.choices)
             if isinstance(found.value, str) and not is_choice:
-                OmegaConf.update(kept, key, "***")
-    return dump(OmegaConf.to_container(kept, resolve=resolve))
+                put(kept, key, "***")
+    return dump(kept)
 
 
 def value_of(config: Config, key: str) -> Any:
-    """Return the resolved value of a dotted key. Raises ConfigError for an unknown key."""
+    """Return the value of a dotted key. Raises ConfigError for an unknown key."""
     if key not in known_keys():
         stop_on([Problem(key, "is not a key; `dist-mem config` lists all keys")])
-    return OmegaConf.select(cast(Any, config), key)
+    return value_at(as_tree(config), key)
 
 
 def save_config(config: Config, path: Path) -> None:

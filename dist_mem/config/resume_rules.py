@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-from omegaconf import OmegaConf
-
+from dist_mem.config.blocks import as_tree
 from dist_mem.config.check import Problem, flatten, stop_on, suggest
 from dist_mem.config.deepspeed_keys import ALLOWED_ON_RESUME, SCHEMA
 from dist_mem.config.environment_values import checksum, from_environment
@@ -19,7 +18,6 @@ from dist_mem.config.keys import ALLOWED, FREE, Rule, find_key
 from dist_mem.config.load import known_keys
 from dist_mem.config.memory_blocks import chooses_kernels
 from dist_mem.config.schema import Config
-from dist_mem.config.sources import plain_block
 
 
 class Change(NamedTuple):
@@ -50,7 +48,7 @@ def rule_of(key: str) -> Rule:
 
 def checksums_to_keep(config: Config) -> dict[str, str]:
     """Return checksums by key of values from the environment that are not FREE; `to_yaml` stores only their names."""
-    found = from_environment(config)
+    found = from_environment(config.document)
     return {key: checksum(key, value) for key, (_, value) in found.items() if rule_of(key) != FREE}
 
 
@@ -60,7 +58,7 @@ def changed_keys(old: Config, new: Config, then: Mapping[str, str] = MappingProx
     Args:
         then: `checksums_to_keep` of the old configuration, because the environment may have changed since.
     """
-    before, after = flatten(plain_block(old)), flatten(plain_block(new))
+    before, after = flatten(as_tree(old)), flatten(as_tree(new))
     for name, kept in then.items():
         if name in before:
             before[name] = after.get(name) if checksum(name, after.get(name)) == kept else _FORMER
@@ -84,7 +82,7 @@ _FORMER = _Written("another value")  # the environment's former value, known onl
 
 
 def _texts(config: Config) -> dict[str, _Written]:
-    return {key: _Written(found.written) for key, found in from_environment(config).items()}
+    return {key: _Written(found.written) for key, found in from_environment(config.document).items()}
 
 
 def _differ(was: Any, now: Any) -> bool:
@@ -157,8 +155,7 @@ def _causes(changes: Sequence[Change]) -> list[Change]:
 
 def _other_run_override(config: Config) -> str:
     """Return the override that selects another run directory."""
-    given = OmegaConf.to_container(cast(Any, config), resolve=False)
-    return "name=NAME" if "${name}" in cast(dict[str, Any], given)["run_dir"] else "run_dir=FOLDER"
+    return "name=NAME" if "${name}" in config.document["run_dir"] else "run_dir=FOLDER"
 
 
 def _refusal(change: Change, allowed: Sequence[str], other_run: str) -> Problem | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from dist_mem.config.blocks import as_tree
 from dist_mem.config.keys import (
     ALLOWED,
     FREE,
@@ -39,18 +40,19 @@ _NUM_LANES = fixed(
 )
 _SEGMENTS = fixed("memories are built for segments of that length, and lanes are between two of them")
 _MOMENTS = fixed("the checkpoint holds the moments of that optimizer")
+DOCUMENT = "_document"  # attribute of a configuration that `from_document` made
 _PRECISIONS = ("fp32", "bf16", "fp16")
 _LAYOUTS = ("documents", "stream")
 _RECOMPUTED = ("none", "blocks", "attention", "feed_forward")
 
 
-@dataclass
+@dataclass(frozen=True)
 class StageConfig:
     path: str = key("", is_path=True, may_be_empty=True, resume=FREE)  # directory on disk, as data.path
     until: int = key(0, at_least=1, at_most=STEPS)  # last step that reads it; later than that of the stage before
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataConfig:
     # directory written by a builder, or its address: https:, s3:, gs:, hf:
     path: str = key("data/sample", is_path=True, resume=FREE)
@@ -76,21 +78,21 @@ class DataConfig:
     stage_dir: str | None = key(None, is_path=True, resume=FREE, changes_no_result=True)
 
 
-@dataclass
+@dataclass(frozen=True)
 class AdaptiveConfig:
     cutoffs: list[int] = key([], at_least=1, at_most=VOCABULARY)  # vocabulary bins: [0, c0), [c0, c1), ..., [c_last, V)
     div_val: int = key(1, at_least=1, at_most=1_024)  # bin i has width d_embed / div_val**i
     tie_projections: list[bool] | None = None  # one flag per bin; None: every projection tied to the embedding's
 
 
-@dataclass
+@dataclass(frozen=True)
 class TokenTypeConfig:
     id: int = key(0, at_least=0, at_most=VOCABULARY)  # token whose embedding is added
     # tokens that start this type; empty for the first, the document
     after: list[int] = key([], at_least=0, at_most=VOCABULARY)
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelConfig:
     # transformer: relative positions, as Transformer-XL | gpt2: see docs/howto/gpt2.md | llama: see docs/howto/llama.md
     kind: str = key("transformer", choices=("transformer", "gpt2", "llama"))
@@ -125,7 +127,7 @@ class ModelConfig:
     init_std: float = key(0.02, above=0)  # standard deviation of the initial weights
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainConfig:
     seed: int = key(0, at_least=0, at_most=SEED, resume=_DRAWS)  # of initialisation and dropout
     # G, of the whole job, independent of the number of ranks
@@ -160,7 +162,7 @@ class TrainConfig:
     threads: int | None = key(None, at_least=1, at_most=4_096, resume=FREE)
 
 
-@dataclass
+@dataclass(frozen=True)
 class ParameterGroupConfig:
     # regular expression searched in the parameter's name; the first matching group applies
     param_regex: str = key("", may_be_empty=True)
@@ -169,7 +171,7 @@ class ParameterGroupConfig:
     trainable: bool = True  # false: these parameters do not change
 
 
-@dataclass
+@dataclass(frozen=True)
 class OptimizerConfig:
     # torch's; adam adds the weight decay to the gradient
     kind: str = key("adamw", choices=("adamw", "adam", "sgd"), resume=_MOMENTS)
@@ -181,7 +183,7 @@ class OptimizerConfig:
     groups: list[ParameterGroupConfig] = key([])  # parameters with different settings
 
 
-@dataclass
+@dataclass(frozen=True)
 class ScheduleConfig:
     kind: str = key("cosine", choices=("constant", "linear", "cosine"))  # decay of lr from its peak to its final value
     warmup_steps: int = key(0, at_least=0, at_most=STEPS)  # steps in which lr rises linearly to its peak
@@ -190,7 +192,7 @@ class ScheduleConfig:
     end_factor: float = key(0.0, at_least=0)  # final lr, as a fraction of the peak
 
 
-@dataclass
+@dataclass(frozen=True)
 class EvalConfig:
     every: int | None = key(None, at_least=1, at_most=STEPS)  # steps between evaluations during training; None: none
     split: str = key("validation", in_path=True)  # folder in data.path
@@ -213,7 +215,7 @@ class EvalConfig:
     allow_code: bool = False  # run memory/NAME.py of a checkpoint or export; accepted on the command line only
 
 
-@dataclass
+@dataclass(frozen=True)
 class CheckpointConfig:
     # steps between checkpoints; None: only at the end and on a stop signal
     every: int | None = key(None, at_least=1, at_most=STEPS)
@@ -228,7 +230,7 @@ class CheckpointConfig:
     background: bool = True  # write files while training continues; false: training waits for them
 
 
-@dataclass
+@dataclass(frozen=True)
 class DivergenceConfig:
     # action if a loss, memory or gradient is not finite, or a loss spikes
     action: str = key("stop", choices=("stop", "skip", "rollback"))
@@ -238,7 +240,7 @@ class DivergenceConfig:
     max_times: int = key(3, at_least=0, at_most=STEPS)  # most skips and rollbacks of a run; the next one stops it
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrackingConfig:
     every: int = key(10, at_least=1, at_most=STEPS)  # steps between logged points
     mlflow: bool = True  # false: write metrics.jsonl only
@@ -254,7 +256,7 @@ class TrackingConfig:
     wandb: bool = False  # write a W&B run into wandb/ of the run directory, for `wandb sync`
 
 
-@dataclass
+@dataclass(frozen=True)
 class WatchdogConfig:
     # at start, seconds without a new rank before the job ends and names the missing ranks
     join_seconds: float = key(60.0, above=0, at_most=SECONDS)
@@ -263,7 +265,7 @@ class WatchdogConfig:
     straggler: float | None = key(1.5, above=1)  # report a rank this many times as slow as the median rank; None: off
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config:
     # name of the run directory, and of the run in MLflow
     name: str = key("run", in_path=True, may_nest=True, resume=FREE, changes_no_result=True)
@@ -290,3 +292,9 @@ class Config:
     # the Slurm job of the launch command
     launch: LaunchConfig = key(LaunchConfig(), resume=FREE, changes_no_result=True)
     deepspeed: Any = key({"zero_optimization": {"stage": 2}}, resume=FREE)  # or path of a ds_config.json
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The tree of config.yaml: that of these values, with interpolations where they were written."""
+        found: dict[str, Any] | None = self.__dict__.get(DOCUMENT)
+        return as_tree(self) if found is None else found

@@ -13,27 +13,20 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-
 from dist_mem.config.check import (
     SURE,
     ConfigError,
     Problem,
     all_keys,
-    describe_type,
     fields_of,
-    flatten,
-    is_interpolation,
-    item_schema,
     join,
     nearest,
     shown,
-    stop_on,
 )
 from dist_mem.config.deepspeed_keys import NULLABLE
 from dist_mem.config.documents import UNREADABLE, Document, place_of, placed, read_document
-from dist_mem.config.keys import find_key, with_homes
+from dist_mem.config.interpolations import check_grammar
+from dist_mem.config.keys import with_homes
 from dist_mem.config.memory_blocks import DEFAULT, PER_BLOCK, as_block, is_key, is_per_block
 from dist_mem.config.schema import Config
 from dist_mem.config.text_checks import metadata_of
@@ -207,7 +200,7 @@ def _read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         with placed(lambda key: COMMAND_LINE):
             branch = _typed(branch)
         try:
-            OmegaConf.create(settled(branch))  # parses the interpolations
+            check_grammar(settled(branch))
         except UNREADABLE as error:
             problem = f"{shown(text)} cannot be read as a value: {yaml_error(error)}"
             raise ConfigError([Problem(key, problem, COMMAND_LINE)]) from error
@@ -285,67 +278,3 @@ def merge(old: Any, new: Any, key: str = "") -> Any:
         return items
     kept = old if isinstance(old, Mapping) else {}
     return {**kept, **{name: merge(kept.get(name), child, join(key, name)) for name, child in new.items()}}
-
-
-def plain_block(node: Any) -> dict[str, Any]:
-    """Return a block as a dict, that of a configuration with resolved interpolations."""
-    if isinstance(node, DictConfig):
-        return cast(dict[str, Any], OmegaConf.to_container(node, resolve=True))
-    return {name: plain_block(child) if isinstance(child, Mapping) else child for name, child in node.items()}
-
-
-def resolve(config: Config) -> dict[str, Any]:
-    """`plain_block`, but raising ConfigError, which names the key and the interpolation, never a value."""
-    try:
-        found = plain_block(config)
-    except OmegaConfBaseException as error:
-        raise ConfigError([unresolvable(error, config)]) from None
-    stop_on(_misread(config, found))
-    return found
-
-
-def _misread(config: Config, resolved: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield the keys whose interpolation is a text that OmegaConf converts, but `typed` does not: 0012, 1_000."""
-    written = cast(dict[str, Any], OmegaConf.to_container(cast(DictConfig, config), resolve=False))
-    texts, interpolations = flatten(plain_block(OmegaConf.create(written))), flatten(written)
-    for key, value in flatten(resolved).items():
-        found = find_key(Config, key)
-        if found is None or isinstance(value, str) or not isinstance(text := texts[key], str):
-            continue
-        schema = item_schema(found.schema) or found.schema
-        wanted = typed(schema, Letters(text))
-        if wanted != value or isinstance(wanted, bool) != isinstance(value, bool):
-            must = f"must be {describe_type(schema)}, a number without a leading 0, `_` or `:`"
-            yield Problem(
-                key, f"cannot be resolved: the value of {interpolations.get(key, 'its interpolation')} {must}"
-            )
-
-
-def unresolvable(error: OmegaConfBaseException, config: Config | None = None) -> Problem:
-    """Return the problem of a value that OmegaConf cannot give, of a configuration or of another file."""
-    key = error.full_key or ("" if config is None else _first_unresolvable(config))
-    if isinstance(error, MissingMandatoryValue):
-        return Problem(key, "is missing: give it")
-    return Problem(key, f"cannot be resolved: {_reason(error)}")
-
-
-def _first_unresolvable(config: Config) -> str:
-    """Return the first key that cannot be resolved; OmegaConf names no key inside lists and blocks."""
-    for key, written in flatten(OmegaConf.to_container(config, resolve=False)).items():
-        try:
-            OmegaConf.select(cast(DictConfig, config), key) if is_interpolation(written) else None
-        except OmegaConfBaseException:
-            return key
-    return ""
-
-
-def _reason(error: OmegaConfBaseException) -> str:
-    """Return OmegaConf's message without the value, which may be a secret from the environment."""
-    message = str(error.msg or error)
-    if named := re.search(r"Interpolation key '([A-Z_][A-Z0-9_]*)' not found", message):
-        return f"no key is called {named[1]}; of the environment, write ${{oc.env:{named[1]}}}"
-    if missing := re.search(r"Environment variable '(\w+)' not found", message):
-        return f"the environment variable {missing[1]} is not set; set it, or write ${{oc.env:{missing[1]},default}}"
-    return re.sub(
-        r"(?s)Value '.*' of type", "the value, of type", re.sub(r"(?s)\.? value: .*", "", message)
-    ).splitlines()[0]

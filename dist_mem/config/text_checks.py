@@ -8,15 +8,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlsplit
-
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from dist_mem.config.check import Problem, flatten, shown
 from dist_mem.config.deepspeed_keys import PATHS
+from dist_mem.config.interpolations import default_of_variable
 from dist_mem.config.keys import Metadata, find_key
 from dist_mem.config.schema import Config
 from dist_mem.runtime.addresses import login_of
@@ -71,17 +68,10 @@ def check_given(tree: Mapping[str, Any]) -> Iterator[Problem]:
         if value == "???":  # no value at all: that of an earlier source would stay
             yield Problem(key, "is ???, which asks for a value: give one, or leave the key out for its default")
         for default in re.findall(r"\$\{\s*oc\.env\s*:[^,{}]*,([^{}]*)\}", value) if isinstance(value, str) else ():
-            read = _as_default(default)
+            read = default_of_variable(default)
             if default.strip()[:1] not in ("'", '"') and read not in (None, default.strip()):
                 text = f"is {shown(value)}, whose default {default.strip()} would become {read}"
                 yield Problem(key, f"{text}: write it in quotes, '{default.strip()}'")
-
-
-def _as_default(text: str) -> str | None:
-    """Return what OmegaConf makes of the default of a variable; None if it is null, or cannot be read."""
-    with suppress(OmegaConfBaseException):
-        return cast(str | None, OmegaConf.create({"value": f"${{oc.env:DIST_MEM_IS_NEVER_SET,{text}}}"}).value)
-    return None
 
 
 def _fault(key: Metadata, text: str) -> str | None:

@@ -9,7 +9,7 @@ A YAML parser knows no schema: it reads `name: 0010` as the number 8, `2024_01_0
     true or false     true, false, yes, no, on, off
     list or block     of a file: its YAML; of an override: the letters as YAML on one line, without comments
 
-The options of a memory have a type once its kind is known (`merge_checked`); `settled` converts what has no type at
+The options of a memory have a type once its kind is known (`build_block`); `settled` converts what has no type at
 all. `dump` writes texts so that these rules, and any YAML parser, read the same texts.
 """
 

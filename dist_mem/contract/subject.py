@@ -53,9 +53,8 @@ class Subject:
     def config(self, *, dropout: float = 0.0, checkpointing: str = "none") -> Config:
         """Return the configuration of `model`."""
         widths = {"d_model": 12, "num_heads": 2, "d_head": 5, "d_inner": 16}
-        model = ModelConfig(num_layers=self.size.layers, norm=self.norm, dropout=dropout, **{**widths, **self.keys})
-        model.attention = self.attention
-        model.init_std = 0.5
+        own = {"norm": self.norm, "dropout": dropout, "attention": self.attention, "init_std": 0.5}
+        model = ModelConfig(num_layers=self.size.layers, **{**own, **widths, **self.keys})
         train = TrainConfig(seg_len=self.size.seg_len, activation_checkpointing=checkpointing)
         data = DataConfig(cut=self.cut)
         return Config(data=data, model=model, memory=self.block(self.size.seg_len), train=train)

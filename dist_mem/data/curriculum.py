@@ -9,9 +9,9 @@ alone, and the cursors of a checkpoint are those of the stage that its last upda
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -135,6 +135,4 @@ def curriculum_reader(
 
 def _at(data: DataConfig, path: str) -> DataConfig:
     """Return the same settings for another directory."""
-    other = copy.deepcopy(data)
-    other.path = path
-    return other
+    return replace(data, path=path)

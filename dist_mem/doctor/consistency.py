@@ -7,9 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
-from dist_mem.config import Config, DataConfig, EvalConfig
+from dist_mem.config import Config, DataConfig, EvalConfig, as_tree
 from dist_mem.config.check import flatten
 from dist_mem.data.curriculum import stages_of
 from dist_mem.data.directory import local_dir
@@ -48,8 +46,8 @@ def fingerprint_code(*, with_commit: bool) -> Fingerprint:
 
 def fingerprint(config: Config) -> Fingerprint:
     """Return every key and its value, or a checksum of a value from the environment, which may be a secret."""
-    written = flatten(OmegaConf.to_container(config, resolve=False))
-    values = flatten(OmegaConf.to_container(config, resolve=True))
+    written = flatten(config.document)
+    values = flatten(as_tree(config))
     found = {}
     for key, value in values.items():
         is_interpolated = "${" in str(written.get(key, "${"))

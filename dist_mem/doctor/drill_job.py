@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 
 from dist_mem.checkpoint.manifest import list_steps, step_dir, verify
+from dist_mem.config.values import dump
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.source import SourceDocument
 from dist_mem.engine.cpu_op import BUFFER, SHM
@@ -57,7 +57,9 @@ def prepare(folder: Path) -> Path:
         books.append(SourceDocument(id=str(number), title=f"Book {number}", source=" ".join(words), year=1900))
     build_dataset({"train": books}, folder / "books", name="drill", tokenizer_kind="bytes")
     path = folder / "drill.yaml"
-    OmegaConf.save({**_CONFIG, "data": {"path": str(folder / "books"), "train_split": "train"}}, path)
+    path.write_text(
+        dump({**_CONFIG, "data": {"path": str(folder / "books"), "train_split": "train"}}), encoding="utf-8"
+    )
     return path
 
 

@@ -7,7 +7,6 @@ compare that with whole models. Shape letters: B lanes of a micro-batch, T segme
 
 from __future__ import annotations
 
-import copy
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dist_mem.config import Config, ModelConfig
+from dist_mem.config import Config, ModelConfig, changed
 from dist_mem.config.memory_blocks import kinds_of
 from dist_mem.errors import UnusableError
 from dist_mem.estimate.operations import other_flops, product_flops
@@ -176,11 +175,10 @@ def count_micro_batch(
         learns: false for a forward alone, in `eval.precision`.
     """
 
-    changed = copy.deepcopy(config)
-    changed.train.compile = False  # meta tensors cannot be compiled
+    eager = changed(config, {"train.compile": False})  # meta tensors cannot be compiled
     parts = [
         (times, _count(short, vocab_size, on_gpu=on_gpu, keeps_gradients=keeps_gradients, learns=learns))
-        for times, short in _short_models(changed, 2)
+        for times, short in _short_models(eager, 2)
     ]
     kernels = [(float(times), work) for times, counted in parts for _, work in counted.kernels]
     peak, kept = (sum(times * getattr(counted, name) for times, counted in parts) for name in ("peak", "kept"))
@@ -204,11 +202,12 @@ def operations_per_token(config: Config, vocab_size: int, *, num_lanes: int | No
     Raises:
         NotCountedError: the memory does not run on meta tensors.
     """
-    changed = copy.deepcopy(config)
-    changed.model.attention = "simple"  # the others compute scores twice, or those of invisible keys not at all
-    changed.train.activation_checkpointing, changed.train.compile = "none", False
+    # Other back ends compute scores twice, or those of invisible keys not at all.
+    counted = {"model.attention": "simple", "train.activation_checkpointing": "none", "train.compile": False}
     shape = (num_lanes or config.train.micro_batch_size, config.train.seg_len)
-    counts = [(times, _operations(short, vocab_size, shape)) for times, short in _short_models(changed, 1)]
+    counts = [
+        (times, _operations(short, vocab_size, shape)) for times, short in _short_models(changed(config, counted), 1)
+    ]
 
     def per_token(place: int) -> Flops:
         totals = (sum(times * found[place][of] for times, found in counts) for of in (0, 1))
@@ -224,9 +223,7 @@ def _short_models(config: Config, num_layers: int) -> list[tuple[int, Config]]:
     """
 
     def of(number: int) -> Config:
-        changed = copy.deepcopy(config)
-        changed.model.num_layers = number
-        return changed
+        return changed(config, {"model.num_layers": number})
 
     train, more = config.train, config.model.num_layers - num_layers
     is_uniform = train.activation_checkpointing == "none" or train.activation_checkpointing_share == 1.0
@@ -332,9 +329,7 @@ class Counts:
 
 def with_micro_lanes(config: Config, lanes: int) -> Config:
     """Return a copy with other `train.micro_batch_size`."""
-    changed = copy.deepcopy(config)
-    changed.train.micro_batch_size = lanes
-    return changed
+    return changed(config, {"train.micro_batch_size": lanes})
 
 
 def _count(config: Config, vocab_size: int, *, on_gpu: bool, keeps_gradients: bool, learns: bool) -> Counted:

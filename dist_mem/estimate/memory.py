@@ -7,14 +7,13 @@ segment, M memory, D model, H heads.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 
-from dist_mem.config import Config, EvalConfig
+from dist_mem.config import Config, EvalConfig, as_tree, changed
+from dist_mem.config.blocks import value_at
 from dist_mem.data.batch_plan import batch_plan
 from dist_mem.data.shard import Index
 from dist_mem.errors import UnusableError
@@ -147,8 +146,7 @@ def scoring_parts(config: Config, vocab_size: int, *, num_lanes: int, world_size
     """Return what a rank needs for an evaluation; `num_lanes`: lanes of the whole job that are read at one time."""
     held = num_lanes // world_size
     fixed = _fixed_parts(config, vocab_size, "memories of the lanes", held, {"eval.batch_size": config.eval.batch_size})
-    reading = copy.deepcopy(config)
-    reading.train.micro_batch_size = max(1, min(config.train.micro_batch_size, held))
+    reading = changed(config, {"train.micro_batch_size": max(1, min(config.train.micro_batch_size, held))})
     counted = count_micro_batch(reading, vocab_size, learns=False)
     forward = Part("one block and the logits of one micro-batch", counted.peak, {"vocabulary": vocab_size})
     return [*fixed, _with_keys(forward, config, "train.micro_batch_size", "train.seg_len", *_LENGTHS)]
@@ -181,7 +179,8 @@ def _fixed_parts(config: Config, vocab_size: int, what: str, num_lanes: int, val
 
 
 def _with_keys(part: Part, config: Config, *keys: str) -> Part:
-    found = {key: OmegaConf.select(cast(DictConfig, config), key) for key in keys}
+    tree = as_tree(config)
+    found = {key: value_at(tree, key) for key in keys}
     return part._replace(values={**part.values, **{key: value for key, value in found.items() if value is not None}})
 
 

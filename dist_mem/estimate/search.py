@@ -5,12 +5,11 @@ None of these keys changes what is learnt: all may differ on resume.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from dist_mem.block import num_recomputed
-from dist_mem.config import Config, deepspeed_block
+from dist_mem.config import Config, changed, deepspeed_block
 from dist_mem.data.batch_plan import batch_plan
 from dist_mem.estimate.counting import Counted, Counts, count_micro_batch, mixed
 from dist_mem.estimate.memory import Part, counted_parts
@@ -89,10 +88,10 @@ def candidates(
 
 
 def _candidate(config: Config, settings: dict[str, Any], sizes: Sizes, counted: Counted, cluster: Cluster) -> Candidate:
-    changed = _with_settings(config, settings)
+    other = _with_settings(config, settings)
     world = {"world_size": cluster.world_size}
-    parts = counted_parts(changed, sizes, counted, None, **world, on_gpu=cluster.device.name != "cpu")
-    time = step_time(changed, sizes, counted, cluster.device, **world, gpus_per_node=cluster.gpus_per_node)
+    parts = counted_parts(other, sizes, counted, None, **world, on_gpu=cluster.device.name != "cpu")
+    time = step_time(other, sizes, counted, cluster.device, **world, gpus_per_node=cluster.gpus_per_node)
     before = {
         _STAGE: zero_block(config).get("stage", 0),
         _CHECKPOINTING: config.train.activation_checkpointing,
@@ -104,15 +103,12 @@ def _candidate(config: Config, settings: dict[str, Any], sizes: Sizes, counted: 
 
 
 def _with_settings(config: Config, settings: dict[str, Any]) -> Config:
-    changed = copy.deepcopy(config)
+    changes = dict(settings)
     if _STAGE in settings:
         block = deepspeed_block(config)
-        zero = {**(block.get("zero_optimization") or {}), "stage": settings[_STAGE]}
-        changed.deepspeed = {**block, "zero_optimization": zero}
-    changed.train.activation_checkpointing = settings.get(_CHECKPOINTING, config.train.activation_checkpointing)
-    changed.train.activation_checkpointing_share = settings.get(_SHARE, config.train.activation_checkpointing_share)
-    changed.train.micro_batch_size = settings.get(_LANES, config.train.micro_batch_size)
-    return changed
+        zero = {**(block.get("zero_optimization") or {}), "stage": changes.pop(_STAGE)}
+        changes["deepspeed"] = {**block, "zero_optimization": zero}
+    return changed(config, changes)
 
 
 def _lanes_to_try(config: Config, world_size: int) -> list[int]:
@@ -167,8 +163,7 @@ def by_back_end(
         report: is called with what is counted next.
     """
     for name in BACK_ENDS:
-        changed = copy.deepcopy(config)
-        changed.model.attention = name
+        other = changed(config, {"model.attention": name})
         if name == config.model.attention:
             counted = own
         elif name == "auto":  # it takes one of the others
@@ -176,8 +171,8 @@ def by_back_end(
         else:
             report(f"model.attention={name}")
             try:
-                counted = count_micro_batch(changed, vocab_size, on_gpu=on_gpu)
+                counted = count_micro_batch(other, vocab_size, on_gpu=on_gpu)
             except ValueError:  # the memory, or model.attention_dropout, refuses it
                 continue
-        parts = counted_parts(changed, sizes, counted, None, world_size=world_size, on_gpu=on_gpu)
+        parts = counted_parts(other, sizes, counted, None, world_size=world_size, on_gpu=on_gpu)
         yield BackEnd(name, counted.kept, sum(part.num_bytes for part in parts))

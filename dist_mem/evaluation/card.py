@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dist_mem.config import Config
 from dist_mem.config.memory_blocks import described
-from dist_mem.config.sources import plain_block
 from dist_mem.evaluation.scores import Report, read_report, shown
 from dist_mem.evaluation.trained_model import Checkpoint, TrainedModel
 from dist_mem.runtime import markdown
@@ -89,7 +88,7 @@ def card(trained: TrainedModel, config: Config, name: str, *, layout: str) -> st
     text = _CARD.format(
         name=name,
         step=manifest["step"],
-        memory=described(plain_block(config.memory)),
+        memory=described(config.memory),
         num_layers=config.model.num_layers,
         d_model=config.model.d_model,
         num_parameters=sum(parameter.numel() for parameter in trained.model.parameters()),

@@ -29,8 +29,8 @@ import torch
 
 from dist_mem.checkpoint.manifest import describe_file, files_in, write_manifest
 from dist_mem.checkpoint.rank_file import safetensors_parts
-from dist_mem.config import Config, load_config, save_config, to_yaml
-from dist_mem.config.sources import plain_block
+from dist_mem.config import Config, as_tree, changed, load_config, save_config, to_yaml
+from dist_mem.config.blocks import value_at
 from dist_mem.data.directory import open_tokenizer, refresh
 from dist_mem.data.tokenizers.registry import TOKENIZER_DIR, save_tokenizer
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError, run_error
@@ -49,6 +49,11 @@ from dist_mem.tracking.mlflow.models import Registration, check_registration, lo
 from dist_mem.tracking.mlflow.store import read_run_id
 
 # of the checkpoint
+# Keys of run, data and MLflow, which have their defaults in an export.
+_PLACES = (
+    *("run_dir", "resume", "tracking", "launch", "model.pretrained"),
+    *("data.path", "data.curriculum", "data.cache", "data.stage", "data.stage_dir"),
+)
 _METADATA = (
     *("step", "tokenizer_fingerprint", "data_fingerprint", "mlflow_run_id", "versions"),
     *("commit", "validation"),
@@ -136,7 +141,7 @@ def _initial_model(path: Path, overrides: Sequence[str]) -> Iterator[TrainedMode
     dtype = DTYPES[config.eval.precision]
     with TemporaryDirectory() as folder:
         save_config(config, Path(folder) / "config.yaml")
-        programs = sources(plain_block(config.memory))
+        programs = sources(config.memory)
         for name, text in programs.items():
             (Path(folder) / name).parent.mkdir(exist_ok=True)
             write_text(Path(folder) / name, text)
@@ -191,10 +196,6 @@ def write_export(trained: TrainedModel, directory: Path, *, name: str, layout: s
 def _portable_settings(checkpoint: Checkpoint) -> Config:
     """Return the configuration of a checkpoint without the places of run, data and MLflow."""
     path = checkpoint.directory / "config.yaml"
-    kept = kept_kinds(plain_block(load_config([str(path)]).memory), Path())  # memory/NAME.py, relative to the export
-    config, default = load_config([str(path), *kept]), Config()
-    config.run_dir, config.resume, config.tracking = default.run_dir, default.resume, default.tracking
-    config.launch, config.model.pretrained = default.launch, default.model.pretrained
-    for key in ("path", "curriculum", "cache", "stage", "stage_dir"):
-        setattr(config.data, key, getattr(default.data, key))
-    return config
+    kept = kept_kinds(load_config([str(path)]).memory, Path())  # memory/NAME.py, relative to the export
+    default = as_tree(Config())
+    return changed(load_config([str(path), *kept]), {key: value_at(default, key) for key in _PLACES})

@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
-from dist_mem.config import DataConfig, EvalConfig, TrackingConfig, TrainConfig, load_config
-from dist_mem.config.sources import read_saved
+from dist_mem.config import DataConfig, EvalConfig, TrackingConfig, TrainConfig, WatchdogConfig, load_block
 from dist_mem.data.directory import local_dir, open_index, refresh
 from dist_mem.data.remote.fetch import is_remote
 from dist_mem.data.shard import INDEX_NAME, read_index
@@ -54,7 +52,7 @@ def _join(overrides: Sequence[str], early: StopSignal | None) -> World:
             raise CutShortError(_STOPPED.format(early.received))
 
     given = [text for text in overrides if text.startswith("watchdog.")]
-    seconds = load_config(["train.steps=1", *given]).watchdog.join_seconds
+    seconds = load_block(WatchdogConfig, "watchdog", given).join_seconds
     with distributed.joining():
         is_alone = read_ranks()[1] == 1
         rendezvous = None if is_alone else wait_for_ranks(seconds=seconds, check=check)  # keeps rank 0's store alive
@@ -228,8 +226,8 @@ def data_tag(checkpoint: Checkpoint, data: DataConfig, split: str) -> str:
 
 def _is_own(checkpoint: Checkpoint, data: DataConfig) -> bool:
     if not checkpoint.is_export:  # which has no place of data
-        saved = OmegaConf.create(read_saved(checkpoint.directory / "config.yaml"))
-        if OmegaConf.select(saved, "data.path") == data.path:
+        saved = load_block(DataConfig, "data", [], saved=checkpoint.directory / "config.yaml")
+        if saved.path == data.path:
             return True
     trained = checkpoint.manifest.get("data_fingerprint", "").split()[-1:]  # of the last stage of a curriculum
     folder = local_dir(data) / data.train_split

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from dist_mem.config import Config, EvalConfig
+from dist_mem.config import Config, EvalConfig, as_tree, changed
 from dist_mem.config.keys import TOKENS
 from dist_mem.config.memory_blocks import described, memories_of
 from dist_mem.runtime.file_schema import boolean, integer, one_of, optional, record, text
@@ -101,7 +101,7 @@ def tag_of(config: Config, *, without_memory: bool = False) -> str:
     """Return the differences from the training's protocol, for names of files and metrics: "M640-stream10", or "".
 
     The training's protocol scores whole documents in fp32, each with an empty memory, whatever the evaluations during
-    training do. Call this before `apply_protocol`.
+    training do. `config` is that of the training.
     """
     wanted, model = protocol_of(config), config.model
     parts = [
@@ -118,8 +118,8 @@ def tag_of(config: Config, *, without_memory: bool = False) -> str:
     return report_name(*parts)
 
 
-def apply_protocol(config: Config) -> None:
-    """Overwrite the training's lengths, from which a model is built, and blocks with those of `eval`.
+def for_evaluation(config: Config) -> Config:
+    """Return a configuration whose lengths, from which a model is built, and blocks are those of `eval`.
 
     Raises:
         ValueError: a length is set that the memory or the model does not have.
@@ -128,19 +128,23 @@ def apply_protocol(config: Config) -> None:
     if settings.clamp_len is not None and config.model.kind != "transformer":
         kind = f"model.kind {config.model.kind} has no table of distances"
         raise ValueError(f"eval.clamp_len is {settings.clamp_len}, but {kind}: set it to null")
-    config.train.seg_len = wanted.seg_len  # the length the memories are built for
-    config.data.blocks = wanted.blocks  # also used to score and continue a text
-    config.model.clamp_len, config.model.same_length = wanted.clamp_len, wanted.same_length
-    if settings.mem_len is None:
-        return
-    blocks = short_term_blocks(config.memory)
-    if not blocks:
+    memory = as_tree(config.memory)
+    blocks = short_term_blocks(memory) if settings.mem_len is not None else []
+    if settings.mem_len is not None and not blocks:
         raise ValueError(
             f"eval.mem_len is {settings.mem_len}, but memory.kind {described(config.memory)} has no short-term memory "
             "(no memory.mem_len): set eval.mem_len to null"
         )
     for block in blocks:
         block["mem_len"] = settings.mem_len
+    changes = {
+        "train.seg_len": wanted.seg_len,  # the length the memories are built for
+        "data.blocks": wanted.blocks,  # also used to score and continue a text
+        "model.clamp_len": wanted.clamp_len,
+        "model.same_length": wanted.same_length,
+        "memory": memory,
+    }
+    return changed(config, changes)
 
 
 def short_term_blocks(memory: Mapping[str, Any]) -> list[Any]:

@@ -86,7 +86,7 @@ def score_split(
         inputs: (num_inputs,) int64: the states of `init_state` are memories of a text, which every document continues,
             and these are the inputs of its open segment; they are read again before every document, and not scored.
             If empty, every document begins with BOS.
-        config: the lengths are those that it has for training, except `eval.seg_len`; `apply_protocol` replaces them by
+        config: the lengths are those that it has for training, except `eval.seg_len`; `for_evaluation` replaces them by
             those of `eval`. `eval.layout`, `eval.blocks`, `eval.batch_size` and `eval.max_document_len` always apply.
         without_memory: read every segment with an empty memory; the same tokens are scored.
 

@@ -29,7 +29,7 @@ from dist_mem.evaluation.job import (
 )
 from dist_mem.evaluation.plot import Line, add_legend, draw_lines, labels_of, save_picture
 from dist_mem.evaluation.plotting.style import add_grid, in_style, new_picture
-from dist_mem.evaluation.protocol import Protocol, apply_protocol, in_terms_of_eval, protocol_of, report_name
+from dist_mem.evaluation.protocol import Protocol, for_evaluation, in_terms_of_eval, protocol_of, report_name
 from dist_mem.evaluation.scores import MEASURES, Report, measure_of, shown
 from dist_mem.evaluation.trained_model import Checkpoint, read_settings
 from dist_mem.model import MemoryLM
@@ -138,8 +138,7 @@ def names_of(paths: Sequence[Path]) -> list[str]:
 def check_lengths(checkpoint: Checkpoint, sweep: Sweep, overrides: Sequence[str]) -> None:
     """Raise ValueError if the checkpoint's memory does not allow one of the lengths."""
     for value in sweep.values:
-        config = read_settings(checkpoint.directory, [*overrides, f"eval.{sweep.key}={value}"])
-        apply_protocol(config)
+        config = for_evaluation(read_settings(checkpoint.directory, [*overrides, f"eval.{sweep.key}={value}"]))
         adaptive = config.model.adaptive
         try:
             with torch.device("meta"):

@@ -38,13 +38,12 @@ from dist_mem.config import Config, ConfigError, DataConfig, load_config
 from dist_mem.config.check import Problem, stop_on
 from dist_mem.config.environment_values import checksum, from_environment
 from dist_mem.config.memory_blocks import chooses_kernels
-from dist_mem.config.sources import plain_block
 from dist_mem.data.directory import open_tokenizer
 from dist_mem.data.remote.fetch import is_remote, show
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import JSON_NAME, TOKENIZER_DIR, load_tokenizer
 from dist_mem.errors import CheckpointError, UnusableError, run_error
-from dist_mem.evaluation.protocol import apply_protocol, in_terms_of_eval
+from dist_mem.evaluation.protocol import for_evaluation, in_terms_of_eval
 from dist_mem.hf.folder import CONFIG
 from dist_mem.hf.names import LAYOUTS, check_types, take_published
 from dist_mem.memory import memory_options
@@ -81,7 +80,7 @@ class TrainedModel(NamedTuple):
 
     model: MemoryLM
     tokenizer: Tokenizer
-    config: Config
+    config: Config  # with the lengths of `eval`
     checkpoint: Checkpoint
     device: torch.device
     dtype: torch.dtype  # of the weights
@@ -140,7 +139,7 @@ def read_settings(directory: Path, overrides: Sequence[str], *, reads_data: bool
     if reads_data and is_foreign and not any(override.startswith("data.path=") for override in overrides):
         text = f"give data.path=FOLDER or its URL: servers and commands that only {path} names are not used"
         raise ConfigError([Problem("data.path", text)])
-    kept = kept_kinds(plain_block(given.memory), directory)  # the program as trained, even if the original has changed
+    kept = kept_kinds(given.memory, directory)  # the program as trained, even if the original has changed
     if kept and not given.eval.allow_code:
         source = source_of(kept[0].partition("=")[2])
         text = f"{source} is a program, which loading {directory} would run: read it, then add eval.allow_code=true"
@@ -149,7 +148,7 @@ def read_settings(directory: Path, overrides: Sequence[str], *, reads_data: bool
     then = read_manifest(directory).get("environment", {})
     stop_on(
         Problem(key, f"is {found.written}, which has another value than in training; set it back")
-        for key, found in from_environment(config).items()
+        for key, found in from_environment(config.document).items()
         if key.startswith(("model.", "memory.")) and then.get(key) not in (None, checksum(key, found.value))
     )
     return config
@@ -210,7 +209,7 @@ def open_model(
     Raises:
         ValueError: the memory does not allow these lengths, or what `check` raises.
     """
-    apply_protocol(config)
+    config = for_evaluation(config)
     device, dtype = torch.device(device), DTYPES[config.eval.precision]
     try:
         check(config, tokenizer.vocab_size)

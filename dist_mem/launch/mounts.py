@@ -7,9 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
-from dist_mem.config import Config
+from dist_mem.config import Config, as_tree
 from dist_mem.config.check import flatten
 from dist_mem.config.keys import is_path
 from dist_mem.launch.directives import option
@@ -27,8 +25,8 @@ def warnings(config: Config) -> Iterator[str]:
     seen = [*always, *map(expanded, mounts)]
     if any("$" in place for place in seen):
         return  # known on the nodes only
-    written = flatten(OmegaConf.to_container(config, resolve=False))
-    for key, value in flatten(OmegaConf.to_container(config, resolve=True)).items():
+    written = flatten(config.document)
+    for key, value in flatten(as_tree(config)).items():
         if key.startswith("launch.") or not is_path(Config, key) or not isinstance(value, str):
             continue
         path = Path(folder) / re.sub(r"^(sqlite[^:/]*:///|file://)", "", value)  # an address is not absolute

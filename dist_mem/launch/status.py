@@ -15,12 +15,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from dist_mem.checkpoint.finished_file import read_finished
 from dist_mem.checkpoint.manifest import list_steps, step_dir
-from dist_mem.config.sources import read_saved
+from dist_mem.config import TrackingConfig, TrainConfig, load_block
+from dist_mem.config.load import BlockT
 from dist_mem.errors import EXIT_DONE, UnusableError, run_error
 from dist_mem.launch import queue, slurm
 from dist_mem.runtime.figures import json_text
@@ -85,7 +83,7 @@ def read_state(run_dir: Path) -> dict[str, Any]:
     found = queue.look(run_dir) if slurm.is_here() else queue.Found([], [])
     live = sorted((job for job in found.jobs if not job.has_ended), key=lambda job: job.waits)
     process = sign_of_life(run_dir)
-    finished, steps = read_finished(run_dir), _saved_value(run_dir, "train.steps")
+    finished, steps = read_finished(run_dir), _saved_block(run_dir, TrainConfig, "train").steps
     steps = steps if type(steps) is int and 0 < steps <= MAX_INTEGER else finished.step if finished else None
     point = last_point(run_dir / METRICS_FILE, "loss")
     step, metrics = (point.step, dict(point.metrics)) if point else (None, {})
@@ -116,15 +114,15 @@ def read_state(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def _saved_value(run_dir: Path, key: str) -> Any:
-    """Return a value of the run's configuration; None if it is missing, or uses a variable that is not set here."""
+def _saved_block(run_dir: Path, schema: type[BlockT], name: str) -> BlockT:
+    """Return a block of the run's configuration; the defaults if there is none, or it uses a variable not set here."""
     path = run_dir / "config.yaml"
     if is_missing(path):
-        return None
+        return schema()
     open_regular(path).close()
-    with suppress(ValueError, OmegaConfBaseException):
-        return OmegaConf.select(OmegaConf.create(read_saved(path)), key)
-    return None
+    with suppress(ValueError):
+        return load_block(schema, name, [], saved=path)
+    return schema()
 
 
 def _checkpoint(run_dir: Path) -> dict[str, Any] | None:
@@ -161,7 +159,7 @@ def _mlflow(run_dir: Path) -> dict[str, str | None] | None:
         return None
     run_id, uri = read_regular(run_dir / RUN_ID_FILE).decode(errors="replace").strip(), None
     with suppress(ValueError):  # no address
-        given = _saved_value(run_dir, "tracking.uri")
+        given = _saved_block(run_dir, TrackingConfig, "tracking").uri
         uri = without_credentials(given) if isinstance(given, str) else None
     return {"run_id": run_id, "uri": uri}
 

@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from dist_mem.config import Config
 from dist_mem.config.check import Problem, flatten, shown, stop_on
 from dist_mem.config.launch_schema import LaunchConfig
@@ -36,7 +34,7 @@ def check_gpus(launch: LaunchConfig) -> None:
 
 def _from_environment(config: Config) -> Iterator[Problem]:
     """Refuse values from the environment: everybody can read the script, in the run directory and in Slurm."""
-    leaves = flatten(OmegaConf.to_container(config, resolve=False))
+    leaves = flatten(config.document)
     fix = (
         "write $NAME in its place in env, setup, image and mounts: the shell of the job expands it, with the "
         "environment that sbatch hands on; elsewhere write the value"

@@ -21,7 +21,7 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from dist_mem.config import Config
+from dist_mem.config import Config, changed
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.errors import UnusableError, run_error
 from dist_mem.estimate.memory import refuse_what_cannot_fit, scoring_parts
@@ -215,7 +215,9 @@ def open_run(path: Path, overrides: Sequence[str], step: int | None, device: str
     try:
         checkpoint = find_checkpoint(path, step)
         config = read_settings(checkpoint.directory, overrides)
-        config.eval.layout, config.eval.max_document_len = "documents", None
+        lanes = config.eval.batch_size  # one forward pass reads all
+        own = {"eval.layout": "documents", "eval.max_document_len": None, "train.micro_batch_size": lanes}
+        config = changed(config, own)
         protocol, tag = protocol_of(config), tag_of(config)
         if protocol.blocks:
             raise UnusableError(
@@ -225,8 +227,7 @@ def open_run(path: Path, overrides: Sequence[str], step: int | None, device: str
         tokenizer = tokenizer_of_checkpoint(checkpoint)
 
         def see_that_it_fits(config: Config, vocab_size: int) -> None:
-            config.train.micro_batch_size = config.eval.batch_size  # one forward pass reads all lanes
-            refuse_what_cannot_fit(scoring_parts(config, vocab_size, num_lanes=config.eval.batch_size), place)
+            refuse_what_cannot_fit(scoring_parts(config, vocab_size, num_lanes=lanes), place)
 
         trained = open_model(checkpoint, config, tokenizer, place, check=see_that_it_fits)
     except (OSError, ValueError) as error:

@@ -14,12 +14,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from dist_mem.config import merge_checked
+from dist_mem.config import build_block
 from dist_mem.config.check import nearest, shown
 from dist_mem.config.memory_blocks import DEFAULT, PER_BLOCK, is_key, is_per_block, memories_of, memory_of
-from dist_mem.config.sources import plain_block
 from dist_mem.memory.base import LayerSpec, Memory
 from dist_mem.memory.outside import is_file, load_from_file, load_offered, offered_kinds
 from dist_mem.runtime.shipped import shipped_root
@@ -128,13 +125,13 @@ def typed_options(block: Mapping[str, Any], where: str = "memory") -> tuple[str,
             rest = f"memory.{DEFAULT} is for all blocks without their own"
             raise ValueError(f"{where}.kind is missing: give it, one of {kinds}; {rest}")
         raise ValueError(f"{where} is {shown(block)}, but must be a block whose kind is one of {kinds}")
-    given = plain_block(block)
+    given = dict(block)
     if not isinstance(over := given.get("over", {}), Mapping):
         raise ValueError(f"{where}.over is {shown(over)}, but must be a block with a kind")
     kind = str(given.pop("kind"))
-    options: Any = OmegaConf.to_object(merge_checked(memory_class(kind, where).Options, given, where))
+    options: Any = build_block(memory_class(kind, where).Options, given, where)
     if hasattr(options, "over"):
-        options.over = _completed(given.get("over", options.over), f"{where}.over")
+        options = replace(options, over=_completed(given.get("over", options.over), f"{where}.over"))
     return kind, options
 
 

@@ -74,7 +74,7 @@ class Memory(nn.Module):
 
     @dataclass
     class Options:
-        """The configuration keys of a memory besides `kind`, an OmegaConf structured config."""
+        """The configuration keys of a memory besides `kind`."""
 
     # The name in its paper, for tables and pictures; "": its kind. Where options change it, override `title_of`.
     title: ClassVar[str] = ""

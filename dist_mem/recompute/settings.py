@@ -12,10 +12,9 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from dist_mem.checkpoint.manifest import read_manifest
-from dist_mem.config import Config, ConfigError, load_config
+from dist_mem.config import Config, ConfigError, changed, load_config
 from dist_mem.config.check import Problem, stop_on
 from dist_mem.config.resume_rules import changed_keys
-from dist_mem.config.sources import plain_block
 from dist_mem.data.remote.fetch import is_remote
 from dist_mem.memory import memory_options
 from dist_mem.memory.outside import kept_kinds
@@ -39,8 +38,7 @@ def read_part(run_dir: Path, part: Part, overrides: Sequence[str], *, allowed: S
     if is_remote(config.data.path) and not any(text.startswith("data.path=") for text in overrides):
         where = f"servers and commands that only {run_dir / HISTORY} names are not used"
         raise ConfigError([Problem("data.path", f"give data.path=FOLDER or its URL: {where}")])
-    config.run_dir = str(run_dir)
-    return config
+    return changed(config, {"run_dir": str(run_dir)})
 
 
 def read_part_with_memory(run_dir: Path, part: Part, overrides: Sequence[str], *, checkpoint: Path | None) -> Config:
@@ -54,7 +52,7 @@ def read_part_with_memory(run_dir: Path, part: Part, overrides: Sequence[str], *
             has changed since the checkpoint.
     """
     given = read_part(run_dir, part, overrides, allowed=OF_REPLAY)
-    kept = kept_kinds(plain_block(given.memory), checkpoint or run_dir)
+    kept = kept_kinds(given.memory, checkpoint or run_dir)
     if kept and not given.eval.allow_code:
         text = f"is a program, which recomputing {run_dir} would run: read it, then add eval.allow_code=true"
         raise ConfigError([Problem("memory", text)])
@@ -64,8 +62,7 @@ def read_part_with_memory(run_dir: Path, part: Part, overrides: Sequence[str], *
         Problem(change.key, f"is {change.new}, which has another value than in training; set it back")
         for change in changed_keys(config, config, then)
     )
-    config.run_dir, config.train.threads = str(run_dir), part.threads
-    return config
+    return changed(config, {"run_dir": str(run_dir), "train.threads": part.threads})
 
 
 def _load(run_dir: Path, part: Part, overrides: Sequence[str], *, with_memory: bool = False) -> Config:

@@ -18,9 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omegaconf import OmegaConf
-
-from dist_mem.config import Config, ConfigError
+from dist_mem.config import Config, ConfigError, as_tree
+from dist_mem.config.blocks import value_at
 from dist_mem.errors import UnusableError
 from dist_mem.estimate.counting import NotCountedError, Operations, operations_per_token
 from dist_mem.estimate.dry_run import check_model
@@ -123,7 +122,7 @@ def _fit_size(
     """Return the override of `key` whose size is nearest to the wanted one."""
     config = load(words)
     unit = config.train.seg_len if size == "state_bytes" else _WIDTH_STEP
-    now = OmegaConf.select(config, key)  # type: ignore[arg-type]  # a DictConfig of that schema
+    now = value_at(as_tree(config), key)
     if not isinstance(now, int):
         raise UnusableError(f"{name}: fit.{size} is {key}, which is {now!r} there and no whole number")
     low, high = 4 * unit, 8 * unit

@@ -10,11 +10,9 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any
 
-from omegaconf import OmegaConf
-
-from dist_mem.config import Config, DivergenceConfig
+from dist_mem.config import Config, DivergenceConfig, as_tree
 from dist_mem.config.deepspeed_keys import ALLOWED_ON_RESUME
 from dist_mem.config.keys import keys_of
 from dist_mem.errors import UnusableError
@@ -30,7 +28,7 @@ _OF_DEEPSPEED = (*ALLOWED_ON_RESUME, "communication_data_type")  # parts of that
 
 def settings_of(config: Config) -> Settings:
     """Return the settings that affect the metrics; outside `BLOCKS` those that are not the defaults."""
-    tree = cast(dict[str, Any], OmegaConf.to_container(cast(Any, config), resolve=True))
+    tree = as_tree(config)
     found = _of_blocks(tree)
     usual = dict(flat("divergence", asdict(DivergenceConfig())))
     found |= {key: value for key, value in flat("divergence", tree["divergence"]) if value != usual[key]}

@@ -12,11 +12,9 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-from omegaconf import OmegaConf
-
-from dist_mem.config import Config, ModelConfig, load_config
+from dist_mem.config import Config, ModelConfig, as_tree, load_config
 from dist_mem.data.directory import check_split, local_dir
 from dist_mem.data.remote.fetch import is_remote
 from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_metadata
@@ -115,7 +113,7 @@ def _resolved(study: Study, run: Run, extra: Sequence[str]) -> Checked:
         config = load_config(train_words(study, run, extra), memory_options=memory_options)
     except UnusableError as error:
         raise UnusableError(f"{_title(study, run)}: {error}") from error
-    tree = cast(dict[str, Any], OmegaConf.to_container(cast(Any, config), resolve=True))
+    tree = as_tree(config)
     settings = {key: value for name in BLOCKS for key, value in flat(name, tree[name]) if key not in _APART}
     return Checked(run, config, settings)
 

@@ -29,8 +29,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING
-
 from dist_mem.config import read_block
 from dist_mem.config.check import hint, shown
 from dist_mem.errors import UnusableError
@@ -77,7 +75,7 @@ class Row:
 class Column:
     """One metric of every row."""
 
-    metric: str = MISSING  # name in the evaluation's report: word_perplexity, bits_per_byte, accuracy
+    metric: str  # name in the evaluation's report: word_perplexity, bits_per_byte, accuracy
     band: list[int] = field(default_factory=list)  # of a metric of RECALL: distances above the first, up to the second
     split: str = "test"
     point: str = ""  # where it is measured; "": the only point
@@ -89,7 +87,7 @@ class Column:
 class Point:
     """Data and settings that the rows share."""
 
-    data: str = MISSING  # data directory; a row may set another one with data.path=
+    data: str  # data directory; a row may set another one with data.path=
     build: list[list[str]] = field(default_factory=list)  # commands that build missing data; empty: users build it
     made_by: str | None = None  # without `build`: the command that users run
     vocab_size: int | None = None  # of the data, if known before they are built; for `--check`
@@ -207,7 +205,7 @@ def load_study(name: str, scale: str = "", *, folder: Path = FOLDER, max_runs: i
             message names the file and the key.
     """
     path = study_path(name, folder)
-    study: Study = read_block(Study, path, _settled)
+    study = read_block(Study, path, _settled)
     study.path = str(path)
     if study.scales or scale:
         study = _at(study, scale or next(iter(study.scales)))

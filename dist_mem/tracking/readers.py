@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from omegaconf import OmegaConf
-
 from dist_mem.config import Config
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.environment import wandb_environment
@@ -261,7 +259,7 @@ class WandbRun(Sink):
             "project": config.tracking.experiment,  # None: WANDB_PROJECT
             "name": config.tracking.run_name or config.name,
             "id": read_regular(id_file).decode(errors="replace").strip(),
-            "config": OmegaConf.to_container(config, resolve=False),  # values from the environment may be secrets
+            "config": config.document,  # values from the environment may be secrets
             "dir": str(run_dir),
             "mode": mode,
             "resume": "allow",

@@ -19,8 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from dist_mem.config import Config, TrackingConfig
 from dist_mem.config.check import flatten
 from dist_mem.runtime.extras import require
@@ -132,10 +130,7 @@ def parameters_entry(config: Config, log: Path, *, step: int) -> dict[str, Any]:
     run gets at its first start; under `changes` what another start changes; and under `config` the whole configuration,
     unresolved: a value from the environment may be a secret.
     """
-    now, defaults = (
-        as_texts(OmegaConf.to_container(source, resolve=False))  # type: ignore[arg-type]
-        for source in (config, OmegaConf.structured(Config))
-    )
+    now, defaults = (as_texts(each.document) for each in (config, Config()))
     entries = [entry.body for entry in find_entries(log, "params") if "config" in entry.body]
     if not entries:
         params = {name: value for name, value in now.items() if name == "memory.kind" or defaults.get(name) != value}

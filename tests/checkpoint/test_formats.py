@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dist_mem.checkpoint.manifest import FORMAT_VERSION, read_manifest, step_dir
-from dist_mem.config import load_config, save_config
+from dist_mem.config import changed, load_config, save_config
 from dist_mem.evaluation.trained_model import load_model
 from dist_mem.generation.text_scores import score
 from tests.checkpoint.test_restore import open_two, refusal
@@ -39,8 +39,8 @@ def config(tmp_path: Path, version: int) -> Path:
     run_dir = tmp_path / "run"
     shutil.copytree(GOLDEN / f"format-{version}" / f"step-{STEP:08d}", step_dir(run_dir, STEP))
     written = load_config([str(step_dir(run_dir, STEP) / "config.yaml")])
-    written.data.path, written.run_dir = str(GOLDEN / "data"), str(run_dir)
-    save_config(written, tmp_path / "run.yaml")
+    places = {"data.path": str(GOLDEN / "data"), "run_dir": str(run_dir)}
+    save_config(changed(written, places), tmp_path / "run.yaml")
     return tmp_path / "run.yaml"
 
 

@@ -195,7 +195,7 @@ def test_a_memory_in_a_folder_is_not_run_unless_asked_for(
         load_model(folder, DATA)
     assert not marker.exists()
     edit_config(folder, "memory.mem_len=5")
-    assert load_model(folder, DATA, "eval.allow_code=true").config.memory.mem_len == 5, "as the folder has it"
+    assert load_model(folder, DATA, "eval.allow_code=true").config.memory["mem_len"] == 5, "as the folder has it"
     assert marker.exists(), "asked for, it runs"
     edit_config(folder, "eval.allow_code=true")
     with refused(UnusableError, "eval.allow_code"):

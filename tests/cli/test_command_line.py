@@ -18,7 +18,7 @@ import pytest
 from dist_mem.__main__ import main
 from dist_mem.cli.help import EXAMPLES
 from dist_mem.cli.parser import build_parser, parse
-from dist_mem.config import Config, ConfigError, TrainConfig, load_config
+from dist_mem.config import Config, ConfigError, TrainConfig, changed, load_config
 from dist_mem.config.load import known_keys
 from dist_mem.config.other_names import OTHER_NAMES
 from dist_mem.data import batch_plan
@@ -218,8 +218,8 @@ def test_epochs_come_to_steps_rounded_up() -> None:
     for epochs, steps in ((1, 8), (0.5, 4), (0.51, 5)):
         config = load_config([f"train.epochs={epochs}", "train.global_batch_size=4", "train.micro_batch_size=2"])
         assert batch_plan.total_steps(config, documents) == steps
-        config.schedule.warmup_steps = steps
+        config = changed(config, {"schedule.warmup_steps": steps})
         assert batch_plan.total_steps(config, documents) == steps
-        config.schedule.warmup_steps = steps + 1
+        config = changed(config, {"schedule.warmup_steps": steps + 1})
         with refused(ConfigError, f"schedule.warmup_steps: {steps + 1}"):
             batch_plan.total_steps(config, documents)

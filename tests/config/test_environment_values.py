@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
-from dist_mem.config import ConfigError, load_config, read_config, save_config, to_yaml
+from dist_mem.config import ConfigError, as_tree, load_config, read_config, save_config, to_yaml
 from dist_mem.config.check import flatten
 from dist_mem.config.environment_values import HidingStream, hide
 from dist_mem.config.keys import FREE
@@ -26,7 +25,7 @@ from tests.support.ranks import launcher_environment
 from tests.support.warm_programs import running_server, write_programs
 
 SECRET = "c4n4ry-9"
-ALL = flatten(OmegaConf.to_container(OmegaConf.structured(Config)))
+ALL = flatten(as_tree(Config()))
 
 
 def load(*arguments: str) -> Config:

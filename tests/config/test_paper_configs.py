@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dist_mem.config import load_config
+from dist_mem.config import as_tree, load_config
 from dist_mem.config.memory_blocks import memory_of
 from dist_mem.memory import memory_options
 from dist_mem.model import describe
@@ -52,9 +52,9 @@ def test_wikitext_103_has_the_published_number_of_parameters(overlays: list[str]
 )
 def test_characters_are_read_as_published(names: list[str], lanes: int, steps: int, memory: str) -> None:
     config = load(*names)
-    assert (config.train.global_batch_size, config.train.steps, config.memory.kind) == (lanes, steps, memory)
+    assert (config.train.global_batch_size, config.train.steps, config.memory["kind"]) == (lanes, steps, memory)
     assert config.data.layout == config.eval.layout == "stream"
-    assert config.memory.mem_len == config.train.seg_len
+    assert config.memory["mem_len"] == config.train.seg_len
     assert config.data.path.removeprefix("data/") == config.name
     assert describe(config, 257)["num_parameters"] > 40e6
 
@@ -85,7 +85,7 @@ def test_newer_memories_have_the_published_sizes(
     """`window`: the tokens through which gradients flow."""
     config = load(f"papers/{name}.yaml")
     train = config.train
-    assert dict(config.model).items() >= model.items()
+    assert as_tree(config.model).items() >= model.items()
     assert dict(memory_of(config.memory, block)[1]).items() >= memory.items()
     if block:
         assert memory_of(config.memory, 0)[1] == memory_options({"kind": "transformer_xl", "mem_len": 512})

@@ -10,12 +10,12 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, assume, given, reject, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from dist_mem.cli.arguments import place
 from dist_mem.cli.datasets import builder_parser
 from dist_mem.cli.parser import build_parser, parse
 from dist_mem.config import Config, ConfigError, load_config, read_config, to_yaml
+from dist_mem.config.blocks import value_at
 from dist_mem.config.check import check_tree, flatten, is_optional, item_schema
 from dist_mem.config.docs import meanings
 from dist_mem.config.keys import is_path, keys_of
@@ -165,7 +165,7 @@ def test_options_of_a_memory_have_the_types_that_it_declares(tmp_path: Path) -> 
         over = ["memory.kind=infinite"] if block == "memory.over" else []
         given_words = [STEPS, *over, f"{block}.kind={mine}", f"{block}.word={text}"]
         config = load_config(given_words, memory_options=memory_options)
-        assert OmegaConf.select(OmegaConf.create({"memory": config.memory}), f"{block}.word") == text
+        assert value_at({"memory": config.memory}, f"{block}.word") == text
         (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
         assert load_config([str(tmp_path / "config.yaml")], memory_options=memory_options) == config
     with refused(ConfigError, "memory.mem_len"):

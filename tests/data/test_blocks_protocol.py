@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from dist_mem.__main__ import main
-from dist_mem.config import Config, ConfigError, load_config, save_config
+from dist_mem.config import Config, ConfigError, changed, load_config, save_config
 from dist_mem.config.resume_rules import check_changes
 from dist_mem.data.shard import Index, TokenizedDocument, read_index, write_split
 from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.errors import EXIT_DONE
-from dist_mem.evaluation.protocol import apply_protocol, protocol_of, tag_of
+from dist_mem.evaluation.protocol import for_evaluation, protocol_of, tag_of
 from dist_mem.evaluation.scores import Report, read_report, same_text, to_csv, to_table, write_report
 from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.evaluation.trained_model import TrainedModel
@@ -176,9 +176,9 @@ def test_an_evaluation_goes_by_the_training_unless_reported_otherwise() -> None:
     config = make_config(data={"blocks": True})
     assert protocol_of(config).blocks and tag_of(config) == ""
     assert str(protocol_of(config)) == "T 8, M 16, documents, blocks (their first tokens are not scored)"
-    config.eval.blocks = False
+    config = changed(config, {"eval.blocks": False})
     assert not protocol_of(config).blocks and tag_of(config) == "blocks_false"
-    apply_protocol(config)
+    config = for_evaluation(config)
     assert not config.data.blocks
     assert tag_of(make_config(eval={"blocks": True, "seg_len": 4})) == "T4-blocks_true"
 
@@ -257,8 +257,7 @@ def test_losses_are_those_of_transformers_block_after_block(tmp_path: Path) -> N
 
 def trained_in_blocks(case: str) -> TrainedModel:
     trained = trained_model(case)
-    trained.config.data.blocks = True
-    return trained
+    return trained._replace(config=changed(trained.config, {"data.blocks": True}))
 
 
 @pytest.mark.parametrize("case", [*memory_kinds(), "infinite over compressive"])

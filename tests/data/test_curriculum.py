@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dist_mem.config import Config, ConfigError, StageConfig, load_config
+from dist_mem.config import Config, ConfigError, StageConfig, changed, load_config
 from dist_mem.data.batch import Update
 from dist_mem.data.curriculum import curriculum_reader, earlier_splits, stage_number, stages_of
 from dist_mem.data.directory import open_tokenizer
@@ -44,11 +44,12 @@ def make_data(folder: Path, lengths: list[int], *, num_scored: int | None = None
 def config(tmp_path: Path) -> Config:
     """Three updates of `short`, then two of `longer`, then `long`; two lanes."""
     config, paths = Config(), [str(make_data(tmp_path / name, lengths)) for name, lengths in LENGTHS.items()]
-    config.train.seg_len, config.train.segments_per_update = 4, 2
-    config.train.global_batch_size, config.train.micro_batch_size = 2, 2
-    config.data.path = paths[2]
-    config.data.curriculum = [StageConfig(path=paths[0], until=3), StageConfig(path=paths[1], until=5)]
-    return config
+    config = changed(config, {"train.seg_len": 4, "train.segments_per_update": 2})
+    config = changed(config, {"train.global_batch_size": 2, "train.micro_batch_size": 2})
+    config = changed(config, {"data.path": paths[2]})
+    return changed(
+        config, {"data.curriculum": [StageConfig(path=paths[0], until=3), StageConfig(path=paths[1], until=5)]}
+    )
 
 
 def updates(config: Config, count: int, *, step: int = 0, cursors: torch.Tensor | None = None) -> list[Update]:
@@ -59,7 +60,7 @@ def updates(config: Config, count: int, *, step: int = 0, cursors: torch.Tensor 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_stage_is_read_from_its_beginning_and_any_step_resumes(config: Config, layout: str) -> None:
-    config.data.layout = layout
+    config = changed(config, {"data.layout": layout})
     straight, alone = updates(config, 9), list[Update]()
     for stage, count in zip(stages_of(config.data), (3, 2, 4), strict=True):
         with closing(training_reader(config, data=stage.data, world_size=1, rank=0)) as reader:
@@ -84,7 +85,7 @@ def test_a_stage_with_another_tokenizer_or_too_few_documents_is_refused_by_name(
     with refused(ValueError):
         updates(config, 1, step=3)
     save_tokenizer(BytesTokenizer(), config.data.curriculum[1].path)
-    config.train.global_batch_size = config.train.micro_batch_size = 5
+    config = changed(config, {"train.global_batch_size": 5, "train.micro_batch_size": 5})
     with refused(UnusableError, "data.curriculum", "train.global_batch_size"):
         updates(config, 1, cursors=torch.zeros(5, 3, dtype=torch.int64))
     other = open_tokenizer(config.data)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dist_mem.config import ScheduleConfig
@@ -92,6 +91,6 @@ def test_the_rate_rises_and_descends_to_the_end_value(
     kind: str, decay_steps: int | None, expected: list[float]
 ) -> None:
     """Every step of a warm-up and half a cosine: tests/training/test_reference.py."""
-    given = {"kind": kind, "warmup_steps": 10, "end_factor": 0.1, "decay_steps": decay_steps}
-    config: Any = OmegaConf.merge(OmegaConf.structured(ScheduleConfig), given)
+    given: dict[str, Any] = {"kind": kind, "warmup_steps": 10, "end_factor": 0.1, "decay_steps": decay_steps}
+    config = ScheduleConfig(**given)
     assert [lr_factor(step, config, 110) for step in (0, 10, 60, 110)] == pytest.approx(expected)

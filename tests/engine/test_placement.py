@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dist_mem.config import changed
 from dist_mem.engine import placement
 from dist_mem.engine.placement import place_parts
 from dist_mem.model import MemoryLM
@@ -25,8 +26,7 @@ pytestmark = pytest.mark.ranks
 def config_of(case: str, precision: str = "fp32", model: dict[str, Any] | None = None) -> Any:
     train = {"global_batch_size": 4, "micro_batch_size": 2, "seg_len": SEG_LEN, "precision": precision}
     config = tiny_config({"train": train, "model": model or {}})
-    config.memory = CASES[case]
-    return config
+    return changed(config, {"memory": CASES[case]})
 
 
 def whole_weights(case: str, precision: str) -> dict[str, Tensor]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
-from dist_mem.config import Config
+from dist_mem.config import Config, config_from
 from dist_mem.estimate.counting import Counted, Counts, _count, count_micro_batch, mixed
 from dist_mem.memory import memory_class, memory_kinds
 
@@ -18,7 +17,7 @@ def config(kind: str, model: dict[str, Any] | None = None, **train: Any) -> Conf
     model = {"num_layers": 4, "d_model": 128, "num_heads": 4, "d_inner": 512, **(model or {})}
     block = {"kind": kind, **memory_class(kind).small_options(SEG_LEN)}
     keys = {"model": model, "memory": block, "train": {"seg_len": SEG_LEN, "micro_batch_size": 4, **train}}
-    merged: Any = OmegaConf.merge(OmegaConf.structured(Config), keys)
+    merged: Any = config_from(keys)
     return merged
 
 
@@ -85,7 +84,7 @@ def test_the_plan_for_a_gpu_takes_the_back_end_that_the_gpu_will() -> None:
 
 def test_dropout_keeps_a_byte_an_element_on_a_gpu_and_a_number_elsewhere() -> None:
     model = {"dropout": 0.5}
-    dropped: Any = OmegaConf.merge(config("none"), {"model": model})
+    dropped = config_from(config("none").document, {"model": model})
     on_gpu, elsewhere = (count_micro_batch(dropped, VOCAB_SIZE, on_gpu=on_gpu).kept for on_gpu in (True, False))
     assert on_gpu < elsewhere
 
@@ -94,6 +93,6 @@ def test_dropout_keeps_a_byte_an_element_on_a_gpu_and_a_number_elsewhere() -> No
 def test_an_adaptive_vocabulary_is_counted_with_the_rows_that_are_expected(learns: bool) -> None:
     """Its later bins take few rows, so it needs less than a plain one."""
     plain = config("none")
-    adaptive: Any = OmegaConf.merge(plain, {"model": {"adaptive": {"cutoffs": [500, 1_000]}}})
+    adaptive = config_from(plain.document, {"model": {"adaptive": {"cutoffs": [500, 1_000]}}})
     peaks = [count_micro_batch(asked, VOCAB_SIZE, learns=learns).peak for asked in (adaptive, plain)]
     assert 0 < peaks[0] < 1.1 * peaks[1]

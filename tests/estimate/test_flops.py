@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from dist_mem.config import AdaptiveConfig, Config
+from dist_mem.config import AdaptiveConfig, Config, changed
 from dist_mem.contract import subject as contract
 from dist_mem.contract.subject import Subject
 from dist_mem.estimate.counting import Counting, Flops, NotCountedError, flops_per_token, operations_per_token
@@ -79,8 +79,7 @@ def check_small(small: Subject) -> None:
 
 def realistic(memory: dict[str, Any], **model_keys: Any) -> Any:
     config = tiny_config(REALISTIC, {"model": model_keys})
-    config.memory = memory
-    return config
+    return changed(config, {"memory": memory})
 
 
 @pytest.mark.parametrize(("case", "norm"), list(product(CASES, ["pre", "post"])))

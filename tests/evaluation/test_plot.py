@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from dist_mem.config import Config, save_config
+from dist_mem.config import Config, changed, save_config
 from dist_mem.config.check import block_of
 from dist_mem.config.keys import keys_of
 from dist_mem.data.shard import TokenizedDocument, write_split
@@ -175,8 +175,8 @@ def test_runs_are_called_by_their_memories_and_what_else_differs(tmp_path: Path,
         configs.append(None if blocks is None else tmp_path / f"{name}.yaml")
         if blocks is not None:
             config = make_config(name=name, **{key: part for key, part in blocks.items() if key != "memory"})
-            config.memory = blocks.get("memory", INFINITE["over"])
-            save_config(config, tmp_path / f"{name}.yaml")
+            memory = blocks.get("memory", INFINITE["over"])
+            save_config(changed(config, {"memory": memory}), tmp_path / f"{name}.yaml")
     assert labels_of(list(runs), configs) == [label for _, label in runs.values()]
 
 

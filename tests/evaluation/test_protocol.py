@@ -14,7 +14,7 @@ import torch
 from matplotlib.axes import Axes
 
 from dist_mem.__main__ import main
-from dist_mem.config import load_config
+from dist_mem.config import changed, load_config
 from dist_mem.data.shard import Index
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
 from dist_mem.evaluation import sweep
@@ -63,8 +63,7 @@ MEMORIES = {
 
 def config_with(memory: dict[str, Any], **blocks: Any) -> Any:
     config = make_config(**blocks)
-    config.memory = memory  # in place of the other one, not merged with it
-    return config
+    return changed(config, {"memory": memory})  # in place of the other one, not merged with it
 
 
 def make_run(folder: Path, library: Path, memory: dict[str, Any], **options: Any) -> tuple[Path, MemoryLM]:
@@ -123,9 +122,9 @@ def test_clamped_distances_of_the_training_can_be_switched_off(library: Path, in
     config = config_with(MEMORIES["transformer_xl"])
     assert found == score_built(index, weights, config, mem_len=MEM_LEN, seg_len=SEG_LEN)
     assert found.nll != asked(run_dir).nll == asked(run_dir, "eval.clamp_len=null").nll
-    config.model.clamp_len, config.eval.clamp_len = 5, 0
+    config = changed(config, {"model.clamp_len": 5, "eval.clamp_len": 0})
     assert (protocol_of(config).clamp_len, tag_of(config)) == (None, "clamp0")
-    config.model.clamp_len = None
+    config = changed(config, {"model.clamp_len": None})
     assert tag_of(config) == ""
 
 
@@ -172,11 +171,11 @@ def test_the_protocol_and_its_name_say_what_differs_from_the_training() -> None:
     config = config_with(MEMORIES["infinite_over_lamemo"])
     assert tag_of(config) == ""
     assert str(protocol_of(config)) == "T 8, M 16, documents"
-    config.eval.mem_len, config.eval.clamp_len, config.eval.same_length = 640, 400, True
-    config.eval.layout, config.eval.batch_size, config.eval.seg_len = "stream", 10, 64
+    config = changed(config, {"eval.mem_len": 640, "eval.clamp_len": 400, "eval.same_length": True})
+    config = changed(config, {"eval.layout": "stream", "eval.batch_size": 10, "eval.seg_len": 64})
     assert tag_of(config) == "T64-M640-clamp400-same_length_true-stream10"
     assert str(protocol_of(config)) == "T 64, M 640, clamp_len 400, same_length, stream in 10 lanes"
-    config.eval.max_document_len, config.eval.precision = 2000, "bf16"
+    config = changed(config, {"eval.max_document_len": 2000, "eval.precision": "bf16"})
     assert tag_of(config) == "T64-M640-clamp400-same_length_true-stream10-first2000-bf16"
     assert str(protocol_of(config)).endswith("stream in 10 lanes, first 2,000 tokens of each document, bf16")
     assert tag_of(make_config(eval={"mem_len": MEM_LEN, "seg_len": SEG_LEN, "same_length": False})) == ""

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
-from dist_mem.config import Config
+from dist_mem.config import Config, config_from
 from dist_mem.errors import UnusableError
 from dist_mem.hf.folder import load_pretrained, read_published_config
 from dist_mem.hf.names import LAYOUTS
@@ -56,7 +55,7 @@ class Published(NamedTuple):
         (self.folder / name).write_text(json.dumps(content), encoding="utf-8")
 
     def load(self, vocab_size: int = VOCAB, **blocks: Any) -> None:
-        config: Any = OmegaConf.merge(self.config, blocks)
+        config = config_from(self.config.document, blocks)
         load_pretrained(build(config, vocab_size), config, vocab_size)
 
 

@@ -112,7 +112,7 @@ def test_wrong_types_are_refused_by_name() -> None:
 def test_the_dialogue_model_of_the_released_code_loads_and_reads_speakers() -> None:
     names = ["papers/cmu_dog.yaml", "papers/cmu_dog_infinite.yaml", "code/cmu_dog_infinite.yaml"]
     config = load_config([str(ROOT / "configs" / name) for name in names], memory_options=memory_options)
-    assert (config.data.cut, config.memory.store, config.memory.over.kind) == ("end", "normed", "causal")
+    assert (config.data.cut, config.memory["store"], config.memory["over"]["kind"]) == ("end", "normed", "causal")
     types = TokenTypes(config.model.token_types, 50_257)
     letters = {letter: ord(letter) - ord("!") for letter in "ABD:"}  # as the first ids of GPT-2's vocabulary
     text = [50_256, letters["D"], 198, letters["A"], letters[":"], 5, letters["B"], letters[":"], 7]

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,8 +85,8 @@ def test_the_passage_that_tells_a_word_is_the_one_it_needs(tmp_path: Path, name:
     more = ["name=inspected", "eval.every=null", "tracking.mlflow=false"]
     run(tmp_path, "dist-mem", "train", str(ROOT / "configs" / "demo.yaml"), *MEMORIES[name], *sizes, *more)
     trained = load_model(tmp_path / "runs" / "inspected")
-    trained.config.data.path = str(tmp_path / "data" / "sample")
-    index = open_index(trained.config.data, "test")
+    data = replace(trained.config.data, path=str(tmp_path / "data" / "sample"))
+    index = open_index(data, "test")
     lengths = np.array([min(entry.num_tokens, BOOK_LEN) for entry in index.documents])
     documents = Documents(index, lengths, bos_id=trained.tokenizer.bos_id)
     found = [each for book in range(BOOKS) for each in recalled(trained, documents, book, REACHES[name])]

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from omegaconf import OmegaConf
 
-from dist_mem.config import load_config
+from dist_mem.config import LaunchConfig
 from dist_mem.launch.script import render
 from tests.support.messages import said, said_line
 from tests.support.slurm_cluster import Cluster
@@ -106,7 +105,7 @@ class Outcome(NamedTuple):
 
 def launch_block(**changes: Any) -> Any:
     block = {"nodes": "2", "gpus_per_node": "0", "time": "0:20:00", "snapshot": False}
-    return OmegaConf.merge(load_config(["train.steps=1"]).launch, block, changes)
+    return LaunchConfig(**{**block, **changes})
 
 
 def write_ranks(folder: Path, codes: str, ranks: str = RANKS) -> None:

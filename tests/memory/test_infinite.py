@@ -207,8 +207,8 @@ def configured(*overrides: str) -> Config:
 
 def test_options_of_all_memories_are_written_out_and_may_be_linked() -> None:
     config = configured("memory.kind=infinite", "memory.over.kind=transformer_xl", "memory.tau=0.9")
-    assert config.memory.over == {"kind": "transformer_xl", "mem_len": 128, "positions": None, "kernel": None}
-    assert config.memory.tau == 0.9 and config.memory.ridge == 0.5
+    assert config.memory["over"] == {"kind": "transformer_xl", "mem_len": 128, "positions": None, "kernel": None}
+    assert config.memory["tau"] == 0.9 and config.memory["ridge"] == 0.5
     linked = configured(
         "memory.kind=infinite", "memory.over.kind=transformer_xl", "memory.over.mem_len=${train.seg_len}"
     )
@@ -222,7 +222,7 @@ def test_another_memory_below_takes_none_of_the_former_options(tmp_path: Any) ->
     path.write_text(OmegaConf.to_yaml({"memory": {"kind": "infinite", "tau": 0.6, "over": over}}))
     assert configured(str(path), "memory.over.mem_len=32").memory.over.mem_len == 32
     changed = configured(str(path), "memory.over.kind=none")
-    assert changed.memory.over == {"kind": "none", "kernel": None} and changed.memory.tau == 0.6
+    assert changed.memory["over"] == {"kind": "none", "kernel": None} and changed.memory["tau"] == 0.6
     assert "over" not in configured(str(path), "memory.kind=transformer_xl").memory
 
 

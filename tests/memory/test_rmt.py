@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dist_mem.config import Config, ModelConfig, TrainConfig
+from dist_mem.config import Config, ModelConfig, TrainConfig, changed
 from dist_mem.memory.parts.memory_tokens import MemoryTokenAttention
 from dist_mem.model import MemoryLM
 from dist_mem.nn.layers import merge_heads, relative_queries, split_heads
@@ -67,8 +67,7 @@ def test_a_memory_over_it_gets_the_segment_and_not_the_memory_tokens() -> None:
     model = small_model("infinite over rmt")
     output = next(read(model, random_segments(), fresh_state(model)))
     assert [state.pending.shape[1] for state in output.state.blocks] == [4] * 3
-    wrong = config()
-    wrong.memory = small_block("infinite", over=small_block("rmt", mem_len=4))
+    wrong = changed(config(), {"memory": small_block("infinite", over=small_block("rmt", mem_len=4))})
     with refused(ValueError, "memory.over.mem_len"):
         MemoryLM(wrong, 11)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dist_mem.config import Config
+from dist_mem.config import Config, changed
 from dist_mem.memory.base import detached
 from dist_mem.memory.rmt import TokensState
 from dist_mem.model import LMState, MemoryLM
@@ -49,13 +49,18 @@ class Golden(test_txl_parity.Golden):
     def config(self, **model_changes: Any) -> Config:
         config, given = super().config(**model_changes), self.settings
         if given["num_mem_tokens"]:
-            config.memory = {
-                "kind": "rmt",
-                "num_tokens": given["num_mem_tokens"],
-                "mem_len": given["mem_len"],
-                "read_cache": given["read_mem_from_cache"],
-                "at_end": given["mem_at_end"],
-            }
+            config = changed(
+                config,
+                {
+                    "memory": {
+                        "kind": "rmt",
+                        "num_tokens": given["num_mem_tokens"],
+                        "mem_len": given["mem_len"],
+                        "read_cache": given["read_mem_from_cache"],
+                        "at_end": given["mem_at_end"],
+                    }
+                },
+            )
         return config
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dist_mem.config import AdaptiveConfig, Config, ModelConfig, TrainConfig
+from dist_mem.config import AdaptiveConfig, Config, ModelConfig, TrainConfig, changed
 from dist_mem.model import LMOutput, LMState, MemoryLM
 from tests.memory.published import Vectors, names_in
 from tests.support import parity, paths
@@ -219,8 +219,7 @@ def test_evaluation_lengths_equal_the_published_code() -> None:
     """Trained at T = 6, M = 8; evaluated at T = 4, M = 11, clamp 5, same_length: memories longer, weights the same."""
     golden = Golden("base")
     seg_len, _, mem_len, clamp_len, same_length = golden.settings["eval_lens"]
-    config = golden.config(clamp_len=clamp_len, same_length=same_length)
-    config.memory["mem_len"] = mem_len
+    config = changed(golden.config(clamp_len=clamp_len, same_length=same_length), {"memory.mem_len": mem_len})
     model = golden.model(config).eval()
     stream, expected = golden.tensor("stream"), golden.tensor("eval/loss")
     state, losses = empty_state(model), []

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dist_mem.config import AdaptiveConfig, Config, ModelConfig, TrainConfig
+from dist_mem.config import AdaptiveConfig, Config, ModelConfig, TrainConfig, changed
 from dist_mem.data.batch import IGNORE
 from dist_mem.memory.base import named_tensors
 from dist_mem.model import LMState, MemoryLM, Start, describe
@@ -120,7 +120,7 @@ def test_initial_weights_have_the_configured_spread() -> None:
 @every_vocabulary
 def test_description_equals_the_model(model_keys: dict[str, Any], precision: str) -> None:
     config = small_config(**model_keys)
-    config.train.precision = precision
+    config = changed(config, {"train.precision": precision})
     model = build(config)
     facts = describe(config, VOCAB)
     state = model.init_state(torch.arange(1), "cpu", {"fp32": torch.float32, "bf16": torch.bfloat16}[precision])
@@ -136,7 +136,7 @@ def test_published_wikitext_model_has_the_published_size() -> None:
         num_layers=16, d_model=410, num_heads=10, d_head=41, d_inner=2100, norm="post",
     )  # fmt: skip
     assert describe(config, 267_735)["num_parameters"] == 151_106_305
-    config.model.adaptive = AdaptiveConfig([20_000, 40_000, 200_000])
+    config = changed(config, {"model.adaptive": AdaptiveConfig([20_000, 40_000, 200_000])})
     assert describe(config, 267_735)["num_parameters"] == 151_107_538
 
 

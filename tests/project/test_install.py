@@ -78,7 +78,7 @@ def test_configurations_are_found_in_any_folder(
     monkeypatch.chdir(tmp_path)
     shipped.say_where_from.cache_clear()
     config = load_config(["configs/demo.yaml", "memory/none.yaml", "launch/sites/cpu.yaml"])
-    assert (config.name, config.memory.kind, config.launch.gpus_per_node) == ("demo", "none", "0")
+    assert (config.name, config.memory["kind"], config.launch.gpus_per_node) == ("demo", "none", "0")
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"files that are not in this folder: taken from {ROOT}"
     (tmp_path / "configs").mkdir()

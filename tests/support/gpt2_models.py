@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
-from dist_mem.config import Config
+from dist_mem.config import config_from
 from dist_mem.model import LMState, MemoryLM
 
 VOCAB, SEG_LEN = 67, 12
@@ -23,7 +22,7 @@ def gpt2_config(memory: dict[str, Any] | None = None, **blocks: dict[str, Any]) 
         "memory": memory or {"kind": "causal"},
         "train": {"global_batch_size": 4, "micro_batch_size": 2, "seg_len": SEG_LEN, "steps": 8, "precision": "fp32"},
     }
-    return OmegaConf.merge(OmegaConf.structured(Config), base, blocks)
+    return config_from(base, blocks)
 
 
 def build(config: Any, vocab_size: int = VOCAB) -> MemoryLM:

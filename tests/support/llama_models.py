@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 
-from dist_mem.config import Config
+from dist_mem.config import config_from
 from dist_mem.contract.subject import Subject
 from tests.support.contract_cases import SIZE, small_block
 
@@ -42,7 +41,7 @@ def llama_config(memory: dict[str, Any] | None = None, **blocks: dict[str, Any])
         "memory": memory or {"kind": "none"},
         "train": {"global_batch_size": 4, "micro_batch_size": 2, "seg_len": SEG_LEN, "steps": 8, "precision": "fp32"},
     }
-    return OmegaConf.merge(OmegaConf.structured(Config), base, blocks)
+    return config_from(base, blocks)
 
 
 class ExactRotary(torch.nn.Module):

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 from dist_mem.checkpoint.engine_files import ENGINE_JSON, engine_index, engine_ranges, engine_tensors
 from dist_mem.checkpoint.manifest import describe_file, files_in, step_dir, write_manifest
 from dist_mem.checkpoint.rank_file import rank_file, tensors_of_file
-from dist_mem.config import Config, save_config
+from dist_mem.config import config_from, save_config
 from dist_mem.data.shard import Index, TokenizedDocument, read_index, write_split
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import TOKENIZER_DIR, save_tokenizer
@@ -81,8 +80,7 @@ def make_config(**overrides: Any) -> Any:
         "tracking": {"mlflow": False},
         "deepspeed": {},
     }
-    config = OmegaConf.structured(Config(memory={}, deepspeed={}))
-    return OmegaConf.merge(config, small, overrides)
+    return config_from(small, overrides)
 
 
 def make_model() -> MemoryLM:

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
 
-from dist_mem.config import Config
+from dist_mem.config import config_from
 from dist_mem.data.batch import IGNORE, Batch, Update
 from dist_mem.data.plan import lanes_of_rank
 from dist_mem.engine.engine import Engine
@@ -51,7 +50,7 @@ class Gradients:
 
 def tiny_config(*overrides: dict[str, Any]) -> Any:
     """Return the configuration of a model that trains in milliseconds."""
-    return OmegaConf.merge(OmegaConf.structured(Config), TINY, *overrides)
+    return config_from(TINY, *overrides)
 
 
 def zero_block(stage: int) -> dict[str, Any]:

@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from dist_mem.checkpoint.listing import newest_count
-from dist_mem.config import Config
+from dist_mem.config import config_from
 from dist_mem.tracking.log import Entry, Header, new_uid, write_log
 from dist_mem.tracking.mlflow import sync
 from dist_mem.tracking.names import in_group
@@ -19,8 +17,7 @@ from dist_mem.tracking.tracker import Tracker
 
 
 def config_for(uri: str, **overrides: Any) -> Any:
-    config = OmegaConf.structured(Config)
-    return OmegaConf.merge(config, {"name": "demo", "tracking": {"uri": uri, "system_metrics": False}}, overrides)
+    return config_from({"name": "demo", "tracking": {"uri": uri, "system_metrics": False}}, overrides)
 
 
 def track_sync(run_dirs: list[Path], overrides: list[str] | None = None) -> int:

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
-from dist_mem.config import Config, save_config
+from dist_mem.config import config_from, save_config
 from dist_mem.errors import EXIT_DONE
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking.log import METRICS_FILE, read_points
@@ -120,7 +119,7 @@ def test_an_address_that_never_answers_costs_ten_seconds_at_most_and_no_points(
         uri = f"http://127.0.0.1:{free_port()}"
         if kind != "refuses":
             uri = stack.enter_context(silent_address(accepting=kind == "accepts"))
-        config: Any = OmegaConf.merge(OmegaConf.structured(Config), {"name": "demo", "tracking": {"uri": uri}})
+        config: Any = config_from({"name": "demo", "tracking": {"uri": uri}})
         save_config(config, tmp_path / "config.yaml")
         began = time.monotonic()
         assert check_tracking(config, tmp_path), "why it does not answer"

@@ -143,7 +143,7 @@ def test_the_source_of_a_memory_outside_is_kept_and_a_change_is_reported(tmp_pat
         mine.write_text(EXAMPLE.read_text() + "# mended\n")
     assert "memory/mine.py differs from the file that the run was trained with so far" in text
     mine.unlink()
-    assert load_model(tmp_path / "run", "eval.allow_code=true").config.memory.kind == f"{kept}:Averages", (
+    assert load_model(tmp_path / "run", "eval.allow_code=true").config.memory["kind"] == f"{kept}:Averages", (
         "an evaluation takes the copy"
     )
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dist_mem.config import Config
+from dist_mem.config import Config, changed
 from dist_mem.data.batch import IGNORE, Batch
 from dist_mem.engine.engine import Engine
 from dist_mem.memory import memory_class
@@ -40,8 +40,7 @@ class Updated(NamedTuple):
 
 def config_of(memory: dict[str, Any], train: dict[str, Any]) -> Config:
     config: Config = tiny_config({"train": train})
-    config.memory = memory
-    return config
+    return changed(config, {"memory": memory})
 
 
 def one_update(world: World, memory: dict[str, Any], stage: int, train: dict[str, Any], segments: Segments) -> Updated:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dist_mem.config import load_config
+from dist_mem.config import DataConfig, TrainConfig, load_block
 from dist_mem.config.memory_blocks import described
 from dist_mem.data.remote.fetch import show
 from dist_mem.evaluation.protocol import short_term_len
@@ -44,10 +44,11 @@ def _of_model(trained: TrainedModel) -> Iterator[Card]:
     yield Card("memory", described(trained.config.memory), f"{remembered}segments of T = {seg_len:,} tokens")
     model, number = trained.config.model, sum(parameter.numel() for parameter in trained.model.parameters())
     yield Card("parameters", short_count(number), f"{model.num_layers} layers of width {model.d_model}")
-    saved = load_config([str(trained.checkpoint.directory / "config.yaml")])  # with the lengths of the training
-    step, train = trained.checkpoint.manifest["step"], saved.train
+    saved = trained.checkpoint.directory / "config.yaml"  # its data may be others than those of this evaluation
+    step, train = trained.checkpoint.manifest["step"], load_block(TrainConfig, "train", [], saved=saved)
     num_tokens = step * train.global_batch_size * train.seg_len * train.segments_per_update
-    data = "" if trained.checkpoint.is_export else f", data {PurePosixPath(show(saved.data.path)).name}"
+    path = load_block(DataConfig, "data", [], saved=saved).path
+    data = "" if trained.checkpoint.is_export else f", data {PurePosixPath(show(path)).name}"
     yield Card("training", f"{short_count(num_tokens)} tokens", f"{step:,} steps{data}")
 
 

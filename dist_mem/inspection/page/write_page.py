@@ -12,11 +12,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from omegaconf import OmegaConf
-
-from dist_mem.config.sources import read_overrides
 from dist_mem.data.plan import segment_starts
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.job import StopCheck, as_job, found_by_all, use_threads
@@ -36,7 +33,7 @@ from dist_mem.inspection.words import words_of
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.tracking.mlflow.sync import log_to_run, read_config
+from dist_mem.tracking.mlflow.sync import log_to_run, read_tracking
 
 PAGE_NAME = "report.html"
 ROOM = 9_000_000  # bytes of the page's book; the details of tokens are cut to fit
@@ -123,15 +120,14 @@ def _publish(page: str, path: Path, asked: Asked) -> None:
     write_text(path, page)
     print(f"written: {path} ({len(page.encode()) / 1e6:.1f} MB)")
     run_dir = asked.runs[0].resolve()
-    given: Any = OmegaConf.create(read_overrides([text for text in asked.overrides if text.startswith("tracking.")]))
-    config = read_config(run_dir, given)
-    if not config.tracking.mlflow:
+    tracking = read_tracking(run_dir, [text for text in asked.overrides if text.startswith("tracking.")])
+    if not tracking.mlflow:
         return
     if not path.resolve().is_relative_to(run_dir):
         print(f"not added to the run in MLflow, because {path} is outside of {asked.runs[0]}", file=sys.stderr)
         return
     complaint = log_to_run(
-        config.tracking, run_dir=run_dir, step=0, metrics={}, files=[path.resolve()], overrides=asked.overrides
+        tracking, run_dir=run_dir, step=0, metrics={}, files=[path.resolve()], overrides=asked.overrides
     )
     if complaint:
         print(complaint, file=sys.stderr)

@@ -19,14 +19,11 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
-from omegaconf import OmegaConf
-
-from dist_mem.config import Config, TrackingConfig, merge_checked
-from dist_mem.config.check import check_tree, flatten, stop_on
-from dist_mem.config.sources import COMMAND_LINE, plain_block, read_overrides, read_saved, read_sources
-from dist_mem.config.text_checks import check_credentials, check_given, check_texts
+from dist_mem.config import TrackingConfig, load_block
+from dist_mem.config.blocks import value_at
+from dist_mem.config.sources import read_sources
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UnusableError
 from dist_mem.runtime.extras import is_installed, not_installed
 from dist_mem.runtime.files import is_missing, read_regular
@@ -80,31 +77,28 @@ def run(
     """
     if not run_dirs:
         raise UnusableError("give the directories of one or more runs")
-    blocks = [OmegaConf.create({"tracking": read_sources([file])[0].tree.get("tracking") or {}}) for file in files]
-    given = OmegaConf.merge(*blocks, OmegaConf.create(read_overrides(overrides)))
-    configs = [read_config(run_dir, given) for run_dir in run_dirs]
-    named = [f"tracking.uri={uri}"] if (uri := OmegaConf.select(given, "tracking.uri")) else []
-    return max(_sync(config.tracking, run_dir, named, count) for config, run_dir in zip(configs, run_dirs, strict=True))
+    given = [*files, *overrides]
+    trackings = [read_tracking(run_dir, given) for run_dir in run_dirs]
+    uris = [uri for source in read_sources(given) if (uri := value_at(source.tree, "tracking.uri"))]
+    named = [f"tracking.uri={uri}" for uri in uris[-1:]]
+    return max(_sync(tracking, run_dir, named, count) for tracking, run_dir in zip(trackings, run_dirs, strict=True))
 
 
-def read_config(run_dir: Path, given: Any) -> Config:
-    """Read the configuration of a run and check its `tracking`; the rest may need another environment."""
-    unresolved: Any = OmegaConf.to_container(given)
-    found = [*check_credentials(unresolved), *check_given(unresolved)]
-    stop_on([problem._replace(where=COMMAND_LINE) for problem in found])
-    checked = merge_checked(TrackingConfig, given.get("tracking", {}), "tracking")
-    stop_on(
-        [problem._replace(where=COMMAND_LINE) for problem in check_texts(flatten(plain_block(checked), "tracking"))]
-    )
-    if checked.uri is not None:
-        check_store(checked.uri)
+def read_tracking(run_dir: Path, given: Sequence[str]) -> TrackingConfig:
+    """Read the `tracking` block of a run.
+
+    Args:
+        given: overrides and files of the user.
+
+    Raises:
+        UnusableError: a value is invalid, or this is no directory of a run.
+    """
+    if (uri := load_block(TrackingConfig, "tracking", given).uri) is not None:
+        check_store(uri)
     path = run_dir / "config.yaml"
     if is_missing(path):
         raise UnusableError(f"{path} is missing; give the directory of a run")
-    saved, defaults = read_saved(path), OmegaConf.to_container(OmegaConf.structured(TrackingConfig))
-    wrong = check_tree(TrackingConfig, saved.get("tracking", {}), key="tracking")
-    stop_on([problem._replace(where=str(path)) for problem in wrong if "unknown key" not in problem.text])
-    return cast(Config, OmegaConf.merge({"tracking": defaults}, saved, given))
+    return load_block(TrackingConfig, "tracking", given, saved=path)
 
 
 def _sync(tracking: TrackingConfig, run_dir: Path, named: Sequence[str], count: CountPoints) -> int:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from dist_mem.__main__ import main
+from dist_mem.config import changed
 from dist_mem.config.memory_blocks import PER_BLOCK, kinds_of
 from dist_mem.data.shard import TokenizedDocument, write_split
 from dist_mem.data.tokenizers.registry import save_tokenizer
@@ -98,8 +99,7 @@ def make_run(folder: Path, data: Path, memory: dict[str, Any]) -> Path:
     model: dict[str, Any] = {"init_std": 0.3, "num_layers": 3}
     if "causal" in [kind for _, kind in kinds_of(memory)]:
         model |= {"kind": "gpt2", "num_positions": SEG_LEN}
-    config = make_config(data={"path": str(data)}, model=model, eval={"split": "test"})
-    config.memory = memory
+    config = changed(make_config(data={"path": str(data)}, model=model, eval={"split": "test"}), {"memory": memory})
     torch.manual_seed(0)
     save_weights(folder, MemoryLM(config, TOKENIZER.vocab_size).eval(), config, step=3)
     points = [{"step": step, "time": 0.0, "metrics": {"loss": 5.0 / step}} for step in (1, 2, 3)]
