@@ -100,8 +100,16 @@ def config_from(*trees: Mapping[str, Any]) -> Config:
     """Return the configuration of the defaults with trees merged into them, whose values must be valid."""
     document = as_tree(Config())
     for tree in trees:
-        document = merge(document, tree)
+        document = _filled(document, tree)
     return _from_document(complete(Config, document))
+
+
+def _filled(old: Any, new: Any) -> Any:
+    """Merge blocks key by key, also an empty one."""
+    if not isinstance(new, Mapping):
+        return as_tree(new)
+    kept = old if isinstance(old, Mapping) else {}
+    return {**kept, **{name: _filled(kept.get(name), child) for name, child in new.items()}}
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:

@@ -87,7 +87,7 @@ def evaluate_checkpoint(
     return score_split(
         trained.model,
         *states_and_inputs(trained, memory),
-        config=config,
+        config=trained.config,
         index=index,
         tokenizer=tokenizer,
         world=world,

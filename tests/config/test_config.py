@@ -59,7 +59,7 @@ def test_a_class_keeps_its_options_under_another_path(tmp_path: Path, monkeypatc
         write(tmp_path / name, f"memory: {memory}\n")
         for path in ("./mine.py", copy):
             memories = load_config([name, STEPS, f"{key}.kind={path}:Mine"], memory_options=memory_options).memory
-            assert memories.get("default", memories).mem_len == 7
+            assert memories.get("default", memories)["mem_len"] == 7
     with refused(ConfigError, "mine.py"):
         load_config(["all.yaml", STEPS, "memory.kind=mine.py:Other"], memory_options=memory_options)
     assert load_config(["all.yaml", STEPS, "memory.kind=transformer_xl"]).memory == {"kind": "transformer_xl"}

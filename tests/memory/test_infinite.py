@@ -220,7 +220,7 @@ def test_another_memory_below_takes_none_of_the_former_options(tmp_path: Any) ->
     path = tmp_path / "infinite.yaml"
     over = {"kind": "transformer_xl", "mem_len": 64}
     path.write_text(OmegaConf.to_yaml({"memory": {"kind": "infinite", "tau": 0.6, "over": over}}))
-    assert configured(str(path), "memory.over.mem_len=32").memory.over.mem_len == 32
+    assert configured(str(path), "memory.over.mem_len=32").memory["over"]["mem_len"] == 32
     changed = configured(str(path), "memory.over.kind=none")
     assert changed.memory["over"] == {"kind": "none", "kernel": None} and changed.memory["tau"] == 0.6
     assert "over" not in configured(str(path), "memory.kind=transformer_xl").memory

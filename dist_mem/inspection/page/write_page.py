@@ -109,7 +109,7 @@ def _book(asked: Asked, text: str | None, world: World, check: StopCheck) -> tup
         trained.tokenizer.pieces,
         reading,
         remove_passages(trained, document, most=MOST) if asked.removes and not_removed is None else None,
-        segment_starts(len(document.tokens), seg_len=config.train.seg_len, cut=config.data.cut),
+        segment_starts(len(document.tokens), seg_len=trained.config.train.seg_len, cut=config.data.cut),
         labels[1] if other is not None else None,
         not_removed,
     )

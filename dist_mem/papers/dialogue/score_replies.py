@@ -164,7 +164,7 @@ def _run(
         report = score_split(
             trained.model,
             *states_and_inputs(trained, before),
-            config=config,
+            config=trained.config,
             index=index,
             tokenizer=trained.tokenizer,
             world=world,
