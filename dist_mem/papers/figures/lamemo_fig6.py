@@ -58,7 +58,7 @@ def shown_layers(layers: Sequence[int]) -> list[int]:
 def draw(name: str, sources: Sequence[Source]) -> Drawn:
     source = sources[0]
     wanted = source.settings.num_tokens
-    num_segments = NUM_SEGMENTS if wanted is None else max(1, wanted // source.config.train.seg_len)
+    num_segments = NUM_SEGMENTS if wanted is None else max(1, wanted // source.trained.config.train.seg_len)
     alpha, count = mean_alpha(source, num_segments)
     shown = shown_layers(list(alpha))
     picture, axes = new_picture(3.0)

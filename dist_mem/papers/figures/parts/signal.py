@@ -57,7 +57,7 @@ def least_tokens(source: Source, memory: Infinite, num_updates: int) -> int:
 
     An update has the rows of a segment, which enters once the memory below has evicted it.
     """
-    return memory.kept_len + (num_updates + 1) * source.config.train.seg_len + 1
+    return memory.kept_len + (num_updates + 1) * source.trained.config.train.seg_len + 1
 
 
 def mass_on_words(rows: Rows, step: Step, words: Sequence[Word]) -> Tensor:
