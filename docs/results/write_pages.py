@@ -127,8 +127,9 @@ class Results:
         source, name = self.places[row]
         return source.costs(name)
 
-    def mean(self, row: str, column: str = "") -> str:
-        values = [cell.value(column or self.column) for cell in self.rows[row]]
+    def mean(self, row: str, column: str = "", seeds: Sequence[int] = ()) -> str:
+        cells = [cell for cell in self.rows[row] if not seeds or cell.seed in seeds]
+        values = [cell.value(column or self.column) for cell in cells]
         return with_spread(fmean(values), stdev(values)) if len(values) > 1 else f"{values[0]:.4g}"
 
     def best(self, column: str) -> str:
@@ -200,7 +201,8 @@ def arena() -> list[str]:
 def costs() -> list[str]:
     """What every row takes."""
     found = results("arena")
-    heading = ["memory", "parameters", "updates", "tokens", "products, 10<sup>13</sup> FLOPs", "all"]
+    heading = ["memory", "parameters", "updates", "tokens", "products, 10<sup>13</sup> FLOPs", "all", "seconds"]
+    measured = json.loads((RESULTS / "arena" / "rows.json").read_text())
     return table_of(
         heading,
         (
@@ -211,6 +213,7 @@ def costs() -> list[str]:
                 f"{each.tokens / 1e6:.2f} M",
                 f"{(each.flops or 0) / 1e13:.3f}",
                 f"{(each.all_flops or 0) / 1e13:.3f}",
+                f"{measured[row]['training_seconds']:.0f}",
             ]
             for row, each in ((row, found.costs(row)) for row in found.rows)
         ),
@@ -247,6 +250,18 @@ def controls() -> list[str]:
             [row, str(len(cells)), *(found.mean(row, column) for column in COLUMNS), *sizes, "; ".join(with_others)]
         )
     return table_of(["memory", "seeds", *COLUMNS, "updates", "tokens", "divided by the row"], rows)
+
+
+def equal_seconds() -> list[str]:
+    """README's rows with the seconds of DeltaNet, and what the same seeds have at equal FLOPs."""
+    found, headline = results("equal_seconds"), results("headline")
+    rows = []
+    for row, cells in found.rows.items():
+        steps = cells[0].body["definition"]["train.steps"]
+        before = headline.mean(row, seeds=[cell.seed for cell in cells]) if row in headline.rows else ""
+        values = [*(found.mean(row, column) for column in COLUMNS), found.gains.get((XL, row), ""), before]
+        rows.append([row, str(len(cells)), f"{steps:,}", *values])
+    return table_of(["memory", "seeds", "updates", *COLUMNS, f"{XL} / row", "perplexity at equal FLOPs"], rows)
 
 
 def equal_bytes() -> list[str]:
@@ -366,6 +381,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "costs": costs,
     "headline": headline,
     "controls": controls,
+    "equal seconds": equal_seconds,
     "equal bytes": equal_bytes,
     "shares": shares,
     "shares by seed": by_seed,
