@@ -135,10 +135,6 @@ def _train(options: argparse.Namespace, early: StopSignal, began: float) -> int:
 
 def doctor(options: argparse.Namespace) -> int:
     """Check whether machines, network and ranks are fit to train."""
-    if options.drill:
-        from dist_mem.doctor import drill
-
-        return drill.run(options.config)
     from dist_mem.runtime.distributed import choose_accelerator
 
     choose_accelerator()  # as a run does: the doctor checks what a run will have

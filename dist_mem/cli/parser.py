@@ -148,7 +148,6 @@ def _add_train(added: ArgumentParser) -> None:
 
 def _add_doctor(added: ArgumentParser) -> None:
     added.add_argument("config", nargs="*", default=[], help=f"{_CONFIG} (default: check only machines and network)")
-    added.add_argument("--drill", action="store_true", help="break a small job in every way, and report the results")
 
 
 def _add_model(added: ArgumentParser, *, overrides: str = "key=value overrides of eval.* and data.path") -> None:

@@ -1,1 +1,1 @@
-"""Checks of nodes, network, disks and configuration before a job starts, and the failure drill."""
+"""Checks of nodes, network, disks and configuration before a job starts."""

@@ -272,7 +272,7 @@ CALLS = [
     *(f"{name} {MISSING}" for name in ("reproduce", "memory show", "track sync", "figure lamemo.fig1")),
     *(f"{name} {MISSING} --step 1" for name in ("batch", "recompute")),
     *(f"{name} {MISSING}.yaml" for name in ("train", "train --check", "launch", "launch --script", "config")),
-    *(f"{name} {MISSING}.yaml" for name in ("doctor", "doctor --drill", "sweep", "arena")),
+    *(f"{name} {MISSING}.yaml" for name in ("doctor", "sweep", "arena")),
     *(f"{name} {MISSING}.yaml --slurm" for name in ("sweep", "arena")),
     f"train train.steps=1 deepspeed={MISSING}.json",
     f"estimate {MISSING}.yaml --gpu h100-80gb",

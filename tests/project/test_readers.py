@@ -36,8 +36,6 @@ ALLOWED: dict[str, str] = {
     "doctor/machine.py:_check_umask": _KERNEL,
     "doctor/machine.py:_is_mapped": _KERNEL,
     "doctor/consistency.py:fingerprint_code": _OWN,
-    "doctor/drill.py:break_by_stopped_rank": _MADE,
-    "doctor/drill_job.py:DrillJob.last_error": _MADE,
     "cli/starting.py:init": _OWN,
     "inspection/page/assemble.py:_file": _OWN,
     "launch/script.py:render": _OWN,

@@ -80,7 +80,6 @@ ENDED_OTHERWISE = {
     "data/remote/stage.py": "copies, each of which has a limit without a byte",
     "datasets/bucket_download.py": "downloads, each of which has a limit without a byte",
     "datasets/builder.py": "the work itself, in processes; Ctrl-C ends it",
-    "doctor/drill_job.py": "a process that was killed",
     "doctor/network.py": "collectives, which have the limit of the process group",
     "engine/cpu_op.py": "the result of a thread that has ended",
     "launch/local.py": "`setpriv --version`, which ends at once",

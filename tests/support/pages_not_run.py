@@ -119,7 +119,6 @@ NOT_RUN = [
     NotRun("docs/howto/data.md", "dist-mem evaluate runs/pg19_small data.path=gs:", "test_remote.py"),
     NotRun("docs/howto/data.md", "dist-mem train configs/pg19_small.yaml data.stage=m", "/dev/shm; test_stage.py"),
     NotRun("docs/howto/doctor.md", "srun", "two nodes of 8 GPUs; see test_slurm_jobs.py"),
-    NotRun("docs/howto/doctor.md", "dist-mem doctor --drill", "two minutes; test_drill.py"),
     NotRun("docs/howto/inspect.md", "dist-mem figure lamemo.fig6", "one layer has no alpha; test_figures.py"),
     NotRun("docs/howto/inspect.md", "dist-mem figure infinite.fig8", "may predict no word better; test_figures.py"),
     NotRun("docs/howto/lm_eval.md", ".venv/bin/pip install", "the network; CI has it"),
