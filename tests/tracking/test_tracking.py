@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking.log import METRICS_FILE, Entry, find_entries, read_points
 from dist_mem.tracking.mlflow import sender as sender_module
 from dist_mem.tracking.mlflow.client import is_refusal
-from dist_mem.tracking.mlflow.run import NOTE_TAG, MlflowRun, description
+from dist_mem.tracking.mlflow.run import MlflowRun
 from dist_mem.tracking.mlflow.sync import log_to_run
 from dist_mem.tracking.names import in_group, valid_name
 from tests.support.limits import wait_until
@@ -83,65 +82,19 @@ def test_mlflow_gets_parameters_points_tags_data_files_and_the_end(sent: Sent) -
     assert json.loads(dataset.dataset.profile) == {"tokens": 3}
 
 
-def test_pages_of_mlflow_have_the_results_in_a_table_pictures_in_a_folder_and_an_address(
+def test_pictures_and_evaluations_have_folders_and_the_end_says_where_the_run_is(
     sent: Sent, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tracker = sent.start()
-    tracker.log(1, {"loss": 2.0, "lr": 0.1})
-    tracker.log(1, {"validation/word_perplexity": 50.25})
+    tracker.log(1, {"loss": 2.0})
     for name in ("evaluations/test.json", "figures/passage.png"):
         (sent.run_dir / name).parent.mkdir()
         (sent.run_dir / name).touch()
         tracker.log_artifact(name)
     tracker.close("KILLED")
-    note = sent.run.data.tags[NOTE_TAG]
-    assert f"[train/loss](#/metric?runs=%5B%22{sent.run_id}%22%5D&" in note  # the address of its chart
-    assert re.sub(r"\[(\S+)\]\(\S+\)", r"\1", note).splitlines()[2:] == [
-        *("| metric | value |", "|---|---|", "| train/loss | 2 |", "| eval/validation/word_perplexity | 50.25 |"),
-        *("", "!passage"),
-    ]
-    picture = f"![passage](get-artifact?path=plots%2Fpassage.png&run_uuid={sent.run_id})"
-    assert note.endswith(picture)
-    sent.job(steps(2, 2), first_step=1)
-    assert sent.run.data.tags[NOTE_TAG].endswith(picture), "a new table keeps the picture"
     assert sent.files("evaluations") + sent.files("plots") == ["evaluations/test.json", "plots/passage.png"]
-    page = f"/#/experiments/{sent.run.info.experiment_id}/runs/{sent.run_id}/model-metrics?workflowType="
-    command = f"curves: mlflow ui --backend-store-uri {sent.uri}, then http://127.0.0.1:5000{page}"
-    assert command in capsys.readouterr().err
-    (sent.run_dir / "report.html").touch()
-    tracker = sent.start(first_step=2)
-    tracker.log_artifact("report.html")
-    tracker.close("KILLED")
-    linked = f"[report.html](#/experiments/{sent.run.info.experiment_id}/runs/{sent.run_id}/artifacts/report.html?"
-    assert linked in sent.run.data.tags[NOTE_TAG] and sent.run.data.tags[NOTE_TAG].endswith(picture)
-    sent.job(steps(3, 3), first_step=2)
-    assert sent.run.data.tags[NOTE_TAG].count(linked) == 1, "a new table keeps the link"
-    sent.client.set_tag(sent.run_id, NOTE_TAG, "Mine.")
-    sent.job(steps(4, 4), first_step=3)
-    assert sent.run.data.tags[NOTE_TAG] == "Mine."
-
-
-def test_the_table_of_runs_has_a_view_with_memory_and_perplexity(
-    sent: Sent, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sent.job(steps(1, 1))
-    experiment = sent.client.get_experiment(sent.run.info.experiment_id)
-    columns = json.loads(experiment.tags["mlflow.sharedViewState.dist_mem"])["selectedColumns"]
-    assert {"params.`memory.kind`", "metrics.`eval/test/word_perplexity`"} <= set(columns)
-    table = f"/#/experiments/{experiment.experiment_id}/runs?viewStateShareKey=dist_mem&workflowType=machine_learning"
-    assert f"; all runs: http://127.0.0.1:5000{table}" in capsys.readouterr().err
-
-
-def test_the_description_has_the_newest_picture_and_is_cut_between_metrics() -> None:
-    page: dict[str, Any] = {"experiment_id": "1", "run_id": "a"}
-    metrics = {"train/loss": 2.0} | {f"eval/validation/{number:03}": 1.0 for number in range(100)}
-    first = description(metrics, None, picture="plots/first.png", **page)
-    assert first is not None and len(first) <= 5000 and first.endswith("?path=plots%2Ffirst.png&run_uuid=a)")
-    *rows, empty, _ = first.splitlines()
-    assert (rows[-1].endswith("| 1 |"), empty) == (True, "")
-    second = description(metrics, first, picture="plots/second.png", **page)
-    assert second is not None and second.count("get-artifact") == 1 and "plots%2Fsecond.png" in second
-    assert description(metrics, second, **page) == second
+    page = f"http://127.0.0.1:5000/#/experiments/{sent.run.info.experiment_id}/runs/{sent.run_id}"
+    assert f"MLflow: mlflow ui --backend-store-uri {sent.uri}, then {page}\n" in capsys.readouterr().err
 
 
 def test_refused_entry_is_named_and_the_rest_arrives(sent: Sent, capsys: pytest.CaptureFixture[str]) -> None:

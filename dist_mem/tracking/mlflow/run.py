@@ -7,14 +7,12 @@ identify a point by name, step, time and value, and everything else is set, not 
 from __future__ import annotations
 
 import math
-import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import quote, urlencode
 
 from dist_mem.config import TrackingConfig
 from dist_mem.runtime.figures import is_figure, json_text
@@ -55,21 +53,10 @@ _PARAM_CHARS = 500  # mlflow 3 takes 6000, the servers of earlier versions 500; 
 _TAG_CHARS = 5000  # mlflow 3 takes 8000, the servers of earlier versions 5000
 # A job that ended before MLflow answered leaves a thread that still waits; the next job in this process waits for it.
 _OPENING: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by uid of the log
-NOTE_TAG = "mlflow.note.content"  # the description, in Markdown
-_FIRST_LINE = "Newest results, written by dist_mem. A text of yours that replaces it stays."
+_NOTE_TAG = "mlflow.note.content"  # the description, in Markdown
 _PICTURES = (".png", ".svg", ".pdf")
 _EVALUATIONS = "evaluations"
-_PAGE_LINE = re.compile(r"^Report of what each word gained from memory: \[.*\]\(#/.*\)$", re.MULTILINE)
-_PICTURE_LINE = re.compile(r"^!\[.*\]\(get-artifact\?.*\)$", re.MULTILINE)
 STEP_TAG = "dist_mem.step"
-# A view of the table of runs that dist_mem shares, under this name in its address: MLflow reads it from a tag of the
-# experiment. Its own table shows no metric.
-_VIEW = "dist_mem"
-_VIEW_TAG = f"mlflow.sharedViewState.{_VIEW}"
-_VIEW_COLUMNS = (
-    *("params.`memory.kind`", "metrics.`eval/test/word_perplexity`", "metrics.`eval/validation/word_perplexity`"),
-    *("metrics.`eval/test/bits_per_byte`", "metrics.`eval/validation/bits_per_byte`", "metrics.`train/loss`"),
-)
 _OWN_SERVER = "http://127.0.0.1:5000"  # of `mlflow ui`
 _EXTERNAL_TAG = "mlflow.model.isExternal"  # MLflow looks for no files then
 
@@ -103,7 +90,7 @@ class MlflowRun:
         """Import mlflow; send nothing yet. `report` is called with a line for the user."""
         import_mlflow_quietly()  # not in a thread: imports of two threads can deadlock
         self.run_id: str | None = None
-        self.where = ""  # how to open its curves, and the table of runs
+        self.where = ""  # how to open its page
         self.tags: Mapping[str, str] = {}  # of the run, when it was opened
         self._target = target
         self._report = report
@@ -122,9 +109,8 @@ class MlflowRun:
         with _OPENING[self._target.header.uid]:
             run = self._find_or_create(start_time)
         check_place(self._target.uri, run.info.artifact_uri, is_named=self._target.is_named)
-        self._share_view(run.info.experiment_id)
         self._run = run
-        self.where = where_to_look(self._target.uri, run.info.experiment_id, run.info.run_id)
+        self.where = address_of(self._target.uri, run.info.experiment_id, run.info.run_id)
         self.run_id, self.tags, self._params = run.info.run_id, run.data.tags, dict(run.data.params)
         self._report(f"MLflow run {run.info.run_name} ({self.run_id}) at {self._target.uri}")
 
@@ -151,16 +137,6 @@ class MlflowRun:
         if run.info.run_id != known:
             write_text(run_dir / RUN_ID_FILE, run.info.run_id + "\n")
         return run
-
-    def _share_view(self, experiment_id: str) -> None:
-        """Give the experiment a view of its runs, unless this user may not change it."""
-        view = json_text({"selectedColumns": _VIEW_COLUMNS})
-        try:
-            if self._client.get_experiment(experiment_id).tags.get(_VIEW_TAG) != view:
-                self._client.set_experiment_tag(experiment_id, _VIEW_TAG, view)
-        except Exception as error:
-            if not is_refusal(error):
-                raise
 
     def takes_entries(self) -> bool:
         """Whether MLflow still has the run. Raises its error if it cannot write now, so that no refusal says anything.
@@ -192,7 +168,7 @@ class MlflowRun:
             if run is None:
                 name = f"{info.run_name}: steps {first} to {last} again"
                 tags = {_PARENT_TAG: str(self.run_id), _NUMBER_TAG: str(number)}
-                tags[NOTE_TAG] = again(info.run_name, first, last)
+                tags[_NOTE_TAG] = again(info.run_name, first, last)
                 run = self._client.create_run(info.experiment_id, start_time=before, run_name=name, tags=tags)
                 self._client.set_terminated(run.info.run_id, "FINISHED")
         made = datetime.fromtimestamp(before / 1000, UTC).isoformat(timespec="seconds")
@@ -283,12 +259,7 @@ class MlflowRun:
                 self._send_datasets(body["datasets"])
             case "artifact":
                 path = file_inside(self._target.run_dir, body["path"])
-                folder = folder_of(body["path"])
-                self._client.log_artifact(self.run_id, str(path), folder)
-                if is_shown(body["path"]):
-                    self.describe(f"{folder}/{path.name}")
-                elif is_page(body["path"]):
-                    self.describe(page=body["path"])
+                self._client.log_artifact(self.run_id, str(path), folder_of(body["path"]))
             case "text":
                 if not is_plain_path(body["name"]):
                     raise LogError(f"{body['name']!a} is no plain name for a text")
@@ -296,22 +267,9 @@ class MlflowRun:
             case "status" if body["status"] == "RUNNING":
                 self._client.update_run(self.run_id, status="RUNNING")
             case "status":
-                self.describe()
                 self._client.set_terminated(self.run_id, body["status"], entry.time)
             case _:
                 raise LogError(f"this is no entry that can be read: {entry}")
-
-    def describe(self, picture: str | None = None, page: str | None = None) -> None:
-        """Write the newest results into the description, unless the user has written another one.
-
-        Args:
-            picture: a new artifact, to be shown in place of the one before.
-            page: a new report page, to be linked in place of the one before.
-        """
-        run = self._client.get_run(self.run_id)
-        present, ids = run.data.tags.get(NOTE_TAG), {"experiment_id": run.info.experiment_id, "run_id": self.run_id}
-        if text := description(run.data.metrics, present, picture=picture, page=page, max_chars=_TAG_CHARS, **ids):
-            self.send_tags({NOTE_TAG: text})
 
     def _send_params(self, params: Mapping[str, str], *, step: int, changes: str) -> None:
         """Send new parameters; describe changed ones, which MLflow refuses, in a tag with the step.
@@ -367,59 +325,6 @@ def folder_of(path: str) -> str | None:
     return _EVALUATIONS if file.parts[0] == _EVALUATIONS else None
 
 
-def is_shown(path: str) -> bool:
-    """Return whether the description of a run can show a file: browsers do not show a PDF as a picture."""
-    return PurePosixPath(path).suffix == ".png"
-
-
-def is_page(path: str) -> bool:
-    """Return whether a file is a page of `dist-mem report` in the top of the run directory."""
-    return PurePosixPath(path).suffix == ".html" and "/" not in path
-
-
-def description(
-    metrics: Mapping[str, float],
-    present: str | None,
-    *,
-    experiment_id: str,
-    run_id: str,
-    picture: str | None = None,
-    page: str | None = None,
-    max_chars: int = 5000,
-) -> str | None:
-    """Return the description of a run: a table of its newest loss and evaluations, and below it a picture.
-
-    Each name links to its chart. The loss comes first. MLflow's own pages of charts have it late: they sort groups by
-    their names. MLflow 3.17 shows a picture that is an artifact, and leaves out one that is in the text (data:).
-
-    Args:
-        metrics: the newest values of the run, under MLflow's names.
-        present: the description that the run has.
-        picture: path of an artifact; None: the one that is shown now.
-        page: path of a report page among the artifacts; None: the one that is linked now.
-        max_chars: the last metrics are left out where the text would be longer.
-
-    Returns:
-        None if there is nothing to say, or if the present text is not by dist_mem.
-    """
-    if present and not present.startswith(_FIRST_LINE):
-        return None
-    rows = [
-        f"| [{name}]({_chart(name, experiment_id, run_id)}) | {value:.5g} |"
-        for name, value in sorted(metrics.items(), key=lambda item: (in_group(item[0]) != "train/loss", item[0]))
-        if is_figure(value)
-        and (in_group(name) == "train/loss" or in_group(name).startswith(("eval/", "recall_ppl/", "recall_accuracy/")))
-    ]
-    linked = _PAGE_LINE.findall(present or "")[-1:] if page is None else [_linked(page, experiment_id, run_id)]
-    shown = _PICTURE_LINE.findall(present or "")[-1:] if picture is None else [_shown(picture, run_id)]
-    while True:
-        table = ["", "| metric | value |", "|---|---|", *rows] if rows else []
-        text = "\n".join([_FIRST_LINE, *(("", *linked) if linked else ()), *table, *(("", *shown) if shown else ())])
-        if len(text) <= max_chars or not rows:
-            return text if rows or shown or linked else None
-        rows.pop()
-
-
 def _sent(value: float | str) -> float:
     """Return a value as MLflow can keep it: an infinite one would be the largest float, a number like any other."""
     number = float(value)
@@ -434,34 +339,12 @@ def again(run_name: str, first: int, last: int) -> str:
     )
 
 
-def _linked(page: str, experiment_id: str, run_id: str) -> str:
-    """Return the Markdown of a link to a page among the artifacts; its address is relative to any page of MLflow."""
-    address = f"#/experiments/{experiment_id}/runs/{run_id}/artifacts/{quote(page)}?workflowType=machine_learning"
-    return f"Report of what each word gained from memory: [{page}]({address})"
-
-
-def _shown(picture: str, run_id: str) -> str:
-    """Return the Markdown of a picture among the artifacts; its address is relative to any page of MLflow."""
-    address = urlencode({"path": picture, "run_uuid": run_id})
-    return f"![{PurePosixPath(picture).stem}](get-artifact?{address})"
-
-
-def _chart(name: str, experiment_id: str, run_id: str) -> str:
-    """Return the address of one chart, relative to any page of MLflow."""
-    given = {"runs": [run_id], "experiments": [experiment_id], "metric": name, "plot_metric_keys": [name]}
-    texts = {key: json_text(value) for key, value in (given | {"x_axis": "step"}).items()}
-    return f"#/metric?{urlencode(texts)}"
-
-
-def where_to_look(uri: str, experiment_id: str, run_id: str) -> str:
-    """Return the addresses of a run's curves and of the table of runs, with the command if there is no server."""
+def address_of(uri: str, experiment_id: str, run_id: str) -> str:
+    """Return the address of a run's page, with the command that serves it if there is no server."""
     server, command = uri.rstrip("/"), ""
     if not is_server(uri):
         server, command = _OWN_SERVER, f"mlflow ui --backend-store-uri {uri}, then "
-    runs = f"{server}/#/experiments/{experiment_id}/runs"
-    # Without the workflow, MLflow 3 opens in its view for chat models.
-    curves = f"{runs}/{run_id}/model-metrics?workflowType=machine_learning"
-    return f"curves: {command}{curves}; all runs: {runs}?viewStateShareKey={_VIEW}&workflowType=machine_learning"
+    return f"{command}{server}/#/experiments/{experiment_id}/runs/{run_id}"
 
 
 def log_checkpoint(

@@ -125,7 +125,6 @@ class Sender:
             self._send_files(batch)
             entries.done()
             self.num_sent += len(batch)
-        self.run.describe()
 
     def gaps(self) -> Iterator[tuple[str, set[int]]]:
         """Yield the points that MLflow lacks although they were sent: name, steps. Raises any error of its client."""
