@@ -1,9 +1,9 @@
-"""List and download files of a public Google Cloud Storage bucket over HTTP; a stopped download can be resumed.
+"""List and download files of a public Google Cloud Storage bucket; a stopped download can be resumed.
 
     https://storage.googleapis.com/storage/v1/b/<bucket>/o?prefix=...     listing, in pages, with sizes and MD5
     https://storage.googleapis.com/<bucket>/<name>                        content
 
-Any server with these two URLs can replace it: a mirror, or the server of a test.
+Any server with these two URLs can replace it. gcsfs cannot list such a mirror: it first asks the server by gRPC.
 """
 
 from __future__ import annotations
@@ -15,20 +15,15 @@ import urllib.parse
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from dist_mem.data.remote import fetch as remote
-from dist_mem.data.remote.fetch import METADATA_BYTES, Verify
-from dist_mem.errors import UnfitError, UnusableError
-from dist_mem.runtime.files import read_regular, write_bytes
+from dist_mem.data.remote.fetch import METADATA_BYTES, Address, WrongRemoteError, download, show
+from dist_mem.runtime.files import read_regular
 from dist_mem.runtime.names import PLAIN, is_plain_path
 from dist_mem.runtime.progress import Progress
-
-
-class DownloadError(UnfitError):
-    """A file could not be fetched completely."""
 
 
 class RemoteFile(NamedTuple):
@@ -42,49 +37,51 @@ def list_files(base_url: str, prefix: str) -> list[RemoteFile]:
     """List the files of the bucket at `base_url` (https://host/bucket) whose names start with `prefix`.
 
     Raises:
-        DownloadError: the bucket cannot be listed now.
-        UnusableError: there is no bucket, or it refuses.
+        RemoteError: the bucket cannot be listed now, there is none, or it refuses.
     """
-    parts = urllib.parse.urlsplit(base_url.rstrip("/"))
-    root, _, bucket = parts.path.rpartition("/")
+    server, _, bucket = base_url.rstrip("/").rpartition("/")
     files: list[RemoteFile] = []
     query = {"prefix": prefix, "fields": "items(name,size,md5Hash,updated),nextPageToken"}
     while True:
-        path = f"{root}/storage/v1/b/{bucket}/o?{urllib.parse.urlencode(query)}"
-        url = urllib.parse.urlunsplit((parts.scheme, parts.netloc, path, "", ""))
-        answer = fetch(url)
-        try:
-            page = json.loads(answer)
-            files.extend(
-                RemoteFile(item["name"], int(item["size"]), item.get("md5Hash"), _seconds(item.get("updated")))
-                for item in page.get("items", [])
-            )
-        except (ValueError, KeyError) as error:
-            raise UnusableError(
-                f"{url} does not answer with a bucket's listing ({error!r}): check the base URL"
-            ) from error
+        page, found = _page(f"{server}/storage/v1/b/{bucket}/o?{urllib.parse.urlencode(query)}")
+        files += found
         if "nextPageToken" not in page:
             return files
         query["pageToken"] = page["nextPageToken"]
+
+
+def _page(url: str) -> tuple[dict[str, Any], list[RemoteFile]]:
+    """Return a page of a listing, and its files."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "page.json"
+        download(Address(url, show(url)), path, limit=METADATA_BYTES, verify=lambda _: None)
+        try:
+            page = json.loads(read_regular(path))
+            return page, [
+                RemoteFile(item["name"], int(item["size"]), item.get("md5Hash"), _seconds(item.get("updated")))
+                for item in page.get("items", [])
+            ]
+        except (ValueError, KeyError) as error:
+            raise WrongRemoteError(
+                f"{url} does not answer with a bucket's listing ({error!r}): check the base URL"
+            ) from error
 
 
 def download_files(base_url: str, files: Sequence[RemoteFile], directory: Path, *, workers: int = 8) -> None:
     """Fetch files into `directory`, keeping those already complete; each file appears only when it is complete.
 
     Raises:
-        DownloadError: a file could not be fetched; finished files are kept, and the next call continues from there. Or
-            the bucket lists a name outside `directory`.
-        WrongRemoteError: a file does not exist, may not be read, or is longer than listed; likewise.
+        RemoteError: a file could not be fetched, or is not what is listed; finished files are kept, and the next call
+            continues from there. Or the bucket lists a name outside `directory`.
     """
     for file in files:
         if not is_plain_path(file.name):
-            raise DownloadError(f"{base_url} lists the file {file.name!a}: its parts must each be {PLAIN}")
+            raise WrongRemoteError(f"{base_url} lists the file {file.name!a}: its parts must each be {PLAIN}")
     missing = [file for file in files if not is_complete(directory / file.name, file)]
     if len(missing) < len(files):
         print(f"{len(files) - len(missing)} of {len(files)} files are there already", flush=True)
-    total = sum(file.num_bytes for file in missing)
     with (
-        Progress(total, "download", unit="bytes") as progress,
+        Progress(sum(file.num_bytes for file in missing), "download", unit="bytes") as progress,
         ThreadPoolExecutor(workers) as pool,
     ):
         futures = [pool.submit(_download_file, base_url, file, directory) for file in missing]
@@ -100,44 +97,25 @@ def is_complete(path: Path, file: RemoteFile) -> bool:
     """Return whether the local file has the listed size and MD5; without an MD5, whether it is newer than that one."""
     if not path.exists() or path.stat().st_size != file.num_bytes:
         return False
-    return path.stat().st_mtime > file.updated if file.md5 is None else _md5(read_regular(path)) == file.md5
-
-
-def fetch(url: str, *, limit: int = METADATA_BYTES, verify: Verify = lambda _: None) -> bytes:
-    """Return the content at a URL, at most `limit` bytes; retry after failures that may be temporary.
-
-    Raises:
-        DownloadError: it could not be fetched now.
-        WrongRemoteError: it does not exist, may not be read, is longer, or `verify` refuses it.
-    """
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "content"
-        try:
-            remote.download(remote.Address(url, remote.show(url)), path, limit=limit, verify=verify)
-        except remote.WrongRemoteError:
-            raise
-        except remote.RemoteError as error:
-            raise DownloadError(f"{error}; start the same command again to go on: finished files are kept") from error
-        return read_regular(path)
+    return path.stat().st_mtime > file.updated if file.md5 is None else _md5(path) == file.md5
 
 
 def _download_file(base_url: str, file: RemoteFile, directory: Path) -> int:
     url = f"{base_url.rstrip('/')}/{urllib.parse.quote(file.name)}"
-    content = fetch(url, limit=file.num_bytes)
-    if len(content) != file.num_bytes or (file.md5 is not None and _md5(content) != file.md5):
-        raise DownloadError(
-            f"{url}: {len(content)} bytes with MD5 {_md5(content)} arrived, the bucket lists {file.num_bytes} "
-            f"with {file.md5}; start the same command again"
-        )
-    path = directory / file.name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(path, content)
+    download(Address(url, show(url)), directory / file.name, limit=file.num_bytes, verify=partial(_verify, file))
     return file.num_bytes
+
+
+def _verify(file: RemoteFile, path: Path) -> None:
+    """Raise ValueError if a file is not the listed one."""
+    listed = f"the bucket lists {file.num_bytes} with {file.md5}"
+    if path.stat().st_size != file.num_bytes or (file.md5 is not None and _md5(path) != file.md5):
+        raise ValueError(f"{path}: {path.stat().st_size} bytes with MD5 {_md5(path)} arrived, {listed}")
 
 
 def _seconds(time: str | None) -> float:
     return datetime.fromisoformat(time).timestamp() if time else 0.0
 
 
-def _md5(content: bytes) -> str:
-    return base64.b64encode(hashlib.md5(content, usedforsecurity=False).digest()).decode()
+def _md5(path: Path) -> str:
+    return base64.b64encode(hashlib.md5(read_regular(path), usedforsecurity=False).digest()).decode()

@@ -250,7 +250,7 @@ def test_failures_that_pass_are_tried_again(bucket: Bucket, tmp_path: Path) -> N
     [
         ("/books/train/9.txt", [503] * 9, None, 1),
         ("/books/train/9.txt", [404], None, 2),
-        ("/books/train/9.txt", [], b"Text of 8.\r\n", 1),
+        ("/books/train/9.txt", [], b"Text of 8.\r\n", 2),
         ("/books/train/9.txt", [], bytes(2**20), 2),
         (LISTING, [404], None, 2),
         (LISTING, [503] * 9, None, 1),

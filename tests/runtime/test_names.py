@@ -18,9 +18,10 @@ import pytest
 from dist_mem.config import DataConfig
 from dist_mem.data.directory import open_index, refresh
 from dist_mem.data.index import fingerprint_of
+from dist_mem.data.remote.fetch import WrongRemoteError
 from dist_mem.data.shard import fetch_shards, read_index, write_split
 from dist_mem.data.tar import TokenizedDocument
-from dist_mem.datasets.bucket_download import DownloadError, download_files, list_files
+from dist_mem.datasets.bucket_download import download_files, list_files
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.source import SourceDocument
 from dist_mem.errors import UnusableError
@@ -130,10 +131,10 @@ def test_a_listing_of_a_bucket_writes_nothing_elsewhere(tmp_path: Path, victim: 
     bucket.altered[LISTING] = json.dumps(page).encode()
     threading.Thread(target=bucket.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     try:
-        with suppress(DownloadError):
+        with suppress(WrongRemoteError):
             download_files(bucket.url, list_files(bucket.url, "train/"), tmp_path / "source")
         assert not list(victim.rglob("*"))
-        with refused(DownloadError):
+        with refused(WrongRemoteError):
             download_files(bucket.url, list_files(bucket.url, "train/"), tmp_path / "source")
     finally:
         bucket.shutdown()

@@ -21,13 +21,14 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dist_mem.datasets.bucket_download import download_files, fetch, list_files
+from dist_mem.data.remote.fetch import METADATA_BYTES, Address, show
+from dist_mem.data.remote.fetch import download as fetch
+from dist_mem.datasets.bucket_download import download_files, list_files
 from dist_mem.datasets.builder import add_build_options, build_dataset, check_paths, positive
 from dist_mem.datasets.rows import TEXT_SUFFIX
 from dist_mem.datasets.source import SourceDocument, read_text
 from dist_mem.datasets.split_names import split_named, words_digest
 from dist_mem.datasets.tree import listed_files
-from dist_mem.runtime.files import write_bytes
 
 BUCKET_URL = "https://storage.googleapis.com/deepmind-gutenberg"
 METADATA_NAME = "metadata.csv"
@@ -108,8 +109,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def download(options: argparse.Namespace) -> None:
     """Fetch metadata.csv and the documents that the other options select."""
     options.source.mkdir(parents=True, exist_ok=True)
-    content = fetch(f"{options.base_url.rstrip('/')}/{METADATA_NAME}", verify=read_metadata)
-    write_bytes(options.source / METADATA_NAME, content)
+    url = f"{options.base_url.rstrip('/')}/{METADATA_NAME}"
+    fetch(Address(url, show(url)), options.source / METADATA_NAME, limit=METADATA_BYTES, verify=read_metadata)
     metadata = read_metadata(options.source / METADATA_NAME)
     for split in OFFICIAL_SPLITS:
         listed = {file.name: file for file in list_files(options.base_url, f"{split}/")}
