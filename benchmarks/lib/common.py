@@ -1,4 +1,4 @@
-"""Functions that several benchmarks share: arguments, interleaved rounds, jobs of several ranks, the sample library."""
+"""Functions that several benchmarks share: arguments, interleaved rounds and jobs of several ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from dist_mem.runtime.network_interface import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -53,19 +55,11 @@ def interleaved(
     return times
 
 
-def build_sample(data: Path) -> None:
-    """Build the tiny sample library."""
-    build = [sys.executable, str(ROOT / "shards" / "build.py"), "sample", "--size", "tiny", "--out", str(data)]
-    subprocess.run(build, check=True, capture_output=True)
-
-
 def start_ranks(command: list[str], num_ranks: int) -> list[subprocess.Popen[str]]:
     """Start the command as every rank of one job, with a launcher's variables if there are several ranks.
 
     Only the output of rank 0 can be read.
     """
-    from dist_mem.runtime.network_interface import free_port  # not at the top: start.py times imports in the ranks
-
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = []
     for rank in range(num_ranks):

@@ -127,7 +127,7 @@ class Call:
 
 def assert_close(found: Tensor, expected: Tensor, tolerance: float, kind: str = "outputs") -> None:
     """Relative to the largest entry."""
-    parity.assert_close(found, expected, kind, kind=kind, tolerance=tolerance, floor=1e-30)
+    parity.assert_close(found, expected, kind, tolerance=tolerance, floor=1e-30)
 
 
 def assert_call(golden: Golden, module: Infinite, call: Call, number: int, tolerance: float) -> None:

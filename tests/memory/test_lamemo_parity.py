@@ -70,7 +70,7 @@ class LaMemoGolden(Golden):
 
 
 def assert_close(ours: Tensor, golden: Tensor, tolerance: float = TOLERANCE, kind: str = "outputs") -> None:
-    parity.assert_close(ours, golden, kind, kind=kind, tolerance=tolerance, floor=math.inf)
+    parity.assert_close(ours, golden, kind, tolerance=tolerance, floor=math.inf)
 
 
 def assert_state(state: LMState, golden: LaMemoGolden, prefix: str) -> None:

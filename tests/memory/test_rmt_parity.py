@@ -164,4 +164,4 @@ def test_adam_trajectory_equals_the_published_code(name: str, mode: str) -> None
         entered.append(detached(state))
     expected = golden.parameters(f"{mode}/param_after/")
     for parameter_name, parameter in model.named_parameters():
-        assert_close(parameter.detach(), expected[parameter_name], parameter_name, kind="states")
+        assert_close(parameter.detach(), expected[parameter_name], parameter_name)

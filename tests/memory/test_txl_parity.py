@@ -131,7 +131,7 @@ def empty_state(model: MemoryLM, num_lanes: int = 2) -> LMState:
 
 def assert_close(ours: Tensor, golden: Tensor, tolerance: float = TOLERANCE, kind: str = "outputs") -> None:
     """Absolute, as the golden README has it."""
-    parity.assert_close(ours, golden, kind, kind=kind, tolerance=tolerance, floor=math.inf)
+    parity.assert_close(ours, golden, kind, tolerance=tolerance, floor=math.inf)
 
 
 def assert_memories(state: LMState, golden: Golden, prefix: str) -> None:
