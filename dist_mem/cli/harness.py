@@ -28,7 +28,7 @@ def add_arguments(added: ArgumentParser) -> None:
 def _json_object(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ArgumentTypeError(f"{text} is not JSON ({error})") from error
     if not isinstance(found, dict):
         raise ArgumentTypeError(f"""{text} is no object, as '{{"max_seq_lengths": [4096]}}' is""")

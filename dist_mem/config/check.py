@@ -8,7 +8,6 @@ all at once. This module knows no key by name.
 from __future__ import annotations
 
 import difflib
-import math
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +22,6 @@ SURE = 0.75  # similarity at which a key of the same block is suggested first
 _MAYBE = 0.5  # two letters swapped in a name of two
 _SHOWN = 15  # most keys listed in a message
 _SHOWN_LETTERS = 120  # most characters of a value in a message
-_SHOWN_BITS = 256  # longer integers are abbreviated in a message
 _NUMBERS = range(-(2**63), 2**63)  # integers that tensors, arrays and MLflow can hold
 _TYPE_WORDS = {
     int: "an integer",
@@ -90,9 +88,6 @@ def located(problem: Problem, origins: Mapping[str, str]) -> Problem:
 
 def shown(value: Any) -> str:
     """Format a value for a message; long values are truncated."""
-    if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
-        # repr() raises above 4,300 digits.
-        return f"a number of about {round(value.bit_length() * math.log10(2)):,} digits"
     return _beginning(repr(value))
 
 

@@ -21,7 +21,7 @@ from dist_mem.runtime.environment import as_submitted
 from dist_mem.runtime.files import read_at_most
 
 MAX_BYTES = 1 << 20
-# Raised by YAML, JSON and interpolations. ValueError: numbers of over 4,300 digits, invalid UTF-8.
+# Raised by YAML, JSON and interpolations. ValueError: invalid UTF-8.
 UNREADABLE = (yaml.YAMLError, InterpolationError, ValueError, RecursionError)
 
 

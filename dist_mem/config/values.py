@@ -243,10 +243,7 @@ def _of_letters(schema: Any, letters: Letters, key: str) -> Any:
         return str(letters)
     if bool in kinds and letters in BOOLS:
         return BOOLS[letters]
-    try:
-        number = _number(letters) if int in kinds or float in kinds else None
-    except ValueError as error:  # of over 4,300 digits
-        raise ConfigError([Problem(key, f"{shown(str(letters))} cannot be read as a number: {error}")]) from None
+    number = _number(letters) if int in kinds or float in kinds else None
     if number is not None and (float in kinds or isinstance(number, int) or str not in kinds):
         return number
     return str(letters) if str in kinds else _guess(letters)
@@ -280,10 +277,8 @@ def _guess(letters: Letters) -> Any:
         return None
     if letters.lower() in ("true", "false") and letters in BOOLS:
         return BOOLS[letters]
-    with suppress(ValueError):  # of over 4,300 digits
-        number = _number(letters)
-        return str(letters) if number is None else number
-    return str(letters)
+    number = _number(letters)
+    return str(letters) if number is None else number
 
 
 def _number(letters: str) -> int | float | None:

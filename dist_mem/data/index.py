@@ -290,7 +290,7 @@ def _cut(content: np.ndarray, num_documents: int) -> dict[str, np.ndarray] | Non
             name: values[slice(*header[name]["data_offsets"])].view(dtype).reshape(_shape(name, num_documents))
             for name, dtype in _DTYPES.items()
         }
-    except (ValueError, LookupError, TypeError, RecursionError):
+    except (ValueError, LookupError, TypeError):
         return None
 
 

@@ -171,7 +171,7 @@ def _parse_object(where: str, content: bytes, *, has_mark: bool) -> tuple[list[s
     text = decoded(content, where, has_mark=has_mark)
     try:
         fields = json.loads(text, object_pairs_hook=keep_names)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UnusableError(f"{where} is not JSON ({error}): correct or delete it") from error
     if not isinstance(fields, dict):
         raise UnusableError(f"{where} is JSON but no object with fields: correct or delete it")

@@ -205,7 +205,7 @@ def _reading(path: Path) -> Iterator[None]:
     """Raise UnusableError with the name of the tar if it is damaged."""
     try:
         yield
-    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError, ValueError, RecursionError) as error:
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError, ValueError) as error:
         if isinstance(error, UnusableError) or (isinstance(error, OSError) and error.errno is not None):
             raise
         reason = str(error.args[0] if error.args else error).partition(" @ ")[0].partition(":\n")[0]

@@ -67,12 +67,11 @@ _UID = leaf(
 )
 _HEADER = record({"uid": _UID, "run_name": text, "experiment": optional(_EXPERIMENT)}, is_open=True)
 _step, _time = integer(), integer(high=253_402_300_799_999)  # to the end of the year 9999, the last one of `datetime`
-_string = leaf("text", lambda value: isinstance(value, str))  # also with halves of surrogate pairs, as of file names
-_strings = table(_string, keys=_string)
-_point = record({"step": _step, "metrics": table(named_metric, keys=_string)}, is_open=True)
+_texts = table(text, keys=text)
+_point = record({"step": _step, "metrics": table(named_metric, keys=text)}, is_open=True)
 _dataset = record(
     {"profile": leaf("an object", lambda value: isinstance(value, dict))}
-    | dict.fromkeys(("name", "digest", "source", "context"), _string),
+    | dict.fromkeys(("name", "digest", "source", "context"), text),
     is_open=True,
 )
 
@@ -99,13 +98,13 @@ BODIES: Mapping[str, Schema] = {  # of every kind of entry
     "system": _point,
     "rewind": record({"step": _step}, is_open=True),
     "branch": record({"first": _step, "last": _step, "before": _time}, is_open=True),
-    "params": record({"params": _strings, "changes": _string, "step": _step}, {"config": _strings}, is_open=True),
-    "tags": _strings,
+    "params": record({"params": _texts, "changes": text, "step": _step}, {"config": _texts}, is_open=True),
+    "tags": _texts,
     "datasets": record({"datasets": rows(_dataset)}, is_open=True),
-    "checkpoint": record({"step": _step, "points": rows(_logged_point)}, {"path": _string}, is_open=True),
+    "checkpoint": record({"step": _step, "points": rows(_logged_point)}, {"path": text}, is_open=True),
     "status": record({"status": one_of("RUNNING", *STATUSES)}, is_open=True),
-    "artifact": record({"path": _string}, is_open=True),
-    "text": record({"text": _string, "name": _string}, is_open=True),
+    "artifact": record({"path": text}, is_open=True),
+    "text": record({"text": text, "name": text}, is_open=True),
 }
 _ENTRIES = {
     kind: record({"kind": one_of(kind), "time": _time, "body": body}, is_open=False) for kind, body in BODIES.items()
@@ -352,7 +351,7 @@ def _decode(line: bytes) -> Entry:
         return Entry(EMPTIED, 0, {})
     try:
         value = json.loads(line)
-    except (ValueError, RecursionError):
+    except ValueError:
         value = None
     if any(_entry("", value)):
         return Entry(DAMAGED, 0, {"line": repr(line[:80])})

@@ -28,10 +28,9 @@ from tests.support.scored_library import TOKENIZER, make_document
 from tests.support.whole_folders import fill_run
 
 pytestmark = pytest.mark.usefixtures("single_process")
-DEEP = "[" * 100_000
 VALUES: list[Any] = [
     *(None, True, 0, -1, 7, 2**63, 10**400, 1.5, -0.0, 5e-324, 1e308, -1e308, float("nan"), float("inf")),
-    *("", "x", "7", "\ud800", HOSTILE, [], [[]], {}, {"": {}}, DEEP),
+    *("", "x", "7", HOSTILE, [], [[]], {}, {"": {}}),
 ]
 
 
@@ -66,7 +65,7 @@ def changed(text: str, choose: random.Random) -> str:
         del container[key]
     else:
         container[key] = value
-    return json.dumps(tree).replace(f'"{DEEP}"', DEEP + "]" * len(DEEP)) + (end or "\n") + rest
+    return json.dumps(tree) + (end or "\n") + rest
 
 
 COMMANDS = ["status RUN", "status RUN --json", "compare RUN RUN", "batch RUN --step 2", "logs RUN"]
