@@ -148,6 +148,8 @@ class TrainConfig:
     activation_checkpointing: str = key("none", choices=_RECOMPUTED, resume=FREE)
     # share of the blocks, the first ones, that activation_checkpointing applies to
     activation_checkpointing_share: float = key(1.0, above=0, at_most=1, resume=FREE)
+    # steps between garbage collections of Python, on all ranks at once; None: when each rank has enough objects
+    gc_every: int | None = key(100, at_least=1, at_most=STEPS, resume=FREE, changes_no_result=True)
     # compile the blocks by torch.compile, see docs/howto/performance.md; None: on GPUs, if the compiler accepts them
     compile: bool | None = key(None, resume=FREE, changes_no_result=True)
     # two steps, as [10, 15]: rank 0 traces what happens between them, into RUN/profile; None: no trace

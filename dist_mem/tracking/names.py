@@ -19,6 +19,7 @@ _RECALL, _RECALL_ACCURACY = "recall_ppl", "recall_accuracy"  # groups
 _GROUPS = ("train", "eval", "memory", _RECALL, _RECALL_ACCURACY, "system")
 _SPEEDS = (
     {"tokens_per_second", "tokens_read_per_second", "step_seconds", "data_wait_share", "mfu", "peak_memory_gb"}
+    | {"num_alloc_retries", "num_ooms"}
     | {"goodput", "checkpoint", "straggler"}  # first parts of names
 )  # fmt: skip
 _OF_RECALL = "recall_"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE
 from dist_mem.runtime.distributed import announced
 from dist_mem.supervision.watchdog import begin_step
@@ -14,8 +16,13 @@ from dist_mem.training.step import TrainState, train_step
 from dist_mem.training.stopping import Stopping
 
 
-def train(context: Context, state: TrainState, stopping: Stopping) -> tuple[TrainState, int]:
+def train(
+    context: Context, state: TrainState, stopping: Stopping, after_step: Callable[[int], object] = lambda step: None
+) -> tuple[TrainState, int]:
     """Train to the last step, or until any rank must stop or has failed; return the final state and an exit code.
+
+    Args:
+        after_step: called with the number of each step that was made, the same on all ranks.
 
     Raises:
         RunError: on every rank, once the last step is saved.
@@ -50,6 +57,7 @@ def train(context: Context, state: TrainState, stopping: Stopping) -> tuple[Trai
             if outcome.decision.action == ROLLBACK:
                 feed.read_first()
                 continue
+        after_step(state.step)
         reporting.run(state.step, outcome, epoch=feed.update.epoch)
         stops = outcome.flags.stop and state.step < last
         if evaluation.due(state) and not stops:

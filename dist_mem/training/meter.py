@@ -25,6 +25,7 @@ from dist_mem.training.mfu import Utilisation
 # Metrics of the machine, not of the training: they differ when a step is repeated.
 MEASUREMENTS = frozenset(
     {"tokens_per_second", "tokens_read_per_second", "step_seconds", "data_wait_share", "mfu", "peak_memory_gb"}
+    | {"num_alloc_retries", "num_ooms"}
     | {"checkpoint/seconds", "checkpoint/stall_seconds", "checkpoint/bytes", "straggler/ratio"}
     | goodput.METRICS
 )
@@ -160,6 +161,14 @@ class Meter:
         self._totals, self._logs = Totals(documents=totals.documents, documents_skipped=totals.documents_skipped), {}
         self._steps, self._waited, self._began, self._noted = 0.0, 0.0, self._began + seconds, {}
         return metrics
+
+
+def allocator_counts() -> dict[str, int]:
+    """Return how often the allocator of this process's GPU freed its cache and tried again, or failed; {} on CPUs."""
+    if not torch.cuda.is_available():
+        return {}
+    found = torch.cuda.memory_stats()
+    return {name: found.get(name, 0) for name in ("num_alloc_retries", "num_ooms")}
 
 
 def peak_memory_gb() -> float:

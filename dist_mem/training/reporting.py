@@ -16,7 +16,7 @@ from dist_mem.supervision.watchdog import beat
 from dist_mem.tracking.tracker import Tracker
 from dist_mem.training.agreement import LocalFailure
 from dist_mem.training.goodput import Goodput
-from dist_mem.training.meter import Meter, peak_memory_gb
+from dist_mem.training.meter import Meter, allocator_counts, peak_memory_gb
 from dist_mem.training.profile import Profile
 from dist_mem.training.step import Outcome
 
@@ -46,13 +46,13 @@ class Reporting:
         return step == self.total_steps or is_multiple(step, self.rules.every)
 
     def own_slots(self, step: int) -> list[float]:
-        """Return this rank's part of the all-reduce of `step`: its time, and its peak memory if the step is logged."""
+        """Return this rank's part of the all-reduce of `step`: its time, and if it is logged the use of its memory."""
         slots = self.stragglers.own_slots()
         if not self.due(step):
             return slots
         memory = [0.0] * self.world.size
         memory[self.world.rank] = peak_memory_gb()
-        return slots + memory
+        return [*slots, *allocator_counts().values(), *memory]
 
     def run(self, step: int, outcome: Outcome, *, epoch: float) -> None:
         """Count the update just made, report ranks that became slow or recovered, and record metrics if due."""
@@ -65,6 +65,9 @@ class Reporting:
         if self.due(step):
             self.meter.note({"peak_memory_gb": max(slots[-num_ranks:])})
             slots = slots[:-num_ranks]
+            names = list(allocator_counts())
+            self.meter.note(dict(zip(names, slots[len(slots) - len(names) :], strict=True)))
+            slots = slots[: len(slots) - len(names)]
         messages = self.stragglers.update(slots)
         for message in messages:
             self.tracker.message(f"step {step}: {message}")

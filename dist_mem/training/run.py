@@ -34,6 +34,7 @@ from dist_mem.supervision.timeline import Beginning
 from dist_mem.supervision.watchdog import PATIENCE, beat, before_end, end_if_hung, watched
 from dist_mem.tracking.start import check_sinks
 from dist_mem.training.compiling import leave_if_interrupted
+from dist_mem.training.garbage import agreed_collections
 from dist_mem.training.goodput import last_sign_of_life
 from dist_mem.training.loop import train
 from dist_mem.training.opening import open_run
@@ -114,7 +115,8 @@ def run_job(
     before_end(lambda: tracker.close(_STATUS[EXIT_FAILED]))
     try:
         context.saving.rehearse(state)
-        state, code = train(context, state, stopping)
+        with agreed_collections(config.train.gc_every) as after_step:
+            state, code = train(context, state, stopping, after_step)
         for text in context.reporting.stragglers.summary():
             tracker.message(text)
         if code == EXIT_DONE and world.rank == 0:

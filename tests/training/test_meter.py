@@ -96,9 +96,10 @@ def test_reading_counts_tokens_that_are_not_scored(clock: Clock) -> None:
 
 
 def train_with_peaks(world: World, config_file: Path) -> int:
-    """A job whose ranks use 1 and 2 GB."""
+    """A job whose ranks use 1 and 2 GB, and whose allocators have tried again once and twice."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reporting, "peak_memory_gb", lambda: world.rank + 1.0)
+        patch.setattr(reporting, "allocator_counts", lambda: {"num_alloc_retries": world.rank + 1, "num_ooms": 0})
         return train_here(world, config_file)
 
 
@@ -108,6 +109,7 @@ def test_a_point_has_the_memory_of_the_largest_rank_and_the_use_of_all(tmp_path:
     assert rank_pool(2).run(train_with_peaks, config) == [0, 0]
     points = [point.metrics for point in read_points(run_dir / "metrics.jsonl")]
     assert [point["peak_memory_gb"] for point in points] == [2.0] * 3
+    assert [(point["num_alloc_retries"], point["num_ooms"]) for point in points] == [(3.0, 0.0)] * 3
     for point in points:
         assert point["mfu"] > 0
         assert point["tokens_read_per_second"] >= point["tokens_per_second"]
