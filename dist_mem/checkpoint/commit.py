@@ -6,7 +6,7 @@
     RUN/checkpoints/step-00001000/
         ranks/rank-00003.safetensors    parameters, optimizer state, lanes and random state of rank 3, see rank_file.py
         engine.json                     where the elements of each parameter are, see engine_files.py
-        config.yaml, memory/*.py        the unresolved configuration, and memories from outside the package
+        config.yaml, {memory,sinks}/*.py   the unresolved configuration; memories and sinks from outside the package
         tokenizer/                      the tokenizer, in the layout of a data directory
         manifest.json                   written last: size and SHA-256 of every file, lane id -> file and row
 

@@ -285,7 +285,9 @@ def make_snapshot(folder: Path, arguments: Sequence[str]) -> None:
     from dist_mem.config.sources import files_of
     from dist_mem.launch import code_snapshot as snapshot
     from dist_mem.memory.outside import files_of as files_of_memory
+    from dist_mem.runtime.outside_code import source_of
     from dist_mem.tracking.provenance import to_keep
 
     config = load_checked(arguments)
-    snapshot.make(folder, [*files_of(arguments), *files_of_memory(config.memory)], to_keep())
+    sinks = map(source_of, config.tracking.sinks)
+    snapshot.make(folder, [*files_of(arguments), *files_of_memory(config.memory), *sinks], to_keep())

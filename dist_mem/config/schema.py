@@ -256,6 +256,8 @@ class TrackingConfig:
     # replace this file at every logged point: metrics for Prometheus's node exporter; None: off
     prometheus: str | None = key(None, is_path=True)
     wandb: bool = False  # write a W&B run into wandb/ of the run directory, for `wandb sync`
+    # sinks and metrics of your own, as [FILE.py:CLASS]: see docs/howto/tracking.md
+    sinks: list[str] = key([], is_path=True)
 
 
 @dataclass(frozen=True)

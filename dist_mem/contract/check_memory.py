@@ -17,7 +17,7 @@ from dist_mem.config.check import Problem
 from dist_mem.contract import gradient_rules, inspection_rules, rules
 from dist_mem.contract.subject import BrokenRuleError, Size, Subject
 from dist_mem.memory import memory_class
-from dist_mem.memory.outside import line_in
+from dist_mem.runtime.outside_code import line_in
 
 
 class Rule(NamedTuple):

@@ -48,10 +48,11 @@ from dist_mem.hf.folder import CONFIG
 from dist_mem.hf.names import LAYOUTS, check_types, take_published
 from dist_mem.memory import memory_options
 from dist_mem.memory.base import map_state
-from dist_mem.memory.outside import kept_kinds, source_of
+from dist_mem.memory.outside import kept_kinds
 from dist_mem.model import LMState, MemoryLM
 from dist_mem.nn.layers import DTYPES
 from dist_mem.runtime.files import by_name
+from dist_mem.runtime.outside_code import source_of
 from dist_mem.runtime.process_state import drawing
 
 OVERRIDABLE = (

@@ -28,6 +28,7 @@ from dist_mem.tracking.log import METRICS_FILE, Header, Log, check_log, find_ent
 from dist_mem.tracking.mlflow.sender import MlflowReader
 from dist_mem.tracking.mlflow.store import choose_sending, experiment_of, settle_run_id, store_uri, warn_of_folder
 from dist_mem.tracking.mlflow.system_metrics import record_system_metrics
+from dist_mem.tracking.own_sinks import OwnSink, load_sink
 from dist_mem.tracking.progress import progress_sink
 from dist_mem.tracking.provenance import start_in_words
 from dist_mem.tracking.readers import TENSORBOARD, PrometheusFile, TensorBoardFiles, WandbRun, check_prometheus
@@ -38,8 +39,10 @@ def check_sinks(tracking: TrackingConfig) -> None:
     """Check that every reader of a run can be opened, before anything is created.
 
     Raises:
-        UnusableError: a package is missing, or a file cannot be written.
+        UnusableError: a package is missing, a file cannot be written, or one of `tracking.sinks` cannot be loaded.
     """
+    for named in tracking.sinks:
+        load_sink(named)
     if tracking.prometheus:
         check_prometheus(Path(tracking.prometheus))
     for name in ("mlflow", "tensorboard", "wandb"):
@@ -91,6 +94,8 @@ def start_tracking(
             add(PrometheusFile(path, log_sink.kept, run_name=config.name, report=report))
         if config.tracking.wandb:
             add(WandbRun(config, run_dir, log, first_step=first_step, report=report))
+        for named in config.tracking.sinks:
+            add(OwnSink(named, run_dir, first_step=first_step, report=report))
         if config.tracking.mlflow:
             sending = choose_sending(config.tracking)
             report(sending.message)

@@ -26,6 +26,16 @@ class Sink:
         """The MLflow run; None if this is not the reader for MLflow, or MLflow has not answered yet."""
         return None
 
+    def further_metrics(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Return metrics of your own for a step that is about to be logged; the log and all sinks get them too.
+
+        The same metrics must give the same values, unless a name begins with system/, as of a time.
+
+        Args:
+            metrics: of the step, under the names of metrics.jsonl; with those of sinks before this one.
+        """
+        return {}
+
     def log(self, point: Point) -> None:
         """Log the metrics of one step."""
 
@@ -67,7 +77,10 @@ class Tracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log metrics of a step: of training ("loss"), or of one split ("validation/word_perplexity")."""
-        point = Point(step, time.time_ns() // 1_000_000 / 1000, dict(metrics))  # in milliseconds, as the log has it
+        metrics = dict(metrics)
+        for sink in self._sinks:
+            metrics |= sink.further_metrics(step, metrics)
+        point = Point(step, time.time_ns() // 1_000_000 / 1000, metrics)  # in milliseconds, as the log has it
         for sink in self._sinks:
             sink.log(point)
 
@@ -154,7 +167,11 @@ class Rollback:
     def repeats(self, point: Point) -> bool:
         """Whether the same values were logged at this step before, apart from measurements."""
         old = self._old.get(point.step, {})
-        values = {name: value for name, value in point.metrics.items() if name not in self.measurements}
+        values = {
+            name: value
+            for name, value in point.metrics.items()
+            if name not in self.measurements and not name.startswith(OF_SYSTEM)
+        }
         if not all(name in old and _same(old[name], value) for name, value in values.items()):
             return False
         self._same_until = point.step

@@ -36,7 +36,7 @@ def describe_run(
 
     Args:
         indexes: of the training split of every stage, that of data.path last, then of those for evaluation.
-        sources: of memories outside the package, name -> text.
+        sources: of memories and sinks outside the package, name -> text.
         flops: None: they cannot be counted.
     """
     git = git_state()

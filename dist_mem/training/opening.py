@@ -53,6 +53,7 @@ from dist_mem.runtime.machine_memory import return_free_memory
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.supervision.stragglers import ForwardTimer, Stragglers
 from dist_mem.supervision.watchdog import UNWATCHED, beat
+from dist_mem.tracking.own_sinks import sink_sources
 from dist_mem.tracking.provenance import running_commit
 from dist_mem.tracking.start import start_tracking
 from dist_mem.tracking.tracker import Tracker
@@ -109,6 +110,7 @@ def _open_run(
     tokenizer = data.tokenizer
     leave_if_interrupted(stop_signal)
     memory_sources = on_all_ranks(lambda: sources(config.memory), "reading the memory")
+    own_code = memory_sources | on_all_ranks(lambda: sink_sources(config.tracking.sinks), "reading tracking.sinks")
     beat("opening")
     _refuse_what_cannot_fit(config, world, data)
     open_communication(world, stop_signal)
@@ -150,7 +152,7 @@ def _open_run(
     refuse_profile_outside(config.train, num_steps)
     writes = tracker is None and world.rank == 0
     indexes = [*data.splits, *data.evaluated]
-    tracker = tracker or _open_run_dir(config, world, begin, indexes, memory_sources, flops, num_steps)
+    tracker = tracker or _open_run_dir(config, world, begin, indexes, own_code, flops, num_steps)
     waste = idle_work(config.train, world.size, num_documents=num_readable(feed.plan))
     for message in [*begin.messages, *messages, *unknown, *([": ".join(waste)] if waste else [])]:
         tracker.message(message)
@@ -180,14 +182,14 @@ def _open_run(
             "tokenizer_fingerprint": tokenizer.fingerprint,
             "environment": checksums_to_keep(config),
         },
-        small_files=_small_files(config, tokenizer, memory_sources),
+        small_files=_small_files(config, tokenizer, own_code),
     )
     return Context(config, world, engine, divergence, num_steps, feed, reporting, saving), begin.state
 
 
-def _small_files(config: Config, tokenizer: Tokenizer, memory_sources: dict[str, str]) -> dict[str, bytes]:
+def _small_files(config: Config, tokenizer: Tokenizer, own_code: dict[str, str]) -> dict[str, bytes]:
     """Return the files that every checkpoint contains beside its tensors: name -> content."""
-    texts = {"config.yaml": to_yaml(config), **memory_sources}
+    texts = {"config.yaml": to_yaml(config), **own_code}
     files = {name: text.encode() for name, text in texts.items()}
     return files | {f"{TOKENIZER_DIR}/{name}": content for name, content in tokenizer_files(tokenizer).items()}
 
@@ -262,7 +264,7 @@ def _open_run_dir(
     world: World,
     begin: Start,
     indexes: Sequence[Index],
-    memory_sources: dict[str, str],
+    own_code: dict[str, str],
     flops: Flops | None,
     total_steps: int,
 ) -> Tracker:
@@ -283,7 +285,7 @@ def _open_run_dir(
             measurements=MEASUREMENTS,
         )
         if config.tracking.mlflow:
-            describe_run(tracker, config, world, indexes, memory_sources, flops)
+            describe_run(tracker, config, world, indexes, own_code, flops)
             tracker.log_tags(begin.tags)
         first_trained = begin.metadata.get("divergence", {}).get("first_trained", 0)
         begin_part(config, world, begin.state.step, first_trained=first_trained)

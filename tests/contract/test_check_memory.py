@@ -12,7 +12,8 @@ import pytest
 from dist_mem.__main__ import main
 from dist_mem.contract.check_memory import RULES, SIZES, Failure, Rule, failures
 from dist_mem.memory import memory_class
-from dist_mem.memory.outside import source_of, sources
+from dist_mem.memory.outside import sources
+from dist_mem.runtime.outside_code import source_of
 from tests.support.messages import refused, said
 from tests.support.paths import EXAMPLES, SUPPORT
 
