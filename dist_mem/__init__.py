@@ -32,17 +32,18 @@ from typing import TYPE_CHECKING, Any
 from dist_mem.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from dist_mem.api.memory import Memory
     from dist_mem.api.model import Model, Scores, load
     from dist_mem.api.training import train
     from dist_mem.errors import RunError
     from dist_mem.generation.generate import Sampling
+    from dist_mem.generation.text_memory import Memory
 
 __all__ = ["Memory", "Model", "RunError", "Sampling", "Scores", "load", "train"]
 
 _MODULES = {
-    **{"Memory": "api.memory", "Model": "api.model", "RunError": "errors", "Sampling": "generation.generate"},
-    **{"Scores": "api.model", "load": "api.model", "train": "api.training"},
+    **{"Memory": "generation.text_memory", "Sampling": "generation.generate", "RunError": "errors"},
+    **dict.fromkeys(("Model", "Scores", "load"), "api.model"),
+    "train": "api.training",
 }
 
 

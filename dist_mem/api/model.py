@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import TypeAlias, cast, overload
 
@@ -20,16 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dist_mem.api.memory import Memory
 from dist_mem.config.memory_blocks import described
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.evaluation.memory_file import TextRead
 from dist_mem.evaluation.trained_model import TrainedModel, load_model
 from dist_mem.generation.arguments import wrong_type
 from dist_mem.generation.generate import Sampling, Step, stream
-from dist_mem.generation.reading import Reading, read, start
+from dist_mem.generation.reading import read
 from dist_mem.generation.text import TextWriter
-from dist_mem.generation.text_memory import TextMemory, read_text
+from dist_mem.generation.text_memory import Memory, begin, read_text, remember
 from dist_mem.generation.text_scores import score
 from dist_mem.inspection.reading import DocumentReading, pieces_of, read_document, text_document
 from dist_mem.runtime.environment import settings_of
@@ -109,10 +106,9 @@ class Model:
         return self._score(cast("str | Tokens", texts), memory)
 
     def _score(self, text: str | Tokens, memory: Memory | None) -> Scores:
-        found = score(self.trained, text, after=None if memory is None else self._reading(memory))
+        found = score(self.trained, text, after=begin(self.trained, memory))
         content = text if isinstance(text, str) else self.tokenizer.decode(found.tokens)
-        new = TextRead("text", sha256(content.encode()).hexdigest(), len(found.tokens))
-        after = Memory((*(memory.texts if memory else ()), new), read=(self.trained, found.reading))
+        after = remember(self.trained, found.reading, content, len(found.tokens), name="text", after=memory)
         return Scores(pieces_of(self.trained, found.tokens), found.tokens, found.nll, after)
 
     def read(self, text: str, *, memory: Memory | None = None, name: str = "text") -> Memory:
@@ -126,9 +122,7 @@ class Model:
             TypeError, ValueError: an argument is invalid; the message names it.
             UnusableError: the memory is that of another model.
         """
-        after = None if memory is None else TextMemory(self._reading(memory), memory.texts)
-        reading, texts = read_text(self.trained, text, name=name, after=after)
-        return Memory(texts, read=(self.trained, reading))
+        return read_text(self.trained, text, name=name, memory=memory)
 
     def generate(
         self,
@@ -159,8 +153,7 @@ class Model:
         """
         if not isinstance(prompt, str):
             raise wrong_type("prompt", prompt, "a str")
-        begun = start(self.trained) if memory is None else self._reading(memory)
-        reading = read(self.trained, begun, [self.tokenizer.encode(prompt)])
+        reading = read(self.trained, begin(self.trained, memory), [self.tokenizer.encode(prompt)])
         how = Sampling(top_p=0.95) if sampling is None else sampling
         return self._pieces(stream(self.trained, reading, num_tokens=num_tokens, sampling=how))
 
@@ -191,11 +184,6 @@ class Model:
         if not isinstance(text, str):
             raise wrong_type("text", text, "a str")
         return read_document(self.trained, text_document(self.trained, text))
-
-    def _reading(self, memory: Memory) -> Reading:
-        if not isinstance(memory, Memory):
-            raise wrong_type("memory", memory, "a Memory, as model.read(text) or dist_mem.Memory.load(path)")
-        return memory.reading_of(self.trained)
 
     def __repr__(self) -> str:
         trained = self.trained

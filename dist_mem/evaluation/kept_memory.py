@@ -9,17 +9,17 @@ machine bit for bit.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
 
 from dist_mem.config.check import flatten
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.memory_file import OPEN_SEGMENT, MemoryFile, TextRead, digest_of, write_memory_file
+from dist_mem.evaluation.memory_file import FORMAT_VERSION, OPEN_SEGMENT, MemoryFile, TextRead, digest_of
 from dist_mem.evaluation.protocol import protocol_of
 from dist_mem.evaluation.scoring import NO_INPUTS, InitState
 from dist_mem.evaluation.trained_model import TrainedModel, init_state
@@ -27,17 +27,8 @@ from dist_mem.memory import memory_class, memory_options
 from dist_mem.memory.base import map_state, named_tensors
 from dist_mem.memory.outside import is_file
 from dist_mem.model import LMState
-from dist_mem.runtime.files import is_wrong_path
 
 _OF_EVAL = ("seg_len", "mem_len", "clamp_len", "same_length", "blocks", "precision")  # fields of Protocol, keys of eval
-
-
-class KeptMemory(NamedTuple):
-    """The memory of one lane, at any place of a text."""
-
-    state: LMState  # one lane, after its last complete segment
-    inputs: Tensor  # (num_inputs,) int64, on the CPU: inputs of the open segment; BOS comes first at a text's start
-    texts: tuple[TextRead, ...]  # in the order in which they were read, as one document
 
 
 def states_and_inputs(trained: TrainedModel, memory: MemoryFile | None) -> tuple[InitState, np.ndarray]:
@@ -51,12 +42,12 @@ def states_and_inputs(trained: TrainedModel, memory: MemoryFile | None) -> tuple
     """
     if memory is None:
         return partial(init_state, trained), NO_INPUTS
-    kept = fit(trained, memory)
+    state, inputs = fit(trained, memory)
 
     def begin(document_ids: Tensor) -> LMState:
-        return map_state(lambda part: part.expand(len(document_ids), *part.shape[1:]), kept.state)
+        return map_state(lambda part: part.expand(len(document_ids), *part.shape[1:]), state)
 
-    return begin, kept.inputs.numpy()
+    return begin, inputs.numpy()
 
 
 def model_settings(trained: TrainedModel) -> dict[str, Any]:
@@ -84,18 +75,16 @@ def _portable(block: Mapping[str, Any]) -> dict[str, Any]:
     return portable
 
 
-def write_kept(trained: TrainedModel, memory: KeptMemory, path: Path) -> None:
-    """Write a memory of this model into a file, atomically.
+def content_of(trained: TrainedModel, state: LMState, inputs: Tensor, texts: Sequence[TextRead]) -> MemoryFile:
+    """Return the content of a file of this memory.
 
-    Raises:
-        UnusableError: the path cannot be written.
+    Args:
+        state: one lane, after its last complete segment.
+        inputs: (num_inputs,) int64, on the CPU: inputs of the open segment; BOS comes first at a text's start.
+        texts: in the order in which they were read, as one document.
     """
-    save_content(path, *content_of(trained, memory))
-
-
-def content_of(trained: TrainedModel, memory: KeptMemory) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the header and the tensors of a file of this memory, as `write_memory_file` takes them."""
     header = {
+        "format_version": FORMAT_VERSION,
         "model": {
             "name": trained.config.name,
             "step": trained.checkpoint.manifest["step"],
@@ -103,27 +92,13 @@ def content_of(trained: TrainedModel, memory: KeptMemory) -> tuple[dict[str, Any
         },
         "tokenizer_fingerprint": trained.tokenizer.fingerprint,
         "settings": model_settings(trained),
-        "texts": [read._asdict() for read in memory.texts],
+        "texts": [read._asdict() for read in texts],
     }
-    return header, {**named_tensors(memory.state), OPEN_SEGMENT: memory.inputs}
+    return MemoryFile(Path("the memory"), header, {**named_tensors(state), OPEN_SEGMENT: inputs})
 
 
-def save_content(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write a memory file, atomically, as `write_memory_file`.
-
-    Raises:
-        UnusableError: the path cannot be written.
-    """
-    try:
-        write_memory_file(path, header, tensors)
-    except OSError as error:
-        if is_wrong_path(error):
-            raise UnusableError(f"{path} cannot be written: {error.strerror}; give another file") from error
-        raise
-
-
-def fit(trained: TrainedModel, found: MemoryFile) -> KeptMemory:
-    """Return the memory in a file, on the device of the model.
+def fit(trained: TrainedModel, found: MemoryFile) -> tuple[LMState, Tensor]:
+    """Return state and inputs of the memory in a file, as `content_of` takes them, on the device of the model.
 
     Raises:
         UnusableError: another model has read it, or this one with other settings.
@@ -134,7 +109,7 @@ def fit(trained: TrainedModel, found: MemoryFile) -> KeptMemory:
     seg_len, vocab_size = trained.config.train.seg_len, trained.tokenizer.vocab_size
     if len(inputs) > seg_len or not all(0 <= token < vocab_size for token in inputs.tolist()):
         raise UnusableError(f"{found.path}: {OPEN_SEGMENT} is no segment of this model: {_again(trained, found.path)}")
-    return KeptMemory(state, inputs, found.texts)
+    return state, inputs
 
 
 def _again(trained: TrainedModel, path: Path) -> str:

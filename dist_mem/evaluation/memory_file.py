@@ -25,7 +25,7 @@ from torch import Tensor
 from dist_mem.data.tar import MAX_TOKENS
 from dist_mem.errors import UnusableError, run_error
 from dist_mem.runtime.file_schema import check, integer, leaf, record, rows, sha256, table, text
-from dist_mem.runtime.files import by_name, write_bytes
+from dist_mem.runtime.files import by_name, is_wrong_path, write_bytes
 
 FORMAT_VERSION = 1
 OPEN_SEGMENT = "open_segment"  # name of the tensor of inputs; names of a state's tensors contain a dot
@@ -94,13 +94,20 @@ def write_memory_file(path: Path, header: Mapping[str, Any], tensors: Mapping[st
     """Write a memory file, atomically.
 
     Args:
-        header: all keys of a header but format_version and sha256.
+        header: all keys of a header; sha256 is made.
         tensors: as in MemoryFile, on any device.
+
+    Raises:
+        UnusableError: the path cannot be written.
     """
     stored = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    content = {"format_version": FORMAT_VERSION, **header}
-    content["sha256"] = _digest(content, stored)
-    write_bytes(path, save(stored, {_ENTRY: json.dumps(content, sort_keys=True)}))
+    content = {**header, "sha256": _digest(header, stored)}
+    try:
+        write_bytes(path, save(stored, {_ENTRY: json.dumps(content, sort_keys=True)}))
+    except OSError as error:
+        if is_wrong_path(error):
+            raise UnusableError(f"{path} cannot be written: {error.strerror}; give another file") from error
+        raise
 
 
 def _digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:

@@ -30,9 +30,9 @@ from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation import output as report
 from dist_mem.generation.generate import Sampling, stream
 from dist_mem.generation.output import Continuation, heading
-from dist_mem.generation.reading import Reading, read, select, start
+from dist_mem.generation.reading import Reading, read, select
 from dist_mem.generation.text import TextWriter, read_file
-from dist_mem.generation.text_memory import load_memory, open_to_generate
+from dist_mem.generation.text_memory import Memory, begin, open_to_generate
 from dist_mem.runtime.shipped import example_book, example_model
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.runtime.terminal import printable
@@ -148,8 +148,8 @@ def _continue(path: Path, request: Request) -> Continuation:
     tokens = trained.tokenizer.encode(request.prompt)
     parts = writing_parts(trained.config, trained.tokenizer.vocab_size, num_samples=request.num_samples)
     refuse_what_cannot_fit(parts, trained.device)
-    before = None if request.memory is None else load_memory(trained, request.memory)
-    reading = read(trained, before.reading if before else start(trained), [tokens])
+    before = None if request.memory is None else Memory.load(request.memory)
+    reading = read(trained, begin(trained, before), [tokens])
     metadata: dict[str, Any] = {
         "run": str(path),
         "checkpoint": str(trained.checkpoint.directory),

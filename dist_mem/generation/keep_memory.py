@@ -16,7 +16,7 @@ from pathlib import Path
 from dist_mem.errors import EXIT_DONE, run_error
 from dist_mem.evaluation.memory_file import OPEN_SEGMENT, MemoryFile, read_memory_file
 from dist_mem.generation.text import read_file
-from dist_mem.generation.text_memory import load_memory, open_to_generate, read_text, save_memory
+from dist_mem.generation.text_memory import Memory, open_to_generate, read_text
 from dist_mem.runtime.locks import held_file
 from dist_mem.runtime.terminal import labelled, short
 
@@ -43,10 +43,10 @@ def run_read(
     try:
         with held_file(out):  # before reading, not after; `memory` may be the same file
             trained = open_to_generate(run, overrides, checkpoint)
-            before = None if memory is None else load_memory(trained, memory)
+            before = None if memory is None else Memory.load(memory)
             began = time.monotonic()
-            read = read_text(trained, content, name=text.name, after=before, shown=True)
-            save_memory(trained, read, out)
+            read = read_text(trained, content, name=text.name, memory=before, shown=True)
+            read.save(out)
     except (OSError, ValueError) as error:
         raise run_error(error) from error
     seconds = time.monotonic() - began

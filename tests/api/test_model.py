@@ -16,7 +16,7 @@ from dist_mem.errors import UnusableError
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.generation.generate import generate
 from dist_mem.generation.reading import read, start
-from dist_mem.generation.text_memory import load_memory, read_text, save_memory
+from dist_mem.generation.text_memory import read_text
 from dist_mem.generation.text_scores import score
 from tests.support.messages import refused
 from tests.support.scored_library import ALONE
@@ -36,10 +36,10 @@ def text(api_folder: Path) -> str:
     return (api_folder / "book.txt").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["memory", "model", "training"])
+@pytest.mark.parametrize("name", ["api.model", "api.training", "generation.text_memory"])
 def test_examples_of_the_docstrings(name: str, api_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(api_folder)
-    module = import_module(f"dist_mem.api.{name}")
+    module = import_module(f"dist_mem.{name}")
     result = doctest.testmod(module, extraglobs={"dist_mem": dist_mem, "torch": torch})
     assert result.failed == 0 and result.attempted > 1
 
@@ -77,9 +77,9 @@ def test_a_saved_memory_is_the_file_of_the_command(model: Model, text: str, tmp_
     paths = [tmp_path / name for name in ("method", "again", "function")]
     model.read(text, name="book.txt").save(paths[0])
     dist_mem.Memory.load(paths[0]).save(paths[1])
-    save_memory(model.trained, read_text(model.trained, text, name="book.txt"), paths[2])
+    read_text(model.trained, text, name="book.txt").save(paths[2])
     assert paths[0].read_bytes() == paths[1].read_bytes() == paths[2].read_bytes()
-    assert load_memory(model.trained, paths[0]).num_tokens == len(text)
+    assert dist_mem.Memory.load(paths[0]).num_tokens == len(text)
     with refused(UnusableError, "a.mem"):
         model.read(text).save(tmp_path / "nope" / "a.mem")
 

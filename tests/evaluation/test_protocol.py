@@ -25,7 +25,7 @@ from dist_mem.evaluation.scores import DocumentScore, Report, read_report
 from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.evaluation.sweep import KEYS, Row, parse_sweep, to_markdown
 from dist_mem.evaluation.trained_model import TrainedModel, find_checkpoint, load_model, read_settings
-from dist_mem.generation.text_memory import TextMemory, load_memory, read_text, save_memory
+from dist_mem.generation.text_memory import Memory, read_text
 from dist_mem.generation.text_scores import score as score_text
 from dist_mem.memory import memory_options
 from dist_mem.model import MemoryLM
@@ -289,7 +289,7 @@ def prepared(folder: Path, library: Path, name: str, num_tokens: int, *overrides
     """A run, and the memory file of a text of `num_tokens`."""
     run_dir, _ = make_run(folder, library, KINDS[name])
     trained = load_model(run_dir, *overrides)
-    save_memory(trained, read_text(trained, TEXT[:num_tokens]), folder / "text.mem")
+    read_text(trained, TEXT[:num_tokens]).save(folder / "text.mem")
     return trained, folder / "text.mem"
 
 
@@ -297,10 +297,10 @@ def report_after(run_dir: Path, memory: Path, *overrides: str) -> Report:
     return asked(run_dir, *overrides, memory=read_memory_file(memory))
 
 
-def one_by_one(trained: TrainedModel, memory: TextMemory) -> list[float]:
+def one_by_one(trained: TrainedModel, memory: Memory) -> list[float]:
     """NLL of every document of the library, scored alone after the text."""
     documents = [make_document(number, length).tokens.astype(np.int64) for number, length in enumerate(LENGTHS)]
-    scores = [score_text(trained, tokens, after=memory.reading).nll for tokens in documents]
+    scores = [score_text(trained, tokens, after=memory.reading_of(trained)).nll for tokens in documents]
     return [math.fsum(nll[~nll.isnan()].tolist()) for nll in scores]
 
 
@@ -314,7 +314,7 @@ def test_every_document_is_scored_as_the_continuation_of_the_text(
     overrides = ["eval.blocks=true"] if in_blocks else []
     trained, path = prepared(tmp_path, library, kind, num_tokens, *overrides)
     report = report_after(tmp_path / "run", path, *overrides)
-    expected = one_by_one(trained, load_memory(trained, path))
+    expected = one_by_one(trained, Memory.load(path))
     assert [document.nll for document in report.documents] == pytest.approx(expected, rel=1e-6)
     if num_tokens == 0 and name != "sticky":  # which draws by the number of a document
         assert_same(report, asked(tmp_path / "run", *overrides))

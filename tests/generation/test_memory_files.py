@@ -20,11 +20,11 @@ from dist_mem.config import Config, DataConfig, EvalConfig, TrainConfig
 from dist_mem.contract.subject import VOCAB
 from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE, RunError, UnusableError
-from dist_mem.evaluation.memory_file import OPEN_SEGMENT, MemoryFile, read_memory_file, write_memory_file
+from dist_mem.evaluation.memory_file import OPEN_SEGMENT, read_memory_file, write_memory_file
 from dist_mem.evaluation.trained_model import Checkpoint, TrainedModel, load_model
 from dist_mem.generation.generate import Sampling, generate
 from dist_mem.generation.reading import Reading, next_log_probs, read, select, start
-from dist_mem.generation.text_memory import TextMemory, load_memory, read_text, save_memory
+from dist_mem.generation.text_memory import Memory, read_text
 from dist_mem.generation.text_scores import score
 from dist_mem.runtime.locks import held_file
 from tests.evaluation.test_protocol import MEMORIES, make_run
@@ -65,10 +65,14 @@ def words(count: int, seed: int = 3) -> str:
     return " ".join(f"w{number}" for number in np.random.default_rng(seed).integers(0, VOCAB - 1, count))
 
 
-def kept(trained: TrainedModel, text: str, path: Path) -> TextMemory:
+def kept(trained: TrainedModel, text: str, path: Path) -> Memory:
     """The memory of a text after a journey through a file."""
-    save_memory(trained, read_text(trained, text, name="book.txt"), path)
-    return load_memory(trained, path)
+    read_text(trained, text, name="book.txt").save(path)
+    return Memory.load(path)
+
+
+def loaded(trained: TrainedModel, path: Path | str) -> Reading:
+    return Memory.load(path).reading_of(trained)
 
 
 def check_continues(trained: TrainedModel, folder: Path, lengths: list[int]) -> None:
@@ -77,15 +81,16 @@ def check_continues(trained: TrainedModel, folder: Path, lengths: list[int]) -> 
         text, path = words(length), folder / f"{length}.mem"
         memory = kept(trained, text, path)
         before = read(trained, start(trained), [trained.tokenizer.encode(text)])
-        assert same_reading(memory.reading, before), length
+        reading = memory.reading_of(trained)
+        assert same_reading(reading, before), length
         assert [(read.name, read.num_tokens) for read in memory.texts] == [("book.txt", length)]
         rest = words(2 * SEG_LEN + 1, seed=length)
-        one, other = (score(trained, rest, after=reading) for reading in (memory.reading, before))
+        one, other = (score(trained, rest, after=reading) for reading in (reading, before))
         assert torch.equal(one.nll.nan_to_num(-1), other.nll.nan_to_num(-1))
         assert same_reading(one.reading, other.reading)
         if int(before.open_len):  # in blocks, nothing can be generated before the first token
-            assert torch.equal(next_log_probs(trained, memory.reading), next_log_probs(trained, before))
-        save_memory(trained, memory, folder / "again.mem")
+            assert torch.equal(next_log_probs(trained, reading), next_log_probs(trained, before))
+        memory.save(folder / "again.mem")
         assert path.read_bytes() == (folder / "again.mem").read_bytes(), "equal memories make equal files"
 
 
@@ -103,10 +108,10 @@ def test_memories_from_outside_the_package_too(case: str, tmp_path: Path, monkey
     copy.write_text((EXAMPLES / "averages.py").read_text())
     block = json.loads(json.dumps(OUTSIDE[case]).replace(str(EXAMPLES / "averages.py"), str(copy)))
     moved = trained._replace(config=Config(memory=block, train=TrainConfig(seg_len=SEG_LEN)))
-    assert load_memory(moved, tmp_path / f"{LENGTHS[-1]}.mem"), "a run keeps a copy of the file at another place"
+    assert loaded(moved, tmp_path / f"{LENGTHS[-1]}.mem"), "a run keeps a copy of the file at another place"
     copy.write_text(copy.read_text() + "# another program\n")
     with refused(UnusableError, "dist_mem_outside_"):
-        load_memory(moved, tmp_path / f"{LENGTHS[-1]}.mem")
+        loaded(moved, tmp_path / f"{LENGTHS[-1]}.mem")
 
 
 def test_gpt2_with_its_token_types_and_blocks_too(tmp_path: Path) -> None:
@@ -117,11 +122,11 @@ def test_gpt2_with_its_token_types_and_blocks_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", case_params())
 def test_one_lane_read_is_continued_in_five(case: str, tmp_path: Path) -> None:
     trained = model(case)
-    memory = kept(trained, words(LENGTHS[-1]), tmp_path / "book.mem")
-    five = select(memory.reading, [0] * 5)
+    reading = kept(trained, words(LENGTHS[-1]), tmp_path / "book.mem").reading_of(trained)
+    five = select(reading, [0] * 5)
     together = generate(trained, five, num_tokens=2 * SEG_LEN, sampling=SAMPLING)
     for lane, tokens in enumerate(together.tokens):
-        alone = generate(trained, memory.reading, num_tokens=2 * SEG_LEN, sampling=SAMPLING, streams=[lane])
+        alone = generate(trained, reading, num_tokens=2 * SEG_LEN, sampling=SAMPLING, streams=[lane])
         assert torch.equal(alone.tokens[0], tokens)
     assert len({tuple(tokens.tolist()) for tokens in together.tokens}) == 5
 
@@ -129,7 +134,7 @@ def test_one_lane_read_is_continued_in_five(case: str, tmp_path: Path) -> None:
 def test_a_long_text_is_read_in_parts_as_at_once() -> None:
     trained, text = model("compressive"), words(70 * SEG_LEN + 3)
     whole = read(trained, start(trained), [trained.tokenizer.encode(text)])
-    assert same_reading(read_text(trained, text).reading, whole)
+    assert same_reading(read_text(trained, text).reading_of(trained), whole)
 
 
 def with_weight(trained: TrainedModel) -> TrainedModel:
@@ -164,7 +169,7 @@ def test_another_model_is_refused_with_what_differs_and_the_fix(named: str, tmp_
     path = tmp_path / "book.mem"
     kept(model("infinite"), words(9), path)
     with refused(UnusableError, named, path, "dist-mem read TEXT --run runs/small -o"):
-        load_memory(OTHERS[named](model("infinite")), path)
+        loaded(OTHERS[named](model("infinite")), path)
 
 
 def header_of(path: Path) -> dict[str, Any]:
@@ -179,16 +184,12 @@ def with_header(path: Path, **changes: Any) -> None:
     save_file(load_file(path), path, {"dist_mem_memory": json.dumps({**entry, **changes})})
 
 
-def header_to_write(found: MemoryFile) -> dict[str, Any]:
-    return {key: value for key, value in found.header.items() if key not in ("format_version", "sha256")}
-
-
 def diverged(path: Path, value: float) -> None:
     """Write a memory with one value that is not finite, and the SHA-256 of all of it."""
     found = read_memory_file(path)
     name = next(name for name, tensor in found.tensors.items() if tensor.is_floating_point())
     found.tensors[name].flatten()[-1] = value
-    write_memory_file(path, header_to_write(found), found.tensors)
+    write_memory_file(path, found.header, found.tensors)
 
 
 WRONG: list[tuple[str, Callable[[Path], object]]] = [
@@ -214,7 +215,7 @@ def test_a_wrong_file_is_refused(tmp_path: Path) -> None:
         kept(trained, words(9), path)
         change(path)
         with refused(UnusableError, path, "dist-mem read TEXT", named):
-            load_memory(trained, path)
+            loaded(trained, path)
 
 
 def test_every_changed_byte_is_noticed(tmp_path: Path) -> None:
@@ -233,10 +234,11 @@ def test_a_state_of_another_shape_is_refused(tmp_path: Path, monkeypatch: pytest
     """Whatever settings and weights say: a memory from outside may have changed its state."""
     trained = model()
     memory = read_text(trained, words(9))
-    wider = memory.reading.state._replace(types=(torch.zeros(1, 2),))
-    save_memory(trained, memory._replace(reading=memory.reading._replace(state=wider)), tmp_path / "book.mem")
+    reading = memory.reading_of(trained)
+    wider = reading._replace(state=reading.state._replace(types=(torch.zeros(1, 2),)))
+    Memory(memory.texts, read=(trained, wider)).save(tmp_path / "book.mem")
     with refused(UnusableError):
-        load_memory(trained, tmp_path / "book.mem")
+        loaded(trained, tmp_path / "book.mem")
 
 
 def test_wrong_arguments_are_refused_by_name(tmp_path: Path) -> None:
@@ -244,12 +246,10 @@ def test_wrong_arguments_are_refused_by_name(tmp_path: Path) -> None:
     memory, two = read_text(trained, "w1"), start(trained, 2)
     calls: list[tuple[type[Exception], str, Callable[[], object]]] = [
         (TypeError, "text", lambda: read_text(trained, b"w1")),  # type: ignore[arg-type]
-        (TypeError, "after", lambda: read_text(trained, "w1", after=two)),  # type: ignore[arg-type]
-        (TypeError, "memory", lambda: save_memory(trained, two, tmp_path / "a")),  # type: ignore[arg-type]
-        (ValueError, "memory.reading", lambda: save_memory(trained, TextMemory(two, ()), tmp_path / "a")),
-        (UnusableError, "cannot be written", lambda: save_memory(trained, memory, tmp_path)),
-        (UnusableError, "cannot be written", lambda: save_memory(trained, memory, tmp_path / "no" / "a")),
-        (UnusableError, "there is no", lambda: load_memory(trained, tmp_path)),
+        (TypeError, "memory", lambda: read_text(trained, "w1", memory=two)),  # type: ignore[arg-type]
+        (UnusableError, "cannot be written", lambda: memory.save(tmp_path)),
+        (UnusableError, "cannot be written", lambda: memory.save(tmp_path / "no" / "a")),
+        (UnusableError, "there is no", lambda: Memory.load(tmp_path)),
     ]
     for error, named, call in calls:
         with refused(error, named):
@@ -260,7 +260,7 @@ def test_wrong_arguments_are_refused_by_name(tmp_path: Path) -> None:
 def test_the_file_is_plain_safetensors(tmp_path: Path) -> None:
     """Other programs can read it: tensors by the names of the state, and one entry of JSON."""
     trained = model("infinite over transformer_xl")
-    reading: Reading = kept(trained, words(9), tmp_path / "book.mem").reading
+    reading = kept(trained, words(9), tmp_path / "book.mem").reading_of(trained)
     tensors = load_file(tmp_path / "book.mem")
     assert tensors.pop("open_segment").tolist() == reading.open_tokens[0, : int(reading.open_len)].tolist()
     assert all(name.startswith("blocks.") and len(part) == 1 for name, part in tensors.items())
@@ -352,7 +352,7 @@ def test_an_export_and_a_moved_run_take_the_memory_of_their_run(
     texts = {ask(capsys, place, "--memory", memory, *OPTIONS)[1] for place in (run_dir, exported, copy)}
     assert len(texts) == 1
     trained = load_model(exported)
-    reading = load_memory(trained, memory).reading
+    reading = loaded(trained, memory)
     assert torch.equal(
         score(trained, "We had", after=reading).nll,
         score(load_model(run_dir), BOOK + "We had").nll[-6:],
@@ -421,24 +421,22 @@ def test_a_count_that_no_reading_leaves_is_refused_whatever_the_hash(case: str, 
     integers = [name for name, tensor in found.tensors.items() if tensor.dtype == torch.int64 and name != OPEN_SEGMENT]
     for name in integers:
         for value in (-5, 2**63 - 1 if name.endswith("document") else 10**9):
-            write_memory_file(
-                path, header_to_write(found), {**found.tensors, name: torch.full_like(found.tensors[name], value)}
-            )
+            write_memory_file(path, found.header, {**found.tensors, name: torch.full_like(found.tensors[name], value)})
             if value > 10**9:
-                assert load_memory(trained, path), "any document may be read"
+                assert loaded(trained, path), "any document may be read"
                 continue
             with pytest.raises(UnusableError, match=rf"{name} is .* after 14 tokens: read the text again"):
-                load_memory(trained, path)
+                loaded(trained, path)
 
 
 def test_a_negative_length_and_a_text_of_more_tokens_than_any_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "book.mem"
     kept(model(), words(9), path)
     found = read_memory_file(path)
-    write_memory_file(path, header_to_write(found), {**found.tensors, "blocks.0.length": torch.tensor([-5])})
+    write_memory_file(path, found.header, {**found.tensors, "blocks.0.length": torch.tensor([-5])})
     with refused(UnusableError, path, "blocks.0.length", "dist-mem read TEXT"):
-        load_memory(model(), path)
+        loaded(model(), path)
     texts = [{**text, "num_tokens": 2**62} for text in found.header["texts"]]
-    write_memory_file(path, {**header_to_write(found), "texts": texts}, found.tensors)
+    write_memory_file(path, {**found.header, "texts": texts}, found.tensors)
     with refused(UnusableError, path, "texts[0].num_tokens"):
-        load_memory(model(), path)
+        loaded(model(), path)

@@ -44,7 +44,7 @@ from dist_mem.evaluation.trained_model import (
     tokenizer_of_data,
 )
 from dist_mem.generation.generate import Sampling
-from dist_mem.generation.text_memory import load_memory
+from dist_mem.generation.text_memory import Memory
 from dist_mem.papers.dialogue.metrics import make_scorer, open_wordnet
 from dist_mem.papers.dialogue.replies import Conversation, answer_all, choose_replies, read_conversations
 from dist_mem.papers.dialogue.scores import (
@@ -209,7 +209,7 @@ def score_answers(
         num_lanes=trained.config.eval.batch_size,
         num_tokens=settings.num_tokens,
         sampling=settings.sampling,
-        after=None if settings.memory is None else load_memory(trained, settings.memory).reading,
+        after=None if settings.memory is None else Memory.load(settings.memory).reading_of(trained),
     )
     scored = []
     with Progress(sum(map(len, chosen)), "writing replies", unit="replies") as progress:

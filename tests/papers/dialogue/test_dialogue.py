@@ -21,7 +21,7 @@ from dist_mem.evaluation.memory_file import read_memory_file
 from dist_mem.evaluation.trained_model import TrainedModel, load_model
 from dist_mem.generation.generate import Sampling, generate
 from dist_mem.generation.reading import Reading, read, start
-from dist_mem.generation.text_memory import read_text, save_memory
+from dist_mem.generation.text_memory import read_text
 from dist_mem.papers.dialogue import score_replies as command
 from dist_mem.papers.dialogue.metrics import DEBIAN_FOLDER, METRICS, f1, make_scorer, mean_scores, open_wordnet
 from dist_mem.papers.dialogue.replies import (
@@ -262,7 +262,7 @@ def test_the_command_continues_the_memory_and_writes_apart(tmp_path: Path, capsy
     save_weights(run_dir, make_model(), config, step=3)
     trained = load_model(run_dir)
     memory = read_text(trained, "A shark eats a swimmer.", name="film.txt")
-    save_memory(trained, memory, tmp_path / "film.mem")
+    memory.save(tmp_path / "film.mem")
     command = ["dialogue", str(run_dir), "--split", "test", "--limit", "1", "--turns", "1", "--tokens", "3"]
     assert main(command) == EXIT_DONE
     assert main([*command, "--memory", str(tmp_path / "film.mem")]) == EXIT_DONE
