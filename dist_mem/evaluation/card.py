@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dist_mem.config import Config
 from dist_mem.config.memory_blocks import described
+from dist_mem.evaluation.report_names import join_parts, list_reports
 from dist_mem.evaluation.scores import Report, read_report, shown
 from dist_mem.evaluation.trained_model import Checkpoint, TrainedModel
 from dist_mem.runtime import markdown
@@ -145,7 +146,6 @@ def _metrics(checkpoint: Checkpoint) -> str:
 
 def _reports(checkpoint: Checkpoint) -> dict[str, Report]:
     """Return the reports of `dist-mem evaluate` on this checkpoint, by split and protocol."""
-    part = f"-step-{checkpoint.manifest['step']:08d}"
-    paths = sorted((checkpoint.run_dir / "evaluations").glob(f"*{part}*.json"))
-    others = ("dialogue-", "inspect-")
-    return {path.stem.replace(part, ""): read_report(path) for path in paths if not path.name.startswith(others)}
+    found = list_reports(checkpoint.run_dir).items()
+    mine = ((path, name) for path, name in found if name.step == checkpoint.manifest["step"])
+    return {join_parts(name.split, name.tag): read_report(path) for path, name in mine}

@@ -26,8 +26,9 @@ from typing import NamedTuple
 from dist_mem.config.check import nearest
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
 from dist_mem.evaluation.intervals import Interval, about_settled, compared_over_seeds, intervals, settled
-from dist_mem.evaluation.memory_gain import MemoryGain, counterpart, is_without_memory, memory_gain
+from dist_mem.evaluation.memory_gain import MemoryGain, memory_gain
 from dist_mem.evaluation.plot import labels_of, plot_recall
+from dist_mem.evaluation.report_names import WITHOUT_MEMORY, counterpart, is_without_memory, list_reports, without_data
 from dist_mem.evaluation.scores import (
     MEASURES,
     Band,
@@ -102,26 +103,20 @@ def _read_entry(name: str, path: Path) -> Entry:
 
 def _remedy(path: Path, split: str) -> str:
     """Return how to get an evaluation of the split, or the evaluated split that was probably meant."""
-    reports = [report for report in (path / "evaluations").glob("*-step-*.json") if not is_without_memory(report)]
-    names = {report.name.partition("-step-")[0] for report in reports}
-    evaluated = sorted(name for name in names if not name.startswith(("dialogue-", "inspect-")))
+    evaluated = sorted({name.split for name in list_reports(path).values() if not name.tag.endswith(WITHOUT_MEMORY)})
     if close := nearest(split, evaluated):
         return f", but of {' and '.join(evaluated)}; did you mean {close}?"
     return f"; run: dist-mem evaluate {path} --split {split}"
 
 
 def _newest(path: Path, split: str) -> dict[str, Path]:
-    """Return the newest report of each protocol and data by its tag, except those without memory.
-
-    A tag is that of `data_tag` and `protocol.tag_of`.
-    """
+    """Return the newest report of each protocol and data by its tag, except those without memory."""
     if path.suffix == ".json":
         return {"": path}
-    reports = sorted((path / "evaluations").glob(f"{split}-step-*.json"))  # steps are padded with zeros
     return {
-        report.stem.removeprefix(f"{split}-step-").partition("-")[2]: report
-        for report in reports
-        if not is_without_memory(report)
+        name.tag: report
+        for report, name in list_reports(path).items()  # the newest one last
+        if name.split == split and not is_without_memory(report)
     }
 
 
@@ -146,13 +141,10 @@ def _of_one_protocol(found: Mapping[Path, Mapping[str, Path]]) -> dict[Path, Pat
 
 def _by_protocol(reports: Mapping[str, Path]) -> dict[str, Path]:
     """Return the reports by the tag of their protocol alone, without that of other data; those of the own go first."""
-    own, others = {}, {}
+    own, others = dict[str, Path](), dict[str, Path]()
     for tag, path in reports.items():
-        first, _, rest = tag.partition("-")
-        if first.endswith(f"_{read_report(path).data_fingerprint[:6]}"):  # `other_data.data_tag`
-            others[rest] = path
-        else:
-            own[tag] = path
+        protocol = without_data(tag, read_report(path).data_fingerprint)
+        (own if protocol == tag else others)[protocol] = path
     return others | own
 
 

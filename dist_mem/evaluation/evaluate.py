@@ -35,8 +35,9 @@ from dist_mem.evaluation.job import (
 )
 from dist_mem.evaluation.kept_memory import states_and_inputs
 from dist_mem.evaluation.memory_file import MemoryFile
-from dist_mem.evaluation.memory_gain import gain_beside, is_without_memory
-from dist_mem.evaluation.protocol import Protocol, protocol_of, report_name, tag_of
+from dist_mem.evaluation.memory_gain import gain_beside
+from dist_mem.evaluation.protocol import Protocol, protocol_of, tag_of
+from dist_mem.evaluation.report_names import FOLDER, ReportName, is_without_memory, join_parts
 from dist_mem.evaluation.scores import Report, to_table, write_report
 from dist_mem.evaluation.scoring import score_split
 from dist_mem.evaluation.trained_model import (
@@ -125,19 +126,19 @@ def run(
         config = read_settings(found.directory, overrides, reads_data=True)
         use_threads(config.train)
         before = read_before(memory, config.eval, world)
-        tag = report_name(tag_of(config, without_memory=without_memory), before.tag if before else "")
+        tag = join_parts(tag_of(config, without_memory=without_memory), before.tag if before else "")
         scored = split or config.eval.split
-        named = decided_by_rank0(lambda: report_name(data_tag(found, config.data, scored), tag))
-        target = found.run_dir / "evaluations" / _name(found, scored, named)
+        whole_tag = decided_by_rank0(lambda: join_parts(data_tag(found, config.data, scored), tag))
+        name = ReportName(scored, found.manifest["step"], whole_tag)
         protocol = protocol_of(config, without_memory=without_memory)
         command = shlex.join(["dist-mem", "evaluate", str(path), "--split", scored, *overrides])
         command += "" if checkpoint is None else f" --checkpoint {checkpoint}"
 
         def publish() -> None:
-            written = _publish(report, found, config, protocol, tag=named, overrides=overrides, memory=before)
+            written = _publish(report, found, config, protocol, name=name, overrides=overrides, memory=before)
             _print_gain(report, written, command)
 
-        with held_by_rank0(target):
+        with held_by_rank0(found.run_dir / FOLDER / str(name)):
             report = evaluate_checkpoint(
                 found, config, split=scored, world=world, check=check, without_memory=without_memory, memory=before
             )
@@ -152,30 +153,21 @@ def _publish(
     config: Config,
     protocol: Protocol,
     *,
-    tag: str,
+    name: ReportName,
     overrides: Sequence[str] = (),
     memory: MemoryFile | None = None,
 ) -> Path:
-    """Write the report's files, add its metrics to the run in MLflow, print it, and return the path of the JSON.
-
-    `tag` is part of their names, so that results of another protocol or of other data do not replace the run's own.
-    """
+    """Write the report's files, add its metrics to the run in MLflow, print it, and return the path of the JSON."""
     print(f"{checkpoint.directory}, split {report.split}, {protocol}{f', {memory}' if memory else ''}")
     try:
-        name = _name(checkpoint, report.split, tag)
         metadata = described(checkpoint, config.name, protocol, memory)
-        files = write_report(report, checkpoint.run_dir / "evaluations", name, metadata=metadata)
-        prefix = report_name(report.split, tag)
+        files = write_report(report, checkpoint.run_dir / FOLDER, str(name), metadata=metadata)
+        prefix = join_parts(report.split, name.tag)
         metrics = {f"{prefix}{metric.removeprefix(report.split)}": value for metric, value in report.metrics().items()}
         track(checkpoint, config.tracking, metrics, files, overrides)
     finally:  # after the names of the files; also if the disk is full
         print(to_table(report))
     return files[1]
-
-
-def _name(checkpoint: Checkpoint, split: str, tag: str) -> str:
-    """Return the name of a report's files, without suffix."""
-    return report_name(f"{split}-step-{checkpoint.manifest['step']:08d}", tag)
 
 
 def _print_gain(report: Report, path: Path, command: str) -> None:

@@ -7,7 +7,6 @@ the training's: a folder may move. An address of a server is not opened for this
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from dist_mem.data.shard import INDEX_NAME, read_index
 from dist_mem.errors import EXIT_DONE, CutShortError, UnusableError, run_error
 from dist_mem.evaluation.memory_file import MemoryFile, read_memory_file
 from dist_mem.evaluation.protocol import Protocol
+from dist_mem.evaluation.report_names import data_part
 from dist_mem.evaluation.trained_model import Checkpoint, find_checkpoint
 from dist_mem.runtime import distributed
 from dist_mem.runtime.distributed import World, decided_by_rank0, gather_objects, on_all_ranks, sum_over_ranks
@@ -221,7 +221,7 @@ def data_tag(checkpoint: Checkpoint, data: DataConfig, split: str) -> str:
         return ""
     refresh(data, [split])
     index = open_index(data, split)
-    return f"{re.sub(r'[^a-zA-Z0-9_.]', '_', index.name)}_{index.fingerprint[:6]}"
+    return data_part(index)
 
 
 def _is_own(checkpoint: Checkpoint, data: DataConfig) -> bool:

@@ -13,7 +13,7 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
-from dist_mem.evaluation.protocol import WITHOUT_MEMORY, report_name
+from dist_mem.evaluation.report_names import counterpart, is_without_memory
 from dist_mem.evaluation.scores import Band, Report, perplexity, read_report, recall_bands, shown
 from dist_mem.runtime.figures import exponential
 
@@ -54,18 +54,6 @@ def memory_gain(with_memory: Report, without: Report, band: Band | None = None) 
         (nll, count), (other, _) = with_memory.recall_in(band), without.recall_in(band)
     nats = (other - nll) / count if count else math.nan
     return MemoryGain(count, nats, perplexity(nll, count), perplexity(other, count))
-
-
-def is_without_memory(path: Path) -> bool:
-    """Return whether this is the file of an evaluation without memory."""
-    return path.stem.endswith(f"-{WITHOUT_MEMORY}")
-
-
-def counterpart(path: Path) -> Path:
-    """Return the path of the same evaluation's report without memory; for one without memory, that with memory."""
-    if is_without_memory(path):
-        return path.with_stem(path.stem.removesuffix(f"-{WITHOUT_MEMORY}"))
-    return path.with_stem(report_name(path.stem, WITHOUT_MEMORY))
 
 
 def describe_gain(with_memory: Report, without: Report) -> str:

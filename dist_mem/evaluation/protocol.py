@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 from dist_mem.config import Config, EvalConfig, as_tree, changed
 from dist_mem.config.keys import TOKENS
 from dist_mem.config.memory_blocks import described, memories_of
+from dist_mem.evaluation.report_names import WITHOUT_MEMORY, join_parts
 from dist_mem.runtime.file_schema import boolean, integer, one_of, optional, record, text
-
-WITHOUT_MEMORY = "without-memory"  # in names of files and metrics
 
 
 class Protocol(NamedTuple):
@@ -92,11 +91,6 @@ def protocol_of_training(config: Config) -> Protocol:
     )
 
 
-def report_name(*parts: str) -> str:
-    """Join the non-empty parts of a file's or metric's name with hyphens."""
-    return "-".join(part for part in parts if part)
-
-
 def tag_of(config: Config, *, without_memory: bool = False) -> str:
     """Return the differences from the training's protocol, for names of files and metrics: "M640-stream10", or "".
 
@@ -115,7 +109,7 @@ def tag_of(config: Config, *, without_memory: bool = False) -> str:
         wanted.precision if wanted.precision != "fp32" else "",
         WITHOUT_MEMORY if without_memory else "",
     ]
-    return report_name(*parts)
+    return join_parts(*parts)
 
 
 def for_evaluation(config: Config) -> Config:

@@ -29,7 +29,8 @@ from dist_mem.evaluation.job import (
 )
 from dist_mem.evaluation.plot import Line, add_legend, draw_lines, labels_of, save_picture
 from dist_mem.evaluation.plotting.style import add_grid, in_style, new_picture
-from dist_mem.evaluation.protocol import Protocol, for_evaluation, in_terms_of_eval, protocol_of, report_name
+from dist_mem.evaluation.protocol import Protocol, for_evaluation, in_terms_of_eval, protocol_of
+from dist_mem.evaluation.report_names import FOLDER, join_parts
 from dist_mem.evaluation.scores import MEASURES, Report, measure_of, shown
 from dist_mem.evaluation.trained_model import Checkpoint, read_settings
 from dist_mem.model import MemoryLM
@@ -109,7 +110,7 @@ def run(
         own = read_settings(found[0].directory, overrides, reads_data=True)
         scored = split or own.eval.split
         data = decided_by_rank0(lambda: data_tag(found[0], own.data, scored))
-        stem = found[0].run_dir / "evaluations" / report_name("sweep", scored, parsed.key, data)
+        stem = found[0].run_dir / FOLDER / join_parts("sweep", scored, parsed.key, data)
         rows: list[Row] = []
         names = names_of(paths)
         labels = dict(zip(names, labels_of(names, [one.directory / "config.yaml" for one in found]), strict=True))

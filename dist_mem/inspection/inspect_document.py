@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from dist_mem.evaluation.job import StopCheck, as_job, data_tag, described, found_by_all, use_threads
-from dist_mem.evaluation.protocol import protocol_of, report_name, tag_of
+from dist_mem.evaluation.protocol import protocol_of, tag_of
+from dist_mem.evaluation.report_names import FOLDER, ReportName, join_parts
 from dist_mem.generation.text import read_file
 from dist_mem.inspection.aggregates import Aggregates, aggregate, word_gains
 from dist_mem.inspection.content import content_of
@@ -95,8 +96,8 @@ def _run(world: World, check: StopCheck, *, request: Request) -> None:
         **content_of(reading, removed, words, {each.name: each.gain for each in comparisons}, aggregates),
     }
     data = "" if request.book is None else data_tag(found, config.data, request.split or config.eval.split)
-    tag = report_name(data, tag)
-    folder = found.run_dir / "evaluations"
+    tag = join_parts(data, tag)
+    folder = found.run_dir / FOLDER
     folder.mkdir(exist_ok=True)
     target = folder / f"{_file_name(request, subject, int(found.manifest['step']), tag)}.json"
     write_text(target, json_text(content) + "\n")
@@ -111,7 +112,7 @@ def _file_name(request: Request, subject: Subject, step: int, tag: str) -> str:
         "" if request.empty_at is None else f"empty-at-{request.empty_at}",
         f"without-{request.without.begin}-{request.without.end}" if request.without else "",
     ]
-    return report_name(f"inspect-{name}-step-{step:08d}", tag, *asked)
+    return str(ReportName(name, step, join_parts(tag, *asked), "inspect"))
 
 
 def _removed(request: Request, subject: Subject) -> Counterfactual | None:

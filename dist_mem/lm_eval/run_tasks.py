@@ -27,7 +27,7 @@ from dist_mem.config.check import nearest
 from dist_mem.errors import EXIT_DONE, UnusableError, run_error
 from dist_mem.evaluation.export_transformers import write_tokenizer
 from dist_mem.evaluation.job import described, track
-from dist_mem.evaluation.protocol import report_name
+from dist_mem.evaluation.report_names import FOLDER, ReportName, join_parts
 from dist_mem.lm_eval.model import DistMemLM, OpenRun, open_run, read_generation
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import write_text
@@ -130,12 +130,12 @@ def _publish(request: Request, opened: OpenRun, results: Mapping[str, Any]) -> N
         **{key: results[key] for key in _KEPT if key in results},
     }
     limit = "" if request.limit is None else f"limit{request.limit}"
-    name = report_name(f"{_joined(request.tasks)}-step-{checkpoint.manifest['step']:08d}", limit, opened.tag)
-    path = checkpoint.run_dir / "evaluations" / "lm_eval" / f"{name}.json"
+    name = ReportName(_joined(request.tasks), checkpoint.manifest["step"], join_parts(limit, opened.tag))
+    path = checkpoint.run_dir / FOLDER / "lm_eval" / f"{name}.json"
     for target in (path, *([request.output] if request.output else [])):
         target.parent.mkdir(parents=True, exist_ok=True)
         write_text(target, json_text(content, indent=1, default=str) + "\n")
-    tag = report_name("lm_eval", limit, opened.tag)
+    tag = join_parts("lm_eval", limit, opened.tag)
     metrics = {f"{tag}/{score.task}/{score.metric}": score.value for score in scores}
     track(checkpoint, config.tracking, metrics, [path], request.overrides)
 

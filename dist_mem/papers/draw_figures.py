@@ -19,7 +19,8 @@ from dist_mem.evaluation.job import StopCheck, as_job, data_tag, found_by_all, t
 from dist_mem.evaluation.plot import labels_of
 from dist_mem.evaluation.plotting.drawn import write_figure
 from dist_mem.evaluation.plotting.style import styled
-from dist_mem.evaluation.protocol import report_name, tag_of
+from dist_mem.evaluation.protocol import tag_of
+from dist_mem.evaluation.report_names import ReportName, join_parts
 from dist_mem.evaluation.sweep import names_of
 from dist_mem.papers.figures import ELSEWHERE, figure_named, figures
 from dist_mem.papers.figures.parts.source import Settings, Source
@@ -81,10 +82,10 @@ def _run(
     sources = [Source(one, label, settings, world, check) for one, label in zip(found, labels, strict=True)]
     first = sources[0]
     data = data_tag(first.checkpoint, first.config.data, first.split)
-    tag = report_name(data, tag_of(first.config), settings.document or "")
+    tag = join_parts(data, tag_of(first.config), settings.document or "")
     run_dir = found[0].run_dir
     target = folder or run_dir / "figures"
-    stem = report_name(f"{name}-{first.split}-step-{found[0].manifest['step']:08d}", tag)
+    stem = str(ReportName(first.split, found[0].manifest["step"], tag, name))
     with held_file(target / stem), styled():
         drawn = figure_named(name).draw(name, sources)
         files = write_figure(drawn, target, stem, form=form)

@@ -26,7 +26,8 @@ from dist_mem.data.directory import open_index, refresh
 from dist_mem.data.documents import Documents
 from dist_mem.data.plan import cut_lengths
 from dist_mem.evaluation.job import StopCheck, as_job, data_tag, found_by_all, use_threads
-from dist_mem.evaluation.protocol import protocol_of, report_name, tag_of
+from dist_mem.evaluation.protocol import protocol_of, tag_of
+from dist_mem.evaluation.report_names import FOLDER, ReportName, join_parts
 from dist_mem.evaluation.trained_model import TrainedModel, open_model, read_settings, tokenizer_of_data
 from dist_mem.inspection.walk import walk
 from dist_mem.memory.base import MemoryOutput
@@ -195,9 +196,9 @@ def _run(
     lengths = cut_lengths(index.documents[:limit].num_tokens, config.eval.max_document_len)
     layers = regression_errors(trained, Documents(index, lengths, bos_id=trained.tokenizer.bos_id))
     step = int(found.manifest["step"])
-    name = report_name(f"inspect-{split}-step-{step:08d}", data_tag(found, config.data, split), tag)
+    name = ReportName(split, step, join_parts(data_tag(found, config.data, split), tag), "inspect")
     metadata = {"format_version": FORMAT_VERSION, "step": step, "limit": limit, "protocol": protocol._asdict()}
-    _publish(found.run_dir / "evaluations" / f"{name}.json", split, layers, metadata)
+    _publish(found.run_dir / FOLDER / f"{name}.json", split, layers, metadata)
 
 
 def _publish(target: Path, split: str, layers: list[Errors], metadata: Mapping[str, object]) -> None:

@@ -24,6 +24,7 @@ from dist_mem.config.sources import read_sources
 from dist_mem.data.directory import open_index
 from dist_mem.data.shard import INDEX_NAME
 from dist_mem.errors import CheckpointError, UnusableError
+from dist_mem.evaluation.report_names import list_reports
 from dist_mem.evaluation.scores import Band, read_report
 from dist_mem.launch.local import launcher
 from dist_mem.memory import memory_options
@@ -228,12 +229,11 @@ def newest_report(run: Run, column: Column) -> Path:
     Raises:
         ValueError: it has written no report.
     """
-    pattern = f"{'' if column.command == 'evaluate' else f'{column.command}-'}{column.split}-*.json"
-    folder = run.directory / "evaluations"
-    written = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns)
+    found = list_reports(run.directory, column.command.removeprefix("evaluate"))
+    written = [path for path, name in found.items() if name.split == column.split]
     if not written:
-        raise ValueError(f"{folder} has no {pattern}")
-    return written[-1]
+        raise ValueError(f"{run.directory} has no report of {column.command} --split {column.split}")
+    return max(written, key=lambda path: path.stat().st_mtime_ns)
 
 
 _METRICS = record({"metrics": table(optional(metric)), "step": integer()}, is_open=True)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dist_mem.errors import UnusableError
-from dist_mem.evaluation.memory_gain import counterpart, is_without_memory, memory_gain
+from dist_mem.evaluation.memory_gain import memory_gain
+from dist_mem.evaluation.report_names import ReportName, counterpart, is_without_memory, list_reports
 from dist_mem.evaluation.scores import Report, read_report
 from dist_mem.inspection.aggregates import Aggregates
 from dist_mem.inspection.page.markup import Markup, digits, element, joined, table
-
-_OTHER_COMMANDS = ("dialogue-", "inspect-")  # whose files in RUN/evaluations are no reports of `dist-mem evaluate`
 
 
 class Evaluation(NamedTuple):
@@ -22,22 +19,14 @@ class Evaluation(NamedTuple):
 
     run: str  # label
     path: Path
-    step: int
+    name: ReportName
     report: Report
 
 
 def find_evaluations(run_dir: Path, label: str) -> list[Evaluation]:
-    """Return the reports of a run, by split, protocol and step. Raises UnusableError for a file that is no report."""
-    paths = sorted((run_dir / "evaluations").glob("*-step-*.json"), key=lambda path: path.stem)
-    found = []
-    for path in (path for path in paths if not path.name.startswith(_OTHER_COMMANDS)):
-        step = re.fullmatch(r".+?-step-(\d{1,18})(-.+)?", path.stem)
-        if step is None:
-            raise UnusableError(
-                f"{path} is no report of `dist-mem evaluate`, which end in -step-STEP.json: move it away"
-            )
-        found.append(Evaluation(label, path, int(step[1]), read_report(path, inside=run_dir)))
-    return found
+    """Return the reports of a run, by split, step and protocol. Raises UnusableError for a file that is no report."""
+    found = list_reports(run_dir).items()
+    return [Evaluation(label, path, name, read_report(path, inside=run_dir)) for path, name in found]
 
 
 def newest_by_protocol(evaluations: Sequence[Evaluation]) -> dict[tuple[str, str], Evaluation]:
@@ -56,7 +45,7 @@ def summary_table(evaluations: Sequence[Evaluation]) -> Markup:
         [
             run,
             protocol,
-            f"{entry.step:,}",
+            f"{entry.name.step:,}",
             digits(entry.report.word_perplexity),
             digits(entry.report.bits_per_byte),
             "n/a" if math.isnan(entry.report.accuracy) else f"{entry.report.accuracy:.1%}",
@@ -72,8 +61,7 @@ def summary_table(evaluations: Sequence[Evaluation]) -> Markup:
 
 def _protocol(entry: Evaluation) -> str:
     """Return split and tag of a report, as "test" or "test, mem_len-64"."""
-    split, _, rest = entry.path.stem.partition("-step-")
-    return ", ".join(part for part in (split, rest.partition("-")[2]) if part)
+    return ", ".join(part for part in (entry.name.split, entry.name.tag) if part)
 
 
 def _gain(entry: Evaluation) -> str | None:

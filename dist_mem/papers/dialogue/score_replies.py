@@ -34,7 +34,8 @@ from dist_mem.evaluation.job import (
 )
 from dist_mem.evaluation.kept_memory import states_and_inputs
 from dist_mem.evaluation.memory_file import MemoryFile
-from dist_mem.evaluation.protocol import protocol_of, report_name, tag_of
+from dist_mem.evaluation.protocol import protocol_of, tag_of
+from dist_mem.evaluation.report_names import FOLDER, ReportName, join_parts
 from dist_mem.evaluation.scoring import score_split
 from dist_mem.evaluation.trained_model import (
     Checkpoint,
@@ -153,9 +154,8 @@ def _run(
     open_wordnet(settings.wordnet)  # fail early if the folder is wrong
     refresh(config.data, [split])
     data = data_tag(found, config.data, split)
-    tag = report_name(data, tag_of(config), settings_tag(settings), before.tag if before else "")
-    name = report_name(f"dialogue-{split}-step-{found.manifest['step']:08d}", tag)
-    target = found.run_dir / "evaluations" / name
+    tag = join_parts(data, tag_of(config), settings_tag(settings), before.tag if before else "")
+    target = found.run_dir / FOLDER / str(ReportName(split, found.manifest["step"], tag, "dialogue"))
     with held_file(target):
         index = first_documents(open_index(config.data, split), settings.limit)
         conversations = read_conversations(index)
@@ -261,4 +261,4 @@ def _publish(
     files = [target.with_name(f"{target.name}.{suffix}") for suffix in ("json", "txt")]
     write_text(files[0], json_text(content, indent=1) + "\n")
     write_text(files[1], to_text(conversations, answers, trained.tokenizer))
-    track(checkpoint, config.tracking, metrics(groups, report_name(split, tag)), files, overrides)
+    track(checkpoint, config.tracking, metrics(groups, join_parts(split, tag)), files, overrides)
