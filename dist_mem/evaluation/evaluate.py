@@ -46,7 +46,7 @@ from dist_mem.evaluation.trained_model import (
     read_settings,
     tokenizer_of_data,
 )
-from dist_mem.runtime.distributed import World, decided_by_rank0, gather_objects
+from dist_mem.runtime.distributed import World, decided_by_rank0
 from dist_mem.runtime.signals import StopSignal
 
 
@@ -79,8 +79,7 @@ def evaluate_checkpoint(
         if not surely_fits(config, vocab_size, world, num_lanes=num_lanes):
             with suppress(NotCountedError):  # then nobody knows what it needs
                 parts = scoring_parts(config, vocab_size, num_lanes=num_lanes, world_size=world.size)
-        gather = gather_objects if world.size > 1 else lambda value: [value]  # a notebook has no process group
-        refuse_what_cannot_fit(parts, world.device, gather=gather)
+        refuse_what_cannot_fit(parts, world.device, gather=world.gather)
 
     trained = open_model(checkpoint, config, tokenizer, world.device, check=see_that_it_fits)
     if check is not None:

@@ -135,9 +135,7 @@ def read_before(path: Path | None, eval_config: EvalConfig, world: World) -> Mem
         raise UnusableError(
             f"--memory {path}: eval.layout is stream, whose lanes begin within documents: set eval.layout=documents"
         )
-    if world.size == 1:
-        return read_memory_file(path)
-    return on_all_ranks(lambda: read_memory_file(path), f"reading {path}")
+    return world.agree(lambda: read_memory_file(path), f"reading {path}")
 
 
 def use_threads(train: TrainConfig) -> None:

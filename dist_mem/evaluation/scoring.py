@@ -36,13 +36,13 @@ from dist_mem.data.plan import StreamPlan, cut_lengths, evaluation_plan, lanes_o
 from dist_mem.data.shard import Index, check_document, read_mask, read_recall, read_tokens
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.words import WordTokenizer
-from dist_mem.errors import RunError, run_error
+from dist_mem.errors import RunError
 from dist_mem.evaluation.depth import answer_depth
 from dist_mem.evaluation.protocol import protocol_of, short_term_len
 from dist_mem.evaluation.scores import DocumentScore, RecallScore, Report, total_words
 from dist_mem.memory.base import map_state
 from dist_mem.model import LMOutput, LMState, empty_memories, reset_lanes
-from dist_mem.runtime.distributed import World, gather_objects, on_all_ranks, sum_tensor
+from dist_mem.runtime.distributed import World
 from dist_mem.runtime.progress import Progress
 
 NO_INPUTS = np.empty(0, dtype=np.int64)
@@ -212,9 +212,7 @@ def _empty_sums(share: Share, device: torch.device) -> Sums:
 
 def _over_ranks(sums: Sums, world: World) -> Sums:
     """Return the sums over all ranks, by one all-reduce, on the CPU."""
-    joined = torch.cat([part.cpu() for part in sums])
-    if world.size > 1:
-        joined = sum_tensor(joined, world.device)
+    joined = world.sum(torch.cat([part.cpu() for part in sums]))
     return Sums(*joined.split([len(part) for part in sums]))
 
 
@@ -277,13 +275,8 @@ def agreed_share(
             max_distance = max(max_distance, 0 if recall is None else int(recall.max(initial=0)))
         return Share(words, num_bytes, depths, max_distance)
 
-    if world.size == 1:  # a notebook has no process group
-        try:
-            return measure()
-        except OSError as error:
-            raise run_error(error) from error
-    share = on_all_ranks(measure, f"opening {index.split_dir}")
-    return share._replace(max_distance=max(gather_objects(share.max_distance)))
+    share = world.agree(measure, f"opening {index.split_dir}")
+    return share._replace(max_distance=max(world.gather(share.max_distance)))
 
 
 def is_whole(index: Index, document: int, extent: Extent) -> bool:

@@ -37,17 +37,34 @@ REPORTED = (RunError, ValueError, OSError)  # errors that ranks agree on; others
 _SLOW = 2.0  # seconds after which a part of the start is announced
 
 ResultT = TypeVar("ResultT")
+Gather = Callable[[Any], list[Any]]
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all processes of the job."""
+    """This process among all processes of the job. Its methods are collective, unless it is alone, as in a notebook."""
 
     rank: int
     size: int
     local_rank: int  # rank on this node
     local_size: int  # ranks on this node
     device: torch.device
+
+    def gather(self, value: ResultT) -> list[ResultT]:
+        """Return every rank's picklable value, in rank order."""
+        return gather_objects(value) if self.size > 1 else [value]
+
+    def agree(self, work: Callable[[], ResultT], what: str) -> ResultT:
+        """Return the result of `work`, as `on_all_ranks`."""
+        return on_all_ranks(work, what, gather=self.gather)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of a CPU tensor over all ranks, on the CPU."""
+        if self.size == 1:
+            return tensor
+        moved = tensor.to(self.device)
+        dist.all_reduce(moved)
+        return moved.cpu()
 
 
 def choose_accelerator() -> None:
@@ -156,13 +173,6 @@ def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]
     return tensor.tolist()
 
 
-def sum_tensor(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the sum of a CPU tensor over all ranks, on the CPU."""
-    moved = tensor.to(device)
-    dist.all_reduce(moved)
-    return moved.cpu()
-
-
 def from_rank0(value: Any) -> Any:
     """Return rank 0's picklable value on every rank."""
     box = [value]
@@ -250,7 +260,7 @@ def agreed_error(failures: Sequence[Failure | None], what: str, *, own: str | No
     return UnusableError(text) if codes == {EXIT_USAGE} else UnfitError(text)
 
 
-def agree_all_well(error: BaseException | None, what: str) -> None:
+def agree_all_well(error: BaseException | None, what: str, *, gather: Gather = gather_objects) -> None:
     """Raise on every rank if `what` failed on any; collective.
 
     A rank that failed raises with its own message, unless that is the system's, which does not say what was done.
@@ -259,12 +269,12 @@ def agree_all_well(error: BaseException | None, what: str) -> None:
         UnusableError, UnfitError, TakenOverError: on every rank the same; see `agreed_error`.
     """
     own = str(error) if isinstance(error, (RunError, ValueError)) else None
-    agreed = agreed_error(gather_objects(describe_failure(error)), what, own=own)
+    agreed = agreed_error(gather(describe_failure(error)), what, own=own)
     if agreed is not None:
         raise agreed from error
 
 
-def on_all_ranks(work: Callable[[], ResultT], what: str) -> ResultT:
+def on_all_ranks(work: Callable[[], ResultT], what: str, *, gather: Gather = gather_objects) -> ResultT:
     """Return the result of `work`, which may fail on only some ranks: it uses files of a node, or the run directory.
 
     Raises:
@@ -277,7 +287,7 @@ def on_all_ranks(work: Callable[[], ResultT], what: str) -> ResultT:
         result = work()
     except REPORTED as caught:
         error = caught
-    agree_all_well(error, what)
+    agree_all_well(error, what, gather=gather)
     return cast(ResultT, result)
 
 

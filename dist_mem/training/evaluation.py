@@ -13,7 +13,7 @@ from dist_mem.evaluation.job import stop_check
 from dist_mem.evaluation.probe import PREFIX, PassageRead, open_passage, passage_metrics, write_passage_picture
 from dist_mem.evaluation.protocol import protocol_of_training
 from dist_mem.evaluation.scoring import score_split
-from dist_mem.runtime.distributed import on_all_ranks, sum_tensor
+from dist_mem.runtime.distributed import on_all_ranks
 from dist_mem.supervision.watchdog import beat
 from dist_mem.training.context import Context
 from dist_mem.training.reporting import is_multiple
@@ -101,6 +101,5 @@ class Evaluation:
         if not kept_len:
             return {}
         counts = torch.tensor([int((state.cursors[:, 2] >= kept_len).sum()), len(state.cursors)], dtype=torch.float64)
-        if world.size > 1:
-            counts = sum_tensor(counts, world.device)
-        return {f"{PREFIX}full_lanes": float(counts[0] / counts[1])}
+        full, lanes = world.sum(counts).tolist()
+        return {f"{PREFIX}full_lanes": full / lanes}

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from dist_mem.data.metadata import ShardError
 from dist_mem.errors import (
@@ -31,12 +32,13 @@ from dist_mem.errors import (
     UnusableError,
     run_error,
 )
-from dist_mem.runtime import distributed, ranks
+from dist_mem.runtime import ranks
 from dist_mem.runtime.distributed import Failure, World, agree_all_well, decided_by_rank0, on_all_ranks
 from dist_mem.runtime.ranks import read_ranks
 from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 from tests.support.messages import refused
 from tests.support.ranks import RankPool
+from tests.support.scored_library import ALONE
 
 pytestmark = pytest.mark.ranks
 
@@ -260,8 +262,14 @@ def test_an_error_of_rank_0_is_raised_alike_on_all_ranks(rank_pool: Pool) -> Non
     assert [code for _, code, _ in first] == list(CODES.values())
 
 
-def test_an_error_of_many_ranks_names_the_first_three(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_many_ranks_names_the_first_three() -> None:
     failures = [Failure(EXIT_FAILED, f"OSError: {rank}") for rank in range(512)]
-    monkeypatch.setattr(distributed, "gather_objects", lambda value: failures)
     with refused(UnfitError, "rank 0", "rank 1", "rank 2"):
-        agree_all_well(None, "saving")
+        agree_all_well(None, "saving", gather=lambda value: failures)
+
+
+def test_a_process_that_is_alone_needs_no_group() -> None:
+    numbers = torch.rand(3)
+    assert ALONE.gather(3) == [3] and torch.equal(ALONE.sum(numbers), numbers) and ALONE.agree(lambda: 4, "") == 4
+    with pytest.raises(UnfitError, match="reading failed: OSError"):
+        ALONE.agree(lambda: fail(lambda: OSError(errno.EIO, "disk")), "reading")
