@@ -13,14 +13,20 @@ from __future__ import annotations
 import errno
 from typing import ClassVar
 
-EXIT_DONE = 0
-EXIT_FAILED = 1  # something failed during the run: a disk, a network, a part of the machine
-EXIT_USAGE = 2  # configuration, data or run directory are wrong: a restart does not help; also argparse's code
-EXIT_DIVERGED = 3  # a loss, a memory or a gradient is not finite
-EXIT_REQUEUE = 85  # stopped by a signal, a file or a time limit, with everything saved: restart the job
-EXIT_HUNG = 86  # the watchdog ended a job that made no progress: restart the job
-EXIT_TAKEN_OVER = 87  # another job took over the run directory because this one made no progress for too long
-EXIT_INTERRUPTED = 130  # Ctrl-C in any command but train, as shells report it
+EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_DIVERGED = 0, 1, 2, 3  # 2 is argparse's code too
+EXIT_REQUEUE, EXIT_HUNG, EXIT_TAKEN_OVER = 85, 86, 87
+EXIT_INTERRUPTED = 130  # as shells report it
+
+MEANINGS = {  # of the exit codes, as the pages have them
+    EXIT_DONE: "done",
+    EXIT_FAILED: "something broke on the way: a disk, a network, a rank, an unfit node",
+    EXIT_USAGE: "configuration, data or run directory are wrong",
+    EXIT_DIVERGED: "training diverged",
+    EXIT_REQUEUE: "stopped by a signal, by RUN/STOP or by the clock; all is saved",
+    EXIT_HUNG: "the watchdog ended a job in which nothing moved",
+    EXIT_TAKEN_OVER: "another job had taken the run directory over",
+    EXIT_INTERRUPTED: "Ctrl-C in another command than train",
+}
 
 # Errors of the system that last until somebody changes a path, a permission or a name. All others may pass.
 _LASTING = frozenset(

@@ -19,7 +19,7 @@ from dist_mem.checkpoint.finished_file import read_finished
 from dist_mem.checkpoint.manifest import list_steps, step_dir
 from dist_mem.config import TrackingConfig, TrainConfig, load_block
 from dist_mem.config.load import BlockT
-from dist_mem.errors import EXIT_DONE, UnusableError, run_error
+from dist_mem.errors import EXIT_DONE, MEANINGS, UnusableError, run_error
 from dist_mem.launch import queue, slurm
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.file_schema import MAX_INTEGER
@@ -36,15 +36,6 @@ _BAR = 40  # characters of all of a run's time
 _SHOWN_OF_JOB = ("number", "state", "since", "nodes", "reason")
 _SMALL = 0.01  # share of a part that is not named
 _MARKERS = ("config.yaml", METRICS_FILE, "checkpoints", "slurm", "lease.json")  # any of them marks a run directory
-_MEANINGS = {
-    0: "done",
-    1: "something broke on the way: a disk, a network, a rank, an unfit node",
-    2: "configuration, data or run directory are wrong",
-    3: "training diverged",
-    85: "stopped by a signal, by RUN/STOP or by the clock; all is saved",
-    86: "the watchdog ended a job in which nothing moved",
-    87: "another job had taken the run directory over",
-}
 
 
 def run(run_dirs: Sequence[Path], *, as_json: bool) -> int:
@@ -146,9 +137,9 @@ def _last_end(run_dir: Path) -> dict[str, Any] | None:
 
 
 def meaning_of(code: int) -> str:
-    """Return the meaning of an exit code, as in the table of launch/README.md."""
-    if code in _MEANINGS:
-        return _MEANINGS[code]
+    """Return the meaning of an exit code of a job."""
+    if code in MEANINGS:
+        return MEANINGS[code]
     with suppress(ValueError):
         return f"a rank was ended by {signal.Signals(code - 128).name}"
     return "a rank ended with this code of its own"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dist_mem.cli.parser import build_parser
+from dist_mem.errors import EXIT_INTERRUPTED, MEANINGS
 from tests.support.page_commands import FENCE, PAGES, ROOT, anchor_of, commands_of
 from tests.support.program_arguments import check_arguments, check_make
 
@@ -51,6 +52,16 @@ def test_links_files_commands_and_make_targets_of_a_page_exist(subtests: pytest.
             ]
             assert not missing
             check_make(re.findall(r"`make ([a-z]+)", text))
+
+
+@pytest.mark.parametrize("page", ["docs/howto/resume.md", "launch/README.md"])
+def test_a_table_of_exit_codes_has_their_meanings(page: str) -> None:
+    section = (ROOT / page).read_text(encoding="utf-8").partition("\n## Exit codes\n")[2].partition("\n## ")[0]
+    found = {
+        int(code): text.replace("`", "") for code, text in re.findall(r"^\| (\d+) \| (.*?) \|", section, re.MULTILINE)
+    }
+    assert found.keys() >= MEANINGS.keys() - {EXIT_INTERRUPTED}  # not of a job
+    assert [code for code, text in found.items() if not text.startswith(MEANINGS[code])] == []
 
 
 def test_functions_that_the_decisions_name_exist() -> None:
