@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from dist_mem.config.other_names import OTHER_NAMES
 from dist_mem.errors import UnusableError
-from dist_mem.runtime.terminal import listed
+from dist_mem.runtime.terminal import listed, some
 
 SURE = 0.75  # similarity at which a key of the same block is suggested first
 _MAYBE = 0.5  # two letters swapped in a name of two
@@ -208,11 +208,6 @@ def suggest(name: str, block: str, known: Sequence[str], everywhere: Sequence[st
     return f"known keys here{listed(known)}"
 
 
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_SHOWN]) or "none"
-    return f"{shown}, ..." if len(names) > _SHOWN else shown
-
-
 def check_tree(
     schema: Any,
     tree: Any,
@@ -238,7 +233,7 @@ def check_tree(
             else:
                 yield Problem(join(key, name), f"unknown key; {suggest(str(name), key, list(fields), everywhere)}")
     elif fields is not None:
-        yield Problem(key, f"is {shown(tree)}, but must be a block with keys among {_some(list(fields))}")
+        yield Problem(key, f"is {shown(tree)}, but must be a block with keys among {some(fields, _SHOWN) or 'none'}")
     elif item is not None and (children := _items(tree)) is not None:
         for index, child in children.items():
             yield from check_tree(item, child, key=f"{key}[{index}]", everywhere=everywhere, is_open=is_open)

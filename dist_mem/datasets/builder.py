@@ -53,6 +53,7 @@ from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import open_regular, replacing
 from dist_mem.runtime.locks import held_folder
 from dist_mem.runtime.progress import Progress, counting
+from dist_mem.runtime.terminal import some
 
 ReadT = TypeVar("ReadT")
 WORK_DIR = ".build"
@@ -164,8 +165,7 @@ def _build_split(
     note_texts(split_dir, texts.hexdigest() if any(map(_is_file, documents)) else None)
     empty = [entry.id for entry in index.documents if entry.words == 0]
     if empty:
-        listed = ", ".join(empty[:5]) + (", ..." if len(empty) > 5 else "")
-        print(f"{split}: {len(empty)} of {len(documents)} documents have no words: {listed}")
+        print(f"{split}: {len(empty)} of {len(documents)} documents have no words: {some(empty, 5)}")
     print(
         f"{split}: {len(documents)} documents, {index.num_words:,} words, {index.num_tokens:,} tokens, "
         f"{len(index.shards)} {'tar' if len(index.shards) == 1 else 'tars'}",

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.names import is_hidden
-from dist_mem.runtime.terminal import counted
+from dist_mem.runtime.terminal import counted, some
 
 SHOWN_NAMES = 3  # of hidden entries
 FOLDER = "folder"
@@ -78,8 +78,7 @@ def print_passed_over(where: str, *found: Found) -> None:
 def passed_over(*found: Found) -> str:
     """Return what was passed over, by suffix, as a text; empty if nothing was."""
     hidden = [name for each in found for name in each.hidden]
-    more = ", ..." if len(hidden) > SHOWN_NAMES else ""
-    parts = [f"{len(hidden):,} hidden ({', '.join(map(shown, hidden[:SHOWN_NAMES]))}{more})"] if hidden else []
+    parts = [f"{len(hidden):,} hidden ({some(map(shown, hidden), SHOWN_NAMES)})"] if hidden else []
     others = sum((each.others for each in found), Counter())
     for kind, count in sorted(others.items(), key=lambda other: (-other[1], other[0])):
         parts.append(counted(count, FOLDER) if kind == FOLDER else f"{count:,} {shown(kind)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +23,7 @@ from dist_mem.evaluation.trained_model import (
 from dist_mem.inspection.counterfactual import Passage
 from dist_mem.inspection.reading import text_document
 from dist_mem.runtime.distributed import World
+from dist_mem.runtime.terminal import some
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,7 @@ def open_book(data: DataConfig, eval_config: EvalConfig, split: str, book: str, 
     index = open_index(data, split)
     ids = [entry.id for entry in index.documents]
     if book not in ids:
-        some: Sequence[str] = ids[:5]
-        raise UnusableError(f"--book {book}: {index.split_dir} has no such document; it has {', '.join(some)}, ...")
+        raise UnusableError(f"--book {book}: {index.split_dir} has no such document; it has {some(ids, 5)}")
     number = ids.index(book)
     lengths = cut_lengths(index.documents.num_tokens, eval_config.max_document_len)
     if not lengths[number]:

@@ -32,6 +32,7 @@ from dist_mem.runtime.devices import set_gpu_variables
 from dist_mem.runtime.gpu import allow_tf32, bind_to_gpu
 from dist_mem.runtime.machine_memory import keep_heap
 from dist_mem.runtime.ranks import allotted_threads, export_for_libraries, is_rank0, read_ranks, use_accelerator
+from dist_mem.runtime.terminal import some
 
 REPORTED = (RunError, ValueError, OSError)  # errors that ranks agree on; others are defects of the program
 _SLOW = 2.0  # seconds after which a part of the start is announced
@@ -247,8 +248,8 @@ def agreed_error(failures: Sequence[Failure | None], what: str, *, own: str | No
     failed = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
     if not failed:
         return None
-    named = [f"rank {rank}: {failure.text}" for rank, failure in failed.items()]
-    lines = "; ".join(named[:3] + ["..."] * (len(named) > 3))  # a full disk fails on all 512 ranks alike
+    named = (f"rank {rank}: {failure.text}" for rank, failure in failed.items())
+    lines = some(named, 3, separator="; ")  # a full disk fails on all 512 ranks alike
     is_alone = len(failures) == 1
     where = f": {failed[0].text}" if is_alone else f" on {len(failed)} of {len(failures)} ranks. {lines}"
     text = own or f"{what} failed{where}"

@@ -127,6 +127,12 @@ def counted(number: int, singular: str, plural: str | None = None) -> str:
     return f"{number:,} {singular if number == 1 else plural}"
 
 
+def some(names: Iterable[object], most: int = 8, *, separator: str = ", ") -> str:
+    """Return the first names, and how many there are beside them: `0, 1, 2 and 509 more`."""
+    texts = list(map(str, names))
+    return separator.join(texts[:most]) + (f" and {len(texts) - most:,} more" if len(texts) > most else "")
+
+
 def span(begin: int, end: int) -> str:
     """Return how all commands and pages name the tokens [begin, end) of a document, counted from 0: `192 to 255`."""
     return f"{begin:,} to {end - 1:,}" if begin < end else "none"

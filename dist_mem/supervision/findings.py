@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from dist_mem.errors import UnfitError, UnusableError
+from dist_mem.runtime.terminal import some
 
 OK, WARNING, FAIL = "ok", "warning", "FAIL"
 RENDEZVOUS = "rendezvous"  # findings about ranks that do not join
@@ -93,8 +94,7 @@ def _line(alike: Sequence[Finding]) -> str:
 
 
 def _where(places: Iterable[Place | None]) -> str:
-    names = list(dict.fromkeys("all ranks" if place is None else str(place) for place in places))
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    return some(dict.fromkeys("all ranks" if place is None else str(place) for place in places), _NAMED)
 
 
 def failed(findings: Iterable[Finding]) -> list[Finding]:

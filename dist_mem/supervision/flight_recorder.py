@@ -14,13 +14,14 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch._C import _distributed_c10d
 
 from dist_mem.runtime.files import read_regular
+from dist_mem.runtime.terminal import some
 
 _KEPT = 8  # of a group, the last finished and the first unfinished collectives that are written
 _SUFFIX = ".json"
@@ -100,7 +101,7 @@ def read_verdict(folder: Path) -> Verdict:
             for name, progress in _progress(dump["entries"], recorder):
                 groups[name][rank] = progress
     suspects: dict[int, str] = {}
-    lines = [f"  the {reason} on {_listed(ranks)}" for reason, ranks in unread.items()]
+    lines = [f"  the {reason} on rank {some(sorted(ranks))}" for reason, ranks in unread.items()]
     for name, ranks in groups.items():
         found = _judged(name, ranks)
         suspects = {**found.suspects, **suspects}
@@ -155,14 +156,10 @@ def _judged(group: str, ranks: Mapping[int, Progress]) -> Verdict:
     )
     for reason, behind in reasons:
         if 0 < len(behind) <= len(ranks) / 2:  # else the few others are the odd ones
-            line = f"  waiting in {what}, which {_listed(behind)} {reason}"
+            line = f"  waiting in {what}, which rank {some(sorted(behind))} {reason}"
             return Verdict(dict.fromkeys(sorted(behind), f"{reason} {what}"), [line])
     others = "".join(f"; {count} ranks in {text}" for text, count in texts.items() if text != usual)
     return Verdict({}, [f"  waiting in {what}: no rank stands out{others}"])
-
-
-def _listed(ranks: Collection[int]) -> str:
-    return f"rank {', '.join(map(str, sorted(ranks)[:8]))}" + (", ..." if len(ranks) > 8 else "")
 
 
 def _not_started(ranks: Mapping[int, Progress], number: int) -> set[int]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dist_mem.runtime.files import is_missing, open_regular, read_regular
+from dist_mem.runtime.terminal import some
 from dist_mem.supervision.flight_recorder import NO_VERDICT, Verdict
 
 FAILED_NODES = Path("slurm") / "failed_nodes"  # in the run directory
@@ -181,10 +182,11 @@ def report(
         reasons[why].append(rank)
     for why, ranks in reasons.items():
         noun = "rank" if len(ranks) == 1 else "ranks"
-        lines.append(f"suspect: {noun} {_spans(ranks)} ({_names([nodes[rank] for rank in ranks])}) {why}")
+        lines.append(f"suspect: {noun} {_spans(ranks)} ({some(dict.fromkeys(nodes[rank] for rank in ranks))}) {why}")
     if not found:
         phases = ", ".join(dict.fromkeys(position.phase for position in positions))
-        lines.append(f"all ranks wait in {phases}: a stuck collective, or the network between {_names(nodes)}")
+        between = some(dict.fromkeys(nodes))
+        lines.append(f"all ranks wait in {phases}: a stuck collective, or the network between {between}")
     places: dict[str, list[int]] = defaultdict(list)
     for position in positions:
         if position.rank not in found:
@@ -209,11 +211,6 @@ def failed_nodes(
         path.parent.mkdir(parents=True, exist_ok=True)
         with open_regular(path, "ab") as file:
             file.write("".join(f"{node}\n" for node in new).encode())
-
-
-def _names(nodes: Sequence[str]) -> str:
-    distinct = list(dict.fromkeys(nodes))
-    return ", ".join(distinct[:8]) + (f" and {len(distinct) - 8} more" if len(distinct) > 8 else "")
 
 
 def _spans(ranks: Sequence[int]) -> str:

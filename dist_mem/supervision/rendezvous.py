@@ -33,7 +33,7 @@ from dist_mem.runtime.ranks import (
     slurm_gave_gpus,
     slurm_nodes,
 )
-from dist_mem.runtime.terminal import counted
+from dist_mem.runtime.terminal import counted, some
 from dist_mem.supervision.findings import RENDEZVOUS, Finding, Place, fail, ok, warning
 
 _NO_CUDA = "built without CUDA"
@@ -251,8 +251,7 @@ def _check_present(devices: Sequence[RankDevice], size: int, seconds: float) -> 
         yield ok(RENDEZVOUS, f"{counted(size, 'rank')}, {counted(len(nodes), 'node')}").at(None)
         return
     absent = [node for node in slurm_nodes() if node not in nodes]
-    listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-    problem = f"{len(missing)} of {size} ranks have not come, and no other has for {seconds:g} s: {listed}"
+    problem = f"{len(missing)} of {size} ranks have not come, and no other has for {seconds:g} s: {some(missing)}"
     fix = f"look at what these ranks printed; those of {', '.join(nodes[:4])} are here"
     fix += "; if they are only slow, raise watchdog.join_seconds"
     places: list[Place | None] = [Place(node) for node in absent]

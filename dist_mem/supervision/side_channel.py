@@ -24,6 +24,7 @@ from dist_mem.runtime.distributed import World, decided_by_rank0, has_note, leav
 from dist_mem.runtime.environment import node_name
 from dist_mem.runtime.network_interface import families, listen_to_all, shown_address
 from dist_mem.runtime.ranks import rendezvous_address
+from dist_mem.runtime.terminal import some
 
 _OPEN_SECONDS = 120.0  # for all ranks to connect; a thousand attempts at once may be refused at first
 _LOOK_SECONDS = 0.5  # rank 0 looks whether another rank has failed to connect
@@ -195,8 +196,8 @@ def accept_all(
             if time.monotonic() < deadline:
                 continue
             missing = sorted(set(range(1, num_ranks)) - peers.keys())
-            listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-            raise OSError(f"rank 0 waited {_OPEN_SECONDS:g} s at port {hub.port} for ranks {listed}") from error
+            waited = f"rank 0 waited {_OPEN_SECONDS:g} s at port {hub.port}"
+            raise OSError(f"{waited} for ranks {some(missing)}") from error
         rank = _identified(accepted, hub.secret)
         if rank is None:
             accepted.close()

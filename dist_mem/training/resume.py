@@ -33,6 +33,7 @@ from dist_mem.engine.engine import Engine
 from dist_mem.engine.optimizer import lr_factor
 from dist_mem.errors import DivergedError
 from dist_mem.runtime.distributed import World, on_all_ranks
+from dist_mem.runtime.terminal import some
 from dist_mem.supervision.watchdog import beat
 from dist_mem.tracking.provenance import code_differences
 from dist_mem.training.context import Context
@@ -198,8 +199,7 @@ def _starting_empty(engine: Engine) -> list[str]:
     names = engine.restored_empty
     if not names or len(names) == sum(parameter.requires_grad for parameter in engine.module.parameters()):
         return []
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return [f"the moments of {', '.join(names[:3])}{more} start at zero: the checkpoint has none of them"]
+    return [f"the moments of {some(names, 3)} start at zero: the checkpoint has none of them"]
 
 
 def _changed_sources(choice: Choice, sources: Mapping[str, str]) -> list[str]:

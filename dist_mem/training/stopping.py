@@ -18,6 +18,7 @@ from dist_mem.errors import UnfitError, UnusableError
 from dist_mem.runtime.distributed import World, decided_by_rank0, gather_objects
 from dist_mem.runtime.environment import job_end, node_name
 from dist_mem.runtime.signals import LEAST_SECONDS, STOP_FILE, StopSignal
+from dist_mem.runtime.terminal import some
 
 _SAVES = 3.0  # one in flight, one of the last step, and one as a margin for a disk that is temporarily slow
 _LOOK_SECONDS = 1.0  # between two checks for the file: on a network file system each is a request to the server
@@ -89,8 +90,7 @@ class Stopping:
     def describe(self) -> str:
         """Return the stop reasons of all ranks; every rank calls it after all have stopped."""
         reasons = [reason for reason in gather_objects(self._reason) if reason is not None]
-        more = f" and {len(reasons) - 3} more" if len(reasons) > 3 else ""
-        return "stopped " + ", ".join(reasons[:3]) + more  # Slurm may signal all of 512 ranks
+        return f"stopped {some(reasons, 3)}"  # Slurm may signal all of 512 ranks
 
     def _by_signal(self) -> str | None:
         name = self._signal.received

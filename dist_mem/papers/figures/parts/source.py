@@ -20,6 +20,7 @@ from dist_mem.inspection.walk import Step, walk
 from dist_mem.memory.parts.inspection import Inspection
 from dist_mem.memory.parts.inspector import Inspector
 from dist_mem.runtime.distributed import World
+from dist_mem.runtime.terminal import some
 
 
 class Settings(NamedTuple):
@@ -73,8 +74,8 @@ class Source:
         wanted, entries = self.settings.document, self.documents.index.documents
         numbers = [number for number, entry in enumerate(entries) if wanted in (None, entry.id)]
         if not numbers:
-            shown = ", ".join(entry.id for entry in entries[:5])
-            raise UnusableError(f"--document {wanted}: split {self.split} has no such document; it has {shown}, ...")
+            there = some((entry.id for entry in entries), 5)
+            raise UnusableError(f"--document {wanted}: split {self.split} has no such document; it has {there}")
         for number in numbers:
             yield self.documents.open(number)
 
