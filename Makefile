@@ -7,10 +7,10 @@ SHARED := --dist loadfile --no-loadscope-reorder
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CPU_TORCH ?= https://download.pytorch.org/whl/cpu
-# CONTRIBUTING.md says what each has.
+# CONTRIBUTING.md says what each has. ARGS: more arguments of pytest, as ARGS="-m ranks" or files.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) $(SHARED)
 
-.PHONY: setup compiler demo example test test-all test-rest integration pages nightly versions messages durations lint docs bench coverage clean
+.PHONY: setup compiler demo example test test-all nightly versions messages durations lint docs bench coverage clean
 
 setup: $(VENV)/.ready
 
@@ -44,20 +44,10 @@ example: demo
 	cp data/sample/texts/test/9003.txt examples/demo/flora_marsh.txt
 
 test: setup
-	$(PYTEST) --run quick
+	$(PYTEST) --run quick $(ARGS)
 
 test-all: setup
-	$(PYTEST) --run all
-
-# What CI runs beside `make test`: of the others those that changes since a commit touch, then others in turn.
-test-rest: setup
-	$(PYTEST) --run rest $(if $(SINCE),--since $(SINCE))
-
-integration: setup
-	$(PYTEST) --run all -m "ranks or slurm or netns or servers"
-
-pages: setup
-	$(PYTEST) --run all -m pages
+	$(PYTEST) --run all $(ARGS)
 
 # What `make test-all` leaves out: hours. Durations that have changed are written anew, to be committed.
 nightly: setup
@@ -70,9 +60,12 @@ versions:
 	  CUDA_VISIBLE_DEVICES= $(MAKE) test PYTHON=python$$version VENV=build/python$$version CPU_TORCH=none || exit 1; \
 	done
 
-# What the program says when it refuses something, as tests/messages.txt has it: read the changes, then commit them.
+# build/messages.txt, for reading: what the program says in these tests when it refuses something.
 messages: setup
-	$(PYTEST) --run all --rewrite-messages $$(grep -rlE "import .*(refused|said)" tests --include='test_*.py')
+	@mkdir -p build && rm -f build/messages.txt
+	DIST_MEM_MESSAGES=$(CURDIR)/build/messages.txt $(PYTEST) --run all \
+	  $$(grep -rlE "import .*(refused|said)" tests --include='test_*.py')
+	@sort -u -o build/messages.txt build/messages.txt
 
 # Measure all tests on an idle machine, for tests/durations.json.
 durations: setup

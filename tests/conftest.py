@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,28 +16,15 @@ from dist_mem.runtime import signals
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking.mlflow.client import connect
-from tests.support.budget import (
-    BUDGETS,
-    chosen,
-    function_of,
-    longest_first,
-    read_durations,
-    share_of,
-    write_durations,
-)
+from tests.support.budget import BUDGETS, chosen, function_of, longest_first, read_durations, write_durations
 from tests.support.clock import clock as clock
 from tests.support.limits import limit
-from tests.support.messages import VARIABLE, heard, rewrite
 from tests.support.paths import ROOT
 from tests.support.ranks import RankPool, launcher_environment
 from tests.support.scored_library import write_library
 from tests.support.slurm_cluster import Cluster, running_cluster, why_not
-from tests.support.touched import Touched, changed_files, imports_of_folders, number_of_commits
 
 torch.set_num_threads(1)  # tiny tensors: more threads only get in each other's way
-HEARD = pytest.StashKey[list[dict[str, list[str]]]]()  # messages, by process
-PARTLY_RUN = pytest.StashKey[set[str]]()  # test functions of which some variants were deselected
-LEFT_OUT = pytest.StashKey[list[str]]()  # what --run rest has no time for
 NEW_SECONDS = 1.0  # a test function without a line in durations.json that takes longer gets one by `make durations`
 
 
@@ -53,24 +39,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("dist_mem")
-    choices = "quick | all | night: what is not in all | rest: of all without quick, what --minutes have room for"
-    group.addoption("--run", choices=[*BUDGETS, "night", "rest"], help=choices)
-    group.addoption("--minutes", type=float, default=25.0, help="of --run rest, on two cores")
-    group.addoption("--since", help="a commit: --run rest begins with the tests that changes since then touch")
-    group.addoption("--rewrite-messages", action="store_true", help="write tests/messages.txt from this run")
+    group.addoption("--run", choices=[*BUDGETS, "night"], help="quick | all | night: what is not in all")
     group.addoption("--store-durations", action="store_true", help="write tests/durations.json from this run")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[HEARD] = []
-    config.stash[PARTLY_RUN] = set()
-    if config.getoption("rewrite_messages"):
-        os.environ[VARIABLE] = "1"
-
-
-def pytest_deselected(items: list[pytest.Item]) -> None:
-    for item in items:
-        item.config.stash[PARTLY_RUN].add(function_of(item.nodeid))
 
 
 @pytest.hookimpl(trylast=True)  # when other tests are deselected
@@ -81,14 +51,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         keep(config, items, chosen(items, BUDGETS[choice], durations))
     elif choice == "night":
         keep(config, items, [not is_run for is_run in chosen(items, BUDGETS["all"], durations)])
-    elif choice == "rest":
-        by_budget = zip(*(chosen(items, BUDGETS[name], durations) for name in ("all", "quick")), strict=True)
-        keep(config, items, [is_all and not is_quick for is_all, is_quick in by_budget])
-        touched = Touched(changed_files(since) if (since := config.getoption("since")) else [], imports_of_folders())
-        seconds, turn = 120 * config.getoption("minutes"), number_of_commits()
-        runs = share_of(items, touched, durations, seconds=seconds, turn=turn)
-        config.stash[LEFT_OUT] = [item.nodeid for item, is_run in zip(items, runs, strict=True) if not is_run]
-        keep(config, items, runs)
     if hasattr(config, "workerinput"):  # of pytest-xdist
         items[:] = longest_first(items, durations)
 
@@ -106,25 +68,6 @@ def restored_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     os.chdir(folder)
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Tell the process that prints the summary what this one left out for time (all leave out the same), and heard."""
-    config = session.config
-    partly_run = config.stash[PARTLY_RUN]
-    if hasattr(config, "workeroutput"):
-        left_out = config.stash.get(LEFT_OUT, [])
-        config.workeroutput.update(left_out=left_out, heard=heard(), partly_run=sorted(partly_run))
-    elif config.getoption("rewrite_messages"):
-        rewrite([heard(), *config.stash[HEARD]], partly_run)
-
-
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
-def pytest_testnodedown(node: Any) -> None:
-    output = getattr(node, "workeroutput", {})
-    node.config.stash[LEFT_OUT] = output.get("left_out", [])
-    node.config.stash[HEARD].append(output.get("heard", {}))
-    node.config.stash[PARTLY_RUN].update(output.get("partly_run", []))
-
-
 def keep(config: pytest.Config, items: list[pytest.Item], runs: list[bool]) -> None:
     """Deselect the other tests."""
     config.hook.pytest_deselected(items=[item for item, is_run in zip(items, runs, strict=True) if not is_run])
@@ -137,14 +80,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if config.getoption("store_durations"):
         write_durations((report.nodeid, report.duration) for report in reports)
         return
-    if left_out := config.stash.get(LEFT_OUT, []):
-        files = Counter(nodeid.partition("::")[0] for nodeid in left_out)
-        terminalreporter.section(f"left out for time: {len(left_out)} tests; make test-all has them")
-        terminalreporter.line(", ".join(f"{path} ({number})" for path, number in sorted(files.items())))
-    skipped = {function_of(report.nodeid) for report in terminalreporter.getreports("skipped")}
-    if skipped and config.getoption("rewrite_messages"):
-        terminalreporter.section("skipped here: tests/messages.txt lacks what is new of them")
-        terminalreporter.line(", ".join(sorted(skipped)))
     known = read_durations()
     new = {function_of(report.nodeid) for report in reports if report.duration > limit(NEW_SECONDS)} - known.keys()
     if new:

@@ -104,7 +104,7 @@ def test_inspect_compares_the_scores_with_those_without_memory(model: Model, tex
 def test_a_wrong_argument_is_refused_before_anything_is_generated(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with refused(TypeError):
+    with refused(TypeError, "prompt is 3"):
         model.generate(3)  # type: ignore[arg-type]
     with refused(TypeError, "book.mem", "model.read"):
         model.score("a", memory="book.mem")  # type: ignore[call-overload]
@@ -112,7 +112,7 @@ def test_a_wrong_argument_is_refused_before_anything_is_generated(
         model.generate("a", num_tokens=-1)
     with refused(UnusableError, "nope.mem"):
         dist_mem.Memory.load(tmp_path / "nope.mem")
-    with refused(TypeError):
+    with refused(TypeError, "text is 3"):
         model.inspect(3)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "mlflow", None)  # as Python reports a module that is not there
     with refused(UnusableError, "models:/a@b"):
@@ -122,7 +122,7 @@ def test_a_wrong_argument_is_refused_before_anything_is_generated(
 def test_a_memory_of_another_model_is_refused(model: Model, text: str, tmp_path: Path) -> None:
     earlier = dist_mem.load(model.trained.checkpoint.run_dir, step=5)
     memory = earlier.read(text)
-    with refused(UnusableError):
+    with refused(UnusableError, "demo at step 5", "dist-mem read TEXT"):
         model.score(text, memory=memory)
     same = dist_mem.load(model.trained.checkpoint.run_dir)
     assert torch.equal(same.score(text, memory=model.read(text)).nll, model.score(text, memory=model.read(text)).nll)

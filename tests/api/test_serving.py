@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -184,7 +183,7 @@ def test_without_the_runs_store_nothing_is_written(
         assert main(["export", str(run), f"tracking.uri={store}", "--mlflow", "--out", str(out)]) == code
         assert not out.exists() and not (tmp_path / "other.db").exists()
         (line,) = capsys.readouterr().err.splitlines()
-        said(f"exit code {code}: {re.sub('MlflowException: .*', 'MlflowException: ...', line)}", named)
+        said(line, named)
 
 
 def test_a_model_without_all_files_is_not_registered_and_the_export_stays(
@@ -199,7 +198,7 @@ def test_a_model_without_all_files_is_not_registered_and_the_export_stays(
     register = ["--mlflow", "--register", "torn", "--alias", "champion"]
     assert main(["export", str(run), f"tracking.uri={sqlite_uri}", "--out", str(out), *register]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    said(f"exit code 1: {line}", out)
+    said(line, out)
     assert dist_mem.load(out)
     assert not client.search_registered_models("name = 'torn'")
     assert not client.search_logged_models([experiment])
@@ -228,4 +227,4 @@ def test_invalid_names_are_refused_before_anything_is_read(
     if named == "mlflow":
         monkeypatch.setitem(sys.modules, "mlflow", None)  # as Python reports a module that is not there
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), *shlex.split(options)]) == 2
-    said(f"exit code 2: {capsys.readouterr().err}", named)
+    said(capsys.readouterr().err, named)

@@ -187,7 +187,7 @@ def test_rows_that_are_not_the_lane_are_refused(checkpoint: Path, damage: str) -
         lanes["0"] = lanes["1"]
     save_file(tensors, path)
     rewrite_manifest(checkpoint, lanes=lanes)
-    with refused(CheckpointError):
+    with refused(CheckpointError, checkpoint, " row"):
         read_lanes(load_model(checkpoint, f"data.path={GOLDEN / 'data'}"), [0])
 
 
@@ -197,7 +197,7 @@ def test_a_step_that_is_not_that_of_its_folder_is_refused(checkpoint: Path, step
     with refused(CheckpointError, f"step is {step}", "step-00000003"):
         load_model(checkpoint.parent.parent, f"data.path={GOLDEN / 'data'}")
     renamed = checkpoint.rename(checkpoint.with_name("step-00000018"))
-    with refused(CheckpointError):
+    with refused(CheckpointError, f"step is {step}", "step-00000018"):
         load_model(renamed, f"data.path={GOLDEN / 'data'}")
     assert read_manifest(renamed.rename(renamed.with_name("taken")))["step"] == step, "another name promises no step"
 
@@ -238,5 +238,5 @@ def test_manifest_that_is_none_is_a_damaged_checkpoint_and_one_that_is_not_there
         (tmp_path / "manifest.json").write_text(text)
         with refused(CheckpointError, "manifest.json"):
             read_manifest(tmp_path)
-    with refused(CheckpointError):
+    with refused(CheckpointError, "step-00000007: there is no"):
         read_manifest(tmp_path / "step-00000007")

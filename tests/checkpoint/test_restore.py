@@ -237,7 +237,7 @@ def test_damage_that_one_rank_alone_sees_is_passed_over_by_all(
 ) -> None:
     (first, text), (second, _) = rank_pool(2).run(opened_with_fault, copied, rank, fault)
     assert first == second == 6
-    said_line(0, text, "passed over: ", phrase, f"(seen by rank {rank} of 2)")
+    said_line(text, "passed over: ", phrase, f"(seen by rank {rank} of 2)")
     assert step_dir(copied.with_suffix(""), STEPS).is_dir(), "it is kept for inspection"
 
 

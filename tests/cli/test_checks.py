@@ -109,7 +109,7 @@ def test_the_check_of_a_training_opens_what_the_training_opens(
 ) -> None:
     """`tests/cli/test_refusals.py` starts such trainings."""
     assert run(CHECKS["train"], *REFUSED_BY_THE_DATA[key]) == EXIT_USAGE
-    said(f"exit code 2: {capsys.readouterr().err}", key.rpartition(".")[2] if key == "eval.split" else key)
+    said(capsys.readouterr().err, key.rpartition(".")[2] if key == "eval.split" else key)
 
 
 @pytest.mark.parametrize("split", ["nosplit", "a\0b", "../train"])

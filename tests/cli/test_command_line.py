@@ -209,7 +209,7 @@ def test_more_lanes_than_documents_are_refused(
 ) -> None:
     overrides = [f"data.path={data_dir}", f"run_dir={data_dir.parent}", "train.global_batch_size=128"]
     assert main([*command, *overrides]) == 2
-    said(f"exit code 2: {capsys.readouterr().err}", "train.global_batch_size", "data.layout")
+    said(capsys.readouterr().err, "train.global_batch_size", "data.layout")
 
 
 def test_epochs_come_to_steps_rounded_up() -> None:

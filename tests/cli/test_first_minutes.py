@@ -55,7 +55,7 @@ def interrupted(process: subprocess.Popen[str]) -> str:
     _, reported = process.communicate(timeout=limit(300))
     assert process.returncode == 85, reported
     assert "Traceback" not in reported
-    said(f"exit code 85: {reported.splitlines()[-1]}", "SIGINT")
+    said(reported.splitlines()[-1], "SIGINT")
     return reported
 
 
@@ -93,7 +93,7 @@ def test_ctrl_c_ends_any_other_command_in_one_line(
 
     monkeypatch.setattr(commands, "load_checked", interrupt)
     assert main(["config", "configs/demo.yaml"]) == 130
-    said(f"exit code 130: {capsys.readouterr().err}", "SIGINT")
+    said(capsys.readouterr().err, "SIGINT")
 
 
 @pytest.mark.parametrize(("rank", "expected"), [("0", "opening data\n"), ("1", "")])

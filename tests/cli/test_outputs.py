@@ -32,7 +32,7 @@ def written() -> dict[tuple[str, str], Action]:
 def test_every_option_that_names_an_output_checks_it() -> None:
     for place, action in written().items():
         assert action.type in (output_file, output_folder), place
-        with refused(ArgumentTypeError):
+        with refused(ArgumentTypeError, "'' is no path"):
             action.type("")
     actions = [action for parser in PARSERS.values() for action in parser._actions]
     assert sum(action.type in (output_file, output_folder) for action in actions) == len(written())
@@ -46,9 +46,9 @@ def test_what_is_no_file_is_refused_and_a_link_is_followed(tmp_path: Path) -> No
     assert output_file(str(tmp_path / "link")) == tmp_path / "page"
     assert output_file(str(tmp_path / "nowhere")) == tmp_path / "new"
     assert output_file(str(tmp_path / "pipe")) == tmp_path / "pipe"
-    with refused(ArgumentTypeError):
+    with refused(ArgumentTypeError, tmp_path, "is a folder"):
         output_file(str(tmp_path))
-    with refused(ArgumentTypeError):
+    with refused(ArgumentTypeError, tmp_path / "page", "is no folder"):
         output_folder(str(tmp_path / "page"))
     for type_of in (output_file, output_folder):
         with refused(ArgumentTypeError, tmp_path / "page"):

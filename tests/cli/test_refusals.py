@@ -1,6 +1,6 @@
 """Refusals of the command line: exit code 2 and one error, before anything is allocated or made.
 
-The tables have a command -> what its error names. The whole errors are in tests/messages.txt.
+The tables have a command -> what its error names.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ STARTED = {
 
 @pytest.mark.parametrize("override", STARTED)
 def test_a_training_is_refused_and_leaves_nothing(asked: Asked, made: Made, override: str) -> None:
-    said(f"exit code 2: {error_of(asked, made, ['train', str(made.config), override])}", STARTED[override])
+    said(error_of(asked, made, ["train", str(made.config), override]), STARTED[override])
 
 
 TOO_LARGE = {
@@ -124,7 +124,7 @@ def test_what_the_model_refuses_is_named_with_its_file(
     mine = tmp_path / "mine.yaml"
     mine.write_text(f"{block}\n", encoding="utf-8")
     error = error_of(asked, made, [command, str(made.config), str(mine)])
-    said(f"exit code 2: {error}".replace(str(mine), "mine.yaml"), f"mine.yaml: {REFUSED_BY_THE_MODEL[block]}")
+    said(error, f"{mine}: {REFUSED_BY_THE_MODEL[block]}")
 
 
 OTHERS = {
@@ -174,7 +174,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("command", OTHERS, ids=lambda text: text[:60])
 def test_a_command_is_refused_and_leaves_nothing(asked: Asked, made: Made, command: str) -> None:
-    said(f"exit code 2: {error_of(asked, made, made.words(command))}", OTHERS[command])
+    said(error_of(asked, made, made.words(command)), OTHERS[command])
 
 
 # In this process.
@@ -240,7 +240,7 @@ def test_wrong_arguments_are_answered_with_what_was_meant(
     assert code_of(shlex.split(command)) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and not list(Path().iterdir())
-    said(f"exit code 2: {error_in(printed.err)}", ANSWERED[command])
+    said(error_in(printed.err), ANSWERED[command])
 
 
 # Each is refused with its key.
@@ -261,7 +261,7 @@ def test_a_value_that_no_key_can_have_starts_nothing(
 ) -> None:
     assert main(["train", "configs/demo.yaml", override]) == 2
     assert not list(Path().iterdir())
-    said(f"exit code 2: {error_in(capsys.readouterr().err)}", override.partition("=")[0])
+    said(error_in(capsys.readouterr().err), override.partition("=")[0])
 
 
 MISSING = "nowhere/absent"
@@ -313,7 +313,7 @@ def test_every_command_and_every_path_it_takes_is_here() -> None:
 @pytest.mark.parametrize("call", CALLS)
 def test_a_missing_path_is_named(call: str, capsys: pytest.CaptureFixture[str], empty_folder: None) -> None:
     assert main(call.split()) == 2
-    said(f"exit code 2: {error_in(capsys.readouterr().err)}", MISSING)
+    said(error_in(capsys.readouterr().err), MISSING)
 
 
 def path_options(builder: str) -> list[list[str]]:
@@ -330,11 +330,11 @@ def test_a_builder_without_its_source_begins_nothing(
 ) -> None:
     for call in path_options(builder):
         assert build_data(builder, *call, "--out", "out") == 2, call
-        said(f"exit code 2: {capsys.readouterr().err}", MISSING)
+        said(capsys.readouterr().err, MISSING)
         assert not Path("out").exists(), "something was begun"
 
 
 @pytest.mark.parametrize("more", [[], ["--train"]])
 def test_a_tokenizer_needs_its_folder(more: list[str], capsys: pytest.CaptureFixture[str], empty_folder: None) -> None:
     assert gpt2_tokenizer.main([MISSING, "--out", "out", *more]) == 2
-    said(f"exit code 2: {capsys.readouterr().err}", MISSING)
+    said(capsys.readouterr().err, MISSING)

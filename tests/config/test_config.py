@@ -191,7 +191,7 @@ def test_the_test_split_is_not_for_training() -> None:
 def test_all_problems_are_reported_at_once_each_with_its_file(tmp_path: Path) -> None:
     first = write(tmp_path / "first.yaml", "train: {global_batch_sise: 1}\nmodel: {d_model: wide}")
     second = write(tmp_path / "second.yaml", "optimizer: {groups: [{param_regex: u, Lr: 1}]}")
-    with refused(ConfigError) as caught:
+    with refused(ConfigError, first, second, "command line") as caught:
         load_config([first, second, "dat.path=x"])
     assert [str(problem.where) for problem in caught.value.problems] == [
         f"{first}:1",
@@ -214,7 +214,7 @@ def test_a_value_out_of_range_is_reported_with_the_file_that_set_it_last(tmp_pat
 def test_unreadable_file_is_named(tmp_path: Path, text: bytes) -> None:
     """Issue 5: of a checkpoint that a disk has damaged, rank 0 must not fail alone at it."""
     (tmp_path / "broken.yaml").write_bytes(text)
-    with refused(ConfigError, f"{tmp_path / 'broken.yaml'}: "):
+    with refused(ConfigError, f"{tmp_path / 'broken.yaml'}: cannot be read as YAML"):
         load_config([str(tmp_path / "broken.yaml")])
 
 

@@ -100,7 +100,7 @@ def test_wrong_key_or_value_is_refused_before_a_start(
     for given in ([str(tmp_path / "mine.yaml")], [STEPS, f"deepspeed.{override}"]):
         assert main(["train", "--check", *given]) == 2
         place = "command line" if STEPS in given else str(tmp_path / "mine.yaml")
-        said(f"exit code 2: {capsys.readouterr().err}", f"error: {place}: deepspeed.{key}")
+        said(capsys.readouterr().err, f"error: {place}: deepspeed.{key}")
 
 
 def test_handed_on_block_is_accepted_by_deepspeed() -> None:

@@ -102,7 +102,7 @@ def test_the_page_names_all_memories_that_must_be_in_every_block() -> None:
     with_stem = {kind for kind in memory_kinds() if memory_class(kind).stem is not Memory.stem}
     for kind in sorted(with_stem - {"infinite"}):
         for block in (f"{{kind: {kind}}}", f"{{kind: infinite, over: {{kind: {kind}}}}}"):
-            with refused(ConfigError):
+            with refused(ConfigError, "memory.2", "give every block this memory"):
                 load(f"memory={{default: none, 2: {block}}}")
     (sentence,) = re.findall(r"\.\s([^.]*must be in every block[^.]*)\.", docs.MEMORY)
     assert set(re.findall(r"`(\w+)`", sentence)) == with_stem - {"infinite"}

@@ -182,7 +182,7 @@ def test_a_source_that_asks_for_a_value_is_refused(tmp_path: Path, monkeypatch: 
             load_config([str(tmp_path / "a.yaml"), STEPS])
     monkeypatch.setenv("ASKED", "???")
     for value in ("???", "${oc.env:ASKED}"):
-        with refused(ConfigError):
+        with refused(ConfigError, "command line: name: "):
             load_config([STEPS, f"name={value}"])
 
 

@@ -147,7 +147,7 @@ def test_installed_packages_offer_memories(tmp_path: Path, monkeypatch: pytest.M
     (info / "entry_points.txt").write_text("[dist_mem.memories]\ntheirs = their_memory:Averages\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert memory_class("theirs").__name__ == "Averages"
-    with refused(ValueError):
+    with refused(ValueError, "memory.kind is 'their'", "did you mean theirs?"):
         memory_class("their")
 
 

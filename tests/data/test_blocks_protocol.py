@@ -168,7 +168,7 @@ def test_a_split_of_single_tokens_has_no_metric(tmp_path: Path) -> None:
     document = make_document(0, 1)
     write_split([document], tmp_path / "test", name="x", split="test", tokenizer_fingerprint=TOKENIZER.fingerprint)
     assert scored(ALONE, tmp_path, {}).num_scored == 1
-    with refused(EvaluationError):
+    with refused(EvaluationError, tmp_path / "test", "no token is scored"):
         scored(ALONE, tmp_path, {"blocks": True})
 
 

@@ -143,7 +143,7 @@ def test_a_killed_build_ends_its_workers_and_goes_on_to_the_same_bytes(tmp_path:
 
 def test_a_killed_worker_is_reported_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "encode_piece", die)
-    with refused(WorkerKilledError):
+    with refused(WorkerKilledError, "fewer workers"):
         build_tiny(tmp_path, tokenizer_kind="bytes", workers=2)
 
 
@@ -174,9 +174,13 @@ def test_another_build_in_the_same_place_is_refused_unless_it_may_overwrite(
     build_tiny(tmp_path, tokenizer_kind="bytes")
     (tmp_path / "notes.txt").write_text("mine")
     changed = {**make_splits(), "test": [SourceDocument("09", "Book 9", "another text"), *make_documents()[10:]]}
-    others: list[dict[str, Any]] = [{}, {"max_shard_bytes": 1, **in_bytes}, {"splits": changed, **in_bytes}]
-    for options in others:
-        with refused(ValueError):
+    others: dict[str, dict[str, Any]] = {
+        "tokenizer.json": {},
+        "train/index.json": {"max_shard_bytes": 1, **in_bytes},
+        "test/index.json": {"splits": changed, **in_bytes},
+    }
+    for name, options in others.items():
+        with refused(ValueError, tmp_path / name, "belongs to another build"):
             build_tiny(tmp_path, **options)
     assert build_tiny(tmp_path, overwrite=True) == {**expected, "notes.txt": b"mine"}
 
@@ -244,7 +248,7 @@ def test_recall_of_many_spans_equals_one_span_after_the_other(text: str, data: s
 @pytest.mark.parametrize("span", [(4, 4, 0), (4, 6, 4), (4, 6, 5), (4, 99, 0), (4, 6, -1)])
 def test_recall_spans_that_make_no_sense_are_refused(span: tuple[int, int, int]) -> None:
     text = "some text"
-    with refused(ValueError):
+    with refused(ValueError, f"recall span {span}"):
         recall_distances(SourceDocument("a", "", text, recall=[span]), text, np.arange(len(text)))
 
 
@@ -310,8 +314,8 @@ def test_books_that_are_odd_but_text_are_built(tmp_path: Path, capsys: pytest.Ca
     source = write_source(tmp_path / "source", books, "\ufeff" + METADATA)
     assert build_pg19(source, tmp_path / "out") == 0
     reported = capsys.readouterr().out
-    said_line(0, reported, "5 of 6 documents", "metadata.csv")
-    said_line(0, reported, "2 of 6 documents", "12, 13")
+    said_line(reported, "5 of 6 documents", "metadata.csv")
+    said_line(reported, "2 of 6 documents", "12, 13")
     found = documents_of(tmp_path / "out")
     assert [document.entry.title for document in found] == ["One", "10", "11", "12", "13", "14"]
     assert [document.text.encode() for document in found] == [TEXT, TEXT, TEXT, b"", b" \n\t\n", b"a\0b\n"]
@@ -356,9 +360,9 @@ def test_a_file_in_the_way_is_an_error_of_one_line(
     source = write_source(tmp_path / "source", {"train/1": TEXT})
     (tmp_path / "out").write_text("a file")
     given = ["--source", str(source)] if builder == "pg19" else ["--size", "tiny"]
-    with refused(SystemExit):
+    with refused(SystemExit, "SystemExit: 2"):
         build_data(builder, *given, "--out", tmp_path / "out")
-    said_line(2, capsys.readouterr().err, f"'{tmp_path / 'out'}'")
+    said_line(capsys.readouterr().err, f"'{tmp_path / 'out'}'")
 
 
 def test_a_full_disk_stops_a_build_that_goes_on_when_there_is_room(tmp_path: Path) -> None:
@@ -369,7 +373,7 @@ def test_a_full_disk_stops_a_build_that_goes_on_when_there_is_room(tmp_path: Pat
     with small_disk(tmp_path / "disk", "size=4m") as disk:
         stopped = subprocess.run([*command, str(disk / "out")], capture_output=True, text=True, check=False)
         assert stopped.returncode == 1, stopped.stderr
-        said(f"exit code 1: {stopped.stderr}", "[Errno 28]", f"'{disk / 'out'}")
+        said(stopped.stderr, "[Errno 28]", f"'{disk / 'out'}")
         assert stopped.stderr.count("\n") == 1
         assert not list(disk.rglob("*.partial"))
         remount(disk, "size=40m")

@@ -82,7 +82,7 @@ def test_every_stage_is_read_from_its_beginning_and_any_step_resumes(config: Con
 
 def test_a_stage_with_another_tokenizer_or_too_few_documents_is_refused_by_name(config: Config) -> None:
     save_tokenizer(count_words(["a"]), config.data.curriculum[1].path)
-    with refused(ValueError):
+    with refused(ValueError, "data.curriculum[1].path", "its shards were made with tokenizer"):
         updates(config, 1, step=3)
     save_tokenizer(BytesTokenizer(), config.data.curriculum[1].path)
     config = changed(config, {"train.global_batch_size": 5, "train.micro_batch_size": 5})

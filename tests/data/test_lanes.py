@@ -232,8 +232,9 @@ def test_a_position_by_arithmetic_is_the_position_after_reading(
 
 def test_cursors_of_another_plan_are_refused(tmp_path: Path) -> None:
     index = make_split(tmp_path)
-    for cursors in (torch.zeros(2, 3, dtype=torch.int64), torch.full((3, 3), 77)):
-        with refused(ValueError):
+    of_others = {"shape (2, 3)": torch.zeros(2, 3, dtype=torch.int64), "epoch 77": torch.full((3, 3), 77)}
+    for named, cursors in of_others.items():
+        with refused(ValueError, named):
             first_updates(index, 1, cursors=cursors)
 
 
@@ -297,7 +298,7 @@ def test_every_tar_but_the_first_is_announced_before_it_is_read(tmp_path: Path, 
 def test_a_corpus_without_a_good_document_stops_even_when_skipping(tmp_path: Path) -> None:
     index = make_split(tmp_path)
     (tmp_path / index.shards[0].name).unlink()
-    with refused(ShardError) as caught:
+    with refused(ShardError, "12 damaged documents") as caught:
         first_updates(index, 1, on_corrupt="skip")
     assert caught.value.exit_code == EXIT_USAGE
 
@@ -305,7 +306,7 @@ def test_a_corpus_without_a_good_document_stops_even_when_skipping(tmp_path: Pat
 def test_an_evaluation_never_skips_a_damaged_document(tmp_path: Path) -> None:
     damage(make_split(tmp_path), 3)
     sizes: dict[str, Any] = {"world_size": 1, "rank": 0, "micro_lanes": 1}
-    with refused(ShardError):
+    with refused(ShardError, "document d3"):
         list(evaluation_batches(read_index(tmp_path), [[0, 3]], seg_len=SEG_LEN, bos_id=BOS, **sizes))
 
 
@@ -320,7 +321,7 @@ def test_closing_early_leaves_no_thread(tmp_path: Path) -> None:
         assert len(set(threading.enumerate()) - before) == 1
     assert set(threading.enumerate()) == before
     reader.close()
-    with refused(RuntimeError):
+    with refused(RuntimeError, "the reader is closed"):
         next(reader)
 
 
@@ -354,5 +355,5 @@ def test_what_was_read_before_an_error_is_still_delivered() -> None:
     with closing(Prefetcher(numbers(), depth=8)) as items:
         assert [next(items) for _ in range(3)] == [0, 1, 2]
         for _ in range(2):
-            with refused(ShardError):
+            with refused(ShardError, "broken"):
                 next(items)

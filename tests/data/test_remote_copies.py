@@ -64,12 +64,12 @@ def test_a_copy_is_used_while_the_server_has_its_version_and_says_so(
     tars: FileServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert read(tars, tmp_path) == "Old."
-    said_line(0, capsys.readouterr().out, "fetching", "x.tar")
+    said_line(capsys.readouterr().out, "fetching", "x.tar")
     assert read(tars, tmp_path) == "Old."
-    said_line(0, capsys.readouterr().out, "from the cache", "x.tar", "delete")
+    said_line(capsys.readouterr().out, "from the cache", "x.tar", "delete")
     replace(tars, "New.")  # of the same length
     assert read(tars, tmp_path) == "New."
-    said_line(0, capsys.readouterr().out, "fetching", "x.tar", "copy of")
+    said_line(capsys.readouterr().out, "fetching", "x.tar", "copy of")
 
 
 def test_a_copy_of_a_server_that_names_no_versions_is_fetched_again(tars: FileServer, tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_copy_is_used_without_its_server_and_not_against_its_word(
     capsys.readouterr()
     tars.close()
     assert read(tars, tmp_path) == "Old."
-    said_line(0, capsys.readouterr().out, "from the cache", "x.tar", "does not answer")
+    said_line(capsys.readouterr().out, "from the cache", "x.tar", "does not answer")
     for note in (tmp_path / "cache").rglob(".*.version.json"):
         note.unlink()  # as downloads of earlier versions of this program left it
     assert read(tars, tmp_path) == "Old."

@@ -164,7 +164,7 @@ def test_a_name_server_that_does_not_answer_is_given_up_in_time(
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: released.wait(60))
     monkeypatch.setattr(remote, "STALL_SECONDS", 0.3)
     began = time.monotonic()
-    with refused(UnreachableError):
+    with refused(UnreachableError, "https://books.example/pg19/tokenizer.json", "nothing came for 0.3 s"):
         refresh(DataConfig(path="https://books.example/pg19", cache=str(tmp_path)), [])
     assert time.monotonic() - began < limit(10)
     released.set()
@@ -234,7 +234,7 @@ def test_a_full_cache_does_without_the_server(
     server.close()
     with caplog.at_level(logging.WARNING):
         index = opened(data)
-    said_line(0, "\n".join(caplog.messages), f"{server.url}/tokenizer.json: ", local_dir(data))
+    said_line("\n".join(caplog.messages), f"{server.url}/tokenizer.json: ", local_dir(data))
     assert [read_tokens(index, document).tolist() for document in range(len(LENGTHS))] == before
     with pytest.raises(UnreachableError, match=server.url):
         refresh(data, ["train", "validation"])  # never fetched

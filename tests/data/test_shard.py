@@ -161,7 +161,7 @@ def test_totals_count_every_document_and_official_words_come_first(tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["", "10.5", "a/b", "a\\b", "a\nb", "caf\u00e9", "x" * 81])
 def test_ids_that_a_tar_cannot_carry_are_refused(tmp_path: Path, name: str) -> None:
-    with refused(ValueError):
+    with refused(ValueError, f"document id {name!r}"):
         write([replace(make_documents()[0], id=name)], tmp_path)
     longest = replace(make_documents()[0], id="x" * 80)
     assert np.array_equal(read_tokens(write([longest], tmp_path), 0), longest.tokens)
@@ -176,7 +176,7 @@ def test_arrays_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 def test_an_id_that_comes_twice_is_refused_and_an_interrupted_rewrite_leaves_no_index(tmp_path: Path) -> None:
     write(make_documents(), tmp_path)
-    with refused(ValueError):
+    with refused(ValueError, "document id '00' comes twice"):
         write(make_documents()[:1] * 2, tmp_path)
     with refused(ShardError, "index.json"):
         read_index(tmp_path)
@@ -186,7 +186,7 @@ def test_an_id_that_comes_twice_is_refused_and_an_interrupted_rewrite_leaves_no_
 def test_a_flipped_bit_in_any_array_is_found_by_its_document(tmp_path: Path, kind: str) -> None:
     index = write(make_documents(), tmp_path)
     flip(tmp_path / "tiny-train-00000.tar", getattr(index.documents[0], f"{kind}_offset") + 5)
-    with refused(ShardError):
+    with refused(ShardError, "document 00", "checksum"):
         check_document(read_index(tmp_path), 0)
     check_document(read_index(tmp_path), 3)
 
@@ -263,16 +263,29 @@ def grow_an_id(columns: dict[str, np.ndarray]) -> None:
     columns["id_ends"][:20] = columns["id_ends"][20]
 
 
-VALUES: list[tuple[str, int] | Callable[[dict[str, np.ndarray]], None]] = [
-    *(("num_tokens", -1), ("words", 2**60), ("words", 2**50), ("tokens_offset", -1), ("tokens_offset", TAR_BYTES)),
-    *(("mask_offset", TAR_BYTES), ("recall_offset", TAR_BYTES - 27), ("shard", 99), ("token_bytes", 3), ("id_ends", 0)),
-    *(("title_ends", -(2**63)), ("id_text", ord("/")), ("title_text", 0xC3), cut_a_character, grow_an_id),
+# A column and what its second value becomes, or what changes the columns; and what is said.
+VALUES: list[tuple[tuple[str, int] | Callable[[dict[str, np.ndarray]], None], str]] = [
+    (("num_tokens", -1), "num_tokens of document 4 is -1"),
+    (("words", 2**60), "words of document 4 is"),
+    (("words", 2**50), "counted_words of index.json"),
+    (("tokens_offset", -1), "tokens_offset of document 4 is -1"),
+    (("tokens_offset", TAR_BYTES), "tokens of document 0-40 end behind"),
+    (("mask_offset", TAR_BYTES), "mask of document 0-40 end behind"),
+    (("recall_offset", TAR_BYTES - 27), "recall of document 0-40 end behind"),
+    (("shard", 99), "shard of document 4 is 99"),
+    (("token_bytes", 3), "token_bytes of document 4 is 3"),
+    (("id_ends", 0), "id_ends do not cut id_text"),
+    (("title_ends", -(2**63)), "title_ends of document 4 is -"),
+    (("id_text", ord("/")), "an id has the byte 0x2f"),
+    (("title_text", 0xC3), "a title is no UTF-8"),
+    (cut_a_character, "the title of document 0 ends within a character"),
+    (grow_an_id, "the id of document 0 has 84 bytes"),
 ]
 
 
-@pytest.mark.parametrize("wrong", VALUES)
+@pytest.mark.parametrize(("wrong", "named"), VALUES)
 def test_values_that_no_reader_could_use_are_named(
-    path: Path, wrong: tuple[str, int] | Callable[[dict[str, np.ndarray]], None]
+    path: Path, wrong: tuple[str, int] | Callable[[dict[str, np.ndarray]], None], named: str
 ) -> None:
     def edit(head: dict[str, Any], columns: dict[str, np.ndarray]) -> None:
         if callable(wrong):
@@ -283,7 +296,7 @@ def test_values_that_no_reader_could_use_are_named(
         columns[column][SECOND] = value
 
     rewrite(path, edit)
-    with refused(ShardError, path.with_name(DOCUMENTS_NAME)):
+    with refused(ShardError, path.with_name(DOCUMENTS_NAME), named):
         read_index(path.parent)
 
 
@@ -302,7 +315,9 @@ def test_columns_that_are_not_those_of_an_index_are_refused(path: Path, kind: st
     if kind == "no safetensors":
         file.write_bytes(b"\xff" * 100)
     write_json(path, body | {"documents": described(file)})
-    with refused(ShardError, file):
+    with refused(
+        ShardError, file, {"another number": "num_documents"}.get(kind, "its columns are not those of an index")
+    ):
         read_index(path.parent)
 
 
@@ -316,17 +331,22 @@ def write_json(path: Path, body: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "named"),
     [
-        *({"num_tokens": 7}, {"shards": []}, {"documents": []}, {"x": 1}, {"format_version": 1}, {"format_version": 3}),
-        {"format_version": None},
-        {"documents": {"name": "../x", "bytes": 1, "sha256": "0" * 64}},
+        ({"num_tokens": 7}, "num_tokens of index.json is 7"),
+        ({"shards": []}, "shard of document 0"),
+        ({"documents": []}, "index.json is damaged (documents is []"),
+        ({"x": 1}, "an unknown key 'x'"),
+        ({"format_version": 1}, "format_version 1, "),
+        ({"format_version": 3}, "update dist_mem"),
+        ({"format_version": None}, "format_version"),
+        ({"documents": {"name": "../x", "bytes": 1, "sha256": "0" * 64}}, "documents.name is '../x'"),
     ],
     ids=str,
 )
-def test_a_wrong_index_json_is_refused(path: Path, changes: dict[str, Any]) -> None:
+def test_a_wrong_index_json_is_refused(path: Path, changes: dict[str, Any], named: str) -> None:
     write_json(path, json.loads(path.read_text()) | changes)
-    with refused(ShardError, path.parent):
+    with refused(ShardError, path.parent, named):
         read_index(path.parent)
 
 

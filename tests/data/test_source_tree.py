@@ -105,7 +105,7 @@ def test_files_that_nobody_put_there_are_passed_over_and_counted_in_every_builde
     counts = re.findall("passed over 4 hidden .*", printed)
     assert len(counts) == len(found) - 1  # and `read`'s
     for count in counts:
-        said(f"exit code 0: {count}", ".Trash-1000, ._b1.txt, .ipynb_checkpoints")
+        said(count, ".Trash-1000, ._b1.txt, .ipynb_checkpoints")
 
 
 ODD: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -205,7 +205,7 @@ def test_the_same_documents_come_from_a_pattern_a_folder_and_a_url(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert read_tars(f"{shards}/{{000..001}}.tar") == read_tars(str(shards)) == EXPECTED
-    said_line(0, capsys.readouterr().out, f"{shards}: ", "001.tar/._0.txt", "1 .cls")
+    said_line(capsys.readouterr().out, f"{shards}: ", "001.tar/._0.txt", "1 .cls")
     with closing(FileServer(tmp_path)) as server:
         for _ in range(2):
             assert read_tars(f"{server.url}/shards/{{000..001}}.tar", cache=tmp_path / "cache") == EXPECTED

@@ -153,7 +153,7 @@ def test_a_model_that_would_lose_text_is_refused() -> None:
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(sentences()), model_writer=model, vocab_size=60, hard_vocab_limit=False, minloglevel=2
     )
-    with refused(ValueError):
+    with refused(ValueError, "no BOS"):
         SentencePieceTokenizer(model.getvalue())
 
 
@@ -167,10 +167,10 @@ def test_no_text_or_a_vocabulary_of_the_wrong_size_is_refused_with_the_size_that
     assert train_sentencepiece(sentences(), tmp_path, vocab_size=possible).vocab_size == possible
     with pytest.raises(ValueError, match=f"possible value is {possible}"):
         train_sentencepiece(sentences(), tmp_path, vocab_size=possible + beyond)
-    with refused(ValueError):
+    with refused(ValueError, "holds no text"):
         train_sentencepiece([], tmp_path)
     for text, size in (("a", 256), ("ab ab", 5000)):
-        with refused(ValueError):
+        with refused(ValueError, "vocab_size", size):
             train_byte_pairs([text], vocab_size=size)
 
 
@@ -201,22 +201,23 @@ def edit_json(directory: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-DAMAGE: dict[str, Callable[[Path], object]] = {
-    "missing": lambda path: (path / "tokenizer.json").unlink(),
-    "not json": lambda path: (path / "tokenizer.json").write_text("{"),
-    "newer": lambda path: edit_json(path, format_version=2),
-    "unknown kind": lambda path: edit_json(path, kind="letters"),
-    "other tokenizer": lambda path: edit_json(path, fingerprint="0"),
-    "no model": lambda path: (path / "tokenizer.model").unlink(),
-    "cut model": lambda path: (path / "tokenizer.model").write_bytes(b"\x0a\x99"),
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda path: (path / "tokenizer.json").unlink(), "json is missing"),
+    "not json": (lambda path: (path / "tokenizer.json").write_text("{"), "json is damaged"),
+    "newer": (lambda path: edit_json(path, format_version=2), "json has format_version 2"),
+    "unknown kind": (lambda path: edit_json(path, kind="letters"), "json: unknown kind 'letters'"),
+    "other tokenizer": (lambda path: edit_json(path, fingerprint="0"), "json describes another tokenizer"),
+    "no model": (lambda path: (path / "tokenizer.model").unlink(), "model is missing"),
+    "cut model": (lambda path: (path / "tokenizer.model").write_bytes(b"\x0a\x99"), "model is damaged"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_tokenizer_is_refused_by_name(trained: Path, tmp_path: Path, damage: str) -> None:
     save_tokenizer(load_tokenizer(trained), tmp_path)
-    DAMAGE[damage](tmp_path)
-    with refused(ValueError, f"{tmp_path}/tokenizer."):
+    harm, named = DAMAGE[damage]
+    harm(tmp_path)
+    with refused(ValueError, f"{tmp_path}/tokenizer.{named}"):
         load_tokenizer(tmp_path)
 
 
@@ -266,23 +267,25 @@ def test_both_layouts_and_the_data_directory_hold_the_same_tokenizer(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "named"),
     [
-        {"normalizer": {"type": "Lowercase"}},
-        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}},
-        {"pre_tokenizer": {"type": "Whitespace"}},
-        {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}},
-        {"model": {"type": "BPE"}},
+        ({"normalizer": {"type": "Lowercase"}}, "changes the text"),
+        ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}}, "without a space put before"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "without a space put before"),
+        ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}, "the vocabulary lacks '!'"),
+        ({"model": {"type": "BPE"}}, "model has no vocab"),
     ],
 )
-def test_other_tokenizers_are_refused(tmp_path: Path, pairs: BytePairTokenizer, change: dict[str, object]) -> None:
+def test_other_tokenizers_are_refused(
+    tmp_path: Path, pairs: BytePairTokenizer, change: dict[str, object], named: str
+) -> None:
     write_byte_pairs(pairs, tmp_path)
     library = tokenizers.ByteLevelBPETokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
     parts = json.loads(library.to_str())
     for name in ("vocab.json", "merges.txt"):
         (tmp_path / name).unlink()
     (tmp_path / "tokenizer.json").write_text(json.dumps({**parts, **change}), encoding="utf-8")
-    with refused(ValueError, tmp_path):
+    with refused(ValueError, tmp_path, named):
         read_byte_pairs(tmp_path)
 
 
@@ -295,7 +298,7 @@ def test_a_folder_without_a_tokenizer_and_a_token_outside_of_the_alphabet_are_na
     write_byte_pairs(pairs, tmp_path)
     vocabulary = json.loads((tmp_path / "vocab.json").read_text(encoding="utf-8"))
     (tmp_path / "vocab.json").write_text(json.dumps({**vocabulary, "  ": len(vocabulary)}), encoding="utf-8")
-    with refused(ValueError):
+    with refused(ValueError, tmp_path, "GPT-2's alphabet"):
         read_byte_pairs(tmp_path)
 
 
@@ -354,12 +357,12 @@ def test_words_that_a_vocabulary_lacks_are_an_error_there_too_and_bos_is_no_word
     fast = fast_tokenizer(tokenizer, adds_bos=True)
     assert bos_token(tokenizer) == "<<s>>"
     assert fast.encode("a <s>").ids == [2, 1, 0]
-    with refused(Exception):
+    with refused(Exception, "Missing [UNK] token"):
         fast.encode("b")
 
 
 def test_a_unigram_model_is_refused() -> None:
-    with refused(ValueError):
+    with refused(ValueError, "not BPE"):
         fast_tokenizer(train_pieces(LINES, vocab_size=500, model_type="unigram"), adds_bos=True)
 
 
@@ -392,7 +395,7 @@ def test_offsets_are_where_the_words_begin(text: str) -> None:
 def test_other_words_are_unknown() -> None:
     tokenizer = WordTokenizer(["a", "<unk>"])
     assert tokenizer.encode("a b\na").tolist() == [0, 1, 0]
-    with refused(ValueError):
+    with refused(ValueError, "the word 'b'"):
         WordTokenizer(["a"]).encode("a b")
 
 
@@ -407,7 +410,7 @@ def test_a_vocabulary_has_room_for_a_word_beside_line_ends_and_the_unknown() -> 
 
 @pytest.mark.parametrize("words", [["a", "a"], ["a b"], [""]])
 def test_what_is_no_vocabulary_is_refused(words: list[str]) -> None:
-    with refused(ValueError):
+    with refused(ValueError, "the vocabulary has"):
         WordTokenizer(words)
 
 
@@ -416,5 +419,5 @@ def test_a_data_directory_keeps_it(tmp_path: Path) -> None:
     save_tokenizer(tokenizer, tmp_path)
     assert load_tokenizer(tmp_path).fingerprint == tokenizer.fingerprint
     (tmp_path / "tokenizer.words").write_text("other\n")
-    with refused(ValueError):
+    with refused(ValueError, "tokenizer.json", "another tokenizer"):
         load_tokenizer(tmp_path)

@@ -185,7 +185,7 @@ def test_ctrl_c_is_answered_with_the_way_on(
 
     monkeypatch.setattr(pg19, "build_dataset", interrupted)
     assert build(source, tmp_path / "out") == 130
-    said(f"exit code 130: {capsys.readouterr().err}", "stopped by SIGINT")
+    said(capsys.readouterr().err, "stopped by SIGINT")
 
 
 @pytest.fixture

@@ -176,8 +176,8 @@ def test_texts_in_two_splits_are_refused_or_dropped_and_repeats_are_counted(
     refuse(tmp_path, source, named=("1 of 4 texts of test", *places, "--drop-duplicates"))
     assert build(tmp_path / "out", source, "--drop-duplicates") == 0
     reported = capsys.readouterr().out
-    said_line(0, reported, "test: 1 of 4 documents")
-    said_line(0, reported, "train: 1 of 4 documents")
+    said_line(reported, "test: 1 of 4 documents")
+    said_line(reported, "train: 1 of 4 documents")
     assert "".join(splits_of(tmp_path / "out")) == "eghabcd"
 
 
@@ -296,7 +296,7 @@ def test_a_row_that_changes_during_the_build_is_refused(tmp_path: Path) -> None:
     with refused(UnusableError, "rows.jsonl"):
         row.read()
     path.write_bytes(b"")
-    with refused(UnusableError):
+    with refused(UnusableError, "rows.jsonl has no row 1"):
         row.read()
 
 

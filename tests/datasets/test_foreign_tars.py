@@ -115,7 +115,7 @@ def test_names_with_dots_are_texts_as_in_a_folder(tmp_path: Path) -> None:
     path.write_bytes(tar_of({**{name: name.encode() for name in names}, "ok.meta.json": b"{}"}))
     texts, printed = read(path)
     assert sorted(texts.values()) == sorted(names)
-    said_line(0, printed, f"{path}: ", "1 .json with a second dot")
+    said_line(printed, f"{path}: ", "1 .json with a second dot")
 
 
 @pytest.mark.parametrize("order", [("txt", "json"), ("json", "txt")])

@@ -150,7 +150,7 @@ def test_splits_of_two_builds_are_found_by_verify_and_by_every_reader(
     one, other = two
     MIXTURES[mixture](one, other)
     assert main(["data", "verify", str(one)]) == 1
-    said_line(1, capsys.readouterr().err, "build.json")
+    said_line(capsys.readouterr().err, "build.json")
     with refused(ShardError, "build.json"):
         open_index(DataConfig(path=str(one)), "train")
 
@@ -165,7 +165,7 @@ def test_single_splits_of_a_build_and_whole_folders_without_a_record_are_read(
     for folder in two:
         open_index(DataConfig(path=str(folder)), "train")
         assert main(["data", "verify", str(folder)]) == 0
-    said_line(0, capsys.readouterr().out, "two: ", "build.json", "train, validation")
+    said_line(capsys.readouterr().out, "two: ", "build.json", "train, validation")
 
 
 @pytest.mark.servers

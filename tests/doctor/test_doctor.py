@@ -25,7 +25,7 @@ from dist_mem.cli.commands import load_checked
 from dist_mem.doctor import consistency, disks, machine, network
 from dist_mem.doctor.examine import examine
 from dist_mem.doctor.preflight import preflight
-from dist_mem.errors import UnfitError, UnusableError
+from dist_mem.errors import EXIT_FAILED, UnfitError, UnusableError
 from dist_mem.runtime.distributed import World, gather_objects
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.supervision.findings import (
@@ -45,7 +45,7 @@ from dist_mem.supervision.hang_report import FAILED_NODES
 from dist_mem.supervision.rendezvous import RankDevice, check_accelerators, wait_for_ranks
 from tests.support.jobs import train_here, write_config
 from tests.support.limits import limit
-from tests.support.messages import said
+from tests.support.messages import said, said_line
 from tests.support.ranks import RankPool, launcher_environment
 
 pytestmark = pytest.mark.ranks
@@ -365,7 +365,7 @@ def test_gpus_that_slurm_gave_and_torch_does_not_see_fail() -> None:
     """Another node, or a requeue, would not help: exit code 2."""
     (lost,) = check_accelerators([device(0, None, missing="Slurm has given this job GPUs; torch: built without CUDA")])
     assert lost.level == FAIL and not may_pass([lost], ["n1", "n2"])
-    said(f"exit code 2: {lines([lost])[0]}", "CUDA_VISIBLE_DEVICES")
+    said(lines([lost])[0], "CUDA_VISIBLE_DEVICES")
     idle = [device(0, None, missing="this node has a GPU; torch: built without CUDA")]
     assert [found.level for found in check_accelerators(idle)] == [WARNING]
     assert [found.level for found in check_accelerators([device(0, None)])] == [OK]
@@ -377,7 +377,8 @@ def test_doctor_fails_without_data(tmp_path: Path, books: Path, missing: str) ->
     (tmp_path / "data" / missing).unlink()
     config = write_config(tmp_path / "run.yaml", tmp_path / "data", tmp_path / "run")
     code, text = doctor(str(config), cwd=tmp_path)
-    said(f"exit code {code}: {text[text.index(str(tmp_path / 'data' / missing)) :].splitlines()[0]}", missing)
+    assert code == EXIT_FAILED
+    said_line(text, f"{tmp_path / 'data' / missing} is missing")
     assert "ok       data " not in text
 
 

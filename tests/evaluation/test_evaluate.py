@@ -191,7 +191,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_the_reason(
     damage(run_dir, 12)
     assert evaluate(run_dir) == 0
     printed = capfd.readouterr()
-    said_line(0, printed.err, "passed over: ", "rank-00000.safetensors", "SHA-256")
+    said_line(printed.err, "passed over: ", "rank-00000.safetensors", "SHA-256")
     assert str(step_dir(run_dir, 3)) in printed.out
 
 
@@ -201,7 +201,7 @@ def test_a_report_that_cannot_be_written_is_shown_all_the_same(
     (run_dir / "evaluations").write_text("a file in the way")
     assert evaluate(run_dir) == 2
     printed = capfd.readouterr()
-    said_line(2, printed.err, "error: ", "[Errno 17]", f"'{run_dir / 'evaluations'}'")
+    said_line(printed.err, "error: ", "[Errno 17]", f"'{run_dir / 'evaluations'}'")
     assert "9 documents" in printed.out
     (run_dir / "evaluations").unlink()
     with small_disk(run_dir / "evaluations", "size=4k"):
@@ -218,7 +218,7 @@ def test_files_that_another_command_makes_are_left_to_it(
     folder = run_dir / "evaluations"
     with held_file(folder / name):
         assert evaluate(run_dir, *options) == 2
-        said_line(2, capfd.readouterr().err, "error: ", name, "another command")
+        said_line(capfd.readouterr().err, "error: ", name, "another command")
         assert [path.name for path in folder.iterdir()] == [f".{name}.lock"]
         assert evaluate(run_dir, "eval.seg_len=4") == 0, "of another protocol"
     assert evaluate(run_dir, *options) == 0

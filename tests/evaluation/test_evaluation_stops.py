@@ -137,7 +137,7 @@ def test_a_signal_to_one_rank_ends_the_command_on_all_and_leaves_nothing_half_wr
     ended = run_forked(command_with_signal, [(command, num_ranks - 1, len(more) or 1)] * num_ranks, folder=tmp_path)
     assert ended.codes == [EXIT_REQUEUE] * num_ranks, ended.texts
     assert "".join(ended.texts).count("stopped by ") == 1
-    said_line(EXIT_REQUEUE, "\n".join(ended.texts), f"stopped by SIGTERM on rank {num_ranks - 1}: ")
+    said_line("\n".join(ended.texts), f"stopped by SIGTERM on rank {num_ranks - 1}: ")
     written = sorted(path.name for path in (run_dir / "evaluations").rglob("*"))
     assert written == (["sweep-validation-mem_len.csv", "sweep-validation-mem_len.png"] if more else [])
     assert not more or len((run_dir / "evaluations" / written[0]).read_text().splitlines()) == 2

@@ -72,8 +72,13 @@ def test_a_picture_is_drawn_of_whatever_can_be_drawn_and_of_nothing_else(tmp_pat
         assert path.read_bytes()[:4] == b"\x89PNG"
         path.unlink()
     few = report([RecallScore(100, 30.0, MIN_TOKENS - 1)])
-    for nothing, accuracy in ((report([]), False), (few, False), (old, True)):
-        with refused(ValueError):
+    none_at_all = [
+        (report([]), False, "no recall tokens"),
+        (few, False, "at every distance: "),
+        (old, True, "accuracy"),
+    ]
+    for nothing, accuracy, named in none_at_all:
+        with refused(ValueError, named):
             plot_recall([("nothing", nothing)], path, accuracy=accuracy)
         assert not path.exists()
 

@@ -260,7 +260,7 @@ def test_a_sweep_that_cannot_be_ends_before_the_first_evaluation(
 
 def test_a_sweep_of_something_else_is_refused() -> None:
     for text in ("lanes=1,2", "memory_len=64", "mem_len", "mem_len=", "mem_len=64,x"):
-        with refused(ValueError):
+        with refused(ValueError, f"--sweep {text}: "):
             parse_sweep(text)
     for key in KEYS:
         with refused(ValueError, f"{key}=0,16", "at least 1"):

@@ -87,7 +87,7 @@ def test_a_report_survives_its_file(tmp_path: Path) -> None:
     with refused(ValueError, "format_version"):
         read_report(paths[1])
     paths[1].write_text("[]")
-    with refused(ValueError):
+    with refused(ValueError, paths[1], "must be an object"):
         read_report(paths[1])
 
 
@@ -191,7 +191,7 @@ def test_compare_shows_what_a_run_gains_by_its_own_memory(tmp_path: Path, capsys
 
 def test_a_report_without_memory_is_never_a_run_s_own(tmp_path: Path) -> None:
     run = save_evaluation(tmp_path / "xl", make_report(), tag="-without-memory")
-    with refused(UnusableError):
+    with refused(UnusableError, run, "no evaluation of test"):
         compare.run([run])
     save_evaluation(run, make_report(factor=2.0))
     (entry,) = compare.find_reports([run], None)

@@ -308,7 +308,7 @@ def test_a_token_that_is_not_scored_is_an_error(index: Index, monkeypatch: pytes
             yield groups
 
     monkeypatch.setattr(scoring, name, one_less)
-    with refused(EvaluationError):
+    with refused(EvaluationError, "doc0", "99 tokens scored"):
         score(index, make_model(), layout=layout)
 
 
@@ -316,7 +316,7 @@ def test_a_loss_that_is_not_finite_is_an_error(index: Index) -> None:
     model = make_model()
     with torch.no_grad():
         next(model.parameters()).fill_(math.nan)
-    with refused(EvaluationError):
+    with refused(EvaluationError, "doc0", "loss is nan"):
         score(index, model)
 
 
@@ -331,7 +331,7 @@ def damaged(library: Path, tmp_path: Path) -> Index:
 @pytest.mark.parametrize("layout", ["documents", "stream"])
 def test_a_damaged_document_is_named_before_any_forward(damaged: Index, layout: str) -> None:
     """Amid which other ranks would wait."""
-    with refused(ShardError):
+    with refused(ShardError, "doc5", "checksum"):
         score(damaged, make_model(), layout=layout, init_state=lambda lane_ids: pytest.fail("forward"))
 
 

@@ -66,7 +66,7 @@ def test_the_gain_is_the_mean_difference_over_all_tokens_and_in_a_band() -> None
     assert whole.without / whole.with_memory == pytest.approx(math.exp(0.5))
     assert (in_band.num_scored, in_band.nats) == (10, 3.0)
     assert memory_gain(report, other, Band(8, None)).num_scored == 0
-    with refused(ValueError):
+    with refused(ValueError, "do not score the same tokens"):
         memory_gain(report, make_report({}, nll=150.0, num_scored=99))
 
 

@@ -237,7 +237,7 @@ def test_a_state_of_another_shape_is_refused(tmp_path: Path, monkeypatch: pytest
     reading = memory.reading_of(trained)
     wider = reading._replace(state=reading.state._replace(types=(torch.zeros(1, 2),)))
     Memory(memory.texts, read=(trained, wider)).save(tmp_path / "book.mem")
-    with refused(UnusableError):
+    with refused(UnusableError, "book.mem", "types.0"):
         loaded(trained, tmp_path / "book.mem")
 
 

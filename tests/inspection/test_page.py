@@ -208,7 +208,7 @@ def test_no_file_from_outside_of_the_run_comes_into_the_page(
     inside.rename(outside)
     inside.symlink_to(outside)
     assert report(run_dir, *BOOK, "-o", tmp_path / "secret.html") == EXIT_USAGE
-    said(f"exit code 2: {capsys.readouterr().err}", f"error: {inside}", f"out of {run_dir};")
+    said(capsys.readouterr().err, f"error: {inside}", f"out of {run_dir};")
     inside.unlink()
     os.mkfifo(inside)
     assert report(run_dir, *BOOK, "-o", tmp_path / "secret.html") == EXIT_USAGE

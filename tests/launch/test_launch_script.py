@@ -150,7 +150,7 @@ def test_wrong_value_is_refused_with_its_key(
 ) -> None:
     assert main(["launch", "train.steps=1", f"run_dir={tmp_path / 'run'}", override]) == 2
     key = WRONG_TOGETHER.get(override, override.partition("=")[0])
-    said(f"exit code 2: {capsys.readouterr().err}", "error: ", key)
+    said(capsys.readouterr().err, "error: ", key)
     assert not (tmp_path / "run").exists()
 
 
@@ -193,7 +193,7 @@ def test_a_job_takes_every_argument_of_train(rendered: Launch, capsys: pytest.Ca
 
 def test_what_must_not_change_is_refused_before_a_job_starts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "train.steps=1", "--allow", "train.seed", "--dry-run"]) == 2
-    said(f"exit code 2: {capsys.readouterr().err}", "--allow: train.seed")
+    said(capsys.readouterr().err, "--allow: train.seed")
 
 
 def test_without_sbatch_it_ends_with_2_and_trains_nothing(
@@ -201,10 +201,10 @@ def test_without_sbatch_it_ends_with_2_and_trains_nothing(
 ) -> None:
     settings = ["train.steps=1", f"run_dir={tmp_path / 'run'}", f"data.path={tmp_path / 'none'}"]
     assert main(["launch", *settings]) == 2
-    said(f"exit code 2: {capsys.readouterr().err}", "tokenizer.json")  # data is looked at on the login node
+    said(capsys.readouterr().err, "tokenizer.json")  # data is looked at on the login node
     assert main(["launch", *settings, "preflight=false"]) == 2
     captured = capsys.readouterr()
-    said(f"exit code 2: {captured.err}", "sbatch")
+    said(captured.err, "sbatch")
     assert captured.out == ""
     assert not (tmp_path / "run").exists()
 
@@ -219,7 +219,7 @@ def test_nothing_of_the_environment_gets_into_a_script(
     assert "hidden" not in rendered(*arguments, "--dry-run")
     assert main(["launch", *arguments, where.format(how), "--dry-run"]) == 2
     captured = capsys.readouterr()
-    said(f"exit code 2: {captured.err}", where.partition("=")[0])
+    said(captured.err, where.partition("=")[0])
     assert "hidden" not in captured.out + captured.err
 
 

@@ -78,7 +78,7 @@ def test_lines_that_the_shell_would_not_understand_are_refused_before_the_job(
     setup: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["launch", "train.steps=1", f"launch.setup={json.dumps(setup)}", "--dry-run"]) == 2
-    said(f"exit code 2: {capsys.readouterr().err}", "launch.setup")
+    said(capsys.readouterr().err, "launch.setup")
 
 
 @pytest.mark.slurm
@@ -105,7 +105,7 @@ def test_failing_setup_ends_a_chain_and_logs_show_why(slurm: Cluster, tmp_path: 
     shown = call("logs", "run").stdout
     assert "begun" in shown and "module: command not found" in shown and "of an earlier job" not in shown
     (reason,) = re.findall("error: launch.setup.*", shown)
-    said(f"exit code 2: {reason}", "module load cuda/99.9")
+    said(reason, "module load cuda/99.9")
 
 
 @pytest.mark.parametrize("container", ["apptainer", "pyxis"])
@@ -137,4 +137,4 @@ def test_paths_that_the_container_does_not_see_are_named(
     assert "hidden" not in capsys.readouterr().err
     assert main(["launch", *image, "run_dir=/runs/x"]) == 0
     line = next(line for line in capsys.readouterr().err.splitlines() if "run_dir" in line)
-    said(f"exit code 0: {line.partition(' (')[0]}", "run_dir = /runs/x")
+    said(line, "run_dir = /runs/x")

@@ -105,7 +105,7 @@ def test_status_refuses_a_folder_that_is_no_run_and_names_it(
     assert main(["status", str(run), str(tmp_path / "other")]) == EXIT_USAGE
     printed = capsys.readouterr()
     assert printed.out == ""
-    said(f"exit code 2: {printed.err}", tmp_path / "other")
+    said(printed.err, tmp_path / "other")
 
 
 def test_logs_follow_prints_new_text_until_the_job_has_ended(
@@ -146,7 +146,7 @@ def test_logs_follow_prints_new_text_until_the_job_has_ended(
 def test_logs_follow_waits_for_a_queued_job(tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run", job="12")
     (slurm / "queue").write_text(f"12|PENDING|N/A||Priority|{SUBMITTED}|demo\n")
-    with refused(UnusableError):
+    with refused(UnusableError, run, "job 12 has no log yet"):
         logs.run(run, num_lines=2, follow=False)
 
     def sleep(seconds: float) -> None:
@@ -236,7 +236,7 @@ def test_job_that_only_has_the_number_is_neither_shown_nor_cancelled(
     for options in ([], ["--now"]):
         capsys.readouterr()
         assert main(["cancel", str(run), *options]) == EXIT_USAGE
-        said(f"exit code 2: {capsys.readouterr().err}", "job 12")
+        said(capsys.readouterr().err, "job 12")
     assert calls(slurm, "scancel") == [] and not (run / "slurm" / "cancelled").exists()
 
 
@@ -265,7 +265,7 @@ def test_job_of_the_original_is_not_that_of_a_copy(
     shutil.copytree(run, copy)
     (tmp_path / "link").symlink_to(run)
     assert main(["cancel", str(copy)]) == EXIT_USAGE
-    said(f"exit code 2: {capsys.readouterr().err}", "job 12", run)
+    said(capsys.readouterr().err, "job 12", run)
     assert states_of(copy, capsys)["state"] == "stopped"
     assert states_of(tmp_path / "link", capsys)["state"] == states_of(run, capsys)["state"] == "running"
     assert calls(slurm, "scancel") == []
@@ -321,10 +321,13 @@ def test_file_that_is_none_ends_no_command_but_by_its_name(
         shutil.rmtree(run / name)
     (run / name).unlink(missing_ok=True)
     make(run / name)
+    errors = ""
     for command in (["status"], ["logs"], ["cancel", "--now"]):
         capsys.readouterr()
         code = main([command[0], str(run), *command[1:]])
         captured = capsys.readouterr()
         assert code in (EXIT_DONE, EXIT_USAGE)
         if code == EXIT_USAGE:
-            said(f"exit code 2: {captured.err}", run)
+            said(captured.err, run)
+            errors += captured.err
+    assert f"{run / name}: " in errors or name == "slurm"

@@ -110,4 +110,4 @@ def test_no_variable_changes_a_submitted_job(slurm: Cluster, tmp_path: Path) -> 
     )
     assert poisoned == straight
     assert all(name in lines for name in ALL), "it says what it leaves out"
-    said_line(0, lines, "SBATCH_WCKEY")
+    said_line(lines, "SBATCH_WCKEY")

@@ -109,10 +109,10 @@ def test_a_damaged_tokenizer_file_is_refused_by_its_name(tmp_path: Path) -> None
         path = tmp_path / name
         for content in wrong:
             path.write_text(json.dumps(content), encoding="utf-8")
-            with refused(UnusableError, path):
+            with refused(UnusableError, f"{path} is damaged"):
                 compare_tokens(model_of(tmp_path), BytesTokenizer())
         path.write_text("{", encoding="utf-8")
-        with refused(UnusableError, path):
+        with refused(UnusableError, f"{path} is damaged"):
             compare_tokens(model_of(tmp_path), BytesTokenizer())
 
 
@@ -190,7 +190,7 @@ def test_training_and_export_refuse_the_tokens_of_another_tokenizer_before_anyth
     commands = [["train", other, "--check"], ["train", other], ["export", other, "--out", str(out)]]
     for command in commands:
         assert main([*command, *([f"run_dir={out}"] if command[0] == "train" else [])]) == 2
-        said_line(2, capsys.readouterr().err, "data.path", "tokenizer.json")
+        said_line(capsys.readouterr().err, "data.path", "tokenizer.json")
         assert not out.exists()
     assert main(["train", right, "--check"]) == 0
     assert "nobody can know" not in capsys.readouterr().out

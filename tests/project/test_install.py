@@ -114,7 +114,7 @@ def test_init_makes_a_project_that_can_train_or_completes_one_and_overwrites_not
     capsys.readouterr()
     for name in ("mine", "mine/README.md"):
         assert main(["init", name]) == 2
-        said(f"exit code 2: {capsys.readouterr().err}", name)
+        said(capsys.readouterr().err, name)
     assert files("mine") == made
     for name, more in (("killed", b""), ("edited", b"# mine\n")):
         Path(name).mkdir()
@@ -253,5 +253,5 @@ def test_a_missing_extra_is_one_line_with_the_command_that_installs_it(
     assert done.returncode == 2, done.stderr
     (error,) = (line for line in done.stderr.splitlines() if line.startswith(("error", "Traceback")))
     assert error == done.stderr.splitlines()[-1]
-    said(f"exit code 2: {error}", f"dist-mem[{extra}]")
+    said(error, f"dist-mem[{extra}]")
     assert not list(tmp_path.iterdir()), "something was begun"

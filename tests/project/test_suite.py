@@ -45,7 +45,7 @@ def every_test() -> list[pytest.Function]:
 
 @pytest.fixture(scope="module")
 def make_test(every_test: list[pytest.Function]) -> list[pytest.Function]:
-    assert "\ntest: setup\n\t$(PYTEST) --run quick\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "\ntest: setup\n\t$(PYTEST) --run quick $(ARGS)\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
     runs = chosen(every_test, BUDGETS["quick"], read_durations())
     return [item for item, is_run in zip(every_test, runs, strict=True) if is_run]
 

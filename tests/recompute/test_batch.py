@@ -161,9 +161,9 @@ def test_the_command_prints_documents_positions_and_text(run_dir: Path, capsys: 
 
 
 def test_what_cannot_be_shown_is_refused(run_dir: Path) -> None:
-    with refused(UnusableError):
+    with refused(UnusableError, "--step 4"):
         read_step(run_dir, 4)
-    with refused(UnusableError):
+    with refused(UnusableError, "--rank 2"):
         run(run_dir, 1, rank=2)
     with refused(UnusableError, "train.global_batch_size", "data.path"):
         read_step(run_dir, 1, ["train.global_batch_size=8"])

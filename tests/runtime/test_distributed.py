@@ -157,7 +157,7 @@ def test_only_several_processes_need_a_port_which_slurm_completes(monkeypatch: p
     """Port 0 would be another one on every rank."""
     without_launcher(monkeypatch)
     monkeypatch.setenv("MASTER_ADDR", "node1")
-    with refused(ValueError):
+    with refused(ValueError, "MASTER_PORT is not set"):
         ranks.export_for_libraries(0, 2, 0, 2)
     with monkeypatch.context() as patch:
         for name, value in JOB_STEP.items():
@@ -165,7 +165,7 @@ def test_only_several_processes_need_a_port_which_slurm_completes(monkeypatch: p
         ranks.export_for_libraries(0, 2, 0, 2)
         assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("node1", "10007")
     monkeypatch.setenv("MASTER_PORT", "tcp://10.0.0.7:29500")
-    with refused(ValueError):
+    with refused(ValueError, "MASTER_PORT is 'tcp://10.0.0.7:29500'"):
         ranks.export_for_libraries(0, 2, 0, 2)
     ranks.export_for_libraries(0, 1, 0, 1)
     assert ranks.rendezvous_address() == ("127.0.0.1", 0)

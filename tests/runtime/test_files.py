@@ -79,7 +79,7 @@ def test_what_others_may_still_write_or_have_named_stays(tmp_path: Path) -> None
 def test_a_pipe_and_a_device_are_written_to(tmp_path: Path) -> None:
     pipe, device = tmp_path / "pipe", tmp_path / "null"
     os.mkfifo(pipe)
-    with refused(FileExistsError):
+    with refused(FileExistsError, pipe, "nobody reads"):
         write_text(pipe, "a page")
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     write_text(pipe, "a page")

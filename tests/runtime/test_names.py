@@ -134,7 +134,7 @@ def test_a_listing_of_a_bucket_writes_nothing_elsewhere(tmp_path: Path, victim: 
         with suppress(WrongRemoteError):
             download_files(bucket.url, list_files(bucket.url, "train/"), tmp_path / "source")
         assert not list(victim.rglob("*"))
-        with refused(WrongRemoteError):
+        with refused(WrongRemoteError, bucket.url):
             download_files(bucket.url, list_files(bucket.url, "train/"), tmp_path / "source")
     finally:
         bucket.shutdown()

@@ -77,9 +77,9 @@ def test_a_scale_stands_in_place_of_the_studys_own_settings(tmp_path: Path) -> N
     assert (first.scale, list(first.trained)) == ("tiny", ["xl", "small", "large"])
     assert list(first.columns) == ["500", "1000"]
     assert (small.scale, small.trained, list(small.columns)) == ("small", {"xl": ["memory.mem_len=8"]}, ["all"])
-    with refused(UnusableError, "one.yaml"):
+    with refused(UnusableError, "one.yaml", "scale 'big'", "tiny, small"):
         load_study(path, "big")
-    with refused(UnusableError, "one.yaml"):
+    with refused(UnusableError, "one.yaml", "scale 'tiny'", "none"):
         load_study(write(tmp_path, SWEEP), "tiny")
 
 
@@ -101,7 +101,7 @@ def test_files_that_come_with_dist_mem_are_found_outside_a_clone(
     monkeypatch.chdir(tmp_path)
     assert list(load_study("configs/sweeps/memories.yaml").trained) == ["none", "transformer_xl", "compressive"]
     assert load_study("recall").title.startswith("What is read")
-    with refused(UnusableError):
+    with refused(UnusableError, "no table 'three'"):
         load_study("three")
 
 
@@ -110,63 +110,79 @@ def test_more_runs_are_taken_if_the_command_allows_them(tmp_path: Path) -> None:
 
 
 TINY = STUDY["scales"]["tiny"]
-MEANINGLESS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+# A study, and what changes it, each with the begin of what is wrong.
+MEANINGLESS: dict[str, tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]] = {
     "a sweep": (
         SWEEP,
         [
-            {"skip": [{"memroy": "none"}]},
-            {"skip": [{"optimizer.lr": 0.1}]},
-            {"grid": {"optimizer.lr": []}},
-            {"grid": {}},
-            {"grid": {"memory": ["a/x.yaml", "b/x.yaml"]}},
-            {"grid": {"memory": ["a/x.yaml"]}, "rows": {"x": []}},
-            {"sedes": [1]},
-            {"rows": {"a/b": []}},
-            {"rows": {"a": {"train": [], "best_of": ["b"]}, "b": []}},
-            {"data": None},
-            *({"seeds": seeds} for seeds in ([0, 0], [-1], [])),
-            {"columns": {"a": {"metric": "acuracy"}}},
-            *({"columns": {"a": {"metric": "accuracy", "command": name}}} for name in ("dialogue", "train")),
-            {"columns": {"a": {"metric": "accuracy"}}, "x_axis": "n"},
-            {"figures": {"lamemo.fig7": ["lamemo"]}},
-            {"grid": {f"model.k{number}": [*range(20)] for number in range(7)}},
-            {"seeds": [*range(300)]},
+            ("skip[0] has 'memroy'", {"skip": [{"memroy": "none"}]}),
+            ("skip[0]: optimizer.lr", {"skip": [{"optimizer.lr": 0.1}]}),
+            ("grid.optimizer.lr", {"grid": {"optimizer.lr": []}}),
+            ("rows is empty", {"grid": {}}),
+            ("two rows are called 'x'", {"grid": {"memory": ["a/x.yaml", "b/x.yaml"]}}),
+            ("two rows are called 'x'", {"grid": {"memory": ["a/x.yaml"]}, "rows": {"x": []}}),
+            ("sedes", {"sedes": [1]}),
+            ("row 'a/b'", {"rows": {"a/b": []}}),
+            ("rows has 'a'", {"rows": {"a": {"train": [], "best_of": ["b"]}, "b": []}}),
+            ("data is not set", {"data": None}),
+            *((f"seeds is {seeds}", {"seeds": seeds}) for seeds in ([0, 0], [-1], [])),
+            ("column 'a' has metric 'acuracy'", {"columns": {"a": {"metric": "acuracy"}}}),
+            *(
+                (f"column 'a' has {what}", {"columns": {"a": {"metric": "accuracy", "command": command}}})
+                for command, what in (("dialogue", "metric 'accuracy'"), ("train", "command 'train'"))
+            ),
+            ("column 'a' is not a number", {"columns": {"a": {"metric": "accuracy"}}, "x_axis": "n"}),
+            ("figures.lamemo.fig7", {"figures": {"lamemo.fig7": ["lamemo"]}}),
+            ("1,280,000,000 combinations", {"grid": {f"model.k{number}": [*range(20)] for number in range(7)}}),
+            ("4 combinations and rows with 300 seeds", {"seeds": [*range(300)]}),
         ],
     ),
     "a budget that cannot be kept": (
         {**ARENA, "columns": {}},
         [
-            {"rows": {"none": []}},
-            {"budget": {}, "fit": {"params": "model.d_inner"}},
-            {"budget": {"tokens": 1, "flops": 1}},
-            {"budget": {"tokens": 5, "hours": 1}},
-            {"budget": {"tokens": 5, "params": 9}},
-            {"budget": {"tokens": -5}},
-            {
-                "points": {name: {"data": name} for name in "ab"},
-                "data": None,
-                "columns": {"a": {"metric": "accuracy", "point": "a"}},
-            },
-            {"columns": {"far": {"metric": "accuracy", "evaluate": ["data.path=data/far"]}}},
+            ("rows has 1", {"rows": {"none": []}}),
+            ("budget", {"budget": {}, "fit": {"params": "model.d_inner"}}),
+            ("budget must have exactly one", {"budget": {"tokens": 1, "flops": 1}}),
+            ("budget has 'hours'", {"budget": {"tokens": 5, "hours": 1}}),
+            ("params must be both in budget", {"budget": {"tokens": 5, "params": 9}}),
+            ("budget.tokens is -5", {"budget": {"tokens": -5}}),
+            (
+                "points has 2",
+                {
+                    "points": {name: {"data": name} for name in "ab"},
+                    "data": None,
+                    "columns": {"a": {"metric": "accuracy", "point": "a"}},
+                },
+            ),
+            (
+                "columns.far.evaluate",
+                {"columns": {"far": {"metric": "accuracy", "evaluate": ["data.path=data/far"]}}},
+            ),
         ],
     ),
     "a table": (
         STUDY,
         [
-            {"scales": at_tiny(rows={**TINY["rows"], "best": []})},
-            {"scales": at_tiny(rows={"xll": []})},
-            {"scales": at_tiny(rows={})},
-            {"rows": {**STUDY["rows"], "best": {"best_of": ["smal"]}}},
-            {"rows": {**STUDY["rows"], "top": {"best_of": ["xl", "best"]}}},
-            {"rows": {**STUDY["rows"], "xl": {"sizes": {"bytes": 1.0}}}},
-            {"scales": at_tiny(points={"other": {"data": "x"}})},
-            *({"scales": at_tiny(points={n: {"data": "d", "without": [row]} for n in "ab"})} for row in ("xll", "xl")),
+            ("scales.tiny.rows has 'best'", {"scales": at_tiny(rows={**TINY["rows"], "best": []})}),
+            ("scales.tiny.rows has 'xll'", {"scales": at_tiny(rows={"xll": []})}),
+            ("scales.tiny.rows is empty", {"scales": at_tiny(rows={})}),
+            ("rows.best.best_of", {"rows": {**STUDY["rows"], "best": {"best_of": ["smal"]}}}),
+            ("rows.top.best_of", {"rows": {**STUDY["rows"], "top": {"best_of": ["xl", "best"]}}}),
+            ("rows.xl.sizes", {"rows": {**STUDY["rows"], "xl": {"sizes": {"bytes": 1.0}}}}),
+            ("scales.tiny.points lacks 'a'", {"scales": at_tiny(points={"other": {"data": "x"}})}),
+            *(
+                (f"scales.tiny.{what}", {"scales": at_tiny(points={n: {"data": "d", "without": [row]} for n in "ab"})})
+                for row, what in (("xll", "points.a.without has 'xll'"), ("xl", "rows has 'xl'"))
+            ),
         ],
     ),
     "a band in which no token can be": (
         STUDY,
         [
-            {"scales": at_tiny(columns={"500": {"metric": figure, "point": "a", "band": band}})}
+            (
+                f"scales.tiny.column '500' has band {band} and metric {figure}",
+                {"scales": at_tiny(columns={"500": {"metric": figure, "point": "a", "band": band}})},
+            )
             for figure in ("accuracy", *RECALL)
             for band in ([[1, 2], [1, 2, 3]] if figure == "accuracy" else [[], [1, 2, 3], [256, 64], [64, 64]])
         ],
@@ -177,14 +193,14 @@ MEANINGLESS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 @pytest.mark.parametrize("kind", MEANINGLESS)
 def test_what_a_file_cannot_mean_is_refused(tmp_path: Path, kind: str) -> None:
     content, wrong = MEANINGLESS[kind]
-    for changes in wrong:
-        with refused(UnusableError, "one.yaml"):
+    for named, changes in wrong:
+        with refused(UnusableError, f"one.yaml: {named}"):
             load(tmp_path, content, **changes)
 
 
 def test_an_arena_has_a_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["arena", write(tmp_path, SWEEP)]) == EXIT_USAGE
-    said(f"exit code 2: {capsys.readouterr().err}", "one.yaml")
+    said(capsys.readouterr().err, "one.yaml", "no budget")
 
 
 @pytest.mark.parametrize("name", ["> 64", "(0, 32]", "a/b", "", "../x"])
@@ -194,7 +210,7 @@ def test_names_that_no_file_or_figure_can_have_are_refused(tmp_path: Path, name:
     if name:  # the only point needs none
         wrong.append({"scales": at_tiny(points={**TINY["points"], name: {"data": "d"}})})
     for changes in wrong:
-        with refused(UnusableError, "one.yaml"):
+        with refused(UnusableError, "one.yaml: ", f" {name!r} names files and metrics"):
             load(tmp_path, **changes)
 
 
@@ -233,7 +249,7 @@ def test_a_budget_is_met_up_to_one_update_and_one_unit_of_size(
     words = ROWS["none"]
     later = [*words, "data.curriculum=[{path: short, until: 900}]"]  # after the one step of SIZES
     assert fitted("none", later, {"tokens": 1e6}, {}, config_of)[1].steps > 900
-    with refused(UnusableError):
+    with refused(UnusableError, "less than one update"):
         fitted("none", words, {"tokens": 3}, {}, config_of)
     with refused(UnusableError, "budget.params", "model.d_inner"):
         fitted("none", words, {"tokens": 1e6, "params": 9}, fit, config_of)
@@ -262,7 +278,7 @@ def test_a_row_that_no_model_can_have_is_refused_before_any_run(
     write(tmp_path, SWEEP, **{"grid": {}, "rows": {"one": ["memory.kind=none"]}, **changes})
     command, *more = options.split()
     assert main([command, "one.yaml", *more]) == EXIT_USAGE
-    said(f"exit code 2: {capsys.readouterr().err}", f"one.yaml: {named}")
+    said(capsys.readouterr().err, f"one.yaml: {named}")
     assert not (tmp_path / "runs").exists()
 
 

@@ -111,7 +111,7 @@ def test_a_rank_that_has_ended_is_named_on_all_others_and_stays_out() -> None:
 def test_the_end_of_rank_0_and_silence_are_errors() -> None:
     with channels(2) as (opened, _):
         opened[0].close()
-        with refused(UnfitError):
+        with refused(UnfitError, "rank 0 has ended"):
             opened[1].decided_by_rank0(1, sum)
     for rank in (0, 1):
         with (

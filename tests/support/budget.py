@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import ROOT
-from tests.support.touched import Touched
 
 DURATIONS = ROOT / "tests" / "durations.json"
 LEAST = 0.1  # seconds of a variant that are worth a line in the file
@@ -70,27 +68,6 @@ def chosen(items: Sequence[pytest.Item], budget: Budget, durations: dict[str, fl
         others = [place for place in places if not runs[place]]
         for index in spread(len(others), min(max(size, 0), len(others))):
             runs[others[index]] = True
-    return runs
-
-
-def share_of(
-    items: Sequence[pytest.Item], touched: Touched, durations: dict[str, float], *, seconds: float, turn: int
-) -> list[bool]:
-    """Return which tests fit in a time: those that a change touches first, then others in turn.
-
-    Args:
-        turn: another number begins elsewhere among the tests that are equally near.
-    """
-
-    def place(index: int) -> tuple[int, int]:
-        nodeid = items[index].nodeid
-        return touched.nearness(nodeid.partition("::")[0]), zlib.crc32(f"{turn} {function_of(nodeid)}".encode())
-
-    runs, left = [False] * len(items), seconds
-    for index in sorted(range(len(items)), key=place):
-        each = durations.get(function_of(items[index].nodeid), LEAST)
-        if each <= left:
-            runs[index], left = True, left - each
     return runs
 
 

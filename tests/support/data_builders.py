@@ -39,7 +39,7 @@ def build_refused(name: str, *arguments: str | Path, named: tuple[object, ...] =
     with redirect_stderr(io.StringIO()) as printed:
         assert build_data(name, *arguments) == code
     error = printed.getvalue()
-    said(f"exit code {code}: {error}", *named)
+    said(error, *named)
     assert error.startswith("error: ") and error.count("\n") == 1, error
 
 

@@ -257,7 +257,7 @@ def test_a_folder_with_a_percent_sign_is_read_in_one_way_and_warned_of(
         folder.mkdir()
     check_store(f"sqlite:///{tmp_path}/a%20b/m.db")
     check_store(f"sqlite:///{tmp_path}/a%252Fb/m.db")
-    with refused(UnusableError):
+    with refused(UnusableError, "tracking.uri", f"{tmp_path}/a/b"):
         check_store(f"sqlite:///{tmp_path}/a%2Fb/m.db")
     monkeypatch.chdir(tmp_path / "a b")
     assert warn_of_folder("sqlite:///m.db") is None
@@ -273,7 +273,7 @@ def test_a_log_that_is_no_regular_file_is_refused(tmp_path: Path, name: str) -> 
     os.mkfifo(path)
     of_log: list[Callable[[Path], object]] = [read_points, read_header, partial(last_point, metric="loss")]
     for read in of_log if name == METRICS_FILE else [lambda path: read_json_lines(path, text, UnusableError)]:
-        with refused(UnusableError):
+        with refused(UnusableError, path, "a pipe"):
             read(path)
 
 

@@ -157,17 +157,17 @@ def test_refused_user_is_shown_what_to_set(
     environment.setenv("HOME", str(tmp_path / "home"))
     config = config_for(server.uri)
     assert mlflow_credentials_set() == []
-    with refused(UnusableError):
+    with refused(UnusableError, "401: it requires credentials"):
         check_tracking(config, tmp_path)
     log_in(environment, password="wrong")
-    with refused(UnusableError):
+    with refused(UnusableError, "401: it refuses MLFLOW_TRACKING_USERNAME"):
         check_tracking(config, tmp_path)
     log_in(environment)
     check_tracking(config, tmp_path)
     job(config, tmp_path, steps(1, 1))  # makes the experiment, and a run
     log_in(environment, READER, READER_PASSWORD)
     for run_dir in (tmp_path, tmp_path / "a new one"):
-        with refused(UnusableError):
+        with refused(UnusableError, "403", "EDIT"):
             check_tracking(config, run_dir)
     check_tracking(config_for(server.uri, tracking={"experiment": "one of his own"}), tmp_path / "a new one")
 
@@ -217,13 +217,13 @@ def test_a_certificate_of_an_unknown_authority_is_refused_with_what_to_set(
 ) -> None:
     log_in(environment)
     environment.delenv("MLFLOW_TRACKING_SERVER_CERT_PATH")
-    with refused(UnusableError):
+    with refused(UnusableError, "certificate is not trusted", "MLFLOW_TRACKING_SERVER_CERT_PATH"):
         check_tracking(config_for(server.uri), tmp_path)
     environment.setenv("MLFLOW_TRACKING_SERVER_CERT_PATH", "/nowhere.pem")
     with refused(UnusableError, "nowhere.pem"):
         check_tracking(config_for(server.uri), tmp_path)
     environment.setenv("MLFLOW_TRACKING_INSECURE_TLS", "true")
-    with refused(UnusableError):
+    with refused(UnusableError, "MLFLOW_TRACKING_INSECURE_TLS", "both set"):
         check_tracking(config_for(server.uri), tmp_path)
 
 
@@ -248,7 +248,7 @@ def test_a_server_that_asks_for_a_certificate_gets_the_users(environment: pytest
         context: ssl.SSLContext = strict.socket.context  # type: ignore[attr-defined] # it is an SSLSocket
         context.load_verify_locations(tmp_path / "ca.pem")
         context.verify_mode = ssl.CERT_REQUIRED
-        with refused(UnusableError):
+        with refused(UnusableError, "MLFLOW_TRACKING_CLIENT_CERT_PATH"):
             check_tracking(config_for(strict.url), tmp_path)
         assert not strict.asked
         environment.setenv("MLFLOW_TRACKING_CLIENT_CERT_PATH", str(tmp_path / "client.pem"))
@@ -370,7 +370,7 @@ def test_a_user_or_password_in_the_configuration_is_refused_with_what_to_set(tmp
             with refused(ConfigError, key, "oc.env") as caught:
                 load_config([f"{key}={address}", "train.steps=1"])
             assert "secret" not in str(caught.value) and "ada" not in str(caught.value)
-            with refused(ConfigError):
+            with refused(ConfigError, key, "a user or password"):
                 track_sync([tmp_path], [f"{key}={address}"])
     for address in PLAIN_ADDRESSES:
         assert list(check_credentials({"tracking": {"uri": address}, "data": {"path": address}})) == []

@@ -46,7 +46,7 @@ def test_a_run_deleted_while_the_job_runs_is_replaced_by_one_with_everything(sen
     sent.client.delete_run(first)
     with sent.log.open("a") as file:
         file.write('{"kind": "point", "time": 9000000000000, "body": {"step": 2, "metrics": {"loss": 2.0}}}\n')
-    with refused(Exception):  # the delivery thread calls again then
+    with refused(Exception, "MlflowException", "deleted"):  # the delivery thread calls again then
         sender.send()
     sender.send()
     assert first != sent.run_id == sender.run.run_id
@@ -202,8 +202,7 @@ def test_a_sync_sends_a_run_to_another_store_whole_and_once(sent: Sent, capsys: 
     figures = {"test/nll": 2.0}
     assert log_to_run(config.tracking, run_dir=sent.run_dir, step=3, metrics=figures, files=[]) is not None
     assert track_sync([sent.run_dir], [f"tracking.uri={config.tracking.uri}"]) == 1
-    line = re.sub("MlflowException: .*", "MlflowException: ...", capsys.readouterr().err)
-    said_line(1, line, f"error: {sent.run_dir}: ", "MlflowException")
+    said_line(capsys.readouterr().err, f"error: {sent.run_dir}: ", "MlflowException")
     for _ in range(2):
         assert track_sync([sent.run_dir], [f"tracking.uri={sent.uri}"]) == 0
     said = capsys.readouterr().out.splitlines()
@@ -217,7 +216,7 @@ def test_sync_refuses_other_folders_and_unknown_keys(tmp_path: Path) -> None:
         track_sync([tmp_path])
     with refused(ConfigError, "tracking.ury"):
         track_sync([tmp_path], ["tracking.ury=x"])
-    with refused(UnusableError):
+    with refused(UnusableError, "give the directories"):
         track_sync([])
 
 
@@ -405,7 +404,7 @@ def test_disk_that_is_full_at_the_end_is_reported_and_raises_nothing(
         with refused(OSError, disk / "run" / METRICS_FILE):
             for step in range(1, 1000):
                 tracker.log(step, {"loss": 1.0})
-        with refused(OSError):
+        with refused(OSError, "[Errno 28]", METRICS_FILE):
             for _ in range(100):
                 tracker.log_tags({"a": "x" * 100})
         tracker.close("FAILED")

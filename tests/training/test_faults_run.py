@@ -30,9 +30,9 @@ from tests.support.saving import names
 pytestmark = pytest.mark.ranks
 
 
-def said_once(code: int, text: str, *named: object) -> None:
-    """Assert that this is the only error, whatever numbers of bytes it has."""
-    said_line(code, re.sub(r"\d[\d,]* (bytes|free)", r"<number> \1", text), "error: ", *named)
+def said_once(text: str, *named: object) -> None:
+    """Assert that this is the only error."""
+    said_line(text, "error: ", *named)
     assert len(re.findall("^error: ", text, re.MULTILINE)) == 1, text
 
 
@@ -54,7 +54,7 @@ def test_a_disk_without_room_for_a_save_stops_all_ranks_and_loses_nothing_saved(
         remount(disk, f"size={used_kilobytes(disk) + 80}k")
         codes, text = run_ranks(["train", str(config), *more], world_size=2, cwd=tmp_path)
         assert codes == [1, 1], text
-        said_once(1, text, run_dir, "checkpoint.keep_last")
+        said_once(text, run_dir, "checkpoint.keep_last")
         first, second = rank_pool(2).run(error_of, train_on_a_disk_that_lies, config, more)
         assert first == second and "No space left on device: '" in first
         assert names(run_dir) == ["latest", "step-00000005"]
@@ -76,7 +76,7 @@ def test_a_disk_that_fills_up_in_mid_run_stops_all_ranks(tmp_path: Path, books: 
         remount(disk, f"size={used_kilobytes(disk) + 4}k")
         codes, text = finish(processes)
         assert codes == [1, 1], text
-        said_once(1, re.sub(r"step-\d+", "step-<number>", text), run_dir, "checkpoint.keep_last")
+        said_once(text, run_dir, "checkpoint.keep_last")
         assert names(run_dir) == []
         assert not (run_dir / "lease.json").exists()
 
@@ -133,15 +133,15 @@ def test_a_run_directory_on_a_full_or_read_only_disk_is_an_error_of_one_line(
     with small_disk(tmp_path / "disk", "size=40k") as disk:
         config = write_config(tmp_path / "run.yaml", books, disk / "run")
         (disk / "run").mkdir()
-        with refused(OSError), (disk / "filling").open("wb", buffering=0) as file:
+        with refused(OSError, "[Errno 28]"), (disk / "filling").open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
         assert main(["train", str(config)]) == EXIT_FAILED
-        said_once(EXIT_FAILED, capfd.readouterr().err, f"run_dir {disk / 'run'} ", "[Errno 28]")
+        said_once(capfd.readouterr().err, f"run_dir {disk / 'run'} ", "[Errno 28]")
         assert list((disk / "run").iterdir()) == []
         remount(disk, "ro")
         assert main(["train", str(config)]) == EXIT_FAILED
-        said_once(EXIT_FAILED, capfd.readouterr().err, f"run_dir {disk / 'run'} ", "[Errno 30]")
+        said_once(capfd.readouterr().err, f"run_dir {disk / 'run'} ", "[Errno 30]")
 
 
 def test_without_a_compiler_the_first_start_says_what_to_install(tmp_path: Path, books: Path) -> None:
@@ -158,5 +158,5 @@ def test_without_a_compiler_the_first_start_says_what_to_install(tmp_path: Path,
     command = [sys.executable, "-m", "dist_mem", "train", str(config)]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
-    said_once(2, done.stderr, "C++ compiler", "TORCH_EXTENSIONS_DIR")
+    said_once(done.stderr, "C++ compiler", "TORCH_EXTENSIONS_DIR")
     assert not (tmp_path / "run").exists()

@@ -42,7 +42,7 @@ def test_a_step_before_the_run_and_a_missing_or_damaged_history_are_refused(tmp_
     with refused(UnusableError, "history.jsonl"):
         read_history(tmp_path)
     begin(tmp_path, 500)
-    with refused(UnusableError):
+    with refused(UnusableError, "--step 500"):
         part_of(read_history(tmp_path), 500)
     for damaged in ('{"step": 1}\n', "{\n"):
         (tmp_path / HISTORY).write_text(damaged)

@@ -213,7 +213,7 @@ def test_run_directory_that_cannot_be_written_is_an_error_of_two_lines(tmp_path:
     (tmp_path / "run" / "checkpoints").write_text("a file")
     codes, again = run_ranks(["train", str(config)], world_size=2, cwd=tmp_path)
     assert codes == [2, 2], again
-    said_line(2, again, "error: ", "[Errno 17]", f"'{tmp_path / 'run' / 'checkpoints'}'")
+    said_line(again, "error: ", "[Errno 17]", f"'{tmp_path / 'run' / 'checkpoints'}'")
     assert "Traceback" not in text + again
 
 

@@ -72,7 +72,7 @@ def all_end(programs: Sequence[Program], name: str) -> None:
     began = time.monotonic()
     texts = [program.communicate(timeout=limit(30))[0] for program in programs]
     assert [program.returncode for program in programs] == [EXIT_REQUEUE] * len(programs), texts
-    said(f"exit code {EXIT_REQUEUE}: {texts[0].splitlines()[-1]}", name)
+    said(texts[0].splitlines()[-1], name)
     assert time.monotonic() - began < limit(10)
 
 

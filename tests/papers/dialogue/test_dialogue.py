@@ -250,7 +250,7 @@ def test_data_without_replies_are_refused(tmp_path: Path) -> None:
     build_dataset({"test": [SourceDocument("book", "Book", "Once.")]}, tmp_path / "data", name="b", tokenizer=TOKENIZER)
     config = make_config(data={"path": str(tmp_path / "data")}, model={"init_std": 0.3})
     save_weights(tmp_path / "run", make_model(), config, step=3)
-    with refused(UnusableError):
+    with refused(UnusableError, "document book has no replies"):
         command.run(tmp_path / "run", Settings(split="test"))
 
 

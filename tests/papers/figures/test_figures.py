@@ -274,7 +274,7 @@ def test_a_wrong_command_says_what_is_wrong(
     command: str, named: str, runs: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_main(*command.replace("RUN", str(runs["lamemo"])).split()) == EXIT_USAGE
-    said(f"exit code 2: {capsys.readouterr().err}", named)
+    said(capsys.readouterr().err, named)
 
 
 def test_the_list_names_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
