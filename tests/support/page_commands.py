@@ -1,6 +1,6 @@
 """Extract the commands and programs of a page, in order: from `sh` and `python` blocks, and from indented blocks.
 
-A block `output` shows what the last command before it prints (shown_output.py).
+A block `output` shows what the last command before it prints.
 """
 
 from __future__ import annotations
@@ -30,10 +30,6 @@ class Item(NamedTuple):
     output: str | None = None  # that the page shows after it
 
 
-class MisplacedOutputError(ValueError):
-    """A page shows output of no command."""
-
-
 def items_of(page: Path) -> Iterator[Item]:
     """Yield every command and every Python program of a Markdown page; successive Python blocks are one program."""
     program = ""
@@ -60,8 +56,6 @@ def _pieces_of(page: Path) -> list[Item]:
         elif language == "python":
             found.append(Item(block, is_python=True))
         elif language == "output":
-            if not found or found[-1].output is not None:
-                raise MisplacedOutputError(f"{page}: no command before this output, or two outputs after it:\n{block}")
             found[-1] = found[-1]._replace(output=textwrap.dedent(block))
         start = fence.end()
     return found + [Item(command) for command in COMMAND.findall(text[start:])]
