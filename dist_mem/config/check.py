@@ -105,11 +105,15 @@ def join(key: str, name: Any) -> str:
     return f"{key}.{name}" if key else str(name)
 
 
-def flatten(tree: Any, key: str = "") -> dict[str, Any]:
-    """Return the leaves of a tree by full key, {"optimizer.groups[0].lr": 0.1}; an empty block or list is a leaf."""
+def flatten(tree: Any, key: str = "", *, into_lists: bool = True) -> dict[str, Any]:
+    """Return the leaves of a tree by full key, {"optimizer.groups[0].lr": 0.1}; an empty block or list is a leaf.
+
+    Args:
+        into_lists: False: every list is a leaf.
+    """
     if isinstance(tree, Mapping) and tree:
-        parts = [flatten(child, join(key, name)) for name, child in tree.items()]
-    elif isinstance(tree, list) and tree:
+        parts = [flatten(child, join(key, name), into_lists=into_lists) for name, child in tree.items()]
+    elif into_lists and isinstance(tree, list) and tree:
         parts = [flatten(child, f"{key}[{index}]") for index, child in enumerate(tree)]
     else:
         return {key: tree}

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dist_mem.config.check import Problem, check_tree, is_interpolation, join, shown
+from dist_mem.config.keys import ALLOWED, FREE
 
 
 def _of(kind: type, names: str) -> dict[str, Any]:
@@ -96,7 +97,8 @@ UNSUPPORTED: dict[str, str] = {
     "zero_optimization.round_robin_gradients": "DeepSpeed would assemble the weights of such a checkpoint incorrectly",
 }
 
-ALLOWED_ON_RESUME = ("fp16", "bf16", "data_types")  # blocks that affect the results; all others are FREE
+# The parts that affect results, and whether they may change on resume; all others affect speed, and may.
+OF_RESULT = {"fp16": ALLOWED, "bf16": ALLOWED, "data_types": ALLOWED, "communication_data_type": FREE}
 REFUSED = {**OWNED, **UNSUPPORTED}
 
 

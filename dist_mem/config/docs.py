@@ -19,9 +19,10 @@ from typing import Any
 import yaml
 
 from dist_mem.config.check import block_of, describe_type, fields_of, is_optional, item_schema
-from dist_mem.config.deepspeed_keys import ALLOWED_ON_RESUME, HANDED_ON, OWNED, UNSUPPORTED
-from dist_mem.config.keys import Key, keys_of
+from dist_mem.config.deepspeed_keys import HANDED_ON, OF_RESULT, OWNED, UNSUPPORTED
+from dist_mem.config.keys import ALLOWED, FREE, RESULT, Key, keys_of
 from dist_mem.config.schema import Config
+from dist_mem.config.settings import metadata_of
 
 INTRODUCTION = """\
 # Every configuration key
@@ -42,6 +43,12 @@ The type of a key determines how its value is read, in files and overrides alike
 `name=0010`, `launch.time=12:00:00`, `"name=trial #2"`; quotes around all of it are removed. A number is decimal, as
 `3`, `0.5` or `1e-4`, without a leading 0, `_` or `:`. Lists and blocks are YAML, as `optimizer.betas=[0.9,0.95]`. A `~`
 at the beginning of a path is the home directory.
+
+What a key *affects*: the **result** of a training; as a **draw**, its random numbers, in which repetitions of a run
+differ; the **data**, by their place, as equal data have equal fingerprints wherever they are; the **score**, what an
+evaluation computes; the **speed**, with time, device memory, the order of sums and of random numbers; or only a
+**place**, as names, supervision, saving and logging do. `dist-mem compare` shows runs that differ only in draw, score,
+speed and place as one group.
 
 A key marked *fixed* must keep its value on resume. A key marked `--allow` may change if the command allows it
 (`--allow optimizer.betas`). All other keys may change ([resume.md](../howto/resume.md)).
@@ -139,14 +146,14 @@ def _memory_parts(memories: Mapping[str, tuple[str, type]]) -> Iterator[str]:
     yield MEMORY.format(default=_code(Config().memory["kind"]))
     for kind, (summary, options) in memories.items():
         yield f"### memory.kind: {kind}\n\n{summary}\n"
-        rows = [_row(f"memory.{name}", found, "fixed") for name, found in keys_of(options).items()]
+        rows = [_row(f"memory.{name}", found) for name, found in keys_of(options).items()]
         yield _keys_table(rows) if rows else "It has no options.\n"
 
 
 def _deepspeed_parts() -> Iterator[str]:
     yield DEEPSPEED.format(
         default=_code(_as_yaml(Config().deepspeed)),
-        need_allow=_listed(ALLOWED_ON_RESUME),
+        need_allow=_listed(name for name, rule in OF_RESULT.items() if rule == ALLOWED),
         handed_on=_listed(HANDED_ON),
     )
     yield _table(["key", "instead"], _by_reason(OWNED))
@@ -160,12 +167,11 @@ def _by_reason(reasons: Mapping[str, str]) -> Iterator[Sequence[str]]:
         yield _listed(key for key, other in reasons.items() if other == reason), _prose(reason)
 
 
-def _row(name: str, key: Key, rule: str | None = None) -> Sequence[str]:
-    """Return the row of a key; `rule`: whether it may change on resume, where its schema does not say so."""
-    meaning = meanings(key.owner)[key.field.name].replace(" | ", "; ")
-    if key.metadata.resume is not None:
-        rule = {"allowed": "`--allow`", "fixed": "fixed"}.get(key.metadata.resume.name, "")
-    return _code(name), _prose(meaning), _code(_as_yaml(_default(key.field))), _values(key), rule or ""
+def _row(name: str, key: Key) -> Sequence[str]:
+    meaning, metadata = meanings(key.owner)[key.field.name].replace(" | ", "; "), metadata_of(name)
+    rule = {ALLOWED: "`--allow`", FREE: ""}.get(metadata.resume or FREE, "fixed")
+    affects = (metadata.affects or RESULT).name or ""
+    return _code(name), _prose(meaning), _code(_as_yaml(_default(key.field))), _values(key), affects.lower(), rule
 
 
 def _values(key: Key) -> str:
@@ -185,7 +191,7 @@ def _values(key: Key) -> str:
 
 
 def _keys_table(rows: Iterable[Sequence[str]]) -> str:
-    return _table(["key", "meaning", "default", "values", "resume"], rows)
+    return _table(["key", "meaning", "default", "values", "affects", "resume"], rows)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -1,8 +1,9 @@
-"""The metadata of a configuration key: its choices and limits, and whether it may change when a run is resumed.
+"""The metadata of a configuration key: its choices and limits, what it affects, and which commands may set it when.
 
 A dataclass gives them beside type, default and meaning of a key, and nothing repeats them elsewhere:
 
     dropout: float = key(0.1, at_least=0, below=1, resume=ALLOWED)  # on embeddings, positions and sub-layers
+    threads: int | None = key(None, at_least=1, resume=FREE, affects=SPEED, per_node=True)  # per rank, on CPUs
 
 All checks and docs/reference/config.md read them with `keys_of`. Memories declare their options in the same way.
 """
@@ -14,6 +15,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from enum import Flag, auto
 from functools import cache
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -50,6 +52,30 @@ def fixed(reason: str) -> Rule:
     return Rule("fixed", reason)
 
 
+class Affects(Flag):
+    """What a key affects: the first of these that is true of it."""
+
+    RESULT = auto()  # what a training computes
+    DRAW = auto()  # its random numbers: runs that differ only in such keys are repetitions of one another
+    DATA = auto()  # the data, by their place: equal results from equal fingerprints
+    SCORE = auto()  # what an evaluation computes
+    SPEED = auto()  # time, device memory, the order of sums and of random numbers: otherwise equal results
+    PLACE = auto()  # places, names, supervision, saving and logging: equal results
+
+
+RESULT, DRAW, DATA, SCORE, SPEED, PLACE = Affects
+
+
+class Command(Flag):
+    """Commands on a trained run that may set a key of it. A training sets all keys."""
+
+    EVALUATION = auto()  # all that load its model: evaluate, generate, inspect, ...
+    RECOMPUTATION = auto()  # batch and recompute, which repeat its training
+
+
+EVALUATION, RECOMPUTATION = Command
+
+
 @dataclasses.dataclass(frozen=True)
 class Metadata:
     """Metadata of a key. For a list, limits and choices are those of its items."""
@@ -65,13 +91,23 @@ class Metadata:
     may_nest: bool = False  # of such a name: it may be several, joined by /
     is_store: bool = False  # a path or an address of MLflow's, which tracking/mlflow/store.py checks; `~` as in a path
     may_be_empty: bool = False
-    resume: Rule | None = None  # None: that of its block
-    changes_no_result: bool = False  # as of the machine, of supervision and of saving; also if its block has it
+    credentials: str = ""  # of an address, in which a user or password is refused: what to do instead
+    per_node: bool = False  # nodes of one job may have different values
+    command_line_only: bool = False  # no file may set it
+    # Of these three, a key has that of its block unless it has its own.
+    resume: Rule | None = None
+    affects: Affects | None = None
+    set_by: Command | None = None  # in addition to a training
 
     @property
     def is_place(self) -> bool:
         """Whether the key is a path, of dist_mem or of MLflow."""
         return self.is_path or self.is_store
+
+    def inside(self, block: Metadata) -> Metadata:
+        """Return the metadata of a key in a block."""
+        found = {name: getattr(self, name) or getattr(block, name) for name in ("resume", "affects", "set_by")}
+        return dataclasses.replace(self, **found)
 
     def limits(self, *words: str) -> list[str]:
         """Return the limits as text.
@@ -96,7 +132,7 @@ class Key(NamedTuple):
     """A key of a schema."""
 
     schema: Any  # its type
-    metadata: Metadata  # with the rule of its block, if it has none itself
+    metadata: Metadata  # with what its block has
     field: dataclasses.Field[Any]
     owner: type  # the dataclass of the field
 
@@ -133,20 +169,15 @@ def keys_of(schema: type) -> dict[str, Key]:
 def _walk(schema: type, prefix: str, of_block: Metadata) -> Iterator[tuple[str, Key]]:
     kinds = fields_of(schema) or {}
     for field in dataclasses.fields(schema):
-        kind, metadata = kinds[field.name], field.metadata.get("key", Metadata())
-        metadata = dataclasses.replace(
-            metadata,
-            resume=metadata.resume or of_block.resume,
-            changes_no_result=metadata.changes_no_result or of_block.changes_no_result,
-        )
+        kind, metadata = kinds[field.name], field.metadata.get("key", Metadata()).inside(of_block)
         yield f"{prefix}{field.name}", Key(kind, metadata, field, schema)
         if block := block_of(kind):
             yield from _walk(block, f"{prefix}{field.name}{'[]' if item_schema(kind) else ''}.", metadata)
 
 
 def find_key(schema: type, name: str) -> Key | None:
-    """Return a key by its name in a configuration, `groups[0].lr`; None for one inside a block without a schema."""
-    return keys_of(schema).get(re.sub(r"\[\d+\]", "[]", name).removesuffix("[]"))
+    """Return a key by its name, `groups[0].lr` or `groups.0.lr`; None for one inside a block without a schema."""
+    return keys_of(schema).get(re.sub(r"\[\d+\]|\.\d+(?=\.|$)", "[]", name).removesuffix("[]"))
 
 
 def type_of(schema: type, name: str) -> Any:

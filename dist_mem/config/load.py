@@ -32,7 +32,7 @@ from dist_mem.config.constraints import check_together
 from dist_mem.config.documents import placed, read_document
 from dist_mem.config.environment_values import from_environment, hide_all, watch_environment
 from dist_mem.config.interpolations import resolved
-from dist_mem.config.keys import Key, check_values, find_key, is_path, type_of, with_homes
+from dist_mem.config.keys import Key, check_values, find_key, is_path, keys_of, type_of, with_homes
 from dist_mem.config.schema import DOCUMENT, Config
 from dist_mem.config.sources import COMMAND_LINE, Source, merge, merge_source, read_saved, read_sources
 from dist_mem.config.text_checks import check_credentials, check_given, check_texts
@@ -40,7 +40,7 @@ from dist_mem.config.values import Letters, dump, settled, typed
 from dist_mem.runtime.files import write_text
 
 BlockT = TypeVar("BlockT")
-COMMAND_LINE_ONLY = ("eval.allow_code",)  # no file may permit the execution of foreign code
+COMMAND_LINE_ONLY = tuple(name for name, found in keys_of(Config).items() if found.metadata.command_line_only)
 MemoryOptions = Callable[[Any], dict[str, Any]]  # dist_mem.memory.memory_options
 
 

@@ -70,11 +70,6 @@ def described(memory: Mapping[str, Any]) -> str:
     return kind if below["kind"] == "none" else f"{kind} over {described(below)}"
 
 
-def chooses_kernels(key: str) -> bool:
-    """Return whether a full key chooses what computes a memory, which changes nothing but rounding."""
-    return key.startswith("memory.") and key.endswith(".kernels")
-
-
 def is_key(name: Any) -> bool:
     """Return whether this is the key of the memory of a block of the model, or of all others."""
     return str(name) == DEFAULT or str(name).isdigit()

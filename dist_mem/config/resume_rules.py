@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from dist_mem.config.blocks import as_tree
 from dist_mem.config.check import Problem, flatten, stop_on, suggest
-from dist_mem.config.deepspeed_keys import ALLOWED_ON_RESUME, SCHEMA
+from dist_mem.config.deepspeed_keys import SCHEMA
 from dist_mem.config.environment_values import checksum, from_environment
-from dist_mem.config.keys import ALLOWED, FREE, Rule, find_key
+from dist_mem.config.keys import ALLOWED, FREE, Rule
 from dist_mem.config.load import known_keys
-from dist_mem.config.memory_blocks import chooses_kernels
 from dist_mem.config.schema import Config
+from dist_mem.config.settings import differing_keys, metadata_of
 
 
 class Change(NamedTuple):
@@ -34,16 +34,10 @@ class Change(NamedTuple):
 
 def rule_of(key: str) -> Rule:
     """Return the rule of a key, of a block, or of the nearest block around a key. Raises KeyError if it has none."""
-    if key.startswith(tuple(f"deepspeed.{block}." for block in ALLOWED_ON_RESUME)):
-        return ALLOWED
-    if chooses_kernels(key):
-        return FREE
-    found = find_key(Config, key)
-    if found is None and "." in key:
-        return rule_of(key.rpartition(".")[0])
-    if found is None or found.metadata.resume is None:
+    rule = metadata_of(key).resume
+    if rule is None:
         raise KeyError(f"{key} has no rule; give it `resume=` in config/schema.py")
-    return found.metadata.resume
+    return rule
 
 
 def checksums_to_keep(config: Config) -> dict[str, str]:
@@ -63,11 +57,14 @@ def changed_keys(old: Config, new: Config, then: Mapping[str, str] = MappingProx
         if name in before:
             before[name] = after.get(name) if checksum(name, after.get(name)) == kept else _FORMER
     old_texts, new_texts = _texts(old), _texts(new)
-    pairs = [(key, before.get(key), after.get(key)) for key in dict.fromkeys([*before, *after])]
+
+    def shown_before(key: str) -> Any:
+        was = before.get(key)
+        return was if was is _FORMER else old_texts.get(key, was)
+
     return [
-        Change(key, was if was is _FORMER else old_texts.get(key, was), new_texts.get(key, now), rule_of(key))
-        for key, was, now in pairs
-        if _differ(was, now)
+        Change(key, shown_before(key), new_texts.get(key, after.get(key)), rule_of(key))
+        for key in differing_keys(before, after)
     ]
 
 
@@ -83,12 +80,6 @@ _FORMER = _Written("another value")  # the environment's former value, known onl
 
 def _texts(config: Config) -> dict[str, _Written]:
     return {key: _Written(found.written) for key, found in from_environment(config.document).items()}
-
-
-def _differ(was: Any, now: Any) -> bool:
-    """Return whether two values differ; an empty block or list equals None."""
-    nothing: tuple[Any, ...] = (None, {}, [])
-    return was != now and not (was in nothing and now in nothing)
 
 
 def check_allowed(allowed: Sequence[str]) -> None:

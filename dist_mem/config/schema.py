@@ -1,7 +1,7 @@
 """The schema of a run: for every key its type, default, metadata (`keys.key`) and meaning.
 
-docs/reference/config.md is generated from it. The comment beside or above a key is its meaning. A key without a rule
-for resuming has that of its block. The keys of a Slurm job are in launch_schema.py.
+docs/reference/config.md is generated from it. The comment beside or above a key is its meaning. A key without
+`resume`, `affects` or `set_by` has those of its block. The keys of a Slurm job are in launch_schema.py.
 """
 
 from __future__ import annotations
@@ -12,10 +12,18 @@ from typing import Any
 from dist_mem.config.blocks import as_tree
 from dist_mem.config.keys import (
     ALLOWED,
+    DATA,
+    DRAW,
+    EVALUATION,
     FREE,
     LANES,
+    PLACE,
+    RECOMPUTATION,
+    RESULT,
+    SCORE,
     SECONDS,
     SEED,
+    SPEED,
     STEPS,
     TEXT,
     TOKENS,
@@ -40,6 +48,12 @@ _NUM_LANES = fixed(
 )
 _SEGMENTS = fixed("memories are built for segments of that length, and lanes are between two of them")
 _MOMENTS = fixed("the checkpoint holds the moments of that optimizer")
+_ANY = EVALUATION | RECOMPUTATION
+_IN_ENVIRONMENT = "write ${oc.env:NAME} in their place, which files contain unresolved"
+_OF_STORE = (
+    "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment; for a database write "
+    "${oc.env:NAME} in their place, or set MLFLOW_TRACKING_URI"
+)
 DOCUMENT = "_document"  # attribute of a configuration that `from_document` made
 _PRECISIONS = ("fp32", "bf16", "fp16")
 _LAYOUTS = ("documents", "stream")
@@ -48,16 +62,19 @@ _RECOMPUTED = ("none", "blocks", "attention", "feed_forward")
 
 @dataclass(frozen=True)
 class StageConfig:
-    path: str = key("", is_path=True, may_be_empty=True, resume=FREE)  # directory on disk, as data.path
+    # directory on disk, as data.path
+    path: str = key("", is_path=True, may_be_empty=True, per_node=True, resume=FREE, affects=DATA, set_by=RECOMPUTATION)
     until: int = key(0, at_least=1, at_most=STEPS)  # last step that reads it; later than that of the stage before
 
 
 @dataclass(frozen=True)
 class DataConfig:
     # directory written by a builder, or its address: https:, s3:, gs:, hf:
-    path: str = key("data/sample", is_path=True, resume=FREE)
+    path: str = key(
+        "data/sample", is_path=True, per_node=True, credentials=_IN_ENVIRONMENT, resume=FREE, affects=DATA, set_by=_ANY
+    )
     # directory for fetched data, one per node; None: dist_mem in the user's cache directory
-    cache: str | None = key(None, is_path=True, resume=FREE, changes_no_result=True)
+    cache: str | None = key(None, is_path=True, per_node=True, resume=FREE, affects=PLACE, set_by=_ANY)
     # directories that are read before data.path: see docs/howto/recall_tasks.md
     curriculum: list[StageConfig] = key([])
     train_split: str = key("train", in_path=True)  # folder in data.path
@@ -67,15 +84,16 @@ class DataConfig:
     # where the cutting of a document begins; end: its first segment is the short one
     cut: str = key("start", choices=("start", "end"))
     max_document_len: int | None = key(None, at_least=2, at_most=TEXT)  # tokens; longer documents are truncated
-    seed: int = key(0, at_least=0, at_most=SEED)  # of the plan, which decides which lane reads which document when
+    # of the plan, which decides which lane reads which document when
+    seed: int = key(0, at_least=0, at_most=SEED, affects=DRAW)
     # action for a document whose bytes are damaged
     on_corrupt: str = key("stop", choices=("stop", "skip"), resume=FREE)
     # updates read ahead of the training step
-    prefetch: int = key(4, at_least=1, at_most=10_000, resume=FREE, changes_no_result=True)
+    prefetch: int = key(4, at_least=1, at_most=10_000, resume=FREE, affects=SPEED)
     # copy the shards to each node's disk or memory before the first step
-    stage: str = key("none", choices=("none", "node", "memory"), resume=FREE, changes_no_result=True)
+    stage: str = key("none", choices=("none", "node", "memory"), resume=FREE, affects=SPEED, set_by=_ANY)
     # target of the copy; None: TMPDIR or /tmp for node, /dev/shm for memory
-    stage_dir: str | None = key(None, is_path=True, resume=FREE, changes_no_result=True)
+    stage_dir: str | None = key(None, is_path=True, per_node=True, resume=FREE, affects=PLACE, set_by=_ANY)
 
 
 @dataclass(frozen=True)
@@ -109,7 +127,7 @@ class ModelConfig:
     dropout: float = key(0.1, at_least=0, below=1, resume=ALLOWED)
     attention_dropout: float = key(0.0, at_least=0, below=1, resume=ALLOWED)  # on attention probabilities
     # how attention is computed, see docs/explanation/attention.md; auto chooses by device and length
-    attention: str = key("auto", choices=("auto", "simple", "chunked", "sdpa", "triton"), resume=FREE)
+    attention: str = key("auto", choices=("auto", "simple", "chunked", "sdpa", "triton"), resume=FREE, affects=SPEED)
     norm: str = key("pre", choices=("pre", "post"))  # layer norm before or after each sub-layer
     final_norm: bool = True  # layer norm before the softmax; the published Transformer-XL has none, even with pre-norm
     tie_embeddings: bool = True  # the softmax shares the weights of the embedding
@@ -129,10 +147,11 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    seed: int = key(0, at_least=0, at_most=SEED, resume=_DRAWS)  # of initialisation and dropout
+    seed: int = key(0, at_least=0, at_most=SEED, resume=_DRAWS, affects=DRAW)  # of initialisation and dropout
     # G, of the whole job, independent of the number of ranks
     global_batch_size: int = key(16, at_least=1, at_most=LANES, resume=_NUM_LANES)
-    micro_batch_size: int = key(8, at_least=1, at_most=LANES, resume=FREE)  # lanes in one forward pass on one rank
+    # lanes in one forward pass on one rank
+    micro_batch_size: int = key(8, at_least=1, at_most=LANES, resume=FREE, affects=SPEED, set_by=EVALUATION)
     seg_len: int = key(64, at_least=1, at_most=TOKENS, resume=_SEGMENTS)  # T, tokens
     # successive segments whose gradients one update accumulates
     segments_per_update: int = key(1, at_least=1, at_most=65_536, resume=ALLOWED)
@@ -145,23 +164,25 @@ class TrainConfig:
     precision: str = key("bf16", choices=_PRECISIONS, resume=ALLOWED)
     max_grad_norm: float | None = key(1.0, above=0, resume=FREE)  # global norm; None: no clipping
     # what the backward pass recomputes instead of keeping its activations: less memory, more time
-    activation_checkpointing: str = key("none", choices=_RECOMPUTED, resume=FREE)
+    activation_checkpointing: str = key("none", choices=_RECOMPUTED, resume=FREE, affects=SPEED)
     # share of the blocks, the first ones, that activation_checkpointing applies to
-    activation_checkpointing_share: float = key(1.0, above=0, at_most=1, resume=FREE)
+    activation_checkpointing_share: float = key(1.0, above=0, at_most=1, resume=FREE, affects=SPEED)
     # steps between garbage collections of Python, on all ranks at once; None: when each rank has enough objects
-    gc_every: int | None = key(100, at_least=1, at_most=STEPS, resume=FREE, changes_no_result=True)
+    gc_every: int | None = key(100, at_least=1, at_most=STEPS, resume=FREE, affects=SPEED)
     # compile the blocks by torch.compile, see docs/howto/performance.md; None: on GPUs, if the compiler accepts them
-    compile: bool | None = key(None, resume=FREE, changes_no_result=True)
+    compile: bool | None = key(None, resume=FREE, affects=SPEED)
     # two steps, as [10, 15]: rank 0 traces what happens between them, into RUN/profile; None: no trace
-    profile: list[int] | None = key(None, at_least=0, at_most=STEPS, resume=FREE, changes_no_result=True)
+    profile: list[int] | None = key(None, at_least=0, at_most=STEPS, resume=FREE, affects=SPEED)
     # peak TFLOP/s of one rank's device in this precision, for the metric mfu; None: by the GPU's name, measured on CPUs
-    peak_tflops: float | None = key(None, above=0, resume=FREE, changes_no_result=True)
+    peak_tflops: float | None = key(None, above=0, resume=FREE, affects=SPEED)
     # with fp32, on GPUs: products use TF32 (10 of 23 bits of the mantissa); refused for memories that compute in fp32
     tf32: bool = key(False, resume=ALLOWED)
     # on GPUs, run the threads of a rank only on the cores next to its GPU
-    numa_binding: bool = key(True, resume=FREE, changes_no_result=True)
+    numa_binding: bool = key(True, resume=FREE, affects=SPEED)
     # per rank, on CPUs; None: OMP_NUM_THREADS, SLURM_CPUS_PER_TASK, or cores / local ranks
-    threads: int | None = key(None, at_least=1, at_most=4_096, resume=FREE)
+    threads: int | None = key(
+        None, at_least=1, at_most=4_096, per_node=True, resume=FREE, affects=SPEED, set_by=EVALUATION
+    )
 
 
 @dataclass(frozen=True)
@@ -213,8 +234,9 @@ class EvalConfig:
     precision: str = key("fp32", choices=_PRECISIONS)  # of the evaluate command
     # segments of the passage that an evaluation during training also reads, to log metrics under memory/; 0: none
     passage: int = key(16, at_least=0, at_most=TOKENS)
-    figures: bool = False  # draw where every layer looked in it, into RUN/figures and MLflow
-    allow_code: bool = False  # run memory/NAME.py of a checkpoint or export; accepted on the command line only
+    figures: bool = key(False, affects=PLACE)  # draw where every layer looked in it, into RUN/figures and MLflow
+    # run memory/NAME.py of a checkpoint or export; accepted on the command line only
+    allow_code: bool = key(False, command_line_only=True, affects=PLACE, set_by=_ANY)
 
 
 @dataclass(frozen=True)
@@ -246,7 +268,8 @@ class DivergenceConfig:
 class TrackingConfig:
     every: int = key(10, at_least=1, at_most=STEPS)  # steps between logged points
     mlflow: bool = True  # false: write metrics.jsonl only
-    uri: str | None = key(None, is_store=True)  # None: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db
+    # None: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db
+    uri: str | None = key(None, is_store=True, credentials=_OF_STORE)
     experiment: str | None = None  # None: MLFLOW_EXPERIMENT_NAME, else MLFLOW_EXPERIMENT_ID, else dist_mem
     run_name: str | None = None  # None: the name of the run
     # send to MLflow during the job; auto: not to SQLite on a shared disk
@@ -263,7 +286,7 @@ class TrackingConfig:
 @dataclass(frozen=True)
 class WatchdogConfig:
     # at start, seconds without a new rank before the job ends and names the missing ranks
-    join_seconds: float = key(60.0, above=0, at_most=SECONDS)
+    join_seconds: float = key(60.0, above=0, at_most=SECONDS, set_by=_ANY)
     # seconds without progress before all ranks report their state and end; None: off
     seconds: float | None = key(600.0, above=0, at_most=SECONDS)
     straggler: float | None = key(1.5, above=1)  # report a rank this many times as slow as the median rank; None: off
@@ -272,30 +295,36 @@ class WatchdogConfig:
 @dataclass(frozen=True)
 class Config:
     # name of the run directory, and of the run in MLflow
-    name: str = key("run", in_path=True, may_nest=True, resume=FREE, changes_no_result=True)
+    name: str = key("run", in_path=True, may_nest=True, resume=FREE, affects=PLACE)
     # folder of checkpoints, config.yaml and metrics.jsonl
-    run_dir: str = key("runs/${name}", is_path=True, resume=FREE, changes_no_result=True)
+    run_dir: str = key("runs/${name}", is_path=True, per_node=True, resume=FREE, affects=PLACE)
     # auto | never | a step | a path: the checkpoint to resume from, see docs/howto/resume.md
-    resume: str = key("auto", is_path=True, resume=FREE, changes_no_result=True)
-    data: DataConfig = key(DataConfig(), resume=_PLAN)  # the data and the order in which lanes read it
-    model: ModelConfig = key(ModelConfig(), resume=_MODEL)  # the transformer around the memory
-    memory: Any = key({"kind": "transformer_xl"}, resume=_MEMORY)  # kind and options of the memory
-    train: TrainConfig = key(TrainConfig())  # the size of an update and the number of updates
-    optimizer: OptimizerConfig = key(OptimizerConfig(), resume=ALLOWED)  # the optimizer and its parameter groups
-    schedule: ScheduleConfig = key(ScheduleConfig(), resume=FREE)  # the learning rate by step
-    eval: EvalConfig = key(EvalConfig(), resume=FREE)  # scoring of documents, during and after training
+    resume: str = key("auto", is_path=True, resume=FREE, affects=PLACE)
+    # the data and the order in which lanes read it
+    data: DataConfig = key(DataConfig(), resume=_PLAN, affects=RESULT)
+    model: ModelConfig = key(ModelConfig(), resume=_MODEL, affects=RESULT)  # the transformer around the memory
+    # kind and options of the memory
+    memory: Any = key({"kind": "transformer_xl"}, resume=_MEMORY, affects=RESULT)
+    train: TrainConfig = key(TrainConfig(), affects=RESULT)  # the size of an update and the number of updates
+    # the optimizer and its parameter groups
+    optimizer: OptimizerConfig = key(OptimizerConfig(), resume=ALLOWED, affects=RESULT)
+    schedule: ScheduleConfig = key(ScheduleConfig(), resume=FREE, affects=RESULT)  # the learning rate by step
+    # scoring of documents, during and after training
+    eval: EvalConfig = key(EvalConfig(), resume=FREE, affects=SCORE, set_by=EVALUATION)
     # see docs/howto/resume.md
-    checkpoint: CheckpointConfig = key(CheckpointConfig(), resume=FREE, changes_no_result=True)
-    divergence: DivergenceConfig = key(DivergenceConfig(), resume=FREE)  # see docs/howto/trouble.md
+    checkpoint: CheckpointConfig = key(CheckpointConfig(), resume=FREE, affects=PLACE)
+    # see docs/howto/trouble.md
+    divergence: DivergenceConfig = key(DivergenceConfig(), resume=FREE, affects=RESULT)
     # run logging, see docs/howto/tracking.md
-    tracking: TrackingConfig = key(TrackingConfig(), resume=FREE, changes_no_result=True)
+    tracking: TrackingConfig = key(TrackingConfig(), resume=FREE, affects=PLACE, set_by=EVALUATION)
     # check nodes, network and ranks before the first step, see docs/howto/cluster.md
-    preflight: bool = key(True, resume=FREE, changes_no_result=True)
+    preflight: bool = key(True, resume=FREE, affects=PLACE)
     # handling of ranks that hang or are slow
-    watchdog: WatchdogConfig = key(WatchdogConfig(), resume=FREE, changes_no_result=True)
+    watchdog: WatchdogConfig = key(WatchdogConfig(), resume=FREE, affects=PLACE)
     # the Slurm job of the launch command
-    launch: LaunchConfig = key(LaunchConfig(), resume=FREE, changes_no_result=True)
-    deepspeed: Any = key({"zero_optimization": {"stage": 2}}, resume=FREE)  # or path of a ds_config.json
+    launch: LaunchConfig = key(LaunchConfig(), resume=FREE, affects=PLACE)
+    # or path of a ds_config.json
+    deepspeed: Any = key({"zero_optimization": {"stage": 2}}, resume=FREE, affects=SPEED)
 
     @property
     def document(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from dist_mem.config.interpolations import check_grammar
 from dist_mem.config.keys import with_homes
 from dist_mem.config.memory_blocks import DEFAULT, PER_BLOCK, as_block, is_key, is_per_block
 from dist_mem.config.schema import Config
-from dist_mem.config.text_checks import metadata_of
+from dist_mem.config.settings import metadata_of
 from dist_mem.config.values import Letters, as_override, settled, typed, yaml_error
 from dist_mem.runtime.environment import as_submitted
 from dist_mem.runtime.files import WrongFileError, at_home, is_dir, is_file, open_regular

@@ -12,10 +12,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from dist_mem.config.check import Problem, flatten, shown
-from dist_mem.config.deepspeed_keys import PATHS
 from dist_mem.config.interpolations import default_of_variable
-from dist_mem.config.keys import Metadata, find_key
+from dist_mem.config.keys import Metadata, keys_of
 from dist_mem.config.schema import Config
+from dist_mem.config.settings import metadata_of
 from dist_mem.runtime.addresses import login_of
 from dist_mem.runtime.files import unexpanded
 from dist_mem.runtime.names import PLAIN, is_plain, is_plain_path
@@ -27,23 +27,6 @@ _MOST_NAME_BYTES = 255  # of one path component, in all common file systems
 _MOST_PATH_BYTES = 3_500  # Linux allows 4,096; the paths of a checkpoint's files are longer
 # with a value: password=, sslpassword= and passwd= of databases; PWD= in the quoted odbc_connect= of pyodbc
 _PASSWORD_IN_QUERY = r"://.*\?.*(passw(or)?d|pwd)(=|%3d)(?!%3b|[&;#]|$)"
-
-_CREDENTIALS = {
-    "data.path": "write ${oc.env:NAME} in their place, which files contain unresolved",
-    "tracking.uri": (
-        "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment; for a database write "
-        "${oc.env:NAME} in their place, or set MLFLOW_TRACKING_URI"
-    ),
-}
-
-
-def metadata_of(key: str) -> Metadata:
-    """Return the metadata of a key, also of DeepSpeed's, and of a memory's kind, which may be PATH.py:CLASS."""
-    if found := find_key(Config, key):
-        return found.metadata
-    if key.startswith("deepspeed."):
-        return Metadata(may_be_empty=True, is_path=key.rpartition(".")[2] in PATHS)
-    return Metadata(is_path=key.startswith("memory.") and key.endswith(".kind"))
 
 
 def check_texts(leaves: Mapping[str, Any], metadata: Callable[[str], Metadata] = metadata_of) -> Iterator[Problem]:
@@ -124,8 +107,9 @@ def check_credentials(tree: Mapping[str, Any]) -> Iterator[Problem]:
         tree: a file, or the overrides of a command line, with unresolved interpolations.
     """
     leaves = flatten(tree)
-    for key, fix in _CREDENTIALS.items():
-        if isinstance(address := leaves.get(key), str) and _has_credentials(address):
+    for key, found in keys_of(Config).items():
+        fix = found.metadata.credentials
+        if fix and isinstance(address := leaves.get(key), str) and _has_credentials(address):
             yield Problem(key, f"contains a user or password, which files and lists of processes would show; {fix}")
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dist_mem.config import Config, DataConfig, EvalConfig, as_tree
 from dist_mem.config.check import flatten
+from dist_mem.config.settings import metadata_of
 from dist_mem.data.curriculum import stages_of
 from dist_mem.data.directory import local_dir
 from dist_mem.data.remote.fetch import is_remote
@@ -22,7 +22,6 @@ from dist_mem.tracking.provenance import PACKAGE, running_commit
 
 MISSING = "missing"
 _SOURCES = "sources of dist_mem"
-_PLACES = ("run_dir", "data.path", "data.cache", "data.stage_dir", "train.threads")  # may differ between nodes
 
 Fingerprint = dict[str, str]  # item -> version, value or checksum on this rank
 _FIXES = {
@@ -52,7 +51,7 @@ def fingerprint(config: Config) -> Fingerprint:
     for key, value in values.items():
         is_interpolated = "${" in str(written.get(key, "${"))
         text = hashlib.sha256(str(value).encode()).hexdigest()[:12] if is_interpolated else repr(value)
-        if key not in _PLACES and not re.fullmatch(r"data\.curriculum\[\d+\]\.path", key):
+        if not metadata_of(key).per_node:
             found[key] = text
     return found
 

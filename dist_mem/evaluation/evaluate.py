@@ -111,7 +111,7 @@ def run(
         path: a run directory, one checkpoint in it, or an export.
         split: None: eval.split.
         checkpoint: step of the checkpoint; None: the newest that verifies.
-        overrides: `key=value`, of the keys in `trained_model.OVERRIDABLE`.
+        overrides: `key=value`, of keys that an evaluation may set.
         without_memory: empty the memory at every segment, and report the gain of the memory.
         memory: a memory file; every document continues the text of which it is the memory.
         early: the handler that has received a scheduler's signals until now.

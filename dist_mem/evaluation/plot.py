@@ -13,21 +13,18 @@ import io
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dist_mem.config import Config
-from dist_mem.config.keys import find_key
+from dist_mem.config.keys import DATA, RESULT
+from dist_mem.config.settings import differing_keys, select_keys
 from dist_mem.config.sources import read_saved
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.plotting.style import DPI, LINE_COLORS, add_grid, in_style, new_picture
 from dist_mem.evaluation.scores import Band, Report
 from dist_mem.runtime.files import write_bytes
 
-SEEDS = ("train.seed", "data.seed")
-_ORDER_OF_SUMS = ("train.micro_batch_size", "train.threads")  # changed by them, and nothing else
-_NOT_OF_TRAINING = ("deepspeed.", "eval.")
 MAX_DIFFERENCES = 3  # most keys in a label
 MAX_LINES = 6  # that a picture of recall names beside their ends
 _LABEL_SIZE = 8  # points
@@ -44,28 +41,11 @@ class Line(NamedTuple):
 
 
 def settings_of(config: Path) -> dict[str, Any]:
-    """Return the keys of a run's config.yaml that affect its figures, except seeds."""
-    keys = dict(_flat(read_saved(config), ""))
-    if "memory.kind" not in keys:
+    """Return the keys of a run's config.yaml that say what was trained, except seeds."""
+    found = select_keys(read_saved(config), affects=RESULT | DATA)
+    if "memory.kind" not in found:
         raise UnusableError(f"{config} is damaged (it has no memory.kind): copy that of a checkpoint of the run")
-    return {
-        key: value
-        for key, value in keys.items()
-        if key not in (*SEEDS, *_ORDER_OF_SUMS) and not key.startswith(_NOT_OF_TRAINING) and not _changes_nothing(key)
-    }
-
-
-def _changes_nothing(key: str) -> bool:
-    found = find_key(Config, key)
-    return found is not None and found.metadata.changes_no_result
-
-
-def _flat(block: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in block.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    return found
 
 
 def labels_of(names: Sequence[str], configs: Sequence[Path | None]) -> list[str]:
@@ -83,7 +63,7 @@ def labels_of(names: Sequence[str], configs: Sequence[Path | None]) -> list[str]
             labels.append(name)
             continue
         alike = [other for called, other in zip(titles, settings, strict=True) if other is not None and called == title]
-        differing = sorted({key for other in alike for key in mine.keys() | other if mine.get(key) != other.get(key)})
+        differing = sorted({key for other in alike for key in differing_keys(mine, other)})
         shown = differing if len(differing) <= MAX_DIFFERENCES else []
         parts = [title, *(f"{key.rpartition('.')[2]} {mine.get(key)}" for key in shown)]
         seeds = [other for other, found in zip(names, settings, strict=True) if found == mine]

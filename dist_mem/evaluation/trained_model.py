@@ -37,7 +37,8 @@ from dist_mem.checkpoint.schemas import WEIGHTS
 from dist_mem.config import Config, ConfigError, DataConfig, load_config
 from dist_mem.config.check import Problem, stop_on
 from dist_mem.config.environment_values import checksum, from_environment
-from dist_mem.config.memory_blocks import chooses_kernels
+from dist_mem.config.keys import EVALUATION
+from dist_mem.config.settings import keys_set_by, may_set
 from dist_mem.data.directory import open_tokenizer
 from dist_mem.data.remote.fetch import is_remote, show
 from dist_mem.data.tokenizers.base import Tokenizer
@@ -55,10 +56,6 @@ from dist_mem.runtime.files import by_name
 from dist_mem.runtime.outside_code import source_of
 from dist_mem.runtime.process_state import drawing
 
-OVERRIDABLE = (
-    *("eval.", "tracking.", "data.path", "data.cache", "data.stage"),
-    *("train.micro_batch_size", "train.threads", "watchdog.join_seconds"),
-)
 _GIVE = "give a run directory or one checkpoint in it"
 
 
@@ -128,9 +125,8 @@ def read_settings(directory: Path, overrides: Sequence[str], *, reads_data: bool
     """
     for override in overrides:
         key = override.split("=")[0]
-        if not key.startswith(OVERRIDABLE) and not chooses_kernels(key):
-            names = (*OVERRIDABLE, "memory.kernels")
-            allowed = ", ".join(f"{name}*" if name.endswith(".") else name for name in names)
+        if not may_set(EVALUATION, key):
+            allowed = ", ".join(keys_set_by(EVALUATION))
             raise ConfigError([Problem(key, f"is fixed by the checkpoint; an evaluation may set {allowed}")])
     # Evaluation during training allows no other eval.seg_len; keep_best depends on it.
     no_training = ["eval.every=null", "checkpoint.keep_best=null"]
@@ -232,7 +228,7 @@ def load_model(
 
     Args:
         path: a run directory, one checkpoint in it, or an export.
-        overrides: `key=value`, for keys in OVERRIDABLE: "eval.mem_len=384", "eval.precision=bf16".
+        overrides: `key=value`, for keys that an evaluation may set: "eval.mem_len=384", "eval.precision=bf16".
         step: step of the checkpoint; None: the newest that verifies.
 
     Raises:

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_mem.config.keys import FREE, TOKENS, WIDTH, key
+from dist_mem.config.keys import TOKENS, WIDTH, key
 from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, MemoryOutput, Opened, Places, StepOutput
 from dist_mem.memory.parts.linear_check import KERNELS, back_end, choose
 from dist_mem.memory.parts.linear_kernels import (
@@ -107,7 +107,7 @@ class LinearMemory(Inspectable):
         rank: int | None = key(None, at_least=1, at_most=WIDTH)  # of these pairs of maps; None: V
         chunk_len: int = key(64, at_least=1, at_most=TOKENS)  # C, tokens computed at once; changes no result
         # what computes segments: PyTorch | flash-linear-attention's kernels; auto: these on GPUs, where they can run
-        kernels: str = key("auto", choices=KERNELS, resume=FREE)
+        kernels: str = key("auto", choices=KERNELS)
 
     def __init__(self, spec: LayerSpec, options: Options) -> None:
         super().__init__(spec, options)

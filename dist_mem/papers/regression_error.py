@@ -161,7 +161,7 @@ def run(
         path: a run directory, one checkpoint in it, or an export.
         split: None: eval.split.  limit: number of documents, from the start of the split.
         checkpoint: step of the checkpoint; None: the newest that verifies.
-        overrides: `key=value`, for keys in `trained_model.OVERRIDABLE`.
+        overrides: `key=value`, for keys that an evaluation may set.
         early: as in `evaluate.run`.
 
     Raises:

@@ -5,7 +5,6 @@ A recorded point is the mean of the steps since the one before.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,26 +13,26 @@ from typing import NamedTuple
 from dist_mem.checkpoint.manifest import read_manifest
 from dist_mem.config import Config, ConfigError, changed, load_config
 from dist_mem.config.check import Problem, stop_on
+from dist_mem.config.keys import RECOMPUTATION
 from dist_mem.config.resume_rules import changed_keys
+from dist_mem.config.settings import keys_set_by, may_set
 from dist_mem.data.remote.fetch import is_remote
 from dist_mem.memory import memory_options
 from dist_mem.memory.outside import kept_kinds
 from dist_mem.tracking.log import METRICS_FILE, read_points
 from dist_mem.training.history import HISTORY, Part
 
-OF_DATA = ("data.path", "data.cache", "data.stage")
-OF_REPLAY = (*OF_DATA, "eval.allow_code", "watchdog.join_seconds")
 # Neither evaluation nor tracking changes an update. Hooks that measure slow ranks are not needed.
 _WITHOUT = ("eval.every=null", "checkpoint.keep_best=null", "tracking.mlflow=false", "watchdog.straggler=null")
 
 
-def read_part(run_dir: Path, part: Part, overrides: Sequence[str], *, allowed: Sequence[str] = OF_DATA) -> Config:
+def read_part(run_dir: Path, part: Part, overrides: Sequence[str]) -> Config:
     """Return the configuration of a part, without the options of its memory; no code of a memory runs.
 
     Raises:
         ConfigError: an override of another key, or data at a server or from a command that only the run names.
     """
-    _check_keys(overrides, allowed)
+    _check_keys(overrides)
     config = _load(run_dir, part, overrides)
     if is_remote(config.data.path) and not any(text.startswith("data.path=") for text in overrides):
         where = f"servers and commands that only {run_dir / HISTORY} names are not used"
@@ -51,7 +50,7 @@ def read_part_with_memory(run_dir: Path, part: Part, overrides: Sequence[str], *
         ConfigError: as `read_part`; a memory is a program, without eval.allow_code; or a value of the environment
             has changed since the checkpoint.
     """
-    given = read_part(run_dir, part, overrides, allowed=OF_REPLAY)
+    given = read_part(run_dir, part, overrides)
     kept = kept_kinds(given.memory, checkpoint or run_dir)
     if kept and not given.eval.allow_code:
         text = f"is a program, which recomputing {run_dir} would run: read it, then add eval.allow_code=true"
@@ -81,12 +80,12 @@ def _load(run_dir: Path, part: Part, overrides: Sequence[str], *, with_memory: b
             raise ConfigError(problems) from None
 
 
-def _check_keys(overrides: Sequence[str], allowed: Sequence[str]) -> None:
+def _check_keys(overrides: Sequence[str]) -> None:
     """Raise ConfigError for an override that would change what is read or computed."""
     stop_on(
-        Problem(key, f"is that of the run; this command may set {', '.join(allowed)}")
+        Problem(key, f"is that of the run; this command may set {', '.join(keys_set_by(RECOMPUTATION))}")
         for key in (text.partition("=")[0] for text in overrides)
-        if key not in allowed and not re.fullmatch(r"data\.curriculum\.\d+\.path", key)
+        if not may_set(RECOMPUTATION, key)
     )
 
 

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 from dist_mem.config import Config, ConfigError, as_tree
 from dist_mem.config.blocks import value_at
+from dist_mem.config.keys import DRAW, PLACE
+from dist_mem.config.settings import metadata_of
 from dist_mem.errors import UnusableError
 from dist_mem.estimate.counting import NotCountedError, Operations, operations_per_token
 from dist_mem.estimate.dry_run import check_model
@@ -31,7 +33,6 @@ from dist_mem.studies.study import FITTED, Study
 _NAMES = {"params": "num_parameters", "state_bytes": "state_bytes_per_lane"}  # of FITTED, in `describe`
 _WIDTH_STEP = 8
 _UNKNOWN_STEPS = "train.steps=99999999"  # the most; in place of those of the files, which a curriculum may exceed
-_SIZELESS = ("optimizer.", "schedule.", "train.seed=", "data.seed=", "name=", "run_dir=")  # words that change no size
 
 Load = Callable[[Sequence[str]], Config]
 
@@ -68,7 +69,7 @@ def apply_budget(study: Study, load: Load, vocab_size: int | None = None) -> dic
     found: dict[tuple[str, ...], tuple[list[str], Costs]] = {}  # rates tried for a row do not change what it takes
     for run in all_runs(study, Path(), study.seeds[:1]) if study.budget else ():
         name, words = study.candidates.get(run.row, run.row), train_words(study, run, ())
-        sized = (name, *(word for word in words if not word.startswith(_SIZELESS)))
+        sized = (name, *filter(_changes_a_size, words))
         if sized not in found:
             try:
                 found[sized] = fitted(name, words, study.budget, study.fit, load, vocab_size)
@@ -79,6 +80,12 @@ def apply_budget(study: Study, load: Load, vocab_size: int | None = None) -> dic
         added, costs[run.row] = found[sized]
         study.trained[run.row] += added
     return costs
+
+
+def _changes_a_size(word: str) -> bool:
+    """Return whether a word of a training, a file or an override, may change what the training takes."""
+    key = word.partition("=")[0]
+    return metadata_of(key).affects not in (DRAW, PLACE) and not key.startswith(("optimizer.", "schedule."))
 
 
 def fitted(

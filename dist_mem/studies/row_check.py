@@ -11,10 +11,13 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_mem.config import Config, ModelConfig, as_tree, load_config
+from dist_mem.config.keys import RESULT, SCORE, SPEED
+from dist_mem.config.settings import select_keys
 from dist_mem.data.directory import check_split, local_dir
 from dist_mem.data.remote.fetch import is_remote
 from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_metadata
@@ -26,11 +29,10 @@ from dist_mem.memory import memory_options
 from dist_mem.model import describe
 from dist_mem.studies.budget import apply_budget
 from dist_mem.studies.cells import Run
-from dist_mem.studies.definition import BLOCKS, Settings, flat
+from dist_mem.studies.definition import Settings
 from dist_mem.studies.runs import all_runs, columns_at, rows_behind, shown_rows, train_words
 from dist_mem.studies.study import Row, Study
 
-_APART = ("data.path", "data.seed", "train.seed")  # printed elsewhere
 _WIDTH = 120
 
 
@@ -113,9 +115,7 @@ def _resolved(study: Study, run: Run, extra: Sequence[str]) -> Checked:
         config = load_config(train_words(study, run, extra), memory_options=memory_options)
     except UnusableError as error:
         raise UnusableError(f"{_title(study, run)}: {error}") from error
-    tree = as_tree(config)
-    settings = {key: value for name in BLOCKS for key, value in flat(name, tree[name]) if key not in _APART}
-    return Checked(run, config, settings)
+    return Checked(run, config, select_keys(as_tree(config), affects=RESULT | SCORE | SPEED))
 
 
 def _check_further(study: Study, one: Checked, extra: Sequence[str]) -> None:
@@ -196,10 +196,8 @@ def _shared(many: Iterable[Settings]) -> Settings:
 
 def _print_settings(settings: Settings) -> None:
     """Print a paragraph per block: `model num_layers=16 d_model=410 ...`."""
-    for name in BLOCKS:
-        block = {key.removeprefix(f"{name}."): value for key, value in settings.items() if key.startswith(f"{name}.")}
-        if block:
-            _print_labelled(name, " ".join(f"{key}={_value(value)}" for key, value in block.items()))
+    for block, keys in groupby(settings, key=lambda key: key.partition(".")[0]):
+        _print_labelled(block, " ".join(f"{key.partition('.')[2]}={_value(settings[key])}" for key in keys))
 
 
 def _print_labelled(label: str, text: str) -> None:

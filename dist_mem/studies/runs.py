@@ -19,7 +19,6 @@ from typing import Any
 from dist_mem.checkpoint.manifest import list_steps, read_manifest, step_dir
 from dist_mem.checkpoint.resume_source import read_saved_config
 from dist_mem.config import DataConfig, load_config
-from dist_mem.config.load import COMMAND_LINE_ONLY
 from dist_mem.config.sources import read_sources
 from dist_mem.data.directory import open_index
 from dist_mem.data.shard import INDEX_NAME
@@ -39,7 +38,6 @@ from dist_mem.studies.study import Column, Study
 _GROWING = ("accuracy", "whole_answers", "recall_accuracy", "dialogue_f1", "dialogue_rouge", "dialogue_meteor")
 
 BITS = "bits_per_byte"
-_NOT_SAVED = ("ranks", *COMMAND_LINE_ONLY)  # keys of a definition that config.yaml does not have
 
 
 def all_runs(study: Study, out: Path, seeds: Sequence[int] = (), rows: Collection[str] = ()) -> list[Run]:
@@ -188,7 +186,7 @@ def check_trained(study: Study, run: Run, extra: Sequence[str], definition: Sett
     if not (run.directory / "config.yaml").exists():
         return
     saved = read_saved_config(run.directory, load_config(train_words(study, run, extra)).memory)
-    not_saved = {key: value for key, value in definition.items() if key in _NOT_SAVED or "/" in key}
+    not_saved = {key: value for key, value in definition.items() if key == "ranks" or "/" in key}
     trained = {**settings_of(saved), **not_saved}
     with suppress(CheckpointError):  # a training passes over a damaged checkpoint
         for step in list_steps(run.directory)[-1:]:

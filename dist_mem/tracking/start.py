@@ -21,6 +21,7 @@ from typing import Any
 
 from dist_mem.config import Config, TrackingConfig
 from dist_mem.config.check import flatten
+from dist_mem.config.settings import differing_keys
 from dist_mem.runtime.extras import require
 from dist_mem.runtime.files import make_folder
 from dist_mem.supervision.lease import refuse_if_taken_over_throttled
@@ -138,8 +139,10 @@ def parameters_entry(config: Config, log: Path, *, step: int) -> dict[str, Any]:
     now, defaults = (as_texts(each.document) for each in (config, Config()))
     entries = [entry.body for entry in find_entries(log, "params") if "config" in entry.body]
     if not entries:
-        params = {name: value for name, value in now.items() if name == "memory.kind" or defaults.get(name) != value}
+        chosen = {"memory.kind", *differing_keys(defaults, now)}
+        params = {name: value for name, value in now.items() if name in chosen}
         return {"params": params, "changes": "", "config": now, "step": step}
     before = entries[-1]["config"]
-    changes = [f"{name}: {before[name]} -> {value}" for name, value in now.items() if before.get(name, value) != value]
+    both = [name for name in differing_keys(before, now) if name in before and name in now]  # and no newer keys
+    changes = [f"{name}: {before[name]} -> {now[name]}" for name in both]
     return {"params": {}, "changes": "; ".join(changes), "config": now, "step": step}

@@ -28,6 +28,8 @@ from dist_mem.checkpoint.resume_choice import AUTO, Choice, choose_checkpoint
 from dist_mem.checkpoint.resume_source import Resumption, check_data, saved_config
 from dist_mem.config import Config, TrainConfig
 from dist_mem.config.environment_values import hide
+from dist_mem.config.keys import DATA, PLACE
+from dist_mem.config.settings import metadata_of
 from dist_mem.data.shard import Index
 from dist_mem.engine.engine import Engine
 from dist_mem.engine.optimizer import lr_factor
@@ -41,10 +43,7 @@ from dist_mem.training.divergence import METRICS, ROLLBACK, Decision
 from dist_mem.training.history import begin_part
 from dist_mem.training.step import TrainState
 
-_UNREPORTED = (
-    *("train.micro_batch_size", "deepspeed.zero_optimization.stage"),  # reported by `_moves`
-    *("name", "run_dir", "resume", "tracking.", "data.path", "data.cache"),  # places; they may hold credentials
-)
+_OF_MOVES = ("train.micro_batch_size", "deepspeed.zero_optimization.stage")  # `_moves` reports them
 
 
 class Start(NamedTuple):
@@ -108,7 +107,7 @@ def start(
     messages += [f"resuming from {directory}{'' if is_own else ', a checkpoint of another run'}"]
     messages += [*_moves(choice, saved, config, engine, world), *_changed_sources(choice, sources)]
     messages += _starting_empty(engine)
-    changed = ", ".join(str(change) for change in changes if not change.key.startswith(_UNREPORTED))
+    changed = ", ".join(str(change) for change in changes if _is_reported(change.key))
     messages += [f"changed since then: {changed}"] if changed else []
     messages += other_rate(saved, config, manifest["step"])
     tags = {} if is_own else {"dist_mem.resumed_from": hide(os.fspath(directory.absolute()))}
@@ -119,6 +118,11 @@ def start(
     metadata = manifest if is_own else {**manifest, "points": 0, "goodput": {}}
     seconds += time.perf_counter() - began
     return Start(state, metadata, messages, tags, choice.superseded, choice.broken, seconds)
+
+
+def _is_reported(key: str) -> bool:
+    """Return whether a changed key is reported; places are not, which may hold credentials."""
+    return key not in _OF_MOVES and metadata_of(key).affects not in (DATA, PLACE)
 
 
 def other_rate(saved: Config, config: Config, step: int) -> list[str]:

@@ -11,7 +11,8 @@ import pytest
 
 from dist_mem.config import Config, ConfigError, build_block, load_config
 from dist_mem.config.check import item_schema
-from dist_mem.config.keys import Key, key, keys_of
+from dist_mem.config.keys import RESULT, Command, Key, key, keys_of
+from dist_mem.config.settings import keys_set_by, may_set
 from dist_mem.config.sources import find_file
 from dist_mem.memory import described_memories, memory_options
 from tests.config.test_config import STEPS
@@ -43,6 +44,26 @@ def test_every_key_has_limits(subtests: pytest.Subtests) -> None:
 def test_every_whole_number_of_a_memory_has_an_upper_bound() -> None:
     """A memory from outside is its author's."""
     assert [name for name, found in OPTIONS.items() if is_of(found, int) and found.metadata.at_most is None] == []
+
+
+def test_options_of_memories_have_the_rules_of_the_memory() -> None:
+    """No rule of their own: that of a memory from outside is known before its code may run."""
+    own = {
+        name: (found.metadata.resume, found.metadata.affects, found.metadata.set_by) for name, found in OPTIONS.items()
+    }
+    assert {name for name, rules in own.items() if rules != (None, None, None)} == set()
+
+
+def test_a_command_names_the_keys_that_it_may_set() -> None:
+    for command in Command:
+        named = keys_set_by(command)
+        assert all(may_set(command, name.removesuffix(".*")) for name in named)
+        for name in KEYS:
+            listed = {name, f"{name}.*", f"{name.partition('.')[0]}.*"}
+            assert may_set(command, name) == bool(listed & set(named)), name
+    assert not any(
+        may_set(command, name) for command in Command for name in KEYS if KEYS[name].metadata.affects in RESULT
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ import pickle
 import pytest
 
 from dist_mem.config import Config, ConfigError, known_keys, load_config
-from dist_mem.config.keys import ALLOWED, FREE
+from dist_mem.config.keys import ALLOWED, FREE, Affects
 from dist_mem.config.resume_rules import changed_keys, check_allowed, check_changes, rule_of
+from dist_mem.config.settings import metadata_of
 from dist_mem.memory import memory_options
 from tests.support.messages import refused
 
@@ -19,6 +20,7 @@ def load(*overrides: str) -> Config:
 
 def test_every_key_has_a_rule() -> None:
     for key in (*known_keys(), "memory.kind", "memory.anything"):
+        assert metadata_of(key).affects in list(Affects), f"{key}: give it or its block affects="
         assert key == "train" or rule_of(key) in (FREE, ALLOWED) or rule_of(key).reason
     with refused(KeyError, "train has no rule"):
         rule_of("train.new_key")

@@ -32,6 +32,7 @@ from dist_mem.runtime.locks import held_folder
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.studies.cells import Run, checksum, keep_result, read_cell
+from dist_mem.studies.definition import compare
 from dist_mem.studies.estimate import Estimate, finish_seconds, report
 from dist_mem.studies.job import CommandError, Job, Place, StoppedError, build, for_each_run, places
 from dist_mem.studies.parent_run import ParentRun
@@ -215,9 +216,12 @@ def test_a_definition_has_all_that_changes_results(here: Path) -> None:
     usual: dict[str, Any] = {}
     usual = added()
     assert {key.partition(".")[0] for key in usual} >= {"train", "data", "data/train"}
-    assert not added("divergence.window=128", "deepspeed.bf16.immediate_grad_update=auto", "deepspeed.dump_state=true")
+    assert not added("divergence.window=128", "deepspeed.bf16.immediate_grad_update=auto")
     words = {"divergence.spike_z": 3.0, "deepspeed.fp16.loss_scale": 8, "deepspeed.communication_data_type": "fp16"}
     assert added(*(f"{key}={value}" for key, value in words.items())) == words
+    faster = added("train.micro_batch_size=2", "train.threads=3", "model.attention=simple", "deepspeed.dump_state=true")
+    assert len(faster) == 4
+    compare(usual, usual | faster, "a cell", "")  # of the same definition
     (here / "mine.py").write_text((ROOT / "examples" / "averages.py").read_text())
     first = added("memory.kind=mine.py:Averages")
     (here / "mine.py").write_text((here / "mine.py").read_text() + "\nCHANGED = True\n")

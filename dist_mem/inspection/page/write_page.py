@@ -47,7 +47,7 @@ class Asked(NamedTuple):
     text: Path | None = None  # a UTF-8 file that is read in place of it
     split: str | None = None  # of the document; None: eval.split
     removes: bool = True  # the book is also read without each passage
-    overrides: tuple[str, ...] = ()  # `key=value` of the keys in `trained_model.OVERRIDABLE`
+    overrides: tuple[str, ...] = ()  # `key=value` of keys that an evaluation may set
 
 
 def run(asked: Asked, *, out: Path | None, early: StopSignal | None = None) -> int:

@@ -124,7 +124,7 @@ def run(
     Args:
         path: a run directory, one checkpoint in it, or an export.
         checkpoint: step of the checkpoint; None: the newest that verifies.
-        overrides: `key=value`, for keys in `trained_model.OVERRIDABLE`.
+        overrides: `key=value`, for keys that an evaluation may set.
         early: as in `evaluate.run`.
 
     Raises:
