@@ -262,6 +262,7 @@ def test_a_key_that_changes_no_result_makes_no_other_model_of_a_seed(tmp_path: P
     save_config(make_config(train={"seed": 0}), plain)
     tree = yaml.safe_load(plain.read_text(encoding="utf-8"))
     for name, key in keys_of(Config).items():
+        assert key.metadata.affects is not None, name
         if block_of(key.schema) is None and key.metadata.affects not in RESULT | DATA and name != "deepspeed":
             *blocks, last = name.split(".")
             reduce(getitem, blocks, tree)[last] = "another value"
