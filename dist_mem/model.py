@@ -8,8 +8,8 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -95,7 +95,7 @@ class MemoryLM(nn.Module):
         self.embedding = place.made(family.embedding(bins, model))
         self.token_types = TokenTypes(model.token_types, vocab_size) if model.token_types else None
         self.blocks = nn.ModuleList(place.made(make_block(config, index)) for index in range(model.num_layers))
-        check_keys_are_read(config, self.memories())
+        check_keys_are_read(model, config.memory, self.memories())
         # Deviation: the published pre-norm model has no norm before the softmax; post-norm blocks end with one.
         rms_eps = model.norm_eps if family.has_rotary_attention else None
         has_norm = model.norm == "pre" and model.final_norm
@@ -280,12 +280,12 @@ class MemoryLM(nn.Module):
         return self.head.log_probs(features.hidden), features.state
 
 
-def check_keys_are_read(config: Config, memories: Sequence[Memory]) -> None:
+def check_keys_are_read(model: ModelConfig, memory: Mapping[str, Any], memories: Sequence[Memory]) -> None:
     """Raise ValueError for a key of `model` that is set and that no memory reads: reports would record it in vain."""
-    settings = {"clamp_len": config.model.clamp_len, "same_length": "true" if config.model.same_length else None}
+    settings = {"clamp_len": model.clamp_len, "same_length": "true" if model.same_length else None}
     for name, value in settings.items():
-        if value is not None and not any(name in memory.model_keys for memory in memories):
-            kind = f"memory.kind {described(config.memory)} does not read it"
+        if value is not None and not any(name in each.model_keys for each in memories):
+            kind = f"memory.kind {described(memory)} does not read it"
             raise ValueError(f"model.{name} is {value}, but {kind}: leave model.{name} out")
 
 

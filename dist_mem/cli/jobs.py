@@ -33,7 +33,7 @@ def launch(options: argparse.Namespace) -> int:
         from dist_mem.doctor.consistency import check_data
 
         try:
-            check_data(config)
+            check_data(config.data, config.eval)
         except ValueError as error:
             raise UnusableError(f"{error}; preflight=false submits the job without it") from error
     idle = idle_warning(config.train, config.data, script.numbers_of_ranks(config.launch))

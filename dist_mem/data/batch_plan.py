@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from dist_mem.config import Config, TrainConfig
+from dist_mem.config import ScheduleConfig, TrainConfig
 from dist_mem.config.check import stop_on
 from dist_mem.config.constraints import check_schedule
 from dist_mem.config.keys import STEPS
@@ -94,19 +94,19 @@ def steps_per_epoch(train: TrainConfig, plan: Plan) -> float:
     return plan.num_segments / (train.global_batch_size * train.segments_per_update)
 
 
-def total_steps(config: Config, plan: Plan) -> int:
+def total_steps(train: TrainConfig, schedule: ScheduleConfig, plan: Plan) -> int:
     """Return the updates of the whole run: `train.steps`, or those of `train.epochs`, rounded up.
 
     Raises:
         ValueError: they are more than a run can have, or fewer than the configuration needs.
     """
-    if config.train.steps is not None:
-        return config.train.steps
-    assert config.train.epochs is not None, "load_config checks this"
-    steps = max(1, math.ceil(config.train.epochs * steps_per_epoch(config.train, plan)))
+    if train.steps is not None:
+        return train.steps
+    assert train.epochs is not None, "load_config checks this"
+    steps = max(1, math.ceil(train.epochs * steps_per_epoch(train, plan)))
     if steps > STEPS:
-        epochs = f"train.epochs is {config.train.epochs}, which the data make {steps:,} steps"
+        epochs = f"train.epochs is {train.epochs}, which the data make {steps:,} steps"
         raise ValueError(f"{epochs}, but a run has at most {STEPS:,}; give fewer epochs")
-    end = f"the {counted(steps, 'step')} of train.epochs = {config.train.epochs:g}; give less, or more epochs"
-    stop_on(check_schedule(config.schedule.warmup_steps, steps, end))
+    end = f"the {counted(steps, 'step')} of train.epochs = {train.epochs:g}; give less, or more epochs"
+    stop_on(check_schedule(schedule.warmup_steps, steps, end))
     return steps

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dist_mem.config import Config, DataConfig
+from dist_mem.config import DataConfig, TrainConfig
 from dist_mem.data.batch import Update
 from dist_mem.data.directory import open_index, open_tokenizer
 from dist_mem.data.lanes import LaneReader, check_tokenizer, training_reader
@@ -110,20 +110,27 @@ class CurriculumReader:
 
 
 def curriculum_reader(
-    config: Config, *, world_size: int, rank: int, cursors: Tensor, step: int, pin: bool = False
+    data: DataConfig,
+    train: TrainConfig,
+    *,
+    world_size: int,
+    rank: int,
+    cursors: Tensor,
+    step: int,
+    pin: bool = False,
 ) -> CurriculumReader:
     """Read this rank's lanes after `step` updates; `cursors` are those of the last of them.
 
     Raises:
         ValueError: as `training_reader`, for any stage that is still to be read.
     """
-    stages = stages_of(config.data)[stage_number(config.data, step) :]
+    stages = stages_of(data)[stage_number(data, step) :]
     readers = []
     with ExitStack() as opened:
         for stage in stages:
             at = cursors if step > stage.first else None  # at a boundary they are those of the stage before
             try:
-                reader = training_reader(config, data=stage.data, world_size=world_size, rank=rank, cursors=at, pin=pin)
+                reader = training_reader(stage.data, train, world_size=world_size, rank=rank, cursors=at, pin=pin)
             except ValueError as error:
                 if stage.until is None:
                     raise

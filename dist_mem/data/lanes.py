@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dist_mem.config import Config, DataConfig, TrainConfig
+from dist_mem.config import DataConfig, TrainConfig
 from dist_mem.data.batch import IGNORE, Batch, Update
 from dist_mem.data.directory import open_index, open_tokenizer
 from dist_mem.data.documents import NOTHING, Documents
@@ -156,29 +156,24 @@ def training_plan(data: DataConfig, train: TrainConfig, index: Index) -> Plan:
 
 
 def training_reader(
-    config: Config,
+    data: DataConfig,
+    train: TrainConfig,
     *,
     world_size: int,
     rank: int,
     cursors: Tensor | None = None,
     pin: bool = False,
-    data: DataConfig | None = None,
 ) -> LaneReader:
     """Open the training split of `data` and read this rank's lanes, from the beginning or from saved cursors.
 
     Raises ValueError if index or tokenizer are missing or do not match, or if there are too few documents.
-
-    Args:
-        data: `config.data` at the path of a stage (curriculum.py); None: `config.data` itself.
     """
-    data = config.data if data is None else data
     tokenizer, index = open_tokenizer(data), open_index(data, data.train_split)
     check_tokenizer(index, tokenizer)
-    train = config.train
     return LaneReader(
         data,
         index,
-        training_plan(config.data, config.train, index),
+        training_plan(data, train, index),
         lane_ids=lanes_of_rank(
             train.global_batch_size, world_size=world_size, rank=rank, micro_lanes=train.micro_batch_size
         ),

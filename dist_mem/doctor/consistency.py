@@ -56,13 +56,13 @@ def fingerprint(config: Config) -> Fingerprint:
     return found
 
 
-def fingerprint_data(config: Config) -> Fingerprint:
+def fingerprint_data(data_config: DataConfig, eval_config: EvalConfig) -> Fingerprint:
     """Return checksums of tokenizer and indexes, and the sizes of all tars, on this node.
 
     For a URL the result is empty, because fetched files are compared with their checksums anyway; so are staged tars.
     """
     found = {}
-    for where, data, splits in _on_disk(config.data, config.eval):
+    for where, data, splits in _on_disk(data_config, eval_config):
         found[f"{where}{JSON_NAME}"] = _checksum(local_dir(data) / JSON_NAME)
         for split in splits:
             split_dir = local_dir(data) / split
@@ -76,9 +76,9 @@ def _checksum(path: Path) -> str:
     return sha256_of(path)[:12] if path.is_file() else MISSING
 
 
-def check_tars(config: Config) -> Iterator[Remark]:
+def check_tars(data_config: DataConfig, eval_config: EvalConfig) -> Iterator[Remark]:
     """Check on this node that the tars of the training split have the sizes in its index."""
-    for _, data, _ in _on_disk(config.data, config.eval):
+    for _, data, _ in _on_disk(data_config, eval_config):
         split_dir = local_dir(data) / data.train_split
         if data.stage != "none" or not (split_dir / INDEX_NAME).is_file():
             continue  # fetched or staged tars are compared later; the job reports a missing index
@@ -94,13 +94,13 @@ def check_tars(config: Config) -> Iterator[Remark]:
                     yield fail("data", text, _FIXES["data"], blames_node=True)
 
 
-def check_data(config: Config) -> tuple[()]:
+def check_data(data_config: DataConfig, eval_config: EvalConfig) -> tuple[()]:
     """Check that the tokenizer and the indexes that training opens exist, unless data.path is a URL; find nothing else.
 
     Raises:
         ValueError: one is missing or damaged; the message names the file and the fix.
     """
-    for _, data, splits in _on_disk(config.data, config.eval):
+    for _, data, splits in _on_disk(data_config, eval_config):
         read_tokenizer_metadata(local_dir(data))
         for split in splits:
             read_index(local_dir(data) / split)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from dist_mem.config import Config
+from dist_mem.config import Config, TrackingConfig
 from dist_mem.doctor import consistency, disks, gpus, machine, network
 from dist_mem.errors import UnusableError, run_error
 from dist_mem.runtime.distributed import World, gather_objects
@@ -95,15 +95,17 @@ def _check_rank(config: Config | None, world: World, *, is_thorough: bool) -> Lo
     code = collect("code", lambda: consistency.fingerprint_code(with_commit=is_thorough))
     checks.append((node, "code", code))
     if config is not None and is_first:
-        checks.append((node, "data", collect("data", lambda: consistency.fingerprint_data(config))))
-        checks.append((node, "data", lambda: consistency.check_tars(config)))
+        checks.append((node, "data", collect("data", lambda: consistency.fingerprint_data(config.data, config.eval))))
+        checks.append((node, "data", lambda: consistency.check_tars(config.data, config.eval)))
         if is_thorough:  # otherwise the job reports it, with a better message
-            checks.append((node, "data", lambda: consistency.check_data(config)))
+            checks.append((node, "data", lambda: consistency.check_data(config.data, config.eval)))
     if config is not None and world.rank == 0:
         probe = name = f".probe-{uuid.uuid4().hex}"
         checks.append((node, "run directory", lambda: disks.write_probe(Path(config.run_dir), name)))
         checks.append((node, "disk room", lambda: _check_room(config, world, checkpoint, is_thorough=is_thorough)))
-        checks.append((None, "MLflow", lambda: _check_mlflow(config, is_thorough=is_thorough)))
+        checks.append(
+            (None, "MLflow", lambda: _check_mlflow(config.tracking, Path(config.run_dir), is_thorough=is_thorough))
+        )
     if config is not None:
         checks.append((place, "configuration", collect("configuration", lambda: consistency.fingerprint(config))))
     findings = [finding for where, what, check in checks for finding in _run(where, what, check)]
@@ -125,25 +127,25 @@ def _check_room(
         yield from disks.check_quota(run_dir, num_bytes * kept)
 
 
-def _check_mlflow(config: Config, *, is_thorough: bool) -> Iterator[Remark]:
+def _check_mlflow(tracking: TrackingConfig, run_dir: Path, *, is_thorough: bool) -> Iterator[Remark]:
     """Check that MLflow would accept this run's data; a run itself does not need the server."""
-    if not config.tracking.mlflow:
+    if not tracking.mlflow:
         return
     try:
-        silence = check_tracking(config, Path(config.run_dir))
+        silence = check_tracking(tracking, run_dir)
     except UnusableError as error:
         problem, _, fix = str(error).partition("; ")
         # A run that MLflow has accepted before continues, as when a token is revoked during a run: its data are kept.
-        is_known = was_tracked(Path(config.run_dir)) and not isinstance(error, ForeignError)
+        is_known = was_tracked(run_dir) and not isinstance(error, ForeignError)
         level = warning if is_known else fail
         yield level("MLflow", problem, fix or "tracking.send=never goes without it")
         return
     if silence and is_thorough:
-        text = f"{without_credentials(store_uri(config.tracking))} does not answer: {silence}"
+        text = f"{without_credentials(store_uri(tracking))} does not answer: {silence}"
         fix = "look at tracking.uri, proxies, the firewall; a run keeps its metrics until it is back"
         yield warning("MLflow", text, fix)
     else:
-        yield ok("MLflow", choose_sending(config.tracking).message.removeprefix("MLflow: "))
+        yield ok("MLflow", choose_sending(tracking).message.removeprefix("MLflow: "))
 
 
 def _compare(results: Sequence[LocalResult]) -> Iterator[Finding]:

@@ -56,7 +56,7 @@ def known_steps(config: Config) -> int | None:
         return config.train.steps
     try:
         plan = built_plan(config.data, config.train)
-        return None if plan is None else total_steps(config, plan)
+        return None if plan is None else total_steps(config.train, config.schedule, plan)
     except ValueError as error:
         raise UnusableError(str(error)) from error
 
@@ -175,7 +175,7 @@ def _data_lines(config: Config, plan: Plan | None) -> Iterator[tuple[str, str]]:
         yield "data", f"{data.path}: not built yet"
         yield "training", f"{given:,} {'steps' if other == 'epochs' else 'epochs'}; the data will give the {other}"
         return
-    stages, until = stages_of(config.data), total_steps(config, plan)
+    stages, until = stages_of(config.data), total_steps(config.train, config.schedule, plan)
     for stage, index in zip(stages, earlier_splits(config.data, open_tokenizer(data)), strict=False):
         try:
             yield from _stage_lines(

@@ -135,7 +135,7 @@ def _initial_model(path: Path, overrides: Sequence[str]) -> Iterator[TrainedMode
     with drawing(config.train.seed):  # a run initialises its weights with the same seed
         model = MemoryLM(config, tokenizer.vocab_size)
     if config.model.pretrained is not None:
-        load_pretrained(model, config, tokenizer.vocab_size)
+        load_pretrained(model, config.model, tokenizer.vocab_size)
         if remark := compare_tokens(config.model, tokenizer):
             print(f"notice: {remark}")
     dtype = DTYPES[config.eval.precision]

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dist_mem.config import Config, ModelConfig
+from dist_mem.config import ModelConfig
 from dist_mem.data.tokenizers.registry import JSON_NAME, TOKENIZER_DIR
 from dist_mem.errors import UnusableError, run_error
 from dist_mem.hf.layout import Layout
@@ -123,7 +123,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
-def load_pretrained(model: MemoryLM, config: Config, vocab_size: int) -> list[str]:
+def load_pretrained(model: MemoryLM, sizes: ModelConfig, vocab_size: int) -> list[str]:
     """Load the weights of `model.pretrained` into a model that is not yet under DeepSpeed.
 
     Returns:
@@ -132,8 +132,8 @@ def load_pretrained(model: MemoryLM, config: Config, vocab_size: int) -> list[st
     Raises:
         UnusableError: the folder cannot be read, or is of another size; names file, key and right value.
     """
-    check_sizes(config.model, vocab_size)
-    folder = Path(config.model.pretrained or "")
+    check_sizes(sizes, vocab_size)
+    folder = Path(sizes.pretrained or "")
     weights = read_weights(folder)
     try:
         return take_published(model, weights, str(folder / WEIGHTS))

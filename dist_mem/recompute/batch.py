@@ -73,7 +73,7 @@ def read_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> StepRe
         splits, number = [*earlier_splits(config.data, tokenizer), last_split], stage_number(config.data, step - 1)
         index, first = splits[number], stages_of(config.data)[number].first
         plan = training_plan(config.data, config.train, index)
-        if step > (last := total_steps(config, plan)):
+        if step > (last := total_steps(config.train, config.schedule, plan)):
             raise UnusableError(f"--step {step}: the run has {last} steps")
         documents = Documents(index, plan.lengths, bos_id=tokenizer.bos_id, on_corrupt=config.data.on_corrupt)
         cursors = _cursors_before(run_dir, parts, step, documents, plan, overrides, splits=splits, first=first)

@@ -153,7 +153,7 @@ def _estimated(job: Job, item: Run, trial: Trial) -> Estimate:
     config = _config(job, item)
     plan = training_plan(config.data, config.train, open_index(config.data, config.data.train_split))
     try:
-        steps = total_steps(config, plan)
+        steps = total_steps(config.train, config.schedule, plan)
     except ValueError as error:
         raise UnusableError(f"{item.name}: {error}") from error
     train, every = config.train, config.eval.every

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dist_mem.config import Config
+from dist_mem.config import DataConfig, TrainConfig
 from dist_mem.data.batch import Batch, Copies, Update
 from dist_mem.data.curriculum import CurriculumReader, curriculum_reader
 from dist_mem.data.plan import Plan
@@ -78,7 +78,7 @@ class Feed:
 
     def __init__(
         self,
-        config: Config,
+        settings: tuple[DataConfig, TrainConfig],
         world: World,
         meter: Meter,
         failure: LocalFailure,
@@ -93,7 +93,7 @@ class Feed:
         Raises:
             RunError: on every rank, if any cannot read its lanes.
         """
-        self._config, self._world, self._meter, self._failure = config, world, meter, failure
+        self._settings, self._world, self._meter, self._failure = settings, world, meter, failure
         self.data, self.lane_ids = data, lane_ids
         self._transfer = Transfer(world.device)
         self._reader = self._open(cursors, step)
@@ -112,9 +112,9 @@ class Feed:
         world, pin = self._world, self._transfer.needs_pinned
         return on_all_ranks(
             lambda: curriculum_reader(
-                self._config, world_size=world.size, rank=world.rank, cursors=cursors, step=step, pin=pin
+                *self._settings, world_size=world.size, rank=world.rank, cursors=cursors, step=step, pin=pin
             ),
-            f"reading {self._config.data.train_split}",
+            f"reading {self._settings[0].train_split}",
         )
 
     def restart(self, cursors: Tensor, step: int) -> None:
@@ -129,7 +129,7 @@ class Feed:
             RunError: on every rank, if any cannot read it, or has failed before.
         """
         # The first shards of all lanes may be fetched now; the fetch has its own time limits.
-        beat(UNWATCHED if is_remote(self._config.data.path) else "reading data")
+        beat(UNWATCHED if is_remote(self._settings[0].path) else "reading data")
         scored = self.read_ahead()
         self._failure.raise_on_all_ranks()
         self.advance([int(count) for count in sum_over_ranks(scored, self._world.device)])

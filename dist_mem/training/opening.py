@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from dist_mem.config import (
     Config,
     DataConfig,
     EvalConfig,
+    ModelConfig,
     TrainConfig,
     WatchdogConfig,
     deepspeed_block,
@@ -118,8 +120,8 @@ def _open_run(
     with announced("building the model"):
         engine, messages = _build(config, world, tokenizer, len(lane_ids), is_resumed=resumption is not None)
     with announced("checking kernels"):
-        messages += on_all_ranks(lambda: _checked_kernels(config, engine.module, world), "checking kernels")
-    messages += _describe_windows(config, engine.module)
+        messages += on_all_ranks(lambda: _checked_kernels(config.train, engine.module, world), "checking kernels")
+    messages += _describe_windows(config.train.bptt_segments, config.memory, engine.module)
     leave_if_interrupted(stop_signal)
     commit = running_commit() if world.rank == 0 else None
     beat("restoring")
@@ -147,8 +149,10 @@ def _open_run(
     utilisation, unknown = find_utilisation(config.train, flops, world)
     meter = Meter(lane_segments_per_update=lane_segments, utilisation=utilisation, saved=begin.metadata.get("meter"))
     cursors, step = begin.state.cursors, begin.state.step
-    feed = Feed(config, world, meter, failure, data=data, lane_ids=lane_ids, cursors=cursors, step=step)
-    num_steps = total_steps(config, feed.plan)
+    feed = Feed(
+        (config.data, config.train), world, meter, failure, data=data, lane_ids=lane_ids, cursors=cursors, step=step
+    )
+    num_steps = total_steps(config.train, config.schedule, feed.plan)
     refuse_profile_outside(config.train, num_steps)
     writes = tracker is None and world.rank == 0
     indexes = [*data.splits, *data.evaluated]
@@ -194,9 +198,9 @@ def _small_files(config: Config, tokenizer: Tokenizer, own_code: dict[str, str])
     return files | {f"{TOKENIZER_DIR}/{name}": content for name, content in tokenizer_files(tokenizer).items()}
 
 
-def _checked_kernels(config: Config, model: MemoryLM, world: World) -> list[str]:
+def _checked_kernels(train: TrainConfig, model: MemoryLM, world: World) -> list[str]:
     """Return what computes attention and memories, after the comparison of kernels on a GPU with what they replace."""
-    device, dtype, seg_len = world.device, DTYPES[config.train.precision], config.train.seg_len
+    device, dtype, seg_len = world.device, DTYPES[train.precision], train.seg_len
     if device.type == "cuda":  # elsewhere every operation is torch's, and tested
         check_attention(model, device, dtype, seg_len)
     return [
@@ -206,10 +210,9 @@ def _checked_kernels(config: Config, model: MemoryLM, world: World) -> list[str]
     ]
 
 
-def _describe_windows(config: Config, model: MemoryLM) -> list[str]:
+def _describe_windows(num_segments: int, memory: Mapping[str, Any], model: MemoryLM) -> list[str]:
     """Return a message if the length of windows does not fit the memory."""
-    num_segments, kind = config.train.bptt_segments, described(config.memory)
-    carries = any(memory.carries_gradient for memory in model.memories())
+    kind, carries = described(memory), any(each.carries_gradient for each in model.memories())
     if num_segments > 1 and not carries:
         return [f"train.bptt_segments is {num_segments}: no use, as no gradient flows through the state of {kind}"]
     if num_segments == 1 and carries:
@@ -239,7 +242,7 @@ def _build(
     return_free_memory()  # of the parts that were whole, before DeepSpeed allocates the optimizer
     messages = []
     if reads_weights:
-        new, remark = on_all_ranks(lambda: _read_pretrained(model, config, tokenizer), f"reading {pretrained}")
+        new, remark = on_all_ranks(lambda: _read_pretrained(model, config.model, tokenizer), f"reading {pretrained}")
         messages = [f"weights of {pretrained}" + (f"; {len(new)} new tensors, as {new[0]}" if new else "")]
         messages += [remark] if remark else []
     engine = Engine(
@@ -254,9 +257,9 @@ def _build(
     return engine, messages
 
 
-def _read_pretrained(model: MemoryLM, config: Config, tokenizer: Tokenizer) -> tuple[list[str], str | None]:
-    new = load_pretrained(model, config, tokenizer.vocab_size)
-    return new, compare_tokens(config.model, tokenizer)
+def _read_pretrained(model: MemoryLM, sizes: ModelConfig, tokenizer: Tokenizer) -> tuple[list[str], str | None]:
+    new = load_pretrained(model, sizes, tokenizer.vocab_size)
+    return new, compare_tokens(sizes, tokenizer)
 
 
 def _open_run_dir(

@@ -101,11 +101,11 @@ def start(
     choice, saved, changes, seconds = resumption
     directory, manifest = choice.directory, choice.manifest
     on_all_ranks(lambda: check_data(directory, manifest, splits), f"comparing the data of {directory}")
-    state = load_checkpoint(choice, saved, config, world, engine=engine, lane_ids=lane_ids)
+    state = load_checkpoint(choice, saved.train, config.train, world, engine=engine, lane_ids=lane_ids)
     is_own = run_of(directory).resolve() == run_dir.resolve()
     messages = [f"passed over: {reason}" for reason in choice.passed_over]
     messages += [f"resuming from {directory}{'' if is_own else ', a checkpoint of another run'}"]
-    messages += [*_moves(choice, saved, config, engine, world), *_changed_sources(choice, sources)]
+    messages += [*_moves(choice, saved.train, config.train, engine, world), *_changed_sources(choice, sources)]
     messages += _starting_empty(engine)
     changed = ", ".join(str(change) for change in changes if _is_reported(change.key))
     messages += [f"changed since then: {changed}"] if changed else []
@@ -140,14 +140,14 @@ def other_rate(saved: Config, config: Config, step: int) -> list[str]:
 
 
 def load_checkpoint(
-    choice: Choice, saved: Config, config: Config, world: World, *, engine: Engine, lane_ids: Tensor
+    choice: Choice, saved: TrainConfig, train: TrainConfig, world: World, *, engine: Engine, lane_ids: Tensor
 ) -> TrainState:
     """Load the engine, this rank's lanes and its random state from a checkpoint; collective.
 
     An update that is partly accumulated is dropped.
 
     Args:
-        saved: the configuration of the checkpoint.
+        saved: `train` of the checkpoint.
 
     Raises:
         RunError: on every rank, if any cannot read its part.
@@ -155,46 +155,46 @@ def load_checkpoint(
     directory, manifest = choice.directory, choice.manifest
     reader = on_all_ranks(lambda: EngineReader(directory), f"reading {directory}")
     engine.restore(reader.read, reader.counters)
-    fresh = empty_lanes(config.train, engine, lane_ids)
-    lanes = _read_lanes(choice, saved, config, world, fresh)
+    fresh = empty_lanes(train, engine, lane_ids)
+    lanes = _read_lanes(choice, saved, train, world, fresh)
     return TrainState(manifest["step"], lanes.states, lanes.cursors, manifest.get("validation"))
 
 
-def _is_same_division(choice: Choice, saved: Config, config: Config, world: World) -> bool:
+def _is_same_division(choice: Choice, saved: TrainConfig, train: TrainConfig, world: World) -> bool:
     """Whether this rank holds the lanes that the rank of its number held, in the same micro-batches."""
-    return choice.manifest["world_size"] == world.size and saved.train.micro_batch_size == config.train.micro_batch_size
+    return choice.manifest["world_size"] == world.size and saved.micro_batch_size == train.micro_batch_size
 
 
-def _read_lanes(choice: Choice, saved: Config, config: Config, world: World, fresh: Lanes) -> Lanes:
+def _read_lanes(choice: Choice, saved: TrainConfig, train: TrainConfig, world: World, fresh: Lanes) -> Lanes:
     """Read this rank's lanes; restore its random generators, or reseed them if the division of lanes changed."""
     directory, manifest = choice.directory, choice.manifest
 
     def read() -> tuple[Lanes, dict[str, Tensor] | None]:
-        convert = saved.train.precision != config.train.precision
+        convert = saved.precision != train.precision
         lanes = read_lanes(
-            directory, manifest, fresh.lane_ids, fresh.states, num_lanes=config.train.global_batch_size, convert=convert
+            directory, manifest, fresh.lane_ids, fresh.states, num_lanes=train.global_batch_size, convert=convert
         )
-        is_same = _is_same_division(choice, saved, config, world)
+        is_same = _is_same_division(choice, saved, train, world)
         return lanes, read_random_state(directory, world) if is_same else None
 
     lanes, random_state = on_all_ranks(read, f"reading the lanes of {directory}")
     if random_state is None:
-        torch.manual_seed(dropout_seed(config.train.seed, manifest["step"], world.rank))
+        torch.manual_seed(dropout_seed(train.seed, manifest["step"], world.rank))
     else:
         set_random_state(random_state, world)
     return lanes
 
 
-def _moves(choice: Choice, saved: Config, config: Config, engine: Engine, world: World) -> list[str]:
+def _moves(choice: Choice, saved: TrainConfig, train: TrainConfig, engine: Engine, world: World) -> list[str]:
     """Return one line that lists the changes in how the work is divided; no line without changes."""
     manifest = choice.manifest
     divisions = {
         "ranks": (manifest["world_size"], world.size),
         "ZeRO stage": (manifest["zero_stage"], engine.stage),
-        "micro_batch_size": (saved.train.micro_batch_size, config.train.micro_batch_size),
+        "micro_batch_size": (saved.micro_batch_size, train.micro_batch_size),
     }
     moved = ", ".join(f"{name} {was} -> {now}" for name, (was, now) in divisions.items() if was != now)
-    dropout = "" if _is_same_division(choice, saved, config, world) else "; dropout uses new random numbers"
+    dropout = "" if _is_same_division(choice, saved, train, world) else "; dropout uses new random numbers"
     return [f"moved: {moved}{dropout}"] if moved else []
 
 
@@ -245,10 +245,8 @@ def _roll_back(context: Context, decision: Decision) -> TrainState:
     choice = choose_checkpoint(AUTO, context.run_dir, context.world)
     if choice is None:
         raise DivergedError(f"{decision.message}, but there is no checkpoint yet", decision.step)
-    state = load_checkpoint(
-        choice, saved_config(choice.directory, context.config.memory), context.config, context.world,
-        engine=context.engine, lane_ids=feed.lane_ids,
-    )  # fmt: skip
+    saved, train = saved_config(choice.directory, context.config.memory).train, context.config.train
+    state = load_checkpoint(choice, saved, train, context.world, engine=context.engine, lane_ids=feed.lane_ids)
     feed.restart(state.cursors, state.step)
     reporting.meter.load(choice.manifest["meter"])
     saver.set_aside(choice.broken)

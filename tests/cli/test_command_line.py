@@ -217,9 +217,9 @@ def test_epochs_come_to_steps_rounded_up() -> None:
     documents = make_plan(lengths, num_lanes=4, seg_len=30, seed=0)  # 4 segments a document
     for epochs, steps in ((1, 8), (0.5, 4), (0.51, 5)):
         config = load_config([f"train.epochs={epochs}", "train.global_batch_size=4", "train.micro_batch_size=2"])
-        assert batch_plan.total_steps(config, documents) == steps
+        assert batch_plan.total_steps(config.train, config.schedule, documents) == steps
         config = changed(config, {"schedule.warmup_steps": steps})
-        assert batch_plan.total_steps(config, documents) == steps
+        assert batch_plan.total_steps(config.train, config.schedule, documents) == steps
         config = changed(config, {"schedule.warmup_steps": steps + 1})
         with refused(ConfigError, f"schedule.warmup_steps: {steps + 1}"):
-            batch_plan.total_steps(config, documents)
+            batch_plan.total_steps(config.train, config.schedule, documents)

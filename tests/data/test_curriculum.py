@@ -54,7 +54,9 @@ def config(tmp_path: Path) -> Config:
 
 def updates(config: Config, count: int, *, step: int = 0, cursors: torch.Tensor | None = None) -> list[Update]:
     cursors = torch.zeros(2, 3, dtype=torch.int64) if cursors is None else cursors
-    with closing(curriculum_reader(config, world_size=1, rank=0, cursors=cursors, step=step)) as reader:
+    with closing(
+        curriculum_reader(config.data, config.train, world_size=1, rank=0, cursors=cursors, step=step)
+    ) as reader:
         return list(islice(reader, count))
 
 
@@ -63,7 +65,7 @@ def test_every_stage_is_read_from_its_beginning_and_any_step_resumes(config: Con
     config = changed(config, {"data.layout": layout})
     straight, alone = updates(config, 9), list[Update]()
     for stage, count in zip(stages_of(config.data), (3, 2, 4), strict=True):
-        with closing(training_reader(config, data=stage.data, world_size=1, rank=0)) as reader:
+        with closing(training_reader(stage.data, config.train, world_size=1, rank=0)) as reader:
             alone += islice(reader, count)
     for one, other in zip(straight, alone, strict=True):
         assert_equal_updates(one, other)

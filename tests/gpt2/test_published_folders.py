@@ -56,7 +56,7 @@ class Published(NamedTuple):
 
     def load(self, vocab_size: int = VOCAB, **blocks: Any) -> None:
         config = config_from(self.config.document, blocks)
-        load_pretrained(build(config, vocab_size), config, vocab_size)
+        load_pretrained(build(config, vocab_size), config.model, vocab_size)
 
 
 @pytest.fixture(params=LAYOUTS)

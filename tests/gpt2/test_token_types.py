@@ -61,7 +61,7 @@ def test_they_are_embedded_as_in_hugging_faces_gpt2(tmp_path: Path) -> None:
     theirs = save_random_gpt2(tmp_path)
     config = gpt2_config(model={"token_types": TYPES, "pretrained": str(tmp_path)})
     model = build(config)
-    load_pretrained(model, config, VOCAB)
+    load_pretrained(model, config.model, VOCAB)
     tokens = torch.randint(0, 4, (3, SEG_LEN), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         state = model.init_state(torch.arange(3), "cpu", torch.float32)

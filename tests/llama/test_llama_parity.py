@@ -27,7 +27,7 @@ def pair(folder: Path, memory: dict[str, Any] | None = None, *, qwen: bool = Fal
     keys = {**(QWEN if qwen else {}), **model}
     config = llama_config(memory, model={"pretrained": str(folder), **keys})
     ours = build(config)
-    left = load_pretrained(ours, config, VOCAB)
+    left = load_pretrained(ours, config.model, VOCAB)
     assert bool(left) == (memory is not None and memory["kind"] == "infinite")
     return theirs, ours
 

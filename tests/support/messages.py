@@ -52,7 +52,9 @@ def refused(error: type[BaseException], named: object, *more: object) -> Iterato
     said(described(caught.value), named, *more)
     if issubclass(error, RunError | ValueError):
         code = error.exit_code if issubclass(error, RunError) else EXIT_USAGE
-        assert isinstance(caught.value, Exception) and run_error(caught.value).exit_code == code, f"not exit code {code}: {described(caught.value)}"
+        assert isinstance(caught.value, Exception) and run_error(caught.value).exit_code == code, (
+            f"not exit code {code}: {described(caught.value)}"
+        )
 
 
 def described(error: BaseException) -> str:

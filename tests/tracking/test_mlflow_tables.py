@@ -157,7 +157,7 @@ def the_evaluation(uri: str, run_dir: Path) -> None:
 
 
 OPENERS: dict[str, Callable[[str, Path], object]] = {
-    "preflight": lambda uri, run_dir: check_tracking(config_for(uri), run_dir),
+    "preflight": lambda uri, run_dir: check_tracking(config_for(uri).tracking, run_dir),
     "evaluation": the_evaluation,
     "study": the_study,
     "export": the_export,

@@ -115,7 +115,7 @@ def test_a_server_can_be_named_in_every_way_the_user_has(
 
 
 def test_the_check_before_a_training_sends_the_users_token(tmp_path: Path, thief: FileServer) -> None:
-    assert check_tracking(config_for(thief.url), tmp_path) is None  # what is not there may be asked for
+    assert check_tracking(config_for(thief.url).tracking, tmp_path) is None  # what is not there may be asked for
     assert thief.credentials == {f"Bearer {TOKEN}"}
 
 
@@ -233,7 +233,7 @@ def test_an_experiment_or_a_store_that_cannot_be_used_is_2_with_the_remedy(
     config = config_for(which.get("uri", sqlite_uri), tracking={"experiment": which.get("experiment")})
     remedy = "set tracking.uri=sqlite:///" if "uri" in which else "set tracking.experiment=NAME"
     with refused(UnusableError, remedy):
-        check_tracking(config, tmp_path / "run")
+        check_tracking(config.tracking, tmp_path / "run")
     assert not [*tmp_path.iterdir()]
     job(changed(config, {"tracking.send": "never"}), tmp_path / "run", {1: 1.0})
     save_config(config, tmp_path / "run" / "config.yaml")

@@ -146,7 +146,7 @@ def test_credentials_may_be_in_a_file(server: MlflowServer, environment: pytest.
     text = f"[mlflow]\nmlflow_tracking_username = {USER}\nmlflow_tracking_password = {PASSWORD}\n"
     (tmp_path / "home" / ".mlflow" / "credentials").write_text(text)
     config = config_for(server.uri)
-    check_tracking(config, tmp_path / "run")
+    check_tracking(config.tracking, tmp_path / "run")
     tracker = job(config, tmp_path / "run", steps(1, 3))
     assert history(connect(server.uri), tracker.run_id, "loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
 
@@ -158,18 +158,18 @@ def test_refused_user_is_shown_what_to_set(
     config = config_for(server.uri)
     assert mlflow_credentials_set() == []
     with refused(UnusableError, "401: it requires credentials"):
-        check_tracking(config, tmp_path)
+        check_tracking(config.tracking, tmp_path)
     log_in(environment, password="wrong")
     with refused(UnusableError, "401: it refuses MLFLOW_TRACKING_USERNAME"):
-        check_tracking(config, tmp_path)
+        check_tracking(config.tracking, tmp_path)
     log_in(environment)
-    check_tracking(config, tmp_path)
+    check_tracking(config.tracking, tmp_path)
     job(config, tmp_path, steps(1, 1))  # makes the experiment, and a run
     log_in(environment, READER, READER_PASSWORD)
     for run_dir in (tmp_path, tmp_path / "a new one"):
         with refused(UnusableError, "403", "EDIT"):
-            check_tracking(config, run_dir)
-    check_tracking(config_for(server.uri, tracking={"experiment": "one of his own"}), tmp_path / "a new one")
+            check_tracking(config.tracking, run_dir)
+    check_tracking(config_for(server.uri, tracking={"experiment": "one of his own"}).tracking, tmp_path / "a new one")
 
 
 def test_every_refused_request_says_what_to_set(
@@ -203,13 +203,13 @@ def test_a_run_of_another_log_is_refused_before_it_is_trained(
     job(config_for(server.uri, tracking={"send": "never"}), tmp_path / "mine", steps(1, 3))
     (tmp_path / "mine" / RUN_ID_FILE).write_text(theirs)
     with refused(UnusableError, theirs, tmp_path / "mine" / RUN_ID_FILE):
-        check_tracking(config, tmp_path / "mine")
+        check_tracking(config.tracking, tmp_path / "mine")
     save_config(config, tmp_path / "mine" / "config.yaml")
     assert track_sync([tmp_path / "mine"], [f"tracking.uri={server.uri}"]) == EXIT_USAGE
     client = connect(server.uri)
     assert history(client, theirs, "loss") == [(1, 1.0), (2, 2.0)]
     client.delete_run(theirs)
-    assert check_tracking(config, tmp_path / "mine") is None
+    assert check_tracking(config.tracking, tmp_path / "mine") is None
 
 
 def test_a_certificate_of_an_unknown_authority_is_refused_with_what_to_set(
@@ -218,13 +218,13 @@ def test_a_certificate_of_an_unknown_authority_is_refused_with_what_to_set(
     log_in(environment)
     environment.delenv("MLFLOW_TRACKING_SERVER_CERT_PATH")
     with refused(UnusableError, "certificate is not trusted", "MLFLOW_TRACKING_SERVER_CERT_PATH"):
-        check_tracking(config_for(server.uri), tmp_path)
+        check_tracking(config_for(server.uri).tracking, tmp_path)
     environment.setenv("MLFLOW_TRACKING_SERVER_CERT_PATH", "/nowhere.pem")
     with refused(UnusableError, "nowhere.pem"):
-        check_tracking(config_for(server.uri), tmp_path)
+        check_tracking(config_for(server.uri).tracking, tmp_path)
     environment.setenv("MLFLOW_TRACKING_INSECURE_TLS", "true")
     with refused(UnusableError, "MLFLOW_TRACKING_INSECURE_TLS", "both set"):
-        check_tracking(config_for(server.uri), tmp_path)
+        check_tracking(config_for(server.uri).tracking, tmp_path)
 
 
 class Strict(FileServer):
@@ -249,10 +249,10 @@ def test_a_server_that_asks_for_a_certificate_gets_the_users(environment: pytest
         context.load_verify_locations(tmp_path / "ca.pem")
         context.verify_mode = ssl.CERT_REQUIRED
         with refused(UnusableError, "MLFLOW_TRACKING_CLIENT_CERT_PATH"):
-            check_tracking(config_for(strict.url), tmp_path)
+            check_tracking(config_for(strict.url).tracking, tmp_path)
         assert not strict.asked
         environment.setenv("MLFLOW_TRACKING_CLIENT_CERT_PATH", str(tmp_path / "client.pem"))
-        assert "503" in str(check_tracking(config_for(strict.url), tmp_path))
+        assert "503" in str(check_tracking(config_for(strict.url).tracking, tmp_path))
         assert strict.asked
         strict.asked.clear()  # points have another client than the check
         run_dir = tmp_path / "run"

@@ -122,7 +122,7 @@ def test_an_address_that_never_answers_costs_ten_seconds_at_most_and_no_points(
         config: Any = config_from({"name": "demo", "tracking": {"uri": uri}})
         save_config(config, tmp_path / "config.yaml")
         began = time.monotonic()
-        assert check_tracking(config, tmp_path), "why it does not answer"
+        assert check_tracking(config.tracking, tmp_path), "why it does not answer"
         assert time.monotonic() - began < limit(store.SECONDS + 1.0)
         tracker = start_tracking(config, run_dir=tmp_path, total_steps=200, first_step=0)
         slowest = 0.0

@@ -144,7 +144,7 @@ def test_a_run_of_another_log_gets_nothing(
     else:
         monkeypatch.setenv("MLFLOW_RUN_ID", theirs.run_id)
     with refused(UnusableError, theirs.run_id, path if named_by == "the file" else "unset MLFLOW_RUN_ID"):
-        check_tracking(sent.config(), sent.run_dir)
+        check_tracking(sent.config().tracking, sent.run_dir)
     sent.job(steps(3, 3), first_step=2)  # without a preflight, it trains on
     assert "nothing waits for it" in capsys.readouterr().err
     evaluation: dict[str, Any] = {"run_dir": sent.run_dir, "step": 3, "metrics": {"test/nll": 1.0}, "files": []}

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from dist_mem.config import Config, TrackingConfig
+from dist_mem.config import TrackingConfig
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.environment import mlflow_environment, slurm_job
 from dist_mem.runtime.files import file_system_of, is_missing, is_network_file_system, read_regular, write_text
@@ -268,7 +268,7 @@ def _checked(text: str, where: str, fix: str) -> str:
     )
 
 
-def check_tracking(config: Config, run_dir: Path) -> str | None:
+def check_tracking(tracking: TrackingConfig, run_dir: Path) -> str | None:
     """Check the store of a job that is to send to it; ask it once, for a few seconds at most.
 
     Returns:
@@ -280,16 +280,16 @@ def check_tracking(config: Config, run_dir: Path) -> str | None:
             refuses this user (401, 403), its certificate is not trusted, or the experiment is deleted or absent. The
             message names what to set.
     """
-    if not config.tracking.mlflow:
+    if not tracking.mlflow:
         return None
     run_id = read_run_id(run_dir) or requested_run_id()
-    uri, log = store_uri(config.tracking), run_dir / METRICS_FILE
+    uri, log = store_uri(tracking), run_dir / METRICS_FILE
     check_store(uri)
-    if not ((is_server(uri) or is_local(uri)) and choose_sending(config.tracking).is_on) or is_missing_file(uri):
+    if not ((is_server(uri) or is_local(uri)) and choose_sending(tracking).is_on) or is_missing_file(uri):
         return None
     import_mlflow_quietly()  # not in the thread: a slow import must not use up SECONDS
     header = read_header(log) if log.exists() else None
-    experiment = experiment_of(config.tracking, header)
+    experiment = experiment_of(tracking, header)
 
     def check(run_id: str, tags: Mapping[str, str]) -> None:
         check_owner(run_id, tags, header and header.uid, run_dir)
