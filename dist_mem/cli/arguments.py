@@ -16,6 +16,7 @@ from dist_mem.config.other_names import OTHER_NAMES
 from dist_mem.runtime.files import at_home, check_replaceable, is_dir, unexpanded
 from dist_mem.runtime.names import is_plain
 
+CONFIG = "YAML files, merged left to right, and key=value overrides"
 MODEL = "a run directory, one checkpoint in it, or an export"  # in the help of commands
 
 _MIN_SIMILARITY = 0.7  # at which an option or a key is suggested
@@ -204,3 +205,30 @@ def add_checkpoint(added: ArgumentParser) -> None:
 def add_memory(added: ArgumentParser, what: str) -> None:
     """Add the option of commands that continue from a memory file."""
     added.add_argument("--memory", type=Path, metavar="FILE", help=f"`dist-mem read` wrote it; {what} its text")
+
+
+def add_model(added: ArgumentParser, *, overrides: str = "key=value overrides of eval.* and data.path") -> None:
+    """Add the arguments of commands that read one split with one trained model."""
+    added.add_argument("run", type=Path, help=MODEL)
+    added.add_argument("overrides", nargs="*", default=[], help=overrides)
+    added.add_argument("--split", type=split, metavar="NAME", help="split to read (default: eval.split)")
+    add_checkpoint(added)
+
+
+def add_sampling(added: ArgumentParser, *, tokens: int, top_p: float) -> None:
+    """Add the arguments of commands that generate text."""
+    added.add_argument(
+        "--tokens", type=count, default=tokens, metavar="N", help="tokens to generate, at most (default: %(default)s)"
+    )
+    added.add_argument("--temperature", type=float, default=1.0, help="0: always the likeliest token (default: 1.0)")
+    added.add_argument(
+        "--top-p", type=float, default=top_p, metavar="P", help="mass of the nucleus (default: %(default)s)"
+    )
+    added.add_argument("--seed", type=seed, default=0, help="the same seed generates the same text (default: 0)")
+
+
+def add_step(added: ArgumentParser) -> None:
+    """Add the arguments of commands about one step of a run."""
+    added.add_argument("run", type=Path, help="a run directory")
+    added.add_argument("overrides", nargs="*", default=[], help="data.path=FOLDER if the data have moved")
+    added.add_argument("--step", type=count, required=True, metavar="S", help="as in metrics.jsonl")

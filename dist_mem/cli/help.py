@@ -1,4 +1,4 @@
-"""The help of commands: its form, one example of every command, and what is said about wrong arguments."""
+"""The help of commands: its form,  and what is said about wrong arguments."""
 
 from __future__ import annotations
 
@@ -13,38 +13,6 @@ from dist_mem.cli.arguments import place
 from dist_mem.config.check import hint
 from dist_mem.errors import EXIT_USAGE
 from dist_mem.runtime.terminal import WIDTH, Styled, coloured, listed
-
-EXAMPLES = {
-    "init": "my_project",
-    "data": "build sample --out data/sample",
-    "train": "configs/demo.yaml memory/none.yaml train.steps=100",
-    "launch": "configs/pg19_small.yaml launch/sites/generic.yaml --nodes 4",
-    "status": "runs/pg19_small",
-    "logs": "runs/pg19_small --follow",
-    "cancel": "runs/pg19_small",
-    "checkpoints": "verify runs/demo",
-    "track": "sync runs/demo",
-    "batch": "runs/demo --step 57",
-    "recompute": "runs/demo --step 57",
-    "evaluate": "runs/demo --split test eval.batch_size=8",
-    "lm-eval": "runs/demo --tasks lambada_openai --limit 100",
-    "compare": "runs/demo_none runs/demo",
-    "inspect": "runs/demo --book 9003 --split test",
-    "figure": "lamemo.fig1 runs/demo",
-    "report": "runs/demo runs/demo_none --book 9003 --split test",
-    "generate": "runs/demo --prompt-file book.txt --tokens 500",
-    "read": "book.txt --run runs/demo -o book.mem",
-    "memory": "show book.mem",
-    "dialogue": "runs/cmu_dog --split test --limit 100",
-    "export": "runs/demo --out models/demo",
-    "reproduce": "recall --scale small",
-    "sweep": "configs/sweeps/rates.yaml --jobs 2",
-    "arena": "configs/arena/second_edition.yaml --plan",
-    "config": "configs/demo.yaml train.steps=100",
-    "estimate": "configs/pg19_small.yaml --gpu h100-80gb --gpus 2",
-    "doctor": "configs/demo.yaml",
-    "check-memory": "examples/averages.py:Averages",
-}
 
 
 class HelpFormatter(RawDescriptionHelpFormatter):

@@ -1,4 +1,4 @@
-"""The functions of `dist-mem reproduce`, `sweep` and `arena`, the three doors to a study, and their arguments."""
+"""What `dist-mem reproduce`, `sweep` and `arena`, the three doors to a study, have in common."""
 
 from __future__ import annotations
 
@@ -6,47 +6,14 @@ from argparse import ArgumentParser, Namespace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dist_mem.cli.arguments import count, names, output_folder, place, seeds
-from dist_mem.errors import EXIT_DONE, UnusableError
-from dist_mem.runtime.terminal import table
+from dist_mem.cli.arguments import count, names, output_folder, seeds
+from dist_mem.errors import UnusableError
 
 if TYPE_CHECKING:
     from dist_mem.config import Config
 
 
-_GIVEN = ("scale", "out", "cells", "rows", "seeds", "jobs", "ranks", "max_runs")  # options that are those of a Request
-
-
-def add_reproduce_arguments(added: ArgumentParser) -> None:
-    """Add the arguments of `dist-mem reproduce`."""
-    added.add_argument(
-        "study",
-        nargs="?",
-        type=place,
-        metavar="TABLE",
-        help="name, for example lamemo.table1, or a .yaml file (default: list them)",
-    )
-    _add_arguments(added, "runs/reproduce/TABLE.SCALE")
-    added.set_defaults(no_estimate=True, plan=False)
-
-
-def add_sweep_arguments(added: ArgumentParser) -> None:
-    """Add the arguments of `dist-mem sweep`."""
-    added.add_argument("study", type=place, metavar="SWEEP.yaml", help="grid, rows, seeds and columns")
-    what = _add_arguments(added, "runs/sweep/NAME")
-    what.add_argument("--no-estimate", action="store_true", help="begin without trying every row first")
-    added.set_defaults(plan=False)
-
-
-def add_arena_arguments(added: ArgumentParser) -> None:
-    """Add the arguments of `dist-mem arena`."""
-    added.add_argument("study", type=place, metavar="ARENA.yaml", help="rows, budget, seeds and columns")
-    what = _add_arguments(added, "runs/arena/NAME")
-    what.add_argument("--no-estimate", action="store_true", help="begin without trying every row first")
-    what.add_argument("--plan", action="store_true", help="print what every row takes within the budget, and exit")
-
-
-def _add_arguments(added: ArgumentParser, out: str) -> Any:
+def add_study_arguments(added: ArgumentParser, out: str) -> Any:
     """Add the arguments of all three commands; return the group of what to do instead of running."""
     added.add_argument(
         "overrides", nargs="*", default=[], help="key=value for every training; with --slurm also a site's YAML files"
@@ -72,29 +39,8 @@ def _add_arguments(added: ArgumentParser, out: str) -> Any:
     return what
 
 
-def reproduce(options: Namespace) -> int:
-    """Train and evaluate every row of a table of the papers, or of yours."""
-    from dist_mem.studies.study import load_study, study_names
-
-    if options.study is not None:
-        return _run(options)
-    shipped = [load_study(name) for name in study_names()]
-    rows = [(study.name, ", ".join(study.scales), study.title) for study in shipped]
-    print("\n".join(table([("table", "scales", "what"), *rows])))
-    return EXIT_DONE
-
-
-def sweep(options: Namespace) -> int:
-    """Train and compare every combination of some settings, several at one time."""
-    return _run(options)
-
-
-def arena(options: Namespace) -> int:
-    """Compare memories at an equal budget: train, evaluate, and write a table with intervals."""
-    return _run(options)
-
-
-def _run(options: Namespace) -> int:
+def run_study(options: Namespace) -> int:
+    """Run the command; return the exit code of the process."""
     from dist_mem.studies.run_study import Request, run
 
     site, extra = _divided(options)

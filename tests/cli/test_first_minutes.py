@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dist_mem.__main__ import main
-from dist_mem.cli import commands
+from dist_mem.cli.commands import config
 from dist_mem.runtime.distributed import announced
 from dist_mem.runtime.environment import extension_cache
 from dist_mem.runtime.network_interface import free_port
@@ -91,7 +91,7 @@ def test_ctrl_c_ends_any_other_command_in_one_line(
     def interrupt(*arguments: object, **options: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands, "load_checked", interrupt)
+    monkeypatch.setattr(config, "load_checked", interrupt)
     assert main(["config", "configs/demo.yaml"]) == 130
     said(capsys.readouterr().err, "SIGINT")
 

@@ -11,7 +11,7 @@ import pytest
 
 from dist_mem.__main__ import main
 from dist_mem.cli.arguments import output_file, output_folder
-from dist_mem.cli.datasets import builder_parser
+from dist_mem.cli.commands.data import builder_parser
 from dist_mem.cli.parser import build_parser
 from dist_mem.datasets.recipes import builder_names
 from tests.cli.test_refusals import WRITTEN

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from dist_mem.__main__ import main
-from dist_mem.cli.datasets import builder_parser
+from dist_mem.cli.commands.data import builder_parser
 from dist_mem.cli.parser import build_parser
 from dist_mem.datasets import gpt2_tokenizer
 from dist_mem.datasets.recipes import builder_names

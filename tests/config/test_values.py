@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, assume, given, reject, settings
 from hypothesis import strategies as st
 
 from dist_mem.cli.arguments import place
-from dist_mem.cli.datasets import builder_parser
+from dist_mem.cli.commands.data import builder_parser
 from dist_mem.cli.parser import build_parser, parse
 from dist_mem.config import Config, ConfigError, load_config, read_config, to_yaml
 from dist_mem.config.blocks import value_at

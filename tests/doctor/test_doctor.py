@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from dist_mem.cli.commands import load_checked
+from dist_mem.cli.configuration import load_checked
 from dist_mem.doctor import consistency, disks, machine, network
 from dist_mem.doctor.examine import examine
 from dist_mem.doctor.preflight import preflight

@@ -173,7 +173,7 @@ COMMANDS = "sys.exit(main(sys.argv[1:]))"
 # Python's functions and the command, in one process: its imports take the time.
 USE = """
 import dist_mem
-from dist_mem.cli.datasets import builder_parser
+from dist_mem.cli.commands.data import builder_parser
 from dist_mem.datasets.recipes import builder_names
 print(*(builder_parser(name).format_help() for name in builder_names()))
 model = dist_mem.load(sys.argv[1])

@@ -36,7 +36,7 @@ ALLOWED: dict[str, str] = {
     "doctor/machine.py:_check_umask": _KERNEL,
     "doctor/machine.py:_is_mapped": _KERNEL,
     "doctor/consistency.py:fingerprint_code": _OWN,
-    "cli/starting.py:init": _OWN,
+    "cli/commands/init.py:run": _OWN,
     "inspection/page/assemble.py:_file": _OWN,
     "launch/script.py:render": _OWN,
     "cli/standard_streams.py:_redirect_to_null": "the null device",

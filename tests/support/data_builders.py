@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dist_mem.__main__ import main
-from dist_mem.cli.datasets import builder_parser
+from dist_mem.cli.commands.data import builder_parser
 from dist_mem.data.index import DocumentEntry
 from dist_mem.data.shard import read_index, read_mask, read_recall, read_tokens
 from dist_mem.data.tokenizers.registry import load_tokenizer

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import chdir
 from pathlib import Path
 
-from dist_mem.cli.datasets import builder_parser
+from dist_mem.cli.commands.data import builder_parser
 from dist_mem.cli.parser import parse
 from dist_mem.config import known_keys, load_config
 from tests.support.page_commands import PROGRAMS, ROOT

@@ -1,18 +1,30 @@
-"""The arguments of `dist-mem inspect`: of the inspection of one document, and of the regression error of a split."""
+"""Show what memory changed in a text, or how much an infinity-former's memory has kept."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from dist_mem.cli.arguments import count, position, span
-from dist_mem.errors import UnusableError
+from dist_mem.cli.arguments import (
+    add_model,
+    count,
+    position,
+    span,
+)
+from dist_mem.errors import (
+    UnusableError,
+)
+from dist_mem.runtime.environment import wants_colour
+from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 
+PLACE = ("use a trained model", 4)
+EXAMPLE = "runs/demo --book 9003 --split test"
 _OF_DOCUMENTS = ("without", "passages", "empty_at", "show")  # options that need a document
 
 
 def add_arguments(added: ArgumentParser) -> None:
-    """Add the arguments but the run."""
+    """Add the arguments of the command."""
+    add_model(added, overrides="another run to compare with, and key=value overrides of eval.* and data.path")
     text = added.add_mutually_exclusive_group()
     text.add_argument("--book", metavar="ID", help="show what memory changed in this document of the split")
     text.add_argument("--text", type=Path, metavar="FILE", help="show what memory changed in this UTF-8 file")
@@ -38,7 +50,25 @@ def add_arguments(added: ArgumentParser) -> None:
     )
 
 
-def has_document(options: Namespace) -> bool:
+def run(options: Namespace) -> int:
+    """Run the command; return the exit code of the process."""
+    has_document = _has_document(options)
+    with StopSignal(OF_SCHEDULERS) as early:
+        from dist_mem.runtime.distributed import choose_accelerator
+
+        choose_accelerator()
+        if has_document:
+            from dist_mem.inspection import inspect_document
+            from dist_mem.inspection.request import request_of
+
+            return inspect_document.run(request_of(options, with_colour=wants_colour(options.color)), early=early)
+        from dist_mem.papers.regression_error import run as run_command
+
+        settings = {"split": options.split, "checkpoint": options.checkpoint, "overrides": options.overrides}
+        return run_command(options.run, limit=options.limit, early=early, **settings)
+
+
+def _has_document(options: Namespace) -> bool:
     """Return whether a document is to be inspected.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The command that starts a project: init."""
+"""Make a folder with a first configuration, and the commands to use it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
-from dist_mem.errors import UnusableError, run_error
+from dist_mem.errors import (
+    UnusableError,
+    run_error,
+)
 from dist_mem.runtime.files import make_folder, read_regular, write_text
 from dist_mem.runtime.shipped import shipped_root
 
+PLACE = ("start", 1)
+EXAMPLE = "my_project"
 # name in the project -> file among the shipped ones
 _PROJECT = {
     "README.md": "examples/project/README.md",
@@ -20,13 +25,13 @@ _PROJECT = {
 }
 
 
-def add_init_arguments(added: ArgumentParser) -> None:
-    """Add the arguments of `dist-mem init`."""
+def add_arguments(added: ArgumentParser) -> None:
+    """Add the arguments of the command."""
     added.add_argument("folder", type=Path, metavar="FOLDER", help="folder to make; one that exists must be empty")
 
 
-def init(options: Namespace) -> int:
-    """Make a folder with a first configuration, and the commands to use it."""
+def run(options: Namespace) -> int:
+    """Run the command; return the exit code of the process."""
     folder: Path = options.folder
     contents = {name: (shipped_root() / source).read_text(encoding="utf-8") for name, source in _PROJECT.items()}
     if folder.exists() and not (folder.is_dir() and _is_own_half(folder, contents)):

@@ -1,4 +1,4 @@
-"""The command data: build a dataset, verify it, and show what it contains."""
+"""Build a dataset, verify it, or show what it contains."""
 
 from __future__ import annotations
 
@@ -6,16 +6,30 @@ import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
 from typing import Any
 
-from dist_mem.cli.arguments import count, output_folder, place, seed, split
+from dist_mem.cli.arguments import (
+    count,
+    output_folder,
+    place,
+    seed,
+    split,
+)
 from dist_mem.cli.help import HelpFormatter, Parser
 from dist_mem.config.check import hint, stop_on
 from dist_mem.config.text_checks import check_texts
 from dist_mem.datasets.recipes import builder_names, load_builder
-from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UnusableError, run_error
+from dist_mem.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    UnusableError,
+    run_error,
+)
 from dist_mem.runtime.extras import require
 from dist_mem.runtime.locks import check_free
 from dist_mem.runtime.terminal import counted, listed
 
+PLACE = ("start", 2)
+EXAMPLE = "build sample --out data/sample"
 _FORM: dict[str, Any] = {"allow_abbrev": False, "formatter_class": HelpFormatter}
 _ACTIONS = {  # what it does, example
     "build": ("Build a dataset from its source.", "text --source books --out data/mine"),
@@ -26,7 +40,7 @@ _ACTIONS = {  # what it does, example
 
 
 def add_arguments(added: ArgumentParser) -> None:
-    """Add the arguments of `dist-mem data`."""
+    """Add the arguments of the command."""
     actions = added.add_subparsers(dest="action", required=True, metavar="build|verify|show|sample")
     build, verify, show, sample = (
         actions.add_parser(name, description=summary, epilog=f"example: dist-mem data {name} {example}", **_FORM)
@@ -50,8 +64,8 @@ def add_arguments(added: ArgumentParser) -> None:
     sample.add_argument("--seed", type=seed, default=0, help="the same seed chooses the same passages (default: 0)")
 
 
-def data(options: Namespace) -> int:
-    """Build a dataset, verify it, or show what it contains."""
+def run(options: Namespace) -> int:
+    """Run the command; return the exit code of the process."""
     return {"build": _build, "verify": _verify, "show": _show, "sample": _sample}[options.action](options)
 
 

@@ -1,18 +1,27 @@
-"""The command report: its arguments and its function."""
+"""Write one HTML file about a book: what each word gains from memory, and from which passage."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from dist_mem.cli.arguments import output_file, place, split
-from dist_mem.errors import UnusableError
+from dist_mem.cli.arguments import (
+    output_file,
+    place,
+    split,
+)
+from dist_mem.errors import (
+    UnusableError,
+)
 from dist_mem.runtime.shipped import example_book, example_model
 from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 
+PLACE = ("use a trained model", 6)
+EXAMPLE = "runs/demo runs/demo_none --book 9003 --split test"
+
 
 def add_arguments(added: ArgumentParser) -> None:
-    """Add the arguments of `dist-mem report`."""
+    """Add the arguments of the command."""
     added.add_argument("runs", nargs="*", type=place, metavar="RUN", help="run directories, and key=value overrides")
     book = added.add_mutually_exclusive_group(required=True)
     book.add_argument("--book", metavar="ID", help="show this document, read by the first run")
@@ -25,8 +34,8 @@ def add_arguments(added: ArgumentParser) -> None:
     added.set_defaults(overrides=[])  # those after an option
 
 
-def report(options: Namespace) -> int:
-    """Write one HTML file about a book: what each word gains from memory, and from which passage."""
+def run(options: Namespace) -> int:
+    """Run the command; return the exit code of the process."""
     given = [text for text in options.runs if "=" in text and not Path(text).is_dir()]
     runs = [Path(text) for text in options.runs if text not in given]
     if options.example and runs:
@@ -43,7 +52,8 @@ def report(options: Namespace) -> int:
         from dist_mem.runtime.distributed import choose_accelerator
 
         choose_accelerator()
-        from dist_mem.inspection.page.write_page import Asked, run
+        from dist_mem.inspection.page.write_page import Asked
+        from dist_mem.inspection.page.write_page import run as run_command
 
         asked = Asked(runs, options.book, text, options.split, not options.no_removals, overrides)
-        return run(asked, out=out, early=early)
+        return run_command(asked, out=out, early=early)

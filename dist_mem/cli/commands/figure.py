@@ -1,18 +1,29 @@
-"""The command figure: its arguments and its function."""
+"""Draw a figure of the papers from trained runs."""
 
 from __future__ import annotations
 
-import argparse
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from dist_mem.cli.arguments import MODEL, add_checkpoint, count, output_folder, place, split
-from dist_mem.errors import UnusableError
+from dist_mem.cli.arguments import (
+    MODEL,
+    add_checkpoint,
+    count,
+    output_folder,
+    place,
+    split,
+)
+from dist_mem.errors import (
+    UnusableError,
+)
 from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
+
+PLACE = ("use a trained model", 5)
+EXAMPLE = "lamemo.fig1 runs/demo"
 
 
 def add_arguments(added: ArgumentParser) -> None:
-    """Add the arguments of `dist-mem figure`."""
+    """Add the arguments of the command."""
     added.add_argument("name", nargs="?", help="as in the papers, for example infinite.fig7; see --list")
     added.add_argument(
         "runs", nargs="*", type=place, default=[], help=f"{MODEL}; then key=value overrides, as for `evaluate`"
@@ -28,8 +39,8 @@ def add_arguments(added: ArgumentParser) -> None:
     added.add_argument("--format", choices=["png", "svg"], default="png", help="of the picture (default: png)")
 
 
-def figure(options: argparse.Namespace) -> int:
-    """Draw a figure of the papers from trained runs."""
+def run(options: Namespace) -> int:
+    """Run the command; return the exit code of the process."""
     if not options.list and options.name is None:
         raise UnusableError("figure: give a name and a run, as in: dist-mem figure infinite.fig7 RUN; or --list")
     with StopSignal(OF_SCHEDULERS) as early:

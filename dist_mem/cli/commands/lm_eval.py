@@ -1,4 +1,4 @@
-"""The command lm-eval: its arguments and its function."""
+"""Run tasks of lm-evaluation-harness on a trained model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,21 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import Any
 
-from dist_mem.cli.arguments import MODEL, add_checkpoint, count, names, output_file
+from dist_mem.cli.arguments import (
+    MODEL,
+    add_checkpoint,
+    count,
+    names,
+    output_file,
+)
 from dist_mem.runtime.extras import require
+
+PLACE = ("use a trained model", 3)
+EXAMPLE = "runs/demo --tasks lambada_openai --limit 100"
 
 
 def add_arguments(added: ArgumentParser) -> None:
-    """Add the arguments of `dist-mem lm-eval`."""
+    """Add the arguments of the command."""
     added.add_argument("run", type=Path, help=MODEL)
     added.add_argument("overrides", nargs="*", help="key=value overrides, as for `dist-mem evaluate`")
     added.add_argument("--tasks", type=names, required=True, metavar="NAME,...", help="tasks, groups, or patterns")
@@ -25,23 +34,14 @@ def add_arguments(added: ArgumentParser) -> None:
     add_checkpoint(added)
 
 
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ArgumentTypeError(f"{text} is not JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise ArgumentTypeError(f"""{text} is no object, as '{{"max_seq_lengths": [4096]}}' is""")
-    return found
-
-
-def lm_eval(options: Namespace) -> int:
-    """Run tasks of lm-evaluation-harness on a trained model."""
+def run(options: Namespace) -> int:
+    """Run the command; return the exit code of the process."""
     require("lm_eval", "`dist-mem lm-eval`")
     from dist_mem.runtime.distributed import choose_accelerator
 
     choose_accelerator()
-    from dist_mem.lm_eval.run_tasks import Request, run
+    from dist_mem.lm_eval.run_tasks import Request
+    from dist_mem.lm_eval.run_tasks import run as run_command
 
     request = Request(
         options.run,
@@ -53,4 +53,14 @@ def lm_eval(options: Namespace) -> int:
         output=options.output,
         checkpoint=options.checkpoint,
     )
-    return run(request)
+    return run_command(request)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"{text} is not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ArgumentTypeError(f"""{text} is no object, as '{{"max_seq_lengths": [4096]}}' is""")
+    return found

@@ -1,18 +1,25 @@
-"""The command estimate: its arguments and its function."""
+"""Predict memory, speed and checkpoints of a job on given GPUs, and propose settings."""
 
 from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
 
-from dist_mem.cli.arguments import count
-from dist_mem.cli.commands import load_checked, require_config
-from dist_mem.errors import UnusableError
+from dist_mem.cli.arguments import (
+    count,
+)
+from dist_mem.cli.configuration import load_checked, require_config
+from dist_mem.errors import (
+    UnusableError,
+)
 from dist_mem.runtime.figures import json_text
+
+PLACE = ("check", 2)
+EXAMPLE = "configs/pg19_small.yaml --gpu h100-80gb --gpus 2"
 
 
 def add_arguments(added: ArgumentParser) -> None:
-    """Add the arguments of `dist-mem estimate`."""
+    """Add the arguments of the command."""
     added.add_argument(
         "config", nargs="*", default=[], help="YAML files, merged left to right, and key=value overrides"
     )
@@ -25,8 +32,8 @@ def add_arguments(added: ArgumentParser) -> None:
     added.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def estimate(options: Namespace) -> int:
-    """Predict memory, speed and checkpoints of a job on given GPUs, and propose settings."""
+def run(options: Namespace) -> int:
+    """Run the command; return the exit code of the process."""
     require_config(options, "dist-mem estimate configs/pg19_small.yaml --gpus 2 --gpu h100-80gb")
     if not options.disk > 0:
         raise UnusableError(f"--disk {options.disk}: must be above 0")

@@ -1,0 +1,67 @@
+"""Submit a training job to Slurm and print its number."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from dist_mem.cli.arguments import (
+    add_allow,
+)
+from dist_mem.cli.configuration import load_checked, make_snapshot, require_config
+from dist_mem.config import load_config
+from dist_mem.config.resume_rules import check_allowed
+from dist_mem.errors import (
+    UnusableError,
+)
+
+PLACE = ("train", 2)
+EXAMPLE = "configs/pg19_small.yaml launch/sites/generic.yaml --nodes 4"
+
+
+def add_arguments(added: ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    added.add_argument("config", nargs="*", default=[], help="as for `dist-mem train`")
+    add_allow(added, "key that may differ from the checkpoint, as for `dist-mem train`; repeatable")
+    added.add_argument("--nodes", metavar="N", help="launch.nodes: a number, or a range such as 60-64")
+    added.add_argument("--gpus-per-node", metavar="N", help="launch.gpus_per_node")
+    added.add_argument("--time", help="launch.time")
+    added.add_argument("--partition", metavar="NAME", help="launch.partition")
+    added.add_argument("--account", metavar="NAME", help="launch.account")
+    added.add_argument("--dry-run", action="store_true", help="print the script and do not submit it")
+    added.add_argument("--script", action="store_true", help="print a script for any configuration, to use with sbatch")
+
+
+def run(options: Namespace) -> int:
+    """Run the command; return the exit code of the process."""
+    from dist_mem.launch import mounts, script, submit
+    from dist_mem.launch.validation import check
+
+    shorthand = ("nodes", "gpus_per_node", "time", "partition", "account")
+    given = [f"launch.{name}={value}" for name in shorthand if (value := getattr(options, name)) is not None]
+    if options.script:
+        return submit.show_script(load_config([*options.config, *given], trains=False, check=check))
+    require_config(options, "dist-mem launch configs/demo.yaml launch/sites/generic.yaml --nodes 1")
+    config = load_checked([*options.config, *given], builds_model=True, further=check)
+    check_allowed(options.allow)
+    from dist_mem.checkpoint.resume_source import check_run_dir
+    from dist_mem.estimate.dry_run import idle_warning
+
+    check_run_dir(config, options.allow)
+    if config.preflight and not options.dry_run:
+        from dist_mem.doctor.consistency import check_data
+
+        try:
+            check_data(config.data, config.eval)
+        except ValueError as error:
+            raise UnusableError(f"{error}; preflight=false submits the job without it") from error
+    idle = idle_warning(config.train, config.data, script.numbers_of_ranks(config.launch))
+    for warning in filter(None, [idle, *mounts.warnings(config)]):
+        print(warning, file=sys.stderr)
+
+    def snapshot(folder: Path) -> None:
+        make_snapshot(folder, options.config)
+
+    arguments = [*options.config, *(f"--allow={key}" for key in options.allow)]
+    return submit.run(config, arguments, dry_run=options.dry_run, make_snapshot=snapshot)

@@ -1,0 +1,26 @@
+"""Train and compare every combination of some settings, several at one time."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+
+from dist_mem.cli.arguments import (
+    place,
+)
+from dist_mem.cli.studies import add_study_arguments, run_study
+
+PLACE = ("use a trained model", 13)
+EXAMPLE = "configs/sweeps/rates.yaml --jobs 2"
+
+
+def add_arguments(added: ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    added.add_argument("study", type=place, metavar="SWEEP.yaml", help="grid, rows, seeds and columns")
+    what = add_study_arguments(added, "runs/sweep/NAME")
+    what.add_argument("--no-estimate", action="store_true", help="begin without trying every row first")
+    added.set_defaults(plan=False)
+
+
+def run(options: Namespace) -> int:
+    """Run the command; return the exit code of the process."""
+    return run_study(options)
