@@ -197,7 +197,7 @@ def _shared(many: Iterable[Settings]) -> Settings:
 def _print_settings(settings: Settings) -> None:
     """Print a paragraph per block: `model num_layers=16 d_model=410 ...`."""
     for block, keys in groupby(settings, key=lambda key: key.partition(".")[0]):
-        _print_labelled(block, " ".join(f"{key.partition('.')[2]}={_value(settings[key])}" for key in keys))
+        _print_labelled(block, " ".join(f"{key.partition('.')[2] or key}={_value(settings[key])}" for key in keys))
 
 
 def _print_labelled(label: str, text: str) -> None:

@@ -112,7 +112,8 @@ def _open_run(
     tokenizer = data.tokenizer
     leave_if_interrupted(stop_signal)
     memory_sources = on_all_ranks(lambda: sources(config.memory), "reading the memory")
-    own_code = memory_sources | on_all_ranks(lambda: sink_sources(config.tracking.sinks), "reading tracking.sinks")
+    of_sinks = config.tracking.sinks if world.rank == 0 else []
+    own_code = memory_sources | on_all_ranks(lambda: sink_sources(of_sinks), "reading tracking.sinks")
     beat("opening")
     _refuse_what_cannot_fit(config, world, data)
     open_communication(world, stop_signal)

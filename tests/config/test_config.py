@@ -209,12 +209,17 @@ def test_a_value_out_of_range_is_reported_with_the_file_that_set_it_last(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "text", [b"train: [1", b"- a list", b"train: {steps: 1}\ntrain: {steps: 2}", b"name: ${", b"name: run\xff\n"]
+    ("text", "named"),
+    [
+        (b"- a list", "must hold keys and values"),
+        *((text, "cannot be read as YAML") for text in (b"train: [1", b"name: ${", b"name: run\xff\n")),
+        (b"train: {steps: 1}\ntrain: {steps: 2}", "duplicate key train"),
+    ],
 )
-def test_unreadable_file_is_named(tmp_path: Path, text: bytes) -> None:
+def test_unreadable_file_is_named(tmp_path: Path, text: bytes, named: str) -> None:
     """Issue 5: of a checkpoint that a disk has damaged, rank 0 must not fail alone at it."""
     (tmp_path / "broken.yaml").write_bytes(text)
-    with refused(ConfigError, f"{tmp_path / 'broken.yaml'}: cannot be read as YAML"):
+    with refused(ConfigError, f"{tmp_path / 'broken.yaml'}: ", named):
         load_config([str(tmp_path / "broken.yaml")])
 
 

@@ -282,7 +282,7 @@ def test_a_tilde_that_stands_for_no_home_is_refused(tmp_path: Path, home: str, m
     (tmp_path / "home" / "a.yaml").write_text("train: {steps: 1}\nrun_dir: ~/runs/${name}\n")
     config = load_config(["~/a.yaml", "name=~x"])
     assert (config.run_dir, config.name) == (f"{home}/runs/~x", "~x")
-    with refused(ConfigError, "data.path"):
+    with refused(ConfigError, "data.path", "no home directory"):
         load_config([STEPS, "data.path=~nobody-here/x"])
     monkeypatch.setenv("PLACE", "~/books")
     with refused(ConfigError, "data.path", "oc.env"):

@@ -104,7 +104,7 @@ def test_empty_and_one_token_documents_are_skipped_and_counted() -> None:
 def test_fewer_documents_or_tokens_than_lanes_are_refused() -> None:
     with refused(ValueError, "train.global_batch_size", "data.layout"):
         document_plan([5, 6, 1, 7], num_lanes=4)
-    with refused(ValueError, "train.global_batch_size"):
+    with refused(ValueError, "train.global_batch_size = 6", "5 tokens"):
         StreamPlan([5], num_lanes=6, seg_len=4)
 
 

@@ -133,12 +133,12 @@ def test_columns_that_are_not_those_of_the_index_are_refused(server: FileServer,
 def test_an_unknown_scheme_names_those_that_are_known(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str
 ) -> None:
-    with refused(RemoteError, "https"):
+    with refused(RemoteError, f"{path.partition(':')[0]}: is not among", "https"):
         refresh(DataConfig(path=path, cache=str(tmp_path)), [])
     for command in (["train", "--check", "train.steps=1", f"data.path='{path}'"], ["data", "verify", path]):
         assert main(command) == 2
         reported = capsys.readouterr().err
-        said(reported, "https")
+        said(reported, f"{path.partition(':')[0]}: is not among", "https")
         assert "secret" not in reported
 
 

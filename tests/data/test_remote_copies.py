@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -202,7 +203,7 @@ def test_every_character_of_a_key_belongs_to_it(shelf: Shelf, tmp_path: Path, sc
     "url", ["s3://b/data?versionId=3", "gs://b/data?generation=3", "s3://b/d?X-Amz-Signature=abc", "https://h/data#2"]
 )
 def test_an_address_that_asks_for_what_nobody_reads_is_refused(url: str) -> None:
-    with refused(WrongRemoteError, "data.path") as caught:
+    with refused(WrongRemoteError, f"data.path is {re.split('[?#]', url)[0]} with a") as caught:
         check_address(url)
     assert "abc" not in str(caught.value)
 

@@ -177,7 +177,7 @@ def test_a_hub_is_read_with_its_token_alone(hub: FileServer, tmp_path: Path) -> 
 
 def test_a_hub_that_cannot_be_reached_is_asked_again_and_named(hub: FileServer, tmp_path: Path) -> None:
     hub.close()
-    with refused(UnreachableError, "tokenizer.json"):
+    with refused(UnreachableError, "hf://datasets/ada/books/tokenizer.json"):
         refresh(data_at("hf://datasets/ada/books", tmp_path), [])
 
 

@@ -178,7 +178,7 @@ def test_an_id_that_comes_twice_is_refused_and_an_interrupted_rewrite_leaves_no_
     write(make_documents(), tmp_path)
     with refused(ValueError, "document id '00' comes twice"):
         write(make_documents()[:1] * 2, tmp_path)
-    with refused(ShardError, "index.json"):
+    with refused(ShardError, "index.json is missing"):
         read_index(tmp_path)
 
 
@@ -315,9 +315,7 @@ def test_columns_that_are_not_those_of_an_index_are_refused(path: Path, kind: st
     if kind == "no safetensors":
         file.write_bytes(b"\xff" * 100)
     write_json(path, body | {"documents": described(file)})
-    with refused(
-        ShardError, file, {"another number": "num_documents"}.get(kind, "its columns are not those of an index")
-    ):
+    with refused(ShardError, file, "its columns are not those of an index"):
         read_index(path.parent)
 
 
@@ -354,7 +352,7 @@ def test_an_index_json_with_all_documents_in_it_is_not_even_read(path: Path) -> 
     """Such files of earlier versions have gigabytes."""
     with path.open("ab") as file:
         file.truncate(MAX_INDEX_BYTES + 1)
-    with refused(ShardError, "index.json"):
+    with refused(ShardError, "index.json has", "older format"):
         read_index(path.parent)
 
 

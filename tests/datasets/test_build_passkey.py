@@ -158,15 +158,18 @@ def test_another_tokenizer_gives_as_many_of_its_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "named"),
     [
-        *(("--lengths", "100"), ("--needles", "2"), ("--form", "ruler", "--needles", "9")),
-        *(("--form", "ruler", "--needles", "4", "--digits", "2"), ("--lengths", "400", "--tokenizer-from", "words")),
+        (("--lengths", "100"), "--lengths 100"),
+        (("--needles", "2"), "--needles 2"),
+        (("--form", "ruler", "--needles", "9"), "--needles 9"),
+        (("--form", "ruler", "--needles", "4", "--digits", "2"), "--digits 2"),
+        (("--lengths", "400", "--tokenizer-from", "words"), "of the answer"),
     ],
 )
 def test_what_cannot_be_built_is_refused(
-    tmp_path: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, options: tuple[str, ...], named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save_tokenizer(WordTokenizer(["<unk>", "the"]), Path("words"))  # which cannot spell the answer
-    build_refused("passkey", "--out", "out", *SMALL, *options)
+    build_refused("passkey", "--out", "out", *SMALL, *options, named=(named,))

@@ -202,11 +202,11 @@ DAMAGED: dict[str, tuple[str, bytes, str]] = {
     "bad id": ("r.jsonl", b'{"text": "x", "id": 1.5}\n', ", line 1: field 'id'"),
     "half a surrogate": ("r.jsonl", b'{"text": "\\ud800"}\n', ", line 1: "),
     "id twice": ("r.jsonl", GOOD + GOOD, ", line 1 and r.jsonl, line 2: document id 'a'"),
-    "gzip cut": ("r.jsonl.gz", gzip.compress(GOOD)[:-9], ""),
+    "gzip cut": ("r.jsonl.gz", gzip.compress(GOOD)[:-9], ", line 2 or later: the file is damaged"),
     "zstd cut": ("r.jsonl.zst", zstd(GOOD)[:-3], ", line 1 or later: "),
     "no parquet": ("r.parquet", b"garbage", ", row 1 or later: "),
-    "arrow cut": ("r.arrow", b"garbage", ""),
-    "no rows": ("r.jsonl", b"\n", ""),
+    "arrow cut": ("r.arrow", b"garbage", " is damaged"),
+    "no rows": ("r.jsonl", b"\n", ": its files have no rows"),
 }
 
 
@@ -386,16 +386,16 @@ def test_several_sources_and_single_files_are_one_corpus(tmp_path: Path) -> None
 
 def test_what_cannot_be_dealt_is_named(tmp_path: Path) -> None:
     out, loose = tmp_path / "out", write(tmp_path / "texts", ["a.txt"])
-    for sources, options in (
-        ([write(tmp_path / "mixed", ["train/a.txt", "b.txt"])], ()),
-        ([loose], ("--test", "0.001")),
-        ([loose, write(tmp_path / "again", ["a.txt"])], SHARES),
-        ([write(tmp_path / "single", ["a.md"]) / "a.md"], SHARES),
-        ([write(tmp_path / "other", ["a.md"])], SHARES),
-        ([loose], ("--test", "0.5", "--validation", "0.5")),
-        ([loose], ("--test", "0.5", "--split-by-hash", "train=1")),
+    for sources, options, named in (
+        ([write(tmp_path / "mixed", ["train/a.txt", "b.txt"])], (), "b.txt is in none of the folders"),
+        ([loose], ("--test", "0.001"), "none falls to test"),
+        ([loose, write(tmp_path / "again", ["a.txt"])], SHARES, "have one name, a.txt"),
+        ([write(tmp_path / "single", ["a.md"]) / "a.md"], SHARES, "a.md is neither"),
+        ([write(tmp_path / "other", ["a.md"])], SHARES, "passed over 1 .md"),
+        ([loose], ("--test", "0.5", "--validation", "0.5"), "nothing to train on"),
+        ([loose], ("--test", "0.5", "--split-by-hash", "train=1"), "short for --split-by-hash"),
     ):
-        build_refused("text", "--source", *sources, "--out", out, *options)
+        build_refused("text", "--source", *sources, "--out", out, *options, named=(named,))
     for shares in (("--test", "1"), ("--test", "x")):
         with pytest.raises(SystemExit):
             build_files(out, loose, options=shares)

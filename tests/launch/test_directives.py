@@ -87,7 +87,7 @@ def test_what_changes_the_job_is_refused_in_every_form_before_anything_is_submit
 ) -> None:
     assert main(["launch", "train.steps=1", f"launch.directives=[{json.dumps(directive)}]", "--dry-run"]) == 2
     captured = capsys.readouterr()
-    said(captured.err, "launch.directives[0]")
+    said(captured.err, f"launch.directives[0]: is {directive!r}")
     assert captured.out == ""
 
 

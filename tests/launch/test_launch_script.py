@@ -201,7 +201,7 @@ def test_without_sbatch_it_ends_with_2_and_trains_nothing(
 ) -> None:
     settings = ["train.steps=1", f"run_dir={tmp_path / 'run'}", f"data.path={tmp_path / 'none'}"]
     assert main(["launch", *settings]) == 2
-    said(capsys.readouterr().err, "tokenizer.json")  # data is looked at on the login node
+    said(capsys.readouterr().err, tmp_path / "none" / "tokenizer.json")  # data is looked at on the login node
     assert main(["launch", *settings, "preflight=false"]) == 2
     captured = capsys.readouterr()
     said(captured.err, "sbatch")

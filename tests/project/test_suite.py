@@ -17,7 +17,7 @@ from tests.support.ranks import RankPool
 from tests.support.two_hosts import ranks_on, two_hosts
 
 ZERO_STAGES = (0, 1, 2, 3)
-SECONDS = 600.0  # of `make test` on one core: five minutes on two
+SECONDS = 300.0  # of `make test`, without fixtures and what takes next to nothing: five minutes in all on two cores
 # Mark -> the fixture and the helpers that need it.
 NEEDS: dict[str, tuple[str | None, list[Callable[..., Any]]]] = {
     "ranks": ("rank_pool", [run_ranks, start_ranks, run_forked, ranks_on, Ranks, RankPool]),

@@ -34,7 +34,7 @@ def build_data(name: str, *arguments: str | Path) -> int:
     return main(["data", "build", name, *map(str, arguments)])
 
 
-def build_refused(name: str, *arguments: str | Path, named: tuple[object, ...] = (), code: int = 2) -> None:
+def build_refused(name: str, *arguments: str | Path, named: tuple[object, ...], code: int = 2) -> None:
     """Run a builder that ends with this exit code and one line, which names these."""
     with redirect_stderr(io.StringIO()) as printed:
         assert build_data(name, *arguments) == code

@@ -16,6 +16,7 @@ from tests.support.paths import ROOT
 
 REPORT = "DIST_MEM_MESSAGES"  # the file that texts are appended to, if any
 _USAGE = re.compile(r"usage: .*\n(?=.+\Z)", re.DOTALL)  # of argparse: all options are named there
+_LINE = re.compile(r"(?<=\.yaml):\d+(?=: )")  # in a file that a test writes; tests/config/test_documents.py checks it
 _VARYING = [  # what no two runs have in common
     (re.compile(re.escape(str(ROOT))), "<root>"),
     (re.compile(r"(?:/private)?/tmp/pytest-of-[^/\s]+/pytest-\d+/(?:popen-gw\d+/)?[^/\s:,;()'\"]+"), "<tmp>"),
@@ -25,7 +26,7 @@ _VARYING = [  # what no two runs have in common
 
 def said(text: str, named: object, *more: object) -> None:
     """Assert that a text names all these: keys, values, files."""
-    text = _USAGE.sub("", text)
+    text = _LINE.sub("", _USAGE.sub("", text))
     for each in (named, *more):
         assert str(each) in text, f"{each} is not named in: {text}"
     if path := os.environ.get(REPORT):
@@ -39,7 +40,7 @@ def said(text: str, named: object, *more: object) -> None:
 
 def said_line(printed: str, named: object, *more: object) -> None:
     """Assert that all lines of a text that name all these are the same one, and that there is one."""
-    lines = {line for line in printed.splitlines() if all(str(each) in line for each in (named, *more))}
+    lines = {line for line in _LINE.sub("", printed).splitlines() if all(str(each) in line for each in (named, *more))}
     assert len(lines) == 1, f"{len(lines)} lines name {(named, *more)} in: {printed}"
     said(lines.pop(), named)
 
@@ -50,11 +51,9 @@ def refused(error: type[BaseException], named: object, *more: object) -> Iterato
     with pytest.raises(error) as caught:
         yield caught
     said(described(caught.value), named, *more)
-    if issubclass(error, RunError | ValueError):
-        code = error.exit_code if issubclass(error, RunError) else EXIT_USAGE
-        assert isinstance(caught.value, Exception) and run_error(caught.value).exit_code == code, (
-            f"not exit code {code}: {described(caught.value)}"
-        )
+    code = error.exit_code if issubclass(error, RunError) else EXIT_USAGE if issubclass(error, ValueError) else None
+    if code is not None and isinstance(caught.value, Exception):
+        assert run_error(caught.value).exit_code == code, f"not exit code {code}: {described(caught.value)}"
 
 
 def described(error: BaseException) -> str:

@@ -212,8 +212,12 @@ def test_refused_login_is_2_and_a_server_in_trouble_or_down_is_1(
 
 
 def test_wrong_address_is_refused_and_named(run_dir: Path) -> None:
-    for uri in ("ftp://mlflow.example", "'http://[::1'", "sqlite:////nowhere/at/all/mlflow.db"):
-        with refused(UnusableError, "tracking.uri"):
+    for uri, named in {
+        "ftp://mlflow.example": "tracking.uri is 'ftp://mlflow.example'",
+        "'http://[::1'": "tracking.uri is no address",
+        "sqlite:////nowhere/at/all/mlflow.db": "tracking.uri is 'sqlite:////nowhere/at/all/mlflow.db'",
+    }.items():
+        with refused(UnusableError, named):
             track_sync([run_dir], [f"tracking.uri={uri}"])
 
 
