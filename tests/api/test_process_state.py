@@ -140,7 +140,7 @@ def test_functions_that_the_pages_show_change_nothing_either(api_folder: Path, t
     }
     with suppress(ImportError):
         from dist_mem.lm_eval.model import DistMemLM
-        from tests.lm_eval.test_lm_eval import Request
+        from tests.support.scored_library import Request
 
         lm = DistMemLM(str(run))
         doors["lm-eval"] = lambda: DistMemLM(str(run)).generate_until([Request(("It", {"max_gen_toks": 2}))])

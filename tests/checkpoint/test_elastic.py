@@ -6,7 +6,7 @@ import hashlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -25,20 +25,12 @@ from dist_mem.training.context import Context
 from dist_mem.training.opening import open_run
 from dist_mem.training.resume import dropout_seed
 from dist_mem.training.step import TrainState
-from tests.checkpoint.test_restore import opened
 from tests.support.contract_cases import CASES, MET_BY_ALL, SEG_LEN, carrying, case_params
-from tests.support.jobs import losses, train_here, write_config
+from tests.support.jobs import losses, write_config
 from tests.support.ranks import Pools
+from tests.support.restoring import CHAINS, Leg, opened, overrides_of, train_leg
 
 pytestmark = pytest.mark.ranks
-
-
-class Leg(NamedTuple):
-    """A part of a run, on its own number of ranks."""
-
-    world: int
-    stage: int
-    micro_lanes: int = 2
 
 
 STEPS = 4  # of a leg
@@ -48,15 +40,6 @@ DETERMINISTIC = {
     "checkpoint": {"every": STEPS},
 }
 SMALL_GROUPS = {"sub_group_size": 500, "stage3_param_persistence_threshold": 0}  # parameters are cut anywhere
-
-
-def overrides_of(leg: Leg) -> tuple[str, str]:
-    return f"train.micro_batch_size={leg.micro_lanes}", f"deepspeed.zero_optimization.stage={leg.stage}"
-
-
-def train_leg(pool: Pools, config: Path, leg: Leg, *, steps: int, changes: tuple[str, ...] = ()) -> None:
-    overrides = (f"train.steps={steps}", *overrides_of(leg), *changes)
-    assert pool(leg.world).run(train_here, config, overrides) == [0] * leg.world
 
 
 def write_elastic_config(path: Path, data: Path, memory: dict[str, Any] | None = None, **train: Any) -> Path:
@@ -206,17 +189,6 @@ def test_lanes_that_the_ranks_do_not_divide_are_reported_at_start_and_before(
     )
 
 
-# Every memory meets every move and every change of stage in `make nightly`; here memories make two moves each, so that
-# all pairs of worlds and of stages occur.
-CHAINS = [
-    [Leg(2, 2), Leg(3, 3, 1), Leg(1, 1, 4)],
-    [Leg(2, 3), Leg(1, 0, 4), Leg(3, 2)],
-    [Leg(3, 1), Leg(2, 2, 4), Leg(2, 3, 1)],
-    [Leg(1, 0), Leg(2, 3), Leg(3, 0, 1)],
-    [Leg(3, 3), Leg(1, 2), Leg(2, 1, 1)],
-    [Leg(1, 1), Leg(3, 2), Leg(2, 0)],
-    [Leg(2, 0), Leg(3, 1), Leg(1, 3)],
-]
 MOVED = [*memory_kinds(), *sorted(MET_BY_ALL)]  # the remaining variants are nightly
 PAIRS = [
     pytest.param(

@@ -13,11 +13,11 @@ from dist_mem.checkpoint.manifest import FORMAT_VERSION, read_manifest, step_dir
 from dist_mem.config import changed, load_config, save_config
 from dist_mem.evaluation.trained_model import load_model
 from dist_mem.generation.text_scores import score
-from tests.checkpoint.test_restore import open_two, refusal
 from tests.support import paths
 from tests.support.jobs import losses, train_here
 from tests.support.messages import said
 from tests.support.ranks import Pools
+from tests.support.restoring import open_two, refusal
 from tests.support.saving import rewrite_manifest
 
 pytestmark = pytest.mark.ranks

@@ -15,21 +15,13 @@ from dist_mem.checkpoint import lane_states, manifest, resume_choice
 from dist_mem.checkpoint.engine_files import EngineReader
 from dist_mem.checkpoint.manifest import list_steps, step_dir
 from dist_mem.checkpoint.rank_file import RankFile
-from dist_mem.checkpoint.resume_source import find_resumption
-from dist_mem.config import load_config
-from dist_mem.errors import RunError
-from dist_mem.memory import memory_options
 from dist_mem.runtime import files
 from dist_mem.runtime.distributed import World
-from dist_mem.runtime.signals import StopSignal
-from dist_mem.tracking.tracker import Tracker
-from dist_mem.training.context import Context
-from dist_mem.training.opening import open_run
-from dist_mem.training.step import TrainState
 from tests.support.faults import flip
 from tests.support.jobs import checkpoint_content, difference, logged_steps, losses, train_here, write_config
-from tests.support.messages import described, said, said_line
+from tests.support.messages import said, said_line
 from tests.support.ranks import Pools
+from tests.support.restoring import open_two, opened, refusal, step_and_messages
 from tests.support.saving import rewrite_manifest
 
 pytestmark = pytest.mark.ranks
@@ -55,52 +47,6 @@ def copied(tmp_path: Path, trained: Path) -> Path:
     text = (trained / "run.yaml").read_text().replace(str(trained), str(tmp_path))
     (tmp_path / "run.yaml").write_text(text)
     return tmp_path / "run.yaml"
-
-
-def opened(
-    world: World,
-    config_file: Path,
-    changes: tuple[str, ...],
-    allowed: tuple[str, ...],
-    look: Callable[[Context, TrainState, list[str]], Any],
-) -> Any:
-    """Return the result of `look` on a run as it is opened, with the messages of rank 0; or the error."""
-    reported: list[str] = []
-    say = Tracker.message
-    Tracker.message = lambda self, text: (reported.append(text), say(self, text))[1]  # type: ignore[method-assign,func-returns-value]
-    try:
-        config = load_config([str(config_file), *changes], memory_options=memory_options)
-        context, state = open_run(config, world, find_resumption(config, world, allowed), StopSignal([]))
-    except RunError as error:
-        return described(error)
-    finally:
-        Tracker.message = say  # type: ignore[method-assign]
-    try:
-        return look(context, state, reported)
-    finally:
-        context.saving.saver.close()
-        context.feed.close()
-        context.reporting.tracker.close("FINISHED")
-
-
-def step_and_messages(context: Context, state: TrainState, reported: list[str]) -> tuple[int, str]:
-    return state.step, "\n".join(reported)
-
-
-def open_two(rank_pool: Pools, config: Path, *changes: str, allow: tuple[str, ...] = ()) -> tuple[int, str]:
-    """Step and messages of a job on two ranks; both have the same step."""
-    first, second = rank_pool(2).run(opened, config, changes, allow, step_and_messages)
-    assert not isinstance(first, str), first
-    assert first[0] == second[0]
-    return first
-
-
-def refusal(rank_pool: Pools, config: Path, *changes: str, allow: tuple[str, ...] = ()) -> str:
-    """The error of a job on two ranks; both have the same."""
-    first, second = rank_pool(2).run(opened, config, changes, allow, step_and_messages)
-    assert isinstance(first, str), f"it was opened at step {first[0]}"
-    assert first == second
-    return first
 
 
 # What `resume` means.

@@ -7,29 +7,18 @@ import os
 import resource
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from dist_mem.runtime.network_interface import free_port
+from tests.support.asked import Answer, Asked
 from tests.support.limits import limit
 from tests.support.ranks import launcher_environment
 from tests.support.warm_programs import running_server
 
 ADDRESS_SPACE = 16 << 30  # bytes: a larger allocation fails instead of taking the machine down
-
-
-class Answer(NamedTuple):
-    """Result of a command."""
-
-    code: int  # exit code; negative: the signal that killed it
-    text: str  # standard output and standard error
-    left: list[str]  # files and folders that it created
-
-
-Asked = Callable[[Sequence[str]], Answer]
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,16 +20,13 @@ from dist_mem.tracking.log import METRICS_FILE, Log
 from dist_mem.tracking.tracker import LogSink
 from dist_mem.training.goodput import note_start
 from dist_mem.training.history import read_history
-from tests.evaluation.test_protocol import MEMORIES, make_run
-from tests.runtime.test_terminal import HOSTILE, steering
+from tests.support.damaged_json import changed
+from tests.support.evaluated_runs import MEMORIES, make_run
 from tests.support.scored_library import TOKENIZER, make_document
+from tests.support.terminals import steering
 from tests.support.whole_folders import fill_run
 
 pytestmark = pytest.mark.usefixtures("single_process")
-VALUES: list[Any] = [
-    *(None, True, 0, -1, 7, 2**63, 10**400, 1.5, -0.0, 5e-324, 1e308, -1e308, float("nan"), float("inf")),
-    *("", "x", "7", HOSTILE, [], [[]], {}, {"": {}}),
-]
 
 
 @pytest.fixture(scope="module")
@@ -47,25 +42,6 @@ def whole(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def json_files(run: Path) -> list[Path]:
     return sorted(path for path in run.rglob("*.json*") if "tokenizer" not in path.name)
-
-
-def places(tree: Any) -> list[tuple[Any, Any]]:
-    """Every (container, key) of a JSON tree, of each list one item."""
-    pairs = tree.items() if isinstance(tree, dict) else list(enumerate(tree))[:1] if isinstance(tree, list) else ()
-    return [place for key, child in pairs for place in [(tree, key), *places(child)]]
-
-
-def changed(text: str, choose: random.Random) -> str:
-    """The text of a JSON file, or of its first line, with a value of another type, or without a key."""
-    first, end, rest = text.partition("\n") if text.count("\n") > 1 and not text.startswith("{\n") else (text, "", "")
-    tree = json.loads(first)
-    container, key = choose.choice(places(tree))
-    value = choose.choice(VALUES)
-    if choose.random() < 0.2:
-        del container[key]
-    else:
-        container[key] = value
-    return json.dumps(tree) + (end or "\n") + rest
 
 
 COMMANDS = ["status RUN", "status RUN --json", "compare RUN RUN", "batch RUN --step 2", "logs RUN"]

@@ -26,7 +26,8 @@ from dist_mem.__main__ import main
 from dist_mem.config import Config, known_keys
 from dist_mem.config.keys import Metadata, find_key, keys_of
 from dist_mem.memory import described_memories
-from tests.cli.conftest import Asked
+from tests.support.asked import Asked
+from tests.support.damaged_json import PIECES
 from tests.support.jobs import write_config
 from tests.support.limits import limit
 
@@ -38,15 +39,6 @@ SLOW = 60.0  # seconds: an input that takes longer counts as one that does not e
 OPTIONS = {field.name for _, options in described_memories().values() for field in fields(options)}
 KEYS = sorted({key.replace("[]", "[0]") for key in known_keys()} | {f"memory.{name}" for name in ("kind", *OPTIONS)})
 KINDS = sorted(described_memories())
-# Interpolations, tags, anchors and unfinished pieces; nothing that opens a network or starts a program.
-PIECES = [
-    *("", "''", "null", "~", "true", "no", "[", "{", "}", "[]", "{}", "[[]]", "{a: 1}", "{a: {b: [c]}}", "- a", ": a"),
-    *("&a [*a]", "*a", "!!python/object:os.system", "!!binary aaaa", "!!set {a}", "!!float x", "2020-01-01"),
-    *("2020-13-45", "12:30:45", "0x10", "0o17", "1_000", ".nan", ".inf", "-.inf", "1e400", "-0.0", "5e-324", "|", ">"),
-    *("${", "${name}", "${nothing}", "${..name}", "${oc.env:HOME}", "${oc.env:NOTHING_LIKE_IT}", "${oc.decode:[1}"),
-    *("${oc.env:NOTHING_LIKE_IT,3}", "???", "%", "@", "/", "/etc", "/etc/passwd", "/proc/self/mem", "..", ".", "~/x"),
-    *("a/../../b", "'a b'", '"\\0"', '"\\n"', '"\\ud800"'),
-]
 
 
 def metadata_of(key: str) -> Metadata:

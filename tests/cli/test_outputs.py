@@ -14,9 +14,9 @@ from dist_mem.cli.arguments import output_file, output_folder
 from dist_mem.cli.commands.data import builder_parser
 from dist_mem.cli.parser import build_parser
 from dist_mem.datasets.recipes import builder_names
-from tests.cli.test_refusals import WRITTEN
-from tests.evaluation.test_protocol import MEMORIES, make_run
+from tests.support.evaluated_runs import MEMORIES, make_run
 from tests.support.messages import refused
+from tests.support.program_arguments import WRITTEN
 
 PARSERS = {**build_parser()[1], **{f"data build {name}": builder_parser(name) for name in builder_names()}}
 POSITIONAL = {("init", "folder")}  # which must be new or empty

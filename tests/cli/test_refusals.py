@@ -18,11 +18,12 @@ from dist_mem.cli.commands.data import builder_parser
 from dist_mem.cli.parser import build_parser
 from dist_mem.datasets import gpt2_tokenizer
 from dist_mem.datasets.recipes import builder_names
-from tests.cli.conftest import Asked
+from tests.support.asked import Asked
 from tests.support.data_builders import build_data
 from tests.support.jobs import write_config
 from tests.support.messages import said
 from tests.support.paths import ROOT
+from tests.support.program_arguments import WRITTEN
 
 HUGE = 10**20
 LONG = "x" * 300
@@ -290,11 +291,6 @@ CALLS = [
     f"read {ROOT / 'README.md'} --run {MISSING} --out out",
     f"check-memory {MISSING}.py:Memory",
 ]
-WRITTEN = {
-    *((name, "out") for name in ("export", "generate", "reproduce", "sweep", "arena", "report", "figure", "read")),
-    *((name, "cells") for name in ("reproduce", "sweep", "arena")),
-    *(("init", "folder"), ("compare", "plot"), ("lm-eval", "output"), ("config", "snapshot")),
-}
 # Looked for after the run, see test_evaluate.py, test_memory_files.py, ...
 ELSEWHERE = {("evaluate", "also"), ("dialogue", "wordnet")}
 ELSEWHERE |= {(command, "memory") for command in ("evaluate", "generate", "dialogue", "read")}

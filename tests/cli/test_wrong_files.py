@@ -22,11 +22,10 @@ from dist_mem.checkpoint.manifest import _fingerprint as manifest_fingerprint
 from dist_mem.data.index import fingerprint_of
 from dist_mem.evaluation.memory_file import read_memory_file, write_memory_file
 from dist_mem.runtime.network_interface import free_port
-from tests.cli.test_damaged_runs import changed
-from tests.cli.test_fuzz_input import PIECES
-from tests.runtime.test_terminal import steering
+from tests.support.damaged_json import PIECES, changed
 from tests.support.faults import CONTENTS, PLACES, Damage, as_pipe, flipped
 from tests.support.ranks import launcher_environment
+from tests.support.terminals import steering
 from tests.support.whole_folders import COMMANDS, FAST, Answer, Folders, make_folders, opened_by, run_command
 
 pytestmark = [pytest.mark.usefixtures("single_process"), pytest.mark.timeout(3600)]

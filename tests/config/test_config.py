@@ -16,10 +16,10 @@ from dist_mem.config.blocks import value_at
 from dist_mem.memory import memory_options
 from dist_mem.memory.none import NoMemory
 from dist_mem.memory.transformer_xl import TransformerXL
+from tests.support.configs import STEPS
 from tests.support.messages import refused
 from tests.support.paths import ROOT
 
-STEPS = "train.steps=10"
 CONFIGS = sorted(
     str(path.relative_to(ROOT))
     for path in (ROOT / "configs").glob("**/*.yaml")

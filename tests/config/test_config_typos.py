@@ -7,13 +7,13 @@ import string
 from dataclasses import fields
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from dist_mem.config import ConfigError, known_keys, load_config
 from dist_mem.memory import memory_class, memory_kinds, memory_options
+from tests.support.configs import nested
 from tests.support.messages import refused
 from tests.support.paths import ROOT
 
@@ -59,14 +59,6 @@ def draw_typos(seed: int) -> list[tuple[str, str]]:
                 typo = f"{block}{dot}{misspell(name, draw)}"
             pairs.append((key, typo))
     return pairs
-
-
-def nested(key: str, value: Any) -> dict[str, Any]:
-    """{"a": {"b": [{"c": VALUE}]}} for `a.b[].c`."""
-    tree = value
-    for name in reversed(key.split(".")):
-        tree = {name.removesuffix("[]"): [tree] if name.endswith("[]") else tree}
-    return dict(tree)
 
 
 def refusal(key: str, path: Path) -> str:

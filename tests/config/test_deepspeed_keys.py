@@ -18,7 +18,7 @@ from dist_mem.__main__ import main
 from dist_mem.config import deepspeed_block, deepspeed_keys, load_config
 from dist_mem.config.deepspeed_keys import HANDED_ON, REFUSED, SCHEMA
 from dist_mem.engine import start
-from tests.config.test_config_typos import nested
+from tests.support.configs import nested
 from tests.support.messages import said
 
 STEPS = "train.steps=1"

@@ -15,7 +15,7 @@ from dist_mem.config.keys import RESULT, Command, Key, key, keys_of
 from dist_mem.config.settings import keys_set_by, may_set
 from dist_mem.config.sources import find_file
 from dist_mem.memory import described_memories, memory_options
-from tests.config.test_config import STEPS
+from tests.support.configs import STEPS
 from tests.support.messages import refused
 
 KEYS = keys_of(Config)

@@ -13,9 +13,9 @@ from dist_mem.config.check import item_schema
 from dist_mem.config.deepspeed_keys import PATHS
 from dist_mem.config.keys import find_key, keys_of
 from dist_mem.runtime.files import unexpanded
-from tests.config.test_config import STEPS
-from tests.studies.small import STUDY, SWEEP, at_tiny, load
+from tests.support.configs import STEPS
 from tests.support.messages import refused
+from tests.support.small_studies import STUDY, SWEEP, at_tiny, load
 
 KEYS = keys_of(Config)
 PLACES = [name for name, key in KEYS.items() if key.metadata.is_place]

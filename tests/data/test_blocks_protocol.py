@@ -31,7 +31,7 @@ from dist_mem.generation.text_scores import score as score_text
 from dist_mem.memory import memory_kinds, memory_options
 from dist_mem.runtime.distributed import World
 from dist_mem.tracking.log import METRICS_FILE, read_points
-from tests.generation.test_generation import NUM_TOKENS, PROMPT_LENS, SAMPLING, anew, prompts, trained_model
+from tests.support.generating import NUM_TOKENS, PROMPT_LENS, SAMPLING, anew, prompts, trained_model
 from tests.support.gpt2_models import gpt2_config, save_random_gpt2
 from tests.support.jobs import build_books, train_here, write_config
 from tests.support.lane_corpus import LAYOUTS

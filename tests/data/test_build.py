@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import signal
 import subprocess
 import sys
@@ -20,45 +19,14 @@ from dist_mem.data.tokenizers.registry import read_tokenizer_metadata
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.data.verify import verify_dataset
 from dist_mem.datasets import builder as build
-from dist_mem.datasets.builder import WorkerKilledError, build_dataset
-from dist_mem.datasets.source import RecallSpan, SourceDocument, recall_distances
+from dist_mem.datasets.builder import WorkerKilledError
+from dist_mem.datasets.source import SourceDocument, recall_distances
 from dist_mem.runtime import progress
 from tests.support.data_builders import build_data, build_refused, documents_of
 from tests.support.faults import remount, small_disk
 from tests.support.messages import refused, said, said_line
 from tests.support.paths import ROOT
-
-PIECE_BYTES = 2000
-
-
-def make_texts(num: int = 12) -> list[str]:
-    draw = random.Random(0)
-    words = ["the", "river", "of", "gold", "met", "an", "old", "mountain;", "she", "had", "never", "said", "where\n\n"]
-    return ["  ".join(draw.choices(words, k=draw.randrange(20, 300))) for _ in range(num)]
-
-
-def make_documents(num: int = 12) -> list[SourceDocument]:
-    texts = [*make_texts(num - 1), ""]
-    recall = [RecallSpan(8, 12, 0)]
-    return [
-        SourceDocument(f"{number:02d}", f"Book {number}", text, 1900 + number, recall if number == 3 else None)
-        for number, text in enumerate(texts)
-    ]
-
-
-def make_splits() -> dict[str, list[SourceDocument]]:
-    documents = make_documents()
-    return {"train": documents[:9], "test": documents[9:]}
-
-
-def build_tiny(out: Path, splits: dict[str, list[SourceDocument]] | None = None, **options: Any) -> dict[str, bytes]:
-    options = {"name": "tiny", "vocab_size": 320, "piece_bytes": PIECE_BYTES, "max_shard_bytes": 2000, **options}
-    build_dataset(splits or make_splits(), out, **options)
-    return contents(out)
-
-
-def contents(out: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
+from tests.support.small_builds import build_tiny, contents, kill_documents, make_documents, make_splits
 
 
 @pytest.fixture(scope="module")
@@ -110,16 +78,9 @@ KILLED_BUILD = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from tests.data.test_build import build_tiny, kill_documents
+from tests.support.small_builds import build_tiny, kill_documents
 build_tiny(Path(sys.argv[2]), kill_documents(Path(sys.argv[3])), tokenizer_kind="bytes", workers=2)
 """
-
-
-def kill_documents(fifo: Path) -> dict[str, list[SourceDocument]]:
-    """The splits, with a last training document whose text comes from `fifo`."""
-    splits = make_splits()
-    splits["train"].append(SourceDocument("fifo", "The last one", fifo))
-    return splits
 
 
 def test_a_killed_build_ends_its_workers_and_goes_on_to_the_same_bytes(tmp_path: Path) -> None:

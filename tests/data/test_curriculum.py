@@ -6,7 +6,6 @@ from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,29 +14,15 @@ from dist_mem.data.batch import Update
 from dist_mem.data.curriculum import curriculum_reader, earlier_splits, stage_number, stages_of
 from dist_mem.data.directory import open_tokenizer
 from dist_mem.data.lanes import training_reader
-from dist_mem.data.shard import TokenizedDocument, write_split
 from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.data.tokenizers.words import count_words
 from dist_mem.errors import UnusableError
+from tests.support.curricula import make_data
 from tests.support.lane_corpus import LAYOUTS, assert_equal_updates
 from tests.support.messages import refused
 
 LENGTHS = {"short": [5, 9, 3, 4, 7], "longer": [21, 13, 30], "long": [40, 55]}
-
-
-def make_data(folder: Path, lengths: list[int], *, num_scored: int | None = None) -> Path:
-    """Write a data directory of byte documents, of which the last `num_scored` tokens are targets; None: all are."""
-    tokenizer = BytesTokenizer()
-    save_tokenizer(tokenizer, folder)
-    documents = []
-    for number, size in enumerate(lengths):
-        tokens = np.arange(size, dtype=np.uint16)
-        mask = None if num_scored is None else tokens >= size - num_scored
-        documents.append(TokenizedDocument(f"d{number}", f"d{number}", None, 1, size, tokens, mask=mask))
-    options = {"name": folder.name, "split": "train"}
-    write_split(documents, folder / "train", tokenizer_fingerprint=tokenizer.fingerprint, **options)
-    return folder
 
 
 @pytest.fixture

@@ -16,17 +16,16 @@ from dist_mem.memory import build_memory
 from dist_mem.memory.infinite import Infinite
 from dist_mem.model import MemoryLM
 from dist_mem.runtime.distributed import World
-from tests.engine.test_memory_zero import ADAM, TRAIN
-from tests.estimate.test_flops import check_small
-from tests.memory.test_infinite_parity import layer_spec
 from tests.support.contract_cases import CASES, LANES, fresh_state, full_lanes, random_segments, small_model, subject
 from tests.support.contract_cases import SEG_LEN as SMALL_LEN
+from tests.support.counted_flops import check_small
 from tests.support.messages import refused
+from tests.support.published_infinite import layer_spec
 from tests.support.ranks import RankPool
 from tests.support.scored_library import LENGTHS as SCORED_LENGTHS
 from tests.support.scored_library import SEG_LEN as SCORED_LEN
 from tests.support.scored_library import TOKENIZER, assert_same, make_config, make_document, score
-from tests.support.tiny import full_parameters, run_steps, tiny_config, tiny_job
+from tests.support.tiny import ADAM, TRAIN, full_parameters, run_steps, tiny_config, tiny_job
 
 pytestmark = pytest.mark.ranks
 

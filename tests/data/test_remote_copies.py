@@ -32,8 +32,7 @@ from dist_mem.data.remote.fetch import (
 )
 from dist_mem.errors import StoppedError
 from dist_mem.runtime.signals import StopSignal
-from tests.data.test_source_tree import TRAIN, tar_of
-from tests.support.data_builders import build_refused, texts_of
+from tests.support.data_builders import TRAIN, build_refused, tar_of, texts_of
 from tests.support.file_server import SHARD, FileServer, be_impatient, opened
 from tests.support.lane_corpus import make_split
 from tests.support.messages import refused, said_line

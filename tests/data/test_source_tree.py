@@ -21,7 +21,7 @@ from dist_mem.datasets import gpt2_tokenizer
 from dist_mem.datasets.recipes import cmu_dog, pg19
 from dist_mem.datasets.task_text import Books
 from dist_mem.errors import UnusableError
-from tests.support.data_builders import build_data, build_refused, texts_of
+from tests.support.data_builders import TRAIN, Members, build_data, build_refused, tar_of, texts_of
 from tests.support.file_server import FileServer
 from tests.support.messages import said, said_line
 
@@ -166,23 +166,11 @@ def test_a_name_of_two_splits_and_folders_of_other_names_are_refused(
 # Tars of other people: the same ids on every run, from a folder and by URL, and damage named.
 
 
-Members = dict[str, bytes]
 SHARDS: dict[str, Members] = {
     "000.tar": {"a/0.txt": b"\xef\xbb\xbfOne.\r\n", "a/0.jpg": b"\xff", "1.json": b'{"id": "two", "text": "Two."}'},
     "001.tar": {"0.TXT": b"Three.", "0.json": b'{"id": "three", "text": "its own"}', "._0.txt": b"\0", "7.cls": b"1"},
 }
 EXPECTED = {"000.tar:a/0": "One.\n", "two": "Two.", "three": "Three."}
-TRAIN = ("--split-by-hash", "train=1")
-
-
-def tar_of(members: Members) -> bytes:
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w", format=tarfile.GNU_FORMAT) as tar:
-        for name, content in members.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(content)
-            tar.addfile(entry, io.BytesIO(content))
-    return stream.getvalue()
 
 
 @pytest.fixture

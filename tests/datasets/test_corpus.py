@@ -24,9 +24,9 @@ from dist_mem.datasets.recipes import text as text_builder
 from dist_mem.datasets.split_names import first_occurrences, parse_fractions, split_of, words_digest
 from dist_mem.datasets.split_names import splits_of as dealt_names
 from dist_mem.errors import UnusableError
-from tests.data.test_build import contents
 from tests.support.data_builders import build_data, build_refused, documents_of, texts_of
 from tests.support.messages import refused, said_line
+from tests.support.small_builds import contents
 
 Texts = dict[str, str]  # id -> text
 TEXTS = {f"d{number:02d}": f"The {number}th text,\nin {number + 2} words.\n" * (number % 5) for number in range(12)}

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from dist_mem.datasets.tar_source import TAR_SUFFIXES
 from dist_mem.errors import UnusableError
-from tests.data.test_source_tree import tar_of
-from tests.support.data_builders import build_refused, texts_of
+from tests.support.data_builders import build_refused, tar_of, texts_of
 from tests.support.messages import refused, said_line
 
 TRAIN = ("--split-by-hash", "train=1")

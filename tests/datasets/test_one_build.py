@@ -21,12 +21,11 @@ from dist_mem.data.verify import verify_dataset
 from dist_mem.datasets import builder, task_text
 from dist_mem.datasets.recipes import builder_names, characters
 from dist_mem.runtime.locks import held_folder
-from tests.data.test_build import contents
-from tests.datasets.test_task_builds import BUILDERS, SMALL
 from tests.support.cmu_dog_source import write_conversation, write_film
-from tests.support.data_builders import build_data, build_refused
+from tests.support.data_builders import BUILDERS, SMALL, build_data, build_refused
 from tests.support.file_server import FileServer
 from tests.support.messages import refused, said_line
+from tests.support.small_builds import contents
 
 Arguments = tuple[str | Path, ...]
 TURNS = [("user1", "Hi."), ("user2", "The shark bites.")]

@@ -16,8 +16,8 @@ from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.verify import verify_dataset
 from dist_mem.datasets.recipes.sample import SIZES, write_split
 from dist_mem.datasets.sample_library import COMPANY_SIZE, NAMES, THINGS, Book
-from tests.data.test_build import contents
 from tests.support.data_builders import build_data, documents_of
+from tests.support.small_builds import contents
 
 MARK = re.compile(r"\w+|[^\w ]")  # what a large enough vocabulary makes one token of
 

@@ -7,16 +7,8 @@ from pathlib import Path
 import pytest
 
 from dist_mem.data.shard import read_index, read_tokens
-from tests.data.test_build import contents
-from tests.support.data_builders import build_data
-
-SMALL = ("--train", "8", "--validation", "4", "--test", "4")
-BUILDERS = {
-    "babilong": ("--lengths", "600"),
-    "mqar": ("--lengths", "16", "--vocab", "64", "--pairs", "4"),
-    "passkey": ("--lengths", "500"),
-    "sorting": ("--lengths", "30"),
-}
+from tests.support.data_builders import BUILDERS, SMALL, build_data
+from tests.support.small_builds import contents
 
 
 def first_documents(folder: Path, number: int) -> list[list[int]]:

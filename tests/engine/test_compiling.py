@@ -13,11 +13,10 @@ from dist_mem.engine.compiling import compile_blocks
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.training.compiling import compile_model
-from tests.engine.test_memory_zero import ADAM, TRAIN
 from tests.support.compiled_blocks import TRACED, num_graphs, without_inductor
 from tests.support.contract_cases import CASES
 from tests.support.ranks import Pools
-from tests.support.tiny import full_parameters, run_steps, tiny_config, tiny_job
+from tests.support.tiny import ADAM, TRAIN, full_parameters, run_steps, tiny_config, tiny_job
 
 pytestmark = [pytest.mark.ranks, *TRACED]
 

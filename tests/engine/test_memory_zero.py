@@ -15,15 +15,13 @@ import torch
 from dist_mem.config import changed
 from dist_mem.nn import cross_entropy
 from dist_mem.runtime.distributed import World
-from tests.support.contract_cases import CASES, SEG_LEN, in_turn
+from tests.support.contract_cases import CASES, in_turn
 from tests.support.ranks import Pools
-from tests.support.tiny import VOCAB, full_parameters, run_steps, tiny_config, tiny_job
+from tests.support.tiny import ADAM, TRAIN, VOCAB, full_parameters, run_steps, tiny_config, tiny_job
 
 pytestmark = pytest.mark.ranks
 
 STEPS = 6  # memories fill in two segments; documents last three on average
-TRAIN = {"global_batch_size": 4, "micro_batch_size": 2, "seg_len": SEG_LEN, "max_grad_norm": 0.5}
-ADAM = {"kind": "adamw", "lr": 2e-3, "weight_decay": 0.1}
 
 
 Trained = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]

@@ -12,15 +12,13 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from dist_mem.config import AdaptiveConfig, Config, changed
-from dist_mem.contract import subject as contract
-from dist_mem.contract.subject import Subject
-from dist_mem.estimate.counting import Counting, Flops, NotCountedError, flops_per_token, operations_per_token
+from dist_mem.estimate.counting import Counting, NotCountedError, flops_per_token, operations_per_token
 from dist_mem.model import MemoryLM
 from dist_mem.nn.convolution import convolved
 from tests.support.contract_cases import CASES, subject
+from tests.support.counted_flops import check_small, torchs_count
 from tests.support.messages import refused
 from tests.support.paths import ROOT
 from tests.support.tiny import tiny_config
@@ -43,7 +41,6 @@ REALISTIC_CASES: dict[str, dict[str, Any]] = {
     "infinite over lamemo": {"kind": "infinite", "num_basis": 64, "over": {"kind": "lamemo", "mem_len": 96}},
 }
 VOCAB = 512
-SEGMENTS_TO_FILL = 5
 OUTSIDE = {"kind": f"{ROOT}/examples/averages.py:Averages", "num_means": 2}
 BRANCHES = """
 from dist_mem.memory.transformer_xl import TransformerXL
@@ -52,29 +49,6 @@ class Branches(TransformerXL):
     def forward(self, x, state, valid_len):
         return super().forward(x if valid_len.sum().item() else 0 * x, state, valid_len)
 """
-
-
-def torchs_count(model: MemoryLM, num_lanes: int, seg_len: int) -> Flops:
-    """Return torch's count for a token of one segment of every lane, with full memories."""
-    tokens, valid_len = torch.zeros(num_lanes, seg_len, dtype=torch.int64), torch.full((num_lanes,), seg_len)
-    state = model.init_state(torch.arange(num_lanes), "cpu", torch.float32)
-    with torch.no_grad():
-        for _ in range(SEGMENTS_TO_FILL):
-            state = model(tokens, tokens, valid_len, state=state).state
-        with FlopCounterMode(display=False) as scoring:
-            model(tokens, tokens, valid_len, state=state)
-    with FlopCounterMode(display=False) as training:
-        output = model(tokens, tokens, valid_len, state=state)
-        (output.nll.mean() + sum(loss.sum() for loss in output.aux.values())).backward()
-    return Flops(*(round(count.get_total_flops() / tokens.numel()) for count in (scoring, training)))
-
-
-def check_small(small: Subject) -> None:
-    """Compare the counts of one and of three lanes: tables of distances are made once for all lanes."""
-    model, config, seg_len = small.model(), small.config(), small.size.seg_len
-    for num_lanes in (1, 3):
-        found = flops_per_token(config, contract.VOCAB, num_lanes=num_lanes)
-        assert found == torchs_count(model, num_lanes, seg_len), f"{num_lanes} lanes"
 
 
 def realistic(memory: dict[str, Any], **model_keys: Any) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from matplotlib.axes import Axes
 
 from dist_mem.__main__ import main
@@ -24,14 +23,14 @@ from dist_mem.evaluation.protocol import protocol_of, tag_of
 from dist_mem.evaluation.scores import DocumentScore, Report, read_report
 from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.evaluation.sweep import KEYS, Row, parse_sweep, to_markdown
-from dist_mem.evaluation.trained_model import TrainedModel, find_checkpoint, load_model, read_settings
+from dist_mem.evaluation.trained_model import TrainedModel, load_model
 from dist_mem.generation.text_memory import Memory, read_text
 from dist_mem.generation.text_scores import score as score_text
 from dist_mem.memory import memory_options
 from dist_mem.model import MemoryLM
+from tests.support.evaluated_runs import MEMORIES, asked, config_with, make_run
 from tests.support.messages import refused, said
 from tests.support.scored_library import (
-    ALONE,
     LENGTHS,
     MEM_LEN,
     SEG_LEN,
@@ -40,46 +39,10 @@ from tests.support.scored_library import (
     counts,
     make_config,
     make_document,
-    save_weights,
     score,
 )
 
 pytestmark = pytest.mark.usefixtures("single_process")
-
-COMPRESSIVE = {"kind": "compressive", "mem_len": MEM_LEN, "cmem_len": 4, "compression_rate": 2}
-INFINITE: dict[str, Any] = {"kind": "infinite", "num_basis": 8, "basis_widths": [0.1], "num_samples": 16}
-MEMORIES = {
-    "transformer_xl": {"kind": "transformer_xl", "mem_len": MEM_LEN},
-    "lamemo": {"kind": "lamemo", "mem_len": MEM_LEN},
-    "compressive": COMPRESSIVE,
-    "infinite_over_transformer_xl": {**INFINITE, "over": {"kind": "transformer_xl", "mem_len": MEM_LEN}},
-    "infinite_over_lamemo": {**INFINITE, "over": {"kind": "lamemo", "mem_len": MEM_LEN}},
-    "infinite_over_compressive": {**INFINITE, "over": COMPRESSIVE},
-    "infinite": {**INFINITE, "over": {"kind": "none"}},
-    "none": {"kind": "none"},
-    "infini": {"kind": "infini"},
-}
-
-
-def config_with(memory: dict[str, Any], **blocks: Any) -> Any:
-    config = make_config(**blocks)
-    return changed(config, {"memory": memory})  # in place of the other one, not merged with it
-
-
-def make_run(folder: Path, library: Path, memory: dict[str, Any], **options: Any) -> tuple[Path, MemoryLM]:
-    """A run with that memory, and those options of the model, saved at step 3, and its model."""
-    config = config_with(memory, data={"path": str(library)}, model={"init_std": 0.3, **options})
-    torch.manual_seed(0)
-    model = MemoryLM(config, TOKENIZER.vocab_size).eval()
-    save_weights(folder / "run", model, config, step=3)
-    return folder / "run", model
-
-
-def asked(run_dir: Path, *overrides: str, **options: Any) -> Report:
-    """What `dist-mem evaluate` finds; `options` are those of `evaluate_checkpoint`."""
-    checkpoint = find_checkpoint(run_dir)
-    config = read_settings(checkpoint.directory, ["eval.batch_size=3", *overrides])
-    return evaluate_checkpoint(checkpoint, config, split="test", world=ALONE, **options)
 
 
 def score_built(index: Index, weights: MemoryLM, config: Any, *, mem_len: int, seg_len: int) -> Report:

@@ -15,15 +15,10 @@ from dist_mem.errors import EXIT_DONE
 from dist_mem.evaluation import job
 from dist_mem.evaluation.memory_gain import memory_gain
 from dist_mem.evaluation.scores import Band, DocumentScore, RecallScore, Report, read_report
-from tests.evaluation.test_protocol import MEMORIES, asked, make_run
-from tests.evaluation.test_scoring import DOCUMENTS, read_plainly
+from tests.support.evaluated_runs import MEMORIES, asked, make_run
 from tests.support.messages import refused
+from tests.support.plain_scores import DOCUMENTS, emptied, read_plainly
 from tests.support.scored_library import SEG_LEN, counts
-
-
-def emptied(run_dir: Path, *overrides: str) -> Report:
-    return asked(run_dir, *overrides, without_memory=True)
-
 
 STICKY = {**MEMORIES["infinite"], "sampling": "sticky"}
 

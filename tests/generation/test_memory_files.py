@@ -27,11 +27,11 @@ from dist_mem.generation.reading import Reading, next_log_probs, read, select, s
 from dist_mem.generation.text_memory import Memory, read_text
 from dist_mem.generation.text_scores import score
 from dist_mem.runtime.locks import held_file
-from tests.evaluation.test_protocol import MEMORIES, make_run
-from tests.generation.test_generation import same_reading, trained_model
 from tests.support import gpt2_models
 from tests.support.contract_cases import CASES, SEG_LEN, case_params, small_block
+from tests.support.evaluated_runs import MEMORIES, make_run
 from tests.support.faults import flip
+from tests.support.generating import same_reading, trained_model
 from tests.support.messages import refused, said
 from tests.support.paths import EXAMPLES
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from dist_mem.hf.names import take_published, to_published
 from dist_mem.model import LMOutput, MemoryLM
-from tests.memory.test_infinite_parity import WEIGHTS, assert_close, ours, theirs
 from tests.support import paths
 from tests.support.gpt2_models import SEG_LEN, VOCAB, build, fresh, gpt2_config, save_random_gpt2
+from tests.support.published_infinite import WEIGHTS, assert_close, ours, theirs
 
 GOLDEN = paths.GOLDEN / "infinite"
 NUM_LAYERS, LENGTH = 2, 512

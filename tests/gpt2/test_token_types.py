@@ -18,7 +18,7 @@ from dist_mem.hf.folder import load_pretrained
 from dist_mem.memory import memory_options
 from dist_mem.model import MemoryLM
 from dist_mem.nn.token_types import TokenTypes
-from tests.generation.test_generation import check_reads_as_anew, trained_model
+from tests.support.generating import check_reads_as_anew, trained_model
 from tests.support.gpt2_models import LTM, SEG_LEN, VOCAB, build, gpt2_config, save_random_gpt2
 from tests.support.messages import refused
 from tests.support.paths import ROOT

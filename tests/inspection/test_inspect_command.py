@@ -16,9 +16,9 @@ from dist_mem.inspection.aggregates import aggregate
 from dist_mem.inspection.counterfactual import Passage
 from dist_mem.inspection.shown import aggregates_tables, coloured
 from dist_mem.inspection.words import FUNCTION, MARK, NAME, NUMBER, OTHER, distances_to_last, words_of
-from tests.evaluation.test_protocol import MEMORIES, asked, make_run
-from tests.evaluation.test_without_memory import emptied
+from tests.support.evaluated_runs import MEMORIES, asked, make_run
 from tests.support.messages import said
+from tests.support.plain_scores import emptied
 from tests.support.scored_library import write_other
 
 pytestmark = pytest.mark.usefixtures("single_process")

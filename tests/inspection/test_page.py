@@ -20,24 +20,22 @@ from hypothesis import strategies as st
 
 from dist_mem.__main__ import main
 from dist_mem.config import load_config, save_config
-from dist_mem.data.documents import Document
 from dist_mem.data.shard import write_split
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE
 from dist_mem.evaluation.scores import perplexity, write_report
 from dist_mem.evaluation.trained_model import load_model
 from dist_mem.inspection.counterfactual import Counterfactual, Passage, Removals
-from dist_mem.inspection.looked import Looked
 from dist_mem.inspection.page.assemble import assembled
-from dist_mem.inspection.page.book import NO_PASSAGE, Book, encoded
+from dist_mem.inspection.page.book import NO_PASSAGE, encoded
 from dist_mem.inspection.page.columns import column, numbers
 from dist_mem.inspection.page.markup import Markup, digits, element, short_count
-from dist_mem.inspection.reading import DocumentReading
-from tests.evaluation.test_protocol import MEMORIES, asked, make_run
-from tests.evaluation.test_without_memory import emptied
-from tests.runtime.test_terminal import HOSTILE as TERMINAL
-from tests.runtime.test_terminal import steering
+from tests.support.books import PIECES, make_book
+from tests.support.evaluated_runs import MEMORIES, asked, make_run
 from tests.support.messages import refused, said
+from tests.support.plain_scores import emptied
 from tests.support.scored_library import TOKENIZER, make_document
+from tests.support.terminals import HOSTILE as TERMINAL
+from tests.support.terminals import steering
 from tests.support.tracked import config_for, job
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -294,28 +292,6 @@ def test_metrics_have_three_significant_digits() -> None:
         assert digits(value) == shown and digits(-value) == f"-{shown}" and digits(value, "+") == f"+{shown}"
     assert [digits(value) for value in (0.0, math.nan, math.inf, 2.5e7)] == ["0.00", "n/a", "n/a", "2.5e+07"]
     assert [short_count(number) for number in (999, 462_336, 1_230_000)] == ["999", "462 K", "1.23 M"]
-
-
-PIECES = [b" word", b"\n", b"\xc3", b"\xa9", b"</script>", *(f" w{number}".encode() for number in range(1000))]
-
-
-def make_book(num_tokens: int, *, num_layers: int = 1, seg_len: int = 16) -> Book:
-    """A book of random losses and looks, in which the first of every 16 tokens is not scored."""
-    draw = torch.Generator().manual_seed(3)
-    nll = torch.empty(num_tokens).exponential_(0.3, generator=draw)
-    without = nll + 0.5 * torch.randn(num_tokens, generator=draw)
-    nll[::16], without[::16] = torch.nan, torch.nan
-
-    def look() -> Looked:
-        back = torch.randint(1, 600, (num_tokens, 3), generator=draw)
-        begin = (torch.arange(num_tokens)[:, None] - back).clamp(min=-1).int()
-        mass = torch.rand(num_tokens, 3, generator=draw) / 3
-        return Looked(mass.sum(dim=1), begin, begin + 1, mass)
-
-    tokens = np.random.default_rng(3).integers(0, len(PIECES), num_tokens).astype(np.uint16)
-    layers = tuple({"memory": look()} for _ in range(num_layers))
-    reading = DocumentReading(Document(0, tokens, None, None), [], nll, without, without, None, None, None, layers)
-    return Book("A book", "run", PIECES, reading, None, np.arange(0, num_tokens, seg_len))
 
 
 @given(

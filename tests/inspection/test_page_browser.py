@@ -13,7 +13,7 @@ from dist_mem.inspection.counterfactual import Counterfactual, Passage, Removals
 from dist_mem.inspection.page.assemble import assembled
 from dist_mem.inspection.page.book import encoded
 from dist_mem.inspection.page.markup import Markup, table
-from tests.inspection.test_page import make_book
+from tests.support.books import make_book
 from tests.support.chromium import Browser, Page, running_chromium, why_not
 
 pytestmark = [pytest.mark.servers, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]

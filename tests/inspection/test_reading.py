@@ -35,11 +35,11 @@ from dist_mem.memory.rmt import RecurrentMemory
 from dist_mem.memory.transformer_xl import TransformerXL
 from dist_mem.papers.regression_error import watched
 from dist_mem.runtime.progress import Progress
-from tests.evaluation.test_protocol import MEMORIES, asked, make_run
-from tests.evaluation.test_without_memory import emptied
 from tests.support.contract_cases import LANES, fresh_state, full_lanes, random_segments, read, small_model
 from tests.support.contract_cases import SEG_LEN as SHORT
+from tests.support.evaluated_runs import MEMORIES, asked, make_run
 from tests.support.messages import refused
+from tests.support.plain_scores import emptied
 from tests.support.scored_library import LENGTHS, SEG_LEN, TOKENIZER
 
 KINDS: dict[str, dict[str, Any]] = {

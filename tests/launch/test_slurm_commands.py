@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.launch.test_slurm_jobs import path_of
 from tests.support.jobs import logged_steps, write_config
 from tests.support.limits import limit
 from tests.support.messages import said
 from tests.support.paths import ROOT
 from tests.support.slurm_cluster import Cluster
+from tests.support.slurm_runs import path_of
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 LAUNCH = {"gpus_per_node": "0", "tasks_per_node": 2, "time": "0:20:00"}

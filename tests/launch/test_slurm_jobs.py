@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,16 +16,14 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from dist_mem.launch.script import render
-from dist_mem.runtime.environment import extension_cache
 from dist_mem.tracking.mlflow.client import connect
-from tests.launch.test_slurm_script import ENDED, launch_block
 from tests.support.jobs import logged_steps, run_ranks, write_config
 from tests.support.limits import wait_until
 from tests.support.paths import ROOT
 from tests.support.slurm_cluster import Cluster
+from tests.support.slurm_runs import BIN, ENDED, launch_block, path_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slurm, pytest.mark.timeout(1800)]  # minutes on a busy machine
-BIN = Path(sys.executable).parent
 OVER = {"kind": "transformer_xl", "mem_len": 16}
 STICKY = {"kind": "infinite", "sampling": "sticky", "num_basis": 16, "num_samples": 16, "over": OVER}
 
@@ -82,13 +79,6 @@ def finished_run(uri: str, submitted: Submitted, steps: int) -> Any:
     assert run.info.status == "FINISHED"
     assert [point.step for point in client.get_metric_history(run_id, "train/loss")] == list(range(10, steps + 1, 10))
     return run
-
-
-def path_of(slurm: Cluster) -> dict[str, str]:
-    """The environment of sbatch: this installation, and where DeepSpeed's op is compiled already."""
-    compiled = os.environ.get("TORCH_EXTENSIONS_DIR", str(extension_cache()))
-    ranks = {"RANK": "0", "WORLD_SIZE": "1"}  # of the submitting shell, which must not count
-    return {**ranks, "PATH": f"{BIN}{os.pathsep}{slurm.environment['PATH']}", "TORCH_EXTENSIONS_DIR": compiled}
 
 
 def pids_of_ranks(slurm: Cluster, job: str) -> dict[int, int]:

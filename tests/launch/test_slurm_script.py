@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from dist_mem.config import LaunchConfig
 from dist_mem.launch.script import render
 from tests.support.messages import said, said_line
 from tests.support.slurm_cluster import Cluster
+from tests.support.slurm_runs import ENDED, launch_block
 
 pytestmark = pytest.mark.slurm
 
@@ -42,7 +42,6 @@ fi
 for _ in $(seq 200); do [ -s "$DIST_MEM_EXIT_CODE" ] && exit "$(cat "$DIST_MEM_EXIT_CODE")"; sleep 0.05; done
 """
 SAME = ("Partition", "TimeLimit", "JobName", "OverSubscribe", "NumNodes", "Requeue", "WorkDir")  # in a resubmission
-ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 # Functions, and a variable that a batch job does not have, as in the scripts of conda, which set -u would end.
@@ -101,11 +100,6 @@ class Outcome(NamedTuple):
     exit_code: str
     log: str
     starts: list[list[str]]
-
-
-def launch_block(**changes: Any) -> Any:
-    block = {"nodes": "2", "gpus_per_node": "0", "time": "0:20:00", "snapshot": False}
-    return LaunchConfig(**{**block, **changes})
 
 
 def write_ranks(folder: Path, codes: str, ranks: str = RANKS) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.estimate.test_flops import check_small
 from tests.support.contract_cases import check_rules
+from tests.support.counted_flops import check_small
 from tests.support.gpt2_models import build
 from tests.support.llama_models import CASES, llama_config, llama_subject
 from tests.support.messages import refused

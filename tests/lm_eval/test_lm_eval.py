@@ -27,12 +27,13 @@ from dist_mem.generation.text_scores import score
 from dist_mem.lm_eval.model import DistMemLM, encode_pair
 from dist_mem.lm_eval.passages import Passage, score_passages
 from dist_mem.memory import memory_class, memory_kinds
-from tests.generation.test_generation import BOS, float32_model
 from tests.support.contract_cases import SEG_LEN as SHORT
 from tests.support.contract_cases import case_params
+from tests.support.generating import BOS, float32_model
 from tests.support.jobs import build_books, train_here, write_config
 from tests.support.messages import refused, said
 from tests.support.ranks import RankPool
+from tests.support.scored_library import Request
 
 pytestmark = pytest.mark.ranks
 
@@ -164,13 +165,6 @@ def test_a_text_ends_before_its_first_stop_string(folder: Path, trained_run: Cal
     for asked in ({"num_beams": 2}, {"top_k": "many"}, {"tmp": 1}):
         with refused(dist_mem.errors.UnusableError, "generation_kwargs", *asked):
             written(("a", {"do_sample": True, "temperature": 1.0, **asked}))
-
-
-class Request:
-    """A request as the harness makes it."""
-
-    def __init__(self, args: tuple[Any, ...]) -> None:
-        self.args = args
 
 
 def test_white_space_at_the_end_of_a_context_belongs_to_the_continuation(

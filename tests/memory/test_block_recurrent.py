@@ -17,9 +17,9 @@ from torch import Tensor
 from dist_mem.memory.base import detached, named_tensors, select_lanes
 from dist_mem.memory.block_recurrent import BlockRecurrent, State
 from dist_mem.memory.parts.state_cell import buckets
-from tests.memory.published import Vectors, layer_spec, names_in, rms
 from tests.support.messages import refused
 from tests.support.paths import GOLDEN
+from tests.support.published import Vectors, layer_spec, names_in, rms
 
 NAMES = names_in(GOLDEN / "block_recurrent")
 SPEC = layer_spec(num_layers=2, d_model=6, num_heads=2, d_head=5, seg_len=4)

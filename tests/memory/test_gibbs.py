@@ -12,9 +12,9 @@ from torch import Tensor
 from dist_mem.memory.infinite import Infinite
 from dist_mem.memory.parts import basis
 from dist_mem.memory.parts.boxes import binned, box_histogram, box_masses, box_moments, evaluate_boxes, point_shares
-from tests.memory.test_infinite import LANES, SEG_LEN, memory_of, read, segments
-from tests.memory.test_infinite_parity import GivenQueries, assert_close, layer_spec
 from tests.support import paths
+from tests.support.infinite_memories import LANES, SEG_LEN, memory_of, read, segments
+from tests.support.published_infinite import GivenQueries, assert_close, layer_spec
 
 TOLERANCE = 1e-10
 SIZES: dict[str, Any] = {"num_basis": 8, "num_samples": 12, "tau": 0.75, "ridge": 0.5}

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from dist_mem.memory.base import detached
 from dist_mem.memory.infini import Infini, State
-from tests.memory.published import Vectors, layer_spec, names_in
 from tests.support.parity import assert_close
 from tests.support.paths import GOLDEN
+from tests.support.published import Vectors, layer_spec, names_in
 
 NAMES = names_in(GOLDEN / "infini")
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dist_mem.memory.infinite import Infinite
-from tests.memory.test_infinite import D_HEAD, LANES, NUM_HEADS, SEG_LEN, SMALL, WIDTH, memory_of, read, segments
+from tests.support.infinite_memories import D_HEAD, LANES, NUM_HEADS, SEG_LEN, SMALL, WIDTH, memory_of, read, segments
 
 NUM_BASIS, NUM_SAMPLES, WIDTHS, TAU, RIDGE = (
     SMALL[name] for name in ("num_basis", "num_samples", "basis_widths", "tau", "ridge")

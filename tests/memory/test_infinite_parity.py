@@ -14,13 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dist_mem.memory.base import Evicted, LayerSpec, Memory, MemoryOutput
 from dist_mem.memory.infinite import Infinite
 from dist_mem.memory.parts import basis
 from dist_mem.memory.parts.basis import Fit, evaluate_basis, expected_basis
 from dist_mem.memory.parts.signal import State
-from tests.memory import published
-from tests.support import parity, paths
+from tests.support import paths
+from tests.support.published_infinite import WEIGHTS, GivenQueries, assert_close, layer_spec, ours, theirs
 
 GOLDEN = paths.GOLDEN / "infinite"
 INJECTED, RECOMPUTED = 1e-9, 2e-5  # golden README
@@ -28,38 +27,6 @@ PUBLISHED = {
     "gpt2": {"basis_widths": [0.005, 0.01], "prior_mean": -1.0},
     "sort": {"basis_widths": [0.01, 0.05], "variance_floor": 1e-6},
 }
-WEIGHTS = {
-    "mask_net_weight": "gate.weight",
-    "mask_net_bias": "gate.bias",
-    "proj_key_weight": "key.weight",
-    "proj_value_weight": "value.weight",
-    "attn_out_weight": "output.weight",
-}
-
-
-def theirs(values: Tensor, dim: int) -> Tensor:
-    """Basis functions from our order to the published one; two widths."""
-    halves = values.movedim(dim, -1).unflatten(-1, (2, -1))
-    return halves.transpose(-1, -2).flatten(-2).movedim(-1, dim)
-
-
-def ours(values: Tensor, dim: int) -> Tensor:
-    """Basis functions from the published order to ours."""
-    pairs = values.movedim(dim, -1).unflatten(-1, (-1, 2))
-    return pairs.transpose(-1, -2).flatten(-2).movedim(-1, dim)
-
-
-class GivenQueries(Memory):
-    """Attends to nothing; its queries are set from outside."""
-
-    query: Tensor  # (H, B, T, K)
-
-    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> tuple[()]:
-        return ()
-
-    def forward(self, x: Tensor, state: Any, valid_len: Tensor) -> MemoryOutput:
-        rows = x.new_zeros(x.shape[0], self.spec.seg_len, x.shape[2])
-        return MemoryOutput(torch.zeros_like(x), state, {}, self.query, Evicted(rows, valid_len >= 0))
 
 
 class Golden:
@@ -96,10 +63,6 @@ class Golden:
         return Fit(first, past, new, past @ ours(self["samples_psi"], 1))
 
 
-def layer_spec(**sizes: Any) -> LayerSpec:
-    return published.layer_spec(norm="pre", **sizes)
-
-
 class Call:
     """One call of our module on the inputs of call `number`, with gradients."""
 
@@ -123,11 +86,6 @@ class Call:
         loss = (self.output.y * golden[f"{prefix}_lossw"]).sum() + self.output.aux["kl"].mean()
         module.zero_grad()
         loss.backward()
-
-
-def assert_close(found: Tensor, expected: Tensor, tolerance: float, kind: str = "outputs") -> None:
-    """Relative to the largest entry."""
-    parity.assert_close(found, expected, kind, tolerance=tolerance, floor=1e-30)
 
 
 def assert_call(golden: Golden, module: Infinite, call: Call, number: int, tolerance: float) -> None:

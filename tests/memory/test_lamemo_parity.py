@@ -16,8 +16,9 @@ from torch import Tensor
 from dist_mem.config import Config, changed
 from dist_mem.memory.parts import look_ahead
 from dist_mem.model import LMState, MemoryLM
-from tests.memory.published import names_in
-from tests.memory.test_txl_parity import (
+from tests.support import parity, paths
+from tests.support.published import names_in
+from tests.support.published_txl import (
     Golden,
     assert_gradients,
     assert_trajectory,
@@ -25,7 +26,6 @@ from tests.memory.test_txl_parity import (
     our_parameters,
     run_segment,
 )
-from tests.support import parity, paths
 
 GOLDEN = paths.GOLDEN / "lamemo"
 NAMES = names_in(GOLDEN)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from dist_mem.memory.linear import LinearMemory
 from dist_mem.memory.parts.linear_rule import Tokens, chunked_rule, recurrent_rule
-from tests.memory.published import Vectors, layer_spec, names_in
 from tests.support import parity, paths
 from tests.support.messages import refused
+from tests.support.published import Vectors, layer_spec, names_in
 
 GATED, FAMILY = paths.GOLDEN / "gated_deltanet", paths.GOLDEN / "linear_family"
 FAMILY_RULES = [name for name in names_in(FAMILY) if not name.startswith("layer")]

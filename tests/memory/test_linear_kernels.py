@@ -27,9 +27,9 @@ from dist_mem.memory.parts.linear_rule import recurrent_rule
 from dist_mem.nn.attention import Choice
 from dist_mem.nn.kernel_shapes import LAUNCHED
 from dist_mem.nn.layers import initialize
-from tests.memory.published import layer_spec
 from tests.support.own_process import in_new_child
 from tests.support.paths import ROOT
+from tests.support.published import layer_spec
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: it has no macOS wheels"),

@@ -15,8 +15,8 @@ from dist_mem.memory.base import detached, named_tensors
 from dist_mem.memory.linear import LinearMemory
 from dist_mem.memory.parts.linear_rule import recurrent_rule
 from dist_mem.nn.layers import initialize
-from tests.memory.published import Vectors, layer_spec, names_in
 from tests.support import parity, paths
+from tests.support.published import Vectors, layer_spec, names_in
 
 MEMORY = paths.ROOT / "configs" / "memory"
 D_MODEL, HEADS, D_HEAD, SEG_LEN = 12, 2, 6, 10

@@ -19,10 +19,10 @@ from dist_mem.memory.memorizing import Memorizing, State
 from dist_mem.memory.parts.stored_rows import Store, largest, nearest, pick, read_rows, spans_of, weigh, write
 from dist_mem.nn.layer_spec import LayerSpec
 from dist_mem.nn.unit_attention import buckets
-from tests.memory.published import Vectors, layer_spec, names_in, rms
 from tests.support.messages import refused
 from tests.support.parity import assert_close
 from tests.support.paths import GOLDEN
+from tests.support.published import Vectors, layer_spec, names_in, rms
 
 NAMES = names_in(GOLDEN / "memorizing")
 DATABASE = "state/database/transformer1/mem_layer_test/wrapped"

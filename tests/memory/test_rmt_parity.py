@@ -15,18 +15,17 @@ from dist_mem.config import Config, changed
 from dist_mem.memory.base import detached
 from dist_mem.memory.rmt import TokensState
 from dist_mem.model import LMState, MemoryLM
-from tests.memory import test_txl_parity
-from tests.memory.published import Vectors, names_in
-from tests.memory.test_txl_parity import empty_state, our_parameters, run_segment
-from tests.support import paths
+from tests.support import paths, published_txl
 from tests.support.parity import assert_close
+from tests.support.published import Vectors, names_in
+from tests.support.published_txl import empty_state, our_parameters, run_segment
 
 GOLDEN = paths.GOLDEN / "rmt"
 NAMES = names_in(GOLDEN, "m*")
 TRAJECTORIES = names_in(GOLDEN, "traj_*")
 
 
-class Golden(test_txl_parity.Golden):
+class Golden(published_txl.Golden):
     folder = GOLDEN
 
     def tensor(self, key: str) -> Tensor:

@@ -19,12 +19,12 @@ from dist_mem.memory.parts.neural_memory import Tokens, Weights, learn, recall
 from dist_mem.memory.titans import GRADIENTS, State, Titans
 from dist_mem.nn import compiled as compiling
 from dist_mem.nn.layer_spec import LayerSpec, LlamaSpec
-from tests.memory.published import Vectors, layer_spec, names_in
 from tests.support.compiled_blocks import num_graphs, without_inductor
 from tests.support.contract_cases import small_model
 from tests.support.messages import refused
 from tests.support.parity import assert_close
 from tests.support.paths import GOLDEN
+from tests.support.published import Vectors, layer_spec, names_in
 
 NAMES = names_in(GOLDEN / "titans")
 VARIANTS = {"lmm": "alone", "mac": "context", "mag": "gate", "mal": "layer"}

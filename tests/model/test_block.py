@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from dist_mem.block import num_recomputed
 from dist_mem.config import Config, changed
 from dist_mem.model import LMOutput, MemoryLM
-from tests.model.test_model import LANES, VOCAB, one_segment, small_config
+from tests.support.small_models import LANES, VOCAB, one_segment, small_config
 
 RECOMPUTED = [("blocks", 1.0), ("blocks", 0.5), ("attention", 1.0), ("feed_forward", 1.0)]
 MODELS: list[dict[str, Any]] = [

@@ -6,37 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from dist_mem.config import AdaptiveConfig, Config, ModelConfig, TrainConfig, changed
+from dist_mem.config import AdaptiveConfig, Config, changed
 from dist_mem.data.batch import IGNORE
 from dist_mem.memory.base import named_tensors
 from dist_mem.model import LMState, MemoryLM, Start, describe
 from tests.support.messages import refused
+from tests.support.small_models import LANES, SEG_LEN, VOCAB, XL, one_segment, small_config
 
-VOCAB, LANES, SEG_LEN = 23, 3, 5
 CUTOFFS = [6, 11, 17]
-XL = {"kind": "transformer_xl", "mem_len": 7}
-
-
-def small_config(memory: dict[str, Any] | None = None, **model: Any) -> Config:
-    sizes = {"num_layers": 2, "d_model": 16, "num_heads": 2, "d_inner": 24, "dropout": 0.0, "init_std": 0.3}
-    return Config(
-        model=ModelConfig(**{**sizes, **model}),
-        memory=XL if memory is None else memory,
-        train=TrainConfig(seg_len=SEG_LEN),
-    )
 
 
 def build(config: Config) -> MemoryLM:
     torch.manual_seed(0)
     return MemoryLM(config, VOCAB)
-
-
-def one_segment(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    tokens, targets = torch.randint(0, VOCAB, (2, LANES, SEG_LEN), generator=generator)
-    return tokens, targets, torch.full((LANES,), SEG_LEN)
 
 
 def fresh_state(model: MemoryLM, dtype: torch.dtype = torch.float32) -> LMState:

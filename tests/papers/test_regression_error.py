@@ -14,8 +14,8 @@ from dist_mem.memory.infinite import Infinite
 from dist_mem.memory.parts.signal import State
 from dist_mem.papers.regression_error import Errors, Watch, run
 from dist_mem.runtime import progress
-from tests.evaluation.test_protocol import make_run
-from tests.memory.test_infinite import SEG_LEN, WIDTH, memory_of, smooth
+from tests.support.evaluated_runs import make_run
+from tests.support.infinite_memories import SEG_LEN, WIDTH, memory_of, smooth
 from tests.support.scored_library import write_other
 
 FINE: dict[str, Any] = {

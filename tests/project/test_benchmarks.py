@@ -20,9 +20,9 @@ import torch
 
 from dist_mem.memory import memory_kinds
 from dist_mem.runtime.devices import device_named
-from tests.studies.small import ARENA, write
 from tests.support.limits import limit, wait_until
 from tests.support.paths import ROOT
+from tests.support.small_studies import ARENA, write
 
 CAN_COMPILE = torch.backends.cuda.is_built() and find_spec("triton") is not None and not torch.cuda.is_available()
 

@@ -23,7 +23,7 @@ from dist_mem.errors import CheckpointError
 from dist_mem.evaluation.scores import perplexity
 from dist_mem.runtime import shipped
 from dist_mem.runtime.extras import EXTRA_OF
-from tests.evaluation.test_protocol import MEMORIES, make_run
+from tests.support.evaluated_runs import MEMORIES, make_run
 from tests.support.messages import refused, said
 from tests.support.paths import ROOT
 

@@ -6,28 +6,25 @@ import math
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UnfitError
-from dist_mem.recompute import compare_step
-from dist_mem.recompute.compare_step import recompute_step, refuse_other_machine
-from dist_mem.recompute.recompute import Recomputed, change_within
+from dist_mem.recompute.compare_step import refuse_other_machine
+from dist_mem.recompute.recompute import change_within
 from dist_mem.runtime.distributed import World
 from dist_mem.tracking.log import METRICS_FILE, read_points
 from dist_mem.training.history import read_history
-from tests.data.test_curriculum import make_data
-from tests.recompute.test_batch import planted_spike
+from tests.support.curricula import make_data
 from tests.support.forked_ranks import Program
 from tests.support.jobs import finish, logged_steps, run_ranks, start_ranks, train_here, write_config
 from tests.support.limits import limit, wait_until
 from tests.support.messages import refused, said, said_line
 from tests.support.rank_errors import error_of
 from tests.support.ranks import RankPool
+from tests.support.recording import found_by, planted_spike
 from tests.support.run_memories import every_memory, small_memory, with_memory
 from tests.support.tracked import log_points
 
@@ -38,25 +35,6 @@ CONSTANT = {"schedule": {"kind": "constant"}}  # so that a run may end at differ
 
 def content_of(run_dir: Path) -> dict[Path, tuple[bytes, int]]:
     return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in run_dir.rglob("*") if path.is_file()}
-
-
-def found_by(world: World, run_dir: Path, step: int) -> tuple[int, Recomputed, list[str]]:
-    """Replay a step in existing ranks; return the exit code, what was computed, and on rank 0 the report."""
-    found: list[Recomputed] = []
-    lines: list[str] = []
-    report, recompute = compare_step.report, compare_step.recompute
-
-    def keep(*arguments: Any, **options: Any) -> Recomputed:
-        found.append(recompute(*arguments, **options))
-        return found[-1]
-
-    def keep_lines(*arguments: Any) -> Iterator[str]:
-        lines.extend(report(*arguments))
-        return iter(lines)
-
-    with mock.patch.object(compare_step, "recompute", keep), mock.patch.object(compare_step, "report", keep_lines):
-        code = recompute_step(world, run_dir, step)
-    return code, found[0], lines
 
 
 def train_diverging(world: World, config: Path, at: int) -> int:

@@ -7,7 +7,6 @@ import csv
 import io
 import math
 import re
-import unicodedata
 
 import pytest
 from hypothesis import given
@@ -18,16 +17,7 @@ from dist_mem.runtime.csv_text import csv_text
 from dist_mem.runtime.figures import NO_FIGURE, is_figure
 from dist_mem.runtime.terminal import WIDTH, PlainStream, coloured, labelled, listed, printable, table
 from tests.support.paths import PACKAGE
-
-BIDI = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # Unicode's Bidi_Control
-HOSTILE = f"\x1b[2J\x1b]0;title\x07 \x9b31m\r{BIDI}\u2028\udc80"  # ends a title, a name, a message
-
-
-class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
+from tests.support.terminals import HOSTILE, Terminal, steering
 
 
 def test_many_names_stand_in_columns() -> None:
@@ -62,13 +52,6 @@ def test_colour_follows_the_stream_and_the_variables_that_users_set(
         assert shown.endswith(" a: is 1")
         assert ("\x1b[" in shown) is expected
         assert coloured("step 3: saved", stream) == "step 3: saved"
-
-
-def steering(text: str) -> list[str]:
-    """What of a text could steer a terminal; a line feed and a tab do not."""
-    return [
-        char for char in text if char not in "\n\t" and (unicodedata.category(char) in ("Cc", "Cs") or char in BIDI)
-    ]
 
 
 @given(st.lists(st.text(st.one_of(st.characters(), st.sampled_from(HOSTILE)), max_size=20), max_size=4))

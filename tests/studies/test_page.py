@@ -19,8 +19,8 @@ from dist_mem.studies.job import Job
 from dist_mem.studies.page import Cell, are_equal, cell, draw, pareto_front, to_csv, to_markdown, write_results
 from dist_mem.studies.runs import all_runs, measured, metric_of, rank_of, runs_behind, shown_rows, with_done
 from dist_mem.studies.study import Column, Study
-from tests.studies.small import ARENA, ROWS, at_tiny, load, two_memories
 from tests.support.messages import refused
+from tests.support.small_studies import ARENA, ROWS, at_tiny, load, two_memories
 
 COSTS = Costs(parameters=9, state_bytes=8, steps=7, tokens=6, flops=None, all_flops=None)
 RIGHT = {"none": 1, "transformer_xl": 2, "outside": 2}  # of the 2 scored tokens of each document, in half of them

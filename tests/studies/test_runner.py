@@ -42,13 +42,13 @@ from dist_mem.studies.run_study import run as run_study
 from dist_mem.studies.runs import all_runs, definition_of, train_words
 from dist_mem.studies.study import FOLDER, load_study, study_names
 from dist_mem.tracking.mlflow.client import connect
-from tests.studies.small import SWEEP, load, two_memories
-from tests.studies.small import write as write_study
 from tests.support import tracked
 from tests.support.jobs import build_books, logged_steps, write_config
 from tests.support.limits import limit, wait_until
 from tests.support.messages import refused, said
 from tests.support.paths import ROOT
+from tests.support.small_studies import SWEEP, load, two_memories
+from tests.support.small_studies import write as write_study
 
 STEPS = 40
 DEV = {"dev": {"metric": "token_perplexity", "split": "validation"}}

@@ -31,10 +31,10 @@ from dist_mem.studies.row_check import check
 from dist_mem.studies.runs import all_runs, is_better_higher, rows_behind, train_words
 from dist_mem.studies.study import FOLDER, RECALL, load_study, study_names, study_path
 from dist_mem.studies.tuning import Grid, chosen, grids_of, trials_of, widened
-from tests.studies.small import ARENA, ROWS, STUDY, SWEEP, at_tiny, load, two_memories, write
 from tests.support.jobs import build_books, write_config
 from tests.support.messages import refused, said
 from tests.support.paths import ROOT
+from tests.support.small_studies import ARENA, ROWS, STUDY, SWEEP, at_tiny, load, two_memories, write
 
 SIZES = ["data.path=absent", "model.num_layers=2", "model.d_model=16", "model.num_heads=2", "train.seg_len=8"]
 SIZES += ["train.steps=1"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tarfile
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import NamedTuple
@@ -59,3 +60,26 @@ def documents_of(data_dir: Path, split: str = "train") -> list[Built]:
         recall = np.zeros(len(tokens), np.int32) if recall is None else recall
         found.append(Built(entry, tokenizer.decode(tokens), tokens, mask, recall))
     return found
+
+
+Members = dict[str, bytes]
+TRAIN = ("--split-by-hash", "train=1")
+
+
+def tar_of(members: Members) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.GNU_FORMAT) as tar:
+        for name, content in members.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return stream.getvalue()
+
+
+SMALL = ("--train", "8", "--validation", "4", "--test", "4")
+BUILDERS = {
+    "babilong": ("--lengths", "600"),
+    "mqar": ("--lengths", "16", "--vocab", "64", "--pairs", "4"),
+    "passkey": ("--lengths", "500"),
+    "sorting": ("--lengths", "30"),
+}

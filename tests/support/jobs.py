@@ -177,3 +177,12 @@ def _clear_padding(content: dict[str, Any]) -> None:
                     held = max(0, min(share, shape.numel() - rank * share))
                     flat.data[offset + held : offset + share] = 0
                     offset += share
+
+
+def stop_after_one_step(world: World, config: Path) -> int:
+    stop_signal = StopSignal()
+    stop_signal.received = "SIGTERM"
+    try:
+        return run_job(load_config([str(config)], memory_options=memory_options), world, stop_signal)
+    finally:
+        stop_signal.restore()

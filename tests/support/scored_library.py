@@ -148,3 +148,10 @@ def assert_same(found: Report, expected: Report) -> None:
 def counts(report: Report) -> list[Any]:
     documents = [(entry.id, entry.num_scored, entry.words, entry.bytes) for entry in report.documents]
     return [report.num_words, *documents, *((entry.distance, entry.num_scored) for entry in report.recall)]
+
+
+class Request:
+    """A request as the harness makes it."""
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        self.args = args

@@ -8,16 +8,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dist_mem.config import config_from
 from dist_mem.data.batch import IGNORE, Batch, Update
 from dist_mem.data.plan import lanes_of_rank
 from dist_mem.engine.engine import Engine
 from dist_mem.engine.placement import place_parts
+from dist_mem.memory.base import named_tensors
 from dist_mem.model import MemoryLM
 from dist_mem.runtime.distributed import World
 from dist_mem.training.divergence import Divergence
 from dist_mem.training.step import Outcome, StepContext, TrainState, train_step
+from tests.support.contract_cases import SEG_LEN
 
 VOCAB = 37
 TINY = {
@@ -203,3 +206,14 @@ def full_parameters(job: TinyJob) -> dict[str, torch.Tensor]:
         with deepspeed.zero.GatheredParameters([parameter], enabled=job.engine.stage == 3):
             found[name] = parameter.detach().clone()
     return found
+
+
+TRAIN = {"global_batch_size": 4, "micro_batch_size": 2, "seg_len": SEG_LEN, "max_grad_norm": 0.5}
+ADAM = {"kind": "adamw", "lr": 2e-3, "weight_decay": 0.1}
+
+
+def memory_of(job: Any) -> dict[str, Tensor]:
+    named = {
+        f"{group}.{name}": part for group, state in enumerate(job.states) for name, part in named_tensors(state).items()
+    }
+    return {name: part.clone() for name, part in named.items()}

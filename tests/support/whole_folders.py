@@ -23,9 +23,9 @@ from dist_mem.supervision.timeline import beginning
 from dist_mem.tracking.log import METRICS_FILE, read_header, write_log
 from dist_mem.training.goodput import note_start
 from dist_mem.training.history import HISTORY
-from tests.evaluation.test_protocol import MEMORIES, asked, make_run
-from tests.evaluation.test_without_memory import emptied
+from tests.support.evaluated_runs import MEMORIES, asked, make_run
 from tests.support.limits import limit
+from tests.support.plain_scores import emptied
 from tests.support.scored_library import TOKENIZER, make_document
 from tests.support.tracked import log_points
 

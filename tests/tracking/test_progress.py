@@ -11,7 +11,7 @@ import pytest
 from dist_mem.runtime.progress import Progress
 from dist_mem.tracking.log import Point
 from dist_mem.tracking.progress import ProgressBar, ProgressLines
-from tests.runtime.test_terminal import Terminal
+from tests.support.terminals import Terminal
 
 
 def test_plain_lines_tell_loss_perplexity_speed_and_time_left() -> None:

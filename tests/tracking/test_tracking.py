@@ -26,8 +26,7 @@ from dist_mem.tracking.mlflow.sync import log_to_run
 from dist_mem.tracking.names import in_group, valid_name
 from tests.support.limits import wait_until
 from tests.support.mlflow_server import points_of
-from tests.support.tracked import config_for, nested_runs, start, steps
-from tests.tracking.conftest import Sent
+from tests.support.tracked import Sent, config_for, nested_runs, start, steps
 
 pytestmark = pytest.mark.servers
 

@@ -33,8 +33,7 @@ from tests.support.limits import limit, wait_until
 from tests.support.messages import refused, said_line
 from tests.support.mlflow_server import points_of
 from tests.support.paths import ROOT
-from tests.support.tracked import config_for, job, start, steps, track_sync
-from tests.tracking.conftest import Sent
+from tests.support.tracked import Sent, config_for, job, start, steps, track_sync
 
 # Which run
 
@@ -353,8 +352,7 @@ def test_every_start_is_remembered_with_its_job(sent: Sent, monkeypatch: pytest.
 KILLED = """
 import time
 from pathlib import Path
-from tests.tracking.conftest import Sent
-from tests.support.tracked import config_for, start
+from tests.support.tracked import Sent, config_for, start
 from dist_mem.supervision.lease import Lease
 lease = Lease(Path("run"))
 tracker = start(config_for(sys.argv[1]), Path("run"))

@@ -23,8 +23,8 @@ from tests.support.contract_cases import (
     random_segments,
     small_model,
 )
+from tests.support.plain_updates import assert_plain_update
 from tests.support.ranks import Pools
-from tests.training.test_update import assert_plain_update
 
 
 @pytest.mark.ranks

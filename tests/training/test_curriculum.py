@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from dist_mem.checkpoint.manifest import step_dir
-from tests.data.test_curriculum import make_data
-from tests.recompute.test_batch import assert_as_delivered, train_recording
-from tests.recompute.test_recompute import found_by
+from tests.support.curricula import make_data
 from tests.support.jobs import checkpoint_content, difference, losses, train_here, write_config
 from tests.support.ranks import Pools
+from tests.support.recording import assert_as_delivered, found_by, train_recording
 
 pytestmark = pytest.mark.ranks
 BOUNDARY = 3

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from dist_mem.config import DivergenceConfig
-from dist_mem.memory.base import map_state, named_tensors
+from dist_mem.memory.base import map_state
 from dist_mem.runtime.distributed import World
 from dist_mem.training.divergence import ROLLBACK, SKIP, DivergedError, Divergence
 from dist_mem.training.step import Outcome
 from tests.support.jobs import difference
 from tests.support.ranks import Pools
-from tests.support.tiny import full_parameters, run_steps, tiny_config, tiny_job
+from tests.support.tiny import full_parameters, memory_of, run_steps, tiny_config, tiny_job
 
 pytestmark = pytest.mark.ranks
 ADAM = {"optimizer": {"kind": "adamw", "lr": 1e-2, "weight_decay": 0.1}, "train": {"micro_batch_size": 2}}
@@ -52,13 +52,6 @@ def fault_on_rank_1(job: Any, what: str) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def memory_of(job: Any) -> dict[str, Tensor]:
-    named = {
-        f"{group}.{name}": part for group, state in enumerate(job.states) for name, part in named_tensors(state).items()
-    }
-    return {name: part.clone() for name, part in named.items()}
 
 
 def is_finite(tensors: dict[str, Tensor]) -> bool:

@@ -22,11 +22,10 @@ from dist_mem.training.goodput import PARTS
 from dist_mem.training.meter import Meter, Totals
 from dist_mem.training.mfu import Utilisation, measured_flops, peak_flops
 from tests.support.clock import Clock
-from tests.support.jobs import build_books, figures, finish, start_ranks, train_here, write_config
+from tests.support.jobs import build_books, figures, finish, start_ranks, stop_after_one_step, train_here, write_config
 from tests.support.limits import wait_until
 from tests.support.ranks import Pools
 from tests.support.tiny import VOCAB, Gradients, ragged_segments, tiny_config, tiny_job, update_of_rank
-from tests.training.test_stopping import stop_after_one_step
 
 pytestmark = pytest.mark.ranks
 

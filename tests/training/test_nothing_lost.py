@@ -21,7 +21,6 @@ from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE
 from dist_mem.memory import memory_kinds
 from dist_mem.tracking.log import METRICS_FILE, find_entries, read_points
 from dist_mem.tracking.mlflow.store import RUN_ID_FILE
-from tests.checkpoint.test_elastic import CHAINS, train_leg
 from tests.support.contract_cases import CASES, SEG_LEN
 from tests.support.fork_server import fork_server
 from tests.support.forked_ranks import Ranks
@@ -29,6 +28,7 @@ from tests.support.jobs import build_books, checkpoint_content, difference, loss
 from tests.support.limits import wait_until
 from tests.support.power import Disk, disk_without_power
 from tests.support.ranks import Pools
+from tests.support.restoring import CHAINS, train_leg
 from tests.support.run_memories import with_memory
 from tests.support.tracked import history, nested_runs, track_sync
 

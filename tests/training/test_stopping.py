@@ -15,16 +15,13 @@ import torch
 
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import list_steps, step_dir
-from dist_mem.config import load_config
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE
-from dist_mem.memory import memory_options
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.environment import node_name
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.tracking.log import read_points
 from dist_mem.training import stopping
 from dist_mem.training.feed import Feed
-from dist_mem.training.run import run_job
 from dist_mem.training.stopping import LEAST_SECONDS, Stopping
 from tests.support.fork_server import fork_server
 from tests.support.forked_ranks import Ranks, run_forked
@@ -34,6 +31,7 @@ from tests.support.jobs import (
     difference,
     logged_steps,
     losses,
+    stop_after_one_step,
     train_here,
     write_config,
 )
@@ -210,15 +208,6 @@ def test_the_clock_leaves_time_for_three_saves_and_two_steps() -> None:
     assert seconds_needed(saved=0.1, steps=[1.0, 3.0, 2.0]) == LEAST_SECONDS + 6
     assert seconds_needed(saved=100.0, steps=[1.0, 3.0, 2.0]) == 306
     assert seconds_needed(saved=100.0, steps=[50.0, *[1.0] * 10]) == 302, "the first step, which compiles, for ever"
-
-
-def stop_after_one_step(world: World, config: Path) -> int:
-    stop_signal = StopSignal()
-    stop_signal.received = "SIGTERM"
-    try:
-        return run_job(load_config([str(config)], memory_options=memory_options), world, stop_signal)
-    finally:
-        stop_signal.restore()
 
 
 def validation_points(run_dir: Path) -> list[tuple[int, float]]:

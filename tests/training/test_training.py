@@ -19,8 +19,7 @@ from dist_mem.training.divergence import DivergedError
 from dist_mem.training.meter import Meter
 from tests.support.jobs import checkpoint_content, difference, losses, train_here, write_config
 from tests.support.ranks import Pools
-from tests.support.tiny import full_parameters, run_steps, tiny_config, tiny_job, update_of_rank
-from tests.training.test_divergence import memory_of
+from tests.support.tiny import full_parameters, memory_of, run_steps, tiny_config, tiny_job, update_of_rank
 
 pytestmark = pytest.mark.ranks
 
