@@ -156,12 +156,6 @@ def claims() -> Iterator[Claim]:
             yield Claim(paper, *cells)
 
 
-def figures_in(text: str) -> set[str]:
-    """Return the figures that a text names: "figures 1 and 5" -> 1, 5; "figure 3, right" -> 3 right."""
-    found = re.findall(r"figures? (\d+(?:(?:, | and )\d+)*)(?:,? (left|right))?", text)
-    return {f"{number} {side}".strip() for numbers, side in found for number in re.findall(r"\d+", numbers)}
-
-
 def test_a_claim_has_a_verdict_and_its_figures_stand_in_what_it_links_to(subtests: pytest.Subtests) -> None:
     assert len(list(claims())) > 30
     for claim in claims():
@@ -174,24 +168,6 @@ def test_a_claim_has_a_verdict_and_its_figures_stand_in_what_it_links_to(subtest
             for shown in re.findall(r"\d+\.\d+", text.replace(",", "")):
                 places = len(shown.partition(".")[2])
                 assert any(f"{float(number):.{places}f}" == shown for number in known), shown
-
-
-def test_a_claim_of_a_figure_links_to_the_newest_entry_that_names_the_figure(subtests: pytest.Subtests) -> None:
-    entries = {anchor: text for page in (DOCS / "log").glob("2*.md") for anchor, text in sections_of(page).items()}
-    compared = 0
-    for claim in claims():
-        with subtests.test(claim=claim.claim):
-            for figure in figures_in(claim.claim):
-                bold = re.compile(rf"\*\*{re.escape(claim.paper.partition(' (')[0])}, (figures? [^*]+)\*\*")
-                dates = [
-                    anchor[:10]
-                    for anchor, text in entries.items()
-                    if any(figure in figures_in(names) for names in bold.findall(text))
-                ]
-                linked = [anchor[:10] for anchor in claim.sections()]
-                assert not dates or max(dates) in linked, f"figure {figure}: {max(dates)}"
-                compared += bool(dates)
-    assert compared > 5
 
 
 def test_a_claim_of_a_check_has_what_the_check_prints(

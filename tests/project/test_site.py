@@ -133,14 +133,6 @@ def test_pages_fit_every_screen_and_load_nothing_from_the_network(site: Path, br
     assert too_wide == []
 
 
-@pytest.mark.parametrize(("system", "scheme"), [("light", "default"), ("dark", "slate")])
-def test_the_colours_are_those_of_the_system(site: Path, browser: Browser, system: str, scheme: str) -> None:
-    page = browser.open(site / "index.html", width=1280, height=800)
-    page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": system}])
-    page.wait_for(f"document.body.dataset.mdColorScheme === '{scheme}'")
-    page.call("Page.close")
-
-
 def test_the_filter_of_keys_keeps_rows_with_all_words_under_their_headings(site: Path, browser: Browser) -> None:
     page = browser.open(site / "docs" / "reference" / "config.html", width=1280, height=800)
     field = "document.querySelector('.keys-filter')"

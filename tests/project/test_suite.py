@@ -1,4 +1,4 @@
-"""Selections of tests: what `make test` contains, and that files carry the marks of what they need."""
+"""The suite: what `make test` contains, what marks and folders its files have, and that an expected error is one."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from dist_mem.errors import CheckpointError, UnfitError, UnreadableError, UnusableError
 from dist_mem.memory import memory_kinds
 from tests.support.budget import BUDGETS, chosen, exists, function_of, read_durations, spread
 from tests.support.forked_ranks import Ranks, run_forked
 from tests.support.jobs import run_ranks, start_ranks
-from tests.support.paths import ROOT
+from tests.support.messages import refused
+from tests.support.paths import PACKAGE, ROOT
 from tests.support.ranks import RankPool
 from tests.support.two_hosts import ranks_on, two_hosts
 
@@ -88,6 +90,33 @@ def test_a_budget_takes_variants_of_all_values() -> None:
             assert len(set(places)) == size and all(0 <= place < number for place in places)
     assert {place % 4 for place in spread(48, 12)} == set(ZERO_STAGES)
     assert {place // 4 for place in spread(48, 12)} == set(range(12))
+
+
+def test_a_folder_of_tests_is_one_of_a_layer() -> None:
+    layers = {path.stem for path in PACKAGE.iterdir()}
+    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and not path.name.startswith("__")}
+    assert folders - layers == {"golden", "project", "support"}
+
+
+def test_a_test_module_imports_no_other() -> None:
+    of_another = re.compile(r"^\s*(?:from|import) tests\.(?!support\b)", re.MULTILINE)
+    paths = (ROOT / "tests").rglob("*.py")
+    assert [path.name for path in paths if of_another.search(path.read_text(encoding="utf-8"))] == []
+
+
+@pytest.mark.parametrize(
+    ("expected", "raised"),
+    [
+        (ValueError, ValueError("train.steps is -1")),  # of another key
+        (UnusableError, UnfitError("train.lr is -1")),  # of another type
+        (CheckpointError, UnreadableError("train.lr is -1")),  # of another exit code
+    ],
+)
+def test_an_error_of_another_type_code_or_key_is_not_the_expected_one(
+    expected: type[Exception], raised: Exception
+) -> None:
+    with pytest.raises((AssertionError, UnfitError)), refused(expected, "train.lr"):
+        raise raised
 
 
 @pytest.mark.parametrize("mark", NEEDS)

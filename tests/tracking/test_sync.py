@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
@@ -40,7 +39,6 @@ from dist_mem.tracking.mlflow.client import connect
 from dist_mem.tracking.mlflow.database import file_of
 from dist_mem.tracking.mlflow.store import check_store, check_tracking, warn_of_folder
 from dist_mem.tracking.mlflow.sync import log_to_run
-from tests.support.damaged_logs import damage
 from tests.support.faults import remount, small_disk
 from tests.support.file_server import FileServer
 from tests.support.messages import refused, said
@@ -350,18 +348,6 @@ def test_an_evaluation_of_another_run_is_refused(whole_run: Path, sqlite_uri: st
     code, printed = sync(whole_run, sqlite_uri)
     assert code == EXIT_USAGE and path.exists()
     said(printed, f"error: {whole_run}: {path}")
-
-
-def test_a_run_that_is_damaged_at_random_is_refused_or_sent(
-    tmp_path: Path, whole_run: Path, sqlite_uri: str, sync: Sync
-) -> None:
-    """No damage is an error of the machine, which would be tried again for ever."""
-    for seed in range(20):
-        run_dir = tmp_path / f"damaged-{seed}"
-        shutil.copytree(whole_run, run_dir)
-        what = damage(run_dir, seed)
-        code, printed = sync(run_dir, sqlite_uri)
-        assert code in (EXIT_DONE, EXIT_USAGE) and "Traceback" not in printed, f"seed {seed}: {what}: {printed}"
 
 
 def test_io_error_is_1(run_dir: Path, sqlite_uri: str, sync: Sync, monkeypatch: pytest.MonkeyPatch) -> None:
