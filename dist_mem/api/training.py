@@ -26,8 +26,8 @@ from dist_mem.errors import (
     UnfitError,
     UnusableError,
 )
-from dist_mem.launch.local import launcher, tied
 from dist_mem.memory import memory_options
+from dist_mem.runtime.children import launcher, start
 
 _ERRORS = {EXIT_USAGE: UnusableError, EXIT_DIVERGED: DivergedError, EXIT_REQUEUE: StoppedError}
 _TAIL = 200  # lines of output in which the error of a failed training is looked for
@@ -78,12 +78,11 @@ def train(config: Path | str | Mapping[str, Any] | Config, *overrides: str, rank
 def _run(command: Sequence[str]) -> None:
     """Run a training and print its output. Raises the error of its exit code."""
     tail: deque[str] = deque(maxlen=_TAIL)
-    with subprocess.Popen(
-        tied(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    ) as process:
+    with start(command, subprocess.PIPE) as process:
         assert process.stdout is not None
         try:
-            for line in process.stdout:  # printed by this process: a notebook does not show the output of another one
+            for output in process.stdout:  # printed by this process: a notebook does not show that of another one
+                line = output.decode(errors="replace")
                 tail.append(line.rstrip("\n"))
                 with suppress(OSError):  # as in the command, a line that cannot be written ends no training
                     print(line, end="", flush=True)

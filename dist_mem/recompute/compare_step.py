@@ -1,8 +1,7 @@
 """`dist-mem recompute RUN --step S`: compute a step again, and compare it with what the run has recorded.
 
-Without a launcher, the command starts as many ranks on this machine as the run had (spawn.py). Under a launcher each
-rank runs it, as `torchrun --nproc-per-node 2 -m dist_mem recompute RUN --step S`. The exit code is 1 if a metric
-differs.
+Without a launcher, the command starts as many ranks on this machine as the run had. Under a launcher each rank runs it,
+as `torchrun --nproc-per-node 2 -m dist_mem recompute RUN --step S`. The exit code is 1 if a metric differs.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnfitError, UnusableError
 from dist_mem.evaluation.job import as_job, use_threads
 from dist_mem.recompute.recompute import Recomputed, change_within, choose_start, recompute, resumption_of
 from dist_mem.recompute.settings import Recorded, read_part_with_memory, read_recorded, recorded_at
-from dist_mem.recompute.spawn import run_ranks
+from dist_mem.runtime.children import run_ranks
 from dist_mem.runtime.distributed import World, decided_by_rank0, from_rank0
 from dist_mem.runtime.ranks import is_launched, read_ranks
 from dist_mem.runtime.signals import StopSignal

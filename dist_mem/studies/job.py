@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import shlex
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from dist_mem.config import DataConfig
 from dist_mem.data.directory import check_split
 from dist_mem.data.shard import INDEX_NAME
 from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_USAGE, UnusableError
-from dist_mem.launch.local import tied
+from dist_mem.runtime.children import start, watch
 from dist_mem.runtime.environment import with_environment
 from dist_mem.runtime.files import open_regular
 from dist_mem.runtime.processes import own_command
@@ -111,26 +110,21 @@ class Job:
         with open_regular(path, "ab") as stream:
             stream.write(f"{shlex.join(arguments)}\n".encode())
             stream.flush()
+            shown, due = "", time.monotonic() + _PROGRESS
+
+            def is_stopping() -> bool:
+                nonlocal shown, due
+                if time.monotonic() >= due:
+                    due += _PROGRESS
+                    if (line := _newest_line(path)) != shown:
+                        progress(shown := line)
+                return self.signal.received is not None or until()
+
             environment = with_environment({**self.environment, **place.environment})
-            # A group of its own: Ctrl-C and a closed terminal would end a launcher before its ranks have saved.
-            process = subprocess.Popen(
-                tied(arguments), stdout=stream, stderr=subprocess.STDOUT, env=environment, process_group=0
-            )
-            has_forwarded, shown, due = False, "", time.monotonic() + _PROGRESS
-            while True:
-                try:
-                    code = process.wait(timeout=0.5)
-                    break
-                except subprocess.TimeoutExpired:
-                    if not has_forwarded and (self.signal.received or until()):
-                        process.terminate()  # only once: each signal interrupts a launcher
-                        has_forwarded = True
-                    if time.monotonic() >= due:
-                        due += _PROGRESS
-                        if (line := _newest_line(path)) != shown:
-                            progress(shown := line)
+            code = watch([start(arguments, stream, environment)], is_stopping)[0]
         if self.signal.received:
             raise StoppedError
+        assert code is not None, "`watch` waits for the end of one that is alone"
         if code not in (EXIT_DONE, *also):
             raise CommandError(f"{shlex.join(arguments)}: exit code {code}; see {path}", code)
         return code

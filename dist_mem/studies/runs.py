@@ -25,9 +25,9 @@ from dist_mem.data.shard import INDEX_NAME
 from dist_mem.errors import CheckpointError, UnusableError
 from dist_mem.evaluation.report_names import list_reports
 from dist_mem.evaluation.scores import Band, read_report
-from dist_mem.launch.local import launcher
 from dist_mem.memory import memory_options
 from dist_mem.memory.outside import sources
+from dist_mem.runtime.children import launcher
 from dist_mem.runtime.figures import is_figure
 from dist_mem.runtime.file_schema import check, integer, metric, optional, read_json, record, table
 from dist_mem.studies.cells import CELLS, Run, read_result

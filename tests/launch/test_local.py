@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_mem.launch.local import launcher
+from dist_mem.runtime.children import launcher
 from dist_mem.runtime.ranks import gpus_are_hidden, names_of_gpus
 from tests.support.limits import limit
 from tests.support.paths import ROOT

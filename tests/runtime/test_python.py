@@ -15,8 +15,7 @@ import pytest
 
 from dist_mem.__main__ import main
 from dist_mem.datasets.builder import map_unordered
-from dist_mem.launch.local import launcher
-from dist_mem.recompute.spawn import run_ranks
+from dist_mem.runtime.children import launcher, run_ranks
 from dist_mem.runtime.environment import extension_cache, keep_working_directory_out
 from dist_mem.runtime.processes import python_module
 from tests.support.jobs import write_config

@@ -26,8 +26,8 @@ from dist_mem.config import load_config, save_config
 from dist_mem.data.index import fingerprint_of
 from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USAGE, UnusableError
 from dist_mem.evaluation.scores import read_report
-from dist_mem.launch.local import launcher, tied
 from dist_mem.memory import memory_options
+from dist_mem.runtime.children import dying_with_parent, launcher
 from dist_mem.runtime.locks import held_folder
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.runtime.signals import StopSignal
@@ -409,13 +409,13 @@ def test_a_setpriv_that_knows_no_death_signal_is_left_alone(tmp_path: Path, monk
     (tmp_path / "setpriv").write_text("#!/bin/sh\necho \"setpriv: unrecognized option '$1'\" >&2\nexit 1\n")
     (tmp_path / "setpriv").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert tied(["train"]) == ["train"]
+    assert dying_with_parent(["train"]) == ["train"]
 
 
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv (util-linux)")
 def test_a_training_saves_when_the_command_is_killed(tmp_path: Path) -> None:
     (tmp_path / "a_rank.py").write_text(RANK)
-    starts = f"import subprocess; subprocess.run({tied([sys.executable, 'a_rank.py'])!r})"
+    starts = f"import subprocess; subprocess.run({dying_with_parent([sys.executable, 'a_rank.py'])!r})"
     table = subprocess.Popen([sys.executable, "-c", starts], cwd=tmp_path, env={**os.environ, "RANK": "0"})
     wait_until(lambda: (tmp_path / "up-0").exists(), "the training")
     table.kill()
