@@ -81,19 +81,19 @@ def step_time(
 
 
 def peak_flops(train: TrainConfig, device: Device) -> float:
-    """Return the dense operations per second of the data sheet in `train.precision`."""
-    precision = train.precision
-    if precision not in device.flops:
+    """Return the dense operations per second of the data sheet in `train.precision`, as the training's MFU has them."""
+    peak = device.peak_flops(train.precision, tf32=train.tf32)
+    if peak is None:
         known = ", ".join(name for name in device.flops if name in DTYPES)
-        raise UnusableError(f"train.precision is {precision!r}, but {device.name} computes only in {known}")
-    return device.flops[precision]
+        raise UnusableError(f"train.precision is {train.precision!r}, but {device.name} computes only in {known}")
+    return peak
 
 
 def seconds_by_group(counted: Counted, train: TrainConfig, device: Device) -> dict[str, float]:
     """Return the seconds of these kernels: of products, streams, and each operator that attends."""
     issue = _ISSUE if device.name != "cpu" else 0.0
     bandwidth = _STREAMS * device.bandwidth
-    wide = device.flops.get("tf32" if train.tf32 else "fp32", device.flops["fp32"])
+    wide = device.peak_flops("fp32", tf32=train.tf32) or device.flops["fp32"]
     rates = device.flops | {"fp32": wide}
     seconds: dict[str, list[float]] = {}
     for number, work in counted.kernels:

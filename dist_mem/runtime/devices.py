@@ -31,6 +31,14 @@ class Device(NamedTuple):
     link: float  # bytes/s to the other GPUs of its node: NVLink, else PCIe
     network: float  # bytes/s to other nodes: the adapter that NVIDIA's reference systems give each GPU
 
+    def peak_flops(self, precision: str, *, tf32: bool) -> float | None:
+        """Return its dense operations/s in `train.precision`; None if it has no hardware for it.
+
+        Args:
+            tf32: whether products of float32 may use TF32, where the device has it.
+        """
+        return self.flops.get("tf32" if tf32 and precision == "fp32" and "tf32" in self.flops else precision)
+
 
 def _gpu(
     name: str,

@@ -59,8 +59,7 @@ def peak_flops(train: TrainConfig, world: World) -> float | None:
     if world.device.type == "cpu":
         return measured_flops(DTYPES[precision], torch.get_num_threads())
     gpu = gpu_of(torch.cuda.get_device_name(world.device))
-    uses_tf32 = precision == "fp32" and torch.get_float32_matmul_precision() != "highest"
-    return gpu and gpu.flops.get("tf32" if uses_tf32 and "tf32" in gpu.flops else precision)
+    return gpu and gpu.peak_flops(precision, tf32=torch.get_float32_matmul_precision() != "highest")
 
 
 @cache

@@ -6,15 +6,17 @@ import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from dist_mem.data.batch import IGNORE, Batch
 from dist_mem.errors import EXIT_REQUEUE
+from dist_mem.estimate import step_time
 from dist_mem.estimate.counting import Flops
 from dist_mem.model import MemoryLM
+from dist_mem.runtime.devices import Device, gpu_of
 from dist_mem.runtime.distributed import World
 from dist_mem.tracking.log import read_points
 from dist_mem.training import reporting
@@ -188,6 +190,9 @@ def test_peak_of_a_gpu_is_that_of_its_name_and_precision(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high" if tf32 else "highest")
     assert peak_flops(tiny_config({"train": {"precision": precision}}).train, GPU_WORLD) == pytest.approx(expected)
+    if expected is not None:
+        train = tiny_config({"train": {"precision": precision, "tf32": tf32}}).train
+        assert step_time.peak_flops(train, cast(Device, gpu_of(name))) == pytest.approx(expected), "that of an estimate"
     given = tiny_config({"train": {"precision": precision, "peak_tflops": 2.5}})
     assert peak_flops(given.train, GPU_WORLD) == peak_flops(given.train, CPU_WORLD) == 2.5e12
 
