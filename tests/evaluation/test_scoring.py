@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from dist_mem.data.batch import IGNORE
-from dist_mem.data.shard import Index, ShardError, TokenizedDocument, read_index, write_split
+from dist_mem.data.shard import Index, TokenizedDocument, read_index, write_split
 from dist_mem.data.tokenizers.words import EOS, WordTokenizer
 from dist_mem.engine.engine import Engine
+from dist_mem.errors import UnusableError
 from dist_mem.evaluation import scoring
 from dist_mem.evaluation.scores import Report
 from dist_mem.evaluation.scoring import EvaluationError, score_split
@@ -305,7 +306,7 @@ def damaged(library: Path, tmp_path: Path) -> Index:
 @pytest.mark.parametrize("layout", ["documents", "stream"])
 def test_a_damaged_document_is_named_before_any_forward(damaged: Index, layout: str) -> None:
     """Amid which other ranks would wait."""
-    with refused(ShardError, "doc5", "checksum"):
+    with refused(UnusableError, "doc5", "checksum"):
         score(damaged, make_model(), layout=layout, init_state=lambda lane_ids: pytest.fail("forward"))
 
 

@@ -87,7 +87,7 @@ def test_where_every_query_sees_as_many_rows_segmentation_changes_nothing(
     """With a memory longer than the history, or with `same_length`; the convolution sees rows before the memory."""
     golden = Golden("base")
     config = golden.config(norm=norm, same_length=same_length)
-    config.memory |= memory
+    config = changed(config, {"memory": {**config.memory, **memory}})
     torch.manual_seed(0)
     model = MemoryLM(config, 37).double().eval()
     torch.nn.init.normal_(model.blocks[0].memory.attention.query.weight)
