@@ -23,6 +23,7 @@ from dist_mem.config.deepspeed_keys import HANDED_ON, OF_RESULT, OWNED, UNSUPPOR
 from dist_mem.config.keys import ALLOWED, FREE, RESULT, Key, keys_of
 from dist_mem.config.schema import Config
 from dist_mem.config.settings import metadata_of
+from dist_mem.runtime import markdown
 
 INTRODUCTION = """\
 # Every configuration key
@@ -195,8 +196,7 @@ def _keys_table(rows: Iterable[Sequence[str]]) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *([cell.replace("|", r"\|") for cell in row] for row in rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return "".join(f"{line}\n" for line in markdown.table(head, rows))
 
 
 def _prose(text: str) -> str:

@@ -141,7 +141,7 @@ def _metrics(checkpoint: Checkpoint) -> str:
         ]
         for name, report in found.items()
     ]
-    return "\n".join(map(markdown.row, [titles, ["---"] * len(titles), *columns])) + loss
+    return "\n".join(markdown.table(titles, columns)) + loss
 
 
 def _reports(checkpoint: Checkpoint) -> dict[str, Report]:

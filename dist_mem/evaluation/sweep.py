@@ -186,14 +186,15 @@ def to_markdown(rows: Sequence[Row]) -> str:
     """Return the table for a terminal or a page."""
     with_clamp = len({row.protocol.clamp_len for row in rows}) > 1
     heading = ["run", "step", "T", "M", *(["clamp"] if with_clamp else []), "tokens", "word ppl", "token ppl"]
-    lines = [markdown.row([*heading, "bits/byte"]), markdown.row(["---"] * (len(heading) + 1))]
+    lines = []
     for row in rows:
         word, token, bits = row.metrics
         lengths = [row.protocol.seg_len, row.protocol.mem_len, *([row.protocol.clamp_len] if with_clamp else [])]
         metrics = f"{row.report.num_scored:,}", shown(word), shown(token), shown(bits, ".4f")
-        lines.append(markdown.row([row.run, str(row.step), *map(str, lengths), *metrics]))
-    rest = {str(row.protocol).split(", ", 2)[2] for row in rows}
-    return "\n".join([*lines, "", f"split {rows[0].report.split}; {'; '.join(sorted(rest))}"])
+        lines.append([row.run, str(row.step), *map(str, lengths), *metrics])
+    rest = "; ".join(sorted({str(row.protocol).split(", ", 2)[2] for row in rows}))
+    table = markdown.table([*heading, "bits/byte"], lines)
+    return "\n".join([*table, "", f"split {rows[0].report.split}; {rest}"])
 
 
 def to_csv(rows: Sequence[Row]) -> str:

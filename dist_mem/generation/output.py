@@ -87,9 +87,8 @@ def heading(continuation: Continuation, number: int) -> str:
 
 def to_markdown(continuations: Sequence[Continuation], prompt: str, sampling: Sampling) -> str:
     """Return a Markdown page: the settings, the repetition, the end of the prompt and all texts."""
-    rows = [markdown.row(row) for row in _rows(continuations)]
-    rows.insert(1, markdown.row(["---"] * (len(SIZES) * 2 + 1)))
-    parts = [f"# The same prompt, continued\n\n{_settings(sampling)}\n\n" + "\n".join(rows)]
+    head, *rows = _rows(continuations)
+    parts = [f"# The same prompt, continued\n\n{_settings(sampling)}\n\n" + "\n".join(markdown.table(head, rows))]
     parts.append(f"## The prompt{_cut(prompt)}\n\n{_fenced(prompt[-PROMPT_CHARS:])}")
     for continuation in continuations:
         for number, text in enumerate(continuation.texts):

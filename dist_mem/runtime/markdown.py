@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
+
+
+def table(head: Sequence[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    """Return the lines of a table."""
+    return [row(head), row(["---"] * len(head)), *map(row, rows)]
 
 
 def row(cells: Iterable[str]) -> str:
@@ -11,4 +17,4 @@ def row(cells: Iterable[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.splitlines()).replace("|", r"\|").replace("<", "&lt;")
+    return re.sub(r"<(?=[a-zA-Z/!?])", "&lt;", " ".join(text.splitlines()).replace("|", r"\|"))  # "< 1" is no tag

@@ -174,7 +174,7 @@ def to_markdown(
     beside = study.is_papers and any(name in row.paper for row in study.rows.values() for name in columns)
     pairs = ([f"{name}, paper", f"{name}, ours"] if beside else [name] for name in columns)
     heading = ["", *(text for pair in pairs for text in pair), *(_budget_heading(study, shown[0]) if found else [])]
-    lines = [f"# {study.title}", "", study.source, "", markdown.row(heading), markdown.row(["---"] * len(heading))]
+    rows = []
     best = _best_cells(study, runs, found)
     for key in by_result(study, found) if found else shown:
         row = study.rows[key]
@@ -184,8 +184,8 @@ def to_markdown(
             ours = cell(mine, name).text(deviation=bool(found)) if mine else NOT_GIVEN
             ours = f"**{ours}**" if (key, name) in best else ours
             cells += [_number(row.paper.get(name)), ours] if beside else [ours]
-        lines.append(markdown.row([*cells, *(_budget_cells(study, found[key]) if found else [])]))
-    lines += ["", study.about, ""]
+        rows.append([*cells, *(_budget_cells(study, found[key]) if found else [])])
+    lines = [f"# {study.title}", "", study.source, "", *markdown.table(heading, rows), "", study.about, ""]
     if found:
         lines += [_about_interval(study, found, runs), ""]
         lines += [f"![Quality against cost]({PARETO})", ""] if _has_means(found) else []
@@ -257,12 +257,9 @@ def _papers_section(study: Study) -> list[str]:
     names = list(dict.fromkeys(name for row in study.rows.values() for name in row.paper))
     if not names:
         return []
-    lines = ["", "## The paper's metrics", "", "Other data and other sizes than above: not comparable.", ""]
-    lines += [markdown.row(["", *names]), markdown.row(["---"] * (1 + len(names)))]
-    for row in study.rows.values():
-        if row.paper:
-            lines.append(markdown.row([row.name, *(_number(row.paper.get(name)) for name in names)]))
-    return lines
+    head = ["", "## The paper's metrics", "", "Other data and other sizes than above: not comparable.", ""]
+    rows = [[row.name, *(_number(row.paper.get(name)) for name in names)] for row in study.rows.values() if row.paper]
+    return [*head, *markdown.table(["", *names], rows)]
 
 
 def _number(value: float | None) -> str:
