@@ -51,10 +51,7 @@ def run(config: Config, arguments: Sequence[str], *, dry_run: bool, make_snapsho
     if dry_run:
         print(script(), end="")
         return EXIT_DONE
-    if shutil.which("sbatch") is None:
-        raise UnusableError(
-            "launch: there is no sbatch here; use a login node of the cluster, or --dry-run for the script"
-        )
+    _require_sbatch(", or --dry-run for the script")
     folder = Path(config.run_dir) / "slurm"
     path, snapshot = folder / "job.sbatch", None
     try:
@@ -111,9 +108,9 @@ def submit_array(runs: Path, config: Config, *, num_tasks: int, at_once: int | N
     return EXIT_DONE
 
 
-def _require_sbatch() -> None:
+def _require_sbatch(otherwise: str = "") -> None:
     if shutil.which("sbatch") is None:
-        raise UnusableError("there is no sbatch here; use a login node of the cluster")
+        raise UnusableError(f"launch: there is no sbatch here; use a login node of the cluster{otherwise}")
 
 
 def _submit(path: Path, launch: LaunchConfig, arguments: Sequence[str] = ()) -> tuple[str, str]:

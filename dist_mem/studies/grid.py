@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +21,8 @@ from dist_mem.config.keys import find_key
 from dist_mem.config.values import Letters, settled, typed
 from dist_mem.errors import UnusableError
 
-Grid = Mapping[str, Sequence[Any]]
+Grid = Mapping[str, Sequence[Any]]  # key -> values
+Choice = tuple[tuple[str, Any], ...]  # a value of each key
 
 
 def settled_grid(tree: dict[str, Any]) -> dict[str, Any]:
@@ -49,6 +50,11 @@ def _value(key: str, written: Any) -> Any:
     return str(written) if is_other else value
 
 
+def choices(grid: Grid) -> Iterator[Choice]:
+    """Yield every combination of the values of a grid."""
+    return (tuple(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()))
+
+
 def combinations(
     grid: Grid, skip: Sequence[dict[str, Any]], *, taken: Collection[str], where: str
 ) -> dict[str, list[str]]:
@@ -66,8 +72,7 @@ def combinations(
     for number, condition in enumerate(skip):
         _check_condition(condition, grid, where=f"{where}skip[{number}]")
     rows: dict[str, list[str]] = {}
-    for values in itertools.product(*grid.values()) if grid else ():
-        chosen = dict(zip(grid, values, strict=True))
+    for chosen in map(dict, choices(grid) if grid else ()):
         if any(all(_names(chosen[key], value) for key, value in condition.items()) for condition in skip):
             continue
         name = "-".join(_label(key, value) for key, value in chosen.items())

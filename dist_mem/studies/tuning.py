@@ -17,15 +17,14 @@ validation split.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.figures import NO_FIGURE
 from dist_mem.studies.cells import Run, read_result
-from dist_mem.studies.grid import override, trial_label
+from dist_mem.studies.grid import Choice, choices, override, trial_label
 from dist_mem.studies.job import Job
 from dist_mem.studies.runs import all_runs, rank_of, with_done
 from dist_mem.studies.study import Row
@@ -34,13 +33,12 @@ FOLDER = "tuning"  # of the trials, in that of the study, and of their cells
 _COLUMN = "tuned"
 
 Grid = dict[str, list[Any]]  # key -> values
-Settings = tuple[tuple[str, Any], ...]  # a value of each key
 
 
 class Tuned(NamedTuple):
     """What was found for a row."""
 
-    best: Settings
+    best: Choice
     metrics: dict[str, str]  # of all trials by their names
 
     @property
@@ -67,7 +65,7 @@ def trials_of(job: Job, grids: Mapping[str, Grid]) -> Job:
     column = next(iter(study.columns.values()))
     rows: dict[str, Row] = {}
     for row, grid in grids.items():
-        trials = {_trial(row, settings): settings for settings in combinations(grid)}
+        trials = {_trial(row, settings): settings for settings in choices(grid)}
         rows[row] = replace(study.rows[row], train=None, best_of=list(trials), paper={}, sizes={})
         for name, settings in trials.items():
             rows[name] = Row(name, [*(study.rows[row].train or []), *_words(settings)])
@@ -79,12 +77,6 @@ def trials_of(job: Job, grids: Mapping[str, Grid]) -> Job:
     out = job.out / FOLDER
     runs = all_runs(trial, out)
     return replace(job, study=trial, out=out, runs=runs, cells=cells, has_intervals=False, costs={})
-
-
-def combinations(grid: Grid) -> Iterator[Settings]:
-    """Yield every combination of the values of a grid."""
-    for values in itertools.product(*grid.values()):
-        yield tuple(zip(grid, values, strict=True))
 
 
 def widened(grid: Grid, best: Mapping[str, Any], most: int) -> Grid:
@@ -116,15 +108,15 @@ def _whole_beyond(edge: int, inner: int) -> list[int]:
     return [edge * edge // inner] if edge * edge % inner == 0 else []
 
 
-def _words(settings: Settings) -> list[str]:
+def _words(settings: Choice) -> list[str]:
     return [override(key, value) for key, value in settings]
 
 
-def _name(settings: Settings) -> str:
+def _name(settings: Choice) -> str:
     return " ".join(f"{key.rpartition('.')[2]} {trial_label(value)}" for key, value in settings)
 
 
-def _trial(row: str, settings: Settings) -> str:
+def _trial(row: str, settings: Choice) -> str:
     return f"{row} {_name(settings)}"
 
 
@@ -141,7 +133,7 @@ def _best(trials: Job, row: str, grid: Grid) -> Tuned:
     point = next(iter(trials.study.points))
     found = [
         (settings, [read_result(Run(_trial(row, settings), point, seed, trials.out), _COLUMN) for seed in seeds])
-        for settings in combinations(grid)
+        for settings in choices(grid)
     ]
     best, results = min(found, key=lambda each: rank_of(each[1], metric))
     if rank_of(results, metric) == rank_of([None], metric):
