@@ -41,7 +41,7 @@ class Part(NamedTuple):
     values: dict[str, Any]  # key, or option of the command line -> value
 
 
-def surely_fits(config: Config, vocab_size: int, world: World, *, num_lanes: int) -> bool:
+def fits_without_counting(config: Config, vocab_size: int, world: World, *, num_lanes: int) -> bool:
     """Return whether a job fits by a wide bound from its sizes, which takes a tenth of the time of counting.
 
     Args:

@@ -20,22 +20,22 @@ from pathlib import Path
 from dist_mem.config import Config
 from dist_mem.data.directory import open_index, refresh_on_all_ranks
 from dist_mem.estimate.counting import NotCountedError
-from dist_mem.estimate.memory import evaluated_lanes, refuse_what_cannot_fit, scoring_parts, surely_fits
+from dist_mem.estimate.memory import evaluated_lanes, fits_without_counting, refuse_what_cannot_fit, scoring_parts
 from dist_mem.evaluation.job import (
     StopCheck,
-    as_job,
     data_tag,
     described,
-    found_by_all,
+    find_checkpoint_on_rank0,
     held_by_rank0,
-    read_before,
+    read_memory_file_of,
+    run_on_ranks,
     track,
     use_threads,
     written_by_rank0,
 )
 from dist_mem.evaluation.kept_memory import states_and_inputs
 from dist_mem.evaluation.memory_file import MemoryFile
-from dist_mem.evaluation.memory_gain import gain_beside
+from dist_mem.evaluation.memory_gain import read_gain
 from dist_mem.evaluation.protocol import Protocol, protocol_of, tag_of
 from dist_mem.evaluation.report_names import FOLDER, ReportName, is_without_memory, join_parts
 from dist_mem.evaluation.scores import Report, to_table, write_report
@@ -76,7 +76,7 @@ def evaluate_checkpoint(
     def see_that_it_fits(config: Config, vocab_size: int) -> None:
         num_lanes = evaluated_lanes(config.eval, index)
         parts = []
-        if not surely_fits(config, vocab_size, world, num_lanes=num_lanes):
+        if not fits_without_counting(config, vocab_size, world, num_lanes=num_lanes):
             with suppress(NotCountedError):  # then nobody knows what it needs
                 parts = scoring_parts(config, vocab_size, num_lanes=num_lanes, world_size=world.size)
         refuse_what_cannot_fit(parts, world.device, gather=world.gather)
@@ -121,10 +121,10 @@ def run(
     """
 
     def work(world: World, check: StopCheck) -> None:
-        found = found_by_all(path, checkpoint, world)
+        found = find_checkpoint_on_rank0(path, checkpoint, world)
         config = read_settings(found.directory, overrides, reads_data=True)
         use_threads(config.train)
-        before = read_before(memory, config.eval, world)
+        before = read_memory_file_of(memory, config.eval, world)
         tag = join_parts(tag_of(config, without_memory=without_memory), before.tag if before else "")
         scored = split or config.eval.split
         whole_tag = decided_by_rank0(lambda: join_parts(data_tag(found, config.data, scored), tag))
@@ -143,7 +143,7 @@ def run(
             )
             written_by_rank0(publish, world, "writing the report")
 
-    return as_job(work, overrides, early)
+    return run_on_ranks(work, overrides, early)
 
 
 def _publish(
@@ -176,7 +176,7 @@ def _print_gain(report: Report, path: Path, command: str) -> None:
         path: the report's JSON file.  command: the command that evaluates with memory.
     """
     try:
-        gain = gain_beside(report, path)
+        gain = read_gain(report, path)
     except ValueError as error:
         print(f"gain of the memory: {error}", file=sys.stderr)
         return

@@ -61,7 +61,7 @@ def _join(overrides: Sequence[str], early: StopSignal | None) -> World:
         return distributed.initialize()
 
 
-def as_job(
+def run_on_ranks(
     work: Callable[[World, StopCheck], None], overrides: Sequence[str] = (), early: StopSignal | None = None
 ) -> int:
     """Run `work` on every rank of this job; return the exit code of the process, which is 0.
@@ -93,7 +93,7 @@ def as_job(
     return EXIT_DONE
 
 
-def found_by_all(path: Path, step: int | None, world: World) -> Checkpoint:
+def find_checkpoint_on_rank0(path: Path, step: int | None, world: World) -> Checkpoint:
     """Run `find_checkpoint` on rank 0, which also prints its remarks; return the checkpoint on every rank."""
     found = decided_by_rank0(lambda: find_checkpoint(path, step))
     for remark in found.remarks if world.rank == 0 else ():
@@ -123,7 +123,7 @@ def written_by_rank0(write: Callable[[], None], world: World, what: str) -> None
     on_all_ranks(lambda: write() if world.rank == 0 else None, what)
 
 
-def read_before(path: Path | None, eval_config: EvalConfig, world: World) -> MemoryFile | None:
+def read_memory_file_of(path: Path | None, eval_config: EvalConfig, world: World) -> MemoryFile | None:
     """Read a memory file on every rank; None: none is given.
 
     Raises:

@@ -66,7 +66,7 @@ def describe_gain(with_memory: Report, without: Report) -> str:
     return "\n".join(lines)
 
 
-def gain_beside(report: Report, path: Path) -> str | None:
+def read_gain(report: Report, path: Path) -> str | None:
     """Return `describe_gain` of a new report and its counterpart; None if the counterpart does not exist.
 
     Raises:

@@ -20,10 +20,10 @@ import torch
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.job import (
     StopCheck,
-    as_job,
     data_tag,
-    found_by_all,
+    find_checkpoint_on_rank0,
     held_by_rank0,
+    run_on_ranks,
     use_threads,
     written_by_rank0,
 )
@@ -104,7 +104,7 @@ def run(
 
     def work(world: World, check: StopCheck) -> None:
         parsed = parse_sweep(sweep)
-        found = [found_by_all(path, checkpoint, world) for path in paths]
+        found = [find_checkpoint_on_rank0(path, checkpoint, world) for path in paths]
         for one in found:  # fail before spending hours on the valid lengths
             check_lengths(one, parsed, overrides)
         own = read_settings(found[0].directory, overrides, reads_data=True)
@@ -127,7 +127,7 @@ def run(
             print(to_markdown(rows))
             print(f"written: {', '.join(str(path) for path in files_of(stem))}")
 
-    return as_job(work, overrides, early)
+    return run_on_ranks(work, overrides, early)
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:

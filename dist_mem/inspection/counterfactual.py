@@ -19,7 +19,7 @@ from dist_mem.data.batch import IGNORE
 from dist_mem.data.documents import Document
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.trained_model import TrainedModel, init_state
-from dist_mem.inspection.looked import mass_by_span, mass_in, memory_rows
+from dist_mem.inspection.attended_passages import mass_by_span, mass_in, memory_rows
 from dist_mem.inspection.walk import Step, walk
 from dist_mem.memory.base import Inspectable, map_state, named_tensors
 from dist_mem.memory.parts.inspector import Inspector

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dist_mem.evaluation.job import StopCheck, as_job, data_tag, described, found_by_all, use_threads
+from dist_mem.evaluation.job import StopCheck, data_tag, described, find_checkpoint_on_rank0, run_on_ranks, use_threads
 from dist_mem.evaluation.protocol import protocol_of, tag_of
 from dist_mem.evaluation.report_names import FOLDER, ReportName, join_parts
 from dist_mem.generation.text import read_file
@@ -27,7 +27,7 @@ from dist_mem.inspection.content import content_of
 from dist_mem.inspection.counterfactual import Counterfactual, Passage, check_forgets, remove_passages
 from dist_mem.inspection.reading import DocumentReading, read_document
 from dist_mem.inspection.request import Request, Subject, open_other, open_subject, settings_of
-from dist_mem.inspection.shown import (
+from dist_mem.inspection.terminal_view import (
     aggregates_tables,
     coloured,
     comparisons_key,
@@ -64,14 +64,14 @@ def run(request: Request, *, early: StopSignal | None = None) -> int:
     Raises:
         UnusableError: a checkpoint, the data, the document or an option is invalid.
     """
-    return as_job(partial(_run, request=request), request.overrides, early)
+    return run_on_ranks(partial(_run, request=request), request.overrides, early)
 
 
 def _run(world: World, check: StopCheck, *, request: Request) -> None:
     if world.size > 1:
         raise ValueError(f"dist-mem inspect runs on one process, not on {world.size}")
     text = None if request.text is None else read_file(request.text, "--text")  # before checkpoints are verified
-    found = found_by_all(request.run, request.checkpoint, world)
+    found = find_checkpoint_on_rank0(request.run, request.checkpoint, world)
     config = settings_of(request, found)
     use_threads(config.train)
     protocol, tag = protocol_of(config), tag_of(config)
@@ -81,7 +81,7 @@ def _run(world: World, check: StopCheck, *, request: Request) -> None:
         check_forgets(subject.trained)  # before the document is read for hours
     other = None
     if request.against is not None:
-        other = open_other(request, found_by_all(request.against, None, world), world)
+        other = open_other(request, find_checkpoint_on_rank0(request.against, None, world), world)
         other.model.register_forward_pre_hook(check)
     reading = read_document(subject.trained, subject.document, other=other, empty_at=request.empty_at)
     removed = _removed(request, subject)

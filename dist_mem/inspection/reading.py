@@ -20,7 +20,7 @@ from dist_mem.data.plan import segment_starts
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.trained_model import TrainedModel, init_state
 from dist_mem.inspection.aggregates import WordGain, word_gains
-from dist_mem.inspection.looked import Looked, memory_rows, nowhere, put_looked
+from dist_mem.inspection.attended_passages import Looked, memory_rows, nowhere, put_looked
 from dist_mem.inspection.walk import always, losses_in_windows, losses_of, put_losses, walk
 from dist_mem.inspection.words import words_of
 from dist_mem.memory.base import named_tensors

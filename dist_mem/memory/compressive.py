@@ -51,7 +51,7 @@ from dist_mem.memory.parts.inspection import (
     segment_rows,
     token_spans,
 )
-from dist_mem.memory.parts.shown import Shown, take_out, valid_rows, zero_hidden
+from dist_mem.memory.parts.row_mask import Shown, take_out, valid_rows, zero_hidden
 from dist_mem.nn.layers import Attended, AttentionLayer, RelativeAttention, newest_rows, visible_keys
 from dist_mem.nn.named_tuples import replaced
 from dist_mem.nn.norms import input_norm

@@ -39,7 +39,7 @@ from dist_mem.memory.base import (
 )
 from dist_mem.memory.parts.inspection import Inspection, overlapping, rows_of, segment_rows, token_spans
 from dist_mem.memory.parts.look_ahead import LookAheadAttention, Past, Refreshed, visible_ahead
-from dist_mem.memory.parts.shown import Shown, append_shown, take_out, valid_rows, zero_hidden
+from dist_mem.memory.parts.row_mask import Shown, append_shown, take_out, valid_rows, zero_hidden
 from dist_mem.nn.layers import Attended, RelativeAttention, visible_keys
 from dist_mem.nn.named_tuples import replaced
 from dist_mem.nn.norms import input_norm

@@ -41,7 +41,7 @@ from dist_mem.memory.parts.inspection import (
     token_spans,
 )
 from dist_mem.memory.parts.kernel_choice import by_kernels, choose
-from dist_mem.memory.parts.shown import Shown, append_shown, take_out, valid_rows
+from dist_mem.memory.parts.row_mask import Shown, append_shown, take_out, valid_rows
 from dist_mem.memory.parts.stored_rows import Store, nearest, read_rows, readable_rows, spans_of, weigh, write
 from dist_mem.nn.attention import Choice
 from dist_mem.nn.convolution import Tail

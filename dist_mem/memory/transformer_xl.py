@@ -29,7 +29,7 @@ from dist_mem.memory.base import (
     whole_segments,
 )
 from dist_mem.memory.parts.inspection import Inspection, overlapping, rows_of, segment_rows, token_spans
-from dist_mem.memory.parts.shown import Shown, append_shown, take_out, valid_rows, zero_hidden
+from dist_mem.memory.parts.row_mask import Shown, append_shown, take_out, valid_rows, zero_hidden
 from dist_mem.nn.layers import Attended, visible_keys
 from dist_mem.nn.named_tuples import replaced
 from dist_mem.nn.norms import input_norm

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.job import StopCheck, as_job, data_tag, found_by_all, track
+from dist_mem.evaluation.job import StopCheck, data_tag, find_checkpoint_on_rank0, run_on_ranks, track
 from dist_mem.evaluation.plot import labels_of
 from dist_mem.evaluation.plotting.drawn import write_figure
 from dist_mem.evaluation.plotting.style import styled
@@ -61,7 +61,7 @@ def run(
     if not figure.least_runs <= len(paths) <= figure.most_runs:
         raise UnusableError(f"{name} is made from {figure.runs}, but {len(paths)} runs are given")
     work = partial(_run, name, paths, settings, checkpoint=checkpoint, folder=folder, form=form)
-    return as_job(work, settings.overrides, early)
+    return run_on_ranks(work, settings.overrides, early)
 
 
 def _run(
@@ -77,7 +77,7 @@ def _run(
 ) -> None:
     if world.size > 1:
         raise UnusableError(f"dist-mem figure runs on one process, not on {world.size}")
-    found = [found_by_all(path, checkpoint, world) for path in paths]
+    found = [find_checkpoint_on_rank0(path, checkpoint, world) for path in paths]
     labels = labels_of(names_of(paths), [one.directory / "config.yaml" for one in found])
     sources = [Source(one, label, settings, world, check) for one, label in zip(found, labels, strict=True)]
     first = sources[0]

@@ -14,7 +14,7 @@ import torch
 
 from dist_mem.data.curriculum import stage_number
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnfitError, UnusableError
-from dist_mem.evaluation.job import as_job, use_threads
+from dist_mem.evaluation.job import run_on_ranks, use_threads
 from dist_mem.recompute.recompute import Recomputed, change_within, choose_start, recompute, resumption_of
 from dist_mem.recompute.settings import Recorded, read_part_with_memory, read_recorded, recorded_at
 from dist_mem.runtime.children import run_ranks
@@ -55,7 +55,9 @@ def run(run_dir: Path, step: int, overrides: Sequence[str] = (), early: StopSign
         made = f"step {step} was made on {counted(part.ranks, 'rank')}"
         raise UnusableError(f"{made}, this job has {world_size}: start {part.ranks}")
     codes: list[int] = []
-    as_job(lambda world, check: codes.append(recompute_step(world, run_dir, step, overrides, check)), overrides, early)
+    run_on_ranks(
+        lambda world, check: codes.append(recompute_step(world, run_dir, step, overrides, check)), overrides, early
+    )
     return codes[0]
 
 

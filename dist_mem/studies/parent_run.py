@@ -15,7 +15,7 @@ from dist_mem.config import TrackingConfig
 from dist_mem.runtime.figures import json_text
 from dist_mem.tracking.log import Entry, Header, new_uid, read_header, write_log
 from dist_mem.tracking.mlflow.run import MlflowRun, target_of
-from dist_mem.tracking.mlflow.sender import discreet
+from dist_mem.tracking.mlflow.sender import hide_credentials
 from dist_mem.tracking.mlflow.store import experiment_of, settle_run_id, store_uri
 
 # Tags that MLflow's clients set on a run they start, here its parent. dist_mem gets them from MLflow.
@@ -33,7 +33,7 @@ class ParentRun:
             UnusableError: the experiment is deleted or absent, or the run in the folder is that of another log.
             Exception: any other error of MLflow's client.
         """
-        self._tags, report = tags, discreet(_report, store_uri(tracking))
+        self._tags, report = tags, hide_credentials(_report, store_uri(tracking))
         settle_run_id(out, report=report)
         if not (out / _LOG).exists():
             write_log(out / _LOG, Header(new_uid(), name, experiment_of(tracking)))

@@ -59,7 +59,7 @@ from dist_mem.studies.runs import (
 )
 from dist_mem.studies.study import MAX_RUNS, check_seeds, load_study
 from dist_mem.studies.tuning import chosen, grids_of, trials_of
-from dist_mem.tracking.mlflow.client import brief
+from dist_mem.tracking.mlflow.client import first_line
 from dist_mem.tracking.provenance import git_state, versions
 
 _RESTARTS = 3  # of a run that died
@@ -341,7 +341,7 @@ def _parent(job: Job) -> ParentRun | None:
         raise
     except Exception as error:  # any of the many libraries under MLflow's stores; trainings buffer their own data
         print(
-            f"MLflow has no run for the table: {brief(error)}; its trainings will have no parent there",
+            f"MLflow has no run for the table: {first_line(error)}; its trainings will have no parent there",
             file=sys.stderr,
         )
         return None
@@ -354,7 +354,9 @@ def _close(parent: ParentRun, job: Job, paths: Sequence[Path], status: str) -> N
     try:
         parent.close(_means(job), paths, [item.directory for item in job.runs], status=status)
     except Exception as error:  # any of the many libraries under MLflow's stores
-        print(f"MLflow did not receive the table: {brief(error)}; the same command sends it again", file=sys.stderr)
+        print(
+            f"MLflow did not receive the table: {first_line(error)}; the same command sends it again", file=sys.stderr
+        )
 
 
 def _means(job: Job) -> dict[str, float]:

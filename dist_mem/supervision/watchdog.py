@@ -149,7 +149,7 @@ class Watchdog:
 
     def end_if_decided(self) -> None:
         """End the process if any rank's watchdog has decided; else return within a second."""
-        if not (self._store_announces() or quickly(self._others_have_reported, TICK) is True):
+        if not (self._store_announces() or call_with_timeout(self._others_have_reported, TICK) is True):
             return
         with self._lock:
             is_first, self._ends = not self._ends, True
@@ -158,7 +158,7 @@ class Watchdog:
         self._thread.join()
 
     def _store_announces(self) -> bool:
-        self._is_announced = self._is_announced or quickly(lambda: has_note(self._note), TICK) is True
+        self._is_announced = self._is_announced or call_with_timeout(lambda: has_note(self._note), TICK) is True
         return self._is_announced
 
     def _watch(self) -> None:
@@ -184,7 +184,7 @@ class Watchdog:
         limit = max(limit, LEAST_SECONDS.get(_progress.phase, 0.0))
         is_reported = idle >= HEAR_SECONDS and self._store_announces()  # early: rank 0, with the store, may end
         if idle >= limit / 2 and idle % max(TICK, self._slack) < TICK:
-            is_reported = is_reported or quickly(self._others_have_reported, TICK) is True
+            is_reported = is_reported or call_with_timeout(self._others_have_reported, TICK) is True
         return idle >= limit or (idle >= limit / 2 and is_reported)
 
     def _others_have_reported(self) -> bool:
@@ -195,7 +195,7 @@ class Watchdog:
 
     def _end(self) -> None:
         """Report, and end the process. Nothing may prevent its end, such as a dead file system."""
-        quickly(lambda: leave_note(self._note), TICK)
+        call_with_timeout(lambda: leave_note(self._note), TICK)
         final_work = _in_background(_progress.before_end or (lambda: None), "the last report to the tracker")
         deadline = time.monotonic() + report_seconds(self._world.size)
         try:
@@ -204,8 +204,8 @@ class Watchdog:
             print(f"watchdog: {type(error).__name__}: {error}", file=sys.stderr)
         finally:
             final_work.join(max(0.0, deadline - time.monotonic()))
-            quickly(lambda: note_exit_code(EXIT_HUNG), TICK, "the exit code for the batch script")
-            quickly(sys.stderr.flush, TICK)
+            call_with_timeout(lambda: note_exit_code(EXIT_HUNG), TICK, "the exit code for the batch script")
+            call_with_timeout(sys.stderr.flush, TICK)
             os._exit(EXIT_HUNG)
 
     def _write_report(self, deadline: float) -> None:
@@ -220,23 +220,25 @@ class Watchdog:
             idle=round(self._idle, 1),
         )
         # First the recorders: once positions are there, all is.
-        quickly(lambda: flight_recorder.save(self._folder, rank), TICK, "the record of collectives")
-        if not quickly(lambda: write_position(self._folder, mine), TICK * 2 + self._slack, "the position"):
+        call_with_timeout(lambda: flight_recorder.save(self._folder, rank), TICK, "the record of collectives")
+        if not call_with_timeout(lambda: write_position(self._folder, mine), TICK * 2 + self._slack, "the position"):
             print(f"watchdog: {self._folder} cannot be written; the stacks of rank {rank}:", file=sys.stderr)
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
             time.sleep(3 * TICK)  # the others cannot read the file: wait until each has checked the store
         gather_limit = gather_seconds(num_ranks) + self._slack + TICK
-        positions = quickly(lambda: gather_positions(self._folder, rank=rank, num_ranks=num_ranks), gather_limit)
+        positions = call_with_timeout(
+            lambda: gather_positions(self._folder, rank=rank, num_ranks=num_ranks), gather_limit
+        )
         if positions is None or positions:  # None: the folder does not answer
             known = positions or [mine]
-            recorded = quickly(self._read_recorders, REPORT_SECONDS + self._slack, "the records of all ranks")
+            recorded = call_with_timeout(self._read_recorders, REPORT_SECONDS + self._slack, "the records of all ranks")
             recorded = recorded or flight_recorder.NO_VERDICT
             text = report(known, self._nodes, seconds=self._seconds, folder=self._folder, recorded=recorded)
             print(text, file=sys.stderr, flush=True)
-            quickly(lambda: self._publish(text, known, recorded), TICK * 2, "the report")
+            call_with_timeout(lambda: self._publish(text, known, recorded), TICK * 2, "the report")
         else:  # that rank reads from this process's connections: if this one ended first, it would fail
             left = max(REPORT_SECONDS, deadline - time.monotonic())
-            quickly(lambda: wait_for_report(self._folder, rank=rank, num_ranks=num_ranks, seconds=left), left)
+            call_with_timeout(lambda: wait_for_report(self._folder, rank=rank, num_ranks=num_ranks, seconds=left), left)
 
     def _read_recorders(self) -> flight_recorder.Verdict:
         return flight_recorder.read_verdict(self._folder)
@@ -263,7 +265,7 @@ def _in_background(work: Callable[[], Any], what: str | None) -> threading.Threa
     return thread
 
 
-def quickly(work: Callable[[], Any], seconds: float, what: str | None = None) -> Any:
+def call_with_timeout(work: Callable[[], Any], seconds: float, what: str | None = None) -> Any:
     """Return the result of `work`; None if it fails or takes longer: it may use a file system that does not answer.
 
     Args:

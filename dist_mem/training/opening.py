@@ -39,7 +39,7 @@ from dist_mem.engine.engine import Engine
 from dist_mem.engine.placement import place_parts
 from dist_mem.errors import RunError, run_error
 from dist_mem.estimate.counting import Flops, NotCountedError, flops_per_token
-from dist_mem.estimate.memory import evaluated_lanes, refuse_what_cannot_fit, surely_fits, training_parts
+from dist_mem.estimate.memory import evaluated_lanes, fits_without_counting, refuse_what_cannot_fit, training_parts
 from dist_mem.evaluation.scoring import lengths_to_score
 from dist_mem.hf.folder import load_pretrained
 from dist_mem.hf.vocabulary import compare_tokens
@@ -355,7 +355,9 @@ def _refuse_what_cannot_fit(config: Config, world: World, data: Data) -> None:
     """Before anything is allocated; every rank calls it. Raises UnusableError on every rank."""
     eval_lanes = max((evaluated_lanes(config.eval, index) for index in data.evaluated), default=0)
     vocab_size, on_gpu, parts = data.tokenizer.vocab_size, world.device.type == "cuda", []
-    if not surely_fits(config, vocab_size, world, num_lanes=2 * len(lanes_of(config.train, world)) + eval_lanes):
+    if not fits_without_counting(
+        config, vocab_size, world, num_lanes=2 * len(lanes_of(config.train, world)) + eval_lanes
+    ):
         with suppress(NotCountedError):  # then nobody knows what it needs
             parts = training_parts(config, vocab_size, world_size=world.size, on_gpu=on_gpu, eval_lanes=eval_lanes)
     refuse_what_cannot_fit(parts, world.device, gather=gather_objects)

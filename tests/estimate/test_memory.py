@@ -23,9 +23,9 @@ from dist_mem.estimate import memory as room
 from dist_mem.estimate.counting import LiveBytes
 from dist_mem.estimate.memory import (
     Part,
+    fits_without_counting,
     refuse_what_cannot_fit,
     scoring_parts,
-    surely_fits,
     training_parts,
     writing_parts,
 )
@@ -132,7 +132,7 @@ def test_an_update_of_one_micro_batch_needs_what_is_predicted(name: str, micro_l
 
 
 def check(config: Config) -> None:
-    """The prediction is within a tenth, and what `surely_fits` allows is more than is used."""
+    """The prediction is within a tenth, and what `fits_without_counting` allows is more than is used."""
     predicted = sum(part.num_bytes for part in training_parts(config, VOCAB_SIZE, world_size=1, on_gpu=False))
     used = allocated(config)
     print(f"{predicted / used:.3f} of {used / 2**20:,.0f} MiB")
@@ -140,8 +140,10 @@ def check(config: Config) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(room, "memory_limits", lambda device: [Limit("all", "all", used)])
         alone = World(0, 1, 0, 1, torch.device("cpu"))
-        assert not surely_fits(config, VOCAB_SIZE, alone, num_lanes=2 * config.train.global_batch_size)
-    assert surely_fits(config, VOCAB_SIZE, alone, num_lanes=2 * config.train.global_batch_size) or used > 2**29
+        assert not fits_without_counting(config, VOCAB_SIZE, alone, num_lanes=2 * config.train.global_batch_size)
+    assert (
+        fits_without_counting(config, VOCAB_SIZE, alone, num_lanes=2 * config.train.global_batch_size) or used > 2**29
+    )
 
 
 def trained(world: World, config_file: Path, changes: list[str]) -> tuple[int, int]:

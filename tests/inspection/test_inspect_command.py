@@ -14,7 +14,7 @@ from dist_mem.__main__ import main
 from dist_mem.errors import EXIT_USAGE
 from dist_mem.inspection.aggregates import aggregate
 from dist_mem.inspection.counterfactual import Passage
-from dist_mem.inspection.shown import aggregates_tables, coloured
+from dist_mem.inspection.terminal_view import aggregates_tables, coloured
 from dist_mem.inspection.words import FUNCTION, MARK, NAME, NUMBER, OTHER, distances_to_last, words_of
 from tests.support.evaluated_runs import MEMORIES, asked, make_run
 from tests.support.messages import said

@@ -16,8 +16,8 @@ from dist_mem.data.documents import Document, Documents
 from dist_mem.data.shard import Index
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.trained_model import TrainedModel, init_state, load_model
+from dist_mem.inspection.attended_passages import mass_by_span, mass_in, memory_rows
 from dist_mem.inspection.counterfactual import Passage, remove_passages
-from dist_mem.inspection.looked import mass_by_span, mass_in, memory_rows
 from dist_mem.inspection.reading import first_border, has_memory, read_document, text_document
 from dist_mem.inspection.walk import losses_of, walk
 from dist_mem.memory import memory_class, memory_kinds

@@ -307,20 +307,20 @@ def test_work_that_does_not_come_back_is_given_up() -> None:
     """As of a file system that does not answer."""
     began = time.monotonic()
     may_end = threading.Event()
-    assert watchdog.quickly(may_end.wait, 0.2) is None
+    assert watchdog.call_with_timeout(may_end.wait, 0.2) is None
     may_end.set()
     assert time.monotonic() - began < limit(10)
-    assert watchdog.quickly(lambda: 7, 10) == 7
-    assert watchdog.quickly(Path("/no/such/place").stat, 10) is None
+    assert watchdog.call_with_timeout(lambda: 7, 10) == 7
+    assert watchdog.call_with_timeout(Path("/no/such/place").stat, 10) is None
 
 
 def test_an_error_and_a_wait_that_were_not_expected_are_shown(capfd: pytest.CaptureFixture[str]) -> None:
     may_end = threading.Event()
     empty: dict[str, str] = {}
-    assert watchdog.quickly(lambda: empty["entries"], 10) is None
+    assert watchdog.call_with_timeout(lambda: empty["entries"], 10) is None
     assert capfd.readouterr().err == ""
-    assert watchdog.quickly(lambda: empty["entries"], 10, "the record") is None
-    assert watchdog.quickly(may_end.wait, 0.1, "the report") is None
+    assert watchdog.call_with_timeout(lambda: empty["entries"], 10, "the record") is None
+    assert watchdog.call_with_timeout(may_end.wait, 0.1, "the report") is None
     may_end.set()
     expected = ["watchdog: the record: KeyError: 'entries'", "watchdog: the report: not done in 0.1 s"]
     assert capfd.readouterr().err.splitlines() == expected

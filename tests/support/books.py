@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from dist_mem.data.documents import Document
-from dist_mem.inspection.looked import Looked
+from dist_mem.inspection.attended_passages import Looked
 from dist_mem.inspection.page.book import Book
 from dist_mem.inspection.reading import DocumentReading
 

@@ -29,7 +29,7 @@ from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
 from dist_mem.runtime.environment import mlflow_credentials_set
 from dist_mem.tracking.log import METRICS_FILE, read_points
 from dist_mem.tracking.mlflow import sender, store
-from dist_mem.tracking.mlflow.client import brief, connect
+from dist_mem.tracking.mlflow.client import connect, first_line
 from dist_mem.tracking.mlflow.store import RUN_ID_FILE, check_tracking
 from tests.support.certificates import write_certificates
 from tests.support.file_server import FileServer
@@ -190,7 +190,7 @@ def test_every_refused_request_says_what_to_set(
         ):
             with pytest.raises((MlflowException, HTTPError)) as caught:
                 send()
-            assert brief(caught.value).startswith(reason), send
+            assert first_line(caught.value).startswith(reason), send
 
 
 def test_a_run_of_another_log_is_refused_before_it_is_trained(
@@ -415,6 +415,6 @@ PLAIN_ADDRESSES = [
 )
 def test_a_message_about_a_store_has_its_address_without_user_and_password(uri: str, login: str, shown: str) -> None:
     lines: list[str] = []
-    report = sender.discreet(lines.append, uri.format(login))
+    report = sender.hide_credentials(lines.append, uri.format(login))
     report(f"MLflow at {uri.format(login)} cannot be used now ({login}db.example is down)")
     assert lines == [f"MLflow at {shown} cannot be used now (db.example is down)"]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from dist_mem.data.plan import segment_starts
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.job import StopCheck, as_job, found_by_all, use_threads
+from dist_mem.evaluation.job import StopCheck, find_checkpoint_on_rank0, run_on_ranks, use_threads
 from dist_mem.evaluation.sweep import names_of
 from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation.text import read_file
@@ -81,7 +81,7 @@ def run(asked: Asked, *, out: Path | None, early: StopSignal | None = None) -> i
         )
         _publish(page, path, asked)
 
-    return as_job(work, asked.overrides, early)
+    return run_on_ranks(work, asked.overrides, early)
 
 
 def _book(asked: Asked, text: str | None, world: World, check: StopCheck) -> tuple[TrainedModel, Book]:
@@ -90,11 +90,11 @@ def _book(asked: Asked, text: str | None, world: World, check: StopCheck) -> tup
     request = Request(
         asked.runs[0], against, book=asked.book, text=asked.text, split=asked.split, overrides=asked.overrides
     )
-    found = found_by_all(request.run, None, world)
+    found = find_checkpoint_on_rank0(request.run, None, world)
     config = settings_of(request, found)
     use_threads(config.train)
     trained, document, title, _ = open_subject(request, found, world, text)
-    other = None if against is None else open_other(request, found_by_all(against, None, world), world)
+    other = None if against is None else open_other(request, find_checkpoint_on_rank0(against, None, world), world)
     for model in (trained, other):
         if model is not None:
             model.model.register_forward_pre_hook(check)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dist_mem.memory.parts.inspection import Spans
-from dist_mem.memory.parts.shown import Shown
+from dist_mem.memory.parts.row_mask import Shown
 
 GROUP = 4  # scores whose maximum is compared first; 8 and 16 were slower
 

@@ -24,11 +24,11 @@ from dist_mem.data.shard import Index
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.job import (
     StopCheck,
-    as_job,
     data_tag,
     described,
-    found_by_all,
-    read_before,
+    find_checkpoint_on_rank0,
+    read_memory_file_of,
+    run_on_ranks,
     track,
     use_threads,
 )
@@ -131,7 +131,7 @@ def run(
         UnusableError: the checkpoint, the data or the overrides are invalid.
     """
     work = partial(_run, path=path, settings=settings, step=checkpoint, overrides=overrides)
-    return as_job(work, overrides, early)
+    return run_on_ranks(work, overrides, early)
 
 
 def _run(
@@ -141,7 +141,7 @@ def _run(
         raise ValueError(
             f"dist-mem dialogue runs on one process, not on {world.size}: raise eval.batch_size to read more at once"
         )
-    found = found_by_all(path, step, world)
+    found = find_checkpoint_on_rank0(path, step, world)
     whole = ["eval.layout=documents", "eval.max_document_len=null"]  # each conversation separately, to its end
     config = read_settings(found.directory, [*overrides, *whole], reads_data=True)
     if protocol_of(config).blocks:
@@ -150,7 +150,7 @@ def _run(
         )
     use_threads(config.train)
     split = settings.split or config.eval.split
-    before = read_before(settings.memory, config.eval, world)
+    before = read_memory_file_of(settings.memory, config.eval, world)
     open_wordnet(settings.wordnet)  # fail early if the folder is wrong
     refresh(config.data, [split])
     data = data_tag(found, config.data, split)

@@ -40,15 +40,15 @@ def _status_of(error: Exception) -> int | None:
     return int(error.get_http_status_code()) if isinstance(error, MlflowException) else None
 
 
-def brief(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """Return an error in one line, without the user and password of URLs in the messages of MLflow's client."""
-    if refusal := what_to_set(error):
+    if refusal := remedy_for(error):
         return refusal
-    first_line = re.sub(r"//[^/\s]*@", "//", (str(error).splitlines() or [""])[0])
-    return f"{type(error).__name__}: {first_line[:300]}"
+    line = re.sub(r"//[^/\s]*@", "//", (str(error).splitlines() or [""])[0])
+    return f"{type(error).__name__}: {line[:300]}"
 
 
-def what_to_set(error: Exception) -> str | None:
+def remedy_for(error: Exception) -> str | None:
     """Return why a server refuses access, and what the user can do; None if the error is no refusal."""
     status, text = _status_of(error), str(error)
     if status == 401:

@@ -23,7 +23,7 @@ from dist_mem.errors import RunError, UnfitError, UnusableError
 from dist_mem.runtime.environment import mlflow_environment
 from dist_mem.runtime.extras import require
 from dist_mem.tracking.log import METRICS_FILE, read_header
-from dist_mem.tracking.mlflow.client import brief, connect, find_run, import_mlflow_quietly, is_refusal, what_to_set
+from dist_mem.tracking.mlflow.client import connect, find_run, first_line, import_mlflow_quietly, is_refusal, remedy_for
 from dist_mem.tracking.mlflow.database import ForeignError
 from dist_mem.tracking.mlflow.run import STEP_TAG
 from dist_mem.tracking.mlflow.store import (
@@ -239,12 +239,12 @@ def _explained(uri: str, what: str) -> Iterator[None]:
         raise
     except Exception as error:  # any of the many libraries under MLflow's stores
         kind = _kind_of(error)
-        raise kind(f"--mlflow: MLflow at {without_credentials(uri)} {what}: {brief(error)}") from error
+        raise kind(f"--mlflow: MLflow at {without_credentials(uri)} {what}: {first_line(error)}") from error
 
 
 def _kind_of(error: Exception) -> type[RunError]:
     """Return UnusableError if MLflow refuses what the user asks for; another start may have more luck otherwise."""
-    return UnusableError if what_to_set(error) or is_refusal(error) else UnfitError
+    return UnusableError if remedy_for(error) or is_refusal(error) else UnfitError
 
 
 def invalid_request(error: Exception) -> Exception:
@@ -283,7 +283,8 @@ def fetch_model(address: str, overrides: Sequence[str] = ()) -> Path:
     except Exception as error:  # any of the many libraries under MLflow's stores
         kind = _kind_of(error)
         raise kind(
-            f"MLflow cannot fetch {address}: {brief(error)}; check the address, and give the store as tracking.uri=URL"
+            f"MLflow cannot fetch {address}: {first_line(error)}; "
+            "check the address, and give the store as tracking.uri=URL"
         ) from error
     exports = sorted(path.parent for path in folder.rglob("manifest.json"))
     if len(exports) != 1:

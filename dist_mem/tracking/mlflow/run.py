@@ -20,10 +20,10 @@ from dist_mem.runtime.files import is_file, write_text
 from dist_mem.runtime.names import is_plain_path
 from dist_mem.tracking.log import METRICS_FILE, Entry, Header, LogError, read_header
 from dist_mem.tracking.mlflow.client import (
-    brief,
     connect,
     experiment_id_of,
     find_run,
+    first_line,
     import_mlflow_quietly,
     is_refusal,
 )
@@ -190,7 +190,7 @@ class MlflowRun:
                 self._log(kind, items[:middle], run_id)
                 self._log(kind, items[middle:], run_id)
             elif items and (name := items[0].key) not in self.refused:
-                self.refused[name] = f"MLflow refused {kind.removesuffix('s')} {name!a}: {brief(error)}"
+                self.refused[name] = f"MLflow refused {kind.removesuffix('s')} {name!a}: {first_line(error)}"
                 self._report(self.refused[name])
 
     def send_points(self, entries: Sequence[Entry], run_id: str) -> None:

@@ -24,7 +24,7 @@ from dist_mem.errors import TakenOverError
 from dist_mem.runtime.addresses import login_of
 from dist_mem.runtime.files import fsync_path
 from dist_mem.tracking.log import EMPTIED, Entry, Log, LogReader, find_entries, is_superseded, read_entries
-from dist_mem.tracking.mlflow.client import brief, client_tags, is_refusal, what_to_set
+from dist_mem.tracking.mlflow.client import client_tags, first_line, is_refusal, remedy_for
 from dist_mem.tracking.mlflow.run import MlflowRun, Target, target_of
 from dist_mem.tracking.mlflow.store import read_run_id, sync_command
 from dist_mem.tracking.names import in_group
@@ -197,7 +197,7 @@ class Sender:
         except Exception as error:
             if not (is_refusal(error) and self.run.takes_entries()):
                 raise
-            self.refused.append(f"MLflow refused {name}: {brief(error)}")
+            self.refused.append(f"MLflow refused {name}: {first_line(error)}")
             self._report(self.refused[-1])
 
 
@@ -244,8 +244,8 @@ class Delivery:
                 self._send()
             except Exception as error:  # no error of a client library may end the thread or the training
                 self.error = error
-                if (refusal := what_to_set(error)) not in reported:
-                    reason = f"{self._service} cannot be used now ({brief(error)})"
+                if (refusal := remedy_for(error)) not in reported:
+                    reason = f"{self._service} cannot be used now ({first_line(error)})"
                     self._report(f"{reason}; nothing waits for it, all data are kept")
                 reported.add(refusal)
                 pause = min(2 * pause, _LONGEST_PAUSE)
@@ -259,7 +259,7 @@ class Delivery:
             self._closing.wait(pause)
 
 
-def discreet(report: Callable[[str], None], uri: str) -> Callable[[str], None]:
+def hide_credentials(report: Callable[[str], None], uri: str) -> Callable[[str], None]:
     """Wrap `report` to remove the user, password and query of a URI, which would end up in log files."""
     scheme, _, rest = uri.partition("://")
     login, shown = login_of(scheme, rest), without_credentials(uri)
@@ -278,7 +278,7 @@ class MlflowReader(Sink):
             report: called with a line for the user, also from threads.
         """
         target = target_of(tracking, run_dir, log.header)
-        self._log, self._target, self._report = log, target, discreet(report, target.uri)
+        self._log, self._target, self._report = log, target, hide_credentials(report, target.uri)
         self._known_run_id = read_run_id(run_dir)
         self._sync = sync_command(tracking, run_dir)
         self._is_closed = False

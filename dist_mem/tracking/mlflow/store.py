@@ -29,13 +29,13 @@ from dist_mem.runtime.environment import mlflow_environment, slurm_job
 from dist_mem.runtime.files import file_system_of, is_missing, is_network_file_system, read_regular, write_text
 from dist_mem.tracking.log import METRICS_FILE, Header, read_header
 from dist_mem.tracking.mlflow.client import (
-    brief,
     check_experiment,
     connect,
     find_run,
+    first_line,
     import_mlflow_quietly,
+    remedy_for,
     stage_of,
-    what_to_set,
 )
 from dist_mem.tracking.mlflow.database import ForeignError, file_of
 from dist_mem.tracking.provenance import without_credentials
@@ -313,11 +313,11 @@ def check_tracking(tracking: TrackingConfig, run_dir: Path) -> str | None:
         return None
     if isinstance(result[0], ForeignError):
         raise result[0]
-    if refusal := what_to_set(result[0]) or (isinstance(result[0], UnusableError) and str(result[0])):
+    if refusal := remedy_for(result[0]) or (isinstance(result[0], UnusableError) and str(result[0])):
         raise UnusableError(
             f"MLflow at {without_credentials(uri)} cannot be used: {refusal}. Or set tracking.send=never"
         )
-    return brief(result[0])
+    return first_line(result[0])
 
 
 def was_tracked(run_dir: Path) -> bool:

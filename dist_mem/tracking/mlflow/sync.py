@@ -41,10 +41,10 @@ from dist_mem.tracking.log import (
     read_points,
     write_log,
 )
-from dist_mem.tracking.mlflow.client import brief, import_mlflow_quietly, what_to_set
+from dist_mem.tracking.mlflow.client import first_line, import_mlflow_quietly, remedy_for
 from dist_mem.tracking.mlflow.database import ForeignError
 from dist_mem.tracking.mlflow.run import target_of
-from dist_mem.tracking.mlflow.sender import Delivery, Sender, discreet
+from dist_mem.tracking.mlflow.sender import Delivery, Sender, hide_credentials
 from dist_mem.tracking.mlflow.store import check_named, check_store, is_named_by_user, store_uri, sync_command
 from dist_mem.tracking.provenance import without_credentials
 
@@ -114,8 +114,8 @@ def _sync(tracking: TrackingConfig, run_dir: Path, named: Sequence[str], count: 
         print(f"error: {run_dir}: {error}", file=sys.stderr)
         return EXIT_USAGE
     except Exception as error:  # any of the many libraries under MLflow's stores
-        print(f"error: {run_dir}: MLflow does not have everything: {brief(error)}", file=sys.stderr)
-        return EXIT_USAGE if what_to_set(error) else EXIT_FAILED
+        print(f"error: {run_dir}: MLflow does not have everything: {first_line(error)}", file=sys.stderr)
+        return EXIT_USAGE if remedy_for(error) else EXIT_FAILED
     gaps += [f"MLflow refused {counted(len(sender.run.refused), 'name')}, see above"] if sender.run.refused else []
     for gap in gaps:
         print(f"error: {run_dir}: {gap}", file=sys.stderr)
@@ -169,7 +169,7 @@ def send_log(
             if read_header(path).uid != header.uid:
                 raise LogError(f"{path} is an evaluation of another run than {log}: move it away")
     target = target_of(tracking, run_dir, header, is_named=is_named)
-    sender = Sender(target, log, report=discreet(report, target.uri))
+    sender = Sender(target, log, report=hide_credentials(report, target.uri))
     sender.send()
     for path in kept:
         with suppress(FileNotFoundError):  # another process has sent it
@@ -229,7 +229,7 @@ def log_to_run(
     senders: list[Sender] = []
     delivery = Delivery(
         lambda: senders.append(send_log(tracking, run_dir, report=messages.append, is_named=is_named)),
-        report=discreet(messages.append, store_uri(tracking)),
+        report=hide_credentials(messages.append, store_uri(tracking)),
         service=f"MLflow at {store_uri(tracking)}",
     )
     if delivery.close(EVALUATION_SECONDS):
