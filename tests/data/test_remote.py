@@ -14,7 +14,7 @@ from dist_mem.config import DataConfig
 from dist_mem.data.directory import local_dir, open_index, open_tokenizer, refresh, refresh_on_all_ranks
 from dist_mem.data.documents import Documents
 from dist_mem.data.plan import START, DocumentPlan, make_plan
-from dist_mem.data.remote.fetch import RemoteError, address, is_remote, show
+from dist_mem.data.remote.fetch import WrongRemoteError, address, is_remote, show
 from dist_mem.data.segments import read_lane
 from dist_mem.data.shard import Index, check_document, fetch_shards, read_index, read_tokens
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
@@ -82,7 +82,7 @@ def test_an_index_that_changed_on_the_server_alone_is_noticed(server: FileServer
     old = (server.root / SHARD).read_bytes()
     make_split(server.root / "train", [LENGTHS[0] + 1, *LENGTHS[1:]], with_extras=True, max_shard_bytes=60)
     (server.root / SHARD).write_bytes(old)
-    with refused(RemoteError, f"{server.url}/{SHARD}"):
+    with refused(WrongRemoteError, f"{server.url}/{SHARD}"):
         fetch_shards(opened(data))
 
 
@@ -123,7 +123,7 @@ def test_columns_that_are_not_those_of_the_index_are_refused(server: FileServer,
     name = "train/documents.safetensors"
     content = (server.root / name).read_bytes()
     (server.root / name).write_bytes(content[:-1] + b"?")
-    with refused(RemoteError, f"{server.url}/{name}"):
+    with refused(WrongRemoteError, f"{server.url}/{name}"):
         opened(data)
     assert server.asked[name] == 2
     assert not (local_dir(data) / name).exists()
@@ -133,7 +133,7 @@ def test_columns_that_are_not_those_of_the_index_are_refused(server: FileServer,
 def test_an_unknown_scheme_names_those_that_are_known(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str
 ) -> None:
-    with refused(RemoteError, f"{path.partition(':')[0]}: is not among", "https"):
+    with refused(WrongRemoteError, f"{path.partition(':')[0]}: is not among", "https"):
         refresh(DataConfig(path=path, cache=str(tmp_path)), [])
     for command in (["train", "--check", "train.steps=1", f"data.path='{path}'"], ["data", "verify", path]):
         assert main(command) == 2

@@ -15,7 +15,7 @@ from aiohttp import connector
 from dist_mem.config import DataConfig
 from dist_mem.data import directory
 from dist_mem.data.directory import local_dir, refresh
-from dist_mem.data.remote.fetch import RemoteError, UnreachableError
+from dist_mem.data.remote.fetch import RemoteError, UnreachableError, WrongRemoteError
 from dist_mem.data.shard import fetch_shards, read_tokens
 from tests.support.certificates import write_certificates
 from tests.support.file_server import ENDLESS_BYTES, SHARD, FileServer, be_impatient, opened
@@ -69,7 +69,7 @@ def test_a_login_and_a_query_of_an_address_are_sent_and_not_shown(
 
 def test_https_is_not_followed_to_http(server: FileServer, secure: FileServer, tmp_path: Path) -> None:
     secure.faults["tokenizer.json"] = [f"{server.url}/tokenizer.json"]
-    with refused(RemoteError, f"{secure.url}/tokenizer.json"):
+    with refused(WrongRemoteError, f"{secure.url}/tokenizer.json"):
         refresh(data_at(secure.url, tmp_path), [])
     assert not server.asked
     assert secure.asked["tokenizer.json"] == 1  # the same answer each time
@@ -85,7 +85,7 @@ def test_a_server_sends_nobody_to_other_protocols(
 ) -> None:
     for each in (server, secure):
         each.faults["tokenizer.json"] = [f"{scheme}://127.0.0.1{server.root}/tokenizer.json"]
-        with refused(RemoteError, f"{each.url}/tokenizer.json", f"{scheme}:"):
+        with refused(WrongRemoteError, f"{each.url}/tokenizer.json", f"{scheme}:"):
             refresh(data_at(each.url, tmp_path), [])
 
 
@@ -120,7 +120,7 @@ def test_a_redirect_takes_no_credentials_elsewhere(
 @pytest.mark.parametrize(("more", "mode"), [("", 0o644), (" s3cret", 0o600)])
 def test_an_unfit_netrc_is_named_and_not_shown(secure: FileServer, tmp_path: Path, more: str, mode: int) -> None:
     write_netrc(tmp_path, f"machine 127.0.0.1 login ada password s3cret{more}\n", mode)
-    with refused(RemoteError, f"{tmp_path}/.netrc") as caught:
+    with refused(WrongRemoteError, f"{tmp_path}/.netrc") as caught:
         refresh(data_at(secure.url, tmp_path), [])
     assert "s3cret" not in str(caught.value)
     assert not secure.asked
@@ -134,7 +134,7 @@ def test_a_body_ends_where_it_may_be_no_longer(
     data = data_at(server.url, tmp_path)
     size = 10_240 if name == SHARD else 2**20
     server.faults[name] = ["endless"]
-    with refused(RemoteError, f"{server.url}/{name}", f"{size:,}"):
+    with refused(WrongRemoteError, f"{server.url}/{name}", f"{size:,}"):
         fetch_shards(opened(data))
     assert server.asked[name] == 2
     assert server.num_sent < ENDLESS_BYTES / 4
@@ -145,7 +145,7 @@ def test_a_certificate_of_nobody_we_trust_is_refused(
     secure: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connector, "_SSL_CONTEXT_VERIFIED", ssl.create_default_context())
-    with refused(RemoteError, f"{secure.url}/tokenizer.json", "certificate"):
+    with refused(WrongRemoteError, f"{secure.url}/tokenizer.json", "certificate"):
         refresh(data_at(secure.url, tmp_path), [])
     assert not secure.asked
 
@@ -190,6 +190,6 @@ def test_a_hub_that_cannot_be_reached_is_asked_again_and_named(hub: FileServer, 
     ],
 )
 def test_an_address_of_no_hub_or_a_bucket_with_a_password_is_named(tmp_path: Path, path: str, named: str) -> None:
-    with refused(RemoteError, named) as caught:
+    with refused(WrongRemoteError, named) as caught:
         refresh(data_at(path, tmp_path), [])
     assert "s3cret" not in str(caught.value)

@@ -19,7 +19,7 @@ import pytest
 from dist_mem.config import DataConfig
 from dist_mem.data.directory import open_index, refresh, refresh_on_all_ranks
 from dist_mem.data.remote import stage
-from dist_mem.data.remote.fetch import RemoteError
+from dist_mem.data.remote.fetch import FailedRemoteError, RemoteError
 from dist_mem.data.shard import fetch_shards, read_tokens
 from dist_mem.data.verify import verify_dataset
 from dist_mem.errors import RunError
@@ -267,7 +267,7 @@ def test_a_disk_that_fills_up_meanwhile_is_reported_and_keeps_nothing_by_halves(
     monkeypatch.setattr(stage, "SPARE_BYTES", -(2**30))
     with small_disk(tmp_path / "small", "size=20k") as small:
         data = DataConfig(path=str(books), stage="node", stage_dir=str(small))
-        with refused(RemoteError, "data.stage_dir"):
+        with refused(FailedRemoteError, "data.stage_dir"):
             fill(data)
         assert not list(small.rglob("*.partial")) and not list(small.rglob("whole.json"))
 

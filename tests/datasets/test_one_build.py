@@ -16,7 +16,7 @@ from dist_mem.config import DataConfig
 from dist_mem.data import shard
 from dist_mem.data.directory import open_index, refresh
 from dist_mem.data.metadata import ShardError
-from dist_mem.data.remote.fetch import RemoteError
+from dist_mem.data.remote.fetch import WrongRemoteError
 from dist_mem.data.verify import verify_dataset
 from dist_mem.datasets import builder, task_text
 from dist_mem.datasets.recipes import builder_names, characters
@@ -174,7 +174,7 @@ def test_splits_of_two_builds_on_a_server_are_refused(two: tuple[Path, Path], tm
     data = DataConfig(path=server.url, cache=str(tmp_path / "cache"))
     refresh(data, ["train", "test"])
     (one / "test" / "build.json").unlink()
-    with refused(RemoteError, "build.json"):
+    with refused(WrongRemoteError, "build.json"):
         refresh(data, ["train", "test"])
     (one / "train" / "build.json").unlink()
     refresh(data, ["train", "test"])
