@@ -28,7 +28,7 @@ def complete(schema: Any, tree: Any) -> Any:
     if item is None and (block := block_of(schema)) is not None and isinstance(tree, Mapping):
         given = {**as_tree(block()), **tree}
         return {name: complete(kind, given[name]) for name, kind in (fields_of(block) or {}).items()}
-    return _number_of_type(schema, tree)
+    return number_of_type(schema, tree)
 
 
 def build(schema: Any, tree: Any, key: str = "") -> Any:
@@ -50,14 +50,14 @@ def build(schema: Any, tree: Any, key: str = "") -> Any:
         if missing := [Problem(join(key, name), "is missing: give it") for name in required if name not in tree]:
             raise ConfigError(missing)
         return block(**{name: build(kinds[name], child, join(key, name)) for name, child in tree.items()})
-    return as_tree(_number_of_type(schema, tree))
+    return as_tree(number_of_type(schema, tree))
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:
     return field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-def _number_of_type(schema: Any, value: Any) -> Any:
+def number_of_type(schema: Any, value: Any) -> Any:
     """Return a whole number as a float or a text where the schema has that type; all else as it is."""
     kinds = alternatives(schema)
     if type(value) is not int or int in kinds:

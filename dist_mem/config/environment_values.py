@@ -73,7 +73,7 @@ def hide_all(text: str, document: Mapping[str, Any]) -> str:
     """`hide` for a message about this document: also replaces numbers and short texts that are whole words."""
     for written, value in from_environment(document).values():
         if str(value):
-            text = written.join(re.split(rf"(?<!\w){re.escape(str(value))}(?!\w)", text))
+            text = written.join(re.split(rf"(?<![\w.]){re.escape(str(value))}(?!\w|\.\d)", text))
     return hide(text)
 
 

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from dist_mem.config.blocks import put, value_at
+from dist_mem.config.blocks import number_of_type, put, value_at
 from dist_mem.config.check import (
     ConfigError,
     Problem,
@@ -100,7 +100,7 @@ def of_type(schema: Any, value: Any) -> Any:
     kinds = {*alternatives(schema)}
     if not isinstance(value, str) or kinds & {str, Any, object} or not kinds & {int, float, bool}:
         return value
-    found = typed(schema, Letters(value))
+    found = number_of_type(schema, typed(schema, Letters(value)))
     if any(check_tree(schema, found)):
         rule = ", a number without a leading 0, `_` or `:`" if kinds & {int, float} else ""
         raise ValueError(f"{describe_type(schema)}{rule}")
