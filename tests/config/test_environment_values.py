@@ -86,7 +86,12 @@ def test_an_export_has_numbers_and_kinds_but_no_texts(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("key", "before", "after"),
-    [("train.seed", "87", "88"), ("train.segments_per_update", "87", "88"), ("model.dropout", "0.5", "0.25")],
+    [
+        ("train.seed", "87", "88"),
+        ("train.segments_per_update", "87", "88"),
+        ("model.dropout", "0.5", "0.25"),
+        ("model.dropout", "0", "0.25"),
+    ],
 )
 @pytest.mark.parametrize("is_default", [False, True])
 def test_a_resume_notices_another_value_of_the_same_interpolation(
