@@ -267,7 +267,7 @@ def test_a_file_of_another_program_is_a_failure_also_of_a_run_that_mlflow_has_ac
 
 
 def _fail_to_read(world: World, config_file: Path, code: int) -> str | list[str]:
-    def fail(config: object) -> None:
+    def fail(*settings: object) -> None:
         raise OSError(code, "reading failed", "books/train/index.json")
 
     with pytest.MonkeyPatch.context() as patch:

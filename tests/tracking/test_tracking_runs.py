@@ -165,7 +165,7 @@ def test_a_run_without_a_log_belongs_to_whoever_is_named_by_the_user(
     theirs = sent.client.create_run("0", tags={"mine": "kept"}).info.run_id
     sent.job(steps(1, 2), tracking={"send": "never"})
     (sent.run_dir / RUN_ID_FILE).write_text(f"{theirs}\n")
-    for use in (sent.send, partial(check_tracking, sent.config(), sent.run_dir)):
+    for use in (sent.send, partial(check_tracking, sent.config().tracking, sent.run_dir)):
         with refused(UnusableError, f"MLFLOW_RUN_ID={theirs}", sent.run_dir / RUN_ID_FILE):
             use()
     monkeypatch.setenv("MLFLOW_RUN_ID", theirs)
@@ -422,7 +422,7 @@ def test_invalid_run_id_is_refused_and_its_place_named(sent: Sent, monkeypatch: 
     else:
         path.write_bytes(text.encode("latin-1"))
     is_written = path.exists()
-    uses: list[Callable[[], object]] = [sent.start, partial(check_tracking, config, run_dir)]
+    uses: list[Callable[[], object]] = [sent.start, partial(check_tracking, config.tracking, run_dir)]
     for use in [*uses, sent.send] if is_written else uses:
         with refused(UnusableError, path if is_written else "MLFLOW_RUN_ID"):
             use()
