@@ -14,19 +14,10 @@ tars, in order; so the result does not depend on the number of workers.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import multiprocessing
-import os
 import shutil
-import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from functools import lru_cache
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -48,12 +39,12 @@ from dist_mem.data.tokenizers.registry import (
 from dist_mem.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.datasets.source import SourceDocument, check_sources, encoded, recall_distances, scored_tokens
-from dist_mem.errors import UnfitError, UnusableError
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import open_regular, replacing
 from dist_mem.runtime.locks import held_folder
 from dist_mem.runtime.progress import Progress, counting
 from dist_mem.runtime.terminal import some
+from dist_mem.runtime.workers import map_unordered
 
 ReadT = TypeVar("ReadT")
 WORK_DIR = ".build"
@@ -339,82 +330,3 @@ def _remove_dataset(out: Path) -> None:
 
 def _recipe(ingredients: Any) -> str:
     return hashlib.sha256(json_text(ingredients, sort_keys=True).encode()).hexdigest()
-
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-
-class WorkerKilledError(UnfitError):
-    """A worker process ended without an error; the system kills the largest process if memory runs out."""
-
-
-@contextmanager
-def map_unordered(
-    function: Callable[[Item], Result], items: Sequence[Item], *, workers: int
-) -> Iterator[Iterator[Result]]:
-    """Yield an iterator of the results of `function` in order of completion; with one worker, compute in this process.
-
-    `function` and the items are sent to the workers: they must be picklable, and the main script importable.
-
-    Raises:
-        WorkerKilledError: inside the `with` block, where errors of `function` are raised too.
-    """
-    workers = min(workers, len(items))
-    if workers <= 1:
-        yield map(function, items)
-        return
-    context = multiprocessing.get_context("spawn")  # forked workers would inherit the caller's threads
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
-    try:
-        futures = [pool.submit(function, item) for item in items]
-        yield (future.result() for future in as_completed(futures))
-    except BrokenProcessPool as error:
-        raise WorkerKilledError(
-            "a worker process was killed, perhaps for its memory: start the same command again with fewer workers; "
-            "finished pieces are kept"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _start_worker() -> None:
-    """Exit when the builder dies, even if it is killed: the next builder must find no other process at work."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        raise RuntimeError("this function is for worker processes")
-
-    def watch(sentinel: int) -> None:
-        wait([sentinel])
-        os._exit(1)
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the builder handles Ctrl-C
-    threading.Thread(target=watch, args=(parent.sentinel,), daemon=True).start()
-
-
-def add_build_options(parser: argparse.ArgumentParser, *, vocab_size: int | None) -> None:
-    """Add the options of every builder that calls `build_dataset`.
-
-    Args:
-        vocab_size: default of --vocab-size; None: the builder has no such option.
-    """
-    add = parser.add_argument
-    if vocab_size is not None:
-        size_help = "of SentencePiece (default: %(default)s)"
-        add("--vocab-size", type=positive, default=vocab_size, metavar="N", help=size_help)
-    add("--workers", type=positive, default=1, metavar="N", help="processes (default: %(default)s)")
-    add("--overwrite", action="store_true", help="replace another build in --out")
-
-
-def check_paths(*paths: Path | None) -> None:
-    """Raise UnusableError if an input file or folder does not exist; None: an option that was not given."""
-    for path in paths:
-        if path is not None and not path.exists():
-            raise UnusableError(f"there is no {path}")
-
-
-def positive(text: str) -> int:
-    """Parse an option's value that must be 1 or more."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return int(text)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dist_mem.data.tokenizers.byte_pairs import read_byte_pairs, train_byte_pairs
 from dist_mem.data.tokenizers.registry import save_tokenizer
-from dist_mem.datasets.builder import positive
+from dist_mem.datasets.options import positive
 from dist_mem.datasets.rows import TEXT_SUFFIX
 from dist_mem.datasets.source import read_text
 from dist_mem.datasets.tree import listed_files

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from dist_mem.data.shard import Index, ShardError, read_index, read_tokens
-from dist_mem.datasets.builder import positive
+from dist_mem.datasets.options import positive
 
 NUM_SYMBOLS = 20
 

@@ -30,8 +30,8 @@ from dist_mem.data.shard import INDEX_NAME, TokenizedDocument, read_index, write
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import JSON_NAME, load_tokenizer, read_tokenizer_metadata, save_tokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
-from dist_mem.datasets.builder import positive
 from dist_mem.datasets.corpus import by_name, find_files
+from dist_mem.datasets.options import positive
 from dist_mem.datasets.rows import TEXT_SUFFIX
 from dist_mem.datasets.sample_library import write_book
 from dist_mem.datasets.source import RecallSpan, SourceDocument, encoded, read_text, recall_distances, with_lf

@@ -19,7 +19,8 @@ from dist_mem.data.tokenizers.registry import FILE_NAMES, JSON_NAME
 from dist_mem.engine.optimizer import num_moments
 from dist_mem.estimate.dry_run import check_model
 from dist_mem.runtime.compilers import compiler_caches
-from dist_mem.runtime.files import file_system_of, is_network_file_system, partial_of
+from dist_mem.runtime.file_systems import file_system_of, is_network_file_system
+from dist_mem.runtime.files import partial_of
 from dist_mem.supervision.findings import Remark, fail, ok, warning
 
 _FLEETING_TYPES = ("tmpfs", "ramfs", "overlay")  # gone with the node, or the container

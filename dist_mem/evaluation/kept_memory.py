@@ -21,7 +21,8 @@ from dist_mem.config.check import flatten
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.memory_file import FORMAT_VERSION, OPEN_SEGMENT, MemoryFile, TextRead, digest_of
 from dist_mem.evaluation.protocol import protocol_of
-from dist_mem.evaluation.scoring import NO_INPUTS, InitState
+from dist_mem.evaluation.scoring import InitState
+from dist_mem.evaluation.split_layout import NO_INPUTS
 from dist_mem.evaluation.trained_model import TrainedModel, init_state
 from dist_mem.memory import memory_class, memory_options
 from dist_mem.memory.base import map_state, named_tensors

@@ -21,7 +21,7 @@ previous lane. So the metrics depend on the number of lanes, but not on the numb
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -31,21 +31,20 @@ from torch import Tensor
 
 from dist_mem.config import Config, EvalConfig
 from dist_mem.data.batch import IGNORE, Batch
-from dist_mem.data.lanes import check_tokenizer, evaluation_batches, stream_batches
-from dist_mem.data.plan import StreamPlan, cut_lengths, evaluation_plan, lanes_of_rank, segment_starts
-from dist_mem.data.shard import Index, check_document, read_mask, read_recall, read_tokens
+from dist_mem.data.lanes import check_tokenizer
+from dist_mem.data.plan import cut_lengths
+from dist_mem.data.shard import Index, read_mask
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.errors import RunError
-from dist_mem.evaluation.depth import answer_depth
+from dist_mem.evaluation.document_sizes import DocumentSizes, is_whole, measure_documents
 from dist_mem.evaluation.protocol import protocol_of, short_term_len
 from dist_mem.evaluation.scores import DocumentScore, RecallScore, Report, total_words
+from dist_mem.evaluation.split_layout import NO_INPUTS, Extent, Step, part_of_rank
 from dist_mem.memory.base import map_state
 from dist_mem.model import LMOutput, LMState, empty_memories, reset_lanes
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.progress import Progress
 
-NO_INPUTS = np.empty(0, dtype=np.int64)
 Forward = Callable[..., LMOutput]  # (tokens, targets, valid_len, state=state), without dropout
 InitState = Callable[[Tensor], LMState]  # document numbers (B,) int64 -> empty memories on the device
 
@@ -97,7 +96,7 @@ def score_split(
     """
     lengths = lengths_to_score(index, tokenizer, config.eval)
     part = part_of_rank(index, lengths, config=config, bos_id=tokenizer.bos_id, world=world, inputs=inputs)
-    share = agreed_share(index, part.documents, part.own, part.extent, tokenizer, world)
+    share = measure_documents(index, part.documents, part.own, part.extent, tokenizer, world)
     sums, of_rank = _empty_sums(share, world.device), part.num_tokens / part.all_tokens
     with Progress(part.all_tokens, f"scoring {index.split}", shown=world.rank == 0, share=of_rank) as progress:
         score_batches(forward, init_state, part.steps, sums, progress=progress, without_memory=without_memory)
@@ -204,7 +203,7 @@ def add_scores(sums: Sums, batch: Batch, documents: Tensor, output: LMOutput) ->
         sums.recall_hits.index_add_(0, distances, hits.flatten())
 
 
-def _empty_sums(share: Share, device: torch.device) -> Sums:
+def _empty_sums(share: DocumentSizes, device: torch.device) -> Sums:
     by_document = torch.zeros(3, len(share.words), dtype=torch.float64, device=device)
     by_distance = torch.zeros(3, share.max_distance + 1, dtype=torch.float64, device=device)
     return Sums(*[*by_document, *by_distance, share.words, share.bytes, share.depths])
@@ -234,179 +233,3 @@ def check_complete(index: Index, extent: Extent, sums: Sums) -> None:
             f"{index.split_dir}: no token is scored, so there is no metric: set eval.max_document_len higher, or to "
             "null, or build the split with tokens that count"
         )
-
-
-LeftOut = Callable[[int], np.ndarray]  # document -> offsets of its tokens that are read but not scored
-
-
-def nothing_left_out(document: int) -> np.ndarray:
-    return np.empty(0, dtype=np.int64)
-
-
-class Extent(NamedTuple):
-    """The part of a split that is scored, further restricted by the masks of its documents."""
-
-    lengths: np.ndarray  # (documents,) tokens read of each document
-    left_out: LeftOut = nothing_left_out  # the first tokens of blocks
-
-
-class Share(NamedTuple):
-    """Sizes of the documents of one rank, measured before scoring."""
-
-    words: Tensor  # (documents,) float64, of the scored tokens; nan if not known, 0 for documents of other ranks
-    bytes: Tensor  # (documents,) float64, of the scored tokens; 0 for documents of other ranks
-    depths: Tensor  # (documents,) float64, of what its answer recalls; nan if not known, 0 for other ranks' documents
-    max_distance: int  # largest recall distance, 0 if none is recorded
-
-
-def agreed_share(
-    index: Index, documents: Sequence[int], own: set[int], extent: Extent, tokenizer: Tokenizer, world: World
-) -> Share:
-    """Check the documents that this rank reads and measure its own; all ranks raise if any finds a damaged one."""
-
-    def measure() -> Share:
-        words, num_bytes, depths, max_distance = *torch.zeros(3, len(extent.lengths), dtype=torch.float64), 0
-        for document in documents:
-            check_document(index, document)
-            if document in own:
-                words[document], num_bytes[document] = _text_size(index, document, extent, tokenizer)
-                depths[document] = answer_depth(index, document, int(extent.lengths[document]))
-            recall = read_recall(index, document, 0, int(extent.lengths[document]))
-            max_distance = max(max_distance, 0 if recall is None else int(recall.max(initial=0)))
-        return Share(words, num_bytes, depths, max_distance)
-
-    share = world.agree(measure, f"opening {index.split_dir}")
-    return share._replace(max_distance=max(world.gather(share.max_distance)))
-
-
-def is_whole(index: Index, document: int, extent: Extent) -> bool:
-    """Return whether every token of the document is scored."""
-    entry = index.documents[document]
-    is_cut = int(extent.lengths[document]) != entry.num_tokens
-    return entry.mask_offset is None and not is_cut and not len(extent.left_out(document))
-
-
-def _text_size(index: Index, document: int, extent: Extent, tokenizer: Tokenizer) -> tuple[float, int]:
-    """Return words and bytes of the scored tokens, from the index for whole documents, else from the decoded text.
-
-    In a vocabulary of words every token is one, also `<eos>` at a line end, as the published counts of WikiText have
-    it. With other vocabularies only white space ends a word, and words are nan if blocks leave out tokens, since such a
-    token is often only a part of a word.
-    """
-    entry, length = index.documents[document], int(extent.lengths[document])
-    are_words = tokenizer.kind == WordTokenizer.kind
-    if is_whole(index, document, extent):
-        return length if are_words else entry.words, entry.bytes
-    tokens = read_tokens(index, document, 0, length)
-    mask = read_mask(index, document, 0, length)
-    scored = np.ones(length, dtype=bool) if mask is None else np.array(mask, dtype=bool)
-    left_out = extent.left_out(document)
-    loses = bool(scored[left_out].any())
-    scored[left_out] = False
-    num_bytes = int(tokenizer.piece_bytes[tokens[scored].astype(np.int64)].sum())
-    if are_words or loses:
-        return int(scored.sum()) if are_words else math.nan, num_bytes
-    edges = np.flatnonzero(np.diff(scored)) + 1  # borders between scored and unscored tokens
-    runs = [
-        run for run, is_scored in zip(np.split(tokens, edges), np.split(scored, edges), strict=True) if is_scored[0]
-    ]
-    return sum(len(tokenizer.decode(run).split()) for run in runs), num_bytes
-
-
-Step = Sequence[tuple[Batch, Tensor]]  # micro-batches, each with the document of every row (B,) or target (B, T) int64
-
-
-class Part(NamedTuple):
-    """The part of a split that one rank reads."""
-
-    extent: Extent  # of the whole split
-    documents: list[int]  # that this rank reads, in whole or in part
-    own: set[int]  # those of them whose size it measures; every document that is read is some rank's own
-    num_tokens: int  # that this rank reads
-    all_tokens: int  # that all ranks read together
-    steps: Iterator[Step]
-
-
-def part_of_rank(
-    index: Index,
-    lengths: np.ndarray,
-    *,
-    config: Config,
-    bos_id: int,
-    world: World,
-    inputs: np.ndarray = NO_INPUTS,
-) -> Part:
-    """Return what a rank reads of a split, given the tokens to read of each document, (documents,).
-
-    Args:
-        inputs: (num_inputs,) inputs of an open segment that every document continues (`score_split`); none: BOS. Not
-            with a stream, whose lanes begin within documents.
-    """
-    micro_lanes = min(config.train.micro_batch_size, -(-config.eval.batch_size // world.size))
-    if config.eval.layout != "stream":
-        return _part_of_documents(
-            index, lengths, config=config, micro_lanes=micro_lanes, bos_id=bos_id, world=world, inputs=inputs
-        )
-    assert not len(inputs), "refused by the command"
-    return _part_of_stream(index, lengths, config=config, micro_lanes=micro_lanes, bos_id=bos_id, world=world)
-
-
-def _part_of_documents(
-    index: Index,
-    lengths: np.ndarray,
-    *,
-    config: Config,
-    micro_lanes: int,
-    bos_id: int,
-    world: World,
-    inputs: np.ndarray,
-) -> Part:
-    protocol = protocol_of(config)
-    cut = "start" if len(inputs) else config.data.cut  # a text that is continued has been cut from its start
-    first, prefix = (bos_id, inputs) if protocol.blocks or not len(inputs) else (int(inputs[0]), inputs[1:])
-    num_read = np.where(lengths > 0, lengths + len(prefix), 0)
-    plan = evaluation_plan(num_read, num_lanes=config.eval.batch_size, seg_len=protocol.seg_len)
-    mine = [document for documents in plan[world.rank :: world.size] for document in documents]
-
-    def starts(document: int) -> np.ndarray:
-        places = segment_starts(num_read[document], seg_len=protocol.seg_len, cut=cut) - len(prefix)
-        return places[places >= 0]
-
-    extent = Extent(lengths, starts) if protocol.blocks else Extent(lengths)
-    batches = evaluation_batches(
-        index,
-        plan,
-        world_size=world.size,
-        rank=world.rank,
-        micro_lanes=micro_lanes,
-        seg_len=protocol.seg_len,
-        bos_id=first,
-        max_document_len=config.eval.max_document_len,
-        blocks=protocol.blocks,
-        cut=cut,
-        prefix=prefix,
-    )
-    steps = ([(batch, batch.document) for batch in step] for step in batches)
-    return Part(extent, mine, set(mine), int(num_read[mine].sum()), int(num_read.sum()), steps)
-
-
-def _part_of_stream(
-    index: Index, lengths: np.ndarray, *, config: Config, micro_lanes: int, bos_id: int, world: World
-) -> Part:
-    protocol, num_lanes = protocol_of(config), config.eval.batch_size
-    plan = StreamPlan(lengths, num_lanes=num_lanes, seg_len=protocol.seg_len)
-    lane_ids = lanes_of_rank(num_lanes, world_size=world.size, rank=world.rank, micro_lanes=micro_lanes)
-    spans = [plan.span(lane) for lane in lane_ids if lane < num_lanes] or [(0, 0)]
-    begin, end = spans[0][0], spans[-1][1]  # a rank's lanes are contiguous
-    starts, stops = plan.starts[:-1], plan.starts[1:]
-    read = np.flatnonzero((starts < end) & (stops > begin) & (plan.lengths > 0))
-    extent = Extent(lengths)
-    if protocol.blocks:
-        positions = np.concatenate([np.arange(*plan.span(lane), plan.seg_len) for lane in range(num_lanes)])
-        bounds = np.searchsorted(positions, plan.starts)
-        extent = Extent(lengths, lambda document: positions[slice(*bounds[document : document + 2])] - starts[document])
-    steps = stream_batches(
-        index, plan, lane_ids=lane_ids, micro_lanes=micro_lanes, bos_id=bos_id, blocks=protocol.blocks
-    )
-    own = set(read[starts[read] >= begin].tolist())
-    return Part(extent, read.tolist(), own, end - begin, int(lengths.sum()), steps)

@@ -43,8 +43,9 @@ from dist_mem.studies.job import (
     places,
     run_one,
 )
-from dist_mem.studies.page import cell, write_results
+from dist_mem.studies.page import write_results
 from dist_mem.studies.parent_run import ParentRun
+from dist_mem.studies.results import cell
 from dist_mem.studies.row_check import check, check_rows
 from dist_mem.studies.runs import (
     all_runs,

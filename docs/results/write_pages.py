@@ -27,7 +27,7 @@ from dist_mem.evaluation.intervals import SETTLED, Interval, intervals, settled
 from dist_mem.evaluation.scores import Band, Report, report_from
 from dist_mem.runtime.markdown import row as line
 from dist_mem.studies.budget import Costs, fitted
-from dist_mem.studies.page import SHARES, with_spread
+from dist_mem.studies.results import SHARES, with_spread
 from dist_mem.studies.study import load_study
 
 RESULTS = Path(__file__).parent

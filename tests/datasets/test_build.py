@@ -19,9 +19,9 @@ from dist_mem.data.tokenizers.registry import read_tokenizer_metadata
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.data.verify import verify_dataset
 from dist_mem.datasets import builder as build
-from dist_mem.datasets.builder import WorkerKilledError
 from dist_mem.datasets.source import SourceDocument, recall_distances
 from dist_mem.runtime import progress
+from dist_mem.runtime.workers import WorkerKilledError
 from tests.support.data_builders import build_data, build_refused, documents_of
 from tests.support.faults import remount, small_disk
 from tests.support.messages import refused, said, said_line

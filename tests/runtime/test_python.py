@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from dist_mem.__main__ import main
-from dist_mem.datasets.builder import map_unordered
 from dist_mem.runtime.children import launcher, run_ranks
 from dist_mem.runtime.environment import extension_cache, keep_working_directory_out
 from dist_mem.runtime.processes import python_module
+from dist_mem.runtime.workers import map_unordered
 from tests.support.jobs import write_config
 from tests.support.limits import limit
 from tests.support.messages import said_line

@@ -16,7 +16,9 @@ from dist_mem.runtime.signals import StopSignal
 from dist_mem.studies.budget import Costs
 from dist_mem.studies.cells import Run, checksum, keep_result, read_result, report_of
 from dist_mem.studies.job import Job
-from dist_mem.studies.page import Cell, are_equal, cell, draw, pareto_front, to_csv, to_markdown, write_results
+from dist_mem.studies.page import to_csv, to_markdown, write_results
+from dist_mem.studies.pictures import are_equal, draw, pareto_front
+from dist_mem.studies.results import Cell, cell
 from dist_mem.studies.runs import all_runs, measured, metric_of, rank_of, runs_behind, shown_rows, with_done
 from dist_mem.studies.study import Column, Study
 from tests.support.messages import refused

@@ -20,7 +20,7 @@ from mlflow.environment_variables import _EnvironmentVariable as Variable
 
 from dist_mem.config import ConfigError, save_config
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
-from dist_mem.runtime.files import file_system_of, is_network_file_system
+from dist_mem.runtime.file_systems import file_system_of, is_network_file_system
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.supervision import lease
 from dist_mem.tracking.log import METRICS_FILE, Entry, Header, new_uid, read_header, write_log

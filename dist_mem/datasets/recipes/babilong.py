@@ -23,7 +23,7 @@ from itertools import count
 from dist_mem.data.shard import TokenizedDocument
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.datasets.babi_stories import NUM_FACTS, Story, draw_story
-from dist_mem.datasets.builder import check_paths, positive
+from dist_mem.datasets.options import check_paths, positive
 from dist_mem.datasets.split_names import SPLITS
 from dist_mem.datasets.task_text import (
     Books,

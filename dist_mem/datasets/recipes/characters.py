@@ -27,7 +27,8 @@ import hashlib
 from itertools import pairwise
 from pathlib import Path
 
-from dist_mem.datasets.builder import add_build_options, build_dataset, check_paths
+from dist_mem.datasets.builder import build_dataset
+from dist_mem.datasets.options import add_build_options, check_paths
 from dist_mem.datasets.source import FileSlice, SourceDocument
 from dist_mem.runtime.files import read_at_most, sha256_of
 

@@ -30,7 +30,8 @@ from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.tokenizers.sentencepiece import train_pieces
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
-from dist_mem.datasets.builder import add_build_options, build_dataset, check_paths, positive
+from dist_mem.datasets.builder import build_dataset
+from dist_mem.datasets.options import add_build_options, check_paths, positive
 from dist_mem.datasets.source import SourceDocument, read_text
 from dist_mem.datasets.tree import listed_files
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from dist_mem.data.shard import TokenizedDocument
 from dist_mem.data.tokenizers.words import WordTokenizer
-from dist_mem.datasets.builder import positive
+from dist_mem.datasets.options import positive
 from dist_mem.datasets.split_names import SPLITS
 from dist_mem.datasets.task_text import Task, add_task_options, build_task, counts_of, draw_of_split
 

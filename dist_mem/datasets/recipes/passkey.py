@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from dist_mem.data.shard import TokenizedDocument
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.datasets.builder import check_paths, positive
+from dist_mem.datasets.options import check_paths, positive
 from dist_mem.datasets.sample_library import MATERIALS, TREASURES
 from dist_mem.datasets.split_names import SPLITS
 from dist_mem.datasets.task_text import (

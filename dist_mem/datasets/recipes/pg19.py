@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 from dist_mem.data.remote.fetch import METADATA_BYTES, Address, show
 from dist_mem.data.remote.fetch import download as fetch
 from dist_mem.datasets.bucket_download import download_files, list_files
-from dist_mem.datasets.builder import add_build_options, build_dataset, check_paths, positive
+from dist_mem.datasets.builder import build_dataset
+from dist_mem.datasets.options import add_build_options, check_paths, positive
 from dist_mem.datasets.rows import TEXT_SUFFIX
 from dist_mem.datasets.source import SourceDocument, read_text
 from dist_mem.datasets.split_names import split_named, words_digest

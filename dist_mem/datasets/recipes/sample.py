@@ -15,7 +15,8 @@ import random
 from pathlib import Path
 from typing import NamedTuple
 
-from dist_mem.datasets.builder import add_build_options, build_dataset, positive
+from dist_mem.datasets.builder import build_dataset
+from dist_mem.datasets.options import add_build_options, positive
 from dist_mem.datasets.sample_library import Book, write_book
 from dist_mem.datasets.source import SourceDocument
 from dist_mem.runtime.csv_text import csv_text

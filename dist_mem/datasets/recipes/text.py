@@ -28,7 +28,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dist_mem.datasets.builder import add_build_options, build_dataset, check_paths
+from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.corpus import (
     Documents,
     by_name,
@@ -37,6 +37,7 @@ from dist_mem.datasets.corpus import (
     text_title,
     without_shared_texts,
 )
+from dist_mem.datasets.options import add_build_options, check_paths
 from dist_mem.datasets.rows import TEXT_SUFFIX
 from dist_mem.datasets.split_names import DEFAULT_FRACTIONS, SPLITS, parse_fractions, split_of, splits_of
 from dist_mem.datasets.tar_source import local_sources

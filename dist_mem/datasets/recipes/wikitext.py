@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dist_mem.data.tokenizers.words import WordTokenizer, count_words
-from dist_mem.datasets.builder import add_build_options, build_dataset, check_paths
+from dist_mem.datasets.builder import build_dataset
+from dist_mem.datasets.options import add_build_options, check_paths
 from dist_mem.datasets.source import FileSlice, SourceDocument, check_text
 from dist_mem.runtime.files import sha256_of
 from dist_mem.runtime.progress import counting

@@ -23,9 +23,9 @@ from dist_mem.errors import RunError, UnfitError, UnusableError
 from dist_mem.runtime.environment import mlflow_environment
 from dist_mem.runtime.extras import require
 from dist_mem.tracking.log import METRICS_FILE, read_header
+from dist_mem.tracking.mlflow.checkpoint_model import STEP_TAG
 from dist_mem.tracking.mlflow.client import connect, find_run, first_line, import_mlflow_quietly, is_refusal, remedy_for
 from dist_mem.tracking.mlflow.database import ForeignError
-from dist_mem.tracking.mlflow.run import STEP_TAG
 from dist_mem.tracking.mlflow.store import (
     DEFAULT_URI,
     UID_TAG,

@@ -6,7 +6,6 @@ identify a point by name, step, time and value, and everything else is set, not 
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,10 +14,11 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dist_mem.config import TrackingConfig
-from dist_mem.runtime.figures import is_figure, json_text
+from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import is_file, write_text
 from dist_mem.runtime.names import is_plain_path
 from dist_mem.tracking.log import METRICS_FILE, Entry, Header, LogError, read_header
+from dist_mem.tracking.mlflow.checkpoint_model import log_checkpoint
 from dist_mem.tracking.mlflow.client import (
     connect,
     experiment_id_of,
@@ -38,10 +38,10 @@ from dist_mem.tracking.mlflow.store import (
     requested_run_id,
     store_uri,
 )
+from dist_mem.tracking.mlflow.values import finite_or_nan
 from dist_mem.tracking.names import in_group, valid_name, valid_text
 
 if TYPE_CHECKING:
-    from mlflow import MlflowClient
     from mlflow.entities import Metric, Run
 
 _REFUSED_TAG = "dist_mem.refused"  # when MLflow last refused an entry
@@ -56,9 +56,7 @@ _OPENING: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by u
 _NOTE_TAG = "mlflow.note.content"  # the description, in Markdown
 _PICTURES = (".png", ".svg", ".pdf")
 _EVALUATIONS = "evaluations"
-STEP_TAG = "dist_mem.step"
 _OWN_SERVER = "http://127.0.0.1:5000"  # of `mlflow ui`
-_EXTERNAL_TAG = "mlflow.model.isExternal"  # MLflow looks for no files then
 
 
 class Target(NamedTuple):
@@ -198,7 +196,7 @@ class MlflowRun:
         from mlflow.entities import Metric
 
         metrics = [
-            Metric(valid_name(in_group(name)), _sent(value), entry.time, entry.body["step"])
+            Metric(valid_name(in_group(name)), finite_or_nan(value), entry.time, entry.body["step"])
             for entry in entries
             for name, value in entry.body["metrics"].items()
         ]
@@ -325,12 +323,6 @@ def folder_of(path: str) -> str | None:
     return _EVALUATIONS if file.parts[0] == _EVALUATIONS else None
 
 
-def _sent(value: float | str) -> float:
-    """Return a value as MLflow can keep it: an infinite one would be the largest float, a number like any other."""
-    number = float(value)
-    return number if is_figure(number) else math.nan
-
-
 def again(run_name: str, first: int, last: int) -> str:
     """Return the description of a nested run."""
     return (
@@ -345,53 +337,3 @@ def address_of(uri: str, experiment_id: str, run_id: str) -> str:
     if not is_server(uri):
         server, command = _OWN_SERVER, f"mlflow ui --backend-store-uri {uri}, then "
     return f"{command}{server}/#/experiments/{experiment_id}/runs/{run_id}"
-
-
-def log_checkpoint(
-    client: MlflowClient,
-    run: Run,
-    *,
-    step: int,
-    path: str | None,
-    points: Sequence[Entry],
-    log: Callable[[Sequence[Any]], None],
-) -> None:
-    """Create the model of a checkpoint, unless the run has it, and link metrics with it.
-
-    Repeated calls have the result of one: the model is found by the run and its name, and a point that the run has
-    already is the same point.
-
-    Args:
-        path: of the checkpoint; None: unknown.
-        points: of the step, with the times under which the run has them.
-        log: sends metrics to the run.
-    """
-    from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric
-
-    run_id, experiment_id, name = run.info.run_id, run.info.experiment_id, f"step-{step:08d}"
-    wanted = f"source_run_id = '{run_id}' AND name = '{name}'"
-    found = client.search_logged_models([experiment_id], filter_string=wanted, max_results=1)
-    # Not mlflow.create_external_model, which sets the same tag: it uses the store of the process and not this client's,
-    # and it uploads an MLmodel file for each checkpoint, with which a model without weights could be registered.
-    model = found[0] if found else client.create_logged_model(experiment_id, name=name, source_run_id=run_id)
-    tags = {STEP_TAG: str(step), _EXTERNAL_TAG: "true"} | ({"dist_mem.path": valid_text(path)} if path else {})
-    client.set_logged_model_tags(model.model_id, tags)
-    if model.status != LoggedModelStatus.READY:  # new, or its sender was killed
-        client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
-    outputs = client.get_run(run_id).outputs  # logging one twice is an error
-    if model.model_id not in {output.model_id for output in (outputs.model_outputs if outputs else [])}:
-        client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=step)])
-    metrics = [
-        Metric(
-            valid_name(in_group(name)),
-            _sent(value),
-            point.time,
-            point.body["step"],
-            model_id=model.model_id,
-            run_id=run_id,
-        )
-        for point in points
-        for name, value in point.body["metrics"].items()
-    ]
-    if metrics:
-        log(metrics)

@@ -26,7 +26,8 @@ from urllib.parse import unquote, urlsplit
 from dist_mem.config import TrackingConfig
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.environment import mlflow_environment, slurm_job
-from dist_mem.runtime.files import file_system_of, is_missing, is_network_file_system, read_regular, write_text
+from dist_mem.runtime.file_systems import file_system_of, is_network_file_system
+from dist_mem.runtime.files import is_missing, read_regular, write_text
 from dist_mem.tracking.log import METRICS_FILE, Header, read_header
 from dist_mem.tracking.mlflow.client import (
     check_experiment,

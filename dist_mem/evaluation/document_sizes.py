@@ -1,0 +1,81 @@
+"""Sizes of the scored tokens of documents: words, bytes, depths, distances of recall."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dist_mem.data.shard import Index, check_document, read_mask, read_recall, read_tokens
+from dist_mem.data.tokenizers.base import Tokenizer
+from dist_mem.data.tokenizers.words import WordTokenizer
+from dist_mem.evaluation.depth import answer_depth
+from dist_mem.evaluation.split_layout import Extent
+from dist_mem.runtime.distributed import World
+
+
+class DocumentSizes(NamedTuple):
+    """Sizes of the documents of one rank, measured before scoring."""
+
+    words: Tensor  # (documents,) float64, of the scored tokens; nan if not known, 0 for documents of other ranks
+    bytes: Tensor  # (documents,) float64, of the scored tokens; 0 for documents of other ranks
+    depths: Tensor  # (documents,) float64, of what its answer recalls; nan if not known, 0 for other ranks' documents
+    max_distance: int  # largest recall distance, 0 if none is recorded
+
+
+def measure_documents(
+    index: Index, documents: Sequence[int], own: set[int], extent: Extent, tokenizer: Tokenizer, world: World
+) -> DocumentSizes:
+    """Check the documents that this rank reads and measure its own; all ranks raise if any finds a damaged one."""
+
+    def measure() -> DocumentSizes:
+        words, num_bytes, depths, max_distance = *torch.zeros(3, len(extent.lengths), dtype=torch.float64), 0
+        for document in documents:
+            check_document(index, document)
+            if document in own:
+                words[document], num_bytes[document] = _text_size(index, document, extent, tokenizer)
+                depths[document] = answer_depth(index, document, int(extent.lengths[document]))
+            recall = read_recall(index, document, 0, int(extent.lengths[document]))
+            max_distance = max(max_distance, 0 if recall is None else int(recall.max(initial=0)))
+        return DocumentSizes(words, num_bytes, depths, max_distance)
+
+    share = world.agree(measure, f"opening {index.split_dir}")
+    return share._replace(max_distance=max(world.gather(share.max_distance)))
+
+
+def is_whole(index: Index, document: int, extent: Extent) -> bool:
+    """Return whether every token of the document is scored."""
+    entry = index.documents[document]
+    is_cut = int(extent.lengths[document]) != entry.num_tokens
+    return entry.mask_offset is None and not is_cut and not len(extent.left_out(document))
+
+
+def _text_size(index: Index, document: int, extent: Extent, tokenizer: Tokenizer) -> tuple[float, int]:
+    """Return words and bytes of the scored tokens, from the index for whole documents, else from the decoded text.
+
+    In a vocabulary of words every token is one, also `<eos>` at a line end, as the published counts of WikiText have
+    it. With other vocabularies only white space ends a word, and words are nan if blocks leave out tokens, since such a
+    token is often only a part of a word.
+    """
+    entry, length = index.documents[document], int(extent.lengths[document])
+    are_words = tokenizer.kind == WordTokenizer.kind
+    if is_whole(index, document, extent):
+        return length if are_words else entry.words, entry.bytes
+    tokens = read_tokens(index, document, 0, length)
+    mask = read_mask(index, document, 0, length)
+    scored = np.ones(length, dtype=bool) if mask is None else np.array(mask, dtype=bool)
+    left_out = extent.left_out(document)
+    loses = bool(scored[left_out].any())
+    scored[left_out] = False
+    num_bytes = int(tokenizer.piece_bytes[tokens[scored].astype(np.int64)].sum())
+    if are_words or loses:
+        return int(scored.sum()) if are_words else math.nan, num_bytes
+    edges = np.flatnonzero(np.diff(scored)) + 1  # borders between scored and unscored tokens
+    runs = [
+        run for run, is_scored in zip(np.split(tokens, edges), np.split(scored, edges), strict=True) if is_scored[0]
+    ]
+    return sum(len(tokenizer.decode(run).split()) for run in runs), num_bytes

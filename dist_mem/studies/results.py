@@ -1,0 +1,121 @@
+"""What the runs of a row have in every column, and how rows compare."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from dist_mem.evaluation.intervals import Interval, intervals, settled
+from dist_mem.evaluation.scores import METRICS, Report
+from dist_mem.runtime.figures import NO_FIGURE
+from dist_mem.studies.budget import Costs
+from dist_mem.studies.cells import Run, read_result, report_of, speed_of
+from dist_mem.studies.runs import (
+    BITS,
+    runs_behind,
+    shown_rows,
+)
+from dist_mem.studies.study import Study
+
+NOT_GIVEN = "-"
+
+SHARES = ("accuracy", "whole_answers")  # metrics of which a higher one is better
+
+
+class Cell(NamedTuple):
+    """The results of one row in one column."""
+
+    values: list[float]  # one per evaluated seed
+    diverged: int  # seeds whose training diverged
+    absent: int  # seeds whose evaluation has no such metric
+    missing: int  # seeds still to be run
+    in_bits: tuple[float, ...] = ()  # per byte, of absent perplexities that are no figures
+
+    @property
+    def mean(self) -> float | None:
+        return statistics.fmean(self.values) if self.values else None
+
+    def text(self, *, deviation: bool = False) -> str:
+        """Return the mean ± half the range of the seeds, or with `deviation` their standard deviation."""
+        parts = []
+        if self.values:
+            half = (max(self.values) - min(self.values)) / 2
+            spread = statistics.stdev(self.values) if deviation and len(self.values) > 1 else half
+            mean = statistics.fmean(self.values)
+            parts.append(with_spread(mean, spread) if len(self.values) > 1 else f"{mean:.4g}")
+        if self.diverged:
+            parts.append(f"{self.diverged} diverged")
+        if self.absent:
+            bits = f" ({statistics.fmean(self.in_bits):.4g} bits per byte)" if self.in_bits else ""
+            parts.append(f"{NO_FIGURE}{bits}")
+        if self.missing:
+            parts.append(f"{self.missing} to run")
+        return ", ".join(parts) or NOT_GIVEN
+
+
+def with_spread(mean: float, spread: float) -> str:
+    """Return "3.957 ± 0.018": two digits of the spread, and as many decimals of the mean."""
+    if not (math.isfinite(spread) and spread > 0):
+        return f"{mean:.4g} ± {spread:g}"
+    decimals = max(0, 1 - math.floor(math.log10(spread)))
+    return f"{mean:.{decimals}f} ± {spread:.{decimals}f}"
+
+
+def cell(runs: Sequence[Run], column: str) -> Cell:
+    """Return the results of a column over the runs of a row."""
+    found = [read_result(run, column) for run in runs]
+    values = [result["value"] for result in found if result is not None and "value" in result]
+    diverged = sum(result is not None and "diverged" in result for result in found)
+    absent = sum(result is not None and "absent" in result for result in found)
+    bits = tuple(result[BITS] for result in found if result is not None and BITS in result)
+    return Cell(values, diverged, absent, missing=found.count(None), in_bits=bits)
+
+
+class Standing(NamedTuple):
+    """What a row reached within its budget, and what it took."""
+
+    mean: float | None  # of the first column
+    interval: Interval | None  # of the gain over the first row
+    is_settled: bool  # the interval excludes equality also after correction for all rows
+    costs: Costs
+    speed: float | None  # tokens/s of a training, the median of its points; the mean over the seeds
+
+
+def standings(study: Study, runs: Sequence[Run], costs: Mapping[str, Costs]) -> dict[str, Standing]:
+    """Return what is known of every row of a study with a budget, in the order of the file."""
+    name, column = next(iter(study.columns.items()))
+    rows = {row: runs_behind(study, runs, row, name) for row in (table_rows(study) if costs else ())}
+    scored = {row: [report for run in mine if (report := report_of(run, name))] for row, mine in rows.items()}
+    gains = gains_of_rows(scored, column.metric)
+    marked = settled(gains)
+    found = {}
+    for row, mine in rows.items():
+        speeds = [speed for run in mine if (speed := speed_of(run)) is not None]
+        own, gain = costs[(study.rows[row].best_of or [row])[0]], gains.get(row)
+        found[row] = Standing(
+            cell(mine, name).mean,
+            gain if isinstance(gain, Interval) else None,
+            row in marked,
+            own,
+            statistics.fmean(speeds) if speeds else None,
+        )
+    return found
+
+
+def table_rows(study: Study) -> list[str]:
+    """Return the rows of the Markdown; with a budget, of which a picture compares all, only the best of others."""
+    return [row for row in shown_rows(study) if not (study.budget and row in study.candidates)]
+
+
+def gains_of_rows(scored: Mapping[str, Sequence[Report]], metric: str) -> dict[str, Interval | str]:
+    """Return the interval of the gain of each row over the first, where it is known; arguments: the reports by row."""
+    rows = list(scored.items())
+    if metric not in METRICS or not rows or not rows[0][1]:
+        return {}
+    return intervals(metric, rows[0][1], {row: reports for row, reports in rows[1:] if reports})
+
+
+def first_metric(study: Study) -> str:
+    return next(iter(study.columns.values())).metric
