@@ -149,6 +149,7 @@ CONTROLS = [
     (XL, CONVOLUTION),
     (CONVOLUTION, "DeltaNet"),
     (TEXT, "DeltaNet"),
+    (XL, TEXT),
 ]
 
 
