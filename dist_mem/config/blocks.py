@@ -22,12 +22,18 @@ def as_tree(value: Any) -> Any:
 
 
 def complete(schema: Any, tree: Any) -> Any:
-    """Return a checked tree with the defaults of all keys that it lacks, in the order of the schema."""
+    """Return a tree with the defaults of all keys that it lacks, in the order of the schema.
+
+    Raises:
+        KeyError: a block has a key that the schema does not have.
+    """
     if (item := item_schema(schema)) is not None and isinstance(tree, list):
         return [complete(item, child) for child in tree]
     if item is None and (block := block_of(schema)) is not None and isinstance(tree, Mapping):
-        given = {**as_tree(block()), **tree}
-        return {name: complete(kind, given[name]) for name, kind in (fields_of(block) or {}).items()}
+        given, kinds = {**as_tree(block()), **tree}, fields_of(block) or {}
+        if unknown := [name for name in given if name not in kinds]:
+            raise KeyError(f"{unknown[0]} is no key of {block.__name__}")
+        return {name: complete(kind, given[name]) for name, kind in kinds.items()}
     return number_of_type(schema, tree)
 
 

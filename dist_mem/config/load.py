@@ -97,7 +97,11 @@ def load_config(
 
 
 def config_from(*trees: Mapping[str, Any]) -> Config:
-    """Return the configuration of the defaults with trees merged into them, whose values must be valid."""
+    """Return the configuration of the defaults with trees merged into them, whose values must be valid.
+
+    Raises:
+        KeyError: there is no such key.
+    """
     document = as_tree(Config())
     for tree in trees:
         document = _filled(document, tree)

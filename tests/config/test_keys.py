@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import FrozenInstanceError, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
-from dist_mem.config import Config, ConfigError, build_block, load_config
+from dist_mem.config import Config, ConfigError, build_block, changed, config_from, load_config
 from dist_mem.config.check import item_schema
 from dist_mem.config.keys import RESULT, Command, Key, key, keys_of
 from dist_mem.config.settings import keys_set_by, may_set
@@ -101,6 +101,24 @@ class Options:
 def test_a_memory_from_outside_declares_limits_and_choices_too(values: dict[str, Any]) -> None:
     with refused(ConfigError, f"memory.{next(iter(values))}"):
         build_block(Options, values, "memory")
+
+
+def test_a_configuration_changes_by_known_keys_alone_and_what_refers_to_them_follows() -> None:
+    config = config_from({"run_dir": "${name}/${train.seg_len}", "optimizer": {"lr": 1}})
+    other = changed(config, {"name": "x", "train.seg_len": 8, "memory": {"kind": "none"}})
+    assert (other.run_dir, other.memory, other.document["run_dir"]) == (
+        "x/8",
+        {"kind": "none"},
+        config.document["run_dir"],
+    )
+    assert isinstance(config.optimizer.lr, float) and (config.name, config.train.seg_len) == ("run", 64)
+    for name in ("train.seg_length", "trian.seg_len", "nmae"):
+        with pytest.raises(KeyError):
+            changed(config, {name: 8})
+    with refused(KeyError, "seg_length"):
+        config_from({"train": {"seg_length": 8}})
+    with pytest.raises(FrozenInstanceError):
+        config.train.seg_len = 8  # type: ignore[misc]
 
 
 def test_default_of_a_key_is_copied() -> None:
