@@ -91,13 +91,15 @@ def _value(node: DictConfig, name: str) -> Any:
 
 
 def of_type(schema: Any, value: Any) -> Any:
-    """Return a resolved value as one of the type of its key, if it is a text and that is a number, or true or false.
+    """Return a resolved value as one of the type of its key: a text as a number, or true or false; a number as a text.
 
     Raises:
         ValueError: says what it must be; the text is no such value as values.py reads them: 0012, 1_000.
     """
     schema = item_schema(schema) or schema
     kinds = {*alternatives(schema)}
+    if type(value) in (int, float):
+        return str(value) if str in kinds and type(value) not in kinds else number_of_type(schema, value)
     if not isinstance(value, str) or kinds & {str, Any, object} or not kinds & {int, float, bool}:
         return value
     found = number_of_type(schema, typed(schema, Letters(value)))

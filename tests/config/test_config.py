@@ -241,6 +241,16 @@ def test_environment_is_read_but_never_written(tmp_path: Path, monkeypatch: pyte
     assert list(saved.parent.iterdir()) == [saved]
 
 
+def test_a_number_that_another_key_refers_to_has_the_type_of_that_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIVEN", "2")
+    given = ["model.num_layers=${oc.env:GIVEN}", "optimizer.weight_decay=${model.num_layers}", "name=${model.dropout}"]
+    config = load_config([STEPS, *given, "launch.time=${model.num_layers}"])
+    assert repr((config.optimizer.weight_decay, config.name, config.launch.time)) == "(2.0, '0.1', '2')"
+    for key in ("preflight", "train.steps"):
+        with refused(ConfigError, key):
+            load_config([STEPS, f"{key}=${{model.dropout}}"])
+
+
 def test_an_interpolation_of_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DIST_MEM_TEST_UNSET", raising=False)
     for key, named in (("data.path", "oc.env:DIST_MEM_TEST_UNSET"), ("train.seg_len", "train.lens")):
