@@ -5,8 +5,7 @@
     dist-mem train configs/demo.yaml memory/none.yaml train.steps=100
     dist-mem evaluate runs/demo --split test
 
-cli/help.py has one example of every command. cli/parser.py defines the arguments; cli/commands.py, jobs.py and
-steps.py contain the functions of the commands.
+Each command is a file of cli/commands/, with its arguments and an example; cli/parser.py finds them.
 """
 
 from __future__ import annotations

@@ -271,7 +271,8 @@ def load_block(schema: type[BlockT], name: str, arguments: Sequence[str], *, sav
         tree[name] = {key: value for key, value in tree[name].items() if key in (fields_of(schema) or {})}
     for source in read_sources(arguments):
         given = {key: settled(child) for key, child in source.tree.items() if key == name}
-        found = [*check_tree(Config, given, everywhere=known_keys()), *check_credentials(given), *check_given(given)]
+        found = [*check_tree(Config, given, everywhere=known_keys()), *check_given(given)]
+        found += check_credentials(source.tree)
         stop_on([problem._replace(where=source.place(problem.key)) for problem in found])
         with placed(source.place):
             tree = merge(tree, settled(source.tree)) if source.tree else tree

@@ -21,7 +21,7 @@ from dist_mem.data.shard import Index, TokenizedDocument, read_index, write_spli
 from dist_mem.data.tokenizers.words import EOS, WordTokenizer
 from dist_mem.engine.engine import Engine
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation import scoring
+from dist_mem.evaluation import split_layout
 from dist_mem.evaluation.scores import Report
 from dist_mem.evaluation.scoring import EvaluationError, score_split
 from dist_mem.memory.base import map_state
@@ -273,7 +273,7 @@ def test_of_masked_tokens_neither_words_nor_bytes_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["documents", "stream"])
 def test_a_token_that_is_not_scored_is_an_error(index: Index, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     name = "stream_batches" if layout == "stream" else "evaluation_batches"
-    batches = getattr(scoring, name)
+    batches = getattr(split_layout, name)
 
     def one_less(*args: Any, **kwargs: Any) -> Any:
         for number, groups in enumerate(batches(*args, **kwargs)):
@@ -282,7 +282,7 @@ def test_a_token_that_is_not_scored_is_an_error(index: Index, monkeypatch: pytes
                 batch.targets[0, 3] = IGNORE
             yield groups
 
-    monkeypatch.setattr(scoring, name, one_less)
+    monkeypatch.setattr(split_layout, name, one_less)
     with refused(EvaluationError, "doc0", "99 tokens scored"):
         score(index, make_model(), layout=layout)
 

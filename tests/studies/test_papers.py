@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from dist_mem.config import load_config
+from dist_mem.config import as_tree, load_config
+from dist_mem.config.blocks import value_at
 from dist_mem.data.tokenizers.registry import read_tokenizer_metadata
 from dist_mem.memory import memory_options
 from dist_mem.papers.figures import figures
@@ -45,7 +46,7 @@ def keys_of(block: str, **values: Any) -> dict[str, Any]:
 
 data, model, memory, over = (partial(keys_of, block) for block in ("data", "model", "memory", "memory.over"))
 train, optimizer, schedule = (partial(keys_of, block) for block in ("train", "optimizer", "schedule"))
-FIRST_RATE = {"optimizer.groups.0.lr": 2.5e-4}
+FIRST_RATE = {"optimizer.groups[0].lr": 2.5e-4}
 COMPRESSED = memory(compression_loss="attention")
 
 GPT2 = (
@@ -215,17 +216,11 @@ def resolved(study: Study, row: str, point: str) -> Any:
     return load_config(train_words(study, run, []), memory_options=memory_options)
 
 
-def value_at(config: Any, key: str) -> Any:
-    for name in key.split("."):
-        config = config[int(name)] if name.isdigit() else config[name]
-    return config
-
-
 def test_a_row_has_the_papers_settings(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
     for at in SETTINGS:
         with subtests.test(at=at):
             monkeypatch.chdir(ROOT)
-            config = resolved(paper(at[0]), at[1], at[2])
+            config = as_tree(resolved(paper(at[0]), at[1], at[2]))
             expected = SETTINGS[at]
             assert {key: value_at(config, key) for key in expected} == expected
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from tests.support.terminals import HOSTILE
 
-DEEP = "[" * 100_000
 VALUES: list[Any] = [
     *(None, True, 0, -1, 7, 2**63, 10**400, 1.5, -0.0, 5e-324, 1e308, -1e308, float("nan"), float("inf")),
-    *("", "x", "7", "\ud800", HOSTILE, [], [[]], {}, {"": {}}, DEEP),
+    *("", "x", "7", HOSTILE, [], [[]], {}, {"": {}}),
 ]
 
 
@@ -31,7 +30,7 @@ def changed(text: str, choose: random.Random) -> str:
         del container[key]
     else:
         container[key] = value
-    return json.dumps(tree).replace(f'"{DEEP}"', DEEP + "]" * len(DEEP)) + (end or "\n") + rest
+    return json.dumps(tree) + (end or "\n") + rest
 
 
 # Interpolations, tags, anchors and unfinished pieces; nothing that opens a network or starts a program.
