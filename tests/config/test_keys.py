@@ -112,7 +112,7 @@ def test_a_configuration_changes_by_known_keys_alone_and_what_refers_to_them_fol
         config.document["run_dir"],
     )
     assert isinstance(config.optimizer.lr, float) and (config.name, config.train.seg_len) == ("run", 64)
-    for name in ("train.seg_length", "trian.seg_len", "nmae"):
+    for name in ("train.seg_length", "trian.seg_len", "no_such_key"):
         with pytest.raises(KeyError):
             changed(config, {name: 8})
     with refused(KeyError, "seg_length"):
