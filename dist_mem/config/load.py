@@ -166,12 +166,13 @@ def _checked(
     Returns:
         The configuration, whose memory has all its options.
     """
-    values = complete(Config, resolved(document, partial(type_of, Config)))
+    values = resolved(document, partial(type_of, Config))
     memory = values["memory"]
     if not isinstance(memory, Mapping) or not isinstance(memory.get("kind"), str):
         stop_on([Problem("memory", f"is {shown(memory)}, but must be a block with a kind{_way_to_give(memory)}")])
     of_deepspeed = deepspeed_keys.check_block(values["deepspeed"], key="deepspeed", everywhere=())
-    stop_on([*check_tree(Config, values), *of_deepspeed])
+    stop_on([*check_tree(Config, values, everywhere=known_keys()), *of_deepspeed])
+    values = complete(Config, values)
     of_memory: Sequence[Problem] = ()
     completed = memory
     if memory_options is not None:
@@ -268,7 +269,8 @@ def load_block(schema: type[BlockT], name: str, arguments: Sequence[str], *, sav
         tree = merge(tree, read_saved(saved))
         wrong = check_tree(schema, tree[name], key=name)
         stop_on([each._replace(where=str(saved)) for each in wrong if "unknown key" not in each.text])
-        tree[name] = {key: value for key, value in tree[name].items() if key in (fields_of(schema) or {})}
+        if isinstance(tree[name], Mapping):  # else an interpolation of another block
+            tree[name] = {key: value for key, value in tree[name].items() if key in (fields_of(schema) or {})}
     for source in read_sources(arguments):
         given = {key: settled(child) for key, child in source.tree.items() if key == name}
         found = [*check_tree(Config, given, everywhere=known_keys()), *check_given(given)]

@@ -54,7 +54,7 @@ _OF_STORE = (
     "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment; for a database write "
     "${oc.env:NAME} in their place, or set MLFLOW_TRACKING_URI"
 )
-DOCUMENT = "_document"  # attribute of a configuration that `from_document` made
+DOCUMENT = "_document"  # attribute of a configuration that load.py made
 _PRECISIONS = ("fp32", "bf16", "fp16")
 _LAYOUTS = ("documents", "stream")
 _RECOMPUTED = ("none", "blocks", "attention", "feed_forward")

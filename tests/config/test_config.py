@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -11,8 +12,20 @@ from typing import Any
 import pytest
 import yaml
 
-from dist_mem.config import ConfigError, build_block, deepspeed_block, load_config, read_config, save_config, to_yaml
+from dist_mem.config import (
+    Config,
+    ConfigError,
+    build_block,
+    deepspeed_block,
+    load_block,
+    load_config,
+    read_config,
+    save_config,
+    to_yaml,
+)
 from dist_mem.config.blocks import value_at
+from dist_mem.config.check import block_of, item_schema
+from dist_mem.config.keys import keys_of
 from dist_mem.memory import memory_options
 from dist_mem.memory.none import NoMemory
 from dist_mem.memory.transformer_xl import TransformerXL
@@ -239,6 +252,23 @@ def test_environment_is_read_but_never_written(tmp_path: Path, monkeypatch: pyte
     assert "uri: ${oc.env:DIST_MEM_TEST_URI}" in text and "run_dir: runs/${name}" in text
     assert read_config(saved) == config
     assert list(saved.parent.iterdir()) == [saved]
+
+
+def test_a_block_that_another_block_refers_to_must_fit_it(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    """Every block for every other one, in a configuration and in what a run has saved."""
+    blocks = {
+        name: key.schema
+        for name, key in keys_of(Config).items()
+        if block_of(key.schema) and not item_schema(key.schema)
+    }
+    for name, other in itertools.permutations(blocks, 2):
+        with subtests.test(name=name, other=other):
+            (tmp_path / "config.yaml").write_text(f"{name.replace('.', ': {')}: ${{{other}}}{'}' * name.count('.')}\n")
+            with refused(ConfigError, name):
+                load_config([STEPS, f"{name}=${{{other}}}"])
+            if "." not in name:
+                with refused(ConfigError, name):
+                    load_block(blocks[name], name, [], saved=tmp_path / "config.yaml")
 
 
 def test_a_number_that_another_key_refers_to_has_the_type_of_that_key(monkeypatch: pytest.MonkeyPatch) -> None:
