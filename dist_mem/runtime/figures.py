@@ -18,6 +18,12 @@ def is_figure(value: object) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
+def finite_or_nan(value: float | str) -> float:
+    """Return a value as MLflow can keep it: an infinite one would be the largest float, a number like any other."""
+    number = float(value)
+    return number if is_figure(number) else math.nan
+
+
 def exponential(nats: float) -> float:
     """Return exp(nats), as a perplexity; nan if it is too large for a float, or nats is nan."""
     return math.exp(nats) if nats < MAX_EXPONENT else math.nan

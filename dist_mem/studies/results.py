@@ -24,7 +24,7 @@ NOT_GIVEN = "-"
 SHARES = ("accuracy", "whole_answers")  # metrics of which a higher one is better
 
 
-class Cell(NamedTuple):
+class RowResult(NamedTuple):
     """The results of one row in one column."""
 
     values: list[float]  # one per evaluated seed
@@ -63,14 +63,14 @@ def with_spread(mean: float, spread: float) -> str:
     return f"{mean:.{decimals}f} ± {spread:.{decimals}f}"
 
 
-def cell(runs: Sequence[Run], column: str) -> Cell:
+def cell(runs: Sequence[Run], column: str) -> RowResult:
     """Return the results of a column over the runs of a row."""
     found = [read_result(run, column) for run in runs]
     values = [result["value"] for result in found if result is not None and "value" in result]
     diverged = sum(result is not None and "diverged" in result for result in found)
     absent = sum(result is not None and "absent" in result for result in found)
     bits = tuple(result[BITS] for result in found if result is not None and BITS in result)
-    return Cell(values, diverged, absent, missing=found.count(None), in_bits=bits)
+    return RowResult(values, diverged, absent, missing=found.count(None), in_bits=bits)
 
 
 class Standing(NamedTuple):

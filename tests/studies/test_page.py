@@ -18,7 +18,7 @@ from dist_mem.studies.cells import Run, checksum, keep_result, read_result, repo
 from dist_mem.studies.job import Job
 from dist_mem.studies.page import to_csv, to_markdown, write_results
 from dist_mem.studies.pictures import are_equal, draw, pareto_front
-from dist_mem.studies.results import Cell, cell
+from dist_mem.studies.results import RowResult, cell
 from dist_mem.studies.runs import all_runs, measured, metric_of, rank_of, runs_behind, shown_rows, with_done
 from dist_mem.studies.study import Column, Study
 from tests.support.messages import refused
@@ -99,10 +99,10 @@ def test_a_row_is_chosen_among_those_of_a_point(tmp_path: Path) -> None:
 
 
 def test_a_cell_says_how_many_of_its_seeds_diverged() -> None:
-    assert Cell([2.0, 3.0], diverged=1, absent=0, missing=2).text() == "2.50 ± 0.50, 1 diverged, 2 to run"
-    assert Cell([1.0, 2.0], diverged=1, absent=0, missing=0).text(deviation=True) == "1.50 ± 0.71, 1 diverged"
-    assert Cell([1.0], diverged=0, absent=0, missing=0).text(deviation=True) == "1"
-    assert Cell([], diverged=3, absent=1, missing=0).text() == "3 diverged, n/a"
+    assert RowResult([2.0, 3.0], diverged=1, absent=0, missing=2).text() == "2.50 ± 0.50, 1 diverged, 2 to run"
+    assert RowResult([1.0, 2.0], diverged=1, absent=0, missing=0).text(deviation=True) == "1.50 ± 0.71, 1 diverged"
+    assert RowResult([1.0], diverged=0, absent=0, missing=0).text(deviation=True) == "1"
+    assert RowResult([], diverged=3, absent=1, missing=0).text() == "3 diverged, n/a"
 
 
 BITS: dict[str, Any] = {"absent": "test/word_perplexity", "bits_per_byte": 2.5, "step": 1}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dist_mem.runtime.figures import finite_or_nan
 from dist_mem.tracking.log import Entry
-from dist_mem.tracking.mlflow.values import finite_or_nan
 from dist_mem.tracking.names import in_group, valid_name, valid_text
 
 if TYPE_CHECKING:

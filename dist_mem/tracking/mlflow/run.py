@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dist_mem.config import TrackingConfig
-from dist_mem.runtime.figures import json_text
+from dist_mem.runtime.figures import finite_or_nan, json_text
 from dist_mem.runtime.files import is_file, write_text
 from dist_mem.runtime.names import is_plain_path
 from dist_mem.tracking.log import METRICS_FILE, Entry, Header, LogError, read_header
@@ -38,7 +38,6 @@ from dist_mem.tracking.mlflow.store import (
     requested_run_id,
     store_uri,
 )
-from dist_mem.tracking.mlflow.values import finite_or_nan
 from dist_mem.tracking.names import in_group, valid_name, valid_text
 
 if TYPE_CHECKING:
