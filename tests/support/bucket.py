@@ -8,9 +8,11 @@ import json
 import urllib.parse
 from collections import Counter
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from tests.support.file_server import QuietHandler
 
 LISTING = "/storage/v1/b/books/o"
 
@@ -30,10 +32,10 @@ class Bucket(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}/books"
 
 
-class BucketHandler(BaseHTTPRequestHandler):
+class BucketHandler(QuietHandler):
     server: Bucket
 
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802
         parts = urllib.parse.urlsplit(self.path)
         self.server.asked[parts.path] += 1
         if self.server.failures.get(parts.path):
@@ -70,6 +72,3 @@ class BucketHandler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
-
-    def log_message(self, *arguments: object) -> None:
-        """Print nothing: the output of tests is for failures."""

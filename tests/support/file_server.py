@@ -30,6 +30,17 @@ ENDLESS_BYTES = 2**28  # limit of `endless` bodies: a client that has not hung u
 PAGE = b"<!DOCTYPE html><html><body>Please log in.</body></html>"
 
 
+class QuietHandler(BaseHTTPRequestHandler):
+    """Prints nothing: the output of tests is for failures, and that of a command is what the test reads."""
+
+    def handle(self) -> None:
+        with suppress(ConnectionError):  # the client has hung up, as it may
+            super().handle()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
 class FileServer(ThreadingHTTPServer):
     """Serves the files under `root`, with the faults in `faults`.
 
@@ -70,7 +81,7 @@ class FileServer(ThreadingHTTPServer):
         self.server_close()
 
 
-class FileHandler(BaseHTTPRequestHandler):
+class FileHandler(QuietHandler):
     server: FileServer
 
     def do_GET(self) -> None:
@@ -128,9 +139,6 @@ class FileHandler(BaseHTTPRequestHandler):
     def hang(self) -> None:
         self.server.stalls.set()
         self.server.released.wait(600)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
 
 @contextmanager
