@@ -33,7 +33,6 @@ from dist_mem.data.shard import (
 from dist_mem.data.tar import BLOCK_BYTES, TokenizedDocument, sample_files, tar_bytes
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import JSON_NAME
-from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.files import WrongFileError, open_regular, sha256_of
 from dist_mem.runtime.names import is_hidden
@@ -208,7 +207,7 @@ def _unreadable(index: Index, number: int, tokenizer: Tokenizer | None) -> str |
     tokens = read_tokens(index, number)
     if len(tokens) and int(tokens.max()) >= tokenizer.vocab_size:
         return f"token {int(tokens.max())} is not among the {tokenizer.vocab_size} of its tokenizer: {REBUILD}"
-    if tokenizer.kind == WordTokenizer.kind:  # unknown words have no text
+    if not tokenizer.keeps_text:
         return None
     text = b"".join(tokenizer.pieces[token] for token in tokens.tolist())
     try:

@@ -32,6 +32,7 @@ from dist_mem.data.tokenizers.registry import (
     FILE_NAMES,
     JSON_NAME,
     load_tokenizer,
+    open_tokenizer,
     read_tokenizer_metadata,
     save_tokenizer,
     train_sentencepiece,
@@ -89,7 +90,7 @@ def build_dataset(
         name: of the dataset, part of the tars' names.
         tokenizer_kind: "sentencepiece" or "bytes".
         vocab_size, seed, max_sentences: of the SentencePiece model, see `train_sentencepiece`.
-        tokenizer_from: data directory whose tokenizer is used instead; tokenizer: a tokenizer to use instead.
+        tokenizer_from: folder for `open_tokenizer`; tokenizer: a tokenizer. Either is used instead.
         workers: number of processes.
         official_words: split name -> published number of words, for splits that are complete.
         max_shard_bytes: size of a tar; piece_bytes: source text that one worker encodes at a time.
@@ -111,7 +112,7 @@ def build_dataset(
             raise _other_build(out / other[0] / INDEX_NAME)
         training = {"vocab_size": vocab_size, "seed": seed, "max_sentences": max_sentences}
         if tokenizer_from is not None:
-            tokenizer = load_tokenizer(tokenizer_from)
+            tokenizer = open_tokenizer(tokenizer_from)
         if tokenizer is not None:
             tokenizer = _place_tokenizer(tokenizer, out)
         elif tokenizer_kind == SentencePieceTokenizer.kind:

@@ -22,6 +22,12 @@ def add_build_options(parser: argparse.ArgumentParser, *, vocab_size: int | None
     add("--overwrite", action="store_true", help="replace another build in --out")
 
 
+def add_tokenizer_from(parser: argparse.ArgumentParser, otherwise: str) -> None:
+    """Add --tokenizer-from; `otherwise`: what its help says of a build without it."""
+    what = f"take the tokenizer of this data directory, export, or folder of a published model {otherwise}"
+    parser.add_argument("--tokenizer-from", type=Path, metavar="DIR", help=what)
+
+
 def check_paths(*paths: Path | None) -> None:
     """Raise UnusableError if an input file or folder does not exist; None: an option that was not given."""
     for path in paths:

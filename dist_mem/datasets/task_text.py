@@ -28,10 +28,10 @@ from dist_mem.data.build_record import bind_splits, note_texts, read_build
 from dist_mem.data.metadata import ShardError
 from dist_mem.data.shard import INDEX_NAME, TokenizedDocument, read_index, write_split
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.data.tokenizers.registry import JSON_NAME, load_tokenizer, read_tokenizer_metadata, save_tokenizer
+from dist_mem.data.tokenizers.registry import JSON_NAME, open_tokenizer, read_tokenizer_metadata, save_tokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.datasets.corpus import by_name, find_files
-from dist_mem.datasets.options import positive
+from dist_mem.datasets.options import add_tokenizer_from, positive
 from dist_mem.datasets.rows import TEXT_SUFFIX
 from dist_mem.datasets.sample_library import write_book
 from dist_mem.datasets.source import RecallSpan, SourceDocument, encoded, read_text, recall_distances, with_lf
@@ -58,12 +58,12 @@ def add_text_options(parser: ArgumentParser) -> None:
     """Add the options of a task in text."""
     add = parser.add_argument
     add("--books", type=Path, metavar="DIR", help="fill documents with these .txt files, as PG-19's, in their splits")
-    add("--tokenizer-from", type=Path, metavar="DIR", help="tokenizer of this data directory (default: bytes)")
+    add_tokenizer_from(parser, "(default: bytes)")
 
 
 def tokenizer_of(folder: Path | None) -> Tokenizer:
     """Return the tokenizer of --tokenizer-from."""
-    return BytesTokenizer() if folder is None else load_tokenizer(folder)
+    return BytesTokenizer() if folder is None else open_tokenizer(folder)
 
 
 def fitted(compose: Compose, haystack: Iterator[str], tokenizer: Tokenizer, length: int) -> Question | None:

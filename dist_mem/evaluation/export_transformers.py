@@ -21,6 +21,7 @@ from typing import Any
 from dist_mem.checkpoint.rank_file import safetensors_parts
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.byte_pairs import END_OF_TEXT, BytePairTokenizer, write_byte_pairs
+from dist_mem.data.tokenizers.huggingface import HuggingFaceTokenizer, write_folder
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.trained_model import TrainedModel, distinct_weights
 from dist_mem.hf.folder import CONFIG, WEIGHTS
@@ -87,7 +88,7 @@ def published_config(trained: TrainedModel) -> dict[str, Any]:
         **content,
         "vocab_size": trained.tokenizer.vocab_size,
         "bos_token_id": trained.tokenizer.bos_id,
-        "eos_token_id": trained.tokenizer.bos_id,
+        "eos_token_id": getattr(trained.tokenizer, "eos_id", trained.tokenizer.bos_id),
         "dtype": str(trained.dtype).removeprefix("torch."),
         **({"auto_map": _auto_map(AutoModelForCausalLM=_MEMORY_CLASSES[content["model_type"]])} if has_memory else {}),
     }
@@ -125,12 +126,15 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path, *, adds_bos: bool, pu
     """Write what AutoTokenizer reads.
 
     Args:
-        adds_bos: BOS comes before every text.
+        adds_bos: BOS comes before every text; not used for a published model's tokenizer, which says so itself.
         purpose: what needs the tokenizer, for the message if a library is not installed.
 
     Raises:
         ValueError: the tokenizer has no fast form, or a library is not installed.
     """
+    if isinstance(tokenizer, HuggingFaceTokenizer):  # as it came: whether it puts BOS before a text too
+        write_folder(tokenizer, directory)
+        return
     for library in ("tokenizers", "google.protobuf"):  # the latter reads SentencePiece's models
         require(library, purpose)
     from dist_mem.data.tokenizers.fast import bos_token, fast_tokenizer

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dist_mem.config import ModelConfig
-from dist_mem.data.tokenizers.registry import JSON_NAME, TOKENIZER_DIR
 from dist_mem.errors import UnusableError, run_error
 from dist_mem.hf.layout import Layout
 from dist_mem.hf.names import LAYOUTS, take_published
@@ -88,9 +87,7 @@ def check_sizes(model: ModelConfig, vocab_size: int | None) -> None:
 
 def build_again(model: ModelConfig) -> str:
     """Return how to build data with the tokenizer of `model.pretrained`."""
-    own = Path(model.pretrained or "") / TOKENIZER_DIR  # of an export
-    how = f"--tokenizer-from {own}" if (own / JSON_NAME).is_file() else LAYOUTS[model.kind].tokenizer
-    return f"build the data with the model's tokenizer ({how})"
+    return f"build the data with the model's tokenizer (--tokenizer-from {model.pretrained})"
 
 
 def _shown(value: Any) -> str:

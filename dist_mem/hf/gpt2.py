@@ -89,7 +89,6 @@ GPT2 = Layout(
     plain=("causal",),
     fix="relative positions, which no GPT-2 has weights for: set {key}.kind=causal, or compressive with "
     "{key}.positions=alibi",
-    tokenizer="python -m dist_mem.datasets.gpt2_tokenizer",
     types={
         **dict.fromkeys(("n_layer", "n_embd", "n_head", "n_positions", "vocab_size"), SIZE),
         "n_inner": optional(SIZE),

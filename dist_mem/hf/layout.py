@@ -42,7 +42,6 @@ class Layout:
     attention: type[AttentionLayer]  # of its blocks
     plain: tuple[str, ...]  # memory.kind: the model as published
     fix: str  # for a memory with another attention; {key} is its key
-    tokenizer: str  # how to build data with its tokenizer
     types: Mapping[str, Schema]  # of the keys of config.json that are read
     optional: frozenset[str]  # those of `types` that a file may lack
     sizes: Callable[[dict[str, Any]], dict[str, Any]]  # published -> our keys of `model`

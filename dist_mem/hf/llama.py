@@ -131,8 +131,6 @@ LLAMA = Layout(
     attention=RotaryAttention,
     plain=("none", "causal"),
     fix="an attention of its own, which no Llama has weights for: set {key}.kind=none or transformer_xl",
-    tokenizer="python -m dist_mem.datasets.gpt2_tokenizer, if it is byte pairs of GPT-2's kind; the tokenizers of "
-    "Llama 2 and 3 and of Qwen2 are not read here yet",
     types=_SIZES | _FURTHER,
     optional=frozenset(_FURTHER),
     sizes=sizes_of,

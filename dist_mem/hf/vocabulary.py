@@ -7,7 +7,7 @@ are not compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +15,8 @@ import sentencepiece
 
 from dist_mem.config import ModelConfig
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.data.tokenizers.byte_pairs import IDS, WHOLE, byte_alphabet
-from dist_mem.data.tokenizers.sentencepiece import SPACE, piece_bytes
-from dist_mem.data.tokenizers.words import word_bytes
+from dist_mem.data.tokenizers.huggingface import IDS, WHOLE, of_alphabet, spelling_of
+from dist_mem.data.tokenizers.sentencepiece import piece_bytes
 from dist_mem.errors import UnusableError
 from dist_mem.hf.folder import build_again
 from dist_mem.runtime.file_schema import check, read_json
@@ -88,7 +87,7 @@ def _fast(path: Path) -> dict[int, bytes] | None:
     if isinstance(ids, list):  # of a unigram model: pairs of a token and its score
         ids = {pair[0]: place for place, pair in enumerate(ids) if isinstance(pair, list) and _is_scored(pair)}
     check(ids, _vocab, path, UnusableError, _AGAIN)
-    spell = _spelling(content)
+    spell = spelling_of(content)
     added = {token["id"] for token in content.get("added_tokens", ())}
     return {token: spell(name) for name, token in ids.items() if token not in added}
 
@@ -97,34 +96,10 @@ def _is_scored(pair: list[Any]) -> bool:
     return len(pair) == 2 and isinstance(pair[0], str)
 
 
-def _spelling(content: Mapping[str, Any]) -> Callable[[str], bytes]:
-    """Return how tokens of such a file are spelled."""
-    if "ByteLevel" in _types([content.get("pre_tokenizer"), content.get("decoder")]):
-        return _of_alphabet()
-    return word_bytes if content["model"].get("type") == "WordLevel" else _of_sentencepiece
-
-
-def _types(part: Any) -> set[str]:
-    """Return every `type` in a part of a tokenizer, which may be a sequence of parts."""
-    parts: Iterable[Any] = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-    own = {part["type"]} if isinstance(part, dict) and isinstance(part.get("type"), str) else set()
-    return own.union(*map(_types, parts))
-
-
-def _of_alphabet() -> Callable[[str], bytes]:
-    alphabet = byte_alphabet()
-    return lambda name: bytes(alphabet[letter] for letter in name) if alphabet.keys() >= set(name) else name.encode()
-
-
-def _of_sentencepiece(name: str) -> bytes:
-    is_byte = len(name) == 6 and name.startswith("<0x") and name.endswith(">")
-    return bytes([int(name[3:5], 16)]) if is_byte else name.replace(SPACE, " ").encode()
-
-
 def _byte_pairs(path: Path) -> dict[int, bytes]:
     ids = read_json(path, UnusableError, _AGAIN)
     check(ids, _vocab, path, UnusableError, _AGAIN)
-    spell = _of_alphabet()
+    spell = of_alphabet()
     return {token: spell(name) for name, token in ids.items()}
 
 

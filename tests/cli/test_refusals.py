@@ -330,7 +330,6 @@ def test_a_builder_without_its_source_begins_nothing(
         assert not Path("out").exists(), "something was begun"
 
 
-@pytest.mark.parametrize("more", [[], ["--train"]])
-def test_a_tokenizer_needs_its_folder(more: list[str], capsys: pytest.CaptureFixture[str], empty_folder: None) -> None:
-    assert gpt2_tokenizer.main([MISSING, "--out", "out", *more]) == 2
+def test_a_tokenizer_needs_its_folder(capsys: pytest.CaptureFixture[str], empty_folder: None) -> None:
+    assert gpt2_tokenizer.main([MISSING, "--out", "out"]) == 2
     said(capsys.readouterr().err, MISSING)

@@ -22,11 +22,11 @@ from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.byte_pairs import (
     END_OF_TEXT,
     BytePairTokenizer,
-    read_byte_pairs,
     train_byte_pairs,
     write_byte_pairs,
 )
 from dist_mem.data.tokenizers.fast import bos_token, fast_tokenizer
+from dist_mem.data.tokenizers.huggingface import HuggingFaceTokenizer
 from dist_mem.data.tokenizers.registry import KINDS, load_tokenizer, save_tokenizer, train_sentencepiece
 from dist_mem.data.tokenizers.sentencepiece import SentencePieceTokenizer, sample_lines, train_pieces
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
@@ -230,10 +230,9 @@ def test_without_the_library_an_error_names_the_extra_and_blames_no_file(
     save_tokenizer(pairs, tmp_path)
     write_byte_pairs(pairs, tmp_path)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    for read in (load_tokenizer, read_byte_pairs):
-        with refused(UnusableError, "dist-mem[hf]") as caught:
-            read(tmp_path)
-        assert str(tmp_path) not in str(caught.value)
+    with refused(UnusableError, "dist-mem[hf]") as caught:
+        load_tokenizer(tmp_path)
+    assert str(tmp_path) not in str(caught.value)
 
 
 def test_ids_are_those_of_the_library_and_of_transformers(tmp_path: Path, pairs: BytePairTokenizer) -> None:
@@ -250,58 +249,6 @@ def test_ids_are_those_of_the_library_and_of_transformers(tmp_path: Path, pairs:
     assert theirs.bos_token_id == pairs.bos_id == pairs.vocab_size - 1
 
 
-def test_both_layouts_and_the_data_directory_hold_the_same_tokenizer(tmp_path: Path, pairs: BytePairTokenizer) -> None:
-    two, one, kept = tmp_path / "two", tmp_path / "one", tmp_path / "kept"
-    for folder in (two, one):
-        folder.mkdir()
-    write_byte_pairs(pairs, two)
-    library = tokenizers.ByteLevelBPETokenizer(str(two / "vocab.json"), str(two / "merges.txt"))
-    library.add_special_tokens([END_OF_TEXT])
-    library.save(str(one / "tokenizer.json"))
-    save_tokenizer(pairs, kept, recipe="test")
-    found = [read_byte_pairs(two), read_byte_pairs(one), load_tokenizer(kept)]
-    assert {other.fingerprint for other in found} == {pairs.fingerprint}
-    assert (kept / "tokenizer.bpe.json").read_bytes() == pairs.content()
-    other = train_byte_pairs(prose()[:50], vocab_size=300)
-    assert other.fingerprint != pairs.fingerprint
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"normalizer": {"type": "Lowercase"}}, "changes the text"),
-        ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}}, "without a space put before"),
-        ({"pre_tokenizer": {"type": "Whitespace"}}, "without a space put before"),
-        ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}, "the vocabulary lacks '!'"),
-        ({"model": {"type": "BPE"}}, "model has no vocab"),
-    ],
-)
-def test_other_tokenizers_are_refused(
-    tmp_path: Path, pairs: BytePairTokenizer, change: dict[str, object], named: str
-) -> None:
-    write_byte_pairs(pairs, tmp_path)
-    library = tokenizers.ByteLevelBPETokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
-    parts = json.loads(library.to_str())
-    for name in ("vocab.json", "merges.txt"):
-        (tmp_path / name).unlink()
-    (tmp_path / "tokenizer.json").write_text(json.dumps({**parts, **change}), encoding="utf-8")
-    with refused(ValueError, tmp_path, named):
-        read_byte_pairs(tmp_path)
-
-
-def test_a_folder_without_a_tokenizer_and_a_token_outside_of_the_alphabet_are_named(
-    tmp_path: Path, pairs: BytePairTokenizer
-) -> None:
-    """As in GPT-NeoX's tokenizer, which adds tokens of several spaces."""
-    with refused(ValueError, "vocab.json", "merges.txt", "tokenizer.json"):
-        read_byte_pairs(tmp_path)
-    write_byte_pairs(pairs, tmp_path)
-    vocabulary = json.loads((tmp_path / "vocab.json").read_text(encoding="utf-8"))
-    (tmp_path / "vocab.json").write_text(json.dumps({**vocabulary, "  ": len(vocabulary)}), encoding="utf-8")
-    with refused(ValueError, tmp_path, "GPT-2's alphabet"):
-        read_byte_pairs(tmp_path)
-
-
 def test_the_command_trains_and_a_dataset_is_built_with_it(tmp_path: Path) -> None:
     """By two worker processes; what is in the shards decodes to the texts."""
     texts = ["".join(prose()[number::4]) for number in range(4)]
@@ -309,7 +256,7 @@ def test_the_command_trains_and_a_dataset_is_built_with_it(tmp_path: Path) -> No
     folder.mkdir()
     for number, text in enumerate(texts):
         (folder / f"{number}.txt").write_text(text, encoding="utf-8")
-    program = [sys.executable, "-m", "dist_mem.datasets.gpt2_tokenizer", str(folder), "--train"]
+    program = [sys.executable, "-m", "dist_mem.datasets.gpt2_tokenizer", str(folder)]
     command = [*program, "--vocab-size", "300", "--out", str(trained)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit(120))
     assert done.returncode == 0, done.stderr
@@ -340,7 +287,7 @@ def many_texts() -> Iterator[str]:
         yield from ("".join(draw.choices(letters, k=draw.randint(0, 60))) for _ in range(50))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS.keys() - {HuggingFaceTokenizer.kind})  # which has its own files
 def test_ids_and_texts_are_those_of_the_tokenizer(kind: str) -> None:
     tokenizer = MAKE[kind]()
     fast = fast_tokenizer(tokenizer, adds_bos=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -14,8 +15,10 @@ import pytest
 from dist_mem.__main__ import main
 from dist_mem.data.metadata import ShardError
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.data.tokenizers.byte_pairs import BytePairTokenizer, read_byte_pairs, train_byte_pairs, write_byte_pairs
-from dist_mem.data.tokenizers.registry import KINDS, load_tokenizer, save_tokenizer
+from dist_mem.data.tokenizers.byte_pairs import BytePairTokenizer, train_byte_pairs, write_byte_pairs
+from dist_mem.data.tokenizers.fast import fast_tokenizer
+from dist_mem.data.tokenizers.huggingface import HuggingFaceTokenizer
+from dist_mem.data.tokenizers.registry import KINDS, load_tokenizer, open_tokenizer, save_tokenizer
 from dist_mem.data.tokenizers.sentencepiece import SentencePieceTokenizer, train_pieces
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.data.tokenizers.words import count_words
@@ -25,8 +28,9 @@ from dist_mem.errors import UnusableError
 from dist_mem.evaluation.export_transformers import write_tokenizer
 from dist_mem.hf.vocabulary import compare_tokens
 from tests.support.jobs import write_config
-from tests.support.llama_models import llama_config
+from tests.support.llama_models import SIZES, llama_config, save_random_llama
 from tests.support.messages import refused, said_line
+from tests.support.published_tokenizers import save_published
 
 pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 TEXTS = (
@@ -34,7 +38,7 @@ TEXTS = (
     "it was the best of times, it was the worst of times\nit was the age of wisdom, the age of foolishness\n" * 9,
 )
 SIZE = 264
-NAMES = ("bytes", "words", "gpt2", "sentencepiece", "sentencepiece unigram")
+NAMES = ("bytes", "words", "gpt2", "huggingface", "sentencepiece", "sentencepiece unigram")
 
 
 def tokenizers_of(text: str) -> dict[str, Tokenizer]:
@@ -43,7 +47,10 @@ def tokenizers_of(text: str) -> dict[str, Tokenizer]:
     found = (
         BytesTokenizer(),
         count_words(lines, max_words=6),
-        train_byte_pairs([text], vocab_size=SIZE),
+        pairs := train_byte_pairs([text], vocab_size=SIZE),
+        HuggingFaceTokenizer(
+            {"tokenizer.json": fast_tokenizer(pairs, adds_bos=True).to_str()}, bos_id=pairs.bos_id, vocab_size=SIZE + 5
+        ),
         train_pieces(lines, vocab_size=SIZE + 20),
         train_pieces(lines, vocab_size=SIZE + 20, model_type="unigram"),
     )
@@ -117,7 +124,10 @@ def test_a_damaged_tokenizer_file_is_refused_by_its_name(tmp_path: Path) -> None
 
 
 VALUES: list[Any] = [None, 1.5, "x", -1, [["a"]], {"type": 1}]
-READ = ("model", "vocab", "merges", "pre_tokenizer", "added_tokens", "id", "content", "vocabulary", "a", "type")
+READ = (
+    *("model", "vocab", "merges", "pre_tokenizer", "added_tokens", "id", "content", "vocabulary", "a", "type"),
+    *("files", "tokenizer.json", "bos_id", "vocab_size"),
+)
 
 
 def changed(content: Any) -> Iterator[Any]:
@@ -138,14 +148,15 @@ def test_values_of_every_type_in_a_tokenizer_file_are_read_or_refused(tmp_path: 
     write_byte_pairs(tokenizer, tmp_path / "pairs")
     write_tokenizer(tokenizer, tmp_path / "fast", adds_bos=True, purpose="a test")
     save_tokenizer(tokenizer, tmp_path / "own")
+    save_tokenizer(tokenizers_of(TEXTS[0])["huggingface"], tmp_path / "published")
 
     def load(folder: Path) -> None:
-        for read in (read_byte_pairs, lambda folder: compare_tokens(model_of(folder), tokenizer)):
-            with suppress(ValueError):
-                read(folder)
+        with suppress(ValueError):
+            compare_tokens(model_of(folder), tokenizer)
 
-    places = (("pairs/vocab.json", load), ("fast/tokenizer.json", load), ("own/tokenizer.bpe.json", load_tokenizer))
-    for name, read in places:
+    own = (f"own/{BytePairTokenizer.file_name}", f"published/{HuggingFaceTokenizer.file_name}")
+    readers = {"pairs/vocab.json": load, "fast/tokenizer.json": load, **dict.fromkeys(own, load_tokenizer)}
+    for name, read in readers.items():
         path = tmp_path / name
         read(path.parent)
         texts = [json.dumps(content) for content in changed(json.loads(path.read_text(encoding="utf-8")))]
@@ -206,8 +217,38 @@ def test_a_folder_of_hugging_face_is_no_damaged_data_directory(pretrained: tuple
         load_tokenizer(folder)
     llama = tmp_path / "llama"
     shutil.copytree(folder, llama, ignore=shutil.ignore_patterns("tokenizer"))
-    with refused(ShardError, llama, "gpt2_tokenizer"):
+    with refused(ShardError, f"--tokenizer-from {llama}"):
         load_tokenizer(llama)
     (llama / "tokenizer.json").unlink()
-    with refused(ShardError, llama, "gpt2_tokenizer"):
+    with refused(ShardError, f"--tokenizer-from {llama}"):
         load_tokenizer(llama)
+
+
+@pytest.mark.parametrize("kind", ["llama3", "qwen"])
+def test_a_published_model_is_trained_with_its_own_tokenizer_as_the_message_says_and_exported_with_it(
+    kind: str, pretrained: tuple[Path, Callable[..., Path]], single_process: None, capsys: Any, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    folder, books = save_published(kind, tmp_path / "published"), tmp_path / "books"
+    size = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    qwen = kind == "qwen"
+    save_random_llama(folder, qwen=qwen, vocab_size=size, max_position_embeddings=64)
+    model = {"kind": "llama", **SIZES, "qkv_bias": qwen, "tie_embeddings": qwen, "dropout": 0.0, "num_layers": 3}
+    sizes = [f"model.{key}={json.dumps(value)}" for key, value in {**model, "pretrained": str(folder)}.items()]
+    configured = [str(pretrained[1](0)), *sizes, "memory.mem_len=16", f"run_dir={tmp_path / 'run'}"]
+    assert main(["train", *configured]) == 2
+    (remedy,) = re.findall("--tokenizer-from [^)]*", capsys.readouterr().err)
+    for split in ("train", "validation"):
+        (books / split).mkdir(parents=True)
+        (books / split / "1.txt").write_text(f"{TEXTS[0] * 20}cafe\u0301 <|endoftext|> {split}", encoding="utf-8")
+    built = ["data", "build", "text", "--source", str(books), "--out", str(tmp_path / "data"), *remedy.split()]
+    assert main(built) == 0
+    assert main(["data", "verify", str(tmp_path / "data")]) == 0
+    assert main(["train", *configured, f"data.path={tmp_path / 'data'}"]) == 0
+    assert main(["generate", str(tmp_path / "run"), "--prompt", TEXTS[0][:40], "--tokens", "4"]) == 0
+    hub = tmp_path / "hub"
+    assert main(["export", str(tmp_path / "run"), "--out", str(hub), "--format", "transformers"]) == 0
+    theirs, ours = (transformers.AutoTokenizer.from_pretrained(str(place)) for place in (folder, hub))
+    assert ours(TEXTS[0])["input_ids"] == theirs(TEXTS[0])["input_ids"]
+    assert (ours.chat_template, ours.eos_token) == (theirs.chat_template, theirs.eos_token)
+    assert open_tokenizer(hub).fingerprint == open_tokenizer(folder).fingerprint

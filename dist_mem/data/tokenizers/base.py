@@ -11,6 +11,7 @@ class Tokenizer:
     """Converts text to token ids and back; subclasses define how text is cut into pieces."""
 
     kind: str  # as in tokenizer.json
+    keeps_text: bool = True  # the pieces of a text, joined, are its bytes
     file_name: str | None = None  # of the trained model in a data directory; the file's sha256 is the fingerprint
 
     def __init__(self, pieces: list[bytes], *, bos_id: int, fingerprint: str) -> None:

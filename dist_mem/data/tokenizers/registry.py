@@ -1,19 +1,22 @@
 """The registry of tokenizers: their kinds, and how a data directory stores its tokenizer.
 
 A data directory contains its tokenizer as tokenizer.json (kind, sizes, fingerprint) and the file of that kind:
-tokenizer.model, a plain SentencePiece model; tokenizer.words, one word per line; or tokenizer.bpe.json, GPT-2's byte
-pairs.
+tokenizer.model, a plain SentencePiece model; tokenizer.words, one word per line; tokenizer.bpe.json, GPT-2's byte
+pairs; or tokenizer.huggingface.json, the files of a published model's.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from dist_mem.data.metadata import REMEDY, ShardError, read_metadata, reading
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.byte_pairs import BytePairTokenizer
+from dist_mem.data.tokenizers.huggingface import HuggingFaceTokenizer, read_folder
 from dist_mem.data.tokenizers.sentencepiece import SentencePieceTokenizer, train_pieces
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.data.tokenizers.words import WordTokenizer
@@ -31,7 +34,8 @@ _SCHEMA = record(
     {"kind": text, "vocab_size": _ID, "bos_id": optional(_ID), "fingerprint": text, "recipe": text}, is_open=True
 )
 KINDS: dict[str, type[Tokenizer]] = {
-    kind.kind: kind for kind in (SentencePieceTokenizer, BytesTokenizer, WordTokenizer, BytePairTokenizer)
+    kind.kind: kind
+    for kind in (SentencePieceTokenizer, BytesTokenizer, WordTokenizer, BytePairTokenizer, HuggingFaceTokenizer)
 }
 FILE_NAMES = tuple(kind.file_name for kind in KINDS.values() if kind.file_name)  # a data directory has at most one
 
@@ -69,7 +73,7 @@ def read_tokenizer_metadata(data_dir: Path | str) -> dict[str, Any]:
     try:
         metadata = read_metadata(path, version=FORMAT_VERSION)
     except ShardError as error:
-        if any((path.parent / name).is_file() for name in _PUBLISHED):
+        if is_published(path.parent):
             raise ShardError(_of_published(path.parent)) from error
         raise
     check(metadata, _SCHEMA, path, ShardError, REMEDY)
@@ -83,10 +87,35 @@ def _of_published(folder: Path) -> str:
     if (folder / TOKENIZER_DIR / JSON_NAME).is_file():
         return f"{folder} is an export for transformers; the tokenizer for data is {folder / TOKENIZER_DIR}"
     return (
-        f"{folder} is a folder in Hugging Face's layout, not a data directory: python -m "
-        f"dist_mem.datasets.gpt2_tokenizer {folder} --out DIR makes one of byte pairs of GPT-2's kind; other "
-        "tokenizers, as of Llama 2 and 3 and of Qwen2, are not read here yet"
+        f"{folder} is a folder in Hugging Face's layout, not a data directory: dist-mem data build ... "
+        f"--tokenizer-from {folder} builds one with its tokenizer"
     )
+
+
+def is_published(folder: Path) -> bool:
+    """Return whether a folder is in Hugging Face's layout, as that of a published model, and no data directory."""
+    if any((folder / name).is_file() for name in _PUBLISHED):
+        return True
+    path = folder / JSON_NAME
+    if not path.is_file():
+        return (folder / "tokenizer.model").is_file()
+    with suppress(ValueError):
+        content = json.loads(read_regular(path))
+        return isinstance(content, dict) and "model" in content and "format_version" not in content
+    return False  # damaged
+
+
+def open_tokenizer(folder: Path | str) -> Tokenizer:
+    """Load the tokenizer of a data directory, of an export, or of a folder in Hugging Face's layout.
+
+    Raises:
+        ValueError: a file is missing, damaged or of a newer format; names it.
+        UnusableError: a library is not installed.
+    """
+    folder = Path(folder)
+    if (folder / TOKENIZER_DIR / JSON_NAME).is_file():
+        return load_tokenizer(folder / TOKENIZER_DIR)
+    return read_folder(folder) if is_published(folder) else load_tokenizer(folder)
 
 
 def load_tokenizer(data_dir: Path | str) -> Tokenizer:

@@ -23,6 +23,7 @@ class WordTokenizer(Tokenizer):
     """A tokenizer whose vocabulary is a list of words, followed by BOS."""
 
     kind = "words"
+    keeps_text = False  # no white space, no unknown words
     file_name = "tokenizer.words"
 
     def __init__(self, words: Sequence[str]) -> None:

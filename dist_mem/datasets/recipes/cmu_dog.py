@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.data.tokenizers.registry import load_tokenizer
+from dist_mem.data.tokenizers.registry import open_tokenizer
 from dist_mem.data.tokenizers.sentencepiece import train_pieces
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.datasets.builder import build_dataset
-from dist_mem.datasets.options import add_build_options, check_paths, positive
+from dist_mem.datasets.options import add_build_options, add_tokenizer_from, check_paths, positive
 from dist_mem.datasets.source import SourceDocument, read_text
 from dist_mem.datasets.tree import listed_files
 
@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--limit", type=positive, metavar="N", help="only the first N conversations of every split")
     add("--tokenizer", choices=("sentencepiece", "bytes"), default="sentencepiece", help="default: %(default)s")
-    add("--tokenizer-from", type=Path, metavar="DIR", help="take the tokenizer of this data directory instead")
+    add_tokenizer_from(parser, "instead")
 
 
 def build(options: argparse.Namespace) -> None:
@@ -133,7 +133,7 @@ def make_tokenizer(
 ) -> Tokenizer:
     """Load or train the chosen tokenizer; each film counts once in its training, however many conversations it has."""
     if options.tokenizer_from is not None:
-        return load_tokenizer(options.tokenizer_from)
+        return open_tokenizer(options.tokenizer_from)
     if options.tokenizer == BytesTokenizer.kind:
         return BytesTokenizer()
     print(f"tokenizer: training a SentencePiece model of {options.vocab_size:,} pieces", flush=True)

@@ -25,7 +25,7 @@ from dist_mem.data.remote.fetch import METADATA_BYTES, Address, show
 from dist_mem.data.remote.fetch import download as fetch
 from dist_mem.datasets.bucket_download import download_files, list_files
 from dist_mem.datasets.builder import build_dataset
-from dist_mem.datasets.options import add_build_options, check_paths, positive
+from dist_mem.datasets.options import add_build_options, add_tokenizer_from, check_paths, positive
 from dist_mem.datasets.rows import TEXT_SUFFIX
 from dist_mem.datasets.source import SourceDocument, read_text
 from dist_mem.datasets.split_names import split_named, words_digest
@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "or as in metadata.csv (documents it does not name come after them) (default: %(default)s)",
     )
     add("--tokenizer", choices=("sentencepiece", "bytes"), default="sentencepiece", help="default: %(default)s")
-    add("--tokenizer-from", type=Path, metavar="DIR", help="take the tokenizer of this data directory instead")
+    add_tokenizer_from(parser, "instead")
     add("--seed", type=int, default=0, help="of the lines SentencePiece is trained on (default: %(default)s)")
     add("--download", action="store_true", help="first fetch what is missing in --source")
     add("--base-url", default=BUCKET_URL, metavar="URL", help="bucket to download from (default: %(default)s)")

@@ -37,7 +37,7 @@ from dist_mem.datasets.corpus import (
     text_title,
     without_shared_texts,
 )
-from dist_mem.datasets.options import add_build_options, check_paths
+from dist_mem.datasets.options import add_build_options, add_tokenizer_from, check_paths
 from dist_mem.datasets.rows import TEXT_SUFFIX
 from dist_mem.datasets.split_names import DEFAULT_FRACTIONS, SPLITS, parse_fractions, split_of, splits_of
 from dist_mem.datasets.tar_source import local_sources
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of texts in several splits, keep those of the first one (order: train, validation, test)",
     )
     add("--tokenizer", choices=("sentencepiece", "bytes"), default="sentencepiece", help="default: %(default)s")
-    add("--tokenizer-from", type=Path, metavar="DIR", help="take the tokenizer of this data directory instead")
+    add_tokenizer_from(parser, "instead")
     add("--seed", type=int, default=0, help="of the lines SentencePiece is trained on (default: %(default)s)")
 
 

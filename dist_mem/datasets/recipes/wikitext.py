@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from dist_mem.data.tokenizers.words import WordTokenizer, count_words
 from dist_mem.datasets.builder import build_dataset
-from dist_mem.datasets.options import add_build_options, check_paths
+from dist_mem.datasets.options import add_build_options, add_tokenizer_from, check_paths
 from dist_mem.datasets.source import FileSlice, SourceDocument, check_text
 from dist_mem.runtime.files import sha256_of
 from dist_mem.runtime.progress import counting
@@ -104,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, required=True, help="data directory to build: data.path of a configuration")
     add("--name", default="wikitext", help="of the dataset, part of the tars' names (default: %(default)s)")
     add("--tokenizer", choices=("words", "sentencepiece", "bytes"), default="words", help="default: %(default)s")
-    add("--tokenizer-from", type=Path, metavar="DIR", help="take the tokenizer of this data directory instead")
+    add_tokenizer_from(parser, "instead")
     add(
         "--documents",
         choices=("articles", "split"),

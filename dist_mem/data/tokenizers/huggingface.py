@@ -1,0 +1,214 @@
+"""The tokenizer of a folder in Hugging Face's layout, as it comes: of a Llama, Qwen, Mistral, GPT-2.
+
+`read_folder` opens the folder as AutoTokenizer does (tokenizer.json, vocab.json and merges.txt, or a SentencePiece
+tokenizer.model alone, which transformers converts), and keeps the files that transformers saves of it, with the chat
+template. The library `tokenizers` encodes with them. Three things are as there, and differ from our other kinds:
+
+- Text changes where the tokenizer changes it: Qwen composes accents (NFC), Llama 2 puts a space before a text.
+- The names of special tokens in a text, as `<|endoftext|>`, are those tokens.
+- Some have no BOS. What comes before a document is then the `bos_token_id` of config.json, `<|endoftext|>` or EOS.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from dist_mem.data.tokenizers.base import Tokenizer
+from dist_mem.data.tokenizers.byte_pairs import END_OF_TEXT, byte_alphabet
+from dist_mem.data.tokenizers.sentencepiece import SPACE
+from dist_mem.data.tokenizers.words import word_bytes
+from dist_mem.errors import UnusableError
+from dist_mem.runtime.extras import require
+from dist_mem.runtime.figures import json_text
+from dist_mem.runtime.file_schema import check, integer, optional, read_json, record, rows, table, text
+from dist_mem.runtime.files import read_regular
+
+FAST_NAME, CONFIG_NAME = "tokenizer.json", "tokenizer_config.json"
+_MODEL_CONFIG = "config.json"
+_PURPOSE = "the tokenizer of a published model"
+_AGAIN = ": download the folder again"
+_ID = integer(high=2**31 - 1)
+IDS = table(_ID, keys=text)  # vocab.json: token -> id
+_ADDED = record({"id": _ID, "content": text}, is_open=True)
+WHOLE = record({"model": record({}, is_open=True)}, {"added_tokens": rows(_ADDED)}, is_open=True)  # tokenizer.json
+_SIZES = record({}, {"vocab_size": optional(_ID), "bos_token_id": optional(_ID)}, is_open=True)
+_OWN = record({"files": table(text, keys=text), "bos_id": _ID, "vocab_size": _ID}, is_open=False)
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A tokenizer of the library `tokenizers`, with the files by which transformers opens it."""
+
+    kind = "huggingface"
+    keeps_text = False
+    file_name = "tokenizer.huggingface.json"
+
+    def __init__(self, files: Mapping[str, str], *, bos_id: int, vocab_size: int) -> None:
+        """
+        Args:
+            files: name -> content, among them tokenizer.json.
+            bos_id: what comes before a document.
+            vocab_size: rows of the model's embedding; ids that the tokenizer lacks have no text.
+
+        Raises:
+            ValueError: tokenizer.json is damaged, or has an id that is not below `vocab_size`.
+            UnusableError: the library `tokenizers` is not installed.
+        """
+        require("tokenizers", _PURPOSE)
+        import tokenizers
+
+        self.files = dict(files)
+        content = json.loads(self.files[FAST_NAME])
+        try:
+            # Without what comes around a text, which also moves the offsets of tokens behind their spaces.
+            self.processor = tokenizers.Tokenizer.from_str(json_text({**content, "post_processor": None}))
+        except Exception as error:  # the library raises no other class
+            raise ValueError(f"{FAST_NAME}: {error}") from error
+        self.processor.no_truncation()
+        self.processor.no_padding()
+        names = {token: name for name, token in self.processor.get_vocab(with_added_tokens=True).items()}
+        if max(names, default=-1) >= vocab_size or not 0 <= bos_id < vocab_size:
+            raise ValueError(f"{FAST_NAME} has token {max(names, default=-1)}, but the model has {vocab_size} tokens")
+        added = {token: entry.content for token, entry in self.processor.get_added_tokens_decoder().items()}
+        special = {token for token, entry in self.processor.get_added_tokens_decoder().items() if entry.special}
+        spell = spelling_of(content)
+        pieces = {token: added[token].encode() if token in added else spell(name) for token, name in names.items()}
+        super().__init__(
+            [b"" if token in special or token == bos_id else pieces.get(token, b"") for token in range(vocab_size)],
+            bos_id=bos_id,
+            fingerprint=hashlib.sha256(f"{bos_id} {vocab_size} {self.files[FAST_NAME]}".encode()).hexdigest(),
+        )
+
+    def encode(self, text: str) -> np.ndarray:
+        """Encode as `Tokenizer.encode`: the ids of AutoTokenizer with `add_special_tokens=False`."""
+        return np.array(self.processor.encode(text, add_special_tokens=False).ids, dtype=np.int64).astype(self.dtype)
+
+    def decode(self, ids: Iterable[int] | np.ndarray) -> str:
+        """Return the text of token ids as AutoTokenizer does: without special tokens, and the space before a text."""
+        return str(self.processor.decode(np.asarray(ids, dtype=np.int64).tolist(), skip_special_tokens=True))
+
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        encoding = self.processor.encode(text, add_special_tokens=False)
+        starts = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
+        return np.array(encoding.ids, dtype=np.int64).astype(self.dtype), starts
+
+    @property
+    def eos_id(self) -> int:
+        """What ends a text of this model; BOS, if it has no such token."""
+        token = json.loads(self.files.get(CONFIG_NAME, "{}")).get("eos_token")
+        name = token.get("content") if isinstance(token, dict) else token
+        found = self.processor.token_to_id(name) if isinstance(name, str) else None
+        return self.bos_id if found is None else int(found)
+
+    def content(self) -> bytes:
+        parts = {"files": self.files, "bos_id": self.bos_id, "vocab_size": self.vocab_size}
+        return (json_text(parts, ensure_ascii=True, indent=0) + "\n").encode()
+
+    @classmethod
+    def from_content(cls, content: bytes) -> HuggingFaceTokenizer:
+        parts = json.loads(content)
+        problem = next(_OWN("", parts), None)
+        if problem is not None or FAST_NAME not in parts["files"]:
+            raise ValueError(problem or f"files lacks {FAST_NAME}")
+        return cls(parts["files"], bos_id=parts["bos_id"], vocab_size=parts["vocab_size"])
+
+
+def read_folder(folder: Path) -> HuggingFaceTokenizer:
+    """Read the tokenizer of a folder in Hugging Face's layout.
+
+    Where config.json is beside it, its `vocab_size` counts, as many models have more rows than tokens.
+
+    Raises:
+        UnusableError: a file is damaged, it is not a tokenizer that transformers opens without the folder's own
+            program, its ids are not those of config.json, or a library is not installed; names the file.
+    """
+    for library in ("tokenizers", "transformers"):
+        require(library, _PURPOSE)
+    if (folder / FAST_NAME).is_file():
+        check(read_json(folder / FAST_NAME, UnusableError, _AGAIN), WHOLE, folder / FAST_NAME, UnusableError, _AGAIN)
+    sizes: dict[str, Any] = {}
+    if (path := folder / _MODEL_CONFIG).is_file():
+        sizes = read_json(path, UnusableError, _AGAIN)
+        check(sizes, _SIZES, path, UnusableError, _AGAIN)
+    opened = _open(folder)
+    num_tokens = max(opened.get_vocab().values(), default=-1) + 1
+    vocab_size = sizes.get("vocab_size") or num_tokens
+    if vocab_size < num_tokens:
+        raise UnusableError(
+            f"{folder} has a tokenizer of {num_tokens:,} tokens, but {path} has vocab_size {vocab_size:,}: it is that "
+            f"of another model{_AGAIN}"
+        )
+    candidates = (opened.bos_token_id, sizes.get("bos_token_id"), opened.get_vocab().get(END_OF_TEXT))
+    bos_id = next((token for token in (*candidates, opened.eos_token_id) if token is not None), None)
+    if bos_id is None:
+        raise UnusableError(
+            f"{folder} has no token that can come before a document: add a bos_token or eos_token to "
+            f"{folder / CONFIG_NAME}"
+        )
+    try:
+        return HuggingFaceTokenizer(_saved(opened), bos_id=bos_id, vocab_size=vocab_size)
+    except ValueError as error:
+        raise UnusableError(f"{folder}: {error}{_AGAIN}") from error
+
+
+def _open(folder: Path) -> Any:
+    """Return transformers' tokenizer of a folder."""
+    from transformers import AutoTokenizer
+
+    try:
+        opened = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of transformers, tokenizers, SentencePiece, or of what a file lacks
+        reason = str(error).strip().partition("\n")[0]
+        raise UnusableError(f"{folder} has no tokenizer that transformers opens ({reason}){_AGAIN}") from error
+    if not getattr(opened, "is_fast", False):
+        raise UnusableError(
+            f"{folder} has a tokenizer of class {type(opened).__name__}, which is no fast one: convert it to "
+            f"{FAST_NAME} with the library tokenizers"
+        )
+    return opened
+
+
+def _saved(opened: Any) -> dict[str, str]:
+    """Return the files that transformers saves of a tokenizer, name -> content."""
+    opened.backend_tokenizer.no_padding()
+    opened.backend_tokenizer.no_truncation()
+    with TemporaryDirectory() as saved:
+        opened.save_pretrained(saved)
+        return {path.name: read_regular(path).decode() for path in sorted(Path(saved).iterdir())}
+
+
+def write_folder(tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
+    """Write the files by which AutoTokenizer opens the tokenizer."""
+    for name, content in tokenizer.files.items():
+        (folder / name).write_text(content, encoding="utf-8")
+
+
+def spelling_of(content: Mapping[str, Any]) -> Callable[[str], bytes]:
+    """Return how the names of tokens in a tokenizer.json are spelled: name -> the UTF-8 bytes of its text."""
+    if "ByteLevel" in _types([content.get("pre_tokenizer"), content.get("decoder")]):
+        return of_alphabet()
+    return word_bytes if content["model"].get("type") == "WordLevel" else _of_sentencepiece
+
+
+def _types(part: Any) -> set[str]:
+    """Return every `type` in a part of a tokenizer, which may be a sequence of parts."""
+    parts: Iterable[Any] = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    own = {part["type"]} if isinstance(part, dict) and isinstance(part.get("type"), str) else set()
+    return own.union(*map(_types, parts))
+
+
+def of_alphabet() -> Callable[[str], bytes]:
+    """Return the spelling of GPT-2's alphabet."""
+    alphabet = byte_alphabet()
+    return lambda name: bytes(alphabet[letter] for letter in name) if alphabet.keys() >= set(name) else name.encode()
+
+
+def _of_sentencepiece(name: str) -> bytes:
+    is_byte = len(name) == 6 and name.startswith("<0x") and name.endswith(">")
+    return bytes([int(name[3:5], 16)]) if is_byte else name.replace(SPACE, " ").encode()
