@@ -27,6 +27,7 @@ import memory as speed
 import torch
 from lib.common import arguments_of, interleaved, load, output_of_rank0, seconds, start_ranks
 
+from dist_mem.block import model_spec
 from dist_mem.config import changed
 
 CASE = "DIST_MEM_BENCHMARK_CASE"
@@ -69,7 +70,9 @@ def measure(case: dict[str, Any], arguments: argparse.Namespace) -> dict[str, An
         config = changed(config, {"train.compile": is_compiled})
         torch.manual_seed(0)
         block = {"zero_optimization": {"stage": case["stage"], "stage3_param_persistence_threshold": 0}}
-        engine = Engine(MemoryLM(config, arguments.vocab), config, block, world_size=world.size, accumulation=1)
+        engine = Engine(
+            MemoryLM(model_spec(config, arguments.vocab)), config, block, world_size=world.size, accumulation=1
+        )
         engine.train()
         engines["compiled" if is_compiled else "plain"] = engine
     compiling = partial(compile_blocks, engines["compiled"], num_lanes=arguments.lanes, seg_len=arguments.seg_len)

@@ -26,6 +26,8 @@ from typing import Any
 from lib.common import load, options_and_overrides, output_of_rank0, start_ranks
 from lib.plan_cases import BASE, VOCAB_SIZE, cases, published
 
+from dist_mem.block import model_spec
+
 
 def print_published() -> None:
     """Print the predictions beside the published figures."""
@@ -72,7 +74,7 @@ def measure_rank(overrides: list[str], *, allocations: bool) -> None:
     if allocations:
         profiler.start()
     torch.manual_seed(0)
-    model = MemoryLM(config, VOCAB_SIZE)
+    model = MemoryLM(model_spec(config, VOCAB_SIZE))
     engine = Engine(model, config, deepspeed_block(config), world_size=world.size, accumulation=batch.accumulation)
     engine.train()
     context = StepContext(config, world, engine, Divergence(config.divergence), total_steps=100)

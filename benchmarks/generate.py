@@ -24,6 +24,7 @@ from lib.common import arguments_of, interleaved, load
 from lib.peer_generation import peers
 from memory import configuration, device_seconds, memories
 
+from dist_mem.block import model_spec
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation.generate import Sampling, generate
@@ -38,7 +39,7 @@ def trained_model(memory: dict[str, Any], arguments: argparse.Namespace, device:
     """Return a model with initial weights: the speed does not depend on their values."""
     config = configuration(memory, arguments)
     torch.manual_seed(0)
-    model = MemoryLM(config, arguments.vocab).to(device).eval()
+    model = MemoryLM(model_spec(config, arguments.vocab)).to(device).eval()
     tokenizer = Tokenizer([b"x"] * arguments.vocab, bos_id=0, fingerprint="")
     checkpoint: Any = None
     return TrainedModel(model, tokenizer, config, checkpoint, device, torch.float32)

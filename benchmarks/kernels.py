@@ -39,6 +39,7 @@ from lib.update_cases import update_kernels_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dist_mem.block import model_spec
 from dist_mem.config import changed
 from dist_mem.memory.parts import basis, linear_rule, neural_backward, neural_memory
 from dist_mem.model import MemoryLM
@@ -130,7 +131,7 @@ def compile_case(case: Case | dict[str, Any], arguments: argparse.Namespace, ans
             if isinstance(case, dict):
                 config = configuration(case, arguments)
                 config = changed(config, {"train.compile": True})
-                model = MemoryLM(config, 1000).to(DTYPES[arguments.precision])
+                model = MemoryLM(model_spec(config, 1000)).to(DTYPES[arguments.precision])
                 for key, fit in basis._SOLVED.items():  # by the model, on the CPU
                     basis._SOLVED[key] = basis.Fit(*(mode.from_tensor(part) for part in fit))
                 case = partial(block, model)

@@ -18,7 +18,7 @@ import torch
 from lib.common import arguments_of, interleaved, load
 from lib.speed import DTYPES, RUN, SIZES, Step, configuration, device_seconds, memories, training_step
 
-from dist_mem.block import layer_spec
+from dist_mem.block import layer_spec, model_spec
 from dist_mem.estimate.counting import flops_per_token
 from dist_mem.memory import build_memory
 from dist_mem.memory.infinite import Infinite
@@ -38,7 +38,9 @@ def long_term_layer(sampling: str, dtype: torch.dtype, device: torch.device) -> 
     size = {"num_layers": 1, "d_model": 768, "num_heads": 12, "d_head": 64, "d_inner": 768, "seg_len": 512}
     block = {"kind": "infinite", "num_basis": 512, "num_samples": 512, "tau": 0.5, "sampling": sampling}
     torch.manual_seed(0)
-    memory = build_memory(block, layer_spec(configuration(block, argparse.Namespace(**size)), 0)).to(device, dtype)
+    memory = build_memory(block, layer_spec(model_spec(configuration(block, argparse.Namespace(**size)), 1), 0)).to(
+        device, dtype
+    )
     assert isinstance(memory, Infinite)
     for parameter in memory.parameters():
         torch.nn.init.normal_(parameter, std=0.02)

@@ -9,7 +9,7 @@ Shape letters: B lanes, T segment, D model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dist_mem.config import Config
+from dist_mem.config import Config, ModelConfig, TrainConfig
 from dist_mem.memory import build_memory
 from dist_mem.memory.base import LayerSpec, Memory, MemoryState, Opened, Places
 from dist_mem.nn.compiled import compiled
@@ -135,11 +135,26 @@ def num_recomputed(num_layers: int, share: float) -> int:
     return math.ceil(share * num_layers - 1e-9)
 
 
-def make_block(config: Config, layer_index: int) -> Block:
+class ModelSpec(NamedTuple):
+    """What a model is built from."""
+
+    model: ModelConfig
+    memory: Mapping[str, Any]  # the block with all options
+    train: TrainConfig  # for the length of segments, the seed, and how blocks run in training
+    cut: str  # as `data.cut`
+    vocab_size: int
+
+
+def model_spec(config: Config, vocab_size: int) -> ModelSpec:
+    """Return what the model of a configuration is built from."""
+    return ModelSpec(config.model, config.memory, config.train, config.data.cut, vocab_size)
+
+
+def make_block(spec: ModelSpec, layer_index: int) -> Block:
     """Return block `layer_index`, with its memory."""
-    model, train = config.model, config.train
+    model, train = spec.model, spec.train
     family = family_of(model)
-    spec = layer_spec(config, layer_index)
+    layer = layer_spec(spec, layer_index)
     is_saved = layer_index >= num_recomputed(model.num_layers, train.activation_checkpointing_share)
     training: dict[str, Any] = {
         "recomputed": "none" if is_saved else train.activation_checkpointing,
@@ -147,14 +162,14 @@ def make_block(config: Config, layer_index: int) -> Block:
     }
     feed_forward = family.feed_forward(model.d_model, d_inner=model.d_inner, dropout=model.dropout)
     if family.is_published:  # dropout of the sum
-        memory = build_memory(config.memory, replace(spec, dropout=0.0))
+        memory = build_memory(spec.memory, replace(layer, dropout=0.0))
         return Block(memory, feed_forward, model.dropout, **training)
-    return Block(build_memory(config.memory, spec), feed_forward, **training)
+    return Block(build_memory(spec.memory, layer), feed_forward, **training)
 
 
-def layer_spec(config: Config, layer_index: int) -> LayerSpec:
+def layer_spec(spec: ModelSpec, layer_index: int) -> LayerSpec:
     """Return the shapes and options of the memory of block `layer_index`."""
-    model = config.model
+    model, train = spec.model, spec.train
     if model.norm not in ("pre", "post"):
         raise ValueError(f"model.norm is {model.norm!r}, but must be pre or post")
     if model.d_head is None and model.d_model % model.num_heads:
@@ -167,15 +182,15 @@ def layer_spec(config: Config, layer_index: int) -> LayerSpec:
         d_model=model.d_model,
         num_heads=model.num_heads,
         d_head=model.d_head or model.d_model // model.num_heads,
-        seg_len=config.train.seg_len,
+        seg_len=train.seg_len,
         dropout=model.dropout,
         attention_dropout=model.attention_dropout,
         norm=model.norm,
         clamp_len=model.clamp_len,
         same_length=model.same_length,
-        seed=config.train.seed,
+        seed=train.seed,
         back_end=model.attention,
-        short_first=config.data.cut == "end",
-        tf32=config.train.tf32,
+        short_first=spec.cut == "end",
+        tf32=train.tf32,
         llama=llama_spec(model),
     )

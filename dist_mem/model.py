@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_mem.block import Block, make_block
-from dist_mem.config import Config, ModelConfig
+from dist_mem.block import Block, ModelSpec, make_block
+from dist_mem.config import ModelConfig
 from dist_mem.config.memory_blocks import described
 from dist_mem.memory.base import (
     Count,
@@ -86,16 +86,16 @@ def empty_memories(state: LMState, fresh: LMState) -> LMState:
 class MemoryLM(nn.Module):
     """A language model whose blocks carry memory from segment to segment."""
 
-    def __init__(self, config: Config, vocab_size: int, placement: Placement | None = None) -> None:
+    def __init__(self, spec: ModelSpec, placement: Placement | None = None) -> None:
         """`placement` says where the weights go; None: they stay on the CPU, in fp32."""
         super().__init__()
-        model, place = config.model, placement or Placement()
-        family, bins = family_of(model), vocabulary_bins(model, vocab_size)
-        self.commits_short = config.data.cut == "end"
+        model, place = spec.model, placement or Placement()
+        family, bins = family_of(model), vocabulary_bins(model, spec.vocab_size)
+        self.commits_short = spec.cut == "end"
         self.embedding = place.made(family.embedding(bins, model))
-        self.token_types = TokenTypes(model.token_types, vocab_size) if model.token_types else None
-        self.blocks = nn.ModuleList(place.made(make_block(config, index)) for index in range(model.num_layers))
-        check_keys_are_read(model, config.memory, self.memories())
+        self.token_types = TokenTypes(model.token_types, spec.vocab_size) if model.token_types else None
+        self.blocks = nn.ModuleList(place.made(make_block(spec, index)) for index in range(model.num_layers))
+        check_keys_are_read(model, spec.memory, self.memories())
         # Deviation: the published pre-norm model has no norm before the softmax; post-norm blocks end with one.
         rms_eps = model.norm_eps if family.has_rotary_attention else None
         has_norm = model.norm == "pre" and model.final_norm
@@ -306,11 +306,11 @@ def vocabulary_bins(model: ModelConfig, vocab_size: int) -> list[Bin]:
     )
 
 
-def describe(config: Config, vocab_size: int) -> dict[str, int]:
-    """Return sizes of a configuration, without allocating it: parameters, and bytes of memory per lane."""
-    dtype = DTYPES[config.train.precision]
+def describe(spec: ModelSpec) -> dict[str, int]:
+    """Return sizes of a model, without allocating it: parameters, and bytes of memory per lane in training."""
+    dtype = DTYPES[spec.train.precision]
     with torch.device("meta"):
-        model = MemoryLM(config, vocab_size)
+        model = MemoryLM(spec)
         state = model.init_state(torch.zeros(1, dtype=torch.int64), "meta", dtype)
     vocabulary = {id(parameter) for part in (model.embedding, model.head) for parameter in part.parameters()}
     counts = {id(parameter): parameter.numel() for parameter in model.parameters()}

@@ -17,6 +17,7 @@ from lib.gpu_models import every_memory, model_keys
 from lib.speed import configuration
 from torch import Tensor
 
+from dist_mem.block import model_spec
 from dist_mem.config import changed
 from dist_mem.contract.subject import total_loss
 from dist_mem.memory.base import detached, named_tensors
@@ -108,7 +109,7 @@ def steps(memory: dict[str, Any], device: torch.device, dtype: torch.dtype) -> C
     config = changed(config, {f"model.{name}": value for name, value in keys.items()})
     if device.type == "cuda":  # our kernels for segments of any length; in float64 torch's operators compute
         config = changed(config, {"model.attention": "sdpa" if memory["kind"] == "titans" else "triton"})
-    model = MemoryLM(config, VOCAB).to(device, dtype)
+    model = MemoryLM(model_spec(config, VOCAB)).to(device, dtype)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCAB, (SEGMENTS, LANES, SIZE["seg_len"]), generator=generator).to(device)
     valid_len = torch.full((LANES,), SIZE["seg_len"], device=device)

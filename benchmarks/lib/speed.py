@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lib.common import seconds
 
+from dist_mem.block import model_spec
 from dist_mem.config import config_from
 from dist_mem.memory.base import map_state
 from dist_mem.model import MemoryLM
@@ -68,7 +69,7 @@ def training_step(
     """Return a function that runs forward and backward of all lanes, and its model."""
     lanes, seg_len = arguments.lanes, arguments.seg_len
     torch.manual_seed(0)
-    model = MemoryLM(configuration(memory, arguments), arguments.vocab).to(device, dtype)
+    model = MemoryLM(model_spec(configuration(memory, arguments), arguments.vocab)).to(device, dtype)
     tokens = torch.randint(arguments.vocab, (lanes, seg_len), device=device)
     valid_len = torch.full((lanes,), seg_len, device=device)
     state = [model.init_state(torch.arange(lanes), device, dtype)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from lib.speed import Step
 
+from dist_mem.block import model_spec
 from dist_mem.config import Config, deepspeed_block
 from dist_mem.data.batch import Batch, Update
 from dist_mem.data.batch_plan import batch_plan
@@ -33,7 +34,7 @@ def engine_of(config: Config, vocab: int) -> Engine:
     start_communication()
     batch = batch_plan(config.train, 1)
     torch.manual_seed(0)
-    model = MemoryLM(config, vocab)
+    model = MemoryLM(model_spec(config, vocab))
     engine = Engine(model, config, deepspeed_block(config), world_size=1, accumulation=batch.accumulation)
     engine.train()
     return engine

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dist_mem.block import model_spec
 from dist_mem.config import Config, DataConfig, ModelConfig, TrainConfig
 from dist_mem.data.batch import IGNORE
 from dist_mem.memory.base import detached, named_tensors
@@ -62,7 +63,7 @@ class Subject:
     def model(self, *, dropout: float = 0.0, checkpointing: str = "none") -> MemoryLM:
         """Return a model with large weights: attention far from uniform reveals bugs that small weights hide."""
         torch.manual_seed(0)
-        return MemoryLM(self.config(dropout=dropout, checkpointing=checkpointing), VOCAB)
+        return MemoryLM(model_spec(self.config(dropout=dropout, checkpointing=checkpointing), VOCAB))
 
     def segments(self, seed: int = 0) -> list[Segment]:
         """Return random segments for all lanes."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dist_mem.block import model_spec
 from dist_mem.config import Config, ModelConfig, changed
 from dist_mem.config.memory_blocks import kinds_of
 from dist_mem.errors import UnusableError
@@ -257,7 +258,7 @@ class Counting(TorchDispatchMode):
 def _operations(config: Config, vocab_size: int, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the FLOPs of products and of all, each of a forward, and of a forward and a backward, of tokens (B, T)."""
     with torch.device("meta"), _runs_on_meta(config):
-        model = MemoryLM(config, vocab_size)
+        model = MemoryLM(model_spec(config, vocab_size))
         tokens, lane_ids = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape[0], dtype=torch.int64)
         _set_rows_by_bin(model, [0.0] * len(model.head.spans[1:]))
         state = model.init_state(lane_ids, "meta", torch.float32)
@@ -337,7 +338,7 @@ def _count(config: Config, vocab_size: int, *, on_gpu: bool, keeps_gradients: bo
     num_segments = config.train.bptt_segments if learns else 1
     shape = (config.train.micro_batch_size, num_segments * config.train.seg_len)
     with torch.device("meta"), planned_for("cuda" if on_gpu else "cpu"), _runs_on_meta(config):
-        model = MemoryLM(config, vocab_size).to(dtype).train(learns)
+        model = MemoryLM(model_spec(config, vocab_size)).to(dtype).train(learns)
         tokens = torch.zeros(shape, dtype=torch.int64)
         lane_ids = torch.zeros(shape[0], dtype=torch.int64)
         valid_len = lane_ids if num_segments == 1 else torch.zeros(shape[0], num_segments, dtype=torch.int64)

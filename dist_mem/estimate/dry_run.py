@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dist_mem.block import model_spec
 from dist_mem.config import Config, DataConfig, TrainConfig, deepspeed_block
 from dist_mem.config.memory_blocks import is_per_block, memories_of
 from dist_mem.data.batch_plan import batch_plan, idle_work, num_readable, steps_per_epoch, total_steps
@@ -115,8 +116,8 @@ def check_model(config: Config, vocab_size: int | None = None) -> dict[str, int]
     try:
         if config.optimizer.groups:
             with torch.device("meta"):
-                parameter_groups(MemoryLM(config, vocab_size), config.optimizer)
-        return describe(config, vocab_size)
+                parameter_groups(MemoryLM(model_spec(config, vocab_size)), config.optimizer)
+        return describe(model_spec(config, vocab_size))
     except (ValueError, RuntimeError) as error:  # RuntimeError: more bytes than a tensor can have
         raise UnusableError(str(error)) from error
 

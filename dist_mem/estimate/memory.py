@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dist_mem.block import model_spec
 from dist_mem.config import Config, EvalConfig, as_tree, changed
 from dist_mem.config.blocks import value_at
 from dist_mem.data.batch_plan import batch_plan
@@ -53,7 +54,7 @@ def fits_without_counting(config: Config, vocab_size: int, world: World, *, num_
     d_head = model.d_head or model.d_model // model.num_heads
     # Every block projects the rows that its memory holds, and attends to them.
     num_rows = train.seg_len + sizes.lane_bytes / (4 * model.d_model * model.num_layers)
-    vocabulary = describe(config, vocab_size)["num_vocabulary_parameters"]
+    vocabulary = describe(model_spec(config, vocab_size))["num_vocabulary_parameters"]
     weights = vocabulary * train.seg_len + (sizes.parameters - vocabulary) * num_rows
     scores = model.num_layers * model.num_heads * num_rows * train.seg_len
     logits = _BYTES_PER_LOGIT * vocab_size * train.seg_len

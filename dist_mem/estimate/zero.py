@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dist_mem.block import model_spec
 from dist_mem.config import Config, deepspeed_block
 from dist_mem.data.batch_plan import batch_plan
 from dist_mem.engine.defaults import deepspeed_config
@@ -45,7 +46,7 @@ class Shares(NamedTuple):
 def sizes_of(config: Config, vocab_size: int, dtype: torch.dtype) -> Sizes:
     """Return the sizes of a model without allocating it."""
     with torch.device("meta"):
-        model = MemoryLM(config, vocab_size)
+        model = MemoryLM(model_spec(config, vocab_size))
         first = torch.zeros(1, dtype=torch.int64)
         state = model.init_state(first, "meta", dtype)
         opened = model.open(state, first).blocks if model.can_step else ()

@@ -27,6 +27,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from dist_mem.block import model_spec
 from dist_mem.checkpoint.manifest import describe_file, files_in, write_manifest
 from dist_mem.checkpoint.rank_file import safetensors_parts
 from dist_mem.config import Config, as_tree, changed, load_config, save_config, to_yaml
@@ -133,7 +134,7 @@ def _initial_model(path: Path, overrides: Sequence[str]) -> Iterator[TrainedMode
     refresh(config.data, [])
     tokenizer = open_tokenizer(config.data)
     with drawing(config.train.seed):  # a run initialises its weights with the same seed
-        model = MemoryLM(config, tokenizer.vocab_size)
+        model = MemoryLM(model_spec(config, tokenizer.vocab_size))
     if config.model.pretrained is not None:
         load_pretrained(model, config.model, tokenizer.vocab_size)
         if remark := compare_tokens(config.model, tokenizer):

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from dist_mem.block import model_spec
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.job import (
     StopCheck,
@@ -143,7 +144,9 @@ def check_lengths(checkpoint: Checkpoint, sweep: Sweep, overrides: Sequence[str]
         adaptive = config.model.adaptive
         try:
             with torch.device("meta"):
-                MemoryLM(config, 1 + max(adaptive.cutoffs if adaptive else [0]))  # any vocabulary size will do
+                MemoryLM(
+                    model_spec(config, 1 + max(adaptive.cutoffs if adaptive else [0]))
+                )  # any vocabulary size will do
         except ValueError as error:
             raise ValueError(in_terms_of_eval(str(error), config.eval)) from error
 

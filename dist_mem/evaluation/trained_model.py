@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from safetensors.torch import load_model as load_into
 from torch import Tensor, nn
 
+from dist_mem.block import model_spec
 from dist_mem.checkpoint.engine_files import EngineReader
 from dist_mem.checkpoint.lane_states import read_lanes as read_saved_lanes
 from dist_mem.checkpoint.manifest import (
@@ -211,7 +212,7 @@ def open_model(
     try:
         check(config, tokenizer.vocab_size)
         with drawing():  # weights, which those of the file replace
-            model = MemoryLM(config, tokenizer.vocab_size)
+            model = MemoryLM(model_spec(config, tokenizer.vocab_size))
     except UnusableError:
         raise
     except ValueError as error:

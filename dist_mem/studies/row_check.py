@@ -15,6 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dist_mem.block import model_spec
 from dist_mem.config import Config, ModelConfig, as_tree, load_config
 from dist_mem.config.keys import RESULT, SCORE, SPEED
 from dist_mem.config.settings import select_keys
@@ -182,7 +183,7 @@ def _read_plan(config: Config, ranks: int) -> str:
 
 
 def _size_lines(config: Config, vocab_size: int) -> Iterator[tuple[str, str]]:
-    yield "parameters", f"{describe(config, vocab_size)['num_parameters']:,}"
+    yield "parameters", f"{describe(model_spec(config, vocab_size))['num_parameters']:,}"
     with suppress(NotCountedError):
         flops = flops_per_token(config, vocab_size, num_lanes=1)  # of a lane alone, as the papers count
         yield "multiply_adds", f"{flops.scoring / 2e6:,.1f} M per predicted token"  # torch counts two for one

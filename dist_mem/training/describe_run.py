@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dist_mem.block import model_spec
 from dist_mem.config import Config
 from dist_mem.config.environment_values import as_written
 from dist_mem.data.curriculum import path_keys
@@ -41,7 +42,7 @@ def describe_run(
     """
     git = git_state()
     tracker.log_tags({**who_runs_what(), **git.tags, **versions(), "world_size": str(world.size), **slurm_job()})
-    sizes = describe(config, read_tokenizer_metadata(local_dir(config.data))["vocab_size"])
+    sizes = describe(model_spec(config, read_tokenizer_metadata(local_dir(config.data))["vocab_size"]))
     of_token = {} if flops is None else {f"{name}_flops_per_token": value for name, value in flops._asdict().items()}
     tracker.log_params({f"model.{name}": size for name, size in {**of_token, **sizes}.items()})
     tracker.log_artifact("config.yaml")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dist_mem.block import model_spec
 from dist_mem.checkpoint.lane_states import open_checkpoints
 from dist_mem.checkpoint.resume_source import Resumption, data_fingerprint
 from dist_mem.checkpoint.saver import Saver
@@ -239,7 +240,7 @@ def _build(
     # Weights are read into a whole model.
     placement = None if reads_weights else place_parts(config.train, block, world.device, world_size=world.size)
     torch.manual_seed(train.seed)  # the same initial parameters on every rank
-    model = MemoryLM(config, tokenizer.vocab_size, placement)
+    model = MemoryLM(model_spec(config, tokenizer.vocab_size), placement)
     return_free_memory()  # of the parts that were whole, before DeepSpeed allocates the optimizer
     messages = []
     if reads_weights:

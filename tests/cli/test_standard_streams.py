@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dist_mem.block import model_spec
 from dist_mem.cli.standard_streams import LOST_LINES
 from dist_mem.model import MemoryLM
 from dist_mem.runtime.network_interface import free_port
@@ -32,7 +33,7 @@ def run_dir(library: Path, tmp_path: Path) -> Path:
     """A run, saved at step 3."""
     config = make_config(data={"path": str(library)})
     torch.manual_seed(0)
-    save_weights(tmp_path / "run", MemoryLM(config, TOKENIZER.vocab_size).eval(), config, step=3)
+    save_weights(tmp_path / "run", MemoryLM(model_spec(config, TOKENIZER.vocab_size)).eval(), config, step=3)
     return tmp_path / "run"
 
 

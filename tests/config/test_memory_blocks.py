@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dist_mem.block import model_spec
 from dist_mem.config import Config, ConfigError, docs, load_config
 from dist_mem.estimate.dry_run import check_model
 from dist_mem.memory import memory_class, memory_kinds, memory_options
@@ -26,7 +27,7 @@ def load(*arguments: str) -> Config:
 
 
 def kinds(config: Config) -> list[type]:
-    return [type(memory) for memory in MemoryLM(config, 16).memories()]
+    return [type(memory) for memory in MemoryLM(model_spec(config, 16)).memories()]
 
 
 @pytest.mark.parametrize(
@@ -44,13 +45,13 @@ def test_every_form_builds_the_same_blocks(given: str, tmp_path: Path) -> None:
     for argument in (f"memory={given}", str(tmp_path / "map.yaml")):
         config = load(argument)
         assert kinds(config) == [NoMemory, TransformerXL, NoMemory]
-        assert MemoryLM(config, 16).memories()[1].options.mem_len == 8
+        assert MemoryLM(model_spec(config, 16)).memories()[1].options.mem_len == 8
 
 
 def test_a_later_source_changes_one_block_or_all(tmp_path: Path) -> None:
     (tmp_path / "map.yaml").write_text(f"memory: {MAP}", encoding="utf-8")
     given = str(tmp_path / "map.yaml")
-    assert MemoryLM(load(given, "memory.1.mem_len=12"), 16).memories()[1].options.mem_len == 12
+    assert MemoryLM(model_spec(load(given, "memory.1.mem_len=12"), 16)).memories()[1].options.mem_len == 12
     assert kinds(load(given, "memory.1=infini")) == [NoMemory, Infini, NoMemory]
     assert kinds(load(given, "memory.2.kind=infini")) == [NoMemory, TransformerXL, Infini]
     assert kinds(load(given, "memory.default=infini")) == [Infini, TransformerXL, Infini]
@@ -61,7 +62,7 @@ def test_one_memory_for_all_becomes_the_default_of_a_map_and_keeps_its_options(t
     (tmp_path / "one.yaml").write_text("memory: {kind: transformer_xl, mem_len: 8}", encoding="utf-8")
     given = str(tmp_path / "one.yaml")
     for default, mem_len in (("memory.default=transformer_xl", 8), ("memory.default.mem_len=12", 12)):
-        first, other, _ = MemoryLM(load(given, default, "memory.1=none"), 16).memories()
+        first, other, _ = MemoryLM(model_spec(load(given, default, "memory.1=none"), 16)).memories()
         assert (first.options.mem_len, type(other)) == (mem_len, NoMemory)
     assert kinds(load(given, "memory.default=none", "memory.1=infini")) == [NoMemory, Infini, NoMemory]
     with refused(ConfigError, "memory.default"):
@@ -72,7 +73,7 @@ def test_one_memory_for_all_becomes_the_default_of_a_map_and_keeps_its_options(t
 
 def test_blocks_of_equal_memories_share_what_equal_blocks_share() -> None:
     alike = "{kind: transformer_xl, mem_len: 8}"
-    first, other, last = MemoryLM(load(f"memory=[{alike}, none, {alike}]"), 16).memories()
+    first, other, last = MemoryLM(model_spec(load(f"memory=[{alike}, none, {alike}]"), 16)).memories()
     shared = {id(parameter) for parameter in first.parameters()} & {id(parameter) for parameter in last.parameters()}
     assert shared
     assert not shared & {id(parameter) for parameter in other.parameters()}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dist_mem.block import model_spec
 from dist_mem.config import as_tree, load_config
 from dist_mem.config.memory_blocks import memory_of
 from dist_mem.memory import memory_options
@@ -37,7 +38,7 @@ def load(*names: str) -> Any:
 def test_wikitext_103_has_the_published_number_of_parameters(overlays: list[str], num_parameters: int) -> None:
     config = load("papers/wikitext103.yaml", *overlays)
     bos = ROW  # which the published code has not
-    assert describe(config, NUM_WORDS + 1)["num_parameters"] == num_parameters + bos
+    assert describe(model_spec(config, NUM_WORDS + 1))["num_parameters"] == num_parameters + bos
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_characters_are_read_as_published(names: list[str], lanes: int, steps: i
     assert config.data.layout == config.eval.layout == "stream"
     assert config.memory["mem_len"] == config.train.seg_len
     assert config.data.path.removeprefix("data/") == config.name
-    assert describe(config, 257)["num_parameters"] > 40e6
+    assert describe(model_spec(config, 257))["num_parameters"] > 40e6
 
 
 WIDE = {"num_layers": 12, "d_model": 1024, "num_heads": 8, "d_head": 128, "d_inner": 4096, "dropout": 0.05}
@@ -89,7 +90,7 @@ def test_newer_memories_have_the_published_sizes(
     assert dict(memory_of(config.memory, block)[1]).items() >= memory.items()
     if block:
         assert memory_of(config.memory, 0)[1] == memory_options({"kind": "transformer_xl", "mem_len": 512})
-    sizes = describe(config, 32_000)
+    sizes = describe(model_spec(config, 32_000))
     for key, published in PUBLISHED_SIZES.get(name, {}).items():
         assert sizes[key] == pytest.approx(published, rel=0.02), key
     assert train.steps == pytest.approx(steps, rel=1e-3)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from dist_mem.block import model_spec
 from dist_mem.config import ConfigError, changed, load_config
 from dist_mem.data.batch import IGNORE
 from dist_mem.data.shard import Index
@@ -39,7 +40,7 @@ def test_evaluation_scores_every_token_once_as_if_its_document_were_alone(index:
     torch.manual_seed(0)
     config = make_config(model={"init_std": 0.3}, data={"cut": "end"})
     config = changed(config, {"memory": MEMORY})
-    model = MemoryLM(config, TOKENIZER.vocab_size).eval()
+    model = MemoryLM(model_spec(config, TOKENIZER.vocab_size)).eval()
     report = score(index, model, cut="end")
     assert report.num_scored == index.num_tokens
     for number, length in enumerate(SCORED_LENGTHS):

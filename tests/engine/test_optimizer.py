@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dist_mem.block import model_spec
 from dist_mem.config import ScheduleConfig
 from dist_mem.engine.optimizer import build_optimizer, lr_factor, parameter_groups
 from dist_mem.engine.zero_restore import _kinds
@@ -19,7 +20,7 @@ from tests.support.tiny import VOCAB, tiny_config
 def grouped(groups: list[dict[str, Any]]) -> tuple[MemoryLM, dict[str, tuple[float, float]]]:
     """A model and the (lr, weight decay) of every parameter that is trained."""
     config = tiny_config({"optimizer": {"lr": 1.0, "weight_decay": 0.1, "groups": groups}})
-    model = MemoryLM(config, VOCAB)
+    model = MemoryLM(model_spec(config, VOCAB))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = {
         names[id(parameter)]: (group["lr"], group["weight_decay"])
@@ -59,7 +60,7 @@ def test_optimizer_is_of_the_kind_and_has_every_parameter_once(
     kind: str, expected: type[torch.optim.Optimizer]
 ) -> None:
     config = tiny_config({"optimizer": {"kind": kind}})
-    model = MemoryLM(config, VOCAB)
+    model = MemoryLM(model_spec(config, VOCAB))
     optimizer = build_optimizer(model, config.optimizer)
     assert type(optimizer) is expected
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dist_mem.block import model_spec
 from dist_mem.config import changed
 from dist_mem.engine import placement
 from dist_mem.engine.placement import place_parts
@@ -33,7 +34,7 @@ def whole_weights(case: str, precision: str) -> dict[str, Tensor]:
     """The weights of a model that is built whole on the CPU."""
     config = config_of(case, precision)
     torch.manual_seed(config.train.seed)
-    model = MemoryLM(config, VOCAB)
+    model = MemoryLM(model_spec(config, VOCAB))
     return {name: value.detach().to(DTYPES[precision]) for name, value in model.named_parameters()}
 
 
@@ -67,7 +68,7 @@ def whole_while_built(world: World, case: str, precision: str) -> tuple[list[int
 
     with mock.patch.object(placement, "partition", noted):
         place = place_parts(config.train, zero_block(3), world.device, world_size=world.size)
-        model: Any = MemoryLM(config, VOCAB, place)
+        model: Any = MemoryLM(model_spec(config, VOCAB), place)
     held = [(parameter.ds_tensor.numel(), parameter.ds_numel) for parameter in model.parameters()]
     dtypes = {parameter.ds_tensor.dtype for parameter in model.parameters()}
     assert dtypes == {DTYPES[precision]}

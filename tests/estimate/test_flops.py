@@ -13,6 +13,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from dist_mem.block import model_spec
 from dist_mem.config import AdaptiveConfig, Config, changed
 from dist_mem.estimate.counting import Counting, NotCountedError, flops_per_token, operations_per_token
 from dist_mem.model import MemoryLM
@@ -62,7 +63,7 @@ def test_the_count_equals_torchs_of_real_steps(case: str, norm: str) -> None:
 
 
 def check_realistic(config: Config) -> None:
-    assert flops_per_token(config, VOCAB, num_lanes=1) == torchs_count(MemoryLM(config, VOCAB), 1, 48)
+    assert flops_per_token(config, VOCAB, num_lanes=1) == torchs_count(MemoryLM(model_spec(config, VOCAB)), 1, 48)
 
 
 @pytest.mark.parametrize("case", REALISTIC_CASES)
@@ -107,7 +108,7 @@ LINEAR = {
 def test_the_count_of_linear_memories_equals_plain_arithmetic(preset: str) -> None:
     """A token writes S and reads it, and meets C tokens: their keys, and what they write; by the delta rule twice."""
     config = realistic({**LINEAR[preset], "chunk_len": 16})
-    memory: Any = MemoryLM(config, VOCAB).memories()[0]
+    memory: Any = MemoryLM(model_spec(config, VOCAB)).memories()[0]
     weights = sum(part.numel() for name, part in memory.named_parameters() if part.dim() == 2 and name != "taps")
     matrix, keys, values = memory.d_key * memory.d_value, 16 * memory.d_key, 16 * memory.d_value
     rule = 2 * matrix + keys + values + (matrix + keys if memory.options.delta else 0)
@@ -123,7 +124,7 @@ def test_short_convolutions_and_triangular_systems_are_counted(preset: str, monk
     def scoring(**keys: Any) -> int:
         return operations_per_token(realistic({**block, **keys}), VOCAB, num_lanes=1).all.scoring
 
-    memory: Any = MemoryLM(realistic(block), VOCAB).memories()[0]
+    memory: Any = MemoryLM(model_spec(realistic(block), VOCAB)).memories()[0]
     kernel, num_layers = memory.options.kernel, 3
     convolution = (2 * kernel - 1) * sum(memory.widths) if kernel else 0
     assert scoring() - scoring(kernel=None) == num_layers * convolution

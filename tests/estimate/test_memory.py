@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dist_mem.block import model_spec
 from dist_mem.checkpoint.snapshot import Snapshot, take_snapshot
 from dist_mem.config import Config, load_config
 from dist_mem.engine.optimizer import build_optimizer
@@ -93,7 +94,7 @@ def allocated(config: Config) -> int:
     length = document if num_segments == 1 else document[:, None].expand(-1, num_segments)
     later = [None] * (num_segments - 1)
     with torch.device("meta"), planned_for("cpu"), Allocated() as counted:
-        model = MemoryLM(config, VOCAB_SIZE)
+        model = MemoryLM(model_spec(config, VOCAB_SIZE))
         optimizer = build_optimizer(model, config.optimizer)
         num_groups = train.global_batch_size // train.micro_batch_size
         states = [model.init_state(document, "meta", torch.float32) for _ in range(num_groups)]
@@ -183,7 +184,7 @@ def scored(config: Config, num_lanes: int) -> int:
     length = torch.zeros(num_lanes, dtype=torch.int64, device="meta")
     tokens = torch.zeros(num_lanes, config.train.seg_len, dtype=torch.int64, device="meta")
     with torch.device("meta"), torch.no_grad(), Allocated() as counted:
-        model = MemoryLM(config, VOCAB_SIZE).eval()
+        model = MemoryLM(model_spec(config, VOCAB_SIZE)).eval()
         state = model.init_state(length, "meta", torch.float32)
         model(tokens, tokens, length, state=state)
     return counted.live.peak
@@ -206,7 +207,7 @@ def test_what_writing_keeps_of_open_segments_is_counted() -> None:
     memory = "memory={default: {kind: transformer_xl, mem_len: 96}, 0: {kind: linear}}"
     config = shipped(ROOT / "demo.yaml", memory, "model.num_layers=2")
     opened = [part for part in writing_parts(config, VOCAB_SIZE, num_samples=5) if "open segments" in part.what]
-    model = MemoryLM(config, VOCAB_SIZE)
+    model = MemoryLM(model_spec(config, VOCAB_SIZE))
     zeros = torch.zeros(5, dtype=torch.int64)
     opened_segment = model.open(model.init_state(zeros, "cpu", torch.float32), zeros)
     kept = [named_tensors(block.lanes).values() for block in opened_segment.blocks]

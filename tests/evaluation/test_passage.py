@@ -11,6 +11,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from dist_mem.block import model_spec
 from dist_mem.config import changed, load_config
 from dist_mem.data.shard import Index, read_index
 from dist_mem.data.tokenizers.registry import load_tokenizer
@@ -41,7 +42,7 @@ def model_of(case: str, tmp_path: Path, books: Path) -> tuple[Any, MemoryLM]:
     config = changed(config, {"memory": CASES[case]})
     config = changed(config, {"model.init_std": 0.3})
     torch.manual_seed(1)
-    return config, MemoryLM(config, load_tokenizer(books).vocab_size).eval()
+    return config, MemoryLM(model_spec(config, load_tokenizer(books).vocab_size)).eval()
 
 
 def init_of(model: MemoryLM) -> Callable[[Tensor], LMState]:

@@ -13,6 +13,7 @@ import pytest
 from matplotlib.axes import Axes
 
 from dist_mem.__main__ import main
+from dist_mem.block import model_spec
 from dist_mem.config import changed, load_config
 from dist_mem.data.shard import Index
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
@@ -47,7 +48,7 @@ pytestmark = pytest.mark.usefixtures("single_process")
 
 def score_built(index: Index, weights: MemoryLM, config: Any, *, mem_len: int, seg_len: int) -> Report:
     """The report of a model that was built with these lengths and has the same weights."""
-    model = MemoryLM(config, TOKENIZER.vocab_size).eval()
+    model = MemoryLM(model_spec(config, TOKENIZER.vocab_size)).eval()
     model.load_state_dict(weights.state_dict())
     return score(index, model, seg_len=seg_len, mem_len=mem_len)
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dist_mem.block import model_spec
 from dist_mem.data.batch import IGNORE
 from dist_mem.data.shard import Index, TokenizedDocument, read_index, write_split
 from dist_mem.data.tokenizers.words import EOS, WordTokenizer
@@ -107,7 +108,7 @@ VOCABULARIES: dict[str, dict[str, Any]] = {
 def learnt_a_little(vocabulary: str) -> MemoryLM:
     """Return a model that hits and misses."""
     torch.manual_seed(1)
-    model = MemoryLM(make_config(model={"init_std": 0.1, **VOCABULARIES[vocabulary]}), TOKENIZER.vocab_size)
+    model = MemoryLM(model_spec(make_config(model={"init_std": 0.1, **VOCABULARIES[vocabulary]}), TOKENIZER.vocab_size))
     text = torch.from_numpy(make_document(0, 8 * SEG_LEN + 1).tokens.astype(np.int64))
     tokens, targets, full = text[:-1].view(8, SEG_LEN), text[1:].view(8, SEG_LEN), torch.full((8,), SEG_LEN)
     state = model.init_state(torch.arange(8), "cpu", torch.float32)

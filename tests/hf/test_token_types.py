@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dist_mem.block import model_spec
 from dist_mem.config import Config, ConfigError, DataConfig, ModelConfig, TokenTypeConfig, TrainConfig, load_config
 from dist_mem.contract.check_memory import RULES, Rule
 from dist_mem.contract.subject import VOCAB as SMALL_VOCAB
@@ -81,7 +82,7 @@ class TypedSubject(Subject):
         train = TrainConfig(seg_len=self.size.seg_len, activation_checkpointing=checkpointing)
         block, data = self.block(self.size.seg_len), DataConfig(cut=self.cut)
         torch.manual_seed(0)
-        return MemoryLM(Config(data=data, model=model, memory=block, train=train), SMALL_VOCAB)
+        return MemoryLM(model_spec(Config(data=data, model=model, memory=block, train=train), SMALL_VOCAB))
 
 
 @pytest.mark.parametrize("cut", ["start", "end"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from dist_mem.block import model_spec
 from dist_mem.config import Config, ConfigError, ModelConfig, TrainConfig, load_config, to_yaml
 from dist_mem.memory import build_memory, memory_options
 from dist_mem.memory.base import named_tensors
@@ -169,7 +170,7 @@ def test_two_memories_over_one_add_their_readings_and_divergences() -> None:
 def test_blocks_share_the_biases_of_the_memories_below() -> None:
     model = ModelConfig(num_layers=2, d_model=WIDTH, num_heads=2, d_inner=8)
     memory = {"kind": "infinite", **SMALL, "over": {"kind": "transformer_xl", "mem_len": SEG_LEN}}
-    lm = MemoryLM(Config(model=model, memory=memory, train=TrainConfig(seg_len=SEG_LEN)), 11)
+    lm = MemoryLM(model_spec(Config(model=model, memory=memory, train=TrainConfig(seg_len=SEG_LEN)), 11))
     first, second = (memory.over.attention for memory in lm.memories())
     assert second.content_bias is first.content_bias and second.position_bias is first.position_bias
 

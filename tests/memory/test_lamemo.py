@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from dist_mem.block import model_spec
 from dist_mem.config import Config, ModelConfig, TrainConfig
 from dist_mem.memory.base import named_tensors
 from dist_mem.memory.lamemo import State
@@ -33,7 +34,7 @@ def build(memory: dict[str, Any], *, num_layers: int = 3, seg_len: int = SEG_LEN
         model=ModelConfig(**{**sizes, "init_std": 0.4, **model}), memory=memory, train=TrainConfig(seg_len=seg_len)
     )
     torch.manual_seed(0)
-    return MemoryLM(config, VOCAB).double()
+    return MemoryLM(model_spec(config, VOCAB)).double()
 
 
 def segments(count: int = 5, seg_len: int = SEG_LEN) -> Tensor:

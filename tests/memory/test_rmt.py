@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dist_mem.block import model_spec
 from dist_mem.config import Config, ModelConfig, TrainConfig, changed
 from dist_mem.memory.parts.memory_tokens import MemoryTokenAttention
 from dist_mem.model import MemoryLM
@@ -40,7 +41,7 @@ def test_a_document_begins_with_the_rows_as_they_are_learned_by_then() -> None:
 
 
 def test_the_first_rows_are_one_row_repeated_and_as_large_as_published() -> None:
-    start = MemoryLM(config(num_tokens=4), 11).get_parameter("stem.first.start")
+    start = MemoryLM(model_spec(config(num_tokens=4), 11)).get_parameter("stem.first.start")
     assert torch.equal(start, start[:1].expand_as(start)) and 0.8 < start.std() < 1.2
 
 
@@ -60,7 +61,7 @@ def config(model: dict[str, Any] | None = None, **options: Any) -> Config:
 )
 def test_what_has_no_meaning_is_refused(asked: Config, key: str) -> None:
     with refused(ValueError, key):
-        MemoryLM(asked, 11)
+        MemoryLM(model_spec(asked, 11))
 
 
 def test_a_memory_over_it_gets_the_segment_and_not_the_memory_tokens() -> None:
@@ -69,7 +70,7 @@ def test_a_memory_over_it_gets_the_segment_and_not_the_memory_tokens() -> None:
     assert [state.pending.shape[1] for state in output.state.blocks] == [4] * 3
     wrong = changed(config(), {"memory": small_block("infinite", over=small_block("rmt", mem_len=4))})
     with refused(ValueError, "memory.over.mem_len"):
-        MemoryLM(wrong, 11)
+        MemoryLM(model_spec(wrong, 11))
 
 
 def as_published(layer: MemoryTokenAttention, x: Tensor, cache: Tensor) -> Tensor:

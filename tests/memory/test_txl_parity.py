@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dist_mem.block import model_spec
 from dist_mem.config import changed
 from dist_mem.model import LMState, MemoryLM
 from tests.support.published import names_in
@@ -89,7 +90,7 @@ def test_where_every_query_sees_as_many_rows_segmentation_changes_nothing(
     config = golden.config(norm=norm, same_length=same_length)
     config = changed(config, {"memory": {**config.memory, **memory}})
     torch.manual_seed(0)
-    model = MemoryLM(config, 37).double().eval()
+    model = MemoryLM(model_spec(config, 37)).double().eval()
     torch.nn.init.normal_(model.blocks[0].memory.attention.query.weight)
     stream = torch.randint(0, 37, (2, 25), generator=torch.Generator().manual_seed(1))
     whole, _ = run_segment(model, stream[:, :-1], stream[:, 1:], empty_state(model))

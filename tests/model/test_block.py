@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from dist_mem.block import num_recomputed
+from dist_mem.block import model_spec, num_recomputed
 from dist_mem.config import Config, changed
 from dist_mem.model import LMOutput, MemoryLM
 from tests.support.small_models import LANES, VOCAB, one_segment, small_config
@@ -30,7 +30,7 @@ def model_of(recomputed: str, share: float, **keys: Any) -> MemoryLM:
         config, {"train.activation_checkpointing": recomputed, "train.activation_checkpointing_share": share}
     )
     torch.manual_seed(0)
-    return MemoryLM(config, VOCAB)
+    return MemoryLM(model_spec(config, VOCAB))
 
 
 def learn(model: MemoryLM) -> tuple[LMOutput, int]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from dist_mem.block import model_spec
 from dist_mem.config import AdaptiveConfig, Config, changed
 from dist_mem.data.batch import IGNORE
 from dist_mem.memory.base import named_tensors
@@ -19,7 +20,7 @@ CUTOFFS = [6, 11, 17]
 
 def build(config: Config) -> MemoryLM:
     torch.manual_seed(0)
-    return MemoryLM(config, VOCAB)
+    return MemoryLM(model_spec(config, VOCAB))
 
 
 def fresh_state(model: MemoryLM, dtype: torch.dtype = torch.float32) -> LMState:
@@ -105,7 +106,7 @@ def test_description_equals_the_model(model_keys: dict[str, Any], precision: str
     config = small_config(**model_keys)
     config = changed(config, {"train.precision": precision})
     model = build(config)
-    facts = describe(config, VOCAB)
+    facts = describe(model_spec(config, VOCAB))
     state = model.init_state(torch.arange(1), "cpu", {"fp32": torch.float32, "bf16": torch.bfloat16}[precision])
     assert facts["num_parameters"] == sum(parameter.numel() for parameter in model.parameters())
     assert facts["num_layer_parameters"] + facts["num_vocabulary_parameters"] == facts["num_parameters"]
@@ -118,9 +119,9 @@ def test_published_wikitext_model_has_the_published_size() -> None:
         {"kind": "transformer_xl", "mem_len": 150},
         num_layers=16, d_model=410, num_heads=10, d_head=41, d_inner=2100, norm="post",
     )  # fmt: skip
-    assert describe(config, 267_735)["num_parameters"] == 151_106_305
+    assert describe(model_spec(config, 267_735))["num_parameters"] == 151_106_305
     config = changed(config, {"model.adaptive": AdaptiveConfig([20_000, 40_000, 200_000])})
-    assert describe(config, 267_735)["num_parameters"] == 151_107_538
+    assert describe(model_spec(config, 267_735))["num_parameters"] == 151_107_538
 
 
 @pytest.mark.parametrize(

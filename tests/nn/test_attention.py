@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dist_mem.block import model_spec
 from dist_mem.contract.subject import total_loss
 from dist_mem.memory.base import detached, named_tensors
 from dist_mem.model import MemoryLM
@@ -191,7 +192,7 @@ def test_start_says_what_each_layer_uses_and_why() -> None:
 def test_dropping_probabilities_is_refused(back_end: str) -> None:
     config = tiny_config({"model": {"attention_dropout": 0.1, "attention": back_end}})
     with refused(ValueError, "model.attention_dropout", back_end):
-        MemoryLM(config, 11)
+        MemoryLM(model_spec(config, 11))
 
 
 def test_a_mask_is_attended_to_by_simple_only() -> None:

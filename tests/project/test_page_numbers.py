@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from dist_mem.__main__ import main
+from dist_mem.block import model_spec
 from dist_mem.config import load_config
 from dist_mem.errors import EXIT_DONE
 from dist_mem.memory.parts.inspector import Inspector
@@ -72,7 +73,7 @@ def reach(words: list[str], num_segments: int) -> int:
     """Return how many tokens before the segment the oldest row of the memory stands, in a document that long."""
     small = ["model.num_layers=1", "model.d_model=16", "model.num_heads=2", "model.d_inner=16", "train.precision=fp32"]
     config = load_config([*words, *small])
-    model = MemoryLM(config, vocab_size=8).eval()
+    model = MemoryLM(model_spec(config, vocab_size=8)).eval()
     state = model.init_state(torch.zeros(1, dtype=torch.int64), "cpu", torch.float32)
     tokens = torch.ones(1, config.train.seg_len, dtype=torch.int64)
     inspector = Inspector(model.memories())
@@ -102,7 +103,10 @@ def test_the_overview_of_memories_has_their_bytes() -> None:
     }
     configs = {name: load_config(each) for name, each in words.items()}
     assert set(re.findall(r"'c?mem_len': (\d+)", str([config.memory for config in configs.values()]))) == {"512"}
-    sizes = {name: describe(config, VOCABULARY)["state_bytes_per_lane"] / 2**20 for name, config in configs.items()}
+    sizes = {
+        name: describe(model_spec(config, VOCABULARY))["state_bytes_per_lane"] / 2**20
+        for name, config in configs.items()
+    }
     assert shown == {name: f"{size:.3g}" for name, size in sizes.items()}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dist_mem.block import model_spec
 from dist_mem.config import changed
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.scores import Report
@@ -38,7 +39,7 @@ def make_run(folder: Path, library: Path, memory: dict[str, Any], **options: Any
     """A run with that memory, and those options of the model, saved at step 3, and its model."""
     config = config_with(memory, data={"path": str(library)}, model={"init_std": 0.3, **options})
     torch.manual_seed(0)
-    model = MemoryLM(config, TOKENIZER.vocab_size).eval()
+    model = MemoryLM(model_spec(config, TOKENIZER.vocab_size)).eval()
     save_weights(folder / "run", model, config, step=3)
     return folder / "run", model
 

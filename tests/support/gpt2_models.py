@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dist_mem.block import model_spec
 from dist_mem.config import config_from
 from dist_mem.model import LMState, MemoryLM
 
@@ -27,7 +28,7 @@ def gpt2_config(memory: dict[str, Any] | None = None, **blocks: dict[str, Any]) 
 
 def build(config: Any, vocab_size: int = VOCAB) -> MemoryLM:
     torch.manual_seed(0)
-    return MemoryLM(config, vocab_size).eval()
+    return MemoryLM(model_spec(config, vocab_size)).eval()
 
 
 def fresh(model: MemoryLM, lanes: int, dtype: torch.dtype = torch.float32) -> LMState:

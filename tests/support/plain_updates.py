@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dist_mem.block import model_spec
 from dist_mem.config import Config, changed
 from dist_mem.data.batch import IGNORE, Batch
 from dist_mem.engine.engine import Engine
@@ -49,7 +50,7 @@ def plain_update(memory: dict[str, Any], train: dict[str, Any], segments: Segmen
     """The same by autograd alone: one loss over all lanes and segments, cut between windows, and one SGD step."""
     config = config_of(memory, train)
     torch.manual_seed(config.train.seed)
-    model = MemoryLM(config, VOCAB)
+    model = MemoryLM(model_spec(config, VOCAB))
     state = fresh = model.init_state(torch.arange(config.train.global_batch_size), "cpu", torch.float32)
     nll, aux, num_scored = torch.zeros(()), torch.zeros(()), 0
     batches = segments(config, step=0)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dist_mem.block import model_spec
 from dist_mem.config import AdaptiveConfig, Config, ModelConfig, TrainConfig
 from dist_mem.model import LMOutput, LMState, MemoryLM
 from tests.support import parity, paths
@@ -80,7 +81,7 @@ class Golden(Vectors):
         return Config(model=replace(model, **model_changes), memory=memory, train=TrainConfig(seg_len=given["tgt_len"]))
 
     def model(self, config: Config | None = None) -> MemoryLM:
-        model = MemoryLM(config or self.config(), self.settings["V"]).double()
+        model = MemoryLM(model_spec(config or self.config(), self.settings["V"])).double()
         missing, unexpected = model.load_state_dict(self.parameters("param/"), strict=False)
         shared = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {
             name for name, _ in model.named_parameters()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dist_mem.block import model_spec
 from dist_mem.checkpoint.engine_files import ENGINE_JSON, engine_index, engine_ranges, engine_tensors
 from dist_mem.checkpoint.manifest import describe_file, files_in, step_dir, write_manifest
 from dist_mem.checkpoint.rank_file import rank_file, tensors_of_file
@@ -85,7 +86,7 @@ def make_config(**overrides: Any) -> Any:
 
 def make_model() -> MemoryLM:
     torch.manual_seed(0)
-    model = MemoryLM(make_config(model={"init_std": 0.3}), TOKENIZER.vocab_size)
+    model = MemoryLM(model_spec(make_config(model={"init_std": 0.3}), TOKENIZER.vocab_size))
     return model.eval()
 
 

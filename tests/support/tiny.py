@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dist_mem.block import model_spec
 from dist_mem.config import config_from
 from dist_mem.data.batch import IGNORE, Batch, Update
 from dist_mem.data.plan import lanes_of_rank
@@ -169,7 +170,9 @@ def tiny_job(config: Any, world: World, *, stage: int, block: dict[str, Any] | N
     train = config.train
     ds_block = {**zero_block(stage), **(block or {})}
     torch.manual_seed(train.seed)
-    model = MemoryLM(config, VOCAB, place_parts(config.train, ds_block, world.device, world_size=world.size))
+    model = MemoryLM(
+        model_spec(config, VOCAB), place_parts(config.train, ds_block, world.device, world_size=world.size)
+    )
     lanes = lanes_of_rank(
         train.global_batch_size, world_size=world.size, rank=world.rank, micro_lanes=train.micro_batch_size
     )

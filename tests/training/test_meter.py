@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from dist_mem.block import model_spec
 from dist_mem.data.batch import IGNORE, Batch
 from dist_mem.errors import EXIT_REQUEUE
 from dist_mem.estimate import step_time
@@ -138,7 +139,7 @@ def recall_totals(world: World) -> Totals:
 def test_recall_perplexity_is_that_of_the_scored_recall_tokens_of_all_ranks(rank_pool: Pools) -> None:
     config = tiny_config()
     torch.manual_seed(config.train.seed)
-    model = MemoryLM(config, VOCAB)
+    model = MemoryLM(model_spec(config, VOCAB))
     (batch,) = ragged_segments(config, step=0)
     state = model.init_state(torch.arange(config.train.global_batch_size), "cpu", torch.float32)
     nll = model(batch.tokens, batch.targets, batch.valid_len, state=state).nll.detach()[recall_of(batch)]

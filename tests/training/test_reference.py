@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dist_mem.block import model_spec
 from dist_mem.data.batch import IGNORE
 from dist_mem.data.documents import Documents
 from dist_mem.data.plan import Cursor, DocumentPlan, cut_lengths
@@ -59,7 +60,7 @@ def reference(data: Path, trained: TrainedModel, *, world_size: int) -> Referenc
     plan = DocumentPlan(lengths, num_lanes=LANES, seg_len=SEG_LEN, seed=trained.config.data.seed)
     documents = Documents(index, lengths, bos_id=trained.tokenizer.bos_id)
     torch.manual_seed(trained.config.train.seed)
-    model = MemoryLM(trained.config, trained.tokenizer.vocab_size)
+    model = MemoryLM(model_spec(trained.config, trained.tokenizer.vocab_size))
     parts = dict(model.named_parameters())
     groups = [
         {

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from dist_mem.__main__ import main
+from dist_mem.block import model_spec
 from dist_mem.config import changed
 from dist_mem.config.memory_blocks import PER_BLOCK, kinds_of
 from dist_mem.data.shard import TokenizedDocument, write_split
@@ -101,7 +102,7 @@ def make_run(folder: Path, data: Path, memory: dict[str, Any]) -> Path:
         model |= {"kind": "gpt2", "num_positions": SEG_LEN}
     config = changed(make_config(data={"path": str(data)}, model=model, eval={"split": "test"}), {"memory": memory})
     torch.manual_seed(0)
-    save_weights(folder, MemoryLM(config, TOKENIZER.vocab_size).eval(), config, step=3)
+    save_weights(folder, MemoryLM(model_spec(config, TOKENIZER.vocab_size)).eval(), config, step=3)
     points = [{"step": step, "time": 0.0, "metrics": {"loss": 5.0 / step}} for step in (1, 2, 3)]
     log_points(folder / METRICS_FILE, points)
     return folder
