@@ -127,10 +127,12 @@ def predicted(num_ranks: int, overrides: list[str]) -> int:
     """Return the prediction for a rank in bytes."""
     from dist_mem.config import load_config
     from dist_mem.estimate.memory import training_parts
+    from dist_mem.estimate.zero import job_of
     from dist_mem.memory import memory_options
 
     config = load_config(overrides, memory_options=memory_options)
-    return sum(part.num_bytes for part in training_parts(config, VOCAB_SIZE, world_size=num_ranks, on_gpu=False))
+    job = job_of(config, VOCAB_SIZE, world_size=num_ranks, on_gpu=False)
+    return sum(part.num_bytes for part in training_parts(job, config.eval))
 
 
 def main() -> None:

@@ -96,7 +96,7 @@ def main() -> None:
     blocks = memories(arguments.mem_len)
     for kind, name in steps:
         config = configuration(blocks[kind], arguments)
-        flops = tokens * flops_per_token(config, arguments.vocab, num_lanes=arguments.lanes).training
+        flops = tokens * flops_per_token(model_spec(config, arguments.vocab), num_lanes=arguments.lanes).training
         median = medians[kind, name]
         print(
             f"{kind:<30}{name:<6}{tokens / median:>9,.0f}{median * 1e3:>9.1f}{flops / tokens / 1e6:>13.1f}"

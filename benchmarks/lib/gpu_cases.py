@@ -218,7 +218,7 @@ def count(out: Path, card_name: str, *, tiny: bool) -> None:
     from dist_mem.estimate.counting import count_micro_batch, flops_per_token
     from dist_mem.estimate.memory import update_parts
     from dist_mem.estimate.step_time import step_time
-    from dist_mem.estimate.zero import sizes_of
+    from dist_mem.estimate.zero import job_of, sizes_of
     from dist_mem.nn.layers import DTYPES
 
     device, path = gpu_of(card_name) or device_named("h100"), out / "counted.json"
@@ -227,14 +227,15 @@ def count(out: Path, card_name: str, *, tiny: bool) -> None:
         if training.name in found or training.is_compiled:  # as without compilation
             continue
         config, vocab = training.configuration(tiny=tiny), TINY_VOCAB if tiny else training.vocab
-        sizes = sizes_of(config, vocab, DTYPES[config.train.precision])
-        counted = count_micro_batch(config, vocab, on_gpu=True)
-        time = step_time(config, sizes, counted, device, world_size=1, gpus_per_node=1)
+        job = job_of(config, vocab, world_size=1, on_gpu=True)
+        sizes = sizes_of(job.spec, DTYPES[config.train.precision], job.optimizer)
+        counted = count_micro_batch(job.spec)
+        time = step_time(job, sizes, counted, device, gpus_per_node=1)
         groups = config.train.global_batch_size // config.train.micro_batch_size
-        parts = update_parts(config, vocab, sizes, counted, world_size=1, on_gpu=True)
+        parts = update_parts(job, sizes, counted)
         found[training.name] = {
             "memory": sum(part.num_bytes for part in parts),
-            "flops_per_token": flops_per_token(config, vocab).training,
+            "flops_per_token": flops_per_token(job.spec).training,
             "tera_operations": groups * sum(number * work.flops for number, work in counted.kernels) / 1e12,
             "gigabytes": groups * sum(number * work.num_bytes for number, work in counted.kernels) / 1e9,
             "kernels": round(groups * sum(number for number, _ in counted.kernels)),

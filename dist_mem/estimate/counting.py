@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dist_mem.block import model_spec
-from dist_mem.config import Config, ModelConfig, changed
+from dist_mem.block import ModelSpec
+from dist_mem.config import ModelConfig
 from dist_mem.config.memory_blocks import kinds_of
 from dist_mem.errors import UnusableError
 from dist_mem.estimate.operations import other_flops, product_flops
@@ -166,19 +167,18 @@ def expected_shares(model: ModelConfig, vocab_size: int) -> list[float]:
 
 
 def count_micro_batch(
-    config: Config, vocab_size: int, *, on_gpu: bool = True, keeps_gradients: bool = False, learns: bool = True
+    spec: ModelSpec, *, on_gpu: bool = True, keeps_gradients: bool = False, forward_in: str | None = None
 ) -> Counted:
     """Count forward and backward of `train.micro_batch_size` lanes over a window of `train.bptt_segments`.
 
     Args:
         on_gpu: the operations are those of a GPU.
         keeps_gradients: gradients are included, from none at the begin to all at the end.
-        learns: false for a forward alone, in `eval.precision`.
+        forward_in: the precision of a forward alone; None: forward and backward, in `train.precision`.
     """
-
-    eager = changed(config, {"train.compile": False})  # meta tensors cannot be compiled
+    eager = spec._replace(train=replace(spec.train, compile=False))  # meta tensors cannot be compiled
     parts = [
-        (times, _count(short, vocab_size, on_gpu=on_gpu, keeps_gradients=keeps_gradients, learns=learns))
+        (times, _count(short, on_gpu=on_gpu, keeps_gradients=keeps_gradients, forward_in=forward_in))
         for times, short in _short_models(eager, 2)
     ]
     kernels = [(float(times), work) for times, counted in parts for _, work in counted.kernels]
@@ -186,12 +186,12 @@ def count_micro_batch(
     return Counted(peak, kept, kernels)
 
 
-def flops_per_token(config: Config, vocab_size: int, *, num_lanes: int | None = None) -> Flops:
+def flops_per_token(spec: ModelSpec, *, num_lanes: int | None = None) -> Flops:
     """Count the FLOPs of a token in matrix products and torch's convolutions; as `operations_per_token`."""
-    return operations_per_token(config, vocab_size, num_lanes=num_lanes).products
+    return operations_per_token(spec, num_lanes=num_lanes).products
 
 
-def operations_per_token(config: Config, vocab_size: int, *, num_lanes: int | None = None) -> Operations:
+def operations_per_token(spec: ModelSpec, *, num_lanes: int | None = None) -> Operations:
     """Count the operations of a token in one complete segment of every lane, with full memories.
 
     They are those of torch's operators, also where a device has kernels of its own. No target is in a later bin of an
@@ -204,11 +204,10 @@ def operations_per_token(config: Config, vocab_size: int, *, num_lanes: int | No
         NotCountedError: the memory does not run on meta tensors.
     """
     # Other back ends compute scores twice, or those of invisible keys not at all.
-    counted = {"model.attention": "simple", "train.activation_checkpointing": "none", "train.compile": False}
-    shape = (num_lanes or config.train.micro_batch_size, config.train.seg_len)
-    counts = [
-        (times, _operations(short, vocab_size, shape)) for times, short in _short_models(changed(config, counted), 1)
-    ]
+    train = replace(spec.train, activation_checkpointing="none", compile=False)
+    simple = spec._replace(model=replace(spec.model, attention="simple"), train=train)
+    shape = (num_lanes or train.micro_batch_size, train.seg_len)
+    counts = [(times, _operations(short, shape)) for times, short in _short_models(simple, 1)]
 
     def per_token(place: int) -> Flops:
         totals = (sum(times * found[place][of] for times, found in counts) for of in (0, 1))
@@ -217,19 +216,19 @@ def operations_per_token(config: Config, vocab_size: int, *, num_lanes: int | No
     return Operations(per_token(0), per_token(1))
 
 
-def _short_models(config: Config, num_layers: int) -> list[tuple[int, Config]]:
+def _short_models(spec: ModelSpec, num_layers: int) -> list[tuple[int, ModelSpec]]:
     """Return models, and how often each counts so that they make up the whole one: `num_layers` blocks and one more.
 
     A model whose blocks may differ is returned whole.
     """
 
-    def of(number: int) -> Config:
-        return changed(config, {"model.num_layers": number})
+    def of(number: int) -> ModelSpec:
+        return spec._replace(model=replace(spec.model, num_layers=number))
 
-    train, more = config.train, config.model.num_layers - num_layers
+    train, more = spec.train, spec.model.num_layers - num_layers
     is_uniform = train.activation_checkpointing == "none" or train.activation_checkpointing_share == 1.0
-    if more <= 1 or config.memory["kind"] not in memory_kinds() or not is_uniform:
-        return [(1, config)]
+    if more <= 1 or spec.memory["kind"] not in memory_kinds() or not is_uniform:
+        return [(1, spec)]
     return [(1 - more, of(num_layers)), (more, of(num_layers + 1))]
 
 
@@ -255,10 +254,10 @@ class Counting(TorchDispatchMode):
         return output
 
 
-def _operations(config: Config, vocab_size: int, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+def _operations(spec: ModelSpec, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the FLOPs of products and of all, each of a forward, and of a forward and a backward, of tokens (B, T)."""
-    with torch.device("meta"), _runs_on_meta(config):
-        model = MemoryLM(model_spec(config, vocab_size))
+    with torch.device("meta"), _runs_on_meta(spec.memory):
+        model = MemoryLM(spec)
         tokens, lane_ids = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape[0], dtype=torch.int64)
         _set_rows_by_bin(model, [0.0] * len(model.head.spans[1:]))
         state = model.init_state(lane_ids, "meta", torch.float32)
@@ -272,9 +271,9 @@ def _operations(config: Config, vocab_size: int, shape: tuple[int, int]) -> tupl
 
 
 @contextmanager
-def _runs_on_meta(config: Config) -> Iterator[None]:
+def _runs_on_meta(memory: Mapping[str, Any]) -> Iterator[None]:
     """Name the memory from outside the package if one does not run on meta tensors."""
-    outside = [kind for _, kind in kinds_of(config.memory) if kind not in memory_kinds()]
+    outside = [kind for _, kind in kinds_of(memory) if kind not in memory_kinds()]
     try:
         yield
     except RuntimeError as error:
@@ -309,10 +308,10 @@ def _work_on_line(first: Work, second: Work, steps: int) -> Work:
 
 
 class Counts:
-    """Counts of one configuration by `train.micro_batch_size`; from four on, on the line of two and three lanes."""
+    """Counts of one model by `train.micro_batch_size`; from four on, on the line of two and three lanes."""
 
-    def __init__(self, config: Config, vocab_size: int, *, on_gpu: bool) -> None:
-        self._count = lambda lanes: count_micro_batch(with_micro_lanes(config, lanes), vocab_size, on_gpu=on_gpu)
+    def __init__(self, spec: ModelSpec, *, on_gpu: bool) -> None:
+        self._count = lambda lanes: count_micro_batch(with_micro_lanes(spec, lanes), on_gpu=on_gpu)
         self._two, self._three = self._count(2), self._count(3)
 
     def at(self, lanes: int) -> Counted:
@@ -328,17 +327,18 @@ class Counts:
         return Counted(peak, kept, kernels)
 
 
-def with_micro_lanes(config: Config, lanes: int) -> Config:
+def with_micro_lanes(spec: ModelSpec, lanes: int) -> ModelSpec:
     """Return a copy with other `train.micro_batch_size`."""
-    return changed(config, {"train.micro_batch_size": lanes})
+    return spec._replace(train=replace(spec.train, micro_batch_size=lanes))
 
 
-def _count(config: Config, vocab_size: int, *, on_gpu: bool, keeps_gradients: bool, learns: bool) -> Counted:
-    dtype = DTYPES[config.train.precision if learns else config.eval.precision]
-    num_segments = config.train.bptt_segments if learns else 1
-    shape = (config.train.micro_batch_size, num_segments * config.train.seg_len)
-    with torch.device("meta"), planned_for("cuda" if on_gpu else "cpu"), _runs_on_meta(config):
-        model = MemoryLM(model_spec(config, vocab_size)).to(dtype).train(learns)
+def _count(spec: ModelSpec, *, on_gpu: bool, keeps_gradients: bool, forward_in: str | None) -> Counted:
+    train, learns = spec.train, forward_in is None
+    dtype = DTYPES[forward_in or train.precision]
+    num_segments = train.bptt_segments if learns else 1
+    shape = (train.micro_batch_size, num_segments * train.seg_len)
+    with torch.device("meta"), planned_for("cuda" if on_gpu else "cpu"), _runs_on_meta(spec.memory):
+        model = MemoryLM(spec).to(dtype).train(learns)
         tokens = torch.zeros(shape, dtype=torch.int64)
         lane_ids = torch.zeros(shape[0], dtype=torch.int64)
         valid_len = lane_ids if num_segments == 1 else torch.zeros(shape[0], num_segments, dtype=torch.int64)
@@ -348,7 +348,7 @@ def _count(config: Config, vocab_size: int, *, on_gpu: bool, keeps_gradients: bo
         }
         if not keeps_gradients:
             _drop_gradients(model)
-        shares = expected_shares(config.model, vocab_size)
+        shares = expected_shares(spec.model, spec.vocab_size)
         if on_gpu and learns:
             _drop_as_a_gpu(model)
         _set_rows_by_bin(model, shares)

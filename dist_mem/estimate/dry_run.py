@@ -11,8 +11,16 @@ from typing import Any
 
 import torch
 
-from dist_mem.block import model_spec
-from dist_mem.config import Config, DataConfig, TrainConfig, deepspeed_block
+from dist_mem.block import ModelSpec, model_spec
+from dist_mem.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainConfig,
+    deepspeed_block,
+)
 from dist_mem.config.memory_blocks import is_per_block, memories_of
 from dist_mem.data.batch_plan import batch_plan, idle_work, num_readable, steps_per_epoch, total_steps
 from dist_mem.data.curriculum import Stage, earlier_splits, stages_of
@@ -27,7 +35,7 @@ from dist_mem.estimate.vocabulary import data_is_built, vocab_size_of
 from dist_mem.hf.folder import check_sizes
 from dist_mem.hf.vocabulary import compare_tokens
 from dist_mem.model import MemoryLM, describe
-from dist_mem.runtime.terminal import counted, labelled
+from dist_mem.runtime.terminal import counted
 
 
 def idle_warning(train: TrainConfig, data: DataConfig, world_sizes: Iterable[int]) -> str | None:
@@ -47,28 +55,23 @@ def idle_warning(train: TrainConfig, data: DataConfig, world_sizes: Iterable[int
     return None
 
 
-def known_steps(config: Config) -> int | None:
+def known_steps(data: DataConfig, train: TrainConfig, schedule: ScheduleConfig) -> int | None:
     """Return the updates of the whole training; None if its epochs have no length before the data are built.
 
     Raises:
         UnusableError: the data is damaged, or its epochs make no training.
     """
-    if config.train.steps is not None:
-        return config.train.steps
+    if train.steps is not None:
+        return train.steps
     try:
-        plan = built_plan(config.data, config.train)
-        return None if plan is None else total_steps(config.train, config.schedule, plan)
+        plan = built_plan(data, train)
+        return None if plan is None else total_steps(train, schedule, plan)
     except ValueError as error:
         raise UnusableError(str(error)) from error
 
 
-def report(config: Config, *, world_size: int) -> str:
-    """Return `subjects` as lines for a terminal. Raises UnusableError, as it does."""
-    return "\n".join(labelled(subjects(config, world_size=world_size)))
-
-
 def subjects(config: Config, *, world_size: int) -> list[tuple[str, str]]:
-    """Return the summary as subjects and texts.
+    """Return the summary as labels and texts.
 
     Raises:
         UnusableError: the model cannot be built, or the data is damaged or has too few documents for the lanes.
@@ -78,20 +81,26 @@ def subjects(config: Config, *, world_size: int) -> list[tuple[str, str]]:
         plan = built_plan(config.data, config.train)
         if plan is not None and config.eval.every is not None:
             open_index(config.data, config.eval.split)  # or refuse the split
-        batch = _batch_lines(config, world_size, num_readable(plan))
-        return [*_model_lines(config, world_size), *batch, *_data_lines(config, plan)]
+        stage = (deepspeed_block(config).get("zero_optimization") or {}).get("stage", 0)
+        batch = _batch_lines(config.train, config.optimizer, stage, world_size, num_readable(plan))
+        data = _data_lines(config.data, config.train, config.schedule, plan)
+        spec = model_spec(config, vocab_size_of(config.data, config.model))
+        of_tokens = list(_token_lines(config.data, config.model, spec.vocab_size))
+        run = ("run", f"{config.name}, in {config.run_dir}")
+        of_model = _model_lines(spec, check_model(config), world_size, is_built=plan is not None)
+        return [*of_tokens, run, *of_model, *batch, *data]
     except UnusableError:
         raise
     except ValueError as error:
         raise UnusableError(str(error)) from error
 
 
-def _flops_text(config: Config, vocab_size: int) -> str:
+def _flops_text(spec: ModelSpec) -> str:
     try:
-        scoring, training = (flops / 1e6 for flops in flops_per_token(config, vocab_size))
+        scoring, training = (flops / 1e6 for flops in flops_per_token(spec))
     except NotCountedError as error:
         return f"not counted: {error}"
-    counted = f"full memories, {config.train.micro_batch_size} lanes per forward, products only"
+    counted = f"full memories, {spec.train.micro_batch_size} lanes per forward, products only"
     return f"{training:,.4g} M per predicted token in training, {scoring:,.4g} M in scoring; {counted}"
 
 
@@ -112,38 +121,44 @@ def check_model(config: Config, vocab_size: int | None = None) -> dict[str, int]
     Raises:
         UnusableError: the model, its memory or the groups of the optimizer cannot be built with these settings.
     """
-    vocab_size = vocab_size or vocab_size_of(config.data, config.model)
+    spec = model_spec(config, vocab_size or vocab_size_of(config.data, config.model))
     try:
         if config.optimizer.groups:
             with torch.device("meta"):
-                parameter_groups(MemoryLM(model_spec(config, vocab_size)), config.optimizer)
-        return describe(model_spec(config, vocab_size))
+                parameter_groups(MemoryLM(spec), config.optimizer)
+        return describe(spec)
     except (ValueError, RuntimeError) as error:  # RuntimeError: more bytes than a tensor can have
         raise UnusableError(str(error)) from error
 
 
-def _model_lines(config: Config, world_size: int) -> Iterator[tuple[str, str]]:
-    model, train = config.model, config.train
-    is_built, vocab_size = data_is_built(config.data), vocab_size_of(config.data, config.model)
+def _token_lines(data: DataConfig, model: ModelConfig, vocab_size: int) -> Iterator[tuple[str, str]]:
+    """Compare the tokenizer of the data with that of pretrained weights."""
     if model.pretrained is not None:
+        is_built = data_is_built(data)
         check_sizes(model, vocab_size if is_built else None)
-        if is_built and (remark := compare_tokens(model, open_tokenizer(config.data))):
+        if is_built and (remark := compare_tokens(model, open_tokenizer(data))):
             yield "tokenizer", remark
-    sizes = check_model(config)
+
+
+def _model_lines(
+    spec: ModelSpec, sizes: Mapping[str, int], world_size: int, *, is_built: bool
+) -> Iterator[tuple[str, str]]:
+    model, train = spec.model, spec.train
     assumed = "" if is_built else " (assumed: the data is not built yet)"
     per_rank = sizes["state_bytes_per_lane"] * batch_plan(train, world_size).lanes_per_rank
     layers, words = sizes["num_layer_parameters"], sizes["num_vocabulary_parameters"]
     state = f"{sizes['state_bytes_per_lane']:,} bytes per lane, {per_rank:,} bytes per rank"
-    yield "run", f"{config.name}, in {config.run_dir}"
     yield "model", f"{model.num_layers} layers, D {model.d_model}, H {model.num_heads}, {model.norm}-norm"
     yield "parameters", f"{sizes['num_parameters']:,}: {layers:,} in the layers, {words:,} in the vocabulary"
-    yield "flops", _flops_text(config, vocab_size)
-    yield "vocabulary", f"{vocab_size:,}{assumed}"
-    yield "memory", f"{_described(config.memory)}: {state}"
+    yield "flops", _flops_text(spec)
+    yield "vocabulary", f"{spec.vocab_size:,}{assumed}"
+    yield "memory", f"{_described(spec.memory)}: {state}"
 
 
-def _batch_lines(config: Config, world_size: int, num_documents: int | None) -> Iterator[tuple[str, str]]:
-    train, batch = config.train, batch_plan(config.train, world_size)
+def _batch_lines(
+    train: TrainConfig, optimizer: OptimizerConfig, stage: int, world_size: int, num_documents: int | None
+) -> Iterator[tuple[str, str]]:
+    batch = batch_plan(train, world_size)
     places = batch.lanes_per_rank * world_size
     of_places = f" of {places:,}" if batch.idle_lanes else ""
     product = f"{counted(world_size, 'rank')} x {counted(batch.groups, 'micro-batch')} x {train.micro_batch_size} lanes"
@@ -158,8 +173,7 @@ def _batch_lines(config: Config, world_size: int, num_documents: int | None) -> 
         f"{train.global_batch_size} lanes x {segments} of {train.seg_len}: {tokens:,} tokens, {passes} per rank",
     )
     clipping = "no clipping" if train.max_grad_norm is None else f"clipped at norm {train.max_grad_norm:g}"
-    stage = deepspeed_block(config).get("zero_optimization", {}).get("stage", 0)
-    yield "engine", f"ZeRO stage {stage}, {train.precision}, {config.optimizer.kind}, {clipping}"
+    yield "engine", f"ZeRO stage {stage}, {train.precision}, {optimizer.kind}, {clipping}"
 
 
 def built_plan(data: DataConfig, train: TrainConfig) -> Plan | None:
@@ -169,32 +183,33 @@ def built_plan(data: DataConfig, train: TrainConfig) -> Plan | None:
     return training_plan(data, train, open_index(data, data.train_split))
 
 
-def _data_lines(config: Config, plan: Plan | None) -> Iterator[tuple[str, str]]:
-    data, train = config.data, config.train
+def _data_lines(
+    data: DataConfig, train: TrainConfig, schedule: ScheduleConfig, plan: Plan | None
+) -> Iterator[tuple[str, str]]:
     if plan is None:
         given, other = (train.steps, "epochs") if train.steps is not None else (train.epochs, "steps")
         yield "data", f"{data.path}: not built yet"
         yield "training", f"{given:,} {'steps' if other == 'epochs' else 'epochs'}; the data will give the {other}"
         return
-    stages, until = stages_of(config.data), total_steps(config.train, config.schedule, plan)
-    for stage, index in zip(stages, earlier_splits(config.data, open_tokenizer(data)), strict=False):
+    stages, until = stages_of(data), total_steps(train, schedule, plan)
+    for stage, index in zip(stages, earlier_splits(data, open_tokenizer(data)), strict=False):
         try:
-            yield from _stage_lines(
-                config, stage, training_plan(config.data, config.train, index), stage.until or until
-            )
+            yield from _stage_lines(stage, training_plan(data, train, index), train, stage.until or until)
         except ValueError as error:
             raise UnusableError(f"{stage.key} = {stage.data.path}: {error}") from error
-    yield from _stage_lines(config, stages[-1], plan, until)
+    yield from _stage_lines(stages[-1], plan, train, until, is_only=len(stages) == 1)
 
 
-def _stage_lines(config: Config, stage: Stage, plan: Plan, until: int) -> Iterator[tuple[str, str]]:
-    data, train, steps = stage.data, config.train, until - stage.first
+def _stage_lines(
+    stage: Stage, plan: Plan, train: TrainConfig, until: int, *, is_only: bool = False
+) -> Iterator[tuple[str, str]]:
+    data, steps = stage.data, until - stage.first
     num_tokens, per_epoch = int(plan.lengths.sum()), steps_per_epoch(train, plan)
     skipped = f", {counted(len(plan.skipped), 'document')} too short" if plan.skipped else ""
     padding = 1 - num_tokens / (plan.num_segments * train.seg_len)
     size = f"{counted(len(plan.lengths), 'document')}{skipped}, {num_tokens:,} tokens, padding {padding:.2%}"
     read = round(steps / per_epoch * num_tokens)
-    when = f"steps {stage.first + 1:,} to {until:,}: " if config.data.curriculum else ""
+    when = "" if is_only else f"steps {stage.first + 1:,} to {until:,}: "
     yield "data", f"{when}{show(data.path)}, {data.train_split}: {size}"
     yield "epoch", f"{per_epoch:,.1f} steps"
     yield "training", f"{steps:,} steps = {steps / per_epoch:.3g} epochs = {read:,} tokens"

@@ -13,7 +13,7 @@ from dist_mem.estimate.measured import Likely, likely
 from dist_mem.estimate.memory import Part, size, update_parts
 from dist_mem.estimate.search import BackEnd, Candidate, Cluster, best, by_back_end, candidates, nearest
 from dist_mem.estimate.step_time import CheckpointCost, StepTime, checkpoint_cost, peak_flops, step_time
-from dist_mem.estimate.zero import sizes_of
+from dist_mem.estimate.zero import TrainingJob, job_of, sizes_of
 from dist_mem.nn.kernel_shapes import planned_card
 from dist_mem.nn.layers import DTYPES
 from dist_mem.runtime.devices import Device
@@ -94,7 +94,9 @@ def estimate_job(
     """
     try:
         with planned_card(cluster.device.memory):
-            return _estimate(config, vocab_size, cluster, disk_rate, steps, report)
+            on_gpu = cluster.device.name != "cpu"
+            job = job_of(config, vocab_size, world_size=cluster.world_size, on_gpu=on_gpu)
+            return _estimate(config.name, job, cluster, disk_rate, steps, report)
     except UnusableError:
         raise
     except ValueError as error:
@@ -102,31 +104,27 @@ def estimate_job(
 
 
 def _estimate(
-    config: Config,
-    vocab_size: int,
+    name: str,
+    job: TrainingJob,
     cluster: Cluster,
     disk_rate: float,
     steps: int | None,
     report: Callable[[str], None],
 ) -> JobEstimate:
-    world_size, on_gpu = cluster.world_size, cluster.device.name != "cpu"
-    sizes = sizes_of(config, vocab_size, DTYPES[config.train.precision])
+    spec, train, world_size = job.spec, job.spec.train, cluster.world_size
+    sizes = sizes_of(spec, DTYPES[train.precision], job.optimizer)
     report("the job as it is configured")
-    of_batch = count_micro_batch(config, vocab_size, on_gpu=on_gpu)
-    time = step_time(
-        config, sizes, of_batch, cluster.device, world_size=world_size, gpus_per_node=cluster.gpus_per_node
-    )
-    tokens = config.train.global_batch_size * config.train.seg_len * config.train.segments_per_update
-    flops = flops_per_token(config, vocab_size).training
-    mfu = flops * tokens / time.total / (world_size * peak_flops(config.train, cluster.device))
-    parts = update_parts(config, vocab_size, sizes, of_batch, world_size=world_size, on_gpu=on_gpu)
-    checkpoint = checkpoint_cost(config.optimizer, config.train, sizes, world_size=world_size, disk_rate=disk_rate)
-    others = candidates(config, vocab_size, sizes, cluster, report)
-    back_ends = list(
-        by_back_end(config, vocab_size, sizes, of_batch, world_size=world_size, on_gpu=on_gpu, report=report)
-    )
-    expected = likely(config, time, cluster.device, world_size=world_size)
-    return JobEstimate(config.name, cluster, parts, time, expected, steps, tokens, mfu, checkpoint, others, back_ends)
+    of_batch = count_micro_batch(spec, on_gpu=job.on_gpu)
+    time = step_time(job, sizes, of_batch, cluster.device, gpus_per_node=cluster.gpus_per_node)
+    tokens = train.global_batch_size * train.seg_len * train.segments_per_update
+    flops = flops_per_token(spec).training
+    mfu = flops * tokens / time.total / (world_size * peak_flops(train, cluster.device))
+    parts = update_parts(job, sizes, of_batch)
+    checkpoint = checkpoint_cost(job.optimizer, train, sizes, world_size=world_size, disk_rate=disk_rate)
+    others = candidates(job, sizes, cluster, report)
+    back_ends = list(by_back_end(job, sizes, of_batch, report))
+    expected = likely(spec, time, cluster.device, world_size=world_size)
+    return JobEstimate(name, cluster, parts, time, expected, steps, tokens, mfu, checkpoint, others, back_ends)
 
 
 def as_json(job: JobEstimate) -> dict[str, Any]:

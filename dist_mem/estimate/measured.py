@@ -7,10 +7,11 @@ makes the range wider, and is named. Only GPUs have a range: no CPU was compared
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from dist_mem.config import Config
+from dist_mem.block import ModelSpec
+from dist_mem.config import TrainConfig
 from dist_mem.config.memory_blocks import memories_of
 from dist_mem.estimate.step_time import StepTime
 from dist_mem.runtime.devices import Device
@@ -54,58 +55,58 @@ class Likely(NamedTuple):
     origin: list[str]  # sentences
 
 
-def likely(config: Config, time: StepTime, device: Device, *, world_size: int) -> Likely | None:
+def likely(spec: ModelSpec, time: StepTime, device: Device, *, world_size: int) -> Likely | None:
     """Return the range for an update whose bound is `time`; None on a CPU."""
     if device.name == "cpu":
         return None
-    low, high = _beside(config)
+    low, high = _beside(spec)
     least = time.products + time.streams + time.update
     ends = [low * least + time.exposed, high * least + time.communication]
     for operator, seconds in time.fused.items():
         factors = FUSED.get(operator, (BEST, WORST))
         ends = [end + factor * seconds for end, factor in zip(ends, factors, strict=True)]
-    missing = list(_never_measured(config, device, world_size))
+    missing = list(_never_measured(spec, device, world_size))
     wider = REPEATED * ELSEWHERE ** len(missing)
-    return Likely(max(time.total, ends[0] / wider), ends[1] * wider, list(_origin(config, time, missing)))
+    return Likely(max(time.total, ends[0] / wider), ends[1] * wider, list(_origin(spec, time, missing)))
 
 
-def _origin(config: Config, time: StepTime, missing: list[str]) -> Iterator[str]:
-    low, high = _beside(config)
+def _origin(spec: ModelSpec, time: StepTime, missing: list[str]) -> Iterator[str]:
+    low, high = _beside(spec)
     factors = f"{low:.2g}" if low == high else f"{low:.2g} to {high:.2g}"
     yield f"measured on one {CARD}, {DAY}: {factors} times the bound beside fused attention"
     for operator in time.fused.keys() - FUSED.keys():
         ends = f"{BEST} times its bound, as torch's kernels, to {WORST} times, as FlexAttention"
         yield f"never measured: {_KEYS.get(operator, operator)}, which may take {ends}"
-    if unknown := [kind for kind in _kinds(config) if kind not in BESIDE]:
+    if unknown := [kind for kind in _kinds(spec.memory) if kind not in BESIDE]:
         yield f"never measured: memory {', '.join(unknown)}; the range is that of {', '.join(BESIDE)}"
     if missing:
         yield f"never measured: {', '.join(missing)}; each makes both ends {ELSEWHERE} times wider, an assumption"
-    if _is_compiled(config):
+    if _is_compiled(spec.train):
         gained = "1 to 3 % in GPT-2 and Transformer-XL, 2.1 times in Gated DeltaNet"
         yield f"compiled blocks fuse what is counted apart: they gained {gained}; the fast end is the bound"
 
 
-def _is_compiled(config: Config) -> bool:
-    return config.train.compile is not False  # null: on GPUs
+def _is_compiled(train: TrainConfig) -> bool:
+    return train.compile is not False  # null: on GPUs
 
 
-def _kinds(config: Config) -> list[str]:
-    return list(dict.fromkeys(memory["kind"] for memory in memories_of(config.memory).values()))
+def _kinds(memory: Mapping[str, Any]) -> list[str]:
+    return list(dict.fromkeys(each["kind"] for each in memories_of(memory).values()))
 
 
-def _beside(config: Config) -> tuple[float, float]:
+def _beside(spec: ModelSpec) -> tuple[float, float]:
     """Return the least and the largest factor of all beside fused attention."""
-    kinds = _kinds(config)
+    kinds = _kinds(spec.memory)
     factors = [BESIDE[kind].factor for kind in (kinds if BESIDE.keys() >= set(kinds) else BESIDE)]
-    width = config.model.d_model
+    width = spec.model.d_model
     of_width = NARROW[1] if width < _WIDTH else WIDE[1] if width > _WIDTH else 1.0
-    low = 1.0 if _is_compiled(config) else min(factors) * min(of_width, 1.0)
+    low = 1.0 if _is_compiled(spec.train) else min(factors) * min(of_width, 1.0)
     return low, max(factors) * max(of_width, 1.0)
 
 
-def _never_measured(config: Config, device: Device, world_size: int) -> Iterator[str]:
+def _never_measured(spec: ModelSpec, device: Device, world_size: int) -> Iterator[str]:
     """Yield what differs from all measured trainings, beside kinds of memories and kernels."""
-    train, width = config.train, config.model.d_model
+    train, width = spec.train, spec.model.d_model
     if device.name != CARD:
         yield f"a {device.name}"
     if world_size > 1:
@@ -116,7 +117,7 @@ def _never_measured(config: Config, device: Device, world_size: int) -> Iterator
         yield f"train.activation_checkpointing={train.activation_checkpointing}"
     if not NARROW[0] <= width <= WIDE[0]:
         yield f"model.d_model={width}"
-    for memory in memories_of(config.memory).values():
+    for memory in memories_of(spec.memory).values():
         kind = memory["kind"]
         for key, value in BESIDE[kind].options.items() if kind in BESIDE else ():
             if key == "over":

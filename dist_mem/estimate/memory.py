@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dist_mem.block import model_spec
-from dist_mem.config import Config, EvalConfig, as_tree, changed
+from dist_mem.block import ModelSpec
+from dist_mem.config import EvalConfig, as_tree
 from dist_mem.config.blocks import value_at
-from dist_mem.data.batch_plan import batch_plan
 from dist_mem.data.shard import Index
 from dist_mem.errors import UnusableError
-from dist_mem.estimate.counting import Counted, count_micro_batch
-from dist_mem.estimate.zero import Sizes, shares, sizes_of, zero_block
+from dist_mem.estimate.counting import Counted, count_micro_batch, with_micro_lanes
+from dist_mem.estimate.zero import Sizes, TrainingJob, shares, sizes_of
 from dist_mem.model import describe
 from dist_mem.nn.layers import DTYPES
 from dist_mem.runtime.distributed import World
@@ -42,19 +41,19 @@ class Part(NamedTuple):
     values: dict[str, Any]  # key, or option of the command line -> value
 
 
-def fits_without_counting(config: Config, vocab_size: int, world: World, *, num_lanes: int) -> bool:
+def fits_without_counting(job: TrainingJob, world: World, *, num_lanes: int) -> bool:
     """Return whether a job fits by a wide bound from its sizes, which takes a tenth of the time of counting.
 
     Args:
         num_lanes: lanes whose memories a rank holds at one time.
     """
-    train, model = config.train, config.model
-    sizes = sizes_of(config, vocab_size, DTYPES["fp32"])
-    held = shares(config, sizes, world_size=world.size, on_gpu=world.device.type == "cuda")
+    model, _, train, _, vocab_size = job.spec
+    sizes = sizes_of(job.spec, DTYPES["fp32"], job.optimizer)
+    held = shares(job, sizes)
     d_head = model.d_head or model.d_model // model.num_heads
     # Every block projects the rows that its memory holds, and attends to them.
     num_rows = train.seg_len + sizes.lane_bytes / (4 * model.d_model * model.num_layers)
-    vocabulary = describe(model_spec(config, vocab_size))["num_vocabulary_parameters"]
+    vocabulary = describe(job.spec)["num_vocabulary_parameters"]
     weights = vocabulary * train.seg_len + (sizes.parameters - vocabulary) * num_rows
     scores = model.num_layers * model.num_heads * num_rows * train.seg_len
     logits = _BYTES_PER_LOGIT * vocab_size * train.seg_len
@@ -67,53 +66,44 @@ def fits_without_counting(config: Config, vocab_size: int, world: World, *, num_
     return all(bound <= limit.num_bytes for limit in memory_limits(world.device))
 
 
-def training_parts(
-    config: Config, vocab_size: int, *, world_size: int, on_gpu: bool, eval_lanes: int = 0
-) -> list[Part]:
+def training_parts(job: TrainingJob, eval_config: EvalConfig, *, eval_lanes: int = 0) -> list[Part]:
     """Return what a rank needs on its device for training, at the time when it needs most.
 
     Args:
         eval_lanes: lanes of the whole job that an evaluation during training reads at one time.
     """
-    sizes = sizes_of(config, vocab_size, DTYPES[config.train.precision])
-    freed = count_micro_batch(config, vocab_size, on_gpu=on_gpu)
-    parts = update_parts(config, vocab_size, sizes, freed, world_size=world_size, on_gpu=on_gpu)
-    scored = Part("memories of the evaluation's lanes", sizes.lane_bytes * (eval_lanes // world_size), {})
+    sizes = sizes_of(job.spec, DTYPES[job.spec.train.precision], job.optimizer)
+    parts = update_parts(job, sizes, count_micro_batch(job.spec, on_gpu=job.on_gpu))
+    lane_bytes, values = sizes.lane_bytes * (eval_lanes // job.world_size), {"eval.batch_size": eval_config.batch_size}
+    scored = Part("memories of the evaluation's lanes", lane_bytes, values)
     weights, optimizer, states, *others = parts
     if scored.num_bytes > sum(part.num_bytes for part in others):  # they are not allocated at the same time
-        scored = _with_keys(scored, config, "eval.batch_size", *_LENGTHS, *_WEIGHTS[:2])
+        scored = _with_keys(scored, job.spec, *_LENGTHS, *_WEIGHTS[:2])
         return [weights, optimizer, states._replace(num_bytes=states.num_bytes // 2), scored]
     return parts
 
 
-def update_parts(
-    config: Config, vocab_size: int, sizes: Sizes, freed: Counted, *, world_size: int, on_gpu: bool
-) -> list[Part]:
+def update_parts(job: TrainingJob, sizes: Sizes, freed: Counted) -> list[Part]:
     """Return the parts of an update; `freed` as in `counted_parts`, and counted with gradients too where they grow."""
-    kept = None
-    if gradients_grow(config, world_size):
-        kept = count_micro_batch(config, vocab_size, on_gpu=on_gpu, keeps_gradients=True)
-    return counted_parts(config, sizes, freed, kept, world_size=world_size, on_gpu=on_gpu)
+    kept = count_micro_batch(job.spec, on_gpu=job.on_gpu, keeps_gradients=True) if gradients_grow(job) else None
+    return counted_parts(job, sizes, freed, kept)
 
 
-def gradients_grow(config: Config, world_size: int) -> bool:
+def gradients_grow(job: TrainingJob) -> bool:
     """Return whether gradients are allocated while activations are freed: in updates of one micro-batch."""
-    return batch_plan(config.train, world_size).accumulation == 1 and zero_block(config).get("stage", 0) < 3
+    return job.batch.accumulation == 1 and job.stage < 3
 
 
-def counted_parts(
-    config: Config, sizes: Sizes, freed: Counted, kept: Counted | None, *, world_size: int, on_gpu: bool
-) -> list[Part]:
+def counted_parts(job: TrainingJob, sizes: Sizes, freed: Counted, kept: Counted | None) -> list[Part]:
     """Return the parts of `training_parts` from counts.
 
     Args:
         freed: of a micro-batch whose gradients are freed at once.
         kept: of one whose gradients stay, if `gradients_grow`; None: all gradients count at all times, a bound.
     """
-    train, batch = config.train, batch_plan(config.train, world_size)
-    held = shares(config, sizes, world_size=world_size, on_gpu=on_gpu)
+    spec, train, held = job.spec, job.spec.train, shares(job, sizes)
     peak, before = freed.peak, held.gradients
-    if kept is not None and gradients_grow(config, world_size):
+    if kept is not None and gradients_grow(job):
         others = DTYPES[train.precision].itemsize * sizes.trained - held.gradients  # sent to other ranks, and freed
         peak, before = max(peak, kept.peak - others), 0
     new_states = sizes.lane_bytes * train.micro_batch_size  # of this micro-batch; they are counted with its activations
@@ -121,13 +111,13 @@ def counted_parts(
     # At the end of an update, the memories from before it are still allocated.
     states = Part(
         "memories of the lanes",
-        2 * sizes.lane_bytes * batch.lanes_per_rank,
+        2 * sizes.lane_bytes * job.batch.lanes_per_rank,
         {"train.global_batch_size": train.global_batch_size},
     )
     parts = [
-        _with_keys(Part("weights", held.weights, {}), config, *_WEIGHTS),
-        _with_keys(Part("optimizer, with weights in fp32", held.optimizer, {}), config, *_WEIGHTS),
-        _with_keys(states, config, *lengths),
+        _with_keys(Part("weights", held.weights, {}), spec, *_WEIGHTS),
+        _with_keys(Part("optimizer, with weights in fp32", held.optimizer, {}), spec, *_WEIGHTS),
+        _with_keys(states, spec, *lengths),
     ]
     if held.gradients + held.update > before + held.buckets + peak - new_states:
         return [*parts, Part("gradients", held.gradients, {}), Part("fp32 gradients of the update", held.update, {})]
@@ -138,19 +128,23 @@ def counted_parts(
         *parts,
         Part("gradients", before, {}),
         Part("communication buckets", held.buckets, {}),
-        _with_keys(activations, config, *rows, *_WEIGHTS[:3], "model.num_heads", *_LENGTHS),
-        _with_keys(work, config, *rows),
+        _with_keys(activations, spec, *rows, *_WEIGHTS[:3], "model.num_heads", *_LENGTHS),
+        _with_keys(work, spec, *rows),
     ]
 
 
-def scoring_parts(config: Config, vocab_size: int, *, num_lanes: int, world_size: int = 1) -> list[Part]:
+def scoring_parts(spec: ModelSpec, eval_config: EvalConfig, *, num_lanes: int, world_size: int = 1) -> list[Part]:
     """Return what a rank needs for an evaluation; `num_lanes`: lanes of the whole job that are read at one time."""
-    held = num_lanes // world_size
-    fixed = _fixed_parts(config, vocab_size, "memories of the lanes", held, {"eval.batch_size": config.eval.batch_size})
-    reading = changed(config, {"train.micro_batch_size": max(1, min(config.train.micro_batch_size, held))})
-    counted = count_micro_batch(reading, vocab_size, learns=False)
-    forward = Part("one block and the logits of one micro-batch", counted.peak, {"vocabulary": vocab_size})
-    return [*fixed, _with_keys(forward, config, "train.micro_batch_size", "train.seg_len", *_LENGTHS)]
+    held, precision = num_lanes // world_size, eval_config.precision
+    sizes = sizes_of(spec, DTYPES[precision])
+    lanes = Part("memories of the lanes", sizes.lane_bytes * held, {"eval.batch_size": eval_config.batch_size})
+    reading = with_micro_lanes(spec, max(1, min(spec.train.micro_batch_size, held)))
+    counted = count_micro_batch(reading, forward_in=precision)
+    forward = Part("one block and the logits of one micro-batch", counted.peak, {"vocabulary": spec.vocab_size})
+    return [
+        *_fixed_parts(spec, sizes, precision, lanes),
+        _with_keys(forward, spec, "train.micro_batch_size", "train.seg_len", *_LENGTHS),
+    ]
 
 
 def evaluated_lanes(eval_config: EvalConfig, index: Index) -> int:
@@ -160,27 +154,25 @@ def evaluated_lanes(eval_config: EvalConfig, index: Index) -> int:
     return min(eval_config.batch_size, int((index.documents.num_tokens > 0).sum()))
 
 
-def writing_parts(config: Config, vocab_size: int, *, num_samples: int) -> list[Part]:
+def writing_parts(spec: ModelSpec, precision: str, *, num_samples: int) -> list[Part]:
     """Return what generation of `num_samples` texts at one time needs."""
-    key = {"--samples": num_samples}
-    fixed = _fixed_parts(config, vocab_size, "memories of the texts", num_samples, key)
-    kept = num_samples * sizes_of(config, vocab_size, DTYPES[config.eval.precision]).open_bytes
-    opened = _with_keys(Part("keys and values of open segments", kept, key), config, "train.seg_len", *_LENGTHS)
-    columns = vocab_size if config.model.adaptive is None else int(config.model.adaptive.cutoffs[0])
-    return [*fixed, opened, Part("logits of one token", 4 * num_samples * columns, {**key, "vocabulary": vocab_size})]
+    sizes, key = sizes_of(spec, DTYPES[precision]), {"--samples": num_samples}
+    lanes = Part("memories of the texts", num_samples * sizes.lane_bytes, key)
+    opened = Part("keys and values of open segments", num_samples * sizes.open_bytes, key)
+    columns = spec.vocab_size if spec.model.adaptive is None else int(spec.model.adaptive.cutoffs[0])
+    logits = Part("logits of one token", 4 * num_samples * columns, {**key, "vocabulary": spec.vocab_size})
+    fixed = _fixed_parts(spec, sizes, precision, lanes)
+    return [*fixed, _with_keys(opened, spec, "train.seg_len", *_LENGTHS), logits]
 
 
-def _fixed_parts(config: Config, vocab_size: int, what: str, num_lanes: int, values: dict[str, Any]) -> list[Part]:
+def _fixed_parts(spec: ModelSpec, sizes: Sizes, precision: str, lanes: Part) -> list[Part]:
     """Return the weights, and the memories of all lanes."""
-    dtype = DTYPES[config.eval.precision]
-    sizes = sizes_of(config, vocab_size, dtype)
-    lanes = Part(what, sizes.lane_bytes * num_lanes, values)
-    weights = Part("weights", dtype.itemsize * sizes.parameters, {})
-    return [_with_keys(weights, config, *_WEIGHTS), _with_keys(lanes, config, *_LENGTHS, *_WEIGHTS[:2])]
+    weights = Part("weights", DTYPES[precision].itemsize * sizes.parameters, {})
+    return [_with_keys(weights, spec, *_WEIGHTS), _with_keys(lanes, spec, *_LENGTHS, *_WEIGHTS[:2])]
 
 
-def _with_keys(part: Part, config: Config, *keys: str) -> Part:
-    tree = as_tree(config)
+def _with_keys(part: Part, spec: ModelSpec, *keys: str) -> Part:
+    tree = {"model": as_tree(spec.model), "memory": spec.memory, "train": as_tree(spec.train)}
     found = {key: value_at(tree, key) for key in keys}
     return part._replace(values={**part.values, **{key: value for key, value in found.items() if value is not None}})
 

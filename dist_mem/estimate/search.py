@@ -6,15 +6,14 @@ None of these keys changes what is learnt: all may differ on resume.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from dist_mem.block import num_recomputed
-from dist_mem.config import Config, changed, deepspeed_block
-from dist_mem.data.batch_plan import batch_plan
 from dist_mem.estimate.counting import Counted, Counts, count_micro_batch, mixed
 from dist_mem.estimate.memory import Part, counted_parts
 from dist_mem.estimate.step_time import StepTime, step_time
-from dist_mem.estimate.zero import Sizes, zero_block
+from dist_mem.estimate.zero import Sizes, TrainingJob
 from dist_mem.nn.attention import BACK_ENDS
 from dist_mem.runtime.devices import Device
 
@@ -59,70 +58,67 @@ class Candidate(NamedTuple):
         return sum(part.num_bytes for part in self.parts)
 
 
-def candidates(
-    config: Config, vocab_size: int, sizes: Sizes, cluster: Cluster, report: Callable[[str], None]
-) -> list[Candidate]:
+def candidates(job: TrainingJob, sizes: Sizes, cluster: Cluster, report: Callable[[str], None]) -> list[Candidate]:
     """Return every combination of stage, checkpointing and lanes, with bounds of `counted_parts`.
 
     Args:
         report: is called with what is counted next.
     """
     found = []
-    on_gpu = cluster.device.name != "cpu"
-    train, num_layers = config.train, config.model.num_layers
+    train, num_layers = job.spec.train, job.spec.model.num_layers
     own = (train.activation_checkpointing, train.activation_checkpointing_share)
     choices = [*_CHOICES, *((own,) if own[0] != "none" and own not in _CHOICES else ())]
     counts = {}
     for recomputed in dict.fromkeys(recomputed for recomputed, _ in choices):
         report(f"{_CHECKPOINTING}={recomputed}")
-        changed = _with_settings(config, {_CHECKPOINTING: recomputed, _SHARE: 1.0})
-        counts[recomputed] = Counts(changed, vocab_size, on_gpu=on_gpu)
-    for lanes in _lanes_to_try(config, cluster.world_size):
+        changed = _with_settings(job, {_CHECKPOINTING: recomputed, _SHARE: 1.0})
+        counts[recomputed] = Counts(changed.spec, on_gpu=job.on_gpu)
+    for lanes in _lanes_to_try(job):
         counted = {recomputed: count.at(lanes) for recomputed, count in counts.items()}
         for recomputed, share in choices:
             part = num_recomputed(num_layers, share) / num_layers
             count = counted[recomputed] if part == 1.0 else mixed(counted["none"], counted[recomputed], part)
             settings = {_CHECKPOINTING: recomputed, _SHARE: own[1] if recomputed == "none" else share, _LANES: lanes}
-            found += [_candidate(config, {_STAGE: stage, **settings}, sizes, count, cluster) for stage in range(4)]
+            found += [_candidate(job, {_STAGE: stage, **settings}, sizes, count, cluster) for stage in range(4)]
     return found
 
 
-def _candidate(config: Config, settings: dict[str, Any], sizes: Sizes, counted: Counted, cluster: Cluster) -> Candidate:
-    other = _with_settings(config, settings)
-    world = {"world_size": cluster.world_size}
-    parts = counted_parts(other, sizes, counted, None, **world, on_gpu=cluster.device.name != "cpu")
-    time = step_time(other, sizes, counted, cluster.device, **world, gpus_per_node=cluster.gpus_per_node)
+def _candidate(
+    job: TrainingJob, settings: dict[str, Any], sizes: Sizes, counted: Counted, cluster: Cluster
+) -> Candidate:
+    other, train = _with_settings(job, settings), job.spec.train
+    parts = counted_parts(other, sizes, counted, None)
+    time = step_time(other, sizes, counted, cluster.device, gpus_per_node=cluster.gpus_per_node)
     before = {
-        _STAGE: zero_block(config).get("stage", 0),
-        _CHECKPOINTING: config.train.activation_checkpointing,
-        _SHARE: config.train.activation_checkpointing_share,
-        _LANES: config.train.micro_batch_size,
+        _STAGE: job.stage,
+        _CHECKPOINTING: train.activation_checkpointing,
+        _SHARE: train.activation_checkpointing_share,
+        _LANES: train.micro_batch_size,
     }
     changes = {key: value for key, value in settings.items() if value != before[key]}
     return Candidate(settings, changes, parts, time)
 
 
-def _with_settings(config: Config, settings: dict[str, Any]) -> Config:
-    changes = dict(settings)
+def _with_settings(job: TrainingJob, settings: dict[str, Any]) -> TrainingJob:
+    zero, of_train = job.deepspeed.get("zero_optimization") or {}, dict(settings)
     if _STAGE in settings:
-        block = deepspeed_block(config)
-        zero = {**(block.get("zero_optimization") or {}), "stage": changes.pop(_STAGE)}
-        changes["deepspeed"] = {**block, "zero_optimization": zero}
-    return changed(config, changes)
+        zero = {**zero, "stage": of_train.pop(_STAGE)}
+    train = replace(job.spec.train, **{key.removeprefix("train."): value for key, value in of_train.items()})
+    block = {**job.deepspeed, "zero_optimization": zero}
+    return job._replace(spec=job.spec._replace(train=train), deepspeed=block)
 
 
-def _lanes_to_try(config: Config, world_size: int) -> list[int]:
+def _lanes_to_try(job: TrainingJob) -> list[int]:
     """Return powers of two, and all lanes of a rank, without settings that make more lanes idle than today's."""
-    train = config.train
+    train, world_size = job.spec.train, job.world_size
     most = -(-train.global_batch_size // world_size)
     powers = {2**power for power in range(most.bit_length()) if 2**power <= most}
-    today = batch_plan(train, world_size).idle_lanes
+    today = job.batch.idle_lanes
     tried = {*powers, most, train.micro_batch_size}
     return sorted(
         lanes
         for lanes in tried
-        if lanes == train.micro_batch_size
-        or batch_plan(_with_settings(config, {_LANES: lanes}).train, world_size).idle_lanes <= today
+        if lanes == train.micro_batch_size or _with_settings(job, {_LANES: lanes}).batch.idle_lanes <= today
     )
 
 
@@ -147,32 +143,23 @@ class BackEnd(NamedTuple):
     num_bytes: int  # of all parts together, a bound as in `counted_parts`
 
 
-def by_back_end(
-    config: Config,
-    vocab_size: int,
-    sizes: Sizes,
-    own: Counted,
-    *,
-    world_size: int,
-    on_gpu: bool,
-    report: Callable[[str], None],
-) -> Iterator[BackEnd]:
+def by_back_end(job: TrainingJob, sizes: Sizes, own: Counted, report: Callable[[str], None]) -> Iterator[BackEnd]:
     """Yield the configured back end, whose count is `own`, and the others that the model accepts.
 
     Args:
         report: is called with what is counted next.
     """
     for name in BACK_ENDS:
-        other = changed(config, {"model.attention": name})
-        if name == config.model.attention:
+        spec = job.spec._replace(model=replace(job.spec.model, attention=name))
+        if name == job.spec.model.attention:
             counted = own
         elif name == "auto":  # it takes one of the others
             continue
         else:
             report(f"model.attention={name}")
             try:
-                counted = count_micro_batch(other, vocab_size, on_gpu=on_gpu)
+                counted = count_micro_batch(spec, on_gpu=job.on_gpu)
             except ValueError:  # the memory, or model.attention_dropout, refuses it
                 continue
-        parts = counted_parts(other, sizes, counted, None, world_size=world_size, on_gpu=on_gpu)
+        parts = counted_parts(job._replace(spec=spec), sizes, counted, None)
         yield BackEnd(name, counted.kept, sum(part.num_bytes for part in parts))

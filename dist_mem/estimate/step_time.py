@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from dist_mem.config import Config, ModelConfig, OptimizerConfig, TrainConfig
+from dist_mem.config import ModelConfig, OptimizerConfig, TrainConfig
 from dist_mem.data.batch_plan import batch_plan
 from dist_mem.engine.optimizer import num_moments
 from dist_mem.errors import UnusableError
 from dist_mem.estimate.counting import Counted
-from dist_mem.estimate.zero import BUCKET, Sizes, effective_block, overlaps, zero_block
+from dist_mem.estimate.zero import BUCKET, Sizes, TrainingJob, effective_block, overlaps
 from dist_mem.nn.layers import DTYPES
 from dist_mem.runtime.devices import Device
 
@@ -56,24 +56,19 @@ class Transfer(NamedTuple):
     num_collectives: int
 
 
-def step_time(
-    config: Config, sizes: Sizes, counted: Counted, device: Device, *, world_size: int, gpus_per_node: int
-) -> StepTime:
+def step_time(job: TrainingJob, sizes: Sizes, counted: Counted, device: Device, *, gpus_per_node: int) -> StepTime:
     """Predict one update.
 
     Raises:
         UnusableError: the device does not compute in `train.precision`.
     """
-    accumulation = batch_plan(config.train, world_size).accumulation
-    block = effective_block(config, sizes, world_size=world_size, on_gpu=device.name != "cpu")
-    zero = block.get("zero_optimization") or {}
-    peak_flops(config.train, device)  # or refuse the device
-    by_group = {
-        group: accumulation * seconds for group, seconds in seconds_by_group(counted, config.train, device).items()
-    }
+    train, world_size, accumulation = job.spec.train, job.world_size, job.batch.accumulation
+    zero = effective_block(job, sizes).get("zero_optimization") or {}
+    peak_flops(train, device)  # or refuse the device
+    by_group = {group: accumulation * seconds for group, seconds in seconds_by_group(counted, train, device).items()}
     products, streams = by_group.pop(_PRODUCT, 0.0), by_group.pop(_STREAM, 0.0)
-    update = _update_bytes(config, sizes, world_size) / (_STREAMS * device.bandwidth)
-    sent = transfer(config.train, config.model, sizes, zero, world_size=world_size, accumulation=accumulation)
+    update = _update_bytes(job, sizes) / (_STREAMS * device.bandwidth)
+    sent = transfer(train, job.spec.model, sizes, zero, world_size=world_size, accumulation=accumulation)
     link = device.link if world_size <= gpus_per_node else min(device.link, device.network * gpus_per_node)
     communication = sent.num_bytes / (_LINKS * link) + _LATENCY * sent.num_collectives
     found = StepTime(products, by_group, streams, update, communication, communication)
@@ -103,11 +98,11 @@ def seconds_by_group(counted: Counted, train: TrainConfig, device: Device) -> di
     return {group: math.fsum(each) for group, each in seconds.items()}
 
 
-def _update_bytes(config: Config, sizes: Sizes, world_size: int) -> int:
+def _update_bytes(job: TrainingJob, sizes: Sizes) -> int:
     """Return what the optimizer reads and writes: fp32 weights and moments both, gradients and weights once."""
-    share = sizes.trained if zero_block(config).get("stage", 0) == 0 else -(-sizes.trained // world_size)
-    size = DTYPES[config.train.precision].itemsize
-    return share * (8 * (1 + num_moments(config.optimizer)) + 4 + 2 * size)
+    share = sizes.trained if job.stage == 0 else -(-sizes.trained // job.world_size)
+    size = DTYPES[job.spec.train.precision].itemsize
+    return share * (8 * (1 + num_moments(job.optimizer)) + 4 + 2 * size)
 
 
 def transfer(

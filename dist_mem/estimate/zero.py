@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dist_mem.block import model_spec
-from dist_mem.config import Config, deepspeed_block
-from dist_mem.data.batch_plan import batch_plan
+from dist_mem.block import ModelSpec, model_spec
+from dist_mem.config import Config, OptimizerConfig, deepspeed_block
+from dist_mem.data.batch_plan import BatchPlan, batch_plan
 from dist_mem.engine.defaults import deepspeed_config
 from dist_mem.engine.optimizer import num_moments, parameter_groups
 from dist_mem.memory.base import named_tensors
@@ -21,6 +21,33 @@ from dist_mem.nn.layers import DTYPES
 
 # DeepSpeed's defaults, in numbers; one bucket is allocated whole, however small the model.
 BUCKET, _LIVE, _PREFETCH = 500_000_000, 1_000_000_000, 50_000_000
+
+
+class TrainingJob(NamedTuple):
+    """A training on a number of ranks, as far as its memory and its time depend on it."""
+
+    spec: ModelSpec
+    optimizer: OptimizerConfig
+    deepspeed: dict[str, Any]  # the block as given
+    world_size: int
+    on_gpu: bool
+
+    @property
+    def batch(self) -> BatchPlan:
+        """The division of an update among ranks and micro-batches."""
+        return batch_plan(self.spec.train, self.world_size)
+
+    @property
+    def stage(self) -> int:
+        """The stage of ZeRO; 0 without it."""
+        return int((self.deepspeed.get("zero_optimization") or {}).get("stage", 0))
+
+
+def job_of(config: Config, vocab_size: int, *, world_size: int, on_gpu: bool) -> TrainingJob:
+    """Return the training of a configuration on so many ranks."""
+    return TrainingJob(
+        model_spec(config, vocab_size), config.optimizer, deepspeed_block(config), world_size, on_gpu=on_gpu
+    )
 
 
 class Sizes(NamedTuple):
@@ -43,15 +70,16 @@ class Shares(NamedTuple):
     update: int  # allocated only while the optimizer updates, when activations and buckets are free
 
 
-def sizes_of(config: Config, vocab_size: int, dtype: torch.dtype) -> Sizes:
-    """Return the sizes of a model without allocating it."""
+def sizes_of(spec: ModelSpec, dtype: torch.dtype, optimizer: OptimizerConfig | None = None) -> Sizes:
+    """Return the sizes of a model without allocating it; `optimizer`: with these parameter groups."""
     with torch.device("meta"):
-        model = MemoryLM(model_spec(config, vocab_size))
+        model = MemoryLM(spec)
         first = torch.zeros(1, dtype=torch.int64)
         state = model.init_state(first, "meta", dtype)
         opened = model.open(state, first).blocks if model.can_step else ()
     groups = [
-        sum(parameter.numel() for parameter in group["params"]) for group in parameter_groups(model, config.optimizer)
+        sum(parameter.numel() for parameter in group["params"])
+        for group in parameter_groups(model, optimizer or OptimizerConfig())
     ]
     lane_bytes, open_bytes = (
         sum(part.numel() * part.element_size() for part in named_tensors(parts).values())
@@ -61,21 +89,15 @@ def sizes_of(config: Config, vocab_size: int, dtype: torch.dtype) -> Sizes:
     return Sizes(num_values, sum(groups), max(groups), lane_bytes, open_bytes)
 
 
-def zero_block(config: Config) -> dict[str, Any]:
-    """Return `deepspeed.zero_optimization`; empty without ZeRO."""
-    return deepspeed_block(config).get("zero_optimization") or {}
-
-
-def effective_block(config: Config, sizes: Sizes, *, world_size: int, on_gpu: bool) -> dict[str, Any]:
+def effective_block(job: TrainingJob, sizes: Sizes) -> dict[str, Any]:
     """Return the whole `deepspeed:` block with the defaults of dist_mem, as the engine gets it."""
-    accumulation = batch_plan(config.train, world_size).accumulation
     return deepspeed_config(
-        deepspeed_block(config),
-        config.train,
-        world_size=world_size,
-        accumulation=accumulation,
+        job.deepspeed,
+        job.spec.train,
+        world_size=job.world_size,
+        accumulation=job.batch.accumulation,
         num_parameters=sizes.trained,
-        on_gpu=on_gpu,
+        on_gpu=job.on_gpu,
     )
 
 
@@ -84,14 +106,15 @@ def overlaps(zero: dict[str, Any]) -> bool:
     return bool(zero.get("overlap_comm", zero.get("stage", 0) == 3))
 
 
-def shares(config: Config, sizes: Sizes, *, world_size: int, on_gpu: bool) -> Shares:
+def shares(job: TrainingJob, sizes: Sizes) -> Shares:
     """Return what a rank holds."""
-    block = effective_block(config, sizes, world_size=world_size, on_gpu=on_gpu)
+    world_size, on_gpu = job.world_size, job.on_gpu
+    block = effective_block(job, sizes)
     zero = block.get("zero_optimization") or {}
-    stage, size = zero.get("stage", 0), DTYPES[config.train.precision].itemsize
+    stage, size = zero.get("stage", 0), DTYPES[job.spec.train.precision].itemsize
     share = sizes.trained if stage == 0 else -(-sizes.trained // world_size)
     masters = 4 * share if stage > 0 or size < 4 else 0
-    optimizer = masters + 4 * num_moments(config.optimizer) * share
+    optimizer = masters + 4 * num_moments(job.optimizer) * share
     sums_fp32 = stage >= 2 and (block.get("data_types") or {}).get("grad_accum_dtype") == "fp32"
     gradients = (4 if sums_fp32 else size) * (sizes.trained if stage < 2 else share)
     weights = size * sizes.parameters
@@ -106,7 +129,7 @@ def shares(config: Config, sizes: Sizes, *, world_size: int, on_gpu: bool) -> Sh
         optimizer = update = 0
     else:
         update = _update_work(stage, size, sizes, world_size)
-        if not on_gpu and stage in (1, 2) and config.optimizer.kind in ("adam", "adamw"):
+        if not on_gpu and stage in (1, 2) and job.optimizer.kind in ("adam", "adamw"):
             # Adam's separate operations: the gradient in fp32, and two arrays of its size at one time.
             update = max(update, 3 * 4 * _group_share(sizes, world_size))
     return Shares(weights, optimizer, gradients, _buckets(zero, size, None if on_gpu else sizes.trained), update)

@@ -17,10 +17,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from dist_mem.config import Config
+from dist_mem.block import ModelSpec
+from dist_mem.config import Config, deepspeed_block
 from dist_mem.data.directory import open_index, refresh_on_all_ranks
 from dist_mem.estimate.counting import NotCountedError
 from dist_mem.estimate.memory import evaluated_lanes, fits_without_counting, refuse_what_cannot_fit, scoring_parts
+from dist_mem.estimate.zero import TrainingJob
 from dist_mem.evaluation.job import (
     StopCheck,
     data_tag,
@@ -73,12 +75,13 @@ def evaluate_checkpoint(
     tokenizer = tokenizer_of_data(checkpoint, config.data)
     index = open_index(config.data, split)
 
-    def see_that_it_fits(config: Config, vocab_size: int) -> None:
-        num_lanes = evaluated_lanes(config.eval, index)
+    def see_that_it_fits(spec: ModelSpec) -> None:
+        num_lanes, on_gpu = evaluated_lanes(config.eval, index), world.device.type == "cuda"
+        job = TrainingJob(spec, config.optimizer, deepspeed_block(config), world.size, on_gpu)
         parts = []
-        if not fits_without_counting(config, vocab_size, world, num_lanes=num_lanes):
+        if not fits_without_counting(job, world, num_lanes=num_lanes):
             with suppress(NotCountedError):  # then nobody knows what it needs
-                parts = scoring_parts(config, vocab_size, num_lanes=num_lanes, world_size=world.size)
+                parts = scoring_parts(spec, config.eval, num_lanes=num_lanes, world_size=world.size)
         refuse_what_cannot_fit(parts, world.device, gather=world.gather)
 
     trained = open_model(checkpoint, config, tokenizer, world.device, check=see_that_it_fits)

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from safetensors.torch import load_model as load_into
 from torch import Tensor, nn
 
-from dist_mem.block import model_spec
+from dist_mem.block import ModelSpec, model_spec
 from dist_mem.checkpoint.engine_files import EngineReader
 from dist_mem.checkpoint.lane_states import read_lanes as read_saved_lanes
 from dist_mem.checkpoint.manifest import (
@@ -197,22 +197,23 @@ def open_model(
     tokenizer: Tokenizer,
     device: torch.device | str,
     *,
-    check: Callable[[Config, int], object] = lambda config, vocab_size: None,
+    check: Callable[[ModelSpec], object] = lambda spec: None,
 ) -> TrainedModel:
     """Load the model of a checkpoint or an export, in `eval.precision` and with the lengths of `eval`.
 
     Args:
-        check: of the configuration with these lengths and the size of the vocabulary, before anything is allocated.
+        check: of the model with these lengths, before anything is allocated.
 
     Raises:
         ValueError: the memory does not allow these lengths, or what `check` raises.
     """
     config = for_evaluation(config)
     device, dtype = torch.device(device), DTYPES[config.eval.precision]
+    spec = model_spec(config, tokenizer.vocab_size)
     try:
-        check(config, tokenizer.vocab_size)
+        check(spec)
         with drawing():  # weights, which those of the file replace
-            model = MemoryLM(model_spec(config, tokenizer.vocab_size))
+            model = MemoryLM(spec)
     except UnusableError:
         raise
     except ValueError as error:

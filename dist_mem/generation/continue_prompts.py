@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dist_mem.block import model_spec
 from dist_mem.config.memory_blocks import described
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError, run_error
 from dist_mem.estimate.memory import refuse_what_cannot_fit, writing_parts
@@ -146,7 +147,8 @@ def _continue(path: Path, request: Request) -> Continuation:
     trained = open_to_generate(path, request.overrides, request.checkpoint)
     began = time.monotonic()
     tokens = trained.tokenizer.encode(request.prompt)
-    parts = writing_parts(trained.config, trained.tokenizer.vocab_size, num_samples=request.num_samples)
+    spec, precision = model_spec(trained.config, trained.tokenizer.vocab_size), trained.config.eval.precision
+    parts = writing_parts(spec, precision, num_samples=request.num_samples)
     refuse_what_cannot_fit(parts, trained.device)
     before = None if request.memory is None else Memory.load(request.memory)
     reading = read(trained, begin(trained, before), [tokens])

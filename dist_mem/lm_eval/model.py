@@ -21,7 +21,8 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from dist_mem.config import Config, changed
+from dist_mem.block import ModelSpec
+from dist_mem.config import changed
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.errors import UnusableError, run_error
 from dist_mem.estimate.memory import refuse_what_cannot_fit, scoring_parts
@@ -226,8 +227,8 @@ def open_run(path: Path, overrides: Sequence[str], step: int | None, device: str
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         tokenizer = tokenizer_of_checkpoint(checkpoint)
 
-        def see_that_it_fits(config: Config, vocab_size: int) -> None:
-            refuse_what_cannot_fit(scoring_parts(config, vocab_size, num_lanes=lanes), place)
+        def see_that_it_fits(spec: ModelSpec) -> None:
+            refuse_what_cannot_fit(scoring_parts(spec, config.eval, num_lanes=lanes), place)
 
         trained = open_model(checkpoint, config, tokenizer, place, check=see_that_it_fits)
     except (OSError, ValueError) as error:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dist_mem.block import model_spec
 from dist_mem.config import Config, ConfigError, as_tree
 from dist_mem.config.blocks import value_at
 from dist_mem.config.keys import DRAW, PLACE
@@ -109,7 +110,7 @@ def fitted(
     per_step = train.global_batch_size * train.seg_len * train.segments_per_update
     per_token: Operations | None = None
     try:
-        per_token = operations_per_token(config, vocab_size or vocab_size_of(config.data, config.model))
+        per_token = operations_per_token(model_spec(config, vocab_size or vocab_size_of(config.data, config.model)))
     except NotCountedError as error:
         if "flops" in budget:
             raise UnusableError(f"{name}: budget.flops needs the FLOPs of the memory; give tokens: {error}") from error

@@ -15,8 +15,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dist_mem.block import model_spec
-from dist_mem.config import Config, ModelConfig, as_tree, load_config
+from dist_mem.block import ModelSpec, model_spec
+from dist_mem.config import Config, DataConfig, ModelConfig, as_tree, load_config
 from dist_mem.config.keys import RESULT, SCORE, SPEED
 from dist_mem.config.settings import select_keys
 from dist_mem.data.directory import check_split, local_dir
@@ -151,22 +151,23 @@ def _print_beginning(study: Study, seeds: Sequence[int]) -> None:
     print(f"every row: {' '.join(study.train)}\nseeds: {', '.join(map(str, seeds))}", flush=True)
 
 
-def _is_built(config: Config) -> bool:
-    return (local_dir(config.data) / JSON_NAME).exists()
+def _is_built(data: DataConfig) -> bool:
+    return (local_dir(data) / JSON_NAME).exists()
 
 
 def _lines(study: Study, one: Checked, ranks: int) -> list[tuple[str, str]]:
     """Return label and text: size, data, missing weights. Raises ValueError if the data do not fit."""
     config, point = one.config, study.points[one.run.point]
     missing = _missing_weights(config.model)
-    if _is_built(config):
+    if _is_built(config.data):
         vocab_size = read_tokenizer_metadata(local_dir(config.data))["vocab_size"]
-        text = config.data.path if missing else _read_plan(config, ranks)
+        found = {} if missing else dict(subjects(config, world_size=ranks))  # or refuse the data
+        text = config.data.path if missing else f"{found['data']}; {found['training']}"
     else:
         vocab_size = point.vocab_size or ASSUMED_VOCAB_SIZE
         assumed = "" if point.vocab_size else f"; a vocabulary of {vocab_size:,} is assumed"
         text = f"{config.data.path}: not built yet{assumed}"
-    lines = [*_size_lines(config, vocab_size), ("data", text)]
+    lines = [*_size_lines(model_spec(config, vocab_size)), ("data", text)]
     return [*lines, ("weights", f"{missing}: does not exist yet")] if missing else lines
 
 
@@ -176,16 +177,10 @@ def _missing_weights(model: ModelConfig) -> str | None:
     return folder if folder is not None and not Path(folder).exists() else None
 
 
-def _read_plan(config: Config, ranks: int) -> str:
-    """Return the summary of `dist-mem train --check` for existing data. Raises UnusableError if they do not fit."""
-    found = dict(subjects(config, world_size=ranks))
-    return f"{found['data']}; {found['training']}"
-
-
-def _size_lines(config: Config, vocab_size: int) -> Iterator[tuple[str, str]]:
-    yield "parameters", f"{describe(model_spec(config, vocab_size))['num_parameters']:,}"
+def _size_lines(spec: ModelSpec) -> Iterator[tuple[str, str]]:
+    yield "parameters", f"{describe(spec)['num_parameters']:,}"
     with suppress(NotCountedError):
-        flops = flops_per_token(config, vocab_size, num_lanes=1)  # of a lane alone, as the papers count
+        flops = flops_per_token(spec, num_lanes=1)  # of a lane alone, as the papers count
         yield "multiply_adds", f"{flops.scoring / 2e6:,.1f} M per predicted token"  # torch counts two for one
 
 
@@ -222,7 +217,7 @@ def _print_points(study: Study, checked: Sequence[Checked], shared: Settings) ->
             print(f"\nat {name}:")
             here = _shared(one.settings for one in mine)
             _print_settings({key: value for key, value in here.items() if key not in shared})
-        if point.made_by and not all(_is_built(one.config) for one in mine):
+        if point.made_by and not all(_is_built(one.config.data) for one in mine):
             _print_labelled("data built by", point.made_by)
 
 

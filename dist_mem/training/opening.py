@@ -41,6 +41,7 @@ from dist_mem.engine.placement import place_parts
 from dist_mem.errors import RunError, run_error
 from dist_mem.estimate.counting import Flops, NotCountedError, flops_per_token
 from dist_mem.estimate.memory import evaluated_lanes, fits_without_counting, refuse_what_cannot_fit, training_parts
+from dist_mem.estimate.zero import TrainingJob, job_of
 from dist_mem.evaluation.scoring import lengths_to_score
 from dist_mem.hf.folder import load_pretrained
 from dist_mem.hf.vocabulary import compare_tokens
@@ -116,7 +117,8 @@ def _open_run(
     of_sinks = config.tracking.sinks if world.rank == 0 else []
     own_code = memory_sources | on_all_ranks(lambda: sink_sources(of_sinks), "reading tracking.sinks")
     beat("opening")
-    _refuse_what_cannot_fit(config, world, data)
+    job = job_of(config, tokenizer.vocab_size, world_size=world.size, on_gpu=world.device.type == "cuda")
+    _refuse_what_cannot_fit(job, config.eval, world, data)
     open_communication(world, stop_signal)
     lane_ids = torch.tensor(lanes_of(config.train, world))
     with announced("building the model"):
@@ -144,7 +146,7 @@ def _open_run(
     failure = LocalFailure()
     lane_segments = config.train.global_batch_size * config.train.segments_per_update
     try:
-        flops: Flops | None = flops_per_token(config, tokenizer.vocab_size)
+        flops: Flops | None = flops_per_token(job.spec)
     except NotCountedError as error:
         flops = None
         messages.append(f"no mfu is logged: {error}")
@@ -352,13 +354,11 @@ def check_data(data: DataConfig, eval_config: EvalConfig, splits: Sequence[str])
     return tokenizer, indexes
 
 
-def _refuse_what_cannot_fit(config: Config, world: World, data: Data) -> None:
+def _refuse_what_cannot_fit(job: TrainingJob, eval_config: EvalConfig, world: World, data: Data) -> None:
     """Before anything is allocated; every rank calls it. Raises UnusableError on every rank."""
-    eval_lanes = max((evaluated_lanes(config.eval, index) for index in data.evaluated), default=0)
-    vocab_size, on_gpu, parts = data.tokenizer.vocab_size, world.device.type == "cuda", []
-    if not fits_without_counting(
-        config, vocab_size, world, num_lanes=2 * len(lanes_of(config.train, world)) + eval_lanes
-    ):
+    eval_lanes = max((evaluated_lanes(eval_config, index) for index in data.evaluated), default=0)
+    num_lanes, parts = 2 * len(lanes_of(job.spec.train, world)) + eval_lanes, []
+    if not fits_without_counting(job, world, num_lanes=num_lanes):
         with suppress(NotCountedError):  # then nobody knows what it needs
-            parts = training_parts(config, vocab_size, world_size=world.size, on_gpu=on_gpu, eval_lanes=eval_lanes)
+            parts = training_parts(job, eval_config, eval_lanes=eval_lanes)
     refuse_what_cannot_fit(parts, world.device, gather=gather_objects)

@@ -26,9 +26,10 @@ from dist_mem.data.shard import TokenizedDocument, write_split
 from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.datasets.recipes import builder_names
-from dist_mem.estimate import dry_run as plan
+from dist_mem.estimate.dry_run import subjects
 from dist_mem.memory import memory_options
 from dist_mem.runtime.signals import StopSignal
+from dist_mem.runtime.terminal import labelled
 from tests.support.limits import limit
 from tests.support.messages import refused, said
 from tests.support.paths import ROOT
@@ -142,7 +143,7 @@ def test_names_of_other_libraries_lead_to_keys_that_exist() -> None:
 
 
 def check(*arguments: str) -> str:
-    return plan.report(load_config([*SMALL, *arguments]), world_size=2)
+    return "\n".join(labelled(subjects(load_config([*SMALL, *arguments]), world_size=2)))
 
 
 def test_check_tells_sizes_batch_and_steps(data_dir: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dist_mem.block import model_spec
 from dist_mem.config import Config, config_from
 from dist_mem.estimate.counting import Counted, Counts, _count, count_micro_batch, mixed
 from dist_mem.memory import memory_class, memory_kinds
@@ -37,15 +38,15 @@ def check_same(predicted: Counted, whole: Counted) -> None:
 @pytest.mark.parametrize("kind", memory_kinds())
 def test_two_and_three_blocks_foretell_the_whole_model(kind: str, saves: bool, precision: str) -> None:
     asked = config(kind, activation_checkpointing="blocks" if saves else "none", precision=precision)
-    whole = _count(asked, VOCAB_SIZE, on_gpu=True, keeps_gradients=False, learns=True)
-    check_same(count_micro_batch(asked, VOCAB_SIZE), whole)
+    whole = _count(model_spec(asked, VOCAB_SIZE), on_gpu=True, keeps_gradients=False, forward_in=None)
+    check_same(count_micro_batch(model_spec(asked, VOCAB_SIZE)), whole)
 
 
 def test_none_and_all_blocks_foretell_a_share_of_them() -> None:
     """LaMemo's last block, which is not recomputed, does and keeps less than the first ones."""
     keys: list[dict[str, Any]] = [{}, {"activation_checkpointing": "blocks"}]
-    none, all_blocks = (count_micro_batch(config("lamemo", **key), VOCAB_SIZE) for key in keys)
-    whole = count_micro_batch(config("lamemo", **keys[1], activation_checkpointing_share=0.5), VOCAB_SIZE)
+    none, all_blocks = (count_micro_batch(model_spec(config("lamemo", **key), VOCAB_SIZE)) for key in keys)
+    whole = count_micro_batch(model_spec(config("lamemo", **keys[1], activation_checkpointing_share=0.5), VOCAB_SIZE))
     predicted = mixed(none, all_blocks, 0.5)
     assert totals(predicted)[2] == pytest.approx(totals(whole)[2], rel=0.03)
     assert whole.kept <= predicted.kept <= 1.15 * whole.kept
@@ -55,7 +56,9 @@ def test_none_and_all_blocks_foretell_a_share_of_them() -> None:
 @pytest.mark.parametrize("kind", memory_kinds())
 def test_two_and_three_lanes_foretell_more(kind: str) -> None:
     asked = config(kind)
-    check_same(Counts(asked, VOCAB_SIZE, on_gpu=True).at(4), count_micro_batch(asked, VOCAB_SIZE))
+    check_same(
+        Counts(model_spec(asked, VOCAB_SIZE), on_gpu=True).at(4), count_micro_batch(model_spec(asked, VOCAB_SIZE))
+    )
 
 
 # The fused kernels do not compute what they attend to, if anything.
@@ -67,7 +70,8 @@ OTHERS = ("lamemo", "linear", "titans", "block_recurrent")
 def test_a_fused_kernel_counts_its_products_and_keeps_less(kind: str, back_end: str) -> None:
     """Its backward computes the scores again: one product more in seven."""
     simple, fused = (
-        count_micro_batch(config(kind, model={"attention": name}), VOCAB_SIZE) for name in ("simple", back_end)
+        count_micro_batch(model_spec(config(kind, model={"attention": name}), VOCAB_SIZE))
+        for name in ("simple", back_end)
     )
     assert fused.kept < simple.kept
     assert totals(simple)[2] < totals(fused)[2] < 1.1 * totals(simple)[2]
@@ -76,7 +80,7 @@ def test_a_fused_kernel_counts_its_products_and_keeps_less(kind: str, back_end: 
 def test_the_plan_for_a_gpu_takes_the_back_end_that_the_gpu_will() -> None:
     """The tensors that are counted are on no GPU."""
     chosen, triton, chunked = (
-        count_micro_batch(config("transformer_xl", model={"attention": name}), VOCAB_SIZE)
+        count_micro_batch(model_spec(config("transformer_xl", model={"attention": name}), VOCAB_SIZE))
         for name in ("auto", "triton", "chunked")
     )
     assert totals(chosen) == totals(triton) != totals(chunked)
@@ -85,14 +89,18 @@ def test_the_plan_for_a_gpu_takes_the_back_end_that_the_gpu_will() -> None:
 def test_dropout_keeps_a_byte_an_element_on_a_gpu_and_a_number_elsewhere() -> None:
     model = {"dropout": 0.5}
     dropped = config_from(config("none").document, {"model": model})
-    on_gpu, elsewhere = (count_micro_batch(dropped, VOCAB_SIZE, on_gpu=on_gpu).kept for on_gpu in (True, False))
+    on_gpu, elsewhere = (
+        count_micro_batch(model_spec(dropped, VOCAB_SIZE), on_gpu=on_gpu).kept for on_gpu in (True, False)
+    )
     assert on_gpu < elsewhere
 
 
-@pytest.mark.parametrize("learns", [True, False])
-def test_an_adaptive_vocabulary_is_counted_with_the_rows_that_are_expected(learns: bool) -> None:
+@pytest.mark.parametrize("forward_in", [None, "fp32"])
+def test_an_adaptive_vocabulary_is_counted_with_the_rows_that_are_expected(forward_in: str | None) -> None:
     """Its later bins take few rows, so it needs less than a plain one."""
     plain = config("none")
     adaptive = config_from(plain.document, {"model": {"adaptive": {"cutoffs": [500, 1_000]}}})
-    peaks = [count_micro_batch(asked, VOCAB_SIZE, learns=learns).peak for asked in (adaptive, plain)]
+    peaks = [
+        count_micro_batch(model_spec(asked, VOCAB_SIZE), forward_in=forward_in).peak for asked in (adaptive, plain)
+    ]
     assert 0 < peaks[0] < 1.1 * peaks[1]

@@ -63,7 +63,9 @@ def test_the_count_equals_torchs_of_real_steps(case: str, norm: str) -> None:
 
 
 def check_realistic(config: Config) -> None:
-    assert flops_per_token(config, VOCAB, num_lanes=1) == torchs_count(MemoryLM(model_spec(config, VOCAB)), 1, 48)
+    assert flops_per_token(model_spec(config, VOCAB), num_lanes=1) == torchs_count(
+        MemoryLM(model_spec(config, VOCAB)), 1, 48
+    )
 
 
 @pytest.mark.parametrize("case", REALISTIC_CASES)
@@ -79,7 +81,7 @@ def test_an_adaptive_vocabulary_counts_its_first_bin_and_a_memory_from_outside_i
 def test_a_memory_that_branches_on_data_is_named(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(BRANCHES, encoding="utf-8")
     with refused(NotCountedError, "memory.kind", "mine.py"):
-        flops_per_token(realistic({"kind": f"{tmp_path}/mine.py:Branches"}), VOCAB)
+        flops_per_token(model_spec(realistic({"kind": f"{tmp_path}/mine.py:Branches"}), VOCAB))
 
 
 @pytest.mark.parametrize(("kind", "mem_len"), [("none", 0), ("transformer_xl", 100)])
@@ -88,7 +90,7 @@ def test_the_count_equals_plain_arithmetic(kind: str, mem_len: int) -> None:
     memory = {"kind": kind} | ({"mem_len": mem_len} if mem_len else {})
     per_row, keys_values, seg_len, num_keys = 4 * 96 * 80 + 2 * 96 * 256, 2 * 96 * 80, 48, 48 + mem_len
     layer = per_row + keys_values * mem_len / seg_len + 3 * num_keys * 80 + 96 * 80 * num_keys / seg_len
-    found = flops_per_token(realistic(memory), VOCAB, num_lanes=1)
+    found = flops_per_token(model_spec(realistic(memory), VOCAB), num_lanes=1)
     assert found.scoring == pytest.approx(2 * (3 * layer + 96 * VOCAB), rel=5e-3)
     assert 2.7 < found.training / found.scoring <= 3
 
@@ -113,7 +115,7 @@ def test_the_count_of_linear_memories_equals_plain_arithmetic(preset: str) -> No
     matrix, keys, values = memory.d_key * memory.d_value, 16 * memory.d_key, 16 * memory.d_value
     rule = 2 * matrix + keys + values + (matrix + keys if memory.options.delta else 0)
     layer = weights + 4 * rule + 2 * 96 * 256
-    assert flops_per_token(config, VOCAB, num_lanes=1).scoring == 2 * (3 * layer + 96 * VOCAB)
+    assert flops_per_token(model_spec(config, VOCAB), num_lanes=1).scoring == 2 * (3 * layer + 96 * VOCAB)
 
 
 @pytest.mark.parametrize("preset", LINEAR)
@@ -122,7 +124,7 @@ def test_short_convolutions_and_triangular_systems_are_counted(preset: str, monk
     block = {**LINEAR[preset], "chunk_len": 16}
 
     def scoring(**keys: Any) -> int:
-        return operations_per_token(realistic({**block, **keys}), VOCAB, num_lanes=1).all.scoring
+        return operations_per_token(model_spec(realistic({**block, **keys}), VOCAB), num_lanes=1).all.scoring
 
     memory: Any = MemoryLM(model_spec(realistic(block), VOCAB)).memories()[0]
     kernel, num_layers = memory.options.kernel, 3
@@ -163,5 +165,5 @@ def test_the_same_arithmetic_counts_the_same_however_it_is_computed() -> None:
 
 def test_logits_that_are_computed_twice_count_once() -> None:
     """Of so many tokens, the logits do not stay in memory until the backward."""
-    few, many = (flops_per_token(realistic({"kind": "none"}), 2**18, num_lanes=lanes) for lanes in (1, 64))
+    few, many = (flops_per_token(model_spec(realistic({"kind": "none"}), 2**18), num_lanes=lanes) for lanes in (1, 64))
     assert many.training == pytest.approx(few.training, rel=1e-3)

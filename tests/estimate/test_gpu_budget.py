@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+from dist_mem.block import model_spec
 from dist_mem.config import load_config
 from dist_mem.estimate.counting import count_micro_batch
 from tests.support.paths import ROOT
@@ -36,7 +37,7 @@ BUDGETS = {
 def test_an_update_moves_and_launches_no_more_than_its_budget(model: str) -> None:
     kind, others, gigabytes, launches = BUDGETS[model]
     keys = [f"memory={{kind: {kind}}}", "train.precision=bf16", *others]
-    found = count_micro_batch(load_config([str(ROOT / "configs/speed/125m.yaml"), *keys]), VOCAB_SIZE)
+    found = count_micro_batch(model_spec(load_config([str(ROOT / "configs/speed/125m.yaml"), *keys]), VOCAB_SIZE))
     moved = sum(number * work.num_bytes for number, work in found.kernels if not work.flops)
     assert moved < gigabytes * 1e9
     assert sum(number for number, _ in found.kernels) < launches

@@ -30,6 +30,7 @@ from dist_mem.estimate.memory import (
     training_parts,
     writing_parts,
 )
+from dist_mem.estimate.zero import job_of
 from dist_mem.memory import memory_kinds, memory_options
 from dist_mem.memory.base import detached, named_tensors
 from dist_mem.model import MemoryLM
@@ -134,23 +135,22 @@ def test_an_update_of_one_micro_batch_needs_what_is_predicted(name: str, micro_l
 
 def check(config: Config) -> None:
     """The prediction is within a tenth, and what `fits_without_counting` allows is more than is used."""
-    predicted = sum(part.num_bytes for part in training_parts(config, VOCAB_SIZE, world_size=1, on_gpu=False))
+    job = job_of(config, VOCAB_SIZE, world_size=1, on_gpu=False)
+    predicted = sum(part.num_bytes for part in training_parts(job, config.eval))
     used = allocated(config)
     print(f"{predicted / used:.3f} of {used / 2**20:,.0f} MiB")
     assert 0.9 * used <= predicted <= 1.1 * used
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(room, "memory_limits", lambda device: [Limit("all", "all", used)])
         alone = World(0, 1, 0, 1, torch.device("cpu"))
-        assert not fits_without_counting(config, VOCAB_SIZE, alone, num_lanes=2 * config.train.global_batch_size)
-    assert (
-        fits_without_counting(config, VOCAB_SIZE, alone, num_lanes=2 * config.train.global_batch_size) or used > 2**29
-    )
+        assert not fits_without_counting(job, alone, num_lanes=2 * config.train.global_batch_size)
+    assert fits_without_counting(job, alone, num_lanes=2 * config.train.global_batch_size) or used > 2**29
 
 
 def trained(world: World, config_file: Path, changes: list[str]) -> tuple[int, int]:
     """Bytes that are counted for a rank, and those that its tensors take in a real training before it is saved."""
     config = load_config([str(config_file), *changes], memory_options=memory_options)
-    parts = training_parts(config, 257, world_size=world.size, on_gpu=False)
+    parts = training_parts(job_of(config, 257, world_size=world.size, on_gpu=False), config.eval)
     most: list[int] = []
     with Allocated() as used, pytest.MonkeyPatch.context() as patched:
 
@@ -195,10 +195,10 @@ def test_scoring_needs_what_is_predicted_and_writing_less(kind: str) -> None:
     config = shipped(
         ROOT / "demo.yaml", f"memory={{kind: {kind}}}", "train.global_batch_size=50", "train.micro_batch_size=50"
     )
-    used = scored(config, 50)
-    counted = sum(part.num_bytes for part in scoring_parts(config, VOCAB_SIZE, num_lanes=50))
+    used, spec = scored(config, 50), model_spec(config, VOCAB_SIZE)
+    counted = sum(part.num_bytes for part in scoring_parts(spec, config.eval, num_lanes=50))
     assert 0.9 * used <= counted <= 1.1 * used
-    writing = sum(part.num_bytes for part in writing_parts(config, VOCAB_SIZE, num_samples=50))
+    writing = sum(part.num_bytes for part in writing_parts(spec, "fp32", num_samples=50))
     assert writing <= counted
 
 
@@ -206,8 +206,9 @@ def test_what_writing_keeps_of_open_segments_is_counted() -> None:
     """Keys and values of M + T rows in every block, of a memory that reads them row by row."""
     memory = "memory={default: {kind: transformer_xl, mem_len: 96}, 0: {kind: linear}}"
     config = shipped(ROOT / "demo.yaml", memory, "model.num_layers=2")
-    opened = [part for part in writing_parts(config, VOCAB_SIZE, num_samples=5) if "open segments" in part.what]
-    model = MemoryLM(model_spec(config, VOCAB_SIZE))
+    spec = model_spec(config, VOCAB_SIZE)
+    opened = [part for part in writing_parts(spec, "fp32", num_samples=5) if "open segments" in part.what]
+    model = MemoryLM(spec)
     zeros = torch.zeros(5, dtype=torch.int64)
     opened_segment = model.open(model.init_state(zeros, "cpu", torch.float32), zeros)
     kept = [named_tensors(block.lanes).values() for block in opened_segment.blocks]

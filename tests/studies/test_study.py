@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dist_mem.__main__ import main
+from dist_mem.block import model_spec
 from dist_mem.config import Config, load_config
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
 from dist_mem.estimate.counting import flops_per_token
@@ -234,7 +235,7 @@ def test_a_budget_is_met_up_to_one_update_and_one_unit_of_size(
     for row, words in study.trained.items():
         config = config_of(words)
         found, train = check_model(config), config.train
-        of_token = flops_per_token(config, vocab_size_of(config.data, config.model)).training
+        of_token = flops_per_token(model_spec(config, vocab_size_of(config.data, config.model))).training
         update = train.global_batch_size * train.seg_len * train.segments_per_update * of_token
         steps = train.steps or 0
         assert 0 <= wanted["flops"] - steps * update < update

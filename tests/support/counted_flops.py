@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from dist_mem.block import model_spec
 from dist_mem.contract import subject as contract
 from dist_mem.contract.subject import Subject
 from dist_mem.estimate.counting import Flops, flops_per_token
@@ -32,5 +33,5 @@ def check_small(small: Subject) -> None:
     """Compare the counts of one and of three lanes: tables of distances are made once for all lanes."""
     model, config, seg_len = small.model(), small.config(), small.size.seg_len
     for num_lanes in (1, 3):
-        found = flops_per_token(config, contract.VOCAB, num_lanes=num_lanes)
+        found = flops_per_token(model_spec(config, contract.VOCAB), num_lanes=num_lanes)
         assert found == torchs_count(model, num_lanes, seg_len), f"{num_lanes} lanes"

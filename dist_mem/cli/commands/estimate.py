@@ -53,7 +53,7 @@ def run(options: Namespace) -> int:
         vocab_size_of(config.data, config.model),
         cluster,
         disk_rate=1e9 * options.disk,
-        steps=known_steps(config),
+        steps=known_steps(config.data, config.train, config.schedule),
         report=_report,
     )
     if options.json:

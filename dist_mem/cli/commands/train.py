@@ -23,6 +23,7 @@ from dist_mem.errors import (
 from dist_mem.runtime.extras import require
 from dist_mem.runtime.ranks import note_exit_code
 from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
+from dist_mem.runtime.terminal import labelled
 
 PLACE = ("train", 1)
 EXAMPLE = "configs/demo.yaml memory/none.yaml train.steps=100"
@@ -60,12 +61,12 @@ def _train(options: Namespace, early: StopSignal, began: float) -> int:
     check_allowed(options.allow)
     if options.check:
         from dist_mem.checkpoint.resume_source import check_run_dir
-        from dist_mem.estimate import dry_run as plan
+        from dist_mem.estimate.dry_run import subjects
         from dist_mem.tracking.start import check_sinks
 
         check_run_dir(config, options.allow)
         check_sinks(config.tracking)
-        print(plan.report(config, world_size=options.world))
+        print("\n".join(labelled(subjects(config, world_size=options.world))))
         return 0
     note_lost_lines(Path(config.run_dir))
     require("deepspeed", "training")
