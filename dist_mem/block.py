@@ -73,7 +73,8 @@ class Block(nn.Module):
             whole: BlockOutput = self.run(Block.whole, x, state, valid_len, recompute=self.recomputed == "blocks")
             return whole
         attended = self.run(Block.attend, x, state, valid_len, recompute=self.recomputed == "attention")
-        return attended._replace(y=self.run(Block.feed, attended.y, recompute=self.recomputed == "feed_forward"))
+        y = self.run(Block.feed, attended.y, recompute=self.recomputed == "feed_forward")
+        return attended._replace(y=y, state=self.memory.after_block(y, attended.state))
 
     def run(self, part: Callable[..., Any], *inputs: Any, recompute: bool) -> Any:
         """Run a part of this block, one of its functions below; without gradient as it is written."""
@@ -95,7 +96,9 @@ class Block(nn.Module):
     def whole(self, x: Tensor, state: MemoryState, valid_len: Tensor) -> BlockOutput:
         """Run both sub-layers."""
         attended, new, aux, logs = self.attend(x, state, valid_len)
-        return BlockOutput(self.feed(attended), new, aux, logs)  # not _replace, which torch 2.11 cannot compile
+        y = self.feed(attended)
+        state = self.memory.after_block(y, new)
+        return BlockOutput(y, state, aux, logs)  # not _replace, which torch 2.11 cannot compile
 
     def attend(self, x: Tensor, state: MemoryState, valid_len: Tensor) -> BlockOutput:
         """Run the memory layer, with its residual."""

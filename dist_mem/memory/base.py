@@ -155,6 +155,13 @@ class Memory(nn.Module):
         """Attend, and return the new state; see the class."""
         raise NotImplementedError
 
+    def after_block(self, rows: Tensor, state: MemoryState) -> MemoryState:
+        """Return the state that `forward` returned, with what the block has made of the rows, its output (B, R, D).
+
+        By default nothing of it is remembered. Parameters are those of modules that this calls (rule 7).
+        """
+        return state
+
     def open_segment(self, state: MemoryState, rows: Tensor) -> Opened:
         """Return what `step_rows` needs at the beginning of a segment; optional, see `can_step`.
 

@@ -151,6 +151,9 @@ class Infinite(Signal):
         # Nothing ever leaves the signal; a second signal over this one would take the same evicted rows.
         return MemoryOutput(y, new_state, aux, below.query, evicted, below.logs)
 
+    def after_block(self, rows: Tensor, state: State) -> State:
+        return state._replace(over=self.over.after_block(rows, state.over))
+
     def open_segment(self, state: State, rows: Tensor) -> Opened:
         over = self.over.open_segment(state.over, rows)
         readable = self.readable(self.append_pending(state, rows.dtype)[0], rows.dtype)

@@ -304,6 +304,35 @@ def rmt() -> str:
     return picture("rmt: memory tokens before the segment are read, those after it are written", parts)
 
 
+def armt() -> str:
+    number, width, side, begin = 2, 13.0, 9, 240.0
+    after, query = begin + TOKENS * (BOX + GAP) + 10, middle(240.0, TOKENS - 1)
+    left, top = LEFT + 40.0, LINE - 14.0
+    cells = [
+        f'<rect x="{left + cell % 5 * side:.0f}" y="{top + cell // 5 * side:.0f}" width="{side}" height="{side}" '
+        f'fill="{GREEN}" fill-opacity="{0.2 + 0.13 * ((3 * cell) % 5):.2f}" stroke="{GREEN}"/>'
+        for cell in range(25)
+    ]
+    right, center = left + 5 * side, left + 2.5 * side
+    written = middle(after, 0, width) + 8
+    return picture(
+        "armt: every row reads one matrix before the block, and the rows after the segment are written into it",
+        [
+            *cells,
+            text(center, top - 8, "matrix", color=GREEN),
+            *rows(begin, TOKENS, BLUE),
+            *rows(after, number, GREEN, width=width),
+            *(arc(query, middle(begin, place)) for place in range(TOKENS - 1)),
+            *brace(begin, end_of(begin, TOKENS), "segment, T tokens", color=BLUE),
+            text(written, LINE - 12, "write", color=GREEN),
+            arc(query, right - 4),
+            text((query + right) / 2, LINE - 48, "phi(q)", color=RED),
+            arrow([(written, LINE + BOX + 6), (written, BELOW), (center, BELOW), (center, top + 5 * side + 6)]),
+            note(LEFT, "after the block: what the matrix does not return yet"),
+        ],
+    )
+
+
 def memorizing() -> str:
     number = 14
     last = end_of(LEFT, number) - 10
@@ -386,7 +415,7 @@ def drawn() -> dict[Path, str]:
     """Return every picture by its file."""
     pictures = (
         *(none, transformer_xl, compressive, lamemo, infinite, infini, linear),
-        *(rmt, memorizing, block_recurrent, titans),
+        *(rmt, armt, memorizing, block_recurrent, titans),
     )
     return {FOLDER / f"memory_{draw.__name__}.svg": draw() for draw in pictures}
 
