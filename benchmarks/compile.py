@@ -71,7 +71,12 @@ def measure(case: dict[str, Any], arguments: argparse.Namespace) -> dict[str, An
         torch.manual_seed(0)
         block = {"zero_optimization": {"stage": case["stage"], "stage3_param_persistence_threshold": 0}}
         engine = Engine(
-            MemoryLM(model_spec(config, arguments.vocab)), config, block, world_size=world.size, accumulation=1
+            MemoryLM(model_spec(config, arguments.vocab)),
+            config.train,
+            config.optimizer,
+            block,
+            world_size=world.size,
+            accumulation=1,
         )
         engine.train()
         engines["compiled" if is_compiled else "plain"] = engine

@@ -75,7 +75,14 @@ def measure_rank(overrides: list[str], *, allocations: bool) -> None:
         profiler.start()
     torch.manual_seed(0)
     model = MemoryLM(model_spec(config, VOCAB_SIZE))
-    engine = Engine(model, config, deepspeed_block(config), world_size=world.size, accumulation=batch.accumulation)
+    engine = Engine(
+        model,
+        config.train,
+        config.optimizer,
+        deepspeed_block(config),
+        world_size=world.size,
+        accumulation=batch.accumulation,
+    )
     engine.train()
     context = StepContext(config, world, engine, Divergence(config.divergence), total_steps=100)
     groups = torch.tensor(lanes).split(config.train.micro_batch_size)

@@ -35,7 +35,9 @@ def engine_of(config: Config, vocab: int) -> Engine:
     batch = batch_plan(config.train, 1)
     torch.manual_seed(0)
     model = MemoryLM(model_spec(config, vocab))
-    engine = Engine(model, config, deepspeed_block(config), world_size=1, accumulation=batch.accumulation)
+    engine = Engine(
+        model, config.train, config.optimizer, deepspeed_block(config), world_size=1, accumulation=batch.accumulation
+    )
     engine.train()
     return engine
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dist_mem.block import any_compiled, compile_blocks_of
-from dist_mem.config import Config
+from dist_mem.config import OptimizerConfig, TrainConfig
 from dist_mem.engine import zero_restore, zero_state
 from dist_mem.engine.defaults import deepspeed_config
 from dist_mem.engine.gradient_norms import GradientNorms, Norms
@@ -33,7 +33,8 @@ class Engine:
     def __init__(
         self,
         model: MemoryLM,
-        config: Config,
+        train: TrainConfig,
+        optimizer: OptimizerConfig,
         block: dict[str, Any],
         *,
         world_size: int,
@@ -42,23 +43,23 @@ class Engine:
     ) -> None:
         """`auxiliary_parameters`: names of parameters whose gradient norm is logged separately."""
         on_gpu = torch.cuda.is_available()
-        optimizer = build_optimizer(model, config.optimizer, fused=on_gpu)
+        torch_optimizer = build_optimizer(model, optimizer, fused=on_gpu)
         self.config = deepspeed_config(
             block,
-            config.train,
+            train,
             world_size=world_size,
             accumulation=accumulation,
-            num_parameters=num_trained(optimizer),
+            num_parameters=num_trained(torch_optimizer),
             on_gpu=on_gpu,
         )
-        if on_gpu and config.train.compile is None:
+        if on_gpu and train.compile is None:
             compile_blocks_of(model, True)
         if any_compiled(model):
             gather_whole_blocks(model)
-        self._engine = start_deepspeed(model, optimizer, self.config)
-        self.lr = self._lr = config.optimizer.lr  # of the last update, for groups that set none
+        self._engine = start_deepspeed(model, torch_optimizer, self.config)
+        self.lr = self._lr = optimizer.lr  # of the last update, for groups that set none
         self._peak_lrs = [group["lr"] for group in self._engine.optimizer.param_groups]
-        self.dtype = DTYPES[config.train.precision]
+        self.dtype = DTYPES[train.precision]
         self.device = self._engine.device
         self.stage: int = self._engine.zero_optimization_stage()
         self._unguarded = self.stage == 0 and self.dtype == torch.float32

@@ -6,16 +6,9 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dist_mem.block import model_spec
-from dist_mem.config import Config
-from dist_mem.config.environment_values import as_written
-from dist_mem.data.curriculum import path_keys
-from dist_mem.data.directory import local_dir
 from dist_mem.data.remote.fetch import show
 from dist_mem.data.shard import Index
-from dist_mem.data.tokenizers.registry import read_tokenizer_metadata
 from dist_mem.estimate.counting import Flops
-from dist_mem.model import describe
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.environment import slurm_job
 from dist_mem.tracking.provenance import git_state, versions, who_runs_what
@@ -27,7 +20,8 @@ _GIT_DIFF = "git.diff"
 
 def describe_run(
     tracker: Tracker,
-    config: Config,
+    sizes: Mapping[str, int],
+    paths: Sequence[str],
     world: World,
     indexes: Sequence[Index],
     sources: Mapping[str, str],
@@ -36,13 +30,14 @@ def describe_run(
     """Log the metadata of a run: its code, machine, model and data; only for rank 0, because it runs git.
 
     Args:
+        sizes: of the model, by name.
+        paths: of the data of every stage, that of data.path last, as written in the configuration.
         indexes: of the training split of every stage, that of data.path last, then of those for evaluation.
         sources: of memories and sinks outside the package, name -> text.
         flops: None: they cannot be counted.
     """
     git = git_state()
     tracker.log_tags({**who_runs_what(), **git.tags, **versions(), "world_size": str(world.size), **slurm_job()})
-    sizes = describe(model_spec(config, read_tokenizer_metadata(local_dir(config.data))["vocab_size"]))
     of_token = {} if flops is None else {f"{name}_flops_per_token": value for name, value in flops._asdict().items()}
     tracker.log_params({f"model.{name}": size for name, size in {**of_token, **sizes}.items()})
     tracker.log_artifact("config.yaml")
@@ -51,12 +46,12 @@ def describe_run(
     for name, text in sources.items():
         tracker.log_text(text, name)
         tracker.log_tags({f"dist_mem.sha256.{name}": hashlib.sha256(text.encode()).hexdigest()})
-    keys = path_keys(len(config.data.curriculum) + 1)
-    places = [(key, "training") for key in keys] + [("data.path", "validation")] * (len(indexes) - len(keys))
+    contexts = ["training"] * len(paths) + ["validation"] * (len(indexes) - len(paths))
+    of_indexes = [*paths, *[paths[-1]] * (len(indexes) - len(paths))]
     tracker.log_datasets(
         [
-            _describe_dataset(index, show(as_written(config, key)), context)
-            for index, (key, context) in zip(indexes, places, strict=True)
+            _describe_dataset(index, show(path), context)
+            for index, path, context in zip(indexes, of_indexes, contexts, strict=True)
         ]
     )
 

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 
-from dist_mem.config import Config, to_yaml
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.figures import json_text
@@ -52,15 +51,17 @@ _PART = record(
 )
 
 
-def begin_part(config: Config, world: World, step: int, *, first_trained: int) -> None:
+def begin_part(run_dir: Path, config: str, world: World, step: int, *, first_trained: int) -> None:
     """Add the part that begins now to the history of a run, in place of those from its step on; on rank 0.
+
+    Args:
+        config: as YAML.
 
     Raises:
         UnusableError: the history is damaged.
         OSError: it cannot be written.
     """
-    run_dir, threads = Path(config.run_dir), torch.get_num_threads()
-    part = Part(step, world.size, threads, world.device.type, first_trained, to_yaml(config))
+    part = Part(step, world.size, torch.get_num_threads(), world.device.type, first_trained, config)
     kept = [earlier for earlier in read_parts(run_dir) if earlier.step < part.step]
     write_text(run_dir / HISTORY, "".join(json_text(one._asdict()) + "\n" for one in [*kept, part]))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dist_mem.block import model_spec
+from dist_mem.block import ModelSpec
 from dist_mem.checkpoint.lane_states import open_checkpoints
 from dist_mem.checkpoint.resume_source import Resumption, data_fingerprint
 from dist_mem.checkpoint.saver import Saver
@@ -21,14 +21,14 @@ from dist_mem.config import (
     ModelConfig,
     TrainConfig,
     WatchdogConfig,
-    deepspeed_block,
     save_config,
     to_yaml,
 )
+from dist_mem.config.environment_values import as_written
 from dist_mem.config.memory_blocks import described
 from dist_mem.config.resume_rules import checksums_to_keep
 from dist_mem.data.batch_plan import idle_work, num_readable, total_steps
-from dist_mem.data.curriculum import earlier_splits, stages_of
+from dist_mem.data.curriculum import earlier_splits, path_keys, stages_of
 from dist_mem.data.directory import open_index, open_tokenizer, refresh_on_all_ranks
 from dist_mem.data.lanes import check_tokenizer
 from dist_mem.data.plan import lanes_of_rank
@@ -48,7 +48,7 @@ from dist_mem.hf.vocabulary import compare_tokens
 from dist_mem.memory.base import describe_back_ends
 from dist_mem.memory.outside import sources
 from dist_mem.memory.parts.kernel_choice import describe_kernels
-from dist_mem.model import MemoryLM
+from dist_mem.model import MemoryLM, describe
 from dist_mem.nn.attention_check import check_attention
 from dist_mem.nn.layers import DTYPES, describe_attention
 from dist_mem.runtime.distributed import World, announced, gather_objects, on_all_ranks
@@ -110,7 +110,7 @@ def open_run(
 def _open_run(
     config: Config, world: World, resumption: Resumption | None, stop_signal: StopSignal, tracker: Tracker | None
 ) -> tuple[Context, TrainState]:
-    data = _open_data(config)
+    data = _open_data(config.data, config.eval)
     tokenizer = data.tokenizer
     leave_if_interrupted(stop_signal)
     memory_sources = on_all_ranks(lambda: sources(config.memory), "reading the memory")
@@ -122,7 +122,7 @@ def _open_run(
     open_communication(world, stop_signal)
     lane_ids = torch.tensor(lanes_of(config.train, world))
     with announced("building the model"):
-        engine, messages = _build(config, world, tokenizer, len(lane_ids), is_resumed=resumption is not None)
+        engine, messages = _build(job, world, tokenizer, len(lane_ids), is_resumed=resumption is not None)
     with announced("checking kernels"):
         messages += on_all_ranks(lambda: _checked_kernels(config.train, engine.module, world), "checking kernels")
     messages += _describe_windows(config.train.bptt_segments, config.memory, engine.module)
@@ -160,7 +160,7 @@ def _open_run(
     refuse_profile_outside(config.train, num_steps)
     writes = tracker is None and world.rank == 0
     indexes = [*data.splits, *data.evaluated]
-    tracker = tracker or _open_run_dir(config, world, begin, indexes, own_code, flops, num_steps)
+    tracker = tracker or _open_run_dir(config, world, begin, indexes, own_code, job.spec, flops, num_steps)
     waste = idle_work(config.train, world.size, num_documents=num_readable(feed.plan))
     for message in [*begin.messages, *messages, *unknown, *([": ".join(waste)] if waste else [])]:
         tracker.message(message)
@@ -190,14 +190,13 @@ def _open_run(
             "tokenizer_fingerprint": tokenizer.fingerprint,
             "environment": checksums_to_keep(config),
         },
-        small_files=_small_files(config, tokenizer, own_code),
+        small_files=_small_files({"config.yaml": to_yaml(config), **own_code}, tokenizer),
     )
     return Context(config, world, engine, divergence, num_steps, feed, reporting, saving), begin.state
 
 
-def _small_files(config: Config, tokenizer: Tokenizer, own_code: dict[str, str]) -> dict[str, bytes]:
+def _small_files(texts: Mapping[str, str], tokenizer: Tokenizer) -> dict[str, bytes]:
     """Return the files that every checkpoint contains beside its tensors: name -> content."""
-    texts = {"config.yaml": to_yaml(config), **own_code}
     files = {name: text.encode() for name, text in texts.items()}
     return files | {f"{TOKENIZER_DIR}/{name}": content for name, content in tokenizer_files(tokenizer).items()}
 
@@ -232,26 +231,28 @@ def lanes_of(train: TrainConfig, world: World) -> range:
 
 
 def _build(
-    config: Config, world: World, tokenizer: Tokenizer, num_lanes: int, *, is_resumed: bool
+    job: TrainingJob, world: World, tokenizer: Tokenizer, num_lanes: int, *, is_resumed: bool
 ) -> tuple[Engine, list[str]]:
     """Return the engine with a newly initialized model, and messages about its pretrained weights."""
-    train, pretrained = config.train, config.model.pretrained
+    train, sizes, block = job.spec.train, job.spec.model, job.deepspeed
+    pretrained = sizes.pretrained
     num_windows = train.segments_per_update // train.bptt_segments
-    block, accumulation = deepspeed_block(config), num_lanes // train.micro_batch_size * num_windows
+    accumulation = num_lanes // train.micro_batch_size * num_windows
     reads_weights = pretrained is not None and not is_resumed
     # Weights are read into a whole model.
-    placement = None if reads_weights else place_parts(config.train, block, world.device, world_size=world.size)
+    placement = None if reads_weights else place_parts(train, block, world.device, world_size=world.size)
     torch.manual_seed(train.seed)  # the same initial parameters on every rank
-    model = MemoryLM(model_spec(config, tokenizer.vocab_size), placement)
+    model = MemoryLM(job.spec, placement)
     return_free_memory()  # of the parts that were whole, before DeepSpeed allocates the optimizer
     messages = []
     if reads_weights:
-        new, remark = on_all_ranks(lambda: _read_pretrained(model, config.model, tokenizer), f"reading {pretrained}")
+        new, remark = on_all_ranks(lambda: _read_pretrained(model, sizes, tokenizer), f"reading {pretrained}")
         messages = [f"weights of {pretrained}" + (f"; {len(new)} new tensors, as {new[0]}" if new else "")]
         messages += [remark] if remark else []
     engine = Engine(
         model,
-        config,
+        train,
+        job.optimizer,
         block,
         world_size=world.size,
         accumulation=accumulation,
@@ -272,6 +273,7 @@ def _open_run_dir(
     begin: Start,
     indexes: Sequence[Index],
     own_code: dict[str, str],
+    spec: ModelSpec,
     flops: Flops | None,
     total_steps: int,
 ) -> Tracker:
@@ -292,10 +294,11 @@ def _open_run_dir(
             measurements=MEASUREMENTS,
         )
         if config.tracking.mlflow:
-            describe_run(tracker, config, world, indexes, own_code, flops)
+            paths = [as_written(config, key) for key in path_keys(len(config.data.curriculum) + 1)]
+            describe_run(tracker, describe(spec), paths, world, indexes, own_code, flops)
             tracker.log_tags(begin.tags)
         first_trained = begin.metadata.get("divergence", {}).get("first_trained", 0)
-        begin_part(config, world, begin.state.step, first_trained=first_trained)
+        begin_part(run_dir, to_yaml(config), world, begin.state.step, first_trained=first_trained)
         return tracker
 
     with announced(f"opening {run_dir}" + (" and MLflow" if config.tracking.mlflow else "")):
@@ -327,18 +330,16 @@ def _compare_ranks(watchdog: WatchdogConfig, world: World, engine: Engine) -> St
     )
 
 
-def _open_data(config: Config) -> Data:
+def _open_data(data: DataConfig, eval_config: EvalConfig) -> Data:
     """Open the data of a run; fetch what a server has; collective."""
-    beat(UNWATCHED if is_remote(config.data.path) or config.data.stage != "none" else "opening")
-    splits = [config.data.train_split, *([config.eval.split] if config.eval.every else [])]
-    with announced(f"opening {show(config.data.path)}"):
-        refresh_on_all_ranks(config.data, splits)
-        for stage in stages_of(config.data)[:-1]:
+    beat(UNWATCHED if is_remote(data.path) or data.stage != "none" else "opening")
+    splits = [data.train_split, *([eval_config.split] if eval_config.every else [])]
+    with announced(f"opening {show(data.path)}"):
+        refresh_on_all_ranks(data, splits)
+        for stage in stages_of(data)[:-1]:
             refresh_on_all_ranks(stage.data, splits[:1])
-        tokenizer, indexes = on_all_ranks(
-            lambda: check_data(config.data, config.eval, splits), f"opening {show(config.data.path)}"
-        )
-        earlier = on_all_ranks(lambda: earlier_splits(config.data, tokenizer), "opening data.curriculum")
+        tokenizer, indexes = on_all_ranks(lambda: check_data(data, eval_config, splits), f"opening {show(data.path)}")
+        earlier = on_all_ranks(lambda: earlier_splits(data, tokenizer), "opening data.curriculum")
     return Data(tokenizer, [*earlier, indexes[0]], indexes[1:])
 
 

@@ -26,7 +26,7 @@ from dist_mem.checkpoint.lane_states import Lanes, read_lanes, read_random_state
 from dist_mem.checkpoint.manifest import run_of
 from dist_mem.checkpoint.resume_choice import AUTO, Choice, choose_checkpoint
 from dist_mem.checkpoint.resume_source import Resumption, check_data, saved_config
-from dist_mem.config import Config, TrainConfig
+from dist_mem.config import Config, TrainConfig, to_yaml
 from dist_mem.config.environment_values import hide
 from dist_mem.config.keys import DATA, PLACE
 from dist_mem.config.settings import metadata_of
@@ -231,7 +231,8 @@ def carry_out(context: Context, state: TrainState, decision: Decision) -> TrainS
             reporting.tracker.rewind(state.step)
             if context.world.rank == 0:
                 first_trained = context.divergence.first_trained
-                begin_part(context.config, context.world, state.step, first_trained=first_trained)
+                config = to_yaml(context.config)
+                begin_part(context.run_dir, config, context.world, state.step, first_trained=first_trained)
     reporting.record(state.step, {METRICS[decision.action]: context.divergence.counts[decision.action]})
     reporting.tag(f"divergence.step_{decision.step}", decision.message)
     return state

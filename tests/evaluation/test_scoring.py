@@ -337,7 +337,7 @@ def all_scores(report: Report) -> list[Any]:
 
 def hits_on_ranks(world: World, split_dir: Path, stage: int) -> list[int | None]:
     config, model = make_config(model=VOCABULARIES["adaptive, narrow"]), learnt_a_little("adaptive, narrow")
-    engine = Engine(model, config, zero_block(stage), world_size=world.size, accumulation=1)
+    engine = Engine(model, config.train, config.optimizer, zero_block(stage), world_size=world.size, accumulation=1)
     engine.train(False)
     index = read_index(split_dir)
     report = score(index, engine, init_state=engine.init_state, micro_lanes=1, mem_len=0, world=world)

@@ -180,7 +180,7 @@ def tiny_job(config: Any, world: World, *, stage: int, block: dict[str, Any] | N
     accumulation = len(lane_ids) // train.micro_batch_size * train.segments_per_update // train.bptt_segments
     auxiliary = model.auxiliary_parameter_names()
     sizes = {"world_size": world.size, "accumulation": accumulation}
-    engine = Engine(model, config, ds_block, **sizes, auxiliary_parameters=auxiliary)
+    engine = Engine(model, config.train, config.optimizer, ds_block, **sizes, auxiliary_parameters=auxiliary)
     engine.train()
     states = [engine.init_state(group) for group in lane_ids.split(train.micro_batch_size)]
     context = StepContext(config, world, engine, Divergence(config.divergence), total_steps=100)

@@ -17,7 +17,7 @@ from tests.support.tiny import tiny_config
 def begin(run_dir: Path, step: int, *, ranks: int = 2, first_trained: int = 0) -> Config:
     config: Config = tiny_config({"run_dir": str(run_dir)})
     world = World(rank=0, size=ranks, local_rank=0, local_size=ranks, device=torch.device("cpu"))
-    begin_part(config, world, step, first_trained=first_trained)
+    begin_part(Path(config.run_dir), to_yaml(config), world, step, first_trained=first_trained)
     return config
 
 
