@@ -50,7 +50,8 @@ def find_resumption(config: Config, world: World, allowed: Sequence[str] = ()) -
     if choice is None:
         return None
     saved = saved_config(choice.directory, config.memory)
-    changes = decided_by_rank0(lambda: _check_changes(saved, config, choice.manifest, allowed))
+    then = choice.manifest.get("environment", {})
+    changes = decided_by_rank0(lambda: check_changes(saved, config, then=then, allowed=allowed))
     return Resumption(choice, saved, changes, time.perf_counter() - began)
 
 
@@ -78,7 +79,7 @@ def check_run_dir(config: Config, allowed: Sequence[str] = ()) -> None:
 
     request = readable(lambda: find_candidates(config.resume, Path(config.run_dir)))
     if found := first_verified(request.candidates, check):
-        _check_changes(saved[found[0]], config, found[1], allowed)
+        check_changes(saved[found[0]], config, then=found[1].get("environment", {}), allowed=allowed)
 
 
 def _check_place(run_dir: Path) -> None:
@@ -104,10 +105,6 @@ def check_data(directory: Path, manifest: Mapping[str, Any], splits: Sequence[In
                 f"{directory}: was trained on a split with fingerprint {trained[:12]}, {split.split_dir} has "
                 f"{split.fingerprint[:12]}; set {key} to the same data"
             )
-
-
-def _check_changes(saved: Config, config: Config, manifest: Mapping[str, Any], allowed: Sequence[str]) -> list[Change]:
-    return check_changes(saved, config, then=manifest.get("environment", {}), allowed=allowed)
 
 
 def read_saved_config(directory: Path, memory: Any) -> Config:

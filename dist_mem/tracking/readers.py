@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from dist_mem.config import Config
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.environment import wandb_environment
 from dist_mem.runtime.extras import require
@@ -234,19 +233,21 @@ class WandbRun(Sink):
     """
 
     def __init__(
-        self, config: Config, run_dir: Path, log: Log, *, first_step: int, report: Callable[[str], None]
+        self, of_run: Mapping[str, Any], run_dir: Path, log: Log, *, first_step: int, report: Callable[[str], None]
     ) -> None:
         """Begin a run, or continue the one of the run directory, with the points that it lacks up to `first_step`.
 
         Args:
+            of_run: project (None: WANDB_PROJECT), name and config for `wandb.init`. The config has interpolations in
+                place of values from the environment, which may be secrets.
             report: shows a line to the user.
         """
         self._report, self._last_step = report, 0
         self._mark = Mark(run_dir / "wandb", log)
         self._run: Any = None  # wandb.Run; None: it cannot be used
-        self._attempt(lambda: self._open(config, run_dir, first_step))
+        self._attempt(lambda: self._open(of_run, run_dir, first_step))
 
-    def _open(self, config: Config, run_dir: Path, first_step: int) -> None:
+    def _open(self, of_run: Mapping[str, Any], run_dir: Path, first_step: int) -> None:
         mode = wandb_environment(project=_WANDB_PROJECT)
         import wandb
 
@@ -256,10 +257,8 @@ class WandbRun(Sink):
         make_folder(run_dir / "wandb")
         hooks = sys.excepthook, sys.exit  # the client replaces both, to report errors that are ours to report
         options: dict[str, Any] = {
-            "project": config.tracking.experiment,  # None: WANDB_PROJECT
-            "name": config.tracking.run_name or config.name,
+            **of_run,
             "id": read_regular(id_file).decode(errors="replace").strip(),
-            "config": config.document,  # values from the environment may be secrets
             "dir": str(run_dir),
             "mode": mode,
             "resume": "allow",

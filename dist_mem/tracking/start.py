@@ -84,7 +84,7 @@ def start_tracking(
         on_failure.callback(log.close)
         log_sink = LogSink(log, first_step=first_step, report=report, num_points=num_points, measurements=measurements)
         add(log_sink)
-        _record_start(config, log, first_step)
+        _record_start(config.document, log, first_step)
         if config.tracking.mlflow and config.tracking.system_metrics:
             add(record_system_metrics(log, report=report))
             sinks.reverse()  # it ends before the log
@@ -94,7 +94,9 @@ def start_tracking(
             path = Path(config.tracking.prometheus)
             add(PrometheusFile(path, log_sink.kept, run_name=config.name, report=report))
         if config.tracking.wandb:
-            add(WandbRun(config, run_dir, log, first_step=first_step, report=report))
+            project, name = config.tracking.experiment, config.tracking.run_name or config.name
+            of_run = {"project": project, "name": name, "config": config.document}
+            add(WandbRun(of_run, run_dir, log, first_step=first_step, report=report))
         for named in config.tracking.sinks:
             add(OwnSink(named, run_dir, first_step=first_step, report=report))
         if config.tracking.mlflow:
@@ -117,10 +119,10 @@ def _open_log(tracking: TrackingConfig, name: str, run_dir: Path) -> Log:
     return Log(path, partial(refuse_if_taken_over_throttled, run_dir))
 
 
-def _record_start(config: Config, log: Log, first_step: int) -> None:
+def _record_start(document: Mapping[str, Any], log: Log, first_step: int) -> None:
     """Record what is special about this start: what it changes, and where it runs."""
     num_starts = sum(entry.body["status"] == "RUNNING" for entry in find_entries(log.path, "status"))
-    log.record("params", parameters_entry(config, log.path, step=first_step))
+    log.record("params", parameters_entry(document, log.path, step=first_step))
     log.record("tags", {f"dist_mem.start_{num_starts:03}": start_in_words(first_step)})
 
 
@@ -129,14 +131,14 @@ def as_texts(tree: Mapping[str, Any]) -> dict[str, str]:
     return {name.replace("[", ".").replace("]", ""): str(value) for name, value in flatten(tree).items()}
 
 
-def parameters_entry(config: Config, log: Path, *, step: int) -> dict[str, Any]:
-    """Return the body of the log's entry of the configuration, for a start from `step`.
+def parameters_entry(document: Mapping[str, Any], log: Path, *, step: int) -> dict[str, Any]:
+    """Return the body of the log's entry of the configuration, `Config.document`, for a start from `step`.
 
     It has under `params` the keys whose values differ from the defaults, and the kind of the memory, which the MLflow
     run gets at its first start; under `changes` what another start changes; and under `config` the whole configuration,
     unresolved: a value from the environment may be a secret.
     """
-    now, defaults = (as_texts(each.document) for each in (config, Config()))
+    now, defaults = map(as_texts, (document, Config().document))
     entries = [entry.body for entry in find_entries(log, "params") if "config" in entry.body]
     if not entries:
         chosen = {"memory.kind", *differing_keys(defaults, now)}
