@@ -10,7 +10,7 @@ from dist_mem.cli.arguments import count, names, output_folder, seeds
 from dist_mem.errors import UnusableError
 
 if TYPE_CHECKING:
-    from dist_mem.config import Config
+    from dist_mem.config import LaunchConfig
 
 
 def add_study_arguments(added: ArgumentParser, out: str) -> Any:
@@ -43,17 +43,17 @@ def run_study(options: Namespace) -> int:
     """Run the command; return the exit code of the process."""
     from dist_mem.studies.run_study import Request, run
 
-    site, extra = _divided(options)
+    launch, extra = _divided(options)
     given = {
         name: getattr(options, name) for name in ("scale", "out", "cells", "rows", "seeds", "jobs", "ranks", "max_runs")
     }
     what = {"check": options.check, "plan": options.plan, "run": not options.estimate}
     estimates = options.estimate or not options.no_estimate
-    return run(Request(options.study, options.command, **given, **what, extra=extra, site=site, estimate=estimates))
+    return run(Request(options.study, options.command, **given, **what, extra=extra, launch=launch, estimate=estimates))
 
 
-def _divided(options: Namespace) -> tuple[Config | None, list[str]]:
-    """Return the configuration of the site, None without --slurm, and the overrides of every training.
+def _divided(options: Namespace) -> tuple[LaunchConfig | None, list[str]]:
+    """Return the block `launch` of the site, None without --slurm, and the overrides of every training.
 
     Raises:
         UnusableError: files or keys are given that only --slurm takes.
@@ -65,7 +65,7 @@ def _divided(options: Namespace) -> tuple[Config | None, list[str]]:
     site = [word for word in options.overrides if word in files or word.startswith("launch.")]
     extra = [word for word in options.overrides if word not in site]
     if options.slurm:
-        return load_config(site, trains=False, check=check), extra
+        return load_config(site, trains=False, check=check).launch, extra
     if files:
         raise UnusableError(
             f"{files[0]}: only --slurm takes files beside the {options.command}'s; name it under train: in the file"

@@ -199,10 +199,10 @@ def checkpoint_size(config: Config, world_size: int) -> Checkpoint:
     return Checkpoint(num_bytes, _FILES_PER_RANK * world_size + _OTHER_FILES)
 
 
-def checkpoints_to_come(rules: CheckpointConfig, run_dir: str) -> int:
+def checkpoints_to_come(rules: CheckpointConfig, run_dir: Path) -> int:
     """Return how many more will exist at once: those that `checkpoint.keep_last` keeps, and the one being written."""
     kept = 2 if rules.keep_last is None else rules.keep_last + (rules.keep_best or 0) + 1
-    return max(1, kept - len(list_steps(Path(run_dir))))
+    return max(1, kept - len(list_steps(run_dir)))
 
 
 def check_stop_time(launch: LaunchConfig, *, num_bytes: int, rate: float) -> Iterator[Remark]:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from dist_mem.config import Config, TrackingConfig
+from dist_mem.config import CheckpointConfig, Config, LaunchConfig, TrackingConfig
 from dist_mem.doctor import consistency, disks, gpus, machine, network
 from dist_mem.errors import UnusableError, run_error
 from dist_mem.runtime.distributed import World, gather_objects
@@ -53,14 +53,15 @@ def examine(config: Config | None, world: World, *, is_thorough: bool) -> Genera
     """
     results: list[LocalResult] = gather_objects(_check_rank(config, world, is_thorough=is_thorough))
     places, probe = [one.place for one in results], results[0].probe
+    run_dir = None if config is None or probe is None else Path(config.run_dir)
     try:
         yield [*(finding for one in results for finding in one.findings), *_compare(results)]
-        measured: list[Measured] = gather_objects(_measure(config, world, probe, is_thorough=is_thorough))
+        measured: list[Measured] = gather_objects(_measure(run_dir, world, str(probe), is_thorough=is_thorough))
     finally:
-        if config is not None and world.rank == 0 and probe:
+        if run_dir is not None and world.rank == 0:
             with suppress(OSError):
-                (Path(config.run_dir) / probe).unlink()
-    yield list(_judge(config, places, measured, results[0].checkpoint))
+                (run_dir / str(probe)).unlink()
+    yield list(_judge(None if config is None else config.launch, places, measured, results[0].checkpoint))
 
 
 def _run(place: Place | None, what: str, check: Check) -> list[Finding]:
@@ -89,7 +90,7 @@ def _check_rank(config: Config | None, world: World, *, is_thorough: bool) -> Lo
         return lambda: fingerprints.update({what: find()}) or ()
 
     checks: list[tuple[Place | None, str, Check]] = [(place, "limits", lambda: machine.check_limits(world.size))]
-    checks.append((place, "GPU", lambda: gpus.check_gpu(config, world)))
+    checks.append((place, "GPU", lambda: gpus.check_gpu(world, tf32=config is not None and config.train.tf32)))
     if is_first:
         checks += [(node, "machine", lambda: machine.check_machine(world)), (node, "caches", disks.check_caches)]
     code = collect("code", lambda: consistency.fingerprint_code(with_commit=is_thorough))
@@ -102,7 +103,12 @@ def _check_rank(config: Config | None, world: World, *, is_thorough: bool) -> Lo
     if config is not None and world.rank == 0:
         probe = name = f".probe-{uuid.uuid4().hex}"
         checks.append((node, "run directory", lambda: disks.write_probe(Path(config.run_dir), name)))
-        checks.append((node, "disk room", lambda: _check_room(config, world, checkpoint, is_thorough=is_thorough)))
+
+        def check_room() -> Iterator[Remark]:
+            checkpoint.append(disks.checkpoint_size(config, world.size))
+            yield from _check_room(config.checkpoint, Path(config.run_dir), checkpoint[0], is_thorough=is_thorough)
+
+        checks.append((node, "disk room", check_room))
         checks.append(
             (None, "MLflow", lambda: _check_mlflow(config.tracking, Path(config.run_dir), is_thorough=is_thorough))
         )
@@ -115,13 +121,11 @@ def _check_rank(config: Config | None, world: World, *, is_thorough: bool) -> Lo
 
 
 def _check_room(
-    config: Config, world: World, checkpoint: list[disks.Checkpoint], *, is_thorough: bool
+    rules: CheckpointConfig, run_dir: Path, size: disks.Checkpoint, *, is_thorough: bool
 ) -> Iterator[Remark]:
-    """Check that the disk has room for the checkpoints to come; append the size of one to `checkpoint`."""
-    run_dir = Path(config.run_dir)
-    num_bytes, num_files = size = disks.checkpoint_size(config, world.size)
-    checkpoint.append(size)
-    kept = disks.checkpoints_to_come(config.checkpoint, config.run_dir)
+    """Check that the disk has room for the checkpoints to come."""
+    num_bytes, num_files = size
+    kept = disks.checkpoints_to_come(rules, run_dir)
     yield from disks.check_room(run_dir, num_bytes=num_bytes, num_files=num_files, kept=kept)
     if is_thorough:
         yield from disks.check_quota(run_dir, num_bytes * kept)
@@ -156,13 +160,12 @@ def _compare(results: Sequence[LocalResult]) -> Iterator[Finding]:
             yield from consistency.compare(what, places, list(found.values()))
 
 
-def _measure(config: Config | None, world: World, probe: str | None, *, is_thorough: bool) -> Measured:
-    """Run the second round: the checks that need other ranks."""
+def _measure(run_dir: Path | None, world: World, probe: str, *, is_thorough: bool) -> Measured:
+    """Run the second round: the checks that need other ranks, and `probe`, a file in the run directory."""
     node, is_first = Place(node_name()), world.local_rank == 0
     findings: list[Finding] = []
-    run_dir = None if config is None or probe is None else Path(config.run_dir)
     if run_dir is not None and is_first:
-        findings += _run(node, "run directory", lambda: disks.look_for_probe(run_dir, str(probe)))
+        findings += _run(node, "run directory", lambda: disks.look_for_probe(run_dir, probe))
     if run_dir is not None and world.rank == 0:
         findings += _run(node, "run directory", lambda: disks.check_run_dir_type(run_dir))
     findings += [remark.at(None) for remark in network.check_connections(world)]
@@ -180,7 +183,10 @@ def _measure(config: Config | None, world: World, probe: str | None, *, is_thoro
 
 
 def _judge(
-    config: Config | None, places: Sequence[Place], measured: Sequence[Measured], checkpoint: disks.Checkpoint | None
+    launch: LaunchConfig | None,
+    places: Sequence[Place],
+    measured: Sequence[Measured],
+    checkpoint: disks.Checkpoint | None,
 ) -> Iterator[Finding]:
     for one in measured:
         yield from one.findings
@@ -188,6 +194,6 @@ def _judge(
     yield from network.check_pairs(places, [one.pairs for one in measured])
     yield from network.check_clocks(places, [one.clocks for one in measured])
     rates = [one.write_rate for one in measured if one.write_rate is not None]
-    if config is not None and checkpoint is not None and rates:
-        for remark in disks.check_stop_time(config.launch, num_bytes=checkpoint.num_bytes, rate=sum(rates)):
+    if launch is not None and checkpoint is not None and rates:
+        for remark in disks.check_stop_time(launch, num_bytes=checkpoint.num_bytes, rate=sum(rates)):
             yield remark.at(None)

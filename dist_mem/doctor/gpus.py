@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dist_mem.config import Config
 from dist_mem.runtime import devices, gpu
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.gpu import gpu_place, numa_node
@@ -22,15 +21,15 @@ from dist_mem.supervision.findings import Remark, fail, ok, warning
 _GOOD_CORES = 4  # of a rank: the training, NCCL's thread, prefetch, saver
 
 
-def check_gpu(config: Config | None, world: World) -> Iterator[Remark]:
-    """Run the checks of a rank; nothing without a GPU. Every rank calls this."""
+def check_gpu(world: World, *, tf32: bool) -> Iterator[Remark]:
+    """Run the checks of a rank; nothing without a GPU. Every rank calls this. `tf32`: as `train.tf32`."""
     if world.device.type != "cuda":
         return
     yield _check_cores(world.device)
     if world.size > world.local_size:
         yield from _check_network_cards(world.device)
     yield _check_allocator(world.device)
-    yield _check_tf32(config)
+    yield _check_tf32(wanted=tf32)
     yield _check_recorder()
     yield _check_binding_of_nccl(world.device)
 
@@ -89,8 +88,7 @@ def _check_allocator(device: torch.device) -> Remark:
     return warning("allocator", f"segments do not grow ({settings or 'not set'}): memory may fragment", fix)
 
 
-def _check_tf32(config: Config | None) -> Remark:
-    wanted = config is not None and config.train.tf32
+def _check_tf32(*, wanted: bool) -> Remark:
     if devices.tf32_is_forced() and not wanted:
         text = "NVIDIA_TF32_OVERRIDE=1: no product of float32 is exact, also none of memories"
         return fail("float32", text, "unset it; train.tf32 allows it where it does no harm")

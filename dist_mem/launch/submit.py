@@ -20,7 +20,6 @@ from dist_mem.errors import EXIT_DONE, UnfitError, UnusableError, run_error
 from dist_mem.launch import queue, slurm
 from dist_mem.launch.directives import names
 from dist_mem.launch.script import render
-from dist_mem.launch.validation import check
 from dist_mem.runtime.files import free_name, write_text
 from dist_mem.runtime.slurm_variables import Submission, environment_of_sbatch
 
@@ -32,7 +31,7 @@ def run(config: Config, arguments: Sequence[str], *, dry_run: bool, make_snapsho
     """Submit a job that trains `config`, and return the exit code of the process.
 
     Args:
-        config: resolved from `arguments`, which the ranks read again.
+        config: resolved from `arguments`, which the ranks read again; `validation.check` accepts it.
         make_snapshot: copies code and configuration into a folder that does not exist yet.
 
     Raises:
@@ -40,7 +39,6 @@ def run(config: Config, arguments: Sequence[str], *, dry_run: bool, make_snapsho
         RunError: the run directory cannot be written.
         UnfitError: Slurm does not answer.
     """
-    check(config)
     for line in _environment_lines(config.launch):
         print(line, file=sys.stderr)
 
@@ -82,27 +80,26 @@ def _can_copy_here(launch: LaunchConfig) -> bool:
     return launch.snapshot and launch.container == "none" and "chdir" not in names(launch.directives)
 
 
-def submit_array(runs: Path, config: Config, *, num_tasks: int, at_once: int | None, name: str) -> int:
+def submit_array(runs: Path, launch: LaunchConfig, *, num_tasks: int, at_once: int | None, name: str) -> int:
     """Submit one job for each line of a file, which is what `dist-mem train` takes, and return the exit code.
 
     Args:
         runs: the file; its tasks read it whenever they start, so nobody may change it.
-        config: for its block `launch`.
+        launch: accepted by `validation.check`.
         at_once: tasks at the same time; None: no bound.
 
     Raises:
         UnusableError, UnfitError: as `run`; or `launch.restart` is chain.
     """
-    check(config)
-    if config.launch.restart == "chain":
+    if launch.restart == "chain":
         raise UnusableError("launch.restart is chain, which an array of jobs cannot be; use requeue or resubmit")
     _require_sbatch()
-    for line in _environment_lines(config.launch):
+    for line in _environment_lines(launch):
         print(line, file=sys.stderr)
     path = runs.with_suffix(".sbatch")
     tasks = f"1-{num_tasks}{'' if at_once is None else f'%{at_once}'}"
-    write_text(path, render(config.launch, job_name=_job_name(name), array=tasks))
-    job, _ = _submit(path, config.launch, arguments=[str(runs.resolve())])
+    write_text(path, render(launch, job_name=_job_name(name), array=tasks))
+    job, _ = _submit(path, launch, arguments=[str(runs.resolve())])
     print(f"job {job} submitted, {num_tasks} tasks: {runs}", file=sys.stderr)
     print(job)
     return EXIT_DONE
@@ -152,10 +149,9 @@ def _environment_lines(launch: LaunchConfig) -> Iterator[str]:
         )
 
 
-def show_script(config: Config) -> int:
+def show_script(launch: LaunchConfig) -> int:
     """Print the script that takes its arguments from sbatch, for one job or for an array of them."""
-    check(config)
-    print(render(config.launch, job_name="dist_mem"), end="")
+    print(render(launch, job_name="dist_mem"), end="")
     return EXIT_DONE
 
 

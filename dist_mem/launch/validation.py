@@ -22,7 +22,7 @@ _DEPENDENCY = re.compile(rf"{_CONDITION}(?:(?:,{_CONDITION})*|(?:\?{_CONDITION})
 
 def check(config: Config) -> None:
     """Raise ConfigError if no script can be made from `config.launch`."""
-    stop_on(_from_environment(config))  # first: the other messages show values
+    stop_on(_from_environment(config.document))  # first: the other messages show values
     launch = config.launch
     stop_on([*_sizes(launch), *_texts(launch), *_restart(launch)])
 
@@ -32,9 +32,9 @@ def check_gpus(launch: LaunchConfig) -> None:
     stop_on([*_gpus(launch), *_directives(launch)])
 
 
-def _from_environment(config: Config) -> Iterator[Problem]:
+def _from_environment(document: Mapping[str, Any]) -> Iterator[Problem]:
     """Refuse values from the environment: everybody can read the script, in the run directory and in Slurm."""
-    leaves = flatten(config.document)
+    leaves = flatten(document)
     fix = (
         "write $NAME in its place in env, setup, image and mounts: the shell of the job expands it, with the "
         "environment that sbatch hands on; elsewhere write the value"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from dist_mem.config import Config, load_config
+from dist_mem.config import Config, LaunchConfig, load_config
 from dist_mem.config.check import hint
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE, UnusableError
 from dist_mem.launch.submit import submit_array
@@ -83,7 +83,7 @@ class Request:
     max_runs: int = MAX_RUNS  # more are refused
     check: bool = False  # print the resolved settings of every row instead
     plan: bool = False  # print what every row takes within the budget instead
-    site: Config | None = None  # submit the trainings with this block `launch` instead
+    launch: LaunchConfig | None = None  # submit the trainings with it instead
     estimate: bool = False  # try every row, and say what the study will take
     run: bool = True  # False: end after the estimate
 
@@ -130,8 +130,8 @@ def run(asked: Request) -> int:
         if asked.plan:
             return EXIT_DONE
         take_cells(job, print)
-        if asked.site is not None:
-            return _submit(job, asked.site, at_once=asked.jobs)
+        if asked.launch is not None:
+            return _submit(job, asked.launch, at_once=asked.jobs)
         return _run(job, asked)
 
 
@@ -153,8 +153,8 @@ def _tune(job: Job, asked: Request) -> int | None:
         check_rows(trials.study, job.extra)
         take_cells(trials, print)
         left = [item for item in trials.runs if left_to_measure(trials, item)]
-        if left and asked.site is not None:
-            return _submit(trials, asked.site, at_once=asked.jobs)
+        if left and asked.launch is not None:
+            return _submit(trials, asked.launch, at_once=asked.jobs)
         if left and asked.estimate and (is_first or not asked.run):
             _estimate(trials, everywhere)
         if left and not asked.run:
@@ -219,7 +219,7 @@ def _definition(job: Job, item: Run) -> Settings:
     return definition_of(job.study, item, job.extra, ranks=job.ranks)
 
 
-def _submit(job: Job, site: Config, *, at_once: int) -> int:
+def _submit(job: Job, launch: LaunchConfig, *, at_once: int) -> int:
     """Submit the runs that are not finished as a job array, one job each; once they have ended, a call measures them.
 
     Args:
@@ -235,7 +235,7 @@ def _submit(job: Job, site: Config, *, at_once: int) -> int:
     list_of_runs = free_name(job.out / "slurm" / "runs.txt")
     list_of_runs.parent.mkdir(parents=True, exist_ok=True)
     write_text(list_of_runs, "".join(f"{command}\n" for command in commands))
-    return submit_array(list_of_runs, site, num_tasks=len(left), at_once=at_once, name=job.study.name)
+    return submit_array(list_of_runs, launch, num_tasks=len(left), at_once=at_once, name=job.study.name)
 
 
 def _run(job: Job, asked: Request) -> int:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from dist_mem.__main__ import main
-from dist_mem.config import Config, load_config
 from dist_mem.doctor import run_checks
 from dist_mem.doctor.gpus import check_gpu
 from dist_mem.runtime import devices
@@ -51,8 +50,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPat
     return monkeypatch
 
 
-def found(what: str, config: Config | None = None) -> Remark:
-    (remark,) = (one for one in check_gpu(config, WORLD) if one.what == what)
+def found(what: str, *, tf32: bool = False) -> Remark:
+    (remark,) = (one for one in check_gpu(WORLD, tf32=tf32) if one.what == what)
     return remark
 
 
@@ -67,7 +66,7 @@ def test_the_doctor_sees_the_variables_that_a_run_sets_itself(monkeypatch: pytes
 
 
 def test_sound_rank_passes_with_what_was_found(machine: pytest.MonkeyPatch) -> None:
-    remarks = {remark.what: remark for remark in check_gpu(None, WORLD)}
+    remarks = {remark.what: remark for remark in check_gpu(WORLD, tf32=False)}
     assert {remark.level for remark in remarks.values()} == {OK}
     assert remarks["cores"].found == "8 cores next to the GPU (NUMA node 1)"
     assert remarks["network card"].found == "mlx5_1 of 2 next to the GPU"
@@ -109,7 +108,7 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str, str]] = 
 def test_fault_is_named_with_its_fix(name: str, machine: pytest.MonkeyPatch) -> None:
     make, what, level, found = FAULTS[name]
     make(machine)
-    remark = next(one for one in check_gpu(None, WORLD) if one.what == what)
+    remark = next(one for one in check_gpu(WORLD, tf32=False) if one.what == what)
     assert remark.level == level and remark.fix
     said(remark.found, found)
 
@@ -122,6 +121,5 @@ def test_card_without_a_link_is_named(machine: pytest.MonkeyPatch, tmp_path: Pat
 
 def test_tf32_that_the_run_wants_is_no_fault(machine: pytest.MonkeyPatch) -> None:
     machine.setenv("NVIDIA_TF32_OVERRIDE", "1")
-    config = load_config(["train.steps=1", "train.precision=fp32", "train.tf32=true"])
-    assert found("float32", config).level == OK
+    assert found("float32", tf32=True).level == OK
     assert os.environ["NVIDIA_TF32_OVERRIDE"] == "1"

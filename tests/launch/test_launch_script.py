@@ -140,7 +140,7 @@ def test_dependency_of_slurms_grammar_is_taken_and_is_no_directive(value: str, r
 def test_array_cannot_be_a_chain(tmp_path: Path) -> None:
     config = load_config(["train.steps=1", "launch.restart=chain"])
     with refused(UnusableError, "launch.restart"):
-        submit_array(tmp_path / "runs.txt", config, num_tasks=2, at_once=None, name="sweep")
+        submit_array(tmp_path / "runs.txt", config.launch, num_tasks=2, at_once=None, name="sweep")
     assert list(tmp_path.iterdir()) == []
 
 

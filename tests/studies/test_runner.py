@@ -247,7 +247,7 @@ def test_the_split_that_is_trained_on_is_part_of_the_definition(here: Path) -> N
 def test_what_is_submitted_begins_its_cells(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or else the next call with another definition would take over the training of this one."""
     monkeypatch.setattr("dist_mem.studies.run_study.submit_array", lambda runs, config, **options: EXIT_DONE)
-    assert reproduce(site=load_config(["job.yaml"])) == EXIT_DONE
+    assert reproduce(launch=load_config(["job.yaml"]).launch) == EXIT_DONE
     with refused(UnusableError, "none-seed0.json", "train.steps was 40 and is 50"):
         reproduce(scale="small")
 

@@ -41,7 +41,7 @@ def run(options: Namespace) -> int:
     shorthand = ("nodes", "gpus_per_node", "time", "partition", "account")
     given = [f"launch.{name}={value}" for name in shorthand if (value := getattr(options, name)) is not None]
     if options.script:
-        return submit.show_script(load_config([*options.config, *given], trains=False, check=check))
+        return submit.show_script(load_config([*options.config, *given], trains=False, check=check).launch)
     require_config(options, "dist-mem launch configs/demo.yaml launch/sites/generic.yaml --nodes 1")
     config = load_checked([*options.config, *given], builds_model=True, further=check)
     check_allowed(options.allow)
