@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dist_mem.block import ModelSpec
-from dist_mem.config import Config, deepspeed_block
+from dist_mem.config import Config, TrackingConfig, deepspeed_block
 from dist_mem.data.directory import open_index, refresh_on_all_ranks
 from dist_mem.estimate.counting import NotCountedError
 from dist_mem.estimate.memory import evaluated_lanes, fits_without_counting, refuse_what_cannot_fit, scoring_parts
@@ -38,7 +38,7 @@ from dist_mem.evaluation.job import (
 from dist_mem.evaluation.kept_memory import states_and_inputs
 from dist_mem.evaluation.memory_file import MemoryFile
 from dist_mem.evaluation.memory_gain import read_gain
-from dist_mem.evaluation.protocol import Protocol, protocol_of, tag_of
+from dist_mem.evaluation.protocol import protocol_of, tag_of
 from dist_mem.evaluation.report_names import FOLDER, ReportName, is_without_memory, join_parts
 from dist_mem.evaluation.scores import Report, to_table, write_report
 from dist_mem.evaluation.scoring import score_split
@@ -137,7 +137,9 @@ def run(
         command += "" if checkpoint is None else f" --checkpoint {checkpoint}"
 
         def publish() -> None:
-            written = _publish(report, found, config, protocol, name=name, overrides=overrides, memory=before)
+            print(f"{found.directory}, split {scored}, {protocol}{f', {before}' if before else ''}")
+            metadata = described(found, config.name, protocol, before)
+            written = _publish(report, found, config.tracking, metadata, name=name, overrides=overrides)
             _print_gain(report, written, command)
 
         with held_by_rank0(found.run_dir / FOLDER / str(name)):
@@ -152,21 +154,18 @@ def run(
 def _publish(
     report: Report,
     checkpoint: Checkpoint,
-    config: Config,
-    protocol: Protocol,
+    tracking: TrackingConfig,
+    metadata: dict[str, object],
     *,
     name: ReportName,
     overrides: Sequence[str] = (),
-    memory: MemoryFile | None = None,
 ) -> Path:
     """Write the report's files, add its metrics to the run in MLflow, print it, and return the path of the JSON."""
-    print(f"{checkpoint.directory}, split {report.split}, {protocol}{f', {memory}' if memory else ''}")
     try:
-        metadata = described(checkpoint, config.name, protocol, memory)
         files = write_report(report, checkpoint.run_dir / FOLDER, str(name), metadata=metadata)
         prefix = join_parts(report.split, name.tag)
         metrics = {f"{prefix}{metric.removeprefix(report.split)}": value for metric, value in report.metrics().items()}
-        track(checkpoint, config.tracking, metrics, files, overrides)
+        track(checkpoint, tracking, metrics, files, overrides)
     finally:  # after the names of the files; also if the disk is full
         print(to_table(report))
     return files[1]

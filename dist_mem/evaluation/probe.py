@@ -18,14 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dist_mem.config import Config
 from dist_mem.data.batch import Batch
 from dist_mem.data.documents import Documents
 from dist_mem.data.segments import collate, document_segments
 from dist_mem.data.shard import Index
 from dist_mem.evaluation.plotting.drawn import Drawn, Table, write_figure
 from dist_mem.evaluation.plotting.style import new_picture, ordered_styles, styled
-from dist_mem.evaluation.protocol import protocol_of
+from dist_mem.evaluation.protocol import Protocol
 from dist_mem.evaluation.scoring import Forward, InitState
 from dist_mem.memory.base import Memory, MemoryState, named_tensors
 from dist_mem.memory.parts.inspection import SEGMENT, SIGNAL, SUMMARY, Inspection, Rows
@@ -42,8 +41,8 @@ class PassageRead(NamedTuple):
     layers: list[dict[str, float]]  # `mass_by_age` of every layer, the mean over segments
 
 
-def open_passage(index: Index, config: Config, bos_id: int) -> list[Batch]:
-    """Return the segments of the passage, one lane each; there are none with `eval.passage: 0`.
+def open_passage(index: Index, protocol: Protocol, *, num_segments: int, bos_id: int) -> list[Batch]:
+    """Return the segments of the passage, at most so many (`eval.passage`), one lane each.
 
     They are the first ones of the first document that has enough, or of the longest; an incomplete one is left out.
     With `data.cut: end` the document is read as if it ended there.
@@ -51,8 +50,7 @@ def open_passage(index: Index, config: Config, bos_id: int) -> list[Batch]:
     Raises:
         ShardError: the document is damaged or cannot be read.
     """
-    protocol = protocol_of(config)
-    seg_len, length = protocol.seg_len, config.eval.passage * protocol.seg_len
+    seg_len, length = protocol.seg_len, num_segments * protocol.seg_len
     lengths = np.minimum(index.documents.num_tokens, length) // seg_len * seg_len
     number = int(np.argmax(lengths))
     if not lengths[number]:

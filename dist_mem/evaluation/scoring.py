@@ -95,7 +95,18 @@ def score_split(
         EvaluationError: on every rank; a loss is not finite, not every token was scored once, or none was.
     """
     lengths = lengths_to_score(index, tokenizer, config.eval)
-    part = part_of_rank(index, lengths, config=config, bos_id=tokenizer.bos_id, world=world, inputs=inputs)
+    protocol = protocol_of(config)
+    part = part_of_rank(
+        index,
+        lengths,
+        protocol,
+        num_lanes=config.eval.batch_size,
+        micro_lanes=config.train.micro_batch_size,
+        cut=config.data.cut,
+        bos_id=tokenizer.bos_id,
+        world=world,
+        inputs=inputs,
+    )
     share = measure_documents(index, part.documents, part.own, part.extent, tokenizer, world)
     sums, of_rank = _empty_sums(share, world.device), part.num_tokens / part.all_tokens
     with Progress(part.all_tokens, f"scoring {index.split}", shown=world.rank == 0, share=of_rank) as progress:
@@ -108,8 +119,8 @@ def score_split(
         split=index.split,
         data_fingerprint=index.fingerprint,
         tokenizer_fingerprint=index.tokenizer_fingerprint,
-        max_document_len=config.eval.max_document_len,
-        seg_len=protocol_of(config).seg_len,
+        max_document_len=protocol.max_document_len,
+        seg_len=protocol.seg_len,
         mem_len=short_term_len(config.memory),
         num_words=index.official_words if all_whole and index.official_words else total_words(documents),
         documents=documents,

@@ -8,12 +8,11 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from dist_mem.config import Config
 from dist_mem.data.batch import Batch
 from dist_mem.data.lanes import evaluation_batches, stream_batches
 from dist_mem.data.plan import StreamPlan, evaluation_plan, lanes_of_rank, segment_starts
 from dist_mem.data.shard import Index
-from dist_mem.evaluation.protocol import protocol_of
+from dist_mem.evaluation.protocol import Protocol
 from dist_mem.runtime.distributed import World
 
 LeftOut = Callable[[int], np.ndarray]  # document -> offsets of its tokens that are read but not scored
@@ -48,8 +47,11 @@ class RankPart(NamedTuple):
 def part_of_rank(
     index: Index,
     lengths: np.ndarray,
+    protocol: Protocol,
     *,
-    config: Config,
+    num_lanes: int,
+    micro_lanes: int,
+    cut: str,
     bos_id: int,
     world: World,
     inputs: np.ndarray = NO_INPUTS,
@@ -57,33 +59,36 @@ def part_of_rank(
     """Return what a rank reads of a split, given the tokens to read of each document, (documents,).
 
     Args:
+        num_lanes: `eval.batch_size`, of the whole job.
+        micro_lanes: `train.micro_batch_size`, the most that one forward pass reads.
+        cut: `data.cut`.
         inputs: (num_inputs,) inputs of an open segment that every document continues (`score_split`); none: BOS. Not
             with a stream, whose lanes begin within documents.
     """
-    micro_lanes = min(config.train.micro_batch_size, -(-config.eval.batch_size // world.size))
-    if config.eval.layout != "stream":
-        return _part_of_documents(
-            index, lengths, config=config, micro_lanes=micro_lanes, bos_id=bos_id, world=world, inputs=inputs
-        )
+    micro_lanes = min(micro_lanes, -(-num_lanes // world.size))
+    lanes = {"num_lanes": num_lanes, "micro_lanes": micro_lanes}
+    if protocol.layout != "stream":
+        cut = "start" if len(inputs) else cut  # a text that is continued has been cut from its start
+        return _part_of_documents(index, lengths, protocol, **lanes, cut=cut, bos_id=bos_id, world=world, inputs=inputs)
     assert not len(inputs), "refused by the command"
-    return _part_of_stream(index, lengths, config=config, micro_lanes=micro_lanes, bos_id=bos_id, world=world)
+    return _part_of_stream(index, lengths, protocol, **lanes, bos_id=bos_id, world=world)
 
 
 def _part_of_documents(
     index: Index,
     lengths: np.ndarray,
+    protocol: Protocol,
     *,
-    config: Config,
+    num_lanes: int,
     micro_lanes: int,
+    cut: str,
     bos_id: int,
     world: World,
     inputs: np.ndarray,
 ) -> RankPart:
-    protocol = protocol_of(config)
-    cut = "start" if len(inputs) else config.data.cut  # a text that is continued has been cut from its start
     first, prefix = (bos_id, inputs) if protocol.blocks or not len(inputs) else (int(inputs[0]), inputs[1:])
     num_read = np.where(lengths > 0, lengths + len(prefix), 0)
-    plan = evaluation_plan(num_read, num_lanes=config.eval.batch_size, seg_len=protocol.seg_len)
+    plan = evaluation_plan(num_read, num_lanes=num_lanes, seg_len=protocol.seg_len)
     mine = [document for documents in plan[world.rank :: world.size] for document in documents]
 
     def starts(document: int) -> np.ndarray:
@@ -99,7 +104,7 @@ def _part_of_documents(
         micro_lanes=micro_lanes,
         seg_len=protocol.seg_len,
         bos_id=first,
-        max_document_len=config.eval.max_document_len,
+        max_document_len=protocol.max_document_len,
         blocks=protocol.blocks,
         cut=cut,
         prefix=prefix,
@@ -109,9 +114,15 @@ def _part_of_documents(
 
 
 def _part_of_stream(
-    index: Index, lengths: np.ndarray, *, config: Config, micro_lanes: int, bos_id: int, world: World
+    index: Index,
+    lengths: np.ndarray,
+    protocol: Protocol,
+    *,
+    num_lanes: int,
+    micro_lanes: int,
+    bos_id: int,
+    world: World,
 ) -> RankPart:
-    protocol, num_lanes = protocol_of(config), config.eval.batch_size
     plan = StreamPlan(lengths, num_lanes=num_lanes, seg_len=protocol.seg_len)
     lane_ids = lanes_of_rank(num_lanes, world_size=world.size, rank=world.rank, micro_lanes=micro_lanes)
     spans = [plan.span(lane) for lane in lane_ids if lane < num_lanes] or [(0, 0)]

@@ -174,11 +174,11 @@ def tokenizer_of_data(checkpoint: Checkpoint, data: DataConfig) -> Tokenizer:
     return tokenizer
 
 
-def _load_weights(model: MemoryLM, checkpoint: Checkpoint, config: Config) -> None:
+def _load_weights(model: MemoryLM, checkpoint: Checkpoint) -> None:
     """Load the weights of a checkpoint or an export. Raises CheckpointError if names or shapes differ."""
     directory = checkpoint.directory
     if checkpoint.is_export:
-        is_published = config.model.kind in LAYOUTS  # in an export for transformers, which has a config.json
+        is_published = model.kind in LAYOUTS  # in an export for transformers, which has a config.json
         load_exported(model, directory, is_published=is_published and CONFIG in checkpoint.manifest["files"])
         return
     weights = EngineReader(directory).weights()
@@ -218,7 +218,7 @@ def open_model(
         raise
     except ValueError as error:
         raise ValueError(in_terms_of_eval(str(error), config.eval)) from error
-    _load_weights(model, checkpoint, config)
+    _load_weights(model, checkpoint)
     model.to(device, dtype).eval()
     return TrainedModel(model, tokenizer, config, checkpoint, device, dtype)
 

@@ -75,10 +75,14 @@ class Evaluation:
 
         index = open_index(config.data, config.eval.split)
         found = score_split(forward, engine.init_state, config=config, index=index, tokenizer=tokenizer, world=world)
-        passage = on_all_ranks(lambda: open_passage(index, config, tokenizer.bos_id), f"opening {index.split_dir}")
+        protocol, num_segments = protocol_of_training(config), config.eval.passage
+        passage = on_all_ranks(
+            lambda: open_passage(index, protocol, num_segments=num_segments, bos_id=tokenizer.bos_id),
+            f"opening {index.split_dir}",
+        )
         read = passage_metrics(forward, engine.init_state, engine.module.memories(), passage, world.device)
         engine.train(True)
-        measure = f"{index.split}, {protocol_of_training(config)}; data {index.fingerprint[:_DATA_CHARS]}"
+        measure = f"{index.split}, {protocol}; data {index.fingerprint[:_DATA_CHARS]}"
         return Validation(step, found.nll / found.num_scored, measure), found.metrics(), read
 
     def _draw_passage(self, step: int, read: PassageRead) -> None:

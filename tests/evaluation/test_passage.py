@@ -16,6 +16,7 @@ from dist_mem.config import changed, load_config
 from dist_mem.data.shard import Index, read_index
 from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.evaluation.probe import BANDS, PREFIX, open_passage, passage_metrics
+from dist_mem.evaluation.protocol import protocol_of
 from dist_mem.evaluation.scoring import score_split
 from dist_mem.memory import memory_class, memory_kinds
 from dist_mem.model import LMState, MemoryLM
@@ -50,7 +51,8 @@ def init_of(model: MemoryLM) -> Callable[[Tensor], LMState]:
 
 
 def figures_of(model: MemoryLM, config: Any, index: Index, books: Path) -> dict[str, float]:
-    passage = open_passage(index, config, load_tokenizer(books).bos_id)
+    bos_id = load_tokenizer(books).bos_id
+    passage = open_passage(index, protocol_of(config), num_segments=config.eval.passage, bos_id=bos_id)
     return passage_metrics(model, init_of(model), model.memories(), passage, torch.device("cpu")).metrics
 
 

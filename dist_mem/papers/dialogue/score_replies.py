@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from dist_mem.config import Config
 from dist_mem.data.directory import open_index, refresh
 from dist_mem.data.shard import Index
 from dist_mem.errors import UnusableError
@@ -33,12 +32,10 @@ from dist_mem.evaluation.job import (
     use_threads,
 )
 from dist_mem.evaluation.kept_memory import states_and_inputs
-from dist_mem.evaluation.memory_file import MemoryFile
 from dist_mem.evaluation.protocol import protocol_of, tag_of
 from dist_mem.evaluation.report_names import FOLDER, ReportName, join_parts
 from dist_mem.evaluation.scoring import score_split
 from dist_mem.evaluation.trained_model import (
-    Checkpoint,
     TrainedModel,
     open_model,
     read_settings,
@@ -50,7 +47,6 @@ from dist_mem.papers.dialogue.metrics import make_scorer, open_wordnet
 from dist_mem.papers.dialogue.replies import Conversation, answer_all, choose_replies, read_conversations
 from dist_mem.papers.dialogue.scores import (
     FORMAT_VERSION,
-    GroupScore,
     ScoredAnswer,
     group_scores,
     metrics,
@@ -171,20 +167,29 @@ def _run(
         )
         answers = score_answers(trained, conversations, settings)
         groups = group_scores(report.documents, answers)
-        _publish(
-            found,
-            config,
-            split,
-            settings,
-            conversations,
-            groups,
-            answers,
-            trained,
-            before,
-            tag=tag,
-            target=target,
-            overrides=overrides,
+        protocol, sampling = protocol_of(config), settings.sampling
+        print(
+            f"{found.directory}, split {split}, {protocol}{f', {before}' if before else ''}, top-p {sampling.top_p}, "
+            f"temperature {sampling.temperature}, seed {sampling.seed}"
         )
+        print(to_table(groups))
+        content = {
+            "format_version": FORMAT_VERSION,
+            **described(found, config.name, protocol, before),
+            "settings": _described_settings(settings, split),
+            "min_history": MIN_HISTORY,
+            **to_content(groups, answers, split),
+        }
+        files = [target.with_name(f"{target.name}.{suffix}") for suffix in ("json", "txt")]
+        write_text(files[0], json_text(content, indent=1) + "\n")
+        write_text(files[1], to_text(conversations, answers, trained.tokenizer))
+        # Their names contain the tag, so that a quick look at a few conversations does not replace the split's results.
+        track(found, config.tracking, metrics(groups, join_parts(split, tag)), files, overrides)
+
+
+def _described_settings(settings: Settings, split: str) -> dict[str, object]:
+    places = {"memory": settings.memory and str(settings.memory), "wordnet": settings.wordnet and str(settings.wordnet)}
+    return {**vars(settings), **places, "split": split, "sampling": vars(settings.sampling)}
 
 
 def first_documents(index: Index, limit: int | None) -> Index:
@@ -217,48 +222,3 @@ def score_answers(
             scored.append(ScoredAnswer(answer, score(answer.text, answer.reference)))
             progress.add(1)
     return sorted(scored, key=lambda found: (found.answer.conversation.number, found.answer.place))
-
-
-def _publish(
-    checkpoint: Checkpoint,
-    config: Config,
-    split: str,
-    settings: Settings,
-    conversations: Sequence[Conversation],
-    groups: Sequence[GroupScore],
-    answers: Sequence[ScoredAnswer],
-    trained: TrainedModel,
-    before: MemoryFile | None,
-    *,
-    tag: str,
-    target: Path,
-    overrides: Sequence[str],
-) -> None:
-    """Print the table, write TARGET.json and TARGET.txt, and add the metrics to the run in MLflow.
-
-    Their names contain `tag`, so that a quick look at a few conversations does not replace the results of the split.
-    """
-    protocol = protocol_of(config)
-    sampling = settings.sampling
-    print(
-        f"{checkpoint.directory}, split {split}, {protocol}{f', {before}' if before else ''}, top-p {sampling.top_p}, "
-        f"temperature {sampling.temperature}, seed {sampling.seed}"
-    )
-    print(to_table(groups))
-    content = {
-        "format_version": FORMAT_VERSION,
-        **described(checkpoint, config.name, protocol, before),
-        "settings": {
-            **vars(settings),
-            "memory": settings.memory and str(settings.memory),
-            "split": split,
-            "sampling": vars(sampling),
-            "wordnet": settings.wordnet and str(settings.wordnet),
-        },
-        "min_history": MIN_HISTORY,
-        **to_content(groups, answers, split),
-    }
-    files = [target.with_name(f"{target.name}.{suffix}") for suffix in ("json", "txt")]
-    write_text(files[0], json_text(content, indent=1) + "\n")
-    write_text(files[1], to_text(conversations, answers, trained.tokenizer))
-    track(checkpoint, config.tracking, metrics(groups, join_parts(split, tag)), files, overrides)
