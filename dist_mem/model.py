@@ -282,11 +282,12 @@ class MemoryLM(nn.Module):
 
 def check_keys_are_read(model: ModelConfig, memory: Mapping[str, Any], memories: Sequence[Memory]) -> None:
     """Raise ValueError for a key of `model` that is set and that no memory reads: reports would record it in vain."""
-    settings = {"clamp_len": model.clamp_len, "same_length": "true" if model.same_length else None}
+    settings = {name: getattr(model, name) for name in ("clamp_len", "sliding_window")}
+    settings["same_length"] = "true" if model.same_length else None
     for name, value in settings.items():
         if value is not None and not any(name in each.model_keys for each in memories):
             kind = f"memory.kind {described(memory)} does not read it"
-            raise ValueError(f"model.{name} is {value}, but {kind}: leave model.{name} out")
+            raise ValueError(f"model.{name} is {value}, but {kind}: leave model.{name} out, or set another memory.kind")
 
 
 def vocabulary_bins(model: ModelConfig, vocab_size: int) -> list[Bin]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from dist_mem.config.check import Problem, shown
 from dist_mem.config.memory_blocks import is_per_block, memories_of
+from dist_mem.config.schema import ROPE_KINDS, RopeConfig
 
 # Values of `model` that a published kind requires.
 _BOTH: dict[str, Any] = {"norm": "pre", "final_norm": True, "adaptive": None, "d_embed": None, "clamp_len": None}
@@ -16,7 +17,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "llama": _BOTH,
 }
 _NAMES = {"gpt2": "GPT-2", "llama": "a Llama"}
-LLAMA_KEYS: dict[str, Any] = {"num_kv_heads": None, "rope_theta": 10_000.0, "norm_eps": 1e-5, "qkv_bias": False}
+LLAMA_KEYS: dict[str, Any] = {
+    **{"num_kv_heads": None, "rope_theta": 10_000.0, "rope": None, "norm_eps": 1e-5},
+    **{"qkv_bias": False, "qk_norm": False, "sliding_window": None},
+}
 
 
 def check_together(config: Mapping[str, Any], *, trains: bool = True) -> Iterator[Problem]:
@@ -147,6 +151,30 @@ def _check_llama(model: Mapping[str, Any]) -> Iterator[Problem]:
     d_head = model["d_head"] or model["d_model"] // num_heads
     if d_head % 2:
         yield Problem("model.d_head", f"is {d_head}, but rotary positions turn pairs: give an even model.d_head")
+    if model["qk_norm"] and model["qkv_bias"]:
+        both = "is True, as in Qwen3, and model.qkv_bias too, as in Qwen2: no model of transformers has both"
+        yield Problem("model.qk_norm", f"{both}; set one of them to false")
+    if model["rope"] is not None:
+        yield from _check_rope(model["rope"], d_head=d_head, theta=model["rope_theta"])
+
+
+def _check_rope(rope: Mapping[str, Any], *, d_head: int, theta: float) -> Iterator[Problem]:
+    kind = rope["kind"]
+    if kind is None:
+        yield Problem("model.rope.kind", f"is None; give one of {', '.join(ROPE_KINDS)}, or set model.rope to null")
+        return
+    if rope["factor"] is None:
+        yield Problem("model.rope.factor", f"is None, but model.rope.kind = {kind} needs a number; give it")
+    for name, value in rope.items():
+        if name not in ("kind", "factor", *ROPE_KINDS[kind]) and value != getattr(RopeConfig, name):
+            yield Problem(f"model.rope.{name}", f"is {value!r}, but {kind} does not read it; leave it out")
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    if kind == "llama3" and high <= low:
+        yield Problem("model.rope.high_freq_factor", f"is {high}, but must be more than low_freq_factor = {low}")
+    if kind == "dynamic" and d_head == 2:
+        yield Problem("model.rope.kind", "is dynamic, which has no formula for heads of 2 numbers; widen model.d_head")
+    if kind == "yarn" and theta <= 1:
+        yield Problem("model.rope_theta", f"is {theta}, but yarn divides by its logarithm: give more than 1")
 
 
 def _check_adaptive(adaptive: Mapping[str, Any]) -> Iterator[Problem]:

@@ -58,6 +58,12 @@ DOCUMENT = "_document"  # attribute of a configuration that load.py made
 _PRECISIONS = ("fp32", "bf16", "fp16")
 _LAYOUTS = ("documents", "stream")
 _RECOMPUTED = ("none", "blocks", "attention", "feed_forward")
+ROPE_KINDS = {  # the keys of model.rope that each kind reads, besides factor
+    "linear": (),
+    "dynamic": (),
+    "llama3": ("original_positions", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("original_positions", "beta_fast", "beta_slow", "truncate", "attention_factor"),
+}
 
 
 @dataclass(frozen=True)
@@ -111,10 +117,27 @@ class TokenTypeConfig:
 
 
 @dataclass(frozen=True)
+class RopeConfig:
+    # linear: all wavelengths are scaled | dynamic: theta grows with windows of more than num_positions tokens | llama3,
+    # yarn: long wavelengths are scaled, as in Llama 3.1 and in YaRN
+    kind: str | None = key(None, choices=tuple(ROPE_KINDS))
+    factor: float | None = key(None, above=0)  # by which the texts are longer than those of the first training
+    # of llama3 and yarn: longest text of the first training, in tokens; None: num_positions
+    original_positions: int | None = key(None, at_least=1, at_most=TOKENS)
+    low_freq_factor: float = key(1.0, above=0)  # of llama3: wavelengths with fewer turns there are scaled
+    high_freq_factor: float = key(4.0, above=0)  # of llama3: wavelengths with more turns are not
+    beta_fast: float = key(32.0, above=0)  # of yarn: wavelengths with more turns are not scaled
+    beta_slow: float = key(1.0, above=0)  # of yarn: wavelengths with fewer turns are scaled
+    truncate: bool = True  # of yarn: the limits between them are whole numbers of wavelengths
+    # of yarn: factor of queries and keys; None: 0.1 ln(factor) + 1
+    attention_factor: float | None = key(None, above=0)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     # transformer: relative positions, as Transformer-XL | gpt2: see docs/howto/gpt2.md | llama: see docs/howto/llama.md
     kind: str = key("transformer", choices=("transformer", "gpt2", "llama"))
-    # folder of a GPT-2, Llama or Qwen2 in Hugging Face's layout that provides the initial weights
+    # folder of a GPT-2, Llama, Qwen or Mistral in Hugging Face's layout that provides the initial weights
     pretrained: str | None = key(None, is_path=True, resume=FREE)
     num_layers: int = key(4, at_least=1, at_most=4_096)  # blocks, each with its own memory
     d_model: int = key(256, at_least=1, at_most=WIDTH)  # D, width of the hidden states
@@ -137,8 +160,13 @@ class ModelConfig:
     # of llama: heads of keys and values, which query heads share; None: num_heads
     num_kv_heads: int | None = key(None, at_least=1, at_most=WIDTH)
     rope_theta: float = key(10_000.0, above=0)  # of llama: base of the wavelengths of rotary positions
+    # of llama: rotary positions for texts longer than those of the first training; None: as they are
+    rope: RopeConfig | None = key(None, resume=ALLOWED)
     norm_eps: float = key(1e-5, above=0)  # of llama: added to the mean square in its norms
     qkv_bias: bool = False  # of llama: queries, keys and values have biases, as in Qwen2
+    qk_norm: bool = False  # of llama: the queries and keys of every head are normed, as in Qwen3
+    # of llama: newest tokens that a token attends to, itself included, as in Mistral; None: all
+    sliding_window: int | None = key(None, at_least=1, at_most=TOKENS, resume=ALLOWED)
     token_types: list[TokenTypeConfig] = key([])  # of gpt2: who speaks, see docs/howto/dialogue.md
     clamp_len: int | None = key(None, at_least=1, at_most=TEXT)  # tokens; larger distances are clamped to this one
     same_length: bool = False  # every query attends to exactly M keys once the memory is full

@@ -128,7 +128,10 @@ class Memory(nn.Module):
 
     @property
     def model_keys(self) -> Collection[str]:
-        """Keys of `model` that this memory reads, of clamp_len and same_length; one that no memory reads is refused."""
+        """Keys of `model` that this memory reads, of clamp_len, same_length and a Llama's sliding_window.
+
+        One that is set and that no memory reads is refused.
+        """
         return "clamp_len", "same_length"
 
     @property

@@ -18,7 +18,7 @@ class Causal(NoMemory):
 
     title = "no memory, causal attention"
     can_step = True
-    model_keys = ()
+    model_keys = ("sliding_window",)
 
     def make_attention(self) -> RelativeAttention | RotaryAttention | PlainAttention:
         kernel = self.options.kernel

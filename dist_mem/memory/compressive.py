@@ -120,6 +120,7 @@ class Compressive(Inspectable):
         rate = options.compression_rate
         self.compression = COMPRESSIONS[options.compression](spec.d_model, rate=rate)
         self.attention.shows_weights = self.compression.needs_usage
+        check_window(options, spec)
         self.evicts_parts = not isinstance(self.compression, MostUsed)
         self.learns = any(True for _ in self.compression.parameters())
         if self.learns and options.compression_loss == "autoencoder":
@@ -141,7 +142,7 @@ class Compressive(Inspectable):
     @property
     def model_keys(self) -> Collection[str]:
         """ALiBi's distances are not clamped."""
-        return ("clamp_len", "same_length") if self.options.positions == "relative" else ("same_length",)
+        return transformer_xl.TransformerXL.model_keys if self.options.positions == "relative" else ("same_length",)
 
     @property
     def min_seg_len(self) -> int:
@@ -296,6 +297,18 @@ class Compressive(Inspectable):
             target = content_attention(self.attention, query, self.norm(old))
         normalized = self.norm(new, frozen=True) if self.spec.norm == "pre" else new
         return distance(content_attention(self.attention, query, normalized), target, (0, 2, 3))
+
+
+def check_window(options: Compressive.Options, spec: LayerSpec) -> None:
+    """Raise ValueError if a Llama's sliding window would hide rows that this memory keeps."""
+    window = None if spec.llama is None else spec.llama.sliding_window
+    num_keys = options.cmem_len + options.mem_len + spec.seg_len
+    if window is not None and num_keys > window:
+        raise ValueError(
+            f"model.sliding_window is {window}, which hides rows that memory.kind = compressive keeps: give "
+            f"memory.cmem_len, memory.mem_len and train.seg_len, now {num_keys} together, at most {window} together, "
+            "or set memory.kind to transformer_xl"
+        )
 
 
 def check_options(options: Compressive.Options, *, seg_len: int) -> None:

@@ -31,7 +31,7 @@ class NoMemory(Inspectable):
     title = "no memory"
     takes_short_first = True
     min_seg_len = 1
-    model_keys: Collection[str] = ("clamp_len",)
+    model_keys: Collection[str] = ("clamp_len", "sliding_window")
     can_step = True
 
     @dataclass

@@ -9,6 +9,7 @@ only the convolution reads.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -75,6 +76,7 @@ class TransformerXL(Inspectable):
     title = "Transformer-XL"
     min_seg_len = 1
     can_step = True
+    model_keys: Collection[str] = ("clamp_len", "same_length", "sliding_window")
 
     @dataclass
     class Options:

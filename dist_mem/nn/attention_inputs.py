@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dist_mem.nn.named_tuples import replaced
 from dist_mem.nn.position_scores import window
 
 
@@ -102,6 +103,21 @@ def visible_keys(context_valid: Tensor, num_queries: int, *, same_length: bool, 
     return Visible(
         context_valid, num_queries, context_len + num_queries, above=above, upto=context_len, is_tail=is_tail
     )
+
+
+def within(visible: Visible, sliding_window: int | None) -> Visible:
+    """Return what queries see if each sees only the newest `sliding_window` keys up to its own, itself included.
+
+    Args:
+        visible: without this limit; a mask (B, T, J) bool remains one.
+    """
+    if isinstance(visible, Tensor):
+        nothing = visible.new_ones(len(visible), 0)
+        return visible & within(Visible(nothing, *visible.shape[1:]), sliding_window).mask()
+    if sliding_window is None or sliding_window >= visible.num_keys:
+        return visible
+    above = visible.num_keys - visible.num_queries - sliding_window
+    return replaced(visible, above=above if visible.above is None else max(above, visible.above))
 
 
 def newest_rows(length: Tensor, num_rows: int) -> Tensor:

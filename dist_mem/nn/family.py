@@ -6,6 +6,7 @@ The keys that a kind fixes or refuses are in config/constraints.py; the names of
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import nn
@@ -55,9 +56,13 @@ def llama_spec(model: ModelConfig) -> LlamaSpec | None:
     """Return what only the blocks of a Llama have; None for another kind."""
     if not family_of(model).has_rotary_attention:
         return None
+    rope = model.rope and replace(model.rope, original_positions=model.rope.original_positions or model.num_positions)
     return LlamaSpec(
         num_kv_heads=model.num_kv_heads or model.num_heads,
         rope_theta=model.rope_theta,
         norm_eps=model.norm_eps,
         qkv_bias=model.qkv_bias,
+        qk_norm=model.qk_norm,
+        rope=rope,
+        sliding_window=model.sliding_window,
     )

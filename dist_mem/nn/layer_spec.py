@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from dist_mem.config import RopeConfig
+
 
 @dataclass(frozen=True)
 class LlamaSpec:
@@ -14,6 +16,9 @@ class LlamaSpec:
     rope_theta: float
     norm_eps: float
     qkv_bias: bool
+    qk_norm: bool = False
+    rope: RopeConfig | None = None  # with its `original_positions`
+    sliding_window: int | None = None  # tokens
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,11 @@
 Positions count from the segment's first token: its tokens are 0, ..., T - 1, and context rows are -M, ..., -1. Context
 rows are kept as inputs of the block, never as rotated keys: in every segment they are projected with the present
 weights and rotated at their place in the window. A score depends on the distance alone, so a row kept for many
-segments reads as it would in one long text. Source: Su et al. 2021, "RoFormer", sec. 3.4.2, in the layout of Hugging
-Face's Llama (halves of a head, not neighbours, are turned together); Ainslie et al. 2023, "GQA". Shape letters: B
-lanes, T segment, M context rows, J = M + T keys, D model, H heads, G heads of keys, K head width.
+segments reads as it would in one long text. With `model.sliding_window`, a query sees only that many rows: a context of
+one row less gives what one long text gives. Source: Su et al. 2021, "RoFormer", sec. 3.4.2, in the layout of Hugging
+Face's Llama (halves of a head, not neighbours, are turned together); Ainslie et al. 2023, "GQA"; Jiang et al. 2023,
+"Mistral 7B", sec. 2; norms of heads as in Qwen3. Shape letters: B lanes, T segment, M context rows, J = M + T keys, D
+model, H heads, G heads of keys, K head width.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import math
 import torch
 from torch import Tensor
 
-from dist_mem.nn.attention_inputs import Inputs, Visible
+from dist_mem.config import RopeConfig
+from dist_mem.nn.attention_inputs import Inputs, Visible, within
+from dist_mem.nn.constants import constant
 from dist_mem.nn.convolution import short_convolution
 from dist_mem.nn.layer_spec import LayerSpec, LlamaSpec
 from dist_mem.nn.layers import (
@@ -24,27 +28,32 @@ from dist_mem.nn.layers import (
     Projection,
     RelativeAttention,
 )
+from dist_mem.nn.norms import RMSNorm
 from dist_mem.nn.plain_attention import BiasedProjection
+from dist_mem.nn.rope import attention_factor, frequencies
 from dist_mem.nn.stepping import Opened, Places, StepOutput, above_of, attend, kept, lane_heads
 
 Turns = tuple[Tensor, Tensor]  # cosine and sine of the angles, (..., R, K // 2) float32 or wider
 
 
-def rotate(rows: Tensor, *, first: int, theta: float) -> Tensor:
-    """Turn rows (H, B, R, K) at positions first, ..., first + R - 1."""
-    return turned(rows, turns(rows, first=first, num_rows=rows.shape[2], theta=theta))
-
-
-def turns(like: Tensor, *, first: int, num_rows: int, theta: float) -> Turns:
+def turns(
+    like: Tensor, *, first: int, num_rows: int, theta: float, rope: RopeConfig | None = None, num_keys: int = 0
+) -> Turns:
     """Return cosine and sine of the angles position * theta^(-2 k / K) at positions first, ..., first + R - 1.
 
     In float32 or wider: in half precision, distances above 256 would collapse.
 
     Args:
         like: (..., K), its dtype and device.
+        rope: changes the angles, see `rope.frequencies`, and the length of what is turned.  num_keys: J, for that.
     """
     working, width = torch.promote_types(like.dtype, torch.float32), like.shape[-1]
     position = torch.arange(first, first + num_rows, device=like.device).to(working)
+    if rope is not None:
+        values = frequencies(rope, width, theta=theta, num_keys=num_keys)
+        angle = position[:, None] * constant(values, device=like.device, dtype=working)
+        factor = attention_factor(rope)
+        return angle.cos() * factor, angle.sin() * factor
     exponent = torch.arange(0, width // 2 * 2, 2, device=like.device, dtype=working) / width
     angle = position[:, None] * torch.pow(theta, -exponent)
     return angle.cos(), angle.sin()
@@ -74,43 +83,81 @@ class RotaryAttention(ContextAttention):
         super().__init__(attention_dropout=spec.attention_dropout, back_end=spec.back_end)
         llama = spec.llama or LlamaSpec(spec.num_heads, rope_theta=10_000.0, norm_eps=0.0, qkv_bias=False)
         width = spec.num_heads * spec.d_head
-        self.num_heads, self.theta = spec.num_heads, llama.rope_theta
+        self.num_heads, self.theta, self.rope = spec.num_heads, llama.rope_theta, llama.rope
         self.num_kv_heads: int = llama.num_kv_heads
+        self.sliding_window = llama.sliding_window
         project = BiasedProjection if llama.qkv_bias else Projection
         self.query = project(spec.d_model, width)
         self.key_value = project(spec.d_model, 2 * spec.kv_width)
         self.output = Projection(width, spec.d_model)
+        # Of every head, with the same weights.
+        self.query_norm = RMSNorm(spec.d_head, eps=llama.norm_eps) if llama.qk_norm else None
+        self.key_norm = RMSNorm(spec.d_head, eps=llama.norm_eps) if llama.qk_norm else None
         self.convolution = short_convolution([width, 2 * spec.kv_width], kernel)
         self.dropout = Dropout(spec.dropout)
 
     def share_biases(self, first: object) -> None:
         """Share nothing: this attention has no u and v."""
 
+    def projected(
+        self, x: Tensor, context: Tensor, visible: Visible | Tensor, is_row: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values as the base class does; queries and keys are normed."""
+        query, key, value = super().projected(x, context, visible, is_row)
+        return self.normed_query(query), self.normed_key(key), value
+
+    def frozen_pairs(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values as the base class does; keys are normed."""
+        key, value = super().frozen_pairs(rows)
+        return self.normed_key(key, frozen=True), value
+
+    def normed_query(self, query: Tensor) -> Tensor:
+        """Return queries (..., K), normed if the model norms them."""
+        return query if self.query_norm is None else self.query_norm(query)
+
+    def normed_key(self, key: Tensor, *, frozen: bool = False) -> Tensor:
+        """Return keys (..., K), normed if the model norms them."""
+        return key if self.key_norm is None else self.key_norm(key, frozen)
+
+    def table(self, like: Tensor, *, first: int, num_rows: int, num_keys: int) -> Turns:
+        """Return `turns` of this model."""
+        return turns(like, first=first, num_rows=num_rows, theta=self.theta, rope=self.rope, num_keys=num_keys)
+
     def inputs(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> Inputs:
-        asking = rotate(query, first=0, theta=self.theta) / math.sqrt(query.shape[-1])
-        turned_key = rotate(key, first=x.shape[1] - key.shape[2], theta=self.theta)
-        return Inputs(asking, repeat_heads(turned_key, self.num_heads), repeat_heads(value, self.num_heads), visible)
+        seg_len, num_keys = query.shape[2], key.shape[2]
+        by = self.table(query, first=0, num_rows=seg_len, num_keys=num_keys)
+        asking = turned(query, by) / math.sqrt(query.shape[-1])
+        by = self.table(key, first=seg_len - num_keys, num_rows=num_keys, num_keys=num_keys)
+        keys = repeat_heads(turned(key, by), self.num_heads), repeat_heads(value, self.num_heads)
+        return Inputs(asking, *keys, within(visible, self.sliding_window))
 
     def open(self, context: Tensor, valid: Tensor, *, seg_len: int, is_row: Tensor | None = None) -> Opened:
         """Return what `step` attends to, as `layers.RelativeAttention` does."""
         pairs, tail = self.open_pairs(context, valid, is_row)
         context_len = pairs.shape[1]
         key, value = lane_heads(pairs, 2 * self.num_kv_heads).chunk(2, dim=1)
-        table = turns(key, first=-context_len, num_rows=context_len + seg_len, theta=self.theta)
-        key = turned(key, (table[0][:context_len], table[1][:context_len]))
+        num_keys = context_len + seg_len
+        table = self.table(key, first=-context_len, num_rows=num_keys, num_keys=num_keys)
+        key = turned(self.normed_key(key), (table[0][:context_len], table[1][:context_len]))
         return Opened(kept(torch.cat([key, value], dim=1), valid, seg_len=seg_len, tail=tail), table)
 
     def step(self, x: Tensor, opened: Opened, places: Places, *, same_length: bool = False) -> StepOutput:
         """Attend as `layers.RelativeAttention` does."""
         cos, sin = opened.shared
-        row = places.row + len(cos) - places.seg_len
+        context_len = len(cos) - places.seg_len
+        row = places.row + context_len
         by = cos[row][:, None], sin[row][:, None]
         heads = self.num_heads, self.num_kv_heads
         rows = lane_heads(torch.cat(self.further(x, opened.lanes, places), dim=-1), heads[0] + 2 * heads[1])
         turning, value = rows.tensor_split([sum(heads)], dim=1)
+        if self.query_norm is not None:
+            query, key = turning.split(heads, dim=1)
+            turning = torch.cat([self.normed_query(query), self.normed_key(key)], dim=1)
         query, key = turned(turning, by).split(heads, dim=1)  # turned at once: fewer operations
         pairs = torch.cat([key, value], dim=1)
-        read = attend(query, pairs, opened.lanes, places, above=above_of(same_length))
+        limits = [above_of(same_length), self.sliding_window and context_len - self.sliding_window]
+        above = max((limit for limit in limits if limit is not None), default=None)
+        read = attend(query, pairs, opened.lanes, places, above=above)
         return StepOutput(self.output(read), turning[:, : heads[0]].transpose(0, 1), opened)
 
 

@@ -20,6 +20,7 @@ MODELS: list[dict[str, Any]] = [
     {"norm": "post"},
     {"kind": "gpt2", "num_positions": 8},
     {"kind": "llama", "num_kv_heads": 1},
+    {"kind": "llama", "qk_norm": True, "sliding_window": 3, "rope": {"kind": "dynamic", "factor": 2.0}},
 ]
 
 

@@ -18,7 +18,7 @@ from dist_mem.nn import attention, chunked_attention, fused_attention
 from dist_mem.nn.attention import BACK_ENDS, attend, choose, choose_kernel, masked, simple_scores
 from dist_mem.nn.attention_inputs import Inputs, Relative, Visible, visible_keys
 from dist_mem.nn.layers import RelativeAttention, describe_attention
-from dist_mem.nn.rotary_attention import attention_of, rotate
+from dist_mem.nn.rotary_attention import attention_of, turned, turns
 from tests.support.contract_cases import accepted, case_params, small_model, subject
 from tests.support.messages import refused
 from tests.support.tiny import tiny_config
@@ -213,7 +213,8 @@ def test_products_of_turned_rows_depend_on_the_distance_alone(width: int) -> Non
     query, key = torch.randn(2, 1, 2, 6, width, dtype=torch.float64)
 
     def products(first: int) -> Tensor:
-        return rotate(query, first=first, theta=100.0) @ rotate(key, first=first - 3, theta=100.0).mT
+        by = [turns(key, first=place, num_rows=6, theta=100.0) for place in (first, first - 3)]
+        return turned(query, by[0]) @ turned(key, by[1]).mT
 
     torch.testing.assert_close(products(0), products(1000), rtol=0, atol=1e-12)
     assert not torch.allclose(products(0), query @ key.mT)
