@@ -31,7 +31,10 @@ from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import write_hashed, write_text
 
 MODELING = "modeling_dist_mem.py"
-_MEMORY_CLASSES = {"gpt2": "MemoryGPT2", "llama": "MemoryLlama", "qwen2": "MemoryQwen2"}  # of model_type
+_MEMORY_CLASSES = {  # of model_type
+    **{"gpt2": "MemoryGPT2", "llama": "MemoryLlama", "mistral": "MemoryMistral"},
+    **{"qwen2": "MemoryQwen2", "qwen3": "MemoryQwen3"},
+}
 _PROGRAM = '''"""The classes of this model. They are in dist_mem, so that this folder has no copy of its code."""
 
 try:

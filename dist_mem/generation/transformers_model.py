@@ -25,9 +25,11 @@ from transformers import (
     GenerationMixin,
     GPT2Config,
     LlamaConfig,
+    MistralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3Config,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
@@ -328,10 +330,22 @@ class MemoryLlama(MemoryForCausalLM):
     config_class = LlamaConfig
 
 
+class MemoryMistral(MemoryForCausalLM):
+    """A Mistral with memory, whose config.json is that of Mistral."""
+
+    config_class = MistralConfig
+
+
 class MemoryQwen2(MemoryForCausalLM):
     """A Qwen2 with memory, whose config.json is that of Qwen2."""
 
     config_class = Qwen2Config
+
+
+class MemoryQwen3(MemoryForCausalLM):
+    """A Qwen3 with memory, whose config.json is that of Qwen3."""
+
+    config_class = Qwen3Config
 
 
 def _only(bins: torch.nn.ModuleList) -> torch.nn.Module:

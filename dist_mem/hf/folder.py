@@ -6,6 +6,7 @@ one. The configuration holds the sizes, so that a run is resumed and evaluated w
 
 from __future__ import annotations
 
+import json
 import reprlib
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dist_mem.config import ModelConfig
+from dist_mem.config import ModelConfig, as_tree
+from dist_mem.config.blocks import value_at
 from dist_mem.errors import UnusableError, run_error
 from dist_mem.hf.layout import Layout
 from dist_mem.hf.names import LAYOUTS, take_published
@@ -70,10 +72,14 @@ def check_sizes(model: ModelConfig, vocab_size: int | None) -> None:
     layout = LAYOUTS[model.kind]
     path = Path(model.pretrained) / CONFIG
     published = read_published_config(Path(model.pretrained), layout)
-    effective = {"d_head": model.d_head or model.d_model // model.num_heads}
+    effective: dict[str, Any] = {"d_head": model.d_head or model.d_model // model.num_heads}
     effective["num_kv_heads"] = model.num_kv_heads or model.num_heads
-    configured = {key: effective.get(key, getattr(model, key)) for key in layout.sizes(published)}
-    wrong = {key: value for key, value in layout.sizes(published).items() if configured[key] != value}
+    if model.rope is not None:
+        effective["rope.original_positions"] = model.rope.original_positions or model.num_positions
+    tree = as_tree(model)
+    sizes = layout.sizes(published)
+    configured = {key: effective.get(key, value_at(tree, key)) for key in sizes}
+    wrong = {key: value for key, value in sizes.items() if configured[key] != value}
     if wrong:
         given = ", ".join(f"model.{key} is {_shown(configured[key])}" for key in wrong)
         fix = " ".join(f"model.{key}={_shown(value)}" for key, value in wrong.items())
@@ -91,7 +97,10 @@ def build_again(model: ModelConfig) -> str:
 
 
 def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    """Return a value as an override writes it; of a block, its keys."""
+    if isinstance(value, dict):
+        return f"a block of {', '.join(value)}"
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

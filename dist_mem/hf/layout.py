@@ -13,6 +13,7 @@ from dist_mem.runtime.file_schema import Schema, integer, leaf
 
 SIZE = integer(1, 2**31 - 1)
 POSITIVE = leaf("a number above 0", lambda value: type(value) in (int, float) and 0 < value < 1e30)
+NOT_NEGATIVE = leaf("a number of at least 0", lambda value: type(value) in (int, float) and 0 <= value < 1e30)
 FLAG = leaf("true or false", lambda value: isinstance(value, bool))
 
 

@@ -25,6 +25,7 @@ from dist_mem.memory.base import Inspectable, named_tensors
 from dist_mem.memory.transformer_xl import TransformerXL
 from dist_mem.model import LMState, MemoryLM
 from tests.support.contract_cases import CASES, SEG_LEN, small_block, small_model
+from tests.support.llama_models import QWEN3
 from tests.support.logging_memory import Logging
 
 LANES = 4
@@ -64,6 +65,9 @@ def cases() -> dict[str, Case]:
     return {
         **found,
         **{f"{kind} in a Llama": Case(small_block(kind), LLAMA) for kind in IN_LLAMA},
+        "compressive in Qwen3": Case(small_block("compressive"), QWEN3),
+        "a window": Case(CACHE, {**QWEN3, "sliding_window": SEG_LEN - 1}),
+        "a window, the same length": Case(CACHE, {**QWEN3, "sliding_window": SEG_LEN + 1, "same_length": True}),
         "post-norm": Case(CACHE, norm="post"),
         "one row kept": Case({"kind": "transformer_xl", "mem_len": 1}),
         "the same length": Case(CACHE, {"same_length": True}),

@@ -32,11 +32,14 @@ SEG_LEN = 16
 LLAMA = {**llama_models.SIZES, "kind": "llama"}
 WITHOUT = {"memory": {"kind": "causal"}, "train": {"seg_len": 60}}
 CACHE = {"kind": "transformer_xl", "mem_len": SEG_LEN}
+LLAMA3 = {"kind": "llama3", "factor": 8.0, "original_positions": 16}
 MODELS: dict[str, dict[str, Any]] = {  # by the class that transformers makes of them
     "MemoryGPT2": {"model": {"kind": "gpt2", **SIZES}, "memory": {**LTM, "sampling": "sticky"}},
     "MemoryQwen2": {"model": {**LLAMA, "qkv_bias": True}, "memory": {**llama_models.LTM, "over": CACHE}},
     "GPT2LMHeadModel": {"model": {"kind": "gpt2", **SIZES, "num_positions": 64}, **WITHOUT},
-    "LlamaForCausalLM": {"model": LLAMA, **WITHOUT},
+    "MemoryMistral": {"model": {**LLAMA, "sliding_window": SEG_LEN}, "memory": CACHE},
+    "LlamaForCausalLM": {"model": {**LLAMA, "rope": LLAMA3}, **WITHOUT},
+    "Qwen3ForCausalLM": {"model": {**LLAMA, "qk_norm": True, "d_head": 8}, **WITHOUT},
 }
 Folders = Callable[[str], tuple[Path, Path]]
 
@@ -92,7 +95,7 @@ def test_losses_and_weights_are_ours(folders_of: Folders, name: str) -> None:
     trained, opened, ids = load_model(ours), open_folder(theirs), ids_of(theirs, text)
     assert type(opened).__name__ == name
     own = [key for key in load_file(theirs / "model.safetensors") if key.startswith("memory.")]
-    assert bool(own) == has_memory
+    assert bool(own) == ("infinite" in str(MODELS[name]["memory"]))
     assert difference(dict(trained.model.state_dict()), dict(load_model(theirs).model.state_dict())) is None
     expected = score(trained, text).nll
     assert ids.shape[1] == len(expected) + 1 and (ids.shape[1] > 5 * SEG_LEN) == has_memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,19 +12,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dist_mem.config import Config, config_from
+from dist_mem.__main__ import main
+from dist_mem.config import Config, changed, config_from, load_config, save_config
 from dist_mem.errors import UnusableError
-from dist_mem.hf.folder import load_pretrained, read_published_config
+from dist_mem.hf.folder import check_sizes, load_pretrained, read_published_config
+from dist_mem.hf.llama import ROPE_NAMES
 from dist_mem.hf.names import LAYOUTS
+from dist_mem.memory import memory_options
 from tests.support.gpt2_models import LTM, VOCAB, build, gpt2_config, save_random_gpt2
-from tests.support.llama_models import llama_config, save_random_llama
-from tests.support.messages import refused
+from tests.support.llama_models import PUBLISHED, llama_config, save_random_llama
+from tests.support.messages import refused, said_line
 
 WRONG: list[Any] = [
     *(None, True, "x", "", -1, 0, 0.0, 1.5, 10**400, -(10**400), float("nan"), float("inf")),
     *([], [1], [[]], {}, {"rope_theta": "x"}, {"rope_theta": 10**400}, {"rope_type": []}, {"type": 1}),
 ]
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 4.0}
+QWEN_WINDOW = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5}
 OTHER: dict[str, list[tuple[dict[str, Any], str]]] = {  # what is not computed here, and what the configuration has not
     "gpt2": [
         ({"activation_function": "relu"}, "activation_function"),
@@ -32,16 +38,28 @@ OTHER: dict[str, list[tuple[dict[str, Any], str]]] = {  # what is not computed h
     "llama": [
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias"),
-        ({"model_type": "mistral"}, "model_type"),
-        ({"rope_parameters": {**ROPE, "rope_type": "llama3", "factor": 8.0}}, "rope_parameters"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_scaling"),
+        ({"model_type": "gemma"}, "model_type"),
+        ({"rope_parameters": {**ROPE, "rope_type": "longrope", "factor": 8.0}}, "rope_parameters.rope_type"),
+        ({"rope_parameters": {**ROPE, "rope_type": "llama3", "factor": 8.0}}, "rope_parameters.low_freq_factor"),
+        ({"rope_parameters": {**ROPE, **LLAMA3, "high_freq_factor": 1.0}}, "rope_parameters.high_freq_factor"),
+        ({"rope_parameters": {"full_attention": ROPE}}, "rope_parameters.full_attention"),
+        ({"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
         ({"layer_types": ["sliding_attention"]}, "layer_types"),
+        ({**QWEN_WINDOW, "max_window_layers": 1}, "max_window_layers"),
+        ({**QWEN_WINDOW, "layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_parameters": {**ROPE, "rope_theta": 5e5}}, "model.rope_theta=500000.0"),
         ({"rope_parameters": None, "rope_theta": 5e5}, "model.rope_theta=500000.0"),
         ({"rms_norm_eps": 1e-5, "num_key_value_heads": 4}, "model.num_kv_heads=4 model.norm_eps=1e-05"),
         ({"tie_word_embeddings": True}, "model.tie_embeddings"),
         ({"model_type": "qwen2"}, "model.qkv_bias=true"),
+        ({"model_type": "qwen3"}, "model.qk_norm=true"),
+        ({"model_type": "mistral"}, "model.sliding_window=4096"),
+        ({**QWEN_WINDOW, "max_window_layers": 0}, "model.qkv_bias=true model.sliding_window=5"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "model.rope.kind=dynamic model.rope.factor=2"),
+        ({"rope_parameters": {**ROPE, **LLAMA3}}, "model.rope.kind=llama3"),
+        ({"rope_parameters": {**ROPE, "rope_type": "yarn", "factor": 2.0}}, "model.rope.original_positions=64"),
     ],
 }
 
@@ -72,13 +90,69 @@ def published(request: pytest.FixtureRequest, tmp_path: Path) -> Published:
 def test_folders_of_another_computation_or_of_other_sizes_are_refused_by_key(published: Published) -> None:
     for change, named in OTHER[published.config.model.kind]:
         published.rewrite("config.json", {**published.content, **change})
-        with refused(UnusableError, "config.json", named):
+        with refused(UnusableError, "config.json", named) as caught:
             published.load()
+        if named.startswith("model."):
+            follow_remedy(published, str(caught.value))
     published.rewrite("config.json", published.content)
     with refused(UnusableError, "model.num_layers", "model.d_inner"):
         published.load(model={"num_layers": 2, "d_inner": 64})
     with refused(UnusableError, "vocab_size"):
         published.load(vocab_size=VOCAB - 1)
+
+
+def follow_remedy(published: Published, message: str) -> None:
+    """Set on the command line what a message says; then the sizes are those of the folder."""
+    path = published.folder.parent / "run.yaml"
+    save_config(published.config, path)
+    overrides = message.partition(": set ")[2].split()
+    model = load_config([str(path), *overrides], memory_options=memory_options).model
+    check_sizes(model, VOCAB)
+    if model.rope is not None:  # and back
+        save_config(load_config([str(path), *overrides], memory_options=memory_options), path)
+        published.rewrite("config.json", {**published.content})
+        with refused(UnusableError, "config.json", "model.rope=null") as caught:
+            check_sizes(load_config([str(path)], memory_options=memory_options).model, VOCAB)
+        overrides = str(caught.value).partition(": set ")[2].split()
+        check_sizes(load_config([str(path), *overrides], memory_options=memory_options).model, VOCAB)
+
+
+def test_files_of_transformers_4_are_read_alike(tmp_path: Path) -> None:
+    """Rotary positions under other keys."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    layout = LAYOUTS["llama"]
+    for number, kind in enumerate(PUBLISHED):
+        folder = tmp_path / str(number)
+        save_random_llama(folder, kind)
+        sizes = layout.sizes(read_published_config(folder, layout))
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        rope = content.pop("rope_parameters")
+        content["rope_theta"], name = rope.pop("rope_theta"), rope.pop("rope_type")
+        content["rope_scaling"] = None if name == "default" else {"type": name, **rope}
+        (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
+        assert layout.sizes(read_published_config(folder, layout)) == sizes
+
+
+@pytest.mark.parametrize("published", ["llama"], indirect=True)
+def test_a_memory_that_hides_rows_behind_the_window_or_has_none_ends_with_code_2(
+    published: Published, single_process: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So does a rope type that is unknown; before anything is written."""
+    path = published.folder.parent / "run.yaml"
+    save_config(changed(published.config, {"run_dir": str(published.folder.parent / "run")}), path)
+    published.rewrite("config.json", {**published.content, "model_type": "mistral", "sliding_window": 30})
+    check = ["train", str(path), "--check", "model.sliding_window=30"]
+    compressive = ["memory.kind=compressive", "memory.mem_len=12", "memory.cmem_len=12"]
+    assert main([*check, *compressive]) == 2
+    said_line(capsys.readouterr().err, "model.sliding_window", "30", "memory.cmem_len", "transformer_xl")
+    assert main([*check, "memory.kind=compressive", "memory.mem_len=12", "memory.cmem_len=6"]) == 0
+    assert main([*check, "memory.kind=linear"]) == 2
+    said_line(capsys.readouterr().err, "model.sliding_window", "30", "memory.kind")
+    assert main([*check, "memory.kind=transformer_xl"]) == 0
+    published.rewrite("config.json", {**published.content, "rope_parameters": {"rope_type": "x"}})
+    assert main(["train", str(path), "--check"]) == 2
+    said_line(capsys.readouterr().err, str(published.folder), "rope_parameters.rope_type", "'x'", "llama3")
+    assert not (published.folder.parent / "run").exists()
 
 
 @pytest.mark.parametrize("memory", [{"kind": "none"}, {**LTM, "over": {"kind": "none"}}])
@@ -116,6 +190,16 @@ def test_values_of_every_type_are_read_or_refused_by_key(published: Published) -
                 family.sizes(read_published_config(published.folder, family))
             except UnusableError as error:
                 assert str(path) in str(error) and key in str(error) and len(str(error)) < 400
+    ropes = [{**LLAMA3, "rope_type": kind} for kind in ("dynamic", "yarn")] if family is LAYOUTS["llama"] else []
+    for rope, name in itertools.product(
+        ropes, {*ROPE_NAMES.values(), "factor", "rope_type", "mscale", "mscale_all_dim"}
+    ):
+        for value in WRONG:
+            published.rewrite("config.json", {**published.content, "rope_parameters": {**rope, name: value}})
+            try:
+                family.sizes(read_published_config(published.folder, family))
+            except UnusableError as error:
+                assert f"rope_parameters.{name}" in str(error) and len(str(error)) < 400
     without = {name: value for name, value in published.content.items() if name != "vocab_size"}
     for content, reason in ((without, "vocab_size"), (WRONG, "an object"), ("x", "an object"), (None, "an object")):
         published.rewrite("config.json", content)
