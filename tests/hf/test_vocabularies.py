@@ -232,7 +232,7 @@ def test_a_published_model_is_trained_with_its_own_tokenizer_as_the_message_says
     folder, books = save_published(kind, tmp_path / "published"), tmp_path / "books"
     size = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     qwen = kind == "qwen"
-    save_random_llama(folder, qwen=qwen, vocab_size=size, max_position_embeddings=64)
+    save_random_llama(folder, "Qwen2" if qwen else "Llama 2", vocab_size=size)
     model = {"kind": "llama", **SIZES, "qkv_bias": qwen, "tie_embeddings": qwen, "dropout": 0.0, "num_layers": 3}
     sizes = [f"model.{key}={json.dumps(value)}" for key, value in {**model, "pretrained": str(folder)}.items()]
     configured = [str(pretrained[1](0)), *sizes, "memory.mem_len=16", f"run_dir={tmp_path / 'run'}"]

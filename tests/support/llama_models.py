@@ -101,12 +101,14 @@ def model_keys(folder: Path) -> dict[str, Any]:
     return keys
 
 
-def save_random_llama(folder: Path, kind: str = "Llama 2", *, shard: str = "1GB", std: float = 0.3) -> Any:
+def save_random_llama(
+    folder: Path, kind: str = "Llama 2", *, shard: str = "1GB", std: float = 0.3, vocab_size: int = VOCAB
+) -> Any:
     """Save a model of PUBLISHED with random weights, norms and biases by `save_pretrained`; return it."""
     import transformers
 
     sizes = {"num_hidden_layers": 3, "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"intermediate_size": 40, "max_position_embeddings": 64, "vocab_size": VOCAB}
+    sizes |= {"intermediate_size": 40, "max_position_embeddings": 64, "vocab_size": vocab_size}
     torch.manual_seed(1)
     name, changes = PUBLISHED[kind]
     settings = {**sizes, "attn_implementation": "sdpa", **copy.deepcopy(changes)}
