@@ -100,7 +100,7 @@ class AssociativeMemory(Inspectable):
         over: dict[str, Any] = field(default_factory=lambda: {"kind": "none"})
         num_tokens: int = key(16, at_least=1, at_most=TOKENS)  # M, memory rows after the segment
         d_key: int = key(64, at_least=1, at_most=WIDTH)  # width of queries and keys, all heads together
-        num_heads: int = key(1, at_least=1)  # H, of the memory
+        num_heads: int = key(1, at_least=1, at_most=WIDTH)  # H, of the memory
         nu: int = key(3, at_least=1, at_most=64)  # shifts of DPFP; a key has 2 nu d_key / H features
         value_init: float = 0.0  # factor of the initial W_v; 0, as published: the model starts without memory
         gating: bool = False  # how much is written is a number for each channel; false: one for each head
@@ -184,7 +184,7 @@ class AssociativeMemory(Inspectable):
         return MemoryOutput(found + below.y, state._replace(matrix=matrix), {}, query, everything, logs)
 
     def after_block(self, rows: Tensor, state: State) -> State:
-        pending = rows[:, -self.num_after :].to(state.pending.dtype)
+        pending = rows[:, -self.num_after :].to(state.pending.dtype).contiguous()  # no view, which would keep all rows
         return State(state.matrix, pending, torch.ones_like(state.has_pending))
 
     def read(self, rows: Tensor, matrix: Matrix) -> Tensor:

@@ -30,6 +30,7 @@ from dist_mem.hf.vocabulary import compare_tokens
 from tests.support.jobs import write_config
 from tests.support.llama_models import SIZES, llama_config, save_random_llama
 from tests.support.messages import refused, said_line
+from tests.support.own_process import in_child
 from tests.support.published_tokenizers import save_published
 
 pytest.importorskip("tokenizers", reason="tokenizers is not installed")
@@ -224,6 +225,10 @@ def test_a_folder_of_hugging_face_is_no_damaged_data_directory(pretrained: tuple
         load_tokenizer(llama)
 
 
+def run_command(arguments: list[str]) -> None:
+    assert main(arguments) == 0
+
+
 @pytest.mark.parametrize("kind", ["llama3", "qwen"])
 def test_a_published_model_is_trained_with_its_own_tokenizer_as_the_message_says_and_exported_with_it(
     kind: str, pretrained: tuple[Path, Callable[..., Path]], single_process: None, capsys: Any, tmp_path: Path
@@ -244,7 +249,7 @@ def test_a_published_model_is_trained_with_its_own_tokenizer_as_the_message_says
     built = ["data", "build", "text", "--source", str(books), "--out", str(tmp_path / "data"), *remedy.split()]
     assert main(built) == 0
     assert main(["data", "verify", str(tmp_path / "data")]) == 0
-    assert main(["train", *configured, f"data.path={tmp_path / 'data'}"]) == 0
+    in_child(run_command, ["train", *configured, f"data.path={tmp_path / 'data'}"])
     assert main(["generate", str(tmp_path / "run"), "--prompt", TEXTS[0][:40], "--tokens", "4"]) == 0
     hub = tmp_path / "hub"
     assert main(["export", str(tmp_path / "run"), "--out", str(hub), "--format", "transformers"]) == 0
