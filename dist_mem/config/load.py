@@ -38,6 +38,7 @@ from dist_mem.config.sources import COMMAND_LINE, Source, merge, merge_source, r
 from dist_mem.config.text_checks import check_credentials, check_given, check_texts
 from dist_mem.config.values import Letters, dump, settled, typed
 from dist_mem.runtime.files import write_text
+from dist_mem.runtime.shipped import shipped_root
 
 BlockT = TypeVar("BlockT")
 COMMAND_LINE_ONLY = tuple(name for name, found in keys_of(Config).items() if found.metadata.command_line_only)
@@ -192,7 +193,11 @@ def _checked(
 def _way_to_give(memory: Any) -> str:
     if not isinstance(memory, str):
         return ""
-    return "; give the file as an argument" if memory.endswith(".yaml") else f"; write memory.kind={memory}"
+    if memory.endswith(".yaml"):
+        return "; give the file as an argument"
+    file = f"configs/memory/{memory}.yaml"
+    has_file = re.fullmatch(r"\w+", memory) and (shipped_root() / file).is_file()
+    return f"; give {file} as an argument" if has_file else f"; write memory.kind={memory}"
 
 
 def _with_letters(resolved: Any, written: Any) -> Any:

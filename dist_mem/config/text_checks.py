@@ -90,7 +90,10 @@ def _place_fault(text: str) -> str | None:
 def _path_fault(text: str) -> str | None:
     """Return why no file system accepts a path; None if some do."""
     if re.fullmatch(r"\[.*\]|\{.*\}", text):
-        return f"must be one path; write ./{text} for a folder of that name"
+        return (
+            f"must be one path; of several directories, data.curriculum reads one after the other; write ./{text} for "
+            "a folder of that name"
+        )
     parts = [len(os.fsencode(part)) for part in text.split("/")]
     if max(parts) > _MOST_NAME_BYTES:
         return f"a name in it has {max(parts):,} bytes; file systems allow {_MOST_NAME_BYTES}: give a shorter one"
