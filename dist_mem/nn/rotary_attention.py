@@ -83,7 +83,8 @@ class RotaryAttention(ContextAttention):
         super().__init__(attention_dropout=spec.attention_dropout, back_end=spec.back_end)
         llama = spec.llama or LlamaSpec(spec.num_heads, rope_theta=10_000.0, norm_eps=0.0, qkv_bias=False)
         width = spec.num_heads * spec.d_head
-        self.num_heads, self.theta, self.rope = spec.num_heads, llama.rope_theta, llama.rope
+        self.num_heads, self.seg_len = spec.num_heads, spec.seg_len
+        self.theta, self.rope = llama.rope_theta, llama.rope
         self.num_kv_heads: int = llama.num_kv_heads
         self.sliding_window = llama.sliding_window
         project = BiasedProjection if llama.qkv_bias else Projection
@@ -119,15 +120,17 @@ class RotaryAttention(ContextAttention):
         """Return keys (..., K), normed if the model norms them."""
         return key if self.key_norm is None else self.key_norm(key, frozen)
 
-    def table(self, like: Tensor, *, first: int, num_rows: int, num_keys: int) -> Turns:
-        """Return `turns` of this model."""
+    def table(self, like: Tensor, *, context_len: int, first: int, num_rows: int) -> Turns:
+        """Return `turns` of this model, also for a segment of which fewer than T rows are computed."""
+        num_keys = context_len + self.seg_len
         return turns(like, first=first, num_rows=num_rows, theta=self.theta, rope=self.rope, num_keys=num_keys)
 
     def inputs(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> Inputs:
-        seg_len, num_keys = query.shape[2], key.shape[2]
-        by = self.table(query, first=0, num_rows=seg_len, num_keys=num_keys)
+        num_rows, num_keys = query.shape[2], key.shape[2]
+        context_len = num_keys - num_rows
+        by = self.table(query, context_len=context_len, first=0, num_rows=num_rows)
         asking = turned(query, by) / math.sqrt(query.shape[-1])
-        by = self.table(key, first=seg_len - num_keys, num_rows=num_keys, num_keys=num_keys)
+        by = self.table(key, context_len=context_len, first=-context_len, num_rows=num_keys)
         keys = repeat_heads(turned(key, by), self.num_heads), repeat_heads(value, self.num_heads)
         return Inputs(asking, *keys, within(visible, self.sliding_window))
 
@@ -136,8 +139,7 @@ class RotaryAttention(ContextAttention):
         pairs, tail = self.open_pairs(context, valid, is_row)
         context_len = pairs.shape[1]
         key, value = lane_heads(pairs, 2 * self.num_kv_heads).chunk(2, dim=1)
-        num_keys = context_len + seg_len
-        table = self.table(key, first=-context_len, num_rows=num_keys, num_keys=num_keys)
+        table = self.table(key, context_len=context_len, first=-context_len, num_rows=context_len + seg_len)
         key = turned(self.normed_key(key), (table[0][:context_len], table[1][:context_len]))
         return Opened(kept(torch.cat([key, value], dim=1), valid, seg_len=seg_len, tail=tail), table)
 

@@ -25,7 +25,7 @@ from dist_mem.memory.base import Inspectable, named_tensors
 from dist_mem.memory.transformer_xl import TransformerXL
 from dist_mem.model import LMState, MemoryLM
 from tests.support.contract_cases import CASES, SEG_LEN, small_block, small_model
-from tests.support.llama_models import QWEN3
+from tests.support.llama_models import DYNAMIC, QWEN3
 from tests.support.logging_memory import Logging
 
 LANES = 4
@@ -66,6 +66,7 @@ def cases() -> dict[str, Case]:
         **found,
         **{f"{kind} in a Llama": Case(small_block(kind), LLAMA) for kind in IN_LLAMA},
         "compressive in Qwen3": Case(small_block("compressive"), QWEN3),
+        "dynamic positions": Case(CACHE, DYNAMIC),
         "a window": Case(CACHE, {**QWEN3, "sliding_window": SEG_LEN - 1}),
         "a window, the same length": Case(CACHE, {**QWEN3, "sliding_window": SEG_LEN + 1, "same_length": True}),
         "post-norm": Case(CACHE, norm="post"),

@@ -130,6 +130,18 @@ def test_only_alibi_knows_the_order_of_memory_rows() -> None:
         ("model.kind=llama model.d_head=5", "model.d_head"),
         ("model.kind=llama train.seg_len=2048", "train.seg_len"),
         ("model.rope_theta=5e5", "model.rope_theta"),
+        ("model.sliding_window=5", "model.sliding_window"),
+        ("model.kind=llama model.qk_norm=true model.qkv_bias=true", "model.qk_norm"),
+        ("model.kind=llama model.rope.factor=2", "model.rope.kind"),
+        ("model.kind=llama model.rope.kind=yarn", "model.rope.factor"),
+        ("model.kind=llama model.rope.kind=longrope", "model.rope.kind"),
+        ("model.kind=llama model.rope.kind=linear model.rope.factor=2 model.rope.beta_fast=3", "model.rope.beta_fast"),
+        (
+            "model.kind=llama model.rope.kind=llama3 model.rope.factor=2 model.rope.high_freq_factor=1",
+            "model.rope.high_freq_factor",
+        ),
+        ("model.kind=llama model.d_head=2 model.rope.kind=dynamic model.rope.factor=2", "model.rope.kind"),
+        ("model.kind=llama model.rope_theta=1 model.rope.kind=yarn model.rope.factor=2", "model.rope_theta"),
     ],
 )
 def test_configuration_errors_name_the_key(override: str, key: str) -> None:

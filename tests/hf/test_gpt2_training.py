@@ -39,7 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "alibi": {"kind": "compressive", "mem_len": 8, "cmem_len": 8, "compression_rate": 2, "positions": "alibi"},
     "llama": {**STICKY, "over": {"kind": "transformer_xl", "mem_len": 8}},
 }
-LLAMA = {**llama_models.SIZES, "kind": "llama", "qkv_bias": True}
+LLAMA = {**llama_models.SIZES, "kind": "llama", "qk_norm": True, "sliding_window": 10}
 
 
 @pytest.fixture(scope="module")

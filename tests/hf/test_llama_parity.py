@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import RMSNorm
 
+from dist_mem.config.schema import ROPE_KINDS
+from dist_mem.hf import llama
 from dist_mem.hf.folder import load_pretrained
 from dist_mem.hf.names import LAYOUTS, to_published
 from dist_mem.model import MemoryLM
@@ -82,6 +84,14 @@ def logits_of(theirs: Any, tokens: Tensor) -> Tensor:
 
 def assert_near(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_every_kind_of_model_and_of_rotary_positions_is_compared() -> None:
+    assert {name.lower() for name, _ in PUBLISHED.values()} == set(llama.KINDS)
+    ropes = {
+        changes["rope_parameters"]["rope_type"] for _, changes in PUBLISHED.values() if "rope_parameters" in changes
+    }
+    assert ropes == set(ROPE_KINDS)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -139,7 +139,8 @@ def test_a_memory_that_hides_rows_behind_the_window_or_has_none_ends_with_code_2
 ) -> None:
     """So does a rope type that is unknown; before anything is written."""
     path = published.folder.parent / "run.yaml"
-    save_config(changed(published.config, {"run_dir": str(published.folder.parent / "run")}), path)
+    places = {"run_dir": str(published.folder.parent / "run"), "data.path": str(published.folder.parent / "no_data")}
+    save_config(changed(published.config, places), path)
     published.rewrite("config.json", {**published.content, "model_type": "mistral", "sliding_window": 30})
     check = ["train", str(path), "--check", "model.sliding_window=30"]
     compressive = ["memory.kind=compressive", "memory.mem_len=12", "memory.cmem_len=12"]

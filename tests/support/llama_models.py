@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "infinite, normed over compressive": small_block("infinite", over=small_block("compressive"), store="normed"),
 }
 KEYS: dict[str, Any] = {"kind": "llama", "d_head": 6, "num_kv_heads": 1}
+DYNAMIC = {**KEYS, "qkv_bias": True, "num_positions": SIZE.seg_len, "rope": RopeConfig(kind="dynamic", factor=4.0)}
 QWEN3 = {**KEYS, "qk_norm": True, "rope": RopeConfig(kind="yarn", factor=4.0, original_positions=16)}
 
 
@@ -62,7 +63,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
 
 def llama_subject(case: str) -> Subject:
     """Return the subject of the contract's rules for a case."""
-    keys = QWEN3 if case.endswith("Qwen3") else {**KEYS, "qkv_bias": True}
+    keys = QWEN3 if case.endswith("Qwen3") else DYNAMIC
     window = {"sliding_window": SIZE.seg_len + 2} if CASES[case]["kind"] == "transformer_xl" else {}
     return Subject(lambda _: CASES[case], SIZE, keys={**keys, **window})
 
