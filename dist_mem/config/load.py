@@ -8,7 +8,8 @@ function that its caller passes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -89,12 +90,22 @@ def load_config(
     tree["deepspeed"] = deepspeed_keys.without_defaults(tree["deepspeed"])
     document = complete(Config, settled(tree))
     try:
-        config = _checked(document, tree["memory"], memory_options, trains=trains)
-        _check_further(config, check)
+        with _hiding(document):
+            config = _checked(document, tree["memory"], memory_options, trains=trains)
+            _check_further(config, check)
+    except ConfigError as error:
+        raise ConfigError([located(problem, origins) for problem in error.problems]) from None
+    return config
+
+
+@contextmanager
+def _hiding(document: Mapping[str, Any]) -> Iterator[None]:
+    """Replace values from the environment in errors about a document by their interpolations."""
+    try:
+        yield
     except ConfigError as error:
         problems = [problem._replace(text=hide_all(problem.text, document)) for problem in error.problems]
-        raise ConfigError([located(problem, origins) for problem in problems]) from None
-    return config
+        raise ConfigError(problems) from None
 
 
 def config_from(*trees: Mapping[str, Any]) -> Config:
@@ -283,10 +294,11 @@ def load_block(schema: type[BlockT], name: str, arguments: Sequence[str], *, sav
         stop_on([problem._replace(where=source.place(problem.key)) for problem in found])
         with placed(source.place):
             tree = merge(tree, settled(source.tree)) if source.tree else tree
-    values = resolved(tree, partial(type_of, Config), name)[name]
-    texts = check_texts(flatten(values, name))
-    stop_on([*check_tree(schema, values, key=name), *check_values(schema, values, name), *texts])
-    return cast(BlockT, build(schema, values, name))
+    with _hiding(tree):
+        values = resolved(tree, partial(type_of, Config), name)[name]
+        texts = check_texts(flatten(values, name))
+        stop_on([*check_tree(schema, values, key=name), *check_values(schema, values, name), *texts])
+        return cast(BlockT, build(schema, values, name))
 
 
 def read_block(schema: type[BlockT], path: Path, settle: Callable[[Any], Any] = settled) -> BlockT:

@@ -7,11 +7,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dist_mem.config import ConfigError, as_tree, load_config, read_config, save_config, to_yaml
-from dist_mem.config.check import flatten
+from dist_mem.config import ConfigError, as_tree, load_block, load_config, read_config, save_config, to_yaml
+from dist_mem.config.check import block_of, fields_of, flatten
 from dist_mem.config.environment_values import HidingStream, hide
 from dist_mem.config.keys import FREE
 from dist_mem.config.resume_rules import changed_keys, check_changes, checksums_to_keep, rule_of
@@ -34,14 +35,18 @@ def load(*arguments: str) -> Config:
 
 @pytest.mark.parametrize("key", sorted(key for key in ALL if not key.startswith("memory.") or key == "memory.kind"))
 def test_no_error_of_a_configuration_shows_a_value(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every key, with a text, a number and a block where they may not be."""
+    """Every key, with a text, a number and a block where they may not be; also of a block that is read alone."""
+    name = key.partition(".")[0]
+    schema = block_of((fields_of(Config) or {})[name])
+    readers: list[Any] = [load, *([lambda word: load_block(schema, name, [word])] if schema else [])]
     for value, how in [(SECRET, "${oc.env:HIDDEN}"), ("-87", "${oc.decode:${oc.env:HIDDEN}}")]:
         monkeypatch.setenv("HIDDEN", value)
-        try:
-            load(f"{key}={how}")
-        except ConfigError as error:
-            assert value not in str(error) and "87" not in str(error)
-            assert key.partition(".")[0] in str(error)
+        for read in readers:
+            try:
+                read(f"{key}={how}")
+            except ConfigError as error:
+                assert value not in str(error) and "87" not in str(error)
+                assert name in str(error)
 
 
 @pytest.mark.parametrize(
