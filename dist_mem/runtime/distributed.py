@@ -267,10 +267,14 @@ def agree_all_well(error: BaseException | None, what: str, *, gather: Gather = g
     A rank that failed raises with its own message, unless that is the system's, which does not say what was done.
 
     Raises:
-        UnusableError, UnfitError, TakenOverError: on every rank the same; see `agreed_error`.
+        UnusableError, UnfitError, TakenOverError: on every rank the same; see `agreed_error`. A rank that is alone
+            raises its own RunError.
     """
     own = str(error) if isinstance(error, (RunError, ValueError)) else None
-    agreed = agreed_error(gather(describe_failure(error)), what, own=own)
+    failures = gather(describe_failure(error))
+    if len(failures) == 1 and isinstance(error, RunError):
+        raise error
+    agreed = agreed_error(failures, what, own=own)
     if agreed is not None:
         raise agreed from error
 

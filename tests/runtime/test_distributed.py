@@ -252,6 +252,18 @@ def test_all_ranks_raise_the_same_code_whichever_failed(rank_pool: Pool) -> None
             assert raised[0][2].startswith("testing failed on 1 of 2 ranks. rank 1: "), raised
 
 
+def test_a_rank_alone_raises_its_own_error() -> None:
+    """As a ShardError of a damaged document, which `score_split` promises to a notebook."""
+    for error in [make() for make in CODES]:
+        with pytest.raises(RunError) as raised:
+            on_all_ranks(partial(_raise, error), "testing", gather=lambda value: [value])
+        assert raised.value is error or not isinstance(error, RunError)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
 def outcomes_of_rank_0(world: World) -> list[tuple[str, int | None, str]]:
     return [outcome(partial(decided_by_rank0, partial(fail, make))) for make in CODES]
 
