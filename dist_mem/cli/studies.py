@@ -13,8 +13,12 @@ if TYPE_CHECKING:
     from dist_mem.config import LaunchConfig
 
 
-def add_study_arguments(added: ArgumentParser, out: str) -> Any:
-    """Add the arguments of all three commands; return the group of what to do instead of running."""
+def add_study_arguments(added: ArgumentParser, out: str, *, tries_rows: bool = True) -> Any:
+    """Add the arguments of all three commands; return the group of what to do instead of running.
+
+    Args:
+        tries_rows: the command estimates its rows first, unless it has --no-estimate.
+    """
     added.add_argument(
         "overrides", nargs="*", default=[], help="key=value for every training; with --slurm also a site's YAML files"
     )
@@ -36,6 +40,9 @@ def add_study_arguments(added: ArgumentParser, out: str) -> Any:
     what.add_argument("--check", action="store_true", help="print the resolved settings of every row, and exit")
     what.add_argument("--estimate", action="store_true", help="print what it will take, and exit")
     what.add_argument("--slurm", action="store_true", help="submit the trainings as a job array, and exit")
+    if tries_rows:
+        what.add_argument("--no-estimate", action="store_true", help="begin without trying every row first")
+    added.set_defaults(plan=False, no_estimate=not tries_rows)
     return what
 
 

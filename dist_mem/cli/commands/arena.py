@@ -17,7 +17,6 @@ def add_arguments(added: ArgumentParser) -> None:
     """Add the arguments of the command."""
     added.add_argument("study", type=place, metavar="ARENA.yaml", help="rows, budget, seeds and columns")
     what = add_study_arguments(added, "runs/arena/NAME")
-    what.add_argument("--no-estimate", action="store_true", help="begin without trying every row first")
     what.add_argument("--plan", action="store_true", help="print what every row takes within the budget, and exit")
 
 

@@ -26,8 +26,7 @@ def add_arguments(added: ArgumentParser) -> None:
         metavar="TABLE",
         help="name, for example lamemo.table1, or a .yaml file (default: list them)",
     )
-    add_study_arguments(added, "runs/reproduce/TABLE.SCALE")
-    added.set_defaults(no_estimate=True, plan=False)
+    add_study_arguments(added, "runs/reproduce/TABLE.SCALE", tries_rows=False)
 
 
 def run(options: Namespace) -> int:

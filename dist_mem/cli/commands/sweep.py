@@ -16,9 +16,7 @@ EXAMPLE = "configs/sweeps/rates.yaml --jobs 2"
 def add_arguments(added: ArgumentParser) -> None:
     """Add the arguments of the command."""
     added.add_argument("study", type=place, metavar="SWEEP.yaml", help="grid, rows, seeds and columns")
-    what = add_study_arguments(added, "runs/sweep/NAME")
-    what.add_argument("--no-estimate", action="store_true", help="begin without trying every row first")
-    added.set_defaults(plan=False)
+    add_study_arguments(added, "runs/sweep/NAME")
 
 
 def run(options: Namespace) -> int:
