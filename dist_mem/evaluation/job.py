@@ -62,7 +62,11 @@ def _join(overrides: Sequence[str], early: StopSignal | None) -> World:
 
 
 def run_on_ranks(
-    work: Callable[[World, StopCheck], None], overrides: Sequence[str] = (), early: StopSignal | None = None
+    work: Callable[[World, StopCheck], None],
+    overrides: Sequence[str] = (),
+    early: StopSignal | None = None,
+    *,
+    alone: str = "",
 ) -> int:
     """Run `work` on every rank of this job; return the exit code of the process, which is 0.
 
@@ -71,6 +75,7 @@ def run_on_ranks(
             rank.
         overrides: those of the command; `watchdog.join_seconds` is the time to wait for the next rank.
         early: a scheduler's signal on any rank ends the work on all ranks, with exit code 85.
+        alone: the command, if it runs on one process only.
 
     Raises:
         RunError: on every rank; the request cannot be carried out as it is, a rank is missing, or the work was cut
@@ -79,6 +84,9 @@ def run_on_ranks(
     world = _join(overrides, early)
     all_end_here = False
     try:
+        if alone and world.size > 1:
+            fix = "start it without a launcher"
+            raise UnusableError(f"dist-mem {alone} runs on one process, not on {world.size}: {fix}")
         work(world, stop_check(lambda: early is not None and early.received is not None, world))
         all_end_here = True
     except CutShortError as error:

@@ -64,12 +64,10 @@ def run(request: Request, *, early: StopSignal | None = None) -> int:
     Raises:
         UnusableError: a checkpoint, the data, the document or an option is invalid.
     """
-    return run_on_ranks(partial(_run, request=request), request.overrides, early)
+    return run_on_ranks(partial(_run, request=request), request.overrides, early, alone="inspect")
 
 
 def _run(world: World, check: StopCheck, *, request: Request) -> None:
-    if world.size > 1:
-        raise ValueError(f"dist-mem inspect runs on one process, not on {world.size}")
     text = None if request.text is None else read_file(request.text, "--text")  # before checkpoints are verified
     found = find_checkpoint_on_rank0(request.run, request.checkpoint, world)
     config = settings_of(request, found)

@@ -61,7 +61,7 @@ def run(
     if not figure.least_runs <= len(paths) <= figure.most_runs:
         raise UnusableError(f"{name} is made from {figure.runs}, but {len(paths)} runs are given")
     work = partial(_run, name, paths, settings, checkpoint=checkpoint, folder=folder, form=form)
-    return run_on_ranks(work, settings.overrides, early)
+    return run_on_ranks(work, settings.overrides, early, alone="figure")
 
 
 def _run(
@@ -75,8 +75,6 @@ def _run(
     folder: Path | None,
     form: str,
 ) -> None:
-    if world.size > 1:
-        raise UnusableError(f"dist-mem figure runs on one process, not on {world.size}")
     found = [find_checkpoint_on_rank0(path, checkpoint, world) for path in paths]
     labels = labels_of(names_of(paths), [one.directory / "config.yaml" for one in found])
     sources = [Source(one, label, settings, world, check) for one, label in zip(found, labels, strict=True)]

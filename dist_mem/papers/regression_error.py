@@ -168,7 +168,7 @@ def run(
         UnusableError: the checkpoint, the data or the overrides are invalid.
     """
     work = partial(_run, path=path, split=split, limit=limit, step=checkpoint, overrides=overrides)
-    return run_on_ranks(work, overrides, early)
+    return run_on_ranks(work, overrides, early, alone="inspect")
 
 
 def _run(
@@ -181,8 +181,6 @@ def _run(
     step: int | None,
     overrides: Sequence[str],
 ) -> None:
-    if world.size > 1:
-        raise ValueError(f"dist-mem inspect runs on one process, not on {world.size}")
     found = find_checkpoint_on_rank0(path, step, world)
     settings = [*overrides, "eval.layout=documents"]  # independent of the run's evaluations
     config = read_settings(found.directory, settings, reads_data=True)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dist_mem.data.plan import segment_starts
-from dist_mem.errors import UnusableError
 from dist_mem.evaluation.job import StopCheck, find_checkpoint_on_rank0, run_on_ranks, use_threads
 from dist_mem.evaluation.sweep import names_of
 from dist_mem.evaluation.trained_model import TrainedModel
@@ -63,8 +62,6 @@ def run(asked: Asked, *, out: Path | None, early: StopSignal | None = None) -> i
     path = out or asked.runs[0] / PAGE_NAME
 
     def work(world: World, check: StopCheck) -> None:
-        if world.size > 1:
-            raise UnusableError(f"dist-mem report runs on one process, not on {world.size}")
         text = None if asked.text is None else read_file(asked.text, "--text")
         labels = names_of(asked.runs)
         evaluations = [
@@ -81,7 +78,7 @@ def run(asked: Asked, *, out: Path | None, early: StopSignal | None = None) -> i
         )
         _publish(page, path, asked)
 
-    return run_on_ranks(work, asked.overrides, early)
+    return run_on_ranks(work, asked.overrides, early, alone="report")
 
 
 def _book(asked: Asked, text: str | None, world: World, check: StopCheck) -> tuple[TrainedModel, Book]:

@@ -127,16 +127,12 @@ def run(
         UnusableError: the checkpoint, the data or the overrides are invalid.
     """
     work = partial(_run, path=path, settings=settings, step=checkpoint, overrides=overrides)
-    return run_on_ranks(work, overrides, early)
+    return run_on_ranks(work, overrides, early, alone="dialogue")
 
 
 def _run(
     world: World, check: StopCheck, *, path: Path, settings: Settings, step: int | None, overrides: Sequence[str]
 ) -> None:
-    if world.size > 1:
-        raise ValueError(
-            f"dist-mem dialogue runs on one process, not on {world.size}: raise eval.batch_size to read more at once"
-        )
     found = find_checkpoint_on_rank0(path, step, world)
     whole = ["eval.layout=documents", "eval.max_document_len=null"]  # each conversation separately, to its end
     config = read_settings(found.directory, [*overrides, *whole], reads_data=True)
