@@ -14,7 +14,8 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from dist_mem.checkpoint.lane_states import Lanes, read_lanes, read_random_state
 from dist_mem.checkpoint.manifest import run_of
 from dist_mem.checkpoint.resume_choice import AUTO, Choice, choose_checkpoint
 from dist_mem.checkpoint.resume_source import Resumption, check_data, saved_config
-from dist_mem.config import Config, TrainConfig, to_yaml
+from dist_mem.config import Config, OptimizerConfig, ScheduleConfig, TrainConfig, to_yaml
 from dist_mem.config.environment_values import hide
 from dist_mem.config.keys import DATA, PLACE
 from dist_mem.config.settings import metadata_of
@@ -43,6 +44,7 @@ from dist_mem.training.divergence import METRICS, ROLLBACK, Decision
 from dist_mem.training.history import begin_part
 from dist_mem.training.step import TrainState
 
+Rate = Callable[[int], float | None]  # steps -> the learning rate after them
 _OF_MOVES = ("train.micro_batch_size", "deepspeed.zero_optimization.stage")  # `_moves` reports them
 
 
@@ -109,7 +111,8 @@ def start(
     messages += _starting_empty(engine)
     changed = ", ".join(str(change) for change in changes if _is_reported(change.key))
     messages += [f"changed since then: {changed}"] if changed else []
-    messages += other_rate(saved, config, manifest["step"])
+    former, present = (partial(planned_rate, one.optimizer, one.schedule, one.train.steps) for one in (saved, config))
+    messages += other_rate(former, present, manifest["step"])
     tags = {} if is_own else {"dist_mem.resumed_from": hide(os.fspath(directory.absolute()))}
     if other_code := code_differences(manifest["versions"], manifest.get("commit"), commit):
         messages.append(f"warning: {directory.name} was written by other code: {other_code}")
@@ -125,18 +128,18 @@ def _is_reported(key: str) -> bool:
     return key not in _OF_MOVES and metadata_of(key).affects not in (DATA, PLACE)
 
 
-def other_rate(saved: Config, config: Config, step: int) -> list[str]:
+def planned_rate(optimizer: OptimizerConfig, schedule: ScheduleConfig, steps: int | None, step: int) -> float | None:
+    """Return the learning rate after so many steps; None if only the data say how many there will be."""
+    return None if steps is None else optimizer.lr * lr_factor(step, schedule, steps)
+
+
+def other_rate(former: Rate, present: Rate, step: int) -> list[str]:
     """Return one line if the next learning rate is another than the former schedule's, as after more train.steps."""
-    if saved.train.steps is None or config.train.steps is None or step == 0:
+    planned, now = former(step), present(step)
+    if planned is None or now is None or step == 0 or math.isclose(now, planned, rel_tol=1e-6):
         return []
-    before, planned = (
-        saved.optimizer.lr * lr_factor(each, saved.schedule, saved.train.steps) for each in (step - 1, step)
-    )
-    now = config.optimizer.lr * lr_factor(step, config.schedule, config.train.steps)
-    if math.isclose(now, planned, rel_tol=1e-6):
-        return []
-    former = f"the former schedule gave {before:.3g} at step {step}, and {planned:.3g} next"
-    return [f"learning rate {now:.3g} at step {step + 1}: {former}"]
+    before = f"the former schedule gave {former(step - 1):.3g} at step {step}, and {planned:.3g} next"
+    return [f"learning rate {now:.3g} at step {step + 1}: {before}"]
 
 
 def load_checkpoint(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from dist_mem.data.plan import DocumentPlan, make_plan
 from dist_mem.data.shard import read_index
 from dist_mem.evaluation.trained_model import load_model
 from dist_mem.memory import memory_class, memory_options
-from dist_mem.training.resume import other_rate
+from dist_mem.training.resume import Rate, other_rate, planned_rate
 from tests.support.faults import flip
 from tests.support.jobs import (
     checkpoint_content,
@@ -219,11 +220,16 @@ def test_run_directory_that_cannot_be_written_is_an_error_of_two_lines(tmp_path:
 
 def test_a_learning_rate_that_leaves_the_former_schedule_is_said() -> None:
     """OneTrainer#1604: after more steps were asked for, the rate rose fivefold without a word."""
-    ended = make_config(train={"steps": 12})
-    assert other_rate(ended, make_config(train={"steps": 12}), 6) == []
-    assert other_rate(ended, make_config(train={"steps": 24}), 0) == []
-    assert other_rate(ended, make_config(train={"steps": None, "epochs": 1.0}), 12) == []
-    (line,) = other_rate(ended, make_config(train={"steps": 24}), 12)
+
+    def rate(**changes: Any) -> Rate:
+        config = make_config(**changes)
+        return partial(planned_rate, config.optimizer, config.schedule, config.train.steps)
+
+    ended = rate(train={"steps": 12})
+    assert other_rate(ended, rate(train={"steps": 12}), 6) == []
+    assert other_rate(ended, rate(train={"steps": 24}), 0) == []
+    assert other_rate(ended, rate(train={"steps": None, "epochs": 1.0}), 12) == []
+    (line,) = other_rate(ended, rate(train={"steps": 24}), 12)
     assert line == "learning rate 0.0005 at step 13: the former schedule gave 1.7e-05 at step 12, and 0 next"
     for changes in ({"optimizer": {"lr": 0.5}}, {"schedule": {"kind": "linear"}}):
-        assert len(other_rate(ended, make_config(train={"steps": 12}, **changes), 3)) == 1
+        assert len(other_rate(ended, rate(train={"steps": 12}, **changes), 3)) == 1
