@@ -80,17 +80,6 @@ def protocol_of(config: Config, *, without_memory: bool = False) -> Protocol:
     )
 
 
-def protocol_of_training(config: Config) -> Protocol:
-    """Return the protocol of the evaluations during a training: memory, model and precision are those it trains."""
-    model = config.model
-    return protocol_of(config)._replace(
-        mem_len=short_term_len(config.memory),
-        clamp_len=model.clamp_len,
-        same_length=model.same_length,
-        precision=config.train.precision,
-    )
-
-
 def tag_of(config: Config, *, without_memory: bool = False) -> str:
     """Return the differences from the training's protocol, for names of files and metrics: "M640-stream10", or "".
 

@@ -39,7 +39,7 @@ from dist_mem.errors import RunError
 from dist_mem.evaluation.document_sizes import DocumentSizes, is_whole, measure_documents
 from dist_mem.evaluation.protocol import protocol_of, short_term_len
 from dist_mem.evaluation.scores import DocumentScore, RecallScore, Report, total_words
-from dist_mem.evaluation.split_layout import NO_INPUTS, Extent, Step, part_of_rank
+from dist_mem.evaluation.split_layout import NO_INPUTS, Extent, Step, part_of_documents, part_of_stream
 from dist_mem.memory.base import map_state
 from dist_mem.model import LMOutput, LMState, empty_memories, reset_lanes
 from dist_mem.runtime.distributed import World
@@ -96,17 +96,16 @@ def score_split(
     """
     lengths = lengths_to_score(index, tokenizer, config.eval)
     protocol = protocol_of(config)
-    part = part_of_rank(
-        index,
-        lengths,
-        protocol,
-        num_lanes=config.eval.batch_size,
-        micro_lanes=config.train.micro_batch_size,
-        cut=config.data.cut,
-        bos_id=tokenizer.bos_id,
-        world=world,
-        inputs=inputs,
-    )
+    num_lanes = config.eval.batch_size
+    lanes = {"num_lanes": num_lanes, "micro_lanes": min(config.train.micro_batch_size, -(-num_lanes // world.size))}
+    if protocol.layout == "stream":
+        assert not len(inputs), "refused by the command"  # a lane begins within a document
+        part = part_of_stream(index, lengths, protocol, **lanes, bos_id=tokenizer.bos_id, world=world)
+    else:
+        cut = "start" if len(inputs) else config.data.cut  # a text that is continued has been cut from its start
+        part = part_of_documents(
+            index, lengths, protocol, **lanes, cut=cut, bos_id=tokenizer.bos_id, world=world, inputs=inputs
+        )
     share = measure_documents(index, part.documents, part.own, part.extent, tokenizer, world)
     sums, of_rank = _empty_sums(share, world.device), part.num_tokens / part.all_tokens
     with Progress(part.all_tokens, f"scoring {index.split}", shown=world.rank == 0, share=of_rank) as progress:

@@ -44,37 +44,7 @@ class RankPart(NamedTuple):
     steps: Iterator[Step]
 
 
-def part_of_rank(
-    index: Index,
-    lengths: np.ndarray,
-    protocol: Protocol,
-    *,
-    num_lanes: int,
-    micro_lanes: int,
-    cut: str,
-    bos_id: int,
-    world: World,
-    inputs: np.ndarray = NO_INPUTS,
-) -> RankPart:
-    """Return what a rank reads of a split, given the tokens to read of each document, (documents,).
-
-    Args:
-        num_lanes: `eval.batch_size`, of the whole job.
-        micro_lanes: `train.micro_batch_size`, the most that one forward pass reads.
-        cut: `data.cut`.
-        inputs: (num_inputs,) inputs of an open segment that every document continues (`score_split`); none: BOS. Not
-            with a stream, whose lanes begin within documents.
-    """
-    micro_lanes = min(micro_lanes, -(-num_lanes // world.size))
-    lanes = {"num_lanes": num_lanes, "micro_lanes": micro_lanes}
-    if protocol.layout != "stream":
-        cut = "start" if len(inputs) else cut  # a text that is continued has been cut from its start
-        return _part_of_documents(index, lengths, protocol, **lanes, cut=cut, bos_id=bos_id, world=world, inputs=inputs)
-    assert not len(inputs), "refused by the command"
-    return _part_of_stream(index, lengths, protocol, **lanes, bos_id=bos_id, world=world)
-
-
-def _part_of_documents(
+def part_of_documents(
     index: Index,
     lengths: np.ndarray,
     protocol: Protocol,
@@ -86,6 +56,13 @@ def _part_of_documents(
     world: World,
     inputs: np.ndarray,
 ) -> RankPart:
+    """Return what a rank reads of a split of which each document is read with an empty memory.
+
+    Args:
+        lengths: (documents,) tokens to read of each document.
+        num_lanes: of the whole job.
+        inputs: (num_inputs,) inputs of an open segment that every document continues (`score_split`); none: BOS.
+    """
     first, prefix = (bos_id, inputs) if protocol.blocks or not len(inputs) else (int(inputs[0]), inputs[1:])
     num_read = np.where(lengths > 0, lengths + len(prefix), 0)
     plan = evaluation_plan(num_read, num_lanes=num_lanes, seg_len=protocol.seg_len)
@@ -113,7 +90,7 @@ def _part_of_documents(
     return RankPart(extent, mine, set(mine), int(num_read[mine].sum()), int(num_read.sum()), steps)
 
 
-def _part_of_stream(
+def part_of_stream(
     index: Index,
     lengths: np.ndarray,
     protocol: Protocol,
@@ -123,6 +100,7 @@ def _part_of_stream(
     bos_id: int,
     world: World,
 ) -> RankPart:
+    """Return what a rank reads of a split as one text in contiguous lanes; arguments as of `part_of_documents`."""
     plan = StreamPlan(lengths, num_lanes=num_lanes, seg_len=protocol.seg_len)
     lane_ids = lanes_of_rank(num_lanes, world_size=world.size, rank=world.rank, micro_lanes=micro_lanes)
     spans = [plan.span(lane) for lane in lane_ids if lane < num_lanes] or [(0, 0)]

@@ -11,7 +11,7 @@ from dist_mem.data.directory import open_index
 from dist_mem.errors import CutShortError, RunError
 from dist_mem.evaluation.job import stop_check
 from dist_mem.evaluation.probe import PREFIX, PassageRead, open_passage, passage_metrics, write_passage_picture
-from dist_mem.evaluation.protocol import protocol_of_training
+from dist_mem.evaluation.protocol import protocol_of, short_term_len
 from dist_mem.evaluation.scoring import score_split
 from dist_mem.runtime.distributed import on_all_ranks
 from dist_mem.supervision.watchdog import beat
@@ -75,9 +75,14 @@ class Evaluation:
 
         index = open_index(config.data, config.eval.split)
         found = score_split(forward, engine.init_state, config=config, index=index, tokenizer=tokenizer, world=world)
-        protocol, num_segments = protocol_of_training(config), config.eval.passage
+        protocol = protocol_of(config)._replace(  # memory, model and precision are those that are trained
+            mem_len=short_term_len(config.memory),
+            clamp_len=config.model.clamp_len,
+            same_length=config.model.same_length,
+            precision=config.train.precision,
+        )
         passage = on_all_ranks(
-            lambda: open_passage(index, protocol, num_segments=num_segments, bos_id=tokenizer.bos_id),
+            lambda: open_passage(index, protocol, num_segments=config.eval.passage, bos_id=tokenizer.bos_id),
             f"opening {index.split_dir}",
         )
         read = passage_metrics(forward, engine.init_state, engine.module.memories(), passage, world.device)
