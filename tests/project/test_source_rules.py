@@ -8,6 +8,8 @@ from functools import cache
 
 from tests.support.paths import PACKAGE
 
+MOST_PLACES = 40  # it only shrinks
+
 
 @cache
 def nodes() -> Sequence[tuple[str, ast.AST]]:
@@ -25,6 +27,17 @@ def calls() -> Iterator[tuple[str, str, ast.Call]]:
     for place, node in nodes():
         if isinstance(node, ast.Call):
             yield place, ast.unparse(node.func), node
+
+
+def test_few_places_take_the_whole_configuration() -> None:
+    """Those that open, compare, record or check a run; the others take blocks, or values made of some of them."""
+    taking = [
+        place
+        for place, node in nodes()
+        if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None and not place.startswith("config/")
+        if "Config" in ast.unparse(node.annotation).split(" | ")
+    ]
+    assert len(taking) <= MOST_PLACES, "\n".join(taking)
 
 
 def test_a_mean_is_the_same_in_every_version_of_python() -> None:
