@@ -28,7 +28,7 @@ import torch
 from lib.common import arguments_of, interleaved, load, output_of_rank0, seconds, start_ranks
 
 from dist_mem.block import model_spec
-from dist_mem.config import changed
+from dist_mem.config import change_config
 
 CASE = "DIST_MEM_BENCHMARK_CASE"
 
@@ -57,17 +57,17 @@ def measure(case: dict[str, Any], arguments: argparse.Namespace) -> dict[str, An
     from dist_mem.engine.engine import Engine
     from dist_mem.engine.start import start_communication
     from dist_mem.model import MemoryLM
-    from dist_mem.nn.compiled import compiled
+    from dist_mem.nn.compilation import compile_once
     from dist_mem.runtime.distributed import choose_accelerator, initialize
 
     choose_accelerator()
     world = initialize(threads=1)
     start_communication()
     config = speed.configuration(speed.memories(arguments.mem_len)[case["memory"]], arguments)
-    config = changed(config, {"train.precision": case["precision"], "train.micro_batch_size": arguments.lanes})
+    config = change_config(config, {"train.precision": case["precision"], "train.micro_batch_size": arguments.lanes})
     engines = {}
     for is_compiled in (False, True):
-        config = changed(config, {"train.compile": is_compiled})
+        config = change_config(config, {"train.compile": is_compiled})
         torch.manual_seed(0)
         block = {"zero_optimization": {"stage": case["stage"], "stage3_param_persistence_threshold": 0}}
         engine = Engine(
@@ -84,7 +84,7 @@ def measure(case: dict[str, Any], arguments: argparse.Namespace) -> dict[str, An
     starts = []
     for _ in range(2):
         torch._dynamo.reset()
-        compiled.cache_clear()
+        compile_once.cache_clear()
         starts.append(seconds(compiling))
     calls = {name: updates(engine, arguments) for name, engine in engines.items()}
     interleaved(calls, 3)  # fill the memories, warm up

@@ -40,10 +40,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dist_mem.block import model_spec
-from dist_mem.config import changed
+from dist_mem.config import change_config
 from dist_mem.memory.parts import basis, linear_rule, neural_backward, neural_memory
 from dist_mem.model import MemoryLM
-from dist_mem.nn.compiled import compiled, compiling_ahead
+from dist_mem.nn.compilation import compile_ahead, compile_once
 from dist_mem.nn.distance_attention import LAUNCHES
 from dist_mem.nn.layers import DTYPES
 
@@ -66,7 +66,7 @@ def of_memories(arguments: argparse.Namespace) -> list[Kernel]:
     return list(memory_kernels_of(64 if arguments.d_head <= 64 else 128))
 
 
-def delta_rule(tokens: linear_rule.Tokens, matrix: Tensor) -> tuple[Tensor, Tensor]:
+def delta_rule(tokens: linear_rule.RuleTokens, matrix: Tensor) -> tuple[Tensor, Tensor]:
     return linear_rule.chunked_rule(tokens, matrix, delta=True, chunk_len=64)
 
 
@@ -74,8 +74,8 @@ def linear_chunks(arguments: argparse.Namespace, *, vector: bool) -> None:
     """Compile the delta rule's chunks, with a decay per head or per row of the matrix."""
     shape, width = (arguments.lanes, arguments.num_heads, arguments.seg_len), arguments.d_head
     decay, value = rows(*shape, width if vector else 1), rows(*shape, 2 * width)
-    tokens = linear_rule.Tokens(rows(*shape, width), rows(*shape, width), value, decay, rows(*shape))
-    compiled(delta_rule)(tokens, rows(*shape[:2], width, 2 * width))
+    tokens = linear_rule.RuleTokens(rows(*shape, width), rows(*shape, width), value, decay, rows(*shape))
+    compile_once(delta_rule)(tokens, rows(*shape[:2], width, 2 * width))
 
 
 def titans_chunks(arguments: argparse.Namespace) -> list[Kernel]:
@@ -87,9 +87,9 @@ def titans_chunks(arguments: argparse.Namespace) -> list[Kernel]:
     with torch.no_grad():
         query, key, value = (rows(lanes, arguments.seg_len, width) for _ in range(3))
         rates = (rows(lanes, arguments.seg_len) for _ in range(4))
-        chunks = neural_backward.in_chunks(neural_memory.Tokens(query, key, value, *rates), chunk_len)
+        chunks = neural_backward.in_chunks(neural_memory.NeuralTokens(query, key, value, *rates), chunk_len)
         given = [*chunks, *(rows(lanes, width, width) for _ in range(4))]
-        settings = neural_backward.Settings(num_layers=2, every=every, max_gradient=1.0, tf32=True)
+        settings = neural_backward.LearningSettings(num_layers=2, every=every, max_gradient=1.0, tf32=True)
         read, _, *found = neural_backward.forward(given, *settings, keeps=True)
         neural_backward.backward(read, found[:2], [*given, *found[2:]], *settings)
     return list(update_kernels_of())
@@ -130,12 +130,12 @@ def compile_case(case: Case | dict[str, Any], arguments: argparse.Namespace, ans
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             if isinstance(case, dict):
                 config = configuration(case, arguments)
-                config = changed(config, {"train.compile": True})
+                config = change_config(config, {"train.compile": True})
                 model = MemoryLM(model_spec(config, 1000)).to(DTYPES[arguments.precision])
                 for key, fit in basis._SOLVED.items():  # by the model, on the CPU
                     basis._SOLVED[key] = basis.Fit(*(mode.from_tensor(part) for part in fit))
                 case = partial(block, model)
-            with mode, compiling_ahead():
+            with mode, compile_ahead():
                 if isinstance(case, partial) and case.args:
                     case.args[0].to_empty(device="cuda")
                 found += case(arguments) or []

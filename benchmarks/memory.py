@@ -56,7 +56,7 @@ def long_term_layer(sampling: str, dtype: torch.dtype, device: torch.device) -> 
 
     def step() -> None:
         signal, _ = memory.append_pending(state, dtype)
-        readable = memory.readable(signal, dtype)
+        readable = memory.project_signal(signal, dtype)
         density = memory.density(split_heads(rows, 12), readable.keys)
         reading = memory.read(density, readable.values)
         (reading.float().square().mean() + memory.regulariser(density, counted)["kl"].sum()).backward()

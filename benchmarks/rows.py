@@ -47,11 +47,11 @@ Found = dict[str, dict[str, Any]]  # by row
 def planned(arguments: Namespace) -> tuple[dict[str, list[str]], Found]:
     """Return the words of each row that is to be measured, and what each takes within its budget."""
     study = load_study(arguments.study)
-    if unknown := sorted(set(arguments.rows) - set(study.trained)):
-        raise SystemExit(f"--rows: {arguments.study} has no row {unknown[0]!r}; it has {', '.join(study.trained)}")
+    if unknown := sorted(set(arguments.rows) - set(study.trained_rows)):
+        raise SystemExit(f"--rows: {arguments.study} has no row {unknown[0]!r}; it has {', '.join(study.trained_rows)}")
     if not study.budget:
         raise SystemExit(f"{arguments.study} has no budget: rows of an arena are measured")
-    study.rows = {row: each for row, each in study.rows.items() if row in (arguments.rows or study.trained)}
+    study.rows = {row: each for row, each in study.rows.items() if row in (arguments.rows or study.trained_rows)}
     costs = apply_budget(study, partial(load_config, memory_options=memory_options), arguments.vocab_size)
     words = {run.row: train_words(study, run, ()) for run in all_runs(study, Path("runs"), study.seeds[:1])}
     return words, {row: costs[row]._asdict() for row in words}

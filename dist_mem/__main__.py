@@ -28,7 +28,7 @@ from dist_mem.runtime.compilers import use_node_caches, use_some_home
 from dist_mem.runtime.environment import drop_empty, keep_working_directory_out
 from dist_mem.runtime.extras import EXTRA_OF, not_installed
 from dist_mem.runtime.ranks import is_first_on_node
-from dist_mem.runtime.terminal import PlainStream, coloured
+from dist_mem.runtime.terminal import PlainStream, colour_first_word
 
 
 def _is_reported_elsewhere(options: argparse.Namespace) -> bool:
@@ -41,7 +41,7 @@ def _is_reported_elsewhere(options: argparse.Namespace) -> bool:
 
 
 def _report(error: object) -> None:
-    print(coloured(str(error), sys.stderr), file=sys.stderr)
+    print(colour_first_word(str(error), sys.stderr), file=sys.stderr)
 
 
 @contextmanager

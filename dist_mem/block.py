@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from dist_mem.config import Config, ModelConfig, TrainConfig
 from dist_mem.memory import build_memory
 from dist_mem.memory.base import LayerSpec, Memory, MemoryState, Opened, Places
-from dist_mem.nn.compiled import compiled
+from dist_mem.nn.compilation import compile_once
 from dist_mem.nn.family import family_of, llama_spec
 from dist_mem.nn.layers import Dropout
 from dist_mem.nn.norms import make_norm
@@ -70,7 +70,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, state: MemoryState, valid_len: Tensor) -> BlockOutput:
         if self.recomputed in ("none", "blocks"):
-            whole: BlockOutput = self.run(Block.whole, x, state, valid_len, recompute=self.recomputed == "blocks")
+            whole: BlockOutput = self.run(Block.run_whole, x, state, valid_len, recompute=self.recomputed == "blocks")
             return whole
         attended = self.run(Block.attend, x, state, valid_len, recompute=self.recomputed == "attention")
         y = self.run(Block.feed, attended.y, recompute=self.recomputed == "feed_forward")
@@ -82,7 +82,7 @@ class Block(nn.Module):
             return part(self, *inputs)
         if self.is_compiled:
             self.run_once(part, *inputs)
-            part = compiled(part)
+            part = compile_once(part)
         return checkpoint(part, self, *inputs, use_reentrant=False) if recompute else part(self, *inputs)
 
     def run_once(self, part: Callable[..., Any], x: Tensor, *inputs: Any) -> None:
@@ -93,7 +93,7 @@ class Block(nn.Module):
                 part(self, x, *inputs)
         self.has_run = True
 
-    def whole(self, x: Tensor, state: MemoryState, valid_len: Tensor) -> BlockOutput:
+    def run_whole(self, x: Tensor, state: MemoryState, valid_len: Tensor) -> BlockOutput:
         """Run both sub-layers."""
         attended, new, aux, logs = self.attend(x, state, valid_len)
         y = self.feed(attended)
@@ -108,7 +108,7 @@ class Block(nn.Module):
         values = {name: value.detach().float().expand(len(x)) for name, value in logs.items()}
         return BlockOutput(attended, state, aux, values)
 
-    def step(self, x: Tensor, opened: Opened, places: Places) -> tuple[Tensor, Opened]:
+    def step_rows(self, x: Tensor, opened: Opened, places: Places) -> tuple[Tensor, Opened]:
         """Run further rows of an open segment, x (B, R, D), through both sub-layers, see `Memory.step_rows`."""
         y, _, opened = self.memory.step_rows(x, opened, places)
         return self.feed(self.attention_norm(x + y)), opened

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dist_mem.block import Block, ModelSpec, make_block
 from dist_mem.config import ModelConfig
-from dist_mem.config.memory_blocks import described
+from dist_mem.config.memory_blocks import describe_memory
 from dist_mem.memory.base import (
     Count,
     Memory,
@@ -25,17 +25,17 @@ from dist_mem.memory.base import (
     Opened,
     Places,
     Stem,
+    can_step_rows,
     named_tensors,
-    prefixed,
+    prefix_counts,
     select_lanes,
-    steps,
 )
 from dist_mem.nn.family import family_of
 from dist_mem.nn.layers import DTYPES, Dropout, initialize
-from dist_mem.nn.named_tuples import replaced
+from dist_mem.nn.named_tuples import replace
 from dist_mem.nn.norms import make_norm
 from dist_mem.nn.placement import Placement
-from dist_mem.nn.published import scale_residual_weights
+from dist_mem.nn.published_layers import scale_residual_weights
 from dist_mem.nn.token_types import TokenTypes
 from dist_mem.nn.vocabulary import Bin, adaptive_bins, plain_bin
 
@@ -62,13 +62,13 @@ class LMOutput(NamedTuple):
 
 
 class OpenSegment(NamedTuple):
-    """What is kept of the open segment of every lane, see `MemoryLM.step`."""
+    """What is kept of the open segment of every lane, see `MemoryLM.step_rows`."""
 
     blocks: tuple[Opened, ...]
     types: MemoryState  # current token types, as in LMState
 
 
-class Start(NamedTuple):  # of documents, in the lanes of one segment
+class DocumentStarts(NamedTuple):  # of documents, in the lanes of one segment
     fresh: LMState  # empty memories of all lanes
     is_new_document: Tensor  # (B,) bool
 
@@ -80,7 +80,7 @@ def reset_lanes(state: LMState, fresh: LMState, is_new_document: Tensor) -> LMSt
 
 def empty_memories(state: LMState, fresh: LMState) -> LMState:
     """Return fresh memories for all lanes; the token types stay, because they derive from the text."""
-    return replaced(fresh, types=state.types)
+    return replace(fresh, types=state.types)
 
 
 class MemoryLM(nn.Module):
@@ -92,23 +92,23 @@ class MemoryLM(nn.Module):
         model, place = spec.model, placement or Placement()
         family, bins = family_of(model), vocabulary_bins(model, spec.vocab_size)
         self.commits_short = spec.cut == "end"
-        self.embedding = place.made(family.embedding(bins, model))
+        self.embedding = place.place_part(family.embedding(bins, model))
         self.token_types = TokenTypes(model.token_types, spec.vocab_size) if model.token_types else None
-        self.blocks = nn.ModuleList(place.made(make_block(spec, index)) for index in range(model.num_layers))
+        self.blocks = nn.ModuleList(place.place_part(make_block(spec, index)) for index in range(model.num_layers))
         check_keys_are_read(model, spec.memory, self.memories())
         # Deviation: the published pre-norm model has no norm before the softmax; post-norm blocks end with one.
         rms_eps = model.norm_eps if family.has_rotary_attention else None
         has_norm = model.norm == "pre" and model.final_norm
         self.final_norm = make_norm(model.d_model, rms_eps=rms_eps) if has_norm else nn.Identity()
         self.kind = model.kind
-        self.head = place.made(family.softmax(bins, d_model=model.d_model))
+        self.head = place.place_part(family.softmax(bins, d_model=model.d_model))
         self.dropout = Dropout(model.dropout)
         self.last_dropout = nn.Identity() if family.is_published else self.dropout
         for part in (self.embedding, *self.blocks, self.final_norm, self.head):
-            with place.drawn(part):
+            with place.draw_weights(part):
                 self._initialize(part, model)
-        self.stem = place.made(self._common_stem())
-        with place.drawn(self.stem):
+        self.stem = place.place_part(self._common_stem())
+        with place.draw_weights(self.stem):
             self._initialize(self.stem, model)
 
     def _initialize(self, part: nn.Module, model: ModelConfig) -> None:
@@ -156,9 +156,9 @@ class MemoryLM(nn.Module):
 
     def counts(self, state: LMState) -> dict[str, Count]:
         """Return the counts in a state, as `Memory.counts`."""
-        found = prefixed("stem", self.stem.counts(state.stem))
+        found = prefix_counts("stem", self.stem.counts(state.stem))
         for number, (memory, part) in enumerate(zip(self.memories(), state.blocks, strict=True)):
-            found |= prefixed(f"blocks.{number}", memory.counts(part))
+            found |= prefix_counts(f"blocks.{number}", memory.counts(part))
         if self.token_types is not None:
             last_type, last_token = len(self.token_types.ids) - 1, torch.iinfo(torch.int32).max
             newest = Count(state.types.newest, last_token, least=-1)
@@ -199,11 +199,11 @@ class MemoryLM(nn.Module):
     @property
     def can_step(self) -> bool:
         """Whether every block reads a segment row by row."""
-        return all(map(steps, self.memories()))
+        return all(map(can_step_rows, self.memories()))
 
     @torch.no_grad()
     def open(self, state: LMState, first: Tensor) -> OpenSegment:
-        """Return what is kept of a segment of which no row has been read, for `step`.
+        """Return what is kept of a segment of which no row has been read, for `step_rows`.
 
         The rows of the stem before the segment are run through the blocks, by a forward of a segment that has the first
         token only.
@@ -225,7 +225,7 @@ class MemoryLM(nn.Module):
             rows = block(rows, part, valid_len).y
         return OpenSegment(tuple(opened), state.types)
 
-    def step(self, tokens: Tensor, opened: OpenSegment, places: Places) -> tuple[Tensor, OpenSegment]:
+    def step_rows(self, tokens: Tensor, opened: OpenSegment, places: Places) -> tuple[Tensor, OpenSegment]:
         """Return the input of the softmax for further tokens of open segments, (B, R) int64, as `features` does.
 
         It runs in evaluation mode, and may change `opened` in place.
@@ -233,7 +233,7 @@ class MemoryLM(nn.Module):
         x, types = self.embed(tokens, places.num_real, opened.types, places.row)
         blocks = list[Opened]()
         for block, part in zip(self.blocks, opened.blocks, strict=True):
-            x, kept = cast(Block, block).step(x, part, places)
+            x, kept = cast(Block, block).step_rows(x, part, places)
             blocks.append(kept)
         return self.final_norm(x), OpenSegment(tuple(blocks), types)
 
@@ -244,7 +244,7 @@ class MemoryLM(nn.Module):
         valid_len: Tensor,
         *,
         state: LMState,
-        later: Sequence[Start | None] = (),
+        later: Sequence[DocumentStarts | None] = (),
     ) -> LMOutput:
         """Score one segment of every lane, or a window of n segments through which gradients flow (`Memory`).
 
@@ -256,13 +256,13 @@ class MemoryLM(nn.Module):
                 tokens, targets and nll are (B, n T), valid_len and the values of logs (B, n).
         """
         if later:
-            return self._window(tokens, targets, valid_len, state, later)
+            return self._read_window(tokens, targets, valid_len, state, later)
         hidden, aux, state, logs = self.features(tokens, valid_len, state=state)
         scores = self.head(hidden, targets)
         return LMOutput(scores.nll, scores.hits, aux, state, logs)
 
-    def _window(
-        self, tokens: Tensor, targets: Tensor, valid_len: Tensor, state: LMState, later: Sequence[Start | None]
+    def _read_window(
+        self, tokens: Tensor, targets: Tensor, valid_len: Tensor, state: LMState, later: Sequence[DocumentStarts | None]
     ) -> LMOutput:
         outputs, num = list[LMOutput](), 1 + len(later)
         texts = zip(tokens.chunk(num, 1), targets.chunk(num, 1), valid_len.unbind(1), strict=True)
@@ -286,7 +286,7 @@ def check_keys_are_read(model: ModelConfig, memory: Mapping[str, Any], memories:
     settings["same_length"] = "true" if model.same_length else None
     for name, value in settings.items():
         if value is not None and not any(name in each.model_keys for each in memories):
-            kind = f"memory.kind {described(memory)} does not read it"
+            kind = f"memory.kind {describe_memory(memory)} does not read it"
             raise ValueError(f"model.{name} is {value}, but {kind}: leave model.{name} out, or set another memory.kind")
 
 

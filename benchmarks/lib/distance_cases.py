@@ -13,7 +13,7 @@ from typing import Any
 from lib.stand_in_gpu import CAPABILITY, Kernel, compiled_kernel, log_registers
 
 from dist_mem.nn import distance_kernels
-from dist_mem.nn.distance_attention import LAUNCHES, Launch
+from dist_mem.nn.distance_attention import LAUNCHES, TileLaunch
 
 DTYPES = {2: "bf16", 4: "fp32"}  # by bytes of a number
 _FLOAT32 = ("log_sum", "of_log_sum", "delta")
@@ -35,7 +35,7 @@ def distance_kernels_of(*, widths: tuple[int, ...] = (64, 128)) -> Iterator[Kern
                     yield compile_one(kernel, launch, width=width, dtype=DTYPES[itemsize], scalar=scalar, sees=sees)
 
 
-def compile_one(kernel: Any, launch: Launch, *, width: int, dtype: str, scalar: bool, sees: bool) -> Kernel:
+def compile_one(kernel: Any, launch: TileLaunch, *, width: int, dtype: str, scalar: bool, sees: bool) -> Kernel:
     """Compile one kernel, as for tensors whose strides are multiples of 16."""
     import triton
     from triton.backends.compiler import GPUTarget

@@ -19,14 +19,14 @@ from lib.common import seconds
 from torch import Tensor
 
 from dist_mem.config import TrainConfig
-from dist_mem.estimate.counting import Allocations, Counted
+from dist_mem.estimate.counting import Allocations, MicroBatchCost
 from dist_mem.estimate.step_time import seconds_by_group
 from dist_mem.memory.parts import linear_rule
 from dist_mem.nn.attention import attend
 from dist_mem.nn.attention_inputs import Inputs, Relative, Visible
-from dist_mem.nn.compiled import compiled
+from dist_mem.nn.compilation import compile_once
 from dist_mem.nn.cross_entropy import linear_cross_entropy
-from dist_mem.nn.kernel_shapes import planned_for
+from dist_mem.nn.kernel_shapes import plan_for
 from dist_mem.runtime.devices import Device, device_named, gpu_of
 
 KERNEL = "kernel "  # names of the cases begin so
@@ -90,7 +90,7 @@ def head(device: torch.device, tiny: bool) -> Call:
     return Call(lambda rows, weight: [linear_cross_entropy(rows, targets, ((weight, None),))], inputs)
 
 
-def linear_tokens(device: torch.device, tiny: bool, *, vector: bool) -> tuple[linear_rule.Tokens, Tensor]:
+def linear_tokens(device: torch.device, tiny: bool, *, vector: bool) -> tuple[linear_rule.RuleTokens, Tensor]:
     """Return tokens and states of the linear family as Gated DeltaNet has them: T tokens, K 64, V 128, float32."""
     lanes, heads, count, width = (2, 2, 64, 16) if tiny else (LANES, 12, SEG_LEN, 64)
     draw = partial(_rows, device=device, dtype=torch.float32)
@@ -100,19 +100,19 @@ def linear_tokens(device: torch.device, tiny: bool, *, vector: bool) -> tuple[li
     )
     decay = draw(*shape, width if vector else 1).detach().abs().neg().mul_(0.1).requires_grad_()
     write = torch.rand(*shape, device=device).requires_grad_()
-    tokens = linear_rule.Tokens(query, key, draw(*shape, 2 * width), decay, write)
+    tokens = linear_rule.RuleTokens(query, key, draw(*shape, 2 * width), decay, write)
     return tokens, draw(lanes, heads, width, 2 * width)
 
 
 def _chunked(*inputs: Tensor) -> list[Tensor]:
     *tokens, matrix = inputs
-    return list(linear_rule.chunked_rule(linear_rule.Tokens(*tokens), matrix, delta=True, chunk_len=64))
+    return list(linear_rule.chunked_rule(linear_rule.RuleTokens(*tokens), matrix, delta=True, chunk_len=64))
 
 
 def linear(device: torch.device, tiny: bool, *, vector: bool, compiles: bool) -> Call:
     """The delta rule by chunks of 64 tokens, as `memory.kernels=torch` computes it."""
     tokens, matrix = linear_tokens(device, tiny, vector=vector)
-    return Call(compiled(_chunked) if compiles and device.type != "meta" else _chunked, [*tokens, matrix])
+    return Call(compile_once(_chunked) if compiles and device.type != "meta" else _chunked, [*tokens, matrix])
 
 
 def of_fla(device: torch.device, tiny: bool, *, name: str) -> Call:
@@ -206,14 +206,14 @@ def milliseconds(call: Callable[[], Any], rounds: int) -> float:
 
 def floor_of(make: Make, tiny: bool, device: Device) -> float:
     """Return the seconds that the counted bytes and products of forward and backward need at least."""
-    with torch.device("meta"), planned_for("cuda"):
+    with torch.device("meta"), plan_for("cuda"):
         call = make(torch.device("meta"), tiny)
         with Allocations() as counted:
             outputs = call.function(*call.inputs)
             learned = [each for each in call.inputs if each.requires_grad]
             torch.autograd.grad(outputs, learned, [torch.empty_like(output) for output in outputs])
     kernels = [(1.0, work) for work in counted.kernels]
-    return sum(seconds_by_group(Counted(0, 0, kernels), TrainConfig(), device).values())
+    return sum(seconds_by_group(MicroBatchCost(0, 0, kernels), TrainConfig(), device).values())
 
 
 def names() -> list[str]:

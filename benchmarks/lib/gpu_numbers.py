@@ -18,11 +18,11 @@ from lib.speed import configuration
 from torch import Tensor
 
 from dist_mem.block import model_spec
-from dist_mem.config import changed
+from dist_mem.config import change_config
 from dist_mem.contract.subject import total_loss
-from dist_mem.memory.base import detached, named_tensors
+from dist_mem.memory.base import detach_state, named_tensors
 from dist_mem.model import MemoryLM
-from dist_mem.nn.attention import BACK_ENDS, attend, masked, simple_scores
+from dist_mem.nn.attention import BACK_ENDS, attend, mask_scores, simple_scores
 from dist_mem.nn.attention_inputs import Inputs, Relative, visible_keys
 from dist_mem.runtime.gpu import allow_tf32
 
@@ -106,9 +106,9 @@ def steps(memory: dict[str, Any], device: torch.device, dtype: torch.dtype) -> C
     torch.manual_seed(0)
     config = configuration(memory, argparse.Namespace(**SIZE))
     keys = model_keys(memory, SIZE["seg_len"])
-    config = changed(config, {f"model.{name}": value for name, value in keys.items()})
+    config = change_config(config, {f"model.{name}": value for name, value in keys.items()})
     if device.type == "cuda":  # our kernels for segments of any length; in float64 torch's operators compute
-        config = changed(config, {"model.attention": "sdpa" if memory["kind"] == "titans" else "triton"})
+        config = change_config(config, {"model.attention": "sdpa" if memory["kind"] == "titans" else "triton"})
     model = MemoryLM(model_spec(config, VOCAB)).to(device, dtype)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCAB, (SEGMENTS, LANES, SIZE["seg_len"]), generator=generator).to(device)
@@ -119,7 +119,7 @@ def steps(memory: dict[str, Any], device: torch.device, dtype: torch.dtype) -> C
         output = model(segment, segment.roll(-1, 1), valid_len, state=state)
         (total_loss(output) / segment.numel()).backward()
         losses.append(output.nll.detach())
-        state = detached(output.state)
+        state = detach_state(output.state)
     found = {"losses": torch.stack(losses)} | {f"state {name}": part for name, part in named_tensors(state).items()}
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     return found | {f"gradient of {name}": gradient for name, gradient in gradients.items()}
@@ -159,7 +159,7 @@ def rows(
 
 
 def _simple(inputs: Inputs) -> Tensor:
-    weights = masked(simple_scores(inputs), inputs.visible).softmax(dim=-1)
+    weights = mask_scores(simple_scores(inputs), inputs.visible).softmax(dim=-1)
     return weights.to(inputs.value.dtype) @ inputs.value
 
 

@@ -14,7 +14,7 @@ from lib.common import seconds
 from lib.gpu_models import TINY_VOCAB, Training, trainings
 from torch.profiler import ProfilerActivity, profile
 
-from dist_mem.config import Config, changed
+from dist_mem.config import Config, change_config
 from dist_mem.runtime.distributed import initialize
 
 WARM_UPS, MOST_UPDATES, MOST_SECONDS = 4, 20, 5.0  # memories are full and allocations made; timed updates
@@ -25,7 +25,7 @@ def measure(name: str, *, tiny: bool, micro_lanes: int | None) -> dict[str, Any]
     """Measure one training, the only one of this process; `micro_lanes`: another `train.micro_batch_size`."""
     training = next(each for each in trainings() if each.name == name)
     config = training.configuration(tiny=tiny)
-    config = changed(config, {"train.micro_batch_size": micro_lanes or config.train.micro_batch_size})
+    config = change_config(config, {"train.micro_batch_size": micro_lanes or config.train.micro_batch_size})
     return {"status": "done", **_measured(training, config, tiny=tiny)}
 
 

@@ -70,7 +70,7 @@ def _row_kernels(width: int, types: dict[str, str]) -> Iterator[Kernel]:
     reading, warps = padded | {"ROWS": fused_rows.READ_ROWS, "LEAST": fused_rows.WRITTEN}, fused_rows.read_warps(width)
     yield compile_one(row_kernels.nearest, product | {"CHUNK": fused_rows.CHUNK}, types, search.warps)
     yield compile_one(row_kernels.nearest_of_buckets, product | {"CHUNK": 64}, types, 4)
-    yield compile_one(row_kernels.read, reading, types, warps)
+    yield compile_one(row_kernels.read_rows, reading, types, warps)
     yield compile_one(row_kernels.read_backward, reading, types, warps)
     blocks = padded | {"SIZE": fused_rows.UNIT_ROWS}
     for kernel in (row_kernels.unit_rows, row_kernels.unit_rows_backward):

@@ -109,7 +109,7 @@ def vote_and_save(num_ranks: int, run_dir: Path) -> Figures:
         before = len(list(Path("/proc/self/fd").iterdir()))
         connecting, channels = cpu_seconds(lambda: run(connect))
         sockets = len(list(Path("/proc/self/fd").iterdir())) - before
-        voting, _ = cpu_seconds(lambda: run(lambda rank: channels[rank].decided_by_rank0(rank, sum)))
+        voting, _ = cpu_seconds(lambda: run(lambda rank: channels[rank].decide_on_rank0(rank, sum)))
 
         def save(rank: int) -> Any:
             return write_checkpoint(

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dist_mem.config.memory_blocks import described
+from dist_mem.config.memory_blocks import describe_memory
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.evaluation.trained_model import TrainedModel, load_model
 from dist_mem.generation.arguments import wrong_type
-from dist_mem.generation.generate import Sampling, Step, stream
+from dist_mem.generation.generate import NextTokens, Sampling, stream
 from dist_mem.generation.reading import read
 from dist_mem.generation.text import TextWriter
 from dist_mem.generation.text_memory import Memory, begin, read_text, remember
@@ -31,7 +31,7 @@ from dist_mem.generation.text_scores import score
 from dist_mem.inspection.reading import DocumentReading, pieces_of, read_document, text_document
 from dist_mem.runtime.environment import settings_of
 from dist_mem.runtime.figures import exponential
-from dist_mem.runtime.shipped import example_model
+from dist_mem.runtime.shipped_files import example_model
 from dist_mem.tracking.mlflow.client import MLFLOW_LOGGER
 from dist_mem.tracking.mlflow.models import fetch_model, is_mlflow
 
@@ -157,7 +157,7 @@ class Model:
         how = Sampling(top_p=0.95) if sampling is None else sampling
         return self._pieces(stream(self.trained, reading, num_tokens=num_tokens, sampling=how))
 
-    def _pieces(self, steps: Iterator[Step]) -> Iterator[str]:
+    def _pieces(self, steps: Iterator[NextTokens]) -> Iterator[str]:
         writer = TextWriter(self.tokenizer)
         for step in steps:
             if piece := writer.add(int(step.tokens[0])):
@@ -188,7 +188,7 @@ class Model:
     def __repr__(self) -> str:
         trained = self.trained
         number = sum(parameter.numel() for parameter in trained.model.parameters())
-        step, memory = trained.checkpoint.manifest["step"], described(trained.config.memory)
+        step, memory = trained.checkpoint.manifest["step"], describe_memory(trained.config.memory)
         return f"Model({trained.config.name}, step {step}, {number:,} parameters, memory {memory})"
 
 

@@ -31,7 +31,7 @@ from dist_mem.checkpoint.retention import prune
 from dist_mem.checkpoint.snapshot import Snapshot
 from dist_mem.config import CheckpointConfig
 from dist_mem.errors import UnfitError
-from dist_mem.runtime.distributed import Failure, World, agreed_error, describe_failure
+from dist_mem.runtime.distributed import RankFailure, World, agree_on_error, describe_failure
 from dist_mem.runtime.files import free_name, fsync_path, write_hashed, write_text
 from dist_mem.runtime.versions import code_versions
 from dist_mem.supervision.lease import refuse_if_taken_over
@@ -40,7 +40,7 @@ from dist_mem.supervision.side_channel import SideChannel
 _MARGIN = 1 << 20  # bytes of free space kept for file headers and for other files written during the save
 
 
-class Written(NamedTuple):
+class WrittenCheckpoint(NamedTuple):
     """A checkpoint on disk."""
 
     path: Path
@@ -50,13 +50,13 @@ class Written(NamedTuple):
     messages: list[str]  # of retention, for the user
 
 
-class Share(NamedTuple):
+class RankShare(NamedTuple):
     """The description of a rank's file that it sends to rank 0."""
 
     entry: dict[str, Any]  # of the file, in the manifest; empty if it was not written
     lane_ids: list[int]  # in the order of the rows in its file
     ranges: np.ndarray  # (ranges, 3), see `engine_ranges`
-    error: Failure | None  # None: it was written
+    error: RankFailure | None  # None: it was written
 
 
 def write_checkpoint(
@@ -68,7 +68,7 @@ def write_checkpoint(
     rules: CheckpointConfig,
     flush_records: Callable[[], None],
     broken: Sequence[Path] = (),
-) -> Written:
+) -> WrittenCheckpoint:
     """Write a snapshot as a checkpoint and delete the checkpoints that `rules` no longer keep; collective.
 
     Args:
@@ -81,9 +81,9 @@ def write_checkpoint(
     final = step_dir(run_dir, snapshot.step)
     partial = final.with_name(f".{final.name}.partial")
     try:
-        channel.decided_by_rank0(snapshot.num_bytes, lambda sizes: _open(partial, snapshot, sum(sizes)))
+        channel.decide_on_rank0(snapshot.num_bytes, lambda sizes: _open(partial, snapshot, sum(sizes)))
         share = _write_share(partial, snapshot, world.rank)
-        return channel.decided_by_rank0(
+        return channel.decide_on_rank0(
             share, lambda shares: _finish(partial, final, snapshot, shares, rules, flush_records, broken)
         )
     except UnfitError as error:
@@ -103,7 +103,7 @@ def rehearse_checkpoint(snapshot: Snapshot, *, run_dir: Path, world: World, chan
     """
     partial = step_dir(run_dir, snapshot.step).with_name(".rehearsal.partial")
 
-    def fill(shares: Sequence[Share]) -> None:
+    def fill(shares: Sequence[RankShare]) -> None:
         try:
             _raise_failures(shares)
             _fill(partial, snapshot, shares)
@@ -111,8 +111,8 @@ def rehearse_checkpoint(snapshot: Snapshot, *, run_dir: Path, world: World, chan
             shutil.rmtree(partial, ignore_errors=True)
 
     try:
-        channel.decided_by_rank0(snapshot.num_bytes, lambda sizes: _open(partial, snapshot, sum(sizes)))
-        channel.decided_by_rank0(_write_share(partial, snapshot, world.rank), fill)
+        channel.decide_on_rank0(snapshot.num_bytes, lambda sizes: _open(partial, snapshot, sum(sizes)))
+        channel.decide_on_rank0(_write_share(partial, snapshot, world.rank), fill)
     except UnfitError as error:
         raise UnfitError(
             f"no checkpoint can be written into {partial.parent}: {error}. Earlier checkpoints are intact: fix this, "
@@ -137,7 +137,7 @@ def _open(partial: Path, snapshot: Snapshot, num_bytes: int) -> None:
         (partial / folder).mkdir(exist_ok=True)
 
 
-def _write_share(partial: Path, snapshot: Snapshot, rank: int) -> Share:
+def _write_share(partial: Path, snapshot: Snapshot, rank: int) -> RankShare:
     """Write this rank's file."""
     entry: dict[str, Any] = {}
     error: Exception | None = None
@@ -145,18 +145,18 @@ def _write_share(partial: Path, snapshot: Snapshot, rank: int) -> Share:
         entry = write_hashed(partial / rank_file(rank), safetensors_parts(tensors_of_file(snapshot.parts)))
     except Exception as caught:  # of any kind: the other ranks wait for this one, and raise the error too
         error = caught
-    return Share(entry, snapshot.parts["lanes"]["lane_ids"].tolist(), snapshot.ranges, describe_failure(error))
+    return RankShare(entry, snapshot.parts["lanes"]["lane_ids"].tolist(), snapshot.ranges, describe_failure(error))
 
 
 def _finish(
     partial: Path,
     final: Path,
     snapshot: Snapshot,
-    shares: Sequence[Share],
+    shares: Sequence[RankShare],
     rules: CheckpointConfig,
     flush_records: Callable[[], None],
     broken: Sequence[Path],
-) -> Written:
+) -> WrittenCheckpoint:
     """Commit the files of all ranks, or remove them: on a full disk they would take the room of the next save."""
     refuse_if_taken_over(run_of(final))  # before removing anything: the other job's staging directory has the same name
     try:
@@ -169,13 +169,13 @@ def _finish(
         raise
 
 
-def _raise_failures(shares: Sequence[Share]) -> None:
-    failure = agreed_error([share.error for share in shares], "writing")
+def _raise_failures(shares: Sequence[RankShare]) -> None:
+    failure = agree_on_error([share.error for share in shares], "writing")
     if failure is not None:
         raise UnfitError(str(failure))  # whatever the reason: the run has written here before
 
 
-def _fill(partial: Path, snapshot: Snapshot, shares: Sequence[Share]) -> tuple[dict[str, Any], set[Path]]:
+def _fill(partial: Path, snapshot: Snapshot, shares: Sequence[RankShare]) -> tuple[dict[str, Any], set[Path]]:
     """Write the small files and the manifest beside the files of the ranks; return all entries, and the folders."""
     index = engine_index(snapshot.engine, [share.ranges for share in shares])
     small_files = {**snapshot.small_files, ENGINE_JSON: (json.dumps(index, sort_keys=True) + "\n").encode()}
@@ -188,7 +188,9 @@ def _fill(partial: Path, snapshot: Snapshot, shares: Sequence[Share]) -> tuple[d
     return files, folders
 
 
-def _commit(partial: Path, final: Path, snapshot: Snapshot, shares: Sequence[Share], broken: Sequence[Path]) -> Written:
+def _commit(
+    partial: Path, final: Path, snapshot: Snapshot, shares: Sequence[RankShare], broken: Sequence[Path]
+) -> WrittenCheckpoint:
     files, folders = _fill(partial, snapshot, shares)
     for old in {final, *(final.with_name(path.name) for path in broken)}:  # a checkpoint of this step was passed over
         if old.exists():
@@ -199,10 +201,10 @@ def _commit(partial: Path, final: Path, snapshot: Snapshot, shares: Sequence[Sha
     num_files = len(files) + 2  # the manifest and the pointer
     num_directories = len(folders) + 3  # the staging directory, and the parent directory after each of two renames
     num_bytes = sum(entry["bytes"] for entry in files.values())
-    return Written(final, num_bytes, num_files, num_files + num_directories, [])
+    return WrittenCheckpoint(final, num_bytes, num_files, num_files + num_directories, [])
 
 
-def _manifest(snapshot: Snapshot, files: Mapping[str, Any], shares: Sequence[Share]) -> dict[str, Any]:
+def _manifest(snapshot: Snapshot, files: Mapping[str, Any], shares: Sequence[RankShare]) -> dict[str, Any]:
     return {
         "step": snapshot.step,
         "world_size": len(shares),

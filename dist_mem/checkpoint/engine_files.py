@@ -83,7 +83,7 @@ def _runs(ranges: Sequence[np.ndarray]) -> np.ndarray:
     return np.stack([number[firsts], rank[firsts], start[firsts], stop[lasts], size[firsts]], axis=1)
 
 
-class Place(NamedTuple):
+class RankSlice(NamedTuple):
     """A rank's slice of a parameter: its elements start to stop."""
 
     rank: int
@@ -91,13 +91,13 @@ class Place(NamedTuple):
     stop: int
 
 
-def places(runs: Iterable[Sequence[int]], start: int, stop: int) -> Iterator[Place]:
+def places(runs: Iterable[Sequence[int]], start: int, stop: int) -> Iterator[RankSlice]:
     """Yield the slices with elements start to stop of a parameter, in order; `runs` is its entry in engine.json."""
     for first_rank, begin, end, length in runs:
         low, high = max(start, begin), min(stop, end)
         if low < high:
             for index in range((low - begin) // length, (high - 1 - begin) // length + 1):
-                yield Place(first_rank + index, begin + index * length, min(begin + (index + 1) * length, end))
+                yield RankSlice(first_rank + index, begin + index * length, min(begin + (index + 1) * length, end))
 
 
 class EngineReader:

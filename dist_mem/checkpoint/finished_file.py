@@ -15,7 +15,7 @@ _FILE = "finished.json"
 _REMEDY = "; remove the file"
 
 
-class Finished(NamedTuple):
+class TrainingEnd(NamedTuple):
     """The last step of a run, and the length of its training that was configured."""
 
     step: int
@@ -32,7 +32,7 @@ def mark_finished(run_dir: Path, step: int, train: TrainConfig) -> None:
     write_text(run_dir / _FILE, json.dumps(content) + "\n")
 
 
-def read_finished(run_dir: Path) -> Finished | None:
+def read_finished(run_dir: Path) -> TrainingEnd | None:
     """Return what `mark_finished` recorded; None if the run is not marked as finished.
 
     Raises:
@@ -44,4 +44,4 @@ def read_finished(run_dir: Path) -> Finished | None:
         return None
     body = read_json(path, UnusableError, _REMEDY)
     check(body, _FINISHED, path, UnusableError, _REMEDY)
-    return Finished(*(body[name] for name in Finished._fields))
+    return TrainingEnd(*(body[name] for name in TrainingEnd._fields))

@@ -74,7 +74,7 @@ def read_lanes(
     opened = {name: RankFile(directory / name, "lanes").read() for name in {name for name, _ in rows}}
     _check_lane_ids(directory, opened, rows, lane_ids[is_busy].tolist())
 
-    def filled(key: str, empty: Tensor) -> Tensor:
+    def fill_lanes(key: str, empty: Tensor) -> Tensor:
         if not rows:
             return empty
         if any(key not in tensors for tensors in opened.values()):
@@ -86,18 +86,18 @@ def read_lanes(
         except RuntimeError as error:
             raise CheckpointError(f"{directory}: {key} has another shape in each rank's file ({error})") from error
         whole = empty.clone()
-        whole[is_busy.to(empty.device)] = _fitting(key, stored, empty, convert=convert)
+        whole[is_busy.to(empty.device)] = _fit_rows(key, stored, empty, convert=convert)
         return whole
 
     empty = map_state(lambda *parts: torch.cat(parts), *fresh)
     names = iter(named_tensors(empty))  # walks a state in the same order as map_state
-    joined = map_state(lambda part: filled(next(names), part), empty)
+    joined = map_state(lambda part: fill_lanes(next(names), part), empty)
     size = len(lane_ids) // len(fresh)  # not from a tensor: a memory may have no state
     states = [
         map_state(lambda part, first=first: part[first : first + size].clone(), joined)
         for first in range(0, len(lane_ids), size)
     ]
-    cursors = filled("cursors", torch.zeros(len(lane_ids), 3, dtype=torch.int64))
+    cursors = fill_lanes("cursors", torch.zeros(len(lane_ids), 3, dtype=torch.int64))
     return Lanes(lane_ids=lane_ids, cursors=cursors, states=states)
 
 
@@ -134,7 +134,7 @@ def _check_lane_ids(
             raise CheckpointError(f"{directory / name}: row {row} {holds}, but the manifest has lane {lane}: swapped?")
 
 
-def _fitting(name: str, stored: Tensor, empty: Tensor, *, convert: bool) -> Tensor:
+def _fit_rows(name: str, stored: Tensor, empty: Tensor, *, convert: bool) -> Tensor:
     """Return rows with the dtype and device of `empty`. Raises CheckpointError if they do not fit."""
     is_other = stored.dtype != empty.dtype
     may_convert = convert and stored.is_floating_point() and empty.is_floating_point()

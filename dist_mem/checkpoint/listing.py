@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_mem.checkpoint.manifest import list_steps, read_manifest, run_of, step_dir, verify, verify_file, verify_size
-from dist_mem.checkpoint.retention import kept_by, kept_in
+from dist_mem.checkpoint.retention import rules_by_step, stored_checkpoints
 from dist_mem.config import CheckpointConfig, ConfigError, read_config
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, CheckpointError
-from dist_mem.runtime.terminal import labelled, short
+from dist_mem.runtime.terminal import label_lines, short_digest
 from dist_mem.runtime.terminal import table as aligned
-from dist_mem.tracking.mlflow.sync import Counted
+from dist_mem.tracking.mlflow.sync import CheckpointCount
 
 _COLUMNS = ("checkpoint", "saved", "bytes", "ranks", "ZeRO", "kept by", "state")
 
 
-class Found(NamedTuple):
+class CheckedCheckpoint(NamedTuple):
     """A checked checkpoint."""
 
     directory: Path
@@ -40,7 +40,7 @@ def run(action: str, path: Path) -> int:
     directories = find(path)
     if action == "show":
         found = _look(directories[-1], verify_size)
-        print("\n".join(labelled(_described(found))))
+        print("\n".join(label_lines(_describe(found))))
         return EXIT_FAILED if found.problem else EXIT_DONE
     is_deep = action == "verify"
     table = [_look(directory, verify_file if is_deep else verify_size) for directory in directories]
@@ -64,17 +64,19 @@ def find(path: Path) -> list[Path]:
     raise CheckpointError(f"{path}: no checkpoint; give a run directory or one checkpoint in it")
 
 
-def _look(directory: Path, check: Callable[[Path, str, dict[str, Any]], None]) -> Found:
+def _look(directory: Path, check: Callable[[Path, str, dict[str, Any]], None]) -> CheckedCheckpoint:
     manifest = None
     try:
         manifest = read_manifest(directory)
         verify(directory, check)
     except CheckpointError as error:
-        return Found(directory, manifest, str(error).removeprefix(f"{directory}/").removeprefix(f"{directory}: "))
-    return Found(directory, manifest, None)
+        return CheckedCheckpoint(
+            directory, manifest, str(error).removeprefix(f"{directory}/").removeprefix(f"{directory}: ")
+        )
+    return CheckedCheckpoint(directory, manifest, None)
 
 
-def _saved(manifest: Mapping[str, Any], directory: Path) -> str:
+def _saving_time(manifest: Mapping[str, Any], directory: Path) -> str:
     """Return when the checkpoint was saved, as text."""
     seconds = manifest.get("time") or (directory / "manifest.json").stat().st_mtime
     return datetime.fromtimestamp(seconds).isoformat(" ", timespec="seconds")
@@ -84,8 +86,8 @@ def _num_bytes(manifest: Mapping[str, Any], prefix: str = "") -> int:
     return sum(entry["bytes"] for name, entry in manifest["files"].items() if name.startswith(prefix))
 
 
-def _table(table: Sequence[Found], path: Path, *, good: str) -> Iterator[str]:
-    reasons = _kept_by(path, table)
+def _table(table: Sequence[CheckedCheckpoint], path: Path, *, good: str) -> Iterator[str]:
+    reasons = _rules_by_step(path, table)
     rows: list[Sequence[str]] = [_COLUMNS]
     for directory, manifest, problem in table:
         state = f"BROKEN: {problem}" if problem else good
@@ -93,11 +95,13 @@ def _table(table: Sequence[Found], path: Path, *, good: str) -> Iterator[str]:
             rows.append((directory.name, "", "", "", "", "", state))
             continue
         sizes = f"{_num_bytes(manifest):,}", str(manifest.get("world_size", "")), str(manifest.get("zero_stage", ""))
-        rows.append((directory.name, _saved(manifest, directory), *sizes, reasons.get(manifest["step"], ""), state))
+        rows.append(
+            (directory.name, _saving_time(manifest, directory), *sizes, reasons.get(manifest["step"], ""), state)
+        )
     yield from aligned(rows)
 
 
-def _kept_by(path: Path, table: Sequence[Found]) -> dict[int, str]:
+def _rules_by_step(path: Path, table: Sequence[CheckedCheckpoint]) -> dict[int, str]:
     """Return the rules that keep each step, by the configuration of the latest start of the run."""
     steps = list_steps(path)
     if not steps:
@@ -108,7 +112,7 @@ def _kept_by(path: Path, table: Sequence[Found]) -> dict[int, str]:
             rules: CheckpointConfig = read_config(config).checkpoint
         except (ConfigError, OSError):  # a damaged copy for users; each checkpoint has another one
             continue
-        found = kept_by(kept_in(path, steps[-1]), rules)
+        found = rules_by_step(stored_checkpoints(path, steps[-1]), rules)
         return {step: ", ".join(names) or "nothing: deleted at the next save" for step, names in found.items()}
     return {}
 
@@ -120,14 +124,14 @@ def _set_aside(path: Path) -> Iterator[str]:
         yield f"set aside, for you to inspect and delete: {', '.join(names)}"
 
 
-def _described(found: Found) -> Iterator[tuple[str, str]]:
+def _describe(found: CheckedCheckpoint) -> Iterator[tuple[str, str]]:
     directory, manifest, problem = found
     yield "checkpoint", str(directory)
     yield "state", f"BROKEN: {problem}" if problem else "complete; `verify` reads every byte"
     if manifest is None:
         return
     yield "step", f"{manifest['step']:,}"
-    yield "saved", _saved(manifest, directory)
+    yield "saved", _saving_time(manifest, directory)
     yield "run", str(run_of(directory))
     yield "format", str(manifest["format_version"])
     kinds = sorted({name.split("/")[0] for name in manifest["files"] if "/" in name})
@@ -141,17 +145,17 @@ def _described(found: Found) -> Iterator[tuple[str, str]]:
             "validation",
             f"{validation['loss']:.4f} nats per token, at step {validation['step']} ({validation['measure']})",
         )
-    code = {**manifest["versions"], "commit": short(manifest.get("commit") or "not known")}
+    code = {**manifest["versions"], "commit": short_digest(manifest.get("commit") or "not known")}
     yield "code", ", ".join(f"{name} {version}" for name, version in code.items())
-    yield "data", short(manifest["data_fingerprint"])
-    yield "tokenizer", short(manifest["tokenizer_fingerprint"])
+    yield "data", short_digest(manifest["data_fingerprint"])
+    yield "tokenizer", short_digest(manifest["tokenizer_fingerprint"])
     yield "MLflow run", manifest.get("mlflow_run_id") or "none"
 
 
-def newest_count(run_dir: Path) -> Counted | None:
+def newest_count(run_dir: Path) -> CheckpointCount | None:
     """Return the count of the newest readable checkpoint; None without one, or if it has no count."""
     for step in reversed(list_steps(run_dir)):
         with suppress(CheckpointError):  # a job also passes it over
             num_points = read_manifest(step_dir(run_dir, step)).get("points")
-            return None if num_points is None else Counted(step, num_points)
+            return None if num_points is None else CheckpointCount(step, num_points)
     return None

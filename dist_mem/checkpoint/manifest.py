@@ -61,10 +61,10 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, WrongFileError) else error
-        raise unreadable(error, f"{path}: cannot be read ({reason})") from error
+        raise unreadable_error(error, f"{path}: cannot be read ({reason})") from error
 
 
-def unreadable(error: Exception, message: str) -> CheckpointError:
+def unreadable_error(error: Exception, message: str) -> CheckpointError:
     """Return the error for a checkpoint that cannot be read: an UnreadableError if another start may succeed."""
     may_pass = isinstance(error, OSError) and run_error(error).exit_code == EXIT_FAILED
     return UnreadableError(message) if may_pass else CheckpointError(message)

@@ -19,19 +19,19 @@ from dist_mem.checkpoint.manifest import (
     read_manifest,
     run_of,
     step_dir,
-    unreadable,
+    unreadable_error,
     verify_file,
 )
 from dist_mem.config import ConfigError, read_config
 from dist_mem.errors import CheckpointError
-from dist_mem.runtime.distributed import World, decided_by_rank0, gather_objects
+from dist_mem.runtime.distributed import World, decide_on_rank0, gather_objects
 
 AUTO, NEVER = "auto", "never"
 
 ResultT = TypeVar("ResultT")
 
 
-class Choice(NamedTuple):
+class ResumeChoice(NamedTuple):
     """The checkpoint that a job resumes from."""
 
     directory: Path
@@ -48,20 +48,20 @@ class ResumeRequest(NamedTuple):
     run_checkpoints: list[Path]  # of the run itself, if those newer than the chosen one are to be set aside; else empty
 
 
-def choose_checkpoint(resume: str, run_dir: Path, world: World) -> Choice | None:
+def choose_checkpoint(resume: str, run_dir: Path, world: World) -> ResumeChoice | None:
     """Return the checkpoint to resume from, the same on every rank; None for a run that has no checkpoints.
 
     Raises:
         CheckpointError: on every rank; no checkpoint verifies, or `resume` selects none that can be used.
     """
-    request = decided_by_rank0(lambda: readable(lambda: find_candidates(resume, run_dir)))
+    request = decide_on_rank0(lambda: read_or_refuse(lambda: find_candidates(resume, run_dir)))
     found = first_verified(request.candidates, lambda directory: verify_together(directory, world))
     if found is None:
         return None
     directory, manifest, reasons = found
     newer = [path for path in request.run_checkpoints if path.name > directory.name]
     skipped = [path for path in request.candidates[: len(reasons)] if run_of(path).resolve() == run_dir.resolve()]
-    return Choice(directory, manifest, reasons, newer, [path for path in skipped if path not in newer])
+    return ResumeChoice(directory, manifest, reasons, newer, [path for path in skipped if path not in newer])
 
 
 def verify_together(directory: Path, world: World) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def verify_together(directory: Path, world: World) -> dict[str, Any]:
     Raises:
         CheckpointError: on every rank; names the first problem, and the rank that found it.
     """
-    manifest = decided_by_rank0(lambda: readable(lambda: read_manifest(directory)))
+    manifest = decide_on_rank0(lambda: read_or_refuse(lambda: read_manifest(directory)))
     problems = gather_objects(_first_problem(directory, manifest["files"], world))
     for rank, problem in enumerate(problems):
         if problem is not None:
@@ -78,12 +78,12 @@ def verify_together(directory: Path, world: World) -> dict[str, Any]:
     return manifest
 
 
-def readable(read: Callable[[], ResultT]) -> ResultT:
-    """Return the result of `read`. An OSError becomes a CheckpointError, as `unreadable` chooses it."""
+def read_or_refuse(read: Callable[[], ResultT]) -> ResultT:
+    """Return the result of `read`. An OSError becomes a CheckpointError, as `unreadable_error` chooses it."""
     try:
         return read()
     except OSError as error:
-        raise unreadable(error, f"checkpoints cannot be read: {error}") from error
+        raise unreadable_error(error, f"checkpoints cannot be read: {error}") from error
 
 
 def _first_problem(directory: Path, files: dict[str, Any], world: World) -> CheckpointError | None:
@@ -92,7 +92,7 @@ def _first_problem(directory: Path, files: dict[str, Any], world: World) -> Chec
             verify_file(directory, name, files[name])
     except Exception as error:  # of any kind: the other ranks wait for this result
         named = f"{directory}: {type(error).__name__}: {error}"
-        return error if isinstance(error, CheckpointError) else unreadable(error, named)
+        return error if isinstance(error, CheckpointError) else unreadable_error(error, named)
     return None
 
 
@@ -117,25 +117,27 @@ def find_candidates(resume: str, run_dir: Path) -> ResumeRequest:
     if resume == NEVER:
         if existing:
             raise CheckpointError(
-                f"resume = never, but {run_dir} has {_listed(existing)}: a run with checkpoints resumes from them, it "
-                "never starts over silently. Give this run another run_dir, or leave resume out"
+                f"resume = never, but {run_dir} has {_name_checkpoints(existing)}: a run with checkpoints resumes from "
+                "them, it never starts over silently. Give this run another run_dir, or leave resume out"
             )
         return ResumeRequest([], [])
-    requested = _requested(resume, run_dir, existing)
+    requested = _find_requested(resume, run_dir, existing)
     # The request may be repeated, as by a requeue: the job then resumes from what it has saved since the first start.
     since = list(takewhile(lambda path: path not in requested and _has_request(path, resume), existing))
     if not since and not requested[0].exists():  # since the first request, checkpoint.keep_last may have deleted it
-        raise CheckpointError(f"resume = {resume}: there is no {requested[0]}; {run_dir} has {_listed(existing)}")
+        raise CheckpointError(
+            f"resume = {resume}: there is no {requested[0]}; {run_dir} has {_name_checkpoints(existing)}"
+        )
     is_own = run_of(requested[0]).resolve() == run_dir.resolve()
     if not is_own and len(since) < len(existing):
         raise CheckpointError(
-            f"resume = {resume}, but {run_dir} has {_listed(existing)} of its own: give the run that resumes from "
-            "there another run_dir, or leave resume out"
+            f"resume = {resume}, but {run_dir} has {_name_checkpoints(existing)} of its own: give the run that resumes "
+            "from there another run_dir, or leave resume out"
         )
     return ResumeRequest([*since, *requested], existing if is_own else [])
 
 
-def _requested(resume: str, run_dir: Path, existing: Sequence[Path]) -> list[Path]:
+def _find_requested(resume: str, run_dir: Path, existing: Sequence[Path]) -> list[Path]:
     """Return the checkpoint of a step, the one at a path, or those of the run at a path, newest first."""
     if resume.isdecimal():
         return [step_dir(run_dir, int(resume))]
@@ -153,5 +155,5 @@ def _has_request(directory: Path, resume: str) -> bool:
         return True
 
 
-def _listed(directories: Sequence[Path]) -> str:
+def _name_checkpoints(directories: Sequence[Path]) -> str:
     return f"checkpoints {', '.join(path.name for path in reversed(directories))}" if directories else "no checkpoints"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_mem.checkpoint.manifest import first_verified, verify, verify_size
-from dist_mem.checkpoint.resume_choice import Choice, choose_checkpoint, find_candidates, readable
+from dist_mem.checkpoint.resume_choice import ResumeChoice, choose_checkpoint, find_candidates, read_or_refuse
 from dist_mem.config import Config, ConfigError, load_config, read_config
 from dist_mem.config.memory_blocks import kinds_of
 from dist_mem.config.resume_rules import Change, check_changes
@@ -22,13 +22,13 @@ from dist_mem.data.curriculum import path_keys
 from dist_mem.data.shard import Index
 from dist_mem.errors import CheckpointError, UnusableError
 from dist_mem.memory import memory_options
-from dist_mem.runtime.distributed import World, decided_by_rank0
+from dist_mem.runtime.distributed import World, decide_on_rank0
 
 
 class Resumption(NamedTuple):
     """A verified checkpoint that the present configuration may resume from."""
 
-    choice: Choice
+    choice: ResumeChoice
     saved: Config  # the configuration of the checkpoint
     changes: list[Change]  # of the configuration since then, in the order of the schema
     seconds: float  # spent on finding and verifying the checkpoint
@@ -51,13 +51,13 @@ def find_resumption(config: Config, world: World, allowed: Sequence[str] = ()) -
         return None
     saved = saved_config(choice.directory, config.memory)
     then = choice.manifest.get("environment", {})
-    changes = decided_by_rank0(lambda: check_changes(saved, config, then=then, allowed=allowed))
+    changes = decide_on_rank0(lambda: check_changes(saved, config, then=then, allowed=allowed))
     return Resumption(choice, saved, changes, time.perf_counter() - began)
 
 
 def saved_config(directory: Path, memory: Any) -> Config:
     """Return the result of `read_saved_config`, which rank 0 calls for all. Raises UnusableError."""
-    return decided_by_rank0(lambda: readable(lambda: read_saved_config(directory, memory)))
+    return decide_on_rank0(lambda: read_or_refuse(lambda: read_saved_config(directory, memory)))
 
 
 def check_run_dir(config: Config, allowed: Sequence[str] = ()) -> None:
@@ -77,7 +77,7 @@ def check_run_dir(config: Config, allowed: Sequence[str] = ()) -> None:
             raise CheckpointError(f"{directory}: {error}") from error
         return manifest
 
-    request = readable(lambda: find_candidates(config.resume, Path(config.run_dir)))
+    request = read_or_refuse(lambda: find_candidates(config.resume, Path(config.run_dir)))
     if found := first_verified(request.candidates, check):
         check_changes(saved[found[0]], config, then=found[1].get("environment", {}), allowed=allowed)
 

@@ -26,14 +26,14 @@ class Validation(NamedTuple):
     measure: str  # settings and data that it was measured with; losses of others are not comparable
 
 
-class Kept(NamedTuple):
+class StoredCheckpoint(NamedTuple):
     """A checkpoint with a readable manifest."""
 
     step: int
     validation: Validation | None
 
 
-def kept_by(kept: Sequence[Kept], rules: CheckpointConfig) -> dict[int, list[str]]:
+def rules_by_step(kept: Sequence[StoredCheckpoint], rules: CheckpointConfig) -> dict[int, list[str]]:
     """Return the steps, oldest first, with the rules that keep each checkpoint; the newest is always kept."""
     steps = sorted(found.step for found in kept)
     if rules.keep_last is None:
@@ -46,12 +46,12 @@ def kept_by(kept: Sequence[Kept], rules: CheckpointConfig) -> dict[int, list[str
     return {step: [rule for rule, chosen in wanted.items() if step in chosen] for step in steps}
 
 
-def superfluous(kept: Sequence[Kept], rules: CheckpointConfig) -> list[int]:
+def find_superfluous(kept: Sequence[StoredCheckpoint], rules: CheckpointConfig) -> list[int]:
     """Return the steps whose checkpoints no rule keeps, oldest first."""
-    return [step for step, reasons in kept_by(kept, rules).items() if not reasons]
+    return [step for step, reasons in rules_by_step(kept, rules).items() if not reasons]
 
 
-def _best(kept: Sequence[Kept], most: int) -> list[int]:
+def _best(kept: Sequence[StoredCheckpoint], most: int) -> list[int]:
     """Return the steps with the lowest validation losses of each measure, at most `most`.
 
     One per evaluation: that of its first checkpoint. What was best by an earlier measure stays: settings that are tried
@@ -74,7 +74,7 @@ def prune(run_dir: Path, step: int, rules: CheckpointConfig) -> list[str]:
     if rules.keep_last is None:
         return []
     messages = []
-    for old in superfluous(kept_in(run_dir, step), rules):
+    for old in find_superfluous(stored_checkpoints(run_dir, step), rules):
         directory = step_dir(run_dir, old)
         try:
             _delete(directory)
@@ -85,7 +85,7 @@ def prune(run_dir: Path, step: int, rules: CheckpointConfig) -> list[str]:
     return messages
 
 
-def kept_in(run_dir: Path, newest: int) -> list[Kept]:
+def stored_checkpoints(run_dir: Path, newest: int) -> list[StoredCheckpoint]:
     """Return the checkpoints of a run up to the step `newest` that have a readable manifest."""
     kept = []
     for step in list_steps(run_dir):
@@ -96,7 +96,7 @@ def kept_in(run_dir: Path, newest: int) -> list[Kept]:
         except CheckpointError:  # already reported by the start that passed it over
             continue
         validation = manifest.get("validation")
-        kept.append(Kept(step, None if validation is None else Validation(**validation)))
+        kept.append(StoredCheckpoint(step, None if validation is None else Validation(**validation)))
     return kept
 
 

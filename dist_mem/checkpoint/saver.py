@@ -12,17 +12,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from dist_mem.checkpoint.commit import Written, rehearse_checkpoint, write_checkpoint
+from dist_mem.checkpoint.commit import WrittenCheckpoint, rehearse_checkpoint, write_checkpoint
 from dist_mem.checkpoint.snapshot import Snapshot
 from dist_mem.config import CheckpointConfig
 from dist_mem.runtime.distributed import World
 from dist_mem.supervision.side_channel import open_side_channel
 
 
-class Saved(NamedTuple):
+class SavedCheckpoint(NamedTuple):
     """A checkpoint on disk, with its timings."""
 
-    written: Written
+    written: WrittenCheckpoint
     step: int
     seconds: float  # spent on writing
     stall_seconds: float  # that training waited for the snapshot, and for the writing where it did
@@ -43,7 +43,7 @@ class Saved(NamedTuple):
 class Saver:
     """Writes the checkpoints of a run, one at a time.
 
-    Every rank has one and makes the same calls, except `failed`. Creating it is collective.
+    Every rank has one and makes the same calls, except `has_failed`. Creating it is collective.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class Saver:
         self._run_dir, self._world, self._rules = run_dir, world, rules
         self._channel = open_side_channel(world)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
-        self._flight: Future[tuple[Written, float]] | None = None
+        self._flight: Future[tuple[WrittenCheckpoint, float]] | None = None
         self.step = step  # of the newest save, or of the start: there is nothing new to save at this step
         self._stall_seconds = 0.0  # of the save in flight
-        self._saved: list[Saved] = []  # not yet returned by `finished`
+        self._saved: list[SavedCheckpoint] = []  # not yet returned by `take_finished`
         self._flush_records = flush_records
         self._broken = list(broken)
         self._last_began = time.monotonic()
@@ -113,7 +113,7 @@ class Saver:
         if not self._rules.background:
             self.wait()
 
-    def _write(self, snapshot: Snapshot, broken: Sequence[Path]) -> tuple[Written, float]:
+    def _write(self, snapshot: Snapshot, broken: Sequence[Path]) -> tuple[WrittenCheckpoint, float]:
         began = time.perf_counter()
         written = write_checkpoint(
             snapshot,
@@ -131,7 +131,7 @@ class Saver:
         in_flight = time.monotonic() - self._last_began if self._flight and not self._flight.done() else 0.0
         return max(self._expected_seconds if self._longest_seconds is None else self._longest_seconds, in_flight)
 
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether the save in flight has failed, as far as this rank knows; `wait` raises the error."""
         return self._flight is not None and self._flight.done() and self._flight.exception() is not None
 
@@ -147,11 +147,11 @@ class Saver:
             written, seconds = flight.result()
             self._longest_seconds = max(self._longest_seconds or 0.0, self._stall_seconds + seconds)  # copy and write
             self._stall_seconds += time.perf_counter() - began
-            self._saved.append(Saved(written, self.step, seconds, self._stall_seconds))
+            self._saved.append(SavedCheckpoint(written, self.step, seconds, self._stall_seconds))
 
-    def finished(self) -> list[Saved]:
+    def take_finished(self) -> list[SavedCheckpoint]:
         """Return the checkpoints written since the last call, oldest first."""
-        if self._flight is not None and self._flight.done() and not self.failed():
+        if self._flight is not None and self._flight.done() and not self.has_failed():
             self.wait()
         saved, self._saved = self._saved, []
         return saved

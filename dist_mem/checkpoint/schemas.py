@@ -10,12 +10,12 @@ from dist_mem.runtime.file_schema import (
     Schema,
     integer,
     leaf,
+    list_of,
     metric,
     number,
     optional,
     plain_path,
     record,
-    rows,
     sha256,
     table,
     text,
@@ -25,7 +25,7 @@ WEIGHTS = "model.safetensors"  # of an export
 _COUNT = integer(high=2**53)
 _FILES = table(record({"bytes": _COUNT, "sha256": sha256}, is_open=False), keys=plain_path)
 _LANE_ID = leaf("a lane", lambda key: isinstance(key, str) and key.isdecimal() and len(key) <= 15)
-_DIVERGENCE = {"skip": _COUNT, "rollback": _COUNT, "first_trained": _COUNT, "losses": rows(metric)}
+_DIVERGENCE = {"skip": _COUNT, "rollback": _COUNT, "first_trained": _COUNT, "losses": list_of(metric)}
 _ALL = {"format_version": integer(), "sha256": sha256, "step": integer(high=10**12), "files": _FILES}
 _CHECKPOINT = {
     "world_size": integer(1, 10**6),
@@ -46,7 +46,7 @@ _FURTHER = {
     "validation": optional(record({"step": _COUNT, "loss": metric, "measure": text}, is_open=False)),
 }
 _OF_CHECKPOINT = record(
-    {**_ALL, **_CHECKPOINT, "lanes": table(rows(leaf("a file, or its row", lambda value: True)))},
+    {**_ALL, **_CHECKPOINT, "lanes": table(list_of(leaf("a file, or its row", lambda value: True)))},
     _FURTHER,
     is_open=True,
 )
@@ -81,9 +81,9 @@ def _lane_problems(body: dict[str, Any]) -> Iterator[str]:
 _ENGINE: Schema = record(
     {
         "counters": table(number),
-        "shapes": table(rows(_COUNT)),
-        "aliases": table(rows(text)),
-        "slices": table(rows(rows(_COUNT, low=4, high=4))),
+        "shapes": table(list_of(_COUNT)),
+        "aliases": table(list_of(text)),
+        "slices": table(list_of(list_of(_COUNT, low=4, high=4))),
     },
     is_open=True,
 )

@@ -46,11 +46,11 @@ def take_snapshot(
     Args:
         is_rehearsal: leave out the tensors of the engine and the memories, which may take gigabytes.
     """
-    owned = engine.owned()
+    owned = engine.owned_slices()
     live = {
         "engine": {} if is_rehearsal else engine_tensors(owned),
         "lanes": {
-            **({} if is_rehearsal else _joined(lanes.states)),
+            **({} if is_rehearsal else _join(lanes.states)),
             "lane_ids": lanes.lane_ids,
             "cursors": lanes.cursors,
         },
@@ -71,7 +71,7 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def _joined(states: Sequence[MemoryState]) -> dict[str, Tensor]:
+def _join(states: Sequence[MemoryState]) -> dict[str, Tensor]:
     """Concatenate the states of all lane groups, on the host."""
     return named_tensors(map_state(lambda *parts: torch.cat([part.cpu() for part in parts]), *states))
 

@@ -9,11 +9,11 @@ from argparse import ArgumentParser
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from dist_mem.config.check import nearest, shown
+from dist_mem.config.check import format_value, nearest
 from dist_mem.config.keys import SEED, STEPS
 from dist_mem.config.load import known_keys
 from dist_mem.config.other_names import OTHER_NAMES
-from dist_mem.runtime.files import at_home, check_replaceable, is_dir, unexpanded
+from dist_mem.runtime.files import at_home, check_replaceable, expansion_fault, is_dir
 from dist_mem.runtime.names import is_plain
 
 CONFIG = "YAML files, merged left to right, and key=value overrides"
@@ -94,19 +94,19 @@ def _value_after(option: str, given: Sequence[str]) -> str:
 def count(text: str, *, least: int = 1, most: int = _MAX_COUNT) -> int:
     """Parse a whole number from `least` to `most`, as of tokens or processes."""
     if not re.fullmatch(r"-?\d{1,4000}", text):  # Python does not parse longer ones
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a whole number")
+        raise argparse.ArgumentTypeError(f"{format_value(text)} is not a whole number")
     if int(text) < least:
         raise argparse.ArgumentTypeError(f"{text} must be at least {least}")
     if int(text) > most:
-        raise argparse.ArgumentTypeError(f"{shown(text)} must be at most {most:,}")
+        raise argparse.ArgumentTypeError(f"{format_value(text)} must be at most {most:,}")
     return int(text)
 
 
 def place(text: str) -> str:
     """Parse a path or an address: a leading `~` is the home directory."""
     found = at_home(text)
-    if fault := unexpanded(found):
-        raise argparse.ArgumentTypeError(f"{shown(text)}: {fault}")
+    if fault := expansion_fault(found):
+        raise argparse.ArgumentTypeError(f"{format_value(text)}: {fault}")
     return found
 
 
@@ -119,7 +119,8 @@ def step(text: str) -> int:
     """Parse the step of a checkpoint."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(
-            f"{shown(text)} is not a step: give a number such as 400, or omit --checkpoint for the newest that verifies"
+            f"{format_value(text)} is not a step: give a number such as 400, or omit --checkpoint for the newest that "
+            "verifies"
         )
     return count(text, least=0, most=STEPS)
 
@@ -127,7 +128,7 @@ def step(text: str) -> int:
 def split(text: str) -> str:
     """Parse the name of a split, which is the name of one folder."""
     if not is_plain(text):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not the name of a split: give one, for example test")
+        raise argparse.ArgumentTypeError(f"{format_value(text)} is not the name of a split: give one, for example test")
     return text
 
 
@@ -139,7 +140,7 @@ def names(text: str) -> list[str]:
 def seeds(text: str) -> list[int]:
     """Parse distinct whole numbers separated by commas."""
     if not all(name.isdecimal() for name in names(text)):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a list of numbers such as 0,1,2")
+        raise argparse.ArgumentTypeError(f"{format_value(text)} is not a list of numbers such as 0,1,2")
     numbers = [seed(name) for name in names(text)]
     if len(set(numbers)) != len(numbers):
         raise argparse.ArgumentTypeError(f"{text} has a seed twice")
@@ -155,9 +156,9 @@ def span(text: str) -> tuple[int, int]:
     """Parse a range of tokens of a document, BEGIN:END, without END itself."""
     begin, colon, end = text.partition(":")
     if not colon:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a range of tokens: give BEGIN:END, as 128:192")
+        raise argparse.ArgumentTypeError(f"{format_value(text)} is not a range of tokens: give BEGIN:END, as 128:192")
     if position(begin) >= position(end):
-        raise argparse.ArgumentTypeError(f"{shown(text)}: the range is empty: END must be greater than BEGIN")
+        raise argparse.ArgumentTypeError(f"{format_value(text)}: the range is empty: END must be greater than BEGIN")
     return position(begin), position(end)
 
 
@@ -168,7 +169,7 @@ def output_file(text: str) -> Path:
         path = Path(os.path.realpath(path)) if path.is_symlink() else path
         check_replaceable(path)
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"{shown(str(error.filename))}: {error.strerror}") from error
+        raise argparse.ArgumentTypeError(f"{format_value(str(error.filename))}: {error.strerror}") from error
     return path
 
 
@@ -176,7 +177,7 @@ def output_folder(text: str) -> Path:
     """Parse the path of a folder to write into, which need not exist."""
     path = _output(text)
     if os.path.lexists(path) and not is_dir(path):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is no folder: give a folder, or a new name")
+        raise argparse.ArgumentTypeError(f"{format_value(text)} is no folder: give a folder, or a new name")
     return path
 
 
@@ -186,7 +187,7 @@ def _output(text: str) -> Path:
     path = Path(place(text))
     nearest = next((parent for parent in path.parents if os.path.lexists(parent)), None)
     if nearest is not None and not is_dir(nearest):
-        raise argparse.ArgumentTypeError(f"{shown(text)}: {nearest} is no folder: give a path in a folder")
+        raise argparse.ArgumentTypeError(f"{format_value(text)}: {nearest} is no folder: give a path in a folder")
     return path
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from dist_mem.config import Config, deepspeed_block, load_config
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.extras import is_installed
-from dist_mem.runtime.shipped import shipped_root
-from dist_mem.runtime.terminal import listed
+from dist_mem.runtime.shipped_files import shipped_root
+from dist_mem.runtime.terminal import list_names
 
 
 def load_checked(
@@ -66,7 +66,7 @@ def require_config(options: Namespace, example: str) -> None:
     """Raise UnusableError with an example if the command line has no configuration."""
     if not options.config:
         given = f"{options.command}: no configuration: give YAML files and key=value overrides, as in: {example}"
-        raise UnusableError(f"{given}\nshipped configurations{listed(_shipped_configurations())}")
+        raise UnusableError(f"{given}\nshipped configurations{list_names(_shipped_configurations())}")
 
 
 def _shipped_configurations() -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from dist_mem.cli.arguments import place
 from dist_mem.config.check import hint
 from dist_mem.errors import EXIT_USAGE
-from dist_mem.runtime.terminal import WIDTH, Styled, coloured, listed
+from dist_mem.runtime.terminal import WIDTH, StyledText, colour_first_word, list_names
 
 
 class HelpFormatter(RawDescriptionHelpFormatter):
@@ -36,7 +36,7 @@ class Parser(ArgumentParser):
         if action.choices is None or value in action.choices:
             return
         names = [str(name) for name in action.choices]
-        raise ArgumentError(action, f"there is no {value!r}{hint(str(value), names)}; there are{listed(names)}")
+        raise ArgumentError(action, f"there is no {value!r}{hint(str(value), names)}; there are{list_names(names)}")
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the message on stderr, and end the process with the code for wrong input."""
@@ -44,4 +44,4 @@ class Parser(ArgumentParser):
         if "are required:" in message and example:
             message = f"{message}, as in: {example[0].partition('  #')[0].rstrip()}"
         self.print_usage(sys.stderr)
-        self.exit(EXIT_USAGE, Styled(f"{self.prog}: {coloured(f'error: {message}', sys.stderr)}\n"))
+        self.exit(EXIT_USAGE, StyledText(f"{self.prog}: {colour_first_word(f'error: {message}', sys.stderr)}\n"))

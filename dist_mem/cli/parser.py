@@ -76,6 +76,6 @@ def parse(arguments: Sequence[str] | None) -> Namespace:
 
 
 def _memory_options() -> set[str]:
-    from dist_mem.memory import described_memories  # imports torch
+    from dist_mem.memory import describe_memories  # imports torch
 
-    return {field.name for _, options in described_memories().values() for field in fields(options)}
+    return {field.name for _, options in describe_memories().values() for field in fields(options)}

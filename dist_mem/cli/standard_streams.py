@@ -69,8 +69,8 @@ def _redirect_to_null(number: int) -> None:
 
 def watch_standard_streams() -> Output:
     """Make `sys.stdout` and `sys.stderr` write through an `Output`; return that of `sys.stdout`."""
-    sys.stdout, output = _watched(sys.stdout, 1)
-    sys.stderr, _ = _watched(sys.stderr, 2)
+    sys.stdout, output = _watch(sys.stdout, 1)
+    sys.stderr, _ = _watch(sys.stderr, 2)
     return output
 
 
@@ -82,7 +82,7 @@ def note_lost_lines(run_dir: Path) -> None:
             output.run_dir = run_dir
 
 
-def _watched(stream: TextIO | None, number: int) -> tuple[TextIO, Output]:
+def _watch(stream: TextIO | None, number: int) -> tuple[TextIO, Output]:
     if stream is None:  # closed before the start: the next opened file would get its number, and receive the output
         _redirect_to_null(number)
         stream = open(number, "w", encoding="utf-8", closefd=False)  # noqa: SIM115  # lives as long as the process

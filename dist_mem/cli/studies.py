@@ -48,18 +48,20 @@ def add_study_arguments(added: ArgumentParser, out: str, *, tries_rows: bool = T
 
 def run_study(options: Namespace) -> int:
     """Run the command; return the exit code of the process."""
-    from dist_mem.studies.run_study import Request, run
+    from dist_mem.studies.run_study import StudyRequest, run
 
-    launch, extra = _divided(options)
+    launch, extra = _divide(options)
     given = {
         name: getattr(options, name) for name in ("scale", "out", "cells", "rows", "seeds", "jobs", "ranks", "max_runs")
     }
     what = {"check": options.check, "plan": options.plan, "run": not options.estimate}
     estimates = options.estimate or not options.no_estimate
-    return run(Request(options.study, options.command, **given, **what, extra=extra, launch=launch, estimate=estimates))
+    return run(
+        StudyRequest(options.study, options.command, **given, **what, extra=extra, launch=launch, estimate=estimates)
+    )
 
 
-def _divided(options: Namespace) -> tuple[LaunchConfig | None, list[str]]:
+def _divide(options: Namespace) -> tuple[LaunchConfig | None, list[str]]:
     """Return the block `launch` of the site, None without --slurm, and the overrides of every training.
 
     Raises:

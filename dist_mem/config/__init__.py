@@ -11,7 +11,7 @@ from dist_mem.config.blocks import as_tree
 from dist_mem.config.check import ConfigError
 from dist_mem.config.load import (
     build_block,
-    changed,
+    change_config,
     config_from,
     deepspeed_block,
     known_keys,
@@ -64,7 +64,7 @@ __all__ = [
     "WatchdogConfig",
     "as_tree",
     "build_block",
-    "changed",
+    "change_config",
     "config_from",
     "deepspeed_block",
     "known_keys",

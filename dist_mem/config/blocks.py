@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, get_args, get_origin
 
-from dist_mem.config.check import ConfigError, Problem, alternatives, block_of, fields_of, item_schema, join, parts_of
+from dist_mem.config.check import ConfigError, Problem, block_of, fields_of, item_schema, join, parts_of, types_of
 
 
 def as_tree(value: Any) -> Any:
@@ -21,19 +21,19 @@ def as_tree(value: Any) -> Any:
     return [as_tree(child) for child in value] if isinstance(value, list | tuple) else value
 
 
-def complete(schema: Any, tree: Any) -> Any:
+def add_defaults(schema: Any, tree: Any) -> Any:
     """Return a tree with the defaults of all keys that it lacks, in the order of the schema.
 
     Raises:
         KeyError: a block has a key that the schema does not have.
     """
     if (item := item_schema(schema)) is not None and isinstance(tree, list):
-        return [complete(item, child) for child in tree]
+        return [add_defaults(item, child) for child in tree]
     if item is None and (block := block_of(schema)) is not None and isinstance(tree, Mapping):
         given, kinds = {**as_tree(block()), **tree}, fields_of(block) or {}
         if unknown := [name for name in given if name not in kinds]:
             raise KeyError(f"{unknown[0]} is no key of {block.__name__}")
-        return {name: complete(kind, given[name]) for name, kind in kinds.items()}
+        return {name: add_defaults(kind, given[name]) for name, kind in kinds.items()}
     return number_of_type(schema, tree)
 
 
@@ -65,7 +65,7 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 def number_of_type(schema: Any, value: Any) -> Any:
     """Return a whole number as a float or a text where the schema has that type; all else as it is."""
-    kinds = alternatives(schema)
+    kinds = types_of(schema)
     if type(value) is not int or int in kinds:
         return value
     return float(value) if float in kinds else str(value) if str in kinds else value

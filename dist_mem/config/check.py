@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from dist_mem.config.other_names import OTHER_NAMES
 from dist_mem.errors import UnusableError
-from dist_mem.runtime.terminal import listed, some
+from dist_mem.runtime.terminal import list_names, some
 
 SURE = 0.75  # similarity at which a key of the same block is suggested first
 _MAYBE = 0.5  # two letters swapped in a name of two
@@ -49,7 +49,7 @@ class Problem(NamedTuple):
     where: str = ""  # the file, or "command line"
 
     def __str__(self) -> str:
-        return ": ".join(part for part in (self.where, _beginning(self.key), self.text) if part)
+        return ": ".join(part for part in (self.where, _shorten(self.key), self.text) if part)
 
 
 class ConfigError(UnusableError):
@@ -70,7 +70,7 @@ def stop_on(problems: Iterator[Problem] | Sequence[Problem]) -> None:
         raise ConfigError(found)
 
 
-def located(problem: Problem, origins: Mapping[str, str]) -> Problem:
+def locate(problem: Problem, origins: Mapping[str, str]) -> Problem:
     """Return the problem with the source that set its key, a part of it, or else an enclosing block.
 
     Args:
@@ -86,12 +86,12 @@ def located(problem: Problem, origins: Mapping[str, str]) -> Problem:
     return problem
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a value for a message; long values are truncated."""
-    return _beginning(repr(value))
+    return _shorten(repr(value))
 
 
-def _beginning(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= _SHOWN_LETTERS else f"{text[:_SHOWN_LETTERS]}... ({len(text):,} characters)"
 
 
@@ -125,7 +125,7 @@ def parts_of(key: str) -> list[str | int]:
     return [int(index) if index else name for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", key)]
 
 
-def alternatives(schema: Any) -> tuple[Any, ...]:
+def types_of(schema: Any) -> tuple[Any, ...]:
     """Return the types of a union, or the one that the schema is."""
     return get_args(schema) if get_origin(schema) in (Union, types.UnionType) else (schema,)
 
@@ -209,7 +209,7 @@ def suggest(name: str, block: str, known: Sequence[str], everywhere: Sequence[st
         return f"did you mean {names[close]}?"
     if close := nearest(name, known):
         return f"did you mean {join(block, close)}?"
-    return f"known keys here{listed(known)}"
+    return f"known keys here{list_names(known)}"
 
 
 def check_tree(
@@ -237,7 +237,9 @@ def check_tree(
             else:
                 yield Problem(join(key, name), f"unknown key; {suggest(str(name), key, list(fields), everywhere)}")
     elif fields is not None:
-        yield Problem(key, f"is {shown(tree)}, but must be a block with keys among {some(fields, _SHOWN) or 'none'}")
+        yield Problem(
+            key, f"is {format_value(tree)}, but must be a block with keys among {some(fields, _SHOWN) or 'none'}"
+        )
     elif item is not None and (children := _items(tree)) is not None:
         for index, child in children.items():
             yield from check_tree(item, child, key=f"{key}[{index}]", everywhere=everywhere, is_open=is_open)
@@ -247,9 +249,9 @@ def check_tree(
                 get_args(schema)[1], child, key=join(key, name), everywhere=everywhere, is_open=is_open
             )
     elif not _has_type(schema, tree):
-        yield Problem(key, f"is {shown(tree)}, but must be {describe_type(schema)}{_advice(schema, tree)}")
+        yield Problem(key, f"is {format_value(tree)}, but must be {describe_type(schema)}{_advice(schema, tree)}")
     elif type(tree) is int and tree not in _NUMBERS:
-        yield Problem(key, f"is {shown(tree)}, but numbers have at most 64 bits; give a smaller one")
+        yield Problem(key, f"is {format_value(tree)}, but numbers have at most 64 bits; give a smaller one")
 
 
 def _items(tree: Any) -> Mapping[Any, Any] | None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dist_mem.config.check import Problem, shown
+from dist_mem.config.check import Problem, format_value
 from dist_mem.config.memory_blocks import is_per_block, memories_of
 from dist_mem.config.schema import ROPE_KINDS, RopeConfig
 
@@ -205,7 +205,7 @@ def _pattern_error(pattern: str) -> str | None:
     try:
         re.compile(pattern)
     except re.error as error:
-        return f"is {shown(pattern)}, but must be a regular expression: {error}"
+        return f"is {format_value(pattern)}, but must be a regular expression: {error}"
     return None
 
 

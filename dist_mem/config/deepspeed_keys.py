@@ -10,37 +10,37 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dist_mem.config.check import Problem, check_tree, is_interpolation, join, shown
+from dist_mem.config.check import Problem, check_tree, format_value, is_interpolation, join
 from dist_mem.config.keys import ALLOWED, FREE
 
 
-def _of(kind: type, names: str) -> dict[str, Any]:
+def _types_of(kind: type, names: str) -> dict[str, Any]:
     """Return names -> their type."""
     return dict.fromkeys(names.split(), kind)
 
 
 # Keys passed on to DeepSpeed, with their types. DeepSpeed has models of the blocks whose type is `dict`.
 HANDED_ON: dict[str, Any] = {
-    **_of(dict, "zero_optimization bf16 fp16 comms_logger tensorboard csv_monitor wandb comet"),
-    **_of(str, "communication_data_type log_level"),
-    **_of(
+    **_types_of(dict, "zero_optimization bf16 fp16 comms_logger tensorboard csv_monitor wandb comet"),
+    **_types_of(str, "communication_data_type log_level"),
+    **_types_of(
         bool,
         "prescale_gradients disable_allgather wall_clock_breakdown memory_breakdown dump_state disable_python_gc",
     ),
-    **_of(float, "gradient_predivide_factor"),
+    **_types_of(float, "gradient_predivide_factor"),
     "data_types": {
-        **_of(str, "grad_accum_dtype buffer_dtype"),
-        **_of(list, "keep_in_fp32_modules"),
+        **_types_of(str, "grad_accum_dtype buffer_dtype"),
+        **_types_of(list, "keep_in_fp32_modules"),
     },
     "aio": {
-        **_of(int, "block_size queue_depth intra_op_parallelism"),
-        **_of(bool, "single_submit overlap_events use_gds"),
+        **_types_of(int, "block_size queue_depth intra_op_parallelism"),
+        **_types_of(bool, "single_submit overlap_events use_gds"),
     },
     "flops_profiler": {
-        **_of(bool, "enabled detailed"),
-        **_of(float, "recompute_fwd_factor"),
-        **_of(int, "profile_step module_depth top_modules"),
-        **_of(str, "output_file"),
+        **_types_of(bool, "enabled detailed"),
+        **_types_of(float, "recompute_fwd_factor"),
+        **_types_of(int, "profile_step module_depth top_modules"),
+        **_types_of(str, "output_file"),
     },
 }
 
@@ -115,11 +115,11 @@ def _known_keys() -> dict[str, Any]:
 SCHEMA = _known_keys()
 
 
-def _nullable(schema: Any) -> Any:
-    return {name: _nullable(kind) for name, kind in schema.items()} if isinstance(schema, dict) else schema | None
+def _allow_none(schema: Any) -> Any:
+    return {name: _allow_none(kind) for name, kind in schema.items()} if isinstance(schema, dict) else schema | None
 
 
-NULLABLE = _nullable(SCHEMA)  # the types by which texts are read: null leaves any key to DeepSpeed
+NULLABLE = _allow_none(SCHEMA)  # the types by which texts are read: null leaves any key to DeepSpeed
 
 
 def _is_default(value: Any) -> bool:
@@ -135,10 +135,10 @@ def without_defaults(tree: Any) -> Any:
     return {name: child for name, child in kept.items() if child != {} or tree[name] == {}}
 
 
-def _whole(tree: Any) -> Any:
+def _make_whole(tree: Any) -> Any:
     """Return the tree with whole floats such as 5e8 as integers; DeepSpeed accepts them as integers, dist_mem not."""
     if isinstance(tree, Mapping):
-        return {name: _whole(child) for name, child in tree.items()}
+        return {name: _make_whole(child) for name, child in tree.items()}
     return int(tree) if isinstance(tree, float) and tree.is_integer() else tree
 
 
@@ -158,7 +158,7 @@ def check_block(block: Mapping[str, Any], *, key: str, everywhere: Sequence[str]
     for name, reason in REFUSED.items():
         if _find(kept, name) not in (None, {}):
             yield Problem(join(key, name), f"{'is set by dist_mem' if name in OWNED else 'is refused'}: {reason}")
-    yield from check_tree(SCHEMA, _whole(block), key=key, everywhere=everywhere, is_open=is_open)
-    stage = _whole(_find(kept, "zero_optimization.stage"))  # read before DeepSpeed is loaded
+    yield from check_tree(SCHEMA, _make_whole(block), key=key, everywhere=everywhere, is_open=is_open)
+    stage = _make_whole(_find(kept, "zero_optimization.stage"))  # read before DeepSpeed is loaded
     if not is_open(stage) and (type(stage) is not int or stage not in range(4)):
-        yield Problem(join(key, "zero_optimization.stage"), f"is {shown(stage)}, but must be 0, 1, 2 or 3")
+        yield Problem(join(key, "zero_optimization.stage"), f"is {format_value(stage)}, but must be 0, 1, 2 or 3")

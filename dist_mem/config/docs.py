@@ -130,14 +130,14 @@ def config_page(memories: Mapping[str, tuple[str, type]]) -> str:
     """
     kinds, comments = fields_of(Config) or {}, meanings(Config)
     plain = [name for name, kind in kinds.items() if kind is not Any and not block_of(kind)]
-    parts = [INTRODUCTION, "## The run\n", _keys_table(_row(name, keys_of(Config)[name]) for name in plain)]
+    parts = [INTRODUCTION, "## The run\n", _keys_table(_table_row(name, keys_of(Config)[name]) for name in plain)]
     for name, kind in kinds.items():
         if name == "memory":
             parts += ["## memory\n", *_memory_parts(memories)]
         elif name == "deepspeed":
             parts += ["## deepspeed\n", *_deepspeed_parts()]
         elif block_of(kind):
-            rows = (_row(key, found) for key, found in keys_of(Config).items() if key.startswith(f"{name}."))
+            rows = (_table_row(key, found) for key, found in keys_of(Config).items() if key.startswith(f"{name}."))
             meaning = comments[name]
             parts += [f"## {name}\n", f"{meaning[0].upper()}{_prose(meaning[1:])}.\n", _keys_table(rows)]
     return "\n".join(parts)
@@ -147,15 +147,15 @@ def _memory_parts(memories: Mapping[str, tuple[str, type]]) -> Iterator[str]:
     yield MEMORY.format(default=_code(Config().memory["kind"]))
     for kind, (summary, options) in memories.items():
         yield f"### memory.kind: {kind}\n\n{summary}\n"
-        rows = [_row(f"memory.{name}", found) for name, found in keys_of(options).items()]
+        rows = [_table_row(f"memory.{name}", found) for name, found in keys_of(options).items()]
         yield _keys_table(rows) if rows else "It has no options.\n"
 
 
 def _deepspeed_parts() -> Iterator[str]:
     yield DEEPSPEED.format(
         default=_code(_as_yaml(Config().deepspeed)),
-        need_allow=_listed(name for name, rule in OF_RESULT.items() if rule == ALLOWED),
-        handed_on=_listed(HANDED_ON),
+        need_allow=_list_codes(name for name, rule in OF_RESULT.items() if rule == ALLOWED),
+        handed_on=_list_codes(HANDED_ON),
     )
     yield _table(["key", "instead"], _by_reason(OWNED))
     yield "**Refused** keys:\n"
@@ -165,10 +165,10 @@ def _deepspeed_parts() -> Iterator[str]:
 def _by_reason(reasons: Mapping[str, str]) -> Iterator[Sequence[str]]:
     """Yield one row per reason, with all keys that share it."""
     for reason in dict.fromkeys(reasons.values()):
-        yield _listed(key for key, other in reasons.items() if other == reason), _prose(reason)
+        yield _list_codes(key for key, other in reasons.items() if other == reason), _prose(reason)
 
 
-def _row(name: str, key: Key) -> Sequence[str]:
+def _table_row(name: str, key: Key) -> Sequence[str]:
     meaning, metadata = meanings(key.owner)[key.field.name].replace(" | ", "; "), metadata_of(name)
     rule = {ALLOWED: "`--allow`", FREE: ""}.get(metadata.resume or FREE, "fixed")
     affects = (metadata.affects or RESULT).name or ""
@@ -182,7 +182,7 @@ def _values(key: Key) -> str:
     limits = " and ".join(metadata.limits(">=", ">", "<", *upper))
     is_list = item_schema(key.schema) is not None
     if metadata.choices:
-        words = _listed(metadata.choices)
+        words = _list_codes(metadata.choices)
     elif key.schema is Any or (block_of(key.schema) and not is_list):
         words = "block"
     else:
@@ -205,7 +205,7 @@ def _prose(text: str) -> str:
     return _CODE.sub(lambda found: _code(found[0]), text)
 
 
-def _listed(names: Iterable[str]) -> str:
+def _list_codes(names: Iterable[str]) -> str:
     return ", ".join(_code(name) for name in names)
 
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from dist_mem.config.check import ConfigError, Problem, join, shown
+from dist_mem.config.check import ConfigError, Problem, format_value, join
 from dist_mem.config.interpolations import InterpolationError, check_grammar
-from dist_mem.config.values import parse, parse_json, settled, yaml_error
+from dist_mem.config.values import parse, parse_json, untyped_values, yaml_error
 from dist_mem.errors import RunError, run_error
 from dist_mem.runtime.environment import as_submitted
 from dist_mem.runtime.files import read_at_most
@@ -25,24 +25,24 @@ MAX_BYTES = 1 << 20
 UNREADABLE = (yaml.YAMLError, InterpolationError, ValueError, RecursionError)
 
 
-class Document(NamedTuple):
+class YamlDocument(NamedTuple):
     """The content of a file."""
 
     tree: dict[str, Any]  # scalars without quotes are `Letters`
     lines: Mapping[str, int]  # full key -> its line; none of JSON
     path: Path
 
-    def inside(self, block: str) -> Document:
+    def inside(self, block: str) -> YamlDocument:
         """Return the document as the content of a block."""
-        return Document({block: self.tree}, {join(block, key): line for key, line in self.lines.items()}, self.path)
+        return YamlDocument({block: self.tree}, {join(block, key): line for key, line in self.lines.items()}, self.path)
 
     def place(self, key: str) -> str:
         """Return the file, with the line of a key."""
         return place_of(key, str(self.path), self.lines)
 
-    def placing(self) -> AbstractContextManager[None]:
+    def place_problems(self) -> AbstractContextManager[None]:
         """Give the problems of the block their place in this document."""
-        return placed(self.place)
+        return place_problems(self.place)
 
 
 def place_of(key: str, where: str, lines: Mapping[str, int]) -> str:
@@ -53,7 +53,7 @@ def place_of(key: str, where: str, lines: Mapping[str, int]) -> str:
 
 
 @contextmanager
-def placed(place: Callable[[str], str]) -> Iterator[None]:
+def place_problems(place: Callable[[str], str]) -> Iterator[None]:
     """Give the problems of the block that have no place the one of their key."""
     try:
         yield
@@ -62,7 +62,7 @@ def placed(place: Callable[[str], str]) -> Iterator[None]:
         raise ConfigError(found) from None
 
 
-def read_document(path: Path) -> Document:
+def read_document(path: Path) -> YamlDocument:
     """Read a file, of JSON by its suffix, else of YAML.
 
     Raises:
@@ -74,13 +74,13 @@ def read_document(path: Path) -> Document:
         content = read_at_most(as_submitted(path), MAX_BYTES, is_regular=True)
         tree, lines = parse(content) if form == "YAML" else (parse_json(content), {})
         if tree is not None and not isinstance(tree, dict):
-            holds = "a list" if isinstance(tree, list) else shown(tree)
+            holds = "a list" if isinstance(tree, list) else format_value(tree)
             raise ConfigError([Problem("", f"must hold keys and values, but holds {holds}", str(path))])
-        check_grammar(settled(tree or {}))
+        check_grammar(untyped_values(tree or {}))
     except RunError:
         raise
     except OSError as error:
         raise run_error(error, f"{path} cannot be read: {error.strerror}") from error
     except UNREADABLE as error:
         raise ConfigError([Problem("", f"cannot be read as {form}: {yaml_error(error)}", str(path))]) from error
-    return Document(tree or {}, lines, path)
+    return YamlDocument(tree or {}, lines, path)

@@ -13,11 +13,11 @@ from contextlib import suppress
 from typing import Any, NamedTuple, TextIO
 
 from dist_mem.config.blocks import as_tree, value_at
-from dist_mem.config.interpolations import interpolated, of_type, watch
+from dist_mem.config.interpolations import find_interpolations, of_type, watch
 from dist_mem.config.keys import type_of
 from dist_mem.config.schema import Config
 from dist_mem.runtime.environment import is_set
-from dist_mem.runtime.terminal import Styled
+from dist_mem.runtime.terminal import StyledText
 
 _SHORTEST = 4  # characters; a shorter text, or a number, is no secret and occurs in too many other words
 _read: dict[str, str] = {}  # value -> interpolation, for all values this process has read
@@ -47,7 +47,7 @@ def from_environment(document: Mapping[str, Any]) -> dict[str, FromEnvironment]:
     """Return key -> value for all values of a document that depend on the environment."""
     watch_environment()
     found, before = {}, _num_reads
-    for key, written, value in interpolated(document):
+    for key, written, value in find_interpolations(document):
         if _num_reads > before:
             with suppress(ValueError):  # a text that is no value of its type
                 value = of_type(type_of(Config, key), value)
@@ -96,7 +96,7 @@ class HidingStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        self._stream.write(Styled(hide(text)) if isinstance(text, Styled) else hide(text))
+        self._stream.write(StyledText(hide(text)) if isinstance(text, StyledText) else hide(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:

@@ -18,15 +18,15 @@ from dist_mem.config.blocks import number_of_type, put, value_at
 from dist_mem.config.check import (
     ConfigError,
     Problem,
-    alternatives,
     check_tree,
     describe_type,
     flatten,
     is_interpolation,
     item_schema,
     stop_on,
+    types_of,
 )
-from dist_mem.config.values import Letters, typed
+from dist_mem.config.values import Letters, convert_letters
 
 InterpolationError = OmegaConfBaseException
 SchemaOf = Callable[[str], Any]  # full key -> its type; Any for a key that has none
@@ -48,12 +48,12 @@ def check_grammar(tree: Mapping[str, Any]) -> None:
     _node(tree)
 
 
-def plain(tree: Any) -> Any:
+def as_plain(tree: Any) -> Any:
     """Return a tree that a program gives, also one of OmegaConf, as a plain one with its interpolations."""
     return OmegaConf.to_container(tree, resolve=False) if OmegaConf.is_config(tree) else tree
 
 
-def interpolated(document: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+def find_interpolations(document: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """Yield key, text and value of every interpolation; None for a value that cannot be resolved."""
     node = _node(document)
     for key, text in _interpolations(document).items():
@@ -63,7 +63,7 @@ def interpolated(document: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
         yield key, text, value
 
 
-def resolved(document: Mapping[str, Any], schema_of: SchemaOf, block: str = "") -> dict[str, Any]:
+def resolve(document: Mapping[str, Any], schema_of: SchemaOf, block: str = "") -> dict[str, Any]:
     """Return the document, or a block of it alone, with values in place of interpolations.
 
     Raises:
@@ -74,7 +74,7 @@ def resolved(document: Mapping[str, Any], schema_of: SchemaOf, block: str = "") 
         names = [block] if block else [*document]
         tree = {name: _value(node, name) for name in names}
     except OmegaConfBaseException as error:
-        raise ConfigError([_unresolvable(error, document)]) from None
+        raise ConfigError([_resolution_problem(error, document)]) from None
     problems = []
     for key, text in _interpolations({name: document[name] for name in tree}).items():
         try:
@@ -97,12 +97,12 @@ def of_type(schema: Any, value: Any) -> Any:
         ValueError: says what it must be; the text is no such value as values.py reads them: 0012, 1_000.
     """
     schema = item_schema(schema) or schema
-    kinds = {*alternatives(schema)}
+    kinds = {*types_of(schema)}
     if type(value) in (int, float):
         return str(value) if str in kinds and type(value) not in kinds else number_of_type(schema, value)
     if not isinstance(value, str) or kinds & {str, Any, object} or not kinds & {int, float, bool}:
         return value
-    found = number_of_type(schema, typed(schema, Letters(value)))
+    found = number_of_type(schema, convert_letters(schema, Letters(value)))
     if any(check_tree(schema, found)):
         rule = ", a number without a leading 0, `_` or `:`" if kinds & {int, float} else ""
         raise ValueError(f"{describe_type(schema)}{rule}")
@@ -124,8 +124,8 @@ def _interpolations(document: Mapping[str, Any]) -> dict[str, str]:
     return {key: text for key, text in flatten(document).items() if is_interpolation(text)}
 
 
-def _unresolvable(error: OmegaConfBaseException, document: Mapping[str, Any]) -> Problem:
-    key = error.full_key or next((key for key, _, value in interpolated(document) if value is None), "")
+def _resolution_problem(error: OmegaConfBaseException, document: Mapping[str, Any]) -> Problem:
+    key = error.full_key or next((key for key, _, value in find_interpolations(document) if value is None), "")
     return Problem(key, f"cannot be resolved: {_reason(error)}")
 
 

@@ -19,7 +19,17 @@ from enum import Flag, auto
 from functools import cache
 from typing import Any, NamedTuple, TypeVar, cast
 
-from dist_mem.config.check import Problem, block_of, fields_of, flatten, is_optional, item_schema, join, nearest, shown
+from dist_mem.config.check import (
+    Problem,
+    block_of,
+    fields_of,
+    flatten,
+    format_value,
+    is_optional,
+    item_schema,
+    join,
+    nearest,
+)
 from dist_mem.runtime.files import at_home
 
 # Upper bounds: the limits of machines, formats and libraries. Larger numbers are refused before anything is allocated.
@@ -36,20 +46,21 @@ SECONDS = 1_000_000  # libraries add them to a date
 ValueT = TypeVar("ValueT")
 
 
-class Rule(NamedTuple):
-    """Whether a key may change when a run is resumed: FREE, ALLOWED or `fixed`."""
+class ResumeRule(NamedTuple):
+    """Whether a key may change when a run is resumed: FREE, ALLOWED or `forbid`."""
 
     name: str
     reason: str = ""  # why a fixed key must not change
 
 
-FREE = Rule("free")  # may change: it does not affect the contents of the checkpoint
-ALLOWED = Rule("allowed")  # changes what the run computes from now on: needs `--allow KEY`, so that no typo changes it
+FREE = ResumeRule("free")  # may change: it does not affect the contents of the checkpoint
+# Changes what the run computes from now on: needs `--allow KEY`, so that no typo changes it.
+ALLOWED = ResumeRule("allowed")
 
 
-def fixed(reason: str) -> Rule:
+def forbid(reason: str) -> ResumeRule:
     """Return the rule of a key that determines the contents of the checkpoint, and must not change for this reason."""
-    return Rule("fixed", reason)
+    return ResumeRule("fixed", reason)
 
 
 class Affects(Flag):
@@ -77,7 +88,7 @@ EVALUATION, RECOMPUTATION = Command
 
 
 @dataclasses.dataclass(frozen=True)
-class Metadata:
+class KeyMetadata:
     """Metadata of a key. For a list, limits and choices are those of its items."""
 
     at_least: float | None = None
@@ -95,7 +106,7 @@ class Metadata:
     per_node: bool = False  # nodes of one job may have different values
     command_line_only: bool = False  # no file may set it
     # Of these three, a key has that of its block unless it has its own.
-    resume: Rule | None = None
+    resume: ResumeRule | None = None
     affects: Affects | None = None
     set_by: Command | None = None  # in addition to a training
 
@@ -104,7 +115,7 @@ class Metadata:
         """Whether the key is a path, of dist_mem or of MLflow."""
         return self.is_path or self.is_store
 
-    def inside(self, block: Metadata) -> Metadata:
+    def inside(self, block: KeyMetadata) -> KeyMetadata:
         """Return the metadata of a key in a block."""
         found = {name: getattr(self, name) or getattr(block, name) for name in ("resume", "affects", "set_by")}
         return dataclasses.replace(self, **found)
@@ -120,8 +131,8 @@ class Metadata:
 
 
 def key(default: ValueT, **metadata: Any) -> ValueT:
-    """Return the field of a key with this default, of which every instance gets a copy, and with `Metadata`."""
-    given: dict[str, Any] = {"metadata": {"key": Metadata(**metadata)}}
+    """Return the field of a key with this default, of which every instance gets a copy, and with `KeyMetadata`."""
+    given: dict[str, Any] = {"metadata": {"key": KeyMetadata(**metadata)}}
     if isinstance(default, list | dict) or dataclasses.is_dataclass(default):
         return cast(ValueT, dataclasses.field(default_factory=lambda: copy.deepcopy(default), **given))
     field: ValueT = dataclasses.field(default=default, **given)
@@ -132,7 +143,7 @@ class Key(NamedTuple):
     """A key of a schema."""
 
     schema: Any  # its type
-    metadata: Metadata  # with what its block has
+    metadata: KeyMetadata  # with what its block has
     field: dataclasses.Field[Any]
     owner: type  # the dataclass of the field
 
@@ -142,7 +153,7 @@ class Key(NamedTuple):
         if metadata.choices and value not in (*metadata.choices, None):
             close = nearest(str(value), metadata.choices)
             meant = f"; did you mean {close}?" if close else ""
-            return f"is {shown(value)}, but must be one of {', '.join(metadata.choices)}{meant}"
+            return f"is {format_value(value)}, but must be one of {', '.join(metadata.choices)}{meant}"
         if not isinstance(value, int | float) or isinstance(value, bool):
             return None
         if (
@@ -156,20 +167,20 @@ class Key(NamedTuple):
                 "; use null for none" if is_optional(self.schema) and value <= 0 else ""
             )
         if metadata.at_most is not None and value > metadata.at_most:
-            return f"is {shown(value)}, but must be at most {metadata.at_most:,}"
+            return f"is {format_value(value)}, but must be at most {metadata.at_most:,}"
         return None
 
 
 @cache
 def keys_of(schema: type) -> dict[str, Key]:
     """Return the keys of a dataclass at any depth by dotted name; a block comes before its keys, `groups[].lr`."""
-    return dict(_walk(schema, "", Metadata()))
+    return dict(_walk(schema, "", KeyMetadata()))
 
 
-def _walk(schema: type, prefix: str, of_block: Metadata) -> Iterator[tuple[str, Key]]:
+def _walk(schema: type, prefix: str, of_block: KeyMetadata) -> Iterator[tuple[str, Key]]:
     kinds = fields_of(schema) or {}
     for field in dataclasses.fields(schema):
-        kind, metadata = kinds[field.name], field.metadata.get("key", Metadata()).inside(of_block)
+        kind, metadata = kinds[field.name], field.metadata.get("key", KeyMetadata()).inside(of_block)
         yield f"{prefix}{field.name}", Key(kind, metadata, field, schema)
         if block := block_of(kind):
             yield from _walk(block, f"{prefix}{field.name}{'[]' if item_schema(kind) else ''}.", metadata)

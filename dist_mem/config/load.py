@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from dist_mem.config import deepspeed_keys
-from dist_mem.config.blocks import as_tree, build, complete, put, value_at
+from dist_mem.config.blocks import add_defaults, as_tree, build, put, value_at
 from dist_mem.config.check import (
     ConfigError,
     Problem,
@@ -23,23 +23,23 @@ from dist_mem.config.check import (
     check_tree,
     fields_of,
     flatten,
+    format_value,
     is_interpolation,
     join,
-    located,
-    shown,
+    locate,
     stop_on,
 )
 from dist_mem.config.constraints import check_together
-from dist_mem.config.documents import placed, read_document
+from dist_mem.config.documents import place_problems, read_document
 from dist_mem.config.environment_values import from_environment, hide_all, watch_environment
-from dist_mem.config.interpolations import resolved
+from dist_mem.config.interpolations import resolve
 from dist_mem.config.keys import Key, check_values, find_key, is_path, keys_of, type_of, with_homes
 from dist_mem.config.schema import DOCUMENT, Config
-from dist_mem.config.sources import COMMAND_LINE, Source, merge, merge_source, read_saved, read_sources
+from dist_mem.config.sources import COMMAND_LINE, ConfigSource, merge, merge_source, read_saved, read_sources
 from dist_mem.config.text_checks import check_credentials, check_given, check_texts
-from dist_mem.config.values import Letters, dump, settled, typed
+from dist_mem.config.values import Letters, convert_letters, dump, untyped_values
 from dist_mem.runtime.files import write_text
-from dist_mem.runtime.shipped import shipped_root
+from dist_mem.runtime.shipped_files import shipped_root
 
 BlockT = TypeVar("BlockT")
 COMMAND_LINE_ONLY = tuple(name for name, found in keys_of(Config).items() if found.metadata.command_line_only)
@@ -88,13 +88,13 @@ def load_config(
         tree = merge_source(tree, source)
         origins.update((key, source.place(key)) for key in flatten(source.tree))
     tree["deepspeed"] = deepspeed_keys.without_defaults(tree["deepspeed"])
-    document = complete(Config, settled(tree))
+    document = add_defaults(Config, untyped_values(tree))
     try:
         with _hiding(document):
-            config = _checked(document, tree["memory"], memory_options, trains=trains)
+            config = _check_merged(document, tree["memory"], memory_options, trains=trains)
             _check_further(config, check)
     except ConfigError as error:
-        raise ConfigError([located(problem, origins) for problem in error.problems]) from None
+        raise ConfigError([locate(problem, origins) for problem in error.problems]) from None
     return config
 
 
@@ -116,19 +116,19 @@ def config_from(*trees: Mapping[str, Any]) -> Config:
     """
     document = as_tree(Config())
     for tree in trees:
-        document = _filled(document, tree)
-    return _from_document(complete(Config, document))
+        document = _fill(document, tree)
+    return _from_document(add_defaults(Config, document))
 
 
-def _filled(old: Any, new: Any) -> Any:
+def _fill(old: Any, new: Any) -> Any:
     """Merge blocks key by key, also an empty one."""
     if not isinstance(new, Mapping):
         return as_tree(new)
     kept = old if isinstance(old, Mapping) else {}
-    return {**kept, **{name: _filled(kept.get(name), child) for name, child in new.items()}}
+    return {**kept, **{name: _fill(kept.get(name), child) for name, child in new.items()}}
 
 
-def changed(config: Config, changes: Mapping[str, Any]) -> Config:
+def change_config(config: Config, changes: Mapping[str, Any]) -> Config:
     """Return a configuration with other values of some keys, which must be valid.
 
     What refers to a key by an interpolation changes with it.
@@ -142,19 +142,19 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
     document = as_tree(config.document)
     for key, value in changes.items():
         put(document, key, as_tree(value))
-    return _from_document(complete(Config, document))
+    return _from_document(add_defaults(Config, document))
 
 
 def _from_document(document: dict[str, Any], values: Mapping[str, Any] | None = None) -> Config:
-    config: Config = build(Config, resolved(document, partial(type_of, Config)) if values is None else values)
+    config: Config = build(Config, resolve(document, partial(type_of, Config)) if values is None else values)
     config.__dict__[DOCUMENT] = document
     return config
 
 
-def _check_source(source: Source) -> Iterable[Problem]:
+def _check_source(source: ConfigSource) -> Iterable[Problem]:
     yield from check_tree(Config, source.tree, everywhere=known_keys())
     yield from check_credentials(source.tree)
-    yield from check_given(settled(source.tree))
+    yield from check_given(untyped_values(source.tree))
     if source.where != COMMAND_LINE:
         leaves = flatten(source.tree)
         for key in COMMAND_LINE_ONLY:
@@ -164,10 +164,10 @@ def _check_source(source: Source) -> Iterable[Problem]:
     if isinstance(block, Mapping):
         yield from deepspeed_keys.check_block(block, key="deepspeed", everywhere=known_keys())
     else:
-        yield Problem("deepspeed", f"is {shown(block)}, but must be a block or the path of a ds_config.json")
+        yield Problem("deepspeed", f"is {format_value(block)}, but must be a block or the path of a ds_config.json")
 
 
-def _checked(
+def _check_merged(
     document: dict[str, Any], written_memory: Any, memory_options: MemoryOptions | None, *, trains: bool
 ) -> Config:
     """Check what only the merged tree shows: interpolated values, limits, the memory's options, combinations.
@@ -178,13 +178,15 @@ def _checked(
     Returns:
         The configuration, whose memory has all its options.
     """
-    values = resolved(document, partial(type_of, Config))
+    values = resolve(document, partial(type_of, Config))
     memory = values["memory"]
     if not isinstance(memory, Mapping) or not isinstance(memory.get("kind"), str):
-        stop_on([Problem("memory", f"is {shown(memory)}, but must be a block with a kind{_way_to_give(memory)}")])
+        stop_on(
+            [Problem("memory", f"is {format_value(memory)}, but must be a block with a kind{_way_to_give(memory)}")]
+        )
     of_deepspeed = deepspeed_keys.check_block(values["deepspeed"], key="deepspeed", everywhere=())
     stop_on([*check_tree(Config, values, everywhere=known_keys()), *of_deepspeed])
-    values = complete(Config, values)
+    values = add_defaults(Config, values)
     of_memory: Sequence[Problem] = ()
     completed = memory
     if memory_options is not None:
@@ -193,10 +195,10 @@ def _checked(
         except ConfigError as error:
             of_memory = error.problems
         except ValueError as error:
-            of_memory = [_begun_by_key(str(error)) or Problem("memory", str(error))]
+            of_memory = [_problem_of_message(str(error)) or Problem("memory", str(error))]
     stop_on([*check_values(Config, values), *check_texts(flatten(values)), *of_memory])
     stop_on(check_together(values, trains=trains))
-    unresolved = _unresolved(document["memory"])
+    unresolved = _find_unresolved(document["memory"])
     written = completed if unresolved is None else merge(completed, unresolved)
     return _from_document({**document, "memory": written}, {**values, "memory": completed})
 
@@ -222,10 +224,10 @@ def _with_letters(resolved: Any, written: Any) -> Any:
     return resolved
 
 
-def _unresolved(tree: Any) -> Any:
+def _find_unresolved(tree: Any) -> Any:
     """Return the parts of a block that are interpolations, or lists with some; None if there are none."""
     if isinstance(tree, Mapping):
-        found = {name: _unresolved(child) for name, child in tree.items()}
+        found = {name: _find_unresolved(child) for name, child in tree.items()}
         return {name: child for name, child in found.items() if child is not None} or None
     return tree if any(map(is_interpolation, flatten(tree).values())) else None
 
@@ -236,13 +238,13 @@ def _check_further(config: Config, check: Callable[[Config], object]) -> None:
     except ConfigError:
         raise
     except ValueError as error:
-        problem = _begun_by_key(str(error))
+        problem = _problem_of_message(str(error))
         if problem is None:
             raise
         raise ConfigError([problem]) from error
 
 
-def _begun_by_key(message: str) -> Problem | None:
+def _problem_of_message(message: str) -> Problem | None:
     """An error of a memory or a model, which begins with the key: the file must come first. None: it names no key."""
     key, _, text = message.partition(" ")
     is_key = re.fullmatch(r"[a-z_]+(\.[a-z_]+|\.\d+|\[\d+\])+", key) and key.partition(".")[0] in known_keys()
@@ -260,7 +262,7 @@ def build_block(schema: type[BlockT], node: Mapping[str, Any], where: str) -> Bl
         ConfigError: the block has unknown keys (the message suggests known ones), wrong types, or values that the
             metadata of their keys excludes.
     """
-    tree = with_homes(settled(typed(schema, node, where)), lambda key: is_path(schema, key))
+    tree = with_homes(untyped_values(convert_letters(schema, node, where)), lambda key: is_path(schema, key))
     stop_on(check_tree(schema, tree, key=where, everywhere=known_keys()))
     paths = {key: value for key, value in flatten(tree).items() if is_path(schema, key)}
     of_paths = check_texts(paths, lambda key: cast(Key, find_key(schema, key)).metadata)
@@ -288,20 +290,20 @@ def load_block(schema: type[BlockT], name: str, arguments: Sequence[str], *, sav
         if isinstance(tree[name], Mapping):  # else an interpolation of another block
             tree[name] = {key: value for key, value in tree[name].items() if key in (fields_of(schema) or {})}
     for source in read_sources(arguments):
-        given = {key: settled(child) for key, child in source.tree.items() if key == name}
+        given = {key: untyped_values(child) for key, child in source.tree.items() if key == name}
         found = [*check_tree(Config, given, everywhere=known_keys()), *check_given(given)]
         found += check_credentials(source.tree)
         stop_on([problem._replace(where=source.place(problem.key)) for problem in found])
-        with placed(source.place):
-            tree = merge(tree, settled(source.tree)) if source.tree else tree
+        with place_problems(source.place):
+            tree = merge(tree, untyped_values(source.tree)) if source.tree else tree
     with _hiding(tree):
-        values = resolved(tree, partial(type_of, Config), name)[name]
+        values = resolve(tree, partial(type_of, Config), name)[name]
         texts = check_texts(flatten(values, name))
         stop_on([*check_tree(schema, values, key=name), *check_values(schema, values, name), *texts])
         return cast(BlockT, build(schema, values, name))
 
 
-def read_block(schema: type[BlockT], path: Path, settle: Callable[[Any], Any] = settled) -> BlockT:
+def read_block(schema: type[BlockT], path: Path, settle: Callable[[Any], Any] = untyped_values) -> BlockT:
     """Return a YAML file of another kind than a configuration, as a sweep, as an instance of its dataclass.
 
     Args:
@@ -311,10 +313,10 @@ def read_block(schema: type[BlockT], path: Path, settle: Callable[[Any], Any] = 
         RunError: the file cannot be read, or does not fit the dataclass.
     """
     document = read_document(path)
-    with document.placing():
-        tree = settle(typed(schema, document.tree))
+    with document.place_problems():
+        tree = settle(convert_letters(schema, document.tree))
         stop_on([*check_tree(schema, tree), *check_given(tree)])
-        values = resolved(tree, lambda key: Any)
+        values = resolve(tree, lambda key: Any)
         stop_on(check_tree(schema, values))
         return cast(BlockT, build(schema, values))
 

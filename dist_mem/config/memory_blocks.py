@@ -62,12 +62,14 @@ def kinds_of(memory: Any, key: str = "memory") -> Iterator[tuple[str, str]]:
         yield from kinds_of(child, f"{key}.{name}")
 
 
-def described(memory: Mapping[str, Any]) -> str:
+def describe_memory(memory: Mapping[str, Any]) -> str:
     """Return the memories of a configuration by kind: `infinite over lamemo`, `default: none, 8: infini`."""
     if is_per_block(memory):
-        return ", ".join(f"{key.partition('.')[2]}: {described(each)}" for key, each in memories_of(memory).items())
+        return ", ".join(
+            f"{key.partition('.')[2]}: {describe_memory(each)}" for key, each in memories_of(memory).items()
+        )
     kind, below = str(memory["kind"]), memory.get("over") or {"kind": "none"}
-    return kind if below["kind"] == "none" else f"{kind} over {described(below)}"
+    return kind if below["kind"] == "none" else f"{kind} over {describe_memory(below)}"
 
 
 def is_key(name: Any) -> bool:

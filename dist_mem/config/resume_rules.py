@@ -14,7 +14,7 @@ from dist_mem.config.blocks import as_tree
 from dist_mem.config.check import Problem, flatten, stop_on, suggest
 from dist_mem.config.deepspeed_keys import SCHEMA
 from dist_mem.config.environment_values import checksum, from_environment
-from dist_mem.config.keys import ALLOWED, FREE, Rule
+from dist_mem.config.keys import ALLOWED, FREE, ResumeRule
 from dist_mem.config.load import known_keys
 from dist_mem.config.schema import Config
 from dist_mem.config.settings import differing_keys, metadata_of
@@ -26,13 +26,13 @@ class Change(NamedTuple):
     key: str
     old: Any  # also None if the key was absent
     new: Any
-    rule: Rule
+    rule: ResumeRule
 
     def __str__(self) -> str:
         return f"{self.key} {self.old!r} -> {self.new!r}"
 
 
-def rule_of(key: str) -> Rule:
+def rule_of(key: str) -> ResumeRule:
     """Return the rule of a key, of a block, or of the nearest block around a key. Raises KeyError if it has none."""
     rule = metadata_of(key).resume
     if rule is None:
@@ -58,28 +58,28 @@ def changed_keys(old: Config, new: Config, then: Mapping[str, str] = MappingProx
             before[name] = after.get(name) if checksum(name, after.get(name)) == kept else _FORMER
     old_texts, new_texts = _texts(old), _texts(new)
 
-    def shown_before(key: str) -> Any:
+    def value_before(key: str) -> Any:
         was = before.get(key)
         return was if was is _FORMER else old_texts.get(key, was)
 
     return [
-        Change(key, shown_before(key), new_texts.get(key, after.get(key)), rule_of(key))
+        Change(key, value_before(key), new_texts.get(key, after.get(key)), rule_of(key))
         for key in differing_keys(before, after)
     ]
 
 
-class _Written(str):
+class _Placeholder(str):
     """A placeholder for a value, printed without quotes."""
 
     def __repr__(self) -> str:
         return str(self)
 
 
-_FORMER = _Written("another value")  # the environment's former value, known only by its checksum
+_FORMER = _Placeholder("another value")  # the environment's former value, known only by its checksum
 
 
-def _texts(config: Config) -> dict[str, _Written]:
-    return {key: _Written(found.written) for key, found in from_environment(config.document).items()}
+def _texts(config: Config) -> dict[str, _Placeholder]:
+    return {key: _Placeholder(found.written) for key, found in from_environment(config.document).items()}
 
 
 def check_allowed(allowed: Sequence[str]) -> None:

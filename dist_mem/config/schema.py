@@ -29,7 +29,7 @@ from dist_mem.config.keys import (
     TOKENS,
     VOCABULARY,
     WIDTH,
-    fixed,
+    forbid,
     key,
 )
 from dist_mem.config.launch_schema import LaunchConfig
@@ -37,17 +37,17 @@ from dist_mem.config.launch_schema import LaunchConfig
 # Why keys must not change when a run is resumed. FREE are names, machine, supervision, saving and evaluation; the place
 # of the data, whose fingerprints are compared; what every step reads, such as lr; and the division of lanes and state
 # among ranks, which affects speed, not results. ALLOWED is what an update computes: the checkpoint still fits.
-_PLAN = fixed("every lane is in the middle of a document that this would assign to another lane or cut differently")
-_MODEL = fixed("the parameters of the checkpoint are those of that model")
-_MEMORY = fixed("the lanes of the checkpoint carry memories of that kind and size")
-_DRAWS = fixed("memories draw their random numbers from it")
-_NUM_LANES = fixed(
+_PLAN = forbid("every lane is in the middle of a document that this would assign to another lane or cut differently")
+_MODEL = forbid("the parameters of the checkpoint are those of that model")
+_MEMORY = forbid("the lanes of the checkpoint carry memories of that kind and size")
+_DRAWS = forbid("memories draw their random numbers from it")
+_NUM_LANES = forbid(
     "a memory belongs to a lane, and the plan assigns the documents to that many lanes: with another number each lane "
     "would be in the middle of a document that is no longer its own (the number of ranks, train.micro_batch_size and "
     "train.segments_per_update may change)"
 )
-_SEGMENTS = fixed("memories are built for segments of that length, and lanes are between two of them")
-_MOMENTS = fixed("the checkpoint holds the moments of that optimizer")
+_SEGMENTS = forbid("memories are built for segments of that length, and lanes are between two of them")
+_MOMENTS = forbid("the checkpoint holds the moments of that optimizer")
 _ANY = EVALUATION | RECOMPUTATION
 _IN_ENVIRONMENT = "write ${oc.env:NAME} in their place, which files contain unresolved"
 _OF_STORE = (

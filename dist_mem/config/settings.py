@@ -7,13 +7,13 @@ from typing import Any
 
 from dist_mem.config.check import block_of, flatten
 from dist_mem.config.deepspeed_keys import OF_RESULT, PATHS
-from dist_mem.config.keys import EVALUATION, FREE, RESULT, SPEED, Affects, Command, Metadata, find_key, keys_of
+from dist_mem.config.keys import EVALUATION, FREE, RESULT, SPEED, Affects, Command, KeyMetadata, find_key, keys_of
 from dist_mem.config.schema import Config
 
-KERNELS = Metadata(resume=FREE, affects=SPEED, set_by=EVALUATION)  # of a memory's option `kernels`: what computes it
+KERNELS = KeyMetadata(resume=FREE, affects=SPEED, set_by=EVALUATION)  # of a memory's option `kernels`: what computes it
 
 
-def metadata_of(key: str) -> Metadata:
+def metadata_of(key: str) -> KeyMetadata:
     """Return the metadata of a key, also of DeepSpeed's, of a memory's options, and of keys that no version knows.
 
     A memory's options have the rules of `memory`, except one called `kernels`: it chooses what computes the memory.
@@ -21,12 +21,12 @@ def metadata_of(key: str) -> Metadata:
     if found := find_key(Config, key):
         return found.metadata
     block, _, name = key.rpartition(".")
-    own = Metadata()
+    own = KeyMetadata()
     if key.startswith("deepspeed."):
         rule = OF_RESULT.get(key.removeprefix("deepspeed."))
-        own = Metadata(may_be_empty=True, is_path=name in PATHS, resume=rule, affects=RESULT if rule else None)
+        own = KeyMetadata(may_be_empty=True, is_path=name in PATHS, resume=rule, affects=RESULT if rule else None)
     elif key.startswith("memory."):
-        own = KERNELS if name == "kernels" else Metadata(is_path=name == "kind")  # which may be PATH.py:CLASS
+        own = KERNELS if name == "kernels" else KeyMetadata(is_path=name == "kind")  # which may be PATH.py:CLASS
     return own.inside(metadata_of(block)) if block else own
 
 

@@ -19,28 +19,28 @@ from dist_mem.config.check import (
     Problem,
     all_keys,
     fields_of,
+    format_value,
     join,
     nearest,
-    shown,
 )
 from dist_mem.config.deepspeed_keys import NULLABLE
-from dist_mem.config.documents import UNREADABLE, Document, place_of, placed, read_document
+from dist_mem.config.documents import UNREADABLE, YamlDocument, place_of, place_problems, read_document
 from dist_mem.config.interpolations import check_grammar
 from dist_mem.config.keys import with_homes
 from dist_mem.config.memory_blocks import DEFAULT, PER_BLOCK, as_block, is_key, is_per_block
 from dist_mem.config.schema import Config
 from dist_mem.config.settings import metadata_of
-from dist_mem.config.values import Letters, as_override, settled, typed, yaml_error
+from dist_mem.config.values import Letters, as_override, convert_letters, untyped_values, yaml_error
 from dist_mem.runtime.environment import as_submitted
 from dist_mem.runtime.files import WrongFileError, at_home, is_dir, is_file, open_regular
-from dist_mem.runtime.shipped import say_where_from, shipped_path, shipped_root
+from dist_mem.runtime.shipped_files import say_where_from, shipped_path, shipped_root
 
 COMMAND_LINE = "command line"
 _SUFFIXES = (".yaml", ".yml", ".json")
 _TYPES = {**(fields_of(Config) or {}), "deepspeed": NULLABLE}
 
 
-class Source(NamedTuple):
+class ConfigSource(NamedTuple):
     """A file, or all overrides of a command line."""
 
     tree: dict[str, Any]  # options of memories are `Letters`, as their types depend on the kind; all else is typed
@@ -53,7 +53,7 @@ class Source(NamedTuple):
         return place_of(key, self.where, self.lines)
 
 
-def read_sources(arguments: Sequence[str]) -> list[Source]:
+def read_sources(arguments: Sequence[str]) -> list[ConfigSource]:
     """Read the files in their order, then the overrides, at whatever position they are given.
 
     Raises:
@@ -66,14 +66,14 @@ def read_sources(arguments: Sequence[str]) -> list[Source]:
     folders = [Path(), *([Path(names[0]).parent] if names else []), Path("configs")]
     paths = [find_file(name, folders) for name in names]
     sources = [_source(read_document(path)) for path in paths]
-    sources.append(Source(_read_overrides(overrides), COMMAND_LINE))
+    sources.append(ConfigSource(_read_overrides(overrides), COMMAND_LINE))
     sources = [source._replace(tree=_with_memory_block(source.tree)) for source in sources]
     return [part for source in sources for part in _with_deepspeed_file(source)]
 
 
-def _source(document: Document) -> Source:
-    with document.placing():
-        return Source(_typed(document.tree), str(document.path), document.lines)
+def _source(document: YamlDocument) -> ConfigSource:
+    with document.place_problems():
+        return ConfigSource(_convert(document.tree), str(document.path), document.lines)
 
 
 def read_saved(path: Path) -> dict[str, Any]:
@@ -82,24 +82,24 @@ def read_saved(path: Path) -> dict[str, Any]:
     Raises:
         RunError: as `read_document`.
     """
-    return cast(dict[str, Any], settled(_with_memory_block(_source(read_document(path)).tree)))
+    return cast(dict[str, Any], untyped_values(_with_memory_block(_source(read_document(path)).tree)))
 
 
 def _with_memory_block(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a typed tree as `_plain` does, with its memories as a block with a kind."""
-    tree = _plain(tree)
+    """Return a typed tree as `_make_plain` does, with its memories as a block with a kind."""
+    tree = _make_plain(tree)
     return {**tree, "memory": as_block(tree["memory"])} if "memory" in tree else tree
 
 
-def _plain(tree: dict[str, Any]) -> dict[str, Any]:
+def _make_plain(tree: dict[str, Any]) -> dict[str, Any]:
     """Return a typed tree in which only the options of memories are `Letters`, and no path begins with `~`."""
-    plain = {name: child if name == "memory" else settled(child) for name, child in tree.items()}
+    plain = {name: child if name == "memory" else untyped_values(child) for name, child in tree.items()}
     return cast(dict[str, Any], with_homes(plain, lambda key: metadata_of(key).is_place))
 
 
-def _typed(tree: Any) -> dict[str, Any]:
+def _convert(tree: Any) -> dict[str, Any]:
     """Return a tree of `parse` with the types of the schema; unknown keys and options of memories stay `Letters`."""
-    found: dict[str, Any] = typed(_TYPES, tree)
+    found: dict[str, Any] = convert_letters(_TYPES, tree)
     if "memory" in found:
         found["memory"] = _with_blocks(found["memory"], "memory")
     return found
@@ -107,7 +107,7 @@ def _typed(tree: Any) -> dict[str, Any]:
 
 def _with_blocks(memory: Any, key: str) -> Any:
     """Return the `memory` block with the blocks of its memories read as YAML, but not their options."""
-    found = typed(dict, memory, key) if isinstance(memory, Letters) else memory
+    found = convert_letters(dict, memory, key) if isinstance(memory, Letters) else memory
     if isinstance(found, list):
         return [_with_blocks(child, f"{key}[{index}]") for index, child in enumerate(found)]
     if isinstance(found, Mapping):
@@ -150,7 +150,7 @@ def find_file(name: str, folders: Sequence[Path]) -> Path:
     close = _nearest_file(name, folders)
     meant = f"; did you mean {close}?" if close else ""
     hint = "" if Path(name).suffix in _SUFFIXES else " (a key is set with key=value)"
-    raise ConfigError([Problem("", f"no such file{hint}{meant}", shown(name).strip("'"))])
+    raise ConfigError([Problem("", f"no such file{hint}{meant}", format_value(name).strip("'"))])
 
 
 def _nearest_file(name: str, folders: Sequence[Path]) -> str | None:
@@ -184,7 +184,7 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: a text is not of that form, or not YAML where its key is a list or a block.
     """
-    return cast(dict[str, Any], settled(_plain(_read_overrides(overrides))))
+    return cast(dict[str, Any], untyped_values(_make_plain(_read_overrides(overrides))))
 
 
 def _read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
@@ -193,22 +193,22 @@ def _read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         key, _, text = override.partition("=")
         names = re.split(r"[.\[]", key.replace("]", ""))
         if not all(names):
-            raise ConfigError([Problem(key, f"{shown(override)} is not key=value", COMMAND_LINE)])
+            raise ConfigError([Problem(key, f"{format_value(override)} is not key=value", COMMAND_LINE)])
         branch: Any = as_override(text)
         for name in reversed(names):
             branch = {name: branch}
-        with placed(lambda key: COMMAND_LINE):
-            branch = _typed(branch)
+        with place_problems(lambda key: COMMAND_LINE):
+            branch = _convert(branch)
         try:
-            check_grammar(settled(branch))
+            check_grammar(untyped_values(branch))
         except UNREADABLE as error:
-            problem = f"{shown(text)} cannot be read as a value: {yaml_error(error)}"
+            problem = f"{format_value(text)} cannot be read as a value: {yaml_error(error)}"
             raise ConfigError([Problem(key, problem, COMMAND_LINE)]) from error
         tree = merge(tree, branch)
     return tree
 
 
-def _with_deepspeed_file(source: Source) -> list[Source]:
+def _with_deepspeed_file(source: ConfigSource) -> list[ConfigSource]:
     """Split off the file of `deepspeed: path` as a separate source, placed after the file that names it."""
     name = source.tree.get("deepspeed")
     if not isinstance(name, str):
@@ -220,10 +220,10 @@ def _with_deepspeed_file(source: Source) -> list[Source]:
         raise ConfigError([Problem("deepspeed", f"{name}: {error.problems[0].text}", source.where)]) from error
     block = _source(read_document(path).inside("deepspeed"))
     rest = {key: child for key, child in source.tree.items() if key != "deepspeed"}
-    return [source._replace(tree=rest), block._replace(tree=_plain(block.tree), is_whole_deepspeed=True)]
+    return [source._replace(tree=rest), block._replace(tree=_make_plain(block.tree), is_whole_deepspeed=True)]
 
 
-def merge_source(tree: dict[str, Any], source: Source) -> dict[str, Any]:
+def merge_source(tree: dict[str, Any], source: ConfigSource) -> dict[str, Any]:
     """Return `tree` with a later source merged into it.
 
     A changed kind of a memory, also of one block of the model or of one below, drops the options of the former kind,
@@ -234,7 +234,7 @@ def merge_source(tree: dict[str, Any], source: Source) -> dict[str, Any]:
         tree = {**tree, "memory": _same_kind(tree["memory"], new["memory"])}
     if source.is_whole_deepspeed:
         tree = {**tree, "deepspeed": {}}
-    with placed(source.place):
+    with place_problems(source.place):
         return merge(tree, new) if new else tree
 
 
@@ -266,7 +266,7 @@ def merge(old: Any, new: Any, key: str = "") -> Any:
     """
     if not isinstance(new, Mapping) or not new:
         return new
-    old = typed(dict, old, key) if isinstance(old, Letters) else old
+    old = convert_letters(dict, old, key) if isinstance(old, Letters) else old
     if isinstance(old, list) and all(str(index).isdigit() for index in new):
         items = list(old)
         for index, child in new.items():

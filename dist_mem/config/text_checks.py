@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from dist_mem.config.check import Problem, flatten, shown
+from dist_mem.config.check import Problem, flatten, format_value
 from dist_mem.config.interpolations import default_of_variable
-from dist_mem.config.keys import Metadata, keys_of
+from dist_mem.config.keys import KeyMetadata, keys_of
 from dist_mem.config.schema import Config
 from dist_mem.config.settings import metadata_of
 from dist_mem.runtime.addresses import login_of
-from dist_mem.runtime.files import unexpanded
+from dist_mem.runtime.files import expansion_fault
 from dist_mem.runtime.names import PLAIN, is_plain, is_plain_path
 
 _IN_NO_TEXT = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]"  # YAML and UTF-8 cannot hold them
@@ -29,7 +29,7 @@ _MOST_PATH_BYTES = 3_500  # Linux allows 4,096; the paths of a checkpoint's file
 _PASSWORD_IN_QUERY = r"://.*\?.*(passw(or)?d|pwd)(=|%3d)(?!%3b|[&;#]|$)"
 
 
-def check_texts(leaves: Mapping[str, Any], metadata: Callable[[str], Metadata] = metadata_of) -> Iterator[Problem]:
+def check_texts(leaves: Mapping[str, Any], metadata: Callable[[str], KeyMetadata] = metadata_of) -> Iterator[Problem]:
     """Yield the texts that cannot be used as they are.
 
     Args:
@@ -53,21 +53,21 @@ def check_given(tree: Mapping[str, Any]) -> Iterator[Problem]:
         for default in re.findall(r"\$\{\s*oc\.env\s*:[^,{}]*,([^{}]*)\}", value) if isinstance(value, str) else ():
             read = default_of_variable(default)
             if default.strip()[:1] not in ("'", '"') and read not in (None, default.strip()):
-                text = f"is {shown(value)}, whose default {default.strip()} would become {read}"
+                text = f"is {format_value(value)}, whose default {default.strip()} would become {read}"
                 yield Problem(key, f"{text}: write it in quotes, '{default.strip()}'")
 
 
-def _fault(key: Metadata, text: str) -> str | None:
+def _fault(key: KeyMetadata, text: str) -> str | None:
     if not text.strip() and not key.may_be_empty:
-        return f"is {shown(text)}, but must be a text; leave the key out for its default"
+        return f"is {format_value(text)}, but must be a text; leave the key out for its default"
     if wrong := re.search(_IN_NO_NAME if key.is_path or key.in_path else _IN_NO_TEXT, text):
-        return f"is {shown(text)}, but must not contain {wrong[0]!a}; leave it out"
+        return f"is {format_value(text)}, but must not contain {wrong[0]!a}; leave it out"
     if len(text) > _MOST_LETTERS:
-        return f"is {shown(text)}, but must have at most {_MOST_LETTERS:,} characters"
-    fault = unexpanded(text) if key.is_place and not (key.is_expanded and text.startswith("$")) else None
+        return f"is {format_value(text)}, but must have at most {_MOST_LETTERS:,} characters"
+    fault = expansion_fault(text) if key.is_place and not (key.is_expanded and text.startswith("$")) else None
     fault = fault or (_place_fault(text) if key.is_path or key.in_path else None)
     fault = fault or (_name_fault(text, key.may_nest) if key.in_path else None)
-    return fault and f"is {shown(text)}, but {fault}"
+    return fault and f"is {format_value(text)}, but {fault}"
 
 
 def _name_fault(text: str, may_nest: bool) -> str | None:

@@ -1,7 +1,8 @@
 """How a text becomes a value: by the type that the schema gives its key, never by a guess of YAML.
 
 A YAML parser knows no schema: it reads `name: 0010` as the number 8, `2024_01_05` as 20240105, and `1:30` as 90. So
-`parse` and `read_overrides` (sources.py) leave scalars without quotes as `Letters`, and `typed` converts these:
+`parse` and `read_overrides` (sources.py) leave scalars without quotes as `Letters`, and `convert_letters` converts
+these:
 
     text key          the letters themselves, also those of an override after `=`, unless all of them stand in quotes;
                       `null` is none if the key accepts none
@@ -9,8 +10,8 @@ A YAML parser knows no schema: it reads `name: 0010` as the number 8, `2024_01_0
     true or false     true, false, yes, no, on, off
     list or block     of a file: its YAML; of an override: the letters as YAML on one line, without comments
 
-The options of a memory have a type once its kind is known (`build_block`); `settled` converts what has no type at
-all. `dump` writes texts so that these rules, and any YAML parser, read the same texts.
+The options of a memory have a type once its kind is known (`build_block`); `untyped_values` converts what has no type
+at all. `dump` writes texts so that these rules, and any YAML parser, read the same texts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any, ClassVar, Union, get_args, get_origin
 
 import yaml
 
-from dist_mem.config.check import ConfigError, Problem, fields_of, is_interpolation, item_schema, join, shown
+from dist_mem.config.check import ConfigError, Problem, fields_of, format_value, is_interpolation, item_schema, join
 
 _NULLS = ("", "~", "null", "Null", "NULL")
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -42,7 +43,7 @@ _MOST_DEPTH = 100
 
 
 class Letters(str):
-    """A scalar as it was written, without quotes. It has no type yet: `typed` or `settled` gives it one."""
+    """A scalar as it was written, without quotes; `convert_letters` or `untyped_values` gives it a type."""
 
     __slots__ = ()
 
@@ -66,7 +67,7 @@ class _Loader(yaml.SafeLoader):
         return super().resolve(kind, value, implicit)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        if twice := _given_twice(name.value for name, _ in node.value if name.tag in (_PLAIN, _TEXT)):
+        if twice := _first_duplicate(name.value for name, _ in node.value if name.tag in (_PLAIN, _TEXT)):
             raise yaml.constructor.ConstructorError(
                 "while constructing a mapping", node.start_mark, f"found duplicate key {twice}", node.start_mark
             )
@@ -90,7 +91,7 @@ class _OverrideLoader(_Loader):
             self.allow_simple_key = self.allow_simple_key or not self.flow_level
 
 
-def _given_twice(names: Iterable[str]) -> str | None:
+def _first_duplicate(names: Iterable[str]) -> str | None:
     return next((name for name, times in Counter(names).items() if times > 1), None)
 
 
@@ -162,7 +163,7 @@ def parse_json(text: bytes) -> Any:
     """
 
     def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if twice := _given_twice(name for name, _ in pairs):
+        if twice := _first_duplicate(name for name, _ in pairs):
             raise ValueError(f"found duplicate key {twice}")
         return dict(pairs)
 
@@ -184,7 +185,7 @@ def as_override(text: str) -> str:
     return Letters(text)
 
 
-def opened(letters: Letters) -> Any:
+def open_letters(letters: Letters) -> Any:
     """Return the list or block that the letters of an override write; the letters themselves if they write none.
 
     Raises:
@@ -199,7 +200,7 @@ def is_lone_interpolation(letters: str) -> bool:
     return is_interpolation(letters) and letters.lstrip()[:1] not in ("[", "{")
 
 
-def typed(schema: Any, tree: Any, key: str = "") -> Any:
+def convert_letters(schema: Any, tree: Any, key: str = "") -> Any:
     """Return the tree with its `Letters` as values of the schema's types.
 
     Letters that do not fit stay a text, or another value, which `check_tree` refuses. Letters of `Any`, and of keys
@@ -217,9 +218,11 @@ def typed(schema: Any, tree: Any, key: str = "") -> Any:
     if isinstance(tree, Mapping):
         of_values = (get_args(schema) or (None, Any))[1] if get_origin(schema) is dict else Any
         kinds = fields if fields is not None else dict.fromkeys(tree, of_values if item is None else item)
-        return {name: typed(kinds.get(name, Any), child, join(key, name)) for name, child in tree.items()}
+        return {name: convert_letters(kinds.get(name, Any), child, join(key, name)) for name, child in tree.items()}
     if isinstance(tree, list):
-        return [typed(Any if item is None else item, child, f"{key}[{index}]") for index, child in enumerate(tree)]
+        return [
+            convert_letters(Any if item is None else item, child, f"{key}[{index}]") for index, child in enumerate(tree)
+        ]
     return tree
 
 
@@ -232,13 +235,13 @@ def _of_letters(schema: Any, letters: Letters, key: str) -> Any:
         return None
     if any(_holds_parts(kind) for kind in kinds) and not is_lone_interpolation(letters):
         try:
-            found = opened(letters)
+            found = open_letters(letters)
         except (yaml.YAMLError, RecursionError, ValueError) as error:
             raise ConfigError(
-                [Problem(key, f"{shown(str(letters))} cannot be read as YAML: {yaml_error(error)}")]
+                [Problem(key, f"{format_value(str(letters))} cannot be read as YAML: {yaml_error(error)}")]
             ) from None
         if found is not letters:
-            return typed(schema, found, key)
+            return convert_letters(schema, found, key)
     if is_interpolation(letters):
         return str(letters)
     if bool in kinds and letters in BOOLS:
@@ -259,17 +262,17 @@ def yaml_error(error: Exception) -> str:
     return "it is nested too deeply" if too_deep else str(error)
 
 
-def settled(tree: Any) -> Any:
+def untyped_values(tree: Any) -> Any:
     """Return the tree with what is left of `Letters` as the values that they write: null, true, a number, a text."""
     if isinstance(tree, Letters):
         try:
-            found = opened(tree)
+            found = open_letters(tree)
         except (yaml.YAMLError, RecursionError, ValueError):  # a text, if its key has a type that accepts it
             return str(tree)
-        return _guess(tree) if found is tree else settled(found)
+        return _guess(tree) if found is tree else untyped_values(found)
     if isinstance(tree, Mapping):
-        return {name: settled(child) for name, child in tree.items()}
-    return [settled(child) for child in tree] if isinstance(tree, list) else tree
+        return {name: untyped_values(child) for name, child in tree.items()}
+    return [untyped_values(child) for child in tree] if isinstance(tree, list) else tree
 
 
 def _guess(letters: Letters) -> Any:

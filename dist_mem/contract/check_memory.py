@@ -15,125 +15,125 @@ import torch
 from dist_mem.config import ConfigError
 from dist_mem.config.check import Problem
 from dist_mem.contract import gradient_rules, inspection_rules, rules
-from dist_mem.contract.subject import BrokenRuleError, Size, Subject
+from dist_mem.contract.subject import BrokenRuleError, CheckedMemory, SubjectSize
 from dist_mem.memory import memory_class
 from dist_mem.runtime.outside_code import line_in
 
 
-class Rule(NamedTuple):
+class ContractRule(NamedTuple):
     """One rule of the contract."""
 
     number: int  # as in dist_mem/memory/base.py
     statement: str
-    check: Callable[[Subject], None]
+    check: Callable[[CheckedMemory], None]
     usual_cause: str
 
 
 # In this order the first rule that a bug breaks usually describes the bug.
 RULES = (
-    Rule(
+    ContractRule(
         2, "the state keeps its fields, shapes and dtypes", rules.state_keeps_its_form,
         "a state that grows, or that takes the dtype of the activations: cast to the dtype of the old state",
     ),
-    Rule(
+    ContractRule(
         2, "the state carries no gradient, unless carries_gradient says so", gradient_rules.gradient_flows_as_declared,
         "a missing .detach() where rows enter the state, or one too many in a memory with carries_gradient",
     ),
-    Rule(
+    ContractRule(
         1, "forward modifies none of its inputs", rules.changes_nothing_it_was_given,
         "an in-place operation (+=, copy_, indexed assignment) on the state, the input or a buffer",
     ),
-    Rule(
+    ContractRule(
         8, "no random generator is touched", rules.no_generator_is_touched,
         "torch.rand or torch.multinomial; use dist_mem.memory.parts.counter_hash with counters from the state",
     ),
-    Rule(
+    ContractRule(
         1, "the output depends on the arguments only", rules.is_a_function_of_its_arguments,
         "the module keeps something in an attribute from one call to the next; it belongs in the state",
     ),
-    Rule(
+    ContractRule(
         2, "the state is no view of the input", rules.state_is_no_alias,
         "a slice of x is stored without a copy; torch.cat or .clone() makes one",
     ),
-    Rule(
+    ContractRule(
         6, "nothing branches on data", rules.nothing_branches_on_data,
         "an if, a loop, .item(), .any() or boolean indexing on a tensor; use torch.where and masks of fixed shape",
     ),
-    Rule(
+    ContractRule(
         5, "lanes are independent", rules.lanes_are_independent,
         "a mean or a product over the lane axis, or a view that mixes lanes with another axis",
     ),
-    Rule(
+    ContractRule(
         5, "a reset lane equals a fresh one", rules.a_reset_lane_equals_a_fresh_one,
         "part of the memory is outside the state, or init_state does not return an empty memory",
     ),
-    Rule(
+    ContractRule(
         5, "a lane alone equals the lane in a batch", rules.a_lane_alone_equals_it_in_a_batch,
         "a computation that depends on the number of lanes, or on a lane's index",
     ),
-    Rule(
+    ContractRule(
         4, "no output depends on a later token", rules.no_output_depends_on_a_later_token,
         "a mask that lets a query see keys after itself, or a statistic over the whole segment",
     ),
-    Rule(
+    ContractRule(
         4, "padding changes no real token", rules.padding_changes_no_real_token,
         "rows beyond valid_len enter a mean, a norm or an auxiliary loss",
     ),
-    Rule(
+    ContractRule(
         4, "fewer rows give real tokens the same outputs", rules.fewer_rows_give_the_same_outputs,
         "`min_seg_len` is smaller than the number of rows that forward needs, or was inherited from another memory",
     ),
-    Rule(
+    ContractRule(
         4, "further rows are those of the whole segment", rules.further_rows_are_those_of_the_whole_segment,
         "`step_rows` attends to rows after its own, or lacks what `forward` reads of the memory; without it, set "
         "`can_step` to false",
     ),
-    Rule(
+    ContractRule(
         3, "only complete segments are committed", rules.incomplete_segments_are_not_committed,
         "the state is changed in place, or lanes are mixed if some segments are incomplete",
     ),
-    Rule(
+    ContractRule(
         7, "parameters are used where they are registered", rules.parameters_are_used_where_they_are_registered,
         "layer.weight used outside layer.forward: ZeRO-3 gathers a parameter only there",
     ),
-    Rule(
+    ContractRule(
         6, "every parameter gets a gradient in every step", gradient_rules.every_parameter_gets_a_gradient,
         "a parameter that is not used for an empty memory or an idle lane: multiply by a 0/1 mask instead",
     ),
-    Rule(
+    ContractRule(
         1, "the forward may be computed twice", rules.may_be_computed_twice,
         "the backward recomputes the forward under activation checkpointing, and gets another result",
     ),
-    Rule(
+    ContractRule(
         3, "a later segment depends on an earlier one", rules.it_remembers,
         "the new state is not returned, or never read",
     ),
-    Rule(
+    ContractRule(
         10, "inspection changes nothing", inspection_rules.inspection_changes_nothing,
         "inspect changes its input in place, or keeps something in an attribute that forward reads",
     ),
-    Rule(
+    ContractRule(
         10, "what a query reads are shares of the past", inspection_rules.weights_are_shares_of_the_past,
         "weights after dropout, rows with another order than their spans, or spans that do not move with the segment",
     ),
-    Rule(
+    ContractRule(
         10, "forget takes out what is named, and nothing else", inspection_rules.forgetting_takes_out_what_is_named,
         "a mask that is not applied to every read, or that mixes lanes",
     ),
 )  # fmt: skip
 
 SIZES = (
-    Size(lanes=2, seg_len=2, segments=3, layers=1),
-    Size(lanes=3, seg_len=4, segments=4, layers=2),
-    Size(lanes=4, seg_len=6, segments=6, layers=3),
+    SubjectSize(lanes=2, seg_len=2, segments=3, layers=1),
+    SubjectSize(lanes=3, seg_len=4, segments=4, layers=2),
+    SubjectSize(lanes=4, seg_len=6, segments=6, layers=3),
 )
 
 
-class Failure(NamedTuple):
+class RuleFailure(NamedTuple):
     """A rule that a memory breaks, or that could not be checked, with the smallest case found."""
 
-    rule: Rule
-    size: Size
+    rule: ContractRule
+    size: SubjectSize
     norm: str
     message: str
     cause: str
@@ -143,9 +143,9 @@ class Failure(NamedTuple):
 def failures(
     block: Callable[[int], dict[str, Any]],
     source: Path | None = None,
-    sizes: Sequence[Size] = SIZES,
-    rules: Sequence[Rule] = RULES,
-) -> Iterator[Failure]:
+    sizes: Sequence[SubjectSize] = SIZES,
+    rules: Sequence[ContractRule] = RULES,
+) -> Iterator[RuleFailure]:
     """Yield the rules that a memory breaks.
 
     Args:
@@ -160,16 +160,16 @@ def failures(
 
 
 def _first_failure(
-    rule: Rule, block: Callable[[int], dict[str, Any]], source: Path | None, sizes: Sequence[Size]
-) -> Failure | None:
+    rule: ContractRule, block: Callable[[int], dict[str, Any]], source: Path | None, sizes: Sequence[SubjectSize]
+) -> RuleFailure | None:
     for size in sizes:
         for norm in ("pre", "post"):
             try:
-                rule.check(Subject(block, size, norm))
+                rule.check(CheckedMemory(block, size, norm))
             except BrokenRuleError as error:
-                return Failure(rule, size, norm, str(error), error.cause or rule.usual_cause, False)
+                return RuleFailure(rule, size, norm, str(error), error.cause or rule.usual_cause, False)
             except Exception as error:  # any error of the memory
-                return Failure(rule, size, norm, _describe(error, source), rule.usual_cause, True)
+                return RuleFailure(rule, size, norm, _describe(error, source), rule.usual_cause, True)
     return None
 
 
@@ -180,15 +180,15 @@ def _describe(error: Exception, source: Path | None) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}{where}"
 
 
-def grouped(found: Iterable[Failure]) -> list[list[Failure]]:
+def group_failures(found: Iterable[RuleFailure]) -> list[list[RuleFailure]]:
     """Group failures by error, or by rule, in order."""
-    groups: dict[Any, list[Failure]] = {}
+    groups: dict[Any, list[RuleFailure]] = {}
     for failure in found:
         groups.setdefault(failure.message if failure.is_error else failure.rule, []).append(failure)
     return list(groups.values())
 
 
-def to_text(group: Sequence[Failure]) -> str:
+def to_text(group: Sequence[RuleFailure]) -> str:
     """Describe a failure, or several with the same error, in several lines."""
     first = group[0]
     size = first.size
@@ -220,7 +220,7 @@ def run(kind: str) -> int:
     torch.set_num_threads(1)  # tensors are tiny: more threads only slow it down
     source = inspect.getsourcefile(chosen)
     found = failures(lambda seg_len: {"kind": kind, **chosen.small_options(seg_len)}, Path(source) if source else None)
-    groups = grouped(found)
+    groups = group_failures(found)
     for group in groups:
         print(to_text(group))
     num_broken = sum(len(group) == 1 for group in groups)

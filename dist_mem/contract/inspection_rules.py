@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dist_mem.contract.subject import Subject, require, require_same
+from dist_mem.contract.subject import CheckedMemory, require, require_same
 from dist_mem.memory.base import map_state
-from dist_mem.memory.parts.inspection import Inspection, overlapping
+from dist_mem.memory.parts.inspection import Inspection, overlaps
 from dist_mem.memory.parts.inspector import Inspector
 from dist_mem.model import LMOutput, LMState, MemoryLM
 
@@ -20,9 +20,9 @@ _FAR = 1 << 30  # tokens: before any document's start
 
 
 @torch.no_grad()
-def _inspected(subject: Subject, model: MemoryLM) -> Iterator[tuple[LMState, LMOutput, Inspector]]:
+def _inspect(subject: CheckedMemory, model: MemoryLM) -> Iterator[tuple[LMState, LMOutput, Inspector]]:
     """Read documents of whole segments: yield the state before each, its output, and what was inspected."""
-    state = subject.fresh(model)
+    state = subject.empty_state(model)
     with Inspector(model.memories()) as inspector:
         for number, segment in enumerate(subject.segments()):
             output = model(*segment, subject.lengths(number), state=state)
@@ -32,21 +32,21 @@ def _inspected(subject: Subject, model: MemoryLM) -> Iterator[tuple[LMState, LMO
 
 
 @torch.no_grad()
-def inspection_changes_nothing(subject: Subject) -> None:
+def inspection_changes_nothing(subject: CheckedMemory) -> None:
     """Check that outputs and states are the same bits with and without inspection."""
     model = subject.model()
     plain = [(output.nll.clone(), output.state) for output in subject.read(model)]
-    for (nll, state), (_, output, _) in zip(plain, _inspected(subject, model), strict=True):
+    for (nll, state), (_, output, _) in zip(plain, _inspect(subject, model), strict=True):
         require(torch.equal(nll, output.nll), "losses differ while the memory is inspected")
         require_same(state, output.state, "the state differs while the memory is inspected")
 
 
-def weights_are_shares_of_the_past(subject: Subject) -> None:
+def weights_are_shares_of_the_past(subject: CheckedMemory) -> None:
     """Check that a query's weights sum to 1 over the rows that share a softmax, and that no row is of a later token.
 
     They may sum to 0 where no row is of an earlier token: the first token of a document may not see itself.
     """
-    for number, (_, _, inspector) in enumerate(_inspected(subject, subject.model())):
+    for number, (_, _, inspector) in enumerate(_inspect(subject, subject.model())):
         real = torch.arange(subject.size.seg_len) < subject.lengths(number)[:, None]
         for layer in inspector.layers:
             _check_rows(layer, real)
@@ -76,10 +76,10 @@ def _check_rows(layer: Inspection, real: Tensor) -> None:
 
 
 @torch.no_grad()
-def forgetting_takes_out_what_is_named(subject: Subject) -> None:
+def forgetting_takes_out_what_is_named(subject: CheckedMemory) -> None:
     """Check that an empty range changes no bit of a lane's outputs, and that rows of a range get no weight any more."""
     model = subject.model()
-    *_, (_, output, inspector) = _inspected(subject, model)
+    *_, (_, output, inspector) = _inspect(subject, model)
     inspector.commit()
     whole = output.state
     copy = map_state(torch.clone, whole)
@@ -92,12 +92,12 @@ def forgetting_takes_out_what_is_named(subject: Subject) -> None:
         return
     require_same(whole, copy, "forget changes the state in place")
     segment = subject.segments(3)[0]
-    kept = model(*segment, subject.full(), state=whole).nll
+    kept = model(*segment, subject.full_lengths(), state=whole).nll
     with inspector:
-        without = model(*segment, subject.full(), state=state).nll
+        without = model(*segment, subject.full_lengths(), state=state).nll
     require(torch.equal(kept[0], without[0]), "a lane that forgets nothing has other losses")
     for layer in inspector.layers:
         for kind, (weights, spans) in layer.rows.items():
-            taken = overlapping(spans, begin, end)[:, None]
+            taken = overlaps(spans, begin, end)[:, None]
             if kind not in ("segment", "signal"):  # a density reads places, whatever they hold
                 require(not (weights * taken).any(), f"a row of {kind} is still read after it was taken out")

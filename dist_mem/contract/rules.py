@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dist_mem.contract.subject import (
     VOCAB,
     BrokenRuleError,
-    Partitioned,
-    Subject,
-    padded,
+    CheckedMemory,
+    PartitionedModel,
+    ignore_padding,
     require,
     require_same,
     total_loss,
@@ -28,35 +28,35 @@ from dist_mem.model import LMState, MemoryLM, reset_lanes
 from dist_mem.nn.stepping import places_of
 
 
-def changes_nothing_it_was_given(subject: Subject) -> None:
+def changes_nothing_it_was_given(subject: CheckedMemory) -> None:
     """Check that forward modifies no state, input, valid_len, parameter or buffer."""
     model = subject.model()
     state = subject.warm(model)
     before = map_state(torch.clone, state)
     parameters = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     x = subject.layer_inputs(model, state)
-    inputs, valid_len = x.clone(), subject.full()
+    inputs, valid_len = x.clone(), subject.full_lengths()
     for memory, block_state in zip(model.memories(), state.blocks, strict=True):
         memory(x, block_state, valid_len)
     require_same(state, before, "forward changes the state in place")
     require(torch.equal(x, inputs), "forward changes its input in place")
-    require(torch.equal(valid_len, subject.full()), "forward changes valid_len in place")
+    require(torch.equal(valid_len, subject.full_lengths()), "forward changes valid_len in place")
     for name, tensor in model.state_dict().items():
         require(torch.equal(tensor, parameters[name]), f"forward changes the parameter or buffer {name}")
 
 
-def is_a_function_of_its_arguments(subject: Subject) -> None:
+def is_a_function_of_its_arguments(subject: CheckedMemory) -> None:
     """Check that calls in between change neither output nor state for the same input."""
     model = subject.model()
     state, segment = subject.warm(model), subject.segments(1)[0]
-    first = model(*segment, subject.full(), state=state)
+    first = model(*segment, subject.full_lengths(), state=state)
     list(subject.read(model, subject.segments(2)))
-    again = model(*segment, subject.full(), state=state)
+    again = model(*segment, subject.full_lengths(), state=state)
     require(torch.equal(first.nll, again.nll), "the same input gives another output after other calls")
     require_same(first.state, again.state, "the same input gives another state after other calls")
 
 
-def may_be_computed_twice(subject: Subject) -> None:
+def may_be_computed_twice(subject: CheckedMemory) -> None:
     """Check that activation checkpointing, which runs every memory again in the backward, changes nothing."""
     results = []
     for checkpointing in ("none", "blocks", "attention"):
@@ -75,16 +75,16 @@ def may_be_computed_twice(subject: Subject) -> None:
             require(same, f"activation checkpointing changes the gradient of {name}")
 
 
-def state_keeps_its_form(subject: Subject) -> None:
+def state_keeps_its_form(subject: CheckedMemory) -> None:
     """Check fields, shapes, dtypes and finiteness of the state with fp32 and bf16 activations; check the logs."""
     wide, narrow = torch.float32, torch.bfloat16
     for activations, asked in ((wide, wide), (narrow, narrow), (narrow, wide)):
         model = subject.model().to(activations)
-        state = subject.fresh(model, asked)
+        state = subject.empty_state(model, asked)
         x = subject.layer_inputs(model, state).to(activations)
         for memory, old in zip(model.memories(), state.blocks, strict=True):
             # Check the memory's output directly: the model commits a `where` of the old and the new state.
-            _require_form(old, memory(x, old, subject.full()).state, f"with {activations} activations")
+            _require_form(old, memory(x, old, subject.full_lengths()).state, f"with {activations} activations")
         for output in subject.read(model, subject.segments(), state):
             _require_form(state, output.state, f"with {activations} activations")
             require(output.nll.dtype == torch.float32, "losses are not float32")
@@ -104,22 +104,22 @@ def _require_form(old: Any, new: Any, where: str) -> None:
         require(torch.isfinite(part).all(), f"{name} is not finite {where}")
 
 
-def state_is_no_alias(subject: Subject) -> None:
+def state_is_no_alias(subject: CheckedMemory) -> None:
     """Check that the state is no view of the block's input, which would keep its storage alive and change with it."""
     model = subject.model()
-    fresh = subject.fresh(model)
+    fresh = subject.empty_state(model)
     x = subject.layer_inputs(model, fresh)
     for memory, state in zip(model.memories(), fresh.blocks, strict=True):
-        for name, part in named_tensors(memory(x, state, subject.full()).state).items():
+        for name, part in named_tensors(memory(x, state, subject.full_lengths()).state).items():
             require(part.untyped_storage().data_ptr() != x.untyped_storage().data_ptr(), f"{name} is a view of x")
 
 
-def incomplete_segments_are_not_committed(subject: Subject) -> None:
+def incomplete_segments_are_not_committed(subject: CheckedMemory) -> None:
     """Check that lanes with complete segments get the new state, and the others keep the old one."""
     model = subject.model()
     state, (tokens, targets) = subject.warm(model), subject.segments()[0]
-    valid_len = subject.ragged()
-    complete = model(tokens, targets, subject.full(), state=state).state
+    valid_len = subject.ragged_lengths()
+    complete = model(tokens, targets, subject.full_lengths(), state=state).state
     ragged = model(tokens, targets, valid_len, state=state).state
     is_full = valid_len == subject.size.seg_len
     is_kept = valid_len > 0 if subject.cut == "end" else is_full
@@ -127,7 +127,7 @@ def incomplete_segments_are_not_committed(subject: Subject) -> None:
     require_same(ragged, state, "an incomplete segment is remembered", lanes=~is_kept)
 
 
-def no_output_depends_on_a_later_token(subject: Subject) -> None:
+def no_output_depends_on_a_later_token(subject: CheckedMemory) -> None:
     """Change each token in turn, and check that no earlier loss changes and its prediction does."""
     model, seg_len = subject.model(), subject.size.seg_len
     before = subject.losses(model)
@@ -139,12 +139,12 @@ def no_output_depends_on_a_later_token(subject: Subject) -> None:
         require((after[:, place] != before[:, place]).any(), f"{where} does not change its own prediction")
 
 
-def padding_changes_no_real_token(subject: Subject) -> None:
+def padding_changes_no_real_token(subject: CheckedMemory) -> None:
     """Change the padding, and check that no loss and no state changes."""
     model = subject.model()
     state, (tokens, targets) = subject.warm(model), subject.segments()[0]
-    valid_len = subject.ragged().clamp(max=subject.size.seg_len - 1)
-    targets, padding = padded(targets, valid_len)
+    valid_len = subject.ragged_lengths().clamp(max=subject.size.seg_len - 1)
+    targets, padding = ignore_padding(targets, valid_len)
     one = model(tokens.masked_fill(padding, 0), targets, valid_len, state=state)
     other = model(tokens.masked_fill(padding, 7), targets, valid_len, state=state)
     require(torch.equal(one.nll, other.nll), "the content of the padding changes the loss of a real token")
@@ -153,29 +153,29 @@ def padding_changes_no_real_token(subject: Subject) -> None:
         require(torch.equal(loss, other.aux[name]), f"the content of the padding changes the loss {name}")
 
 
-def lanes_are_independent(subject: Subject) -> None:
+def lanes_are_independent(subject: CheckedMemory) -> None:
     """Check that tokens, memories and lengths of lanes 1.. change no bit of lane 0, with a full memory and empty."""
     model = subject.model()
-    warm, fresh, (tokens, targets) = subject.warm(model), subject.fresh(model), subject.segments()[0]
+    warm, fresh, (tokens, targets) = subject.warm(model), subject.empty_state(model), subject.segments()[0]
     others = torch.arange(subject.size.lanes) > 0
     altered = torch.where(others[:, None], (tokens + 3) % VOCAB, tokens)
     for state in (warm, reset_lanes(warm, fresh, ~others)):
-        one = model(tokens, targets, subject.full(), state=state)
-        other = model(altered, targets, subject.ragged(), state=reset_lanes(state, fresh, others))
+        one = model(tokens, targets, subject.full_lengths(), state=state)
+        other = model(altered, targets, subject.ragged_lengths(), state=reset_lanes(state, fresh, others))
         require(torch.equal(one.nll[0], other.nll[0]), "lane 0 reads another loss when other lanes change")
         require_same(one.state, other.state, "lane 0 gets another state when other lanes change", lanes=slice(0, 1))
         for name, loss in one.aux.items():
             require(torch.equal(loss[0], other.aux[name][0]), f"lane 0 has another loss {name} when other lanes change")
 
 
-def fewer_rows_give_the_same_outputs(subject: Subject) -> None:
+def fewer_rows_give_the_same_outputs(subject: CheckedMemory) -> None:
     """Compare `Memory.min_seg_len` rows and more with T rows, in float64: products of another shape round otherwise."""
     model, seg_len = subject.model().double(), subject.size.seg_len
-    tokens, fresh = subject.segments()[0][0], subject.fresh(model, torch.float64)
+    tokens, fresh = subject.segments()[0][0], subject.empty_state(model, torch.float64)
     with torch.no_grad():
         for state in (fresh, subject.warm(model, torch.float64)):
             for num_rows in range(max(memory.min_seg_len for memory in model.memories()), seg_len):
-                valid_len = subject.ragged().clamp(max=num_rows)
+                valid_len = subject.ragged_lengths().clamp(max=num_rows)
                 is_real = torch.arange(num_rows) < valid_len[:, None]
                 whole = model.features(tokens, valid_len, state=state).hidden[:, :num_rows]
                 short = model.features(tokens[:, :num_rows], valid_len, state=state).hidden
@@ -183,23 +183,23 @@ def fewer_rows_give_the_same_outputs(subject: Subject) -> None:
                 require(error < 1e-6, f"an output from {num_rows} rows differs by {error:.1e} from that of {seg_len}")
 
 
-def further_rows_are_those_of_the_whole_segment(subject: Subject) -> None:
+def further_rows_are_those_of_the_whole_segment(subject: CheckedMemory) -> None:
     """Step through a segment a row at a time and two at a time, the lanes at different places, in float64."""
     model, tokens = subject.model().double().eval(), subject.segments()[0][0]
     if not model.can_step:
         return
     with torch.no_grad():
-        for state in (subject.fresh(model, torch.float64), subject.warm(model, torch.float64)):
+        for state in (subject.empty_state(model, torch.float64), subject.warm(model, torch.float64)):
             before = map_state(torch.clone, state)
-            whole = model.features(tokens, subject.full(), state=state).hidden
+            whole = model.features(tokens, subject.full_lengths(), state=state).hidden
             for num_rows in (1, 2):
-                error = (_stepped(model, tokens, state, num_rows) - whole).abs().amax((0, 2))
+                error = (_read_by_steps(model, tokens, state, num_rows) - whole).abs().amax((0, 2))
                 wrong = (~(error < 1e-6)).nonzero().flatten().tolist()
                 require(not wrong, f"by steps of {num_rows} rows those at the places {wrong} of a segment are others")
             require_same(state, before, "open_segment or step_rows changes the state in place")
 
 
-def _stepped(model: MemoryLM, tokens: Tensor, state: LMState, num_rows: int) -> Tensor:
+def _read_by_steps(model: MemoryLM, tokens: Tensor, state: LMState, num_rows: int) -> Tensor:
     """Return the last hidden states of a segment (B, T, D) by steps of at most R rows, fewer in every other lane."""
     num_lanes, seg_len = tokens.shape
     lanes, place = torch.arange(num_lanes), torch.zeros(num_lanes, dtype=torch.int64)
@@ -207,17 +207,17 @@ def _stepped(model: MemoryLM, tokens: Tensor, state: LMState, num_rows: int) -> 
     for number in range(2 * seg_len):
         num_real = (num_rows - (lanes + number) % 2).clamp(max=seg_len - place)
         places = places_of(place, num_real, num_rows=num_rows, seg_len=seg_len, device=tokens.device)
-        hidden, opened = model.step(tokens.gather(1, places.row), opened, places)
+        hidden, opened = model.step_rows(tokens.gather(1, places.row), opened, places)
         for part, rows, count in zip(parts, hidden, num_real.tolist(), strict=True):
             part.append(rows[:count])
         place = place + num_real
     return torch.stack([torch.cat(part) for part in parts])
 
 
-def a_lane_alone_equals_it_in_a_batch(subject: Subject) -> None:
+def a_lane_alone_equals_it_in_a_batch(subject: CheckedMemory) -> None:
     """Compare in float64 and with a tolerance, because products of another shape round differently."""
     model = subject.model().double()
-    together = list(subject.read(model, subject.segments(), subject.fresh(model, torch.float64)))
+    together = list(subject.read(model, subject.segments(), subject.empty_state(model, torch.float64)))
     for lane in range(subject.size.lanes):
         state = model.init_state(torch.tensor([lane]), "cpu", torch.float64)
         rows = slice(lane, lane + 1)
@@ -228,11 +228,11 @@ def a_lane_alone_equals_it_in_a_batch(subject: Subject) -> None:
             require(error < 1e-6, f"lane {lane} alone differs by {error:.1e} in segment {number}")
 
 
-def a_reset_lane_equals_a_fresh_one(subject: Subject) -> None:
+def a_reset_lane_equals_a_fresh_one(subject: CheckedMemory) -> None:
     """Check that reset lanes have the same losses and states as fresh ones, bit for bit."""
     model = subject.model()
     is_new_document = torch.arange(subject.size.lanes) % 2 == 0
-    state = reset_lanes(subject.warm(model), subject.fresh(model), is_new_document)
+    state = reset_lanes(subject.warm(model), subject.empty_state(model), is_new_document)
     pairs = zip(subject.read(model, state=state), subject.read(model), strict=True)
     for number, (reset, fresh) in enumerate(pairs):
         same = torch.equal(reset.nll[is_new_document], fresh.nll[is_new_document])
@@ -240,27 +240,27 @@ def a_reset_lane_equals_a_fresh_one(subject: Subject) -> None:
         require_same(reset.state, fresh.state, "a reset lane's state differs from a fresh one's", lanes=is_new_document)
 
 
-def nothing_branches_on_data(subject: Subject) -> None:
+def nothing_branches_on_data(subject: CheckedMemory) -> None:
     """Run with fake tensors, which have no values: a branch, an .item() or a shape that depends on data raises."""
     model, size = subject.model(), subject.size
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             tokens = torch.zeros(size.lanes, size.seg_len, dtype=torch.int64)
-            state = subject.fresh(model)
+            state = subject.empty_state(model)
             for _ in range(2):  # a window of two segments
-                output = model(tokens, tokens, subject.full(), state=state)
-                state = reset_lanes(output.state, subject.fresh(model), torch.zeros(size.lanes, dtype=torch.bool))
+                output = model(tokens, tokens, subject.full_lengths(), state=state)
+                state = reset_lanes(output.state, subject.empty_state(model), torch.zeros(size.lanes, dtype=torch.bool))
             total_loss(output).backward()
     except RuntimeError as error:  # torch's errors about values and shapes that depend on data
         raise BrokenRuleError(f"forward depends on values: {str(error).splitlines()[0]}") from error
 
 
-def parameters_are_used_where_they_are_registered(subject: Subject) -> None:
-    """Compare losses with those of a `Partitioned` model, where parameters have no value elsewhere."""
+def parameters_are_used_where_they_are_registered(subject: CheckedMemory) -> None:
+    """Compare losses with those of a `PartitionedModel`, where parameters have no value elsewhere."""
     expected = subject.losses(subject.model())
     for elsewhere in ("empty", "nan"):
         model = subject.model()
-        Partitioned(model, elsewhere=elsewhere)
+        PartitionedModel(model, elsewhere=elsewhere)
         try:
             found = subject.losses(model)
         except (RuntimeError, IndexError) as error:  # shapes do not fit, because the parameter is empty
@@ -269,7 +269,7 @@ def parameters_are_used_where_they_are_registered(subject: Subject) -> None:
         require(torch.equal(expected, found), "a parameter is used outside the forward of the module that registers it")
 
 
-def no_generator_is_touched(subject: Subject) -> None:
+def no_generator_is_touched(subject: CheckedMemory) -> None:
     """Check that, without dropout, a forward and a backward in training do not advance torch's generator."""
     model = subject.model().train()
     before = torch.get_rng_state()
@@ -278,10 +278,10 @@ def no_generator_is_touched(subject: Subject) -> None:
     require(torch.equal(torch.get_rng_state(), before), "torch's random generator was used")
 
 
-def it_remembers(subject: Subject) -> None:
+def it_remembers(subject: CheckedMemory) -> None:
     """Check that a token of the first segment changes losses of a later one; otherwise the other rules test little."""
     model = subject.model()
-    if not named_tensors(subject.fresh(model)):
+    if not named_tensors(subject.empty_state(model)):
         return  # a memory without state remembers nothing by design
     change = (subject.losses(model) - subject.losses(model, altered=1))[:, subject.size.seg_len :].abs().max()
     require(change > 1e-6, "no later segment depends on a token of the first")

@@ -1,6 +1,6 @@
 """Test material for the rules of the memory contract: small models around one memory, segments, states.
 
-A rule takes a `Subject` and raises `BrokenRuleError` if the memory breaks it. Shape letters: B lanes, T segment.
+A rule takes a `CheckedMemory` and raises `BrokenRuleError` if the memory breaks it. Shape letters: B lanes, T segment.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dist_mem.block import model_spec
 from dist_mem.config import Config, DataConfig, ModelConfig, TrainConfig
 from dist_mem.data.batch import IGNORE
-from dist_mem.memory.base import detached, named_tensors
+from dist_mem.memory.base import detach_state, named_tensors
 from dist_mem.model import LMOutput, LMState, MemoryLM
 
 Segment = tuple[Tensor, Tensor]  # tokens and targets, both (lanes, seg_len) int64
@@ -31,7 +31,7 @@ class BrokenRuleError(AssertionError):
         self.cause = cause
 
 
-class Size(NamedTuple):
+class SubjectSize(NamedTuple):
     """Sizes of the model and the data that a rule is checked with."""
 
     lanes: int
@@ -41,11 +41,11 @@ class Size(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Subject:
+class CheckedMemory:
     """A memory and the sizes that it is checked with."""
 
     block: Callable[[int], dict[str, Any]]  # segment length -> the `memory:` block of the configuration
-    size: Size
+    size: SubjectSize
     norm: str = "pre"
     cut: str = "start"  # as `data.cut`; end: the first segment that is read is short in most lanes
     attention: str = "auto"  # as `model.attention`
@@ -71,20 +71,20 @@ class Subject:
         shape = (self.size.segments, 2, self.size.lanes, self.size.seg_len)
         return [(tokens, targets) for tokens, targets in torch.randint(0, VOCAB, shape, generator=generator)]
 
-    def full(self) -> Tensor:
+    def full_lengths(self) -> Tensor:
         """Return `valid_len` of complete segments."""
         return torch.full((self.size.lanes,), self.size.seg_len)
 
-    def ragged(self) -> Tensor:
+    def ragged_lengths(self) -> Tensor:
         """Return `valid_len` of a complete segment, an idle lane and incomplete ones, cut to the number of lanes."""
         lengths = [self.size.seg_len, 0, self.size.seg_len - 1, 1]
         return torch.tensor([lengths[lane % 4] for lane in range(self.size.lanes)])
 
     def lengths(self, number: int) -> Tensor:
         """Return `valid_len` of segment `number` of documents: T, but less for the first if cut from the end."""
-        return self.ragged().clamp(min=1) if self.cut == "end" and number == 0 else self.full()
+        return self.ragged_lengths().clamp(min=1) if self.cut == "end" and number == 0 else self.full_lengths()
 
-    def fresh(self, model: MemoryLM, dtype: torch.dtype = torch.float32) -> LMState:
+    def empty_state(self, model: MemoryLM, dtype: torch.dtype = torch.float32) -> LMState:
         """Return empty memories."""
         return model.init_state(torch.arange(self.size.lanes), "cpu", dtype)
 
@@ -101,10 +101,10 @@ class Subject:
         Args:
             is_window: gradients may flow through the states between them.
         """
-        state = self.fresh(model) if state is None else state
+        state = self.empty_state(model) if state is None else state
         for number, (tokens, targets) in enumerate(self.segments() if segments is None else segments):
             output = model(tokens, targets, self.lengths(number), state=state)
-            state = output.state if is_window else detached(output.state)
+            state = output.state if is_window else detach_state(output.state)
             yield output
 
     @torch.no_grad()
@@ -119,7 +119,7 @@ class Subject:
     def warm(self, model: MemoryLM, dtype: torch.dtype = torch.float32) -> LMState:
         """Return memories after enough segments to fill small ones."""
         with torch.no_grad():
-            return list(self.read(model, self.segments(99), self.fresh(model, dtype)))[-1].state
+            return list(self.read(model, self.segments(99), self.empty_state(model, dtype)))[-1].state
 
     def layer_inputs(self, model: MemoryLM, state: LMState) -> Tensor:
         """Return a block's input: the rows of the stem, then random rows."""
@@ -147,13 +147,13 @@ def total_loss(output: LMOutput) -> Tensor:
     return output.nll.sum() + sum(loss.sum() for loss in output.aux.values())
 
 
-def padded(targets: Tensor, valid_len: Tensor) -> tuple[Tensor, Tensor]:
+def ignore_padding(targets: Tensor, valid_len: Tensor) -> tuple[Tensor, Tensor]:
     """Return targets that ignore the padding, and the mask of the padding."""
     padding = torch.arange(targets.shape[1]) >= valid_len[:, None]
     return targets.masked_fill(padding, IGNORE), padding
 
 
-class Partitioned:
+class PartitionedModel:
     """A small imitation of ZeRO-3: a parameter has its value only while a module that registers it runs its forward.
 
     Otherwise it is empty, as under ZeRO-3, or NaN, which reveals uses that an empty tensor allows, like `0 * p.sum()`.

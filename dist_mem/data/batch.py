@@ -25,7 +25,7 @@ class Batch(NamedTuple):
         """Return the same batch on `device`."""
         return Batch._make(None if part is None else part.to(device, non_blocking=True) for part in self)
 
-    def pinned(self) -> Batch:
+    def pin(self) -> Batch:
         """Return the same batch in pinned memory, from which a copy to a GPU does not wait."""
         return Batch._make(None if part is None else part.pin_memory() for part in self)
 
@@ -47,10 +47,10 @@ def in_windows(batches: Sequence[Batch], num_groups: int, num_segments: int) -> 
     """
     if num_segments == 1:
         return list(batches)
-    return [_joined(batches[window]) for window in window_slices(len(batches), num_groups, num_segments)]
+    return [_join(batches[window]) for window in window_slices(len(batches), num_groups, num_segments)]
 
 
-def _joined(segments: Sequence[Batch]) -> Batch:
+def _join(segments: Sequence[Batch]) -> Batch:
     tokens, targets, valid_len, is_new, documents, recall = zip(*segments, strict=True)
     return Batch(
         torch.cat(tokens, dim=1),

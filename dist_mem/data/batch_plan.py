@@ -13,7 +13,7 @@ from dist_mem.config.check import stop_on
 from dist_mem.config.constraints import check_schedule
 from dist_mem.config.keys import STEPS
 from dist_mem.data.plan import DocumentPlan, Plan, lanes_of_rank
-from dist_mem.runtime.terminal import counted
+from dist_mem.runtime.terminal import count_noun
 
 IDLE_LIMIT = 0.2  # share of wasted work above which a warning is shown
 
@@ -75,13 +75,13 @@ def idle_work(train: TrainConfig, world_size: int, *, num_documents: int | None 
     if num_documents is None or places <= num_documents:
         ways.append(f"train.global_batch_size={places} (in a new run)")
     if fitting := next((size for size in range(world_size, 0, -1) if not batch_plan(train, size).idle_lanes), None):
-        ways.append(counted(fitting, "rank"))
+        ways.append(count_noun(fitting, "rank"))
     advice = f"; with train.micro_batch_size={better} it would be {left}" if 0 < left < batch.idle_lanes else ""
     advice += f"; none is idle with {' or '.join(ways)}" if ways else ""
     advice = f"{share:.1%} of the work{advice}"
     if share > IDLE_LIMIT:
-        return IdleWork("warning", f"{counted(batch.idle_lanes, 'idle lane')}, {advice}")
-    return IdleWork("idle", f"{counted(batch.idle_lanes, 'lane')}, {advice}")
+        return IdleWork("warning", f"{count_noun(batch.idle_lanes, 'idle lane')}, {advice}")
+    return IdleWork("idle", f"{count_noun(batch.idle_lanes, 'lane')}, {advice}")
 
 
 def num_readable(plan: Plan | None) -> int | None:
@@ -107,6 +107,6 @@ def total_steps(train: TrainConfig, schedule: ScheduleConfig, plan: Plan) -> int
     if steps > STEPS:
         epochs = f"train.epochs is {train.epochs}, which the data make {steps:,} steps"
         raise ValueError(f"{epochs}, but a run has at most {STEPS:,}; give fewer epochs")
-    end = f"the {counted(steps, 'step')} of train.epochs = {train.epochs:g}; give less, or more epochs"
+    end = f"the {count_noun(steps, 'step')} of train.epochs = {train.epochs:g}; give less, or more epochs"
     stop_on(check_schedule(schedule.warmup_steps, steps, end))
     return steps

@@ -47,7 +47,7 @@ def stages_of(data: DataConfig) -> list[Stage]:
     *keys, last = path_keys(len(given) + 1)
     bounds = [0, *(stage.until for stage in given)]
     parts = zip(keys, given, bounds[:-1], strict=True)
-    earlier = [Stage(key, _at(data, stage.path), first, stage.until) for key, stage, first in parts]
+    earlier = [Stage(key, _change_path(data, stage.path), first, stage.until) for key, stage, first in parts]
     return [*earlier, Stage(last, data, bounds[-1], None)]
 
 
@@ -140,6 +140,6 @@ def curriculum_reader(
     return CurriculumReader(readers, [stage.until - max(step, stage.first) for stage in stages if stage.until])
 
 
-def _at(data: DataConfig, path: str) -> DataConfig:
+def _change_path(data: DataConfig, path: str) -> DataConfig:
     """Return the same settings for another directory."""
     return replace(data, path=path)

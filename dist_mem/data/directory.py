@@ -35,13 +35,13 @@ from dist_mem.data.remote.fetch import (
     WrongRemoteError,
     address,
     download,
+    hold_lock,
     identity,
     is_remote,
-    locked,
     show,
     writing,
 )
-from dist_mem.data.remote.stage import stage_on_all_ranks, staged
+from dist_mem.data.remote.stage import stage, stage_on_all_ranks
 from dist_mem.data.shard import Index, ShardSource, read_index
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import JSON_NAME, KINDS, load_tokenizer, read_tokenizer_metadata
@@ -90,7 +90,7 @@ def index_alone(data: DataConfig, split: str) -> Index:
         raise ShardError(f"{path} is of split {index.split!r}, but its folder is {split!r}: rename the folder")
     if is_remote(data.path):
         index = replace(index, source=RemoteShards(data.path, index.split_dir))
-    return staged(index, data)
+    return stage(index, data)
 
 
 def check_split(data: DataConfig, split: str) -> None:
@@ -114,7 +114,7 @@ def refresh(data: DataConfig, splits: Iterable[str], *, start: str | None = None
     if not is_remote(data.path):
         return
     start = start or uuid.uuid4().hex
-    with locked(local_dir(data) / START_NAME) as record:
+    with hold_lock(local_dir(data) / START_NAME) as record:
         record.seek(0)
         last_start, kind, message = [*record.read().decode().split("\n", 2), "", ""][:3]
         error: RemoteError | None = _RECORDED[kind](message) if last_start == start and kind else None
@@ -287,7 +287,7 @@ class RemoteShards(ShardSource):
             _check_shard(path, shard)
 
         if not _is_good(path, verify):
-            with locked(path.with_name(f".{shard.name}.lock"), self._closed):
+            with hold_lock(path.with_name(f".{shard.name}.lock"), self._closed):
                 if not _is_good(path, verify):  # another process may have fetched it while we waited
                     source = address(self._url, f"{self._split_dir.name}/{shard.name}")
                     download(source, path, limit=shard.bytes, verify=verify, cancelled=self._closed)

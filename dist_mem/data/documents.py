@@ -20,7 +20,7 @@ class Document(NamedTuple):
     tokens: np.ndarray  # (length,)
     scored: np.ndarray | None  # (length,) bool
     recall: np.ndarray | None  # (length,)
-    is_damaged: bool = False  # a replacement, see `Documents.blank`
+    is_damaged: bool = False  # a replacement, see `Documents.blank_document`
 
     def part(self, start: int, stop: int) -> Document:
         """Return tokens [start, stop), fewer at the end."""
@@ -38,7 +38,7 @@ class Document(NamedTuple):
 def join(parts: Sequence[Document]) -> Document:
     """Return parts of documents end to end, with the number of the first."""
 
-    def joined(arrays: Sequence[np.ndarray | None], *, missing: int) -> np.ndarray | None:
+    def concatenate(arrays: Sequence[np.ndarray | None], *, missing: int) -> np.ndarray | None:
         if all(array is None for array in arrays):
             return None
         sizes = [len(part.tokens) for part in parts]
@@ -48,8 +48,8 @@ def join(parts: Sequence[Document]) -> Document:
     return Document(
         parts[0].number,
         np.concatenate([part.tokens for part in parts]),
-        joined([part.scored for part in parts], missing=True),
-        joined([part.recall for part in parts], missing=0),
+        concatenate([part.scored for part in parts], missing=True),
+        concatenate([part.recall for part in parts], missing=0),
     )
 
 
@@ -119,7 +119,7 @@ class Documents:
                 log.warning("skipped a damaged document: %s", error)
             return None
 
-    def blank(self, number: int) -> Document:
+    def blank_document(self, number: int) -> Document:
         """Return a replacement of the same length that is all BOS and not scored."""
         length = int(self.lengths[number])
         return Document(number, np.full(length, self.bos_id), np.zeros(length, dtype=bool), None, is_damaged=True)

@@ -26,7 +26,18 @@ from safetensors.numpy import save
 from dist_mem.data.metadata import BUILD_FIRST, REMEDY, ShardError, read_metadata, reading
 from dist_mem.data.tar import ID_PATTERN, MASK_DTYPE, MAX_ID_LEN, MAX_TOKENS, RECALL_DTYPE
 from dist_mem.runtime.figures import json_text
-from dist_mem.runtime.file_schema import check, integer, leaf, one_of, optional, plain_name, record, rows, sha256, text
+from dist_mem.runtime.file_schema import (
+    check,
+    integer,
+    leaf,
+    list_of,
+    one_of,
+    optional,
+    plain_name,
+    record,
+    sha256,
+    text,
+)
 from dist_mem.runtime.files import open_regular, sha256_of, write_bytes, write_text
 from dist_mem.runtime.names import PLAIN, is_plain
 
@@ -66,7 +77,7 @@ _INDEX = record(
         "recipe": text,
         "official_words": optional(integer(1)),
         **dict.fromkeys(("num_documents", *_SUMS), _COUNT),
-        "shards": rows(record({"name": _TAR, "bytes": _COUNT, "sha256": sha256}, is_open=False)),
+        "shards": list_of(record({"name": _TAR, "bytes": _COUNT, "sha256": sha256}, is_open=False)),
         "documents": record({"name": one_of(DOCUMENTS_NAME), "bytes": integer(1), "sha256": sha256}, is_open=False),
         "fingerprint": sha256,
     },
@@ -208,7 +219,7 @@ class ColumnParts:
             self._append(f"{name}_text", np.frombuffer(b"".join(texts), dtype=np.uint8))
             self._ends[name] = int(ends[-1])
 
-    def whole(self) -> dict[str, np.ndarray]:
+    def join_columns(self) -> dict[str, np.ndarray]:
         """Return the columns."""
         return {name: np.concatenate(parts) for name, parts in self._parts.items()}
 
@@ -273,14 +284,14 @@ def map_documents(path: Path, head: Mapping[str, Any], index_path: Path) -> Docu
                 f"{stated['bytes']:,} with {stated['sha256'][:12]}; one is damaged, or they are of two builds{REMEDY}"
             )
         content = np.memmap(file, dtype=np.uint8, mode="r").view(np.ndarray)
-    columns = _cut(content, head["num_documents"])
+    columns = _cut_columns(content, head["num_documents"])
     problem = "its columns are not those of an index" if columns is None else next(_problems(columns, head), None)
     if columns is None or problem is not None:
         raise ShardError(f"{path} is damaged ({problem}){REMEDY}")
     return DocumentTable(columns, [ShardEntry(**shard) for shard in head["shards"]])
 
 
-def _cut(content: np.ndarray, num_documents: int) -> dict[str, np.ndarray] | None:
+def _cut_columns(content: np.ndarray, num_documents: int) -> dict[str, np.ndarray] | None:
     """Return the columns in the content of a safetensors file; None if it does not have them in these shapes."""
     begin = 8 + int.from_bytes(content[:8].tobytes(), "little")
     values = content[begin:]

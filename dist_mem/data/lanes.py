@@ -66,7 +66,7 @@ class LaneReader:
         self._blocks = config.blocks
         self._pin = pin
         self._documents = Documents(index, plan.lengths, bos_id=bos_id, on_corrupt=config.on_corrupt)
-        self._cursors = self._checked(cursors)
+        self._cursors = self._check_cursors(cursors)
         self._updates = Prefetcher(self._read(), depth=config.prefetch)
 
     def __iter__(self) -> Iterator[Update]:
@@ -85,7 +85,7 @@ class LaneReader:
         self._documents.index.source.close()
         self._updates.close()
 
-    def _checked(self, saved: Tensor | None) -> list[Cursor]:
+    def _check_cursors(self, saved: Tensor | None) -> list[Cursor]:
         if saved is None:
             return [START] * len(self._lane_ids)
         if tuple(saved.shape) != (len(self._lane_ids), 3):
@@ -123,7 +123,7 @@ class LaneReader:
             cursors = [segment.after for segment in segments]
             are_scored = [batch.targets != IGNORE for batch in batches]
             yield Update(
-                [batch.pinned() for batch in batches] if self._pin else batches,
+                [batch.pin() for batch in batches] if self._pin else batches,
                 torch.from_numpy(np.array(cursors)),
                 scored=[int(is_scored.sum()) for is_scored in are_scored],
                 epoch=self._mean_epoch(cursors),

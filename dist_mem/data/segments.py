@@ -111,8 +111,8 @@ def read_stream(documents: Documents, plan: StreamPlan, *, lane: int, cursor: Cu
     """
 
     @lru_cache(maxsize=1)
-    def opened(number: int) -> Document:
-        document = documents.open_or_skip(number) or documents.blank(number)
+    def open_document(number: int) -> Document:
+        document = documents.open_or_skip(number) or documents.blank_document(number)
         documents.expect(number + 1)
         return document
 
@@ -124,7 +124,7 @@ def read_stream(documents: Documents, plan: StreamPlan, *, lane: int, cursor: Cu
         while position < stop:
             number = int(plan.document_at(position))
             offset = position - int(plan.starts[number])
-            part = opened(number).part(offset, offset + stop - position)
+            part = open_document(number).part(offset, offset + stop - position)
             yield part
             position += len(part.tokens)
 

@@ -118,13 +118,13 @@ def write_split(
         (split_dir / old).unlink(missing_ok=True)  # an old index must never describe new tars
     shards: list[ShardEntry] = []
     parts = ColumnParts()
-    for number, group in enumerate(_shard_groups(_checked(documents, split), max_shard_bytes)):
+    for number, group in enumerate(_shard_groups(_check_documents(documents, split), max_shard_bytes)):
         shard, entries = _write_shard(group, split_dir / f"{name}-{split}-{number:05d}.tar")
         shards.append(shard)
         parts.add(entries, number)
     for stale in set(split_dir.glob(f"{name}-{split}-*.tar")) - {split_dir / shard.name for shard in shards}:
         stale.unlink()  # of an earlier, longer build of the same split
-    columns = parts.whole()
+    columns = parts.join_columns()
     head = {
         "format_version": FORMAT_VERSION,
         "name": name,
@@ -227,7 +227,7 @@ def _entry(document: TokenizedDocument, shard: str, sha256: str, tar: WrittenTar
     return DocumentEntry(num_tokens=len(document.tokens), shard=shard, dtype=dtype, sha256=sha256, **metadata)
 
 
-def _checked(documents: Iterable[TokenizedDocument], split: str) -> Iterator[TokenizedDocument]:
+def _check_documents(documents: Iterable[TokenizedDocument], split: str) -> Iterator[TokenizedDocument]:
     seen: set[str] = set()
     for document in documents:
         check_id(document.id, seen, split)

@@ -36,20 +36,20 @@ from dist_mem.data.tokenizers.registry import JSON_NAME
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.files import WrongFileError, open_regular, sha256_of
 from dist_mem.runtime.names import is_hidden
-from dist_mem.runtime.terminal import counted
+from dist_mem.runtime.terminal import count_noun
 
 USUAL_SPLITS = ("train", "validation", "test")
 REMEDY = "build (--overwrite) or copy the tar again"
 REBUILD = "build (--overwrite) the data again"
 
 
-class Problem(NamedTuple):
+class ShardProblem(NamedTuple):
     where: str  # the file or folder, relative to the data directory; "" if the message names it
     document: str | None  # id of the (first) affected document; None: the whole file, or no document
     message: str
 
 
-def verify_dataset(path: Path | str, *, cache: str | None = None, splits: Sequence[str] = ()) -> list[Problem]:
+def verify_dataset(path: Path | str, *, cache: str | None = None, splits: Sequence[str] = ()) -> list[ShardProblem]:
     """Return all problems of a data directory: of its tokenizer, and of every folder that has an index or tars.
 
     Args:
@@ -73,7 +73,7 @@ def verify_dataset(path: Path | str, *, cache: str | None = None, splits: Sequen
         refresh(data, [])
         tokenizer = open_tokenizer(data)
     except (RemoteError, ValueError) as error:
-        problems.append(Problem(JSON_NAME, None, str(error)))
+        problems.append(ShardProblem(JSON_NAME, None, str(error)))
     found, unreached = (list(splits), []) if splits and not is_remote(data.path) else _find_splits(data, splits)
     problems += unreached
     if not found and not unreached:
@@ -81,7 +81,7 @@ def verify_dataset(path: Path | str, *, cache: str | None = None, splits: Sequen
             raise UnusableError(
                 f"{path}: it is no data directory: it has neither {JSON_NAME} nor {INDEX_NAME} of a split"
             )
-        problems.append(Problem("", None, f"no split: {show(data.path)} has no folder with an {INDEX_NAME}"))
+        problems.append(ShardProblem("", None, f"no split: {show(data.path)} has no folder with an {INDEX_NAME}"))
     for split in found:
         problems.extend(verify_split(data, split, tokenizer))
     with noting(problems, ""):
@@ -96,12 +96,12 @@ def unbound_splits(data: DataConfig) -> list[str]:
 
 
 @contextmanager
-def noting(problems: list[Problem], where: str) -> Iterator[None]:
+def noting(problems: list[ShardProblem], where: str) -> Iterator[None]:
     """Add a ShardError of the block to the problems."""
     try:
         yield
     except ShardError as error:
-        problems.append(Problem(where, None, str(error)))
+        problems.append(ShardProblem(where, None, str(error)))
 
 
 def existing_splits(data: DataConfig) -> list[str]:
@@ -109,7 +109,7 @@ def existing_splits(data: DataConfig) -> list[str]:
     return _find_splits(data, [])[0]
 
 
-def _find_splits(data: DataConfig, asked: Sequence[str]) -> tuple[list[str], list[Problem]]:
+def _find_splits(data: DataConfig, asked: Sequence[str]) -> tuple[list[str], list[ShardProblem]]:
     return _remote_splits(data, asked) if is_remote(data.path) else (_local_splits(local_dir(data)), [])
 
 
@@ -118,7 +118,7 @@ def _local_splits(data_dir: Path) -> list[str]:
     return sorted({path.parent.name for path in paths if not is_hidden(path.parent.name) and not is_hidden(path.name)})
 
 
-def _remote_splits(data: DataConfig, asked: Sequence[str]) -> tuple[list[str], list[Problem]]:
+def _remote_splits(data: DataConfig, asked: Sequence[str]) -> tuple[list[str], list[ShardProblem]]:
     """Return the splits whose index could be fetched, and the problems of the others."""
     found, problems = [], []
     for split in asked or USUAL_SPLITS:
@@ -127,14 +127,14 @@ def _remote_splits(data: DataConfig, asked: Sequence[str]) -> tuple[list[str], l
             found.append(split)
         except RemoteError as error:
             if asked or not isinstance(error, RefusedError):
-                problems.append(Problem(f"{split}/{INDEX_NAME}", None, str(error)))
+                problems.append(ShardProblem(f"{split}/{INDEX_NAME}", None, str(error)))
     return found, problems
 
 
-def verify_split(data: DataConfig, split: str, tokenizer: Tokenizer | None) -> list[Problem]:
+def verify_split(data: DataConfig, split: str, tokenizer: Tokenizer | None) -> list[ShardProblem]:
     """Return all problems of one split; `tokenizer` None: do not compare tokenizers or decode the text."""
     split_dir = local_dir(data) / split
-    problems: list[Problem] = []
+    problems: list[ShardProblem] = []
     index = None
     with noting(problems, f"{split}/{INDEX_NAME}"):
         index = index_alone(data, split)
@@ -147,55 +147,59 @@ def verify_split(data: DataConfig, split: str, tokenizer: Tokenizer | None) -> l
             f"tokenized with another tokenizer (fingerprint {index.tokenizer_fingerprint[:12]}) than the one beside it "
             f"({tokenizer.fingerprint[:12]}): bring back {JSON_NAME} and its model, or build again (--overwrite)"
         )
-        problems.append(Problem(f"{split_dir.name}/{INDEX_NAME}", None, message))
+        problems.append(ShardProblem(f"{split_dir.name}/{INDEX_NAME}", None, message))
         tokenizer = None
     for document_id, times in Counter(entry.id for entry in index.documents).items():
         if times > 1:
             problems.append(
-                Problem(f"{split_dir.name}/{DOCUMENTS_NAME}", document_id, f"comes {times} times: {REBUILD}")
+                ShardProblem(f"{split_dir.name}/{DOCUMENTS_NAME}", document_id, f"comes {times} times: {REBUILD}")
             )
     for shard in index.shards:
         problems.extend(_verify_shard(index, shard, tokenizer))
     found = [] if is_remote(data.path) else split_dir.glob("*.tar")  # a cache may hold others
     tars = {path.name for path in found if not is_hidden(path.name)}
     for stray in sorted(tars - {shard.name for shard in index.shards}):
-        problems.append(Problem(f"{split_dir.name}/{stray}", None, f"not in {INDEX_NAME}: it belongs to another build"))
+        problems.append(
+            ShardProblem(f"{split_dir.name}/{stray}", None, f"not in {INDEX_NAME}: it belongs to another build")
+        )
     return problems
 
 
-def _verify_shard(index: Index, shard: ShardEntry, tokenizer: Tokenizer | None) -> Iterator[Problem]:
+def _verify_shard(index: Index, shard: ShardEntry, tokenizer: Tokenizer | None) -> Iterator[ShardProblem]:
     path = index.split_dir / shard.name
     where = f"{index.split_dir.name}/{shard.name}"
     numbers = index.documents.in_shard(shard)
     try:
         index.source.fetch(shard)
     except RemoteError as error:
-        yield Problem(where, None, str(error))
+        yield ShardProblem(where, None, str(error))
         return
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
     except FileNotFoundError:
         first = index.documents[numbers[0]].id if numbers else None
-        lost = f", with {counted(len(numbers), 'document')} from {first} on" if numbers else ""
-        yield Problem(where, first, f"missing{lost}: {REMEDY}")
+        lost = f", with {count_noun(len(numbers), 'document')} from {first} on" if numbers else ""
+        yield ShardProblem(where, first, f"missing{lost}: {REMEDY}")
         return
     except WrongFileError as error:
-        yield Problem(where, None, str(error.strerror))
+        yield ShardProblem(where, None, str(error.strerror))
         return
     if size < shard.bytes:
-        yield _cut(where, size, shard, [index.documents[number] for number in numbers])
+        yield _describe_cut(where, size, shard, [index.documents[number] for number in numbers])
     elif size > shard.bytes:
-        yield Problem(where, None, f"{counted(size - shard.bytes, 'byte')} longer than it was written: {REMEDY}")
+        yield ShardProblem(
+            where, None, f"{count_noun(size - shard.bytes, 'byte')} longer than it was written: {REMEDY}"
+        )
     elif sha256_of(path) != shard.sha256:
-        yield from _altered(index, path, where, numbers)
+        yield from _find_altered(index, path, where, numbers)
     else:
         for number in numbers:
-            if message := _unreadable(index, number, tokenizer):
-                yield Problem(where, index.documents[number].id, message)
+            if message := _find_fault(index, number, tokenizer):
+                yield ShardProblem(where, index.documents[number].id, message)
 
 
-def _unreadable(index: Index, number: int, tokenizer: Tokenizer | None) -> str | None:
+def _find_fault(index: Index, number: int, tokenizer: Tokenizer | None) -> str | None:
     """Return why a document of an unaltered tar is not the text that its index describes; None if it is."""
     entry = index.documents[number]
     try:
@@ -234,17 +238,17 @@ def _without_cut_characters(text: bytes) -> bytes:
     return text[first:]
 
 
-def _cut(where: str, size: int, shard: ShardEntry, entries: list[DocumentEntry]) -> Problem:
+def _describe_cut(where: str, size: int, shard: ShardEntry, entries: list[DocumentEntry]) -> ShardProblem:
     lost = [entry for entry in entries if _end(entry) > size]
     message = f"cut at byte {size:,} of {shard.bytes:,}: {REMEDY}"
     if not lost:
-        return Problem(where, None, f"{message}; no document is hit, only the end mark is")
-    return Problem(
-        where, lost[0].id, f"{message}; {counted(len(lost), 'document')} from {lost[0].id} on cut or missing"
+        return ShardProblem(where, None, f"{message}; no document is hit, only the end mark is")
+    return ShardProblem(
+        where, lost[0].id, f"{message}; {count_noun(len(lost), 'document')} from {lost[0].id} on cut or missing"
     )
 
 
-def _altered(index: Index, path: Path, where: str, numbers: list[int]) -> Iterator[Problem]:
+def _find_altered(index: Index, path: Path, where: str, numbers: list[int]) -> Iterator[ShardProblem]:
     with open_regular(path) as file:
         content = np.memmap(file, dtype=np.uint8, mode="r")
     start, found = 0, 0
@@ -254,14 +258,14 @@ def _altered(index: Index, path: Path, where: str, numbers: list[int]) -> Iterat
         message = _document_damage(index, number, content[start:end], start)
         if message:
             found += 1
-            yield Problem(where, entry.id, f"{message}: {REMEDY}")
+            yield ShardProblem(where, entry.id, f"{message}: {REMEDY}")
         start = end
     if content[start:].any():
         found += 1
-        yield Problem(where, None, f"bytes after the last document are altered: {REMEDY}")
+        yield ShardProblem(where, None, f"bytes after the last document are altered: {REMEDY}")
     if not found:
         message = "differs from its checksum, but a second reading finds it whole: check the disk and its cables"
-        yield Problem(where, None, message)
+        yield ShardProblem(where, None, message)
 
 
 def _document_damage(index: Index, number: int, actual: np.ndarray, start: int) -> str | None:

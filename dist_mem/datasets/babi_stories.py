@@ -53,7 +53,7 @@ class Gift(NamedTuple):
     fact: int
 
 
-class World:
+class StoryWorld:
     """People, rooms and things, and what the facts have stated of them so far."""
 
     def __init__(self, draw: random.Random, people: tuple[str, ...]) -> None:
@@ -147,16 +147,16 @@ def draw_story(draw: random.Random, task: str, num_facts: tuple[int, int]) -> St
 
 
 def _person(draw: random.Random, num_facts: int) -> Story | None:
-    world = World(draw, PEOPLE)
+    world = StoryWorld(draw, PEOPLE)
     for _ in range(num_facts):
         world.move()
     who = draw.choice(sorted(world.moved))
     return Story(world.facts, f"Where is {who}?", world.rooms[who], [world.moved[who]])
 
 
-def _thing(draw: random.Random, num_facts: int) -> Story | None:
-    world = World(draw, PEOPLE)
-    _act(world, num_facts, {World.move: 0.5, World.take: 0.3, World.drop: 0.2})
+def _ask_for_thing(draw: random.Random, num_facts: int) -> Story | None:
+    world = StoryWorld(draw, PEOPLE)
+    _act(world, num_facts, {StoryWorld.move: 0.5, StoryWorld.take: 0.3, StoryWorld.drop: 0.2})
     known = [thing for thing in THINGS if world.stays[thing]]
     if not known:
         return None
@@ -165,9 +165,9 @@ def _thing(draw: random.Random, num_facts: int) -> Story | None:
     return Story(world.facts, f"Where is the {thing}?", stay.room, stay.newest)
 
 
-def _thing_before(draw: random.Random, num_facts: int) -> Story | None:
-    world = World(draw, PEOPLE)
-    _act(world, num_facts, {World.move: 0.6, World.take: 0.3, World.drop: 0.1})
+def _ask_for_thing_before(draw: random.Random, num_facts: int) -> Story | None:
+    world = StoryWorld(draw, PEOPLE)
+    _act(world, num_facts, {StoryWorld.move: 0.6, StoryWorld.take: 0.3, StoryWorld.drop: 0.1})
     asked = [
         (thing, before, after)
         for thing, stays in world.stays.items()
@@ -181,7 +181,7 @@ def _thing_before(draw: random.Random, num_facts: int) -> Story | None:
     return Story(world.facts, f"Where was the {thing} before the {after.room}?", before.room, support)
 
 
-def _beside(draw: random.Random, num_facts: int) -> Story | None:
+def _ask_beside(draw: random.Random, num_facts: int) -> Story | None:
     middle, *others = draw.sample(ROOMS, 3)
     facts, asked = [], []
     for number, (room, way) in enumerate(zip(others, draw.sample(sorted(OPPOSITE), 2), strict=True)):
@@ -198,8 +198,8 @@ def _beside(draw: random.Random, num_facts: int) -> Story | None:
 
 
 def _gift(draw: random.Random, num_facts: int) -> Story | None:
-    world = World(draw, GIVERS)
-    _act(world, num_facts, {World.move: 0.3, World.take: 0.2, World.drop: 0.1, World.give: 0.4})
+    world = StoryWorld(draw, GIVERS)
+    _act(world, num_facts, {StoryWorld.move: 0.3, StoryWorld.take: 0.2, StoryWorld.drop: 0.1, StoryWorld.give: 0.4})
     newest: dict[str, tuple[str, int]] = {}  # a later gift that answers the same question replaces an earlier one
     for giver, thing, receiver, fact in world.gifts:
         newest[f"What did {giver} give to {receiver}?"] = thing, fact
@@ -213,7 +213,7 @@ def _gift(draw: random.Random, num_facts: int) -> Story | None:
     return Story(world.facts, question, answer, [fact])
 
 
-def _act(world: World, num_facts: int, shares: dict[Callable[[World], bool], float]) -> None:
+def _act(world: StoryWorld, num_facts: int, shares: dict[Callable[[StoryWorld], bool], float]) -> None:
     """State so many facts; who cannot do what is drawn moves."""
     actions, weights = list(shares), list(shares.values())
     while len(world.facts) < num_facts:
@@ -224,8 +224,8 @@ def _act(world: World, num_facts: int, shares: dict[Callable[[World], bool], flo
 
 STORIES: dict[str, Callable[[random.Random, int], Story | None]] = {
     "qa1": _person,
-    "qa2": _thing,
-    "qa3": _thing_before,
-    "qa4": _beside,
+    "qa2": _ask_for_thing,
+    "qa3": _ask_for_thing_before,
+    "qa4": _ask_beside,
     "qa5": _gift,
 }

@@ -31,19 +31,19 @@ from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import (
     FILE_NAMES,
     JSON_NAME,
+    find_tokenizer,
     load_tokenizer,
-    open_tokenizer,
     read_tokenizer_metadata,
     save_tokenizer,
     train_sentencepiece,
 )
 from dist_mem.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
-from dist_mem.datasets.source import SourceDocument, check_sources, encoded, recall_distances, scored_tokens
+from dist_mem.datasets.source import SourceDocument, check_sources, encode_text, recall_distances, scored_tokens
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import open_regular, replacing
-from dist_mem.runtime.locks import held_folder
-from dist_mem.runtime.progress import Progress, counting
+from dist_mem.runtime.locks import hold_folder
+from dist_mem.runtime.progress import Progress, show_count
 from dist_mem.runtime.terminal import some
 from dist_mem.runtime.workers import map_unordered
 
@@ -90,7 +90,7 @@ def build_dataset(
         name: of the dataset, part of the tars' names.
         tokenizer_kind: "sentencepiece" or "bytes".
         vocab_size, seed, max_sentences: of the SentencePiece model, see `train_sentencepiece`.
-        tokenizer_from: folder for `open_tokenizer`; tokenizer: a tokenizer. Either is used instead.
+        tokenizer_from: folder for `find_tokenizer`; tokenizer: a tokenizer. Either is used instead.
         workers: number of processes.
         official_words: split name -> published number of words, for splits that are complete.
         max_shard_bytes: size of a tar; piece_bytes: source text that one worker encodes at a time.
@@ -104,7 +104,7 @@ def build_dataset(
     for split, documents in splits.items():
         check_names(name, split)
         check_sources(documents, split)
-    with held_folder(out, f"--out {out}"):
+    with hold_folder(out, f"--out {out}"):
         if overwrite:
             _remove_dataset(out)
         other = sorted(set(built_splits(out)) - set(splits))
@@ -112,7 +112,7 @@ def build_dataset(
             raise _other_build(out / other[0] / INDEX_NAME)
         training = {"vocab_size": vocab_size, "seed": seed, "max_sentences": max_sentences}
         if tokenizer_from is not None:
-            tokenizer = open_tokenizer(tokenizer_from)
+            tokenizer = find_tokenizer(tokenizer_from)
         if tokenizer is not None:
             tokenizer = _place_tokenizer(tokenizer, out)
         elif tokenizer_kind == SentencePieceTokenizer.kind:
@@ -152,7 +152,7 @@ def _build_split(
     split = split_dir.name
     _encode_pieces(pieces, split=split, workers=workers)
     texts = hashlib.sha256()
-    tokenized = counting(_tokenized(pieces, texts.update), f"{split}: tars", total=len(documents), unit="documents")
+    tokenized = show_count(_read_pieces(pieces, texts.update), f"{split}: tars", total=len(documents), unit="documents")
     index = write_split(tokenized, split_dir, recipe=_recipe_of(documents, shard_options), **shard_options)
     note_texts(split_dir, texts.hexdigest() if any(map(_is_file, documents)) else None)
     empty = [entry.id for entry in index.documents if entry.words == 0]
@@ -181,7 +181,7 @@ def encode_piece(piece: Piece) -> int:
         if document.scored is not None:
             arrays[f"scored{number}"] = scored_tokens(document, text, starts)
         arrays[f"tokens{number}"] = tokens
-        content = encoded(text)
+        content = encode_text(text)
         sizes.append((len(text.split()), len(content)))
         digests.append(hashlib.sha256(content).digest())
     arrays["texts"] = np.frombuffer(b"".join(digests), dtype=np.uint8).reshape(-1, 32)
@@ -217,13 +217,13 @@ def _cut_pieces(documents: Sequence[SourceDocument], out: Path, fingerprint: str
         size += document.num_bytes
     pieces = []
     for group in groups:
-        recipe = _recipe([PIECE_FORMAT, fingerprint, [(doc.signature(), doc.modified) for doc in group]])
+        recipe = _recipe([PIECE_FORMAT, fingerprint, [(doc.signature(), doc.modification_time) for doc in group]])
         path = out / WORK_DIR / f"{recipe}.npz"
         pieces.append(Piece(group, path, out, fingerprint, num_bytes=sum(doc.num_bytes for doc in group)))
     return pieces
 
 
-def _tokenized(pieces: Iterable[Piece], note_digest: Callable[[bytes], object]) -> Iterator[TokenizedDocument]:
+def _read_pieces(pieces: Iterable[Piece], note_digest: Callable[[bytes], object]) -> Iterator[TokenizedDocument]:
     for piece in pieces:
         with open_regular(piece.path) as file, np.load(file) as arrays:
             note_digest(arrays["texts"].tobytes())
@@ -249,11 +249,11 @@ def _cached_tokenizer(data_dir: Path, fingerprint: str) -> Tokenizer:  # the fin
 def _train_tokenizer(documents: Sequence[SourceDocument], out: Path, options: dict[str, Any]) -> Tokenizer:
     recipe = _recipe([options, [document.signature() for document in documents]])
     if (out / JSON_NAME).exists():
-        if _readable(lambda: read_tokenizer_metadata(out))["recipe"] != recipe:
+        if _read_or_advise(lambda: read_tokenizer_metadata(out))["recipe"] != recipe:
             raise _other_build(out / JSON_NAME)
         return load_tokenizer(out)
     print(f"tokenizer: training a SentencePiece model of {options['vocab_size']:,} pieces", flush=True)
-    bar = counting(documents, "tokenizer: reading", total=len(documents), unit="documents")
+    bar = show_count(documents, "tokenizer: reading", total=len(documents), unit="documents")
     lines = (line for document in bar for line in document.text().split("\n") if line)
     return train_sentencepiece(lines, out, recipe=recipe, **options)
 
@@ -261,7 +261,7 @@ def _train_tokenizer(documents: Sequence[SourceDocument], out: Path, options: di
 def _place_tokenizer(tokenizer: Tokenizer, out: Path) -> Tokenizer:
     if not (out / JSON_NAME).exists():
         save_tokenizer(tokenizer, out)
-    elif _readable(lambda: read_tokenizer_metadata(out))["fingerprint"] != tokenizer.fingerprint:
+    elif _read_or_advise(lambda: read_tokenizer_metadata(out))["fingerprint"] != tokenizer.fingerprint:
         raise _other_build(out / JSON_NAME)
     return tokenizer
 
@@ -275,13 +275,13 @@ def _is_built(documents: Sequence[SourceDocument], split_dir: Path, shard_option
     index_path = split_dir / INDEX_NAME
     if not index_path.exists():
         return False
-    index = _readable(lambda: read_index(split_dir))
+    index = _read_or_advise(lambda: read_index(split_dir))
     if index.recipe != _recipe_of(documents, shard_options):
         raise _other_build(index_path)
     tars = {path.name: path.stat().st_size for path in split_dir.glob("*.tar")}
     if not all(tars.get(shard.name) == shard.bytes for shard in index.shards):
         return False
-    known = _readable(lambda: read_build(split_dir))
+    known = _read_or_advise(lambda: read_build(split_dir))
     if known is not None and known.texts is not None and known.texts != _digest_of_texts(documents, split_dir.name):
         raise _other_build(index_path)
     print(f"{split_dir.name}: already built from these {len(documents)} documents, kept", flush=True)
@@ -294,8 +294,8 @@ def _recipe_of(documents: Sequence[SourceDocument], shard_options: dict[str, Any
 
 def _digest_of_texts(documents: Sequence[SourceDocument], split: str) -> str:
     texts = hashlib.sha256()
-    for document in counting(documents, f"{split}: comparing", total=len(documents), unit="documents"):
-        texts.update(hashlib.sha256(encoded(document.text())).digest())
+    for document in show_count(documents, f"{split}: comparing", total=len(documents), unit="documents"):
+        texts.update(hashlib.sha256(encode_text(document.text())).digest())
     return texts.hexdigest()
 
 
@@ -303,7 +303,7 @@ def _is_file(document: SourceDocument) -> bool:
     return isinstance(document.source, Path)
 
 
-def _readable(read: Callable[[], ReadT]) -> ReadT:
+def _read_or_advise(read: Callable[[], ReadT]) -> ReadT:
     """Return the result of reading a file in `out`; add the builder's fix to the error of a damaged one."""
     try:
         return read()

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dist_mem.data.tar import MAX_ID_LEN, check_id
-from dist_mem.datasets.rows import (
+from dist_mem.datasets.corpus_rows import (
     ROW_SUFFIXES,
     SUFFIXES,
     TEXT_SUFFIX,
-    Row,
+    CorpusRow,
     RowFile,
     check_library,
     digest_of,
@@ -35,14 +35,14 @@ from dist_mem.datasets.split_names import (
     words_digest,
 )
 from dist_mem.datasets.tar_source import TAR_SUFFIXES, survey
-from dist_mem.datasets.tree import check_name, passed_over, print_passed_over, shown, suffix_of, walk
+from dist_mem.datasets.tree import check_name, describe_passed_over, print_passed_over, printable_name, suffix_of, walk
 from dist_mem.errors import UnusableError
-from dist_mem.runtime.file_schema import check, plain_name, read_json, record, rows, text
-from dist_mem.runtime.progress import counting
+from dist_mem.runtime.file_schema import check, list_of, plain_name, read_json, record, text
+from dist_mem.runtime.progress import show_count
 
 HF_STATE, HF_DICT = "state.json", "dataset_dict.json"  # of folders that Hugging Face's datasets saves
-_DATA_FILES = rows(record({"filename": plain_name}, is_open=True))
-_OF_DATASETS = record({}, {"_data_files": _DATA_FILES, "splits": rows(text)}, is_open=True)
+_DATA_FILES = list_of(record({"filename": plain_name}, is_open=True))
+_OF_DATASETS = record({}, {"_data_files": _DATA_FILES, "splits": list_of(text)}, is_open=True)
 SAVED_NAMES = (HF_STATE, HF_DICT, "dataset_info.json")
 Files = dict[str, Path]
 
@@ -54,7 +54,7 @@ class Corpus(NamedTuple):
     saved: dict[str, str]  # folder of such names -> split of a saved DatasetDict, whatever its name
 
 
-class Documents(NamedTuple):
+class CorpusDocuments(NamedTuple):
     """The documents of a split, and what they are compared by."""
 
     documents: list[SourceDocument]
@@ -82,15 +82,17 @@ def find_files(sources: Sequence[Path], suffixes: Sequence[str] = SUFFIXES) -> C
             check_name(source, source.name)
             files, saved = {source.name: source}, {}
         else:
-            raise UnusableError(f"--source {shown(source)} is neither a folder nor a file of {', '.join(suffixes)}")
+            raise UnusableError(
+                f"--source {printable_name(source)} is neither a folder nor a file of {', '.join(suffixes)}"
+            )
         twice = sorted(set(files) & set(corpus.files))
         if twice:
             raise UnusableError(f"{corpus.files[twice[0]]} and {files[twice[0]]} have one name, {twice[0]}: rename one")
         corpus.files.update(files)
         corpus.saved.update(saved)
-    listed = " ".join(map(shown, sources))
+    listed = " ".join(map(printable_name, sources))
     if not corpus.files:
-        over = passed_over(*walked)
+        over = describe_passed_over(*walked)
         raise UnusableError(
             f"--source {listed}: no file of {', '.join(suffixes)} there{f'; passed over {over}' if over else ''}"
         )
@@ -178,7 +180,7 @@ def by_name(corpus: Corpus, *, fix: str) -> dict[str, Files] | None:
 
 def read_documents(
     groups: Mapping[str, Files], deal: Callable[[str], str], *, text_field: str, id_field: str | None
-) -> dict[str, Documents]:
+) -> dict[str, CorpusDocuments]:
     """Read each text once, and return the documents of each split.
 
     Args:
@@ -189,18 +191,18 @@ def read_documents(
     Raises:
         UnusableError: a file or a row is damaged; an id cannot be used, or comes twice in a split.
     """
-    splits: dict[str, Documents] = {}
+    splits: dict[str, CorpusDocuments] = {}
     seen: dict[str, set[str]] = {}
 
-    def read() -> Iterator[tuple[str, str, Row, bytes]]:
+    def read() -> Iterator[tuple[str, str, CorpusRow, bytes]]:
         for group, files in groups.items():
             for name, path in files.items():
                 file = RowFile(path, text_field, id_field, path.stat().st_mtime_ns)
                 yield from ((group, *each) for each in _read_file(name, file))
 
-    for group, title, row, digest in counting(read(), "reading", unit="documents"):
+    for group, title, row, digest in show_count(read(), "reading", unit="documents"):
         split = group or deal(title)
-        documents, digests = splits.setdefault(split, Documents([], bytearray()))
+        documents, digests = splits.setdefault(split, CorpusDocuments([], bytearray()))
         document = SourceDocument(plain_id(title), title, row)
         try:
             check_id(document.id, seen.setdefault(split, set()), split)
@@ -212,11 +214,11 @@ def read_documents(
     return splits
 
 
-def _read_file(name: str, file: RowFile) -> Iterator[tuple[str, Row, bytes]]:
+def _read_file(name: str, file: RowFile) -> Iterator[tuple[str, CorpusRow, bytes]]:
     for number, load in read_rows(file):
         content = load()
         title = content.id or (f"{name}:{content.key or number}" if suffix_of(name, ROW_SUFFIXES) else text_title(name))
-        row = Row(file, number, len(content.text.encode()), digest_of(content.text))
+        row = CorpusRow(file, number, len(content.text.encode()), digest_of(content.text))
         yield title, row, words_digest(content.text)
 
 
@@ -236,10 +238,10 @@ def plain_id(title: str) -> str:
 def place_of(document: SourceDocument) -> str:
     """Return the file and row of a document from `read_documents`."""
     row = document.source
-    return row.file.place(row.number) if isinstance(row, Row) else document.id
+    return row.file.place(row.number) if isinstance(row, CorpusRow) else document.id
 
 
-def without_shared_texts(splits: Mapping[str, Documents], *, drop: bool) -> dict[str, list[SourceDocument]]:
+def without_shared_texts(splits: Mapping[str, CorpusDocuments], *, drop: bool) -> dict[str, list[SourceDocument]]:
     """Return the documents of each split, and print how many texts come twice.
 
     Args:

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from dist_mem.data.tokenizers.byte_pairs import train_byte_pairs
 from dist_mem.data.tokenizers.registry import save_tokenizer
+from dist_mem.datasets.corpus_rows import TEXT_SUFFIX
 from dist_mem.datasets.options import positive
-from dist_mem.datasets.rows import TEXT_SUFFIX
 from dist_mem.datasets.source import read_text
 from dist_mem.datasets.tree import listed_files
 from dist_mem.errors import EXIT_DONE, run_error
-from dist_mem.runtime.locks import held_folder
+from dist_mem.runtime.locks import hold_folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,7 +50,7 @@ def make(options: argparse.Namespace) -> None:
     """Train the tokenizer, and save it."""
     tokenizer = train_byte_pairs(texts(options.folder), vocab_size=options.vocab_size)
     recipe = f"byte pairs trained on {options.folder}"
-    with held_folder(options.out, f"--out {options.out}"):
+    with hold_folder(options.out, f"--out {options.out}"):
         save_tokenizer(tokenizer, options.out, recipe=recipe)
     print(f"{options.out}: {tokenizer.vocab_size:,} tokens, fingerprint {tokenizer.fingerprint[:12]}")
 

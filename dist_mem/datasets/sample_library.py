@@ -35,7 +35,7 @@ class Gap(NamedTuple):
     longest: int  # tokens
 
 
-class Book(NamedTuple):
+class SampleBook(NamedTuple):
     title: str
     year: int
     text: str
@@ -108,7 +108,7 @@ class Schedule:
         return key
 
 
-def write_book(draw: random.Random, *, num_tokens: int) -> Book:
+def write_book(draw: random.Random, *, num_tokens: int) -> SampleBook:
     """Write a book of about `num_tokens` words, punctuation marks and newlines."""
     people = _draw_people(draw, 2)
     homes = draw.sample(HOMES, 2)
@@ -127,7 +127,7 @@ def write_book(draw: random.Random, *, num_tokens: int) -> Book:
         _write_chapter(page, draw, chapter, promise)
     page.write("The End\n\n")
     _write_promise(page, promise, "Then", "came")
-    return Book(title, draw.randrange(1800, 1900), "".join(page.parts), page.recall)
+    return SampleBook(title, draw.randrange(1800, 1900), "".join(page.parts), page.recall)
 
 
 def _draw_people(draw: random.Random, count: int, *, others: Iterable[Person] = ()) -> list[Person]:

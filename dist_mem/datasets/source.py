@@ -77,7 +77,7 @@ class SourceDocument:
         return len(self.source.encode()) if isinstance(self.source, str) else self.source.num_bytes
 
     @cached_property
-    def modified(self) -> int:
+    def modification_time(self) -> int:
         """Modification time of the file in ns, 0 for text: detects edits since a killed build."""
         return self.source.stat().st_mtime_ns if isinstance(self.source, Path) else 0
 
@@ -107,7 +107,7 @@ def with_lf(text: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def encoded(text: str) -> bytes:
+def encode_text(text: str) -> bytes:
     """Return the UTF-8 bytes of a text from `SourceDocument.text`."""
     return text.encode("utf-8", "surrogateescape")
 
@@ -116,15 +116,15 @@ def read_text(path: Path) -> str:
     """Return a file's text unchanged, but without the byte order mark (U+FEFF) that some editors put first.
 
     Raises:
-        UnusableError: as `check_text` and `decoded`; or the file is too long.
+        UnusableError: as `check_text` and `decode_text`; or the file is too long.
     """
     return text_of(read_at_most(path), str(path))
 
 
 def text_of(content: bytes, where: str) -> str:
-    """Return the text of a .txt file or member, without a byte order mark. Raises as `check_text` and `decoded`."""
+    """Return the text of a .txt file or member, without a byte order mark. Raises as `check_text` and `decode_text`."""
     check_text(content, where)
-    return decoded(content, where, has_mark=True)
+    return decode_text(content, where, has_mark=True)
 
 
 def check_text(content: bytes, where: str) -> None:
@@ -141,7 +141,7 @@ def check_text(content: bytes, where: str) -> None:
         )
 
 
-def decoded(content: bytes, where: str, *, has_mark: bool) -> str:
+def decode_text(content: bytes, where: str, *, has_mark: bool) -> str:
     """Decode UTF-8.
 
     Args:

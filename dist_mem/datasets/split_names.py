@@ -23,7 +23,7 @@ from math import floor, fsum, isclose
 
 import numpy as np
 
-from dist_mem.datasets.rows import DIGEST_BYTES
+from dist_mem.datasets.corpus_rows import DIGEST_BYTES
 from dist_mem.errors import UnusableError
 
 _WORDS = {

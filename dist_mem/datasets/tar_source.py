@@ -27,9 +27,9 @@ from urllib.parse import unquote, urlunsplit
 from dist_mem.config import DataConfig
 from dist_mem.data.directory import local_dir
 from dist_mem.data.remote.copies import update
-from dist_mem.data.remote.fetch import address, check_address, is_remote, locked, parts_of, show
+from dist_mem.data.remote.fetch import address, check_address, hold_lock, is_remote, parts_of, show
 from dist_mem.data.tar import BLOCK_BYTES
-from dist_mem.datasets.tree import Found, check_name, kind_of, passed_over, shown, suffix_of
+from dist_mem.datasets.tree import TreeFiles, check_name, describe_passed_over, kind_of, printable_name, suffix_of
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.files import MAX_TEXT_BYTES
 from dist_mem.runtime.names import check_plain, is_hidden
@@ -67,24 +67,24 @@ def local_sources(sources: Sequence[str], cache: str | None) -> list[Path]:
     for source in sources:
         is_pattern = "{" in source and not Path(source).exists()
         for each in expand_urls(source) if is_pattern else [source]:
-            path = _fetched(each, cache) if is_remote(each) else Path(each)
+            path = _fetch(each, cache) if is_remote(each) else Path(each)
             if not path.exists():
-                raise UnusableError(f"there is no {shown(path)}")
+                raise UnusableError(f"there is no {printable_name(path)}")
             paths.append(path)
     return paths
 
 
-def survey(path: Path) -> Found:
+def survey(path: Path) -> TreeFiles:
     """Read the names of a tar to its end, and return what `read_samples` passes over.
 
     Raises:
         UnusableError: as `read_samples`; or no member is a text.
     """
-    found = Found({}, [], Counter())
+    found = TreeFiles({}, [], Counter())
     if not sum(1 for _ in _samples(path, found, lambda tar, member: b"")):
-        over = passed_over(found)
+        over = describe_passed_over(found)
         raise UnusableError(
-            f"{shown(path)} has no member .txt or .json that is a text: see --help for what is read"
+            f"{printable_name(path)} has no member .txt or .json that is a text: see --help for what is read"
             f"{f'; passed over {over}' if over else ''}"
         )
     return found
@@ -97,10 +97,12 @@ def read_samples(path: Path) -> Iterator[Sample]:
         UnusableError: the tar is damaged, has a member twice or those of a sample apart, a name is not UTF-8, or a text
             is a link or too long.
     """
-    return _samples(path, Found({}, [], Counter()), _content)
+    return _samples(path, TreeFiles({}, [], Counter()), _content)
 
 
-def _samples(path: Path, found: Found, read: Callable[[tarfile.TarFile, tarfile.TarInfo], bytes]) -> Iterator[Sample]:
+def _samples(
+    path: Path, found: TreeFiles, read: Callable[[tarfile.TarFile, tarfile.TarInfo], bytes]
+) -> Iterator[Sample]:
     """Yield the samples, and add to `found` what is passed over; the only reader of tars.
 
     A sample is open until a member comes whose key is another one. If that key goes on after a dot, both are open:
@@ -116,13 +118,13 @@ def _samples(path: Path, found: Found, read: Callable[[tarfile.TarFile, tarfile.
             found.others[kind_of(member.name)] += member.isfile()
         elif not member.isdir():
             while opened and not f"{key}.".startswith(f"{opened[-1].key}."):
-                yield from _closed(opened.pop(), found)
+                yield from _close_sample(opened.pop(), found)
             if not (opened and opened[-1].key == key):
                 opened.append(Sample(key, {}))
             _check_member(path, member, names, is_begun=bool(opened[-1].members))
             opened[-1].members[suffix] = read(tar, member)
     while opened:
-        yield from _closed(opened.pop(), found)
+        yield from _close_sample(opened.pop(), found)
 
 
 def _members(path: Path) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
@@ -130,7 +132,7 @@ def _members(path: Path) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
 
     tarfile ends in silence where a header is damaged, or where the tar is cut between two members.
     """
-    with _reading(path), _opened(path) as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
+    with _reading(path), _open_decompressed(path) as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
         while (member := tar.next()) is not None:
             tar.members.clear()  # type: ignore[attr-defined]  # else it keeps them all
             if member.size < 0:
@@ -139,13 +141,13 @@ def _members(path: Path) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
         end = tar.offset
         stream.seek(end)
         if stream.read(BLOCK_BYTES) != bytes(BLOCK_BYTES):
-            raise UnusableError(f"{shown(path)} is damaged (no header and no end at byte {end:,}): {REMEDY}")
+            raise UnusableError(f"{printable_name(path)} is damaged (no header and no end at byte {end:,}): {REMEDY}")
         while block := stream.read(2**20):
             if block.strip(b"\0"):
-                raise UnusableError(f"{shown(path)} has bytes after its end: pack its files again, as one tar")
+                raise UnusableError(f"{printable_name(path)} has bytes after its end: pack its files again, as one tar")
 
 
-def _opened(path: Path) -> IO[bytes]:
+def _open_decompressed(path: Path) -> IO[bytes]:
     """Open the decompressed content of a file, whatever its name says; all members of a compressed one."""
     with path.open("rb") as file:
         begin = file.read(10)
@@ -161,7 +163,7 @@ def _check_member(path: Path, member: tarfile.TarInfo, names: set[str], *, is_be
     Args:
         is_begun: the sample of the member is open, and has another member.
     """
-    where = f"{shown(path)}: {shown(member.name)}"
+    where = f"{printable_name(path)}: {printable_name(member.name)}"
     if not member.isfile():
         # GNU tar stores the second name of a file as a hard link, which has no content.
         raise UnusableError(
@@ -185,7 +187,7 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     return file.read()
 
 
-def _closed(sample: Sample, found: Found) -> Iterator[Sample]:
+def _close_sample(sample: Sample, found: TreeFiles) -> Iterator[Sample]:
     """Yield a sample, unless it is what another program has beside its texts, as s0.meta.json beside s0.txt."""
     if "txt" not in sample.members and "." in sample.key.rpartition("/")[2]:
         found.others[DOTTED] += 1
@@ -209,10 +211,10 @@ def _reading(path: Path) -> Iterator[None]:
         if isinstance(error, UnusableError) or (isinstance(error, OSError) and error.errno is not None):
             raise
         reason = str(error.args[0] if error.args else error).partition(" @ ")[0].partition(":\n")[0]
-        raise UnusableError(f"{shown(path)} is damaged or no tar ({reason}): {REMEDY}") from error
+        raise UnusableError(f"{printable_name(path)} is damaged or no tar ({reason}): {REMEDY}") from error
 
 
-def _fetched(url: str, cache: str | None) -> Path:
+def _fetch(url: str, cache: str | None) -> Path:
     check_address(url, "--source")
     parts = parts_of(url)
     folder, _, last = parts.path.rpartition("/")
@@ -222,6 +224,6 @@ def _fetched(url: str, cache: str | None) -> Path:
         raise UnusableError(f"--source {show(url)}: only files of {', '.join(TAR_SUFFIXES)} are read by URL")
     base = urlunsplit(parts._replace(path=folder))
     path = local_dir(DataConfig(path=base, cache=cache)) / name
-    with locked(path.with_name(LOCK_NAME)):
+    with hold_lock(path.with_name(LOCK_NAME)):
         update(address(base, name), path, limit=MAX_BYTES, verify=survey, report=partial(print, flush=True))
     return path

@@ -28,18 +28,18 @@ from dist_mem.data.build_record import bind_splits, note_texts, read_build
 from dist_mem.data.metadata import ShardError
 from dist_mem.data.shard import INDEX_NAME, TokenizedDocument, read_index, write_split
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.data.tokenizers.registry import JSON_NAME, open_tokenizer, read_tokenizer_metadata, save_tokenizer
+from dist_mem.data.tokenizers.registry import JSON_NAME, find_tokenizer, read_tokenizer_metadata, save_tokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.datasets.corpus import by_name, find_files
+from dist_mem.datasets.corpus_rows import TEXT_SUFFIX
 from dist_mem.datasets.options import add_tokenizer_from, positive
-from dist_mem.datasets.rows import TEXT_SUFFIX
 from dist_mem.datasets.sample_library import write_book
-from dist_mem.datasets.source import RecallSpan, SourceDocument, encoded, read_text, recall_distances, with_lf
+from dist_mem.datasets.source import RecallSpan, SourceDocument, encode_text, read_text, recall_distances, with_lf
 from dist_mem.datasets.split_names import SPLITS, split_of
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.files import sha256_of
-from dist_mem.runtime.locks import held_folder
-from dist_mem.runtime.progress import counting
+from dist_mem.runtime.locks import hold_folder
+from dist_mem.runtime.progress import show_count
 
 
 class Question(NamedTuple):
@@ -63,10 +63,10 @@ def add_text_options(parser: ArgumentParser) -> None:
 
 def tokenizer_of(folder: Path | None) -> Tokenizer:
     """Return the tokenizer of --tokenizer-from."""
-    return BytesTokenizer() if folder is None else open_tokenizer(folder)
+    return BytesTokenizer() if folder is None else find_tokenizer(folder)
 
 
-def fitted(compose: Compose, haystack: Iterator[str], tokenizer: Tokenizer, length: int) -> Question | None:
+def fit_question(compose: Compose, haystack: Iterator[str], tokenizer: Tokenizer, length: int) -> Question | None:
     """Return the question among as many sentences as fit into `length` tokens; None if it does not fit alone."""
     room = length - len(tokenizer.encode(compose([]).text))
     if room < 0:
@@ -111,7 +111,7 @@ def document_of(question: Question, number: int, tokenizer: Tokenizer) -> Tokeni
         title=source.title,
         year=None,
         words=len(text.split()),
-        bytes=len(encoded(text)),
+        bytes=len(encode_text(text)),
         tokens=tokens,
         mask=scored,
         recall=recall,
@@ -177,7 +177,7 @@ class Books:
 
     def _texts(self, split: str) -> str | None:
         found = hashlib.sha256()
-        for path in counting(self.paths[split], f"{split}: comparing", total=len(self.paths[split]), unit="books"):
+        for path in show_count(self.paths[split], f"{split}: comparing", total=len(self.paths[split]), unit="books"):
             found.update(bytes.fromhex(sha256_of(path)))
         return found.hexdigest()
 
@@ -268,7 +268,7 @@ def build_task(task: Task, out: Path, *, counts: dict[str, int], overwrite: bool
     Raises:
         ValueError: `out` holds another build.
     """
-    with held_folder(out, f"--out {out}"):
+    with hold_folder(out, f"--out {out}"):
         for split in SPLITS if overwrite else ():
             (out / split / INDEX_NAME).unlink(missing_ok=True)  # without its index, a split does not exist
         if (out / JSON_NAME).exists() and not overwrite:
@@ -303,8 +303,8 @@ def draw_of_split(split: str, draw: Callable[[], DrawnT], key: Callable[[DrawnT]
 
 
 def _build_split(task: Task, split_dir: Path, count: int) -> None:
-    split, where = split_dir.name, _where(split_dir)
-    documents = counting(islice(task.documents(split), count), where, total=count, unit="documents")
+    split, where = split_dir.name, _name_place(split_dir)
+    documents = show_count(islice(task.documents(split), count), where, total=count, unit="documents")
     fingerprint, recipe = task.tokenizer.fingerprint, task.recipe.format(count=count)
     write_split(documents, split_dir, name=task.name, split=split, tokenizer_fingerprint=fingerprint, recipe=recipe)
     note_texts(split_dir, task.texts(split))
@@ -328,9 +328,9 @@ def _is_built(task: Task, split_dir: Path, count: int) -> bool:
         return False
     if known is not None and known.texts is not None and known.texts != task.texts(split_dir.name):
         raise ValueError(f"{split_dir} was built of other books of these names: give another --out, or --overwrite")
-    print(f"{_where(split_dir)}: already built, kept", flush=True)
+    print(f"{_name_place(split_dir)}: already built, kept", flush=True)
     return True
 
 
-def _where(split_dir: Path) -> str:
+def _name_place(split_dir: Path) -> str:
     return f"{split_dir.parent.name} {split_dir.name}"

@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.names import is_hidden
-from dist_mem.runtime.terminal import counted, some
+from dist_mem.runtime.terminal import count_noun, some
 
 SHOWN_NAMES = 3  # of hidden entries
 FOLDER = "folder"
 
 
-class Found(NamedTuple):
+class TreeFiles(NamedTuple):
     """What a walk found."""
 
     files: dict[str, Path]  # path under the folder with slashes -> path, in the order of the keys
@@ -34,7 +34,7 @@ def suffix_of(name: str, suffixes: Collection[str]) -> str | None:
     return max((suffix for suffix in suffixes if name.lower().endswith(suffix)), key=len, default=None)
 
 
-def walk(folder: Path, suffixes: Collection[str], *, names: Collection[str] = (), is_deep: bool = True) -> Found:
+def walk(folder: Path, suffixes: Collection[str], *, names: Collection[str] = (), is_deep: bool = True) -> TreeFiles:
     """Classify every entry under a folder, through links to folders too.
 
     Args:
@@ -45,9 +45,9 @@ def walk(folder: Path, suffixes: Collection[str], *, names: Collection[str] = ()
         UnusableError: an entry is refused; names it and the fix.
         OSError: a folder cannot be read.
     """
-    found = Found({}, [], Counter())
+    found = TreeFiles({}, [], Counter())
     _walk(folder, "", [], found, suffixes=suffixes, names=names, is_deep=is_deep)
-    return Found(dict(sorted(found.files.items())), sorted(found.hidden), found.others)
+    return TreeFiles(dict(sorted(found.files.items())), sorted(found.hidden), found.others)
 
 
 def listed_files(folder: Path, suffix: str) -> dict[str, Path]:
@@ -56,7 +56,7 @@ def listed_files(folder: Path, suffix: str) -> dict[str, Path]:
     Raises:
         UnusableError: as `walk`; or there are none, or two have one name.
     """
-    found = walk(folder, (suffix,), is_deep=False) if folder.is_dir() else Found({}, [], Counter())
+    found = walk(folder, (suffix,), is_deep=False) if folder.is_dir() else TreeFiles({}, [], Counter())
     print_passed_over(folder.name, found)
     files: dict[str, Path] = {}
     for name, path in found.files.items():
@@ -69,23 +69,23 @@ def listed_files(folder: Path, suffix: str) -> dict[str, Path]:
     return files
 
 
-def print_passed_over(where: str, *found: Found) -> None:
+def print_passed_over(where: str, *found: TreeFiles) -> None:
     """Print one line with the number of entries that were passed over, if there are any."""
-    if text := passed_over(*found):
+    if text := describe_passed_over(*found):
         print(f"{where}: passed over {text}", flush=True)
 
 
-def passed_over(*found: Found) -> str:
+def describe_passed_over(*found: TreeFiles) -> str:
     """Return what was passed over, by suffix, as a text; empty if nothing was."""
     hidden = [name for each in found for name in each.hidden]
-    parts = [f"{len(hidden):,} hidden ({some(map(shown, hidden), SHOWN_NAMES)})"] if hidden else []
+    parts = [f"{len(hidden):,} hidden ({some(map(printable_name, hidden), SHOWN_NAMES)})"] if hidden else []
     others = sum((each.others for each in found), Counter())
     for kind, count in sorted(others.items(), key=lambda other: (-other[1], other[0])):
-        parts.append(counted(count, FOLDER) if kind == FOLDER else f"{count:,} {shown(kind)}")
+        parts.append(count_noun(count, FOLDER) if kind == FOLDER else f"{count:,} {printable_name(kind)}")
     return ", ".join(parts)
 
 
-def shown(name: str | Path) -> str:
+def printable_name(name: str | Path) -> str:
     """Return a name as text that can be printed; bytes that are not UTF-8 as `\\xe9`."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
@@ -105,8 +105,8 @@ def check_name(path: Path, name: str) -> None:
     except UnicodeEncodeError as error:
         byte = os.fsencode(name[error.start])[0]
         raise UnusableError(
-            f"{shown(path)}: its name is not UTF-8 (it has the byte 0x{byte:02x}): rename it, for example with "
-            "convmv -f latin1 -t utf-8"
+            f"{printable_name(path)}: its name is not UTF-8 (it has the byte 0x{byte:02x}): rename it, for example "
+            "with convmv -f latin1 -t utf-8"
         ) from error
 
 
@@ -114,7 +114,7 @@ def _walk(
     folder: Path,
     prefix: str,
     above: Sequence[tuple[int, int]],
-    found: Found,
+    found: TreeFiles,
     *,
     suffixes: Collection[str],
     names: Collection[str],
@@ -122,7 +122,7 @@ def _walk(
 ) -> None:
     status = folder.stat()
     if (status.st_dev, status.st_ino) in above:
-        raise UnusableError(f"{shown(folder)} is a link to a folder that contains it: remove the link")
+        raise UnusableError(f"{printable_name(folder)} is a link to a folder that contains it: remove the link")
     for entry in _entries(folder):
         name, path = f"{prefix}{entry.name}", folder / entry.name
         is_named = entry.name in names or suffix_of(entry.name, suffixes) is not None
@@ -130,7 +130,7 @@ def _walk(
             found.hidden.append(name)
         elif entry.is_dir():
             if not is_deep and is_named:
-                raise UnusableError(f"{shown(path)} is a folder, not a file: remove or rename it")
+                raise UnusableError(f"{printable_name(path)} is a folder, not a file: remove or rename it")
             if not is_deep:
                 found.others[FOLDER] += 1
                 continue
@@ -138,11 +138,15 @@ def _walk(
             inside = [*above, (status.st_dev, status.st_ino)]
             _walk(path, f"{name}/", inside, found, suffixes=suffixes, names=names, is_deep=True)
             if is_named and len(found.files) == before:
-                raise UnusableError(f"{shown(path)} is a folder, and no text is in it: remove or rename it")
+                raise UnusableError(f"{printable_name(path)} is a folder, and no text is in it: remove or rename it")
         elif entry.is_symlink() and not path.exists():
-            raise UnusableError(f"{shown(path)} is a link to nothing: restore {shown(path.readlink())}, or remove it")
+            raise UnusableError(
+                f"{printable_name(path)} is a link to nothing: restore {printable_name(path.readlink())}, or remove it"
+            )
         elif is_named and not entry.is_file():
-            raise UnusableError(f"{shown(path)} is a pipe, a socket or a device, not a file: remove or rename it")
+            raise UnusableError(
+                f"{printable_name(path)} is a pipe, a socket or a device, not a file: remove or rename it"
+            )
         elif is_named:
             check_name(path, name)
             found.files[name] = path

@@ -15,7 +15,7 @@ from dist_mem.data.remote.fetch import is_remote
 from dist_mem.data.shard import INDEX_NAME, read_index
 from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_metadata
 from dist_mem.runtime.files import sha256_of
-from dist_mem.runtime.terminal import short
+from dist_mem.runtime.terminal import short_digest
 from dist_mem.runtime.versions import code_versions
 from dist_mem.supervision.findings import Finding, Place, Remark, fail, ok, warning
 from dist_mem.tracking.provenance import PACKAGE, running_commit
@@ -39,7 +39,7 @@ def fingerprint_code(*, with_commit: bool) -> Fingerprint:
         digest.update(f"{path.relative_to(PACKAGE)}\n".encode() + path.read_bytes())
     found[_SOURCES] = digest.hexdigest()[:12]
     if with_commit:
-        found["commit"] = short(running_commit() or "not known")
+        found["commit"] = short_digest(running_commit() or "not known")
     return found
 
 

@@ -41,7 +41,7 @@ def device_of(path: Path) -> str:
     return "unknown"
 
 
-def existing(path: Path) -> Path:
+def nearest_existing(path: Path) -> Path:
     """Return the path, or its nearest parent that exists."""
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
@@ -112,7 +112,7 @@ def check_room(run_dir: Path, *, num_bytes: int, num_files: int, kept: int) -> I
         num_bytes, num_files: of one checkpoint.
         kept: checkpoints still to be written until the oldest is deleted.
     """
-    stat = os.statvfs(existing(run_dir))
+    stat = os.statvfs(nearest_existing(run_dir))
     free, size = stat.f_bavail * stat.f_frsize, _size(num_bytes)
     text = f"{_size(free)} free, {kept} checkpoints of {size} are to come"
     fix = "make room, keep fewer (checkpoint.keep_last), or set run_dir to another disk"
@@ -133,7 +133,7 @@ def check_quota(run_dir: Path, num_bytes: int) -> Iterator[Remark]:
     Args:
         num_bytes: bytes to be written.
     """
-    program, device = shutil.which("quota"), device_of(existing(run_dir))
+    program, device = shutil.which("quota"), device_of(nearest_existing(run_dir))
     if program is None:
         return
     try:
@@ -181,14 +181,14 @@ def write_rate(run_dir: Path) -> float:
         path.unlink(missing_ok=True)
 
 
-class Checkpoint(NamedTuple):
+class CheckpointFiles(NamedTuple):
     """The disk use of one checkpoint."""
 
     num_bytes: int
     num_files: int
 
 
-def checkpoint_size(config: Config, world_size: int) -> Checkpoint:
+def checkpoint_size(config: Config, world_size: int) -> CheckpointFiles:
     """Return the size of fp32 weights, optimizer state, memories of all lanes, and tokenizer."""
     path, sizes = local_dir(config.data), check_model(config)
     places = batch_plan(config.train, world_size).lanes_per_rank * world_size
@@ -196,7 +196,7 @@ def checkpoint_size(config: Config, world_size: int) -> Checkpoint:
     lanes = sizes["state_bytes_per_lane"] * places
     tokenizer = sum((path / name).stat().st_size for name in (JSON_NAME, *FILE_NAMES) if (path / name).exists())
     num_bytes = parameters + lanes + tokenizer + _BYTES_PER_RANK * world_size
-    return Checkpoint(num_bytes, _FILES_PER_RANK * world_size + _OTHER_FILES)
+    return CheckpointFiles(num_bytes, _FILES_PER_RANK * world_size + _OTHER_FILES)
 
 
 def checkpoints_to_come(rules: CheckpointConfig, run_dir: Path) -> int:

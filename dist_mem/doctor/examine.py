@@ -28,10 +28,10 @@ class LocalResult(NamedTuple):
     findings: list[Finding]
     fingerprints: dict[str, consistency.Fingerprint]  # to compare: of code, configuration, data; without failed ones
     probe: str | None  # name of the file that rank 0 wrote into the run directory; None: it could not write
-    checkpoint: disks.Checkpoint | None  # only on rank 0; None: the model cannot be built
+    checkpoint: disks.CheckpointFiles | None  # only on rank 0; None: the model cannot be built
 
 
-class Measured(NamedTuple):
+class RankMeasurements(NamedTuple):
     """Result of the second round on one rank, measured together with the others."""
 
     findings: list[Finding]
@@ -56,7 +56,7 @@ def examine(config: Config | None, world: World, *, is_thorough: bool) -> Genera
     run_dir = None if config is None or probe is None else Path(config.run_dir)
     try:
         yield [*(finding for one in results for finding in one.findings), *_compare(results)]
-        measured: list[Measured] = gather_objects(_measure(run_dir, world, str(probe), is_thorough=is_thorough))
+        measured: list[RankMeasurements] = gather_objects(_measure(run_dir, world, str(probe), is_thorough=is_thorough))
     finally:
         if run_dir is not None and world.rank == 0:
             with suppress(OSError):
@@ -83,7 +83,7 @@ def _check_rank(config: Config | None, world: World, *, is_thorough: bool) -> Lo
     """Run the first round: the checks of a rank alone."""
     place, node, is_first = Place(node_name(), world.rank), Place(node_name()), world.local_rank == 0
     fingerprints: dict[str, consistency.Fingerprint] = {}
-    checkpoint: list[disks.Checkpoint] = []
+    checkpoint: list[disks.CheckpointFiles] = []
     probe: str | None = None
 
     def collect(what: str, find: Callable[[], consistency.Fingerprint]) -> Check:
@@ -121,7 +121,7 @@ def _check_rank(config: Config | None, world: World, *, is_thorough: bool) -> Lo
 
 
 def _check_room(
-    rules: CheckpointConfig, run_dir: Path, size: disks.Checkpoint, *, is_thorough: bool
+    rules: CheckpointConfig, run_dir: Path, size: disks.CheckpointFiles, *, is_thorough: bool
 ) -> Iterator[Remark]:
     """Check that the disk has room for the checkpoints to come."""
     num_bytes, num_files = size
@@ -160,7 +160,7 @@ def _compare(results: Sequence[LocalResult]) -> Iterator[Finding]:
             yield from consistency.compare(what, places, list(found.values()))
 
 
-def _measure(run_dir: Path | None, world: World, probe: str, *, is_thorough: bool) -> Measured:
+def _measure(run_dir: Path | None, world: World, probe: str, *, is_thorough: bool) -> RankMeasurements:
     """Run the second round: the checks that need other ranks, and `probe`, a file in the run directory."""
     node, is_first = Place(node_name()), world.local_rank == 0
     findings: list[Finding] = []
@@ -171,7 +171,7 @@ def _measure(run_dir: Path | None, world: World, probe: str, *, is_thorough: boo
     findings += [remark.at(None) for remark in network.check_connections(world)]
     wrong, clocks = network.wrong_sums(world), network.read_clocks(world)
     if not is_thorough:
-        return Measured(findings, wrong, clocks, [], None)
+        return RankMeasurements(findings, wrong, clocks, [], None)
     findings += [remark.at(None) for remark in network.check_speed(world)]
     pairs, rate = network.measure_pairs(world), None
     if run_dir is not None and is_first:
@@ -179,14 +179,14 @@ def _measure(run_dir: Path | None, world: World, probe: str, *, is_thorough: boo
             rate = disks.write_rate(run_dir)
         except OSError as error:
             findings.append(disks.cannot_write(error).at(node))
-    return Measured(findings, wrong, clocks, pairs, rate)
+    return RankMeasurements(findings, wrong, clocks, pairs, rate)
 
 
 def _judge(
     launch: LaunchConfig | None,
     places: Sequence[Place],
-    measured: Sequence[Measured],
-    checkpoint: disks.Checkpoint | None,
+    measured: Sequence[RankMeasurements],
+    checkpoint: disks.CheckpointFiles | None,
 ) -> Iterator[Finding]:
     for one in measured:
         yield from one.findings

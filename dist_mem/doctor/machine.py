@@ -35,7 +35,7 @@ def check_machine(world: World) -> Iterator[Remark]:
 def check_limits(world_size: int) -> Iterator[Remark]:
     """Check the limits of this process, after raising soft limits if allowed; every rank calls this."""
     needed = _BASE_FILES + _FILES_PER_PEER * world_size
-    files = _raised(resource.RLIMIT_NOFILE, max(GOOD_OPEN_FILES, needed))
+    files = _raise_limit(resource.RLIMIT_NOFILE, max(GOOD_OPEN_FILES, needed))
     fix = f"ulimit -n {GOOD_OPEN_FILES} before the start, or nofile in /etc/security/limits.conf"
     if files < needed:
         yield fail("open files", f"{files} may be open, a rank needs {needed}", fix, blames_node=True)
@@ -43,13 +43,13 @@ def check_limits(world_size: int) -> Iterator[Remark]:
         yield warning("open files", f"{files} may be open, {GOOD_OPEN_FILES} are usual", fix)
     else:
         yield ok("open files", f"{files:,} may be open")
-    processes = _raised(resource.RLIMIT_NPROC, GOOD_PROCESSES)
+    processes = _raise_limit(resource.RLIMIT_NPROC, GOOD_PROCESSES)
     if processes < GOOD_PROCESSES:
         fix = f"ulimit -u {GOOD_PROCESSES}, or nproc in /etc/security/limits.conf"
         yield warning("processes", f"{processes} of this user, threads included", fix)
 
 
-def _raised(kind: int, good: int) -> int:
+def _raise_limit(kind: int, good: int) -> int:
     """Raise the soft limit up to `good` as far as the hard limit allows, and return it."""
     soft, hard = resource.getrlimit(kind)
     soft, hard = (2**31 if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))

@@ -111,9 +111,9 @@ def check_clocks(places: Sequence[Place], clocks: Sequence[Sequence[Interval]]) 
 
 def check_speed(world: World) -> Iterator[Remark]:
     """Time all-reduces; every rank calls it, rank 0 yields the result."""
-    times = [_timed(world, 1, repeats=20)]
+    times = [_time_all_reduce(world, 1, repeats=20)]
     for megabytes in _MEGABYTES:
-        times.append(_timed(world, megabytes << 18, repeats=3))
+        times.append(_time_all_reduce(world, megabytes << 18, repeats=3))
     if world.rank == 0 and world.size > 1:
         yield ok("latency", f"{times[0] * 1e6:,.0f} us for an all-reduce of one number")
         pairs = zip(_MEGABYTES, times[1:], strict=True)
@@ -121,7 +121,7 @@ def check_speed(world: World) -> Iterator[Remark]:
         yield ok("bandwidth", f"GB/s of all-reduces: {rates}")
 
 
-def _timed(world: World, size: int, *, repeats: int) -> float:
+def _time_all_reduce(world: World, size: int, *, repeats: int) -> float:
     """Return the median seconds of an all-reduce of `size` float32 numbers."""
     numbers = torch.zeros(size, device=world.device)
     times = []
@@ -182,10 +182,10 @@ def check_pairs(places: Sequence[Place], measured: Sequence[Sequence[PairSpeed]]
             if (places[pair.ranks[0]].node == places[pair.ranks[1]].node) == is_inside
         }
         if speeds:
-            yield _judged(places, speeds, what)
+            yield _judge(places, speeds, what)
 
 
-def _judged(places: Sequence[Place], speeds: dict[tuple[int, int], float], what: str) -> Finding:
+def _judge(places: Sequence[Place], speeds: dict[tuple[int, int], float], what: str) -> Finding:
     usual = statistics.median(speeds.values())
     (first, second), slowest = min(speeds.items(), key=lambda item: item[1])
     text = f"between {what}: {usual / 1e9:.2f} GB/s, slowest {slowest / 1e9:.2f}"

@@ -19,8 +19,8 @@ from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
 from dist_mem.runtime import distributed
 from dist_mem.runtime.environment import node_name
 from dist_mem.runtime.ranks import read_ranks
-from dist_mem.runtime.terminal import coloured
-from dist_mem.supervision.findings import FAIL, WARNING, Finding, Place, fail, failed, lines
+from dist_mem.runtime.terminal import colour_first_word
+from dist_mem.supervision.findings import FAIL, WARNING, Finding, Place, fail, find_failures, lines
 from dist_mem.supervision.rendezvous import wait_for_ranks
 
 _TIMEOUT = 120.0  # seconds that ranks wait for each other; short, because the command is interactive
@@ -45,7 +45,7 @@ def run(config: Config | None, *, seconds: float = _TIMEOUT) -> int:
     is_alone = rendezvous.store is None and size > 1  # it has met no other rank, so it prints its own findings
     findings = list(rendezvous.findings)
     _show(findings, if_=rank == 0 or is_alone)
-    if failed(findings):
+    if find_failures(findings):
         return _end(findings, began, prints=rank == 0)
     try:
         world = distributed.initialize(timeout_seconds=seconds)
@@ -65,11 +65,11 @@ def run(config: Config | None, *, seconds: float = _TIMEOUT) -> int:
 def _show(findings: Sequence[Finding], *, if_: bool) -> None:
     if if_:
         for line in lines(findings):
-            print(coloured(line, sys.stdout), flush=True)
+            print(colour_first_word(line, sys.stdout), flush=True)
 
 
 def _end(findings: Sequence[Finding], began: float, *, prints: bool) -> int:
-    num_failed = len(lines(failed(findings)))
+    num_failed = len(lines(find_failures(findings)))
     num_warnings = len(lines([finding for finding in findings if finding.level == WARNING]))
     if prints:
         summary = f"{num_failed} {FAIL}, {num_warnings} {WARNING}"

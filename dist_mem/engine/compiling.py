@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dist_mem.engine.engine import Engine
-from dist_mem.nn.compiled import compiling_ahead
+from dist_mem.nn.compilation import compile_ahead
 from dist_mem.runtime.compilers import use_own_inductor_cache
 
 
@@ -24,7 +24,7 @@ def compile_blocks(engine: Engine, *, num_lanes: int, seg_len: int, is_window: b
     valid_len = torch.full((num_lanes,), seg_len, device=engine.device)
     state = engine.init_state(tokens[:, 0])
     devices = [engine.device] if engine.device.type == "cuda" else []
-    with compiling_ahead(), torch.random.fork_rng(devices), torch.enable_grad():
+    with compile_ahead(), torch.random.fork_rng(devices), torch.enable_grad():
         try:
             for _ in range(1 + is_window):
                 state = engine.module(tokens, tokens, valid_len, state=state).state

@@ -23,7 +23,7 @@ from dist_mem.engine.optimizer import build_optimizer, num_trained
 from dist_mem.engine.start import gather_whole_blocks, start_deepspeed
 from dist_mem.engine.zero_restore import Counters, ReadSlice
 from dist_mem.engine.zero_state import Slice
-from dist_mem.model import LMOutput, LMState, MemoryLM, Start
+from dist_mem.model import DocumentStarts, LMOutput, LMState, MemoryLM
 from dist_mem.nn.layers import DTYPES
 
 
@@ -67,7 +67,7 @@ class Engine:
         self._gradient_norm_before: Tensor | None = None  # before clipping, if `_unguarded`
         self._norms = GradientNorms(self._engine, auxiliary_parameters) if auxiliary_parameters else None
 
-    def __call__(self, *args: Tensor, state: LMState, later: Sequence[Start | None] = ()) -> LMOutput:
+    def __call__(self, *args: Tensor, state: LMState, later: Sequence[DocumentStarts | None] = ()) -> LMOutput:
         return self._engine(*args, state=state, later=later)
 
     @property
@@ -152,13 +152,13 @@ class Engine:
         """
         return None if self._norms is None else self._norms.norms(self.gradient_norm())
 
-    def held(self) -> list[Slice]:
+    def held_slices(self) -> list[Slice]:
         """Return this rank's master weights and optimizer state, as live views."""
-        return zero_state.held(self._engine)
+        return zero_state.held_slices(self._engine)
 
-    def owned(self) -> list[Slice]:
-        """Return the part of `held` that this rank saves: the ranks together own every element exactly once."""
-        return zero_state.owned(self._engine)
+    def owned_slices(self) -> list[Slice]:
+        """Return the part of `held_slices` that this rank saves: the ranks together own every element exactly once."""
+        return zero_state.owned_slices(self._engine)
 
     def metadata(self) -> dict[str, Any]:
         """Return the content of engine.json besides the ranks' ranges; the same on every rank."""

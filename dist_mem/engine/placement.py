@@ -23,21 +23,21 @@ from dist_mem.nn.placement import PartT, Placement
 _OWN_LAYOUT = ("zero_quantized_weights", "zero_hpz_partition_size")  # DeepSpeed lays such weights out itself
 
 
-class Placed(Placement):
+class DevicePlacement(Placement):
     """Places parts on a device, and divides them among the ranks if it gets a partitioner."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, partitioner: Any = None) -> None:
         self._device, self._dtype, self._partitioner = device, dtype, partitioner
         self._shapes: dict[nn.Parameter, torch.Size] = {}  # of parameters without values
 
-    def made(self, part: PartT) -> PartT:
+    def place_part(self, part: PartT) -> PartT:
         for parameter in part.parameters():
             self._shapes[parameter] = parameter.shape
             parameter.data = parameter.data.new_empty(0)
         return part
 
     @contextmanager
-    def drawn(self, part: nn.Module) -> Iterator[None]:
+    def draw_weights(self, part: nn.Module) -> Iterator[None]:
         for parameter in part.parameters():
             if parameter in self._shapes:
                 parameter.data = parameter.data.new_empty(self._shapes.pop(parameter))
@@ -62,9 +62,9 @@ def place_parts(train: TrainConfig, block: dict[str, Any], device: torch.device,
     dtype = DTYPES[train.precision]
     zero = block.get("zero_optimization") or {}
     if zero.get("stage", 0) < 3:
-        return Placed(device, dtype)
+        return DevicePlacement(device, dtype)
     if any(zero.get(key, 0) not in (0, 1) for key in _OWN_LAYOUT) or zero.get("offload_param"):
         return Placement()
     # Accumulation and the number of parameters are of no account for a partition.
     settings = deepspeed_config(block, train, world_size=world_size, accumulation=1, num_parameters=1)
-    return Placed(device, dtype, make_partitioner(settings, dtype))
+    return DevicePlacement(device, dtype, make_partitioner(settings, dtype))

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.cpp_extension import _get_build_directory
 
 from dist_mem.block import Block
-from dist_mem.config.check import Problem, shown, stop_on, suggest
+from dist_mem.config.check import Problem, format_value, stop_on, suggest
 from dist_mem.engine.cpu_op import CPU_OP, building, load
 from dist_mem.engine.fused_checks import fuse_checks
 from dist_mem.engine.zero_state import DeepSpeedEngine, loss_scaler
@@ -99,7 +99,7 @@ def check_blocks(block: Mapping[str, Any]) -> None:
 def _problem(block: str, model: type[BaseModel], found: Any) -> Problem:
     key = ".".join(("deepspeed", block, *map(str, found["loc"])))
     if found["type"] != "extra_forbidden":
-        return Problem(key, f"is {shown(found['input'])}, but DeepSpeed says: {found['msg']}")
+        return Problem(key, f"is {format_value(found['input'])}, but DeepSpeed says: {found['msg']}")
     if len(found["loc"]) > 1:
         return Problem(key, "unknown key; leave it out")
     known = [name for field, info in model.model_fields.items() for name in (field, info.alias or field)]

@@ -17,7 +17,7 @@ from dist_mem.engine.zero_state import (
     base_optimizer,
     buffers,
     flats,
-    frozen,
+    frozen_slices,
     loss_scaler,
 )
 from dist_mem.errors import CheckpointError
@@ -57,7 +57,7 @@ def _fill(engine: DeepSpeedEngine, read: ReadSlice) -> list[str]:
             if flat.key.device not in kinds:
                 kinds[flat.key.device] = _kinds(optimizer, flat.key.device)
             empty += _fill_state(optimizer, flat, kinds[flat.key.device], read)
-    for name, start, stop, parts in [*frozen(engine), *buffers(engine)]:
+    for name, start, stop, parts in [*frozen_slices(engine), *buffers(engine)]:
         for kind, tensor in parts.items():
             tensor.copy_(_read_weights(read, (kind, "master"), name, start, stop))
     return empty

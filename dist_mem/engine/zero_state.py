@@ -114,12 +114,12 @@ def _flat_slices(flat: Flat, state: Mapping[str, Tensor | None]) -> Iterator[Sli
         yield Slice(name, start, stop, parts)
 
 
-def _trained(engine: DeepSpeedEngine) -> list[Slice]:
+def _trained_slices(engine: DeepSpeedEngine) -> list[Slice]:
     state = base_optimizer(engine).state
     return [found for flat in flats(engine) for found in _flat_slices(flat, state.get(flat.key, {}))]
 
 
-def frozen(engine: DeepSpeedEngine) -> Iterator[Slice]:
+def frozen_slices(engine: DeepSpeedEngine) -> Iterator[Slice]:
     """Yield weights that are in no optimizer, in the model's dtype."""
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
@@ -139,15 +139,15 @@ def buffers(engine: DeepSpeedEngine) -> Iterator[Slice]:
             yield Slice(name, 0, buffer.numel(), {"buffer": buffer.view(-1)})
 
 
-def held(engine: DeepSpeedEngine) -> list[Slice]:
+def held_slices(engine: DeepSpeedEngine) -> list[Slice]:
     """Return everything that this rank holds, as live views."""
-    return [*_trained(engine), *frozen(engine), *buffers(engine)]
+    return [*_trained_slices(engine), *frozen_slices(engine), *buffers(engine)]
 
 
-def owned(engine: DeepSpeedEngine) -> list[Slice]:
+def owned_slices(engine: DeepSpeedEngine) -> list[Slice]:
     """Return the slices that this rank saves; together the ranks have every element of every parameter exactly once."""
     stage = engine.zero_optimization_stage()
-    found = [(stage > 0, _trained(engine)), (stage == 3, frozen(engine)), (False, buffers(engine))]
+    found = [(stage > 0, _trained_slices(engine)), (stage == 3, frozen_slices(engine)), (False, buffers(engine))]
     cut = [part for is_cut, parts in found if is_cut for part in parts]
     whole = [part for is_cut, parts in found if not is_cut for part in parts]  # the same on every rank
     return [*cut, *_even_share(whole, dist.get_rank(), dist.get_world_size())]

@@ -26,9 +26,9 @@ from dist_mem.config.memory_blocks import kinds_of
 from dist_mem.errors import UnusableError
 from dist_mem.estimate.operations import other_flops, product_flops
 from dist_mem.memory import memory_kinds
-from dist_mem.memory.base import detached, named_tensors
+from dist_mem.memory.base import detach_state, named_tensors
 from dist_mem.model import MemoryLM
-from dist_mem.nn.kernel_shapes import KERNELS, LAUNCHED, compute_one_kernel, planned_for
+from dist_mem.nn.kernel_shapes import KERNELS, LAUNCHED, compute_one_kernel, plan_for
 from dist_mem.nn.layers import DTYPES, Dropout
 
 _aten = torch.ops.aten
@@ -70,7 +70,7 @@ class Work(NamedTuple):
     operator: str = ""  # the name in `kernel_shapes.KERNELS` of a fused kernel, without `_backward`
 
 
-class Counted(NamedTuple):
+class MicroBatchCost(NamedTuple):
     """One micro-batch on one rank, beyond weights, gradients and the memories before it."""
 
     peak: int  # most bytes allocated at one time
@@ -168,7 +168,7 @@ def expected_shares(model: ModelConfig, vocab_size: int) -> list[float]:
 
 def count_micro_batch(
     spec: ModelSpec, *, on_gpu: bool = True, keeps_gradients: bool = False, forward_in: str | None = None
-) -> Counted:
+) -> MicroBatchCost:
     """Count forward and backward of `train.micro_batch_size` lanes over a window of `train.bptt_segments`.
 
     Args:
@@ -183,7 +183,7 @@ def count_micro_batch(
     ]
     kernels = [(float(times), work) for times, counted in parts for _, work in counted.kernels]
     peak, kept = (sum(times * getattr(counted, name) for times, counted in parts) for name in ("peak", "kept"))
-    return Counted(peak, kept, kernels)
+    return MicroBatchCost(peak, kept, kernels)
 
 
 def flops_per_token(spec: ModelSpec, *, num_lanes: int | None = None) -> Flops:
@@ -232,7 +232,7 @@ def _short_models(spec: ModelSpec, num_layers: int) -> list[tuple[int, ModelSpec
     return [(1 - more, of(num_layers)), (more, of(num_layers + 1))]
 
 
-class Counting(TorchDispatchMode):
+class FlopCounter(TorchDispatchMode):
     """Sums the FLOPs of all operators under it."""
 
     def __init__(self) -> None:
@@ -261,9 +261,9 @@ def _operations(spec: ModelSpec, shape: tuple[int, int]) -> tuple[tuple[int, int
         tokens, lane_ids = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape[0], dtype=torch.int64)
         _set_rows_by_bin(model, [0.0] * len(model.head.spans[1:]))
         state = model.init_state(lane_ids, "meta", torch.float32)
-        with torch.no_grad(), Counting() as scoring:
+        with torch.no_grad(), FlopCounter() as scoring:
             model(tokens, tokens, lane_ids, state=state)
-        with Counting() as training:
+        with FlopCounter() as training:
             output = model(tokens, tokens, lane_ids, state=state)
             torch.stack([part.sum() for part in (output.nll, *output.aux.values())]).sum().backward()
     products = scoring.products, training.products
@@ -286,7 +286,7 @@ def _runs_on_meta(memory: Mapping[str, Any]) -> Iterator[None]:
         ) from error
 
 
-def mixed(written: Counted, recomputed: Counted, share: float) -> Counted:
+def mix_costs(written: MicroBatchCost, recomputed: MicroBatchCost, share: float) -> MicroBatchCost:
     """Return the count of a model that recomputes a share of its blocks, from those of none and all.
 
     The peak is a bound: when the first blocks are computed again, the backward has freed what the last ones kept.
@@ -294,7 +294,7 @@ def mixed(written: Counted, recomputed: Counted, share: float) -> Counted:
     kept = round((1.0 - share) * written.kept + share * recomputed.kept)
     peak = max(kept + written.peak - written.kept, recomputed.peak)
     parts = ((1.0 - share, written), (share, recomputed))
-    return Counted(peak, kept, [(part * number, work) for part, of in parts for number, work in of.kernels])
+    return MicroBatchCost(peak, kept, [(part * number, work) for part, of in parts for number, work in of.kernels])
 
 
 def _line(first: int, second: int, steps: int) -> int:
@@ -314,7 +314,7 @@ class Counts:
         self._count = lambda lanes: count_micro_batch(with_micro_lanes(spec, lanes), on_gpu=on_gpu)
         self._two, self._three = self._count(2), self._count(3)
 
-    def at(self, lanes: int) -> Counted:
+    def at(self, lanes: int) -> MicroBatchCost:
         """Return the count of so many lanes; one alone, or a model that works in chunks, takes other kernels."""
         if lanes == 1 or len(self._two.kernels) != len(self._three.kernels):
             return self._count(lanes)
@@ -324,7 +324,7 @@ class Counts:
             for (number, two), (_, three) in zip(self._two.kernels, self._three.kernels, strict=True)
         ]
         peak, kept = _line(self._two.peak, self._three.peak, more), _line(self._two.kept, self._three.kept, more)
-        return Counted(peak, kept, kernels)
+        return MicroBatchCost(peak, kept, kernels)
 
 
 def with_micro_lanes(spec: ModelSpec, lanes: int) -> ModelSpec:
@@ -332,12 +332,12 @@ def with_micro_lanes(spec: ModelSpec, lanes: int) -> ModelSpec:
     return spec._replace(train=replace(spec.train, micro_batch_size=lanes))
 
 
-def _count(spec: ModelSpec, *, on_gpu: bool, keeps_gradients: bool, forward_in: str | None) -> Counted:
+def _count(spec: ModelSpec, *, on_gpu: bool, keeps_gradients: bool, forward_in: str | None) -> MicroBatchCost:
     train, learns = spec.train, forward_in is None
     dtype = DTYPES[forward_in or train.precision]
     num_segments = train.bptt_segments if learns else 1
     shape = (train.micro_batch_size, num_segments * train.seg_len)
-    with torch.device("meta"), planned_for("cuda" if on_gpu else "cpu"), _runs_on_meta(spec.memory):
+    with torch.device("meta"), plan_for("cuda" if on_gpu else "cpu"), _runs_on_meta(spec.memory):
         model = MemoryLM(spec).to(dtype).train(learns)
         tokens = torch.zeros(shape, dtype=torch.int64)
         lane_ids = torch.zeros(shape[0], dtype=torch.int64)
@@ -357,14 +357,14 @@ def _count(spec: ModelSpec, *, on_gpu: bool, keeps_gradients: bool, forward_in: 
         with torch.set_grad_enabled(learns), Allocations(shares) as counted:
             output = model(tokens, tokens, valid_len, **inputs)
             loss = sum(part.sum() for part in (output.nll, *output.aux.values()))
-            states = named_tensors(detached(output.state))
+            states = named_tensors(detach_state(output.state))
             del output
             kept = counted.live.now
             if learns:
                 assert isinstance(loss, Tensor)
                 loss.backward()
             del states
-    return Counted(counted.live.peak, kept, [(1.0, work) for work in counted.kernels])
+    return MicroBatchCost(counted.live.peak, kept, [(1.0, work) for work in counted.kernels])
 
 
 def _set_rows_by_bin(model: MemoryLM, shares: list[float]) -> None:

@@ -35,7 +35,7 @@ from dist_mem.estimate.vocabulary import data_is_built, vocab_size_of
 from dist_mem.hf.folder import check_sizes
 from dist_mem.hf.vocabulary import compare_tokens
 from dist_mem.model import MemoryLM, describe
-from dist_mem.runtime.terminal import counted
+from dist_mem.runtime.terminal import count_noun
 
 
 def idle_warning(train: TrainConfig, data: DataConfig, world_sizes: Iterable[int]) -> str | None:
@@ -51,7 +51,7 @@ def idle_warning(train: TrainConfig, data: DataConfig, world_sizes: Iterable[int
     for size in world_sizes:
         waste = idle_work(train, size, num_documents=num_documents)
         if waste and waste.label == "warning":
-            return f"warning: with {counted(size, 'rank')}, {waste.text}"
+            return f"warning: with {count_noun(size, 'rank')}, {waste.text}"
     return None
 
 
@@ -104,14 +104,16 @@ def _flops_text(spec: ModelSpec) -> str:
     return f"{training:,.4g} M per predicted token in training, {scoring:,.4g} M in scoring; {counted}"
 
 
-def _described(memory: Mapping[str, Any]) -> str:
+def _describe_memory(memory: Mapping[str, Any]) -> str:
     """Describe a memory with its options, and the memory under `over`; or the memory of every block."""
     if is_per_block(memory):
-        return "; ".join(f"{key.partition('.')[2]}: {_described(each)}" for key, each in memories_of(memory).items())
+        return "; ".join(
+            f"{key.partition('.')[2]}: {_describe_memory(each)}" for key, each in memories_of(memory).items()
+        )
     options = ", ".join(
         f"{name} {value}" for name, value in memory.items() if value is not None and name not in ("kind", "over")
     )
-    over = f" over {_described(memory['over'])}" if "over" in memory else ""
+    over = f" over {_describe_memory(memory['over'])}" if "over" in memory else ""
     return f"{memory['kind']}{f' ({options})' if options else ''}{over}"
 
 
@@ -152,7 +154,7 @@ def _model_lines(
     yield "parameters", f"{sizes['num_parameters']:,}: {layers:,} in the layers, {words:,} in the vocabulary"
     yield "flops", _flops_text(spec)
     yield "vocabulary", f"{spec.vocab_size:,}{assumed}"
-    yield "memory", f"{_described(spec.memory)}: {state}"
+    yield "memory", f"{_describe_memory(spec.memory)}: {state}"
 
 
 def _batch_lines(
@@ -161,13 +163,15 @@ def _batch_lines(
     batch = batch_plan(train, world_size)
     places = batch.lanes_per_rank * world_size
     of_places = f" of {places:,}" if batch.idle_lanes else ""
-    product = f"{counted(world_size, 'rank')} x {counted(batch.groups, 'micro-batch')} x {train.micro_batch_size} lanes"
+    product = (
+        f"{count_noun(world_size, 'rank')} x {count_noun(batch.groups, 'micro-batch')} x {train.micro_batch_size} lanes"
+    )
     yield "lanes", f"{train.global_batch_size:,}{of_places} = {product}"
     if waste := idle_work(train, world_size, num_documents=num_documents):
         yield waste
     tokens = train.global_batch_size * train.seg_len * train.segments_per_update
-    passes = counted(batch.accumulation, "forward and backward", "forwards and backwards")
-    segments = counted(train.segments_per_update, "segment")
+    passes = count_noun(batch.accumulation, "forward and backward", "forwards and backwards")
+    segments = count_noun(train.segments_per_update, "segment")
     yield (
         "update",
         f"{train.global_batch_size} lanes x {segments} of {train.seg_len}: {tokens:,} tokens, {passes} per rank",
@@ -205,9 +209,9 @@ def _stage_lines(
 ) -> Iterator[tuple[str, str]]:
     data, steps = stage.data, until - stage.first
     num_tokens, per_epoch = int(plan.lengths.sum()), steps_per_epoch(train, plan)
-    skipped = f", {counted(len(plan.skipped), 'document')} too short" if plan.skipped else ""
+    skipped = f", {count_noun(len(plan.skipped), 'document')} too short" if plan.skipped else ""
     padding = 1 - num_tokens / (plan.num_segments * train.seg_len)
-    size = f"{counted(len(plan.lengths), 'document')}{skipped}, {num_tokens:,} tokens, padding {padding:.2%}"
+    size = f"{count_noun(len(plan.lengths), 'document')}{skipped}, {num_tokens:,} tokens, padding {padding:.2%}"
     read = round(steps / per_epoch * num_tokens)
     when = "" if is_only else f"steps {stage.first + 1:,} to {until:,}: "
     yield "data", f"{when}{show(data.path)}, {data.train_split}: {size}"

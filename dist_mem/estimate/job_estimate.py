@@ -9,15 +9,15 @@ from dist_mem.config import Config, TrainConfig
 from dist_mem.data.batch_plan import batch_plan, idle_work
 from dist_mem.errors import UnusableError
 from dist_mem.estimate.counting import count_micro_batch, flops_per_token
-from dist_mem.estimate.measured import Likely, likely
-from dist_mem.estimate.memory import Part, size, update_parts
+from dist_mem.estimate.likely_time import LikelySeconds, likely_seconds
+from dist_mem.estimate.memory import MemoryPart, size, update_parts
 from dist_mem.estimate.search import BackEnd, Candidate, Cluster, best, by_back_end, candidates, nearest
 from dist_mem.estimate.step_time import CheckpointCost, StepTime, checkpoint_cost, peak_flops, step_time
 from dist_mem.estimate.zero import TrainingJob, job_of, sizes_of
 from dist_mem.nn.kernel_shapes import planned_card
 from dist_mem.nn.layers import DTYPES
 from dist_mem.runtime.devices import Device
-from dist_mem.runtime.terminal import counted, labelled, table
+from dist_mem.runtime.terminal import count_noun, label_lines, table
 
 MOST_SETTINGS = 3  # that are shown unless all are wanted
 _WORTH_SAYING = 0.97  # a proposal is shown if its update takes less than this share of today's
@@ -28,9 +28,9 @@ class JobEstimate(NamedTuple):
 
     name: str
     cluster: Cluster
-    parts: list[Part]
+    parts: list[MemoryPart]
     time: StepTime
-    likely: Likely | None  # None on CPUs, where nothing was measured
+    likely: LikelySeconds | None  # None on CPUs, where nothing was measured
     steps: int | None  # updates of the whole training; None: only the data, which are not built yet, could say
     tokens: int  # of one update of the whole job
     mfu: float  # share of the data sheet's operations that the model itself needs, at most
@@ -123,7 +123,7 @@ def _estimate(
     checkpoint = checkpoint_cost(job.optimizer, train, sizes, world_size=world_size, disk_rate=disk_rate)
     others = candidates(job, sizes, cluster, report)
     back_ends = list(by_back_end(job, sizes, of_batch, report))
-    expected = likely(spec, time, cluster.device, world_size=world_size)
+    expected = likely_seconds(spec, time, cluster.device, world_size=world_size)
     return JobEstimate(name, cluster, parts, time, expected, steps, tokens, mfu, checkpoint, others, back_ends)
 
 
@@ -172,7 +172,7 @@ def as_text(train: TrainConfig, job: JobEstimate, *, shows_all: bool) -> str:
         shows_all: every setting and attention back end, not only the fastest settings.
     """
     shown = _all_settings(train, job) if shows_all else _fastest_settings(train, job)
-    return "\n".join([*labelled(_lines(train, job)), "", *shown, *_proposed(job)])
+    return "\n".join([*label_lines(_lines(train, job)), "", *shown, *_propose(job)])
 
 
 def refusal(job: JobEstimate) -> str:
@@ -203,12 +203,12 @@ def _unit(cluster: Cluster) -> str:
 def _lines(train: TrainConfig, job: JobEstimate) -> Iterator[tuple[str, str]]:
     cluster, time, batch = job.cluster, job.time, batch_plan(train, job.cluster.world_size)
     nodes, unit = -(-cluster.world_size // cluster.gpus_per_node), _unit(cluster)
-    yield "job", f"{job.name} on {cluster.world_size:,} x {cluster.device.name}, {counted(nodes, 'node')}"
+    yield "job", f"{job.name} on {cluster.world_size:,} x {cluster.device.name}, {count_noun(nodes, 'node')}"
     yield "device", _limits(train, cluster.device)
-    yield "lanes", f"{counted(batch.lanes_per_rank, 'lane')} per {unit} in {counted(batch.groups, 'micro-batch')}"
+    yield "lanes", f"{count_noun(batch.lanes_per_rank, 'lane')} per {unit} in {count_noun(batch.groups, 'micro-batch')}"
     if waste := idle_work(train, cluster.world_size):
         unused = cluster.world_size - -(-train.global_batch_size // batch.lanes_per_rank)
-        units = counted(cluster.world_size, unit, "processes" if unit == "process" else None)
+        units = count_noun(cluster.world_size, unit, "processes" if unit == "process" else None)
         yield waste.label, (f"{unused:,} of {units} have no lane: " if unused else "") + waste.text
     verdict = "fits" if job.fits else "DOES NOT FIT"
     yield "memory", f"{size(job.num_bytes)} of {size(cluster.capacity)} per {unit}: {verdict}"
@@ -246,7 +246,7 @@ def _whole_training(train: TrainConfig, job: JobEstimate) -> str:
         hours = f"at least {job.steps * job.time.total / 3600:.2g} hours; never measured on CPUs, so no range"
     else:
         hours = f"{job.likely_hours[0]:.2g} to {job.likely_hours[1]:.2g} hours"
-    return f"{counted(job.steps, 'step')}: {hours}, {without}"
+    return f"{count_noun(job.steps, 'step')}: {hours}, {without}"
 
 
 def _digits(speed: float) -> str:
@@ -290,7 +290,7 @@ def _settings_table(shown: Sequence[Candidate], job: JobEstimate) -> list[str]:
     return table(rows)
 
 
-def _proposed(job: JobEstimate) -> Iterator[str]:
+def _propose(job: JobEstimate) -> Iterator[str]:
     if proposal := job.proposal:
         kind = "faster" if job.fits else "it fits"
         yield f"{kind} with {_changes(proposal)}: {size(proposal.num_bytes)}, at least {proposal.time.total:.3g} s"

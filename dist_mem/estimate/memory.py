@@ -17,8 +17,8 @@ from dist_mem.config import EvalConfig, as_tree
 from dist_mem.config.blocks import value_at
 from dist_mem.data.shard import Index
 from dist_mem.errors import UnusableError
-from dist_mem.estimate.counting import Counted, count_micro_batch, with_micro_lanes
-from dist_mem.estimate.zero import Sizes, TrainingJob, shares, sizes_of
+from dist_mem.estimate.counting import MicroBatchCost, count_micro_batch, with_micro_lanes
+from dist_mem.estimate.zero import ModelSizes, TrainingJob, shares, sizes_of
 from dist_mem.model import describe
 from dist_mem.nn.layers import DTYPES
 from dist_mem.runtime.distributed import World
@@ -33,7 +33,7 @@ _WEIGHTS = ("model.num_layers", "model.d_model", "model.d_inner", "model.d_embed
 _LENGTHS = ("memory.mem_len", "memory.cmem_len", "memory.num_basis", "memory.over.mem_len", "memory.over.cmem_len")
 
 
-class Part(NamedTuple):
+class MemoryPart(NamedTuple):
     """Bytes that one rank needs at one time, and the keys that determine them."""
 
     what: str  # description of the part
@@ -66,7 +66,7 @@ def fits_without_counting(job: TrainingJob, world: World, *, num_lanes: int) -> 
     return all(bound <= limit.num_bytes for limit in memory_limits(world.device))
 
 
-def training_parts(job: TrainingJob, eval_config: EvalConfig, *, eval_lanes: int = 0) -> list[Part]:
+def training_parts(job: TrainingJob, eval_config: EvalConfig, *, eval_lanes: int = 0) -> list[MemoryPart]:
     """Return what a rank needs on its device for training, at the time when it needs most.
 
     Args:
@@ -75,7 +75,7 @@ def training_parts(job: TrainingJob, eval_config: EvalConfig, *, eval_lanes: int
     sizes = sizes_of(job.spec, DTYPES[job.spec.train.precision], job.optimizer)
     parts = update_parts(job, sizes, count_micro_batch(job.spec, on_gpu=job.on_gpu))
     lane_bytes, values = sizes.lane_bytes * (eval_lanes // job.world_size), {"eval.batch_size": eval_config.batch_size}
-    scored = Part("memories of the evaluation's lanes", lane_bytes, values)
+    scored = MemoryPart("memories of the evaluation's lanes", lane_bytes, values)
     weights, optimizer, states, *others = parts
     if scored.num_bytes > sum(part.num_bytes for part in others):  # they are not allocated at the same time
         scored = _with_keys(scored, job.spec, *_LENGTHS, *_WEIGHTS[:2])
@@ -83,7 +83,7 @@ def training_parts(job: TrainingJob, eval_config: EvalConfig, *, eval_lanes: int
     return parts
 
 
-def update_parts(job: TrainingJob, sizes: Sizes, freed: Counted) -> list[Part]:
+def update_parts(job: TrainingJob, sizes: ModelSizes, freed: MicroBatchCost) -> list[MemoryPart]:
     """Return the parts of an update; `freed` as in `counted_parts`, and counted with gradients too where they grow."""
     kept = count_micro_batch(job.spec, on_gpu=job.on_gpu, keeps_gradients=True) if gradients_grow(job) else None
     return counted_parts(job, sizes, freed, kept)
@@ -94,7 +94,9 @@ def gradients_grow(job: TrainingJob) -> bool:
     return job.batch.accumulation == 1 and job.stage < 3
 
 
-def counted_parts(job: TrainingJob, sizes: Sizes, freed: Counted, kept: Counted | None) -> list[Part]:
+def counted_parts(
+    job: TrainingJob, sizes: ModelSizes, freed: MicroBatchCost, kept: MicroBatchCost | None
+) -> list[MemoryPart]:
     """Return the parts of `training_parts` from counts.
 
     Args:
@@ -109,38 +111,42 @@ def counted_parts(job: TrainingJob, sizes: Sizes, freed: Counted, kept: Counted 
     new_states = sizes.lane_bytes * train.micro_batch_size  # of this micro-batch; they are counted with its activations
     lengths = (*_LENGTHS, *_WEIGHTS[:2])
     # At the end of an update, the memories from before it are still allocated.
-    states = Part(
+    states = MemoryPart(
         "memories of the lanes",
         2 * sizes.lane_bytes * job.batch.lanes_per_rank,
         {"train.global_batch_size": train.global_batch_size},
     )
     parts = [
-        _with_keys(Part("weights", held.weights, {}), spec, *_WEIGHTS),
-        _with_keys(Part("optimizer, with weights in fp32", held.optimizer, {}), spec, *_WEIGHTS),
+        _with_keys(MemoryPart("weights", held.weights, {}), spec, *_WEIGHTS),
+        _with_keys(MemoryPart("optimizer, with weights in fp32", held.optimizer, {}), spec, *_WEIGHTS),
         _with_keys(states, spec, *lengths),
     ]
     if held.gradients + held.update > before + held.buckets + peak - new_states:
-        return [*parts, Part("gradients", held.gradients, {}), Part("fp32 gradients of the update", held.update, {})]
-    activations = Part("activations of one micro-batch", freed.kept - new_states, {})
-    work = Part("backward and logits of one micro-batch", peak - freed.kept, {})
+        return [
+            *parts,
+            MemoryPart("gradients", held.gradients, {}),
+            MemoryPart("fp32 gradients of the update", held.update, {}),
+        ]
+    activations = MemoryPart("activations of one micro-batch", freed.kept - new_states, {})
+    work = MemoryPart("backward and logits of one micro-batch", peak - freed.kept, {})
     rows = ("train.micro_batch_size", "train.seg_len")
     return [
         *parts,
-        Part("gradients", before, {}),
-        Part("communication buckets", held.buckets, {}),
+        MemoryPart("gradients", before, {}),
+        MemoryPart("communication buckets", held.buckets, {}),
         _with_keys(activations, spec, *rows, *_WEIGHTS[:3], "model.num_heads", *_LENGTHS),
         _with_keys(work, spec, *rows),
     ]
 
 
-def scoring_parts(spec: ModelSpec, eval_config: EvalConfig, *, num_lanes: int, world_size: int = 1) -> list[Part]:
+def scoring_parts(spec: ModelSpec, eval_config: EvalConfig, *, num_lanes: int, world_size: int = 1) -> list[MemoryPart]:
     """Return what a rank needs for an evaluation; `num_lanes`: lanes of the whole job that are read at one time."""
     held, precision = num_lanes // world_size, eval_config.precision
     sizes = sizes_of(spec, DTYPES[precision])
-    lanes = Part("memories of the lanes", sizes.lane_bytes * held, {"eval.batch_size": eval_config.batch_size})
+    lanes = MemoryPart("memories of the lanes", sizes.lane_bytes * held, {"eval.batch_size": eval_config.batch_size})
     reading = with_micro_lanes(spec, max(1, min(spec.train.micro_batch_size, held)))
     counted = count_micro_batch(reading, forward_in=precision)
-    forward = Part("one block and the logits of one micro-batch", counted.peak, {"vocabulary": spec.vocab_size})
+    forward = MemoryPart("one block and the logits of one micro-batch", counted.peak, {"vocabulary": spec.vocab_size})
     return [
         *_fixed_parts(spec, sizes, precision, lanes),
         _with_keys(forward, spec, "train.micro_batch_size", "train.seg_len", *_LENGTHS),
@@ -154,31 +160,31 @@ def evaluated_lanes(eval_config: EvalConfig, index: Index) -> int:
     return min(eval_config.batch_size, int((index.documents.num_tokens > 0).sum()))
 
 
-def writing_parts(spec: ModelSpec, precision: str, *, num_samples: int) -> list[Part]:
+def writing_parts(spec: ModelSpec, precision: str, *, num_samples: int) -> list[MemoryPart]:
     """Return what generation of `num_samples` texts at one time needs."""
     sizes, key = sizes_of(spec, DTYPES[precision]), {"--samples": num_samples}
-    lanes = Part("memories of the texts", num_samples * sizes.lane_bytes, key)
-    opened = Part("keys and values of open segments", num_samples * sizes.open_bytes, key)
+    lanes = MemoryPart("memories of the texts", num_samples * sizes.lane_bytes, key)
+    opened = MemoryPart("keys and values of open segments", num_samples * sizes.open_bytes, key)
     columns = spec.vocab_size if spec.model.adaptive is None else int(spec.model.adaptive.cutoffs[0])
-    logits = Part("logits of one token", 4 * num_samples * columns, {**key, "vocabulary": spec.vocab_size})
+    logits = MemoryPart("logits of one token", 4 * num_samples * columns, {**key, "vocabulary": spec.vocab_size})
     fixed = _fixed_parts(spec, sizes, precision, lanes)
     return [*fixed, _with_keys(opened, spec, "train.seg_len", *_LENGTHS), logits]
 
 
-def _fixed_parts(spec: ModelSpec, sizes: Sizes, precision: str, lanes: Part) -> list[Part]:
+def _fixed_parts(spec: ModelSpec, sizes: ModelSizes, precision: str, lanes: MemoryPart) -> list[MemoryPart]:
     """Return the weights, and the memories of all lanes."""
-    weights = Part("weights", DTYPES[precision].itemsize * sizes.parameters, {})
+    weights = MemoryPart("weights", DTYPES[precision].itemsize * sizes.parameters, {})
     return [_with_keys(weights, spec, *_WEIGHTS), _with_keys(lanes, spec, *_LENGTHS, *_WEIGHTS[:2])]
 
 
-def _with_keys(part: Part, spec: ModelSpec, *keys: str) -> Part:
+def _with_keys(part: MemoryPart, spec: ModelSpec, *keys: str) -> MemoryPart:
     tree = {"model": as_tree(spec.model), "memory": spec.memory, "train": as_tree(spec.train)}
     found = {key: value_at(tree, key) for key in keys}
     return part._replace(values={**part.values, **{key: value for key, value in found.items() if value is not None}})
 
 
 def refuse_what_cannot_fit(
-    parts: Sequence[Part], device: torch.device, *, gather: Callable[[Any], list[Any]] = lambda value: [value]
+    parts: Sequence[MemoryPart], device: torch.device, *, gather: Callable[[Any], list[Any]] = lambda value: [value]
 ) -> None:
     """Refuse the job if the ranks that share a memory limit together need more than it.
 
@@ -201,7 +207,7 @@ def refuse_what_cannot_fit(
             raise UnusableError(_refusal(parts, needs[name], limit))
 
 
-def _refusal(parts: Sequence[Part], needs: Sequence[int], limit: Limit) -> str:
+def _refusal(parts: Sequence[MemoryPart], needs: Sequence[int], limit: Limit) -> str:
     """Return the message: what is needed, what is available, and the largest parts with their keys."""
     ranks = "" if len(needs) == 1 else f" for {len(needs)} ranks"
     first = f"this needs about {size(sum(needs))}{ranks}, but {limit.text} has {size(limit.num_bytes)}:"

@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from dist_mem.block import num_recomputed
-from dist_mem.estimate.counting import Counted, Counts, count_micro_batch, mixed
-from dist_mem.estimate.memory import Part, counted_parts
+from dist_mem.estimate.counting import Counts, MicroBatchCost, count_micro_batch, mix_costs
+from dist_mem.estimate.memory import MemoryPart, counted_parts
 from dist_mem.estimate.step_time import StepTime, step_time
-from dist_mem.estimate.zero import Sizes, TrainingJob
+from dist_mem.estimate.zero import ModelSizes, TrainingJob
 from dist_mem.nn.attention import BACK_ENDS
 from dist_mem.runtime.devices import Device
 
@@ -50,7 +50,7 @@ class Candidate(NamedTuple):
 
     settings: dict[str, Any]  # key -> value
     changes: dict[str, Any]  # those that differ from the configuration
-    parts: list[Part]
+    parts: list[MemoryPart]
     time: StepTime
 
     @property
@@ -58,7 +58,7 @@ class Candidate(NamedTuple):
         return sum(part.num_bytes for part in self.parts)
 
 
-def candidates(job: TrainingJob, sizes: Sizes, cluster: Cluster, report: Callable[[str], None]) -> list[Candidate]:
+def candidates(job: TrainingJob, sizes: ModelSizes, cluster: Cluster, report: Callable[[str], None]) -> list[Candidate]:
     """Return every combination of stage, checkpointing and lanes, with bounds of `counted_parts`.
 
     Args:
@@ -77,14 +77,14 @@ def candidates(job: TrainingJob, sizes: Sizes, cluster: Cluster, report: Callabl
         counted = {recomputed: count.at(lanes) for recomputed, count in counts.items()}
         for recomputed, share in choices:
             part = num_recomputed(num_layers, share) / num_layers
-            count = counted[recomputed] if part == 1.0 else mixed(counted["none"], counted[recomputed], part)
+            count = counted[recomputed] if part == 1.0 else mix_costs(counted["none"], counted[recomputed], part)
             settings = {_CHECKPOINTING: recomputed, _SHARE: own[1] if recomputed == "none" else share, _LANES: lanes}
             found += [_candidate(job, {_STAGE: stage, **settings}, sizes, count, cluster) for stage in range(4)]
     return found
 
 
 def _candidate(
-    job: TrainingJob, settings: dict[str, Any], sizes: Sizes, counted: Counted, cluster: Cluster
+    job: TrainingJob, settings: dict[str, Any], sizes: ModelSizes, counted: MicroBatchCost, cluster: Cluster
 ) -> Candidate:
     other, train = _with_settings(job, settings), job.spec.train
     parts = counted_parts(other, sizes, counted, None)
@@ -143,7 +143,9 @@ class BackEnd(NamedTuple):
     num_bytes: int  # of all parts together, a bound as in `counted_parts`
 
 
-def by_back_end(job: TrainingJob, sizes: Sizes, own: Counted, report: Callable[[str], None]) -> Iterator[BackEnd]:
+def by_back_end(
+    job: TrainingJob, sizes: ModelSizes, own: MicroBatchCost, report: Callable[[str], None]
+) -> Iterator[BackEnd]:
     """Yield the configured back end, whose count is `own`, and the others that the model accepts.
 
     Args:

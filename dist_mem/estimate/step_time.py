@@ -1,7 +1,7 @@
 """Bound the time of an update by the roofline: every kernel takes as long as its operations or its bytes need.
 
 Source: Williams et al. 2009, "Roofline"; volumes of ZeRO: Rajbhandari et al. 2020, sec. 7. The shares of the data
-sheets' rates that programs reach are assumptions, stated below. Updates take longer: measured.py has by how much.
+sheets' rates that programs reach are assumptions, stated below. Updates take longer: likely_time.py has by how much.
 Letters: s bytes of a number in `train.precision`, W ranks.
 """
 
@@ -14,8 +14,8 @@ from dist_mem.config import ModelConfig, OptimizerConfig, TrainConfig
 from dist_mem.data.batch_plan import batch_plan
 from dist_mem.engine.optimizer import num_moments
 from dist_mem.errors import UnusableError
-from dist_mem.estimate.counting import Counted
-from dist_mem.estimate.zero import BUCKET, Sizes, TrainingJob, effective_block, overlaps
+from dist_mem.estimate.counting import MicroBatchCost
+from dist_mem.estimate.zero import BUCKET, ModelSizes, TrainingJob, effective_block, overlaps
 from dist_mem.nn.layers import DTYPES
 from dist_mem.runtime.devices import Device
 
@@ -41,22 +41,24 @@ class StepTime(NamedTuple):
 
     @property
     def total(self) -> float:
-        return self.computing + self.update + self.exposed
+        return self.compute_seconds + self.update + self.exposed
 
     @property
-    def computing(self) -> float:
+    def compute_seconds(self) -> float:
         """Forward and backward."""
         return self.products + sum(self.fused.values()) + self.streams
 
 
-class Transfer(NamedTuple):
+class UpdateTraffic(NamedTuple):
     """What one rank sends in one update."""
 
     num_bytes: int
     num_collectives: int
 
 
-def step_time(job: TrainingJob, sizes: Sizes, counted: Counted, device: Device, *, gpus_per_node: int) -> StepTime:
+def step_time(
+    job: TrainingJob, sizes: ModelSizes, counted: MicroBatchCost, device: Device, *, gpus_per_node: int
+) -> StepTime:
     """Predict one update.
 
     Raises:
@@ -72,7 +74,9 @@ def step_time(job: TrainingJob, sizes: Sizes, counted: Counted, device: Device, 
     link = device.link if world_size <= gpus_per_node else min(device.link, device.network * gpus_per_node)
     communication = sent.num_bytes / (_LINKS * link) + _LATENCY * sent.num_collectives
     found = StepTime(products, by_group, streams, update, communication, communication)
-    return found._replace(exposed=max(0.0, communication - _HIDDEN * found.computing)) if overlaps(zero) else found
+    return (
+        found._replace(exposed=max(0.0, communication - _HIDDEN * found.compute_seconds)) if overlaps(zero) else found
+    )
 
 
 def peak_flops(train: TrainConfig, device: Device) -> float:
@@ -84,7 +88,7 @@ def peak_flops(train: TrainConfig, device: Device) -> float:
     return peak
 
 
-def seconds_by_group(counted: Counted, train: TrainConfig, device: Device) -> dict[str, float]:
+def seconds_by_group(counted: MicroBatchCost, train: TrainConfig, device: Device) -> dict[str, float]:
     """Return the seconds of these kernels: of products, streams, and each operator that attends."""
     issue = _ISSUE if device.name != "cpu" else 0.0
     bandwidth = _STREAMS * device.bandwidth
@@ -98,7 +102,7 @@ def seconds_by_group(counted: Counted, train: TrainConfig, device: Device) -> di
     return {group: math.fsum(each) for group, each in seconds.items()}
 
 
-def _update_bytes(job: TrainingJob, sizes: Sizes) -> int:
+def _update_bytes(job: TrainingJob, sizes: ModelSizes) -> int:
     """Return what the optimizer reads and writes: fp32 weights and moments both, gradients and weights once."""
     share = sizes.trained if job.stage == 0 else -(-sizes.trained // job.world_size)
     size = DTYPES[job.spec.train.precision].itemsize
@@ -106,11 +110,17 @@ def _update_bytes(job: TrainingJob, sizes: Sizes) -> int:
 
 
 def transfer(
-    train: TrainConfig, model: ModelConfig, sizes: Sizes, zero: dict[str, Any], *, world_size: int, accumulation: int
-) -> Transfer:
+    train: TrainConfig,
+    model: ModelConfig,
+    sizes: ModelSizes,
+    zero: dict[str, Any],
+    *,
+    world_size: int,
+    accumulation: int,
+) -> UpdateTraffic:
     """Return what a rank sends in one update by rings: gradients and, with ZeRO, weights; `zero`: its options."""
     if world_size == 1:
-        return Transfer(0, 0)
+        return UpdateTraffic(0, 0)
     size = DTYPES[train.precision].itemsize
     stage = zero.get("stage", 0)
     ring = (world_size - 1) / world_size
@@ -120,7 +130,7 @@ def transfer(
     reduced = sizes.trained * (2 if stage == 1 else reductions)  # stage 1 all-reduces each bucket, as DeepSpeed does
     bucket = int(zero.get("reduce_bucket_size", BUCKET))
     num_gathers = 2 * accumulation * model.num_layers if stage == 3 else math.ceil(gathered / bucket)
-    return Transfer(int(ring * size * (reduced + gathered)), math.ceil(reduced / bucket) + num_gathers)
+    return UpdateTraffic(int(ring * size * (reduced + gathered)), math.ceil(reduced / bucket) + num_gathers)
 
 
 class CheckpointCost(NamedTuple):
@@ -132,7 +142,7 @@ class CheckpointCost(NamedTuple):
 
 
 def checkpoint_cost(
-    optimizer: OptimizerConfig, train: TrainConfig, sizes: Sizes, *, world_size: int, disk_rate: float
+    optimizer: OptimizerConfig, train: TrainConfig, sizes: ModelSizes, *, world_size: int, disk_rate: float
 ) -> CheckpointCost:
     """Predict a checkpoint: fp32 weights, moments and memories; `disk_rate`: bytes/s of all ranks together."""
     engine = 4 * (1 + num_moments(optimizer)) * sizes.trained

@@ -50,7 +50,7 @@ def job_of(config: Config, vocab_size: int, *, world_size: int, on_gpu: bool) ->
     )
 
 
-class Sizes(NamedTuple):
+class ModelSizes(NamedTuple):
     """Sizes of a model as it would be built."""
 
     parameters: int  # number of values
@@ -70,7 +70,7 @@ class Shares(NamedTuple):
     update: int  # allocated only while the optimizer updates, when activations and buckets are free
 
 
-def sizes_of(spec: ModelSpec, dtype: torch.dtype, optimizer: OptimizerConfig | None = None) -> Sizes:
+def sizes_of(spec: ModelSpec, dtype: torch.dtype, optimizer: OptimizerConfig | None = None) -> ModelSizes:
     """Return the sizes of a model without allocating it; `optimizer`: with these parameter groups."""
     with torch.device("meta"):
         model = MemoryLM(spec)
@@ -86,10 +86,10 @@ def sizes_of(spec: ModelSpec, dtype: torch.dtype, optimizer: OptimizerConfig | N
         for parts in (state, tuple(block.lanes for block in opened))
     )
     num_values = sum(parameter.numel() for parameter in model.parameters())
-    return Sizes(num_values, sum(groups), max(groups), lane_bytes, open_bytes)
+    return ModelSizes(num_values, sum(groups), max(groups), lane_bytes, open_bytes)
 
 
-def effective_block(job: TrainingJob, sizes: Sizes) -> dict[str, Any]:
+def effective_block(job: TrainingJob, sizes: ModelSizes) -> dict[str, Any]:
     """Return the whole `deepspeed:` block with the defaults of dist_mem, as the engine gets it."""
     return deepspeed_config(
         job.deepspeed,
@@ -106,7 +106,7 @@ def overlaps(zero: dict[str, Any]) -> bool:
     return bool(zero.get("overlap_comm", zero.get("stage", 0) == 3))
 
 
-def shares(job: TrainingJob, sizes: Sizes) -> Shares:
+def shares(job: TrainingJob, sizes: ModelSizes) -> Shares:
     """Return what a rank holds."""
     world_size, on_gpu = job.world_size, job.on_gpu
     block = effective_block(job, sizes)
@@ -145,12 +145,12 @@ def _buckets(zero: dict[str, Any], size: int, most_filled: int | None) -> int:
     return copies * size * (numbers if most_filled is None else min(numbers, most_filled))
 
 
-def _group_share(sizes: Sizes, world_size: int) -> int:
+def _group_share(sizes: ModelSizes, world_size: int) -> int:
     """Return how many numbers of the largest parameter group a rank updates."""
     return -(-sizes.largest_group // world_size)
 
 
-def _update_work(stage: int, size: int, sizes: Sizes, world_size: int) -> int:
+def _update_work(stage: int, size: int, sizes: ModelSizes, world_size: int) -> int:
     """Return the bytes of one parameter group's gradients as the optimizer takes them: one piece, in fp32."""
     if stage == 0:
         return 0 if size == 4 else 4 * sizes.trained + size * sizes.trained

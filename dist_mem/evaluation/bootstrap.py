@@ -25,7 +25,7 @@ class Bounds(NamedTuple):
     p_value: float  # two-sided: the share of equals that would differ as much, or more
 
 
-def resampled(gains: NDArray[np.float64], counts: NDArray[np.float64]) -> Bounds:
+def resample(gains: NDArray[np.float64], counts: NDArray[np.float64]) -> Bounds:
     """Return the interval of sum(gains) / sum(counts) over documents, (documents,) each."""
     generator = np.random.default_rng(_SEED)
     means = []

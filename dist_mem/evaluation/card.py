@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dist_mem.config import Config
-from dist_mem.config.memory_blocks import described
+from dist_mem.config.memory_blocks import describe_memory
 from dist_mem.evaluation.report_names import join_parts, list_reports
-from dist_mem.evaluation.scores import Report, read_report, shown
+from dist_mem.evaluation.scores import Report, format_metric, read_report
 from dist_mem.evaluation.trained_model import Checkpoint, TrainedModel
 from dist_mem.runtime import markdown
 
@@ -89,7 +89,7 @@ def card(trained: TrainedModel, config: Config, name: str, *, layout: str) -> st
     text = _CARD.format(
         name=name,
         step=manifest["step"],
-        memory=described(config.memory),
+        memory=describe_memory(config.memory),
         num_layers=config.model.num_layers,
         d_model=config.model.d_model,
         num_parameters=sum(parameter.numel() for parameter in trained.model.parameters()),
@@ -136,8 +136,8 @@ def _metrics(checkpoint: Checkpoint) -> str:
         [
             name,
             str(len(report.documents)),
-            *map(shown, (report.word_perplexity, report.token_perplexity)),
-            shown(report.bits_per_byte, ".3f"),
+            *map(format_metric, (report.word_perplexity, report.token_perplexity)),
+            format_metric(report.bits_per_byte, ".3f"),
         ]
         for name, report in found.items()
     ]

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from dist_mem.config.check import nearest
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
-from dist_mem.evaluation.intervals import Interval, about_settled, compared_over_seeds, intervals, settled
+from dist_mem.evaluation.intervals import Interval, about_settled, compare_over_seeds, find_settled, intervals
 from dist_mem.evaluation.memory_gain import MemoryGain, memory_gain
 from dist_mem.evaluation.plot import labels_of, plot_recall
 from dist_mem.evaluation.report_names import WITHOUT_MEMORY, counterpart, is_without_memory, list_reports, without_data
@@ -33,12 +33,12 @@ from dist_mem.evaluation.scores import (
     MEASURES,
     Band,
     Report,
+    format_metric,
     measure_of,
     read_report,
     recall_bands,
     same_text,
     same_tokenizer,
-    shown,
 )
 from dist_mem.runtime.figures import is_figure
 from dist_mem.runtime.files import is_missing, is_wrong_path
@@ -48,7 +48,7 @@ _PREFERRED = ("test", "validation")
 _IN_TOKENS = "the tokenizers differ, so what is measured in tokens is left out: accuracy, recall, gain of the memory"
 
 
-class Entry(NamedTuple):
+class ComparedRun(NamedTuple):
     """A run in the comparison."""
 
     name: str
@@ -57,7 +57,7 @@ class Entry(NamedTuple):
     config: Path | None = None  # config.yaml of the run; None: the report is not in a run directory
 
 
-class Row(NamedTuple):
+class ComparisonRow(NamedTuple):
     """The metrics of one run, and its gain over the first one: a ratio of perplexities or a difference of bits."""
 
     name: str
@@ -69,7 +69,7 @@ class Row(NamedTuple):
     recall: dict[Band, tuple[float, float]]  # perplexity and gain
 
 
-def find_reports(paths: Sequence[Path], split: str | None) -> list[Entry]:
+def find_reports(paths: Sequence[Path], split: str | None) -> list[ComparedRun]:
     """Return the newest report of a split in each run directory, all of one protocol; a path may also be a report.
 
     Args:
@@ -93,12 +93,12 @@ def find_reports(paths: Sequence[Path], split: str | None) -> list[Entry]:
     return [_read_entry(path.resolve().name.removesuffix(".json"), taken.get(path, path)) for path in found[chosen]]
 
 
-def _read_entry(name: str, path: Path) -> Entry:
+def _read_entry(name: str, path: Path) -> ComparedRun:
     """Read the report at `path`, and the one without memory if it exists."""
     other = None if is_without_memory(path) else counterpart(path)
     without_memory = read_report(other) if other is not None and not is_missing(other) else None
     config = path.parent.parent / "config.yaml"
-    return Entry(name, read_report(path), without_memory, None if is_missing(config) else config)
+    return ComparedRun(name, read_report(path), without_memory, None if is_missing(config) else config)
 
 
 def _remedy(path: Path, split: str) -> str:
@@ -148,7 +148,7 @@ def _by_protocol(reports: Mapping[str, Path]) -> dict[str, Path]:
     return others | own
 
 
-def compare(entries: Sequence[Entry]) -> list[Row]:
+def compare(entries: Sequence[ComparedRun]) -> list[ComparisonRow]:
     """Return the metrics of every run over common bands; bands without recall tokens are omitted.
 
     Raises:
@@ -161,7 +161,7 @@ def compare(entries: Sequence[Entry]) -> list[Row]:
     bands = [band for band in recall_bands(widest.seg_len, widest.mem_len).values() if _has_recall(reports, band)]
     found = intervals(name, [first], {str(number): [report] for number, report in enumerate(reports) if number})
     return [
-        Row(
+        ComparisonRow(
             entry.name,
             getattr(entry.report, name),
             _gain(name, first, entry.report),
@@ -187,7 +187,7 @@ def _gain(name: str, first: Report, other: Report) -> float:
     return float(before / after if MEASURES[name].is_ratio else before - after)
 
 
-def _check_text(reports: Sequence[Entry]) -> None:
+def _check_text(reports: Sequence[ComparedRun]) -> None:
     in_blocks = [entry.name for entry in reports if entry.report.num_words is None]
     if 0 < len(in_blocks) < len(reports):
         raise ValueError(
@@ -202,14 +202,14 @@ def _check_text(reports: Sequence[Entry]) -> None:
         )
 
 
-def to_table(entries: Sequence[Entry], rows: Sequence[Row]) -> str:
+def to_table(entries: Sequence[ComparedRun], rows: Sequence[ComparisonRow]) -> str:
     """Return the comparison for a terminal: a table of all tokens, and one of recall tokens if there are any."""
     first, reports = entries[0].report, [entry.report for entry in entries]
     name = measure_of(reports)
     names = ["run", *(row.name for row in rows)]
     columns = [names, [MEASURES[name].short, *(_main_cell(name, row) for row in rows)]]
     if not all(math.isnan(row.accuracy) for row in rows):
-        columns.append(["accuracy", *(shown(row.accuracy, ".2%") for row in rows)])
+        columns.append(["accuracy", *(format_metric(row.accuracy, ".2%") for row in rows)])
     if any(row.memory for row in rows):
         columns.append(["memory gain", *(_memory_cell(row.memory) for row in rows)])
     tokens = f", {first.num_scored:,} tokens" if same_tokenizer(reports) else ""
@@ -224,7 +224,7 @@ def to_table(entries: Sequence[Entry], rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _interval_lines(name: str, count: int, rows: Sequence[Row]) -> list[str]:
+def _interval_lines(name: str, count: int, rows: Sequence[ComparisonRow]) -> list[str]:
     """Return one line per gain, with its interval over `count` documents or the reason why there is none."""
     lines = []
     for row in rows[1:]:
@@ -233,14 +233,14 @@ def _interval_lines(name: str, count: int, rows: Sequence[Row]) -> list[str]:
         else:
             about = f"no interval: {row.interval}"
         sign, unit = ("/", "") if MEASURES[name].is_ratio else ("-", " bits per byte")
-        lines.append(f"{rows[0].name} {sign} {row.name}: {shown(row.gain, '.3f')}{unit} ({about})")
+        lines.append(f"{rows[0].name} {sign} {row.name}: {format_metric(row.gain, '.3f')}{unit} ({about})")
     return lines
 
 
-def _main_cell(name: str, row: Row) -> str:
+def _main_cell(name: str, row: ComparisonRow) -> str:
     if MEASURES[name].is_ratio:
         return _cell(row.value, row.gain)
-    value = shown(row.value, MEASURES[name].form)
+    value = format_metric(row.value, MEASURES[name].form)
     if row.interval is None or not is_figure(row.gain):
         return value
     return f"{value} ({abs(row.gain):.3f} {'lower' if row.gain > -0.0005 else 'higher'})"
@@ -249,10 +249,10 @@ def _main_cell(name: str, row: Row) -> str:
 def _memory_cell(gain: MemoryGain | None) -> str:
     if gain is None:
         return "not measured"
-    return f"{gain.nats:.4f} nats per token ({shown(gain.ratio)}x)"
+    return f"{gain.nats:.4f} nats per token ({format_metric(gain.ratio)}x)"
 
 
-def _hint(entries: Sequence[Entry], split: str) -> str | None:
+def _hint(entries: Sequence[ComparedRun], split: str) -> str | None:
     """Return how to measure the memory gains that are not known; None if all are known."""
     names = [entry.name for entry in entries if entry.without_memory is None]
     if not names or not same_tokenizer([entry.report for entry in entries]):
@@ -262,8 +262,12 @@ def _hint(entries: Sequence[Entry], split: str) -> str | None:
 
 def _cell(value: float, gain: float) -> str:
     if not is_figure(gain) or abs(gain - 1) < 0.005:
-        return shown(value)
-    return f"{shown(value)} ({gain:.2f}x lower)" if gain > 1 else f"{shown(value)} ({1 / gain:.2f}x higher)"
+        return format_metric(value)
+    return (
+        f"{format_metric(value)} ({gain:.2f}x lower)"
+        if gain > 1
+        else f"{format_metric(value)} ({1 / gain:.2f}x higher)"
+    )
 
 
 def run(paths: Sequence[Path], *, split: str | None = None, picture: Path | None = None) -> int:
@@ -314,23 +318,23 @@ def seed_lines(labels: Sequence[str], reports: Sequence[Report]) -> list[str]:
     heading = ["seeds together", "runs", measure.short, *(["accuracy"] if by_tokens else [])]
     rows = [[*heading, f"{first} {sign} it, 95 %"]]
     found = intervals(name, groups[first], {label: group for label, group in groups.items() if label != first})
-    family = compared_over_seeds(found)
-    marked = settled(found) if len(family) > 1 else set[str]()
+    family = compare_over_seeds(found)
+    marked = find_settled(found) if len(family) > 1 else set[str]()
     for label, group in groups.items():
-        spreads = [_spread([getattr(each, name) for each in group], measure.form)]
-        spreads += [_spread([each.accuracy for each in group], ".2%")] if by_tokens else []
-        shown_interval = "" if label == first else _shown_interval(found[label], is_settled=label in marked)
+        spreads = [_mean_and_spread([getattr(each, name) for each in group], measure.form)]
+        spreads += [_mean_and_spread([each.accuracy for each in group], ".2%")] if by_tokens else []
+        shown_interval = "" if label == first else _format_interval(found[label], is_settled=label in marked)
         rows.append([label, str(len(group)), *spreads, shown_interval])
     about = "means over runs that differ only in their seeds, ± standard deviation; interval over seeds and documents"
     return ["", about, *table(rows), *([about_settled(len(family))] if len(family) > 1 else [])]
 
 
-def _shown_interval(interval: Interval | str, *, is_settled: bool) -> str:
+def _format_interval(interval: Interval | str, *, is_settled: bool) -> str:
     return f"none ({interval})" if isinstance(interval, str) else interval.text(is_settled=is_settled)
 
 
-def _spread(values: Sequence[float], form: str) -> str:
+def _mean_and_spread(values: Sequence[float], form: str) -> str:
     mean = statistics.fmean(values)
     if len(values) < 2 or not is_figure(mean):
-        return shown(mean, form)
-    return f"{shown(mean, form)} ± {shown(statistics.stdev(values), form)}"
+        return format_metric(mean, form)
+    return f"{format_metric(mean, form)} ± {format_metric(statistics.stdev(values), form)}"

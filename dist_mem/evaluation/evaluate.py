@@ -26,14 +26,14 @@ from dist_mem.estimate.zero import TrainingJob
 from dist_mem.evaluation.job import (
     StopCheck,
     data_tag,
-    described,
+    describe_evaluation,
     find_checkpoint_on_rank0,
-    held_by_rank0,
+    hold_on_rank0,
     read_memory_file_of,
     run_on_ranks,
     track,
     use_threads,
-    written_by_rank0,
+    write_on_rank0,
 )
 from dist_mem.evaluation.kept_memory import states_and_inputs
 from dist_mem.evaluation.memory_file import MemoryFile
@@ -48,7 +48,7 @@ from dist_mem.evaluation.trained_model import (
     read_settings,
     tokenizer_of_data,
 )
-from dist_mem.runtime.distributed import World, decided_by_rank0
+from dist_mem.runtime.distributed import World, decide_on_rank0
 from dist_mem.runtime.signals import StopSignal
 
 
@@ -130,7 +130,7 @@ def run(
         before = read_memory_file_of(memory, config.eval, world)
         tag = join_parts(tag_of(config, without_memory=without_memory), before.tag if before else "")
         scored = split or config.eval.split
-        whole_tag = decided_by_rank0(lambda: join_parts(data_tag(found, config.data, scored), tag))
+        whole_tag = decide_on_rank0(lambda: join_parts(data_tag(found, config.data, scored), tag))
         name = ReportName(scored, found.manifest["step"], whole_tag)
         protocol = protocol_of(config, without_memory=without_memory)
         command = shlex.join(["dist-mem", "evaluate", str(path), "--split", scored, *overrides])
@@ -138,15 +138,15 @@ def run(
 
         def publish() -> None:
             print(f"{found.directory}, split {scored}, {protocol}{f', {before}' if before else ''}")
-            metadata = described(found, config.name, protocol, before)
+            metadata = describe_evaluation(found, config.name, protocol, before)
             written = _publish(report, found, config.tracking, metadata, name=name, overrides=overrides)
             _print_gain(report, written, command)
 
-        with held_by_rank0(found.run_dir / FOLDER / str(name)):
+        with hold_on_rank0(found.run_dir / FOLDER / str(name)):
             report = evaluate_checkpoint(
                 found, config, split=scored, world=world, check=check, without_memory=without_memory, memory=before
             )
-            written_by_rank0(publish, world, "writing the report")
+            write_on_rank0(publish, world, "writing the report")
 
     return run_on_ranks(work, overrides, early)
 

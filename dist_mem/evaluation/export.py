@@ -30,7 +30,7 @@ import torch
 from dist_mem.block import model_spec
 from dist_mem.checkpoint.manifest import describe_file, files_in, write_manifest
 from dist_mem.checkpoint.rank_file import safetensors_parts
-from dist_mem.config import Config, as_tree, changed, load_config, save_config, to_yaml
+from dist_mem.config import Config, as_tree, change_config, load_config, save_config, to_yaml
 from dist_mem.config.blocks import value_at
 from dist_mem.data.directory import open_tokenizer, refresh
 from dist_mem.data.tokenizers.registry import TOKENIZER_DIR, save_tokenizer
@@ -199,4 +199,4 @@ def _portable_settings(checkpoint: Checkpoint) -> Config:
     path = checkpoint.directory / "config.yaml"
     kept = kept_kinds(load_config([str(path)]).memory, Path())  # memory/NAME.py, relative to the export
     default = as_tree(Config())
-    return changed(load_config([str(path), *kept]), {key: value_at(default, key) for key in _PLACES})
+    return change_config(load_config([str(path), *kept]), {key: value_at(default, key) for key in _PLACES})

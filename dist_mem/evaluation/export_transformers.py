@@ -54,7 +54,7 @@ def write_transformers(trained: TrainedModel, directory: Path) -> None:
     """
     kind = trained.config.model.kind
     is_published = kind in LAYOUTS
-    weights = _published(trained) if is_published else distinct_weights(trained.model)
+    weights = _to_published(trained) if is_published else distinct_weights(trained.model)
     content = published_config(trained) if is_published else native_config(trained)
     if kind == "gpt2" and isinstance(trained.tokenizer, BytePairTokenizer):
         _write_gpt2_tokenizer(trained.tokenizer, directory)
@@ -73,7 +73,7 @@ def write_transformers(trained: TrainedModel, directory: Path) -> None:
         write_text(directory / MODELING, _PROGRAM.replace("{memory}", memory))
 
 
-def _published(trained: TrainedModel) -> dict[str, Any]:
+def _to_published(trained: TrainedModel) -> dict[str, Any]:
     try:
         return to_published(trained.model)
     except ValueError as error:

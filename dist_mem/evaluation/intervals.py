@@ -30,10 +30,10 @@ from numpy.typing import NDArray
 from scipy import stats
 from scipy.special import stdtrit
 
-from dist_mem.evaluation.bootstrap import Bounds, resampled
+from dist_mem.evaluation.bootstrap import Bounds, resample
 from dist_mem.evaluation.scores import DocumentScore, Report
 from dist_mem.runtime.figures import exponential
-from dist_mem.runtime.terminal import counted
+from dist_mem.runtime.terminal import count_noun
 
 Array = NDArray[np.float64]
 
@@ -59,7 +59,7 @@ class Interval(NamedTuple):
         """Return "1.037 to 1.151 †", or "1.037 to 1.151 (documents only)".
 
         Args:
-            is_settled: it stands after correction, see `settled`.  form: of a bound.
+            is_settled: it stands after correction, see `find_settled`.  form: of a bound.
         """
         notes = (SETTLED if is_settled else "", "" if self.over_seeds else "(documents only)")
         return " ".join(filter(None, (self.bounds(form), *notes)))
@@ -107,14 +107,14 @@ def intervals(
     return shown
 
 
-class Pooled(NamedTuple):
+class PooledVariance(NamedTuple):
     """The variance that all models of a table have over their seeds."""
 
     variance: float
     freedom: int  # degrees of
 
 
-def pooled_variance(means: Sequence[Array]) -> Pooled | None:
+def pooled_variance(means: Sequence[Array]) -> PooledVariance | None:
     """Return the variance that models' means over documents, (S,) each, have in common; None if they have none."""
     several = [each for each in means if len(each) > 1]
     if len(several) < 2 or not all(np.isfinite(each).all() and np.ptp(each) > 0 for each in several):
@@ -122,10 +122,10 @@ def pooled_variance(means: Sequence[Array]) -> Pooled | None:
     if stats.bartlett(*several).pvalue < _POOLED_FROM:
         return None
     freedom = sum(len(each) - 1 for each in several)
-    return Pooled(sum((len(each) - 1) * float(each.var(ddof=1)) for each in several) / freedom, freedom)
+    return PooledVariance(sum((len(each) - 1) * float(each.var(ddof=1)) for each in several) / freedom, freedom)
 
 
-def difference(before: Array, after: Array, counts: Array, pooled: Pooled | None) -> Bounds:
+def difference(before: Array, after: Array, counts: Array, pooled: PooledVariance | None) -> Bounds:
     """Return the interval of sum(after - before) / sum(counts), means over seeds.
 
     Args:
@@ -135,7 +135,7 @@ def difference(before: Array, after: Array, counts: Array, pooled: Pooled | None
     """
     gains = after.mean(axis=0) - before.mean(axis=0)
     if min(len(before), len(after)) < 2:
-        return resampled(gains, counts)
+        return resample(gains, counts)
     gain = float(gains.sum() / counts.sum())
     rest = gains - gain * counts
     of_documents = float((rest**2).sum() / counts.sum() ** 2 * len(counts) / (len(counts) - 1))
@@ -177,14 +177,14 @@ def holm(p_values: Mapping[str, float]) -> dict[str, float]:
     return corrected
 
 
-def compared_over_seeds(found: Mapping[str, Interval | str]) -> dict[str, float]:
+def compare_over_seeds(found: Mapping[str, Interval | str]) -> dict[str, float]:
     """Return the p-values of a family of comparisons: those over seeds, since another seed may reverse the others."""
     return {name: each.p_value for name, each in found.items() if isinstance(each, Interval) and each.over_seeds}
 
 
-def settled(found: Mapping[str, Interval | str]) -> set[str]:
+def find_settled(found: Mapping[str, Interval | str]) -> set[str]:
     """Return the models whose gain excludes equality after Holm's correction for all comparisons over seeds."""
-    return {name for name, p_value in holm(compared_over_seeds(found)).items() if p_value < LEVEL}
+    return {name for name, p_value in holm(compare_over_seeds(found)).items() if p_value < LEVEL}
 
 
 def about_settled(comparisons: int) -> str:
@@ -196,7 +196,7 @@ def _problem(before: Array, after: Array) -> str | None:
     """Return why there is no interval of metrics of documents, (S, N) each; None if there is one."""
     num_documents = before.shape[1]
     if num_documents < MIN_DOCUMENTS:
-        return f"{counted(num_documents, 'document')}; an interval needs at least {MIN_DOCUMENTS}"
+        return f"{count_noun(num_documents, 'document')}; an interval needs at least {MIN_DOCUMENTS}"
     return None if np.isfinite(before).all() and np.isfinite(after).all() else "a loss is not finite"
 
 

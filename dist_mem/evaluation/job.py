@@ -26,10 +26,10 @@ from dist_mem.evaluation.protocol import Protocol
 from dist_mem.evaluation.report_names import data_part
 from dist_mem.evaluation.trained_model import Checkpoint, find_checkpoint
 from dist_mem.runtime import distributed
-from dist_mem.runtime.distributed import World, decided_by_rank0, gather_objects, on_all_ranks, sum_over_ranks
+from dist_mem.runtime.distributed import World, decide_on_rank0, gather_objects, on_all_ranks, sum_over_ranks
 from dist_mem.runtime.figures import is_figure
 from dist_mem.runtime.files import is_missing
-from dist_mem.runtime.locks import held_file
+from dist_mem.runtime.locks import hold_file
 from dist_mem.runtime.ranks import read_ranks
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.supervision.findings import refuse
@@ -103,14 +103,14 @@ def run_on_ranks(
 
 def find_checkpoint_on_rank0(path: Path, step: int | None, world: World) -> Checkpoint:
     """Run `find_checkpoint` on rank 0, which also prints its remarks; return the checkpoint on every rank."""
-    found = decided_by_rank0(lambda: find_checkpoint(path, step))
+    found = decide_on_rank0(lambda: find_checkpoint(path, step))
     for remark in found.remarks if world.rank == 0 else ():
         print(remark, file=sys.stderr)
     return found
 
 
 @contextmanager
-def held_by_rank0(target: Path) -> Iterator[None]:
+def hold_on_rank0(target: Path) -> Iterator[None]:
     """Hold the files TARGET.* on rank 0 for the block, in which they are made.
 
     Raises:
@@ -120,13 +120,13 @@ def held_by_rank0(target: Path) -> Iterator[None]:
 
         def hold() -> None:
             with suppress(OSError):  # a run that only others may write into: what was found is shown all the same
-                stack.enter_context(held_file(target))
+                stack.enter_context(hold_file(target))
 
-        decided_by_rank0(hold)
+        decide_on_rank0(hold)
         yield
 
 
-def written_by_rank0(write: Callable[[], None], world: World, what: str) -> None:
+def write_on_rank0(write: Callable[[], None], world: World, what: str) -> None:
     """Call `write` on rank 0; if it fails, all ranks raise with its message."""
     on_all_ranks(lambda: write() if world.rank == 0 else None, what)
 
@@ -152,7 +152,7 @@ def use_threads(train: TrainConfig) -> None:
         torch.set_num_threads(train.threads)
 
 
-def described(
+def describe_evaluation(
     checkpoint: Checkpoint, name: str, protocol: Protocol, memory: MemoryFile | None = None
 ) -> dict[str, object]:
     """Return what a report's JSON says of the model, the protocol and the memory file."""

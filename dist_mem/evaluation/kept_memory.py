@@ -62,14 +62,14 @@ def model_settings(trained: TrainedModel) -> dict[str, Any]:
         "model.token_types": types and [types.ids, types.markers],
         "train.seed": spec.seed,
         "data.cut": config.data.cut,
-        **flatten(_portable(memory_options(config.memory)), "memory"),
+        **flatten(_make_portable(memory_options(config.memory)), "memory"),
     }
     return cast(dict[str, Any], json.loads(json.dumps(settings, default=str)))
 
 
-def _portable(block: Mapping[str, Any]) -> dict[str, Any]:
+def _make_portable(block: Mapping[str, Any]) -> dict[str, Any]:
     """Return a memory block that names memories from outside the package by the SHA-256 of their file."""
-    portable = {name: _portable(child) if isinstance(child, Mapping) else child for name, child in block.items()}
+    portable = {name: _make_portable(child) if isinstance(child, Mapping) else child for name, child in block.items()}
     kind: str = block.get("kind", "")
     if is_file(kind):
         portable["kind"] = f"{memory_class(kind).__module__}:{kind.rpartition(':')[2]}"
@@ -105,22 +105,24 @@ def fit(trained: TrainedModel, found: MemoryFile) -> tuple[LMState, Tensor]:
         UnusableError: another model has read it, or this one with other settings.
     """
     _refuse_another_model(trained, found)
-    state = _fitting(trained, found)
+    state = _fit_state(trained, found)
     inputs = found.tensors[OPEN_SEGMENT]
     seg_len, vocab_size = trained.config.train.seg_len, trained.tokenizer.vocab_size
     if len(inputs) > seg_len or not all(0 <= token < vocab_size for token in inputs.tolist()):
-        raise UnusableError(f"{found.path}: {OPEN_SEGMENT} is no segment of this model: {_again(trained, found.path)}")
+        raise UnusableError(
+            f"{found.path}: {OPEN_SEGMENT} is no segment of this model: {_reading_command(trained, found.path)}"
+        )
     return state, inputs
 
 
-def _again(trained: TrainedModel, path: Path) -> str:
+def _reading_command(trained: TrainedModel, path: Path) -> str:
     """Return the command that makes the file for this model."""
     return f"read the text again with this model: dist-mem read TEXT --run {trained.checkpoint.run_dir} -o {path}"
 
 
 def _refuse_another_model(trained: TrainedModel, found: MemoryFile) -> None:
     """Raise UnusableError, with what differs and the fix, unless the file is a memory of this model."""
-    path, again = found.path, _again(trained, found.path)
+    path, again = found.path, _reading_command(trained, found.path)
     then, now = found.header["tokenizer_fingerprint"], trained.tokenizer.fingerprint
     if then != now:
         raise UnusableError(f"{path} was read with tokenizer {then[:12]}, but this model's is {now[:12]}: {again}")
@@ -137,18 +139,18 @@ def _refuse_another_model(trained: TrainedModel, found: MemoryFile) -> None:
         was = (
             0 if (key, theirs.get(key)) == ("eval.clamp_len", None) else theirs.get(key)
         )  # null would mean: as trained
-        fix = f"give {key}={_written(was)}, or {again}" if key.startswith("eval.") else again
+        fix = f"give {key}={_as_argument(was)}, or {again}" if key.startswith("eval.") else again
         raise UnusableError(
-            f"{path} was read with {key} = {_written(was)}, but here it is {_written(mine.get(key))}: {fix}"
+            f"{path} was read with {key} = {_as_argument(was)}, but here it is {_as_argument(mine.get(key))}: {fix}"
         )
 
 
-def _written(value: Any) -> str:
+def _as_argument(value: Any) -> str:
     """Return a value as on the command line."""
     return json.dumps(value).strip('"')
 
 
-def _fitting(trained: TrainedModel, found: MemoryFile) -> LMState:
+def _fit_state(trained: TrainedModel, found: MemoryFile) -> LMState:
     """Return the tensors of a file as a state of the model. Raises UnusableError if they do not fit."""
     empty = init_state(trained)
     wanted = {name: (part.dtype, tuple(part.shape)) for name, part in named_tensors(empty).items()}
@@ -157,7 +159,7 @@ def _fitting(trained: TrainedModel, found: MemoryFile) -> LMState:
         if wanted.get(name) != has.get(name):
             theirs, mine = (str(side.get(name, "missing")) for side in (has, wanted))
             raise UnusableError(
-                f"{found.path}: {name} is {theirs}, but in this model {mine}: {_again(trained, found.path)}"
+                f"{found.path}: {name} is {theirs}, but in this model {mine}: {_reading_command(trained, found.path)}"
             )
     names = iter(wanted)  # walks a state in the same order as map_state
     state: LMState = map_state(lambda part: found.tensors[next(names)].to(part.device), empty)
@@ -166,6 +168,6 @@ def _fitting(trained: TrainedModel, found: MemoryFile) -> LMState:
         if ((count.value < count.least) | (count.value > most)).any():
             raise UnusableError(
                 f"{found.path}: {name} is {count.value.tolist()}, but from {count.least} to {most} after "
-                f"{found.num_tokens:,} tokens: {_again(trained, found.path)}"
+                f"{found.num_tokens:,} tokens: {_reading_command(trained, found.path)}"
             )
     return state

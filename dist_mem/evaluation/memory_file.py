@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dist_mem.data.tar import MAX_TOKENS
 from dist_mem.errors import UnusableError, run_error
-from dist_mem.runtime.file_schema import check, integer, leaf, record, rows, sha256, table, text
+from dist_mem.runtime.file_schema import check, integer, leaf, list_of, record, sha256, table, text
 from dist_mem.runtime.files import by_name, is_wrong_path, write_bytes
 
 FORMAT_VERSION = 1
@@ -39,7 +39,7 @@ _HEADER = record(
         "model": record({"name": text, "step": integer(), "weights_sha256": sha256}, is_open=True),
         "tokenizer_fingerprint": text,
         "settings": table(_SETTING),
-        "texts": rows(
+        "texts": list_of(
             record({"name": text, "sha256": sha256, "num_tokens": integer(high=int(MAX_TOKENS))}, is_open=True)
         ),
     },
@@ -137,7 +137,7 @@ def read_memory_file(path: Path) -> MemoryFile:
         raise run_error(error, f"{path} cannot be read: {error.strerror or error}") from error
     if entry is None:
         raise UnusableError(f"{path} is a safetensors file, but not a memory file (no {_ENTRY} in its header): {again}")
-    header = _parsed(path, entry, again)
+    header = _parse_header(path, entry, again)
     if header.get("sha256") != _digest(header, tensors):
         raise UnusableError(f"{path}: SHA-256 differs from the one in the file (damaged): {again}")
     check(header, _HEADER, path, UnusableError, f": {again}")
@@ -149,7 +149,7 @@ def read_memory_file(path: Path) -> MemoryFile:
     return MemoryFile(path, header, tensors)
 
 
-def _parsed(path: Path, entry: str, again: str) -> dict[str, Any]:
+def _parse_header(path: Path, entry: str, again: str) -> dict[str, Any]:
     """Return the header, of this format."""
     try:
         header = json.loads(entry)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dist_mem.evaluation.report_names import counterpart, is_without_memory
-from dist_mem.evaluation.scores import Band, Report, perplexity, read_report, recall_bands, shown
+from dist_mem.evaluation.scores import Band, Report, format_metric, perplexity, read_report, recall_bands
 from dist_mem.runtime.figures import exponential
 
 
@@ -32,8 +32,8 @@ class MemoryGain(NamedTuple):
         return exponential(self.nats)
 
     def __str__(self) -> str:
-        change = f"{self.nats:.4f} nats per token, perplexity {shown(self.with_memory)} with memory"
-        return f"{change}, {shown(self.without)} without ({shown(self.ratio)}x)"
+        change = f"{self.nats:.4f} nats per token, perplexity {format_metric(self.with_memory)} with memory"
+        return f"{change}, {format_metric(self.without)} without ({format_metric(self.ratio)}x)"
 
 
 def memory_gain(with_memory: Report, without: Report, band: Band | None = None) -> MemoryGain:

@@ -22,8 +22,8 @@ from dist_mem.data.batch import Batch
 from dist_mem.data.documents import Documents
 from dist_mem.data.segments import collate, document_segments
 from dist_mem.data.shard import Index
-from dist_mem.evaluation.plotting.drawn import Drawn, Table, write_figure
-from dist_mem.evaluation.plotting.style import new_picture, ordered_styles, styled
+from dist_mem.evaluation.plotting.drawn_figure import DrawnFigure, Table, write_figure
+from dist_mem.evaluation.plotting.style import new_picture, ordered_styles, use_style
 from dist_mem.evaluation.protocol import Protocol
 from dist_mem.evaluation.scoring import Forward, InitState
 from dist_mem.memory.base import Memory, MemoryState, named_tensors
@@ -168,7 +168,7 @@ def state_metrics(blocks: Iterable[MemoryState]) -> dict[str, float]:
     """
     norms, ranks = [], []
     for block in blocks:
-        rows = _rows(named_tensors(block))
+        rows = _held_rows(named_tensors(block))
         if rows is None:
             continue
         norms.append(float(rows.norm(dim=-1).mean()))
@@ -180,7 +180,7 @@ def state_metrics(blocks: Iterable[MemoryState]) -> dict[str, float]:
     return {"state_norm": statistics.fmean(norms), "effective_rank": statistics.fmean(ranks)}
 
 
-def _rows(tensors: Mapping[str, Tensor]) -> Tensor | None:
+def _held_rows(tensors: Mapping[str, Tensor]) -> Tensor | None:
     """Return the rows that are not 0 of the largest tensor of rows, (rows, D) float32; None: nothing is held."""
     matrices = [part.flatten(2) for part in tensors.values() if part.is_floating_point() and part.dim() >= 3]
     if not matrices:
@@ -208,7 +208,7 @@ def write_passage_picture(layers: Sequence[Mapping[str, float]], folder: Path, *
         for kind in kinds
         for band, _, _ in BANDS
     ]
-    with styled():
+    with use_style():
         picture, axes = new_picture(2.8, columns=len(kinds), squeeze=False, sharey=True)
         names = [band.replace("_to_", "-").replace("_up", "+") for band, _, _ in BANDS]
         for (column,), kind in zip(axes.T, kinds, strict=True):
@@ -223,5 +223,5 @@ def write_passage_picture(layers: Sequence[Mapping[str, float]], folder: Path, *
             f"Where each layer looked at step {step}, in the passage that every evaluation reads: the mean share of a "
             "query's reading by the age of what is read, over heads, queries and segments."
         )
-        drawn = Drawn(picture, Table(("layer", "reading", "segments_back", "share"), rows), caption)
+        drawn = DrawnFigure(picture, Table(("layer", "reading", "segments_back", "share"), rows), caption)
         return write_figure(drawn, folder, f"passage-step-{step:08d}", form="svg")

@@ -13,9 +13,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from dist_mem.config import Config, EvalConfig, as_tree, changed
+from dist_mem.config import Config, EvalConfig, as_tree, change_config
 from dist_mem.config.keys import TOKENS
-from dist_mem.config.memory_blocks import described, memories_of
+from dist_mem.config.memory_blocks import describe_memory, memories_of
 from dist_mem.evaluation.report_names import WITHOUT_MEMORY, join_parts
 from dist_mem.runtime.file_schema import boolean, integer, one_of, optional, record, text
 
@@ -115,8 +115,8 @@ def for_evaluation(config: Config) -> Config:
     blocks = short_term_blocks(memory) if settings.mem_len is not None else []
     if settings.mem_len is not None and not blocks:
         raise ValueError(
-            f"eval.mem_len is {settings.mem_len}, but memory.kind {described(config.memory)} has no short-term memory "
-            "(no memory.mem_len): set eval.mem_len to null"
+            f"eval.mem_len is {settings.mem_len}, but memory.kind {describe_memory(config.memory)} has no short-term "
+            "memory (no memory.mem_len): set eval.mem_len to null"
         )
     for block in blocks:
         block["mem_len"] = settings.mem_len
@@ -127,7 +127,7 @@ def for_evaluation(config: Config) -> Config:
         "model.same_length": wanted.same_length,
         "memory": memory,
     }
-    return changed(config, changes)
+    return change_config(config, changes)
 
 
 def short_term_blocks(memory: Mapping[str, Any]) -> list[Any]:

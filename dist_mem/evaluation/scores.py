@@ -19,7 +19,7 @@ from dist_mem.evaluation.protocol import PROTOCOL
 from dist_mem.runtime.csv_text import csv_text
 from dist_mem.runtime.figures import NO_FIGURE, exponential, is_figure, json_text
 from dist_mem.runtime.file_schema import MAX_INTEGER, check, integer, leaf, metric, number, optional, read_json, record
-from dist_mem.runtime.file_schema import rows as rows_of
+from dist_mem.runtime.file_schema import list_of as rows_of
 from dist_mem.runtime.file_schema import table as table_of
 from dist_mem.runtime.file_schema import text as text_of
 from dist_mem.runtime.files import write_text
@@ -183,7 +183,7 @@ def accuracy(hits: int | None, num_scored: int) -> float:
     return math.nan if hits is None or num_scored == 0 else hits / num_scored
 
 
-def shown(value: float, form: str = ",.2f") -> str:
+def format_metric(value: float, form: str = ",.2f") -> str:
     """Format a metric in at most ten characters; n/a for what is no figure."""
     if not is_figure(value):
         return NO_FIGURE
@@ -196,9 +196,9 @@ def to_table(report: Report, *, rows: int = TABLE_ROWS) -> str:
     cells: list[Sequence[str]] = [head]
     for document in report.documents[:rows]:
         counts = (document.num_scored, document.words, document.bytes, accuracy(document.hits, document.num_scored))
-        cells.append(_row(document.id[:10], _shortened(document.title), document.nll, *counts))
+        cells.append(_report_row(document.id[:10], _shorten(document.title), document.nll, *counts))
     counts = (report.num_scored, report.num_words, report.num_bytes, report.accuracy)
-    cells.append(_row("all", f"{len(report.documents)} documents", report.nll, *counts))
+    cells.append(_report_row("all", f"{len(report.documents)} documents", report.nll, *counts))
     lines = table(cells)
     left_out = len(report.documents) - rows
     if left_out > 0:
@@ -207,19 +207,19 @@ def to_table(report: Report, *, rows: int = TABLE_ROWS) -> str:
     for name, band in recall_bands(report.seg_len, report.mem_len).items():
         nll, count = report.recall_in(band)
         if count:
-            share = shown(report.recall_accuracy(band), ".2%")
-            recall.append([f"{band} tokens back ({name})", shown(perplexity(nll, count)), share, f"{count:,}"])
+            share = format_metric(report.recall_accuracy(band), ".2%")
+            recall.append([f"{band} tokens back ({name})", format_metric(perplexity(nll, count)), share, f"{count:,}"])
     lines += ["", *table(recall)] if len(recall) > 1 else []
     if not math.isnan(report.whole_answers):
         lines += ["", f"whole answers: {report.whole_answers:.2%} of the documents"]
     return "\n".join(lines)
 
 
-def _shortened(title: str) -> str:
+def _shorten(title: str) -> str:
     return title if len(title) <= _TITLE_CHARS else title[: _TITLE_CHARS - 3] + "..."
 
 
-def _row(
+def _report_row(
     name: str, title: str, nll: float, num_scored: int, words: int | None, num_bytes: int, hit_share: float
 ) -> list[str]:
     return [
@@ -227,10 +227,10 @@ def _row(
         title,
         f"{num_scored:,}",
         NO_FIGURE if words is None else f"{words:,}",
-        shown(perplexity(nll, words)),
-        shown(perplexity(nll, num_scored)),
-        shown(bits_per_byte(nll, num_bytes), ".4f"),
-        shown(hit_share, ".2%"),
+        format_metric(perplexity(nll, words)),
+        format_metric(perplexity(nll, num_scored)),
+        format_metric(bits_per_byte(nll, num_bytes), ".4f"),
+        format_metric(hit_share, ".2%"),
     ]
 
 

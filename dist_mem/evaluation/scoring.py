@@ -53,7 +53,7 @@ class EvaluationError(RunError, RuntimeError):
     """The scores are not valid; raised on every rank."""
 
 
-class Sums(NamedTuple):
+class ScoreSums(NamedTuple):
     """Sums of one rank or of all, float64; for one rank, the entries of other ranks' documents are 0."""
 
     nll: Tensor  # (documents,) nats
@@ -143,21 +143,21 @@ def lengths_to_score(index: Index, tokenizer: Tokenizer, settings: EvalConfig) -
     return lengths
 
 
-def _document_scores(index: Index, sums: Sums) -> list[DocumentScore]:
-    counts = [_known(part) for part in (sums.num_scored, sums.words, sums.bytes, sums.hits)]
+def _document_scores(index: Index, sums: ScoreSums) -> list[DocumentScore]:
+    counts = [_as_integers(part) for part in (sums.num_scored, sums.words, sums.bytes, sums.hits)]
     depths = [None if math.isnan(depth) else depth for depth in sums.depths.tolist()]
     rows = zip(index.documents, sums.nll.tolist(), *counts, depths, strict=True)
     return [DocumentScore(entry.id, entry.title, *row) for entry, *row in rows]
 
 
-def _known(counts: Tensor) -> list[int | None]:
+def _as_integers(counts: Tensor) -> list[int | None]:
     """Convert counts to integers; nan becomes None."""
     return [None if math.isnan(count) else int(count) for count in counts.tolist()]
 
 
-def _recall_scores(sums: Sums) -> list[RecallScore]:
+def _recall_scores(sums: ScoreSums) -> list[RecallScore]:
     distances = [distance for distance in sums.recall_count.nonzero().flatten().tolist() if distance > 0]
-    counts = [_known(part[distances]) for part in (sums.recall_count, sums.recall_hits)]
+    counts = [_as_integers(part[distances]) for part in (sums.recall_count, sums.recall_hits)]
     return [RecallScore(*row) for row in zip(distances, sums.recall_nll[distances].tolist(), *counts, strict=True)]
 
 
@@ -166,7 +166,7 @@ def score_batches(
     forward: Forward,
     init_state: InitState,
     steps: Iterable[Step],
-    sums: Sums,
+    sums: ScoreSums,
     *,
     progress: Progress,
     without_memory: bool,
@@ -194,7 +194,7 @@ def score_batches(
             progress.add(int(host_batch.valid_len.sum()))
 
 
-def add_scores(sums: Sums, batch: Batch, documents: Tensor, output: LMOutput) -> None:
+def add_scores(sums: ScoreSums, batch: Batch, documents: Tensor, output: LMOutput) -> None:
     """Add the scores of one micro-batch; `documents`: number of the document of every row (B,) or target (B, T)."""
     scored, nll = (batch.targets != IGNORE).double(), output.nll.double()
     hits = torch.full_like(nll, math.nan) if output.hits is None else output.hits * scored
@@ -213,19 +213,19 @@ def add_scores(sums: Sums, batch: Batch, documents: Tensor, output: LMOutput) ->
         sums.recall_hits.index_add_(0, distances, hits.flatten())
 
 
-def _empty_sums(share: DocumentSizes, device: torch.device) -> Sums:
+def _empty_sums(share: DocumentSizes, device: torch.device) -> ScoreSums:
     by_document = torch.zeros(3, len(share.words), dtype=torch.float64, device=device)
     by_distance = torch.zeros(3, share.max_distance + 1, dtype=torch.float64, device=device)
-    return Sums(*[*by_document, *by_distance, share.words, share.bytes, share.depths])
+    return ScoreSums(*[*by_document, *by_distance, share.words, share.bytes, share.depths])
 
 
-def _over_ranks(sums: Sums, world: World) -> Sums:
+def _over_ranks(sums: ScoreSums, world: World) -> ScoreSums:
     """Return the sums over all ranks, by one all-reduce, on the CPU."""
     joined = world.sum(torch.cat([part.cpu() for part in sums]))
-    return Sums(*joined.split([len(part) for part in sums]))
+    return ScoreSums(*joined.split([len(part) for part in sums]))
 
 
-def check_complete(index: Index, extent: Extent, sums: Sums) -> None:
+def check_complete(index: Index, extent: Extent, sums: ScoreSums) -> None:
     """Raise EvaluationError unless the scores match the index; the plan itself may be wrong."""
     for document, entry in enumerate(index.documents):
         where = f"{index.split_dir}: document {entry.id}"

@@ -23,21 +23,21 @@ from dist_mem.evaluation.job import (
     StopCheck,
     data_tag,
     find_checkpoint_on_rank0,
-    held_by_rank0,
+    hold_on_rank0,
     run_on_ranks,
     use_threads,
-    written_by_rank0,
+    write_on_rank0,
 )
 from dist_mem.evaluation.plot import Line, add_legend, draw_lines, labels_of, save_picture
 from dist_mem.evaluation.plotting.style import add_grid, in_style, new_picture
 from dist_mem.evaluation.protocol import Protocol, for_evaluation, in_terms_of_eval, protocol_of
 from dist_mem.evaluation.report_names import FOLDER, join_parts
-from dist_mem.evaluation.scores import MEASURES, Report, measure_of, shown
+from dist_mem.evaluation.scores import MEASURES, Report, format_metric, measure_of
 from dist_mem.evaluation.trained_model import Checkpoint, read_settings
 from dist_mem.model import MemoryLM
 from dist_mem.runtime import markdown
 from dist_mem.runtime.csv_text import csv_text
-from dist_mem.runtime.distributed import World, decided_by_rank0
+from dist_mem.runtime.distributed import World, decide_on_rank0
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.signals import StopSignal
 
@@ -52,7 +52,7 @@ class Sweep(NamedTuple):
     values: list[int]
 
 
-class Row(NamedTuple):
+class SweepRow(NamedTuple):
     """One evaluation of a sweep."""
 
     run: str
@@ -110,20 +110,20 @@ def run(
             check_lengths(one, parsed, overrides)
         own = read_settings(found[0].directory, overrides, reads_data=True)
         scored = split or own.eval.split
-        data = decided_by_rank0(lambda: data_tag(found[0], own.data, scored))
+        data = decide_on_rank0(lambda: data_tag(found[0], own.data, scored))
         stem = found[0].run_dir / FOLDER / join_parts("sweep", scored, parsed.key, data)
-        rows: list[Row] = []
+        rows: list[SweepRow] = []
         names = names_of(paths)
         labels = dict(zip(names, labels_of(names, [one.directory / "config.yaml" for one in found]), strict=True))
         num_rows = len(found) * len(parsed.values)
-        with held_by_rank0(stem):
+        with hold_on_rank0(stem):
             for (one, name), value in itertools.product(zip(found, names, strict=True), parsed.values):
                 if world.rank == 0:
                     row = f"row {len(rows) + 1} of {num_rows}: {name}, eval.{parsed.key}={value}"
                     print(row, file=sys.stderr, flush=True)
                 settings = [*overrides, f"eval.{parsed.key}={value}"]
-                rows.append(evaluated(one, name, settings, split=split, world=world, check=check))
-                written_by_rank0(lambda: write_table(rows, parsed, stem, labels), world, "writing the table")
+                rows.append(evaluate_row(one, name, settings, split=split, world=world, check=check))
+                write_on_rank0(lambda: write_table(rows, parsed, stem, labels), world, "writing the table")
         if world.rank == 0:
             print(to_markdown(rows))
             print(f"written: {', '.join(str(path) for path in files_of(stem))}")
@@ -151,7 +151,7 @@ def check_lengths(checkpoint: Checkpoint, sweep: Sweep, overrides: Sequence[str]
             raise ValueError(in_terms_of_eval(str(error), config.eval)) from error
 
 
-def evaluated(
+def evaluate_row(
     checkpoint: Checkpoint,
     name: str,
     overrides: Sequence[str],
@@ -159,15 +159,15 @@ def evaluated(
     split: str | None,
     world: World,
     check: StopCheck,
-) -> Row:
+) -> SweepRow:
     """Evaluate a checkpoint and return its row; collective, every rank calls it."""
     config = read_settings(checkpoint.directory, overrides, reads_data=True)
     use_threads(config.train)
     report = evaluate_checkpoint(checkpoint, config, split=split or config.eval.split, world=world, check=check)
-    row = Row(name, checkpoint.manifest["step"], protocol_of(config), report)
+    row = SweepRow(name, checkpoint.manifest["step"], protocol_of(config), report)
     if world.rank == 0:
         metric = measure_of([report])
-        value = shown(getattr(report, metric), MEASURES[metric].form)
+        value = format_metric(getattr(report, metric), MEASURES[metric].form)
         print(f"{name}, {row.protocol}: {metric.replace('_', ' ')} {value}", flush=True)
     return row
 
@@ -177,7 +177,7 @@ def files_of(stem: Path) -> list[Path]:
     return [stem.with_name(f"{stem.name}{ending}") for ending in (".csv", ".png")]
 
 
-def write_table(rows: Sequence[Row], sweep: Sweep, stem: Path, labels: Mapping[str, str]) -> None:
+def write_table(rows: Sequence[SweepRow], sweep: Sweep, stem: Path, labels: Mapping[str, str]) -> None:
     """Write the table and its plot; `labels` maps each run to its label in the plot."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     table, picture = files_of(stem)
@@ -185,7 +185,7 @@ def write_table(rows: Sequence[Row], sweep: Sweep, stem: Path, labels: Mapping[s
     plot_sweep(rows, sweep, picture, labels)
 
 
-def to_markdown(rows: Sequence[Row]) -> str:
+def to_markdown(rows: Sequence[SweepRow]) -> str:
     """Return the table for a terminal or a page."""
     with_clamp = len({row.protocol.clamp_len for row in rows}) > 1
     heading = ["run", "step", "T", "M", *(["clamp"] if with_clamp else []), "tokens", "word ppl", "token ppl"]
@@ -193,14 +193,14 @@ def to_markdown(rows: Sequence[Row]) -> str:
     for row in rows:
         word, token, bits = row.metrics
         lengths = [row.protocol.seg_len, row.protocol.mem_len, *([row.protocol.clamp_len] if with_clamp else [])]
-        metrics = f"{row.report.num_scored:,}", shown(word), shown(token), shown(bits, ".4f")
+        metrics = f"{row.report.num_scored:,}", format_metric(word), format_metric(token), format_metric(bits, ".4f")
         lines.append([row.run, str(row.step), *map(str, lengths), *metrics])
     rest = "; ".join(sorted({str(row.protocol).split(", ", 2)[2] for row in rows}))
     table = markdown.table([*heading, "bits/byte"], lines)
     return "\n".join([*table, "", f"split {rows[0].report.split}; {rest}"])
 
 
-def to_csv(rows: Sequence[Row]) -> str:
+def to_csv(rows: Sequence[SweepRow]) -> str:
     """Return a CSV with one line per row, including the whole protocol."""
     lines: list[list[object]] = [["run", "step", "split", *Protocol._fields, "num_scored", *METRICS]]
     for row in rows:
@@ -209,7 +209,7 @@ def to_csv(rows: Sequence[Row]) -> str:
 
 
 @in_style
-def plot_sweep(rows: Sequence[Row], sweep: Sweep, path: Path, labels: Mapping[str, str]) -> None:
+def plot_sweep(rows: Sequence[SweepRow], sweep: Sweep, path: Path, labels: Mapping[str, str]) -> None:
     """Plot what the rows are compared by (`measure_of`) by length, with a line per label (`draw_lines`)."""
     metric = measure_of([row.report for row in rows])
     figure, axes = new_picture(3.6)

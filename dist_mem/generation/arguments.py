@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dist_mem.evaluation.trained_model import TrainedModel
-from dist_mem.runtime.terminal import counted
+from dist_mem.runtime.terminal import count_noun
 
 ROWS = "a list with one row of ids per lane, as [trained.tokenizer.encode('It was')]"
 
@@ -76,89 +76,95 @@ def id_rows(name: str, rows: Any, *, num_lanes: int, vocab_size: int) -> list[Te
         raise wrong_type(name, rows, ROWS)
     found = [id_row(f"{name}[{lane}]", row, vocab_size) for lane, row in enumerate(rows)]
     if len(found) != num_lanes:
-        lanes = counted(len(found), "lane")
+        lanes = count_noun(len(found), "lane")
         raise ValueError(f"{name} has rows for {lanes}, but the reading has {num_lanes}; give {ROWS}")
     return found
 
 
-class Neutral(NamedTuple):
+class NeutralValues(NamedTuple):
     """The values of an option that ask for nothing."""
 
     values: tuple[Any, ...] | None  # None: all
     reason: str = ""  # why others are refused, or what to do instead
 
 
-_ALIKE = Neutral(None)  # about downloads and reading: the same is loaded from a folder
+_ALIKE = NeutralValues(None)  # about downloads and reading: the same is loaded from a folder
 _ONE_DEVICE = "the whole model is on one device (device_map)"
 _KERNELS = "it has no kernels from a hub"
-_FULL_WEIGHTS = Neutral((False,), "weights are float32 or bfloat16 (dtype), as exported")
-_WHOLE_FILES = Neutral((False,), "the folder must be as exported: its files are compared with their SHA-256")
-_ONE_TEXT = Neutral((1,), "one text is written for each prompt")
+_FULL_WEIGHTS = NeutralValues((False,), "weights are float32 or bfloat16 (dtype), as exported")
+_WHOLE_FILES = NeutralValues((False,), "the folder must be as exported: its files are compared with their SHA-256")
+_ONE_TEXT = NeutralValues((1,), "one text is written for each prompt")
 _NO_BEAMS = "there is no beam search here; omit it, or load the export with transformers"
 _FEWER_CHOICES = "tokens are drawn by temperature, top_k and top_p only"
 _UNCHANGED = "log-probabilities are those of the model, without penalties"
-_TEXT_ONLY = Neutral((False,), "only texts are returned; use the export with transformers")
+_TEXT_ONLY = NeutralValues((False,), "only texts are returned; use the export with transformers")
 _TRAINING = "train with dist_mem"
 
-LOADING: Mapping[str, Neutral] = {  # of `from_pretrained`
+LOADING: Mapping[str, NeutralValues] = {  # of `from_pretrained`
     **dict.fromkeys(("adapter_kwargs", "cache_dir", "code_revision", "force_download", "local_files_only"), _ALIKE),
     **dict.fromkeys(("proxies", "resume_download", "token", "trust_remote_code", "use_auth_token"), _ALIKE),
     **dict.fromkeys(("_commit_hash", "_fast_init", "_from_auto", "_from_pipeline", "mirror", "tqdm_class"), _ALIKE),
     **dict.fromkeys(("disable_mmap", "low_cpu_mem_usage", "weights_only"), _ALIKE),
-    "revision": Neutral(("main",), "a folder has one revision; download the one you want"),
-    "subfolder": Neutral(("",), "give the folder itself"),
-    "use_safetensors": Neutral((True,), "weights are safetensors, and nothing loads a pickle"),
-    **dict.fromkeys(("from_tf", "from_flax"), Neutral((False,), "weights are safetensors")),
+    "revision": NeutralValues(("main",), "a folder has one revision; download the one you want"),
+    "subfolder": NeutralValues(("",), "give the folder itself"),
+    "use_safetensors": NeutralValues((True,), "weights are safetensors, and nothing loads a pickle"),
+    **dict.fromkeys(("from_tf", "from_flax"), NeutralValues((False,), "weights are safetensors")),
     **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization_config"), _FULL_WEIGHTS),
     **dict.fromkeys(("ignore_mismatched_sizes",), _WHOLE_FILES),
-    **dict.fromkeys(("gguf_file", "key_mapping", "state_dict", "variant"), Neutral((), _WHOLE_FILES.reason)),
-    **dict.fromkeys(("max_memory", "offload_folder", "tp_plan", "tp_size"), Neutral((), _ONE_DEVICE)),
-    **dict.fromkeys(("device_mesh", "distributed_config"), Neutral((), _ONE_DEVICE)),
-    **dict.fromkeys(("offload_buffers", "offload_state_dict"), Neutral((False,), _ONE_DEVICE)),
-    **dict.fromkeys(("allow_all_kernels", "use_kernels"), Neutral((False,), _KERNELS)),
-    **dict.fromkeys(("fusion_config", "kernel_config"), Neutral(({},), _KERNELS)),
-    "adapter_name": Neutral(("default",), "it has no adapters"),
-    "output_loading_info": Neutral((False,), "every weight is loaded, or none"),
+    **dict.fromkeys(("gguf_file", "key_mapping", "state_dict", "variant"), NeutralValues((), _WHOLE_FILES.reason)),
+    **dict.fromkeys(("max_memory", "offload_folder", "tp_plan", "tp_size"), NeutralValues((), _ONE_DEVICE)),
+    **dict.fromkeys(("device_mesh", "distributed_config"), NeutralValues((), _ONE_DEVICE)),
+    **dict.fromkeys(("offload_buffers", "offload_state_dict"), NeutralValues((False,), _ONE_DEVICE)),
+    **dict.fromkeys(("allow_all_kernels", "use_kernels"), NeutralValues((False,), _KERNELS)),
+    **dict.fromkeys(("fusion_config", "kernel_config"), NeutralValues(({},), _KERNELS)),
+    "adapter_name": NeutralValues(("default",), "it has no adapters"),
+    "output_loading_info": NeutralValues((False,), "every weight is loaded, or none"),
 }
 
-CONFIGURED: Mapping[str, Neutral] = {  # of a configuration that a caller has changed; other attributes are the weights'
+# Of a configuration that a caller has changed; other attributes are the weights'.
+CONFIGURED: Mapping[str, NeutralValues] = {
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "return_dict"), _ALIKE),
     **dict.fromkeys(("output_attentions", "output_hidden_states"), _ALIKE),  # forward looks at them
     **dict.fromkeys(("architectures", "auto_map", "dtype", "transformers_version", "_name_or_path"), _ALIKE),
-    "attn_implementation": Neutral(
+    "attn_implementation": NeutralValues(
         ("eager", "sdpa"), "model.attention in the folder's config.yaml chooses it; all compute the same"
     ),
 }
 
-READING: Mapping[str, Neutral] = {  # of a model's forward
+READING: Mapping[str, NeutralValues] = {  # of a model's forward
     **dict.fromkeys(("tokenizer", "assistant_tokenizer"), _ALIKE),  # of generate, which hands them down
-    "output_attentions": Neutral((False,), "use dist_mem.Model(model.trained).inspect, which shows where it looked"),
-    "output_hidden_states": Neutral((False,), "use model.trained.model.features, which returns those of the softmax"),
-    "inputs_embeds": Neutral((), "a text is read from its token ids, which are also kept in the cache"),
-    "position_ids": Neutral((), "positions follow from the tokens that are read; mark padding by attention_mask"),
-    "token_type_ids": Neutral((), "types follow from the text (model.token_types)"),
-    "num_items_in_batch": Neutral((), _TRAINING),
+    "output_attentions": NeutralValues(
+        (False,), "use dist_mem.Model(model.trained).inspect, which shows where it looked"
+    ),
+    "output_hidden_states": NeutralValues(
+        (False,), "use model.trained.model.features, which returns those of the softmax"
+    ),
+    "inputs_embeds": NeutralValues((), "a text is read from its token ids, which are also kept in the cache"),
+    "position_ids": NeutralValues((), "positions follow from the tokens that are read; mark padding by attention_mask"),
+    "token_type_ids": NeutralValues((), "types follow from the text (model.token_types)"),
+    "num_items_in_batch": NeutralValues((), _TRAINING),
 }
 
-WRITING: Mapping[str, Neutral] = {  # of a generation
-    **dict.fromkeys(("num_beams", "num_beam_groups"), Neutral((1,), _NO_BEAMS)),
-    "early_stopping": Neutral((False,), _NO_BEAMS),
-    "length_penalty": Neutral((1.0,), _NO_BEAMS),
-    "diversity_penalty": Neutral((0.0,), _NO_BEAMS),
+WRITING: Mapping[str, NeutralValues] = {  # of a generation
+    **dict.fromkeys(("num_beams", "num_beam_groups"), NeutralValues((1,), _NO_BEAMS)),
+    "early_stopping": NeutralValues((False,), _NO_BEAMS),
+    "length_penalty": NeutralValues((1.0,), _NO_BEAMS),
+    "diversity_penalty": NeutralValues((0.0,), _NO_BEAMS),
     **dict.fromkeys(("best_of", "n", "num_return_sequences"), _ONE_TEXT),
-    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), Neutral((1.0,), _UNCHANGED)),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "penalty_alpha"), Neutral((0.0,), _UNCHANGED)),
-    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), Neutral((0,), _UNCHANGED)),
-    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens"), Neutral(([],), _UNCHANGED)),
-    **dict.fromkeys(("logit_bias", "sequence_bias"), Neutral(({},), _UNCHANGED)),
-    "guidance_scale": Neutral((1.0,), _UNCHANGED),
-    "typical_p": Neutral((1.0,), _FEWER_CHOICES),
-    **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff"), Neutral((0.0,), _FEWER_CHOICES)),
-    "top_k": Neutral((0, -1)),  # of transformers and vLLM; other values are read
-    **dict.fromkeys(("min_length", "min_new_tokens", "min_tokens"), Neutral((0,), "a text may end at once")),
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), NeutralValues((1.0,), _UNCHANGED)),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "penalty_alpha"), NeutralValues((0.0,), _UNCHANGED)),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), NeutralValues((0,), _UNCHANGED)),
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens"), NeutralValues(([],), _UNCHANGED)),
+    **dict.fromkeys(("logit_bias", "sequence_bias"), NeutralValues(({},), _UNCHANGED)),
+    "guidance_scale": NeutralValues((1.0,), _UNCHANGED),
+    "typical_p": NeutralValues((1.0,), _FEWER_CHOICES),
+    **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff"), NeutralValues((0.0,), _FEWER_CHOICES)),
+    "top_k": NeutralValues((0, -1)),  # of transformers and vLLM; other values are read
+    **dict.fromkeys(("min_length", "min_new_tokens", "min_tokens"), NeutralValues((0,), "a text may end at once")),
     **dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits"), _TEXT_ONLY),
     **dict.fromkeys(("output_attentions", "output_hidden_states"), _TEXT_ONLY),
-    **dict.fromkeys(("remove_invalid_values", "renormalize_logits", "use_cache"), Neutral(None)),  # all change no text
+    # All change no text.
+    **dict.fromkeys(("remove_invalid_values", "renormalize_logits", "use_cache"), NeutralValues(None)),
 }
 
 
@@ -183,12 +189,12 @@ def one_device(device_map: Any) -> torch.device:
     return device
 
 
-def differing(found: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
+def differing_entries(found: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries that are not as written."""
     return {name: value for name, value in found.items() if value != written.get(name)}
 
 
-def is_neutral(name: str, value: Any, table: Mapping[str, Neutral]) -> bool:
+def is_neutral(name: str, value: Any, table: Mapping[str, NeutralValues]) -> bool:
     """Return whether an option has one of its neutral values; an option without an entry has none but None."""
     if value is None:
         return True
@@ -199,7 +205,7 @@ def is_neutral(name: str, value: Any, table: Mapping[str, Neutral]) -> bool:
 
 
 def refuse_what_is_asked(
-    given: Mapping[str, Any], table: Mapping[str, Neutral], what: str, *, otherwise: str = "omit it"
+    given: Mapping[str, Any], table: Mapping[str, NeutralValues], what: str, *, otherwise: str = "omit it"
 ) -> None:
     """Raise ValueError, with the reason, for the first option that asks for something.
 

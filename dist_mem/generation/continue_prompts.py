@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_mem.block import model_spec
-from dist_mem.config.memory_blocks import described
+from dist_mem.config.memory_blocks import describe_memory
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError, run_error
 from dist_mem.estimate.memory import refuse_what_cannot_fit, writing_parts
 from dist_mem.evaluation.protocol import short_term_len
@@ -34,15 +34,15 @@ from dist_mem.generation.output import Continuation, heading
 from dist_mem.generation.reading import Reading, read, select
 from dist_mem.generation.text import TextWriter, read_file
 from dist_mem.generation.text_memory import Memory, begin, open_to_generate
-from dist_mem.runtime.shipped import example_book, example_model
+from dist_mem.runtime.shipped_files import example_book, example_model
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.runtime.terminal import printable
+from dist_mem.runtime.terminal import make_printable
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_]+)+=")
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerationRequest:
     """The arguments of the command."""
 
     runs: list[Path]
@@ -57,7 +57,7 @@ class Request:
     memory: Path | None = None  # memory file of a text that the prompt continues
 
 
-def request_of(options: argparse.Namespace) -> Request:
+def request_of(options: argparse.Namespace) -> GenerationRequest:
     """Return the request of a command line; runs and `key=value` overrides may come in any order.
 
     Raises:
@@ -79,7 +79,7 @@ def request_of(options: argparse.Namespace) -> Request:
         sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     except ValueError as error:
         raise UnusableError(f"--{str(error).replace('_', '-', 1)}") from error
-    return Request(
+    return GenerationRequest(
         runs=runs,
         overrides=overrides,
         prompt=read_prompt(options.prompt, options.prompt_file) if has_prompt else _half_of_example(),
@@ -111,7 +111,7 @@ def read_prompt(text: str | None, path: Path | None) -> str:
     return read_file(path, "--prompt-file")
 
 
-def run(request: Request) -> int:
+def run(request: GenerationRequest) -> int:
     """Run the command and return the exit code of the process.
 
     Raises:
@@ -142,7 +142,7 @@ def run(request: Request) -> int:
     return EXIT_DONE
 
 
-def _continue(path: Path, request: Request) -> Continuation:
+def _continue(path: Path, request: GenerationRequest) -> Continuation:
     """Load a run, read the prompt and generate."""
     trained = open_to_generate(path, request.overrides, request.checkpoint)
     began = time.monotonic()
@@ -156,7 +156,7 @@ def _continue(path: Path, request: Request) -> Continuation:
         "run": str(path),
         "checkpoint": str(trained.checkpoint.directory),
         "step": trained.checkpoint.manifest["step"],
-        "memory": described(trained.config.memory),
+        "memory": describe_memory(trained.config.memory),
         "seg_len": trained.config.train.seg_len,
         "mem_len": short_term_len(trained.config.memory),
         "prompt_tokens": len(tokens),
@@ -168,7 +168,9 @@ def _continue(path: Path, request: Request) -> Continuation:
     return _write(trained, select(reading, [0] * request.num_samples), request, metadata)
 
 
-def _write(trained: TrainedModel, reading: Reading, request: Request, metadata: Mapping[str, Any]) -> Continuation:
+def _write(
+    trained: TrainedModel, reading: Reading, request: GenerationRequest, metadata: Mapping[str, Any]
+) -> Continuation:
     """Generate in every lane, and print a single lane token by token.
 
     Ctrl-C and a closed pipe, as of `| head`, end the generation; the texts generated so far are returned.
@@ -210,7 +212,7 @@ def _write(trained: TrainedModel, reading: Reading, request: Request, metadata: 
 def _print_now(text: str) -> bool:
     """Print and flush; return whether standard output is still open, which `| head` closes when it has its lines."""
     try:
-        sys.stdout.write(printable(text))
+        sys.stdout.write(make_printable(text))
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discard all further output

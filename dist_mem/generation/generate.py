@@ -18,12 +18,12 @@ from dist_mem.generation.arguments import check_ids, check_int, wrong_type
 from dist_mem.generation.reading import Reading, check_reading
 from dist_mem.generation.writing import write
 from dist_mem.memory.parts.counter_hash import uniform
-from dist_mem.runtime.terminal import counted
+from dist_mem.runtime.terminal import count_noun
 
 DRAWS = 64  # steps whose random numbers are computed at once
 
 
-class Step(NamedTuple):
+class NextTokens(NamedTuple):
     """One generation step: the next token of every lane that has not stopped."""
 
     tokens: Tensor  # (B,) int64, on the CPU; undefined in lanes that have stopped
@@ -31,7 +31,7 @@ class Step(NamedTuple):
     reading: Reading  # after reading these tokens
 
 
-class Generated(NamedTuple):
+class GenerationResult(NamedTuple):
     """The result of `generate`."""
 
     tokens: list[Tensor]  # (num_tokens,) int64 per lane, including the stop token that ended it
@@ -47,7 +47,7 @@ def stream(
     stop_ids: Collection[int] = (),
     streams: Sequence[int] | None = None,
     first_step: int = 0,
-) -> Iterator[Step]:
+) -> Iterator[NextTokens]:
     """Generate token by token in every lane, until `num_tokens` or a stop token.
 
     Args:
@@ -66,7 +66,7 @@ def stream(
         raise wrong_type("sampling", sampling, "a Sampling, as dist_mem.Sampling(temperature=0.8)")
     check_ids("stop_ids", stop_ids, trained.tokenizer.vocab_size)
     if streams is not None and len(streams) != num_lanes:
-        numbers, lanes = counted(len(streams), "number"), counted(num_lanes, "lane")
+        numbers, lanes = count_noun(len(streams), "number"), count_noun(num_lanes, "lane")
         raise ValueError(f"streams has {numbers}, but the reading has {lanes}")
     steps = range(first_step, first_step + num_tokens)
     return _stream(trained, reading, steps, sampling, stop_ids, range(num_lanes) if streams is None else streams)
@@ -79,7 +79,7 @@ def _stream(
     sampling: Sampling,
     stop_ids: Collection[int],
     streams: Sequence[int],
-) -> Iterator[Step]:
+) -> Iterator[NextTokens]:
     mask = _text_mask(trained, stop_ids)
     numbers = torch.as_tensor(streams, dtype=torch.int64)
     stops = torch.tensor(sorted(stop_ids), dtype=torch.int64)
@@ -89,7 +89,7 @@ def _stream(
         allowed = written.next_log_probs() + mask
         tokens = choose(allowed, sampling, draw=draw)
         written.append(tokens, writing)
-        yield Step(tokens, writing, written.reading)
+        yield NextTokens(tokens, writing, written.reading)
         if stop_ids:
             writing = writing & ~torch.isin(tokens, stops)
             if not writing.any():
@@ -97,10 +97,10 @@ def _stream(
 
 
 def _draws(sampling: Sampling, streams: Tensor, steps: range) -> Iterator[Tensor]:
-    """Yield the draw of every step, `drawn`; many are computed at once, because each is a hundred small operations."""
+    """Yield `draw_uniform` of every step; many are computed at once, because each is a hundred small operations."""
     for begin in range(0, len(steps), DRAWS):
         part = torch.tensor(steps[begin : begin + DRAWS])
-        yield from drawn(sampling, stream=streams, step=part[:, None])
+        yield from draw_uniform(sampling, stream=streams, step=part[:, None])
 
 
 def _text_mask(trained: TrainedModel, stop_ids: Collection[int]) -> Tensor:
@@ -118,7 +118,7 @@ def generate(
     stop_ids: Collection[int] = (),
     streams: Sequence[int] | None = None,
     first_step: int = 0,
-) -> Generated:
+) -> GenerationResult:
     """Generate as `stream`, and return all tokens at once."""
     steps = stream(
         trained,
@@ -134,7 +134,9 @@ def generate(
         reading = step.reading
         for lane in step.writing.nonzero().flatten().tolist():
             written[lane].append(step.tokens[lane])
-    return Generated([torch.stack(lane) if lane else torch.zeros(0, dtype=torch.int64) for lane in written], reading)
+    return GenerationResult(
+        [torch.stack(lane) if lane else torch.zeros(0, dtype=torch.int64) for lane in written], reading
+    )
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ def _is_number(name: str, value: Any) -> bool:
     return isinstance(value, int if name in _INTEGERS else int | float) and not isinstance(value, bool)
 
 
-def drawn(sampling: Sampling, *, stream: Tensor, step: Tensor | int) -> Tensor:
+def draw_uniform(sampling: Sampling, *, stream: Tensor, step: Tensor | int) -> Tensor:
     """Return random numbers in [0, 1), float64 on the CPU, which (seed, stream, step) determine.
 
     Args:
@@ -184,7 +186,7 @@ def choose(log_probs: Tensor, sampling: Sampling, *, draw: Tensor) -> Tensor:
 
     Args:
         log_probs: (B, V), of the next token; -inf for tokens that must not be drawn.
-        draw: (B,) float64, see `drawn`.
+        draw: (B,) float64, see `draw_uniform`.
     """
     if sampling.temperature == 0.0:
         return log_probs.argmax(dim=-1).cpu()

@@ -17,8 +17,8 @@ from dist_mem.errors import EXIT_DONE, run_error
 from dist_mem.evaluation.memory_file import OPEN_SEGMENT, MemoryFile, read_memory_file
 from dist_mem.generation.text import read_file
 from dist_mem.generation.text_memory import Memory, open_to_generate, read_text
-from dist_mem.runtime.locks import held_file
-from dist_mem.runtime.terminal import labelled, short
+from dist_mem.runtime.locks import hold_file
+from dist_mem.runtime.terminal import label_lines, short_digest
 
 
 def run_read(
@@ -41,7 +41,7 @@ def run_read(
     """
     content = read_file(text, "")
     try:
-        with held_file(out):  # before reading, not after; `memory` may be the same file
+        with hold_file(out):  # before reading, not after; `memory` may be the same file
             trained = open_to_generate(run, overrides, checkpoint)
             before = None if memory is None else Memory.load(memory)
             began = time.monotonic()
@@ -61,23 +61,26 @@ def run_show(path: Path) -> int:
     Raises:
         UnusableError: as `read_memory_file`.
     """
-    print("\n".join(labelled(_described(read_memory_file(path)))))
+    print("\n".join(label_lines(_describe(read_memory_file(path)))))
     return EXIT_DONE
 
 
-def _described(found: MemoryFile) -> Iterator[tuple[str, str]]:
+def _describe(found: MemoryFile) -> Iterator[tuple[str, str]]:
     """Yield labels and texts."""
     header = found.header
     model = header["model"]
     yield "file", f"{found.path}, {found.path.stat().st_size:,} bytes, format {header['format_version']}"
     for read in found.texts:
-        yield "text", f"{read.name}, {read.num_tokens:,} tokens, SHA-256 {short(read.sha256)}"
+        yield "text", f"{read.name}, {read.num_tokens:,} tokens, SHA-256 {short_digest(read.sha256)}"
     opened = len(found.tensors[OPEN_SEGMENT])
     yield "position", f"{found.num_tokens:,} tokens read; inputs of the open segment: {opened}"
-    yield "model", f"{model['name']}, step {model['step']:,}, SHA-256 of the weights {short(model['weights_sha256'])}"
-    yield "tokenizer", short(header["tokenizer_fingerprint"])
+    yield (
+        "model",
+        f"{model['name']}, step {model['step']:,}, SHA-256 of the weights {short_digest(model['weights_sha256'])}",
+    )
+    yield "tokenizer", short_digest(header["tokenizer_fingerprint"])
     for key, value in header["settings"].items():
         yield "setting", f"{key} = {value}"
     for name, tensor in found.tensors.items():
         yield "tensor", f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-    yield "SHA-256", f"{short(header['sha256'])} (verified)"
+    yield "SHA-256", f"{short_digest(header['sha256'])} (verified)"

@@ -47,24 +47,24 @@ class Continuation:
         return f"{tokens:,} tokens, {tokens / self.seconds:.1f} per second" if tokens else "no tokens"
 
 
-def _shown(value: float | None) -> str:
+def _format_share(value: float | None) -> str:
     return "n/a" if value is None else f"{value:.3f}"
 
 
-def _rows(continuations: Sequence[Continuation]) -> list[list[str]]:
+def _repetition_table(continuations: Sequence[Continuation]) -> list[list[str]]:
     """Return the table of repetition: a heading, then a row per run."""
     heading = ["run", *(f"rep-{size}" for size in SIZES), *(f"distinct-{size}" for size in SIZES)]
     rows = [heading]
     for continuation in continuations:
         repetition = measure(continuation.texts)
         values = [table[size] for table in repetition for size in SIZES]
-        rows.append([continuation.run, *map(_shown, values)])
+        rows.append([continuation.run, *map(_format_share, values)])
     return rows
 
 
 def to_table(continuations: Sequence[Continuation]) -> str:
     """Return the repetition of every run as a table for a terminal."""
-    return "\n".join(table(_rows(continuations)))
+    return "\n".join(table(_repetition_table(continuations)))
 
 
 def to_text(continuations: Sequence[Continuation]) -> str:
@@ -87,12 +87,12 @@ def heading(continuation: Continuation, number: int) -> str:
 
 def to_markdown(continuations: Sequence[Continuation], prompt: str, sampling: Sampling) -> str:
     """Return a Markdown page: the settings, the repetition, the end of the prompt and all texts."""
-    head, *rows = _rows(continuations)
+    head, *rows = _repetition_table(continuations)
     parts = [f"# The same prompt, continued\n\n{_settings(sampling)}\n\n" + "\n".join(markdown.table(head, rows))]
-    parts.append(f"## The prompt{_cut(prompt)}\n\n{_fenced(prompt[-PROMPT_CHARS:])}")
+    parts.append(f"## The prompt{_cut_remark(prompt)}\n\n{_fence(prompt[-PROMPT_CHARS:])}")
     for continuation in continuations:
         for number, text in enumerate(continuation.texts):
-            parts.append(f"## {heading(continuation, number)}\n\n{_fenced(text)}")
+            parts.append(f"## {heading(continuation, number)}\n\n{_fence(text)}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -100,11 +100,11 @@ def _settings(sampling: Sampling) -> str:
     return ", ".join(f"{name.replace('_', '-')} {value}" for name, value in asdict(sampling).items())
 
 
-def _cut(prompt: str) -> str:
+def _cut_remark(prompt: str) -> str:
     return f": the last {PROMPT_CHARS:,} of {len(prompt):,} characters" if len(prompt) > PROMPT_CHARS else ""
 
 
-def _fenced(text: str) -> str:
+def _fence(text: str) -> str:
     fence = "```"
     while fence in text:
         fence += "`"
@@ -113,7 +113,9 @@ def _fenced(text: str) -> str:
 
 def to_json(continuations: Sequence[Continuation], prompt: str, sampling: Sampling) -> str:
     """Return all settings, measures and texts as JSON."""
-    described = [asdict(continuation) | _named(measure(continuation.texts)) for continuation in continuations]
+    described = [
+        asdict(continuation) | _measures_by_name(measure(continuation.texts)) for continuation in continuations
+    ]
     content: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "sampling": asdict(sampling),
@@ -123,7 +125,7 @@ def to_json(continuations: Sequence[Continuation], prompt: str, sampling: Sampli
     return json_text(content, indent=1, ensure_ascii=False) + "\n"
 
 
-def _named(repetition: Repetition) -> dict[str, float | None]:
+def _measures_by_name(repetition: Repetition) -> dict[str, float | None]:
     """Return the measures by name: rep-1, ..., distinct-4."""
     tables = repetition._asdict().items()
     return {f"{name}-{size}": value for name, table in tables for size, value in table.items()}

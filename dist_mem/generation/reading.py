@@ -23,7 +23,7 @@ from dist_mem.evaluation.trained_model import TrainedModel, init_state
 from dist_mem.generation.arguments import check_int, check_trained, id_row, id_rows, wrong_type
 from dist_mem.memory.base import map_state, named_tensors
 from dist_mem.model import LMState, MemoryLM
-from dist_mem.runtime.terminal import counted
+from dist_mem.runtime.terminal import count_noun
 
 ROW_STEP = 16  # so that few shapes occur
 
@@ -114,7 +114,9 @@ def start_from(trained: TrainedModel, state: LMState, last_tokens: Sequence[int]
         )
     ids = id_row("last_tokens", last_tokens, trained.tokenizer.vocab_size)
     if len(ids) != num_lanes:
-        raise ValueError(f"last_tokens has {counted(len(ids), 'token')}, but state has {counted(num_lanes, 'lane')}")
+        raise ValueError(
+            f"last_tokens has {count_noun(len(ids), 'token')}, but state has {count_noun(num_lanes, 'lane')}"
+        )
     return _at_border(trained, state, ids, num_lanes=num_lanes)
 
 
@@ -240,7 +242,7 @@ def select(reading: Reading, lanes: Sequence[int]) -> Reading:
     """Return the given lanes of a reading, in this order; a lane may be repeated, to continue it in several ways."""
     rows = torch.tensor(lanes, dtype=torch.int64)
 
-    def chosen(part: Tensor) -> Tensor:
+    def choose(part: Tensor) -> Tensor:
         return part[rows.to(part.device)]
 
-    return Reading(map_state(chosen, reading.state), chosen(reading.open_tokens), chosen(reading.open_len))
+    return Reading(map_state(choose, reading.state), choose(reading.open_tokens), choose(reading.open_len))

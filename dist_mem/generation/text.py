@@ -50,13 +50,13 @@ class TextWriter:
 
     def add(self, token: int) -> str:
         """Add a token and return the text it completes, which may be empty."""
-        return self._written(self.decoder.decode(self.pieces[token]))
+        return self._write_part(self.decoder.decode(self.pieces[token]))
 
     def end(self) -> str:
         """Return the remaining text: U+FFFD for an incomplete character."""
-        return self._written(self.decoder.decode(b"", final=True))
+        return self._write_part(self.decoder.decode(b"", final=True))
 
-    def _written(self, part: str) -> str:
+    def _write_part(self, part: str) -> str:
         self.text += part
         return part
 

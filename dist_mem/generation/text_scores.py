@@ -28,10 +28,10 @@ from dist_mem.generation.arguments import check_trained, id_row, wrong_type
 from dist_mem.generation.reading import Reading, check_reading, num_rows, start, with_open_segment
 from dist_mem.memory.base import map_state
 from dist_mem.model import LMState
-from dist_mem.runtime.terminal import counted
+from dist_mem.runtime.terminal import count_noun
 
 
-class Scores(NamedTuple):
+class TextScores(NamedTuple):
     """The scores of a text."""
 
     tokens: np.ndarray  # (num_tokens,) ids; tokenizer.decode([id]) is a token's text
@@ -42,7 +42,7 @@ class Scores(NamedTuple):
 @torch.no_grad()
 def score(
     trained: TrainedModel, text: str | Sequence[int] | np.ndarray | Tensor, *, after: Reading | None = None
-) -> Scores:
+) -> TextScores:
     """Return the negative log-likelihood of every token of a text, read segment by segment.
 
     Args:
@@ -63,13 +63,13 @@ def score(
     reading = start(trained) if after is None else check_reading(trained, after, "after")
     if len(reading.open_len) != 1:
         raise ValueError(
-            f"after has {counted(len(reading.open_len), 'lane')}, but a text continues one lane; select it with "
+            f"after has {count_noun(len(reading.open_len), 'lane')}, but a text continues one lane; select it with "
             "dist_mem.generation.reading.select(after, [LANE])"
         )
     open_len = int(reading.open_len)
     waiting = torch.cat([reading.open_tokens[0, :open_len], ids])  # inputs after the last complete segment
     nll, state = _read_and_score(trained, waiting.numpy(), reading)
-    return Scores(
+    return TextScores(
         ids.numpy().astype(trained.tokenizer.dtype),
         nll[len(nll) - len(ids) :],
         with_open_segment(state, [waiting], seg_len=trained.config.train.seg_len),
@@ -123,7 +123,7 @@ def read_with_log_probs(
                 found[lane].append(trained.model.head.log_probs(wanted))
         # a complete segment stays open until the next token
         full = [place for place, lane in enumerate(lanes) if len(waiting[lane]) > begin + seg_len]
-        state = _put(state, [lanes[place] for place in full], _take(new, full)) if full else state
+        state = _put_lanes(state, [lanes[place] for place in full], _take(new, full)) if full else state
     none = torch.zeros(0, trained.tokenizer.vocab_size, device=trained.device)
     log_probs = [torch.cat(parts) if parts else none for parts in found]
     return log_probs, with_open_segment(state, waiting, seg_len=seg_len)
@@ -151,7 +151,7 @@ def _take(state: LMState, lanes: list[int]) -> LMState:
     return chosen
 
 
-def _put(state: LMState, lanes: list[int], new: LMState) -> LMState:
+def _put_lanes(state: LMState, lanes: list[int], new: LMState) -> LMState:
     """Return the state with new rows in these lanes."""
 
     def put(old: Tensor, rows: Tensor) -> Tensor:

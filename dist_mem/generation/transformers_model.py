@@ -35,10 +35,17 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from dist_mem.evaluation.trained_model import TrainedModel, init_state, load_model
-from dist_mem.generation.arguments import CONFIGURED, LOADING, READING, differing, one_device, refuse_what_is_asked
+from dist_mem.generation.arguments import (
+    CONFIGURED,
+    LOADING,
+    READING,
+    differing_entries,
+    one_device,
+    refuse_what_is_asked,
+)
 from dist_mem.generation.reading import Reading, select, with_open_segment
 from dist_mem.generation.text_scores import read_with_log_probs
-from dist_mem.generation.writing import Stepped
+from dist_mem.generation.writing import SteppingWriter
 from dist_mem.nn.layers import DTYPES
 
 _IGNORED = -100  # a label that is not scored
@@ -74,16 +81,16 @@ class MemoryCache(Cache):
         super().__init__(layers=[])
         self.reading = reading
         self.num_read = 0  # columns of input_ids, padding included
-        self.stepped: Stepped | None = None  # of an earlier reading, unless its reading is the one above
+        self.stepped: SteppingWriter | None = None  # of an earlier reading, unless its reading is the one above
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy takes: not what refers to the model and is computed from the reading again."""
         return {**self.__dict__, "stepped": None}
 
-    def step(self, trained: TrainedModel, tokens: Tensor) -> Tensor:
+    def read_token(self, trained: TrainedModel, tokens: Tensor) -> Tensor:
         """Read a token in every lane, (B,) int64 on the CPU; return the log-probabilities of the next one, (B, V)."""
         if self.stepped is None or self.stepped.reading is not self.reading:
-            self.stepped = Stepped(trained, self.reading)
+            self.stepped = SteppingWriter(trained, self.reading)
         self.stepped.append(tokens, torch.ones_like(tokens, dtype=torch.bool))
         self.reading = self.stepped.reading
         return self.stepped.next_log_probs().clone()  # of inference mode, in which others may not change it
@@ -142,7 +149,7 @@ class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     @property
-    def trained(self) -> TrainedModel:
+    def trained_model(self) -> TrainedModel:
         """The model for functions of dist_mem, on its present device."""
         return self._loaded._replace(device=self.device, dtype=self.dtype)
 
@@ -178,7 +185,7 @@ class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
         folder = Path(pretrained_model_name_or_path)
         if not folder.is_dir():
             raise ValueError(f"{folder} is no folder: download it first, by huggingface_hub.snapshot_download")
-        config = cls._configured(folder, config, options)
+        config = cls._set_options(folder, config, options)
         dtype = torch_dtype if dtype is None else dtype
         precision = f"eval.precision={_precision(config.dtype if dtype == 'auto' else dtype)}"
         code = ["eval.allow_code=true"] if allow_code else []
@@ -190,7 +197,7 @@ class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
         return model
 
     @classmethod
-    def _configured(cls, folder: Path, given: Any, options: Mapping[str, Any]) -> PretrainedConfig:
+    def _set_options(cls, folder: Path, given: Any, options: Mapping[str, Any]) -> PretrainedConfig:
         """Return the configuration with the options that are attributes of it. Raises ValueError for all others."""
         what = "from_pretrained of a model with memory"
         refuse_what_is_asked({name: options[name] for name in options.keys() & LOADING.keys()}, LOADING, what)
@@ -200,7 +207,7 @@ class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
         if not isinstance(given, PretrainedConfig):
             config, others = cls.config_class.from_pretrained(given or folder, return_unused_kwargs=True, **others)
         refuse_what_is_asked(others, {}, what, otherwise=_UNKNOWN)
-        changed = differing(config.to_dict(), written.to_dict())
+        changed = differing_entries(config.to_dict(), written.to_dict())
         attention = {"attn_implementation": config._attn_implementation}  # absent from to_dict
         refuse_what_is_asked(
             {**changed, **attention}, CONFIGURED, what, otherwise="it follows from the weights; omit it"
@@ -249,12 +256,12 @@ class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
             is_text = attention_mask[:, -length:].bool().cpu()
         columns = _columns(logits_to_keep, length)
         if use_cache and labels is None and self._can_step(cache, is_text):
-            logits = cache.step(self.trained, input_ids[:, 0].cpu())[:, None]
+            logits = cache.read_token(self.trained_model, input_ids[:, 0].cpu())[:, None]
             cache.num_read += 1
             return CausalLMOutputWithPast(logits=logits[:, columns.to(logits.device)], past_key_values=cache)
         kept = is_text[:, int(columns.min()) :] if len(columns) else is_text[:, length:]  # all that are computed
         rows = [ids[mask] for ids, mask in zip(input_ids.cpu(), is_text, strict=True)]
-        found, reading = read_with_log_probs(self.trained, cache.reading, rows, kept.sum(dim=1).tolist())
+        found, reading = read_with_log_probs(self.trained_model, cache.reading, rows, kept.sum(dim=1).tolist())
         packed = torch.cat(found)
         logits = packed.new_zeros(*kept.shape, packed.shape[1]).index_put((kept.to(packed.device),), packed)
         logits = logits[:, (columns - (length - kept.shape[1])).to(logits.device)]
@@ -274,7 +281,7 @@ class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
         return is_token and self.model.can_step and not self.training and not torch.is_grad_enabled()
 
     def _nothing_read(self, lanes: int) -> Reading:
-        trained = self.trained
+        trained = self.trained_model
         none = [torch.zeros(0, dtype=torch.int64)] * lanes  # not even BOS, which the tokenizer puts before a text
         return with_open_segment(init_state(trained, [0] * lanes), none, seg_len=trained.config.train.seg_len)
 

@@ -1,9 +1,9 @@
 """The reading of documents that are being written, a token at a time, and what the next token may be.
 
 A segment's earlier rows, the memory, and the rows of a stem before the segment do not change while it is open. So if
-every memory can (`Memory.can_step`), a token costs one row in every block (`Stepped`), else the open segment is
-computed again (`Recomputed`). Both commit a complete segment by the same forward of the whole, so the memories are the
-same to the last bit. Shape letters: B lanes, R rows, T segment, V vocabulary.
+every memory can (`Memory.can_step`), a token costs one row in every block (`SteppingWriter`), else the open segment is
+computed again (`RecomputingWriter`). Both commit a complete segment by the same forward of the whole, so the memories
+are the same to the last bit. Shape letters: B lanes, R rows, T segment, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dist_mem.nn.stepping import places_of
 NUM_ROWS = 64  # that are run through the blocks at once
 
 
-class Recomputed:
+class RecomputingWriter:
     """A reading whose open segments are computed again for every token."""
 
     def __init__(self, trained: TrainedModel, reading: Reading) -> None:
@@ -41,8 +41,8 @@ class Recomputed:
         self.reading = append(self.reading, tokens, state, grows=grows)
 
 
-class Stepped:
-    """A reading of whose open segments is kept what later rows read, with the same methods as `Recomputed`.
+class SteppingWriter:
+    """A reading of whose open segments is kept what later rows read, with the same methods as `RecomputingWriter`.
 
     What is kept is not in the reading, which any function may continue.
     """
@@ -51,7 +51,7 @@ class Stepped:
         check_begun(reading)
         self.trained = trained
         self.reading = reading
-        self.opened: OpenSegment = self._opened(reading.state, reading.open_tokens[:, 0])
+        self.opened: OpenSegment = self._open_first(reading.state, reading.open_tokens[:, 0])
         self.num_run = torch.zeros_like(reading.open_len)  # rows of the open segments that are kept
 
     @torch.inference_mode()  # a tenth faster than no_grad
@@ -70,7 +70,7 @@ class Stepped:
         num_real = (self.reading.open_len - self.num_run).clamp(max=num_rows)
         places = places_of(self.num_run, num_real, num_rows=num_rows, seg_len=seg_len, device=device)
         tokens = self.reading.open_tokens.to(device).gather(1, places.row)
-        hidden, self.opened = self.trained.model.step(tokens, self.opened, places)
+        hidden, self.opened = self.trained.model.step_rows(tokens, self.opened, places)
         self.num_run = self.num_run + num_real
         if num_rows == 1:
             return hidden[:, 0]
@@ -78,7 +78,7 @@ class Stepped:
 
     @torch.no_grad()
     def append(self, tokens: Tensor, grows: Tensor) -> None:
-        """Read a token, as `Recomputed.append`."""
+        """Read a token, as `RecomputingWriter.append`."""
         lanes = (grows & is_complete(self.reading)).nonzero().squeeze(1).tolist()
         state = self.reading.state
         if lanes:
@@ -86,7 +86,7 @@ class Stepped:
             self._open(state, lanes, tokens[lanes])
         self.reading = append(self.reading, tokens, state, grows=grows)
 
-    def _opened(self, state: LMState, first: Tensor) -> OpenSegment:
+    def _open_first(self, state: LMState, first: Tensor) -> OpenSegment:
         opened: OpenSegment = self.trained.model.open(state, first.to(self.trained.device))
         return opened
 
@@ -94,10 +94,10 @@ class Stepped:
         """Open the next segment, with this first token, in some lanes."""
         self.num_run = self.num_run.index_fill(0, torch.tensor(lanes), 0)
         if len(lanes) == len(self.num_run):
-            self.opened = self._opened(state, first)
+            self.opened = self._open_first(state, first)
             return
         chosen = torch.tensor(lanes, device=self.trained.device)
-        new = self._opened(map_state(lambda part: part[chosen], state), first)
+        new = self._open_first(map_state(lambda part: part[chosen], state), first)
 
         def put(old: Tensor, rows: Tensor) -> Tensor:
             return old.index_copy(0, chosen, rows)
@@ -112,6 +112,6 @@ def is_complete(reading: Reading) -> Tensor:
     return reading.open_len == reading.open_tokens.shape[1]
 
 
-def write(trained: TrainedModel, reading: Reading) -> Stepped | Recomputed:
+def write(trained: TrainedModel, reading: Reading) -> SteppingWriter | RecomputingWriter:
     """Begin to write after a reading."""
-    return Stepped(trained, reading) if trained.model.can_step else Recomputed(trained, reading)
+    return SteppingWriter(trained, reading) if trained.model.can_step else RecomputingWriter(trained, reading)

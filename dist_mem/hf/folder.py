@@ -81,8 +81,8 @@ def check_sizes(model: ModelConfig, vocab_size: int | None) -> None:
     configured = {key: effective.get(key, value_at(tree, key)) for key in sizes}
     wrong = {key: value for key, value in sizes.items() if configured[key] != value}
     if wrong:
-        given = ", ".join(f"model.{key} is {_shown(configured[key])}" for key in wrong)
-        fix = " ".join(f"model.{key}={_shown(value)}" for key, value in wrong.items())
+        given = ", ".join(f"model.{key} is {_as_json(configured[key])}" for key in wrong)
+        fix = " ".join(f"model.{key}={_as_json(value)}" for key, value in wrong.items())
         raise UnusableError(f"{given}, but not in {path}: set {fix}")
     if vocab_size not in (None, published["vocab_size"]):
         raise UnusableError(
@@ -96,7 +96,7 @@ def build_again(model: ModelConfig) -> str:
     return f"build the data with the model's tokenizer (--tokenizer-from {model.pretrained})"
 
 
-def _shown(value: Any) -> str:
+def _as_json(value: Any) -> str:
     """Return a value as an override writes it; of a block, its keys."""
     if isinstance(value, dict):
         return f"a block of {', '.join(value)}"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dist_mem.config import ModelConfig
-from dist_mem.hf.layout import SIZE, Layout, Pair, Unsupported
+from dist_mem.hf.layout import SIZE, Layout, Pair, UnsupportedKey
 from dist_mem.model import MemoryLM
 from dist_mem.nn.plain_attention import PlainAttention
 from dist_mem.runtime.file_schema import optional
@@ -36,10 +36,10 @@ def sizes_of(published: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def unsupported(published: dict[str, Any]) -> Iterator[Unsupported]:
+def find_unsupported(published: dict[str, Any]) -> Iterator[UnsupportedKey]:
     for key, values in COMPUTED.items():
         if (value := published.get(key, values[0])) not in values:
-            yield Unsupported(key, value, " or ".join(map(str, values)))
+            yield UnsupportedKey(key, value, " or ".join(map(str, values)))
 
 
 def pairs(model: MemoryLM, hosts: list[str]) -> Iterator[Pair]:
@@ -95,7 +95,7 @@ GPT2 = Layout(
     },
     optional=frozenset({"n_inner"}),
     sizes=sizes_of,
-    unsupported=unsupported,
+    unsupported=find_unsupported,
     pairs=pairs,
     content=content,
 )

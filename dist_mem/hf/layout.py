@@ -25,7 +25,7 @@ class Pair(NamedTuple):
     transposed: bool = False  # the published matrix is transposed
 
 
-class Unsupported(NamedTuple):
+class UnsupportedKey(NamedTuple):
     """A key of config.json with a value that is not computed here."""
 
     key: str
@@ -46,6 +46,6 @@ class Layout:
     types: Mapping[str, Schema]  # of the keys of config.json that are read
     optional: frozenset[str]  # those of `types` that a file may lack
     sizes: Callable[[dict[str, Any]], dict[str, Any]]  # published -> our keys of `model`
-    unsupported: Callable[[dict[str, Any]], Iterator[Unsupported]]  # of published
+    unsupported: Callable[[dict[str, Any]], Iterator[UnsupportedKey]]  # of published
     pairs: Callable[[MemoryLM, list[str]], Iterator[Pair]]  # paths of the memories with attention -> all weights
     content: Callable[[ModelConfig], dict[str, Any]]  # published, but what the tokenizer and the memory decide

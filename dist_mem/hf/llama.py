@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from dist_mem.config import ModelConfig
 from dist_mem.config.schema import ROPE_KINDS
-from dist_mem.hf.layout import FLAG, NOT_NEGATIVE, POSITIVE, SIZE, Layout, Pair, Unsupported
+from dist_mem.hf.layout import FLAG, NOT_NEGATIVE, POSITIVE, SIZE, Layout, Pair, UnsupportedKey
 from dist_mem.model import MemoryLM
 from dist_mem.nn.rotary_attention import RotaryAttention
-from dist_mem.runtime.file_schema import Schema, integer, optional, record, rows, text
+from dist_mem.runtime.file_schema import Schema, integer, list_of, optional, record, text
 
 
 class Kind(NamedTuple):
@@ -71,7 +71,7 @@ _FURTHER: dict[str, Schema] = {
     **dict.fromkeys(("rope_theta", "rms_norm_eps"), POSITIVE),
     "original_max_position_embeddings": optional(SIZE),
     "max_window_layers": integer(0, 2**31 - 1),
-    "layer_types": optional(rows(text)),
+    "layer_types": optional(list_of(text)),
     **dict.fromkeys(("tie_word_embeddings", "use_sliding_window"), FLAG),
 }
 
@@ -158,37 +158,37 @@ def sizes_of(published: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def unsupported(published: dict[str, Any]) -> Iterator[Unsupported]:
+def find_unsupported(published: dict[str, Any]) -> Iterator[UnsupportedKey]:
     if (kind := published.get("model_type")) not in KINDS:
-        yield Unsupported("model_type", kind, " or ".join(KINDS))
+        yield UnsupportedKey("model_type", kind, " or ".join(KINDS))
         return
     yield from _unsupported_rope(*rope_of(published))
     given, computed = published.get("layer_types"), layer_types(published)
     if given and set(given) != computed:
-        yield Unsupported("layer_types", given, f"{' or '.join(computed)} in every layer")
+        yield UnsupportedKey("layer_types", given, f"{' or '.join(computed)} in every layer")
     if len(computed) > 1 or not computed <= {FULL, SLIDING}:
         key = "layer_types" if given else "max_window_layers"
-        yield Unsupported(key, published.get(key, 28), "the same sliding window, or none, in every layer")
+        yield UnsupportedKey(key, published.get(key, 28), "the same sliding window, or none, in every layer")
     for key, wanted in COMPUTED.items():
         if (value := published.get(key, wanted)) != wanted:
-            yield Unsupported(key, value, str(wanted))
+            yield UnsupportedKey(key, value, str(wanted))
 
 
-def _unsupported_rope(key: str, rope: dict[str, Any]) -> Iterator[Unsupported]:
+def _unsupported_rope(key: str, rope: dict[str, Any]) -> Iterator[UnsupportedKey]:
     kind = rope_kind(rope)
     if kind not in ("default", *ROPE_KINDS):
-        yield Unsupported(f"{key}.rope_type", kind, f"default, {', '.join(ROPE_KINDS)}")
+        yield UnsupportedKey(f"{key}.rope_type", kind, f"default, {', '.join(ROPE_KINDS)}")
         return
     if nested := next((name for name, value in rope.items() if isinstance(value, dict)), None):
-        yield Unsupported(f"{key}.{nested}", rope[nested], "left out: all layers have the same rotary positions")
+        yield UnsupportedKey(f"{key}.{nested}", rope[nested], "left out: all layers have the same rotary positions")
     if (part := rope.get("partial_rotary_factor")) not in (None, 1):
-        yield Unsupported(f"{key}.partial_rotary_factor", part, "1.0")
+        yield UnsupportedKey(f"{key}.partial_rotary_factor", part, "1.0")
     needed = {"linear": ["factor"], "dynamic": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}
     for name in needed.get(kind, ()):
         if rope.get(name) is None:
-            yield Unsupported(f"{key}.{name}", None, f"a number, which rope_type {kind} needs")
+            yield UnsupportedKey(f"{key}.{name}", None, f"a number, which rope_type {kind} needs")
     if kind == "llama3" and not rope.get("low_freq_factor", 0) < rope.get("high_freq_factor", 0):
-        yield Unsupported(f"{key}.high_freq_factor", rope.get("high_freq_factor"), "more than low_freq_factor")
+        yield UnsupportedKey(f"{key}.high_freq_factor", rope.get("high_freq_factor"), "more than low_freq_factor")
 
 
 def pairs(model: MemoryLM, hosts: list[str]) -> Iterator[Pair]:
@@ -277,7 +277,7 @@ LLAMA = Layout(
     types=_SIZES | _FURTHER,
     optional=frozenset(_FURTHER),
     sizes=sizes_of,
-    unsupported=unsupported,
+    unsupported=find_unsupported,
     pairs=pairs,
     content=content,
 )

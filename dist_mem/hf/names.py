@@ -96,7 +96,7 @@ def take_published(model: MemoryLM, weights: Mapping[str, Tensor], where: str) -
     for ours, theirs, transposed in pairs:
         targets = [remaining.pop(name) for name in ours]
         num_rows = sum(len(target) for target in targets)
-        tensors = [_taken(given, name, transposed, layout, where) for name in theirs]
+        tensors = [_take(given, name, transposed, layout, where) for name in theirs]
         wanted = (num_rows // len(theirs), *targets[0].shape[1:])
         for name, tensor in zip(theirs, tensors, strict=True):
             if tuple(tensor.shape) != wanted:
@@ -121,7 +121,7 @@ def take_published(model: MemoryLM, weights: Mapping[str, Tensor], where: str) -
     return list(remaining)
 
 
-def _taken(given: dict[str, Tensor], name: str, transposed: bool, layout: Layout, where: str) -> Tensor:
+def _take(given: dict[str, Tensor], name: str, transposed: bool, layout: Layout, where: str) -> Tensor:
     if name not in given:
         raise ValueError(f"{where} has no {name}: it is not {layout.name}, or one with fewer layers")
     tensor = given.pop(name)

@@ -56,13 +56,13 @@ def compare_tokens(model: ModelConfig, tokenizer: Tokenizer) -> str | None:
         theirs = found.pieces.get(token)
         if ours and theirs is not None and ours != theirs:
             raise UnusableError(
-                f"model.pretrained: token {token} is {_shown(theirs)} in {found.path}, but {_shown(ours)} in the "
-                f"tokenizer of data.path: {build_again(model)}"
+                f"model.pretrained: token {token} is {_printable_piece(theirs)} in {found.path}, but "
+                f"{_printable_piece(ours)} in the tokenizer of data.path: {build_again(model)}"
             )
     return None
 
 
-def _shown(piece: bytes) -> str:
+def _printable_piece(piece: bytes) -> str:
     return ascii(piece.decode("utf-8", "backslashreplace"))
 
 
@@ -72,13 +72,17 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
     Raises:
         UnusableError: a file is damaged.
     """
-    for name, read in (("tokenizer.json", _fast), ("vocab.json", _byte_pairs), ("tokenizer.model", _sentencepiece)):
+    for name, read in (
+        ("tokenizer.json", _read_fast),
+        ("vocab.json", _byte_pairs),
+        ("tokenizer.model", _sentencepiece),
+    ):
         if (folder / name).is_file() and (pieces := read(folder / name)) is not None:
             return Vocabulary(folder / name, pieces)
     return None
 
 
-def _fast(path: Path) -> dict[int, bytes] | None:
+def _read_fast(path: Path) -> dict[int, bytes] | None:
     """Read a file of the library `tokenizers`."""
     content = read_json(path, UnusableError, _AGAIN)
     check(content, WHOLE, path, UnusableError, _AGAIN)

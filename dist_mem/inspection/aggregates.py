@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dist_mem.inspection.words import CLASSES, NAME, Word, distances_to_last
+from dist_mem.inspection.words import CLASSES, NAME, TextWord, distances_to_last
 from dist_mem.runtime.terminal import span
 
 TOP = 20  # largest gains: as many as Hutchins et al. 2022, sec. 4.6, look at
@@ -23,7 +23,7 @@ PARTS = 10  # of a document, by position
 class WordGain(NamedTuple):
     """A word whose tokens are scored, and what it gains."""
 
-    word: Word
+    word: TextWord
     gain: float  # nats
     distance: int | None  # tokens to the last mention of this name; None: no name, or its first mention
 
@@ -66,7 +66,7 @@ class Aggregates(NamedTuple):
         return self.by_class[CLASSES.index(NAME)].share(self.total)
 
 
-def aggregate(words: Sequence[Word], gain: Tensor) -> Aggregates:
+def aggregate(words: Sequence[TextWord], gain: Tensor) -> Aggregates:
     """Return what gains: `gain` (N,), nan where a token is not scored."""
     found = word_gains(words, gain)
     scored = gain[~gain.isnan()]
@@ -81,7 +81,7 @@ def aggregate(words: Sequence[Word], gain: Tensor) -> Aggregates:
     )
 
 
-def word_gains(words: Sequence[Word], gain: Tensor) -> list[WordGain]:
+def word_gains(words: Sequence[TextWord], gain: Tensor) -> list[WordGain]:
     """Return the gains of the words all of whose tokens are scored, in order."""
     values = gain.tolist()
     pairs = zip(words, distances_to_last(words), strict=True)

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dist_mem.inspection.walk import Step
+from dist_mem.inspection.walk import SegmentReading
 from dist_mem.memory.parts.inspection import SEGMENT, Inspection, Rows, Spans
 
 
-class Looked(NamedTuple):
+class AttendedPassages(NamedTuple):
     """Where one layer looked in its rows of one kind, per token of the document; masses are means over the heads.
 
     The rows of token t are those of the query that predicts it. All is 0 for a token that is not scored.
@@ -28,10 +28,10 @@ class Looked(NamedTuple):
     shares: Tensor  # (N, K) float32, the mass on each passage
 
 
-def nowhere(num_tokens: int, top: int) -> Looked:
+def attend_nowhere(num_tokens: int, top: int) -> AttendedPassages:
     """Return what is known before anything is read."""
     places = torch.zeros(2, num_tokens, top, dtype=torch.int32)
-    return Looked(torch.zeros(num_tokens), places[0], places[1], torch.zeros(num_tokens, top))
+    return AttendedPassages(torch.zeros(num_tokens), places[0], places[1], torch.zeros(num_tokens, top))
 
 
 def memory_rows(layer: Inspection) -> Mapping[str, Rows]:
@@ -39,7 +39,7 @@ def memory_rows(layer: Inspection) -> Mapping[str, Rows]:
     return {kind: rows for kind, rows in layer.rows.items() if kind != SEGMENT}
 
 
-def put_looked(looked: Looked, step: Step, rows: Rows) -> None:
+def put_looked(looked: AttendedPassages, step: SegmentReading, rows: Rows) -> None:
     """Write where the queries of a step's segment looked into `looked`, in place."""
     first, number = step.first_input + 1, min(step.num_inputs, len(looked.mass) - step.first_input - 1)
     mass, spans = mass_by_span(rows, number, step.first_input)

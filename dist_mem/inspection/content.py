@@ -14,7 +14,7 @@ from torch import Tensor
 from dist_mem.inspection.aggregates import Aggregates, Group
 from dist_mem.inspection.counterfactual import Counterfactual
 from dist_mem.inspection.reading import DocumentReading
-from dist_mem.inspection.words import Word
+from dist_mem.inspection.words import TextWord
 
 FORMAT_VERSION = 1
 DIGITS = 7  # after the point; the error of a sum of a million tokens is below 1e-4
@@ -24,7 +24,7 @@ LATER = 20  # tokens of each passage that are kept, those that get worst
 def content_of(
     reading: DocumentReading,
     removed: Counterfactual | None,
-    words: Sequence[Word],
+    words: Sequence[TextWord],
     gains: Mapping[str, Tensor],
     aggregates: Aggregates,
 ) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def content_of(
         "words": [list(word) for word in words],
         "losses": {name: column(values) for name, values in losses.items()},
         "layers": [
-            {kind: {name: _rounded(part) for name, part in looked._asdict().items()} for kind, looked in layer.items()}
+            {kind: {name: _round(part) for name, part in looked._asdict().items()} for kind, looked in layer.items()}
             for layer in reading.layers
         ],
         "passages": None if removed is None else passages_content(removed),
@@ -54,11 +54,11 @@ def column(values: Tensor) -> list[float | None]:
     return [None if math.isnan(value) else round(value, DIGITS) for value in values.tolist()]
 
 
-def _rounded(values: Tensor) -> Any:
+def _round(values: Tensor) -> Any:
     if not values.is_floating_point():
         return values.tolist()
     if values.dim() > 1:
-        return [_rounded(row) for row in values]
+        return [_round(row) for row in values]
     return [round(value, 4) for value in values.tolist()]
 
 

@@ -14,13 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dist_mem.config.memory_blocks import described
+from dist_mem.config.memory_blocks import describe_memory
 from dist_mem.data.batch import IGNORE
 from dist_mem.data.documents import Document
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.trained_model import TrainedModel, init_state
 from dist_mem.inspection.attended_passages import mass_by_span, mass_in, memory_rows
-from dist_mem.inspection.walk import Step, walk
+from dist_mem.inspection.walk import SegmentReading, walk
 from dist_mem.memory.base import Inspectable, map_state, named_tensors
 from dist_mem.memory.parts.inspector import Inspector
 from dist_mem.model import LMState
@@ -30,7 +30,7 @@ LANES = 16  # passages that share a forward
 MOST = 32  # passages tried per segment
 
 
-class Passage(NamedTuple):
+class TokenSpan(NamedTuple):
     """The tokens at positions [begin, end) of a document; -1 is its BOS."""
 
     begin: int
@@ -41,7 +41,7 @@ class Removals(NamedTuple):
     """One segment, read again without each of several passages."""
 
     first: int  # position of the first target
-    passages: list[Passage]  # P, oldest first
+    passages: list[TokenSpan]  # P, oldest first
     rise: Tensor  # (P, T) float32, by how many nats each target's loss rises; nan where it is not scored
 
 
@@ -72,11 +72,11 @@ class Counterfactual(NamedTuple):
             rise[here] = worst.values[is_scored]
         return MostHarmful(begin, end, rise)
 
-    def passages(self) -> list[Passage]:
+    def passages(self) -> list[TokenSpan]:
         """Return every passage that was removed, in order."""
         return sorted({passage for removal in self.removals for passage in removal.passages})
 
-    def without(self, passage: Passage) -> Tensor:
+    def without(self, passage: TokenSpan) -> Tensor:
         """Return by how much each token's loss rises without a passage, (N,) float32; nan where it was not removed."""
         rise = torch.full((self.num_tokens,), torch.nan)
         for removal in self.removals:
@@ -90,7 +90,7 @@ class Counterfactual(NamedTuple):
 def remove_passages(
     trained: TrainedModel,
     document: Document,
-    passages: Sequence[Passage] | None = None,
+    passages: Sequence[TokenSpan] | None = None,
     *,
     most: int = MOST,
     lanes: int = LANES,
@@ -107,17 +107,17 @@ def remove_passages(
     """
     check_forgets(trained)
     removals: list[Removals] = []
-    read: list[Passage] = []  # the segments in the memory
+    read: list[TokenSpan] = []  # the segments in the memory
     inspector = Inspector(trained.model.memories())
     with Progress(len(document.tokens), "removing passages") as progress:
         steps = walk(trained, document)
-        while (step := _inspected(steps, inspector)) is not None:
+        while (step := _next_inspected(steps, inspector)) is not None:
             within = _in_memory(inspector, step, read if passages is None else passages, most)
             if within:
                 rise = _rises(trained, inspector, step, within, lanes)
                 removals.append(Removals(step.first_input + 1, within, rise))
             if step.is_kept:
-                read.append(Passage(step.first_input, step.first_input + step.num_inputs))
+                read.append(TokenSpan(step.first_input, step.first_input + step.num_inputs))
                 inspector.commit()
             progress.add(step.num_inputs)
     return Counterfactual(len(document.tokens), removals)
@@ -142,16 +142,16 @@ def cannot_forget(trained: TrainedModel) -> str | None:
     for memory, block in zip(memories, blocks, strict=True):
         if getattr(type(memory), "inspect", Inspectable.inspect) is Inspectable.inspect and named_tensors(block):
             reason = reason or f"{type(memory).__name__} has no `inspect`, which says where a passage is"
-    return None if reason is None else f"memory.kind is {described(trained.config.memory)}: {reason}"
+    return None if reason is None else f"memory.kind is {describe_memory(trained.config.memory)}: {reason}"
 
 
-def _inspected(steps: Iterator[Step], inspector: Inspector) -> Step | None:
+def _next_inspected(steps: Iterator[SegmentReading], inspector: Inspector) -> SegmentReading | None:
     """Return the next step, inspected; the forwards between steps are not."""
     with inspector:
         return next(steps, None)
 
 
-def _in_memory(inspector: Inspector, step: Step, passages: Sequence[Passage], most: int) -> list[Passage]:
+def _in_memory(inspector: Inspector, step: SegmentReading, passages: Sequence[TokenSpan], most: int) -> list[TokenSpan]:
     """Return the passages of which some layer holds a row, at most `most` of them, in their order."""
     if not passages:
         return []
@@ -172,13 +172,15 @@ def _in_memory(inspector: Inspector, step: Step, passages: Sequence[Passage], mo
     return [passages[number] for number in held]
 
 
-def _rises(trained: TrainedModel, inspector: Inspector, step: Step, passages: Sequence[Passage], lanes: int) -> Tensor:
+def _rises(
+    trained: TrainedModel, inspector: Inspector, step: SegmentReading, passages: Sequence[TokenSpan], lanes: int
+) -> Tensor:
     """Return by how much the loss of each target rises without each passage, (P, T) float32."""
     parts = []
     for start in range(0, len(passages), lanes):
         some = passages[start : start + lanes]
-        nothing = Passage(step.first_input, step.first_input)
-        states = [_without(trained, inspector, step, passage) for passage in (nothing, *some)]
+        nothing = TokenSpan(step.first_input, step.first_input)
+        states = [_memory_without(trained, inspector, step, passage) for passage in (nothing, *some)]
         state = map_state(lambda *tensors: torch.cat(tensors), *states)
         tokens, targets, valid_len = (
             part.expand(len(states), *part.shape[1:])
@@ -190,7 +192,7 @@ def _rises(trained: TrainedModel, inspector: Inspector, step: Step, passages: Se
     return torch.cat(parts)
 
 
-def _without(trained: TrainedModel, inspector: Inspector, step: Step, passage: Passage) -> LMState:
+def _memory_without(trained: TrainedModel, inspector: Inspector, step: SegmentReading, passage: TokenSpan) -> LMState:
     """Return the memory before a step without a passage; of one lane, because a lane's trace is its own."""
     begin, end = (torch.tensor([min(position - step.first_input, 0)], device=trained.device) for position in passage)
     return step.state._replace(blocks=inspector.forget(step.state.blocks, begin, end))

@@ -18,31 +18,38 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dist_mem.evaluation.job import StopCheck, data_tag, described, find_checkpoint_on_rank0, run_on_ranks, use_threads
+from dist_mem.evaluation.job import (
+    StopCheck,
+    data_tag,
+    describe_evaluation,
+    find_checkpoint_on_rank0,
+    run_on_ranks,
+    use_threads,
+)
 from dist_mem.evaluation.protocol import protocol_of, tag_of
 from dist_mem.evaluation.report_names import FOLDER, ReportName, join_parts
 from dist_mem.generation.text import read_file
 from dist_mem.inspection.aggregates import Aggregates, aggregate, word_gains
 from dist_mem.inspection.content import content_of
-from dist_mem.inspection.counterfactual import Counterfactual, Passage, check_forgets, remove_passages
+from dist_mem.inspection.counterfactual import Counterfactual, TokenSpan, check_forgets, remove_passages
 from dist_mem.inspection.reading import DocumentReading, read_document
-from dist_mem.inspection.request import Request, Subject, open_other, open_subject, settings_of
+from dist_mem.inspection.request import InspectionRequest, InspectionSubject, open_other, open_subject, settings_of
 from dist_mem.inspection.terminal_view import (
     aggregates_tables,
-    coloured,
+    colour_words,
     comparisons_key,
     gains_table,
     legend,
     passages_table,
     top_table,
 )
-from dist_mem.inspection.words import Word, words_of
+from dist_mem.inspection.words import TextWord, words_of
 from dist_mem.memory.parts.inspection import SUMMARY
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.runtime.terminal import Styled, span
+from dist_mem.runtime.terminal import StyledText, span
 
 WINDOWED = "in overlapping windows"
 SHOWN = 300  # tokens of the text that are printed unless --show names others
@@ -55,7 +62,7 @@ class Comparison(NamedTuple):
     gain: Tensor  # (N,) float64, nats; nan where a token is not scored
 
 
-def run(request: Request, *, early: StopSignal | None = None) -> int:
+def run(request: InspectionRequest, *, early: StopSignal | None = None) -> int:
     """Run the command on one process and return its exit code.
 
     Args:
@@ -67,7 +74,7 @@ def run(request: Request, *, early: StopSignal | None = None) -> int:
     return run_on_ranks(partial(_run, request=request), request.overrides, early, alone="inspect")
 
 
-def _run(world: World, check: StopCheck, *, request: Request) -> None:
+def _run(world: World, check: StopCheck, *, request: InspectionRequest) -> None:
     text = None if request.text is None else read_file(request.text, "--text")  # before checkpoints are verified
     found = find_checkpoint_on_rank0(request.run, request.checkpoint, world)
     config = settings_of(request, found)
@@ -82,14 +89,14 @@ def _run(world: World, check: StopCheck, *, request: Request) -> None:
         other = open_other(request, find_checkpoint_on_rank0(request.against, None, world), world)
         other.model.register_forward_pre_hook(check)
     reading = read_document(subject.trained, subject.document, other=other, empty_at=request.empty_at)
-    removed = _removed(request, subject)
+    removed = _without_passages(request, subject)
     comparisons = _comparisons(request, reading, removed)
     words = words_of(reading.pieces)
     aggregates = aggregate(words, comparisons[-1].gain)
     print(f'{found.directory}, "{subject.title}", {protocol}')
     _show(request, reading, removed, comparisons, words, aggregates, protocol.seg_len)
     content = {
-        **described(found, subject.trained.config.name, protocol),
+        **describe_evaluation(found, subject.trained.config.name, protocol),
         "title": subject.title,
         **content_of(reading, removed, words, {each.name: each.gain for each in comparisons}, aggregates),
     }
@@ -102,7 +109,7 @@ def _run(world: World, check: StopCheck, *, request: Request) -> None:
     print(f"written: {target}", file=sys.stderr)
 
 
-def _file_name(request: Request, subject: Subject, step: int, tag: str) -> str:
+def _file_name(request: InspectionRequest, subject: InspectionSubject, step: int, tag: str) -> str:
     """Return the name of the JSON; what is compared is a part of it, so that no other result is replaced."""
     name = re.sub(r"[^\w.-]", "_", subject.name)
     asked = [
@@ -113,7 +120,7 @@ def _file_name(request: Request, subject: Subject, step: int, tag: str) -> str:
     return str(ReportName(name, step, join_parts(tag, *asked), "inspect"))
 
 
-def _removed(request: Request, subject: Subject) -> Counterfactual | None:
+def _without_passages(request: InspectionRequest, subject: InspectionSubject) -> Counterfactual | None:
     """Return the document without the passages that are asked for; None if none is."""
     if request.without is not None:
         return remove_passages(subject.trained, subject.document, [request.without])
@@ -122,7 +129,9 @@ def _removed(request: Request, subject: Subject) -> Counterfactual | None:
     return None
 
 
-def _comparisons(request: Request, reading: DocumentReading, removed: Counterfactual | None) -> list[Comparison]:
+def _comparisons(
+    request: InspectionRequest, reading: DocumentReading, removed: Counterfactual | None
+) -> list[Comparison]:
     """Return the comparisons that are asked for; the last one is shown in detail."""
     nll = reading.nll.double()
     found = [
@@ -143,11 +152,11 @@ def _comparisons(request: Request, reading: DocumentReading, removed: Counterfac
 
 
 def _show(
-    request: Request,
+    request: InspectionRequest,
     reading: DocumentReading,
     removed: Counterfactual | None,
     comparisons: list[Comparison],
-    words: list[Word],
+    words: list[TextWord],
     aggregates: Aggregates,
     seg_len: int,
 ) -> None:
@@ -163,9 +172,9 @@ def _show(
         print("\n".join(passages_table(removed, words, reading.pieces)))
     passage = request.show or _largest(comparisons[-1].gain)
     end = min(passage.end, len(reading.pieces))
-    print(Styled(f"\ntokens {span(passage.begin, end)}; {legend(with_colour=request.with_colour)}\n"))
+    print(StyledText(f"\ntokens {span(passage.begin, end)}; {legend(with_colour=request.with_colour)}\n"))
     found = word_gains(words, comparisons[-1].gain)
-    print(coloured(found, reading.pieces, Passage(passage.begin, end), with_colour=request.with_colour))
+    print(colour_words(found, reading.pieces, TokenSpan(passage.begin, end), with_colour=request.with_colour))
 
 
 def _show_top(reading: DocumentReading, removed: Counterfactual | None, gain: Tensor, aggregates: Aggregates) -> None:
@@ -173,26 +182,26 @@ def _show_top(reading: DocumentReading, removed: Counterfactual | None, gain: Te
     print(top_table(aggregates.top, reading.pieces, reasons, is_removed=removed is not None))
 
 
-def _largest(gain: Tensor) -> Passage:
+def _largest(gain: Tensor) -> TokenSpan:
     """Return the SHOWN tokens in a row with the largest gain in all."""
     if len(gain) <= SHOWN:
-        return Passage(0, len(gain))
+        return TokenSpan(0, len(gain))
     sums = gain.nan_to_num(0.0).unfold(0, SHOWN, 1).sum(dim=1)
     begin = int(sums.argmax())
-    return Passage(begin, begin + SHOWN)
+    return TokenSpan(begin, begin + SHOWN)
 
 
 def _reason(
-    reading: DocumentReading, removed: Counterfactual | None, word: Word, gain: Tensor
-) -> tuple[Passage, float] | None:
+    reading: DocumentReading, removed: Counterfactual | None, word: TextWord, gain: Tensor
+) -> tuple[TokenSpan, float] | None:
     """Return the passage that a word needs most, and its nats; without a search, the one it read most, and its mass."""
     position = word.first + int(gain[word.first : word.end].argmax())
     if removed is not None:
         needed = removed.most_harmful()
         if not needed.rise[position].isnan():
-            return Passage(int(needed.begin[position]), int(needed.end[position])), float(needed.rise[position])
+            return TokenSpan(int(needed.begin[position]), int(needed.end[position])), float(needed.rise[position])
     looked = [found for layer in reading.layers for kind, found in layer.items() if kind != SUMMARY]
     most = max(looked, key=lambda found: float(found.shares[position, 0]), default=None)
     if most is None or not most.shares[position, 0]:
         return None
-    return Passage(int(most.begin[position, 0]), int(most.end[position, 0])), float(most.shares[position, 0])
+    return TokenSpan(int(most.begin[position, 0]), int(most.end[position, 0])), float(most.shares[position, 0])

@@ -20,7 +20,7 @@ from dist_mem.data.plan import segment_starts
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.trained_model import TrainedModel, init_state
 from dist_mem.inspection.aggregates import WordGain, word_gains
-from dist_mem.inspection.attended_passages import Looked, memory_rows, nowhere, put_looked
+from dist_mem.inspection.attended_passages import AttendedPassages, attend_nowhere, memory_rows, put_looked
 from dist_mem.inspection.walk import always, losses_in_windows, losses_of, put_losses, walk
 from dist_mem.inspection.words import words_of
 from dist_mem.memory.base import named_tensors
@@ -44,7 +44,7 @@ class DocumentReading(NamedTuple):
     emptied: Tensor | None  # (N,) with the memory emptied once, at `empty_at`; None: not asked for
     other: Tensor | None  # (N,) of the other model; None: there is none
     other_windowed: Tensor | None  # (N,) the same as `windowed`; None: the other model has a memory, or there is none
-    layers: tuple[Mapping[str, Looked], ...]  # by kind of rows, but `segment`; empty: none is read
+    layers: tuple[Mapping[str, AttendedPassages], ...]  # by kind of rows, but `segment`; empty: none is read
 
     @property
     def gain(self) -> Tensor:
@@ -52,7 +52,7 @@ class DocumentReading(NamedTuple):
         return self.windowed.double() - self.nll.double()
 
     @property
-    def against(self) -> Tensor | None:
+    def compared_losses(self) -> Tensor | None:
         """The losses of the other model that single tokens are compared with."""
         return self.other if self.other_windowed is None else self.other_windowed
 
@@ -143,17 +143,17 @@ def first_border(trained: TrainedModel, document: Document, position: int) -> in
 
 def _read_with_memory(
     trained: TrainedModel, document: Document, top: int, progress: Progress
-) -> tuple[Tensor, tuple[dict[str, Looked], ...]]:
+) -> tuple[Tensor, tuple[dict[str, AttendedPassages], ...]]:
     """Return the losses, and where each layer looked."""
     num_tokens = len(document.tokens)
     losses = torch.full((num_tokens,), torch.nan)
-    layers: tuple[dict[str, Looked], ...] = tuple({} for _ in trained.model.memories())
+    layers: tuple[dict[str, AttendedPassages], ...] = tuple({} for _ in trained.model.memories())
     with Inspector(trained.model.memories()) as inspector:
         for step in walk(trained, document):
             put_losses(losses, step, step.output.nll[0])
             for looked, layer in zip(layers, inspector.layers, strict=True):
                 for kind, rows in memory_rows(layer).items():
-                    put_looked(looked.setdefault(kind, nowhere(num_tokens, top)), step, rows)
+                    put_looked(looked.setdefault(kind, attend_nowhere(num_tokens, top)), step, rows)
             if step.is_kept:
                 inspector.commit()
             progress.add(step.num_inputs)

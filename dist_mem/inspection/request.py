@@ -20,14 +20,14 @@ from dist_mem.evaluation.trained_model import (
     tokenizer_of_checkpoint,
     tokenizer_of_data,
 )
-from dist_mem.inspection.counterfactual import Passage
+from dist_mem.inspection.counterfactual import TokenSpan
 from dist_mem.inspection.reading import text_document
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.terminal import some
 
 
 @dataclass(frozen=True)
-class Request:
+class InspectionRequest:
     """The settings of an inspection."""
 
     run: Path  # a run directory, one checkpoint in it, or an export
@@ -37,14 +37,14 @@ class Request:
     split: str | None = None  # of the book; None: eval.split
     checkpoint: int | None = None  # step of the first run; None: the newest that verifies
     empty_at: int | None = None  # position at which the memory is emptied
-    without: Passage | None = None  # tokens to take out of the memory
+    without: TokenSpan | None = None  # tokens to take out of the memory
     passages: int | None = None  # remove every segment in turn, at most so many per segment; None: none
-    show: Passage | None = None  # tokens to print; None: those with the largest gains
+    show: TokenSpan | None = None  # tokens to print; None: those with the largest gains
     with_colour: bool = False
     overrides: tuple[str, ...] = ()
 
 
-class Subject(NamedTuple):
+class InspectionSubject(NamedTuple):
     """What is inspected."""
 
     trained: TrainedModel
@@ -53,7 +53,7 @@ class Subject(NamedTuple):
     name: str  # for names of files
 
 
-def request_of(options: argparse.Namespace, *, with_colour: bool) -> Request:
+def request_of(options: argparse.Namespace, *, with_colour: bool) -> InspectionRequest:
     """Return the request of a command line.
 
     Raises:
@@ -62,7 +62,7 @@ def request_of(options: argparse.Namespace, *, with_colour: bool) -> Request:
     runs = [text for text in options.overrides if is_run(text)]
     if len(runs) > 1:
         raise UnusableError(f"inspect: {options.run} is compared with one run, but {', '.join(runs)} are given")
-    return Request(
+    return InspectionRequest(
         run=options.run,
         against=Path(runs[0]) if runs else None,
         book=options.book,
@@ -70,9 +70,9 @@ def request_of(options: argparse.Namespace, *, with_colour: bool) -> Request:
         split=options.split,
         checkpoint=options.checkpoint,
         empty_at=options.empty_at,
-        without=options.without and Passage(*options.without),
+        without=options.without and TokenSpan(*options.without),
         passages=options.passages,
-        show=options.show and Passage(*options.show),
+        show=options.show and TokenSpan(*options.show),
         with_colour=with_colour,
         overrides=tuple(text for text in options.overrides if not is_run(text)),
     )
@@ -83,7 +83,7 @@ def is_run(text: str) -> bool:
     return "=" not in text or Path(text).is_dir()
 
 
-def open_subject(request: Request, found: Checkpoint, world: World, text: str | None) -> Subject:
+def open_subject(request: InspectionRequest, found: Checkpoint, world: World, text: str | None) -> InspectionSubject:
     """Open the model of the first run, and the book, or the document of a text.
 
     Raises:
@@ -95,20 +95,20 @@ def open_subject(request: Request, found: Checkpoint, world: World, text: str | 
         refresh(config.data, [split])
         trained = open_model(found, config, tokenizer_of_data(found, config.data), world.device)
         document, title = open_book(config.data, config.eval, split, request.book, bos_id=trained.tokenizer.bos_id)
-        return Subject(trained, document, title, f"{split}-{request.book}")
+        return InspectionSubject(trained, document, title, f"{split}-{request.book}")
     assert request.text is not None and text is not None
     trained = open_model(found, config, tokenizer_of_checkpoint(found), world.device)
     document = text_document(trained, text).part(0, config.eval.max_document_len or 2**62)
-    return Subject(trained, document, str(request.text), f"text-{request.text.stem}")
+    return InspectionSubject(trained, document, str(request.text), f"text-{request.text.stem}")
 
 
-def settings_of(request: Request, found: Checkpoint) -> Config:
+def settings_of(request: InspectionRequest, found: Checkpoint) -> Config:
     """Return the configuration of a checkpoint for this request: documents are read one by one."""
     overrides = [*request.overrides, "eval.layout=documents"]
     return read_settings(found.directory, overrides, reads_data=request.book is not None)
 
 
-def open_other(request: Request, found: Checkpoint, world: World) -> TrainedModel:
+def open_other(request: InspectionRequest, found: Checkpoint, world: World) -> TrainedModel:
     """Open the model of the other run; it needs no data, because its checkpoint has the tokenizer."""
     config = read_settings(found.directory, request.overrides)
     return open_model(found, config, tokenizer_of_checkpoint(found), world.device)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from dist_mem.evaluation.scores import shown
+from dist_mem.evaluation.scores import format_metric
 from dist_mem.inspection.aggregates import Aggregates, Group, WordGain, word_gains
-from dist_mem.inspection.counterfactual import Counterfactual, Passage
-from dist_mem.inspection.words import Word
-from dist_mem.runtime.terminal import Styled, in_style, printable, table
+from dist_mem.inspection.counterfactual import Counterfactual, TokenSpan
+from dist_mem.inspection.words import TextWord
+from dist_mem.runtime.terminal import StyledText, in_style, make_printable, table
 
 LEVELS = (0.25, 1.0, 3.0)  # nats; from each on, another colour
 _GAINS = ("48;5;153;38;5;16", "48;5;75;38;5;16", "48;5;25;38;5;231")  # light to dark blue
@@ -33,8 +33,8 @@ def gains_table(comparisons: Sequence[tuple[str, float, int]]) -> list[str]:
     return _table(
         [
             ["gain over", *names],
-            ["nats per token", *(shown(mean, ".4f") for mean in means)],
-            ["nats", *(shown(total) for total in totals)],
+            ["nats per token", *(format_metric(mean, ".4f") for mean in means)],
+            ["nats", *(format_metric(total) for total in totals)],
             ["tokens", *(f"{count:,}" for count in counts)],
         ]
     )
@@ -62,24 +62,30 @@ def aggregates_tables(found: Aggregates) -> list[str]:
     for title, groups in tables.items():
         lines += ["", *_groups_table(title, groups, found.total)]
     names = f"{found.names_in_top} of the {len(found.top)} largest gains are names"
-    share = f"; names have {shown(100 * found.share_of_names, '.1f')} % of the gain" if found.names_in_top else ""
+    share = (
+        f"; names have {format_metric(100 * found.share_of_names, '.1f')} % of the gain" if found.names_in_top else ""
+    )
     return [*lines, "", names + share]
 
 
 def _groups_table(title: str, groups: Sequence[Group], total: float) -> list[str]:
-    shares = [shown(group.share(total), ".1%") for group in groups]
+    shares = [format_metric(group.share(total), ".1%") for group in groups]
     return _table(
         [
             [title, *(group.label for group in groups)],
             ["words", *(f"{group.num_words:,}" for group in groups)],
-            ["nats per word", *(shown(group.mean, ".4f") for group in groups)],
+            ["nats per word", *(format_metric(group.mean, ".4f") for group in groups)],
             ["share of the gain", *shares],
         ]
     )
 
 
 def top_table(
-    top: Sequence[WordGain], pieces: Sequence[str], reasons: Sequence[tuple[Passage, float] | None], *, is_removed: bool
+    top: Sequence[WordGain],
+    pieces: Sequence[str],
+    reasons: Sequence[tuple[TokenSpan, float] | None],
+    *,
+    is_removed: bool,
 ) -> str:
     """Return a table of the largest gains, under its key.
 
@@ -98,66 +104,66 @@ def top_table(
             ["gain", *(f"{each.gain:.2f}" for each in top)],
             ["class", *(each.word.kind for each in top)],
             ["word", *(each.word.text for each in top)],
-            ["in", *(around(each.word.first, each.word.end, pieces) for each in top)],
+            ["in", *(text_around(each.word.first, each.word.end, pieces) for each in top)],
             ["passage that matters", *matters],
         ]
     )
     return "\n".join([key, much, "", *lines])
 
 
-def _reason(word: Word, reason: tuple[Passage, float] | None, pieces: Sequence[str]) -> str:
+def _reason(word: TextWord, reason: tuple[TokenSpan, float] | None, pieces: Sequence[str]) -> str:
     if reason is None:
         return ""
     passage, value = reason
     return f"{passage.begin}:{passage.end} ({value:.2f}) {excerpt(word, passage, pieces)}"
 
 
-def around(first: int, end: int, pieces: Sequence[str]) -> str:
+def text_around(first: int, end: int, pieces: Sequence[str]) -> str:
     """Return some text around tokens [first, end), on one line."""
     return " ".join("".join(pieces[max(0, first - _CONTEXT) : end + _CONTEXT]).split())
 
 
-def excerpt(word: Word, passage: Passage, pieces: Sequence[str]) -> str:
+def excerpt(word: TextWord, passage: TokenSpan, pieces: Sequence[str]) -> str:
     """Return the part of a passage around its last mention of the word; its beginning if it has none."""
     wanted = word.text.strip()
     for position in reversed(range(max(0, passage.begin), min(passage.end, len(pieces)))):
         if wanted and pieces[position].strip() == wanted:
-            return around(position, position + 1, pieces)
+            return text_around(position, position + 1, pieces)
     begin = max(0, passage.begin)
     return " ".join("".join(pieces[begin : min(passage.end, begin + 2 * _CONTEXT + 1)]).split())
 
 
-def coloured(words: Sequence[WordGain], pieces: Sequence[str], span: Passage, *, with_colour: bool) -> Styled:
+def colour_words(words: Sequence[WordGain], pieces: Sequence[str], span: TokenSpan, *, with_colour: bool) -> StyledText:
     """Return the text of tokens [begin, end), its words coloured, or marked, by gain."""
     parts, position = [], span.begin
     for word, gain, _ in words:
         if word.first < position or word.end > span.end:
             continue
-        parts.append(printable("".join(pieces[position : word.first])))
+        parts.append(make_printable("".join(pieces[position : word.first])))
         text = "".join(pieces[word.first : word.end])
         inner = text.lstrip()
-        parts.append(printable(text[: len(text) - len(inner)]) + _marked(inner, gain, with_colour=with_colour))
+        parts.append(make_printable(text[: len(text) - len(inner)]) + _mark_word(inner, gain, with_colour=with_colour))
         position = word.end
-    return Styled("".join([*parts, printable("".join(pieces[position : span.end]))]))
+    return StyledText("".join([*parts, make_printable("".join(pieces[position : span.end]))]))
 
 
-def _marked(text: str, gain: float, *, with_colour: bool) -> str:
+def _mark_word(text: str, gain: float, *, with_colour: bool) -> str:
     if not with_colour:
-        return printable(f"{text}[{gain:+.1f}]" if abs(gain) >= _MARKED else text)
+        return make_printable(f"{text}[{gain:+.1f}]" if abs(gain) >= _MARKED else text)
     level = sum(abs(gain) >= edge for edge in LEVELS)
-    return in_style(text, (_GAINS if gain > 0 else _LOSSES)[level - 1]) if level else printable(text)
+    return in_style(text, (_GAINS if gain > 0 else _LOSSES)[level - 1]) if level else make_printable(text)
 
 
 def legend(*, with_colour: bool) -> str:
     """Return the meaning of colours or marks."""
     if not with_colour:
         return f"gains and losses of {_MARKED:g} nat and more are marked [nats]"
-    gains = " ".join(_marked(f" +{edge:g} ", edge, with_colour=True) for edge in LEVELS)
-    losses = " ".join(_marked(f" -{edge:g} ", -edge, with_colour=True) for edge in LEVELS)
+    gains = " ".join(_mark_word(f" +{edge:g} ", edge, with_colour=True) for edge in LEVELS)
+    losses = " ".join(_mark_word(f" -{edge:g} ", -edge, with_colour=True) for edge in LEVELS)
     return f"nats from: {gains}   {losses}"
 
 
-def passages_table(removed: Counterfactual, words: Sequence[Word], pieces: Sequence[str]) -> list[str]:
+def passages_table(removed: Counterfactual, words: Sequence[TextWord], pieces: Sequence[str]) -> list[str]:
     """Return the lines of a table of the passages that later tokens need most, and of what needs them."""
     rises = [(passage, removed.without(passage).double()) for passage in removed.passages()]
     largest = sorted(rises, key=lambda found: -float(found[1].nansum()))[:PASSAGES]
@@ -169,7 +175,7 @@ def passages_table(removed: Counterfactual, words: Sequence[Word], pieces: Seque
         [
             ["passage removed", *(f"{passage.begin}:{passage.end}" for passage, _ in largest)],
             ["nats", *(f"{float(rise.nansum()):.2f}" for _, rise in largest)],
-            ["begins", *(around(max(0, passage.begin), max(0, passage.begin), pieces) for passage, _ in largest)],
+            ["begins", *(text_around(max(0, passage.begin), max(0, passage.begin), pieces) for passage, _ in largest)],
             ["later words that get worse", *needing],
         ]
     )

@@ -24,7 +24,7 @@ from dist_mem.runtime.progress import Progress
 EmptyBefore = Callable[[int], bool]  # position of a segment's first token -> is the memory emptied before it?
 
 
-class Step(NamedTuple):
+class SegmentReading(NamedTuple):
     """One segment, in a batch of one lane, and what the model made of it."""
 
     begin: int  # position of its first token
@@ -55,7 +55,7 @@ def always(_: int) -> bool:
 
 
 @torch.no_grad()
-def walk(trained: TrainedModel, document: Document, is_emptied: EmptyBefore = never) -> Iterator[Step]:
+def walk(trained: TrainedModel, document: Document, is_emptied: EmptyBefore = never) -> Iterator[SegmentReading]:
     """Yield the segments of a document."""
     config = trained.config
     seg_len, blocks, cut = config.train.seg_len, config.data.blocks, config.data.cut
@@ -66,11 +66,11 @@ def walk(trained: TrainedModel, document: Document, is_emptied: EmptyBefore = ne
         if is_emptied(begin):
             state = empty_memories(state, fresh)
         output = trained.model(batch.tokens, batch.targets, batch.valid_len, state=state)
-        yield Step(begin, begin - 1 + blocks, batch, state, output, segment.length == seg_len or cut == "end")
+        yield SegmentReading(begin, begin - 1 + blocks, batch, state, output, segment.length == seg_len or cut == "end")
         state, begin = output.state, begin + segment.length
 
 
-def put_losses(losses: Tensor, step: Step, nll: Tensor) -> None:
+def put_losses(losses: Tensor, step: SegmentReading, nll: Tensor) -> None:
     """Write the losses of a step's targets (T,) at their positions into `losses`, (N,); the rest stays."""
     is_scored = step.batch.targets[0] != IGNORE
     losses[step.first_input + 1 + is_scored.nonzero().flatten().cpu()] = nll[is_scored].float().cpu()
@@ -115,7 +115,7 @@ def losses_in_windows(trained: TrainedModel, document: Document, at_borders: Ten
             state, num_typed = state._replace(types=trained.model.token_types(passed, length, state.types).state), begin
         output = trained.model(batch.tokens, batch.targets, batch.valid_len, state=state)
         found = torch.full_like(losses, torch.nan)
-        put_losses(found, Step(begin, begin - 1 + blocks, batch, state, output, is_kept=False), output.nll[0])
+        put_losses(found, SegmentReading(begin, begin - 1 + blocks, batch, state, output, is_kept=False), output.nll[0])
         losses[border : border + new_len] = found[border : border + new_len]
         progress.add(min(new_len, len(tokens) - border))
     return losses

@@ -28,7 +28,7 @@ _I = re.compile("I(?:['\u2019].*)?")
 _POSSESSIVE = re.compile("['\u2019]s?$")
 
 
-class Word(NamedTuple):
+class TextWord(NamedTuple):
     """A word, or a run of marks, of a text."""
 
     text: str
@@ -37,7 +37,7 @@ class Word(NamedTuple):
     kind: str  # of CLASSES
 
 
-def words_of(pieces: Sequence[str]) -> list[Word]:
+def words_of(pieces: Sequence[str]) -> list[TextWord]:
     """Return the words of a text that is given by its tokens' pieces; a token belongs to the word that it begins in.
 
     A piece without a character of its own, as a space, belongs to the word after it; the last of them to none.
@@ -45,7 +45,7 @@ def words_of(pieces: Sequence[str]) -> list[Word]:
     text = "".join(pieces)
     found = list(_WORD.finditer(text))
     kinds = _kinds(text, found)
-    words: list[Word] = []
+    words: list[TextWord] = []
     token, position = 0, 0  # `position`: of the character at which `token` begins
     for match, kind in zip(found, kinds, strict=True):
         first = token
@@ -53,7 +53,7 @@ def words_of(pieces: Sequence[str]) -> list[Word]:
             position += len(pieces[token])
             token += 1
         if token > first:
-            words.append(Word(match[0], first, token, kind))
+            words.append(TextWord(match[0], first, token, kind))
     return words
 
 
@@ -100,7 +100,7 @@ def _kind_without_names(word: str) -> str:
     return FUNCTION if re.split("['\u2019]", word)[0] in FUNCTION_WORDS else OTHER
 
 
-def distances_to_last(words: Sequence[Word], kind: str = NAME) -> list[int | None]:
+def distances_to_last(words: Sequence[TextWord], kind: str = NAME) -> list[int | None]:
     """Return, per word, the tokens back to the last mention of the same word; None: not of the class, or the first."""
     last: dict[str, int] = {}
     distances: list[int | None] = []

@@ -30,7 +30,7 @@ def run(run_dir: Path, *, now: bool) -> int:
         UnfitError: Slurm does not answer.
     """
     jobs = _find(run_dir)
-    marks, seen = queue.cancelled(run_dir), dict[Job, None]()
+    marks, seen = queue.read_cancelled(run_dir), dict[Job, None]()
     signalled: dict[str, float] = {}
     shown: dict[str, str] = {}
     while jobs:
@@ -52,7 +52,7 @@ def run(run_dir: Path, *, now: bool) -> int:
 
 
 def _find(run_dir: Path) -> list[Job]:
-    recorded = queue.recorded(run_dir)
+    recorded = queue.recorded_jobs(run_dir)
     if not recorded:
         raise UnusableError(
             f"{run_dir}: no Slurm job is recorded in {run_dir / queue.JOBS}; a training without "

@@ -22,7 +22,7 @@ from dist_mem.errors import run_error
 from dist_mem.runtime.environment import SNAPSHOT_FILES
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import new_folder, write_text
-from dist_mem.runtime.shipped import shipped_root
+from dist_mem.runtime.shipped_files import shipped_root
 
 PACKAGE = Path(__file__).parent.parent
 _CONFIGURATIONS = ("configs", "launch")

@@ -75,7 +75,7 @@ def _time_of(path: Path) -> float:
 
 
 def _describe_missing_logs(run_dir: Path) -> str:
-    if recorded := queue.recorded(run_dir):
+    if recorded := queue.recorded_jobs(run_dir):
         number = recorded[-1].number
         return f"{run_dir}: job {number} has no log yet; `dist-mem status {run_dir}` shows whether it is queued"
     return (
@@ -95,7 +95,7 @@ def _end_of(path: Path, num_lines: int) -> tuple[str, int]:
 
 def _may_have_jobs(run_dir: Path) -> bool:
     """Return whether a job of the run is queued or running; True if unknown: Ctrl-C then ends the command."""
-    return not queue.recorded(run_dir) or not slurm.is_here() or bool(queue.live(run_dir))
+    return not queue.recorded_jobs(run_dir) or not slurm.is_here() or bool(queue.live(run_dir))
 
 
 def _follow(run_dir: Path, offsets: dict[Path, int], sleep: Callable[[float], None]) -> None:

@@ -11,7 +11,7 @@ from dist_mem.config import Config, as_tree
 from dist_mem.config.check import flatten
 from dist_mem.config.keys import is_path
 from dist_mem.launch.directives import option
-from dist_mem.runtime.environment import expanded, home_dir
+from dist_mem.runtime.environment import expand_variables, home_dir
 
 
 def warnings(config: Config) -> Iterator[str]:
@@ -22,7 +22,7 @@ def warnings(config: Config) -> Iterator[str]:
     folder = option(launch.directives, "chdir") or str(Path.cwd())
     always = [folder, *(_always_in_apptainer() if launch.container == "apptainer" else [])]
     mounts = [mount.split(":")[1 if ":" in mount else 0] for mount in launch.mounts]
-    seen = [*always, *map(expanded, mounts)]
+    seen = [*always, *map(expand_variables, mounts)]
     if any("$" in place for place in seen):
         return  # known on the nodes only
     written = flatten(config.document)

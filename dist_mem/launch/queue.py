@@ -43,7 +43,7 @@ class Record(NamedTuple):
         return job.cluster == self.cluster and (is_task or job.number == self.number)
 
 
-class Found(NamedTuple):
+class RunJobs(NamedTuple):
     """What Slurm has under the numbers that a run records, in their order."""
 
     jobs: list[Job]  # of the run
@@ -57,13 +57,13 @@ def record(run_dir: Path, number: str, cluster: str) -> None:
         OSError: the file cannot be written.
         UnfitError, UnusableError: Slurm does not answer.
     """
-    job = next(iter(slurm.listed([number], cluster)), None)
+    job = next(iter(slurm.list_jobs([number], cluster)), None)
     facts = f" {job.submitted} {job.name} {run_dir.resolve()}" if job else ""
     with open_regular(run_dir / JOBS, "ab") as file:
         file.write(f"{number} {cluster}{facts}\n".encode())
 
 
-def recorded(run_dir: Path) -> list[Record]:
+def recorded_jobs(run_dir: Path) -> list[Record]:
     """Return the lines of `JOBS`, each once, oldest first; none without the file.
 
     Raises:
@@ -82,17 +82,17 @@ def _lines(path: Path) -> list[str]:
         raise run_error(error) from error
 
 
-def look(run_dir: Path) -> Found:
+def look(run_dir: Path) -> RunJobs:
     """Return the jobs that Slurm has under the numbers of a run; it forgets those that ended minutes ago.
 
     Raises:
         UnusableError: all jobs are of clusters that cannot be reached from here.
         UnfitError: Slurm does not answer.
     """
-    records = recorded(run_dir)
-    found = Found([], [])
+    records = recorded_jobs(run_dir)
+    found = RunJobs([], [])
     for job in sorted(
-        _listed(run_dir, records), key=lambda job: [record.has_number_of(job) for record in records[::-1]]
+        _list_jobs(run_dir, records), key=lambda job: [record.has_number_of(job) for record in records[::-1]]
     ):
         reason = _reason_against(run_dir, job, [record for record in records if record.has_number_of(job)])
         if reason is None:
@@ -102,14 +102,14 @@ def look(run_dir: Path) -> Found:
     return found
 
 
-def _listed(run_dir: Path, records: list[Record]) -> Iterator[Job]:
+def _list_jobs(run_dir: Path, records: list[Record]) -> Iterator[Job]:
     """Yield the jobs that have a recorded number."""
     here = slurm.cluster() if records else ""
     clusters = list(dict.fromkeys(record.cluster for record in records))
     for cluster in clusters:
         numbers = list(dict.fromkeys(record.number for record in records if record.cluster == cluster))
         try:
-            yield from slurm.listed(numbers, cluster)
+            yield from slurm.list_jobs(numbers, cluster)
         except UnfitError as error:
             if cluster == here:
                 raise
@@ -146,7 +146,7 @@ def _original(run_dir: Path, record: Record) -> Path | None:
     """Return the run directory that wrote a record, if that is still there and this one is a copy of it; else None."""
     original = Path(record.run_dir)
     with suppress(OSError, UnfitError, UnusableError):
-        if record.run_dir and not original.samefile(run_dir) and record in recorded(original):
+        if record.run_dir and not original.samefile(run_dir) and record in recorded_jobs(original):
             return original.relative_to(Path.cwd()) if original.is_relative_to(Path.cwd()) else original
     return None
 
@@ -163,14 +163,14 @@ def logs_of(job: Job) -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
-def cancelled(run_dir: Path) -> list[str]:
+def read_cancelled(run_dir: Path) -> list[str]:
     """Return the lines of `CANCELLED`."""
     return _lines(run_dir / CANCELLED)
 
 
 def mark_cancelled(run_dir: Path, lines: Iterable[str], jobs: Iterable[Job] = ()) -> None:
     """Write `CANCELLED`: these lines, and those of jobs, so that job.sh starts none of them again."""
-    records = recorded(run_dir)
+    records = recorded_jobs(run_dir)
     marks = [
         f"{record.number} {record.cluster} {job.submitted}"
         for job in jobs

@@ -69,10 +69,10 @@ def render(
         "arguments": (_ARGUMENTS if arguments is None else f"arguments=({arguments}) # of dist-mem train").splitlines(),
     }
     template = files("dist_mem.launch").joinpath("job.sh").read_text(encoding="utf-8")
-    return _filled(template, parts)
+    return _fill(template, parts)
 
 
-def _filled(template: str, parts: Mapping[str, list[str]]) -> str:
+def _fill(template: str, parts: Mapping[str, list[str]]) -> str:
     """Return the template with each line `#@name` replaced by the lines of that part."""
     lines: list[str] = []
     for line in template.splitlines():

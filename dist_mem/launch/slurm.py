@@ -62,11 +62,11 @@ def cluster() -> str:
     return found[1] if found else ""
 
 
-def listed(numbers: Iterable[str], of: str) -> list[Job]:
+def list_jobs(numbers: Iterable[str], of: str) -> list[Job]:
     """Return these jobs of a cluster as squeue lists them, without those that ended minutes ago, which it forgets."""
     wanted = ",".join(numbers)
     columns = "--format=%i|%T|%S|%N|%r|%V|%j"
-    text = _ask("squeue", *_at(of), "--noheader", f"--jobs={wanted}", "--states=all", columns)
+    text = _ask("squeue", *_cluster_option(of), "--noheader", f"--jobs={wanted}", "--states=all", columns)
     lines = [line.split("|", 6) for line in text.splitlines() if line.count("|") >= 6]
     return [
         Job(number, state, _local(since), nodes, reason, submitted, re.sub(r"\s", "_", name), of)
@@ -84,7 +84,7 @@ def _local(time: str) -> str:
 
 def facts(number: str, of: str) -> dict[str, str]:
     """Return what scontrol shows of a job, or of the first of several tasks; empty if Slurm has forgotten it."""
-    text = _ask("scontrol", *_at(of), "show", "job", number, "--oneliner").partition("\n")[0]
+    text = _ask("scontrol", *_cluster_option(of), "show", "job", number, "--oneliner").partition("\n")[0]
     return dict(re.findall(r"(?:^| )([A-Z]\w*)=(.*?)(?= [A-Z][\w/:]*=|\s*$)", text))
 
 
@@ -95,10 +95,10 @@ def scancel(of: str, *options: str) -> None:
         UnusableError: the job belongs to another user.
         UnfitError: Slurm does not answer.
     """
-    _ask("scancel", *_at(of), *options)
+    _ask("scancel", *_cluster_option(of), *options)
 
 
-def _at(of: str) -> list[str]:
+def _cluster_option(of: str) -> list[str]:
     return [] if of == cluster() else [f"--clusters={of}"]
 
 

@@ -24,7 +24,7 @@ from dist_mem.launch import queue, slurm
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.file_schema import MAX_INTEGER
 from dist_mem.runtime.files import is_missing, open_regular, read_regular
-from dist_mem.runtime.terminal import labelled
+from dist_mem.runtime.terminal import label_lines
 from dist_mem.supervision.lease import sign_of_life
 from dist_mem.tracking.log import METRICS_FILE, last_point
 from dist_mem.tracking.mlflow.store import RUN_ID_FILE
@@ -50,7 +50,7 @@ def run(run_dirs: Sequence[Path], *, as_json: bool) -> int:
     except OSError as error:
         raise run_error(error) from error
     for state in states:
-        lines = [json_text(state)] if as_json else [state["run"], *labelled(_describe(state), indent="  ")]
+        lines = [json_text(state)] if as_json else [state["run"], *label_lines(_describe(state), indent="  ")]
         print("\n".join(lines))
     return EXIT_DONE
 
@@ -71,7 +71,7 @@ def read_state(run_dir: Path) -> dict[str, Any]:
         seconds_left, checkpoint (step, age_seconds), last_end (job, exit_code, meaning), mlflow (run_id, uri).
     """
     check_run_dir(run_dir)
-    found = queue.look(run_dir) if slurm.is_here() else queue.Found([], [])
+    found = queue.look(run_dir) if slurm.is_here() else queue.RunJobs([], [])
     live = sorted((job for job in found.jobs if not job.has_ended), key=lambda job: job.waits)
     process = sign_of_life(run_dir)
     finished, steps = read_finished(run_dir), _saved_block(run_dir, TrainConfig, "train").steps

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dist_mem.config import Config
-from dist_mem.config.check import Problem, flatten, shown, stop_on
+from dist_mem.config.check import Problem, flatten, format_value, stop_on
 from dist_mem.config.launch_schema import LaunchConfig
 from dist_mem.launch import directives, setup_lines
 
@@ -53,7 +53,9 @@ def _reads_environment(value: Any, leaves: Mapping[str, Any]) -> bool:
 def _sizes(launch: LaunchConfig) -> Iterator[Problem]:
     nodes = re.fullmatch(r"([1-9]\d{0,99})(?:-([1-9]\d{0,99}))?", launch.nodes)
     if not nodes or int(nodes[1]) > int(nodes[2] or nodes[1]):
-        yield Problem("launch.nodes", f"is {shown(launch.nodes)}, but must be a number as 4, or a range as 60-64")
+        yield Problem(
+            "launch.nodes", f"is {format_value(launch.nodes)}, but must be a number as 4, or a range as 60-64"
+        )
     elif int(nodes[2] or nodes[1]) > _MOST_NODES:
         yield Problem("launch.nodes", f"is {launch.nodes!r}, but must be at most {_MOST_NODES:,}")
     yield from _gpus(launch)
@@ -68,7 +70,7 @@ def _gpus(launch: LaunchConfig) -> Iterator[Problem]:
     gpus = re.fullmatch(r"(?:[\w.-]*[^\W\d][\w.-]*:)?(\d{1,99})", launch.gpus_per_node)
     if not gpus:
         form = "a number as 8, or a type and a number as a100:4, as `sinfo --Format=nodehost,gres` lists them"
-        yield Problem("launch.gpus_per_node", f"is {shown(launch.gpus_per_node)}, but must be {form}")
+        yield Problem("launch.gpus_per_node", f"is {format_value(launch.gpus_per_node)}, but must be {form}")
     elif int(gpus[1]) > _MOST_GPUS:
         yield Problem("launch.gpus_per_node", f"is {launch.gpus_per_node!r}, but must be at most {_MOST_GPUS:,}")
 
@@ -88,7 +90,7 @@ def _texts(launch: LaunchConfig) -> Iterator[Problem]:
             yield Problem(f"launch.{name}", f"is {getattr(launch, name)!r}, but must be one word")
     if launch.dependency is not None and not _DEPENDENCY.fullmatch(launch.dependency):
         form = "as sbatch --dependency takes it: afterok:1234, afterany:1234:1240, after:1234+30, singleton"
-        yield Problem("launch.dependency", f"is {shown(launch.dependency)}, but must be {form}")
+        yield Problem("launch.dependency", f"is {format_value(launch.dependency)}, but must be {form}")
     if (launch.image is None) != (launch.container == "none"):
         given = f"is {launch.container}, but launch.image is {launch.image!r}"
         yield Problem("launch.container", f"{given}; give both, or container none and no image")

@@ -22,7 +22,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 
 from dist_mem.block import ModelSpec
-from dist_mem.config import changed
+from dist_mem.config import change_config
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.errors import UnusableError, run_error
 from dist_mem.estimate.memory import refuse_what_cannot_fit, scoring_parts
@@ -36,14 +36,14 @@ from dist_mem.evaluation.trained_model import (
 )
 from dist_mem.generation.arguments import WRITING, is_neutral, refuse_what_is_asked
 from dist_mem.generation.generate import Sampling
-from dist_mem.lm_eval.passages import Passage, score_passages
+from dist_mem.lm_eval.passages import ScoredText, score_passages
 from dist_mem.lm_eval.writing import Prompt, write_until
 from dist_mem.runtime.file_schema import Schema, leaf, number, record
 from dist_mem.runtime.process_state import threads
 
 _MAX_TOKENS = 256  # of a generated text, if the task does not say; as in the harness's model of Hugging Face
 _LENGTH = leaf("an integer of at least 1", lambda value: type(value) is int and value >= 1)
-_STOPS = leaf("a text or a list of texts", lambda value: all(isinstance(stop, str) for stop in _listed(value)))
+_STOPS = leaf("a text or a list of texts", lambda value: all(isinstance(stop, str) for stop in _as_list(value)))
 _TYPES: dict[str, Schema] = {  # of the entries of a task's generation_kwargs that are read
     "until": _STOPS,
     **dict.fromkeys(("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"), _LENGTH),
@@ -110,7 +110,7 @@ class DistMemLM(LM):
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
         """Return the log-probability in nats of each whole text, as `dist-mem evaluate` scores a document."""
         tokenizer, cut = self.trained.tokenizer, self.trained.config.data.cut
-        passages = [Passage(tokenizer.encode(request.args[0]), first_scored=0) for request in requests]
+        passages = [ScoredText(tokenizer.encode(request.args[0]), first_scored=0) for request in requests]
         with self._threads():
             scores = score_passages(self.trained, passages, num_lanes=self.num_lanes, cut=cut, shown=True)
         return [score.log_prob for score in scores]
@@ -140,14 +140,14 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[
     return before, tokenizer.encode(context + continuation)[len(before) :]
 
 
-def _passage(tokenizer: Tokenizer, context: str, continuation: str) -> Passage:
+def _passage(tokenizer: Tokenizer, context: str, continuation: str) -> ScoredText:
     before, after = encode_pair(tokenizer, context, continuation)
     if not len(after):
         raise UnusableError(
             f"the continuation {continuation!r} of {context[-40:]!r} has no token of its own with this model's "
             "tokenizer: begin it with white space (target_delimiter), or leave it out of the task"
         )
-    return Passage(np.concatenate([before, after]), first_scored=len(before))
+    return ScoredText(np.concatenate([before, after]), first_scored=len(before))
 
 
 def read_generation(options: Mapping[str, Any]) -> Prompt:
@@ -180,7 +180,7 @@ def read_generation(options: Mapping[str, Any]) -> Prompt:
     return Prompt((), tuple(filter(None, given["until"])), given["max_gen_toks"], sampling)
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
@@ -218,7 +218,7 @@ def open_run(path: Path, overrides: Sequence[str], step: int | None, device: str
         config = read_settings(checkpoint.directory, overrides)
         lanes = config.eval.batch_size  # one forward pass reads all
         own = {"eval.layout": "documents", "eval.max_document_len": None, "train.micro_batch_size": lanes}
-        config = changed(config, own)
+        config = change_config(config, own)
         protocol, tag = protocol_of(config), tag_of(config)
         if protocol.blocks:
             raise UnusableError(

@@ -30,14 +30,14 @@ from dist_mem.model import LMOutput, LMState
 from dist_mem.runtime.progress import Progress
 
 
-class Passage(NamedTuple):
+class ScoredText(NamedTuple):
     """A text, of which the tokens from `first_scored` on are scored."""
 
     tokens: np.ndarray  # (num_tokens,) ids of any integer type, without BOS
     first_scored: int
 
 
-class PassageScore(NamedTuple):
+class ScoredTextScore(NamedTuple):
     """The score of a passage."""
 
     log_prob: float  # nats, sum over the scored tokens
@@ -61,8 +61,8 @@ class _Node:
 
 @torch.no_grad()
 def score_passages(
-    trained: TrainedModel, passages: Sequence[Passage], *, num_lanes: int, cut: str = "start", shown: bool = False
-) -> list[PassageScore]:
+    trained: TrainedModel, passages: Sequence[ScoredText], *, num_lanes: int, cut: str = "start", shown: bool = False
+) -> list[ScoredTextScore]:
     """Score passages, each as `dist_mem.Model.score` scores its text.
 
     Args:
@@ -86,10 +86,10 @@ def score_passages(
     for number, log_prob in enumerate(log_probs):
         if not math.isfinite(log_prob):
             raise EvaluationError(f"the log-likelihood of request {number} is {log_prob}: the model has diverged")
-    return [PassageScore(*score) for score in zip(log_probs, is_greedy, strict=True)]
+    return [ScoredTextScore(*score) for score in zip(log_probs, is_greedy, strict=True)]
 
 
-def _tree(trained: TrainedModel, passages: Sequence[Passage], *, cut: str) -> list[_Node]:
+def _tree(trained: TrainedModel, passages: Sequence[ScoredText], *, cut: str) -> list[_Node]:
     """Return the first segments of all texts; equal segments after equal segments are one node."""
     seg_len = trained.config.train.seg_len
     first: dict[tuple[int, bytes], _Node] = {}
@@ -100,7 +100,7 @@ def _tree(trained: TrainedModel, passages: Sequence[Passage], *, cut: str) -> li
         below = first
         for begin, stop in pairwise(edges):
             tokens = whole[begin : stop + 1]
-            rows = seg_len if stop < length else _rows(trained, stop - begin)
+            rows = seg_len if stop < length else _forward_rows(trained, stop - begin)
             node = below.setdefault((rows, tokens.tobytes()), _Node(tokens, rows))
             if passage.first_scored < stop:
                 node.passages.append((number, max(0, passage.first_scored - begin)))
@@ -108,7 +108,7 @@ def _tree(trained: TrainedModel, passages: Sequence[Passage], *, cut: str) -> li
     return list(first.values())
 
 
-def _rows(trained: TrainedModel, length: int) -> int:
+def _forward_rows(trained: TrainedModel, length: int) -> int:
     """Return the rows of the forward pass of a last segment: few sizes, so that lanes of one size are many."""
     return num_rows(trained.model, min(1 << (length - 1).bit_length(), trained.config.train.seg_len))
 

@@ -26,7 +26,7 @@ from lm_eval.tasks.manager import TaskDict
 from dist_mem.config.check import nearest
 from dist_mem.errors import EXIT_DONE, UnusableError, run_error
 from dist_mem.evaluation.export_transformers import write_tokenizer
-from dist_mem.evaluation.job import described, track
+from dist_mem.evaluation.job import describe_evaluation, track
 from dist_mem.evaluation.report_names import FOLDER, ReportName, join_parts
 from dist_mem.lm_eval.model import DistMemLM, OpenRun, open_run, read_generation
 from dist_mem.runtime.figures import json_text
@@ -39,7 +39,7 @@ _MAX_NAMES = 100  # characters of the tasks in the name of a file
 
 
 @dataclass(frozen=True)
-class Request:
+class LmEvalRequest:
     """The arguments of the command."""
 
     run: Path
@@ -62,7 +62,7 @@ class Score(NamedTuple):
     num_documents: int | None  # None: of a group that does not count them
 
 
-def run(request: Request) -> int:
+def run(request: LmEvalRequest) -> int:
     """Run the command and return the exit code of the process.
 
     Raises:
@@ -83,7 +83,7 @@ def run(request: Request) -> int:
     return EXIT_DONE
 
 
-def _open_tasks(request: Request, opened: OpenRun, folder: Path) -> TaskDict:
+def _open_tasks(request: LmEvalRequest, opened: OpenRun, folder: Path) -> TaskDict:
     """Load the tasks, and refuse what they ask of a generation that is not done here.
 
     Tasks that make their data by length, as RULER's, open a tokenizer by its folder: the model's, in `folder`, unless
@@ -116,7 +116,7 @@ def _check_generation(task: str, options: Mapping[str, Any]) -> None:
         raise UnusableError(f"--tasks {task}: {error}") from error
 
 
-def _publish(request: Request, opened: OpenRun, results: Mapping[str, Any]) -> None:
+def _publish(request: LmEvalRequest, opened: OpenRun, results: Mapping[str, Any]) -> None:
     """Print the scores, write the file, and add both to the run in MLflow."""
     checkpoint, config = opened.trained.checkpoint, opened.trained.config
     scores = list(scores_of(results))
@@ -124,13 +124,13 @@ def _publish(request: Request, opened: OpenRun, results: Mapping[str, Any]) -> N
     print(to_table(scores))
     content = {
         "format_version": FORMAT_VERSION,
-        **described(checkpoint, config.name, opened.protocol),
+        **describe_evaluation(checkpoint, config.name, opened.protocol),
         "lm_eval": lm_eval.__version__,
         "limit": request.limit,
         **{key: results[key] for key in _KEPT if key in results},
     }
     limit = "" if request.limit is None else f"limit{request.limit}"
-    name = ReportName(_joined(request.tasks), checkpoint.manifest["step"], join_parts(limit, opened.tag))
+    name = ReportName(_join_names(request.tasks), checkpoint.manifest["step"], join_parts(limit, opened.tag))
     path = checkpoint.run_dir / FOLDER / "lm_eval" / f"{name}.json"
     for target in (path, *([request.output] if request.output else [])):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -163,7 +163,7 @@ def to_table(scores: Sequence[Score]) -> str:
     return "\n".join(table(rows))
 
 
-def _joined(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     """Return the names of the tasks as part of a file name; a digest stands for what is too long."""
     joined = "+".join(names).replace("/", "_")
     if len(joined) <= _MAX_NAMES:

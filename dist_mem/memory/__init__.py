@@ -15,11 +15,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dist_mem.config import build_block
-from dist_mem.config.check import nearest, shown
+from dist_mem.config.check import format_value, nearest
 from dist_mem.config.memory_blocks import DEFAULT, PER_BLOCK, is_key, is_per_block, memories_of, memory_of
 from dist_mem.memory.base import LayerSpec, Memory
 from dist_mem.memory.outside import is_file, load_from_file, load_offered, offered_kinds
-from dist_mem.runtime.shipped import shipped_root
+from dist_mem.runtime.shipped_files import shipped_root
 
 
 def memory_kinds() -> list[str]:
@@ -59,7 +59,7 @@ def _configurations() -> dict[str, str]:
     return {path.stem: f"configs/memory/{path.name}" for path in sorted(files)}
 
 
-def described_memories() -> dict[str, tuple[str, type]]:
+def describe_memories() -> dict[str, tuple[str, type]]:
     """Return for each built-in kind the first line of its file, and the dataclass of its options."""
     described: dict[str, tuple[str, type]] = {}
     for kind in memory_kinds():
@@ -91,26 +91,26 @@ def memory_options(block: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration's `memory` block with all options of every memory in it.
 
     Raises:
-        ValueError: as `typed_options`.
+        ValueError: as `convert_options`.
     """
     if not is_per_block(block):
         if of_one := [name for name in block if is_key(name)]:
             other = f"but memory.kind = {block.get('kind')} is that of all: write memory.{DEFAULT}.kind"
             raise ValueError(f"memory.{of_one[0]} is the memory of one block, {other}")
-        return _completed(block, "memory")
+        return _add_defaults(block, "memory")
     if others := [name for name in block if name != "kind" and not is_key(name)]:
         own = f"memory.{DEFAULT}.{others[0]} or memory.NUMBER.{others[0]}"
         raise ValueError(f"memory.{others[0]} is no memory of a block; an option belongs to one memory: {own}")
-    memories = {name: _completed(each, f"memory.{name}") for name, each in block.items() if name != "kind"}
+    memories = {name: _add_defaults(each, f"memory.{name}") for name, each in block.items() if name != "kind"}
     return {"kind": PER_BLOCK, **memories}
 
 
-def _completed(block: Mapping[str, Any], where: str) -> dict[str, Any]:
-    kind, options = typed_options(block, where)
+def _add_defaults(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    kind, options = convert_options(block, where)
     return {"kind": kind, **asdict(options)}
 
 
-def typed_options(block: Mapping[str, Any], where: str = "memory") -> tuple[str, Any]:
+def convert_options(block: Mapping[str, Any], where: str = "memory") -> tuple[str, Any]:
     """Return the kind and the typed options of the block of one memory; `over` blocks get all their options.
 
     Args:
@@ -124,21 +124,21 @@ def typed_options(block: Mapping[str, Any], where: str = "memory") -> tuple[str,
         if isinstance(block, Mapping) and "kind" not in block and is_key(where.rpartition(".")[2]):
             rest = f"memory.{DEFAULT} is for all blocks without their own"
             raise ValueError(f"{where}.kind is missing: give it, one of {kinds}; {rest}")
-        raise ValueError(f"{where} is {shown(block)}, but must be a block whose kind is one of {kinds}")
+        raise ValueError(f"{where} is {format_value(block)}, but must be a block whose kind is one of {kinds}")
     given = dict(block)
     if not isinstance(over := given.get("over", {}), Mapping):
-        raise ValueError(f"{where}.over is {shown(over)}, but must be a block with a kind")
+        raise ValueError(f"{where}.over is {format_value(over)}, but must be a block with a kind")
     kind = str(given.pop("kind"))
     options: Any = build_block(memory_class(kind, where).Options, given, where)
     if hasattr(options, "over"):
-        options = replace(options, over=_completed(given.get("over", options.over), f"{where}.over"))
+        options = replace(options, over=_add_defaults(given.get("over", options.over), f"{where}.over"))
     return kind, options
 
 
 def build_memory(config: Mapping[str, Any], spec: LayerSpec) -> Memory:
     """Build the memory layer of one block of the model, from the `memory` block of a configuration."""
     key, block = memory_of(config, spec.layer_index)
-    kind, options = typed_options(block, key)
+    kind, options = convert_options(block, key)
     with _keys_begin_with(key):
         return _build(kind, options, spec)
 
@@ -149,7 +149,7 @@ def _build(kind: str, options: Any, spec: LayerSpec) -> Memory:
     below: list[Memory] = []
     if hasattr(options, "over"):
         with _keys_begin_with("memory.over"):
-            below.append(_build(*typed_options(options.over), spec))
+            below.append(_build(*convert_options(options.over), spec))
             assert below[0].evicted_len, "raises ValueError here, where the key of the message can be corrected"
     memory = build(spec, options, *below)
     if spec.short_first and not memory.takes_short_first:

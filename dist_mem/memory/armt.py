@@ -42,8 +42,7 @@ from dist_mem.memory.base import (
     Stem,
     StepOutput,
 )
-from dist_mem.memory.none import NoMemory
-from dist_mem.memory.none import State as Nothing
+from dist_mem.memory.none import EmptyState, NoMemory
 from dist_mem.memory.parts.inspection import Inspection
 from dist_mem.nn.layers import Projection
 from dist_mem.nn.plain_attention import BiasedProjection
@@ -56,7 +55,7 @@ class Matrix(NamedTuple):
     norm: Tensor  # (B, H, F) float32 at least: z; 0 only in an empty memory
 
 
-class State(NamedTuple):
+class ArmtState(NamedTuple):
     matrix: Matrix  # before `pending`
     pending: Tensor  # (B, M, D), what the block made of the memory rows of the last segment
     has_pending: Tensor  # (B,) bool
@@ -161,21 +160,21 @@ class AssociativeMemory(Inspectable):
     def stem(self) -> RowsAfter:
         return RowsAfter(num_tokens=self.options.num_tokens, d_model=self.spec.d_model)
 
-    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> ArmtState:
         num_lanes, num_heads, d_model = len(document_ids), self.options.num_heads, self.spec.d_model
         shape = (num_lanes, num_heads, 2 * self.options.nu * self.options.d_key // num_heads)
         exact = torch.promote_types(dtype, torch.float32)  # growing sums: half precision would lose small terms
         sums = torch.zeros(*shape, d_model // num_heads, device=device, dtype=exact)
-        return State(
+        return ArmtState(
             Matrix(sums, torch.zeros(shape, device=device, dtype=exact)),
             torch.zeros(num_lanes, self.options.num_tokens, d_model, device=device, dtype=dtype),
             torch.zeros(num_lanes, device=device, dtype=torch.bool),
         )
 
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
-        matrix = self.written(state, x.dtype)
+    def forward(self, x: Tensor, state: ArmtState, valid_len: Tensor) -> MemoryOutput:
+        matrix = self.write_pending(state, x.dtype)
         found = self.read(x, matrix)
-        below = self.over(x + found, Nothing(), valid_len)
+        below = self.over(x + found, EmptyState(), valid_len)
         segment = x[:, : x.shape[1] - self.num_after].detach()
         everything = Evicted(segment, torch.ones_like(valid_len, dtype=torch.bool))
         query = below.query[:, :, : segment.shape[1]]
@@ -183,16 +182,16 @@ class AssociativeMemory(Inspectable):
         logs = {"read": share.mean(dim=1)}
         return MemoryOutput(found + below.y, state._replace(matrix=matrix), {}, query, everything, logs)
 
-    def after_block(self, rows: Tensor, state: State) -> State:
+    def after_block(self, rows: Tensor, state: ArmtState) -> ArmtState:
         pending = rows[:, -self.num_after :].to(state.pending.dtype).contiguous()  # no view, which would keep all rows
-        return State(state.matrix, pending, torch.ones_like(state.has_pending))
+        return ArmtState(state.matrix, pending, torch.ones_like(state.has_pending))
 
     def read(self, rows: Tensor, matrix: Matrix) -> Tensor:
         """Return what rows of the block's input, (B, R, D), read (eq. 4); 0 where nothing is written."""
         features = self.features(self.query(rows), matrix)
         return recall(features, matrix, self.epsilon).transpose(1, 2).flatten(2).to(rows.dtype)
 
-    def written(self, state: State, dtype: torch.dtype) -> Matrix:
+    def write_pending(self, state: ArmtState, dtype: torch.dtype) -> Matrix:
         """Return the matrix after the pending rows, each against the matrix before them (eqs. 1 to 3)."""
         rows, matrix = state.pending.to(dtype), state.matrix
         features = self.features(self.key(rows), matrix) * state.has_pending[:, None, None, None]
@@ -225,9 +224,9 @@ class AssociativeMemory(Inspectable):
         found = torch.cat([parts * parts.roll(shift, dims=-1) for shift in range(1, self.options.nu + 1)], dim=-1)
         return F.normalize(found, dim=-1) if self.options.variant == "published" else found
 
-    def open_segment(self, state: State, rows: Tensor) -> Opened:
-        below = self.over.open_segment(Nothing(), rows)
-        return Opened(OpenLanes(below.lanes, self.written(state, rows.dtype)), below.shared)
+    def open_segment(self, state: ArmtState, rows: Tensor) -> Opened:
+        below = self.over.open_segment(EmptyState(), rows)
+        return Opened(OpenLanes(below.lanes, self.write_pending(state, rows.dtype)), below.shared)
 
     def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
         lanes, matrix = opened.lanes
@@ -238,10 +237,12 @@ class AssociativeMemory(Inspectable):
         )
 
     @torch.no_grad()
-    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: None = None) -> Inspection:
+    def inspect(self, x: Tensor, state: ArmtState, valid_len: Tensor, trace: None = None) -> Inspection:
         """Return the attention to the segment; what is read of the matrix is added to the rows, and has no weights."""
         tokens = x[:, : x.shape[1] - self.num_after]
-        return self.over.inspect(tokens + self.read(tokens, self.written(state, x.dtype)), Nothing(), valid_len)
+        return self.over.inspect(
+            tokens + self.read(tokens, self.write_pending(state, x.dtype)), EmptyState(), valid_len
+        )
 
 
 def by_head(rows: Tensor, matrix: Matrix) -> Tensor:

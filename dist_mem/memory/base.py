@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_mem.memory.parts.inspection import Inspection
-from dist_mem.nn.attention import Choice
+from dist_mem.nn.attention import BackEndChoice
 from dist_mem.nn.layer_spec import LayerSpec
 from dist_mem.nn.stepping import Opened as Opened
 from dist_mem.nn.stepping import Places as Places
@@ -115,10 +115,10 @@ class Memory(nn.Module):
 
     @property
     def can_step(self) -> bool:
-        """Whether `open_segment` and `step_rows` read a segment row by row, with these options; see `steps`."""
+        """Whether `open_segment` and `step_rows` read a segment row by row, with these options; see `can_step_rows`."""
         return False
 
-    def back_end(self, device_type: str, dtype: torch.dtype) -> Choice | None:
+    def back_end(self, device_type: str, dtype: torch.dtype) -> BackEndChoice | None:
         """Return what computes it for activations of this dtype on a device, and why; None: it has no choice.
 
         Raises:
@@ -253,7 +253,7 @@ def describe_back_ends(model: nn.Module, device_type: str, dtype: torch.dtype) -
     ]
 
 
-def steps(memory: Memory) -> bool:
+def can_step_rows(memory: Memory) -> bool:
     """Return whether a memory reads a segment row by row: `can_step`, if its own class defines it.
 
     A subclass that only inherits it may have another `forward`.
@@ -337,13 +337,13 @@ def select_lanes(keep_new: Tensor, new: StateT, old: StateT) -> StateT:
     return map_state(choose, new, old)
 
 
-def detached(state: StateT) -> StateT:
+def detach_state(state: StateT) -> StateT:
     """Return the state without gradient: the border of a window of `train.bptt_segments` segments."""
     cut: StateT = map_state(Tensor.detach, state)
     return cut
 
 
-def prefixed(name: str, counts: Mapping[str, Count]) -> dict[str, Count]:
+def prefix_counts(name: str, counts: Mapping[str, Count]) -> dict[str, Count]:
     """Return the counts of a part of a state as those of the whole."""
     return {f"{name}.{each}": count for each, count in counts.items()}
 

@@ -25,24 +25,24 @@ from dist_mem.memory.base import Count, Evicted, Inspectable, LayerSpec, MemoryO
 from dist_mem.memory.parts.inspection import Inspection, of_tokens, rows_of, segment_rows, token_spans
 from dist_mem.memory.parts.learned_start import LearnedStart
 from dist_mem.memory.parts.state_cell import (
-    Projected,
+    CellRows,
     StateHeads,
+    StateUpdate,
     TokenHeads,
-    Update,
     by_key,
     in_window,
-    merged,
+    merge_parts,
     read,
     shares_of,
 )
-from dist_mem.nn.convolution import Tail, newest
+from dist_mem.nn.convolution import Tail, newest_of_both
 from dist_mem.nn.layers import Dropout, Projection, newest_rows
-from dist_mem.nn.named_tuples import replaced
+from dist_mem.nn.named_tuples import replace
 from dist_mem.nn.norms import input_norm
-from dist_mem.nn.stepping import Asked, Kept, attend, kept
+from dist_mem.nn.stepping import DistanceQuery, KeptPairs, attend, keep_pairs
 
 
-class State(NamedTuple):
+class BlockRecurrentState(NamedTuple):
     keys: Tensor  # (B, H, W, K), of the newest tokens, newest last; 0: none yet
     values: Tensor  # (B, H, W, K)
     length: Tensor  # (B,) int64, how many of them are valid; 0: the lane begins a document
@@ -50,8 +50,8 @@ class State(NamedTuple):
     tail: Tail = ()
 
 
-class OpenLanes(NamedTuple):
-    near: Kept
+class BlockRecurrentOpenLanes(NamedTuple):
+    near: KeptPairs
     key: Tensor  # (B, H, S, K), of the state vectors
     value: Tensor  # (B, H, S, K)
 
@@ -97,7 +97,7 @@ class BlockRecurrent(Inspectable):
         self.output = Projection(width, spec.d_model)
         self.start = LearnedStart(options.num_states, spec.d_model)
         self.states = StateHeads(options.num_states, spec.d_model, **heads)
-        self.update = Update(spec.d_model, width=width, d_inner=self.d_inner, cell=options.cell, gate=options.gate)
+        self.update = StateUpdate(spec.d_model, width=width, d_inner=self.d_inner, cell=options.cell, gate=options.gate)
         self.attention_dropout, self.dropout = Dropout(spec.attention_dropout), Dropout(spec.dropout)
 
     @classmethod
@@ -122,7 +122,7 @@ class BlockRecurrent(Inspectable):
         for gate in self.update.gates():
             gate.reset_parameters()
 
-    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> BlockRecurrentState:
         spec, num_lanes = self.spec, len(document_ids)
         rows = torch.zeros(num_lanes, spec.num_heads, self.window, spec.d_head, device=device, dtype=dtype)
         exact = torch.promote_types(dtype, torch.float32)  # a gate near 1 adds less than half precision resolves
@@ -130,31 +130,31 @@ class BlockRecurrent(Inspectable):
         length = torch.zeros(num_lanes, device=device, dtype=torch.int64)
         convolution = self.tokens.convolution
         tail = () if convolution is None else convolution.empty_tail(num_lanes, device=device, dtype=dtype)
-        return State(rows, rows.clone(), length, recurrent, tail)
+        return BlockRecurrentState(rows, rows.clone(), length, recurrent, tail)
 
-    def counts(self, state: State) -> dict[str, Count]:
+    def counts(self, state: BlockRecurrentState) -> dict[str, Count]:
         return {"length": Count(state.length, self.window)}
 
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+    def forward(self, x: Tensor, state: BlockRecurrentState, valid_len: Tensor) -> MemoryOutput:
         seg_len, window = x.shape[1], self.window
         tokens, bias, before = self.tokens(self.norm(x), window, state.tail)
         context = tuple(
             torch.cat([old.to(x.dtype), new], dim=2)
             for old, new in ((state.keys, tokens.key), (state.values, tokens.value))
         )
-        visible = self.visible(state, seg_len, valid_len)
+        visible = self.visible_rows(state, seg_len, valid_len)
         states = self.start(state.recurrent, state.length == 0)
         outputs, kept = [], []
         for begin in range(0, seg_len, window):
             end = min(begin + window, seg_len)
             near = slice(begin, window + end)
-            part = Projected(*(rows[:, :, begin:end] for rows in tokens))
+            part = CellRows(*(rows[:, :, begin:end] for rows in tokens))
             rows = self.states(states, x.dtype)
             keys, values = (both[:, :, near] for both in context)
             outputs.append(self.tokens_read(part, (keys, values), visible[:, near], bias, rows))
             own = read(rows.query, (rows.key, rows.value))
             found = read(rows.cross_query, (keys, values), visible=visible[:, None, near])
-            new, share = self.update(states, merged(own, found))
+            new, share = self.update(states, merge_parts(own, found))
             is_read = (valid_len > begin)[:, None, None]
             states = torch.where(is_read, new, states)
             kept.append(torch.where(is_read, share.float(), 0.0).mean((1, 2)))
@@ -166,78 +166,82 @@ class BlockRecurrent(Inspectable):
         everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
         logs = {"kept": torch.stack(kept).sum(0).detach() / num_read}
         query = tokens.content.transpose(0, 1)
-        new = self.cached(state, context, states, valid_len)
+        new = self.push_rows(state, context, states, valid_len)
         if isinstance(state.tail, Tensor):
-            tail = newest(before, valid_len, num_rows=state.tail.shape[1]).to(state.tail.dtype)
-            new = replaced(new, tail=tail)
+            tail = newest_of_both(before, valid_len, num_rows=state.tail.shape[1]).to(state.tail.dtype)
+            new = replace(new, tail=tail)
         return MemoryOutput(y, new, {}, query, everything, logs)
 
-    def visible(self, state: State, seg_len: int, valid_len: Tensor) -> Tensor:
+    def visible_rows(self, state: BlockRecurrentState, seg_len: int, valid_len: Tensor) -> Tensor:
         """Return which of the kept rows and the segment's tokens are rows that may be read, (B, W + T) bool."""
         is_real = torch.arange(seg_len, device=valid_len.device) < valid_len[:, None]
-        return torch.cat([self.visible_before(state), is_real], dim=1)
+        return torch.cat([self.visible_kept_rows(state), is_real], dim=1)
 
-    def visible_before(self, state: State) -> Tensor:
+    def visible_kept_rows(self, state: BlockRecurrentState) -> Tensor:
         """Return which of the kept rows may be read, (B, W) bool."""
         newest = newest_rows(state.length, self.window)
         return torch.ones_like(newest) if self.options.attend_empty else newest
 
-    def open_segment(self, state: State, rows: Tensor) -> Opened:
+    def open_segment(self, state: BlockRecurrentState, rows: Tensor) -> Opened:
         states = self.states(self.start(state.recurrent, state.length == 0), rows.dtype)
         pairs = torch.cat([state.keys, state.values], dim=1)
         tail = state.tail.clone() if isinstance(state.tail, Tensor) else ()
-        near = kept(pairs, self.visible_before(state), seg_len=self.spec.seg_len, tail=tail)
+        near = keep_pairs(pairs, self.visible_kept_rows(state), seg_len=self.spec.seg_len, tail=tail)
         _, bias, _ = self.tokens(rows, self.window, state.tail)  # at distances W, ..., 1; the others are not seen
         table = F.pad(bias, (self.spec.seg_len - 1, 2))[:, None]
-        return Opened(OpenLanes(near, states.key, states.value), table)
+        return Opened(BlockRecurrentOpenLanes(near, states.key, states.value), table)
 
     def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
         near, key, value = opened.lanes
         tokens, before = self.tokens.after_tail(self.norm(x), near.tail)
         if isinstance(near.tail, Tensor) and isinstance(before, Tensor):
-            near.tail.copy_(newest(before, places.num_real, num_rows=near.tail.shape[1]))
+            near.tail.copy_(newest_of_both(before, places.num_real, num_rows=near.tail.shape[1]))
         query = tokens.query * math.sqrt(tokens.query.shape[-1])  # by which `attend` divides
-        by_distance = Asked(torch.ones_like(query[..., :1]), opened.shared)
+        by_distance = DistanceQuery(torch.ones_like(query[..., :1]), opened.shared)
         pairs = torch.cat([tokens.key, tokens.value], dim=1)
         found = attend(query, pairs, near, places, above=-1, sees_itself=False, by_distance=by_distance)
-        far = merged(read(tokens.cross_query, (key, value)))
+        far = merge_parts(read(tokens.cross_query, (key, value)))
         y = self.output(torch.cat([found, far], dim=-1))
         return StepOutput(y, tokens.content.transpose(0, 1), opened)
 
     def tokens_read(
-        self, tokens: Projected, context: tuple[Tensor, Tensor], visible: Tensor, bias: Tensor, states: Projected
+        self, tokens: CellRows, context: tuple[Tensor, Tensor], visible: Tensor, bias: Tensor, states: CellRows
     ) -> Tensor:
         """Return what the tokens of a window read of the tokens before them, and of the states: (B, W, 2 H K)."""
-        near = read(tokens.query, context, dropout=self.attention_dropout, **self.scored(tokens.query, visible, bias))
+        near = read(
+            tokens.query, context, dropout=self.attention_dropout, **self.score_rows(tokens.query, visible, bias)
+        )
         far = read(tokens.cross_query, (states.key, states.value), dropout=self.attention_dropout)
-        return merged(near, far)
+        return merge_parts(near, far)
 
-    def scored(self, query: Tensor, visible: Tensor, bias: Tensor) -> dict[str, Tensor]:
+    def score_rows(self, query: Tensor, visible: Tensor, bias: Tensor) -> dict[str, Tensor]:
         """Return what a window's tokens see of the rows of `visible`, (B, W + W), and the biases of their scores."""
         num_queries = query.shape[2]
         mask = visible[:, None] & in_window(num_queries, self.window, visible.device)
         return {"visible": mask, "bias": by_key(bias, num_queries)}
 
     @torch.no_grad()
-    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: Any = None) -> Inspection:
+    def inspect(self, x: Tensor, state: BlockRecurrentState, valid_len: Tensor, trace: Any = None) -> Inspection:
         """Return what tokens read of tokens. The states, which are read by a softmax of their own, are of no token."""
         seg_len = x.shape[1]
         tokens, bias, _ = self.tokens(self.norm(x), self.window, state.tail)
         keys = torch.cat([state.keys.to(x.dtype), tokens.key], dim=2)
-        visible = self.visible(state, seg_len, valid_len)
+        visible = self.visible_rows(state, seg_len, valid_len)
         parts = []
         for begin in range(0, seg_len, self.window):
             end = min(begin + self.window, seg_len)
             near, query = slice(begin, self.window + end), tokens.query[:, :, begin:end]
-            shares = shares_of(query, keys[:, :, near], **self.scored(query, visible[:, near], bias))
+            shares = shares_of(query, keys[:, :, near], **self.score_rows(query, visible[:, near], bias))
             parts.append(F.pad(shares, (begin, seg_len - end)))
         memory, segment = torch.cat(parts, dim=2).transpose(0, 1).tensor_split([self.window], dim=-1)
         rows = {"memory": rows_of(memory, token_spans(state.length, self.window))}
         return Inspection(of_tokens({**rows, "segment": segment_rows(segment, valid_len)}))
 
-    def cached(self, state: State, context: tuple[Tensor, ...], states: Tensor, valid_len: Tensor) -> State:
+    def push_rows(
+        self, state: BlockRecurrentState, context: tuple[Tensor, ...], states: Tensor, valid_len: Tensor
+    ) -> BlockRecurrentState:
         """Keep the keys and values of the newest W real tokens; the context is those kept before, then the segment."""
         places = valid_len[:, None] + torch.arange(self.window, device=valid_len.device)
         index = places[:, None, :, None].expand(-1, self.spec.num_heads, -1, self.spec.d_head)
         keys, values = (rows.gather(2, index).to(state.keys.dtype) for rows in context)
-        return State(keys, values, (state.length + valid_len).clamp(max=self.window), states)
+        return BlockRecurrentState(keys, values, (state.length + valid_len).clamp(max=self.window), states)

@@ -38,7 +38,7 @@ from dist_mem.memory.base import (
     Places,
     StepOutput,
     check_choices,
-    prefixed,
+    prefix_counts,
     select_lanes,
 )
 from dist_mem.memory.parts.compression import COMPRESSIONS, MostUsed
@@ -46,22 +46,22 @@ from dist_mem.memory.parts.inspection import (
     Inspection,
     Spans,
     compressed_spans,
-    overlapping,
+    overlaps,
     rows_of,
     segment_rows,
     token_spans,
 )
 from dist_mem.memory.parts.row_mask import Shown, take_out, valid_rows, zero_hidden
-from dist_mem.nn.layers import Attended, AttentionLayer, RelativeAttention, newest_rows, visible_keys
-from dist_mem.nn.named_tuples import replaced
+from dist_mem.nn.layers import AttentionLayer, AttentionOutput, RelativeAttention, newest_rows, visible_keys
+from dist_mem.nn.named_tuples import replace
 from dist_mem.nn.norms import input_norm
 from dist_mem.nn.plain_attention import BIASES, PlainAttention
 from dist_mem.nn.rotary_attention import RotaryAttention, attention_of, repeat_heads
 
 
-class State(NamedTuple):
-    memory: transformer_xl.State  # M rows, as of Transformer-XL
-    compressed: transformer_xl.State  # C rows, older than those
+class CompressiveState(NamedTuple):
+    memory: transformer_xl.TransformerXLState  # M rows, as of Transformer-XL
+    compressed: transformer_xl.TransformerXLState  # C rows, older than those
 
 
 def content_attention(attention: AttentionLayer, query: Tensor, rows: Tensor) -> Tensor:
@@ -162,19 +162,21 @@ class Compressive(Inspectable):
         assert isinstance(first, Compressive)
         self.attention.share_biases(first.attention)
 
-    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
-        def empty(num_rows: int) -> transformer_xl.State:
-            return transformer_xl.empty(len(document_ids), num_rows, self.spec.d_model, device=device, dtype=dtype)
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> CompressiveState:
+        def empty_rows(num_rows: int) -> transformer_xl.TransformerXLState:
+            return transformer_xl.empty_state(
+                len(document_ids), num_rows, self.spec.d_model, device=device, dtype=dtype
+            )
 
-        return State(empty(self.options.mem_len), empty(self.options.cmem_len))
+        return CompressiveState(empty_rows(self.options.mem_len), empty_rows(self.options.cmem_len))
 
-    def counts(self, state: State) -> dict[str, Count]:
+    def counts(self, state: CompressiveState) -> dict[str, Count]:
         return {
-            **prefixed("memory", transformer_xl.counts_of(state.memory)),
-            **prefixed("compressed", transformer_xl.counts_of(state.compressed)),
+            **prefix_counts("memory", transformer_xl.counts_of(state.memory)),
+            **prefix_counts("compressed", transformer_xl.counts_of(state.compressed)),
         }
 
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+    def forward(self, x: Tensor, state: CompressiveState, valid_len: Tensor) -> MemoryOutput:
         memory, compressed = state
         seg_len, cmem_len, mem_len = x.shape[1], self.options.cmem_len, self.options.mem_len
         attended = self.attend(x, state, weights=self.compression.needs_usage)
@@ -191,40 +193,40 @@ class Compressive(Inspectable):
         if self.learns and torch.is_grad_enabled():
             loss = self.compression_loss(query.detach(), old, new)
             aux["compression"] = torch.where(is_full & (valid_len == seg_len), self.options.loss_weight * loss, 0.0)
-        return MemoryOutput(y, State(transformer_xl.push(memory, x), kept), aux, query, evicted)
+        return MemoryOutput(y, CompressiveState(transformer_xl.push(memory, x), kept), aux, query, evicted)
 
-    def attend(self, x: Tensor, state: State, *, weights: bool) -> Attended:
+    def attend(self, x: Tensor, state: CompressiveState, *, weights: bool) -> AttentionOutput:
         """Attend to the compressed memory, the memory and the segment, in this order."""
         context, valid = self.context(state, x.dtype)
         visible = visible_keys(valid, x.shape[1], same_length=self.spec.same_length)
-        attended: Attended = self.attention(self.norm(x), context, visible, weights=weights)
+        attended: AttentionOutput = self.attention(self.norm(x), context, visible, weights=weights)
         return attended
 
-    def context(self, state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def context(self, state: CompressiveState, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the normalized rows that the segment attends to, (B, C + M, D), and which are valid, (B, C + M)."""
         parts = state.compressed, state.memory
         valid = [valid_rows(part.length, part.hidden.shape[1], part.shown) for part in parts]
         rows = torch.cat([part.hidden for part in parts], dim=1).to(dtype)
         return self.norm(rows), torch.cat(valid, dim=1)
 
-    def open_segment(self, state: State, rows: Tensor) -> Opened:
+    def open_segment(self, state: CompressiveState, rows: Tensor) -> Opened:
         return self.attention.open(*self.context(state, rows.dtype), seg_len=self.spec.seg_len)
 
     def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
-        return self.attention.step(self.norm(x), opened, places, same_length=self.spec.same_length)
+        return self.attention.step_rows(self.norm(x), opened, places, same_length=self.spec.same_length)
 
-    def shown_new(self, memory: transformer_xl.State, seg_len: int, usage: Tensor | None) -> Shown:
+    def shown_new(self, memory: transformer_xl.TransformerXLState, seg_len: int, usage: Tensor | None) -> Shown:
         """Return which rows compressed from the oldest T are shown: those of which nothing was taken out."""
         if not isinstance(memory.shown, Tensor):
             return ()
         if isinstance(self.compression, MostUsed):
             assert usage is not None
-            return memory.shown.gather(1, self.compression.kept(usage))
+            return memory.shown.gather(1, self.compression.choose_rows(usage))
         rate = self.options.compression_rate
         return memory.shown[:, : seg_len // rate * rate].unflatten(1, (-1, rate)).all(dim=2)
 
     @torch.no_grad()
-    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: Tensor | None = None) -> Inspection:
+    def inspect(self, x: Tensor, state: CompressiveState, valid_len: Tensor, trace: Tensor | None = None) -> Inspection:
         """Its value `compression_loss` (B,) is that of the rows that leave the memory now; nan where none do.
 
         The trace of `most_used` is the token of every compressed row, (B, C) int64, counted from the first token after
@@ -243,7 +245,7 @@ class Compressive(Inspectable):
         if isinstance(self.compression, MostUsed):
             assert usage is not None
             tokens = rows["compressed"].spans.begin
-            pushed = torch.cat([tokens, self.compression.kept(usage) - mem_len], dim=1)[:, -cmem_len:]
+            pushed = torch.cat([tokens, self.compression.choose_rows(usage) - mem_len], dim=1)[:, -cmem_len:]
             return Inspection(rows, trace=torch.where(leaves[:, None], pushed, tokens) - seg_len)
         if not self.learns:
             return Inspection(rows)
@@ -251,14 +253,14 @@ class Compressive(Inspectable):
         loss = self.compression_loss(attended.query, old, self.compression(old, usage))
         return Inspection(rows, {"compression_loss": torch.where(leaves, loss, torch.nan)})
 
-    def usage(self, attended: Attended, seg_len: int) -> Tensor | None:
+    def usage(self, attended: AttentionOutput, seg_len: int) -> Tensor | None:
         """Return the mean attention to the oldest T rows of the memory, (B, T), if the compression needs it."""
         first = self.options.cmem_len
         if not self.compression.needs_usage:
             return None
         return attended.shares().detach()[..., first : first + seg_len].float().mean((0, 2))
 
-    def compressed_spans(self, state: State, trace: Tensor | None) -> Spans:
+    def compressed_spans(self, state: CompressiveState, trace: Tensor | None) -> Spans:
         """Return the tokens of the C compressed rows.
 
         Raises:
@@ -275,13 +277,15 @@ class Compressive(Inspectable):
         sizes = {"kept_len": self.options.mem_len, "seg_len": self.spec.seg_len, "rate": self.options.compression_rate}
         return compressed_spans(state.compressed.length, self.options.cmem_len, **sizes)
 
-    def forget(self, state: State, begin: Tensor, end: Tensor, trace: Tensor | None = None) -> State:
+    def forget(
+        self, state: CompressiveState, begin: Tensor, end: Tensor, trace: Tensor | None = None
+    ) -> CompressiveState:
         memory, compressed = state
         spans = token_spans(memory.length, self.options.mem_len), self.compressed_spans(state, trace)
-        taken = [overlapping(part, begin, end) for part in spans]
-        return State(
-            replaced(memory, shown=take_out(memory.shown, taken[0])),
-            replaced(compressed, shown=take_out(compressed.shown, taken[1])),
+        taken = [overlaps(part, begin, end) for part in spans]
+        return CompressiveState(
+            replace(memory, shown=take_out(memory.shown, taken[0])),
+            replace(compressed, shown=take_out(compressed.shown, taken[1])),
         )
 
     def compression_loss(self, query: Tensor, old: Tensor, new: Tensor) -> Tensor:

@@ -24,25 +24,25 @@ from dist_mem.memory.parts import fused_matrix
 from dist_mem.memory.parts.fused_rows import mix_rows
 from dist_mem.memory.parts.inspection import Inspection, of_tokens, segment_rows, summary_rows, tokens_read
 from dist_mem.memory.parts.kernel_choice import by_kernels, choose
-from dist_mem.nn.attention import Choice
+from dist_mem.nn.attention import BackEndChoice
 from dist_mem.nn.attention_inputs import Inputs
 from dist_mem.nn.convolution import short_convolution
 from dist_mem.nn.layers import AttentionLayer, Dropout, Projection, merge_heads, split_heads, visible_keys
 from dist_mem.nn.norms import input_norm
-from dist_mem.nn.stepping import Kept, attend, kept, lane_heads
+from dist_mem.nn.stepping import KeptPairs, attend, keep_pairs, lane_heads
 
 
-class State(NamedTuple):
+class InfiniState(NamedTuple):
     matrix: Tensor  # (B, H, K, K) float32 at least: sigma(k)^T v, summed over all written tokens
     norm: Tensor  # (B, H, K) float32 at least: sigma(k), summed; 0 only in an empty memory
 
 
-class OpenLanes(NamedTuple):
-    segment: Kept
-    state: State
+class InfiniOpenLanes(NamedTuple):
+    segment: KeptPairs
+    state: InfiniState
 
 
-class Rows(NamedTuple):
+class ProjectedSegment(NamedTuple):
     """What a segment projects to, all heads side by side."""
 
     query: Tensor  # (B, T, H K)
@@ -62,17 +62,17 @@ class SegmentAttention(AttentionLayer):
         self.convolution = short_convolution([width, 2 * width], kernel)
         self.dropout = Dropout(spec.dropout)
 
-    def project(self, rows: Tensor) -> Rows:
+    def project(self, rows: Tensor) -> ProjectedSegment:
         """Project rows (B, T, D) of a segment, from its first."""
         query, pairs, _ = self.after_tail(rows, self.empty_tail(len(rows), rows.device, rows.dtype))
-        return Rows(query, *pairs.chunk(2, dim=-1))
+        return ProjectedSegment(query, *pairs.chunk(2, dim=-1))
 
-    def attend(self, rows: Rows, *, weights: bool) -> tuple[Tensor, Tensor | None]:
+    def attend(self, rows: ProjectedSegment, *, weights: bool) -> tuple[Tensor, Tensor | None]:
         """Return what the segment says, (H, B, T, K), and if asked for the probabilities (H, B, T, T)."""
         query, keys, value = (split_heads(part, self.num_heads) for part in rows)
         by = turns(query.shape[2], query)
-        scaled = rotated(query, by) / math.sqrt(query.shape[-1])
-        return self.attend_turned(scaled, rotated(keys, by), value, weights=weights)
+        scaled = rotate(query, by) / math.sqrt(query.shape[-1])
+        return self.attend_turned(scaled, rotate(keys, by), value, weights=weights)
 
     def attend_turned(
         self, query: Tensor, key: Tensor, value: Tensor, *, weights: bool = False
@@ -82,14 +82,16 @@ class SegmentAttention(AttentionLayer):
         visible = visible_keys(nothing, query.shape[2], same_length=False)
         return self.read(Inputs(query, key, value, visible), weights=weights)
 
-    def step(self, rows: Rows, segment: Kept, by: tuple[Tensor, Tensor], places: Places) -> Tensor:
+    def step_rows(
+        self, rows: ProjectedSegment, segment: KeptPairs, by: tuple[Tensor, Tensor], places: Places
+    ) -> Tensor:
         """Return what further rows read of the segment, (H, B, R, K); `by`: the turns of all its places."""
         query, keys, value = (lane_heads(part, self.num_heads) for part in rows)
         own = by[0][places.row][:, None], by[1][places.row][:, None]
-        pairs = torch.cat([rotated(keys, own), value], dim=1)
-        return split_heads(attend(rotated(query, own), pairs, segment, places), self.num_heads)
+        pairs = torch.cat([rotate(keys, own), value], dim=1)
+        return split_heads(attend(rotate(query, own), pairs, segment, places), self.num_heads)
 
-    def merged(self, rows: Tensor) -> Tensor:
+    def merge_output(self, rows: Tensor) -> Tensor:
         """Return the output of all heads, (H, B, T, K) -> (B, T, D)."""
         y: Tensor = self.dropout(self.output(merge_heads(rows)))
         return y
@@ -133,35 +135,37 @@ class Infini(Inspectable):
         if not self.beta.is_meta:
             self.beta.fill_(self.options.gate_init)
 
-    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> InfiniState:
         shape = (len(document_ids), self.spec.num_heads, self.spec.d_head, self.spec.d_head)
         exact = torch.promote_types(dtype, torch.float32)  # growing sums: half precision would lose small terms
         matrix = torch.zeros(shape, device=device, dtype=exact)
-        return State(matrix, torch.zeros(shape[:-1], device=device, dtype=exact))
+        return InfiniState(matrix, torch.zeros(shape[:-1], device=device, dtype=exact))
 
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+    def forward(self, x: Tensor, state: InfiniState, valid_len: Tensor) -> MemoryOutput:
         rows = self.attention.project(self.norm(x))
         if by_kernels(self, x, x.shape[1]):
             y, new_state = self.forward_by_kernels(rows, state, valid_len)
         else:
             local, _ = self.attention.attend(rows, weights=False)
-            y, new_state = self.mixed(local, rows, state), self.written(state, rows, valid_len)
+            y, new_state = self.mix_output(local, rows, state), self.write_rows(state, rows, valid_len)
         everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
         logs = {"share": self.beta.detach().float().sigmoid().mean()}
         query = split_heads(rows.query, self.spec.num_heads)
         return MemoryOutput(y, new_state, {}, query, everything, logs)
 
-    def forward_by_kernels(self, rows: Rows, state: State, valid_len: Tensor) -> tuple[Tensor, State]:
+    def forward_by_kernels(
+        self, rows: ProjectedSegment, state: InfiniState, valid_len: Tensor
+    ) -> tuple[Tensor, InfiniState]:
         """Return the output and the memory after the segment as `forward`, without rows in float32 in memory."""
         query, key, value = (split_heads(part, self.spec.num_heads) for part in rows)
         asking = fused_matrix.turn(query, scale=query.shape[-1] ** -0.5)
         local, _ = self.attention.attend_turned(asking, fused_matrix.turn(key), value)
         remembered = fused_matrix.recall(query, *state)
         share = self.gate(state)[:, :, 0, 0].float().expand(query.shape[:2])
-        y = self.attention.merged(mix_rows(remembered, local, share))
-        return y, State(*fused_matrix.write(key, value, *state, valid_len, rule=self.options.rule))
+        y = self.attention.merge_output(mix_rows(remembered, local, share))
+        return y, InfiniState(*fused_matrix.write(key, value, *state, valid_len, rule=self.options.rule))
 
-    def choose_kernels(self, device_type: str, num_queries: int) -> Choice:
+    def choose_kernels(self, device_type: str, num_queries: int) -> BackEndChoice:
         """Return whether our kernels read and write the memory, or torch's operators."""
         return choose(
             self.spec.back_end,
@@ -172,41 +176,41 @@ class Infini(Inspectable):
             reason="our kernels keep features and sums in registers",
         )
 
-    def mixed(self, local: Tensor, rows: Rows, state: State) -> Tensor:
+    def mix_output(self, local: Tensor, rows: ProjectedSegment, state: InfiniState) -> Tensor:
         """Return the output of rows, (B, T, D), from what they read of the segment, (H, B, T, K), and of the memory."""
         remembered = recall(sigma(self.lane_first(rows.query, state)), state).transpose(0, 1).to(local.dtype)
         share = self.gate(state).to(local.dtype)
-        return self.attention.merged(share * remembered + (1.0 - share) * local)
+        return self.attention.merge_output(share * remembered + (1.0 - share) * local)
 
-    def open_segment(self, state: State, rows: Tensor) -> Opened:
+    def open_segment(self, state: InfiniState, rows: Tensor) -> Opened:
         num_heads, seg_len, d_head = self.spec.num_heads, self.spec.seg_len, self.spec.d_head
         nothing = rows.new_empty(len(rows), 2 * num_heads, 0, d_head)
         no_row, tail = nothing.new_empty(len(rows), 0, dtype=torch.bool), self.attention.empty_tail
-        segment = kept(nothing, no_row, seg_len=seg_len, tail=tail(len(rows), rows.device, rows.dtype))
-        return Opened(OpenLanes(segment, state), turns(seg_len, nothing))
+        segment = keep_pairs(nothing, no_row, seg_len=seg_len, tail=tail(len(rows), rows.device, rows.dtype))
+        return Opened(InfiniOpenLanes(segment, state), turns(seg_len, nothing))
 
     def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
         query, pairs = self.attention.further(self.norm(x), opened.lanes.segment, places)
-        rows = Rows(query, *pairs.chunk(2, dim=-1))
-        local = self.attention.step(rows, opened.lanes.segment, opened.shared, places)
+        rows = ProjectedSegment(query, *pairs.chunk(2, dim=-1))
+        local = self.attention.step_rows(rows, opened.lanes.segment, opened.shared, places)
         query = split_heads(query, self.spec.num_heads)
-        return StepOutput(self.mixed(local, rows, opened.lanes.state), query, opened)
+        return StepOutput(self.mix_output(local, rows, opened.lanes.state), query, opened)
 
-    def written(self, state: State, rows: Rows, valid_len: Tensor) -> State:
+    def write_rows(self, state: InfiniState, rows: ProjectedSegment, valid_len: Tensor) -> InfiniState:
         """Return the memory after the segment (eqs. 8 and 9); all tokens read the memory before it."""
         is_real = torch.arange(rows.key.shape[1], device=valid_len.device) < valid_len[:, None]
         features = sigma(self.lane_first(rows.key, state)) * is_real[:, None, :, None]
         new = self.lane_first(rows.value, state)
         if self.options.rule == "delta":
             new = new - recall(features, state)
-        return State(state.matrix + features.mT @ new, state.norm + features.sum(dim=2))
+        return InfiniState(state.matrix + features.mT @ new, state.norm + features.sum(dim=2))
 
-    def lane_first(self, rows: Tensor, state: State) -> Tensor:
+    def lane_first(self, rows: Tensor, state: InfiniState) -> Tensor:
         """Split rows into heads, in the precision of the state: (B, T, H K) -> (B, H, T, K)."""
         heads = rows.to(state.norm.dtype).unflatten(-1, (self.spec.num_heads, -1)).transpose(1, 2)
         return heads.contiguous()  # torch.compile is wrong about the strides of ELU's gradient otherwise
 
-    def gate(self, state: State) -> Tensor:
+    def gate(self, state: InfiniState) -> Tensor:
         """Return the memory's share in the output of every head, (H, 1, 1, 1), or of every head and lane."""
         share = self.beta.sigmoid()[:, None, None, None]
         if self.options.gate_empty:
@@ -215,7 +219,7 @@ class Infini(Inspectable):
         return torch.where(is_written[:, None, None], share, 0.0)
 
     @torch.no_grad()
-    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: Tensor | None = None) -> Inspection:
+    def inspect(self, x: Tensor, state: InfiniState, valid_len: Tensor, trace: Tensor | None = None) -> Inspection:
         """Return the attention to the segment, and the gate's share as the weight of one row for all the past."""
         _, weights = self.attention.attend(self.attention.project(self.norm(x)), weights=True)
         assert weights is not None
@@ -240,7 +244,7 @@ def turns(seg_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
-def rotated(rows: Tensor, by: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(rows: Tensor, by: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate pairs (2 j, 2 j + 1) of rows (..., K) by `turns`; of an odd K the last entry stays.
 
     Source: Su et al. 2021, "RoFormer", sec. 3.2.2.
@@ -257,7 +261,7 @@ def sigma(rows: Tensor) -> Tensor:
     return F.elu(rows) + 1.0
 
 
-def recall(features: Tensor, state: State) -> Tensor:
+def recall(features: Tensor, state: InfiniState) -> Tensor:
     """Read the memory with features of queries or keys (eq. 7): (B, H, T, K)."""
     total = (features * state.norm[:, :, None]).sum(-1, keepdim=True)
     return features @ state.matrix / total.clamp(min=1e-10)

@@ -25,17 +25,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_mem.memory.base import Count, Memory, MemoryOutput, Opened, Places, Stem, StepOutput, prefixed, steps
+from dist_mem.memory.base import (
+    Count,
+    Memory,
+    MemoryOutput,
+    Opened,
+    Places,
+    Stem,
+    StepOutput,
+    can_step_rows,
+    prefix_counts,
+)
 from dist_mem.memory.parts.infinite_options import InfiniteOptions
 from dist_mem.memory.parts.inspection import Inspection
-from dist_mem.memory.parts.signal import Readable, Signal, State
+from dist_mem.memory.parts.signal import Signal, SignalRows, SignalState
 from dist_mem.memory.parts.signal_inspection import forget_signal, inspect_signal
 from dist_mem.memory.parts.signal_places import Trace
 
 
-class OpenLanes(NamedTuple):
+class InfiniteOpenLanes(NamedTuple):
     over: Any  # of the memory below
-    readable: Readable  # of the signal, lane first: (B, H, R, K)
+    readable: SignalRows  # of the signal, lane first: (B, H, R, K)
 
 
 class Infinite(Signal):
@@ -84,12 +94,12 @@ class Infinite(Signal):
 
     @property
     def can_step(self) -> bool:
-        return steps(self.over)
+        return can_step_rows(self.over)
 
-    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> SignalState:
         num_lanes, d_model, options = document_ids.shape[0], self.spec.d_model, self.options
         exact = torch.promote_types(dtype, torch.float32)
-        return State(
+        return SignalState(
             over=self.over.init_state(document_ids, device, dtype),
             coefficients=torch.zeros(num_lanes, options.num_basis, d_model, device=device, dtype=exact),
             num_tokens=torch.zeros(num_lanes, device=device, dtype=torch.int64),
@@ -101,9 +111,9 @@ class Infinite(Signal):
             pending_len=torch.zeros(num_lanes, device=device, dtype=torch.int64) if self.spec.short_first else (),
         )
 
-    def counts(self, state: State) -> dict[str, Count]:
+    def counts(self, state: SignalState) -> dict[str, Count]:
         return {
-            **prefixed("over", self.over.counts(state.over)),
+            **prefix_counts("over", self.over.counts(state.over)),
             "num_tokens": Count(state.num_tokens),
             "document": Count(state.document, torch.iinfo(torch.int64).max),
             "segment": Count(state.segment),
@@ -114,10 +124,10 @@ class Infinite(Signal):
             ),
         }
 
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+    def forward(self, x: Tensor, state: SignalState, valid_len: Tensor) -> MemoryOutput:
         below = self.over(x, state.over, valid_len)
         signal, num_tokens = self.append_pending(state, x.dtype)
-        readable = self.readable(signal, x.dtype)
+        readable = self.project_signal(signal, x.dtype)
         density = self.density(below.query, readable.keys)
         reading = self.read(density, readable.values)
         real = torch.arange(reading.shape[1], device=x.device) < valid_len[:, None]
@@ -128,7 +138,7 @@ class Infinite(Signal):
         pending = evicted.rows.detach().to(state.pending.dtype, copy=True)
         if self.spec.short_first:
             pending = torch.where(real[..., None], pending, 0.0)
-        new_state = State(
+        new_state = SignalState(
             over=below.state,
             coefficients=signal.detach(),
             num_tokens=num_tokens,
@@ -151,30 +161,30 @@ class Infinite(Signal):
         # Nothing ever leaves the signal; a second signal over this one would take the same evicted rows.
         return MemoryOutput(y, new_state, aux, below.query, evicted, below.logs)
 
-    def after_block(self, rows: Tensor, state: State) -> State:
+    def after_block(self, rows: Tensor, state: SignalState) -> SignalState:
         return state._replace(over=self.over.after_block(rows, state.over))
 
-    def open_segment(self, state: State, rows: Tensor) -> Opened:
+    def open_segment(self, state: SignalState, rows: Tensor) -> Opened:
         over = self.over.open_segment(state.over, rows)
-        readable = self.readable(self.append_pending(state, rows.dtype)[0], rows.dtype)
-        return Opened(OpenLanes(over.lanes, heads_and_lanes(readable)), over.shared)
+        readable = self.project_signal(self.append_pending(state, rows.dtype)[0], rows.dtype)
+        return Opened(InfiniteOpenLanes(over.lanes, heads_and_lanes(readable)), over.shared)
 
     def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
         over, lane_first = opened.lanes
         below = self.over.step_rows(x, Opened(over, opened.shared), places)
         readable = heads_and_lanes(lane_first)
         reading = self.read(self.density(below.query, readable.keys), readable.values)
-        lanes = OpenLanes(below.opened.lanes, lane_first)
+        lanes = InfiniteOpenLanes(below.opened.lanes, lane_first)
         return StepOutput(below.y + reading, below.query, Opened(lanes, below.opened.shared))
 
     @torch.no_grad()
-    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: Trace | None = None) -> Inspection:
+    def inspect(self, x: Tensor, state: SignalState, valid_len: Tensor, trace: Trace | None = None) -> Inspection:
         return inspect_signal(self, x, state, valid_len, trace)
 
-    def forget(self, state: State, begin: Tensor, end: Tensor, trace: Trace | None = None) -> State:
+    def forget(self, state: SignalState, begin: Tensor, end: Tensor, trace: Trace | None = None) -> SignalState:
         return forget_signal(self, state, begin, end, trace)
 
 
-def heads_and_lanes(readable: Readable) -> Readable:
+def heads_and_lanes(readable: SignalRows) -> SignalRows:
     """Exchange the first two axes, those of heads and lanes."""
-    return Readable(*(part.transpose(0, 1) for part in readable))
+    return SignalRows(*(part.transpose(0, 1) for part in readable))

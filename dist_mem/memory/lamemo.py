@@ -37,15 +37,15 @@ from dist_mem.memory.base import (
     check_choices,
     whole_segments,
 )
-from dist_mem.memory.parts.inspection import Inspection, overlapping, rows_of, segment_rows, token_spans
-from dist_mem.memory.parts.look_ahead import LookAheadAttention, Past, Refreshed, visible_ahead
+from dist_mem.memory.parts.inspection import Inspection, overlaps, rows_of, segment_rows, token_spans
+from dist_mem.memory.parts.look_ahead import LookAheadAttention, Past, RefreshedPast, visible_ahead
 from dist_mem.memory.parts.row_mask import Shown, append_shown, take_out, valid_rows, zero_hidden
-from dist_mem.nn.layers import Attended, RelativeAttention, visible_keys
-from dist_mem.nn.named_tuples import replaced
+from dist_mem.nn.layers import AttentionOutput, RelativeAttention, visible_keys
+from dist_mem.nn.named_tuples import replace
 from dist_mem.nn.norms import input_norm
 
 
-class State(NamedTuple):
+class LaMemoState(NamedTuple):
     past: Past | tuple[()]  # of the M memory rows, newest last, 0 where not yet filled; () in the last block
     length: Tensor  # (B,) int64, how many of the newest rows are valid
     shown: Shown = ()
@@ -59,13 +59,17 @@ class EmbeddingStem(Stem):
         self.mem_len = mem_len
         self.d_model = d_model
 
-    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> transformer_xl.State:
-        return transformer_xl.empty(len(document_ids), self.mem_len, self.d_model, device=device, dtype=dtype)
+    def init_state(
+        self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype
+    ) -> transformer_xl.TransformerXLState:
+        return transformer_xl.empty_state(len(document_ids), self.mem_len, self.d_model, device=device, dtype=dtype)
 
-    def counts(self, state: transformer_xl.State) -> dict[str, Count]:
+    def counts(self, state: transformer_xl.TransformerXLState) -> dict[str, Count]:
         return transformer_xl.counts_of(state)
 
-    def forward(self, x: Tensor, state: transformer_xl.State) -> tuple[Tensor, transformer_xl.State]:
+    def forward(
+        self, x: Tensor, state: transformer_xl.TransformerXLState
+    ) -> tuple[Tensor, transformer_xl.TransformerXLState]:
         return torch.cat([state.hidden.to(x.dtype), x], dim=1), transformer_xl.push(state, x)
 
 
@@ -151,23 +155,23 @@ class LaMemo(Inspectable):
         assert isinstance(first, LaMemo)
         self.attention.share_biases(first.attention)
 
-    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> LaMemoState:
         num_lanes = document_ids.shape[0]
         length = torch.zeros(num_lanes, device=device, dtype=torch.int64)
         if not self.refreshes:
-            return State((), length)
+            return LaMemoState((), length)
         shape = (num_lanes, self.options.mem_len, self.spec.num_heads)
         log_sum = torch.zeros(shape, device=device, dtype=torch.promote_types(dtype, torch.float32))
-        return State(Past(torch.zeros(*shape, self.spec.d_head, device=device, dtype=dtype), log_sum), length)
+        return LaMemoState(Past(torch.zeros(*shape, self.spec.d_head, device=device, dtype=dtype), log_sum), length)
 
-    def counts(self, state: State) -> dict[str, Count]:
+    def counts(self, state: LaMemoState) -> dict[str, Count]:
         return {"length": Count(state.length, self.options.mem_len)}
 
     @property
     def num_rows(self) -> int:
         return self.spec.seg_len + (self.options.mem_len if self.refreshes else 0)
 
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+    def forward(self, x: Tensor, state: LaMemoState, valid_len: Tensor) -> MemoryOutput:
         mem_len = self.options.mem_len
         num_tokens = x.shape[1] - mem_len
         shown = append_shown(state.shown, (), num_tokens)
@@ -175,9 +179,11 @@ class LaMemo(Inspectable):
         evicted = Evicted(zero_hidden(x[:, : self.spec.seg_len].detach(), state.shown), state.length == mem_len)
         attended, refreshed = self.attend(x, state, valid_len, weights=False)
         past = refreshed.past if refreshed else ()
-        return MemoryOutput(attended.y, State(past, length, shown), {}, attended.query, evicted)
+        return MemoryOutput(attended.y, LaMemoState(past, length, shown), {}, attended.query, evicted)
 
-    def attend(self, x: Tensor, state: State, valid_len: Tensor, *, weights: bool) -> tuple[Attended, Refreshed | None]:
+    def attend(
+        self, x: Tensor, state: LaMemoState, valid_len: Tensor, *, weights: bool
+    ) -> tuple[AttentionOutput, RefreshedPast | None]:
         """Attend to memory rows and segment; in all blocks but the last, memory rows look ahead."""
         mem_len = self.options.mem_len
         valid = valid_rows(state.length, mem_len, state.shown)
@@ -192,19 +198,19 @@ class LaMemo(Inspectable):
         if isinstance(state.shown, Tensor):
             newest = state.shown[:, mem_len - self.window + 1 :]
             # The last key is the segment's first token.
-            ahead = replaced(ahead, valid=ahead.valid & F.pad(newest, (0, 1), value=True))
-        read: tuple[Attended, Refreshed] = self.attention(rows, state.past, visible, ahead, weights=weights)
+            ahead = replace(ahead, valid=ahead.valid & F.pad(newest, (0, 1), value=True))
+        read: tuple[AttentionOutput, RefreshedPast] = self.attention(rows, state.past, visible, ahead, weights=weights)
         return read
 
-    def open_segment(self, state: State, rows: Tensor) -> Opened:
+    def open_segment(self, state: LaMemoState, rows: Tensor) -> Opened:
         valid = valid_rows(state.length, self.options.mem_len, state.shown)
         return self.attention.open(self.norm(rows), valid, seg_len=self.spec.seg_len)
 
     def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
-        return self.attention.step(self.norm(x), opened, places, same_length=self.spec.same_length)
+        return self.attention.step_rows(self.norm(x), opened, places, same_length=self.spec.same_length)
 
     @torch.no_grad()
-    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: None = None) -> Inspection:
+    def inspect(self, x: Tensor, state: LaMemoState, valid_len: Tensor, trace: None = None) -> Inspection:
         attended, refreshed = self.attend(x, state, valid_len, weights=True)
         memory, segment = attended.shares().tensor_split([self.options.mem_len], dim=-1)
         spans = token_spans(state.length, self.options.mem_len)
@@ -212,6 +218,6 @@ class LaMemo(Inspectable):
         values = {"alpha": refreshed.alpha.permute(1, 0, 2)} if refreshed else {}
         return Inspection(rows, values)
 
-    def forget(self, state: State, begin: Tensor, end: Tensor, trace: None = None) -> State:
+    def forget(self, state: LaMemoState, begin: Tensor, end: Tensor, trace: None = None) -> LaMemoState:
         spans = token_spans(state.length, self.options.mem_len)
-        return replaced(state, shown=take_out(state.shown, overlapping(spans, begin, end)))
+        return replace(state, shown=take_out(state.shown, overlaps(spans, begin, end)))

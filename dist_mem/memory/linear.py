@@ -28,21 +28,21 @@ from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, MemoryOutput, 
 from dist_mem.memory.parts.linear_check import KERNELS, back_end, choose
 from dist_mem.memory.parts.linear_kernels import (
     WIDEST_KERNEL,
-    Rows,
+    LinearRows,
     gated_norm,
     kernel_convolution,
     kernel_rule,
     unit_rows,
 )
-from dist_mem.memory.parts.linear_rule import Tokens, chunked_rule, recurrent_rule
-from dist_mem.nn.attention import Choice
-from dist_mem.nn.convolution import convolved, draw_taps, newest
+from dist_mem.memory.parts.linear_rule import RuleTokens, chunked_rule, recurrent_rule
+from dist_mem.nn.attention import BackEndChoice
+from dist_mem.nn.convolution import convolve, draw_taps, newest_of_both
 from dist_mem.nn.kernel_shapes import device_type_of
 from dist_mem.nn.layers import Dropout, Projection, split_heads
 from dist_mem.nn.norms import ExactNorm, input_norm
 
 
-class State(NamedTuple):
+class LinearState(NamedTuple):
     matrix: Tensor  # (B, H, K, V) float32 at least
     tail: Tensor  # (B, kernel - 1, 2 G K + H V), the newest rows before the convolution, newest last; 0: none yet
 
@@ -199,30 +199,30 @@ class LinearMemory(Inspectable):
             )
         return super().evicted_len
 
-    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> LinearState:
         num_lanes, exact = len(document_ids), torch.promote_types(dtype, torch.float32)
         matrix = torch.zeros(num_lanes, self.num_heads, self.d_key, self.d_value, device=device, dtype=exact)
-        return State(matrix, torch.zeros(num_lanes, self.tail_len, sum(self.widths), device=device, dtype=dtype))
+        return LinearState(matrix, torch.zeros(num_lanes, self.tail_len, sum(self.widths), device=device, dtype=dtype))
 
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+    def forward(self, x: Tensor, state: LinearState, valid_len: Tensor) -> MemoryOutput:
         y, state, query, decay = self.run(x, state, valid_len)
         everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
-        return MemoryOutput(y, state, {}, query, everything, {"kept": self.kept(decay, valid_len)})
+        return MemoryOutput(y, state, {}, query, everything, {"kept": self.kept_share(decay, valid_len)})
 
-    def open_segment(self, state: State, rows: Tensor) -> Opened:
+    def open_segment(self, state: LinearState, rows: Tensor) -> Opened:
         return Opened(state)
 
     def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
         y, state, query, _ = self.run(x, opened.lanes, places.num_real)
         return StepOutput(y, query, Opened(state))
 
-    def run(self, x: Tensor, state: State, valid_len: Tensor) -> tuple[Tensor, State, Tensor, Tensor]:
-        """Return y, the new state, the queries (G, B, T, K), and the log of alpha, as in `Tokens`."""
+    def run(self, x: Tensor, state: LinearState, valid_len: Tensor) -> tuple[Tensor, LinearState, Tensor, Tensor]:
+        """Return y, the new state, the queries (G, B, T, K), and the log of alpha, as in `RuleTokens`."""
         if x.shape[1] > 1 and self.uses_kernels(x):
             return self.run_kernels(x, state, valid_len)
         normed = self.norm(x)
         before = torch.cat([state.tail.to(x.dtype), self.rows(normed)], dim=1)
-        rows = convolved(before, self.taps) if self.options.kernel else before
+        rows = convolve(before, self.taps) if self.options.kernel else before
         if self.options.activation == "silu":
             rows = F.silu(rows)
         query, keys, value = rows.split(self.widths, dim=-1)
@@ -234,11 +234,11 @@ class LinearMemory(Inspectable):
             read, matrix = chunked_rule(tokens, state.matrix, delta=self.options.delta, chunk_len=chunk_len)
         if self.options.skip:
             read = read + self.skip.to(read.dtype)[:, None, None] * tokens.value
-        y = self.dropout(self.output(self.gated(read.transpose(1, 2), normed).to(x.dtype)))
-        tail = newest(before, valid_len, num_rows=self.tail_len).to(state.tail.dtype)
-        return y, State(matrix, tail), split_heads(query, self.key_heads), tokens.decay
+        y = self.dropout(self.output(self.gate_output(read.transpose(1, 2), normed).to(x.dtype)))
+        tail = newest_of_both(before, valid_len, num_rows=self.tail_len).to(state.tail.dtype)
+        return y, LinearState(matrix, tail), split_heads(query, self.key_heads), tokens.decay
 
-    def back_end(self, device_type: str, dtype: torch.dtype) -> Choice:
+    def back_end(self, device_type: str, dtype: torch.dtype) -> BackEndChoice:
         """Return what computes segments of activations of a dtype, and why.
 
         Raises:
@@ -255,13 +255,15 @@ class LinearMemory(Inspectable):
         """Return whether flash-linear-attention's kernels compute this segment."""
         return back_end(self.options.kernels, device_type_of(x), x.dtype, *self.kernel_sizes().values()) == "fla"
 
-    def run_kernels(self, x: Tensor, state: State, valid_len: Tensor) -> tuple[Tensor, State, Tensor, Tensor]:
+    def run_kernels(
+        self, x: Tensor, state: LinearState, valid_len: Tensor
+    ) -> tuple[Tensor, LinearState, Tensor, Tensor]:
         """Do as `run`, by kernels that take the order of projections, (B, T, H, K), and the dtype of activations."""
         options, exact, seg_len = self.options, state.matrix.dtype, x.shape[1]
         normed = self.norm(x)
         projected, tail = self.rows(normed), state.tail.to(x.dtype)
-        query, keys, value = self.convolved_by_kernel(projected, tail)
-        asking, keys = (self.shared(rows) for rows in (query, keys))
+        query, keys, value = self.convolve_by_kernel(projected, tail)
+        asking, keys = (self.share_heads(rows) for rows in (query, keys))
         values = value.unflatten(-1, (self.num_heads, -1))
         positions = torch.arange(max(seg_len, self.tail_len), device=x.device)
         is_real = positions[:seg_len] < valid_len[:, None]
@@ -273,25 +275,25 @@ class LinearMemory(Inspectable):
         else:
             written, writes = values * (is_real[..., None, None] if options.write == "one" else beta[..., None]), None
         by_token = by_token if options.decay == "vector" else by_token.squeeze(-1)
-        rows = Rows(asking, keys, written.to(x.dtype), by_token, writes)
+        rows = LinearRows(asking, keys, written.to(x.dtype), by_token, writes)
         scale = 1.0 / math.sqrt(self.d_key) if options.scale_queries else 1.0
         read, matrix = kernel_rule(rows, state.matrix.float(), scale=scale)
         if options.skip:
             read = read + self.skip.to(read.dtype)[:, None] * values
-        y = self.dropout(self.output(self.gated(read, normed, by_kernel=True)))
+        y = self.dropout(self.output(self.gate_output(read, normed, by_kernel=True)))
         places = valid_len[:, None] + positions[: self.tail_len]
-        new = State(matrix.to(exact), self.newest(projected, tail, places).to(state.tail.dtype))
+        new = LinearState(matrix.to(exact), self.newest(projected, tail, places).to(state.tail.dtype))
         return y, new, split_heads(query, self.key_heads), decay
 
-    def convolved_by_kernel(self, rows: Tensor, tail: Tensor) -> Iterable[Tensor]:
+    def convolve_by_kernel(self, rows: Tensor, tail: Tensor) -> Iterable[Tensor]:
         """Return queries, keys and values after convolution and activation."""
         silu, kernel = self.options.activation == "silu", self.options.kernel
         if kernel and kernel <= WIDEST_KERNEL:
             return kernel_convolution(rows, tail, self.taps, self.widths, silu=silu)
-        found = convolved(torch.cat([tail, rows], dim=1), self.taps) if kernel else rows
+        found = convolve(torch.cat([tail, rows], dim=1), self.taps) if kernel else rows
         return (F.silu(found) if silu else found).split(self.widths, dim=-1)
 
-    def shared(self, rows: Tensor) -> Tensor:
+    def share_heads(self, rows: Tensor) -> Tensor:
         """Return queries or keys (B, T, G K) for the heads that share them, (B, T, H, K)."""
         heads = rows.unflatten(-1, (self.key_heads, -1))
         heads = unit_rows(heads) if self.options.unit_keys else heads
@@ -304,7 +306,7 @@ class LinearMemory(Inspectable):
         older = places.clamp(max=max(self.tail_len - 1, 0))[..., None].expand_as(inside)
         return torch.where(places[..., None] < self.tail_len, tail.gather(1, older), rows.gather(1, inside))
 
-    def gated(self, read: Tensor, normed: Tensor, *, by_kernel: bool = False) -> Tensor:
+    def gate_output(self, read: Tensor, normed: Tensor, *, by_kernel: bool = False) -> Tensor:
         """Return what is read (B, T, H, V) with norm and gate, (B, T, H V)."""
         if by_kernel and self.options.norm == "head" and self.options.gate != "none":
             gate = self.gate(normed).unflatten(-1, (self.num_heads, -1))
@@ -318,7 +320,7 @@ class LinearMemory(Inspectable):
 
     def tokens(
         self, query: Tensor, keys: Tensor, value: Tensor, normed: Tensor, valid_len: Tensor, dtype: torch.dtype
-    ) -> Tokens:
+    ) -> RuleTokens:
         """Return what the rule reads; padding neither decays the matrix nor writes to it."""
         is_real = torch.arange(normed.shape[1], device=valid_len.device) < valid_len[:, None, None]
         beta, decay = self.beta_and_decay(normed, dtype)
@@ -326,7 +328,7 @@ class LinearMemory(Inspectable):
         if self.options.scale_queries:
             query = query / math.sqrt(self.d_key)
         values = value.to(dtype).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        return Tokens(query, keys, values, decay * is_real[..., None], beta * is_real)
+        return RuleTokens(query, keys, values, decay * is_real[..., None], beta * is_real)
 
     def beta_and_decay(self, normed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return beta (B, H, T) and the log of alpha, (B, H, T, 1) or (B, H, T, K), of rows (B, T, D)."""
@@ -366,7 +368,7 @@ class LinearMemory(Inspectable):
 
     @staticmethod
     @torch.no_grad()
-    def kept(decay: Tensor, valid_len: Tensor) -> Tensor:
+    def kept_share(decay: Tensor, valid_len: Tensor) -> Tensor:
         """Return the share of the matrix that a token leaves, mean over heads, rows and real tokens, (B,)."""
         num_heads = decay.shape[1]
         total = decay.float().exp().sum((1, 2, 3)) / decay.shape[3]

@@ -35,7 +35,7 @@ from dist_mem.memory.parts.inspection import (
     Inspection,
     Spans,
     of_tokens,
-    overlapping,
+    overlaps,
     rows_of,
     segment_rows,
     token_spans,
@@ -43,16 +43,16 @@ from dist_mem.memory.parts.inspection import (
 from dist_mem.memory.parts.kernel_choice import by_kernels, choose
 from dist_mem.memory.parts.row_mask import Shown, append_shown, take_out, valid_rows
 from dist_mem.memory.parts.stored_rows import Store, nearest, read_rows, readable_rows, spans_of, weigh, write
-from dist_mem.nn.attention import Choice
+from dist_mem.nn.attention import BackEndChoice
 from dist_mem.nn.convolution import Tail
 from dist_mem.nn.layers import DTYPES, merge_heads
-from dist_mem.nn.named_tuples import replaced
+from dist_mem.nn.named_tuples import replace
 from dist_mem.nn.norms import input_norm
-from dist_mem.nn.stepping import Kept
-from dist_mem.nn.unit_attention import Cached, Heads, Projected, UnitAttention
+from dist_mem.nn.stepping import KeptPairs
+from dist_mem.nn.unit_attention import CachedRows, ProjectedRows, UnitAttention, UnitHeads
 
 
-class State(NamedTuple):
+class MemorizingState(NamedTuple):
     cached_keys: Tensor  # (B, H, W, K), of length 1, of the last W tokens, newest last; 0 where not yet filled
     cached_values: Tensor  # (B, H, W, K)
     store: Store
@@ -60,12 +60,12 @@ class State(NamedTuple):
     tail: Tail = ()
 
 
-class OpenLanes(NamedTuple):
-    local: Kept
+class MemorizingOpenLanes(NamedTuple):
+    local: KeptPairs
     store: Store
 
 
-class Retrieved(NamedTuple):
+class RetrievedRows(NamedTuple):
     """What queries read of the stored rows."""
 
     rows: Tensor  # (H, B, T, K)
@@ -82,9 +82,9 @@ class Weights(NamedTuple):
     stored: Tensor  # (H, B, T, M)
 
 
-class Attended(NamedTuple):
+class GatedAttentionOutput(NamedTuple):
     y: Tensor  # (B, T, D), before the residual
-    rows: Heads  # queries as projected, keys float32 at least, of length 1
+    rows: UnitHeads  # queries as projected, keys float32 at least, of length 1
     share: Tensor  # (H, 1, 1, 1) or (H, B, 1, 1), of the stored rows in a head's output
     weights: Weights | None
 
@@ -102,37 +102,40 @@ class GatedAttention(UnitAttention):
         self.number = min(options.neighbors, options.mem_len)
         self.gate = nn.Parameter(torch.zeros(spec.num_heads))
 
-    def forward(self, x: Tensor, state: State, *, weights: bool = False) -> Attended:
+    def forward(self, x: Tensor, state: MemorizingState, *, weights: bool = False) -> GatedAttentionOutput:
         """Attend from the segment's normed rows, x (B, T, D)."""
         if not weights and by_kernels(self, x, x.shape[1]):
             return self.forward_by_kernels(x, state)
         rows = self.project(x, state.tail)
-        local, local_weights = self.attend(rows, self.cached(state), weights=weights)
+        local, local_weights = self.attend(rows, self.cached_rows(state), weights=weights)
         found = self.retrieve(rows, state.store)
-        y, heads = self.mixed(local, found.rows, found.share), Heads(rows.raw, rows.key, rows.value, rows.before)
+        y, heads = (
+            self.mix_output(local, found.rows, found.share),
+            UnitHeads(rows.raw, rows.key, rows.value, rows.before),
+        )
         if local_weights is None:
-            return Attended(y, heads, found.share, None)
+            return GatedAttentionOutput(y, heads, found.share, None)
         empty = found.weights.new_zeros(*found.weights.shape[:3], self.options.mem_len)
         stored = empty.scatter(3, found.nearest, found.weights).transpose(0, 1)
         gate = found.share.to(local.dtype)
         cached, segment = ((1.0 - gate) * local_weights).tensor_split([self.cache_len], dim=-1)
-        return Attended(y, heads, found.share, Weights(cached, segment, gate * stored))
+        return GatedAttentionOutput(y, heads, found.share, Weights(cached, segment, gate * stored))
 
-    def forward_by_kernels(self, x: Tensor, state: State) -> Attended:
+    def forward_by_kernels(self, x: Tensor, state: MemorizingState) -> GatedAttentionOutput:
         """Attend as `forward`, without rows in float32 or a search in memory."""
         heads, gain = self.heads(x, state.tail), self.scale.float().abs()
-        units = Heads(unit_rows(heads.query, gain), unit_rows(heads.key), heads.value)
-        local, _ = self.attend_from(units, self.cached(state), weights=False)
+        units = UnitHeads(unit_rows(heads.query, gain), unit_rows(heads.key), heads.value)
+        local, _ = self.attend_from(units, self.cached_rows(state), weights=False)
         options, share = self.options, self.share(state.store)
         found = read_nearest(
             heads.query, gain, state.store, number=self.number, search=options.search, empty=options.empty_rows
         )
         mixed = mix_rows(found, local, share[:, :, 0, 0].float().expand(found.shape[:2]))
         y = self.dropout(self.output(merge_heads(mixed)))
-        rows = Heads(heads.query, unit_rows(heads.key, is_wide=True), heads.value, heads.before)
-        return Attended(y, rows, share, None)
+        rows = UnitHeads(heads.query, unit_rows(heads.key, is_wide=True), heads.value, heads.before)
+        return GatedAttentionOutput(y, rows, share, None)
 
-    def choose_kernels(self, device_type: str, num_queries: int) -> Choice:
+    def choose_kernels(self, device_type: str, num_queries: int) -> BackEndChoice:
         """Return whether our kernels search and read the stored rows, or torch's operators."""
         refused = None
         if self.drops:
@@ -148,9 +151,9 @@ class GatedAttention(UnitAttention):
             reason="our kernels keep scores and rows in registers",
         )
 
-    def retrieve(self, rows: Projected, store: Store) -> Retrieved:
+    def retrieve(self, rows: ProjectedRows, store: Store) -> RetrievedRows:
         """Read the stored rows."""
-        query, empty = self.scaled(rows.query).transpose(0, 1), self.options.empty_rows
+        query, empty = self.scale_query(rows.query).transpose(0, 1), self.options.empty_rows
         index = nearest(
             rows.query.transpose(0, 1),
             store,
@@ -161,21 +164,21 @@ class GatedAttention(UnitAttention):
         )
         weights = weigh(query, store, index, empty=empty)
         found = read_rows(self.attention_dropout(weights), store, index).transpose(0, 1).to(rows.value.dtype)
-        return Retrieved(found, self.share(store), index, weights)
+        return RetrievedRows(found, self.share(store), index, weights)
 
-    def mixed(self, local: Tensor, found: Tensor, share: Tensor) -> Tensor:
+    def mix_output(self, local: Tensor, found: Tensor, share: Tensor) -> Tensor:
         """Return the output, (B, T, D), from what was read of cache and segment, and of stored rows, (H, B, T, K)."""
         gate = share.to(local.dtype)
         y: Tensor = self.dropout(self.output(merge_heads(gate * found + (1.0 - gate) * local)))
         return y
 
-    def cached(self, state: State) -> Cached:
+    def cached_rows(self, state: MemorizingState) -> CachedRows:
         """Return the rows before the segment."""
         valid = valid_rows(state.store.num_written.clamp(max=self.cache_len), self.cache_len, state.cache_shown)
         if self.options.empty_rows:
             valid = torch.ones_like(valid)
             valid = valid & state.cache_shown if isinstance(state.cache_shown, Tensor) else valid
-        return Cached(state.cached_keys, state.cached_values, valid)
+        return CachedRows(state.cached_keys, state.cached_values, valid)
 
     def share(self, store: Store) -> Tensor:
         """Return the share of the stored rows in every head's output, (H, 1, 1, 1), or of every head and lane."""
@@ -244,78 +247,78 @@ class Memorizing(Inspectable):
             self.attention.gate.fill_(self.options.gate_init)
             self.attention.scale.fill_(self.options.scale_init)
 
-    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> MemorizingState:
         num_lanes, heads, width = len(document_ids), self.spec.num_heads, self.spec.d_head
         stored = DTYPES[self.options.rows_dtype]
         if stored == torch.float32:
             stored = torch.promote_types(dtype, stored)
 
-        def empty(num_rows: int, dtype: torch.dtype) -> Tensor:
+        def empty_rows(num_rows: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(num_lanes, heads, num_rows, width, device=device, dtype=dtype)
 
         none_written = torch.zeros(num_lanes, device=device, dtype=torch.int64)
-        store = Store(empty(self.options.mem_len, stored), empty(self.options.mem_len, stored), none_written)
+        store = Store(empty_rows(self.options.mem_len, stored), empty_rows(self.options.mem_len, stored), none_written)
         tail = self.attention.empty_tail(num_lanes, device, dtype)
-        return State(empty(self.cache_len, dtype), empty(self.cache_len, dtype), store, tail=tail)
+        return MemorizingState(empty_rows(self.cache_len, dtype), empty_rows(self.cache_len, dtype), store, tail=tail)
 
-    def counts(self, state: State) -> dict[str, Count]:
+    def counts(self, state: MemorizingState) -> dict[str, Count]:
         return {"store.num_written": Count(state.store.num_written)}
 
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+    def forward(self, x: Tensor, state: MemorizingState, valid_len: Tensor) -> MemoryOutput:
         y, heads, share, _ = self.attention(self.norm(x), state)
         everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
         logs = {
             "share": share.detach().float().mean(dim=(0, 2, 3)),
             "fill": state.store.num_written.clamp(max=self.options.mem_len) / self.options.mem_len,
         }
-        return MemoryOutput(y, self.written(state, heads), {}, heads.query, everything, logs)
+        return MemoryOutput(y, self.write_rows(state, heads), {}, heads.query, everything, logs)
 
-    def open_segment(self, state: State, rows: Tensor) -> Opened:
+    def open_segment(self, state: MemorizingState, rows: Tensor) -> Opened:
         tail = state.tail.clone() if isinstance(state.tail, Tensor) else ()
-        local = self.attention.open(self.attention.cached(state), seg_len=self.spec.seg_len, tail=tail)
-        return Opened(OpenLanes(local.lanes, state.store), local.shared)
+        local = self.attention.open(self.attention.cached_rows(state), seg_len=self.spec.seg_len, tail=tail)
+        return Opened(MemorizingOpenLanes(local.lanes, state.store), local.shared)
 
     def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
         further = self.attention.further(self.norm(x), opened.lanes.local, places)
         rows = self.attention.units(self.attention.split(*further))
-        local = self.attention.step(rows, opened.lanes.local, opened.shared, places)
+        local = self.attention.step_rows(rows, opened.lanes.local, opened.shared, places)
         found = self.attention.retrieve(rows, opened.lanes.store)
-        y = self.attention.mixed(local, found.rows, found.share)
+        y = self.attention.mix_output(local, found.rows, found.share)
         return StepOutput(y, rows.raw, opened)
 
     @torch.no_grad()
-    def written(self, state: State, heads: Heads) -> State:
+    def write_rows(self, state: MemorizingState, heads: UnitHeads) -> MemorizingState:
         """Return the memory after the segment."""
         keys, values = heads.key.transpose(0, 1), heads.value.transpose(0, 1)
-        cached_keys = self.cached(state.cached_keys, keys)
+        cached_keys = self.push_rows(state.cached_keys, keys)
         shown = append_shown(state.cache_shown, (), keys.shape[2]) if self.cache_len else state.cache_shown
         tail = state.tail
         if isinstance(tail, Tensor) and isinstance(heads.before, Tensor):
             tail = heads.before[:, keys.shape[2] :].to(tail.dtype, copy=True)
-        cached_values = self.cached(state.cached_values, values)
-        return State(cached_keys, cached_values, write(state.store, keys, values), shown, tail)
+        cached_values = self.push_rows(state.cached_values, values)
+        return MemorizingState(cached_keys, cached_values, write(state.store, keys, values), shown, tail)
 
-    def cached(self, old: Tensor, new: Tensor) -> Tensor:
+    def push_rows(self, old: Tensor, new: Tensor) -> Tensor:
         """Return the newest W of cached rows (B, H, W, K) and a segment's (B, H, T, K)."""
         skipped = max(0, new.shape[2] - self.cache_len)
         return torch.cat([old[:, :, new.shape[2] :], new[:, :, skipped:].to(old.dtype)], dim=2)
 
     @torch.no_grad()
-    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: None = None) -> Inspection:
+    def inspect(self, x: Tensor, state: MemorizingState, valid_len: Tensor, trace: None = None) -> Inspection:
         """Return shares of what is read, which sum to 1; the last W tokens have two rows each."""
         weights = self.attention(self.norm(x), state, weights=True).weights
         memory = rows_of(torch.cat([weights.cached, weights.stored], dim=-1), self.spans(state))
         return Inspection(of_tokens({"memory": memory, "segment": segment_rows(weights.segment, valid_len)}))
 
-    def spans(self, state: State) -> Spans:
+    def spans(self, state: MemorizingState) -> Spans:
         """Return the tokens of the cached rows, then those of the stored ones."""
         cached, stored = token_spans(state.store.num_written, self.cache_len), spans_of(state.store)
         return Spans(*(torch.cat(parts, dim=1) for parts in zip(cached, stored, strict=True)))
 
-    def forget(self, state: State, begin: Tensor, end: Tensor, trace: None = None) -> State:
-        cached, stored = overlapping(self.spans(state), begin, end).tensor_split([self.cache_len], dim=1)
-        store, tail = replaced(state.store, shown=take_out(state.store.shown, stored)), state.tail
+    def forget(self, state: MemorizingState, begin: Tensor, end: Tensor, trace: None = None) -> MemorizingState:
+        cached, stored = overlaps(self.spans(state), begin, end).tensor_split([self.cache_len], dim=1)
+        store, tail = replace(state.store, shown=take_out(state.store.shown, stored)), state.tail
         if isinstance(tail, Tensor):
             newest = token_spans(state.store.num_written, tail.shape[1])
-            tail = torch.where(overlapping(newest, begin, end)[..., None], 0.0, tail)
-        return replaced(state, store=store, cache_shown=take_out(state.cache_shown, cached), tail=tail)
+            tail = torch.where(overlaps(newest, begin, end)[..., None], 0.0, tail)
+        return replace(state, store=store, cache_shown=take_out(state.cache_shown, cached), tail=tail)

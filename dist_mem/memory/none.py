@@ -12,13 +12,13 @@ from torch import Tensor
 from dist_mem.config.keys import key
 from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, Memory, MemoryOutput, Opened, Places, StepOutput
 from dist_mem.memory.parts.inspection import Inspection, segment_rows
-from dist_mem.nn.layers import Attended, RelativeAttention, visible_keys
+from dist_mem.nn.layers import AttentionOutput, RelativeAttention, visible_keys
 from dist_mem.nn.norms import input_norm
 from dist_mem.nn.plain_attention import PlainAttention
 from dist_mem.nn.rotary_attention import RotaryAttention, attention_of
 
 
-class State(NamedTuple):
+class EmptyState(NamedTuple):
     """An empty state: nothing is carried."""
 
 
@@ -57,32 +57,32 @@ class NoMemory(Inspectable):
         assert isinstance(first, NoMemory)
         self.attention.share_biases(first.attention)
 
-    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
-        return State()
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> EmptyState:
+        return EmptyState()
 
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+    def forward(self, x: Tensor, state: EmptyState, valid_len: Tensor) -> MemoryOutput:
         y, query, _ = self.attend(x, weights=False)
         # Raw rows, before the layer norm, as the published GPT-2 code passes them to its long-term memory.
         everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
         return MemoryOutput(y, state, {}, query, everything)
 
-    def attend(self, x: Tensor, *, weights: bool) -> Attended:
+    def attend(self, x: Tensor, *, weights: bool) -> AttentionOutput:
         """Attend to the segment."""
         no_context = x.new_empty(x.shape[0], 0, x.shape[2])
         nothing = no_context.new_empty(x.shape[0], 0, dtype=torch.bool)
         visible = visible_keys(nothing, x.shape[1], same_length=False)
-        attended: Attended = self.attention(self.norm(x), no_context, visible, weights=weights)
+        attended: AttentionOutput = self.attention(self.norm(x), no_context, visible, weights=weights)
         return attended
 
-    def open_segment(self, state: State, rows: Tensor) -> Opened:
+    def open_segment(self, state: EmptyState, rows: Tensor) -> Opened:
         return self.attention.open(rows, rows.new_empty(len(rows), 0, dtype=torch.bool), seg_len=self.spec.seg_len)
 
     def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
-        return self.attention.step(self.norm(x), opened, places)
+        return self.attention.step_rows(self.norm(x), opened, places)
 
     @torch.no_grad()
-    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: None = None) -> Inspection:
+    def inspect(self, x: Tensor, state: EmptyState, valid_len: Tensor, trace: None = None) -> Inspection:
         return Inspection({"segment": segment_rows(self.attend(x, weights=True).shares(), valid_len)})
 
-    def forget(self, state: State, begin: Tensor, end: Tensor, trace: None = None) -> State:
+    def forget(self, state: EmptyState, begin: Tensor, end: Tensor, trace: None = None) -> EmptyState:
         return state

@@ -29,11 +29,11 @@ def is_file(kind: str) -> bool:
 
 def offered_kinds() -> list[str]:
     """Return the names under which installed packages offer memories."""
-    return _offered_along(tuple(sys.path))
+    return _find_offered(tuple(sys.path))
 
 
 @cache  # it reads the metadata of every installed package, and every block of a model asks
-def _offered_along(search_path: tuple[str, ...]) -> list[str]:
+def _find_offered(search_path: tuple[str, ...]) -> list[str]:
     return sorted(entry_points(group=GROUP).names)
 
 
@@ -44,15 +44,15 @@ def load_offered(kind: str) -> type[Memory]:
         ValueError: the package offers something else.
     """
     (offer,) = entry_points(group=GROUP, name=kind)
-    return _checked(offer.load(), f"the entry point {kind} ({offer.value})")
+    return _check_class(offer.load(), f"the entry point {kind} ({offer.value})")
 
 
 def load_from_file(kind: str, where: str = "memory") -> type[Memory]:
     """Return the memory class of `PATH:CLASS`. Raises ValueError as `load_named`, or if it is no memory."""
-    return _checked(load_named(kind, f"{where}.kind"), f"{where}.kind is {kind!r}: {kind.rpartition(':')[2]}")
+    return _check_class(load_named(kind, f"{where}.kind"), f"{where}.kind is {kind!r}: {kind.rpartition(':')[2]}")
 
 
-def _checked(found: Any, what: str) -> type[Memory]:
+def _check_class(found: Any, what: str) -> type[Memory]:
     if not (isinstance(found, type) and issubclass(found, Memory)):
         raise ValueError(f"{what} is no class derived from dist_mem.memory.base.Memory")
     if not issubclass(found, Inspectable) and any(hasattr(found, name) for name in ("inspect", "forget")):

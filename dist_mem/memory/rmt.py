@@ -38,7 +38,7 @@ from dist_mem.memory.base import (
     Places,
     Stem,
     StepOutput,
-    prefixed,
+    prefix_counts,
 )
 from dist_mem.memory.parts.inspection import (
     Inspection,
@@ -51,14 +51,15 @@ from dist_mem.memory.parts.inspection import (
     tokens_read,
 )
 from dist_mem.memory.parts.learned_start import LearnedStart
-from dist_mem.memory.parts.memory_tokens import Attended, MemoryTokenAttention
+from dist_mem.memory.parts.memory_tokens import MemoryTokenAttention, MemoryTokenOutput
 from dist_mem.nn.attention_inputs import newest_rows
 from dist_mem.nn.layers import Dropout
 from dist_mem.nn.norms import input_norm
 
 
-class State(NamedTuple):
-    cache: transformer_xl.State | tuple[()]  # newest of all rows that the block read; (): memory.mem_len is 0
+class RecurrentMemoryState(NamedTuple):
+    # Newest of all rows that the block read; (): memory.mem_len is 0.
+    cache: transformer_xl.TransformerXLState | tuple[()]
 
 
 class TokensState(NamedTuple):
@@ -180,40 +181,42 @@ class RecurrentMemory(Inspectable):
         assert isinstance(first, RecurrentMemory)
         self.attention.share_biases(first.attention)
 
-    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> RecurrentMemoryState:
         if not self.options.mem_len:
-            return State(())
+            return RecurrentMemoryState(())
         sizes = len(document_ids), self.options.mem_len, self.spec.d_model
-        return State(transformer_xl.empty(*sizes, device=device, dtype=dtype))
+        return RecurrentMemoryState(transformer_xl.empty_state(*sizes, device=device, dtype=dtype))
 
-    def counts(self, state: State) -> dict[str, Count]:
-        return prefixed("cache", transformer_xl.counts_of(state.cache)) if state.cache else {}
+    def counts(self, state: RecurrentMemoryState) -> dict[str, Count]:
+        return prefix_counts("cache", transformer_xl.counts_of(state.cache)) if state.cache else {}
 
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+    def forward(self, x: Tensor, state: RecurrentMemoryState, valid_len: Tensor) -> MemoryOutput:
         attended = self.attend(x, state, valid_len, weights=False)
-        if isinstance(state.cache, transformer_xl.State):
-            state = State(transformer_xl.push(state.cache, x))
+        if isinstance(state.cache, transformer_xl.TransformerXLState):
+            state = RecurrentMemoryState(transformer_xl.push(state.cache, x))
         segment = x[:, self.options.num_tokens : x.shape[1] - self.num_after].detach()
         everything = Evicted(segment, torch.ones_like(valid_len, dtype=torch.bool))
         logs = {} if attended.written is None else {"written": attended.written}
         return MemoryOutput(attended.y, state, {}, attended.query, everything, logs)
 
-    def attend(self, x: Tensor, state: State, valid_len: Tensor, *, weights: bool) -> Attended:
+    def attend(self, x: Tensor, state: RecurrentMemoryState, valid_len: Tensor, *, weights: bool) -> MemoryTokenOutput:
         """Attend to the cache, if there is one, and to all rows of x."""
         cache, valid = cache_rows(state, x)
-        attended: Attended = self.attention(self.norm(x), self.norm(cache), valid, valid_len, weights=weights)
+        attended: MemoryTokenOutput = self.attention(self.norm(x), self.norm(cache), valid, valid_len, weights=weights)
         return attended
 
-    def open_segment(self, state: State, rows: Tensor) -> Opened:
+    def open_segment(self, state: RecurrentMemoryState, rows: Tensor) -> Opened:
         cache, valid = cache_rows(state, rows)
         context, valid = torch.cat([cache, rows], dim=1), F.pad(valid, (0, rows.shape[1]), value=True)
         return self.attention.open(self.norm(context), valid, seg_len=self.spec.seg_len)
 
     def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
-        return self.attention.step(self.norm(x), opened, places)
+        return self.attention.step_rows(self.norm(x), opened, places)
 
     @torch.no_grad()
-    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: Tensor | None = None) -> Inspection:
+    def inspect(
+        self, x: Tensor, state: RecurrentMemoryState, valid_len: Tensor, trace: Tensor | None = None
+    ) -> Inspection:
         """Return what the segment's tokens read; what they read of the learned first rows is left out.
 
         Memory tokens, also those in the cache, are rows of `summary`.
@@ -224,12 +227,12 @@ class RecurrentMemory(Inspectable):
         sizes = [self.options.mem_len, self.options.num_tokens]
         cached, read, segment = weights.tensor_split([sizes[0], sum(sizes)], dim=-1)
         rows = {"summary": summary_rows(read, num_tokens), "segment": segment_rows(segment, valid_len)}
-        if isinstance(state.cache, transformer_xl.State):
+        if isinstance(state.cache, transformer_xl.TransformerXLState):
             spans, of_token = self.cache_spans(state.cache.length, num_tokens)
             memory, others = (
                 rows_of(cached[..., kind], Spans(*(part[:, kind] for part in spans))) for kind in (of_token, ~of_token)
             )
-            rows["summary"] = joined(others, rows["summary"])
+            rows["summary"] = join_rows(others, rows["summary"])
             if of_token.any():  # a short cache has rows of memory tokens only
                 rows["memory"] = memory
         return Inspection(of_tokens(rows), trace=num_tokens + valid_len)
@@ -251,19 +254,19 @@ class RecurrentMemory(Inspectable):
         return Spans(torch.where(age < length[:, None], begin, end), end.expand_as(begin)), of_token
 
 
-def cache_rows(state: State, like: Tensor) -> tuple[Tensor, Tensor]:
+def cache_rows(state: RecurrentMemoryState, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rows of the cache, (B, mem_len, D), and which are valid, (B, mem_len) bool; without a cache none.
 
     Args:
         like: (B, R, D), its dtype and device.
     """
-    if isinstance(state.cache, transformer_xl.State):
+    if isinstance(state.cache, transformer_xl.TransformerXLState):
         rows = state.cache.hidden.to(like.dtype)
         return rows, newest_rows(state.cache.length, rows.shape[1])
     return like.new_empty(len(like), 0, like.shape[2]), like.new_empty(len(like), 0, dtype=torch.bool)
 
 
-def joined(first: Rows, second: Rows) -> Rows:
+def join_rows(first: Rows, second: Rows) -> Rows:
     """Return the rows of both."""
     spans = Spans(*(torch.cat(parts, dim=1) for parts in zip(first.spans, second.spans, strict=True)))
     return Rows(torch.cat([first.weights, second.weights], dim=-1), spans)

@@ -31,31 +31,31 @@ from dist_mem.memory.base import Count, Evicted, Inspectable, LayerSpec, MemoryO
 from dist_mem.memory.parts import neural_backward
 from dist_mem.memory.parts.inspection import Inspection, rows_of, segment_rows, token_spans
 from dist_mem.memory.parts.neural_memory import (
-    Learned,
+    LearningResult,
     NeuralMemory,
-    Tokens,
+    NeuralTokens,
     Weights,
     learn,
     learn_on,
     recall,
 )
 from dist_mem.memory.parts.persistent_attention import PersistentAttention
-from dist_mem.nn.attention import Choice
+from dist_mem.nn.attention import BackEndChoice
 from dist_mem.nn.attention_inputs import Visible
-from dist_mem.nn.convolution import newest
+from dist_mem.nn.convolution import newest_of_both
 from dist_mem.nn.distance_attention import why_not
 from dist_mem.nn.kernel_shapes import device_type_of
-from dist_mem.nn.layers import Attended, Dropout, Projection, newest_rows
-from dist_mem.nn.named_tuples import replaced
+from dist_mem.nn.layers import AttentionOutput, Dropout, Projection, newest_rows
+from dist_mem.nn.named_tuples import replace
 from dist_mem.nn.norms import ExactNorm, input_norm
-from dist_mem.nn.stepping import Kept
+from dist_mem.nn.stepping import KeptPairs
 
 VARIANTS = ("gate", "context", "layer", "alone")
 GRADIENTS = ("auto", "kept", "recomputed")
 PRODUCTS = ("auto", "exact", "tf32")
 
 
-class State(NamedTuple):
+class TitansState(NamedTuple):
     weights: Weights  # (B, I, O) of every layer of the network, float32 at least; unused in fresh lanes
     momentum: Weights  # the same of eq. 14's S
     is_fresh: Tensor  # (B,) bool, whether the lane has learned nothing, so that its weights are the learned start
@@ -65,23 +65,23 @@ class State(NamedTuple):
     length: Tensor  # (B,) int64, how many of `rows` are valid
 
 
-class OpenLanes(NamedTuple):
-    near: Kept | tuple[()]  # rows of the window; (): without attention
+class TitansOpenLanes(NamedTuple):
+    near: KeptPairs | tuple[()]  # rows of the window; (): without attention
     weights: Weights  # after the rows read so far
     momentum: Weights
     first: Weights  # weights at the beginning of their chunk, at which its gradients are taken
     tail: Tensor  # as in the state
 
 
-class Step(NamedTuple):
+class TitansResult(NamedTuple):
     """What a forward computes."""
 
     y: Tensor  # (B, T, D), before dropout
-    state: State
+    state: TitansState
     query: Tensor  # (H, B, T, K); in `alone` (1, B, T, D)
     weights: Tensor | None  # (H, B, T, W - 1 + T), shares of tokens in what attention reads of tokens, where asked for
-    tokens: Tokens
-    error: Tensor  # (B, T), see `Learned`
+    tokens: NeuralTokens
+    error: Tensor  # (B, T), see `LearningResult`
 
 
 class Product(nn.Module):
@@ -189,7 +189,7 @@ class Titans(Inspectable):
             )
         return super().evicted_len
 
-    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> TitansState:
         num_lanes, d_model, kept = len(document_ids), self.spec.d_model, self.options.kernel - 1
         exact = torch.promote_types(dtype, torch.float32)  # growing sums: half precision would lose small terms
 
@@ -198,40 +198,42 @@ class Titans(Inspectable):
 
         weights, momentum = (tuple(zeros(*shape, dtype=exact) for shape in self.memory.shapes) for _ in range(2))
         asked = zeros(kept, d_model if self.options.variant == "context" else 0)
-        return State(
+        return TitansState(
             weights, momentum, torch.ones(num_lanes, device=device, dtype=torch.bool), zeros(kept, 3 * d_model), asked,
             zeros(self.window - 1, d_model), zeros(dtype=torch.int64),
         )  # fmt: skip
 
-    def counts(self, state: State) -> dict[str, Count]:
+    def counts(self, state: TitansState) -> dict[str, Count]:
         return {"length": Count(state.length, state.rows.shape[1])}
 
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
-        step = self.step(x, state, valid_len, shows=False)
+    def forward(self, x: Tensor, state: TitansState, valid_len: Tensor) -> MemoryOutput:
+        step = self.compute(x, state, valid_len, shows=False)
         everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
         return MemoryOutput(self.dropout(step.y), step.state, {}, step.query, everything, self.metrics(step))
 
-    def step(self, x: Tensor, state: State, valid_len: Tensor, *, shows: bool) -> Step:
+    def compute(self, x: Tensor, state: TitansState, valid_len: Tensor, *, shows: bool) -> TitansResult:
         """Compute outputs and the new state; `shows`: with the weights of the attention."""
         variant, rows = self.options.variant, self.norm(x)
-        begun = replaced(state, weights=self.memory.started(state.weights, state.is_fresh))
+        begun = replace(state, weights=self.memory.start_weights(state.weights, state.is_fresh))
         if variant == "context":
-            attended, before = self.recalled(rows, begun, shows)
-            step = self.learned(attended.y, begun, valid_len, attended)
-            asked = newest(before, valid_len, num_rows=state.asked.shape[1]).to(state.asked.dtype)
-            return replaced(step, y=self.combine(attended.y, step.y), state=replaced(step.state, asked=asked))
+            attended, before = self.recall(rows, begun, shows)
+            step = self.learn(attended.y, begun, valid_len, attended)
+            asked = newest_of_both(before, valid_len, num_rows=state.asked.shape[1]).to(state.asked.dtype)
+            return replace(step, y=self.combine(attended.y, step.y), state=replace(step.state, asked=asked))
         if variant == "gate":
-            attended = self.windowed(rows, self.window_rows(state, x.dtype), state, shows)
-            step = self.learned(rows, begun, valid_len, attended)
-            return self.moved(replaced(step, y=self.combine(attended.y, step.y)), x, valid_len)
-        step = self.learned(rows, begun, valid_len, None)
+            attended = self.attend_window(rows, self.window_rows(state, x.dtype), state, shows)
+            step = self.learn(rows, begun, valid_len, attended)
+            return self.append_rows(replace(step, y=self.combine(attended.y, step.y)), x, valid_len)
+        step = self.learn(rows, begun, valid_len, None)
         y = self.combine(rows, step.y)
         if variant == "alone":
-            return replaced(step, y=y)
-        attended = self.windowed(y, self.window_rows(state, x.dtype), state, shows)
-        return self.moved(replaced(step, y=attended.y, query=attended.query, weights=attended.weights), y, valid_len)
+            return replace(step, y=y)
+        attended = self.attend_window(y, self.window_rows(state, x.dtype), state, shows)
+        return self.append_rows(
+            replace(step, y=attended.y, query=attended.query, weights=attended.weights), y, valid_len
+        )
 
-    def recalled(self, rows: Tensor, state: State, shows: bool) -> tuple[Attended, Tensor]:
+    def recall(self, rows: Tensor, state: TitansState, shows: bool) -> tuple[AttentionOutput, Tensor]:
         """Attend to the segment and to what the memory recalls for it (eqs. 21 to 23), and what it was asked."""
         assert self.attention is not None
         query, before = self.memory.queries(rows, state.asked, state.weights[0].dtype)
@@ -240,27 +242,27 @@ class Titans(Inspectable):
         visible = torch.cat([upto, upto], dim=1).expand(len(rows), -1, -1)
         return self.attention(rows, recall(query, state.weights).to(rows.dtype), visible, num_shown=num_shown), before
 
-    def windowed(self, rows: Tensor, context: Tensor, state: State, shows: bool) -> Attended:
+    def attend_window(self, rows: Tensor, context: Tensor, state: TitansState, shows: bool) -> AttentionOutput:
         """Attend to the newest W tokens."""
         assert self.attention is not None
         kept = self.window - 1
         num_shown = kept + rows.shape[1] if shows else 0
         window = Visible(newest_rows(state.length, kept), rows.shape[1], kept + rows.shape[1], above=-1, upto=kept)
-        attended: Attended = self.attention(rows, context, window.mask(), num_shown=num_shown)
+        attended: AttentionOutput = self.attention(rows, context, window.mask(), num_shown=num_shown)
         return attended
 
-    def window_rows(self, state: State, dtype: torch.dtype) -> Tensor:
+    def window_rows(self, state: TitansState, dtype: torch.dtype) -> Tensor:
         """Return the rows before the segment as they are attended to, (B, W - 1, D)."""
         rows = state.rows.to(dtype)
         return self.norm(rows) if self.options.variant == "gate" else rows
 
-    def open_segment(self, state: State, rows: Tensor) -> Opened:
-        weights = self.memory.started(state.weights, state.is_fresh)
-        near: Kept | tuple[()] = ()
+    def open_segment(self, state: TitansState, rows: Tensor) -> Opened:
+        weights = self.memory.start_weights(state.weights, state.is_fresh)
+        near: KeptPairs | tuple[()] = ()
         if self.attention is not None:
             context, valid = self.window_rows(state, rows.dtype), newest_rows(state.length, self.window - 1)
             near = self.attention.open(context, valid, seg_len=self.spec.seg_len).lanes
-        return Opened(OpenLanes(near, weights, state.momentum, weights, state.tail))
+        return Opened(TitansOpenLanes(near, weights, state.momentum, weights, state.tail))
 
     def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
         rows, near = self.norm(x), Opened(opened.lanes.near)
@@ -268,12 +270,12 @@ class Titans(Inspectable):
         if self.attention is None:
             return StepOutput(self.combine(rows, read), query[None], Opened(lanes))
         if self.options.variant == "gate":
-            y, query, _ = self.attention.step(rows, near, places)
+            y, query, _ = self.attention.step_rows(rows, near, places)
             return StepOutput(self.combine(y, read), query, Opened(lanes))
-        y, query, _ = self.attention.step(self.combine(rows, read), near, places)
+        y, query, _ = self.attention.step_rows(self.combine(rows, read), near, places)
         return StepOutput(y, query, Opened(lanes))
 
-    def read_on(self, rows: Tensor, lanes: OpenLanes, places: Places) -> tuple[Tensor, Tensor, OpenLanes]:
+    def read_on(self, rows: Tensor, lanes: TitansOpenLanes, places: Places) -> tuple[Tensor, Tensor, TitansOpenLanes]:
         """Let the network learn further rows; return what they read, their queries, and what is kept."""
         num_real, options = places.num_real, self.options
         tokens, before = self.memory.tokens(rows, lanes.tail, num_real, lanes.weights[0].dtype)
@@ -286,39 +288,41 @@ class Titans(Inspectable):
             chunk_len=options.chunk_len,
             max_gradient=options.max_gradient,
         )
-        tail = newest(before, num_real, num_rows=lanes.tail.shape[1]).to(lanes.tail.dtype)
-        return learned.read, tokens.query, OpenLanes(lanes.near, learned.weights, learned.momentum, first, tail)
+        tail = newest_of_both(before, num_real, num_rows=lanes.tail.shape[1]).to(lanes.tail.dtype)
+        return learned.read, tokens.query, TitansOpenLanes(lanes.near, learned.weights, learned.momentum, first, tail)
 
-    def moved(self, step: Step, rows: Tensor, valid_len: Tensor) -> Step:
+    def append_rows(self, step: TitansResult, rows: Tensor, valid_len: Tensor) -> TitansResult:
         """Append the rows that were attended to."""
         old, kept = step.state.rows, self.window - 1
-        new = newest(torch.cat([old.to(rows.dtype), rows], dim=1), valid_len, num_rows=kept).to(old.dtype)
+        new = newest_of_both(torch.cat([old.to(rows.dtype), rows], dim=1), valid_len, num_rows=kept).to(old.dtype)
         length = (step.state.length + valid_len).clamp(max=kept)
-        return replaced(step, state=replaced(step.state, rows=new, length=length))
+        return replace(step, state=replace(step.state, rows=new, length=length))
 
-    def learned(self, rows: Tensor, state: State, valid_len: Tensor, attended: Attended | None) -> Step:
+    def learn(
+        self, rows: Tensor, state: TitansState, valid_len: Tensor, attended: AttentionOutput | None
+    ) -> TitansResult:
         """Let the network learn the rows; `y` of the step is what they read."""
         tokens, before = self.memory.tokens(rows, state.tail, valid_len, state.weights[0].dtype)
         limit = self.options.max_gradient
-        run: Callable[..., Learned] = learn
+        run: Callable[..., LearningResult] = learn
         if self.choose_kernels(device_type_of(rows), rows.shape[1]).back_end == "recomputed":
             run = partial(neural_backward.learn, tf32=self.takes_tf32(rows.dtype))
         learned = run(tokens, state.weights, state.momentum, chunk_len=self.options.chunk_len, max_gradient=limit)
-        tail = newest(before, valid_len, num_rows=state.tail.shape[1]).to(state.tail.dtype)
+        tail = newest_of_both(before, valid_len, num_rows=state.tail.shape[1]).to(state.tail.dtype)
         is_fresh = state.is_fresh & (valid_len == 0)
-        new = replaced(state, weights=learned.weights, momentum=learned.momentum, is_fresh=is_fresh, tail=tail)
+        new = replace(state, weights=learned.weights, momentum=learned.momentum, is_fresh=is_fresh, tail=tail)
         query, weights = (tokens.query[None], None) if attended is None else (attended.query, attended.weights)
-        return Step(learned.read, new, query, weights, tokens, learned.error)
+        return TitansResult(learned.read, new, query, weights, tokens, learned.error)
 
-    def choose_kernels(self, device_type: str, num_queries: int) -> Choice:
+    def choose_kernels(self, device_type: str, num_queries: int) -> BackEndChoice:
         """Return how learning is differentiated, one of GRADIENTS, and why."""
         gradients, products = self.options.gradients, self.options.products
         if gradients == "kept" or (gradients == "auto" and device_type != "cuda"):
-            return Choice("kept", "memory.gradients" if gradients == "kept" else "autograd is faster on CPUs")
+            return BackEndChoice("kept", "memory.gradients" if gradients == "kept" else "autograd is faster on CPUs")
         if gradients == "auto" and (refused := why_not()):
-            return Choice("kept", refused)
+            return BackEndChoice("kept", refused)
         kind = "tf32 with half precision" if products == "auto" else products
-        return Choice("recomputed", f"few weights are kept; memory.products: {kind}")
+        return BackEndChoice("recomputed", f"few weights are kept; memory.products: {kind}")
 
     def takes_tf32(self, dtype: torch.dtype) -> bool:
         """Return whether products of `recomputed` may take TF32, of rows of this type."""
@@ -326,7 +330,7 @@ class Titans(Inspectable):
 
     @staticmethod
     @torch.no_grad()
-    def metrics(step: Step) -> dict[str, Tensor]:
+    def metrics(step: TitansResult) -> dict[str, Tensor]:
         """Return means over real tokens: what is kept of the weights, and what share of the values was a surprise."""
         tokens = step.tokens
         count = tokens.is_real.sum(1).clamp(min=1)
@@ -335,12 +339,12 @@ class Titans(Inspectable):
         return {"kept": (tokens.kept.exp() * tokens.is_real).sum(1) / count, "surprise": surprise}
 
     @torch.no_grad()
-    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: Any = None) -> Inspection:
+    def inspect(self, x: Tensor, state: TitansState, valid_len: Tensor, trace: Any = None) -> Inspection:
         """Return the shares of tokens in what attention reads of tokens.
 
         What it reads of the learned rows and of what the memory recalls belongs to no token and is left out.
         """
-        weights = self.step(x, state, valid_len, shows=True).weights
+        weights = self.compute(x, state, valid_len, shows=True).weights
         if weights is None:
             return Inspection()
         kept = self.window - 1

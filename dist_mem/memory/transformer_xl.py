@@ -29,39 +29,41 @@ from dist_mem.memory.base import (
     StepOutput,
     whole_segments,
 )
-from dist_mem.memory.parts.inspection import Inspection, overlapping, rows_of, segment_rows, token_spans
+from dist_mem.memory.parts.inspection import Inspection, overlaps, rows_of, segment_rows, token_spans
 from dist_mem.memory.parts.row_mask import Shown, append_shown, take_out, valid_rows, zero_hidden
-from dist_mem.nn.layers import Attended, visible_keys
-from dist_mem.nn.named_tuples import replaced
+from dist_mem.nn.layers import AttentionOutput, visible_keys
+from dist_mem.nn.named_tuples import replace
 from dist_mem.nn.norms import input_norm
 from dist_mem.nn.rotary_attention import attention_of
 
 
-class State(NamedTuple):
+class TransformerXLState(NamedTuple):
     # (B, M, D), the block's last inputs, newest last; rows not yet filled are 0. With a convolution M + kernel - 1
     hidden: Tensor
     length: Tensor  # (B,) int64, how many of the newest rows are valid
     shown: Shown = ()
 
 
-def empty(num_lanes: int, num_rows: int, d_model: int, *, device: torch.device | str, dtype: torch.dtype) -> State:
+def empty_state(
+    num_lanes: int, num_rows: int, d_model: int, *, device: torch.device | str, dtype: torch.dtype
+) -> TransformerXLState:
     """Return a memory of `num_rows` rows, none of them valid."""
     hidden = torch.zeros(num_lanes, num_rows, d_model, device=device, dtype=dtype)
-    return State(hidden, torch.zeros(num_lanes, device=device, dtype=torch.int64))
+    return TransformerXLState(hidden, torch.zeros(num_lanes, device=device, dtype=torch.int64))
 
 
-def counts_of(state: State) -> dict[str, Count]:
+def counts_of(state: TransformerXLState) -> dict[str, Count]:
     """Return the counts of a state, as `Memory.counts`."""
     return {"length": Count(state.length, state.hidden.shape[1])}
 
 
-def push(state: State, rows: Tensor, are_shown: Shown = ()) -> State:
+def push(state: TransformerXLState, rows: Tensor, are_shown: Shown = ()) -> TransformerXLState:
     """Append rows (B, T, D), all real, and keep the newest M; `are_shown` (B, T) bool, (): all are."""
     mem_len, num_rows = state.hidden.shape[1], rows.shape[1]
     newest = rows.detach()[:, -mem_len:].to(state.hidden.dtype)
     hidden = torch.cat([state.hidden[:, num_rows:], newest], dim=1)
     shown = append_shown(state.shown, are_shown, num_rows)
-    return State(hidden, (state.length + num_rows).clamp(max=mem_len), shown)
+    return TransformerXLState(hidden, (state.length + num_rows).clamp(max=mem_len), shown)
 
 
 def check_mem_len(mem_len: int) -> None:
@@ -109,48 +111,48 @@ class TransformerXL(Inspectable):
         assert isinstance(first, TransformerXL)
         self.attention.share_biases(first.attention)
 
-    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> TransformerXLState:
         num_rows = self.num_before + self.options.mem_len
-        return empty(len(document_ids), num_rows, self.spec.d_model, device=device, dtype=dtype)
+        return empty_state(len(document_ids), num_rows, self.spec.d_model, device=device, dtype=dtype)
 
-    def counts(self, state: State) -> dict[str, Count]:
+    def counts(self, state: TransformerXLState) -> dict[str, Count]:
         return counts_of(state)
 
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+    def forward(self, x: Tensor, state: TransformerXLState, valid_len: Tensor) -> MemoryOutput:
         y, query, _ = self.attend(x, state, weights=False)
         begin, shown = self.num_before, state.shown
         shown = shown[:, begin:] if isinstance(shown, Tensor) else ()
         rows = zero_hidden(state.hidden[:, begin : begin + x.shape[1]], shown).to(x.dtype)
         return MemoryOutput(y, push(state, x), {}, query, Evicted(rows, state.length >= self.options.mem_len))
 
-    def attend(self, x: Tensor, state: State, *, weights: bool) -> Attended:
+    def attend(self, x: Tensor, state: TransformerXLState, *, weights: bool) -> AttentionOutput:
         """Attend to the memory and the segment."""
         is_row, valid = self.are_rows(state)
         is_tail = not isinstance(state.shown, Tensor)
         visible = visible_keys(valid, x.shape[1], same_length=self.spec.same_length, is_tail=is_tail)
         rows, context = self.norm(x), self.norm(state.hidden.to(x.dtype))
-        attended: Attended = self.attention(rows, context, visible, weights=weights, is_row=is_row)
+        attended: AttentionOutput = self.attention(rows, context, visible, weights=weights, is_row=is_row)
         return attended
 
-    def are_rows(self, state: State) -> tuple[Tensor, Tensor]:
+    def are_rows(self, state: TransformerXLState) -> tuple[Tensor, Tensor]:
         """Return which rows of the state the convolution may see, and which of the M are attended to, (B, M) bool."""
         valid = valid_rows(state.length, state.hidden.shape[1], state.shown)
         return valid, valid[:, self.num_before :]
 
-    def open_segment(self, state: State, rows: Tensor) -> Opened:
+    def open_segment(self, state: TransformerXLState, rows: Tensor) -> Opened:
         is_row, valid = self.are_rows(state)
         context = self.norm(state.hidden.to(rows.dtype))
         return self.attention.open(context, valid, seg_len=self.spec.seg_len, is_row=is_row)
 
     def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
-        return self.attention.step(self.norm(x), opened, places, same_length=self.spec.same_length)
+        return self.attention.step_rows(self.norm(x), opened, places, same_length=self.spec.same_length)
 
     @torch.no_grad()
-    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: None = None) -> Inspection:
+    def inspect(self, x: Tensor, state: TransformerXLState, valid_len: Tensor, trace: None = None) -> Inspection:
         memory, segment = self.attend(x, state, weights=True).shares().tensor_split([self.options.mem_len], dim=-1)
         spans = token_spans(state.length, self.options.mem_len)
         return Inspection({"memory": rows_of(memory, spans), "segment": segment_rows(segment, valid_len)})
 
-    def forget(self, state: State, begin: Tensor, end: Tensor, trace: None = None) -> State:
+    def forget(self, state: TransformerXLState, begin: Tensor, end: Tensor, trace: None = None) -> TransformerXLState:
         spans = token_spans(state.length, state.hidden.shape[1])
-        return replaced(state, shown=take_out(state.shown, overlapping(spans, begin, end)))
+        return replace(state, shown=take_out(state.shown, overlaps(spans, begin, end)))

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dist_mem.nn.attention_inputs import Inputs, Read, Visible
-from dist_mem.nn.chunked_attention import chunked
+from dist_mem.nn.attention_inputs import AttentionRead, Inputs, Visible
+from dist_mem.nn.chunked_attention import attend_in_chunks
 from dist_mem.nn.distance_attention import WIDEST, distance_attention, why_not
 from dist_mem.nn.fused_attention import sdpa
 from dist_mem.nn.position_scores import add_by_distance
@@ -41,7 +41,7 @@ def simple_scores(inputs: Inputs) -> Tensor:
     return scores if inputs.bias is None else scores + inputs.bias
 
 
-def masked(scores: Tensor, visible: Tensor | Visible) -> Tensor:
+def mask_scores(scores: Tensor, visible: Tensor | Visible) -> Tensor:
     """Return scores (H, B, T, J) that are -inf where a key is not visible; as a mask (B, T, J) bool."""
     mask = visible if isinstance(visible, Tensor) else visible.mask()
     # Add the mask: masked_fill costs four times as much, and again in the backward, where its gradient is 0 anyway.
@@ -49,16 +49,16 @@ def masked(scores: Tensor, visible: Tensor | Visible) -> Tensor:
 
 
 def masked_softmax(scores: Tensor, visible: Tensor | Visible) -> Tensor:
-    """Return the softmax over the visible keys: scores (H, B, T, J) float32 or float64, `visible` as in `masked`."""
-    return masked(scores, visible).softmax(dim=-1)
+    """Return the softmax over the visible keys, given as in `mask_scores`: scores (H, B, T, J) float32 or float64."""
+    return mask_scores(scores, visible).softmax(dim=-1)
 
 
-class Choice(NamedTuple):
+class BackEndChoice(NamedTuple):
     back_end: str  # one of BACK_ENDS besides auto
     reason: str
 
 
-def choose(device_type: str, num_queries: int, *, relative_width: int | None, drops: bool) -> Choice:
+def choose(device_type: str, num_queries: int, *, relative_width: int | None, drops: bool) -> BackEndChoice:
     """Return the back end of `auto`, and why.
 
     Args:
@@ -66,28 +66,30 @@ def choose(device_type: str, num_queries: int, *, relative_width: int | None, dr
         drops: whether dropout applies to probabilities.
     """
     if drops:
-        return Choice("simple", "model.attention_dropout is of probabilities, which only it has")
+        return BackEndChoice("simple", "model.attention_dropout is of probabilities, which only it has")
     if num_queries < (SHORT if device_type == "cuda" else LONG):
-        return Choice("simple", f"it is fast for segments of {num_queries} tokens")
+        return BackEndChoice("simple", f"it is fast for segments of {num_queries} tokens")
     if relative_width is not None and device_type != "cuda":
-        return Choice("chunked", f"it takes less time and memory for segments of {num_queries} tokens")
+        return BackEndChoice("chunked", f"it takes less time and memory for segments of {num_queries} tokens")
     return choose_kernel(device_type, relative_width=relative_width)
 
 
-def choose_kernel(device_type: str, *, relative_width: int | None) -> Choice:
+def choose_kernel(device_type: str, *, relative_width: int | None) -> BackEndChoice:
     """Return the fused kernel that computes such scores on a device, or what computes them where none does."""
     if relative_width is None:
-        return Choice("sdpa", "torch's fused kernel, as there are no scores by distance")
+        return BackEndChoice("sdpa", "torch's fused kernel, as there are no scores by distance")
     if device_type != "cuda":
-        return Choice("chunked", "our kernels for scores by distance run on GPUs only")
+        return BackEndChoice("chunked", "our kernels for scores by distance run on GPUs only")
     if reason := why_not():
-        return Choice("chunked", f"our kernels for scores by distance do not run here: {reason}")
+        return BackEndChoice("chunked", f"our kernels for scores by distance do not run here: {reason}")
     if relative_width > WIDEST:
-        return Choice("chunked", f"our kernels take heads of at most {WIDEST} numbers, these have {relative_width}")
-    return Choice("triton", "our kernel adds the scores by distance")
+        return BackEndChoice(
+            "chunked", f"our kernels take heads of at most {WIDEST} numbers, these have {relative_width}"
+        )
+    return BackEndChoice("triton", "our kernel adds the scores by distance")
 
 
-def attend(inputs: Inputs, back_end: str, *, log_sum: bool = False) -> Read:
+def attend(inputs: Inputs, back_end: str, *, log_sum: bool = False) -> AttentionRead:
     """Compute attention by `chunked`, `sdpa` or `triton`.
 
     Args:
@@ -96,6 +98,6 @@ def attend(inputs: Inputs, back_end: str, *, log_sum: bool = False) -> Read:
     if back_end == "triton" and inputs.query.dtype != torch.float64:  # our kernels sum in float32
         return distance_attention(inputs)
     if back_end in ("chunked", "triton"):
-        return chunked(inputs, log_sum=log_sum)
+        return attend_in_chunks(inputs, log_sum=log_sum)
     assert back_end == "sdpa" and not log_sum, "LookAheadAttention refuses sdpa"
-    return Read(sdpa(inputs), None)
+    return AttentionRead(sdpa(inputs), None)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_mem.nn.attention import attend, masked_softmax, simple_scores
-from dist_mem.nn.attention_inputs import Inputs, Read, Relative, newest_rows, visible_keys
+from dist_mem.nn.attention_inputs import AttentionRead, Inputs, Relative, newest_rows, visible_keys
 from dist_mem.nn.layers import AttentionLayer
 
 # Of the case: several tiles, and a lane whose context is short.
@@ -24,7 +24,7 @@ _SPLIT = 2.0**-18  # unit of a product of float32 by three of TF32
 _TF32 = 2.0**-10
 
 
-class Kernel(NamedTuple):
+class LayerAttention(NamedTuple):
     """What a layer uses: a back end for heads of a width, and its scores by distance."""
 
     back_end: str
@@ -32,7 +32,7 @@ class Kernel(NamedTuple):
     num_by_distance: int  # K, 1 where they are a number per head and distance, 0 where there are none
 
 
-def kernels_of(model: nn.Module, device_type: str, num_queries: int) -> set[Kernel]:
+def kernels_of(model: nn.Module, device_type: str, num_queries: int) -> set[LayerAttention]:
     """Return the fused attention that the model's layers use for segments of `num_queries` tokens."""
     found = set()
     for layer in model.modules():
@@ -42,7 +42,7 @@ def kernels_of(model: nn.Module, device_type: str, num_queries: int) -> set[Kern
             projection = cast(nn.Linear, layer.key_value)
             width = projection.out_features // (2 * (layer.num_kv_heads or layer.num_heads))
             if back_end in ("sdpa", "triton"):
-                found.add(Kernel(back_end, width, by_distance))
+                found.add(LayerAttention(back_end, width, by_distance))
     return found
 
 
@@ -59,14 +59,14 @@ def check_attention(model: nn.Module, device: torch.device, dtype: torch.dtype, 
             )
 
 
-def difference(attend_by: Callable[[Inputs], Read], inputs: Inputs) -> str | None:
+def difference(attend_by: Callable[[Inputs], AttentionRead], inputs: Inputs) -> str | None:
     """Return where rows or a gradient differ from those of `simple` in float32, with both numbers; None: nowhere."""
     dtype = inputs.query.dtype
     unit = torch.finfo(dtype).eps
     if dtype == torch.float32:
         unit = _TF32 if torch.backends.cuda.matmul.allow_tf32 else _SPLIT
     for (what, found), (_, wanted) in zip(
-        _results(attend_by, inputs), _results(_simple, _in_float32(inputs)), strict=True
+        _results(attend_by, inputs), _results(_attend_simply, _in_float32(inputs)), strict=True
     ):
         error = (found.float() - wanted).abs()
         error = torch.where(error.isfinite(), error, torch.inf)
@@ -79,26 +79,26 @@ def difference(attend_by: Callable[[Inputs], Read], inputs: Inputs) -> str | Non
     return None
 
 
-def _simple(inputs: Inputs) -> Read:
-    return Read(masked_softmax(simple_scores(inputs), inputs.visible) @ inputs.value, None)
+def _attend_simply(inputs: Inputs) -> AttentionRead:
+    return AttentionRead(masked_softmax(simple_scores(inputs), inputs.visible) @ inputs.value, None)
 
 
-def _case(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> Inputs:
+def _case(kernel: LayerAttention, device: torch.device, dtype: torch.dtype) -> Inputs:
     """Return random inputs in the order of projections, (B, T, H, K)."""
 
-    def rows(count: int, width: int) -> Tensor:
+    def random_rows(count: int, width: int) -> Tensor:
         return torch.randn(len(LENGTHS), count, HEADS, width, device=device).to(dtype).permute(2, 0, 1, 3)
 
     visible = visible_keys(
         newest_rows(torch.tensor(LENGTHS, device=device), CONTEXT), QUERIES, same_length=False, is_tail=True
     )
-    query = rows(QUERIES, kernel.width) / kernel.width**0.5
-    key, value = (rows(visible.num_keys, kernel.width) for _ in range(2))
+    query = random_rows(QUERIES, kernel.width) / kernel.width**0.5
+    key, value = (random_rows(visible.num_keys, kernel.width) for _ in range(2))
     if not kernel.num_by_distance:
         return Inputs(query, key, value, visible)
     width = kernel.num_by_distance
     table = torch.randn(HEADS, width, visible.num_keys + 1, device=device).to(dtype)
-    return Inputs(query, key, value, visible, Relative(rows(QUERIES, width) / width**0.5, table, QUERIES - 1))
+    return Inputs(query, key, value, visible, Relative(random_rows(QUERIES, width) / width**0.5, table, QUERIES - 1))
 
 
 def _in_float32(inputs: Inputs) -> Inputs:
@@ -108,7 +108,7 @@ def _in_float32(inputs: Inputs) -> Inputs:
     return Inputs(query.float(), key.float(), value.float(), visible, relative)
 
 
-def _results(attend_by: Callable[[Inputs], Read], inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
+def _results(attend_by: Callable[[Inputs], AttentionRead], inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
     """Yield the rows, and the gradients of a fixed function of them."""
     parts = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
     if inputs.relative is not None:

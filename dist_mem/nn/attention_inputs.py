@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dist_mem.nn.named_tuples import replaced
-from dist_mem.nn.position_scores import window
+from dist_mem.nn.named_tuples import replace
+from dist_mem.nn.position_scores import align_to_keys
 
 
 class Visible(NamedTuple):
@@ -56,7 +56,7 @@ def align_distances(scores: Tensor) -> Tensor:
     (T - 1) + i J + j of the flat (T, J + 1) block: a contiguous window, so this returns a view where the published code
     pads and copies. Only keys up to the query's position are meaningful; the rest must be masked.
     """
-    return window(scores, offset=scores.shape[-2] - 1, num_keys=scores.shape[-1] - 1)
+    return align_to_keys(scores, offset=scores.shape[-2] - 1, num_keys=scores.shape[-1] - 1)
 
 
 class Relative(NamedTuple):
@@ -84,7 +84,7 @@ class Inputs(NamedTuple):
     bias: Tensor | None = None  # (H, 1, T, J), a constant that is added to the scores
 
 
-class Read(NamedTuple):
+class AttentionRead(NamedTuple):
     """What each query reads."""
 
     rows: Tensor  # (H, B, T, K)
@@ -117,7 +117,7 @@ def within(visible: Visible, sliding_window: int | None) -> Visible:
     if sliding_window is None or sliding_window >= visible.num_keys:
         return visible
     above = visible.num_keys - visible.num_queries - sliding_window
-    return replaced(visible, above=above if visible.above is None else max(above, visible.above))
+    return replace(visible, above=above if visible.above is None else max(above, visible.above))
 
 
 def newest_rows(length: Tensor, num_rows: int) -> Tensor:

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dist_mem.nn.attention_inputs import Inputs, Read, Relative, Visible
-from dist_mem.nn.kernel_shapes import fused
-from dist_mem.nn.named_tuples import replaced
+from dist_mem.nn.attention_inputs import AttentionRead, Inputs, Relative, Visible
+from dist_mem.nn.kernel_shapes import fused_shapes
+from dist_mem.nn.named_tuples import replace
 
 CHUNK = 128  # queries
 _COUNTED = 64  # chunks; on tensors without values, more count as one operation
@@ -32,12 +32,12 @@ def chunks(visible: Visible) -> Iterator[tuple[slice, slice]]:
         yield queries, visible.reach(queries)
 
 
-def padded(inputs: Inputs) -> Inputs:
+def pad_table(inputs: Inputs) -> Inputs:
     """Add CHUNK columns on both sides of the table, for invisible pairs that belong to a chunk."""
     if inputs.relative is None:
         return inputs
     query, table, first = inputs.relative
-    return replaced(inputs, relative=Relative(query, F.pad(table, (CHUNK, CHUNK)), first + CHUNK))
+    return replace(inputs, relative=Relative(query, F.pad(table, (CHUNK, CHUNK)), first + CHUNK))
 
 
 def columns(relative: Relative, queries: slice, keys: slice) -> slice:
@@ -46,7 +46,7 @@ def columns(relative: Relative, queries: slice, keys: slice) -> slice:
     return slice(begin, begin + keys.stop - keys.start + queries.stop - queries.start - 1)
 
 
-def aligned(by_column: Tensor, num_keys: int) -> Tensor:
+def align_keys(by_column: Tensor, num_keys: int) -> Tensor:
     """Return the view (H, B, Q, L) of (H, B, Q, L + Q - 1) in which key j of query i is column Q - 1 - i + j."""
     heads, lanes, rows, count = by_column.shape
     strides = (lanes * rows * count, rows * count, count - 1, 1)
@@ -61,7 +61,7 @@ def chunk_weights(inputs: Inputs, queries: slice, keys: slice) -> tuple[Tensor, 
         relative = inputs.relative
         block = relative.table[:, :, columns(relative, queries, keys)]
         by_column = Relative(relative.query[:, :, queries], block, 0).by_column()
-        scores += aligned(by_column, scores.shape[-1])
+        scores += align_keys(by_column, scores.shape[-1])
     if inputs.bias is not None:
         scores += inputs.bias[:, :, queries, keys]
     mask = inputs.visible.mask(queries, keys)
@@ -97,7 +97,7 @@ def zeros(like: Tensor) -> Tensor:
 
 def gradients(inputs: Inputs, of_rows: Tensor, of_log_sum: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the gradients of query, key, value, and of query and table of `relative`, from those of the outputs."""
-    inputs = padded(inputs)
+    inputs = pad_table(inputs)
     query, key, value, _, relative, _ = inputs
     to_query, to_key, to_value = torch.empty_like(query), zeros(key), zeros(value)
     to_asking = None if relative is None else torch.empty_like(relative.query)
@@ -115,7 +115,7 @@ def gradients(inputs: Inputs, of_rows: Tensor, of_log_sum: Tensor | None) -> tup
         if relative is not None and to_asking is not None and to_table is not None:
             asking, block = relative.query[:, :, queries], columns(relative, queries, keys)
             by_column = to_scores.new_zeros(*to_scores.shape[:3], block.stop - block.start)
-            aligned(by_column, to_scores.shape[-1]).copy_(to_scores)
+            align_keys(by_column, to_scores.shape[-1]).copy_(to_scores)
             flat = by_column.flatten(1, 2)
             to_asking[:, :, queries] = (flat @ relative.table[:, :, block].mT).view(asking.shape)
             add_product(to_table[:, :, block], asking.flatten(1, 2).mT, flat)
@@ -123,37 +123,37 @@ def gradients(inputs: Inputs, of_rows: Tensor, of_log_sum: Tensor | None) -> tup
     return to_query, to_key.to(query.dtype), to_value.to(query.dtype), to_asking, to_table
 
 
-def chunked_rows(inputs: Inputs, *, log_sum: bool) -> Read:
+def chunked_rows(inputs: Inputs, *, log_sum: bool) -> AttentionRead:
     """Compute attention chunk by chunk, without gradient."""
     query, value = inputs.query, inputs.value
     num_heads, num_lanes, num_queries, d_head = query.shape
     rows = query.new_empty(num_lanes, num_queries, num_heads, d_head).permute(2, 0, 1, 3)  # `merge_heads` gets a view
     sums = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32)) if log_sum else None
-    inputs = padded(inputs)
+    inputs = pad_table(inputs)
     for queries, keys in chunks(inputs.visible):
         scores, weights = chunk_weights(inputs, queries, keys)
         rows[:, :, queries] = weights.to(value.dtype) @ value[:, :, keys]
         if sums is not None:
             sums[:, :, queries] = log_sum_exp(scores, weights)
-    return Read(rows, sums)
+    return AttentionRead(rows, sums)
 
 
-def learned(inputs: Inputs) -> tuple[Tensor, ...]:
+def learned_tensors(inputs: Inputs) -> tuple[Tensor, ...]:
     """Return the tensors that get a gradient."""
     return *inputs[:3], *(() if inputs.relative is None else inputs.relative[:2])
 
 
 def with_learned(inputs: Inputs, query: Tensor, key: Tensor, value: Tensor, *relative: Tensor) -> Inputs:
-    """Return the inputs with other tensors in place of `learned`."""
-    inputs = replaced(inputs, query=query, key=key, value=value)
+    """Return the inputs with other tensors in place of `learned_tensors`."""
+    inputs = replace(inputs, query=query, key=key, value=value)
     if inputs.relative is None:
         return inputs
     asking, table = relative
-    return replaced(inputs, relative=Relative(asking, table, inputs.relative.first))
+    return replace(inputs, relative=Relative(asking, table, inputs.relative.first))
 
 
-class _Recomputed(torch.autograd.Function):
-    """Attention of `inputs` by `chunked_rows`, with the gradient of `gradients` for the tensors of `learned`."""
+class _ChunkedAttention(torch.autograd.Function):
+    """Attention of `inputs` by `chunked_rows`, with the gradient of `gradients` for `learned_tensors`."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Inputs, log_sum: bool, *tensors: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -171,8 +171,8 @@ class _Recomputed(torch.autograd.Function):
         return None, None, *found[: 3 + len(rest)]
 
 
-def chunked(inputs: Inputs, *, log_sum: bool) -> Read:
+def attend_in_chunks(inputs: Inputs, *, log_sum: bool) -> AttentionRead:
     """Compute attention and its gradient chunk by chunk."""
     if inputs.query.is_meta and inputs.visible.num_queries > _COUNTED * CHUNK:
-        return Read(*fused(inputs.query, inputs.key, inputs.value, None))
-    return Read(*_Recomputed.apply(inputs, log_sum, *learned(inputs)))
+        return AttentionRead(*fused_shapes(inputs.query, inputs.key, inputs.value, None))
+    return AttentionRead(*_ChunkedAttention.apply(inputs, log_sum, *learned_tensors(inputs)))

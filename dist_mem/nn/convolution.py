@@ -19,7 +19,7 @@ from torch import Tensor, nn
 Tail: TypeAlias = Tensor | tuple[()]  # (B, kernel - 1, W), newest rows before a convolution; (): there is none
 
 
-def convolved(rows: Tensor, taps: Tensor) -> Tensor:
+def convolve(rows: Tensor, taps: Tensor) -> Tensor:
     """Return the sum of each row and those before it, weighted by `taps` (W, kernel): (B, T + kernel - 1, W) -> T."""
     seg_len = rows.shape[1] - taps.shape[1] + 1
     total = rows[:, :seg_len] * taps[:, 0]
@@ -36,7 +36,7 @@ def draw_taps(taps: Tensor) -> None:
         taps.uniform_(-bound, bound)
 
 
-def newest(rows: Tensor, valid_len: Tensor, *, num_rows: int) -> Tensor:
+def newest_of_both(rows: Tensor, valid_len: Tensor, *, num_rows: int) -> Tensor:
     """Return the newest real rows, of old ones and then those of the segment: (B, num_rows + T, W) -> num_rows."""
     places = valid_len[:, None] + torch.arange(num_rows, device=rows.device)
     return rows.gather(1, places[..., None].expand(-1, -1, rows.shape[-1]))
@@ -64,7 +64,7 @@ class ShortConvolution(nn.Module):
         taps = self.taps.detach().clone() if frozen else self.taps
         widths = [part.shape[-1] for part in parts]
         taps = taps[len(taps) - sum(widths) :].split(widths)
-        return tuple(F.silu(convolved(part, part_taps)) for part, part_taps in zip(parts, taps, strict=True))
+        return tuple(F.silu(convolve(part, part_taps)) for part, part_taps in zip(parts, taps, strict=True))
 
     def empty_tail(self, num_lanes: int, *, device: torch.device | str, dtype: torch.dtype) -> Tensor:
         """Return what is before a document, (B, kernel - 1, W)."""

@@ -44,7 +44,7 @@ def row_chunks(rows: Tensor, num_columns: int) -> list[slice]:
     return [slice(begin, min(begin + size, num_rows)) for begin in range(0, max(1, num_rows), size)]
 
 
-def linear(rows: Tensor, weights: Weights) -> Tensor:
+def compute_logits(rows: Tensor, weights: Weights) -> Tensor:
     """Return the logits of all columns: (R, D) -> (R, V)."""
     parts = [F.linear(rows, weight, bias) for weight, bias in weights]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
@@ -64,7 +64,7 @@ def _has_kernels(rows: Tensor) -> bool:
     return device_type_of(rows) == "cuda" and full_precision(rows[:0]).dtype != rows.dtype
 
 
-def joined(weights: Weights, multiple: int = 8) -> Weights:
+def join_bins(weights: Weights, multiple: int = 8) -> Weights:
     """Return one part with all columns, and with columns of probability 0 to a multiple."""
     biases = [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in weights]
     missing = -sum(map(len, biases)) % multiple
@@ -80,11 +80,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, targets: Tensor, learns: bool, *parameters: Tensor | None) -> Tensor:
         has_kernels = _has_kernels(rows)
-        weights = joined(_pairs(parameters)) if has_kernels else _pairs(parameters)
+        weights = join_bins(_pairs(parameters)) if has_kernels else _pairs(parameters)
         chunks = _chunks(rows, weights)
         losses, kept = [], None
         for chunk in chunks:
-            logits = linear(rows[chunk], weights)
+            logits = compute_logits(rows[chunk], weights)
             if has_kernels:
                 losses.append(_losses(logits, targets[chunk]))
             else:
@@ -99,14 +99,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         rows, targets, kept, *parameters = ctx.saved_tensors
         has_kernels = _has_kernels(rows)
-        weights = joined(_pairs(parameters)) if has_kernels else _pairs(parameters)
+        weights = join_bins(_pairs(parameters)) if has_kernels else _pairs(parameters)
         scored = targets != IGNORE
         scale, columns = torch.where(scored, gradients[0], 0.0), torch.where(scored, targets, 0)
         of_rows = torch.empty_like(rows)
         sums: list[Tensor | None] = [None] * (2 * len(weights))
         chunks = _chunks(rows, weights)
         for chunk in chunks:
-            logits = linear(rows[chunk], weights) if kept is None else kept
+            logits = compute_logits(rows[chunk], weights) if kept is None else kept
             if has_kernels:
                 of_logits = _gradients(logits, columns[chunk], scale[chunk])
             else:
@@ -122,11 +122,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     one, total = one if len(chunks) == 1 else full_precision(one), sums[place]
                     sums[place] = one if total is None else total.add_(one)
         given = [None if total is None else total.to(rows.dtype) for total in sums]
-        return of_rows, None, None, *(_parted(given, parameters) if has_kernels else given)
+        return of_rows, None, None, *(_split_gradients(given, parameters) if has_kernels else given)
 
 
-def _parted(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the gradients of parameters from those of their `joined` weight and bias."""
+def _split_gradients(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the gradients of parameters from those of their `join_bins` weight and bias."""
     sizes = [len(weight) for weight in parameters[::2] if weight is not None]
     weights, biases = (None if one is None else one[: sum(sizes)].split(sizes) for one in gradients)
     parted: list[Tensor | None] = []
@@ -150,7 +150,7 @@ def logit_gradients(logits: Tensor, columns: Tensor, scale: Tensor) -> Tensor:
 
 
 @cache
-def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _compile_for_any_rows(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return the function compiled for any number of rows; torch's compiler is imported here."""
     return torch.compile(function, dynamic=True)
 
@@ -158,7 +158,7 @@ def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _call(function: Callable[..., Tensor], logits: Tensor, *others: Tensor) -> Tensor:
     """Run a kernel that is made for this number of columns: one for any number is three times as slow at 50,000."""
     torch._dynamo.mark_static(logits, 1)
-    return _compiled(function)(logits, *others)
+    return _compile_for_any_rows(function)(logits, *others)
 
 
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ def linear_cross_entropy(rows: Tensor, targets: Tensor, weights: Weights) -> Ten
         rows: (R, D).  targets: (R,) int64, IGNORE where the loss is 0.  weights: one or two parts of the columns.
 
     Returns:
-        (R,), the values and gradients of `F.cross_entropy(full_precision(linear(...)))`.
+        (R,), the values and gradients of `F.cross_entropy(full_precision(compute_logits(...)))`.
     """
     parameters = [parameter for pair in weights for parameter in pair]
     losses: Tensor = _LinearCrossEntropy.apply(rows, targets, torch.is_grad_enabled(), *parameters)

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dist_mem.nn.attention_inputs import Inputs, Read, Visible
+from dist_mem.nn.attention_inputs import AttentionRead, Inputs, Visible
 
 WIDEST = 128  # K; wider heads do not fit into the registers of an H100
 _HAS_TRITON = find_spec("triton") is not None
 _LEAST = 16  # rows and columns of a product on tensor cores
 
 
-class Launch(NamedTuple):
+class TileLaunch(NamedTuple):
     """Sizes of a kernel."""
 
     size: int  # queries and keys of a tile
@@ -29,18 +29,18 @@ class Launch(NamedTuple):
 
 
 class Launches(NamedTuple):
-    forward: Launch
-    keys: Launch
-    queries: Launch
+    forward: TileLaunch
+    keys: TileLaunch
+    queries: TileLaunch
 
 
 # By bytes of a number and largest K: on sm_90 none spills more than 64 bytes or takes more than 113 KB of shared memory
 # (tests/nn/test_distance_kernels.py compiles them).
 LAUNCHES = {
-    (2, 64): Launches(Launch(64, 4, 2), Launch(64, 8), Launch(64, 4, 2)),
-    (2, 128): Launches(Launch(64, 8), Launch(32, 4, 2), Launch(64, 8, 2)),
-    (4, 64): Launches(Launch(32, 8), Launch(32, 8, 2), Launch(32, 8)),
-    (4, 128): Launches(Launch(16, 8), Launch(16, 8, 2), Launch(16, 8)),
+    (2, 64): Launches(TileLaunch(64, 4, 2), TileLaunch(64, 8), TileLaunch(64, 4, 2)),
+    (2, 128): Launches(TileLaunch(64, 8), TileLaunch(32, 4, 2), TileLaunch(64, 8, 2)),
+    (4, 64): Launches(TileLaunch(32, 8), TileLaunch(32, 8, 2), TileLaunch(32, 8)),
+    (4, 128): Launches(TileLaunch(16, 8), TileLaunch(16, 8, 2), TileLaunch(16, 8)),
 }
 
 
@@ -55,13 +55,13 @@ def launches(query: Tensor) -> Launches:
     return next(found for (size, largest), found in LAUNCHES.items() if itemsize == size and width <= largest)
 
 
-def distance_attention(inputs: Inputs) -> Read:
+def distance_attention(inputs: Inputs) -> AttentionRead:
     """Compute attention with scores by distance, and the log of the sum of exponentials, both with a gradient."""
     query, key, value, visible, relative, _ = inputs
     assert relative is not None and inputs.bias is None, "AttentionLayer.choose"
     asking, table = relative.query, relative.table
     rows, log_sum = _DistanceAttention.apply(query, key, value, asking, table, visible, relative.first)
-    return Read(rows, log_sum)
+    return AttentionRead(rows, log_sum)
 
 
 class _DistanceAttention(torch.autograd.Function):
@@ -159,7 +159,7 @@ class _Operands(NamedTuple):
 
 def _operands(*given: Any) -> _Operands:
     """Return the operands with rows whose last axis is contiguous, as the kernels read them."""
-    rows: list[Any] = [dense(part) for part in given[:4]]
+    rows: list[Any] = [make_dense(part) for part in given[:4]]
     return _Operands(*rows, *given[4:])
 
 
@@ -183,7 +183,7 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     from dist_mem.nn import distance_kernels as kernels
 
-    of_rows, of = dense(of_rows), _operands(*given)
+    of_rows, of = make_dense(of_rows), _operands(*given)
     query, key, value, asking, table, valid, sees, first_key, *band = of
     to_query, to_key, to_value, to_asking, to_pairs = _gradients(query, key, asking, table)
     chosen, delta = launches(query), torch.empty_like(log_sum)
@@ -212,7 +212,7 @@ def _backward(
     return to_query, to_key, to_value, to_asking, to_pairs
 
 
-def dense(rows: Tensor) -> Tensor:
+def make_dense(rows: Tensor) -> Tensor:
     """Return the same with a contiguous last axis, as kernels read it."""
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
@@ -222,21 +222,21 @@ def strides(*parts: Tensor) -> tuple[int, ...]:
     return tuple(stride for part in parts for stride in part.stride()[:3])
 
 
-def _grid(query: Tensor, num_rows: int, launch: Launch) -> tuple[int, int]:
+def _grid(query: Tensor, num_rows: int, launch: TileLaunch) -> tuple[int, int]:
     return -(-num_rows // launch.size), query.shape[0] * query.shape[1]
 
 
-def _options(of: _Operands, launch: Launch) -> dict[str, Any]:
+def _options(of: _Operands, launch: TileLaunch) -> dict[str, Any]:
     """Return the constants of a kernel."""
     width = of.query.shape[-1]
     return {
-        **{"WIDTH": width, "PADDED": padded(width), "SCALAR": of.asking.shape[-1] == 1},
+        **{"WIDTH": width, "PADDED": padded_width(width), "SCALAR": of.asking.shape[-1] == 1},
         **{"SIZE": launch.size, "num_warps": launch.warps, "num_stages": launch.stages},
         "PRECISION": precision(),
     }
 
 
-def padded(width: int) -> int:
+def padded_width(width: int) -> int:
     """Return the power of two that a row of this width takes in a kernel."""
     return max(_LEAST, 1 << (width - 1).bit_length())
 

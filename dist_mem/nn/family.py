@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import nn
 
 from dist_mem.config import ModelConfig
-from dist_mem.nn import published
+from dist_mem.nn import published_layers
 from dist_mem.nn.layer_spec import LlamaSpec
 from dist_mem.nn.layers import FeedForward
 from dist_mem.nn.vocabulary import Bin, Embedding, Softmax
@@ -21,29 +21,29 @@ from dist_mem.nn.vocabulary import Bin, Embedding, Softmax
 class Family(NamedTuple):
     embedding: Callable[[list[Bin], ModelConfig], Embedding]
     feed_forward: type[nn.Module]
-    softmax: type[Softmax] = published.Softmax
+    softmax: type[Softmax] = published_layers.UnbiasedSoftmax
     # As in GPT-2: initial residual weights divided by sqrt(2 L), dropout of the sum of attention and long-term memory
     # instead of each, and no dropout after the last block. Llama, published without dropout, has it so here.
     is_published: bool = True
     has_rotary_attention: bool = False  # and RMSNorm, see `llama_spec`
 
 
-def _scaled(bins: list[Bin], model: ModelConfig) -> Embedding:
+def _scaled_embedding(bins: list[Bin], model: ModelConfig) -> Embedding:
     return Embedding(bins, d_model=model.d_model)
 
 
 def _with_positions(bins: list[Bin], model: ModelConfig) -> Embedding:
-    return published.GPT2Embedding(bins, d_model=model.d_model, num_positions=model.num_positions)
+    return published_layers.GPT2Embedding(bins, d_model=model.d_model, num_positions=model.num_positions)
 
 
-def _plain(bins: list[Bin], model: ModelConfig) -> Embedding:
-    return published.Embedding(bins, d_model=model.d_model)
+def _plain_embedding(bins: list[Bin], model: ModelConfig) -> Embedding:
+    return published_layers.UnscaledEmbedding(bins, d_model=model.d_model)
 
 
 FAMILIES = {
-    "transformer": Family(_scaled, FeedForward, Softmax, is_published=False),
-    "gpt2": Family(_with_positions, published.GPT2FeedForward),
-    "llama": Family(_plain, published.SwiGLU, has_rotary_attention=True),
+    "transformer": Family(_scaled_embedding, FeedForward, Softmax, is_published=False),
+    "gpt2": Family(_with_positions, published_layers.GPT2FeedForward),
+    "llama": Family(_plain_embedding, published_layers.SwiGLU, has_rotary_attention=True),
 }
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dist_mem.nn.attention_inputs import Inputs, Visible
-from dist_mem.nn.kernel_shapes import device_type_of, fused
+from dist_mem.nn.kernel_shapes import device_type_of, fused_shapes
 from dist_mem.nn.window_attention import has_window_kernel, window_attention
 
 
@@ -21,7 +21,7 @@ def sdpa(inputs: Inputs) -> Tensor:
     query, key, value, visible, relative, bias = inputs
     plain = relative is None and bias is None and is_plainly_causal(visible)
     if query.is_meta and plain:
-        return fused(query, key, value, None)[0]
+        return fused_shapes(query, key, value, None)[0]
     lanes_first = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
     if plain:  # needs no mask: kernels skip later keys
         return F.scaled_dot_product_attention(*lanes_first, is_causal=True, scale=1.0).transpose(0, 1)
@@ -31,7 +31,7 @@ def sdpa(inputs: Inputs) -> Tensor:
             added = added + scores.transpose(0, 1).to(query.dtype)
     on_cpu = device_type_of(query) == "cpu"  # there, torch has no kernel with a gradient of what is added
     if query.is_meta and not (on_cpu and added.requires_grad):
-        return fused(query, key, value, added)[0]
+        return fused_shapes(query, key, value, added)[0]
     return F.scaled_dot_product_attention(*lanes_first, attn_mask=added, scale=1.0).transpose(0, 1)
 
 

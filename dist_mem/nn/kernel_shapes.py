@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
-class Kernel(NamedTuple):
+class AttentionKernel(NamedTuple):
     """What counts of an operator that attends."""
 
     products: int  # of all queries and keys
@@ -26,27 +26,31 @@ class Kernel(NamedTuple):
 
 
 KERNELS = {
-    **{"fused_attention": Kernel(2, 0), "fused_attention_backward": Kernel(5, 1)},
-    **{"window_attention": Kernel(2, 0), "window_attention_backward": Kernel(5, 3)},
+    **{"fused_attention": AttentionKernel(2, 0), "fused_attention_backward": AttentionKernel(5, 1)},
+    **{"window_attention": AttentionKernel(2, 0), "window_attention_backward": AttentionKernel(5, 3)},
     # Tiles multiply with distances too; in the backward twice as many, which its first kernel does not keep.
-    **{"distance_attention": Kernel(3, 0), "distance_attention_backward": Kernel(8, 4)},
-    **{"nearest_rows": Kernel(1, 0), "nearest_of_buckets": Kernel(1, 0)},  # memory/parts/fused_rows.py
-    **{"read_signal": Kernel(1, 0), "read_signal_backward": Kernel(2, 1)},  # memory/parts/fused_signal.py
-    **{"signal_moments": Kernel(2, 0), "signal_moments_backward": Kernel(4, 0)},
-    **{"append_rows": Kernel(2, 1), "append_rows_backward": Kernel(1, 1)},
-    **{"recall": Kernel(1, 0), "recall_backward": Kernel(2, 1)},  # memory/parts/fused_matrix.py, of rows and a matrix
-    **{"write": Kernel(2, 1), "write_backward": Kernel(4, 3)},
+    **{"distance_attention": AttentionKernel(3, 0), "distance_attention_backward": AttentionKernel(8, 4)},
+    # memory/parts/fused_rows.py
+    **{"nearest_rows": AttentionKernel(1, 0), "nearest_of_buckets": AttentionKernel(1, 0)},
+    # memory/parts/fused_signal.py
+    **{"read_signal": AttentionKernel(1, 0), "read_signal_backward": AttentionKernel(2, 1)},
+    **{"signal_moments": AttentionKernel(2, 0), "signal_moments_backward": AttentionKernel(4, 0)},
+    **{"append_rows": AttentionKernel(2, 1), "append_rows_backward": AttentionKernel(1, 1)},
+    # memory/parts/fused_matrix.py, of rows and a matrix
+    **{"recall": AttentionKernel(1, 0), "recall_backward": AttentionKernel(2, 1)},
+    **{"write": AttentionKernel(2, 1), "write_backward": AttentionKernel(4, 3)},
 }
 
 
-class Launched(NamedTuple):
+class KernelTraffic(NamedTuple):
     """What an operator does that launches several kernels."""
 
     num_bytes: list[int]  # read and written by each kernel
     workspace: int  # bytes that it allocates and frees again, at most
 
 
-LAUNCHED: dict[str, Callable[..., Launched]] = {}  # by operator, of its arguments; filled where operators are defined
+# By operator, of its arguments; filled where operators are defined.
+LAUNCHED: dict[str, Callable[..., KernelTraffic]] = {}
 
 _planned: ContextVar[str] = ContextVar("planned", default="meta")
 _planned_card: ContextVar[int | None] = ContextVar("planned_card", default=None)
@@ -54,7 +58,7 @@ _USUAL_CARD = 80 * 2**30  # bytes of an A100 or H100
 
 
 @contextmanager
-def planned_for(device_type: str) -> Iterator[None]:
+def plan_for(device_type: str) -> Iterator[None]:
     """Let code that depends on the type of device take tensors without values for tensors of this one."""
     token = _planned.set(device_type)
     try:
@@ -112,7 +116,7 @@ _operators.impl("fused_attention", _forward, "Meta")
 _operators.impl("fused_attention_backward", _backward, "Meta")
 
 
-class _Fused(torch.autograd.Function):
+class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
         rows, log_sum = torch.ops.dist_mem.fused_attention(query, key, value, table)
@@ -128,13 +132,13 @@ class _Fused(torch.autograd.Function):
         return found
 
 
-def fused(query: Tensor, key: Tensor, value: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
+def fused_shapes(query: Tensor, key: Tensor, value: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return rows and log-sums without values: (H, B, T, K), and (H, B, T) float32.
 
     Args:
         query: (H, B, T, K).  key, value: (H, B, J, K).  table: further scores, which the kernel reads and keeps.
     """
-    found: tuple[Tensor, Tensor] = _Fused.apply(query, key, value, table)
+    found: tuple[Tensor, Tensor] = _FusedAttention.apply(query, key, value, table)
     return found
 
 

@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_mem.nn.attention import Choice, attend, choose, choose_kernel, simple_scores
+from dist_mem.nn.attention import BackEndChoice, attend, choose, choose_kernel, simple_scores
 from dist_mem.nn.attention import masked_softmax as masked_softmax
 from dist_mem.nn.attention_inputs import Inputs, Relative, Visible
 from dist_mem.nn.attention_inputs import newest_rows as newest_rows
 from dist_mem.nn.attention_inputs import visible_keys as visible_keys
-from dist_mem.nn.convolution import ShortConvolution, Tail, newest, short_convolution
+from dist_mem.nn.convolution import ShortConvolution, Tail, newest_of_both, short_convolution
 from dist_mem.nn.kernel_shapes import device_type_of
-from dist_mem.nn.stepping import Asked, Kept, Opened, Places, StepOutput, above_of, kept, lane_heads
+from dist_mem.nn.stepping import DistanceQuery, KeptPairs, Opened, Places, StepOutput, above_of, keep_pairs, lane_heads
 from dist_mem.nn.stepping import attend as attend_kept
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # train.precision
@@ -125,7 +125,7 @@ class Projection(nn.Linear):
         return _FrozenProduct.apply(x, self.weight) if frozen else super().forward(x)
 
 
-class Attended(NamedTuple):
+class AttentionOutput(NamedTuple):
     y: Tensor  # (B, T, D), before the residual
     query: Tensor  # (H, B, T, K), before biases
     weights: Tensor | None = None  # (H, B, T, M + T), attention probabilities before dropout, where asked for
@@ -190,7 +190,7 @@ class AttentionLayer(nn.Module):
         key, value = split_heads(pairs, 2 * (self.num_kv_heads or self.num_heads)).chunk(2)
         return key, value
 
-    def projected(
+    def project_heads(
         self, x: Tensor, context: Tensor, visible: Visible | Tensor, is_row: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries (H, B, T, K) of the segment, and keys and values (G, B, M + T, K) of context and segment.
@@ -220,10 +220,10 @@ class AttentionLayer(nn.Module):
         return query, project(self.key_value, context, is_row, x, num_before=num_rows - valid.shape[1])
 
     def open_pairs(self, context: Tensor, valid: Tensor, is_row: Tensor | None = None) -> tuple[Tensor, Tail]:
-        """Return keys and values of a context, (B, M, 2 G K), and the newest rows before a convolution, as in `Kept`.
+        """Return keys and values of a context (B, M, 2 G K), and the newest rows before a convolution: see `KeptPairs`.
 
         Args:
-            valid: (B, M) bool, which rows of the context are attended to.  context, is_row: as in `projected`.
+            valid: (B, M) bool, which rows of the context are attended to.  context, is_row: as in `project_heads`.
         """
         if self.convolution is None:
             return self.key_value(context), ()
@@ -232,7 +232,7 @@ class AttentionLayer(nn.Module):
         tail = torch.cat([query, pairs[:, pairs.shape[1] - query.shape[1] :]], dim=-1)
         return self.convolution(query, pairs)[1], tail
 
-    def further(self, x: Tensor, to: Kept, places: Places) -> tuple[Tensor, Tensor]:
+    def further(self, x: Tensor, to: KeptPairs, places: Places) -> tuple[Tensor, Tensor]:
         """Return queries (B, R, H K), and keys and values (B, R, 2 G K), of further rows of a segment, x (B, R, D).
 
         Args:
@@ -240,7 +240,7 @@ class AttentionLayer(nn.Module):
         """
         query, pairs, before = self.after_tail(x, to.tail)
         if isinstance(to.tail, Tensor) and isinstance(before, Tensor):
-            to.tail.copy_(newest(before, places.num_real, num_rows=to.tail.shape[1]))
+            to.tail.copy_(newest_of_both(before, places.num_real, num_rows=to.tail.shape[1]))
         return query, pairs
 
     def after_tail(self, x: Tensor, tail: Tail) -> tuple[Tensor, Tensor, Tail]:
@@ -257,15 +257,15 @@ class AttentionLayer(nn.Module):
         """Return what a convolution sees before a document."""
         return () if self.convolution is None else self.convolution.empty_tail(num_lanes, device=device, dtype=dtype)
 
-    def choose(self, device_type: str, num_queries: int) -> Choice:
+    def choose(self, device_type: str, num_queries: int) -> BackEndChoice:
         """Return the back end that attends, and why."""
         if self.shows_weights:
-            return Choice("simple", "the memory reads the probabilities, which only it has")
+            return BackEndChoice("simple", "the memory reads the probabilities, which only it has")
         if self.back_end == "auto":
             return choose(device_type, num_queries, relative_width=self.relative_width, drops=self.drops)
         if self.back_end == "triton":
             return choose_kernel(device_type, relative_width=self.relative_width)
-        return Choice(self.back_end, "model.attention")
+        return BackEndChoice(self.back_end, "model.attention")
 
     def read(self, inputs: Inputs, *, weights: bool) -> tuple[Tensor, Tensor | None]:
         """Return the attended rows (H, B, T, K); and if asked for the weights, which then `simple` computes."""
@@ -336,17 +336,17 @@ class RelativeProjections(AttentionLayer):
         return self.position(table).unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0)
 
     def open(self, context: Tensor, valid: Tensor, *, seg_len: int, is_row: Tensor | None = None) -> Opened:
-        """Return what `step` attends to at first; the arguments are those of `open_pairs`."""
+        """Return what `step_rows` attends to at first; the arguments are those of `open_pairs`."""
         pairs, tail = self.open_pairs(context, valid, is_row)
         table = self.position_keys(context, num_keys=pairs.shape[1] + seg_len)
-        lanes = kept(lane_heads(pairs, 2 * self.num_heads), valid, seg_len=seg_len, tail=tail)
+        lanes = keep_pairs(lane_heads(pairs, 2 * self.num_heads), valid, seg_len=seg_len, tail=tail)
         return Opened(lanes, table / math.sqrt(table.shape[1]))
 
-    def step(self, x: Tensor, opened: Opened, places: Places, *, same_length: bool = False) -> StepOutput:
+    def step_rows(self, x: Tensor, opened: Opened, places: Places, *, same_length: bool = False) -> StepOutput:
         """Attend from further rows of the segment, x (B, R, D), to it and the context; change `opened` in place."""
         query, pairs = self.further(x, opened.lanes, places)
         query, pairs = lane_heads(query, self.num_heads), lane_heads(pairs, 2 * self.num_heads)
-        by_distance = Asked(query + self.position_bias[:, None], opened.shared)
+        by_distance = DistanceQuery(query + self.position_bias[:, None], opened.shared)
         content_query = query + self.content_bias[:, None]
         rows = attend_kept(
             content_query, pairs, opened.lanes, places, above=above_of(same_length), by_distance=by_distance
@@ -365,22 +365,22 @@ class ContextAttention(AttentionLayer):
         *,
         weights: bool = False,
         is_row: Tensor | None = None,
-    ) -> Attended:
+    ) -> AttentionOutput:
         """Attend from the segment to the context and the segment.
 
         Args:
-            x: (B, T, D).  context: (B, M, D), M may be 0; with a convolution as in `projected`.
+            x: (B, T, D).  context: (B, M, D), M may be 0; with a convolution as in `project_heads`.
             visible: see `visible_keys`; or, without a convolution, a mask (B, T, M + T) bool, for which only `simple`
                 computes.
             weights: whether to return attention probabilities.
-            is_row: as in `projected`.
+            is_row: as in `project_heads`.
         """
-        query, key, value = self.projected(x, context, visible, is_row)
+        query, key, value = self.project_heads(x, context, visible, is_row)
         rows, shares = self.read(self.inputs(x, query, key, value, visible), weights=weights)
-        return Attended(self.dropout(self.output(merge_heads(rows))), query, shares)
+        return AttentionOutput(self.dropout(self.output(merge_heads(rows))), query, shares)
 
     def inputs(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> Inputs:
-        """Return what scores are made of, of what `projected` returns for a segment x (B, T, D)."""
+        """Return what scores are made of, of what `project_heads` returns for a segment x (B, T, D)."""
         raise NotImplementedError
 
 

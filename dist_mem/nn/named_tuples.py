@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 TupleT = TypeVar("TupleT", bound=tuple[Any, ...])
 
 
-def replaced(item: TupleT, **changes: Any) -> TupleT:
+def replace(item: TupleT, **changes: Any) -> TupleT:
     """Return a NamedTuple with some fields changed, as its `_replace`, which Dynamo of torch 2.11 reads wrongly.
 
     There a compiled function stops at `_replace`, or returns a tuple without fields.

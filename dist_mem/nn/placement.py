@@ -19,11 +19,11 @@ class Placement:
     weights where they are made.
     """
 
-    def made(self, part: PartT) -> PartT:
+    def place_part(self, part: PartT) -> PartT:
         """Return a part that is made; the values of its parameters, which are drawn later, may be dropped."""
         return part
 
     @contextmanager
-    def drawn(self, part: nn.Module) -> Iterator[None]:
+    def draw_weights(self, part: nn.Module) -> Iterator[None]:
         """Draw the weights of a part in the block, whole, on the CPU and in fp32; afterwards they are final."""
         yield

@@ -17,7 +17,7 @@ from dist_mem.nn.constants import constant
 from dist_mem.nn.convolution import short_convolution
 from dist_mem.nn.layer_spec import LayerSpec
 from dist_mem.nn.layers import ContextAttention, Dropout, Projection
-from dist_mem.nn.stepping import Opened, Places, StepOutput, above_of, attend, kept, lane_heads
+from dist_mem.nn.stepping import Opened, Places, StepOutput, above_of, attend, keep_pairs, lane_heads
 
 # none: only the rows may contain positions | alibi: every distance counts | alibi_memory: only that of context rows
 BIASES = ("none", "alibi", "alibi_memory")
@@ -86,11 +86,11 @@ class PlainAttention(ContextAttention):
         return Inputs(query / math.sqrt(query.shape[-1]), key, value, visible, bias=bias)
 
     def open(self, context: Tensor, valid: Tensor, *, seg_len: int, is_row: Tensor | None = None) -> Opened:
-        """Return what `step` attends to, as `layers.RelativeAttention` does."""
+        """Return what `step_rows` attends to, as `layers.RelativeAttention` does."""
         pairs, tail = self.open_pairs(context, valid, is_row)
-        return Opened(kept(lane_heads(pairs, 2 * self.num_heads), valid, seg_len=seg_len, tail=tail))
+        return Opened(keep_pairs(lane_heads(pairs, 2 * self.num_heads), valid, seg_len=seg_len, tail=tail))
 
-    def step(self, x: Tensor, opened: Opened, places: Places, *, same_length: bool = False) -> StepOutput:
+    def step_rows(self, x: Tensor, opened: Opened, places: Places, *, same_length: bool = False) -> StepOutput:
         """Attend as `layers.RelativeAttention` does."""
         query, pairs = self.further(x, opened.lanes, places)
         query, pairs = lane_heads(query, self.num_heads), lane_heads(pairs, 2 * self.num_heads)

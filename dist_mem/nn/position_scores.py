@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-def window(table: Tensor, *, offset: int, num_keys: int) -> Tensor:
+def align_to_keys(table: Tensor, *, offset: int, num_keys: int) -> Tensor:
     """Return the scores of keys 0, ..., J - 1 from those by distance, a view: (..., R, C) -> (..., R, J)."""
     num_queries, num_columns = table.shape[-2:]
     rows = table.flatten(-2).narrow(-1, offset, num_queries * (num_columns - 1))
@@ -23,7 +23,9 @@ def window(table: Tensor, *, offset: int, num_keys: int) -> Tensor:
 
 def _sum(content: Tensor, offsets: Sequence[int], tables: Sequence[Tensor]) -> Tensor:
     num_keys = content.shape[-1]
-    parts = [window(table, offset=offset, num_keys=num_keys) for table, offset in zip(tables, offsets, strict=True)]
+    parts = [
+        align_to_keys(table, offset=offset, num_keys=num_keys) for table, offset in zip(tables, offsets, strict=True)
+    ]
     by_position = torch.cat(parts, dim=-2) if len(parts) > 1 else parts[0]
     # Half-precision terms are added in float32: the two can be large and of opposite sign.
     return content.to(torch.promote_types(content.dtype, torch.float32)) + by_position
@@ -56,8 +58,8 @@ def _table_gradient(gradient: Tensor, shape: torch.Size, offset: int) -> Tensor:
     flat = table.flatten(-2)
     flat[..., :offset] = 0.0
     flat[..., offset + num_queries * (num_columns - 1) :] = 0.0
-    window(table, offset=offset, num_keys=num_columns - 1)[..., num_keys:] = 0.0
-    window(table, offset=offset, num_keys=num_keys).copy_(gradient)
+    align_to_keys(table, offset=offset, num_keys=num_columns - 1)[..., num_keys:] = 0.0
+    align_to_keys(table, offset=offset, num_keys=num_keys).copy_(gradient)
     return table
 
 

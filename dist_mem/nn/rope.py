@@ -37,11 +37,11 @@ def frequencies(rope: RopeConfig, width: int, *, theta: float, num_keys: int) ->
         low, high = rope.low_freq_factor, rope.high_freq_factor
         kept = [_share((positions * each / (2 * math.pi) - low) / (high - low)) for each in plain]
     else:
-        kept = _kept_by_yarn(rope, width, theta=theta)
+        kept = _yarn_shares(rope, width, theta=theta)
     return tuple(each * (share + (1 - share) / factor) for each, share in zip(plain, kept, strict=True))
 
 
-def _kept_by_yarn(rope: RopeConfig, width: int, *, theta: float) -> list[float]:
+def _yarn_shares(rope: RopeConfig, width: int, *, theta: float) -> list[float]:
     """Return the shares of the pairs that are not scaled: 1 up to beta_fast, 0 from beta_slow on, linear between."""
     positions = rope.original_positions
     assert positions is not None

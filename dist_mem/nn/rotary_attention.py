@@ -31,7 +31,7 @@ from dist_mem.nn.layers import (
 from dist_mem.nn.norms import RMSNorm
 from dist_mem.nn.plain_attention import BiasedProjection
 from dist_mem.nn.rope import attention_factor, frequencies
-from dist_mem.nn.stepping import Opened, Places, StepOutput, above_of, attend, kept, lane_heads
+from dist_mem.nn.stepping import Opened, Places, StepOutput, above_of, attend, keep_pairs, lane_heads
 
 Turns = tuple[Tensor, Tensor]  # cosine and sine of the angles, (..., R, K // 2) float32 or wider
 
@@ -59,7 +59,7 @@ def turns(
     return angle.cos(), angle.sin()
 
 
-def turned(rows: Tensor, by: Turns) -> Tensor:
+def turn(rows: Tensor, by: Turns) -> Tensor:
     """Turn rows (..., R, K), and cast at the end.
 
     The last number of an odd width is not turned; a Llama's is even.
@@ -100,11 +100,11 @@ class RotaryAttention(ContextAttention):
     def share_biases(self, first: object) -> None:
         """Share nothing: this attention has no u and v."""
 
-    def projected(
+    def project_heads(
         self, x: Tensor, context: Tensor, visible: Visible | Tensor, is_row: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values as the base class does; queries and keys are normed."""
-        query, key, value = super().projected(x, context, visible, is_row)
+        query, key, value = super().project_heads(x, context, visible, is_row)
         return self.normed_query(query), self.normed_key(key), value
 
     def frozen_pairs(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,21 +129,21 @@ class RotaryAttention(ContextAttention):
         num_rows, num_keys = query.shape[2], key.shape[2]
         context_len = num_keys - num_rows
         by = self.table(query, context_len=context_len, first=0, num_rows=num_rows)
-        asking = turned(query, by) / math.sqrt(query.shape[-1])
+        asking = turn(query, by) / math.sqrt(query.shape[-1])
         by = self.table(key, context_len=context_len, first=-context_len, num_rows=num_keys)
-        keys = repeat_heads(turned(key, by), self.num_heads), repeat_heads(value, self.num_heads)
+        keys = repeat_heads(turn(key, by), self.num_heads), repeat_heads(value, self.num_heads)
         return Inputs(asking, *keys, within(visible, self.sliding_window))
 
     def open(self, context: Tensor, valid: Tensor, *, seg_len: int, is_row: Tensor | None = None) -> Opened:
-        """Return what `step` attends to, as `layers.RelativeAttention` does."""
+        """Return what `step_rows` attends to, as `layers.RelativeAttention` does."""
         pairs, tail = self.open_pairs(context, valid, is_row)
         context_len = pairs.shape[1]
         key, value = lane_heads(pairs, 2 * self.num_kv_heads).chunk(2, dim=1)
         table = self.table(key, context_len=context_len, first=-context_len, num_rows=context_len + seg_len)
-        key = turned(self.normed_key(key), (table[0][:context_len], table[1][:context_len]))
-        return Opened(kept(torch.cat([key, value], dim=1), valid, seg_len=seg_len, tail=tail), table)
+        key = turn(self.normed_key(key), (table[0][:context_len], table[1][:context_len]))
+        return Opened(keep_pairs(torch.cat([key, value], dim=1), valid, seg_len=seg_len, tail=tail), table)
 
-    def step(self, x: Tensor, opened: Opened, places: Places, *, same_length: bool = False) -> StepOutput:
+    def step_rows(self, x: Tensor, opened: Opened, places: Places, *, same_length: bool = False) -> StepOutput:
         """Attend as `layers.RelativeAttention` does."""
         cos, sin = opened.shared
         context_len = len(cos) - places.seg_len
@@ -155,7 +155,7 @@ class RotaryAttention(ContextAttention):
         if self.query_norm is not None:
             query, key = turning.split(heads, dim=1)
             turning = torch.cat([self.normed_query(query), self.normed_key(key)], dim=1)
-        query, key = turned(turning, by).split(heads, dim=1)  # turned at once: fewer operations
+        query, key = turn(turning, by).split(heads, dim=1)  # turned at once: fewer operations
         pairs = torch.cat([key, value], dim=1)
         limits = [above_of(same_length), self.sliding_window and context_len - self.sliding_window]
         above = max((limit for limit in limits if limit is not None), default=None)

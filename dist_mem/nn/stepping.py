@@ -42,7 +42,7 @@ class StepOutput(NamedTuple):
     opened: Opened  # for the rows after these
 
 
-class Kept(NamedTuple):
+class KeptPairs(NamedTuple):
     """Keys and values of the context and, at their places, of the rows read; float32 or wider."""
 
     pairs: Tensor  # (B, 2 G, J, K), heads of keys, then of values
@@ -50,7 +50,7 @@ class Kept(NamedTuple):
     tail: Tail = ()
 
 
-class Asked(NamedTuple):
+class DistanceQuery(NamedTuple):
     """What adds scores by distance; for a number per head and distance K is 1."""
 
     query: Tensor  # (B, H, R, K)
@@ -76,23 +76,23 @@ def lane_heads(rows: Tensor, num_heads: int) -> Tensor:
     return rows.unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
 
-def kept(pairs: Tensor, valid: Tensor, *, seg_len: int, tail: Tail = ()) -> Kept:
+def keep_pairs(pairs: Tensor, valid: Tensor, *, seg_len: int, tail: Tail = ()) -> KeptPairs:
     """Return keys and values of the context (B, 2 G, M, K), of which `valid` (B, M) bool are attended to."""
     pairs = pairs.to(torch.promote_types(pairs.dtype, torch.float32))
     hidden = torch.where(valid, 0.0, -torch.inf).to(pairs.dtype)
-    return Kept(F.pad(pairs, (0, 0, 0, seg_len)), F.pad(hidden, (0, seg_len))[:, None, None], tail)
+    return KeptPairs(F.pad(pairs, (0, 0, 0, seg_len)), F.pad(hidden, (0, seg_len))[:, None, None], tail)
 
 
 def attend(
     query: Tensor,
     pairs: Tensor,
-    to: Kept,
+    to: KeptPairs,
     places: Places,
     *,
     above: int | None = None,
     sees_itself: bool = True,
     num_always: int = 0,
-    by_distance: Asked | None = None,
+    by_distance: DistanceQuery | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
     """Keep the keys and values of further rows, and attend from these to all up to themselves.
@@ -142,7 +142,7 @@ def attend(
     return rows.transpose(1, 2).flatten(2).to(query.dtype)
 
 
-def scores_by_distance(asked: Asked, places: Places, num_keys: int) -> Tensor:
+def scores_by_distance(asked: DistanceQuery, places: Places, num_keys: int) -> Tensor:
     """Return the scores by distance of the first keys, (B, H, R, num_keys); meaningless for those after a row."""
     query, table = asked
     columns = table[:, :, places.seg_len - places.end :][:, :, :num_keys]  # distances num_keys - 1 down to 0

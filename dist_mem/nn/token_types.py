@@ -19,14 +19,14 @@ from dist_mem.config import TokenTypeConfig
 from dist_mem.nn.constants import constant
 
 
-class State(NamedTuple):
+class TokenTypeState(NamedTuple):
     newest: Tensor  # (B, W) int64, the last tokens read; -1 before a document's first
     current: Tensor  # (B,) int64, index of the type of the last token read
 
 
 class Types(NamedTuple):
     ids: Tensor  # (B, T) int64, the tokens whose embeddings are added
-    state: State  # after the segment
+    state: TokenTypeState  # after the segment
 
 
 class TokenTypes:
@@ -41,14 +41,14 @@ class TokenTypes:
             raise ValueError(f"model.token_types has token {largest}, but the vocabulary has only {vocab_size}")
         self.width = max(1, *(len(marker) for marker in self.markers))
 
-    def init_state(self, num_lanes: int, device: torch.device | str) -> State:
+    def init_state(self, num_lanes: int, device: torch.device | str) -> TokenTypeState:
         """Return the state of lanes that begin a document: the first type, and no token read."""
-        return State(
+        return TokenTypeState(
             torch.full((num_lanes, self.width), -1, device=device, dtype=torch.int64),
             torch.zeros(num_lanes, device=device, dtype=torch.int64),
         )
 
-    def __call__(self, tokens: Tensor, valid_len: Tensor, state: State) -> Types:
+    def __call__(self, tokens: Tensor, valid_len: Tensor, state: TokenTypeState) -> Types:
         """Return the types of a segment's tokens (B, T), of which `valid_len` (B,) are real."""
         num_tokens, width = tokens.shape[1], self.width
         seen = torch.cat([state.newest, tokens], dim=1)  # token t is at W + t
@@ -63,4 +63,4 @@ class TokenTypes:
         newest = seen.gather(1, valid_len[:, None] + torch.arange(width, device=tokens.device))
         so_far = torch.cat([state.current[:, None], types], dim=1).gather(1, valid_len[:, None])
         ids = constant(tuple(self.ids), device=tokens.device, dtype=torch.int64)
-        return Types(ids[types], State(newest, so_far[:, 0]))
+        return Types(ids[types], TokenTypeState(newest, so_far[:, 0]))

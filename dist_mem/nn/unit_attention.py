@@ -17,12 +17,12 @@ from dist_mem.nn.attention_inputs import Inputs, Relative, Visible
 from dist_mem.nn.convolution import Tail, short_convolution
 from dist_mem.nn.layer_spec import LayerSpec
 from dist_mem.nn.layers import AttentionLayer, Dropout, Projection, key_distances, split_heads
-from dist_mem.nn.stepping import Asked, Kept, Opened, Places, attend, kept
+from dist_mem.nn.stepping import DistanceQuery, KeptPairs, Opened, Places, attend, keep_pairs
 
 NUM_BUCKETS, FARTHEST = 32, 128  # T5's: half of the buckets are of one distance, the last begins below 128 tokens
 
 
-class Projected(NamedTuple):
+class ProjectedRows(NamedTuple):
     """What the rows of a segment project to."""
 
     raw: Tensor  # (H, B, T, K), queries
@@ -32,7 +32,7 @@ class Projected(NamedTuple):
     before: Tail = ()  # as in Heads
 
 
-class Heads(NamedTuple):
+class UnitHeads(NamedTuple):
     """Rows of all heads, as projected."""
 
     query: Tensor  # (H, B, T, K)
@@ -41,7 +41,7 @@ class Heads(NamedTuple):
     before: Tail = ()  # (B, kernel - 1 + T, W), projected rows before a convolution, with the tail before them
 
 
-class Cached(NamedTuple):
+class CachedRows(NamedTuple):
     """Rows before the segment, newest last."""
 
     key: Tensor  # (B, H, W, K)
@@ -86,39 +86,39 @@ class UnitAttention(AttentionLayer):
         self.scale = nn.Parameter(torch.ones(spec.num_heads))  # its absolute value counts
         self.position = nn.Parameter(torch.zeros(spec.num_heads, NUM_BUCKETS)) if positions else None
 
-    def heads(self, rows: Tensor, tail: Tail = ()) -> Heads:
+    def heads(self, rows: Tensor, tail: Tail = ()) -> UnitHeads:
         """Project rows (B, T, D); `tail`: what a convolution sees before them."""
         return self.split(*self.after_tail(rows, tail))
 
-    def split(self, query: Tensor, pairs: Tensor, before: Tail = ()) -> Heads:
+    def split(self, query: Tensor, pairs: Tensor, before: Tail = ()) -> UnitHeads:
         """Split queries (B, T, H K), and keys and values (B, T, 2 H K), into heads."""
         key, value = split_heads(pairs, 2 * self.num_heads).chunk(2)
-        return Heads(split_heads(query, self.num_heads), key, value, before)
+        return UnitHeads(split_heads(query, self.num_heads), key, value, before)
 
-    def project(self, rows: Tensor, tail: Tail = ()) -> Projected:
+    def project(self, rows: Tensor, tail: Tail = ()) -> ProjectedRows:
         """Project rows (B, T, D), and divide queries and keys by their length."""
         return self.units(self.heads(rows, tail))
 
-    def units(self, heads: Heads) -> Projected:
+    def units(self, heads: UnitHeads) -> ProjectedRows:
         """Divide queries and keys by their length."""
-        return Projected(heads.query, unit(heads.query), unit(heads.key), heads.value, heads.before)
+        return ProjectedRows(heads.query, unit(heads.query), unit(heads.key), heads.value, heads.before)
 
-    def scaled(self, query: Tensor) -> Tensor:
+    def scale_query(self, query: Tensor) -> Tensor:
         """Return queries (H, B, T, K) times the scale of their head."""
         return query * self.scale.to(query.dtype).abs()[:, None, None, None]
 
-    def attend(self, rows: Projected, cached: Cached, *, weights: bool) -> tuple[Tensor, Tensor | None]:
+    def attend(self, rows: ProjectedRows, cached: CachedRows, *, weights: bool) -> tuple[Tensor, Tensor | None]:
         """Return what queries read of cache and segment, (H, B, T, K), and if asked for the weights (H, B, T, J)."""
         dtype = rows.value.dtype
-        heads = Heads(self.scaled(rows.query).to(dtype), rows.key.to(dtype), rows.value)
+        heads = UnitHeads(self.scale_query(rows.query).to(dtype), rows.key.to(dtype), rows.value)
         return self.attend_from(heads, cached, weights=weights)
 
-    def attend_from(self, heads: Heads, cached: Cached, *, weights: bool) -> tuple[Tensor, Tensor | None]:
+    def attend_from(self, heads: UnitHeads, cached: CachedRows, *, weights: bool) -> tuple[Tensor, Tensor | None]:
         """Attend as `attend`, with keys of length 1, and queries of the length of their scale."""
         query, dtype = heads.query, heads.value.dtype
         key = torch.cat([cached.key.to(dtype).transpose(0, 1), heads.key], dim=2)
         value = torch.cat([cached.value.to(dtype).transpose(0, 1), heads.value], dim=2)
-        visible: Any = self.visible(cached.visible, query.shape[2])
+        visible: Any = self.visible_keys(cached.visible, query.shape[2])
         relative = self.by_distance(query, key)
         if self.sees_itself:
             return self.read(Inputs(query, key, value, visible, relative), weights=weights)
@@ -129,19 +129,19 @@ class UnitAttention(AttentionLayer):
         found, shares = self.read(Inputs(query, key, value, visible, relative), weights=weights)
         return found * sees, None if shares is None else shares * sees
 
-    def open(self, cached: Cached, *, seg_len: int, tail: Tail = ()) -> Opened:
-        """Return what `step` attends to at first."""
+    def open(self, cached: CachedRows, *, seg_len: int, tail: Tail = ()) -> Opened:
+        """Return what `step_rows` attends to at first."""
         pairs = torch.cat([cached.key, cached.value], dim=1)
         num_keys = pairs.shape[2] + seg_len
         table = None
         if self.position is not None:
             table = self.distance_table(self.position, num_keys)[:, None] * self.scale.abs()[:, None, None]
-        return Opened(kept(pairs, cached.visible, seg_len=seg_len, tail=tail), table)
+        return Opened(keep_pairs(pairs, cached.visible, seg_len=seg_len, tail=tail), table)
 
-    def step(self, rows: Projected, to: Kept, table: Tensor | None, places: Places) -> Tensor:
+    def step_rows(self, rows: ProjectedRows, to: KeptPairs, table: Tensor | None, places: Places) -> Tensor:
         """Return what further rows read of cache and segment, (H, B, R, K), as `attend`."""
-        query = self.scaled(rows.query).transpose(0, 1)
-        by_distance = None if table is None else Asked(torch.ones_like(query[..., :1]), table.to(query.dtype))
+        query = self.scale_query(rows.query).transpose(0, 1)
+        by_distance = None if table is None else DistanceQuery(torch.ones_like(query[..., :1]), table.to(query.dtype))
         pairs = torch.cat([rows.key, rows.value]).transpose(0, 1)
         found = attend(
             query * math.sqrt(query.shape[-1]),  # by which `attend` divides
@@ -154,7 +154,7 @@ class UnitAttention(AttentionLayer):
         )
         return split_heads(found, self.num_heads).to(rows.value.dtype)
 
-    def visible(self, cached: Tensor, num_queries: int) -> Visible:
+    def visible_keys(self, cached: Tensor, num_queries: int) -> Visible:
         """Return which keys queries see: `layers.visible_keys`, one key earlier if tokens do not see themselves."""
         cache_len = cached.shape[1]
         upto = cache_len - (0 if self.sees_itself else 1)
@@ -165,7 +165,7 @@ class UnitAttention(AttentionLayer):
         if self.position is None:
             return None
         table = self.distance_table(self.position, key.shape[2]).to(query.dtype)
-        scale = self.scaled(torch.ones_like(query[..., :1]))
+        scale = self.scale_query(torch.ones_like(query[..., :1]))
         return Relative(scale, table[:, None], query.shape[2] - 1)
 
     @staticmethod

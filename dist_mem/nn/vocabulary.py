@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dist_mem.data.batch import IGNORE
-from dist_mem.nn.cross_entropy import Weights, full_precision, linear, linear_cross_entropy, row_chunks
+from dist_mem.nn.cross_entropy import Weights, compute_logits, full_precision, linear_cross_entropy, row_chunks
 
 
 @dataclass(frozen=True)
@@ -133,10 +133,10 @@ class BinLogits(nn.Module):
         weights: Weights = ((self.weight, self.bias),)
         if self.cluster_weight is not None:
             weights += ((self.cluster_weight, self.cluster_bias),)
-        return linear(hidden, weights) if columns is None else linear_cross_entropy(hidden, columns, weights)
+        return compute_logits(hidden, weights) if columns is None else linear_cross_entropy(hidden, columns, weights)
 
 
-class Scores(NamedTuple):
+class TokenScores(NamedTuple):
     nll: Tensor  # (B, T) float32 at least, nats; 0 where the target is IGNORE
     hits: Tensor | None  # (B, T) bool, the target is the most probable token; None in training, for speed
 
@@ -157,16 +157,16 @@ class Softmax(nn.Module):
         for part, logits, embed in zip(self.spans, self.bins, embedding.bins, strict=True):
             cast(BinLogits, logits).tie(cast(BinEmbedding, embed), projection=part.tie_projection)
 
-    def forward(self, hidden: Tensor, targets: Tensor) -> Scores:
+    def forward(self, hidden: Tensor, targets: Tensor) -> TokenScores:
         """Score hidden (B, T, D) against targets (B, T) int64, which are IGNORE where nothing is scored."""
         rows, row_targets = hidden.flatten(0, 1), targets.flatten()
         if self.training:
-            return Scores(self.losses(rows, row_targets).view_as(targets), None)
+            return TokenScores(self.losses(rows, row_targets).view_as(targets), None)
         num_columns = self.spans[0].size + len(self.spans) - 1
         columns = max(num_columns, *(part.size for part in self.spans))
         chunks = row_chunks(rows, columns)
         scores = [self.simple_scores(rows[chunk], row_targets[chunk]) for chunk in chunks]
-        return Scores(*(torch.cat(parts).view_as(targets) for parts in zip(*scores, strict=True)))
+        return TokenScores(*(torch.cat(parts).view_as(targets) for parts in zip(*scores, strict=True)))
 
     def losses(self, rows: Tensor, targets: Tensor) -> Tensor:
         """Compute negative log-likelihoods without logits of all rows: rows (R, D), targets (R,) -> (R,)."""
@@ -199,15 +199,15 @@ class Softmax(nn.Module):
             column = torch.where(part.holds(targets), self.cluster_column(index), column)
         return column
 
-    def simple_scores(self, rows: Tensor, targets: Tensor) -> Scores:
+    def simple_scores(self, rows: Tensor, targets: Tensor) -> TokenScores:
         """Compute losses from whole logits, and whether targets are most probable: rows (R, D), targets (R,)."""
         if len(self.spans) > 1:
             return self.adaptive_scores(rows, targets)
         logits = full_precision(self.bins[0](rows))
         nll = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
-        return Scores(nll, logits.argmax(-1) == targets)
+        return TokenScores(nll, logits.argmax(-1) == targets)
 
-    def adaptive_scores(self, rows: Tensor, targets: Tensor) -> Scores:
+    def adaptive_scores(self, rows: Tensor, targets: Tensor) -> TokenScores:
         """Compute log p(w in bin i) = log-probability of bin i in the head + that of w in bin i.
 
         rows (R, D), targets (R,) -> (R,) each.
@@ -222,7 +222,7 @@ class Softmax(nn.Module):
             local = (targets[chosen] - part.start).clamp(0, part.size - 1)
             bin_nll = F.cross_entropy(full_precision(logits(rows[chosen])), local, reduction="none")
             nll = nll.index_add(0, chosen, bin_nll * weight)
-        return Scores(nll, self.adaptive_hits(rows, targets, column, head_logits, nll))
+        return TokenScores(nll, self.adaptive_hits(rows, targets, column, head_logits, nll))
 
     def adaptive_hits(self, rows: Tensor, targets: Tensor, column: Tensor, head_logits: Tensor, nll: Tensor) -> Tensor:
         """Return whether every other token is less probable than the target, (R,) bool.

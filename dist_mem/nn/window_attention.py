@@ -81,7 +81,7 @@ class _Sequences(NamedTuple):
     most_queries: int
     most_keys: int
 
-    def packed(self, rows: Tensor) -> Tensor:
+    def pack(self, rows: Tensor) -> Tensor:
         """Return rows (H, B, R, K) as the kernels read them: (B R, H, K), or (B, R, H, K)."""
         by_lane = rows.permute(1, 2, 0, 3)
         by_lane = by_lane if by_lane.stride(-1) == 1 else by_lane.contiguous()
@@ -100,7 +100,7 @@ def _sequences(query: Tensor, key: Tensor, first_key: Tensor | None) -> _Sequenc
     return _Sequences(next(ends), next(ends), num_queries, num_keys)
 
 
-def _projected(rows: Tensor, like: Tensor) -> Tensor:
+def _unpack(rows: Tensor, like: Tensor) -> Tensor:
     """Return packed rows as (H, B, R, K)."""
     lanes, count = like.shape[1:3]
     return rows.view(lanes, count, *rows.shape[-2:]).permute(2, 0, 1, 3)
@@ -109,9 +109,9 @@ def _projected(rows: Tensor, like: Tensor) -> Tensor:
 def _forward(query: Tensor, key: Tensor, value: Tensor, first_key: Tensor | None, before: int) -> tuple[Tensor, Tensor]:
     of = _sequences(query, key, first_key)
     rows, log_sum, *_ = torch.ops.aten._flash_attention_forward(
-        *map(of.packed, (query, key, value)), *of, 0.0, before < 0, False, **_window(before)
+        *map(of.pack, (query, key, value)), *of, 0.0, before < 0, False, **_window_constants(before)
     )
-    return _projected(rows, query), log_sum
+    return _unpack(rows, query), log_sum
 
 
 def _backward(
@@ -125,16 +125,16 @@ def _backward(
     before: int,
 ) -> tuple[Tensor, ...]:
     of = _sequences(query, key, first_key)
-    packed = [of.packed(part) for part in (of_rows, query, key, value, rows)]
+    packed = [of.pack(part) for part in (of_rows, query, key, value, rows)]
     seeds = query.new_zeros(2, dtype=torch.uint64), query.new_zeros((), dtype=torch.uint64)  # of a dropout that is 0
     with _in_a_fixed_order():
         found = torch.ops.aten._flash_attention_backward(
-            *packed, log_sum, *of, 0.0, before < 0, *seeds, **_window(before)
+            *packed, log_sum, *of, 0.0, before < 0, *seeds, **_window_constants(before)
         )
-    return tuple(_projected(gradient, like) for gradient, like in zip(found, (query, key, value), strict=True))
+    return tuple(_unpack(gradient, like) for gradient, like in zip(found, (query, key, value), strict=True))
 
 
-def _window(before: int) -> dict[str, Any]:
+def _window_constants(before: int) -> dict[str, Any]:
     return {"scale": 1.0, "window_size_left": before, "window_size_right": 0}
 
 
@@ -158,7 +158,7 @@ def _in_a_fixed_order() -> Iterator[None]:
 
 def _like(rows: Tensor, of: _Sequences) -> Tensor:
     """Return an empty tensor in the order in which the kernels return what belongs to these rows."""
-    return _projected(torch.empty_like(of.packed(rows)), rows)
+    return _unpack(torch.empty_like(of.pack(rows)), rows)
 
 
 def _meta(query: Tensor, key: Tensor, value: Tensor, first_key: Tensor | None, before: int) -> tuple[Tensor, Tensor]:

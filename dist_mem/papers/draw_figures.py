@@ -17,29 +17,29 @@ from pathlib import Path
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.job import StopCheck, data_tag, find_checkpoint_on_rank0, run_on_ranks, track
 from dist_mem.evaluation.plot import labels_of
-from dist_mem.evaluation.plotting.drawn import write_figure
-from dist_mem.evaluation.plotting.style import styled
+from dist_mem.evaluation.plotting.drawn_figure import write_figure
+from dist_mem.evaluation.plotting.style import use_style
 from dist_mem.evaluation.protocol import tag_of
 from dist_mem.evaluation.report_names import ReportName, join_parts
 from dist_mem.evaluation.sweep import names_of
 from dist_mem.papers.figures import ELSEWHERE, figure_named, figures
-from dist_mem.papers.figures.parts.source import Settings, Source
+from dist_mem.papers.figures.parts.source import FigureSettings, FigureSource
 from dist_mem.runtime.distributed import World
-from dist_mem.runtime.locks import held_file
+from dist_mem.runtime.locks import hold_file
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.runtime.terminal import labelled
+from dist_mem.runtime.terminal import label_lines
 
 
-def described() -> str:
+def describe_figures() -> str:
     """Return all figures for a terminal: name, runs and title."""
     drawn = [(name, f"{figure.title}; from {figure.runs}") for name, figure in figures().items()]
-    return "\n".join(labelled([*drawn, *ELSEWHERE.items()]))
+    return "\n".join(label_lines([*drawn, *ELSEWHERE.items()]))
 
 
 def run(
     name: str,
     paths: Sequence[Path],
-    settings: Settings,
+    settings: FigureSettings,
     *,
     checkpoint: int | None = None,
     folder: Path | None = None,
@@ -67,7 +67,7 @@ def run(
 def _run(
     name: str,
     paths: Sequence[Path],
-    settings: Settings,
+    settings: FigureSettings,
     world: World,
     check: StopCheck,
     *,
@@ -77,14 +77,14 @@ def _run(
 ) -> None:
     found = [find_checkpoint_on_rank0(path, checkpoint, world) for path in paths]
     labels = labels_of(names_of(paths), [one.directory / "config.yaml" for one in found])
-    sources = [Source(one, label, settings, world, check) for one, label in zip(found, labels, strict=True)]
+    sources = [FigureSource(one, label, settings, world, check) for one, label in zip(found, labels, strict=True)]
     first = sources[0]
     data = data_tag(first.checkpoint, first.config.data, first.split)
     tag = join_parts(data, tag_of(first.config), settings.document or "")
     run_dir = found[0].run_dir
     target = folder or run_dir / "figures"
     stem = str(ReportName(first.split, found[0].manifest["step"], tag, name))
-    with held_file(target / stem), styled():
+    with hold_file(target / stem), use_style():
         drawn = figure_named(name).draw(name, sources)
         files = write_figure(drawn, target, stem, form=form)
     print(drawn.caption)

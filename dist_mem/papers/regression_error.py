@@ -33,7 +33,7 @@ from dist_mem.inspection.walk import walk
 from dist_mem.memory.base import MemoryOutput
 from dist_mem.memory.infinite import Infinite
 from dist_mem.memory.parts.basis import evaluate_at, first_positions, update_positions
-from dist_mem.memory.parts.signal import State
+from dist_mem.memory.parts.signal import SignalState
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import write_text
@@ -66,13 +66,13 @@ class Watch:
         self.rows, self.places = torch.empty(0), torch.empty(0, dtype=torch.float64)  # (P, D), (P,)
         self.signal: Tensor | None = None  # (N, D)
 
-    def __call__(self, _: Any, inputs: tuple[Any, State, Tensor], output: MemoryOutput) -> None:
+    def __call__(self, _: Any, inputs: tuple[Any, SignalState, Tensor], output: MemoryOutput) -> None:
         """Record the rows that this segment has appended; a forward hook of the memory."""
-        state: State = inputs[1]
+        state: SignalState = inputs[1]
         if not state.has_pending[0]:
             return
         options, geometry = self.memory.options, self.memory.geometry
-        rows = self.memory.entering(state, state.pending.dtype)[0]
+        rows = self.memory.pending_input(state, state.pending.dtype)[0]
         if isinstance(state.pending_len, Tensor):
             rows = rows[: int(state.pending_len[0])]
         num_rows, padding = len(rows), geometry.padding
@@ -81,11 +81,11 @@ class Watch:
             self.rows, self.places = rows, first_positions(num_rows, padding)[0]
         else:
             new = update_positions(geometry.num_samples, num_rows, tau=geometry.tau, padding=padding)[1]
-            self.places = torch.cat([self._contracted(state), new])
+            self.places = torch.cat([self._contract(state), new])
             self.rows = torch.cat([self.rows, rows])
         self.signal = output.state.coefficients[0]
 
-    def _contracted(self, state: State) -> Tensor:
+    def _contract(self, state: SignalState) -> Tensor:
         """Return the positions to which the update has moved the rows.
 
         Without even sampling, a row moves with the nearest sample before it.
@@ -113,7 +113,7 @@ class Watch:
 
 
 @contextmanager
-def watched(model: torch.nn.Module) -> Iterator[list[Watch]]:
+def attach_watches(model: torch.nn.Module) -> Iterator[list[Watch]]:
     """Attach a Watch to every infinite memory, in order from the embedding."""
     watches = [Watch(module) for module in model.modules() if isinstance(module, Infinite)]
     hooks = [watch.memory.register_forward_hook(watch) for watch in watches]
@@ -131,7 +131,7 @@ def regression_errors(trained: TrainedModel, documents: Documents) -> list[Error
     Raises:
         ValueError: the model has no infinite memory, or no document is long enough for a row to enter it.
     """
-    with watched(trained.model) as watches:
+    with attach_watches(trained.model) as watches:
         if not watches:
             raise ValueError(f"memory.kind is {trained.config.memory['kind']!r}: only `infinite` has a regression")
         with Progress(int(documents.lengths.sum()), f"reading {documents.index.split}") as progress:

@@ -29,9 +29,9 @@ from dist_mem.data.segments import Segment, read_lane
 from dist_mem.data.shard import Index
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.errors import UnusableError, run_error
-from dist_mem.recompute.settings import read_part, read_recorded, recorded_at
-from dist_mem.runtime.terminal import counted, printable, span
-from dist_mem.training.history import Part, part_of, read_history
+from dist_mem.recompute.settings import point_at, read_part, read_recorded
+from dist_mem.runtime.terminal import count_noun, make_printable, span
+from dist_mem.training.history import RunPart, part_of, read_history
 
 _EXCERPT = 160  # characters of a segment that are shown, its beginning and its end
 
@@ -49,7 +49,7 @@ class LaneRead(NamedTuple):
 class StepRead(NamedTuple):
     """What a run read for one update."""
 
-    part: Part
+    part: RunPart
     config: Config
     split: Index
     tokenizer: Tokenizer
@@ -86,7 +86,7 @@ def read_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> StepRe
 
 def _cursors_before(
     run_dir: Path,
-    parts: Sequence[Part],
+    parts: Sequence[RunPart],
     step: int,
     documents: Documents,
     plan: Plan,
@@ -124,7 +124,7 @@ def _cursors_before(
 
 
 def _read_lanes(
-    train: TrainConfig, part: Part, documents: Documents, plan: Plan, cursors: Sequence[Cursor]
+    train: TrainConfig, part: RunPart, documents: Documents, plan: Plan, cursors: Sequence[Cursor]
 ) -> Iterator[LaneRead]:
     for rank in range(part.ranks):
         lanes = lanes_of_rank(
@@ -154,22 +154,22 @@ def run(run_dir: Path, step: int, *, rank: int | None = None, full: bool = False
     """
     read = read_step(run_dir, step, overrides)
     if rank is not None and rank >= read.part.ranks:
-        raise UnusableError(f"--rank {rank}: step {step} was made on {counted(read.part.ranks, 'rank')}, from 0 on")
-    print("\n".join(_heading(run_dir, step, read)))
+        raise UnusableError(f"--rank {rank}: step {step} was made on {count_noun(read.part.ranks, 'rank')}, from 0 on")
+    print("\n".join(_heading_lines(run_dir, step, read)))
     for lane in read.lanes:
         if rank in (None, lane.rank):
             print("\n".join(_lane_lines(read, lane, full=full)))
     return 0
 
 
-def _heading(run_dir: Path, step: int, read: StepRead) -> Iterator[str]:
+def _heading_lines(run_dir: Path, step: int, read: StepRead) -> Iterator[str]:
     train, data = read.config.train, read.config.data
-    segments = counted(train.segments_per_update, "segment")
-    size = f"{counted(train.global_batch_size, 'lane')} x {segments} of {train.seg_len} tokens"
-    ranks = counted(read.part.ranks, "rank")
+    segments = count_noun(train.segments_per_update, "segment")
+    size = f"{count_noun(train.global_batch_size, 'lane')} x {segments} of {train.seg_len} tokens"
+    ranks = count_noun(read.part.ranks, "rank")
     where = f", {read.split.split_dir}" if data.curriculum else ""
     yield f"{run_dir}, step {step}: {size}, on {ranks}; {data.train_split} of {read.split.name}{where}"
-    point = recorded_at(read_recorded(run_dir), step)
+    point = point_at(read_recorded(run_dir), step)
     loss = f"loss {point.metrics['loss']:.4f} at {point}" if point else "no loss"
     of_lanes = f"losses of lanes are not logged, they come from: dist-mem recompute {run_dir} --step {step}"
     yield f"recorded: {loss}; {of_lanes}"
@@ -179,7 +179,7 @@ def _lane_lines(read: StepRead, lane: LaneRead, *, full: bool) -> Iterator[str]:
     parts = zip(lane.micro_batches, lane.cursors, lane.segments, strict=True)
     for number, cursor, segment in parts:
         yield f"rank {lane.rank}, lane {lane.lane}, micro-batch {number}: {_place(read, lane.lane, cursor, segment)}"
-        text = printable(read.tokenizer.decode(segment.tokens[1:])).replace("\n", "\\n")
+        text = make_printable(read.tokenizer.decode(segment.tokens[1:])).replace("\n", "\\n")
         yield f"    {text if full else _excerpt(text)}"
 
 

@@ -15,16 +15,16 @@ import torch
 from dist_mem.data.curriculum import stage_number
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnfitError, UnusableError
 from dist_mem.evaluation.job import run_on_ranks, use_threads
-from dist_mem.recompute.recompute import Recomputed, change_within, choose_start, recompute, resumption_of
-from dist_mem.recompute.settings import Recorded, read_part_with_memory, read_recorded, recorded_at
+from dist_mem.recompute.recompute import RecomputedStep, change_within, choose_start, recompute, resumption_of
+from dist_mem.recompute.settings import RecordedPoint, point_at, read_part_with_memory, read_recorded
 from dist_mem.runtime.children import run_ranks
-from dist_mem.runtime.distributed import World, decided_by_rank0, from_rank0
+from dist_mem.runtime.distributed import World, decide_on_rank0, from_rank0
 from dist_mem.runtime.ranks import is_launched, read_ranks
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.runtime.terminal import counted, table
+from dist_mem.runtime.terminal import count_noun, table
 from dist_mem.tracking.tracker import Sink, Tracker
 from dist_mem.training.context import Context
-from dist_mem.training.history import Part, part_of, read_history
+from dist_mem.training.history import RunPart, part_of, read_history
 from dist_mem.training.meter import MEASUREMENTS
 from dist_mem.training.opening import open_run
 
@@ -52,7 +52,7 @@ def run(run_dir: Path, step: int, overrides: Sequence[str] = (), early: StopSign
         arguments = ["recompute", str(run_dir), "--step", str(step), *overrides]
         return run_ranks(arguments, part.ranks, device=part.device, early=early)
     if world_size != part.ranks:
-        made = f"step {step} was made on {counted(part.ranks, 'rank')}"
+        made = f"step {step} was made on {count_noun(part.ranks, 'rank')}"
         raise UnusableError(f"{made}, this job has {world_size}: start {part.ranks}")
     codes: list[int] = []
     run_on_ranks(
@@ -61,7 +61,7 @@ def run(run_dir: Path, step: int, overrides: Sequence[str] = (), early: StopSign
     return codes[0]
 
 
-def refuse_other_machine(part: Part) -> None:
+def refuse_other_machine(part: RunPart) -> None:
     """Raise UnfitError if this machine has no place for the ranks of a part; memory is checked by each rank."""
     if part.device == "cuda" and (found := torch.cuda.device_count()) < part.ranks:
         start = (
@@ -80,7 +80,7 @@ def recompute_step(
     Raises:
         RunError: on every rank.
     """
-    parts, recorded = decided_by_rank0(lambda: (read_history(run_dir), read_recorded(run_dir)))
+    parts, recorded = decide_on_rank0(lambda: (read_history(run_dir), read_recorded(run_dir)))
     choice = choose_start(run_dir, parts, step, world)
     first = choice.manifest["step"] if choice else 0
     part = part_of(parts, first + 1)
@@ -88,7 +88,7 @@ def recompute_step(
     use_threads(config.train)
     if part.device != world.device.type:
         raise UnusableError(f"step {step} was made on {part.device}, but this job runs on {world.device.type}")
-    point = recorded_at(recorded, step)
+    point = point_at(recorded, step)
     if point is not None and change_within(parts, first + 1, point.last):
         point = None
     tracker = Tracker([_Messages()] if world.rank == 0 else [])
@@ -98,7 +98,7 @@ def recompute_step(
             raise UnusableError(f"--step {step}: the run has {context.total_steps} steps")
         context.divergence.first_trained = part.first_trained
         last = point.last if point else step
-        tracker.message(f"computing steps {first + 1} to {last} again, on {counted(part.ranks, 'rank')}")
+        tracker.message(f"computing steps {first + 1} to {last} again, on {count_noun(part.ranks, 'rank')}")
         found = recompute(context, state, step=step, last=last, check=check)
     finally:
         context.feed.close()
@@ -106,18 +106,18 @@ def recompute_step(
     compared = [other for other in recorded if first < other.last <= last]
     if world.rank == 0:
         print("\n".join(report(context, step, found, point, compared)), flush=True)
-    is_equal = not any(differing(other, found) for other in compared)
+    is_equal = not any(differing_metrics(other, found) for other in compared)
     return EXIT_DONE if from_rank0(is_equal) else EXIT_FAILED  # some figures, as the epoch, are those of a rank
 
 
-def differing(point: Recorded, found: Recomputed) -> list[str]:
+def differing_metrics(point: RecordedPoint, found: RecomputedStep) -> list[str]:
     """Return the names of the metrics of a recorded point whose recomputed values are not the same bits."""
     again = found.points.get(point.last, {})
-    names = _comparable(point, found)
+    names = _comparable_metrics(point, found)
     return [name for name in names if repr(point.metrics[name]) != repr(again.get(name))]  # nan equals nan
 
 
-def _comparable(point: Recorded, found: Recomputed) -> list[str]:
+def _comparable_metrics(point: RecordedPoint, found: RecomputedStep) -> list[str]:
     """Return the names of the metrics that follow from the updates, without measurements of the machine.
 
     After a step that was only read, the run logs norm and rate of an update before its rollback.
@@ -127,7 +127,7 @@ def _comparable(point: Recorded, found: Recomputed) -> list[str]:
 
 
 def report(
-    context: Context, step: int, found: Recomputed, point: Recorded | None, compared: Sequence[Recorded]
+    context: Context, step: int, found: RecomputedStep, point: RecordedPoint | None, compared: Sequence[RecordedPoint]
 ) -> Iterator[str]:
     """Yield the lines of the report.
 
@@ -143,11 +143,11 @@ def report(
     for other in compared:
         if other == point:
             yield from _comparison(other, found)
-        elif names := differing(other, found):
+        elif names := differing_metrics(other, found):
             yield f"{other}: {', '.join(names)} {'differs' if len(names) == 1 else 'differ'}"
     others = [other for other in compared if other != point]
     if others:
-        equal = sum(not differing(other, found) for other in others)
+        equal = sum(not differing_metrics(other, found) for other in others)
         yield f"{equal} of {len(others)} other recorded points on the way are equal, bit for bit"
     rows = [("lane", "rank", "document", "scored tokens", "loss, nats per token")]
     split = context.feed.data.splits[stage_number(context.config.data, step - 1)]
@@ -158,9 +158,13 @@ def report(
     yield from table(rows)
 
 
-def _comparison(point: Recorded, found: Recomputed) -> Iterator[str]:
+def _comparison(point: RecordedPoint, found: RecomputedStep) -> Iterator[str]:
     """Yield the lines that compare a recorded point: the shown metrics, and others that differ."""
-    again, names, differ = found.points.get(point.last, {}), _comparable(point, found), differing(point, found)
+    again, names, differ = (
+        found.points.get(point.last, {}),
+        _comparable_metrics(point, found),
+        differing_metrics(point, found),
+    )
     yield f"recorded at {point}:"
     for name in [name for name in names if name in _SHOWN or name in differ]:
         if name in differ:

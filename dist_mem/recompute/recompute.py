@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from dist_mem.checkpoint.manifest import first_verified, list_steps, step_dir
-from dist_mem.checkpoint.resume_choice import Choice, readable, verify_together
+from dist_mem.checkpoint.resume_choice import ResumeChoice, read_or_refuse, verify_together
 from dist_mem.checkpoint.resume_source import Resumption, saved_config
 from dist_mem.data.batch import IGNORE, Update, in_windows
 from dist_mem.engine.engine import Engine
 from dist_mem.errors import DivergedError, UnusableError
-from dist_mem.runtime.distributed import World, decided_by_rank0, gather_objects
-from dist_mem.training.agreement import Flags, Shared
+from dist_mem.runtime.distributed import World, decide_on_rank0, gather_objects
+from dist_mem.training.agreement import Flags, RankMessage
 from dist_mem.training.context import Context
 from dist_mem.training.divergence import ROLLBACK
-from dist_mem.training.history import Part, part_of
+from dist_mem.training.history import RunPart, part_of
 from dist_mem.training.step import TrainState, train_step
 
 
@@ -40,7 +40,7 @@ class LaneLoss(NamedTuple):
     num_scored: int
 
 
-class Recomputed(NamedTuple):
+class RecomputedStep(NamedTuple):
     """A step computed again; the same on all ranks."""
 
     points: dict[int, dict[str, float]]  # metrics by step, of all points that the run logs on the way
@@ -51,13 +51,13 @@ class Recomputed(NamedTuple):
     first_trained: int  # steps up to this one were only read, after a rollback
 
 
-def choose_start(run_dir: Path, parts: Sequence[Part], step: int, world: World) -> Choice | None:
+def choose_start(run_dir: Path, parts: Sequence[RunPart], step: int, world: World) -> ResumeChoice | None:
     """Return the newest checkpoint before `step` that verifies, None for the start of the run; collective.
 
     Raises:
         UnusableError: on every rank; a checkpoint in between is gone at which the run changed.
     """
-    steps = decided_by_rank0(lambda: readable(lambda: list_steps(run_dir)))
+    steps = decide_on_rank0(lambda: read_or_refuse(lambda: list_steps(run_dir)))
     candidates = [step_dir(run_dir, known) for known in reversed(steps) if parts[0].step <= known < step]
     found = first_verified(candidates, lambda directory: verify_together(directory, world))
     first = found[1]["step"] if found else 0
@@ -69,10 +69,10 @@ def choose_start(run_dir: Path, parts: Sequence[Part], step: int, world: World) 
         raise UnusableError(
             f"--step {step} cannot be computed again: {where}, and {change}; checkpoint.keep_* keep more"
         )
-    return Choice(*found, superseded=[], broken=[]) if found else None
+    return ResumeChoice(*found, superseded=[], broken=[]) if found else None
 
 
-def change_within(parts: Sequence[Part], first: int, last: int) -> str | None:
+def change_within(parts: Sequence[RunPart], first: int, last: int) -> str | None:
     """Return how the run changed between the updates of two steps; None if the first part's settings make all."""
     begin = part_of(parts, first)
     for part in parts:
@@ -83,12 +83,14 @@ def change_within(parts: Sequence[Part], first: int, last: int) -> str | None:
     return None
 
 
-def resumption_of(choice: Choice | None, memory: Any) -> Resumption | None:
+def resumption_of(choice: ResumeChoice | None, memory: Any) -> Resumption | None:
     """Return what `open_run` needs of the chosen checkpoint; collective."""
     return choice and Resumption(choice, saved_config(choice.directory, memory), changes=[], seconds=0.0)
 
 
-def recompute(context: Context, state: TrainState, *, step: int, last: int, check: Callable[[], None]) -> Recomputed:
+def recompute(
+    context: Context, state: TrainState, *, step: int, last: int, check: Callable[[], None]
+) -> RecomputedStep:
     """Make the updates up to step `last` and return what they give; collective.
 
     Args:
@@ -104,8 +106,8 @@ def recompute(context: Context, state: TrainState, *, step: int, last: int, chec
     feed.read_first()
     while state.step < last:
         check()
-        next_scored = feed.read_ahead() if state.step + 1 < last else feed.nothing()
-        made, shared = state.step + 1, Shared(Flags(stop=reporting.failure.is_set), next_scored)
+        next_scored = feed.read_ahead() if state.step + 1 < last else feed.no_targets()
+        made, shared = state.step + 1, RankMessage(Flags(stop=reporting.failure.is_set), next_scored)
         with _nll_of_rows(context.engine) as rows:
             try:
                 state, outcome = train_step(
@@ -129,7 +131,7 @@ def recompute(context: Context, state: TrainState, *, step: int, last: int, chec
         if reporting.due(made):
             points[made] = reporting.meter.read(context.engine)
         feed.advance(outcome.next_scored)
-    return Recomputed(points, loss, gradient_norm, lanes, messages, context.divergence.first_trained)
+    return RecomputedStep(points, loss, gradient_norm, lanes, messages, context.divergence.first_trained)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from dist_mem.checkpoint.manifest import read_manifest
-from dist_mem.config import Config, ConfigError, changed, load_config
+from dist_mem.config import Config, ConfigError, change_config, load_config
 from dist_mem.config.check import Problem, stop_on
 from dist_mem.config.keys import RECOMPUTATION
 from dist_mem.config.resume_rules import changed_keys
@@ -20,13 +20,13 @@ from dist_mem.data.remote.fetch import is_remote
 from dist_mem.memory import memory_options
 from dist_mem.memory.outside import kept_kinds
 from dist_mem.tracking.log import METRICS_FILE, read_points
-from dist_mem.training.history import HISTORY, Part
+from dist_mem.training.history import HISTORY, RunPart
 
 # Neither evaluation nor tracking changes an update. Hooks that measure slow ranks are not needed.
 _WITHOUT = ("eval.every=null", "checkpoint.keep_best=null", "tracking.mlflow=false", "watchdog.straggler=null")
 
 
-def read_part(run_dir: Path, part: Part, overrides: Sequence[str]) -> Config:
+def read_part(run_dir: Path, part: RunPart, overrides: Sequence[str]) -> Config:
     """Return the configuration of a part, without the options of its memory; no code of a memory runs.
 
     Raises:
@@ -37,10 +37,10 @@ def read_part(run_dir: Path, part: Part, overrides: Sequence[str]) -> Config:
     if is_remote(config.data.path) and not any(text.startswith("data.path=") for text in overrides):
         where = f"servers and commands that only {run_dir / HISTORY} names are not used"
         raise ConfigError([Problem("data.path", f"give data.path=FOLDER or its URL: {where}")])
-    return changed(config, {"run_dir": str(run_dir)})
+    return change_config(config, {"run_dir": str(run_dir)})
 
 
-def read_part_with_memory(run_dir: Path, part: Part, overrides: Sequence[str], *, checkpoint: Path | None) -> Config:
+def read_part_with_memory(run_dir: Path, part: RunPart, overrides: Sequence[str], *, checkpoint: Path | None) -> Config:
     """Return the configuration of a part with the options of its memory, to build its model.
 
     Args:
@@ -61,10 +61,10 @@ def read_part_with_memory(run_dir: Path, part: Part, overrides: Sequence[str], *
         Problem(change.key, f"is {change.new}, which has another value than in training; set it back")
         for change in changed_keys(config, config, then)
     )
-    return changed(config, {"run_dir": str(run_dir), "train.threads": part.threads})
+    return change_config(config, {"run_dir": str(run_dir), "train.threads": part.threads})
 
 
-def _load(run_dir: Path, part: Part, overrides: Sequence[str], *, with_memory: bool = False) -> Config:
+def _load(run_dir: Path, part: RunPart, overrides: Sequence[str], *, with_memory: bool = False) -> Config:
     with TemporaryDirectory() as folder:
         path = Path(folder) / f"config-of-step-{part.step}.yaml"
         path.write_text(part.config, encoding="utf-8")
@@ -89,7 +89,7 @@ def _check_keys(overrides: Sequence[str]) -> None:
     )
 
 
-class Recorded(NamedTuple):
+class RecordedPoint(NamedTuple):
     """A recorded point of the training."""
 
     first: int  # its losses are means over the steps first..last
@@ -101,7 +101,7 @@ class Recorded(NamedTuple):
         return f"step {self.last}{means}"
 
 
-def read_recorded(run_dir: Path) -> list[Recorded]:
+def read_recorded(run_dir: Path) -> list[RecordedPoint]:
     """Return the points of the training in the order of their steps; none if nothing is recorded yet.
 
     Raises:
@@ -109,9 +109,11 @@ def read_recorded(run_dir: Path) -> list[Recorded]:
     """
     points = {point.step: point for point in read_points(run_dir / METRICS_FILE) if "loss" in point.metrics}
     steps = sorted(points)
-    return [Recorded(before + 1, step, points[step].metrics) for before, step in zip([0, *steps], steps, strict=False)]
+    return [
+        RecordedPoint(before + 1, step, points[step].metrics) for before, step in zip([0, *steps], steps, strict=False)
+    ]
 
 
-def recorded_at(recorded: list[Recorded], step: int) -> Recorded | None:
+def point_at(recorded: list[RecordedPoint], step: int) -> RecordedPoint | None:
     """Return the point that includes a step; None if it is not recorded."""
     return next((point for point in recorded if point.first <= step <= point.last), None)

@@ -42,7 +42,7 @@ def launcher(ranks: int, devices: str | None = None) -> list[str]:
     return python_module("deepspeed.launcher.launch", *options, "--no_python", *program, *dist_mem())
 
 
-def dying_with_parent(arguments: Sequence[str]) -> list[str]:
+def die_with_parent(arguments: Sequence[str]) -> list[str]:
     """Return a command that receives SIGTERM, on which training saves, when this process dies, even by `kill -9`.
 
     setpriv (util-linux 2.33) requests this from the kernel and then executes the command. Without setpriv only signals
@@ -70,9 +70,7 @@ def start(
         environment: None: that of this process.
     """
     errors = None if output is None else subprocess.STDOUT
-    return subprocess.Popen(
-        dying_with_parent(arguments), stdout=output, stderr=errors, env=environment, process_group=0
-    )
+    return subprocess.Popen(die_with_parent(arguments), stdout=output, stderr=errors, env=environment, process_group=0)
 
 
 def watch(

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from dist_mem.runtime.figures import NO_FIGURE, is_figure
-from dist_mem.runtime.terminal import printable
+from dist_mem.runtime.terminal import make_printable
 
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\n")
 
@@ -30,16 +30,17 @@ def csv_text(rows: Iterable[Iterable[object]]) -> str:
 
 def _line(row: Iterable[object]) -> str:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\r\n").writerow([_harmless(cell) for cell in row])  # quotes these two characters
+    # Quotes these two characters.
+    csv.writer(text, lineterminator="\r\n").writerow([_make_harmless(cell) for cell in row])
     return text.getvalue().removesuffix("\r\n") + "\n"
 
 
-def _harmless(cell: object) -> object:
+def _make_harmless(cell: object) -> object:
     if not is_figure(cell):
         return NO_FIGURE
     if not isinstance(cell, str):
         return cell
-    cell = printable(cell)
+    cell = make_printable(cell)
     if not cell.lstrip(" ").startswith(_FORMULA_STARTS):
         return cell
     with suppress(ValueError):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.environment import set_default, variable, whole_number
-from dist_mem.runtime.terminal import listed
+from dist_mem.runtime.terminal import list_names
 
 _TERA, _GIGA = 1e12, 1e9
 
@@ -103,7 +103,7 @@ def device_named(name: str) -> Device:
         return _this_machine()
     full = FORMS.get(name.lower(), name.lower())
     if full not in known:
-        raise UnusableError(f"no device is named {name!r}; known are{listed([*known, *FORMS, 'cpu'])}")
+        raise UnusableError(f"no device is named {name!r}; known are{list_names([*known, *FORMS, 'cpu'])}")
     return known[full]
 
 

@@ -136,7 +136,7 @@ def shut_down(*, agreed: bool) -> None:
 
 
 @contextmanager
-def announced(what: str, *, after: float = _SLOW) -> Iterator[None]:
+def announce(what: str, *, after: float = _SLOW) -> Iterator[None]:
     """Print `what` on rank 0 once the block has taken `after` seconds; for the start, before a run has a tracker."""
     line = threading.Timer(after, lambda: print_on_rank0(what))
     line.daemon = True
@@ -155,7 +155,7 @@ def joining() -> Iterator[None]:
         UnusableError: a launcher's variables are incomplete.
     """
     try:
-        with announced("waiting until all ranks have started"):
+        with announce("waiting until all ranks have started"):
             yield
     except ValueError as error:
         raise run_error(error) from error
@@ -181,7 +181,7 @@ def from_rank0(value: Any) -> Any:
     return box[0]
 
 
-def decided_by_rank0(decide: Callable[[], ResultT]) -> ResultT:
+def decide_on_rank0(decide: Callable[[], ResultT]) -> ResultT:
     """Call `decide` on rank 0, and return its result on every rank.
 
     Raises:
@@ -221,22 +221,22 @@ def _notes() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-class Failure(NamedTuple):
+class RankFailure(NamedTuple):
     """The description of an error that a rank sends to the others."""
 
     exit_code: int
     text: str
 
 
-def describe_failure(error: BaseException | None) -> Failure | None:
+def describe_failure(error: BaseException | None) -> RankFailure | None:
     """Return the description of an error; None without one. Errors of the program have the exit code of a failure."""
     if error is None:
         return None
     code = run_error(error).exit_code if isinstance(error, REPORTED) else EXIT_FAILED
-    return Failure(code, f"{type(error).__name__}: {error}")
+    return RankFailure(code, f"{type(error).__name__}: {error}")
 
 
-def agreed_error(failures: Sequence[Failure | None], what: str, *, own: str | None = None) -> RunError | None:
+def agree_on_error(failures: Sequence[RankFailure | None], what: str, *, own: str | None = None) -> RunError | None:
     """Return the error that all ranks raise if `what` failed on any; None if it failed on none.
 
     It is the user's error only if every failure is the user's: what another start may fix on one rank is the machine's.
@@ -267,14 +267,14 @@ def agree_all_well(error: BaseException | None, what: str, *, gather: Gather = g
     A rank that failed raises with its own message, unless that is the system's, which does not say what was done.
 
     Raises:
-        UnusableError, UnfitError, TakenOverError: on every rank the same; see `agreed_error`. A rank that is alone
+        UnusableError, UnfitError, TakenOverError: on every rank the same; see `agree_on_error`. A rank that is alone
             raises its own RunError.
     """
     own = str(error) if isinstance(error, (RunError, ValueError)) else None
     failures = gather(describe_failure(error))
     if len(failures) == 1 and isinstance(error, RunError):
         raise error
-    agreed = agreed_error(failures, what, own=own)
+    agreed = agree_on_error(failures, what, own=own)
     if agreed is not None:
         raise agreed from error
 

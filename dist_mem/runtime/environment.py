@@ -151,7 +151,7 @@ def user_cache_dir() -> Path:
     return Path(given).expanduser() if given else home_of_libraries() / ".cache"
 
 
-def expanded(text: str) -> str:
+def expand_variables(text: str) -> str:
     """Return a text in which $NAME and ${NAME} are the values of variables; of those that are not set, unchanged."""
     return os.path.expandvars(text)
 

@@ -40,12 +40,12 @@ def json_text(value: Any, *, is_exact: bool = False, **options: Any) -> str:
     try:
         return json.dumps(value, allow_nan=False, **options)
     except ValueError:  # rare: most content has no such number, and need not be searched
-        return json.dumps(_strict(value, _NAMES if is_exact else {}), allow_nan=False, **options)
+        return json.dumps(_figure_or_name(value, _NAMES if is_exact else {}), allow_nan=False, **options)
 
 
-def _strict(value: Any, names: Mapping[str, str]) -> Any:
+def _figure_or_name(value: Any, names: Mapping[str, str]) -> Any:
     if isinstance(value, Mapping):
-        return {key: _strict(child, names) for key, child in value.items()}
+        return {key: _figure_or_name(child, names) for key, child in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(child, names) for child in value]
+        return [_figure_or_name(child, names) for child in value]
     return value if is_figure(value) else names.get(str(value))

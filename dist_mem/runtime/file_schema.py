@@ -92,12 +92,12 @@ def leaf(must_be: str, fits: Callable[[Any], bool]) -> Schema:
 
     def find(key: str, value: Any) -> Iterator[str]:
         if not fits(value):
-            yield f"{key} is {_shown(value)}, but must be {must_be}"
+            yield f"{key} is {_format_value(value)}, but must be {must_be}"
 
     return find
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     text = ascii(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -131,12 +131,12 @@ def optional(schema: Schema) -> Schema:
     return lambda key, value: iter(()) if value is None else schema(key, value)
 
 
-def rows(item: Schema, *, low: int = 0, high: int | None = None) -> Schema:
+def list_of(item: Schema, *, low: int = 0, high: int | None = None) -> Schema:
     """Return the schema of a list of `low` to `high` items (None: any number)."""
 
     def find(key: str, value: Any) -> Iterator[str]:
         if not isinstance(value, list) or len(value) < low or (high is not None and len(value) > high):
-            yield f"{key} is {_shown(value)}, but must be a list" + (f" of at least {low}" if low else "")
+            yield f"{key} is {_format_value(value)}, but must be a list" + (f" of at least {low}" if low else "")
             return
         for index, child in enumerate(value):
             yield from item(f"{key}[{index}]", child)
@@ -149,7 +149,7 @@ def table(value_schema: Schema, *, keys: Schema = text) -> Schema:
 
     def find(key: str, value: Any) -> Iterator[str]:
         if not isinstance(value, dict):
-            yield f"{key} is {_shown(value)}, but must be an object"
+            yield f"{key} is {_format_value(value)}, but must be an object"
             return
         for name, child in value.items():
             yield from keys(f"a key of {key}", name)
@@ -164,11 +164,11 @@ def record(required: Mapping[str, Schema], further: Mapping[str, Schema] | None 
 
     def find(key: str, value: Any) -> Iterator[str]:
         if not isinstance(value, dict):
-            yield f"{key or 'it'} is {_shown(value)}, but must be an object"
+            yield f"{key or 'it'} is {_format_value(value)}, but must be an object"
             return
         of = f"{key} has" if key else "it has"
         yield from (f"{of} no {name}" for name in required if name not in value)
-        yield from (f"{of} an unknown key {_shown(name)}" for name in value if not is_open and name not in known)
+        yield from (f"{of} an unknown key {_format_value(name)}" for name in value if not is_open and name not in known)
         for name, schema in known.items():
             if name in value:
                 yield from schema(f"{key}.{name}" if key else name, value[name])

@@ -87,7 +87,7 @@ def at_home(text: str) -> str:
     return scheme[0] + os.path.expanduser(text[scheme.end() :])  # noqa: PTH111  # Path would raise, and change texts
 
 
-def unexpanded(text: str) -> str | None:
+def expansion_fault(text: str) -> str | None:
     """Return why a path that a shell would have expanded, and `at_home` has not, cannot be used; None if it can."""
     path = re.sub(r"^sqlite[^:/]*:///", "", text)
     there = f"or ./{path} for a folder of that name"
@@ -140,7 +140,7 @@ def open_regular(path: Path, mode: str = "rb", *, inside: Path | None = None, bu
     if inside is not None and not Path(place).is_relative_to(os.path.realpath(inside)):
         raise WrongFileError(errno.ELOOP, f"a link out of {inside}; put a copy of the file in its place", str(path))
 
-    def opened(name: str, flags: int) -> int:
+    def open_checked(name: str, flags: int) -> int:
         flags |= os.O_NONBLOCK | (0 if inside is None else os.O_NOFOLLOW)
         with _refusing(path):
             number = os.open(name, flags, 0o666)
@@ -152,7 +152,7 @@ def open_regular(path: Path, mode: str = "rb", *, inside: Path | None = None, bu
         raise WrongFileError(wrong, _NO_FILE[wrong], str(path))
 
     # A type that has what every mode has; Path.open takes no opener.
-    return cast(BufferedRandom, open(place, mode, buffering, opener=opened))
+    return cast(BufferedRandom, open(place, mode, buffering, opener=open_checked))
 
 
 @contextmanager

@@ -4,9 +4,9 @@
     with lock_file(path) as file:
         wait_for_lock(file, check, seconds=900, what="compiling")  # hears signals
 
-The kernel releases the lock of a process that ends in any way. `held` removes its file at the end, before it releases
-the lock, so that nothing is left in the folder; whoever gets the lock of a file that is gone opens the new one. Files
-that others wait for stay. The content of a file names the holder, for messages only.
+The kernel releases the lock of a process that ends in any way. `hold_lock` removes its file at the end, before it
+releases the lock, so that nothing is left in the folder; whoever gets the lock of a file that is gone opens the new
+one. Files that others wait for stay. The content of a file names the holder, for messages only.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ POLL_SECONDS = 0.1  # between two attempts: a signal handler that only sets a fl
 
 
 @contextmanager
-def held_folder(folder: Path, what: str) -> Iterator[None]:
+def hold_folder(folder: Path, what: str) -> Iterator[None]:
     """Hold a folder to write into, which is made, for the block; a new one that a failure leaves empty is removed.
 
     Raises:
-        UnusableError, OSError: as `held`.
+        UnusableError, OSError: as `hold_lock`.
     """
-    with _made(folder), held(folder / LOCK_NAME, what):
+    with _make_folder(folder), hold_lock(folder / LOCK_NAME, what):
         yield
 
 
 @contextmanager
-def _made(folder: Path) -> Iterator[None]:
+def _make_folder(folder: Path) -> Iterator[None]:
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -60,15 +60,15 @@ def check_free(folder: Path, what: str) -> None:
     """Check that no command writes into a folder, before work whose result this one will write there.
 
     Raises:
-        UnusableError, OSError: as `held`.
+        UnusableError, OSError: as `hold_lock`.
     """
     if (folder / LOCK_NAME).exists():
-        with held(folder / LOCK_NAME, what):
+        with hold_lock(folder / LOCK_NAME, what):
             return
 
 
 @contextmanager
-def held(path: Path, what: str) -> Iterator[None]:
+def hold_lock(path: Path, what: str) -> Iterator[None]:
     """Hold the lock file `path`, which is made in an existing folder, for the block.
 
     Args:
@@ -119,17 +119,17 @@ def try_lock(file: IO[bytes]) -> bool:
 
 
 @contextmanager
-def held_file(path: Path) -> Iterator[None]:
+def hold_file(path: Path) -> Iterator[None]:
     """Hold a file that is read and written again, or the files PATH.*, for the block; their folder is made.
 
     A pipe or a device is only written to, and not held.
 
     Raises:
-        UnusableError, OSError: as `held`; FileExistsError: the path is a folder.
+        UnusableError, OSError: as `hold_lock`; FileExistsError: the path is a folder.
     """
-    with _made(path.absolute().parent), ExitStack() as stack:
+    with _make_folder(path.absolute().parent), ExitStack() as stack:
         if check_replaceable(path):
-            stack.enter_context(held(path.with_name(f".{path.name}{LOCK_NAME}"), str(path)))
+            stack.enter_context(hold_lock(path.with_name(f".{path.name}{LOCK_NAME}"), str(path)))
         yield
 
 

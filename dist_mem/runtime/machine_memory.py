@@ -57,11 +57,11 @@ def _machine() -> str:
 
 def _of_machine() -> Iterator[Limit]:
     with suppress(OSError):
-        installed = _installed()
+        installed = _read_meminfo()
         yield Limit(_machine(), f"{node_name()}, swap included", installed["MemTotal"] + installed["SwapTotal"])
 
 
-def _installed() -> dict[str, int]:
+def _read_meminfo() -> dict[str, int]:
     """Return the bytes of each line of /proc/meminfo."""
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     return {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines}
@@ -70,7 +70,7 @@ def _installed() -> dict[str, int]:
 def _of_control_groups() -> Iterator[Limit]:
     """Yield the limits of this process's control group and its parents; Slurm and containers set them."""
     with suppress(OSError):
-        swap = _installed()["SwapTotal"]
+        swap = _read_meminfo()["SwapTotal"]
         for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers == "":

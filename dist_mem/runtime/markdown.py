@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 
 def table(head: Sequence[str], rows: Iterable[Iterable[str]]) -> list[str]:
     """Return the lines of a table."""
-    return [row(head), row(["---"] * len(head)), *map(row, rows)]
+    return [table_row(head), table_row(["---"] * len(head)), *map(table_row, rows)]
 
 
-def row(cells: Iterable[str]) -> str:
+def table_row(cells: Iterable[str]) -> str:
     """Return a row of a table; a bar, a line break or a tag in a cell is a part of its text."""
     return f"| {' | '.join(map(_cell, cells))} |"
 

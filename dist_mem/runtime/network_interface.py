@@ -54,7 +54,7 @@ def without_brackets(host: str) -> str:
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
-def shown_address(host: str, port: int) -> str:
+def describe_address(host: str, port: int) -> str:
     """Return host and port for a message; a name with the addresses that it has, which are tried in turn."""
     text = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     found = ", ".join(_addresses(host))

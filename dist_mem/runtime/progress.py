@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from dist_mem.runtime.extras import is_installed
-from dist_mem.runtime.terminal import BarStream, printable
+from dist_mem.runtime.terminal import BarStream, make_printable
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -24,7 +24,7 @@ def time_left(seconds: float, done: float, left: float) -> timedelta:
     return timedelta(seconds=math.ceil(seconds / done * left))
 
 
-def counting(items: Iterable[ItemT], what: str, *, unit: str, total: int | None = None) -> Iterator[ItemT]:
+def show_count(items: Iterable[ItemT], what: str, *, unit: str, total: int | None = None) -> Iterator[ItemT]:
     """Yield the items, and show how many have been yielded."""
     with Progress(total, what, unit=unit) as progress:
         for item in items:
@@ -70,7 +70,7 @@ class Progress:
 
             self._bar = tqdm(
                 total=total,
-                desc=printable(what),
+                desc=make_printable(what),
                 unit=f" {unit}",
                 unit_scale=True,
                 dynamic_ncols=True,

@@ -54,12 +54,12 @@ def read_ranks(environ: Mapping[str, str] = os.environ) -> tuple[int, int, int, 
                 raise ValueError(
                     f"environment: {missing} is not set, but {other} is {given[other]!r}; set both, or neither"
                 )
-        rank, size = _below(environ, "RANK", "WORLD_SIZE")
+        rank, size = _read_rank(environ, "RANK", "WORLD_SIZE")
         has_torchruns_name = variable("LOCAL_WORLD_SIZE", environ) is not None
         of_node = "LOCAL_WORLD_SIZE" if has_torchruns_name else "LOCAL_SIZE"  # the second is DeepSpeed's
-        return rank, size, *_below(environ, "LOCAL_RANK", of_node, (rank, size))
+        return rank, size, *_read_rank(environ, "LOCAL_RANK", of_node, (rank, size))
     if in_job_step(environ):
-        rank, size = _below(environ, "SLURM_PROCID", "SLURM_NTASKS")
+        rank, size = _read_rank(environ, "SLURM_PROCID", "SLURM_NTASKS")
         name = "SLURM_STEP_TASKS_PER_NODE"
         per_node = (variable(name, environ) or str(size)).split("(")[0].split(",")[0]  # of the first node: 2(x3),1
         local_size = whole_number({name: per_node}, name, size, _FIX)
@@ -67,7 +67,9 @@ def read_ranks(environ: Mapping[str, str] = os.environ) -> tuple[int, int, int, 
     return 0, 1, 0, 1
 
 
-def _below(environ: Mapping[str, str], number: str, count: str, default: tuple[int, int] = (0, 1)) -> tuple[int, int]:
+def _read_rank(
+    environ: Mapping[str, str], number: str, count: str, default: tuple[int, int] = (0, 1)
+) -> tuple[int, int]:
     """Return the values of the variable `number`, a rank, and of `count`, how many ranks there are."""
     rank = whole_number(environ, number, default[0], _FIX)
     size = whole_number(environ, count, default[1], _FIX)

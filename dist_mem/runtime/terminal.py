@@ -3,7 +3,7 @@
 No line is cut: `WIDTH` limits texts of several words. Files and pipes get the same lines without colour.
 
 Titles, names and messages of others may hold characters that steer a terminal. All output of `dist-mem` passes through
-`PlainStream`, which lets only `Styled` text contain them: print one `Styled` text, alone, to show colours.
+`PlainStream`, which lets only `StyledText` contain them: print one `StyledText`, alone, to show colours.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ _STEERING = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 _DIGEST = re.compile(r"\b[0-9a-f]{13,}\b")
 
 
-class Styled(str):
+class StyledText(str):
     """Text whose control characters are the program's own; any other str loses its own where it is printed."""
 
     def __str__(self) -> str:
         return self  # so that `print` gives the stream this object
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """Return the text with the characters that could steer a terminal as U+FFFD; line feed and tab are kept."""
     return _STEERING.sub("\ufffd", text)
 
 
 def on_one_line(text: str) -> str:
     """Return the text in one printable line, with blanks for its line breaks."""
-    return printable(" ".join(text.splitlines()))
+    return make_printable(" ".join(text.splitlines()))
 
 
-def in_style(text: str, code: str) -> Styled:
+def in_style(text: str, code: str) -> StyledText:
     """Return the text between the sequence that begins a style, `1;31`, and the one that ends it."""
-    return Styled(f"\x1b[{code}m{printable(text)}\x1b[0m")
+    return StyledText(f"\x1b[{code}m{make_printable(text)}\x1b[0m")
 
 
-def coloured(text: str, stream: TextIO) -> Styled:
+def colour_first_word(text: str, stream: TextIO) -> StyledText:
     """Return the text with its first word in its colour: `error:` red, `warning:` yellow, `ok` green.
 
     Args:
@@ -64,12 +64,12 @@ def coloured(text: str, stream: TextIO) -> Styled:
     """
     word, _, rest = text.partition(" ")
     if word not in _COLOURS or not wants_colour("auto", stream):
-        return Styled(printable(text))
-    return Styled(f"{in_style(word, _COLOURS[word])} {printable(rest)}")
+        return StyledText(make_printable(text))
+    return StyledText(f"{in_style(word, _COLOURS[word])} {make_printable(rest)}")
 
 
 class PlainStream:
-    """A text stream that writes only `Styled` text as it is, and any other `printable`.
+    """A text stream that writes only `StyledText` as it is, and any other text by `make_printable`.
 
     A carriage return that begins a text, as progress bars of libraries write it, becomes a line feed.
     """
@@ -79,7 +79,7 @@ class PlainStream:
 
     def write(self, text: str) -> int:
         begin = "\n" if text.startswith("\r") else ""
-        self._stream.write(text if isinstance(text, Styled) else begin + printable(text.removeprefix("\r")))
+        self._stream.write(text if isinstance(text, StyledText) else begin + make_printable(text.removeprefix("\r")))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -91,19 +91,19 @@ class PlainStream:
 
 
 class BarStream:
-    """A stream for a progress bar of this program, which moves the cursor; its texts must be `printable`."""
+    """A stream for a progress bar of this program, which moves the cursor; its texts must be printable."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        return self._stream.write(Styled(text))
+        return self._stream.write(StyledText(text))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
-def short(digest: str) -> str:
+def short_digest(digest: str) -> str:
     """Return a commit or checksum with its first 12 digits, which is enough to compare two; `+` at its end stays."""
     return _DIGEST.sub(lambda found: found[0][:12], digest)
 
@@ -111,17 +111,17 @@ def short(digest: str) -> str:
 def table(rows: Iterable[Sequence[str]]) -> list[str]:
     """Return the lines of a table, the head first: columns of figures to the right, all others to the left."""
     columns = list(zip(*(map(on_one_line, row) for row in rows), strict=True))
-    lines = zip(*(_padded(column, is_first=number == 0) for number, column in enumerate(columns)), strict=True)
+    lines = zip(*(_pad_column(column, is_first=number == 0) for number, column in enumerate(columns)), strict=True)
     return ["  ".join(line).rstrip() for line in lines]
 
 
-def _padded(column: Sequence[str], *, is_first: bool) -> list[str]:
+def _pad_column(column: Sequence[str], *, is_first: bool) -> list[str]:
     width = max(map(len, column))
     is_figures = not is_first and all(_FIGURE.fullmatch(text) for text in column[1:])
     return [f"{text:>{width}}" if is_figures else f"{text:<{width}}" for text in column]
 
 
-def counted(number: int, singular: str, plural: str | None = None) -> str:
+def count_noun(number: int, singular: str, plural: str | None = None) -> str:
     """Return a number and its noun, in the plural unless the number is 1."""
     plural = plural or (f"{singular}es" if singular.endswith("ch") else f"{singular}s")
     return f"{number:,} {singular if number == 1 else plural}"
@@ -138,14 +138,14 @@ def span(begin: int, end: int) -> str:
     return f"{begin:,} to {end - 1:,}" if begin < end else "none"
 
 
-def labelled(pairs: Iterable[tuple[str, str]], *, indent: str = "") -> list[str]:
+def label_lines(pairs: Iterable[tuple[str, str]], *, indent: str = "") -> list[str]:
     """Return one line per label and its text; a text that is too long continues below its beginning."""
     pairs = [(on_one_line(label), on_one_line(text)) for label, text in pairs]
     width = max((len(label) for label, _ in pairs), default=0)
-    return [line for label, text in pairs for line in wrapped(text, begin=f"{indent}{label:<{width}}  ")]
+    return [line for label, text in pairs for line in wrap_lines(text, begin=f"{indent}{label:<{width}}  ")]
 
 
-def wrapped(text: str, *, begin: str = "") -> list[str]:
+def wrap_lines(text: str, *, begin: str = "") -> list[str]:
     """Return the text in lines of at most WIDTH, the first after `begin`, the others below its end."""
     if len(begin) + len(text) <= WIDTH:
         return [f"{begin}{text}".rstrip()]
@@ -155,7 +155,7 @@ def wrapped(text: str, *, begin: str = "") -> list[str]:
     )  # fmt: skip
 
 
-def listed(names: Iterable[str]) -> str:
+def list_names(names: Iterable[str]) -> str:
     """Return names for the end of a message: `: A, B` on its line if they are few, else below it in columns.
 
     Names with one beginning (`lamemo.fig1`, `lamemo.fig6`; `configs/demo.yaml`) start on a line of their own.

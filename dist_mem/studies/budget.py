@@ -73,13 +73,13 @@ def apply_budget(study: Study, load: Load, vocab_size: int | None = None) -> dic
         sized = (name, *filter(_changes_a_size, words))
         if sized not in found:
             try:
-                found[sized] = fitted(name, words, study.budget, study.fit, load, vocab_size)
+                found[sized] = fit_budget(name, words, study.budget, study.fit, load, vocab_size)
             except ConfigError as error:
                 raise UnusableError(f"{study.path}: row {run.row}: {error}") from error
             except UnusableError as error:
                 raise UnusableError(f"{study.path}: {error}") from error
         added, costs[run.row] = found[sized]
-        study.trained[run.row] += added
+        study.trained_rows[run.row] += added
     return costs
 
 
@@ -89,7 +89,7 @@ def _changes_a_size(word: str) -> bool:
     return metadata_of(key).affects not in (DRAW, PLACE) and not key.startswith(("optimizer.", "schedule."))
 
 
-def fitted(
+def fit_budget(
     name: str,
     words: Sequence[str],
     budget: Mapping[str, float],

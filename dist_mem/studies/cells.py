@@ -40,7 +40,7 @@ _CELL = record(
 
 
 @dataclass(frozen=True)
-class Run:
+class CellRun:
     """A training: one row at one point with one seed."""
 
     row: str
@@ -75,7 +75,7 @@ def read_cell(path: Path) -> dict[str, Any]:
     return body
 
 
-def write_cell(run: Run, **changes: Any) -> None:
+def write_cell(run: CellRun, **changes: Any) -> None:
     """Write a cell with some of its keys changed, and the others as they are."""
     body = {"format_version": FORMAT_VERSION, "results": {}, "reports": {}, **read_cell(run.cell), **changes}
     run.cell.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def write_cell(run: Run, **changes: Any) -> None:
     write_text(run.cell, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def define(run: Run, definition: Mapping[str, Any]) -> None:
+def define(run: CellRun, definition: Mapping[str, Any]) -> None:
     """Begin the cell of a run. Raises UnusableError if the one that is there is of another definition."""
     if "definition" not in read_cell(run.cell):
         write_cell(run, definition=definition)
@@ -95,7 +95,7 @@ def check_definition(path: Path, definition: Mapping[str, Any], remedy: str) -> 
     compare(read_cell(path).get("definition", {}), definition, f"{path} is a cell", remedy)
 
 
-def keep_result(run: Run, column: str, result: Mapping[str, Any], report: Path | None = None) -> None:
+def keep_result(run: CellRun, column: str, result: Mapping[str, Any], report: Path | None = None) -> None:
     """Add a result to a cell, or the reason there is none: {"value": 1.5, "step": 100} or {"diverged": "..."}.
 
     Args:
@@ -112,13 +112,13 @@ def keep_result(run: Run, column: str, result: Mapping[str, Any], report: Path |
     write_cell(run, results={**body.get("results", {}), column: facts}, reports=reports)
 
 
-def read_result(run: Run, column: str) -> dict[str, Any] | None:
+def read_result(run: CellRun, column: str) -> dict[str, Any] | None:
     """Return what `keep_result` has kept; None if there is no result yet."""
     found: dict[str, Any] | None = read_cell(run.cell).get("results", {}).get(column)
     return found
 
 
-def report_of(run: Run, column: str) -> Report | None:
+def report_of(run: CellRun, column: str) -> Report | None:
     """Return the scores of every document behind a result; None if `dist-mem evaluate` has not measured it."""
     body = read_cell(run.cell)
     name = body.get("results", {}).get(column, {}).get("report")
@@ -129,7 +129,7 @@ def report_of(run: Run, column: str) -> Report | None:
     return report_from(body["reports"][name], run.cell)
 
 
-def finish(run: Run, **made: Any) -> None:
+def finish(run: CellRun, **made: Any) -> None:
     """Add to a cell how its training went, from its log, and `made`: where and when."""
     points = read_points(run.directory / METRICS_FILE)
     curve = [
@@ -140,17 +140,17 @@ def finish(run: Run, **made: Any) -> None:
     write_cell(run, curve=curve, made=made)
 
 
-def is_finished(run: Run) -> bool:
+def is_finished(run: CellRun) -> bool:
     return "made" in read_cell(run.cell)
 
 
-def speed_of(run: Run) -> float | None:
+def speed_of(run: CellRun) -> float | None:
     """Return the tokens/s of the training; None if its log has none."""
     found: float | None = read_cell(run.cell).get("made", {}).get("tokens_per_second")
     return found
 
 
-def take_over(run: Run, folder: Path, definition: Mapping[str, Any]) -> bool:
+def take_over(run: CellRun, folder: Path, definition: Mapping[str, Any]) -> bool:
     """Take over the finished cell of a folder, if this study has no finished one; return whether it did.
 
     Raises:
@@ -165,7 +165,7 @@ def take_over(run: Run, folder: Path, definition: Mapping[str, Any]) -> bool:
     return True
 
 
-def give(run: Run, folder: Path) -> None:
+def give(run: CellRun, folder: Path) -> None:
     """Copy a finished cell to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / run.cell.name, read_regular(run.cell).decode())

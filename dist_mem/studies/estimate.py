@@ -26,9 +26,17 @@ from dist_mem.errors import EXIT_REQUEUE, UnusableError
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.file_schema import check, number, read_json, record
 from dist_mem.runtime.files import make_folder, write_text
-from dist_mem.runtime.terminal import counted, table
-from dist_mem.studies.job import CommandError, Job, Place, build, for_each_run, left_to_measure, same_command
-from dist_mem.studies.runs import Run, evaluate_command, train_command, train_words
+from dist_mem.runtime.terminal import count_noun, table
+from dist_mem.studies.runs import CellRun, evaluate_command, train_command, train_words
+from dist_mem.studies.study_call import (
+    CommandError,
+    DeviceShare,
+    StudyCall,
+    build,
+    columns_left,
+    for_each_run,
+    same_command,
+)
 from dist_mem.tracking.log import METRICS_FILE, read_points
 from dist_mem.tracking.mlflow.client import connect
 
@@ -55,14 +63,16 @@ _TRIAL = record({part.name: number for part in fields(Trial)}, is_open=False)
 class Estimate(NamedTuple):
     """What one run will take."""
 
-    run: Run
+    run: CellRun
     steps: int
     tokens: int
     step_seconds: float
     seconds: float
 
 
-def estimate(job: Job, places: Sequence[Place]) -> tuple[list[Estimate], list[CommandError | UnusableError]]:
+def estimate(
+    job: StudyCall, places: Sequence[DeviceShare]
+) -> tuple[list[Estimate], list[CommandError | UnusableError]]:
     """Return the estimates of all runs that are not finished, and the errors of rows whose trial failed.
 
     The trial of a row is made once; its times are kept in the folder.
@@ -70,24 +80,24 @@ def estimate(job: Job, places: Sequence[Place]) -> tuple[list[Estimate], list[Co
     Raises:
         StoppedError: a signal was received.
     """
-    left = [item for item in job.runs if left_to_measure(job, item)]
+    left = [item for item in job.runs if columns_left(job, item)]
     first = {(item.row, item.point): item for item in reversed(left)}
-    untried = [item for item in first.values() if not _kept(item).exists()]
+    untried = [item for item in first.values() if not _estimate_file(item).exists()]
     store = job.out / _FOLDER / _STORE
     tracking = _make_store(store) if untried and _config(job, untried[0]).tracking.mlflow else []
     errors = for_each_run(job, untried[::-1], places, partial(_try, job, [*job.extra, *tracking]), restarts=0)
     shutil.rmtree(store, ignore_errors=True)
     found = []
     for item in left:
-        kept = _kept(first[item.row, item.point])
+        kept = _estimate_file(first[item.row, item.point])
         if kept.exists():
             body = read_json(kept, UnusableError, "; remove the file")
             check(body, _TRIAL, kept, UnusableError, "; remove the file")
-            found.append(_estimated(job, item, Trial(**body)))
+            found.append(_estimate_run(job, item, Trial(**body)))
     return found, errors
 
 
-def _kept(item: Run) -> Path:
+def _estimate_file(item: CellRun) -> Path:
     return item.out / _FOLDER / f"{replace(item, seed=0).name}.json"
 
 
@@ -101,7 +111,9 @@ def _make_store(folder: Path) -> list[str]:
     return [f"tracking.uri={uri}", f"tracking.experiment={_FOLDER}"]
 
 
-def _try(job: Job, given: Sequence[str], item: Run, report: Callable[[str], None], place: Place) -> None:
+def _try(
+    job: StudyCall, given: Sequence[str], item: CellRun, report: Callable[[str], None], place: DeviceShare
+) -> None:
     """Train a few steps of a row and measure its columns, and keep the times; `given`: overrides."""
     build(job, item, report)
     trial = replace(item, out=item.out / _FOLDER)
@@ -127,7 +139,7 @@ def _try(job: Job, given: Sequence[str], item: Run, report: Callable[[str], None
     of_run = points[-1].metrics
     evaluating, saving = (of_run[f"goodput/{part}"] * of_run["goodput/seconds"] for part in ("evaluation", "saving"))
     begin = time.monotonic()
-    columns = left_to_measure(job, item)
+    columns = columns_left(job, item)
     while columns:
         first = next(iter(columns.values()))
         command = evaluate_command(trial, first, given)
@@ -140,16 +152,16 @@ def _try(job: Job, given: Sequence[str], item: Run, report: Callable[[str], None
         measuring=time.monotonic() - begin,
         saving=saving,
     )
-    write_text(_kept(item), json_text(asdict(found)) + "\n")
+    write_text(_estimate_file(item), json_text(asdict(found)) + "\n")
     shutil.rmtree(trial.directory)
     report(f"{item.name}: {step:.3g} s per step")
 
 
-def _config(job: Job, item: Run) -> Config:
+def _config(job: StudyCall, item: CellRun) -> Config:
     return load_config(train_words(job.study, item, job.extra))
 
 
-def _estimated(job: Job, item: Run, trial: Trial) -> Estimate:
+def _estimate_run(job: StudyCall, item: CellRun, trial: Trial) -> Estimate:
     config = _config(job, item)
     plan = training_plan(config.data, config.train, open_index(config.data, config.data.train_split))
     try:
@@ -185,17 +197,17 @@ def report(found: Sequence[Estimate], *, num_places: int, ranks: int, device: st
     cells = [("row", "runs", "steps", "tokens", "s/step", "each")]
     for name, mine in rows.items():
         one = mine[0]
-        size = (f"{one.steps:,}", _short(one.tokens), f"{one.step_seconds:.3g}", duration(one.seconds))
+        size = (f"{one.steps:,}", _format_count(one.tokens), f"{one.step_seconds:.3g}", duration(one.seconds))
         cells.append((name, str(len(mine)), *size))
     yield from table(cells)
     total = sum(one.seconds for one in found)
     seconds = finish_seconds([one.seconds for one in found], num_places)
     end = datetime.fromtimestamp(time.time() + seconds).strftime("%Y-%m-%d %H:%M")
-    work = f"{_short(sum(one.tokens for one in found))} tokens, {total * ranks / 3600:.2g} {device}-hours"
-    yield f"{counted(len(found), 'run')}: {work}; with --jobs {num_places} about {duration(seconds)}, until {end}"
+    work = f"{_format_count(sum(one.tokens for one in found))} tokens, {total * ranks / 3600:.2g} {device}-hours"
+    yield f"{count_noun(len(found), 'run')}: {work}; with --jobs {num_places} about {duration(seconds)}, until {end}"
 
 
-def _short(number: float) -> str:
+def _format_count(number: float) -> str:
     """Format a count with three digits: 1.23 M."""
     for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
         if number >= size:

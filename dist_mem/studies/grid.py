@@ -18,14 +18,14 @@ from typing import Any, cast
 from dist_mem.config import Config
 from dist_mem.config.check import nearest
 from dist_mem.config.keys import find_key
-from dist_mem.config.values import Letters, settled, typed
+from dist_mem.config.values import Letters, convert_letters, untyped_values
 from dist_mem.errors import UnusableError
 
 Grid = Mapping[str, Sequence[Any]]  # key -> values
 Choice = tuple[tuple[str, Any], ...]  # a value of each key
 
 
-def settled_grid(tree: dict[str, Any]) -> dict[str, Any]:
+def settle_grid(tree: dict[str, Any]) -> dict[str, Any]:
     """Return the tree of a study with the values of its grid as the keys of a configuration read them."""
     grid, skip = tree.get("grid"), tree.get("skip")
     if isinstance(grid, Mapping):
@@ -35,7 +35,7 @@ def settled_grid(tree: dict[str, Any]) -> dict[str, Any]:
         tree = {**tree, "grid": {**grid, **lists}}
     if isinstance(skip, list):
         tree = {**tree, "skip": [_condition(each) if isinstance(each, Mapping) else each for each in skip]}
-    return cast(dict[str, Any], settled(tree))
+    return cast(dict[str, Any], untyped_values(tree))
 
 
 def _condition(written: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def _condition(written: Mapping[str, Any]) -> dict[str, Any]:
 def _value(key: str, written: Any) -> Any:
     """Return a value by the type of its key; an option of a memory, whose type is not known here, keeps its letters."""
     found = find_key(Config, key)
-    value = settled(written if found is None else typed(found.schema, written, key))
+    value = untyped_values(written if found is None else convert_letters(found.schema, written, key))
     is_other = isinstance(written, Letters) and found is None and json.dumps(value) != written
     return str(written) if is_other else value
 

@@ -22,25 +22,25 @@ from dist_mem.runtime.csv_text import csv_text
 from dist_mem.runtime.figures import NO_FIGURE
 from dist_mem.runtime.files import write_text
 from dist_mem.studies.budget import HEADING
-from dist_mem.studies.cells import Run, checksum, read_result, report_of
-from dist_mem.studies.job import Job
+from dist_mem.studies.cells import CellRun, checksum, read_result, report_of
 from dist_mem.studies.pictures import PARETO, by_result, draw, draw_comparison, has_means
-from dist_mem.studies.results import NOT_GIVEN, SHARES, Standing, cell, first_metric, standings, table_rows
+from dist_mem.studies.results import NOT_GIVEN, SHARES, RowSummary, cell, first_metric, standings, table_rows
 from dist_mem.studies.runs import (
     BITS,
+    columns_to_measure,
     evaluate_command,
     is_better_higher,
-    measured,
     runs_behind,
     shown_rows,
     train_command,
 )
 from dist_mem.studies.study import Study
+from dist_mem.studies.study_call import StudyCall
 
 PAGE, CSV, PICTURE = "table.md", "table.csv", "table.png"
 
 
-def write_results(job: Job, provenance: Mapping[str, str]) -> list[Path]:
+def write_results(job: StudyCall, provenance: Mapping[str, str]) -> list[Path]:
     """Write the files of the results, and return their paths."""
     study = job.study
     paths = [job.out / name for name in (PAGE, CSV, PICTURE)]
@@ -53,7 +53,7 @@ def write_results(job: Job, provenance: Mapping[str, str]) -> list[Path]:
 
 
 def to_markdown(
-    study: Study, runs: Sequence[Run], provenance: Mapping[str, str], found: Mapping[str, Standing] | None = None
+    study: Study, runs: Sequence[CellRun], provenance: Mapping[str, str], found: Mapping[str, RowSummary] | None = None
 ) -> str:
     """Return the table with its notes and, except at the paper's scale, a section with the paper's metrics.
 
@@ -81,7 +81,7 @@ def to_markdown(
         lines += [_about_interval(study, found, runs), ""]
         lines += [f"![Quality against cost]({PARETO})", ""] if has_means(found) else []
     lines += [f"- {study.rows[key].name}: {study.rows[key].note}" for key in shown if study.rows[key].note]
-    lines += [_chosen(study, runs, key) for key in shown if study.rows[key].best_of]
+    lines += [_chosen_line(study, runs, key) for key in shown if study.rows[key].best_of]
     left_out = [row.name for key, row in study.rows.items() if key not in shown_rows(study)]
     if left_out:
         lines.append(f"- not run at this scale: {'; '.join(left_out)}")
@@ -92,7 +92,7 @@ def to_markdown(
     return "\n".join(lines) + "\n"
 
 
-def _best_cells(study: Study, runs: Sequence[Run], found: Mapping[str, Standing]) -> set[tuple[str, str]]:
+def _best_cells(study: Study, runs: Sequence[CellRun], found: Mapping[str, RowSummary]) -> set[tuple[str, str]]:
     """Return the best row of each column of a study with a budget, (row, column); they are bold."""
     best = set()
     for name, column in study.columns.items():
@@ -110,14 +110,14 @@ def _budget_heading(study: Study, first: str) -> list[str]:
     return [f"{gain}, 95 %", *HEADING, "tokens/s"]
 
 
-def _budget_cells(study: Study, found: Standing) -> list[str]:
+def _budget_cells(study: Study, found: RowSummary) -> list[str]:
     form = ".3f" if first_metric(study).endswith("perplexity") else "+.3f"
     interval = "" if found.interval is None else found.interval.text(is_settled=found.is_settled, form=form)
     speed = NO_FIGURE if found.speed is None else f"{found.speed:,.0f}"
     return [interval, *found.costs.texts(), speed]
 
 
-def _about_interval(study: Study, found: Mapping[str, Standing], runs: Sequence[Run]) -> str:
+def _about_interval(study: Study, found: Mapping[str, RowSummary], runs: Sequence[CellRun]) -> str:
     """Return the sentences that say what the numbers and intervals of a study with a budget are."""
     seeds = ", ".join(map(str, sorted({run.seed for run in runs})))
     metric, name = first_metric(study), study.rows[next(iter(found))].name
@@ -153,7 +153,7 @@ def _number(value: float | None) -> str:
     return NOT_GIVEN if value is None else f"{value:g}"
 
 
-def _chosen(study: Study, runs: Sequence[Run], key: str) -> str:
+def _chosen_line(study: Study, runs: Sequence[CellRun], key: str) -> str:
     """Return a line that names the rows chosen on validation."""
     chosen = []
     for name in study.columns:
@@ -162,7 +162,7 @@ def _chosen(study: Study, runs: Sequence[Run], key: str) -> str:
     return f"- {study.rows[key].name}, chosen on validation: {'; '.join(chosen) or 'nothing yet'}"
 
 
-def to_csv(study: Study, runs: Sequence[Run], extra: Sequence[str]) -> str:
+def to_csv(study: Study, runs: Sequence[CellRun], extra: Sequence[str]) -> str:
     """Return a CSV of every cell: our metric, step, outcome, checksum and commands; at the paper's scale its metric.
 
     Args:
@@ -173,7 +173,7 @@ def to_csv(study: Study, runs: Sequence[Run], extra: Sequence[str]) -> str:
     lines[0] += ["sha256", "training", "evaluation"]
     for run in runs:
         training = _command(train_command(study, run, ranks=1, extra=extra))
-        for name, column in measured(study, run).items():
+        for name, column in columns_to_measure(study, run).items():
             result: dict[str, Any] = read_result(run, name) or {"to run": True}
             ended = next((word for word in ("diverged", "absent", "to run") if word in result), "evaluated")
             paper = [study.rows[run.row].paper.get(name, "")] if study.is_papers else []

@@ -22,22 +22,22 @@ from dist_mem.evaluation.plot import (
 from dist_mem.evaluation.plotting.style import add_grid, in_style, new_picture
 from dist_mem.runtime.figures import is_figure
 from dist_mem.runtime.files import write_text
-from dist_mem.studies.cells import Run, report_of
-from dist_mem.studies.job import Job
-from dist_mem.studies.results import Standing, cell, first_metric
+from dist_mem.studies.cells import CellRun, report_of
+from dist_mem.studies.results import RowSummary, cell, first_metric
 from dist_mem.studies.runs import (
     is_better_higher,
     runs_behind,
     shown_rows,
 )
 from dist_mem.studies.study import Study
+from dist_mem.studies.study_call import StudyCall
 
 PARETO, RECALL, RECALL_ACCURACY = "pareto.png", "recall.png", "recall_accuracy.png"
 DEPTH, DEPTHS = "depth.png", "depth.csv"
 
 
 @in_style
-def draw(study: Study, runs: Sequence[Run], path: Path) -> bool:
+def draw(study: Study, runs: Sequence[CellRun], path: Path) -> bool:
     """Plot a paper's figure as lines over its columns, or a table as points, with one colour per row.
 
     Without any figure nothing is drawn, and the result is False: empty axes would look as if there were one.
@@ -62,9 +62,11 @@ def draw(study: Study, runs: Sequence[Run], path: Path) -> bool:
         style = _Style(f"C{number}", study.rows[key].name, is_line=bool(study.x_axis))
         _draw_row(axes, places, found[key], papers[key], style)
     if not study.x_axis:
-        from dist_mem.evaluation.plotting.picture import drawable  # as it imports matplotlib, later than this module
+        from dist_mem.evaluation.plotting.picture import (
+            make_drawable,  # as it imports matplotlib, later than this module
+        )
 
-        axes.set_xticks(range(len(columns)), [drawable(name) for name in columns])
+        axes.set_xticks(range(len(columns)), [make_drawable(name) for name in columns])
     if any(value is not None for key in rows for value in papers[key]):
         axes.plot([], [], "--" if study.x_axis else "o", color="grey", markerfacecolor="white", label="the paper's")
     seeds = " (thin lines: lowest and highest seed)" if any(len(v) > 1 for key in rows for v in found[key]) else ""
@@ -101,7 +103,7 @@ def _draw_row(
         axes.errorbar(x, y, [[y - min(values)], [max(values) - y]], fmt="none", color="black", lw=0.8, capsize=2)
 
 
-def draw_comparison(job: Job, found: Mapping[str, Standing]) -> list[Path]:
+def draw_comparison(job: StudyCall, found: Mapping[str, RowSummary]) -> list[Path]:
     """Draw quality against cost, and what the data record of recall by distance and by depth; return the paths."""
     first = next(iter(job.study.columns))
     paths = [job.out / PARETO] if has_means(found) else []
@@ -127,24 +129,24 @@ def draw_comparison(job: Job, found: Mapping[str, Standing]) -> list[Path]:
     return paths
 
 
-def has_means(found: Mapping[str, Standing]) -> bool:
+def has_means(found: Mapping[str, RowSummary]) -> bool:
     return any(each.mean is not None for each in found.values())
 
 
-def best_rows(study: Study, found: Mapping[str, Standing]) -> list[str]:
+def best_rows(study: Study, found: Mapping[str, RowSummary]) -> list[str]:
     """Return the rows of a picture of lines: the first one, which all are compared with, and the best others."""
     first, *others = by_result(study, found)
     return [next(iter(found)), *(row for row in (first, *others) if row != next(iter(found)))][:MAX_LINES]
 
 
-def by_result(study: Study, found: Mapping[str, Standing]) -> list[str]:
+def by_result(study: Study, found: Mapping[str, RowSummary]) -> list[str]:
     """Return the rows from the best to the worst by their first column; those without a result come last."""
     sign = -1.0 if is_better_higher(first_metric(study)) else 1.0
     return sorted(found, key=lambda row: math.inf if (mean := found[row].mean) is None else sign * mean)
 
 
 @in_style
-def _draw_pareto(study: Study, found: Mapping[str, Standing], path: Path) -> None:
+def _draw_pareto(study: Study, found: Mapping[str, RowSummary], path: Path) -> None:
     """Draw the first column against what a row takes; the line joins those that nobody beats in both.
 
     What the budget made equal is left out: its differences come from whole updates and say nothing.

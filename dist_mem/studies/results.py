@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from dist_mem.evaluation.intervals import Interval, intervals, settled
+from dist_mem.evaluation.intervals import Interval, find_settled, intervals
 from dist_mem.evaluation.scores import METRICS, Report
 from dist_mem.runtime.figures import NO_FIGURE
 from dist_mem.studies.budget import Costs
-from dist_mem.studies.cells import Run, read_result, report_of, speed_of
+from dist_mem.studies.cells import CellRun, read_result, report_of, speed_of
 from dist_mem.studies.runs import (
     BITS,
     runs_behind,
@@ -63,7 +63,7 @@ def with_spread(mean: float, spread: float) -> str:
     return f"{mean:.{decimals}f} ± {spread:.{decimals}f}"
 
 
-def cell(runs: Sequence[Run], column: str) -> RowResult:
+def cell(runs: Sequence[CellRun], column: str) -> RowResult:
     """Return the results of a column over the runs of a row."""
     found = [read_result(run, column) for run in runs]
     values = [result["value"] for result in found if result is not None and "value" in result]
@@ -73,7 +73,7 @@ def cell(runs: Sequence[Run], column: str) -> RowResult:
     return RowResult(values, diverged, absent, missing=found.count(None), in_bits=bits)
 
 
-class Standing(NamedTuple):
+class RowSummary(NamedTuple):
     """What a row reached within its budget, and what it took."""
 
     mean: float | None  # of the first column
@@ -83,18 +83,18 @@ class Standing(NamedTuple):
     speed: float | None  # tokens/s of a training, the median of its points; the mean over the seeds
 
 
-def standings(study: Study, runs: Sequence[Run], costs: Mapping[str, Costs]) -> dict[str, Standing]:
+def standings(study: Study, runs: Sequence[CellRun], costs: Mapping[str, Costs]) -> dict[str, RowSummary]:
     """Return what is known of every row of a study with a budget, in the order of the file."""
     name, column = next(iter(study.columns.items()))
     rows = {row: runs_behind(study, runs, row, name) for row in (table_rows(study) if costs else ())}
     scored = {row: [report for run in mine if (report := report_of(run, name))] for row, mine in rows.items()}
     gains = gains_of_rows(scored, column.metric)
-    marked = settled(gains)
+    marked = find_settled(gains)
     found = {}
     for row, mine in rows.items():
         speeds = [speed for run in mine if (speed := speed_of(run)) is not None]
         own, gain = costs[(study.rows[row].best_of or [row])[0]], gains.get(row)
-        found[row] = Standing(
+        found[row] = RowSummary(
             cell(mine, name).mean,
             gain if isinstance(gain, Interval) else None,
             row in marked,

@@ -29,18 +29,18 @@ from dist_mem.estimate.vocabulary import ASSUMED_VOCAB_SIZE
 from dist_mem.memory import memory_options
 from dist_mem.model import describe
 from dist_mem.studies.budget import apply_budget
-from dist_mem.studies.cells import Run
+from dist_mem.studies.cells import CellRun
 from dist_mem.studies.definition import Settings
 from dist_mem.studies.runs import all_runs, columns_at, rows_behind, shown_rows, train_words
-from dist_mem.studies.study import Row, Study
+from dist_mem.studies.study import Study, StudyRow
 
 _WIDTH = 120
 
 
-class Checked(NamedTuple):
+class CheckedRow(NamedTuple):
     """One row at one point, whose settings a training accepts."""
 
-    run: Run
+    run: CellRun
     config: Config
     settings: Settings
 
@@ -57,11 +57,11 @@ def check(study: Study, *, rows: Sequence[str], seeds: Sequence[int], ranks: int
     checked, refused = [], []
     for run in _representatives(study, seeds or study.seeds, requested):
         try:
-            checked.append(_resolved(study, run, extra))
+            checked.append(_resolve(study, run, extra))
         except UnusableError as error:
             refused.append(str(error))
     checked = [one for one in checked if one.run.seed == (seeds or study.seeds)[0]]
-    shared = _shared(one.settings for one in checked)
+    shared = _shared_settings(one.settings for one in checked)
     _print_settings(shared)
     _print_points(study, checked, shared)
     shown = rows or shown_rows(study)
@@ -79,7 +79,7 @@ def check(study: Study, *, rows: Sequence[str], seeds: Sequence[int], ranks: int
     return EXIT_USAGE if refused else EXIT_DONE
 
 
-def _refusals(study: Study, one: Checked, extra: Sequence[str], ranks: int = 0) -> Iterator[str]:
+def _refusals(study: Study, one: CheckedRow, extra: Sequence[str], ranks: int = 0) -> Iterator[str]:
     """Check a run further, print its size and data for so many ranks (0: not), and yield why it cannot be run."""
     try:
         _check_further(study, one, extra)
@@ -100,26 +100,26 @@ def check_rows(study: Study, extra: Sequence[str], rows: Sequence[str] = ()) -> 
         UnusableError: for the first row that cannot be run; nothing is allocated or started.
     """
     for run in _representatives(study, study.seeds, rows):
-        _check_further(study, _resolved(study, run, extra), extra)
+        _check_further(study, _resolve(study, run, extra), extra)
 
 
-def _representatives(study: Study, seeds: Sequence[int], rows: Sequence[str]) -> list[Run]:
+def _representatives(study: Study, seeds: Sequence[int], rows: Sequence[str]) -> list[CellRun]:
     """Return the runs whose check is that of all: every row with the first seed, and one row with the others."""
     first, *others = seeds
-    chosen = rows or list(study.trained)
+    chosen = rows or list(study.trained_rows)
     return all_runs(study, Path(), [first], chosen) + (all_runs(study, Path(), others, chosen[:1]) if others else [])
 
 
-def _resolved(study: Study, run: Run, extra: Sequence[str]) -> Checked:
+def _resolve(study: Study, run: CellRun, extra: Sequence[str]) -> CheckedRow:
     """Return the settings of a run: its keys, its seed. Raises UnusableError, which names the study and the row."""
     try:
         config = load_config(train_words(study, run, extra), memory_options=memory_options)
     except UnusableError as error:
         raise UnusableError(f"{_title(study, run)}: {error}") from error
-    return Checked(run, config, select_keys(as_tree(config), affects=RESULT | SCORE | SPEED))
+    return CheckedRow(run, config, select_keys(as_tree(config), affects=RESULT | SCORE | SPEED))
 
 
-def _check_further(study: Study, one: Checked, extra: Sequence[str]) -> None:
+def _check_further(study: Study, one: CheckedRow, extra: Sequence[str]) -> None:
     """Check the model of a run, and of its columns the overrides and the splits.
 
     Raises:
@@ -141,7 +141,7 @@ def _check_further(study: Study, one: Checked, extra: Sequence[str]) -> None:
         raise UnusableError(f"{where}: {error}") from error
 
 
-def _title(study: Study, run: Run) -> str:
+def _title(study: Study, run: CellRun) -> str:
     return f"{study.path}: row {run.row}{f' at {run.point}' if run.point else ''}"
 
 
@@ -155,7 +155,7 @@ def _is_built(data: DataConfig) -> bool:
     return (local_dir(data) / JSON_NAME).exists()
 
 
-def _lines(study: Study, one: Checked, ranks: int) -> list[tuple[str, str]]:
+def _lines(study: Study, one: CheckedRow, ranks: int) -> list[tuple[str, str]]:
     """Return label and text: size, data, missing weights. Raises ValueError if the data do not fit."""
     config, point = one.config, study.points[one.run.point]
     missing = _missing_weights(config.model)
@@ -184,7 +184,7 @@ def _size_lines(spec: ModelSpec) -> Iterator[tuple[str, str]]:
         yield "multiply_adds", f"{flops.scoring / 2e6:,.1f} M per predicted token"  # torch counts two for one
 
 
-def _shared(many: Iterable[Settings]) -> Settings:
+def _shared_settings(many: Iterable[Settings]) -> Settings:
     """Return the settings that all have with the same value."""
     first, *rest = [dict(one) for one in many] or [{}]
     return {key: value for key, value in first.items() if all(key in one and one[key] == value for one in rest)}
@@ -209,19 +209,19 @@ def _value(value: Any) -> str:
     return str(text).replace(" ", "")
 
 
-def _print_points(study: Study, checked: Sequence[Checked], shared: Settings) -> None:
+def _print_points(study: Study, checked: Sequence[CheckedRow], shared: Settings) -> None:
     """Print the settings that the rows share at one named point only, and how to build missing data."""
     for name, point in study.points.items():
         mine = [one for one in checked if one.run.point == name]
         if name:
             print(f"\nat {name}:")
-            here = _shared(one.settings for one in mine)
+            here = _shared_settings(one.settings for one in mine)
             _print_settings({key: value for key, value in here.items() if key not in shared})
         if point.made_by and not all(_is_built(one.config.data) for one in mine):
             _print_labelled("data built by", point.made_by)
 
 
-def _print_settings_of(study: Study, key: str, checked: Sequence[Checked], *, known: Settings) -> None:
+def _print_settings_of(study: Study, key: str, checked: Sequence[CheckedRow], *, known: Settings) -> None:
     """Print the name of a row, and its settings that are not known of all rows."""
     row = study.rows[key]
     print(f"\n{key}: {row.name}{f' ({row.note})' if row.note else ''}")
@@ -229,11 +229,11 @@ def _print_settings_of(study: Study, key: str, checked: Sequence[Checked], *, kn
         for name in study.points:
             behind = ", ".join(rows_behind(study, key, name)) or "none"
             print(f"  best on validation{f' at {name}' if name else ''} of: {behind}")
-    settings = _shared(one.settings for one in checked)
+    settings = _shared_settings(one.settings for one in checked)
     _print_settings({name: value for name, value in settings.items() if name not in known})
 
 
-def _print_lines(study: Study, one: Checked, ranks: int) -> None:
+def _print_lines(study: Study, one: CheckedRow, ranks: int) -> None:
     """Print size and data of a row at one point. Raises UnusableError if the data do not fit."""
     at = f"at {one.run.point}: " if one.run.point else ""
     try:
@@ -244,10 +244,10 @@ def _print_lines(study: Study, one: Checked, ranks: int) -> None:
         _print_labelled(label, f"{at}{text}{_papers_size(study.rows[one.run.row], label)}")
 
 
-def _print_papers(row: Row) -> None:
+def _print_papers(row: StudyRow) -> None:
     if row.paper:
         _print_labelled("the paper", ", ".join(f"{name} {value:g}" for name, value in row.paper.items()))
 
 
-def _papers_size(row: Row, label: str) -> str:
+def _papers_size(row: StudyRow, label: str) -> str:
     return f" (the paper: {row.sizes[label] / 1e6:g} M)" if label in row.sizes else ""

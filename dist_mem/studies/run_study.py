@@ -23,26 +23,14 @@ from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE, Un
 from dist_mem.launch.submit import submit_array
 from dist_mem.memory import memory_options
 from dist_mem.runtime.files import free_name, read_regular, write_text
-from dist_mem.runtime.locks import held_folder
+from dist_mem.runtime.locks import hold_folder
 from dist_mem.runtime.ranks import names_of_gpus
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.runtime.terminal import counted, listed, table
+from dist_mem.runtime.terminal import count_noun, list_names, table
 from dist_mem.studies import estimate
 from dist_mem.studies.budget import HEADING, Costs, apply_budget
-from dist_mem.studies.cells import Run, define, take_over
+from dist_mem.studies.cells import CellRun, define, take_over
 from dist_mem.studies.definition import Settings
-from dist_mem.studies.job import (
-    CommandError,
-    Job,
-    Place,
-    StoppedError,
-    begin,
-    build,
-    for_each_run,
-    left_to_measure,
-    places,
-    run_one,
-)
 from dist_mem.studies.page import write_results
 from dist_mem.studies.parent_run import ParentRun
 from dist_mem.studies.results import cell
@@ -59,7 +47,19 @@ from dist_mem.studies.runs import (
     with_done,
 )
 from dist_mem.studies.study import MAX_RUNS, check_seeds, load_study
-from dist_mem.studies.tuning import chosen, grids_of, trials_of
+from dist_mem.studies.study_call import (
+    CommandError,
+    DeviceShare,
+    StudyCall,
+    StudyStoppedError,
+    begin,
+    build,
+    columns_left,
+    for_each_run,
+    places,
+    run_one,
+)
+from dist_mem.studies.tuning import choose_best, grids_of, trials_of
 from dist_mem.tracking.mlflow.client import first_line
 from dist_mem.tracking.provenance import git_state, versions
 
@@ -67,7 +67,7 @@ _RESTARTS = 3  # of a run that died
 
 
 @dataclass(frozen=True)
-class Request:
+class StudyRequest:
     """What is asked of a study."""
 
     study: str  # its path, or its name in configs/tables
@@ -88,7 +88,7 @@ class Request:
     run: bool = True  # False: end after the estimate
 
 
-def run(asked: Request) -> int:
+def run(asked: StudyRequest) -> int:
     """Run the command and return the exit code of the process; the same call continues a stopped one.
 
     Raises:
@@ -105,7 +105,7 @@ def run(asked: Request) -> int:
     if unknown:
         at = f" at scale {study.scale}" if study.scale else ""
         close = hint(unknown[0], known)
-        raise UnusableError(f"{unknown[0]!r} is not a row of {study.name}{at}{close}; rows are{listed(known)}")
+        raise UnusableError(f"{unknown[0]!r} is not a row of {study.name}{at}{close}; rows are{list_names(known)}")
     if asked.check:
         return check(study, rows=asked.rows, seeds=asked.seeds, ranks=asked.ranks, extra=extra)
     out = asked.out or Path("runs") / asked.command / ".".join(filter(None, (study.name, study.scale)))
@@ -113,20 +113,20 @@ def run(asked: Request) -> int:
     runs = all_runs(study, out, asked.seeds, requested)
     if not study.budget:
         check_rows(study, extra, requested)  # what is refused leaves no folder behind
-    with held_folder(out, str(out)), StopSignal() as signal:
-        job = Job(study, out, runs, asked.ranks, extra, signal, cells=asked.cells, made=_made())
+    with hold_folder(out, str(out)), StopSignal() as signal:
+        job = StudyCall(study, out, runs, asked.ranks, extra, signal, cells=asked.cells, made=_origin())
         if study.budget or study.tune.grid or study.tune.rows:
             build(job, runs[0], print)  # the sizes depend on the vocabulary
         try:
             code = None if asked.plan else _tune(job, asked)
-        except StoppedError:
-            code = _stopped(out)
+        except StudyStoppedError:
+            code = _stop_code(out)
         if code is not None:
             return code
         if study.budget:
             job.costs = apply_budget(study, partial(_with_extra, extra=extra))
             check_rows(study, extra, requested)
-            print(_plan(job.costs), flush=True)
+            print(_cost_table(job.costs), flush=True)
         if asked.plan:
             return EXIT_DONE
         take_cells(job, print)
@@ -135,11 +135,11 @@ def run(asked: Request) -> int:
         return _run(job, asked)
 
 
-def _tune(job: Job, asked: Request) -> int | None:
+def _tune(job: StudyCall, asked: StudyRequest) -> int | None:
     """Give every row its best settings; return an exit code if the call ends here, since trials are still to be run.
 
     Raises:
-        StoppedError: a signal was received.
+        StudyStoppedError: a signal was received.
         UnusableError: a row's trials cannot be run.
     """
     grids = grids_of(job)
@@ -152,7 +152,7 @@ def _tune(job: Job, asked: Request) -> int | None:
         trials.costs = apply_budget(trials.study, partial(_with_extra, extra=job.extra))
         check_rows(trials.study, job.extra)
         take_cells(trials, print)
-        left = [item for item in trials.runs if left_to_measure(trials, item)]
+        left = [item for item in trials.runs if columns_left(trials, item)]
         if left and asked.launch is not None:
             return _submit(trials, asked.launch, at_once=asked.jobs)
         if left and asked.estimate and (is_first or not asked.run):
@@ -162,8 +162,8 @@ def _tune(job: Job, asked: Request) -> int | None:
         if asked.run:
             errors = for_each_run(trials, trials.runs, everywhere, partial(run_one, trials), restarts=_RESTARTS)
             if errors:
-                return _failed(errors)
-        found, wider = chosen(trials, grids)
+                return _failure_code(errors)
+        found, wider = choose_best(trials, grids)
         if wider == grids:
             break
         grids, is_first = wider, False
@@ -173,18 +173,18 @@ def _tune(job: Job, asked: Request) -> int | None:
     return None
 
 
-def _stopped(out: Path) -> int:
+def _stop_code(out: Path) -> int:
     print(f"stopped; the same command continues from here: {out}", file=sys.stderr)
     return EXIT_REQUEUE
 
 
-def _failed(errors: Sequence[CommandError | UnusableError]) -> int:
+def _failure_code(errors: Sequence[CommandError | UnusableError]) -> int:
     for error in errors:
         print(f"error: {error}", file=sys.stderr)
     return EXIT_USAGE if all(isinstance(error, UnusableError) for error in errors) else EXIT_FAILED
 
 
-def _places(job: Job, asked: Request) -> list[Place]:
+def _places(job: StudyCall, asked: StudyRequest) -> list[DeviceShare]:
     gpus = names_of_gpus(torch.cuda.device_count())
     return places(asked.jobs, job.ranks, num_cores=os.cpu_count() or 1, gpus=gpus)
 
@@ -193,11 +193,11 @@ def _with_extra(words: Sequence[str], *, extra: Sequence[str]) -> Config:
     return load_config([*words, *extra], memory_options=memory_options)
 
 
-def _plan(costs: Mapping[str, Costs]) -> str:
+def _cost_table(costs: Mapping[str, Costs]) -> str:
     return "\n".join(table([["row", *HEADING], *([name, *each.texts()] for name, each in costs.items())]))
 
 
-def take_cells(job: Job, report: Callable[[str], None]) -> None:
+def take_cells(job: StudyCall, report: Callable[[str], None]) -> None:
     """Take over the finished cells of the folder given, and check that all that are there are of this definition.
 
     Raises:
@@ -210,22 +210,22 @@ def take_cells(job: Job, report: Callable[[str], None]) -> None:
     for item in with_done(job.study, job.out, job.runs):
         if item.cell.exists():
             define(item, definition(item))
-            left_to_measure(job, item)
+            columns_left(job, item)
         else:
             check_trained(job.study, item, job.extra, definition(item))
 
 
-def _definition(job: Job, item: Run) -> Settings:
+def _definition(job: StudyCall, item: CellRun) -> Settings:
     return definition_of(job.study, item, job.extra, ranks=job.ranks)
 
 
-def _submit(job: Job, launch: LaunchConfig, *, at_once: int) -> int:
+def _submit(job: StudyCall, launch: LaunchConfig, *, at_once: int) -> int:
     """Submit the runs that are not finished as a job array, one job each; once they have ended, a call measures them.
 
     Args:
         at_once: jobs at the same time.
     """
-    left = [item for item in job.runs if left_to_measure(job, item)]
+    left = [item for item in job.runs if columns_left(job, item)]
     if not left:
         raise UnusableError(f"{job.out}: all runs are finished; `{job.study.source}` prints the table")
     for item in left:
@@ -238,15 +238,15 @@ def _submit(job: Job, launch: LaunchConfig, *, at_once: int) -> int:
     return submit_array(list_of_runs, launch, num_tasks=len(left), at_once=at_once, name=job.study.name)
 
 
-def _run(job: Job, asked: Request) -> int:
+def _run(job: StudyCall, asked: StudyRequest) -> int:
     """Estimate and run the runs of a job, several at one time, and write the results; see `run`."""
     everywhere = _places(job, asked)
     rows, seeds = ({getattr(item, part) for item in job.runs} for part in ("row", "seed"))
-    runs = counted(len(job.runs), "run")
-    print(f"{counted(len(rows), 'row')} with {counted(len(seeds), 'seed')}: {runs}", file=sys.stderr)
+    runs = count_noun(len(job.runs), "run")
+    print(f"{count_noun(len(rows), 'row')} with {count_noun(len(seeds), 'seed')}: {runs}", file=sys.stderr)
     try:
         seconds = _estimate(job, everywhere) if asked.estimate else None
-    except StoppedError:
+    except StudyStoppedError:
         return EXIT_REQUEUE
     if not asked.run:
         return EXIT_DONE
@@ -258,7 +258,7 @@ def _run(job: Job, asked: Request) -> int:
     return code
 
 
-def _estimate(job: Job, everywhere: Sequence[Place]) -> float | None:
+def _estimate(job: StudyCall, everywhere: Sequence[DeviceShare]) -> float | None:
     """Print what the study will take; return its seconds, None if all is finished."""
     found, errors = estimate.estimate(job, everywhere)
     if errors:
@@ -270,19 +270,19 @@ def _estimate(job: Job, everywhere: Sequence[Place]) -> float | None:
     return estimate.finish_seconds([one.seconds for one in found], len(everywhere))
 
 
-def run_study(job: Job, everywhere: Sequence[Place]) -> int:
+def run_study(job: StudyCall, everywhere: Sequence[DeviceShare]) -> int:
     """Run all runs of a study, write its results, and return the exit code of the process."""
     parent = _parent(job)
     code, status = EXIT_FAILED, "FAILED"
     try:
         errors = for_each_run(job, job.runs, everywhere, partial(run_one, job), restarts=_RESTARTS)
         if errors:
-            code = _failed(errors)
+            code = _failure_code(errors)
         else:
             _draw_figures(job)
             code, status = EXIT_DONE, "FINISHED"
-    except StoppedError:
-        code, status = _stopped(job.out), "KILLED"
+    except StudyStoppedError:
+        code, status = _stop_code(job.out), "KILLED"
     job.runs = with_done(job.study, job.out, job.runs)
     paths: list[Path] = []
     try:
@@ -295,7 +295,7 @@ def run_study(job: Job, everywhere: Sequence[Place]) -> int:
     return code
 
 
-def _draw_figures(job: Job) -> None:
+def _draw_figures(job: StudyCall) -> None:
     """Draw the figures of the study; one that its runs do not give, as one that diverged, is left out and said."""
     for name, command in figure_commands(job.study, job.runs, job.out, job.extra).items():
         try:
@@ -305,7 +305,7 @@ def _draw_figures(job: Job) -> None:
             print(f"{name} is not drawn: {error}", file=sys.stderr)
 
 
-def _made() -> dict[str, str]:
+def _origin() -> dict[str, str]:
     """Return the date, the commit and the versions that make results."""
     state = git_state()
     commit = state.tags.get("mlflow.source.git.commit", "unknown")[:12]
@@ -313,7 +313,7 @@ def _made() -> dict[str, str]:
     return {"date": datetime.now(UTC).date().isoformat(), "commit": commit, **versions()}
 
 
-def _provenance(job: Job) -> dict[str, str]:
+def _provenance(job: StudyCall) -> dict[str, str]:
     seeds = sorted({item.seed for item in job.runs})
     provenance = {**{name: job.made[name] for name in ("date", "commit")}, "seeds": ", ".join(map(str, seeds))}
     provenance["every row"] = f"`{shlex.join(job.study.train)}`"
@@ -322,7 +322,7 @@ def _provenance(job: Job) -> dict[str, str]:
     return provenance
 
 
-def _parent(job: Job) -> ParentRun | None:
+def _parent(job: StudyCall) -> ParentRun | None:
     """Return the parent run of all trainings in MLflow; None if tracking is off or MLflow fails.
 
     Raises:
@@ -350,7 +350,7 @@ def _parent(job: Job) -> ParentRun | None:
     return parent
 
 
-def _close(parent: ParentRun, job: Job, paths: Sequence[Path], status: str) -> None:
+def _close(parent: ParentRun, job: StudyCall, paths: Sequence[Path], status: str) -> None:
     """Send the table to MLflow; if that fails, print how to send it again, since the files have all results."""
     try:
         parent.close(_means(job), paths, [item.directory for item in job.runs], status=status)
@@ -360,7 +360,7 @@ def _close(parent: ParentRun, job: Job, paths: Sequence[Path], status: str) -> N
         )
 
 
-def _means(job: Job) -> dict[str, float]:
+def _means(job: StudyCall) -> dict[str, float]:
     """Return means over seeds, for the parent run, by "row/column": "transformer_xl/test"."""
     found = {
         f"{row}/{name}": cell(mine, name).mean

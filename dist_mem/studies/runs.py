@@ -30,7 +30,7 @@ from dist_mem.memory.outside import sources
 from dist_mem.runtime.children import launcher
 from dist_mem.runtime.figures import is_figure
 from dist_mem.runtime.file_schema import check, integer, metric, optional, read_json, record, table
-from dist_mem.studies.cells import CELLS, Run, read_result
+from dist_mem.studies.cells import CELLS, CellRun, read_result
 from dist_mem.studies.definition import Settings, compare, settings_of
 from dist_mem.studies.study import Column, Study
 
@@ -40,42 +40,42 @@ _GROWING = ("accuracy", "whole_answers", "recall_accuracy", "dialogue_f1", "dial
 BITS = "bits_per_byte"
 
 
-def all_runs(study: Study, out: Path, seeds: Sequence[int] = (), rows: Collection[str] = ()) -> list[Run]:
+def all_runs(study: Study, out: Path, seeds: Sequence[int] = (), rows: Collection[str] = ()) -> list[CellRun]:
     """Return the runs of a study, seed by seed, so that the table is complete as early as possible.
 
     Args:
         seeds: empty: those of the study.  rows: empty: all.
     """
     return [
-        Run(row, name, seed, out)
+        CellRun(row, name, seed, out)
         for seed in seeds or study.seeds
         for name, point in study.points.items()
-        for row in study.trained
-        if row in (rows or study.trained) and row not in point.without
+        for row in study.trained_rows
+        if row in (rows or study.trained_rows) and row not in point.without
     ]
 
 
-def train_split_of(study: Study, run: Run, extra: Sequence[str]) -> str:
+def train_split_of(study: Study, run: CellRun, extra: Sequence[str]) -> str:
     """Return `data.train_split` of a run; its other keys are not checked, as a budget sets some of them later."""
     blocks = [source.tree.get("data") for source in read_sources(train_words(study, run, extra))]
     found = [block["train_split"] for block in blocks if isinstance(block, Mapping) and "train_split" in block]
     return str([DataConfig().train_split, *found][-1])
 
 
-def data_of(study: Study, run: Run) -> str:
+def data_of(study: Study, run: CellRun) -> str:
     """Return the data directory of a run: its row's `data.path=`, else its point's."""
-    paths = [word.partition("=")[2] for word in study.trained[run.row] if word.startswith("data.path=")]
+    paths = [word.partition("=")[2] for word in study.trained_rows[run.row] if word.startswith("data.path=")]
     return paths[-1] if paths else study.points[run.point].data
 
 
-def with_done(study: Study, out: Path, requested: Sequence[Run]) -> list[Run]:
+def with_done(study: Study, out: Path, requested: Sequence[CellRun]) -> list[CellRun]:
     """Return the requested runs and all others that earlier calls measured, since the table shows them too."""
     found = [re.search(r"seed(\d+)$", path.stem) for path in (out / CELLS).glob("*.json")]
     seeds = sorted({run.seed for run in requested} | {int(match[1]) for match in found if match})
     return [run for run in all_runs(study, out, seeds) if run in requested or is_measured(study, run)]
 
 
-def is_measured(study: Study, run: Run) -> bool:
+def is_measured(study: Study, run: CellRun) -> bool:
     """Return whether a run has any result."""
     return any(read_result(run, name) is not None for name in columns_at(study, run.point))
 
@@ -92,7 +92,7 @@ def rows_behind(study: Study, row: str, point: str | None = None) -> list[str]:
         point: return only the rows run at this point; None: all.
     """
     without = [] if point is None else study.points[point].without
-    return [name for name in study.rows[row].best_of or [row] if name in study.trained and name not in without]
+    return [name for name in study.rows[row].best_of or [row] if name in study.trained_rows and name not in without]
 
 
 def shown_rows(study: Study) -> list[str]:
@@ -100,7 +100,7 @@ def shown_rows(study: Study) -> list[str]:
     return [row for row in study.rows if rows_behind(study, row)]
 
 
-def measured(study: Study, run: Run) -> dict[str, Column]:
+def columns_to_measure(study: Study, run: CellRun) -> dict[str, Column]:
     """Return the columns to measure for a run; for a candidate of a `best_of` row also each column on validation."""
     columns = columns_at(study, run.point)
     if run.row not in study.candidates:
@@ -108,7 +108,7 @@ def measured(study: Study, run: Run) -> dict[str, Column]:
     return {_on_validation(name): replace(column, split="validation") for name, column in columns.items()} | columns
 
 
-def runs_behind(study: Study, runs: Sequence[Run], row: str, name: str) -> list[Run]:
+def runs_behind(study: Study, runs: Sequence[CellRun], row: str, name: str) -> list[CellRun]:
     """Return the runs, one per seed, whose metrics a cell of the table shows."""
     column = study.columns[name]
     behind = rows_behind(study, row, column.point)
@@ -119,7 +119,7 @@ def runs_behind(study: Study, runs: Sequence[Run], row: str, name: str) -> list[
     return [_best([replace(mine[0], row=other, seed=seed) for other in behind], name, column) for seed in seeds]
 
 
-def _best(runs: Sequence[Run], name: str, column: Column) -> Run:
+def _best(runs: Sequence[CellRun], name: str, column: Column) -> CellRun:
     """Return the best run of one seed, or the first run that is not measured yet, even if it was not requested."""
     results = [read_result(run, _on_validation(name)) for run in runs]
     if None in results:
@@ -148,33 +148,40 @@ def _on_validation(name: str) -> str:
     return f"{name} on validation"
 
 
-def train_command(study: Study, run: Run, *, ranks: int, extra: Sequence[str], devices: str | None = None) -> list[str]:
+def train_command(
+    study: Study, run: CellRun, *, ranks: int, extra: Sequence[str], devices: str | None = None
+) -> list[str]:
     """Return the command of a training, through a launcher for several ranks; `devices` as in `launcher`."""
     return [*launcher(ranks, devices), "train", *train_words(study, run, extra)]
 
 
-def train_words(study: Study, run: Run, extra: Sequence[str]) -> list[str]:
+def train_words(study: Study, run: CellRun, extra: Sequence[str]) -> list[str]:
     """Return the configurations and overrides of a training, for `dist-mem train` or `load_config`."""
     return [
-        *(*study.train, *study.trained[run.row], *study.points[run.point].train, f"data.path={data_of(study, run)}"),
+        *(
+            *study.train,
+            *study.trained_rows[run.row],
+            *study.points[run.point].train,
+            f"data.path={data_of(study, run)}",
+        ),
         *(f"train.seed={run.seed}", f"data.seed={run.seed}", f"name={run.name}", f"run_dir={run.directory}", *extra),
     ]
 
 
-def definition_of(study: Study, run: Run, extra: Sequence[str], *, ranks: int) -> Settings:
+def definition_of(study: Study, run: CellRun, extra: Sequence[str], *, ranks: int) -> Settings:
     """Return what a run is: its settings, its ranks, and fingerprints of its memory files and of its splits.
 
     The splits are left out unless all are built, and the data of a curriculum's earlier stages in any case.
     """
     config = load_config(train_words(study, run, extra), memory_options=memory_options)
-    splits = sorted({config.data.train_split, *(column.split for column in measured(study, run).values())})
+    splits = sorted({config.data.train_split, *(column.split for column in columns_to_measure(study, run).values())})
     is_built = all((Path(config.data.path) / split / INDEX_NAME).exists() for split in splits)
     prints = {f"data/{split}": open_index(config.data, split).fingerprint for split in splits if is_built}
     memories = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in sources(config.memory).items()}
     return {"ranks": ranks, **settings_of(config), **memories, **prints}
 
 
-def check_trained(study: Study, run: Run, extra: Sequence[str], definition: Settings) -> None:
+def check_trained(study: Study, run: CellRun, extra: Sequence[str], definition: Settings) -> None:
     """Check that a training in the run directory is of this definition; for a run whose cell has been removed.
 
     Keys such as optimizer.lr may change when a run resumes, and a finished run does not even start: without this check
@@ -198,7 +205,7 @@ def check_trained(study: Study, run: Run, extra: Sequence[str], definition: Sett
     compare(trained, definition, f"{run.directory} is a training", "give another --out, or remove it")
 
 
-def evaluate_command(run: Run, column: Column, extra: Sequence[str]) -> list[str]:
+def evaluate_command(run: CellRun, column: Column, extra: Sequence[str]) -> list[str]:
     """Return the arguments of `dist-mem evaluate`, or of the other command that measures the column."""
     overrides = _of_evaluations(extra)
     return [*launcher(1), column.command, str(run.directory), "--split", column.split, *column.evaluate, *overrides]
@@ -208,7 +215,7 @@ def _of_evaluations(extra: Sequence[str]) -> list[str]:
     return [text for text in extra if text.startswith(("eval.", "tracking."))]
 
 
-def figure_commands(study: Study, runs: Sequence[Run], out: Path, extra: Sequence[str]) -> dict[str, list[str]]:
+def figure_commands(study: Study, runs: Sequence[CellRun], out: Path, extra: Sequence[str]) -> dict[str, list[str]]:
     """Return the arguments of `dist-mem figure` for each figure of the study whose rows are all among the runs."""
     first = {run.row: str(run.directory) for run in reversed(runs)}
     return {
@@ -221,7 +228,7 @@ def figure_commands(study: Study, runs: Sequence[Run], out: Path, extra: Sequenc
     }
 
 
-def newest_report(run: Run, column: Column) -> Path:
+def newest_report(run: CellRun, column: Column) -> Path:
     """Return the report of the measurement that has just ended.
 
     Raises:

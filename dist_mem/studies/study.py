@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_mem.config import read_block
-from dist_mem.config.check import hint, shown
+from dist_mem.config.check import format_value, hint
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.scores import BANDS, METRICS
 from dist_mem.evaluation.scores import RECALL_METRICS as RECALL
@@ -38,9 +38,9 @@ from dist_mem.papers.dialogue.scores import DIALOGUE_METRICS
 from dist_mem.papers.regression_error import METRICS as REGRESSION_METRICS
 from dist_mem.runtime.files import is_file
 from dist_mem.runtime.names import check_plain
-from dist_mem.runtime.shipped import say_where_from, shipped_path
-from dist_mem.runtime.terminal import counted, listed
-from dist_mem.studies.grid import combinations, settled_grid, trial_label
+from dist_mem.runtime.shipped_files import say_where_from, shipped_path
+from dist_mem.runtime.terminal import count_noun, list_names
+from dist_mem.studies.grid import combinations, settle_grid, trial_label
 
 FOLDER = Path("configs") / "tables"  # of the studies that have a name
 MAX_RUNS = 1000  # unless the command says more
@@ -60,7 +60,7 @@ MEASURES = {
 
 
 @dataclass
-class Row:
+class StudyRow:
     """One system of the table. A file may give a list in its place: that of `train`."""
 
     name: str = ""  # as in the paper; "": its key
@@ -84,7 +84,7 @@ class Column:
 
 
 @dataclass
-class Point:
+class GridPoint:
     """Data and settings that the rows share."""
 
     data: str  # data directory; a row may set another one with data.path=
@@ -114,7 +114,7 @@ class Scale:
     train: list[str] = field(default_factory=list)  # configurations and overrides of all rows
     rows: dict[str, list[str]] = field(default_factory=dict)  # row -> its `train`; rows not here are not run
     seeds: list[int] = field(default_factory=lambda: [0])
-    points: dict[str, Point] = field(default_factory=dict)
+    points: dict[str, GridPoint] = field(default_factory=dict)
     columns: dict[str, Column] = field(default_factory=dict)  # empty: those of the study
 
 
@@ -126,7 +126,7 @@ class Study(Scale):
     source: str = ""  # the paper and the number of the table in it; "": the command that runs the study
     x_axis: str | None = None  # for a figure: label of the numbers that name its columns; None: a table
     y_axis: str | None = None
-    rows: dict[str, Row] = field(default_factory=dict)  # type: ignore[assignment]  # a scale's give them their `train`
+    rows: dict[str, StudyRow] = field(default_factory=dict)  # type: ignore[assignment]  # a scale's give them their `train`
     notes: list[str] = field(default_factory=list)
     figures: dict[str, list[str]] = field(default_factory=dict)  # of `dist-mem figure` -> rows whose runs it shows
     # key -> its values; `memory`, or another name without a dot: configurations, or lists of overrides
@@ -151,7 +151,7 @@ class Study(Scale):
         return self.scale == PAPERS
 
     @property
-    def trained(self) -> dict[str, list[str]]:
+    def trained_rows(self) -> dict[str, list[str]]:
         """The rows that are run: name -> configurations and overrides."""
         return {name: row.train for name, row in self.rows.items() if row.train is not None}
 
@@ -163,10 +163,10 @@ class Study(Scale):
 
 def study_names(folder: Path = FOLDER) -> list[str]:
     """Return the names of all studies in a folder, sorted."""
-    return sorted(path.stem for path in _present(folder).glob("*.yaml"))
+    return sorted(path.stem for path in _find_folder(folder).glob("*.yaml"))
 
 
-def _present(folder: Path) -> Path:
+def _find_folder(folder: Path) -> Path:
     """Return the folder, or, outside of a clone, the one of this name that comes with dist_mem."""
     return folder if folder.is_dir() else shipped_path(str(folder)) or folder
 
@@ -178,11 +178,11 @@ def study_path(name: str, folder: Path = FOLDER) -> Path:
         UnusableError: there is no such file.
     """
     if not name.endswith((".yaml", ".yml")) and "/" not in name:
-        path = _present(folder) / f"{name}.yaml"
+        path = _find_folder(folder) / f"{name}.yaml"
         if is_file(path):
             return path
         known = study_names(folder)
-        there = listed(known) if known else f": none; start the command in the folder that holds {FOLDER}"
+        there = list_names(known) if known else f": none; start the command in the folder that holds {FOLDER}"
         raise UnusableError(
             f"there is no table {name!r}{hint(name, known)}; give the path of a .yaml file, or the name of one{there}"
         )
@@ -205,16 +205,16 @@ def load_study(name: str, scale: str = "", *, folder: Path = FOLDER, max_runs: i
             message names the file and the key.
     """
     path = study_path(name, folder)
-    study = read_block(Study, path, _settled)
+    study = read_block(Study, path, _settle)
     study.path = str(path)
     if study.scales or scale:
-        study = _at(study, scale or next(iter(study.scales)))
+        study = _scale_study(study, scale or next(iter(study.scales)))
     where = f"{path}: {f'scales.{study.scale}.' if study.scale else ''}"
     _check_number(study, max_runs, where=str(path))
     if study.data is not None:
-        study.points.setdefault("", Point(data=study.data, build=study.build))
+        study.points.setdefault("", GridPoint(data=study.data, build=study.build))
     found = combinations(study.grid, study.skip, taken=study.rows, where=where)
-    study.rows = {row: Row(train=words) for row, words in found.items()} | study.rows
+    study.rows = {row: StudyRow(train=words) for row, words in found.items()} | study.rows
     for key, row in study.rows.items():
         row.name = row.name or key
     study.columns = study.columns or {"word_perplexity": Column("word_perplexity", split="validation")}
@@ -235,7 +235,7 @@ def load_study(name: str, scale: str = "", *, folder: Path = FOLDER, max_runs: i
     return study
 
 
-def _settled(tree: dict[str, Any]) -> dict[str, Any]:
+def _settle(tree: dict[str, Any]) -> dict[str, Any]:
     """Return the tree of a study with its rows as blocks, and the values of its grid as a configuration reads them."""
     rows = tree.get("rows")
     if isinstance(rows, Mapping):
@@ -245,10 +245,10 @@ def _settled(tree: dict[str, Any]) -> dict[str, Any]:
         tree = {**tree, "rows": blocks}
     if "budget" in tree:
         tree = {"seeds": [0, 1, 2], **tree}  # an interval over seeds needs several
-    return settled_grid(tree)
+    return settle_grid(tree)
 
 
-def _at(study: Study, name: str) -> Study:
+def _scale_study(study: Study, name: str) -> Study:
     """Return the study with the settings of one of its scales."""
     for each in study.scales:
         _check_name(each, where=f"{study.path}: scale")
@@ -277,14 +277,14 @@ def _check_number(study: Study, max_runs: int, *, where: str) -> None:
     num_rows *= max(1, len(study.points))
     if num_rows * len(study.seeds) > max_runs:
         raise UnusableError(
-            f"{where}: {num_rows:,} combinations and rows with {counted(len(study.seeds), 'seed')} are "
+            f"{where}: {num_rows:,} combinations and rows with {count_noun(len(study.seeds), 'seed')} are "
             f"{num_rows * len(study.seeds):,} runs, more than {max_runs:,}: give fewer values, or --max-runs"
         )
 
 
 def _find_configurations(study: Study, *, beside: Path) -> None:
     """Replace configurations that are beside the study, but not in the working directory, by their paths."""
-    for arguments in (study.train, *study.trained.values(), *(point.train for point in study.points.values())):
+    for arguments in (study.train, *study.trained_rows.values(), *(point.train for point in study.points.values())):
         arguments[:] = [
             str(beside / word) if not is_file(Path(word)) and is_file(beside / word) else word for word in arguments
         ]
@@ -293,15 +293,15 @@ def _find_configurations(study: Study, *, beside: Path) -> None:
 def _check_name(name: str, *, where: str, most: int = _MOST_BYTES) -> None:
     if not _NAME.fullmatch(name):
         raise UnusableError(
-            f"{where} {shown(name)} names files and metrics: begin with a letter or digit; letters, digits, blanks and "
-            "any of _ - . : may follow"
+            f"{where} {format_value(name)} names files and metrics: begin with a letter or digit; letters, digits, "
+            "blanks and any of _ - . : may follow"
         )
     if (size := len(name.encode())) > most:
-        raise UnusableError(f"{where} {shown(name)} names files, and has {size:,} bytes: give at most {most}")
+        raise UnusableError(f"{where} {format_value(name)} names files, and has {size:,} bytes: give at most {most}")
 
 
 def _check_rows(study: Study, where: str) -> None:
-    if not study.trained:
+    if not study.trained_rows:
         raise UnusableError(f"{where}rows is empty, and there is no grid: nothing would be trained")
     for name, row in study.rows.items():
         _check_name(name, where=f"{study.path}: row", most=_MOST_ROW_BYTES)
@@ -333,10 +333,10 @@ def _check_points(study: Study, where: str) -> None:
     for name, point in study.points.items():
         if name:  # "", the only point, is not part of any name
             _check_name(name, where=f"{where}point")
-        odd = [row for row in point.without if row not in study.trained]
+        odd = [row for row in point.without if row not in study.trained_rows]
         if odd:
             raise UnusableError(f"{where}points.{name}.without has {odd[0]!r}, which is not a row of this scale")
-    nowhere = [row for row in study.trained if all(row in point.without for point in study.points.values())]
+    nowhere = [row for row in study.trained_rows if all(row in point.without for point in study.points.values())]
     if nowhere:
         raise UnusableError(f"{where}rows has {nowhere[0]!r}, but {nowhere[0]!r} is run at no point")
 
@@ -351,7 +351,7 @@ def _check_columns(study: Study, where: str) -> None:
         if column.metric not in known:
             raise UnusableError(
                 f"{at} has metric {column.metric!r}, which {column.command} does not measure"
-                f"{hint(column.metric, known)}; it measures{listed(known)}"
+                f"{hint(column.metric, known)}; it measures{list_names(known)}"
             )
         check_plain(column.split, f"{at} has a split that")
         if column.point not in study.points:
@@ -395,7 +395,7 @@ def _check_budget(study: Study, where: str) -> None:
 def _check_tune(study: Study, where: str) -> None:
     """Raise UnusableError for a grid of no row, or one that a study cannot have."""
     tune = study.tune
-    unknown = [row for row in tune.rows if row not in study.trained]
+    unknown = [row for row in tune.rows if row not in study.trained_rows]
     if unknown:
         raise UnusableError(f"{where}tune.rows has {unknown[0]!r}, which is not a row of the study")
     for name, grid in {"grid": tune.grid, **{f"rows.{row}": grid for row, grid in tune.rows.items()}}.items():

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.figures import NO_FIGURE
-from dist_mem.studies.cells import Run, read_result
+from dist_mem.studies.cells import CellRun, read_result
 from dist_mem.studies.grid import Choice, choices, override, trial_label
-from dist_mem.studies.job import Job
 from dist_mem.studies.runs import all_runs, rank_of, with_done
-from dist_mem.studies.study import Row
+from dist_mem.studies.study import StudyRow
+from dist_mem.studies.study_call import StudyCall
 
 FOLDER = "tuning"  # of the trials, in that of the study, and of their cells
 _COLUMN = "tuned"
@@ -35,7 +35,7 @@ _COLUMN = "tuned"
 Grid = dict[str, list[Any]]  # key -> values
 
 
-class Tuned(NamedTuple):
+class TuningResult(NamedTuple):
     """What was found for a row."""
 
     best: Choice
@@ -51,7 +51,7 @@ class Tuned(NamedTuple):
         return f"{_name(self.best)}, chosen on validation ({others})"
 
 
-def grids_of(job: Job) -> dict[str, Grid]:
+def grids_of(job: StudyCall) -> dict[str, Grid]:
     """Return the grids of the rows that a job runs or has finished, without those that are candidates of another."""
     study, done = job.study, with_done(job.study, job.out, job.runs)
     rows = {run.row: None for run in done if run.row not in study.candidates}
@@ -59,16 +59,16 @@ def grids_of(job: Job) -> dict[str, Grid]:
     return {row: grid for row, grid in grids.items() if grid}
 
 
-def trials_of(job: Job, grids: Mapping[str, Grid]) -> Job:
+def trials_of(job: StudyCall, grids: Mapping[str, Grid]) -> StudyCall:
     """Return the job of the trials: each is a row behind the row that it is a trial of, so that it has its budget."""
     study, tuning = job.study, job.study.tune
     column = next(iter(study.columns.values()))
-    rows: dict[str, Row] = {}
+    rows: dict[str, StudyRow] = {}
     for row, grid in grids.items():
         trials = {_trial(row, settings): settings for settings in choices(grid)}
         rows[row] = replace(study.rows[row], train=None, best_of=list(trials), paper={}, sizes={})
         for name, settings in trials.items():
-            rows[name] = Row(name, [*(study.rows[row].train or []), *_words(settings)])
+            rows[name] = StudyRow(name, [*(study.rows[row].train or []), *_words(settings)])
     trial = replace(
         study, rows=rows, seeds=tuning.seeds, budget={**study.budget, **tuning.budget}, figures={},
         columns={_COLUMN: replace(column, split="validation")},
@@ -79,7 +79,7 @@ def trials_of(job: Job, grids: Mapping[str, Grid]) -> Job:
     return replace(job, study=trial, out=out, runs=runs, cells=cells, has_intervals=False, costs={})
 
 
-def widened(grid: Grid, best: Mapping[str, Any], most: int) -> Grid:
+def widen(grid: Grid, best: Mapping[str, Any], most: int) -> Grid:
     """Return the grid with a further value beside each best one that is at its edge, of keys with fewer than `most`.
 
     >>> widened({"optimizer.lr": [0.001, 0.002, 0.004]}, {"optimizer.lr": 0.004}, most=8)
@@ -90,7 +90,7 @@ def widened(grid: Grid, best: Mapping[str, Any], most: int) -> Grid:
         wider[key] = values
         if 1 < len(values) < most and all(type(value) in (int, float) and value > 0 for value in values):
             ordered = sorted(values)
-            beyond = _whole_beyond if all(isinstance(value, int) for value in values) else _beyond
+            beyond = _whole_beyond if all(isinstance(value, int) for value in values) else _value_beyond
             if best[key] == ordered[-1]:
                 wider[key] = [*values, *beyond(ordered[-1], ordered[-2])]
             elif best[key] == ordered[0]:
@@ -98,7 +98,7 @@ def widened(grid: Grid, best: Mapping[str, Any], most: int) -> Grid:
     return wider
 
 
-def _beyond(edge: float, inner: float) -> list[float]:
+def _value_beyond(edge: float, inner: float) -> list[float]:
     """Return the value beyond the edge of a grid, with three digits."""
     return [float(f"{edge * edge / inner:.3g}")]
 
@@ -120,25 +120,25 @@ def _trial(row: str, settings: Choice) -> str:
     return f"{row} {_name(settings)}"
 
 
-def chosen(trials: Job, grids: Mapping[str, Grid]) -> tuple[dict[str, Tuned], dict[str, Grid]]:
+def choose_best(trials: StudyCall, grids: Mapping[str, Grid]) -> tuple[dict[str, TuningResult], dict[str, Grid]]:
     """Return what the trials found for every row, and the grids of the next trials: the same ones at the end."""
     found = {row: _best(trials, row, grid) for row, grid in grids.items()}
     most = trials.study.tune.most
-    return found, {row: widened(grid, dict(found[row].best), most) for row, grid in grids.items()}
+    return found, {row: widen(grid, dict(found[row].best), most) for row, grid in grids.items()}
 
 
-def _best(trials: Job, row: str, grid: Grid) -> Tuned:
+def _best(trials: StudyCall, row: str, grid: Grid) -> TuningResult:
     """Return what the trials of a row found. Raises UnusableError if none of them has a result in every seed."""
     metric, seeds = trials.study.columns[_COLUMN].metric, trials.study.seeds
     point = next(iter(trials.study.points))
     found = [
-        (settings, [read_result(Run(_trial(row, settings), point, seed, trials.out), _COLUMN) for seed in seeds])
+        (settings, [read_result(CellRun(_trial(row, settings), point, seed, trials.out), _COLUMN) for seed in seeds])
         for settings in choices(grid)
     ]
     best, results = min(found, key=lambda each: rank_of(each[1], metric))
     if rank_of(results, metric) == rank_of([None], metric):
         raise UnusableError(f"{row}: {_why_none([results for _, results in found], metric)}")
-    return Tuned(best, {_name(settings): _shown(results, metric) for settings, results in found})
+    return TuningResult(best, {_name(settings): _format_results(results, metric) for settings, results in found})
 
 
 def _why_none(found: Sequence[Sequence[Mapping[str, Any] | None]], metric: str) -> str:
@@ -154,6 +154,6 @@ def _has_diverged(results: Sequence[Mapping[str, Any] | None]) -> bool:
     return any("diverged" in (result or {}) for result in results)
 
 
-def _shown(results: Sequence[Mapping[str, Any] | None], metric: str) -> str:
+def _format_results(results: Sequence[Mapping[str, Any] | None], metric: str) -> str:
     level, rank = rank_of(results, metric)
     return (f"{abs(rank):.4g}", f"{rank:.4g} bits per byte", "diverged" if _has_diverged(results) else NO_FIGURE)[level]

@@ -88,30 +88,30 @@ def _line(alike: Sequence[Finding]) -> str:
     places = [finding.place for finding in alike]
     if first.level == OK:
         places = [place and Place(place.node) for place in places]
-    where = _where(places)
+    where = _name_places(places)
     text = f"{first.level:<8} {first.what:<16} {where:<20} {found}"
     return f"{text} -> {first.fix}" if first.fix else text
 
 
-def _where(places: Iterable[Place | None]) -> str:
+def _name_places(places: Iterable[Place | None]) -> str:
     return some(dict.fromkeys("all ranks" if place is None else str(place) for place in places), _NAMED)
 
 
-def failed(findings: Iterable[Finding]) -> list[Finding]:
+def find_failures(findings: Iterable[Finding]) -> list[Finding]:
     """Return the findings that prevent a job from training."""
     return [finding for finding in findings if finding.level == FAIL]
 
 
 def failed_nodes(findings: Iterable[Finding], nodes: Iterable[str]) -> list[str]:
     """Return the nodes to leave out of the next start; empty if all nodes failed, since none would be left."""
-    blamed = {finding.place.node for finding in failed(findings) if finding.blames_node and finding.place}
+    blamed = {finding.place.node for finding in find_failures(findings) if finding.blames_node and finding.place}
     return sorted(blamed) if set(nodes) - blamed else []
 
 
 def may_pass(findings: Sequence[Finding], nodes: Iterable[str]) -> bool:
     """Return whether an unchanged restart may succeed: all failures are temporary or concern only some nodes."""
     of_nodes = bool(failed_nodes(findings, nodes))
-    return all((finding.blames_node and of_nodes) or finding.what in _PASSING for finding in failed(findings))
+    return all((finding.blames_node and of_nodes) or finding.what in _PASSING for finding in find_failures(findings))
 
 
 def refuse(findings: Sequence[Finding], nodes: Iterable[str]) -> None:
@@ -124,15 +124,15 @@ def refuse(findings: Sequence[Finding], nodes: Iterable[str]) -> None:
         UnfitError: all failures concern only some nodes, or are temporary.
         UnusableError: another start would fail too.
     """
-    if failed(findings):
+    if find_failures(findings):
         raise (UnfitError if may_pass(findings, nodes) else UnusableError)(refusal(findings))
 
 
 def refusal(findings: Sequence[Finding]) -> str:
     """Return the message of a job that does not start."""
-    failures = lines(failed(findings))
+    failures = lines(find_failures(findings))
     more = [f"and {len(failures) - _SHOWN} more: dist-mem doctor lists them all"] if len(failures) > _SHOWN else []
     head = "the preflight found problems that would break training (preflight=false skips it):"
-    if all(finding.what == RENDEZVOUS for finding in failed(findings)):
+    if all(finding.what == RENDEZVOUS for finding in find_failures(findings)):
         head = "the ranks have not come together:"
     return "\n".join([head, *failures[:_SHOWN], *more])

@@ -27,7 +27,7 @@ _KEPT = 8  # of a group, the last finished and the first unfinished collectives 
 _SUFFIX = ".json"
 
 
-class Progress(NamedTuple):
+class CollectiveProgress(NamedTuple):
     """Collectives of one group on one rank, by number; the numbers begin at 1."""
 
     operations: dict[int, str]  # of those that are still known, as "nccl:all_reduce of 1,024 Float"
@@ -59,7 +59,7 @@ def save(folder: Path, rank: int) -> None:
 def _read(name: str, dump: Callable[[], str | bytes]) -> dict[str, Any]:
     """Return what a recorder has, or why it cannot be read: that of another backend may be the one that is needed."""
     try:
-        return _shortened(json.loads(dump()), name)
+        return _shorten(json.loads(dump()), name)
     except Exception as error:  # of any type: torch's own, or another version's form
         return {"entries": [], "error": f"{type(error).__name__}: {error}"}
 
@@ -70,7 +70,7 @@ def _recorders() -> dict[str, Callable[[], str | bytes]]:
     return {name: dump for name, dump in found.items() if dump is not None}
 
 
-def _shortened(dump: dict[str, Any], recorder: str) -> dict[str, Any]:
+def _shorten(dump: dict[str, Any], recorder: str) -> dict[str, Any]:
     """Return a dump with those collectives of every group that the verdict needs: 1,024 ranks write it to one disk."""
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for entry in dump.get("entries", ()):  # an unused recorder has no such key
@@ -91,7 +91,7 @@ def _is_complete(entry: Mapping[str, Any], recorder: str) -> bool:
 
 def read_verdict(folder: Path) -> Verdict:
     """Return what the files of a hang report's folder show together."""
-    groups: dict[str, dict[int, Progress]] = defaultdict(dict)
+    groups: dict[str, dict[int, CollectiveProgress]] = defaultdict(dict)
     unread: dict[str, list[int]] = defaultdict(list)  # reason -> ranks
     for path in sorted(folder.glob(f"collectives-*{_SUFFIX}")):
         rank = int(path.stem.rpartition("-")[2])
@@ -103,13 +103,13 @@ def read_verdict(folder: Path) -> Verdict:
     suspects: dict[int, str] = {}
     lines = [f"  the {reason} on rank {some(sorted(ranks))}" for reason, ranks in unread.items()]
     for name, ranks in groups.items():
-        found = _judged(name, ranks)
+        found = _judge(name, ranks)
         suspects = {**found.suspects, **suspects}
         lines += found.lines
     return Verdict(suspects, lines)
 
 
-def _progress(entries: Sequence[Mapping[str, Any]], recorder: str) -> Iterator[tuple[str, Progress]]:
+def _progress(entries: Sequence[Mapping[str, Any]], recorder: str) -> Iterator[tuple[str, CollectiveProgress]]:
     """Yield the name of every group and this rank's progress in it."""
     by_group: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for entry in entries:
@@ -122,7 +122,7 @@ def _progress(entries: Sequence[Mapping[str, Any]], recorder: str) -> Iterator[t
         unfinished = [entry for entry in found if not _is_complete(entry, recorder)]
         yield (
             name,
-            Progress(
+            CollectiveProgress(
                 operations={entry["collective_seq_id"]: _operation(entry) for entry in found},
                 enqueued=max(entry["collective_seq_id"] for entry in found),
                 started=frozenset(entry["collective_seq_id"] for entry in unfinished if entry["state"] == "started"),
@@ -136,7 +136,7 @@ def _operation(entry: Mapping[str, Any]) -> str:
     return f"{entry['profiling_name']} of {numbers:,} {'/'.join(dict.fromkeys(entry['input_dtypes']))}"
 
 
-def _judged(group: str, ranks: Mapping[int, Progress]) -> Verdict:
+def _judge(group: str, ranks: Mapping[int, CollectiveProgress]) -> Verdict:
     """Find the ranks that have not joined the first collective of a group that is not complete.
 
     Args:
@@ -162,7 +162,7 @@ def _judged(group: str, ranks: Mapping[int, Progress]) -> Verdict:
     return Verdict({}, [f"  waiting in {what}: no rank stands out{others}"])
 
 
-def _not_started(ranks: Mapping[int, Progress], number: int) -> set[int]:
+def _not_started(ranks: Mapping[int, CollectiveProgress], number: int) -> set[int]:
     """Return the ranks whose device has not started a collective that another one has."""
     waiting = {rank for rank, one in ranks.items() if number in one.started}
     return {rank for rank, one in ranks.items() if one.pending == number} - waiting if waiting else set()

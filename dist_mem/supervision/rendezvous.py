@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from dist_mem.errors import RunError
 from dist_mem.runtime.environment import node_name
-from dist_mem.runtime.network_interface import shown_address
+from dist_mem.runtime.network_interface import describe_address
 from dist_mem.runtime.ranks import (
     agent_keeps_store,
     export_for_libraries,
@@ -33,7 +33,7 @@ from dist_mem.runtime.ranks import (
     slurm_gave_gpus,
     slurm_nodes,
 )
-from dist_mem.runtime.terminal import counted, some
+from dist_mem.runtime.terminal import count_noun, some
 from dist_mem.supervision.findings import RENDEZVOUS, Finding, Place, fail, ok, warning
 
 _NO_CUDA = "built without CUDA"
@@ -136,7 +136,9 @@ def wait_for_ranks(*, seconds: float, check: Check = _go_on) -> Rendezvous:
         check()  # rank 0 has received the signal too, and has ended
         reason = str(error).partition("\n")[0]
         fix = f"can {device.node} reach {host} there? name resolution, firewall; another job's port: set MASTER_PORT"
-        remark = fail(RENDEZVOUS, f"no rendezvous at {shown_address(host, port)}: {reason}", fix, blames_node=rank != 0)
+        remark = fail(
+            RENDEZVOUS, f"no rendezvous at {describe_address(host, port)}: {reason}", fix, blames_node=rank != 0
+        )
         return Rendezvous([remark.at(device.place)], [device.node], None)
 
 
@@ -248,7 +250,7 @@ def _check_present(devices: Sequence[RankDevice], size: int, seconds: float) -> 
     missing = sorted(set(range(size)) - {device.rank for device in devices})
     nodes = list(dict.fromkeys(device.node for device in devices))
     if not missing:
-        yield ok(RENDEZVOUS, f"{counted(size, 'rank')}, {counted(len(nodes), 'node')}").at(None)
+        yield ok(RENDEZVOUS, f"{count_noun(size, 'rank')}, {count_noun(len(nodes), 'node')}").at(None)
         return
     absent = [node for node in slurm_nodes() if node not in nodes]
     problem = f"{len(missing)} of {size} ranks have not come, and no other has for {seconds:g} s: {some(missing)}"

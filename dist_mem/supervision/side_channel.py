@@ -20,9 +20,9 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, TypeVar, cast
 
 from dist_mem.errors import RunError, TakenOverError, UnfitError
-from dist_mem.runtime.distributed import World, decided_by_rank0, has_note, leave_note, on_all_ranks
+from dist_mem.runtime.distributed import World, decide_on_rank0, has_note, leave_note, on_all_ranks
 from dist_mem.runtime.environment import node_name
-from dist_mem.runtime.network_interface import families, listen_to_all, shown_address
+from dist_mem.runtime.network_interface import describe_address, families, listen_to_all
 from dist_mem.runtime.ranks import rendezvous_address
 from dist_mem.runtime.terminal import some
 
@@ -62,7 +62,7 @@ class SideChannel:
         self._peers, self._rank, self._size, self._seconds = dict(peers), rank, size, seconds
         self._lost: dict[int, str] = {}  # ranks that take part no more, with the reason
 
-    def decided_by_rank0(self, value: Any, decide: Callable[[list[Any]], ResultT]) -> ResultT:
+    def decide_on_rank0(self, value: Any, decide: Callable[[list[Any]], ResultT]) -> ResultT:
         """Call `decide` on rank 0 with the values of all ranks, in rank order; return its result on every rank.
 
         Raises:
@@ -147,7 +147,7 @@ def open_side_channel(world: World) -> SideChannel:
         servers.append(server)
         return hub
 
-    hub = decided_by_rank0(publish)
+    hub = decide_on_rank0(publish)
 
     def connect() -> dict[int, Connection]:
         if servers:
@@ -198,7 +198,7 @@ def accept_all(
             missing = sorted(set(range(1, num_ranks)) - peers.keys())
             waited = f"rank 0 waited {_OPEN_SECONDS:g} s at port {hub.port}"
             raise OSError(f"{waited} for ranks {some(missing)}") from error
-        rank = _identified(accepted, hub.secret)
+        rank = _identify(accepted, hub.secret)
         if rank is None:
             accepted.close()
         else:
@@ -206,7 +206,7 @@ def accept_all(
     return peers
 
 
-def _identified(accepted: socket.socket, secret: bytes) -> int | None:
+def _identify(accepted: socket.socket, secret: bytes) -> int | None:
     """Return the rank that has connected; None if it is not one of this job."""
     accepted.settimeout(_HELLO_SECONDS)
     hello = b""
@@ -219,7 +219,7 @@ def _identified(accepted: socket.socket, secret: bytes) -> int | None:
 
 def call(hub: Hub, host: str, rank: int) -> dict[int, Connection]:
     """Connect to rank 0, on `host`. Raises OSError if it cannot be reached."""
-    where = f"{shown_address(host, hub.port)}, where rank 0 listens,"
+    where = f"{describe_address(host, hub.port)}, where rank 0 listens,"
     try:
         caller = socket.create_connection((host, hub.port), timeout=_OPEN_SECONDS)
         caller.sendall(hub.secret + rank.to_bytes(_RANK_BYTES))

@@ -55,7 +55,7 @@ def report_seconds(num_ranks: int) -> float:
     return gather_seconds(num_ranks) + slack(num_ranks) + REPORT_SECONDS
 
 
-class _Progress:
+class _ProcessProgress:
     """The progress of the main thread. There is one per process, as there is one main thread."""
 
     beats = 0
@@ -66,7 +66,7 @@ class _Progress:
     watchdog: Watchdog | None = None
 
 
-_progress = _Progress()
+_progress = _ProcessProgress()
 
 
 def beat(phase: str) -> None:
@@ -98,7 +98,7 @@ def end_if_hung() -> None:
 
 
 @contextmanager
-def watched(run_dir: Path, world: World, seconds: float | None) -> Iterator[None]:
+def watch(run_dir: Path, world: World, seconds: float | None) -> Iterator[None]:
     """Watch this process during the block; every rank enters it.
 
     Args:

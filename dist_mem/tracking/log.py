@@ -37,12 +37,12 @@ from dist_mem.runtime.file_schema import (
     Schema,
     integer,
     leaf,
+    list_of,
     named_metric,
     one_of,
     optional,
     read_json_line,
     record,
-    rows,
     table,
     text,
 )
@@ -100,8 +100,8 @@ BODIES: Mapping[str, Schema] = {  # of every kind of entry
     "branch": record({"first": _step, "last": _step, "before": _time}, is_open=True),
     "params": record({"params": _texts, "changes": text, "step": _step}, {"config": _texts}, is_open=True),
     "tags": _texts,
-    "datasets": record({"datasets": rows(_dataset)}, is_open=True),
-    "checkpoint": record({"step": _step, "points": rows(_logged_point)}, {"path": text}, is_open=True),
+    "datasets": record({"datasets": list_of(_dataset)}, is_open=True),
+    "checkpoint": record({"step": _step, "points": list_of(_logged_point)}, {"path": text}, is_open=True),
     "status": record({"status": one_of("RUNNING", *STATUSES)}, is_open=True),
     "artifact": record({"path": text}, is_open=True),
     "text": record({"text": text, "name": text}, is_open=True),
@@ -178,7 +178,7 @@ def read_points(path: Path) -> list[Point]:
     if is_missing(path):
         return []
     points: list[Point] = []
-    for entry in _checked_entries(path):
+    for entry in _check_entries(path):
         if entry.kind == "rewind":
             points = [point for point in points if point.step <= entry.body["step"]]
         else:
@@ -201,16 +201,16 @@ def check_log(path: Path) -> None:
                 read_json_line(line, _entry, path, LogError, _REMEDY, place=f"line {number}")
 
 
-def _checked_entries(path: Path) -> Iterator[Entry]:
+def _check_entries(path: Path) -> Iterator[Entry]:
     """Yield the entries of points and rewinds. Raises UnusableError for a line that is no entry of any kind."""
     with open_regular(path) as file:
         _header(file.readline(), path)
         for number, line in enumerate(file, start=2):
-            if line.endswith(b"\n") and (entry := _checked(line, path, place=f"line {number}")):
+            if line.endswith(b"\n") and (entry := _check_line(line, path, place=f"line {number}")):
                 yield entry
 
 
-def _checked(line: bytes, path: Path, *, place: str) -> Entry | None:
+def _check_line(line: bytes, path: Path, *, place: str) -> Entry | None:
     """Return the entry of a point or a rewind; None for an emptied line and for other kinds, which are not decoded."""
     kind = line.removeprefix(_BEGIN).partition(b'"')[0].decode("ascii", "replace")
     if kind in ("point", "repeat", "rewind"):
@@ -231,7 +231,7 @@ def last_point(path: Path, metric: str) -> Point | None:
     read_header(path)
     last_step = math.inf
     for count, line in enumerate(_lines_backwards(path), start=1):
-        entry = _checked(line, path, place=f"line {count} from its end")
+        entry = _check_line(line, path, place=f"line {count} from its end")
         if entry is not None and entry.kind == "rewind":
             last_step = min(last_step, entry.body["step"])
         elif entry is not None and entry.body["step"] <= last_step and metric in entry.body["metrics"]:
@@ -261,7 +261,7 @@ def read_entries(path: Path) -> Iterator[Entry]:
     reader = LogReader(path)
     while entries := reader.batch(500):
         yield from entries
-        reader.done()
+        reader.pass_batch()
 
 
 def find_entries(path: Path, *kinds: str) -> list[Entry]:
@@ -285,7 +285,7 @@ def is_superseded(entry: Entry, branches: Iterable[Entry]) -> bool:
 
 
 class LogReader:
-    """A position in a log that another process may be writing; `done` moves it past the batch that was read."""
+    """A position in a log that another process may be writing; `pass_batch` moves it past the batch that was read."""
 
     def __init__(self, path: Path, num_done: int = 0) -> None:
         """Start after the first `num_done` entries; at the first entry if there are fewer (an old copy)."""
@@ -301,7 +301,7 @@ class LogReader:
         self._ahead = (self.num_done, self._offset)
 
     def batch(self, size: int) -> list[Entry]:
-        """Return the next entries, at most `size`; repeated calls return the same ones until `done`."""
+        """Return the next entries, at most `size`; repeated calls return the same ones until `pass_batch`."""
         entries: list[Entry] = []
         offset = self._offset
         with open_regular(self._path) as file:  # each time, so that a network file system shows new entries
@@ -312,7 +312,7 @@ class LogReader:
         self._ahead = (self.num_done + len(entries), offset)
         return entries
 
-    def done(self) -> None:
+    def pass_batch(self) -> None:
         """Move past the last batch."""
         self.num_done, self._offset = self._ahead
 

@@ -57,9 +57,9 @@ class OwnSink(Sink):
         try:
             self._sink: Sink | None = made(run_dir, first_step)
         except Exception as error:  # any error of a user's program
-            raise UnusableError(f"{_KEY}: {self._described(error)}") from error
+            raise UnusableError(f"{_KEY}: {self._describe(error)}") from error
 
-    def _described(self, error: Exception) -> str:
+    def _describe(self, error: Exception) -> str:
         return f"{self._named}{line_in(source_of(self._named), error)}: {type(error).__name__}: {error}"
 
     def _call(self, call: Callable[[Sink], ResultT], otherwise: ResultT) -> ResultT:
@@ -71,17 +71,17 @@ class OwnSink(Sink):
         except Exception as error:
             self._sink = None
             lost = "it gets nothing more of this job; metrics.jsonl has every point"
-            self._report(f"warning: {_KEY}: {self._described(error)}; {lost}")
+            self._report(f"warning: {_KEY}: {self._describe(error)}; {lost}")
             return otherwise
 
     def further_metrics(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        def checked(sink: Sink) -> Mapping[str, float]:
+        def check_metrics(sink: Sink) -> Mapping[str, float]:
             found = {str(name): float(value) for name, value in sink.further_metrics(step, metrics).items()}
             if taken := sorted(found.keys() & metrics.keys()):
                 raise ValueError(f"the run logs {taken[0]!r} itself: give the metric another name")
             return found
 
-        return self._call(checked, {})
+        return self._call(check_metrics, {})
 
     def log(self, point: Point) -> None:
         self._call(lambda sink: sink.log(point), None)

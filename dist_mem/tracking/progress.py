@@ -9,7 +9,7 @@ from typing import TextIO
 
 from dist_mem.runtime.figures import NO_FIGURE, is_figure
 from dist_mem.runtime.progress import time_left
-from dist_mem.runtime.terminal import WIDTH, BarStream, coloured
+from dist_mem.runtime.terminal import WIDTH, BarStream, colour_first_word
 from dist_mem.tracking.log import Point
 from dist_mem.tracking.tracker import Sink
 
@@ -75,7 +75,7 @@ class ProgressBar(Sink):
         self._bar.update(point.step - self._bar.n)
 
     def message(self, text: str) -> None:
-        self._bar.write(coloured(text, sys.stderr), file=self._bar.fp)
+        self._bar.write(colour_first_word(text, sys.stderr), file=self._bar.fp)
 
     def close(self, status: str) -> None:
         self._bar.close()
@@ -101,7 +101,7 @@ class ProgressLines(Sink):
             self.message("  ".join([step, *_measures(point.metrics), f"eta {eta}"]))
 
     def message(self, text: str) -> None:
-        print(coloured(text, self._stream), file=self._stream, flush=True)
+        print(colour_first_word(text, self._stream), file=self._stream, flush=True)
 
 
 def progress_sink(*, total_steps: int, first_step: int, every: int) -> Sink:

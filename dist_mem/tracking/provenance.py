@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from dist_mem.runtime.addresses import login_of
 from dist_mem.runtime.environment import environment_of_git, node_name, slurm_job, user_name
 from dist_mem.runtime.files import is_missing, read_regular
-from dist_mem.runtime.terminal import short
+from dist_mem.runtime.terminal import short_digest
 from dist_mem.runtime.versions import code_versions
 from dist_mem.version import __version__
 
@@ -137,7 +137,7 @@ def code_differences(versions_then: Mapping[str, str], commit_then: str | None, 
     now = code_versions()
     pairs = {name: (then, now.get(name)) for name, then in versions_then.items()}
     if commit_then and commit_now:
-        pairs["commit"] = (short(commit_then), short(commit_now))
+        pairs["commit"] = (short_digest(commit_then), short_digest(commit_now))
     return ", ".join(f"{name} {then} -> {is_now}" for name, (then, is_now) in pairs.items() if then != is_now)
 
 

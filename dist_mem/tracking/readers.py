@@ -42,7 +42,7 @@ _WANDB_PROJECT = "dist_mem"
 _BATCH = 500  # entries
 
 
-class Unread(NamedTuple):
+class UnreadPoints(NamedTuple):
     """What a reader lacks."""
 
     first: int  # step; whatever the reader has of it and of later ones counts no more
@@ -55,7 +55,7 @@ class Mark:
     def __init__(self, folder: Path, log: Log) -> None:
         self._path, self._log, self._num_read = folder / MARK, log, 0
 
-    def unread(self, first_step: int) -> Unread:
+    def read_unread(self, first_step: int) -> UnreadPoints:
         """Return what a reader lacks before it gets the points past `first_step`."""
         text = "" if is_missing(self._path) else read_regular(self._path).decode(errors="replace")
         self._num_read = int(text) if text.strip().isdecimal() else 0
@@ -63,8 +63,8 @@ class Mark:
         while entries := reader.batch(_BATCH):
             steps = [entry.body["step"] for entry in entries if entry.kind in ("point", "repeat")]
             first = min([first, *steps, *(entry.body["step"] + 1 for entry in entries if entry.kind == "rewind")])
-            reader.done()
-        return Unread(first, [point for point in read_points(self._log.path) if point.step >= first])
+            reader.pass_batch()
+        return UnreadPoints(first, [point for point in read_points(self._log.path) if point.step >= first])
 
     def move(self) -> None:
         """Note that the reader has all points of the log."""
@@ -86,7 +86,7 @@ class TensorBoardFiles(Sink):
         self._folder = folder
         make_folder(folder)
         self._mark = Mark(folder, log)
-        first, points = self._mark.unread(first_step)
+        first, points = self._mark.read_unread(first_step)
         self._open(first)
         for point in points:
             self.log(point)
@@ -271,7 +271,7 @@ class WandbRun(Sink):
             sys.excepthook, sys.exit = hooks
         self._last_step = self._run.starting_step  # online: W&B has the steps before it, and would warn of each
         self._report(f"W&B: run {self._run.id} in {run_dir / 'wandb'}, {mode}")
-        for point in self._mark.unread(first_step).points:
+        for point in self._mark.read_unread(first_step).points:
             self.log(point)
 
     def log(self, point: Point) -> None:

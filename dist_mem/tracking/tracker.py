@@ -172,7 +172,7 @@ class Rollback:
             for name, value in point.metrics.items()
             if name not in self.measurements and not name.startswith(OF_SYSTEM)
         }
-        if not all(name in old and _same(old[name], value) for name, value in values.items()):
+        if not all(name in old and _is_same(old[name], value) for name, value in values.items()):
             return False
         self._same_until = point.step
         return True
@@ -190,7 +190,7 @@ class Rollback:
         return Branch(first, self._last_step) if first <= self._last_step else None
 
 
-def _same(first: float, second: float) -> bool:
+def _is_same(first: float, second: float) -> bool:
     return first == second or (first != first and second != second)  # NaN equals NaN here
 
 

@@ -24,7 +24,7 @@ from dist_mem.training.meter import Totals
 
 
 @dataclass(frozen=True)
-class Sums:
+class UpdateSums:
     """The sums of one or several micro-batches on this rank; `+` adds those of others."""
 
     nll: Tensor  # () fp32, over the scored tokens, nats
@@ -35,8 +35,8 @@ class Sums:
     num_learned: int = 0  # of them, in micro-batches with a gradient
     logs: dict[str, Tensor] = field(default_factory=dict)  # metrics of memories over these lanes, name -> () fp32
 
-    def __add__(self, other: Sums) -> Sums:
-        return Sums(
+    def __add__(self, other: UpdateSums) -> UpdateSums:
+        return UpdateSums(
             self.nll + other.nll,
             self.aux + other.aux,
             self.recall_nll + other.recall_nll,
@@ -51,7 +51,7 @@ class Forward(NamedTuple):
     """The results of one update's forward passes on this rank."""
 
     states: list[Any]  # memory after the update, one per lane group
-    sums: Sums  # over all micro-batches
+    sums: UpdateSums  # over all micro-batches
     memory_is_finite: Tensor  # () bool, of all new states
 
 
@@ -63,7 +63,7 @@ class Flags(NamedTuple):
     save_failed: bool = False  # the save in the background has failed
 
 
-class Shared(NamedTuple):
+class RankMessage(NamedTuple):
     """What a rank sends besides the results of its update."""
 
     flags: Flags = Flags()
@@ -71,7 +71,7 @@ class Shared(NamedTuple):
     slots: Sequence[float] = ()  # further numbers to sum
 
 
-class Agreed(NamedTuple):
+class AgreedUpdate(NamedTuple):
     """The result of the all-reduce, equal on all ranks."""
 
     flags: Flags
@@ -86,11 +86,11 @@ class Agreement(NamedTuple):
     """The all-reduce under way."""
 
     forward: Forward
-    shared: Shared
+    shared: RankMessage
     pending: PendingSum
 
 
-def begin(forward: Forward, update: Update, shared: Shared, device: torch.device) -> Agreement:
+def begin(forward: Forward, update: Update, shared: RankMessage, device: torch.device) -> Agreement:
     """Start to add up the sums and flags of all ranks; nothing waits for the device."""
     sums = forward.sums
     summed = torch.stack([sums.nll, sums.aux, sums.recall_nll, *sums.logs.values()])
@@ -102,7 +102,7 @@ def begin(forward: Forward, update: Update, shared: Shared, device: torch.device
     return Agreement(forward, shared, begin_sum(measured, known, device))
 
 
-def finish(agreement: Agreement) -> Agreed:
+def finish(agreement: Agreement) -> AgreedUpdate:
     """Wait for the sums of all ranks; ask which ranks failed only if one did."""
     forward, shared, pending = agreement
     # On a GPU the host waits here for the backward, behind which the all-reduce runs: that time is the backward's.
@@ -115,7 +115,7 @@ def finish(agreement: Agreement) -> Agreed:
     flags = Flags(*(next(sums) > 0 for _ in shared.flags))
     next_scored = [int(next(sums)) for _ in shared.next_scored]
     trouble = _name_non_finite(forward) if num_not_finite else None
-    return Agreed(flags, next_scored, totals, logs, trouble, slots=list(sums))
+    return AgreedUpdate(flags, next_scored, totals, logs, trouble, slots=list(sums))
 
 
 def _name_non_finite(forward: Forward) -> str:
@@ -141,7 +141,7 @@ class LocalFailure:
         return self._error is not None
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def keep_error(self) -> Iterator[None]:
         """End the block, which is no collective, at an error; keep the error if it is the first."""
         try:
             yield

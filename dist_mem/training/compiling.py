@@ -16,10 +16,10 @@ from dist_mem.engine.cpu_op import drop_buffer_name
 from dist_mem.engine.engine import Engine
 from dist_mem.engine.start import start_communication
 from dist_mem.errors import RunError, StoppedEarlyError
-from dist_mem.nn.compiled import report_each_graph
+from dist_mem.nn.compilation import report_each_graph
 from dist_mem.runtime.distributed import (
     World,
-    announced,
+    announce,
     from_rank0,
     gather_objects,
     has_note,
@@ -96,7 +96,7 @@ def compile_model(train: TrainConfig, engine: Engine, stop_signal: StopSignal) -
     began = time.perf_counter()
     beat("compiling")
     report_each_graph(_beat)
-    with announced("compiling the blocks: up to minutes; the next start on this machine takes the code from its cache"):
+    with announce("compiling the blocks: up to minutes; the next start on this machine takes the code from its cache"):
         is_window = train.bptt_segments > 1
         work = partial(
             compile_blocks, engine, num_lanes=train.micro_batch_size, seg_len=train.seg_len, is_window=is_window

@@ -42,7 +42,7 @@ class Evaluation:
         """
         context = self._context
         try:
-            with context.reporting.meter.paused():
+            with context.reporting.meter.pause():
                 validation, metrics, read = self._evaluate(state.step)
                 context.reporting.record(state.step, metrics | read.metrics | self._full_lanes(state))
                 self._draw_passage(state.step, read)
@@ -96,7 +96,7 @@ class Evaluation:
         if not context.config.eval.figures or context.world.rank != 0:
             return
         beat("drawing")
-        with context.reporting.failure.kept():
+        with context.reporting.failure.keep_error():
             for path in write_passage_picture(read.layers, context.run_dir / "figures", step=step):
                 context.reporting.tracker.log_artifact(str(path.relative_to(context.run_dir)))
 

@@ -2,7 +2,7 @@
 
 On a GPU they are copied while the previous update computes:
 
-    prefetch thread (pinned memory) -> `Transfer.start`, on a stream of its own -> `on_device`, in the step
+    prefetch thread (pinned memory) -> `DeviceTransfer.start`, on a stream of its own -> `on_device`, in the step
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Data(NamedTuple):
     evaluated: list[Index]
 
 
-class Transfer:
+class DeviceTransfer:
     """Starts the copies; on CPUs there is nothing to copy."""
 
     def __init__(self, device: torch.device) -> None:
@@ -95,7 +95,7 @@ class Feed:
         """
         self._settings, self._world, self._meter, self._failure = settings, world, meter, failure
         self.data, self.lane_ids = data, lane_ids
-        self._transfer = Transfer(world.device)
+        self._transfer = DeviceTransfer(world.device)
         self._reader = self._open(cursors, step)
 
     @property
@@ -139,12 +139,12 @@ class Feed:
 
         An error is kept: see `LocalFailure`.
         """
-        with self._failure.kept():
-            self._next = self._transfer.start(self._meter.timed_next(self._reader))
+        with self._failure.keep_error():
+            self._next = self._transfer.start(self._meter.time_next(self._reader))
             return self._next.scored
-        return self.nothing()
+        return self.no_targets()
 
-    def nothing(self) -> list[int]:
+    def no_targets(self) -> list[int]:
         """Return the targets of an update that is not read: as many numbers as on the other ranks."""
         return [0] * self._reader.num_batches
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def agreed_collections(every: int | None) -> Iterator[Callable[[int], None]]:
+def agree_on_collections(every: int | None) -> Iterator[Callable[[int], None]]:
     """Provide a function to call after each step, which collects at multiples of `every`.
 
     Its first call freezes what exists and turns automatic collection off, until the context ends.

@@ -111,14 +111,14 @@ class Goodput:
         """
         self._starts = list(starts)
         self._counted: dict[str, float] = {}  # phases of the timeline that `_seconds` contains
-        self._seconds = self._after(saved, until=starts[-1].time)
+        self._seconds = self._seconds_after(saved, until=starts[-1].time)
 
     def roll_back(self, saved: Mapping[str, Any]) -> None:
         """Continue from an earlier `state()`; the time since then is lost."""
         self._counted = timeline.seconds()
-        self._seconds = self._after(saved, until=time.time())
+        self._seconds = self._seconds_after(saved, until=time.time())
 
-    def _after(self, saved: Mapping[str, Any], *, until: float) -> dict[str, float]:
+    def _seconds_after(self, saved: Mapping[str, Any], *, until: float) -> dict[str, float]:
         """Return the seconds of each part, if all time from the saved state on is lost."""
         seconds = dict.fromkeys(PARTS, 0.0) | saved.get("seconds", {})
         since = saved.get("time", self._starts[0].time)

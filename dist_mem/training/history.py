@@ -23,7 +23,7 @@ from dist_mem.runtime.files import write_text
 HISTORY = "history.jsonl"
 
 
-class Part(NamedTuple):
+class RunPart(NamedTuple):
     """A part of a run, from a start or a rollback on."""
 
     step: int  # of the state that it begins with; its first update makes step + 1
@@ -33,7 +33,7 @@ class Part(NamedTuple):
     first_trained: int  # as in `Divergence`: updates before it are read, and not trained on
     config: str  # YAML, as in config.yaml
 
-    def is_like(self, other: Part) -> bool:
+    def is_like(self, other: RunPart) -> bool:
         """Whether both parts make the same updates; then a resume between them changes no bit."""
         return self._replace(step=0) == other._replace(step=0)
 
@@ -61,12 +61,12 @@ def begin_part(run_dir: Path, config: str, world: World, step: int, *, first_tra
         UnusableError: the history is damaged.
         OSError: it cannot be written.
     """
-    part = Part(step, world.size, torch.get_num_threads(), world.device.type, first_trained, config)
+    part = RunPart(step, world.size, torch.get_num_threads(), world.device.type, first_trained, config)
     kept = [earlier for earlier in read_parts(run_dir) if earlier.step < part.step]
     write_text(run_dir / HISTORY, "".join(json_text(one._asdict()) + "\n" for one in [*kept, part]))
 
 
-def read_history(run_dir: Path) -> list[Part]:
+def read_history(run_dir: Path) -> list[RunPart]:
     """Return the parts of a run, in the order of their steps.
 
     Raises:
@@ -79,7 +79,7 @@ def read_history(run_dir: Path) -> list[Part]:
     return parts
 
 
-def part_of(parts: Sequence[Part], step: int) -> Part:
+def part_of(parts: Sequence[RunPart], step: int) -> RunPart:
     """Return the part whose update made this step.
 
     Raises:
@@ -93,7 +93,7 @@ def part_of(parts: Sequence[Part], step: int) -> Part:
     return before[-1]
 
 
-def read_parts(run_dir: Path) -> list[Part]:
+def read_parts(run_dir: Path) -> list[RunPart]:
     """Return the parts of a run, none for a new one. Raises UnusableError if the history is damaged."""
     bodies = read_json_lines(run_dir / HISTORY, _PART, UnusableError, "; remove the file")
-    return [Part(**{name: body[name] for name in Part._fields}) for body in bodies]
+    return [RunPart(**{name: body[name] for name in RunPart._fields}) for body in bodies]

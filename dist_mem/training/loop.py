@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE
-from dist_mem.runtime.distributed import announced
+from dist_mem.runtime.distributed import announce
 from dist_mem.supervision.watchdog import begin_step
-from dist_mem.training.agreement import Flags, Shared
+from dist_mem.training.agreement import Flags, RankMessage
 from dist_mem.training.context import Context
 from dist_mem.training.divergence import ROLLBACK
 from dist_mem.training.evaluation import Evaluation
@@ -33,22 +33,22 @@ def train(
         state = evaluation.run(state)
     is_over = state.step >= last or evaluation.due(state)  # still due: it was cut short
     if not is_over:
-        with announced("reading the first segments"):
+        with announce("reading the first segments"):
             feed.read_first()
     elif not evaluation.due(state):
         reporting.tracker.message(f"step {state.step} of {last}: nothing is left to train")
     while not is_over:
-        with reporting.meter.paused():
+        with reporting.meter.pause():
             reporting.profile.begin_if_due(state.step)
         begin_step(state.step)
-        next_scored = feed.read_ahead() if state.step + 1 < last else feed.nothing()
-        flags = Flags(stopping.is_asked_for() or failure.is_set, saving.saver.is_due(), saving.saver.failed())
+        next_scored = feed.read_ahead() if state.step + 1 < last else feed.no_targets()
+        flags = Flags(stopping.is_asked_for() or failure.is_set, saving.saver.is_due(), saving.saver.has_failed())
         state, outcome = train_step(
             context,
             state,
             feed.update,
             feed.scored,
-            Shared(flags, next_scored, reporting.own_slots(state.step + 1)),
+            RankMessage(flags, next_scored, reporting.own_slots(state.step + 1)),
             is_logged=reporting.due(state.step + 1),
             asks_to_stop=lambda: stopping.has_reason() or failure.is_set,
         )
@@ -66,7 +66,7 @@ def train(
         if saving.due(state, outcome.flags, ends=is_over):
             saving.run(state)
         saving.report(waits=is_over)
-        with reporting.meter.paused():
+        with reporting.meter.pause():
             reporting.profile.end_if_due(state.step, ends=is_over)
         if state.step < last:
             feed.advance(outcome.next_scored)

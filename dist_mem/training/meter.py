@@ -89,7 +89,7 @@ class Meter:
         others = {"steps": self._steps, "waited": self._waited, "seconds": seconds}
         return {**self._totals._asdict(), **self._logs, **others}
 
-    def timed_next(self, updates: Iterator[Update]) -> Update:
+    def time_next(self, updates: Iterator[Update]) -> Update:
         """Return the next update; `data_wait_share` reports the time spent waiting for it."""
         began = time.perf_counter()
         update = next(updates)
@@ -97,7 +97,7 @@ class Meter:
         return update
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Exclude the time spent in the context, for example on a save or an evaluation, from the training time."""
         began = time.perf_counter()
         try:

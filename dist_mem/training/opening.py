@@ -25,7 +25,7 @@ from dist_mem.config import (
     to_yaml,
 )
 from dist_mem.config.environment_values import as_written
-from dist_mem.config.memory_blocks import described
+from dist_mem.config.memory_blocks import describe_memory
 from dist_mem.config.resume_rules import checksums_to_keep
 from dist_mem.data.batch_plan import idle_work, num_readable, total_steps
 from dist_mem.data.curriculum import earlier_splits, path_keys, stages_of
@@ -51,7 +51,7 @@ from dist_mem.memory.parts.kernel_choice import describe_kernels
 from dist_mem.model import MemoryLM, describe
 from dist_mem.nn.attention_check import check_attention
 from dist_mem.nn.layers import DTYPES, describe_attention
-from dist_mem.runtime.distributed import World, announced, gather_objects, on_all_ranks
+from dist_mem.runtime.distributed import World, announce, gather_objects, on_all_ranks
 from dist_mem.runtime.environment import node_name
 from dist_mem.runtime.machine_memory import return_free_memory
 from dist_mem.runtime.signals import StopSignal
@@ -73,7 +73,7 @@ from dist_mem.training.meter import MEASUREMENTS, Meter
 from dist_mem.training.mfu import find_utilisation
 from dist_mem.training.profile import Profile, refuse_profile_outside
 from dist_mem.training.reporting import Reporting
-from dist_mem.training.resume import Start, start
+from dist_mem.training.resume import StartState, start
 from dist_mem.training.saving import Saving
 from dist_mem.training.step import TrainState
 
@@ -121,15 +121,15 @@ def _open_run(
     _refuse_what_cannot_fit(job, config.eval, world, data)
     open_communication(world, stop_signal)
     lane_ids = torch.tensor(lanes_of(config.train, world))
-    with announced("building the model"):
+    with announce("building the model"):
         engine, messages = _build(job, world, tokenizer, len(lane_ids), is_resumed=resumption is not None)
-    with announced("checking kernels"):
-        messages += on_all_ranks(lambda: _checked_kernels(config.train, engine.module, world), "checking kernels")
+    with announce("checking kernels"):
+        messages += on_all_ranks(lambda: _check_kernels(config.train, engine.module, world), "checking kernels")
     messages += _describe_windows(config.train.bptt_segments, config.memory, engine.module)
     leave_if_interrupted(stop_signal)
     commit = running_commit() if world.rank == 0 else None
     beat("restoring")
-    with announced("restoring the checkpoint"):
+    with announce("restoring the checkpoint"):
         begin = start(
             config,
             world,
@@ -201,7 +201,7 @@ def _small_files(texts: Mapping[str, str], tokenizer: Tokenizer) -> dict[str, by
     return files | {f"{TOKENIZER_DIR}/{name}": content for name, content in tokenizer_files(tokenizer).items()}
 
 
-def _checked_kernels(train: TrainConfig, model: MemoryLM, world: World) -> list[str]:
+def _check_kernels(train: TrainConfig, model: MemoryLM, world: World) -> list[str]:
     """Return what computes attention and memories, after the comparison of kernels on a GPU with what they replace."""
     device, dtype, seg_len = world.device, DTYPES[train.precision], train.seg_len
     if device.type == "cuda":  # elsewhere every operation is torch's, and tested
@@ -215,7 +215,7 @@ def _checked_kernels(train: TrainConfig, model: MemoryLM, world: World) -> list[
 
 def _describe_windows(num_segments: int, memory: Mapping[str, Any], model: MemoryLM) -> list[str]:
     """Return a message if the length of windows does not fit the memory."""
-    kind, carries = described(memory), any(each.carries_gradient for each in model.memories())
+    kind, carries = describe_memory(memory), any(each.carries_gradient for each in model.memories())
     if num_segments > 1 and not carries:
         return [f"train.bptt_segments is {num_segments}: no use, as no gradient flows through the state of {kind}"]
     if num_segments == 1 and carries:
@@ -270,7 +270,7 @@ def _read_pretrained(model: MemoryLM, sizes: ModelConfig, tokenizer: Tokenizer) 
 def _open_run_dir(
     config: Config,
     world: World,
-    begin: Start,
+    begin: StartState,
     indexes: Sequence[Index],
     own_code: dict[str, str],
     spec: ModelSpec,
@@ -301,11 +301,11 @@ def _open_run_dir(
         begin_part(run_dir, to_yaml(config), world, begin.state.step, first_trained=first_trained)
         return tracker
 
-    with announced(f"opening {run_dir}" + (" and MLflow" if config.tracking.mlflow else "")):
+    with announce(f"opening {run_dir}" + (" and MLflow" if config.tracking.mlflow else "")):
         return on_all_ranks(open_on_rank0, f"opening {run_dir}")
 
 
-def _open_saver(checkpoint: CheckpointConfig, run_dir: str, world: World, begin: Start, tracker: Tracker) -> Saver:
+def _open_saver(checkpoint: CheckpointConfig, run_dir: str, world: World, begin: StartState, tracker: Tracker) -> Saver:
     """Return the saver; until a save is measured, it expects one to take as long as the restore took."""
     return Saver(
         Path(run_dir),
@@ -334,7 +334,7 @@ def _open_data(data: DataConfig, eval_config: EvalConfig) -> Data:
     """Open the data of a run; fetch what a server has; collective."""
     beat(UNWATCHED if is_remote(data.path) or data.stage != "none" else "opening")
     splits = [data.train_split, *([eval_config.split] if eval_config.every else [])]
-    with announced(f"opening {show(data.path)}"):
+    with announce(f"opening {show(data.path)}"):
         refresh_on_all_ranks(data, splits)
         for stage in stages_of(data)[:-1]:
             refresh_on_all_ranks(stage.data, splits[:1])

@@ -66,7 +66,7 @@ class Profile:
         self._begin_step, self._profiler, self._last = None, None, 0
         if profiler is not None:
             profiler.stop()
-            with self._failure.kept():
+            with self._failure.keep_error():
                 self._write(profiler, f"{FOLDER}/steps-{first}-{step}")
 
     def _write(self, profiler: profile, name: str) -> None:

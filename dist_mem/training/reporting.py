@@ -81,10 +81,10 @@ class Reporting:
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics of a step."""
         beat("recording")
-        with self.failure.kept():
+        with self.failure.keep_error():
             self.tracker.log(step, metrics)
 
     def tag(self, name: str, message: str) -> None:
         """Tag the MLflow run with something that happened at a step."""
-        with self.failure.kept():
+        with self.failure.keep_error():
             self.tracker.log_tags({f"dist_mem.{name}": message})

@@ -25,7 +25,7 @@ from torch import Tensor
 from dist_mem.checkpoint.engine_files import EngineReader
 from dist_mem.checkpoint.lane_states import Lanes, read_lanes, read_random_state, set_random_state
 from dist_mem.checkpoint.manifest import run_of
-from dist_mem.checkpoint.resume_choice import AUTO, Choice, choose_checkpoint
+from dist_mem.checkpoint.resume_choice import AUTO, ResumeChoice, choose_checkpoint
 from dist_mem.checkpoint.resume_source import Resumption, check_data, saved_config
 from dist_mem.config import Config, OptimizerConfig, ScheduleConfig, TrainConfig, to_yaml
 from dist_mem.config.environment_values import hide
@@ -48,7 +48,7 @@ Rate = Callable[[int], float | None]  # steps -> the learning rate after them
 _OF_MOVES = ("train.micro_batch_size", "deepspeed.zero_optimization.stage")  # `_moves` reports them
 
 
-class Start(NamedTuple):
+class StartState(NamedTuple):
     """The state that a job starts from."""
 
     state: TrainState
@@ -81,7 +81,7 @@ def start(
     lane_ids: Tensor,
     sources: Mapping[str, str],
     commit: str | None,
-) -> Start:
+) -> StartState:
     """Load the chosen checkpoint, or start at step 0; collective.
 
     Args:
@@ -98,7 +98,7 @@ def start(
     if resumption is None:
         lanes = empty_lanes(config.train, engine, lane_ids)
         torch.manual_seed(dropout_seed(config.train.seed, 0, world.rank))
-        return Start(TrainState(0, lanes.states, lanes.cursors), {}, [f"starting {run_dir}"], {}, [], [], 0.0)
+        return StartState(TrainState(0, lanes.states, lanes.cursors), {}, [f"starting {run_dir}"], {}, [], [], 0.0)
     began = time.perf_counter()
     choice, saved, changes, seconds = resumption
     directory, manifest = choice.directory, choice.manifest
@@ -108,7 +108,7 @@ def start(
     messages = [f"passed over: {reason}" for reason in choice.passed_over]
     messages += [f"resuming from {directory}{'' if is_own else ', a checkpoint of another run'}"]
     messages += [*_moves(choice, saved.train, config.train, engine, world), *_changed_sources(choice, sources)]
-    messages += _starting_empty(engine)
+    messages += _empty_moments_line(engine)
     changed = ", ".join(str(change) for change in changes if _is_reported(change.key))
     messages += [f"changed since then: {changed}"] if changed else []
     former, present = (partial(planned_rate, one.optimizer, one.schedule, one.train.steps) for one in (saved, config))
@@ -120,7 +120,7 @@ def start(
     # Points and time of another run are its own.
     metadata = manifest if is_own else {**manifest, "points": 0, "goodput": {}}
     seconds += time.perf_counter() - began
-    return Start(state, metadata, messages, tags, choice.superseded, choice.broken, seconds)
+    return StartState(state, metadata, messages, tags, choice.superseded, choice.broken, seconds)
 
 
 def _is_reported(key: str) -> bool:
@@ -143,7 +143,7 @@ def other_rate(former: Rate, present: Rate, step: int) -> list[str]:
 
 
 def load_checkpoint(
-    choice: Choice, saved: TrainConfig, train: TrainConfig, world: World, *, engine: Engine, lane_ids: Tensor
+    choice: ResumeChoice, saved: TrainConfig, train: TrainConfig, world: World, *, engine: Engine, lane_ids: Tensor
 ) -> TrainState:
     """Load the engine, this rank's lanes and its random state from a checkpoint; collective.
 
@@ -163,12 +163,12 @@ def load_checkpoint(
     return TrainState(manifest["step"], lanes.states, lanes.cursors, manifest.get("validation"))
 
 
-def _is_same_division(choice: Choice, saved: TrainConfig, train: TrainConfig, world: World) -> bool:
+def _is_same_division(choice: ResumeChoice, saved: TrainConfig, train: TrainConfig, world: World) -> bool:
     """Whether this rank holds the lanes that the rank of its number held, in the same micro-batches."""
     return choice.manifest["world_size"] == world.size and saved.micro_batch_size == train.micro_batch_size
 
 
-def _read_lanes(choice: Choice, saved: TrainConfig, train: TrainConfig, world: World, fresh: Lanes) -> Lanes:
+def _read_lanes(choice: ResumeChoice, saved: TrainConfig, train: TrainConfig, world: World, fresh: Lanes) -> Lanes:
     """Read this rank's lanes; restore its random generators, or reseed them if the division of lanes changed."""
     directory, manifest = choice.directory, choice.manifest
 
@@ -188,7 +188,7 @@ def _read_lanes(choice: Choice, saved: TrainConfig, train: TrainConfig, world: W
     return lanes
 
 
-def _moves(choice: Choice, saved: TrainConfig, train: TrainConfig, engine: Engine, world: World) -> list[str]:
+def _moves(choice: ResumeChoice, saved: TrainConfig, train: TrainConfig, engine: Engine, world: World) -> list[str]:
     """Return one line that lists the changes in how the work is divided; no line without changes."""
     manifest = choice.manifest
     divisions = {
@@ -201,7 +201,7 @@ def _moves(choice: Choice, saved: TrainConfig, train: TrainConfig, engine: Engin
     return [f"moved: {moved}{dropout}"] if moved else []
 
 
-def _starting_empty(engine: Engine) -> list[str]:
+def _empty_moments_line(engine: Engine) -> list[str]:
     """Return a line about trained parameters of which the checkpoint has no optimizer state; none if it has of none."""
     names = engine.restored_empty
     if not names or len(names) == sum(parameter.requires_grad for parameter in engine.module.parameters()):
@@ -209,7 +209,7 @@ def _starting_empty(engine: Engine) -> list[str]:
     return [f"the moments of {some(names, 3)} start at zero: the checkpoint has none of them"]
 
 
-def _changed_sources(choice: Choice, sources: Mapping[str, str]) -> list[str]:
+def _changed_sources(choice: ResumeChoice, sources: Mapping[str, str]) -> list[str]:
     """Return a line for each file of a memory outside the package that differs from the checkpoint's."""
     entries = choice.manifest["files"]
     return [
@@ -230,7 +230,7 @@ def carry_out(context: Context, state: TrainState, decision: Decision) -> TrainS
     reporting.tracker.message(decision.message)
     if decision.action == ROLLBACK:
         state = _roll_back(context, decision)
-        with reporting.failure.kept():
+        with reporting.failure.keep_error():
             reporting.tracker.rewind(state.step)
             if context.world.rank == 0:
                 first_trained = context.divergence.first_trained

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from dist_mem.checkpoint.finished import is_finished
 from dist_mem.checkpoint.finished_file import mark_finished
+from dist_mem.checkpoint.finished_run import is_finished
 from dist_mem.checkpoint.resume_source import find_resumption
 from dist_mem.config import Config, WatchdogConfig
 from dist_mem.doctor.preflight import before_joining, preflight
@@ -26,15 +26,15 @@ from dist_mem.errors import (
     run_error,
 )
 from dist_mem.runtime import distributed
-from dist_mem.runtime.distributed import World, announced, decided_by_rank0
+from dist_mem.runtime.distributed import World, announce, decide_on_rank0
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.supervision import timeline
 from dist_mem.supervision.lease import Lease, refuse_if_taken_over
 from dist_mem.supervision.timeline import Beginning
-from dist_mem.supervision.watchdog import PATIENCE, beat, before_end, end_if_hung, watched
+from dist_mem.supervision.watchdog import PATIENCE, beat, before_end, end_if_hung, watch
 from dist_mem.tracking.start import check_sinks
 from dist_mem.training.compiling import leave_if_interrupted
-from dist_mem.training.garbage import agreed_collections
+from dist_mem.training.garbage import agree_on_collections
 from dist_mem.training.goodput import last_sign_of_life
 from dist_mem.training.loop import train
 from dist_mem.training.opening import open_run
@@ -57,7 +57,7 @@ def hold_run_dir(run_dir: Path, world: World, stop_signal: StopSignal) -> Lease 
         except OSError as error:
             raise run_error(error, f"run_dir {run_dir} cannot be used: {error}") from error
 
-    decided_by_rank0(take)
+    decide_on_rank0(take)
     return leases[0] if leases else None
 
 
@@ -89,15 +89,15 @@ def run_job(
     """
     timeline.begin(begin or Beginning(time.time()))
     refuse_if_asked_to_stop(Path(config.run_dir), world)
-    decided_by_rank0(lambda: check_sinks(config.tracking))
-    decided_by_rank0(lambda: check_run_files(Path(config.run_dir)))
+    decide_on_rank0(lambda: check_sinks(config.tracking))
+    decide_on_rank0(lambda: check_run_files(Path(config.run_dir)))
     beat("restoring")
-    with announced(f"verifying the checkpoints of {config.run_dir}"):
+    with announce(f"verifying the checkpoints of {config.run_dir}"):
         resumption = find_resumption(config, world, allowed)
     if resumption is not None and is_finished(config, world, resumption):
         return EXIT_DONE
     beat("opening")
-    with announced("checking nodes, network and ranks (preflight)"):
+    with announce("checking nodes, network and ranks (preflight)"):
         warnings = preflight(config, world) if config.preflight else []
     leave_if_interrupted(stop_signal)
     context, state = open_run(config, world, resumption, stop_signal)
@@ -115,7 +115,7 @@ def run_job(
     before_end(lambda: tracker.close(_STATUS[EXIT_FAILED]))
     try:
         context.saving.rehearse(state)
-        with agreed_collections(config.train.gc_every) as after_step:
+        with agree_on_collections(config.train.gc_every) as after_step:
             state, code = train(context, state, stopping, after_step)
         for text in context.reporting.stragglers.summary():
             tracker.message(text)
@@ -184,7 +184,7 @@ def run(
     begin = Beginning(began, last_sign_of_life(run_dir) if world.rank == 0 else None)
     try:
         lease = hold_run_dir(run_dir, world, stop_signal)
-        with watched(run_dir, world, config.watchdog.seconds):
+        with watch(run_dir, world, config.watchdog.seconds):
             code = run_job(config, world, stop_signal, allowed, begin)
             distributed.shut_down(agreed=True)
         return code

@@ -68,7 +68,7 @@ class Saving:
             UnfitError, TakenOverError: on every rank, if this save or the previous one could not be written.
         """
         beat("saving")
-        with self._reporting.meter.paused():
+        with self._reporting.meter.pause():
             self.saver.wait()  # at most one save in flight, and one copy in memory
             began = time.perf_counter()
             self.saver.save(self._snapshot(state), began=began)
@@ -116,9 +116,9 @@ class Saving:
         if waits:
             self.saver.wait()
         tracker = self._reporting.tracker
-        for saved in self.saver.finished():
+        for saved in self.saver.take_finished():
             self._reporting.meter.note(saved.metrics())
-            with self._reporting.failure.kept():
+            with self._reporting.failure.keep_error():
                 tracker.log_checkpoint(saved.step, saved.written.path)
             for message in (str(saved), *saved.written.messages):
                 tracker.message(message)

@@ -21,11 +21,11 @@ from dist_mem.config import Config
 from dist_mem.data.batch import Batch, Update, in_windows, window_slices
 from dist_mem.engine.engine import Engine
 from dist_mem.engine.optimizer import lr_factor
-from dist_mem.memory.base import detached, named_tensors
-from dist_mem.model import Start, reset_lanes
+from dist_mem.memory.base import detach_state, named_tensors
+from dist_mem.model import DocumentStarts, reset_lanes
 from dist_mem.runtime.distributed import World
 from dist_mem.supervision.watchdog import beat
-from dist_mem.training.agreement import Agreement, Flags, Forward, Shared, Sums, begin, finish
+from dist_mem.training.agreement import Agreement, Flags, Forward, RankMessage, UpdateSums, begin, finish
 from dist_mem.training.divergence import SKIP, Decision, Divergence
 from dist_mem.training.feed import on_device
 from dist_mem.training.meter import Totals
@@ -70,7 +70,7 @@ class Outcome(NamedTuple):
 
 
 def accumulate_gradients(
-    context: StepContext, memories: Sequence[Any], update: Update, scored: Sequence[int], shared: Shared
+    context: StepContext, memories: Sequence[Any], update: Update, scored: Sequence[int], shared: RankMessage
 ) -> Agreement:
     """Run forward and backward of every micro-batch of one update, and begin the agreement between the last two.
 
@@ -86,7 +86,7 @@ def accumulate_gradients(
     shape = (len(states), train.bptt_segments)
     host_windows, windows = in_windows(update.batches, *shape), in_windows(on_device(update, world.device), *shape)
     needs_gradient = _needs_gradient(context, [sum(scored[window]) for window in window_slices(len(scored), *shape)])
-    sums = Sums(*torch.zeros(3, device=world.device))
+    sums = UpdateSums(*torch.zeros(3, device=world.device))
     last = len(windows) - 1
     for index, (host_batch, batch) in enumerate(zip(host_windows, windows, strict=True)):
         group = index % len(states)
@@ -99,7 +99,7 @@ def accumulate_gradients(
             aux = torch.stack([nll.new_zeros(()), *(loss.sum() for loss in output.aux.values())]).sum()
         is_recall = None if batch.recall is None else batch.recall > 0
         num_tokens = int(host_batch.valid_len.sum())
-        sums += Sums(
+        sums += UpdateSums(
             nll.detach(),
             aux.detach(),
             nll.new_zeros(()) if is_recall is None else (output.nll.detach() * is_recall).sum(),
@@ -108,10 +108,10 @@ def accumulate_gradients(
             num_learned=num_tokens * needs_gradient[index],
             logs={name: torch.where(batch.valid_len > 0, metric, 0.0).sum() for name, metric in output.logs.items()},
         )
-        states[group] = detached(output.state)
+        states[group] = detach_state(output.state)
         del output  # free the graph behind the last state: no loss uses it, and the backward would keep it alive
         if index == last:
-            is_finite = _finite(states, train.micro_batch_size, world.device)
+            is_finite = _finite_flag(states, train.micro_batch_size, world.device)
             agreement = begin(Forward(states, sums, is_finite), update, shared, world.device)
         beat("backward")
         if needs_gradient[index]:
@@ -121,11 +121,11 @@ def accumulate_gradients(
     return agreement
 
 
-def _starts(host_batch: Batch, batch: Batch, engine: Engine) -> list[Start | None]:
+def _starts(host_batch: Batch, batch: Batch, engine: Engine) -> list[DocumentStarts | None]:
     """Return for each segment of a window the lanes that begin a document in it, None if none does."""
     return [
         # Asked on the CPU, so that nothing waits for the device.
-        Start(engine.init_state(document), is_new) if host_is_new.any() else None
+        DocumentStarts(engine.init_state(document), is_new) if host_is_new.any() else None
         for host_is_new, is_new, document in zip(
             *(_by_segment(part) for part in (host_batch.is_new_document, batch.is_new_document, batch.document)),
             strict=True,
@@ -164,7 +164,7 @@ def _finite_lanes(state: Any, num_lanes: int, device: torch.device) -> Tensor:
     return is_finite
 
 
-def _finite(states: Sequence[Any], num_lanes: int, device: torch.device) -> Tensor:
+def _finite_flag(states: Sequence[Any], num_lanes: int, device: torch.device) -> Tensor:
     """Return whether all memories are finite, () bool."""
     return torch.cat([_finite_lanes(state, num_lanes, device) for state in states]).all()
 
@@ -174,7 +174,7 @@ def train_step(
     state: TrainState,
     update: Update,
     scored: Sequence[int],
-    shared: Shared = Shared(),  # noqa: B008  # immutable
+    shared: RankMessage = RankMessage(),  # noqa: B008  # immutable
     *,
     is_logged: bool = True,
     asks_to_stop: Callable[[], bool] = lambda: False,

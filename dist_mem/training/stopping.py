@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dist_mem.errors import UnfitError, UnusableError
-from dist_mem.runtime.distributed import World, decided_by_rank0, gather_objects
+from dist_mem.runtime.distributed import World, decide_on_rank0, gather_objects
 from dist_mem.runtime.environment import job_end, node_name
 from dist_mem.runtime.signals import LEAST_SECONDS, STOP_FILE, StopSignal
 from dist_mem.runtime.terminal import some
@@ -39,7 +39,7 @@ def refuse_if_asked_to_stop(run_dir: Path, world: World) -> None:
         if end is not None and end - time.time() < LEAST_SECONDS:
             raise UnfitError(f"{_time_left(end)}: ask for more time, or unset it if it is that of another job")
 
-    decided_by_rank0(look)
+    decide_on_rank0(look)
 
 
 def _time_left(end: float) -> str:

@@ -23,10 +23,10 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from dist_mem.config import load_config
-from dist_mem.evaluation.intervals import SETTLED, Interval, intervals, settled
+from dist_mem.evaluation.intervals import SETTLED, Interval, find_settled, intervals
 from dist_mem.evaluation.scores import Band, Report, report_from
-from dist_mem.runtime.markdown import row as line
-from dist_mem.studies.budget import Costs, fitted
+from dist_mem.runtime.markdown import table_row as line
+from dist_mem.studies.budget import Costs, fit_budget
 from dist_mem.studies.results import SHARES, with_spread
 from dist_mem.studies.study import load_study
 
@@ -80,8 +80,8 @@ class Source:
     @cache  # noqa: B019  # a handful of objects, which live as long as the program
     def costs(self, row: str) -> Costs:
         """Return what a row takes within the budget."""
-        words = [*self.study.train, *self.study.trained[row]]
-        return fitted(row, words, self.study.budget, self.study.fit, load_config, self.vocabulary)[1]
+        words = [*self.study.train, *self.study.trained_rows[row]]
+        return fit_budget(row, words, self.study.budget, self.study.fit, load_config, self.vocabulary)[1]
 
 
 Place = tuple[Source, str]  # where a row of a table stands: a study, and its name there
@@ -112,7 +112,7 @@ class Results:
             others = {row: each for row, each in self.reports.items() if row != first}
             of_all = intervals(self.metric, self.reports[first], others)  # the variance of seeds is that of all rows
             found |= {f"{first} / {row}": of_all[row] for one, row in self.pairs if one == first}
-        marked = settled(found)
+        marked = find_settled(found)
         return {pair: self._shown(found[" / ".join(pair)], " / ".join(pair) in marked) for pair in self.pairs}
 
     def _shown(self, interval: Interval | str, is_settled: bool) -> str:

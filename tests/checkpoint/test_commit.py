@@ -83,7 +83,7 @@ def count_of_one_save(world: World, run_dir: Path, num_layers: int) -> tuple[int
         patch.setattr("os.fsync", lambda descriptor: made.append(fsync(descriptor)))
         saver.save(snapshot, began=time.perf_counter())
     saver.close()
-    [saved] = saver.finished()
+    [saved] = saver.take_finished()
     return saved.written.num_files, saved.written.num_fsyncs, len(made)
 
 

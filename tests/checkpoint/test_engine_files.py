@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dist_mem.checkpoint.engine_files import ENGINE_JSON, EngineReader, Place, engine_index, engine_ranges, places
+from dist_mem.checkpoint.engine_files import ENGINE_JSON, EngineReader, RankSlice, engine_index, engine_ranges, places
 from dist_mem.checkpoint.rank_file import rank_file
 from dist_mem.checkpoint.schemas import engine_problems
 from dist_mem.engine.zero_state import Slice
@@ -190,7 +190,7 @@ def test_runs_name_the_slices_of_every_rank(cuts: Cuts, data: st.DataObject) -> 
     slices = index_of(cuts)
     for name, size in SIZES.items():
         expected = [
-            Place(rank, start, stop) for rank, cut in enumerate(cuts) for found, start, stop in cut if found == name
+            RankSlice(rank, start, stop) for rank, cut in enumerate(cuts) for found, start, stop in cut if found == name
         ]
         assert list(places(slices[name], 0, size)) == expected
         low, high = sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size))))

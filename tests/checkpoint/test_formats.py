@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dist_mem.checkpoint.manifest import FORMAT_VERSION, read_manifest, step_dir
-from dist_mem.config import changed, load_config, save_config
+from dist_mem.config import change_config, load_config, save_config
 from dist_mem.evaluation.trained_model import load_model
 from dist_mem.generation.text_scores import score
 from tests.support import paths
@@ -40,7 +40,7 @@ def config(tmp_path: Path, version: int) -> Path:
     shutil.copytree(GOLDEN / f"format-{version}" / f"step-{STEP:08d}", step_dir(run_dir, STEP))
     written = load_config([str(step_dir(run_dir, STEP) / "config.yaml")])
     places = {"data.path": str(GOLDEN / "data"), "run_dir": str(run_dir)}
-    save_config(changed(written, places), tmp_path / "run.yaml")
+    save_config(change_config(written, places), tmp_path / "run.yaml")
     return tmp_path / "run.yaml"
 
 

@@ -100,7 +100,7 @@ def train_with_a_failing_write(world: World, config: Path, failing: Sequence[int
     """The write of step 10 fails on these ranks; rank 1 makes step 14 when it knows, rank 0 goes on without looking."""
     from dist_mem.training import loop
 
-    begin_step, failed, steps = loop.begin_step, Saver.failed, [0]
+    begin_step, failed, steps = loop.begin_step, Saver.has_failed, [0]
 
     def note(step: int) -> None:
         steps[0] = step
@@ -117,7 +117,7 @@ def train_with_a_failing_write(world: World, config: Path, failing: Sequence[int
 
     with before_writing(fail) as patch:
         patch.setattr(loop, "begin_step", note)
-        patch.setattr(Saver, "failed", look)
+        patch.setattr(Saver, "has_failed", look)
         return train_reporting(world, config)
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from dist_mem.__main__ import main
 from dist_mem.cli.parser import build_parser, parse
-from dist_mem.config import Config, ConfigError, TrainConfig, changed, load_config
+from dist_mem.config import Config, ConfigError, TrainConfig, change_config, load_config
 from dist_mem.config.load import known_keys
 from dist_mem.config.other_names import OTHER_NAMES
 from dist_mem.data import batch_plan
@@ -29,7 +29,7 @@ from dist_mem.datasets.recipes import builder_names
 from dist_mem.estimate.dry_run import subjects
 from dist_mem.memory import memory_options
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.runtime.terminal import labelled
+from dist_mem.runtime.terminal import label_lines
 from tests.support.limits import limit
 from tests.support.messages import refused, said
 from tests.support.paths import ROOT
@@ -143,7 +143,7 @@ def test_names_of_other_libraries_lead_to_keys_that_exist() -> None:
 
 
 def check(*arguments: str) -> str:
-    return "\n".join(labelled(subjects(load_config([*SMALL, *arguments]), world_size=2)))
+    return "\n".join(label_lines(subjects(load_config([*SMALL, *arguments]), world_size=2)))
 
 
 def test_check_tells_sizes_batch_and_steps(data_dir: Path, tmp_path: Path) -> None:
@@ -217,8 +217,8 @@ def test_epochs_come_to_steps_rounded_up() -> None:
     for epochs, steps in ((1, 8), (0.5, 4), (0.51, 5)):
         config = load_config([f"train.epochs={epochs}", "train.global_batch_size=4", "train.micro_batch_size=2"])
         assert batch_plan.total_steps(config.train, config.schedule, documents) == steps
-        config = changed(config, {"schedule.warmup_steps": steps})
+        config = change_config(config, {"schedule.warmup_steps": steps})
         assert batch_plan.total_steps(config.train, config.schedule, documents) == steps
-        config = changed(config, {"schedule.warmup_steps": steps + 1})
+        config = change_config(config, {"schedule.warmup_steps": steps + 1})
         with refused(ConfigError, f"schedule.warmup_steps: {steps + 1}"):
             batch_plan.total_steps(config.train, config.schedule, documents)

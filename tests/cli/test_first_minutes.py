@@ -14,7 +14,7 @@ import pytest
 
 from dist_mem.__main__ import main
 from dist_mem.cli.commands import config
-from dist_mem.runtime.distributed import announced
+from dist_mem.runtime.distributed import announce
 from dist_mem.runtime.environment import extension_cache
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.runtime.ranks import export_for_libraries
@@ -106,10 +106,10 @@ def test_rank_0_tells_what_takes_long(
     def has_ended() -> bool:
         return not any(isinstance(thread, threading.Timer) for thread in threading.enumerate())
 
-    with announced("opening data", after=0.0):
+    with announce("opening data", after=0.0):
         wait_until(has_ended, "its timer")  # first: capfd loses what is written while it reads
     assert capfd.readouterr().err == expected
-    with announced("something quick", after=60.0):
+    with announce("something quick", after=60.0):
         pass
     wait_until(has_ended, "its timer")
     assert capfd.readouterr().err == ""

@@ -12,7 +12,7 @@ from dist_mem.config import Config
 from dist_mem.config.check import all_keys, block_of, fields_of
 from dist_mem.config.deepspeed_keys import HANDED_ON, REFUSED
 from dist_mem.config.docs import meanings
-from dist_mem.memory import described_memories
+from dist_mem.memory import describe_memories
 from tests.support.paths import ROOT
 
 PAGE = (ROOT / "docs" / "reference" / "config.md").read_text(encoding="utf-8")
@@ -31,7 +31,7 @@ def test_every_key_has_a_row_with_a_meaning() -> None:
     rows = dict(ROWS)
     blocks = {name for name, schema in (fields_of(Config) or {}).items() if block_of(schema)}
     keys = set(all_keys(Config)) - {"memory", "deepspeed"} - blocks
-    options = {f"memory.{name}" for _, schema in described_memories().values() for name in fields_of(schema) or {}}
+    options = {f"memory.{name}" for _, schema in describe_memories().values() for name in fields_of(schema) or {}}
     assert rows.keys() == keys | options
     assert [key for key, meaning in rows.items() if not meaning] == []
     assert [name for name, meaning in meanings(Config).items() if not meaning] == []

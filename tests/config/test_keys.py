@@ -9,18 +9,18 @@ from typing import Any, get_args
 
 import pytest
 
-from dist_mem.config import Config, ConfigError, build_block, changed, config_from, load_config
+from dist_mem.config import Config, ConfigError, build_block, change_config, config_from, load_config
 from dist_mem.config.check import item_schema
 from dist_mem.config.keys import RESULT, Command, Key, key, keys_of
 from dist_mem.config.settings import keys_set_by, may_set
 from dist_mem.config.sources import find_file
-from dist_mem.memory import described_memories, memory_options
+from dist_mem.memory import describe_memories, memory_options
 from tests.support.configs import STEPS
 from tests.support.messages import refused
 
 KEYS = keys_of(Config)
 OPTIONS = {
-    f"memory.{name}": found for _, schema in described_memories().values() for name, found in keys_of(schema).items()
+    f"memory.{name}": found for _, schema in describe_memories().values() for name, found in keys_of(schema).items()
 }
 
 
@@ -105,7 +105,7 @@ def test_a_memory_from_outside_declares_limits_and_choices_too(values: dict[str,
 
 def test_a_configuration_changes_by_known_keys_alone_and_what_refers_to_them_follows() -> None:
     config = config_from({"run_dir": "${name}/${train.seg_len}", "optimizer": {"lr": 1}})
-    other = changed(config, {"name": "x", "train.seg_len": 8, "memory": {"kind": "none"}})
+    other = change_config(config, {"name": "x", "train.seg_len": 8, "memory": {"kind": "none"}})
     assert (other.run_dir, other.memory, other.document["run_dir"]) == (
         "x/8",
         {"kind": "none"},
@@ -114,7 +114,7 @@ def test_a_configuration_changes_by_known_keys_alone_and_what_refers_to_them_fol
     assert isinstance(config.optimizer.lr, float) and (config.name, config.train.seg_len) == ("run", 64)
     for name in ("train.seg_length", "trian.seg_len", "no_such_key"):
         with pytest.raises(KeyError):
-            changed(config, {name: 8})
+            change_config(config, {name: 8})
     with refused(KeyError, "seg_length"):
         config_from({"train": {"seg_length": 8}})
     with pytest.raises(FrozenInstanceError):

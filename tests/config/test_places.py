@@ -12,7 +12,7 @@ from dist_mem.config import Config, ConfigError, load_config
 from dist_mem.config.check import item_schema
 from dist_mem.config.deepspeed_keys import PATHS
 from dist_mem.config.keys import find_key, keys_of
-from dist_mem.runtime.files import unexpanded
+from dist_mem.runtime.files import expansion_fault
 from tests.support.configs import STEPS
 from tests.support.messages import refused
 from tests.support.small_studies import STUDY, SWEEP, at_tiny, load
@@ -88,7 +88,7 @@ def test_a_variable_of_the_environment_is_named_as_a_configuration_writes_it() -
     for override in ("run_dir=$HOME/x", "data.path=${HOME}/x", "tracking.uri=sqlite:///$HOME/x", "data.path=[a, b]"):
         with refused(ConfigError, override.partition("=")[0]):
             load_config([STEPS, override])
-    assert unexpanded("a/$HOME") is None
+    assert expansion_fault("a/$HOME") is None
 
 
 def odd_names() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -224,7 +224,7 @@ def test_sweeps_keep_the_letters_of_their_values(tmp_path: Path) -> None:
     )
     study = load_study(str(tmp_path / "sweep.yaml"))
     assert (study.title, study.train, study.data) == ("0010", ["name=0010"], "0012")
-    assert study.trained == {
+    assert study.trained_rows == {
         "path0777-lr0.001": ["data.path=0777", "optimizer.lr=0.001"],
         "path0777-lr0.002": ["data.path=0777", "optimizer.lr=0.002"],
         "path1e3-lr0.002": ["data.path=1e3", "optimizer.lr=0.002"],

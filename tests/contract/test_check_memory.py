@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dist_mem.__main__ import main
-from dist_mem.contract.check_memory import RULES, SIZES, Failure, Rule, failures
+from dist_mem.contract.check_memory import RULES, SIZES, ContractRule, RuleFailure, failures
 from dist_mem.memory import memory_class
 from dist_mem.memory.outside import sources
 from dist_mem.runtime.outside_code import source_of
@@ -51,7 +51,7 @@ PLANTED = {
 }
 
 
-def first_failure(name: str, rules: Sequence[Rule]) -> Failure:
+def first_failure(name: str, rules: Sequence[ContractRule]) -> RuleFailure:
     kind = f"{BROKEN}:{name}"
     chosen = memory_class(kind)
     return next(failures(lambda seg_len: {"kind": kind, **chosen.small_options(seg_len)}, None, SIZES[:2], rules))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dist_mem.__main__ import main
-from dist_mem.config import Config, ConfigError, changed, load_config, save_config
+from dist_mem.config import Config, ConfigError, change_config, load_config, save_config
 from dist_mem.config.resume_rules import check_changes
 from dist_mem.data.shard import Index, TokenizedDocument, read_index, write_split
 from dist_mem.data.tokenizers.registry import save_tokenizer
@@ -176,7 +176,7 @@ def test_an_evaluation_goes_by_the_training_unless_reported_otherwise() -> None:
     config = make_config(data={"blocks": True})
     assert protocol_of(config).blocks and tag_of(config) == ""
     assert str(protocol_of(config)) == "T 8, M 16, documents, blocks (their first tokens are not scored)"
-    config = changed(config, {"eval.blocks": False})
+    config = change_config(config, {"eval.blocks": False})
     assert not protocol_of(config).blocks and tag_of(config) == "blocks_false"
     config = for_evaluation(config)
     assert not config.data.blocks
@@ -257,7 +257,7 @@ def test_losses_are_those_of_transformers_block_after_block(tmp_path: Path) -> N
 
 def trained_in_blocks(case: str) -> TrainedModel:
     trained = trained_model(case)
-    return trained._replace(config=changed(trained.config, {"data.blocks": True}))
+    return trained._replace(config=change_config(trained.config, {"data.blocks": True}))
 
 
 @pytest.mark.parametrize("case", [*memory_kinds(), "infinite over compressive"])

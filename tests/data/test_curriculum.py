@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dist_mem.config import Config, ConfigError, StageConfig, changed, load_config
+from dist_mem.config import Config, ConfigError, StageConfig, change_config, load_config
 from dist_mem.data.batch import Update
 from dist_mem.data.curriculum import curriculum_reader, earlier_splits, stage_number, stages_of
 from dist_mem.data.directory import open_tokenizer
@@ -29,10 +29,10 @@ LENGTHS = {"short": [5, 9, 3, 4, 7], "longer": [21, 13, 30], "long": [40, 55]}
 def config(tmp_path: Path) -> Config:
     """Three updates of `short`, then two of `longer`, then `long`; two lanes."""
     config, paths = Config(), [str(make_data(tmp_path / name, lengths)) for name, lengths in LENGTHS.items()]
-    config = changed(config, {"train.seg_len": 4, "train.segments_per_update": 2})
-    config = changed(config, {"train.global_batch_size": 2, "train.micro_batch_size": 2})
-    config = changed(config, {"data.path": paths[2]})
-    return changed(
+    config = change_config(config, {"train.seg_len": 4, "train.segments_per_update": 2})
+    config = change_config(config, {"train.global_batch_size": 2, "train.micro_batch_size": 2})
+    config = change_config(config, {"data.path": paths[2]})
+    return change_config(
         config, {"data.curriculum": [StageConfig(path=paths[0], until=3), StageConfig(path=paths[1], until=5)]}
     )
 
@@ -47,7 +47,7 @@ def updates(config: Config, count: int, *, step: int = 0, cursors: torch.Tensor 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_stage_is_read_from_its_beginning_and_any_step_resumes(config: Config, layout: str) -> None:
-    config = changed(config, {"data.layout": layout})
+    config = change_config(config, {"data.layout": layout})
     straight, alone = updates(config, 9), list[Update]()
     for stage, count in zip(stages_of(config.data), (3, 2, 4), strict=True):
         with closing(training_reader(stage.data, config.train, world_size=1, rank=0)) as reader:
@@ -72,7 +72,7 @@ def test_a_stage_with_another_tokenizer_or_too_few_documents_is_refused_by_name(
     with refused(ValueError, "data.curriculum[1].path", "its shards were made with tokenizer"):
         updates(config, 1, step=3)
     save_tokenizer(BytesTokenizer(), config.data.curriculum[1].path)
-    config = changed(config, {"train.global_batch_size": 5, "train.micro_batch_size": 5})
+    config = change_config(config, {"train.global_batch_size": 5, "train.micro_batch_size": 5})
     with refused(UnusableError, "data.curriculum", "train.global_batch_size"):
         updates(config, 1, cursors=torch.zeros(5, 3, dtype=torch.int64))
     other = open_tokenizer(config.data)

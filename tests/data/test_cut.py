@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dist_mem.block import model_spec
-from dist_mem.config import ConfigError, changed, load_config
+from dist_mem.config import ConfigError, change_config, load_config
 from dist_mem.data.batch import IGNORE
 from dist_mem.data.shard import Index
 from dist_mem.memory import build_memory
@@ -39,7 +39,7 @@ WIDTH = 8
 def test_evaluation_scores_every_token_once_as_if_its_document_were_alone(index: Index) -> None:
     torch.manual_seed(0)
     config = make_config(model={"init_std": 0.3}, data={"cut": "end"})
-    config = changed(config, {"memory": MEMORY})
+    config = change_config(config, {"memory": MEMORY})
     model = MemoryLM(model_spec(config, TOKENIZER.vocab_size)).eval()
     report = score(index, model, cut="end")
     assert report.num_scored == index.num_tokens
@@ -115,7 +115,7 @@ def test_flops_count_the_regression_of_the_first_segment(case: str) -> None:
 
 def trained(world: World, stage: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     config = tiny_config({"train": TRAIN, "optimizer": ADAM, "data": {"cut": "end"}})
-    config = changed(config, {"memory": CASES["infinite, normed over causal"]})
+    config = change_config(config, {"memory": CASES["infinite, normed over causal"]})
     job = tiny_job(config, world, stage=stage)
     outcomes = run_steps(job, first=0, last=5)
     return [(outcome.totals.nll, outcome.totals.aux) for outcome in outcomes], full_parameters(job)

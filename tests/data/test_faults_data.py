@@ -21,7 +21,7 @@ from dist_mem.data.documents import Documents
 from dist_mem.data.index import fingerprint_of, write_index
 from dist_mem.data.shard import ShardError, TokenizedDocument, read_index, read_tokens, write_split
 from dist_mem.data.tokenizers.registry import load_tokenizer, train_sentencepiece
-from dist_mem.data.verify import Problem, verify_dataset
+from dist_mem.data.verify import ShardProblem, verify_dataset
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.source import SourceDocument
 from dist_mem.runtime.network_interface import free_port
@@ -185,7 +185,7 @@ def tiny(intact: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(intact, tmp_path / "data"))
 
 
-def only_problem(tiny: Path) -> Problem:
+def only_problem(tiny: Path) -> ShardProblem:
     (problem,) = verify_dataset(tiny)
     return problem
 
@@ -349,7 +349,7 @@ def test_an_id_that_comes_twice_is_found(tiny: Path) -> None:
     columns = load_file(split_dir / "documents.safetensors")
     columns["id_text"][:] = np.tile(columns["id_text"][:2], 4)  # "d0", the first of four ids
     write_index(split_dir, json.loads((split_dir / "index.json").read_text()), columns)
-    assert Problem("train/documents.safetensors", "d0", "comes 4 times: build (--overwrite) the data again") in (
+    assert ShardProblem("train/documents.safetensors", "d0", "comes 4 times: build (--overwrite) the data again") in (
         verify_dataset(tiny)
     )
 

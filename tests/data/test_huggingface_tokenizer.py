@@ -14,7 +14,7 @@ import pytest
 
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.huggingface import HuggingFaceTokenizer, write_folder
-from dist_mem.data.tokenizers.registry import load_tokenizer, open_tokenizer, save_tokenizer
+from dist_mem.data.tokenizers.registry import find_tokenizer, load_tokenizer, save_tokenizer
 from dist_mem.errors import UnusableError
 from tests.support.messages import refused
 from tests.support.paths import ROOT
@@ -56,7 +56,7 @@ def opened(folder: Path) -> Any:
 
 def test_ids_texts_and_chats_are_those_of_auto_tokenizer_also_after_saving(folder: Path, tmp_path: Path) -> None:
     theirs, texts = opened(folder), generated(NUM_TEXTS)
-    read = open_tokenizer(folder)
+    read = find_tokenizer(folder)
     save_tokenizer(read, tmp_path / "data")
     ours = load_tokenizer(tmp_path / "data")
     assert isinstance(ours, HuggingFaceTokenizer)
@@ -77,7 +77,7 @@ def test_ids_texts_and_chats_are_those_of_auto_tokenizer_also_after_saving(folde
 
 def test_each_token_begins_at_the_character_of_its_first_byte(folder: Path) -> None:
     """Where the pieces are the text; else in order, and at the characters of its whole words."""
-    ours = open_tokenizer(folder)
+    ours = find_tokenizer(folder)
     for text in generated(500):
         ids, starts = ours.encode_with_offsets(text)
         assert ids.tolist() == ours.encode(text).tolist()
@@ -119,7 +119,7 @@ def test_a_folder_that_cannot_be_used_is_named(fault: str, tmp_path: Path) -> No
     do, named = BAD[fault]
     do(folder)
     with refused(UnusableError, folder, named):
-        open_tokenizer(folder)
+        find_tokenizer(folder)
 
 
 def test_a_program_in_the_folder_is_not_run(tmp_path: Path) -> None:
@@ -128,4 +128,4 @@ def test_a_program_in_the_folder_is_not_run(tmp_path: Path) -> None:
     change(folder, "tokenizer_config.json", **PROGRAM)
     write(folder, "own.py", "raise SystemExit('it was run')")
     with refused(UnusableError, folder):
-        open_tokenizer(folder)
+        find_tokenizer(folder)

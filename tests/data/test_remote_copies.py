@@ -26,8 +26,8 @@ from dist_mem.data.remote.fetch import (
     WrongRemoteError,
     address,
     check_address,
+    hold_lock,
     identity,
-    locked,
     show,
 )
 from dist_mem.errors import StoppedError
@@ -265,5 +265,5 @@ def test_a_wait_for_a_server_and_one_for_a_lock_end_by_a_signal(
         path = local_dir(data) / "any.lock"
         with path.open("wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            with refused(StoppedError, name), locked(path):
+            with refused(StoppedError, name), hold_lock(path):
                 raise AssertionError

@@ -10,7 +10,7 @@ import pytest
 
 from dist_mem.data.verify import verify_dataset
 from dist_mem.datasets.recipes import mqar
-from dist_mem.datasets.recipes.mqar import Sizes
+from dist_mem.datasets.recipes.mqar import RecallSizes
 from tests.support.data_builders import build_data, build_refused, documents_of
 
 SMALL = ("--train", "12", "--validation", "6", "--test", "6", "--vocab", "64", "--pairs", "4")
@@ -20,7 +20,7 @@ def build(out: Path, *options: str) -> int:
     return build_data("mqar", "--out", str(out), *SMALL, *options)
 
 
-def published(sizes: Sizes, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def published(sizes: RecallSizes, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and labels (-100: none) of one example as Arora et al. draw it, rewritten; 0 is to be filled."""
     draw = np.random.RandomState(seed)
     context = 2 * sizes.num_pairs
@@ -36,8 +36,8 @@ def published(sizes: Sizes, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return inputs, labels
 
 
-@pytest.mark.parametrize("sizes", [Sizes(64, 8192, 8, 0.01, "zero"), Sizes(256, 512, 64, 0.3, "zero")])
-def test_an_example_is_the_published_one_with_each_answer_after_its_key(sizes: Sizes) -> None:
+@pytest.mark.parametrize("sizes", [RecallSizes(64, 8192, 8, 0.01, "zero"), RecallSizes(256, 512, 64, 0.3, "zero")])
+def test_an_example_is_the_published_one_with_each_answer_after_its_key(sizes: RecallSizes) -> None:
     for seed in range(5):
         inputs, labels = published(sizes, seed)
         example = mqar.draw_example(np.random.RandomState(seed), sizes)
@@ -68,7 +68,7 @@ def test_only_values_asked_for_are_scored_and_recall_leads_to_the_pair(tmp_path:
 
 def test_a_low_power_asks_soon_and_one_anywhere() -> None:
     def mean_gap(power_a: float) -> float:
-        sizes = Sizes(512, 128, 4, power_a, "random")
+        sizes = RecallSizes(512, 128, 4, power_a, "random")
         draw = np.random.RandomState(0)
         return float(np.mean([mqar.draw_example(draw, sizes).answers.mean() for _ in range(200)]))
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pyarrow import ipc, parquet
 
 from dist_mem.data.shard import read_index
-from dist_mem.datasets import builder, rows
+from dist_mem.datasets import builder, corpus_rows
 from dist_mem.datasets.recipes import text as text_builder
 from dist_mem.datasets.split_names import first_occurrences, parse_fractions, split_of, words_digest
 from dist_mem.datasets.split_names import splits_of as dealt_names
@@ -290,7 +290,7 @@ def test_a_stopped_build_of_rows_goes_on_to_the_same_bytes(
 def test_a_row_that_changes_during_the_build_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(GOOD)
-    row = rows.Row(rows.RowFile(path, "text", None, 0), 1, 7, rows.digest_of("A text."))
+    row = corpus_rows.CorpusRow(corpus_rows.RowFile(path, "text", None, 0), 1, 7, corpus_rows.digest_of("A text."))
     assert row.read() == row.read() == "A text."  # a step back opens the file again
     path.write_bytes(GOOD.replace(b"A", b"B"))
     with refused(UnusableError, "rows.jsonl"):

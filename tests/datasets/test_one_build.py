@@ -20,7 +20,7 @@ from dist_mem.data.remote.fetch import WrongRemoteError
 from dist_mem.data.verify import verify_dataset
 from dist_mem.datasets import builder, task_text
 from dist_mem.datasets.recipes import builder_names, characters
-from dist_mem.runtime.locks import held_folder
+from dist_mem.runtime.locks import hold_folder
 from tests.support.cmu_dog_source import write_conversation, write_film
 from tests.support.data_builders import BUILDERS, SMALL, build_data, build_refused
 from tests.support.file_server import FileServer
@@ -103,7 +103,7 @@ def test_a_second_build_into_a_folder_is_refused_while_the_first_goes_on(
 
 
 def test_a_build_into_a_folder_that_is_written_does_not_read_its_source(tmp_path: Path) -> None:
-    with held_folder(tmp_path / "out", "the test"):
+    with hold_folder(tmp_path / "out", "the test"):
         (tmp_path / "x.jsonl").write_text("no JSON")
         arguments = ("--source", tmp_path / "x.jsonl", "--out", tmp_path / "out")
         build_refused("text", *arguments, named=(f"--out {tmp_path / 'out'}", f"process {os.getpid()} on "))

@@ -15,7 +15,7 @@ from dist_mem.data.shard import read_index
 from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.verify import verify_dataset
 from dist_mem.datasets.recipes.sample import SIZES, write_split
-from dist_mem.datasets.sample_library import COMPANY_SIZE, NAMES, THINGS, Book
+from dist_mem.datasets.sample_library import COMPANY_SIZE, NAMES, THINGS, SampleBook
 from tests.support.data_builders import build_data, documents_of
 from tests.support.small_builds import contents
 
@@ -23,7 +23,7 @@ MARK = re.compile(r"\w+|[^\w ]")  # what a large enough vocabulary makes one tok
 
 
 @pytest.fixture(scope="module")
-def books() -> list[Book]:
+def books() -> list[SampleBook]:
     return list(write_split("validation", 8, SIZES["demo"], seed=0).values())
 
 
@@ -38,19 +38,19 @@ def build(out: Path, *options: str) -> int:
     return build_data("sample", "--out", str(out), "--size", "tiny", *options)
 
 
-def chapters(book: Book) -> list[tuple[int, int]]:
+def chapters(book: SampleBook) -> list[tuple[int, int]]:
     """First and last character of each chapter."""
     starts = [match.start() for match in re.finditer(r"^(Chapter \d+|The End)$", book.text, re.MULTILINE)]
     return list(pairwise(starts))
 
 
-def distances(book: Book) -> list[int]:
+def distances(book: SampleBook) -> list[int]:
     """Of all recall spans, in words, marks and newlines."""
     number = {match.start(): place for place, match in enumerate(MARK.finditer(book.text))}
     return [number[span.start] - number[span.referent] for span in book.recall]
 
 
-def test_a_recall_span_is_a_word_and_its_referent_the_same_word_after_the_same_cue(books: list[Book]) -> None:
+def test_a_recall_span_is_a_word_and_its_referent_the_same_word_after_the_same_cue(books: list[SampleBook]) -> None:
     for book in books:
         for start, stop, referent in book.recall:
             word = book.text[start:stop]
@@ -60,7 +60,7 @@ def test_a_recall_span_is_a_word_and_its_referent_the_same_word_after_the_same_c
             assert referent == latest + len(cue) + 2
 
 
-def test_a_fact_is_reported_once_before_it_is_recalled_and_recalled_ever_after(books: list[Book]) -> None:
+def test_a_fact_is_reported_once_before_it_is_recalled_and_recalled_ever_after(books: list[SampleBook]) -> None:
     for book in books:
         recalled = {span.start for span in book.recall}
         for first, last in chapters(book):
@@ -69,7 +69,7 @@ def test_a_fact_is_reported_once_before_it_is_recalled_and_recalled_ever_after(b
                 assert [first + place in recalled for place in reported] == [False] + [True] * (len(reported) - 1)
 
 
-def test_a_chapter_has_one_thing_of_each_kind_and_one_surname_for_each_name(books: list[Book]) -> None:
+def test_a_chapter_has_one_thing_of_each_kind_and_one_surname_for_each_name(books: list[SampleBook]) -> None:
     for book in books:
         assert 2_000 <= len(MARK.findall(book.text)) <= 21_000
         for first, last in chapters(book):
@@ -91,7 +91,7 @@ def test_every_band_of_distance_has_thousands_of_recalls_in_the_validation_split
     assert (found > 64 + 192).sum() > 2_000
 
 
-def test_books_read_as_sentences_in_chapters(books: list[Book]) -> None:
+def test_books_read_as_sentences_in_chapters(books: list[SampleBook]) -> None:
     for book in books:
         title, _, rest = book.text.partition("\n\n")
         assert book.title.startswith(title)
@@ -101,7 +101,7 @@ def test_books_read_as_sentences_in_chapters(books: list[Book]) -> None:
                 assert re.fullmatch(r"[A-Z][^.]*\.( [A-Z][^.]*\.)*", paragraph)
 
 
-def test_facts_of_different_books_are_independent(books: list[Book]) -> None:
+def test_facts_of_different_books_are_independent(books: list[SampleBook]) -> None:
     promises = {re.search(r"Once (.*)\.", book.text)[1] for book in books}  # type: ignore[index]
     first_meals = Counter(re.search(r" ate (\w+)", book.text)[1] for book in books)  # type: ignore[index]
     assert len(promises) == len(books)

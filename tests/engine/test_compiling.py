@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dist_mem.block import any_compiled, compile_blocks_of
-from dist_mem.config import changed
+from dist_mem.config import change_config
 from dist_mem.engine.compiling import compile_blocks
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.signals import StopSignal
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.ranks, *TRACED]
 def trained(world: World, case: str, stage: int, train: dict[str, Any]) -> tuple[list[Any], dict[str, torch.Tensor]]:
     """(loss, auxiliary loss, gradient norm) of every step, and the parameters after them."""
     config = tiny_config({"train": {**TRAIN, **train}, "optimizer": ADAM, "model": {"dropout": 0.2}})
-    config = changed(config, {"memory": CASES[case]})
+    config = change_config(config, {"memory": CASES[case]})
     with without_inductor():
         job = tiny_job(config, world, stage=stage)
         if config.train.compile:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from dist_mem.config import changed
+from dist_mem.config import change_config
 from dist_mem.engine.fused_checks import has_not_finite, squared_norm
 from dist_mem.runtime.distributed import World
 from tests.support.contract_cases import CASES, SEG_LEN
@@ -25,7 +25,7 @@ def last_update(
     """Return the global norm, the logged norms of model and compression, and those of the steps of SGD with lr 1."""
     train = {"global_batch_size": 4, "micro_batch_size": 2, "seg_len": SEG_LEN, "max_grad_norm": max_grad_norm}
     config = tiny_config({"train": train, "optimizer": {"lr": 1.0}})
-    config = changed(config, {"memory": CASES[case]})
+    config = change_config(config, {"memory": CASES[case]})
     job = tiny_job(config, world, stage=stage)
     run_steps(job, first=0, last=5)  # the memory is full then
     before = full_parameters(job)

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from dist_mem.config import changed
+from dist_mem.config import change_config
 from dist_mem.nn import cross_entropy
 from dist_mem.runtime.distributed import World
 from tests.support.contract_cases import CASES, in_turn
@@ -30,7 +30,7 @@ Trained = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]
 def trained(world: World, case: str, stage: int, changes: dict[str, Any]) -> Trained:
     """(loss, auxiliary loss) of every step, and the parameters after them."""
     config = tiny_config({"train": TRAIN, "optimizer": ADAM}, changes)
-    config = changed(config, {"memory": CASES[case]})
+    config = change_config(config, {"memory": CASES[case]})
     job = tiny_job(config, world, stage=stage)
     outcomes = run_steps(job, first=0, last=STEPS)
     return [(outcome.totals.nll, outcome.totals.aux) for outcome in outcomes], full_parameters(job)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_mem.block import model_spec
-from dist_mem.config import changed
+from dist_mem.config import change_config
 from dist_mem.engine import placement
 from dist_mem.engine.placement import place_parts
 from dist_mem.model import MemoryLM
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.ranks
 def config_of(case: str, precision: str = "fp32", model: dict[str, Any] | None = None) -> Any:
     train = {"global_batch_size": 4, "micro_batch_size": 2, "seg_len": SEG_LEN, "precision": precision}
     config = tiny_config({"train": train, "model": model or {}})
-    return changed(config, {"memory": CASES[case]})
+    return change_config(config, {"memory": CASES[case]})
 
 
 def whole_weights(case: str, precision: str) -> dict[str, Tensor]:

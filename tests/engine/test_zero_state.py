@@ -395,7 +395,7 @@ def counts_after_one_tensor_for_all(world: World, directory: Path, stage: int) -
     reader, count = EngineReader(directory), torch.tensor(float(BEFORE))
     job.engine.restore(lambda kind, *place: count if kind == "step" else reader.read(kind, *place), reader.counters)
     next_losses(job, 1)
-    return {float(part.parts["step"]) for part in job.engine.held()}
+    return {float(part.parts["step"]) for part in job.engine.held_slices()}
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -8,7 +8,7 @@ import pytest
 
 from dist_mem.block import model_spec
 from dist_mem.config import Config, config_from
-from dist_mem.estimate.counting import Counted, Counts, _count, count_micro_batch, mixed
+from dist_mem.estimate.counting import Counts, MicroBatchCost, _count, count_micro_batch, mix_costs
 from dist_mem.memory import memory_class, memory_kinds
 
 VOCAB_SIZE, SEG_LEN = 3_000, 128  # tensors without values may be large
@@ -22,12 +22,12 @@ def config(kind: str, model: dict[str, Any] | None = None, **train: Any) -> Conf
     return merged
 
 
-def totals(counted: Counted) -> tuple[int, int, float, float]:
+def totals(counted: MicroBatchCost) -> tuple[int, int, float, float]:
     flops = sum(number * work.flops for number, work in counted.kernels)
     return counted.peak, counted.kept, flops, sum(number * work.num_bytes for number, work in counted.kernels)
 
 
-def check_same(predicted: Counted, whole: Counted) -> None:
+def check_same(predicted: MicroBatchCost, whole: MicroBatchCost) -> None:
     """The highest point may move from one operation to another."""
     assert totals(predicted)[1:] == totals(whole)[1:]
     assert predicted.peak == pytest.approx(whole.peak, rel=0.02)
@@ -47,7 +47,7 @@ def test_none_and_all_blocks_foretell_a_share_of_them() -> None:
     keys: list[dict[str, Any]] = [{}, {"activation_checkpointing": "blocks"}]
     none, all_blocks = (count_micro_batch(model_spec(config("lamemo", **key), VOCAB_SIZE)) for key in keys)
     whole = count_micro_batch(model_spec(config("lamemo", **keys[1], activation_checkpointing_share=0.5), VOCAB_SIZE))
-    predicted = mixed(none, all_blocks, 0.5)
+    predicted = mix_costs(none, all_blocks, 0.5)
     assert totals(predicted)[2] == pytest.approx(totals(whole)[2], rel=0.03)
     assert whole.kept <= predicted.kept <= 1.15 * whole.kept
     assert whole.peak <= predicted.peak <= 1.01 * (whole.peak + predicted.kept - whole.kept)

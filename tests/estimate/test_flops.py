@@ -14,10 +14,10 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from dist_mem.block import model_spec
-from dist_mem.config import AdaptiveConfig, Config, changed
-from dist_mem.estimate.counting import Counting, NotCountedError, flops_per_token, operations_per_token
+from dist_mem.config import AdaptiveConfig, Config, change_config
+from dist_mem.estimate.counting import FlopCounter, NotCountedError, flops_per_token, operations_per_token
 from dist_mem.model import MemoryLM
-from dist_mem.nn.convolution import convolved
+from dist_mem.nn.convolution import convolve
 from tests.support.contract_cases import CASES, subject
 from tests.support.counted_flops import check_small, torchs_count
 from tests.support.messages import refused
@@ -54,7 +54,7 @@ class Branches(TransformerXL):
 
 def realistic(memory: dict[str, Any], **model_keys: Any) -> Any:
     config = tiny_config(REALISTIC, {"model": model_keys})
-    return changed(config, {"memory": memory})
+    return change_config(config, {"memory": memory})
 
 
 @pytest.mark.parametrize(("case", "norm"), list(product(CASES, ["pre", "post"])))
@@ -136,10 +136,10 @@ def test_short_convolutions_and_triangular_systems_are_counted(preset: str, monk
     assert whole - scoring() == num_layers * system
 
 
-def counted(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> Counting:
+def counted(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> FlopCounter:
     """Return the count of a forward and a backward."""
     given = [torch.empty(shape, device="meta", requires_grad=True) for shape in shapes]
-    with Counting() as count:
+    with FlopCounter() as count:
         function(*given).sum().backward()
     return count
 
@@ -151,7 +151,7 @@ def test_the_same_arithmetic_counts_the_same_however_it_is_computed() -> None:
     wide = partial(torch.conv1d, groups=8)
     for one, other, shapes in (
         (torch.mm, lambda x, y: (x[:, :, None] * y).sum(1), (left, right)),
-        (lambda x, y: wide(x.mT, y[:, None]), convolved, (rows, taps)),
+        (lambda x, y: wide(x.mT, y[:, None]), convolve, (rows, taps)),
     ):
         products, elements = counted(one, *shapes), counted(other, *shapes)
         assert elements.products == 0 and products.others < products.products / 20

@@ -12,7 +12,7 @@ import pytest
 from dist_mem.block import ModelSpec, model_spec
 from dist_mem.config import TrainConfig, load_config
 from dist_mem.estimate.job_estimate import JobEstimate, as_json, as_text
-from dist_mem.estimate.measured import CARD, likely
+from dist_mem.estimate.likely_time import CARD, likely_seconds
 from dist_mem.estimate.search import Cluster
 from dist_mem.estimate.step_time import CheckpointCost, StepTime
 from dist_mem.memory import memory_options
@@ -58,7 +58,7 @@ def test_the_range_has_the_measured_update(name: str, memories: dict[str, dict[s
     one, bound, spec = MEASURED[name], bound_of(name), model_of(name, memories)
     card = gpu_of(RESULTS["machine"]["card"])
     assert card is not None and card.name == CARD
-    found = likely(spec, bound, card, world_size=1)
+    found = likely_seconds(spec, bound, card, world_size=1)
     assert found is not None
     assert bound.total < found.low < one["step_seconds"] < found.high
     assert "never measured" not in " ".join(found.origin)
@@ -80,7 +80,7 @@ OTHERWISE = {
 @pytest.mark.parametrize("key", OTHERWISE)
 def test_what_was_never_measured_is_said_and_widens_the_range(key: str) -> None:
     narrow, wide = (
-        likely(loaded(SPEED, WRITTEN, *more), BOUND, device_named(CARD), world_size=1) for more in ([], [key])
+        likely_seconds(loaded(SPEED, WRITTEN, *more), BOUND, device_named(CARD), world_size=1) for more in ([], [key])
     )
     assert narrow is not None and wide is not None and wide.high / wide.low > narrow.high / narrow.low
     assert OTHERWISE[key] in next(line for line in wide.origin if line.startswith("never measured: "))
@@ -89,8 +89,8 @@ def test_what_was_never_measured_is_said_and_widens_the_range(key: str) -> None:
 @pytest.mark.parametrize("device", [device for device in GPUS if device.name != CARD])
 def test_other_cards_and_several_gpus_were_never_measured(device: Any) -> None:
     spec = loaded(SPEED, WRITTEN)
-    one, other = (likely(spec, BOUND, device_named(CARD), world_size=ranks) for ranks in (1, 8))
-    elsewhere = likely(spec, BOUND, device, world_size=1)
+    one, other = (likely_seconds(spec, BOUND, device_named(CARD), world_size=ranks) for ranks in (1, 8))
+    elsewhere = likely_seconds(spec, BOUND, device, world_size=1)
     assert one is not None and other is not None and elsewhere is not None
     assert one.low > max(other.low, elsewhere.low) and one.high < min(other.high, elsewhere.high)
     assert "8 GPUs" in " ".join(other.origin) and device.name in " ".join(elsewhere.origin)
@@ -104,7 +104,7 @@ def test_the_range_is_never_faster_than_the_bound() -> None:
         [WRITTEN, "train.precision=fp32", "train.activation_checkpointing=blocks"],
     ):
         spec = loaded(SPEED, *keys)
-        found = likely(spec, BOUND, device_named("a100-80gb"), world_size=8)
+        found = likely_seconds(spec, BOUND, device_named("a100-80gb"), world_size=8)
         assert found is not None and found.low == BOUND.total < found.high
 
 
@@ -112,7 +112,7 @@ def test_kernels_that_never_ran_lie_between_the_best_and_the_worst_that_did() ->
     spec = loaded(SPEED, WRITTEN)
     ends = {}
     for operator in ("fused_attention", "flex_attention", "distance_attention"):
-        found = likely(spec, BOUND._replace(fused={operator: 1.0}), device_named(CARD), world_size=1)
+        found = likely_seconds(spec, BOUND._replace(fused={operator: 1.0}), device_named(CARD), world_size=1)
         assert found is not None
         ends[operator] = (found.low, found.high)
         assert ("never measured: model.attention=triton" in " ".join(found.origin)) == (operator[0] == "d")
@@ -130,7 +130,7 @@ def test_kernels_that_never_ran_lie_between_the_best_and_the_worst_that_did() ->
 def test_a_plan_has_the_bound_the_range_and_the_hours_of_the_training(gpu: str, steps: int | None, hours: str) -> None:
     spec = loaded(SPEED, WRITTEN)
     device, cost = device_named(gpu), CheckpointCost(10, 1.0, 2.0)
-    expected = likely(spec, BOUND, device, world_size=1)
+    expected = likely_seconds(spec, BOUND, device, world_size=1)
     job = JobEstimate("one", Cluster(device, 1, 1), [], BOUND, expected, steps, 100_000, 0.3, cost, [], [])
     found, text = as_json(job), as_text(TrainConfig(epochs=3), job, shows_all=True)
     assert found["tokens_per_second_bound"] == 100_000

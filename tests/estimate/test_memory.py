@@ -23,7 +23,7 @@ from dist_mem.errors import UnusableError
 from dist_mem.estimate import memory as room
 from dist_mem.estimate.counting import LiveBytes
 from dist_mem.estimate.memory import (
-    Part,
+    MemoryPart,
     fits_without_counting,
     refuse_what_cannot_fit,
     scoring_parts,
@@ -32,9 +32,9 @@ from dist_mem.estimate.memory import (
 )
 from dist_mem.estimate.zero import job_of
 from dist_mem.memory import memory_kinds, memory_options
-from dist_mem.memory.base import detached, named_tensors
+from dist_mem.memory.base import detach_state, named_tensors
 from dist_mem.model import MemoryLM
-from dist_mem.nn.kernel_shapes import planned_for
+from dist_mem.nn.kernel_shapes import plan_for
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.machine_memory import Limit, _of_folders, memory_limits
 from dist_mem.training import saving
@@ -94,7 +94,7 @@ def allocated(config: Config) -> int:
     document = torch.zeros(lanes, dtype=torch.int64, device="meta")
     length = document if num_segments == 1 else document[:, None].expand(-1, num_segments)
     later = [None] * (num_segments - 1)
-    with torch.device("meta"), planned_for("cpu"), Allocated() as counted:
+    with torch.device("meta"), plan_for("cpu"), Allocated() as counted:
         model = MemoryLM(model_spec(config, VOCAB_SIZE))
         optimizer = build_optimizer(model, config.optimizer)
         num_groups = train.global_batch_size // train.micro_batch_size
@@ -103,7 +103,7 @@ def allocated(config: Config) -> int:
             before, states = states, []
             for state in before:
                 output = model(tokens, tokens, length, state=state, later=later)
-                states.append(detached(output.state))
+                states.append(detach_state(output.state))
                 loss = sum([output.nll.sum(), *(part.sum() for part in output.aux.values())])
                 del output
                 loss.backward()
@@ -218,7 +218,7 @@ def test_what_writing_keeps_of_open_segments_is_counted() -> None:
 
 def test_ranks_that_share_a_limit_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the machine each is too much for three ranks of a node, and not for two, or three on three nodes."""
-    half = Part("all", 50, {"train.global_batch_size": 8})
+    half = MemoryPart("all", 50, {"train.global_batch_size": 8})
 
     def refused(nodes: list[str]) -> bool:
         limits = {node: [Limit(node, node, 100)] for node in nodes}

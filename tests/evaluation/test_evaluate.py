@@ -24,7 +24,7 @@ from dist_mem.evaluation.trained_model import find_checkpoint, read_settings
 from dist_mem.memory import memory_kinds
 from dist_mem.runtime import progress
 from dist_mem.runtime.distributed import World
-from dist_mem.runtime.locks import held_file
+from dist_mem.runtime.locks import hold_file
 from tests.support.faults import assert_says, flip, small_disk
 from tests.support.jobs import run_ranks, train_here, write_config
 from tests.support.messages import said_line
@@ -216,7 +216,7 @@ def test_files_that_another_command_makes_are_left_to_it(
 ) -> None:
     """A table of one evaluation lay beside the JSON of another, and of two sweeps one lost its rows."""
     folder = run_dir / "evaluations"
-    with held_file(folder / name):
+    with hold_file(folder / name):
         assert evaluate(run_dir, *options) == 2
         said_line(capfd.readouterr().err, "error: ", name, "another command")
         assert [path.name for path in folder.iterdir()] == [f".{name}.lock"]

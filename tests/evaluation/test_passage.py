@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from dist_mem.block import model_spec
-from dist_mem.config import changed, load_config
+from dist_mem.config import change_config, load_config
 from dist_mem.data.shard import Index, read_index
 from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.evaluation.probe import BANDS, PREFIX, open_passage, passage_metrics
@@ -40,8 +40,8 @@ def validation(books: Path) -> Index:
 def model_of(case: str, tmp_path: Path, books: Path) -> tuple[Any, MemoryLM]:
     path = write_config(tmp_path / "run.yaml", books, tmp_path / "run")
     config = load_config([str(path), "train.seg_len=4", f"eval.passage={SEGMENTS}"])
-    config = changed(config, {"memory": CASES[case]})
-    config = changed(config, {"model.init_std": 0.3})
+    config = change_config(config, {"memory": CASES[case]})
+    config = change_config(config, {"model.init_std": 0.3})
     torch.manual_seed(1)
     return config, MemoryLM(model_spec(config, load_tokenizer(books).vocab_size)).eval()
 
@@ -86,12 +86,12 @@ def test_gain_is_the_difference_of_two_evaluations(tmp_path: Path, books: Path, 
     """Of the one document that the passage is of; a passage of no segments has none."""
     config, model = model_of("transformer_xl", tmp_path, books)
     found = figures_of(model, config, validation, books)
-    config = changed(config, {"eval.max_document_len": SEGMENTS * 4})
+    config = change_config(config, {"eval.max_document_len": SEGMENTS * 4})
     given: dict[str, Any] = {"config": config, "index": validation, "tokenizer": load_tokenizer(books), "world": ALONE}
     reports = [score_split(model, init_of(model), **given, without_memory=without) for without in (False, True)]
     gain = reports[1].documents[0].nll - reports[0].documents[0].nll
     assert found["memory/gain"] == pytest.approx(gain / (SEGMENTS * 4), abs=1e-6)
-    config = changed(config, {"eval.passage": 0})
+    config = change_config(config, {"eval.passage": 0})
     assert figures_of(model, config, validation, books) == {}
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from dist_mem.config import Config, changed, save_config
+from dist_mem.config import Config, change_config, save_config
 from dist_mem.config.check import block_of
 from dist_mem.config.keys import DATA, RESULT, keys_of
 from dist_mem.data.shard import TokenizedDocument, write_split
@@ -38,8 +38,8 @@ from dist_mem.evaluation.plot import (
     recall_curve,
     spread_out,
 )
-from dist_mem.evaluation.plotting.picture import drawable
-from dist_mem.evaluation.plotting.style import new_picture, styled
+from dist_mem.evaluation.plotting.picture import make_drawable
+from dist_mem.evaluation.plotting.style import new_picture, use_style
 from dist_mem.evaluation.scores import DocumentScore, RecallScore, Report
 from tests.support.messages import refused
 from tests.support.paths import ROOT
@@ -183,7 +183,7 @@ def test_runs_are_called_by_their_memories_and_what_else_differs(tmp_path: Path,
         if blocks is not None:
             config = make_config(name=name, **{key: part for key, part in blocks.items() if key != "memory"})
             memory = blocks.get("memory", INFINITE["over"])
-            save_config(changed(config, {"memory": memory}), tmp_path / f"{name}.yaml")
+            save_config(change_config(config, {"memory": memory}), tmp_path / f"{name}.yaml")
     assert labels_of(list(runs), configs) == [label for _, label in runs.values()]
 
 
@@ -221,7 +221,7 @@ def test_a_picture_shows_names_as_they_are_written(name: str, tmp_path: Path, mo
     """`$` began a formula, and a letter that the font lacks was a box and a warning."""
     texts = drawn_texts(monkeypatch)
     known = replace(report([RecallScore(100, 300.0, 100, 25)]), split=name)
-    shown = drawable(name)
+    shown = make_drawable(name)
     assert len(shown) == len(name)
     assert shown.replace("\ufffd", "") == "".join(letter for letter in name if letter not in "日本の\U0001f9e0")
     plot_recall([(name, known)], tmp_path / "recall.png")
@@ -247,7 +247,7 @@ def test_log_scales_have_plain_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """matplotlib writes their powers as formulas."""
     texts = drawn_texts(monkeypatch)
     for high in (1e5, 3.0):
-        with styled():
+        with use_style():
             figure, axes = new_picture(3.0)
             axes.plot([1, 2], [0.7, high])
             axes.set_yscale("log")

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 
 from dist_mem.__main__ import main
 from dist_mem.block import model_spec
-from dist_mem.config import changed, load_config
+from dist_mem.config import change_config, load_config
 from dist_mem.data.shard import Index
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
 from dist_mem.evaluation import sweep
@@ -23,7 +23,7 @@ from dist_mem.evaluation.memory_file import read_memory_file
 from dist_mem.evaluation.protocol import protocol_of, tag_of
 from dist_mem.evaluation.scores import DocumentScore, Report, read_report
 from dist_mem.evaluation.scoring import EvaluationError
-from dist_mem.evaluation.sweep import KEYS, Row, parse_sweep, to_markdown
+from dist_mem.evaluation.sweep import KEYS, SweepRow, parse_sweep, to_markdown
 from dist_mem.evaluation.trained_model import TrainedModel, load_model
 from dist_mem.generation.text_memory import Memory, read_text
 from dist_mem.generation.text_scores import score as score_text
@@ -86,9 +86,9 @@ def test_clamped_distances_of_the_training_can_be_switched_off(library: Path, in
     config = config_with(MEMORIES["transformer_xl"])
     assert found == score_built(index, weights, config, mem_len=MEM_LEN, seg_len=SEG_LEN)
     assert found.nll != asked(run_dir).nll == asked(run_dir, "eval.clamp_len=null").nll
-    config = changed(config, {"model.clamp_len": 5, "eval.clamp_len": 0})
+    config = change_config(config, {"model.clamp_len": 5, "eval.clamp_len": 0})
     assert (protocol_of(config).clamp_len, tag_of(config)) == (None, "clamp0")
-    config = changed(config, {"model.clamp_len": None})
+    config = change_config(config, {"model.clamp_len": None})
     assert tag_of(config) == ""
 
 
@@ -135,11 +135,11 @@ def test_the_protocol_and_its_name_say_what_differs_from_the_training() -> None:
     config = config_with(MEMORIES["infinite_over_lamemo"])
     assert tag_of(config) == ""
     assert str(protocol_of(config)) == "T 8, M 16, documents"
-    config = changed(config, {"eval.mem_len": 640, "eval.clamp_len": 400, "eval.same_length": True})
-    config = changed(config, {"eval.layout": "stream", "eval.batch_size": 10, "eval.seg_len": 64})
+    config = change_config(config, {"eval.mem_len": 640, "eval.clamp_len": 400, "eval.same_length": True})
+    config = change_config(config, {"eval.layout": "stream", "eval.batch_size": 10, "eval.seg_len": 64})
     assert tag_of(config) == "T64-M640-clamp400-same_length_true-stream10"
     assert str(protocol_of(config)) == "T 64, M 640, clamp_len 400, same_length, stream in 10 lanes"
-    config = changed(config, {"eval.max_document_len": 2000, "eval.precision": "bf16"})
+    config = change_config(config, {"eval.max_document_len": 2000, "eval.precision": "bf16"})
     assert tag_of(config) == "T64-M640-clamp400-same_length_true-stream10-first2000-bf16"
     assert str(protocol_of(config)).endswith("stream in 10 lanes, first 2,000 tokens of each document, bf16")
     assert tag_of(make_config(eval={"mem_len": MEM_LEN, "seg_len": SEG_LEN, "same_length": False})) == ""
@@ -236,7 +236,7 @@ def test_a_sweep_of_something_else_is_refused() -> None:
 def test_a_table_over_clamp_len_says_which_row_is_which() -> None:
     report = Report("test", "", "", None, 4, 4, 9, [DocumentScore("1", "One", 20.0, 260, 9, 50)], [])
     protocols = [protocol_of(make_config(eval={"clamp_len": clamp_len})) for clamp_len in (20, 4)]
-    rows = [Row("run", 3, protocol, report) for protocol in protocols]
+    rows = [SweepRow("run", 3, protocol, report) for protocol in protocols]
     heading, _, *lines = to_markdown(rows).splitlines()
     column = heading.split(" | ").index("clamp")
     assert [line.split(" | ")[column] for line in lines[:2]] == ["20", "4"]

@@ -22,10 +22,10 @@ from dist_mem.evaluation.scores import (
     DocumentScore,
     RecallScore,
     Report,
+    format_metric,
     measure_of,
     read_report,
     recall_bands,
-    shown,
     to_csv,
     to_table,
     write_report,
@@ -247,12 +247,12 @@ def test_figures_that_are_not_known_or_too_large_are_shown_as_such(tmp_path: Pat
     assert report.metrics() == replace(report, num_words=0).metrics() == {}
     write_report(report, tmp_path, "test", metadata={})
     assert "NaN" not in (tmp_path / "test.json").read_text()
-    assert "nan" not in to_table(report) and shown(math.nan) == "n/a"
+    assert "nan" not in to_table(report) and format_metric(math.nan) == "n/a"
     known = make_report()
     assert replace(known, num_words=0).metrics().keys() == known.metrics().keys() - {"test/word_perplexity"}
-    huge = compare.Entry("huge", make_report(factor=1e6))
+    huge = compare.ComparedRun("huge", make_report(factor=1e6))
     assert "n/a" in to_table(huge.report)
-    for entries in ([huge], [compare.Entry("normal", known), huge]):
+    for entries in ([huge], [compare.ComparedRun("normal", known), huge]):
         assert "bits per byte" in compare.to_table(entries, compare.compare(entries))
 
 
@@ -298,7 +298,7 @@ REPORTS = st.builds(
 def test_a_comparison_says_the_same_in_every_order(reports: list[Report], is_blocks: bool) -> None:
     """The first run chose the unit for all; with other tokenizers one order was refused, the other gave nonsense."""
     reports = [in_blocks(each) for each in reports] if is_blocks else reports
-    entries = [compare.Entry(str(place), each, replace(each)) for place, each in enumerate(reports)]
+    entries = [compare.ComparedRun(str(place), each, replace(each)) for place, each in enumerate(reports)]
     name = measure_of(reports)
     found = []
     for order in itertools.permutations(entries):
@@ -361,7 +361,7 @@ def of_losses(*nlls: float, words: int | None = 100) -> Report:
 
 
 def test_a_missing_interval_has_a_reason() -> None:
-    entries = [compare.Entry("one", of_losses(100.0, 200.0)), compare.Entry("two", of_losses(80.0, 200.0))]
+    entries = [compare.ComparedRun("one", of_losses(100.0, 200.0)), compare.ComparedRun("two", of_losses(80.0, 200.0))]
     table = compare.to_table(entries, compare.compare(entries))
     assert "one / two: 1.051 (no interval: 2 documents; an interval needs at least 8)" in table
     labels, reports = ["a", "a", "b"], [of_losses(1.0, 2.0), of_losses(1.0, 2.5), of_losses(1.0, 3.0)]

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from dist_mem.config import Config, TrainConfig
 from dist_mem.config.memory_blocks import PER_BLOCK
-from dist_mem.contract.subject import VOCAB, Size, Subject
+from dist_mem.contract.subject import VOCAB, CheckedMemory, SubjectSize
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.evaluation.trained_model import TrainedModel, init_state, read_lanes
-from dist_mem.generation.generate import Sampling, choose, drawn, generate, kept_probabilities, likeliest_first
+from dist_mem.generation.generate import Sampling, choose, draw_uniform, generate, kept_probabilities, likeliest_first
 from dist_mem.generation.reading import ROW_STEP, next_log_probs, num_rows, read, select, start, start_from
 from dist_mem.generation.text import TextWriter, distinct, measure, rep
 from dist_mem.generation.text_scores import score
 from dist_mem.memory import memory_class
 from dist_mem.model import MemoryLM
-from dist_mem.runtime.terminal import printable
+from dist_mem.runtime.terminal import make_printable
 from tests.support.contract_cases import CASES, SEG_LEN, case_params, memories_of
 from tests.support.generating import (
     BOS,
@@ -154,7 +154,9 @@ LONG = 3 * ROW_STEP
 
 
 def model_of(block: dict[str, Any]) -> MemoryLM:
-    return Subject(lambda _: block, Size(lanes=2, seg_len=LONG, segments=4, layers=3)).model().double().eval()
+    return (
+        CheckedMemory(lambda _: block, SubjectSize(lanes=2, seg_len=LONG, segments=4, layers=3)).model().double().eval()
+    )
 
 
 def blocks() -> dict[str, dict[str, Any]]:
@@ -220,7 +222,7 @@ def test_tokens_are_drawn_as_often_as_they_should_be(options: dict[str, float]) 
     sampling = Sampling(**options)  # type: ignore[arg-type]
     expected = kept_probabilities(log_rows(*probabilities), sampling)[0]
     for streams, step in ((torch.arange(DRAWS), 3), (torch.zeros(DRAWS, dtype=torch.int64), torch.arange(DRAWS))):
-        draw = drawn(sampling, stream=streams, step=step)
+        draw = draw_uniform(sampling, stream=streams, step=step)
         share = choose(log_rows(*probabilities, count=DRAWS), sampling, draw=draw).bincount(minlength=5) / DRAWS
         assert (share - expected).abs().max() < 5 * math.sqrt(0.25 / DRAWS)
         assert (share[expected == 0] == 0).all()
@@ -229,14 +231,16 @@ def test_tokens_are_drawn_as_often_as_they_should_be(options: dict[str, float]) 
 def test_a_draw_depends_on_seed_stream_and_step_alone() -> None:
     log_probs = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     streams, sampling = torch.tensor([4, 0, 9, 2, 7, 1]), Sampling(top_p=0.9, seed=3)
-    together = choose(log_probs, sampling, draw=drawn(sampling, stream=streams, step=11))
+    together = choose(log_probs, sampling, draw=draw_uniform(sampling, stream=streams, step=11))
     for lane in range(6):
         row = slice(lane, lane + 1)
-        alone = choose(log_probs[row], sampling, draw=drawn(sampling, stream=streams[row], step=torch.tensor([11])))
+        alone = choose(
+            log_probs[row], sampling, draw=draw_uniform(sampling, stream=streams[row], step=torch.tensor([11]))
+        )
         assert torch.equal(alone, together[row])
     same = log_probs[:1].expand(200, -1)
     draws = [
-        choose(same, each, draw=drawn(each, stream=torch.arange(200), step=step))
+        choose(same, each, draw=draw_uniform(each, stream=torch.arange(200), step=step))
         for each, step in ((sampling, 0), (sampling, 1), (Sampling(top_p=0.9, seed=4), 0))
     ]
     assert not torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
@@ -251,7 +255,8 @@ def test_every_lane_is_another_text_with_every_seed() -> None:
         texts += [tuple(lane.tolist()) for lane in found.tokens]
     assert len(set(texts)) == len(texts) == 12
     draws = [
-        drawn(Sampling(seed=seed), stream=torch.arange(6)[:, None], step=torch.arange(20)) for seed in (-1, 0, 1, 2**40)
+        draw_uniform(Sampling(seed=seed), stream=torch.arange(6)[:, None], step=torch.arange(20))
+        for seed in (-1, 0, 1, 2**40)
     ]
     assert len({tuple(lane.tolist()) for draw in draws for lane in draw}) == 4 * 6
 
@@ -298,7 +303,7 @@ def test_bytes_of_a_cut_character_wait_until_it_is_whole() -> None:
 
 
 def test_nothing_that_steers_a_terminal_is_printed() -> None:
-    assert printable("a\n\tb \x1b[2J\x07\r\u20ac") == "a\n\tb \ufffd[2J\ufffd\ufffd\u20ac"
+    assert make_printable("a\n\tb \x1b[2J\x07\r\u20ac") == "a\n\tb \ufffd[2J\ufffd\ufffd\u20ac"
 
 
 def test_repetition_by_hand() -> None:

@@ -18,7 +18,7 @@ import pytest
 from dist_mem.__main__ import main
 from dist_mem.config import load_config
 from dist_mem.data.tokenizers.words import WordTokenizer
-from dist_mem.datasets import rows
+from dist_mem.datasets import corpus_rows
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.recipes.characters import read_whole
 from dist_mem.datasets.source import SourceDocument, read_text
@@ -30,7 +30,7 @@ from dist_mem.generation.reading import read, start
 from dist_mem.generation.text import read_file
 from dist_mem.hf.folder import read_weights
 from dist_mem.runtime import files
-from dist_mem.runtime.terminal import printable
+from dist_mem.runtime.terminal import make_printable
 from tests.support.jobs import build_books, train_here, write_config
 from tests.support.limits import limit
 from tests.support.messages import refused, said
@@ -77,7 +77,7 @@ def test_text_is_that_of_the_python_api(folder: Path, capsys: pytest.CaptureFixt
     tokens = trained.tokenizer.encode(PROMPT * 9)
     reading = read(trained, start(trained), [tokens])
     written = generate(trained, reading, num_tokens=40, sampling=Sampling(top_p=0.95, seed=3)).tokens[0]
-    assert code == 0 and out == printable(trained.tokenizer.decode(written)) + "\n"
+    assert code == 0 and out == make_printable(trained.tokenizer.decode(written)) + "\n"
     assert f"prompt of {len(tokens)} tokens" in err and "40 tokens, " in err
     assert ask(capsys, folder / "txl", "--prompt", PROMPT * 9, *options, "3")[1] == out
     assert ask(capsys, folder / "txl", "--prompt", PROMPT * 9, *options, "4")[1] != out
@@ -111,7 +111,7 @@ def test_runs_are_compared_on_the_same_prompt(folder: Path, tmp_path: Path, caps
     assert study["prompt"] == {"characters": len(PROMPT), "end": PROMPT}
     page = (tmp_path / "study.md").read_text(encoding="utf-8")
     for entry in entries:
-        assert ask(capsys, entry["run"], *asked)[1] == printable(entry["texts"][0]) + "\n"
+        assert ask(capsys, entry["run"], *asked)[1] == make_printable(entry["texts"][0]) + "\n"
         assert entry["texts"][0] in page and f"| {entry['run']} |" in page and entry["run"] in out
         assert {"rep-1", "rep-4", "distinct-1", "distinct-4"} < entry.keys()
     assert re.search(r"^run +rep-1 +rep-2 .* distinct-4$", err, re.MULTILINE)
@@ -182,7 +182,7 @@ def test_ctrl_c_ends_with_the_text_so_far(folder: Path, tmp_path: Path, monkeypa
     assert process.returncode == 0, err
     text = json.loads(out.read_text(encoding="utf-8"))["continuations"][0]["texts"][0]
     assert len(begin) == 1 and b"stopped; " in err and b"Traceback" not in err
-    assert (begin + rest).decode() == printable(text) + "\n"
+    assert (begin + rest).decode() == make_printable(text) + "\n"
 
 
 LIMIT = 2_000_000
@@ -192,7 +192,7 @@ ZERO = Path("/dev/zero")
 def read_compressed_rows(folder: Path) -> None:
     path = folder / "rows.json.gz"
     path.write_bytes(gzip.compress(bytes(LIMIT + 1)))
-    list(rows.read_rows(rows.RowFile(path, "text", None, 0)))
+    list(corpus_rows.read_rows(corpus_rows.RowFile(path, "text", None, 0)))
 
 
 READERS: dict[str, Callable[[Path], object]] = {
@@ -206,7 +206,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("reader", READERS)
 def test_a_text_without_an_end_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str) -> None:
     monkeypatch.setattr(files.read_at_most, "__defaults__", (LIMIT,))
-    monkeypatch.setattr(rows, "MAX_TEXT_BYTES", LIMIT)
+    monkeypatch.setattr(corpus_rows, "MAX_TEXT_BYTES", LIMIT)
     with refused(UnusableError, "rows.json.gz, line 1" if reader.startswith("a row") else ZERO):
         READERS[reader](tmp_path)
 

@@ -26,7 +26,7 @@ from dist_mem.generation.generate import Sampling, generate
 from dist_mem.generation.reading import Reading, next_log_probs, read, select, start
 from dist_mem.generation.text_memory import Memory, read_text
 from dist_mem.generation.text_scores import score
-from dist_mem.runtime.locks import held_file
+from dist_mem.runtime.locks import hold_file
 from tests.support import gpt2_models
 from tests.support.contract_cases import CASES, SEG_LEN, case_params, small_block
 from tests.support.evaluated_runs import MEMORIES, make_run
@@ -334,7 +334,7 @@ def test_a_memory_that_another_command_continues_is_left_to_it(
     """Two that read the same file and replace it would lose the text of one."""
     memory = read_book(book, run_dir)
     before = memory.read_bytes()
-    with held_file(memory):
+    with hold_file(memory):
         command = ["read", str(book), "--run", str(run_dir), "--memory", str(memory), "-o", str(memory)]
         assert main(command) == EXIT_USAGE
         said(capsys.readouterr().err, str(memory), "another command")

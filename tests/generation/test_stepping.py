@@ -14,13 +14,13 @@ from torch import Tensor
 
 from dist_mem.config import AdaptiveConfig, Config, TokenTypeConfig, TrainConfig
 from dist_mem.contract.rules import further_rows_are_those_of_the_whole_segment
-from dist_mem.contract.subject import VOCAB, Size, Subject
+from dist_mem.contract.subject import VOCAB, CheckedMemory, SubjectSize
 from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation import writing
-from dist_mem.generation.generate import Sampling, Step, generate, stream
+from dist_mem.generation.generate import NextTokens, Sampling, generate, stream
 from dist_mem.generation.reading import Reading, next_log_probs, read, start
-from dist_mem.generation.writing import Stepped
+from dist_mem.generation.writing import SteppingWriter
 from dist_mem.memory.base import Inspectable, named_tensors
 from dist_mem.memory.transformer_xl import TransformerXL
 from dist_mem.model import LMState, MemoryLM
@@ -42,8 +42,8 @@ class Case(NamedTuple):
     keys: Mapping[str, Any] = MappingProxyType({})
     norm: str = "pre"
 
-    def subject(self) -> Subject:
-        return Subject(lambda _: self.block, Size(LANES, SEG_LEN, 4, 3), self.norm, keys=self.keys)
+    def subject(self) -> CheckedMemory:
+        return CheckedMemory(lambda _: self.block, SubjectSize(LANES, SEG_LEN, 4, 3), self.norm, keys=self.keys)
 
     def model(self, dtype: torch.dtype = torch.float64) -> MemoryLM:
         return self.subject().model().to(dtype).eval()
@@ -140,7 +140,7 @@ def test_a_text_is_that_of_recomputation(case: str, monkeypatch: pytest.MonkeyPa
     free: dict[str, Any] = {"num_tokens": 2 * SEG_LEN + 3, "sampling": GREEDY if case == "lamemo" else SAMPLED}
     steps = list(stream(trained, reading, **free))
     for made in steps:
-        anew = Stepped(trained, made.reading).next_log_probs()
+        anew = SteppingWriter(trained, made.reading).next_log_probs()
         torch.testing.assert_close(anew, next_log_probs(trained, made.reading), rtol=0, atol=1e-10)
     stopping = {**free, "stop_ids": steps[2].tokens[1:2].tolist()}
     some_stop = list(stream(trained, reading, **stopping))
@@ -149,7 +149,7 @@ def test_a_text_is_that_of_recomputation(case: str, monkeypatch: pytest.MonkeyPa
     check_same(some_stop, list(stream(trained, reading, **stopping)))
 
 
-def check_same(steps: Sequence[Step], expected: Sequence[Step]) -> None:
+def check_same(steps: Sequence[NextTokens], expected: Sequence[NextTokens]) -> None:
     for made, other in zip(steps, expected, strict=True):
         assert torch.equal(made.writing, other.writing)
         assert torch.equal(made.tokens[made.writing], other.tokens[made.writing])
@@ -176,9 +176,9 @@ def test_rows_taken_out_of_a_memory_stay_out() -> None:
     memories = zip(trained.model.memories(), reading.state.blocks, strict=True)
     blocks = tuple(memory.forget(part, begin, end) for memory, part in memories if isinstance(memory, Inspectable))
     forgotten = Reading(LMState(blocks, (), ()), *reading[1:])
-    found = Stepped(trained, forgotten).next_log_probs()
+    found = SteppingWriter(trained, forgotten).next_log_probs()
     torch.testing.assert_close(found, next_log_probs(trained, forgotten), rtol=0, atol=1e-10)
-    differs = (found - Stepped(trained, reading).next_log_probs()).abs().amax(1) > 1e-6
+    differs = (found - SteppingWriter(trained, reading).next_log_probs()).abs().amax(1) > 1e-6
     assert differs.tolist() == [True, False]
 
 

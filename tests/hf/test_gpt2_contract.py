@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dist_mem.contract.subject import Subject
+from dist_mem.contract.subject import CheckedMemory
 from dist_mem.memory import memory_kinds
 from tests.support.contract_cases import CASES, SEG_LEN, SIZE, check_rules, small_block
 
@@ -30,4 +30,4 @@ BLOCKS = {
 
 @pytest.mark.parametrize("case", BLOCKS)
 def test_memory_keeps_the_contract_in_gpt2(case: str) -> None:
-    check_rules(Subject(lambda _: BLOCKS[case], SIZE, keys=GPT2))
+    check_rules(CheckedMemory(lambda _: BLOCKS[case], SIZE, keys=GPT2))

@@ -12,7 +12,7 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
-from dist_mem.config import changed
+from dist_mem.config import change_config
 from dist_mem.evaluation.export import run as export
 from dist_mem.evaluation.trained_model import load_model
 from dist_mem.generation.text_scores import score
@@ -53,7 +53,7 @@ def five_losses(world: World, stage: int, case: str) -> list[float]:
     optimizer = {"kind": "adamw", "lr": 2e-3, "groups": [{"param_regex": "memory", "lr": 5e-3}]}
     model = LLAMA if case == "llama" else {**MODEL, "d_inner": 96}
     config = tiny_config({"model": model, "optimizer": optimizer, "train": {"micro_batch_size": 2}})
-    config = changed(config, {"memory": CASES[case]})
+    config = change_config(config, {"memory": CASES[case]})
     return [
         outcome.totals.nll / outcome.totals.num_scored
         for outcome in run_steps(tiny_job(config, world, stage=stage), first=0, last=5)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dist_mem.__main__ import main
-from dist_mem.config import Config, changed, config_from, load_config, save_config
+from dist_mem.config import Config, change_config, config_from, load_config, save_config
 from dist_mem.errors import UnusableError
 from dist_mem.hf.folder import check_sizes, load_pretrained, read_published_config
 from dist_mem.hf.llama import ROPE_NAMES
@@ -140,7 +140,7 @@ def test_a_memory_that_hides_rows_behind_the_window_or_has_none_ends_with_code_2
     """So does a rope type that is unknown; before anything is written."""
     path = published.folder.parent / "run.yaml"
     places = {"run_dir": str(published.folder.parent / "run"), "data.path": str(published.folder.parent / "no_data")}
-    save_config(changed(published.config, places), path)
+    save_config(change_config(published.config, places), path)
     published.rewrite("config.json", {**published.content, "model_type": "mistral", "sliding_window": 30})
     check = ["train", str(path), "--check", "model.sliding_window=30"]
     compressive = ["memory.kind=compressive", "memory.mem_len=12", "memory.cmem_len=12"]

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from dist_mem.block import model_spec
 from dist_mem.config import Config, ConfigError, DataConfig, ModelConfig, TokenTypeConfig, TrainConfig, load_config
-from dist_mem.contract.check_memory import RULES, Rule
+from dist_mem.contract.check_memory import RULES, ContractRule
 from dist_mem.contract.subject import VOCAB as SMALL_VOCAB
-from dist_mem.contract.subject import Size, Subject
+from dist_mem.contract.subject import CheckedMemory, SubjectSize
 from dist_mem.hf.folder import load_pretrained
 from dist_mem.memory import memory_options
 from dist_mem.model import MemoryLM
@@ -73,7 +73,7 @@ def test_they_are_embedded_as_in_hugging_faces_gpt2(tmp_path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class TypedSubject(Subject):
+class TypedSubject(CheckedMemory):
     """A small GPT-2 with token types around the memory."""
 
     def model(self, *, dropout: float = 0.0, checkpointing: str = "none") -> MemoryLM:
@@ -87,12 +87,12 @@ class TypedSubject(Subject):
 
 @pytest.mark.parametrize("cut", ["start", "end"])
 @pytest.mark.parametrize("rule", RULES, ids=[rule.statement for rule in RULES])
-def test_the_contract_holds_with_types(rule: Rule, cut: str) -> None:
-    rule.check(TypedSubject(lambda _: LTM, Size(lanes=4, seg_len=4, segments=4, layers=2), "pre", cut))
+def test_the_contract_holds_with_types(rule: ContractRule, cut: str) -> None:
+    rule.check(TypedSubject(lambda _: LTM, SubjectSize(lanes=4, seg_len=4, segments=4, layers=2), "pre", cut))
 
 
 def test_generation_equals_reading_the_document_anew() -> None:
-    subject = TypedSubject(lambda _: LTM, Size(lanes=4, seg_len=4, segments=4, layers=2))
+    subject = TypedSubject(lambda _: LTM, SubjectSize(lanes=4, seg_len=4, segments=4, layers=2))
     check_reads_as_anew(trained_model("none")._replace(model=subject.model().double().eval()))
 
 

@@ -18,7 +18,7 @@ from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.byte_pairs import BytePairTokenizer, train_byte_pairs, write_byte_pairs
 from dist_mem.data.tokenizers.fast import fast_tokenizer
 from dist_mem.data.tokenizers.huggingface import HuggingFaceTokenizer
-from dist_mem.data.tokenizers.registry import KINDS, load_tokenizer, open_tokenizer, save_tokenizer
+from dist_mem.data.tokenizers.registry import KINDS, find_tokenizer, load_tokenizer, save_tokenizer
 from dist_mem.data.tokenizers.sentencepiece import SentencePieceTokenizer, train_pieces
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.data.tokenizers.words import count_words
@@ -256,4 +256,4 @@ def test_a_published_model_is_trained_with_its_own_tokenizer_as_the_message_says
     theirs, ours = (transformers.AutoTokenizer.from_pretrained(str(place)) for place in (folder, hub))
     assert ours(TEXTS[0])["input_ids"] == theirs(TEXTS[0])["input_ids"]
     assert (ours.chat_template, ours.eos_token) == (theirs.chat_template, theirs.eos_token)
-    assert open_tokenizer(hub).fingerprint == open_tokenizer(folder).fingerprint
+    assert find_tokenizer(hub).fingerprint == find_tokenizer(folder).fingerprint

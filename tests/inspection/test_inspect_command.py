@@ -13,8 +13,8 @@ import torch
 from dist_mem.__main__ import main
 from dist_mem.errors import EXIT_USAGE
 from dist_mem.inspection.aggregates import aggregate
-from dist_mem.inspection.counterfactual import Passage
-from dist_mem.inspection.terminal_view import aggregates_tables, coloured
+from dist_mem.inspection.counterfactual import TokenSpan
+from dist_mem.inspection.terminal_view import aggregates_tables, colour_words
 from dist_mem.inspection.words import FUNCTION, MARK, NAME, NUMBER, OTHER, distances_to_last, words_of
 from tests.support.evaluated_runs import MEMORIES, asked, make_run
 from tests.support.messages import said
@@ -198,7 +198,7 @@ def test_the_shown_text_is_the_text_with_marks(with_colour: bool) -> None:
 
     pieces = pieces_of(TEXT)
     gain = torch.linspace(-4.0, 4.0, len(pieces), dtype=torch.float64)
-    found = coloured(word_gains(words_of(pieces), gain), pieces, Passage(0, len(pieces)), with_colour=with_colour)
+    found = colour_words(word_gains(words_of(pieces), gain), pieces, TokenSpan(0, len(pieces)), with_colour=with_colour)
     assert re.sub(r"\x1b\[[\d;]*m|\[[+-]\d+\.\d\]", "", found) == TEXT
     assert ("\x1b[" in found) == with_colour
 

@@ -24,9 +24,9 @@ from dist_mem.data.shard import write_split
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE
 from dist_mem.evaluation.scores import perplexity, write_report
 from dist_mem.evaluation.trained_model import load_model
-from dist_mem.inspection.counterfactual import Counterfactual, Passage, Removals
-from dist_mem.inspection.page.assemble import assembled
-from dist_mem.inspection.page.book import NO_PASSAGE, encoded
+from dist_mem.inspection.counterfactual import Counterfactual, Removals, TokenSpan
+from dist_mem.inspection.page.assemble import assemble
+from dist_mem.inspection.page.book import NO_PASSAGE, encode_book
 from dist_mem.inspection.page.columns import column, numbers
 from dist_mem.inspection.page.markup import Markup, digits, element, short_count
 from tests.support.books import PIECES, make_book
@@ -312,9 +312,9 @@ def test_a_number_that_does_not_fit_is_an_error() -> None:
 
 def test_details_are_kept_of_the_tokens_that_memory_changed_most() -> None:
     book = make_book(4000)
-    everything = encoded(book, room=10**7)
+    everything = encode_book(book, room=10**7)
     room = len(json.dumps(everything)) * 2 // 3
-    stored = encoded(book, room=room)
+    stored = encode_book(book, room=room)
     assert len(json.dumps(stored)) <= room
     kept = np.cumsum(numbers(stored["detailed"]))
     change = book.reading.gain.abs().numpy()
@@ -325,40 +325,40 @@ def test_details_are_kept_of_the_tokens_that_memory_changed_most() -> None:
     begin = kept[:, None] - numbers(layer["back"]).reshape(-1, 3).astype(np.int64)
     assert np.array_equal(begin, looked.begin.numpy()[kept])
     assert np.abs(numbers(layer["shares"]).reshape(-1, 3) / 255 - looked.shares.numpy()[kept]).max() <= 1 / 510
-    assert len(np.cumsum(numbers(encoded(book, room=0)["detailed"]))) == 0
+    assert len(np.cumsum(numbers(encode_book(book, room=0)["detailed"]))) == 0
 
 
 def test_a_token_names_the_passages_whose_removal_is_worst() -> None:
     book = make_book(64)
-    passages = [Passage(-1, 15), Passage(15, 31), Passage(31, 47), Passage(3, 9)]
+    passages = [TokenSpan(-1, 15), TokenSpan(15, 31), TokenSpan(31, 47), TokenSpan(3, 9)]
     rise = torch.randn(4, 16, generator=torch.Generator().manual_seed(5))
     rise[:, 3] = torch.nan  # not scored
-    one_only = Removals(16, [Passage(-1, 15)], torch.full((1, 16), 0.25))
+    one_only = Removals(16, [TokenSpan(-1, 15)], torch.full((1, 16), 0.25))
     removed = Counterfactual(64, [one_only, Removals(48, passages, rise)])
-    stored = encoded(book._replace(removed=removed), room=10**6)["removed"]
+    stored = encode_book(book._replace(removed=removed), room=10**6)["removed"]
     begin, end = (numbers(stored[name]).astype(np.int64) - 1 for name in ("begin", "end"))
-    assert [Passage(*pair) for pair in zip(begin.tolist(), end.tolist(), strict=True)] == sorted(passages)
-    kept = np.cumsum(numbers(encoded(book, room=10**6)["detailed"])).tolist()
+    assert [TokenSpan(*pair) for pair in zip(begin.tolist(), end.tolist(), strict=True)] == sorted(passages)
+    kept = np.cumsum(numbers(encode_book(book, room=10**6)["detailed"])).tolist()
     place, rises = (numbers(stored[name]).reshape(-1, 3) for name in ("place", "rise"))
     for row, token in enumerate(kept):
-        found = [Passage(int(begin[p]), int(end[p])) for p in place[row].tolist() if p != NO_PASSAGE]
+        found = [TokenSpan(int(begin[p]), int(end[p])) for p in place[row].tolist() if p != NO_PASSAGE]
         if token >= 48 and token != 51:
             worst = rise[:, token - 48].argsort(descending=True)[:3].tolist()
             assert found == [passages[number] for number in worst]
             assert rises[row] / 1000 == pytest.approx(rise[worst, token - 48].numpy(), abs=5.1e-4)
         else:
-            assert found == ([Passage(-1, 15)] if 16 <= token < 32 else [])
+            assert found == ([TokenSpan(-1, 15)] if 16 <= token < 32 else [])
 
 
 def test_a_book_of_500_000_tokens_is_under_10_mb() -> None:
     book = make_book(500_000, num_layers=3, seg_len=512)
-    page = assembled("A long book", Markup(), encoded(book, room=9_000_000), Markup(), footer="")
+    page = assemble("A long book", Markup(), encode_book(book, room=9_000_000), Markup(), footer="")
     assert len(page.encode()) < 10_000_000
 
 
 def test_text_and_losses_are_stored_exactly() -> None:
     book = make_book(1000)
-    stored = encoded(book, room=10**6)
+    stored = encode_book(book, room=10**6)
     for name, losses in (("nll", book.reading.nll), ("without", book.reading.windowed)):
         assert torch.equal(torch.from_numpy(numbers(stored[name])).nan_to_num(-1), losses.nan_to_num(-1))
     gains = (numbers(stored["without"]).astype(np.float64) - numbers(stored["nll"])).tolist()

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from dist_mem.inspection.counterfactual import Counterfactual, Passage, Removals
-from dist_mem.inspection.page.assemble import assembled
-from dist_mem.inspection.page.book import encoded
+from dist_mem.inspection.counterfactual import Counterfactual, Removals, TokenSpan
+from dist_mem.inspection.page.assemble import assemble
+from dist_mem.inspection.page.book import encode_book
 from dist_mem.inspection.page.markup import Markup, table
 from tests.support.books import make_book
 from tests.support.chromium import Browser, Page, running_chromium, why_not
@@ -37,15 +37,15 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     without[100], without[700] = nll[100] + 5.0, nll[700] - 2.0
     rise = torch.zeros(2, 16)
     rise[1, 4] = 4.5
-    removed = Counterfactual(NUM_TOKENS, [Removals(96, [Passage(3, 19), Passage(19, 35)], rise)])
+    removed = Counterfactual(NUM_TOKENS, [Removals(96, [TokenSpan(3, 19), TokenSpan(19, 35)], rise)])
     pieces = [HOSTILE, *book.pieces[1:]]
     tokens = np.random.default_rng(0).integers(5, len(pieces), NUM_TOKENS).astype(np.uint16)
     tokens[22], tokens[100], tokens[3:5] = 0, 7, [2, 3]  # the two bytes of one character
     reading = book.reading._replace(document=book.reading.document._replace(tokens=tokens))
-    stored = encoded(book._replace(pieces=pieces, reading=reading, removed=removed), room=10**6)
+    stored = encode_book(book._replace(pieces=pieces, reading=reading, removed=removed), room=10**6)
     summary = table("A wide table", ["run", *(f"column {number}" for number in range(20))], [["run", *["1.0"] * 20]])
     path = tmp_path_factory.mktemp("page") / "page.html"
-    path.write_text(assembled("A run", summary, stored, Markup(), footer=""), encoding="utf-8")
+    path.write_text(assemble("A run", summary, stored, Markup(), footer=""), encoding="utf-8")
     return path
 
 
@@ -87,9 +87,11 @@ def test_a_click_on_a_token_shows_its_details(browser: Browser, file: Path, widt
 def test_a_summary_of_all_the_past_names_no_passage_and_no_removal_says_why(browser: Browser, tmp_path: Path) -> None:
     book = make_book(NUM_TOKENS)
     layers = ({"summary": book.reading.layers[0]["memory"]},)
-    stored = encoded(book._replace(reading=book.reading._replace(layers=layers), not_removed="it sums up"), room=10**6)
+    stored = encode_book(
+        book._replace(reading=book.reading._replace(layers=layers), not_removed="it sums up"), room=10**6
+    )
     path = tmp_path / "page.html"
-    path.write_text(assembled("A run", Markup(), stored, Markup(), footer=""), encoding="utf-8")
+    path.write_text(assemble("A run", Markup(), stored, Markup(), footer=""), encoding="utf-8")
     page = opened(browser, path, 1280)
     page.click("#t100")
     shown = details(page)

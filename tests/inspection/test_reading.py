@@ -17,7 +17,7 @@ from dist_mem.data.shard import Index
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.trained_model import TrainedModel, init_state, load_model
 from dist_mem.inspection.attended_passages import mass_by_span, mass_in, memory_rows
-from dist_mem.inspection.counterfactual import Passage, remove_passages
+from dist_mem.inspection.counterfactual import TokenSpan, remove_passages
 from dist_mem.inspection.reading import first_border, has_memory, read_document, text_document
 from dist_mem.inspection.walk import losses_of, walk
 from dist_mem.memory import memory_class, memory_kinds
@@ -33,7 +33,7 @@ from dist_mem.memory.parts.inspector import Inspector
 from dist_mem.memory.parts.signal_places import append, shares, without_rows
 from dist_mem.memory.rmt import RecurrentMemory
 from dist_mem.memory.transformer_xl import TransformerXL
-from dist_mem.papers.regression_error import watched
+from dist_mem.papers.regression_error import attach_watches
 from dist_mem.runtime.progress import Progress
 from tests.support.contract_cases import LANES, fresh_state, full_lanes, random_segments, read, small_model
 from tests.support.contract_cases import SEG_LEN as SHORT
@@ -150,7 +150,7 @@ def test_a_passage_is_removed_where_it_is_in_the_memory_and_only_there(subject: 
     assert bool(found.removals) == any(read_document(trained, document).layers) == carries
     assert (float(harm.rise.nan_to_num(0.0).abs().max()) > 0.0) == carries, "a removal changes something"
     for position in (~harm.rise.isnan()).nonzero().flatten().tolist():
-        passage = Passage(int(harm.begin[position]), int(harm.end[position]))
+        passage = TokenSpan(int(harm.begin[position]), int(harm.end[position]))
         assert torch.equal(found.without(passage)[position], harm.rise[position])
 
 
@@ -160,7 +160,7 @@ def test_a_memory_that_cannot_forget_refuses_every_removal_and_says_why(subject:
     trained, document = subject
     (unable,) = UNFORGETTING & {used for _, used in kinds_of(trained.config.memory)}
     reason = f"{memory_class(unable).__name__} cannot forget a passage: {inspectable(unable).no_forget}"
-    for passages in (None, [Passage(8, 16)]):
+    for passages in (None, [TokenSpan(8, 16)]):
         with refused(UnusableError, "memory.kind", unable, reason):
             remove_passages(trained, document, passages)
     assert inspectable(unable).no_forget != Inspectable.no_forget, "the reason is its own"
@@ -301,7 +301,7 @@ def test_places_are_those_that_the_regression_error_follows(
     """In order; and their shares of the signal sum to one."""
     trained, document = opened(library, index, tmp_path, kind)
     compared = 0
-    with Inspector(trained.model.memories()) as inspector, watched(trained.model) as watches:
+    with Inspector(trained.model.memories()) as inspector, attach_watches(trained.model) as watches:
         for step in walk(trained, document):
             if step.is_kept:
                 inspector.commit()

@@ -25,7 +25,7 @@ from dist_mem.generation.generate import Sampling, generate
 from dist_mem.generation.reading import read, start
 from dist_mem.generation.text_scores import score
 from dist_mem.lm_eval.model import DistMemLM, encode_pair
-from dist_mem.lm_eval.passages import Passage, score_passages
+from dist_mem.lm_eval.passages import ScoredText, score_passages
 from dist_mem.memory import memory_class, memory_kinds
 from tests.support.contract_cases import SEG_LEN as SHORT
 from tests.support.contract_cases import case_params
@@ -223,12 +223,12 @@ LENS = [1, 2, SHORT, 2 * SHORT + 1]
 LANES = 3
 
 
-def passages() -> list[Passage]:
+def passages() -> list[ScoredText]:
     """Four continuations of each of several contexts, of which some begin as others."""
     draw = np.random.default_rng(3)
     longest = draw.integers(0, BOS, max(CONTEXT_LENS))
     return [
-        Passage(np.concatenate([longest[:length], draw.integers(0, BOS, more)]), first_scored=length)
+        ScoredText(np.concatenate([longest[:length], draw.integers(0, BOS, more)]), first_scored=length)
         for length in CONTEXT_LENS
         for more in LENS
     ]
@@ -259,7 +259,7 @@ def test_a_score_is_that_of_the_text_read_alone_and_the_same_bits_whatever_else_
 
 def test_a_context_is_read_once_for_all_its_continuations() -> None:
     trained, context = float32_model("transformer_xl"), np.arange(5 * SHORT) % BOS
-    choices = [Passage(np.concatenate([context, [choice, 1]]), first_scored=len(context)) for choice in range(BOS)]
+    choices = [ScoredText(np.concatenate([context, [choice, 1]]), first_scored=len(context)) for choice in range(BOS)]
     calls: list[int] = []
     trained.model.embedding.register_forward_hook(lambda *_: calls.append(1))
     score_passages(trained, choices, num_lanes=BOS)
@@ -273,12 +273,12 @@ def test_what_greedy_generation_writes_is_greedy_and_nothing_else() -> None:
     other = written.copy()
     other[-1] = (other[-1] + 1) % BOS
     texts = [np.concatenate([context, end]) for end in (written, other)]
-    found = score_passages(trained, [Passage(text, len(context)) for text in texts], num_lanes=LANES)
+    found = score_passages(trained, [ScoredText(text, len(context)) for text in texts], num_lanes=LANES)
     assert [result.is_greedy for result in found] == [True, False]
 
 
 def test_an_empty_text_is_certain() -> None:
-    assert score_passages(float32_model("none"), [Passage(np.zeros(0), 0)], num_lanes=1) == [(0.0, True)]
+    assert score_passages(float32_model("none"), [ScoredText(np.zeros(0), 0)], num_lanes=1) == [(0.0, True)]
 
 
 def test_a_diverged_model_has_no_scores() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from dist_mem.data.batch import IGNORE
 from dist_mem.hf.names import OWN, take_published, to_published
 from dist_mem.memory import none
-from dist_mem.memory.armt import AssociativeMemory, State
+from dist_mem.memory.armt import ArmtState, AssociativeMemory
 from dist_mem.model import MemoryLM
 from tests.support import gpt2_models, llama_models
 from tests.support.messages import refused
@@ -56,12 +56,12 @@ def test_readings_matrices_and_gradients_are_the_published_ones(name: str) -> No
         where = f"seg{number}"
         x, rows = (golden.tensor(f"{where}/{part}").requires_grad_() for part in ("x", "mem_out"))
         leaves |= {f"{where}/x": x, f"{where}/mem_out": rows}
-        matrix = memory.written(state, x.dtype)
+        matrix = memory.write_pending(state, x.dtype)
         found = memory.read(x, matrix)
         golden.assert_equal(found, f"{where}/read")
-        state = State(matrix, rows, torch.ones(2, dtype=torch.bool))
+        state = ArmtState(matrix, rows, torch.ones(2, dtype=torch.bool))
         golden.assert_equal(memory.new_share(memory.features(memory.key(rows), matrix), matrix), f"{where}/gamma")
-        after = memory.written(state, x.dtype)
+        after = memory.write_pending(state, x.dtype)
         golden.assert_equal(after.sums, f"{where}/A")
         golden.assert_equal(after.norm, f"{where}/z")
         objective = objective + (found * golden.tensor(f"weight/{where}/w")).sum()
@@ -129,7 +129,7 @@ def test_a_model_with_it_computes_what_the_published_one_does(name: str) -> None
         output = model(tokens, wanted, full, state=state)
         state, total = output.state, total + output.nll.sum()
         for index, (memory, part) in enumerate(zip(model.memories(), state.blocks, strict=True)):
-            matrix = cast(AssociativeMemory, memory).written(part, torch.float64)
+            matrix = cast(AssociativeMemory, memory).write_pending(part, torch.float64)
             golden.assert_equal(matrix.sums, f"seg{number}/A{index}")
             golden.assert_equal(matrix.norm, f"seg{number}/z{index}")
     assert_close(total / (targets != IGNORE).sum(), golden.tensor("loss"), "loss", tolerance=1e-6)

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dist_mem.memory.base import detached, named_tensors, select_lanes
-from dist_mem.memory.block_recurrent import BlockRecurrent, State
+from dist_mem.memory.base import detach_state, named_tensors, select_lanes
+from dist_mem.memory.block_recurrent import BlockRecurrent, BlockRecurrentState
 from dist_mem.memory.parts.state_cell import buckets
 from tests.support.messages import refused
 from tests.support.paths import GOLDEN
@@ -123,7 +123,7 @@ class Published(Vectors):
             seg, span = f"seg{number}", slice(number * sizes["segment"], (number + 1) * sizes["segment"])
             tokens = torch.from_numpy(self.arrays["stream"]).long()
             starts = torch.from_numpy(self.arrays[f"{seg}/start"])
-            state = select_lanes(starts, fresh, detached(state))
+            state = select_lanes(starts, fresh, detach_state(state))
             kept = tuple(torch.where(starts[:, None, None, None], 0.0, part.detach()) for part in kept)
             x = embedding[tokens[:, span]]
             is_kept = ~starts | torch.tensor(not self.masks_empty)
@@ -167,7 +167,7 @@ def rows_of(num_rows: int) -> Tensor:
     return torch.randn(2, num_rows, SPEC.d_model, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def unroll(layer: BlockRecurrent, x: Tensor) -> tuple[Tensor, State, dict[str, Tensor]]:
+def unroll(layer: BlockRecurrent, x: Tensor) -> tuple[Tensor, BlockRecurrentState, dict[str, Tensor]]:
     """Read rows in segments of one window of segments: outputs, last state, gradients."""
     state, found = layer.init_state(torch.arange(len(x)), "cpu", torch.float64), []
     for segment in x.split(layer.spec.seg_len, dim=1):
@@ -180,7 +180,7 @@ def unroll(layer: BlockRecurrent, x: Tensor) -> tuple[Tensor, State, dict[str, T
     return y, state, {name: gradient for (name, _), gradient in learned if gradient is not None}
 
 
-def assert_close(state: State, other: State) -> None:
+def assert_close(state: BlockRecurrentState, other: BlockRecurrentState) -> None:
     for one, two in zip(named_tensors(state).values(), named_tensors(other).values(), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
 

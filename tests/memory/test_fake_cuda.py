@@ -19,7 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from dist_mem.contract.subject import Size, total_loss
+from dist_mem.contract.subject import SubjectSize, total_loss
 from dist_mem.memory import memory_kinds
 from dist_mem.memory.base import named_tensors
 from dist_mem.memory.parts import basis
@@ -32,7 +32,7 @@ from tests.support.contract_cases import CASES, LANES, MET_BY_ALL, SEG_LEN, acce
 from tests.support.own_process import in_child
 
 PRIVATE, ON_PRIVATE = "pretend", ["simple", "chunked", "sdpa"]
-SIZE = Size(lanes=LANES, seg_len=SEG_LEN, segments=2, layers=2)
+SIZE = SubjectSize(lanes=LANES, seg_len=SEG_LEN, segments=2, layers=2)
 SWITCH = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 static c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> guard;
@@ -93,7 +93,7 @@ def parts_elsewhere(device: str, model: MemoryLM) -> list[str]:
     elif model.can_step:
         row = lanes[:, None]
         places = Places(row, num_real=lanes, end=1, behind=row, seg_len=SEG_LEN)
-        parts["row"], opened = model.step(tokens[:, :1], model.open(output.state, lanes), places)
+        parts["row"], opened = model.step_rows(tokens[:, :1], model.open(output.state, lanes), places)
         parts |= named_tensors(opened)
     return [name for name, part in parts.items() if part is None or part.device.type != device]
 

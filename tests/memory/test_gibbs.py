@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dist_mem.memory.infinite import Infinite
 from dist_mem.memory.parts import basis
-from dist_mem.memory.parts.boxes import binned, box_histogram, box_masses, box_moments, evaluate_boxes, point_shares
+from dist_mem.memory.parts.boxes import bin_mass, box_histogram, box_masses, box_moments, evaluate_boxes, point_shares
 from tests.support import paths
 from tests.support.infinite_memories import LANES, SEG_LEN, memory_of, read, segments
 from tests.support.published_infinite import GivenQueries, assert_close, layer_spec
@@ -65,7 +65,7 @@ def test_calls_and_gradients_are_those_of_the_published_functions(golden: dict[s
         given = state._replace(pending=rows, has_pending=torch.ones(2, dtype=torch.bool))
         signal, _ = memory.append_pending(given, torch.float64)
         assert_close(signal, golden[f"c{call}_B"], TOLERANCE, "states")
-        mass = memory.density(below.query, memory.readable(signal, torch.float64).keys).mass
+        mass = memory.density(below.query, memory.project_signal(signal, torch.float64).keys).mass
         assert mass is not None
         density = mass / point_shares(8, mass)[:-1]
         points = torch.arange(9) * 111  # of 999 steps; the tenth is t = 1, which no box holds
@@ -171,12 +171,12 @@ def test_bins_and_moments_are_those_of_the_steps(num_bins: int) -> None:
     points = 8 * num_bins * 20
     times = (torch.arange(points, dtype=torch.float64) + 0.5) / points
     fine = mass.repeat_interleave(points // 8, dim=-1) / (points // 8)
-    torch.testing.assert_close(binned(mass, num_bins), fine.unflatten(-1, (num_bins, -1)).sum(-1), rtol=0, atol=1e-12)
+    torch.testing.assert_close(bin_mass(mass, num_bins), fine.unflatten(-1, (num_bins, -1)).sum(-1), rtol=0, atol=1e-12)
     mu, variance = box_moments(mass)
     torch.testing.assert_close(mu, fine @ times, rtol=0, atol=1e-12)
     torch.testing.assert_close(variance, fine @ times.square() - mu.square(), rtol=0, atol=1 / points)
     real = torch.arange(5) < torch.tensor([5, 2, 0])[:, None]
-    counted = torch.where(real[:, :, None], binned(mass, num_bins), 0.0).sum(dim=(0, 2))
+    counted = torch.where(real[:, :, None], bin_mass(mass, num_bins), 0.0).sum(dim=(0, 2))
     torch.testing.assert_close(box_histogram(mass, real, num_bins=num_bins), counted, rtol=0, atol=1e-12)
 
 
@@ -186,7 +186,7 @@ def test_sticky_sampling_follows_what_was_read() -> None:
     state = outputs[-2].state
     signal, _ = memory.append_pending(state, torch.float64)
     below = memory.over(inputs[-1], state.over, torch.full((LANES,), SEG_LEN))
-    mass = memory.density(below.query, memory.readable(signal, torch.float64).keys).mass
+    mass = memory.density(below.query, memory.project_signal(signal, torch.float64).keys).mass
     assert mass is not None
     histogram = outputs[-1].state.histogram
     torch.testing.assert_close(histogram, mass.sum(dim=(0, 2)), rtol=0, atol=1e-12)

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dist_mem.memory.base import detached
-from dist_mem.memory.infini import Infini, State
+from dist_mem.memory.base import detach_state
+from dist_mem.memory.infini import Infini, InfiniState
 from tests.support.parity import assert_close
 from tests.support.paths import GOLDEN
 from tests.support.published import Vectors, layer_spec, names_in
@@ -30,7 +30,7 @@ class Backbone(Vectors):
         sizes = {"num_layers": 2, "d_model": 8, "num_heads": 2, "d_head": 6, "seg_len": 6}
         self.layers = [Infini(layer_spec(layer_index=index, **sizes), options).double() for index in range(2)]
 
-    def attention(self, index: int, rows: Tensor, state: State, valid_len: Tensor) -> tuple[Tensor, State]:
+    def attention(self, index: int, rows: Tensor, state: InfiniState, valid_len: Tensor) -> tuple[Tensor, InfiniState]:
         """Run our layer with the published weights, so that gradients reach these."""
         qkv = self.weights[f"layers.{index}.0.to_qkv.weight"]
         query, rest = qkv[: len(qkv) // 3], qkv[len(qkv) // 3 :]
@@ -43,7 +43,7 @@ class Backbone(Vectors):
         output = torch.func.functional_call(self.layers[index], named, (rows, state, valid_len))
         return output.y, output.state
 
-    def segment(self, number: int, states: list[State]) -> tuple[Tensor, list[Tensor], list[State]]:
+    def segment(self, number: int, states: list[InfiniState]) -> tuple[Tensor, list[Tensor], list[InfiniState]]:
         """Return losses (B, N), the outputs of attention and block of every layer, and the new states."""
         tokens, targets = self.tensor(f"seg{number}/input"), self.tensor(f"seg{number}/target")
         weights, found, new = self.weights, [], []
@@ -63,14 +63,14 @@ class Backbone(Vectors):
         logits = F.linear(rms(x, weights["norm.gamma"]), weights["to_logits.weight"], weights.get("to_logits.bias"))
         return F.cross_entropy(logits.mT, targets, reduction="none"), found, new
 
-    def empty(self) -> list[State]:
+    def empty(self) -> list[InfiniState]:
         return [layer.init_state(torch.arange(2), "cpu", torch.float64) for layer in self.layers]
 
     def losses(self, *, since: int, until: int) -> list[Tensor]:
         """Return the losses of segments up to `until`; the memory that enters segment `since` is a constant."""
         states, losses = self.empty(), []
         for number in range(until + 1):
-            loss, _, states = self.segment(number, detached(states) if number == since else states)
+            loss, _, states = self.segment(number, detach_state(states) if number == since else states)
             losses.append(loss)
         return losses
 

@@ -107,7 +107,7 @@ def test_moments_are_those_of_a_softmax_over_samples_of_the_signal() -> None:
     state = read(memory, inputs[:2])[-1].state
     signal, _ = memory.append_pending(state, torch.float64)
     query = memory.over(inputs[2], state.over, torch.full((LANES,), SEG_LEN)).query
-    mu, variance = memory.density(query, memory.readable(signal, torch.float64).keys).moments()
+    mu, variance = memory.density(query, memory.project_signal(signal, torch.float64).keys).moments()
     places = (torch.arange(12, dtype=torch.float64) + 0.5) / 12
     rows = evaluate_basis(places, **memory.basis) @ signal
     for head in range(NUM_HEADS):
@@ -125,7 +125,7 @@ def test_divergence_is_the_mean_over_the_real_queries_of_a_lane(prior_mean: floa
     found = memory(inputs[2], state, valid_len).aux["kl"]
     signal, _ = memory.append_pending(state, torch.float64)
     below = memory.over(inputs[2], state.over, valid_len)
-    mu, variance = memory.density(below.query, memory.readable(signal, torch.float64).keys).moments()
+    mu, variance = memory.density(below.query, memory.project_signal(signal, torch.float64).keys).moments()
     prior_mu = mu if prior_mean is None else torch.full_like(mu, prior_mean)
     prior = torch.distributions.Normal(prior_mu, torch.full_like(mu, memory.options.prior_std))
     exact = torch.distributions.kl_divergence(torch.distributions.Normal(mu, variance.sqrt()), prior)

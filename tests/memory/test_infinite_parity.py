@@ -17,7 +17,7 @@ from torch import Tensor
 from dist_mem.memory.infinite import Infinite
 from dist_mem.memory.parts import basis
 from dist_mem.memory.parts.basis import Fit, evaluate_basis, expected_basis
-from dist_mem.memory.parts.signal import State
+from dist_mem.memory.parts.signal import SignalState
 from tests.support import paths
 from tests.support.published_infinite import WEIGHTS, GivenQueries, assert_close, layer_spec, ours, theirs
 
@@ -66,7 +66,7 @@ class Golden:
 class Call:
     """One call of our module on the inputs of call `number`, with gradients."""
 
-    def __init__(self, golden: Golden, module: Infinite, state: State, number: int) -> None:
+    def __init__(self, golden: Golden, module: Infinite, state: SignalState, number: int) -> None:
         prefix = f"c{number}"
         self.rows = golden[f"{prefix}_k"].requires_grad_()
         self.query = golden[f"{prefix}_q"].requires_grad_()
@@ -75,7 +75,7 @@ class Call:
         below.query = self.query.transpose(0, 1)
         pending = state._replace(pending=self.rows, has_pending=torch.ones(golden.num_lanes, dtype=torch.bool))
         self.signal, _ = module.append_pending(pending, torch.float64)
-        readable = module.readable(self.signal, torch.float64)
+        readable = module.project_signal(self.signal, torch.float64)
         self.mu, self.variance = module.density(below.query, readable.keys).moments()
         contexts: list[Tensor] = []
         hook = module.output.register_forward_pre_hook(lambda _, inputs: contexts.append(inputs[0]))

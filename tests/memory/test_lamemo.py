@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dist_mem.block import model_spec
 from dist_mem.config import Config, ModelConfig, TrainConfig
 from dist_mem.memory.base import named_tensors
-from dist_mem.memory.lamemo import State
+from dist_mem.memory.lamemo import LaMemoState
 from dist_mem.memory.parts.look_ahead import LookAheadAttention, Past, visible_ahead
 from dist_mem.model import LMState, MemoryLM
 from dist_mem.nn.layers import newest_rows, sinusoid_table, visible_keys
@@ -64,7 +64,7 @@ def warm(model: MemoryLM, dtype: torch.dtype = torch.float64) -> LMState:
 def keeping_the_past(state: LMState) -> LMState:
     """s so large that alpha is 1."""
     blocks = [
-        block if block.past == () else State(block.past._replace(log_sum=block.past.log_sum + 1e4), block.length)
+        block if block.past == () else LaMemoState(block.past._replace(log_sum=block.past.log_sum + 1e4), block.length)
         for block in state.blocks
     ]
     return LMState(tuple(blocks), state.stem)

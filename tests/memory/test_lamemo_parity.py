@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from dist_mem.config import Config, changed
+from dist_mem.config import Config, change_config
 from dist_mem.memory.parts import look_ahead
 from dist_mem.model import LMState, MemoryLM
 from tests.support import parity, paths
@@ -66,7 +66,7 @@ class LaMemoGolden(Golden):
 
     def config(self, **model_changes: Any) -> Config:
         config = super().config(**model_changes)
-        return changed(config, {"memory": {**config.memory, "kind": "lamemo", "epsilon": self.settings["eps"]}})
+        return change_config(config, {"memory": {**config.memory, "kind": "lamemo", "epsilon": self.settings["eps"]}})
 
 
 def assert_close(ours: Tensor, golden: Tensor, tolerance: float = TOLERANCE, kind: str = "outputs") -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dist_mem.memory.linear import LinearMemory
-from dist_mem.memory.parts.linear_rule import Tokens, chunked_rule, recurrent_rule
+from dist_mem.memory.parts.linear_rule import RuleTokens, chunked_rule, recurrent_rule
 from tests.support import parity, paths
 from tests.support.messages import refused
 from tests.support.published import Vectors, layer_spec, names_in
@@ -26,17 +26,17 @@ def in_chunks(*lengths: int | None) -> pytest.MarkDecorator:
     )
 
 
-def apply(tokens: Tokens, matrix: Tensor, *, delta: bool, chunk_len: int | None) -> tuple[Tensor, Tensor]:
+def apply(tokens: RuleTokens, matrix: Tensor, *, delta: bool, chunk_len: int | None) -> tuple[Tensor, Tensor]:
     if chunk_len is None:
         return recurrent_rule(tokens, matrix, delta=delta)
     return chunked_rule(tokens, matrix, delta=delta, chunk_len=chunk_len)
 
 
-def read(tokens: Tokens, matrix: Tensor, lengths: int | list[int], **options: Any) -> tuple[Tensor, list[Tensor]]:
+def read(tokens: RuleTokens, matrix: Tensor, lengths: int | list[int], **options: Any) -> tuple[Tensor, list[Tensor]]:
     """Return what is read of a text in segments, (B, T, H, V), and the matrix after each."""
     rows, matrices = [], []
     for part in zip(*(each.split(lengths, dim=2) for each in tokens), strict=True):
-        found, matrix = apply(Tokens(*part), matrix, **options)
+        found, matrix = apply(RuleTokens(*part), matrix, **options)
         rows.append(found)
         matrices.append(matrix)
     return torch.cat(rows, dim=2).transpose(1, 2), matrices
@@ -59,7 +59,7 @@ def test_the_gated_delta_rule_equals_the_published_code(name: str, chunk_len: in
         for rows in (given["q"], given["k"])
     )
     value, decay, beta = (given[key].transpose(1, 2) for key in ("v", "g", "beta"))
-    tokens = Tokens(query / math.sqrt(query.shape[-1]), keys, value, decay[..., None], beta)
+    tokens = RuleTokens(query / math.sqrt(query.shape[-1]), keys, value, decay[..., None], beta)
     lengths = golden.settings["segments"]
     rows, matrices = read(tokens, given["S0"], lengths, delta=True, chunk_len=chunk_len)
     golden.assert_equal(rows, "o")
@@ -70,7 +70,7 @@ def test_the_gated_delta_rule_equals_the_published_code(name: str, chunk_len: in
         golden.assert_equal(gradient, f"grad/{key}")
 
 
-def published_tokens(given: dict[str, Tensor], layer: LinearMemory) -> Tokens:
+def published_tokens(given: dict[str, Tensor], layer: LinearMemory) -> RuleTokens:
     """What the rule reads of a file of reference vectors; the constant decays are those of our layer."""
     num_heads, beta = given["v"].shape[2], torch.ones(given["v"].shape[:3], dtype=torch.float64)
     query, keys, value, beta = (
@@ -82,7 +82,7 @@ def published_tokens(given: dict[str, Tensor], layer: LinearMemory) -> Tokens:
         decay = of_heads(given["g_head"][..., None], num_heads)
     else:
         _, decay = layer.beta_and_decay(torch.zeros(*beta.shape[::2], layer.spec.d_model), torch.float64)
-    return Tokens(query / query.shape[-1] ** 0.5, keys, value, decay, beta)
+    return RuleTokens(query / query.shape[-1] ** 0.5, keys, value, decay, beta)
 
 
 def layer(**options: Any) -> LinearMemory:
@@ -109,7 +109,7 @@ def test_the_rule_equals_the_published_recurrences(name: str, chunk_len: int | N
         parity.assert_close(gradient, golden.tensor(f"grad_{key}"), f"grad_{key}", tolerance=1e-9)
 
 
-def random_tokens(seg_len: int, *, decay: str, strongest: float) -> tuple[Tokens, Tensor]:
+def random_tokens(seg_len: int, *, decay: str, strongest: float) -> tuple[RuleTokens, Tensor]:
     """Seeded tokens of two lanes and two heads, the last three of lane 0 padding; and a matrix that holds something."""
     drawn = torch.Generator().manual_seed(seg_len)
     lanes, heads, d_key, d_value = 2, 2, 6, 5
@@ -126,7 +126,7 @@ def random_tokens(seg_len: int, *, decay: str, strongest: float) -> tuple[Tokens
     keys = draw(seg_len, d_key)
     keys = keys / keys.norm(dim=-1, keepdim=True)
     beta = draw(seg_len).sigmoid() * 2 * is_real
-    tokens = Tokens(draw(seg_len, d_key), keys, draw(seg_len, d_value), logs * is_real[..., None], beta)
+    tokens = RuleTokens(draw(seg_len, d_key), keys, draw(seg_len, d_value), logs * is_real[..., None], beta)
     return tokens, draw(d_key, d_value)
 
 
@@ -139,7 +139,7 @@ def test_chunks_equal_the_recurrence(decay: str, delta: bool, strongest: float) 
     leaves = [part.clone().requires_grad_() for part in (*tokens, matrix)]
 
     def results(chunk_len: int | None) -> list[Tensor]:
-        found = apply(Tokens(*leaves[:5]), leaves[5], delta=delta, chunk_len=chunk_len)
+        found = apply(RuleTokens(*leaves[:5]), leaves[5], delta=delta, chunk_len=chunk_len)
         rows, new = ((part * torch.cos(torch.arange(part.numel()).view_as(part))).sum() for part in found)
         return [*found, *torch.autograd.grad(rows + new, leaves)]
 

@@ -10,7 +10,7 @@ import torch
 from dist_mem.memory.base import describe_back_ends
 from dist_mem.memory.parts import linear_check
 from dist_mem.memory.parts.linear_check import choose
-from dist_mem.nn.attention import Choice
+from dist_mem.nn.attention import BackEndChoice
 from tests.support.contract_cases import small_model, subject
 from tests.support.messages import refused
 
@@ -19,7 +19,7 @@ SIZES: dict[str, Any] = {"d_key": 64, "d_value": 128, "delta": True, "by_row": F
 
 def chosen(
     kernels: str = "auto", device_type: str = "cuda", dtype: torch.dtype = torch.bfloat16, **more: Any
-) -> Choice:
+) -> BackEndChoice:
     return choose(kernels, device_type, dtype, **{**SIZES, **more})
 
 
@@ -36,7 +36,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("installed")
 def test_auto_takes_the_kernels_on_gpus_and_says_why_it_does_not() -> None:
     assert chosen().back_end == "fla"
-    assert chosen("torch") == Choice("torch", "memory.kernels")
+    assert chosen("torch") == BackEndChoice("torch", "memory.kernels")
     unsuited: dict[str, dict[str, Any]] = {
         "run on GPUs": {"device_type": "cpu"},
         "float64": {"dtype": torch.float64},
@@ -57,7 +57,7 @@ def test_kernels_that_differ_on_the_device_are_not_used(monkeypatch: pytest.Monk
     assert "decays per head as decays per row" in chosen("fla").reason
     assert "per row" not in chosen(by_row=True).reason
     said.reverse()
-    assert chosen() == Choice("torch", "the matrix of the kernel is 1 where the recurrence's is 2")
+    assert chosen() == BackEndChoice("torch", "the matrix of the kernel is 1 where the recurrence's is 2")
     with refused(ValueError, "memory.kernels is fla", "is 1", "is 2", "auto or torch"):
         chosen("fla")
 

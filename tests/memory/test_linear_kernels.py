@@ -20,11 +20,11 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from dist_mem.memory import linear, typed_options
-from dist_mem.memory.linear import LinearMemory, State
+from dist_mem.memory import convert_options, linear
+from dist_mem.memory.linear import LinearMemory, LinearState
 from dist_mem.memory.parts import linear_check, linear_kernels
 from dist_mem.memory.parts.linear_rule import recurrent_rule
-from dist_mem.nn.attention import Choice
+from dist_mem.nn.attention import BackEndChoice
 from dist_mem.nn.kernel_shapes import LAUNCHED
 from dist_mem.nn.layers import initialize
 from tests.support.own_process import in_new_child
@@ -76,7 +76,7 @@ def linear_presets() -> dict[str, dict[str, Any]]:
 def layer_of(block: dict[str, Any], dtype: torch.dtype) -> LinearMemory:
     """Return a layer with larger weights than initial ones, always the same."""
     spec = layer_spec(d_model=12, num_heads=2, d_head=6, seg_len=SEG_LEN, norm="pre")
-    layer = LinearMemory(spec, typed_options(block)[1])
+    layer = LinearMemory(spec, convert_options(block)[1])
     torch.manual_seed(0)
     initialize(layer, std=0.5)
     layer.reset_parameters()
@@ -91,7 +91,7 @@ def results(layer: LinearMemory, dtype: torch.dtype, run: Callable[..., Any]) ->
         return torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_()
 
     x = drawn(len(LENGTHS), SEG_LEN, 12)
-    state = State(*(drawn(*part.shape) for part in layer.init_state(torch.arange(len(x)), "cpu", dtype)))
+    state = LinearState(*(drawn(*part.shape) for part in layer.init_state(torch.arange(len(x)), "cpu", dtype)))
     output = run(layer, x, state, torch.tensor(LENGTHS))
     found = {"y": output.y, **output.state._asdict()}
     weights = {
@@ -108,7 +108,7 @@ def results(layer: LinearMemory, dtype: torch.dtype, run: Callable[..., Any]) ->
 def forced_to_kernels() -> Iterator[None]:
     """Let `memory.kernels: fla` compute on this CPU, and PyTorch token by token."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear_check, "choose", lambda kernels, *given, **sizes: Choice(kernels, ""))
+        patch.setattr(linear_check, "choose", lambda kernels, *given, **sizes: BackEndChoice(kernels, ""))
         patch.setattr(linear, "chunked_rule", lambda *given, chunk_len, **rest: recurrent_rule(*given, **rest))
         yield
 

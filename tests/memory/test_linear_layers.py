@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from dist_mem.memory import linear, typed_options
-from dist_mem.memory.base import detached, named_tensors
+from dist_mem.memory import convert_options, linear
+from dist_mem.memory.base import detach_state, named_tensors
 from dist_mem.memory.linear import LinearMemory
 from dist_mem.memory.parts.linear_rule import recurrent_rule
 from dist_mem.nn.layers import initialize
@@ -34,7 +34,7 @@ def preset(name: str, *, norm: str = "post", d_model: int = D_MODEL, d_head: int
     """Return the layer of a preset in float64, with larger weights than initial ones."""
     block: Any = OmegaConf.to_container(OmegaConf.load(MEMORY / f"{name}.yaml").memory)
     spec = layer_spec(d_model=d_model, num_heads=HEADS, d_head=d_head, seg_len=SEG_LEN, norm=norm)
-    layer = LinearMemory(spec, typed_options({**block, **more})[1])
+    layer = LinearMemory(spec, convert_options({**block, **more})[1])
     torch.manual_seed(0)
     initialize(layer, std=0.5)
     layer.reset_parameters()
@@ -100,7 +100,7 @@ def test_gated_deltanet_equals_the_published_code(name: str) -> None:
     def losses(*, since: int, until: int) -> list[Tensor]:
         state, found = golden.layer.init_state(torch.arange(len(segments[0])), "cpu", torch.float64), []
         for number, x in enumerate(segments[: until + 1]):
-            given = x, detached(state) if number == since else state, torch.full((len(x),), x.shape[1])
+            given = x, detach_state(state) if number == since else state, torch.full((len(x),), x.shape[1])
             output = torch.func.functional_call(golden.layer, golden.named(), given)
             state = output.state
             golden.assert_equal(output.y, f"seg{number}/y")

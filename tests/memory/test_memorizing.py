@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dist_mem.memory.base import select_lanes
-from dist_mem.memory.memorizing import Memorizing, State
+from dist_mem.memory.memorizing import Memorizing, MemorizingState
 from dist_mem.memory.parts.stored_rows import Store, largest, nearest, pick, read_rows, spans_of, weigh, write
 from dist_mem.nn.layer_spec import LayerSpec
 from dist_mem.nn.unit_attention import buckets
@@ -53,7 +53,7 @@ class Backbone(Vectors):
             for index, positions in enumerate(("t5", memory_layer))
         ]
 
-    def attention(self, index: int, rows: Tensor, state: State) -> tuple[Tensor, State]:
+    def attention(self, index: int, rows: Tensor, state: MemorizingState) -> tuple[Tensor, MemorizingState]:
         """Run our layer with the published weights, so that gradients reach these."""
         layer, base = f"transformer{index}", f"transformer{index}/tbase"
         kernels = [self.weights[f"{base}/_kvq/{name}_layer/kernel"].T for name in ("queries", "keys", "values")]
@@ -72,7 +72,7 @@ class Backbone(Vectors):
         )
         return output.y, output.state
 
-    def segment(self, number: int, states: list[State]) -> tuple[Tensor, list[Tensor], list[State]]:
+    def segment(self, number: int, states: list[MemorizingState]) -> tuple[Tensor, list[Tensor], list[MemorizingState]]:
         """Return losses (B, N), the rows after attention and after block of every layer, and the new states."""
         weights, found, new = self.weights, [], []
         columns = self.tensor("stream").long()[:, number * self.seg_len : (number + 1) * self.seg_len + 1]
@@ -88,15 +88,15 @@ class Backbone(Vectors):
         logits = rms(x, weights["final_layernorm/scale"]) @ weights["embed/embedding"].T / x.shape[-1] ** 0.5
         return F.cross_entropy(logits.mT, columns[:, 1:], reduction="none"), found, new
 
-    def fresh(self) -> list[State]:
+    def fresh(self) -> list[MemorizingState]:
         return [layer.init_state(torch.arange(2), "cpu", torch.float64) for layer in self.layers]
 
-    def entering(self, number: int, states: list[State]) -> list[State]:
+    def entering(self, number: int, states: list[MemorizingState]) -> list[MemorizingState]:
         """Return states in which lanes that start a document before this segment are empty."""
         starts = self.tensor(f"seg{number}/start")
         return [select_lanes(starts, fresh, state) for fresh, state in zip(self.fresh(), states, strict=True)]
 
-    def assert_state(self, number: int, states: list[State]) -> None:
+    def assert_state(self, number: int, states: list[MemorizingState]) -> None:
         for index, state in enumerate(states):
             for ours, name in ((state.cached_keys, "keys"), (state.cached_values, "values")):
                 self.assert_equal(ours.transpose(1, 2), f"seg{number}/state/transformer{index}/previous_{name}_test")

@@ -23,7 +23,7 @@ from dist_mem.memory.parts.basis import Fit, expected_basis
 from dist_mem.memory.parts.densities import moments
 from dist_mem.memory.parts.kernel_choice import UsesKernels, describe_kernels
 from dist_mem.memory.parts.stored_rows import Store, is_written, nearest, read_rows, readable_rows, weigh
-from dist_mem.nn.attention import Choice
+from dist_mem.nn.attention import BackEndChoice
 from dist_mem.nn.unit_attention import unit
 from tests.support.contract_cases import subject
 from tests.support.own_process import in_child, in_new_child
@@ -171,7 +171,7 @@ def compare_signals() -> None:
         query, keys = rows_of(num_queries, num_basis, width=width)
         places = (torch.arange(num_basis).double() + 0.5) / num_basis
         compare(f"moments of {num_basis} samples", partial(moments, places=places), module.moments, query, keys)
-    module.APPENDED = module.Appending(size=16, step=16, warps=4)
+    module.APPENDED = module.AppendLaunch(size=16, step=16, warps=4)
     has_new, is_first = torch.tensor([False, True, True]), torch.tensor([True, True, False])
     fit, old = (
         Fit(torch.randn(20, 18), torch.empty(0), torch.randn(20, 18), torch.randn(20, 20)),
@@ -198,7 +198,7 @@ def compare_matrices() -> None:
         num_real = torch.tensor([20, 13, 0])
 
         def read(query: Tensor, matrix: Tensor, norm: Tensor) -> Tensor:
-            return infini.recall(infini.sigma(query.transpose(0, 1)), infini.State(matrix, norm)).transpose(0, 1)
+            return infini.recall(infini.sigma(query.transpose(0, 1)), infini.InfiniState(matrix, norm)).transpose(0, 1)
 
         compare("recall", read, module.recall, query, matrix, norm)
         for rule in ("delta", "linear"):
@@ -208,7 +208,7 @@ def compare_matrices() -> None:
             ) -> tuple[Tensor, Tensor]:
                 features = infini.sigma(key.transpose(0, 1)) * (torch.arange(20) < num_real[:, None])[:, None, :, None]
                 new = value.transpose(0, 1)
-                new = new - infini.recall(features, infini.State(*state)) if rule == "delta" else new
+                new = new - infini.recall(features, infini.InfiniState(*state)) if rule == "delta" else new
                 return state[0] + features.mT @ new, state[1] + features.sum(dim=2)
 
             fused = partial(module.write, num_real=num_real, rule=rule)
@@ -217,7 +217,7 @@ def compare_matrices() -> None:
         (rows,) = rows_of(20, width=width)
 
         def turned(rows: Tensor) -> Tensor:
-            return infini.rotated(rows, infini.turns(20, rows)) * 0.3
+            return infini.rotate(rows, infini.turns(20, rows)) * 0.3
 
         compare(f"turns of {width} numbers", turned, partial(module.turn, scale=0.3), rows)
 
@@ -264,8 +264,8 @@ def compute_with_both(kind: str) -> None:
         model = checked.model()
         for part in model.modules():
             if isinstance(part, UsesKernels):
-                part.__dict__["choose_kernels"] = lambda *_, chosen=back_end: Choice(chosen, "")
-        outputs = list(checked.read(model, state=checked.fresh(model, torch.float32)))
+                part.__dict__["choose_kernels"] = lambda *_, chosen=back_end: BackEndChoice(chosen, "")
+        outputs = list(checked.read(model, state=checked.empty_state(model, torch.float32)))
         torch.stack([total_loss(output) for output in outputs]).sum().backward()
         parts = {f"nll {index}": output.nll for index, output in enumerate(outputs)}
         parts |= named_tensors(outputs[-1].state)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dist_mem.contract.check_memory import failures
-from dist_mem.contract.subject import Size, Subject
+from dist_mem.contract.subject import CheckedMemory, SubjectSize
 from dist_mem.memory import memory_class
 from dist_mem.runtime.distributed import World
 from dist_mem.tracking.log import read_points
@@ -59,10 +59,10 @@ def test_logging_changes_no_bit_of_the_training(rank_pool: Callable[[int], RankP
 
 def test_figures_of_the_memory_below_are_logged_too() -> None:
     memory = {"kind": "infinite", "over": {"kind": LOGGING, "mem_len": 4}, **memory_class("infinite").small_options(4)}
-    subject = Subject(lambda seg_len: memory, Size(lanes=2, seg_len=4, segments=1, layers=2))
+    subject = CheckedMemory(lambda seg_len: memory, SubjectSize(lanes=2, seg_len=4, segments=1, layers=2))
     model = subject.model()
     (tokens, targets), *_ = subject.segments()
-    logs = model(tokens, targets, subject.full(), state=subject.fresh(model)).logs
+    logs = model(tokens, targets, subject.full_lengths(), state=subject.empty_state(model)).logs
     assert set(logs) == {"tokens", "layer", "size"}
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dist_mem.memory.parts import rank_update as module
-from dist_mem.memory.parts.rank_update import Launch, Update, rank_update
+from dist_mem.memory.parts.rank_update import LayerUpdate, UpdateLaunch, rank_update
 from tests.support.own_process import in_child, in_new_child
 from tests.support.paths import ROOT
 
@@ -26,7 +26,7 @@ SIZES = [  # widths of the layers, rows of a chunk
 ]
 
 
-def drawn(widths: list[tuple[int, int]], *, num_rows: int, is_back: bool) -> list[Update]:
+def drawn(widths: list[tuple[int, int]], *, num_rows: int, is_back: bool) -> list[LayerUpdate]:
     """Return updates of layers: one pair of rows and columns on; two pairs back, three after the first layer."""
     generator = torch.Generator().manual_seed(num_rows)
 
@@ -39,22 +39,22 @@ def drawn(widths: list[tuple[int, int]], *, num_rows: int, is_back: bool) -> lis
         rows = [draw(num_rows, inputs) for _ in range(1 + further)]
         columns = [draw(num_rows, 2 * outputs), *(draw(num_rows, outputs) for _ in range(further))]
         state, old = draw(inputs, 2 * outputs), draw(inputs, 2 * outputs)
-        updates.append(Update(state, rows, columns, torch.full_like(state, torch.nan), old if is_back else None))
+        updates.append(LayerUpdate(state, rows, columns, torch.full_like(state, torch.nan), old if is_back else None))
     return updates
 
 
-def results(updates: list[Update], mix: Tensor) -> list[Tensor]:
+def results(updates: list[LayerUpdate], mix: Tensor) -> list[Tensor]:
     sums = [part.sum(1) for part in rank_update(updates, mix)]
     return [*(one.out for one in updates), *([torch.stack(sums).sum(0)] if sums else [])]
 
 
 def compare_with_torch() -> None:
-    module.LAUNCH = Launch(width=16, rows=16)
+    module.LAUNCH = UpdateLaunch(width=16, rows=16)
     mix = torch.rand(3, 3, generator=torch.Generator().manual_seed(1))
     for (widths, num_rows), is_back in product(SIZES, (False, True)):
         expected = results(drawn(widths, num_rows=num_rows, is_back=is_back), mix)
         with torch.library._scoped_library("dist_mem", "IMPL") as operators:
-            operators.impl("rank_update", module.launched, "CPU", allow_override=True)
+            operators.impl("rank_update", module.launch_kernel, "CPU", allow_override=True)
             found = results(drawn(widths, num_rows=num_rows, is_back=is_back), mix)
         for one, wanted in zip(found, expected, strict=True):
             assert (one - wanted).abs().max() <= 2e-6 * wanted.abs().max(), (widths, num_rows, is_back)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dist_mem.block import model_spec
-from dist_mem.config import Config, ModelConfig, TrainConfig, changed
+from dist_mem.config import Config, ModelConfig, TrainConfig, change_config
 from dist_mem.memory.parts.memory_tokens import MemoryTokenAttention
 from dist_mem.model import MemoryLM
 from dist_mem.nn.layers import merge_heads, relative_queries, split_heads
@@ -68,7 +68,7 @@ def test_a_memory_over_it_gets_the_segment_and_not_the_memory_tokens() -> None:
     model = small_model("infinite over rmt")
     output = next(read(model, random_segments(), fresh_state(model)))
     assert [state.pending.shape[1] for state in output.state.blocks] == [4] * 3
-    wrong = changed(config(), {"memory": small_block("infinite", over=small_block("rmt", mem_len=4))})
+    wrong = change_config(config(), {"memory": small_block("infinite", over=small_block("rmt", mem_len=4))})
     with refused(ValueError, "memory.over.mem_len"):
         MemoryLM(model_spec(wrong, 11))
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dist_mem.config import Config, changed
-from dist_mem.memory.base import detached
+from dist_mem.config import Config, change_config
+from dist_mem.memory.base import detach_state
 from dist_mem.memory.rmt import TokensState
 from dist_mem.model import LMState, MemoryLM
 from tests.support import paths, published_txl
@@ -48,7 +48,7 @@ class Golden(published_txl.Golden):
     def config(self, **model_changes: Any) -> Config:
         config, given = super().config(**model_changes), self.settings
         if given["num_mem_tokens"]:
-            config = changed(
+            config = change_config(
                 config,
                 {
                     "memory": {
@@ -89,7 +89,7 @@ def losses(model: MemoryLM, golden: Golden, *, since: int, until: int) -> list[T
     state, found = empty_state(model), []
     for number in range(until + 1):
         if number == since:
-            state = detached(state)
+            state = detach_state(state)
         output, _ = run_segment(model, golden.tensor(f"seg{number}/input"), golden.tensor(f"seg{number}/target"), state)
         state = output.state
         found.append(output.nll)
@@ -160,7 +160,7 @@ def test_adam_trajectory_equals_the_published_code(name: str, mode: str) -> None
         assert_close(norm, golden.tensor(f"{mode}/gradnorm/{step}"), f"gradient norm {step}")
         assert_close(state.stem.rows, golden.tensor(f"{mode}/mem_tokens/{step}"), f"memory tokens {step}")
         optimizer.step()
-        entered.append(detached(state))
+        entered.append(detach_state(state))
     expected = golden.parameters(f"{mode}/param_after/")
     for parameter_name, parameter in model.named_parameters():
         assert_close(parameter.detach(), expected[parameter_name], parameter_name)

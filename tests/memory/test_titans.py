@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dist_mem.memory.base import detached, named_tensors
+from dist_mem.memory.base import detach_state, named_tensors
 from dist_mem.memory.parts import neural_backward
 from dist_mem.memory.parts.kernel_choice import describe_kernels
-from dist_mem.memory.parts.neural_memory import Tokens, Weights, learn, recall
-from dist_mem.memory.titans import GRADIENTS, State, Titans
-from dist_mem.nn import compiled as compiling
+from dist_mem.memory.parts.neural_memory import NeuralTokens, Weights, learn, recall
+from dist_mem.memory.titans import GRADIENTS, Titans, TitansState
+from dist_mem.nn import compilation as compiling
 from dist_mem.nn.layer_spec import LayerSpec, LlamaSpec
 from tests.support.compiled_blocks import num_graphs, without_inductor
 from tests.support.contract_cases import small_model
@@ -75,12 +75,12 @@ class Layer(Vectors):
         assert named.keys() == dict(self.layer.named_parameters()).keys()
         return named
 
-    def run(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+    def run(self, x: Tensor, state: TitansState) -> tuple[Tensor, TitansState]:
         valid_len = torch.full((len(x),), x.shape[1])
         output = torch.func.functional_call(self.layer, self.named(), (x, state, valid_len))
         return output.y, output.state
 
-    def states(self, state: State) -> dict[str, Tensor]:
+    def states(self, state: TitansState) -> dict[str, Tensor]:
         """Our state by the reference's names."""
         d_model = self.given["dim"]
         found = {f"M_{index}": part for index, part in enumerate(state.weights)}
@@ -108,14 +108,14 @@ def test_the_layer_equals_the_equations_of_the_paper(gradients: str, name: str) 
         loss = (y * weight).sum()
         ours.assert_gradients(loss, f"seg{number}/grad")
         ours.assert_equal(ours.gradients(loss, {"x": x})["x"], f"seg{number}/grad_x")
-        state = detached(new)
+        state = detach_state(new)
         y, through = ours.run(x, through)
         losses.append((y * weight).sum())
     if ours.given.get("through_time"):
         ours.assert_gradients(torch.stack(losses).sum(), "through_time/grad")
 
 
-def random_tokens(*, seg_len: int, d_model: int, lanes: int = 2) -> Tokens:
+def random_tokens(*, seg_len: int, d_model: int, lanes: int = 2) -> NeuralTokens:
     """Return tokens of which the last lane's newest two are padding."""
     generator = torch.Generator().manual_seed(seg_len)
 
@@ -126,11 +126,11 @@ def random_tokens(*, seg_len: int, d_model: int, lanes: int = 2) -> Tokens:
     is_real = torch.ones(lanes, seg_len, dtype=torch.float64)
     is_real[-1, -2:] = 0.0
     step, momentum, kept = 0.2 * draw().sigmoid() * is_real, F.logsigmoid(draw()), F.logsigmoid(draw() + 2)
-    return Tokens(query, key, 3 * value, step, momentum * is_real, kept * is_real, is_real)
+    return NeuralTokens(query, key, 3 * value, step, momentum * is_real, kept * is_real, is_real)
 
 
 def recurrence(
-    tokens: Tokens, weights: Weights, momentum: Weights, *, chunk_len: int, max_gradient: float | None
+    tokens: NeuralTokens, weights: Weights, momentum: Weights, *, chunk_len: int, max_gradient: float | None
 ) -> tuple[Tensor, Weights, Weights]:
     """Eqs. 12 to 14, a token at a time, with gradients by autograd."""
     read, anchor = [], weights
@@ -167,7 +167,7 @@ def test_chunks_equal_the_recurrence(chunk_len: int, depth: int, limit: float | 
         )
 
     weights, momentum, tokens = draw(), draw(), random_tokens(seg_len=11, d_model=3)
-    tokens = Tokens(*(part.requires_grad_() for part in tokens[:-1]), tokens[-1])
+    tokens = NeuralTokens(*(part.requires_grad_() for part in tokens[:-1]), tokens[-1])
     leaves = tokens[:-1]
     results = []
     for function in (learn, recurrence):
@@ -199,7 +199,7 @@ def test_the_backward_of_its_own_is_that_of_autograd(
         for _ in range(2)
     )
     tokens = random_tokens(seg_len=seg_len, d_model=3)
-    tokens = Tokens(*(part.requires_grad_() for part in tokens[:-1]), tokens[-1])
+    tokens = NeuralTokens(*(part.requires_grad_() for part in tokens[:-1]), tokens[-1])
     results = []
     for function in (neural_backward.learn, learn):
         learned = function(tokens, weights, momentum, chunk_len=chunk_len, max_gradient=limit)
@@ -214,12 +214,12 @@ def test_the_backward_of_its_own_is_that_of_autograd(
 def test_functions_of_chunks_are_whole_graphs_that_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are compiled on GPUs only, each once for chunks of one size."""
     tokens = random_tokens(seg_len=24, d_model=3)
-    tokens = Tokens(*(part.requires_grad_() for part in tokens[:-1]), tokens[-1])
+    tokens = NeuralTokens(*(part.requires_grad_() for part in tokens[:-1]), tokens[-1])
     weights = tuple(torch.full((2, *shape), 0.5, dtype=torch.float64).requires_grad_() for shape in ((3, 5), (5, 3)))
     results = []
     with without_inductor():
-        for calls in (neural_backward.calling, lambda function, like: compiling.compiled(function)):
-            monkeypatch.setattr(neural_backward, "calling", calls)
+        for calls in (neural_backward.choose_call, lambda function, like: compiling.compile_once(function)):
+            monkeypatch.setattr(neural_backward, "choose_call", calls)
             learned = neural_backward.learn(tokens, weights, weights, chunk_len=2, max_gradient=0.5)
             found = torch.autograd.grad(
                 learned.read.square().sum() + learned.weights[0].sum(), [*tokens[:-1], *weights]
@@ -231,7 +231,7 @@ def test_functions_of_chunks_are_whole_graphs_that_compute_the_same(monkeypatch:
 
 def test_the_backward_of_its_own_keeps_little() -> None:
     """Of 64 chunks, where autograd keeps the weights after each."""
-    tokens = Tokens(*(torch.zeros(2, 256, *[64] * (place < 3)).requires_grad_() for place in range(7)))
+    tokens = NeuralTokens(*(torch.zeros(2, 256, *[64] * (place < 3)).requires_grad_() for place in range(7)))
     weights = tuple(torch.zeros(2, 64, 64).requires_grad_() for _ in range(2))
     kept = []
     for function in (neural_backward.learn, learn):
@@ -251,7 +251,7 @@ def test_a_limit_of_the_gradient_keeps_weights_finite_under_any_step() -> None:
     """Repeated keys in one chunk overshoot; the weights stay below step * limit / ((1 - eta) alpha)."""
     ones = torch.ones(1, 64)
     rows = F.normalize(torch.ones(1, 64, 3), dim=-1)
-    tokens = Tokens(rows, rows, 5 * rows, ones, ones * math.log(0.5), ones * math.log(0.9), ones)
+    tokens = NeuralTokens(rows, rows, 5 * rows, ones, ones * math.log(0.5), ones * math.log(0.9), ones)
     weights: Weights
     momentum: Weights
     weights = momentum = (torch.zeros(1, 3, 4) + 0.1, torch.zeros(1, 4, 3) + 0.1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dist_mem.config import load_config
-from dist_mem.config.memory_blocks import described
+from dist_mem.config.memory_blocks import describe_memory
 from dist_mem.memory import memory_class, memory_kinds, memory_options, memory_title
 from tests.support.paths import ROOT
 
@@ -26,7 +26,7 @@ def test_every_memory_of_the_package_has_a_title() -> None:
 
 def test_memories_of_blocks_of_others_and_of_later_versions_have_titles_too() -> None:
     memory = {"kind": "per_block", "default": {"kind": "none"}, "8": {"kind": "linear", "delta": False, "new": 1}}
-    assert described(memory) == "default: none, 8: linear"
+    assert describe_memory(memory) == "default: none, 8: linear"
     assert memory_title(memory) == "default: no memory, 8: Mamba-2"
     assert memory_title({"kind": "no_such.py:Mine", "over": {"kind": "causal"}}) == (
         "no_such.py:Mine over no memory, causal attention"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dist_mem.block import model_spec
-from dist_mem.config import changed
+from dist_mem.config import change_config
 from dist_mem.model import LMState, MemoryLM
 from tests.support.published import names_in
 from tests.support.published_txl import (
@@ -63,7 +63,7 @@ def test_evaluation_lengths_equal_the_published_code() -> None:
     """Trained at T = 6, M = 8; evaluated at T = 4, M = 11, clamp 5, same_length: memories longer, weights the same."""
     golden = Golden("base")
     seg_len, _, mem_len, clamp_len, same_length = golden.settings["eval_lens"]
-    config = changed(golden.config(clamp_len=clamp_len, same_length=same_length), {"memory.mem_len": mem_len})
+    config = change_config(golden.config(clamp_len=clamp_len, same_length=same_length), {"memory.mem_len": mem_len})
     model = golden.model(config).eval()
     stream, expected = golden.tensor("stream"), golden.tensor("eval/loss")
     state, losses = empty_state(model), []
@@ -88,7 +88,7 @@ def test_where_every_query_sees_as_many_rows_segmentation_changes_nothing(
     """With a memory longer than the history, or with `same_length`; the convolution sees rows before the memory."""
     golden = Golden("base")
     config = golden.config(norm=norm, same_length=same_length)
-    config = changed(config, {"memory": {**config.memory, **memory}})
+    config = change_config(config, {"memory": {**config.memory, **memory}})
     torch.manual_seed(0)
     model = MemoryLM(model_spec(config, 37)).double().eval()
     torch.nn.init.normal_(model.blocks[0].memory.attention.query.weight)

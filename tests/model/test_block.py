@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from dist_mem.block import model_spec, num_recomputed
-from dist_mem.config import Config, changed
+from dist_mem.config import Config, change_config
 from dist_mem.model import LMOutput, MemoryLM
 from tests.support.small_models import LANES, VOCAB, one_segment, small_config
 
@@ -27,7 +27,7 @@ MODELS: list[dict[str, Any]] = [
 def model_of(recomputed: str, share: float, **keys: Any) -> MemoryLM:
     memory = {"kind": "causal"} if keys.get("kind") == "gpt2" else None
     config: Config = small_config(memory, dropout=0.2, **keys)
-    config = changed(
+    config = change_config(
         config, {"train.activation_checkpointing": recomputed, "train.activation_checkpointing_share": share}
     )
     torch.manual_seed(0)

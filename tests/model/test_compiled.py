@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dist_mem.contract.subject import require_same, total_loss
-from dist_mem.memory.base import detached
+from dist_mem.memory.base import detach_state
 from dist_mem.model import LMOutput, MemoryLM
 from dist_mem.nn.layers import Dropout
 from tests.support.compiled_blocks import TRACED, forget_graphs, num_graphs, without_inductor
@@ -47,7 +47,7 @@ def train(case: str, model: MemoryLM) -> list[LMOutput]:
         total_loss(output).backward()
         outputs.append(output)
     for tokens, targets in made.segments(1)[:2]:
-        outputs.append(model(tokens, targets, made.ragged(), state=detached(outputs[-1].state)))
+        outputs.append(model(tokens, targets, made.ragged_lengths(), state=detach_state(outputs[-1].state)))
         total_loss(outputs[-1]).backward()
     return outputs
 

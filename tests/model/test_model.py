@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from dist_mem.block import model_spec
-from dist_mem.config import AdaptiveConfig, Config, changed
+from dist_mem.config import AdaptiveConfig, Config, change_config
 from dist_mem.data.batch import IGNORE
 from dist_mem.memory.base import named_tensors
-from dist_mem.model import LMState, MemoryLM, Start, describe
+from dist_mem.model import DocumentStarts, LMState, MemoryLM, describe
 from tests.support.messages import refused
 from tests.support.small_models import LANES, SEG_LEN, VOCAB, XL, one_segment, small_config
 
@@ -79,7 +79,9 @@ def test_a_document_that_begins_inside_a_window_reads_nothing_before_it(begins: 
     (first, of_first, lengths), (second, of_second, _) = one_segment(0), one_segment(1)
     fresh, is_new = fresh_state(model, torch.float64), torch.tensor(begins)
     tokens, targets = torch.cat([first, second], 1), torch.cat([of_first, of_second], 1)
-    window = model(tokens, targets, torch.stack([lengths, lengths], 1), state=fresh, later=[Start(fresh, is_new)])
+    window = model(
+        tokens, targets, torch.stack([lengths, lengths], 1), state=fresh, later=[DocumentStarts(fresh, is_new)]
+    )
     before = model(first, of_first, lengths, state=fresh)
     alone, after = (model(second, of_second, lengths, state=state) for state in (fresh, before.state))
     expected = torch.where(is_new[:, None], alone.nll, after.nll)
@@ -104,7 +106,7 @@ def test_initial_weights_have_the_configured_spread() -> None:
 @every_vocabulary
 def test_description_equals_the_model(model_keys: dict[str, Any], precision: str) -> None:
     config = small_config(**model_keys)
-    config = changed(config, {"train.precision": precision})
+    config = change_config(config, {"train.precision": precision})
     model = build(config)
     facts = describe(model_spec(config, VOCAB))
     state = model.init_state(torch.arange(1), "cpu", {"fp32": torch.float32, "bf16": torch.bfloat16}[precision])
@@ -120,7 +122,7 @@ def test_published_wikitext_model_has_the_published_size() -> None:
         num_layers=16, d_model=410, num_heads=10, d_head=41, d_inner=2100, norm="post",
     )  # fmt: skip
     assert describe(model_spec(config, 267_735))["num_parameters"] == 151_106_305
-    config = changed(config, {"model.adaptive": AdaptiveConfig([20_000, 40_000, 200_000])})
+    config = change_config(config, {"model.adaptive": AdaptiveConfig([20_000, 40_000, 200_000])})
     assert describe(model_spec(config, 267_735))["num_parameters"] == 151_107_538
 
 

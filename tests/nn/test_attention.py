@@ -12,13 +12,13 @@ from torch import Tensor
 
 from dist_mem.block import model_spec
 from dist_mem.contract.subject import total_loss
-from dist_mem.memory.base import detached, named_tensors
+from dist_mem.memory.base import detach_state, named_tensors
 from dist_mem.model import MemoryLM
 from dist_mem.nn import attention, chunked_attention, fused_attention
-from dist_mem.nn.attention import BACK_ENDS, attend, choose, choose_kernel, masked, simple_scores
+from dist_mem.nn.attention import BACK_ENDS, attend, choose, choose_kernel, mask_scores, simple_scores
 from dist_mem.nn.attention_inputs import Inputs, Relative, Visible, visible_keys
 from dist_mem.nn.layers import RelativeAttention, describe_attention
-from dist_mem.nn.rotary_attention import attention_of, turned, turns
+from dist_mem.nn.rotary_attention import attention_of, turn, turns
 from tests.support.contract_cases import accepted, case_params, small_model, subject
 from tests.support.messages import refused
 from tests.support.tiny import tiny_config
@@ -52,14 +52,14 @@ def drawn(dtype: torch.dtype, *, relative: bool, same_length: bool = False, bias
 
 def reference(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Return rows and log-sums of the simple back end."""
-    scores = masked(simple_scores(inputs), inputs.visible)
+    scores = mask_scores(simple_scores(inputs), inputs.visible)
     weights = scores.softmax(dim=-1)
     return weights.to(inputs.value.dtype) @ inputs.value, scores.logsumexp(dim=-1)
 
 
 def gradients_of(rows: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
     """Return the gradients of a fixed function of the rows."""
-    learned = chunked_attention.learned(inputs)
+    learned = chunked_attention.learned_tensors(inputs)
     given = torch.linspace(-1.0, 1.0, rows.numel(), dtype=rows.dtype).view(rows.shape)
     return torch.autograd.grad(rows, learned, given)
 
@@ -105,7 +105,7 @@ def test_log_sums_of_chunks_and_their_gradient_equal_the_simple_ones() -> None:
     assert read.log_sum is not None
     assert close(read.log_sum[:, sees], log_sum[:, sees], torch.float64)
     assert (read.log_sum[:, ~sees] == -math.inf).all() and (read.rows[:, ~sees] == 0.0).all()
-    learned = chunked_attention.learned(inputs)
+    learned = chunked_attention.learned_tensors(inputs)
     found = torch.autograd.grad(read.rows.sum() + (3.0 * read.log_sum[:, sees]).sum(), learned, allow_unused=True)
     wanted = torch.autograd.grad(rows[:, sees].sum() + (3.0 * log_sum[:, sees]).sum(), learned)
     for one, other in zip(found, wanted, strict=True):
@@ -129,9 +129,9 @@ def outputs(case: str, back_end: str, dtype: torch.dtype) -> tuple[list[Tensor],
     """Return losses and states of whole segments and of two ragged ones, and the gradients of all parameters."""
     checked = subject(case, attention=back_end)
     model = checked.model().to(dtype)
-    read = list(checked.read(model, state=checked.fresh(model, dtype)))
+    read = list(checked.read(model, state=checked.empty_state(model, dtype)))
     for tokens, targets in checked.segments(1)[:2]:
-        read.append(model(tokens, targets, checked.ragged(), state=detached(read[-1].state)))
+        read.append(model(tokens, targets, checked.ragged_lengths(), state=detach_state(read[-1].state)))
     found, losses = [], []
     for output in read:
         losses.append(total_loss(output))
@@ -214,7 +214,7 @@ def test_products_of_turned_rows_depend_on_the_distance_alone(width: int) -> Non
 
     def products(first: int) -> Tensor:
         by = [turns(key, first=place, num_rows=6, theta=100.0) for place in (first, first - 3)]
-        return turned(query, by[0]) @ turned(key, by[1]).mT
+        return turn(query, by[0]) @ turn(key, by[1]).mT
 
     torch.testing.assert_close(products(0), products(1000), rtol=0, atol=1e-12)
     assert not torch.allclose(products(0), query @ key.mT)

@@ -10,12 +10,12 @@ import torch
 from dist_mem.memory import memory_kinds
 from dist_mem.nn import attention_check
 from dist_mem.nn.attention import attend
-from dist_mem.nn.attention_check import CONTEXT, Kernel, check_attention, difference, kernels_of
-from dist_mem.nn.attention_inputs import Inputs, Read
+from dist_mem.nn.attention_check import CONTEXT, LayerAttention, check_attention, difference, kernels_of
+from dist_mem.nn.attention_inputs import AttentionRead, Inputs
 from tests.support.contract_cases import subject
 
 CPU = torch.device("cpu")
-KERNELS = [Kernel("triton", 16, 16), Kernel("triton", 16, 1), Kernel("sdpa", 16, 0)]
+KERNELS = [LayerAttention("triton", 16, 16), LayerAttention("triton", 16, 1), LayerAttention("sdpa", 16, 0)]
 WRONG: dict[str, Callable[[Inputs], Inputs]] = {
     "a key too many": lambda given: given._replace(visible=given.visible._replace(upto=CONTEXT + 1)),
     "a context row too many": lambda given: given._replace(
@@ -26,21 +26,25 @@ WRONG: dict[str, Callable[[Inputs], Inputs]] = {
 }
 
 
-def by_simple_means(inputs: Inputs, back_end: str) -> Read:
+def by_simple_means(inputs: Inputs, back_end: str) -> AttentionRead:
     """Compute in the activations' dtype on the CPU, as a kernel does on a GPU."""
     return attend(inputs, "chunked")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_right_kernel_passes_and_a_wrong_one_is_named_with_both_numbers(kernel: Kernel, dtype: torch.dtype) -> None:
+def test_a_right_kernel_passes_and_a_wrong_one_is_named_with_both_numbers(
+    kernel: LayerAttention, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     inputs = attention_check._case(kernel, CPU, dtype)
     assert difference(lambda given: by_simple_means(given, ""), inputs) is None
     for name, changed in WRONG.items():
         found = difference(lambda given: by_simple_means(changed(given), ""), inputs)  # noqa: B023
         assert found is not None and " where simple's is " in found, name
-    assert difference(lambda given: Read(by_simple_means(given, "").rows * torch.nan, None), inputs) is not None
+    assert (
+        difference(lambda given: AttentionRead(by_simple_means(given, "").rows * torch.nan, None), inputs) is not None
+    )
 
 
 @pytest.mark.parametrize("kind", memory_kinds())
@@ -53,7 +57,7 @@ def test_the_fused_kernels_of_every_memory_are_checked(kind: str, monkeypatch: p
     monkeypatch.setattr(attention_check, "attend", by_simple_means)
     check_attention(model, CPU, torch.bfloat16, 1024)
     monkeypatch.setattr(
-        attention_check, "attend", lambda *given, **_: Read(2 * by_simple_means(given[0], "").rows, None)
+        attention_check, "attend", lambda *given, **_: AttentionRead(2 * by_simple_means(given[0], "").rows, None)
     )
     if kernels:
         with pytest.raises(ValueError, match=r"model\.attention: a row is .* set model\.attention=simple"):

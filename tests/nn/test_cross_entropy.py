@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dist_mem.data.batch import IGNORE
 from dist_mem.nn import cross_entropy
-from dist_mem.nn.cross_entropy import Weights, full_precision, linear, linear_cross_entropy
-from dist_mem.nn.kernel_shapes import planned_card, planned_for
+from dist_mem.nn.cross_entropy import Weights, compute_logits, full_precision, linear_cross_entropy
+from dist_mem.nn.kernel_shapes import plan_for, planned_card
 from dist_mem.nn.vocabulary import BinLogits, Softmax, adaptive_bins
 
 ROWS, WIDTH, COLUMNS = 13, 8, 21
@@ -45,7 +45,7 @@ def values_and_gradients(losses: Tensor, inputs: list[Tensor]) -> list[Tensor]:
 def both_ways(case: tuple[bool, int], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
     weights, rows, targets = weights_of(case, dtype), draw(ROWS, WIDTH, seed=0, dtype=dtype), some_targets()
     inputs = [rows, *(parameter for pair in weights for parameter in pair if parameter is not None)]
-    logits = full_precision(linear(rows, weights))
+    logits = full_precision(compute_logits(rows, weights))
     plain = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
     fused = linear_cross_entropy(rows, targets, weights)
     return values_and_gradients(fused, inputs), values_and_gradients(plain, inputs)
@@ -87,21 +87,21 @@ def test_kernels_of_gpus_equal_plain_operations(
 ) -> None:
     """With padded columns; uncompiled, as there is no GPU."""
     monkeypatch.setattr(cross_entropy, "_has_kernels", lambda rows: True)
-    monkeypatch.setattr(cross_entropy, "_compiled", lambda function: function)
+    monkeypatch.setattr(cross_entropy, "_compile_for_any_rows", lambda function: function)
     allow_logits(monkeypatch, rows_at_a_time * (COLUMNS + case[1] + 7))
     assert_close(case, torch.bfloat16)
 
 
 def test_chunks_bound_the_logits_that_stand_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
-    whole = cross_entropy.linear
+    whole = cross_entropy.compute_logits
 
     def recorded(rows: Tensor, weights: Weights) -> Tensor:
         logits = whole(rows, weights)
         sizes.append(logits.numel())
         return logits
 
-    monkeypatch.setattr(cross_entropy, "linear", recorded)
+    monkeypatch.setattr(cross_entropy, "compute_logits", recorded)
     allow_logits(monkeypatch, 4 * COLUMNS)
     loss = linear_cross_entropy(draw(ROWS, WIDTH, seed=0), some_targets(), weights_of((True, 0), torch.float32)).sum()
     assert len(sizes) == 4
@@ -113,7 +113,7 @@ def test_chunks_bound_the_logits_that_stand_in_memory(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("gibibytes", [1, 8, 24, 80, 141])
 def test_chunks_on_a_gpu_take_their_share_of_its_memory(num_rows: int, gibibytes: int) -> None:
     columns = 50_264
-    with planned_for("cuda"), planned_card(gibibytes * 2**30):
+    with plan_for("cuda"), planned_card(gibibytes * 2**30):
         chunks = cross_entropy.row_chunks(torch.empty(num_rows, WIDTH, device="meta"), columns)
     sizes = [chunk.stop - chunk.start for chunk in chunks]
     most = gibibytes * 2**30 // 32 // 2 // columns  # in half precision

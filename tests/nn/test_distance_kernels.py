@@ -22,9 +22,9 @@ from dist_mem.memory import memory_kinds
 from dist_mem.memory.base import named_tensors
 from dist_mem.memory.parts.look_ahead import visible_ahead
 from dist_mem.nn import layers
-from dist_mem.nn.attention import Choice
-from dist_mem.nn.attention_inputs import Inputs, Read, Relative, visible_keys
-from dist_mem.nn.chunked_attention import chunked, learned
+from dist_mem.nn.attention import BackEndChoice
+from dist_mem.nn.attention_inputs import AttentionRead, Inputs, Relative, visible_keys
+from dist_mem.nn.chunked_attention import attend_in_chunks, learned_tensors
 from tests.support.contract_cases import subject
 from tests.support.own_process import in_child, in_new_child
 from tests.support.paths import ROOT
@@ -81,20 +81,20 @@ def drawn(case: Case, dtype: torch.dtype) -> Inputs:
     return Inputs(query, key, value, visible, Relative(asking, table, first))
 
 
-def results(inputs: Inputs, read: Read) -> list[Tensor]:
+def results(inputs: Inputs, read: AttentionRead) -> list[Tensor]:
     """Return rows and log-sums, and the gradients of a fixed function of both; log-sums of nothing count as 0."""
     assert read.log_sum is not None
     sums = torch.where(read.log_sum == -torch.inf, 0.0, read.log_sum)
     weights = [torch.linspace(-1.0, 1.0, part.numel(), dtype=part.dtype).view(part.shape) for part in (read.rows, sums)]
     loss = (read.rows * weights[0]).sum() + (sums * weights[1]).sum()
-    return [read.rows, sums, *torch.autograd.grad(loss, learned(inputs))]
+    return [read.rows, sums, *torch.autograd.grad(loss, learned_tensors(inputs))]
 
 
 def interpreted() -> Any:
     """Return the module of the operators, whose kernels Triton interprets, with tiles of 16."""
     assert os.environ["TRITON_INTERPRET"] == "1"
     module: Any = importlib.import_module("dist_mem.nn.distance_attention")
-    module.LAUNCHES = dict.fromkeys(module.LAUNCHES, module.Launches(*3 * [module.Launch(16, 4)]))
+    module.LAUNCHES = dict.fromkeys(module.LAUNCHES, module.Launches(*3 * [module.TileLaunch(16, 4)]))
     return module
 
 
@@ -102,7 +102,7 @@ def compare_with_float64(cases: dict[str, Case]) -> None:
     attend = interpreted().distance_attention
     for name, case in cases.items():
         wide, inputs = drawn(case, torch.float64), drawn(case, torch.float32)
-        expected = results(wide, chunked(wide, log_sum=True))
+        expected = results(wide, attend_in_chunks(wide, log_sum=True))
         for one, wanted in zip(results(inputs, attend(inputs)), expected, strict=True):
             assert (one - wanted).abs().max() <= 5e-6 * max(1.0, float(wanted.abs().max())), name
 
@@ -120,14 +120,14 @@ def compute_with_both(cases: list[str]) -> None:
 
 def compute_case(case: str) -> None:
     """Compare losses, states and gradients of a small model with those of `simple`."""
-    layers.choose_kernel = lambda device_type, *, relative_width: Choice(
+    layers.choose_kernel = lambda device_type, *, relative_width: BackEndChoice(
         "chunked" if relative_width is None else "triton", ""
     )
     found = []
     for back_end in ("simple", "triton"):
         checked = subject(case, attention=back_end)
         model = checked.model()
-        outputs = list(checked.read(model, state=checked.fresh(model, torch.float32)))
+        outputs = list(checked.read(model, state=checked.empty_state(model, torch.float32)))
         torch.stack([total_loss(output) for output in outputs]).sum().backward()
         parts = {f"nll {index}": output.nll for index, output in enumerate(outputs)} | named_tensors(outputs[-1].state)
         found.append(parts | {name: each.grad for name, each in model.named_parameters() if each.grad is not None})

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dist_mem.nn.position_scores import add_by_distance, window
+from dist_mem.nn.position_scores import add_by_distance, align_to_keys
 
 KEYS = 7
 # (queries, columns, offset) of each table: as in attention, and as in look-ahead attention with blocks
@@ -28,7 +28,7 @@ def test_value_and_gradients_have_the_bits_of_plain_operations(
 
     tables, offsets = [draw(rows, columns) for rows, columns, _ in sizes], [offset for _, _, offset in sizes]
     content = draw(sum(rows for rows, _, _ in sizes), KEYS)
-    parts = [window(table, offset=offset, num_keys=KEYS) for table, offset in zip(tables, offsets, strict=True)]
+    parts = [align_to_keys(table, offset=offset, num_keys=KEYS) for table, offset in zip(tables, offsets, strict=True)]
     plain = content.to(torch.promote_types(dtype, torch.float32)) + torch.cat(parts, dim=-2)
     upstream = torch.randn(plain.shape, generator=generator, dtype=plain.dtype)
 

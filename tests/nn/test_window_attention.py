@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dist_mem.nn.attention import masked_softmax, simple_scores
 from dist_mem.nn.attention_inputs import Inputs, Visible, newest_rows, visible_keys
-from dist_mem.nn.kernel_shapes import planned_for
+from dist_mem.nn.kernel_shapes import plan_for
 from dist_mem.nn.window_attention import has_window_kernel, window_attention
 from tests.support.own_process import in_child
 
@@ -156,7 +156,7 @@ def test_only_what_the_kernels_compute_is_given_to_them() -> None:
         return half._replace(visible=Visible(**{**visible._asdict(), **changes}))
 
     assert not takes(half)
-    with planned_for("cuda"):
+    with plan_for("cuda"):
         assert takes(half) and takes(half._replace(query=half.query.half()))
         assert takes(seen(is_tail=False, valid=visible.valid[:, :0]))
         assert not takes(seen(is_tail=False)) and not takes(seen(upto=None)) and not takes(seen(upto=0))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dist_mem.memory.infinite import Infinite
-from dist_mem.memory.parts.signal import State
+from dist_mem.memory.parts.signal import SignalState
 from dist_mem.papers.regression_error import Errors, Watch, run
 from dist_mem.runtime import progress
 from tests.support.evaluated_runs import make_run
@@ -67,7 +67,7 @@ def test_more_functions_keep_more() -> None:
 
 
 class Unmoved(Watch):
-    def _contracted(self, state: State) -> Tensor:
+    def _contract(self, state: SignalState) -> Tensor:
         return self.places
 
 

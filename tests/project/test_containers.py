@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_mem.runtime.shipped import FOLDERS
+from dist_mem.runtime.shipped_files import FOLDERS
 from tests.support.paths import ROOT
 
 DOCKERFILE = (ROOT / "launch" / "Dockerfile").read_text(encoding="utf-8")

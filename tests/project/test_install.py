@@ -21,7 +21,7 @@ from dist_mem.__main__ import main
 from dist_mem.config import load_config
 from dist_mem.errors import CheckpointError
 from dist_mem.evaluation.scores import perplexity
-from dist_mem.runtime import shipped
+from dist_mem.runtime import shipped_files
 from dist_mem.runtime.extras import EXTRA_OF
 from tests.support.evaluated_runs import MEMORIES, make_run
 from tests.support.messages import refused, said
@@ -77,7 +77,7 @@ def test_configurations_are_found_in_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    shipped.say_where_from.cache_clear()
+    shipped_files.say_where_from.cache_clear()
     config = load_config(["configs/demo.yaml", "memory/none.yaml", "launch/sites/cpu.yaml"])
     assert (config.name, config.memory["kind"], config.launch.gpus_per_node) == ("demo", "none", "0")
     (line,) = capsys.readouterr().err.splitlines()
@@ -95,8 +95,8 @@ def test_configurations_are_found_in_any_folder(
     ],
 )
 def test_only_files_of_the_shipped_folders_are_found(name: str) -> None:
-    assert shipped.shipped_path(name) is None
-    assert shipped.shipped_path("configs/demo.yaml") == ROOT / "configs" / "demo.yaml"
+    assert shipped_files.shipped_path(name) is None
+    assert shipped_files.shipped_path("configs/demo.yaml") == ROOT / "configs" / "demo.yaml"
 
 
 def test_init_makes_a_project_that_can_train_or_completes_one_and_overwrites_nothing(
@@ -201,7 +201,7 @@ for arguments in (["report", "--example"], ["generate", "--example", "--tokens",
 
 
 def test_a_core_installation_shows_the_shipped_model_and_writes_one_page(tmp_path: Path) -> None:
-    before = {path: path.stat().st_mtime_ns for path in shipped.example_model().iterdir()}
+    before = {path: path.stat().st_mtime_ns for path in shipped_files.example_model().iterdir()}
     done = in_core(EXAMPLE, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     page, _, text = done.stdout.partition("\n")
@@ -209,16 +209,16 @@ def test_a_core_installation_shows_the_shipped_model_and_writes_one_page(tmp_pat
     assert "8 tokens, " in done.stderr and "first half of" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["example_report.html"]
     assert "flora_marsh.txt, read by demo</title>" in (tmp_path / "example_report.html").read_text(encoding="utf-8")
-    assert {path: path.stat().st_mtime_ns for path in shipped.example_model().iterdir()} == before
+    assert {path: path.stat().st_mtime_ns for path in shipped_files.example_model().iterdir()} == before
 
 
 def test_the_shipped_model_is_far_better_with_its_memory_than_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a book that it was not trained on."""
-    assert sum(path.stat().st_size for path in shipped.example_model().iterdir()) < 2**20
+    assert sum(path.stat().st_size for path in shipped_files.example_model().iterdir()) < 2**20
     monkeypatch.chdir(tmp_path)
-    text = shipped.example_book().read_text(encoding="utf-8")
+    text = shipped_files.example_book().read_text(encoding="utf-8")
     found = dist_mem.load("example").inspect(text)
     losses = (found.nll, found.windowed, found.without)
     with_memory, windowed, emptied = (perplexity(float(part.double().sum()), len(text.split())) for part in losses)

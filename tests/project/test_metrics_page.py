@@ -76,9 +76,9 @@ def of_memory(case: str) -> set[str]:
     """What a memory logs, and what the passage shows of it."""
     made, none_new = subject(case), torch.zeros(LANES, dtype=torch.bool)
     model, segments = made.model().eval(), made.segments()
-    batches = [Batch(*segment, made.full(), none_new, torch.arange(LANES), None) for segment in segments]
+    batches = [Batch(*segment, made.full_lengths(), none_new, torch.arange(LANES), None) for segment in segments]
     logged = {LOGGED + name for output in made.read(model) for name in output.logs}
-    read = passage_metrics(model, lambda _: made.fresh(model), model.memories(), batches, torch.device("cpu"))
+    read = passage_metrics(model, lambda _: made.empty_state(model), model.memories(), batches, torch.device("cpu"))
     return {*logged, *read.metrics}
 
 

@@ -88,7 +88,7 @@ def reach(words: list[str], num_segments: int) -> int:
 @pytest.mark.parametrize(("name", "row"), REACHES.items())
 def test_the_table_of_results_has_the_reach_of_its_memories(name: str, row: str) -> None:
     study = load_study(str(ROOT / "configs" / "arena" / "second_edition.yaml"))
-    found = reach([*study.train, *study.trained[row]], 21)
+    found = reach([*study.train, *study.trained_rows[row]], 21)
     whole = 20 * 64  # tokens; what reaches back to the first of them has no bound
     assert table_with("memory | reach", README)[name][0] == ("the whole book" if found == whole else f"{found:,}")
 

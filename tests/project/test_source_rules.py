@@ -99,7 +99,7 @@ ENDED_OTHERWISE = {
     "runtime/children.py": "a process that was killed, and `setpriv --version`, which ends at once",
     "runtime/distributed.py": "collectives, which have the limit of the process group, and the watchdog",
     "runtime/workers.py": "the work itself, in processes; Ctrl-C ends it",
-    "studies/job.py": "runs, each of which ends by itself or by the signal that all get",
+    "studies/study_call.py": "runs, each of which ends by itself or by the signal that all get",
     "supervision/lease.py": "its own thread, which was just released",
     "supervision/side_channel.py": "a message that has begun to come",
     "supervision/watchdog.py": "its own thread, which ends the process",

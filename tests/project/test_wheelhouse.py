@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from dist_mem.runtime.shipped import FOLDERS
+from dist_mem.runtime.shipped_files import FOLDERS
 from tests.support.jobs import logged_steps
 from tests.support.paths import ROOT
 

@@ -33,7 +33,7 @@ from dist_mem.errors import (
     run_error,
 )
 from dist_mem.runtime import ranks
-from dist_mem.runtime.distributed import Failure, World, agree_all_well, decided_by_rank0, on_all_ranks
+from dist_mem.runtime.distributed import RankFailure, World, agree_all_well, decide_on_rank0, on_all_ranks
 from dist_mem.runtime.ranks import read_ranks
 from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 from tests.support.messages import refused
@@ -265,7 +265,7 @@ def _raise(error: Exception) -> None:
 
 
 def outcomes_of_rank_0(world: World) -> list[tuple[str, int | None, str]]:
-    return [outcome(partial(decided_by_rank0, partial(fail, make))) for make in CODES]
+    return [outcome(partial(decide_on_rank0, partial(fail, make))) for make in CODES]
 
 
 def test_an_error_of_rank_0_is_raised_alike_on_all_ranks(rank_pool: Pool) -> None:
@@ -275,7 +275,7 @@ def test_an_error_of_rank_0_is_raised_alike_on_all_ranks(rank_pool: Pool) -> Non
 
 
 def test_an_error_of_many_ranks_names_the_first_three() -> None:
-    failures = [Failure(EXIT_FAILED, f"OSError: {rank}") for rank in range(512)]
+    failures = [RankFailure(EXIT_FAILED, f"OSError: {rank}") for rank in range(512)]
     with refused(UnfitError, "rank 0", "rank 1", "rank 2"):
         agree_all_well(None, "saving", gather=lambda value: failures)
 

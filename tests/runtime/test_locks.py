@@ -12,33 +12,33 @@ import pytest
 
 from dist_mem.errors import StoppedEarlyError, UnfitError, UnusableError
 from dist_mem.runtime import locks
-from dist_mem.runtime.locks import held, held_file, held_folder, lock_file, try_lock, wait_for_lock
+from dist_mem.runtime.locks import hold_file, hold_folder, hold_lock, lock_file, try_lock, wait_for_lock
 
 
 def test_a_second_holder_is_refused_and_told_who_holds_the_lock(tmp_path: Path) -> None:
     refusal = pytest.raises(UnusableError, match=rf"out: .*process {os.getpid()} on ")
-    with held(tmp_path / ".lock", "out"), refusal, held(tmp_path / ".lock", "out"):
+    with hold_lock(tmp_path / ".lock", "out"), refusal, hold_lock(tmp_path / ".lock", "out"):
         raise AssertionError
-    with held(tmp_path / ".lock", "out"):
+    with hold_lock(tmp_path / ".lock", "out"):
         pass
 
 
 def test_a_refused_holder_leaves_the_name_of_the_first(tmp_path: Path) -> None:
-    with held(tmp_path / ".lock", "out"):
+    with hold_lock(tmp_path / ".lock", "out"):
         for _ in range(2):
-            with pytest.raises(UnusableError, match=str(os.getpid())), held(tmp_path / ".lock", "out"):
+            with pytest.raises(UnusableError, match=str(os.getpid())), hold_lock(tmp_path / ".lock", "out"):
                 raise AssertionError
 
 
 def test_a_killed_process_releases_its_lock(tmp_path: Path) -> None:
     read, write = os.pipe()
     if not (child := os.fork()):
-        with held(tmp_path / ".lock", "out"):
+        with hold_lock(tmp_path / ".lock", "out"):
             os.write(write, b"1")
             os._exit(9)
     os.read(read, 1)
     os.waitpid(child, 0)
-    with held(tmp_path / ".lock", "out"):
+    with hold_lock(tmp_path / ".lock", "out"):
         pass
 
 
@@ -63,13 +63,13 @@ def test_a_wait_ends_when_the_lock_is_free(tmp_path: Path) -> None:
 
 def test_nothing_is_left_in_a_folder_after_the_block_and_after_a_refusal(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(ValueError, match="full"), held_folder(out, "out"):
+    with pytest.raises(ValueError, match="full"), hold_folder(out, "out"):
         raise ValueError("full")
     assert not out.exists()
-    with held_folder(out, "out"):
+    with hold_folder(out, "out"):
         (out / "result").touch()
     assert [path.name for path in out.iterdir()] == ["result"]
-    with pytest.raises(ValueError, match="full"), held_folder(out, "out"):
+    with pytest.raises(ValueError, match="full"), hold_folder(out, "out"):
         raise ValueError("full")
     assert out.exists()
 
@@ -80,7 +80,7 @@ def test_of_many_that_take_turns_no_two_hold_a_folder_at_once(tmp_path: Path) ->
     def take_turns() -> None:
         number = 0
         while number < 50:
-            with suppress(UnusableError), held(tmp_path / ".lock", "out"):
+            with suppress(UnusableError), hold_lock(tmp_path / ".lock", "out"):
                 os.close(os.open(tmp_path / "alone", os.O_CREAT | os.O_EXCL))
                 (tmp_path / "alone").unlink()
                 number += 1
@@ -104,7 +104,7 @@ def test_a_file_system_without_locks_is_said_and_used(
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(locks.fcntl, "flock", flock)
-    with held(tmp_path / ".lock", "--out x"):
+    with hold_lock(tmp_path / ".lock", "--out x"):
         pass
     assert "--out x: its file system has no locks" in caplog.text
 
@@ -112,13 +112,13 @@ def test_a_file_system_without_locks_is_said_and_used(
 def test_a_file_is_held_beside_others_and_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "new" / "report"
     refusal = pytest.raises(UnusableError, match=rf"new/report: .*process {os.getpid()} on ")
-    with held_file(path), held_file(path.with_name("other")), refusal, held_file(path):
+    with hold_file(path), hold_file(path.with_name("other")), refusal, hold_file(path):
         raise AssertionError
     assert list((tmp_path / "new").iterdir()) == []
-    with pytest.raises(KeyError), held_file(tmp_path / "failed" / "report"):
+    with pytest.raises(KeyError), hold_file(tmp_path / "failed" / "report"):
         raise KeyError
     assert not (tmp_path / "failed").exists()
-    with held_file(Path("/dev/null")), held_file(Path("/dev/null")):  # a stream is no file that is made
+    with hold_file(Path("/dev/null")), hold_file(Path("/dev/null")):  # a stream is no file that is made
         pass
-    with pytest.raises(FileExistsError, match="folder"), held_file(tmp_path):
+    with pytest.raises(FileExistsError, match="folder"), hold_file(tmp_path):
         raise AssertionError

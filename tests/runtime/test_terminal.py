@@ -15,13 +15,21 @@ from hypothesis import strategies as st
 from dist_mem.__main__ import main
 from dist_mem.runtime.csv_text import csv_text
 from dist_mem.runtime.figures import NO_FIGURE, is_figure
-from dist_mem.runtime.terminal import WIDTH, PlainStream, coloured, labelled, listed, printable, table
+from dist_mem.runtime.terminal import (
+    WIDTH,
+    PlainStream,
+    colour_first_word,
+    label_lines,
+    list_names,
+    make_printable,
+    table,
+)
 from tests.support.paths import PACKAGE
 from tests.support.terminals import HOSTILE, Terminal, steering
 
 
 def test_many_names_stand_in_columns() -> None:
-    lines = listed(f"a.{'x' * size}" for size in range(1, 13)).splitlines()[1:]
+    lines = list_names(f"a.{'x' * size}" for size in range(1, 13)).splitlines()[1:]
     assert {line.index("a.", 4) for line in lines if line.count("a.") > 1} == {2 + 14 + 2}
 
 
@@ -48,10 +56,10 @@ def test_colour_follows_the_stream_and_the_variables_that_users_set(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     for stream, expected in ((Terminal(), terminal), (io.StringIO(), file)):
-        shown = coloured("error: a: is 1", stream)
+        shown = colour_first_word("error: a: is 1", stream)
         assert shown.endswith(" a: is 1")
         assert ("\x1b[" in shown) is expected
-        assert coloured("step 3: saved", stream) == "step 3: saved"
+        assert colour_first_word("step 3: saved", stream) == "step 3: saved"
 
 
 @given(st.lists(st.text(st.one_of(st.characters(), st.sampled_from(HOSTILE)), max_size=20), max_size=4))
@@ -59,13 +67,13 @@ def test_no_text_but_a_styled_one_steers_the_terminal(texts: list[str]) -> None:
     stream = io.StringIO()
     for text in texts:
         print("a title:", text, file=PlainStream(stream))
-        print(coloured(f"error: {text}", Terminal()), file=PlainStream(stream))
-        print("\n".join([*table([("a", text), (text, "b")]), *labelled([("c", text)])]), file=PlainStream(stream))
+        print(colour_first_word(f"error: {text}", Terminal()), file=PlainStream(stream))
+        print("\n".join([*table([("a", text), (text, "b")]), *label_lines([("c", text)])]), file=PlainStream(stream))
     own = stream.getvalue().replace("\x1b[1;31m", "").replace("\x1b[0m", "")
     assert steering(own) == []
     lines = sum(5 + 2 * text.count("\n") + text.startswith("\r") for text in texts)
     assert len(own.splitlines()) == lines, "cells have one line"
-    assert steering(printable(HOSTILE)) == []
+    assert steering(make_printable(HOSTILE)) == []
 
 
 def test_all_output_passes_through_the_streams_that_the_command_line_guards() -> None:
@@ -96,7 +104,7 @@ def test_an_error_about_a_hostile_name_is_plain(capsys: pytest.CaptureFixture[st
 def test_figures_stand_to_the_right_and_texts_to_the_left() -> None:
     rows = [("run", "word ppl", "state"), ("a", "9.50 (1.2x)", "ok"), ("b2", "n/a", "1 broken x")]
     assert table(rows) == ["run     word ppl  state", "a    9.50 (1.2x)  ok", "b2           n/a  1 broken x"]
-    lines = labelled([("step", "3"), ("goodput", "useful 10.7%, " * 20)], indent="  ")
+    lines = label_lines([("step", "3"), ("goodput", "useful 10.7%, " * 20)], indent="  ")
     assert lines[0] == "  step     3" and max(map(len, lines)) <= WIDTH
     assert all(line.startswith("           useful") for line in lines[2:]), "a long text continues below its beginning"
 
@@ -110,7 +118,7 @@ TITLES = st.text(st.sampled_from("=+-@\t\r\n '\",a1|.\x1b\u202e") | st.character
 def test_no_cell_is_a_formula_and_every_cell_is_kept(cells: list[str | int | float]) -> None:
     [row] = csv.reader(io.StringIO(csv_text([cells]), newline=""))
     for cell, written in zip(cells, row, strict=True):
-        shown = printable(str(cell)) if is_figure(cell) else NO_FIGURE
+        shown = make_printable(str(cell)) if is_figure(cell) else NO_FIGURE
         assert written in (shown, f"'{shown}")
         if re.match(" *[=+@\t\r\n-]", written):
             assert not math.isnan(float(written))

@@ -12,7 +12,7 @@ import pytest
 from dist_mem.config import load_config
 from dist_mem.memory import memory_options
 from dist_mem.studies.budget import apply_budget
-from dist_mem.studies.cells import Run
+from dist_mem.studies.cells import CellRun
 from dist_mem.studies.definition import compare
 from dist_mem.studies.runs import definition_of
 from dist_mem.studies.study import load_study
@@ -35,12 +35,12 @@ def test_the_kept_cells_are_of_the_definitions_of_now(spec: Path) -> None:
         assert each.flops and each.all_flops and 1.0 < each.all_flops / each.flops < 1.1, row
     named = re.search(r"--cells (\S+)", spec.read_text(encoding="utf-8"))
     assert named is not None, f"{spec} does not say where its cells are kept"
-    for row in study.trained:
+    for row in study.trained_rows:
         path = next((ROOT / named[1]).glob(f"{row}-seed*.json"), None)
         if path is None:
             continue
         kept = json.loads(path.read_bytes())["definition"]
         tuned = {*study.tune.grid, *study.tune.rows.get(row, {})}
         words = [f"{key}={json.dumps(kept[key])}" for key in tuned]
-        now = definition_of(study, Run(row, "", kept["train.seed"], Path("out")), words, ranks=1)
+        now = definition_of(study, CellRun(row, "", kept["train.seed"], Path("out")), words, ranks=1)
         compare(kept, now, path.name, "")

@@ -14,13 +14,13 @@ from dist_mem.errors import UnusableError
 from dist_mem.evaluation.scores import DocumentScore, RecallScore, Report, write_report
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.studies.budget import Costs
-from dist_mem.studies.cells import Run, checksum, keep_result, read_result, report_of
-from dist_mem.studies.job import Job
+from dist_mem.studies.cells import CellRun, checksum, keep_result, read_result, report_of
 from dist_mem.studies.page import to_csv, to_markdown, write_results
 from dist_mem.studies.pictures import are_equal, draw, pareto_front
 from dist_mem.studies.results import RowResult, cell
-from dist_mem.studies.runs import all_runs, measured, metric_of, rank_of, runs_behind, shown_rows, with_done
+from dist_mem.studies.runs import all_runs, columns_to_measure, metric_of, rank_of, runs_behind, shown_rows, with_done
 from dist_mem.studies.study import Column, Study
+from dist_mem.studies.study_call import StudyCall
 from tests.support.messages import refused
 from tests.support.small_studies import ARENA, ROWS, at_tiny, load, two_memories
 
@@ -28,7 +28,7 @@ COSTS = Costs(parameters=9, state_bytes=8, steps=7, tokens=6, flops=None, all_fl
 RIGHT = {"none": 1, "transformer_xl": 2, "outside": 2}  # of the 2 scored tokens of each document, in half of them
 
 
-def text_of(study: Study, runs: list[Run], row: str, column: str) -> str:
+def text_of(study: Study, runs: list[CellRun], row: str, column: str) -> str:
     return cell(runs_behind(study, runs, row, column), column).text()
 
 
@@ -40,7 +40,7 @@ def test_a_row_shows_on_test_what_is_best_on_validation(tmp_path: Path) -> None:
     test = {("small", 0): 0.25, ("large", 0): 0.9, ("small", 1): 0.9, ("large", 1): 0.35}
     for run in runs:
         name = "500" if run.point == "a" else "1000"
-        assert list(measured(study, run)) == ([name] if run.row == "xl" else [f"{name} on validation", name])
+        assert list(columns_to_measure(study, run)) == ([name] if run.row == "xl" else [f"{name} on validation", name])
         if run.row != "xl":
             keep_result(run, name, {"value": test[run.row, run.seed], "step": 1})
             keep_result(run, f"{name} on validation", {"value": validation[run.row, run.seed], "step": 1})
@@ -65,8 +65,8 @@ def test_nothing_is_chosen_before_all_that_calls_have_asked_for_are_measured(tmp
     for rows, seed in ((["small"], 1), (["small", "large"], 0)):
         asked = all_runs(study, tmp_path, [seed], rows)
         for run in asked:
-            assert [column.split for column in measured(study, run).values()] == ["validation", "test"]
-            for name in measured(study, run):
+            assert [column.split for column in columns_to_measure(study, run).values()] == ["validation", "test"]
+            for name in columns_to_measure(study, run):
                 keep_result(run, name, {"value": 0.3 if run.row == "small" else 0.4, "step": 1})
     runs = with_done(study, tmp_path, asked)
     assert text_of(study, runs, "best", "500") == "0.4, 1 to run"
@@ -91,7 +91,7 @@ def test_a_row_is_chosen_among_those_of_a_point(tmp_path: Path) -> None:
     study = load(tmp_path, scales=at_tiny(points=points))
     runs = all_runs(study, tmp_path, [0])
     for run in runs:
-        for name in measured(study, run):
+        for name in columns_to_measure(study, run):
             keep_result(run, name, {"value": 0.9 if run.row == "small" else 0.5, "step": 1})
     chosen = {name: [run.row for run in runs_behind(study, runs, "best", name)] for name in ("500", "1000")}
     assert chosen == {"500": ["small"], "1000": ["large"]}
@@ -146,7 +146,7 @@ def test_results_are_ranked_by_their_values_then_in_bits() -> None:
     assert rank_of([{"value": 0.9}], "accuracy") < rank_of([{"value": 0.1}], "accuracy")
 
 
-def at_each_scale(folder: Path) -> dict[str, tuple[Study, list[Run]]]:
+def at_each_scale(folder: Path) -> dict[str, tuple[Study, list[CellRun]]]:
     """Return a study at two scales with results of two seeds, and a figure of the paper."""
     found = {}
     for name in ("tiny", "paper"):
@@ -213,7 +213,7 @@ def test_recall_is_read_between_two_distances(tmp_path: Path) -> None:
         assert metric_of(path, column(figure, 200)) == (None, 7)
 
 
-def finished(folder: Path, figure: str, *, num_documents: int, depth: float | None) -> Job:
+def finished(folder: Path, figure: str, *, num_documents: int, depth: float | None) -> StudyCall:
     """Return the job of an arena whose three memories have been evaluated with one seed."""
     band = {"band": [0]} if figure == "recall_accuracy" else {}
     rows = {**ROWS, "outside": ["memory.kind=mine.py:Mine"]}
@@ -229,7 +229,7 @@ def finished(folder: Path, figure: str, *, num_documents: int, depth: float | No
         report = Report("test", "d", "t", None, 32, 0, 2 * num_documents, documents, recall)
         path = write_report(report, run.directory / "evaluations", "test-step-00000007", metadata={"step": 7})[1]
         keep_result(run, "first", {"value": 0.5, "step": 7}, path)
-    return Job(study, folder / "out", runs, 1, [], StopSignal(), costs=dict.fromkeys(rows, COSTS))
+    return StudyCall(study, folder / "out", runs, 1, [], StopSignal(), costs=dict.fromkeys(rows, COSTS))
 
 
 @pytest.mark.parametrize(
@@ -302,11 +302,11 @@ REPORT = Report("test", "d", "t", None, 32, 0, 9, DOCUMENTS, [RecallScore(40, 2.
 
 
 @pytest.fixture
-def small_run(tmp_path: Path) -> Run:
-    return Run("xl over 2", "", 3, tmp_path)
+def small_run(tmp_path: Path) -> CellRun:
+    return CellRun("xl over 2", "", 3, tmp_path)
 
 
-def test_scores_are_kept_once_and_as_they_were(small_run: Run, tmp_path: Path) -> None:
+def test_scores_are_kept_once_and_as_they_were(small_run: CellRun, tmp_path: Path) -> None:
     path = write_report(REPORT, tmp_path / "evaluations", "test-step-00000007", metadata={"step": 7})[1]
     for column in ("perplexity", "recall"):
         keep_result(small_run, column, {"value": 1.5, "step": 7}, path)
@@ -330,7 +330,7 @@ def test_scores_are_kept_once_and_as_they_were(small_run: Run, tmp_path: Path) -
         None,
     ],
 )
-def test_what_is_no_cell_is_refused(small_run: Run, changes: dict[str, Any] | None) -> None:
+def test_what_is_no_cell_is_refused(small_run: CellRun, changes: dict[str, Any] | None) -> None:
     keep_result(small_run, "perplexity", {"value": 1.0, "step": 7})
     text = small_run.cell.read_text()
     small_run.cell.write_text(text[:20] if changes is None else json.dumps({**json.loads(text), **changes}))

@@ -22,7 +22,7 @@ from dist_mem.memory import memory_options
 from dist_mem.papers.figures import figures
 from dist_mem.runtime.processes import own_command
 from dist_mem.studies.runs import all_runs, rows_behind, train_words
-from dist_mem.studies.study import FOLDER, Point, Study, load_study, study_names
+from dist_mem.studies.study import FOLDER, GridPoint, Study, load_study, study_names
 from tests.support.limits import limit
 from tests.support.paths import ROOT
 from tests.support.program_arguments import check_arguments
@@ -230,7 +230,7 @@ def test_every_row_with_figures_of_a_paper_is_audited() -> None:
     audited = {(name, row) for name, row, _ in SETTINGS}
     for name in (name for name in NAMES if "paper" in scales_of(name)):
         study = paper(name)
-        assert {(name, key) for key, row in study.rows.items() if row.paper and key in study.trained} <= audited
+        assert {(name, key) for key, row in study.rows.items() if row.paper and key in study.trained_rows} <= audited
         assert all(row.paper.keys() <= study.columns.keys() for row in study.rows.values())
 
 
@@ -265,7 +265,7 @@ def test_a_table_has_every_scale() -> None:
 
 
 @cache
-def built_points() -> dict[str, Point]:
+def built_points() -> dict[str, GridPoint]:
     """Return, by data directory, the points of all studies whose data the study builds."""
     tables = [study for name in NAMES for study in scales_of(name).values()]
     others = [

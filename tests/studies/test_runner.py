@@ -27,20 +27,28 @@ from dist_mem.data.index import fingerprint_of
 from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USAGE, UnusableError
 from dist_mem.evaluation.scores import read_report
 from dist_mem.memory import memory_options
-from dist_mem.runtime.children import dying_with_parent, launcher
-from dist_mem.runtime.locks import held_folder
+from dist_mem.runtime.children import die_with_parent, launcher
+from dist_mem.runtime.locks import hold_folder
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.studies.cells import Run, checksum, keep_result, read_cell
+from dist_mem.studies.cells import CellRun, checksum, keep_result, read_cell
 from dist_mem.studies.definition import compare
 from dist_mem.studies.estimate import Estimate, finish_seconds, report
-from dist_mem.studies.job import CommandError, Job, Place, StoppedError, build, for_each_run, places
 from dist_mem.studies.parent_run import ParentRun
-from dist_mem.studies.run_study import Request, take_cells
+from dist_mem.studies.run_study import StudyRequest, take_cells
 from dist_mem.studies.run_study import _close as close_parent
 from dist_mem.studies.run_study import run as run_study
 from dist_mem.studies.runs import all_runs, definition_of, train_words
 from dist_mem.studies.study import FOLDER, load_study, study_names
+from dist_mem.studies.study_call import (
+    CommandError,
+    DeviceShare,
+    StudyCall,
+    StudyStoppedError,
+    build,
+    for_each_run,
+    places,
+)
 from dist_mem.tracking.mlflow.client import connect
 from tests.support import tracked
 from tests.support.jobs import build_books, logged_steps, write_config
@@ -135,11 +143,11 @@ def measured(folder: Path, rows: list[str], seed: int = 0) -> None:
     for row in rows:
         for name, column in load_study("two", folder=folder / FOLDER).columns.items():
             result = {"value": 2.5, "step": STEPS, "column": asdict(column)}
-            keep_result(Run(row, "", seed, folder / "out"), name, result)
+            keep_result(CellRun(row, "", seed, folder / "out"), name, result)
 
 
 def reproduce(*extra: str, out: str = "out", **options: Any) -> int:
-    return run_study(Request("two", "reproduce", out=Path(out), extra=extra, **options))
+    return run_study(StudyRequest("two", "reproduce", out=Path(out), extra=extra, **options))
 
 
 @pytest.fixture
@@ -178,7 +186,7 @@ def test_cells_of_one_definition_are_not_those_of_another(here: Path) -> None:
         reproduce()
 
 
-def train_folder(run: Run, *extra: str, fingerprint: str) -> None:
+def train_folder(run: CellRun, *extra: str, fingerprint: str) -> None:
     """As if a training of a run had saved a checkpoint, on data of this fingerprint, and its cell had been removed."""
     config = load_config(train_words(load_study("two"), run, extra), memory_options=memory_options)
     save_config(config, run.directory / "config.yaml")
@@ -192,9 +200,9 @@ def train_folder(run: Run, *extra: str, fingerprint: str) -> None:
 
 def test_a_trained_model_is_not_measured_under_another_definition(here: Path) -> None:
     """A finished run is not trained again, and a key such as optimizer.lr may change when it is started."""
-    run = Run("xl", "", 0, Path("out"))
+    run = CellRun("xl", "", 0, Path("out"))
     study = load_study("two")
-    job = Job(study, Path("out"), [run], 1, ["eval.allow_code=true"], StopSignal([]))
+    job = StudyCall(study, Path("out"), [run], 1, ["eval.allow_code=true"], StopSignal([]))
     definition = definition_of(study, run, job.extra, ranks=1)
     train_folder(run, fingerprint=definition["data/train"])
     take_cells(job, print)  # a training that was begun in an earlier call goes on
@@ -207,7 +215,7 @@ def test_a_trained_model_is_not_measured_under_another_definition(here: Path) ->
 
 
 def test_a_definition_has_all_that_changes_results(here: Path) -> None:
-    run = Run("none", "", 0, Path("out"))
+    run = CellRun("none", "", 0, Path("out"))
 
     def added(*extra: str) -> dict[str, Any]:
         found = definition_of(load_study("two"), run, extra, ranks=1)
@@ -231,7 +239,7 @@ def test_a_definition_has_all_that_changes_results(here: Path) -> None:
 
 def test_the_split_that_is_trained_on_is_part_of_the_definition(here: Path) -> None:
     changed(here, lambda table: table["scales"]["tiny"]["train"].append("data.train_split=mine"))
-    study, run = load_study("two"), Run("none", "", 0, Path("out"))
+    study, run = load_study("two"), CellRun("none", "", 0, Path("out"))
     (path,) = {Path(point.data) for point in study.points.values()}
     (path / "train").rename(path / "mine")
     for record in path.glob("*/build.json"):  # of one build, in which no split is called so
@@ -239,7 +247,7 @@ def test_the_split_that_is_trained_on_is_part_of_the_definition(here: Path) -> N
     index = path / "mine" / "index.json"
     body = json.loads(index.read_text()) | {"split": "mine"}
     index.write_text(json.dumps(body | {"fingerprint": fingerprint_of(body)}))
-    build(Job(study, Path("out"), [run], 1, [], StopSignal([])), run, print)
+    build(StudyCall(study, Path("out"), [run], 1, [], StopSignal([])), run, print)
     found = definition_of(study, run, [], ranks=1)
     assert [key for key in found if key.startswith("data/")] == ["data/mine", "data/test", "data/validation"]
 
@@ -300,7 +308,7 @@ def test_without_mlflow_a_table_is_made_all_the_same(here: Path, capsys: pytest.
     captured = capsys.readouterr()
     assert "MLflow has no run for the table: MlflowException: " in captured.err
     assert "| XL | 2.5 |" in captured.out
-    job = Job(load_study("two"), Path("out"), [], 1, [], StopSignal([]))
+    job = StudyCall(load_study("two"), Path("out"), [], 1, [], StopSignal([]))
     parent = ParentRun(tracked.config_for("sqlite:///store.db").tracking, Path("out"), name="two", tags={})
     close_parent(parent, job, [Path("out/gone.md")], "FINISHED")
     assert "MLflow did not receive the table: FileNotFoundError: " in capsys.readouterr().err
@@ -349,17 +357,19 @@ def test_a_study_is_refused_before_it_trains_what_a_training_is_refused(
     client.delete_experiment(client.create_experiment("a deleted one"))
     given = (f"tracking.uri={sqlite_uri}", "tracking.mlflow=true")
     with refused(UnusableError, "a deleted one", "mlflow experiments restore"):
-        run_study(Request("two", "reproduce", out=here / "out", extra=[*given, "tracking.experiment=a deleted one"]))
+        run_study(
+            StudyRequest("two", "reproduce", out=here / "out", extra=[*given, "tracking.experiment=a deleted one"])
+        )
     (here / "out" / "mlflow_run_id").write_text(
         tracked.job(tracked.config_for(sqlite_uri), here / "another", {1: 1.0}).run_id or ""
     )
     with refused(UnusableError, here / "out" / "mlflow_run_id"):
-        run_study(Request("two", "reproduce", out=here / "out", extra=given))
+        run_study(StudyRequest("two", "reproduce", out=here / "out", extra=given))
 
 
 def test_one_call_at_a_time_works_in_a_folder(here: Path) -> None:
     measured(here, ["none", "xl"])
-    with held_folder(here / "out", "the test"), pytest.raises(UnusableError, match=r"out: .*process \d+ on "):
+    with hold_folder(here / "out", "the test"), pytest.raises(UnusableError, match=r"out: .*process \d+ on "):
         reproduce()
     assert reproduce() == EXIT_DONE
 
@@ -382,14 +392,14 @@ def test_a_signal_reaches_the_ranks_before_the_command_ends(tmp_path: Path, monk
     (tmp_path / "a_rank.py").write_text(RANK)
     monkeypatch.chdir(tmp_path)
     stop = StopSignal([])
-    job = Job(load(tmp_path), tmp_path, [], 2, [], stop, environment={"PYTHONPATH": str(tmp_path)})
+    job = StudyCall(load(tmp_path), tmp_path, [], 2, [], stop, environment={"PYTHONPATH": str(tmp_path)})
 
     def tell() -> None:
         wait_until(lambda: len(list(tmp_path.glob("up-*"))) == 2, "both ranks")
         stop.received = "SIGTERM"
 
     threading.Thread(target=tell, daemon=True).start()
-    with pytest.raises(StoppedError):
+    with pytest.raises(StudyStoppedError):
         job.command([*launcher(2)[:-1], "a_rank"], "train")
     assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
     assert launcher(2) != launcher(2)  # a port of its own, so that two tables do not meet
@@ -397,8 +407,8 @@ def test_a_signal_reaches_the_ranks_before_the_command_ends(tmp_path: Path, monk
 
 def test_a_training_reports_the_newest_line_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A table that trained for minutes printed nothing, not even that DeepSpeed was being compiled."""
-    monkeypatch.setattr("dist_mem.studies.job._PROGRESS", 0.5)
-    job, lines = Job(load(tmp_path), tmp_path, [], 1, [], StopSignal([])), list[str]()
+    monkeypatch.setattr("dist_mem.studies.study_call._PROGRESS", 0.5)
+    job, lines = StudyCall(load(tmp_path), tmp_path, [], 1, [], StopSignal([])), list[str]()
     begun = "print('compiling', flush=True); time.sleep(2); print('step 1\\nstep', end='', flush=True)"
     job.command([sys.executable, "-c", f"import time; {begun}; time.sleep(2)"], "train", progress=lines.append)
     assert lines == ["compiling", "step 1"]
@@ -409,13 +419,13 @@ def test_a_setpriv_that_knows_no_death_signal_is_left_alone(tmp_path: Path, monk
     (tmp_path / "setpriv").write_text("#!/bin/sh\necho \"setpriv: unrecognized option '$1'\" >&2\nexit 1\n")
     (tmp_path / "setpriv").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert dying_with_parent(["train"]) == ["train"]
+    assert die_with_parent(["train"]) == ["train"]
 
 
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv (util-linux)")
 def test_a_training_saves_when_the_command_is_killed(tmp_path: Path) -> None:
     (tmp_path / "a_rank.py").write_text(RANK)
-    starts = f"import subprocess; subprocess.run({dying_with_parent([sys.executable, 'a_rank.py'])!r})"
+    starts = f"import subprocess; subprocess.run({die_with_parent([sys.executable, 'a_rank.py'])!r})"
     table = subprocess.Popen([sys.executable, "-c", starts], cwd=tmp_path, env={**os.environ, "RANK": "0"})
     wait_until(lambda: (tmp_path / "up-0").exists(), "the training")
     table.kill()
@@ -424,7 +434,7 @@ def test_a_training_saves_when_the_command_is_killed(tmp_path: Path) -> None:
 
 
 def test_runs_at_one_time_share_the_cores_and_no_gpu() -> None:
-    assert places(1, 4, num_cores=8, gpus=list("0123")) == [Place()], "one alone has all, as without a sweep"
+    assert places(1, 4, num_cores=8, gpus=list("0123")) == [DeviceShare()], "one alone has all, as without a sweep"
     assert [place.environment for place in places(2, 2, num_cores=9, gpus=[])] == [{"OMP_NUM_THREADS": "2"}] * 2
     found = places(2, 2, num_cores=2, gpus=["2", "3", "GPU-a", "GPU-b", "9"])
     assert [place.environment["CUDA_VISIBLE_DEVICES"] for place in found] == ["2,3", "GPU-a,GPU-b"]
@@ -434,7 +444,7 @@ def test_runs_at_one_time_share_the_cores_and_no_gpu() -> None:
 
 def test_the_end_is_that_of_the_last_place() -> None:
     assert finish_seconds([5.0, 3.0, 4.0, 1.0], 2) == 7.0
-    run = Run("none", "", 0, Path())
+    run = CellRun("none", "", 0, Path())
     *_, last = report([Estimate(run, 10, 2_000_000, 0.5, 5400.0)] * 2, num_places=1, ranks=4, device="GPU")
     assert "2 runs: 4 M tokens, 12 GPU-hours; with --jobs 1 about 3:00:00, until " in last
 
@@ -447,15 +457,15 @@ def test_a_run_that_died_is_started_again_and_stops_no_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     study = load(tmp_path, SWEEP)
-    job = Job(study, tmp_path, all_runs(study, tmp_path), 1, [], StopSignal([]))
+    job = StudyCall(study, tmp_path, all_runs(study, tmp_path), 1, [], StopSignal([]))
     first, second, third, fourth = (run.row for run in job.runs)
     codes = {first: (2, 1), second: (99, 137), third: (99, 2)}
 
-    def step(job: Job, item: Run, tell: Callable[[str], None], place: Place) -> None:
+    def step(job: StudyCall, item: CellRun, tell: Callable[[str], None], place: DeviceShare) -> None:
         times, code = codes.get(item.row, (0, 0))
         job.command([sys.executable, "-c", DIES_AT_FIRST, str(job.out / item.row), str(times), str(code)], item.name)
 
-    errors = for_each_run(job, job.runs, [Place(), Place()], partial(step, job), restarts=2)
+    errors = for_each_run(job, job.runs, [DeviceShare(), DeviceShare()], partial(step, job), restarts=2)
     assert [error.code for error in errors if isinstance(error, CommandError)] == [137, 2]
     starts = {run.row: (job.out / run.row).stat().st_size for run in job.runs}
     assert starts == {first: 3, second: 3, third: 1, fourth: 1}, "wrong input is not started again"
@@ -491,14 +501,14 @@ def test_an_estimate_of_tuned_rows_is_of_their_trials_first(tmp_path: Path, monk
     monkeypatch.setattr(
         "dist_mem.studies.run_study._estimate", lambda job, places: estimated.append([run.row for run in job.runs])
     )
-    asked = Request("one.yaml", "sweep", out=Path("out"), estimate=True, run=False)
+    asked = StudyRequest("one.yaml", "sweep", out=Path("out"), estimate=True, run=False)
     assert run_study(asked) == EXIT_DONE
     trials = ["kindnone lr 0.001", "kindnone lr 0.004"]
     assert estimated == [trials]
     for value, trial in enumerate(trials):
         for column in ("tuned", "tuned on validation"):
-            keep_result(Run(trial, "", 1, Path("out") / "tuning"), column, {"value": 5.0 - value, "step": 1})
-    keep_result(Run("kindnone", "", 0, Path("out")), "dev", {"value": 4.0, "step": 1})
+            keep_result(CellRun(trial, "", 1, Path("out") / "tuning"), column, {"value": 5.0 - value, "step": 1})
+    keep_result(CellRun("kindnone", "", 0, Path("out")), "dev", {"value": 4.0, "step": 1})
     assert run_study(replace(asked, estimate=False, run=True)) == EXIT_DONE
     assert run_study(asked) == EXIT_DONE
     assert estimated == [trials, ["kindnone"]]

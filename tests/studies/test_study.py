@@ -25,13 +25,13 @@ from dist_mem.estimate.dry_run import check_model
 from dist_mem.estimate.vocabulary import vocab_size_of
 from dist_mem.memory import memory_options
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.studies.budget import apply_budget, fitted
+from dist_mem.studies.budget import apply_budget, fit_budget
 from dist_mem.studies.cells import keep_result
-from dist_mem.studies.job import Job
 from dist_mem.studies.row_check import check
 from dist_mem.studies.runs import all_runs, is_better_higher, rows_behind, train_words
 from dist_mem.studies.study import FOLDER, RECALL, load_study, study_names, study_path
-from dist_mem.studies.tuning import Grid, chosen, grids_of, trials_of, widened
+from dist_mem.studies.study_call import StudyCall
+from dist_mem.studies.tuning import Grid, choose_best, grids_of, trials_of, widen
 from tests.support.jobs import build_books, write_config
 from tests.support.messages import refused, said
 from tests.support.paths import ROOT
@@ -42,7 +42,7 @@ SIZES += ["train.steps=1"]
 
 
 def test_every_combination_is_a_row_with_a_name_of_its_own(tmp_path: Path) -> None:
-    found = load(tmp_path, SWEEP, rows={"odd": ["model.d_model=32"]}).trained
+    found = load(tmp_path, SWEEP, rows={"odd": ["model.d_model=32"]}).trained_rows
     assert list(found) == [
         "none-lr0.001-dropout0.0", "none-lr0.002-dropout0.0", "long-lr0.001-dropout0.0", "long-lr0.002-dropout0.0",
         "odd",
@@ -51,13 +51,13 @@ def test_every_combination_is_a_row_with_a_name_of_its_own(tmp_path: Path) -> No
 
 
 def test_combinations_with_all_values_of_a_condition_are_left_out(tmp_path: Path) -> None:
-    found = load(tmp_path, SWEEP, skip=[{"memory": "none", "optimizer.lr": 0.002}]).trained
+    found = load(tmp_path, SWEEP, skip=[{"memory": "none", "optimizer.lr": 0.002}]).trained_rows
     assert list(found) == ["none-lr0.001-dropout0.0", "long-lr0.001-dropout0.0", "long-lr0.002-dropout0.0"]
 
 
 def test_overrides_that_belong_together_are_one_value(tmp_path: Path) -> None:
     size = ["model.d_model=64", "model.num_heads=4"]
-    assert load(tmp_path, SWEEP, grid={"size": [size], "train.compile": [True, None]}).trained == {
+    assert load(tmp_path, SWEEP, grid={"size": [size], "train.compile": [True, None]}).trained_rows == {
         "sizemodel.d_model_64_model.num_heads_4-compileTrue": [*size, "train.compile=true"],
         "sizemodel.d_model_64_model.num_heads_4-compileNone": [*size, "train.compile=null"],
     }
@@ -75,9 +75,9 @@ def test_a_scale_stands_in_place_of_the_studys_own_settings(tmp_path: Path) -> N
     scales = {**at_tiny(), "small": {"rows": {"xl": ["memory.mem_len=8"]}, "points": {"": {"data": "d"}}}}
     path = write(tmp_path, STUDY, scales=scales, columns={"all": {"metric": "accuracy"}})
     first, small = load_study(path), load_study(path, "small")
-    assert (first.scale, list(first.trained)) == ("tiny", ["xl", "small", "large"])
+    assert (first.scale, list(first.trained_rows)) == ("tiny", ["xl", "small", "large"])
     assert list(first.columns) == ["500", "1000"]
-    assert (small.scale, small.trained, list(small.columns)) == ("small", {"xl": ["memory.mem_len=8"]}, ["all"])
+    assert (small.scale, small.trained_rows, list(small.columns)) == ("small", {"xl": ["memory.mem_len=8"]}, ["all"])
     with refused(UnusableError, "one.yaml", "scale 'big'", "tiny, small"):
         load_study(path, "big")
     with refused(UnusableError, "one.yaml", "scale 'tiny'", "none"):
@@ -100,7 +100,7 @@ def test_files_that_come_with_dist_mem_are_found_outside_a_clone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert list(load_study("configs/sweeps/memories.yaml").trained) == ["none", "transformer_xl", "compressive"]
+    assert list(load_study("configs/sweeps/memories.yaml").trained_rows) == ["none", "transformer_xl", "compressive"]
     assert load_study("recall").title.startswith("What is read")
     with refused(UnusableError, "no table 'three'"):
         load_study("three")
@@ -231,8 +231,8 @@ def test_a_budget_is_met_up_to_one_update_and_one_unit_of_size(
     wanted = {"flops": 1e10, "params": 560_000, "state_bytes": 4_096}
     study = load(tmp_path, ARENA, train=[], budget=wanted, fit=fit)
     costs = apply_budget(study, config_of)
-    assert list(costs) == list(study.trained)
-    for row, words in study.trained.items():
+    assert list(costs) == list(study.trained_rows)
+    for row, words in study.trained_rows.items():
         config = config_of(words)
         found, train = check_model(config), config.train
         of_token = flops_per_token(model_spec(config, vocab_size_of(config.data, config.model))).training
@@ -249,13 +249,13 @@ def test_a_budget_is_met_up_to_one_update_and_one_unit_of_size(
     assert [row for row, cost in costs.items() if f" steps={cost.steps}" not in printed] == []
     words = ROWS["none"]
     later = [*words, "data.curriculum=[{path: short, until: 900}]"]  # after the one step of SIZES
-    assert fitted("none", later, {"tokens": 1e6}, {}, config_of)[1].steps > 900
+    assert fit_budget("none", later, {"tokens": 1e6}, {}, config_of)[1].steps > 900
     with refused(UnusableError, "less than one update"):
-        fitted("none", words, {"tokens": 3}, {}, config_of)
+        fit_budget("none", words, {"tokens": 3}, {}, config_of)
     with refused(UnusableError, "budget.params", "model.d_inner"):
-        fitted("none", words, {"tokens": 1e6, "params": 9}, fit, config_of)
+        fit_budget("none", words, {"tokens": 1e6, "params": 9}, fit, config_of)
     with refused(UnusableError, "fit.params", "data.seed"):
-        fitted("none", words, {"tokens": 1e6, "params": 9}, {"params": "data.seed"}, config_of)
+        fit_budget("none", words, {"tokens": 1e6, "params": 9}, {"params": "data.seed"}, config_of)
 
 
 NARROW = ["memory={kind: infinite, num_basis: 24, num_samples: 24}"]
@@ -286,12 +286,12 @@ def test_a_row_that_no_model_can_have_is_refused_before_any_run(
 RATES = {"optimizer.lr": [0.001, 0.002]}
 
 
-def job_of(folder: Path, **tune: object) -> Job:
+def job_of(folder: Path, **tune: object) -> StudyCall:
     study = load(folder, ARENA, tune={"budget": {"tokens": 500}, **tune})
-    return Job(study, folder / "out", all_runs(study, folder / "out"), 1, [], StopSignal([]))
+    return StudyCall(study, folder / "out", all_runs(study, folder / "out"), 1, [], StopSignal([]))
 
 
-def kept(trials: Job, best: dict[str, float]) -> None:
+def kept(trials: StudyCall, best: dict[str, float]) -> None:
     """Keep a metric of every trial that is least at the best rate of its row; far above it, training diverged."""
     for run in trials.runs:
         row, _, rate = run.row.rpartition(" lr ")
@@ -311,7 +311,7 @@ def test_a_grid_grows_until_the_best_is_inside(best: dict[str, float], most: int
             grids = wider
             trials = trials_of(job, grids)
             kept(trials, rates)
-            found, wider = chosen(trials, grids)
+            found, wider = choose_best(trials, grids)
         for row, grid in grids.items():
             values = sorted(grid["optimizer.lr"])
             place = values.index(dict(found[row].best)["optimizer.lr"])
@@ -329,39 +329,39 @@ def test_trials_whose_perplexity_is_no_figure_are_ranked_in_bits_and_others_refu
     absent = {"absent": "validation/word_perplexity", "step": 1}
     for run in trials.runs:
         keep_result(run, "tuned", {**absent, "bits_per_byte": 2.0 if run.row.endswith("0.002") else 3.0})
-    found, _ = chosen(trials, grids_of(job))
+    found, _ = choose_best(trials, grids_of(job))
     assert str(found["none"]) == "lr 0.002, chosen on validation (lr 0.001: 3 bits per byte, lr 0.002: 2 bits per byte)"
     for run in trials.runs:
         keep_result(run, "tuned", absent)
     with refused(UnusableError, "word_perplexity", "columns"):
-        chosen(trials, grids_of(job))
+        choose_best(trials, grids_of(job))
     for run in trials.runs:
         keep_result(run, "tuned", {"diverged": "why"})
     with refused(UnusableError, "tune.grid", "lower"):
-        chosen(trials, grids_of(job))
+        choose_best(trials, grids_of(job))
 
 
 def test_a_grid_of_whole_numbers_grows_by_whole_numbers() -> None:
     """memory.mem_len=256.0 is refused, which was seen when all trials had been trained."""
-    grown = widened({"memory.mem_len": [64, 1000, 1024]}, {"memory.mem_len": 64}, most=8)
+    grown = widen({"memory.mem_len": [64, 1000, 1024]}, {"memory.mem_len": 64}, most=8)
     assert grown == {"memory.mem_len": [64, 1000, 1024]}
-    (values,) = widened({"memory.mem_len": [512, 1024]}, {"memory.mem_len": 1024}, most=8).values()
+    (values,) = widen({"memory.mem_len": [512, 1024]}, {"memory.mem_len": 1024}, most=8).values()
     assert values == [512, 1024, 2048] and {type(value) for value in values} == {int}
-    (values,) = widened({"memory.mem_len": [3, 6]}, {"memory.mem_len": 3}, most=8).values()
+    (values,) = widen({"memory.mem_len": [3, 6]}, {"memory.mem_len": 3}, most=8).values()
     assert values == [3, 6], "1.5 is none"
-    assert widened({"optimizer.lr": [1, 2.0]}, {"optimizer.lr": 1}, most=8) == {"optimizer.lr": [0.5, 1, 2.0]}
+    assert widen({"optimizer.lr": [1, 2.0]}, {"optimizer.lr": 1}, most=8) == {"optimizer.lr": [0.5, 1, 2.0]}
 
 
 def test_trials_may_try_lists_and_nothing(tmp_path: Path) -> None:
     grid = {"optimizer.betas": [[0.9, 0.95], [0.9, 0.999]], "train.max_grad_norm": [None, 0.25]}
     job = job_of(tmp_path, grid=grid, most=2)
     trials = trials_of(job, grids_of(job))
-    assert trials.study.trained["none betas 0.9 0.95 max_grad_norm None"][-2:] == [
+    assert trials.study.trained_rows["none betas 0.9 0.95 max_grad_norm None"][-2:] == [
         "optimizer.betas=[0.9, 0.95]", "train.max_grad_norm=null",
     ]  # fmt: skip
     for number, run in enumerate(trials.runs):
         keep_result(run, "tuned", {"value": 1.0 + number % 4, "step": 1})
-    found, _ = chosen(trials, grids_of(job))
+    found, _ = choose_best(trials, grids_of(job))
     assert found["none"].words == ["optimizer.betas=[0.9, 0.95]", "train.max_grad_norm=null"]
     assert "betas 0.9 0.999 max_grad_norm 0.25: 4" in str(found["none"])
     tuned = load_config([*SIZES, *found["none"].words])
@@ -370,7 +370,7 @@ def test_trials_may_try_lists_and_nothing(tmp_path: Path) -> None:
 
 def test_trials_write_values_as_yaml_does(tmp_path: Path) -> None:
     job = job_of(tmp_path, grid={"train.max_grad_norm": [None]})
-    assert trials_of(job, grids_of(job)).study.trained["none max_grad_norm None"][-1] == "train.max_grad_norm=null"
+    assert trials_of(job, grids_of(job)).study.trained_rows["none max_grad_norm None"][-1] == "train.max_grad_norm=null"
 
 
 def test_trials_have_their_budget_and_a_rows_own_keys(tmp_path: Path) -> None:
@@ -400,7 +400,7 @@ def test_trials_that_all_diverged_are_refused(tmp_path: Path) -> None:
     trials = trials_of(job, grids_of(job))
     kept(trials, {"none": 0.001, "transformer_xl": 1e-9})
     with refused(UnusableError, "transformer_xl", "tune.grid"):
-        chosen(trials, grids_of(job))
+        choose_best(trials, grids_of(job))
 
 
 @pytest.mark.parametrize(
@@ -447,7 +447,7 @@ def test_check_lists_every_row_without_any_data(
     captured = capsys.readouterr()
     assert captured.err == ""
     study = load_study(name, scale)
-    for key in study.trained:
+    for key in study.trained_rows:
         assert f"\n{key}: {study.rows[key].name}" in captured.out
     for point in study.points.values():
         assert f"{point.data}: not built yet" in " ".join(captured.out.split())

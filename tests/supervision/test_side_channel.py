@@ -14,7 +14,7 @@ import pytest
 
 from dist_mem.errors import RunError, TakenOverError, UnfitError
 from dist_mem.runtime.distributed import World
-from dist_mem.runtime.network_interface import listen_to_all, shown_address
+from dist_mem.runtime.network_interface import describe_address, listen_to_all
 from dist_mem.supervision import side_channel
 from dist_mem.supervision.side_channel import Hub, SideChannel, accept_all, call, listen, open_side_channel
 from tests.support.limits import limit
@@ -55,7 +55,7 @@ def vote(
 
     def of_rank(rank: int) -> Any:
         try:
-            return opened[rank].decided_by_rank0(10 * rank, decide)
+            return opened[rank].decide_on_rank0(10 * rank, decide)
         except RunError as error:
             return described(error)
 
@@ -76,7 +76,7 @@ def test_every_rank_gets_the_decision_of_rank_0_on_the_values_in_rank_order() ->
         assert vote(opened, threads, fail(taken_over)) == [described(taken_over)] * SIZE
         assert vote(opened, threads, fail(KeyError("x"))) == ["UnfitError, exit code 1: KeyError: 'x'"] * SIZE
         assert vote(opened, threads, sum) == [150] * SIZE, "an error of a decision does not end the channel"
-    assert SideChannel({}, rank=0, size=1).decided_by_rank0(7, sum) == 7, "alone, without a connection"
+    assert SideChannel({}, rank=0, size=1).decide_on_rank0(7, sum) == 7, "alone, without a connection"
 
 
 @pytest.mark.parametrize("host", [*LOOPBACKS, "localhost", "the host's own name"])
@@ -112,13 +112,13 @@ def test_the_end_of_rank_0_and_silence_are_errors() -> None:
     with channels(2) as (opened, _):
         opened[0].close()
         with refused(UnfitError, "rank 0 has ended"):
-            opened[1].decided_by_rank0(1, sum)
+            opened[1].decide_on_rank0(1, sum)
     for rank in (0, 1):
         with (
             channels(2, seconds=0.1) as (opened, _),
             pytest.raises(UnfitError, match=rf"rank {1 - rank} has sent nothing for 0\.1 s"),
         ):
-            opened[rank].decided_by_rank0(1, sum)
+            opened[rank].decide_on_rank0(1, sum)
 
 
 def test_a_stranger_that_connects_is_no_rank() -> None:
@@ -138,7 +138,7 @@ def test_a_stranger_that_connects_is_no_rank() -> None:
 def test_a_connection_that_is_refused_names_the_addresses_tried_and_no_firewall(host: str) -> None:
     server, hub = listen(2)
     server.close()
-    with refused(OSError, shown_address(host, hub.port), "MASTER_ADDR", "node1") as error:
+    with refused(OSError, describe_address(host, hub.port), "MASTER_ADDR", "node1") as error:
         call(hub._replace(node="node1", families="IPv4 only"), host, 1)
     assert "firewall" not in str(error.value)
 

@@ -38,7 +38,7 @@ from dist_mem.supervision.watchdog import beat
 from dist_mem.tracking.log import METRICS_FILE, find_entries
 from dist_mem.training import loop, run
 from dist_mem.training import step as update
-from dist_mem.training.agreement import Agreed, Agreement
+from dist_mem.training.agreement import AgreedUpdate, Agreement
 from dist_mem.training.feed import Feed
 from tests.support.fork_server import fork_server
 from tests.support.forked_ranks import Program, Ranks
@@ -158,7 +158,7 @@ def run_disturbed(config: str, what: str) -> int:
             time.sleep(4)
         return read_ahead(feed)
 
-    def agree(agreement: Agreement) -> Agreed:
+    def agree(agreement: Agreement) -> AgreedUpdate:
         if what == "stuck in a collective" and step == 5:
             beat("agreeing")
             dist.recv(torch.zeros(1), src=1 - rank)  # each from the other one
@@ -168,8 +168,8 @@ def run_disturbed(config: str, what: str) -> int:
         patch.setattr(Feed, "read_ahead", read)
         patch.setattr(loop, "begin_step", begin)
         if what == f"late on rank {rank}":  # it decides long after the others, as in a phase that may take longer
-            watched = run.watched
-            patch.setattr(run, "watched", lambda run_dir, world, seconds: watched(run_dir, world, 60.0))
+            watched = run.watch
+            patch.setattr(run, "watch", lambda run_dir, world, seconds: watched(run_dir, world, 60.0))
         patch.setattr(update, "finish", agree)
         return main(["train", config])
 

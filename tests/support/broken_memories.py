@@ -8,37 +8,37 @@ import torch
 from torch import Tensor, nn
 
 from dist_mem.memory.base import Memory, MemoryOutput, Opened, Places, StepOutput
-from dist_mem.memory.parts.inspection import Inspection, Rows, Spans, overlapping, token_spans
-from dist_mem.memory.transformer_xl import State, TransformerXL
+from dist_mem.memory.parts.inspection import Inspection, Rows, Spans, overlaps, token_spans
+from dist_mem.memory.transformer_xl import TransformerXL, TransformerXLState
 from dist_mem.nn.layers import newest_rows
 
 
 class FutureLeak(TransformerXL):
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+    def forward(self, x: Tensor, state: TransformerXLState, valid_len: Tensor) -> MemoryOutput:
         output = super().forward(x, state, valid_len)
         return output._replace(y=output.y + 0.1 * x.mean(dim=1, keepdim=True))
 
 
 class PaddingLeak(TransformerXL):
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+    def forward(self, x: Tensor, state: TransformerXLState, valid_len: Tensor) -> MemoryOutput:
         return super().forward(x, state, valid_len)._replace(aux={"size": x.square().mean((1, 2))})
 
 
 class MutatedState(TransformerXL):
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+    def forward(self, x: Tensor, state: TransformerXLState, valid_len: Tensor) -> MemoryOutput:
         state.hidden.mul_(0.5)
         return super().forward(x, state, valid_len)
 
 
 class MutatedInput(TransformerXL):
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+    def forward(self, x: Tensor, state: TransformerXLState, valid_len: Tensor) -> MemoryOutput:
         output = super().forward(x, state, valid_len)
         x.data.add_(1.0)
         return output
 
 
 class LaneMixing(TransformerXL):
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+    def forward(self, x: Tensor, state: TransformerXLState, valid_len: Tensor) -> MemoryOutput:
         output = super().forward(x, state, valid_len)
         return output._replace(y=output.y + 0.1 * state.hidden.mean((0, 1)).to(x.dtype))
 
@@ -46,7 +46,7 @@ class LaneMixing(TransformerXL):
 class ForgottenReset(TransformerXL):
     """Keeps part of the memory in the module, which is never reset."""
 
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+    def forward(self, x: Tensor, state: TransformerXLState, valid_len: Tensor) -> MemoryOutput:
         before = getattr(self, "kept", torch.zeros_like(x))
         output = super().forward(x, state, valid_len)
         self.kept = x.detach().clone() if before.shape != x.shape else before + x.detach()
@@ -58,40 +58,42 @@ class NotEmptyAtFirst(TransformerXL):
 
     calls = 0
 
-    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> State:
+    def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> TransformerXLState:
         NotEmptyAtFirst.calls += 1
         state = super().init_state(document_ids, device, dtype)
-        return State(state.hidden + NotEmptyAtFirst.calls, torch.full_like(state.length, self.options.mem_len))
+        return TransformerXLState(
+            state.hidden + NotEmptyAtFirst.calls, torch.full_like(state.length, self.options.mem_len)
+        )
 
 
 class BranchOnData(TransformerXL):
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+    def forward(self, x: Tensor, state: TransformerXLState, valid_len: Tensor) -> MemoryOutput:
         output = super().forward(x, state, valid_len)
         return output if state.length.sum() > 0 else output._replace(y=output.y * 1.0)
 
 
 class GradientThroughState(TransformerXL):
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+    def forward(self, x: Tensor, state: TransformerXLState, valid_len: Tensor) -> MemoryOutput:
         output = super().forward(x, state, valid_len)
         hidden = torch.cat([state.hidden, x.to(state.hidden.dtype)], dim=1)[:, -self.options.mem_len :]
         return output._replace(state=output.state._replace(hidden=hidden))
 
 
 class UnstableDtype(TransformerXL):
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+    def forward(self, x: Tensor, state: TransformerXLState, valid_len: Tensor) -> MemoryOutput:
         output = super().forward(x, state, valid_len)
         return output._replace(state=output.state._replace(hidden=output.state.hidden.to(x.dtype)))
 
 
 class GrowingState(TransformerXL):
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+    def forward(self, x: Tensor, state: TransformerXLState, valid_len: Tensor) -> MemoryOutput:
         output = super().forward(x, state, valid_len)
         hidden = torch.cat([output.state.hidden, output.state.hidden[:, :1]], dim=1)
         return output._replace(state=output.state._replace(hidden=hidden))
 
 
 class AliasOfInput(TransformerXL):
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+    def forward(self, x: Tensor, state: TransformerXLState, valid_len: Tensor) -> MemoryOutput:
         output = super().forward(x, state, valid_len)
         tail = x.detach()[:, : self.options.mem_len].to(state.hidden.dtype)
         hidden = tail if tail.shape == state.hidden.shape else output.state.hidden
@@ -103,13 +105,13 @@ class AliasOfInput(TransformerXL):
 
 
 class OwnRandomness(TransformerXL):
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+    def forward(self, x: Tensor, state: TransformerXLState, valid_len: Tensor) -> MemoryOutput:
         output = super().forward(x, state, valid_len)
         return output._replace(y=output.y + 0.01 * torch.rand(1).to(x.dtype))
 
 
 class WeightElsewhere(TransformerXL):
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+    def forward(self, x: Tensor, state: TransformerXLState, valid_len: Tensor) -> MemoryOutput:
         output = super().forward(x, state, valid_len)
         return output._replace(y=output.y + x @ self.attention.query.weight.mT @ self.attention.query.weight)
 
@@ -121,7 +123,7 @@ class UnusedParameter(TransformerXL):
         super().__init__(spec, options)
         self.gate = nn.Linear(spec.d_model, spec.d_model)
 
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+    def forward(self, x: Tensor, state: TransformerXLState, valid_len: Tensor) -> MemoryOutput:
         output = super().forward(x, state, valid_len)
         with torch.no_grad():
             gate = self.gate(x)
@@ -135,7 +137,7 @@ class WritesGetNoGradient(TransformerXL):
         super().__init__(spec, options)
         self.write = nn.Linear(spec.d_model, spec.d_model)
 
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+    def forward(self, x: Tensor, state: TransformerXLState, valid_len: Tensor) -> MemoryOutput:
         output = super().forward(x, state, valid_len)
         written = self.write(x).detach().to(state.hidden.dtype)
         hidden = torch.cat([state.hidden, written], dim=1)[:, -self.options.mem_len :]
@@ -152,7 +154,7 @@ class RaisesInResetParameters(TransformerXL):
 class CountsRows(TransformerXL):
     """Computes other outputs for a segment of fewer rows, which Transformer-XL's `min_seg_len` allows."""
 
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+    def forward(self, x: Tensor, state: TransformerXLState, valid_len: Tensor) -> MemoryOutput:
         output = super().forward(x, state, valid_len)
         return output._replace(y=output.y * x.shape[1])
 
@@ -162,7 +164,7 @@ class StepsWithoutMemory(TransformerXL):
 
     can_step = True
 
-    def open_segment(self, state: State, rows: Tensor) -> Opened:
+    def open_segment(self, state: TransformerXLState, rows: Tensor) -> Opened:
         return super().open_segment(state._replace(length=torch.zeros_like(state.length)), rows)
 
 
@@ -183,16 +185,16 @@ class ForgetsWithoutBeingAsked(Memory):
 
 
 class ForgetsEverything(TransformerXL):
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+    def forward(self, x: Tensor, state: TransformerXLState, valid_len: Tensor) -> MemoryOutput:
         return super().forward(x, state, valid_len)._replace(state=state)
 
 
 class ReadsInvalidRows(TransformerXL):
     """Attends to invalid rows, up to the longest lane's length: lanes are mixed."""
 
-    def forward(self, x: Tensor, state: State, valid_len: Tensor) -> MemoryOutput:
+    def forward(self, x: Tensor, state: TransformerXLState, valid_len: Tensor) -> MemoryOutput:
         longest = state.length.amax().expand_as(state.length)
-        output = super().forward(x, State(state.hidden, longest), valid_len)
+        output = super().forward(x, TransformerXLState(state.hidden, longest), valid_len)
         assert newest_rows(longest, state.hidden.shape[1]).dtype == torch.bool
         return output
 
@@ -200,7 +202,7 @@ class ReadsInvalidRows(TransformerXL):
 class InspectionChangesState(TransformerXL):
     """Marks the rows that it has been asked about."""
 
-    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: None = None) -> Inspection:
+    def inspect(self, x: Tensor, state: TransformerXLState, valid_len: Tensor, trace: None = None) -> Inspection:
         state.hidden.add_(1.0)
         return super().inspect(x, state, valid_len, trace)
 
@@ -208,7 +210,7 @@ class InspectionChangesState(TransformerXL):
 class SpansOfTheFuture(TransformerXL):
     """Counts tokens from the memory's first row on, so that rows of the segment are later than their queries."""
 
-    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: None = None) -> Inspection:
+    def inspect(self, x: Tensor, state: TransformerXLState, valid_len: Tensor, trace: None = None) -> Inspection:
         found = super().inspect(x, state, valid_len, trace)
         moved = {
             kind: Rows(weights, Spans(spans.begin + self.options.mem_len, spans.end + self.options.mem_len))
@@ -218,23 +220,23 @@ class SpansOfTheFuture(TransformerXL):
 
 
 class WeightsAreNoShares(TransformerXL):
-    def inspect(self, x: Tensor, state: State, valid_len: Tensor, trace: None = None) -> Inspection:
+    def inspect(self, x: Tensor, state: TransformerXLState, valid_len: Tensor, trace: None = None) -> Inspection:
         found = super().inspect(x, state, valid_len, trace)
         return found._replace(rows={kind: Rows(2.0 * weights, spans) for kind, (weights, spans) in found.rows.items()})
 
 
 class ForgetsNothing(TransformerXL):
-    def forget(self, state: State, begin: Tensor, end: Tensor, trace: None = None) -> State:
+    def forget(self, state: TransformerXLState, begin: Tensor, end: Tensor, trace: None = None) -> TransformerXLState:
         return state
 
 
 class ForgetsInAllLanes(TransformerXL):
-    def forget(self, state: State, begin: Tensor, end: Tensor, trace: None = None) -> State:
+    def forget(self, state: TransformerXLState, begin: Tensor, end: Tensor, trace: None = None) -> TransformerXLState:
         return super().forget(state, begin.amin().expand_as(begin), end.amax().expand_as(end), trace)
 
 
 class ForgetsInPlace(TransformerXL):
-    def forget(self, state: State, begin: Tensor, end: Tensor, trace: None = None) -> State:
+    def forget(self, state: TransformerXLState, begin: Tensor, end: Tensor, trace: None = None) -> TransformerXLState:
         spans = token_spans(state.length, self.options.mem_len)
-        state.hidden[overlapping(spans, begin, end)] = 0.0
+        state.hidden[overlaps(spans, begin, end)] = 0.0
         return super().forget(state, begin, end, trace)

@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
 
-from dist_mem.nn import compiled as compiling
+from dist_mem.nn import compilation as compiling
 
 # Dynamo reads the gradient of a block's input, and makes an instance of an autograd function: torch warns of both.
 TRACED = [
@@ -27,7 +27,7 @@ def without_inductor() -> Iterator[None]:
     def traced(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         return aot_eager(graph, inputs)
 
-    with pytest.MonkeyPatch.context() as patch, compiling.compiling_ahead():
+    with pytest.MonkeyPatch.context() as patch, compiling.compile_ahead():
         patch.setattr(compiling, "_inductor", traced)
         forget_graphs()
         yield
@@ -37,7 +37,7 @@ def without_inductor() -> Iterator[None]:
 def forget_graphs() -> None:
     """Forget everything that was compiled in this process, and its counts."""
     torch._dynamo.reset()
-    compiling.compiled.cache_clear()
+    compiling.compile_once.cache_clear()
     counters.clear()
 
 

@@ -12,13 +12,13 @@ from _pytest.mark import ParameterSet
 from torch import Tensor
 
 from dist_mem.contract.check_memory import RULES
-from dist_mem.contract.subject import Size, Subject
+from dist_mem.contract.subject import CheckedMemory, SubjectSize
 from dist_mem.memory import memory_class, memory_kinds
 from dist_mem.memory.base import Memory
 from dist_mem.model import LMOutput, LMState, MemoryLM
 
 LANES, SEG_LEN = 4, 4
-SIZE = Size(lanes=LANES, seg_len=SEG_LEN, segments=4, layers=3)
+SIZE = SubjectSize(lanes=LANES, seg_len=SEG_LEN, segments=4, layers=3)
 
 
 def small_block(kind: str, **options: Any) -> dict[str, Any]:
@@ -188,12 +188,12 @@ def accepted(case: str, back_end: str) -> bool:
     return "lamemo" not in case if back_end == "sdpa" else "titans" not in case
 
 
-def subject(case: str, norm: str = "pre", cut: str = "start", attention: str = "auto") -> Subject:
+def subject(case: str, norm: str = "pre", cut: str = "start", attention: str = "auto") -> CheckedMemory:
     """Return the subject of the contract's rules for a case."""
-    return Subject(lambda _: CASES[case], SIZE, norm, cut, attention)
+    return CheckedMemory(lambda _: CASES[case], SIZE, norm, cut, attention)
 
 
-def check_rules(subject: Subject) -> None:
+def check_rules(subject: CheckedMemory) -> None:
     """Check all rules of the contract.
 
     Raises:

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dist_mem.block import model_spec
 from dist_mem.contract import subject as contract
-from dist_mem.contract.subject import Subject
+from dist_mem.contract.subject import CheckedMemory
 from dist_mem.estimate.counting import Flops, flops_per_token
 from dist_mem.model import MemoryLM
 
@@ -29,7 +29,7 @@ def torchs_count(model: MemoryLM, num_lanes: int, seg_len: int) -> Flops:
     return Flops(*(round(count.get_total_flops() / tokens.numel()) for count in (scoring, training)))
 
 
-def check_small(small: Subject) -> None:
+def check_small(small: CheckedMemory) -> None:
     """Compare the counts of one and of three lanes: tables of distances are made once for all lanes."""
     model, config, seg_len = small.model(), small.config(), small.size.seg_len
     for num_lanes in (1, 3):

@@ -47,7 +47,7 @@ def next_losses(job: Any, num_steps: int) -> list[float]:
 
 def save_engine(job: Any, directory: Path) -> None:
     """Write the engine's files of a checkpoint; every rank calls it."""
-    rank, owned = dist.get_rank(), job.engine.owned()
+    rank, owned = dist.get_rank(), job.engine.owned_slices()
     path = directory / rank_file(rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.clone() for name, tensor in engine_tensors(owned).items()}
@@ -73,7 +73,7 @@ def gathered(job: Any) -> dict[str, Tensor]:
     sizes = {name: torch.Size(shape).numel() for name, shape in job.engine.metadata()["shapes"].items()}
     covered = {name: torch.zeros(size) for name, size in sizes.items()}
     whole: dict[str, Tensor] = {}
-    for slices in gather_objects([found._replace(parts=clones(found.parts)) for found in job.engine.owned()]):
+    for slices in gather_objects([found._replace(parts=clones(found.parts)) for found in job.engine.owned_slices()]):
         for name, start, stop, parts in slices:
             covered[name][start:stop] += 1
             for kind, part in parts.items():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dist_mem.block import model_spec
-from dist_mem.config import changed
+from dist_mem.config import change_config
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.scores import Report
 from dist_mem.evaluation.trained_model import find_checkpoint, read_settings
@@ -32,7 +32,7 @@ MEMORIES = {
 
 def config_with(memory: dict[str, Any], **blocks: Any) -> Any:
     config = make_config(**blocks)
-    return changed(config, {"memory": memory})  # in place of the other one, not merged with it
+    return change_config(config, {"memory": memory})  # in place of the other one, not merged with it
 
 
 def make_run(folder: Path, library: Path, memory: dict[str, Any], **options: Any) -> tuple[Path, MemoryLM]:

@@ -12,7 +12,7 @@ from dist_mem.config import Config, DataConfig, TrainConfig
 from dist_mem.contract.subject import VOCAB
 from dist_mem.data.tokenizers.words import WordTokenizer
 from dist_mem.evaluation.trained_model import TrainedModel
-from dist_mem.generation.generate import Sampling, choose, drawn, stream
+from dist_mem.generation.generate import Sampling, choose, draw_uniform, stream
 from dist_mem.generation.reading import Reading, next_log_probs, read, start
 from dist_mem.memory.base import named_tensors
 from tests.support.contract_cases import SEG_LEN, small_model
@@ -84,6 +84,6 @@ def check_reads_as_anew(trained: TrainedModel) -> None:
         reference = anew(trained, inputs, first=1 + len(prompt))
         torch.testing.assert_close(torch.stack(log_probs)[:, lane], reference, rtol=0, atol=1e-10)
         reference[:, BOS] = -torch.inf
-        draw = drawn(SAMPLING, stream=torch.tensor(lane), step=torch.arange(NUM_TOKENS))
+        draw = draw_uniform(SAMPLING, stream=torch.tensor(lane), step=torch.arange(NUM_TOKENS))
         again = choose(reference[:-1], SAMPLING, draw=draw)
         assert torch.equal(again, written)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dist_mem.config import RopeConfig, config_from
-from dist_mem.contract.subject import Subject
+from dist_mem.contract.subject import CheckedMemory
 from dist_mem.hf.folder import read_published_config
 from dist_mem.hf.names import LAYOUTS
 from tests.support.contract_cases import SIZE, small_block
@@ -61,11 +61,11 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def llama_subject(case: str) -> Subject:
+def llama_subject(case: str) -> CheckedMemory:
     """Return the subject of the contract's rules for a case."""
     keys = QWEN3 if case.endswith("Qwen3") else DYNAMIC
     window = {"sliding_window": SIZE.seg_len + 2} if CASES[case]["kind"] == "transformer_xl" else {}
-    return Subject(lambda _: CASES[case], SIZE, keys={**keys, **window})
+    return CheckedMemory(lambda _: CASES[case], SIZE, keys={**keys, **window})
 
 
 def llama_config(memory: dict[str, Any] | None = None, **blocks: dict[str, Any]) -> Any:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from dist_mem.block import model_spec
-from dist_mem.config import Config, changed
+from dist_mem.config import Config, change_config
 from dist_mem.data.batch import IGNORE, Batch
 from dist_mem.engine.engine import Engine
-from dist_mem.memory.base import detached
+from dist_mem.memory.base import detach_state
 from dist_mem.model import MemoryLM, reset_lanes
 from dist_mem.runtime.distributed import World
 from tests.support import tiny
@@ -33,7 +33,7 @@ class Updated(NamedTuple):
 
 def config_of(memory: dict[str, Any], train: dict[str, Any]) -> Config:
     config: Config = tiny_config({"train": train})
-    return changed(config, {"memory": memory})
+    return change_config(config, {"memory": memory})
 
 
 def one_update(world: World, memory: dict[str, Any], stage: int, train: dict[str, Any], segments: Segments) -> Updated:
@@ -55,7 +55,7 @@ def plain_update(memory: dict[str, Any], train: dict[str, Any], segments: Segmen
     nll, aux, num_scored = torch.zeros(()), torch.zeros(()), 0
     batches = segments(config, step=0)
     for number, batch in enumerate(batches):
-        state = detached(state) if number % config.train.bptt_segments == 0 else state
+        state = detach_state(state) if number % config.train.bptt_segments == 0 else state
         state = reset_lanes(state, fresh, batch.is_new_document)
         output = model(batch.tokens, batch.targets, batch.valid_len, state=state)
         state, nll = output.state, nll + output.nll.sum()

@@ -15,7 +15,7 @@ from dist_mem.data.segments import collate
 from dist_mem.recompute import compare_step
 from dist_mem.recompute.batch import StepRead, read_step
 from dist_mem.recompute.compare_step import recompute_step
-from dist_mem.recompute.recompute import Recomputed
+from dist_mem.recompute.recompute import RecomputedStep
 from dist_mem.runtime.distributed import World
 from dist_mem.training import loop
 from dist_mem.training.divergence import Divergence
@@ -80,13 +80,13 @@ def assert_as_delivered(run_dir: Path, step: int, delivered: list[Delivered]) ->
                     assert ours is not None and torch.equal(ours, theirs[is_busy]), f"step {step}, rank {rank}"
 
 
-def found_by(world: World, run_dir: Path, step: int) -> tuple[int, Recomputed, list[str]]:
+def found_by(world: World, run_dir: Path, step: int) -> tuple[int, RecomputedStep, list[str]]:
     """Replay a step in existing ranks; return the exit code, what was computed, and on rank 0 the report."""
-    found: list[Recomputed] = []
+    found: list[RecomputedStep] = []
     lines: list[str] = []
     report, recompute = compare_step.report, compare_step.recompute
 
-    def keep(*arguments: Any, **options: Any) -> Recomputed:
+    def keep(*arguments: Any, **options: Any) -> RecomputedStep:
         found.append(recompute(*arguments, **options))
         return found[-1]
 

@@ -95,9 +95,9 @@ def test_a_reader_repeats_a_batch_until_it_is_done(path: Path) -> None:
     write_log(path, HEADER, entries)
     reader = LogReader(path)
     assert reader.batch(2) == reader.batch(2) == entries[:2]
-    reader.done()
+    reader.pass_batch()
     assert (reader.batch(9), reader.num_done) == (entries[2:], 2)
-    reader.done()
+    reader.pass_batch()
     assert (reader.batch(9), reader.num_done) == ([], 5)
     for num_done, left in ((0, entries), (3, entries[3:]), (5, []), (6, entries)):
         assert LogReader(path, num_done).batch(9) == left

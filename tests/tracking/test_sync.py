@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from sqlalchemy.engine import make_url
 
 from dist_mem.__main__ import main
-from dist_mem.config import changed, save_config
+from dist_mem.config import change_config, save_config
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UnusableError
 from dist_mem.runtime.file_schema import read_json_lines, text
 from dist_mem.tracking.log import (
@@ -237,7 +237,7 @@ def test_an_experiment_or_a_store_that_cannot_be_used_is_2_with_the_remedy(
     with refused(UnusableError, remedy):
         check_tracking(config.tracking, tmp_path / "run")
     assert not [*tmp_path.iterdir()]
-    job(changed(config, {"tracking.send": "never"}), tmp_path / "run", {1: 1.0})
+    job(change_config(config, {"tracking.send": "never"}), tmp_path / "run", {1: 1.0})
     save_config(config, tmp_path / "run" / "config.yaml")
     code, printed = sync(tmp_path / "run", config.tracking.uri)
     assert code == EXIT_USAGE and remedy in printed

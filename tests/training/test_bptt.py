@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dist_mem.contract.subject import require_same
-from dist_mem.memory.base import detached
-from dist_mem.model import LMState, Start, reset_lanes
+from dist_mem.memory.base import detach_state
+from dist_mem.model import DocumentStarts, LMState, reset_lanes
 from tests.support.contract_cases import (
     CASES,
     LANES,
@@ -56,7 +56,7 @@ def test_a_window_is_its_segments_one_after_the_other(case: str) -> None:
     def alone(*, cut: bool) -> tuple[list[Tensor], LMState, dict[str, Tensor]]:
         state, losses, total = fresh, [], torch.zeros((), dtype=torch.float64)
         for (tokens, targets), new in zip(segments, is_new, strict=True):
-            state = reset_lanes(detached(state) if cut else state, fresh, new)
+            state = reset_lanes(detach_state(state) if cut else state, fresh, new)
             output = model(tokens, targets, full_lanes(), state=state)
             state = output.state
             losses.append(output.nll)
@@ -66,7 +66,7 @@ def test_a_window_is_its_segments_one_after_the_other(case: str) -> None:
     tokens, targets = (torch.cat(parts, dim=1) for parts in zip(*segments, strict=True))
     lengths = torch.full((LANES, len(segments)), SEG_LEN)
     state = reset_lanes(fresh, fresh, is_new[0])
-    window = model(tokens, targets, lengths, state=state, later=[Start(fresh, new) for new in is_new[1:]])
+    window = model(tokens, targets, lengths, state=state, later=[DocumentStarts(fresh, new) for new in is_new[1:]])
     learned = gradients(window.nll.sum() + sum(part.sum() for part in window.aux.values()))
     losses, last, attached = alone(cut=False)
     assert torch.equal(window.nll, torch.cat(losses, dim=1))

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from dist_mem.training.garbage import agreed_collections
+from dist_mem.training.garbage import agree_on_collections
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def collected() -> Iterator[list[int]]:
 
 def test_after_the_first_step_only_steps_collect_and_the_end_gives_all_back() -> None:
     num_frozen = gc.get_freeze_count()
-    with collected() as generations, agreed_collections(3) as after_step:
+    with collected() as generations, agree_on_collections(3) as after_step:
         counts = []
         for step in range(5, 13):
             _ = [[] for _ in range(10_000)]  # enough for an automatic collection
@@ -42,6 +42,6 @@ def test_after_the_first_step_only_steps_collect_and_the_end_gives_all_back() ->
 
 def test_without_a_number_of_steps_python_decides() -> None:
     num_frozen = gc.get_freeze_count()
-    with agreed_collections(None) as after_step:
+    with agree_on_collections(None) as after_step:
         after_step(1)
         assert gc.isenabled() and gc.get_freeze_count() == num_frozen

@@ -39,7 +39,7 @@ def test_loss_and_speed_are_those_since_the_last_point(clock: Clock) -> None:
     for nll in (30.0, 10.0):
         clock.now += 2.0
         meter.add(Totals(nll=nll, aux=8.0, num_scored=10, documents=2, documents_skipped=1), epoch=0.5)
-    with meter.paused():
+    with meter.pause():
         clock.now += 50.0
     found = meter.read(engine)
     assert found["loss"] == 2.0
@@ -83,7 +83,7 @@ def test_waiting_for_data_is_a_share_of_the_time(clock: Clock) -> None:
         yield "update"
 
     meter = Meter(lane_segments_per_update=1)
-    assert meter.timed_next(slow()) == "update"
+    assert meter.time_next(slow()) == "update"
     clock.now += 3.0
     assert meter.read(Gradients())["data_wait_share"] == 0.25
 

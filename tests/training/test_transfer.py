@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dist_mem.data.batch import Batch, Update
 from dist_mem.training import feed
-from dist_mem.training.feed import Transfer, on_device
+from dist_mem.training.feed import DeviceTransfer, on_device
 
 
 class Stream:
@@ -57,12 +57,12 @@ def update_of(num_batches: int) -> Update:
 
 
 def test_on_cpus_a_step_uses_the_batch_itself() -> None:
-    started = Transfer(torch.device("cpu")).start(update_of(1))
+    started = DeviceTransfer(torch.device("cpu")).start(update_of(1))
     assert on_device(started, torch.device("cpu"))[0].tokens is started.batches[0].tokens
 
 
 def test_copies_run_on_their_own_stream_and_the_step_waits_for_them_there(log: list[str]) -> None:
-    started = Transfer(torch.device("cuda")).start(update_of(2))
+    started = DeviceTransfer(torch.device("cuda")).start(update_of(2))
     assert log == ["begin side", "copy to cuda", "copy to cuda", "event on side", "end side"]
     log.clear()
     assert len(on_device(started, torch.device("cuda"))) == 2

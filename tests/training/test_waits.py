@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dist_mem.config import changed
+from dist_mem.config import change_config
 from dist_mem.data.batch import Batch
 from dist_mem.engine.engine import Engine
 from dist_mem.engine.gradient_norms import GradientNorms
@@ -116,7 +116,7 @@ WEIGHTS = {0: 0, 1: 1, 2: 1, 3: NUM_BATCHES}  # gathers; at stage 3 in every for
 
 def trained_job(world: World, case: str, stage: int, precision: str) -> TinyJob:
     config = tiny_config({"train": {**TRAIN, "precision": precision}, "optimizer": {"kind": "adamw", "lr": 1e-3}})
-    config = changed(config, {"memory": CASES[case]})
+    config = change_config(config, {"memory": CASES[case]})
     job = tiny_job(config, world, stage=stage)
     run_steps(job, first=0, last=3)  # after two updates, stage 3 knows the order of the weights and gathers ahead
     return job

@@ -32,9 +32,9 @@ def run(options: Namespace) -> int:
     """Run the command; return the exit code of the process."""
     if options.markdown:
         from dist_mem.config.docs import config_page
-        from dist_mem.memory import described_memories
+        from dist_mem.memory import describe_memories
 
-        print(config_page(described_memories()), end="")
+        print(config_page(describe_memories()), end="")
         return 0
     if options.snapshot:
         make_snapshot(options.snapshot, options.config)

@@ -26,7 +26,7 @@ from dist_mem.errors import (
 )
 from dist_mem.runtime.extras import require
 from dist_mem.runtime.locks import check_free
-from dist_mem.runtime.terminal import counted, listed
+from dist_mem.runtime.terminal import count_noun, list_names
 
 PLACE = ("start", 2)
 EXAMPLE = "build sample --out data/sample"
@@ -86,7 +86,7 @@ def _build(options: Namespace) -> int:
     name = options.dataset.replace("-", "_")
     if name not in builder_names():
         raise UnusableError(
-            f"there is no builder {name}{hint(name, builder_names())}; there are{listed(builder_names())}"
+            f"there is no builder {name}{hint(name, builder_names())}; there are{list_names(builder_names())}"
         )
     given = builder_parser(name).parse_args(options.arguments)  # first: --help needs no library
     require("webdataset", "building data")
@@ -115,8 +115,8 @@ def _verify(options: Namespace) -> int:
         document = f"document {problem.document}" if problem.document else ""
         print(": ".join(part for part in (problem.where, document, problem.message) if part), file=sys.stderr)
     if unbound := unbound_splits(DataConfig(path=options.data, cache=options.cache)):
-        print(f"{show(options.data)}: no {BUILD_NAME} says whether these splits are of one build{listed(unbound)}")
-    print(f"{show(options.data)}: {counted(len(problems), 'problem') if problems else 'all is well'}")
+        print(f"{show(options.data)}: no {BUILD_NAME} says whether these splits are of one build{list_names(unbound)}")
+    print(f"{show(options.data)}: {count_noun(len(problems), 'problem') if problems else 'all is well'}")
     return EXIT_FAILED if problems else EXIT_DONE
 
 

@@ -48,14 +48,14 @@ def run(options: Namespace) -> int:
 
         choose_accelerator()
         from dist_mem.papers import draw_figures as command
-        from dist_mem.papers.figures.parts.source import Settings
+        from dist_mem.papers.figures.parts.source import FigureSettings
 
         if options.list:
-            print(command.described())
+            print(command.describe_figures())
             return 0
         overrides = tuple(text for text in options.runs if "=" in text)
         runs = [Path(text) for text in options.runs if text not in overrides]
-        settings = Settings(options.split, options.document, options.tokens, overrides)
+        settings = FigureSettings(options.split, options.document, options.tokens, overrides)
         return command.run(
             options.name,
             runs,

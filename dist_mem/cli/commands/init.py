@@ -12,7 +12,7 @@ from dist_mem.errors import (
     run_error,
 )
 from dist_mem.runtime.files import make_folder, read_regular, write_text
-from dist_mem.runtime.shipped import shipped_root
+from dist_mem.runtime.shipped_files import shipped_root
 
 PLACE = ("start", 1)
 EXAMPLE = "my_project"

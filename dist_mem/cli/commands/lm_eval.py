@@ -40,10 +40,10 @@ def run(options: Namespace) -> int:
     from dist_mem.runtime.distributed import choose_accelerator
 
     choose_accelerator()
-    from dist_mem.lm_eval.run_tasks import Request
+    from dist_mem.lm_eval.run_tasks import LmEvalRequest
     from dist_mem.lm_eval.run_tasks import run as run_command
 
-    request = Request(
+    request = LmEvalRequest(
         options.run,
         options.overrides,
         options.tasks,

@@ -13,7 +13,7 @@ from dist_mem.cli.arguments import (
 from dist_mem.errors import (
     UnusableError,
 )
-from dist_mem.runtime.shipped import example_book, example_model
+from dist_mem.runtime.shipped_files import example_book, example_model
 from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 
 PLACE = ("use a trained model", 6)
@@ -52,8 +52,8 @@ def run(options: Namespace) -> int:
         from dist_mem.runtime.distributed import choose_accelerator
 
         choose_accelerator()
-        from dist_mem.inspection.page.write_page import Asked
+        from dist_mem.inspection.page.write_page import PageRequest
         from dist_mem.inspection.page.write_page import run as run_command
 
-        asked = Asked(runs, options.book, text, options.split, not options.no_removals, overrides)
+        asked = PageRequest(runs, options.book, text, options.split, not options.no_removals, overrides)
         return run_command(asked, out=out, early=early)

@@ -23,7 +23,7 @@ from dist_mem.errors import (
 from dist_mem.runtime.extras import require
 from dist_mem.runtime.ranks import note_exit_code
 from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
-from dist_mem.runtime.terminal import labelled
+from dist_mem.runtime.terminal import label_lines
 
 PLACE = ("train", 1)
 EXAMPLE = "configs/demo.yaml memory/none.yaml train.steps=100"
@@ -66,7 +66,7 @@ def _train(options: Namespace, early: StopSignal, began: float) -> int:
 
         check_run_dir(config, options.allow)
         check_sinks(config.tracking)
-        print("\n".join(labelled(subjects(config, world_size=options.world))))
+        print("\n".join(label_lines(subjects(config, world_size=options.world))))
         return 0
     note_lost_lines(Path(config.run_dir))
     require("deepspeed", "training")

@@ -205,7 +205,7 @@ def writing(directory: Path, *, key: str = "data.cache") -> Iterator[None]:
 
 
 @contextmanager
-def locked(path: Path, cancelled: threading.Event | None = None, *, key: str = "data.cache") -> Iterator[IO[bytes]]:
+def hold_lock(path: Path, cancelled: threading.Event | None = None, *, key: str = "data.cache") -> Iterator[IO[bytes]]:
     """Hold a lock file, which stays, as soon as no other process does.
 
     Raises:
@@ -250,7 +250,7 @@ def download(
 
 
 def _download_verified(source: Address, partial: Path, limit: int, verify: Verify, cancelled: threading.Event) -> None:
-    progress = _Progress(limit)
+    progress = _DownloadProgress(limit)
 
     def attempt() -> None:
         with open_regular(partial, "ab") as file:
@@ -311,7 +311,7 @@ class _Patience:
             log.warning("waiting for %s: %s%.0f s", self._what, news, now - self._began)
 
 
-class _Progress(Callback):
+class _DownloadProgress(Callback):
     """Counts the bytes of a file, and stops the transfer that brings too many."""
 
     def __init__(self, limit: int) -> None:
@@ -348,13 +348,13 @@ class _Progress(Callback):
                 )
 
 
-def _transfer(source: Address, file: IO[bytes], progress: _Progress, cancelled: threading.Event) -> None:
+def _transfer(source: Address, file: IO[bytes], progress: _DownloadProgress, cancelled: threading.Event) -> None:
     files, arguments = _request(source, file, progress)
     _in_loop(files, files._get_file(**arguments, callback=progress), source, progress, cancelled)
 
 
 def _in_loop(
-    files: Any, work: Awaitable[ResultT], source: Address, progress: _Progress, cancelled: threading.Event
+    files: Any, work: Awaitable[ResultT], source: Address, progress: _DownloadProgress, cancelled: threading.Event
 ) -> ResultT:
     """Return the result of a coroutine of a file system of fsspec, which runs in fsspec's thread."""
     ended = threading.Event()
@@ -393,7 +393,7 @@ def version_of(source: Address) -> Version:
     cancelled = threading.Event()
 
     def attempt() -> Version:
-        progress = _Progress(METADATA_BYTES)
+        progress = _DownloadProgress(METADATA_BYTES)
         with TemporaryFile() as file:  # stays empty
             files, arguments = _request(source, file, progress, is_probe=True)
             if parts_of(source.url).scheme in ("s3", "gs"):
@@ -409,7 +409,7 @@ def version_of(source: Address) -> Version:
 
 
 def _request(
-    source: Address, file: IO[bytes], progress: _Progress, *, is_probe: bool = False
+    source: Address, file: IO[bytes], progress: _DownloadProgress, *, is_probe: bool = False
 ) -> tuple[Any, dict[str, Any]]:
     """Return the file system of fsspec that reads an address, and the arguments of its `_get_file`.
 

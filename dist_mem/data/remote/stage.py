@@ -22,7 +22,7 @@ from pathlib import Path
 from dist_mem.config import DataConfig
 from dist_mem.data.index import DOCUMENTS_NAME, INDEX_NAME, ShardEntry
 from dist_mem.data.metadata import ShardError, read_metadata, reading
-from dist_mem.data.remote.fetch import FailedRemoteError, RemoteError, WrongRemoteError, locked, writing
+from dist_mem.data.remote.fetch import FailedRemoteError, RemoteError, WrongRemoteError, hold_lock, writing
 from dist_mem.data.shard import Index, ShardSource
 from dist_mem.data.tokenizers.registry import FILE_NAMES, JSON_NAME
 from dist_mem.errors import RunError
@@ -49,7 +49,7 @@ SPARE_BYTES = 2**24  # left free, for small files of all users
 ROUND_SECONDS = 20.0  # between two agreements of the ranks
 
 
-def staged(index: Index, data: DataConfig) -> Index:
+def stage(index: Index, data: DataConfig) -> Index:
     """Return a split that is read from this node's copy, which is made when the first tar is fetched.
 
     Args:
@@ -65,7 +65,7 @@ def stage_on_all_ranks(indexes: Sequence[Index], what: str) -> None:
     """Copy splits to every node: one process of a node copies while the others wait; every rank calls it.
 
     Args:
-        indexes: opened by `staged`.
+        indexes: opened by `stage`.
 
     Raises:
         RunError: on every rank, as soon as it has failed on any.
@@ -126,7 +126,7 @@ class StagedShards(ShardSource):
             with writing(root, key=KEY):
                 make_own(root)
             if not self._is_whole():
-                with locked(root / f".{name}.lock", self._closed, key=KEY), writing(self._folder, key=KEY):
+                with hold_lock(root / f".{name}.lock", self._closed, key=KEY), writing(self._folder, key=KEY):
                     if not self._is_whole():  # another process may have filled it while we waited
                         self._copy()
         except NotOwnError as error:
@@ -190,7 +190,7 @@ class StagedShards(ShardSource):
         partial = path.with_name(f"{path.name}.partial")
         partial.unlink(missing_ok=True)  # of a process that was killed
         try:
-            found = write_hashed(partial, _blocks(source, self._closed))
+            found = write_hashed(partial, _read_pieces(source, self._closed))
             if found != {"bytes": shard.bytes, "sha256": shard.sha256}:
                 raise ShardError(
                     f"{source} has {found['bytes']:,} bytes with sha256 {found['sha256'][:12]}, but {INDEX_NAME} says "
@@ -211,7 +211,7 @@ class StagedShards(ShardSource):
                 write_bytes(self._folder / name, read_regular(source.parent / name))
 
 
-def _blocks(path: Path, closed: threading.Event) -> Iterator[memoryview]:
+def _read_pieces(path: Path, closed: threading.Event) -> Iterator[memoryview]:
     """Yield the content of a source file in blocks."""
     block = memoryview(bytearray(BLOCK_BYTES))
     try:

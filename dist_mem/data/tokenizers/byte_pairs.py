@@ -18,11 +18,11 @@ import numpy as np
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.runtime.extras import require
 from dist_mem.runtime.figures import json_text
-from dist_mem.runtime.file_schema import record, rows, text
+from dist_mem.runtime.file_schema import list_of, record, text
 
 END_OF_TEXT = "<|endoftext|>"
 _PURPOSE = "a tokenizer of GPT-2's kind"
-_OWN = record({"vocabulary": rows(text), "merges": rows(text)}, is_open=True)
+_OWN = record({"vocabulary": list_of(text), "merges": list_of(text)}, is_open=True)
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -27,7 +27,7 @@ from dist_mem.data.tokenizers.words import word_bytes
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.extras import require
 from dist_mem.runtime.figures import json_text
-from dist_mem.runtime.file_schema import check, integer, optional, read_json, record, rows, table, text
+from dist_mem.runtime.file_schema import check, integer, list_of, optional, read_json, record, table, text
 from dist_mem.runtime.files import read_regular
 
 FAST_NAME, CONFIG_NAME = "tokenizer.json", "tokenizer_config.json"
@@ -37,7 +37,7 @@ _AGAIN = ": download the folder again"
 _ID = integer(high=2**31 - 1)
 IDS = table(_ID, keys=text)  # vocab.json: token -> id
 _ADDED = record({"id": _ID, "content": text}, is_open=True)
-WHOLE = record({"model": record({}, is_open=True)}, {"added_tokens": rows(_ADDED)}, is_open=True)  # tokenizer.json
+WHOLE = record({"model": record({}, is_open=True)}, {"added_tokens": list_of(_ADDED)}, is_open=True)  # tokenizer.json
 _SIZES = record({}, {"vocab_size": optional(_ID), "bos_token_id": optional(_ID)}, is_open=True)
 _OWN = record({"files": table(text, keys=text), "bos_id": _ID, "vocab_size": _ID}, is_open=False)
 
@@ -152,7 +152,7 @@ def read_folder(folder: Path) -> HuggingFaceTokenizer:
             f"{folder / CONFIG_NAME}"
         )
     try:
-        return HuggingFaceTokenizer(_saved(opened), bos_id=bos_id, vocab_size=vocab_size)
+        return HuggingFaceTokenizer(_files_of(opened), bos_id=bos_id, vocab_size=vocab_size)
     except ValueError as error:
         raise UnusableError(f"{folder}: {error}{_AGAIN}") from error
 
@@ -174,7 +174,7 @@ def _open(folder: Path) -> Any:
     return opened
 
 
-def _saved(opened: Any) -> dict[str, str]:
+def _files_of(opened: Any) -> dict[str, str]:
     """Return the files that transformers saves of a tokenizer, name -> content."""
     opened.backend_tokenizer.no_padding()
     opened.backend_tokenizer.no_truncation()

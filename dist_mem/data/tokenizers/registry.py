@@ -105,7 +105,7 @@ def is_published(folder: Path) -> bool:
     return False  # damaged
 
 
-def open_tokenizer(folder: Path | str) -> Tokenizer:
+def find_tokenizer(folder: Path | str) -> Tokenizer:
     """Load the tokenizer of a data directory, of an export, or of a folder in Hugging Face's layout.
 
     Raises:

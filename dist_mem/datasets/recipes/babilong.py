@@ -37,7 +37,7 @@ from dist_mem.datasets.task_text import (
     counts_of,
     document_of,
     draw_of_split,
-    fitted,
+    fit_question,
     tokenizer_of,
 )
 
@@ -84,7 +84,7 @@ def babilong_task(
         for _ in range(MAX_DRAWS):
             story = draw_of_split(split, lambda: draw_story(draw, name, num_facts), key_of)
             depths = sorted(draw.random() for _ in story.facts)
-            question = fitted(partial(compose, story, depths), haystack.sentences(split, draw), tokenizer, length)
+            question = fit_question(partial(compose, story, depths), haystack.sentences(split, draw), tokenizer, length)
             if question is not None:
                 return question
         raise ValueError(f"--lengths {length}: {MAX_DRAWS} stories of {name} have more tokens; give fewer --facts")

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.data.tokenizers.registry import open_tokenizer
+from dist_mem.data.tokenizers.registry import find_tokenizer
 from dist_mem.data.tokenizers.sentencepiece import train_pieces
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.datasets.builder import build_dataset
@@ -59,7 +59,7 @@ class Turn(NamedTuple):
     text: str  # one line, with no space around it
 
 
-class Conversation(NamedTuple):
+class FilmConversation(NamedTuple):
     id: str  # its file name, the same for all copies of it
     film: int  # wikiDocumentIdx
     turns: list[Turn]
@@ -129,11 +129,11 @@ def build(options: argparse.Namespace) -> None:
 
 
 def make_tokenizer(
-    options: argparse.Namespace, films: Iterable[Film], conversations: Iterable[Conversation]
+    options: argparse.Namespace, films: Iterable[Film], conversations: Iterable[FilmConversation]
 ) -> Tokenizer:
     """Load or train the chosen tokenizer; each film counts once in its training, however many conversations it has."""
     if options.tokenizer_from is not None:
-        return open_tokenizer(options.tokenizer_from)
+        return find_tokenizer(options.tokenizer_from)
     if options.tokenizer == BytesTokenizer.kind:
         return BytesTokenizer()
     print(f"tokenizer: training a SentencePiece model of {options.vocab_size:,} pieces", flush=True)
@@ -142,7 +142,9 @@ def make_tokenizer(
     return train_pieces(of_films + of_turns, vocab_size=options.vocab_size)
 
 
-def source_document(conversation: Conversation, film: Film, *, with_document: bool, is_leaked: bool) -> SourceDocument:
+def source_document(
+    conversation: FilmConversation, film: Film, *, with_document: bool, is_leaked: bool
+) -> SourceDocument:
     """Return a conversation as a document, with the spans of the replies as its scored parts."""
     text = f"{film.text}\n" if with_document else ""
     spans = []
@@ -170,7 +172,7 @@ def film_of(facts: dict[str, Any], path: Path) -> Film:
     return Film(on_one_line(facts["0"]["movieName"]), "".join(f"{line}\n" for line in lines))
 
 
-def read_conversations(folder: Path, films: dict[int, Film]) -> list[Conversation]:
+def read_conversations(folder: Path, films: dict[int, Film]) -> list[FilmConversation]:
     """Read the conversations of a folder, in the order of their names."""
     conversations = []
     for path, facts in read_folder(folder):
@@ -181,7 +183,7 @@ def read_conversations(folder: Path, films: dict[int, Film]) -> list[Conversatio
             raise ValueError(f"{path} is no conversation of CMU-DoG ({error!r})") from error
         if film not in films:
             raise ValueError(f"{path} is about wikiDocumentIdx {film}, which no file in WikiData has")
-        conversations.append(Conversation(path.stem, film, turns))
+        conversations.append(FilmConversation(path.stem, film, turns))
     return conversations
 
 
@@ -216,7 +218,7 @@ def read_folder(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
     return found
 
 
-def counts_table(released: dict[str, list[Conversation]], built: dict[str, list[Conversation]]) -> str:
+def counts_table(released: dict[str, list[FilmConversation]], built: dict[str, list[FilmConversation]]) -> str:
     """Return a table of the conversations per split, released and built, and of the distinct and published numbers."""
     ids = {split: {conversation.id for conversation in released[split]} for split in released}
     lines = [f"{'conversations':<14} {'released':>8} {'in train':>8} {'built':>8}"]

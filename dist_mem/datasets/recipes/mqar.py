@@ -33,7 +33,7 @@ from dist_mem.datasets.task_text import Task, add_task_options, build_task, coun
 FILLERS = ("random", "zero")
 
 
-class Sizes(NamedTuple):
+class RecallSizes(NamedTuple):
     """The settings of the task, named as published where they have such a name."""
 
     length: int  # input_seq_len
@@ -64,13 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def build(options: argparse.Namespace) -> None:
     """Build a data directory for each length."""
     for length in options.lengths:
-        sizes = Sizes(length, options.vocab, options.pairs, options.power_a, options.filler)
+        sizes = RecallSizes(length, options.vocab, options.pairs, options.power_a, options.filler)
         check_sizes(sizes)
         task = mqar_task(sizes, seed=options.seed)
         build_task(task, options.out / str(length), counts=counts_of(options), overwrite=options.overwrite)
 
 
-def check_sizes(sizes: Sizes) -> None:
+def check_sizes(sizes: RecallSizes) -> None:
     """Raise ValueError for sizes that the task cannot have; two of the conditions are the published ones."""
     if sizes.length % 2 or sizes.num_pairs * 4 > sizes.length:
         raise ValueError(
@@ -87,7 +87,7 @@ def check_sizes(sizes: Sizes) -> None:
         raise ValueError(f"--power-a {sizes.power_a}: give a number above 0, up to 1")
 
 
-def mqar_task(sizes: Sizes, *, seed: int) -> Task:
+def mqar_task(sizes: RecallSizes, *, seed: int) -> Task:
     """Return the task for documents of one size."""
     tokenizer = WordTokenizer([str(token) for token in range(sizes.vocab_size)])
 
@@ -105,7 +105,7 @@ def mqar_task(sizes: Sizes, *, seed: int) -> Task:
     return Task("mqar", recipe, tokenizer, documents)
 
 
-def draw_example(draw: np.random.RandomState, sizes: Sizes) -> Example:
+def draw_example(draw: np.random.RandomState, sizes: RecallSizes) -> Example:
     """Draw one example: keys, values and places with the random numbers of the published generator of one example."""
     context, half = 2 * sizes.num_pairs, sizes.vocab_size // 2
     keys = draw.choice(np.arange(1, half), replace=False, size=sizes.num_pairs)
@@ -123,7 +123,7 @@ def draw_example(draw: np.random.RandomState, sizes: Sizes) -> Example:
     return Example(tokens, answers=queries + 1, referents=np.arange(1, context, 2))
 
 
-def key_of(example: Example, sizes: Sizes) -> str:
+def key_of(example: Example, sizes: RecallSizes) -> str:
     """Return what is to be remembered: the pairs, in order."""
     return " ".join(map(str, example.tokens[: 2 * sizes.num_pairs]))
 

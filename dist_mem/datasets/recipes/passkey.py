@@ -41,7 +41,7 @@ from dist_mem.datasets.task_text import (
     counts_of,
     document_of,
     draw_of_split,
-    fitted,
+    fit_question,
     tokenizer_of,
 )
 
@@ -128,7 +128,7 @@ def passkey_task(form: Form, haystack: Haystack, tokenizer: Tokenizer, length: i
             draw = random.Random(f"dist_mem passkey {seed} {length} {split} {number}")
             needles = draw_needles(draw, form, split)
             text = partial(compose, needles, form=form, reads_on=not isinstance(haystack, Repeat))
-            question = fitted(text, haystack.sentences(split, draw), tokenizer, length)
+            question = fit_question(text, haystack.sentences(split, draw), tokenizer, length)
             if question is None:
                 raise ValueError(f"--lengths {length}: the needles and the question alone have more tokens")
             yield document_of(question, number, tokenizer)

@@ -25,8 +25,8 @@ from dist_mem.data.remote.fetch import METADATA_BYTES, Address, show
 from dist_mem.data.remote.fetch import download as fetch
 from dist_mem.datasets.bucket_download import download_files, list_files
 from dist_mem.datasets.builder import build_dataset
+from dist_mem.datasets.corpus_rows import TEXT_SUFFIX
 from dist_mem.datasets.options import add_build_options, add_tokenizer_from, check_paths, positive
-from dist_mem.datasets.rows import TEXT_SUFFIX
 from dist_mem.datasets.source import SourceDocument, read_text
 from dist_mem.datasets.split_names import split_named, words_digest
 from dist_mem.datasets.tree import listed_files
@@ -49,7 +49,7 @@ OFFICIAL_SPLITS = {
 }
 
 
-class Metadata(NamedTuple):
+class BookMetadata(NamedTuple):
     row: int  # place in metadata.csv
     title: str
     year: int | None
@@ -123,7 +123,7 @@ def download(options: argparse.Namespace) -> None:
         )
 
 
-def read_metadata(path: Path) -> dict[str, Metadata]:
+def read_metadata(path: Path) -> dict[str, BookMetadata]:
     """Return the rows by document id; empty if there is no such file.
 
     Raises:
@@ -131,18 +131,20 @@ def read_metadata(path: Path) -> dict[str, Metadata]:
     """
     if not path.exists():
         return {}
-    metadata: dict[str, Metadata] = {}
+    metadata: dict[str, BookMetadata] = {}
     number = 0
     rows = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
     try:
         for number, row in enumerate(rows, start=1):
             if len(row) != 4 or not re.fullmatch(r"-?\d*", row[2]):
-                raise ValueError(f"{path}, row {number}: {_short(row)} is not id, title, year, url")
+                raise ValueError(f"{path}, row {number}: {_shorten_row(row)} is not id, title, year, url")
             if any("\n" in field or "\r" in field for field in row):
-                raise ValueError(f"{path}, row {number}: {_short(row)} contains a line end: close its quotation mark")
+                raise ValueError(
+                    f"{path}, row {number}: {_shorten_row(row)} contains a line end: close its quotation mark"
+                )
             if row[0] in metadata:
                 raise ValueError(f"{path}, row {number}: id {row[0]} comes twice")
-            metadata[row[0]] = Metadata(number, row[1], int(row[2]) if row[2] else None)
+            metadata[row[0]] = BookMetadata(number, row[1], int(row[2]) if row[2] else None)
     except csv.Error as error:
         raise ValueError(
             f"{path}, row {number + 1}: {error}: close its quotation mark; in a quoted title, write two for one"
@@ -150,7 +152,7 @@ def read_metadata(path: Path) -> dict[str, Metadata]:
     return metadata
 
 
-def _short(row: list[str]) -> str:
+def _shorten_row(row: list[str]) -> str:
     return f"{str(row)[:ROW_SHOWN]}..." if len(str(row)) > ROW_SHOWN else str(row)
 
 
@@ -162,7 +164,9 @@ def check_split_folders(source: Path) -> None:
             raise ValueError(f"{path} is no folder of PG-19: name it {split}, or move it elsewhere")
 
 
-def read_split(folder: Path, metadata: dict[str, Metadata], *, order: str, limit: int | None) -> list[SourceDocument]:
+def read_split(
+    folder: Path, metadata: dict[str, BookMetadata], *, order: str, limit: int | None
+) -> list[SourceDocument]:
     """Return the documents of a folder, in `order`, at most `limit`."""
     files = listed_files(folder, TEXT_SUFFIX)
     chosen = choose(files, metadata, order=order, limit=limit)
@@ -173,12 +177,12 @@ def read_split(folder: Path, metadata: dict[str, Metadata], *, order: str, limit
         )
     documents = []
     for document_id in chosen:
-        known = metadata.get(document_id, Metadata(0, document_id, None))
+        known = metadata.get(document_id, BookMetadata(0, document_id, None))
         documents.append(SourceDocument(document_id, known.title, files[document_id], known.year))
     return documents
 
 
-def refuse_shared_books(splits: dict[str, list[SourceDocument]], metadata: dict[str, Metadata]) -> None:
+def refuse_shared_books(splits: dict[str, list[SourceDocument]], metadata: dict[str, BookMetadata]) -> None:
     """Raise ValueError if two splits share a book: the scores of a book that was trained on are meaningless.
 
     Books are compared by id. Ids that are not in metadata.csv may be numbers that restart in each split, so for these
@@ -200,7 +204,7 @@ def same_text(one: Any, other: Any) -> bool:
     return words_digest(read_text(one)) == words_digest(read_text(other))
 
 
-def choose(ids: Iterable[str], metadata: dict[str, Metadata], *, order: str, limit: int | None) -> list[str]:
+def choose(ids: Iterable[str], metadata: dict[str, BookMetadata], *, order: str, limit: int | None) -> list[str]:
     """Return the first `limit` ids in an order that does not depend on the file system.
 
     Raises:

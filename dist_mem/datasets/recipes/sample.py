@@ -17,22 +17,22 @@ from typing import NamedTuple
 
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.options import add_build_options, positive
-from dist_mem.datasets.sample_library import Book, write_book
+from dist_mem.datasets.sample_library import SampleBook, write_book
 from dist_mem.datasets.source import SourceDocument
 from dist_mem.runtime.csv_text import csv_text
 from dist_mem.runtime.files import write_text
-from dist_mem.runtime.locks import held_folder
+from dist_mem.runtime.locks import hold_folder
 
 
-class Size(NamedTuple):
+class LibrarySize(NamedTuple):
     books: dict[str, int]  # split -> books
     shortest: int  # tokens of a book, about
     longest: int  # tokens; most books are much nearer the shortest
 
 
 SIZES = {
-    "demo": Size({"train": 320, "validation": 32, "test": 32}, shortest=2_000, longest=20_000),
-    "tiny": Size({"train": 16, "validation": 4, "test": 4}, shortest=1_000, longest=2_000),
+    "demo": LibrarySize({"train": 320, "validation": 32, "test": 32}, shortest=2_000, longest=20_000),
+    "tiny": LibrarySize({"train": 16, "validation": 4, "test": 4}, shortest=1_000, longest=2_000),
 }
 VOCAB_SIZE = 1280  # the smallest multiple of 256 at which every recalled word is one token
 FIRST_IDS = {"train": 1001, "validation": 8001, "test": 9001}
@@ -58,7 +58,7 @@ def build(options: argparse.Namespace) -> None:
         workers=options.workers,
         overwrite=options.overwrite,
     )
-    with held_folder(options.out / "texts", f"--out {options.out}"):
+    with hold_folder(options.out / "texts", f"--out {options.out}"):
         write_texts(library, options.out / "texts")  # last: build_dataset first refuses to replace another library
 
 
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--books", type=positive, metavar="N", help="of the train split, instead of those of --size")
 
 
-def write_split(split: str, count: int, size: Size, *, seed: int) -> dict[str, Book]:
+def write_split(split: str, count: int, size: LibrarySize, *, seed: int) -> dict[str, SampleBook]:
     """Return the books of a split by id. Book k of a split does not depend on the number of books."""
     books = {}
     for number in range(FIRST_IDS[split], FIRST_IDS[split] + count):
@@ -82,7 +82,7 @@ def write_split(split: str, count: int, size: Size, *, seed: int) -> dict[str, B
     return books
 
 
-def write_texts(library: dict[str, dict[str, Book]], folder: Path) -> None:
+def write_texts(library: dict[str, dict[str, SampleBook]], folder: Path) -> None:
     """Write {train,validation,test}/<id>.txt and metadata.csv, as in PG-19; remove other books."""
     metadata: list[list[object]] = []
     for split, books in library.items():

@@ -30,20 +30,20 @@ from pathlib import Path
 
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.corpus import (
-    Documents,
+    CorpusDocuments,
     by_name,
     find_files,
     read_documents,
     text_title,
     without_shared_texts,
 )
+from dist_mem.datasets.corpus_rows import TEXT_SUFFIX
 from dist_mem.datasets.options import add_build_options, add_tokenizer_from, check_paths
-from dist_mem.datasets.rows import TEXT_SUFFIX
 from dist_mem.datasets.split_names import DEFAULT_FRACTIONS, SPLITS, parse_fractions, split_of, splits_of
 from dist_mem.datasets.tar_source import local_sources
 from dist_mem.datasets.tree import suffix_of
 from dist_mem.errors import UnusableError
-from dist_mem.runtime.terminal import counted
+from dist_mem.runtime.terminal import count_noun
 
 DEAL_ALL = "--split-by-hash, which deals out all documents"
 DEFAULT = ",".join(f"{split}={fraction}" for split, fraction in DEFAULT_FRACTIONS.items())
@@ -125,7 +125,7 @@ def share(text: str) -> float:
     return value
 
 
-def read_splits(options: argparse.Namespace) -> dict[str, Documents]:
+def read_splits(options: argparse.Namespace) -> dict[str, CorpusDocuments]:
     """Read the documents of each split, in the order train, validation, test, others.
 
     Raises:
@@ -141,7 +141,7 @@ def read_splits(options: argparse.Namespace) -> dict[str, Documents]:
         path = next(iter(files.values()))
         raise UnusableError(f"{path} is named as of {split}: leave out --validation and --test, or give {DEAL_ALL}")
     if named is not None:
-        counts = ", ".join(f"{split} {counted(len(files), 'file')}" for split, files in named.items())
+        counts = ", ".join(f"{split} {count_noun(len(files), 'file')}" for split, files in named.items())
         print(f"splits by the names of folders and files: {counts}", flush=True)
     elif not given:
         print(f"no name says train, validation or test: documents are dealt out by their ids, {DEFAULT}", flush=True)

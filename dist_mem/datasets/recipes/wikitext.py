@@ -33,7 +33,7 @@ from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.options import add_build_options, add_tokenizer_from, check_paths
 from dist_mem.datasets.source import FileSlice, SourceDocument, check_text
 from dist_mem.runtime.files import sha256_of
-from dist_mem.runtime.progress import counting
+from dist_mem.runtime.progress import show_count
 
 FILE_NAMES = {"train": "wiki.train.tokens", "validation": "wiki.valid.tokens", "test": "wiki.test.tokens"}
 # Words with <eos>: LaMemo, table 4 (WikiText-103); Merity et al., table 1, and its line ends (WikiText-2).
@@ -146,7 +146,7 @@ def lines_of(path: Path) -> Iterator[str]:
         check_text(file.read(CHECKED_BYTES), f"{path}, at its begin,")
     try:
         with path.open(encoding="utf-8-sig", newline="\n") as stream:
-            yield from counting(stream, f"reading {path.name}", unit="lines")
+            yield from show_count(stream, f"reading {path.name}", unit="lines")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error}): fetch it again") from error
 

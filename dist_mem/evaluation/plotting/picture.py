@@ -24,11 +24,11 @@ class Picture(Figure):
             _without_formulas(axes.yaxis)
         for text in self.findobj(Text):
             text.set_parse_math(False)
-            text.set_text(drawable(text.get_text(), text.get_fontproperties()))
+            text.set_text(make_drawable(text.get_text(), text.get_fontproperties()))
         super().draw(renderer)
 
 
-def drawable(text: str, font: FontProperties | None = None) -> str:
+def make_drawable(text: str, font: FontProperties | None = None) -> str:
     """Return a text as a font, of labels by default, can draw it: U+FFFD stands for a letter that it lacks."""
     known = _letters(findfont(font or FontProperties()))
     return "".join(letter if letter == "\n" or ord(letter) in known else "\ufffd" for letter in text)

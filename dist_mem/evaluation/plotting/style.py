@@ -41,7 +41,7 @@ ParamsT = ParamSpec("ParamsT")
 ReturnT = TypeVar("ReturnT")
 
 
-def styled() -> AbstractContextManager[None]:
+def use_style() -> AbstractContextManager[None]:
     """Return a context in which figures are drawn and saved in this style."""
     from cycler import cycler
     from matplotlib import rc_context  # takes a second to import
@@ -53,11 +53,11 @@ def in_style(draw: Callable[ParamsT, ReturnT]) -> Callable[ParamsT, ReturnT]:
     """Return a function that draws and saves in this style."""
 
     @functools.wraps(draw)
-    def drawn(*args: ParamsT.args, **options: ParamsT.kwargs) -> ReturnT:
-        with styled():
+    def draw_in_style(*args: ParamsT.args, **options: ParamsT.kwargs) -> ReturnT:
+        with use_style():
             return draw(*args, **options)
 
-    return drawn
+    return draw_in_style
 
 
 def new_picture(

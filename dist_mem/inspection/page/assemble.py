@@ -12,7 +12,7 @@ from importlib import resources
 from string import Template
 from typing import Any, NamedTuple
 
-from dist_mem.inspection.page.markup import Markup, element, joined
+from dist_mem.inspection.page.markup import Markup, element, join_pieces
 from dist_mem.runtime.figures import json_text
 
 _STYLES = ("page.css", "book.css")
@@ -26,18 +26,20 @@ class Section(NamedTuple):
     content: Markup
 
 
-def assembled(title: str, summary: Markup, book: dict[str, Any], words: Markup, *, footer: str) -> str:
-    """Return the page; `book`: as `book.encoded` returns it."""
+def assemble(title: str, summary: Markup, book: dict[str, Any], words: Markup, *, footer: str) -> str:
+    """Return the page; `book`: as `book.encode_book` returns it."""
     parts = [Section("Summary", summary), Section("Book", Markup(_file("book.html"))), Section("Words", words)]
     style, script = "".join(map(_file, _STYLES)), "".join(map(_file, _SCRIPTS))
     return Template(_file("page.html")).substitute(
         policy=f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}",
-        title=joined([title]),
+        title=join_pieces([title]),
         style=style,
         script=script,
-        sections=joined(element("a", part.name, href=f"#{_anchor(part)}") for part in parts),
-        content=joined(element("section", element("h2", part.name), part.content, id=_anchor(part)) for part in parts),
-        footer=joined([footer]),
+        sections=join_pieces(element("a", part.name, href=f"#{_anchor(part)}") for part in parts),
+        content=join_pieces(
+            element("section", element("h2", part.name), part.content, id=_anchor(part)) for part in parts
+        ),
+        footer=join_pieces([footer]),
         data=_data(book),
     )
 

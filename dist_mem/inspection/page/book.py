@@ -19,7 +19,7 @@ from dist_mem.inspection.counterfactual import Counterfactual
 from dist_mem.inspection.page.columns import column
 from dist_mem.inspection.reading import DocumentReading
 from dist_mem.runtime.figures import json_text
-from dist_mem.runtime.terminal import printable
+from dist_mem.runtime.terminal import make_printable
 
 MASS_STEPS = 255  # a mass of 1 is stored as this
 RISE_STEPS = 1000  # per nat
@@ -27,7 +27,7 @@ MOST_REMOVED = 3  # passages kept per token: those whose removal raises its loss
 NO_PASSAGE = 2**32 - 1  # fewer than that were removed
 
 
-class Book(NamedTuple):
+class PageBook(NamedTuple):
     """What the page needs of one document."""
 
     title: str
@@ -40,17 +40,17 @@ class Book(NamedTuple):
     not_removed: str | None = None  # why passages could not be removed; None: they could, or nobody asked
 
 
-def encoded(book: Book, *, room: int) -> dict[str, Any]:
+def encode_book(book: PageBook, *, room: int) -> dict[str, Any]:
     """Return the book as JSON, of which the details are cut to about `room` bytes."""
     reading = book.reading
     tokens = np.asarray(reading.document.tokens)
     used, ids = _used_pieces(tokens)
-    nll, windowed, against = reading.nll.numpy(), reading.windowed.numpy(), reading.against
+    nll, windowed, against = reading.nll.numpy(), reading.windowed.numpy(), reading.compared_losses
     scored = ~np.isnan(nll)
     content: dict[str, Any] = {
-        "title": printable(book.title),
-        "run": printable(book.run),
-        "other": None if book.other is None else printable(book.other),
+        "title": make_printable(book.title),
+        "run": make_printable(book.run),
+        "other": None if book.other is None else make_printable(book.other),
         "not_removed": book.not_removed,
         "num_tokens": len(tokens),
         "num_scored": int(scored.sum()),
@@ -66,7 +66,7 @@ def encoded(book: Book, *, room: int) -> dict[str, Any]:
             "emptied": math.fsum(reading.without.numpy()[scored].tolist()),
         },
     }
-    return {**content, **_fitting(book, room - len(json_text(content)))}
+    return {**content, **_fit_details(book, room - len(json_text(content)))}
 
 
 def _used_pieces(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -78,7 +78,7 @@ def _used_pieces(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return used[order], rank[places]
 
 
-def _fitting(book: Book, room: int) -> dict[str, Any]:
+def _fit_details(book: PageBook, room: int) -> dict[str, Any]:
     """Return the details of all tokens, or of those with the largest gains, so that they fit into `room` bytes."""
     change = np.abs(book.reading.gain.numpy())
     ranked = np.argsort(-np.nan_to_num(change, nan=-1.0), kind="stable")
@@ -92,7 +92,7 @@ def _fitting(book: Book, room: int) -> dict[str, Any]:
         count = int(count * max(0.0, 0.95 * room / size))
 
 
-def _details(book: Book, kept: np.ndarray) -> dict[str, Any]:
+def _details(book: PageBook, kept: np.ndarray) -> dict[str, Any]:
     """Return where the layers looked and what removals did, for the tokens at the positions `kept`."""
     layers = [
         {
@@ -107,14 +107,14 @@ def _details(book: Book, kept: np.ndarray) -> dict[str, Any]:
         for number, layer in enumerate(book.reading.layers)
         for kind, looked in layer.items()
     ]
-    return {"looked": layers, "removed": None if book.removed is None else _removed(book.removed, kept)}
+    return {"looked": layers, "removed": None if book.removed is None else _encode_removed(book.removed, kept)}
 
 
 def _masses(values: np.ndarray) -> dict[str, str]:
     return column(np.rint(values.clip(0, 1) * MASS_STEPS), "u1")
 
 
-def _removed(removed: Counterfactual, kept: np.ndarray) -> dict[str, Any]:
+def _encode_removed(removed: Counterfactual, kept: np.ndarray) -> dict[str, Any]:
     """Return the passages that were removed, and for each token those whose removal raises its loss most."""
     passages = removed.passages()
     number = {passage: place for place, passage in enumerate(passages)}

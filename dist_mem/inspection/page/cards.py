@@ -10,14 +10,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dist_mem.config import DataConfig, TrainConfig, load_block
-from dist_mem.config.memory_blocks import described
+from dist_mem.config.memory_blocks import describe_memory
 from dist_mem.data.remote.fetch import show
 from dist_mem.evaluation.protocol import short_term_len
 from dist_mem.evaluation.scores import perplexity
 from dist_mem.evaluation.trained_model import TrainedModel
-from dist_mem.inspection.page.book import Book
+from dist_mem.inspection.page.book import PageBook
 from dist_mem.inspection.page.markup import Markup, digits, element, short_count
-from dist_mem.inspection.page.tables import Evaluation, newest_by_protocol
+from dist_mem.inspection.page.tables import EvaluationReport, newest_by_protocol
 
 
 class Card(NamedTuple):
@@ -28,7 +28,7 @@ class Card(NamedTuple):
     note: str
 
 
-def cards(trained: TrainedModel, book: Book, evaluations: Sequence[Evaluation]) -> Markup:
+def cards(trained: TrainedModel, book: PageBook, evaluations: Sequence[EvaluationReport]) -> Markup:
     """Return the cards; `trained`: the model that read the book."""
     found = [*_of_model(trained), _perplexities(book, evaluations), _gain(book)]
     made = [
@@ -41,7 +41,7 @@ def cards(trained: TrainedModel, book: Book, evaluations: Sequence[Evaluation]) 
 def _of_model(trained: TrainedModel) -> Iterator[Card]:
     mem_len, seg_len = short_term_len(trained.config.memory), trained.config.train.seg_len
     remembered = f"M = {mem_len:,}, " if mem_len else ""
-    yield Card("memory", described(trained.config.memory), f"{remembered}segments of T = {seg_len:,} tokens")
+    yield Card("memory", describe_memory(trained.config.memory), f"{remembered}segments of T = {seg_len:,} tokens")
     model, number = trained.config.model, sum(parameter.numel() for parameter in trained.model.parameters())
     yield Card("parameters", short_count(number), f"{model.num_layers} layers of width {model.d_model}")
     saved = trained.checkpoint.directory / "config.yaml"  # its data may be others than those of this evaluation
@@ -52,7 +52,7 @@ def _of_model(trained: TrainedModel) -> Iterator[Card]:
     yield Card("training", f"{short_count(num_tokens)} tokens", f"{step:,} steps{data}")
 
 
-def _perplexities(book: Book, evaluations: Sequence[Evaluation]) -> Card:
+def _perplexities(book: PageBook, evaluations: Sequence[EvaluationReport]) -> Card:
     """Return two perplexities: of both runs on a split that both have read, or else of the book."""
     newest = newest_by_protocol(evaluations)
     both = [name for run, name in newest if run == book.run and (book.other, name) in newest]
@@ -62,13 +62,13 @@ def _perplexities(book: Book, evaluations: Sequence[Evaluation]) -> Card:
         title, runs = f"word perplexity, split {name}", f"{book.run} against {book.other}"
     else:
         count, unit = _words(book)
-        against = book.reading.windowed if book.reading.against is None else book.reading.against
+        against = book.reading.windowed if book.reading.compared_losses is None else book.reading.compared_losses
         first, second = (perplexity(_sum(losses), count) for losses in (book.reading.nll, against))
         title, runs = f"{unit} perplexity of this book", f"with memory against {book.other or 'without'}"
     return Card(title, f"{digits(first)} against {digits(second)}", f"{runs}: ratio {digits(second / first)}")
 
 
-def _words(book: Book) -> tuple[int, str]:
+def _words(book: PageBook) -> tuple[int, str]:
     """Return the number of words of a book that is scored from its first word to its last, else that of its tokens."""
     is_scored = ~book.reading.nll.isnan()
     if bool(is_scored.all()):
@@ -76,7 +76,7 @@ def _words(book: Book) -> tuple[int, str]:
     return int(is_scored.sum()), "token"
 
 
-def _gain(book: Book) -> Card:
+def _gain(book: PageBook) -> Card:
     nll, windowed, emptied = (_sum(part) for part in (book.reading.nll, book.reading.windowed, book.reading.without))
     note = f"in this book; {digits(emptied - nll)} over a memory emptied before every segment"
     return Card("gain of the memory", f"{digits(windowed - nll)} nats", note)

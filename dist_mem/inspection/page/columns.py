@@ -27,10 +27,10 @@ def column(values: np.ndarray, kind: str) -> dict[str, str]:
     if kind != "f4" and not np.array_equal(stored, values):
         raise ValueError(f"a value does not fit into {kind}: they reach from {values.min()} to {values.max()}")
     planes = stored.reshape(-1, 1).view(np.uint8).T
-    return {"kind": kind, "data": base64.b64encode(_deflated(planes)).decode()}
+    return {"kind": kind, "data": base64.b64encode(_deflate(planes)).decode()}
 
 
-def _deflated(planes: np.ndarray) -> bytes:
+def _deflate(planes: np.ndarray) -> bytes:
     return zlib.compress(np.ascontiguousarray(planes).tobytes(), level=6)
 
 

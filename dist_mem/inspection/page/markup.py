@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterable
 
 from dist_mem.runtime.figures import NO_FIGURE, is_figure
-from dist_mem.runtime.terminal import printable
+from dist_mem.runtime.terminal import make_printable
 
 
 class Markup(str):
@@ -21,18 +21,18 @@ def element(name: str, *children: str, **attributes: str | float) -> Markup:
         attributes: values, which are escaped; `class_` is the attribute `class`, `data_x` is `data-x`.
     """
     given = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{_escaped(str(value))}"' for key, value in attributes.items()
+        f' {key.rstrip("_").replace("_", "-")}="{_escape(str(value))}"' for key, value in attributes.items()
     )
-    return Markup(f"<{name}{given}>{joined(children)}</{name}>")
+    return Markup(f"<{name}{given}>{join_pieces(children)}</{name}>")
 
 
-def joined(children: Iterable[str]) -> Markup:
+def join_pieces(children: Iterable[str]) -> Markup:
     """Return several pieces in a row, escaping those that are not `Markup`."""
-    return Markup("".join(part if isinstance(part, Markup) else _escaped(part) for part in children))
+    return Markup("".join(part if isinstance(part, Markup) else _escape(part) for part in children))
 
 
-def _escaped(text: str) -> str:
-    return html.escape(printable(text))
+def _escape(text: str) -> str:
+    return html.escape(make_printable(text))
 
 
 def digits(value: float, sign: str = "") -> str:
@@ -66,7 +66,7 @@ def table(caption: str, header: Iterable[str], rows: Iterable[Iterable[str]], *,
 
     def cells(name: str, texts: Iterable[str]) -> Markup:
         numbered = enumerate(texts)
-        return joined(element(name, text, class_="text" if n < num_text else "number") for n, text in numbered)
+        return join_pieces(element(name, text, class_="text" if n < num_text else "number") for n, text in numbered)
 
     head = element("thead", element("tr", cells("th", header)))
     body = element("tbody", *(element("tr", cells("td", row)) for row in rows))

@@ -11,10 +11,10 @@ from dist_mem.evaluation.memory_gain import memory_gain
 from dist_mem.evaluation.report_names import ReportName, counterpart, is_without_memory, list_reports
 from dist_mem.evaluation.scores import Report, read_report
 from dist_mem.inspection.aggregates import Aggregates
-from dist_mem.inspection.page.markup import Markup, digits, element, joined, table
+from dist_mem.inspection.page.markup import Markup, digits, element, join_pieces, table
 
 
-class Evaluation(NamedTuple):
+class EvaluationReport(NamedTuple):
     """A report of `dist-mem evaluate`."""
 
     run: str  # label
@@ -23,18 +23,18 @@ class Evaluation(NamedTuple):
     report: Report
 
 
-def find_evaluations(run_dir: Path, label: str) -> list[Evaluation]:
+def find_evaluations(run_dir: Path, label: str) -> list[EvaluationReport]:
     """Return the reports of a run, by split, step and protocol. Raises UnusableError for a file that is no report."""
     found = list_reports(run_dir).items()
-    return [Evaluation(label, path, name, read_report(path, inside=run_dir)) for path, name in found]
+    return [EvaluationReport(label, path, name, read_report(path, inside=run_dir)) for path, name in found]
 
 
-def newest_by_protocol(evaluations: Sequence[Evaluation]) -> dict[tuple[str, str], Evaluation]:
+def newest_by_protocol(evaluations: Sequence[EvaluationReport]) -> dict[tuple[str, str], EvaluationReport]:
     """Return the newest report with memory of every run (label) and protocol, as "test" or "test, mem_len-64"."""
     return {(entry.run, _protocol(entry)): entry for entry in evaluations if not is_without_memory(entry.path)}
 
 
-def summary_table(evaluations: Sequence[Evaluation]) -> Markup:
+def summary_table(evaluations: Sequence[EvaluationReport]) -> Markup:
     """Return metrics of the newest report of every run and protocol; the memory's gain only where it was measured."""
     newest = newest_by_protocol(evaluations)
     if not newest:
@@ -59,12 +59,12 @@ def summary_table(evaluations: Sequence[Evaluation]) -> Markup:
     return table("Newest evaluations", header, rows, num_text=2)
 
 
-def _protocol(entry: Evaluation) -> str:
+def _protocol(entry: EvaluationReport) -> str:
     """Return split and tag of a report, as "test" or "test, mem_len-64"."""
     return ", ".join(part for part in (entry.name.split, entry.name.tag) if part)
 
 
-def _gain(entry: Evaluation) -> str | None:
+def _gain(entry: EvaluationReport) -> str | None:
     """Return the gain of the memory in nats per token; None if the run was not also evaluated without it."""
     other = counterpart(entry.path)
     if not other.exists():
@@ -91,7 +91,7 @@ def gain_tables(found: Aggregates) -> Markup:
     share = found.share_of_names
     note = f"{found.names_in_top} of the {len(found.top)} largest gains are names."
     note += "" if math.isnan(share) else f" All names together have {share:.0%} of the total gain."
-    return joined([element("p", note), element("div", *parts, class_="tables")])
+    return join_pieces([element("p", note), element("div", *parts, class_="tables")])
 
 
 def _token(position: int) -> Markup:

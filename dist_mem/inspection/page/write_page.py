@@ -21,13 +21,13 @@ from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation.text import read_file
 from dist_mem.inspection.aggregates import aggregate
 from dist_mem.inspection.counterfactual import MOST, cannot_forget, remove_passages
-from dist_mem.inspection.page.assemble import assembled
-from dist_mem.inspection.page.book import Book, encoded
+from dist_mem.inspection.page.assemble import assemble
+from dist_mem.inspection.page.book import PageBook, encode_book
 from dist_mem.inspection.page.cards import cards
-from dist_mem.inspection.page.markup import joined
+from dist_mem.inspection.page.markup import join_pieces
 from dist_mem.inspection.page.tables import find_evaluations, gain_tables, summary_table
 from dist_mem.inspection.reading import read_document
-from dist_mem.inspection.request import Request, open_other, open_subject, settings_of
+from dist_mem.inspection.request import InspectionRequest, open_other, open_subject, settings_of
 from dist_mem.inspection.words import words_of
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.files import write_text
@@ -38,7 +38,7 @@ PAGE_NAME = "report.html"
 ROOM = 9_000_000  # bytes of the page's book; the details of tokens are cut to fit
 
 
-class Asked(NamedTuple):
+class PageRequest(NamedTuple):
     """What the page shows."""
 
     runs: Sequence[Path]
@@ -49,7 +49,7 @@ class Asked(NamedTuple):
     overrides: tuple[str, ...] = ()  # `key=value` of keys that an evaluation may set
 
 
-def run(asked: Asked, *, out: Path | None, early: StopSignal | None = None) -> int:
+def run(asked: PageRequest, *, out: Path | None, early: StopSignal | None = None) -> int:
     """Run the command; return the exit code of the process.
 
     Args:
@@ -69,10 +69,10 @@ def run(asked: Asked, *, out: Path | None, early: StopSignal | None = None) -> i
         ]
         summary = summary_table(evaluations)  # what is wrong is said before a model reads for hours
         trained, book = _book(asked, text, world, check)
-        page = assembled(
+        page = assemble(
             f"{book.title}, read by {' and '.join(labels)}",
-            joined([cards(trained, book, evaluations), summary]),
-            encoded(book, room=ROOM),
+            join_pieces([cards(trained, book, evaluations), summary]),
+            encode_book(book, room=ROOM),
             gain_tables(aggregate(words_of(book.reading.pieces), book.reading.gain)),
             footer=f"Made by dist-mem report {' '.join(labels)}. This file needs no network.",
         )
@@ -81,10 +81,10 @@ def run(asked: Asked, *, out: Path | None, early: StopSignal | None = None) -> i
     return run_on_ranks(work, asked.overrides, early, alone="report")
 
 
-def _book(asked: Asked, text: str | None, world: World, check: StopCheck) -> tuple[TrainedModel, Book]:
+def _book(asked: PageRequest, text: str | None, world: World, check: StopCheck) -> tuple[TrainedModel, PageBook]:
     """Read the book with the first run, whose model is returned too, and with the second if there is one."""
     against = asked.runs[1] if len(asked.runs) > 1 else None
-    request = Request(
+    request = InspectionRequest(
         asked.runs[0], against, book=asked.book, text=asked.text, split=asked.split, overrides=asked.overrides
     )
     found = find_checkpoint_on_rank0(request.run, None, world)
@@ -100,7 +100,7 @@ def _book(asked: Asked, text: str | None, world: World, check: StopCheck) -> tup
         print(f"the page will have no removals of passages: {not_removed}", file=sys.stderr)
     reading = read_document(trained, document, other=other)
     labels = names_of(asked.runs)
-    return trained, Book(
+    return trained, PageBook(
         title if asked.text is None else asked.text.name,  # not its path: the page may be sent to others
         labels[0],
         trained.tokenizer.pieces,
@@ -112,7 +112,7 @@ def _book(asked: Asked, text: str | None, world: World, check: StopCheck) -> tup
     )
 
 
-def _publish(page: str, path: Path, asked: Asked) -> None:
+def _publish(page: str, path: Path, asked: PageRequest) -> None:
     """Write the page, and add it to the first run in MLflow, if it is in its directory and the run is tracked."""
     write_text(path, page)
     print(f"written: {path} ({len(page.encode()) / 1e6:.1f} MB)")

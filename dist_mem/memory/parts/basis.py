@@ -109,7 +109,7 @@ def first_positions(num_rows: int, padding: str) -> tuple[Tensor, Tensor]:
     has neither.
     """
     if padding == "none":
-        return _steps(num_rows), torch.empty(0, dtype=torch.float64, device="cpu")
+        return _fractions(num_rows), torch.empty(0, dtype=torch.float64, device="cpu")
     margin = num_rows // 2
     places = torch.arange(-margin, num_rows + margin, dtype=torch.float64, device="cpu").add(0.5) / num_rows
     rows = places[margin : margin + num_rows]
@@ -118,7 +118,7 @@ def first_positions(num_rows: int, padding: str) -> tuple[Tensor, Tensor]:
 
 def update_positions(num_samples: int, num_rows: int, *, tau: float, padding: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return the positions of the samples of the past (S,), of the new rows (E,) and of the zero rows around them."""
-    past, new = tau * _steps(num_samples), tau + (1.0 - tau) * _steps(num_rows)
+    past, new = tau * _fractions(num_samples), tau + (1.0 - tau) * _fractions(num_rows)
     if padding == "none":
         return past, new, torch.empty(0, dtype=torch.float64, device="cpu")
     num_places = 2 * (num_samples + num_rows)
@@ -127,7 +127,7 @@ def update_positions(num_samples: int, num_rows: int, *, tau: float, padding: st
     return past, new, places[(places < 0.0) | (places > 1.0)]
 
 
-def _steps(number: int) -> Tensor:
+def _fractions(number: int) -> Tensor:
     """Return 1 / n, 2 / n, ..., 1."""
     return torch.arange(1, number + 1, dtype=torch.float64, device="cpu") / number
 
@@ -147,7 +147,7 @@ def solve(geometry: Geometry) -> Fit:
     )
     update = regression(torch.cat([past, new]), zeros, geometry=geometry)
     past_matrix, new_matrix = update.split([geometry.num_samples, geometry.num_rows], dim=1)
-    samples = geometry.evaluate(_steps(geometry.num_samples))
+    samples = geometry.evaluate(_fractions(geometry.num_samples))
     return Fit(first, past_matrix.contiguous(), new_matrix.contiguous(), past_matrix @ samples)
 
 

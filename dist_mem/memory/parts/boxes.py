@@ -54,7 +54,7 @@ def point_shares(num_basis: int, like: Tensor) -> Tensor:
     return torch.where(border == 0, counts - 0.5, counts) / steps
 
 
-def binned(mass: Tensor, num_bins: int) -> Tensor:
+def bin_mass(mass: Tensor, num_bins: int) -> Tensor:
     """Spread the mass of each box (..., N) evenly over the box, and return that of R equal bins, (..., R)."""
     num_basis = mass.shape[-1]
     below = F.pad(mass.cumsum(dim=-1), (1, 0))
@@ -73,7 +73,7 @@ def box_histogram(mass: Tensor, real: Tensor, *, num_bins: int) -> Tensor:
     Args:
         mass: (H, B, T, N), of `box_masses`.  real: (B, T) bool, which queries count.
     """
-    return binned(torch.where(real[:, :, None], mass, 0.0).sum(dim=(0, 2)), num_bins)
+    return bin_mass(torch.where(real[:, :, None], mass, 0.0).sum(dim=(0, 2)), num_bins)
 
 
 def box_moments(mass: Tensor) -> tuple[Tensor, Tensor]:

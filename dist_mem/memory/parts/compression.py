@@ -47,9 +47,9 @@ class MostUsed(Compression):
 
     def forward(self, rows: Tensor, usage: Tensor | None) -> Tensor:
         assert usage is not None
-        return rows.gather(1, self.kept(usage)[..., None].expand(-1, -1, rows.shape[2]))
+        return rows.gather(1, self.choose_rows(usage)[..., None].expand(-1, -1, rows.shape[2]))
 
-    def kept(self, usage: Tensor) -> Tensor:
+    def choose_rows(self, usage: Tensor) -> Tensor:
         """Return which of T rows are kept, (B, T // c) int64, growing."""
         return usage.topk(usage.shape[1] // self.rate, dim=1).indices.sort(dim=1).values
 

@@ -1,8 +1,8 @@
 """A matrix per head read and written by our own kernels on GPUs (matrix_kernels.py), as operators that compile.
 
-They compute what `infini.recall` and `Infini.written` do, but for rounding; only rows in the dtype of the activations
-and the memory itself are in memory, and what the gradient of a memory needs within a window. Shape letters: B lanes, H
-heads, T tokens, K head width.
+They compute what `infini.recall` and `Infini.write_rows` do, but for rounding; only rows in the dtype of the
+activations and the memory itself are in memory, and what the gradient of a memory needs within a window. Shape letters:
+B lanes, H heads, T tokens, K head width.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dist_mem.nn.distance_attention import dense, like_projected, padded, precision, strides
+from dist_mem.nn.distance_attention import like_projected, make_dense, padded_width, precision, strides
 
 # Tokens of a tile, and warps, by largest K. On sm_90 none spills more than 64 bytes or takes more than 113 KB of shared
 # memory (tests/memory/test_memory_kernels.py).
@@ -45,7 +45,7 @@ def write(
 
 
 def turn(rows: Tensor, *, scale: float = 1.0) -> Tensor:
-    """Turn rows (H, B, T, K) as `infini.rotated` does, in float32, and multiply them with a scale."""
+    """Turn rows (H, B, T, K) as `infini.rotate` does, in float32, and multiply them with a scale."""
     width = rows.shape[-1]
     rates = 10000.0 ** (-torch.arange(0, width - 1, 2, device=rows.device, dtype=torch.float32) / width)
     angles = torch.arange(rows.shape[2], device=rows.device, dtype=torch.float32)[:, None] * rates
@@ -126,7 +126,7 @@ _OPS.define("turn_rows(Tensor rows, Tensor cosine, Tensor sine, float scale, boo
 def _constants(rows: Tensor) -> dict[str, Any]:
     width = rows.shape[-1]
     size, warps = tile_of(width)
-    constants = {"WIDTH": width, "PADDED": padded(width), "SIZE": size, "PRECISION": precision()}
+    constants = {"WIDTH": width, "PADDED": padded_width(width), "SIZE": size, "PRECISION": precision()}
     return constants | {"num_warps": warps, "num_stages": 1}
 
 
@@ -142,7 +142,7 @@ def _sizes(rows: Tensor) -> tuple[int, int, int]:
 def _recall(query: Tensor, matrix: Tensor, norm: Tensor) -> Tensor:
     from dist_mem.memory.parts import matrix_kernels as kernels
 
-    query, matrix, norm = dense(query), matrix.contiguous(), norm.contiguous()
+    query, matrix, norm = make_dense(query), matrix.contiguous(), norm.contiguous()
     rows, constants = like_projected(query), _constants(query)
     kernels.recall[_grid(query, constants["SIZE"])](
         query, matrix, norm, rows, *strides(query, rows), *_sizes(query), **constants
@@ -155,7 +155,7 @@ def _recall_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from dist_mem.memory.parts import matrix_kernels as kernels
 
-    given, query, matrix, norm = dense(given), dense(query), matrix.contiguous(), norm.contiguous()
+    given, query, matrix, norm = make_dense(given), make_dense(query), matrix.contiguous(), norm.contiguous()
     found, constants = (like_projected(query), *_of_readings(query, learns)), _constants(query)
     kernels.recall_backward[_grid(query, constants["SIZE"])](
         *(query, matrix, norm, given, *found, *strides(query, given, found[0]), *_sizes(query)),
@@ -175,7 +175,7 @@ def _write(
 ) -> tuple[Tensor, Tensor]:
     from dist_mem.memory.parts import matrix_kernels as kernels
 
-    key, value, matrix, norm = dense(key), dense(value), matrix.contiguous(), norm.contiguous()
+    key, value, matrix, norm = make_dense(key), make_dense(value), matrix.contiguous(), norm.contiguous()
     new, constants = (torch.empty_like(matrix), torch.empty_like(norm)), _constants(key)
     kernels.write[_grid(key, 1)[1], -(-key.shape[3] // COLUMNS)](
         *(key, value, matrix, norm, num_real, *new, *strides(key, value), *_sizes(key)),
@@ -188,7 +188,7 @@ def _write_backward(of_matrix: Tensor, of_norm: Tensor, key: Tensor, value: Tens
     from dist_mem.memory.parts import matrix_kernels as kernels
 
     matrix, norm, num_real, is_delta, learns = rest
-    key, value = dense(key), dense(value)
+    key, value = make_dense(key), make_dense(value)
     state = [part.contiguous() for part in (matrix, norm, num_real, of_matrix, of_norm)]
     found, constants = _write_gradients(key, value, learns), _constants(key)
     kernels.write_backward[_grid(key, constants["SIZE"])](
@@ -205,7 +205,7 @@ def _write_gradients(key: Tensor, value: Tensor, learns: bool) -> tuple[Tensor, 
 def _of_state(rows: Tensor, num_real: Tensor, of_products: Tensor, of_sums: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
     from dist_mem.memory.parts import matrix_kernels as kernels
 
-    rows, constants = dense(rows), _constants(rows)
+    rows, constants = make_dense(rows), _constants(rows)
     found = tuple(part.clone(memory_format=torch.contiguous_format) for part in of)
     kernels.of_state[_grid(rows, 1)[1:]](
         rows, num_real, of_products, of_sums, *found, *strides(rows), *_sizes(rows), **constants
@@ -216,11 +216,11 @@ def _of_state(rows: Tensor, num_real: Tensor, of_products: Tensor, of_sums: Tens
 def _turn_rows(rows: Tensor, cosine: Tensor, sine: Tensor, scale: float, back: bool) -> Tensor:
     from dist_mem.memory.parts import matrix_kernels as kernels
 
-    rows = dense(rows)
+    rows = make_dense(rows)
     made = like_projected(rows)
     kernels.turn[_grid(rows, TURNED)](
         *(rows, cosine, sine, made, *strides(rows, made), *rows.shape[1:3], scale, -1.0 if back else 1.0),
-        **{"WIDTH": rows.shape[-1], "PADDED": padded(rows.shape[-1]), "SIZE": TURNED},
+        **{"WIDTH": rows.shape[-1], "PADDED": padded_width(rows.shape[-1]), "SIZE": TURNED},
     )
     return made
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dist_mem.memory.parts.stored_rows import Store, is_written
-from dist_mem.nn.distance_attention import dense, like_projected, padded, precision, strides
+from dist_mem.nn.distance_attention import like_projected, make_dense, padded_width, precision, strides
 
 CHUNK = 512  # rows or candidates whose scores a program keeps in registers
 MOST = CHUNK // 2  # k; the finds of parts would not become fewer with more
@@ -166,9 +166,9 @@ def _searches(query: Tensor, keys: Tensor, number: int) -> tuple[tuple[int, ...]
 def _nearest_of_buckets(query: Tensor, keys: Tensor, marks: Tensor, number: int) -> Tensor:
     from dist_mem.memory.parts import row_kernels as kernels
 
-    query, keys = dense(query), dense(keys)
+    query, keys = make_dense(query), make_dense(keys)
     by, constants = _searches(query, keys, number)
-    found, chunk = _found(query, number), min(64, padded(number))
+    found, chunk = _empty_indices(query, number), min(64, padded_width(number))
     grid = -(-query.shape[2] // SEARCH.queries), query.shape[0] * query.shape[1], -(-number // chunk)
     kernels.nearest_of_buckets[grid](query, keys, marks, found, *by, CHUNK=chunk, **constants)
     return found
@@ -177,11 +177,11 @@ def _nearest_of_buckets(query: Tensor, keys: Tensor, marks: Tensor, number: int)
 def _nearest_rows(query: Tensor, keys: Tensor, marks: Tensor, number: int, parts: int) -> tuple[Tensor, Tensor]:
     from dist_mem.memory.parts import row_kernels as kernels
 
-    query, keys = dense(query), dense(keys)
+    query, keys = make_dense(query), make_dense(keys)
     by, constants = _searches(query, keys, number)
     found, orders = _candidates(query, number, parts)
     grid = -(-query.shape[2] // SEARCH.queries), query.shape[0] * query.shape[1], parts
-    constants |= {"CHUNK": min(CHUNK, padded(keys.shape[2])), "num_warps": SEARCH.warps}
+    constants |= {"CHUNK": min(CHUNK, padded_width(keys.shape[2])), "num_warps": SEARCH.warps}
     kernels.nearest[grid](query, keys, marks, found, orders, *by, parts, **constants)
     return found, orders
 
@@ -193,19 +193,19 @@ def _nearest_of_parts(candidates: Tensor, orders: Tensor, number: int, parts: in
     num_all, count = candidates.shape[:3].numel(), candidates.shape[3]
     kernels.nearest_of_parts[-(-num_all // SEARCH.queries), parts](
         *(candidates, orders, found, found_orders, num_all, count, number, parts),
-        **{"QUERIES": SEARCH.queries, "CHUNK": min(CHUNK, padded(count)), "num_warps": SEARCH.warps},
+        **{"QUERIES": SEARCH.queries, "CHUNK": min(CHUNK, padded_width(count)), "num_warps": SEARCH.warps},
     )
     return found, found_orders
 
 
-def _found(like: Tensor, number: int) -> Tensor:
+def _empty_indices(like: Tensor, number: int) -> Tensor:
     """Return an empty tensor with `number` integers a query, (H, B, T, number) int32."""
     return like.new_empty(*like.shape[:3], number, dtype=torch.int32)
 
 
 def _candidates(like: Tensor, number: int, parts: int) -> tuple[Tensor, Tensor]:
     """Return empty tensors of the finds of all parts, and of their scores, which one part does not need."""
-    return _found(like, parts * number), _found(like, parts * number if parts > 1 else 0)
+    return _empty_indices(like, parts * number), _empty_indices(like, parts * number if parts > 1 else 0)
 
 
 def read_warps(width: int) -> int:
@@ -216,19 +216,19 @@ def read_warps(width: int) -> int:
 def _reads(query: Tensor, keys: Tensor, index: Tensor, least: int) -> tuple[tuple[int, int], dict[str, int]]:
     """Return grid and constants of the kernels that read."""
     heads, lanes, num_queries, width = query.shape
-    constants = {"WIDTH": width, "PADDED": padded(width), "LEAST": least, "num_warps": read_warps(width)}
-    return (num_queries, heads * lanes), constants | {"ROWS": min(READ_ROWS, padded(index.shape[-1]))}
+    constants = {"WIDTH": width, "PADDED": padded_width(width), "LEAST": least, "num_warps": read_warps(width)}
+    return (num_queries, heads * lanes), constants | {"ROWS": min(READ_ROWS, padded_width(index.shape[-1]))}
 
 
 def _read_rows(*given: Any) -> tuple[Tensor, Tensor]:
     from dist_mem.memory.parts import row_kernels as kernels
 
     query, gain, keys, values, marks, index, least = given
-    query, keys, values = dense(query), keys.contiguous(), values.contiguous()  # one set of strides for both
+    query, keys, values = make_dense(query), keys.contiguous(), values.contiguous()  # one set of strides for both
     rows, log_sum = _read_outputs(query)
     grid, constants = _reads(query, keys, index, least)
     by = (*strides(query, keys.transpose(0, 1), rows), *query.shape[1:3], keys.shape[2], index.shape[3])
-    kernels.read[grid](query, keys, values, gain, marks, index, rows, log_sum, *by, **constants)
+    kernels.read_rows[grid](query, keys, values, gain, marks, index, rows, log_sum, *by, **constants)
     return rows, log_sum
 
 
@@ -236,7 +236,7 @@ def _read_rows_backward(*given: Any) -> tuple[Tensor, Tensor]:
     from dist_mem.memory.parts import row_kernels as kernels
 
     of_rows, log_sum, query, gain, keys, values, marks, index, least = given
-    of_rows, query, keys, values = dense(of_rows), dense(query), keys.contiguous(), values.contiguous()
+    of_rows, query, keys, values = make_dense(of_rows), make_dense(query), keys.contiguous(), values.contiguous()
     to_query, to_gain = _read_outputs(query)
     grid, constants = _reads(query, keys, index, least)
     by = strides(query, keys.transpose(0, 1), of_rows, to_query)
@@ -260,7 +260,7 @@ def _unit_output(rows: Tensor, is_wide: bool) -> Tensor:
 def _unit_rows(rows: Tensor, gain: Tensor | None, is_wide: bool) -> Tensor:
     from dist_mem.memory.parts import row_kernels as kernels
 
-    rows = dense(rows)
+    rows = make_dense(rows)
     made = _unit_output(rows, is_wide)
     grid, constants = _units(rows, gain)
     by = (*strides(rows, made), *rows.shape[1:3])
@@ -271,7 +271,7 @@ def _unit_rows(rows: Tensor, gain: Tensor | None, is_wide: bool) -> Tensor:
 def _unit_rows_backward(given: Tensor, rows: Tensor, gain: Tensor | None) -> tuple[Tensor, Tensor]:
     from dist_mem.memory.parts import row_kernels as kernels
 
-    given, rows = dense(given), dense(rows)
+    given, rows = make_dense(given), make_dense(rows)
     to_rows, to_gain = _unit_outputs(rows, gain)
     grid, constants = _units(rows, gain)
     by = (*strides(rows, given, to_rows), *rows.shape[1:3])
@@ -285,23 +285,23 @@ def _unit_outputs(rows: Tensor, gain: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _units(rows: Tensor, gain: Tensor | None) -> tuple[tuple[int, int], dict[str, Any]]:
-    grid, constants = _blocks(rows)
+    grid, constants = _tile_constants(rows)
     return grid, constants | {"GAIN": gain is not None}
 
 
-def _blocks(rows: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
+def _tile_constants(rows: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
     """Return grid and constants of kernels that take blocks of rows."""
     heads, lanes, num_rows, width = rows.shape
-    constants = {"WIDTH": width, "PADDED": padded(width), "SIZE": UNIT_ROWS}
+    constants = {"WIDTH": width, "PADDED": padded_width(width), "SIZE": UNIT_ROWS}
     return (-(-num_rows // UNIT_ROWS), heads * lanes), constants
 
 
 def _mix_rows(one: Tensor, other: Tensor, share: Tensor) -> Tensor:
     from dist_mem.memory.parts import row_kernels as kernels
 
-    one, other = dense(one), dense(other)
+    one, other = make_dense(one), make_dense(other)
     mixed = like_projected(other)
-    grid, constants = _blocks(one)
+    grid, constants = _tile_constants(one)
     kernels.mix[grid](one, other, share, mixed, *strides(one, other, mixed), *one.shape[1:3], **constants)
     return mixed
 
@@ -309,9 +309,9 @@ def _mix_rows(one: Tensor, other: Tensor, share: Tensor) -> Tensor:
 def _mix_rows_backward(given: Tensor, one: Tensor, other: Tensor, share: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     from dist_mem.memory.parts import row_kernels as kernels
 
-    given, one, other = dense(given), dense(one), dense(other)
+    given, one, other = make_dense(given), make_dense(one), make_dense(other)
     found = _mix_outputs(one, other)
-    grid, constants = _blocks(one)
+    grid, constants = _tile_constants(one)
     by = strides(one, other, given, found[0])
     kernels.mix_backward[grid](one, other, share, given, *found, *by, *one.shape[1:3], **constants)
     return found
@@ -323,7 +323,7 @@ def _mix_outputs(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 for _name, _function, _shapes in (
-    ("nearest_of_buckets", _nearest_of_buckets, lambda query, keys, marks, number: _found(query, number)),
+    ("nearest_of_buckets", _nearest_of_buckets, lambda query, keys, marks, number: _empty_indices(query, number)),
     ("nearest_rows", _nearest_rows, lambda query, keys, marks, number, parts: _candidates(query, number, parts)),
     ("nearest_of_parts", _nearest_of_parts, lambda found, orders, number, parts: _candidates(found, number, parts)),
     ("read_rows", _read_rows, lambda query, *rest: _read_outputs(query)),

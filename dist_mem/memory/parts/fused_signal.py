@@ -14,14 +14,14 @@ from torch import Tensor
 
 from dist_mem.memory.parts.basis import Fit
 from dist_mem.nn.constants import constant
-from dist_mem.nn.distance_attention import dense, like_projected, padded, precision, strides
+from dist_mem.nn.distance_attention import like_projected, make_dense, padded_width, precision, strides
 
 # Queries, and centres or samples, of a tile, and warps: by bytes of a number and largest K. On sm_90 none spills more
 # than 64 bytes or takes more than 113 KB of shared memory (tests/memory/test_memory_kernels.py).
 TILES = {(2, 64): (64, 8), (2, 128): (64, 8), (4, 64): (32, 4), (4, 128): (16, 4)}
 
 
-class Appending(NamedTuple):
+class AppendLaunch(NamedTuple):
     """Sizes of the kernels of a regression."""
 
     size: int = 64  # rows and columns of a tile
@@ -29,7 +29,7 @@ class Appending(NamedTuple):
     warps: int = 4
 
 
-APPENDED = Appending()
+APPENDED = AppendLaunch()
 
 
 def tile_of(itemsize: int, width: int) -> tuple[int, int]:
@@ -135,15 +135,15 @@ def _sizes(values: Tensor, mean: Tensor, centres: Tensor, squares: Tensor) -> tu
     """Return sizes and constants of the kernels that read."""
     width = values.shape[-1]
     size, warps = tile_of(values.element_size(), width)
-    constants = {"WIDTH": width, "PADDED": padded(width), "SIZE": size, "PRECISION": precision()}
+    constants = {"WIDTH": width, "PADDED": padded_width(width), "SIZE": size, "PRECISION": precision()}
     return (*mean.shape[1:3], len(centres), len(squares)), constants | {"num_warps": warps, "num_stages": 2}
 
 
 def _read_signal(values: Tensor, mean: Tensor, variance: Tensor, centres: Tensor, squares: Tensor) -> Tensor:
     from dist_mem.memory.parts import signal_kernels as kernels
 
-    values, mean, variance = dense(values), mean.contiguous(), variance.contiguous()
-    rows = _rows(values, mean)
+    values, mean, variance = make_dense(values), mean.contiguous(), variance.contiguous()
+    rows = _empty_output(values, mean)
     sizes, constants = _sizes(values, mean, centres, squares)
     grid = -(-mean.shape[2] // constants["SIZE"]), mean.shape[0] * mean.shape[1]
     kernels.read_signal[grid](
@@ -157,7 +157,7 @@ def _read_signal_backward(
 ) -> tuple[Tensor, ...]:
     from dist_mem.memory.parts import signal_kernels as kernels
 
-    given, values, mean, variance = dense(given), dense(values), mean.contiguous(), variance.contiguous()
+    given, values, mean, variance = make_dense(given), make_dense(values), mean.contiguous(), variance.contiguous()
     to_values, to_mean, to_variance = _gradients(values, mean)
     sizes, constants = _sizes(values, mean, centres, squares)
     num_pairs = mean.shape[0] * mean.shape[1]
@@ -172,7 +172,7 @@ def _read_signal_backward(
     return to_values, to_mean, to_variance
 
 
-def _rows(values: Tensor, mean: Tensor) -> Tensor:
+def _empty_output(values: Tensor, mean: Tensor) -> Tensor:
     """Return an empty tensor of what is read, (H, B, T, K)."""
     return like_projected(values.new_empty(1).expand(*mean.shape[:3], values.shape[3]))
 
@@ -188,7 +188,7 @@ def _append_rows(linear: Tensor, old: Tensor, first: Tensor, new: Tensor, rows: 
     matrices = first.contiguous(), new.contiguous(), linear.contiguous(), rows.contiguous(), old.contiguous()
     sizes = old.shape[1], rows.shape[1], old.shape[2]
     grid = -(-sizes[0] // APPENDED.size), -(-sizes[2] // APPENDED.size), len(old)
-    kernels.append_rows[grid](*matrices, mode, signal, *sizes, **_appended())
+    kernels.append_rows[grid](*matrices, mode, signal, *sizes, **_append_constants())
     return signal
 
 
@@ -199,11 +199,11 @@ def _append_rows_backward(first: Tensor, given: Tensor, new: Tensor, mode: Tenso
     to_rows = _to_rows(first, given, dtype)
     sizes = given.shape[1], to_rows.shape[1], given.shape[2]
     grid = -(-sizes[1] // APPENDED.size), -(-sizes[2] // APPENDED.size), len(given)
-    kernels.append_backward[grid](first, new, given, mode, to_rows, *sizes, **_appended())
+    kernels.append_backward[grid](first, new, given, mode, to_rows, *sizes, **_append_constants())
     return to_rows
 
 
-def _appended() -> dict[str, Any]:
+def _append_constants() -> dict[str, Any]:
     """Return the constants of the kernels of a regression."""
     constants = {"SIZE": APPENDED.size, "STEP": APPENDED.step, "PRECISION": "tf32x3"}
     return constants | {"num_warps": APPENDED.warps, "num_stages": 2}
@@ -216,8 +216,8 @@ def _to_rows(first: Tensor, given: Tensor, dtype: torch.dtype) -> Tensor:
 def _moments(query: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     from dist_mem.memory.parts import signal_kernels as kernels
 
-    query, keys = dense(query), dense(keys)
-    found, (sizes, constants) = _moment_outputs(query), _sampling(query, keys)
+    query, keys = make_dense(query), make_dense(keys)
+    found, (sizes, constants) = _moment_outputs(query), _moment_constants(query, keys)
     grid = -(-query.shape[2] // constants["SIZE"]), query.shape[0] * query.shape[1]
     kernels.moments[grid](query, keys, *found, *strides(query, keys), *sizes, **constants)
     return found
@@ -226,8 +226,8 @@ def _moments(query: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _moments_backward(query: Tensor, keys: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
     from dist_mem.memory.parts import signal_kernels as kernels
 
-    query, keys, given = dense(query), dense(keys), tuple(part.contiguous() for part in given)
-    (to_query, to_keys), (sizes, constants) = _moment_gradients(query, keys), _sampling(query, keys)
+    query, keys, given = make_dense(query), make_dense(keys), tuple(part.contiguous() for part in given)
+    (to_query, to_keys), (sizes, constants) = _moment_gradients(query, keys), _moment_constants(query, keys)
     num_pairs, size = query.shape[0] * query.shape[1], constants["SIZE"]
     kernels.backward_asking[-(-query.shape[2] // size), num_pairs](
         query, keys, *given, to_query, *strides(query, keys, to_query), *sizes, **constants
@@ -238,11 +238,11 @@ def _moments_backward(query: Tensor, keys: Tensor, *given: Tensor) -> tuple[Tens
     return to_query, to_keys
 
 
-def _sampling(query: Tensor, keys: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _moment_constants(query: Tensor, keys: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return sizes and constants of the kernels of moments."""
     width = query.shape[-1]
     size, warps = tile_of(query.element_size(), width)
-    constants = {"WIDTH": width, "PADDED": padded(width), "SIZE": size, "PRECISION": precision()}
+    constants = {"WIDTH": width, "PADDED": padded_width(width), "SIZE": size, "PRECISION": precision()}
     sizes = query.shape[1], query.shape[2], keys.shape[2], width**-0.5
     return sizes, constants | {"num_warps": warps, "num_stages": 1}
 
@@ -265,7 +265,7 @@ for _name, _function, _shapes in (
         _append_rows_backward,
         lambda first, given, new, mode, dtype: _to_rows(first, given, dtype),
     ),
-    ("read_signal", _read_signal, lambda values, mean, *rest: _rows(values, mean)),
+    ("read_signal", _read_signal, lambda values, mean, *rest: _empty_output(values, mean)),
     ("read_signal_backward", _read_signal_backward, lambda given, values, mean, *rest: _gradients(values, mean)),
 ):
     for _device in ("CUDA", "CPU"):  # CPU: Triton's interpreter, for tests

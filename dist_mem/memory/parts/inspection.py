@@ -86,7 +86,7 @@ def tokens_read(trace: Tensor | None, valid_len: Tensor) -> Tensor:
     return torch.zeros_like(valid_len) if trace is None else trace
 
 
-def overlapping(spans: Spans, begin: Tensor, end: Tensor) -> Tensor:
+def overlaps(spans: Spans, begin: Tensor, end: Tensor) -> Tensor:
     """Return which rows came from a token in [begin, end), both (B,): (B, R) bool; none if the range is empty."""
     reaches = (spans.begin < end[:, None]) & (spans.end > begin[:, None])
     return reaches & (spans.begin < spans.end) & (begin < end)[:, None]

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from dist_mem.nn.attention import SHORT, Choice
+from dist_mem.nn.attention import SHORT, BackEndChoice
 from dist_mem.nn.distance_attention import WIDEST, why_not
 from dist_mem.nn.kernel_shapes import device_type_of
 
@@ -22,13 +22,13 @@ class UsesKernels(Protocol):
 
     computes: str  # what they compute, as a message says it
 
-    def choose_kernels(self, device_type: str, num_queries: int) -> Choice:
+    def choose_kernels(self, device_type: str, num_queries: int) -> BackEndChoice:
         """Return triton or torch, and why."""
 
 
 def choose(
     back_end: str, device_type: str, num_queries: int, *, width: int, refused: str | None, reason: str
-) -> Choice:
+) -> BackEndChoice:
     """Return what computes.
 
     Args:
@@ -36,16 +36,16 @@ def choose(
         refused: why our kernels cannot compute it; None: they can.  reason: what they gain.
     """
     if back_end not in ("auto", "triton"):
-        return Choice("torch", "model.attention")
+        return BackEndChoice("torch", "model.attention")
     if device_type != "cuda":
-        return Choice("torch", "our kernels run on GPUs only")
+        return BackEndChoice("torch", "our kernels run on GPUs only")
     if back_end == "auto" and num_queries < SHORT:
-        return Choice("torch", f"it is fast for segments of {num_queries} tokens")
+        return BackEndChoice("torch", f"it is fast for segments of {num_queries} tokens")
     if width > WIDEST:
         refused = f"our kernels take heads of at most {WIDEST} numbers, these have {width}"
     if refused := refused or why_not():
-        return Choice("torch", refused)
-    return Choice("triton", reason)
+        return BackEndChoice("torch", refused)
+    return BackEndChoice("triton", reason)
 
 
 def by_kernels(module: UsesKernels, rows: Tensor, num_queries: int) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dist_mem.memory.parts.linear_kernels import (
     WIDEST,
-    Rows,
+    LinearRows,
     gated_norm,
     kernel_convolution,
     kernel_rule,
@@ -24,9 +24,9 @@ from dist_mem.memory.parts.linear_kernels import (
     unit_rows,
     why_not,
 )
-from dist_mem.memory.parts.linear_rule import Tokens, recurrent_rule
-from dist_mem.nn.attention import Choice
-from dist_mem.nn.convolution import convolved
+from dist_mem.memory.parts.linear_rule import RuleTokens, recurrent_rule
+from dist_mem.nn.attention import BackEndChoice
+from dist_mem.nn.convolution import convolve
 
 KERNELS = ("auto", "torch", "fla")  # memory.kernels
 LANES, SEG_LEN, SHORT, HEADS, KERNEL = 2, 100, 37, 2, 4  # of the case; SHORT: real tokens of the second lane
@@ -36,7 +36,7 @@ _TF32 = 2.0**-10  # this unit of products of float32 on tensor cores
 
 def choose(
     kernels: str, device_type: str, dtype: torch.dtype, *, d_key: int, d_value: int, delta: bool, by_row: bool
-) -> Choice:
+) -> BackEndChoice:
     """Return the back end of `memory.kernels` for activations of a dtype, torch or fla, and why.
 
     Args:
@@ -47,17 +47,17 @@ def choose(
         ValueError: memory.kernels is fla, which cannot run.
     """
     if kernels == "torch" or device_type == "meta":  # meta: operations are counted, of no device
-        return Choice("torch", "memory.kernels")
+        return BackEndChoice("torch", "memory.kernels")
     reason = _why_not_on(device_type, dtype, d_key, is_forced=kernels == "fla")
     if reason is None and torch.cuda.is_available():
         reason = difference(dtype, d_key, d_value, delta, by_row)
     if reason is None:
         spread = "; decays per head as decays per row, because Triton below 3.7.1 compiles theirs wrongly for this GPU"
         said = "flash-linear-attention's kernels, which agree with the recurrence on this device"
-        return Choice("fla", said + (spread if spreads_decays() and not by_row else ""))
+        return BackEndChoice("fla", said + (spread if spreads_decays() and not by_row else ""))
     if kernels == "fla":
         raise ValueError(f"memory.kernels is fla, but {reason}: set memory.kernels to auto or torch")
-    return Choice("torch", reason)
+    return BackEndChoice("torch", reason)
 
 
 @torch.compiler.assume_constant_result
@@ -122,7 +122,7 @@ def differs(device: str, dtype: torch.dtype, d_key: int, d_value: int, *, delta:
 _Compared = Iterator[tuple[str, Tensor, Tensor]]  # what it is, of the kernel, of the reference in float32
 
 
-def _compared(
+def _compare_kernel(
     inputs: dict[str, Tensor],
     kernel: Callable[..., tuple[Tensor, ...]],
     reference: Callable[..., tuple[Tensor, ...]],
@@ -163,7 +163,7 @@ def _rule_case(device: str, dtype: torch.dtype, d_key: int, d_value: int, *, del
     def kernel(
         query: Tensor, key: Tensor, value: Tensor, decay: Tensor, matrix: Tensor, *beta: Tensor
     ) -> tuple[Tensor, ...]:
-        return kernel_rule(Rows(query, key, value, decay, *(beta or (None,))), matrix, scale=1.0)
+        return kernel_rule(LinearRows(query, key, value, decay, *(beta or (None,))), matrix, scale=1.0)
 
     def recurrence(
         query: Tensor, key: Tensor, value: Tensor, decay: Tensor, matrix: Tensor, *beta: Tensor
@@ -171,10 +171,10 @@ def _rule_case(device: str, dtype: torch.dtype, d_key: int, d_value: int, *, del
         decay = decay if by_row else decay[..., None]
         written = beta[0] if delta else torch.ones_like(query[..., 0])
         parts = (part.transpose(1, 2) for part in (query, key, value, decay, written))
-        read, new = recurrent_rule(Tokens(*parts), matrix, delta=delta)
+        read, new = recurrent_rule(RuleTokens(*parts), matrix, delta=delta)
         return read.transpose(1, 2), new
 
-    return _compared(inputs, kernel, recurrence, ("what is read", "the matrix"))
+    return _compare_kernel(inputs, kernel, recurrence, ("what is read", "the matrix"))
 
 
 def _unit_case(device: str, dtype: torch.dtype, d_key: int) -> _Compared:
@@ -186,7 +186,7 @@ def _unit_case(device: str, dtype: torch.dtype, d_key: int) -> _Compared:
     def reference(rows: Tensor) -> tuple[Tensor, ...]:
         return (rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + 1e-6),)
 
-    return _compared({"rows": rows}, kernel, reference, ("a row of length 1",))
+    return _compare_kernel({"rows": rows}, kernel, reference, ("a row of length 1",))
 
 
 def _norm_case(device: str, dtype: torch.dtype, width: int) -> _Compared:
@@ -199,7 +199,7 @@ def _norm_case(device: str, dtype: torch.dtype, width: int) -> _Compared:
     def reference(rows: Tensor, gate: Tensor, gain: Tensor) -> tuple[Tensor, ...]:
         return (F.rms_norm(rows, (width,), gain, 1e-6) * F.silu(gate),)
 
-    return _compared(inputs, kernel, reference, ("a norm with its gate",))
+    return _compare_kernel(inputs, kernel, reference, ("a norm with its gate",))
 
 
 def _convolution_case(device: str, dtype: torch.dtype, width: int) -> _Compared:
@@ -211,6 +211,6 @@ def _convolution_case(device: str, dtype: torch.dtype, width: int) -> _Compared:
         return kernel_convolution(rows, tail, taps, widths, silu=True)
 
     def reference(rows: Tensor, tail: Tensor, taps: Tensor) -> tuple[Tensor, ...]:
-        return F.silu(convolved(torch.cat([tail, rows], dim=1), taps)).split(widths, dim=-1)
+        return F.silu(convolve(torch.cat([tail, rows], dim=1), taps)).split(widths, dim=-1)
 
-    return _compared(inputs, kernel, reference, 3 * ("a convolution",))
+    return _compare_kernel(inputs, kernel, reference, 3 * ("a convolution",))

@@ -65,7 +65,7 @@ def spreads_decays() -> bool:
     return first <= tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:3]) < fixed
 
 
-class Sizes(NamedTuple):
+class LinearLaunch(NamedTuple):
     """What a launch is chosen by; unnamed sizes of a tile count as these too."""
 
     tile: int = 64
@@ -73,16 +73,17 @@ class Sizes(NamedTuple):
     stages: int = 2
 
 
-LAUNCH = Sizes()
+LAUNCH = LinearLaunch()
 OTHERS = {
-    "chunk_kda_fwd_kernel_inter_solve_fused": Sizes(tile=32, warps=2),  # spills less on sm_90: docs/log/2026-11.md
+    # Spills less on sm_90: docs/log/2026-11.md.
+    "chunk_kda_fwd_kernel_inter_solve_fused": LinearLaunch(tile=32, warps=2),
     # fla refuses tiles as wide as a key, whose loads would go beyond the tensor; one launch is not asked.
-    "chunk_gla_bwd_kernel_dv": Sizes(tile=32),
-    "chunk_gla_bwd_kernel_inter": Sizes(tile=32),
+    "chunk_gla_bwd_kernel_dv": LinearLaunch(tile=32),
+    "chunk_gla_bwd_kernel_inter": LinearLaunch(tile=32),
 }
 
 
-def nearest(launches: list[Any], wanted: Sizes) -> Any:
+def nearest(launches: list[Any], wanted: LinearLaunch) -> Any:
     """Return the one of a tuner's launches that is nearest to the wanted sizes, the first of equals."""
 
     def distance(launch: Any) -> float:
@@ -137,7 +138,7 @@ def fla() -> SimpleNamespace:
     return SimpleNamespace(**{name: getattr(modules[of], name) for of, names in _FUNCTIONS.items() for name in names})
 
 
-class Rows(NamedTuple):
+class LinearRows(NamedTuple):
     """What the kernels read of every token; one with decay 0, and beta 0 or, without beta, value 0 changes nothing."""
 
     query: Tensor  # (B, T, H, K), in the dtype of the activations
@@ -147,7 +148,7 @@ class Rows(NamedTuple):
     beta: Tensor | None  # (B, T, H) float32, of the delta rule; None: the value is written
 
 
-def kernel_rule(rows: Rows, matrix: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+def kernel_rule(rows: LinearRows, matrix: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
     """Apply the rule to a segment: what tokens read (B, T, H, V) of queries times `scale`, and the new matrix.
 
     Args:
@@ -188,11 +189,11 @@ class _Rule(torch.autograd.Function):
 
 def unit_rows(rows: Tensor) -> Tensor:
     """Divide each row by sqrt(its squared length + 1e-6): (B, T, H, K)."""
-    found: Tensor = _UnitRows.apply(rows)
+    found: Tensor = _LinearUnitRows.apply(rows)
     return found
 
 
-class _UnitRows(torch.autograd.Function):
+class _LinearUnitRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
         unit, factors = torch.ops.dist_mem.fla_unit_rows(rows)
@@ -232,7 +233,7 @@ class _GatedNorm(torch.autograd.Function):
 def kernel_convolution(
     rows: Tensor, tail: Tensor, taps: Tensor, widths: list[int], *, silu: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do as `convolution.convolved`, without putting rows together with those before them, and silu after it.
+    """Do as `convolution.convolve`, without putting rows together with those before them, and silu after it.
 
     Args:
         rows: (B, T, W), the last axis contiguous.
@@ -283,7 +284,7 @@ _OPS.define(
 )
 
 
-def _spread(decay: Tensor, query: Tensor) -> Tensor:
+def _spread_decay(decay: Tensor, query: Tensor) -> Tensor:
     """Return decays as the kernels take them here."""
     return decay[..., None].expand(query.shape) if decay.dim() == 3 and spreads_decays() else decay
 
@@ -291,7 +292,7 @@ def _spread(decay: Tensor, query: Tensor) -> Tensor:
 def _rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None, matrix: Tensor, scale: float
 ) -> tuple[Tensor, ...]:
-    call, decay = fla(), _spread(decay, query)
+    call, decay = fla(), _spread_decay(decay, query)
     query, key, value, decay, matrix = (part.contiguous() for part in (query, key, value, decay, matrix))
     none = query.new_empty(0)
     given: dict[str, Any] = {"q": query, "k": key, "v": value, "scale": scale}
@@ -396,7 +397,7 @@ def _gated_norm_backward(
     return to_rows.view(rows.shape), to_gate.view(rows.shape), to_gain
 
 
-def _padded(tail: Tensor) -> Tensor:
+def _pad_tail(tail: Tensor) -> Tensor:
     """Return the rows before a segment as fla keeps them, (B, W, kernel): the oldest of its columns is not read."""
     return F.pad(tail.mT, (1, 0)).contiguous()
 
@@ -411,7 +412,7 @@ def _convolution(
             weight=weights.contiguous(),
             bias=None,
             residual=None,
-            initial_state=_padded(before),
+            initial_state=_pad_tail(before),
             activation="silu" if silu else None,
         )[0]
         for own, before, weights in parts
@@ -427,7 +428,7 @@ def _convolution_backward(
         dy=torch.cat([first, second, third], dim=-1),
         dht=None,
         weight=taps.contiguous(),
-        initial_state=_padded(tail),
+        initial_state=_pad_tail(tail),
         activation="silu" if silu else None,
     )
     return to_rows.contiguous(), to_before[..., 1:].mT.contiguous(), to_taps
@@ -436,11 +437,11 @@ def _convolution_backward(
 def _meta_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None, matrix: Tensor, scale: float
 ) -> tuple[Tensor, ...]:
-    total = query.new_empty(_spread(decay, query).shape, dtype=torch.float32)
+    total = query.new_empty(_spread_decay(decay, query).shape, dtype=torch.float32)
     none, pairs, is_vector = query.new_empty(0), (*query.shape[:3], CHUNK), total.dim() == 4
     scores = query.new_empty(pairs, dtype=query.dtype if beta is not None else torch.float32) if is_vector else none
     solved = none.clone() if beta is None else query.new_empty(pairs)
-    return _whole(value), _whole(matrix), total, scores, solved
+    return _empty_contiguous(value), _empty_contiguous(matrix), total, scores, solved
 
 
 def _meta_rule_backward(
@@ -454,28 +455,28 @@ def _meta_rule_backward(
     matrix: Tensor,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
-    to_beta = query.new_empty(0) if beta is None else _whole(beta)
-    return *map(_whole, (query, key, value, decay)), to_beta, _whole(matrix)
+    to_beta = query.new_empty(0) if beta is None else _empty_contiguous(beta)
+    return *map(_empty_contiguous, (query, key, value, decay)), to_beta, _empty_contiguous(matrix)
 
 
-def _whole(like: Tensor) -> Tensor:
+def _empty_contiguous(like: Tensor) -> Tensor:
     return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
 def _meta_unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    return _whole(rows), rows.new_empty(rows.shape[:-1], dtype=torch.float32)
+    return _empty_contiguous(rows), rows.new_empty(rows.shape[:-1], dtype=torch.float32)
 
 
 for _name, _function, _meta in (
     ("linear_rule", _rule, _meta_rule),
     ("linear_rule_backward", _rule_backward, _meta_rule_backward),
     ("fla_unit_rows", _unit_rows, _meta_unit_rows),
-    ("fla_unit_rows_backward", _unit_rows_backward, lambda of_unit, unit, factors: _whole(unit)),
+    ("fla_unit_rows_backward", _unit_rows_backward, lambda of_unit, unit, factors: _empty_contiguous(unit)),
     ("gated_norm", _gated_norm, lambda rows, *rest: _meta_unit_rows(rows)),
     (
         "gated_norm_backward",
         _gated_norm_backward,
-        lambda of_gated, rows, gate, gain, *rest: tuple(map(_whole, (rows, gate, gain))),
+        lambda of_gated, rows, gate, gain, *rest: tuple(map(_empty_contiguous, (rows, gate, gain))),
     ),
     (
         "linear_convolution",
@@ -485,7 +486,7 @@ for _name, _function, _meta in (
     (
         "linear_convolution_backward",
         _convolution_backward,
-        lambda first, second, third, rows, tail, taps, silu: tuple(map(_whole, (rows, tail, taps))),
+        lambda first, second, third, rows, tail, taps, silu: tuple(map(_empty_contiguous, (rows, tail, taps))),
     ),
 ):
     for _device in ("CUDA", "CPU"):  # CPU: Triton's interpreter, for tests

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dist_mem.nn.kernel_shapes import LAUNCHED, Launched
+from dist_mem.nn.kernel_shapes import LAUNCHED, KernelTraffic
 
 CHUNK = 64  # C, tokens of a chunk; fla's kernels for vector decays solve it in blocks of 16
 
@@ -59,7 +59,7 @@ def _sizes(query: Tensor, value: Tensor) -> dict[str, int]:
     }
 
 
-def _of_rule(given: tuple[Any, ...], *, first: int, backward: bool) -> Launched:
+def _of_rule(given: tuple[Any, ...], *, first: int, backward: bool) -> KernelTraffic:
     """Return the kernels of a rule, whose query stands at place `first`; a cast to the same dtype is none."""
     query, _, value, decay, beta = given[first : first + 5]
     words, sizes = _WORDS[beta is not None, decay.dim() == 4], _sizes(query, value)
@@ -69,28 +69,28 @@ def _of_rule(given: tuple[Any, ...], *, first: int, backward: bool) -> Launched:
         return sum(sizes[letter] for letter in word)
 
     moved = [num_bytes(word) for word in kernels if word != "rk" or query.element_size() != 4]
-    return Launched(moved, num_bytes(words.workspace[backward]))
+    return KernelTraffic(moved, num_bytes(words.workspace[backward]))
 
 
 def _bytes(rows: Tensor) -> int:
     return rows.numel() * rows.element_size()
 
 
-def _of_convolution(rows: Tensor, tail: Tensor, taps: Tensor, widths: list[int], silu: bool) -> Launched:
+def _of_convolution(rows: Tensor, tail: Tensor, taps: Tensor, widths: list[int], silu: bool) -> KernelTraffic:
     before = _bytes(taps) * rows.shape[0]
     sizes = (_bytes(tail) + before, 2 * _bytes(rows) + before + _bytes(taps))
     parts = [width / rows.shape[2] for width in widths]
-    return Launched([round(part * size) for part in parts for size in sizes], before)
+    return KernelTraffic([round(part * size) for part in parts for size in sizes], before)
 
 
-def _of_convolution_backward(*given: Any) -> Launched:
+def _of_convolution_backward(*given: Any) -> KernelTraffic:
     rows, tail, taps, silu = given[3:]
     whole, before = _bytes(rows), _bytes(taps) * rows.shape[0]
     sums = 4 * taps.numel() * rows.shape[0] * math.ceil(rows.shape[1] / CHUNK)  # the gradient of the taps, in parts
     read = before + _bytes(taps)
     again = [2 * whole + read] if silu else []  # the convolution, before silu
     moved = [2 * whole, _bytes(tail) + before, *again, (3 + silu) * whole + read + sums, sums, before, before, before]
-    return Launched(moved, (1 + silu) * whole + sums)
+    return KernelTraffic(moved, (1 + silu) * whole + sums)
 
 
 LAUNCHED |= {

@@ -22,7 +22,7 @@ from torch import Tensor
 SUB_LEN = 8  # tokens of a secondary chunk: within it, vector decays cost its length times K numbers per token
 
 
-class Tokens(NamedTuple):
+class RuleTokens(NamedTuple):
     """What the rule reads of every token, float32 at least; a token with beta and decay 0 changes nothing."""
 
     query: Tensor  # (B, H, T, K), scaled
@@ -32,7 +32,7 @@ class Tokens(NamedTuple):
     beta: Tensor  # (B, H, T), how much of a value is written
 
 
-def recurrent_rule(tokens: Tokens, matrix: Tensor, *, delta: bool) -> tuple[Tensor, Tensor]:
+def recurrent_rule(tokens: RuleTokens, matrix: Tensor, *, delta: bool) -> tuple[Tensor, Tensor]:
     """Apply the rule a token at a time: the reference for `chunked_rule`, which has the same arguments."""
     read = []
     for query, key, value, decay, beta in zip(
@@ -56,7 +56,7 @@ def chunks(seg_len: int, chunk_len: int, *, sub_len: int = 1) -> tuple[int, int]
     return size, -(-seg_len // size)
 
 
-def chunked_rule(tokens: Tokens, matrix: Tensor, *, delta: bool, chunk_len: int) -> tuple[Tensor, Tensor]:
+def chunked_rule(tokens: RuleTokens, matrix: Tensor, *, delta: bool, chunk_len: int) -> tuple[Tensor, Tensor]:
     """Apply the rule to a segment in chunks.
 
     By the delta rule the corrections R of all tokens of a chunk follow from one triangular system,

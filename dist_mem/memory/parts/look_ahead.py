@@ -21,12 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_mem.nn.attention import attend, masked, simple_scores
+from dist_mem.nn.attention import attend, mask_scores, simple_scores
 from dist_mem.nn.attention_inputs import Inputs, Visible
 from dist_mem.nn.chunked_attention import log_sum_exp
 from dist_mem.nn.kernel_shapes import device_type_of
-from dist_mem.nn.layers import Attended, RelativeProjections, relative_queries, sinusoid_table, split_heads
-from dist_mem.nn.named_tuples import replaced
+from dist_mem.nn.layers import AttentionOutput, RelativeProjections, relative_queries, sinusoid_table, split_heads
+from dist_mem.nn.named_tuples import replace
 from dist_mem.nn.position_scores import add_by_distance
 
 
@@ -37,7 +37,7 @@ class Past(NamedTuple):
     log_sum: Tensor  # (B, M, H), s, float32 at least
 
 
-class Refreshed(NamedTuple):
+class RefreshedPast(NamedTuple):
     past: Past  # of the newest M of the M + T rows, without gradient
     alpha: Tensor  # (H, B, M), weight of a memory row's old context, eq. 11
 
@@ -185,7 +185,7 @@ class LookAheadAttention(RelativeProjections):
 
     def forward(
         self, x: Tensor, past: Past, visible: Visible, ahead: Visible, *, weights: bool = False
-    ) -> tuple[Attended, Refreshed]:
+    ) -> tuple[AttentionOutput, RefreshedPast]:
         """Attend from the segment to memory and segment, and refresh the attention results of the memory rows.
 
         Args:
@@ -215,7 +215,7 @@ class LookAheadAttention(RelativeProjections):
             log_sums[:, -mem_len:].to(past.log_sum.dtype),
         )
         y = self.dropout(self.output(contexts.flatten(-2)))
-        return Attended(y, segment_query, shares if weights else None), Refreshed(newest, alpha)
+        return AttentionOutput(y, segment_query, shares if weights else None), RefreshedPast(newest, alpha)
 
     def of_rows(self, x: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
         """Project all rows, and convolve them.
@@ -244,7 +244,7 @@ class LookAheadAttention(RelativeProjections):
             rows, log_sum = attend(inputs, back_end, log_sum=True)
             assert log_sum is not None
             return rows, log_sum.detach(), None
-        scores = masked(simple_scores(inputs), inputs.visible)
+        scores = mask_scores(simple_scores(inputs), inputs.visible)
         shares = scores.softmax(dim=-1)
         context = self.attention_dropout(shares.to(inputs.value.dtype)) @ inputs.value
         return context, log_sum_exp(scores, shares), shares
@@ -272,7 +272,7 @@ class LookAheadAttention(RelativeProjections):
             attended = self.attention_dropout(looking.to(value.dtype)) @ value
         else:
             content_query, relative = relative_queries(query, table, **biases)
-            relative = replaced(relative, first=self.mem_len - self.window)
+            relative = replace(relative, first=self.mem_len - self.window)
             rows, log_sum_ahead = attend(Inputs(content_query, key, value, ahead, relative), back_end, log_sum=True)
             assert log_sum_ahead is not None
             alpha, log_sum = shares_of_old(old_log_sum, log_sum_ahead, **options)

@@ -32,7 +32,7 @@ def feature_rows(rows, row, row_stride, num_real, WIDTH: tl.constexpr, PADDED: t
 
 
 @triton.jit
-def reading(found, matrix, norm, WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr):
+def read_matrix(found, matrix, norm, WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr):
     """Return what features read of the memory, and the sums that divide it."""
     width = tl.arange(0, PADDED)
     whole = rows_of(matrix, width, WIDTH, WIDTH, WIDTH, PADDED)
@@ -65,7 +65,7 @@ def recall(
     row, width = tl.program_id(0) * SIZE + tl.arange(0, SIZE), tl.arange(0, PADDED)
     state = lane.to(tl.int64) * num_heads + head
     found = feature_rows(head_of(q, head, lane, q_head, q_lane), row, q_row, num_rows, WIDTH, PADDED)
-    read, _ = reading(found, matrix + state * WIDTH * WIDTH, norm + state * WIDTH, WIDTH, PADDED, PRECISION)
+    read, _ = read_matrix(found, matrix + state * WIDTH * WIDTH, norm + state * WIDTH, WIDTH, PADDED, PRECISION)
     rows = head_of(rows, head, lane, o_head, o_lane) + row[:, None] * o_row + width[None, :]
     tl.store(rows, read.to(rows.dtype.element_ty), mask=(row < num_rows)[:, None] & (width < WIDTH)[None, :])
 
@@ -82,7 +82,7 @@ def recall_backward(
     state = lane.to(tl.int64) * num_heads + head
     matrix, norm = matrix + state * WIDTH * WIDTH, norm + state * WIDTH
     found = feature_rows(head_of(q, head, lane, q_head, q_lane), row, q_row, num_rows, WIDTH, PADDED)
-    read, sums = reading(found, matrix, norm, WIDTH, PADDED, PRECISION)
+    read, sums = read_matrix(found, matrix, norm, WIDTH, PADDED, PRECISION)
     of_read = rows_of(head_of(given, head, lane, g_head, g_lane), row, g_row, num_rows, WIDTH, PADDED).to(tl.float32)
     of_features, of_products, of_sums = reading_backward(of_read, read, sums, matrix, norm, WIDTH, PADDED, PRECISION)
     inside = (row < num_rows)[:, None] & (width < WIDTH)[None, :]
@@ -150,7 +150,7 @@ def write_backward(
     to_k, to_v = head_of(to_k, head, lane, dk_head, dk_lane), head_of(to_v, head, lane, dk_head, dk_lane)
     tl.store(to_v + at, of_new.to(to_v.dtype.element_ty), mask=inside)
     if DELTA:
-        read, sums = reading(found, matrix, norm, WIDTH, PADDED, PRECISION)
+        read, sums = read_matrix(found, matrix, norm, WIDTH, PADDED, PRECISION)
     new = rows_of(head_of(v, head, lane, v_head, v_lane), row, v_row, count, WIDTH, PADDED).to(tl.float32)
     if DELTA:
         new -= read

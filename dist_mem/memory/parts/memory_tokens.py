@@ -33,14 +33,14 @@ from dist_mem.nn.layers import (
 from dist_mem.nn.position_scores import add_by_distance
 
 
-class Attended(NamedTuple):
+class MemoryTokenOutput(NamedTuple):
     y: Tensor  # (B, R, D), before the residual
     query: Tensor  # (H, B, T, K) of the tokens, before biases
     written: Tensor | None  # (B,) share of the tokens in what write rows read; None without write rows
     weights: Tensor | None  # (H, B, T, cache_len + M + T) of the tokens' reading, where asked for
 
 
-class Projected(NamedTuple):
+class ScoredRows(NamedTuple):
     """Queries, keys and values of some rows, and their scores by distance."""
 
     query: Tensor  # (H, B, R, K), scaled
@@ -49,10 +49,10 @@ class Projected(NamedTuple):
     position_query: Tensor  # (H, B, R, K), scaled
     position: Tensor  # (H, K, J + 1) at distances J - 1 down to 0, then a dummy
 
-    def part(self, queries: slice, keys: slice) -> Projected:
+    def part(self, queries: slice, keys: slice) -> ScoredRows:
         """Return some queries and keys, of which the last ones are those of the queries."""
         num_keys = keys.stop - keys.start
-        return Projected(
+        return ScoredRows(
             self.query[:, :, queries],
             self.key[:, :, keys],
             self.value[:, :, keys],
@@ -75,7 +75,7 @@ class MemoryTokenAttention(RelativeProjections):
 
     def forward(
         self, x: Tensor, cache: Tensor, cache_valid: Tensor, valid_len: Tensor, *, weights: bool = False
-    ) -> Attended:
+    ) -> MemoryTokenOutput:
         """Attend from all rows.
 
         Args:
@@ -84,11 +84,11 @@ class MemoryTokenAttention(RelativeProjections):
         """
         num_tokens, cache_len, num_rows = self.num_tokens, cache.shape[1], x.shape[1]
         seg_len = num_rows - num_tokens - self.num_after
-        query, key, value = self.projected(x, cache, visible_keys(cache_valid, num_rows, same_length=False))
+        query, key, value = self.project_heads(x, cache, visible_keys(cache_valid, num_rows, same_length=False))
         table = self.position_keys(x, num_keys=key.shape[2])
         biases = {"content_bias": self.content_bias, "position_bias": self.position_bias}
         content_query, relative = relative_queries(query, table, **biases)
-        rows = Projected(content_query, key, value, relative.query, table)
+        rows = ScoredRows(content_query, key, value, relative.query, table)
         right = self.right_keys(cache_valid, num_rows, x.dtype) if self.counts_rows else None
         begin = 0 if self.read_cache else cache_len  # of the keys that memory rows see
         read_end, seg_end = cache_len + num_tokens, cache_len + num_tokens + seg_len
@@ -108,7 +108,7 @@ class MemoryTokenAttention(RelativeProjections):
             parts.append(found)
             written = shares.detach()[..., read_end - begin : seg_end - begin].float().sum(-1).mean(dim=(0, 2))
         y = self.dropout(self.output(merge_heads(torch.cat(parts, dim=2))))
-        return Attended(y, query[:, :, num_tokens : num_tokens + seg_len], written, token_weights)
+        return MemoryTokenOutput(y, query[:, :, num_tokens : num_tokens + seg_len], written, token_weights)
 
     @property
     def counts_rows(self) -> bool:
@@ -127,7 +127,7 @@ class MemoryTokenAttention(RelativeProjections):
         keys: Tensor = self.position(self.dropout(table))
         return keys.unflatten(-1, (self.num_heads, -1)).unflatten(0, distances.shape).permute(2, 0, 3, 1)
 
-    def read_block(self, rows: Projected, right: Tensor | None, valid: Tensor) -> tuple[Tensor, Tensor]:
+    def read_block(self, rows: ScoredRows, right: Tensor | None, valid: Tensor) -> tuple[Tensor, Tensor]:
         """Return what a block of M memory rows reads, (H, B, M, K), and the shares of all keys, (H, B, M, J).
 
         Args:

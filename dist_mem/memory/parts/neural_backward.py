@@ -24,32 +24,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dist_mem.memory.parts.neural_memory import Learned, Tokens, Weights, decays, mixture
+from dist_mem.memory.parts.neural_memory import LearningResult, NeuralTokens, Weights, decays, mixture
 from dist_mem.memory.parts.neural_steps import (
-    activated,
-    added,
+    activate,
+    add,
     asked_gradients,
     both_factors,
     columns_of,
     difference,
     inner_gradient,
     key_and_value,
-    mixed,
-    mixed_activated,
+    mix,
+    mix_and_activate,
     of_momentum,
     of_weights,
     pair_gradients,
-    passed_back,
+    pass_back,
     push_gradients,
-    pushed,
+    push_token,
     row_gradients,
     scale_gradient,
     sides,
     squares,
-    weighed,
+    weigh_shares,
 )
-from dist_mem.memory.parts.rank_update import Update, rank_update
-from dist_mem.nn.compiled import compiled
+from dist_mem.memory.parts.rank_update import LayerUpdate, rank_update
+from dist_mem.nn.compilation import compile_once
 from dist_mem.nn.distance_attention import why_not
 
 Tensors = tuple[Tensor, ...]
@@ -69,7 +69,7 @@ class Chunks(NamedTuple):
     mix: Tensor  # (N, B, 3), what the chunk leaves of the weights, adds of the momentum, and leaves of the momentum
 
 
-class Passed(NamedTuple):
+class ForwardValues(NamedTuple):
     """What the network computed for keys; of a chunk (B, C, .), of a group (G, C, .)."""
 
     hidden: Tensors  # h_i (., O_i), without the last layer
@@ -91,14 +91,14 @@ def group_size(chunks: Chunks, weights: Weights) -> int:
 
 
 def learn(
-    tokens: Tokens,
+    tokens: NeuralTokens,
     weights: Weights,
     momentum: Weights,
     *,
     chunk_len: int,
     max_gradient: float | None = None,
     tf32: bool = False,
-) -> Learned:
+) -> LearningResult:
     """Let the network learn a segment, as `neural_memory.learn`; its error has no gradient.
 
     Args:
@@ -107,32 +107,32 @@ def learn(
     seg_len = tokens.step.shape[1]
     chunks = in_chunks(tokens, chunk_len)
     num_layers, keeps = len(weights), torch.is_grad_enabled()
-    settings = Settings(num_layers, group_size(chunks, weights), max_gradient, tf32)
-    read, error, *states = _Learning.apply(settings, keeps, *chunks, *weights, *momentum)
+    settings = LearningSettings(num_layers, group_size(chunks, weights), max_gradient, tf32)
+    read, error, *states = _LearnChunks.apply(settings, keeps, *chunks, *weights, *momentum)
     read, error = (rows.transpose(0, 1).flatten(1, 2)[:, :seg_len] for rows in (read, error))
     parts = [state.chunk(2, dim=-1) for state in states]
     new, speed = (tuple(part[place].contiguous() for part in parts) for place in (0, 1))
-    return Learned(read, new, speed, error)
+    return LearningResult(read, new, speed, error)
 
 
-def in_chunks(tokens: Tokens, chunk_len: int) -> Chunks:
+def in_chunks(tokens: NeuralTokens, chunk_len: int) -> Chunks:
     """Cut a segment into chunks, the last filled up with padding, and compute the shares of their tokens."""
     seg_len = tokens.step.shape[1]
     size = min(chunk_len, seg_len)
     padding = -seg_len % size
 
-    def cut(part: Tensor) -> Tensor:
+    def split_chunks(part: Tensor) -> Tensor:
         if padding:
             part = F.pad(part, (*(0, 0) * (part.dim() - 2), 0, padding))
         return part.unflatten(1, (-1, size)).transpose(0, 1).contiguous()
 
-    one = Tokens(*map(cut, tokens))
+    one = NeuralTokens(*map(split_chunks, tokens))
     left, since, shares = mixture(one)
     mix = torch.stack([left[..., -1], since[..., -1], one.momentum.sum(-1).exp()], dim=-1)
     return Chunks(*one[:4], left, since, shares, decays(one.momentum)[..., -1, :], mix)
 
 
-class Settings(NamedTuple):
+class LearningSettings(NamedTuple):
     """What is no tensor."""
 
     num_layers: int
@@ -141,11 +141,11 @@ class Settings(NamedTuple):
     tf32: bool
 
 
-class _Learning(torch.autograd.Function):
+class _LearnChunks(torch.autograd.Function):
     """Chunks, weights and momentum -> what tokens read (N, B, C, D), their errors (N, B, C), states (B, I, 2 O)."""
 
     @staticmethod
-    def forward(ctx: Any, settings: Settings, keeps: bool, *given: Tensor) -> Tensors:
+    def forward(ctx: Any, settings: LearningSettings, keeps: bool, *given: Tensor) -> Tensors:
         run = forward if given[0].is_meta else torch.ops.dist_mem.titans_learn
         found = run([part.detach() for part in given], *settings, keeps)  # the compiler warns of gradients of views
         num_outputs = 2 + settings.num_layers
@@ -161,10 +161,10 @@ class _Learning(torch.autograd.Function):
         return None, None, *run(of_read, list(of_states), saved, *ctx.settings)
 
 
-def calling(function: Callable[..., Any], like: Tensor) -> Callable[..., Any]:
+def choose_call(function: Callable[..., Any], like: Tensor) -> Callable[..., Any]:
     """Return the function; for a GPU compiled, if the compiler's kernels run there and it is no check in float64."""
     is_plain = like.device.type != "cuda" or like.dtype == torch.float64 or why_not()
-    return function if is_plain else compiled(function)
+    return function if is_plain else compile_once(function)
 
 
 @contextmanager
@@ -183,7 +183,7 @@ def groups(num_chunks: int, every: int) -> list[slice]:
     return [slice(begin, min(begin + every, num_chunks)) for begin in range(0, num_chunks, every)]
 
 
-def merged(parts: Sequence[Tensor]) -> Tensors:
+def merge_parts(parts: Sequence[Tensor]) -> Tensors:
     """Merge chunks and lanes of a group, as one axis of products."""
     return tuple(part.flatten(0, 1) for part in parts)
 
@@ -195,7 +195,7 @@ def forward(
     chunks = Chunks(*given[: len(Chunks._fields)])
     begun = given[len(Chunks._fields) :]
     after = [torch.cat(pair, dim=-1) for pair in zip(begun[:num_layers], begun[num_layers:], strict=True)]
-    learn_one, read_group = (calling(function, chunks.key) for function in (learned_chunk, read_chunks))
+    learn_one, read_group = (choose_call(function, chunks.key) for function in (learn_chunk, read_chunks))
     read, errors, kept = [], [], []
     buffers = [state.new_empty(every, *state.shape) for state in after]
     with products_in(tf32=tf32):
@@ -213,10 +213,10 @@ def forward(
                 passed, rows, columns = learn_one(one, now, max_gradient)
                 nexts = [part[place + 1] for part in states] if place + 1 < size else after
                 parts = zip(now, rows, columns, nexts, strict=True)
-                rank_update([Update(state, [row], [column], new) for state, row, column, new in parts], one.mix)
+                rank_update([LayerUpdate(state, [row], [column], new) for state, row, column, new in parts], one.mix)
                 found.append(passed)
-            passed = gathered(found)
-            mine = Chunks(*merged([part[group] for part in chunks]))
+            passed = gather_chunks(found)
+            mine = Chunks(*merge_parts([part[group] for part in chunks]))
             rows, sums = read_group(mine, passed, [part.flatten(0, 1) for part in states])
             read.append(rows.unflatten(0, (size, -1)))
             errors.append(squares(passed.missing)[0].unflatten(0, (size, -1)))
@@ -225,12 +225,12 @@ def forward(
     return [torch.cat(read), torch.cat(errors), *after, *kept]
 
 
-def learned_chunk(one: Chunks, states: Sequence[Tensor], max_gradient: float | None) -> tuple[Passed, Any, Any]:
+def learn_chunk(one: Chunks, states: Sequence[Tensor], max_gradient: float | None) -> tuple[ForwardValues, Any, Any]:
     """Return what the network computes for a chunk, and rows and columns of its `rank_update` in every layer."""
     rows, hidden = [one.key], []
     for state in states[:-1]:
         hidden.append(torch.bmm(rows[-1], of_weights(state)))
-        rows += activated(hidden[-1])
+        rows += activate(hidden[-1])
     (missing,) = difference(torch.bmm(rows[-1], of_weights(states[-1])), one.value)
     asked: list[Tensor] = []
     gradient = missing
@@ -238,42 +238,42 @@ def learned_chunk(one: Chunks, states: Sequence[Tensor], max_gradient: float | N
         asked.insert(0, torch.bmm(gradient, of_weights(state).mT))
         if len(asked) < len(hidden):
             (gradient,) = inner_gradient(sums, asked[0])
-    scale, *columns = pushed(
+    scale, *columns = push_token(
         one.step, one.shares[:, -1], one.last, one.key, hidden, asked, missing, max_gradient=max_gradient
     )
-    return Passed(tuple(hidden), tuple(asked), missing, scale), rows, columns
+    return ForwardValues(tuple(hidden), tuple(asked), missing, scale), rows, columns
 
 
-def gathered(found: Sequence[Passed]) -> Passed:
+def gather_chunks(found: Sequence[ForwardValues]) -> ForwardValues:
     """Return what was computed for the chunks of a group."""
 
-    def joined(parts: Sequence[Tensor]) -> Tensor:
+    def join(parts: Sequence[Tensor]) -> Tensor:
         return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
     hidden, asked = (
-        tuple(map(joined, zip(*parts, strict=True)))
+        tuple(map(join, zip(*parts, strict=True)))
         for parts in ([one.hidden for one in found], [one.asked for one in found])
     )
-    return Passed(hidden, asked, joined([one.missing for one in found]), joined([one.scale for one in found]))
+    return ForwardValues(hidden, asked, join([one.missing for one in found]), join([one.scale for one in found]))
 
 
-def read_chunks(mine: Chunks, passed: Passed, states: Sequence[Tensor]) -> tuple[Tensor, Tensors]:
+def read_chunks(mine: Chunks, passed: ForwardValues, states: Sequence[Tensor]) -> tuple[Tensor, Tensors]:
     """Return what the tokens of a group read, (G, C, D), and their sums in all layers but the last."""
     inputs, gradients = factors(mine.key, passed)
     rows, sums = mine.query, []
     for index, (state, one, gradient) in enumerate(zip(states, inputs, gradients, strict=True)):
         both, pairs = torch.bmm(rows, state), torch.bmm(rows, one.mT)
-        (weighted,) = weighed(pairs, mine.shares, passed.scale)
+        (weighted,) = weigh_shares(pairs, mine.shares, passed.scale)
         of_chunk = torch.bmm(weighted, gradient)
         if index == len(states) - 1:
-            (rows,) = mixed(both, mine.left, mine.since, of_chunk)
+            (rows,) = mix(both, mine.left, mine.since, of_chunk)
         else:
-            total, rows = mixed_activated(both, mine.left, mine.since, of_chunk)
+            total, rows = mix_and_activate(both, mine.left, mine.since, of_chunk)
             sums.append(total)
     return rows, tuple(sums)
 
 
-def factors(key: Tensor, passed: Passed) -> tuple[list[Tensor], list[Tensor]]:
+def factors(key: Tensor, passed: ForwardValues) -> tuple[list[Tensor], list[Tensor]]:
     """Return x_i and g_i of every layer."""
     if not passed.hidden:
         return [key], [passed.missing]
@@ -306,7 +306,9 @@ def backward(
                 pairs = zip(begun[:num_layers], begun[num_layers:], strict=True)
                 first = [torch.cat(pair, dim=-1) for pair in pairs]
             inner = num_layers - 1
-            passed = Passed(tuple(mine[:inner]), tuple(mine[inner : 2 * inner]), *mine[2 * inner : 2 * inner + 2])
+            passed = ForwardValues(
+                tuple(mine[:inner]), tuple(mine[inner : 2 * inner]), *mine[2 * inner : 2 * inner + 2]
+            )
             part = Chunks(*(part[group] for part in chunks))
             of_group, gradients = group_backward(
                 part, passed, mine[2 * inner + 2 :], first, of_read[group], gradients, max_gradient
@@ -318,7 +320,7 @@ def backward(
 
 def group_backward(
     chunks: Chunks,
-    passed: Passed,
+    passed: ForwardValues,
     sums: Sequence[Tensor],
     first: Sequence[Tensor],
     of_read: Tensor,
@@ -327,7 +329,7 @@ def group_backward(
 ) -> tuple[Chunks, list[Tensor]]:
     """Return the gradients of a group's chunks and of the states before it, from those of the states after it."""
     size, num_lanes = chunks.key.shape[:2]
-    mine = Chunks(*merged(chunks))
+    mine = Chunks(*merge_parts(chunks))
     inputs, inner = factors(mine.key, passed)
     columns = columns_of(mine.shares[:, -1], mine.last, passed.scale, inner)
     cut = partial(cut_lanes, num_lanes=num_lanes)
@@ -336,20 +338,20 @@ def group_backward(
         part[0].copy_(state)
     for place in range(size - 1):
         updates = [
-            Update(part[place], [cut(row, place)], [cut(column, place)], part[place + 1])
+            LayerUpdate(part[place], [cut(row, place)], [cut(column, place)], part[place + 1])
             for part, row, column in zip(states, inputs, columns, strict=True)
         ]
         rank_update(updates, chunks.mix[place])
     flat = [part.flatten(0, 1) for part in states]
     given_read = of_read.flatten(0, 1)
-    reading = calling(read_backward, mine.key)(mine, passed.scale, inputs, inner, sums, flat, given_read)
-    one_backward = calling(chunk_backward, mine.key)
+    reading = choose_call(read_backward, mine.key)(mine, passed.scale, inputs, inner, sums, flat, given_read)
+    one_backward = choose_call(chunk_backward, mine.key)
     given, found = list(gradients), []
     of_mix: list[Tensor] = []
     for place in reversed(range(size)):
         at = partial(cut, place=place)
         one = Chunks(*(part[place] for part in chunks))
-        of_chunk = Passed(*(tuple(map(at, part)) for part in passed[:2]), *map(at, passed[2:]))  # type: ignore[arg-type]
+        of_chunk = ForwardValues(*(tuple(map(at, part)) for part in passed[:2]), *map(at, passed[2:]))  # type: ignore[arg-type]
         of_one, of_sums, of_asked = one_backward(
             one,
             of_chunk,
@@ -367,7 +369,7 @@ def group_backward(
         for layer, part in enumerate(states):
             rows = [at(reading.rows[layer]), at(inputs[layer]), *of_asked[layer - 1 : layer]]
             cols = [at(reading.columns[layer]), of_sums[layer], *([at(inner[layer])] if layer else [])]
-            updates.append(Update(given[layer], rows, cols, torch.empty_like(part[place]), part[place]))
+            updates.append(LayerUpdate(given[layer], rows, cols, torch.empty_like(part[place]), part[place]))
         of_mix = [*rank_update(updates, one.mix), *of_mix]
         given = [one.out for one in updates]
         found.append((*of_one, of_sums[0], of_sums[-1]))
@@ -413,7 +415,7 @@ def read_backward(
     of_read: Tensor,
 ) -> OfReading:
     """Return the gradients of `read_chunks`."""
-    rows = [mine.query, *(activated(part)[0] for part in sums)]
+    rows = [mine.query, *(activate(part)[0] for part in sums)]
     of_left, of_since = torch.zeros_like(mine.left), torch.zeros_like(mine.left)
     of_shares, of_scale = torch.zeros_like(mine.shares), torch.zeros_like(mine.left)
     of_inputs: list[Tensor] = []
@@ -436,7 +438,7 @@ def read_backward(
 
 def chunk_backward(
     one: Chunks,
-    passed: Passed,
+    passed: ForwardValues,
     inputs: Sequence[Tensor],
     gradients: Sequence[Tensor],
     columns: Sequence[Tensor],
@@ -469,11 +471,11 @@ def chunk_backward(
         asked, curved = asked_gradients(passed.hidden[layer], passed.asked[layer], total)
         of_asked.append(asked)
         of_sums.append(curved)
-        (total,) = added(to_gradients[layer + 1], torch.bmm(asked, of_weights(states[layer + 1])))
+        (total,) = add(to_gradients[layer + 1], torch.bmm(asked, of_weights(states[layer + 1])))
     of_sums.append(total)
     for layer in range(last, 0, -1):
         passing = torch.bmm(of_sums[layer], of_weights(states[layer]).mT)
-        (of_sums[layer - 1],) = passed_back(of_sums[layer - 1], passed.hidden[layer - 1], to_inputs[layer], passing)
+        (of_sums[layer - 1],) = pass_back(of_sums[layer - 1], passed.hidden[layer - 1], to_inputs[layer], passing)
     return (of_step, of_alpha, of_kept, to_inputs[0]), of_sums, of_asked
 
 

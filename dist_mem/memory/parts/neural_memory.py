@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dist_mem.memory.parts.learned_start import LearnedStart
-from dist_mem.nn.convolution import convolved, draw_taps
+from dist_mem.nn.convolution import convolve, draw_taps
 from dist_mem.nn.layers import Projection
-from dist_mem.nn.named_tuples import replaced
+from dist_mem.nn.named_tuples import replace
 
 Weights = tuple[Tensor, ...]  # (B, I, O) of every layer of the network
 
 
-class Tokens(NamedTuple):
+class NeuralTokens(NamedTuple):
     """What the network learns from and is read with, float32 at least."""
 
     query: Tensor  # (B, T, D)
@@ -35,7 +35,7 @@ class Tokens(NamedTuple):
     is_real: Tensor  # (B, T), 1 for real tokens and 0 for padding, which changes nothing
 
 
-class Learned(NamedTuple):
+class LearningResult(NamedTuple):
     read: Tensor  # (B, T, D), what the network returns for the query of every token after it has learned the token
     weights: Weights
     momentum: Weights
@@ -55,14 +55,14 @@ def chunk_sizes(seg_len: int, chunk_len: int) -> list[int]:
 
 
 def learn(
-    tokens: Tokens,
+    tokens: NeuralTokens,
     weights: Weights,
     momentum: Weights,
     *,
     chunk_len: int,
     max_gradient: float | None = None,
     first: Weights | None = None,
-) -> Learned:
+) -> LearningResult:
     """Let the network learn a segment: eqs. 13 and 14 for every token, with gradients at the chunk's first weights.
 
     Weights at a token are A W + B S - sum_s c_s (input_s x gradient_s) with numbers A, B and c_s, so reading them is
@@ -73,10 +73,10 @@ def learn(
     read, errors = [], []
     sizes = chunk_sizes(tokens.step.shape[1], chunk_len)
     for chunk in zip(*(part.split(sizes, dim=1) for part in tokens), strict=True):
-        one = Tokens(*chunk)
+        one = NeuralTokens(*chunk)
         inputs, gradients, error = gradients_of(one, weights if first is None else first)
         if max_gradient is not None:
-            one = replaced(one, step=one.step * share_kept(inputs, gradients, max_gradient))
+            one = replace(one, step=one.step * share_kept(inputs, gradients, max_gradient))
         left, since, shares = mixture(one)
         shares = shares * one.step[:, None]
         # Of the momentum itself: what the last token leaves of it, and of the gradients since.
@@ -95,11 +95,11 @@ def learn(
         weights, momentum = tuple(new_weights), tuple(new_momentum)
         read.append(rows)
         errors.append(error)
-    return Learned(torch.cat(read, dim=1), weights, momentum, torch.cat(errors, dim=1))
+    return LearningResult(torch.cat(read, dim=1), weights, momentum, torch.cat(errors, dim=1))
 
 
 def learn_on(
-    tokens: Tokens,
+    tokens: NeuralTokens,
     row: Tensor,
     weights: Weights,
     momentum: Weights,
@@ -107,7 +107,7 @@ def learn_on(
     *,
     chunk_len: int,
     max_gradient: float | None,
-) -> tuple[Learned, Weights]:
+) -> tuple[LearningResult, Weights]:
     """Let the network learn further tokens of a segment, from another place in each lane, as `learn` does the whole.
 
     Args:
@@ -125,14 +125,14 @@ def learn_on(
         begins = (own & (row % chunk_len == 0)).any(1)[:, None, None]
         first = tuple(torch.where(begins, now, before) for now, before in zip(weights, first, strict=True))
         rates = {name: getattr(tokens, name) * own for name in ("step", "momentum", "kept", "is_real")}
-        part = replaced(tokens, **rates)
+        part = replace(tokens, **rates)
         learned = learn(part, weights, momentum, chunk_len=num_rows, max_gradient=max_gradient, first=first)
         weights, momentum = learned.weights, learned.momentum
         read, error = torch.where(own[..., None], learned.read, read), torch.where(own, learned.error, error)
-    return Learned(read, weights, momentum, error), first
+    return LearningResult(read, weights, momentum, error), first
 
 
-def gradients_of(tokens: Tokens, weights: Weights) -> tuple[list[Tensor], list[Tensor], Tensor]:
+def gradients_of(tokens: NeuralTokens, weights: Weights) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Return the gradient of |network(key) - value|^2 (eq. 12, a sum) of every token, as two factors, and that error.
 
     The gradient of a layer's weights is the outer product of its input, (B, C, I), and of the gradient of its output,
@@ -166,7 +166,7 @@ def decays(logs: Tensor) -> Tensor:
     return (total[..., :, None] - total[..., None, :]).masked_fill(upper, -torch.inf).exp()
 
 
-def mixture(tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+def mixture(tokens: NeuralTokens) -> tuple[Tensor, Tensor, Tensor]:
     """Return what a token's weights consist of.
 
     Axes before the last are kept; the tokens of a chunk have (B, C).
@@ -181,7 +181,7 @@ def mixture(tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
     return left, since, arrived @ decays(tokens.momentum)
 
 
-class Projected(NamedTuple):
+class ConvolvedRows(NamedTuple):
     rows: Tensor  # (B, T, W), after convolution and activation
     before: Tensor  # (B, kernel - 1 + T, W), before them, with those of earlier segments
 
@@ -199,10 +199,10 @@ class ConvolvedProjection(nn.Module):
         if self.taps is not None:
             draw_taps(self.taps)
 
-    def forward(self, rows: Tensor, tail: Tensor) -> Projected:
+    def forward(self, rows: Tensor, tail: Tensor) -> ConvolvedRows:
         """Project rows (B, T, D) after `tail` (B, kernel - 1, W), what was projected of the tokens before them."""
         before = torch.cat([tail.to(rows.dtype), self.map(rows)], dim=1)
-        return Projected(F.silu(before if self.taps is None else convolved(before, self.taps)), before)
+        return ConvolvedRows(F.silu(before if self.taps is None else convolve(before, self.taps)), before)
 
 
 class NeuralMemory(nn.Module):
@@ -233,7 +233,7 @@ class NeuralMemory(nn.Module):
             assert isinstance(module, LearnedStart)
             module.start.normal_(std=1 / math.sqrt(module.start.shape[0]))
 
-    def started(self, weights: Weights, is_fresh: Tensor) -> Weights:
+    def start_weights(self, weights: Weights, is_fresh: Tensor) -> Weights:
         """Return the weights that a segment begins with: the learned ones in fresh lanes, (B,) bool."""
         return tuple(start(held, is_fresh) for start, held in zip(self.starts, weights, strict=True))
 
@@ -242,7 +242,7 @@ class NeuralMemory(nn.Module):
         projected = self.query(rows, tail)
         return unit(projected.rows.to(dtype)), projected.before
 
-    def tokens(self, rows: Tensor, tail: Tensor, valid_len: Tensor, dtype: torch.dtype) -> tuple[Tokens, Tensor]:
+    def tokens(self, rows: Tensor, tail: Tensor, valid_len: Tensor, dtype: torch.dtype) -> tuple[NeuralTokens, Tensor]:
         """Return what the network learns of rows (B, T, D), and what it was before the convolution.
 
         Args:
@@ -255,7 +255,7 @@ class NeuralMemory(nn.Module):
         step, momentum, forgotten = self.rates(rows).to(dtype).unbind(-1)
         step = self.step_max * step.sigmoid() * is_real
         momentum, kept = F.logsigmoid(momentum) * is_real, F.logsigmoid(-forgotten) * is_real
-        tokens = Tokens(query, unit(key), value, step, momentum, kept, is_real)
+        tokens = NeuralTokens(query, unit(key), value, step, momentum, kept, is_real)
         return tokens, torch.cat([before, pairs.before], dim=-1)
 
 

@@ -38,7 +38,7 @@ def curvature(sums: Tensor) -> Tensor:
     return share * (1.0 - share) * (2.0 + sums * (1.0 - 2.0 * share))
 
 
-def limited(inputs: Sequence[Tensor], gradients: Sequence[Tensor], max_gradient: float) -> Tensor:
+def limit_norms(inputs: Sequence[Tensor], gradients: Sequence[Tensor], max_gradient: float) -> Tensor:
     """Return the squared norms of tokens' gradients, of all layers together: (., C), the maximum at least."""
     pairs = zip(inputs, gradients, strict=True)
     squared = sum(4.0 * one.square().sum(-1) * other.square().sum(-1) for one, other in pairs)
@@ -47,7 +47,7 @@ def limited(inputs: Sequence[Tensor], gradients: Sequence[Tensor], max_gradient:
 
 
 @one_kernel
-def activated(sums: Tensor) -> Tensors:
+def activate(sums: Tensor) -> Tensors:
     """Return x_(i+1) of h_i."""
     return (F.silu(sums),)
 
@@ -59,7 +59,7 @@ def difference(one: Tensor, other: Tensor) -> Tensors:
 
 
 @one_kernel
-def added(one: Tensor, other: Tensor) -> Tensors:
+def add(one: Tensor, other: Tensor) -> Tensors:
     """Return the sum."""
     return (one + other,)
 
@@ -88,7 +88,7 @@ def side_by_side(rows: Tensor, alpha: Tensor, last: Tensor, scale: Tensor) -> Te
 
 
 @one_kernel
-def pushed(
+def push_token(
     step: Tensor,
     alpha: Tensor,
     last: Tensor,
@@ -104,18 +104,18 @@ def pushed(
     gradients = [*(slope(sums) * each for sums, each in zip(hidden, asked, strict=True)), missing]
     scale = 2.0 * step
     if max_gradient is not None:
-        scale = scale * max_gradient * limited(inputs, gradients, max_gradient).rsqrt()
+        scale = scale * max_gradient * limit_norms(inputs, gradients, max_gradient).rsqrt()
     return scale, *(side_by_side(part, alpha, last, scale) for part in gradients)
 
 
 @one_kernel
 def columns_of(alpha: Tensor, last: Tensor, scale: Tensor, gradients: Sequence[Tensor]) -> Tensors:
-    """Return the columns of `pushed` again."""
+    """Return the columns of `push_token` again."""
     return tuple(side_by_side(part, alpha, last, scale) for part in gradients)
 
 
 @one_kernel
-def weighed(pairs: Tensor, shares: Tensor, scale: Tensor) -> Tensors:
+def weigh_shares(pairs: Tensor, shares: Tensor, scale: Tensor) -> Tensors:
     """Return the shares of the chunk's gradients in what tokens read, from q . x (G, C, C)."""
     return (pairs * shares * scale[..., None, :],)
 
@@ -126,13 +126,13 @@ def mixture_of(both: Tensor, left: Tensor, since: Tensor, of_chunk: Tensor) -> T
 
 
 @one_kernel
-def mixed(both: Tensor, left: Tensor, since: Tensor, of_chunk: Tensor) -> Tensors:
+def mix(both: Tensor, left: Tensor, since: Tensor, of_chunk: Tensor) -> Tensors:
     """Return `mixture_of`."""
     return (mixture_of(both, left, since, of_chunk),)
 
 
 @one_kernel
-def mixed_activated(both: Tensor, left: Tensor, since: Tensor, of_chunk: Tensor) -> Tensors:
+def mix_and_activate(both: Tensor, left: Tensor, since: Tensor, of_chunk: Tensor) -> Tensors:
     """Return `mixture_of`, before and after SiLU."""
     total = mixture_of(both, left, since, of_chunk)
     return total, F.silu(total)
@@ -146,9 +146,9 @@ def sides(rows: Tensor, left: Tensor, since: Tensor) -> Tensors:
 
 @one_kernel
 def pair_gradients(pairs: Tensor, given: Tensor, shares: Tensor, scale: Tensor, of_shares: Tensor) -> Tensors:
-    """Return what `weighed` returned, negative, and the gradients of pairs, and of shares so far (G, C, C).
+    """Return what `weigh_shares` returned, negative, and the gradients of pairs, and of shares so far (G, C, C).
 
-    `given` is the gradient of what `weighed` returned, negative.
+    `given` is the gradient of what `weigh_shares` returned, negative.
     """
     by_column = scale[..., None, :]
     return -pairs * shares * by_column, -given * shares * by_column, of_shares - given * pairs * by_column
@@ -195,7 +195,7 @@ def push_gradients(
     *,
     max_gradient: float | None,
 ) -> Tensors:
-    """Return the gradients of `pushed` and of what was read with it: of step, alpha, last, x_i and g_i."""
+    """Return the gradients of `push_token` and of what was read with it: of step, alpha, last, x_i and g_i."""
     of_alpha = of_last = torch.zeros_like(step)
     for gradient, both in zip(gradients, by_rows, strict=True):
         of_alpha = of_alpha - (gradient * of_weights(both)).sum(-1)
@@ -203,7 +203,7 @@ def push_gradients(
     of_scale = of_scale + alpha * of_alpha + last * of_last
     of_squares, share = torch.zeros_like(step), torch.ones_like(step)
     if max_gradient is not None:
-        squared = limited(inputs, gradients, max_gradient)
+        squared = limit_norms(inputs, gradients, max_gradient)
         share = max_gradient * squared.rsqrt()
         of_squares = torch.where(squared > max_gradient**2, -0.5 * scale * of_scale / squared, 0.0)
     to_inputs, to_gradients = [], []
@@ -224,7 +224,7 @@ def asked_gradients(sums: Tensor, asked: Tensor, of_gradient: Tensor) -> Tensors
 
 
 @one_kernel
-def passed_back(of_sums: Tensor, sums: Tensor, of_input: Tensor, passing: Tensor) -> Tensors:
+def pass_back(of_sums: Tensor, sums: Tensor, of_input: Tensor, passing: Tensor) -> Tensors:
     """Return the gradient of h_i, from what it is so far and from that of x_(i+1), in two parts."""
     return (of_sums + slope(sums) * (of_input + passing),)
 

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_mem.nn.kernel_shapes import device_type_of, fused
+from dist_mem.nn.kernel_shapes import device_type_of, fused_shapes
 from dist_mem.nn.layer_spec import LayerSpec
-from dist_mem.nn.layers import Attended, AttentionLayer, Projection, masked_softmax, merge_heads, split_heads
-from dist_mem.nn.stepping import Opened, Places, StepOutput, attend, kept, lane_heads
+from dist_mem.nn.layers import AttentionLayer, AttentionOutput, Projection, masked_softmax, merge_heads, split_heads
+from dist_mem.nn.stepping import Opened, Places, StepOutput, attend, keep_pairs, lane_heads
 
 _ALIGNED = 8  # keys: torch copies a mask whose rows do not begin at a multiple of 16 bytes
 
@@ -25,7 +25,7 @@ def fused_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tenso
     """Attend by torch's fused kernel: scaled query (H, B, T, K), keys and values (H, B, J, K), mask (B, T, J) bool."""
     added = torch.where(mask, 0.0, -torch.inf).to(query.dtype)[:, None]
     if query.is_meta:
-        return fused(query, key, value, added)[0]
+        return fused_shapes(query, key, value, added)[0]
     lanes_first = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
     return F.scaled_dot_product_attention(*lanes_first, attn_mask=added, scale=1.0).transpose(0, 1)
 
@@ -46,7 +46,7 @@ class PersistentAttention(AttentionLayer):
         self.query, self.key_value = Projection(spec.d_model, width), Projection(spec.d_model, 2 * width)
         self.output = Projection(width, spec.d_model)
 
-    def forward(self, x: Tensor, context: Tensor, visible: Tensor, *, num_shown: int = 0) -> Attended:
+    def forward(self, x: Tensor, context: Tensor, visible: Tensor, *, num_shown: int = 0) -> AttentionOutput:
         """Attend from the segment.
 
         Args:
@@ -75,7 +75,7 @@ class PersistentAttention(AttentionLayer):
         if num_shown:
             # Not the probabilities divided by their sum, which is 0 if learned rows have nearly all.
             newest = masked_softmax(scores[..., -num_shown:], visible[..., -num_shown:])
-        return Attended(self.output(merge_heads(rows)), query, newest)
+        return AttentionOutput(self.output(merge_heads(rows)), query, newest)
 
     def persistent(self, like: Tensor) -> Tensor:
         """Return keys and values of the learned rows, (B, P, 2 H K), with the lanes and the dtype of `like`."""
@@ -83,12 +83,12 @@ class PersistentAttention(AttentionLayer):
         return projected.expand(len(like), -1, -1)
 
     def open(self, context: Tensor, valid: Tensor, *, seg_len: int) -> Opened:
-        """Return what `step` attends to at first: context (B, M, D), of which `valid` (B, M) bool are attended to."""
+        """Return what `step_rows` first attends to: context (B, M, D), of which `valid` (B, M) bool are attended to."""
         pairs = torch.cat([self.persistent(context), self.key_value(context)], dim=1)
         valid = F.pad(valid, (len(self.learned), 0), value=True)
-        return Opened(kept(lane_heads(pairs, 2 * self.num_heads), valid, seg_len=seg_len))
+        return Opened(keep_pairs(lane_heads(pairs, 2 * self.num_heads), valid, seg_len=seg_len))
 
-    def step(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
+    def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
         """Attend from further rows to the learned rows and the newest M + 1; change `opened` in place."""
         query, pairs = lane_heads(self.query(x), self.num_heads), lane_heads(self.key_value(x), 2 * self.num_heads)
         number = len(self.learned)

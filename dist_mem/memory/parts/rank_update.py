@@ -1,8 +1,8 @@
 """The step of a network's state by a chunk: weights and momentum mixed, plus sums of outer products.
 
 A state is the weights W and the momentum S of one layer side by side, (B, I, 2 O), so that both are read by one
-product. The step is bound by memory: on GPUs our own kernel (update_kernels.py) reads and writes each number once,
-for two layers in one launch, where torch needs three passes; the kernel's reference is `_updated`. Shape letters: B
+product. The step is bound by memory: on GPUs our own kernel (update_kernels.py) reads and writes each number once, for
+two layers in one launch, where torch needs three passes; the kernel's reference is `_update_by_torch`. Shape letters: B
 lanes, C rows of a chunk, I and O widths before and after a layer.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from dist_mem.nn.distance_attention import why_not
 
 
-class Launch(NamedTuple):
+class UpdateLaunch(NamedTuple):
     """Sizes of the kernel."""
 
     width: int = 64  # rows and columns of a tile of the state
@@ -26,7 +26,7 @@ class Launch(NamedTuple):
     stages: int = 2
 
 
-class Update(NamedTuple):
+class LayerUpdate(NamedTuple):
     """The step of one layer."""
 
     state: Tensor  # (B, I, 2 O), W and S; or, going back, their gradients dW' and dS'
@@ -37,11 +37,11 @@ class Update(NamedTuple):
 
 
 ItemT = TypeVar("ItemT")
-LAUNCH = Launch()
+LAUNCH = UpdateLaunch()
 _LAYERS = 2  # of a launch
 
 
-def rank_update(updates: Sequence[Update], mix: Tensor) -> list[Tensor]:
+def rank_update(updates: Sequence[LayerUpdate], mix: Tensor) -> list[Tensor]:
     """Write the next states: W' = a W + b S + rows^T columns, S' = c S + rows^T columns.
 
     Going back, the gradients of states by the transposed mixture: dW = a dW' + ..., dS = b dW' + c dS' + ....
@@ -72,21 +72,21 @@ def _by_layer(
     counts: list[int],
     before: list[Tensor],
     out: list[Tensor],
-) -> list[Update]:
+) -> list[LayerUpdate]:
     """Return the operator's arguments by layer."""
     ends = [sum(counts[: place + 1]) for place in range(len(counts))]
     spans = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
     olds: list[Tensor | None] = [*before] or [None] * len(states)
     parts = zip(states, spans, out, olds, strict=True)
-    return [Update(state, rows[span], columns[span], new, old) for state, span, new, old in parts]
+    return [LayerUpdate(state, rows[span], columns[span], new, old) for state, span, new, old in parts]
 
 
-def _updated(states: list[Tensor], mix: Tensor, *given: Any) -> Tensor:
+def _update_by_torch(states: list[Tensor], mix: Tensor, *given: Any) -> Tensor:
     """Compute `rank_update` by torch's operations."""
-    return torch.stack([_updated_layer(one, mix) for one in _by_layer(states, *given)], dim=1)
+    return torch.stack([_update_layer(one, mix) for one in _by_layer(states, *given)], dim=1)
 
 
-def _updated_layer(one: Update, mix: Tensor) -> Tensor:
+def _update_layer(one: LayerUpdate, mix: Tensor) -> Tensor:
     """Update one layer, and return the sums (B, 3)."""
     weights, momentum = one.state.chunk(2, dim=-1)
     a, b, c = (part[:, None, None] for part in mix.unbind(-1))
@@ -105,7 +105,7 @@ def _updated_layer(one: Update, mix: Tensor) -> Tensor:
     return torch.stack([(each * other).sum((1, 2)) for each, other in pairs], dim=-1)
 
 
-def launched(states: list[Tensor], mix: Tensor, *given: Any) -> Tensor:
+def launch_kernel(states: list[Tensor], mix: Tensor, *given: Any) -> Tensor:
     """Compute `rank_update` by our kernel, for tensors of float32."""
     from dist_mem.memory.parts.update_kernels import update
 
@@ -116,8 +116,8 @@ def launched(states: list[Tensor], mix: Tensor, *given: Any) -> Tensor:
     tiles = [max(-(-size[axis] // LAUNCH.width) for size in sizes) for axis in (0, 1)]
     sums = mix.new_zeros(lanes, len(updates) * tiles[0] * tiles[1] if is_back else 0, 3)
     arguments: list[Tensor | int] = []
-    for one, size in zip(_filled(updates, _LAYERS), _filled(sizes, _LAYERS), strict=True):
-        rows, columns = [[part.contiguous() for part in _filled(parts, 3)] for parts in (one.rows, one.columns)]
+    for one, size in zip(_fill_up(updates, _LAYERS), _fill_up(sizes, _LAYERS), strict=True):
+        rows, columns = [[part.contiguous() for part in _fill_up(parts, 3)] for parts in (one.rows, one.columns)]
         arguments += [one.state, *rows, *columns, one.state if one.before is None else one.before, one.out, *size]
     update[*tiles, lanes * len(updates)](
         *(mix, sums, *arguments, chunk_len, lanes),
@@ -132,17 +132,17 @@ def launched(states: list[Tensor], mix: Tensor, *given: Any) -> Tensor:
     return sums
 
 
-def _filled(parts: list[ItemT], size: int) -> list[ItemT]:
+def _fill_up(parts: list[ItemT], size: int) -> list[ItemT]:
     """Return so many parts, the first one in the place of those that are missing."""
     return [*parts, *parts[:1] * (size - len(parts))]
 
 
 def _on_gpu(states: list[Tensor], mix: Tensor, *given: Any) -> Tensor:
-    run = _updated if mix.dtype == torch.float64 or why_not() else launched
+    run = _update_by_torch if mix.dtype == torch.float64 or why_not() else launch_kernel
     return run(states, mix, *given)
 
 
-def _planned(states: list[Tensor], mix: Tensor, *rest: object) -> Tensor:
+def _plan_shape(states: list[Tensor], mix: Tensor, *rest: object) -> Tensor:
     return mix.new_empty(len(mix), len(states), 3)
 
 
@@ -151,6 +151,6 @@ _OPS.define(
     "rank_update(Tensor[] states, Tensor mix, Tensor[] rows, Tensor[] columns, int[] counts, Tensor[] before,"
     " Tensor(a!)[] out) -> Tensor"
 )
-_OPS.impl("rank_update", _updated, "CPU")
+_OPS.impl("rank_update", _update_by_torch, "CPU")
 _OPS.impl("rank_update", _on_gpu, "CUDA")
-_OPS.impl("rank_update", _planned, "Meta")
+_OPS.impl("rank_update", _plan_shape, "Meta")

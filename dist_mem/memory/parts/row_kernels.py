@@ -21,7 +21,7 @@ UNWRITTEN: tl.constexpr = tl.constexpr(-1e30)  # the score of a row that is not 
 
 
 @triton.jit
-def ordered(scores):
+def order_bits(scores):
     """Return int32 of the same order as float32."""
     bits = (scores + 0.0).to(tl.int32, bitcast=True)  # -0.0 is 0.0
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -72,7 +72,7 @@ def shown_scores(scores, marks, row, num_rows):
     mark = tl.load(marks + row, mask=row < num_rows, other=0)
     scores = tl.where((mark == 1)[None, :], UNWRITTEN, scores)
     scores = tl.where((mark == 0)[None, :], -float("inf"), scores)
-    return tl.where((row < num_rows)[None, :], ordered(scores), LOWEST)
+    return tl.where((row < num_rows)[None, :], order_bits(scores), LOWEST)
 
 
 @triton.jit
@@ -158,7 +158,7 @@ def chosen_rows(rows, index, is_row, width, row_stride, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def read(
+def read_rows(
     q, k, v, gain, marks, found, rows, log_sum, q_head, q_lane, q_row, k_head, k_lane, k_row, o_head, o_lane, o_row,
     num_lanes, num_queries, num_rows, number,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, LEAST: tl.constexpr,

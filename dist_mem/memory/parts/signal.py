@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from dist_mem.memory.base import Inspectable, LayerSpec, Memory, MemoryState
 from dist_mem.memory.parts import fused_signal
 from dist_mem.memory.parts.basis import Fit, Geometry, evaluate_at, expected_basis, fit_first, fit_matrices
-from dist_mem.memory.parts.boxes import binned, box_histogram, box_masses, box_moments
+from dist_mem.memory.parts.boxes import bin_mass, box_histogram, box_masses, box_moments
 from dist_mem.memory.parts.densities import affine_densities, divergence, make_projection, moments
 from dist_mem.memory.parts.infinite_options import InfiniteOptions, check_growth, check_options
 from dist_mem.memory.parts.kernel_choice import by_kernels, choose
 from dist_mem.memory.parts.sticky import bin_masses, read_histogram, sample_positions
-from dist_mem.nn.attention import Choice
+from dist_mem.nn.attention import BackEndChoice
 from dist_mem.nn.layers import Dropout, merge_heads, split_heads
 
 
-class State(NamedTuple):
+class SignalState(NamedTuple):
     over: MemoryState  # of the memory below
     coefficients: Tensor  # (B, N, D) float32 at least, of the signal before `pending`; 0 without memory
     num_tokens: Tensor  # (B,) int64, tokens in the signal; 0 without memory
@@ -35,7 +35,7 @@ class State(NamedTuple):
     pending_len: Tensor | tuple[()] = ()  # (B,) int64, how many rows of `pending` are real; (): all
 
 
-class Readable(NamedTuple):
+class SignalRows(NamedTuple):
     """What queries read of a signal."""
 
     keys: Tensor  # (H, B, R, K) float32 at least, from which the densities are computed
@@ -58,7 +58,9 @@ class Density(NamedTuple):
 
     def bins(self, num_bins: int) -> Tensor:
         """Return each query's mass in equal bins of [0, 1], (H, B, T, num_bins)."""
-        return binned(self.mass, num_bins) if self.mass is not None else bin_masses(*self.moments(), num_bins=num_bins)
+        return (
+            bin_mass(self.mass, num_bins) if self.mass is not None else bin_masses(*self.moments(), num_bins=num_bins)
+        )
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Return mean and variance, both (H, B, T)."""
@@ -129,7 +131,7 @@ class Signal(Inspectable):
     def kept_len(self) -> int:
         return self.over.kept_len
 
-    def choose_kernels(self, device_type: str, num_queries: int) -> Choice:
+    def choose_kernels(self, device_type: str, num_queries: int) -> BackEndChoice:
         """Return whether our kernels read the signal, or torch's operators."""
         return choose(
             self.spec.back_end,
@@ -140,14 +142,14 @@ class Signal(Inspectable):
             reason="our kernels keep the expectations in registers",
         )
 
-    def append_pending(self, state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def append_pending(self, state: SignalState, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the coefficients (B, N, D) of past and pending rows, and how many tokens they hold (B,)."""
         old, num_tokens, has_pending = state.coefficients, state.num_tokens, state.has_pending
         fit = fit_matrices(self.geometry, device=old.device, dtype=old.dtype)
         if self.options.memory_threshold is not None:
             full = has_pending & (num_tokens >= self.options.memory_threshold)
             old, num_tokens = old.masked_fill(full[:, None, None], 0.0), num_tokens.masked_fill(full, 0)
-        rows = self.entering(state, dtype)
+        rows = self.pending_input(state, dtype)
         is_first = (num_tokens == 0)[:, None, None]
         num_new: Tensor | int = self.spec.seg_len
         by_kernel = self.options.sampling == "linear" and not isinstance(state.pending_len, Tensor)
@@ -164,7 +166,7 @@ class Signal(Inspectable):
         signal = torch.where(has_pending[:, None, None], appended, old)
         return signal, num_tokens + num_new * has_pending
 
-    def entering(self, state: State, dtype: torch.dtype) -> Tensor:
+    def pending_input(self, state: SignalState, dtype: torch.dtype) -> Tensor:
         """Return the pending rows as input of the regression: (B, E, D)."""
         rows = state.pending.to(dtype)
         if self.options.store == "normed":
@@ -176,13 +178,13 @@ class Signal(Inspectable):
             return rows
         return rows * self.gate(rows.transpose(1, 2)).transpose(1, 2).sigmoid()
 
-    def contract(self, coefficients: Tensor, state: State, fit: Fit) -> Tensor:
+    def contract(self, coefficients: Tensor, state: SignalState, fit: Fit) -> Tensor:
         """Return the part of the new coefficients that is the past, sampled at S points spread evenly in (0, tau]."""
         if self.options.sampling == "linear":
             return fit.linear @ coefficients
         return fit.past @ (evaluate_at(self.geometry, self.positions(state), coefficients) @ coefficients)
 
-    def positions(self, state: State) -> Tensor:
+    def positions(self, state: SignalState) -> Tensor:
         """Return the positions at which sticky sampling samples the past: (B, S)."""
         return sample_positions(
             state.histogram,
@@ -191,7 +193,7 @@ class Signal(Inspectable):
             counters=(self.spec.seed, self.spec.layer_index, state.document, state.segment),
         )
 
-    def readable(self, signal: Tensor, dtype: torch.dtype) -> Readable:
+    def project_signal(self, signal: Tensor, dtype: torch.dtype) -> SignalRows:
         """Return what queries read of a signal (B, N, D), projected in `dtype`, that of the activations."""
         rows = signal  # of boxes
         if self.densities is not None:
@@ -199,7 +201,7 @@ class Signal(Inspectable):
         elif self.geometry.boxes is None:
             rows = self.geometry.evaluate(self.sample_places(signal)) @ signal  # (B, S, D)
         keys = split_heads(self.key(rows.to(dtype)), self.spec.num_heads).to(rows.dtype)
-        return Readable(keys, split_heads(self.value(signal.to(dtype)), self.spec.num_heads))
+        return SignalRows(keys, split_heads(self.value(signal.to(dtype)), self.spec.num_heads))
 
     def sample_places(self, like: Tensor) -> Tensor:
         """Return where `density: softmax_moments` samples the signal, (S,), in the dtype of `like`."""
@@ -207,10 +209,11 @@ class Signal(Inspectable):
         return (torch.arange(number, device=like.device, dtype=like.dtype) + 0.5) / number
 
     def density(self, query: Tensor, keys: Tensor) -> Density:
-        """Return the density under which each query (H, B, T, K) reads the signal with these keys, see `Readable`."""
+        """Return the density under which each query (H, B, T, K) reads the signal with these keys, see `SignalRows`."""
         floor = self.options.variance_floor
         if self.options.density == "softmax_moments" and by_kernels(self, query, query.shape[2]):
-            mu, variance = fused_signal.moments(query, keys.to(query.dtype))  # the dtype that `readable` projects in
+            # The dtype that `project_signal` projects in.
+            mu, variance = fused_signal.moments(query, keys.to(query.dtype))
             return Density(mu, variance + floor)
         exact = query.to(keys.dtype)
         if self.geometry.boxes is not None:

@@ -11,12 +11,12 @@ from torch import Tensor
 from dist_mem.memory.parts.basis import evaluate_at
 from dist_mem.memory.parts.inspection import Inspection, Spans, rows_of
 from dist_mem.memory.parts.inspector import forget, inspect
-from dist_mem.memory.parts.signal import Signal, State
+from dist_mem.memory.parts.signal import Signal, SignalState
 from dist_mem.memory.parts.signal_places import NUM_BINS, Trace, append, bin_spans, row_spans, without_rows
-from dist_mem.nn.named_tuples import replaced
+from dist_mem.nn.named_tuples import replace
 
 
-def inspect_signal(memory: Signal, x: Tensor, state: State, valid_len: Tensor, trace: Trace | None) -> Inspection:
+def inspect_signal(memory: Signal, x: Tensor, state: SignalState, valid_len: Tensor, trace: Trace | None) -> Inspection:
     """Return what the memory below read, and the mass of the densities in R bins of the signal.
 
     Values: `mu` and `variance` (H, B, T) of the densities, `histogram` (B, num_bins) of sticky sampling after this
@@ -25,7 +25,7 @@ def inspect_signal(memory: Signal, x: Tensor, state: State, valid_len: Tensor, t
     below = inspect(memory.over, x, state.over, valid_len, trace.over if trace else None)
     output = memory.forward(x, state, valid_len)  # a call would inspect again, see Inspector
     signal, num_tokens = memory.append_pending(state, x.dtype)
-    density = memory.density(output.query, memory.readable(signal, x.dtype).keys)
+    density = memory.density(output.query, memory.project_signal(signal, x.dtype).keys)
     mu, variance = density.moments()
     places = [_places(memory, state, lane, trace) for lane in range(len(x))]
     bins = [bin_spans(lane, _spans(memory, len(lane)), NUM_BINS) for lane in places]
@@ -41,7 +41,7 @@ def inspect_signal(memory: Signal, x: Tensor, state: State, valid_len: Tensor, t
     return Inspection({**below.rows, "signal": rows_of(mass, spans)}, values, Trace(below.trace, tuple(places)))
 
 
-def forget_signal(memory: Signal, state: State, begin: Tensor, end: Tensor, trace: Trace | None) -> State:
+def forget_signal(memory: Signal, state: SignalState, begin: Tensor, end: Tensor, trace: Trace | None) -> SignalState:
     """Return the state without what signal, pending rows and the memory below hold of the tokens in [begin, end).
 
     Raises:
@@ -71,7 +71,7 @@ def forget_signal(memory: Signal, state: State, begin: Tensor, end: Tensor, trac
         spans = _spans(memory, len(places))
         taken = (spans.begin - shift < last) & (spans.end - shift > first)
         coefficients[lane] = without_rows(coefficients[lane], places, taken, memory.geometry)
-    return replaced(state, over=over, pending=kept, coefficients=coefficients)
+    return replace(state, over=over, pending=kept, coefficients=coefficients)
 
 
 def _spans(memory: Signal, num_rows: int) -> Spans:
@@ -83,7 +83,7 @@ def _spans(memory: Signal, num_rows: int) -> Spans:
     return Spans(begin, begin + seg_len)
 
 
-def _places(memory: Signal, state: State, lane: int, trace: Trace | None) -> Tensor:
+def _places(memory: Signal, state: SignalState, lane: int, trace: Trace | None) -> Tensor:
     """Return the places of a lane's rows in the signal that this segment reads, (P,)."""
     places = trace.places[lane] if trace else torch.empty(0, dtype=torch.float64)
     if not state.has_pending[lane]:
@@ -101,9 +101,11 @@ def _places(memory: Signal, state: State, lane: int, trace: Trace | None) -> Ten
     return append(places, moved_by, num_rows, memory.geometry, is_first=is_first)
 
 
-def _newest_error(memory: Signal, state: State, signal: Tensor, places: list[Tensor], dtype: torch.dtype) -> Tensor:
+def _newest_error(
+    memory: Signal, state: SignalState, signal: Tensor, places: list[Tensor], dtype: torch.dtype
+) -> Tensor:
     """Return the relative squared error of the newest rows of each lane's signal, (B,); 0 where none entered."""
-    entered = memory.entering(state, dtype)
+    entered = memory.pending_input(state, dtype)
     errors = signal.new_zeros(len(signal))
     for lane in range(len(signal)):
         if not state.has_pending[lane]:

@@ -21,7 +21,7 @@ NUM_BUCKETS = 32  # of position biases: one for each distance below 16, then log
 NOTHING = -1000.0  # the score of a row of zeros that everything sees: what sees nothing else reads 0
 
 
-class Projected(NamedTuple):
+class CellRows(NamedTuple):
     """Rows as attention reads them. Queries and keys have length 1; queries are multiplied by the scale of the head."""
 
     key: Tensor  # (B, H, T, K)
@@ -39,7 +39,7 @@ class StateNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
-class Heads(nn.Module):
+class CellHeads(nn.Module):
     """The projections of tokens or of states: both directions share keys and values, and differ in the queries."""
 
     def __init__(self, d_model: int, *, num_heads: int, d_head: int) -> None:
@@ -49,19 +49,19 @@ class Heads(nn.Module):
         self.scale = nn.Parameter(torch.ones(num_heads))
         self.cross_scale = nn.Parameter(torch.ones(num_heads))
 
-    def project(self, rows: Tensor) -> Projected:
+    def project(self, rows: Tensor) -> CellRows:
         """Project rows (B, T, D); for the forward of this module."""
         return self.split(self.rows(rows))
 
-    def split(self, projected: Tensor) -> Projected:
+    def split(self, projected: Tensor) -> CellRows:
         """Return rows as attention reads them, of projected ones (B, T, 4 H K)."""
         heads = projected.unflatten(-1, (4 * self.num_heads, -1)).transpose(1, 2)
         key, value, query, cross_query = heads.chunk(4, dim=1)
         scale, cross_scale = (part.abs()[:, None, None] for part in (self.scale, self.cross_scale))
-        return Projected(unit(key), value, unit(query, scale), unit(cross_query, cross_scale), query)
+        return CellRows(unit(key), value, unit(query, scale), unit(cross_query, cross_scale), query)
 
 
-class TokenHeads(Heads):
+class TokenHeads(CellHeads):
     """Those of tokens, with a learned bias for each head and bucket of distances (Raffel et al. 2020, "T5")."""
 
     def __init__(self, d_model: int, *, num_heads: int, d_head: int, kernel: int | None = None) -> None:
@@ -69,7 +69,7 @@ class TokenHeads(Heads):
         self.table = nn.Parameter(torch.zeros(num_heads, NUM_BUCKETS))
         self.convolution = short_convolution([4 * num_heads * d_head], kernel)
 
-    def after_tail(self, rows: Tensor, tail: Tail) -> tuple[Projected, Tail]:
+    def after_tail(self, rows: Tensor, tail: Tail) -> tuple[CellRows, Tail]:
         """Project rows (B, T, D), and return them before a convolution too, with the tail that it sees before them."""
         projected = self.rows(rows)
         if self.convolution is None:
@@ -78,7 +78,7 @@ class TokenHeads(Heads):
         before = torch.cat([tail.to(projected.dtype), projected], dim=1)
         return self.split(*self.convolution(before)), before
 
-    def forward(self, rows: Tensor, window: int, tail: Tail = ()) -> tuple[Projected, Tensor, Tail]:
+    def forward(self, rows: Tensor, window: int, tail: Tail = ()) -> tuple[CellRows, Tensor, Tail]:
         """Project rows, and return the biases of distances W, ..., 1 too, (H, W), multiplied by the scale.
 
         Args:
@@ -127,7 +127,7 @@ class Gate(nn.Module):
             self.rates.bias.normal_(std=0.1)
 
 
-class StateHeads(Heads):
+class StateHeads(CellHeads):
     """Those of the states, which are normed, and each gets the id of its place."""
 
     def __init__(self, num_states: int, d_model: int, *, num_heads: int, d_head: int) -> None:
@@ -135,12 +135,12 @@ class StateHeads(Heads):
         self.norm = StateNorm(d_model, eps=1e-6)
         self.ids = nn.Parameter(torch.zeros(num_states, d_model))
 
-    def forward(self, states: Tensor, dtype: torch.dtype) -> Projected:
+    def forward(self, states: Tensor, dtype: torch.dtype) -> CellRows:
         """Project states (B, S, D) in `dtype`, that of the activations."""
         return self.project((self.norm(states) + self.ids.to(states.dtype)).to(dtype))
 
 
-class Update(nn.Module):
+class StateUpdate(nn.Module):
     """The new states from the old ones and what they have read."""
 
     def __init__(self, d_model: int, *, width: int, d_inner: int, cell: str, gate: str) -> None:
@@ -227,10 +227,10 @@ def shares_of(query: Tensor, key: Tensor, *, visible: Tensor | None, bias: Tenso
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     scores = scores if bias is None else scores + bias
     if visible is not None:
-        scores = scores + torch.where(visible[:, None], 0.0, -torch.inf)  # as `attention.masked`
+        scores = scores + torch.where(visible[:, None], 0.0, -torch.inf)  # as `attention.mask_scores`
     return F.pad(scores, (0, 1), value=NOTHING).softmax(dim=-1)[..., :-1]
 
 
-def merged(*parts: Tensor) -> Tensor:
+def merge_parts(*parts: Tensor) -> Tensor:
     """Put the heads of all parts (B, H, T, K) side by side: (B, T, parts H K)."""
     return torch.cat(parts, dim=1).transpose(1, 2).flatten(2)

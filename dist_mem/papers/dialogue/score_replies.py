@@ -24,7 +24,7 @@ from dist_mem.errors import UnusableError
 from dist_mem.evaluation.job import (
     StopCheck,
     data_tag,
-    described,
+    describe_evaluation,
     find_checkpoint_on_rank0,
     read_memory_file_of,
     run_on_ranks,
@@ -57,7 +57,7 @@ from dist_mem.papers.dialogue.scores import (
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import write_text
-from dist_mem.runtime.locks import held_file
+from dist_mem.runtime.locks import hold_file
 from dist_mem.runtime.progress import Progress
 from dist_mem.runtime.signals import StopSignal
 
@@ -65,7 +65,7 @@ MIN_HISTORY = 2  # replies before the first one that the model generates, as in 
 
 
 @dataclass(frozen=True)
-class Settings:
+class DialogueRequest:
     """The settings of a dialogue evaluation."""
 
     split: str | None = None  # None: eval.split
@@ -77,16 +77,16 @@ class Settings:
     wordnet: Path | None = None  # folder of WordNet; None: Debian's folder, if it exists
 
 
-def settings_tag(settings: Settings) -> str:
+def settings_tag(settings: DialogueRequest) -> str:
     """Return the settings that differ from the defaults, for names of files and metrics: "limit100-turns2", or ""."""
     given, default = (
         {"limit": each.limit, "turns": each.turns, "tokens": each.num_tokens, **vars(each.sampling)}
-        for each in (settings, Settings())
+        for each in (settings, DialogueRequest())
     )
     return "-".join(f"{name}{value}" for name, value in given.items() if value != default[name])
 
 
-def settings_of(options: argparse.Namespace) -> Settings:
+def settings_of(options: argparse.Namespace) -> DialogueRequest:
     """Return the settings of a command line.
 
     Raises:
@@ -96,7 +96,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         sampling = Sampling(temperature=options.temperature, top_p=options.top_p, seed=options.seed)
     except ValueError as error:
         raise UnusableError(f"--{str(error).replace('_', '-', 1)}") from error
-    return Settings(
+    return DialogueRequest(
         split=options.split,
         limit=options.limit,
         turns=options.turns,
@@ -109,7 +109,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 def run(
     path: Path,
-    settings: Settings,
+    settings: DialogueRequest,
     *,
     checkpoint: int | None = None,
     overrides: Sequence[str] = (),
@@ -131,7 +131,7 @@ def run(
 
 
 def _run(
-    world: World, check: StopCheck, *, path: Path, settings: Settings, step: int | None, overrides: Sequence[str]
+    world: World, check: StopCheck, *, path: Path, settings: DialogueRequest, step: int | None, overrides: Sequence[str]
 ) -> None:
     found = find_checkpoint_on_rank0(path, step, world)
     whole = ["eval.layout=documents", "eval.max_document_len=null"]  # each conversation separately, to its end
@@ -148,7 +148,7 @@ def _run(
     data = data_tag(found, config.data, split)
     tag = join_parts(data, tag_of(config), settings_tag(settings), before.tag if before else "")
     target = found.run_dir / FOLDER / str(ReportName(split, found.manifest["step"], tag, "dialogue"))
-    with held_file(target):
+    with hold_file(target):
         index = first_documents(open_index(config.data, split), settings.limit)
         conversations = read_conversations(index)
         trained = open_model(found, config, tokenizer_of_data(found, config.data), world.device)
@@ -171,7 +171,7 @@ def _run(
         print(to_table(groups))
         content = {
             "format_version": FORMAT_VERSION,
-            **described(found, config.name, protocol, before),
+            **describe_evaluation(found, config.name, protocol, before),
             "settings": _described_settings(settings, split),
             "min_history": MIN_HISTORY,
             **to_content(groups, answers, split),
@@ -183,7 +183,7 @@ def _run(
         track(found, config.tracking, metrics(groups, join_parts(split, tag)), files, overrides)
 
 
-def _described_settings(settings: Settings, split: str) -> dict[str, object]:
+def _described_settings(settings: DialogueRequest, split: str) -> dict[str, object]:
     places = {"memory": settings.memory and str(settings.memory), "wordnet": settings.wordnet and str(settings.wordnet)}
     return {**vars(settings), **places, "split": split, "sampling": vars(settings.sampling)}
 
@@ -195,7 +195,7 @@ def first_documents(index: Index, limit: int | None) -> Index:
 
 
 def score_answers(
-    trained: TrainedModel, conversations: Sequence[Conversation], settings: Settings
+    trained: TrainedModel, conversations: Sequence[Conversation], settings: DialogueRequest
 ) -> list[ScoredAnswer]:
     """Return the model's replies to the history of each chosen reply, with their metrics."""
     score = make_scorer(settings.wordnet)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.evaluation.scores import DocumentScore, perplexity, shown, total_words
+from dist_mem.evaluation.scores import DocumentScore, format_metric, perplexity, total_words
 from dist_mem.papers.dialogue.metrics import METRICS, REMEDY, mean_scores
 from dist_mem.papers.dialogue.replies import Answer, Conversation, is_leaked
 from dist_mem.runtime.terminal import table
@@ -69,7 +69,7 @@ def to_table(groups: Sequence[GroupScore]) -> str:
     rows = [["conversations", "replies", "ppl", "word ppl", *(titles[metric] for metric in METRICS)]]
     for group in groups:
         name = f"{group.num_conversations} {group.name}"
-        perplexities = shown(group.perplexity), shown(group.word_perplexity)
+        perplexities = format_metric(group.perplexity), format_metric(group.word_perplexity)
         scores = (_percent(group.scores[metric]) for metric in METRICS)
         rows.append([name, f"{group.num_replies:,}", *perplexities, *scores])
     lines = table(rows)

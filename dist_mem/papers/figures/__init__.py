@@ -12,7 +12,7 @@ import pkgutil
 from dist_mem.config.check import hint
 from dist_mem.errors import UnusableError
 from dist_mem.papers.figures.parts.source import Figure
-from dist_mem.runtime.terminal import listed
+from dist_mem.runtime.terminal import list_names
 
 # Figures of the papers that other commands draw.
 ELSEWHERE = {
@@ -46,5 +46,5 @@ def figure_named(name: str) -> Figure:
         raise UnusableError(f"{name} is drawn by another command: {ELSEWHERE[name]}")
     known = figures()
     if name not in known:
-        raise UnusableError(f"there is no figure {name!r}{hint(name, known)}; figures are{listed(known)}")
+        raise UnusableError(f"there is no figure {name!r}{hint(name, known)}; figures are{list_names(known)}")
     return known[name]

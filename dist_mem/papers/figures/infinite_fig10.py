@@ -19,14 +19,14 @@ from torch import Tensor
 
 from dist_mem.data.documents import Document
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.plotting.drawn import Drawn, Table
+from dist_mem.evaluation.plotting.drawn_figure import DrawnFigure, Table
 from dist_mem.evaluation.plotting.style import BLUE, VERMILION, mark_lines, new_picture
 from dist_mem.memory.infinite import Infinite
 from dist_mem.memory.parts.inspection import Spans
 from dist_mem.memory.parts.signal_places import Trace, append, row_spans, shares
 from dist_mem.papers.figures.parts.signal import least_tokens, signal_layers, signal_memories
-from dist_mem.papers.figures.parts.source import Figure, Source
-from dist_mem.papers.figures.parts.words import Word, phrases, words_of
+from dist_mem.papers.figures.parts.source import Figure, FigureSource
+from dist_mem.papers.figures.parts.words import DocumentWord, phrases, words_of
 
 NUM_UPDATES = 5
 LEAST_SPACE = 0.005  # of a phrase, as in the paper
@@ -38,14 +38,14 @@ class Space(NamedTuple):
     """The words in a signal, and the space that each takes."""
 
     document: str
-    words: list[Word]
+    words: list[DocumentWord]
     sticky: list[float]  # the shares of [0, 1]; they sum to 1
     even: list[float]  # without sticky memories
     borders: list[int]  # words before which an update ends
     updates: int
 
 
-def memory_space(source: Source, memory: Infinite, place: int) -> Space:
+def memory_space(source: FigureSource, memory: Infinite, place: int) -> Space:
     """Return the space of every word in the last layer's signal after NUM_UPDATES updates.
 
     Raises:
@@ -55,7 +55,7 @@ def memory_space(source: Source, memory: Infinite, place: int) -> Space:
     num_rows = NUM_UPDATES * geometry.num_rows
     why = f"a long-term memory after {NUM_UPDATES} updates"
     document = source.example(least=least_tokens(source, memory, NUM_UPDATES), place=place, why=why)
-    words = words_of(source.trained.tokenizer, document.tokens)
+    words = words_of(source.trained_model.tokenizer, document.tokens)
     first_input, sticky = _places(source, document, num_rows)
     even = torch.empty(0, dtype=torch.float64)
     for update in range(NUM_UPDATES):
@@ -74,7 +74,7 @@ def memory_space(source: Source, memory: Infinite, place: int) -> Space:
     )
 
 
-def _places(source: Source, document: Document, num_rows: int) -> tuple[int, Tensor]:
+def _places(source: FigureSource, document: Document, num_rows: int) -> tuple[int, Tensor]:
     """Return the position of the first input of the segment that reads a signal of so many rows, and their places."""
     for step, layers in source.read(document):
         trace: Trace = signal_layers(layers)[-1].trace
@@ -85,7 +85,7 @@ def _places(source: Source, document: Document, num_rows: int) -> tuple[int, Ten
     )
 
 
-def _by_word(space: Tensor, spans: Spans, words: Sequence[Word]) -> list[float]:
+def _by_word(space: Tensor, spans: Spans, words: Sequence[DocumentWord]) -> list[float]:
     """Return the space of each word: that of its tokens. BOS, which is in no word, is given to the first."""
     begins = torch.tensor([word.begin for word in words])
     by_word = torch.zeros(len(words), dtype=torch.float64)
@@ -101,11 +101,11 @@ def largest_tenth(values: Sequence[float]) -> float:
     return math.fsum(sorted(values, reverse=True)[: max(1, len(values) // 10)]) / math.fsum(values)
 
 
-def draw(name: str, sources: Sequence[Source]) -> Drawn:
+def draw(name: str, sources: Sequence[FigureSource]) -> DrawnFigure:
     source = sources[0]
     memory = signal_memories(source, name)[-1]
     if memory.options.sampling == "linear":
-        raise source.lacks(name, "sticky memories", "memory.sampling is linear; give a run with sticky")
+        raise source.missing_error(name, "sticky memories", "memory.sampling is linear; give a run with sticky")
     space = memory_space(source, memory, place=int(name == "infinite.fig11"))
     limit = max(LEAST_SPACE, ABOVE_EVEN * max(space.even))
     found = phrases(space.words, space.sticky, above=limit)
@@ -134,7 +134,7 @@ def draw(name: str, sources: Sequence[Source]) -> Drawn:
         f"a phrase counts. The oldest update has {oldest:.2f} times the space that it has without sticky "
         f"memories, and the tenth of the words with most space has {tenths[0]:.0%} of all (without: {tenths[1]:.0%})."
     )
-    return Drawn(
+    return DrawnFigure(
         picture, Table(("place", "word", "even", "sticky"), rows), caption, f"Phrases with the largest space: {listed}"
     )
 

@@ -18,7 +18,7 @@ import torch
 
 from dist_mem.data.documents import Document
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.plotting.drawn import Drawn, Table
+from dist_mem.evaluation.plotting.drawn_figure import DrawnFigure, Table
 from dist_mem.evaluation.plotting.style import BLUE, GREEN, ORANGE, new_picture
 from dist_mem.generation.generate import Sampling
 from dist_mem.papers.dialogue.replies import Answer, Conversation, answer_all, choose_replies, find_replies
@@ -29,8 +29,16 @@ from dist_mem.papers.figures.parts.signal import (
     signal_layers,
     signal_memories,
 )
-from dist_mem.papers.figures.parts.source import Figure, Source
-from dist_mem.papers.figures.parts.words import Shaded, Word, draw_text, excerpts, lines_of, phrases, words_of
+from dist_mem.papers.figures.parts.source import Figure, FigureSource
+from dist_mem.papers.figures.parts.words import (
+    DocumentWord,
+    ShadedWord,
+    draw_text,
+    excerpts,
+    lines_of,
+    phrases,
+    words_of,
+)
 
 NUM_ANSWERS, NUM_TOKENS = 3, 50
 COLORS = (ORANGE, BLUE, GREEN)
@@ -40,17 +48,17 @@ MOST_LINES = 34
 NAMES = ("infinite.fig4", "infinite.fig12")
 
 
-class Looked(NamedTuple):
+class AnswerAttention(NamedTuple):
     """An answer, and how it looked at the words before it."""
 
     answer: Answer
-    words: list[Word]  # of the dialogue, as far as the memory holds it
+    words: list[DocumentWord]  # of the dialogue, as far as the memory holds it
     attention: list[float]
 
 
-def looked(source: Source, conversation: Conversation, answer: Answer) -> Looked:
+def read_attention(source: FigureSource, conversation: Conversation, answer: Answer) -> AnswerAttention:
     """Read the history and the answer, and return the attention of the answer's tokens to each word of the history."""
-    trained = source.trained
+    trained = source.trained_model
     history = np.asarray(conversation.tokens[: answer.place.start])
     written = trained.tokenizer.encode(answer.text)
     words = words_of(trained.tokenizer, history)
@@ -64,15 +72,15 @@ def looked(source: Source, conversation: Conversation, answer: Answer) -> Looked
             mass += mass_on_words(rows, step, words)[of_answer].sum(dim=0)
             count += int(of_answer.sum())
     held = int(mass.nonzero().max()) + 1 if mass.any() else 0
-    return Looked(answer, words[:held], (mass / max(1, count))[:held].tolist())
+    return AnswerAttention(answer, words[:held], (mass / max(1, count))[:held].tolist())
 
 
-def limit_of(found: Looked) -> float:
+def limit_of(found: AnswerAttention) -> float:
     """Return the attention above which a word is in an excerpt."""
     return THRESHOLD * math.fsum(found.attention) / max(1, len(found.words))
 
 
-def draw(name: str, sources: Sequence[Source]) -> Drawn:
+def draw(name: str, sources: Sequence[FigureSource]) -> DrawnFigure:
     source = sources[0]
     memory = signal_memories(source, name)[-1]
     document = source.example(
@@ -81,18 +89,20 @@ def draw(name: str, sources: Sequence[Source]) -> Drawn:
     conversation = _conversation(source, document)
     inside = [reply for reply in conversation.replies if reply.start >= least_tokens(source, memory, 1)]
     if not inside:
-        raise source.lacks(name, "replies after the memory has begun to fill", "give another --document, a longer one")
+        raise source.missing_error(
+            name, "replies after the memory has begun to fill", "give another --document, a longer one"
+        )
     chosen = choose_replies(inside, first=0, num_chosen=NUM_ANSWERS)
     sampling = Sampling(top_p=0.9)
     answers = answer_all(
-        source.trained, [conversation], [chosen], num_lanes=1, num_tokens=NUM_TOKENS, sampling=sampling
+        source.trained_model, [conversation], [chosen], num_lanes=1, num_tokens=NUM_TOKENS, sampling=sampling
     )
-    found = [looked(source, conversation, answer) for answer in answers]
+    found = [read_attention(source, conversation, answer) for answer in answers]
     lines = []
     for number, (one, color) in enumerate(zip(found, COLORS, strict=False)):
-        lines += lines_of([Shaded(f"Answer {number + 1}:", 0.0, color), *_colored(one.answer.text, color)])
+        lines += lines_of([ShadedWord(f"Answer {number + 1}:", 0.0, color), *_colour_words(one.answer.text, color)])
     lines += [[]]
-    lines += lines_of(excerpts(_shaded(found), AROUND))[: MOST_LINES - len(lines)]
+    lines += lines_of(excerpts(_shade_words(found), AROUND))[: MOST_LINES - len(lines)]
     picture, axes = new_picture(0.165 * len(lines) + 0.5)
     draw_text(axes, lines, size=7.6)
     axes.set_title("answers, and the words of the long-term memory that they attended to", loc="left")
@@ -106,10 +116,10 @@ def draw(name: str, sources: Sequence[Source]) -> Drawn:
         f"long-term memory that get at least {THRESHOLD:g} times an even share of an answer's attention, in its colour "
         "(last layer that has one, mean over heads and the answer's tokens)."
     )
-    return Drawn(picture, Table(("answer", "place", "word", "attention"), rows), caption, _text(found))
+    return DrawnFigure(picture, Table(("answer", "place", "word", "attention"), rows), caption, _text(found))
 
 
-def _conversation(source: Source, document: Document) -> Conversation:
+def _conversation(source: FigureSource, document: Document) -> Conversation:
     if document.scored is None:
         raise UnusableError(
             f"{source.documents.index.split_dir}: the documents have no replies: infinite.fig4 shows answers in a "
@@ -120,22 +130,22 @@ def _conversation(source: Source, document: Document) -> Conversation:
     return Conversation(document.number, entry.id, entry.title, document.tokens, replies)
 
 
-def _colored(text: str, color: str) -> list[Shaded]:
-    return [Shaded(word, 0.45, color) for word in text.split()]
+def _colour_words(text: str, color: str) -> list[ShadedWord]:
+    return [ShadedWord(word, 0.45, color) for word in text.split()]
 
 
-def _shaded(found: Sequence[Looked]) -> list[Shaded]:
+def _shade_words(found: Sequence[AnswerAttention]) -> list[ShadedWord]:
     """Return the words that the longest memory holds; a word of several excerpts has the colour that looked most."""
     words = max((one.words for one in found), key=len)
     shown = []
     for place, word in enumerate(words):
         shares = [one.attention[place] / limit_of(one) if place < len(one.words) else 0.0 for one in found]
         best = max(range(len(shares)), key=shares.__getitem__)
-        shown.append(Shaded(word.text, 0.45 if shares[best] >= 1 else 0.0, COLORS[best]))
+        shown.append(ShadedWord(word.text, 0.45 if shares[best] >= 1 else 0.0, COLORS[best]))
     return shown
 
 
-def _text(found: Sequence[Looked]) -> str:
+def _text(found: Sequence[AnswerAttention]) -> str:
     parts = []
     for number, one in enumerate(found):
         parts_read = phrases(one.words, one.attention, above=limit_of(one))[:5]

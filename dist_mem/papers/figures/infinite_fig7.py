@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.plotting.drawn import Drawn, Table
+from dist_mem.evaluation.plotting.drawn_figure import DrawnFigure, Table
 from dist_mem.evaluation.plotting.style import mark_lines, new_picture, styles
 from dist_mem.memory.parts.signal_places import NUM_BINS
 from dist_mem.papers.figures.parts.signal import is_empty, signal_layers, signal_memories, update_marks
-from dist_mem.papers.figures.parts.source import Figure, Source
+from dist_mem.papers.figures.parts.source import Figure, FigureSource
 
 NUM_TOKENS = 15_000
 BARS = 64  # of the NUM_BINS bins
 MOST_HEADS = 7  # lines in a plot; with more, only their mean is drawn
 
 
-def densities(source: Source, num_tokens: int) -> tuple[Tensor, int]:
+def densities(source: FigureSource, num_tokens: int) -> tuple[Tensor, int]:
     """Return the mean density over the signal, (layers, H, BARS) float64, and the number of queries it is the mean of.
 
     The layers are those that have a signal.
@@ -35,7 +35,7 @@ def densities(source: Source, num_tokens: int) -> tuple[Tensor, int]:
     """
     signal_memories(source, "infinite.fig7")
     total, count = torch.zeros(()), 0
-    for document in source.chosen():
+    for document in source.chosen_documents():
         for step, layers in source.read(document):
             signals = [layer.rows["signal"] for layer in signal_layers(layers)]
             if is_empty(signals[0]):
@@ -56,7 +56,7 @@ def _density(mass: Tensor) -> Tensor:
     return mass.unflatten(2, (BARS, NUM_BINS // BARS)).sum(dim=3) * BARS
 
 
-def draw(name: str, sources: Sequence[Source]) -> Drawn:
+def draw(name: str, sources: Sequence[FigureSource]) -> DrawnFigure:
     source = sources[0]
     found, count = densities(source, source.settings.num_tokens or NUM_TOKENS)
     num_layers, num_heads, _ = found.shape
@@ -90,7 +90,7 @@ def draw(name: str, sources: Sequence[Source]) -> Drawn:
         "Even attention is 1 everywhere; the newest rows are on the right, and dashed lines part what successive "
         "updates have brought."
     )
-    return Drawn(picture, Table(("layer", "head", "place", "density"), rows), caption)
+    return DrawnFigure(picture, Table(("layer", "head", "place", "density"), rows), caption)
 
 
 FIGURE = Figure(names=("infinite.fig7",), title="attention to the long-term memory by layer and head", draw=draw)

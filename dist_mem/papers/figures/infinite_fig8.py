@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dist_mem.data.documents import Document
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.plotting.drawn import Drawn, Table
+from dist_mem.evaluation.plotting.drawn_figure import DrawnFigure, Table
 from dist_mem.evaluation.plotting.style import VERMILION, new_picture
 from dist_mem.inspection.walk import walk
 from dist_mem.papers.figures.parts.signal import (
@@ -29,8 +29,16 @@ from dist_mem.papers.figures.parts.signal import (
     signal_layers,
     signal_memories,
 )
-from dist_mem.papers.figures.parts.source import Figure, Source
-from dist_mem.papers.figures.parts.words import Shaded, Word, bare, draw_text, excerpts, lines_of, words_of
+from dist_mem.papers.figures.parts.source import Figure, FigureSource
+from dist_mem.papers.figures.parts.words import (
+    DocumentWord,
+    ShadedWord,
+    draw_text,
+    excerpts,
+    lines_of,
+    strip_punctuation,
+    words_of,
+)
 
 LIMIT = 0.05  # attention of a shaded word
 MOST = 100  # gains that the caption counts
@@ -42,16 +50,18 @@ NAMES = ("infinite.fig8", "infinite.fig9")
 class Gain(NamedTuple):
     """A word that the infinity-former predicts better, and where it looked."""
 
-    word: Word
+    word: DocumentWord
     nats: float  # baseline minus infinity-former, of the token where it is largest
     attention: list[float]  # of each word in the memory
 
 
-def word_gains(source: Source, baseline: Source, document: Document, words: Sequence[Word]) -> list[Gain]:
+def word_gains(
+    source: FigureSource, baseline: FigureSource, document: Document, words: Sequence[DocumentWord]
+) -> list[Gain]:
     """Return the words with the largest gains, one per token, largest first."""
     losses = torch.full((len(document.tokens),), torch.inf)
-    for step in walk(baseline.trained, document):
-        _put(losses, step.first_input, step.output.nll[0, : step.num_inputs].cpu())
+    for step in walk(baseline.trained_model, document):
+        _put_losses(losses, step.first_input, step.output.nll[0, : step.num_inputs].cpu())
     begins = torch.tensor([word.begin for word in words])
     found: list[tuple[float, int, Tensor]] = []
     for step, layers in source.read(document):
@@ -69,12 +79,12 @@ def word_gains(source: Source, baseline: Source, document: Document, words: Sequ
     return [Gain(words[place], nats, mass.tolist()) for place, (nats, _, mass) in zip(places, found, strict=True)]
 
 
-def _put(losses: Tensor, first_input: int, nll: Tensor) -> None:
+def _put_losses(losses: Tensor, first_input: int, nll: Tensor) -> None:
     here = slice(first_input + 1, first_input + 1 + len(nll))
     losses[here] = nll[: len(losses[here])]
 
 
-def same_word_share(gains: Sequence[Gain], words: Sequence[Word]) -> tuple[int, float, float]:
+def same_word_share(gains: Sequence[Gain], words: Sequence[DocumentWord]) -> tuple[int, float, float]:
     """Return how many memories hold the predicted word, the mean attention that it gets there, and its share of text.
 
     A memory is all words with attention, and its text those before the newest of them.
@@ -82,7 +92,9 @@ def same_word_share(gains: Sequence[Gain], words: Sequence[Word]) -> tuple[int, 
     attention, text = list[float](), list[float]()
     for gain in gains:
         held = max((place for place, value in enumerate(gain.attention) if value > 0), default=-1) + 1
-        same = [place for place in range(held) if bare(words[place].text) == bare(gain.word.text)]
+        same = [
+            place for place in range(held) if strip_punctuation(words[place].text) == strip_punctuation(gain.word.text)
+        ]
         if same:
             total = math.fsum(gain.attention)
             attention.append(math.fsum(gain.attention[place] for place in same) / total)
@@ -91,24 +103,28 @@ def same_word_share(gains: Sequence[Gain], words: Sequence[Word]) -> tuple[int, 
     return number, math.fsum(attention) / max(1, number), math.fsum(text) / max(1, number)
 
 
-def draw(name: str, sources: Sequence[Source]) -> Drawn:
+def draw(name: str, sources: Sequence[FigureSource]) -> DrawnFigure:
     source, baseline = sources
     memory = signal_memories(source, name)[-1]
     check_same_text(sources)
     document = source.example(least=2 * least_tokens(source, memory, 1), why="a long-term memory to look into")
-    words = words_of(source.trained.tokenizer, document.tokens)
-    gains = [gain for gain in word_gains(source, baseline, document, words) if gain.nats > 0 and bare(gain.word.text)]
+    words = words_of(source.trained_model.tokenizer, document.tokens)
+    gains = [
+        gain
+        for gain in word_gains(source, baseline, document, words)
+        if gain.nats > 0 and strip_punctuation(gain.word.text)
+    ]
     if not gains:
         raise UnusableError(
             f"document {source.id_of(document)}: {source.label} predicts no word better than {baseline.label}; give "
             "another --document"
         )
-    different = {bare(gain.word.text): gain for gain in reversed(gains)}
+    different = {strip_punctuation(gain.word.text): gain for gain in reversed(gains)}
     chosen = sorted(different.values(), key=lambda gain: -gain.nats)
     gain = chosen[min(NAMES.index(name), len(chosen) - 1)]
     shaded = [place for place, value in enumerate(gain.attention) if value > LIMIT]
     best = sorted(range(len(words)), key=lambda place: -gain.attention[place])[:5]
-    lines = lines_of(excerpts(_shaded(words, gain, shaded or best), AROUND))[:MOST_LINES]
+    lines = lines_of(excerpts(_shade_words(words, gain, shaded or best), AROUND))[:MOST_LINES]
     picture, axes = new_picture(0.165 * len(lines) + 0.5)
     draw_text(axes, lines, size=7.6)
     before = " ".join(word.text for word in words if gain.word.begin - 60 < word.begin < gain.word.begin)
@@ -124,14 +140,14 @@ def draw(name: str, sources: Sequence[Source]) -> Drawn:
     )
     most = ", ".join(f"{words[place].text!r} {gain.attention[place]:.3f}" for place in best)
     text = f"Before it: ... {before}\n\nMost attended: {most}"
-    return Drawn(picture, Table(("place", "word", "attention"), rows), caption, text)
+    return DrawnFigure(picture, Table(("place", "word", "attention"), rows), caption, text)
 
 
-def _shaded(words: Sequence[Word], gain: Gain, chosen: Sequence[int]) -> list[Shaded]:
+def _shade_words(words: Sequence[DocumentWord], gain: Gain, chosen: Sequence[int]) -> list[ShadedWord]:
     """Return all words, the chosen ones shaded by their attention."""
     top = max((gain.attention[place] for place in chosen), default=1.0)
     shades = {place: 0.15 + 0.6 * gain.attention[place] / top for place in chosen}
-    return [Shaded(word.text, shades.get(place, 0.0), VERMILION) for place, word in enumerate(words)]
+    return [ShadedWord(word.text, shades.get(place, 0.0), VERMILION) for place, word in enumerate(words)]
 
 
 FIGURE = Figure(

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.plotting.drawn import Drawn, Table
+from dist_mem.evaluation.plotting.drawn_figure import DrawnFigure, Table
 from dist_mem.evaluation.plotting.style import add_grid, new_picture, styles
-from dist_mem.inspection.walk import Step
+from dist_mem.inspection.walk import SegmentReading
 from dist_mem.memory.parts.inspection import SIGNAL, SUMMARY, Inspection
-from dist_mem.papers.figures.parts.source import Figure, Source
+from dist_mem.papers.figures.parts.source import Figure, FigureSource
 from dist_mem.papers.figures.parts.words import mass_by_distance, token_mass
 
 INTERVAL, REACH = 5, 100  # tokens
 NUM_TOKENS = 15_000
 
 
-def attention_by_distance(source: Source, num_tokens: int) -> tuple[dict[str, Tensor], int]:
+def attention_by_distance(source: FigureSource, num_tokens: int) -> tuple[dict[str, Tensor], int]:
     """Return the mean over tokens of the largest attention in each interval, and the number of tokens.
 
     The tensors (REACH / INTERVAL,) float64 are by softmax: "" for that over segment and memory, "signal"; "summary"
@@ -37,10 +37,12 @@ def attention_by_distance(source: Source, num_tokens: int) -> tuple[dict[str, Te
     """
     sums: dict[str, Tensor] = {}
     count = 0
-    for document in source.chosen():
+    for document in source.chosen_documents():
         for step, layers in source.read(document):
             if not layers[-1].rows:
-                raise source.lacks("lamemo.fig1", "attention weights", "its memory has no `inspect` that gives rows")
+                raise source.missing_error(
+                    "lamemo.fig1", "attention weights", "its memory has no `inspect` that gives rows"
+                )
             far = _far_enough(step)[: num_tokens - count]
             count += len(far)
             for name, mass in _by_softmax(layers[-1], step.num_inputs).items():
@@ -53,7 +55,7 @@ def attention_by_distance(source: Source, num_tokens: int) -> tuple[dict[str, Te
     return {name: total / count for name, total in sums.items()}, count
 
 
-def _far_enough(step: Step) -> Tensor:
+def _far_enough(step: SegmentReading) -> Tensor:
     """Return the queries whose predicted tokens have REACH tokens of the document before them."""
     return (step.first_input + 1 + torch.arange(step.num_inputs) >= REACH).nonzero().flatten()
 
@@ -71,7 +73,7 @@ def _by_softmax(layer: Inspection, num_queries: int) -> dict[str, Tensor]:
     return found
 
 
-def draw(name: str, sources: Sequence[Source]) -> Drawn:
+def draw(name: str, sources: Sequence[FigureSource]) -> DrawnFigure:
     wanted = sources[0].settings.num_tokens or NUM_TOKENS
     picture, axes = new_picture(3.2)
     middles = [begin + (INTERVAL + 1) / 2 for begin in range(0, REACH, INTERVAL)]
@@ -106,7 +108,7 @@ def draw(name: str, sources: Sequence[Source]) -> Drawn:
         f"token, the largest weight in each interval of {INTERVAL} tokens to its left, after the mean over heads. "
         f"Where a line ends, nothing is read.{summaries}"
     )
-    return Drawn(picture, Table(("run", "softmax", "from", "to", "attention"), rows), caption)
+    return DrawnFigure(picture, Table(("run", "softmax", "from", "to", "attention"), rows), caption)
 
 
 FIGURE = Figure(

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.plotting.drawn import Drawn, Table
+from dist_mem.evaluation.plotting.drawn_figure import DrawnFigure, Table
 from dist_mem.evaluation.plotting.style import new_picture, ordered_styles
-from dist_mem.papers.figures.parts.source import Figure, Source
+from dist_mem.papers.figures.parts.source import Figure, FigureSource
 
 NUM_SEGMENTS = 100
 MOST_LAYERS = 8
 
 
-def mean_alpha(source: Source, num_segments: int) -> tuple[dict[int, Tensor], int]:
+def mean_alpha(source: FigureSource, num_segments: int) -> tuple[dict[int, Tensor], int]:
     """Return alpha (M,) of every layer that has it, oldest row first, and the number of segments it is the mean of.
 
     Raises:
@@ -28,11 +28,11 @@ def mean_alpha(source: Source, num_segments: int) -> tuple[dict[int, Tensor], in
     """
     sums: dict[int, Tensor] = {}
     count = 0
-    for document in source.chosen():
+    for document in source.chosen_documents():
         for _, layers in source.read(document):
             found = {number: layer.values["alpha"] for number, layer in enumerate(layers) if "alpha" in layer.values}
             if not found:
-                raise source.lacks("lamemo.fig6", "the coefficient alpha", "give a run of memory.kind lamemo")
+                raise source.missing_error("lamemo.fig6", "the coefficient alpha", "give a run of memory.kind lamemo")
             first = next(iter(found))
             spans = layers[first].rows["memory"].spans
             if bool((spans.begin == spans.end).any()):
@@ -55,10 +55,10 @@ def shown_layers(layers: Sequence[int]) -> list[int]:
     return [layers[place] for place in places]
 
 
-def draw(name: str, sources: Sequence[Source]) -> Drawn:
+def draw(name: str, sources: Sequence[FigureSource]) -> DrawnFigure:
     source = sources[0]
     wanted = source.settings.num_tokens
-    num_segments = NUM_SEGMENTS if wanted is None else max(1, wanted // source.trained.config.train.seg_len)
+    num_segments = NUM_SEGMENTS if wanted is None else max(1, wanted // source.trained_model.config.train.seg_len)
     alpha, count = mean_alpha(source, num_segments)
     shown = shown_layers(list(alpha))
     picture, axes = new_picture(3.0)
@@ -76,7 +76,7 @@ def draw(name: str, sources: Sequence[Source]) -> Drawn:
         f"{source.split} and all heads. 1: the row keeps its past; 0: it is all future. "
         "The last layer refreshes nothing."
     )
-    return Drawn(picture, Table(("layer", "position", "alpha"), rows), caption)
+    return DrawnFigure(picture, Table(("layer", "position", "alpha"), rows), caption)
 
 
 FIGURE = Figure(names=("lamemo.fig6",), title="LaMemo's alpha by layer and position in the memory", draw=draw)

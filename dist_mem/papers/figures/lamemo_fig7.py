@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dist_mem.evaluation.plotting.drawn import Drawn, Table
+from dist_mem.evaluation.plotting.drawn_figure import DrawnFigure, Table
 from dist_mem.evaluation.plotting.style import BLACK, BLUE, VERMILION, mark_lines, new_picture, ordered_styles
 from dist_mem.memory.base import MemoryOutput
 from dist_mem.nn.layers import RelativeProjections, sinusoid_table
-from dist_mem.papers.figures.parts.source import Figure, Source
+from dist_mem.papers.figures.parts.source import Figure, FigureSource
 
 PAPER_D = 64
 REACH = 100  # tokens to both sides
@@ -35,7 +35,7 @@ def g(places: Tensor, d_model: int) -> Tensor:
     return sine.sum(dim=1) * cosine.sum(dim=1) - (sine * cosine).sum(dim=1)
 
 
-def positional_variances(source: Source, distances: Tensor, num_tokens: int) -> list[Tensor]:
+def positional_variances(source: FigureSource, distances: Tensor, num_tokens: int) -> list[Tensor]:
     """Return the variance of (q + v) W_R R_t over the run's queries at each distance, (P,) float64, of every layer.
 
     It is the mean over the heads; keys are to the left (v, not the bias of look-ahead attention).
@@ -43,10 +43,10 @@ def positional_variances(source: Source, distances: Tensor, num_tokens: int) -> 
     Raises:
         UnusableError: a layer has no relative positions.
     """
-    memories = source.trained.model.memories()
+    memories = source.trained_model.model.memories()
     parts = [next((p for p in memory.modules() if isinstance(p, RelativeProjections)), None) for memory in memories]
     if None in parts:
-        raise source.lacks(
+        raise source.missing_error(
             "lamemo.fig7",
             "relative positions",
             "give a run of memory.kind transformer_xl, lamemo, or another with them",
@@ -76,16 +76,16 @@ def positional_variances(source: Source, distances: Tensor, num_tokens: int) -> 
     return found
 
 
-def _read(source: Source, num_tokens: int) -> None:
+def _read(source: FigureSource, num_tokens: int) -> None:
     count = 0
-    for document in source.chosen():
+    for document in source.chosen_documents():
         for step, _ in source.read(document):
             count += step.num_inputs
             if count >= num_tokens:
                 return
 
 
-def draw(name: str, sources: Sequence[Source]) -> Drawn:
+def draw(name: str, sources: Sequence[FigureSource]) -> DrawnFigure:
     source = sources[0]
     d_model = source.config.model.d_model
     whole = torch.arange(-REACH, REACH + 1)
@@ -119,7 +119,7 @@ def draw(name: str, sources: Sequence[Source]) -> Drawn:
         "the division by the root of the head width, mean over "
         f"heads, of {source.label}."
     )
-    return Drawn(picture, Table(("curve", "D or layer", "t", "value"), rows), caption)
+    return DrawnFigure(picture, Table(("curve", "D or layer", "t", "value"), rows), caption)
 
 
 FIGURE = Figure(names=("lamemo.fig7",), title="g(t), and the variance of the positional term (appendix B)", draw=draw)

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.plotting.drawn import Drawn, Table
+from dist_mem.evaluation.plotting.drawn_figure import DrawnFigure, Table
 from dist_mem.evaluation.plotting.style import new_picture, styles
-from dist_mem.papers.figures.parts.source import Figure, Source
+from dist_mem.papers.figures.parts.source import Figure, FigureSource
 from dist_mem.tracking.log import METRICS_FILE, read_points
 from dist_mem.tracking.progress import LOSS
 
 
-def training_curve(source: Source) -> dict[int, float]:
+def training_curve(source: FigureSource) -> dict[int, float]:
     """Return the training loss by step.
 
     Raises:
@@ -29,7 +29,7 @@ def training_curve(source: Source) -> dict[int, float]:
     return dict(sorted(losses.items()))
 
 
-def draw(name: str, sources: Sequence[Source]) -> Drawn:
+def draw(name: str, sources: Sequence[FigureSource]) -> DrawnFigure:
     picture, axes = new_picture(3.0)
     rows = []
     for source, style in zip(sources, styles(len(sources)), strict=True):
@@ -40,7 +40,7 @@ def draw(name: str, sources: Sequence[Source]) -> Drawn:
     axes.set_ylabel("training loss (nats per token)")
     picture.legend(loc="outside lower center")
     caption = "Training loss by step, as logged in metrics.jsonl; not smoothed."
-    return Drawn(picture, Table(("run", "step", "loss"), rows), caption)
+    return DrawnFigure(picture, Table(("run", "step", "loss"), rows), caption)
 
 
 FIGURE = Figure(

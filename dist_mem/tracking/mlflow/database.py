@@ -117,25 +117,25 @@ def _is_whole(path: Path) -> bool:
     scripts = ScriptDirectory.from_config(_get_alembic_config(""))
     found, first = _read(path), {name: {*table.columns.keys()} for name, table in Base.metadata.tables.items()}
     if unknown := {*found.revisions} - {script.revision for script in scripts.walk_revisions()}:
-        raise _foreign(path, f"the version {min(unknown)!r} of its tables is none of MLflow {mlflow.__version__}")
+        raise _foreign_error(path, f"the version {min(unknown)!r} of its tables is none of MLflow {mlflow.__version__}")
     others = [name for name in first if name in found.columns and not found.columns[name] >= first[name]]
     has_first = not others and found.columns.keys() >= first.keys()
     if has_first and found.revisions and (found.filled or found.revisions == scripts.get_heads()):
         return True
     known = _tables() if has_first else first
     if foreign := [name for name in found.columns if name not in known]:
-        raise _foreign(path, f"it has the table {foreign[0]!r}")
+        raise _foreign_error(path, f"it has the table {foreign[0]!r}")
     if others:
-        raise _foreign(path, f"its table {others[0]!r} has other columns")
+        raise _foreign_error(path, f"its table {others[0]!r} has other columns")
     if found.filled:
-        raise _foreign(path, f"it has rows in {found.filled[0]!r}, but no version of its tables")
+        raise _foreign_error(path, f"it has rows in {found.filled[0]!r}, but no version of its tables")
     if time.time() - path.stat().st_mtime < QUIET_SECONDS:
         raise UnfitError(
             f"{path}: its tables are incomplete: another process is creating them, or was killed; after a minute they "
             "are created again"
         )
     if not found.columns:
-        raise _foreign(path, "it is empty")
+        raise _foreign_error(path, "it is empty")
     return False
 
 
@@ -165,11 +165,11 @@ def _read(path: Path) -> _Content:
     except sqlite3.OperationalError as error:
         raise UnfitError(f"{path} cannot be read now: {error}") from error
     except sqlite3.DatabaseError as error:
-        raise _foreign(path, str(error)) from error
+        raise _foreign_error(path, str(error)) from error
     return _Content(columns, filled, [str(row[0]) for row in revisions])
 
 
-def _foreign(path: Path, reason: str) -> ForeignError:
+def _foreign_error(path: Path, reason: str) -> ForeignError:
     return ForeignError(
         f"{path} is no MLflow database: {reason}; set tracking.uri or MLFLOW_TRACKING_URI to a file of MLflow, or to a "
         "new one"

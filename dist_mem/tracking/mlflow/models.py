@@ -59,7 +59,7 @@ class Registration(NamedTuple):
     alias: str | None = None  # that the new version gets
 
 
-class Opened(NamedTuple):
+class ExportTarget(NamedTuple):
     """The MLflow run to which an export is logged."""
 
     client: MlflowClient
@@ -85,7 +85,7 @@ def check_registration(wanted: Registration) -> None:
 
 def open_run(
     tracking: TrackingConfig, run_dir: Path, run_id: str | None, wanted: Registration, overrides: Sequence[str]
-) -> Opened:
+) -> ExportTarget:
     """Find the MLflow run of a trained model, without changing anything in the store.
 
     Args:
@@ -110,7 +110,7 @@ def open_run(
     check_named(tracking, run_dir, is_named=is_named)
     if is_missing_file(uri):
         raise UnusableError(f"--mlflow: there is no store {shown}; give that of the run as tracking.uri=URL")
-    with _explained(uri, "cannot be used"):
+    with _explain_errors(uri, "cannot be used"):
         client = connect(uri)
         run = find_run(client, run_id)
         if wanted.name is not None:
@@ -126,10 +126,10 @@ def open_run(
         )
     place = client.get_experiment(run.info.experiment_id).artifact_location
     check_place(uri, place, is_named=is_named)
-    return Opened(client, run, uri)
+    return ExportTarget(client, run, uri)
 
 
-def log_export(opened: Opened, folder: Path, wanted: Registration, *, step: int) -> str:
+def log_export(opened: ExportTarget, folder: Path, wanted: Registration, *, step: int) -> str:
     """Log an export as a model of the run, and register it; return its address, as "models:/demo@champion".
 
     Args:
@@ -141,7 +141,7 @@ def log_export(opened: Opened, folder: Path, wanted: Registration, *, step: int)
         UnfitError: the store does not answer, or a file cannot be written. A model without all files is deleted.
     """
     client, run, uri = opened
-    with _explained(uri, f"does not have all of {folder}, which is whole: remove it, and repeat the command"):
+    with _explain_errors(uri, f"does not have all of {folder}, which is whole: remove it, and repeat the command"):
         model_id = _log(client, run, folder, step=step)
         return f"models:/{model_id}" if wanted.name is None else _register(client, run, model_id, wanted)
 
@@ -231,7 +231,7 @@ def _is_registered(client: MlflowClient, name: str) -> bool:
 
 
 @contextmanager
-def _explained(uri: str, what: str) -> Iterator[None]:
+def _explain_errors(uri: str, what: str) -> Iterator[None]:
     """Raise errors of MLflow's client in one line: UnusableError if it refuses, UnfitError otherwise."""
     try:
         yield

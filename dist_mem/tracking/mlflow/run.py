@@ -165,7 +165,7 @@ class MlflowRun:
             if run is None:
                 name = f"{info.run_name}: steps {first} to {last} again"
                 tags = {_PARENT_TAG: str(self.run_id), _NUMBER_TAG: str(number)}
-                tags[_NOTE_TAG] = again(info.run_name, first, last)
+                tags[_NOTE_TAG] = describe_repeat(info.run_name, first, last)
                 run = self._client.create_run(info.experiment_id, start_time=before, run_name=name, tags=tags)
                 self._client.set_terminated(run.info.run_id, "FINISHED")
         made = datetime.fromtimestamp(before / 1000, UTC).isoformat(timespec="seconds")
@@ -322,7 +322,7 @@ def folder_of(path: str) -> str | None:
     return _EVALUATIONS if file.parts[0] == _EVALUATIONS else None
 
 
-def again(run_name: str, first: int, last: int) -> str:
+def describe_repeat(run_name: str, first: int, last: int) -> str:
     """Return the description of a nested run."""
     return (
         f"Steps {first} to {last} of {run_name}, as they were made again after a rollback, with other values. "

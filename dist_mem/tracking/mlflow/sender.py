@@ -107,13 +107,13 @@ class Sender:
                 self._batch_size = max(1, self._batch_size // 4)
                 raise
             self._batch_size = min(_LARGEST_BATCH, self._batch_size + 2)
-            self._entries.done()
+            self._entries.pass_batch()
             counts = {SENT_TAG: str(self._entries.num_done), SENT_FILES_TAG: str(self._files.num_done)}
             self.run.send_tags(counts)
             self.num_sent += len(batch)
         while batch := self._files.batch(_LARGEST_BATCH):
             has_files = self._send_files(batch)
-            self._files.done()
+            self._files.pass_batch()
             if has_files:
                 self.run.send_tags({SENT_FILES_TAG: str(self._files.num_done)})
 
@@ -123,7 +123,7 @@ class Sender:
         while batch := entries.batch(_LARGEST_BATCH):
             self._send_batch(batch)
             self._send_files(batch)
-            entries.done()
+            entries.pass_batch()
             self.num_sent += len(batch)
 
     def gaps(self) -> Iterator[tuple[str, set[int]]]:

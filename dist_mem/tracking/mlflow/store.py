@@ -51,7 +51,7 @@ SECONDS = 2.5  # with the wait at the end of a job, a server that never answers 
 _LOCAL_SECONDS = 30.0  # to load what opens a local store, from a slow disk; another program may lock its file longer
 
 
-class Sending(NamedTuple):
+class SendingChoice(NamedTuple):
     """Whether a job sends to MLflow, and why."""
 
     is_on: bool
@@ -168,23 +168,23 @@ def experiment_of(tracking: TrackingConfig, header: Header | None = None) -> Map
     return {"name": name or DEFAULT_EXPERIMENT}
 
 
-def choose_sending(tracking: TrackingConfig) -> Sending:
+def choose_sending(tracking: TrackingConfig) -> SendingChoice:
     """Resolve `tracking.send` for this store, file system and kind of job."""
     uri = store_uri(tracking)
     shown = without_credentials(uri)
     obstacle = _obstacle(uri)
     match tracking.send:
         case "never":
-            return Sending(False, f"MLflow: nothing is sent to {shown} while the job runs (tracking.send=never)")
+            return SendingChoice(False, f"MLflow: nothing is sent to {shown} while the job runs (tracking.send=never)")
         case "always" if obstacle:
-            return Sending(True, f"MLflow: sent to {shown}, although {obstacle} (tracking.send=always)")
+            return SendingChoice(True, f"MLflow: sent to {shown}, although {obstacle} (tracking.send=always)")
         case "auto" if obstacle:
-            return Sending(
+            return SendingChoice(
                 False,
                 f"MLflow: nothing is sent to {shown} while the job runs, because {obstacle}; set tracking.send=always "
                 "to send it anyway, or set tracking.uri to a server",
             )
-    return Sending(True, f"MLflow: sent to {shown} while the job runs")
+    return SendingChoice(True, f"MLflow: sent to {shown} while the job runs")
 
 
 def _obstacle(uri: str) -> str | None:
@@ -217,13 +217,13 @@ def read_run_id(run_dir: Path) -> str | None:
     if is_missing(path):
         return None
     text = read_regular(path).decode(errors="replace").strip()
-    return _checked(text, str(path), "write the id of the run into it, or delete it: the run is found by its log")
+    return _check_run_id(text, str(path), "write the id of the run into it, or delete it: the run is found by its log")
 
 
 def requested_run_id() -> str | None:
     """Return the run of MLFLOW_RUN_ID, or None. Raises UnusableError if its value is no id."""
     text = mlflow_environment().run_id
-    return text and _checked(text, "environment: MLFLOW_RUN_ID", "unset it to create a new run")
+    return text and _check_run_id(text, "environment: MLFLOW_RUN_ID", "unset it to create a new run")
 
 
 def settle_run_id(run_dir: Path, *, report: Callable[[str], None]) -> None:
@@ -261,7 +261,7 @@ def check_owner(run_id: str, tags: Mapping[str, str], uid: str | None, run_dir: 
     )
 
 
-def _checked(text: str, where: str, fix: str) -> str:
+def _check_run_id(text: str, where: str, fix: str) -> str:
     if _RUN_ID.fullmatch(text):
         return text
     raise UnusableError(

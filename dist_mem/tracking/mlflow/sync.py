@@ -27,7 +27,7 @@ from dist_mem.config.sources import read_sources
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UnusableError
 from dist_mem.runtime.extras import is_installed, not_installed
 from dist_mem.runtime.files import is_missing, read_regular
-from dist_mem.runtime.terminal import counted
+from dist_mem.runtime.terminal import count_noun
 from dist_mem.supervision.lease import is_abandoned
 from dist_mem.tracking.log import (
     METRICS_FILE,
@@ -52,14 +52,14 @@ EVALUATION_SECONDS = 10.0  # longest wait of an evaluation for MLflow
 _EVALUATIONS = "mlflow/evaluation-*.jsonl"  # of a run directory: what evaluations have for MLflow
 
 
-class Counted(NamedTuple):
+class CheckpointCount(NamedTuple):
     """The number of points that a checkpoint counts."""
 
     step: int
     num_points: int
 
 
-CountPoints = Callable[[Path], Counted | None]  # of a run directory; None: no checkpoint counts them
+CountPoints = Callable[[Path], CheckpointCount | None]  # of a run directory; None: no checkpoint counts them
 
 
 def run(
@@ -116,7 +116,7 @@ def _sync(tracking: TrackingConfig, run_dir: Path, named: Sequence[str], count: 
     except Exception as error:  # any of the many libraries under MLflow's stores
         print(f"error: {run_dir}: MLflow does not have everything: {first_line(error)}", file=sys.stderr)
         return EXIT_USAGE if remedy_for(error) else EXIT_FAILED
-    gaps += [f"MLflow refused {counted(len(sender.run.refused), 'name')}, see above"] if sender.run.refused else []
+    gaps += [f"MLflow refused {count_noun(len(sender.run.refused), 'name')}, see above"] if sender.run.refused else []
     for gap in gaps:
         print(f"error: {run_dir}: {gap}", file=sys.stderr)
     if gaps:
@@ -243,7 +243,7 @@ def log_to_run(
     return "\n".join([*messages, kept])
 
 
-def _gaps_of_log(run_dir: Path, logged: Counted | None) -> Iterator[str]:
+def _gaps_of_log(run_dir: Path, logged: CheckpointCount | None) -> Iterator[str]:
     """Yield the points of a checkpoint that the log lacks. Raises UnusableError if the log has a damaged line."""
     path = run_dir / METRICS_FILE
     points = [point for point in read_points(path) if logged is not None and point.step <= logged.step]
@@ -256,9 +256,9 @@ def _gaps_of_log(run_dir: Path, logged: Counted | None) -> Iterator[str]:
 def _gaps_of_mlflow(sender: Sender) -> Iterator[str]:
     """Yield the points that MLflow lacks after `sender` has sent the log. Raises any error of MLflow's client."""
     for name, absent in sender.gaps():
-        yield f"MLflow lacks {_listed(absent)} of {name}, which it accepted before, or refused"
+        yield f"MLflow lacks {_list_points(absent)} of {name}, which it accepted before, or refused"
 
 
-def _listed(steps: Collection[int]) -> str:
+def _list_points(steps: Collection[int]) -> str:
     places = f"step {min(steps)}" if len(steps) == 1 else f"steps {min(steps)} to {max(steps)}"
     return f"{len(steps)} point{'s' * (len(steps) > 1)} ({places})"

@@ -33,7 +33,7 @@ from dist_mem.papers.dialogue.replies import (
     choose_replies,
     read_conversations,
 )
-from dist_mem.papers.dialogue.score_replies import Settings
+from dist_mem.papers.dialogue.score_replies import DialogueRequest
 from dist_mem.runtime import progress
 from tests.support.messages import refused
 from tests.support.scored_library import SEG_LEN, TOKENIZER, make_config, make_model, save_weights
@@ -140,7 +140,7 @@ def test_the_command_reports_leaked_conversations_apart(
     reported: dict[str, Any] = {}
     monkeypatch.setattr(job, "log_to_run", lambda config, **given: reported.update(given))
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
-    assert command.run(run_dir, Settings(split="test"), overrides=["tracking.mlflow=true"]) == 0
+    assert command.run(run_dir, DialogueRequest(split="test"), overrides=["tracking.mlflow=true"]) == 0
     name = run_dir / "evaluations" / "dialogue-test-step-00000003"
     facts = json.loads(name.with_suffix(".json").read_text())
     assert facts["settings"]["wordnet"] is None
@@ -168,7 +168,7 @@ def test_perplexity_is_that_of_evaluation_and_of_the_conversations_read(run_dir:
     assert evaluate.run(run_dir, split="test") == 0
     documents = read_report(run_dir / "evaluations" / "test-step-00000003.json").documents
     assert [document.num_scored for document in documents] == [sum(len(t) + 2 for t in turns) for turns in TURNS]
-    assert command.run(run_dir, Settings(split="test", limit=2, turns=1, num_tokens=1)) == 0
+    assert command.run(run_dir, DialogueRequest(split="test", limit=2, turns=1, num_tokens=1)) == 0
     facts = json.loads((run_dir / "evaluations" / "dialogue-test-step-00000003-limit2-turns1-tokens1.json").read_text())
     expected = perplexity(sum(d.nll for d in documents[:2]), sum(d.num_scored for d in documents[:2]))
     assert facts["groups"][0]["perplexity"] == pytest.approx(expected, rel=1e-6)
@@ -183,12 +183,16 @@ def test_other_settings_leave_the_files_and_figures_of_the_usual_ones_alone(
     folder, other = run_dir / "evaluations", tmp_path / "other"
     build_dataset({"test": [source_document(0, TURNS[0])]}, other, name="more talks", tokenizer=TOKENIZER)
     drawn = "-limit1-temperature0.5-top_p0.8-seed1"
-    cases: list[tuple[Settings, list[str], str]] = [
-        (Settings(split="test"), [], ""),
-        (Settings(split="test", limit=1, turns=2, num_tokens=3), [], "-limit1-turns2-tokens3"),
-        (Settings(split="test", limit=1, sampling=Sampling(0.5, top_p=0.8, seed=1)), [], drawn),
-        (Settings(split="test", limit=1), ["eval.mem_len=24", "eval.seg_len=4"], "-T4-M24-limit1"),
-        (Settings(split="test"), [f"data.path={other}"], f"-more_talks_{read_index(other / 'test').fingerprint[:6]}"),
+    cases: list[tuple[DialogueRequest, list[str], str]] = [
+        (DialogueRequest(split="test"), [], ""),
+        (DialogueRequest(split="test", limit=1, turns=2, num_tokens=3), [], "-limit1-turns2-tokens3"),
+        (DialogueRequest(split="test", limit=1, sampling=Sampling(0.5, top_p=0.8, seed=1)), [], drawn),
+        (DialogueRequest(split="test", limit=1), ["eval.mem_len=24", "eval.seg_len=4"], "-T4-M24-limit1"),
+        (
+            DialogueRequest(split="test"),
+            [f"data.path={other}"],
+            f"-more_talks_{read_index(other / 'test').fingerprint[:6]}",
+        ),
     ]
     for settings, overrides, tag in cases:
         before = {path: path.read_bytes() for path in folder.glob("*")}
@@ -207,7 +211,7 @@ def test_other_settings_leave_the_files_and_figures_of_the_usual_ones_alone(
 def test_conversations_are_read_whole_and_one_by_one_whatever_the_run_evaluates_by(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    quick = Settings(split="test", limit=2, turns=1, num_tokens=1)
+    quick = DialogueRequest(split="test", limit=2, turns=1, num_tokens=1)
     assert command.run(run_dir, quick) == 0
     path = run_dir / "evaluations" / "dialogue-test-step-00000003-limit2-turns1-tokens1.json"
     facts = json.loads(path.read_text())
@@ -223,14 +227,14 @@ def test_conversations_are_read_whole_and_one_by_one_whatever_the_run_evaluates_
 
 def test_blocks_which_leave_out_tokens_of_replies_are_refused(run_dir: Path) -> None:
     with refused(UnusableError, "eval.blocks"):
-        command.run(run_dir, Settings(split="test"), overrides=["eval.blocks=true"])
+        command.run(run_dir, DialogueRequest(split="test"), overrides=["eval.blocks=true"])
 
 
 def test_without_wordnet_the_command_says_what_to_install(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("dist_mem.papers.dialogue.metrics.DEBIAN_FOLDER", tmp_path)
-    assert command.run(run_dir, Settings(split="test", num_tokens=1)) == 0
+    assert command.run(run_dir, DialogueRequest(split="test", num_tokens=1)) == 0
     reported = capsys.readouterr().out
     assert "n/a" in reported
     assert "METEOR needs WordNet: apt-get install wordnet-base" in reported
@@ -243,7 +247,7 @@ def test_a_folder_without_wordnet_is_said_before_anything_is_scored(
 ) -> None:
     monkeypatch.setattr(command, "score_split", lambda *_: pytest.fail("scored before the folder was looked at"))
     with refused(UnusableError, "data.noun"):
-        command.run(run_dir, Settings(split="test", wordnet=tmp_path))
+        command.run(run_dir, DialogueRequest(split="test", wordnet=tmp_path))
 
 
 def test_data_without_replies_are_refused(tmp_path: Path) -> None:
@@ -251,7 +255,7 @@ def test_data_without_replies_are_refused(tmp_path: Path) -> None:
     config = make_config(data={"path": str(tmp_path / "data")}, model={"init_std": 0.3})
     save_weights(tmp_path / "run", make_model(), config, step=3)
     with refused(UnusableError, "document book has no replies"):
-        command.run(tmp_path / "run", Settings(split="test"))
+        command.run(tmp_path / "run", DialogueRequest(split="test"))
 
 
 def test_the_command_continues_the_memory_and_writes_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,14 +16,14 @@ import torch
 
 from dist_mem.__main__ import main
 from dist_mem.block import model_spec
-from dist_mem.config import changed
+from dist_mem.config import change_config
 from dist_mem.config.memory_blocks import PER_BLOCK, kinds_of
 from dist_mem.data.shard import TokenizedDocument, write_split
 from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
-from dist_mem.evaluation.plotting.drawn import Drawn, write_figure
-from dist_mem.evaluation.plotting.style import MARK, styled
+from dist_mem.evaluation.plotting.drawn_figure import DrawnFigure, write_figure
+from dist_mem.evaluation.plotting.style import MARK, use_style
 from dist_mem.evaluation.trained_model import find_checkpoint
 from dist_mem.memory import memory_class, memory_kinds
 from dist_mem.memory.base import Inspectable
@@ -37,11 +37,11 @@ from dist_mem.papers.figures.lamemo_fig1 import attention_by_distance
 from dist_mem.papers.figures.lamemo_fig6 import mean_alpha, shown_layers
 from dist_mem.papers.figures.lamemo_fig7 import g
 from dist_mem.papers.figures.parts.signal import signal_memories, update_marks
-from dist_mem.papers.figures.parts.source import Settings, Source
+from dist_mem.papers.figures.parts.source import FigureSettings, FigureSource
 from dist_mem.papers.figures.parts.words import (
     LINE,
-    Shaded,
-    Word,
+    DocumentWord,
+    ShadedWord,
     excerpts,
     lines_of,
     mass_by_distance,
@@ -49,7 +49,7 @@ from dist_mem.papers.figures.parts.words import (
     token_mass,
     words_of,
 )
-from dist_mem.runtime.locks import held_file
+from dist_mem.runtime.locks import hold_file
 from dist_mem.tracking.log import METRICS_FILE
 from tests.support.messages import said
 from tests.support.scored_library import ALONE, SEG_LEN, TOKENIZER, make_config, save_weights, write_other
@@ -100,7 +100,9 @@ def make_run(folder: Path, data: Path, memory: dict[str, Any]) -> Path:
     model: dict[str, Any] = {"init_std": 0.3, "num_layers": 3}
     if "causal" in [kind for _, kind in kinds_of(memory)]:
         model |= {"kind": "gpt2", "num_positions": SEG_LEN}
-    config = changed(make_config(data={"path": str(data)}, model=model, eval={"split": "test"}), {"memory": memory})
+    config = change_config(
+        make_config(data={"path": str(data)}, model=model, eval={"split": "test"}), {"memory": memory}
+    )
     torch.manual_seed(0)
     save_weights(folder, MemoryLM(model_spec(config, TOKENIZER.vocab_size)).eval(), config, step=3)
     points = [{"step": step, "time": 0.0, "metrics": {"loss": 5.0 / step}} for step in (1, 2, 3)]
@@ -108,10 +110,10 @@ def make_run(folder: Path, data: Path, memory: dict[str, Any]) -> Path:
     return folder
 
 
-def source_of(run: Path, **settings: Any) -> Source:
+def source_of(run: Path, **settings: Any) -> FigureSource:
     """Return a run to draw from."""
-    return Source(
-        find_checkpoint(run), run.name, Settings(**{"num_tokens": NUM_TOKENS, **settings}), ALONE, lambda *_: None
+    return FigureSource(
+        find_checkpoint(run), run.name, FigureSettings(**{"num_tokens": NUM_TOKENS, **settings}), ALONE, lambda *_: None
     )
 
 
@@ -126,14 +128,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: make_run(folder / kind, data, block) for kind, block in memories().items()}
 
 
-def draw(name: str, kind: str, runs: dict[str, Path]) -> Drawn:
+def draw(name: str, kind: str, runs: dict[str, Path]) -> DrawnFigure:
     figure = figure_named(name)
     sources = [source_of(runs[each]) for each in [kind, "transformer_xl"][: figure.least_runs]]
-    with styled():
+    with use_style():
         return figure.draw(name, sources)
 
 
-def plotted(drawn: Drawn) -> list[float]:
+def plotted(drawn: DrawnFigure) -> list[float]:
     """The heights of every line and bar that shows data."""
     found: list[float] = []
     for axes in drawn.picture.axes:
@@ -172,7 +174,7 @@ def test_every_figure_is_drawn_from_its_memories_with_its_numbers_or_refused(
             assert re.search(rf"memory\.kind is '{memories()[kind]['kind']}', but {name[:5]}", str(error))
             continue
         made.add(kind)
-        with styled():
+        with use_style():
             files = write_figure(drawn, tmp_path / kind, name, form="svg")
         assert [path.suffix for path in files] == [".svg", ".csv", ".md"]
         rows = list(csv.reader(io.StringIO(files[1].read_text(encoding="utf-8"))))
@@ -254,7 +256,7 @@ def test_the_command_writes_into_the_run_or_a_folder(
 def test_a_figure_that_another_command_draws_is_left_to_it(
     runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with held_file(tmp_path / "out" / "lamemo.fig6-test-step-00000003"):
+    with hold_file(tmp_path / "out" / "lamemo.fig6-test-step-00000003"):
         command = "lamemo.fig6", str(runs["lamemo"]), "--split", "test", "-o", str(tmp_path / "out")
         assert run_main(*command) == EXIT_USAGE
         said(capsys.readouterr().err, "lamemo.fig6-test-step-00000003", "another command")
@@ -360,7 +362,8 @@ def test_every_token_is_in_one_word() -> None:
 
 def test_phrases_are_neighbouring_words_above_the_limit() -> None:
     words = [
-        Word(place, place + 1, text) for place, text in enumerate(["the", "old", "white", "whale", "and", "the", "sea"])
+        DocumentWord(place, place + 1, text)
+        for place, text in enumerate(["the", "old", "white", "whale", "and", "the", "sea"])
     ]
     values = [0.1, 0.3, 0.5, 0.4, 0.1, 0.2, 0.9]
     assert phrases(words, values, above=0.25) == [("sea", 0.9), ("old white whale", 0.5)]
@@ -368,21 +371,24 @@ def test_phrases_are_neighbouring_words_above_the_limit() -> None:
 
 
 def test_lines_hold_every_word_once_and_are_not_too_long() -> None:
-    words = [Shaded("x" * (1 + place % 11), 0.0, "C0") for place in range(100)]
+    words = [ShadedWord("x" * (1 + place % 11), 0.0, "C0") for place in range(100)]
     lines = lines_of(words)
     assert [word for line in lines for _, word in line] == words
     assert all(column + len(word.text) <= LINE for line in lines for column, word in line)
 
 
 def test_excerpts_are_what_is_near_a_shaded_word() -> None:
-    words = [Shaded(str(place), float(place in (1, 9, 10)), "C0") for place in range(14)]
+    words = [ShadedWord(str(place), float(place in (1, 9, 10)), "C0") for place in range(14)]
     texts = [word.text for word in excerpts(words, 2)]
     assert texts == ["0", "1", "2", "3", "[...]", "7", "8", "9", "10", "11", "12"]
     assert excerpts([word._replace(shade=0.0) for word in words], 2) == []
 
 
 def test_the_share_of_the_same_word_is_of_attention_and_of_text() -> None:
-    words = [Word(place, place + 1, text) for place, text in enumerate(["Anna,", "said", "Ben", "to", "Anna", "again"])]
+    words = [
+        DocumentWord(place, place + 1, text)
+        for place, text in enumerate(["Anna,", "said", "Ben", "to", "Anna", "again"])
+    ]
     seen = Gain(words[4], 2.0, [0.3, 0.1, 0.1, 0.0, 0.0, 0.0])
     unseen = Gain(words[5], 1.0, [0.3, 0.1, 0.1, 0.0, 0.0, 0.0])
     number, on_same, share = same_word_share([seen, unseen], words)

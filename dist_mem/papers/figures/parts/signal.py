@@ -11,24 +11,24 @@ import torch
 from torch import Tensor
 
 from dist_mem.errors import UnusableError
-from dist_mem.inspection.walk import Step
+from dist_mem.inspection.walk import SegmentReading
 from dist_mem.memory.infinite import Infinite
 from dist_mem.memory.parts.inspection import SIGNAL, Inspection, Rows
-from dist_mem.papers.figures.parts.source import Source
-from dist_mem.papers.figures.parts.words import Word, token_mass
+from dist_mem.papers.figures.parts.source import FigureSource
+from dist_mem.papers.figures.parts.words import DocumentWord, token_mass
 
 LEAST_WIDTH = 0.01  # of a part of [0, 1] that gets a mark
 
 
-def signal_memories(source: Source, figure: str) -> list[Infinite]:
+def signal_memories(source: FigureSource, figure: str) -> list[Infinite]:
     """Return the long-term memory of every layer.
 
     Raises:
         UnusableError: the memory has no signal.
     """
-    memories = [memory for memory in source.trained.model.memories() if isinstance(memory, Infinite)]
+    memories = [memory for memory in source.trained_model.model.memories() if isinstance(memory, Infinite)]
     if not memories:
-        raise source.lacks(figure, "a continuous long-term memory", "give a run of memory.kind infinite")
+        raise source.missing_error(figure, "a continuous long-term memory", "give a run of memory.kind infinite")
     return memories
 
 
@@ -52,15 +52,15 @@ def is_empty(rows: Rows) -> bool:
     return bool((rows.spans.begin == rows.spans.end).all())
 
 
-def least_tokens(source: Source, memory: Infinite, num_updates: int) -> int:
+def least_tokens(source: FigureSource, memory: Infinite, num_updates: int) -> int:
     """Return how many tokens a document needs, so that a segment reads a signal of so many updates.
 
     An update has the rows of a segment, which enters once the memory below has evicted it.
     """
-    return memory.kept_len + (num_updates + 1) * source.trained.config.train.seg_len + 1
+    return memory.kept_len + (num_updates + 1) * source.trained_model.config.train.seg_len + 1
 
 
-def mass_on_words(rows: Rows, step: Step, words: Sequence[Word]) -> Tensor:
+def mass_on_words(rows: Rows, step: SegmentReading, words: Sequence[DocumentWord]) -> Tensor:
     """Return the mass of each query on the words of the document, the mean over the heads, (T, W) float64."""
     found = token_mass(rows, step.num_inputs)
     mass = found.mass.mean(dim=0)
@@ -71,11 +71,11 @@ def mass_on_words(rows: Rows, step: Step, words: Sequence[Word]) -> Tensor:
     return sums[:, places].diff(dim=1)
 
 
-def check_same_text(sources: Sequence[Source]) -> None:
+def check_same_text(sources: Sequence[FigureSource]) -> None:
     """Raise UnusableError unless all runs read the same tokens."""
     first = sources[0]
     for source in sources[1:]:
-        mine, other = (each.trained.tokenizer.fingerprint for each in (first, source))
+        mine, other = (each.trained_model.tokenizer.fingerprint for each in (first, source))
         if mine != other or first.documents.index.fingerprint != source.documents.index.fingerprint:
             raise UnusableError(
                 f"{source.checkpoint.run_dir} and {first.checkpoint.run_dir} have other data or another tokenizer: "

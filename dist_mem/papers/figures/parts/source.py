@@ -14,16 +14,16 @@ from dist_mem.data.documents import Document, Documents
 from dist_mem.data.plan import cut_lengths
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.job import StopCheck, use_threads
-from dist_mem.evaluation.plotting.drawn import Drawn
+from dist_mem.evaluation.plotting.drawn_figure import DrawnFigure
 from dist_mem.evaluation.trained_model import Checkpoint, TrainedModel, open_model, read_settings, tokenizer_of_data
-from dist_mem.inspection.walk import Step, walk
+from dist_mem.inspection.walk import SegmentReading, walk
 from dist_mem.memory.parts.inspection import Inspection
 from dist_mem.memory.parts.inspector import Inspector
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.terminal import some
 
 
-class Settings(NamedTuple):
+class FigureSettings(NamedTuple):
     """The arguments of the command besides name and runs."""
 
     split: str | None = None  # None: eval.split
@@ -32,10 +32,12 @@ class Settings(NamedTuple):
     overrides: tuple[str, ...] = ()
 
 
-class Source:
+class FigureSource:
     """A run to draw from; the model and the data are opened when they are first used."""
 
-    def __init__(self, checkpoint: Checkpoint, label: str, settings: Settings, world: World, check: StopCheck) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, label: str, settings: FigureSettings, world: World, check: StopCheck
+    ) -> None:
         self.checkpoint = checkpoint
         self.label = label
         self.settings = settings
@@ -50,7 +52,7 @@ class Source:
         return str(self.config.memory["kind"])
 
     @cached_property
-    def trained(self) -> TrainedModel:
+    def trained_model(self) -> TrainedModel:
         use_threads(self.config.train)
         refresh(self.config.data, [self.split])
         tokenizer = tokenizer_of_data(self.checkpoint, self.config.data)
@@ -60,12 +62,12 @@ class Source:
 
     @cached_property
     def documents(self) -> Documents:
-        bos_id = self.trained.tokenizer.bos_id  # also fetches the index
+        bos_id = self.trained_model.tokenizer.bos_id  # also fetches the index
         index = open_index(self.config.data, self.split)
         lengths = cut_lengths(index.documents.num_tokens, self.config.eval.max_document_len)
         return Documents(index, lengths, bos_id=bos_id)
 
-    def chosen(self) -> Iterator[Document]:
+    def chosen_documents(self) -> Iterator[Document]:
         """Yield the document of the settings, or all of the split.
 
         Raises:
@@ -85,7 +87,7 @@ class Source:
         Raises:
             UnusableError: none is long enough; `why` says what the tokens are needed for.
         """
-        long_enough = [document for document in self.chosen() if len(document.tokens) >= least]
+        long_enough = [document for document in self.chosen_documents() if len(document.tokens) >= least]
         if not long_enough:
             longest = max(self.documents.lengths, default=0)
             raise UnusableError(
@@ -97,15 +99,15 @@ class Source:
     def id_of(self, document: Document) -> str:
         return str(self.documents.index.documents[document.number].id)
 
-    def read(self, document: Document) -> Iterator[tuple[Step, list[Inspection]]]:
+    def read(self, document: Document) -> Iterator[tuple[SegmentReading, list[Inspection]]]:
         """Yield the segments of a document, and what each layer read in it."""
-        with Inspector(self.trained.model.memories()) as inspector:
-            for step in walk(self.trained, document):
+        with Inspector(self.trained_model.model.memories()) as inspector:
+            for step in walk(self.trained_model, document):
                 yield step, inspector.layers
                 if step.is_kept:
                     inspector.commit()
 
-    def lacks(self, figure: str, what: str, fix: str) -> UnusableError:
+    def missing_error(self, figure: str, what: str, fix: str) -> UnusableError:
         """Return the error of a run that cannot make a figure, because its memory does not give `what`."""
         return UnusableError(
             f"{self.checkpoint.run_dir}: memory.kind is {self.kind!r}, but {figure} shows {what}: {fix}"
@@ -117,7 +119,7 @@ class Figure(NamedTuple):
 
     names: Sequence[str]  # as in the papers: infinite.fig7
     title: str
-    draw: Callable[[str, Sequence[Source]], Drawn]  # of the name, from the runs
+    draw: Callable[[str, Sequence[FigureSource]], DrawnFigure]  # of the name, from the runs
     most_runs: int = 1
     least_runs: int = 1
     runs: str = "RUN"  # what they are, for help

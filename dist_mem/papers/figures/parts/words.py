@@ -22,7 +22,7 @@ LINE = 92  # characters of a line in a picture
 _SPACE = b" \n\t\r"
 
 
-class Word(NamedTuple):
+class DocumentWord(NamedTuple):
     """The tokens [begin, end) of a document, up to the space before the next word."""
 
     begin: int
@@ -30,7 +30,7 @@ class Word(NamedTuple):
     text: str  # without outer spaces
 
 
-def words_of(tokenizer: Tokenizer, tokens: np.ndarray) -> list[Word]:
+def words_of(tokenizer: Tokenizer, tokens: np.ndarray) -> list[DocumentWord]:
     """Return the words of a document in order; every token is in one of them, spaces in the word after them."""
     pieces = [tokenizer.pieces[token] for token in tokens.tolist()]
     begins = []
@@ -43,7 +43,7 @@ def words_of(tokenizer: Tokenizer, tokens: np.ndarray) -> list[Word]:
         has_text = has_text or bool(piece.strip(_SPACE))
     ends = [*begins[1:], len(pieces)]
     return [
-        Word(begin, end, b"".join(pieces[begin:end]).decode("utf-8", "replace").strip())
+        DocumentWord(begin, end, b"".join(pieces[begin:end]).decode("utf-8", "replace").strip())
         for begin, end in zip(begins, ends, strict=False)
     ]
 
@@ -52,12 +52,12 @@ def _spaces() -> tuple[bytes, ...]:
     return tuple(bytes([code]) for code in _SPACE)
 
 
-def bare(text: str) -> str:
+def strip_punctuation(text: str) -> str:
     """Return a word without its punctuation, in lower case."""
     return "".join(letter for letter in text.lower() if letter.isalnum())
 
 
-def phrases(words: Sequence[Word], values: Sequence[float], *, above: float) -> list[tuple[str, float]]:
+def phrases(words: Sequence[DocumentWord], values: Sequence[float], *, above: float) -> list[tuple[str, float]]:
     """Return neighbouring words with values above a limit as phrases, with their largest value, largest first."""
     found: list[tuple[str, float]] = []
     run: list[int] = []
@@ -71,7 +71,7 @@ def phrases(words: Sequence[Word], values: Sequence[float], *, above: float) -> 
     return sorted(found, key=lambda item: -item[1])
 
 
-class Shaded(NamedTuple):
+class ShadedWord(NamedTuple):
     """A word to draw; shade 0 is white."""
 
     text: str
@@ -79,11 +79,11 @@ class Shaded(NamedTuple):
     color: str
 
 
-def excerpts(words: Sequence[Shaded], around: int) -> list[Shaded]:
+def excerpts(words: Sequence[ShadedWord], around: int) -> list[ShadedWord]:
     """Return the shaded words and so many on both sides of each; "[...]" stands for what is left out."""
     shaded = [place for place, word in enumerate(words) if word.shade > 0]
     kept = sorted({near for place in shaded for near in range(max(0, place - around), place + around + 1)})
-    found: list[Shaded] = []
+    found: list[ShadedWord] = []
     newest = -1
     for place in kept:
         if place < len(words):
@@ -93,9 +93,9 @@ def excerpts(words: Sequence[Shaded], around: int) -> list[Shaded]:
     return found
 
 
-def lines_of(words: Sequence[Shaded]) -> list[list[tuple[int, Shaded]]]:
+def lines_of(words: Sequence[ShadedWord]) -> list[list[tuple[int, ShadedWord]]]:
     """Return the words in lines of at most LINE characters, each with its column."""
-    lines: list[list[tuple[int, Shaded]]] = [[]]
+    lines: list[list[tuple[int, ShadedWord]]] = [[]]
     column = 0
     for word in words:
         if lines[-1] and column + len(word.text) > LINE:
@@ -106,7 +106,7 @@ def lines_of(words: Sequence[Shaded]) -> list[list[tuple[int, Shaded]]]:
     return lines
 
 
-def draw_text(axes: Any, lines: Sequence[Sequence[tuple[int, Shaded]]], *, size: float) -> None:
+def draw_text(axes: Any, lines: Sequence[Sequence[tuple[int, ShadedWord]]], *, size: float) -> None:
     """Draw lines of shaded words into axes, in a font of `size` points whose letters have equal widths."""
     axes.set_xlim(0, LINE)
     axes.set_ylim(len(lines), 0)

@@ -22,7 +22,7 @@ from dist_mem.nn.rotary_attention import RotaryAttention
 from dist_mem.nn.vocabulary import Bin
 
 
-class Embedding(vocabulary.Embedding):
+class UnscaledEmbedding(vocabulary.Embedding):
     """Map token ids (B, T) to vectors (B, T, D), not scaled."""
 
     def __init__(self, bins: list[Bin], *, d_model: int) -> None:
@@ -30,7 +30,7 @@ class Embedding(vocabulary.Embedding):
         self.scale = 1.0
 
 
-class GPT2Embedding(Embedding):
+class GPT2Embedding(UnscaledEmbedding):
     """Map token ids (B, T) to vectors (B, T, D): token embedding plus embedding of the position in the segment."""
 
     def __init__(self, bins: list[Bin], *, d_model: int, num_positions: int) -> None:
@@ -44,7 +44,7 @@ class GPT2Embedding(Embedding):
         return embedded if types is None else embedded + super().forward(types)
 
 
-class Softmax(vocabulary.Softmax):
+class UnbiasedSoftmax(vocabulary.Softmax):
     """A softmax without biases."""
 
     def __init__(self, bins: list[Bin], *, d_model: int) -> None:

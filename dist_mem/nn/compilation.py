@@ -18,7 +18,7 @@ _MOST_GRAPHS = 64  # of one function; blocks of one structure share theirs, and 
 
 
 @cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the compiled function, always the same one for the same function.
 
     Parameters of modules among its arguments are inputs of the graph, so modules of one structure share one graph.
@@ -43,7 +43,7 @@ def report_each_graph(report: Callable[[], None]) -> None:
 
 
 @contextmanager
-def compiling_ahead() -> Iterator[None]:
+def compile_ahead() -> Iterator[None]:
     """Compile the backward with the forward, and one graph for modules that differ in a number, as a layer's index."""
     import torch._dynamo
     import torch._functorch.config

@@ -20,7 +20,7 @@ CARD, DAY = "h100-80gb", "2026-11-26"  # all measurements are of one, and of the
 _WIDTH = 768  # D of the models of which every memory was measured
 
 
-class Beside(NamedTuple):
+class MeasuredFactor(NamedTuple):
     """What an update took beside fused attention, relative to its bound; D 768, 16 lanes of T = M = 1,024, bf16."""
 
     factor: float
@@ -28,13 +28,13 @@ class Beside(NamedTuple):
 
 
 BESIDE = {
-    "causal": Beside(1.9, {"kernel": None}),
-    "none": Beside(2.0, {"kernel": None}),
-    "transformer_xl": Beside(1.9, {"kernel": None}),  # relative and rotary positions
-    "lamemo": Beside(1.9, {"kernel": None}),
-    "infinite": Beside(1.4, {"over": {"kind": "none"}, "density": "affine", "sampling": "linear"}),
-    "memorizing": Beside(2.6, {"search": "exact", "kernel": None}),
-    "linear": Beside(3.4, {"decay": "scalar", "delta": True}),  # Gated DeltaNet
+    "causal": MeasuredFactor(1.9, {"kernel": None}),
+    "none": MeasuredFactor(2.0, {"kernel": None}),
+    "transformer_xl": MeasuredFactor(1.9, {"kernel": None}),  # relative and rotary positions
+    "lamemo": MeasuredFactor(1.9, {"kernel": None}),
+    "infinite": MeasuredFactor(1.4, {"over": {"kind": "none"}, "density": "affine", "sampling": "linear"}),
+    "memorizing": MeasuredFactor(2.6, {"search": "exact", "kernel": None}),
+    "linear": MeasuredFactor(3.4, {"decay": "scalar", "delta": True}),  # Gated DeltaNet
 }
 # Of Transformer-XL at D 512 (NVIDIA's base configuration, with small products) and 2,048, relative to D 768.
 NARROW, WIDE = (512, 1.85), (2048, 0.96)
@@ -47,7 +47,7 @@ ELSEWHERE = 1.3  # an assumption: how far each thing that was never measured mov
 _KEYS = {"distance_attention": "model.attention=triton"}  # operator -> the key that chooses it
 
 
-class Likely(NamedTuple):
+class LikelySeconds(NamedTuple):
     """The seconds of an update, and why."""
 
     low: float
@@ -55,11 +55,11 @@ class Likely(NamedTuple):
     origin: list[str]  # sentences
 
 
-def likely(spec: ModelSpec, time: StepTime, device: Device, *, world_size: int) -> Likely | None:
+def likely_seconds(spec: ModelSpec, time: StepTime, device: Device, *, world_size: int) -> LikelySeconds | None:
     """Return the range for an update whose bound is `time`; None on a CPU."""
     if device.name == "cpu":
         return None
-    low, high = _beside(spec)
+    low, high = _factor_range(spec)
     least = time.products + time.streams + time.update
     ends = [low * least + time.exposed, high * least + time.communication]
     for operator, seconds in time.fused.items():
@@ -67,11 +67,11 @@ def likely(spec: ModelSpec, time: StepTime, device: Device, *, world_size: int) 
         ends = [end + factor * seconds for end, factor in zip(ends, factors, strict=True)]
     missing = list(_never_measured(spec, device, world_size))
     wider = REPEATED * ELSEWHERE ** len(missing)
-    return Likely(max(time.total, ends[0] / wider), ends[1] * wider, list(_origin(spec, time, missing)))
+    return LikelySeconds(max(time.total, ends[0] / wider), ends[1] * wider, list(_origin(spec, time, missing)))
 
 
 def _origin(spec: ModelSpec, time: StepTime, missing: list[str]) -> Iterator[str]:
-    low, high = _beside(spec)
+    low, high = _factor_range(spec)
     factors = f"{low:.2g}" if low == high else f"{low:.2g} to {high:.2g}"
     yield f"measured on one {CARD}, {DAY}: {factors} times the bound beside fused attention"
     for operator in time.fused.keys() - FUSED.keys():
@@ -94,7 +94,7 @@ def _kinds(memory: Mapping[str, Any]) -> list[str]:
     return list(dict.fromkeys(each["kind"] for each in memories_of(memory).values()))
 
 
-def _beside(spec: ModelSpec) -> tuple[float, float]:
+def _factor_range(spec: ModelSpec) -> tuple[float, float]:
     """Return the least and the largest factor of all beside fused attention."""
     kinds = _kinds(spec.memory)
     factors = [BESIDE[kind].factor for kind in (kinds if BESIDE.keys() >= set(kinds) else BESIDE)]

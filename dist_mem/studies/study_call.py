@@ -22,13 +22,13 @@ from dist_mem.runtime.files import open_regular
 from dist_mem.runtime.processes import own_command
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.studies.budget import Costs
-from dist_mem.studies.cells import Run, define, finish, give, is_finished, keep_result, read_result
+from dist_mem.studies.cells import CellRun, define, finish, give, is_finished, keep_result, read_result
 from dist_mem.studies.runs import (
     check_trained,
+    columns_to_measure,
     data_of,
     definition_of,
     evaluate_command,
-    measured,
     newest_report,
     result_of,
     train_command,
@@ -50,12 +50,12 @@ class CommandError(RuntimeError):
         self.code = code
 
 
-class StoppedError(Exception):
+class StudyStoppedError(Exception):
     """A signal was received; the running command has received it, saved and ended."""
 
 
 @dataclass(frozen=True)
-class Place:
+class DeviceShare:
     """What one of several runs at a time has of the machine."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -66,16 +66,17 @@ class Place:
         return self.environment.get("CUDA_VISIBLE_DEVICES")
 
 
-Step = Callable[[Run, Callable[[str], None], Place], None]  # what is done for a run, with a function that reports
+# What is done for a run, with a function that reports.
+RunAction = Callable[[CellRun, Callable[[str], None], DeviceShare], None]
 
 
 @dataclass
-class Job:
+class StudyCall:
     """The state of one call of the command."""
 
     study: Study
     out: Path
-    runs: list[Run]
+    runs: list[CellRun]
     ranks: int
     extra: list[str]  # overrides for every training and evaluation
     signal: StopSignal
@@ -91,7 +92,7 @@ class Job:
         log: str,
         *,
         also: Sequence[int] = (),
-        place: Place = Place(),
+        place: DeviceShare = DeviceShare(),
         until: Callable[[], bool] = lambda: False,
         progress: Callable[[str], None] = lambda line: None,
     ) -> int:
@@ -102,7 +103,7 @@ class Job:
             progress: called every half minute with the newest line of the log, if it is a new one.
 
         Raises:
-            StoppedError: a signal was received.
+            StudyStoppedError: a signal was received.
             CommandError: the command failed, and its exit code is not in `also`.
         """
         path = self.out / "logs" / f"{log}.txt"
@@ -123,7 +124,7 @@ class Job:
             environment = with_environment({**self.environment, **place.environment})
             code = watch([start(arguments, stream, environment)], is_stopping)[0]
         if self.signal.received:
-            raise StoppedError
+            raise StudyStoppedError
         assert code is not None, "`watch` waits for the end of one that is alone"
         if code not in (EXIT_DONE, *also):
             raise CommandError(f"{shlex.join(arguments)}: exit code {code}; see {path}", code)
@@ -138,7 +139,7 @@ def _newest_line(log: Path) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-def places(jobs: int, ranks: int, *, num_cores: int, gpus: Sequence[str]) -> list[Place]:
+def places(jobs: int, ranks: int, *, num_cores: int, gpus: Sequence[str]) -> list[DeviceShare]:
     """Divide the machine among runs at the same time: an even share of cores, and GPUs of their own.
 
     Args:
@@ -148,20 +149,20 @@ def places(jobs: int, ranks: int, *, num_cores: int, gpus: Sequence[str]) -> lis
         UnusableError: there are GPUs, but fewer than ranks.
     """
     if jobs == 1:
-        return [Place()]
+        return [DeviceShare()]
     threads = {"OMP_NUM_THREADS": str(max(1, num_cores // (jobs * ranks)))}
     if not gpus:
-        return [Place(threads)] * jobs
+        return [DeviceShare(threads)] * jobs
     if jobs * ranks > len(gpus):
         raise UnusableError(
             f"--jobs {jobs} with --ranks {ranks} takes {jobs * ranks} GPUs, but here are {len(gpus)}: give fewer"
         )
     own = [",".join(gpus[job * ranks : (job + 1) * ranks]) for job in range(jobs)]
-    return [Place({**threads, "CUDA_VISIBLE_DEVICES": names}) for names in own]
+    return [DeviceShare({**threads, "CUDA_VISIBLE_DEVICES": names}) for names in own]
 
 
 def for_each_run(
-    job: Job, runs: Sequence[Run], places: Sequence[Place], step: Step, *, restarts: int
+    job: StudyCall, runs: Sequence[CellRun], places: Sequence[DeviceShare], step: RunAction, *, restarts: int
 ) -> list[CommandError | UnusableError]:
     """Call `step` for every run, one at a time in each place, and return the errors of those that failed.
 
@@ -169,13 +170,13 @@ def for_each_run(
         restarts: further starts of a run whose command died. Wrong input (exit code 2) is not started again.
 
     Raises:
-        StoppedError: a signal was received, and all running commands have ended.
+        StudyStoppedError: a signal was received, and all running commands have ended.
     """
-    free: queue.SimpleQueue[Place] = queue.SimpleQueue()
+    free: queue.SimpleQueue[DeviceShare] = queue.SimpleQueue()
     for place in places:
         free.put(place)
 
-    def attempt(number: int, item: Run) -> CommandError | UnusableError | None:
+    def attempt(number: int, item: CellRun) -> CommandError | UnusableError | None:
         def report(text: str) -> None:
             print(f"[{number}/{len(runs)}] {text}", flush=True)
 
@@ -183,7 +184,7 @@ def for_each_run(
         try:
             for left in range(restarts, -1, -1):
                 if job.signal.received:
-                    raise StoppedError
+                    raise StudyStoppedError
                 try:
                     step(item, report, place)
                     return None
@@ -199,14 +200,14 @@ def for_each_run(
 
     with ThreadPoolExecutor(len(places)) as threads:
         futures = [threads.submit(attempt, number, item) for number, item in enumerate(runs, start=1)]
-    found = [future.result() for future in futures]  # a StoppedError is raised here, after all have ended
+    found = [future.result() for future in futures]  # a StudyStoppedError is raised here, after all have ended
     return list({str(error): error for error in found if error is not None}.values())
 
 
-def left_to_measure(job: Job, item: Run) -> dict[str, Column]:
+def columns_left(job: StudyCall, item: CellRun) -> dict[str, Column]:
     """Return the columns of a run that have no result yet. Raises UnusableError for one of another definition."""
     left = {}
-    for name, column in measured(job.study, item).items():
+    for name, column in columns_to_measure(job.study, item).items():
         result = read_result(item, name)
         if result is None:
             left[name] = column
@@ -218,14 +219,14 @@ def left_to_measure(job: Job, item: Run) -> dict[str, Column]:
     return left
 
 
-def run_one(job: Job, item: Run, report: Callable[[str], None], place: Place) -> None:
+def run_one(job: StudyCall, item: CellRun, report: Callable[[str], None], place: DeviceShare) -> None:
     """Build, train and evaluate, except for finished steps.
 
     Raises:
-        StoppedError, CommandError: as `Job.command`.
+        StudyStoppedError, CommandError: as `StudyCall.command`.
         UnusableError: the data are missing.
     """
-    missing = left_to_measure(job, item)
+    missing = columns_left(job, item)
     if missing:
         _train_and_measure(job, item, missing, report, place)
     else:
@@ -237,7 +238,7 @@ def run_one(job: Job, item: Run, report: Callable[[str], None], place: Place) ->
 
 
 def _train_and_measure(
-    job: Job, item: Run, missing: Mapping[str, Column], report: Callable[[str], None], place: Place
+    job: StudyCall, item: CellRun, missing: Mapping[str, Column], report: Callable[[str], None], place: DeviceShare
 ) -> None:
     build(job, item, report)
     begin(job, item)
@@ -256,7 +257,7 @@ def _train_and_measure(
             report(f"{item.name}: {name} {'n/a' if value is None else f'{value:.4g}'}")
 
 
-def begin(job: Job, item: Run) -> None:
+def begin(job: StudyCall, item: CellRun) -> None:
     """Begin the cell of a run whose data are built. Raises UnusableError if one there is of another definition."""
     definition = definition_of(job.study, item, job.extra, ranks=job.ranks)
     if not item.cell.exists():
@@ -264,10 +265,10 @@ def begin(job: Job, item: Run) -> None:
     define(item, definition)
 
 
-def build(job: Job, item: Run, report: Callable[[str], None]) -> None:
+def build(job: StudyCall, item: CellRun, report: Callable[[str], None]) -> None:
     """Build the data of a run if they are missing. Raises UnusableError if the study cannot build them."""
     path, point = Path(data_of(job.study, item)), job.study.points[item.point]
-    splits = {column.split for column in measured(job.study, item).values()}
+    splits = {column.split for column in columns_to_measure(job.study, item).values()}
     splits.add(train_split_of(job.study, item, job.extra))
 
     def is_built() -> bool:
@@ -280,7 +281,7 @@ def build(job: Job, item: Run, report: Callable[[str], None]) -> None:
             report(f"building {path}")
             for command in point.build:
                 # The words of the user's file run as in a shell, also a script that imports what is beside it.
-                job.command(own_command(command), f"build-{path.name}", place=Place({"PYTHONSAFEPATH": ""}))
+                job.command(own_command(command), f"build-{path.name}", place=DeviceShare({"PYTHONSAFEPATH": ""}))
         if not is_built():
             for split in sorted(splits):
                 check_split(DataConfig(path=str(path)), split)  # a column may name one that no builder makes
@@ -288,7 +289,9 @@ def build(job: Job, item: Run, report: Callable[[str], None]) -> None:
             raise UnusableError(f"{path} is missing, and the table cannot build it; {how}")
 
 
-def _measure(job: Job, item: Run, columns: Mapping[str, Column], name: str, place: Place) -> dict[str, float | None]:
+def _measure(
+    job: StudyCall, item: CellRun, columns: Mapping[str, Column], name: str, place: DeviceShare
+) -> dict[str, float | None]:
     """Run the command of a column, and store its metric and those of other columns with the same command."""
     first = columns[name]
     job.command(evaluate_command(item, first, job.extra), f"{item.name}-{name}", place=place)

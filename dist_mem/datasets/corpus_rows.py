@@ -20,7 +20,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dist_mem.datasets.source import decoded, read_text, text_of, with_lf
+from dist_mem.datasets.source import decode_text, read_text, text_of, with_lf
 from dist_mem.datasets.tar_source import TAR_SUFFIXES, Sample, read_samples
 from dist_mem.datasets.tree import suffix_of
 from dist_mem.errors import UnusableError
@@ -67,7 +67,7 @@ class Content(NamedTuple):
     key: str | None = None  # of a sample in a tar
 
 
-class Row(NamedTuple):
+class CorpusRow(NamedTuple):
     """A text that is read again where it stands, and identified by its content."""
 
     file: RowFile
@@ -79,10 +79,10 @@ class Row(NamedTuple):
         """Return the text. Raises UnusableError if it is not what it was."""
         text = _reader(self.file).load(self.number).text
         if digest_of(text) != self.digest:
-            raise self._changed()
+            raise self._change_error()
         return text
 
-    def _changed(self) -> UnusableError:
+    def _change_error(self) -> UnusableError:
         return UnusableError(f"{self.file.place(self.number)} changed during the build: start the same command again")
 
 
@@ -168,7 +168,7 @@ def _parse_object(where: str, content: bytes, *, has_mark: bool) -> tuple[list[s
         names[:] = [name for name, _ in pairs]  # of the outermost object, which comes last
         return dict(pairs)
 
-    text = decoded(content, where, has_mark=has_mark)
+    text = decode_text(content, where, has_mark=has_mark)
     try:
         fields = json.loads(text, object_pairs_hook=keep_names)
     except ValueError as error:

@@ -14,7 +14,7 @@ from dist_mem.checkpoint.resume_choice import AUTO
 from dist_mem.checkpoint.resume_source import Resumption
 from dist_mem.config import Config, TrainConfig
 from dist_mem.data.curriculum import stages_of
-from dist_mem.runtime.distributed import World, decided_by_rank0
+from dist_mem.runtime.distributed import World, decide_on_rank0
 
 
 def is_finished(config: Config, world: World, resumption: Resumption) -> bool:
@@ -23,7 +23,7 @@ def is_finished(config: Config, world: World, resumption: Resumption) -> bool:
     paths, before = ([stage.data.path for stage in stages_of(each.data)] for each in (config, resumption.saved))
     if config.resume != AUTO or paths != before:
         return False  # data at another path are compared with those of the run only when the job is opened
-    step = decided_by_rank0(lambda: _finished_step(run_dir, config.train))
+    step = decide_on_rank0(lambda: _finished_step(run_dir, config.train))
     if step is None or choice.directory != step_dir(run_dir, step):
         return False
     if world.rank == 0:

@@ -24,7 +24,7 @@ class Table(NamedTuple):
         return csv_text([self.header, *self.rows])
 
 
-class Drawn(NamedTuple):
+class DrawnFigure(NamedTuple):
     """A drawn figure."""
 
     picture: Any  # matplotlib.figure.Figure
@@ -33,7 +33,7 @@ class Drawn(NamedTuple):
     text: str = ""  # Markdown after the caption, such as excerpts
 
 
-def write_figure(drawn: Drawn, folder: Path, stem: str, *, form: str) -> list[Path]:
+def write_figure(drawn: DrawnFigure, folder: Path, stem: str, *, form: str) -> list[Path]:
     """Write picture, numbers and caption, each atomically, and return their paths."""
     make_folder(folder)
     files = [folder / f"{stem}.{ending}" for ending in (form, "csv", "md")]
