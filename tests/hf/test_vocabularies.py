@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from dist_mem.__main__ import main
+from dist_mem.config import DataConfig, ModelConfig
 from dist_mem.data.metadata import ShardError
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.byte_pairs import BytePairTokenizer, train_byte_pairs, write_byte_pairs
@@ -25,6 +26,7 @@ from dist_mem.data.tokenizers.words import count_words
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.source import SourceDocument
 from dist_mem.errors import UnusableError
+from dist_mem.estimate.vocabulary import vocab_size_of
 from dist_mem.evaluation.export_transformers import write_tokenizer
 from dist_mem.hf.vocabulary import compare_tokens
 from tests.support.jobs import write_config
@@ -238,6 +240,8 @@ def test_a_published_model_is_trained_with_its_own_tokenizer_as_the_message_says
     size = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     qwen = kind == "qwen"
     save_random_llama(folder, "Qwen2" if qwen else "Llama 2", vocab_size=size)
+    unbuilt = DataConfig(path=str(tmp_path / "data"))
+    assert vocab_size_of(unbuilt, ModelConfig(kind="llama", pretrained=str(folder))) == size
     model = {"kind": "llama", **SIZES, "qkv_bias": qwen, "tie_embeddings": qwen, "dropout": 0.0, "num_layers": 3}
     sizes = [f"model.{key}={json.dumps(value)}" for key, value in {**model, "pretrained": str(folder)}.items()]
     configured = [str(pretrained[1](0)), *sizes, "memory.mem_len=16", f"run_dir={tmp_path / 'run'}"]

@@ -132,6 +132,24 @@ def pretrained(tree: Tree) -> None:
     write_byte_pairs(tokenizer, folder)
 
 
+def small_llama(tree: Tree) -> None:
+    """A random one with a tokenizer as Llama 3 has it, under the name of the published one."""
+    from tests.support.llama_models import SIZES, save_random_llama
+    from tests.support.published_tokenizers import save_published
+
+    folder, path = tree.folder / "models" / "llama_3.2_1b", tree.folder / "configs" / "pretrained" / "llama_3.2_1b.yaml"
+    save_published("llama3", folder)
+    size = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    save_random_llama(folder, vocab_size=size, std=0.01)
+    sizes = {**SIZES, "rope_theta": 10_000.0, "rope": None, "d_head": None}
+    changes = {f"model.{key}": value for key, value in sizes.items()}
+    few = {"train.threads": 1, "train.steps": 4, "checkpoint.every": 2, "schedule.warmup_steps": 1}
+    change_yaml(
+        path, **changes, **few, **{"train.seg_len": 32, "train.global_batch_size": 8, "train.segments_per_update": 4}
+    )
+    change_yaml(tree.folder / "configs" / "pretrained" / "memory" / "transformer_xl.yaml", **{"memory.mem_len": 32})
+
+
 def smaller_sweep(tree: Tree) -> None:
     """One learning rate and one seed."""
     path = tree.folder / "configs/sweeps/rates.yaml"
@@ -183,6 +201,7 @@ PREPARED: dict[str, list[str | Callable[[Tree], None]]] = {
     "docs/howto/tables.md": [DEMO, smaller_sweep, smaller_arena],
     "docs/tutorials/own_corpus.md": [twenty_books],
     "docs/tutorials/own_memory.md": [DEMO, first_runs],
+    "docs/tutorials/pretrained.md": [DEMO, books, small_llama, book],
     "shards/README.md": [corpora_of_papers],
 }
 
