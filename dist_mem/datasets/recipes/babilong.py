@@ -1,27 +1,32 @@
-"""Build BABILong (Kuratov et al. 2024), qa1 to qa5: facts hidden in a long text, and a question.
+"""Build BABILong (Kuratov et al. 2024): facts hidden in a long text, and a question.
 
     dist-mem data build babilong --out data/babilong --tasks qa1 qa2 --lengths 1000 4000 16000
     dist-mem data build babilong --out data/babi_books --books pg19 --tokenizer-from data/pg19
+    dist-mem data build babilong --out data/babi --babi tasks_1-20_v1-2/en-10k --tasks qa1 qa20 --books pg19
 
-Stories follow the rules of bAbI (babi_stories.py); the published ones are a fixed download. Their
-facts stand in order, at uniform places, between the sentences of --books, as published those of
-PG-19, or of the sample library. The question and the answer end the document. Only the tokens of
-the answer are scored; their recall distance is that to the newest fact from which it follows.
-Lengths are at most those given, up to 1 million tokens and more; tokens are bytes, or those of
---tokenizer-from. No story of one split is in another. Each task and length has its own data
-directory, <out>/<task>/<length>. The same options always produce the same bytes.
+Stories are those of bAbI's files (--babi, qa1 to qa20), as published, or follow its rules and need
+no download (babi_stories.py, qa1 to qa5). Their facts stand in order, at uniform places, between the
+sentences of --books, as published those of PG-19, or of the sample library. The question and the
+answer end the document. Only the tokens of the answer are scored; their recall distance is that to
+the newest fact from which it follows. Lengths are at most those given, up to 1 million tokens and
+more; tokens are bytes, or those of --tokenizer-from. No story of one split is in another, but where
+bAbI's files have it twice. Each task and length has its own data directory, <out>/<task>/<length>.
+The same options always produce the same bytes.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
+from pathlib import Path
+from typing import NamedTuple
 
 from dist_mem.data.shard import TokenizedDocument
 from dist_mem.data.tokenizers.base import Tokenizer
+from dist_mem.datasets import babi_files
 from dist_mem.datasets.babi_stories import NUM_FACTS, Story, draw_story
 from dist_mem.datasets.options import check_paths, positive
 from dist_mem.datasets.split_names import SPLITS
@@ -48,30 +53,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this builder."""
     add_task_options(parser, out="data/babilong", lengths=4000)
     add = parser.add_argument
-    add("--tasks", choices=tuple(NUM_FACTS), nargs="+", default=["qa1"], help="default: qa1")
+    add("--tasks", choices=babi_files.TASKS, nargs="+", default=["qa1"], help="default: qa1")
+    add("--babi", type=Path, metavar="DIR", help="take the stories of bAbI's files, of any task; else qa1 to qa5")
     ranges = ", ".join(f"{task} {low} {high}" for task, (low, high) in NUM_FACTS.items())
-    help = f"fewest and most facts of a story (default: {ranges})"
+    help = f"fewest and most facts of a story (default: {ranges}; any number with --babi)"
     add("--facts", type=positive, nargs=2, metavar=("LOW", "HIGH"), help=help)
     add_text_options(parser)
 
 
 def build(options: argparse.Namespace) -> None:
     """Build a data directory for each task and length."""
-    check_paths(options.books, options.tokenizer_from)
+    check_paths(options.books, options.tokenizer_from, options.babi)
     tokenizer = tokenizer_of(options.tokenizer_from)
     haystack: Haystack = Library() if options.books is None else Books(options.books, SPLITS)
+    if options.facts and options.facts[0] > options.facts[1]:
+        raise ValueError(f"--facts {options.facts[0]} {options.facts[1]}: the fewest come first")
+    num_facts = tuple(options.facts) if options.facts else None
     for name in options.tasks:
-        low, high = options.facts or NUM_FACTS[name]
-        if low > high:
-            raise ValueError(f"--facts {low} {high}: the fewest come first")
+        stories = published_stories(options.babi, name, num_facts) if options.babi else own_stories(name, num_facts)
         for length in options.lengths:
-            task = babilong_task(name, (low, high), haystack, tokenizer, length, seed=options.seed)
+            task = babilong_task(name, stories, haystack, tokenizer, length, seed=options.seed)
             out = options.out / name / str(length)
             build_task(task, out, counts=counts_of(options), overwrite=options.overwrite)
 
 
+class StorySource(NamedTuple):
+    """Where the stories of a task come from."""
+
+    recipe: str  # two sources of one recipe have the same stories
+    draw: Callable[[random.Random, str], Story]  # of a split
+
+
+def own_stories(task: str, num_facts: tuple[int, int] | None) -> StorySource:
+    """Return stories by the rules of bAbI. Raises ValueError for a task that only its files have."""
+    if task not in NUM_FACTS:
+        raise ValueError(f"--tasks {task}: only {', '.join(NUM_FACTS)} are made here; give bAbI's files with --babi")
+    low, high = num_facts or NUM_FACTS[task]
+
+    def draw_of(draw: random.Random, split: str) -> Story:
+        return draw_of_split(split, lambda: draw_story(draw, task, (low, high)), key_of)
+
+    return StorySource(f"{task} facts {low} to {high}", draw_of)
+
+
+def published_stories(folder: Path, task: str, num_facts: tuple[int, int] | None) -> StorySource:
+    """Return the stories of bAbI's files. Raises UnusableError if they cannot be used."""
+    stories = {split: babi_files.read_stories(folder, task, split, num_facts) for split in SPLITS}
+    limits = f" facts {num_facts[0]} to {num_facts[1]}" if num_facts else ""
+    recipe = f"{task} of bAbI {babi_files.checksum(folder, task)}{limits}"
+    return StorySource(recipe, lambda draw, split: draw.choice(stories[split]))
+
+
 def babilong_task(
-    name: str, num_facts: tuple[int, int], haystack: Haystack, tokenizer: Tokenizer, length: int, *, seed: int
+    name: str, stories: StorySource, haystack: Haystack, tokenizer: Tokenizer, length: int, *, seed: int
 ) -> Task:
     """Return the task for documents of one length."""
 
@@ -82,14 +116,14 @@ def babilong_task(
 
     def draw_question(draw: random.Random, split: str) -> Question:
         for _ in range(MAX_DRAWS):
-            story = draw_of_split(split, lambda: draw_story(draw, name, num_facts), key_of)
+            story = stories.draw(draw, split)
             depths = sorted(draw.random() for _ in story.facts)
             question = fit_question(partial(compose, story, depths), haystack.sentences(split, draw), tokenizer, length)
             if question is not None:
                 return question
         raise ValueError(f"--lengths {length}: {MAX_DRAWS} stories of {name} have more tokens; give fewer --facts")
 
-    recipe = f"babilong {name} facts {num_facts[0]} to {num_facts[1]} in {haystack.name} length {length} "
+    recipe = f"babilong {stories.recipe} in {haystack.name} length {length} "
     return Task("babilong", recipe + f"count {{count}} seed {seed}", tokenizer, documents, texts=haystack.texts)
 
 
