@@ -20,6 +20,7 @@ from pathlib import Path
 from dist_mem.block import ModelSpec
 from dist_mem.config import Config, TrackingConfig, deepspeed_block
 from dist_mem.data.directory import open_index, refresh_on_all_ranks
+from dist_mem.errors import UnusableError
 from dist_mem.estimate.counting import NotCountedError
 from dist_mem.estimate.memory import evaluated_lanes, fits_without_counting, refuse_what_cannot_fit, scoring_parts
 from dist_mem.estimate.zero import TrainingJob
@@ -38,6 +39,7 @@ from dist_mem.evaluation.job import (
 from dist_mem.evaluation.kept_memory import states_and_inputs
 from dist_mem.evaluation.memory_file import MemoryFile
 from dist_mem.evaluation.memory_gain import read_gain
+from dist_mem.evaluation.position import plot_positions, position_bins, positions_to_csv, positions_to_table
 from dist_mem.evaluation.protocol import protocol_of, tag_of
 from dist_mem.evaluation.report_names import FOLDER, ReportName, is_without_memory, join_parts
 from dist_mem.evaluation.scores import Report, to_table, write_report
@@ -49,6 +51,7 @@ from dist_mem.evaluation.trained_model import (
     tokenizer_of_data,
 )
 from dist_mem.runtime.distributed import World, decide_on_rank0
+from dist_mem.runtime.files import write_text
 from dist_mem.runtime.signals import StopSignal
 
 
@@ -61,11 +64,13 @@ def evaluate_checkpoint(
     check: StopCheck | None = None,
     without_memory: bool = False,
     memory: MemoryFile | None = None,
+    by_position: bool = False,
 ) -> Report:
     """Score a split with the model of a checkpoint; every rank calls it.
 
     Args:
         memory: memory of a text that every document continues; only with the layout `documents`.
+        by_position: as in `score_split`.
 
     Raises:
         CutShortError: on every rank; raised by `check`.
@@ -95,6 +100,7 @@ def evaluate_checkpoint(
         tokenizer=tokenizer,
         world=world,
         without_memory=without_memory,
+        by_position=by_position,
     )
 
 
@@ -106,6 +112,7 @@ def run(
     overrides: Sequence[str] = (),
     without_memory: bool = False,
     memory: Path | None = None,
+    by_position: bool = False,
     early: StopSignal | None = None,
 ) -> int:
     """Run the command `dist-mem evaluate`; return the exit code of the process.
@@ -117,6 +124,7 @@ def run(
         overrides: `key=value`, of keys that an evaluation may set.
         without_memory: empty the memory at every segment, and report the gain of the memory.
         memory: a memory file; every document continues the text of which it is the memory.
+        by_position: report the loss by position in the document too, as a table, a CSV and a picture.
         early: the handler that has received a scheduler's signals until now.
 
     Raises:
@@ -133,6 +141,9 @@ def run(
         whole_tag = decide_on_rank0(lambda: join_parts(data_tag(found, config.data, scored), tag))
         name = ReportName(scored, found.manifest["step"], whole_tag)
         protocol = protocol_of(config, without_memory=without_memory)
+        if by_position and (protocol.layout == "stream" or protocol.blocks):
+            key = "eval.layout=documents" if protocol.layout == "stream" else "eval.blocks=false"
+            raise UnusableError(f"--by position: a token has no place in its document here; set {key}")
         command = shlex.join(["dist-mem", "evaluate", str(path), "--split", scored, *overrides])
         command += "" if checkpoint is None else f" --checkpoint {checkpoint}"
 
@@ -144,7 +155,14 @@ def run(
 
         with hold_on_rank0(found.run_dir / FOLDER / str(name)):
             report = evaluate_checkpoint(
-                found, config, split=scored, world=world, check=check, without_memory=without_memory, memory=before
+                found,
+                config,
+                split=scored,
+                world=world,
+                check=check,
+                without_memory=without_memory,
+                memory=before,
+                by_position=by_position,
             )
             write_on_rank0(publish, world, "writing the report")
 
@@ -161,13 +179,21 @@ def _publish(
     overrides: Sequence[str] = (),
 ) -> Path:
     """Write the report's files, add its metrics to the run in MLflow, print it, and return the path of the JSON."""
+    bins = position_bins(report)
     try:
         files = write_report(report, checkpoint.run_dir / FOLDER, str(name), metadata=metadata)
         prefix = join_parts(report.split, name.tag)
         metrics = {f"{prefix}{metric.removeprefix(report.split)}": value for metric, value in report.metrics().items()}
+        if bins:
+            stem = checkpoint.run_dir / FOLDER / f"{name}.position"
+            files += [stem.with_name(f"{stem.name}.{ending}") for ending in ("csv", "png")]
+            write_text(files[-2], positions_to_csv(bins))
+            plot_positions(bins, files[-1])
         track(checkpoint, tracking, metrics, files, overrides)
     finally:  # after the names of the files; also if the disk is full
         print(to_table(report))
+        if bins:
+            print(f"\n{positions_to_table(bins)}")
     return files[1]
 
 

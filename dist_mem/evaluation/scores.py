@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +50,15 @@ class RecallScore(NamedTuple):
     hits: int | None = None  # scored tokens that were the most probable token; None: not known
 
 
+class PositionScore(NamedTuple):
+    """The score of one document's tokens at the positions of one bin (position.py)."""
+
+    document: int  # place in `Report.documents`
+    bin: int
+    nll: float  # nats, sum
+    num_scored: int
+
+
 @dataclass(frozen=True)
 class DocumentScore:
     """The score of one document; words and bytes count the scored tokens."""
@@ -82,6 +91,7 @@ class Report:
     num_words: int | None  # the official count if the whole split is scored and has one, else the sum over documents
     documents: list[DocumentScore]
     recall: list[RecallScore]  # by increasing distance; empty if the data records none
+    positions: list[PositionScore] = field(default_factory=list)  # empty unless they were asked for
 
     @property
     def nll(self) -> float:
@@ -256,12 +266,18 @@ def write_report(report: Report, directory: Path, name: str, *, metadata: dict[s
         "format_version": FORMAT_VERSION,
         **metadata,
         "metrics": report.metrics(),
-        "report": {**asdict(report), "recall": [list(score) for score in report.recall]},
+        "report": _as_json(report),
     }
     contents = {f"{name}.csv": to_csv(report.documents), f"{name}.json": json_text(body, indent=1) + "\n"}
     for file_name, text in contents.items():
         write_text(directory / file_name, text)
     return [directory / file_name for file_name in contents]
+
+
+def _as_json(report: Report) -> dict[str, Any]:
+    content = {**asdict(report), "recall": [list(score) for score in report.recall]}
+    positions = content.pop("positions")
+    return {**content, "positions": [list(score) for score in positions]} if positions else content
 
 
 def _is_nll(value: Any) -> bool:
@@ -275,6 +291,13 @@ def _is_recall(value: Any) -> bool:
     counts = [value[0], *value[2:]]
     has_counts = all(type(each) is int and 0 <= each <= MAX_INTEGER for each in counts if each is not None)
     return has_counts and None not in (value[0], value[2]) and value[0] > 0 and _is_nll(value[1])
+
+
+def _is_position(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) != len(PositionScore._fields):
+        return False
+    counts = (value[0], value[1], value[3])
+    return all(type(each) is int and 0 <= each <= MAX_INTEGER for each in counts) and _is_nll(value[2])
 
 
 _NLL = leaf("a number from 0 to 1e300 or null", _is_nll)
@@ -297,6 +320,7 @@ _REPORT = record(
         **{"num_words": optional(integer()), "documents": rows_of(_DOCUMENT)},
         "recall": rows_of(leaf("a list of distance, nats, tokens and hits", _is_recall)),
     },
+    {"positions": rows_of(leaf("a list of document, bin, nats and tokens", _is_position))},
     is_open=False,
 )
 _FURTHER = {"metrics": table_of(optional(metric)), "step": integer(), "protocol": PROTOCOL}
@@ -328,7 +352,9 @@ def report_from(body: Any, path: Path) -> Report:
     content = dict(body["report"])
     documents = [DocumentScore(**document | {"nll": _nll(document["nll"])}) for document in content.pop("documents")]
     recall = [RecallScore(distance, _nll(nll), *rest) for distance, nll, *rest in content.pop("recall")]
-    return Report(**content, documents=documents, recall=recall)
+    places = content.pop("positions", ())
+    positions = [PositionScore(document, number, _nll(nll), count) for document, number, nll, count in places]
+    return Report(**content, documents=documents, recall=recall, positions=positions)
 
 
 def _nll(value: float | None) -> float:

@@ -38,7 +38,7 @@ from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.errors import RunError
 from dist_mem.evaluation.document_sizes import DocumentSizes, is_whole, measure_documents
 from dist_mem.evaluation.protocol import protocol_of, short_term_len
-from dist_mem.evaluation.scores import DocumentScore, RecallScore, Report, total_words
+from dist_mem.evaluation.scores import DocumentScore, PositionScore, RecallScore, Report, total_words
 from dist_mem.evaluation.split_layout import NO_INPUTS, Extent, Step, part_of_documents, part_of_stream
 from dist_mem.memory.base import map_state
 from dist_mem.model import LMOutput, LMState, empty_memories, reset_lanes
@@ -46,6 +46,7 @@ from dist_mem.runtime.distributed import World
 from dist_mem.runtime.progress import Progress
 
 Forward = Callable[..., LMOutput]  # (tokens, targets, valid_len, state=state), without dropout
+NUM_BINS = 40  # octaves of positions, up to 10^12 tokens of a document
 InitState = Callable[[Tensor], LMState]  # document numbers (B,) int64 -> empty memories on the device
 
 
@@ -65,6 +66,8 @@ class ScoreSums(NamedTuple):
     words: Tensor  # (documents,) nan where unknown
     bytes: Tensor  # (documents,)
     depths: Tensor  # (documents,) nan where unknown
+    position_nll: Tensor  # (documents * NUM_BINS,) nats by the bin of the position; (0,): not asked for
+    position_count: Tensor  # likewise, tokens
 
 
 def score_split(
@@ -77,6 +80,7 @@ def score_split(
     tokenizer: Tokenizer,
     world: World,
     without_memory: bool = False,
+    by_position: bool = False,
 ) -> Report:
     """Score a split; every rank calls it and gets the same report.
 
@@ -88,6 +92,7 @@ def score_split(
         config: the lengths are those that it has for training, except `eval.seg_len`; `for_evaluation` replaces them by
             those of `eval`. `eval.layout`, `eval.blocks`, `eval.batch_size` and `eval.max_document_len` always apply.
         without_memory: read every segment with an empty memory; the same tokens are scored.
+        by_position: the report has the scores by position too; in documents that are not read in blocks.
 
     Raises:
         ValueError: the shards were made with another tokenizer, or a stream has fewer tokens than lanes.
@@ -107,9 +112,11 @@ def score_split(
             index, lengths, protocol, **lanes, cut=cut, bos_id=tokenizer.bos_id, world=world, inputs=inputs
         )
     share = measure_documents(index, part.documents, part.own, part.extent, tokenizer, world)
-    sums, of_rank = _empty_sums(share, world.device), part.num_tokens / part.all_tokens
+    sums, of_rank = _empty_sums(share, world.device, by_position), part.num_tokens / part.all_tokens
     with Progress(part.all_tokens, f"scoring {index.split}", shown=world.rank == 0, share=of_rank) as progress:
-        score_batches(forward, init_state, part.steps, sums, progress=progress, without_memory=without_memory)
+        score_batches(
+            forward, init_state, part.steps, sums, progress=progress, without_memory=without_memory, before=len(inputs)
+        )
     sums = _over_ranks(sums, world)
     check_complete(index, part.extent, sums)
     documents = _document_scores(index, sums)
@@ -124,6 +131,7 @@ def score_split(
         num_words=index.official_words if all_whole and index.official_words else total_words(documents),
         documents=documents,
         recall=_recall_scores(sums),
+        positions=_position_scores(sums),
     )
 
 
@@ -161,6 +169,13 @@ def _recall_scores(sums: ScoreSums) -> list[RecallScore]:
     return [RecallScore(*row) for row in zip(distances, sums.recall_nll[distances].tolist(), *counts, strict=True)]
 
 
+def _position_scores(sums: ScoreSums) -> list[PositionScore]:
+    scored = sums.position_count.nonzero().flatten()
+    nll, counts = (part[scored].tolist() for part in (sums.position_nll, sums.position_count))
+    rows = zip(scored.tolist(), nll, counts, strict=True)
+    return [PositionScore(place // NUM_BINS, place % NUM_BINS, of_place, int(count)) for place, of_place, count in rows]
+
+
 @torch.no_grad()
 def score_batches(
     forward: Forward,
@@ -170,19 +185,25 @@ def score_batches(
     *,
     progress: Progress,
     without_memory: bool,
+    before: int = 0,
 ) -> None:
     """Add the scores of all micro-batches to `sums`, in place.
+
+    Args:
+        before: tokens that are read before every document, and not counted in positions.
 
     The memory of each micro-batch is carried from step to step, unless `without_memory` empties it before every
     segment. A lane keeps its row; the lanes with the last rows end first.
     """
     device = sums.nll.device
     states: list[LMState] = []  # one per micro-batch of a step
+    read: list[Tensor] = []  # (B,) tokens of its document that each lane has read, likewise; on the CPU
     for step in steps:
         for number, (host_batch, documents) in enumerate(step):
             batch = host_batch.to(device)
             if number == len(states):  # the first step
                 states.append(init_state(batch.document))
+                read.append(torch.zeros_like(host_batch.valid_len))
             state = map_state(itemgetter(slice(len(batch.tokens))), states[number])  # views
             if without_memory or host_batch.is_new_document.any():  # a CPU tensor: no synchronization with the device
                 fresh = init_state(batch.document)
@@ -190,12 +211,19 @@ def score_batches(
                 state = empty_memories(state, fresh) if without_memory else state
             output = forward(batch.tokens, batch.targets, batch.valid_len, state=state)
             states[number] = output.state
-            add_scores(sums, batch, documents.to(device), output)
+            begun = torch.where(host_batch.is_new_document, -before, read[number][: len(host_batch.valid_len)])
+            read[number] = begun + host_batch.valid_len
+            add_scores(sums, batch, documents.to(device), output, begun.to(device))
             progress.add(int(host_batch.valid_len.sum()))
 
 
-def add_scores(sums: ScoreSums, batch: Batch, documents: Tensor, output: LMOutput) -> None:
-    """Add the scores of one micro-batch; `documents`: number of the document of every row (B,) or target (B, T)."""
+def add_scores(sums: ScoreSums, batch: Batch, documents: Tensor, output: LMOutput, begun: Tensor) -> None:
+    """Add the scores of one micro-batch.
+
+    Args:
+        documents: number of the document of every row (B,) or target (B, T).
+        begun: (B,) int64, tokens of the document before the first target of a row; used where documents are (B,).
+    """
     scored, nll = (batch.targets != IGNORE).double(), output.nll.double()
     hits = torch.full_like(nll, math.nan) if output.hits is None else output.hits * scored
     rows = documents.flatten().clamp(min=0)  # an idle lane adds zeros to document 0
@@ -206,6 +234,11 @@ def add_scores(sums: ScoreSums, batch: Batch, documents: Tensor, output: LMOutpu
     add(sums.nll, nll)
     add(sums.num_scored, scored)
     add(sums.hits, hits)
+    if len(sums.position_nll):
+        positions = begun[:, None] + torch.arange(1, nll.shape[1] + 1, device=nll.device)
+        places = (documents.clamp(min=0)[:, None] * NUM_BINS + bin_of(positions)).flatten()
+        sums.position_nll.index_add_(0, places, nll.flatten())
+        sums.position_count.index_add_(0, places, scored.flatten())
     if batch.recall is not None:
         distances = batch.recall.flatten()
         sums.recall_nll.index_add_(0, distances, nll.flatten())
@@ -213,10 +246,18 @@ def add_scores(sums: ScoreSums, batch: Batch, documents: Tensor, output: LMOutpu
         sums.recall_hits.index_add_(0, distances, hits.flatten())
 
 
-def _empty_sums(share: DocumentSizes, device: torch.device) -> ScoreSums:
+def bin_of(position: Tensor) -> Tensor:
+    """Return the bins of positions from 1 on, int64; smaller ones, which are not scored, are in the first."""
+    exact = torch.frexp(position.clamp(min=1).double()).exponent - 1  # floor(log2), which `log2` may miss
+    return exact.to(torch.int64).clamp(max=NUM_BINS - 1)
+
+
+def _empty_sums(share: DocumentSizes, device: torch.device, by_position: bool) -> ScoreSums:
     by_document = torch.zeros(3, len(share.words), dtype=torch.float64, device=device)
     by_distance = torch.zeros(3, share.max_distance + 1, dtype=torch.float64, device=device)
-    return ScoreSums(*[*by_document, *by_distance, share.words, share.bytes, share.depths])
+    num_places = len(share.words) * NUM_BINS if by_position else 0
+    by_place = torch.zeros(2, num_places, dtype=torch.float64, device=device)
+    return ScoreSums(*[*by_document, *by_distance, share.words, share.bytes, share.depths, *by_place])
 
 
 def _over_ranks(sums: ScoreSums, world: World) -> ScoreSums:

@@ -12,6 +12,7 @@ from dist_mem.cli.arguments import (
 from dist_mem.errors import (
     UnusableError,
 )
+from dist_mem.runtime.extras import require
 from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 
 PLACE = ("use a trained model", 1)
@@ -23,6 +24,8 @@ def add_arguments(added: ArgumentParser) -> None:
     add_model(added)
     added.add_argument("--without-memory", action="store_true", help="empty the memory at every segment")
     add_memory(added, "every document continues")
+    of_position = "also the loss by position in the document: a table, a CSV and a picture"
+    added.add_argument("--by", choices=("position",), help=of_position)
     added.add_argument("--sweep", metavar="KEY=LENGTHS", help="several lengths: mem_len=64,128,... or seg_len=...")
     also = "another run for --sweep; repeatable"
     added.add_argument("--also", type=Path, action="append", default=[], metavar="RUN", help=also)
@@ -33,6 +36,10 @@ def run(options: Namespace) -> int:
     is_sweep = options.sweep is not None
     if options.also and not is_sweep:
         raise UnusableError(f"--also {options.also[0]}: only with --sweep; evaluate one run at a time otherwise")
+    if options.by and is_sweep:
+        raise UnusableError("--by position: not with --sweep; evaluate one setting at a time")
+    if options.by:
+        require("matplotlib", "--by position")
     if options.without_memory and is_sweep:
         raise UnusableError("--without-memory: not with --sweep; evaluate one setting at a time")
     if options.memory is not None and (is_sweep or options.without_memory):
@@ -49,5 +56,9 @@ def run(options: Namespace) -> int:
             return sweep.run([options.run, *options.also], options.sweep, early=early, **settings)
         from dist_mem.evaluation.evaluate import run as run_command
 
-        given = {"without_memory": options.without_memory, "memory": options.memory}
+        given = {
+            "without_memory": options.without_memory,
+            "memory": options.memory,
+            "by_position": options.by is not None,
+        }
         return run_command(options.run, early=early, **given, **settings)

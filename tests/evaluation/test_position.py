@@ -1,0 +1,53 @@
+"""Loss by position: every token once, in the octave of its place in its document, however lanes and ranks read it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from dist_mem.__main__ import main
+from dist_mem.evaluation.position import position_bins, positions_to_csv
+from dist_mem.evaluation.scores import read_report, write_report
+from tests.support.evaluated_runs import MEMORIES, asked, make_run
+from tests.support.messages import said_line
+from tests.support.plain_scores import DOCUMENTS, read_plainly
+
+
+@pytest.mark.parametrize("lanes", [1, 3, 8])
+def test_the_sums_are_those_of_the_tokens_at_these_positions(library: Path, tmp_path: Path, lanes: int) -> None:
+    run_dir, model = make_run(tmp_path, library, MEMORIES["transformer_xl"])
+    report = asked(run_dir, f"eval.batch_size={lanes}", by_position=True)
+    wanted: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for number, document in enumerate(DOCUMENTS):
+        for place, nll in enumerate(read_plainly(model, document.tokens)[0], start=1):
+            wanted[number, place.bit_length() - 1].append(float(nll))
+    found = {(score.document, score.bin): score for score in report.positions}
+    assert found.keys() == wanted.keys()
+    for key, losses in wanted.items():
+        assert found[key].num_scored == len(losses)
+        assert found[key].nll == pytest.approx(math.fsum(losses), rel=1e-5)
+    assert math.fsum(score.nll for score in report.positions) == pytest.approx(report.nll)
+    _, path = write_report(report, tmp_path, "written", metadata={})
+    assert read_report(path) == report
+    bins = position_bins(report)
+    assert [(each.first, each.last) for each in bins] == [(2**k, 2 ** (k + 1) - 1) for k in range(len(bins))]
+    assert all(each.low <= each.loss <= each.high for each in bins if each.num_documents > 1)
+    assert sum(each.num_tokens for each in bins) == report.num_scored
+    assert len(positions_to_csv(bins).splitlines()) == len(bins) + 1
+    assert asked(run_dir).positions == []
+
+
+def test_the_command_writes_a_table_and_a_picture_where_tokens_have_a_place(
+    library: Path, tmp_path: Path, single_process: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, _ = make_run(tmp_path, library, MEMORIES["none"])
+    command = ["evaluate", str(run_dir), "--split", "test", "--by", "position"]
+    assert main([*command, "eval.layout=stream", "eval.batch_size=2"]) == 2
+    said_line(capsys.readouterr().err, "--by position", "eval.layout=documents")
+    assert main([*command, "--sweep", "mem_len=4"]) == 2
+    assert main(command) == 0
+    assert "95 % over documents" in capsys.readouterr().out
+    assert {path.suffix for path in (run_dir / "evaluations").glob("*.position.*")} == {".csv", ".png"}
