@@ -6,7 +6,6 @@ one. The configuration holds the sizes, so that a run is resumed and evaluated w
 
 from __future__ import annotations
 
-import json
 import reprlib
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from dist_mem.errors import UnusableError, run_error
 from dist_mem.hf.layout import Layout
 from dist_mem.hf.names import LAYOUTS, take_published
 from dist_mem.model import MemoryLM
+from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.file_schema import check, plain_name, read_json, record, table
 from dist_mem.runtime.files import by_name
 
@@ -100,7 +100,7 @@ def _as_json(value: Any) -> str:
     """Return a value as an override writes it; of a block, its keys."""
     if isinstance(value, dict):
         return f"a block of {', '.join(value)}"
-    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+    return json_text(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

@@ -122,7 +122,7 @@ class AssociativeMemory(Inspectable):
                 )
         if options.nu >= (most := 2 * options.d_key // options.num_heads):
             raise ValueError(f"memory.nu is {options.nu}, but must be less than 2 d_key / num_heads = {most}")
-        self.over, self.norm = over, over.norm
+        self.over = over
         self.num_after = options.num_tokens
         self.query, self.key = Projection(spec.d_model, options.d_key), Projection(spec.d_model, options.d_key)
         self.value = Projection(spec.d_model, spec.d_model)
@@ -130,7 +130,7 @@ class AssociativeMemory(Inspectable):
 
     @classmethod
     def small_options(cls, seg_len: int) -> dict[str, Any]:
-        return {"num_tokens": 2, "d_key": 8, "nu": 2, "value_init": 1.0}
+        return {"num_tokens": 2, "d_key": 16, "value_init": 1.0}
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -140,6 +140,11 @@ class AssociativeMemory(Inspectable):
 
     def tie_parameters(self, first: Any) -> None:
         self.over.tie_parameters(first.over)
+
+    @property
+    def norm(self) -> nn.Module:
+        """The layer norm of the memory below, as a memory over this one finds it."""
+        return self.over.norm
 
     @property
     def model_keys(self) -> Collection[str]:
@@ -180,7 +185,9 @@ class AssociativeMemory(Inspectable):
         query = below.query[:, :, : segment.shape[1]]
         share = found.detach().float().norm(dim=-1) / x.detach().float().norm(dim=-1).clamp(min=1e-12)
         logs = {"read": share.mean(dim=1)}
-        return MemoryOutput(found + below.y, state._replace(matrix=matrix), {}, query, everything, logs)
+        return MemoryOutput(
+            found + below.y, ArmtState(matrix, state.pending, state.has_pending), {}, query, everything, logs
+        )
 
     def after_block(self, rows: Tensor, state: ArmtState) -> ArmtState:
         pending = rows[:, -self.num_after :].to(state.pending.dtype).contiguous()  # no view, which would keep all rows

@@ -41,6 +41,7 @@ from dist_mem.memory.parts.inspection import Inspection
 from dist_mem.memory.parts.signal import Signal, SignalRows, SignalState
 from dist_mem.memory.parts.signal_inspection import forget_signal, inspect_signal
 from dist_mem.memory.parts.signal_places import Trace
+from dist_mem.nn.named_tuples import replace
 
 
 class InfiniteOpenLanes(NamedTuple):
@@ -162,7 +163,7 @@ class Infinite(Signal):
         return MemoryOutput(y, new_state, aux, below.query, evicted, below.logs)
 
     def after_block(self, rows: Tensor, state: SignalState) -> SignalState:
-        return state._replace(over=self.over.after_block(rows, state.over))
+        return replace(state, over=self.over.after_block(rows, state.over))
 
     def open_segment(self, state: SignalState, rows: Tensor) -> Opened:
         over = self.over.open_segment(state.over, rows)

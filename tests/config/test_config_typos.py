@@ -107,5 +107,5 @@ def test_the_name_of_a_shipped_memory_leads_to_its_file(path: Path, monkeypatch:
     if path.stem not in memory_kinds():
         with pytest.raises(ConfigError, match=f"did you mean the file configs/memory/{path.name}"):
             load_config([f"memory.kind={path.stem}", "train.steps=1"], memory_options=memory_options)
-    with pytest.raises(ConfigError, match=f"memory.kind={path.stem}"):
+    with pytest.raises(ConfigError, match=f"give configs/memory/{path.name}"):
         load_config([f"memory={path.stem}", "train.steps=1"])

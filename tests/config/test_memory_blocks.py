@@ -98,15 +98,6 @@ def test_what_fits_no_model_is_refused_with_its_key(given: str, key: str) -> Non
         load(f"memory={given}")
 
 
-@pytest.mark.parametrize(
-    ("name", "way"), [("rmt", "memory/rmt.yaml"), ("deltanet", "memory/deltanet.yaml"), ("x", "memory.kind=x")]
-)
-def test_a_name_in_place_of_the_block_gets_the_way_to_write_it(name: str, way: str) -> None:
-    """`deltanet` is a file and no kind, so `memory.kind=deltanet` would be refused too."""
-    with refused(ConfigError, "memory: ", way):
-        load(f"memory={name}")
-
-
 def test_the_page_names_all_memories_that_must_be_in_every_block() -> None:
     """Those that `build` refuses in one block: whose class has a stem, or which stand over such a memory."""
     with_stem = {kind for kind in memory_kinds() if memory_class(kind).stem is not Memory.stem}

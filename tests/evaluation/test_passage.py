@@ -57,7 +57,7 @@ def figures_of(model: MemoryLM, config: Any, index: Index, books: Path) -> dict[
 
 
 SUMMARISING = ("infini", "rmt")  # they read rows that hold something of all earlier tokens
-NO_ROWS = ("none", "causal", "linear", *SUMMARISING)  # of tokens in the memory, nor a signal
+NO_ROWS = ("none", "causal", "linear", "armt", *SUMMARISING)  # of tokens in the memory, nor a signal
 
 
 @pytest.mark.parametrize("kind", [*memory_kinds(), "infinite over transformer_xl", "infinite over compressive"])

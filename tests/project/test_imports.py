@@ -27,7 +27,7 @@ DOORS = {
     "prometheus_client": ("tracking",),
     "pyarrow": ("datasets",),
     "tensorboard": ("tracking",),
-    "transformers": ("generation",),
+    "transformers": ("generation", "data.tokenizers.huggingface"),
     "wandb": ("tracking",),
     "webdataset": ("data", "datasets"),
 }

@@ -58,6 +58,7 @@ OVERVIEW = {
     "Gated DeltaNet": ["gated_deltanet"],
     "Kimi Delta Attention": ["kda"],
     "Titans": ["titans"],
+    "Associative Recurrent Memory Transformer": ["armt"],
 }
 
 

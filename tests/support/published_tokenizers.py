@@ -101,12 +101,7 @@ _LLAMA2 = {
 
 def _llama2_slow(folder: Path) -> None:
     """SentencePiece's tokenizer.model alone."""
-    options: dict[str, Any] = {
-        "byte_fallback": True,
-        "split_digits": True,
-        "allow_whitespace_only_pieces": True,
-        "minloglevel": 2,
-    }
+    options: dict[str, Any] = dict.fromkeys(("byte_fallback", "split_digits", "allow_whitespace_only_pieces"), True)
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(_texts()),
         model_prefix=str(folder / "tokenizer"),

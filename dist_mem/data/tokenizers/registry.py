@@ -98,7 +98,7 @@ def is_published(folder: Path) -> bool:
         return True
     path = folder / JSON_NAME
     if not path.is_file():
-        return (folder / "tokenizer.model").is_file()
+        return False
     with suppress(ValueError):
         content = json.loads(read_regular(path))
         return isinstance(content, dict) and "model" in content and "format_version" not in content
