@@ -237,22 +237,22 @@ def passages() -> list[ScoredText]:
 # A loss in float32 is the difference of numbers of about 5: that of each token rounds by up to 5e-7, even a small one.
 ROUNDED = 5e-7 * max(LENS)
 # Products of theirs round by the place of a lane in the batch.
-ROUNDING = ("infini", "linear", "titans", "block_recurrent", "per block")
+ROUNDING = ("infini", "linear", "titans", "block_recurrent", "per block", "armt")
 
 
 @pytest.mark.parametrize("case", case_params())
 def test_a_score_is_that_of_the_text_read_alone_and_the_same_bits_whatever_else_is_scored(case: str) -> None:
     """But for products with a matrix or states of the memory, which round by the lane's place among the others."""
-    trained = float32_model(case)
+    trained, near = float32_model(case), 1e-5 if "armt" in case else 1e-6  # it divides by sums of a few features
     together = score_passages(trained, passages(), num_lanes=LANES)
     read_alone = [-score(trained, tokens).nll[first:].double().sum().item() for tokens, first in passages()]
-    assert [result.log_prob for result in together] == pytest.approx(read_alone, rel=1e-6, abs=ROUNDED)
+    assert [result.log_prob for result in together] == pytest.approx(read_alone, rel=near, abs=ROUNDED)
     alone = [score_passages(trained, [passage], num_lanes=LANES)[0] for passage in passages()]
     backwards = score_passages(trained, passages()[::-1], num_lanes=LANES)[::-1]
     for found in (alone, backwards):
         if any(part in case for part in ROUNDING):
             log_probs = [result.log_prob for result in together]
-            assert [result.log_prob for result in found] == pytest.approx(log_probs, rel=1e-6, abs=ROUNDED)
+            assert [result.log_prob for result in found] == pytest.approx(log_probs, rel=near, abs=ROUNDED)
         else:
             assert found == together
 

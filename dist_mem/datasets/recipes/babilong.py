@@ -2,16 +2,16 @@
 
     dist-mem data build babilong --out data/babilong --tasks qa1 qa2 --lengths 1000 4000 16000
     dist-mem data build babilong --out data/babi_books --books pg19 --tokenizer-from data/pg19
-    dist-mem data build babilong --out data/babi --babi tasks_1-20_v1-2/en-10k --tasks qa1 qa20 --books pg19
+    dist-mem data build babilong --out data/babi --babi tasks_1-20_v1-2/en-10k --tasks qa1 qa20
 
 Stories are those of bAbI's files (--babi, qa1 to qa20), as published, or follow its rules and need
-no download (babi_stories.py, qa1 to qa5). Their facts stand in order, at uniform places, between the
-sentences of --books, as published those of PG-19, or of the sample library. The question and the
-answer end the document. Only the tokens of the answer are scored; their recall distance is that to
-the newest fact from which it follows. Lengths are at most those given, up to 1 million tokens and
-more; tokens are bytes, or those of --tokenizer-from. No story of one split is in another, but where
-bAbI's files have it twice. Each task and length has its own data directory, <out>/<task>/<length>.
-The same options always produce the same bytes.
+no download (qa1 to qa5). Their facts stand in order, at uniform places, between the sentences of
+--books, as published those of PG-19, or of the sample library. The question and the answer end the
+document. Only the tokens of the answer are scored; their recall distance is that to the newest fact
+from which it follows. Lengths are at most those given, up to 1 million tokens and more; tokens are
+bytes, or those of --tokenizer-from. No story of one split is in another, but where bAbI's files
+have it twice. Each task and length has its own data directory, <out>/<task>/<length>. The same
+options always produce the same bytes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this builder."""
     add_task_options(parser, out="data/babilong", lengths=4000)
     add = parser.add_argument
-    add("--tasks", choices=babi_files.TASKS, nargs="+", default=["qa1"], help="default: qa1")
+    tasks = babi_files.TASKS
+    add("--tasks", choices=tasks, nargs="+", default=["qa1"], metavar="TASK", help="qa1 to qa20 (default: qa1)")
     add("--babi", type=Path, metavar="DIR", help="take the stories of bAbI's files, of any task; else qa1 to qa5")
     ranges = ", ".join(f"{task} {low} {high}" for task, (low, high) in NUM_FACTS.items())
     help = f"fewest and most facts of a story (default: {ranges}; any number with --babi)"
