@@ -149,7 +149,7 @@ class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     @property
-    def trained_model(self) -> TrainedModel:
+    def trained(self) -> TrainedModel:
         """The model for functions of dist_mem, on its present device."""
         return self._loaded._replace(device=self.device, dtype=self.dtype)
 
@@ -256,12 +256,12 @@ class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
             is_text = attention_mask[:, -length:].bool().cpu()
         columns = _columns(logits_to_keep, length)
         if use_cache and labels is None and self._can_step(cache, is_text):
-            logits = cache.read_token(self.trained_model, input_ids[:, 0].cpu())[:, None]
+            logits = cache.read_token(self.trained, input_ids[:, 0].cpu())[:, None]
             cache.num_read += 1
             return CausalLMOutputWithPast(logits=logits[:, columns.to(logits.device)], past_key_values=cache)
         kept = is_text[:, int(columns.min()) :] if len(columns) else is_text[:, length:]  # all that are computed
         rows = [ids[mask] for ids, mask in zip(input_ids.cpu(), is_text, strict=True)]
-        found, reading = read_with_log_probs(self.trained_model, cache.reading, rows, kept.sum(dim=1).tolist())
+        found, reading = read_with_log_probs(self.trained, cache.reading, rows, kept.sum(dim=1).tolist())
         packed = torch.cat(found)
         logits = packed.new_zeros(*kept.shape, packed.shape[1]).index_put((kept.to(packed.device),), packed)
         logits = logits[:, (columns - (length - kept.shape[1])).to(logits.device)]
@@ -281,7 +281,7 @@ class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
         return is_token and self.model.can_step and not self.training and not torch.is_grad_enabled()
 
     def _nothing_read(self, lanes: int) -> Reading:
-        trained = self.trained_model
+        trained = self.trained
         none = [torch.zeros(0, dtype=torch.int64)] * lanes  # not even BOS, which the tokenizer puts before a text
         return with_open_segment(init_state(trained, [0] * lanes), none, seg_len=trained.config.train.seg_len)
 

@@ -188,9 +188,9 @@ def test_a_reading_of_dist_mem_goes_on_in_transformers(exported: Callable[..., P
     """Also what was read in transformers, given whole as is usual there; a copied cache is another one."""
     model = opened(exported("lamemo"))
     ids = random_ids(1, 5 * SEG_LEN + 2)
-    empty = start_from(model.trained_model, init_state(model.trained_model), [int(ids[0, 0])])
+    empty = start_from(model.trained, init_state(model.trained), [int(ids[0, 0])])
     cache_class = type(model(ids[:, :1]).past_key_values)
-    reading = read(model.trained_model, empty, [ids[0, 1 : 3 * SEG_LEN]])
+    reading = read(model.trained, empty, [ids[0, 1 : 3 * SEG_LEN]])
     with torch.no_grad():
         whole = model(ids).logits
         cache = model(ids[:, : 3 * SEG_LEN]).past_key_values

@@ -22,6 +22,7 @@ NOUNS = {
 }
 # Classes of the contract that users' memories import, and nouns that look like participles.
 CLASSES = {"Evicted", "Inspectable", "Memorizing", "Opened", "Reporting", "Sampling", "Saving", "Stopping", "Visible"}
+DOCUMENTED = {"trained"}  # attributes that pages name
 TWICE = {"Memory", "Options"}  # the contract and `dist_mem.Memory`; in every memory
 HOMES = {  # a term of the glossary alone, as a name -> where that is its meaning; elsewhere a name says of what
     "block": ("block",),
@@ -70,7 +71,7 @@ def test_no_name_is_a_bare_participle() -> None:
         for each in names()
         if is_participle(each.words[0])
         and (len(each.words) == 1 or (not each.is_class and each.words[1] in PREPOSITIONS))
-        and each.name not in CLASSES
+        and each.name not in CLASSES | DOCUMENTED
         and not (each.is_context and each.words[0].endswith("ing"))
     ]
     files = {each.module for each in names() if re.search(r"(^|\.)(?!\w+ing$)\w+$", each.module)}
