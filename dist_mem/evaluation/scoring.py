@@ -115,7 +115,13 @@ def score_split(
     sums, of_rank = _empty_sums(share, world.device, by_position), part.num_tokens / part.all_tokens
     with Progress(part.all_tokens, f"scoring {index.split}", shown=world.rank == 0, share=of_rank) as progress:
         score_batches(
-            forward, init_state, part.steps, sums, progress=progress, without_memory=without_memory, before=len(inputs)
+            forward,
+            init_state,
+            part.steps,
+            sums,
+            progress=progress,
+            without_memory=without_memory,
+            before=max(len(inputs) - 1, 0),  # the first input takes the place of BOS
         )
     sums = _over_ranks(sums, world)
     check_complete(index, part.extent, sums)
@@ -190,7 +196,7 @@ def score_batches(
     """Add the scores of all micro-batches to `sums`, in place.
 
     Args:
-        before: tokens that are read before every document, and not counted in positions.
+        before: targets that stand before those of every document, and are not counted in positions.
 
     The memory of each micro-batch is carried from step to step, unless `without_memory` empties it before every
     segment. A lane keeps its row; the lanes with the last rows end first.

@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 
 from dist_mem.__main__ import main
+from dist_mem.evaluation.memory_file import read_memory_file
 from dist_mem.evaluation.position import position_bins, positions_to_csv
 from dist_mem.evaluation.scores import read_report, write_report
+from dist_mem.evaluation.trained_model import load_model
+from dist_mem.generation.text_memory import read_text
 from tests.support.evaluated_runs import MEMORIES, asked, make_run
 from tests.support.messages import said_line
 from tests.support.plain_scores import DOCUMENTS, read_plainly
+from tests.support.scored_library import SEG_LEN
 
 
 @pytest.mark.parametrize("lanes", [1, 3, 8])
@@ -38,6 +42,17 @@ def test_the_sums_are_those_of_the_tokens_at_these_positions(library: Path, tmp_
     assert sum(each.num_tokens for each in bins) == report.num_scored
     assert len(positions_to_csv(bins).splitlines()) == len(bins) + 1
     assert asked(run_dir).positions == []
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3, SEG_LEN, 2 * SEG_LEN + 1])
+def test_positions_count_from_the_document_also_after_a_text(library: Path, tmp_path: Path, num_tokens: int) -> None:
+    run_dir, _ = make_run(tmp_path, library, MEMORIES["transformer_xl"])
+    read_text(load_model(run_dir), "It was the best of times, it was"[:num_tokens]).save(tmp_path / "text.mem")
+    memory = read_memory_file(tmp_path / "text.mem")
+    found, alone = (asked(run_dir, memory=given, by_position=True).positions for given in (memory, None))
+    assert [(score.document, score.bin, score.num_scored) for score in found] == [
+        (score.document, score.bin, score.num_scored) for score in alone
+    ]
 
 
 def test_the_command_writes_a_table_and_a_picture_where_tokens_have_a_place(
