@@ -152,6 +152,11 @@ def _build(kind: str, options: Any, spec: LayerSpec) -> Memory:
             below.append(_build(*convert_options(options.over), spec))
             assert below[0].evicted_len, "raises ValueError here, where the key of the message can be corrected"
     memory = build(spec, options, *below)
+    if any(_keeps_outputs(each) for each in below) and not _keeps_outputs(memory):
+        raise ValueError(
+            f"memory.over keeps what the block makes of its rows, but memory.kind = {kind} does not pass `after_block` "
+            "on to it: set memory.over to another memory, or define `after_block`"
+        )
     if spec.short_first and not memory.takes_short_first:
         raise ValueError(
             f"data.cut is end, but memory.kind = {kind} keeps whole segments only, and there a document begins with a "
@@ -163,6 +168,10 @@ def _build(kind: str, options: Any, spec: LayerSpec) -> Memory:
             "train.precision = bf16 is faster still, and leaves these products exact"
         )
     return memory
+
+
+def _keeps_outputs(memory: Memory) -> bool:
+    return type(memory).after_block is not Memory.after_block
 
 
 @contextmanager

@@ -108,7 +108,7 @@ class AssociativeMemory(Inspectable):
 
     def __init__(self, spec: LayerSpec, options: Options, over: NoMemory) -> None:
         super().__init__(spec, options)
-        if type(over) is not NoMemory and not type(over).__module__.endswith(".causal"):
+        if not isinstance(over, NoMemory):
             raise ValueError(
                 f"memory.over is {type(over).__module__.rpartition('.')[2]}, but beside the matrix of armt nothing is "
                 "carried: set memory.over.kind to none, or causal, which is GPT-2's attention"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -166,6 +167,17 @@ def test_a_model_begins_as_it_is_without_it(kind: str) -> None:
             model.log_probs(segment, full, state=state) for model, state in zip((plain, added), states, strict=True)
         )
         assert torch.equal(without, with_it)
+
+
+def test_a_memory_over_it_must_pass_on_what_the_block_made(tmp_path: Path) -> None:
+    """Else nothing would ever be written, and nobody would notice."""
+    program = "from dist_mem.memory.infinite import Infinite\nfrom dist_mem.memory.base import Memory\n"
+    program += "class Deaf(Infinite):\n    after_block = Memory.after_block\n"
+    (tmp_path / "deaf.py").write_text(program, encoding="utf-8")
+    block = {**llama_models.LTM, "kind": f"{tmp_path / 'deaf.py'}:Deaf"}
+    gpt2_models.build(llama_models.llama_config({**block, "over": {"kind": "none"}}))
+    with refused(ValueError, "memory.over", "after_block"):
+        gpt2_models.build(llama_models.llama_config({**block, "over": {"kind": "armt"}}))
 
 
 def test_only_attention_without_memory_may_be_below() -> None:
