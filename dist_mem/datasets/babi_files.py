@@ -3,14 +3,13 @@
 A file is qa1_single-supporting-fact_train.txt, .._test.txt, and in `en-valid-10k` .._valid.txt; without the last, the
 validation split is the last tenth of the stories for training. A line is a number and a fact, or a number, a question,
 its answer and the numbers of the facts from which it follows, divided by tabs; number 1 begins another story. A
-question stands after some facts of its story, and is asked of these.
+question stands after some facts of its story, and refers to these.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
 
 from dist_mem.datasets.babi_stories import Story
@@ -62,7 +61,6 @@ def _file_of(folder: Path, task: str, split: str) -> tuple[Path, bool]:
     return found[name][0], has_own
 
 
-@cache
 def _parse(path: Path) -> Sequence[Sequence[Story]]:
     """Return the questions of every story of a file."""
     return [list(_questions(path, lines)) for lines in _stories(path)]

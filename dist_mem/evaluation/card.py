@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dist_mem.config import Config
 from dist_mem.config.memory_blocks import describe_memory
+from dist_mem.data.tokenizers.base import Tokenizer
+from dist_mem.data.tokenizers.byte_pairs import END_OF_TEXT, BytePairTokenizer
+from dist_mem.data.tokenizers.huggingface import HuggingFaceTokenizer
 from dist_mem.evaluation.report_names import join_parts, list_reports
 from dist_mem.evaluation.scores import Report, format_metric, read_report
 from dist_mem.evaluation.trained_model import Checkpoint, TrainedModel
@@ -82,8 +85,7 @@ def card(trained: TrainedModel, config: Config, name: str, *, layout: str) -> st
     """
     manifest, train = trained.checkpoint.manifest, config.train
     is_hub = layout == "transformers"
-    adds_bos = config.model.kind != "gpt2" or config.data.blocks  # GPT-2's tokenizer puts nothing before a text
-    bos = "" if adds_bos else "<|endoftext|>"
+    bos = "" if config.data.blocks else _missing_bos(trained.tokenizer, config.model.kind)
     commit = manifest.get("commit")
     fingerprint = manifest.get("data_fingerprint")
     text = _CARD.format(
@@ -108,6 +110,13 @@ def card(trained: TrainedModel, config: Config, name: str, *, layout: str) -> st
         trust=_trust(trained.checkpoint, is_hub=is_hub),
     )
     return (_FRONT if is_hub else "") + text
+
+
+def _missing_bos(tokenizer: Tokenizer, kind: str) -> str:
+    """Return what stands before a text in transformers, because the exported tokenizer does not put BOS there."""
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return tokenizer.missing_bos
+    return END_OF_TEXT if kind == "gpt2" and isinstance(tokenizer, BytePairTokenizer) else ""
 
 
 def outside_memories(checkpoint: Checkpoint) -> list[str]:

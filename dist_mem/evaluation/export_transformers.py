@@ -91,7 +91,7 @@ def published_config(trained: TrainedModel) -> dict[str, Any]:
         **content,
         "vocab_size": trained.tokenizer.vocab_size,
         "bos_token_id": trained.tokenizer.bos_id,
-        "eos_token_id": getattr(trained.tokenizer, "eos_id", trained.tokenizer.bos_id),
+        "eos_token_id": trained.tokenizer.eos_id,
         "dtype": str(trained.dtype).removeprefix("torch."),
         **({"auto_map": _auto_map(AutoModelForCausalLM=_MEMORY_CLASSES[content["model_type"]])} if has_memory else {}),
     }

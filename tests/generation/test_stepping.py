@@ -140,8 +140,8 @@ def test_a_text_is_that_of_recomputation(case: str, monkeypatch: pytest.MonkeyPa
     free: dict[str, Any] = {"num_tokens": 2 * SEG_LEN + 3, "sampling": GREEDY if case == "lamemo" else SAMPLED}
     steps = list(stream(trained, reading, **free))
     for made in steps:
-        anew = SteppingWriter(trained, made.reading).next_log_probs()
-        torch.testing.assert_close(anew, next_log_probs(trained, made.reading), rtol=0, atol=1e-10)
+        stepped = SteppingWriter(trained, made.reading).next_log_probs()
+        torch.testing.assert_close(stepped, next_log_probs(trained, made.reading), rtol=0, atol=1e-10)
     stopping = {**free, "stop_ids": steps[2].tokens[1:2].tolist()}
     some_stop = list(stream(trained, reading, **stopping))
     monkeypatch.setattr(MemoryLM, "can_step", False)

@@ -261,3 +261,5 @@ def test_a_published_model_is_trained_with_its_own_tokenizer_as_the_message_says
     assert ours(TEXTS[0])["input_ids"] == theirs(TEXTS[0])["input_ids"]
     assert (ours.chat_template, ours.eos_token) == (theirs.chat_template, theirs.eos_token)
     assert find_tokenizer(hub).fingerprint == find_tokenizer(folder).fingerprint
+    (begin,) = re.findall(r'tokenizer\("(.*)It was', (hub / "README.md").read_text(encoding="utf-8"))
+    assert ours(f"{begin}It was")["input_ids"].count(find_tokenizer(hub).bos_id) == 1

@@ -42,6 +42,11 @@ class Tokenizer:
         characters = np.cumsum((text_bytes & 0xC0) != 0x80) - 1  # of each byte; continuation bytes are 0b10xxxxxx
         return ids, characters[ends - self.piece_bytes[ids]]
 
+    @property
+    def eos_id(self) -> int:
+        """What ends a text: BOS, unless the tokenizer has another token for it."""
+        return self.bos_id
+
     def content(self) -> bytes | None:
         """Return the content of the file `file_name`; None if there is none."""
         return None

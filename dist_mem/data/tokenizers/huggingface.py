@@ -100,11 +100,19 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @property
     def eos_id(self) -> int:
-        """What ends a text of this model; BOS, if it has no such token."""
         token = json.loads(self.files.get(CONFIG_NAME, "{}")).get("eos_token")
         name = token.get("content") if isinstance(token, dict) else token
         found = self.processor.token_to_id(name) if isinstance(name, str) else None
         return self.bos_id if found is None else int(found)
+
+    @property
+    def missing_bos(self) -> str:
+        """What stands before a text in transformers, so that it begins with BOS: nothing if the tokenizer adds it."""
+        import tokenizers
+
+        whole = tokenizers.Tokenizer.from_str(self.files[FAST_NAME])
+        is_added = whole.encode("").ids[:1] == [self.bos_id]
+        return "" if is_added else str(self.processor.id_to_token(self.bos_id))
 
     def content(self) -> bytes:
         parts = {"files": self.files, "bos_id": self.bos_id, "vocab_size": self.vocab_size}
