@@ -9,8 +9,7 @@ own model of Hugging Face, see `encode_pair`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +35,8 @@ from dist_mem.evaluation.trained_model import (
 )
 from dist_mem.generation.arguments import WRITING, is_neutral, refuse_what_is_asked
 from dist_mem.generation.generate import Sampling
-from dist_mem.lm_eval.passages import ScoredText, score_passages
+from dist_mem.lm_eval.answers import AnswerLog, request_key
+from dist_mem.lm_eval.passages import ScoredText, ScoredTextScore, score_passages
 from dist_mem.lm_eval.writing import Prompt, write_until
 from dist_mem.runtime.file_schema import Schema, leaf, number, record
 from dist_mem.runtime.process_state import threads
@@ -51,6 +51,7 @@ _TYPES: dict[str, Schema] = {  # of the entries of a task's generation_kwargs th
     **dict.fromkeys(("temperature", "top_p"), number),
     "top_k": leaf("an integer", lambda value: type(value) is int),
 }
+Keep = Callable[[int, Any], None]  # is called with the number of a request and its answer
 
 
 @register_model("dist_mem")
@@ -88,6 +89,7 @@ class DistMemLM(LM):
             given.append(f"eval.batch_size={batch_size}")
         self.trained = run if isinstance(run, TrainedModel) else open_run(Path(run), given, checkpoint, device).trained
         self.num_lanes = self.trained.config.eval.batch_size
+        self.answers: AnswerLog | None = None  # of an earlier command that was stopped; each new answer is added
         self._device = self.trained.device
 
     @property
@@ -101,19 +103,23 @@ class DistMemLM(LM):
         Raises:
             UnusableError: a continuation has no token.
         """
-        pairs = [request.args for request in requests]
-        passages = [_passage(self.trained.tokenizer, context, continuation) for context, continuation in pairs]
-        with self._threads():
-            scores = score_passages(self.trained, passages, num_lanes=self.num_lanes, shown=True)
-        return [(score.log_prob, score.is_greedy) for score in scores]
+
+        def score(missing: Sequence[int], keep: Keep) -> None:
+            passages = [_passage(self.trained.tokenizer, *requests[number].args) for number in missing]
+            self._score(passages, lambda place, found: keep(missing[place], tuple(found)))
+
+        return [tuple(answer) for answer in self._answer("loglikelihood", requests, score)]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
         """Return the log-probability in nats of each whole text, as `dist-mem evaluate` scores a document."""
-        tokenizer, cut = self.trained.tokenizer, self.trained.config.data.cut
-        passages = [ScoredText(tokenizer.encode(request.args[0]), first_scored=0) for request in requests]
-        with self._threads():
-            scores = score_passages(self.trained, passages, num_lanes=self.num_lanes, cut=cut, shown=True)
-        return [score.log_prob for score in scores]
+
+        def score(missing: Sequence[int], keep: Keep) -> None:
+            texts = [self.trained.tokenizer.encode(requests[number].args[0]) for number in missing]
+            passages = [ScoredText(tokens, first_scored=0) for tokens in texts]
+            cut = self.trained.config.data.cut
+            self._score(passages, lambda place, found: keep(missing[place], found.log_prob), cut=cut)
+
+        return self._answer("loglikelihood_rolling", requests, score)
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
         """Return the text that continues each context, up to a stop string, without it.
@@ -121,12 +127,40 @@ class DistMemLM(LM):
         Raises:
             UnusableError: a task's generation_kwargs have an entry that this model does not know, or a wrong value.
         """
-        prompts = [_prompt(self.trained.tokenizer, *request.args) for request in requests]
-        with self._threads():
-            return write_until(self.trained, prompts, num_lanes=self.num_lanes, shown=True)
 
-    def _threads(self) -> AbstractContextManager[None]:
-        return threads(self.trained.config.train.threads)
+        def generate(missing: Sequence[int], keep: Keep) -> None:
+            prompts = {number: _prompt(self.trained.tokenizer, *requests[number].args) for number in missing}
+            write_until(self.trained, prompts, num_lanes=self.num_lanes, shown=True, finished=keep)
+
+        return self._answer("generate_until", requests, generate)
+
+    def _score(
+        self, passages: Sequence[ScoredText], finished: Callable[[int, ScoredTextScore], None], cut: str = "start"
+    ) -> None:
+        score_passages(self.trained, passages, num_lanes=self.num_lanes, cut=cut, shown=True, finished=finished)
+
+    def _answer(
+        self,
+        kind: str,
+        requests: Sequence[Instance],
+        compute: Callable[[Sequence[int], Keep], None],
+    ) -> list[Any]:
+        """Return the answers to requests: those that `self.answers` has, and what `compute` finds for the others."""
+        known: dict[int, Any] = {}
+        if self.answers is not None:
+            # the number of a request decides what is drawn for it
+            keys = [request_key(kind, request.args, number) for number, request in enumerate(requests)]
+            known = {number: self.answers.found[key] for number, key in enumerate(keys) if key in self.answers.found}
+
+        def keep(number: int, answer: Any) -> None:
+            known[number] = answer
+            self.cache_hook.add_partial(kind, requests[number].args, answer)
+            if self.answers is not None:
+                self.answers.add(keys[number], answer)
+
+        with threads(self.trained.config.train.threads):
+            compute([number for number in range(len(requests)) if number not in known], keep)
+        return [known[number] for number in range(len(requests))]
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[np.ndarray, np.ndarray]:
@@ -177,7 +211,7 @@ def read_generation(options: Mapping[str, Any]) -> Prompt:
         )
     except (TypeError, ValueError) as error:
         raise UnusableError(f"generation_kwargs: {error}") from error
-    return Prompt((), tuple(filter(None, given["until"])), given["max_gen_toks"], sampling)
+    return Prompt(np.zeros(0, dtype=np.int64), tuple(filter(None, given["until"])), given["max_gen_toks"], sampling)
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -185,7 +219,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _prompt(tokenizer: Tokenizer, context: str, options: Mapping[str, Any]) -> Prompt:
-    return read_generation(options)._replace(tokens=tuple(tokenizer.encode(context).tolist()))
+    return read_generation(options)._replace(tokens=tokenizer.encode(context))
 
 
 def _as_yaml(value: Any) -> str:

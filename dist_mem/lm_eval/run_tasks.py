@@ -2,34 +2,37 @@
 
     dist-mem lm-eval runs/demo --tasks lambada_openai,arc_easy --limit 100
     dist-mem lm-eval runs/demo --tasks questions --include-path my_tasks eval.batch_size=32
+    dist-mem lm-eval runs/demo --tasks ruler,babilong --lengths 4k,16k,64k,1M
 
-It runs in one process, and writes RUN/evaluations/lm_eval/<tasks>-step-<step>.json; the scores are added to the run in
-MLflow, except those of an export.
+It runs in one process, and writes RUN/evaluations/lm_eval/<tasks>-step-<step>.json, with `--lengths` one for each
+length and a table of all; the scores are added to the run in MLflow, except those of an export. Tasks are loaded as by
+the harness's own command, with its seeds, so their prompts are the same.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import lm_eval
 from jinja2 import TemplateError
-from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.evaluator import evaluate
-from lm_eval.tasks import TaskManager
 from lm_eval.tasks.manager import TaskDict
 
-from dist_mem.config.check import nearest
 from dist_mem.errors import EXIT_DONE, UnusableError, run_error
 from dist_mem.evaluation.export_transformers import write_tokenizer
 from dist_mem.evaluation.job import describe_evaluation, track
 from dist_mem.evaluation.report_names import FOLDER, ReportName, join_parts
+from dist_mem.lm_eval.answers import AnswerLog
 from dist_mem.lm_eval.model import DistMemLM, OpenRun, open_run, read_generation
-from dist_mem.runtime.figures import json_text
+from dist_mem.lm_eval.tasks import load_tasks, read_copies
+from dist_mem.runtime.csv_text import csv_text
+from dist_mem.runtime.figures import NO_FIGURE, json_text
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.terminal import table
 
@@ -47,6 +50,8 @@ class LmEvalRequest:
     tasks: Sequence[str]
     include_path: Path | None = None  # folder with YAML files of further tasks
     metadata: Mapping[str, Any] = field(default_factory=dict)  # for tasks that make their data
+    lengths: Sequence[int] = ()  # in tokens, for tasks whose texts have a length; none: as the tasks say
+    datasets: Path | None = None  # folder of copies of datasets, each at OWNER/NAME
     limit: int | None = None  # documents per task
     output: Path | None = None  # a second file to write
     checkpoint: int | None = None
@@ -69,21 +74,42 @@ def run(request: LmEvalRequest) -> int:
         UnusableError: the model, a task or a path is unusable; the message names it.
         UnfitError: the machine cannot do it now, as when the data of a task cannot be fetched.
     """
-    if request.include_path is not None and not request.include_path.is_dir():
-        raise UnusableError(f"--include-path {request.include_path}: there is no such folder; give one with YAML files")
+    for option, folder in (("--include-path", request.include_path), ("--datasets", request.datasets)):
+        if folder is not None and not folder.is_dir():
+            raise UnusableError(f"{option} {folder}: there is no such folder")
+    if request.output is not None and len(request.lengths) > 1:
+        raise UnusableError("--output takes the results of one length: every length has its own file in RUN")
+    if request.lengths and "max_seq_lengths" in request.metadata:
+        raise UnusableError("--lengths and --metadata both give max_seq_lengths: leave one out")
     opened = open_run(request.run, request.overrides, request.checkpoint)
-    with TemporaryDirectory() as folder:
-        tasks = _open_tasks(request, opened, Path(folder))
-        try:
-            results = evaluate(DistMemLM(opened.trained), tasks, limit=request.limit, log_samples=False)
-            assert results is not None, "there is one process"
-            _publish(request, opened, results)
-        except (OSError, TemplateError, ValueError) as error:  # templates, unsafe code, a word without a token, a disk
-            raise run_error(error) from error
+    model, tables = DistMemLM(opened.trained), []
+    with TemporaryDirectory() as place:
+        lengths: Sequence[int | None] = request.lengths or [None]
+        for length in lengths:
+            with read_copies(request.datasets):
+                tasks = _open_tasks(request, opened, Path(place), length)
+            path = _report_path(request, opened, length)
+            try:
+                with AnswerLog(path.with_suffix(".answers.jsonl"), _settings(request, opened)) as model.answers:
+                    results = evaluate(model, tasks, limit=request.limit, log_samples=False)
+                assert results is not None, "there is one process"
+                tables.append(_publish(request, opened, results, path, length))
+                model.answers.remove()
+            except (
+                OSError,
+                TemplateError,
+                ValueError,
+            ) as error:  # templates, unsafe code, a word without a token, a disk
+                raise run_error(error) from error
+    if len(request.lengths) > 1:
+        path = _report_path(request, opened, None).with_suffix(".csv")
+        rows = by_length(tables, request.lengths)
+        write_text(path, csv_text(rows))
+        print("\n".join(table(rows)), f"written: {path}", sep="\n")
     return EXIT_DONE
 
 
-def _open_tasks(request: LmEvalRequest, opened: OpenRun, folder: Path) -> TaskDict:
+def _open_tasks(request: LmEvalRequest, opened: OpenRun, folder: Path, length: int | None) -> TaskDict:
     """Load the tasks, and refuse what they ask of a generation that is not done here.
 
     Tasks that make their data by length, as RULER's, open a tokenizer by its folder: the model's, in `folder`, unless
@@ -99,7 +125,7 @@ def _open_tasks(request: LmEvalRequest, opened: OpenRun, folder: Path) -> TaskDi
             metadata["tokenizer"] = str(folder)
         except ValueError as error:
             remark = f"; it gets no tokenizer ({error}): --metadata '{{\"tokenizer\": FOLDER}}' names one"
-    loaded = load_tasks(request.tasks, request.include_path, metadata=metadata, remark=remark)
+    loaded = load_tasks(request.tasks, request.include_path, metadata=metadata, length=length, remark=remark)
     for name, task in loaded["tasks"].items():
         if "tokenizer" not in request.metadata:
             task.config.metadata.pop("tokenizer", None)  # from the report: the folder does not last
@@ -116,41 +142,94 @@ def _check_generation(task: str, options: Mapping[str, Any]) -> None:
         raise UnusableError(f"--tasks {task}: {error}") from error
 
 
-def _publish(request: LmEvalRequest, opened: OpenRun, results: Mapping[str, Any]) -> None:
-    """Print the scores, write the file, and add both to the run in MLflow."""
+def _report_path(request: LmEvalRequest, opened: OpenRun, length: int | None) -> Path:
+    """Return where the report of the tasks at a length is written."""
+    checkpoint = opened.trained.checkpoint
+    tag = join_parts(*_parts(request, length), opened.tag)
+    name = ReportName(_join_names(request.tasks), checkpoint.manifest["step"], tag)
+    return checkpoint.run_dir / FOLDER / "lm_eval" / f"{name}.json"
+
+
+def _parts(request: LmEvalRequest, length: int | None) -> list[str]:
+    limit = "" if request.limit is None else f"limit{request.limit}"
+    return ["" if length is None else f"length{length}", limit]
+
+
+def _settings(request: LmEvalRequest, opened: OpenRun) -> dict[str, Any]:
+    """Return what the answers to requests depend on, beside their texts."""
+    checkpoint = opened.trained.checkpoint
+    return {
+        "format_version": FORMAT_VERSION,
+        **describe_evaluation(checkpoint, opened.trained.config.name, opened.protocol),
+        "weights": hashlib.sha256(json_text(checkpoint.manifest["files"]).encode()).hexdigest(),
+        "overrides": list(request.overrides),
+    }
+
+
+def _publish(
+    request: LmEvalRequest, opened: OpenRun, results: Mapping[str, Any], path: Path, length: int | None
+) -> list[Score]:
+    """Print the scores, write the file, and add both to the run in MLflow; return the scores."""
     checkpoint, config = opened.trained.checkpoint, opened.trained.config
-    scores = list(scores_of(results))
-    print(f"{checkpoint.directory}, lm_eval {lm_eval.__version__}, {opened.protocol}")
+    scores = scores_of(results)
+    at = "" if length is None else f", texts of {length:,} tokens"
+    print(f"{checkpoint.directory}, lm_eval {lm_eval.__version__}, {opened.protocol}{at}")
     print(to_table(scores))
     content = {
         "format_version": FORMAT_VERSION,
         **describe_evaluation(checkpoint, config.name, opened.protocol),
         "lm_eval": lm_eval.__version__,
+        "length": length,
         "limit": request.limit,
         **{key: results[key] for key in _KEPT if key in results},
     }
-    limit = "" if request.limit is None else f"limit{request.limit}"
-    name = ReportName(_join_names(request.tasks), checkpoint.manifest["step"], join_parts(limit, opened.tag))
-    path = checkpoint.run_dir / FOLDER / "lm_eval" / f"{name}.json"
     for target in (path, *([request.output] if request.output else [])):
         target.parent.mkdir(parents=True, exist_ok=True)
         write_text(target, json_text(content, indent=1, default=str) + "\n")
-    tag = join_parts("lm_eval", limit, opened.tag)
+    tag = join_parts("lm_eval", *_parts(request, length), opened.tag)
     metrics = {f"{tag}/{score.task}/{score.metric}": score.value for score in scores}
     track(checkpoint, config.tracking, metrics, [path], request.overrides)
+    return scores
 
 
-def scores_of(results: Mapping[str, Any]) -> Iterator[Score]:
-    """Yield the scores of all tasks and groups in results of the harness, whose keys are METRIC,FILTER."""
+def scores_of(results: Mapping[str, Any]) -> list[Score]:
+    """Return the scores of all tasks and groups in results of the harness, whose keys are METRIC,FILTER.
+
+    A metric of RULER is named by a length, and is -1 if no text has it, then left out; its group has the metric of one
+    length only, so that of others is the mean of its tasks, as the harness computes that one.
+    """
+    scores: list[Score] = []
     for task, values in {**results["results"], **results.get("groups", {})}.items():
         for key, value in values.items():
             metric, comma, chosen = key.partition(",")
-            if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+            is_score = comma and not metric.endswith("_stderr") and isinstance(value, int | float)
+            if not is_score or (metric.isdecimal() and value == -1):
                 continue
             stderr = values.get(f"{metric}_stderr,{chosen}")
             name = metric if chosen == "none" else f"{metric}.{chosen}"
             known = stderr if isinstance(stderr, int | float) else None
-            yield Score(task, name, float(value), known, values.get("sample_len"))
+            scores.append(Score(task, name, float(value), known, values.get("sample_len")))
+    for group, members in results.get("group_subtasks", {}).items():
+        for length in dict.fromkeys(score.metric for score in scores if score.metric.isdecimal()):
+            of = {score.task: score.value for score in scores if score.metric == length}
+            if members and group not in of and of.keys() >= set(members):
+                scores.append(Score(group, length, fmean(of[task] for task in members), None, None))
+    return scores
+
+
+def by_length(tables: Sequence[Sequence[Score]], lengths: Sequence[int]) -> list[list[str]]:
+    """Return a table of the scores at several lengths, its header first: a row for each task and metric."""
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    for length, scores in zip(lengths, tables, strict=True):
+        for score in scores:
+            metric = "score" if score.metric == str(length) else score.metric
+            found.setdefault((score.task, metric), {})[length] = score.value
+    header = ["task", "metric", *map(str, lengths)]
+    return [header, *([*names, *(_cell(values.get(length)) for length in lengths)] for names, values in found.items())]
+
+
+def _cell(value: float | None) -> str:
+    return NO_FIGURE if value is None else f"{value:.4f}"
 
 
 def to_table(scores: Sequence[Score]) -> str:
@@ -169,53 +248,3 @@ def _join_names(names: Sequence[str]) -> str:
     if len(joined) <= _MAX_NAMES:
         return joined
     return f"{joined[: _MAX_NAMES - 9]}-{hashlib.sha256(joined.encode()).hexdigest()[:8]}"
-
-
-def load_tasks(
-    names: Sequence[str], folder: Path | None, *, metadata: Mapping[str, Any] | None = None, remark: str = ""
-) -> TaskDict:
-    """Load tasks, groups and tags by name or pattern (`mmlu_*`), with few-shot examples as the harness's own command.
-
-    Args:
-        folder: with YAML files of further tasks. If it has all of `names`, the harness's own thousands of tasks, whose
-            index takes seconds, are not looked at.
-        metadata: what tasks that make their data are given.
-        remark: added to the message of a task that has no tokenizer.
-
-    Raises:
-        UnusableError: there is no such task, or its file or its data are wrong.
-        UnfitError: its data cannot be fetched now.
-    """
-    if not names:
-        raise UnusableError("--tasks is empty: give the names of tasks, separated by commas")
-    given = dict(metadata or {})
-    manager = TaskManager(include_path=folder, include_defaults=False, metadata=given)
-    if folder is None or not all(manager.match_tasks([name]) for name in names):
-        manager = TaskManager(include_path=folder, metadata=given)
-    found: list[str] = []
-    for name in names:
-        matches = manager.match_tasks([name])
-        if not matches:
-            raise UnusableError(_unknown(name, folder, manager.all_tasks))
-        found += [match for match in matches if match not in found]
-    try:
-        loaded = manager.load(found)
-    except Exception as error:  # of the harness, the library of the data, or the task's own program
-        text = f"--tasks {','.join(names)} cannot be loaded: {type(error).__name__}: {error}"
-        text += remark if "tokenizer" in str(error).lower() else ""
-        passes = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
-        raise (run_error(error, text) if passes else UnusableError(text)) from error
-    for task in loaded["tasks"].values():
-        if task.get_config("num_fewshot") is None:
-            task.set_config(key="num_fewshot", value=0)
-        task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
-    return loaded
-
-
-def _unknown(name: str, folder: Path | None, known: Sequence[str]) -> str:
-    close = nearest(name, known)
-    meant = f"; did you mean {close}?" if close else ""
-    if folder is None:
-        return f"--tasks {name}: the harness has no such task{meant or '; give the folder of your own: --include-path'}"
-    why = "; a file there is passed over if it is not valid YAML or has no entry `task`"
-    return f"--tasks {name}: neither {folder} nor the harness has such a task{meant}{why}"

@@ -2,65 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from dist_mem.evaluation.trained_model import TrainedModel
+from dist_mem.evaluation.trained_model import TrainedModel, init_state
 from dist_mem.generation.generate import Sampling, stream
-from dist_mem.generation.reading import read, select, start
+from dist_mem.generation.reading import Reading, with_open_segment
 from dist_mem.generation.text import TextWriter
+from dist_mem.lm_eval.segment_tree import Branches, Node, add_text, copy_lane, join_lanes, read_tree
+from dist_mem.model import LMState
 from dist_mem.runtime.progress import Progress
 
 
 class Prompt(NamedTuple):
     """A text to continue."""
 
-    tokens: tuple[int, ...]  # ids without BOS
+    tokens: np.ndarray  # (num_tokens,) ids of any integer type, without BOS
     until: tuple[str, ...]  # the text ends before the first of them
     max_tokens: int
     sampling: Sampling
 
 
-def write_until(trained: TrainedModel, prompts: Sequence[Prompt], *, num_lanes: int, shown: bool = False) -> list[str]:
-    """Continue every prompt, `num_lanes` at a time; prompts of similar length share a batch, equal ones are read once.
+def write_until(
+    trained: TrainedModel,
+    prompts: Mapping[int, Prompt],
+    *,
+    num_lanes: int,
+    shown: bool = False,
+    finished: Callable[[int, str], None] = lambda number, text: None,
+) -> dict[int, str]:
+    """Continue every prompt, `num_lanes` at a time; the segments with which several prompts begin are read once.
 
     The number of a prompt is its random number stream, so that equal prompts differ unless the temperature is 0.
 
     Args:
         shown: print the progress to stderr.
+        finished: called with the number of a prompt and its text as soon as that is written.
     """
-    alike: dict[tuple[Sampling, int], list[int]] = {}
-    for number, prompt in enumerate(prompts):
-        alike.setdefault((prompt.sampling, prompt.max_tokens), []).append(number)
-    texts = [""] * len(prompts)
+    alike: dict[tuple[Sampling, int], dict[int, Prompt]] = {}
+    for number, prompt in prompts.items():
+        alike.setdefault((prompt.sampling, prompt.max_tokens), {})[number] = prompt
+    texts: dict[int, str] = {}
     with Progress(len(prompts), "writing", unit="texts", shown=shown) as progress:
-        for numbers in alike.values():
-            numbers.sort(key=lambda number: (len(prompts[number].tokens), prompts[number].tokens))
-            for begin in range(0, len(numbers), num_lanes):
-                chosen = numbers[begin : begin + num_lanes]
-                written = _write(trained, [prompts[number] for number in chosen], chosen)
-                for number, text in zip(chosen, written, strict=True):
+        for group in alike.values():
+            for numbers, reading in _read(trained, group, num_lanes=num_lanes):
+                chosen = [group[number] for number in numbers]
+                for number, text in zip(numbers, _write(trained, chosen, reading, numbers), strict=True):
                     texts[number] = text
-                progress.add(len(chosen))
+                    finished(number, text)
+                progress.add(len(numbers))
     return texts
 
 
-def _write(trained: TrainedModel, prompts: Sequence[Prompt], streams: Sequence[int]) -> list[str]:
+def _read(
+    trained: TrainedModel, prompts: Mapping[int, Prompt], *, num_lanes: int
+) -> Iterator[tuple[list[int], Reading]]:
+    """Yield the numbers of up to `num_lanes` prompts and the reading of them, one lane each."""
+    seg_len = trained.config.train.seg_len
+    roots: Branches = {}
+    ends: dict[Node, list[int]] = {}  # prompts of which this is the last complete segment before the open one
+    opened: dict[int, torch.Tensor] = {}
+    ready: list[tuple[int, LMState]] = []  # prompts with the memory of all their complete segments
+    for number, prompt in prompts.items():
+        inputs = np.concatenate(([trained.tokenizer.bos_id], prompt.tokens)).astype(np.int32)
+        complete = (len(inputs) - 1) // seg_len  # the last input is in the open segment, also where it fills it
+        edges = range(0, complete * seg_len + 1, seg_len)
+        opened[number] = torch.from_numpy(inputs[edges[-1] :].astype(np.int64))
+        path = [node for _, node in add_text(roots, inputs, edges, [seg_len] * complete)]
+        if path:
+            ends.setdefault(path[-1], []).append(number)
+        else:
+            ready.append((number, init_state(trained)))
+
+    def take() -> tuple[list[int], Reading]:
+        chosen, ready[:] = ready[:num_lanes], ready[num_lanes:]
+        numbers = [number for number, _ in chosen]
+        state = join_lanes([state for _, state in chosen])
+        return numbers, with_open_segment(state, [opened.pop(number) for number in numbers], seg_len=seg_len)
+
+    for nodes, output in read_tree(trained, roots, num_lanes=num_lanes):
+        for lane, node in enumerate(nodes):
+            if node in ends:
+                state = copy_lane(output.state, lane)
+                ready += [(number, state) for number in ends.pop(node)]
+        while len(ready) >= num_lanes:
+            yield take()
+    while ready:
+        yield take()
+
+
+def _write(trained: TrainedModel, prompts: Sequence[Prompt], reading: Reading, streams: Sequence[int]) -> list[str]:
     """Continue prompts with the same sampling and length in one batch."""
-    lanes = {tokens: lane for lane, tokens in enumerate(dict.fromkeys(prompt.tokens for prompt in prompts))}
-    rows = [torch.tensor(tokens, dtype=torch.int64) for tokens in lanes]
-    reading = read(trained, start(trained, len(rows)), rows)
     writers = [TextWriter(trained.tokenizer) for _ in prompts]
     ended = [False] * len(prompts)
-    steps = stream(
-        trained,
-        select(reading, [lanes[prompt.tokens] for prompt in prompts]),
-        num_tokens=prompts[0].max_tokens,
-        sampling=prompts[0].sampling,
-        streams=streams,
-    )
+    steps = stream(trained, reading, num_tokens=prompts[0].max_tokens, sampling=prompts[0].sampling, streams=streams)
     for step in steps:
         for lane, token in enumerate(step.tokens.tolist()):
             if not ended[lane]:

@@ -13,10 +13,12 @@ from dist_mem.cli.arguments import (
     count,
     names,
     output_file,
+    place,
 )
 from dist_mem.runtime.extras import require
 
 PLACE = ("use a trained model", 3)
+_UNITS = {"k": 1 << 10, "M": 1 << 20}
 EXAMPLE = "runs/demo --tasks lambada_openai --limit 100"
 
 
@@ -28,6 +30,12 @@ def add_arguments(added: ArgumentParser) -> None:
     added.add_argument("--include-path", type=Path, metavar="FOLDER", help="folder with YAML files of your own tasks")
     added.add_argument(
         "--metadata", type=_json_object, default={}, metavar="JSON", help="for tasks that make their data, see the page"
+    )
+    added.add_argument(
+        "--lengths", type=_lengths, default=(), metavar="N,...", help="tokens of the texts of such tasks: 4k,16k,1M"
+    )
+    added.add_argument(
+        "--datasets", type=place, metavar="FOLDER", help="copies of datasets, FOLDER/OWNER/NAME: no network is needed"
     )
     added.add_argument("--limit", type=count, metavar="N", help="documents of each task (default: all)")
     added.add_argument("--output", type=output_file, metavar="FILE", help="also write the JSON of the results to FILE")
@@ -49,11 +57,24 @@ def run(options: Namespace) -> int:
         options.tasks,
         include_path=options.include_path,
         metadata=options.metadata,
+        lengths=options.lengths,
+        datasets=None if options.datasets is None else Path(options.datasets),
         limit=options.limit,
         output=options.output,
         checkpoint=options.checkpoint,
     )
     return run_command(request)
+
+
+def _lengths(text: str) -> list[int]:
+    """Parse numbers of tokens, in ascending order; k: 1,024, M: 1,048,576."""
+    found = []
+    for name in names(text):
+        number, unit = (name[:-1], _UNITS[name[-1]]) if name[-1] in _UNITS else (name, 1)
+        found.append(count(number) * unit)
+    if len(set(found)) != len(found):
+        raise ArgumentTypeError(f"{text} has a length twice")
+    return sorted(found)
 
 
 def _json_object(text: str) -> dict[str, Any]:
