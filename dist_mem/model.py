@@ -35,7 +35,7 @@ from dist_mem.nn.layers import DTYPES, Dropout, initialize
 from dist_mem.nn.named_tuples import replace
 from dist_mem.nn.norms import make_norm
 from dist_mem.nn.placement import Placement
-from dist_mem.nn.published_layers import scale_residual_weights
+from dist_mem.nn.published_layers import GPT2Embedding, scale_residual_weights
 from dist_mem.nn.token_types import TokenTypes
 from dist_mem.nn.vocabulary import Bin, adaptive_bins, plain_bin
 
@@ -110,6 +110,12 @@ class MemoryLM(nn.Module):
         self.stem = place.place_part(self._common_stem())
         with place.draw_weights(self.stem):
             self._initialize(self.stem, model)
+        self.first_place = self.stem.first_place if isinstance(self.embedding, GPT2Embedding) else 0
+        if self.first_place and (num_rows := self.memories()[0].num_rows) > model.num_positions:
+            raise ValueError(
+                f"train.seg_len is {spec.train.seg_len}, which is {num_rows} rows with those of the memory, more than "
+                f"model.num_positions = {model.num_positions}: set train.seg_len or memory.num_tokens lower"
+            )
 
     def _initialize(self, part: nn.Module, model: ModelConfig) -> None:
         """Draw the weights of a part, and share those that it has in common with an earlier one."""
@@ -169,7 +175,7 @@ class MemoryLM(nn.Module):
         """Compute everything but the softmax: tokens (B, T) int64, valid_len (B,) int64."""
         is_kept = valid_len > 0 if self.commits_short else valid_len == tokens.shape[1]
         embedded, types = self.embed(tokens, valid_len, state.types)
-        x, stem_state = self.stem(self.dropout(embedded), state.stem)
+        x, stem_state = self.stem(self.dropout(embedded), state.stem, *self.around(tokens))
         aux: dict[str, Tensor] = {}
         logs: dict[str, list[Tensor]] = {}
         committed = []
@@ -191,10 +197,20 @@ class MemoryLM(nn.Module):
         self, tokens: Tensor, valid_len: Tensor, state: MemoryState, places: Tensor | None = None
     ) -> tuple[Tensor, MemoryState]:
         """Embed tokens, and add their types' embeddings if the model has types: (B, T, D), and the types' new state."""
+        if self.first_place:
+            row = torch.arange(tokens.shape[1], device=tokens.device) if places is None else places
+            places = row + self.first_place
         if self.token_types is None:
             return self.embedding(tokens, places=places), state
         types = self.token_types(tokens, valid_len, state)
         return self.embedding(tokens, types.ids, places=places), types.state
+
+    def around(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        """Return the learned positions of the stem's rows before and after a segment, (2 M, D), if they have any."""
+        if not self.first_place:
+            return ()
+        before = torch.arange(self.first_place, device=tokens.device)
+        return (self.embedding(None, places=torch.cat([before, before + self.first_place + tokens.shape[1]])),)
 
     @property
     def can_step(self) -> bool:
@@ -217,7 +233,8 @@ class MemoryLM(nn.Module):
             parts = zip(memories, state.blocks, strict=True)
             return OpenSegment(tuple(memory.open_segment(part, no_rows) for memory, part in parts), state.types)
         tokens = F.pad(first[:, None], (0, max(memory.min_seg_len for memory in memories) - 1))
-        rows, _ = self.stem(self.embed(tokens, valid_len, state.types)[0], state.stem)
+        embedded, _ = self.embed(tokens, valid_len, state.types)
+        rows, _ = self.stem(embedded, state.stem, *self.around(tokens))
         num_before = rows.shape[1] - tokens.shape[1] - memories[0].num_after
         opened = list[Opened]()
         for block, part in zip(self.blocks, state.blocks, strict=True):

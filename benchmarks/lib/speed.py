@@ -37,6 +37,7 @@ def memories(mem_len: int) -> dict[str, dict[str, Any]]:
         "gated_deltanet": {"kind": "linear"},
         "rmt": {"kind": "rmt", "num_tokens": 10},
         "armt": {"kind": "armt", "num_tokens": 16},
+        "rmt_rows": {"kind": "rmt_rows", "num_tokens": 16},
         "memorizing": {"kind": "memorizing", "mem_len": mem_len},
         "titans": {"kind": "titans", "window": mem_len},
         "titans, chunks of 256": {"kind": "titans", "window": mem_len, "chunk_len": 256},

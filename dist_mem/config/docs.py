@@ -66,8 +66,9 @@ list with an item for each block. A kind alone stands for one without options.
 
 A later file or override changes one of them (`memory.8.rule=linear`, `memory.8=none`) or all (`memory.kind=none`).
 Over a memory for all blocks it makes a map, whose `default` keeps that memory's options if the kind is the same:
-`memory.default=transformer_xl memory.8=none`. The merged configuration has the kind `per_block`. `armt`, `lamemo` and
-`rmt`, whose rows pass through all blocks, must be in every block with the same options, also under another memory.
+`memory.default=transformer_xl memory.8=none`. The merged configuration has the kind `per_block`. `armt`, `lamemo`,
+`rmt` and `rmt_rows`, whose rows pass through all blocks, must be in every block with the same options, also under
+another memory.
 """
 DEEPSPEED = """\
 The configuration of DeepSpeed: a block, or the path of a `ds_config.json`. The default is {default}. Stage 0 divides

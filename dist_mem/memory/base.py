@@ -269,6 +269,10 @@ def carries_nothing(memory: Memory, state: MemoryState) -> bool:
 class Stem(nn.Module):
     """Puts memory rows before the segment and after it, which pass through all blocks; this base class puts none."""
 
+    # Of the segment's first token. Where it is not 0, rows before and after the segment have places too, and in a GPT-2
+    # `forward` gets their learned positions as a third argument, (2 M, D).
+    first_place = 0
+
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> MemoryState:
         """Return an empty state for each lane, as `Memory.init_state`."""
         return ()

@@ -75,7 +75,9 @@ class NoMemory(Inspectable):
         return attended
 
     def open_segment(self, state: EmptyState, rows: Tensor) -> Opened:
-        return self.attention.open(rows, rows.new_empty(len(rows), 0, dtype=torch.bool), seg_len=self.spec.seg_len)
+        return self.attention.open(
+            self.norm(rows), rows.new_ones(rows.shape[:2], dtype=torch.bool), seg_len=self.spec.seg_len
+        )
 
     def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
         return self.attention.step_rows(self.norm(x), opened, places)

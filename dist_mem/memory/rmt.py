@@ -135,7 +135,7 @@ class RecurrentMemory(Inspectable):
         if spec.llama is not None:
             raise ValueError(
                 "memory.kind is rmt, whose memory tokens have Transformer-XL's scores of distances, which a Llama does "
-                "not have: set memory.kind to transformer_xl, or model.kind to transformer"
+                "not have: set memory.kind to rmt_rows, or model.kind to transformer"
             )
         if spec.same_length:
             raise ValueError(

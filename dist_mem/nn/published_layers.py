@@ -37,8 +37,13 @@ class GPT2Embedding(UnscaledEmbedding):
         super().__init__(bins, d_model=d_model)
         self.positions = nn.Parameter(torch.zeros(num_positions, d_model))
 
-    def forward(self, tokens: Tensor, types: Tensor | None = None, *, places: Tensor | None = None) -> Tensor:
-        """Embed tokens (B, T); also add the embeddings of `types` (B, T), see `model.token_types`."""
+    def forward(self, tokens: Tensor | None, types: Tensor | None = None, *, places: Tensor | None = None) -> Tensor:
+        """Embed tokens (B, T); also add the embeddings of `types` (B, T), see `model.token_types`.
+
+        Without tokens, return the positions at `places`.
+        """
+        if tokens is None:
+            return self.positions[places]
         positions = self.positions[: tokens.shape[1]] if places is None else self.positions[places]
         embedded = super().forward(tokens) + positions
         return embedded if types is None else embedded + super().forward(types)

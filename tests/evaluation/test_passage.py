@@ -56,7 +56,7 @@ def figures_of(model: MemoryLM, config: Any, index: Index, books: Path) -> dict[
     return passage_metrics(model, init_of(model), model.memories(), passage, torch.device("cpu")).metrics
 
 
-SUMMARISING = ("infini", "rmt")  # they read rows that hold something of all earlier tokens
+SUMMARISING = ("infini", "rmt", "rmt_rows")  # they read rows that hold something of all earlier tokens
 NO_ROWS = ("none", "causal", "linear", "armt", *SUMMARISING)  # of tokens in the memory, nor a signal
 
 

@@ -51,9 +51,9 @@ class Case(NamedTuple):
 
 KINDS = {  # that step with `small_options`; block_recurrent's segments have two windows there
     "none", "causal", "transformer_xl", "linear", "compressive", "lamemo", "infini", "memorizing", "infinite", "rmt",
-    "titans", "armt",
+    "titans", "armt", "rmt_rows",
 }  # fmt: skip
-IN_LLAMA = ("none", "transformer_xl", "linear", "compressive", "infinite", "armt")  # others refuse a Llama
+IN_LLAMA = ("none", "transformer_xl", "linear", "compressive", "infinite", "armt", "rmt_rows")  # others refuse a Llama
 
 
 @cache

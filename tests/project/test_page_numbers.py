@@ -59,6 +59,7 @@ OVERVIEW = {
     "Kimi Delta Attention": ["kda"],
     "Titans": ["titans"],
     "Associative Recurrent Memory Transformer": ["armt"],
+    "RMT over pretrained models": ["rmt_rows"],
 }
 
 

@@ -110,6 +110,8 @@ CASES: dict[str, dict[str, Any]] = {
     "armt, first release": small_block("armt", variant="first_release"),
     "armt, paper": small_block("armt", variant="paper"),
     "infinite over armt": small_block("infinite", over=small_block("armt")),
+    "rmt_rows over causal, one": small_block("rmt_rows", num_tokens=1, over={"kind": "causal"}),
+    "infinite over rmt_rows": small_block("infinite", over=small_block("rmt_rows")),
     "rmt, cache": small_block("rmt", mem_len=2 * SEG_LEN + 3),
     "rmt, read cache": small_block("rmt", num_tokens=4, mem_len=SEG_LEN - 1, read_cache=True),
     "rmt, not at end": small_block("rmt", num_tokens=2, mem_len=SEG_LEN, read_cache=True, at_end=False),

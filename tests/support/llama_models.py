@@ -28,6 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "transformer_xl": small_block("transformer_xl"),
     "transformer_xl in Qwen3": small_block("transformer_xl"),
     "compressive in Qwen3": small_block("compressive"),
+    "rmt_rows in Qwen3": small_block("rmt_rows"),
     "infinite, normed over compressive": small_block("infinite", over=small_block("compressive"), store="normed"),
 }
 KEYS: dict[str, Any] = {"kind": "llama", "d_head": 6, "num_kv_heads": 1}
