@@ -44,6 +44,7 @@ _FURTHER = {
     "points": _COUNT,
     "goodput": record({"time": number, "seconds": table(number)}, is_open=True),
     "validation": optional(record({"step": _COUNT, "loss": metric, "measure": text}, is_open=False)),
+    "stage_ends": list_of(_COUNT),
 }
 _OF_CHECKPOINT = record(
     {**_ALL, **_CHECKPOINT, "lanes": table(list_of(leaf("a file, or its row", lambda value: True)))},

@@ -57,6 +57,7 @@ def check_together(config: Mapping[str, Any], *, trains: bool = True) -> Iterato
     yield from _check_checkpoint(config["checkpoint"], config["eval"]["every"])
     yield from _check_blocks(config["data"]["blocks"], train["seg_len"], config["eval"])
     yield from _check_curriculum(config["data"]["curriculum"], train["steps"])
+    yield from _check_until_accuracy(config["data"], config["eval"]["every"])
     if config["data"]["cut"] == "end" and config["data"]["layout"] == "stream":
         yield Problem("data.cut", "is end, but the lanes of data.layout = stream are not documents; set it to start")
     if config["data"]["train_split"] == "test":
@@ -115,6 +116,19 @@ def _check_curriculum(stages: Sequence[Mapping[str, Any]], steps: int | None) ->
     elif steps is not None and before >= steps:
         ends = f"is {before}, but the run ends at step {steps}, and data.path would not be read"
         yield Problem(f"data.curriculum[{len(stages) - 1}].until", f"{ends}; set train.steps higher, or this lower")
+
+
+def _check_until_accuracy(data: Mapping[str, Any], eval_every: int | None) -> Iterator[Problem]:
+    key, wanted, stages = "data.until_accuracy", data["until_accuracy"], data["curriculum"]
+    if wanted is None:
+        return
+    if not stages:
+        yield Problem(key, f"is {wanted}, but no stage could end by it: give data.curriculum, or set it to null")
+    elif eval_every is None:
+        yield Problem(key, f"is {wanted}, but nothing is evaluated during training: set eval.every, or this to null")
+    elif eval_every >= stages[-1]["until"]:
+        last = f"the last stage of data.curriculum ends at step {stages[-1]['until']}"
+        yield Problem(key, f"is {wanted}, but eval.every is {eval_every}, and {last}: set eval.every lower")
 
 
 def _check_kind(model: Mapping[str, Any], seg_lens: Mapping[str, int | None]) -> Iterator[Problem]:

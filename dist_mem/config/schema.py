@@ -83,6 +83,8 @@ class DataConfig:
     cache: str | None = key(None, is_path=True, per_node=True, resume=FREE, affects=PLACE, set_by=_ANY)
     # directories that are read before data.path: see docs/howto/recall_tasks.md
     curriculum: list[StageConfig] = key([])
+    # share of right answers in an evaluation of its own data at which a stage ends before its `until`; None: none
+    until_accuracy: float | None = key(None, above=0, at_most=1, resume=ALLOWED)
     train_split: str = key("train", in_path=True)  # folder in data.path
     # documents: each lane reads whole documents | stream: the corpus as G contiguous lanes
     layout: str = key("documents", choices=_LAYOUTS)

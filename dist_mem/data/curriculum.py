@@ -3,8 +3,11 @@
     stage 0 up to its last step -> stage 1 -> ... -> data.path up to the end of the run
 
 Every stage has a plan of its own. In its first update every lane is at the beginning of that plan, where a document
-(or a lane's part of the stream) begins, so the lane's memory is empty. The stage of an update follows from its number
-alone, and the cursors of a checkpoint are those of the stage that its last update has read: no more has to be saved.
+(or a lane's part of the stream) begins, so the lane's memory is empty. The cursors of a checkpoint are those of the
+stage that its last update has read. The stage of an update follows from its number and from the steps at which stages
+have ended: their `until`, or with `data.until_accuracy` that of an earlier evaluation (training/evaluation.py). Those
+steps are in every checkpoint and in the history of the run; `with_ends` puts them into the settings, and all else
+reads the settings.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from dist_mem.data.batch import Update
 from dist_mem.data.directory import open_index, open_tokenizer
 from dist_mem.data.lanes import LaneReader, check_tokenizer, training_reader
 from dist_mem.data.plan import Plan
-from dist_mem.data.shard import Index
+from dist_mem.data.shard import Index, read_mask, read_recall
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.errors import UnusableError, run_error
 
@@ -39,6 +42,16 @@ class Stage(NamedTuple):
 def path_keys(num_stages: int) -> list[str]:
     """Return the keys of the paths of all stages."""
     return [*(f"data.curriculum[{number}].path" for number in range(num_stages - 1)), "data.path"]
+
+
+def with_ends(data: DataConfig, ends: Sequence[int]) -> DataConfig:
+    """Return the same settings where the first stages end at other steps.
+
+    Args:
+        ends: steps at which the first stages have ended, one each.
+    """
+    ended = [replace(stage, until=step) for stage, step in zip(data.curriculum, ends, strict=False)]
+    return replace(data, curriculum=[*ended, *data.curriculum[len(ends) :]])
 
 
 def stages_of(data: DataConfig) -> list[Stage]:
@@ -76,6 +89,23 @@ def earlier_splits(data: DataConfig, tokenizer: Tokenizer) -> list[Index]:
         splits.append(open_index(stage.data, stage.data.train_split))
         check_tokenizer(splits[-1], own)
     return splits
+
+
+def answers_of(stage: Stage, split: str) -> Index:
+    """Open the split that says whether a stage ends before its last step (`data.until_accuracy`).
+
+    Raises:
+        UnusableError: the split is missing or damaged, or scores more than answers.
+    """
+    index = open_index(stage.data, split)
+    mask, recall = (read(index, 0) if index.documents.has_recall else None for read in (read_mask, read_recall))
+    if mask is None or recall is None or not (recall[mask] > 0).all():
+        raise UnusableError(
+            f"data.until_accuracy = {stage.data.until_accuracy}: {stage.key} = {stage.data.path}: its split {split} "
+            "does not score answers alone: give data of a recall task (docs/howto/recall_tasks.md), or set "
+            "data.until_accuracy to null"
+        )
+    return index
 
 
 class CurriculumReader:

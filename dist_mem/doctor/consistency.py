@@ -113,7 +113,8 @@ def _on_disk(data: DataConfig, eval_config: EvalConfig) -> Iterator[tuple[str, D
     if not is_remote(data.path):
         yield "", data, list(dict.fromkeys([train, *([eval_config.split] if eval_config.every else [])]))
     for number, stage in enumerate(stages_of(data)[:-1]):
-        yield f"curriculum[{number}]/", stage.data, [train]
+        evaluated = [eval_config.split] if data.until_accuracy else []
+        yield f"curriculum[{number}]/", stage.data, list(dict.fromkeys([train, *evaluated]))
 
 
 def compare(what: str, places: Sequence[Place], fingerprints: Sequence[Fingerprint]) -> Iterator[Finding]:

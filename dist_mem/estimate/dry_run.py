@@ -23,7 +23,7 @@ from dist_mem.config import (
 )
 from dist_mem.config.memory_blocks import is_per_block, memories_of
 from dist_mem.data.batch_plan import batch_plan, idle_work, num_readable, steps_per_epoch, total_steps
-from dist_mem.data.curriculum import Stage, earlier_splits, stages_of
+from dist_mem.data.curriculum import Stage, answers_of, earlier_splits, stages_of
 from dist_mem.data.directory import open_index, open_tokenizer, refresh
 from dist_mem.data.lanes import training_plan
 from dist_mem.data.plan import Plan
@@ -81,6 +81,9 @@ def subjects(config: Config, *, world_size: int) -> list[tuple[str, str]]:
         plan = built_plan(config.data, config.train)
         if plan is not None and config.eval.every is not None:
             open_index(config.data, config.eval.split)  # or refuse the split
+        if plan is not None and config.data.until_accuracy is not None:
+            for each in stages_of(config.data)[:-1]:
+                answers_of(each, config.eval.split)  # likewise
         stage = (deepspeed_block(config).get("zero_optimization") or {}).get("stage", 0)
         batch = _batch_lines(config.train, config.optimizer, stage, world_size, num_readable(plan))
         data = _data_lines(config.data, config.train, config.schedule, plan)
@@ -213,7 +216,9 @@ def _stage_lines(
     padding = 1 - num_tokens / (plan.num_segments * train.seg_len)
     size = f"{count_noun(len(plan.lengths), 'document')}{skipped}, {num_tokens:,} tokens, padding {padding:.2%}"
     read = round(steps / per_epoch * num_tokens)
-    when = "" if is_only else f"steps {stage.first + 1:,} to {until:,}: "
+    may_end = stage.until is not None and data.until_accuracy is not None
+    or_before = f", or to {data.until_accuracy:.1%} right answers" if may_end else ""
+    when = "" if is_only else f"steps {stage.first + 1:,} to {until:,}{or_before}: "
     yield "data", f"{when}{show(data.path)}, {data.train_split}: {size}"
     yield "epoch", f"{per_epoch:,.1f} steps"
     yield "training", f"{steps:,} steps = {steps / per_epoch:.3g} epochs = {read:,} tokens"

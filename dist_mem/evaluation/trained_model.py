@@ -129,8 +129,8 @@ def read_settings(directory: Path, overrides: Sequence[str], *, reads_data: bool
         if not may_set(EVALUATION, key):
             allowed = ", ".join(keys_set_by(EVALUATION))
             raise ConfigError([Problem(key, f"is fixed by the checkpoint; an evaluation may set {allowed}")])
-    # Evaluation during training allows no other eval.seg_len; keep_best depends on it.
-    no_training = ["eval.every=null", "checkpoint.keep_best=null"]
+    # Evaluation during training allows no other eval.seg_len; the others depend on it.
+    no_training = ["eval.every=null", "checkpoint.keep_best=null", "data.until_accuracy=null"]
     path = directory / "config.yaml"
     given = load_config([str(path), *no_training, *overrides])
     is_foreign = is_remote(given.data.path) or (directory / WEIGHTS).exists()

@@ -83,21 +83,21 @@ def recompute_step(
     parts, recorded = decide_on_rank0(lambda: (read_history(run_dir), read_recorded(run_dir)))
     choice = choose_start(run_dir, parts, step, world)
     first = choice.manifest["step"] if choice else 0
-    part = part_of(parts, first + 1)
+    part, point = part_of(parts, first + 1), point_at(recorded, step)
+    if point is not None and change_within(parts, first + 1, point.last):
+        point = None
+    last = point.last if point else step
+    part = part._replace(stage_ends=part_of(parts, last).stage_ends)  # of all stages that end on the way
     config = read_part_with_memory(run_dir, part, overrides, checkpoint=choice.directory if choice else None)
     use_threads(config.train)
     if part.device != world.device.type:
         raise UnusableError(f"step {step} was made on {part.device}, but this job runs on {world.device.type}")
-    point = point_at(recorded, step)
-    if point is not None and change_within(parts, first + 1, point.last):
-        point = None
     tracker = Tracker([_Messages()] if world.rank == 0 else [])
     context, state = open_run(config, world, resumption_of(choice, config.memory), StopSignal(()), tracker=tracker)
     try:
         if step > context.total_steps:
             raise UnusableError(f"--step {step}: the run has {context.total_steps} steps")
         context.divergence.first_trained = part.first_trained
-        last = point.last if point else step
         tracker.message(f"computing steps {first + 1} to {last} again, on {count_noun(part.ranks, 'rank')}")
         found = recompute(context, state, step=step, last=last, check=check)
     finally:

@@ -16,18 +16,25 @@ from dist_mem.config.check import Problem, stop_on
 from dist_mem.config.keys import RECOMPUTATION
 from dist_mem.config.resume_rules import changed_keys
 from dist_mem.config.settings import keys_set_by, may_set
+from dist_mem.data.curriculum import with_ends
 from dist_mem.data.remote.fetch import is_remote
 from dist_mem.memory import memory_options
 from dist_mem.memory.outside import kept_kinds
 from dist_mem.tracking.log import METRICS_FILE, read_points
 from dist_mem.training.history import HISTORY, RunPart
 
-# Neither evaluation nor tracking changes an update. Hooks that measure slow ranks are not needed.
-_WITHOUT = ("eval.every=null", "checkpoint.keep_best=null", "tracking.mlflow=false", "watchdog.straggler=null")
+# Neither evaluation nor tracking changes an update: where a stage ended is known. Hooks that measure slow ranks are not
+# needed.
+_WITHOUT = (
+    *("eval.every=null", "checkpoint.keep_best=null", "data.until_accuracy=null"),
+    *("tracking.mlflow=false", "watchdog.straggler=null"),
+)
 
 
 def read_part(run_dir: Path, part: RunPart, overrides: Sequence[str]) -> Config:
     """Return the configuration of a part, without the options of its memory; no code of a memory runs.
+
+    The steps at which stages of its curriculum had ended are in it.
 
     Raises:
         ConfigError: an override of another key, or data at a server or from a command that only the run names.
@@ -70,7 +77,8 @@ def _load(run_dir: Path, part: RunPart, overrides: Sequence[str], *, with_memory
         path.write_text(part.config, encoding="utf-8")
         options = memory_options if with_memory else None
         try:
-            return load_config([str(path), *_WITHOUT, *overrides], memory_options=options)
+            config = load_config([str(path), *_WITHOUT, *overrides], memory_options=options)
+            return change_config(config, {"data.curriculum": with_ends(config.data, part.stage_ends).curriculum})
         except ConfigError as error:  # names the temporary file
             where = f"{run_dir / HISTORY}, config of step {part.step}"
             problems = [

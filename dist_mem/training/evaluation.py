@@ -1,18 +1,20 @@
-"""Score the validation split during training, and what the memory reads of a passage of it."""
+"""Score the validation split during training, the stage of a curriculum, and what the memory reads of a passage."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from dist_mem.checkpoint.retention import Validation
+from dist_mem.data.curriculum import Stage, answers_of, stage_number, stages_of, with_ends
 from dist_mem.data.directory import open_index
-from dist_mem.errors import CutShortError, RunError
+from dist_mem.errors import CutShortError, RunError, UnusableError
 from dist_mem.evaluation.job import stop_check
 from dist_mem.evaluation.probe import PREFIX, PassageRead, open_passage, passage_metrics, write_passage_picture
 from dist_mem.evaluation.protocol import protocol_of, short_term_len
-from dist_mem.evaluation.scoring import score_split
+from dist_mem.evaluation.scoring import Forward, score_split
 from dist_mem.runtime.distributed import on_all_ranks
 from dist_mem.supervision.watchdog import beat
 from dist_mem.training.context import Context
@@ -21,6 +23,7 @@ from dist_mem.training.step import TrainState
 from dist_mem.training.stopping import Stopping
 
 _DATA_CHARS = 12  # of a fingerprint
+STAGE, ACCURACY = "curriculum/stage", "curriculum/accuracy"  # metrics
 
 
 class Evaluation:
@@ -37,6 +40,8 @@ class Evaluation:
     def run(self, state: TrainState) -> TrainState:
         """Score the validation split, and record its metrics; a reason to stop leaves the evaluation due.
 
+        With `data.until_accuracy`, the stage that is read may end here; then the feed begins the next one.
+
         Raises:
             RunError: on every rank, once the state is saved.
         """
@@ -44,7 +49,10 @@ class Evaluation:
         try:
             with context.reporting.meter.pause():
                 validation, metrics, read = self._evaluate(state.step)
+                of_stage = self._score_stage(state)
                 context.reporting.record(state.step, metrics | read.metrics | self._full_lanes(state))
+                if of_stage:
+                    context.reporting.record(state.step, of_stage)
                 self._draw_passage(state.step, read)
         except CutShortError:
             return state
@@ -52,7 +60,22 @@ class Evaluation:
             if not context.saving.is_saved(state):
                 context.saving.run(state)
             raise
-        return state._replace(validation=validation._asdict())
+        state = state._replace(validation=validation._asdict())
+        return self._end_stage(state, of_stage[ACCURACY]) if of_stage else state
+
+    def _forward(self) -> Forward:
+        """Return the forward of the engine in evaluation mode, which raises CutShortError at a reason to stop."""
+        engine = self._context.engine
+        beat("evaluating")
+        engine.train(False)
+        check = stop_check(self._stopping.has_reason, self._context.world)
+
+        def forward(*tensors: Any, **state: Any) -> Any:
+            beat("evaluating")
+            check()
+            return engine(*tensors, **state)
+
+        return forward
 
     def _evaluate(self, step: int) -> tuple[Validation, dict[str, float], PassageRead]:
         """Return loss and metrics of the validation split at this step, and what the memory read of its passage.
@@ -64,16 +87,7 @@ class Evaluation:
         """
         config, world, engine = self._context.config, self._context.world, self._context.engine
         tokenizer = self._context.feed.data.tokenizer
-        beat("evaluating")
-        engine.train(False)
-        check = stop_check(self._stopping.has_reason, world)
-
-        def forward(*tensors: Any, **state: Any) -> Any:
-            beat("evaluating")
-            check()
-            return engine(*tensors, **state)
-
-        index = open_index(config.data, config.eval.split)
+        index, forward = open_index(config.data, config.eval.split), self._forward()
         found = score_split(forward, engine.init_state, config=config, index=index, tokenizer=tokenizer, world=world)
         protocol = protocol_of(config)._replace(  # memory, model and precision are those that are trained
             mem_len=short_term_len(config.memory),
@@ -89,6 +103,51 @@ class Evaluation:
         engine.train(True)
         measure = f"{index.split}, {protocol}; data {index.fingerprint[:_DATA_CHARS]}"
         return Validation(step, found.nll / found.num_scored, measure), found.metrics(), read
+
+    def _score_stage(self, state: TrainState) -> dict[str, float]:
+        """Return the number of the stage that was read last, and its share of right answers, equal on all ranks.
+
+        There are none without `data.until_accuracy`, and of data.path.
+
+        Raises:
+            CutShortError, UnusableError: on every rank; a reason to stop, or no answer is scored.
+        """
+        config, engine = self._context.config, self._context.engine
+        number, stage = self._stage_of(state)
+        if config.data.until_accuracy is None or stage.until is None:
+            return {}
+        index, tokenizer = answers_of(stage, config.eval.split), self._context.feed.data.tokenizer
+        forward, world = self._forward(), self._context.world
+        found = score_split(forward, engine.init_state, config=config, index=index, tokenizer=tokenizer, world=world)
+        engine.train(True)
+        if math.isnan(found.whole_answers):
+            raise UnusableError(
+                f"data.until_accuracy = {config.data.until_accuracy}: {index.split_dir} scores more than answers; give "
+                "data of a recall task, or set data.until_accuracy to null"
+            )
+        return {STAGE: float(number), ACCURACY: found.whole_answers}
+
+    def _stage_of(self, state: TrainState) -> tuple[int, Stage]:
+        """Return number and stage of the update that was made last."""
+        data = with_ends(self._context.config.data, state.stage_ends)
+        number = stage_number(data, state.step - 1)
+        return number, stages_of(data)[number]
+
+    def _end_stage(self, state: TrainState, accuracy: float) -> TrainState:
+        """End the stage here if it is accurate enough, and let the feed begin the next one."""
+        context, (number, stage) = self._context, self._stage_of(state)
+        wanted = context.config.data.until_accuracy
+        if wanted is None or accuracy < wanted or stage.until == state.step:
+            return state
+        before = [earlier.until for earlier in with_ends(context.config.data, state.stage_ends).curriculum[:number]]
+        state = state._replace(stage_ends=[*before, state.step])
+        message = f"data.curriculum[{number}] ends at step {state.step}: {accuracy:.2%} of the answers are right"
+        context.reporting.tracker.message(message)
+        context.reporting.tag(f"curriculum.stage_{number}", message)
+        with context.reporting.failure.keep_error():
+            context.begin_part(state)
+        context.feed.restart(state.cursors, state.step, state.stage_ends)
+        return state
 
     def _draw_passage(self, step: int, read: PassageRead) -> None:
         """Draw where the layers looked, if `eval.figures`, and add the files to the MLflow run."""

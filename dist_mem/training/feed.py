@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dist_mem.config import DataConfig, TrainConfig
 from dist_mem.data.batch import Batch, Copies, Update
-from dist_mem.data.curriculum import CurriculumReader, curriculum_reader
+from dist_mem.data.curriculum import CurriculumReader, curriculum_reader, with_ends
 from dist_mem.data.plan import Plan
 from dist_mem.data.remote.fetch import is_remote
 from dist_mem.data.shard import Index
@@ -87,8 +87,11 @@ class Feed:
         lane_ids: Tensor,
         cursors: Tensor,
         step: int,
+        stage_ends: Sequence[int],
     ) -> None:
         """Open the training data at `cursors`, (P, 3) int64, of the state after `step` updates.
+
+        `stage_ends`: as in `TrainState`.
 
         Raises:
             RunError: on every rank, if any cannot read its lanes.
@@ -96,7 +99,7 @@ class Feed:
         self._settings, self._world, self._meter, self._failure = settings, world, meter, failure
         self.data, self.lane_ids = data, lane_ids
         self._transfer = DeviceTransfer(world.device)
-        self._reader = self._open(cursors, step)
+        self._reader = self._open(cursors, step, stage_ends)
 
     @property
     def plan(self) -> Plan:
@@ -108,19 +111,26 @@ class Feed:
         """Targets of the current update, on all ranks."""
         return sum(self.scored)
 
-    def _open(self, cursors: Tensor, step: int) -> CurriculumReader:
-        world, pin = self._world, self._transfer.needs_pinned
+    def _open(self, cursors: Tensor, step: int, stage_ends: Sequence[int]) -> CurriculumReader:
+        world, (data, train), pin = self._world, self._settings, self._transfer.needs_pinned
+        self._next: Update | None = None
         return on_all_ranks(
             lambda: curriculum_reader(
-                *self._settings, world_size=world.size, rank=world.rank, cursors=cursors, step=step, pin=pin
+                with_ends(data, stage_ends),
+                train,
+                world_size=world.size,
+                rank=world.rank,
+                cursors=cursors,
+                step=step,
+                pin=pin,
             ),
-            f"reading {self._settings[0].train_split}",
+            f"reading {data.train_split}",
         )
 
-    def restart(self, cursors: Tensor, step: int) -> None:
-        """Read on from a state, dropping what was read ahead; collective. Call `read_first` next."""
+    def restart(self, cursors: Tensor, step: int, stage_ends: Sequence[int]) -> None:
+        """Read on from a state, dropping what was read ahead; collective. Call `read_first` or `advance` next."""
         self._reader.close()
-        self._reader = self._open(cursors, step)
+        self._reader = self._open(cursors, step, stage_ends)
 
     def read_first(self) -> None:
         """Read the first update; collective.
@@ -140,8 +150,8 @@ class Feed:
         An error is kept: see `LocalFailure`.
         """
         with self._failure.keep_error():
-            self._next = self._transfer.start(self._meter.time_next(self._reader))
-            return self._next.scored
+            self._next = update = self._transfer.start(self._meter.time_next(self._reader))
+            return update.scored
         return self.no_targets()
 
     def no_targets(self) -> list[int]:
@@ -149,8 +159,15 @@ class Feed:
         return [0] * self._reader.num_batches
 
     def advance(self, scored: Sequence[int]) -> None:
-        """Make the next update the current one; `scored` are the targets of its micro-batches on all ranks."""
-        self.update, self.scored = self._next, list(scored)
+        """Make the next update the current one, the first one after `restart`; collective.
+
+        Args:
+            scored: targets of the micro-batches of the update that was read ahead, on all ranks.
+        """
+        if self._next is None:
+            self.read_first()
+        else:
+            self.update, self.scored = self._next, list(scored)
 
     def close(self) -> None:
         """End the thread that reads; may be called more than once."""

@@ -1,7 +1,8 @@
 """The history of a run, `RUN/history.jsonl`: from which step on it was trained with which configuration on which ranks.
 
-A start and a rollback each begin a part of the run: a line with the step they continue from. A new line removes those
-of the same and of later steps, because their parts are made again. So step s was made by the last line before it.
+A start, a rollback, and a stage that ends by `data.until_accuracy` each begin a part of the run: a line with the step
+they continue from. A new line removes those of the same and of later steps, because their parts are made again. So step
+s was made by the last line before it.
 
     {"step": 40, "ranks": 2, "threads": 1, "device": "cpu", "first_trained": 0, "config": "name: demo\\n..."}
 """
@@ -17,7 +18,7 @@ import torch
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.figures import json_text
-from dist_mem.runtime.file_schema import integer, one_of, read_json_lines, record, text
+from dist_mem.runtime.file_schema import integer, list_of, one_of, read_json_lines, record, text
 from dist_mem.runtime.files import write_text
 
 HISTORY = "history.jsonl"
@@ -32,10 +33,11 @@ class RunPart(NamedTuple):
     device: str  # "cpu" or "cuda"
     first_trained: int  # as in `Divergence`: updates before it are read, and not trained on
     config: str  # YAML, as in config.yaml
+    stage_ends: Sequence[int] = ()  # as in `TrainState`
 
     def is_like(self, other: RunPart) -> bool:
-        """Whether both parts make the same updates; then a resume between them changes no bit."""
-        return self._replace(step=0) == other._replace(step=0)
+        """Whether both parts make updates in the same way; then a resume between them changes no bit."""
+        return self._replace(step=0, stage_ends=()) == other._replace(step=0, stage_ends=())
 
 
 _PART = record(
@@ -47,21 +49,25 @@ _PART = record(
         "first_trained": integer(),
         "config": text,
     },
+    {"stage_ends": list_of(integer())},
     is_open=True,
 )
 
 
-def begin_part(run_dir: Path, config: str, world: World, step: int, *, first_trained: int) -> None:
+def begin_part(
+    run_dir: Path, config: str, world: World, step: int, *, first_trained: int, stage_ends: Sequence[int] = ()
+) -> None:
     """Add the part that begins now to the history of a run, in place of those from its step on; on rank 0.
 
     Args:
         config: as YAML.
+        stage_ends: as in `TrainState`.
 
     Raises:
         UnusableError: the history is damaged.
         OSError: it cannot be written.
     """
-    part = RunPart(step, world.size, torch.get_num_threads(), world.device.type, first_trained, config)
+    part = RunPart(step, world.size, torch.get_num_threads(), world.device.type, first_trained, config, stage_ends)
     kept = [earlier for earlier in read_parts(run_dir) if earlier.step < part.step]
     write_text(run_dir / HISTORY, "".join(json_text(one._asdict()) + "\n" for one in [*kept, part]))
 
@@ -96,4 +102,4 @@ def part_of(parts: Sequence[RunPart], step: int) -> RunPart:
 def read_parts(run_dir: Path) -> list[RunPart]:
     """Return the parts of a run, none for a new one. Raises UnusableError if the history is damaged."""
     bodies = read_json_lines(run_dir / HISTORY, _PART, UnusableError, "; remove the file")
-    return [RunPart(**{name: body[name] for name in RunPart._fields}) for body in bodies]
+    return [RunPart(**{name: body[name] for name in RunPart._fields if name in body}) for body in bodies]

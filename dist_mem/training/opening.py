@@ -28,7 +28,7 @@ from dist_mem.config.environment_values import as_written
 from dist_mem.config.memory_blocks import describe_memory
 from dist_mem.config.resume_rules import checksums_to_keep
 from dist_mem.data.batch_plan import idle_work, num_readable, total_steps
-from dist_mem.data.curriculum import earlier_splits, path_keys, stages_of
+from dist_mem.data.curriculum import answers_of, earlier_splits, path_keys, stages_of
 from dist_mem.data.directory import open_index, open_tokenizer, refresh_on_all_ranks
 from dist_mem.data.lanes import check_tokenizer
 from dist_mem.data.plan import lanes_of_rank
@@ -152,9 +152,16 @@ def _open_run(
         messages.append(f"no mfu is logged: {error}")
     utilisation, unknown = find_utilisation(config.train, flops, world)
     meter = Meter(lane_segments_per_update=lane_segments, utilisation=utilisation, saved=begin.metadata.get("meter"))
-    cursors, step = begin.state.cursors, begin.state.step
     feed = Feed(
-        (config.data, config.train), world, meter, failure, data=data, lane_ids=lane_ids, cursors=cursors, step=step
+        (config.data, config.train),
+        world,
+        meter,
+        failure,
+        data=data,
+        lane_ids=lane_ids,
+        cursors=begin.state.cursors,
+        step=begin.state.step,
+        stage_ends=begin.state.stage_ends,
     )
     num_steps = total_steps(config.train, config.schedule, feed.plan)
     refuse_profile_outside(config.train, num_steps)
@@ -298,7 +305,8 @@ def _open_run_dir(
             describe_run(tracker, describe(spec), paths, world, indexes, own_code, flops)
             tracker.log_tags(begin.tags)
         first_trained = begin.metadata.get("divergence", {}).get("first_trained", 0)
-        begin_part(run_dir, to_yaml(config), world, begin.state.step, first_trained=first_trained)
+        step, stage_ends = begin.state.step, begin.state.stage_ends
+        begin_part(run_dir, to_yaml(config), world, step, first_trained=first_trained, stage_ends=stage_ends)
         return tracker
 
     with announce(f"opening {run_dir}" + (" and MLflow" if config.tracking.mlflow else "")):
@@ -337,10 +345,18 @@ def _open_data(data: DataConfig, eval_config: EvalConfig) -> Data:
     with announce(f"opening {show(data.path)}"):
         refresh_on_all_ranks(data, splits)
         for stage in stages_of(data)[:-1]:
-            refresh_on_all_ranks(stage.data, splits[:1])
+            refresh_on_all_ranks(stage.data, splits if data.until_accuracy else splits[:1])
         tokenizer, indexes = on_all_ranks(lambda: check_data(data, eval_config, splits), f"opening {show(data.path)}")
-        earlier = on_all_ranks(lambda: earlier_splits(data, tokenizer), "opening data.curriculum")
+        earlier = on_all_ranks(lambda: _open_stages(data, eval_config, tokenizer), "opening data.curriculum")
     return Data(tokenizer, [*earlier, indexes[0]], indexes[1:])
+
+
+def _open_stages(data: DataConfig, eval_config: EvalConfig, tokenizer: Tokenizer) -> list[Index]:
+    """Open the training splits of the earlier stages; check the others by which they end."""
+    earlier = earlier_splits(data, tokenizer)
+    for stage in stages_of(data)[:-1] if data.until_accuracy else ():
+        lengths_to_score(answers_of(stage, eval_config.split), tokenizer, eval_config)
+    return earlier
 
 
 def check_data(data: DataConfig, eval_config: EvalConfig, splits: Sequence[str]) -> tuple[Tokenizer, list[Index]]:

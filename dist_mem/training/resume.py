@@ -27,7 +27,7 @@ from dist_mem.checkpoint.lane_states import Lanes, read_lanes, read_random_state
 from dist_mem.checkpoint.manifest import run_of
 from dist_mem.checkpoint.resume_choice import AUTO, ResumeChoice, choose_checkpoint
 from dist_mem.checkpoint.resume_source import Resumption, check_data, saved_config
-from dist_mem.config import Config, OptimizerConfig, ScheduleConfig, TrainConfig, to_yaml
+from dist_mem.config import Config, OptimizerConfig, ScheduleConfig, TrainConfig
 from dist_mem.config.environment_values import hide
 from dist_mem.config.keys import DATA, PLACE
 from dist_mem.config.settings import metadata_of
@@ -41,7 +41,6 @@ from dist_mem.supervision.watchdog import beat
 from dist_mem.tracking.provenance import code_differences
 from dist_mem.training.context import Context
 from dist_mem.training.divergence import METRICS, ROLLBACK, Decision
-from dist_mem.training.history import begin_part
 from dist_mem.training.step import TrainState
 
 Rate = Callable[[int], float | None]  # steps -> the learning rate after them
@@ -160,7 +159,8 @@ def load_checkpoint(
     engine.restore(reader.read, reader.counters)
     fresh = empty_lanes(train, engine, lane_ids)
     lanes = _read_lanes(choice, saved, train, world, fresh)
-    return TrainState(manifest["step"], lanes.states, lanes.cursors, manifest.get("validation"))
+    validation, stage_ends = manifest.get("validation"), manifest.get("stage_ends", ())
+    return TrainState(manifest["step"], lanes.states, lanes.cursors, validation, stage_ends)
 
 
 def _is_same_division(choice: ResumeChoice, saved: TrainConfig, train: TrainConfig, world: World) -> bool:
@@ -232,10 +232,7 @@ def carry_out(context: Context, state: TrainState, decision: Decision) -> TrainS
         state = _roll_back(context, decision)
         with reporting.failure.keep_error():
             reporting.tracker.rewind(state.step)
-            if context.world.rank == 0:
-                first_trained = context.divergence.first_trained
-                config = to_yaml(context.config)
-                begin_part(context.run_dir, config, context.world, state.step, first_trained=first_trained)
+            context.begin_part(state)
     reporting.record(state.step, {METRICS[decision.action]: context.divergence.counts[decision.action]})
     reporting.tag(f"divergence.step_{decision.step}", decision.message)
     return state
@@ -251,7 +248,7 @@ def _roll_back(context: Context, decision: Decision) -> TrainState:
         raise DivergedError(f"{decision.message}, but there is no checkpoint yet", decision.step)
     saved, train = saved_config(choice.directory, context.config.memory).train, context.config.train
     state = load_checkpoint(choice, saved, train, context.world, engine=context.engine, lane_ids=feed.lane_ids)
-    feed.restart(state.cursors, state.step)
+    feed.restart(state.cursors, state.step, state.stage_ends)
     reporting.meter.load(choice.manifest["meter"])
     saver.set_aside(choice.broken)
     context.divergence.roll_back(choice.manifest.get("divergence", {}), first_trained=decision.step)

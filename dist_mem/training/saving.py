@@ -93,6 +93,7 @@ class Saving:
             "goodput": reporting.goodput.state(),
             "divergence": self._divergence.state(),
             "validation": state.validation,
+            "stage_ends": list(state.stage_ends),
             **self._metadata,
         }
         return take_snapshot(

@@ -43,6 +43,7 @@ class TrainState(NamedTuple):
     memories: list[Any]  # one memory state per lane group
     cursors: Tensor  # (P, 3) int64
     validation: dict[str, Any] | None = None  # of the newest evaluation, as in checkpoint/retention.py
+    stage_ends: Sequence[int] = ()  # steps at which the first stages ended, up to the last one by data.until_accuracy
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ def train_step(
         memories = agreement.forward.states
         if trouble:
             memories = _reset_non_finite(context, update, memories)
-        state = TrainState(state.step + 1, memories, update.cursors, state.validation)
+        state = state._replace(step=state.step + 1, memories=memories, cursors=update.cursors)
     totals, logs = agreed.totals, agreed.logs
     if trouble:  # report only metrics of trained tokens
         totals, logs = Totals(documents=totals.documents, documents_skipped=totals.documents_skipped), {}

@@ -11,7 +11,7 @@ import torch
 
 from dist_mem.config import Config, ConfigError, StageConfig, change_config, load_config
 from dist_mem.data.batch import Update
-from dist_mem.data.curriculum import curriculum_reader, earlier_splits, stage_number, stages_of
+from dist_mem.data.curriculum import answers_of, curriculum_reader, earlier_splits, stage_number, stages_of, with_ends
 from dist_mem.data.directory import open_tokenizer
 from dist_mem.data.lanes import training_reader
 from dist_mem.data.tokenizers.registry import save_tokenizer
@@ -28,7 +28,8 @@ LENGTHS = {"short": [5, 9, 3, 4, 7], "longer": [21, 13, 30], "long": [40, 55]}
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     """Three updates of `short`, then two of `longer`, then `long`; two lanes."""
-    config, paths = Config(), [str(make_data(tmp_path / name, lengths)) for name, lengths in LENGTHS.items()]
+    paths = [str(make_data(tmp_path / name, lengths, answers=name == "short")) for name, lengths in LENGTHS.items()]
+    config = Config()
     config = change_config(config, {"train.seg_len": 4, "train.segments_per_update": 2})
     config = change_config(config, {"train.global_batch_size": 2, "train.micro_batch_size": 2})
     config = change_config(config, {"data.path": paths[2]})
@@ -61,10 +62,20 @@ def test_every_stage_is_read_from_its_beginning_and_any_step_resumes(config: Con
     for first in (0, 3, 5):
         assert straight[first].batches[0].is_new_document.all(), "a lane enters the stage with a memory"
     assert straight[2].cursors.any() and straight[4].cursors.any()
+    early = with_ends(config.data, [2])
+    assert [stage_number(early, step) for step in range(7)] == [0, 0, 1, 1, 1, 2, 2]
+    assert [(stage.first, stage.until) for stage in stages_of(early)] == [(0, 2), (2, 5), (5, None)]
     for step in range(1, 9):
         resumed = updates(config, 9 - step, step=step, cursors=straight[step - 1].cursors)
         for one, other in zip(straight[step:], resumed, strict=True):
             assert_equal_updates(one, other)
+
+
+def test_only_answers_say_that_a_stage_may_end(config: Config) -> None:
+    first, second, _ = stages_of(change_config(config, {"data.until_accuracy": 0.5}).data)
+    assert answers_of(first, "validation").split == "validation"
+    with refused(UnusableError, "data.until_accuracy", "data.curriculum[1].path", "does not score answers alone"):
+        answers_of(second, "train")
 
 
 def test_a_stage_with_another_tokenizer_or_too_few_documents_is_refused_by_name(config: Config) -> None:
@@ -97,3 +108,17 @@ def test_an_impossible_curriculum_is_refused(curriculum: str, key: str) -> None:
         load_config([f"data.curriculum={curriculum}", "train.steps=10"])
     with refused(ConfigError, "train.epochs"):
         load_config(["train.steps=null", "train.epochs=2", "data.curriculum=[{path: a, until: 3}]"])
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        (["data.curriculum=[]", "eval.every=2"], "give data.curriculum"),
+        (["eval.every=null"], "set eval.every"),
+        (["eval.every=8"], "set eval.every lower"),
+    ],
+)
+def test_an_accuracy_that_no_evaluation_measures_is_refused(given: list[str], fix: str) -> None:
+    stage = "data.curriculum=[{path: a, until: 8}]"
+    with refused(ConfigError, "data.until_accuracy", fix):
+        load_config([stage, "data.until_accuracy=0.9", "train.steps=10", *given])

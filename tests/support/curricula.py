@@ -11,15 +11,25 @@ from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 
 
-def make_data(folder: Path, lengths: list[int], *, num_scored: int | None = None) -> Path:
-    """Write a data directory of byte documents, of which the last `num_scored` tokens are targets; None: all are."""
+def make_data(folder: Path, lengths: list[int], *, num_scored: int | None = None, answers: bool = False) -> Path:
+    """Write a data directory of byte documents, of which the last `num_scored` tokens are targets; None: all are.
+
+    `answers`: the last token is the same in all, recalls the one before, and alone is scored; there is a validation
+    split.
+    """
     tokenizer = BytesTokenizer()
     save_tokenizer(tokenizer, folder)
     documents = []
     for number, size in enumerate(lengths):
         tokens = np.arange(size, dtype=np.uint16)
         mask = None if num_scored is None else tokens >= size - num_scored
-        documents.append(TokenizedDocument(f"d{number}", f"d{number}", None, 1, size, tokens, mask=mask))
+        recall = None
+        if answers:
+            mask = tokens == size - 1
+            recall = mask.astype(np.int32)
+            tokens[-1] = 200
+        documents.append(TokenizedDocument(f"d{number}", f"d{number}", None, 1, size, tokens, mask=mask, recall=recall))
     fingerprint = tokenizer.fingerprint
-    write_split(documents, folder / "train", name=folder.name, split="train", tokenizer_fingerprint=fingerprint)
+    for split in ("train", "validation") if answers else ("train",):
+        write_split(documents, folder / split, name=folder.name, split=split, tokenizer_fingerprint=fingerprint)
     return folder

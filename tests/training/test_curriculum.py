@@ -18,18 +18,23 @@ pytestmark = pytest.mark.ranks
 BOUNDARY = 3
 
 
-def config_of(tmp_path: Path, books: Path, **changes: dict[str, Any]) -> Path:
+def config_of(tmp_path: Path, books: Path, *, ends_by: str = "step", **changes: dict[str, Any]) -> Path:
     """Six steps, two segments each: three of short documents, then three of `books`."""
-    short = make_data(tmp_path / "short", [20 + 3 * number for number in range(10)])
-    curriculum = {"data": {"curriculum": [{"path": str(short), "until": BOUNDARY}]}}
+    by_accuracy = ends_by == "accuracy"
+    short = make_data(tmp_path / "short", [20 + 3 * number for number in range(10)], answers=by_accuracy)
+    curriculum = {"data": {"curriculum": [{"path": str(short), "until": 5 if by_accuracy else BOUNDARY}]}}
     base = {"train": {"steps": 6, "segments_per_update": 2}, "checkpoint": {"every": 1}}
-    return write_config(tmp_path / "run.yaml", books, tmp_path / "straight", curriculum, base, changes)
+    reached = {"data": {"until_accuracy": 0.5}, "eval": {"every": BOUNDARY}, "optimizer": {"lr": 0.03, "groups": []}}
+    return write_config(
+        tmp_path / "run.yaml", books, tmp_path / "straight", curriculum, base, reached if by_accuracy else {}, changes
+    )
 
 
+@pytest.mark.parametrize("ends_by", ["accuracy", "step"])  # by accuracy, a run does all that it does by step
 def test_a_run_resumes_bitwise_before_at_and_after_a_boundary_and_is_computed_again(
-    tmp_path: Path, books: Path, rank_pool: Pools
+    tmp_path: Path, books: Path, rank_pool: Pools, ends_by: str
 ) -> None:
-    config, straight = config_of(tmp_path, books), tmp_path / "straight"
+    config, straight = config_of(tmp_path, books, ends_by=ends_by), tmp_path / "straight"
     delivered = rank_pool(2).run(train_recording, config, [])
     assert all(batch.is_new_document.all() for batch in delivered[0][BOUNDARY + 1][:2]), "the memory is not empty"
     for step in (BOUNDARY - 1, BOUNDARY, BOUNDARY + 1):
