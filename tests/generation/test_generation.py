@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from torch import Tensor
 from dist_mem.config import Config, TrainConfig
 from dist_mem.config.memory_blocks import PER_BLOCK
 from dist_mem.contract.subject import VOCAB, CheckedMemory, SubjectSize
+from dist_mem.data.shard import TokenizedDocument, read_index, write_split
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
+from dist_mem.evaluation.scoring import score_split
 from dist_mem.evaluation.trained_model import TrainedModel, init_state, read_lanes
 from dist_mem.generation.generate import Sampling, choose, draw_uniform, generate, kept_probabilities, likeliest_first
 from dist_mem.generation.reading import ROW_STEP, next_log_probs, num_rows, read, select, start, start_from
@@ -38,7 +41,11 @@ from tests.support.generating import (
 )
 from tests.support.messages import refused
 from tests.support.paths import EXAMPLES
+from tests.support.scored_library import ALONE
 
+# The published rule takes the length of a segment into account, so that scores change when the segment is completed.
+DEPENDS_ON_LENGTH = "lamemo, published window"
+GREEDY = Sampling(temperature=0.0)
 CUT_FROM_END = ["none", "infinite over causal", "infinite, sticky"]
 
 
@@ -52,6 +59,38 @@ CUT_FROM_END = ["none", "infinite over causal", "infinite, sticky"]
 def test_generation_equals_reading_the_document_anew_at_every_token(case: str, cut: str) -> None:
     """Whatever `data.cut` says: where a text ends is not known, so generation reads from its start."""
     check_reads_as_anew(trained_model(case, cut=cut))
+
+
+@pytest.mark.parametrize("case", [case for case in case_params() if case.values[0] != DEPENDS_ON_LENGTH])
+def test_whole_answers_are_those_that_greedy_generation_writes(tmp_path: Path, case: str) -> None:
+    """Of answers that the generator wrote, and of the same with one other token."""
+    trained, documents = trained_model(case), list[TokenizedDocument]()
+    generator = torch.Generator().manual_seed(4)
+    texts = [torch.randint(0, BOS, (length,), generator=generator) for length in range(1, 4 * SEG_LEN)]
+    reading = read(trained, start(trained, len(texts)), texts)
+    answers = generate(trained, reading, num_tokens=3, sampling=GREEDY, stop_ids=[BOS]).tokens
+    for number, (prompt, answer) in enumerate(zip(texts, answers, strict=True)):
+        if BOS in answer:  # which no document contains
+            continue
+        other = answer.clone()
+        other[number % 3] = (other[number % 3] + 1) % BOS
+        for name, end in (("right", answer), ("wrong", other)):
+            tokens = torch.cat([prompt, end]).numpy().astype(np.uint16)
+            mask = np.arange(len(tokens)) >= len(prompt)
+            recall = mask.astype(np.int32)
+            documents.append(TokenizedDocument(f"{name}{number}", "", None, 1, 1, tokens, mask=mask, recall=recall))
+    print_of = trained.tokenizer.fingerprint
+    write_split(documents, tmp_path / "test", name="tiny", split="test", tokenizer_fingerprint=print_of)
+    report = score_split(
+        trained.model,
+        lambda documents: init_state(trained, torch.zeros_like(documents)),  # one draw for all, as `start` has
+        config=trained.config,
+        index=read_index(tmp_path / "test"),
+        tokenizer=trained.tokenizer,
+        world=ALONE,
+    )
+    assert documents and report.whole_answers == 0.5
+    assert all((entry.hits == 3) == entry.id.startswith("right") for entry in report.documents)
 
 
 @pytest.mark.parametrize("case", case_params())
@@ -353,9 +392,6 @@ def test_temperature_top_k_and_nucleus_keep_what_they_say_in_this_order() -> Non
 
 LENGTH = 3 * SEG_LEN + 2
 SPLITS = [0, 1, SEG_LEN - 1, SEG_LEN, SEG_LEN + 1, 3 * SEG_LEN - 1, LENGTH]
-# The published rule takes the length of a segment into account, so that scores change when the segment is completed.
-DEPENDS_ON_LENGTH = "lamemo, published window"
-GREEDY = Sampling(temperature=0.0)
 
 
 def random_ids() -> np.ndarray:
