@@ -33,6 +33,7 @@ from dist_mem.errors import UnusableError
 from dist_mem.estimate.counting import NotCountedError, flops_per_token
 from dist_mem.estimate.vocabulary import data_is_built, vocab_size_of
 from dist_mem.hf.folder import check_sizes
+from dist_mem.hf.names import host_paths
 from dist_mem.hf.vocabulary import compare_tokens
 from dist_mem.model import MemoryLM, describe
 from dist_mem.runtime.terminal import count_noun
@@ -116,7 +117,7 @@ def _describe_memory(memory: Mapping[str, Any]) -> str:
     options = ", ".join(
         f"{name} {value}" for name, value in memory.items() if value is not None and name not in ("kind", "over")
     )
-    over = f" over {_describe_memory(memory['over'])}" if "over" in memory else ""
+    over = f" over {_describe_memory(memory['over'])}" if memory.get("over") else ""
     return f"{memory['kind']}{f' ({options})' if options else ''}{over}"
 
 
@@ -124,13 +125,17 @@ def check_model(config: Config, vocab_size: int | None = None) -> dict[str, int]
     """Return `describe` of the configuration's model; `vocab_size` None: that of the data if it is built.
 
     Raises:
-        UnusableError: the model, its memory or the groups of the optimizer cannot be built with these settings.
+        UnusableError: the model, its memory or the groups of the optimizer cannot be built with these settings, or the
+            memory has no place for pretrained attention.
     """
     spec = model_spec(config, vocab_size or vocab_size_of(config.data, config.model))
     try:
-        if config.optimizer.groups:
+        if config.optimizer.groups or config.model.pretrained is not None:
             with torch.device("meta"):
-                parameter_groups(MemoryLM(spec), config.optimizer)
+                model = MemoryLM(spec)
+            if config.model.pretrained is not None:
+                host_paths(model)
+            parameter_groups(model, config.optimizer)
         return describe(spec)
     except (ValueError, RuntimeError) as error:  # RuntimeError: more bytes than a tensor can have
         raise UnusableError(str(error)) from error

@@ -34,7 +34,7 @@ BESIDE = {
     "lamemo": MeasuredFactor(1.9, {"kernel": None}),
     "infinite": MeasuredFactor(1.4, {"over": {"kind": "none"}, "density": "affine", "sampling": "linear"}),
     "memorizing": MeasuredFactor(2.6, {"search": "exact", "kernel": None}),
-    "linear": MeasuredFactor(3.4, {"decay": "scalar", "delta": True}),  # Gated DeltaNet
+    "linear": MeasuredFactor(3.4, {"over": None, "decay": "scalar", "delta": True}),  # Gated DeltaNet
 }
 # Of Transformer-XL at D 512 (NVIDIA's base configuration, with small products) and 2,048, relative to D 768.
 NARROW, WIDE = (512, 1.85), (2048, 0.96)
@@ -121,7 +121,7 @@ def _never_measured(spec: ModelSpec, device: Device, world_size: int) -> Iterato
         kind = memory["kind"]
         for key, value in BESIDE[kind].options.items() if kind in BESIDE else ():
             if key == "over":
-                given, value = memory[key]["kind"], value["kind"]
+                given, value = ((over or {}).get("kind") for over in (memory.get(key), value))
             else:
                 given = memory.get(key, value)
             if given != value:

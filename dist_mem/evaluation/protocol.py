@@ -134,7 +134,7 @@ def short_term_blocks(memory: Mapping[str, Any]) -> list[Any]:
     """Return the blocks that have a mem_len: of each memory its own, or that of the memory under `over`."""
     found = []
     for block in memories_of(memory).values():
-        while "mem_len" not in block and "over" in block:
+        while "mem_len" not in block and block.get("over"):
             block = block["over"]
         found += [block] if "mem_len" in block else []
     return found

@@ -87,8 +87,8 @@ GPT2 = Layout(
     ignored=r"transformer\.h\.\d+\.attn\.(masked_)?bias",  # masks
     attention=PlainAttention,
     plain=("causal",),
-    fix="relative positions, which no GPT-2 has weights for: set {key}.kind=causal, or compressive with "
-    "{key}.positions=alibi",
+    fix="relative positions or an attention of its own, which no GPT-2 has weights for: set {key}.kind=causal, or "
+    "compressive with {key}.positions=alibi",
     types={
         **dict.fromkeys(("n_layer", "n_embd", "n_head", "n_positions", "vocab_size"), SIZE),
         "n_inner": optional(SIZE),

@@ -52,13 +52,22 @@ def host_path(model: MemoryLM, layer_index: int) -> str:
         memory, path = cast(Memory, memory.over), f"{path}.over"
     if not isinstance(getattr(memory, "attention", None), layout.attention):
         key = "memory" + path.partition(".memory")[2]
+        if hasattr(memory, "over") and getattr(memory, "attention", None) is None:
+            alone = (
+                f"no attention, which {layout.name} has: set {key}.over.kind={layout.plain[0]}, and it stands beside it"
+            )
+            raise ValueError(f"{key} has {alone}")
         raise ValueError(f"{key} has {layout.fix.format(key=key)}")
     return path
 
 
+def host_paths(model: MemoryLM) -> list[str]:
+    """Return `host_path` of every block. Raises ValueError as it does."""
+    return [host_path(model, index) for index in range(len(model.blocks))]
+
+
 def _pairs(model: MemoryLM) -> Iterator[Pair]:
-    hosts = [host_path(model, index) for index in range(len(model.blocks))]
-    return LAYOUTS[model.kind].pairs(model, hosts)
+    return LAYOUTS[model.kind].pairs(model, host_paths(model))
 
 
 def to_published(model: MemoryLM) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ import importlib
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
@@ -126,11 +126,13 @@ def convert_options(block: Mapping[str, Any], where: str = "memory") -> tuple[st
             raise ValueError(f"{where}.kind is missing: give it, one of {kinds}; {rest}")
         raise ValueError(f"{where} is {format_value(block)}, but must be a block whose kind is one of {kinds}")
     given = dict(block)
-    if not isinstance(over := given.get("over", {}), Mapping):
-        raise ValueError(f"{where}.over is {format_value(over)}, but must be a block with a kind")
     kind = str(given.pop("kind"))
-    options: Any = build_block(memory_class(kind, where).Options, given, where)
-    if hasattr(options, "over"):
+    known: Any = memory_class(kind, where).Options
+    default = getattr(known, "over", {})  # None, or no value, as it is a factory
+    if not isinstance(over := given.get("over", default), Mapping) and (over or default) is not None:
+        raise ValueError(f"{where}.over is {format_value(over)}, but must be a block with a kind")
+    options: Any = build_block(known, given, where)
+    if getattr(options, "over", None) is not None:
         options = replace(options, over=_add_defaults(given.get("over", options.over), f"{where}.over"))
     return kind, options
 
@@ -145,13 +147,15 @@ def build_memory(config: Mapping[str, Any], spec: LayerSpec) -> Memory:
 
 def _build(kind: str, options: Any, spec: LayerSpec) -> Memory:
     """Build a memory; one with the option `over` is built over that memory."""
-    build: Callable[..., Memory] = memory_class(kind)
+    build: Any = memory_class(kind)
     below: list[Memory] = []
-    if hasattr(options, "over"):
+    if getattr(options, "over", None) is not None:
         with _keys_begin_with("memory.over"):
             below.append(_build(*convert_options(options.over), spec))
-            assert below[0].evicted_len, "raises ValueError here, where the key of the message can be corrected"
-    memory = build(spec, options, *below)
+            assert not build.reads_evicted or below[0].evicted_len, (
+                "raises ValueError here, where the key of the message can be corrected"
+            )
+    memory: Memory = build(spec, options, *below)
     if any(_keeps_outputs(each) for each in below) and not _keeps_outputs(memory):
         raise ValueError(
             f"memory.over keeps what the block makes of its rows, but memory.kind = {kind} does not pass `after_block` "

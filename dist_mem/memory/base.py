@@ -87,6 +87,8 @@ class Memory(nn.Module):
     needs_exact_products: bool = False
     # Whether the rows that it evicts are of equal parts of a segment, in their order; if not, of any of its tokens.
     evicts_parts: bool = True
+    # Of a memory with the option `over`, whether it reads the rows that leave the memory there.
+    reads_evicted: bool = True
     # Number of rows of the stem after the segment, which are the last rows of x and of the output.
     num_after: int = 0
 

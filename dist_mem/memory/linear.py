@@ -10,6 +10,10 @@ The published models read whole sequences; here the matrix and the last rows bef
 to segment, with gradients inside a window (`train.bptt_segments`). Any cut of a text into segments gives the same
 outputs. Shape letters: B lanes, T segment, D model, H heads of values, G heads of keys, K and V widths of a key and of
 a value.
+
+With `memory.over` the layer stands beside the attention of another memory (dist_mem/memory/parts/beside.py): a
+pretrained model gets a linear memory, and computes at first what it computed without. No paper has that; Hymba (Dong et
+al. 2024) adds normed outputs of both, which would not begin as the model.
 """
 
 from __future__ import annotations
@@ -24,7 +28,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dist_mem.config.keys import TOKENS, WIDTH, key
-from dist_mem.memory.base import Evicted, Inspectable, LayerSpec, MemoryOutput, Opened, Places, StepOutput
+from dist_mem.memory.base import (
+    Evicted,
+    LayerSpec,
+    Memory,
+    MemoryOutput,
+    MemoryState,
+    Opened,
+    Places,
+    StepOutput,
+    can_step_rows,
+)
+from dist_mem.memory.parts.beside import Beside
 from dist_mem.memory.parts.linear_check import KERNELS, back_end, choose
 from dist_mem.memory.parts.linear_kernels import (
     WIDEST_KERNEL,
@@ -45,6 +60,7 @@ from dist_mem.nn.norms import ExactNorm, input_norm
 class LinearState(NamedTuple):
     matrix: Tensor  # (B, H, K, V) float32 at least
     tail: Tensor  # (B, kernel - 1, 2 G K + H V), the newest rows before the convolution, newest last; 0: none yet
+    over: MemoryState = ()
 
 
 _TITLES = {  # by `decay` and `delta`
@@ -67,20 +83,20 @@ class ValueNorm(ExactNorm):
         return gated_norm(x, gate, self.weight, eps=self.eps, silu=silu)
 
 
-class LinearMemory(Inspectable):
+class LinearMemory(Beside):
     """S <- alpha S, then S <- S + beta k (v - S^T k)^T or S + beta k v^T, for every token, which reads S^T q."""
 
     title = "linear memory"
     carries_gradient = True
     takes_short_first = True
-    min_seg_len = 1
-    model_keys = ()
-    can_step = True
 
     no_forget: ClassVar[str] = "every token rewrites its matrix, in which a passage has no rows of its own"
 
     @dataclass
     class Options:
+        # the memory whose attention it stands beside; null: there is no attention
+        over: Any = None
+        over_gate_init: float = key(0.0)  # of the gate of what is added to `over`; 0: a model begins as without
         # alpha: 1 | a constant per head, 1 - 2^(-5 - head) | a number per head and token | one per row of the matrix
         decay: str = key("scalar", choices=("none", "fixed", "scalar", "vector"))
         # its log for scalar and vector: -A softplus(a + bias), A per head | log sigmoid(a + bias) / temperature
@@ -109,8 +125,8 @@ class LinearMemory(Inspectable):
         # what computes segments: PyTorch | flash-linear-attention's kernels; auto: these on GPUs, where they can run
         kernels: str = key("auto", choices=KERNELS)
 
-    def __init__(self, spec: LayerSpec, options: Options) -> None:
-        super().__init__(spec, options)
+    def __init__(self, spec: LayerSpec, options: Options, over: Memory | None = None) -> None:
+        super().__init__(spec, options, over)
         self.num_heads, self.key_heads = spec.num_heads, options.num_key_heads or spec.num_heads
         self.d_key = options.d_key or spec.d_head
         self.d_value = options.d_value or options.value_expand * self.d_key
@@ -167,7 +183,8 @@ class LinearMemory(Inspectable):
 
     @classmethod
     def title_of(cls, options: Options) -> str:
-        return _TITLES.get((options.decay, options.delta), cls.title)
+        title = _TITLES.get((options.decay, options.delta), cls.title)
+        return f"{title} beside attention" if options.over else title
 
     @classmethod
     def small_options(cls, seg_len: int) -> dict[str, Any]:
@@ -179,6 +196,7 @@ class LinearMemory(Inspectable):
 
         Deviation: Mamba-2 and Kimi Delta Attention draw A from U(1, 16).
         """
+        super().reset_parameters()
         if self.value_norm.weight.is_meta:
             return
         if self.options.kernel:
@@ -191,8 +209,12 @@ class LinearMemory(Inspectable):
             self.skip.fill_(1.0)
 
     @property
+    def can_step(self) -> bool:
+        return self.over is None or can_step_rows(self.over)
+
+    @property
     def evicted_len(self) -> int:
-        if (self.key_heads, self.d_key) != (self.spec.num_heads, self.spec.d_head):
+        if self.over is None and (self.key_heads, self.d_key) != (self.spec.num_heads, self.spec.d_head):
             raise ValueError(
                 "memory.kind is linear with other heads of keys than the model's: a memory over it cannot read with "
                 "them; leave out memory.num_key_heads and memory.d_key"
@@ -202,17 +224,18 @@ class LinearMemory(Inspectable):
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> LinearState:
         num_lanes, exact = len(document_ids), torch.promote_types(dtype, torch.float32)
         matrix = torch.zeros(num_lanes, self.num_heads, self.d_key, self.d_value, device=device, dtype=exact)
-        return LinearState(matrix, torch.zeros(num_lanes, self.tail_len, sum(self.widths), device=device, dtype=dtype))
+        tail = torch.zeros(num_lanes, self.tail_len, sum(self.widths), device=device, dtype=dtype)
+        return LinearState(matrix, tail, self.empty_over(document_ids, device, dtype))
 
-    def forward(self, x: Tensor, state: LinearState, valid_len: Tensor) -> MemoryOutput:
+    def read_own(self, x: Tensor, state: LinearState, valid_len: Tensor) -> MemoryOutput:
         y, state, query, decay = self.run(x, state, valid_len)
         everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
         return MemoryOutput(y, state, {}, query, everything, {"kept": self.kept_share(decay, valid_len)})
 
-    def open_segment(self, state: LinearState, rows: Tensor) -> Opened:
+    def open_own(self, state: LinearState, rows: Tensor) -> Opened:
         return Opened(state)
 
-    def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
+    def step_own(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
         y, state, query, _ = self.run(x, opened.lanes, places.num_real)
         return StepOutput(y, query, Opened(state))
 

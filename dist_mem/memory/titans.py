@@ -8,6 +8,7 @@ Source: arXiv 2501.00663, eqs. 8 to 31. No code was published; the paper leaves 
 - theta = `step_max` sigmoid(.), eta and alpha = sigmoid(.), each of a linear map of the token. The inner loss is a sum
   over D entries (eq. 12) and momentum amplifies, so inner learning diverges if steps are large. `max_gradient` limits
   the norm of each token's gradient, so that the weights stay finite; null: none, as in the paper.
+- `alone` may stand beside the attention of another memory (dist_mem/memory/parts/beside.py), as in a pretrained model.
 - Attention has no positions. In `context` and `gate` attention and memory are multiplied after RMS norms, the memory
   after a sigmoid; else the memory is gated by SiLU(x W_g) before its output projection (sec. 4.4).
 
@@ -27,8 +28,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dist_mem.config.keys import TOKENS, WIDTH, key
-from dist_mem.memory.base import Count, Evicted, Inspectable, LayerSpec, MemoryOutput, Opened, Places, StepOutput
+from dist_mem.memory.base import (
+    Count,
+    Evicted,
+    LayerSpec,
+    Memory,
+    MemoryOutput,
+    MemoryState,
+    Opened,
+    Places,
+    StepOutput,
+    can_step_rows,
+)
 from dist_mem.memory.parts import neural_backward
+from dist_mem.memory.parts.beside import Beside
 from dist_mem.memory.parts.inspection import Inspection, rows_of, segment_rows, token_spans
 from dist_mem.memory.parts.neural_memory import (
     LearningResult,
@@ -63,6 +76,7 @@ class TitansState(NamedTuple):
     asked: Tensor  # (B, kernel - 1, D) in `context`: the same of what is recalled for; otherwise of width 0
     rows: Tensor  # (B, W - 1, D), newest rows of the window, newest last; none unless `gate` or `layer`
     length: Tensor  # (B,) int64, how many of `rows` are valid
+    over: MemoryState = ()
 
 
 class TitansOpenLanes(NamedTuple):
@@ -109,20 +123,21 @@ class GatedOutput(nn.Module):
         return gated
 
 
-class Titans(Inspectable):
+class Titans(Beside):
     """Attention and a network that learns keys and values: beside it, before it, as its context, or alone."""
 
     title = "Titans"
     computes = "learning"  # of which `choose_kernels` speaks
     carries_gradient = True
     takes_short_first = True
-    min_seg_len = 1
-    model_keys = ()
 
     no_forget: ClassVar[str] = "what its network has learned from a passage cannot be separated from the rest"
 
     @dataclass
     class Options:
+        # of `alone`: the memory whose attention it stands beside; null: there is no attention
+        over: Any = None
+        over_gate_init: float = key(0.0)  # of the gate of what is added to `over`; 0: a model begins as without
         # memory and window attention side by side (eqs. 26 to 28) | the memory as context of attention within the
         # segment (21 to 25) | memory, then window attention (29 to 31) | no attention (LMM)
         variant: str = key("gate", choices=VARIANTS)
@@ -144,10 +159,15 @@ class Titans(Inspectable):
         # momentum in float32 | auto: tf32 with half precision, else exact
         products: str = key("auto", choices=PRODUCTS)
 
-    def __init__(self, spec: LayerSpec, options: Options) -> None:
-        super().__init__(spec, options)
+    def __init__(self, spec: LayerSpec, options: Options, over: Memory | None = None) -> None:
         variant, d_model = options.variant, spec.d_model
         attends = variant != "alone"
+        if attends and over is not None:
+            raise ValueError(
+                f"memory.variant is {variant}, which has an attention of its own, and memory.over is another one: set "
+                "memory.variant to alone, or memory.over to null"
+            )
+        super().__init__(spec, options, over)
         if attends and spec.llama is not None:
             raise ValueError(
                 f"memory.kind is titans and memory.variant {variant}, whose own attention has no grouped heads and no "
@@ -175,14 +195,19 @@ class Titans(Inspectable):
     @property
     def can_step(self) -> bool:
         """Not in `context`, where every token adds two keys: itself, and what is recalled for it."""
-        return bool(self.options.variant != "context")
+        return bool(self.options.variant != "context") and (self.over is None or can_step_rows(self.over))
+
+    @classmethod
+    def title_of(cls, options: Options) -> str:
+        return f"{cls.title} beside attention" if options.over else cls.title
 
     def reset_parameters(self) -> None:
+        super().reset_parameters()
         self.memory.reset_parameters()
 
     @property
     def evicted_len(self) -> int:
-        if self.attention is None:
+        if self.attention is None and self.over is None:
             raise ValueError(
                 "memory.kind is titans and memory.variant alone, which has no queries that a memory over it could "
                 "read with: set memory.over.variant to gate, context or layer"
@@ -200,13 +225,13 @@ class Titans(Inspectable):
         asked = zeros(kept, d_model if self.options.variant == "context" else 0)
         return TitansState(
             weights, momentum, torch.ones(num_lanes, device=device, dtype=torch.bool), zeros(kept, 3 * d_model), asked,
-            zeros(self.window - 1, d_model), zeros(dtype=torch.int64),
+            zeros(self.window - 1, d_model), zeros(dtype=torch.int64), self.empty_over(document_ids, device, dtype),
         )  # fmt: skip
 
     def counts(self, state: TitansState) -> dict[str, Count]:
-        return {"length": Count(state.length, state.rows.shape[1])}
+        return {"length": Count(state.length, state.rows.shape[1]), **super().counts(state)}
 
-    def forward(self, x: Tensor, state: TitansState, valid_len: Tensor) -> MemoryOutput:
+    def read_own(self, x: Tensor, state: TitansState, valid_len: Tensor) -> MemoryOutput:
         step = self.compute(x, state, valid_len, shows=False)
         everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
         return MemoryOutput(self.dropout(step.y), step.state, {}, step.query, everything, self.metrics(step))
@@ -256,7 +281,7 @@ class Titans(Inspectable):
         rows = state.rows.to(dtype)
         return self.norm(rows) if self.options.variant == "gate" else rows
 
-    def open_segment(self, state: TitansState, rows: Tensor) -> Opened:
+    def open_own(self, state: TitansState, rows: Tensor) -> Opened:
         weights = self.memory.start_weights(state.weights, state.is_fresh)
         near: KeptPairs | tuple[()] = ()
         if self.attention is not None:
@@ -264,7 +289,7 @@ class Titans(Inspectable):
             near = self.attention.open(context, valid, seg_len=self.spec.seg_len).lanes
         return Opened(TitansOpenLanes(near, weights, state.momentum, weights, state.tail))
 
-    def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
+    def step_own(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
         rows, near = self.norm(x), Opened(opened.lanes.near)
         read, query, lanes = self.read_on(rows, opened.lanes, places)
         if self.attention is None:
@@ -344,9 +369,10 @@ class Titans(Inspectable):
 
         What it reads of the learned rows and of what the memory recalls belongs to no token and is left out.
         """
+        if self.attention is None:
+            return super().inspect(x, state, valid_len, trace)
         weights = self.compute(x, state, valid_len, shows=True).weights
-        if weights is None:
-            return Inspection()
+        assert weights is not None
         kept = self.window - 1
         memory, segment = weights.tensor_split([kept], dim=-1)
         of_segment = {"segment": segment_rows(segment, valid_len)}

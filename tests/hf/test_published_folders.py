@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +19,8 @@ from dist_mem.errors import UnusableError
 from dist_mem.hf.folder import check_sizes, load_pretrained, read_published_config
 from dist_mem.hf.llama import ROPE_NAMES
 from dist_mem.hf.names import LAYOUTS
-from dist_mem.memory import memory_options
-from tests.support.gpt2_models import LTM, VOCAB, build, gpt2_config, save_random_gpt2
+from dist_mem.memory import memory_class, memory_kinds, memory_options
+from tests.support.gpt2_models import LTM, SEG_LEN, VOCAB, build, gpt2_config, save_random_gpt2
 from tests.support.llama_models import PUBLISHED, llama_config, save_random_llama
 from tests.support.messages import refused, said_line
 
@@ -154,6 +155,30 @@ def test_a_memory_that_hides_rows_behind_the_window_or_has_none_ends_with_code_2
     assert main(["train", str(path), "--check"]) == 2
     said_line(capsys.readouterr().err, str(published.folder), "rope_parameters.rope_type", "'x'", "llama3")
     assert not (published.folder.parent / "run").exists()
+
+
+def test_a_check_refuses_a_memory_without_a_place_for_the_weights_and_what_it_says_works(
+    published: Published, single_process: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The remedies of every built-in memory that is refused, one after the other."""
+    path, data = published.folder.parent / "run.yaml", f"data.path={published.folder.parent / 'no_data'}"
+    save_config(published.config, path)
+    num_refused = 0
+    for kind in memory_kinds():
+        small = {**memory_class(kind).small_options(SEG_LEN), "kind": kind}
+        given = [f"memory.{name}={json.dumps(value)}" for name, value in small.items()]
+        for number in range(4):
+            code, message = main(["train", str(path), "--check", data, *given]), capsys.readouterr().err
+            if code == 0:
+                break
+            num_refused += number == 0
+            assert code == 2
+            first = re.search(r"(memory\.[a-z.]+)=([a-z]+)|(?<=set )(memory\.\w+) to ([a-z_]+)", message)
+            assert first is not None, message
+            key, value = filter(None, first.groups())
+            given = [*(given if key != "memory.kind" else []), f"{key}={value}"]
+        assert code == 0, (kind, message)
+    assert num_refused > 3
 
 
 @pytest.mark.parametrize("memory", [{"kind": "none"}, {**LTM, "over": {"kind": "none"}}])

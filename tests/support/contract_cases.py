@@ -87,12 +87,20 @@ CASES: dict[str, dict[str, Any]] = {
         skip=True,
         norm="after_gate",
     ),
+    "linear over transformer_xl": small_block(
+        "linear", over={"kind": "transformer_xl", "mem_len": 2 * SEG_LEN - 1}, over_gate_init=0.5
+    ),
+    "linear over compressive": small_block("linear", over=small_block("compressive"), over_gate_init=0.5),
+    "infinite over linear over causal": small_block(
+        "infinite", over=small_block("linear", over={"kind": "causal"}, over_gate_init=0.5)
+    ),
     "titans, context": small_block("titans", variant="context"),
     "titans, layer": small_block("titans", variant="layer"),
     "titans, alone": small_block("titans", variant="alone", depth=1),
     "titans, without convolution": small_block("titans", kernel=1, chunk_len=1),
     "titans, recomputed": small_block("titans", gradients="recomputed"),
     "infinite over titans": small_block("infinite", over=small_block("titans")),
+    "titans over causal": small_block("titans", variant="alone", depth=1, over={"kind": "causal"}, over_gate_init=0.5),
     "transformer_xl, rotary": small_block("transformer_xl", positions="rotary"),
     "lamemo, shorter than a segment": small_block("lamemo", mem_len=SEG_LEN - 1),
     "lamemo, published window": small_block("lamemo", mem_len=2 * SEG_LEN - 1, window="segment"),

@@ -1,0 +1,145 @@
+"""A memory that is added to a pretrained model: it begins as the model, and learns. Every preset, found by its file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from dist_mem.config import load_config
+from dist_mem.hf.names import take_published, to_published
+from dist_mem.memory import memory_options
+from dist_mem.memory.base import Stem
+from dist_mem.model import MemoryLM
+from tests.support import gpt2_models, llama_models
+from tests.support.llama_models import SEG_LEN
+from tests.support.messages import refused
+from tests.support.paths import ROOT
+
+CONFIGS = ROOT / "configs"
+ADDED = CONFIGS / "pretrained" / "memory"
+BASE = CONFIGS / "pretrained" / "llama_3.2_1b.yaml"
+PRESETS = {path.stem: [path] for path in sorted(ADDED.glob("*.yaml"))}
+LINEAR = {  # every other linear memory, beside attention as Gated DeltaNet is
+    path.stem: [ADDED / "gated_deltanet.yaml", path]
+    for path in sorted((CONFIGS / "memory").glob("*.yaml"))
+    if yaml.safe_load(path.read_text(encoding="utf-8"))["memory"]["kind"] == "linear" and path.stem not in PRESETS
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "GPT-2": {},
+    "Llama": {},
+    "Qwen3 with a window": {"qk_norm": True, "sliding_window": SEG_LEN // 2},
+}
+
+
+def memory_of(name: str, model: str) -> dict[str, Any]:
+    """Return the memory of a preset; in a GPT-2, as the presets say."""
+    files = [str(path) for path in (BASE, *(PRESETS | LINEAR)[name])]
+    loaded = dict(load_config(files, memory_options=memory_options).memory)
+    if model == "GPT-2" and "over" in loaded:
+        loaded["over"] = {"kind": "causal"}
+    return loaded
+
+
+def build(model: str, memory: dict[str, Any], *, seg_len: int = SEG_LEN) -> MemoryLM:
+    make = gpt2_models.gpt2_config if model == "GPT-2" else llama_models.llama_config
+    return gpt2_models.build(make(memory, model={**MODELS[model], "num_positions": 64}, train={"seg_len": seg_len}))
+
+
+def pretrained(model: str, *, seg_len: int = SEG_LEN) -> MemoryLM:
+    """Return a model without memory, with random weights, norms and biases."""
+    plain, drawn = build(model, {"kind": "causal"}, seg_len=seg_len), torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=drawn))
+    return plain
+
+
+def some_segments(num: int) -> list[Tensor]:
+    tokens = torch.randint(0, gpt2_models.VOCAB, (2, num * SEG_LEN), generator=torch.Generator().manual_seed(3))
+    return list(tokens.split(SEG_LEN, dim=1))
+
+
+@torch.no_grad()
+def log_probs(model: MemoryLM, segments: list[Tensor]) -> Tensor:
+    state, found = gpt2_models.fresh(model, 2), list[Tensor]()
+    for tokens in segments:
+        rows, state = model.log_probs(tokens, torch.full((2,), tokens.shape[1]), state=state)
+        found.append(rows)
+    return torch.cat(found, dim=1)
+
+
+def is_accepted(name: str, model: str) -> bool:
+    """Transformer-XL's rows have no place in a GPT-2, whose positions are those of a segment."""
+    return (name, model) != ("transformer_xl", "GPT-2")
+
+
+PAIRS = [
+    pytest.param(name, model, marks=[pytest.mark.nightly] if name in LINEAR and model != "Llama" else [])
+    for name in PRESETS | LINEAR
+    for model in MODELS
+    if is_accepted(name, model)
+]
+
+
+@pytest.mark.parametrize(("name", "model"), PAIRS)
+def test_a_pretrained_model_begins_as_it_is_without_the_memory(name: str, model: str) -> None:
+    """Bit for bit; with rows of tokens, as it is over the longer text.
+
+    Further rows in a product may change the order of sums; also those of ARMT, which has the same bits with 32 tokens
+    (tests/memory/test_armt_parity.py).
+    """
+    memory, segments = memory_of(name, model), some_segments(3)
+    plain, added = pretrained(model), build(model, memory)
+    take_published(added, to_published(plain), "weights")
+    found = log_probs(added, segments)
+    if memory["kind"] == "transformer_xl":
+        plain, segments = pretrained(model, seg_len=3 * SEG_LEN), [torch.cat(segments, dim=1)]
+    if memory["kind"] == "transformer_xl" or type(added.stem) is not Stem:
+        torch.testing.assert_close(found, log_probs(plain, segments), rtol=0, atol=1e-5)
+    else:
+        assert torch.equal(found, log_probs(plain, segments))
+
+
+@pytest.mark.parametrize(("name", "model"), PAIRS)
+def test_every_block_of_it_learns_at_the_first_step(name: str, model: str) -> None:
+    """Once the memory holds something, a gradient reaches what holds its output back; a step along it shows."""
+    memory, segments = memory_of(name, model), some_segments(4)
+    added = build(model, memory)
+    new = take_published(added, to_published(pretrained(model)), "weights")
+    if memory["kind"] == "transformer_xl":
+        assert new == []
+        return
+    before = log_probs(added, segments)
+    state, total = gpt2_models.fresh(added, 2), torch.zeros(())
+    for tokens in segments:
+        output = added(tokens, tokens.roll(-1, dims=1), torch.full((2,), SEG_LEN), state=state)
+        state, total = output.state, total + output.nll.mean()
+    total.backward()
+    parameters = dict(added.named_parameters())
+    for number in range(len(added.blocks)):
+        mine = [parameters[key].grad for key in new if key.startswith(f"blocks.{number}.")]
+        assert any(grad is not None and bool((grad != 0).any()) for grad in mine), number
+    with torch.no_grad():
+        for key in new:
+            gradient = parameters[key].grad
+            assert gradient is not None, key
+            parameters[key].sub_(gradient.sign(), alpha=1e-2)
+    assert not torch.equal(log_probs(added, segments), before)
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet", "titans"])
+@pytest.mark.parametrize(("model", "over"), [("GPT-2", "causal"), ("Llama", "none")])
+def test_a_memory_without_attention_is_refused_with_what_to_set(model: str, over: str, name: str) -> None:
+    weights, memory = to_published(pretrained(model)), memory_of(name, model)
+    with refused(ValueError, "memory has no attention", f"memory.over.kind={over}"):
+        take_published(build(model, {**memory, "over": None}), weights, "weights")
+    assert memory["over"]["kind"] == over
+
+
+def test_a_memory_whose_rows_pass_through_all_blocks_has_no_place_below() -> None:
+    with refused(ValueError, "memory.over.kind is armt", "transformer_xl"):
+        build("Llama", {"kind": "linear", "over": {"kind": "armt"}})
