@@ -52,11 +52,9 @@ def host_path(model: MemoryLM, layer_index: int) -> str:
         memory, path = cast(Memory, memory.over), f"{path}.over"
     if not isinstance(getattr(memory, "attention", None), layout.attention):
         key = "memory" + path.partition(".memory")[2]
-        if hasattr(memory, "over") and getattr(memory, "attention", None) is None:
-            alone = (
-                f"no attention, which {layout.name} has: set {key}.over.kind={layout.plain[0]}, and it stands beside it"
-            )
-            raise ValueError(f"{key} has {alone}")
+        if hasattr(memory, "over"):
+            fix = f"set {key}.over.kind={layout.plain[0]}, the attention beside which it stands"
+            raise ValueError(f"{key} has no place for the attention of {layout.name}: {fix}")
         raise ValueError(f"{key} has {layout.fix.format(key=key)}")
     return path
 

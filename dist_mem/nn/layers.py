@@ -354,6 +354,16 @@ class RelativeProjections(AttentionLayer):
         return StepOutput(self.output(rows), query.transpose(0, 1), opened)
 
 
+class HeadRows(NamedTuple):
+    """What attention reads, before its output projection, and what it is computed from, before rotation."""
+
+    rows: Tensor  # (H, B, T, K)
+    query: Tensor  # (H, B, T, K)
+    key: Tensor  # (G, B, J, K)
+    value: Tensor  # (G, B, J, K)
+    weights: Tensor | None  # (H, B, T, J), if asked for
+
+
 class ContextAttention(AttentionLayer):
     """Multi-head attention over context rows and the segment itself; a subclass says what its scores are made of."""
 
@@ -375,9 +385,21 @@ class ContextAttention(AttentionLayer):
             weights: whether to return attention probabilities.
             is_row: as in `project_heads`.
         """
+        heads = self.attend_heads(x, context, visible, weights=weights, is_row=is_row)
+        return AttentionOutput(self.merge_output(heads.rows), heads.query, heads.weights)
+
+    def attend_heads(
+        self, x: Tensor, context: Tensor, visible: Visible, *, weights: bool = False, is_row: Tensor | None = None
+    ) -> HeadRows:
+        """Attend as `forward`, without the output projection, for a memory that mixes other rows into the heads."""
         query, key, value = self.project_heads(x, context, visible, is_row)
         rows, shares = self.read(self.inputs(x, query, key, value, visible), weights=weights)
-        return AttentionOutput(self.dropout(self.output(merge_heads(rows))), query, shares)
+        return HeadRows(rows, query, key, value, shares)
+
+    def merge_output(self, rows: Tensor) -> Tensor:
+        """Return the output of all heads, (H, B, T, K) -> (B, T, D)."""
+        y: Tensor = self.dropout(self.output(merge_heads(rows)))
+        return y
 
     def inputs(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> Inputs:
         """Return what scores are made of, of what `project_heads` returns for a segment x (B, T, D)."""

@@ -17,7 +17,7 @@ from dist_mem.nn.constants import constant
 from dist_mem.nn.convolution import short_convolution
 from dist_mem.nn.layer_spec import LayerSpec
 from dist_mem.nn.layers import ContextAttention, Dropout, Projection
-from dist_mem.nn.stepping import Opened, Places, StepOutput, above_of, attend, keep_pairs, lane_heads
+from dist_mem.nn.stepping import Opened, Places, StepHeads, StepOutput, above_of, attend, keep_pairs, lane_heads
 
 # none: only the rows may contain positions | alibi: every distance counts | alibi_memory: only that of context rows
 BIASES = ("none", "alibi", "alibi_memory")
@@ -92,6 +92,11 @@ class PlainAttention(ContextAttention):
 
     def step_rows(self, x: Tensor, opened: Opened, places: Places, *, same_length: bool = False) -> StepOutput:
         """Attend as `layers.RelativeAttention` does."""
+        heads = self.step_heads(x, opened, places, same_length=same_length)
+        return StepOutput(self.output(heads.rows), heads.query, opened)
+
+    def step_heads(self, x: Tensor, opened: Opened, places: Places, *, same_length: bool = False) -> StepHeads:
+        """Attend as `step_rows`, without the output projection."""
         query, pairs = self.further(x, opened.lanes, places)
         query, pairs = lane_heads(query, self.num_heads), lane_heads(pairs, 2 * self.num_heads)
         bias = None
@@ -100,4 +105,4 @@ class PlainAttention(ContextAttention):
             sizes = {"context_len": context_len, "num_keys": context_len + places.end}
             bias = alibi_at(self.num_heads, places.row, **sizes, bias=self.bias).transpose(0, 1)
         rows = attend(query, pairs, opened.lanes, places, above=above_of(same_length), bias=bias)
-        return StepOutput(self.output(rows), query.transpose(0, 1), opened)
+        return StepHeads(rows, query.transpose(0, 1))

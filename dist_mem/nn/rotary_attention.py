@@ -31,7 +31,7 @@ from dist_mem.nn.layers import (
 from dist_mem.nn.norms import RMSNorm
 from dist_mem.nn.plain_attention import BiasedProjection
 from dist_mem.nn.rope import attention_factor, frequencies
-from dist_mem.nn.stepping import Opened, Places, StepOutput, above_of, attend, keep_pairs, lane_heads
+from dist_mem.nn.stepping import Opened, Places, StepHeads, StepOutput, above_of, attend, keep_pairs, lane_heads
 
 Turns = tuple[Tensor, Tensor]  # cosine and sine of the angles, (..., R, K // 2) float32 or wider
 
@@ -145,6 +145,11 @@ class RotaryAttention(ContextAttention):
 
     def step_rows(self, x: Tensor, opened: Opened, places: Places, *, same_length: bool = False) -> StepOutput:
         """Attend as `layers.RelativeAttention` does."""
+        heads = self.step_heads(x, opened, places, same_length=same_length)
+        return StepOutput(self.output(heads.rows), heads.query, opened)
+
+    def step_heads(self, x: Tensor, opened: Opened, places: Places, *, same_length: bool = False) -> StepHeads:
+        """Attend as `step_rows`, without the output projection."""
         cos, sin = opened.shared
         context_len = len(cos) - places.seg_len
         row = places.row + context_len
@@ -160,7 +165,7 @@ class RotaryAttention(ContextAttention):
         limits = [above_of(same_length), self.sliding_window and context_len - self.sliding_window]
         above = max((limit for limit in limits if limit is not None), default=None)
         read = attend(query, pairs, opened.lanes, places, above=above)
-        return StepOutput(self.output(read), turning[:, : heads[0]].transpose(0, 1), opened)
+        return StepHeads(read, turning[:, : heads[0]].transpose(0, 1))
 
 
 def attention_of(

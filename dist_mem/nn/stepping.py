@@ -42,6 +42,13 @@ class StepOutput(NamedTuple):
     opened: Opened  # for the rows after these
 
 
+class StepHeads(NamedTuple):
+    """What the attention of further rows reads, before its output projection."""
+
+    rows: Tensor  # (B, R, H * K)
+    query: Tensor  # (H, B, R, K), before rotation
+
+
 class KeptPairs(NamedTuple):
     """Keys and values of the context and, at their places, of the rows read; float32 or wider."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -131,11 +132,13 @@ def test_every_block_of_it_learns_at_the_first_step(name: str, model: str) -> No
     assert not torch.equal(log_probs(added, segments), before)
 
 
-@pytest.mark.parametrize("name", ["gated_deltanet", "titans"])
+@pytest.mark.parametrize("name", ["gated_deltanet", "titans", "infini"])
 @pytest.mark.parametrize(("model", "over"), [("GPT-2", "causal"), ("Llama", "none")])
-def test_a_memory_without_attention_is_refused_with_what_to_set(model: str, over: str, name: str) -> None:
+def test_a_memory_without_a_place_for_the_attention_is_refused_with_what_to_set(
+    model: str, over: str, name: str
+) -> None:
     weights, memory = to_published(pretrained(model)), memory_of(name, model)
-    with refused(ValueError, "memory has no attention", f"memory.over.kind={over}"):
+    with refused(ValueError, f"memory.over.kind={over}"):
         take_published(build(model, {**memory, "over": None}), weights, "weights")
     assert memory["over"]["kind"] == over
 
@@ -143,3 +146,26 @@ def test_a_memory_without_attention_is_refused_with_what_to_set(model: str, over
 def test_a_memory_whose_rows_pass_through_all_blocks_has_no_place_below() -> None:
     with refused(ValueError, "memory.over.kind is armt", "transformer_xl"):
         build("Llama", {"kind": "linear", "over": {"kind": "armt"}})
+
+
+@pytest.mark.parametrize("name", ["infini"])
+def test_heads_that_share_keys_read_as_if_each_had_its_own(name: str) -> None:
+    """In a Llama with two heads of keys for four of queries, and one whose heads of keys are repeated."""
+    memory = {**memory_of(name, "Llama"), "gate_init": 0.5}
+    config = {"model": {"num_positions": 64}, "train": {"seg_len": SEG_LEN}}
+    shared, alone = (
+        gpt2_models.build(llama_models.llama_config(memory, **{**config, "model": {"num_kv_heads": number}}))
+        for number in (2, 4)
+    )
+    weights = to_published(shared)
+    for key, value in weights.items():
+        if ".k_proj." in key or ".v_proj." in key:
+            weights[key] = value.unflatten(0, (2, -1)).repeat_interleave(2, dim=0).flatten(0, 1)
+    take_published(alone, weights, "weights")
+    segments = some_segments(4)
+    expected = log_probs(shared.double(), segments)
+    torch.testing.assert_close(log_probs(alone.double(), segments), expected, rtol=0, atol=1e-10)
+    for each in shared.memories():
+        each.options = replace(each.options, gate_init=0.0)
+        each.reset_parameters()
+    assert (log_probs(shared, segments) - expected).abs().max() > 1e-3, "the memory is read"
