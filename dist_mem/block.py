@@ -23,6 +23,7 @@ from dist_mem.memory.base import LayerSpec, Memory, MemoryState, Opened, Places
 from dist_mem.nn.compilation import compile_once
 from dist_mem.nn.family import family_of, llama_spec
 from dist_mem.nn.layers import Dropout
+from dist_mem.nn.low_rank import add_low_rank
 from dist_mem.nn.norms import make_norm
 
 
@@ -166,8 +167,17 @@ def make_block(spec: ModelSpec, layer_index: int) -> Block:
     feed_forward = family.feed_forward(model.d_model, d_inner=model.d_inner, dropout=model.dropout)
     if family.is_published:  # dropout of the sum
         memory = build_memory(spec.memory, replace(layer, dropout=0.0))
+        if model.lora is not None:
+            add_low_rank(getattr(lowest_memory(memory), "attention", nn.Identity()), feed_forward, model.lora)
         return Block(memory, feed_forward, model.dropout, **training)
     return Block(build_memory(spec.memory, layer), feed_forward, **training)
+
+
+def lowest_memory(memory: Memory) -> Memory:
+    """Return the memory at the end of `over`, which has the attention."""
+    while isinstance(below := getattr(memory, "over", None), Memory):
+        memory = below
+    return memory
 
 
 def layer_spec(spec: ModelSpec, layer_index: int) -> LayerSpec:

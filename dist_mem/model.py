@@ -32,6 +32,7 @@ from dist_mem.memory.base import (
 )
 from dist_mem.nn.family import family_of
 from dist_mem.nn.layers import DTYPES, Dropout, initialize
+from dist_mem.nn.low_rank import LowRank
 from dist_mem.nn.named_tuples import replace
 from dist_mem.nn.norms import make_norm
 from dist_mem.nn.placement import Placement
@@ -122,6 +123,9 @@ class MemoryLM(nn.Module):
         initialize(part, std=model.init_std)
         if family_of(model).is_published:
             scale_residual_weights(part, num_layers=model.num_layers)
+        for module in part.modules():
+            if isinstance(module, LowRank):
+                module.reset_parameters()
         if part is self.head and model.tie_embeddings:
             self.head.tie(self.embedding)
         if isinstance(part, Block):

@@ -52,6 +52,7 @@ def check_together(config: Mapping[str, Any], *, trains: bool = True) -> Iterato
     yield from _check_memory(config["memory"], model["num_layers"])
     yield from _check_kind(model, {"train": train["seg_len"], "eval": config["eval"]["seg_len"]})
     yield from _check_optimizer(optimizer)
+    yield from _check_lora(model, optimizer["groups"])
     if train["steps"] is not None:
         yield from check_schedule(config["schedule"]["warmup_steps"], train["steps"], f"train.steps = {train['steps']}")
     yield from _check_checkpoint(config["checkpoint"], config["eval"]["every"])
@@ -150,6 +151,21 @@ def _check_kind(model: Mapping[str, Any], seg_lens: Mapping[str, int | None]) ->
             fix = "a segment's tokens have learned positions" if kind == "gpt2" else "set that to the longest text"
             yield Problem(f"{block}.seg_len", f"{more}: {fix}")
     yield from _check_llama(model)
+
+
+def _check_lora(model: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
+    if model["lora"] is None:
+        return
+    if model["kind"] not in PUBLISHED:
+        yield Problem("model.lora", "needs model.kind=gpt2 or llama; set that, or model.lora to null")
+    elif not model["lora"]["attention"] and not model["lora"]["feed_forward"]:
+        yield Problem("model.lora", "stands beside nothing: set attention or feed_forward to true, or it to null")
+    elif all(group["trainable"] for group in groups):
+        yield Problem(
+            "model.lora",
+            "is set, but all other weights are trained too: add configs/pretrained/lora.yaml, or its groups with "
+            "trainable: false, to optimizer.groups",
+        )
 
 
 def _check_llama(model: Mapping[str, Any]) -> Iterator[Problem]:

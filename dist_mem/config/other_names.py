@@ -42,6 +42,8 @@ OTHER_NAMES = {
     "hidden_size": "model.d_model",
     "embed_dim": "model.d_model",
     "intermediate_size": "model.d_inner",
+    "lora_r": "model.lora.rank",
+    "lora_alpha": "model.lora.alpha",
     "rope_scaling": "model.rope",
     "rope_parameters": "model.rope",
     "ffn_dim": "model.d_inner",

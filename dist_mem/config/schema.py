@@ -136,6 +136,15 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    rank: int = key(16, at_least=1, at_most=WIDTH)  # r, width between the two matrices
+    alpha: float = key(32.0, above=0)  # what they add is multiplied by alpha / rank
+    dropout: float = key(0.0, at_least=0, below=1, resume=ALLOWED)  # of their input
+    attention: bool = True  # beside queries, keys with values, and output
+    feed_forward: bool = True  # beside the projections of the feed-forward layers
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     # transformer: relative positions, as Transformer-XL | gpt2: see docs/howto/gpt2.md | llama: see docs/howto/llama.md
     kind: str = key("transformer", choices=("transformer", "gpt2", "llama"))
@@ -169,6 +178,9 @@ class ModelConfig:
     qk_norm: bool = False  # of llama: the queries and keys of every head are normed, as in Qwen3
     # of llama: newest tokens that a token attends to, itself included, as in Mistral; None: all
     sliding_window: int | None = key(None, at_least=1, at_most=TOKENS, resume=ALLOWED)
+    # of gpt2 and llama: narrow matrices beside the projections of the blocks, for which optimizer.groups keeps the
+    # others as they are (configs/pretrained/lora.yaml); None: none
+    lora: LoraConfig | None = None
     token_types: list[TokenTypeConfig] = key([])  # of gpt2: who speaks, see docs/howto/dialogue.md
     clamp_len: int | None = key(None, at_least=1, at_most=TEXT)  # tokens; larger distances are clamped to this one
     same_length: bool = False  # every query attends to exactly M keys once the memory is full

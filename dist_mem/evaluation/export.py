@@ -3,6 +3,7 @@
     dist-mem export runs/demo --out models/demo
     dist-mem export runs/demo --out models/demo --checkpoint 400 --precision bf16
     dist-mem export runs/demo --out models/demo --mlflow --register demo --alias champion
+    dist-mem export runs/llama_lora --out models/adapter --format peft      # what LoRA has learned, without the model
     dist-mem export configs/papers/gpt2.yaml --out models/gpt2_zero_shot    # its initial model
 
     DIR/
@@ -22,6 +23,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -38,12 +40,17 @@ from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError, run_error
 from dist_mem.evaluation.card import card, outside_memories
 from dist_mem.evaluation.export_transformers import write_transformers
 from dist_mem.evaluation.trained_model import WEIGHTS, Checkpoint, TrainedModel, distinct_weights, load_model
+from dist_mem.hf.adapter import CONFIG as ADAPTER_CONFIG
+from dist_mem.hf.adapter import WEIGHTS as ADAPTER_WEIGHTS
+from dist_mem.hf.adapter import adapter_of
 from dist_mem.hf.folder import load_pretrained
 from dist_mem.hf.vocabulary import compare_tokens
 from dist_mem.memory import memory_options
 from dist_mem.memory.outside import kept_kinds, sources
 from dist_mem.model import MemoryLM
 from dist_mem.nn.layers import DTYPES
+from dist_mem.nn.low_rank import NAME
+from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import is_wrong_path, new_folder, read_regular, write_hashed, write_text
 from dist_mem.runtime.process_state import drawing
 from dist_mem.tracking.mlflow.models import Registration, check_registration, log_export, open_run
@@ -78,7 +85,7 @@ def run(
         out: the directory to create.
         checkpoint: step of the checkpoint; None: the newest that verifies.
         precision: of the weights, fp32, bf16 or fp16.
-        layout: dist_mem, or transformers (export_transformers.py).
+        layout: dist_mem, transformers (export_transformers.py), or peft: an adapter of model.pretrained.
         registration: in MLflow, to which the export is logged; None: it is not.
         overrides: `key=value`; `data.path` gives the present place of the tokenizer, `tracking.uri` MLflow's store.
 
@@ -159,7 +166,10 @@ def _export(trained: TrainedModel, path: Path, out: Path, layout: str) -> int:
                 raise UnusableError(f"--precision fp16 cannot hold the values of {tensor_name}; use bf16 or fp32")
     try:
         with new_folder(out) as staging:
-            write_export(trained, staging, name=out.absolute().name, layout=layout)
+            if layout == "peft":
+                write_adapter(trained, staging)
+            else:
+                write_export(trained, staging, name=out.absolute().name, layout=layout)
     except OSError as error:
         if is_wrong_path(error):
             raise UnusableError(f"--out {out} cannot be written: {error.strerror}; give another folder") from error
@@ -178,6 +188,7 @@ def write_export(trained: TrainedModel, directory: Path, *, name: str, layout: s
     checkpoint = trained.checkpoint
     config = _portable_settings(checkpoint)
     if layout == "transformers":
+        config = change_config(config, {"model.lora": None})  # it is in the weights
         write_transformers(trained, directory)
         save_tokenizer(trained.tokenizer, directory / TOKENIZER_DIR)  # the names beside it are those of transformers
     else:
@@ -192,6 +203,33 @@ def write_export(trained: TrainedModel, directory: Path, *, name: str, layout: s
     metadata = {key: manifest[key] for key in _METADATA if key in manifest}
     files = {path.relative_to(directory).as_posix(): describe_file(path) for path in files_in(directory)}
     write_manifest(directory, {**metadata, "precision": trained.config.eval.precision, "files": files})
+
+
+def write_adapter(trained: TrainedModel, directory: Path) -> None:
+    """Write what LoRA has learned, for the library peft (hf/adapter.py), into an empty directory.
+
+    Raises:
+        UnusableError: the model has no LoRA, or the published weights beside it have been trained too, so that the
+            adapter would not fit the published model.
+    """
+    settings = trained.config.model
+    if settings.lora is None or settings.pretrained is None:
+        key = "model.lora" if settings.lora is None else "model.pretrained"
+        raise UnusableError(f"--format peft writes an adapter of a published model, but {key} is null: leave it out")
+    published = deepcopy(trained.model).float()
+    own = set(load_pretrained(published, settings, trained.tokenizer.vocab_size))
+    weights = dict(trained.model.named_parameters())
+    for name, parameter in published.named_parameters():
+        if name not in own and not torch.equal(parameter.to(weights[name].dtype), weights[name]):
+            raise UnusableError(
+                f"--format peft: {name} is not that of {settings.pretrained} any more, and an adapter has none of it: "
+                "give --format transformers, or train with optimizer.groups that keep it (trainable: false)"
+            )
+    content, tensors = adapter_of(trained.model, settings.lora, settings.pretrained)
+    write_hashed(directory / ADAPTER_WEIGHTS, safetensors_parts(tensors, metadata={"format": "pt"}))
+    write_text(directory / ADAPTER_CONFIG, json_text(content, indent=1) + "\n")
+    if memory := [name for name in own if f".{NAME}." not in name]:
+        print(f"notice: an adapter has no memory: {len(memory)} tensors as {memory[0]} are in other formats only")
 
 
 def _portable_settings(checkpoint: Checkpoint) -> Config:

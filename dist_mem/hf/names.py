@@ -18,6 +18,7 @@ from dist_mem.hf.layout import Layout, Pair
 from dist_mem.hf.llama import LLAMA
 from dist_mem.memory.base import Memory
 from dist_mem.model import MemoryLM
+from dist_mem.nn.low_rank import NAME, low_ranks
 
 LAYOUTS: dict[str, Layout] = {"gpt2": GPT2, "llama": LLAMA}  # by model.kind
 OWN = "memory."  # prefix of parameters that the published model does not have
@@ -64,15 +65,24 @@ def host_paths(model: MemoryLM) -> list[str]:
     return [host_path(model, index) for index in range(len(model.blocks))]
 
 
-def _pairs(model: MemoryLM) -> Iterator[Pair]:
+def published_pairs(model: MemoryLM) -> Iterator[Pair]:
+    """Yield which of our parameters are which published tensors."""
     return LAYOUTS[model.kind].pairs(model, host_paths(model))
 
 
 def to_published(model: MemoryLM) -> dict[str, Tensor]:
-    """Return the model's weights by published names; a softmax that shares the embedding's is left out."""
+    """Return the model's weights by published names; a softmax that shares the embedding's is left out.
+
+    What LoRA adds to a weight (`model.lora`) is in it.
+    """
     remaining = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for name, low_rank in low_ranks(model).items():
+        weight = remaining[f"{name}.weight"]
+        remaining[f"{name}.weight"] = (weight + low_rank.product()).to(weight.dtype)
+        for part in ("down", "up"):
+            del remaining[f"{name}.{NAME}.{part}"]
     published = {}
-    for ours, theirs, transposed in _pairs(model):
+    for ours, theirs, transposed in published_pairs(model):
         stacked = torch.cat([remaining.pop(name) for name in ours])
         for name, tensor in zip(theirs, stacked.chunk(len(theirs)), strict=True):
             published[name] = (tensor.T if transposed else tensor).contiguous()
@@ -97,7 +107,7 @@ def take_published(model: MemoryLM, weights: Mapping[str, Tensor], where: str) -
     layout = LAYOUTS[model.kind]
     given = {full: tensor for name, tensor in weights.items() if (full := full_name(layout, name)) is not None}
     check_types({name: tensor.dtype for name, tensor in given.items()}, where)
-    pairs, remaining = list(_pairs(model)), dict(model.named_parameters())
+    pairs, remaining = list(published_pairs(model)), dict(model.named_parameters())
     if not any(SOFTMAX in pair.theirs for pair in pairs):
         given.pop(SOFTMAX, None)  # the embedding, repeated
     for ours, theirs, transposed in pairs:

@@ -35,9 +35,9 @@ def add_arguments(added: ArgumentParser) -> None:
     )
     added.add_argument(
         "--format",
-        choices=["dist_mem", "transformers"],
+        choices=["dist_mem", "transformers", "peft"],
         default="dist_mem",
-        help="transformers: for that library too (default: dist_mem)",
+        help="transformers: for that library too | peft: what LoRA has learned (default: dist_mem)",
     )
     added.add_argument("--mlflow", action="store_true", help="log the export to the run's MLflow run, as a model")
     added.add_argument("--register", metavar="NAME", help="with --mlflow: register it as a new version of this model")
