@@ -30,7 +30,11 @@ def config_of(tmp_path: Path, books: Path, *, ends_by: str = "step", **changes: 
     )
 
 
-@pytest.mark.parametrize("ends_by", ["accuracy", "step"])  # by accuracy, a run does all that it does by step
+# By accuracy, a run does all that it does by step.
+by_accuracy_or_step = pytest.mark.parametrize("ends_by", ["accuracy", "step"])
+
+
+@by_accuracy_or_step
 def test_a_run_resumes_bitwise_before_at_and_after_a_boundary_and_is_computed_again(
     tmp_path: Path, books: Path, rank_pool: Pools, ends_by: str
 ) -> None:
@@ -58,8 +62,12 @@ def test_a_run_resumes_bitwise_before_at_and_after_a_boundary_and_is_computed_ag
     assert any(line.startswith(f"{BOUNDARY} of {BOUNDARY} other recorded points") for line in lines), lines
 
 
-def test_a_rollback_over_a_boundary_reads_the_stage_before_again(tmp_path: Path, books: Path, rank_pool: Pools) -> None:
+@by_accuracy_or_step
+def test_a_rollback_over_a_boundary_reads_the_stage_before_again(
+    tmp_path: Path, books: Path, rank_pool: Pools, ends_by: str
+) -> None:
     changes: dict[str, Any] = {"divergence": {"action": "rollback"}, "checkpoint": {"every": 2}}
-    delivered = rank_pool(2).run(train_recording, config_of(tmp_path, books, **changes), [], BOUNDARY + 1)
+    config = config_of(tmp_path, books, ends_by=ends_by, **changes)
+    delivered = rank_pool(2).run(train_recording, config, [], BOUNDARY + 1)
     for step in range(1, 7):
         assert_as_delivered(tmp_path / "straight", step, delivered)
