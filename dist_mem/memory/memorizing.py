@@ -6,12 +6,18 @@ this with attention to the segment and the W tokens before it. Rows are written 
 change: they keep the weights of the day, and get no gradient. Deviations from the code, which options undo: the search
 is exact (theirs finds most of the nearest rows), rows not written yet are not read, local attention has positions, and
 a token sees itself. The convolution of `memory.kernel` goes on from segment to segment; what it makes of a row is what
-is kept. Shape letters: B lanes, T segment, W cached rows, M rows, k rows that a query reads, D model, H heads, K head
-width.
+is kept.
+
+With `memory.over` queries, keys, values and local attention are those of the memory there, as of a pretrained model,
+without a cache; stored are keys before their rotation, of length 1 as otherwise, for each head of keys. `memory.gate:
+tanh` makes the share of a head tanh(b), which is 0 at 0: the model begins as without the memory, to the last bit, and b
+has a gradient. The paper, which adds a memory to a pretrained model too (sec. 4.6), has the sigmoid. Shape letters: B
+lanes, T segment, W cached rows, M rows, k rows that a query reads, D model, H heads, G heads of keys, K head width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,12 +30,14 @@ from dist_mem.memory.base import (
     Evicted,
     Inspectable,
     LayerSpec,
+    Memory,
     MemoryOutput,
     Opened,
     Places,
     StepOutput,
     check_choices,
 )
+from dist_mem.memory.none import EmptyState, NoMemory, attention_below
 from dist_mem.memory.parts.fused_rows import CHUNK, MOST, mix_rows, read_nearest, unit_rows
 from dist_mem.memory.parts.inspection import (
     Inspection,
@@ -45,23 +53,22 @@ from dist_mem.memory.parts.row_mask import Shown, append_shown, take_out, valid_
 from dist_mem.memory.parts.stored_rows import Store, nearest, read_rows, readable_rows, spans_of, weigh, write
 from dist_mem.nn.attention import BackEndChoice
 from dist_mem.nn.convolution import Tail
-from dist_mem.nn.layers import DTYPES, merge_heads
+from dist_mem.nn.layers import DTYPES, Dropout, merge_heads, split_heads
 from dist_mem.nn.named_tuples import replace
 from dist_mem.nn.norms import input_norm
-from dist_mem.nn.stepping import KeptPairs
-from dist_mem.nn.unit_attention import CachedRows, ProjectedRows, UnitAttention, UnitHeads
+from dist_mem.nn.unit_attention import CachedRows, UnitAttention, UnitHeads, scale_heads, unit
 
 
 class MemorizingState(NamedTuple):
-    cached_keys: Tensor  # (B, H, W, K), of length 1, of the last W tokens, newest last; 0 where not yet filled
-    cached_values: Tensor  # (B, H, W, K)
+    cached_keys: Tensor  # (B, G, W, K), of length 1, of the last W tokens, newest last; 0 where not yet filled
+    cached_values: Tensor  # (B, G, W, K)
     store: Store
     cache_shown: Shown = ()
     tail: Tail = ()
 
 
 class MemorizingOpenLanes(NamedTuple):
-    local: KeptPairs
+    local: Any  # `KeptPairs`, of its own attention or that below
     store: Store
 
 
@@ -89,7 +96,88 @@ class GatedAttentionOutput(NamedTuple):
     weights: Weights | None
 
 
-class GatedAttention(UnitAttention):
+class StoredReading:
+    """Reads the stored rows, for a module with these attributes."""
+
+    options: Memorizing.Options
+    gate: nn.Parameter  # (H,), b
+    scale: nn.Parameter  # (H,)
+    attention_dropout: Dropout
+
+    @property
+    def number(self) -> int:
+        """Number of rows that a query reads, k."""
+        return min(self.options.neighbors, self.options.mem_len)
+
+    def retrieve(self, units: Tensor, store: Store, dtype: torch.dtype) -> RetrievedRows:
+        """Read the stored rows with queries of length 1, (H, B, T, K); the heads that share keys are further rows."""
+        options, (num_heads, _, num_rows, _) = self.options, units.shape
+        shared = num_heads // store.keys.shape[1]
+
+        def group(rows: Tensor) -> Tensor:
+            return rows.transpose(0, 1).unflatten(1, (-1, shared)).flatten(2, 3)
+
+        def by_head(rows: Tensor) -> Tensor:
+            return rows.unflatten(2, (shared, num_rows)).flatten(1, 2)
+
+        index = nearest(
+            group(units),
+            store,
+            number=self.number,
+            search=options.search,
+            chunk_len=options.chunk_len,
+            empty=options.empty_rows,
+        )
+        weights = weigh(group(scale_heads(units, self.scale)), store, index, empty=options.empty_rows)
+        found = by_head(read_rows(self.attention_dropout(weights), store, index)).transpose(0, 1).to(dtype)
+        return RetrievedRows(found, self.share(store), by_head(index), by_head(weights))
+
+    def share(self, store: Store) -> Tensor:
+        """Return the share of the stored rows in every head's output, (H, 1, 1, 1), or of every head and lane."""
+        share = (self.gate.tanh() if self.options.gate == "tanh" else self.gate.sigmoid())[:, None, None, None]
+        if self.options.gate_empty:
+            return share
+        sees = readable_rows(store, empty=False).any(dim=1)
+        return torch.where(sees[:, None, None], share, 0.0)
+
+    def all_weights(self, local: Tensor, found: RetrievedRows, *, cache_len: int) -> Weights:
+        """Return what queries read of all rows, of the weights of local attention (H, B, T, W + T)."""
+        empty = found.weights.new_zeros(*found.weights.shape[:3], self.options.mem_len)
+        stored = empty.scatter(3, found.nearest, found.weights).transpose(0, 1)
+        gate = found.share.to(local.dtype)
+        cached, segment = ((1.0 - gate) * local).tensor_split([cache_len], dim=-1)
+        return Weights(cached, segment, gate * stored)
+
+
+def mix(local: Tensor, found: RetrievedRows) -> Tensor:
+    """Return the rows of heads, (H, B, T, K), of what was read of cache and segment, and of stored rows."""
+    gate = found.share.to(local.dtype)
+    return gate * found.rows + (1.0 - gate) * local
+
+
+class OverAttention(nn.Module, StoredReading):
+    """The attention of another memory, mixed with what is read of the stored rows."""
+
+    def __init__(self, spec: LayerSpec, options: Memorizing.Options) -> None:
+        super().__init__()
+        self.options = options
+        self.gate = nn.Parameter(torch.zeros(spec.num_heads))
+        self.scale = nn.Parameter(torch.ones(spec.num_heads))
+        self.attention_dropout = Dropout(spec.attention_dropout)
+
+    def forward(
+        self, x: Tensor, state: MemorizingState, over: NoMemory, *, weights: bool = False
+    ) -> GatedAttentionOutput:
+        """Attend from the segment, x (B, T, D), the input of the block."""
+        heads = over.attend_heads(x, weights=weights)
+        found = self.retrieve(unit(heads.query), state.store, heads.rows.dtype)
+        y = over.attention.merge_output(mix(heads.rows, found))
+        rows = UnitHeads(heads.query, unit(heads.key), heads.value)
+        shares = None if heads.weights is None else self.all_weights(heads.weights, found, cache_len=0)
+        return GatedAttentionOutput(y, rows, found.share, shares)
+
+
+class GatedAttention(StoredReading, UnitAttention):
     """Attention to cache and segment, mixed with what is read of the stored rows."""
 
     computes = "stored rows"
@@ -99,7 +187,6 @@ class GatedAttention(UnitAttention):
             spec, positions=options.positions == "t5", sees_itself=options.sees_itself, kernel=options.kernel
         )
         self.options, self.cache_len = options, cache_len
-        self.number = min(options.neighbors, options.mem_len)
         self.gate = nn.Parameter(torch.zeros(spec.num_heads))
 
     def forward(self, x: Tensor, state: MemorizingState, *, weights: bool = False) -> GatedAttentionOutput:
@@ -108,18 +195,15 @@ class GatedAttention(UnitAttention):
             return self.forward_by_kernels(x, state)
         rows = self.project(x, state.tail)
         local, local_weights = self.attend(rows, self.cached_rows(state), weights=weights)
-        found = self.retrieve(rows, state.store)
-        y, heads = (
-            self.mix_output(local, found.rows, found.share),
-            UnitHeads(rows.raw, rows.key, rows.value, rows.before),
-        )
-        if local_weights is None:
-            return GatedAttentionOutput(y, heads, found.share, None)
-        empty = found.weights.new_zeros(*found.weights.shape[:3], self.options.mem_len)
-        stored = empty.scatter(3, found.nearest, found.weights).transpose(0, 1)
-        gate = found.share.to(local.dtype)
-        cached, segment = ((1.0 - gate) * local_weights).tensor_split([self.cache_len], dim=-1)
-        return GatedAttentionOutput(y, heads, found.share, Weights(cached, segment, gate * stored))
+        found = self.retrieve(rows.query, state.store, rows.value.dtype)
+        heads = UnitHeads(rows.raw, rows.key, rows.value, rows.before)
+        shares = None if local_weights is None else self.all_weights(local_weights, found, cache_len=self.cache_len)
+        return GatedAttentionOutput(self.merge_output(mix(local, found)), heads, found.share, shares)
+
+    def merge_output(self, rows: Tensor) -> Tensor:
+        """Return the output of all heads, (H, B, T, K) -> (B, T, D)."""
+        y: Tensor = self.dropout(self.output(merge_heads(rows)))
+        return y
 
     def forward_by_kernels(self, x: Tensor, state: MemorizingState) -> GatedAttentionOutput:
         """Attend as `forward`, without rows in float32 or a search in memory."""
@@ -130,8 +214,7 @@ class GatedAttention(UnitAttention):
         found = read_nearest(
             heads.query, gain, state.store, number=self.number, search=options.search, empty=options.empty_rows
         )
-        mixed = mix_rows(found, local, share[:, :, 0, 0].float().expand(found.shape[:2]))
-        y = self.dropout(self.output(merge_heads(mixed)))
+        y = self.merge_output(mix_rows(found, local, share[:, :, 0, 0].float().expand(found.shape[:2])))
         rows = UnitHeads(heads.query, unit_rows(heads.key, is_wide=True), heads.value, heads.before)
         return GatedAttentionOutput(y, rows, share, None)
 
@@ -151,27 +234,6 @@ class GatedAttention(UnitAttention):
             reason="our kernels keep scores and rows in registers",
         )
 
-    def retrieve(self, rows: ProjectedRows, store: Store) -> RetrievedRows:
-        """Read the stored rows."""
-        query, empty = self.scale_query(rows.query).transpose(0, 1), self.options.empty_rows
-        index = nearest(
-            rows.query.transpose(0, 1),
-            store,
-            number=self.number,
-            search=self.options.search,
-            chunk_len=self.options.chunk_len,
-            empty=empty,
-        )
-        weights = weigh(query, store, index, empty=empty)
-        found = read_rows(self.attention_dropout(weights), store, index).transpose(0, 1).to(rows.value.dtype)
-        return RetrievedRows(found, self.share(store), index, weights)
-
-    def mix_output(self, local: Tensor, found: Tensor, share: Tensor) -> Tensor:
-        """Return the output, (B, T, D), from what was read of cache and segment, and of stored rows, (H, B, T, K)."""
-        gate = share.to(local.dtype)
-        y: Tensor = self.dropout(self.output(merge_heads(gate * found + (1.0 - gate) * local)))
-        return y
-
     def cached_rows(self, state: MemorizingState) -> CachedRows:
         """Return the rows before the segment."""
         valid = valid_rows(state.store.num_written.clamp(max=self.cache_len), self.cache_len, state.cache_shown)
@@ -180,32 +242,27 @@ class GatedAttention(UnitAttention):
             valid = valid & state.cache_shown if isinstance(state.cache_shown, Tensor) else valid
         return CachedRows(state.cached_keys, state.cached_values, valid)
 
-    def share(self, store: Store) -> Tensor:
-        """Return the share of the stored rows in every head's output, (H, 1, 1, 1), or of every head and lane."""
-        share = self.gate.sigmoid()[:, None, None, None]
-        if self.options.gate_empty:
-            return share
-        sees = readable_rows(store, empty=False).any(dim=1)
-        return torch.where(sees[:, None, None], share, 0.0)
-
 
 class Memorizing(Inspectable):
     """Attention to the segment and its cache, mixed with the nearest of many stored keys and values."""
 
     title = "Memorizing Transformer"
     min_seg_len = 1
-    model_keys = ("same_length",)
     can_step = True
 
     @dataclass
     class Options:
+        # the memory whose attention it reads beside, none or causal; null: an attention of its own
+        over: Any = None
         mem_len: int = key(8192, at_least=1, at_most=TOKENS)  # M, tokens
         neighbors: int = key(32, at_least=1, at_most=TOKENS)  # k, rows that a query reads
         # the k nearest, or of M / k rows each, r = j modulo k for j < k, the nearest, as in the released code
         search: str = key("exact", choices=("exact", "buckets"))
         cache_len: int | None = key(None, at_least=0, at_most=TOKENS)  # W, tokens seen before the segment; None: T
         positions: str = key("t5", choices=("t5", "none"))  # of local attention; none: as the released configuration
-        gate_init: float = key(0.0)  # b; sigmoid(b) is the share of the stored rows in a head's output
+        gate_init: float = key(0.0)  # b
+        # the share of the stored rows in a head's output: sigmoid(b), as in the paper | tanh(b), which is 0 at 0
+        gate: str = key("sigmoid", choices=("sigmoid", "tanh"))
         # mix in the reading of an empty memory, 0, as in the released code; false: the first segment has no gate
         gate_empty: bool = True
         scale_init: float = key(1.0)  # of scores, whose queries and keys have length 1
@@ -216,14 +273,16 @@ class Memorizing(Inspectable):
         # tokens that a convolution of queries, keys and values sees, with SiLU after it; None: there is none
         kernel: int | None = key(None, at_least=1, at_most=64)
 
-    def __init__(self, spec: LayerSpec, options: Options) -> None:
+    def __init__(self, spec: LayerSpec, options: Options, over: Memory | None = None) -> None:
         super().__init__(spec, options)
-        self.cache_len = spec.seg_len if options.cache_len is None else options.cache_len
-        if spec.llama is not None:
+        self.over = attention_below(over, options, spec, kind="memorizing")
+        if self.over is not None and options.cache_len:
             raise ValueError(
-                "memory.kind is memorizing, whose own attention has no grouped heads and T5's positions instead of a "
-                "Llama's: set memory.kind to transformer_xl, or model.kind to transformer"
+                f"memory.cache_len is {options.cache_len}, which is of an own attention, but memory.over has another "
+                "one: set memory.cache_len to null"
             )
+        self.cache_len = spec.seg_len if options.cache_len is None else options.cache_len
+        self.key_heads = spec.num_heads
         check_choices(options, positions=("t5", "none"), search=("exact", "buckets"), rows_dtype=tuple(DTYPES))
         if options.search == "buckets" and options.mem_len % options.neighbors:
             raise ValueError(
@@ -232,8 +291,13 @@ class Memorizing(Inspectable):
             )
         if spec.same_length and self.cache_len == 0:
             raise ValueError("model.same_length needs a cache: set it to false, or memory.cache_len to more than 0")
-        self.norm = input_norm(spec)
-        self.attention = GatedAttention(spec, options, cache_len=self.cache_len)
+        self.attention: GatedAttention | OverAttention
+        if self.over is None:
+            self.norm = input_norm(spec)
+            self.attention = GatedAttention(spec, options, cache_len=self.cache_len)
+        else:
+            self.cache_len, self.key_heads = 0, spec.kv_width // spec.d_head
+            self.attention = OverAttention(spec, options)
 
     @classmethod
     def small_options(cls, seg_len: int) -> dict[str, Any]:
@@ -243,12 +307,14 @@ class Memorizing(Inspectable):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
+        if self.over is not None:
+            self.over.reset_parameters()
         if not self.attention.gate.is_meta:
             self.attention.gate.fill_(self.options.gate_init)
             self.attention.scale.fill_(self.options.scale_init)
 
     def init_state(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> MemorizingState:
-        num_lanes, heads, width = len(document_ids), self.spec.num_heads, self.spec.d_head
+        num_lanes, heads, width = len(document_ids), self.key_heads, self.spec.d_head
         stored = DTYPES[self.options.rows_dtype]
         if stored == torch.float32:
             stored = torch.promote_types(dtype, stored)
@@ -258,14 +324,32 @@ class Memorizing(Inspectable):
 
         none_written = torch.zeros(num_lanes, device=device, dtype=torch.int64)
         store = Store(empty_rows(self.options.mem_len, stored), empty_rows(self.options.mem_len, stored), none_written)
-        tail = self.attention.empty_tail(num_lanes, device, dtype)
+        own = self.attention if isinstance(self.attention, GatedAttention) else None
+        tail = own.empty_tail(num_lanes, device, dtype) if own else ()
         return MemorizingState(empty_rows(self.cache_len, dtype), empty_rows(self.cache_len, dtype), store, tail=tail)
 
     def counts(self, state: MemorizingState) -> dict[str, Count]:
         return {"store.num_written": Count(state.store.num_written)}
 
+    @property
+    def model_keys(self) -> Collection[str]:
+        return ("same_length",) if self.over is None else self.over.model_keys
+
+    @classmethod
+    def title_of(cls, options: Options) -> str:
+        return f"{cls.title} over attention" if options.over else cls.title
+
+    def attend(self, x: Tensor, state: MemorizingState, *, weights: bool = False) -> GatedAttentionOutput:
+        """Attend from the segment."""
+        found: GatedAttentionOutput
+        if self.over is None:
+            found = self.attention(self.norm(x), state, weights=weights)
+        else:
+            found = self.attention(x, state, self.over, weights=weights)
+        return found
+
     def forward(self, x: Tensor, state: MemorizingState, valid_len: Tensor) -> MemoryOutput:
-        y, heads, share, _ = self.attention(self.norm(x), state)
+        y, heads, share, _ = self.attend(x, state)
         everything = Evicted(x.detach(), torch.ones_like(valid_len, dtype=torch.bool))
         logs = {
             "share": share.detach().float().mean(dim=(0, 2, 3)),
@@ -274,17 +358,27 @@ class Memorizing(Inspectable):
         return MemoryOutput(y, self.write_rows(state, heads), {}, heads.query, everything, logs)
 
     def open_segment(self, state: MemorizingState, rows: Tensor) -> Opened:
+        if self.over is not None:
+            below = self.over.open_segment(EmptyState(), rows)
+            return Opened(MemorizingOpenLanes(below.lanes, state.store), below.shared)
+        assert isinstance(self.attention, GatedAttention)
         tail = state.tail.clone() if isinstance(state.tail, Tensor) else ()
         local = self.attention.open(self.attention.cached_rows(state), seg_len=self.spec.seg_len, tail=tail)
         return Opened(MemorizingOpenLanes(local.lanes, state.store), local.shared)
 
     def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
-        further = self.attention.further(self.norm(x), opened.lanes.local, places)
+        lanes = opened.lanes
+        if self.over is not None:
+            read, query = self.over.step_heads(x, Opened(lanes.local, opened.shared), places)
+            found = self.attention.retrieve(unit(query), lanes.store, read.dtype)
+            mixed = mix(split_heads(read, self.spec.num_heads), found)
+            return StepOutput(self.over.attention.merge_output(mixed), query, opened)
+        assert isinstance(self.attention, GatedAttention)
+        further = self.attention.further(self.norm(x), lanes.local, places)
         rows = self.attention.units(self.attention.split(*further))
-        local = self.attention.step_rows(rows, opened.lanes.local, opened.shared, places)
-        found = self.attention.retrieve(rows, opened.lanes.store)
-        y = self.attention.mix_output(local, found.rows, found.share)
-        return StepOutput(y, rows.raw, opened)
+        local = self.attention.step_rows(rows, lanes.local, opened.shared, places)
+        found = self.attention.retrieve(rows.query, lanes.store, rows.value.dtype)
+        return StepOutput(self.attention.merge_output(mix(local, found)), rows.raw, opened)
 
     @torch.no_grad()
     def write_rows(self, state: MemorizingState, heads: UnitHeads) -> MemorizingState:
@@ -306,7 +400,8 @@ class Memorizing(Inspectable):
     @torch.no_grad()
     def inspect(self, x: Tensor, state: MemorizingState, valid_len: Tensor, trace: None = None) -> Inspection:
         """Return shares of what is read, which sum to 1; the last W tokens have two rows each."""
-        weights = self.attention(self.norm(x), state, weights=True).weights
+        weights = self.attend(x, state, weights=True).weights
+        assert weights is not None
         memory = rows_of(torch.cat([weights.cached, weights.stored], dim=-1), self.spans(state))
         return Inspection(of_tokens({"memory": memory, "segment": segment_rows(weights.segment, valid_len)}))
 

@@ -55,6 +55,11 @@ def unit(rows: Tensor) -> Tensor:
     return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + 1e-6)
 
 
+def scale_heads(query: Tensor, scale: Tensor) -> Tensor:
+    """Return queries (H, B, T, K) times the absolute value of their head's scale, (H,)."""
+    return query * scale.to(query.dtype).abs()[:, None, None, None]
+
+
 def buckets(distances: Tensor) -> Tensor:
     """Return T5's bucket of each distance, (J,) int64: 16 of one distance each, and 16 that widen up to 128 tokens."""
     exact = NUM_BUCKETS // 2
@@ -105,7 +110,7 @@ class UnitAttention(AttentionLayer):
 
     def scale_query(self, query: Tensor) -> Tensor:
         """Return queries (H, B, T, K) times the scale of their head."""
-        return query * self.scale.to(query.dtype).abs()[:, None, None, None]
+        return scale_heads(query, self.scale)
 
     def attend(self, rows: ProjectedRows, cached: CachedRows, *, weights: bool) -> tuple[Tensor, Tensor | None]:
         """Return what queries read of cache and segment, (H, B, T, K), and if asked for the weights (H, B, T, J)."""

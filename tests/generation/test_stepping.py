@@ -67,6 +67,11 @@ def cases() -> dict[str, Case]:
         **{f"{kind} in a Llama": Case(small_block(kind), LLAMA) for kind in IN_LLAMA},
         "infini over none in Qwen3": Case(small_block("infini", over={"kind": "none"}, gate_init=0.5), QWEN3),
         "infini over causal in GPT-2": Case(small_block("infini", over={"kind": "causal"}, gate_init=0.5), GPT2),
+        "memorizing over none in Qwen3": Case(small_block("memorizing", over={"kind": "none"}), QWEN3),
+        "memorizing over causal in GPT-2": Case(small_block("memorizing", over={"kind": "causal"}), GPT2),
+        "linear over a window in Qwen3": Case(
+            small_block("linear", over=CACHE, over_gate_init=0.5), {**QWEN3, "sliding_window": SEG_LEN - 1}
+        ),
         "compressive in Qwen3": Case(small_block("compressive"), QWEN3),
         "dynamic positions": Case(CACHE, DYNAMIC),
         "a window": Case(CACHE, {**QWEN3, "sliding_window": SEG_LEN - 1}),

@@ -11,6 +11,7 @@ import yaml
 from torch import Tensor
 
 from dist_mem.config import load_config
+from dist_mem.config.memory_blocks import memories_of
 from dist_mem.hf.names import take_published, to_published
 from dist_mem.memory import memory_options
 from dist_mem.memory.base import Stem
@@ -37,9 +38,10 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def memory_of(name: str, model: str) -> dict[str, Any]:
-    """Return the memory of a preset; in a GPT-2, as the presets say."""
+    """Return the memory of a preset, also for all blocks if it is for one; in a GPT-2, as the presets say."""
     files = [str(path) for path in (BASE, *(PRESETS | LINEAR)[name])]
-    loaded = dict(load_config(files, memory_options=memory_options).memory)
+    found = memories_of(load_config(files, memory_options=memory_options).memory).values()
+    (loaded,) = (dict(memory) for memory in found if memory["kind"] not in ("none", "causal"))
     if model == "GPT-2" and "over" in loaded:
         loaded["over"] = {"kind": "causal"}
     return loaded
@@ -132,7 +134,7 @@ def test_every_block_of_it_learns_at_the_first_step(name: str, model: str) -> No
     assert not torch.equal(log_probs(added, segments), before)
 
 
-@pytest.mark.parametrize("name", ["gated_deltanet", "titans", "infini"])
+@pytest.mark.parametrize("name", ["gated_deltanet", "titans", "infini", "memorizing"])
 @pytest.mark.parametrize(("model", "over"), [("GPT-2", "causal"), ("Llama", "none")])
 def test_a_memory_without_a_place_for_the_attention_is_refused_with_what_to_set(
     model: str, over: str, name: str
@@ -148,7 +150,7 @@ def test_a_memory_whose_rows_pass_through_all_blocks_has_no_place_below() -> Non
         build("Llama", {"kind": "linear", "over": {"kind": "armt"}})
 
 
-@pytest.mark.parametrize("name", ["infini"])
+@pytest.mark.parametrize("name", ["infini", "memorizing"])
 def test_heads_that_share_keys_read_as_if_each_had_its_own(name: str) -> None:
     """In a Llama with two heads of keys for four of queries, and one whose heads of keys are repeated."""
     memory = {**memory_of(name, "Llama"), "gate_init": 0.5}

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dist_mem.memory.base import select_lanes
-from dist_mem.memory.memorizing import Memorizing, MemorizingState
+from dist_mem.memory.memorizing import GatedAttention, Memorizing, MemorizingState
 from dist_mem.memory.parts.stored_rows import Store, largest, nearest, pick, read_rows, spans_of, weigh, write
 from dist_mem.nn.layer_spec import LayerSpec
 from dist_mem.nn.unit_attention import buckets
@@ -208,6 +208,7 @@ def test_outputs_depend_on_the_stored_rows_that_inspection_shows_and_on_no_other
     """Without it outputs differ, and without another they are the same bits."""
     options = Memorizing.Options(mem_len=60, neighbors=1, cache_len=0)
     memory = Memorizing(spec(same_length=False), options).double()
+    assert isinstance(memory.attention, GatedAttention)
     torch.nn.init.normal_(memory.attention.query.weight)
     state = memory.init_state(torch.arange(1), "cpu", torch.float64)
     valid_len, segments = torch.full((1,), 6), torch.randn(9, 1, 6, 12, dtype=torch.float64)

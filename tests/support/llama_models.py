@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "rmt_rows in Qwen3": small_block("rmt_rows"),
     "infinite, normed over compressive": small_block("infinite", over=small_block("compressive"), store="normed"),
     "infini over none in Qwen3": small_block("infini", over={"kind": "none"}, gate="tanh", gate_init=0.5),
+    "memorizing over none in Qwen3": small_block("memorizing", over={"kind": "none"}, gate="tanh", gate_init=0.5),
     "linear over none in Qwen3": small_block("linear", over={"kind": "none"}, over_gate_init=0.5),
 }
 KEYS: dict[str, Any] = {"kind": "llama", "d_head": 6, "num_kv_heads": 1}
