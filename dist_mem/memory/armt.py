@@ -61,7 +61,7 @@ class ArmtState(NamedTuple):
     has_pending: Tensor  # (B,) bool
 
 
-class OpenLanes(NamedTuple):
+class ArmtOpenLanes(NamedTuple):
     over: Any  # of the attention below
     matrix: Matrix
 
@@ -233,14 +233,14 @@ class AssociativeMemory(Inspectable):
 
     def open_segment(self, state: ArmtState, rows: Tensor) -> Opened:
         below = self.over.open_segment(EmptyState(), rows)
-        return Opened(OpenLanes(below.lanes, self.write_pending(state, rows.dtype)), below.shared)
+        return Opened(ArmtOpenLanes(below.lanes, self.write_pending(state, rows.dtype)), below.shared)
 
     def step_rows(self, x: Tensor, opened: Opened, places: Places) -> StepOutput:
         lanes, matrix = opened.lanes
         found = self.read(x, matrix)
         below = self.over.step_rows(x + found, Opened(lanes, opened.shared), places)
         return StepOutput(
-            found + below.y, below.query, Opened(OpenLanes(below.opened.lanes, matrix), below.opened.shared)
+            found + below.y, below.query, Opened(ArmtOpenLanes(below.opened.lanes, matrix), below.opened.shared)
         )
 
     @torch.no_grad()

@@ -70,12 +70,12 @@ class NoMemory(Inspectable):
 
     def attend(self, x: Tensor, *, weights: bool) -> AttentionOutput:
         """Attend to the segment."""
-        attended: AttentionOutput = self.attention(self.norm(x), *nothing_before(x), weights=weights)
+        attended: AttentionOutput = self.attention(self.norm(x), *empty_context(x), weights=weights)
         return attended
 
     def attend_heads(self, x: Tensor, *, weights: bool) -> HeadRows:
         """Attend as `attend`, without the output projection."""
-        return self.attention.attend_heads(self.norm(x), *nothing_before(x), weights=weights)
+        return self.attention.attend_heads(self.norm(x), *empty_context(x), weights=weights)
 
     def open_segment(self, state: EmptyState, rows: Tensor) -> Opened:
         return self.attention.open(
@@ -98,7 +98,7 @@ class NoMemory(Inspectable):
         return state
 
 
-def nothing_before(x: Tensor) -> tuple[Tensor, Visible]:
+def empty_context(x: Tensor) -> tuple[Tensor, Visible]:
     """Return the context of a segment (B, T, D) by itself, and what is visible there."""
     no_context = x.new_empty(x.shape[0], 0, x.shape[2])
     nothing = no_context.new_empty(x.shape[0], 0, dtype=torch.bool)

@@ -99,6 +99,9 @@ def test_a_pretrained_model_begins_as_it_is_without_the_memory(name: str, model:
     plain, added = pretrained(model), build(model, memory)
     take_published(added, to_published(plain), "weights")
     found = log_probs(added, segments)
+    if memory["kind"] == "rmt_rows":  # its tokens have other places, and see the memory rows: another model
+        assert (found - log_probs(plain, segments)).abs().max() > 1e-2
+        return
     if memory["kind"] == "transformer_xl":
         plain, segments = pretrained(model, seg_len=3 * SEG_LEN), [torch.cat(segments, dim=1)]
     if memory["kind"] == "transformer_xl" or type(added.stem) is not Stem:
@@ -124,7 +127,8 @@ def test_every_block_of_it_learns_at_the_first_step(name: str, model: str) -> No
     total.backward()
     parameters = dict(added.named_parameters())
     for number in range(len(added.blocks)):
-        mine = [parameters[key].grad for key in new if key.startswith(f"blocks.{number}.")]
+        place = "stem." if memory["kind"] == "rmt_rows" else f"blocks.{number}."  # the rows are those of all blocks
+        mine = [parameters[key].grad for key in new if key.startswith(place)]
         assert any(grad is not None and bool((grad != 0).any()) for grad in mine), number
     with torch.no_grad():
         for key in new:
