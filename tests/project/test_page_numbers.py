@@ -112,6 +112,22 @@ def test_the_overview_of_memories_has_their_bytes() -> None:
     assert shown == {name: f"{size:.3g}" for name, size in sizes.items()}
 
 
+def test_the_tutorial_has_the_parameters_that_a_memory_adds_to_a_llama() -> None:
+    page = (DOCS / "tutorials" / "pretrained.md").read_text(encoding="utf-8")
+    shown = {name.strip("`"): cells[1] for name, cells in table_with("file | what", page).items()}
+    files = sorted((ROOT / "configs" / "pretrained" / "memory").glob("*.yaml"))
+    assert shown.keys() == {path.relative_to(ROOT).as_posix() for path in files}
+
+    def count(*words: str) -> int:
+        config = load_config([str(ROOT / "configs" / "pretrained" / "llama_3.2_1b.yaml"), *words])
+        return describe(model_spec(config, vocab_size=128_256))["num_parameters"]
+
+    plain = count()
+    for path, cell in shown.items():
+        added = count(str(ROOT / path)) - plain
+        assert cell == (f"{added:,}" if added < 1e6 else f"{added / 1e6:.0f} M"), path
+
+
 # What docs/results/write_pages.py writes: tests/studies/test_result_pages.py compares it with the cells.
 WRITTEN = re.compile(r"<!-- table .*?<!-- end -->|<!-- \w+ \w+: .*?<!---->", re.S)
 
