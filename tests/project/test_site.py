@@ -148,7 +148,12 @@ def test_the_filter_of_keys_keeps_rows_with_all_words_under_their_headings(site:
 
 @pytest.mark.parametrize(
     ("query", "page_found"),
-    [("goodput", "howto/performance"), ("out of memory", "reference/faults"), ("CUDA OOM", "reference/faults")],
+    [
+        ("goodput", "howto/performance"),
+        ("out of memory", "reference/faults"),
+        ("CUDA OOM", "reference/faults"),
+        *((words, "howto/bptt") for words in ("TBPTT", "stateful training", "initial_state", "detach state")),
+    ],
 )
 def test_the_search_works_from_the_disk(site: Path, browser: Browser, query: str, page_found: str) -> None:
     """The page is one of the first two."""
