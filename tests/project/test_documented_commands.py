@@ -215,7 +215,7 @@ WITH_COMMANDS = [page for page in PAGES if any(items_of(page))]
 OF_NIGHT = {
     f"docs/howto/{name}.md"
     for name in (
-        *("add_a_memory", "dialogue", "evaluate", "gpt2", "inspect", "llama", "performance"),
+        *("add_a_memory", "babilong", "dialogue", "evaluate", "gpt2", "inspect", "llama", "performance"),
         *("sorting", "tables", "transformers"),
     )
 }

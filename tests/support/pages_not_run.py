@@ -132,6 +132,7 @@ NOT_RUN = [
     NotRun("docs/howto/performance.md", "bash benchmarks/gpu.sh", "a GPU; test_benchmarks.py", shell_syntax),
     NotRun("docs/howto/tables.md", "dist-mem reproduce lamemo.table3 --scale small", "hours"),
     NotRun("docs/howto/tables.md", "dist-mem reproduce lamemo.table1 --scale paper", "days, on GPUs"),
+    NotRun("docs/howto/babilong.md", "dist-mem data build babilong --out data/babi ", "bAbI's files and PG-19's"),
     NotRun("docs/howto/recall_tasks.md", "dist-mem sweep", "half an hour each; test_runner.py"),
     NotRun("docs/howto/tables.md", "dist-mem sweep configs/sweeps/rates.yaml --slurm", "a cluster; test_slurm_jobs.py"),
     NotRun("docs/howto/tracking.md", "MLFLOW_TRACKING_URI=", "a server, which does not end; test_serving.py"),

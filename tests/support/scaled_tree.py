@@ -40,6 +40,10 @@ SMALLER: dict[str, Sequence[str]] = {
         *("train.threads=1", "train.steps=16", "schedule.warmup_steps=2"),
         *("checkpoint.every=4", "eval.every=4", "tracking.every=2"),
     ],
+    "babilong_small.yaml": [
+        *(*_MODEL, *_FEW, "eval.every=1"),
+        "data.curriculum=[{path: data/babilong/qa1/62, until: 1}, {path: data/babilong/qa1/126, until: 3}]",
+    ],
     **{f"{name}_small.yaml": [*_MODEL, *_FEW] for name in ("llama", "mqar", "pg19", "sorting", "cmu_dog")},
     **{
         f"{name}.yaml": ["memory.num_basis=16", "memory.num_samples=16"]
@@ -55,6 +59,8 @@ STAND_INS = {
     "--download --workers 8": "--vocab-size 2000",  # the network
     "--workers 8": "--workers 2",
     "--lengths 500 1000 2000": "--lengths 500 1000 2000 --train 64 --validation 8 --test 8",
+    "--train 20000 --validation 200 --test 500": "--train 32 --validation 8 --test 8",
+    "--train 16 --validation 8 --test 300": "--train 16 --validation 8 --test 8",
     "--train 8000 --validation 400 --test 400": "--train 128 --validation 8 --test 8",
     "reproduce lamemo.table3 ": "reproduce lamemo.table3 --rows lamemo train.steps=100 schedule.warmup_steps=1 ",
     "sweeps/memories.yaml": "sweeps/memories.yaml train.steps=100 schedule.warmup_steps=1",
