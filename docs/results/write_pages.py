@@ -391,7 +391,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     **{task: long_table(task) for task in LONG},
 }
 _TABLE = re.compile(r"(<!-- table ([\w ]+) -->\n).*?(<!-- end -->)", re.S)
-_VALUE = re.compile(r"(<!-- (gain|mean|right) (\w+): ([^>]+?) -->).*?(<!---->)", re.S)
+_VALUE = re.compile(r"(<!-- (gain|mean|right) ([^:>]+): ([^>]+?) -->).*?(<!---->)", re.S)  # a family that is none fails
 
 
 def value(kind: str, family: str, what: str) -> str:
