@@ -33,7 +33,7 @@ BESIDE = {
     "transformer_xl": MeasuredFactor(1.9, {"kernel": None}),  # relative and rotary positions
     "lamemo": MeasuredFactor(1.9, {"kernel": None}),
     "infinite": MeasuredFactor(1.4, {"over": {"kind": "none"}, "density": "affine", "sampling": "linear"}),
-    "memorizing": MeasuredFactor(2.6, {"search": "exact", "kernel": None}),
+    "memorizing": MeasuredFactor(2.6, {"over": None, "search": "exact", "kernel": None}),
     "linear": MeasuredFactor(3.4, {"over": None, "decay": "scalar", "delta": True}),  # Gated DeltaNet
 }
 # Of Transformer-XL at D 512 (NVIDIA's base configuration, with small products) and 2,048, relative to D 768.

@@ -136,6 +136,7 @@ def test_every_block_of_it_learns_at_the_first_step(name: str, model: str) -> No
             assert gradient is not None, key
             parameters[key].sub_(gradient.sign(), alpha=1e-2)
     assert not torch.equal(log_probs(added, segments), before)
+    assert take_published(build(model, memory), to_published(added), "an export, read back") == []
 
 
 @pytest.mark.parametrize("name", ["gated_deltanet", "titans", "infini", "memorizing"])
