@@ -39,6 +39,8 @@ def check_together(config: Mapping[str, Any], *, trains: bool = True) -> Iterato
     if train["segments_per_update"] % train["bptt_segments"]:
         uneven = f"is {train['bptt_segments']}, which does not divide train.segments_per_update"
         yield Problem("train.bptt_segments", f"{uneven} = {train['segments_per_update']}; change one of them")
+    if train["reset"] != "never" and model["token_types"]:
+        yield Problem("train.reset", f"is {train['reset']}, which would also forget who speaks: set it to never")
     if text := profile_problem(train["profile"], train["steps"]):
         yield Problem("train.profile", text)
     if model["d_head"] is None and model["d_model"] % model["num_heads"]:

@@ -199,6 +199,9 @@ class TrainConfig:
     segments_per_update: int = key(1, at_least=1, at_most=65_536, resume=ALLOWED)
     # segments that gradients flow through where a memory carries them; divides segments_per_update: docs/howto/bptt.md
     bptt_segments: int = key(1, at_least=1, at_most=65_536, resume=ALLOWED)
+    # what empties the memories of a training besides a document's start: segment: every segment | window: every
+    # bptt_segments; the control of what a carried state is worth. Evaluations carry it
+    reset: str = key("never", choices=("never", "window", "segment"), resume=ALLOWED)
     steps: int | None = key(None, at_least=1, at_most=STEPS, resume=FREE)  # updates; give this or epochs
     # passes over all documents; give this or steps
     epochs: float | None = key(None, above=0, at_most=STEPS, resume=FREE)

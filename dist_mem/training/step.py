@@ -91,7 +91,7 @@ def accumulate_gradients(
     last = len(windows) - 1
     for index, (host_batch, batch) in enumerate(zip(host_windows, windows, strict=True)):
         group = index % len(states)
-        first, *later = _starts(host_batch, batch, context.engine)
+        first, *later = _starts(host_batch, batch, context.engine, train.reset)
         state = states[group] if first is None else reset_lanes(states[group], *first)
         beat("forward")
         with torch.set_grad_enabled(needs_gradient[index]):
@@ -122,16 +122,23 @@ def accumulate_gradients(
     return agreement
 
 
-def _starts(host_batch: Batch, batch: Batch, engine: Engine) -> list[DocumentStarts | None]:
-    """Return for each segment of a window the lanes that begin a document in it, None if none does."""
-    return [
+def _starts(host_batch: Batch, batch: Batch, engine: Engine, reset: str) -> list[DocumentStarts | None]:
+    """Return for each segment of a window the lanes that begin with an empty memory in it, None if none does.
+
+    Args:
+        reset: as `train.reset`.
+    """
+    parts = (_by_segment(part) for part in (host_batch.is_new_document, batch.is_new_document, batch.document))
+    starts: list[DocumentStarts | None] = []
+    for host_is_new, is_new, document in zip(*parts, strict=True):
+        is_reset = reset == "segment" or (reset == "window" and not starts)
         # Asked on the CPU, so that nothing waits for the device.
-        DocumentStarts(engine.init_state(document), is_new) if host_is_new.any() else None
-        for host_is_new, is_new, document in zip(
-            *(_by_segment(part) for part in (host_batch.is_new_document, batch.is_new_document, batch.document)),
-            strict=True,
-        )
-    ]
+        if is_reset or host_is_new.any():
+            lanes = torch.ones_like(is_new) if is_reset else is_new
+            starts.append(DocumentStarts(engine.init_state(document), lanes))
+        else:
+            starts.append(None)
+    return starts
 
 
 def _by_segment(values: Tensor) -> tuple[Tensor, ...]:

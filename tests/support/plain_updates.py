@@ -56,7 +56,8 @@ def plain_update(memory: dict[str, Any], train: dict[str, Any], segments: Segmen
     batches = segments(config, step=0)
     for number, batch in enumerate(batches):
         state = detach_state(state) if number % config.train.bptt_segments == 0 else state
-        state = reset_lanes(state, fresh, batch.is_new_document)
+        is_reset = {"never": False, "window": number % config.train.bptt_segments == 0, "segment": True}
+        state = reset_lanes(state, fresh, batch.is_new_document | is_reset[config.train.reset])
         output = model(batch.tokens, batch.targets, batch.valid_len, state=state)
         state, nll = output.state, nll + output.nll.sum()
         aux = aux + sum(part.sum() for part in output.aux.values())

@@ -40,6 +40,18 @@ def test_an_update_equals_plain_autograd_over_its_windows(rank_pool: Pools, case
         assert any(not torch.allclose(found[fewer][name], found[more][name], rtol=1e-4) for name in found[more])
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", ["transformer_xl", "linear", "rmt"])
+def test_memories_are_emptied_where_train_reset_says(rank_pool: Pools, case: str) -> None:
+    train: dict[str, Any] = {"micro_batch_size": 2, "segments_per_update": 4, "bptt_segments": 2}
+    found = {
+        reset: assert_plain_update(rank_pool(2), 2, CASES[case], {**train, "reset": reset})
+        for reset in ("never", "window", "segment")
+    }
+    for one, other in (("never", "window"), ("window", "segment")):
+        assert any(not torch.allclose(found[one][name], found[other][name], rtol=1e-4) for name in found[other])
+
+
 @pytest.mark.parametrize("case", case_params())
 def test_a_window_is_its_segments_one_after_the_other(case: str) -> None:
     """Losses and states bit for bit; gradients in float64, where only a memory that carries one has another."""
