@@ -308,7 +308,9 @@ def check_keys_are_read(model: ModelConfig, memory: Mapping[str, Any], memories:
     for name, value in settings.items():
         if value is not None and not any(name in each.model_keys for each in memories):
             kind = f"memory.kind {describe_memory(memory)} does not read it"
-            raise ValueError(f"model.{name} is {value}, but {kind}: leave model.{name} out, or set another memory.kind")
+            has_place = any(getattr(each.options, "over", "") is None for each in memories)
+            other = "memory.over.kind=none" if has_place else "another memory.kind"
+            raise ValueError(f"model.{name} is {value}, but {kind}: leave model.{name} out, or set {other}")
 
 
 def vocabulary_bins(model: ModelConfig, vocab_size: int) -> list[Bin]:

@@ -139,6 +139,13 @@ def test_every_block_of_it_learns_at_the_first_step(name: str, model: str) -> No
     assert take_published(build(model, memory), to_published(added), "an export, read back") == []
 
 
+def test_a_window_that_a_linear_memory_does_not_read_is_refused_with_the_attention_that_does() -> None:
+    model = "Qwen3 with a window"
+    with refused(ValueError, f"model.sliding_window is {SEG_LEN // 2}", "memory.over.kind=none"):
+        build(model, {"kind": "linear"})
+    build(model, {"kind": "linear", "over": {"kind": "none"}})
+
+
 @pytest.mark.parametrize("name", ["gated_deltanet", "titans", "infini", "memorizing"])
 @pytest.mark.parametrize(("model", "over"), [("GPT-2", "causal"), ("Llama", "none")])
 def test_a_memory_without_a_place_for_the_attention_is_refused_with_what_to_set(
