@@ -74,6 +74,36 @@ def run(request: LmEvalRequest) -> int:
         UnusableError: the model, a task or a path is unusable; the message names it.
         UnfitError: the machine cannot do it now, as when the data of a task cannot be fetched.
     """
+    _check(request)
+    opened = open_run(request.run, request.overrides, request.checkpoint)
+    model, logs, tables = DistMemLM(opened.trained), list[AnswerLog](), []
+    lengths: Sequence[int | None] = request.lengths or [None]
+    with TemporaryDirectory() as folder:
+        for length in lengths:
+            with read_copies(request.datasets):
+                tasks = _open_tasks(request, opened, Path(folder), length)
+            try:
+                path = _report_path(request, opened, length)
+                with AnswerLog(path.with_suffix(".answers.jsonl"), _settings(request, opened)) as model.answers:
+                    results = evaluate(model, tasks, limit=request.limit, log_samples=False)
+                assert results is not None, "there is one process"
+                logs.append(model.answers)
+                tables.append(_publish(request, opened, results, path, length))
+            # of templates, unsafe code, a word without a token, a disk
+            except (OSError, TemplateError, ValueError) as error:
+                raise run_error(error) from error
+    if len(tables) > 1:
+        path = _report_path(request, opened, None).with_suffix(".csv")
+        rows = by_length(tables, request.lengths)
+        write_text(path, csv_text(rows))
+        print("\n".join(table(rows)), f"written: {path}", sep="\n")
+    for log in logs:  # not before: the same command, if stopped at a later length, has those of the earlier ones
+        log.remove()
+    return EXIT_DONE
+
+
+def _check(request: LmEvalRequest) -> None:
+    """Raise UnusableError for arguments that cannot be meant."""
     for option, folder in (("--include-path", request.include_path), ("--datasets", request.datasets)):
         if folder is not None and not folder.is_dir():
             raise UnusableError(f"{option} {folder}: there is no such folder")
@@ -81,32 +111,6 @@ def run(request: LmEvalRequest) -> int:
         raise UnusableError("--output takes the results of one length: every length has its own file in RUN")
     if request.lengths and "max_seq_lengths" in request.metadata:
         raise UnusableError("--lengths and --metadata both give max_seq_lengths: leave one out")
-    opened = open_run(request.run, request.overrides, request.checkpoint)
-    model, tables = DistMemLM(opened.trained), []
-    with TemporaryDirectory() as place:
-        lengths: Sequence[int | None] = request.lengths or [None]
-        for length in lengths:
-            with read_copies(request.datasets):
-                tasks = _open_tasks(request, opened, Path(place), length)
-            path = _report_path(request, opened, length)
-            try:
-                with AnswerLog(path.with_suffix(".answers.jsonl"), _settings(request, opened)) as model.answers:
-                    results = evaluate(model, tasks, limit=request.limit, log_samples=False)
-                assert results is not None, "there is one process"
-                tables.append(_publish(request, opened, results, path, length))
-                model.answers.remove()
-            except (
-                OSError,
-                TemplateError,
-                ValueError,
-            ) as error:  # templates, unsafe code, a word without a token, a disk
-                raise run_error(error) from error
-    if len(request.lengths) > 1:
-        path = _report_path(request, opened, None).with_suffix(".csv")
-        rows = by_length(tables, request.lengths)
-        write_text(path, csv_text(rows))
-        print("\n".join(table(rows)), f"written: {path}", sep="\n")
-    return EXIT_DONE
 
 
 def _open_tasks(request: LmEvalRequest, opened: OpenRun, folder: Path, length: int | None) -> TaskDict:

@@ -200,6 +200,12 @@ def test_a_command_that_was_stopped_goes_on_with_the_same_answers(
     assert ask(model, tasks, *given, "--output", str(again)) == 0
     assert written[0] == 10 - 3 and not log.exists()
     assert json.loads(again.read_text("utf-8")) == json.loads(out.read_text("utf-8"))
+    written[0], limit[0] = 0, 14
+    two = ["--tasks", "pair", "--lengths", "32,64", "eval.batch_size=2"]
+    assert ask(model, tasks, *two) == 128 + signal.SIGINT
+    written[0], limit[0] = 0, -1
+    assert ask(model, tasks, *two) == 0 and written[0] == 20 - 14, "also those of the first length are kept"
+    assert not list(log.parent.glob("*.answers.jsonl"))
     log.write_bytes(kept.replace(b'"step"', b'"Step"', 1))  # of another model
     written[0] = 0
     assert ask(model, tasks, *given) == 0
