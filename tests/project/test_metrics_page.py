@@ -18,6 +18,7 @@ from dist_mem.memory import memory_kinds
 from dist_mem.tracking.log import read_points
 from dist_mem.tracking.names import in_group
 from dist_mem.training.divergence import METRICS
+from dist_mem.training.evaluation import ACCURACY, STAGE
 from dist_mem.training.meter import LOGGED, MEASUREMENTS, Meter, Totals
 from tests.support.contract_cases import LANES, subject
 from tests.support.jobs import train_here, write_config
@@ -63,7 +64,7 @@ class Gradients:
 def of_training() -> set[str]:
     meter = Meter(lane_segments_per_update=1)
     meter.add(Totals(*[1.0] * len(Totals._fields)), epoch=0.1)
-    return {*meter.read(Gradients()), *MEASUREMENTS, *METRICS.values()}
+    return {*meter.read(Gradients()), *MEASUREMENTS, *METRICS.values(), STAGE, ACCURACY}
 
 
 def of_evaluations() -> set[str]:
