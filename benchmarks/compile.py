@@ -80,7 +80,7 @@ def measure(case: dict[str, Any], arguments: argparse.Namespace) -> dict[str, An
         )
         engine.train()
         engines["compiled" if is_compiled else "plain"] = engine
-    compiling = partial(compile_blocks, engines["compiled"], num_lanes=arguments.lanes, seg_len=arguments.seg_len)
+    compiling = partial(compile_blocks, engines["compiled"], config.train)
     starts = []
     for _ in range(2):
         torch._dynamo.reset()

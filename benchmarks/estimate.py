@@ -81,7 +81,7 @@ def measure_rank(overrides: list[str], *, allocations: bool) -> None:
         config.optimizer,
         deepspeed_block(config),
         world_size=world.size,
-        accumulation=batch.accumulation,
+        accumulation=batch.backwards,
     )
     engine.train()
     context = StepContext(config, world, engine, Divergence(config.divergence), total_steps=100)

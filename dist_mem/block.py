@@ -9,15 +9,19 @@ Shape letters: B lanes, T segment, D model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from dist_mem.config import Config, ModelConfig, TrainConfig
+from dist_mem.config.schema import BY_SEGMENTS
 from dist_mem.memory import build_memory
 from dist_mem.memory.base import LayerSpec, Memory, MemoryState, Opened, Places
 from dist_mem.nn.compilation import compile_once
@@ -25,6 +29,22 @@ from dist_mem.nn.family import family_of, llama_spec
 from dist_mem.nn.layers import Dropout
 from dist_mem.nn.low_rank import add_low_rank
 from dist_mem.nn.norms import make_norm
+
+_REHEARSES: ContextVar[bool] = ContextVar("rehearses")
+
+
+@contextmanager
+def rehearsal() -> Iterator[None]:
+    """Without gradient, let blocks compute what they compute with one: the same is to be computed again, see window.py.
+
+    Memories have auxiliary losses only with a gradient, and compiled blocks may draw other random numbers without.
+    """
+    token = _REHEARSES.set(True)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        _REHEARSES.reset(token)
 
 
 class BlockOutput(NamedTuple):
@@ -80,11 +100,17 @@ class Block(nn.Module):
     def run(self, part: Callable[..., Any], *inputs: Any, recompute: bool) -> Any:
         """Run a part of this block, one of its functions below; without gradient as it is written."""
         if not torch.is_grad_enabled():
-            return part(self, *inputs)
+            return self.rehearse(part, *inputs) if _REHEARSES.get(False) else part(self, *inputs)
         if self.is_compiled:
             self.run_once(part, *inputs)
             part = compile_once(part)
         return checkpoint(part, self, *inputs, use_reentrant=False) if recompute else part(self, *inputs)
+
+    @torch.enable_grad()
+    def rehearse(self, part: Callable[..., Any], x: Tensor, *inputs: Any) -> Any:
+        """Run a part as with a gradient, and drop its graph."""
+        output = self.run(part, x.detach().requires_grad_(), *inputs, recompute=False)
+        return tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, output)
 
     def run_once(self, part: Callable[..., Any], x: Tensor, *inputs: Any) -> None:
         """Before a part is compiled, run it as it is written: memories then compute constants and cache them."""
@@ -159,9 +185,10 @@ def make_block(spec: ModelSpec, layer_index: int) -> Block:
     model, train = spec.model, spec.train
     family = family_of(model)
     layer = layer_spec(spec, layer_index)
+    recomputed = train.activation_checkpointing
     is_saved = layer_index >= num_recomputed(model.num_layers, train.activation_checkpointing_share)
     training: dict[str, Any] = {
-        "recomputed": "none" if is_saved else train.activation_checkpointing,
+        "recomputed": "none" if is_saved else BY_SEGMENTS.get(recomputed, recomputed),
         "is_compiled": train.compile is True,  # else the engine decides, which has a device
     }
     feed_forward = family.feed_forward(model.d_model, d_inner=model.d_inner, dropout=model.dropout)

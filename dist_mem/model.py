@@ -8,7 +8,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -26,6 +26,7 @@ from dist_mem.memory.base import (
     Places,
     Stem,
     can_step_rows,
+    map_state,
     named_tensors,
     prefix_counts,
     select_lanes,
@@ -285,20 +286,41 @@ class MemoryLM(nn.Module):
     def _read_window(
         self, tokens: Tensor, targets: Tensor, valid_len: Tensor, state: LMState, later: Sequence[DocumentStarts | None]
     ) -> LMOutput:
-        outputs, num = list[LMOutput](), 1 + len(later)
-        texts = zip(tokens.chunk(num, 1), targets.chunk(num, 1), valid_len.unbind(1), strict=True)
-        for start, segment in zip((None, *later), texts, strict=True):
+        outputs = list[LMOutput]()
+        for start, segment in zip((None, *later), split_segments(tokens, targets, valid_len), strict=True):
             state = state if start is None else reset_lanes(state, *start)
             outputs.append(self.forward(*segment, state=state))
             state = outputs[-1].state
-        aux = {name: torch.stack([output.aux[name] for output in outputs]).sum(0) for name in outputs[0].aux}
-        logs = {name: torch.stack([output.logs[name] for output in outputs], 1) for name in outputs[0].logs}
-        return LMOutput(torch.cat([output.nll for output in outputs], 1), None, aux, state, logs)
+        return join_segments(outputs)
+
+    def with_gradient(self, state: LMState) -> LMState:
+        """Return the state as the begin of a graph, with a gradient where the memory carries one."""
+
+        def begin(part: Tensor) -> Tensor:
+            return part.detach().requires_grad_() if part.is_floating_point() else part
+
+        parts = zip(self.memories(), state.blocks, strict=True)
+        blocks = tuple(map_state(begin, part) if memory.carries_gradient else part for memory, part in parts)
+        return replace(state, blocks=blocks, stem=map_state(begin, state.stem))
 
     def log_probs(self, tokens: Tensor, valid_len: Tensor, *, state: LMState) -> tuple[Tensor, LMState]:
         """Return log-probabilities of every next token, (B, T, V) float32, and the committed state; for generation."""
         features = self.features(tokens, valid_len, state=state)
         return self.head.log_probs(features.hidden), features.state
+
+
+def split_segments(tokens: Tensor, targets: Tensor, valid_len: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield tokens (B, T), targets (B, T) and valid_len (B,) of the segments of a window, see `MemoryLM.forward`."""
+    num = valid_len.shape[1]
+    lengths = valid_len.t().contiguous()  # compiled blocks would be compiled again for another stride
+    return zip(tokens.chunk(num, 1), targets.chunk(num, 1), lengths, strict=True)
+
+
+def join_segments(outputs: Sequence[LMOutput]) -> LMOutput:
+    """Return the output of a window from those of its segments, see `MemoryLM.forward`."""
+    aux = {name: torch.stack([output.aux[name] for output in outputs]).sum(0) for name in outputs[0].aux}
+    logs = {name: torch.stack([output.logs[name] for output in outputs], 1) for name in outputs[0].logs}
+    return LMOutput(torch.cat([output.nll for output in outputs], 1), None, aux, outputs[-1].state, logs)
 
 
 def check_keys_are_read(model: ModelConfig, memory: Mapping[str, Any], memories: Sequence[Memory]) -> None:

@@ -41,8 +41,7 @@ def _measured(training: Training, config: Config, *, tiny: bool) -> dict[str, An
     engine = engine_of(config, vocab)
     compiling = None
     if training.is_compiled:
-        size, length = config.train.micro_batch_size, config.train.seg_len
-        compiling = seconds(lambda: compile_blocks(engine, num_lanes=size, seg_len=length))
+        compiling = seconds(lambda: compile_blocks(engine, config.train))
     update = update_of(config, range(config.train.global_batch_size), vocab)
     step = step_of(engine, config, world, update)
     for _ in range(WARM_UPS):

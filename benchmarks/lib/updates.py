@@ -36,7 +36,7 @@ def engine_of(config: Config, vocab: int) -> Engine:
     torch.manual_seed(0)
     model = MemoryLM(model_spec(config, vocab))
     engine = Engine(
-        model, config.train, config.optimizer, deepspeed_block(config), world_size=1, accumulation=batch.accumulation
+        model, config.train, config.optimizer, deepspeed_block(config), world_size=1, accumulation=batch.backwards
     )
     engine.train()
     return engine

@@ -8,7 +8,7 @@ from typing import Any
 
 from dist_mem.config.check import Problem, format_value
 from dist_mem.config.memory_blocks import is_per_block, memories_of
-from dist_mem.config.schema import ROPE_KINDS, RopeConfig
+from dist_mem.config.schema import BY_SEGMENTS, ROPE_KINDS, RopeConfig
 
 # Values of `model` that a published kind requires.
 _BOTH: dict[str, Any] = {"norm": "pre", "final_norm": True, "adaptive": None, "d_embed": None, "clamp_len": None}
@@ -39,6 +39,11 @@ def check_together(config: Mapping[str, Any], *, trains: bool = True) -> Iterato
     if train["segments_per_update"] % train["bptt_segments"]:
         uneven = f"is {train['bptt_segments']}, which does not divide train.segments_per_update"
         yield Problem("train.bptt_segments", f"{uneven} = {train['segments_per_update']}; change one of them")
+    if (recomputed := train["activation_checkpointing"]) in BY_SEGMENTS and train["bptt_segments"] == 1:
+        alone = f"is {recomputed}, but a window is one segment: set train.bptt_segments, or {BY_SEGMENTS[recomputed]}"
+        yield Problem("train.activation_checkpointing", alone)
+    if train["reset_steps"] is not None and train["reset"] == "never":
+        yield Problem("train.reset_steps", "ends train.reset, which is never: set that to segment or window")
     if train["reset"] != "never" and model["token_types"]:
         yield Problem("train.reset", f"is {train['reset']}, which would also forget who speaks: set it to never")
     if text := profile_problem(train["profile"], train["steps"]):

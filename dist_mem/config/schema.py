@@ -57,7 +57,9 @@ _OF_STORE = (
 DOCUMENT = "_document"  # attribute of a configuration that load.py made
 _PRECISIONS = ("fp32", "bf16", "fp16")
 _LAYOUTS = ("documents", "stream")
-_RECOMPUTED = ("none", "blocks", "attention", "feed_forward")
+# Of train.activation_checkpointing: what a block recomputes besides, where whole segments of a window are.
+BY_SEGMENTS = {"segments": "none", "segments_and_blocks": "blocks"}
+_RECOMPUTED = ("none", "blocks", "attention", "feed_forward", *BY_SEGMENTS)
 ROPE_KINDS = {  # the keys of model.rope that each kind reads, besides factor
     "linear": (),
     "dynamic": (),
@@ -202,13 +204,16 @@ class TrainConfig:
     # what empties the memories of a training besides a document's start: segment: every segment | window: every
     # bptt_segments; the control of what a carried state is worth. Evaluations carry it
     reset: str = key("never", choices=("never", "window", "segment"), resume=ALLOWED)
+    # updates after which `reset` ends, and memories are carried; None: at the end
+    reset_steps: int | None = key(None, at_least=1, at_most=STEPS, resume=ALLOWED)
     steps: int | None = key(None, at_least=1, at_most=STEPS, resume=FREE)  # updates; give this or epochs
     # passes over all documents; give this or steps
     epochs: float | None = key(None, above=0, at_most=STEPS, resume=FREE)
     # of the model's weights and memories; the optimizer uses fp32
     precision: str = key("bf16", choices=_PRECISIONS, resume=ALLOWED)
     max_grad_norm: float | None = key(1.0, above=0, resume=FREE)  # global norm; None: no clipping
-    # what the backward pass recomputes instead of keeping its activations: less memory, more time
+    # what the backward pass recomputes instead of keeping its activations: less memory, more time; segments: of the
+    # bptt_segments of a window, one at a time, from the states between them
     activation_checkpointing: str = key("none", choices=_RECOMPUTED, resume=FREE, affects=SPEED)
     # share of the blocks, the first ones, that activation_checkpointing applies to
     activation_checkpointing_share: float = key(1.0, above=0, at_most=1, resume=FREE, affects=SPEED)

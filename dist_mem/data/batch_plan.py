@@ -12,6 +12,7 @@ from dist_mem.config import ScheduleConfig, TrainConfig
 from dist_mem.config.check import stop_on
 from dist_mem.config.constraints import check_schedule
 from dist_mem.config.keys import STEPS
+from dist_mem.config.schema import BY_SEGMENTS
 from dist_mem.data.plan import DocumentPlan, Plan, lanes_of_rank
 from dist_mem.runtime.terminal import count_noun
 
@@ -24,7 +25,8 @@ class BatchPlan(NamedTuple):
     world_size: int
     lanes_per_rank: int  # idle ones included; the same on every rank
     groups: int  # micro-batches in which a rank processes its lanes once
-    accumulation: int  # forward and backward passes of one rank in one update; one for all segments of a window
+    windows: int  # of `train.bptt_segments` segments that one rank reads in one update
+    backwards: int  # of one rank in one update
     idle_lanes: int  # of the whole job; their results are discarded
 
 
@@ -41,11 +43,14 @@ def batch_plan(train: TrainConfig, world_size: int) -> BatchPlan:
         lanes_of_rank(train.global_batch_size, world_size=world_size, rank=0, micro_lanes=train.micro_batch_size)
     )
     groups = per_rank // train.micro_batch_size
-    accumulation, idle_lanes = (
-        groups * train.segments_per_update // train.bptt_segments,
-        per_rank * world_size - train.global_batch_size,
-    )
-    return BatchPlan(world_size, per_rank, groups, accumulation, idle_lanes)
+    windows = groups * train.segments_per_update // train.bptt_segments
+    idle_lanes = per_rank * world_size - train.global_batch_size
+    return BatchPlan(world_size, per_rank, groups, windows, windows * backwards_of_window(train), idle_lanes)
+
+
+def backwards_of_window(train: TrainConfig) -> int:
+    """Return the backwards of a window: one, or one for each segment where segments are computed again."""
+    return train.bptt_segments if train.activation_checkpointing in BY_SEGMENTS else 1
 
 
 def best_micro_lanes(train: TrainConfig, world_size: int) -> int:

@@ -92,6 +92,11 @@ class Engine:
         """Run the backward of a normalized micro-loss, which DeepSpeed must not divide by the accumulation steps."""
         self._engine.backward(loss, scale_wrt_gas=False)
 
+    @property
+    def loss_scale(self) -> float:
+        """The factor of all gradients of a backward: of fp16, the present loss scale."""
+        return float(self._engine.optimizer.loss_scaler.cur_scale) if self.dtype == torch.float16 else 1.0
+
     def end_micro_batch(self) -> None:
         """Count a micro-batch that is not the last of its update."""
         self._engine.step()

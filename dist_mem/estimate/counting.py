@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dist_mem import window
 from dist_mem.block import ModelSpec
 from dist_mem.config import ModelConfig
 from dist_mem.config.memory_blocks import kinds_of
+from dist_mem.data.batch_plan import backwards_of_window
 from dist_mem.errors import UnusableError
 from dist_mem.estimate.operations import other_flops, product_flops
 from dist_mem.memory import memory_kinds
-from dist_mem.memory.base import detach_state, named_tensors
 from dist_mem.model import MemoryLM
 from dist_mem.nn.kernel_shapes import KERNELS, LAUNCHED, compute_one_kernel, plan_for
 from dist_mem.nn.layers import DTYPES, Dropout
@@ -226,7 +227,7 @@ def _short_models(spec: ModelSpec, num_layers: int) -> list[tuple[int, ModelSpec
         return spec._replace(model=replace(spec.model, num_layers=number))
 
     train, more = spec.train, spec.model.num_layers - num_layers
-    is_uniform = train.activation_checkpointing == "none" or train.activation_checkpointing_share == 1.0
+    is_uniform = train.activation_checkpointing in ("none", "segments") or train.activation_checkpointing_share == 1.0
     if more <= 1 or spec.memory["kind"] not in memory_kinds() or not is_uniform:
         return [(1, spec)]
     return [(1 - more, of(num_layers)), (more, of(num_layers + 1))]
@@ -342,10 +343,8 @@ def _count(spec: ModelSpec, *, on_gpu: bool, keeps_gradients: bool, forward_in: 
         tokens = torch.zeros(shape, dtype=torch.int64)
         lane_ids = torch.zeros(shape[0], dtype=torch.int64)
         valid_len = lane_ids if num_segments == 1 else torch.zeros(shape[0], num_segments, dtype=torch.int64)
-        inputs: dict[str, Any] = {
-            "state": model.init_state(lane_ids, "meta", dtype),
-            "later": [None] * (num_segments - 1),
-        }
+        text = window.Text(tokens, tokens, valid_len, [None] * num_segments)
+        state = model.init_state(lane_ids, "meta", dtype)
         if not keeps_gradients:
             _drop_gradients(model)
         shares = expected_shares(spec.model, spec.vocab_size)
@@ -353,17 +352,13 @@ def _count(spec: ModelSpec, *, on_gpu: bool, keeps_gradients: bool, forward_in: 
             _drop_as_a_gpu(model)
         _set_rows_by_bin(model, shares)
         with torch.no_grad(), Allocations(shares):  # constants that layers compute once and share are no part of it
-            model(tokens, tokens, valid_len, **inputs)
+            window.read(window.PlainAutograd(model), text, state, recomputes=False)
         with torch.set_grad_enabled(learns), Allocations(shares) as counted:
-            output = model(tokens, tokens, valid_len, **inputs)
-            loss = sum(part.sum() for part in (output.nll, *output.aux.values()))
-            states = named_tensors(detach_state(output.state))
-            del output
+            found = window.read(window.PlainAutograd(model), text, state, recomputes=backwards_of_window(train) > 1)
             kept = counted.live.now
             if learns:
-                assert isinstance(loss, Tensor)
-                loss.backward()
-            del states
+                found.backward(lambda nll, aux: nll + aux)
+            del found
     return MicroBatchCost(counted.live.peak, kept, [(1.0, work) for work in counted.kernels])
 
 

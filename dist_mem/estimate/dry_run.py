@@ -178,7 +178,7 @@ def _batch_lines(
     if waste := idle_work(train, world_size, num_documents=num_documents):
         yield waste
     tokens = train.global_batch_size * train.seg_len * train.segments_per_update
-    passes = count_noun(batch.accumulation, "forward and backward", "forwards and backwards")
+    passes = count_noun(batch.backwards, "forward and backward", "forwards and backwards")
     segments = count_noun(train.segments_per_update, "segment")
     yield (
         "update",

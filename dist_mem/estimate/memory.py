@@ -91,7 +91,7 @@ def update_parts(job: TrainingJob, sizes: ModelSizes, freed: MicroBatchCost) -> 
 
 def gradients_grow(job: TrainingJob) -> bool:
     """Return whether gradients are allocated while activations are freed: in updates of one micro-batch."""
-    return job.batch.accumulation == 1 and job.stage < 3
+    return job.batch.backwards == 1 and job.stage < 3
 
 
 def counted_parts(

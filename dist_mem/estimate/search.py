@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from dist_mem.block import num_recomputed
+from dist_mem.config.schema import BY_SEGMENTS
 from dist_mem.estimate.counting import Counts, MicroBatchCost, count_micro_batch, mix_costs
 from dist_mem.estimate.memory import MemoryPart, counted_parts
 from dist_mem.estimate.step_time import StepTime, step_time
@@ -23,8 +24,9 @@ _STAGE, _CHECKPOINTING, _SHARE, _LANES = (
     "train.activation_checkpointing_share",
     "train.micro_batch_size",
 )
-# What is checkpointed, in which share of the blocks.
+# What is checkpointed, in which share of the blocks; of windows of several segments also these.
 _CHOICES = (("none", 1.0), ("feed_forward", 1.0), ("attention", 1.0), ("blocks", 0.5), ("blocks", 1.0))
+_OF_WINDOWS = (("segments", 1.0), ("segments_and_blocks", 1.0))
 _SIMILAR = 1.03  # update times in this ratio count as equal; then fewer changes are better
 _FRAGMENTS = 0.05  # share of a GPU's memory that its allocator cannot use
 _LIBRARIES = 3 * 2**29  # bytes of the CUDA context, cuBLAS and NCCL
@@ -67,7 +69,8 @@ def candidates(job: TrainingJob, sizes: ModelSizes, cluster: Cluster, report: Ca
     found = []
     train, num_layers = job.spec.train, job.spec.model.num_layers
     own = (train.activation_checkpointing, train.activation_checkpointing_share)
-    choices = [*_CHOICES, *((own,) if own[0] != "none" and own not in _CHOICES else ())]
+    choices = [*_CHOICES, *(_OF_WINDOWS if train.bptt_segments > 1 else ())]
+    choices += [own] if own[0] != "none" and own not in choices else []
     counts = {}
     for recomputed in dict.fromkeys(recomputed for recomputed, _ in choices):
         report(f"{_CHECKPOINTING}={recomputed}")
@@ -77,7 +80,8 @@ def candidates(job: TrainingJob, sizes: ModelSizes, cluster: Cluster, report: Ca
         counted = {recomputed: count.at(lanes) for recomputed, count in counts.items()}
         for recomputed, share in choices:
             part = num_recomputed(num_layers, share) / num_layers
-            count = counted[recomputed] if part == 1.0 else mix_costs(counted["none"], counted[recomputed], part)
+            base = counted["segments" if recomputed in BY_SEGMENTS else "none"]
+            count = counted[recomputed] if part == 1.0 else mix_costs(base, counted[recomputed], part)
             settings = {_CHECKPOINTING: recomputed, _SHARE: own[1] if recomputed == "none" else share, _LANES: lanes}
             found += [_candidate(job, {_STAGE: stage, **settings}, sizes, count, cluster) for stage in range(4)]
     return found

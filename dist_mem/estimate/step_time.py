@@ -11,7 +11,7 @@ import math
 from typing import Any, NamedTuple
 
 from dist_mem.config import ModelConfig, OptimizerConfig, TrainConfig
-from dist_mem.data.batch_plan import batch_plan
+from dist_mem.data.batch_plan import BatchPlan, batch_plan
 from dist_mem.engine.optimizer import num_moments
 from dist_mem.errors import UnusableError
 from dist_mem.estimate.counting import MicroBatchCost
@@ -64,13 +64,13 @@ def step_time(
     Raises:
         UnusableError: the device does not compute in `train.precision`.
     """
-    train, world_size, accumulation = job.spec.train, job.world_size, job.batch.accumulation
+    train, world_size, batch = job.spec.train, job.world_size, job.batch
     zero = effective_block(job, sizes).get("zero_optimization") or {}
     peak_flops(train, device)  # or refuse the device
-    by_group = {group: accumulation * seconds for group, seconds in seconds_by_group(counted, train, device).items()}
+    by_group = {group: batch.windows * seconds for group, seconds in seconds_by_group(counted, train, device).items()}
     products, streams = by_group.pop(_PRODUCT, 0.0), by_group.pop(_STREAM, 0.0)
     update = _update_bytes(job, sizes) / (_STREAMS * device.bandwidth)
-    sent = transfer(train, job.spec.model, sizes, zero, world_size=world_size, accumulation=accumulation)
+    sent = transfer(train, job.spec.model, sizes, zero, batch)
     link = device.link if world_size <= gpus_per_node else min(device.link, device.network * gpus_per_node)
     communication = sent.num_bytes / (_LINKS * link) + _LATENCY * sent.num_collectives
     found = StepTime(products, by_group, streams, update, communication, communication)
@@ -114,22 +114,23 @@ def transfer(
     model: ModelConfig,
     sizes: ModelSizes,
     zero: dict[str, Any],
-    *,
-    world_size: int,
-    accumulation: int,
+    batch: BatchPlan,
 ) -> UpdateTraffic:
     """Return what a rank sends in one update by rings: gradients and, with ZeRO, weights; `zero`: its options."""
+    world_size = batch.world_size
     if world_size == 1:
         return UpdateTraffic(0, 0)
     size = DTYPES[train.precision].itemsize
     stage = zero.get("stage", 0)
     ring = (world_size - 1) / world_size
-    reductions = 1 if stage < 2 else accumulation
+    reductions = 1 if stage < 2 else batch.backwards
+    # A window whose segments are computed again has a second forward.
+    gathers = 2 * batch.windows if batch.backwards == batch.windows else 3 * batch.backwards
     # Stage 0 reduces and shares gradients; 1 and 2 share the new weights; 3 gathers weights for forward and backward.
-    gathered = {0: sizes.trained, 1: sizes.trained, 2: sizes.trained, 3: 2 * accumulation * sizes.parameters}[stage]
+    gathered = {0: sizes.trained, 1: sizes.trained, 2: sizes.trained, 3: gathers * sizes.parameters}[stage]
     reduced = sizes.trained * (2 if stage == 1 else reductions)  # stage 1 all-reduces each bucket, as DeepSpeed does
     bucket = int(zero.get("reduce_bucket_size", BUCKET))
-    num_gathers = 2 * accumulation * model.num_layers if stage == 3 else math.ceil(gathered / bucket)
+    num_gathers = gathers * model.num_layers if stage == 3 else math.ceil(gathered / bucket)
     return UpdateTraffic(int(ring * size * (reduced + gathered)), math.ceil(reduced / bucket) + num_gathers)
 
 

@@ -95,7 +95,7 @@ def effective_block(job: TrainingJob, sizes: ModelSizes) -> dict[str, Any]:
         job.deepspeed,
         job.spec.train,
         world_size=job.world_size,
-        accumulation=job.batch.accumulation,
+        accumulation=job.batch.backwards,
         num_parameters=sizes.trained,
         on_gpu=job.on_gpu,
     )

@@ -8,19 +8,17 @@ Nothing is written. Each update is that of `loop.train`, on as many ranks, so th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from dist_mem.checkpoint.manifest import first_verified, list_steps, step_dir
 from dist_mem.checkpoint.resume_choice import ResumeChoice, read_or_refuse, verify_together
 from dist_mem.checkpoint.resume_source import Resumption, saved_config
 from dist_mem.data.batch import IGNORE, Update, in_windows
-from dist_mem.engine.engine import Engine
 from dist_mem.errors import DivergedError, UnusableError
 from dist_mem.runtime.distributed import World, decide_on_rank0, gather_objects
 from dist_mem.training.agreement import Flags, RankMessage
@@ -108,16 +106,15 @@ def recompute(
         check()
         next_scored = feed.read_ahead() if state.step + 1 < last else feed.no_targets()
         made, shared = state.step + 1, RankMessage(Flags(stop=reporting.failure.is_set), next_scored)
-        with _nll_of_rows(context.engine) as rows:
-            try:
-                state, outcome = train_step(
-                    context, state, feed.update, feed.scored, shared, is_logged=reporting.due(made)
-                )
-            except DivergedError as error:
-                messages.append(str(error))
-                outcome = None
+        windows = list[Tensor]()  # their losses, (B, n T) each
+        context = replace(context, on_window=windows.append)
+        try:
+            state, outcome = train_step(context, state, feed.update, feed.scored, shared, is_logged=reporting.due(made))
+        except DivergedError as error:
+            messages.append(str(error))
+            outcome = None
         if made == step:
-            lanes = _lane_losses(context, feed.update, rows)
+            lanes = _lane_losses(context, feed.update, [nll.sum(dim=1) for nll in windows])
         if outcome is None or (outcome.decision and outcome.decision.action == ROLLBACK):
             messages += [outcome.decision.message] if outcome and outcome.decision else []
             break
@@ -132,21 +129,6 @@ def recompute(
             points[made] = reporting.meter.read(context.engine)
         feed.advance(outcome.next_scored)
     return RecomputedStep(points, loss, gradient_norm, lanes, messages, context.divergence.first_trained)
-
-
-@contextmanager
-def _nll_of_rows(engine: Engine) -> Iterator[list[Tensor]]:
-    """Collect the summed losses of the rows of every forward in the block, (B,) each."""
-    found: list[Tensor] = []
-
-    def keep(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        found.append(output.nll.detach().sum(dim=1))
-
-    handle = engine.module.register_forward_hook(keep)
-    try:
-        yield found
-    finally:
-        handle.remove()
 
 
 def _lane_losses(context: Context, update: Update, rows: Sequence[Tensor]) -> list[LaneLoss]:

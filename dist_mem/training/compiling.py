@@ -97,10 +97,7 @@ def compile_model(train: TrainConfig, engine: Engine, stop_signal: StopSignal) -
     beat("compiling")
     report_each_graph(_beat)
     with announce("compiling the blocks: up to minutes; the next start on this machine takes the code from its cache"):
-        is_window = train.bptt_segments > 1
-        work = partial(
-            compile_blocks, engine, num_lanes=train.micro_batch_size, seg_len=train.seg_len, is_window=is_window
-        )
+        work = partial(compile_blocks, engine, train)
         refused = _run_compilers(
             work if train.compile else partial(_refusal, work), "compiling the blocks", stop_signal
         )

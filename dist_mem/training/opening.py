@@ -243,8 +243,6 @@ def _build(
     """Return the engine with a newly initialized model, and messages about its pretrained weights."""
     train, sizes, block = job.spec.train, job.spec.model, job.deepspeed
     pretrained = sizes.pretrained
-    num_windows = train.segments_per_update // train.bptt_segments
-    accumulation = num_lanes // train.micro_batch_size * num_windows
     reads_weights = pretrained is not None and not is_resumed
     # Weights are read into a whole model.
     placement = None if reads_weights else place_parts(train, block, world.device, world_size=world.size)
@@ -262,7 +260,7 @@ def _build(
         job.optimizer,
         block,
         world_size=world.size,
-        accumulation=accumulation,
+        accumulation=job.batch.backwards,
         auxiliary_parameters=model.auxiliary_parameter_names(),
     )
     engine.train()

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dist_mem import window
 from dist_mem.config import Config
 from dist_mem.data.batch import Batch, Update, in_windows, window_slices
+from dist_mem.data.batch_plan import backwards_of_window
 from dist_mem.engine.engine import Engine
 from dist_mem.engine.optimizer import lr_factor
-from dist_mem.memory.base import detach_state, named_tensors
+from dist_mem.memory.base import named_tensors
 from dist_mem.model import DocumentStarts, reset_lanes
 from dist_mem.runtime.distributed import World
 from dist_mem.supervision.watchdog import beat
@@ -55,6 +57,8 @@ class StepContext:
     engine: Engine
     divergence: Divergence
     total_steps: int
+    # is called with the losses of every window, as `WindowRead.nll`
+    on_window: Callable[[Tensor], None] = field(default=lambda nll: None, kw_only=True)
 
 
 class Outcome(NamedTuple):
@@ -71,7 +75,12 @@ class Outcome(NamedTuple):
 
 
 def accumulate_gradients(
-    context: StepContext, memories: Sequence[Any], update: Update, scored: Sequence[int], shared: RankMessage
+    context: StepContext,
+    memories: Sequence[Any],
+    update: Update,
+    scored: Sequence[int],
+    shared: RankMessage,
+    reset: str,
 ) -> Agreement:
     """Run forward and backward of every micro-batch of one update, and begin the agreement between the last two.
 
@@ -80,6 +89,7 @@ def accumulate_gradients(
 
     Args:
         scored: targets of every micro-batch on all ranks; all 0: the update is only read.
+        reset: as `train.reset`, of this update.
     """
     world, train, num_scored = context.world, context.config.train, sum(scored)
     lanes_segments = train.global_batch_size * train.segments_per_update
@@ -91,34 +101,33 @@ def accumulate_gradients(
     last = len(windows) - 1
     for index, (host_batch, batch) in enumerate(zip(host_windows, windows, strict=True)):
         group = index % len(states)
-        first, *later = _starts(host_batch, batch, context.engine, train.reset)
-        state = states[group] if first is None else reset_lanes(states[group], *first)
+        starts = _starts(host_batch, batch, context.engine, reset)
+        text = window.Text(batch.tokens, batch.targets, batch.valid_len, starts)
         beat("forward")
         with torch.set_grad_enabled(needs_gradient[index]):
-            output = context.engine(batch.tokens, batch.targets, batch.valid_len, state=state, later=later)
-            nll = output.nll.sum()
-            aux = torch.stack([nll.new_zeros(()), *(loss.sum() for loss in output.aux.values())]).sum()
+            found = window.read(context.engine, text, states[group], recomputes=backwards_of_window(train) > 1)
         is_recall = None if batch.recall is None else batch.recall > 0
         num_tokens = int(host_batch.valid_len.sum())
         sums += UpdateSums(
-            nll.detach(),
-            aux.detach(),
-            nll.new_zeros(()) if is_recall is None else (output.nll.detach() * is_recall).sum(),
+            found.nll.sum(),
+            found.aux,
+            found.aux.new_zeros(()) if is_recall is None else (found.nll * is_recall).sum(),
             num_read=int((host_batch.valid_len > 0).sum()),
             num_tokens=num_tokens,
             num_learned=num_tokens * needs_gradient[index],
-            logs={name: torch.where(batch.valid_len > 0, metric, 0.0).sum() for name, metric in output.logs.items()},
+            logs={name: torch.where(batch.valid_len > 0, metric, 0.0).sum() for name, metric in found.logs.items()},
         )
-        states[group] = detach_state(output.state)
-        del output  # free the graph behind the last state: no loss uses it, and the backward would keep it alive
+        context.on_window(found.nll)
+        states[group] = found.state
         if index == last:
             is_finite = _finite_flag(states, train.micro_batch_size, world.device)
             agreement = begin(Forward(states, sums, is_finite), update, shared, world.device)
         beat("backward")
         if needs_gradient[index]:
-            context.engine.backward(world.size * (nll / num_scored + aux / lanes_segments))
+            found.backward(lambda nll, aux: world.size * (nll / num_scored + aux / lanes_segments))
         if num_scored > 0 and index < last:
-            context.engine.end_micro_batch()
+            for _ in range(1 if needs_gradient[index] else backwards_of_window(train)):
+                context.engine.end_micro_batch()
     return agreement
 
 
@@ -204,10 +213,11 @@ def train_step(
     """
     is_read_only = state.step < context.divergence.first_trained
     trains = any(scored) and not is_read_only
-    overflows = 0
+    overflows, train = 0, context.config.train
+    reset = train.reset if train.reset_steps is None or state.step < train.reset_steps else "never"
     while True:
         agreement = accumulate_gradients(
-            context, state.memories, update, scored if trains else [0] * len(scored), shared
+            context, state.memories, update, scored if trains else [0] * len(scored), shared, reset
         )
         agreed = finish(agreement)
         loss = agreed.totals.nll / sum(scored) if any(scored) else math.nan

@@ -234,7 +234,9 @@ def test_a_run_through_windows_of_four_segments_learns_the_same_on_two_three_and
     stayed, moving = (write_elastic_config(tmp_path / f"{name}.yaml", books, CASES[case], **WINDOW) for name in names)
     train_leg(rank_pool, stayed, legs[0], steps=9, changes=("checkpoint.every=3",))
     for number, leg in enumerate(legs):
-        train_leg(rank_pool, moving, leg, steps=3 * (number + 1), changes=("checkpoint.every=3",))
+        kept = ("none", "segments", "segments_and_blocks")[number]
+        changes = ("checkpoint.every=3", f"train.activation_checkpointing={kept}")
+        train_leg(rank_pool, moving, leg, steps=3 * (number + 1), changes=changes)
     found, expected = (torch.tensor(losses(tmp_path / name)) for name in ("moving", "stayed"))
     assert len(found) == 9
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

@@ -173,7 +173,7 @@ def test_what_is_said_to_fit_leaves_nothing_idle(lanes: int, micro_lanes: int, w
     train = TrainConfig(global_batch_size=lanes, micro_batch_size=micro_lanes, segments_per_update=1)
     found, waste = batch_plan.batch_plan(train, world), batch_plan.idle_work(train, world)
     assert found.lanes_per_rank == found.groups * micro_lanes == math.ceil(lanes / world / micro_lanes) * micro_lanes
-    assert found.accumulation == found.groups and found.idle_lanes == found.lanes_per_rank * world - lanes
+    assert found.backwards == found.groups and found.idle_lanes == found.lanes_per_rank * world - lanes
     share = found.idle_lanes / (lanes + found.idle_lanes)
     assert (waste.label if waste else "") == ("warning" if share > 0.2 else "idle" if share else "")
     text = waste.text if waste else ""

@@ -30,7 +30,7 @@ def trained(world: World, case: str, stage: int, train: dict[str, Any]) -> tuple
         if config.train.compile:
             torch.manual_seed(1)
             before = torch.get_rng_state()
-            compile_blocks(job.engine, num_lanes=config.train.micro_batch_size, seg_len=config.train.seg_len)
+            compile_blocks(job.engine, config.train)
             assert torch.equal(torch.get_rng_state(), before)
             compiled_ahead = num_graphs()
             assert compiled_ahead > 0
@@ -47,6 +47,7 @@ MEMORIES = ["transformer_xl", "lamemo", "compressive", "infinite over transforme
 SETTINGS: list[dict[str, Any]] = [{}, {"activation_checkpointing": "attention"}, {"precision": "bf16"}]
 BF16 = SETTINGS.index({"precision": "bf16"})  # not at stage 0, where DeepSpeed accumulates gradients in bf16
 # Each memory meets each stage, and each setting each memory and stage; the remaining product is nightly.
+WINDOW = {"segments_per_update": 4, "bptt_segments": 4}
 PRODUCT = [
     pytest.param(
         case,
@@ -59,6 +60,9 @@ PRODUCT = [
     for setting, train in enumerate(SETTINGS)
     for stage in range(4)
     if stage or setting != BF16
+] + [
+    pytest.param("infini", {**WINDOW, "activation_checkpointing": kept}, stage, id=f"a window, {kept}, stage {stage}")
+    for kept, stage in (("none", 1), ("segments", 0), ("segments", 3))
 ]
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from dist_mem.block import model_spec
-from dist_mem.config import Config, config_from
+from dist_mem.config import Config, OptimizerConfig, config_from
+from dist_mem.config.schema import BY_SEGMENTS
 from dist_mem.estimate.counting import Counts, MicroBatchCost, _count, count_micro_batch, mix_costs
+from dist_mem.estimate.zero import sizes_of
 from dist_mem.memory import memory_class, memory_kinds
+from tests.support.paths import ROOT
 
 VOCAB_SIZE, SEG_LEN = 3_000, 128  # tensors without values may be large
 
@@ -59,6 +63,34 @@ def test_two_and_three_lanes_foretell_more(kind: str) -> None:
     check_same(
         Counts(model_spec(asked, VOCAB_SIZE), on_gpu=True).at(4), count_micro_batch(model_spec(asked, VOCAB_SIZE))
     )
+
+
+@pytest.mark.parametrize("kind", [kind for kind in memory_kinds() if memory_class(kind).carries_gradient])
+def test_a_window_by_segments_needs_the_activations_of_one(kind: str) -> None:
+    """And less time than a second forward of all."""
+
+    def counted(num: int, recomputed: str) -> MicroBatchCost:
+        asked = config(kind, segments_per_update=num, bptt_segments=num, activation_checkpointing=recomputed)
+        return count_micro_batch(model_spec(asked, VOCAB_SIZE), keeps_gradients=True)
+
+    one, whole, parts = counted(1, "none"), counted(4, "none"), counted(4, "segments")
+    spec = model_spec(config(kind), VOCAB_SIZE)
+    states = 4 * 4 * sizes_of(spec, torch.float32, OptimizerConfig()).lane_bytes
+    assert parts.peak <= min(1.3 * one.peak + states, whole.peak)
+    assert totals(whole)[2] < totals(parts)[2] < 1.4 * totals(whole)[2]
+
+
+@pytest.mark.parametrize("num", [1, 8, pytest.param(64, marks=pytest.mark.nightly)])
+def test_the_numbers_of_the_page_on_windows_are_those_of_the_count(num: int) -> None:
+    page = (ROOT / "docs/howto/bptt.md").read_text(encoding="utf-8").split("| `activation_checkpointing` |")[1]
+    lines = [line.strip("|").split("|") for line in page.partition("\n\n")[0].splitlines()]
+    place = 1 + [cell.strip() for cell in lines[0]].index(f"K = {num}")
+    sizes = {"num_layers": 8, "d_model": 512, "num_heads": 8, "d_inner": 2048}
+    for name, shown in ((cells[0].strip("` "), cells[place].strip()) for cells in lines[2:]):
+        recomputed = name if num > 1 else BY_SEGMENTS.get(name, name)
+        windows = {"segments_per_update": num, "bptt_segments": num, "activation_checkpointing": recomputed}
+        asked = config("infini", sizes, seg_len=256, micro_batch_size=2, precision="fp32", **windows)
+        assert f"{count_micro_batch(model_spec(asked, 8_192)).peak / 2**20:,.0f}" == shown, name
 
 
 # The fused kernels do not compute what they attend to, if anything.

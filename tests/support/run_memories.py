@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from dist_mem.config.memory_blocks import as_block, kinds_of
 from dist_mem.memory import memory_class, memory_kinds
 
 SEG_LEN = 16  # of the configurations of jobs.py
@@ -18,6 +19,11 @@ def small_memory(kind: str, **options: Any) -> dict[str, Any]:
 
 def every_memory() -> dict[str, dict[str, Any]]:
     return {kind: small_memory(kind) for kind in memory_kinds()}
+
+
+def carries_gradient(memory: dict[Any, Any]) -> bool:
+    """Return whether gradients flow through a state of a `memory:` block."""
+    return any(memory_class(kind).carries_gradient for _, kind in kinds_of(as_block(memory)))
 
 
 def with_memory(config: Path, memory: dict[Any, Any], **train: Any) -> Path:

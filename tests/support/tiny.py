@@ -13,6 +13,7 @@ from torch import Tensor
 from dist_mem.block import model_spec
 from dist_mem.config import config_from
 from dist_mem.data.batch import IGNORE, Batch, Update
+from dist_mem.data.batch_plan import batch_plan
 from dist_mem.data.plan import lanes_of_rank
 from dist_mem.engine.engine import Engine
 from dist_mem.engine.placement import place_parts
@@ -177,9 +178,8 @@ def tiny_job(config: Any, world: World, *, stage: int, block: dict[str, Any] | N
         train.global_batch_size, world_size=world.size, rank=world.rank, micro_lanes=train.micro_batch_size
     )
     lane_ids = torch.tensor(lanes)
-    accumulation = len(lane_ids) // train.micro_batch_size * train.segments_per_update // train.bptt_segments
     auxiliary = model.auxiliary_parameter_names()
-    sizes = {"world_size": world.size, "accumulation": accumulation}
+    sizes = {"world_size": world.size, "accumulation": batch_plan(train, world.size).backwards}
     engine = Engine(model, config.train, config.optimizer, ds_block, **sizes, auxiliary_parameters=auxiliary)
     engine.train()
     states = [engine.init_state(group) for group in lane_ids.split(train.micro_batch_size)]

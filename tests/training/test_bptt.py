@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -9,9 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from dist_mem import window
+from dist_mem.config import change_config
 from dist_mem.contract.subject import require_same
 from dist_mem.memory.base import detach_state
 from dist_mem.model import DocumentStarts, LMState, reset_lanes
+from dist_mem.nn.layers import Dropout
+from dist_mem.runtime.distributed import World
+from dist_mem.window import PlainAutograd
 from tests.support.contract_cases import (
     CASES,
     LANES,
@@ -22,9 +28,11 @@ from tests.support.contract_cases import (
     full_lanes,
     random_segments,
     small_model,
+    takes_short_first,
 )
-from tests.support.plain_updates import assert_plain_update
+from tests.support.plain_updates import assert_plain_update, config_of
 from tests.support.ranks import Pools
+from tests.support.tiny import full_parameters, run_steps, tiny_job
 
 
 @pytest.mark.ranks
@@ -32,7 +40,7 @@ from tests.support.ranks import Pools
 def test_an_update_equals_plain_autograd_over_its_windows(rank_pool: Pools, case: str, stage: int) -> None:
     """Two ranks have two lane groups of two lanes each."""
     found = {}
-    for bptt_segments, checkpointing in ((1, "none"), (2, "none"), (4, "blocks")):
+    for bptt_segments, checkpointing in ((1, "none"), (2, "none"), (4, "segments_and_blocks")):
         train: dict[str, Any] = {"micro_batch_size": 2, "segments_per_update": 4, "bptt_segments": bptt_segments}
         train["activation_checkpointing"] = checkpointing
         found[bptt_segments] = assert_plain_update(rank_pool(2), stage, CASES[case], train)
@@ -50,6 +58,29 @@ def test_memories_are_emptied_where_train_reset_says(rank_pool: Pools, case: str
     }
     for one, other in (("never", "window"), ("window", "segment")):
         assert any(not torch.allclose(found[one][name], found[other][name], rtol=1e-4) for name in found[other])
+
+
+def trained_with(world: World, resets: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """The parameters after one update with each of these keys of `train`."""
+    train: dict[str, Any] = {"micro_batch_size": 2, "segments_per_update": 2}
+    config = config_of(CASES["linear"], train)
+    job = tiny_job(config, world, stage=2)
+    for step, keys in enumerate(resets):
+        changed = change_config(config, {f"train.{key}": value for key, value in keys.items()})
+        job.context = replace(job.context, config=changed)
+        run_steps(job, first=step, last=step + 1)
+    return full_parameters(job)
+
+
+@pytest.mark.ranks
+def test_memories_are_carried_after_train_reset_steps(rank_pool: Pools) -> None:
+    ends: dict[str, Any] = {"reset": "segment", "reset_steps": 1}
+    segment: dict[str, Any] = {"reset": "segment"}
+    runs: list[list[dict[str, Any]]] = [[segment, {"reset": "never"}], [ends, ends], [{}, {}], [segment, segment]]
+    by_hand, by_key, never, always = (rank_pool(2).run(trained_with, resets)[0] for resets in runs)
+    assert all(torch.equal(value, by_hand[name]) for name, value in by_key.items())
+    for other in (never, always):
+        assert any(not torch.equal(value, by_hand[name]) for name, value in other.items())
 
 
 @pytest.mark.parametrize("case", case_params())
@@ -89,3 +120,48 @@ def test_a_window_is_its_segments_one_after_the_other(case: str) -> None:
     _, _, cut = alone(cut=True)
     changed = [name for name, value in learned.items() if (value - cut[name]).abs().max() > 1e-9]
     assert bool(changed) == model.memories()[0].carries_gradient
+
+
+class _Scaled(PlainAutograd):
+    """Autograd with the loss scale of fp16."""
+
+    loss_scale = 2.0**10
+
+    def backward(self, loss: Tensor) -> None:
+        (self.loss_scale * loss).backward()
+
+
+@pytest.mark.parametrize("case", case_params())
+@pytest.mark.parametrize("cut", ["start", "end"])
+def test_a_window_recomputed_by_segments_is_the_whole_window(case: str, cut: str) -> None:
+    """Losses, states and random numbers bit for bit, gradients in float64: documents begin and lanes are idle in it."""
+    cut = cut if takes_short_first(case) else "start"
+    model = small_model(case, cut=cut).double().train()
+    for module in model.modules():
+        if isinstance(module, Dropout):
+            module.keep = 2**15
+    tokens, targets = (torch.cat(parts, dim=1) for parts in zip(*random_segments(), strict=True))
+    lengths = torch.full((LANES, tokens.shape[1] // SEG_LEN), SEG_LEN)
+    lengths[1, 2], lengths[2, -1] = 0, SEG_LEN - 1 if cut == "start" else 0
+    fresh = fresh_state(model, torch.float64)
+    found = []
+    for run, recomputes in ((PlainAutograd(model), False), (PlainAutograd(model), True), (_Scaled(model), True)):
+        model.zero_grad()
+        torch.manual_seed(1)
+        starts = [DocumentStarts(fresh_state(model, torch.float64), torch.arange(LANES) == number) for number in (0, 2)]
+        text = window.Text(tokens, targets, lengths, [starts[0], None, starts[1], None])
+        read = window.read(run, text, detach_state(fresh), recomputes=recomputes)
+        random = torch.get_rng_state()
+        read.backward(lambda nll, aux: nll / 7 + aux / 3)
+        assert torch.equal(torch.get_rng_state(), random)
+        gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+        found.append((read, random, {name: value.clone() / run.loss_scale for name, value in gradients.items()}))
+    (whole, random, expected), *others = found
+    assert any(value.abs().max() > 0 for value in expected.values())
+    for read, drawn, gradients in others:
+        assert torch.equal(read.nll, whole.nll) and torch.equal(read.aux, whole.aux) and torch.equal(drawn, random)
+        require_same(read.state, whole.state, "a window leaves another state")
+        assert read.logs.keys() == whole.logs.keys()
+        assert gradients.keys() == expected.keys()
+        for name, value in gradients.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-12, msg=name)
