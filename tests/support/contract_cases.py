@@ -92,7 +92,9 @@ CASES: dict[str, dict[str, Any]] = {
     "linear over transformer_xl": small_block(
         "linear", over={"kind": "transformer_xl", "mem_len": 2 * SEG_LEN - 1}, over_gate_init=0.5
     ),
-    "linear over compressive": small_block("linear", over=small_block("compressive"), over_gate_init=0.5),
+    "linear over compressive": small_block(
+        "linear", over=small_block("compressive", mem_len=2 * SEG_LEN), over_gate_init=0.5
+    ),
     "infinite over linear over causal": small_block(
         "infinite", over=small_block("linear", over={"kind": "causal"}, over_gate_init=0.5)
     ),
