@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,6 +75,7 @@ class DocumentScore:
 
 METRICS = ("word_perplexity", "token_perplexity", "bits_per_byte", "accuracy", "whole_answers")  # of a Report
 RECALL_METRICS = ("recall_perplexity", "recall_accuracy")  # of a Report and a band
+POSITION_METRIC = "position_perplexity"  # of a Report and a band of positions, which `evaluate --by position` has
 BANDS = ("segment", "memory", "beyond")
 
 
@@ -136,6 +137,27 @@ class Report:
         """Return the total NLL in nats and the number of the recall tokens in a band."""
         within = self._within(band)
         return math.fsum(score.nll for score in within), sum(score.num_scored for score in within)
+
+    def at_positions(self, band: Band) -> Report:
+        """Return the scores of the tokens at these positions alone, without words, bytes and recall.
+
+        Args:
+            band: its limits are 2^n - 1, the last positions of bins.
+        """
+        sums: dict[int, tuple[float, int]] = {}
+        for score in self.positions:
+            if band.low < 2**score.bin and 2 ** (score.bin + 1) - 1 <= (band.high or math.inf):
+                nll, count = sums.get(score.document, (0.0, 0))
+                sums[score.document] = nll + score.nll, count + score.num_scored
+        documents = [
+            DocumentScore(document.id, document.title, *sums.get(place, (0.0, 0)), words=None, bytes=0)
+            for place, document in enumerate(self.documents)
+        ]
+        return replace(self, num_words=None, documents=documents, recall=[], positions=[])
+
+    def position_perplexity(self, band: Band) -> float:
+        """Return the perplexity of the tokens at these positions; nan if there are none, or none are known."""
+        return self.at_positions(band).token_perplexity
 
     def recall_perplexity(self, band: Band) -> float:
         """Return the perplexity of the recall tokens in a band; nan if there are none."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_mem.evaluation.intervals import MIN_DOCUMENTS, about_settled
-from dist_mem.evaluation.scores import RECALL_METRICS
+from dist_mem.evaluation.scores import POSITION_METRIC, RECALL_METRICS
 from dist_mem.runtime import markdown
 from dist_mem.runtime.csv_text import csv_text
 from dist_mem.runtime.figures import NO_FIGURE
@@ -128,6 +128,8 @@ def _about_interval(study: Study, found: Mapping[str, RowSummary], runs: Sequenc
     what, nothing = f"{name}'s perplexity of all scored words or tokens divided by the memory's", 1
     if metric in SHARES:
         what, nothing = f"the memory's {metric.replace('_', ' ')} minus {name}'s", 0
+    elif metric == POSITION_METRIC:
+        what = f"{name}'s perplexity at the positions of the first column divided by the memory's"
     elif metric == BITS:
         what, nothing = f"{name}'s bits per byte minus the memory's", 0
     about = (

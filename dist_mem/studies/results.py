@@ -8,16 +8,17 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from dist_mem.evaluation.intervals import Interval, find_settled, intervals
-from dist_mem.evaluation.scores import METRICS, Report
+from dist_mem.evaluation.scores import METRICS, POSITION_METRIC, Report
 from dist_mem.runtime.figures import NO_FIGURE
 from dist_mem.studies.budget import Costs
 from dist_mem.studies.cells import CellRun, read_result, report_of, speed_of
 from dist_mem.studies.runs import (
     BITS,
+    band_of,
     runs_behind,
     shown_rows,
 )
-from dist_mem.studies.study import Study
+from dist_mem.studies.study import Column, Study
 
 NOT_GIVEN = "-"
 
@@ -88,7 +89,7 @@ def standings(study: Study, runs: Sequence[CellRun], costs: Mapping[str, Costs])
     name, column = next(iter(study.columns.items()))
     rows = {row: runs_behind(study, runs, row, name) for row in (table_rows(study) if costs else ())}
     scored = {row: [report for run in mine if (report := report_of(run, name))] for row, mine in rows.items()}
-    gains = gains_of_rows(scored, column.metric)
+    gains = gains_of_rows(scored, column)
     marked = find_settled(gains)
     found = {}
     for row, mine in rows.items():
@@ -109,9 +110,11 @@ def table_rows(study: Study) -> list[str]:
     return [row for row in shown_rows(study) if not (study.budget and row in study.candidates)]
 
 
-def gains_of_rows(scored: Mapping[str, Sequence[Report]], metric: str) -> dict[str, Interval | str]:
+def gains_of_rows(scored: Mapping[str, Sequence[Report]], column: Column) -> dict[str, Interval | str]:
     """Return the interval of the gain of each row over the first, where it is known; arguments: the reports by row."""
-    rows = list(scored.items())
+    rows, metric = list(scored.items()), column.metric
+    if metric == POSITION_METRIC and (band := band_of(column)):
+        rows, metric = [(row, [report.at_positions(band) for report in each]) for row, each in rows], "token_perplexity"
     if metric not in METRICS or not rows or not rows[0][1]:
         return {}
     return intervals(metric, rows[0][1], {row: reports for row, reports in rows[1:] if reports})

@@ -249,10 +249,14 @@ def metric_of(path: Path, column: Column) -> tuple[float | None, int]:
     content: dict[str, Any] = read_json(path, UnusableError, "; remove the file")
     check(content, _METRICS, path, UnusableError, "; remove the file")
     value: float | None = content["metrics"].get(f"{column.split}/{column.metric}")
-    if column.band:
-        report, band = read_report(path), Band(column.band[0], column.band[1] if column.band[1:] else None)
-        value = report.recall_accuracy(band) if column.metric == "recall_accuracy" else report.recall_perplexity(band)
+    if band := band_of(column):
+        value = getattr(read_report(path), column.metric)(band)
     return (value if value is not None and is_figure(value) else None), int(content["step"])
+
+
+def band_of(column: Column) -> Band | None:
+    """Return the band of a column whose metric has one."""
+    return Band(column.band[0], column.band[1] if column.band[1:] else None) if column.band else None
 
 
 def result_of(path: Path, column: Column) -> dict[str, Any]:

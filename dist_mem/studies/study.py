@@ -32,7 +32,7 @@ from typing import Any
 from dist_mem.config import read_block
 from dist_mem.config.check import format_value, hint
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.scores import BANDS, METRICS
+from dist_mem.evaluation.scores import BANDS, METRICS, POSITION_METRIC
 from dist_mem.evaluation.scores import RECALL_METRICS as RECALL
 from dist_mem.papers.dialogue.scores import DIALOGUE_METRICS
 from dist_mem.papers.regression_error import METRICS as REGRESSION_METRICS
@@ -53,7 +53,7 @@ WORK = ("tokens", "flops")  # of the training: a budget of one of them sets its 
 FITTED = ("params", "state_bytes")  # budgets that set the keys of `fit`
 # Command of dist-mem that measures a trained model -> the metrics of its report.
 MEASURES = {
-    "evaluate": (*METRICS, *RECALL, *(f"{metric}_{band}" for metric in RECALL for band in BANDS)),
+    "evaluate": (*METRICS, *RECALL, POSITION_METRIC, *(f"{metric}_{band}" for metric in RECALL for band in BANDS)),
     "dialogue": DIALOGUE_METRICS,
     "inspect": REGRESSION_METRICS,
 }
@@ -76,7 +76,8 @@ class Column:
     """One metric of every row."""
 
     metric: str  # name in the evaluation's report: word_perplexity, bits_per_byte, accuracy
-    band: list[int] = field(default_factory=list)  # of a metric of RECALL: distances above the first, up to the second
+    # of a metric of RECALL: distances above the first, up to the second; of POSITION_METRIC: positions of a document
+    band: list[int] = field(default_factory=list)
     split: str = "test"
     point: str = ""  # where it is measured; "": the only point
     evaluate: list[str] = field(default_factory=list)  # key=value overrides and options of the evaluation
@@ -356,14 +357,24 @@ def _check_columns(study: Study, where: str) -> None:
         check_plain(column.split, f"{at} has a split that")
         if column.point not in study.points:
             raise UnusableError(f"{where}points lacks {column.point!r}, the point of column {name!r}")
-        lengths = (1, 2) if column.metric in RECALL else (0,)
+        lengths = (1, 2) if column.metric in (*RECALL, POSITION_METRIC) else (0,)
         if len(column.band) not in lengths or column.band != sorted(set(column.band)):
             raise UnusableError(
-                f"{at} has band {column.band} and metric {column.metric}; {' and '.join(RECALL)} "
+                f"{at} has band {column.band} and metric {column.metric}; {', '.join(RECALL)} and {POSITION_METRIC} "
                 "have a band of 1 or 2 rising numbers, no other metric has one"
             )
+        if column.metric == POSITION_METRIC:
+            _check_positions(column, at)
         if study.x_axis is not None and not _is_number(name):
             raise UnusableError(f"{at} is not a number, which x_axis requires: rename it or leave x_axis out")
+
+
+def _check_positions(column: Column, at: str) -> None:
+    if odd := [limit for limit in column.band if (limit + 1).bit_count() != 1]:
+        more = 2 ** odd[0].bit_length() - 1
+        raise UnusableError(f"{at} has {odd[0]} in its band: positions are in octaves, write {more} or {more // 2}")
+    if column.evaluate[:2] != ["--by", "position"]:
+        raise UnusableError(f"{at} has metric {POSITION_METRIC}: begin its evaluate with [--by, position]")
 
 
 def _check_budget(study: Study, where: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from dist_mem.__main__ import main
 from dist_mem.evaluation.memory_file import read_memory_file
 from dist_mem.evaluation.position import position_bins, positions_to_csv
-from dist_mem.evaluation.scores import read_report, write_report
+from dist_mem.evaluation.scores import Band, read_report, write_report
 from dist_mem.evaluation.trained_model import load_model
 from dist_mem.generation.text_memory import read_text
 from tests.support.evaluated_runs import MEMORIES, asked, make_run
@@ -33,6 +33,14 @@ def test_the_sums_are_those_of_the_tokens_at_these_positions(library: Path, tmp_
     for key, losses in wanted.items():
         assert found[key].num_scored == len(losses)
         assert found[key].nll == pytest.approx(math.fsum(losses), rel=1e-5)
+    for low, high in ((0, None), (1, 7), (7, None)):
+        within = [
+            loss for (_, number), losses in wanted.items() for loss in losses if low < 2**number <= (high or math.inf)
+        ]
+        perplexity = report.position_perplexity(Band(low, high))
+        assert perplexity == pytest.approx(math.exp(math.fsum(within) / len(within)), rel=1e-5)
+        assert report.at_positions(Band(low, high)).num_scored == len(within)
+    assert math.isnan(report.position_perplexity(Band(2**20 - 1, None)))
     assert math.fsum(score.nll for score in report.positions) == pytest.approx(report.nll)
     _, path = write_report(report, tmp_path, "written", metadata={})
     assert read_report(path) == report

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.scores import DocumentScore, RecallScore, Report, write_report
+from dist_mem.evaluation.scores import DocumentScore, PositionScore, RecallScore, Report, write_report
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.studies.budget import Costs
 from dist_mem.studies.cells import CellRun, checksum, keep_result, read_result, report_of
@@ -215,9 +215,12 @@ def test_recall_is_read_between_two_distances(tmp_path: Path) -> None:
 
 def finished(folder: Path, figure: str, *, num_documents: int, depth: float | None) -> StudyCall:
     """Return the job of an arena whose three memories have been evaluated with one seed."""
-    band = {"band": [0]} if figure == "recall_accuracy" else {}
+    options: dict[str, dict[str, Any]] = {
+        "recall_accuracy": {"band": [0]},
+        "position_perplexity": {"band": [7], "evaluate": ["--by", "position"]},
+    }
     rows = {**ROWS, "outside": ["memory.kind=mine.py:Mine"]}
-    study = load(folder, ARENA, rows=rows, columns={"first": {"metric": figure, **band}}, seeds=[0])
+    study = load(folder, ARENA, rows=rows, columns={"first": {"metric": figure, **options.get(figure, {})}}, seeds=[0])
     runs = all_runs(study, folder / "out")
     for run in runs:
         documents = [
@@ -226,7 +229,9 @@ def finished(folder: Path, figure: str, *, num_documents: int, depth: float | No
         ]
         hits = sum(document.hits or 0 for document in documents)
         recall = [RecallScore(40, 2.0 * num_documents, 2 * num_documents, hits)]
-        report = Report("test", "d", "t", None, 32, 0, 2 * num_documents, documents, recall)
+        positions = [PositionScore(place, number, 1.0, 1) for place in range(num_documents) for number in (2, 3)]
+        positions = positions if figure == "position_perplexity" else []
+        report = Report("test", "d", "t", None, 32, 0, 2 * num_documents, documents, recall, positions)
         path = write_report(report, run.directory / "evaluations", "test-step-00000007", metadata={"step": 7})[1]
         keep_result(run, "first", {"value": 0.5, "step": 7}, path)
     return StudyCall(study, folder / "out", runs, 1, [], StopSignal(), costs=dict.fromkeys(rows, COSTS))
@@ -245,6 +250,12 @@ def finished(folder: Path, figure: str, *, num_documents: int, depth: float | No
         ),
         ("bits_per_byte", "none - memory, 95 %", "+0.000 to +0.000 (documents only)", "contains 0 settles nothing"),
         ("recall_accuracy", "none / memory, 95 %", "", "There is no interval"),
+        (
+            "position_perplexity",
+            "none / memory, 95 %",
+            "1.000 to 1.000 (documents only)",
+            "none's perplexity at the positions of the first column divided by the memory's",
+        ),
     ],
 )
 def test_the_interval_is_that_of_the_first_column(

@@ -112,6 +112,10 @@ def test_more_runs_are_taken_if_the_command_allows_them(tmp_path: Path) -> None:
 
 TINY = STUDY["scales"]["tiny"]
 # A study, and what changes it, each with the begin of what is wrong.
+POSITIONS = {
+    **{"metric": "position_perplexity", "point": "a", "band": [8191]},
+    **{"evaluate": ["--by", "position"]},
+}
 MEANINGLESS: dict[str, tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]] = {
     "a sweep": (
         SWEEP,
@@ -186,6 +190,13 @@ MEANINGLESS: dict[str, tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]] 
             )
             for figure in ("accuracy", *RECALL)
             for band in ([[1, 2], [1, 2, 3]] if figure == "accuracy" else [[], [1, 2, 3], [256, 64], [64, 64]])
+        ]
+        + [
+            (f"scales.tiny.column '500' has {odd}", {"scales": at_tiny(columns={"500": {**POSITIONS, **changes}})})
+            for odd, changes in (
+                ("8192 in its band: positions are in octaves, write 16383 or 8191", {"band": [8192, 32767]}),
+                ("metric position_perplexity: begin its evaluate with", {"evaluate": []}),
+            )
         ],
     ),
 }
