@@ -60,8 +60,9 @@ def check_together(config: Mapping[str, Any], *, trains: bool = True) -> Iterato
     yield from _check_kind(model, {"train": train["seg_len"], "eval": config["eval"]["seg_len"]})
     yield from _check_optimizer(optimizer)
     yield from _check_lora(model, optimizer["groups"])
+    yield from _check_decay(config["schedule"])
     if train["steps"] is not None:
-        yield from check_schedule(config["schedule"]["warmup_steps"], train["steps"], f"train.steps = {train['steps']}")
+        yield from check_schedule(config["schedule"], train["steps"], f"train.steps = {train['steps']}")
     yield from _check_checkpoint(config["checkpoint"], config["eval"]["every"])
     yield from _check_blocks(config["data"]["blocks"], train["seg_len"], config["eval"])
     yield from _check_curriculum(config["data"]["curriculum"], train["steps"])
@@ -254,7 +255,20 @@ def _check_checkpoint(checkpoint: Mapping[str, Any], eval_every: int | None) -> 
         yield Problem("checkpoint.keep_best", "needs a validation loss; set eval.every")
 
 
-def check_schedule(warmup_steps: int, steps: int, end: str) -> Iterator[Problem]:
-    """Yield a warmup that a run of so many steps would end within; `end` says in words where they come from."""
+def check_schedule(schedule: Mapping[str, Any], steps: int, end: str) -> Iterator[Problem]:
+    """Yield a warmup, or with `wsd` a decay, that has no room in so many steps; `end` says where they come from."""
+    warmup_steps, decay_steps = schedule["warmup_steps"], schedule["decay_steps"] or 0
     if warmup_steps > steps:
         yield Problem("schedule.warmup_steps", f"{warmup_steps} is more than {end}")
+    elif schedule["kind"] == "wsd" and warmup_steps + decay_steps > steps:
+        both = f"{decay_steps} after schedule.warmup_steps = {warmup_steps} is more than {end}"
+        yield Problem("schedule.decay_steps", both)
+
+
+def _check_decay(schedule: Mapping[str, Any]) -> Iterator[Problem]:
+    for name in ("decay_share", "decay_shape"):
+        if schedule[name] is not None and schedule["kind"] != "wsd":
+            other = f"is not used by {schedule['kind']}; set schedule.kind=wsd, or leave it out"
+            yield Problem(f"schedule.{name}", other)
+    if schedule["decay_share"] is not None and schedule["decay_steps"] is not None:
+        yield Problem("schedule.decay_share", "is given beside schedule.decay_steps; give one of them")

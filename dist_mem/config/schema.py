@@ -58,6 +58,7 @@ DOCUMENT = "_document"  # attribute of a configuration that load.py made
 _PRECISIONS = ("fp32", "bf16", "fp16")
 _LAYOUTS = ("documents", "stream")
 # Of train.activation_checkpointing: what a block recomputes besides, where whole segments of a window are.
+DECAY_SHAPES = ("sqrt", "linear", "cosine")
 BY_SEGMENTS = {"segments": "none", "segments_and_blocks": "blocks"}
 _RECOMPUTED = ("none", "blocks", "attention", "feed_forward", *BY_SEGMENTS)
 ROPE_KINDS = {  # the keys of model.rope that each kind reads, besides factor
@@ -258,10 +259,15 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    kind: str = key("cosine", choices=("constant", "linear", "cosine"))  # decay of lr from its peak to its final value
+    # decay of lr from its peak to its final value; wsd: it holds its peak, and decays at the end of the training
+    kind: str = key("cosine", choices=("constant", "linear", "cosine", "wsd"))
     warmup_steps: int = key(0, at_least=0, at_most=STEPS)  # steps in which lr rises linearly to its peak
-    # steps after which lr keeps its final value; None: all steps after the warmup
+    # steps after which lr keeps its final value; None: all steps after the warmup. Of wsd: the last steps, which decay
     decay_steps: int | None = key(None, at_least=1, at_most=STEPS)
+    # of wsd: share of the training that decays, at its end; 0: lr holds; None: decay_steps, else 0.2
+    decay_share: float | None = key(None, at_least=0, at_most=1)
+    # of wsd: how lr falls with the square root of the steps that decay, linearly, or as a cosine; None: sqrt
+    decay_shape: str | None = key(None, choices=DECAY_SHAPES)
     end_factor: float = key(0.0, at_least=0)  # final lr, as a fraction of the peak
 
 

@@ -6,6 +6,7 @@ Letters: G lanes of the whole job, T tokens of a segment, K segments of an updat
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import NamedTuple
 
 from dist_mem.config import ScheduleConfig, TrainConfig
@@ -113,5 +114,5 @@ def total_steps(train: TrainConfig, schedule: ScheduleConfig, plan: Plan) -> int
         epochs = f"train.epochs is {train.epochs}, which the data make {steps:,} steps"
         raise ValueError(f"{epochs}, but a run has at most {STEPS:,}; give fewer epochs")
     end = f"the {count_noun(steps, 'step')} of train.epochs = {train.epochs:g}; give less, or more epochs"
-    stop_on(check_schedule(schedule.warmup_steps, steps, end))
+    stop_on(check_schedule(asdict(schedule), steps, end))
     return steps

@@ -88,13 +88,24 @@ def lr_factor(step: int, config: ScheduleConfig, total_steps: int) -> float:
     """Return the learning rate of update `step` (from 0) as a fraction of its peak.
 
     Linear warmup over `warmup_steps`, then constant, or linear or cosine decay over `decay_steps` (default: all
-    remaining steps) to `end_factor`, and constant afterwards.
+    remaining steps) to `end_factor`, and constant afterwards. With `wsd` (warmup, stable, decay) only the last steps
+    decay, by default as 1 - sqrt(progress) (Haegele et al. 2024, arXiv 2405.18392).
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     if config.kind == "constant":
         return 1.0
-    decay_steps = config.decay_steps or max(1, total_steps - config.warmup_steps)
-    progress = min(1.0, (step - config.warmup_steps) / decay_steps)
-    shape = 1 - progress if config.kind == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return config.end_factor + (1 - config.end_factor) * shape
+    first, length, shape = config.warmup_steps, config.decay_steps, config.kind
+    if config.kind == "wsd":
+        length, shape = wsd_decay_steps(config, total_steps), config.decay_shape or "sqrt"
+        first = total_steps - length
+    progress = min(1.0, max(0, step - first) / (length or max(1, total_steps - first)))
+    left = {"linear": 1 - progress, "sqrt": 1 - math.sqrt(progress), "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
+    return config.end_factor + (1 - config.end_factor) * left[shape]
+
+
+def wsd_decay_steps(config: ScheduleConfig, total_steps: int) -> int:
+    """Return the number of the last steps in which lr decays, with `wsd`."""
+    if config.decay_steps is not None:
+        return config.decay_steps
+    return round(total_steps * (0.2 if config.decay_share is None else config.decay_share))

@@ -173,11 +173,15 @@ WRONG = [
     *("optimizer.betas=0.9", "optimizer.lr=.nan", "optimizer.lr=.inf", "model.dropout=1.0", "train.threads=-1"),
     *("train.max_grad_norm=0", "eval.every=-1", "model.norm=prre", "train.precision=bf6", "optimizer.kind=adamW"),
     *("train.tf32=true", "train.micro_batch_size=17", "optimizer.momentum=0.9", "schedule.warmup_steps=11"),
+    *("schedule.decay_share=0.1", "schedule.decay_shape=linear", "train.reset_steps=3"),
+    "train.activation_checkpointing=segments",
     *("data.train_split=test", "memory.kind=transformer", "memory.mem_len=long"),
 ]
 WRONG_TOGETHER = {
     "optimizer.betas=[0.9,x]": "optimizer.betas[1]",
     "train.epochs=2": "train.steps",
+    "schedule={kind: wsd, warmup_steps: 3, decay_steps: 8}": "schedule.decay_steps",
+    "schedule={kind: wsd, decay_share: 0.1, decay_steps: 8}": "schedule.decay_share",
     "train.steps=null": "train.epochs",
     "model.num_heads=3": "model.d_model",
     "optimizer.groups=[{param_regex: '('}]": "optimizer.groups[0].param_regex",

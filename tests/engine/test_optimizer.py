@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dist_mem.block import model_spec
 from dist_mem.config import ScheduleConfig
+from dist_mem.config.schema import DECAY_SHAPES
 from dist_mem.engine.optimizer import build_optimizer, lr_factor, parameter_groups
 from dist_mem.engine.zero_restore import _kinds
 from dist_mem.model import MemoryLM
@@ -86,6 +89,8 @@ def test_restored_step_counts_are_where_the_optimizer_keeps_them(fused: bool, de
         ("cosine", None, [0.1, 1.0, 0.55, 0.1]),
         ("constant", None, [0.1, 1.0, 1.0, 1.0]),
         ("linear", 25, [0.1, 1.0, 0.1, 0.1]),  # after the descent the rate stays
+        ("wsd", 25, [0.1, 1.0, 1.0, 0.1]),
+        ("wsd", 100, [0.1, 1.0, 0.1 + 0.9 * (1 - 0.5**0.5), 0.1]),
     ],
 )
 def test_the_rate_rises_and_descends_to_the_end_value(
@@ -95,3 +100,17 @@ def test_the_rate_rises_and_descends_to_the_end_value(
     given: dict[str, Any] = {"kind": kind, "warmup_steps": 10, "end_factor": 0.1, "decay_steps": decay_steps}
     config = ScheduleConfig(**given)
     assert [lr_factor(step, config, 110) for step in (0, 10, 60, 110)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("shape", DECAY_SHAPES)
+def test_a_held_rate_decays_in_the_last_steps_wherever_the_end_is_put(shape: str) -> None:
+    """So a decay can be added to a run that holds, put off, and branched from one checkpoint."""
+    held = ScheduleConfig(kind="wsd", warmup_steps=5, decay_share=0.0)
+    decayed = replace(held, decay_share=0.25, decay_shape=shape)
+    for total in (80, 200):
+        before, after = ([lr_factor(step, config, total) for step in range(total)] for config in (held, decayed))
+        first = total * 3 // 4
+        assert before[: first + 1] == after[: first + 1] and set(before[5:]) == {1.0}
+        assert all(later < earlier for earlier, later in pairwise(after[first:])) and after[-1] < 0.06
+    usual = replace(held, decay_share=None)
+    assert [lr_factor(step, usual, 100) for step in (80, 85)] == pytest.approx([1.0, 0.5])
