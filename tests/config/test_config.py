@@ -54,11 +54,10 @@ def write(path: Path, text: str) -> str:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_config_of_the_project_loads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    holds_run = (
-        "train" in yaml.safe_load(Path(name).read_text(encoding="utf-8")) and "/memory/" not in name
-    )  # those hold a memory and what it needs
-    steps = [] if holds_run else [STEPS]
-    load_config([name, *steps], memory_options=memory_options)
+    # Others hold a memory and what it needs, or what is added to a pretrained model.
+    is_run = "train" in yaml.safe_load(Path(name).read_text(encoding="utf-8")) and "/memory/" not in name
+    model = ["configs/pretrained/llama_3.2_1b.yaml"] if "/pretrained/" in name and not is_run else []
+    load_config([*model, name, *([] if is_run or model else [STEPS])], memory_options=memory_options)
 
 
 def test_a_class_keeps_its_options_under_another_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
