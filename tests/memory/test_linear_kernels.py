@@ -91,14 +91,14 @@ def results(layer: LinearMemory, dtype: torch.dtype, run: Callable[..., Any]) ->
         return torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_()
 
     x = drawn(len(LENGTHS), SEG_LEN, 12)
-    state = LinearState(*(drawn(*part.shape) for part in layer.init_state(torch.arange(len(x)), "cpu", dtype)))
+    state = LinearState(*(drawn(*part.shape) for part in layer.init_state(torch.arange(len(x)), "cpu", dtype)[:2]))
     output = run(layer, x, state, torch.tensor(LENGTHS))
-    found = {"y": output.y, **output.state._asdict()}
+    found = {"y": output.y, "matrix": output.state.matrix, "tail": output.state.tail}
     weights = {
         name: torch.cos(torch.arange(part.numel(), dtype=dtype)).view(part.shape) for name, part in found.items()
     }
     loss = torch.stack([(part * weights[name]).sum() for name, part in found.items()]).sum()
-    leaves = {"x": x, **state._asdict(), **dict(layer.named_parameters())}
+    leaves = {"x": x, "matrix": state.matrix, "tail": state.tail, **dict(layer.named_parameters())}
     gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     given = {f"gradient of {name}": one for name, one in zip(leaves, gradients, strict=True) if one is not None}
     return {**found, "query": output.query, "kept": output.logs["kept"], **given}

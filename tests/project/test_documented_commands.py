@@ -106,6 +106,10 @@ def dialogues(tree: Tree) -> None:
             write_conversation(source, folder, f"{folder}{number}", [*turns, ("user2", "It was, the shark too.")])
 
 
+def sample(tree: Tree) -> None:
+    tree.must("dist-mem data build sample --out data/sample")
+
+
 def exported(tree: Tree) -> None:
     tree.must("dist-mem export runs/demo --out models/demo")
 
@@ -189,6 +193,8 @@ ONLY_DEMO = [
 PREPARED: dict[str, list[str | Callable[[Tree], None]]] = {
     **{f"docs/{name}.md": [DEMO] for name in ONLY_DEMO},
     "README.md": [DEMO, books],
+    "docs/howto/bptt.md": [sample],
+    "docs/memories/linear.md": [small_llama],
     "docs/howto/data.md": [corpora],
     "docs/howto/dialogue.md": [dialogues],
     "docs/howto/evaluate.md": [DEMO, exported, sorting_runs],
