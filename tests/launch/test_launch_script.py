@@ -29,11 +29,8 @@ SITES = sorted((ROOT / "launch" / "sites").glob("*.yaml"))
 CONFIG = "configs/pg19_small.yaml"
 # The file -> what prints the script that begins like it. The rest is that of dist_mem/launch/job.sh.
 GOLDEN = {
-    "tests/golden/launch/script.sbatch": "--script",
-    **{
-        f"tests/golden/launch/{site}.sbatch": f"{CONFIG} launch/sites/{site}.yaml --nodes 4 --dry-run"
-        for site in ("apptainer", "pyxis", "chain")
-    },
+    f"tests/golden/launch/{site}.sbatch": f"{CONFIG} launch/sites/{site}.yaml --nodes 4 --dry-run"
+    for site in ("apptainer", "pyxis", "chain")
 }
 # Everything a shell could take apart, glob or expand, within YAML's own quotes.
 AWKWARD = """name=O'Brien's "big" run; touch gone & $(touch gone) `touch gone` *"""
@@ -105,6 +102,14 @@ def test_script_begins_as_the_golden_one(path: str, monkeypatch: pytest.MonkeyPa
     if difference:
         made_by = f"dist-mem launch {GOLDEN[path]} | sed '/^number=/,$d' >{path}"
         pytest.fail(f"{difference}\nif this is meant: {made_by}", pytrace=False)
+
+
+def test_the_script_in_the_tree_is_the_command_s(monkeypatch: pytest.MonkeyPatch, rendered: Launch) -> None:
+    monkeypatch.chdir(ROOT)
+    path = ROOT / "launch" / "train.sbatch"
+    made_by = "dist-mem launch launch/sites/generic.yaml --script > launch/train.sbatch"
+    for arguments in (["launch/sites/generic.yaml", "--script"], ["--script"]):
+        assert rendered(*arguments) == path.read_text(encoding="utf-8"), f"if this is meant: {made_by}"
 
 
 @pytest.mark.parametrize("site", SITES, ids=lambda site: site.stem)
