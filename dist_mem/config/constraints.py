@@ -232,7 +232,12 @@ def _check_optimizer(optimizer: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(
             "optimizer.momentum", f"is not used by {optimizer['kind']}; set optimizer.kind=sgd, or momentum to 0"
         )
+    if optimizer["muon"] is not None and optimizer["kind"] != "muon":
+        yield Problem("optimizer.muon", f"is not used by {optimizer['kind']}; set optimizer.kind=muon, or leave it out")
     for index, group in enumerate(optimizer["groups"]):
+        if group["rule"] is not None and optimizer["kind"] != "muon":
+            rule = f"is {group['rule']}, but optimizer.kind is {optimizer['kind']}; set that to muon, or leave it out"
+            yield Problem(f"optimizer.groups[{index}].rule", rule)
         if message := _pattern_error(group["param_regex"]):
             yield Problem(f"optimizer.groups[{index}].param_regex", message)
 

@@ -243,15 +243,33 @@ class ParameterGroupConfig:
     lr: float | None = key(None, above=0)  # None: optimizer.lr
     weight_decay: float | None = key(None, at_least=0)  # None: optimizer.weight_decay
     trainable: bool = True  # false: these parameters do not change
+    # of optimizer.kind=muon: adamw | muon, which takes matrices only; None: muon for weights of linear maps in blocks
+    rule: str | None = key(None, choices=("adamw", "muon"))
+
+
+@dataclass(frozen=True)
+class MuonConfig:
+    lr: float | None = key(None, above=0)  # of matrices; None: optimizer.lr
+    weight_decay: float | None = key(None, at_least=0)  # of matrices; None: optimizer.weight_decay
+    momentum: float = key(0.95, at_least=0, below=1)
+    nesterov: bool = True
+    steps: int = key(5, at_least=1, at_most=100)  # of the Newton-Schulz iteration
+    eps: float = key(1e-7, above=0)  # least norm that divides a matrix
+    # what the step is multiplied by, from the shape: match_rms_adamw, 0.2 sqrt(max(rows, columns)), with which rates of
+    # AdamW carry over | original, sqrt(max(1, rows / columns))
+    scale: str = key("match_rms_adamw", choices=("match_rms_adamw", "original"))
+    precision: str = key("fp32", choices=("fp32", "bf16"))  # of Newton-Schulz; published: bf16
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    # torch's; adam adds the weight decay to the gradient
-    kind: str = key("adamw", choices=("adamw", "adam", "sgd"), resume=_MOMENTS)
+    # torch's; adam adds the weight decay to the gradient; muon: of the weights of linear maps in blocks, adamw for all
+    # else, docs/howto/muon.md
+    kind: str = key("adamw", choices=("adamw", "adam", "sgd", "muon"), resume=_MOMENTS)
     lr: float = key(1e-3, above=0, resume=FREE)  # peak learning rate, see schedule
-    betas: list[float] = key([0.9, 0.999], at_least=0, below=1)  # adamw and adam only
+    betas: list[float] = key([0.9, 0.999], at_least=0, below=1)  # of adamw and adam, also beside muon
     eps: float = key(1e-8, above=0)  # adamw and adam only
+    muon: MuonConfig | None = None  # of kind muon; None: its defaults
     momentum: float = key(0.0, at_least=0, below=1)  # sgd only
     weight_decay: float = key(0.01, at_least=0)  # applied to matrices only, unless a group sets it
     groups: list[ParameterGroupConfig] = key([])  # parameters with different settings

@@ -19,7 +19,8 @@ from dist_mem.config import OptimizerConfig, TrainConfig
 from dist_mem.engine import zero_restore, zero_state
 from dist_mem.engine.defaults import deepspeed_config
 from dist_mem.engine.gradient_norms import GradientNorms, Norms
-from dist_mem.engine.optimizer import build_optimizer, num_trained
+from dist_mem.engine.muon import MuonAdamW
+from dist_mem.engine.optimizer import build_optimizer, describe_rules, num_trained
 from dist_mem.engine.start import gather_whole_blocks, start_deepspeed
 from dist_mem.engine.zero_restore import Counters, ReadSlice
 from dist_mem.engine.zero_state import Slice
@@ -44,6 +45,7 @@ class Engine:
         """`auxiliary_parameters`: names of parameters whose gradient norm is logged separately."""
         on_gpu = torch.cuda.is_available()
         torch_optimizer = build_optimizer(model, optimizer, fused=on_gpu)
+        self.rules = describe_rules(torch_optimizer)  # a message of which parameters Muon updates
         self.config = deepspeed_config(
             block,
             train,
@@ -62,6 +64,9 @@ class Engine:
         self.dtype = DTYPES[train.precision]
         self.device = self._engine.device
         self.stage: int = self._engine.zero_optimization_stage()
+        if isinstance(torch_optimizer, MuonAdamW):
+            where = zero_state.matrices_of(self._engine)
+            torch_optimizer.bind(where, self.device, is_replicated=self.stage == 0)
         self._unguarded = self.stage == 0 and self.dtype == torch.float32
         self.restored_empty: list[str] = []  # parameters whose optimizer state `restore` did not find
         self._gradient_norm_before: Tensor | None = None  # before clipping, if `_unguarded`

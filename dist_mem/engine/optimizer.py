@@ -8,45 +8,59 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from dist_mem.config import OptimizerConfig, ScheduleConfig
+from dist_mem.config.schema import MuonConfig, ParameterGroupConfig
+from dist_mem.engine.muon import ADAMW, MUON, MuonAdamW, is_map
+from dist_mem.runtime.terminal import count_noun
 
 # Vectors in all but shape: the content and position biases u and v of relative attention are (H, K).
 _NEVER_DECAYED = re.compile(r"(^|[._])(u|v|bias)$")
 
 
 def _decays(name: str, parameter: nn.Parameter) -> bool:
-    shape = getattr(parameter, "ds_shape", parameter.shape)  # a partitioned parameter is empty
-    return len(shape) >= 2 and not _NEVER_DECAYED.search(name)
+    return len(_shape(parameter)) >= 2 and not _NEVER_DECAYED.search(name)
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Group parameters by (lr, weight decay); groups with `trainable: false` are frozen and left out.
+    """Group parameters by rule, lr and weight decay; groups with `trainable: false` are frozen and left out.
 
     Args:
         config: a parameter belongs to the first entry of `config.groups` whose pattern is found in
             its name. Weight decay applies to matrices only, unless that entry sets it.
 
     Raises:
-        ValueError: a pattern matches no parameter, or nothing is left to train.
+        ValueError: a pattern matches no parameter, or nothing is left to train; Muon is to take what is no matrix.
     """
-    taken: dict[tuple[float, float], list[nn.Parameter]] = {}
+    taken: dict[tuple[str, float, float], list[nn.Parameter]] = {}
+    owners = {parameter: module for module in model.modules() for parameter in module.parameters(recurse=False)}
+    muon = (config.muon or MuonConfig()) if config.kind == MUON else None
     matched = [0] * len(config.groups)
     for name, parameter in model.named_parameters():
+        index, found = _group_of(name, config.groups)
+        if found is not None:
+            matched[index] += 1
+            parameter.requires_grad_(found.trainable)
+        given = found or ParameterGroupConfig()
+        rule = ADAMW
+        if muon is not None:
+            rule = given.rule or (MUON if is_map(name, owners[parameter]) else ADAMW)
+        if rule == MUON and len(_shape(parameter)) != 2:
+            shape = f"{name} has the shape {tuple(_shape(parameter))}"
+            raise ValueError(f"optimizer.groups[{index}].rule is muon, which takes matrices only, but {shape}")
         lr, weight_decay = config.lr, config.weight_decay if _decays(name, parameter) else 0.0
-        for index, group in enumerate(config.groups):
-            if re.search(group.param_regex, name):
-                matched[index] += 1
-                parameter.requires_grad_(group.trainable)
-                lr = lr if group.lr is None else group.lr
-                weight_decay = weight_decay if group.weight_decay is None else group.weight_decay
-                break
+        if rule == MUON and muon is not None:
+            lr = config.lr if muon.lr is None else muon.lr
+            weight_decay = config.weight_decay if muon.weight_decay is None else muon.weight_decay
+        lr = lr if given.lr is None else given.lr
+        weight_decay = weight_decay if given.weight_decay is None else given.weight_decay
         if parameter.requires_grad:
-            taken.setdefault((lr, weight_decay), []).append(parameter)
+            taken.setdefault((rule, lr, weight_decay), []).append(parameter)
     for index, count in enumerate(matched):
         if count == 0:
             names = ", ".join(name for name, _ in list(model.named_parameters())[:5])
@@ -55,13 +69,28 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
                 f"optimizer.groups[{index}].param_regex is {pattern!r}, but takes no parameter (did an earlier group "
                 f"take them?); parameters are named like {names}"
             )
+    if muon is not None and all(rule != MUON for rule, _, _ in taken):
+        raise ValueError("optimizer.kind is muon, but no trained matrix is left for it: set optimizer.kind=adamw")
     if not taken:
         raise ValueError("optimizer.groups: every parameter has trainable: false; leave at least one to train")
-    return [{"params": params, "lr": lr, "weight_decay": decay} for (lr, decay), params in taken.items()]
+    return [
+        {"params": params, "lr": lr, "weight_decay": decay, **({} if muon is None else {"rule": rule})}
+        for (rule, lr, decay), params in taken.items()
+    ]
+
+
+def _group_of(name: str, groups: Sequence[ParameterGroupConfig]) -> tuple[int, ParameterGroupConfig | None]:
+    """Return the first group whose pattern is found in a parameter's name, and its place."""
+    return next(((at, group) for at, group in enumerate(groups) if re.search(group.param_regex, name)), (-1, None))
+
+
+def _shape(parameter: nn.Parameter) -> torch.Size:
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)  # a partitioned parameter is empty
+    return shape
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, *, fused: bool = False) -> torch.optim.Optimizer:
-    """Build AdamW, Adam (L2 in the gradient, as published with Transformer-XL) or SGD over `parameter_groups`.
+    """Build AdamW, Adam (L2 in the gradient, as published with Transformer-XL), SGD or Muon over `parameter_groups`.
 
     Args:
         fused: Adam in one kernel, for GPUs; on CPUs it would change the last bits of runs.
@@ -69,8 +98,10 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, fused: bool = 
     groups = parameter_groups(model, config)
     if config.kind == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
-    kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[config.kind]
-    return kind(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=fused)
+    given = {"lr": config.lr, "betas": (config.betas[0], config.betas[1]), "eps": config.eps, "fused": fused}
+    if config.kind == MUON:
+        return MuonAdamW(groups, config.muon or MuonConfig(), **given)
+    return {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[config.kind](groups, **given)
 
 
 def num_trained(optimizer: torch.optim.Optimizer) -> int:
@@ -79,9 +110,25 @@ def num_trained(optimizer: torch.optim.Optimizer) -> int:
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
 
 
-def num_moments(config: OptimizerConfig) -> int:
-    """Return how many numbers the optimizer keeps of each trained parameter."""
-    return 2 if config.kind in ("adam", "adamw") else int(config.momentum != 0)
+def num_moments(config: OptimizerConfig, group: Mapping[str, Any] | None = None) -> int:
+    """Return how many numbers the optimizer keeps of each trained parameter of a group; None: at most, of any."""
+    if config.kind == "sgd":
+        return int(config.momentum != 0)
+    return 1 if group and group.get("rule") == MUON else 2
+
+
+def describe_rules(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return a message that says what Muon updates, and what AdamW."""
+    counts = {rule: [0, 0] for rule in (MUON, ADAMW)}
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if "rule" in group else ():
+            counts[group["rule"]][0] += 1
+            counts[group["rule"]][1] += getattr(parameter, "ds_numel", parameter.numel())
+    if not counts[MUON][0]:
+        return []
+    (matrices, of_muon), (others, of_adamw) = counts.values()
+    shown = f"Muon updates {count_noun(matrices, 'matrix', 'matrices')} of {of_muon:,} parameters"
+    return [f"{shown}, AdamW {count_noun(others, 'other')} of {of_adamw:,}"]
 
 
 def lr_factor(step: int, config: ScheduleConfig, total_steps: int) -> float:

@@ -46,6 +46,8 @@ finally:
 
 # DeepSpeed 0.19 calls collectives by names that torch 2.13 deprecates: a warning at every step that no user can fix.
 warnings.filterwarnings("ignore", r".*`torch.distributed.\w+` is deprecated", FutureWarning)
+# It warns of every optimizer of torch's but Adam; ours are tested at every stage.
+deepspeed_logger.addFilter(lambda record: "untested optimizer" not in record.getMessage())
 
 
 _MODELS: dict[str, type[BaseModel]] = {

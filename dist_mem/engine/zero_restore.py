@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from dist_mem.engine.muon import MuonAdamW
 from dist_mem.engine.zero_state import (
     COUNTERS,
     LOSS_SCALE,
@@ -48,15 +48,16 @@ def restore(engine: DeepSpeedEngine, read: ReadSlice, counters: Counters) -> lis
 def _fill(engine: DeepSpeedEngine, read: ReadSlice) -> list[str]:
     optimizer = base_optimizer(engine)
     empty: list[str] = []
-    kinds: dict[torch.device, dict[str, torch.device]] = {}
+    kinds: dict[tuple[torch.device, int], dict[str, torch.device]] = {}
     for flat in flats(engine):
         for name, start, stop, offset in flat.spans:
             master = flat.key.view(-1)[offset : offset + stop - start]
             master.copy_(_read_weights(read, ("master", "frozen"), name, start, stop))
         if flat.spans:  # not only padding
-            if flat.key.device not in kinds:
-                kinds[flat.key.device] = _kinds(optimizer, flat.key.device)
-            empty += _fill_state(optimizer, flat, kinds[flat.key.device], read)
+            place = flat.key.device, flat.group
+            if place not in kinds:
+                kinds[place] = _kinds(optimizer, *place)
+            empty += _fill_state(optimizer, flat, kinds[place], read)
     for name, start, stop, parts in [*frozen_slices(engine), *buffers(engine)]:
         for kind, tensor in parts.items():
             tensor.copy_(_read_weights(read, (kind, "master"), name, start, stop))
@@ -72,17 +73,20 @@ def _read_weights(read: ReadSlice, kinds: tuple[str, str], name: str, start: int
     raise CheckpointError(f"the checkpoint has no weights of {name}: it is of another model")
 
 
-def _kinds(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, torch.device]:
-    """Return the kinds of state that the optimizer keeps for a parameter on `device`, and where it keeps each.
+def _kinds(optimizer: torch.optim.Optimizer, device: torch.device, group: int = 0) -> dict[str, torch.device]:
+    """Return the kinds of state that the optimizer keeps for a parameter of a group on `device`, and where each is.
 
     A step of a copy of the optimizer shows them; the state of the optimizer itself may still be empty. A fused Adam
     counts its steps on the device, any other one on the host.
     """
     probe = nn.Parameter(torch.zeros(1, device=device))
     probe.grad = torch.zeros_like(probe)
-    trial = copy.copy(optimizer)
+    trial = object.__new__(type(optimizer))
+    vars(trial).update(vars(optimizer))  # copy.copy would take groups and state only
     trial.state = defaultdict(dict)
-    trial.param_groups = [{**optimizer.param_groups[0], "params": [probe]}]
+    trial.param_groups = [{**optimizer.param_groups[group], "params": [probe]}]
+    if isinstance(trial, MuonAdamW):
+        trial.matrices = None
     trial.step()
     return {kind: tensor.device for kind, tensor in trial.state[probe].items() if tensor is not None}
 

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dist_mem.engine.muon import MUON, HeldRange, MuonMatrix
+
 DeepSpeedEngine: TypeAlias = Any  # deepspeed.DeepSpeedEngine, which has no types
 COUNTERS = ("global_steps", "skipped_steps", "global_samples")
 LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of fp16, if dynamic
@@ -44,6 +46,8 @@ class Flat(NamedTuple):
 
     key: Tensor  # fp32, requires gradient: the optimizer's key of the state
     spans: list[Span]
+    names: list[str]  # of all its parameters, in an order that is that of every rank; `spans` has those that are here
+    group: int  # of the optimizer
 
 
 def base_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer:
@@ -59,9 +63,9 @@ def _flats_of_whole_parameters(engine: DeepSpeedEngine) -> Iterator[Flat]:
     """Yield the flat tensors of stage 0: in fp32 the model's parameters, otherwise fp32 copies of them."""
     names, optimizer = _names(engine), engine.optimizer
     masters = [group["params"] for group in optimizer.param_groups]
-    for group, keys in zip(getattr(optimizer, "fp16_groups", masters), masters, strict=True):
+    for place, (group, keys) in enumerate(zip(getattr(optimizer, "fp16_groups", masters), masters, strict=True)):
         for parameter, key in zip(group, keys, strict=True):
-            yield Flat(key, [Span(names[parameter], 0, key.numel(), 0)])
+            yield Flat(key, [Span(names[parameter], 0, key.numel(), 0)], [names[parameter]], place)
 
 
 def _flats_of_groups(engine: DeepSpeedEngine) -> Iterator[Flat]:
@@ -76,7 +80,7 @@ def _flats_of_groups(engine: DeepSpeedEngine) -> Iterator[Flat]:
             stop = min(parameter.numel(), first + key.numel() - offset)
             if start < stop:
                 spans.append(Span(names[parameter], start, stop, offset + start - first))
-        yield Flat(key, spans)
+        yield Flat(key, spans, [names[parameter] for parameter in optimizer.round_robin_bit16_groups[group]], group)
 
 
 def _partition(parameter: Any) -> tuple[int, int]:
@@ -89,14 +93,16 @@ def _partition(parameter: Any) -> tuple[int, int]:
 def _flats_of_sub_groups(engine: DeepSpeedEngine) -> Iterator[Flat]:
     """Yield the flat tensors of stage 3, the sub-groups."""
     names, optimizer = _names(engine), engine.optimizer
-    for parameters, key in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
+    sub_groups = zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
+    for number, (parameters, key) in enumerate(sub_groups):
         spans, offset = [], 0
         for parameter in parameters:
             start, stop = _partition(parameter)
             if start < stop:
                 spans.append(Span(names[parameter], start, stop, offset))
             offset += parameter.ds_tensor.ds_numel
-        yield Flat(key, spans)
+        group = optimizer.sub_group_to_group_id[number]
+        yield Flat(key, spans, [names[parameter] for parameter in parameters], group)
 
 
 def flats(engine: DeepSpeedEngine) -> list[Flat]:
@@ -104,6 +110,17 @@ def flats(engine: DeepSpeedEngine) -> list[Flat]:
     stage = engine.zero_optimization_stage()
     find = (_flats_of_whole_parameters, _flats_of_groups, _flats_of_groups, _flats_of_sub_groups)[stage]
     return list(find(engine))
+
+
+def matrices_of(engine: DeepSpeedEngine) -> dict[Tensor, list[MuonMatrix]]:
+    """Return the matrices in the flat tensors of Muon's groups, in the same order on every rank."""
+    shapes = {name: tuple(getattr(each, "ds_shape", each.shape)) for each, name in _names(engine).items()}
+    groups, found = base_optimizer(engine).param_groups, {}
+    for flat in flats(engine):
+        if groups[flat.group]["rule"] == MUON:
+            pieces = {name: HeldRange(*place) for name, *place in flat.spans}
+            found[flat.key] = [MuonMatrix(shapes[name], pieces.get(name)) for name in flat.names]
+    return found
 
 
 def _flat_slices(flat: Flat, state: Mapping[str, Tensor | None]) -> Iterator[Slice]:

@@ -120,7 +120,7 @@ def _estimate(
     flops = flops_per_token(spec).training
     mfu = flops * tokens / time.total / (world_size * peak_flops(train, cluster.device))
     parts = update_parts(job, sizes, of_batch)
-    checkpoint = checkpoint_cost(job.optimizer, train, sizes, world_size=world_size, disk_rate=disk_rate)
+    checkpoint = checkpoint_cost(train, sizes, world_size=world_size, disk_rate=disk_rate)
     others = candidates(job, sizes, cluster, report)
     back_ends = list(by_back_end(job, sizes, of_batch, report))
     expected = likely_seconds(spec, time, cluster.device, world_size=world_size)

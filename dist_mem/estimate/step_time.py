@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from dist_mem.config import ModelConfig, OptimizerConfig, TrainConfig
+from dist_mem.config import ModelConfig, TrainConfig
+from dist_mem.config.schema import MuonConfig
 from dist_mem.data.batch_plan import BatchPlan, batch_plan
-from dist_mem.engine.optimizer import num_moments
+from dist_mem.engine.muon import orthogonal_flops
 from dist_mem.errors import UnusableError
 from dist_mem.estimate.counting import MicroBatchCost
 from dist_mem.estimate.zero import BUCKET, ModelSizes, TrainingJob, effective_block, overlaps
@@ -70,6 +71,10 @@ def step_time(
     by_group = {group: batch.windows * seconds for group, seconds in seconds_by_group(counted, train, device).items()}
     products, streams = by_group.pop(_PRODUCT, 0.0), by_group.pop(_STREAM, 0.0)
     update = _update_bytes(job, sizes) / (_STREAMS * device.bandwidth)
+    if sizes.matrices:
+        muon = job.optimizer.muon or MuonConfig()
+        rate = device.peak_flops(muon.precision, tf32=False) or device.flops["fp32"]
+        update += orthogonal_flops(sizes.matrices, muon.steps) / world_size / (_PRODUCTS * rate)
     sent = transfer(train, job.spec.model, sizes, zero, batch)
     link = device.link if world_size <= gpus_per_node else min(device.link, device.network * gpus_per_node)
     communication = sent.num_bytes / (_LINKS * link) + _LATENCY * sent.num_collectives
@@ -104,9 +109,9 @@ def seconds_by_group(counted: MicroBatchCost, train: TrainConfig, device: Device
 
 def _update_bytes(job: TrainingJob, sizes: ModelSizes) -> int:
     """Return what the optimizer reads and writes: fp32 weights and moments both, gradients and weights once."""
-    share = sizes.trained if job.stage == 0 else -(-sizes.trained // job.world_size)
     size = DTYPES[job.spec.train.precision].itemsize
-    return share * (8 * (1 + num_moments(job.optimizer)) + 4 + 2 * size)
+    numbers = 8 * (sizes.trained + sizes.moments) + (4 + 2 * size) * sizes.trained
+    return numbers if job.stage == 0 else -(-numbers // job.world_size)
 
 
 def transfer(
@@ -131,7 +136,10 @@ def transfer(
     reduced = sizes.trained * (2 if stage == 1 else reductions)  # stage 1 all-reduces each bucket, as DeepSpeed does
     bucket = int(zero.get("reduce_bucket_size", BUCKET))
     num_gathers = gathers * model.num_layers if stage == 3 else math.ceil(gathered / bucket)
-    return UpdateTraffic(int(ring * size * (reduced + gathered)), math.ceil(reduced / bucket) + num_gathers)
+    # Muon gathers each matrix on one rank, in fp32, and sends back the result.
+    of_muon = 2 * 4 * sum(rows * columns for rows, columns in sizes.matrices)
+    num_bytes = int(ring * (size * (reduced + gathered) + of_muon))
+    return UpdateTraffic(num_bytes, math.ceil(reduced / bucket) + num_gathers + 2 * len(sizes.matrices))
 
 
 class CheckpointCost(NamedTuple):
@@ -142,11 +150,9 @@ class CheckpointCost(NamedTuple):
     seconds: float  # until all is written
 
 
-def checkpoint_cost(
-    optimizer: OptimizerConfig, train: TrainConfig, sizes: ModelSizes, *, world_size: int, disk_rate: float
-) -> CheckpointCost:
+def checkpoint_cost(train: TrainConfig, sizes: ModelSizes, *, world_size: int, disk_rate: float) -> CheckpointCost:
     """Predict a checkpoint: fp32 weights, moments and memories; `disk_rate`: bytes/s of all ranks together."""
-    engine = 4 * (1 + num_moments(optimizer)) * sizes.trained
+    engine = 4 * (sizes.trained + sizes.moments)
     lanes = sizes.lane_bytes * batch_plan(train, world_size).lanes_per_rank * world_size
     stall = (engine + lanes) / world_size / _HOST_COPY
     return CheckpointCost(engine + lanes, stall, stall + (engine + lanes) / disk_rate)

@@ -14,6 +14,7 @@ from dist_mem.block import ModelSpec, model_spec
 from dist_mem.config import Config, OptimizerConfig, deepspeed_block
 from dist_mem.data.batch_plan import BatchPlan, batch_plan
 from dist_mem.engine.defaults import deepspeed_config
+from dist_mem.engine.muon import MUON
 from dist_mem.engine.optimizer import num_moments, parameter_groups
 from dist_mem.memory.base import named_tensors
 from dist_mem.model import MemoryLM
@@ -56,6 +57,8 @@ class ModelSizes(NamedTuple):
     parameters: int  # number of values
     trained: int  # number of values that the optimizer updates
     largest_group: int  # number of values of the largest parameter group, which is updated in one piece
+    moments: int  # number of values that the optimizer keeps of all trained ones
+    matrices: tuple[tuple[int, int], ...]  # shapes of those that Muon orthogonalises
     lane_bytes: int  # bytes of the memories of one lane
     open_bytes: int  # bytes of what generation keeps of the open segment of one lane
 
@@ -77,16 +80,18 @@ def sizes_of(spec: ModelSpec, dtype: torch.dtype, optimizer: OptimizerConfig | N
         first = torch.zeros(1, dtype=torch.int64)
         state = model.init_state(first, "meta", dtype)
         opened = model.open(state, first).blocks if model.can_step else ()
-    groups = [
-        sum(parameter.numel() for parameter in group["params"])
-        for group in parameter_groups(model, optimizer or OptimizerConfig())
-    ]
+    optimizer = optimizer or OptimizerConfig()
+    groups = parameter_groups(model, optimizer)
+    numbers = [sum(parameter.numel() for parameter in group["params"]) for group in groups]
+    moments = sum(num * num_moments(optimizer, group) for num, group in zip(numbers, groups, strict=True))
+    of_muon = [parameter for group in groups if group.get("rule") == MUON for parameter in group["params"]]
+    matrices = tuple((parameter.shape[0], parameter.shape[1]) for parameter in of_muon)
     lane_bytes, open_bytes = (
         sum(part.numel() * part.element_size() for part in named_tensors(parts).values())
         for parts in (state, tuple(block.lanes for block in opened))
     )
     num_values = sum(parameter.numel() for parameter in model.parameters())
-    return ModelSizes(num_values, sum(groups), max(groups), lane_bytes, open_bytes)
+    return ModelSizes(num_values, sum(numbers), max(numbers), moments, matrices, lane_bytes, open_bytes)
 
 
 def effective_block(job: TrainingJob, sizes: ModelSizes) -> dict[str, Any]:
@@ -114,7 +119,7 @@ def shares(job: TrainingJob, sizes: ModelSizes) -> Shares:
     stage, size = zero.get("stage", 0), DTYPES[job.spec.train.precision].itemsize
     share = sizes.trained if stage == 0 else -(-sizes.trained // world_size)
     masters = 4 * share if stage > 0 or size < 4 else 0
-    optimizer = masters + 4 * num_moments(job.optimizer) * share
+    optimizer = masters + 4 * (sizes.moments if stage == 0 else -(-sizes.moments // world_size))
     sums_fp32 = stage >= 2 and (block.get("data_types") or {}).get("grad_accum_dtype") == "fp32"
     gradients = (4 if sums_fp32 else size) * (sizes.trained if stage < 2 else share)
     weights = size * sizes.parameters
@@ -129,7 +134,7 @@ def shares(job: TrainingJob, sizes: ModelSizes) -> Shares:
         optimizer = update = 0
     else:
         update = _update_work(stage, size, sizes, world_size)
-        if not on_gpu and stage in (1, 2) and job.optimizer.kind in ("adam", "adamw"):
+        if not on_gpu and stage in (1, 2) and job.optimizer.kind in ("adam", "adamw", MUON):
             # Adam's separate operations: the gradient in fp32, and two arrays of its size at one time.
             update = max(update, 3 * 4 * _group_share(sizes, world_size))
     return Shares(weights, optimizer, gradients, _buckets(zero, size, None if on_gpu else sizes.trained), update)

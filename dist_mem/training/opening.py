@@ -125,6 +125,7 @@ def _open_run(
         engine, messages = _build(job, world, tokenizer, len(lane_ids), is_resumed=resumption is not None)
     with announce("checking kernels"):
         messages += on_all_ranks(lambda: _check_kernels(config.train, engine.module, world), "checking kernels")
+    messages += engine.rules
     messages += _describe_windows(config.train.bptt_segments, config.memory, engine.module)
     leave_if_interrupted(stop_signal)
     commit = running_commit() if world.rank == 0 else None

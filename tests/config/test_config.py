@@ -185,6 +185,8 @@ WRONG_TOGETHER = {
     "model.num_heads=3": "model.d_model",
     "optimizer.groups=[{param_regex: '('}]": "optimizer.groups[0].param_regex",
     "optimizer.groups=[{lr: 1}]": "optimizer.groups[0].param_regex",
+    "optimizer.groups=[{param_regex: x, rule: muon}]": "optimizer.groups[0].rule",
+    "optimizer.muon.lr=0.1": "optimizer.muon",
     "model.adaptive={cutoffs: [5, 3]}": "model.adaptive.cutoffs",
     "model.adaptive={cutoffs: [5], tie_projections: [true]}": "model.adaptive",
 }

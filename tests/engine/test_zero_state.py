@@ -37,6 +37,7 @@ SGD = {"optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.0}}
 # Without decay, which would make numbers of what happens to stand in the padding.
 SLOW = [{"param_regex": "embedding", "lr": 0.02}]
 MOMENTUM = {"optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "groups": SLOW}}
+MUON = {"optimizer": {"kind": "muon", "lr": 2e-3, "muon": {"lr": 0.01}}}
 BEFORE, AFTER = 2, 3  # steps before the save and after it
 
 
@@ -125,6 +126,10 @@ def test_same_world_goes_on_bitwise(tmp_path: Path, rank_pool: Pools, stage: int
         pytest.param(1, [SGD], {}, id="no state at all"),
         pytest.param(3, [MOMENTUM], {}, id="momentum, stage 3"),
         pytest.param(2, [{"optimizer": {"kind": "adam", "groups": FROZEN}}], {}, id="some frozen, stage 2"),
+        pytest.param(0, [MUON], {}, id="muon, stage 0"),
+        pytest.param(1, [MUON, precision("bf16")], {}, id="muon, stage 1, bf16"),
+        pytest.param(2, [MUON, precision("bf16")], {"offload_optimizer": OFFLOAD}, id="muon on the host, stage 2"),
+        pytest.param(3, [MUON, precision("bf16")], {}, id="muon, stage 3, bf16"),
         pytest.param(3, [precision("bf16"), {"optimizer": {"groups": FROZEN}}], {}, id="some frozen, stage 3"),
     ],
 )

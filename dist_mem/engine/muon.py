@@ -1,0 +1,165 @@
+"""Muon: each step moves a matrix by its orthogonalised momentum; all other parameters are AdamW's.
+
+Source: Keller Jordan, kellerjordan.github.io/posts/muon; the update is that of torch.optim.Muon. Deviations from torch:
+Newton-Schulz runs in float32 by default (`optimizer.muon.precision`), where torch and the published code take bfloat16;
+the usual scale is that of Moonlight (arXiv 2502.16982), with which rates and decays of AdamW carry over. From the
+published code besides: a gradient that is None moves nothing, and eps is the least norm, where that code adds it.
+
+ZeRO gives an optimizer flat tensors that hold pieces of matrices. The momentum is computed piece by piece, so its state
+is saved and restored like any moment. A matrix is orthogonalised whole: as many matrices as there are ranks are
+gathered at one time, one on each rank, and every rank gets the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dist_mem.config.schema import MuonConfig
+from dist_mem.nn.layers import DTYPES
+
+MUON, ADAMW = "muon", "adamw"  # the rule of a parameter group, under its key "rule"
+_A, _B, _C = 3.4445, -4.7750, 2.0315  # of the quintic whose iterates bring singular values near 1
+MOMENTUM = "momentum_buffer"  # kind of the state, as torch.optim.Muon names it
+
+
+class HeldRange(NamedTuple):
+    """The elements of a flattened matrix that this rank holds in a flat tensor."""
+
+    start: int
+    stop: int
+    offset: int  # of `start`, in the flat tensor
+
+
+class MuonMatrix(NamedTuple):
+    """A matrix in a flat tensor, of which this rank may hold nothing."""
+
+    shape: tuple[int, int]  # rows are outputs
+    piece: HeldRange | None
+
+
+Matrices = Mapping[Tensor, Sequence[MuonMatrix]]  # by flat tensor
+
+
+def is_map(name: str, owner: nn.Module) -> bool:
+    """Return whether a parameter is Muon's: the weight of a linear map of a block."""
+    return isinstance(owner, nn.Linear) and name.startswith("blocks.") and name.endswith(".weight")
+
+
+def orthogonalize(update: Tensor, *, steps: int, eps: float) -> Tensor:
+    """Bring the singular values of a matrix near 1 (0.7 to 1.2; very small ones stay small), by Newton-Schulz.
+
+    Args:
+        update: (rows, columns), any float type, in which it computes.
+        steps: of the iteration.
+        eps: least norm that divides the matrix.
+    """
+    wide = update.T if update.shape[0] > update.shape[1] else update
+    x = wide / wide.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
+    return x.T if update.shape[0] > update.shape[1] else x
+
+
+def orthogonal_flops(shapes: Iterable[tuple[int, int]], steps: int) -> int:
+    """Return the operations that `orthogonalize` takes of matrices of these shapes."""
+    sides = [(min(shape), max(shape)) for shape in shapes]
+    return steps * sum(4 * short**2 * long + 2 * short**3 for short, long in sides)
+
+
+def shape_factor(rows: int, columns: int, scale: str) -> float:
+    """Return what multiplies the orthogonalised matrix: `optimizer.muon.scale`."""
+    if scale == "original":
+        return max(1.0, rows / columns) ** 0.5
+    return float(0.2 * max(rows, columns) ** 0.5)  # match_rms_adamw: the root mean square of AdamW's updates
+
+
+class MuonAdamW(torch.optim.AdamW):
+    """Muon for groups whose "rule" is MUON, AdamW for all others.
+
+    A rank of ZeRO calls `step` for the same flat tensors in the same order as all others, which is what the collectives
+    in it need.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], muon: MuonConfig, **of_adamw: Any) -> None:
+        super().__init__(groups, **of_adamw)
+        self.muon = muon
+        # The same on every rank; None until DeepSpeed has made its tensors.
+        self.matrices: Matrices | None = None
+        self._is_replicated = True
+        self._device = torch.device("cpu")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # Adam's looks for a step in the state of every parameter
+
+    def bind(self, matrices: Matrices, device: torch.device, *, is_replicated: bool) -> None:
+        """Say where the matrices are, before the first step.
+
+        Args:
+            device: computes and communicates, also for tensors that are offloaded.
+            is_replicated: every rank holds all matrices whole; else the ranks together hold each element once.
+        """
+        self.matrices, self._device, self._is_replicated = matrices, device, is_replicated
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all groups; collective where there are several ranks."""
+        groups = self.param_groups
+        try:
+            for group in groups:
+                self.param_groups = [group]
+                if group["rule"] == ADAMW:
+                    super().step()
+                    continue
+                for flat in group["params"]:
+                    if flat.grad is not None:
+                        self._step_flat(flat, group["lr"], group["weight_decay"])
+        finally:
+            self.param_groups = groups
+
+    def _step_flat(self, flat: Tensor, lr: float, weight_decay: float) -> None:
+        settings, state = self.muon, self.state[flat]
+        if MOMENTUM not in state:
+            state[MOMENTUM] = torch.zeros_like(flat)
+        momentum, gradient = state[MOMENTUM], flat.grad
+        assert gradient is not None
+        momentum.lerp_(gradient, 1 - settings.momentum)
+        update = gradient.lerp(momentum, settings.momentum) if settings.nesterov else momentum
+        if self.matrices is None:  # a trial step, of DeepSpeed's start or of restoring
+            return
+        flat.mul_(1 - lr * weight_decay)
+        num_ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        matrices = self.matrices[flat]
+        for first in range(0, len(matrices), num_ranks):
+            bundle = matrices[first : first + num_ranks]
+            wholes = [self._gather(matrix, update, place, num_ranks) for place, matrix in enumerate(bundle)]
+            for place, (matrix, whole) in enumerate(zip(bundle, wholes, strict=True)):
+                if place == rank:
+                    whole.copy_(self._direction(whole, matrix.shape))
+            for place, (matrix, whole) in enumerate(zip(bundle, wholes, strict=True)):
+                if num_ranks > 1:
+                    dist.broadcast(whole, src=place)
+                if piece := matrix.piece:
+                    moved = whole.view(-1)[piece.start : piece.stop].to(flat.device)
+                    rows = slice(piece.offset, piece.offset + piece.stop - piece.start)
+                    flat.view(-1)[rows].sub_(moved, alpha=lr)
+
+    def _gather(self, matrix: MuonMatrix, update: Tensor, place: int, num_ranks: int) -> Tensor:
+        """Return the update of a matrix, (rows, columns) fp32, whole on rank `place`."""
+        whole = torch.zeros(matrix.shape, dtype=torch.float32, device=self._device)
+        if piece := matrix.piece:
+            held = update.reshape(-1)[piece.offset : piece.offset + piece.stop - piece.start]
+            whole.view(-1)[piece.start : piece.stop] = held
+        if num_ranks > 1 and not self._is_replicated:
+            dist.reduce(whole, dst=place)  # each element is on one rank, and 0 on the others
+        return whole
+
+    def _direction(self, update: Tensor, shape: tuple[int, int]) -> Tensor:
+        settings = self.muon
+        found = orthogonalize(update.to(DTYPES[settings.precision]), steps=settings.steps, eps=settings.eps)
+        return found.float() * shape_factor(*shape, settings.scale)

@@ -1,0 +1,206 @@
+"""Muon against torch's update and beside a plain loop, under every ZeRO stage (tests/golden/muon; README.md there)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from dist_mem.block import model_spec
+from dist_mem.config.schema import MuonConfig
+from dist_mem.data.batch import IGNORE
+from dist_mem.engine.muon import (
+    ADAMW,
+    MOMENTUM,
+    MUON,
+    HeldRange,
+    MuonAdamW,
+    MuonMatrix,
+    orthogonal_flops,
+    orthogonalize,
+    shape_factor,
+)
+from dist_mem.engine.optimizer import build_optimizer, lr_factor, parameter_groups
+from dist_mem.estimate.zero import sizes_of
+from dist_mem.memory.base import detach_state
+from dist_mem.model import MemoryLM, reset_lanes
+from dist_mem.runtime.distributed import World
+from tests.support.contract_cases import case_params, small_model
+from tests.support.engine_saves import engine_job, gathered, next_losses, restore_engine, save_engine
+from tests.support.jobs import difference
+from tests.support.messages import refused
+from tests.support.paths import GOLDEN
+from tests.support.ranks import Pools
+from tests.support.tiny import VOCAB, full_parameters, ragged_segments, run_steps, tiny_config, tiny_job
+
+OURS = {"torch_original": "original", "torch_match_rms_adamw": "match_rms_adamw"}
+OPTIMIZER: dict[str, Any] = {"kind": "muon", "lr": 2e-3, "weight_decay": 0.1, "muon": {"lr": 0.01}}
+
+
+def golden() -> list[Any]:
+    return [pytest.param(path, id=path.stem) for path in sorted((GOLDEN / "muon").glob("*.npz"))]
+
+
+@pytest.mark.parametrize("variant", OURS)
+@pytest.mark.parametrize("path", golden())
+def test_six_steps_are_those_of_torch(path: Path, variant: str) -> None:
+    """In float64, in float32, and with Newton-Schulz in bfloat16 as far as its rounding goes."""
+    with np.load(path) as file:
+        vectors = {name: file[name] for name in file.files}
+    given = json.loads(str(vectors[f"{variant}/config_json"]))
+    settings = MuonConfig(momentum=given["momentum"], eps=given["eps"], steps=given["ns_steps"], scale=OURS[variant])
+    start = torch.from_numpy(vectors["start"])
+    factor = shape_factor(start.shape[0], start.shape[1], settings.scale)
+    parameter, momentum = start.clone(), torch.zeros_like(start)
+    for gradient, expected in zip(vectors["grads"], vectors[f"{variant}/params_f64"], strict=True):
+        momentum.lerp_(torch.from_numpy(gradient), 1 - settings.momentum)
+        update = torch.from_numpy(gradient).lerp(momentum, settings.momentum)
+        moved = orthogonalize(update, steps=settings.steps, eps=settings.eps)
+        parameter.mul_(1 - given["lr"] * given["weight_decay"])
+        parameter.sub_(moved, alpha=given["lr"] * factor)
+        torch.testing.assert_close(parameter, torch.from_numpy(expected), rtol=0, atol=1e-10)
+    rounding = 0.25 * given["lr"] * factor
+    for precision, expected, tolerance in (("fp32", "params_f32", 1e-5), ("bf16", "params_torch_f32_bf16", rounding)):
+        weight = nn.Parameter(start.float())
+        groups = [{"params": [weight], "lr": given["lr"], "weight_decay": given["weight_decay"], "rule": MUON}]
+        optimizer = MuonAdamW(groups, MuonConfig(**{**vars(settings), "precision": precision}))
+        whole = MuonMatrix((start.shape[0], start.shape[1]), HeldRange(0, weight.numel(), 0))
+        optimizer.bind({weight: [whole]}, weight.device, is_replicated=True)
+        for gradient in vectors["grads"]:
+            weight.grad = torch.from_numpy(gradient).float()
+            optimizer.step()
+        found = torch.from_numpy(vectors[f"{variant}/{expected}"])
+        torch.testing.assert_close(weight.detach(), found[-1].float(), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("case", case_params())
+def test_muon_takes_the_linear_maps_of_the_blocks_and_nothing_else(case: str) -> None:
+    model = small_model(case)
+    config = tiny_config({"optimizer": OPTIMIZER}).optimizer
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    rules = {names[each]: group["rule"] for group in parameter_groups(model, config) for each in group["params"]}
+    assert rules.keys() == dict(model.named_parameters()).keys()
+    maps = {f"{name}.weight" for name, module in model.blocks.named_modules() if isinstance(module, nn.Linear)}
+    assert maps == {name.removeprefix("blocks.") for name, rule in rules.items() if rule == MUON}
+    assert {rule for name, rule in rules.items() if not name.startswith("blocks.")} == {ADAMW}
+
+
+def test_a_group_chooses_the_rule_and_muon_takes_no_vector() -> None:
+    model = small_model("transformer_xl")
+    for pattern, rule in (("feed_forward", "adamw"), (r"embedding.*weight", "muon")):
+        groups = [{"param_regex": pattern, "rule": rule}]
+        config = tiny_config({"optimizer": {**OPTIMIZER, "groups": groups}}).optimizer
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        found = {names[each]: group["rule"] for group in parameter_groups(model, config) for each in group["params"]}
+        taken = {value for name, value in found.items() if pattern.partition(".")[0] in name}
+        assert taken == ({rule} if rule == "muon" else {ADAMW})
+    groups = [{"param_regex": "bias", "rule": "muon"}]
+    with refused(ValueError, "optimizer.groups[0].rule is muon", "the shape"):
+        build_optimizer(model, tiny_config({"optimizer": {**OPTIMIZER, "groups": groups}}).optimizer)
+
+
+def plain_updates(config: Any, num_steps: int) -> dict[str, Tensor]:
+    """Return the parameters of a plain loop: one process, one loss, AdamW of torch, matrices one after the other."""
+    torch.manual_seed(config.train.seed)
+    model = MemoryLM(model_spec(config, VOCAB))
+    groups = parameter_groups(model, config.optimizer)
+    of_muon = [(each, group) for group in groups if group["rule"] == MUON for each in group["params"]]
+    momenta = {each: torch.zeros_like(each) for each, _ in of_muon}
+    others = torch.optim.AdamW([group for group in groups if group["rule"] == ADAMW], lr=config.optimizer.lr)
+    peaks = [group["lr"] for group in others.param_groups]
+    state = fresh = model.init_state(torch.arange(config.train.global_batch_size), "cpu", torch.float32)
+    for step in range(num_steps):
+        nll, num_scored = torch.zeros(()), 0
+        for batch in ragged_segments(config, step=step):
+            state = reset_lanes(detach_state(state), fresh, batch.is_new_document)
+            output = model(batch.tokens, batch.targets, batch.valid_len, state=state)
+            state, nll = output.state, nll + output.nll.sum()
+            num_scored += int((batch.targets != IGNORE).sum())
+        model.zero_grad()
+        (nll / num_scored).backward()
+        state = detach_state(state)
+        factor = lr_factor(step, config.schedule, 100)
+        for group, peak in zip(others.param_groups, peaks, strict=True):
+            group["lr"] = peak * factor
+        others.step()
+        with torch.no_grad():
+            for each, group in of_muon:
+                momenta[each].mul_(0.95).add_(each.grad, alpha=0.05)
+                update = 0.05 * each.grad + 0.95 * momenta[each]
+                wide = update.T if update.shape[0] > update.shape[1] else update
+                x = wide / wide.norm()
+                for _ in range(5):
+                    gram = x @ x.T
+                    x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+                moved = x.T if update.shape[0] > update.shape[1] else x
+                lr = group["lr"] * factor
+                each.mul_(1 - lr * group["weight_decay"]).sub_(moved, alpha=lr * 0.2 * max(each.shape) ** 0.5)
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def updated(world: World, stage: int, num_steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    config = tiny_config({"optimizer": OPTIMIZER, "train": {"max_grad_norm": None}})
+    job = tiny_job(config, world, stage=stage)
+    run_steps(job, first=0, last=num_steps)
+    return full_parameters(job), plain_updates(config, num_steps)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_fifty_steps_are_those_of_a_plain_loop(rank_pool: Pools, stage: int) -> None:
+    """The gradients of the maps of positions are a thousandth of the others', and are divided by their norm."""
+    for found, expected in rank_pool(2).run(updated, stage, 50):
+        for name, value in found.items():
+            tolerance = 1e-5 if ".position." in name else 1e-6
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=tolerance, msg=name)
+
+
+def saved(world: World, directory: Path, stage: int, dtype: str) -> tuple[dict[str, Tensor], list[float]]:
+    job = engine_job(world, stage, {"optimizer": {**OPTIMIZER, "groups": []}, "train": {"precision": dtype}})
+    empty = job.states
+    next_losses(job, 2)
+    save_engine(job, directory)
+    values = gathered(job)
+    job.states = empty
+    return values, next_losses(job, 3)
+
+
+def restored(world: World, directory: Path, stage: int, dtype: str) -> tuple[dict[str, Tensor], list[float]]:
+    train = {"seed": 77, "micro_batch_size": 1, "precision": dtype}
+    job = engine_job(world, stage, {"optimizer": {**OPTIMIZER, "groups": []}, "train": train})
+    restore_engine(job, directory)
+    values = gathered(job)
+    job.step = 2
+    return values, next_losses(job, 3)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("origin", "target"), [((2, 3), (1, 0)), ((2, 1), (3, 3)), ((1, 0), (2, 2)), ((3, 2), (2, 1)), ((2, 0), (2, 3))]
+)
+def test_momenta_move_to_other_ranks_and_stages_exactly(
+    tmp_path: Path, rank_pool: Pools, origin: tuple[int, int], target: tuple[int, int]
+) -> None:
+    values, losses = rank_pool(origin[0]).run(saved, tmp_path, origin[1], "fp32")[0]
+    found, others = rank_pool(target[0]).run(restored, tmp_path, target[1], "fp32")[0]
+    kinds = {name.partition("/")[0] for name in values}
+    assert kinds == {"master", MOMENTUM, "exp_avg", "exp_avg_sq", "step"}
+    assert difference(dict(sorted(values.items())), dict(sorted(found.items()))) is None
+    assert others == pytest.approx(losses, abs=1e-5)
+    config = tiny_config({"model": {"d_inner": 37}, "optimizer": OPTIMIZER})
+    counted = sizes_of(model_spec(config, VOCAB), torch.float32, config.optimizer).moments
+    moments = (MOMENTUM, "exp_avg", "exp_avg_sq")
+    assert counted == sum(value.numel() for name, value in values.items() if name.partition("/")[0] in moments)
+
+
+@pytest.mark.parametrize("shape", [(8, 24), (24, 8), (16, 16)])
+def test_the_operations_of_an_update_are_counted(shape: tuple[int, int]) -> None:
+    with FlopCounterMode(display=False) as counter:
+        orthogonalize(torch.randn(shape), steps=5, eps=1e-7)
+    assert orthogonal_flops([shape], 5) == counter.get_total_flops()
