@@ -22,9 +22,9 @@ from docs.site_pages import commands_page, example_report, python_page
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("*.md", "launch/*.md", "shards/*.md", "docs/**/*.md")
-NO_PAGES = ("CONTRIBUTING.md", "docs/README.md", "docs/log/*", "docs/dev/*")
+NO_PAGES = ("CONTRIBUTING.md", "docs/README.md", "docs/dev/*")
+LOG = "docs/log/"  # entries are pages that links lead to; a search does not find them
 BESIDE = ("docs/images/*.svg", "docs/images/*.png", "docs/images/*.gif", "docs/*.css", "docs/*.js")
-TO_LOG = re.compile(r" \(\[log\]\([^)\s]*\)\)|; \[log\]\([^)\s]*\)")  # nothing is left to read of it without the link
 LINK = re.compile(r"(?<!!)\[([^][]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 TABLE = re.compile(r"<table\b.*?</table>", re.DOTALL)
@@ -75,7 +75,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Change the links to files that are no pages; on the home page, the picture of a report opens one."""
     if page.file.src_uri == "README.md":
         markdown = REPORT_PICTURE.sub(rf"\1({EXAMPLE_REPORT}){{ .picture }}", markdown, count=1)
+    if page.file.src_uri.startswith(LOG):
+        page.meta["search"] = {"exclude": True}
+    if page.file.src_uri == f"{LOG}README.md":
+        markdown += log_entries(files)
     return outside_links(markdown, page.file.src_uri, set(files.src_uris), config.repo_url)
+
+
+def log_entries(files: Files) -> str:
+    """Return the list of the log's entries, the newest first."""
+    paths = sorted((ROOT / path for path in files.src_uris if path.startswith(f"{LOG}20")), reverse=True)
+    titles = [path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ") for path in paths]
+    return "".join(f"\n- [{title}]({path.name})" for path, title in zip(paths, titles, strict=True))
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -108,4 +119,4 @@ def outside_links(markdown: str, source: str, known: set[str], repo_url: str | N
             return link[0]
         return f"[{link[1]}]({repo_url.rstrip('/')}/blob/HEAD/{path}{link[3] or ''})" if repo_url else link[1]
 
-    return LINK.sub(changed, markdown if repo_url else TO_LOG.sub("", markdown))
+    return LINK.sub(changed, markdown)

@@ -157,9 +157,13 @@ class Claim(NamedTuple):
     result: str
 
     def sections(self) -> dict[str, str]:
-        """Return the sections that the result links to: anchor -> text."""
-        links = re.findall(r"\]\(([^)#]+)#([^)]+)\)", self.result)
-        return {anchor: sections_of(CLAIMS.parent / page)[anchor] for page, anchor in links}
+        """Return the sections that the result links to, and entries of the log: link -> text."""
+        found = {}
+        for page, anchor in re.findall(r"\]\(([^)#]+\.md)(?:#([^)]+))?\)", self.result):
+            sections = sections_of(CLAIMS.parent / page)
+            if anchor or "/log/" in page:
+                found[f"{page}#{anchor}"] = sections[anchor] if anchor else "".join(sections.values())
+        return found
 
 
 @cache

@@ -75,7 +75,7 @@ class LinearLaunch(NamedTuple):
 
 LAUNCH = LinearLaunch()
 OTHERS = {
-    # Spills less on sm_90: docs/log/2026-11.md.
+    # Spills less on sm_90: docs/log/2026-11-28-linear-memories-on-flash-linear-attentions-kernels.md.
     "chunk_kda_fwd_kernel_inter_solve_fused": LinearLaunch(tile=32, warps=2),
     # fla refuses tiles as wide as a key, whose loads would go beyond the tensor; one launch is not asked.
     "chunk_gla_bwd_kernel_dv": LinearLaunch(tile=32),
