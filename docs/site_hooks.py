@@ -24,6 +24,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = ("*.md", "launch/*.md", "shards/*.md", "docs/**/*.md")
 NO_PAGES = ("CONTRIBUTING.md", "docs/README.md", "docs/dev/*")
 LOG = "docs/log/"  # entries are pages that links lead to; a search does not find them
+# They name everything: a search shows pages that explain first.
+LISTS = ("docs/reference/commands.md", "docs/reference/python.md", "docs/reference/config.md", "docs/reference/names.md")
 BESIDE = ("docs/images/*.svg", "docs/images/*.png", "docs/images/*.gif", "docs/*.css", "docs/*.js")
 LINK = re.compile(r"(?<!!)\[([^][]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
@@ -77,6 +79,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         markdown = REPORT_PICTURE.sub(rf"\1({EXAMPLE_REPORT}){{ .picture }}", markdown, count=1)
     if page.file.src_uri.startswith(LOG):
         page.meta["search"] = {"exclude": True}
+    elif page.file.src_uri in LISTS:
+        page.meta["search"] = {"boost": 0.3}
     if page.file.src_uri == f"{LOG}README.md":
         markdown += log_entries(files)
     return outside_links(markdown, page.file.src_uri, set(files.src_uris), config.repo_url)
