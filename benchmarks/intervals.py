@@ -8,7 +8,8 @@ A value of a document with one seed is the sum of the document (the same for all
 model on that document, and of the rest, all normal, with the standard deviations (nats per word) of the arena's cells
 in docs/results. The first of eight models is compared with each of the others; none is better. "Late" draws the seeds
 from an exponential distribution instead: most agree, and some begin to copy late. Columns are the mean over the seven
-comparisons, and the worst of them. docs/log/2026-11-28-intervals-that-cover-and-what-they-leave-of-the-arena.md has the numbers, beside those of the bootstrap before.
+comparisons, and the worst of them. The numbers, beside those of the bootstrap before, are in
+docs/log/2026-11-28-intervals-that-cover-and-what-they-leave-of-the-arena.md.
 
 `--cells` reads the finished runs of a study, whose first column is a perplexity or bits per byte, and prints by row how
 far seeds lie apart, and with how many seeds each an interval excludes equality in 80 of 100 tables if two rows differ

@@ -114,9 +114,11 @@ class MemoryLM(nn.Module):
             self._initialize(self.stem, model)
         self.first_place = self.stem.first_place if isinstance(self.embedding, GPT2Embedding) else 0
         if self.first_place and (num_rows := self.memories()[0].num_rows) > model.num_positions:
+            seg_len, most = spec.train.seg_len, model.num_positions
+            fewer = f"memory.num_tokens to at most {(most - seg_len) // 2}, or " if most - seg_len > 1 else ""
             raise ValueError(
-                f"train.seg_len is {spec.train.seg_len}, which is {num_rows} rows with those of the memory, more than "
-                f"model.num_positions = {model.num_positions}: set train.seg_len or memory.num_tokens lower"
+                f"train.seg_len is {seg_len}, which is {num_rows} rows with those of the memory, more than "
+                f"model.num_positions = {most}: set {fewer}train.seg_len to at most {most - (num_rows - seg_len)}"
             )
 
     def _initialize(self, part: nn.Module, model: ModelConfig) -> None:

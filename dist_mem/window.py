@@ -89,7 +89,7 @@ def read(run: Differentiator, text: Text, state: LMState, *, recomputes: bool) -
         recomputes: keep the states between segments alone, and compute the segments again in the backward.
     """
     if recomputes and torch.is_grad_enabled() and len(text.starts) > 1:
-        return _Recomputed(run, text, state).read()
+        return _Recomputation(run, text, state).read()
     first, *later = text.starts
     state = state if first is None else reset_lanes(state, *first)
     output = run(text.tokens, text.targets, text.valid_len, state=state, later=later)
@@ -109,7 +109,7 @@ def _result(output: LMOutput, backward: Callable[[Loss], None]) -> WindowRead:
     return WindowRead(output.nll.detach(), aux, output.logs, detach_state(output.state), backward)
 
 
-class _Passed(NamedTuple):
+class _Border(NamedTuple):
     """A segment that the first forward has passed."""
 
     number: int
@@ -117,7 +117,7 @@ class _Passed(NamedTuple):
     random: tuple[Tensor, ...]  # states of the random generators before it
 
 
-class _Recomputed:
+class _Recomputation:
     """A window of which the states between segments are kept."""
 
     def __init__(self, run: Differentiator, text: Text, state: LMState) -> None:
@@ -126,14 +126,14 @@ class _Recomputed:
         device = text.tokens.device  # a GPU has a random generator of its own beside the CPU's
         self._devices = [device] if device.type == "cuda" else []
         self._segments = list(split_segments(text.tokens, text.targets, text.valid_len))
-        self._passed = list[_Passed]()
+        self._passed = list[_Border]()
         self._last: tuple[Tensor, Tensor] | None = None  # the sums of the last segment, with the graph behind them
         self._leaves = dict[str, Tensor]()  # of the state before the segment whose backward comes next
 
     def read(self) -> WindowRead:
         state, outputs, last = self._state, list[LMOutput](), len(self._segments) - 1
         for number in range(last):
-            self._passed.append(_Passed(number, state, _random_states(self._devices)))
+            self._passed.append(_Border(number, state, _random_states(self._devices)))
             with rehearsal():
                 outputs.append(self._forward(number, state))
             state = outputs[-1].state
@@ -159,10 +159,10 @@ class _Recomputed:
             self._run.end_micro_batch()
             total = self._again(self._passed.pop(), loss)
 
-    def _again(self, passed: _Passed, loss: Loss) -> Tensor:
+    def _again(self, passed: _Border, loss: Loss) -> Tensor:
         """Compute a segment again; return its loss, with a term whose gradient is that of its last state."""
         after, scale = self._leaves, self._run.loss_scale
-        with _replayed(passed.random, self._devices):
+        with _replaying(passed.random, self._devices):
             output = self._forward(passed.number, passed.state)
         total = loss(*_sums(output))
         for name, part in named_tensors(output.state).items():
@@ -177,7 +177,7 @@ def _random_states(devices: Sequence[torch.device]) -> tuple[Tensor, ...]:
 
 
 @contextmanager
-def _replayed(random: tuple[Tensor, ...], devices: Sequence[torch.device]) -> Iterator[None]:
+def _replaying(random: tuple[Tensor, ...], devices: Sequence[torch.device]) -> Iterator[None]:
     """Draw the random numbers of earlier states of the generators; afterwards those go on as before."""
     with torch.random.fork_rng(devices):
         torch.set_rng_state(random[0])

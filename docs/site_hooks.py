@@ -25,7 +25,12 @@ PAGES = ("*.md", "launch/*.md", "shards/*.md", "docs/**/*.md")
 NO_PAGES = ("CONTRIBUTING.md", "docs/README.md", "docs/dev/*")
 LOG = "docs/log/"  # entries are pages that links lead to; a search does not find them
 # They name everything: a search shows pages that explain first.
-LISTS = ("docs/reference/commands.md", "docs/reference/python.md", "docs/reference/config.md", "docs/reference/names.md")
+LISTS = (
+    "docs/reference/commands.md",
+    "docs/reference/python.md",
+    "docs/reference/config.md",
+    "docs/reference/names.md",
+)
 BESIDE = ("docs/images/*.svg", "docs/images/*.png", "docs/images/*.gif", "docs/*.css", "docs/*.js")
 LINK = re.compile(r"(?<!!)\[([^][]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 

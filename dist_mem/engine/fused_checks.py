@@ -1,7 +1,8 @@
 """The checks of all gradients before a step at ZeRO 1 and 2, in a few launches instead of some of each tensor.
 
 DeepSpeed 0.19 asks every gradient by itself whether it is finite, in a dozen launches, and then for its norm. For the
-172 tensors of a model of 125 M parameters this took 35 of 105 ms of a traced update on an H100 (docs/log/2026-11-26-the-first-gpu-one-h100.md).
+172 tensors of a model of 125 M parameters this took 35 of 105 ms of a traced update on an H100
+(docs/log/2026-11-26-the-first-gpu-one-h100.md).
 """
 
 from __future__ import annotations

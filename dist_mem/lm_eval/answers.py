@@ -61,7 +61,7 @@ class AnswerLog:
 
 def request_key(kind: str, *asked: Any) -> str:
     """Return the key of a request: a digest of its type and its arguments, of JSON's types."""
-    return hashlib.sha256(json.dumps([kind, *asked]).encode()).hexdigest()
+    return hashlib.sha256(json_text([kind, *asked]).encode()).hexdigest()
 
 
 def _complete_lines(path: Path, head: str) -> list[str]:

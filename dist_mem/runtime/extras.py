@@ -33,6 +33,7 @@ EXTRA_OF = {
     "tokenizers": "hf",
     "transformers": "hf",
     "lm_eval": "harness",
+    "wonderwords": "harness",
     "fla": "fla",
 }
 

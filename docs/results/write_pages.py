@@ -24,15 +24,21 @@ from typing import Any, NamedTuple
 
 from dist_mem.config import load_config
 from dist_mem.evaluation.intervals import SETTLED, Interval, find_settled, intervals
-from dist_mem.evaluation.scores import Band, Report, report_from
+from dist_mem.evaluation.scores import POSITION_METRIC, Band, Report, report_from
 from dist_mem.runtime.markdown import table_row as line
 from dist_mem.studies.budget import Costs, fit_budget
 from dist_mem.studies.results import SHARES, with_spread
+from dist_mem.studies.runs import band_of
 from dist_mem.studies.study import load_study
 
 RESULTS = Path(__file__).parent
 ROOT = RESULTS.parent.parent
-PAGES = (RESULTS / "arena.md", ROOT / "README.md", ROOT / "docs" / "explanation" / "claims.md")
+PAGES = (
+    RESULTS / "arena.md",
+    RESULTS / "state_passing.md",
+    ROOT / "README.md",
+    ROOT / "docs" / "explanation" / "claims.md",
+)
 PERPLEXITY, NEAR, FAR = COLUMNS = ("perplexity", "recall 65 to 256", "recall beyond 256")
 BANDS = {
     "1 to 64": Band(0, 64),
@@ -42,7 +48,11 @@ BANDS = {
     "beyond": Band(256, None),
 }
 COPIES = 1.7  # loss below which a model copies
-VOCABULARIES = {"pg19": 4000, "mqar_long": 64}  # pieces; of the others, that of the sample library
+VOCABULARIES = {
+    "pg19": 4000,
+    "mqar_long": 64,
+    "state_passing": 4000,
+}  # pieces; of the others, that of the sample library
 SAMPLE = 1280
 XL = "Transformer-XL"
 
@@ -95,14 +105,19 @@ class Results:
         found = {row: source.cells(name) for row, (source, name) in places.items()}
         self.places = {row: places[row] for row, cells in found.items() if cells}
         self.column, shape = next(iter(next(iter(places.values()))[0].study.columns.items()))
-        self.metric = shape.metric
+        self.metric, self._positions = shape.metric, band_of(shape)
+        if self.metric == POSITION_METRIC:
+            self.metric = "token_perplexity"  # of the reports at these positions
         means = {row: fmean(cell.value(self.column) for cell in found[row]) for row in self.places}
         self.rows = {row: found[row] for row in sorted(means, key=lambda row: means[row])}
         self.pairs = [pair for pair in pairs if self.rows.keys() >= {*pair}]
 
     @cached_property
     def reports(self) -> dict[str, list[Report]]:
-        return {row: [cell.report(self.column) for cell in cells] for row, cells in self.rows.items()}
+        found = {row: [cell.report(self.column) for cell in cells] for row, cells in self.rows.items()}
+        if self.metric != "token_perplexity" or self._positions is None:
+            return found
+        return {row: [report.at_positions(self._positions) for report in each] for row, each in found.items()}
 
     @cached_property
     def gains(self) -> dict[tuple[str, str], str]:
@@ -153,6 +168,10 @@ CONTROLS = [
 ]
 
 
+STATES, EMPTY = "state_passing", "empty"
+STATE_PAIRS = ((EMPTY, "passed"), (EMPTY, "carried"), ("passed", "carried"))
+
+
 @cache
 def results(name: str) -> Results:
     """Return the results of a family by its name in the pages."""
@@ -161,6 +180,11 @@ def results(name: str) -> Results:
         places = {row: (headline, row) for row in (XL, "DeltaNet")}
         places |= {row: (convolution, row) for row in (CONVOLUTION, NO_CONVOLUTION)}
         return Results(places | {TEXT: (Source("equal_text"), XL)}, CONTROLS)
+    if name == STATES:
+        source = Source(STATES)
+        memories = [row.removesuffix(f" {EMPTY}") for row in source.study.rows if row.endswith(f" {EMPTY}")]
+        pairs = [(f"{memory} {one}", f"{memory} {other}") for memory in memories for one, other in STATE_PAIRS]
+        return Results({row: (source, row) for row in source.study.rows}, pairs)
     source = Source("second_edition" if name == "arena" else name, name)
     rows = firsts = others = list(source.study.rows)
     if name in LONG:
@@ -355,6 +379,18 @@ def long_table(task: str) -> Callable[[], list[str]]:
     return lambda: table_of([*heading, *FAR_BANDS[1:], f"{LEADER} - row"], far_back(task))
 
 
+def states() -> list[str]:
+    """Perplexity by position, of memories trained with empty, passed and carried states."""
+    found = results(STATES)
+    columns = list(reversed(found.places[next(iter(found.places))][0].study.columns))
+    rows = []
+    for row in found.places:  # as in the file
+        memory = row.rpartition(" ")[0]
+        gains = [found.gains.get((f"{memory} {one}", row), "") for one in (EMPTY, "passed")]
+        rows.append([row, str(len(found.rows[row])), *(found.mean(row, column) for column in columns), *gains])
+    return table_of(["memory and state", "seeds", *columns, "empty / row", "passed / row"], rows)
+
+
 README_ROWS = {
     "none": ("none", "0"),
     XL: ("Transformer-XL, M = 128", "128"),
@@ -388,6 +424,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "shares by seed": by_seed,
     "rates": rates,
     "readme": readme,
+    "state passing": states,
     **{task: long_table(task) for task in LONG},
 }
 _TABLE = re.compile(r"(<!-- table ([\w ]+) -->\n).*?(<!-- end -->)", re.S)

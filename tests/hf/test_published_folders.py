@@ -173,7 +173,9 @@ def test_a_check_refuses_a_memory_without_a_place_for_the_weights_and_what_it_sa
                 break
             num_refused += number == 0
             assert code == 2
-            first = re.search(r"(memory\.[a-z.]+)=([a-z]+)|(?<=set )(memory\.\w+) to ([a-z_]+)", message)
+            first = re.search(
+                r"(memory\.[a-z.]+)=([a-z]+)|(?<=set )(memory\.\w+) to (?:at most )?(\d+|[a-z_]+)", message
+            )
             assert first is not None, message
             key, value = filter(None, first.groups())
             given = [*(given if key != "memory.kind" else []), f"{key}={value}"]

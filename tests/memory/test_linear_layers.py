@@ -49,7 +49,7 @@ def read(layer: LinearMemory, weights: dict[str, Tensor], x: Tensor, *, lengths:
         found = torch.func.functional_call(layer, weights, (segment, state, valid_len))
         outputs.append(found.y)
         state = found.state
-    return [torch.cat(outputs, dim=1), *state]
+    return [torch.cat(outputs, dim=1), state.matrix, state.tail]
 
 
 class GatedDeltaNet(Vectors):

@@ -60,7 +60,10 @@ def test_every_version_of_python_that_is_named_is_tried() -> None:
 
 
 def test_the_error_for_a_missing_library_names_its_extra() -> None:
-    names = {Requirement(one).name: extra for extra, needed in OF_USERS.items() for one in needed}
+    names: dict[str, str] = {}  # of a library in several extras, the first one
+    for extra, needed in OF_USERS.items():
+        for one in needed:
+            names.setdefault(Requirement(one).name, extra)
     assert {OTHER_NAMES.get(name, name.replace("-", "_")): names[name] for name in names} == EXTRA_OF
 
 
