@@ -251,8 +251,8 @@ class ParameterGroupConfig:
 class MuonConfig:
     lr: float | None = key(None, above=0)  # of matrices; None: optimizer.lr
     weight_decay: float | None = key(None, at_least=0)  # of matrices; None: optimizer.weight_decay
-    momentum: float = key(0.95, at_least=0, below=1)
-    nesterov: bool = True
+    momentum: float = key(0.95, at_least=0, below=1)  # share of the old momentum that a step keeps
+    nesterov: bool = True  # the update looks ahead by one step of the momentum
     steps: int = key(5, at_least=1, at_most=100)  # of the Newton-Schulz iteration
     eps: float = key(1e-7, above=0)  # least norm that divides a matrix
     # what the step is multiplied by, from the shape: match_rms_adamw, 0.2 sqrt(max(rows, columns)), with which rates of
