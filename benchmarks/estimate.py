@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lib.common import load, options_and_overrides, output_of_rank0, start_ranks
+from lib.common import load, options_and_overrides, output_of_rank0, resident, start_ranks
 from lib.plan_cases import BASE, VOCAB_SIZE, cases, published
 
 from dist_mem.block import model_spec
@@ -103,12 +103,6 @@ def measure_rank(overrides: list[str], *, allocations: bool) -> None:
     if world.rank == 0:
         print(json.dumps(peak))
     distributed.shut_down(agreed=True)
-
-
-def resident(key: str) -> int:
-    """Return a line of this process's status in bytes."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
 
 
 def allocated(profiler: Any, *, since: str) -> int:

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lib.common import load
+from lib.common import load, resident
 
 VOCAB = 8_192
 MEMORIES: dict[str, list[str]] = {
@@ -35,20 +35,14 @@ SIZE = ["model.num_layers=4", "model.d_model=256", "model.num_heads=4", "model.d
 TINY = ["model.num_layers=2", "model.d_model=32", "model.num_heads=2", "model.d_inner=64", "train.seg_len=16"]
 
 
-def resident(key: str) -> int:
-    """Return a line of this process's status in bytes."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
-
-
 def measure_here(overrides: list[str]) -> dict[str, float]:
     """Measure one case in this process: MiB and seconds."""
     import torch
 
-    from dist_mem import window
     from dist_mem.block import model_spec
     from dist_mem.config import load_config
     from dist_mem.data.batch_plan import backwards_of_window
+    from dist_mem.engine import window
     from dist_mem.memory import memory_options
     from dist_mem.memory.base import named_tensors
     from dist_mem.model import MemoryLM

@@ -35,7 +35,7 @@ _REHEARSES: ContextVar[bool] = ContextVar("rehearses")
 
 @contextmanager
 def rehearsal() -> Iterator[None]:
-    """Without gradient, let blocks compute what they compute with one: the same is to be computed again, see window.py.
+    """Without gradient, let blocks compute what they compute with one: engine/window.py computes the same again.
 
     Memories have auxiliary losses only with a gradient, and compiled blocks may draw other random numbers without.
     """

@@ -37,6 +37,12 @@ def load() -> str:
     return f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
 
 
+def resident(key: str) -> int:
+    """Return a line of this process's status in bytes."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
+
+
 def seconds(function: Callable[[], Any]) -> float:
     """Return the wall time of one call."""
     began = time.perf_counter()

@@ -3,7 +3,7 @@
 `run_rank` is what every rank runs for benchmarks/segment_pipeline.py. Rank 0 has the embedding and the first blocks,
 rank 1 the others and the softmax. All forwards of a window come first, then all backwards, the last segment first: a
 segment's graph begins at its input and at the state before it, whose gradients go to the rank below and into the
-segment before, as in `dist_mem.window`. Shape letters: B lanes (one), T segment, n segments.
+segment before, as in `dist_mem.engine.window`. Shape letters: B lanes (one), T segment, n segments.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from dist_mem.block import model_spec
 from dist_mem.config import load_config
+from dist_mem.engine.window import PlainAutograd, Text, read
 from dist_mem.memory import memory_options
 from dist_mem.memory.base import named_tensors
 from dist_mem.model import LMState, MemoryLM
 from dist_mem.nn.named_tuples import replace
-from dist_mem.window import PlainAutograd, Text, read
 
 NUM_STAGES = 2
 

@@ -57,8 +57,8 @@ _OF_STORE = (
 DOCUMENT = "_document"  # attribute of a configuration that load.py made
 _PRECISIONS = ("fp32", "bf16", "fp16")
 _LAYOUTS = ("documents", "stream")
-# Of train.activation_checkpointing: what a block recomputes besides, where whole segments of a window are.
 DECAY_SHAPES = ("sqrt", "linear", "cosine")
+# Of train.activation_checkpointing: what a block recomputes besides, where whole segments of a window are.
 BY_SEGMENTS = {"segments": "none", "segments_and_blocks": "blocks"}
 _RECOMPUTED = ("none", "blocks", "attention", "feed_forward", *BY_SEGMENTS)
 ROPE_KINDS = {  # the keys of model.rope that each kind reads, besides factor

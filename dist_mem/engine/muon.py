@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dist_mem.config import OptimizerConfig
 from dist_mem.config.schema import MuonConfig
 from dist_mem.nn.layers import DTYPES
 
@@ -43,6 +44,11 @@ class MuonMatrix(NamedTuple):
 
 
 Matrices = Mapping[Tensor, Sequence[MuonMatrix]]  # by flat tensor
+
+
+def muon_settings(optimizer: OptimizerConfig) -> MuonConfig | None:
+    """Return `optimizer.muon`, or its defaults; None with another `optimizer.kind`."""
+    return (optimizer.muon or MuonConfig()) if optimizer.kind == MUON else None
 
 
 def is_map(name: str, owner: nn.Module) -> bool:

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from dist_mem.config import OptimizerConfig, ScheduleConfig
-from dist_mem.config.schema import MuonConfig, ParameterGroupConfig
-from dist_mem.engine.muon import ADAMW, MUON, MuonAdamW, is_map
+from dist_mem.config.schema import ParameterGroupConfig
+from dist_mem.engine.muon import ADAMW, MUON, MuonAdamW, is_map, muon_settings
 from dist_mem.runtime.terminal import count_noun
 
 # Vectors in all but shape: the content and position biases u and v of relative attention are (H, K).
@@ -39,7 +39,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
     """
     taken: dict[tuple[str, float, float], list[nn.Parameter]] = {}
     owners = {parameter: module for module in model.modules() for parameter in module.parameters(recurse=False)}
-    muon = (config.muon or MuonConfig()) if config.kind == MUON else None
+    muon = muon_settings(config)
     matched = [0] * len(config.groups)
     for name, parameter in model.named_parameters():
         index, found = _group_of(name, config.groups)
@@ -47,18 +47,13 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
             matched[index] += 1
             parameter.requires_grad_(found.trainable)
         given = found or ParameterGroupConfig()
-        rule = ADAMW
-        if muon is not None:
-            rule = given.rule or (MUON if is_map(name, owners[parameter]) else ADAMW)
+        rule = (given.rule or (MUON if is_map(name, owners[parameter]) else ADAMW)) if muon else ADAMW
         if rule == MUON and len(_shape(parameter)) != 2:
             shape = f"{name} has the shape {tuple(_shape(parameter))}"
             raise ValueError(f"optimizer.groups[{index}].rule is muon, which takes matrices only, but {shape}")
-        lr, weight_decay = config.lr, config.weight_decay if _decays(name, parameter) else 0.0
-        if rule == MUON and muon is not None:
-            lr = config.lr if muon.lr is None else muon.lr
-            weight_decay = config.weight_decay if muon.weight_decay is None else muon.weight_decay
-        lr = lr if given.lr is None else given.lr
-        weight_decay = weight_decay if given.weight_decay is None else given.weight_decay
+        usual = config.lr, config.weight_decay if rule == MUON or _decays(name, parameter) else 0.0
+        of_rule = (muon.lr, muon.weight_decay) if muon and rule == MUON else (None, None)
+        lr, weight_decay = map(_first_given, (given.lr, given.weight_decay), of_rule, usual)
         if parameter.requires_grad:
             taken.setdefault((rule, lr, weight_decay), []).append(parameter)
     for index, count in enumerate(matched):
@@ -77,6 +72,10 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
         {"params": params, "lr": lr, "weight_decay": decay, **({} if muon is None else {"rule": rule})}
         for (rule, lr, decay), params in taken.items()
     ]
+
+
+def _first_given(of_group: float | None, of_rule: float | None, usual: float) -> float:
+    return next(value for value in (of_group, of_rule, usual) if value is not None)
 
 
 def _group_of(name: str, groups: Sequence[ParameterGroupConfig]) -> tuple[int, ParameterGroupConfig | None]:
@@ -99,8 +98,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, fused: bool = 
     if config.kind == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
     given = {"lr": config.lr, "betas": (config.betas[0], config.betas[1]), "eps": config.eps, "fused": fused}
-    if config.kind == MUON:
-        return MuonAdamW(groups, config.muon or MuonConfig(), **given)
+    if muon := muon_settings(config):
+        return MuonAdamW(groups, muon, **given)
     return {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[config.kind](groups, **given)
 
 

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dist_mem import window
 from dist_mem.block import ModelSpec
 from dist_mem.config import ModelConfig
 from dist_mem.config.memory_blocks import kinds_of
 from dist_mem.data.batch_plan import backwards_of_window
+from dist_mem.engine import window
 from dist_mem.errors import UnusableError
 from dist_mem.estimate.operations import other_flops, product_flops
 from dist_mem.memory import memory_kinds

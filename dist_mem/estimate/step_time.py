@@ -11,9 +11,8 @@ import math
 from typing import Any, NamedTuple
 
 from dist_mem.config import ModelConfig, TrainConfig
-from dist_mem.config.schema import MuonConfig
 from dist_mem.data.batch_plan import BatchPlan, batch_plan
-from dist_mem.engine.muon import orthogonal_flops
+from dist_mem.engine.muon import muon_settings, orthogonal_flops
 from dist_mem.errors import UnusableError
 from dist_mem.estimate.counting import MicroBatchCost
 from dist_mem.estimate.zero import BUCKET, ModelSizes, TrainingJob, effective_block, overlaps
@@ -71,8 +70,7 @@ def step_time(
     by_group = {group: batch.windows * seconds for group, seconds in seconds_by_group(counted, train, device).items()}
     products, streams = by_group.pop(_PRODUCT, 0.0), by_group.pop(_STREAM, 0.0)
     update = _update_bytes(job, sizes) / (_STREAMS * device.bandwidth)
-    if sizes.matrices:
-        muon = job.optimizer.muon or MuonConfig()
+    if muon := muon_settings(job.optimizer):
         rate = device.peak_flops(muon.precision, tf32=False) or device.flops["fp32"]
         update += orthogonal_flops(sizes.matrices, muon.steps) / world_size / (_PRODUCTS * rate)
     sent = transfer(train, job.spec.model, sizes, zero, batch)

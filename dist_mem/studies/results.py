@@ -112,12 +112,22 @@ def table_rows(study: Study) -> list[str]:
 
 def gains_of_rows(scored: Mapping[str, Sequence[Report]], column: Column) -> dict[str, Interval | str]:
     """Return the interval of the gain of each row over the first, where it is known; arguments: the reports by row."""
-    rows, metric = list(scored.items()), column.metric
-    if metric == POSITION_METRIC and (band := band_of(column)):
-        rows, metric = [(row, [report.at_positions(band) for report in each]) for row, each in rows], "token_perplexity"
+    rows = [(row, [part_of(report, column) for report in each]) for row, each in scored.items()]
+    metric = compared_metric(column)
     if metric not in METRICS or not rows or not rows[0][1]:
         return {}
     return intervals(metric, rows[0][1], {row: reports for row, reports in rows[1:] if reports})
+
+
+def part_of(report: Report, column: Column) -> Report:
+    """Return the scores that a column is made of: those at its positions, if it has some."""
+    band = band_of(column) if column.metric == POSITION_METRIC else None
+    return report if band is None else report.at_positions(band)
+
+
+def compared_metric(column: Column) -> str:
+    """Return the metric of `part_of` by which two rows are compared."""
+    return "token_perplexity" if column.metric == POSITION_METRIC else column.metric
 
 
 def first_metric(study: Study) -> str:

@@ -122,7 +122,7 @@ def _open_run(
     open_communication(world, stop_signal)
     lane_ids = torch.tensor(lanes_of(config.train, world))
     with announce("building the model"):
-        engine, messages = _build(job, world, tokenizer, len(lane_ids), is_resumed=resumption is not None)
+        engine, messages = _build(job, world, tokenizer, is_resumed=resumption is not None)
     with announce("checking kernels"):
         messages += on_all_ranks(lambda: _check_kernels(config.train, engine.module, world), "checking kernels")
     messages += engine.rules
@@ -238,9 +238,7 @@ def lanes_of(train: TrainConfig, world: World) -> range:
     )
 
 
-def _build(
-    job: TrainingJob, world: World, tokenizer: Tokenizer, num_lanes: int, *, is_resumed: bool
-) -> tuple[Engine, list[str]]:
+def _build(job: TrainingJob, world: World, tokenizer: Tokenizer, *, is_resumed: bool) -> tuple[Engine, list[str]]:
     """Return the engine with a newly initialized model, and messages about its pretrained weights."""
     train, sizes, block = job.spec.train, job.spec.model, job.deepspeed
     pretrained = sizes.pretrained

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dist_mem import window
 from dist_mem.config import Config
 from dist_mem.data.batch import Batch, Update, in_windows, window_slices
 from dist_mem.data.batch_plan import backwards_of_window
+from dist_mem.engine import window
 from dist_mem.engine.engine import Engine
 from dist_mem.engine.optimizer import lr_factor
 from dist_mem.memory.base import named_tensors

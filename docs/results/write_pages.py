@@ -24,11 +24,10 @@ from typing import Any, NamedTuple
 
 from dist_mem.config import load_config
 from dist_mem.evaluation.intervals import SETTLED, Interval, find_settled, intervals
-from dist_mem.evaluation.scores import POSITION_METRIC, Band, Report, report_from
+from dist_mem.evaluation.scores import Band, Report, report_from
 from dist_mem.runtime.markdown import table_row as line
 from dist_mem.studies.budget import Costs, fit_budget
-from dist_mem.studies.results import SHARES, with_spread
-from dist_mem.studies.runs import band_of
+from dist_mem.studies.results import SHARES, compared_metric, part_of, with_spread
 from dist_mem.studies.study import load_study
 
 RESULTS = Path(__file__).parent
@@ -104,20 +103,17 @@ class Results:
         """Read the cells; of every pair, the second row is compared with the first."""
         found = {row: source.cells(name) for row, (source, name) in places.items()}
         self.places = {row: places[row] for row, cells in found.items() if cells}
-        self.column, shape = next(iter(next(iter(places.values()))[0].study.columns.items()))
-        self.metric, self._positions = shape.metric, band_of(shape)
-        if self.metric == POSITION_METRIC:
-            self.metric = "token_perplexity"  # of the reports at these positions
+        self.column, self._shape = next(iter(next(iter(places.values()))[0].study.columns.items()))
+        self.metric = compared_metric(self._shape)
         means = {row: fmean(cell.value(self.column) for cell in found[row]) for row in self.places}
         self.rows = {row: found[row] for row in sorted(means, key=lambda row: means[row])}
         self.pairs = [pair for pair in pairs if self.rows.keys() >= {*pair}]
 
     @cached_property
     def reports(self) -> dict[str, list[Report]]:
-        found = {row: [cell.report(self.column) for cell in cells] for row, cells in self.rows.items()}
-        if self.metric != "token_perplexity" or self._positions is None:
-            return found
-        return {row: [report.at_positions(self._positions) for report in each] for row, each in found.items()}
+        return {
+            row: [part_of(cell.report(self.column), self._shape) for cell in cells] for row, cells in self.rows.items()
+        }
 
     @cached_property
     def gains(self) -> dict[tuple[str, str], str]:

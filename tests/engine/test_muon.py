@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dist_mem.block import model_spec
+from dist_mem.config import load_config
 from dist_mem.config.schema import MuonConfig
 from dist_mem.data.batch import IGNORE
 from dist_mem.engine.muon import (
@@ -26,8 +27,9 @@ from dist_mem.engine.muon import (
     orthogonalize,
     shape_factor,
 )
-from dist_mem.engine.optimizer import build_optimizer, lr_factor, parameter_groups
+from dist_mem.engine.optimizer import build_optimizer, describe_rules, lr_factor, parameter_groups
 from dist_mem.estimate.zero import sizes_of
+from dist_mem.memory import memory_options
 from dist_mem.memory.base import detach_state
 from dist_mem.model import MemoryLM, reset_lanes
 from dist_mem.runtime.distributed import World
@@ -35,7 +37,7 @@ from tests.support.contract_cases import case_params, small_model
 from tests.support.engine_saves import engine_job, gathered, next_losses, restore_engine, save_engine
 from tests.support.jobs import difference
 from tests.support.messages import refused
-from tests.support.paths import GOLDEN
+from tests.support.paths import GOLDEN, ROOT
 from tests.support.ranks import Pools
 from tests.support.tiny import VOCAB, full_parameters, ragged_segments, run_steps, tiny_config, tiny_job
 
@@ -99,7 +101,7 @@ def test_a_group_chooses_the_rule_and_muon_takes_no_vector() -> None:
         names = {parameter: name for name, parameter in model.named_parameters()}
         found = {names[each]: group["rule"] for group in parameter_groups(model, config) for each in group["params"]}
         taken = {value for name, value in found.items() if pattern.partition(".")[0] in name}
-        assert taken == ({rule} if rule == "muon" else {ADAMW})
+        assert taken == {rule}
     groups = [{"param_regex": "bias", "rule": "muon"}]
     with refused(ValueError, "optimizer.groups[0].rule is muon", "the shape"):
         build_optimizer(model, tiny_config({"optimizer": {**OPTIMIZER, "groups": groups}}).optimizer)
@@ -161,8 +163,8 @@ def test_fifty_steps_are_those_of_a_plain_loop(rank_pool: Pools, stage: int) -> 
             torch.testing.assert_close(value, expected[name], rtol=0, atol=tolerance, msg=name)
 
 
-def saved(world: World, directory: Path, stage: int, dtype: str) -> tuple[dict[str, Tensor], list[float]]:
-    job = engine_job(world, stage, {"optimizer": {**OPTIMIZER, "groups": []}, "train": {"precision": dtype}})
+def saved(world: World, directory: Path, stage: int) -> tuple[dict[str, Tensor], list[float]]:
+    job = engine_job(world, stage, {"optimizer": {**OPTIMIZER, "groups": []}})
     empty = job.states
     next_losses(job, 2)
     save_engine(job, directory)
@@ -171,8 +173,8 @@ def saved(world: World, directory: Path, stage: int, dtype: str) -> tuple[dict[s
     return values, next_losses(job, 3)
 
 
-def restored(world: World, directory: Path, stage: int, dtype: str) -> tuple[dict[str, Tensor], list[float]]:
-    train = {"seed": 77, "micro_batch_size": 1, "precision": dtype}
+def restored(world: World, directory: Path, stage: int) -> tuple[dict[str, Tensor], list[float]]:
+    train = {"seed": 77, "micro_batch_size": 1}
     job = engine_job(world, stage, {"optimizer": {**OPTIMIZER, "groups": []}, "train": train})
     restore_engine(job, directory)
     values = gathered(job)
@@ -187,8 +189,8 @@ def restored(world: World, directory: Path, stage: int, dtype: str) -> tuple[dic
 def test_momenta_move_to_other_ranks_and_stages_exactly(
     tmp_path: Path, rank_pool: Pools, origin: tuple[int, int], target: tuple[int, int]
 ) -> None:
-    values, losses = rank_pool(origin[0]).run(saved, tmp_path, origin[1], "fp32")[0]
-    found, others = rank_pool(target[0]).run(restored, tmp_path, target[1], "fp32")[0]
+    values, losses = rank_pool(origin[0]).run(saved, tmp_path, origin[1])[0]
+    found, others = rank_pool(target[0]).run(restored, tmp_path, target[1])[0]
     kinds = {name.partition("/")[0] for name in values}
     assert kinds == {"master", MOMENTUM, "exp_avg", "exp_avg_sq", "step"}
     assert difference(dict(sorted(values.items())), dict(sorted(found.items()))) is None
@@ -197,6 +199,13 @@ def test_momenta_move_to_other_ranks_and_stages_exactly(
     counted = sizes_of(model_spec(config, VOCAB), torch.float32, config.optimizer).moments
     moments = (MOMENTUM, "exp_avg", "exp_avg_sq")
     assert counted == sum(value.numel() for name, value in values.items() if name.partition("/")[0] in moments)
+
+
+def test_the_page_shows_what_the_start_of_the_demo_says() -> None:
+    """With the vocabulary of the sample library."""
+    config = load_config([str(ROOT / "configs/demo.yaml"), "optimizer.kind=muon"], memory_options=memory_options)
+    (message,) = describe_rules(build_optimizer(MemoryLM(model_spec(config, 1_280)), config.optimizer))
+    assert f"`{message}` (configs/demo.yaml)" in (ROOT / "docs/howto/muon.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("shape", [(8, 24), (24, 8), (16, 16)])

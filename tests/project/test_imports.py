@@ -15,19 +15,7 @@ from tests.support.paths import PACKAGE, ROOT
 # Lowest first: a module may import its own folder, without cycles, and every folder before it.
 LAYERS = [
     *("version", "errors", "runtime", "supervision", "config", "data", "datasets", "tracking", "nn", "memory"),
-    *(
-        "block",
-        "model",
-        "window",
-        "hf",
-        "contract",
-        "engine",
-        "checkpoint",
-        "estimate",
-        "doctor",
-        "launch",
-        "evaluation",
-    ),
+    *("block", "model", "hf", "contract", "engine", "checkpoint", "estimate", "doctor", "launch", "evaluation"),
     *("generation", "training", "lm_eval", "inspection", "recompute", "papers", "studies", "api", "__init__", "cli"),
     "__main__",
 ]

@@ -15,16 +15,8 @@ from dist_mem.config import known_keys, load_config
 from tests.support.page_commands import PROGRAMS, ROOT
 
 OWN_FILE = re.compile(r"(?:tests|shards|launch|configs|benchmarks)/")
-SHELL = (
-    ".",
-    "cp",
-    "curl",
-    "echo",
-    "sed",
-    "sha256sum",
-    "true",
-    "xdg-open",
-)  # test_documented_commands.py runs or checks them
+# test_documented_commands.py runs or checks them.
+SHELL = (".", "cp", "curl", "echo", "sed", "sha256sum", "true", "xdg-open")
 LAUNCHED = ("dist-mem", "dist_mem")  # directly, or through `python -m`, torchrun, deepspeed, srun
 
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dist_mem import window
 from dist_mem.config import change_config
 from dist_mem.contract.subject import require_same
+from dist_mem.engine import window
+from dist_mem.engine.window import PlainAutograd
 from dist_mem.memory.base import detach_state
 from dist_mem.model import DocumentStarts, LMState, reset_lanes
 from dist_mem.nn.layers import Dropout
 from dist_mem.runtime.distributed import World
-from dist_mem.window import PlainAutograd
 from tests.support.contract_cases import (
     CASES,
     LANES,

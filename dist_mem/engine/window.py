@@ -95,7 +95,7 @@ def read(run: Differentiator, text: Text, state: LMState, *, recomputes: bool) -
     output = run(text.tokens, text.targets, text.valid_len, state=state, later=later)
     sums = _sums(output)
     # The graph behind the last state is freed with it: no loss uses it.
-    return _result(output, lambda loss: run.backward(loss(*sums)))
+    return _result(output, sums[1], lambda loss: run.backward(loss(*sums)))
 
 
 def _sums(output: LMOutput) -> tuple[Tensor, Tensor]:
@@ -104,9 +104,8 @@ def _sums(output: LMOutput) -> tuple[Tensor, Tensor]:
     return nll, torch.stack([nll.new_zeros(()), *(loss.sum() for loss in output.aux.values())]).sum()
 
 
-def _result(output: LMOutput, backward: Callable[[Loss], None]) -> WindowRead:
-    aux = _sums(output)[1].detach()
-    return WindowRead(output.nll.detach(), aux, output.logs, detach_state(output.state), backward)
+def _result(output: LMOutput, aux: Tensor, backward: Callable[[Loss], None]) -> WindowRead:
+    return WindowRead(output.nll.detach(), aux.detach(), output.logs, detach_state(output.state), backward)
 
 
 class _Border(NamedTuple):
@@ -141,7 +140,8 @@ class _Recomputation:
         self._last = _sums(output)
         outputs.append(output._replace(state=detach_state(output.state)))
         del output
-        return _result(join_segments(outputs), self._backward)
+        whole = join_segments(outputs)
+        return _result(whole, _sums(whole)[1], self._backward)
 
     def _forward(self, number: int, state: LMState) -> LMOutput:
         """Run a segment; the state before it, but the first, gets a gradient from its backward."""
