@@ -63,7 +63,8 @@ def measure_rank(overrides: list[str], *, allocations: bool) -> None:
     from dist_mem.model import MemoryLM
     from dist_mem.runtime import distributed
     from dist_mem.training.divergence import Divergence
-    from dist_mem.training.step import StepContext, TrainState, train_step
+    from dist_mem.training.state import TrainState
+    from dist_mem.training.step import StepContext, train_step
 
     config = load_config(overrides, memory_options=memory_options)
     world = distributed.initialize(threads=1)

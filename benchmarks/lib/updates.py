@@ -14,7 +14,8 @@ from dist_mem.engine.start import start_communication
 from dist_mem.model import MemoryLM
 from dist_mem.runtime.distributed import World
 from dist_mem.training.divergence import Divergence
-from dist_mem.training.step import StepContext, TrainState, train_step
+from dist_mem.training.state import TrainState
+from dist_mem.training.step import StepContext, train_step
 
 
 def update_of(config: Config, lanes: range, vocab: int) -> Update:

@@ -13,14 +13,14 @@ from dist_mem.checkpoint.manifest import step_dir
 from dist_mem.checkpoint.resume_choice import AUTO
 from dist_mem.checkpoint.resume_source import Resumption
 from dist_mem.config import Config, TrainConfig
-from dist_mem.data.curriculum import stages_of
+from dist_mem.data.curriculum import training_dirs
 from dist_mem.runtime.distributed import World, decide_on_rank0
 
 
 def is_finished(config: Config, world: World, resumption: Resumption) -> bool:
     """Whether the checkpoint is the last one of a run that needs no more steps; collective."""
     run_dir, choice = Path(config.run_dir), resumption.choice
-    paths, before = ([stage.data.path for stage in stages_of(each.data)] for each in (config, resumption.saved))
+    paths, before = ([one.path for one in training_dirs(each.data).values()] for each in (config, resumption.saved))
     if config.resume != AUTO or paths != before:
         return False  # data at another path are compared with those of the run only when the job is opened
     step = decide_on_rank0(lambda: _finished_step(run_dir, config.train))

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from dist_mem.checkpoint.manifest import first_verified, verify, verify_size
 from dist_mem.checkpoint.resume_choice import ResumeChoice, choose_checkpoint, find_candidates, read_or_refuse
-from dist_mem.config import Config, ConfigError, load_config, read_config
+from dist_mem.config import Config, ConfigError, DataConfig, load_config, read_config
 from dist_mem.config.memory_blocks import kinds_of
 from dist_mem.config.resume_rules import Change, check_changes
-from dist_mem.data.curriculum import path_keys
+from dist_mem.data.curriculum import training_dirs
 from dist_mem.data.shard import Index
 from dist_mem.errors import CheckpointError, UnusableError
 from dist_mem.memory import memory_options
@@ -92,14 +92,20 @@ def _check_place(run_dir: Path) -> None:
 
 
 def data_fingerprint(splits: Sequence[Index]) -> str:
-    """Return what a checkpoint keeps of the training split of every stage: their fingerprints, one after the other."""
+    """Return what a checkpoint keeps of every training split: their fingerprints, one after the other."""
     return " ".join(split.fingerprint for split in splits)
 
 
-def check_data(directory: Path, manifest: Mapping[str, Any], splits: Sequence[Index]) -> None:
-    """Raise CheckpointError if a checkpoint was trained on other splits than these, one per stage."""
+def check_data(directory: Path, manifest: Mapping[str, Any], splits: Sequence[Index], data: DataConfig) -> None:
+    """Raise CheckpointError if a checkpoint was trained on other splits than these; a mixture may have more sources."""
     fingerprints = manifest["data_fingerprint"].split()
-    for key, trained, split in zip(path_keys(len(splits)), fingerprints, splits, strict=True):
+    if bool(data.mixture) != bool(manifest.get("mixture")):
+        other = "without data.mixture" if data.mixture else "with data.mixture"
+        raise CheckpointError(f"{directory}: was trained {other}: set it back, or start another run")
+    if len(fingerprints) > len(splits):
+        count = f"has {len(fingerprints)} sources, data.mixture now {len(splits)}"
+        raise CheckpointError(f"{directory}: {count}: keep them all, and set the weight of those to leave out to 0")
+    for key, trained, split in zip(training_dirs(data), fingerprints, splits, strict=not data.mixture):
         if trained != split.fingerprint:
             raise CheckpointError(
                 f"{directory}: was trained on a split with fingerprint {trained[:12]}, {split.split_dir} has "

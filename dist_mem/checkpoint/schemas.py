@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
+from dist_mem.data.mixture import MIXTURE_PART
 from dist_mem.runtime.file_schema import (
     Schema,
     integer,
@@ -45,6 +46,7 @@ _FURTHER = {
     "goodput": record({"time": number, "seconds": table(number)}, is_open=True),
     "validation": optional(record({"step": _COUNT, "loss": metric, "measure": text}, is_open=False)),
     "stage_ends": list_of(_COUNT),
+    "mixture": list_of(MIXTURE_PART),
 }
 _OF_CHECKPOINT = record(
     {**_ALL, **_CHECKPOINT, "lanes": table(list_of(leaf("a file, or its row", lambda value: True)))},

@@ -67,6 +67,7 @@ def check_together(config: Mapping[str, Any], *, trains: bool = True) -> Iterato
     yield from _check_blocks(config["data"]["blocks"], train["seg_len"], config["eval"])
     yield from _check_curriculum(config["data"]["curriculum"], train["steps"])
     yield from _check_until_accuracy(config["data"], config["eval"]["every"])
+    yield from _check_mixture(config["data"], train["epochs"])
     if config["data"]["cut"] == "end" and config["data"]["layout"] == "stream":
         yield Problem("data.cut", "is end, but the lanes of data.layout = stream are not documents; set it to start")
     if config["data"]["train_split"] == "test":
@@ -113,10 +114,7 @@ def _check_curriculum(stages: Sequence[Mapping[str, Any]], steps: int | None) ->
     before = 0
     for index, stage in enumerate(stages):
         key, until = f"data.curriculum[{index}]", stage["until"]
-        if not stage["path"].strip():
-            yield Problem(f"{key}.path", "is empty; give a data directory")
-        if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", stage["path"]):
-            yield Problem(f"{key}.path", "is no directory: copy the data to a disk, as only data.path may be elsewhere")
+        yield from _check_directory(f"{key}.path", stage["path"])
         if until <= before:
             yield Problem(f"{key}.until", f"is {until}, but the stage before ends at step {before}; give a later step")
         before = until
@@ -125,6 +123,32 @@ def _check_curriculum(stages: Sequence[Mapping[str, Any]], steps: int | None) ->
     elif steps is not None and before >= steps:
         ends = f"is {before}, but the run ends at step {steps}, and data.path would not be read"
         yield Problem(f"data.curriculum[{len(stages) - 1}].until", f"{ends}; set train.steps higher, or this lower")
+
+
+def _check_directory(key: str, path: str) -> Iterator[Problem]:
+    if not path.strip():
+        yield Problem(key, "is empty; give a data directory")
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path):
+        yield Problem(key, "is no directory: copy the data to a disk, as only data.path may be elsewhere")
+
+
+def _check_mixture(data: Mapping[str, Any], epochs: float | None) -> Iterator[Problem]:
+    sources, key = data["mixture"], "data.mixture"
+    if not sources:
+        return
+    for index, source in enumerate(sources):
+        yield from _check_directory(f"{key}[{index}].path", source["path"])
+        if source["path"] in [other["path"] for other in sources[:index]]:
+            twice = f"is {format_value(source['path'])}, as of an earlier source: give each directory once"
+            yield Problem(f"{key}[{index}].path", twice)
+    if not any(source["weight"] > 0 for source in sources):
+        yield Problem(key, "has no weight above 0, so nothing would be read; give one")
+    if data["curriculum"]:
+        yield Problem(key, "is given beside data.curriculum; give one of them")
+    if data["layout"] == "stream":
+        yield Problem(key, "is made of whole documents, but data.layout is stream; set that to documents")
+    if epochs is not None:
+        yield Problem(key, "has no epochs of its own, but train.epochs is given; give train.steps in its place")
 
 
 def _check_until_accuracy(data: Mapping[str, Any], eval_every: int | None) -> Iterator[Problem]:

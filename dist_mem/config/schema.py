@@ -77,6 +77,16 @@ class StageConfig:
 
 
 @dataclass(frozen=True)
+class SourceConfig:
+    # directory on disk, as data.path
+    path: str = key("", is_path=True, may_be_empty=True, per_node=True, resume=FREE, affects=DATA, set_by=RECOMPUTATION)
+    # its share of the tokens, relative to the weights of the others; 0: it gives no further document
+    weight: float = key(1.0, at_least=0, resume=FREE)
+    # after so many passes over its documents the others share its part; None: it never ends
+    epochs: int | None = key(None, at_least=1, at_most=STEPS, resume=FREE)
+
+
+@dataclass(frozen=True)
 class DataConfig:
     # directory written by a builder, or its address: https:, s3:, gs:, hf:
     path: str = key(
@@ -86,6 +96,8 @@ class DataConfig:
     cache: str | None = key(None, is_path=True, per_node=True, resume=FREE, affects=PLACE, set_by=_ANY)
     # directories that are read before data.path: see docs/howto/recall_tasks.md
     curriculum: list[StageConfig] = key([])
+    # directories whose documents are read by weight, in place of those of data.path: see docs/howto/mixtures.md
+    mixture: list[SourceConfig] = key([])
     # share of right answers in an evaluation of its own data at which a stage ends before its `until`; None: none
     until_accuracy: float | None = key(None, above=0, at_most=1, resume=ALLOWED)
     train_split: str = key("train", in_path=True)  # folder in data.path

@@ -14,6 +14,7 @@ from dist_mem.config.check import stop_on
 from dist_mem.config.constraints import check_schedule
 from dist_mem.config.keys import STEPS
 from dist_mem.config.schema import BY_SEGMENTS
+from dist_mem.data.mixture import MixturePlan
 from dist_mem.data.plan import DocumentPlan, Plan, lanes_of_rank
 from dist_mem.runtime.terminal import count_noun
 
@@ -107,6 +108,8 @@ def total_steps(train: TrainConfig, schedule: ScheduleConfig, plan: Plan) -> int
         ValueError: they are more than a run can have, or fewer than the configuration needs.
     """
     if train.steps is not None:
+        if isinstance(plan, MixturePlan):
+            plan.check_steps(train.steps)
         return train.steps
     assert train.epochs is not None, "load_config checks this"
     steps = max(1, math.ceil(train.epochs * steps_per_epoch(train, plan)))

@@ -24,6 +24,7 @@ from dist_mem.config import DataConfig, TrainConfig
 from dist_mem.data.batch import Update
 from dist_mem.data.directory import open_index, open_tokenizer
 from dist_mem.data.lanes import LaneReader, check_tokenizer, training_reader
+from dist_mem.data.mixture import MixturePart, source_settings
 from dist_mem.data.plan import Plan
 from dist_mem.data.shard import Index, read_mask, read_recall
 from dist_mem.data.tokenizers.base import Tokenizer
@@ -39,9 +40,14 @@ class Stage(NamedTuple):
     until: int | None  # updates made at its end; None: the last stage, that of data.path
 
 
-def path_keys(num_stages: int) -> list[str]:
-    """Return the keys of the paths of all stages."""
-    return [*(f"data.curriculum[{number}].path" for number in range(num_stages - 1)), "data.path"]
+def training_dirs(data: DataConfig) -> dict[str, DataConfig]:
+    """Return every directory whose training split is read, by its key, as settings with it as `path`.
+
+    They are those of all stages, that of data.path last, or those of the sources of a mixture.
+    """
+    if data.mixture:
+        return {f"data.mixture[{number}].path": source for number, source in enumerate(source_settings(data))}
+    return {stage.key: stage.data for stage in stages_of(data)}
 
 
 def with_ends(data: DataConfig, ends: Sequence[int]) -> DataConfig:
@@ -57,11 +63,12 @@ def with_ends(data: DataConfig, ends: Sequence[int]) -> DataConfig:
 def stages_of(data: DataConfig) -> list[Stage]:
     """Return the stages of a training; without a curriculum there is one, that of data.path."""
     given = data.curriculum
-    *keys, last = path_keys(len(given) + 1)
     bounds = [0, *(stage.until for stage in given)]
-    parts = zip(keys, given, bounds[:-1], strict=True)
-    earlier = [Stage(key, _change_path(data, stage.path), first, stage.until) for key, stage, first in parts]
-    return [*earlier, Stage(last, data, bounds[-1], None)]
+    earlier = [
+        Stage(f"data.curriculum[{number}].path", replace(data, path=stage.path), first, stage.until)
+        for number, (stage, first) in enumerate(zip(given, bounds[:-1], strict=True))
+    ]
+    return [*earlier, Stage("data.path", data, bounds[-1], None)]
 
 
 def stage_number(data: DataConfig, step: int) -> int:
@@ -69,26 +76,31 @@ def stage_number(data: DataConfig, step: int) -> int:
     return sum(stage.until <= step for stage in data.curriculum)
 
 
-def earlier_splits(data: DataConfig, tokenizer: Tokenizer) -> list[Index]:
-    """Open the training split of every stage but the last.
+def training_splits(data: DataConfig, tokenizer: Tokenizer) -> list[Index]:
+    """Open the training split of every stage, or of every source of a mixture.
 
     Args:
         tokenizer: of data.path.
 
     Raises:
-        UnusableError: a stage has another tokenizer, or is missing or damaged.
+        UnusableError: one has another tokenizer, or is missing or damaged.
     """
     splits = []
-    for stage in stages_of(data)[:-1]:
-        own = open_tokenizer(stage.data)
+    for key, one in training_dirs(data).items():
+        own = tokenizer if one.path == data.path else open_tokenizer(one)
         if own.fingerprint != tokenizer.fingerprint:
             raise UnusableError(
-                f"{stage.key} = {stage.data.path}: its tokenizer is {own.fingerprint[:12]}, but that of data.path is "
-                f"{tokenizer.fingerprint[:12]}; build all stages with the same one (--tokenizer-from)"
+                f"{key} = {one.path}: its tokenizer is {own.fingerprint[:12]}, but that of data.path is "
+                f"{tokenizer.fingerprint[:12]}; build all data of a run with the same one (--tokenizer-from)"
             )
-        splits.append(open_index(stage.data, stage.data.train_split))
+        splits.append(open_index(one, one.train_split))
         check_tokenizer(splits[-1], own)
     return splits
+
+
+def splits_at(data: DataConfig, splits: Sequence[Index], step: int) -> list[Index]:
+    """Return those of `training_splits` that the update after `step` updates reads: all of a mixture, or one."""
+    return list(splits) if data.mixture else [splits[stage_number(data, step)]]
 
 
 def answers_of(stage: Stage, split: str) -> Index:
@@ -148,8 +160,12 @@ def curriculum_reader(
     cursors: Tensor,
     step: int,
     pin: bool = False,
+    parts: Sequence[MixturePart] = (),
 ) -> CurriculumReader:
     """Read this rank's lanes after `step` updates; `cursors` are those of the last of them.
+
+    Args:
+        parts: as for `training_plan`.
 
     Raises:
         ValueError: as `training_reader`, for any stage that is still to be read.
@@ -160,7 +176,8 @@ def curriculum_reader(
         for stage in stages:
             at = cursors if step > stage.first else None  # at a boundary they are those of the stage before
             try:
-                reader = training_reader(stage.data, train, world_size=world_size, rank=rank, cursors=at, pin=pin)
+                place = {"world_size": world_size, "rank": rank}
+                reader = training_reader(stage.data, train, **place, cursors=at, pin=pin, parts=parts)
             except ValueError as error:
                 if stage.until is None:
                     raise
@@ -168,8 +185,3 @@ def curriculum_reader(
             readers.append(opened.enter_context(closing(reader)))
         opened.pop_all()
     return CurriculumReader(readers, [stage.until - max(step, stage.first) for stage in stages if stage.until])
-
-
-def _change_path(data: DataConfig, path: str) -> DataConfig:
-    """Return the same settings for another directory."""
-    return replace(data, path=path)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dist_mem.data.index import DocumentEntry
 from dist_mem.data.shard import Index, ShardError, check_document, expect_document, read_mask, read_recall, read_tokens
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,21 @@ def join(parts: Sequence[Document]) -> Document:
 NOTHING = np.empty(0, dtype=np.uint16)
 
 
+def find_document(splits: Sequence[Index], number: int) -> tuple[Index, int]:
+    """Return the split of a document that is numbered through all of them, and its number there."""
+    for index in splits:
+        if number < len(index.documents):
+            return index, number
+        number -= len(index.documents)
+    raise IndexError(f"no document {number}")
+
+
+def entry_of(splits: Sequence[Index], number: int) -> DocumentEntry:
+    """Return the entry of a document that is numbered through all these splits."""
+    index, own = find_document(splits, number)
+    return index.documents[own]
+
+
 class Documents:
     """Opens the documents of a split; each is checked against its checksum when it is opened."""
 
@@ -67,6 +83,7 @@ class Documents:
         bos_id: int,
         on_corrupt: str | None = None,
         prefix: np.ndarray = NOTHING,
+        others: Sequence[Index] = (),
     ) -> None:
         """Open documents of `index`.
 
@@ -74,11 +91,13 @@ class Documents:
             lengths: (documents,) number of tokens read of each, as in the plan.
             on_corrupt: as data.on_corrupt; None: stop, and no configuration can change that.
             prefix: (num_tokens,) tokens that are read before the first of every document, and not scored.
+            others: the further sources of a mixture; documents are numbered through all.
         """
         self.index = index
+        self.splits = [index, *others]
         self.lengths = lengths
         self.bos_id = bos_id
-        self.has_recall = index.documents.has_recall
+        self.has_recall = any(each.documents.has_recall for each in self.splits)
         self._on_corrupt = on_corrupt
         self._prefix = Document(-1, prefix, np.zeros(len(prefix), dtype=bool), None)
         self._warned: set[int] = set()
@@ -86,20 +105,26 @@ class Documents:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def close(self) -> None:
+        """Cancel all fetches of shards, also in other threads."""
+        for index in self.splits:
+            index.source.close()
+
     def expect(self, number: int) -> None:
         """Announce that the document will be opened soon: its shard may have to be fetched."""
         if number < len(self):
-            expect_document(self.index, number)
+            expect_document(*find_document(self.splits, number))
 
     def open(self, number: int) -> Document:
         """Open a document; raise ShardError, with document and shard, if its checksum does not match."""
-        check_document(self.index, number)
+        index, own = find_document(self.splits, number)
+        check_document(index, own)
         length = int(self.lengths[number])
         document = Document(
             number,
-            read_tokens(self.index, number, 0, length),
-            read_mask(self.index, number, 0, length),
-            read_recall(self.index, number, 0, length),
+            read_tokens(index, own, 0, length),
+            read_mask(index, own, 0, length),
+            read_recall(index, own, 0, length),
         )
         if not len(self._prefix.tokens):
             return document

@@ -20,6 +20,7 @@ from dist_mem.config import DataConfig, TrainConfig
 from dist_mem.data.batch import IGNORE, Batch, Update
 from dist_mem.data.directory import open_index, open_tokenizer
 from dist_mem.data.documents import NOTHING, Documents
+from dist_mem.data.mixture import MixturePart, MixturePlan, mixture_parts, source_settings
 from dist_mem.data.plan import (
     START,
     Cursor,
@@ -52,10 +53,11 @@ class LaneReader:
         bos_id: int,
         cursors: Tensor | None = None,
         pin: bool = False,
+        others: Sequence[Index] = (),
     ) -> None:
         """`cursors` (lanes, 3) int64: of the last consumed update, in the order of `lane_ids`; None: the beginning.
 
-        `pin`: batches are in pinned memory, into which the thread copies them.
+        `pin`: batches are in pinned memory, into which the thread copies them. `others`: as for `Documents`.
 
         Raises ValueError for cursors of another plan. `next` raises ShardError for a damaged document.
         """
@@ -65,7 +67,7 @@ class LaneReader:
         self._segments_per_update = segments_per_update
         self._blocks = config.blocks
         self._pin = pin
-        self._documents = Documents(index, plan.lengths, bos_id=bos_id, on_corrupt=config.on_corrupt)
+        self._documents = Documents(index, plan.lengths, bos_id=bos_id, on_corrupt=config.on_corrupt, others=others)
         self._cursors = self._check_cursors(cursors)
         self._updates = Prefetcher(self._read(), depth=config.prefetch)
 
@@ -82,7 +84,7 @@ class LaneReader:
 
     def close(self) -> None:
         """End the thread and its pending fetches; may be called more than once."""
-        self._documents.index.source.close()
+        self._documents.close()
         self._updates.close()
 
     def _check_cursors(self, saved: Tensor | None) -> list[Cursor]:
@@ -142,11 +144,24 @@ class LaneReader:
         return statistics.fmean(epochs) if epochs else 0.0
 
 
-def training_plan(data: DataConfig, train: TrainConfig, index: Index) -> Plan:
-    """Return the plan of a training on this split. Raises ValueError if there are too few documents."""
-    lengths = cut_lengths(index.documents.num_tokens, data.max_document_len)
+def training_plan(
+    data: DataConfig, train: TrainConfig, splits: Sequence[Index], parts: Sequence[MixturePart] = ()
+) -> Plan:
+    """Return the plan of a training on one split, or on those of the sources of a mixture.
+
+    Args:
+        parts: of the run, as `mixture_parts`; none: it begins with these settings.
+
+    Raises:
+        ValueError: there are too few documents.
+    """
+    lengths = [cut_lengths(index.documents.num_tokens, data.max_document_len) for index in splits]
+    if data.mixture:
+        parts = parts or mixture_parts([], data, train, 0)
+        size = {"num_lanes": train.global_batch_size, "seg_len": train.seg_len}
+        return MixturePlan(lengths, parts, **size, seed=data.seed, cut=data.cut)
     return make_plan(
-        lengths,
+        lengths[0],
         num_lanes=train.global_batch_size,
         seg_len=train.seg_len,
         seed=data.seed,
@@ -163,17 +178,21 @@ def training_reader(
     rank: int,
     cursors: Tensor | None = None,
     pin: bool = False,
+    parts: Sequence[MixturePart] = (),
 ) -> LaneReader:
     """Open the training split of `data` and read this rank's lanes, from the beginning or from saved cursors.
 
-    Raises ValueError if index or tokenizer are missing or do not match, or if there are too few documents.
+    `parts`: as for `training_plan`. Raises ValueError if index or tokenizer are missing or do not match, or if there
+    are too few documents.
     """
-    tokenizer, index = open_tokenizer(data), open_index(data, data.train_split)
-    check_tokenizer(index, tokenizer)
+    tokenizer = open_tokenizer(data)
+    splits = [open_index(source, data.train_split) for source in source_settings(data)]
+    for index in splits:
+        check_tokenizer(index, tokenizer)
     return LaneReader(
         data,
-        index,
-        training_plan(data, train, index),
+        splits[0],
+        training_plan(data, train, splits, parts),
         lane_ids=lanes_of_rank(
             train.global_batch_size, world_size=world_size, rank=rank, micro_lanes=train.micro_batch_size
         ),
@@ -182,6 +201,7 @@ def training_reader(
         bos_id=tokenizer.bos_id,
         cursors=cursors,
         pin=pin,
+        others=splits[1:],
     )
 
 

@@ -71,13 +71,13 @@ def segment_starts(length: int, *, seg_len: int, cut: str = "start") -> np.ndarr
     return np.concatenate(([0], np.arange((length - 1) % seg_len + 1, length, seg_len)))
 
 
-def permutation(size: int, *, seed: int, epoch: int) -> np.ndarray:
-    """Return the epoch's order of `size` documents, (size,) int64.
+def permutation(size: int, *, seed: int, epoch: int, source: int | None = None) -> np.ndarray:
+    """Return the epoch's order of `size` documents, (size,) int64; those of each source of a mixture have their own.
 
     It is a stable sort of the raw PCG64 stream: numpy guarantees that stream (NEP 19), but may change
     `Generator.permutation`, and a run resumed under a newer numpy must get the same plan.
     """
-    bits = np.random.PCG64(np.random.SeedSequence((seed, epoch)))
+    bits = np.random.PCG64(np.random.SeedSequence((seed, epoch) if source is None else (seed, epoch, source)))
     return np.argsort(bits.random_raw(size), kind="stable")
 
 
@@ -150,14 +150,22 @@ class DocumentPlan:
     def _deal_next(self) -> Deal:
         order = self._usable[permutation(len(self._usable), seed=self.seed, epoch=len(self._deals))]
         order = self._keep_apart(order)
+        keys = self._assign(order)
+        self._started[order] = keys // self.num_lanes
+        self._last_start = int(keys[-1]) // self.num_lanes
+        return self._sort_by_lane(order, keys)
+
+    def _assign(self, order: np.ndarray) -> np.ndarray:
+        """Assign each document to the lane that is free first; return load * G + lane before it, (documents,) int64."""
         heap = self._heap
         keys = np.empty(len(order), dtype=np.int64)
         for first in range(0, len(order), DEALT_AT_ONCE):
             part = slice(first, first + DEALT_AT_ONCE)
             costs = (self._segments[order[part]] * self.num_lanes).tolist()
             keys[part] = [heapq.heapreplace(heap, heap[0] + cost) for cost in costs]
-        self._started[order] = keys // self.num_lanes
-        self._last_start = int(keys[-1]) // self.num_lanes
+        return keys
+
+    def _sort_by_lane(self, order: np.ndarray, keys: np.ndarray) -> Deal:
         lanes = keys % self.num_lanes
         dealt = order[np.argsort(lanes, kind="stable")]
         bounds = np.concatenate(([0], np.cumsum(np.bincount(lanes, minlength=self.num_lanes))))

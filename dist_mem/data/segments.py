@@ -19,6 +19,7 @@ import torch
 
 from dist_mem.data.batch import IGNORE, Batch
 from dist_mem.data.documents import Document, Documents, join
+from dist_mem.data.mixture import MixturePlan
 from dist_mem.data.plan import START, Cursor, Plan, StreamPlan, segment_starts
 from dist_mem.data.shard import ShardError
 
@@ -60,7 +61,8 @@ def document_segments(
             document.number,
             is_new_document=begin == 0,
             after=Cursor(epoch, place, stop) if stop < length else Cursor(epoch, place + 1, 0),
-            num_started=int(begin == 0),
+            num_started=int(begin == 0 and not document.is_damaged),
+            num_skipped=int(begin == 0 and document.is_damaged),
         )
 
 
@@ -71,22 +73,33 @@ def read_lane(documents: Documents, plan: Plan, *, lane: int, cursor: Cursor = S
     if isinstance(plan, StreamPlan):
         return read_stream(documents, plan, lane=lane, cursor=cursor)
     epochs = (plan.documents(epoch, lane) for epoch in count(cursor.epoch))
-    return read_documents(documents, epochs, seg_len=plan.seg_len, cut=plan.cut, cursor=cursor)
+    blanks = isinstance(plan, MixturePlan)
+    return read_documents(documents, epochs, seg_len=plan.seg_len, cut=plan.cut, cursor=cursor, blanks=blanks)
 
 
 def read_documents(
-    documents: Documents, epochs: Iterable[Sequence[int]], *, seg_len: int, cut: str = "start", cursor: Cursor = START
+    documents: Documents,
+    epochs: Iterable[Sequence[int]],
+    *,
+    seg_len: int,
+    cut: str = "start",
+    cursor: Cursor = START,
+    blanks: bool = False,
 ) -> Iterator[Segment]:
     """Yield the segments of a lane that reads document after document, each from BOS.
 
     Args:
         epochs: the lane's documents in each epoch, from the epoch of the cursor on.
+        blanks: a skipped, damaged document is read as BOS tokens that are not scored, so that lanes stay level: new
+            weights of a mixture begin after so many segments of each.
     """
     _, first_place, offset = cursor
     num_skipped = 0
     for epoch, numbers in enumerate(epochs, start=cursor.epoch):
         for place in range(first_place, len(numbers)):
             document = documents.open_or_skip(numbers[place])
+            if document is None and blanks:
+                document = documents.blank_document(numbers[place])
             for following in numbers[place + 1 : place + 2]:
                 documents.expect(following)
             if document is None:

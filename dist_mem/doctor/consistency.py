@@ -9,7 +9,7 @@ from pathlib import Path
 from dist_mem.config import Config, DataConfig, EvalConfig, as_tree
 from dist_mem.config.check import flatten
 from dist_mem.config.settings import metadata_of
-from dist_mem.data.curriculum import stages_of
+from dist_mem.data.curriculum import training_dirs
 from dist_mem.data.directory import local_dir
 from dist_mem.data.remote.fetch import is_remote
 from dist_mem.data.shard import INDEX_NAME, read_index
@@ -109,12 +109,14 @@ def check_data(data_config: DataConfig, eval_config: EvalConfig) -> tuple[()]:
 
 def _on_disk(data: DataConfig, eval_config: EvalConfig) -> Iterator[tuple[str, DataConfig, list[str]]]:
     """Yield for every data directory that is no URL its name in a report, and the splits that training opens."""
-    train = data.train_split
+    train, evaluated = data.train_split, [eval_config.split] if eval_config.every else []
     if not is_remote(data.path):
-        yield "", data, list(dict.fromkeys([train, *([eval_config.split] if eval_config.every else [])]))
-    for number, stage in enumerate(stages_of(data)[:-1]):
-        evaluated = [eval_config.split] if data.until_accuracy else []
-        yield f"curriculum[{number}]/", stage.data, list(dict.fromkeys([train, *evaluated]))
+        yield "", data, list(dict.fromkeys([*([] if data.mixture else [train]), *evaluated]))
+    for key, one in training_dirs(data).items():
+        if key != "data.path":
+            more = [eval_config.split] if data.until_accuracy else []
+            name = key.removeprefix("data.").removesuffix(".path")
+            yield f"{name}/", one, list(dict.fromkeys([train, *more]))
 
 
 def compare(what: str, places: Sequence[Place], fingerprints: Sequence[Fingerprint]) -> Iterator[Finding]:

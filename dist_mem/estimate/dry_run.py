@@ -23,9 +23,10 @@ from dist_mem.config import (
 )
 from dist_mem.config.memory_blocks import is_per_block, memories_of
 from dist_mem.data.batch_plan import batch_plan, idle_work, num_readable, steps_per_epoch, total_steps
-from dist_mem.data.curriculum import Stage, answers_of, earlier_splits, stages_of
+from dist_mem.data.curriculum import Stage, answers_of, stages_of, training_splits
 from dist_mem.data.directory import open_index, open_tokenizer, refresh
 from dist_mem.data.lanes import training_plan
+from dist_mem.data.mixture import MixturePlan, describe_sources, source_names, source_settings
 from dist_mem.data.plan import Plan
 from dist_mem.data.remote.fetch import show
 from dist_mem.engine.optimizer import parameter_groups
@@ -78,7 +79,8 @@ def subjects(config: Config, *, world_size: int) -> list[tuple[str, str]]:
         UnusableError: the model cannot be built, or the data is damaged or has too few documents for the lanes.
     """
     try:
-        refresh(config.data, [config.data.train_split, *([config.eval.split] if config.eval.every else [])])
+        evaluated = [config.eval.split] if config.eval.every else []
+        refresh(config.data, evaluated if config.data.mixture else [config.data.train_split, *evaluated])
         plan = built_plan(config.data, config.train)
         if plan is not None and config.eval.every is not None:
             open_index(config.data, config.eval.split)  # or refuse the split
@@ -190,9 +192,14 @@ def _batch_lines(
 
 def built_plan(data: DataConfig, train: TrainConfig) -> Plan | None:
     """Return the plan of the training split; None if the data is not built yet."""
-    if not data_is_built(data):
+    if _not_built(data):
         return None
-    return training_plan(data, train, open_index(data, data.train_split))
+    return training_plan(data, train, [open_index(one, data.train_split) for one in source_settings(data)])
+
+
+def _not_built(data: DataConfig) -> list[str]:
+    """Return the paths that are not built yet, of data.path and of the sources of a mixture."""
+    return [one.path for one in [data, *source_settings(data)] if not data_is_built(one)]
 
 
 def _data_lines(
@@ -200,13 +207,18 @@ def _data_lines(
 ) -> Iterator[tuple[str, str]]:
     if plan is None:
         given, other = (train.steps, "epochs") if train.steps is not None else (train.epochs, "steps")
-        yield "data", f"{data.path}: not built yet"
+        yield "data", f"{', '.join(dict.fromkeys(_not_built(data)))}: not built yet"
         yield "training", f"{given:,} {'steps' if other == 'epochs' else 'epochs'}; the data will give the {other}"
         return
+    splits = training_splits(data, open_tokenizer(data))
     stages, until = stages_of(data), total_steps(train, schedule, plan)
-    for stage, index in zip(stages, earlier_splits(data, open_tokenizer(data)), strict=False):
+    if isinstance(plan, MixturePlan):
+        yield from (("data", line) for line in describe_sources(plan, source_names(data), until))
+        yield "training", f"{until:,} steps = {until / steps_per_epoch(train, plan):.3g} epochs of all sources"
+        return
+    for stage, index in zip(stages[:-1], splits, strict=False):
         try:
-            yield from _stage_lines(stage, training_plan(data, train, index), train, stage.until or until)
+            yield from _stage_lines(stage, training_plan(data, train, [index]), train, stage.until or until)
         except ValueError as error:
             raise UnusableError(f"{stage.key} = {stage.data.path}: {error}") from error
     yield from _stage_lines(stages[-1], plan, train, until, is_only=len(stages) == 1)

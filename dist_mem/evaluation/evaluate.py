@@ -113,6 +113,7 @@ def run(
     without_memory: bool = False,
     memory: Path | None = None,
     by_position: bool = False,
+    sources: bool = False,
     early: StopSignal | None = None,
 ) -> int:
     """Run the command `dist-mem evaluate`; return the exit code of the process.
@@ -125,6 +126,7 @@ def run(
         without_memory: empty the memory at every segment, and report the gain of the memory.
         memory: a memory file; every document continues the text of which it is the memory.
         by_position: report the loss by position in the document too, as a table, a CSV and a picture.
+        sources: score the split of every source of `data.mixture` too, each with results of its own.
         early: the handler that has received a scheduler's signals until now.
 
     Raises:
@@ -133,6 +135,14 @@ def run(
 
     def work(world: World, check: StopCheck) -> None:
         found = find_checkpoint_on_rank0(path, checkpoint, world)
+        data = read_settings(found.directory, overrides, reads_data=True).data
+        if sources and not data.mixture:
+            raise UnusableError(f"--sources: {found.directory} was trained without data.mixture; leave it out")
+        others = [f"data.path={one.path}" for one in data.mixture if sources and one.path != data.path]
+        for more in [[], *([other] for other in others)]:
+            evaluate_one(world, check, found, [*overrides, *more])
+
+    def evaluate_one(world: World, check: StopCheck, found: Checkpoint, overrides: Sequence[str]) -> None:
         config = read_settings(found.directory, overrides, reads_data=True)
         use_threads(config.train)
         before = read_memory_file_of(memory, config.eval, world)

@@ -60,7 +60,8 @@ from dist_mem.tracking.mlflow.store import read_run_id
 # Keys of run, data and MLflow, which have their defaults in an export.
 _PLACES = (
     *("run_dir", "resume", "tracking", "launch", "model.pretrained"),
-    *("data.path", "data.curriculum", "data.until_accuracy", "data.cache", "data.stage", "data.stage_dir"),
+    *("data.path", "data.curriculum", "data.mixture", "data.until_accuracy"),
+    *("data.cache", "data.stage", "data.stage_dir"),
 )
 _METADATA = (
     *("step", "tokenizer_fingerprint", "data_fingerprint", "mlflow_run_id", "versions"),

@@ -235,6 +235,8 @@ def _is_own(checkpoint: Checkpoint, data: DataConfig) -> bool:
         saved = load_block(DataConfig, "data", [], saved=checkpoint.directory / "config.yaml")
         if saved.path == data.path:
             return True
+        if saved.mixture:
+            return False  # its sources are scored one by one
     trained = checkpoint.manifest.get("data_fingerprint", "").split()[-1:]  # of the last stage of a curriculum
     folder = local_dir(data) / data.train_split
     if is_remote(data.path) or is_missing(folder / INDEX_NAME):

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dist_mem.config import Config, DataConfig, EvalConfig
-from dist_mem.data.directory import open_index, refresh
+from dist_mem.data.build_record import built_splits
+from dist_mem.data.directory import local_dir, open_index, refresh
 from dist_mem.data.documents import Document, Documents
+from dist_mem.data.mixture import source_names, source_settings
 from dist_mem.data.plan import cut_lengths
+from dist_mem.data.shard import Index
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.trained_model import (
     Checkpoint,
@@ -115,17 +118,31 @@ def open_other(request: InspectionRequest, found: Checkpoint, world: World) -> T
 
 
 def open_book(data: DataConfig, eval_config: EvalConfig, split: str, book: str, *, bos_id: int) -> tuple[Document, str]:
-    """Return a document of a split by its id, and its title.
+    """Return a document of a split by its id, and its title, with the source if data.path does not have it.
 
     Raises:
-        UnusableError: there is none, or it is empty.
+        UnusableError: there is none, several sources of a mixture have one, or it is empty.
     """
     index = open_index(data, split)
-    ids = [entry.id for entry in index.documents]
+    ids, source = [entry.id for entry in index.documents], ""
     if book not in ids:
-        raise UnusableError(f"--book {book}: {index.split_dir} has no such document; it has {some(ids, 5)}")
+        found = _in_sources(data, split, book)
+        if len(found) != 1:
+            where = f"{', '.join(found)} have such documents: add data.path=FOLDER of one"
+            nowhere = f"{index.split_dir} has no such document; it has {some(ids, 5)}"
+            raise UnusableError(f"--book {book}: {where if found else nowhere}")
+        ((source, index),) = found.items()
+        ids = [entry.id for entry in index.documents]
     number = ids.index(book)
     lengths = cut_lengths(index.documents.num_tokens, eval_config.max_document_len)
     if not lengths[number]:
         raise UnusableError(f"--book {book}: this document of {index.split_dir} has no tokens; give another one")
-    return Documents(index, lengths, bos_id=bos_id).open(number), index.documents[number].title
+    title = f"{index.documents[number].title}{f' ({source})' if source else ''}"
+    return Documents(index, lengths, bos_id=bos_id).open(number), title
+
+
+def _in_sources(data: DataConfig, split: str, book: str) -> dict[str, Index]:
+    """Return the split of every source of a mixture that has a document of this id, by the source's name."""
+    sources = zip(source_names(data), source_settings(data), strict=False) if data.mixture else ()
+    opened = {name: open_index(one, split) for name, one in sources if split in built_splits(local_dir(one))}
+    return {name: index for name, index in opened.items() if any(entry.id == book for entry in index.documents)}

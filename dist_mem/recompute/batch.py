@@ -17,12 +17,13 @@ from typing import NamedTuple
 from dist_mem.checkpoint.lane_states import read_cursors
 from dist_mem.checkpoint.manifest import first_verified, list_steps, read_manifest, step_dir
 from dist_mem.checkpoint.resume_source import check_data
-from dist_mem.config import Config, TrainConfig
+from dist_mem.config import Config, DataConfig, TrainConfig
 from dist_mem.data.batch_plan import total_steps
-from dist_mem.data.curriculum import earlier_splits, stage_number, stages_of
-from dist_mem.data.directory import open_index, open_tokenizer, refresh
-from dist_mem.data.documents import Documents
-from dist_mem.data.lanes import check_tokenizer, training_plan
+from dist_mem.data.curriculum import splits_at, stage_number, stages_of, training_splits
+from dist_mem.data.directory import open_tokenizer, refresh
+from dist_mem.data.documents import Documents, entry_of
+from dist_mem.data.lanes import training_plan
+from dist_mem.data.mixture import MixturePart, MixturePlan, source_names
 from dist_mem.data.plan import START, Cursor, Plan, StreamPlan, lanes_of_rank
 from dist_mem.data.positions import advance
 from dist_mem.data.segments import Segment, read_lane
@@ -51,7 +52,7 @@ class StepRead(NamedTuple):
 
     part: RunPart
     config: Config
-    split: Index
+    splits: list[Index]  # all sources of a mixture, or one
     tokenizer: Tokenizer
     plan: Plan
     lanes: list[LaneRead]  # of all ranks, without idle lanes
@@ -67,19 +68,26 @@ def read_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> StepRe
         parts = read_history(run_dir)
         part = part_of(parts, step)
         config = read_part(run_dir, part, overrides)
-        refresh(config.data, [config.data.train_split])
-        tokenizer, last_split = open_tokenizer(config.data), open_index(config.data, config.data.train_split)
-        check_tokenizer(last_split, tokenizer)
-        splits, number = [*earlier_splits(config.data, tokenizer), last_split], stage_number(config.data, step - 1)
-        index, first = splits[number], stages_of(config.data)[number].first
-        plan = training_plan(config.data, config.train, index)
+        refresh(config.data, [] if config.data.mixture else [config.data.train_split])
+        tokenizer = open_tokenizer(config.data)
+        all_splits, number = training_splits(config.data, tokenizer), stage_number(config.data, step - 1)
+        splits, first = splits_at(config.data, all_splits, step - 1), stages_of(config.data)[number].first
+        mixture = [MixturePart(**one) for one in part.mixture]
+        plan = training_plan(config.data, config.train, splits, mixture)
         if step > (last := total_steps(config.train, config.schedule, plan)):
             raise UnusableError(f"--step {step}: the run has {last} steps")
-        documents = Documents(index, plan.lengths, bos_id=tokenizer.bos_id, on_corrupt=config.data.on_corrupt)
-        cursors = _cursors_before(run_dir, parts, step, documents, plan, overrides, splits=splits, first=first)
-        return StepRead(
-            part, config, index, tokenizer, plan, list(_read_lanes(config.train, part, documents, plan, cursors))
+        documents = Documents(
+            splits[0],
+            plan.lengths,
+            bos_id=tokenizer.bos_id,
+            on_corrupt=config.data.on_corrupt,
+            others=splits[1:],
         )
+        cursors = _cursors_before(
+            run_dir, parts, step, documents, plan, overrides, splits=all_splits, data=config.data, first=first
+        )
+        lanes = list(_read_lanes(config.train, part, documents, plan, cursors))
+        return StepRead(part, config, splits, tokenizer, plan, lanes)
     except (ValueError, OSError) as error:
         raise run_error(error) from error
 
@@ -93,18 +101,20 @@ def _cursors_before(
     overrides: Sequence[str],
     *,
     splits: Sequence[Index],
+    data: DataConfig,
     first: int,
 ) -> list[Cursor]:
     """Return the cursor of each lane before a step, from those of the nearest checkpoint.
 
     Args:
-        splits: the training split of every stage.  first: updates before the stage of this step.
+        splits: the training split of every stage or source.  data: settings of this step.
+        first: updates before the stage of this step.
     """
     known, cursors = parts[0].step, [START] * plan.num_lanes
     candidates = [step_dir(run_dir, known) for known in reversed(list_steps(run_dir)) if known < step]
     if found := first_verified(candidates, read_manifest):
         directory, manifest, _ = found
-        check_data(directory, manifest, splits)
+        check_data(directory, manifest, splits, data)
         known, cursors = manifest["step"], [Cursor(*row) for row in read_cursors(directory, manifest, plan.num_lanes)]
     elif known > first:
         begins = f"the run begins at step {known}, with a checkpoint of another run"
@@ -167,8 +177,9 @@ def _heading_lines(run_dir: Path, step: int, read: StepRead) -> Iterator[str]:
     segments = count_noun(train.segments_per_update, "segment")
     size = f"{count_noun(train.global_batch_size, 'lane')} x {segments} of {train.seg_len} tokens"
     ranks = count_noun(read.part.ranks, "rank")
-    where = f", {read.split.split_dir}" if data.curriculum else ""
-    yield f"{run_dir}, step {step}: {size}, on {ranks}; {data.train_split} of {read.split.name}{where}"
+    names = ", ".join(source_names(data)) or read.splits[0].name
+    where = f", {read.splits[0].split_dir}" if data.curriculum else ""
+    yield f"{run_dir}, step {step}: {size}, on {ranks}; {data.train_split} of {names}{where}"
     point = point_at(read_recorded(run_dir), step)
     loss = f"loss {point.metrics['loss']:.4f} at {point}" if point else "no loss"
     of_lanes = f"losses of lanes are not logged, they come from: dist-mem recompute {run_dir} --step {step}"
@@ -202,8 +213,12 @@ def _place(read: StepRead, lane: int, cursor: Cursor, segment: Segment) -> str:
 
 
 def _document(read: StepRead, number: int) -> str:
-    entry = read.split.documents[number]
-    return f"document {number} ({entry.id}{f', {entry.title}' if entry.title != entry.id else ''})"
+    entry = entry_of(read.splits, number)
+    source = ""
+    if isinstance(read.plan, MixturePlan):
+        of_source = read.plan.source_of(number)
+        source, number = f"{source_names(read.config.data)[of_source]} ", number - int(read.plan.firsts[of_source])
+    return f"{source}document {number} ({entry.id}{f', {entry.title}' if entry.title != entry.id else ''})"
 
 
 def _excerpt(text: str) -> str:

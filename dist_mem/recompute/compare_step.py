@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from dist_mem.data.curriculum import stage_number
+from dist_mem.data.curriculum import splits_at
+from dist_mem.data.documents import entry_of
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnfitError, UnusableError
 from dist_mem.evaluation.job import run_on_ranks, use_threads
 from dist_mem.recompute.recompute import RecomputedStep, change_within, choose_start, recompute, resumption_of
@@ -150,9 +151,9 @@ def report(
         equal = sum(not differing_metrics(other, found) for other in others)
         yield f"{equal} of {len(others)} other recorded points on the way are equal, bit for bit"
     rows = [("lane", "rank", "document", "scored tokens", "loss, nats per token")]
-    split = context.feed.data.splits[stage_number(context.config.data, step - 1)]
+    splits = splits_at(context.config.data, context.feed.data.splits, step - 1)
     for lane in found.lanes:
-        entry = split.documents[lane.document].id
+        entry = entry_of(splits, lane.document).id
         loss = lane.nll / lane.num_scored if lane.num_scored else float("nan")
         rows.append((str(lane.lane), str(lane.rank), entry, f"{lane.num_scored:,}", f"{loss:.4f}"))
     yield from table(rows)

@@ -25,7 +25,8 @@ from dist_mem.training.agreement import Flags, RankMessage
 from dist_mem.training.context import Context
 from dist_mem.training.divergence import ROLLBACK
 from dist_mem.training.history import RunPart, part_of
-from dist_mem.training.step import TrainState, train_step
+from dist_mem.training.state import TrainState
+from dist_mem.training.step import train_step
 
 
 class LaneLoss(NamedTuple):
@@ -126,6 +127,7 @@ def recompute(
             gradient_norm = context.engine.gradient_norm()
             loss = outcome.totals.nll / feed.num_scored if feed.num_scored else math.nan
         if reporting.due(made):
+            reporting.meter.note(feed.use_of_sources(made))
             points[made] = reporting.meter.read(context.engine)
         feed.advance(outcome.next_scored)
     return RecomputedStep(points, loss, gradient_norm, lanes, messages, context.divergence.first_trained)

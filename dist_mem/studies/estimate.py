@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 from dist_mem.config import Config, load_config
 from dist_mem.data.batch_plan import total_steps
-from dist_mem.data.directory import open_index
+from dist_mem.data.curriculum import training_splits
+from dist_mem.data.directory import open_tokenizer
 from dist_mem.data.lanes import training_plan
 from dist_mem.errors import EXIT_REQUEUE, UnusableError
 from dist_mem.runtime.figures import json_text
@@ -163,7 +164,7 @@ def _config(job: StudyCall, item: CellRun) -> Config:
 
 def _estimate_run(job: StudyCall, item: CellRun, trial: Trial) -> Estimate:
     config = _config(job, item)
-    plan = training_plan(config.data, config.train, open_index(config.data, config.data.train_split))
+    plan = training_plan(config.data, config.train, training_splits(config.data, open_tokenizer(config.data)))
     try:
         steps = total_steps(config.train, config.schedule, plan)
     except ValueError as error:

@@ -200,8 +200,8 @@ def check_trained(study: Study, run: CellRun, extra: Sequence[str], definition: 
             manifest = read_manifest(step_dir(run.directory, step))
             files = manifest["files"]
             trained |= {name: files[name]["sha256"] for name in files if name.startswith("memory/")}
-            # Of a curriculum, the last stage is that of data.path.
-            trained[f"data/{saved.data.train_split}"] = manifest["data_fingerprint"].split()[-1]
+            if not saved.data.mixture:  # of a curriculum, the last stage is that of data.path
+                trained[f"data/{saved.data.train_split}"] = manifest["data_fingerprint"].split()[-1]
     compare(trained, definition, f"{run.directory} is a training", "give another --out, or remove it")
 
 

@@ -23,6 +23,7 @@ _SPEEDS = (
     | {"goodput", "checkpoint", "straggler"}  # first parts of names
 )  # fmt: skip
 _OF_RECALL = "recall_"
+_OF_TRAINING = ("divergence", "mixture")
 _LONGEST = 250  # characters
 _ALLOWED = r"\w.\- :"  # in a part between two slashes
 _NAME = re.compile(rf"[/{_ALLOWED}]{{1,{_LONGEST}}}")
@@ -44,7 +45,7 @@ def in_group(name: str) -> str:
     if rest.startswith(_OF_RECALL):  # of a split
         metric = rest.removeprefix(_OF_RECALL)
         return f"{_RECALL_ACCURACY if metric.startswith('accuracy') else _RECALL}/{first}/{metric}"
-    return f"eval/{name}" if rest and first != "divergence" else f"train/{name}"
+    return f"eval/{name}" if rest and first not in _OF_TRAINING else f"train/{name}"
 
 
 def valid_name(name: str) -> str:

@@ -10,7 +10,8 @@ from dist_mem.training.feed import Feed
 from dist_mem.training.history import begin_part
 from dist_mem.training.reporting import Reporting
 from dist_mem.training.saving import Saving
-from dist_mem.training.step import StepContext, TrainState
+from dist_mem.training.state import TrainState
+from dist_mem.training.step import StepContext
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,6 @@ class Context(StepContext):
                 self.run_dir,
                 to_yaml(self.config),
                 self.world,
-                state.step,
+                state,
                 first_trained=self.divergence.first_trained,
-                stage_ends=state.stage_ends,
             )

@@ -22,6 +22,7 @@ def describe_run(
     tracker: Tracker,
     sizes: Mapping[str, int],
     paths: Sequence[str],
+    evaluated: str,
     world: World,
     indexes: Sequence[Index],
     sources: Mapping[str, str],
@@ -31,8 +32,8 @@ def describe_run(
 
     Args:
         sizes: of the model, by name.
-        paths: of the data of every stage, that of data.path last, as written in the configuration.
-        indexes: of the training split of every stage, that of data.path last, then of those for evaluation.
+        paths: of the data of every stage or source, as written in the configuration.  evaluated: data.path, likewise.
+        indexes: of the training split of every stage or source, then of those for evaluation.
         sources: of memories and sinks outside the package, name -> text.
         flops: None: they cannot be counted.
     """
@@ -47,7 +48,7 @@ def describe_run(
         tracker.log_text(text, name)
         tracker.log_tags({f"dist_mem.sha256.{name}": hashlib.sha256(text.encode()).hexdigest()})
     contexts = ["training"] * len(paths) + ["validation"] * (len(indexes) - len(paths))
-    of_indexes = [*paths, *[paths[-1]] * (len(indexes) - len(paths))]
+    of_indexes = [*paths, *[evaluated] * (len(indexes) - len(paths))]
     tracker.log_datasets(
         [
             _describe_dataset(index, show(path), context)

@@ -19,7 +19,7 @@ from dist_mem.runtime.distributed import on_all_ranks
 from dist_mem.supervision.watchdog import beat
 from dist_mem.training.context import Context
 from dist_mem.training.reporting import is_multiple
-from dist_mem.training.step import TrainState
+from dist_mem.training.state import TrainState
 from dist_mem.training.stopping import Stopping
 
 _DATA_CHARS = 12  # of a fingerprint
@@ -146,7 +146,7 @@ class Evaluation:
         context.reporting.tag(f"curriculum.stage_{number}", message)
         with context.reporting.failure.keep_error():
             context.begin_part(state)
-        context.feed.restart(state.cursors, state.step, state.stage_ends)
+        context.feed.restart(state)
         return state
 
     def _draw_passage(self, step: int, read: PassageRead) -> None:

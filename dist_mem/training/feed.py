@@ -16,6 +16,7 @@ from torch import Tensor
 from dist_mem.config import DataConfig, TrainConfig
 from dist_mem.data.batch import Batch, Copies, Update
 from dist_mem.data.curriculum import CurriculumReader, curriculum_reader, with_ends
+from dist_mem.data.mixture import MixturePlan, source_names
 from dist_mem.data.plan import Plan
 from dist_mem.data.remote.fetch import is_remote
 from dist_mem.data.shard import Index
@@ -24,13 +25,14 @@ from dist_mem.runtime.distributed import World, on_all_ranks, sum_over_ranks
 from dist_mem.supervision.watchdog import UNWATCHED, beat
 from dist_mem.training.agreement import LocalFailure
 from dist_mem.training.meter import Meter
+from dist_mem.training.state import TrainState
 
 
 class Data(NamedTuple):
     """The opened data of a run."""
 
     tokenizer: Tokenizer
-    splits: list[Index]  # the training split of every stage (data/curriculum.py), that of data.path last
+    splits: list[Index]  # as `data.curriculum.training_splits`
     evaluated: list[Index]
 
 
@@ -85,13 +87,9 @@ class Feed:
         *,
         data: Data,
         lane_ids: Tensor,
-        cursors: Tensor,
-        step: int,
-        stage_ends: Sequence[int],
+        state: TrainState,
     ) -> None:
-        """Open the training data at `cursors`, (P, 3) int64, of the state after `step` updates.
-
-        `stage_ends`: as in `TrainState`.
+        """Open the training data at a state.
 
         Raises:
             RunError: on every rank, if any cannot read its lanes.
@@ -99,7 +97,7 @@ class Feed:
         self._settings, self._world, self._meter, self._failure = settings, world, meter, failure
         self.data, self.lane_ids = data, lane_ids
         self._transfer = DeviceTransfer(world.device)
-        self._reader = self._open(cursors, step, stage_ends)
+        self._reader = self._open(state)
 
     @property
     def plan(self) -> Plan:
@@ -111,26 +109,27 @@ class Feed:
         """Targets of the current update, on all ranks."""
         return sum(self.scored)
 
-    def _open(self, cursors: Tensor, step: int, stage_ends: Sequence[int]) -> CurriculumReader:
+    def _open(self, state: TrainState) -> CurriculumReader:
         world, (data, train), pin = self._world, self._settings, self._transfer.needs_pinned
         self._next: Update | None = None
         return on_all_ranks(
             lambda: curriculum_reader(
-                with_ends(data, stage_ends),
+                with_ends(data, state.stage_ends),
                 train,
                 world_size=world.size,
                 rank=world.rank,
-                cursors=cursors,
-                step=step,
+                cursors=state.cursors,
+                step=state.step,
                 pin=pin,
+                parts=state.mixture,
             ),
             f"reading {data.train_split}",
         )
 
-    def restart(self, cursors: Tensor, step: int, stage_ends: Sequence[int]) -> None:
+    def restart(self, state: TrainState) -> None:
         """Read on from a state, dropping what was read ahead; collective. Call `read_first` or `advance` next."""
         self._reader.close()
-        self._reader = self._open(cursors, step, stage_ends)
+        self._reader = self._open(state)
 
     def read_first(self) -> None:
         """Read the first update; collective.
@@ -168,6 +167,13 @@ class Feed:
             self.read_first()
         else:
             self.update, self.scored = self._next, list(scored)
+
+    def use_of_sources(self, step: int) -> dict[str, float]:
+        """Return metrics: what was begun of every source of a mixture after so many updates; none without one."""
+        if not isinstance(self.plan, MixturePlan):
+            return {}
+        used = zip(source_names(self._settings[0]), self.plan.use_of_sources(step), strict=True)
+        return {f"mixture/{name}/{key}": value for name, use in used for key, value in use._asdict().items()}
 
     def close(self) -> None:
         """End the thread that reads; may be called more than once."""

@@ -9,17 +9,19 @@ s was made by the last line before it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from dist_mem.data.mixture import MIXTURE_PART
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.file_schema import integer, list_of, one_of, read_json_lines, record, text
 from dist_mem.runtime.files import write_text
+from dist_mem.training.state import TrainState
 
 HISTORY = "history.jsonl"
 
@@ -34,10 +36,12 @@ class RunPart(NamedTuple):
     first_trained: int  # as in `Divergence`: updates before it are read, and not trained on
     config: str  # YAML, as in config.yaml
     stage_ends: Sequence[int] = ()  # as in `TrainState`
+    mixture: Sequence[Mapping[str, Any]] = ()  # likewise, each as `_asdict`
 
     def is_like(self, other: RunPart) -> bool:
         """Whether both parts make updates in the same way; then a resume between them changes no bit."""
-        return self._replace(step=0, stage_ends=()) == other._replace(step=0, stage_ends=())
+        first, second = (one._replace(step=0, stage_ends=(), mixture=()) for one in (self, other))
+        return first == second
 
 
 _PART = record(
@@ -49,25 +53,32 @@ _PART = record(
         "first_trained": integer(),
         "config": text,
     },
-    {"stage_ends": list_of(integer())},
+    {"stage_ends": list_of(integer()), "mixture": list_of(MIXTURE_PART)},
     is_open=True,
 )
 
 
-def begin_part(
-    run_dir: Path, config: str, world: World, step: int, *, first_trained: int, stage_ends: Sequence[int] = ()
-) -> None:
+def begin_part(run_dir: Path, config: str, world: World, state: TrainState, *, first_trained: int) -> None:
     """Add the part that begins now to the history of a run, in place of those from its step on; on rank 0.
 
     Args:
         config: as YAML.
-        stage_ends: as in `TrainState`.
 
     Raises:
         UnusableError: the history is damaged.
         OSError: it cannot be written.
     """
-    part = RunPart(step, world.size, torch.get_num_threads(), world.device.type, first_trained, config, stage_ends)
+    device, mixture = world.device.type, [part._asdict() for part in state.mixture]
+    part = RunPart(
+        state.step,
+        world.size,
+        torch.get_num_threads(),
+        device,
+        first_trained,
+        config,
+        state.stage_ends,
+        mixture,
+    )
     kept = [earlier for earlier in read_parts(run_dir) if earlier.step < part.step]
     write_text(run_dir / HISTORY, "".join(json_text(one._asdict()) + "\n" for one in [*kept, part]))
 

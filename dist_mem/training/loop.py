@@ -12,7 +12,8 @@ from dist_mem.training.context import Context
 from dist_mem.training.divergence import ROLLBACK
 from dist_mem.training.evaluation import Evaluation
 from dist_mem.training.resume import carry_out
-from dist_mem.training.step import TrainState, train_step
+from dist_mem.training.state import TrainState
+from dist_mem.training.step import train_step
 from dist_mem.training.stopping import Stopping
 
 
@@ -58,6 +59,8 @@ def train(
                 feed.read_first()
                 continue
         after_step(state.step)
+        if reporting.due(state.step):
+            reporting.meter.note(feed.use_of_sources(state.step))
         reporting.run(state.step, outcome, epoch=feed.update.epoch)
         stops = outcome.flags.stop and state.step < last
         if evaluation.due(state) and not stops:

@@ -28,9 +28,10 @@ from dist_mem.config.environment_values import as_written
 from dist_mem.config.memory_blocks import describe_memory
 from dist_mem.config.resume_rules import checksums_to_keep
 from dist_mem.data.batch_plan import idle_work, num_readable, total_steps
-from dist_mem.data.curriculum import answers_of, earlier_splits, path_keys, stages_of
+from dist_mem.data.curriculum import answers_of, stages_of, training_dirs, training_splits
 from dist_mem.data.directory import open_index, open_tokenizer, refresh_on_all_ranks
 from dist_mem.data.lanes import check_tokenizer
+from dist_mem.data.mixture import MixturePlan, describe_sources, source_names
 from dist_mem.data.plan import lanes_of_rank
 from dist_mem.data.remote.fetch import is_remote, show
 from dist_mem.data.shard import Index, fetch_shards
@@ -75,7 +76,7 @@ from dist_mem.training.profile import Profile, refuse_profile_outside
 from dist_mem.training.reporting import Reporting
 from dist_mem.training.resume import StartState, start
 from dist_mem.training.saving import Saving
-from dist_mem.training.step import TrainState
+from dist_mem.training.state import TrainState
 
 LONGEST_GUESS = 100.0  # seconds; limit of the estimate of a save by the restore, which may wait for a cold disk
 
@@ -160,15 +161,15 @@ def _open_run(
         failure,
         data=data,
         lane_ids=lane_ids,
-        cursors=begin.state.cursors,
-        step=begin.state.step,
-        stage_ends=begin.state.stage_ends,
+        state=begin.state,
     )
     num_steps = total_steps(config.train, config.schedule, feed.plan)
     refuse_profile_outside(config.train, num_steps)
     writes = tracker is None and world.rank == 0
     indexes = [*data.splits, *data.evaluated]
     tracker = tracker or _open_run_dir(config, world, begin, indexes, own_code, job.spec, flops, num_steps)
+    if isinstance(feed.plan, MixturePlan) and world.rank == 0:
+        messages += describe_sources(feed.plan, source_names(config.data), num_steps)
     waste = idle_work(config.train, world.size, num_documents=num_readable(feed.plan))
     for message in [*begin.messages, *messages, *unknown, *([": ".join(waste)] if waste else [])]:
         tracker.message(message)
@@ -298,12 +299,12 @@ def _open_run_dir(
             measurements=MEASUREMENTS,
         )
         if config.tracking.mlflow:
-            paths = [as_written(config, key) for key in path_keys(len(config.data.curriculum) + 1)]
-            describe_run(tracker, describe(spec), paths, world, indexes, own_code, flops)
+            paths = [as_written(config, key) for key in training_dirs(config.data)]
+            evaluated = as_written(config, "data.path")
+            describe_run(tracker, describe(spec), paths, evaluated, world, indexes, own_code, flops)
             tracker.log_tags(begin.tags)
         first_trained = begin.metadata.get("divergence", {}).get("first_trained", 0)
-        step, stage_ends = begin.state.step, begin.state.stage_ends
-        begin_part(run_dir, to_yaml(config), world, step, first_trained=first_trained, stage_ends=stage_ends)
+        begin_part(run_dir, to_yaml(config), world, begin.state, first_trained=first_trained)
         return tracker
 
     with announce(f"opening {run_dir}" + (" and MLflow" if config.tracking.mlflow else "")):
@@ -338,31 +339,32 @@ def _compare_ranks(watchdog: WatchdogConfig, world: World, engine: Engine) -> St
 def _open_data(data: DataConfig, eval_config: EvalConfig) -> Data:
     """Open the data of a run; fetch what a server has; collective."""
     beat(UNWATCHED if is_remote(data.path) or data.stage != "none" else "opening")
-    splits = [data.train_split, *([eval_config.split] if eval_config.every else [])]
+    evaluated = [eval_config.split] if eval_config.every else []
     with announce(f"opening {show(data.path)}"):
-        refresh_on_all_ranks(data, splits)
-        for stage in stages_of(data)[:-1]:
-            refresh_on_all_ranks(stage.data, splits if data.until_accuracy else splits[:1])
-        tokenizer, indexes = on_all_ranks(lambda: check_data(data, eval_config, splits), f"opening {show(data.path)}")
-        earlier = on_all_ranks(lambda: _open_stages(data, eval_config, tokenizer), "opening data.curriculum")
-    return Data(tokenizer, [*earlier, indexes[0]], indexes[1:])
+        refresh_on_all_ranks(data, evaluated if data.mixture else [data.train_split, *evaluated])
+        for one in training_dirs(data).values():
+            if one.path != data.path:
+                refresh_on_all_ranks(one, [one.train_split, *(evaluated if data.until_accuracy else [])])
+        what = f"opening {show(data.path)}"
+        tokenizer, indexes = on_all_ranks(lambda: open_evaluated(data, eval_config, evaluated), what)
+        splits = on_all_ranks(lambda: _open_training(data, eval_config, tokenizer), "opening the training data")
+    return Data(tokenizer, splits, indexes)
 
 
-def _open_stages(data: DataConfig, eval_config: EvalConfig, tokenizer: Tokenizer) -> list[Index]:
-    """Open the training splits of the earlier stages; check the others by which they end."""
-    earlier = earlier_splits(data, tokenizer)
+def _open_training(data: DataConfig, eval_config: EvalConfig, tokenizer: Tokenizer) -> list[Index]:
+    """Open the training splits of all stages or sources; check the others by which stages end."""
+    splits = training_splits(data, tokenizer)
     for stage in stages_of(data)[:-1] if data.until_accuracy else ():
         lengths_to_score(answers_of(stage, eval_config.split), tokenizer, eval_config)
-    return earlier
+    return splits
 
 
-def check_data(data: DataConfig, eval_config: EvalConfig, splits: Sequence[str]) -> tuple[Tokenizer, list[Index]]:
-    """Open the tokenizer and the splits; check now what evaluation will need of the second one hours later."""
+def open_evaluated(data: DataConfig, eval_config: EvalConfig, splits: Sequence[str]) -> tuple[Tokenizer, list[Index]]:
+    """Open the tokenizer and the splits to evaluate; check now what an evaluation will need of them hours later."""
     tokenizer = open_tokenizer(data)
     indexes = [open_index(data, split) for split in splits]
     for index in indexes:
         check_tokenizer(index, tokenizer)
-    for index in indexes[1:]:
         lengths_to_score(index, tokenizer, eval_config)
         fetch_shards(index)
     return tokenizer, indexes

@@ -31,6 +31,7 @@ from dist_mem.config import Config, OptimizerConfig, ScheduleConfig, TrainConfig
 from dist_mem.config.environment_values import hide
 from dist_mem.config.keys import DATA, PLACE
 from dist_mem.config.settings import metadata_of
+from dist_mem.data.mixture import mixture_parts
 from dist_mem.data.shard import Index
 from dist_mem.engine.engine import Engine
 from dist_mem.engine.optimizer import lr_factor
@@ -41,7 +42,7 @@ from dist_mem.supervision.watchdog import beat
 from dist_mem.tracking.provenance import code_differences
 from dist_mem.training.context import Context
 from dist_mem.training.divergence import METRICS, ROLLBACK, Decision
-from dist_mem.training.step import TrainState
+from dist_mem.training.state import TrainState
 
 Rate = Callable[[int], float | None]  # steps -> the learning rate after them
 _OF_MOVES = ("train.micro_batch_size", "deepspeed.zero_optimization.stage")  # `_moves` reports them
@@ -97,12 +98,13 @@ def start(
     if resumption is None:
         lanes = empty_lanes(config.train, engine, lane_ids)
         torch.manual_seed(dropout_seed(config.train.seed, 0, world.rank))
-        return StartState(TrainState(0, lanes.states, lanes.cursors), {}, [f"starting {run_dir}"], {}, [], [], 0.0)
+        state = TrainState(0, lanes.states, lanes.cursors, mixture=mixture_parts([], config.data, config.train, 0))
+        return StartState(state, {}, [f"starting {run_dir}"], {}, [], [], 0.0)
     began = time.perf_counter()
     choice, saved, changes, seconds = resumption
     directory, manifest = choice.directory, choice.manifest
-    on_all_ranks(lambda: check_data(directory, manifest, splits), f"comparing the data of {directory}")
-    state = load_checkpoint(choice, saved.train, config.train, world, engine=engine, lane_ids=lane_ids)
+    on_all_ranks(lambda: check_data(directory, manifest, splits, config.data), f"comparing the data of {directory}")
+    state = load_checkpoint(choice, saved.train, config, world, engine=engine, lane_ids=lane_ids)
     is_own = run_of(directory).resolve() == run_dir.resolve()
     messages = [f"passed over: {reason}" for reason in choice.passed_over]
     messages += [f"resuming from {directory}{'' if is_own else ', a checkpoint of another run'}"]
@@ -142,7 +144,7 @@ def other_rate(former: Rate, present: Rate, step: int) -> list[str]:
 
 
 def load_checkpoint(
-    choice: ResumeChoice, saved: TrainConfig, train: TrainConfig, world: World, *, engine: Engine, lane_ids: Tensor
+    choice: ResumeChoice, saved: TrainConfig, config: Config, world: World, *, engine: Engine, lane_ids: Tensor
 ) -> TrainState:
     """Load the engine, this rank's lanes and its random state from a checkpoint; collective.
 
@@ -154,13 +156,14 @@ def load_checkpoint(
     Raises:
         RunError: on every rank, if any cannot read its part.
     """
-    directory, manifest = choice.directory, choice.manifest
+    directory, manifest, train = choice.directory, choice.manifest, config.train
     reader = on_all_ranks(lambda: EngineReader(directory), f"reading {directory}")
     engine.restore(reader.read, reader.counters)
     fresh = empty_lanes(train, engine, lane_ids)
     lanes = _read_lanes(choice, saved, train, world, fresh)
-    validation, stage_ends = manifest.get("validation"), manifest.get("stage_ends", ())
-    return TrainState(manifest["step"], lanes.states, lanes.cursors, validation, stage_ends)
+    step, validation, stage_ends = manifest["step"], manifest.get("validation"), manifest.get("stage_ends", ())
+    mixture = mixture_parts(manifest.get("mixture", ()), config.data, train, step)
+    return TrainState(step, lanes.states, lanes.cursors, validation, stage_ends, mixture)
 
 
 def _is_same_division(choice: ResumeChoice, saved: TrainConfig, train: TrainConfig, world: World) -> bool:
@@ -246,9 +249,9 @@ def _roll_back(context: Context, decision: Decision) -> TrainState:
     choice = choose_checkpoint(AUTO, context.run_dir, context.world)
     if choice is None:
         raise DivergedError(f"{decision.message}, but there is no checkpoint yet", decision.step)
-    saved, train = saved_config(choice.directory, context.config.memory).train, context.config.train
-    state = load_checkpoint(choice, saved, train, context.world, engine=context.engine, lane_ids=feed.lane_ids)
-    feed.restart(state.cursors, state.step, state.stage_ends)
+    saved = saved_config(choice.directory, context.config.memory).train
+    state = load_checkpoint(choice, saved, context.config, context.world, engine=context.engine, lane_ids=feed.lane_ids)
+    feed.restart(state)
     reporting.meter.load(choice.manifest["meter"])
     saver.set_aside(choice.broken)
     context.divergence.roll_back(choice.manifest.get("divergence", {}), first_trained=decision.step)

@@ -18,7 +18,7 @@ from dist_mem.supervision.watchdog import beat
 from dist_mem.training.agreement import Flags
 from dist_mem.training.divergence import Divergence
 from dist_mem.training.reporting import Reporting, is_multiple
-from dist_mem.training.step import TrainState
+from dist_mem.training.state import TrainState
 
 
 class Saving:
@@ -94,6 +94,7 @@ class Saving:
             "divergence": self._divergence.state(),
             "validation": state.validation,
             "stage_ends": list(state.stage_ends),
+            "mixture": [part._asdict() for part in state.mixture],
             **self._metadata,
         }
         return take_snapshot(

@@ -31,21 +31,12 @@ from dist_mem.training.agreement import Agreement, Flags, Forward, RankMessage, 
 from dist_mem.training.divergence import SKIP, Decision, Divergence
 from dist_mem.training.feed import on_device
 from dist_mem.training.meter import Totals
+from dist_mem.training.state import TrainState
 
 _GRADIENT = "not finite: the gradient, though every loss and memory is"
 _AT_LEAST_SCALE = (
     "the fp16 loss scale is {:g} and cannot shrink (deepspeed.fp16.loss_scale: 0 for one that does, min_loss_scale)"
 )
-
-
-class TrainState(NamedTuple):
-    """The state of a run after `step` updates, on this rank; with that of the engine, a checkpoint restores it."""
-
-    step: int
-    memories: list[Any]  # one memory state per lane group
-    cursors: Tensor  # (P, 3) int64
-    validation: dict[str, Any] | None = None  # of the newest evaluation, as in checkpoint/retention.py
-    stage_ends: Sequence[int] = ()  # steps at which the first stages ended, up to the last one by data.until_accuracy
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from dist_mem.runtime.signals import StopSignal
 from dist_mem.training.context import Context
 from dist_mem.training.opening import open_run
 from dist_mem.training.resume import dropout_seed
-from dist_mem.training.step import TrainState
+from dist_mem.training.state import TrainState
 from tests.support.contract_cases import CASES, MET_BY_ALL, SEG_LEN, carrying, case_params
 from tests.support.jobs import losses, write_config
 from tests.support.ranks import Pools

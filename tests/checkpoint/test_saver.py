@@ -20,7 +20,7 @@ from dist_mem.runtime.distributed import World
 from dist_mem.tracking.log import METRICS_FILE, read_points
 from dist_mem.training import saving
 from dist_mem.training.context import Context
-from dist_mem.training.step import TrainState
+from dist_mem.training.state import TrainState
 from tests.support.jobs import logged_steps, train_here, write_config
 from tests.support.limits import limit, wait_until
 from tests.support.messages import described, said

@@ -11,7 +11,7 @@ import torch
 
 from dist_mem.config import Config, ConfigError, StageConfig, change_config, load_config
 from dist_mem.data.batch import Update
-from dist_mem.data.curriculum import answers_of, curriculum_reader, earlier_splits, stage_number, stages_of, with_ends
+from dist_mem.data.curriculum import answers_of, curriculum_reader, stage_number, stages_of, training_splits, with_ends
 from dist_mem.data.directory import open_tokenizer
 from dist_mem.data.lanes import training_reader
 from dist_mem.data.tokenizers.registry import save_tokenizer
@@ -87,10 +87,14 @@ def test_a_stage_with_another_tokenizer_or_too_few_documents_is_refused_by_name(
     with refused(UnusableError, "data.curriculum", "train.global_batch_size"):
         updates(config, 1, cursors=torch.zeros(5, 3, dtype=torch.int64))
     other = open_tokenizer(config.data)
-    assert [split.name for split in earlier_splits(config.data, other)] == ["short", "longer"]
+    assert [split.name for split in training_splits(config.data, other)] == [
+        "short",
+        "longer",
+        config.data.path.rpartition("/")[2],
+    ]
     other.fingerprint = "0123456789abcdef"
     with refused(UnusableError, "data.curriculum"):
-        earlier_splits(config.data, other)
+        training_splits(config.data, other)
 
 
 @pytest.mark.parametrize(

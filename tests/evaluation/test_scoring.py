@@ -29,7 +29,7 @@ from dist_mem.memory.base import map_state
 from dist_mem.model import LMOutput, LMState, MemoryLM
 from dist_mem.nn.vocabulary import Bin, Softmax, adaptive_bins, plain_bin
 from dist_mem.runtime.distributed import World
-from dist_mem.training.opening import check_data
+from dist_mem.training.opening import open_evaluated
 from tests.support.faults import flip
 from tests.support.messages import refused
 from tests.support.plain_scores import DOCUMENTS, read_plainly
@@ -414,7 +414,7 @@ def test_too_many_lanes_are_refused_before_the_training_too(index: Index, librar
     evaluation = {"every": 1, "split": "test", "layout": "stream", "batch_size": 1000}
     config = make_config(data={"path": str(library), "train_split": "test"}, eval=evaluation)
     with refused(ValueError, "eval.batch_size"):
-        check_data(config.data, config.eval, ["test", "test"])
+        open_evaluated(config.data, config.eval, ["test"])
 
 
 @pytest.mark.parametrize("num_lanes", [2, 5])  # of five, three ranks of four have two or one; the last has none

@@ -171,6 +171,7 @@ SEARCHES = {
     "docs/howto/lm_eval": ["lm-eval", "ruler"],
     "docs/howto/data": ["own corpus", "shards", "s3"],
     "docs/howto/muon": ["muon", "wsd"],
+    "docs/howto/mixtures": ["mixture", "several datasets"],
     "docs/howto/estimate": ["estimate"],
     "docs/howto/transformers": ["hugging face", "export"],
     "docs/howto/offline": ["offline", "apptainer"],

@@ -59,7 +59,7 @@ def batches_of(read: StepRead, rank: int) -> dict[int, Batch]:
         number: collate(
             [lane.segments[lane.micro_batches.index(number)] for lane in lanes if number in lane.micro_batches],
             seg_len=read.config.train.seg_len,
-            with_recall=read.split.documents.has_recall,
+            with_recall=any(split.documents.has_recall for split in read.splits),
             blocks=read.config.data.blocks,
         )
         for number in numbers

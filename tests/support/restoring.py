@@ -15,7 +15,7 @@ from dist_mem.runtime.signals import StopSignal
 from dist_mem.tracking.tracker import Tracker
 from dist_mem.training.context import Context
 from dist_mem.training.opening import open_run
-from dist_mem.training.step import TrainState
+from dist_mem.training.state import TrainState
 from tests.support.jobs import train_here
 from tests.support.messages import described
 from tests.support.ranks import Pools

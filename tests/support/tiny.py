@@ -21,7 +21,8 @@ from dist_mem.memory.base import named_tensors
 from dist_mem.model import MemoryLM
 from dist_mem.runtime.distributed import World
 from dist_mem.training.divergence import Divergence
-from dist_mem.training.step import Outcome, StepContext, TrainState, train_step
+from dist_mem.training.state import TrainState
+from dist_mem.training.step import Outcome, StepContext, train_step
 from tests.support.contract_cases import SEG_LEN
 
 VOCAB = 37

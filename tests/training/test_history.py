@@ -10,6 +10,7 @@ from dist_mem.config import Config, to_yaml
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.distributed import World
 from dist_mem.training.history import HISTORY, begin_part, part_of, read_history
+from dist_mem.training.state import TrainState
 from tests.support.messages import refused
 from tests.support.tiny import tiny_config
 
@@ -17,7 +18,8 @@ from tests.support.tiny import tiny_config
 def begin(run_dir: Path, step: int, *, ranks: int = 2, first_trained: int = 0) -> Config:
     config: Config = tiny_config({"run_dir": str(run_dir)})
     world = World(rank=0, size=ranks, local_rank=0, local_size=ranks, device=torch.device("cpu"))
-    begin_part(Path(config.run_dir), to_yaml(config), world, step, first_trained=first_trained)
+    state = TrainState(step, [], torch.zeros(0, 3, dtype=torch.int64))
+    begin_part(Path(config.run_dir), to_yaml(config), world, state, first_trained=first_trained)
     return config
 
 

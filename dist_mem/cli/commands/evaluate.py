@@ -24,6 +24,7 @@ def add_arguments(added: ArgumentParser) -> None:
     add_model(added)
     added.add_argument("--without-memory", action="store_true", help="empty the memory at every segment")
     add_memory(added, "every document continues")
+    added.add_argument("--sources", action="store_true", help="also the split of every source of data.mixture")
     of_position = "also the loss by position in the document: a table, a CSV and a picture"
     added.add_argument("--by", choices=("position",), help=of_position)
     added.add_argument("--sweep", metavar="KEY=LENGTHS", help="several lengths: mem_len=64,128,... or seg_len=...")
@@ -36,6 +37,8 @@ def run(options: Namespace) -> int:
     is_sweep = options.sweep is not None
     if options.also and not is_sweep:
         raise UnusableError(f"--also {options.also[0]}: only with --sweep; evaluate one run at a time otherwise")
+    if options.sources and is_sweep:
+        raise UnusableError("--sources: not with --sweep; give data.path=FOLDER for the sweep of one")
     if options.by and is_sweep:
         raise UnusableError("--by position: not with --sweep; evaluate one setting at a time")
     if options.by:
@@ -60,5 +63,6 @@ def run(options: Namespace) -> int:
             "without_memory": options.without_memory,
             "memory": options.memory,
             "by_position": options.by is not None,
+            "sources": options.sources,
         }
         return run_command(options.run, early=early, **given, **settings)
