@@ -111,6 +111,8 @@ def test_every_help_has_an_example_that_parses(
         shown = capsys.readouterr().out
         _, *examples = re.findall(rf"\bdist-mem ({' '.join(command)}\b.*)$", shown, re.MULTILINE)  # the usage is first
         assert examples and max(map(len, shown.splitlines())) <= 100, command
+        if command == ["data", "build"]:
+            assert all(re.search(rf"^  {name} +\w.*\.$", shown, re.MULTILINE) for name in builders), shown
         if command[-1] not in builders:  # whose examples test_documentation.py parses
             assert parse(shlex.split(examples[-1])).command == command[0]
 

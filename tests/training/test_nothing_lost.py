@@ -22,6 +22,7 @@ from dist_mem.memory import memory_kinds
 from dist_mem.tracking.log import METRICS_FILE, find_entries, read_points
 from dist_mem.tracking.mlflow.store import RUN_ID_FILE
 from tests.support.contract_cases import CASES, SEG_LEN
+from tests.support.curricula import make_data
 from tests.support.fork_server import fork_server
 from tests.support.forked_ranks import Ranks
 from tests.support.jobs import build_books, checkpoint_content, difference, losses, train_here, write_config
@@ -95,8 +96,21 @@ def assert_every_point_once(run_dir: Path, last: int, uri: str, client: Any) -> 
     return last
 
 
+# Of today's recipe: matrices by Muon, a rate that holds up to the last step, and two sources by weight.
+RECIPE = "muon, wsd and a mixture"
+
+
+def recipe_of(tmp_path: Path, books: Path) -> dict[str, Any]:
+    chat = make_data(tmp_path / "chat", [24 + 5 * number for number in range(12)])
+    return {
+        "optimizer": {"kind": "muon", "groups": []},
+        "schedule": {"kind": "wsd", "decay_steps": 1},
+        "data": {"mixture": [{"path": str(books), "weight": 2}, {"path": str(chat), "weight": 1}]},
+    }
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("case", [*memory_kinds(), "infinite over lamemo"])
+@pytest.mark.parametrize("case", [*memory_kinds(), "infinite over lamemo", RECIPE])
 def test_kills_and_power_losses_cost_neither_a_bit_nor_a_point(
     tmp_path: Path, rank_pool: Pools, sqlite_uri: str, client: Any, case: str
 ) -> None:
@@ -107,7 +121,8 @@ def test_kills_and_power_losses_cost_neither_a_bit_nor_a_point(
     choose.shuffle(ends)
     with disk_without_power(tmp_path / "disk") as disk:
         run_dir, alone = disk.folder / "run", tmp_path / "alone"
-        configs = [config_of(tmp_path / f"{path.name}.yaml", books, path, CASES[case]) for path in (run_dir, alone)]
+        memory, changes = CASES.get(case, CASES["transformer_xl"]), recipe_of(tmp_path, books) if case == RECIPE else {}
+        configs = [config_of(tmp_path / f"{path.name}.yaml", books, path, memory, changes) for path in (run_dir, alone)]
         for how in ends:
             disturb(configs[0], run_dir, disk, how, choose)
             assert newest_verified(run_dir)[1] == [], "a checkpoint that has its name is whole"

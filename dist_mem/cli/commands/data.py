@@ -16,7 +16,7 @@ from dist_mem.cli.arguments import (
 from dist_mem.cli.help import HelpFormatter, Parser
 from dist_mem.config.check import hint, stop_on
 from dist_mem.config.text_checks import check_texts
-from dist_mem.datasets.recipes import builder_names, load_builder
+from dist_mem.datasets.recipes import builder_names, builder_summaries, load_builder
 from dist_mem.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -46,8 +46,11 @@ def add_arguments(added: ArgumentParser) -> None:
         actions.add_parser(name, description=summary, epilog=f"example: dist-mem data {name} {example}", **_FORM)
         for name, (summary, example) in _ACTIONS.items()
     )
-    build.add_argument("dataset", metavar="DATASET", help=f"one of {', '.join(builder_names())}")
-    build.add_argument("arguments", nargs=REMAINDER, metavar="...", help="of the builder; --help lists them")
+    build.add_argument("dataset", metavar="DATASET", help="one of those below")
+    of_dataset = "its options, which dist-mem data build DATASET --help lists"
+    build.add_argument("arguments", nargs=REMAINDER, metavar="...", help=of_dataset)
+    lines = [f"  {name:<12}{summary.removeprefix('Build ')}" for name, summary in builder_summaries().items()]
+    build.epilog = "\n".join(["datasets:", *lines, "", str(build.epilog)])
     for action in (verify, show, sample):
         action.add_argument(
             "data", type=place, help="a data directory, or its URL; what is needed of it is fetched into the cache"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import pkgutil
 from argparse import ArgumentParser, Namespace
 from importlib import import_module
+from importlib.resources import files
 from typing import Protocol, cast
 
 
@@ -35,6 +36,12 @@ class Builder(Protocol):
 def builder_names() -> list[str]:
     """Return the names of all builders, sorted."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def builder_summaries() -> dict[str, str]:
+    """Return the first line of every builder's docstring, without loading the builder."""
+    firsts = {name: files(__name__).joinpath(f"{name}.py").read_text(encoding="utf-8") for name in builder_names()}
+    return {name: text.partition("\n")[0].strip('"') for name, text in firsts.items()}
 
 
 def load_builder(name: str) -> Builder:

@@ -1,4 +1,4 @@
-"""Build shards of enwik8 and text8 (Mahoney 2006): one token per byte, 90 / 5 / 5 million tokens.
+"""Build enwik8 and text8 (Mahoney 2006): one token per byte, 90 / 5 / 5 million tokens.
 
     curl -O http://mattmahoney.net/dc/enwik8.zip && unzip enwik8.zip
     dist-mem data build characters --source enwik8 --out data/enwik8

@@ -1,4 +1,4 @@
-"""Build shards of CMU-DoG (Zhou et al. 2018): conversations about a film; the replies are scored.
+"""Build CMU-DoG (Zhou et al. 2018): conversations about a film; the replies are scored.
 
     git clone https://github.com/festvox/datasets-CMU_DoG
     dist-mem data build cmu_dog --source datasets-CMU_DoG --out data/cmu_dog

@@ -1,14 +1,14 @@
-"""Build multi-query associative recall (Arora et al. 2023, sec. 4): values of keys, asked for later.
+"""Build multi-query associative recall (Arora et al. 2023): values of keys, asked for later.
 
     dist-mem data build mqar --out data/mqar --lengths 64 128 256 --pairs 8
     dist-mem data build mqar --out data/mqar_long --lengths 4096 --pairs 64 --power-a 1
 
-A document begins with pairs of a key and its value. Later every key comes once more, followed by
-its value: only these values are scored, and their recall distance is that to the value at the
-beginning. Between them stand random tokens, or token 0 (--filler). After how many places a key is
-asked for follows a power law with exponent a - 1: a = 0.01, as published, asks for most keys soon,
-a = 1 evenly anywhere. A token is a number, without text. Each length has its own data directory,
-<out>/<length>. The same options always produce the same bytes.
+It is the task of sec. 4. A document begins with pairs of a key and its value. Later every key comes
+once more, followed by its value: only these values are scored, and their recall distance is that to
+the value at the beginning. Between them stand random tokens, or token 0 (--filler). After how many
+places a key is asked for follows a power law with exponent a - 1: a = 0.01, as published, asks for
+most keys soon, a = 1 evenly anywhere. A token is a number, without text. Each length has its own
+data directory, <out>/<length>. The same options always produce the same bytes.
 
 A document is the input of the published generator. There, the value is only the target of the key's
 place, and a random token follows the key; here the value follows, because a document's tokens are

@@ -1,4 +1,4 @@
-"""Build shards of PG-19 (Rae et al. 2020), or of any corpus with its layout.
+"""Build PG-19 (Rae et al. 2020), or any corpus with its layout.
 
     dist-mem data build pg19 --source pg19 --out data/pg19 --download      # 11.7 GB
     dist-mem data build pg19 --source pg19 --out data/pg19 --vocab-size 8000 --workers 8

@@ -1,4 +1,4 @@
-"""Build the sample library (sample_library.py) as texts in the layout of PG-19, and as shards.
+"""Build the sample library: generated books whose names recur, as texts and as shards.
 
     dist-mem data build sample --out data/sample
     dist-mem data build sample --out data/sample --books 1000 --seed 1

@@ -1,4 +1,4 @@
-"""Build shards of your own corpus: .txt files, or rows of JSON lines, Parquet, saved datasets, tars.
+"""Build your own corpus: .txt files, or rows of JSON lines, Parquet, saved datasets, tars.
 
     dist-mem data build text --source corpus --out data/mine        # corpus/{train,validation,test}
     dist-mem data build text --source web.jsonl.zst --out data/web --text-field body --workers 8

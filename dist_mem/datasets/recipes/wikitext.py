@@ -1,4 +1,4 @@
-"""Build shards of WikiText-103 and WikiText-2 (Merity et al. 2016) from the official token files.
+"""Build WikiText-103 and WikiText-2 (Merity et al. 2016) from the official token files.
 
     dist-mem data build wikitext --source wikitext-103 --out data/wikitext103 --workers 8
     dist-mem data build wikitext --source wikitext-103 --out data/pieces --tokenizer sentencepiece
