@@ -56,6 +56,11 @@ def test_links_files_commands_and_make_targets_of_a_page_exist(subtests: pytest.
             check_make(re.findall(r"`make ([a-z]+)", text))
 
 
+def test_readme_is_short_and_no_first_command_needs_an_address() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+    assert [page.name for page in PAGES if re.search(r"git clone [A-Z]+\b", page.read_text(encoding="utf-8"))] == []
+
+
 @pytest.mark.parametrize("page", ["docs/howto/resume.md", "launch/README.md"])
 def test_a_table_of_exit_codes_has_their_meanings(page: str) -> None:
     section = (ROOT / page).read_text(encoding="utf-8").partition("\n## Exit codes\n")[2].partition("\n## ")[0]
