@@ -7,6 +7,7 @@ checkpoints, the lease, and the exit codes that the batch script writes to RUN/s
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from dist_mem.launch import queue, slurm
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.file_schema import MAX_INTEGER
 from dist_mem.runtime.files import is_missing, open_regular, read_regular
-from dist_mem.runtime.terminal import label_lines
+from dist_mem.runtime.terminal import label_lines, table
 from dist_mem.supervision.lease import sign_of_life
 from dist_mem.tracking.log import METRICS_FILE, last_point
 from dist_mem.tracking.mlflow.store import RUN_ID_FILE
@@ -34,31 +35,68 @@ _GOODPUT = "goodput/"  # prefix of the shares of a run's time (dist_mem.training
 _LOST = ("repeated", "down")  # of them: lost to restarts
 _BAR = 40  # characters of all of a run's time
 _SHOWN_OF_JOB = ("number", "state", "since", "nodes", "reason")
+_COLUMNS = ("run", "state", "step", "loss", "left", "checkpoint")  # of a list of runs
 _SMALL = 0.01  # share of a part that is not named
 _MARKERS = ("config.yaml", METRICS_FILE, "checkpoints", "slurm", "lease.json")  # any of them marks a run directory
 
 
 def run(run_dirs: Sequence[Path], *, as_json: bool) -> int:
-    """Print the state of the runs; as JSON: one object per line, with the keys of `read_state`.
+    """Print the state of runs, and of those in other folders a line each.
+
+    Args:
+        as_json: print one object per line, with the keys of `read_state`.
 
     Raises:
-        UnusableError: a folder is not a run directory.
+        UnusableError: a folder is no run directory and has none.
         UnfitError: Slurm does not answer.
     """
     try:
-        states = [read_state(run_dir) for run_dir in run_dirs]
+        found = [(folder, [read_state(run_dir) for run_dir in _runs_in(folder)]) for folder in run_dirs]
     except OSError as error:
         raise run_error(error) from error
-    for state in states:
-        lines = [json_text(state)] if as_json else [state["run"], *label_lines(_describe(state), indent="  ")]
+    for folder, states in found:
+        if as_json:
+            lines = [json_text(state) for state in states]
+        elif _is_run(folder):
+            lines = [line for state in states for line in (state["run"], *label_lines(_describe(state), indent="  "))]
+        else:
+            lines = table([_COLUMNS, *map(_row, states)])
         print("\n".join(lines))
     return EXIT_DONE
 
 
 def check_run_dir(run_dir: Path) -> None:
     """Raise UnusableError if a folder is not a run directory."""
-    if not any((run_dir / name).exists() for name in _MARKERS):
+    if not _is_run(run_dir):
         raise UnusableError(f"{run_dir}: no run directory: it has none of {', '.join(_MARKERS)}")
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in _MARKERS)
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """Return a run directory itself, or all that are in another folder, sorted. Raises UnusableError for none."""
+    runs = []
+    for path, inner, _ in os.walk(folder):
+        if _is_run(Path(path)):
+            runs.append(Path(path))
+            inner.clear()
+    if not runs:
+        raise UnusableError(f"{folder}: no run directory, and none is in it: such have one of {', '.join(_MARKERS)}")
+    return sorted(runs)
+
+
+def _row(state: Mapping[str, Any]) -> list[str]:
+    step, steps, saved = state["step"], state["steps"], state["checkpoint"]
+    return [
+        state["run"],
+        state["state"],
+        f"{step or 0:,}{f' of {steps:,}' if steps else ''}",
+        "" if state["loss"] is None else f"{state['loss']:.4f}",
+        "" if state["seconds_left"] is None else _duration(state["seconds_left"]),
+        f"step {saved['step']:,}, {_duration(saved['age_seconds'])} old" if saved else "none",
+    ]
 
 
 def read_state(run_dir: Path) -> dict[str, Any]:

@@ -97,6 +97,22 @@ def test_status_shows_each_run_in_the_order_of_the_arguments(
     assert "60 of 100" in "\n".join(lines) and "node[1-2]" in "\n".join(lines)
 
 
+def test_status_lists_the_runs_of_a_folder_one_a_line(
+    tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [make_run(tmp_path / "runs" / name, step=step) for name, step in (("a", 40), ("sweep/b", None))]
+    make_run(runs[0] / "inner")  # is a part of that run
+    monkeypatch.chdir(tmp_path)
+    for arguments in ([], ["runs"]):
+        assert main(["status", *arguments]) == EXIT_DONE
+        head, *lines = capsys.readouterr().out.splitlines()
+        assert head.split() == ["run", "state", "step", "loss", "left", "checkpoint"]
+        assert [line.split()[:2] for line in lines] == [["runs/a", "stopped"], ["runs/sweep/b", "stopped"]]
+        assert "40 of 100" in lines[0] and "2.5000" in lines[0]
+    assert main(["status", "--json"]) == EXIT_DONE
+    assert [json.loads(line)["step"] for line in capsys.readouterr().out.splitlines()] == [40, None]
+
+
 def test_status_refuses_a_folder_that_is_no_run_and_names_it(
     tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
