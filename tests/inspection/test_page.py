@@ -147,7 +147,7 @@ def test_cards_name_the_model_and_what_its_memory_is_worth(run_dir: Path, librar
     """On the book, unless both runs were evaluated on the same split."""
     page = page_of(run_dir, *BOOK)
     found, total = cards_of(page), book_of(page)["total"]
-    assert list(found) == ["memory", "parameters", "training", "word perplexity of this book", "gain of the memory"]
+    assert list(found) == ["memory", "parameters", "training", "word perplexity of this book", "the memory saves"]
     assert found["memory"] == ("transformer_xl", "M = 16, segments of T = 8 tokens")
     model = load_model(run_dir)
     number = sum(parameter.numel() for parameter in model.model.parameters())
@@ -160,7 +160,7 @@ def test_cards_name_the_model_and_what_its_memory_is_worth(run_dir: Path, librar
         f"with memory against without: ratio {digits(both[1] / both[0])}",
     )
     gains = [digits(total[name] - total["nll"]) for name in ("without", "emptied")]
-    assert found["gain of the memory"][0] == f"{gains[0]} nats" and gains[1] in found["gain of the memory"][1]
+    assert found["the memory saves"][0] == f"{gains[0]} nats" and gains[1] in found["the memory saves"][1]
     other = open_run(tmp_path / "none", library, MEMORIES["none"]).rename(tmp_path / "other")
     for run in (run_dir, other):
         write_report(asked(run), run / "evaluations", "test-step-00000003", metadata={})
@@ -194,6 +194,7 @@ def test_a_memory_that_cannot_forget_has_a_page_without_removals_that_says_why(
     page = page_of(open_run(tmp_path, library, {"kind": "infini"}), "--book", "doc4", "--split", "test")
     stored = book_of(page)
     assert "No evaluation yet" in page and stored["removed"] is None
+    assert "How a language model read a book, word by word." in page
     assert stored["not_removed"].startswith("memory.kind is infini: Infini cannot forget a passage: its matrix")
     assert f"no removals of passages: {stored['not_removed']}" in capsys.readouterr().err
 

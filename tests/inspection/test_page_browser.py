@@ -71,7 +71,7 @@ def test_a_click_on_a_token_shows_its_details(browser: Browser, file: Path, widt
     shown = details(page)
     assert chosen(page) == 100
     assert page.value("document.documentElement.scrollWidth") <= width
-    for text in ("“␣w2”", "token 100 of 0 to 1,299", "+5.00", "Layer 1, memory", "+4.50, 81 back"):
+    for text in ("“␣w2”", "token 100; the book has 0 to 1,299", "+5.00", "Layer 1, memory", "+4.50, 81 back"):
         assert text in shown, shown
     assert HOSTILE.decode() in shown, "the text of the passage stands there as text"
     page.click("#removed details summary")
@@ -106,9 +106,12 @@ def test_the_keys_move_through_the_book(browser: Browser, file: Path, width: int
     page = opened(browser, file, width)
     while page.value("document.activeElement.id") != "text":
         page.press("Tab")
+    assert chosen(page) == 100, "the greatest gain of the first page"
+    assert "+5.00" in details(page)
     for key, expected in [
-        ("ArrowRight", 1),
-        ("ArrowLeft", 0),
+        ("ArrowRight", 101),
+        ("ArrowLeft", 100),
+        ("Home", 0),
         ("n", 100),
         ("n", 100),
         ("N", 700),

@@ -24,7 +24,16 @@ from tests.support.limits import limit
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 SECONDS = 20.0  # for an answer
-KEYS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "PageDown": 34, "PageUp": 33, "Tab": 9}
+KEYS = {
+    "Home": 36,
+    "ArrowLeft": 37,
+    "ArrowUp": 38,
+    "ArrowRight": 39,
+    "ArrowDown": 40,
+    "PageDown": 34,
+    "PageUp": 33,
+    "Tab": 9,
+}
 
 
 def why_not() -> str | None:

@@ -35,11 +35,11 @@ class BookView {
     const { book } = this, { nll, without, emptied } = book.total;
     const gain = without - nll, mean = (total) => nats(total / book.num_scored);
     byId("book-sum").replaceChildren(
-      make("strong", {}, book.title), `, ${count(book.length)} tokens, read by ${book.run}. Loss per token (nats): `,
-      `${mean(nll)} with memory, ${mean(without)} without it in windows that overlap by half, ${mean(emptied)} with `,
-      "it emptied before every segment. Colours and tables show the gain over the windows, ",
+      make("strong", {}, book.title), `, ${count(book.length)} tokens, read by ${book.run}. Loss per token, in nats: `,
+      `${mean(nll)} with memory; ${mean(without)} without memory, from half a segment or more of text before each word; `,
+      `${mean(emptied)} if the memory is emptied before every segment. Colours and tables compare the first two: `,
       make("span", { id: "sum", "data-sum": book.sumOfGains(), "data-total": gain }, nats(gain)),
-      ` nats in all; over the emptied memory it is ${nats(emptied - nll)}.`,
+      ` nats in all.`,
       book.not_removed ? ` No passage was removed: ${book.not_removed}.` : "");
     byId("pages").textContent = count(Math.ceil(book.length / PAGE));
     byId("page").max = Math.ceil(book.length / PAGE);
@@ -151,10 +151,20 @@ class BookView {
     byId(`t${this.chosen}`).scrollIntoView({ block: "nearest" });
   }
 
+  /** Choose the token of the first page that gains most, so that the details show what there is to see. */
+  begin() {
+    const end = Math.min(this.book.length, PAGE);
+    for (let token = this.chosen = 0; token < end; token++) {
+      if (this.book.gain(token) > this.book.gain(this.chosen) || Number.isNaN(this.book.gain(this.chosen))) this.chosen = token;
+    }
+    this.turn(0);
+    this.details.show(this.chosen);
+  }
+
   /** Choose the token of an address, "#t=302", counted from 0 as everywhere. */
   follow(link) {
     const [, number] = /^#t=(\d+)$/.exec(link) ?? [];
-    if (!number) return;
+    if (!number) return this.begin();
     this.choose(Number(number));
     byId(`t${this.chosen}`).scrollIntoView({ block: "center" });
   }

@@ -78,8 +78,8 @@ def _words(book: PageBook) -> tuple[int, str]:
 
 def _gain(book: PageBook) -> Card:
     nll, windowed, emptied = (_sum(part) for part in (book.reading.nll, book.reading.windowed, book.reading.without))
-    note = f"in this book; {digits(emptied - nll)} over a memory emptied before every segment"
-    return Card("gain of the memory", f"{digits(windowed - nll)} nats", note)
+    note = f"less loss in this book than without memory; {digits(emptied - nll)} less than if emptied at every segment"
+    return Card("the memory saves", f"{digits(windowed - nll)} nats", note)
 
 
 def _sum(losses: Tensor) -> float:

@@ -44,7 +44,7 @@ class Details {
     panel.replaceChildren(
       this.closing(),
       make("h3", {}, "“", make("span", { id: "chosen-text" }, visible(book.texts(token, token + 1)[0])), "”"),
-      make("p", { class: "hint" }, `token ${count(token)} of 0 to ${count(book.length - 1)}`),
+      make("p", { class: "hint" }, `token ${count(token)}; the book has 0 to ${count(book.length - 1)}`),
       this.losses(token), ...this.removed(token), ...this.looked(token));
     panel.scrollTop = 0;
   }

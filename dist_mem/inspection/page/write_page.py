@@ -24,7 +24,7 @@ from dist_mem.inspection.counterfactual import MOST, cannot_forget, remove_passa
 from dist_mem.inspection.page.assemble import assemble
 from dist_mem.inspection.page.book import PageBook, encode_book
 from dist_mem.inspection.page.cards import cards
-from dist_mem.inspection.page.markup import join_pieces
+from dist_mem.inspection.page.markup import element, join_pieces
 from dist_mem.inspection.page.tables import find_evaluations, gain_tables, summary_table
 from dist_mem.inspection.reading import read_document
 from dist_mem.inspection.request import InspectionRequest, open_other, open_subject, settings_of
@@ -35,6 +35,10 @@ from dist_mem.runtime.signals import StopSignal
 from dist_mem.tracking.mlflow.sync import log_to_run, read_tracking
 
 PAGE_NAME = "report.html"
+_LEAD = (
+    "How a language model read a book, word by word. The memory of what it has read helped it to predict the words in "
+    "blue, and misled it at those in orange."
+)
 ROOM = 9_000_000  # bytes of the page's book; the details of tokens are cut to fit
 
 
@@ -69,9 +73,10 @@ def run(asked: PageRequest, *, out: Path | None, early: StopSignal | None = None
         ]
         summary = summary_table(evaluations)  # what is wrong is said before a model reads for hours
         trained, book = _book(asked, text, world, check)
+        has_summary = bool(evaluations) or not trained.checkpoint.is_export  # a hint, of what an export cannot have
         page = assemble(
             f"{book.title}, read by {' and '.join(labels)}",
-            join_pieces([cards(trained, book, evaluations), summary]),
+            join_pieces([element("p", _LEAD), cards(trained, book, evaluations), *([summary] if has_summary else [])]),
             encode_book(book, room=ROOM),
             gain_tables(aggregate(words_of(book.reading.pieces), book.reading.gain)),
             footer=f"Made by dist-mem report {' '.join(labels)}. This file needs no network.",
