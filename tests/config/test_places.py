@@ -27,7 +27,8 @@ def given(name: str, text: str) -> str:
     """Return the override that gives a key this text."""
     if "[]" in name:
         listed, _, rest = name.partition("[].")
-        return f"{listed}=[{{{rest}: '{text}', until: 1}}]"
+        until = ", until: 1" if listed == "data.curriculum" else ""
+        return f"{listed}=[{{{rest}: '{text}'{until}}}]"
     found = find_key(Config, name)
     is_list = found is not None and item_schema(found.schema) is not None
     return f"{name}=['{text}']" if is_list else f"{name}={text}"

@@ -173,6 +173,7 @@ SEARCHES = {
     "docs/howto/muon": ["muon", "wsd"],
     "docs/howto/mixtures": ["mixture", "several datasets"],
     "docs/howto/estimate": ["estimate"],
+    "docs/howto/model_sizes": ["which memory for my model", "model sizes"],
     "docs/howto/transformers": ["hugging face", "export"],
     "docs/howto/offline": ["offline", "apptainer"],
     "docs/howto/doctor": ["doctor"],

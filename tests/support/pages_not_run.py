@@ -96,11 +96,12 @@ NOT_RUN = [
         for page in ("howto/cluster", "tutorials/own_cluster")
         for command in ("status", "logs", "cancel")
     ),
+    NotRun("docs/howto/model_sizes.md", "dist-mem data build", "books for 32,000 pieces; own_corpus.md builds"),
+    NotRun("docs/howto/model_sizes.md", "dist-mem launch", "that data; test_launch_script.py", dry_run),
     NotRun("docs/results/gpu.md", "bash benchmarks/gpu.sh", "a GPU; test_benchmarks.py", shell_syntax),
     NotRun("docs/results/arena.md", "dist-mem arena", "a day of two cores; tables.md runs a smaller one"),
     NotRun("docs/results/state_passing.md", "dist-mem data build pg19", "286 books of PG-19; test_build_pg19.py"),
     NotRun("docs/results/state_passing.md", "dist-mem arena", "3 hours of a core; tables.md runs a smaller one"),
-    NotRun("README.md", "git clone", "the network, and an address of the user's"),
     NotRun("README.md", "make demo", "4 to 6 minutes; `after_demo` runs its commands", make_rules),
     NotRun("README.md", "xdg-open", "a browser; test_page_browser.py clicks through the page", is_there),
     NotRun("docs/start/install.md", "pip wheel", "test_wheelhouse.py"),
@@ -146,7 +147,6 @@ NOT_RUN = [
     NotRun("docs/tutorials/own_memory.md", "sed -i 's/last=x/last=x.d", "12 s; add_a_memory.md", without_last),
     NotRun("docs/tutorials/own_cluster.md", "srun", "two nodes; test_slurm_jobs.py"),
     NotRun("docs/tutorials/own_cluster.md", "dist-mem launch configs", "a cluster; test_slurm_jobs.py"),
-    NotRun("launch/README.md", "git clone", "the network, and an address of the user's"),
     NotRun("launch/README.md", "sbatch --nodes=2 ", "a cluster; test_slurm_jobs.py", checked(16)),
     NotRun("launch/README.md", "sbatch --nodes=2-4", "a cluster; test_slurm_jobs.py", checked(16, 24, 32)),
     NotRun("launch/README.md", "dist-mem launch configs/demo.yaml", "a cluster; test_launch_script.py", dry_run),
