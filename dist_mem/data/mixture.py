@@ -221,22 +221,21 @@ class MixturePlan(DocumentPlan):
         orders, keys, missing = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)], ROUND
         loads, given = np.sort(self._heap), (self._given.copy(), self._tokens.copy())
         loads = loads[np.argsort(loads % self.num_lanes)] // self.num_lanes
-        while missing and len(order := self._next_documents(missing)):
+        while missing:
+            order, is_last = self._next_documents(missing), self._era + 1 == len(self._eras)
+            if is_last and not len(order):
+                break
             heap = self._heap.copy()
             found = self._assign(order)
-            if self._era + 1 < len(self._eras):
-                kept = int(np.searchsorted(found // self.num_lanes, self._eras[self._era + 1][0]))
-                if kept < len(order):  # what begins later follows the next weights
-                    self._heap, order = heap, order[:kept]
-                    found = self._assign(order)
-                    self._era += 1
-                    self._paced = -self._count(order)[1]
+            kept = len(order) if is_last else int((found // self.num_lanes).searchsorted(self._eras[self._era + 1][0]))
+            begins_era = not is_last and (kept < len(order) or not len(order))
+            if begins_era:  # what begins later follows the next weights
+                self._heap, order = heap, order[:kept]
+                found = self._assign(order)
+                self._era += 1
             documents, tokens = self._count(order)
-            self._given, self._tokens, self._paced = (
-                self._given + documents,
-                self._tokens + tokens,
-                self._paced + tokens,
-            )
+            self._given, self._tokens = self._given + documents, self._tokens + tokens
+            self._paced = np.zeros_like(tokens) if begins_era else self._paced + tokens
             orders.append(order)
             keys.append(found)
             missing -= len(order)

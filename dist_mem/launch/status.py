@@ -60,7 +60,7 @@ def run(run_dirs: Sequence[Path], *, as_json: bool) -> int:
         elif _is_run(folder):
             lines = [line for state in states for line in (state["run"], *label_lines(_describe(state), indent="  "))]
         else:
-            lines = table([_COLUMNS, *map(_row, states)])
+            lines = table([_COLUMNS, *map(_line_of, states)])
         print("\n".join(lines))
     return EXIT_DONE
 
@@ -87,7 +87,7 @@ def _runs_in(folder: Path) -> list[Path]:
     return sorted(runs)
 
 
-def _row(state: Mapping[str, Any]) -> list[str]:
+def _line_of(state: Mapping[str, Any]) -> list[str]:
     step, steps, saved = state["step"], state["steps"], state["checkpoint"]
     return [
         state["run"],

@@ -140,6 +140,15 @@ def test_a_source_that_has_given_its_epochs_leaves_its_part_to_the_others() -> N
     assert not any("at most" in line for line in lines[1:])
 
 
+def test_more_epochs_at_a_resume_go_on_where_the_sources_had_ended() -> None:
+    lengths = sizes(8, 10, 12)
+    once = part(1, 1, epochs=[1, 1])
+    begun = visits(plan_of(lengths, [once]))
+    plan = plan_of(lengths, [once, part(1, 1, epochs=[3, 3], step=begun[-1][0] + 1)])
+    assert visits(plan)[:22] == begun
+    assert Counter(number for _, _, number in visits(plan)) == dict.fromkeys(range(22), 3)
+
+
 def test_a_run_that_outlives_all_epochs_is_refused_with_the_number_of_steps_that_there_are() -> None:
     plan = plan_of(sizes(6, 10, 12), [part(1, 1, epochs=[1, 3])])
     read = dict.fromkeys(range(LANES), 0)
