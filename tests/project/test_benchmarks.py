@@ -66,6 +66,14 @@ def test_windows_are_measured_whole_and_by_segments(tmp_path: Path) -> None:
     assert all(row["states"] > 0.0 and row["seconds"] > 0.0 for row in rows)
 
 
+def test_an_update_with_muon_is_timed_beside_one_with_adamw() -> None:
+    command = [sys.executable, "benchmarks/muon.py", "--tiny"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    width, tokens, *seconds = done.stdout.splitlines()[-1].split()[:5]
+    assert (width, tokens) == ("16", "32") and all(float(figure) > 0 for figure in seconds)
+
+
 def test_segments_flow_through_ranks_and_along_diagonals_with_the_losses_of_one_process() -> None:
     command = [sys.executable, "benchmarks/segment_pipeline.py", "--tiny", "--memories", "infini", "lamemo", "rmt"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

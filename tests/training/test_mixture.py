@@ -76,7 +76,7 @@ def test_a_run_resumes_bitwise_after_new_weights_and_is_shown_and_computed_again
     assert {name.rpartition("/")[2] for name in names} == {"share", "epochs"} and len(names) == 4
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 3), (3, 1)])
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 3), pytest.param(3, 1, marks=pytest.mark.nightly)])
 def test_other_ranks_and_stages_read_the_same_and_train_alike(
     tmp_path: Path, books: Path, chat: Path, rank_pool: Pools, ranks: int, stage: int
 ) -> None:
