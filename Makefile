@@ -80,7 +80,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell $$(git ls-files)
-	@if command -v shellcheck >/dev/null; then shellcheck launch/*.sh benchmarks/*.sh .ci/run; else echo "shellcheck is not installed: shell scripts not checked"; fi
+	@if command -v shellcheck >/dev/null; then shellcheck launch/*.sh benchmarks/*.sh .ci/run .ci/release; else echo "shellcheck is not installed: shell scripts not checked"; fi
 
 docs: setup
 	$(BIN)/python -m mkdocs build --strict

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -73,6 +74,25 @@ def test_the_version_is_the_same_everywhere(capsys: pytest.CaptureFixture[str]) 
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"dist-mem {__version__}\n"
     assert f"version: {__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+
+
+def test_a_tag_runs_every_step_of_a_release_and_another_number_is_refused(tmp_path: Path) -> None:
+    workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
+    steps = re.findall(r"run: \.ci/release (\w+)", workflow)
+    assert f"{{@:-{' '.join(steps)}}}" in (ROOT / ".ci" / "release").read_text(encoding="utf-8")
+    for name in (".ci/release", "dist_mem/version.py", "CITATION.cff", "CHANGELOG.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+
+    def version(tag: str) -> subprocess.CompletedProcess[str]:
+        command, variables = [tmp_path / ".ci" / "release", "version"], {**os.environ, "RELEASE": tag}
+        return subprocess.run(command, env=variables, capture_output=True, text=True)
+
+    assert version("v9.9.9").returncode == 2
+    (tmp_path / "CHANGELOG.md").write_text(f"# Changes\n\n## {__version__} (2026-01-02)\n\nNew: all.\n\n## 0.0.1\n")
+    done = version(f"v{__version__}")
+    assert (done.returncode, done.stdout) == (0, f"version {__version__}\n"), done.stderr
+    assert (tmp_path / "build" / "notes.md").read_text(encoding="utf-8").strip() == "New: all."
     assert f"\n## {__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
