@@ -85,7 +85,7 @@ def test_a_tag_runs_every_step_of_a_release_and_another_number_is_refused(tmp_pa
         shutil.copy(ROOT / name, tmp_path / name)
 
     def version(tag: str) -> subprocess.CompletedProcess[str]:
-        command, variables = [tmp_path / ".ci" / "release", "version"], {**os.environ, "RELEASE": tag}
+        command, variables = [str(tmp_path / ".ci" / "release"), "version"], {**os.environ, "RELEASE": tag}
         return subprocess.run(command, env=variables, capture_output=True, text=True)
 
     assert version("v9.9.9").returncode == 2
