@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dist_mem.data.batch import Batch
+from dist_mem.data.mixture import SourceUse
 from dist_mem.engine.gradient_norms import Norms
 from dist_mem.evaluation.probe import passage_metrics
 from dist_mem.evaluation.scores import DocumentScore, RecallScore, Report
@@ -64,7 +65,8 @@ class Gradients:
 def of_training() -> set[str]:
     meter = Meter(lane_segments_per_update=1)
     meter.add(Totals(*[1.0] * len(Totals._fields)), epoch=0.1)
-    return {*meter.read(Gradients()), *MEASUREMENTS, *METRICS.values(), STAGE, ACCURACY}
+    of_source = {f"mixture/SOURCE/{key}" for key in SourceUse._fields}
+    return {*meter.read(Gradients()), *MEASUREMENTS, *METRICS.values(), STAGE, ACCURACY, *of_source}
 
 
 def of_evaluations() -> set[str]:
