@@ -343,7 +343,7 @@ def _open_data(data: DataConfig, eval_config: EvalConfig) -> Data:
     with announce(f"opening {show(data.path)}"):
         refresh_on_all_ranks(data, evaluated if data.mixture else [data.train_split, *evaluated])
         for one in training_dirs(data).values():
-            if one.path != data.path:
+            if one.path != data.path or data.mixture:
                 refresh_on_all_ranks(one, [one.train_split, *(evaluated if data.until_accuracy else [])])
         what = f"opening {show(data.path)}"
         tokenizer, indexes = on_all_ranks(lambda: open_evaluated(data, eval_config, evaluated), what)
