@@ -100,8 +100,8 @@ def check_data(directory: Path, manifest: Mapping[str, Any], splits: Sequence[In
     """Raise CheckpointError if a checkpoint was trained on other splits than these; a mixture may have more sources."""
     fingerprints = manifest["data_fingerprint"].split()
     if bool(data.mixture) != bool(manifest.get("mixture")):
-        other = "without data.mixture" if data.mixture else "with data.mixture"
-        raise CheckpointError(f"{directory}: was trained {other}: set it back, or start another run")
+        other = "without data.mixture; leave it out" if data.mixture else "with data.mixture; give it again"
+        raise CheckpointError(f"{directory}: was trained {other}, or start another run with name=NAME")
     if len(fingerprints) > len(splits):
         count = f"has {len(fingerprints)} sources, data.mixture now {len(splits)}"
         raise CheckpointError(f"{directory}: {count}: keep them all, and set the weight of those to leave out to 0")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
-from dist_mem.data.index import DocumentEntry
 from dist_mem.data.shard import Index, ShardError, check_document, expect_document, read_mask, read_recall, read_tokens
 
 log = logging.getLogger(__name__)
@@ -57,19 +58,11 @@ def join(parts: Sequence[Document]) -> Document:
 NOTHING = np.empty(0, dtype=np.uint16)
 
 
-def find_document(splits: Sequence[Index], number: int) -> tuple[Index, int]:
-    """Return the split of a document that is numbered through all of them, and its number there."""
-    for index in splits:
-        if number < len(index.documents):
-            return index, number
-        number -= len(index.documents)
-    raise IndexError(f"no document {number}")
-
-
-def entry_of(splits: Sequence[Index], number: int) -> DocumentEntry:
-    """Return the entry of a document that is numbered through all these splits."""
-    index, own = find_document(splits, number)
-    return index.documents[own]
+def find_document(splits: Sequence[Index], number: int) -> tuple[int, int]:
+    """Return the number of the split of a document that is numbered through all of them, and its number there."""
+    firsts = [0, *accumulate(len(index.documents) for index in splits)]
+    split = bisect(firsts, number) - 1
+    return split, number - firsts[split]
 
 
 class Documents:
@@ -113,11 +106,11 @@ class Documents:
     def expect(self, number: int) -> None:
         """Announce that the document will be opened soon: its shard may have to be fetched."""
         if number < len(self):
-            expect_document(*find_document(self.splits, number))
+            expect_document(*self._place_of(number))
 
     def open(self, number: int) -> Document:
         """Open a document; raise ShardError, with document and shard, if its checksum does not match."""
-        index, own = find_document(self.splits, number)
+        index, own = self._place_of(number)
         check_document(index, own)
         length = int(self.lengths[number])
         document = Document(
@@ -129,6 +122,10 @@ class Documents:
         if not len(self._prefix.tokens):
             return document
         return join([self._prefix, document])._replace(number=number)
+
+    def _place_of(self, number: int) -> tuple[Index, int]:
+        split, own = find_document(self.splits, number)
+        return self.splits[split], own
 
     def open_or_skip(self, number: int) -> Document | None:
         """Open a document; return None if it is damaged and data.on_corrupt is `skip`, with one warning for each."""

@@ -4,8 +4,8 @@
 
 The next document is that of the source which is farthest behind its share: document j of source i has the time (tokens
 of i before j) / weight of i, and documents are read in the order of these times. So after any number of documents every
-source is within one of its documents of its share. A source is permuted anew in each of its epochs; one that has given
-all its epochs gives nothing more, and the others share its part in proportion to their weights.
+source is within one of its documents of its share. Each epoch of a source has an order of its own. A source that has
+given all its epochs gives nothing more, and the others share its part in proportion to their weights.
 
 Weights may change when a run is resumed. A lane then ends its document, and what it reads next follows the new weights.
 For that the plan is a function of all weights so far (`MixturePart`), which every checkpoint has; what lanes have begun
@@ -156,10 +156,6 @@ class MixturePlan(DocumentPlan):
         """Return the segments that every lane has read after `step` updates."""
         part = self.parts[-1]
         return self._part_bounds[-1] + (step - part.step) * part.segments_per_update
-
-    def source_of(self, document: int) -> int:
-        """Return the number of a document's source."""
-        return int(self.firsts.searchsorted(document, side="right")) - 1
 
     def check_steps(self, steps: int) -> None:
         """Raise ValueError if the sources have given all their epochs before so many updates are made."""

@@ -82,6 +82,7 @@ def _runs_in(folder: Path) -> list[Path]:
         if _is_run(Path(path)):
             runs.append(Path(path))
             inner.clear()
+        inner[:] = [name for name in inner if not name.startswith(".")]  # .venv, .git
     if not runs:
         raise UnusableError(f"{folder}: no run directory, and none is in it: such have one of {', '.join(_MARKERS)}")
     return sorted(runs)

@@ -21,9 +21,9 @@ from dist_mem.config import Config, DataConfig, TrainConfig
 from dist_mem.data.batch_plan import total_steps
 from dist_mem.data.curriculum import splits_at, stage_number, stages_of, training_splits
 from dist_mem.data.directory import open_tokenizer, refresh
-from dist_mem.data.documents import Documents, entry_of
+from dist_mem.data.documents import Documents, find_document
 from dist_mem.data.lanes import training_plan
-from dist_mem.data.mixture import MixturePart, MixturePlan, source_names
+from dist_mem.data.mixture import MixturePart, source_names
 from dist_mem.data.plan import START, Cursor, Plan, StreamPlan, lanes_of_rank
 from dist_mem.data.positions import advance
 from dist_mem.data.segments import Segment, read_lane
@@ -213,12 +213,10 @@ def _place(read: StepRead, lane: int, cursor: Cursor, segment: Segment) -> str:
 
 
 def _document(read: StepRead, number: int) -> str:
-    entry = entry_of(read.splits, number)
-    source = ""
-    if isinstance(read.plan, MixturePlan):
-        of_source = read.plan.source_of(number)
-        source, number = f"{source_names(read.config.data)[of_source]} ", number - int(read.plan.firsts[of_source])
-    return f"{source}document {number} ({entry.id}{f', {entry.title}' if entry.title != entry.id else ''})"
+    split, own = find_document(read.splits, number)
+    entry, names = read.splits[split].documents[own], source_names(read.config.data)
+    source = f"{names[split]} " if names else ""
+    return f"{source}document {own} ({entry.id}{f', {entry.title}' if entry.title != entry.id else ''})"
 
 
 def _excerpt(text: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from dist_mem.data.curriculum import splits_at
-from dist_mem.data.documents import entry_of
+from dist_mem.data.documents import find_document
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnfitError, UnusableError
 from dist_mem.evaluation.job import run_on_ranks, use_threads
 from dist_mem.recompute.recompute import RecomputedStep, change_within, choose_start, recompute, resumption_of
@@ -153,7 +153,8 @@ def report(
     rows = [("lane", "rank", "document", "scored tokens", "loss, nats per token")]
     splits = splits_at(context.config.data, context.feed.data.splits, step - 1)
     for lane in found.lanes:
-        entry = entry_of(splits, lane.document).id
+        split, number = find_document(splits, lane.document)
+        entry = splits[split].documents[number].id
         loss = lane.nll / lane.num_scored if lane.num_scored else float("nan")
         rows.append((str(lane.lane), str(lane.rank), entry, f"{lane.num_scored:,}", f"{loss:.4f}"))
     yield from table(rows)

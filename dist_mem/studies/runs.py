@@ -21,6 +21,7 @@ from dist_mem.checkpoint.resume_source import read_saved_config
 from dist_mem.config import DataConfig, load_config
 from dist_mem.config.sources import read_sources
 from dist_mem.data.directory import open_index
+from dist_mem.data.mixture import source_settings
 from dist_mem.data.shard import INDEX_NAME
 from dist_mem.errors import CheckpointError, UnusableError
 from dist_mem.evaluation.report_names import list_reports
@@ -174,9 +175,13 @@ def definition_of(study: Study, run: CellRun, extra: Sequence[str], *, ranks: in
     The splits are left out unless all are built, and the data of a curriculum's earlier stages in any case.
     """
     config = load_config(train_words(study, run, extra), memory_options=memory_options)
-    splits = sorted({config.data.train_split, *(column.split for column in columns_to_measure(study, run).values())})
-    is_built = all((Path(config.data.path) / split / INDEX_NAME).exists() for split in splits)
-    prints = {f"data/{split}": open_index(config.data, split).fingerprint for split in splits if is_built}
+    data, measured = config.data, {column.split for column in columns_to_measure(study, run).values()}
+    splits = {f"data/{split}": (data, split) for split in sorted({data.train_split, *measured})}
+    if data.mixture:  # in place of the training split of data.path
+        sources_of = {_of_source(number): (one, one.train_split) for number, one in enumerate(source_settings(data))}
+        splits = {f"data/{split}": (data, split) for split in sorted(measured)} | sources_of
+    is_built = all((Path(one.path) / split / INDEX_NAME).exists() for one, split in splits.values())
+    prints = {name: open_index(*found).fingerprint for name, found in splits.items() if is_built}
     memories = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in sources(config.memory).items()}
     return {"ranks": ranks, **settings_of(config), **memories, **prints}
 
@@ -200,9 +205,17 @@ def check_trained(study: Study, run: CellRun, extra: Sequence[str], definition: 
             manifest = read_manifest(step_dir(run.directory, step))
             files = manifest["files"]
             trained |= {name: files[name]["sha256"] for name in files if name.startswith("memory/")}
-            if not saved.data.mixture:  # of a curriculum, the last stage is that of data.path
-                trained[f"data/{saved.data.train_split}"] = manifest["data_fingerprint"].split()[-1]
+            *_, last = fingerprints = manifest["data_fingerprint"].split()
+            # Of a curriculum, the last stage is that of data.path.
+            of_last = {f"data/{saved.data.train_split}": last}
+            of_sources = {_of_source(number): one for number, one in enumerate(fingerprints)}
+            trained |= of_sources if saved.data.mixture else of_last
     compare(trained, definition, f"{run.directory} is a training", "give another --out, or remove it")
+
+
+def _of_source(number: int) -> str:
+    """Return the name of the fingerprint of a source of a mixture."""
+    return f"data/mixture/{number}"
 
 
 def evaluate_command(run: CellRun, column: Column, extra: Sequence[str]) -> list[str]:

@@ -51,6 +51,7 @@ from dist_mem.studies.study_call import (
 )
 from dist_mem.tracking.mlflow.client import connect
 from tests.support import tracked
+from tests.support.curricula import make_data
 from tests.support.jobs import build_books, logged_steps, write_config
 from tests.support.limits import limit, wait_until
 from tests.support.messages import refused, said
@@ -250,6 +251,18 @@ def test_the_split_that_is_trained_on_is_part_of_the_definition(here: Path) -> N
     build(StudyCall(study, Path("out"), [run], 1, [], StopSignal([])), run, print)
     found = definition_of(study, run, [], ranks=1)
     assert [key for key in found if key.startswith("data/")] == ["data/mine", "data/test", "data/validation"]
+
+
+def test_the_sources_of_a_mixture_are_part_of_the_definition(here: Path, tmp_path: Path) -> None:
+    study, run = load_study("two"), CellRun("none", "", 0, Path("out"))
+    folders = [make_data(tmp_path / name, [20 + number for number in range(9)]) for name in ("books", "chat")]
+    mixture = [f"data.mixture=[{', '.join(f'{{path: {folder}}}' for folder in folders)}]"]
+    first = definition_of(study, run, mixture, ranks=1)
+    make_data(folders[1], [30 + number for number in range(9)])
+    second = definition_of(study, run, mixture, ranks=1)
+    assert [key for key in first if first[key] != second[key]] == ["data/mixture/1"]
+    with refused(UnusableError, "data/mixture/1"):
+        compare(first, second, "a cell", "")
 
 
 def test_what_is_submitted_begins_its_cells(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

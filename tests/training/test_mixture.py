@@ -105,8 +105,10 @@ def test_what_cannot_be_resumed_is_refused_by_name(tmp_path: Path, books: Path, 
     config, run_dir = config_of(tmp_path, books, "run"), tmp_path / "run"
     both = mixed(books, chat, 1, 1)
     assert rank_pool(2).run(train_here, config, [both, "train.steps=2", *HOLD]) == [EXIT_DONE] * 2
-    assert "without data.mixture" not in refusal(rank_pool, config)
     assert "with data.mixture" in refusal(rank_pool, config)
+    plain = config_of(tmp_path, books, "plain")
+    assert rank_pool(2).run(train_here, plain, ["train.steps=2", *HOLD]) == [EXIT_DONE] * 2
+    assert "without data.mixture" in refusal(rank_pool, plain, both)
     assert "data.mixture now 1" in refusal(rank_pool, config, f"data.mixture=[{{path: {books}}}]")
     other = make_data(tmp_path / "other", [50] * 9)
     assert "data.mixture[1].path" in refusal(rank_pool, config, mixed(books, other, 1, 1))

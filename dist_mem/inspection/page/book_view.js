@@ -153,10 +153,8 @@ class BookView {
 
   /** Choose the token of the first page that gains most, so that the details show what there is to see. */
   begin() {
-    const end = Math.min(this.book.length, PAGE);
-    for (let token = this.chosen = 0; token < end; token++) {
-      if (this.book.gain(token) > this.book.gain(this.chosen) || Number.isNaN(this.book.gain(this.chosen))) this.chosen = token;
-    }
+    const gains = Array.from({ length: Math.min(this.book.length, PAGE) }, (_, token) => this.book.gain(token));
+    this.chosen = Math.max(0, gains.indexOf(Math.max(...gains.filter((gain) => !Number.isNaN(gain)))));
     this.turn(0);
     this.details.show(this.chosen);
   }
