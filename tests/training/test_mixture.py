@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from dist_mem.errors import EXIT_DONE, EXIT_USAGE
 from dist_mem.tracking.log import METRICS_FILE, read_points
 from tests.support.curricula import make_data
 from tests.support.jobs import checkpoint_content, difference, losses, train_here, write_config
+from tests.support.paths import ROOT
 from tests.support.ranks import Pools
 from tests.support.recording import assert_as_delivered, found_by, train_recording
 from tests.support.restoring import open_two, refusal
@@ -141,3 +143,17 @@ def test_every_source_is_evaluated_with_a_name_of_its_own(
     assert main(["inspect", str(run_dir), "--book", "d3", "--split", "train"]) == EXIT_DONE
     assert "answers)" in capsys.readouterr().out
     assert main(["inspect", str(run_dir), "--book", "nowhere"]) == EXIT_USAGE
+
+
+@pytest.mark.nightly
+def test_the_page_shows_what_its_commands_print(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "howto" / "mixtures.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```console\n(.*?)```", page, re.DOTALL)
+    commands, shown = re.findall(r"^\$ dist-mem (.*)$", block, re.MULTILINE), block.partition("...\n")[2]
+    for command in commands:
+        capsys.readouterr()
+        assert main(shlex.split(command)) == EXIT_DONE
+    assert len(commands) == 3 and capsys.readouterr().out.endswith(shown) and "weight 70.00%" in shown
