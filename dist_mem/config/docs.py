@@ -32,7 +32,9 @@ INTRODUCTION = """\
 
 A run is described by YAML files, merged left to right, and by `key=value` overrides, which take precedence:
 
-    dist-mem train configs/demo.yaml memory/none.yaml name=short train.steps=100 tracking.uri=http://mlflow:5000
+```sh
+dist-mem train configs/demo.yaml memory/none.yaml name=short train.steps=100 tracking.uri=http://mlflow:5000
+```
 
 A file is looked up in the current directory, beside the first file, under `configs/`, and among those that come with
 dist_mem. `${name}` is the value of another key, `${oc.env:NAME}` an environment variable, and `null` means none. An
