@@ -97,11 +97,6 @@ class StoppedEarlyError(StoppedError):
         return type(self), (self.signal_name,)  # as a rank sends it to others
 
 
-def reason_of(error: Exception) -> str:
-    """Return why a file was not understood; the text of a KeyError is only the key."""
-    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
-
-
 def run_error(error: Exception, message: str | None = None) -> RunError:
     """Return the error to report for `error`, with this message (default: its own); a RunError is that error itself.
 

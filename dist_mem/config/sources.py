@@ -178,15 +178,6 @@ def _shipped_files() -> Iterator[Path]:
         yield path.relative_to(shipped_root())
 
 
-def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the tree of `a.b=c` texts: the letters after `=` are the value.
-
-    Raises:
-        ConfigError: a text is not of that form, or not YAML where its key is a list or a block.
-    """
-    return cast(dict[str, Any], untyped_values(_make_plain(_read_overrides(overrides))))
-
-
 def _read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for override in overrides:

@@ -1,7 +1,7 @@
 """How a text becomes a value: by the type that the schema gives its key, never by a guess of YAML.
 
 A YAML parser knows no schema: it reads `name: 0010` as the number 8, `2024_01_05` as 20240105, and `1:30` as 90. So
-`parse` and `read_overrides` (sources.py) leave scalars without quotes as `Letters`, and `convert_letters` converts
+`parse` and `_read_overrides` (sources.py) leave scalars without quotes as `Letters`, and `convert_letters` converts
 these:
 
     text key          the letters themselves, also those of an override after `=`, unless all of them stand in quotes;

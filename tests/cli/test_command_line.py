@@ -102,7 +102,8 @@ def test_every_help_has_an_example_that_parses(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    commands = build_parser()[1]
+    parser, commands = build_parser()
+    assert max(map(len, parser.format_help().splitlines())) <= 100
     actions, builders = ("build", "verify", "show", "sample"), builder_names()
     words = [*([name] for name in commands), *(["data", name] for name in actions)]
     for command in [*words, *(["data", "build", name] for name in builders)]:

@@ -1,4 +1,4 @@
-"""Compare memories at an equal budget: train, evaluate, and write a table with intervals."""
+"""Compare memories at an equal budget: train, evaluate, write a table with intervals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write one HTML file about a book: what each word gains from memory, and from which passage."""
+"""Write one HTML page about a book: what each word gains from memory, and from where."""
 
 from __future__ import annotations
 
