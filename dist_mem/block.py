@@ -9,7 +9,7 @@ Shape letters: B lanes, T segment, D model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from dist_mem.config import Config, ModelConfig, TrainConfig
-from dist_mem.config.schema import BY_SEGMENTS
+from dist_mem.config.schema import BY_SEGMENTS, ParameterGroupConfig
 from dist_mem.memory import build_memory
 from dist_mem.memory.base import LayerSpec, Memory, MemoryState, Opened, Places
 from dist_mem.nn.compilation import compile_once
@@ -173,11 +173,13 @@ class ModelSpec(NamedTuple):
     train: TrainConfig  # for the length of segments, the seed, and how blocks run in training
     cut: str  # as `data.cut`
     vocab_size: int
+    groups: Sequence[ParameterGroupConfig] = ()  # of the optimizer, which say what is frozen: a backward does less
 
 
 def model_spec(config: Config, vocab_size: int) -> ModelSpec:
     """Return what the model of a configuration is built from."""
-    return ModelSpec(config.model, config.memory, config.train, config.data.cut, vocab_size)
+    groups = config.optimizer.groups
+    return ModelSpec(config.model, config.memory, config.train, config.data.cut, vocab_size, groups)
 
 
 def make_block(spec: ModelSpec, layer_index: int) -> Block:

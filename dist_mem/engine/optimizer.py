@@ -27,6 +27,14 @@ def _decays(name: str, parameter: nn.Parameter) -> bool:
     return len(_shape(parameter)) >= 2 and not _NEVER_DECAYED.search(name)
 
 
+def freeze(model: nn.Module, groups: Sequence[ParameterGroupConfig]) -> None:
+    """Let no parameter get a gradient whose group has `trainable: false`."""
+    for name, parameter in model.named_parameters():
+        _, group = _group_of(name, groups)
+        if group is not None:
+            parameter.requires_grad_(group.trainable)
+
+
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
     """Group parameters by rule, lr and weight decay; groups with `trainable: false` are frozen and left out.
 
@@ -37,6 +45,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
     Raises:
         ValueError: a pattern matches no parameter, or nothing is left to train; Muon is to take what is no matrix.
     """
+    freeze(model, config.groups)
     taken: dict[tuple[str, float, float], list[nn.Parameter]] = {}
     owners = {parameter: module for module in model.modules() for parameter in module.parameters(recurse=False)}
     muon = muon_settings(config)
@@ -45,7 +54,6 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
         index, found = _group_of(name, config.groups)
         if found is not None:
             matched[index] += 1
-            parameter.requires_grad_(found.trainable)
         given = found or ParameterGroupConfig()
         rule = (given.rule or (MUON if is_map(name, owners[parameter]) else ADAMW)) if muon else ADAMW
         if rule == MUON and len(_shape(parameter)) != 2:

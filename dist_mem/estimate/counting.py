@@ -25,6 +25,7 @@ from dist_mem.config import ModelConfig
 from dist_mem.config.memory_blocks import kinds_of
 from dist_mem.data.batch_plan import backwards_of_window
 from dist_mem.engine import window
+from dist_mem.engine.optimizer import freeze
 from dist_mem.errors import UnusableError
 from dist_mem.estimate.operations import other_flops, product_flops
 from dist_mem.memory import memory_kinds
@@ -255,10 +256,16 @@ class FlopCounter(TorchDispatchMode):
         return output
 
 
+def _build(spec: ModelSpec) -> MemoryLM:
+    model = MemoryLM(spec)
+    freeze(model, spec.groups)
+    return model
+
+
 def _operations(spec: ModelSpec, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the FLOPs of products and of all, each of a forward, and of a forward and a backward, of tokens (B, T)."""
     with torch.device("meta"), _runs_on_meta(spec.memory):
-        model = MemoryLM(spec)
+        model = _build(spec)
         tokens, lane_ids = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape[0], dtype=torch.int64)
         _set_rows_by_bin(model, [0.0] * len(model.head.spans[1:]))
         state = model.init_state(lane_ids, "meta", torch.float32)
@@ -339,7 +346,7 @@ def _count(spec: ModelSpec, *, on_gpu: bool, keeps_gradients: bool, forward_in: 
     num_segments = train.bptt_segments if learns else 1
     shape = (train.micro_batch_size, num_segments * train.seg_len)
     with torch.device("meta"), plan_for("cuda" if on_gpu else "cpu"), _runs_on_meta(spec.memory):
-        model = MemoryLM(spec).to(dtype).train(learns)
+        model = _build(spec).to(dtype).train(learns)
         tokens = torch.zeros(shape, dtype=torch.int64)
         lane_ids = torch.zeros(shape[0], dtype=torch.int64)
         valid_len = lane_ids if num_segments == 1 else torch.zeros(shape[0], num_segments, dtype=torch.int64)
@@ -387,5 +394,5 @@ def _drop_gradients(model: nn.Module) -> None:
         parameter.grad = None
 
     hook: Callable[[Tensor], None] = drop
-    for parameter in model.parameters():
+    for parameter in filter(lambda each: each.requires_grad, model.parameters()):
         parameter.register_post_accumulate_grad_hook(hook)

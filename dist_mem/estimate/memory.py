@@ -47,7 +47,7 @@ def fits_without_counting(job: TrainingJob, world: World, *, num_lanes: int) -> 
     Args:
         num_lanes: lanes whose memories a rank holds at one time.
     """
-    model, _, train, _, vocab_size = job.spec
+    model, train, vocab_size = job.spec.model, job.spec.train, job.spec.vocab_size
     sizes = sizes_of(job.spec, DTYPES["fp32"], job.optimizer)
     held = shares(job, sizes)
     d_head = model.d_head or model.d_model // model.num_heads

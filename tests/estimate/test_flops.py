@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dist_mem.block import model_spec
 from dist_mem.config import AdaptiveConfig, Config, change_config
-from dist_mem.estimate.counting import FlopCounter, NotCountedError, flops_per_token, operations_per_token
+from dist_mem.estimate.counting import FlopCounter, Flops, NotCountedError, flops_per_token, operations_per_token
 from dist_mem.model import MemoryLM
 from dist_mem.nn.convolution import convolve
 from tests.support.contract_cases import CASES, subject
@@ -104,6 +104,20 @@ LINEAR = {
     for path in sorted((ROOT / "configs" / "memory").glob("*.yaml"))
     if isinstance(block := memory_of(path), dict) and block["kind"] == "linear"
 }
+
+
+def test_gradients_of_frozen_weights_are_not_counted() -> None:
+    """Nor of the rows below the first trained weight; with frozen blocks only the output layer's two products are left."""
+    config = realistic({"kind": "none"})
+
+    def count(frozen: str) -> Flops:
+        groups = [{"param_regex": frozen, "trainable": False}]
+        return flops_per_token(model_spec(change_config(config, {"optimizer.groups": groups}), VOCAB))
+
+    everything, feed_forward, blocks = count("^$"), count("feed_forward"), count("^(embedding|blocks)")
+    assert everything.training - feed_forward.training == 3 * 2 * (2 * 96 * 256)
+    assert blocks.training - blocks.scoring == 2 * (2 * 96 * VOCAB)
+    assert everything.scoring == feed_forward.scoring == blocks.scoring
 
 
 @pytest.mark.parametrize("preset", LINEAR)
