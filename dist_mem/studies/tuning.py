@@ -82,7 +82,7 @@ def trials_of(job: StudyCall, grids: Mapping[str, Grid]) -> StudyCall:
 def widen(grid: Grid, best: Mapping[str, Any], most: int) -> Grid:
     """Return the grid with a further value beside each best one that is at its edge, of keys with fewer than `most`.
 
-    >>> widened({"optimizer.lr": [0.001, 0.002, 0.004]}, {"optimizer.lr": 0.004}, most=8)
+    >>> widen({"optimizer.lr": [0.001, 0.002, 0.004]}, {"optimizer.lr": 0.004}, most=8)
     {'optimizer.lr': [0.001, 0.002, 0.004, 0.008]}
     """
     wider = {}
