@@ -130,7 +130,7 @@ def verify_size(directory: Path, name: str, entry: dict[str, Any]) -> None:
     with reading(path), open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
     if size != entry["bytes"]:
-        longer = "edited, or of another version?): copy it again, and give settings to what loads it"
+        longer = "edited, or of another version?): copy it again; set keys by key=value, not in this file"
         reason = "cut short?)" if size < entry["bytes"] else longer
         raise CheckpointError(f"{path}: {size} bytes, {entry['bytes']} expected ({reason}")
 

@@ -31,7 +31,7 @@ def add_study_arguments(added: ArgumentParser, out: str, *, tries_rows: bool = T
     added.add_argument("--ranks", type=count, default=1, metavar="N", help="processes per training (default: 1)")
     added.add_argument("--out", type=output_folder, metavar="FOLDER", help=f"output (default: {out})")
     added.add_argument(
-        "--cells", type=output_folder, metavar="FOLDER", help="take over its finished runs, and add those made here"
+        "--cells", type=output_folder, metavar="FOLDER", help="reuse finished runs in this folder, and add new ones"
     )
     added.add_argument(
         "--max-runs", type=count, default=1000, metavar="N", help="refuse a file with more (default: 1000)"

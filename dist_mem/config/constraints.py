@@ -43,9 +43,9 @@ def check_together(config: Mapping[str, Any], *, trains: bool = True) -> Iterato
         alone = f"is {recomputed}, but a window is one segment: set train.bptt_segments, or {BY_SEGMENTS[recomputed]}"
         yield Problem("train.activation_checkpointing", alone)
     if train["reset_steps"] is not None and train["reset"] == "never":
-        yield Problem("train.reset_steps", "ends train.reset, which is never: set that to segment or window")
+        yield Problem("train.reset_steps", "needs train.reset=segment or window; set that, or this to null")
     if train["reset"] != "never" and model["token_types"]:
-        yield Problem("train.reset", f"is {train['reset']}, which would also forget who speaks: set it to never")
+        yield Problem("train.reset", f"is {train['reset']}, which would also reset model.token_types: set it to never")
     if text := profile_problem(train["profile"], train["steps"]):
         yield Problem("train.profile", text)
     if model["d_head"] is None and model["d_model"] % model["num_heads"]:
@@ -191,7 +191,7 @@ def _check_lora(model: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -
     if model["kind"] not in PUBLISHED:
         yield Problem("model.lora", "needs model.kind=gpt2 or llama; set that, or model.lora to null")
     elif not model["lora"]["attention"] and not model["lora"]["feed_forward"]:
-        yield Problem("model.lora", "stands beside nothing: set attention or feed_forward to true, or it to null")
+        yield Problem("model.lora", "adapts no weights: set attention or feed_forward to true, or model.lora to null")
     elif all(group["trainable"] for group in groups):
         yield Problem(
             "model.lora",

@@ -169,7 +169,7 @@ class MixturePlan(DocumentPlan):
         if segments < self.segments_read(steps):
             enough = part.step + max(0, segments - self._part_bounds[-1]) // part.segments_per_update
             raise ValueError(
-                f"train.steps = {steps:,}, but all sources of data.mixture have given their epochs after "
+                f"train.steps = {steps:,}, but all sources of data.mixture reach their epochs after "
                 f"{count_noun(enough, 'step')}: give fewer steps, more epochs, or a source without a limit"
             )
 
@@ -193,7 +193,7 @@ class MixturePlan(DocumentPlan):
         """
         if not len(self._deal(epoch).documents):
             raise ValueError(
-                "the sources of data.mixture have given all their epochs: give more epochs, or fewer steps"
+                "all sources of data.mixture have reached their epochs: set more epochs, or fewer train.steps"
             )
         return super().documents(epoch, lane)
 

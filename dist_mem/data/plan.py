@@ -106,7 +106,7 @@ class DocumentPlan:
             fewer = f"set train.global_batch_size to at most {len(self._usable)}, or data.layout=stream"
             raise ValueError(
                 f"train.global_batch_size = {num_lanes}, but only {len(self._usable)} documents have at least "
-                f"{MIN_TRAINING_LEN} tokens and lanes read different ones: "
+                f"{MIN_TRAINING_LEN} tokens, and each lane needs its own: "
                 f"{fewer if len(self._usable) else 'build the split from texts'}"
             )
         self._segments = num_segments_of(self.lengths, seg_len)
@@ -197,8 +197,8 @@ class StreamPlan:
         num_tokens = int(self.starts[-1])
         if num_tokens < num_lanes:
             raise ValueError(
-                f"train.global_batch_size = {num_lanes}, but the corpus has {num_tokens} tokens: use at most "
-                f"{num_tokens} lanes"
+                f"train.global_batch_size = {num_lanes}, but the corpus has only {num_tokens} tokens: set "
+                f"it to at most {num_tokens}"
             )
         self._bounds = [(lane * num_tokens + num_lanes // 2) // num_lanes for lane in range(num_lanes + 1)]
         self.num_segments = sum(-(-(stop - start) // seg_len) for start, stop in map(self.span, range(num_lanes)))

@@ -160,7 +160,7 @@ def _model_lines(
     per_rank = sizes["state_bytes_per_lane"] * batch_plan(train, world_size).lanes_per_rank
     layers, words = sizes["num_layer_parameters"], sizes["num_vocabulary_parameters"]
     state = f"{sizes['state_bytes_per_lane']:,} bytes per lane, {per_rank:,} bytes per rank"
-    yield "model", f"{model.num_layers} layers, D {model.d_model}, H {model.num_heads}, {model.norm}-norm"
+    yield "model", f"{model.num_layers} layers of width {model.d_model}, {model.num_heads} heads, {model.norm}-norm"
     yield "parameters", f"{sizes['num_parameters']:,}: {layers:,} in the layers, {words:,} in the vocabulary"
     yield "flops", _flops_text(spec)
     yield "vocabulary", f"{spec.vocab_size:,}{assumed}"
@@ -208,7 +208,7 @@ def _data_lines(
     if plan is None:
         given, other = (train.steps, "epochs") if train.steps is not None else (train.epochs, "steps")
         yield "data", f"{', '.join(dict.fromkeys(_not_built(data)))}: not built yet"
-        yield "training", f"{given:,} {'steps' if other == 'epochs' else 'epochs'}; the data will give the {other}"
+        yield "training", f"{given:,} {'steps' if other == 'epochs' else 'epochs'}; {other} follow from the data"
         return
     splits = training_splits(data, open_tokenizer(data))
     stages, until = stages_of(data), total_steps(train, schedule, plan)

@@ -153,7 +153,7 @@ def run(
         protocol = protocol_of(config, without_memory=without_memory)
         if by_position and (protocol.layout == "stream" or protocol.blocks):
             key = "eval.layout=documents" if protocol.layout == "stream" else "eval.blocks=false"
-            raise UnusableError(f"--by position: a token has no place in its document here; set {key}")
+            raise UnusableError(f"--by position needs tokens in whole documents; set {key}")
         command = shlex.join(["dist-mem", "evaluate", str(path), "--split", scored, *overrides])
         command += "" if checkpoint is None else f" --checkpoint {checkpoint}"
 
@@ -221,4 +221,4 @@ def _print_gain(report: Report, path: Path, command: str) -> None:
     if gain is not None:
         print(gain)
     elif is_without_memory(path):
-        print(f"gain of the memory: not known without the evaluation with memory; run: {command}")
+        print(f"gain of the memory: needs an evaluation with memory too; run: {command}")

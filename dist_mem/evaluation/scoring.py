@@ -153,7 +153,7 @@ def lengths_to_score(index: Index, tokenizer: Tokenizer, settings: EvalConfig) -
     lengths = cut_lengths(index.documents.num_tokens, settings.max_document_len)
     if settings.layout == "stream" and int(lengths.sum()) < settings.batch_size:
         has = f"{index.split_dir} has {lengths.sum()} tokens"
-        raise ValueError(f"eval.batch_size = {settings.batch_size}, but {has}: set fewer lanes")
+        raise ValueError(f"eval.batch_size = {settings.batch_size}, but {has}: set it lower")
     return lengths
 
 

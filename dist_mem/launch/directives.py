@@ -38,9 +38,9 @@ _REFUSED = {
     "array": "its tasks would be jobs of one run directory, which is of one job; `dist-mem sweep --slurm` submits many",
     "test-only": "it submits nothing; `dist-mem launch --dry-run` prints the script",
     "wait": "the command would wait for the end of the job; `dist-mem logs --follow` does",
-    "no-kill": "a job that goes on without one of its nodes trains no further; Slurm requeues it otherwise",
+    "no-kill": "training cannot go on without one of its nodes; without this option Slurm requeues the job",
     "wrap": "the script has its commands already; see launch.setup",
-    **dict.fromkeys(("help", "usage", "version", "parsable"), "it asks sbatch for another answer than a submission"),
+    **dict.fromkeys(("help", "usage", "version", "parsable"), "it changes the answer of sbatch, which dist-mem reads"),
 }
 _KIND = r"(?!\d+[kmgtpKMGTP](?![\w.-]))[\w.-]*[^\W\d][\w.-]*"  # a100, 1g.5gb; but 2k is a number
 _GPU = re.compile(rf"(?:gres[:/])?gpu(?::{_KIND})?(?::(?P<number>\d{{1,4}}))?(?:\([\w,:-]*\))?")

@@ -84,7 +84,7 @@ def _runs_in(folder: Path) -> list[Path]:
             inner.clear()
         inner[:] = [name for name in inner if not name.startswith(".")]  # .venv, .git
     if not runs:
-        raise UnusableError(f"{folder}: no run directory, and none is in it: such have one of {', '.join(_MARKERS)}")
+        raise UnusableError(f"{folder}: no run directory is here: each has one of {', '.join(_MARKERS)}")
     return sorted(runs)
 
 
@@ -181,7 +181,7 @@ def meaning_of(code: int) -> str:
         return MEANINGS[code]
     with suppress(ValueError):
         return f"a rank was ended by {signal.Signals(code - 128).name}"
-    return "a rank ended with this code of its own"
+    return "a rank exited with this code; see `dist-mem logs`"
 
 
 def _mlflow(run_dir: Path) -> dict[str, str | None] | None:

@@ -41,7 +41,7 @@ def _from_environment(document: Mapping[str, Any]) -> Iterator[Problem]:
     )
     for key, value in leaves.items():
         if key.startswith("launch.") and _reads_environment(value, leaves):
-            yield Problem(key, f"takes a variable of the environment, which would stand in the script; {fix}")
+            yield Problem(key, f"reads an environment variable, whose value would be in the script; {fix}")
 
 
 def _reads_environment(value: Any, leaves: Mapping[str, Any]) -> bool:

@@ -104,7 +104,7 @@ def compile_model(train: TrainConfig, engine: Engine, stop_signal: StopSignal) -
     beat("opening")
     if reason := next(filter(None, gather_objects(refused)), None):
         compile_blocks_of(engine.module, False)
-        return [f"the blocks run as they are written: {reason}"]
+        return [f"the blocks run without torch.compile: {reason}"]
     return [describe_compilation(time.perf_counter() - began, engine.device.type)]
 
 

@@ -226,9 +226,9 @@ def _describe_windows(num_segments: int, memory: Mapping[str, Any], model: Memor
     """Return a message if the length of windows does not fit the memory."""
     kind, carries = describe_memory(memory), any(each.carries_gradient for each in model.memories())
     if num_segments > 1 and not carries:
-        return [f"train.bptt_segments is {num_segments}: no use, as no gradient flows through the state of {kind}"]
+        return [f"train.bptt_segments is {num_segments}, but 1 would do: no gradient flows through the state of {kind}"]
     if num_segments == 1 and carries:
-        return [f"train.bptt_segments is 1: nothing teaches {kind} what later segments need; see docs/howto/bptt.md"]
+        return [f"train.bptt_segments is 1: {kind} gets no gradient from later segments; see docs/howto/bptt.md"]
     return []
 
 

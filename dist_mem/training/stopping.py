@@ -34,10 +34,10 @@ def refuse_if_asked_to_stop(run_dir: Path, world: World) -> None:
 
     def look() -> None:
         if (run_dir / STOP_FILE).exists():
-            raise UnusableError(f"{run_dir / STOP_FILE} is there, which stops the run; remove the file to continue")
+            raise UnusableError(f"{run_dir / STOP_FILE} exists, and stops the run: remove it to continue")
         end = job_end()
         if end is not None and end - time.time() < LEAST_SECONDS:
-            raise UnfitError(f"{_time_left(end)}: ask for more time, or unset it if it is that of another job")
+            raise UnfitError(f"{_time_left(end)}: request more time, or unset the variable if another job set it")
 
     decide_on_rank0(look)
 
@@ -105,7 +105,7 @@ class Stopping:
     def _by_clock(self) -> str | None:
         if self._end is None or self._end - time.time() >= (needed := self.seconds_needed()):
             return None
-        return f"by the clock: {_time_left(self._end)}, and to stop in time takes up to {needed:.0f} s"
+        return f"by the clock: {_time_left(self._end)}, and stopping takes up to {needed:.0f} s"
 
     def seconds_needed(self) -> float:
         """Return the seconds that a stop needs before the end of the job's time: two steps, and the saves."""

@@ -97,7 +97,7 @@ def left_as_written(world: World, refusing: int, is_wanted: bool | None) -> tupl
 
 @pytest.mark.parametrize("refusing", [0, 1])
 def test_blocks_that_one_compiler_refuses_run_as_written_on_every_rank(rank_pool: Pools, refusing: int) -> None:
-    expected = (["the blocks run as they are written: train.compile: no compiler here"], False, 2)
+    expected = (["the blocks run without torch.compile: train.compile: no compiler here"], False, 2)
     assert rank_pool(2).run(left_as_written, refusing, None) == [expected, expected]
     with pytest.raises(Exception, match="no compiler here"):
         rank_pool(2).run(left_as_written, refusing, True)

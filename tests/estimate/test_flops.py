@@ -107,7 +107,7 @@ LINEAR = {
 
 
 def test_gradients_of_frozen_weights_are_not_counted() -> None:
-    """Nor of the rows below the first trained weight; with frozen blocks only the output layer's two products are left."""
+    """Nor of rows below the first trained weight: with frozen blocks the output layer has the only two products."""
     config = realistic({"kind": "none"})
 
     def count(frozen: str) -> Flops:

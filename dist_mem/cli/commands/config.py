@@ -24,7 +24,7 @@ def add_arguments(added: ArgumentParser) -> None:
     added.add_argument(
         "--snapshot", type=output_folder, metavar="FOLDER", help="copy the code and this configuration to FOLDER"
     )
-    add_allow(added, "as for `dist-mem train`, whose arguments a job script gives to this command; it has no effect")
+    add_allow(added, "no effect here; accepted because job scripts pass the arguments of `dist-mem train`")
     added.add_argument("--get", metavar="KEY", help="print only the resolved value of this key, for example run_dir")
 
 

@@ -53,9 +53,9 @@ def add_arguments(added: ArgumentParser) -> None:
     build.epilog = "\n".join(["datasets:", *lines, "", str(build.epilog)])
     for action in (verify, show, sample):
         action.add_argument(
-            "data", type=place, help="a data directory, or its URL; what is needed of it is fetched into the cache"
+            "data", type=place, help="a data directory, or its URL; the files needed are fetched into the cache"
         )
-        action.add_argument("--cache", type=place, metavar="FOLDER", help="data.cache")
+        action.add_argument("--cache", type=place, metavar="FOLDER", help="data.cache: where to keep fetched files")
     usual = "default: all; for a URL train, validation, test"
     for action in (verify, show):
         action.add_argument(
@@ -118,7 +118,7 @@ def _verify(options: Namespace) -> int:
         document = f"document {problem.document}" if problem.document else ""
         print(": ".join(part for part in (problem.where, document, problem.message) if part), file=sys.stderr)
     if unbound := unbound_splits(DataConfig(path=options.data, cache=options.cache)):
-        print(f"{show(options.data)}: no {BUILD_NAME} says whether these splits are of one build{list_names(unbound)}")
+        print(f"{show(options.data)}: without {BUILD_NAME}, splits may be of different builds{list_names(unbound)}")
     print(f"{show(options.data)}: {count_noun(len(problems), 'problem') if problems else 'all is well'}")
     return EXIT_FAILED if problems else EXIT_DONE
 

@@ -26,7 +26,7 @@ def add_arguments(added: ArgumentParser) -> None:
     added.add_argument("--gpus", type=count, default=1, metavar="N", help="number of GPUs of the job (default: 1)")
     added.add_argument("--gpu", required=True, metavar="NAME", help="h100, h200, a100-40gb, ..., or cpu: this machine")
     added.add_argument(
-        "--disk", type=float, default=1.0, metavar="GB/s", help="at which all ranks together write (default: 1)"
+        "--disk", type=float, default=1.0, metavar="GB/s", help="write speed of all ranks together (default: 1)"
     )
     added.add_argument("--all", action="store_true", help="show every setting and attention back end")
     added.add_argument("--json", action="store_true", help="print one JSON object")

@@ -41,7 +41,7 @@ def add_arguments(added: ArgumentParser) -> None:
     )
     added.add_argument("--mlflow", action="store_true", help="log the export to the run's MLflow run, as a model")
     added.add_argument("--register", metavar="NAME", help="with --mlflow: register it as a new version of this model")
-    added.add_argument("--alias", metavar="ALIAS", help="with --register: let this alias name the version")
+    added.add_argument("--alias", metavar="ALIAS", help="with --register: give the new version this alias")
 
 
 def run(options: Namespace) -> int:

@@ -40,7 +40,7 @@ def add_arguments(added: ArgumentParser) -> None:
     )
     add_checkpoint(added)
     added.add_argument(
-        "--out", type=output_file, metavar="FILE", help="also write the text to FILE; .json and .md: with all figures"
+        "--out", type=output_file, metavar="FILE", help="also write the text to FILE; .json and .md: with all numbers"
     )
 
 

@@ -36,7 +36,7 @@ def add_arguments(added: ArgumentParser) -> None:
         nargs="?",
         const=32,
         metavar="N",
-        help="take out every segment in turn, of at most N before each segment (default: 32)",
+        help="remove past segments from the memory in turn, at most N per segment (default: 32)",
     )
     added.add_argument("--empty-at", type=position, metavar="TOKEN", help="also empty the memory there")
     added.add_argument("--show", type=span, metavar="BEGIN:END", help="print these tokens (default: the largest gains)")

@@ -28,7 +28,7 @@ def add_arguments(added: ArgumentParser) -> None:
     book.add_argument("--text", type=Path, metavar="FILE", help="show this UTF-8 file, read by the first run")
     book.add_argument("--example", action="store_true", help="show a book and a model that come with dist_mem")
     added.add_argument("--split", type=split, metavar="NAME", help="split of --book (default: eval.split)")
-    added.add_argument("--no-removals", action="store_true", help="do not read the book without each passage")
+    added.add_argument("--no-removals", action="store_true", help="do not measure the effect of removing passages")
     out_help = "file to write (default: RUN/report.html; for --example, ./example_report.html)"
     added.add_argument("-o", "--out", type=output_file, metavar="FILE", help=out_help)
     added.set_defaults(overrides=[])  # those after an option

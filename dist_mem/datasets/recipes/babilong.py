@@ -5,9 +5,9 @@
     dist-mem data build babilong --out data/babi --babi tasks_1-20_v1-2/en-10k --tasks qa1 qa20
 
 Stories are those of bAbI's files (--babi, qa1 to qa20), as published, or follow its rules and need
-no download (qa1 to qa5). Their facts stand in order, at uniform places, between the sentences of
---books, as published those of PG-19, or of the sample library. The question and the answer end the
-document. Only the tokens of the answer are scored; their recall distance is that to the newest fact
+no download (qa1 to qa5). Their facts are in order, at uniformly random places, between sentences of
+--books (published: PG-19) or of the sample library. The question and the answer end the document.
+Only the tokens of the answer are scored; their recall distance is that to the newest fact
 from which it follows. Lengths are at most those given, up to 1 million tokens and more; tokens are
 bytes, or those of --tokenizer-from. No story of one split is in another, but where bAbI's files
 have it twice. Each task and length has its own data directory, <out>/<task>/<length>. The same

@@ -5,10 +5,11 @@
 
 It is the task of sec. 4. A document begins with pairs of a key and its value. Later every key comes
 once more, followed by its value: only these values are scored, and their recall distance is that to
-the value at the beginning. Between them stand random tokens, or token 0 (--filler). After how many
-places a key comes again follows a power law with exponent a - 1: a = 0.01, as published, brings
-most keys back soon, a = 1 evenly anywhere. A token is a number, without text. Each length has its
-own data directory, <out>/<length>. The same options always produce the same bytes.
+the value at the beginning. Between them are random tokens, or token 0 (--filler). The distance at
+which a key comes again follows a power law with exponent a - 1: with a = 0.01, as published, most
+keys come again soon; with a = 1 all distances are equally likely. A token is a number, without
+text. Each length has its own data directory, <out>/<length>. The same options always produce the
+same bytes.
 
 A document is the input of the published generator. There, the value is only the target of the key's
 place, and a random token follows the key; here the value follows, because a document's tokens are

@@ -97,8 +97,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--order",
         choices=("id", "text", "metadata"),
         default="id",
-        help="of documents: by number (ids that are none come after them), by file name as ls does, "
-        "or as in metadata.csv (documents it does not name come after them) (default: %(default)s)",
+        help="order of documents: by number (other ids last), by file name as ls does, "
+        "or as in metadata.csv (documents not in it last) (default: %(default)s)",
     )
     add("--tokenizer", choices=("sentencepiece", "bytes"), default="sentencepiece", help="default: %(default)s")
     add_tokenizer_from(parser, "instead")

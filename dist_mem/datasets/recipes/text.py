@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--drop-duplicates",
         action="store_true",
-        help="of texts in several splits, keep those of the first one (order: train, validation, test)",
+        help="keep a text of several splits only in the first one (order: train, validation, test)",
     )
     add("--tokenizer", choices=("sentencepiece", "bytes"), default="sentencepiece", help="default: %(default)s")
     add_tokenizer_from(parser, "instead")

@@ -71,8 +71,8 @@ class Details {
   looked(token) {
     const { book } = this, title = make("h4", {}, "Where each layer looked");
     if (book.placeOf(token) < 0) {
-      const kept = `This page has room for the details of ${count(book.detailed.length)} tokens, those that memory ` +
-        "changed most. This is not one of them.";
+      const kept = `This page has details of the ${count(book.detailed.length)} tokens that memory changed most, ` +
+        "but not of this one.";
       return [title, make("p", { class: "hint" }, Number.isNaN(book.nll[token]) ? "This token is not scored." : kept)];
     }
     const found = book.whereLooked(token);

@@ -20,7 +20,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showTheme)
 showTheme();
 
 if (typeof DecompressionStream === "undefined") {
-  byId("book-sum").textContent = "This browser is too old to read the book of this page; one of 2023 or later can.";
+  byId("book-sum").textContent = "This browser is too old to show the book: use one from 2023 or later.";
 } else {
   Book.read(JSON.parse(byId("book-data").textContent)).then((book) => {
     const view = new BookView(book);
