@@ -257,6 +257,7 @@ class FlopCounter(TorchDispatchMode):
 
 
 def _build(spec: ModelSpec) -> MemoryLM:
+    """Build the model with the weights frozen that the optimizer leaves as they are."""
     model = MemoryLM(spec)
     freeze(model, spec.groups)
     return model
