@@ -229,7 +229,7 @@ def _short_models(spec: ModelSpec, num_layers: int) -> list[tuple[int, ModelSpec
 
     train, more = spec.train, spec.model.num_layers - num_layers
     is_uniform = train.activation_checkpointing in ("none", "segments") or train.activation_checkpointing_share == 1.0
-    if more <= 1 or spec.memory["kind"] not in memory_kinds() or not is_uniform:
+    if more <= 1 or spec.memory["kind"] not in memory_kinds() or not is_uniform or not _freezes_alike(spec):
         return [(1, spec)]
     return [(1 - more, of(num_layers)), (more, of(num_layers + 1))]
 
@@ -254,6 +254,16 @@ class FlopCounter(TorchDispatchMode):
         self.products += flops
         self.others += 0 if flops else other_flops(name, args, given, output)
         return output
+
+
+def _freezes_alike(spec: ModelSpec) -> bool:
+    """Return whether the same weights are frozen in every block."""
+    if not spec.groups:
+        return True
+    with torch.device("meta"), _runs_on_meta(spec.memory):
+        blocks = _build(spec).blocks
+    trained = {frozenset(name for name, part in block.named_parameters() if part.requires_grad) for block in blocks}
+    return len(trained) == 1
 
 
 def _build(spec: ModelSpec) -> MemoryLM:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dist_mem.block import model_spec
 from dist_mem.config import AdaptiveConfig, Config, change_config
+from dist_mem.engine.optimizer import freeze
 from dist_mem.estimate.counting import FlopCounter, Flops, NotCountedError, flops_per_token, operations_per_token
 from dist_mem.model import MemoryLM
 from dist_mem.nn.convolution import convolve
@@ -118,6 +119,15 @@ def test_gradients_of_frozen_weights_are_not_counted() -> None:
     assert everything.training - feed_forward.training == 3 * 2 * (2 * 96 * 256)
     assert blocks.training - blocks.scoring == 2 * (2 * 96 * VOCAB)
     assert everything.scoring == feed_forward.scoring == blocks.scoring
+
+
+@pytest.mark.parametrize("frozen", [r"^blocks\.2\.", r"^(?!blocks\.3\.)", "^(?!embedding)"])
+def test_blocks_that_are_frozen_differently_are_counted_one_by_one(frozen: str) -> None:
+    groups = [{"param_regex": frozen, "trainable": False}]
+    config = change_config(realistic({"kind": "none"}, num_layers=4), {"optimizer.groups": groups})
+    model = MemoryLM(model_spec(config, VOCAB))
+    freeze(model, config.optimizer.groups)
+    assert flops_per_token(model_spec(config, VOCAB), num_lanes=1) == torchs_count(model, 1, 48)
 
 
 @pytest.mark.parametrize("preset", LINEAR)
