@@ -25,6 +25,7 @@ from dist_mem.engine.start import gather_whole_blocks, start_deepspeed
 from dist_mem.engine.zero_restore import Counters, ReadSlice
 from dist_mem.engine.zero_state import Slice
 from dist_mem.model import DocumentStarts, LMOutput, LMState, MemoryLM
+from dist_mem.nn.half_products import widen_half_products
 from dist_mem.nn.layers import DTYPES
 
 
@@ -45,7 +46,7 @@ class Engine:
         """`auxiliary_parameters`: names of parameters whose gradient norm is logged separately."""
         on_gpu = torch.cuda.is_available()
         torch_optimizer = build_optimizer(model, optimizer, fused=on_gpu)
-        self.rules = describe_rules(torch_optimizer)  # a message of which parameters Muon updates
+        self.rules = describe_rules(torch_optimizer)  # messages, also of how products are computed
         self.config = deepspeed_config(
             block,
             train,
@@ -63,6 +64,9 @@ class Engine:
         self._peak_lrs = [group["lr"] for group in self._engine.optimizer.param_groups]
         self.dtype = DTYPES[train.precision]
         self.device = self._engine.device
+        if widen_half_products(self.device, self.dtype):
+            reason = "this CPU has no instructions for it"
+            self.rules.append(f"products in {train.precision} are computed in fp32: {reason}")
         self.stage: int = self._engine.zero_optimization_stage()
         if isinstance(torch_optimizer, MuonAdamW):
             where = zero_state.matrices_of(self._engine)

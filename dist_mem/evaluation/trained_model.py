@@ -52,6 +52,7 @@ from dist_mem.memory import memory_options
 from dist_mem.memory.base import map_state
 from dist_mem.memory.outside import kept_kinds
 from dist_mem.model import LMState, MemoryLM
+from dist_mem.nn.half_products import widen_half_products
 from dist_mem.nn.layers import DTYPES
 from dist_mem.runtime.files import by_name
 from dist_mem.runtime.outside_code import source_of
@@ -209,6 +210,7 @@ def open_model(
     """
     config = for_evaluation(config)
     device, dtype = torch.device(device), DTYPES[config.eval.precision]
+    widen_half_products(device, dtype)
     spec = model_spec(config, tokenizer.vocab_size)
     try:
         check(spec)

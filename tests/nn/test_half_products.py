@@ -1,0 +1,79 @@
+"""Half-precision products on a processor without instructions for them: float32's, rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dist_mem.nn import half_products
+from dist_mem.nn.half_products import HALF, restore_products, widen_half_products
+
+CPU = torch.device("cpu")
+# What ends in each of `PRODUCTS`, and the shapes of its operands.
+CASES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
+    "mm": (F.linear, ((2, 5, 7), (3, 7))),
+    "addmm": (lambda x, weight, bias: F.linear(x, weight, bias), ((2, 5, 7), (3, 7), (3,))),
+    "bmm": (torch.matmul, ((2, 3, 5, 7), (2, 3, 7, 4))),
+    "baddbmm": (lambda x, y, added: torch.baddbmm(added, x, y, alpha=2.0), ((3, 5, 7), (3, 7, 4), (3, 5, 4))),
+}
+
+
+@pytest.fixture(params=HALF.values(), ids=str)
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.dtype]:
+    """Whose products are computed in float32, also by processors that have instructions for it."""
+    monkeypatch.setattr(half_products, "_lacking", lambda: set(HALF.values()))
+    restore_products()
+    assert widen_half_products(CPU, request.param)
+    yield request.param
+    restore_products()
+
+
+def operands_of(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+
+
+def results(product: Callable[..., Tensor], operands: list[Tensor], gradient: Tensor) -> list[Tensor]:
+    """Return the product and the gradients of its operands."""
+    made = product(*operands)
+    return [made.detach(), *torch.autograd.grad(made, operands, gradient)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_product_and_its_gradients_are_those_of_float32_rounded_once(name: str, dtype: torch.dtype) -> None:
+    product, shapes = CASES[name]
+    operands = operands_of(shapes, dtype)
+    gradient = torch.randn_like(product(*operands))
+    wide = results(product, [operand.detach().float().requires_grad_() for operand in operands], gradient.float())
+    for found, right in zip(results(product, operands, gradient), wide, strict=True):
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, right.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=0.0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_float32_and_float64_keep_every_bit(name: str, dtype: torch.dtype) -> None:
+    product, shapes = CASES[name]
+    for other in (torch.float32, torch.float64):
+        operands = operands_of(shapes, other)
+        gradient = torch.randn_like(product(*operands))
+        replaced = results(product, operands, gradient)
+        restore_products()
+        own = results(product, operands, gradient)
+        assert widen_half_products(CPU, dtype)
+        assert all(map(torch.equal, replaced, own))
+
+
+def test_operands_of_two_dtypes_are_refused_as_ever(dtype: torch.dtype) -> None:
+    with pytest.raises(RuntimeError, match="same dtype"):
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2, dtype=dtype))
+
+
+def test_only_products_that_the_device_lacks_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(half_products, "_lacking", lambda: {torch.bfloat16})
+    assert not widen_half_products(CPU, torch.float32)
+    assert not widen_half_products(CPU, torch.float16)
+    assert not widen_half_products(torch.device("cuda"), torch.bfloat16)
