@@ -6,9 +6,10 @@
 
 A value of a document with one seed is the sum of the document (the same for all models), of the model's seed, of the
 model on that document, and of the rest, all normal, with the standard deviations (nats per word) of the arena's cells
-in docs/results. The first of eight models is compared with each of the others; none is better. "Late" draws the seeds
-from an exponential distribution instead: most agree, and some begin to copy late. Columns are the mean over the seven
-comparisons, and the worst of them. The numbers, beside those of the bootstrap before, are in
+in docs/results. The first of eight models is compared with each of the others; none is better. "By seed": a seed does
+something to all models alike too, and they are compared seed by seed. "Late" draws the seeds from an exponential
+distribution instead: most agree, and some begin to copy late. Columns are the mean over the seven comparisons, and the
+worst of them. The numbers, beside those of the bootstrap before, are in
 docs/log/2026-11-28-intervals-that-cover-and-what-they-leave-of-the-arena.md.
 
 `--cells` reads the finished runs of a study, whose first column is a perplexity or bits per byte, and prints by row how
@@ -31,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from dist_mem.evaluation.intervals import difference, pooled_variance
+from dist_mem.evaluation.intervals import difference, paired_difference, pooled_variance
 
 NUM_DOCUMENTS = 32
 SEEDS = (2, 3, 5, 10, 30)
@@ -44,6 +45,7 @@ class Case(NamedTuple):
     documents: float = 0.012  # of a model on a document
     rest: float = 0.01
     is_late: bool = False
+    shared: float = 0.0  # of what a seed does to all models alike; with it, they are compared seed by seed
 
 
 CASES = {
@@ -59,6 +61,8 @@ CASES = {
     "those of ten rows of the arena": Case(
         [0.0136, 0.0283, 0.0068, 0.0026, 0.0011, 0.0076, 0.21, 0.0427, 0.0299, 0.31]
     ),
+    "equal, by seed": Case([0.014] * 8, shared=0.05),
+    "half of them a quarter, by seed": Case([0.014] * 4 + [0.0035] * 4, shared=0.05),
     "late, equal": Case([0.014] * 8, is_late=True),
     "late, one of ten times": Case([0.014] * 7 + [0.14], is_late=True),
 }
@@ -73,7 +77,8 @@ def coverage(case: Case, num_seeds: int, draws: int) -> NDArray[np.float64]:
         values = [each * counts for each in _drawn(case, num_seeds, generator)]
         pooled = pooled_variance([each.sum(axis=1) / counts.sum() for each in values])
         for place, other in enumerate(values[1:]):
-            low, high, _ = difference(values[0], other, counts, pooled)
+            pair = values[0], other, counts
+            low, high, _ = paired_difference(*pair) if case.shared else difference(*pair, pooled)
             contained[place] += low <= 0 <= high
     return contained / draws
 
@@ -81,12 +86,13 @@ def coverage(case: Case, num_seeds: int, draws: int) -> NDArray[np.float64]:
 def _drawn(case: Case, num_seeds: int, generator: np.random.Generator) -> list[NDArray[np.float64]]:
     """Return the values of every model: (seeds, documents) each."""
     documents = generator.normal(0.0, 0.2, NUM_DOCUMENTS)
+    shared = generator.normal(0.0, 1.0, num_seeds) * case.shared if case.shared else np.zeros(num_seeds)
     values = []
     for deviation in case.seeds:
         unit = generator.exponential(1.0, num_seeds) - 1 if case.is_late else generator.normal(0.0, 1.0, num_seeds)
         own = generator.normal(0.0, case.documents, NUM_DOCUMENTS)
         rest = generator.normal(0.0, case.rest, (num_seeds, NUM_DOCUMENTS))
-        values.append(documents + own + deviation * unit[:, None] + rest)
+        values.append(documents + own + (shared + deviation * unit)[:, None] + rest)
     return values
 
 

@@ -11,6 +11,9 @@ variance of few seeds is hardly known, which the quantile of t makes up for, and
 - The quantile is the mean of the seeds' and the documents' ones, weighted by their variances (Cochran and Cox 1957):
   degrees of freedom of the sum, after Satterthwaite, make it too short where few seeds agree by chance.
 
+Models whose trainings with one seed have much in common, as the same first updates, are compared seed by seed: what a
+seed does to both is no part of the variance, which is that of the differences, with S - 1 degrees of freedom.
+
 tests/evaluation/test_intervals.py simulates the coverage. With one seed of either model, the interval is that of
 the documents alone, by bootstrap, and says so. Where a table compares several models with one, Holm's correction says
 which of its intervals would exclude equality by chance in at most 5 % of such tables (Holm 1979).
@@ -23,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +40,7 @@ from dist_mem.runtime.figures import exponential
 from dist_mem.runtime.terminal import count_noun
 
 Array = NDArray[np.float64]
+BySeed = Mapping[int, Report]  # the reports of a model, by the seed of its training
 
 MIN_DOCUMENTS = 8  # with 8, a bootstrap at 95 % covers about 90 %; with 2, the draws are only three different ones
 LEVEL = 0.05  # of Holm's correction, and what an interval leaves out
@@ -85,26 +90,58 @@ def intervals(
             the other's; of bits per byte, how many fewer the other has; of a share, how much larger the other's is.
         first, others: of each model a report for every seed; all score the same documents.
     """
-    found = _metric(metric, first[0])
-    counts = np.array([found.count(document) for document in first[0].documents], dtype=np.float64)
-    if metric.endswith("perplexity") and first[0].num_words is not None:
-        counts *= first[0].num_words / counts.sum()  # an official count differs from that of the documents
-    known = counts > 0
-    before, *rest = (
-        found.sign * np.array([[found.value(document) for document in each.documents] for each in reports])[:, known]
-        for reports in (first, *others.values())
-    )
-    counts = counts[known]
-    pooled = pooled_variance([each.sum(axis=1) / counts.sum() for each in (before, *rest)]) if len(counts) else None
+    table = _read_table(metric, [first, *others.values()])
+    before, *rest = table.values
+    pooled = pooled_variance([table.means(each) for each in table.values]) if len(table.counts) else None
+    find = partial(difference, pooled=pooled)
+    return {name: table.compare(before, after, find) for name, after in zip(others, rest, strict=True)}
+
+
+def paired_intervals(metric: str, first: BySeed, others: Mapping[str, BySeed]) -> dict[str, Interval | str]:
+    """Return the same as `intervals`, of models that are compared seed by seed, with the seeds that both have."""
     shown: dict[str, Interval | str] = {}
-    for name, after in zip(others, rest, strict=True):
-        pair = before, after
-        if problem := _problem(*pair):
-            shown[name] = problem
-            continue
-        low, high, p_value = difference(*pair, counts, pooled)
-        shown[name] = Interval(found.show(low), found.show(high), p_value, over_seeds=min(map(len, pair)) > 1)
+    for name, other in others.items():
+        seeds = sorted(first.keys() & other.keys())
+        if seeds:
+            table = _read_table(metric, [[each[seed] for seed in seeds] for each in (first, other)])
+            before, after = table.values
+            shown[name] = table.compare(before, after, paired_difference)
+        else:
+            shown[name] = "no seed that both have"
     return shown
+
+
+class _Table(NamedTuple):
+    """A metric of all models of a table."""
+
+    metric: _Metric
+    counts: Array  # (N,)
+    values: list[Array]  # of every model, (S, N)
+
+    def means(self, values: Array) -> Array:
+        """Return the means over documents, (S,)."""
+        return np.asarray(values.sum(axis=1) / self.counts.sum())
+
+    def compare(self, before: Array, after: Array, find: Callable[[Array, Array, Array], Bounds]) -> Interval | str:
+        """Return the interval of the gain of a model over another, or why there is none."""
+        if problem := _problem(before, after):
+            return problem
+        low, high, p_value = find(before, after, self.counts)
+        several = min(len(before), len(after)) > 1
+        return Interval(self.metric.show(low), self.metric.show(high), p_value, over_seeds=several)
+
+
+def _read_table(metric: str, models: Sequence[Sequence[Report]]) -> _Table:
+    first, found = models[0][0], _metric(metric, models[0][0])
+    counts = np.array([found.count(document) for document in first.documents], dtype=np.float64)
+    if metric.endswith("perplexity") and first.num_words is not None:
+        counts *= first.num_words / counts.sum()  # an official count differs from that of the documents
+    known = counts > 0
+    values = [
+        found.sign * np.array([[found.value(document) for document in each.documents] for each in reports])[:, known]
+        for reports in models
+    ]
+    return _Table(found, counts[known], values)
 
 
 class PooledVariance(NamedTuple):
@@ -133,12 +170,8 @@ def difference(before: Array, after: Array, counts: Array, pooled: PooledVarianc
         counts: what the metrics are divided by, (N,).
         pooled: the variance of a mean over documents from seed to seed, if all models have one; else each has its own.
     """
-    gains = after.mean(axis=0) - before.mean(axis=0)
     if min(len(before), len(after)) < 2:
-        return resample(gains, counts)
-    gain = float(gains.sum() / counts.sum())
-    rest = gains - gain * counts
-    of_documents = float((rest**2).sum() / counts.sum() ** 2 * len(counts) / (len(counts) - 1))
+        return resample(_mean_gains(before, after), counts)
     if pooled is None:
         parts = [float((each.sum(axis=1) / counts.sum()).var(ddof=1)) / len(each) for each in (before, after)]
         of_seeds, weights = sum(parts), zip(parts, (before, after), strict=True)
@@ -146,11 +179,32 @@ def difference(before: Array, after: Array, counts: Array, pooled: PooledVarianc
         freedom = of_seeds**2 / spread if spread else 1.0
     else:
         of_seeds, freedom = pooled.variance * (1 / len(before) + 1 / len(after)), float(pooled.freedom)
-    return _student(gain, of_seeds, freedom, of_documents, len(counts) - 1)
+    return _student(_mean_gains(before, after), counts, of_seeds, freedom)
 
 
-def _student(gain: float, of_seeds: float, freedom: float, of_documents: float, others: int) -> Bounds:
-    """Return the interval around a gain of two variances, with their degrees of freedom."""
+def paired_difference(before: Array, after: Array, counts: Array) -> Bounds:
+    """Return the interval of the same as `difference`, whose seeds are the same ones, in the same order."""
+    if len(before) < 2:
+        return resample(_mean_gains(before, after), counts)
+    by_seed = (after - before).sum(axis=1) / counts.sum()
+    return _student(_mean_gains(before, after), counts, float(by_seed.var(ddof=1)) / len(by_seed), len(by_seed) - 1)
+
+
+def _mean_gains(before: Array, after: Array) -> Array:
+    """Return the gain of every document, (N,): a difference of means over seeds."""
+    return np.asarray(after.mean(axis=0) - before.mean(axis=0))
+
+
+def _student(gains: Array, counts: Array, of_seeds: float, freedom: float) -> Bounds:
+    """Return the interval of sum(gains) / sum(counts).
+
+    Args:
+        gains, counts: of every document, (N,).
+        of_seeds, freedom: the variance of the seeds' mean, and its degrees of freedom.
+    """
+    gain, others = float(gains.sum() / counts.sum()), len(counts) - 1
+    rest = gains - gain * counts
+    of_documents = float((rest**2).sum() / counts.sum() ** 2 * len(counts) / others)
     error = math.sqrt(of_seeds + of_documents)
     if not error:
         return Bounds(gain, gain, 0.0 if gain else 1.0)

@@ -136,6 +136,8 @@ def _about_interval(study: Study, found: Mapping[str, RowSummary], runs: Sequenc
         f"{means} The interval is that of {what}, with other seeds and other documents of the same kind; with one seed "
     )
     about += f"of a row, of other documents only. One that contains {nothing} settles nothing. "
+    if study.paired:
+        about += "Rows are compared seed by seed. "
     if (over_seeds := sum(each.over_seeds for each in known)) > 1:
         about += f"{about_settled(over_seeds)}. "
     return f"{about}Fewer than {MIN_DOCUMENTS} documents have none."

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from dist_mem.evaluation.intervals import Interval, find_settled, intervals
+from dist_mem.evaluation.intervals import Interval, find_settled, intervals, paired_intervals
 from dist_mem.evaluation.scores import METRICS, POSITION_METRIC, Report
 from dist_mem.runtime.figures import NO_FIGURE
 from dist_mem.studies.budget import Costs
@@ -88,8 +88,8 @@ def standings(study: Study, runs: Sequence[CellRun], costs: Mapping[str, Costs])
     """Return what is known of every row of a study with a budget, in the order of the file."""
     name, column = next(iter(study.columns.items()))
     rows = {row: runs_behind(study, runs, row, name) for row in (table_rows(study) if costs else ())}
-    scored = {row: [report for run in mine if (report := report_of(run, name))] for row, mine in rows.items()}
-    gains = gains_of_rows(scored, column)
+    scored = {row: {run.seed: report for run in mine if (report := report_of(run, name))} for row, mine in rows.items()}
+    gains = gains_of_rows(scored, column, paired=study.paired)
     marked = find_settled(gains)
     found = {}
     for row, mine in rows.items():
@@ -110,13 +110,22 @@ def table_rows(study: Study) -> list[str]:
     return [row for row in shown_rows(study) if not (study.budget and row in study.candidates)]
 
 
-def gains_of_rows(scored: Mapping[str, Sequence[Report]], column: Column) -> dict[str, Interval | str]:
-    """Return the interval of the gain of each row over the first, where it is known; arguments: the reports by row."""
-    rows = [(row, [part_of(report, column) for report in each]) for row, each in scored.items()]
-    metric = compared_metric(column)
-    if metric not in METRICS or not rows or not rows[0][1]:
+def gains_of_rows(
+    scored: Mapping[str, Mapping[int, Report]], column: Column, *, paired: bool
+) -> dict[str, Interval | str]:
+    """Return the interval of the gain of each row over the first, where it is known.
+
+    Args:
+        scored: the reports of every row by seed.  paired: they are compared seed by seed.
+    """
+    rows = {row: {seed: part_of(each, column) for seed, each in found.items()} for row, found in scored.items()}
+    metric, first = compared_metric(column), next(iter(rows.values()), {})
+    if metric not in METRICS or not first:
         return {}
-    return intervals(metric, rows[0][1], {row: reports for row, reports in rows[1:] if reports})
+    others = {row: found for row, found in rows.items() if found and found is not first}
+    if paired:
+        return paired_intervals(metric, first, others)
+    return intervals(metric, [*first.values()], {row: [*found.values()] for row, found in others.items()})
 
 
 def part_of(report: Report, column: Column) -> Report:

@@ -135,6 +135,7 @@ class Study(Scale):
     skip: list[dict[str, Any]] = field(default_factory=list)  # combinations that have all these values
     tune: Tune = field(default_factory=Tune)
     budget: dict[str, float] = field(default_factory=dict)  # of every row
+    paired: bool = False  # rows of one seed have much in common, as their first updates: they are compared by seed
     fit: dict[str, Any] = field(default_factory=dict)  # keys that give a row the sizes of the budget
     data: str | None = None  # of the only point; `points` if there are several
     build: list[list[str]] = field(default_factory=list)

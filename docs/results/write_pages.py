@@ -23,7 +23,7 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from dist_mem.config import load_config
-from dist_mem.evaluation.intervals import SETTLED, Interval, find_settled, intervals
+from dist_mem.evaluation.intervals import SETTLED, Interval, find_settled, intervals, paired_intervals
 from dist_mem.evaluation.scores import Band, Report, report_from
 from dist_mem.runtime.markdown import table_row as line
 from dist_mem.studies.budget import Costs, fit_budget
@@ -110,9 +110,10 @@ class Results:
         self.pairs = [pair for pair in pairs if self.rows.keys() >= {*pair}]
 
     @cached_property
-    def reports(self) -> dict[str, list[Report]]:
+    def reports(self) -> dict[str, dict[int, Report]]:
         return {
-            row: [part_of(cell.report(self.column), self._shape) for cell in cells] for row, cells in self.rows.items()
+            row: {cell.seed: part_of(cell.report(self.column), self._shape) for cell in cells}
+            for row, cells in self.rows.items()
         }
 
     @cached_property
@@ -120,11 +121,16 @@ class Results:
         """The intervals of the family, with the mark of those that stand after correction."""
         found: dict[str, Interval | str] = {}
         for first in dict.fromkeys(first for first, _ in self.pairs):
-            others = {row: each for row, each in self.reports.items() if row != first}
-            of_all = intervals(self.metric, self.reports[first], others)  # the variance of seeds is that of all rows
+            of_all = self._compare(first, [row for row in self.rows if row != first])  # their variance is pooled
             found |= {f"{first} / {row}": of_all[row] for one, row in self.pairs if one == first}
         marked = find_settled(found)
         return {pair: self._shown(found[" / ".join(pair)], " / ".join(pair) in marked) for pair in self.pairs}
+
+    def _compare(self, first: str, others: Sequence[str]) -> dict[str, Interval | str]:
+        if self.places[first][0].study.paired:
+            return paired_intervals(self.metric, self.reports[first], {row: self.reports[row] for row in others})
+        reports = {row: [*each.values()] for row, each in self.reports.items()}
+        return intervals(self.metric, reports[first], {row: reports[row] for row in others})
 
     def _shown(self, interval: Interval | str, is_settled: bool) -> str:
         if isinstance(interval, str):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from dist_mem.evaluation.intervals import MIN_DOCUMENTS, Interval, holm, intervals
+from dist_mem.evaluation.intervals import MIN_DOCUMENTS, Interval, holm, intervals, paired_intervals
 from dist_mem.evaluation.scores import METRICS, DocumentScore, Report
 from tests.support.paths import ROOT
 
@@ -98,6 +98,25 @@ def test_an_interval_excludes_equality_where_its_p_value_is_below_five_per_cent(
         assert (interval.p_value < 0.05 + margin) if excludes else (interval.p_value > 0.05 - margin)
 
 
+def test_models_compared_by_seed_have_the_width_of_their_differences_in_the_seeds_that_both_have() -> None:
+    generator = np.random.default_rng(1)
+    documents, seeds = generator.normal(300.0, 20.0, 50), generator.normal(0.0, 50.0, 6)
+    gained = 20.0 + generator.normal(0.0, 2.0, 6)
+    of_documents = generator.normal(0.0, 8.0, 50)
+    first = {place: of_losses(*(documents + seeds[place])) for place in range(5)}
+    other = {place: of_losses(*(documents + of_documents + seeds[place] - gained[place])) for place in (5, 3, 1, 2)}
+    found = paired_intervals(PERPLEXITY, first, {"other": other, "stranger": {5: other[5]}, "alone": {3: other[3]}})
+    assert found["stranger"] == "no seed that both have"
+    assert isinstance(found["alone"], Interval) and not found["alone"].over_seeds
+    differences = [first[seed].nll / 5000 - other[seed].nll / 5000 for seed in (1, 2, 3)]
+    parts = np.var(differences, ddof=1) / 3, of_documents.var(ddof=1) / 50 / 100**2
+    quantile = (parts[0] * stats.t.ppf(0.975, 2) + parts[1] * stats.t.ppf(0.975, 49)) / sum(parts)
+    half, middle = quantile * math.sqrt(sum(parts)), np.mean(differences)
+    both = found["other"]
+    assert isinstance(both, Interval) and both.over_seeds
+    assert [math.log(bound) for bound in both[:2]] == pytest.approx([middle - half, middle + half])
+
+
 def test_one_seed_says_nothing_of_others() -> None:
     """A model of one seed has the interval of the documents, however far the seeds of the other lie apart."""
     documents = np.arange(20.0)
@@ -151,7 +170,14 @@ def test_holm_keeps_the_order_and_corrects_the_smallest_for_all(p_values: list[f
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("num_seeds", [2, 3, 5, 10])
 @pytest.mark.parametrize(
-    "name", ["equal", "two models, 1 to 2", "half of them a quarter", "those of ten rows of the arena"]
+    "name",
+    [
+        "equal",
+        "two models, 1 to 2",
+        "half of them a quarter",
+        "those of ten rows of the arena",
+        "half of them a quarter, by seed",
+    ],
 )
 def test_95_of_100_intervals_contain_the_truth(monkeypatch: pytest.MonkeyPatch, name: str, num_seeds: int) -> None:
     """Simulated, over the comparisons of a table; that with percentiles of a bootstrap 84 of 100 did was found late."""

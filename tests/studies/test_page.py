@@ -213,18 +213,19 @@ def test_recall_is_read_between_two_distances(tmp_path: Path) -> None:
         assert metric_of(path, column(figure, 200)) == (None, 7)
 
 
-def finished(folder: Path, figure: str, *, num_documents: int, depth: float | None) -> StudyCall:
-    """Return the job of an arena whose three memories have been evaluated with one seed."""
+def finished(folder: Path, figure: str, *, num_documents: int, depth: float | None, **keys: Any) -> StudyCall:
+    """Return the job of an arena, with more keys, whose three memories have been evaluated; seed s adds s nats."""
     options: dict[str, dict[str, Any]] = {
         "recall_accuracy": {"band": [0]},
         "position_perplexity": {"band": [7], "evaluate": ["--by", "position"]},
     }
     rows = {**ROWS, "outside": ["memory.kind=mine.py:Mine"]}
-    study = load(folder, ARENA, rows=rows, columns={"first": {"metric": figure, **options.get(figure, {})}}, seeds=[0])
+    keys = {"seeds": [0], **keys}
+    study = load(folder, ARENA, rows=rows, columns={"first": {"metric": figure, **options.get(figure, {})}}, **keys)
     runs = all_runs(study, folder / "out")
     for run in runs:
         documents = [
-            DocumentScore(str(place), "", 2.0, 2, 2, 2, RIGHT[run.row] if place % 2 else 2, depth)
+            DocumentScore(str(place), "", 2.0 + run.seed, 2, 2, 2, RIGHT[run.row] if place % 2 else 2, depth)
             for place in range(num_documents)
         ]
         hits = sum(document.hits or 0 for document in documents)
@@ -265,6 +266,13 @@ def test_the_interval_is_that_of_the_first_column(
     assert f"|  | first | {heading} |" in text
     assert f"| transformer_xl | 0.5 | {interval} | 9 | 8 | 7 | 6 | n/a | n/a |" in text
     assert sentence in text
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_what_a_seed_does_to_all_rows_is_no_difference_of_paired_ones(tmp_path: Path, paired: bool) -> None:
+    job = finished(tmp_path, "word_perplexity", num_documents=9, depth=None, seeds=[0, 1, 2], paired=paired)
+    text = write_results(job, {})[0].read_text(encoding="utf-8")
+    assert ("| 1.000 to 1.000 |" in text) == ("Rows are compared seed by seed." in text) == paired
 
 
 def test_a_cell_has_the_commands_and_the_checksum_of_its_evaluation(tmp_path: Path) -> None:
