@@ -28,14 +28,14 @@ def widen_half_products(device: torch.device, dtype: torch.dtype) -> bool:
     Returns:
         Whether they are computed so.
     """
-    if device.type != "cpu" or dtype not in _lacking():
+    if device.type != "cpu" or dtype not in _find_lacking():
         return False
     if not _library:
         library = Library("aten", "IMPL")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="(?s).*previously registered kernel", category=UserWarning)
             for name in PRODUCTS:
-                library.impl(name, _widened(getattr(torch, name)), "CPU")
+                library.impl(name, _widen(getattr(torch, name)), "CPU")
         _library.append(library)
     return True
 
@@ -46,12 +46,12 @@ def restore_products() -> None:
         _library.pop()._destroy()
 
 
-def _lacking() -> set[torch.dtype]:
+def _find_lacking() -> set[torch.dtype]:
     """Return the dtypes for which torch has no instructions of this processor; empty if it cannot tell."""
     return {dtype for name, dtype in HALF.items() if not getattr(torch.ops.mkldnn, name, lambda: True)()}
 
 
-def _widened(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _widen(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return the kernel of a product, below autograd; torch's own one is reached by `out`, which is not replaced."""
 
     def kernel(*operands: Tensor, **factors: float) -> Tensor:

@@ -25,7 +25,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
 @pytest.fixture(params=HALF.values(), ids=str)
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.dtype]:
     """Whose products are computed in float32, also by processors that have instructions for it."""
-    monkeypatch.setattr(half_products, "_lacking", lambda: set(HALF.values()))
+    monkeypatch.setattr(half_products, "_find_lacking", lambda: set(HALF.values()))
     restore_products()
     assert widen_half_products(CPU, request.param)
     yield request.param
@@ -73,7 +73,7 @@ def test_operands_of_two_dtypes_are_refused_as_ever(dtype: torch.dtype) -> None:
 
 
 def test_only_products_that_the_device_lacks_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(half_products, "_lacking", lambda: {torch.bfloat16})
+    monkeypatch.setattr(half_products, "_find_lacking", lambda: {torch.bfloat16})
     assert not widen_half_products(CPU, torch.float32)
     assert not widen_half_products(CPU, torch.float16)
     assert not widen_half_products(torch.device("cuda"), torch.bfloat16)
