@@ -260,13 +260,15 @@ def test_environment_is_read_but_never_written(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_block_that_another_block_refers_to_must_fit_it(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    """Every block for every other one, in a configuration and in what a run has saved."""
+    """Every block for the next three, in a configuration and in what a run has saved."""
     blocks = {
         name: key.schema
         for name, key in keys_of(Config).items()
         if block_of(key.schema) and not item_schema(key.schema)
     }
-    for name, other in itertools.permutations(blocks, 2):
+    names = [*blocks]
+    for (place, name), ahead in itertools.product(enumerate(names), (1, 2, 3)):
+        other = names[(place + ahead) % len(names)]
         if is_optional(blocks[name]) and is_optional(blocks[other]):
             continue  # the other one is null, as this may be
         with subtests.test(name=name, other=other):

@@ -139,7 +139,8 @@ def test_signal_to_one_rank_saves_requeues_and_ends_as_if_nothing_had_been(
     assert (tags["SLURM_JOB_ID"], tags["SLURM_RESTART_COUNT"]) == (submitted.job, "1")
 
 
-@pytest.mark.parametrize("command", ["sweep", pytest.param("arena", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("command", ["sweep", "arena"])
 def test_a_study_is_submitted_as_an_array_and_measured_afterwards(
     command: str, slurm: Cluster, books: Path, tmp_path: Path
 ) -> None:

@@ -224,7 +224,7 @@ OF_NIGHT = {
         *("add_a_memory", "babilong", "dialogue", "evaluate", "gpt2", "inspect", "llama", "performance"),
         *("sorting", "tables", "transformers"),
     )
-}
+} | {"docs/tutorials/pretrained.md"}
 BY_DAY_OR_NIGHT = [
     pytest.param(page, marks=pytest.mark.nightly if name_of(page) in OF_NIGHT else pytest.mark.core)
     for page in WITH_COMMANDS

@@ -211,6 +211,7 @@ print(f"{scores.memory.num_tokens} tokens, {scores.perplexity:.1f}")
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks
 @pytest.mark.timeout(900)  # DeepSpeed's op is compiled again: 75 s of a core
 def test_a_wheel_alone_builds_data_trains_on_two_ranks_and_its_core_scores_and_generates(

@@ -1,4 +1,4 @@
-"""How much of every test is run: `make test` gives a function a second, `make test-all` 12, the night the rest.
+"""How much of every test is run: `make test` gives a function a second, `make test-all` 5, the night the rest.
 
 A function with variants (parameters) that take longer together runs with as many of them as fit, evenly spread over
 them, and with those marked `core`. tests/durations.json has the seconds of one variant of each function, measured by
@@ -34,7 +34,7 @@ class Budget:
 
 BUDGETS = {
     "quick": Budget(1.0, 0, frozenset({"nightly", "slurm", "netns", "servers", "pages"})),
-    "all": Budget(12.0, 1),
+    "all": Budget(5.0, 1),
 }
 
 

@@ -26,6 +26,7 @@ class Looks(TransformerXL):
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_compiled_run_resumes_bitwise_and_learns_as_one_that_is_not_compiled(tmp_path: Path, books: Path) -> None:
     """ZeRO-3 on two ranks, dropout off so that the losses can be compared."""
