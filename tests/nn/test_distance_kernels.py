@@ -104,7 +104,8 @@ def compare_with_float64(cases: dict[str, Case]) -> None:
         wide, inputs = drawn(case, torch.float64), drawn(case, torch.float32)
         expected = results(wide, attend_in_chunks(wide, log_sum=True))
         for one, wanted in zip(results(inputs, attend(inputs)), expected, strict=True):
-            assert (one - wanted).abs().max() <= 5e-6 * max(1.0, float(wanted.abs().max())), name
+            # Sums of 128 products in float32; without AVX-512 the interpreter adds them up in another order.
+            assert (one - wanted).abs().max() <= 2e-5 * max(1.0, float(wanted.abs().max())), name
 
 
 @pytest.mark.usefixtures("interpreter")
