@@ -24,7 +24,9 @@ from tests.support.ranks import RankPool, launcher_environment
 from tests.support.scored_library import write_library
 from tests.support.slurm_cluster import Cluster, running_cluster, why_not
 
-torch.set_num_threads(1)  # tiny tensors: more threads only get in each other's way
+# Tiny tensors: more threads only get in each other's way, here and in the processes that tests start.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 NEW_SECONDS = 1.0  # a test function without a line in durations.json that takes longer gets one by `make durations`
 
 

@@ -28,7 +28,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
 
     def ask(arguments: Sequence[str]) -> Answer:
         here = Path(tempfile.mkdtemp(dir=folder))
-        variables = {**os.environ, **launcher_environment(0, 1, free_port()), "OMP_NUM_THREADS": "1"}
+        variables = {**os.environ, **launcher_environment(0, 1, free_port())}
         variables["WARM_PROGRAMS"] = str(folder)
         request = {"arguments": list(arguments), "folder": str(here), "environment": variables}
         with (

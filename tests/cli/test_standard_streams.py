@@ -42,7 +42,7 @@ def ask(arguments: list[object], *, unread: tuple[str, ...] = ("stdout",), unbuf
     reader, writer = os.pipe()
     os.close(reader)
     streams = {name: writer if name in unread else subprocess.PIPE for name in ("stdout", "stderr")}
-    environment = {**os.environ, **launcher_environment(0, 1, free_port()), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **launcher_environment(0, 1, free_port())}
     done = subprocess.run(
         [sys.executable, "-m", "dist_mem", *map(str, arguments)],
         **streams,

@@ -148,10 +148,7 @@ def test_what_cannot_be_done_is_said_in_one_line(
 
 
 @pytest.mark.parametrize("options", [["--tokens", "1000000"], ["--tokens", "40", "--samples", "2"]])
-def test_a_reader_that_has_enough_ends_it_quietly(
-    folder: Path, tmp_path: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_a_reader_that_has_enough_ends_it_quietly(folder: Path, tmp_path: Path, options: list[str]) -> None:
     out = tmp_path / "so_far.json"
     arguments = command(folder / "txl", "--prompt", PROMPT, "--temperature", "2", "--out", out, *options)
     reader, writer = os.pipe()
@@ -168,8 +165,7 @@ def test_words_are_written_as_words(folder: Path, capsys: pytest.CaptureFixture[
     assert code == 0 and set(out.split()) <= {"alpha", "beta", "gamma"} and len(out.split()) > 5
 
 
-def test_ctrl_c_ends_with_the_text_so_far(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_ctrl_c_ends_with_the_text_so_far(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "so_far.json"
     options = ["--tokens", "1000000", "--temperature", "0", "--out", out]
     arguments = command(folder / "txl", "--prompt", PROMPT, *options)

@@ -38,7 +38,6 @@ def launch(name: str, config: Path, *overrides: str, python_path: str = "") -> s
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         "RANKS": str(world_size),
         "MASTER_PORT": port,
-        "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [python_path, os.environ.get("PYTHONPATH")])),
     }
     arguments = [port if part == "PORT" else part for part in command]

@@ -88,7 +88,7 @@ def changed(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [sys.executable, "-m", "dist_mem", *arguments], cwd=folder, env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,

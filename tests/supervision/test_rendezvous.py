@@ -69,7 +69,7 @@ def test_every_module_whose_ranks_join_lets_them_meet_first() -> None:
 
 def alone(arguments: list[str], rank: int, *, cwd: Path, **changes: str) -> Ended:
     """One rank of two, each on a node of its own; of the commands, `train` starts a Python of its own."""
-    environment = {**os.environ, **launcher_environment(rank, 2, free_port()), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **launcher_environment(rank, 2, free_port())}
     environment |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **changes}
     environment = {name: value for name, value in environment.items() if value != "unset"}
     if arguments[0] != "train":

@@ -79,9 +79,10 @@ def start_ranks(arguments: list[str], *, world_size: int, cwd: Path, **variables
         variables: of the environment of all ranks, beside those of the launcher.
     """
     port = free_port()
-    kept = {**os.environ, "OMP_NUM_THREADS": "1"}
     return [
-        Program(arguments, cwd=cwd, environment={**kept, **launcher_environment(rank, world_size, port), **variables})
+        Program(
+            arguments, cwd=cwd, environment={**os.environ, **launcher_environment(rank, world_size, port), **variables}
+        )
         for rank in range(world_size)
     ]
 

@@ -168,7 +168,6 @@ class Tree:
             "MASTER_PORT": str(free_port()),
             "PET_MASTER_PORT": str(free_port()),
             "DS_ACCELERATOR": "cpu",
-            "OMP_NUM_THREADS": "1",
             "TMPDIR": str(self.folder),
             "TORCHINDUCTOR_CACHE_DIR": str(programs.parent / "inductor"),  # torch makes it when it is imported
         }
