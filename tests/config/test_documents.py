@@ -115,6 +115,7 @@ WRONG_STUDIES = {
     "scales": ["scales: {a: [1]}", "scales: [1]", "scales: {a: {rows: {b: {c: 1}}}}"],
     "build": ["build: {a: 1}", "build: [a]", "build: [[{a: 1}]]"],
     "figures": ["figures: [1]", "figures: {a: 1}"],
+    "paired": ["paired: x", "paired: [1]"],
     "seeds": ["seeds: a", "seeds: [a]", "seeds: {a: 1}"],
     "data": ["data: ${HOME}/x", "data: ${oc.env:DIST_MEM_NEVER_SET}", "data: [a]"],
     "train": ['train: ["${a}"]', "train: {a: 1}"],

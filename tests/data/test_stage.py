@@ -8,7 +8,8 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -124,13 +125,23 @@ def test_a_folder_into_which_others_can_write_is_refused(books: Path, tmp_path: 
         fill(staging(books, tmp_path))
 
 
-def stop_the_copying(books: Path) -> tuple[Path, bytes]:
-    """A tar of the source becomes a pipe that nobody fills: the copying stands still there. Returns it, and the tar."""
-    stuck = books / "train" / open_index(DataConfig(path=str(books)), "train").shards[-1].name
-    content = stuck.read_bytes()
-    stuck.unlink()
-    os.mkfifo(stuck)
-    return stuck, content
+def stalled(books: Path, until: Path) -> str:
+    """Statements after which the copying of the last tar stands still in its middle, until there is such a file."""
+    last = open_index(DataConfig(path=str(books)), "train").shards[-1].name
+    return f"""
+import time
+from pathlib import Path
+from dist_mem.data.remote import stage
+
+def in_halves(path, closed):
+    for piece in read_pieces(path, closed):
+        yield piece[: len(piece) // 2]
+        while path.name == {last!r} and not Path({str(until)!r}).exists():
+            time.sleep(0.01)
+        yield piece[len(piece) // 2 :]
+
+read_pieces, stage._read_pieces = stage._read_pieces, in_halves
+"""
 
 
 def holds_open(process: subprocess.Popen[str], suffix: str) -> bool:
@@ -142,13 +153,12 @@ def holds_open(process: subprocess.Popen[str], suffix: str) -> bool:
 
 
 def test_one_process_of_a_node_copies_and_the_others_wait(books: Path, tmp_path: Path) -> None:
-    stuck, content = stop_the_copying(books)
-    processes = [start_fetch(staging(books, tmp_path)) for _ in range(3)]
+    first = stalled(books, tmp_path / "go")
+    processes = [start_fetch(staging(books, tmp_path), first) for _ in range(3)]
     try:
         for process in processes:
             wait_until(partial(holds_open, process, ".lock"), "a process that copies, or waits for it")
-        with stuck.open("wb") as file:
-            file.write(content)
+        (tmp_path / "go").touch()
         reported = [process.communicate(timeout=limit(90))[1] for process in processes]
     finally:
         for process in processes:
@@ -160,17 +170,13 @@ def test_one_process_of_a_node_copies_and_the_others_wait(books: Path, tmp_path:
 
 def test_a_copy_torn_by_a_kill_is_finished(books: Path, tmp_path: Path) -> None:
     index = open_index(DataConfig(path=str(books)), "train")
-    stuck, content = stop_the_copying(books)
-    process = start_fetch(staging(books, tmp_path))
+    process = start_fetch(staging(books, tmp_path), stalled(books, tmp_path / "never"))
     target = open_index(staging(books, tmp_path), "train").split_dir
     try:
         wait_until(lambda: len(list(target.glob("*.tar"))) == len(index.shards) - 1, "all tars but one")
-        with stuck.open("wb") as file:  # the copying has opened it, too
-            file.write(bytes(50_000))
-            file.flush()
-            wait_until(lambda: any(path.stat().st_size for path in target.glob("*.partial")), "half a tar")
-            process.send_signal(signal.SIGKILL)
-            process.wait(limit(30))
+        wait_until(lambda: any(path.stat().st_size for path in target.glob("*.partial")), "half a tar")
+        process.send_signal(signal.SIGKILL)
+        process.wait(limit(30))
     finally:
         process.kill()
         process.communicate()
@@ -179,8 +185,6 @@ def test_a_copy_torn_by_a_kill_is_finished(books: Path, tmp_path: Path) -> None:
     altered, untouched = sorted(before)[:2]
     (target / altered).chmod(0o644)
     flip(target / altered, 600)  # of the right size: without the mark that is not enough
-    stuck.unlink()
-    stuck.write_bytes(content)
 
     assert verify_dataset(fill(staging(books, tmp_path))) == []
     after = inodes(target)
@@ -243,6 +247,41 @@ def test_a_damaged_source_is_refused_on_all_ranks_by_name(
     shutil.rmtree(tmp_path / "node")
     reported = rank_pool(2).run(stage_rank, data, {})
     assert all(f"{tar} is missing: build (--overwrite) or copy it again" in text for text in reported), reported
+
+
+def stopped_rank(world: World, data: DataConfig) -> tuple[str, str]:
+    """What a rank of two raises whose copying waits for a disk, when a signal reaches rank 1."""
+
+    def wait(path: Path, closed: threading.Event) -> Iterator[memoryview]:
+        assert closed.wait(limit(60)), "nobody has ended the copying"
+        yield from ()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage, "ROUND_SECONDS", 0.1)
+        patch.setattr(stage, "_read_pieces", wait)
+        patch.setattr(stage, "received_signal", lambda: "SIGTERM" if world.rank else None)
+        try:
+            refresh_on_all_ranks(data, ["train"])
+        except RunError as error:
+            return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_a_signal_to_one_rank_ends_the_copying_of_all(
+    books: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool]
+) -> None:
+    (name, text), other = rank_pool(2).run(stopped_rank, staging(books, tmp_path))
+    assert (name, text) == other
+    assert name == "StoppedEarlyError" and "SIGTERM" in text
+
+
+def test_what_is_no_file_is_not_copied(books: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool]) -> None:
+    """A read of a pipe would wait for ever."""
+    tar = min((books / "train").glob("*.tar"))
+    tar.unlink()
+    os.mkfifo(tar)
+    reported = rank_pool(2).run(stage_rank, staging(books, tmp_path), {})
+    assert all(str(tar) in text and "a pipe" in text for text in reported), reported
 
 
 def test_a_full_node_stops_all_ranks_and_is_named(

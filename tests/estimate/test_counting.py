@@ -100,13 +100,13 @@ OTHERS = ("lamemo", "linear", "titans", "block_recurrent")
 @pytest.mark.parametrize("kind", [kind for kind in memory_kinds() if kind not in OTHERS])
 @pytest.mark.parametrize("back_end", ["sdpa", "triton"])
 def test_a_fused_kernel_counts_its_products_and_keeps_less(kind: str, back_end: str) -> None:
-    """Its backward computes the scores again: one product more in seven."""
+    """Its backward computes the scores again: at most one product more in seven."""
     simple, fused = (
         count_micro_batch(model_spec(config(kind, model={"attention": name}), VOCAB_SIZE))
         for name in ("simple", back_end)
     )
     assert fused.kept < simple.kept
-    assert totals(simple)[2] < totals(fused)[2] < 1.1 * totals(simple)[2]
+    assert totals(simple)[2] < totals(fused)[2] < 8 / 7 * totals(simple)[2]
 
 
 def test_the_plan_for_a_gpu_takes_the_back_end_that_the_gpu_will() -> None:

@@ -90,7 +90,7 @@ ENDED_OTHERWISE = {
     "checkpoint/saver.py": "the save in flight, whose votes have a limit",
     "data/prefetch.py": "its own thread; in a training the watchdog ends a reader that does not answer",
     "data/remote/fetch.py": "the result of a transfer that has ended",
-    "data/remote/stage.py": "copies, each of which has a limit without a byte",
+    "data/remote/stage.py": "copies, whose wait asks for signals",
     "datasets/bucket_download.py": "downloads, each of which has a limit without a byte",
     "doctor/network.py": "collectives, which have the limit of the process group",
     "engine/cpu_op.py": "the result of a thread that has ended",

@@ -157,9 +157,9 @@ def opened(data: DataConfig) -> Index:
     return open_index(data, "train")
 
 
-def start_fetch(data: DataConfig) -> subprocess.Popen[str]:
-    """Start a process that fetches the training split."""
-    code = (
+def start_fetch(data: DataConfig, first: str = "") -> subprocess.Popen[str]:
+    """Start a process that fetches the training split; `first`: statements that it executes before."""
+    code = first + (
         "import json, sys; from dist_mem.config import DataConfig; from dist_mem.data.directory import open_index;"
         "from dist_mem.data.shard import fetch_shards;"
         "fetch_shards(open_index(DataConfig(**json.loads(sys.argv[1])), 'train'))"

@@ -168,7 +168,7 @@ def train_refused(config: str, environment: dict[str, str]) -> int:
 @pytest.mark.parametrize(
     ("end", "code", "reported"),
     [
-        ("", EXIT_USAGE, "/run/STOP is there"),
+        ("", EXIT_USAGE, "/run/STOP exists"),
         ("tomorrow", EXIT_USAGE, "DIST_MEM_JOB_END is 'tomorrow', but must be seconds since 1970"),
         ("nan", EXIT_USAGE, "DIST_MEM_JOB_END is 'nan', but must be seconds since 1970"),
         ("1000000000", EXIT_FAILED, "the time of this job has been over for "),  # the next job has its own time

@@ -25,19 +25,21 @@ from dist_mem.data.metadata import ShardError, read_metadata, reading
 from dist_mem.data.remote.fetch import FailedRemoteError, RemoteError, WrongRemoteError, hold_lock, writing
 from dist_mem.data.shard import Index, ShardSource
 from dist_mem.data.tokenizers.registry import FILE_NAMES, JSON_NAME
-from dist_mem.errors import RunError
+from dist_mem.errors import RunError, StoppedEarlyError
 from dist_mem.runtime.environment import node_name, temporary_dir
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import (
     NotOwnError,
     fsync_path,
     make_own,
+    open_regular,
     read_regular,
     sha256_of,
     write_bytes,
     write_hashed,
     write_text,
 )
+from dist_mem.runtime.signals import received_signal
 
 log = logging.getLogger(__name__)
 WHOLE_NAME = "whole.json"  # marks a folder whose files were all compared with their checksums
@@ -46,7 +48,7 @@ MEMORY_DIR = Path("/dev/shm")
 BLOCK_BYTES = 2**22  # of one read: network file systems are faster with large reads
 NUM_COPIERS = 4  # tars at a time: one stream seldom saturates a network
 SPARE_BYTES = 2**24  # left free, for small files of all users
-ROUND_SECONDS = 20.0  # between two agreements of the ranks
+ROUND_SECONDS = 5.0  # between two agreements of the ranks, which hear signals then
 
 
 def stage(index: Index, data: DataConfig) -> Index:
@@ -69,6 +71,7 @@ def stage_on_all_ranks(indexes: Sequence[Index], what: str) -> None:
 
     Raises:
         RunError: on every rank, as soon as it has failed on any.
+        StoppedEarlyError: on every rank, soon after a signal to any.
     """
     from dist_mem.runtime.distributed import agree_all_well, gather_objects  # they import torch
 
@@ -86,6 +89,8 @@ def stage_on_all_ranks(indexes: Sequence[Index], what: str) -> None:
             is_done = copying.done()  # read once: it may end during the agreement
             error = copying.exception() if is_done else None
             try:
+                if received := [name for name in gather_objects(received_signal()) if name is not None]:
+                    raise StoppedEarlyError(received[0])
                 agree_all_well(error, what)
             except RunError:
                 for source in sources:
@@ -215,7 +220,7 @@ def _read_pieces(path: Path, closed: threading.Event) -> Iterator[memoryview]:
     """Yield the content of a source file in blocks."""
     block = memoryview(bytearray(BLOCK_BYTES))
     try:
-        with reading(path, ": build (--overwrite) or copy it again"), path.open("rb", buffering=0) as file:
+        with reading(path, ": build (--overwrite) or copy it again"), open_regular(path, buffering=0) as file:
             while size := file.readinto(block):
                 if closed.is_set():
                     raise FailedRemoteError(f"{path}: given up, the reader was closed")
