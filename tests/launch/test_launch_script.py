@@ -155,7 +155,7 @@ def test_wrong_value_is_refused_with_its_key(
 ) -> None:
     assert main(["launch", "train.steps=1", f"run_dir={tmp_path / 'run'}", override]) == 2
     key = WRONG_TOGETHER.get(override, override.partition("=")[0])
-    said(capsys.readouterr().err, "error: ", key)
+    said(capsys.readouterr().err, "error: command line: launch.", key)
     assert not (tmp_path / "run").exists()
 
 

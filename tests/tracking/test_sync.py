@@ -21,6 +21,7 @@ from dist_mem.__main__ import main
 from dist_mem.config import change_config, save_config
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UnusableError
 from dist_mem.runtime.file_schema import read_json_lines, text
+from dist_mem.runtime.files import sha256_of
 from dist_mem.tracking.log import (
     BODIES,
     FORMAT_VERSION,
@@ -122,6 +123,19 @@ def test_no_other_kind_of_server_is_taken_from_the_folder(tmp_path: Path, sync: 
         code, printed = sync(make_run(tmp_path / uri[:4], uri, POINT))
         assert code == EXIT_USAGE
         said(printed, f"tracking.uri={uri}")
+
+
+def test_a_local_store_that_only_the_folder_names_is_not_written(tmp_path: Path, sync: Sync) -> None:
+    whole, folder = tmp_path / "whole.db", tmp_path / "mlruns"
+    connect(f"sqlite:///{whole}").create_experiment("mine")
+    folder.mkdir()
+    before = sha256_of(whole)
+    for number, uri in enumerate((f"sqlite:///{whole}", f"sqlite:///{tmp_path}/absent.db", folder.as_uri())):
+        code, printed = sync(make_run(tmp_path / f"run{number}", uri, POINT))
+        assert code == EXIT_USAGE
+        said(printed, f"tracking.uri={uri}")
+    assert sha256_of(whole) == before
+    assert not (tmp_path / "absent.db").exists() and not list(folder.iterdir())
 
 
 def test_the_store_in_the_working_directory_sends_files_only_below_it(
