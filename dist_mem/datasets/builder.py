@@ -157,9 +157,9 @@ def _build_split(
     note_texts(split_dir, texts.hexdigest() if any(map(_is_file, documents)) else None)
     empty = [entry.id for entry in index.documents if entry.words == 0]
     if empty:
-        print(f"{split}: {len(empty)} of {len(documents)} documents have no words: {some(empty, 5)}")
+        print(f"{split}: {len(empty)} of {len(documents):,} documents have no words: {some(empty, 5)}")
     print(
-        f"{split}: {len(documents)} documents, {index.num_words:,} words, {index.num_tokens:,} tokens, "
+        f"{split}: {len(documents):,} documents, {index.num_words:,} words, {index.num_tokens:,} tokens, "
         f"{len(index.shards)} {'tar' if len(index.shards) == 1 else 'tars'}",
         flush=True,
     )

@@ -87,8 +87,10 @@ def read_history(run_dir: Path) -> list[RunPart]:
     """Return the parts of a run, in the order of their steps.
 
     Raises:
-        UnusableError: the run has no history, or a damaged one.
+        UnusableError: the run has no history, or a damaged one; or this is a file, as its configuration.
     """
+    if run_dir.is_file():
+        raise UnusableError(f"{run_dir} is a file: give the directory of a run")
     parts = read_parts(run_dir)
     if not parts:
         path = run_dir / HISTORY

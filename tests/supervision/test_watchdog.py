@@ -281,7 +281,7 @@ def gather(folder: Path, live: Sequence[int]) -> dict[int, list[int]]:
 def test_only_the_lowest_live_rank_reads_the_files(
     tmp_path: Path, silent: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hang_report, "_GATHER_SECONDS", 0.5)
+    monkeypatch.setattr(hang_report, "_GATHER_SECONDS", limit(0.5))
     read_positions, num_readers = hang_report.read_positions, 0
 
     def read(folder: Path) -> list[Position]:

@@ -50,3 +50,5 @@ def test_a_step_before_the_run_and_a_missing_or_damaged_history_are_refused(tmp_
         (tmp_path / HISTORY).write_text(damaged)
         with refused(UnusableError, "history.jsonl"):
             read_history(tmp_path)
+    with refused(UnusableError, "give the directory of a run"):
+        read_history(tmp_path / HISTORY)  # a file, as a configuration
