@@ -1,8 +1,7 @@
 """Matrix products of half precision on processors without instructions for it.
 
 There torch multiplies bf16 and fp16 by a loop that is 3 to 80 times slower than float32's, depending on which operand
-is transposed: a training in bf16 took hours for minutes on most desktops. Products are computed in float32 instead and
-rounded once, the precision that instructions for bf16 have.
+is transposed. Products are computed in float32 instead and rounded once, the precision that instructions for bf16 have.
 """
 
 from __future__ import annotations
@@ -38,12 +37,6 @@ def widen_half_products(device: torch.device, dtype: torch.dtype) -> bool:
                 library.impl(name, _widen(getattr(torch, name)), "CPU")
         _library.append(library)
     return True
-
-
-def restore_products() -> None:
-    """Let torch compute them again."""
-    while _library:
-        _library.pop()._destroy()
 
 
 def _find_lacking() -> set[torch.dtype]:

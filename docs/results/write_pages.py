@@ -5,7 +5,8 @@
 
 Between `<!-- table NAME -->` and `<!-- end -->` stands the table of that name in `TABLES`; between
 `<!-- KIND FAMILY: WHAT -->` and `<!---->` a number in a sentence: `gain` is the 95 % interval of `A / B`, `mean` that
-of row `A` with its standard deviation over seeds, `right` the share of recalled words of `A, BAND`.
+of row `A` with its standard deviation over seeds, `seeds` its values, seed by seed, `right` the share of recalled words
+of `A, BAND`.
 A gain of a perplexity is a ratio, and one of a share percentage points.
 """
 
@@ -430,7 +431,9 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     **{task: long_table(task) for task in LONG},
 }
 _TABLE = re.compile(r"(<!-- table ([\w ]+) -->\n).*?(<!-- end -->)", re.S)
-_VALUE = re.compile(r"(<!-- (gain|mean|right) ([^:>]+): ([^>]+?) -->).*?(<!---->)", re.S)  # a family that is none fails
+_VALUE = re.compile(
+    r"(<!-- (gain|mean|seeds|right) ([^:>]+): ([^>]+?) -->).*?(<!---->)", re.S
+)  # a family that is none fails
 
 
 def value(kind: str, family: str, what: str) -> str:
@@ -441,6 +444,8 @@ def value(kind: str, family: str, what: str) -> str:
         return found.gains[first, row].removesuffix(f" {SETTLED}")
     if kind == "mean":
         return found.mean(what)
+    if kind == "seeds":
+        return ", ".join(f"{cell.value(found.column):.1f}" for cell in found.rows[what])
     row, _, band = what.rpartition(", ")
     return found.right(row, band)
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dist_mem.evaluation.trained_model import load_model
 from dist_mem.nn import half_products
-from dist_mem.nn.half_products import HALF, restore_products, widen_half_products
+from dist_mem.nn.half_products import HALF, widen_half_products
+from dist_mem.runtime.distributed import World
+from tests.support.jobs import train_here, write_config
+from tests.support.ranks import RankPool
 
 CPU = torch.device("cpu")
 # What ends in each of `PRODUCTS`, and the shapes of its operands.
@@ -20,6 +27,12 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "bmm": (torch.matmul, ((2, 3, 5, 7), (2, 3, 7, 4))),
     "baddbmm": (lambda x, y, added: torch.baddbmm(added, x, y, alpha=2.0), ((3, 5, 7), (3, 7, 4), (3, 5, 4))),
 }
+
+
+def restore_products() -> None:
+    """Let torch compute them again."""
+    while half_products._library:
+        half_products._library.pop()._destroy()
 
 
 @pytest.fixture(params=HALF.values(), ids=str)
@@ -77,3 +90,32 @@ def test_only_products_that_the_device_lacks_are_replaced(monkeypatch: pytest.Mo
     assert not widen_half_products(CPU, torch.float32)
     assert not widen_half_products(CPU, torch.float16)
     assert not widen_half_products(torch.device("cuda"), torch.bfloat16)
+
+
+def train_without_instructions(world: World, config: str) -> tuple[int, bool, str]:
+    """Train as on such a processor: the exit code, whether products were replaced, and what was printed."""
+    restore_products()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(half_products, "_find_lacking", lambda: {torch.bfloat16})
+        printed = io.StringIO()
+        with redirect_stdout(printed):
+            code = train_here(world, config)
+        replaced = bool(half_products._library)
+    restore_products()
+    return code, replaced, printed.getvalue()
+
+
+@pytest.mark.ranks
+def test_a_training_and_a_loaded_model_in_bf16_replace_them_and_the_start_says_so(
+    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"train": {"steps": 2, "precision": "bf16"}, "checkpoint": {"every": 2}}
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", changes)
+    ended = rank_pool(2).run(train_without_instructions, str(config))
+    assert [(code, replaced) for code, replaced, _ in ended] == [(0, True)] * 2
+    assert "products in bf16 are computed in fp32" in ended[0][2]
+    monkeypatch.setattr(half_products, "_find_lacking", lambda: {torch.bfloat16})
+    restore_products()
+    load_model(tmp_path / "run", "eval.precision=bf16")
+    assert half_products._library
+    restore_products()

@@ -88,15 +88,16 @@ def stage_on_all_ranks(indexes: Sequence[Index], what: str) -> None:
             wait([copying], timeout=ROUND_SECONDS)
             is_done = copying.done()  # read once: it may end during the agreement
             error = copying.exception() if is_done else None
+            states = gather_objects((is_done, received_signal()))
             try:
-                if received := [name for name in gather_objects(received_signal()) if name is not None]:
-                    raise StoppedEarlyError(received[0])
+                if received := next((name for _, name in states if name is not None), None):
+                    raise StoppedEarlyError(received)
                 agree_all_well(error, what)
             except RunError:
                 for source in sources:
                     source.close()
                 raise
-            are_done = all(gather_objects(is_done))
+            are_done = all(is_done for is_done, _ in states)
 
 
 class StagedShards(ShardSource):
