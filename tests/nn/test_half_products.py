@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -98,7 +98,7 @@ def train_without_instructions(world: World, config: str) -> tuple[int, bool, st
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(half_products, "_find_lacking", lambda: {torch.bfloat16})
         printed = io.StringIO()
-        with redirect_stdout(printed):
+        with redirect_stderr(printed):
             code = train_here(world, config)
         replaced = bool(half_products._library)
     restore_products()
