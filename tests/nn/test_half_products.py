@@ -92,7 +92,7 @@ def test_only_products_that_the_device_lacks_are_replaced(monkeypatch: pytest.Mo
     assert not widen_half_products(torch.device("cuda"), torch.bfloat16)
 
 
-def train_without_instructions(world: World, config: str) -> tuple[int, bool, str]:
+def train_without_instructions(world: World, config: Path) -> tuple[int, bool, str]:
     """Train as on such a processor: the exit code, whether products were replaced, and what was printed."""
     restore_products()
     with pytest.MonkeyPatch.context() as patch:
@@ -111,7 +111,7 @@ def test_a_training_and_a_loaded_model_in_bf16_replace_them_and_the_start_says_s
 ) -> None:
     changes = {"train": {"steps": 2, "precision": "bf16"}, "checkpoint": {"every": 2}}
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", changes)
-    ended = rank_pool(2).run(train_without_instructions, str(config))
+    ended = rank_pool(2).run(train_without_instructions, config)
     assert [(code, replaced) for code, replaced, _ in ended] == [(0, True)] * 2
     assert "products in bf16 are computed in fp32" in ended[0][2]
     monkeypatch.setattr(half_products, "_find_lacking", lambda: {torch.bfloat16})
