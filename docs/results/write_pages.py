@@ -6,7 +6,8 @@
 Between `<!-- table NAME -->` and `<!-- end -->` stands the table of that name in `TABLES`; between
 `<!-- KIND FAMILY: WHAT -->` and `<!---->` a number in a sentence: `gain` is the 95 % interval of `A / B`, `mean` that
 of row `A` with its standard deviation over seeds, `seeds` its values, seed by seed, `right` the share of recalled words
-of `A, BAND`.
+of `A, BAND`, `rights` that of each seed, `updates` how many the budget gives it, `begins` from which one each seed
+copies, `better` in how many seeds of all memories state `A` is better than state `B`.
 A gain of a perplexity is a ratio, and one of a share percentage points.
 """
 
@@ -24,11 +25,11 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from dist_mem.config import load_config
-from dist_mem.evaluation.intervals import SETTLED, Interval, find_settled, intervals, paired_intervals
+from dist_mem.evaluation.intervals import SETTLED, Interval, find_settled
 from dist_mem.evaluation.scores import Band, Report, report_from
 from dist_mem.runtime.markdown import table_row as line
 from dist_mem.studies.budget import Costs, fit_budget
-from dist_mem.studies.results import SHARES, compared_metric, part_of, with_spread
+from dist_mem.studies.results import SHARES, compared_metric, gains_of_rows, with_spread
 from dist_mem.studies.study import load_study
 
 RESULTS = Path(__file__).parent
@@ -51,6 +52,7 @@ COPIES = 1.7  # loss below which a model copies
 VOCABULARIES = {
     "pg19": 4000,
     "mqar_long": 64,
+    "gradient_depth": 64,
     "state_passing": 4000,
 }  # pieces; of the others, that of the sample library
 SAMPLE = 1280
@@ -112,26 +114,26 @@ class Results:
 
     @cached_property
     def reports(self) -> dict[str, dict[int, Report]]:
-        return {
-            row: {cell.seed: part_of(cell.report(self.column), self._shape) for cell in cells}
-            for row, cells in self.rows.items()
-        }
+        return {row: {cell.seed: cell.report(self.column) for cell in cells} for row, cells in self.rows.items()}
 
     @cached_property
     def gains(self) -> dict[tuple[str, str], str]:
         """The intervals of the family, with the mark of those that stand after correction."""
         found: dict[str, Interval | str] = {}
         for first in dict.fromkeys(first for first, _ in self.pairs):
-            of_all = self._compare(first, [row for row in self.rows if row != first])  # their variance is pooled
+            others = {row: scored for row, scored in self.reports.items() if row != first}  # their variance is pooled
+            is_paired = self.places[first][0].study.paired
+            of_all = gains_of_rows({first: self.reports[first], **others}, self._shape, paired=is_paired)
             found |= {f"{first} / {row}": of_all[row] for one, row in self.pairs if one == first}
-        marked = find_settled(found)
-        return {pair: self._shown(found[" / ".join(pair)], " / ".join(pair) in marked) for pair in self.pairs}
+        marked = find_settled({name: found[name] for name in self.compared.values()})
+        return {
+            pair: self._shown(found[" / ".join(pair)], self.compared[frozenset(pair)] in marked) for pair in self.pairs
+        }
 
-    def _compare(self, first: str, others: Sequence[str]) -> dict[str, Interval | str]:
-        if self.places[first][0].study.paired:
-            return paired_intervals(self.metric, self.reports[first], {row: self.reports[row] for row in others})
-        reports = {row: [*each.values()] for row, each in self.reports.items()}
-        return intervals(self.metric, reports[first], {row: reports[row] for row in others})
+    @property
+    def compared(self) -> dict[frozenset[str], str]:
+        """The comparisons of the family by their rows: one each, also where both ratios are shown."""
+        return {frozenset(pair): " / ".join(pair) for pair in self.pairs}
 
     def _shown(self, interval: Interval | str, is_settled: bool) -> str:
         if isinstance(interval, str):
@@ -172,6 +174,7 @@ CONTROLS = [
 
 
 STATES, EMPTY = "state_passing", "empty"
+DEPTH, WHOLE = "gradient_depth", 16  # segments of a document, which mqar_long.yaml has in a gradient
 STATE_PAIRS = ((EMPTY, "passed"), (EMPTY, "carried"), ("passed", "carried"))
 
 
@@ -188,6 +191,14 @@ def results(name: str) -> Results:
         memories = [row.removesuffix(f" {EMPTY}") for row in source.study.rows if row.endswith(f" {EMPTY}")]
         pairs = [(f"{memory} {one}", f"{memory} {other}") for memory in memories for one, other in STATE_PAIRS]
         return Results({row: (source, row) for row in source.study.rows}, pairs)
+    if name == DEPTH:
+        source, whole = Source(DEPTH), Source("mqar_long")
+        places = {row: (source, row) for row in source.study.rows}
+        deepest = {row: f"{row.rpartition(' ')[0]} {WHOLE}" for row in places}
+        places |= {
+            row: (whole, memory) for row in deepest.values() if (memory := row.rpartition(" ")[0]) in whole.study.rows
+        }
+        return Results(places, [(row, other) for row, other in deepest.items() if row != other])
     source = Source("second_edition" if name == "arena" else name, name)
     rows = firsts = others = list(source.study.rows)
     if name in LONG:
@@ -368,13 +379,29 @@ FAR_BANDS = ("up to 64 back", "65 to 512", "beyond 512")
 LEADER = "Gated DeltaNet"  # of the tasks a thousand tokens back
 
 
+def right_by_distance(found: Results, row: str, column: str) -> list[str]:
+    """Return the shares of right answers of each seed: of all, and by how far back they are."""
+    return [", ".join(f"{cell.value(each):.0%}" for cell in found.rows[row]) for each in (column, *FAR_BANDS)]
+
+
 def far_back(task: str) -> Iterator[list[str]]:
     """Yield the rows of a task, the best first."""
     found = results(task)
     for row in reversed(found.rows):
-        columns = (LONG[task], *FAR_BANDS)
-        values = [", ".join(f"{cell.value(each):.0%}" for cell in found.rows[row]) for each in columns]
+        values = right_by_distance(found, row, LONG[task])
         yield [row, f"{found.costs(row).state_bytes:,}", *values, found.gains.get((row, LEADER), "")]
+
+
+def depths() -> list[str]:
+    """What a memory recalls, trained with gradients through so many segments."""
+    found = results(DEPTH)
+    rows = []
+    for row in sorted(found.rows, key=lambda row: (row.rpartition(" ")[0], int(row.rpartition(" ")[2]))):
+        memory, _, depth = row.rpartition(" ")
+        gain = found.gains.get((row, f"{memory} {WHOLE}"), "")
+        rows.append([memory, depth, *right_by_distance(found, row, "answers"), gain])
+    heading = ["memory", "segments in a gradient", "all answers", "1 to 64 back", *FAR_BANDS[1:], f"{WHOLE} - row"]
+    return table_of(heading, rows)
 
 
 def long_table(task: str) -> Callable[[], list[str]]:
@@ -392,6 +419,17 @@ def states() -> list[str]:
         gains = [found.gains.get((f"{memory} {one}", row), "") for one in (EMPTY, "passed")]
         rows.append([row, str(len(found.rows[row])), *(found.mean(row, column) for column in columns), *gains])
     return table_of(["memory and state", "seeds", *columns, "empty / row", "passed / row"], rows)
+
+
+def count_better(found: Results, state: str, other: str) -> str:
+    """Return in how many pairs of a memory and a seed the mean of one state is below that of another."""
+    values = {(row, cell.seed): cell.value(found.column) for row, cells in found.rows.items() for cell in cells}
+    pairs = [
+        (value, values[beside])
+        for (row, seed), value in values.items()
+        if row.endswith(f" {state}") and (beside := (row.removesuffix(state) + other, seed)) in values
+    ]
+    return f"{sum(one < two for one, two in pairs)} of {len(pairs)}"
 
 
 README_ROWS = {
@@ -428,11 +466,19 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "rates": rates,
     "readme": readme,
     "state passing": states,
+    "gradient depth": depths,
     **{task: long_table(task) for task in LONG},
+}
+FAMILIES = {  # table -> the family of its intervals
+    **{name: name for name in ("arena", "headline", "controls", *LONG)},
+    "equal seconds": "equal_seconds",
+    "equal bytes": "equal_bytes",
+    "state passing": STATES,
+    "gradient depth": DEPTH,
 }
 _TABLE = re.compile(r"(<!-- table ([\w ]+) -->\n).*?(<!-- end -->)", re.S)
 _VALUE = re.compile(
-    r"(<!-- (gain|mean|seeds|right) ([^:>]+): ([^>]+?) -->).*?(<!---->)", re.S
+    r"(<!-- (gain|mean|seeds|rights?|updates|begins|better) ([^:>]+): ([^>]+?) -->).*?(<!---->)", re.S
 )  # a family that is none fails
 
 
@@ -445,14 +491,37 @@ def value(kind: str, family: str, what: str) -> str:
     if kind == "mean":
         return found.mean(what)
     if kind == "seeds":
-        return ", ".join(f"{cell.value(found.column):.1f}" for cell in found.rows[what])
+        form = ".0%" if found.metric in SHARES else ".1f"
+        return ", ".join(f"{cell.value(found.column):{form}}" for cell in found.rows[what])
+    if kind == "updates":
+        return f"{found.costs(what).steps:,}"
+    if kind == "better":
+        return count_better(found, *what.split(" / "))
+    if kind == "begins":
+        return ", ".join(cell.begins for cell in found.rows[what])
     row, _, band = what.rpartition(", ")
+    if kind == "rights":
+        return ", ".join(found.right(row, band, [cell]) for cell in found.rows[row])
     return found.right(row, band)
+
+
+def table_text(name: str) -> str:
+    """Return a table, and below it for how many comparisons its intervals are corrected, and whether any stands."""
+    lines = TABLES[name]()
+    if family := FAMILIES.get(name):
+        number = len(results(family).compared)
+        correction = f"Holm's correction for {number} comparison{'s' * (number != 1)}"
+        stands = any(SETTLED in line for line in lines)
+        lines += [
+            "",
+            f"*{f'{SETTLED} excludes equality also' if stands else 'None excludes equality'} after {correction}.*",
+        ]
+    return "".join(f"{each}\n" for each in lines)
 
 
 def written(text: str) -> str:
     """Return a page with its tables and values as the cells have them."""
-    text = _TABLE.sub(lambda match: match[1] + "".join(f"{each}\n" for each in TABLES[match[2]]()) + match[3], text)
+    text = _TABLE.sub(lambda match: match[1] + table_text(match[2]) + match[3], text)
     return _VALUE.sub(lambda match: match[1] + value(match[2], match[3], " ".join(match[4].split())) + match[5], text)
 
 
