@@ -167,15 +167,15 @@ class MemoryLM(nn.Module):
         types = () if self.token_types is None else self.token_types.init_state(len(document_ids), device)
         return LMState(blocks, self.stem.init_state(document_ids, device, dtype), types)
 
-    def counts(self, state: LMState) -> dict[str, Count]:
+    def counts(self, state: LMState, num_segments: int) -> dict[str, Count]:
         """Return the counts in a state, as `Memory.counts`."""
-        found = prefix_counts("stem", self.stem.counts(state.stem))
+        found = prefix_counts("stem", self.stem.counts(state.stem, num_segments))
         for number, (memory, part) in enumerate(zip(self.memories(), state.blocks, strict=True)):
-            found |= prefix_counts(f"blocks.{number}", memory.counts(part))
+            found |= prefix_counts(f"blocks.{number}", memory.counts(part, num_segments))
         if self.token_types is not None:
             last_type, last_token = len(self.token_types.ids) - 1, torch.iinfo(torch.int32).max
-            newest = Count(state.types.newest, last_token, least=-1)
-            found |= {"types.current": Count(state.types.current, last_type), "types.newest": newest}
+            found["types.current"] = Count(state.types.current, 0, last_type)
+            found["types.newest"] = Count(state.types.newest, -1, last_token)
         return found
 
     def features(self, tokens: Tensor, valid_len: Tensor, *, state: LMState) -> Features:

@@ -43,6 +43,10 @@ class Averages(Memory):
     def small_options(cls, seg_len: int) -> dict[str, Any]:
         return {"num_means": 2}
 
+    @property
+    def kept_len(self) -> int:
+        return self.spec.seg_len
+
     def tie_parameters(self, first: Any) -> None:
         self.attention.share_biases(first.attention)
 

@@ -137,7 +137,7 @@ class Model:
         Args:
             prompt: "" begins a document, or continues `memory`.
             memory: of what was read before the prompt; None: the prompt is the beginning of a document.
-            num_tokens: the length of the continuation.
+            num_tokens: the length of the continuation, unless it ends before with EOS (`tokenizer.end_ids`).
             sampling: None: nucleus sampling with p = 0.95, as `dist-mem generate`.
 
         Raises:

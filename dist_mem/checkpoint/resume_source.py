@@ -60,8 +60,11 @@ def saved_config(directory: Path, memory: Any) -> Config:
     return decide_on_rank0(lambda: read_or_refuse(lambda: read_saved_config(directory, memory)))
 
 
-def check_run_dir(config: Config, allowed: Sequence[str] = ()) -> None:
+def check_run_dir(config: Config, allowed: Sequence[str] = ()) -> tuple[Path, dict[str, Any]] | None:
     """Compare the configuration with the checkpoint that a job would resume from, without hashing its files.
+
+    Returns:
+        The checkpoint and its manifest; None: the job would begin at step 0.
 
     Raises:
         UnusableError: the job would be refused.
@@ -78,8 +81,12 @@ def check_run_dir(config: Config, allowed: Sequence[str] = ()) -> None:
         return manifest
 
     request = read_or_refuse(lambda: find_candidates(config.resume, Path(config.run_dir)))
-    if found := first_verified(request.candidates, check):
-        check_changes(saved[found[0]], config, then=found[1].get("environment", {}), allowed=allowed)
+    found = first_verified(request.candidates, check)
+    if found is None:
+        return None
+    directory, manifest = found[:2]
+    check_changes(saved[directory], config, then=manifest.get("environment", {}), allowed=allowed)
+    return directory, manifest
 
 
 def _check_place(run_dir: Path) -> None:
@@ -102,9 +109,12 @@ def check_data(directory: Path, manifest: Mapping[str, Any], splits: Sequence[In
     if bool(data.mixture) != bool(manifest.get("mixture")):
         other = "without data.mixture; leave it out" if data.mixture else "with data.mixture; give it again"
         raise CheckpointError(f"{directory}: was trained {other}, or start another run with name=NAME")
-    if len(fingerprints) > len(splits):
+    if len(fingerprints) > len(splits) and data.mixture:
         count = f"has {len(fingerprints)} sources, data.mixture now {len(splits)}"
         raise CheckpointError(f"{directory}: {count}: keep them all, and set the weight of those to leave out to 0")
+    if len(fingerprints) != len(splits) and not data.mixture:
+        count = f"{len(fingerprints)} training splits, now there are {len(splits)}"
+        raise CheckpointError(f"{directory}: was trained on {count}: give data.curriculum as it was")
     for key, trained, split in zip(training_dirs(data), fingerprints, splits, strict=not data.mixture):
         if trained != split.fingerprint:
             raise CheckpointError(

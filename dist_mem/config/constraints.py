@@ -58,7 +58,7 @@ def check_together(config: Mapping[str, Any], *, trains: bool = True) -> Iterato
         yield from _check_adaptive(model["adaptive"])
     yield from _check_memory(config["memory"], model["num_layers"])
     yield from _check_kind(model, {"train": train["seg_len"], "eval": config["eval"]["seg_len"]})
-    yield from _check_optimizer(optimizer)
+    yield from _check_optimizer(optimizer, model["kind"])
     yield from _check_lora(model, optimizer["groups"])
     yield from _check_decay(config["schedule"])
     if train["steps"] is not None:
@@ -189,7 +189,9 @@ def _check_lora(model: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -
     if model["lora"] is None:
         return
     if model["kind"] not in PUBLISHED:
-        yield Problem("model.lora", "needs model.kind=gpt2 or llama; set that, or model.lora to null")
+        yield Problem(
+            "model.lora", "needs model.kind=gpt2 or llama; set that, or leave model.lora and its optimizer.groups out"
+        )
     elif not model["lora"]["attention"] and not model["lora"]["feed_forward"]:
         yield Problem("model.lora", "adapts no weights: set attention or feed_forward to true, or model.lora to null")
     elif all(group["trainable"] for group in groups):
@@ -249,7 +251,7 @@ def _check_adaptive(adaptive: Mapping[str, Any]) -> Iterator[Problem]:
         )
 
 
-def _check_optimizer(optimizer: Mapping[str, Any]) -> Iterator[Problem]:
+def _check_optimizer(optimizer: Mapping[str, Any], model_kind: str) -> Iterator[Problem]:
     if len(optimizer["betas"]) != 2:
         yield Problem("optimizer.betas", f"is {optimizer['betas']}, but must be two numbers")
     if optimizer["momentum"] and optimizer["kind"] != "sgd":
@@ -262,7 +264,14 @@ def _check_optimizer(optimizer: Mapping[str, Any]) -> Iterator[Problem]:
         if group["rule"] is not None and optimizer["kind"] != "muon":
             rule = f"is {group['rule']}, but optimizer.kind is {optimizer['kind']}; set that to muon, or leave it out"
             yield Problem(f"optimizer.groups[{index}].rule", rule)
-        if message := _pattern_error(group["param_regex"]):
+        if group["pretrained"] is not None and model_kind not in PUBLISHED:
+            yield Problem(
+                f"optimizer.groups[{index}].pretrained",
+                f"is given, but model.kind is {model_kind}, of which no model is published: leave it out, or set that "
+                f"to {' or '.join(PUBLISHED)}",
+            )
+        is_empty = group["param_regex"] == "" and group["pretrained"] is not None
+        if not is_empty and (message := _pattern_error(group["param_regex"])):
             yield Problem(f"optimizer.groups[{index}].param_regex", message)
 
 
@@ -284,14 +293,25 @@ def _check_checkpoint(checkpoint: Mapping[str, Any], eval_every: int | None) -> 
         yield Problem("checkpoint.keep_best", "needs a validation loss; set eval.every")
 
 
+def wsd_decay_steps(schedule: Mapping[str, Any], steps: int) -> int:
+    """Return the number of the last steps in which lr decays, with `wsd`, in a run of so many steps."""
+    if schedule["decay_steps"] is not None:
+        return int(schedule["decay_steps"])
+    return round(steps * (0.2 if schedule["decay_share"] is None else schedule["decay_share"]))
+
+
 def check_schedule(schedule: Mapping[str, Any], steps: int, end: str) -> Iterator[Problem]:
     """Yield a warmup, or with `wsd` a decay, that has no room in so many steps; `end` says where they come from."""
-    warmup_steps, decay_steps = schedule["warmup_steps"], schedule["decay_steps"] or 0
+    warmup_steps = schedule["warmup_steps"]
     if warmup_steps > steps:
         yield Problem("schedule.warmup_steps", f"{warmup_steps} is more than {end}")
-    elif schedule["kind"] == "wsd" and warmup_steps + decay_steps > steps:
-        both = f"{decay_steps} after schedule.warmup_steps = {warmup_steps} is more than {end}"
-        yield Problem("schedule.decay_steps", both)
+    elif schedule["kind"] == "wsd" and warmup_steps + (decay_steps := wsd_decay_steps(schedule, steps)) > steps:
+        after = f"after schedule.warmup_steps = {warmup_steps} is more than {end}"
+        if schedule["decay_steps"] is not None:
+            yield Problem("schedule.decay_steps", f"{decay_steps} {after}")
+        else:
+            given = "null, which is 0.2" if schedule["decay_share"] is None else schedule["decay_share"]
+            yield Problem("schedule.decay_share", f"is {given}: a decay of {decay_steps} steps {after}")
 
 
 def _check_decay(schedule: Mapping[str, Any]) -> Iterator[Problem]:
@@ -300,4 +320,4 @@ def _check_decay(schedule: Mapping[str, Any]) -> Iterator[Problem]:
             other = f"is not used by {schedule['kind']}; set schedule.kind=wsd, or leave it out"
             yield Problem(f"schedule.{name}", other)
     if schedule["decay_share"] is not None and schedule["decay_steps"] is not None:
-        yield Problem("schedule.decay_share", "is given beside schedule.decay_steps; give one of them")
+        yield Problem("schedule.decay_share", "is given beside schedule.decay_steps; set one of them to null")

@@ -38,7 +38,7 @@ from dist_mem.config.schema import DOCUMENT, Config
 from dist_mem.config.sources import COMMAND_LINE, ConfigSource, merge, merge_source, read_saved, read_sources
 from dist_mem.config.text_checks import check_credentials, check_given, check_texts
 from dist_mem.config.values import Letters, convert_letters, dump, untyped_values
-from dist_mem.runtime.files import write_text
+from dist_mem.runtime.files import is_file, write_text
 from dist_mem.runtime.shipped_files import shipped_root
 
 BlockT = TypeVar("BlockT")
@@ -181,9 +181,7 @@ def _check_merged(
     values = resolve(document, partial(type_of, Config))
     memory = values["memory"]
     if not isinstance(memory, Mapping) or not isinstance(memory.get("kind"), str):
-        stop_on(
-            [Problem("memory", f"is {format_value(memory)}, but must be a block with a kind{_way_to_give(memory)}")]
-        )
+        stop_on([_problem_without_kind(memory, memory_options)])
     of_deepspeed = deepspeed_keys.check_block(values["deepspeed"], key="deepspeed", everywhere=())
     stop_on([*check_tree(Config, values, everywhere=known_keys()), *of_deepspeed])
     values = add_defaults(Config, values)
@@ -203,14 +201,22 @@ def _check_merged(
     return _from_document({**document, "memory": written}, {**values, "memory": completed})
 
 
-def _way_to_give(memory: Any) -> str:
+def _problem_without_kind(memory: Any, memory_options: MemoryOptions | None) -> Problem:
+    """Return what to write in place of a memory that is no block with a kind, as its name alone."""
+    wrong = f"is {format_value(memory)}, but must be a block with a kind"
     if not isinstance(memory, str):
-        return ""
+        return Problem("memory", wrong)
     if memory.endswith(".yaml"):
-        return "; give the file as an argument"
+        return Problem("memory", f"{wrong}; give the file as an argument")
     file = f"configs/memory/{memory}.yaml"
-    has_file = re.fullmatch(r"\w+", memory) and (shipped_root() / file).is_file()
-    return f"; give {file} as an argument" if has_file else f"; write memory.kind={memory}"
+    if re.fullmatch(r"\w+", memory) and is_file(shipped_root() / file):
+        return Problem("memory", f"{wrong}; give {file} as an argument")
+    try:
+        if memory_options is not None:
+            memory_options({"kind": memory})
+    except ValueError as error:  # there is no such memory: which there are
+        return Problem("memory", f"{wrong}, and {error}")
+    return Problem("memory", f"{wrong}; write memory.kind={memory}")
 
 
 def _with_letters(resolved: Any, written: Any) -> Any:

@@ -252,6 +252,9 @@ class TrainConfig:
 class ParameterGroupConfig:
     # regular expression searched in the parameter's name; the first matching group applies
     param_regex: str = key("", may_be_empty=True)
+    # of gpt2 and llama: true: of these only the weights of the published model | false: only those that it lacks, of
+    # memories and LoRA; None: all
+    pretrained: bool | None = None
     lr: float | None = key(None, above=0)  # None: optimizer.lr
     weight_decay: float | None = key(None, at_least=0)  # None: optimizer.weight_decay
     trainable: bool = True  # false: these parameters do not change

@@ -143,7 +143,7 @@ def find_file(name: str, folders: Sequence[Path]) -> Path:
             raise ConfigError([Problem("", f"is {error.strerror}", name)]) from error
     if is_dir(Path(name)):
         inside = Path(name) / "config.yaml"
-        meant = f"; did you mean {inside}?" if inside.is_file() else ""
+        meant = f"; did you mean {inside}?" if is_file(inside) else ""
         raise ConfigError([Problem("", f"is a folder: give a YAML file{meant}", name or "''")])
     if name in all_keys(Config):
         raise ConfigError([Problem("", f"is a key and no file: set it with {name}=VALUE", name)])

@@ -91,8 +91,8 @@ def _path_fault(text: str) -> str | None:
     """Return why no file system accepts a path; None if some do."""
     if re.fullmatch(r"\[.*\]|\{.*\}", text):
         return (
-            f"must be one path; of several directories, data.curriculum reads one after the other; write ./{text} for "
-            "a folder of that name"
+            "must be one path; of several directories, data.curriculum reads one after the other and data.mixture "
+            f"draws from all by weight; write ./{text} for a folder of that name"
         )
     parts = [len(os.fsencode(part)) for part in text.split("/")]
     if max(parts) > _MOST_NAME_BYTES:

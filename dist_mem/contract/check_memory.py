@@ -93,6 +93,10 @@ RULES = (
         "the state is changed in place, or lanes are mixed if some segments are incomplete",
     ),
     ContractRule(
+        3, "rows leave a memory when it is full", rules.rows_leave_it_when_it_is_full,
+        "`kept_len` is missing or another number than that of the tokens whose rows a full memory holds",
+    ),
+    ContractRule(
         7, "parameters are used where they are registered", rules.parameters_are_used_where_they_are_registered,
         "layer.weight used outside layer.forward: ZeRO-3 gathers a parameter only there",
     ),

@@ -127,6 +127,20 @@ def incomplete_segments_are_not_committed(subject: CheckedMemory) -> None:
     require_same(ragged, state, "an incomplete segment is remembered", lanes=~is_kept)
 
 
+def rows_leave_it_when_it_is_full(subject: CheckedMemory) -> None:
+    """Check that a memory evicts from the first segment on that finds it with `kept_len` tokens, and not before."""
+    model = subject.model()
+    state = subject.empty_state(model)
+    for number, segment in enumerate(subject.segments()):
+        x = subject.layer_inputs(model, state)
+        for memory, block_state in zip(model.memories(), state.blocks, strict=True):
+            is_full = number * subject.size.seg_len >= memory.kept_len
+            evicts = memory(x, block_state, subject.full_lengths()).evicted.valid
+            right = f"kept_len is {memory.kept_len}, so segment {number} must evict {'rows' if is_full else 'nothing'}"
+            require(bool((evicts == is_full).all()), right)
+        state = model(*segment, subject.full_lengths(), state=state).state
+
+
 def no_output_depends_on_a_later_token(subject: CheckedMemory) -> None:
     """Change each token in turn, and check that no earlier loss changes and its prediction does."""
     model, seg_len = subject.model(), subject.size.seg_len

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import chain, islice
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from torch import Tensor
@@ -24,8 +25,9 @@ from dist_mem.config import DataConfig, TrainConfig
 from dist_mem.data.batch import Update
 from dist_mem.data.directory import open_index, open_tokenizer
 from dist_mem.data.lanes import LaneReader, check_tokenizer, training_reader
-from dist_mem.data.mixture import MixturePart, source_settings
+from dist_mem.data.mixture import MixturePart, source_names, source_settings, weighted_shares
 from dist_mem.data.plan import Plan
+from dist_mem.data.remote.fetch import show
 from dist_mem.data.shard import Index, read_mask, read_recall
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.errors import UnusableError, run_error
@@ -48,6 +50,20 @@ def training_dirs(data: DataConfig) -> dict[str, DataConfig]:
     if data.mixture:
         return {f"data.mixture[{number}].path": source for number, source in enumerate(source_settings(data))}
     return {stage.key: stage.data for stage in stages_of(data)}
+
+
+def name_training_data(data: DataConfig, step: int, parts: Sequence[MixturePart]) -> str:
+    """Return the names of the directories that a run has read in its first `step` updates.
+
+    Args:
+        data: as trained, with the steps at which stages have ended.
+        parts: of a mixture, whose sources have their shares of the tokens.
+    """
+    if parts and step > 0:
+        shares = zip(source_names(data), weighted_shares(parts, step), strict=True)
+        return ", ".join(f"{name} {100 * share:.3g}%" for name, share in shares)
+    read = [stage.data.path for stage in stages_of(data) if stage.first < max(step, 1)]
+    return ", then ".join(PurePosixPath(show(path)).name for path in read)
 
 
 def with_ends(data: DataConfig, ends: Sequence[int]) -> DataConfig:

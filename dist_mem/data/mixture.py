@@ -70,6 +70,20 @@ def mixture_parts(
     return [*parts, present]
 
 
+def weighted_shares(parts: Sequence[MixturePart], step: int) -> list[float]:
+    """Return the share of the tokens that the weights give every source in the first `step` updates.
+
+    A source that ended by `epochs` has given less.
+    """
+    shares = [0.0] * len(parts[-1].weights)  # sources are only added, at the end
+    ends = [*(part.step for part in parts[1:]), step]
+    num_segments = [(end - part.step) * part.segments_per_update for part, end in zip(parts, ends, strict=True)]
+    for part, number in zip(parts, num_segments, strict=True):
+        for source, weight in enumerate(part.weights):
+            shares[source] += number / sum(num_segments) * weight / sum(part.weights)
+    return shares
+
+
 def source_settings(data: DataConfig) -> list[DataConfig]:
     """Return the settings of every source: those of the run, with its directory as `path`. Without one, of the run."""
     return [replace(data, path=source.path) for source in data.mixture] or [data]
@@ -109,6 +123,8 @@ class MixturePlan(DocumentPlan):
     of `ROUND` documents.
     """
 
+    remedy = "give more sources of data.mixture a weight"
+
     def __init__(
         self,
         lengths: Sequence[np.ndarray],
@@ -126,7 +142,7 @@ class MixturePlan(DocumentPlan):
             parts: of the run so far, the present one last.
 
         Raises:
-            ValueError: a source with a weight has no document of two tokens, or all have fewer than lanes.
+            ValueError: a source with a weight has no document of two tokens, or these have fewer than lanes.
         """
         super().__init__(np.concatenate(lengths), num_lanes=num_lanes, seg_len=seg_len, seed=seed, cut=cut)
         self.parts = parts
@@ -138,6 +154,9 @@ class MixturePlan(DocumentPlan):
                     f"data.mixture[{number}]: no document has at least {MIN_TRAINING_LEN} tokens: build its split from "
                     "texts, or set its weight to 0"
                 )
+        self._check_lanes(
+            sum(len(usable) for weight, usable in zip(parts[-1].weights, self._usable_of, strict=True) if weight > 0)
+        )
         # segments that every lane has read where the weights change, and the part that begins there
         bounds = [0]
         for part, following in pairwise(parts):

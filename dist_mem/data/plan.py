@@ -88,6 +88,8 @@ class DocumentPlan:
     and are cached: 12 bytes per document and epoch.
     """
 
+    remedy = "data.layout=stream"  # for fewer documents than lanes
+
     def __init__(
         self,
         lengths: Sequence[int] | np.ndarray,
@@ -102,13 +104,7 @@ class DocumentPlan:
         self.num_lanes, self.seg_len, self.seed, self.cut = num_lanes, seg_len, seed, cut
         self.skipped: list[int] = np.flatnonzero(self.lengths < MIN_TRAINING_LEN).tolist()
         self._usable = np.flatnonzero(self.lengths >= MIN_TRAINING_LEN)
-        if len(self._usable) < num_lanes:
-            fewer = f"set train.global_batch_size to at most {len(self._usable)}, or data.layout=stream"
-            raise ValueError(
-                f"train.global_batch_size = {num_lanes}, but only {len(self._usable)} documents have at least "
-                f"{MIN_TRAINING_LEN} tokens, and each lane needs its own: "
-                f"{fewer if len(self._usable) else 'build the split from texts'}"
-            )
+        self._check_lanes(len(self._usable))
         self._segments = num_segments_of(self.lengths, seg_len)
         self.num_segments = int(self._segments[self._usable].sum())  # of one epoch, all lanes
         self._deals: list[Deal] = []
@@ -117,6 +113,16 @@ class DocumentPlan:
         # the lane's load when each document was last assigned, and the largest of them: see _keep_apart
         self._started = np.full(len(self.lengths), -1, dtype=np.int64)
         self._last_start = -1
+
+    def _check_lanes(self, num_readable: int) -> None:
+        """Raise ValueError if so many documents that can be read are fewer than lanes."""
+        if num_readable < self.num_lanes:
+            fewer = f"set train.global_batch_size to at most {num_readable}, or {self.remedy}"
+            raise ValueError(
+                f"train.global_batch_size = {self.num_lanes}, but only {num_readable} documents have at least "
+                f"{MIN_TRAINING_LEN} tokens, and each lane needs its own: "
+                f"{fewer if num_readable else 'build the split from texts'}"
+            )
 
     def documents(self, epoch: int, lane: int) -> list[int]:
         """Return this lane's document numbers in this epoch, in order; none if it is still busy with a long book."""

@@ -29,6 +29,7 @@ OPPOSITE = {"north": "south", "south": "north", "east": "west", "west": "east"}
 THERE = 0.3  # share of takes and drops that end with "there"
 # Facts of a story; in BABILong, they are up to 10, 68, 320, 2 and 126
 NUM_FACTS = {"qa1": (2, 10), "qa2": (3, 20), "qa3": (5, 40), "qa4": (2, 2), "qa5": (2, 20)}
+FEWEST_FACTS = {"qa1": 1, "qa2": 2, "qa3": 3, "qa4": 2, "qa5": 2}  # of which a question can be asked
 
 
 class Story(NamedTuple):

@@ -106,7 +106,7 @@ def build_dataset(
         check_sources(documents, split)
     with hold_folder(out, f"--out {out}"):
         if overwrite:
-            _remove_dataset(out)
+            remove_dataset(out)
         other = sorted(set(built_splits(out)) - set(splits))
         if other:
             raise _other_build(out / other[0] / INDEX_NAME)
@@ -317,7 +317,7 @@ def _other_build(path: Path) -> ValueError:
     )
 
 
-def _remove_dataset(out: Path) -> None:
+def remove_dataset(out: Path) -> None:
     """Remove the files that builders write in `out`, except finished pieces, which the new build may reuse."""
     for index in out.glob(f"*/{INDEX_NAME}"):
         index.unlink()

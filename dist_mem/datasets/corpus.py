@@ -231,7 +231,7 @@ def plain_id(title: str) -> str:
     """Return an id that a tar can carry: the title itself, or its plain characters and a checksum."""
     plain = re.sub(r"[^0-9A-Za-z_-]+", "_", title)
     if plain != title or len(plain) > MAX_ID_LEN:  # maybe no longer unique: a checksum makes it so
-        plain = f"{plain[: MAX_ID_LEN - 9]}-{hashlib.sha256(title.encode()).hexdigest()[:8]}"
+        plain = f"{plain[: MAX_ID_LEN - 17]}-{hashlib.sha256(title.encode()).hexdigest()[:16]}"
     return plain
 
 

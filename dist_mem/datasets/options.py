@@ -5,24 +5,41 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from dist_mem.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from dist_mem.errors import UnusableError
 
 
-def add_build_options(parser: argparse.ArgumentParser, *, vocab_size: int | None) -> None:
-    """Add the options of every builder that calls `build_dataset`.
-
-    Args:
-        vocab_size: default of --vocab-size; None: the builder has no such option.
-    """
+def add_build_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of every builder that calls `build_dataset`."""
     add = parser.add_argument
-    if vocab_size is not None:
-        size_help = "of SentencePiece (default: %(default)s)"
-        add("--vocab-size", type=positive, default=vocab_size, metavar="N", help=size_help)
     add("--workers", type=positive, default=1, metavar="N", help="processes (default: %(default)s)")
     add("--overwrite", action="store_true", help="replace another build in --out")
 
 
-def add_tokenizer_from(parser: argparse.ArgumentParser, otherwise: str) -> None:
+def add_tokenizer_options(parser: argparse.ArgumentParser, *kinds: str, vocab_size: int) -> None:
+    """Add the choice of a tokenizer, by default the first kind, and `vocab_size` as what `vocab_size_of` returns."""
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--tokenizer", choices=kinds, default=kinds[0], help="default: %(default)s")
+    add_tokenizer_from(one, "instead")
+    size_help = f"of SentencePiece (default: {vocab_size})"
+    parser.add_argument("--vocab-size", type=positive, metavar="N", help=size_help)
+    parser.set_defaults(default_vocab_size=vocab_size)
+
+
+def vocab_size_of(options: argparse.Namespace) -> int:
+    """Return the pieces of a SentencePiece model. Raises UnusableError if they are given for another tokenizer."""
+    is_other = options.tokenizer_from is not None or options.tokenizer != SentencePieceTokenizer.kind
+    if options.vocab_size is not None and is_other:
+        other = f"--tokenizer {options.tokenizer}" if options.tokenizer_from is None else "that of --tokenizer-from"
+        raise UnusableError(
+            f"--vocab-size {options.vocab_size} is for SentencePiece, but the tokenizer is {other}, which has its own "
+            "size: leave out one of them"
+        )
+    size: int = options.default_vocab_size if options.vocab_size is None else options.vocab_size
+    return size
+
+
+def add_tokenizer_from(parser: argparse._ActionsContainer, otherwise: str) -> None:
     """Add --tokenizer-from; `otherwise`: what its help says of a build without it."""
     what = f"take the tokenizer of this data directory, export, or folder of a published model {otherwise}"
     parser.add_argument("--tokenizer-from", type=Path, metavar="DIR", help=what)

@@ -34,7 +34,7 @@ from dist_mem.errors import UnusableError
 from dist_mem.runtime.files import MAX_TEXT_BYTES
 from dist_mem.runtime.names import check_plain, is_hidden
 
-TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
+TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 MEMBERS = ("txt", "json")  # suffixes
 DOTTED = ".json with a second dot in its name"
 _COMPRESSED: dict[bytes, Callable[[Path], Any]] = {  # by how a file begins

@@ -30,6 +30,7 @@ from dist_mem.data.shard import INDEX_NAME, TokenizedDocument, read_index, write
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import JSON_NAME, find_tokenizer, read_tokenizer_metadata, save_tokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
+from dist_mem.datasets.builder import remove_dataset
 from dist_mem.datasets.corpus import by_name, find_files
 from dist_mem.datasets.corpus_rows import TEXT_SUFFIX
 from dist_mem.datasets.options import add_tokenizer_from, positive
@@ -269,8 +270,8 @@ def build_task(task: Task, out: Path, *, counts: dict[str, int], overwrite: bool
         ValueError: `out` holds another build.
     """
     with hold_folder(out, f"--out {out}"):
-        for split in SPLITS if overwrite else ():
-            (out / split / INDEX_NAME).unlink(missing_ok=True)  # without its index, a split does not exist
+        if overwrite:
+            remove_dataset(out)
         if (out / JSON_NAME).exists() and not overwrite:
             if read_tokenizer_metadata(out)["fingerprint"] != task.tokenizer.fingerprint:
                 raise ValueError(f"{out} holds another dataset: give another --out, or --overwrite")

@@ -6,13 +6,14 @@ the usual scale is that of Moonlight (arXiv 2502.16982), with which rates and de
 published code besides: a gradient that is None moves nothing, and eps is the least norm, where that code adds it.
 
 ZeRO gives an optimizer flat tensors that hold pieces of matrices. The momentum is computed piece by piece, so its state
-is saved and restored like any moment. A matrix is orthogonalised whole: as many matrices as there are ranks are
-gathered at one time, one on each rank, and every rank gets the results.
+is saved and restored like any moment. A matrix is orthogonalised whole: of as many matrices as there are ranks, each is
+gathered on one rank, and every rank gets the results, one after the other. What a rank holds does not grow with the
+number of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,11 @@ class HeldRange(NamedTuple):
     stop: int
     offset: int  # of `start`, in the flat tensor
 
+    @property
+    def flat_slice(self) -> slice:
+        """Where they are in the flat tensor."""
+        return slice(self.offset, self.offset + self.stop - self.start)
+
 
 class MuonMatrix(NamedTuple):
     """A matrix in a flat tensor, of which this rank may hold nothing."""
@@ -44,6 +50,14 @@ class MuonMatrix(NamedTuple):
 
 
 Matrices = Mapping[Tensor, Sequence[MuonMatrix]]  # by flat tensor
+
+
+class _Move(NamedTuple):
+    """A matrix that is to be moved in this step."""
+
+    flat: Tensor
+    matrix: MuonMatrix
+    lr: float
 
 
 def muon_settings(optimizer: OptimizerConfig) -> MuonConfig | None:
@@ -76,6 +90,19 @@ def orthogonal_flops(shapes: Iterable[tuple[int, int]], steps: int) -> int:
     """Return the operations that `orthogonalize` takes of matrices of these shapes."""
     sides = [(min(shape), max(shape)) for shape in shapes]
     return steps * sum(4 * short**2 * long + 2 * short**3 for short, long in sides)
+
+
+def orthogonal_bytes(shapes: Iterable[tuple[int, int]], precision: str) -> int:
+    """Return the bytes that a rank needs at most for an update of matrices of these shapes, beside flat tensors.
+
+    While it gathers: its matrix, another one and a piece of that; then its matrix and the products of `orthogonalize`.
+    """
+    size, most = DTYPES[precision].itemsize, 0
+    for rows, columns in shapes:
+        short, numel = min(rows, columns), rows * columns
+        copies = 2 if size == 4 else 3  # two iterates, and the update in that precision
+        most = max(most, 12 * numel, 4 * numel + size * (copies * numel + 2 * short**2))
+    return most
 
 
 def shape_factor(rows: int, columns: int, scale: str) -> float:
@@ -115,57 +142,76 @@ class MuonAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all groups; collective where there are several ranks."""
-        groups = self.param_groups
+        groups, moves = self.param_groups, list[_Move]()
         try:
             for group in groups:
                 self.param_groups = [group]
                 if group["rule"] == ADAMW:
                     super().step()
-                    continue
-                for flat in group["params"]:
-                    if flat.grad is not None:
-                        self._step_flat(flat, group["lr"], group["weight_decay"])
+                else:
+                    moves += self._begin(group)
         finally:
             self.param_groups = groups
-
-    def _step_flat(self, flat: Tensor, lr: float, weight_decay: float) -> None:
-        settings, state = self.muon, self.state[flat]
-        if MOMENTUM not in state:
-            state[MOMENTUM] = torch.zeros_like(flat)
-        momentum, gradient = state[MOMENTUM], flat.grad
-        assert gradient is not None
-        momentum.lerp_(gradient, 1 - settings.momentum)
-        update = gradient.lerp(momentum, settings.momentum) if settings.nesterov else momentum
-        if self.matrices is None:  # a trial step, of DeepSpeed's start or of restoring
-            return
-        flat.mul_(1 - lr * weight_decay)
         num_ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-        matrices = self.matrices[flat]
-        for first in range(0, len(matrices), num_ranks):
-            bundle = matrices[first : first + num_ranks]
-            wholes = [self._gather(matrix, update, place, num_ranks) for place, matrix in enumerate(bundle)]
-            for place, (matrix, whole) in enumerate(zip(bundle, wholes, strict=True)):
-                if place == rank:
-                    whole.copy_(self._direction(whole, matrix.shape))
-            for place, (matrix, whole) in enumerate(zip(bundle, wholes, strict=True)):
-                if num_ranks > 1:
-                    dist.broadcast(whole, src=place)
-                if piece := matrix.piece:
-                    moved = whole.view(-1)[piece.start : piece.stop].to(flat.device)
-                    rows = slice(piece.offset, piece.offset + piece.stop - piece.start)
-                    flat.view(-1)[rows].sub_(moved, alpha=lr)
+        for first in range(0, len(moves), num_ranks):
+            self._move_bundle(moves[first : first + num_ranks], rank, num_ranks)
 
-    def _gather(self, matrix: MuonMatrix, update: Tensor, place: int, num_ranks: int) -> Tensor:
+    def _begin(self, group: dict[str, Any]) -> Iterator[_Move]:
+        """Update momenta and decay weights of a group, and yield its matrices, which are still to be moved."""
+        for flat in group["params"]:
+            if flat.grad is None:
+                continue
+            if MOMENTUM not in self.state[flat]:
+                self.state[flat][MOMENTUM] = torch.zeros_like(flat)
+            self.state[flat][MOMENTUM].lerp_(flat.grad, 1 - self.muon.momentum)
+            if self.matrices is None:  # a trial step, of DeepSpeed's start or of restoring
+                continue
+            flat.mul_(1 - group["lr"] * group["weight_decay"])
+            for matrix in self.matrices[flat]:
+                yield _Move(flat, matrix, group["lr"])
+
+    def _move_bundle(self, moves: Sequence[_Move], rank: int, num_ranks: int) -> None:
+        """Move at most one matrix of every rank, the one whose place in the bundle is its rank.
+
+        A rank holds its own matrix and one that it sends or receives, however many ranks there are.
+        """
+        mine = None
+        for place, move in enumerate(moves):
+            if place == rank:
+                mine = self._gather(move, place, num_ranks)
+            elif not self._is_replicated:
+                self._gather(move, place, num_ranks)
+        if mine is not None:
+            self._orthogonalize(mine)
+        for place, move in enumerate(moves):
+            self._move(move, place, mine if place == rank else None, num_ranks)
+
+    def _move(self, move: _Move, place: int, whole: Tensor | None, num_ranks: int) -> None:
+        """Subtract the direction of a matrix, which rank `place` has, from the piece of this rank."""
+        if whole is None:
+            whole = torch.empty(move.matrix.shape, dtype=torch.float32, device=self._device)
+        if num_ranks > 1:
+            dist.broadcast(whole, src=place)
+        if piece := move.matrix.piece:
+            moved = whole.view(-1)[piece.start : piece.stop].to(move.flat.device)
+            move.flat.view(-1)[piece.flat_slice].sub_(moved, alpha=move.lr)
+
+    def _gather(self, move: _Move, place: int, num_ranks: int) -> Tensor:
         """Return the update of a matrix, (rows, columns) fp32, whole on rank `place`."""
-        whole = torch.zeros(matrix.shape, dtype=torch.float32, device=self._device)
-        if piece := matrix.piece:
-            held = update.reshape(-1)[piece.offset : piece.offset + piece.stop - piece.start]
-            whole.view(-1)[piece.start : piece.stop] = held
+        settings, whole = self.muon, torch.zeros(move.matrix.shape, dtype=torch.float32, device=self._device)
+        if piece := move.matrix.piece:
+            assert move.flat.grad is not None
+            gradient, momentum = (
+                each.reshape(-1)[piece.flat_slice] for each in (move.flat.grad, self.state[move.flat][MOMENTUM])
+            )
+            update = gradient.lerp(momentum, settings.momentum) if settings.nesterov else momentum
+            whole.view(-1)[piece.start : piece.stop] = update
         if num_ranks > 1 and not self._is_replicated:
             dist.reduce(whole, dst=place)  # each element is on one rank, and 0 on the others
         return whole
 
-    def _direction(self, update: Tensor, shape: tuple[int, int]) -> Tensor:
+    def _orthogonalize(self, whole: Tensor) -> None:
+        """Replace an update, (rows, columns) fp32, by what it moves the matrix by for a rate of 1."""
         settings = self.muon
-        found = orthogonalize(update.to(DTYPES[settings.precision]), steps=settings.steps, eps=settings.eps)
-        return found.float() * shape_factor(*shape, settings.scale)
+        found = orthogonalize(whole.to(DTYPES[settings.precision]), steps=settings.steps, eps=settings.eps)
+        whole.copy_(found).mul_(shape_factor(whole.shape[0], whole.shape[1], settings.scale))

@@ -1,4 +1,4 @@
-"""The optimizer: parameter groups by name pattern, torch's Adam and SGD, and the learning-rate schedule.
+"""The optimizer: parameter groups by name pattern and origin, torch's Adam and SGD, and the learning-rate schedule.
 
 The learning rate is a pure function of the step (`lr_factor`), written into the groups before every update. So there is
 no scheduler state to save, and a resumed run cannot be off by one.
@@ -15,8 +15,11 @@ import torch
 from torch import nn
 
 from dist_mem.config import OptimizerConfig, ScheduleConfig
+from dist_mem.config.constraints import wsd_decay_steps
 from dist_mem.config.schema import ParameterGroupConfig
 from dist_mem.engine.muon import ADAMW, MUON, MuonAdamW, is_map, muon_settings
+from dist_mem.hf.names import published_pairs
+from dist_mem.model import MemoryLM
 from dist_mem.runtime.terminal import count_noun
 
 # Vectors in all but shape: the content and position biases u and v of relative attention are (H, K).
@@ -29,8 +32,9 @@ def _decays(name: str, parameter: nn.Parameter) -> bool:
 
 def freeze(model: nn.Module, groups: Sequence[ParameterGroupConfig]) -> None:
     """Let no parameter get a gradient whose group has `trainable: false`."""
+    published = _published_names(model, groups)
     for name, parameter in model.named_parameters():
-        _, group = _group_of(name, groups)
+        _, group = _group_of(name, groups, published)
         if group is not None:
             parameter.requires_grad_(group.trainable)
 
@@ -39,19 +43,22 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
     """Group parameters by rule, lr and weight decay; groups with `trainable: false` are frozen and left out.
 
     Args:
-        config: a parameter belongs to the first entry of `config.groups` whose pattern is found in
-            its name. Weight decay applies to matrices only, unless that entry sets it.
+        config: a parameter belongs to the first entry of `config.groups` whose pattern is found in its name, and
+            whose `pretrained` says where it comes from. Weight decay applies to matrices only, unless that entry
+            sets it.
 
     Raises:
-        ValueError: a pattern matches no parameter, or nothing is left to train; Muon is to take what is no matrix.
+        ValueError: a pattern matches no parameter, or nothing is left to train; Muon is to take what is no matrix; an
+            entry has `pretrained`, but a memory no place for the published attention.
     """
     freeze(model, config.groups)
     taken: dict[tuple[str, float, float], list[nn.Parameter]] = {}
     owners = {parameter: module for module in model.modules() for parameter in module.parameters(recurse=False)}
+    published = _published_names(model, config.groups)
     muon = muon_settings(config)
     matched = [0] * len(config.groups)
     for name, parameter in model.named_parameters():
-        index, found = _group_of(name, config.groups)
+        index, found = _group_of(name, config.groups, published)
         if found is not None:
             matched[index] += 1
         given = found or ParameterGroupConfig()
@@ -67,10 +74,11 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
     for index, count in enumerate(matched):
         if count == 0:
             names = ", ".join(name for name, _ in list(model.named_parameters())[:5])
-            pattern = config.groups[index].param_regex
+            group = config.groups[index]
+            origin = "" if group.pretrained is None else f" with pretrained: {str(group.pretrained).lower()}"
             raise ValueError(
-                f"optimizer.groups[{index}].param_regex is {pattern!r}, but takes no parameter (did an earlier group "
-                f"take them?); parameters are named like {names}"
+                f"optimizer.groups[{index}].param_regex is {group.param_regex!r}{origin}, but takes no parameter (did "
+                f"an earlier group take them?); parameters are named like {names}"
             )
     if muon is not None and all(rule != MUON for rule, _, _ in taken):
         raise ValueError("optimizer.kind is muon, but no trained matrix is left for it: set optimizer.kind=adamw")
@@ -86,9 +94,22 @@ def _first_given(of_group: float | None, of_rule: float | None, usual: float) ->
     return next(value for value in (of_group, of_rule, usual) if value is not None)
 
 
-def _group_of(name: str, groups: Sequence[ParameterGroupConfig]) -> tuple[int, ParameterGroupConfig | None]:
-    """Return the first group whose pattern is found in a parameter's name, and its place."""
-    return next(((at, group) for at, group in enumerate(groups) if re.search(group.param_regex, name)), (-1, None))
+def _published_names(model: nn.Module, groups: Sequence[ParameterGroupConfig]) -> frozenset[str]:
+    """Return the parameters that the published model has, by our names, if a group asks for them."""
+    if all(group.pretrained is None for group in groups):
+        return frozenset()  # also of a model of which none is published
+    assert isinstance(model, MemoryLM)
+    return frozenset(name for pair in published_pairs(model) for name in pair.ours)
+
+
+def _group_of(
+    name: str, groups: Sequence[ParameterGroupConfig], published: frozenset[str]
+) -> tuple[int, ParameterGroupConfig | None]:
+    """Return the first group that takes a parameter, and its place."""
+    for index, group in enumerate(groups):
+        if group.pretrained in (None, name in published) and re.search(group.param_regex, name):
+            return index, group
+    return -1, None
 
 
 def _shape(parameter: nn.Parameter) -> torch.Size:
@@ -151,15 +172,8 @@ def lr_factor(step: int, config: ScheduleConfig, total_steps: int) -> float:
         return 1.0
     first, length, shape = config.warmup_steps, config.decay_steps, config.kind
     if config.kind == "wsd":
-        length, shape = wsd_decay_steps(config, total_steps), config.decay_shape or "sqrt"
+        length, shape = wsd_decay_steps(vars(config), total_steps), config.decay_shape or "sqrt"
         first = total_steps - length
     progress = min(1.0, max(0, step - first) / (length or max(1, total_steps - first)))
     left = {"linear": 1 - progress, "sqrt": 1 - math.sqrt(progress), "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
     return config.end_factor + (1 - config.end_factor) * left[shape]
-
-
-def wsd_decay_steps(config: ScheduleConfig, total_steps: int) -> int:
-    """Return the number of the last steps in which lr decays, with `wsd`."""
-    if config.decay_steps is not None:
-        return config.decay_steps
-    return round(total_steps * (0.2 if config.decay_share is None else config.decay_share))

@@ -6,12 +6,14 @@ the whole job, T tokens of a segment, K segments of an update.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from dist_mem.block import ModelSpec, model_spec
+from dist_mem.checkpoint.resume_source import check_data
 from dist_mem.config import (
     Config,
     DataConfig,
@@ -26,7 +28,14 @@ from dist_mem.data.batch_plan import batch_plan, idle_work, num_readable, steps_
 from dist_mem.data.curriculum import Stage, answers_of, stages_of, training_splits
 from dist_mem.data.directory import open_index, open_tokenizer, refresh
 from dist_mem.data.lanes import training_plan
-from dist_mem.data.mixture import MixturePlan, describe_sources, source_names, source_settings
+from dist_mem.data.mixture import (
+    MixturePart,
+    MixturePlan,
+    describe_sources,
+    mixture_parts,
+    source_names,
+    source_settings,
+)
 from dist_mem.data.plan import Plan
 from dist_mem.data.remote.fetch import show
 from dist_mem.engine.optimizer import parameter_groups
@@ -72,16 +81,27 @@ def known_steps(data: DataConfig, train: TrainConfig, schedule: ScheduleConfig) 
         raise UnusableError(str(error)) from error
 
 
-def subjects(config: Config, *, world_size: int) -> list[tuple[str, str]]:
+def subjects(
+    config: Config, *, world_size: int, resumed: tuple[Path, Mapping[str, Any]] | None = None
+) -> list[tuple[str, str]]:
     """Return the summary as labels and texts.
 
+    Args:
+        resumed: the checkpoint that the job resumes from, and its manifest.
+
     Raises:
-        UnusableError: the model cannot be built, or the data is damaged or has too few documents for the lanes.
+        UnusableError: the model cannot be built, or the data is damaged, has too few documents for the lanes, or is not
+            that of the checkpoint.
     """
     try:
         evaluated = [config.eval.split] if config.eval.every else []
         refresh(config.data, evaluated if config.data.mixture else [config.data.train_split, *evaluated])
-        plan = built_plan(config.data, config.train)
+        parts: Sequence[MixturePart] = ()
+        if resumed is not None and not _not_built(config.data):
+            directory, manifest = resumed
+            check_data(directory, manifest, training_splits(config.data, open_tokenizer(config.data)), config.data)
+            parts = mixture_parts(manifest.get("mixture", ()), config.data, config.train, manifest["step"])
+        plan = built_plan(config.data, config.train, parts)
         if plan is not None and config.eval.every is not None:
             open_index(config.data, config.eval.split)  # or refuse the split
         if plan is not None and config.data.until_accuracy is not None:
@@ -190,11 +210,11 @@ def _batch_lines(
     yield "engine", f"ZeRO stage {stage}, {train.precision}, {optimizer.kind}, {clipping}"
 
 
-def built_plan(data: DataConfig, train: TrainConfig) -> Plan | None:
-    """Return the plan of the training split; None if the data is not built yet."""
+def built_plan(data: DataConfig, train: TrainConfig, parts: Sequence[MixturePart] = ()) -> Plan | None:
+    """Return the plan of the training split; None if the data is not built yet. `parts`: as for `training_plan`."""
     if _not_built(data):
         return None
-    return training_plan(data, train, [open_index(one, data.train_split) for one in source_settings(data)])
+    return training_plan(data, train, [open_index(one, data.train_split) for one in source_settings(data)], parts)
 
 
 def _not_built(data: DataConfig) -> list[str]:

@@ -134,10 +134,11 @@ def transfer(
     reduced = sizes.trained * (2 if stage == 1 else reductions)  # stage 1 all-reduces each bucket, as DeepSpeed does
     bucket = int(zero.get("reduce_bucket_size", BUCKET))
     num_gathers = gathers * model.num_layers if stage == 3 else math.ceil(gathered / bucket)
-    # Muon gathers each matrix on one rank, in fp32, and sends back the result.
-    of_muon = 2 * 4 * sum(rows * columns for rows, columns in sizes.matrices)
+    # Muon gathers each matrix on one rank, in fp32, unless all have it (stage 0), and sends back the result.
+    moves = 1 if stage == 0 else 2
+    of_muon = moves * 4 * sum(rows * columns for rows, columns in sizes.matrices)
     num_bytes = int(ring * (size * (reduced + gathered) + of_muon))
-    return UpdateTraffic(num_bytes, math.ceil(reduced / bucket) + num_gathers + 2 * len(sizes.matrices))
+    return UpdateTraffic(num_bytes, math.ceil(reduced / bucket) + num_gathers + moves * len(sizes.matrices))
 
 
 class CheckpointCost(NamedTuple):
@@ -149,8 +150,13 @@ class CheckpointCost(NamedTuple):
 
 
 def checkpoint_cost(train: TrainConfig, sizes: ModelSizes, *, world_size: int, disk_rate: float) -> CheckpointCost:
-    """Predict a checkpoint: fp32 weights, moments and memories; `disk_rate`: bytes/s of all ranks together."""
-    engine = 4 * (sizes.trained + sizes.moments)
+    """Predict a checkpoint: fp32 weights, moments, memories, and frozen weights as they are.
+
+    Args:
+        disk_rate: bytes/s of all ranks together.
+    """
+    frozen = DTYPES[train.precision].itemsize * (sizes.parameters - sizes.trained)
+    engine = 4 * (sizes.trained + sizes.moments) + frozen
     lanes = sizes.lane_bytes * batch_plan(train, world_size).lanes_per_rank * world_size
     stall = (engine + lanes) / world_size / _HOST_COPY
     return CheckpointCost(engine + lanes, stall, stall + (engine + lanes) / disk_rate)

@@ -14,7 +14,7 @@ from dist_mem.block import ModelSpec, model_spec
 from dist_mem.config import Config, OptimizerConfig, deepspeed_block
 from dist_mem.data.batch_plan import BatchPlan, batch_plan
 from dist_mem.engine.defaults import deepspeed_config
-from dist_mem.engine.muon import MUON
+from dist_mem.engine.muon import MUON, muon_settings, orthogonal_bytes
 from dist_mem.engine.optimizer import num_moments, parameter_groups
 from dist_mem.memory.base import named_tensors
 from dist_mem.model import MemoryLM
@@ -130,10 +130,12 @@ def shares(job: TrainingJob, sizes: ModelSizes) -> Shares:
         weights = size * (-(-sizes.parameters // world_size) + live)
     if on_gpu and _offloads(zero, "offload_param"):
         weights -= size * (-(-sizes.parameters // world_size))
+    muon = muon_settings(job.optimizer)
+    of_muon = orthogonal_bytes(sizes.matrices, muon.precision) if muon else 0
     if on_gpu and _offloads(zero, "offload_optimizer"):
-        optimizer = update = 0
+        optimizer, update = 0, of_muon
     else:
-        update = _update_work(stage, size, sizes, world_size)
+        update = _update_work(stage, size, sizes, world_size, of_muon=of_muon)
         if not on_gpu and stage in (1, 2) and job.optimizer.kind in ("adam", "adamw", MUON):
             # Adam's separate operations: the gradient in fp32, and two arrays of its size at one time.
             update = max(update, 3 * 4 * _group_share(sizes, world_size))
@@ -155,12 +157,16 @@ def _group_share(sizes: ModelSizes, world_size: int) -> int:
     return -(-sizes.largest_group // world_size)
 
 
-def _update_work(stage: int, size: int, sizes: ModelSizes, world_size: int) -> int:
-    """Return the bytes of one parameter group's gradients as the optimizer takes them: one piece, in fp32."""
+def _update_work(stage: int, size: int, sizes: ModelSizes, world_size: int, *, of_muon: int) -> int:
+    """Return the bytes of one parameter group's gradients as the optimizer takes them: one piece, in fp32.
+
+    Args:
+        of_muon: bytes of matrices that Muon works on, before the new weights are copied to 16 bits.
+    """
     if stage == 0:
-        return 0 if size == 4 else 4 * sizes.trained + size * sizes.trained
+        return of_muon if size == 4 else 4 * sizes.trained + max(size * sizes.trained, of_muon)
     group = _group_share(sizes, world_size)
-    return 4 * group + (size * group if size < 4 else 0)
+    return 4 * group + max(size * group if size < 4 else 0, of_muon)
 
 
 def _offloads(zero: dict[str, Any], key: str) -> bool:

@@ -9,7 +9,7 @@ from dist_mem.data.tokenizers.byte_pairs import END_OF_TEXT, BytePairTokenizer
 from dist_mem.data.tokenizers.huggingface import HuggingFaceTokenizer
 from dist_mem.evaluation.report_names import join_parts, list_reports
 from dist_mem.evaluation.scores import Report, format_metric, read_report
-from dist_mem.evaluation.trained_model import Checkpoint, TrainedModel
+from dist_mem.evaluation.trained_model import Checkpoint, TrainedModel, name_data_of
 from dist_mem.runtime import markdown
 
 _FRONT = """---
@@ -87,7 +87,6 @@ def card(trained: TrainedModel, config: Config, name: str, *, layout: str) -> st
     is_hub = layout == "transformers"
     bos = "" if config.data.blocks else _missing_bos(trained.tokenizer, config.model.kind)
     commit = manifest.get("commit")
-    fingerprint = manifest.get("data_fingerprint")
     text = _CARD.format(
         name=name,
         step=manifest["step"],
@@ -102,14 +101,23 @@ def card(trained: TrainedModel, config: Config, name: str, *, layout: str) -> st
         loading=(_TRANSFORMERS if is_hub else _DIST_MEM).format(name=name, bos=bos),
         run=config.name,
         num_tokens=manifest["step"] * train.global_batch_size * train.seg_len * train.segments_per_update,
-        data=f"Its data have the fingerprint `{fingerprint}`."
-        if fingerprint
-        else "Its weights have seen no data here.",
+        data=_data(trained.checkpoint),
         metrics=_metrics(trained.checkpoint),
         code=f"The checkpoint was written by commit `{commit}`." if commit else "The commit is not known.",
         trust=_trust(trained.checkpoint, is_hub=is_hub),
     )
     return (_FRONT if is_hub else "") + text
+
+
+def _data(checkpoint: Checkpoint) -> str:
+    """Return which data the run read: their names, with those of a mixture their shares, and fingerprints."""
+    fingerprints = checkpoint.manifest.get("data_fingerprint", "").split()
+    if not fingerprints:
+        return "Its weights have seen no data here."
+    each = ", ".join(f"`{fingerprint}`" for fingerprint in fingerprints)
+    names = name_data_of(checkpoint)
+    named = "Its data" if names is None else f"Its data, {names},"
+    return f"{named} have the {'fingerprint' if len(fingerprints) == 1 else 'fingerprints'} {each}."
 
 
 def _missing_bos(tokenizer: Tokenizer, kind: str) -> str:

@@ -23,12 +23,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from dist_mem.checkpoint.manifest import run_of
 from dist_mem.config.check import nearest
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError
 from dist_mem.evaluation.intervals import Interval, about_settled, compare_over_seeds, find_settled, intervals
 from dist_mem.evaluation.memory_gain import MemoryGain, memory_gain
 from dist_mem.evaluation.plot import labels_of, plot_recall
-from dist_mem.evaluation.report_names import WITHOUT_MEMORY, counterpart, is_without_memory, list_reports, without_data
+from dist_mem.evaluation.report_names import (
+    WITHOUT_MEMORY,
+    counterpart,
+    is_without_memory,
+    list_reports,
+    names_of,
+    tag_in,
+    without_data,
+)
 from dist_mem.evaluation.scores import (
     MEASURES,
     Band,
@@ -55,6 +64,7 @@ class ComparedRun(NamedTuple):
     report: Report
     without_memory: Report | None = None  # report of the same checkpoint and protocol without memory
     config: Path | None = None  # config.yaml of the run; None: the report is not in a run directory
+    tag: str = ""  # of the report's name: its data and protocol
 
 
 class ComparisonRow(NamedTuple):
@@ -82,6 +92,12 @@ def find_reports(paths: Sequence[Path], split: str | None) -> list[ComparedRun]:
     for path in paths:
         if not path.exists():
             raise ValueError(f"{path}: there is no such run directory or report")
+        if path.resolve().parent.name == "checkpoints" and (run := run_of(path.resolve())) != path:
+            raise ValueError(
+                f"{path} is a checkpoint, whose evaluations are in {run}: give that, or one of its reports"
+            )
+        if path.suffix == ".json" and split is not None and (said := read_report(path).split) != split:
+            raise ValueError(f"{path} is a report of {said}, but --split is {split}: leave one of them out")
     wanted = [split] if split else _PREFERRED
     found = {name: {path: _newest(path, name) for path in paths} for name in wanted}
     chosen = max(wanted, key=lambda name: sum(map(bool, found[name].values())))  # the first one on a tie
@@ -90,7 +106,8 @@ def find_reports(paths: Sequence[Path], split: str | None) -> list[ComparedRun]:
         raise ValueError("; ".join(f"{path}: no evaluation of {chosen}{_remedy(path, chosen)}" for path in missing))
     of_runs = {path: reports for path, reports in found[chosen].items() if path.suffix != ".json"}
     taken = _of_one_protocol(of_runs)
-    return [_read_entry(path.resolve().name.removesuffix(".json"), taken.get(path, path)) for path in found[chosen]]
+    given = list(found[chosen])
+    return [_read_entry(name, taken.get(path, path)) for name, path in zip(names_of(given), given, strict=True)]
 
 
 def _read_entry(name: str, path: Path) -> ComparedRun:
@@ -98,7 +115,7 @@ def _read_entry(name: str, path: Path) -> ComparedRun:
     other = None if is_without_memory(path) else counterpart(path)
     without_memory = read_report(other) if other is not None and not is_missing(other) else None
     config = path.parent.parent / "config.yaml"
-    return ComparedRun(name, read_report(path), without_memory, None if is_missing(config) else config)
+    return ComparedRun(name, read_report(path), without_memory, None if is_missing(config) else config, tag_in(path))
 
 
 def _remedy(path: Path, split: str) -> str:
@@ -283,7 +300,8 @@ def run(paths: Sequence[Path], *, split: str | None = None, picture: Path | None
         entries = find_reports(paths, split)
         if picture is not None and not same_tokenizer([entry.report for entry in entries]):
             raise ValueError(f"--plot {picture}: recall is by distance in tokens, and the runs' tokenizers differ")
-        labels = labels_of([entry.name for entry in entries], [entry.config for entry in entries])
+        names, configs, tags = ([getattr(each, key) for each in entries] for key in ("name", "config", "tag"))
+        labels = labels_of(names, configs, tags)
         print("\n".join([to_table(entries, compare(entries)), *seed_lines(labels, [each.report for each in entries])]))
         if hint := _hint(entries, entries[0].report.split):
             print(hint, file=sys.stderr)

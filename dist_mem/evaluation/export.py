@@ -32,8 +32,9 @@ import torch
 from dist_mem.block import model_spec
 from dist_mem.checkpoint.manifest import describe_file, files_in, write_manifest
 from dist_mem.checkpoint.rank_file import safetensors_parts
-from dist_mem.config import Config, as_tree, change_config, load_config, save_config, to_yaml
+from dist_mem.config import Config, as_tree, change_config, deepspeed_keys, load_config, save_config, to_yaml
 from dist_mem.config.blocks import value_at
+from dist_mem.config.check import flatten
 from dist_mem.data.directory import open_tokenizer, refresh
 from dist_mem.data.tokenizers.registry import TOKENIZER_DIR, save_tokenizer
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError, run_error
@@ -98,6 +99,7 @@ def run(
         check_registration(registration)
     if out.exists():
         raise UnusableError(f"--out {out} exists already; remove it, or give another name")
+    _check_used(path, checkpoint, overrides)
     with ExitStack() as stack:
         try:
             settings = [*overrides, f"eval.precision={precision}"]
@@ -119,6 +121,22 @@ def run(
             if outside_memories(trained.checkpoint):
                 print("notice: mlflow models serve cannot load it: its memory is a program (eval.allow_code)")
         return code
+
+
+def _check_used(path: Path, checkpoint: int | None, overrides: Sequence[str]) -> None:
+    """Raise UnusableError for what an export would not have."""
+    is_configuration = _is_configuration(path)
+    if is_configuration and checkpoint is not None:
+        raise UnusableError(
+            f"--checkpoint {checkpoint}: {path} is a configuration, of which the initial model is exported: give the "
+            "run directory"
+        )
+    lost = [word for word in overrides if word.startswith("eval.") and not word.startswith("eval.allow_code=")]
+    if lost and not is_configuration:
+        raise UnusableError(
+            f"{lost[0]}: an export has the settings of its training: give it where the export is loaded, and the "
+            "precision of the weights as --precision"
+        )
 
 
 def _mlflow_run(checkpoint: Checkpoint) -> str | None:
@@ -238,4 +256,7 @@ def _portable_settings(checkpoint: Checkpoint) -> Config:
     path = checkpoint.directory / "config.yaml"
     kept = kept_kinds(load_config([str(path)]).memory, Path())  # memory/NAME.py, relative to the export
     default = as_tree(Config())
-    return change_config(load_config([str(path), *kept]), {key: value_at(default, key) for key in _PLACES})
+    changed = {key: value_at(default, key) for key in _PLACES}
+    config = load_config([str(path), *kept])
+    places = [key for key in flatten(config.deepspeed) if key.rpartition(".")[2] in deepspeed_keys.PATHS]
+    return change_config(config, changed | {f"deepspeed.{key}": None for key in places})

@@ -108,6 +108,7 @@ def native_config(trained: TrainedModel) -> dict[str, Any]:
         "hidden_size": model.d_model,
         "num_attention_heads": model.num_heads,
         "bos_token_id": trained.tokenizer.bos_id,
+        "eos_token_id": next(iter(trained.tokenizer.end_ids), None),
         "tie_word_embeddings": False,  # ties are made by dist_mem, and not once more by transformers
         "dtype": str(trained.dtype).removeprefix("torch."),
         "auto_map": _auto_map(AutoConfig="MemoryConfig", AutoModelForCausalLM="MemoryForCausalLM"),

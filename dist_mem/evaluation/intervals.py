@@ -134,7 +134,7 @@ class _Table(NamedTuple):
 def _read_table(metric: str, models: Sequence[Sequence[Report]]) -> _Table:
     first, found = models[0][0], _metric(metric, models[0][0])
     counts = np.array([found.count(document) for document in first.documents], dtype=np.float64)
-    if metric.endswith("perplexity") and first.num_words is not None:
+    if metric == "word_perplexity" and first.num_words is not None:
         counts *= first.num_words / counts.sum()  # an official count differs from that of the documents
     known = counts > 0
     values = [
@@ -268,7 +268,7 @@ def _metric(name: str, report: Report) -> _Metric:
         return _Metric(lambda each: each.nll, lambda each: each.bytes, lambda nats: nats / math.log(2), -1.0)
     return _Metric(
         lambda each: each.nll,
-        lambda each: each.num_scored if each.words is None else each.words,
+        lambda each: each.words if name == "word_perplexity" and each.words is not None else each.num_scored,
         exponential,
         -1.0,
     )

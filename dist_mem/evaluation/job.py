@@ -32,6 +32,7 @@ from dist_mem.runtime.files import is_missing
 from dist_mem.runtime.locks import hold_file
 from dist_mem.runtime.ranks import read_ranks
 from dist_mem.runtime.signals import StopSignal
+from dist_mem.runtime.terminal import some
 from dist_mem.supervision.findings import refuse
 from dist_mem.supervision.rendezvous import wait_for_ranks
 from dist_mem.tracking.mlflow.sync import log_to_run
@@ -91,7 +92,7 @@ def run_on_ranks(
         all_end_here = True
     except CutShortError as error:
         gathered = gather_objects(f"{early.received} on rank {world.rank}" if early and early.received else None)
-        names = ", ".join([text for text in gathered if text][:3])
+        names = some([text for text in gathered if text], 3)
         all_end_here = True
         raise CutShortError(_STOPPED.format(names)) from error
     except (OSError, ValueError) as error:

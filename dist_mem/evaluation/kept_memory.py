@@ -107,10 +107,9 @@ def fit(trained: TrainedModel, found: MemoryFile) -> tuple[LMState, Tensor]:
     _refuse_another_model(trained, found)
     state = _fit_state(trained, found)
     inputs = found.tensors[OPEN_SEGMENT]
-    seg_len, vocab_size = trained.config.train.seg_len, trained.tokenizer.vocab_size
-    if len(inputs) > seg_len or not all(0 <= token < vocab_size for token in inputs.tolist()):
+    if not all(0 <= token < trained.tokenizer.vocab_size for token in inputs.tolist()):
         raise UnusableError(
-            f"{found.path}: {OPEN_SEGMENT} is no segment of this model: {_reading_command(trained, found.path)}"
+            f"{found.path}: {OPEN_SEGMENT} has tokens unknown to this model: {_reading_command(trained, found.path)}"
         )
     return state, inputs
 
@@ -150,6 +149,22 @@ def _as_argument(value: Any) -> str:
     return json.dumps(value).strip('"')
 
 
+def _num_segments(trained: TrainedModel, found: MemoryFile) -> int:
+    """Return how many whole segments a memory has read: BOS, if texts begin with it, and the texts but the open one.
+
+    Raises:
+        UnusableError: the open segment is not what remains of so many tokens.
+    """
+    num_inputs, seg_len = found.num_tokens + (not trained.config.data.blocks), trained.config.train.seg_len
+    num_open = (num_inputs - 1) % seg_len + 1 if num_inputs else 0
+    if len(found.tensors[OPEN_SEGMENT]) != num_open:
+        raise UnusableError(
+            f"{found.path}: {OPEN_SEGMENT} has {len(found.tensors[OPEN_SEGMENT])} inputs, but {num_open} after "
+            f"{found.num_tokens:,} tokens: {_reading_command(trained, found.path)}"
+        )
+    return (num_inputs - num_open) // seg_len
+
+
 def _fit_state(trained: TrainedModel, found: MemoryFile) -> LMState:
     """Return the tensors of a file as a state of the model. Raises UnusableError if they do not fit."""
     empty = init_state(trained)
@@ -163,11 +178,11 @@ def _fit_state(trained: TrainedModel, found: MemoryFile) -> LMState:
             )
     names = iter(wanted)  # walks a state in the same order as map_state
     state: LMState = map_state(lambda part: found.tensors[next(names)].to(part.device), empty)
-    for name, count in trained.model.counts(state).items():
-        most = found.num_tokens + 1 if count.most is None else count.most  # with BOS
-        if ((count.value < count.least) | (count.value > most)).any():
+    for name, count in trained.model.counts(state, _num_segments(trained, found)).items():
+        if ((count.value < count.least) | (count.value > count.most)).any():
+            right = count.least if count.least == count.most else f"from {count.least} to {count.most}"
             raise UnusableError(
-                f"{found.path}: {name} is {count.value.tolist()}, but from {count.least} to {most} after "
-                f"{found.num_tokens:,} tokens: {_reading_command(trained, found.path)}"
+                f"{found.path}: {name} is {count.value.tolist()}, but {right} after {found.num_tokens:,} tokens: "
+                f"{_reading_command(trained, found.path)}"
             )
     return state

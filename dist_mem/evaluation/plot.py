@@ -13,16 +13,18 @@ import io
 import itertools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dist_mem.config.keys import DATA, RESULT
+from dist_mem.config.keys import DATA, DRAW, RESULT
 from dist_mem.config.settings import differing_keys, select_keys
 from dist_mem.config.sources import read_saved
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.plotting.style import DPI, LINE_COLORS, add_grid, in_style, new_picture
 from dist_mem.evaluation.scores import Band, Report
+from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import write_bytes
 
 MAX_DIFFERENCES = 3  # most keys in a label
@@ -48,12 +50,13 @@ def settings_of(config: Path) -> dict[str, Any]:
     return found
 
 
-def labels_of(names: Sequence[str], configs: Sequence[Path | None]) -> list[str]:
+def labels_of(names: Sequence[str], configs: Sequence[Path | None], tags: Sequence[str] = ()) -> list[str]:
     """Return a label for each run; runs that differ only in their seeds get the same label.
 
     Args:
         names: names of the runs; the label of a run with a unique configuration contains its name.
         configs: config.yaml of each run; None: it does not exist, and the name is the label.
+        tags: of data and protocol of each run's scores; none: all have the same.
     """
     settings = [None if config is None else settings_of(config) for config in configs]
     titles = [None if config is None else _title(config) for config in configs]
@@ -70,7 +73,18 @@ def labels_of(names: Sequence[str], configs: Sequence[Path | None]) -> list[str]
         if len(seeds) == 1 or len(differing) > MAX_DIFFERENCES:
             parts[-1] += f" ({min(seeds)})"
         labels.append(", ".join(parts))
-    return labels
+    draws = [None if config is None else _draws_of(config) for config in configs]
+    runs = Counter(zip(labels, draws, strict=True))
+    scores = Counter(label for label, _ in set(zip(labels, tags, strict=False)))
+    return [  # scores of one run, or of several protocols, are no repetitions
+        f"{label} ({name})" if (draw is not None and runs[label, draw] > 1) or scores[label] > 1 else label
+        for name, label, draw in zip(names, labels, draws, strict=True)
+    ]
+
+
+def _draws_of(config: Path) -> str:
+    """Return the keys of a run's config.yaml that repetitions have different values of, as seeds."""
+    return json_text(select_keys(read_saved(config), affects=DRAW), sort_keys=True)
 
 
 def _title(config: Path) -> str:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dist_mem.evaluation.bootstrap import resample
+from dist_mem.evaluation.intervals import MIN_DOCUMENTS
 from dist_mem.evaluation.plot import save_picture
 from dist_mem.evaluation.plotting.style import add_grid, in_style, new_picture
 from dist_mem.evaluation.scores import Report
@@ -27,7 +28,7 @@ class PositionBin(NamedTuple):
     first: int  # position of a token in its document; the first token is at 1
     last: int
     loss: float  # nats per token
-    low: float  # of the 95 % interval over documents; nan with fewer than two
+    low: float  # of the 95 % interval over documents; nan with fewer than `MIN_DOCUMENTS`
     high: float
     num_tokens: int
     num_documents: int
@@ -41,7 +42,7 @@ def position_bins(report: Report) -> list[PositionBin]:
         nll, counts = (
             np.array(column, dtype=np.float64) for column in zip(*(each[2:] for each in within), strict=True)
         )
-        low, high = resample(nll, counts)[:2] if len(within) > 1 else (math.nan, math.nan)
+        low, high = resample(nll, counts)[:2] if len(within) >= MIN_DOCUMENTS else (math.nan, math.nan)
         mean = float(nll.sum() / counts.sum())
         found.append(PositionBin(2**number, 2 ** (number + 1) - 1, mean, low, high, int(counts.sum()), len(within)))
     return found

@@ -12,6 +12,7 @@ are SPLIT[-TAG]/METRIC.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,6 +49,18 @@ def list_reports(run_dir: Path, command: str = "") -> dict[Path, ReportName]:
         if found and (found["command"] or "") == command:
             names[path] = ReportName(found["split"], int(found["step"]), found["tag"] or "", command)
     return dict(sorted(names.items(), key=lambda item: item[1]))
+
+
+def tag_in(path: Path) -> str:
+    """Return the tag in the name of a result file; "" if it has none, or another name."""
+    found = _NAME.fullmatch(path.stem)
+    return (found["tag"] or "") if found else ""
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """Return the names of runs, or of their reports without suffix, or whole paths if two are equal."""
+    names = [path.resolve().name.removesuffix(".json") for path in paths]
+    return names if len(set(names)) == len(names) else [str(path) for path in paths]
 
 
 def data_part(index: Index) -> str:

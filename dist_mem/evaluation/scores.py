@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation.protocol import PROTOCOL
+from dist_mem.evaluation.report_names import WITHOUT_MEMORY, is_without_memory
 from dist_mem.runtime.csv_text import csv_text
 from dist_mem.runtime.figures import NO_FIGURE, exponential, is_figure, json_text
 from dist_mem.runtime.file_schema import MAX_INTEGER, check, integer, leaf, metric, number, optional, read_json, record
@@ -23,7 +24,7 @@ from dist_mem.runtime.file_schema import list_of as rows_of
 from dist_mem.runtime.file_schema import table as table_of
 from dist_mem.runtime.file_schema import text as text_of
 from dist_mem.runtime.files import write_text
-from dist_mem.runtime.terminal import table
+from dist_mem.runtime.terminal import cut_short, table
 
 FORMAT_VERSION = 5
 TABLE_ROWS = 5  # documents in the printed table; the files contain all
@@ -228,7 +229,7 @@ def to_table(report: Report, *, rows: int = TABLE_ROWS) -> str:
     cells: list[Sequence[str]] = [head]
     for document in report.documents[:rows]:
         counts = (document.num_scored, document.words, document.bytes, accuracy(document.hits, document.num_scored))
-        cells.append(_report_row(document.id[:10], _shorten(document.title), document.nll, *counts))
+        cells.append(_report_row(document.id[:10], cut_short(document.title, _TITLE_CHARS), document.nll, *counts))
     counts = (report.num_scored, report.num_words, report.num_bytes, report.accuracy)
     cells.append(_report_row("all", f"{len(report.documents)} documents", report.nll, *counts))
     lines = table(cells)
@@ -245,10 +246,6 @@ def to_table(report: Report, *, rows: int = TABLE_ROWS) -> str:
     if not math.isnan(report.whole_answers):
         lines += ["", f"whole answers: {report.whole_answers:.2%} of the documents"]
     return "\n".join(lines)
-
-
-def _shorten(title: str) -> str:
-    return title if len(title) <= _TITLE_CHARS else title[: _TITLE_CHARS - 3] + "..."
 
 
 def _report_row(
@@ -345,8 +342,8 @@ _REPORT = record(
     {"positions": rows_of(leaf("a list of document, bin, nats and tokens", _is_position))},
     is_open=False,
 )
-_FURTHER = {"metrics": table_of(optional(metric)), "step": integer(), "protocol": PROTOCOL}
-_BODY = record({"report": _REPORT}, _FURTHER, is_open=True)
+_BODY = record({"report": _REPORT}, {"metrics": table_of(optional(metric)), "step": integer()}, is_open=True)
+_FILE = record({"protocol": PROTOCOL}, is_open=True)
 _REMEDY = "; give a report of `dist-mem evaluate`, or evaluate again"
 
 
@@ -359,7 +356,20 @@ def read_report(path: Path, *, inside: Path | None = None) -> Report:
     Raises:
         UnusableError: the file is not a report, or has another format.
     """
-    return report_from(read_json(path, UnusableError, _REMEDY, inside=inside), path)
+    body = read_json(path, UnusableError, _REMEDY, inside=inside)
+    report = report_from(body, path)
+    check(body, _FILE, path, UnusableError, _REMEDY)
+    protocol = body["protocol"]
+    for key in ("seg_len", "mem_len", "max_document_len"):
+        if (said := protocol[key]) != (scored := getattr(report, key)):
+            raise UnusableError(f"{path} is damaged (protocol.{key} is {said}, but report.{key} {scored}){_REMEDY}")
+    if protocol["without_memory"] != is_without_memory(path):
+        raise UnusableError(
+            f"{path} is damaged, or has another name than it was given: protocol.without_memory is "
+            f"{str(protocol['without_memory']).lower()}, and names of reports with true, and no others, end with "
+            f"-{WITHOUT_MEMORY}{_REMEDY}"
+        )
+    return report
 
 
 def report_from(body: Any, path: Path) -> Report:
@@ -368,9 +378,6 @@ def report_from(body: Any, path: Path) -> Report:
     if (version := body["format_version"]) != FORMAT_VERSION:
         raise UnusableError(f"{path}: format_version {version} is not {FORMAT_VERSION}, the one read here{_REMEDY}")
     check(body, _BODY, path, UnusableError, _REMEDY)
-    for key in ("seg_len", "mem_len", "max_document_len") if "protocol" in body else ():
-        if (said := body["protocol"][key]) != (scored := body["report"][key]):
-            raise UnusableError(f"{path} is damaged (protocol.{key} is {said}, but report.{key} {scored}){_REMEDY}")
     content = dict(body["report"])
     documents = [DocumentScore(**document | {"nll": _nll(document["nll"])}) for document in content.pop("documents")]
     recall = [RecallScore(distance, _nll(nll), *rest) for distance, nll, *rest in content.pop("recall")]

@@ -30,8 +30,8 @@ from dist_mem.evaluation.job import (
 )
 from dist_mem.evaluation.plot import Line, add_legend, draw_lines, labels_of, save_picture
 from dist_mem.evaluation.plotting.style import add_grid, in_style, new_picture
-from dist_mem.evaluation.protocol import Protocol, for_evaluation, in_terms_of_eval, protocol_of
-from dist_mem.evaluation.report_names import FOLDER, join_parts
+from dist_mem.evaluation.protocol import Protocol, for_evaluation, in_terms_of_eval, protocol_of, tag_of
+from dist_mem.evaluation.report_names import FOLDER, join_parts, names_of
 from dist_mem.evaluation.scores import MEASURES, Report, format_metric, measure_of
 from dist_mem.evaluation.trained_model import Checkpoint, read_settings
 from dist_mem.model import MemoryLM
@@ -111,7 +111,7 @@ def run(
         own = read_settings(found[0].directory, overrides, reads_data=True)
         scored = split or own.eval.split
         data = decide_on_rank0(lambda: data_tag(found[0], own.data, scored))
-        stem = found[0].run_dir / FOLDER / join_parts("sweep", scored, parsed.key, data)
+        stem = found[0].run_dir / FOLDER / join_parts("sweep", scored, parsed.key, data, tag_of(own))
         rows: list[SweepRow] = []
         names = names_of(paths)
         labels = dict(zip(names, labels_of(names, [one.directory / "config.yaml" for one in found]), strict=True))
@@ -129,12 +129,6 @@ def run(
             print(f"written: {', '.join(str(path) for path in files_of(stem))}")
 
     return run_on_ranks(work, overrides, early)
-
-
-def names_of(paths: Sequence[Path]) -> list[str]:
-    """Return the names of the runs: those of their directories, or whole paths if two are equal."""
-    names = [path.resolve().name for path in paths]
-    return names if len(set(names)) == len(names) else [str(path) for path in paths]
 
 
 def check_lengths(checkpoint: Checkpoint, sweep: Sweep, overrides: Sequence[str]) -> None:

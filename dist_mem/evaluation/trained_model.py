@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,12 +36,14 @@ from dist_mem.checkpoint.manifest import (
     verify,
 )
 from dist_mem.checkpoint.schemas import WEIGHTS
-from dist_mem.config import Config, ConfigError, DataConfig, load_config
+from dist_mem.config import Config, ConfigError, DataConfig, load_block, load_config
 from dist_mem.config.check import Problem, stop_on
-from dist_mem.config.environment_values import checksum, from_environment
+from dist_mem.config.environment_values import checksum, from_environment, hide
 from dist_mem.config.keys import EVALUATION
 from dist_mem.config.settings import keys_set_by, may_set
+from dist_mem.data.curriculum import name_training_data, with_ends
 from dist_mem.data.directory import open_tokenizer
+from dist_mem.data.mixture import MixturePart
 from dist_mem.data.remote.fetch import is_remote, show
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import JSON_NAME, TOKENIZER_DIR, load_tokenizer
@@ -55,6 +58,7 @@ from dist_mem.model import LMState, MemoryLM
 from dist_mem.nn.half_products import widen_half_products
 from dist_mem.nn.layers import DTYPES
 from dist_mem.runtime.files import by_name
+from dist_mem.runtime.gpu import present_device
 from dist_mem.runtime.outside_code import source_of
 from dist_mem.runtime.process_state import drawing
 
@@ -153,6 +157,25 @@ def read_settings(directory: Path, overrides: Sequence[str], *, reads_data: bool
     return config
 
 
+def name_data_of(checkpoint: Checkpoint) -> str | None:
+    """Return the names of the data that a checkpoint was trained on; None of an export, which keeps no places.
+
+    What a path takes from the environment is not shown.
+    """
+    if checkpoint.is_export:
+        return None
+    manifest = checkpoint.manifest
+    data = load_block(DataConfig, "data", [], saved=checkpoint.directory / "config.yaml")
+    parts = [MixturePart(**part) for part in manifest.get("mixture", ())]
+    hidden = replace(
+        data,
+        path=hide(data.path),
+        mixture=[replace(source, path=hide(source.path)) for source in data.mixture],
+        curriculum=[replace(stage, path=hide(stage.path)) for stage in data.curriculum],
+    )
+    return name_training_data(with_ends(hidden, manifest.get("stage_ends", ())), manifest["step"], parts)
+
+
 def tokenizer_of_checkpoint(checkpoint: Checkpoint) -> Tokenizer:
     """Return the tokenizer in a checkpoint or an export."""
     in_folder = f"{TOKENIZER_DIR}/{JSON_NAME}" in checkpoint.manifest["files"]  # not in an export for dist_mem
@@ -238,13 +261,14 @@ def load_model(
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
         TypeError: `path` is not a path, or an override is not a string.
-        ValueError: an override is invalid; the message gives the reason.
+        ValueError: an override is invalid, or there is no such device; the message gives the reason.
     """
     if not isinstance(path, str | Path):
         raise TypeError(f"path is {path!r}, but must be the path of a run, a checkpoint or an export")
     for override in overrides:
         if not isinstance(override, str):
             raise TypeError(f"an override is {override!r}, but must be a str 'KEY=VALUE'; a step is given as step=400")
+    device = present_device(device, "device")
     checkpoint = find_checkpoint(Path(path), step)
     for remark in checkpoint.remarks:
         logging.getLogger(__name__).warning(remark)

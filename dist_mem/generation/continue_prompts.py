@@ -107,6 +107,12 @@ def read_prompt(text: str | None, path: Path | None) -> str:
         UnusableError: the file does not exist or is not UTF-8.
     """
     if path is None:
+        try:
+            (text or "").encode()
+        except UnicodeEncodeError as error:
+            raise UnusableError(
+                f"--prompt is not UTF-8 at character {error.start}: give it in a file of UTF-8 with --prompt-file"
+            ) from error
         return (text or "").replace("\r\n", "\n").replace("\r", "\n")
     return read_file(path, "--prompt-file")
 
@@ -181,13 +187,14 @@ def _write(
     if request.compare and not several:
         kind, seg_len, mem_len = metadata["memory"], metadata["seg_len"], metadata["mem_len"]
         is_read = _print_now(f"\n== {metadata['run']} ({kind}, T {seg_len}, M {mem_len})\n")
-    num_tokens, began = 0, time.monotonic()
+    num_tokens, began = [0] * len(writers), time.monotonic()
     with StopSignal([signal.SIGINT, signal.SIGTERM]) as stop:  # checked between tokens, so that no text is lost
         for step in stream(trained, reading, num_tokens=request.num_tokens, sampling=request.sampling):
-            parts = [writer.add(token) for writer, token in zip(writers, step.tokens.tolist(), strict=True)]
-            num_tokens += 1
-            if not several:
-                is_read = is_read and _print_now(parts[0])
+            for lane in step.writing.nonzero().flatten().tolist():
+                part = writers[lane].add(int(step.tokens[lane]))
+                num_tokens[lane] += 1
+                if not several:
+                    is_read = is_read and _print_now(part)
             if stop.received or not is_read:
                 break
     seconds = time.monotonic() - began
@@ -195,7 +202,7 @@ def _write(
     texts = [writer.text for writer in writers]
     written = Continuation(
         **metadata,
-        num_tokens=[num_tokens] * len(texts),
+        num_tokens=num_tokens,
         seconds=seconds,
         texts=texts,
         stopped=stop.received is not None or not is_read,

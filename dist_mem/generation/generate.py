@@ -1,6 +1,7 @@
 """Generate text token by token: a token costs a row, or the open segment, whatever the length of the text read before.
 
 The next token is the likeliest, or drawn by temperature, from the k likeliest (top-k) or from the nucleus (top-p).
+A text also ends with the EOS of a published model's tokenizer, in every lane on its own (`Tokenizer.end_ids`).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def stream(
     """Generate token by token in every lane, until `num_tokens` or a stop token.
 
     Args:
-        stop_ids: the first of these tokens ends a lane; the lane reads it too.
+        stop_ids: the first of these tokens, or of the tokenizer's `end_ids`, ends a lane; the lane reads it too.
         streams: random number stream of each lane, see `choose`; None: 0, 1, ..., so that lanes with the same prompt
             differ.
         first_step: index of the first draw; a second call on the same streams passes the number of draws of the first.
@@ -69,7 +70,8 @@ def stream(
         numbers, lanes = count_noun(len(streams), "number"), count_noun(num_lanes, "lane")
         raise ValueError(f"streams has {numbers}, but the reading has {lanes}")
     steps = range(first_step, first_step + num_tokens)
-    return _stream(trained, reading, steps, sampling, stop_ids, range(num_lanes) if streams is None else streams)
+    stops = trained.tokenizer.end_ids.union(stop_ids)
+    return _stream(trained, reading, steps, sampling, stops, range(num_lanes) if streams is None else streams)
 
 
 def _stream(

@@ -65,7 +65,7 @@ class MemoryConfig(PretrainedConfig):
     num_attention_heads: int | None = None
     max_position_embeddings: int | None = None  # a text may have any length
     bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None  # no text ends by itself, unless generation_config.json names a token
+    eos_token_id: int | list[int] | None = None  # None: no text ends by itself; generation_config.json may name others
     pad_token_id: int | None = None  # the tokenizer pads with BOS, which generate() would not read as a text's first
     use_cache: bool = True
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dist_mem.errors import UnusableError
 from dist_mem.evaluation.job import (
     StopCheck,
     data_tag,
@@ -82,6 +83,10 @@ def _run(world: World, check: StopCheck, *, request: InspectionRequest) -> None:
     protocol, tag = protocol_of(config), tag_of(config)
     subject = open_subject(request, found, world, text)
     subject.trained.model.register_forward_pre_hook(check)
+    length = len(subject.document.tokens)
+    for option, given in (("--without", request.without), ("--show", request.show)):
+        if given is not None and given.begin >= length:
+            raise UnusableError(f"{option} {given.begin}:{given.end}: the document has the tokens 0:{length}")
     if request.without is not None or request.passages is not None:
         check_forgets(subject.trained)  # before the document is read for hours
     other = None

@@ -12,7 +12,7 @@ from dist_mem.evaluation.scores import format_metric
 from dist_mem.inspection.aggregates import Aggregates, Group, WordGain, word_gains
 from dist_mem.inspection.counterfactual import Counterfactual, TokenSpan
 from dist_mem.inspection.words import TextWord
-from dist_mem.runtime.terminal import StyledText, in_style, make_printable, table
+from dist_mem.runtime.terminal import StyledText, cut_short, in_style, make_printable, table
 
 LEVELS = (0.25, 1.0, 3.0)  # nats; from each on, another colour
 _GAINS = ("48;5;153;38;5;16", "48;5;75;38;5;16", "48;5;25;38;5;231")  # light to dark blue
@@ -20,6 +20,7 @@ _LOSSES = ("48;5;223;38;5;16", "48;5;215;38;5;16", "48;5;130;38;5;231")  # light
 _MARKED = 1.0  # nats, from which on a gain is written without colour
 PASSAGES, NEEDING = 10, 4  # lines of the table of passages, and words of each
 _CONTEXT = 4  # tokens on both sides of a word
+_WIDEST = 80  # letters of a word or its context in a table: a text without blanks is one word
 
 
 def _table(columns: Sequence[Sequence[str]]) -> list[str]:
@@ -103,7 +104,7 @@ def top_table(
             ["position", *(str(each.word.first) for each in top)],
             ["gain", *(f"{each.gain:.2f}" for each in top)],
             ["class", *(each.word.kind for each in top)],
-            ["word", *(each.word.text for each in top)],
+            ["word", *(cut_short(each.word.text, _WIDEST) for each in top)],
             ["in", *(text_around(each.word.first, each.word.end, pieces) for each in top)],
             ["passage that matters", *matters],
         ]
@@ -120,7 +121,11 @@ def _reason(word: TextWord, reason: tuple[TokenSpan, float] | None, pieces: Sequ
 
 def text_around(first: int, end: int, pieces: Sequence[str]) -> str:
     """Return some text around tokens [first, end), on one line."""
-    return " ".join("".join(pieces[max(0, first - _CONTEXT) : end + _CONTEXT]).split())
+    return _on_one_line(pieces[max(0, first - _CONTEXT) : end + _CONTEXT])
+
+
+def _on_one_line(pieces: Sequence[str]) -> str:
+    return cut_short(" ".join("".join(pieces).split()), _WIDEST)
 
 
 def excerpt(word: TextWord, passage: TokenSpan, pieces: Sequence[str]) -> str:
@@ -130,7 +135,7 @@ def excerpt(word: TextWord, passage: TokenSpan, pieces: Sequence[str]) -> str:
         if wanted and pieces[position].strip() == wanted:
             return text_around(position, position + 1, pieces)
     begin = max(0, passage.begin)
-    return " ".join("".join(pieces[begin : min(passage.end, begin + 2 * _CONTEXT + 1)]).split())
+    return _on_one_line(pieces[begin : min(passage.end, begin + 2 * _CONTEXT + 1)])
 
 
 def colour_words(words: Sequence[WordGain], pieces: Sequence[str], span: TokenSpan, *, with_colour: bool) -> StyledText:
@@ -170,7 +175,9 @@ def passages_table(removed: Counterfactual, words: Sequence[TextWord], pieces: S
     needing = []
     for _, rise in largest:
         found = sorted(word_gains(words, rise), key=lambda each: -each.gain)[:NEEDING]
-        needing.append(", ".join(f"{each.word.text} at {each.word.first} ({each.gain:.2f})" for each in found))
+        needing.append(
+            ", ".join(f"{cut_short(each.word.text, _WIDEST)} at {each.word.first} ({each.gain:.2f})" for each in found)
+        )
     return _table(
         [
             ["passage removed", *(f"{passage.begin}:{passage.end}" for passage, _ in largest)],

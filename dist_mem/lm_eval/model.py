@@ -39,6 +39,7 @@ from dist_mem.lm_eval.answers import AnswerLog, request_key
 from dist_mem.lm_eval.passages import ScoredText, ScoredTextScore, score_passages
 from dist_mem.lm_eval.writing import Prompt, write_until
 from dist_mem.runtime.file_schema import Schema, leaf, number, record
+from dist_mem.runtime.gpu import present_device
 from dist_mem.runtime.process_state import threads
 
 _MAX_TOKENS = 256  # of a generated text, if the task does not say; as in the harness's model of Hugging Face
@@ -258,7 +259,7 @@ def open_run(path: Path, overrides: Sequence[str], step: int | None, device: str
             raise UnusableError(
                 f"{path} reads in blocks (data.blocks), whose first tokens have no score: add eval.blocks=false"
             )
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        place = present_device(device or ("cuda" if torch.cuda.is_available() else "cpu"), "device")
         tokenizer = tokenizer_of_checkpoint(checkpoint)
 
         def see_that_it_fits(spec: ModelSpec) -> None:

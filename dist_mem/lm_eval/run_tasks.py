@@ -2,7 +2,7 @@
 
     dist-mem lm-eval runs/demo --tasks lambada_openai,arc_easy --limit 100
     dist-mem lm-eval runs/demo --tasks questions --include-path my_tasks eval.batch_size=32
-    dist-mem lm-eval runs/demo --tasks ruler,babilong --lengths 4k,16k,64k,1M
+    dist-mem lm-eval runs/demo --tasks ruler,babilong_longctx --lengths 4k,16k,64k
 
 It runs in one process, and writes RUN/evaluations/lm_eval/<tasks>-step-<step>.json, with `--lengths` one for each
 length and a table of all; the scores are added to the run in MLflow, except those of an export. Tasks are loaded as by
@@ -30,7 +30,7 @@ from dist_mem.evaluation.job import describe_evaluation, track
 from dist_mem.evaluation.report_names import FOLDER, ReportName, join_parts
 from dist_mem.lm_eval.answers import AnswerLog
 from dist_mem.lm_eval.model import DistMemLM, OpenRun, open_run, read_generation
-from dist_mem.lm_eval.tasks import load_tasks, read_copies
+from dist_mem.lm_eval.tasks import RandomStates, load_tasks, read_copies
 from dist_mem.runtime.csv_text import csv_text
 from dist_mem.runtime.figures import NO_FIGURE, json_text
 from dist_mem.runtime.files import write_text
@@ -79,9 +79,14 @@ def run(request: LmEvalRequest) -> int:
     model, logs, tables = DistMemLM(opened.trained), list[AnswerLog](), []
     lengths: Sequence[int | None] = request.lengths or [None]
     with TemporaryDirectory() as folder:
-        for length in lengths:
-            with read_copies(request.datasets):
+        waiting = []  # all are opened before the first answer: one may have no texts of a later length
+        with read_copies(request.datasets):
+            for length in lengths:
                 tasks = _open_tasks(request, opened, Path(folder), length)
+                waiting.append((tasks, RandomStates.now()))
+        for length in lengths:
+            tasks, states = waiting.pop(0)
+            states.restore()  # as if nothing had been opened since
             try:
                 path = _report_path(request, opened, length)
                 with AnswerLog(path.with_suffix(".answers.jsonl"), _settings(request, opened)) as model.answers:

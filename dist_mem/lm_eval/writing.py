@@ -16,6 +16,8 @@ from dist_mem.lm_eval.segment_tree import Branches, Node, add_text, copy_lane, j
 from dist_mem.model import LMState
 from dist_mem.runtime.progress import Progress
 
+_MAX_BATCHES_WAITING = 2  # each prompt that waits for others of its length may keep a memory
+
 
 class Prompt(NamedTuple):
     """A text to continue."""
@@ -42,30 +44,40 @@ def write_until(
         shown: print the progress to stderr.
         finished: called with the number of a prompt and its text as soon as that is written.
     """
-    alike: dict[tuple[Sampling, int], dict[int, Prompt]] = {}
-    for number, prompt in prompts.items():
-        alike.setdefault((prompt.sampling, prompt.max_tokens), {})[number] = prompt
     texts: dict[int, str] = {}
     with Progress(len(prompts), "writing", unit="texts", shown=shown) as progress:
-        for group in alike.values():
-            for numbers, reading in _read(trained, group, num_lanes=num_lanes):
-                chosen = [group[number] for number in numbers]
-                for number, text in zip(numbers, _write(trained, chosen, reading, numbers), strict=True):
-                    texts[number] = text
-                    finished(number, text)
-                progress.add(len(numbers))
+        for numbers, reading in _read(trained, prompts, num_lanes=num_lanes):
+            chosen = [prompts[number] for number in numbers]
+            for number, text in zip(numbers, _write(trained, chosen, reading, numbers), strict=True):
+                texts[number] = text
+                finished(number, text)
+            progress.add(len(numbers))
     return texts
 
 
 def _read(
     trained: TrainedModel, prompts: Mapping[int, Prompt], *, num_lanes: int
 ) -> Iterator[tuple[list[int], Reading]]:
-    """Yield the numbers of up to `num_lanes` prompts and the reading of them, one lane each."""
+    """Yield the numbers of up to `num_lanes` prompts that are written alike, and the reading of them, one lane each.
+
+    All prompts are one tree: the questions of several tasks about one book differ in `max_tokens`.
+    """
     seg_len = trained.config.train.seg_len
     roots: Branches = {}
     ends: dict[Node, list[int]] = {}  # prompts of which this is the last complete segment before the open one
     opened: dict[int, torch.Tensor] = {}
-    ready: list[tuple[int, LMState]] = []  # prompts with the memory of all their complete segments
+    # Prompts with the memory of all their complete segments, by what one batch has in common.
+    ready: dict[tuple[Sampling, int], list[tuple[int, LMState]]] = {}
+
+    def add_ready(number: int, state: LMState) -> None:
+        ready.setdefault((prompts[number].sampling, prompts[number].max_tokens), []).append((number, state))
+
+    def take(alike: list[tuple[int, LMState]]) -> tuple[list[int], Reading]:
+        chosen, alike[:] = alike[:num_lanes], alike[num_lanes:]
+        numbers = [number for number, _ in chosen]
+        state = join_lanes([state for _, state in chosen])
+        return numbers, with_open_segment(state, [opened.pop(number) for number in numbers], seg_len=seg_len)
+
     for number, prompt in prompts.items():
         inputs = np.concatenate(([trained.tokenizer.bos_id], prompt.tokens)).astype(np.int32)
         complete = (len(inputs) - 1) // seg_len  # the last input is in the open segment, also where it fills it
@@ -75,23 +87,20 @@ def _read(
         if path:
             ends.setdefault(path[-1], []).append(number)
         else:
-            ready.append((number, init_state(trained)))
-
-    def take() -> tuple[list[int], Reading]:
-        chosen, ready[:] = ready[:num_lanes], ready[num_lanes:]
-        numbers = [number for number, _ in chosen]
-        state = join_lanes([state for _, state in chosen])
-        return numbers, with_open_segment(state, [opened.pop(number) for number in numbers], seg_len=seg_len)
-
+            add_ready(number, init_state(trained))
     for nodes, output in read_tree(trained, roots, num_lanes=num_lanes):
         for lane, node in enumerate(nodes):
             if node in ends:
                 state = copy_lane(output.state, lane)
-                ready += [(number, state) for number in ends.pop(node)]
-        while len(ready) >= num_lanes:
-            yield take()
-    while ready:
-        yield take()
+                for number in ends.pop(node):
+                    add_ready(number, state)
+        while (alike := max(ready.values(), key=len, default=[])) and (
+            len(alike) >= num_lanes or sum(map(len, ready.values())) > _MAX_BATCHES_WAITING * num_lanes
+        ):
+            yield take(alike)
+    for alike in ready.values():
+        while alike:
+            yield take(alike)
 
 
 def _write(trained: TrainedModel, prompts: Sequence[Prompt], reading: Reading, streams: Sequence[int]) -> list[str]:
@@ -100,9 +109,9 @@ def _write(trained: TrainedModel, prompts: Sequence[Prompt], reading: Reading, s
     ended = [False] * len(prompts)
     steps = stream(trained, reading, num_tokens=prompts[0].max_tokens, sampling=prompts[0].sampling, streams=streams)
     for step in steps:
-        for lane, token in enumerate(step.tokens.tolist()):
+        for lane in step.writing.nonzero().flatten().tolist():
             if not ended[lane]:
-                ended[lane] = _add(writers[lane], token, prompts[lane].until)
+                ended[lane] = _add(writers[lane], int(step.tokens[lane]), prompts[lane].until)
         if all(ended):
             break
     for writer in writers:

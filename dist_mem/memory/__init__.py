@@ -41,9 +41,11 @@ def memory_class(kind: str, where: str = "memory") -> type[Memory]:
         return load_offered(kind)
     if kind not in kinds:
         allowed, files = [*kinds, *offered], _configurations()
-        meant = nearest(kind, [*files, *allowed], 0.0)
-        way = f"did you mean the file {files[meant]}" if meant in files.keys() - {*allowed} else f"did you mean {meant}"
-        raise ValueError(f"{where}.kind is {kind!r}, but must be one of {', '.join(allowed)} or PATH.py:CLASS; {way}?")
+        meant = nearest(kind, [*files, *allowed])
+        name = f"the file {files[meant]}" if meant in files.keys() - {*allowed} else meant
+        way = f"; did you mean {name}?" if meant else ""
+        known = f"{', '.join(allowed)} or PATH.py:CLASS"
+        raise ValueError(f"{where}.kind is {format_value(kind)}, but must be one of {known}{way}")
     module = importlib.import_module(f"{__name__}.{kind}")
     defined = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
     found = [value for value in defined if isinstance(value, type) and issubclass(value, Memory)]

@@ -7,7 +7,7 @@ decides whether a new state is kept (rule 3), and a lane that starts a new docum
 Rules, each tested on every memory by discovery (tests/memory/test_memory_contract.py):
 1. pure  2. same structure, shapes, dtypes; no gradient beyond the update, and within it only through the states of
 memories that say so (`carries_gradient`)  3. only complete segments are committed, and with `data.cut: end` a
-document's first, which may be short
+document's first, which may be short; what leaves a memory has left `kept_len`
 4. causal; rows read one after another (`can_step`) are those of the whole segment
 5. lanes are independent; a reset lane equals a fresh one  6. document ends are masks, never branches
 7. parameters are used only in the forward of a module that registers them  8. randomness is a counter hash
@@ -54,11 +54,11 @@ class MemoryOutput(NamedTuple):
 
 
 class Count(NamedTuple):
-    """A count in a state, and the range in which every reading leaves it."""
+    """A count in a state, and the values that a reading of so many segments leaves: one, or all in a range."""
 
     value: Tensor  # (B,) or (B, N) int64
-    most: int | None = None  # None: the number of tokens that were read
-    least: int = 0
+    least: int
+    most: int
 
 
 class Memory(nn.Module):
@@ -152,8 +152,11 @@ class Memory(nn.Module):
         """Return an empty memory for each lane; `document_ids` (B,) int64 seed random draws (rule 8)."""
         raise NotImplementedError
 
-    def counts(self, state: MemoryState) -> dict[str, Count]:
-        """Return the counts in a state by their names in `named_tensors`; one from a file may be of another writer."""
+    def counts(self, state: MemoryState, num_segments: int) -> dict[str, Count]:
+        """Return the counts in a state by their names in `named_tensors`, after so many whole segments of a document.
+
+        A file with this state may be of another writer, so the right values follow from the number alone.
+        """
         return {}
 
     def forward(self, x: Tensor, state: MemoryState, valid_len: Tensor) -> MemoryOutput:
@@ -279,7 +282,7 @@ class Stem(nn.Module):
         """Return an empty state for each lane, as `Memory.init_state`."""
         return ()
 
-    def counts(self, state: MemoryState) -> dict[str, Count]:
+    def counts(self, state: MemoryState, num_segments: int) -> dict[str, Count]:
         """Return the counts in a state, as `Memory.counts`."""
         return {}
 
@@ -347,6 +350,12 @@ def detach_state(state: StateT) -> StateT:
     """Return the state without gradient: the border of a window of `train.bptt_segments` segments."""
     cut: StateT = map_state(Tensor.detach, state)
     return cut
+
+
+def exactly(value: Tensor, number: int, *, most: int | None = None) -> Count:
+    """Return a count that is `number`, or `most` where that is less."""
+    number = number if most is None else min(number, most)
+    return Count(value, number, number)
 
 
 def prefix_counts(name: str, counts: Mapping[str, Count]) -> dict[str, Count]:

@@ -21,7 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dist_mem.config.keys import TOKENS, WIDTH, key
-from dist_mem.memory.base import Count, Evicted, Inspectable, LayerSpec, MemoryOutput, Opened, Places, StepOutput
+from dist_mem.memory.base import (
+    Count,
+    Evicted,
+    Inspectable,
+    LayerSpec,
+    MemoryOutput,
+    Opened,
+    Places,
+    StepOutput,
+    exactly,
+)
 from dist_mem.memory.parts.inspection import Inspection, of_tokens, rows_of, segment_rows, token_spans
 from dist_mem.memory.parts.learned_start import LearnedStart
 from dist_mem.memory.parts.state_cell import (
@@ -132,8 +142,8 @@ class BlockRecurrent(Inspectable):
         tail = () if convolution is None else convolution.empty_tail(num_lanes, device=device, dtype=dtype)
         return BlockRecurrentState(rows, rows.clone(), length, recurrent, tail)
 
-    def counts(self, state: BlockRecurrentState) -> dict[str, Count]:
-        return {"length": Count(state.length, self.window)}
+    def counts(self, state: BlockRecurrentState, num_segments: int) -> dict[str, Count]:
+        return {"length": exactly(state.length, num_segments * self.spec.seg_len, most=self.window)}
 
     def forward(self, x: Tensor, state: BlockRecurrentState, valid_len: Tensor) -> MemoryOutput:
         seg_len, window = x.shape[1], self.window

@@ -170,10 +170,14 @@ class Compressive(Inspectable):
 
         return CompressiveState(empty_rows(self.options.mem_len), empty_rows(self.options.cmem_len))
 
-    def counts(self, state: CompressiveState) -> dict[str, Count]:
+    def counts(self, state: CompressiveState, num_segments: int) -> dict[str, Count]:
+        seg_len, options = self.spec.seg_len, self.options
+        num_compressed = max(0, num_segments - math.ceil(options.mem_len / seg_len)) * (
+            seg_len // options.compression_rate
+        )
         return {
-            **prefix_counts("memory", transformer_xl.counts_of(state.memory)),
-            **prefix_counts("compressed", transformer_xl.counts_of(state.compressed)),
+            **prefix_counts("memory", transformer_xl.counts_of(state.memory, num_segments * seg_len)),
+            **prefix_counts("compressed", transformer_xl.counts_of(state.compressed, num_compressed)),
         }
 
     def forward(self, x: Tensor, state: CompressiveState, valid_len: Tensor) -> MemoryOutput:

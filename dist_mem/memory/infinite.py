@@ -18,6 +18,7 @@ functions, D model, H heads, K head width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from dist_mem.memory.base import (
     Stem,
     StepOutput,
     can_step_rows,
+    exactly,
     prefix_counts,
 )
 from dist_mem.memory.parts.infinite_options import InfiniteOptions
@@ -112,18 +114,22 @@ class Infinite(Signal):
             pending_len=torch.zeros(num_lanes, device=device, dtype=torch.int64) if self.spec.short_first else (),
         )
 
-    def counts(self, state: SignalState) -> dict[str, Count]:
-        return {
-            **prefix_counts("over", self.over.counts(state.over)),
-            "num_tokens": Count(state.num_tokens),
-            "document": Count(state.document, torch.iinfo(torch.int64).max),
-            "segment": Count(state.segment),
-            **(
-                {"pending_len": Count(pending, self.evicted_len)}
-                if isinstance(pending := state.pending_len, Tensor)
-                else {}
-            ),
+    def counts(self, state: SignalState, num_segments: int) -> dict[str, Count]:
+        seg_len, threshold = self.spec.seg_len, self.options.memory_threshold
+        num_appended = max(
+            0, num_segments - math.ceil(self.kept_len / seg_len) - 1
+        )  # the newest that has left is pending
+        if threshold is not None and num_appended:
+            num_appended = (num_appended - 1) % math.ceil(threshold / seg_len) + 1
+        counts = {
+            **prefix_counts("over", self.over.counts(state.over, num_segments)),
+            "num_tokens": exactly(state.num_tokens, num_appended * seg_len),
+            "document": Count(state.document, 0, torch.iinfo(torch.int64).max),
+            "segment": exactly(state.segment, num_segments),
         }
+        if isinstance(state.pending_len, Tensor):
+            counts["pending_len"] = exactly(state.pending_len, seg_len if num_segments else 0)
+        return counts
 
     def forward(self, x: Tensor, state: SignalState, valid_len: Tensor) -> MemoryOutput:
         below = self.over(x, state.over, valid_len)

@@ -35,6 +35,7 @@ from dist_mem.memory.base import (
     Stem,
     StepOutput,
     check_choices,
+    exactly,
     whole_segments,
 )
 from dist_mem.memory.parts.inspection import Inspection, overlaps, rows_of, segment_rows, token_spans
@@ -54,8 +55,9 @@ class LaMemoState(NamedTuple):
 class EmbeddingStem(Stem):
     """Prepends the embeddings of the last M tokens, after dropout, to those of the segment."""
 
-    def __init__(self, *, mem_len: int, d_model: int) -> None:
+    def __init__(self, *, seg_len: int, mem_len: int, d_model: int) -> None:
         super().__init__()
+        self.seg_len = seg_len
         self.mem_len = mem_len
         self.d_model = d_model
 
@@ -64,8 +66,8 @@ class EmbeddingStem(Stem):
     ) -> transformer_xl.TransformerXLState:
         return transformer_xl.empty_state(len(document_ids), self.mem_len, self.d_model, device=device, dtype=dtype)
 
-    def counts(self, state: transformer_xl.TransformerXLState) -> dict[str, Count]:
-        return transformer_xl.counts_of(state)
+    def counts(self, state: transformer_xl.TransformerXLState, num_segments: int) -> dict[str, Count]:
+        return transformer_xl.counts_of(state, num_segments * self.seg_len)
 
     def forward(
         self, x: Tensor, state: transformer_xl.TransformerXLState
@@ -149,7 +151,7 @@ class LaMemo(Inspectable):
         return whole_segments(self.options.mem_len, seg_len=self.spec.seg_len)
 
     def stem(self) -> EmbeddingStem:
-        return EmbeddingStem(mem_len=self.options.mem_len, d_model=self.spec.d_model)
+        return EmbeddingStem(seg_len=self.spec.seg_len, mem_len=self.options.mem_len, d_model=self.spec.d_model)
 
     def tie_parameters(self, first: Memory) -> None:
         assert isinstance(first, LaMemo)
@@ -164,8 +166,8 @@ class LaMemo(Inspectable):
         log_sum = torch.zeros(shape, device=device, dtype=torch.promote_types(dtype, torch.float32))
         return LaMemoState(Past(torch.zeros(*shape, self.spec.d_head, device=device, dtype=dtype), log_sum), length)
 
-    def counts(self, state: LaMemoState) -> dict[str, Count]:
-        return {"length": Count(state.length, self.options.mem_len)}
+    def counts(self, state: LaMemoState, num_segments: int) -> dict[str, Count]:
+        return {"length": exactly(state.length, num_segments * self.spec.seg_len, most=self.options.mem_len)}
 
     @property
     def num_rows(self) -> int:

@@ -36,6 +36,7 @@ from dist_mem.memory.base import (
     Places,
     StepOutput,
     check_choices,
+    exactly,
 )
 from dist_mem.memory.none import EmptyState, NoMemory, attention_below
 from dist_mem.memory.parts.fused_rows import CHUNK, MOST, mix_rows, read_nearest, unit_rows
@@ -328,8 +329,8 @@ class Memorizing(Inspectable):
         tail = own.empty_tail(num_lanes, device, dtype) if own else ()
         return MemorizingState(empty_rows(self.cache_len, dtype), empty_rows(self.cache_len, dtype), store, tail=tail)
 
-    def counts(self, state: MemorizingState) -> dict[str, Count]:
-        return {"store.num_written": Count(state.store.num_written)}
+    def counts(self, state: MemorizingState, num_segments: int) -> dict[str, Count]:
+        return {"store.num_written": exactly(state.store.num_written, num_segments * self.spec.seg_len)}
 
     @property
     def model_keys(self) -> Collection[str]:

@@ -187,8 +187,10 @@ class RecurrentMemory(Inspectable):
         sizes = len(document_ids), self.options.mem_len, self.spec.d_model
         return RecurrentMemoryState(transformer_xl.empty_state(*sizes, device=device, dtype=dtype))
 
-    def counts(self, state: RecurrentMemoryState) -> dict[str, Count]:
-        return prefix_counts("cache", transformer_xl.counts_of(state.cache)) if state.cache else {}
+    def counts(self, state: RecurrentMemoryState, num_segments: int) -> dict[str, Count]:
+        if not isinstance(state.cache, transformer_xl.TransformerXLState):
+            return {}
+        return prefix_counts("cache", transformer_xl.counts_of(state.cache, num_segments * self.num_rows))
 
     def forward(self, x: Tensor, state: RecurrentMemoryState, valid_len: Tensor) -> MemoryOutput:
         attended = self.attend(x, state, valid_len, weights=False)

@@ -39,6 +39,7 @@ from dist_mem.memory.base import (
     Places,
     StepOutput,
     can_step_rows,
+    exactly,
 )
 from dist_mem.memory.parts import neural_backward
 from dist_mem.memory.parts.beside import Beside
@@ -228,8 +229,9 @@ class Titans(Beside):
             zeros(self.window - 1, d_model), zeros(dtype=torch.int64), self.empty_over(document_ids, device, dtype),
         )  # fmt: skip
 
-    def counts(self, state: TitansState) -> dict[str, Count]:
-        return {"length": Count(state.length, state.rows.shape[1]), **super().counts(state)}
+    def counts(self, state: TitansState, num_segments: int) -> dict[str, Count]:
+        length = exactly(state.length, num_segments * self.spec.seg_len, most=state.rows.shape[1])
+        return {"length": length, **super().counts(state, num_segments)}
 
     def read_own(self, x: Tensor, state: TitansState, valid_len: Tensor) -> MemoryOutput:
         step = self.compute(x, state, valid_len, shows=False)

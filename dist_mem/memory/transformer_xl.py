@@ -27,6 +27,7 @@ from dist_mem.memory.base import (
     Opened,
     Places,
     StepOutput,
+    exactly,
     whole_segments,
 )
 from dist_mem.memory.parts.inspection import Inspection, overlaps, rows_of, segment_rows, token_spans
@@ -52,9 +53,9 @@ def empty_state(
     return TransformerXLState(hidden, torch.zeros(num_lanes, device=device, dtype=torch.int64))
 
 
-def counts_of(state: TransformerXLState) -> dict[str, Count]:
-    """Return the counts of a state, as `Memory.counts`."""
-    return {"length": Count(state.length, state.hidden.shape[1])}
+def counts_of(state: TransformerXLState, num_rows: int) -> dict[str, Count]:
+    """Return the counts of a state, as `Memory.counts`, after so many rows have been pushed."""
+    return {"length": exactly(state.length, num_rows, most=state.hidden.shape[1])}
 
 
 def push(state: TransformerXLState, rows: Tensor, are_shown: Shown = ()) -> TransformerXLState:
@@ -115,8 +116,8 @@ class TransformerXL(Inspectable):
         num_rows = self.num_before + self.options.mem_len
         return empty_state(len(document_ids), num_rows, self.spec.d_model, device=device, dtype=dtype)
 
-    def counts(self, state: TransformerXLState) -> dict[str, Count]:
-        return counts_of(state)
+    def counts(self, state: TransformerXLState, num_segments: int) -> dict[str, Count]:
+        return counts_of(state, num_segments * self.spec.seg_len)
 
     def forward(self, x: Tensor, state: TransformerXLState, valid_len: Tensor) -> MemoryOutput:
         y, query, _ = self.attend(x, state, weights=False)

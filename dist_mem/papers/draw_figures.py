@@ -20,8 +20,7 @@ from dist_mem.evaluation.plot import labels_of
 from dist_mem.evaluation.plotting.drawn_figure import write_figure
 from dist_mem.evaluation.plotting.style import use_style
 from dist_mem.evaluation.protocol import tag_of
-from dist_mem.evaluation.report_names import ReportName, join_parts
-from dist_mem.evaluation.sweep import names_of
+from dist_mem.evaluation.report_names import ReportName, join_parts, names_of
 from dist_mem.papers.figures import ELSEWHERE, figure_named, figures
 from dist_mem.papers.figures.parts.source import FigureSettings, FigureSource
 from dist_mem.runtime.distributed import World

@@ -20,6 +20,7 @@ from dist_mem.errors import UnusableError
 from dist_mem.runtime.figures import NAMED
 from dist_mem.runtime.files import read_regular
 from dist_mem.runtime.names import PLAIN, is_plain, is_plain_path
+from dist_mem.runtime.terminal import cut_short
 
 MAX_INTEGER = 2**63 - 1
 Schema = Callable[[str, Any], Iterator[str]]  # (key, value) -> its problems, one line each
@@ -98,8 +99,7 @@ def leaf(must_be: str, fits: Callable[[Any], bool]) -> Schema:
 
 
 def _format_value(value: Any) -> str:
-    text = ascii(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return cut_short(ascii(value), 80)
 
 
 def integer(low: int = 0, high: int = MAX_INTEGER) -> Schema:

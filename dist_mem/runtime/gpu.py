@@ -82,6 +82,22 @@ def device_of(name: str) -> Device:
     return device_named(name)
 
 
+def present_device(place: Any, name: str) -> torch.device:
+    """Return a device of this machine.
+
+    Raises:
+        ValueError: there is none; the message has the name of the argument.
+    """
+    try:
+        device = torch.device(place)
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError, TypeError) as error:  # torch's, for a device that this build does not know
+        is_one = isinstance(place, str | int | torch.device)
+        reason = str(error).partition("\n")[0] if is_one else "a whole model is on one device"
+        raise ValueError(f"{name} is {place!r}, but must be a device of this machine: {reason}") from error
+    return device
+
+
 def allow_tf32(is_allowed: bool) -> None:
     """Let products and convolutions of float32 on GPUs use TF32 (10 of 23 bits of the mantissa), or forbid it.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_mem.runtime.environment import as_submitted
-from dist_mem.runtime.files import read_regular, sha256_of
+from dist_mem.runtime.files import is_file, read_regular, sha256_of
 
 
 def load_named(named: str, key: str) -> Any:
@@ -26,7 +26,7 @@ def load_named(named: str, key: str) -> Any:
         ValueError: no such file or name, or the file does not run; names the file, and the line that failed.
     """
     path, name = source_of(named), named.rpartition(":")[2]
-    if not path.is_file():
+    if not is_file(path):
         raise ValueError(
             f"{key} is {named!r}: there is no file {path.absolute()}; start the command in the folder from which "
             "the path is right, for a trained run where it was trained"

@@ -108,6 +108,11 @@ def short_digest(digest: str) -> str:
     return _DIGEST.sub(lambda found: found[0][:12], digest)
 
 
+def cut_short(text: str, most: int) -> str:
+    """Return at most so many letters of a text, the last three of them dots where it is longer."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def table(rows: Iterable[Sequence[str]]) -> list[str]:
     """Return the lines of a table, the head first: columns of figures to the right, all others to the left."""
     columns = list(zip(*(map(on_one_line, row) for row in rows), strict=True))

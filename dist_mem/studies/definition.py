@@ -18,6 +18,7 @@ from dist_mem.config.settings import differing_keys, select_keys
 from dist_mem.errors import UnusableError
 from dist_mem.memory import memory_options
 from dist_mem.runtime.figures import json_text
+from dist_mem.runtime.terminal import some
 
 Settings = dict[str, Any]  # dotted key -> resolved value
 _COMPARED = RESULT | DRAW | SCORE  # of data, a definition has the fingerprints
@@ -43,9 +44,8 @@ def compare(kept: Mapping[str, Any], definition: Mapping[str, Any], what: str, r
         then |= {key: usual[key] for key in newer if key in usual}
     differing = sorted(differing_keys(then, now))
     if keys := [key for key in differing if key in now or not key.startswith("data/")]:
-        shown = "; ".join(f"{key} was {then.get(key)!r} and is {now.get(key)!r}" for key in keys[:3])
-        more = f" and {len(keys) - 3} more" if keys[3:] else ""
-        raise UnusableError(f"{what} of another definition: {shown}{more}; {remedy}")
+        changes = (f"{key} was {then.get(key)!r} and is {now.get(key)!r}" for key in keys)
+        raise UnusableError(f"{what} of another definition: {some(changes, 3, separator='; ')}; {remedy}")
 
 
 def _defaults(definition: Settings) -> Settings:

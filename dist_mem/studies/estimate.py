@@ -7,6 +7,7 @@ and track in MLflow if the runs will, but in a store of their own, which is remo
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import shutil
 import statistics
@@ -25,7 +26,7 @@ from dist_mem.data.directory import open_tokenizer
 from dist_mem.data.lanes import training_plan
 from dist_mem.errors import EXIT_REQUEUE, UnusableError
 from dist_mem.runtime.figures import json_text
-from dist_mem.runtime.file_schema import check, number, read_json, record
+from dist_mem.runtime.file_schema import check, number, read_json, record, sha256
 from dist_mem.runtime.files import make_folder, write_text
 from dist_mem.runtime.terminal import count_noun, table
 from dist_mem.studies.runs import CellRun, evaluate_command, train_command, train_words
@@ -45,6 +46,7 @@ MEASURED_STEPS = 20
 _FIRST_STEPS = 5  # slower, and not counted
 _FOLDER = "estimates"  # below the study's
 _STORE = "mlflow"  # below that
+_SETTINGS = "settings"  # of what was timed, in the file that keeps the times
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Trial:
     saving: float  # of one checkpoint before the last
 
 
-_TRIAL = record({part.name: number for part in fields(Trial)}, is_open=False)
+_TRIAL = record({part.name: number for part in fields(Trial)} | {_SETTINGS: sha256}, is_open=False)
 
 
 class Estimate(NamedTuple):
@@ -76,26 +78,43 @@ def estimate(
 ) -> tuple[list[Estimate], list[CommandError | UnusableError]]:
     """Return the estimates of all runs that are not finished, and the errors of rows whose trial failed.
 
-    The trial of a row is made once; its times are kept in the folder.
+    The trial of a row is made once; its times are kept in the folder, until the row or the number of places changes.
 
     Raises:
         StoppedError: a signal was received.
     """
     left = [item for item in job.runs if columns_left(job, item)]
     first = {(item.row, item.point): item for item in reversed(left)}
-    untried = [item for item in first.values() if not _estimate_file(item).exists()]
+    untried = [item for item in first.values() if _kept_trial(job, item, len(places)) is None]
     store = job.out / _FOLDER / _STORE
     tracking = _make_store(store) if untried and _config(job, untried[0]).tracking.mlflow else []
-    errors = for_each_run(job, untried[::-1], places, partial(_try, job, [*job.extra, *tracking]), restarts=0)
+    errors = for_each_run(
+        job, untried[::-1], places, partial(_try, job, [*job.extra, *tracking], len(places)), restarts=0
+    )
     shutil.rmtree(store, ignore_errors=True)
     found = []
     for item in left:
-        kept = _estimate_file(first[item.row, item.point])
-        if kept.exists():
-            body = read_json(kept, UnusableError, "; remove the file")
-            check(body, _TRIAL, kept, UnusableError, "; remove the file")
-            found.append(_estimate_run(job, item, Trial(**body)))
+        if (trial := _kept_trial(job, first[item.row, item.point], len(places))) is not None:
+            found.append(_estimate_run(job, item, trial))
     return found, errors
+
+
+def _kept_trial(job: StudyCall, item: CellRun, num_places: int) -> Trial | None:
+    """Return the times of an earlier trial; None if there are none of these settings and as many places."""
+    kept = _estimate_file(item)
+    if not kept.exists():
+        return None
+    body = read_json(kept, UnusableError, "; remove the file")
+    if _SETTINGS not in body:  # of an older version
+        return None
+    check(body, _TRIAL, kept, UnusableError, "; remove the file")
+    return Trial(**body) if body.pop(_SETTINGS) == _settings(job, item, num_places) else None
+
+
+def _settings(job: StudyCall, item: CellRun, num_places: int) -> str:
+    """Return a checksum of the settings that the times of a trial depend on."""
+    parts = [_config(job, item).document, job.ranks, num_places]
+    return hashlib.sha256(json_text(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _estimate_file(item: CellRun) -> Path:
@@ -113,7 +132,12 @@ def _make_store(folder: Path) -> list[str]:
 
 
 def _try(
-    job: StudyCall, given: Sequence[str], item: CellRun, report: Callable[[str], None], place: DeviceShare
+    job: StudyCall,
+    given: Sequence[str],
+    num_places: int,
+    item: CellRun,
+    report: Callable[[str], None],
+    place: DeviceShare,
 ) -> None:
     """Train a few steps of a row and measure its columns, and keep the times; `given`: overrides."""
     build(job, item, report)
@@ -153,7 +177,8 @@ def _try(
         measuring=time.monotonic() - begin,
         saving=saving,
     )
-    write_text(_estimate_file(item), json_text(asdict(found)) + "\n")
+    body = asdict(found) | {_SETTINGS: _settings(job, item, num_places)}
+    write_text(_estimate_file(item), json_text(body) + "\n")
     shutil.rmtree(trial.directory)
     report(f"{item.name}: {step:.3g} s per step")
 
@@ -164,8 +189,8 @@ def _config(job: StudyCall, item: CellRun) -> Config:
 
 def _estimate_run(job: StudyCall, item: CellRun, trial: Trial) -> Estimate:
     config = _config(job, item)
-    plan = training_plan(config.data, config.train, training_splits(config.data, open_tokenizer(config.data)))
     try:
+        plan = training_plan(config.data, config.train, training_splits(config.data, open_tokenizer(config.data)))
         steps = total_steps(config.train, config.schedule, plan)
     except ValueError as error:
         raise UnusableError(f"{item.name}: {error}") from error

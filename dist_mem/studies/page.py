@@ -30,6 +30,7 @@ from dist_mem.studies.runs import (
     columns_to_measure,
     evaluate_command,
     is_better_higher,
+    rows_behind,
     runs_behind,
     shown_rows,
     train_command,
@@ -60,7 +61,9 @@ def to_markdown(
     Args:
         found: what each row of a study with a budget took.
     """
-    found = {key: each for key, each in (found or {}).items() if any(run.row == key for run in runs)}
+    found = {
+        key: each for key, each in (found or {}).items() if any(run.row in rows_behind(study, key) for run in runs)
+    }
     columns, shown = study.columns, list(found) or table_rows(study)
     beside = study.is_papers and any(name in row.paper for row in study.rows.values() for name in columns)
     pairs = ([f"{name}, paper", f"{name}, ours"] if beside else [name] for name in columns)
@@ -139,7 +142,9 @@ def _about_interval(study: Study, found: Mapping[str, RowSummary], runs: Sequenc
     if study.paired:
         about += "Rows are compared seed by seed. "
     if (over_seeds := sum(each.over_seeds for each in known)) > 1:
-        about += f"{about_settled(over_seeds)}. "
+        about += (
+            f"{about_settled(over_seeds)}. Where a few seeds end far from the others, it holds the truth less often. "
+        )
     return f"{about}Fewer than {MIN_DOCUMENTS} documents have none."
 
 

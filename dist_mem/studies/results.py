@@ -15,6 +15,7 @@ from dist_mem.studies.cells import CellRun, read_result, report_of, speed_of
 from dist_mem.studies.runs import (
     BITS,
     band_of,
+    rows_behind,
     runs_behind,
     shown_rows,
 )
@@ -94,7 +95,7 @@ def standings(study: Study, runs: Sequence[CellRun], costs: Mapping[str, Costs])
     found = {}
     for row, mine in rows.items():
         speeds = [speed for run in mine if (speed := speed_of(run)) is not None]
-        own, gain = costs[(study.rows[row].best_of or [row])[0]], gains.get(row)
+        own, gain = costs[mine[0].row if mine else rows_behind(study, row)[0]], gains.get(row)
         found[row] = RowSummary(
             cell(mine, name).mean,
             gain if isinstance(gain, Interval) else None,

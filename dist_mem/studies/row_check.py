@@ -161,8 +161,9 @@ def _lines(study: Study, one: CheckedRow, ranks: int) -> list[tuple[str, str]]:
     missing = _missing_weights(config.model)
     if _is_built(config.data):
         vocab_size = read_tokenizer_metadata(local_dir(config.data))["vocab_size"]
-        found = {} if missing else dict(subjects(config, world_size=ranks))  # or refuse the data
-        text = config.data.path if missing else f"{found['data']}; {found['training']}"
+        found = [] if missing else subjects(config, world_size=ranks)  # or refuse the data
+        of_data = [text for label, text in found if label in ("data", "training")]
+        text = "; ".join(of_data) or config.data.path
     else:
         vocab_size = point.vocab_size or ASSUMED_VOCAB_SIZE
         assumed = "" if point.vocab_size else f"; a vocabulary of {vocab_size:,} is assumed"

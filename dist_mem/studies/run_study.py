@@ -59,7 +59,7 @@ from dist_mem.studies.study_call import (
     places,
     run_one,
 )
-from dist_mem.studies.tuning import choose_best, grids_of, trials_of
+from dist_mem.studies.tuning import Grid, choose_best, grids_of, trials_of
 from dist_mem.tracking.mlflow.client import first_line
 from dist_mem.tracking.provenance import git_state, versions
 
@@ -164,6 +164,7 @@ def _tune(job: StudyCall, asked: StudyRequest) -> int | None:
             if errors:
                 return _failure_code(errors)
         found, wider = choose_best(trials, grids)
+        wider = {row: _drop_refused(job, row, grid, grids[row]) for row, grid in wider.items()}
         if wider == grids:
             break
         grids, is_first = wider, False
@@ -171,6 +172,23 @@ def _tune(job: StudyCall, asked: StudyRequest) -> int | None:
         job.study.rows[row].train = [*(job.study.rows[row].train or []), *tuned.words]
         job.study.notes.append(f"{row}: {tuned}")
     return None
+
+
+def _drop_refused(job: StudyCall, row: str, wider: Grid, grid: Grid) -> Grid:
+    """Return a wider grid without the added values that its keys do not accept, of which a line is printed."""
+    found: Grid = {}
+    for key, values in wider.items():
+        found[key] = list(grid[key])
+        for value in (value for value in values if value not in grid[key]):
+            trials = trials_of(job, {row: {**{other: of_other[:1] for other, of_other in grid.items()}, key: [value]}})
+            try:
+                apply_budget(trials.study, partial(_with_extra, extra=job.extra))
+                check_rows(trials.study, job.extra, [name for name in trials.study.rows if name not in job.study.rows])
+            except UnusableError as error:
+                print(f"{row}: {key}={value}, the next of its grid, is not tried: {error}", flush=True)
+            else:
+                found[key] = [each for each in values if each in found[key] or each == value]
+    return found
 
 
 def _stop_code(out: Path) -> int:
@@ -186,7 +204,7 @@ def _failure_code(errors: Sequence[CommandError | UnusableError]) -> int:
 
 def _places(job: StudyCall, asked: StudyRequest) -> list[DeviceShare]:
     gpus = names_of_gpus(torch.cuda.device_count())
-    return places(asked.jobs, job.ranks, num_cores=os.cpu_count() or 1, gpus=gpus)
+    return places(asked.jobs, job.ranks, num_cores=len(os.sched_getaffinity(0)), gpus=gpus)
 
 
 def _with_extra(words: Sequence[str], *, extra: Sequence[str]) -> Config:

@@ -63,6 +63,13 @@ def train_split_of(study: Study, run: CellRun, extra: Sequence[str]) -> str:
     return str([DataConfig().train_split, *found][-1])
 
 
+def reads_mixture(study: Study, run: CellRun, extra: Sequence[str]) -> bool:
+    """Return whether a run is trained on `data.mixture`, and not on its data directory."""
+    blocks = [source.tree.get("data") for source in read_sources(train_words(study, run, extra))]
+    found = [block["mixture"] for block in blocks if isinstance(block, Mapping) and "mixture" in block]
+    return bool(found and found[-1])
+
+
 def data_of(study: Study, run: CellRun) -> str:
     """Return the data directory of a run: its row's `data.path=`, else its point's."""
     paths = [word.partition("=")[2] for word in study.trained_rows[run.row] if word.startswith("data.path=")]

@@ -410,6 +410,16 @@ def _check_tune(study: Study, where: str) -> None:
     unknown = [row for row in tune.rows if row not in study.trained_rows]
     if unknown:
         raise UnusableError(f"{where}tune.rows has {unknown[0]!r}, which is not a row of the study")
+    if hidden := [row for row in tune.rows if row in study.candidates]:
+        chosen = study.candidates[hidden[0]]
+        raise UnusableError(
+            f"{where}tune.rows has {hidden[0]!r}, which is tried for the row {chosen!r} (best_of): give its values as "
+            "rows of their own"
+        )
+    for size, by_row in study.fit.items():
+        for row, key in by_row.items():
+            if key in {**tune.grid, **tune.rows.get(row, {})}:
+                raise UnusableError(f"{where}tune has {key} of {row}, which fit.{size} sets: leave out one of them")
     for name, grid in {"grid": tune.grid, **{f"rows.{row}": grid for row, grid in tune.rows.items()}}.items():
         if empty := [key for key, values in grid.items() if not values or _has_equal(values)]:
             raise UnusableError(f"{where}tune.{name}.{empty[0]} is {grid[empty[0]]}, but must be different values")

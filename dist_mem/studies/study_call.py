@@ -30,6 +30,7 @@ from dist_mem.studies.runs import (
     definition_of,
     evaluate_command,
     newest_report,
+    reads_mixture,
     result_of,
     train_command,
     train_split_of,
@@ -269,7 +270,8 @@ def build(job: StudyCall, item: CellRun, report: Callable[[str], None]) -> None:
     """Build the data of a run if they are missing. Raises UnusableError if the study cannot build them."""
     path, point = Path(data_of(job.study, item)), job.study.points[item.point]
     splits = {column.split for column in columns_to_measure(job.study, item).values()}
-    splits.add(train_split_of(job.study, item, job.extra))
+    if not reads_mixture(job.study, item, job.extra):
+        splits.add(train_split_of(job.study, item, job.extra))
 
     def is_built() -> bool:
         return all((path / split / INDEX_NAME).exists() for split in splits)  # a builder writes them last

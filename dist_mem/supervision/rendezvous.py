@@ -254,7 +254,7 @@ def _check_present(devices: Sequence[RankDevice], size: int, seconds: float) -> 
         return
     absent = [node for node in slurm_nodes() if node not in nodes]
     problem = f"{len(missing)} of {size} ranks have not come, and no other has for {seconds:g} s: {some(missing)}"
-    fix = f"look at what these ranks printed; those of {', '.join(nodes[:4])} are here"
+    fix = f"look at what these ranks printed; those of {some(nodes, 4)} are here"
     fix += "; if they are only slow, raise watchdog.join_seconds"
     places: list[Place | None] = [Place(node) for node in absent]
     for place in places or [None]:

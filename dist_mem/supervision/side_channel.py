@@ -80,7 +80,7 @@ class SideChannel:
         try:
             if self._lost:
                 named = [f"rank {rank} {reason}" for rank, reason in sorted(self._lost.items())]
-                raise UnfitError("; ".join(named[:3] + ["..."] * (len(named) > 3)))
+                raise UnfitError(some(named, 3, separator="; "))
             result = decide(values)
         except Exception as error:  # of any type: the other ranks wait for rank 0, and raise it too
             is_known = isinstance(error, (UnfitError, TakenOverError))

@@ -107,13 +107,8 @@ def test_losses_parameters_and_moments_are_those_of_the_run_that_stayed(moved: t
             torch.testing.assert_close(found[name], values, rtol=1e-3, atol=2e-5, msg=name)
 
 
-def save_again(pool: Pools, config: Path, leg: Leg, *, step: int) -> Path:
-    """A checkpoint of the very state that a job on other ranks has restored: it has no step to make."""
-    pool(leg.world).run(_restore_and_save, config, leg, step)
-    return step_dir(config.with_suffix(""), step + 1)
-
-
-def _restore_and_save(world: Any, config_file: Path, leg: Leg, step: int) -> None:
+def restore_and_save(world: Any, config_file: Path, leg: Leg, step: int) -> None:
+    """Save the very state that a job on other ranks has restored: it has no step to make."""
     config = load_config([str(config_file), *overrides_of(leg)], memory_options=memory_options)
     context, state = open_run(config, world, find_resumption(config, world), StopSignal([]))
     try:
@@ -216,7 +211,8 @@ def test_every_memory_moves_to_the_last_bit(
     train_leg(rank_pool, config, chain[0], steps=3)
     first = step_dir(tmp_path / "run", 3)
     for step, leg in enumerate(chain[1:], start=3):
-        again = save_again(rank_pool, config, leg, step=step)
+        rank_pool(leg.world).run(restore_and_save, config, leg, step)
+        again = step_dir(tmp_path / "run", step + 1)
         assert lane_hashes(again) == lane_hashes(first)
         before, after = engine_values(first), engine_values(again)
         assert before.keys() == after.keys()

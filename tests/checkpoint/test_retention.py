@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
-from dist_mem.checkpoint.retention import StoredCheckpoint, Validation, find_superfluous, prune
+from dist_mem.checkpoint.retention import Validation, prune
 from dist_mem.config import CheckpointConfig, ConfigError, load_config
 from tests.support.messages import refused
 from tests.support.saving import commit_small
@@ -97,11 +97,6 @@ def test_checkpoints_past_the_newest_do_not_count_and_stay(tmp_path: Path) -> No
 def test_rules_that_would_do_nothing_are_refused() -> None:
     with refused(ConfigError, "checkpoint.keep_every", "checkpoint.keep_last", "checkpoint.keep_best", "eval.every"):
         load_config(["train.steps=1", "checkpoint.keep_every=2", "checkpoint.keep_best=1", "memory.kind=none"])
-
-
-def test_without_keep_last_everything_stays() -> None:
-    kept = [StoredCheckpoint(step, None) for step in range(9)]
-    assert find_superfluous(kept, CheckpointConfig()) == []
 
 
 def test_a_checkpoint_is_gone_for_readers_before_any_file_of_it_is(

@@ -145,6 +145,19 @@ def test_names_of_other_libraries_lead_to_keys_that_exist() -> None:
     assert set(OTHER_NAMES.values()) <= {*known_keys(), "memory.mem_len"}
 
 
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ("memory.reset", "train.reset"),
+        ("train.tbptt", "train.bptt_segments"),
+        ("bptt_depth", "train.bptt_segments"),
+    ],
+)
+def test_what_others_call_a_window_or_a_reset_is_answered_with_our_key(given: str, ours: str) -> None:
+    with refused(ConfigError, given, f"{ours}?"):
+        load_config(["train.steps=1", f"{given}=3"], memory_options=memory_options)
+
+
 def check(*arguments: str) -> str:
     return "\n".join(label_lines(subjects(load_config([*SMALL, *arguments]), world_size=2)))
 
@@ -205,12 +218,9 @@ def test_launch_warns_where_ranks_are_idle(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("command", [["train", "configs/demo.yaml", "--check"], LAUNCHED], ids=["train", "launch"])
-def test_more_lanes_than_documents_are_refused(
-    command: list[str], data_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_launch_of_more_lanes_than_documents_is_refused(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = [f"data.path={data_dir}", f"run_dir={data_dir.parent}", "train.global_batch_size=128"]
-    assert main([*command, *overrides]) == 2
+    assert main([*LAUNCHED, *overrides]) == 2
     said(capsys.readouterr().err, "train.global_batch_size", "data.layout")
 
 

@@ -55,9 +55,8 @@ def test_what_is_no_file_is_refused_and_a_link_is_followed(tmp_path: Path) -> No
             type_of(str(tmp_path / "page" / "new" / "a.json"))
 
 
-@pytest.mark.parametrize("option", ["-o", "--out"])
 def test_a_report_to_a_device_leaves_the_device(
-    option: str, library: Path, tmp_path: Path, single_process: None, capsys: pytest.CaptureFixture[str]
+    library: Path, tmp_path: Path, single_process: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, _ = make_run(tmp_path, library, MEMORIES["none"])
     (run / "config.yaml").write_text("tracking: {mlflow: false}\n")
@@ -69,7 +68,7 @@ def test_a_report_to_a_device_leaves_the_device(
     kind = stat.S_IFMT(target.lstat().st_mode)
     link.symlink_to(target)
     for path in (target, link):
-        code = main(["report", str(run), "--book", "doc4", "--split", "test", option, str(path)])
+        code = main(["report", str(run), "--book", "doc4", "--split", "test", "-o", str(path)])
         assert code == (0 if kind == stat.S_IFCHR else 2), capsys.readouterr().err
         assert stat.S_IFMT(target.lstat().st_mode) == kind and link.is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "null", "run"]

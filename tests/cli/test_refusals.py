@@ -134,7 +134,6 @@ OTHERS = {
     "train CONFIG train.steps=null train.epochs=1 schedule.warmup_steps=100000": "schedule.warmup_steps",
     "export RUN --out=~ada/x": "--out: '~ada/x'",
     "train /etc": "/etc",
-    "train /etc/nowhere.yaml": "/etc/nowhere.yaml",
     f"config {LONG}": "xxx",
     f"train CONFIG --check --world {HUGE}": "--world",
     f"evaluate {LONG}": "LONG",

@@ -109,3 +109,34 @@ def test_the_name_of_a_shipped_memory_leads_to_its_file(path: Path, monkeypatch:
             load_config([f"memory.kind={path.stem}", "train.steps=1"], memory_options=memory_options)
     with pytest.raises(ConfigError, match=f"give configs/memory/{path.name}"):
         load_config([f"memory={path.stem}", "train.steps=1"])
+
+
+def test_a_name_that_is_no_memory_is_answered_with_the_memories() -> None:
+    """`memory=NAME` of one that exists is answered with how to give it, which must be accepted."""
+    with refused(ConfigError, "foo", "memorizing", "transformer_xl") as caught:
+        load_config(["memory=foo", "train.steps=1"], memory_options=memory_options)
+    assert "memory.kind=foo" not in str(caught.value) and "did you mean" not in str(caught.value)
+    with refused(ConfigError, "memory.kind=causal"):
+        load_config(["memory=causal", "train.steps=1"], memory_options=memory_options)
+    load_config(["memory.kind=causal", "train.steps=1"], memory_options=memory_options)
+
+
+@pytest.mark.parametrize("given", ["memory=LONG", "memory.kind=LONG", "memory.kind=LONG.py:Memory"])
+def test_a_name_that_no_file_can_have_is_answered_by_its_key(given: str) -> None:
+    """The file system's error named neither the key nor the user's file."""
+    given = given.replace("LONG", 300 * "x")
+    with refused(ConfigError, "command line", given.partition("=")[0]) as caught:
+        load_config([given, "train.steps=1"], memory_options=memory_options)
+    assert "None" not in str(caught.value)
+
+
+def test_a_memory_of_twenty_thousand_letters_is_answered_shortly_with_its_file(tmp_path: Path) -> None:
+    (tmp_path / "long.yaml").write_text("memory: " + 20_000 * "x" + "\ntrain: {steps: 1}\n", encoding="utf-8")
+    with refused(ConfigError, "long.yaml", "memory") as caught:
+        load_config([str(tmp_path / "long.yaml")], memory_options=memory_options)
+    assert len(str(caught.value)) < 1000
+
+
+def test_several_directories_as_one_path_are_answered_with_both_ways_to_read_them() -> None:
+    with refused(ConfigError, "data.path", "data.curriculum", "data.mixture"):
+        load_config(["data.path=[a,b]", "train.steps=1"])

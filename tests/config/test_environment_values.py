@@ -136,6 +136,7 @@ def test_a_run_shows_and_stores_none_of_its_secrets(books: Path, tmp_path: Path)
     ]
     secrets = {"DATA": f"{SECRET}1", "STORE": f"{SECRET}2", "CACHE": f"{tmp_path}/{SECRET}3", "PATIENCE": "300"}
     connect(f"sqlite:///{tmp_path}/{SECRET}2.db")  # its tables, which take longer than a short job waits
+    (tmp_path / "t.txt").write_text("Snow fell all night on the mill.")
     programs = tmp_path / "programs"
     programs.mkdir()
     reported: list[str] = []
@@ -154,6 +155,7 @@ def test_a_run_shows_and_stores_none_of_its_secrets(books: Path, tmp_path: Path)
         run("train", "c.yaml", *keys, "train.steps=4", "--check")
         run("evaluate", "run", "--split", "test")
         run("export", "run", "--out", "exported")
+        run("report", "run", "--text", "t.txt", "--no-removals", "--out", "page.html")
         run("track", "sync", "run", keys[1])
         data.unlink()
         run("train", "c.yaml", *keys, "train.steps=6", code=2)

@@ -36,6 +36,7 @@ PLANTED = {
     "GradientThroughState": "the state carries no gradient, unless carries_gradient says so",
     "UnstableDtype": "the state keeps its fields, shapes and dtypes",
     "GrowingState": "the state keeps its fields, shapes and dtypes",
+    "KeepsMoreThanItSays": "rows leave a memory when it is full",
     "AliasOfInput": "the state is no view of the input",
     "OwnRandomness": "no random generator is touched",
     "WeightElsewhere": "parameters are used where they are registered",

@@ -22,7 +22,7 @@ from dist_mem.data.shard import Index, TokenizedDocument, read_index, write_spli
 from dist_mem.data.tokenizers.registry import save_tokenizer
 from dist_mem.errors import EXIT_DONE
 from dist_mem.evaluation.protocol import for_evaluation, protocol_of, tag_of
-from dist_mem.evaluation.scores import Report, read_report, same_text, to_csv, to_table, write_report
+from dist_mem.evaluation.scores import Report, read_report, same_text, to_csv, to_table
 from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation.generate import stream
@@ -38,6 +38,7 @@ from tests.support.lane_corpus import LAYOUTS
 from tests.support.messages import refused
 from tests.support.paths import ROOT
 from tests.support.ranks import RankPool
+from tests.support.saved_reports import save_report
 from tests.support.scored_library import (
     ALONE,
     LENGTHS,
@@ -146,7 +147,7 @@ def test_words_are_reported_only_where_no_token_is_left_out(tmp_path: Path) -> N
     assert math.isnan(report.word_perplexity)
     assert "test/word_perplexity" in whole.metrics() and "test/word_perplexity" not in report.metrics()
     assert not same_text([whole, report])
-    paths = write_report(report, tmp_path / "evaluations", "test", metadata={})
+    paths = save_report(report, tmp_path / "evaluations", "test")
     assert read_report(paths[1]) == report
     assert "NaN" not in paths[1].read_text()
     rows = to_table(report, rows=len(LENGTHS)).splitlines()
@@ -255,15 +256,10 @@ def test_losses_are_those_of_transformers_block_after_block(tmp_path: Path) -> N
 # Generation
 
 
-def trained_in_blocks(case: str) -> TrainedModel:
-    trained = trained_model(case)
-    return trained._replace(config=change_config(trained.config, {"data.blocks": True}))
-
-
 @pytest.mark.parametrize("case", [*memory_kinds(), "infinite over compressive"])
 def test_generation_equals_reading_the_document_anew_without_bos(case: str) -> None:
     """Variants of memories read blocks as they read documents, for which test_generation.py has them."""
-    trained = trained_in_blocks(case)
+    trained = trained_model(case, blocks=True)
     given = [prompt for prompt in prompts() if len(prompt)]
     reading = read(trained, start(trained, len(given)), given)
     log_probs, tokens = [next_log_probs(trained, reading)], []
@@ -278,7 +274,7 @@ def test_generation_equals_reading_the_document_anew_without_bos(case: str) -> N
 
 
 def test_how_tokens_came_to_be_read_does_not_matter_and_nothing_read_is_reported() -> None:
-    trained, prompt = trained_in_blocks("transformer_xl"), prompts()[-1]
+    trained, prompt = trained_model(blocks=True), prompts()[-1]
     at_once, piecewise = read(trained, start(trained), [prompt]), read(trained, start(trained), [prompt[:0]])
     with refused(ValueError, "data.blocks", "eval.blocks"):
         next_log_probs(trained, piecewise)

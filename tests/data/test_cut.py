@@ -17,8 +17,7 @@ from dist_mem.memory import build_memory
 from dist_mem.memory.infinite import Infinite
 from dist_mem.model import MemoryLM
 from dist_mem.runtime.distributed import World
-from tests.support.contract_cases import CASES, LANES, fresh_state, full_lanes, random_segments, small_model, subject
-from tests.support.contract_cases import SEG_LEN as SMALL_LEN
+from tests.support.contract_cases import CASES, subject
 from tests.support.counted_flops import check_small
 from tests.support.messages import refused
 from tests.support.published_infinite import layer_spec
@@ -88,24 +87,6 @@ def test_a_short_first_segment_enters_with_its_own_length(store: str, padding: s
         expected = memory.append_pending(later, torch.float64)[0][lane]
         torch.testing.assert_close(third.coefficients[lane], expected, rtol=0, atol=1e-10)
         assert num_tokens.tolist() == [length]
-
-
-def test_a_short_first_segment_is_remembered_and_its_padding_is_not() -> None:
-    model = small_model("infinite over causal", cut="end")
-    (tokens, targets), (next_tokens, next_targets) = random_segments()[:2]
-    valid_len = torch.tensor([SMALL_LEN, 1, 3, 0][:LANES])
-
-    def then(first: torch.Tensor) -> torch.Tensor:
-        state = model(first, targets, valid_len, state=fresh_state(model)).state
-        return model(next_tokens, next_targets, full_lanes(), state=state).nll
-
-    with torch.no_grad():
-        before = then(tokens)
-        first_changed, rest_changed = tokens.clone(), tokens.clone()
-        first_changed[:, 0] = (tokens[:, 0] + 1) % 11
-        rest_changed[torch.arange(SMALL_LEN) >= valid_len[:, None]] = 7
-        assert (then(first_changed) != before).any(dim=1).tolist() == [True, True, True, False]
-        assert torch.equal(then(rest_changed), before)
 
 
 @pytest.mark.parametrize("case", ["infinite over causal", "infinite, as printed", "infinite, normed over causal"])

@@ -97,6 +97,50 @@ def change(folder: Path, name: str, **values: Any) -> None:
     write(folder, name, json.loads((folder / name).read_text(encoding="utf-8")) | values)
 
 
+CHAT = "{% for m in messages %}{{ m['content'] }}<|eot_id|>{% endfor %}"
+CHATS: dict[str, Callable[[Path], None]] = {
+    "one, as a file": lambda folder: write(folder, "chat_template.jinja", f"{CHAT}a"),
+    "several, in the settings": lambda folder: change(folder, "tokenizer_config.json", chat_template=named_chats()),
+    "several, as files": lambda folder: write_chats(folder),
+    "several, none of them the default": lambda folder: change(
+        folder, "tokenizer_config.json", chat_template=named_chats()[1:]
+    ),
+}
+
+
+def named_chats() -> list[dict[str, str]]:
+    return [{"name": name, "template": f"{CHAT}{name}"} for name in ("default", "tool_use", "rag")]
+
+
+def write_chats(folder: Path) -> None:
+    write(folder, "chat_template.jinja", f"{CHAT}default")
+    (folder / "additional_chat_templates").mkdir()
+    write(folder, "additional_chat_templates/tool_use.jinja", f"{CHAT}tool_use")
+
+
+@pytest.mark.parametrize("place", CHATS)
+def test_every_chat_template_travels_with_the_tokenizer(place: str, tmp_path: Path) -> None:
+    folder, written = save_published("llama3", tmp_path / "chats"), tmp_path / "written"
+    CHATS[place](folder)
+    save_tokenizer(find_tokenizer(folder), tmp_path / "data")
+    ours = load_tokenizer(tmp_path / "data")
+    assert isinstance(ours, HuggingFaceTokenizer)
+    written.mkdir()
+    write_folder(ours, written)
+    theirs = opened(folder).chat_template
+    assert isinstance(theirs, dict if "several" in place else str)
+    assert opened(written).chat_template == theirs
+
+
+@pytest.mark.parametrize("name", ["../out.json", "/tmp/out.json", "a/../../out.json", ""])
+def test_a_tokenizer_has_no_file_outside_its_folder(name: str, tmp_path: Path) -> None:
+    read = find_tokenizer(save_published("llama3", tmp_path / "sound"))
+    assert isinstance(read, HuggingFaceTokenizer)
+    read.files[name] = "{}"
+    with refused(ValueError, "files", repr(name)):
+        HuggingFaceTokenizer.from_content(read.content())
+
+
 def take_special_tokens(folder: Path) -> None:
     change(folder, "tokenizer_config.json", bos_token=None, eos_token=None)
     change(folder, "tokenizer.json", added_tokens=[], post_processor=None)

@@ -345,15 +345,3 @@ def test_the_prefetcher_reads_ahead_by_its_depth_and_no_more() -> None:
         with pytest.raises(StopIteration):
             next(items)
     assert max(ahead) == depth
-
-
-def test_what_was_read_before_an_error_is_still_delivered() -> None:
-    def numbers() -> Iterator[int]:
-        yield from range(3)
-        raise ShardError("broken")
-
-    with closing(Prefetcher(numbers(), depth=8)) as items:
-        assert [next(items) for _ in range(3)] == [0, 1, 2]
-        for _ in range(2):
-            with refused(ShardError, "broken"):
-                next(items)

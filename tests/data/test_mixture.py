@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from dist_mem.config import Config, ConfigError, SourceConfig, change_config, load_config
 from dist_mem.data import mixture
 from dist_mem.data import plan as plan_module
-from dist_mem.data.directory import open_index
+from dist_mem.data.curriculum import training_splits
+from dist_mem.data.directory import open_index, open_tokenizer
 from dist_mem.data.lanes import LaneReader, training_plan, training_reader
 from dist_mem.data.mixture import (
     MixturePart,
@@ -26,7 +27,11 @@ from dist_mem.data.mixture import (
 )
 from dist_mem.data.plan import START
 from dist_mem.data.positions import advance
+from dist_mem.data.tokenizers.registry import save_tokenizer
+from dist_mem.data.tokenizers.words import count_words
+from dist_mem.errors import UnusableError
 from tests.support.curricula import make_data
+from tests.support.lane_corpus import damage
 from tests.support.messages import refused
 
 SEG_LEN, LANES = 8, 4
@@ -56,12 +61,8 @@ def visits(plan: MixturePlan, num_rounds: int = 1) -> list[tuple[int, int, int]]
     return sorted(found)
 
 
-def source_of(plan: MixturePlan, numbers: list[int]) -> list[int]:
-    return (plan.firsts.searchsorted(numbers, side="right") - 1).tolist()
-
-
 def shares(plan: MixturePlan, numbers: list[int]) -> np.ndarray:
-    sources = source_of(plan, numbers)
+    sources = plan.firsts.searchsorted(numbers, side="right") - 1
     tokens = np.bincount(sources, plan.lengths[numbers], len(plan.firsts) - 1)
     return tokens / tokens.sum()
 
@@ -189,6 +190,17 @@ def test_use_of_sources_counts_what_was_begun() -> None:
         ]
 
 
+def test_documents_of_sources_without_a_weight_are_none_for_a_lane() -> None:
+    """Two lanes would read one document at the same time."""
+    lengths = sizes(0, LANES - 1, 20)
+    with refused(ValueError, "train.global_batch_size", LANES - 1, "data.mixture") as caught:
+        plan_of(lengths, [part(1, 0)])
+    assert "stream" not in str(caught.value)
+    fewer = plan_of(lengths, [part(1, 0)], num_lanes=LANES - 1)
+    assert all(number < LANES - 1 for _, _, number in visits(fewer))
+    plan_of(lengths, [part(1, 0.1)])
+
+
 @pytest.mark.parametrize(
     ("given_", "key"),
     [
@@ -216,6 +228,20 @@ def config(tmp_path: Path) -> Config:
     return load_config([f"data.path={folders[0]}", f"data.mixture=[{sources}]", *changes])
 
 
+def test_a_source_with_another_tokenizer_is_refused_by_name(config: Config) -> None:
+    tokenizer, source = open_tokenizer(config.data), config.data.mixture[1].path
+    assert len(training_splits(config.data, tokenizer)) == 2
+    save_tokenizer(count_words(["a"]), source)
+    with refused(UnusableError, "data.mixture[1].path", source, "--tokenizer-from"):
+        training_splits(config.data, tokenizer)
+    save_tokenizer(count_words(["a"]), config.data.path)  # that of both folders now, and of no shard
+    parts = mixture_parts([], config.data, config.train, 0)
+    with refused(ValueError, "its shards were made with tokenizer"):
+        training_reader(config.data, config.train, world_size=1, rank=0, parts=parts)
+    with refused(ValueError, "its shards were made with tokenizer"):
+        training_splits(config.data, open_tokenizer(config.data))
+
+
 def read(config: Config, num_updates: int) -> tuple[list[list[int]], LaneReader]:
     """The documents of each lane in the first updates."""
     reader = training_reader(config.data, config.train, world_size=1, rank=0)
@@ -229,21 +255,13 @@ def read(config: Config, num_updates: int) -> tuple[list[list[int]], LaneReader]
 def test_lanes_read_the_documents_of_all_sources_by_their_numbers(config: Config) -> None:
     numbers, reader = read(config, 200)
     assert isinstance(reader.plan, MixturePlan)
-    assert source_names(config.data) == ["books", "chat"]
     assert {number for row in numbers for number in row} == set(range(16))
     assert reader.plan.skipped == []
-    begun = {number for row in numbers for number in row}
-    assert set(source_of(reader.plan, sorted(begun))) == {0, 1}
 
 
 def test_a_damaged_document_is_read_as_blanks_so_that_lanes_stay_level(config: Config) -> None:
     whole, _ = read(config, 100)
-    index = open_index(source_settings(config.data)[1], "train")
-    entry = index.documents[3]
-    path = index.split_dir / entry.shard
-    content = bytearray(path.read_bytes())
-    content[entry.tokens_offset] ^= 1
-    path.write_bytes(content)
+    damage(open_index(source_settings(config.data)[1], "train"), 3)
     damaged, _ = read(change_config(config, {"data.on_corrupt": "skip"}), 100)
     assert damaged == whole
     with refused(ValueError, "damaged"):

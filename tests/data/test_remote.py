@@ -13,7 +13,7 @@ from dist_mem.__main__ import main
 from dist_mem.config import DataConfig
 from dist_mem.data.directory import local_dir, open_index, open_tokenizer, refresh, refresh_on_all_ranks
 from dist_mem.data.documents import Documents
-from dist_mem.data.plan import START, DocumentPlan, make_plan
+from dist_mem.data.plan import START, DocumentPlan
 from dist_mem.data.remote.fetch import WrongRemoteError, address, is_remote, show
 from dist_mem.data.segments import read_lane
 from dist_mem.data.shard import Index, check_document, fetch_shards, read_index, read_tokens
@@ -26,7 +26,7 @@ from dist_mem.runtime.network_interface import free_port
 from tests.support.faults import flip
 from tests.support.file_server import SHARD, FileServer, opened
 from tests.support.jobs import build_books, checkpoint_content, difference, losses, run_ranks, train_here, write_config
-from tests.support.lane_corpus import BOS, LAYOUTS, LENGTHS, SEG_LEN, make_split
+from tests.support.lane_corpus import BOS, LENGTHS, SEG_LEN, make_split
 from tests.support.limits import wait_until
 from tests.support.messages import refused, said
 from tests.support.ranks import RankPool, launcher_environment
@@ -95,16 +95,12 @@ def test_a_tar_damaged_in_the_cache_is_fetched_again(server: FileServer, data: D
     assert server.asked[SHARD] == 2
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_lane_has_the_tar_of_its_next_document_fetched_ahead(
-    server: FileServer, data: DataConfig, layout: str
-) -> None:
+def test_a_lane_has_the_tar_of_its_next_document_fetched_ahead(server: FileServer, data: DataConfig) -> None:
     index = opened(data)
     documents = Documents(index, np.array(LENGTHS), bos_id=BOS)
-    plan = make_plan(LENGTHS, num_lanes=1, seg_len=SEG_LEN, seed=0, layout=layout)
+    plan = DocumentPlan(LENGTHS, num_lanes=1, seg_len=SEG_LEN, seed=0)
     next(read_lane(documents, plan, lane=0, cursor=START))
-    current, coming = plan.documents(0, 0)[:2] if isinstance(plan, DocumentPlan) else (0, 1)
-    expected = {index.documents[number].shard for number in (current, coming)}
+    expected = {index.documents[number].shard for number in plan.documents(0, 0)[:2]}
     wait_until(lambda: {path.name for path in index.split_dir.glob("*.tar")} == expected, f"{expected}", seconds=10)
     index.source.close()
 

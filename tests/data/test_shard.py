@@ -42,6 +42,7 @@ from dist_mem.data.shard import (
 from tests.support.faults import flip
 from tests.support.lane_corpus import make_split
 from tests.support.messages import refused
+from tests.support.small_builds import contents
 
 LENGTHS = [40, 0, 1, 300, 7, 1000, 2]
 SHARD_BYTES = 1186  # what the arrays of the first four documents below take; makes three tars
@@ -145,10 +146,6 @@ def test_writing_again_gives_the_same_bytes_and_leaves_nothing_else(tmp_path: Pa
     other = write(renamed, tmp_path / "c", max_shard_bytes=SHARD_BYTES)
     assert first.fingerprint == second.fingerprint != other.fingerprint
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_totals_count_every_document_and_official_words_come_first(tmp_path: Path) -> None:

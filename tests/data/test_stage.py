@@ -28,7 +28,7 @@ from dist_mem.runtime.distributed import World
 from tests.support.faults import flip, small_disk
 from tests.support.file_server import FileServer, start_fetch
 from tests.support.jobs import build_books, checkpoint_content, difference, losses, train_here, write_config
-from tests.support.limits import limit, wait_until
+from tests.support.limits import holds_open, limit, wait_until
 from tests.support.messages import refused
 from tests.support.ranks import RankPool
 
@@ -142,14 +142,6 @@ def in_halves(path, closed):
 
 read_pieces, stage._read_pieces = stage._read_pieces, in_halves
 """
-
-
-def holds_open(process: subprocess.Popen[str], suffix: str) -> bool:
-    """Whether a process has a file of such a name open."""
-    try:
-        return any(str(link.readlink()).endswith(suffix) for link in Path(f"/proc/{process.pid}/fd").iterdir())
-    except FileNotFoundError:  # closed while we looked
-        return False
 
 
 def test_one_process_of_a_node_copies_and_the_others_wait(books: Path, tmp_path: Path) -> None:

@@ -146,13 +146,6 @@ def test_another_build_in_the_same_place_is_refused_unless_it_may_overwrite(
     assert build_tiny(tmp_path, overwrite=True) == {**expected, "notes.txt": b"mine"}
 
 
-def test_the_tokenizer_of_another_dataset_can_be_taken(tmp_path: Path) -> None:
-    first = build_tiny(tmp_path / "first")
-    second = build_tiny(tmp_path / "second", {"test": make_splits()["train"]}, tokenizer_from=tmp_path / "first")
-    assert second["tokenizer.model"] == first["tokenizer.model"]
-    assert read_index(tmp_path / "second" / "test").num_tokens == read_index(tmp_path / "first" / "train").num_tokens
-
-
 def test_the_tokenizer_is_trained_on_the_train_split_alone(tmp_path: Path, expected: dict[str, bytes]) -> None:
     splits = {"train": make_splits()["train"], "test": [SourceDocument("0", "", "Zyzzyva zyzzyva " * 500)]}
     assert build_tiny(tmp_path, splits)["tokenizer.model"] == expected["tokenizer.model"]
@@ -314,18 +307,6 @@ def test_what_another_program_left_is_refused_and_kept(tmp_path: Path, name: str
     assert (out / "train" / "their_own.tar").read_bytes() == b"tar"
 
 
-@pytest.mark.parametrize("builder", ["pg19", "sample"])
-def test_a_file_in_the_way_is_an_error_of_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], builder: str
-) -> None:
-    source = write_source(tmp_path / "source", {"train/1": TEXT})
-    (tmp_path / "out").write_text("a file")
-    given = ["--source", str(source)] if builder == "pg19" else ["--size", "tiny"]
-    with refused(SystemExit, "SystemExit: 2"):
-        build_data(builder, *given, "--out", tmp_path / "out")
-    said_line(capsys.readouterr().err, f"'{tmp_path / 'out'}'")
-
-
 def test_a_full_disk_stops_a_build_that_goes_on_when_there_is_room(tmp_path: Path) -> None:
     """A real process; no half-written file is left, and the result is that of a build in one go."""
     books = {f"train/{number}": bytes([97 + number]) * 400_000 for number in range(8)}
@@ -359,3 +340,19 @@ def test_a_log_file_has_lines_of_progress(
     printed = capsys.readouterr().err
     for what in ("reading: 2 documents", "train: tokens: 6 of 6 bytes", "train: tars: 2 of 2 documents"):
         assert what in printed, printed
+
+
+def test_an_option_that_another_leaves_without_use_is_refused(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source", {"train/1": TEXT})
+    for name in ("text", "pg19"):
+        arguments = ("--source", source, "--out", tmp_path / "out")
+        build_refused(
+            name, *arguments, "--tokenizer", "bytes", "--vocab-size", "300", named=("--vocab-size", "--tokenizer bytes")
+        )
+        assert not (tmp_path / "out").exists()
+    assert build_pg19(source, tmp_path / "one", "--tokenizer", "bytes") == 0
+    taken = ("--tokenizer-from", tmp_path / "one")
+    build_refused("pg19", *arguments, *taken, "--vocab-size", "300", named=("--vocab-size", "--tokenizer-from"))
+    with pytest.raises(SystemExit) as ended:
+        build_data("pg19", *arguments, *taken, "--tokenizer", "bytes")
+    assert ended.value.code == 2

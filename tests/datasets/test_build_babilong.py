@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dist_mem.data.verify import verify_dataset
-from dist_mem.datasets.babi_stories import NUM_FACTS, Story, draw_story
+from dist_mem.datasets.babi_stories import FEWEST_FACTS, NUM_FACTS, Story, draw_story
 from tests.support.data_builders import build_data, build_refused, documents_of
 
 MOVE = re.compile(r"(\w+) (?:journeyed to|moved to|travelled to|went back to|went to) the (\w+)\.")
@@ -237,6 +237,19 @@ def test_facts_stand_anywhere_in_a_book_of_the_user_of_the_same_split(tmp_path: 
     texts = [document.text for document in documents_of(tmp_path / "out/qa1/800")]
     depths = [text.index(fact) / len(text) for text in texts for fact in facts_in(text)]
     assert np.histogram(depths, bins=4, range=(0, 1))[0].min() > 20
+
+
+@pytest.mark.parametrize(("task", "facts"), [("qa2", (1, 1)), ("qa3", (1, 2)), ("qa4", (3, 9)), ("qa5", (1, 1))])
+def test_numbers_of_facts_of_which_no_story_is_are_refused(tmp_path: Path, task: str, facts: tuple[int, int]) -> None:
+    """They were drawn for ever."""
+    options = ("--tasks", task, "--facts", *map(str, facts))
+    build_refused("babilong", "--out", tmp_path, *SMALL, "--lengths", "600", *options, named=("--facts", facts[0]))
+
+
+@pytest.mark.parametrize("task", NUM_FACTS)
+def test_the_fewest_facts_of_a_task_give_stories(task: str) -> None:
+    fewest = FEWEST_FACTS[task]
+    assert len(draw_story(random.Random(0), task, (fewest, fewest)).facts) == fewest
 
 
 def test_stories_that_do_not_fit_are_drawn_again_and_a_length_for_none_is_refused(tmp_path: Path) -> None:

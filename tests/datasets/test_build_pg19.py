@@ -7,9 +7,9 @@ import hashlib
 import io
 import os
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -192,12 +192,8 @@ def test_ctrl_c_is_answered_with_the_way_on(
 def bucket(source: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     monkeypatch.setattr(remote, "RETRY_PAUSES", (0.01, 0.01, 0.01))
     (source / "train" / "README.md").write_text("not a document")
-    with Bucket(source) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    with closing(Bucket(source)) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def build_download(bucket: Bucket, tmp_path: Path, *options: str) -> int:

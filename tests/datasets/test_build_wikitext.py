@@ -52,6 +52,12 @@ def published_words(text: str) -> list[str]:
     return [word for line in text.split("\n")[:-1] for word in [*line.split(), "<eos>"]]
 
 
+def test_line_ends_of_windows_which_hide_articles_are_refused(source: Path, tmp_path: Path) -> None:
+    path = source / "wiki.valid.tokens"
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    refuse(source, tmp_path / "out", named=str(path))
+
+
 @pytest.mark.parametrize("documents", ["articles", "split"])
 def test_the_stream_of_words_is_that_of_the_published_preparation(source: Path, tmp_path: Path, documents: str) -> None:
     assert build(source, tmp_path / "out", "--documents", documents, "--workers", "2") == 0

@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from pyarrow import ipc, parquet
 
 from dist_mem.data.shard import read_index
+from dist_mem.data.tar import MAX_ID_LEN
 from dist_mem.datasets import builder, corpus_rows
+from dist_mem.datasets.corpus import plain_id
 from dist_mem.datasets.recipes import text as text_builder
 from dist_mem.datasets.split_names import first_occurrences, parse_fractions, split_of, words_digest
 from dist_mem.datasets.split_names import splits_of as dealt_names
@@ -355,6 +357,14 @@ def test_names_that_differ_only_in_what_an_id_cannot_hold_stay_apart(tmp_path: P
     names = ["train/a b.txt", "train/a_b.txt", "train/a.b.txt", f"train/{'n' * 100}1.txt", f"train/{'n' * 100}2.txt"]
     assert build_files(tmp_path / "out", write(tmp_path / "texts", names), options=()) == 0
     assert len({entry.id for entry in read_index(tmp_path / "out" / "train").documents}) == 5
+
+
+def test_no_two_of_many_titles_without_plain_letters_have_one_id() -> None:
+    """32 bits of a checksum gave the first two at the 58,393rd."""
+    assert len({plain_id(f"条目{number}") for number in range(100_000)}) == 100_000
+    path = "crawl-2024-10/cleaned/part-00000-6f2a9c1e-9d1a-4a3c-8a0b-8b8a0c7d5e11-c000.jsonl"
+    a, b = f"{path}:85132", f"{path}:95505"
+    assert plain_id(a) != plain_id(b) and len(plain_id(a)) == len(plain_id(b)) == MAX_ID_LEN
 
 
 @given(

@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 
 from dist_mem.datasets.tar_source import TAR_SUFFIXES
 from dist_mem.errors import UnusableError
-from tests.support.data_builders import build_refused, tar_of, texts_of
+from tests.support.data_builders import TRAIN, build_refused, tar_of, texts_of
 from tests.support.messages import refused, said_line
 
-TRAIN = ("--split-by-hash", "train=1")
 TEXTS = {f"s{number:03}.txt": f"Text number {number} about rivers and lamps. ".encode() * 6 for number in range(60)}
 
 

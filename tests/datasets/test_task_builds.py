@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dist_mem.data.shard import read_index, read_tokens
+from dist_mem.data.verify import verify_dataset
 from tests.support.data_builders import BUILDERS, SMALL, build_data
 from tests.support.small_builds import contents
 
@@ -14,6 +15,13 @@ from tests.support.small_builds import contents
 def first_documents(folder: Path, number: int) -> list[list[int]]:
     index = read_index(next(folder.rglob("train/index.json")).parent)
     return [read_tokens(index, document).tolist() for document in range(number)]
+
+
+def test_overwrite_leaves_nothing_of_a_build_of_another_task(tmp_path: Path) -> None:
+    for name, options in BUILDERS.items():
+        assert build_data(name, "--out", tmp_path, *SMALL, *options, "--lengths", "600", "--overwrite") == 0
+        for built in {path.parent.parent for path in tmp_path.rglob("index.json")}:
+            assert verify_dataset(built) == [], (name, built)
 
 
 @pytest.mark.parametrize("name", BUILDERS)

@@ -47,6 +47,7 @@ from tests.support.jobs import train_here, write_config
 from tests.support.limits import limit
 from tests.support.messages import said, said_line
 from tests.support.ranks import RankPool, launcher_environment
+from tests.support.wrong_ports import naming_a_wrong_port
 
 pytestmark = pytest.mark.ranks
 
@@ -205,6 +206,17 @@ def test_preflight_refuses_on_all_ranks_with_one_message_and_notes_a_node_that_i
     assert "on 2 of 3 ranks" in messages[0]
     assert failed.read_text() == "node3\n"
     assert rank_pool(3).run(_preflight, config, [[], [], []]) == [[], [], []]
+
+
+def _preflight_at_a_wrong_port(world: World, config_file: Path) -> str | list[str]:
+    with naming_a_wrong_port():
+        return _preflight(world, config_file, [[], []])
+
+
+def test_a_connection_that_saves_need_is_tried_before_the_first_step(config: Path, rank_pool: Pool) -> None:
+    first, second = rank_pool(2).run(_preflight_at_a_wrong_port, config)
+    assert first == second
+    said(first, "rank 1", "refuses the connection", "MASTER_ADDR")
 
 
 def _preflight_at_another_time(world: World, config_file: Path) -> str | list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,9 +15,10 @@ import pytest
 import torch
 
 from dist_mem.engine import start
-from dist_mem.engine.cpu_op import building
+from dist_mem.engine.cpu_op import CPU_OP, building, load
 from dist_mem.errors import UnfitError
-from tests.support.limits import limit, wait_until
+from dist_mem.runtime.locks import POLL_SECONDS
+from tests.support.limits import holds_open, limit, wait_until
 from tests.support.messages import refused
 
 BUILDER = """
@@ -57,11 +59,7 @@ def test_one_process_builds_at_a_time(tmp_path: Path) -> None:
     command = [sys.executable, "-c", BUILDER.replace("600", "0"), str(tmp_path)]
     with building(tmp_path):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        opened = Path(f"/proc/{process.pid}/fd")
-        wait_until(
-            lambda: any(path.resolve() == tmp_path / "dist_mem.lock" for path in opened.iterdir()),
-            "the other process to wait",
-        )
+        wait_until(lambda: holds_open(process, "dist_mem.lock"), "the other process to wait")
         assert process.poll() is None and not (tmp_path / "lock").exists()
     assert process.communicate(timeout=limit(60))[0] == "building\n"
 
@@ -73,6 +71,17 @@ def test_an_old_lock_of_another_program_is_named_not_waited_for(tmp_path: Path) 
     os.utime(lock, (0, time.time() - 20 * 60))
     with refused(ValueError, lock, "20 minutes"), building(lock.parent):
         pass
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_start_says_that_it_compiles_an_op_again_if_it_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], compiles: bool
+) -> None:
+    """The op is there, and its compiler or sources may have changed: only what runs shows it."""
+    (tmp_path / f"{CPU_OP}.so").touch()
+    ninja = shutil.copy(shutil.which("sleep") or "", tmp_path / "ninja")
+    load(tmp_path, lambda: subprocess.run([ninja if compiles else "sleep", str(3 * POLL_SECONDS)], check=True))
+    assert ("compiling" in capsys.readouterr().err) == compiles
 
 
 def test_a_place_that_takes_no_op_now_may_take_one_at_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:

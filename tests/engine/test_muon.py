@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -23,16 +25,18 @@ from dist_mem.engine.muon import (
     HeldRange,
     MuonAdamW,
     MuonMatrix,
+    orthogonal_bytes,
     orthogonal_flops,
     orthogonalize,
     shape_factor,
 )
 from dist_mem.engine.optimizer import build_optimizer, describe_rules, lr_factor, parameter_groups
-from dist_mem.estimate.zero import sizes_of
+from dist_mem.estimate.zero import job_of, shares, sizes_of
 from dist_mem.memory import memory_options
 from dist_mem.memory.base import detach_state
 from dist_mem.model import MemoryLM, reset_lanes
 from dist_mem.runtime.distributed import World
+from tests.support.allocated import Allocated
 from tests.support.contract_cases import case_params, small_model
 from tests.support.engine_saves import engine_job, gathered, next_losses, restore_engine, save_engine
 from tests.support.jobs import difference
@@ -49,24 +53,52 @@ def golden() -> list[Any]:
     return [pytest.param(path, id=path.stem) for path in sorted((GOLDEN / "muon").glob("*.npz"))]
 
 
+def read_vectors(path: Path) -> dict[str, Any]:
+    with np.load(path) as file:
+        return {name: file[name] for name in file.files}
+
+
+def settings_of(vectors: dict[str, Any], variant: str) -> tuple[dict[str, Any], MuonConfig]:
+    """Rate and decay of a variant, and the rest as our configuration."""
+    given = json.loads(str(vectors[f"{variant}/config_json"]))
+    scale = OURS.get(variant, "original")
+    return given, MuonConfig(momentum=given["momentum"], eps=given["eps"], steps=given["ns_steps"], scale=scale)
+
+
+def updates_in_float64(vectors: dict[str, Any], variant: str) -> Iterator[Tensor]:
+    """Yield the parameter after each of our updates."""
+    given, settings = settings_of(vectors, variant)
+    parameter = torch.from_numpy(vectors["start"]).clone()
+    factor = shape_factor(parameter.shape[0], parameter.shape[1], settings.scale)
+    momentum = torch.zeros_like(parameter)
+    for gradient in map(torch.from_numpy, vectors["grads"]):
+        momentum.lerp_(gradient, 1 - settings.momentum)
+        moved = orthogonalize(gradient.lerp(momentum, settings.momentum), steps=settings.steps, eps=settings.eps)
+        parameter.mul_(1 - given["lr"] * given["weight_decay"])
+        parameter.sub_(moved, alpha=given["lr"] * factor)
+        yield parameter.clone()
+
+
+@pytest.mark.parametrize("variant", ["keller", "keller_decay"])
+@pytest.mark.parametrize("path", golden())
+def test_six_steps_are_those_of_the_published_code_where_its_eps_does_not_matter(path: Path, variant: str) -> None:
+    """It adds eps to the norm, of which ours is the least; the two differ where norms are as small as eps."""
+    vectors = read_vectors(path)
+    pairs = zip(updates_in_float64(vectors, variant), vectors[f"{variant}/params_f64"], strict=True)
+    far = max(float((found - torch.from_numpy(expected)).abs().max()) for found, expected in pairs)
+    assert far > 1e-3 if path.stem == "6x6_tiny_gradients" else far < 1e-7, far
+
+
 @pytest.mark.parametrize("variant", OURS)
 @pytest.mark.parametrize("path", golden())
 def test_six_steps_are_those_of_torch(path: Path, variant: str) -> None:
     """In float64, in float32, and with Newton-Schulz in bfloat16 as far as its rounding goes."""
-    with np.load(path) as file:
-        vectors = {name: file[name] for name in file.files}
-    given = json.loads(str(vectors[f"{variant}/config_json"]))
-    settings = MuonConfig(momentum=given["momentum"], eps=given["eps"], steps=given["ns_steps"], scale=OURS[variant])
+    vectors = read_vectors(path)
+    for parameter, expected in zip(updates_in_float64(vectors, variant), vectors[f"{variant}/params_f64"], strict=True):
+        torch.testing.assert_close(parameter, torch.from_numpy(expected), rtol=0, atol=1e-10)
+    given, settings = settings_of(vectors, variant)
     start = torch.from_numpy(vectors["start"])
     factor = shape_factor(start.shape[0], start.shape[1], settings.scale)
-    parameter, momentum = start.clone(), torch.zeros_like(start)
-    for gradient, expected in zip(vectors["grads"], vectors[f"{variant}/params_f64"], strict=True):
-        momentum.lerp_(torch.from_numpy(gradient), 1 - settings.momentum)
-        update = torch.from_numpy(gradient).lerp(momentum, settings.momentum)
-        moved = orthogonalize(update, steps=settings.steps, eps=settings.eps)
-        parameter.mul_(1 - given["lr"] * given["weight_decay"])
-        parameter.sub_(moved, alpha=given["lr"] * factor)
-        torch.testing.assert_close(parameter, torch.from_numpy(expected), rtol=0, atol=1e-10)
     rounding = 0.25 * given["lr"] * factor
     for precision, expected, tolerance in (("fp32", "params_f32", 1e-5), ("bf16", "params_torch_f32_bf16", rounding)):
         weight = nn.Parameter(start.float())
@@ -161,6 +193,67 @@ def test_fifty_steps_are_those_of_a_plain_loop(rank_pool: Pools, stage: int) -> 
         for name, value in found.items():
             tolerance = 1e-5 if ".position." in name else 1e-6
             torch.testing.assert_close(value, expected[name], rtol=0, atol=tolerance, msg=name)
+
+
+def count_update(num_ranks: int, shapes: list[tuple[int, int]], *, stage: int, precision: str) -> tuple[int, int]:
+    """Return the most bytes of an update beside flat tensors, and how many matrices it orthogonalises, on rank 1."""
+    numels = [rows * columns for rows, columns in shapes]
+    if stage == 0:  # every matrix is a flat tensor of its own
+        held = {number: [(number, 0, numel)] for number, numel in enumerate(numels)}
+    else:  # one of all matrices, of which the rank has the first half of the first one
+        held = {0: [(number, 0, numel // 2 if number == 0 else 0) for number, numel in enumerate(numels)]}
+    flats = [torch.zeros(sum(stop for *_, stop in each), device="meta") for each in held.values()]
+    optimizer = MuonAdamW(
+        [{"params": flats, "lr": 0.1, "weight_decay": 0.1, "rule": MUON}], MuonConfig(precision=precision)
+    )
+    matrices = {
+        flat: [MuonMatrix(shapes[number], HeldRange(0, stop, 0) if stop else None) for number, _, stop in each]
+        for flat, each in zip(flats, held.values(), strict=True)
+    }
+    optimizer.bind(matrices, torch.device("meta"), is_replicated=stage == 0)
+    given = Allocated()
+    for flat in flats:
+        flat.grad, optimizer.state[flat][MOMENTUM] = torch.zeros_like(flat), torch.zeros_like(flat)
+        for tensor in (flat, flat.grad, optimizer.state[flat][MOMENTUM]):
+            given.live.add(tensor.untyped_storage())
+    before, computed = given.live.now, list[tuple[int, ...]]()
+
+    def orthogonalize_one(update: Tensor, **settings: Any) -> Tensor:
+        computed.append(update.shape)
+        return orthogonalize(update, **settings)
+
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in (("is_initialized", True), ("get_world_size", num_ranks), ("get_rank", 1)):
+            patched.setattr(dist, name, lambda value=value: value)
+        for name in ("reduce", "broadcast"):
+            patched.setattr(dist, name, lambda *args, **kwargs: None)
+        patched.setattr("dist_mem.engine.muon.orthogonalize", orthogonalize_one)
+        with given:
+            optimizer.step()
+    return given.live.peak - before, len(computed)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_a_rank_holds_and_computes_does_not_grow_with_the_ranks(stage: int, precision: str) -> None:
+    shapes = [(64, 256), (256, 64), (64, 64)] * 64
+    for num_ranks in (2, 64):
+        peak, number = count_update(num_ranks, shapes, stage=stage, precision=precision)
+        assert number == len(shapes) // num_ranks
+        assert 0.7 * orthogonal_bytes(shapes, precision) <= peak <= orthogonal_bytes(shapes, precision)
+
+
+def test_the_estimate_counts_what_muon_holds_and_not_by_the_ranks() -> None:
+    """A rank's part of the largest group's gradients, and a few matrices: of 6.7 billion parameters, within a GiB."""
+    files = [str(ROOT / "configs/sizes/6.7b.yaml"), "optimizer.kind=muon", "train.precision=bf16"]
+    config = load_config(files, memory_options=memory_options)
+    for num_ranks in (2, 64):
+        job = job_of(config, 32_000, world_size=num_ranks, on_gpu=True)
+        sizes = sizes_of(job.spec, torch.bfloat16, job.optimizer)
+        part, of_muon = -(-sizes.largest_group // num_ranks), orthogonal_bytes(sizes.matrices, "fp32")
+        copy = 2 * part  # of the new weights in 16 bits, when the matrices are freed
+        assert shares(job, sizes).update == 4 * part + max(copy, of_muon)
+    assert copy < of_muon < 2**30
 
 
 def saved(world: World, directory: Path, stage: int) -> tuple[dict[str, Tensor], list[float]]:

@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dist_mem.block import model_spec
 from dist_mem.checkpoint.snapshot import Snapshot, take_snapshot
@@ -21,7 +18,6 @@ from dist_mem.config import Config, load_config
 from dist_mem.engine.optimizer import build_optimizer
 from dist_mem.errors import UnusableError
 from dist_mem.estimate import memory as room
-from dist_mem.estimate.counting import LiveBytes
 from dist_mem.estimate.memory import (
     MemoryPart,
     fits_without_counting,
@@ -38,6 +34,7 @@ from dist_mem.nn.kernel_shapes import plan_for
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.machine_memory import Limit, _of_folders, memory_limits
 from dist_mem.training import saving
+from tests.support.allocated import Allocated
 from tests.support.jobs import train_here, write_config
 from tests.support.ranks import RankPool
 
@@ -46,21 +43,6 @@ pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[2] / "configs"
 VOCAB_SIZE = 20_000  # small: a large one would hide the memories
 SHIPPED = sorted([*ROOT.glob("*.yaml"), *ROOT.glob("papers/*.yaml"), *ROOT.glob("memory/*.yaml")])
-
-
-class Allocated(TorchDispatchMode):
-    """Counts the bytes of all tensors that are alive, also of those without values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = LiveBytes()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor):
-                self.live.add(tensor.untyped_storage())
-        return output
 
 
 def shipped(path: Path, *overrides: str) -> Config:

@@ -157,7 +157,6 @@ def other_tokenizer(run_dir: Path) -> list[str]:
 
 
 UNUSABLE: dict[str, tuple[Callable[[Path], list[str] | None], str]] = {
-    "no run": (lambda run_dir: shutil.rmtree(run_dir), "no checkpoint; give a run directory or one checkpoint"),
     "no checkpoint": (
         lambda run_dir: shutil.rmtree(run_dir / "checkpoints"),
         "checkpoints: no checkpoint; give a run directory or one checkpoint in it",

@@ -143,6 +143,12 @@ def test_there_is_an_interval_of_at_least_eight_documents_with_words(count: int,
         assert not is_known(PERPLEXITY, replace(first, documents=[*first.documents[1:], empty]), other)
 
 
+def test_the_interval_of_a_perplexity_per_token_is_of_tokens() -> None:
+    first, other = of_losses(*range(500, 509)), of_losses(*range(400, 409))
+    found = gain("token_perplexity", [first], [other])
+    assert found.low == pytest.approx(first.token_perplexity / other.token_perplexity) == pytest.approx(found.high)
+
+
 def test_what_is_not_known_has_no_interval() -> None:
     infinite, finite = of_losses(*[math.inf] * 9), of_losses(*[2.0] * 9)
     found = intervals(PERPLEXITY, [finite] * 2, {"a": [infinite] * 2, "b": [finite] * 2})

@@ -108,7 +108,8 @@ def test_training_logs_them_and_is_the_same_without_at_every_stage(
         changes = [f"run_dir={run_dir}", "eval.every=2", "eval.max_document_len=64", "train.steps=4"]
         changes += [f"eval.passage={passage}", "eval.figures=true", f"deepspeed.zero_optimization.stage={stage}"]
         assert rank_pool(2).run(train_here, config, changes) == [0, 0]
-        points[stage, passage] = losses(run_dir), figures_logged(run_dir)
+        logged = [dict(point.metrics) for point in read_points(run_dir / METRICS_FILE)]
+        points[stage, passage] = losses(run_dir), [point for point in logged if "memory/gain" in point]
         drawn = sorted(path.name for path in run_dir.glob("figures/*.svg"))
         has_picture = passage > 0 and kind not in NO_ROWS
         assert drawn == ["passage-step-00000002.svg", "passage-step-00000004.svg"] * has_picture
@@ -117,8 +118,3 @@ def test_training_logs_them_and_is_the_same_without_at_every_stage(
     assert all(("memory/full_lanes" in point) == (kind in FULL_OR_NOT) for point in points[3, 4][1])
     for first, other in zip(points[0, 4][1], points[3, 4][1], strict=True):
         assert first == pytest.approx(other, rel=1e-4, abs=1e-5)
-
-
-def figures_logged(run_dir: Path) -> list[dict[str, float]]:
-    points = [dict(point.metrics) for point in read_points(run_dir / METRICS_FILE)]
-    return [point for point in points if "memory/gain" in point]

@@ -185,6 +185,7 @@ def test_runs_are_called_by_their_memories_and_what_else_differs(tmp_path: Path,
             memory = blocks.get("memory", INFINITE["over"])
             save_config(change_config(config, {"memory": memory}), tmp_path / f"{name}.yaml")
     assert labels_of(list(runs), configs) == [label for _, label in runs.values()]
+    assert len(set(labels_of(["a step", "another"], configs[:1] * 2))) == 2, "of one run, they are no two seeds"
 
 
 def test_a_label_names_one_of_the_runs_whatever_their_order(tmp_path: Path) -> None:

@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 
 from dist_mem.__main__ import main
+from dist_mem.evaluation.intervals import MIN_DOCUMENTS
 from dist_mem.evaluation.memory_file import read_memory_file
 from dist_mem.evaluation.position import position_bins, positions_to_csv
-from dist_mem.evaluation.scores import Band, read_report, write_report
+from dist_mem.evaluation.scores import Band, read_report
 from dist_mem.evaluation.trained_model import load_model
 from dist_mem.generation.text_memory import read_text
 from tests.support.evaluated_runs import MEMORIES, asked, make_run
 from tests.support.messages import said_line
 from tests.support.plain_scores import DOCUMENTS, read_plainly
+from tests.support.saved_reports import save_report
 from tests.support.scored_library import SEG_LEN
 
 
@@ -42,11 +44,14 @@ def test_the_sums_are_those_of_the_tokens_at_these_positions(library: Path, tmp_
         assert report.at_positions(Band(low, high)).num_scored == len(within)
     assert math.isnan(report.position_perplexity(Band(2**20 - 1, None)))
     assert math.fsum(score.nll for score in report.positions) == pytest.approx(report.nll)
-    _, path = write_report(report, tmp_path, "written", metadata={})
+    _, path = save_report(report, tmp_path, "written")
     assert read_report(path) == report
     bins = position_bins(report)
     assert [(each.first, each.last) for each in bins] == [(2**k, 2 ** (k + 1) - 1) for k in range(len(bins))]
-    assert all(each.low <= each.loss <= each.high for each in bins if each.num_documents > 1)
+    for each in bins:
+        assert math.isnan(each.low) == math.isnan(each.high) == (each.num_documents < MIN_DOCUMENTS)
+        assert math.isnan(each.low) or each.low <= each.loss <= each.high
+    assert len({math.isnan(each.low) for each in bins}) == 2
     assert sum(each.num_tokens for each in bins) == report.num_scored
     assert len(positions_to_csv(bins).splitlines()) == len(bins) + 1
     assert asked(run_dir).positions == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from matplotlib.axes import Axes
 
 from dist_mem.__main__ import main
 from dist_mem.block import model_spec
-from dist_mem.config import change_config, load_config
+from dist_mem.config import change_config
 from dist_mem.data.shard import Index
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
 from dist_mem.evaluation import sweep
@@ -27,10 +28,12 @@ from dist_mem.evaluation.sweep import KEYS, SweepRow, parse_sweep, to_markdown
 from dist_mem.evaluation.trained_model import TrainedModel, load_model
 from dist_mem.generation.text_memory import Memory, read_text
 from dist_mem.generation.text_scores import score as score_text
-from dist_mem.memory import memory_options
 from dist_mem.model import MemoryLM
+from dist_mem.tracking.log import METRICS_FILE, read_points
 from tests.support.evaluated_runs import MEMORIES, asked, config_with, make_run
+from tests.support.jobs import train_here, write_config
 from tests.support.messages import refused, said
+from tests.support.ranks import RankPool
 from tests.support.scored_library import (
     LENGTHS,
     MEM_LEN,
@@ -53,17 +56,15 @@ def score_built(index: Index, weights: MemoryLM, config: Any, *, mem_len: int, s
     return score(index, model, seg_len=seg_len, mem_len=mem_len)
 
 
-def with_mem_len(memory: dict[str, Any], mem_len: int) -> dict[str, Any]:
-    return memory | ({"over": {**memory["over"], "mem_len": mem_len}} if "over" in memory else {"mem_len": mem_len})
-
-
 @pytest.mark.parametrize("name", [name for name in MEMORIES if name not in ("infinite", "none", "infini")])
 def test_another_memory_length_is_that_of_a_model_built_with_it(
     library: Path, index: Index, tmp_path: Path, name: str
 ) -> None:
-    run_dir, model = make_run(tmp_path, library, MEMORIES[name])
+    memory, length = MEMORIES[name], {"mem_len": 40}
+    run_dir, model = make_run(tmp_path, library, memory)
     as_trained, longer = asked(run_dir), asked(run_dir, "eval.mem_len=40", "eval.seg_len=4")
-    config = config_with(with_mem_len(MEMORIES[name], 40), train={"seg_len": 4})
+    built = memory | ({"over": {**memory["over"], **length}} if "over" in memory else length)
+    config = config_with(built, train={"seg_len": 4})
     assert longer == score_built(index, model, config, mem_len=40, seg_len=4)
     assert (longer.mem_len, longer.seg_len) == (40, 4)
     assert longer.nll != as_trained.nll
@@ -123,10 +124,10 @@ def test_the_report_says_how_it_was_asked(library: Path, tmp_path: Path) -> None
     assert written["protocol"] == lengths | others
 
 
-def sweep_of(run_dir: Path, *arguments: str, code: int = EXIT_DONE) -> list[dict[str, str]]:
-    """Sweep over mem_len; return the rows of the table that lies beside a picture."""
+def sweep_of(run_dir: Path, *arguments: str, tag: str = "", code: int = EXIT_DONE) -> list[dict[str, str]]:
+    """Sweep over mem_len; return the rows of the table that lies beside a picture, named after its protocol."""
     assert main(["evaluate", str(run_dir), "--split", "test", "--sweep", *arguments]) == code
-    table = run_dir / "evaluations" / "sweep-test-mem_len.csv"
+    table = run_dir / "evaluations" / f"sweep-test-mem_len{tag}.csv"
     assert table.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     return list(csv.DictReader(table.read_text().splitlines()))
 
@@ -145,11 +146,21 @@ def test_the_protocol_and_its_name_say_what_differs_from_the_training() -> None:
     assert tag_of(make_config(eval={"mem_len": MEM_LEN, "seg_len": SEG_LEN, "same_length": False})) == ""
 
 
-def test_training_takes_the_lengths_of_the_evaluate_command_and_leaves_them_alone(tmp_path: Path) -> None:
-    overrides = ["train.steps=1", "eval.every=1", "eval.mem_len=640", "eval.same_length=true", "eval.layout=stream"]
-    config = load_config(overrides, memory_options=memory_options)
-    assert config.memory["mem_len"] == 128
-    assert not config.model.same_length
+@pytest.mark.ranks
+def test_evaluations_in_a_training_have_its_lengths(
+    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
+) -> None:
+    """Those of `eval` are for `dist-mem evaluate`."""
+    found = []
+    for name, lengths in {"trained": {}, "others": {"mem_len": 40, "same_length": True}}.items():
+        changes = {"train": {"steps": 2}, "schedule": {"kind": "constant"}, "eval": {"every": 2, **lengths}}
+        config = write_config(tmp_path / f"{name}.yaml", books, tmp_path / name, changes)
+        assert rank_pool(1).run(train_here, config) == [0]
+        points = [point.metrics for point in read_points(tmp_path / name / METRICS_FILE)]
+        found.append(
+            [point["validation/token_perplexity"] for point in points if "validation/token_perplexity" in point]
+        )
+    assert found[0] == found[1] and found[0]
 
 
 def test_a_sweep_has_a_row_for_each_run_and_length_with_the_figures_of_single_evaluations(
@@ -157,7 +168,7 @@ def test_a_sweep_has_a_row_for_each_run_and_length_with_the_figures_of_single_ev
 ) -> None:
     one, _ = make_run(tmp_path / "one", library, MEMORIES["transformer_xl"])
     two, _ = make_run(tmp_path / "two", library, MEMORIES["lamemo"])
-    rows = sweep_of(one, "mem_len=4,12", "--also", str(two), "eval.seg_len=4", "eval.batch_size=3")
+    rows = sweep_of(one, "mem_len=4,12", "--also", str(two), "eval.seg_len=4", "eval.batch_size=3", tag="-T4")
     expected = [(str(run_dir), length) for run_dir in (one, two) for length in ("4", "12")]
     assert [(row["run"], row["mem_len"]) for row in rows] == expected
     for row in rows:
@@ -181,7 +192,7 @@ def test_a_sweep_in_blocks_goes_by_tokens(
 
     monkeypatch.setattr(Axes, "plot", noted)
     run_dir, _ = make_run(tmp_path, library, MEMORIES["transformer_xl"])
-    rows = sweep_of(run_dir, "mem_len=4,12", "eval.blocks=true")
+    rows = sweep_of(run_dir, "mem_len=4,12", "eval.blocks=true", tag="-blocks_true")
     assert drawn[-1] == ([4, 12], [float(row["token_perplexity"]) for row in rows])
     output = capsys.readouterr().out
     assert "token perplexity" in output and "| n/a |" in output and "nan" not in output
@@ -261,13 +272,6 @@ def report_after(run_dir: Path, memory: Path, *overrides: str) -> Report:
     return asked(run_dir, *overrides, memory=read_memory_file(memory))
 
 
-def one_by_one(trained: TrainedModel, memory: Memory) -> list[float]:
-    """NLL of every document of the library, scored alone after the text."""
-    documents = [make_document(number, length).tokens.astype(np.int64) for number, length in enumerate(LENGTHS)]
-    scores = [score_text(trained, tokens, after=memory.reading_of(trained)).nll for tokens in documents]
-    return [math.fsum(nll[~nll.isnan()].tolist()) for nll in scores]
-
-
 @pytest.mark.parametrize("num_tokens", [0, 3, SEG_LEN - 1, SEG_LEN, 5 * SEG_LEN + 2])
 @pytest.mark.parametrize("name", [*NAMES, "transformer_xl in blocks"])
 def test_every_document_is_scored_as_the_continuation_of_the_text(
@@ -278,8 +282,10 @@ def test_every_document_is_scored_as_the_continuation_of_the_text(
     overrides = ["eval.blocks=true"] if in_blocks else []
     trained, path = prepared(tmp_path, library, kind, num_tokens, *overrides)
     report = report_after(tmp_path / "run", path, *overrides)
-    expected = one_by_one(trained, Memory.load(path))
-    assert [document.nll for document in report.documents] == pytest.approx(expected, rel=1e-6)
+    for number, document in enumerate(report.documents):  # each scored alone after the text
+        tokens = make_document(number, LENGTHS[number]).tokens.astype(np.int64)
+        nll = score_text(trained, tokens, after=Memory.load(path).reading_of(trained)).nll
+        assert document.nll == pytest.approx(math.fsum(nll[~nll.isnan()].tolist()), rel=1e-6)
     if num_tokens == 0 and name != "sticky":  # which draws by the number of a document
         assert_same(report, asked(tmp_path / "run", *overrides))
     if num_tokens == 3 and not in_blocks:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dist_mem.config import load_config, save_config
 from dist_mem.errors import UnusableError
 from dist_mem.evaluation import compare
 from dist_mem.evaluation.protocol import Protocol
@@ -28,9 +29,9 @@ from dist_mem.evaluation.scores import (
     recall_bands,
     to_csv,
     to_table,
-    write_report,
 )
 from tests.support.messages import refused
+from tests.support.saved_reports import save_report
 
 
 def make_report(*, split: str = "test", factor: float = 1.0, mem_len: int = 64) -> Report:
@@ -78,7 +79,7 @@ def test_an_answer_is_whole_if_all_its_tokens_are_right() -> None:
 
 def test_a_report_survives_its_file(tmp_path: Path) -> None:
     report = make_report()
-    paths = write_report(report, tmp_path / "evaluations", "test-step-00000007", metadata={"step": 7})
+    paths = save_report(report, tmp_path / "evaluations", "test-step-00000007", step=7)
     assert [path.name for path in paths] == ["test-step-00000007.csv", "test-step-00000007.json"]
     assert read_report(paths[1]) == report
     body = json.loads(paths[1].read_text())
@@ -95,7 +96,7 @@ def test_a_protocol_that_no_evaluation_has_or_another_than_the_scores_is_refused
     report = make_report()
     protocol = Protocol(report.seg_len, report.mem_len, None, False, "documents", None, precision="fp32")._asdict()
     protocol["max_document_len"] = report.max_document_len
-    (_, path) = write_report(report, tmp_path, "test-step-00000007", metadata={"protocol": protocol})
+    (_, path) = save_report(report, tmp_path, "test-step-00000007", protocol=protocol)
     assert read_report(path) == report
     body = json.loads(path.read_text())
     wrong = {"mem_len": [1], "clamp_len": "/etc/passwd", "without_memory": 1, "seg_len": report.seg_len + 1, "lanes": 0}
@@ -103,6 +104,14 @@ def test_a_protocol_that_no_evaluation_has_or_another_than_the_scores_is_refused
         path.write_text(json.dumps({**body, "protocol": {**protocol, key: value}}))
         with refused(UnusableError, path, f"protocol.{key}"):
             read_report(path)
+    for name, emptied in ((path.name, True), (f"{path.stem}-without-memory.json", False)):
+        other = path.with_name(name)
+        other.write_text(json.dumps({**body, "protocol": {**protocol, "without_memory": emptied}}))
+        with refused(UnusableError, other, "protocol.without_memory", str(emptied).lower()):
+            read_report(other)
+    path.write_text(json.dumps({key: value for key, value in body.items() if key != "protocol"}))
+    with refused(UnusableError, path, "protocol"):
+        read_report(path)
     for key in protocol:
         path.write_text(json.dumps({**body, "protocol": {name: protocol[name] for name in protocol if name != key}}))
         with refused(UnusableError, path, key):
@@ -122,7 +131,7 @@ def test_table_and_csv_show_documents_and_totals() -> None:
 
 
 def save_evaluation(run_dir: Path, report: Report, *, step: int = 5, tag: str = "") -> Path:
-    write_report(report, run_dir / "evaluations", f"{report.split}-step-{step:08d}{tag}", metadata={})
+    save_report(report, run_dir / "evaluations", f"{report.split}-step-{step:08d}{tag}")
     return run_dir
 
 
@@ -189,6 +198,23 @@ def test_compare_shows_what_a_run_gains_by_its_own_memory(tmp_path: Path, capsys
     assert complaint == ""
 
 
+def test_two_reports_of_one_run_are_not_two_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = save_evaluation(tmp_path / "one", make_report(factor=2.0), step=5)
+    save_evaluation(first, make_report(factor=1.0), step=8)
+    second = save_evaluation(tmp_path / "two", make_report(factor=1.0), step=8)
+    for run, seed in ((first, 0), (second, 1)):
+        save_config(load_config([f"train.seed={seed}"], trains=False), run / "config.yaml")
+    reports = sorted((first / "evaluations").glob("*.json"))
+    other_protocol = (
+        save_evaluation(second, make_report(factor=3.0), step=8, tag="-M640")
+        / "evaluations"
+        / "test-step-00000008-M640.json"
+    )
+    assert "seeds" not in "\n".join(map(" ".join, compared(capsys, first, other_protocol)[0]))
+    assert "seeds" not in "\n".join(map(" ".join, compared(capsys, *reports)[0]))
+    assert "seeds together" in "\n".join(map(" ".join, compared(capsys, first, second)[0]))
+
+
 def test_a_report_without_memory_is_never_a_run_s_own(tmp_path: Path) -> None:
     run = save_evaluation(tmp_path / "xl", make_report(), tag="-without-memory")
     with refused(UnusableError, run, "no evaluation of test"):
@@ -218,6 +244,12 @@ def test_compare_refuses_what_does_not_compare(tmp_path: Path) -> None:
     with refused(UnusableError, "tset"):
         compare.run([plain], split="tset")
     report, blocks = make_report(), in_blocks(make_report())
+    with refused(UnusableError, "validation", "--split"):
+        compare.run([plain / "evaluations" / "test-step-00000005.json"], split="validation")
+    checkpoint = plain / "checkpoints" / "step-00000005"
+    checkpoint.mkdir(parents=True)
+    with refused(UnusableError, checkpoint, plain):
+        compare.run([checkpoint])
     others = {
         "other": replace(report, documents=report.documents[1:]),
         "blocks": blocks,
@@ -245,7 +277,7 @@ def test_figures_that_are_not_known_or_too_large_are_shown_as_such(tmp_path: Pat
     empty = DocumentScore("e", "Nothing", 0.0, 0, None, 0, 0)
     report = replace(in_blocks(make_report()), documents=[empty], recall=[])
     assert report.metrics() == replace(report, num_words=0).metrics() == {}
-    write_report(report, tmp_path, "test", metadata={})
+    save_report(report, tmp_path, "test")
     assert "NaN" not in (tmp_path / "test.json").read_text()
     assert "nan" not in to_table(report) and format_metric(math.nan) == "n/a"
     known = make_report()
@@ -267,7 +299,7 @@ LOST = replace(make_report(), documents=[replace(make_report().documents[0], nll
 @pytest.mark.parametrize("report", [NO_WORDS, LOST, make_report(factor=1e6)], ids=["no words", "infinite", "huge"])
 def test_what_is_no_figure_is_written_nowhere(report: Report, tmp_path: Path) -> None:
     """`inf` stood in tables, `Infinity` in JSON, which is none, and in MLflow 1.8e308."""
-    paths = write_report(report, tmp_path, "test-step-00000001", metadata={"other": math.nan})
+    paths = save_report(report, tmp_path, "test-step-00000001", other=math.nan)
     texts = [to_table(report), *(path.read_text(encoding="utf-8") for path in paths)]
     assert not re.search(r"\b(inf|nan|infinity)\b", "\n".join(texts), re.IGNORECASE)
     assert "n/a" in texts[0] and "n/a" in texts[1]
@@ -376,13 +408,13 @@ def test_runs_of_one_label_are_one_line_with_their_spread() -> None:
     first, other = (row.split() for row in rows)
     assert first == ["a", "1", "12.18", "n/a"]
     assert other[:5] == ["b", "2", "7.39", "±", "0.00"]  # exp((500 - 100) / 200) = exp(1200 / 600) = 7.39 of both
-    low, _, high = other[-5:-2]  # of 9 documents with gains of 1.1, 0.9 and 1 nats
-    assert math.exp(0.9) < float(low) < math.e < float(high) < math.exp(1.1)
+    low, _, high = other[-5:-2]  # of 9 documents with gains of 110, 90 and 100 nats in 200 tokens
+    assert math.exp(0.45) < float(low) < 12.18 / 7.39 < float(high) < math.exp(0.55)
 
 
 def test_compare_groups_runs_by_their_configurations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, kind, seed in (("none", "none", 0), ("xl0", "transformer_xl", 0), ("xl1", "transformer_xl", 1)):
-        write_report(
+        save_report(
             of_losses(*[500.0, 100.0] * 4), tmp_path / name / "evaluations", "test-step-00000007", metadata={"step": 7}
         )
         config = f"name: {name}\nmemory: {{kind: {kind}}}\ntrain: {{seed: {seed}}}\ndata: {{seed: {seed}}}\n"

@@ -27,7 +27,7 @@ from dist_mem.evaluation.scores import Report
 from dist_mem.evaluation.scoring import EvaluationError, score_split
 from dist_mem.memory.base import map_state
 from dist_mem.model import LMOutput, LMState, MemoryLM
-from dist_mem.nn.vocabulary import Bin, Softmax, adaptive_bins, plain_bin
+from dist_mem.nn.vocabulary import Softmax, adaptive_bins, plain_bin
 from dist_mem.runtime.distributed import World
 from dist_mem.training.opening import open_evaluated
 from tests.support.faults import flip
@@ -347,18 +347,14 @@ def hits_on_ranks(world: World, split_dir: Path, stage: int) -> list[int | None]
 VOCAB = 53
 
 
-def bins_of(kind: str) -> list[Bin]:
-    if kind == "plain":
-        return plain_bin(VOCAB, d_model=16, d_embed=16)
-    return adaptive_bins(VOCAB, d_model=16, d_embed=16, cutoffs=[5, 20, 21], div_val=2, tie_projections=None)
-
-
 @pytest.mark.parametrize("kind", ["plain", "adaptive"])
 @pytest.mark.parametrize("spread", [0.1, 1.0])
 def test_every_token_of_the_vocabulary_can_be_a_hit(kind: str, spread: float) -> None:
     """Every target at every position: exactly one of them is a hit, and it is the argmax. One bin holds one token."""
     torch.manual_seed(0)
-    head = Softmax(bins_of(kind), d_model=16)
+    sizes = {"d_model": 16, "d_embed": 16}
+    adaptive = adaptive_bins(VOCAB, **sizes, cutoffs=[5, 20, 21], div_val=2, tie_projections=None)
+    head = Softmax(adaptive if kind == "adaptive" else plain_bin(VOCAB, **sizes), d_model=16)
     assert head(torch.randn(1, 3, 16), torch.zeros(1, 3, dtype=torch.int64)).hits is None, "training does not ask"
     head.eval()
     for parameter in head.parameters():

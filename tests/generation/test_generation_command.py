@@ -39,7 +39,6 @@ from tests.support.ranks import RankPool
 pytestmark = pytest.mark.ranks
 
 
-SEG_LEN = 16  # of jobs.write_config
 PROMPT = "mirukoten solqua verba \u20ac"
 
 
@@ -230,3 +229,8 @@ def test_a_text_is_read_as_those_of_training_are(tmp_path: Path) -> None:
     with path.open("rb") as stream:
         assert read_file(Path(f"/dev/fd/{stream.fileno()}"), "--text") == "One.\nTwo.\n"
     assert read_prompt(None, path) == read_prompt("One.\r\nTwo.\r", None) == "One.\nTwo.\n"
+
+
+def test_a_prompt_of_bytes_that_are_no_text_is_one_line() -> None:
+    with refused(UnusableError, "--prompt", "character 3", "--prompt-file"):
+        read_prompt("caf\udce9", None)

@@ -41,6 +41,7 @@ OUTSIDE = {
     "outside": small_block(f"{EXAMPLES / 'averages.py'}:Averages"),
     "infinite over outside": small_block("infinite", over=small_block(f"{EXAMPLES / 'averages.py'}:Averages")),
 }
+EMPTIED = "infinite, emptied at a threshold"
 PLACE = Path("runs/small")
 
 
@@ -230,7 +231,7 @@ def test_every_changed_byte_is_noticed(tmp_path: Path) -> None:
     assert read_memory_file(path).num_tokens == 9
 
 
-def test_a_state_of_another_shape_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_of_another_shape_is_refused(tmp_path: Path) -> None:
     """Whatever settings and weights say: a memory from outside may have changed its state."""
     trained = model()
     memory = read_text(trained, words(9))
@@ -344,7 +345,7 @@ def test_a_memory_that_another_command_continues_is_left_to_it(
 
 
 def test_an_export_and_a_moved_run_take_the_memory_of_their_run(
-    run_dir: Path, book: Path, tmp_path: Path, library: Path, capsys: pytest.CaptureFixture[str]
+    run_dir: Path, book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     memory = shutil.move(read_book(book, run_dir), tmp_path / "moved.mem")
     exported, copy = tmp_path / "exported", shutil.copytree(run_dir, tmp_path / "copy")
@@ -413,29 +414,43 @@ def test_what_cannot_be_done_is_said_in_one_line(
     assert not (tmp_path / "new.mem").exists()
 
 
-@pytest.mark.parametrize("case", case_params())
-def test_a_count_that_no_reading_leaves_is_refused_whatever_the_hash(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", [*case_params(), EMPTIED])
+def test_a_count_that_no_reading_leaves_is_refused_whatever_the_hash(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file says how much was read, so every other value of a count, also a smaller one, is not what it says."""
+    monkeypatch.setitem(CASES, EMPTIED, small_block("infinite", memory_threshold=2 * SEG_LEN + 1))
     trained, path = model(case), tmp_path / "book.mem"
-    kept(trained, words(3 * SEG_LEN + 2), path)
-    found = read_memory_file(path)
-    integers = [name for name, tensor in found.tensors.items() if tensor.dtype == torch.int64 and name != OPEN_SEGMENT]
-    for name in integers:
-        for value in (-5, 2**63 - 1 if name.endswith("document") else 10**9):
-            write_memory_file(path, found.header, {**found.tensors, name: torch.full_like(found.tensors[name], value)})
-            if value > 10**9:
-                assert loaded(trained, path), "any document may be read"
+    for length in (SEG_LEN - 2, 3 * SEG_LEN + 2, 9 * SEG_LEN):  # before, while and after memories fill
+        kept(trained, words(length), path)
+        found = read_memory_file(path)
+        assert loaded(trained, path)
+        for name, tensor in found.tensors.items():
+            if tensor.dtype != torch.int64 or name == OPEN_SEGMENT:
                 continue
-            with pytest.raises(UnusableError, match=rf"{name} is .* after 14 tokens: read the text again"):
-                loaded(trained, path)
+            for value in (tensor - 1, tensor + 1, torch.full_like(tensor, -5), torch.full_like(tensor, 10**9)):
+                write_memory_file(path, found.header, {**found.tensors, name: value})
+                if name.endswith("document") and value >= 0:
+                    assert loaded(trained, path), "any document may be read"
+                    continue
+                with pytest.raises(UnusableError, match=rf"{name} is .* after {length} tokens: read the text again"):
+                    loaded(trained, path)
 
 
-def test_a_negative_length_and_a_text_of_more_tokens_than_any_are_refused(tmp_path: Path) -> None:
+def test_an_open_segment_of_another_length_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "book.mem"
     kept(model(), words(9), path)
     found = read_memory_file(path)
-    write_memory_file(path, found.header, {**found.tensors, "blocks.0.length": torch.tensor([-5])})
-    with refused(UnusableError, path, "blocks.0.length", "dist-mem read TEXT"):
-        loaded(model(), path)
+    for inputs in (found.tensors[OPEN_SEGMENT][:-1], torch.zeros(SEG_LEN + 1, dtype=torch.int64)):
+        write_memory_file(path, found.header, {**found.tensors, OPEN_SEGMENT: inputs})
+        with refused(UnusableError, path, OPEN_SEGMENT, "dist-mem read TEXT"):
+            loaded(model(), path)
+
+
+def test_a_text_of_more_tokens_than_any_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "book.mem"
+    kept(model(), words(9), path)
+    found = read_memory_file(path)
     texts = [{**text, "num_tokens": 2**62} for text in found.header["texts"]]
     write_memory_file(path, {**found.header, "texts": texts}, found.tensors)
     with refused(UnusableError, path, "texts[0].num_tokens"):

@@ -19,7 +19,7 @@ from dist_mem.data.tokenizers.sentencepiece import train_pieces
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.source import SourceDocument
 from dist_mem.evaluation.export import run as export
-from dist_mem.evaluation.scores import DocumentScore, Report, write_report
+from dist_mem.evaluation.scores import DocumentScore, Report
 from dist_mem.evaluation.trained_model import TrainedModel, init_state, load_model
 from dist_mem.generation.reading import read, start_from
 from dist_mem.generation.text_scores import score
@@ -28,6 +28,7 @@ from tests.support.contract_cases import CASES, SEG_LEN, case_params
 from tests.support.jobs import write_config
 from tests.support.messages import refused
 from tests.support.paths import EXAMPLES
+from tests.support.saved_reports import save_report
 
 transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.usefixtures("own_modules")
@@ -295,7 +296,7 @@ def test_the_card_has_the_figures_of_the_evaluations_made_before(exported: Calla
     assert export(exported("none"), out=tmp_path / "first") == 0
     one = DocumentScore(id="1", title="t", nll=20.0, num_scored=10, words=5, bytes=40)
     report = Report("test", "data", "tokens", None, SEG_LEN, 0, 5, [one], [])
-    write_report(report, tmp_path / "first" / "evaluations", "test-step-00000000", metadata={})
+    save_report(report, tmp_path / "first" / "evaluations", "test-step-00000000")
     assert export(tmp_path / "first", out=tmp_path / "second", layout="transformers") == 0
     text = (tmp_path / "second" / "README.md").read_text(encoding="utf-8")
     assert "| test | 1 | 54.60 | 7.39 | 0.721 |" in text  # exp(20 / 5), exp(20 / 10), 20 / ln 2 / 40

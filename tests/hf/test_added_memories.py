@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 import yaml
 from torch import Tensor
 
-from dist_mem.config import load_config
+from dist_mem.config import Config, LoraConfig, OptimizerConfig, load_config
 from dist_mem.config.memory_blocks import memories_of
+from dist_mem.engine.optimizer import parameter_groups
 from dist_mem.hf.names import take_published, to_published
 from dist_mem.memory import memory_options
 from dist_mem.memory.base import Stem
@@ -24,6 +26,7 @@ from tests.support.paths import ROOT
 CONFIGS = ROOT / "configs"
 ADDED = CONFIGS / "pretrained" / "memory"
 BASE = CONFIGS / "pretrained" / "llama_3.2_1b.yaml"
+LORA = CONFIGS / "pretrained" / "lora.yaml"
 PRESETS = {path.stem: [path] for path in sorted(ADDED.glob("*.yaml"))}
 LINEAR = {  # every other linear memory, beside attention as Gated DeltaNet is
     path.stem: [ADDED / "gated_deltanet.yaml", path]
@@ -37,19 +40,25 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+def config_of(name: str, *more: Path) -> Config:
+    """Return the configuration of a Llama with a preset, and with more files after it."""
+    files = [str(path) for path in (BASE, *(PRESETS | LINEAR)[name], *more)]
+    return load_config(files, memory_options=memory_options)
+
+
 def memory_of(name: str, model: str) -> dict[str, Any]:
     """Return the memory of a preset, also for all blocks if it is for one; in a GPT-2, as the presets say."""
-    files = [str(path) for path in (BASE, *(PRESETS | LINEAR)[name])]
-    found = memories_of(load_config(files, memory_options=memory_options).memory).values()
+    found = memories_of(config_of(name).memory).values()
     (loaded,) = (dict(memory) for memory in found if memory["kind"] not in ("none", "causal"))
     if model == "GPT-2" and "over" in loaded:
         loaded["over"] = {"kind": "causal"}
     return loaded
 
 
-def build(model: str, memory: dict[str, Any], *, seg_len: int = SEG_LEN) -> MemoryLM:
+def build(model: str, memory: dict[str, Any], *, seg_len: int = SEG_LEN, lora: LoraConfig | None = None) -> MemoryLM:
     make = gpt2_models.gpt2_config if model == "GPT-2" else llama_models.llama_config
-    return gpt2_models.build(make(memory, model={**MODELS[model], "num_positions": 64}, train={"seg_len": seg_len}))
+    keys = {**MODELS[model], "num_positions": 64, "lora": lora}
+    return gpt2_models.build(make(memory, model=keys, train={"seg_len": seg_len}))
 
 
 def pretrained(model: str, *, seg_len: int = SEG_LEN) -> MemoryLM:
@@ -110,6 +119,25 @@ def test_a_pretrained_model_begins_as_it_is_without_the_memory(name: str, model:
         assert torch.equal(found, log_probs(plain, segments))
 
 
+@pytest.mark.parametrize(
+    ("kind", "model"),
+    [("transformer_xl", "Llama"), ("transformer_xl", "Qwen3 with a window"), ("compressive", "Llama")],
+)
+def test_rows_are_the_model_while_empty_and_the_model_over_the_longer_text_while_they_hold_it(
+    kind: str, model: str
+) -> None:
+    """Their positions are the model's own, rotary. A softmax over more masked rows may sum in another order."""
+    rows = {"kind": kind, "mem_len": 2 * SEG_LEN}
+    memory = rows if kind == "transformer_xl" else {**rows, "cmem_len": SEG_LEN, "compression_rate": 2}
+    plain, added, segments = pretrained(model), build(model, memory), some_segments(3)
+    take_published(added, to_published(plain), "weights")
+    found = log_probs(added, segments)
+    most = 0.0 if kind == "transformer_xl" else 1e-5
+    torch.testing.assert_close(found[:, :SEG_LEN], log_probs(plain, segments[:1]), rtol=0, atol=most)
+    whole = log_probs(pretrained(model, seg_len=3 * SEG_LEN), [torch.cat(segments, dim=1)])
+    torch.testing.assert_close(found, whole, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(("name", "model"), PAIRS)
 def test_every_block_of_it_learns_at_the_first_step(name: str, model: str) -> None:
     """Once the memory holds something, a gradient reaches what holds its output back; a step along it shows."""
@@ -137,6 +165,44 @@ def test_every_block_of_it_learns_at_the_first_step(name: str, model: str) -> No
             parameters[key].sub_(gradient.sign(), alpha=1e-2)
     assert not torch.equal(log_probs(added, segments), before)
     assert take_published(build(model, memory), to_published(added), "an export, read back") == []
+
+
+def places_of(name: str, model: str) -> list[dict[str, Any]]:
+    """Return the memory of a preset in all blocks, and, where there is such a model, in the second one alone."""
+    memory = memory_of(name, model)
+    if memory["kind"] in ("armt", "rmt_rows"):  # whose rows pass through all blocks
+        return [memory]
+    plain = {"kind": "causal" if model == "GPT-2" else "none"}
+    return [memory, {"kind": "per_block", "default": plain, "1": memory}]
+
+
+def rates(model: MemoryLM, optimizer: OptimizerConfig) -> dict[str, float]:
+    """Return the learning rate of every parameter that is trained."""
+    groups = parameter_groups(model, optimizer)
+    found = {parameter: group["lr"] for group in groups for parameter in group["params"]}
+    return {name: found[parameter] for name, parameter in model.named_parameters() if parameter in found}
+
+
+@pytest.mark.parametrize(("name", "model"), PAIRS)
+def test_with_lora_what_the_pretrained_model_lacks_is_trained_and_nothing_else(name: str, model: str) -> None:
+    config, weights = config_of(name, LORA), to_published(pretrained(model))
+    for memory in places_of(name, model):
+        added = build(model, memory, lora=config.model.lora)
+        new = take_published(added, weights, "weights")
+        assert any(".low_rank." in key for key in new)
+        assert set(rates(added, config.optimizer)) == set(new)
+
+
+@pytest.mark.parametrize(("name", "model"), PAIRS)
+def test_what_is_new_alone_learns_faster_as_the_tutorial_says(name: str, model: str) -> None:
+    config, weights = config_of(name), to_published(pretrained(model))
+    for memory in places_of(name, model):
+        added = build(model, memory)
+        new = set(take_published(added, weights, "weights"))
+        factor = 10 if memory["kind"] == "armt" else 100
+        wanted = {key: factor if key in new else 1 for key, _ in added.named_parameters()}
+        found = rates(added, config.optimizer)
+        assert {key: round(rate / config.optimizer.lr, 9) for key, rate in found.items()} == wanted
 
 
 def test_a_window_that_a_linear_memory_does_not_read_is_refused_with_the_attention_that_does() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,17 +153,28 @@ def test_a_run_trains_lora_and_memory_alone_and_peft_opens_what_it_learned(
     torch.testing.assert_close(again, ours.log_softmax(-1), rtol=0, atol=1e-5)
 
 
-def test_what_lora_cannot_be_is_refused(tmp_path: Path, books: Path) -> None:
-    def check(*changes: str, named: tuple[str, ...]) -> None:
-        with refused(ValueError, *named):
-            load_config([str(write_config(tmp_path / "run.yaml", books, tmp_path / "run")), str(PRESET), *changes])
+def test_what_lora_cannot_be_is_refused_and_what_is_said_works(tmp_path: Path, books: Path) -> None:
+    config = str(write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"memory": {"kind": "causal"}}))
 
-    check(named=("model.lora", "model.kind"))
-    check("model.kind=llama", "optimizer.groups=[]", named=("model.lora", "trainable"))
+    def check(*changes: str, named: tuple[str, ...], fixes: Sequence[Sequence[str]]) -> None:
+        with refused(ValueError, *named):
+            load_config([config, *changes])
+        for fix in fixes:
+            load_config([config, *changes, *fix])
+
+    llama = ("model.kind=llama", "model.tie_embeddings=false")
+    check(str(PRESET), named=("model.lora", "model.kind"), fixes=[llama])
+    load_config([config])  # without model.lora and its groups
+    check(*llama, "model.lora={rank: 4}", named=("model.lora", "trainable"), fixes=[[str(PRESET)]])
     neither = ("model.lora.attention=false", "model.lora.feed_forward=false")
-    check("model.kind=llama", *neither, named=("model.lora", "attention"))
+    fixes = [["model.lora.attention=true"], ["model.lora.feed_forward=true"], ["model.lora=null"]]
+    check(str(PRESET), *llama, *neither, named=("model.lora", "attention"), fixes=fixes)
     with refused(ValueError, "model.lora", "memory.over"):
         gpt2_models.build(gpt2_models.gpt2_config({"kind": "linear"}, model={"lora": LORA}))
+    gpt2_models.build(gpt2_models.gpt2_config({"kind": "linear"}, model={"lora": None}))
+    over = {"kind": "linear", "over": {"kind": "causal"}}
+    gpt2_models.build(gpt2_models.gpt2_config(over, model={"lora": LORA}))
     plain = write_config(tmp_path / "plain.yaml", books, tmp_path / "plain")
     with refused(UnusableError, "--format peft", "model.lora"):
         export(plain, out=tmp_path / "out", layout="peft")
+    assert export(plain, out=tmp_path / "out") == 0

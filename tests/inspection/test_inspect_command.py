@@ -14,7 +14,7 @@ from dist_mem.__main__ import main
 from dist_mem.errors import EXIT_USAGE
 from dist_mem.inspection.aggregates import aggregate
 from dist_mem.inspection.counterfactual import TokenSpan
-from dist_mem.inspection.terminal_view import aggregates_tables, colour_words
+from dist_mem.inspection.terminal_view import aggregates_tables, colour_words, top_table
 from dist_mem.inspection.words import FUNCTION, MARK, NAME, NUMBER, OTHER, distances_to_last, words_of
 from tests.support.evaluated_runs import MEMORIES, asked, make_run
 from tests.support.messages import said
@@ -106,6 +106,8 @@ def test_what_cannot_be_inspected_is_named(run_dir: Path, capsys: pytest.Capture
         (["--book", "doc1", "--split", "test"], "this document"),
         ([*doc6, "--empty-at", "64"], "--empty-at 64"),
         ([*doc6, "a", "b"], "a, b"),
+        ([*doc6, "--without", "5000:6000"], "--without 5000:6000"),
+        ([*doc6, "--show", "5000:6000"], "--show 5000:6000"),
     ):
         assert main(["inspect", str(run_dir), *arguments]) == EXIT_USAGE
         said(capsys.readouterr().err, named)
@@ -176,6 +178,15 @@ def test_the_groups_sum_to_the_whole() -> None:
     assert (names.label, sum(group.num_words for group in found.by_distance)) == (NAME, names.num_words)
     assert found.top[0].gain == max(each.gain for each in found.top)
     assert found.names_in_top == sum(each.word.kind == NAME for each in found.top)
+
+
+def test_a_text_without_blanks_makes_no_wide_table() -> None:
+    """It is one word; a column of 1,200 letters fits on no screen."""
+    pieces = ["abcd"] * 300
+    top = aggregate(words_of(pieces), torch.ones(len(pieces), dtype=torch.float64)).top
+    lines = top_table(top, pieces, [(TokenSpan(0, 300), 0.5)] * len(top), is_removed=False).splitlines()
+    assert max(map(len, lines)) < 240
+    assert lines[-1].count("...") == 2
 
 
 @pytest.mark.parametrize("text", ["\U0001f600 \U0001f9e0\n", "\n\n\n", "...", "two mules", "Mara saw Mara"])

@@ -22,7 +22,7 @@ from dist_mem.__main__ import main
 from dist_mem.config import load_config, save_config
 from dist_mem.data.shard import write_split
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE
-from dist_mem.evaluation.scores import perplexity, write_report
+from dist_mem.evaluation.scores import perplexity
 from dist_mem.evaluation.trained_model import load_model
 from dist_mem.inspection.counterfactual import Counterfactual, Removals, TokenSpan
 from dist_mem.inspection.page.assemble import assemble
@@ -33,6 +33,7 @@ from tests.support.books import PIECES, make_book
 from tests.support.evaluated_runs import MEMORIES, asked, make_run
 from tests.support.messages import refused, said
 from tests.support.plain_scores import emptied
+from tests.support.saved_reports import save_report
 from tests.support.scored_library import TOKENIZER, make_document
 from tests.support.terminals import HOSTILE as TERMINAL
 from tests.support.terminals import steering
@@ -113,7 +114,7 @@ def test_a_page_is_well_formed_and_begins_with_a_summary_of_the_newest_evaluatio
         ("test-step-00000003", with_memory),
         ("test-step-00000003-without-memory", without),
     ):
-        write_report(scored, run_dir / "evaluations", name, metadata={})
+        save_report(scored, run_dir / "evaluations", name)
     summary = page_of(run_dir, *BOOK).partition('id="summary"')[2].partition("</section>")[0]
     (row,) = re.findall(r"<tr>(.*?)</tr>", summary.partition("<tbody>")[2])
     gain = (without.nll - with_memory.nll) / with_memory.num_scored
@@ -163,7 +164,7 @@ def test_cards_name_the_model_and_what_its_memory_is_worth(run_dir: Path, librar
     assert found["the memory saves"][0] == f"{gains[0]} nats" and gains[1] in found["the memory saves"][1]
     other = open_run(tmp_path / "none", library, MEMORIES["none"]).rename(tmp_path / "other")
     for run in (run_dir, other):
-        write_report(asked(run), run / "evaluations", "test-step-00000003", metadata={})
+        save_report(asked(run), run / "evaluations", "test-step-00000003")
     perplexities = [asked(run).word_perplexity for run in (run_dir, other)]
     assert cards_of(page_of(run_dir, other, *BOOK))["word perplexity, split test"] == (
         " against ".join(map(digits, perplexities)),
@@ -202,7 +203,7 @@ def test_a_memory_that_cannot_forget_has_a_page_without_removals_that_says_why(
 def test_no_file_from_outside_of_the_run_comes_into_the_page(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_report(asked(run_dir), run_dir / "evaluations", "test-step-00000003", metadata={})
+    save_report(asked(run_dir), run_dir / "evaluations", "test-step-00000003")
     inside, outside = run_dir / "evaluations" / "test-step-00000003.json", tmp_path / "outside"
     inside.rename(outside)
     inside.symlink_to(outside)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 
 from tests.support.jobs import logged_steps, write_config
@@ -176,9 +177,17 @@ def test_copy_of_a_run_and_the_job_that_has_its_number_now_are_left_alone(make_r
     said(run.call("cancel", "copy", code=2)[1], f"job {job} belongs to run")
     assert "resume=" in run.call("train", "job.yaml", "run_dir=copy", code=1)[1]
     assert run.slurm.state(job) == "RUNNING"
+    processes = [
+        one for one in psutil.process_iter(["environ"]) if (one.info["environ"] or {}).get("SLURM_JOB_ID") == job
+    ]
+    assert len(processes) >= 2
+    for process in processes:
+        process.suspend()  # a run whose folder is away while it writes ends
     run.directory.rename(run.folder / "moved")
     assert json.loads(run.call("status", "moved", "--json")[0])["state"] == "running"
     (run.folder / "moved").rename(run.directory)
+    for process in processes:
+        process.resume()
     run.call("cancel", "run", "--now")
 
     other = run.slurm.submit(f"--output={run.folder}/other.log", "--wrap=echo of somebody else; sleep 600")

@@ -121,6 +121,7 @@ def one_signal(slurm: Cluster, rank: int, number: signal.Signals, submitted: Sub
     os.kill(pids_of_ranks(slurm, submitted.job)[rank], number)
 
 
+@pytest.mark.core
 def test_signal_to_one_rank_saves_requeues_and_ends_as_if_nothing_had_been(
     slurm: Cluster, books: Path, tmp_path: Path, sqlite_uri: str
 ) -> None:

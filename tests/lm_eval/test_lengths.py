@@ -6,7 +6,7 @@ import csv
 import json
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from dist_mem.generation.generate import Sampling, generate
 from dist_mem.generation.reading import read, start
 from dist_mem.lm_eval import model as lm_eval_model
 from dist_mem.lm_eval.model import DistMemLM
+from dist_mem.lm_eval.tasks import load_tasks
 from dist_mem.lm_eval.writing import Prompt, write_until
 from tests.support.contract_cases import SEG_LEN, case_params
 from tests.support.generating import BOS, float32_model
@@ -60,6 +61,14 @@ def known_mean(values):
 
 def named(max_seq_lengths="0k", **_):
     return {"test": datasets.load_dataset("owner/named", name=max_seq_lengths, split="test")}
+
+
+GENERATOR = random.Random(42)
+
+
+def continued(max_seq_lengths=(4096,), **_):
+    texts = [{"text": str(GENERATOR.random()), "target": "a"} for _ in max_seq_lengths]
+    return {"test": datasets.Dataset.from_list(texts)}
 """
 GROUP = "group: pair\ntask: [one, two]\naggregate_metric_list: [{metric: '4096', weight_by_size: false}]\n"
 
@@ -146,27 +155,55 @@ def test_every_length_has_the_prompts_of_the_harness_and_its_place_in_the_table(
     assert not list((model / "evaluations" / "lm_eval").glob("*.answers.jsonl"))
 
 
-def test_what_has_no_texts_of_a_length_is_refused_before_the_first_answer(
-    model: Path, tasks: Path, prompts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_texts_of_a_length_do_not_depend_on_what_was_loaded_before(tasks: Path) -> None:
+    """Also where a generator of the task's module goes on from load to load, as that of RULER's ruler_cwe does."""
+    text = TASK.format(name="continued", function="continued", sampled="false", more=METRIC)
+    (tasks / "continued.yaml").write_text(text, encoding="utf-8")
+    found = [load_tasks(["continued"], tasks, length=length)["tasks"]["continued"] for length in (64, 32, 64)]
+    alone, _, again = (list(task.dataset["test"]["text"]) for task in found)
+    assert again == alone
+
+
+def test_what_has_no_texts_of_a_length_is_refused_before_the_first_answer_and_what_is_said_works(
+    model: Path,
+    tasks: Path,
+    prompts: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def check(*arguments: str, named: tuple[str, ...]) -> None:
+    def check(*arguments: str, named: tuple[str, ...], fixes: Sequence[Sequence[str]] = ()) -> None:
         assert ask(model, tasks, *arguments) == 2
         said(capsys.readouterr().err, "error: ", *named)
         assert not prompts
+        for fix in fixes:
+            assert ask(model, tasks, *fix) == 0
+            assert prompts
+            prompts.clear()
+        capsys.readouterr()
 
-    check("--tasks", "babilong_here", "--lengths", "1000", named=("--lengths 1000", "babilong_here"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    copies = ["--datasets", str(copy_of_a_dataset(tmp_path / "copies"))]
+    named_length = ["--tasks", "babilong_here", "--lengths", "1k", *copies]
+    check("--tasks", "babilong_here", "--lengths", "1000", named=("--lengths 1000", "1k"), fixes=[named_length])
+    missing = ("babilong_here", "4k", "--lengths 4096", "'1k', '2k'", "leave")
+    without = [["--tasks", "one,babilong_here", "--lengths", "1k"], ["--tasks", "one", "--lengths", "1k,4k"]]
+    fixes = [[*words, *copies] for words in without]
+    check("--tasks", "one,babilong_here", "--lengths", "1k,4k", *copies, named=missing, fixes=fixes)
     (tasks / "data.jsonl").write_text('{"text": "a"}\n', encoding="utf-8")
     (tasks / "fixed.yaml").write_text(
         f"task: fixed\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tasks / 'data.jsonl'}}}, cache_dir: "
         f"{tmp_path / 'cache'}}}\ntest_split: test\noutput_type: generate_until\ndoc_to_text: a\ndoc_to_target: b\n",
         encoding="utf-8",
     )
-    check("--tasks", "fixed", "--lengths", "1k", named=("--lengths", "fixed"))
-    check(
-        "--tasks", "one", "--lengths", "1k", "--metadata", '{"max_seq_lengths": [1]}', named=("--lengths", "--metadata")
-    )
-    check("--tasks", "one", "--lengths", "1k", "--datasets", str(tmp_path / "none"), named=("--datasets", "none"))
-    check("--tasks", "one", "--lengths", "1k,2k", "--output", str(tmp_path / "out.json"), named=("--output",))
+    check("--tasks", "fixed", "--lengths", "1k", named=("--lengths", "fixed"), fixes=[["--tasks", "fixed"]])
+    one, metadata = ["--tasks", "one"], ["--metadata", '{"max_seq_lengths": [1]}']
+    fixes = [[*one, "--lengths", "1k"], [*one, *metadata]]
+    check(*one, "--lengths", "1k", *metadata, named=("--lengths", "--metadata"), fixes=fixes)
+    check(*one, "--lengths", "1k", "--datasets", str(tmp_path / "none"), named=("--datasets", "none"))
+    to_file = ["--output", str(tmp_path / "out.json")]
+    fixes = [[*one, "--lengths", "1k", *to_file], [*one, "--lengths", "1k,2k"]]
+    check(*one, "--lengths", "1k,2k", *to_file, named=("--output",), fixes=fixes)
     for wrong in ("1.5k", "k", "0", "1k,1024"):
         with pytest.raises(SystemExit):
             ask(model, tasks, "--tasks", "one", "--lengths", wrong)
@@ -226,3 +263,23 @@ def test_prompts_that_begin_alike_are_read_once_and_written_as_alone(case: str) 
         reading = read(trained, start(trained), [prompt.tokens])
         alone = generate(trained, reading, num_tokens=SEG_LEN, sampling=Sampling(0.0)).tokens[0]
         assert texts[number] == trained.tokenizer.decode(alone)
+
+
+def test_prompts_of_several_lengths_and_samplings_are_read_once_together() -> None:
+    trained, draw = float32_model("transformer_xl"), np.random.default_rng(6)
+    book = draw.integers(0, BOS, 4 * SEG_LEN)
+    rows = [*(np.concatenate([book, [question]]) for question in range(BOS)), book[:2], book[:0]]
+    asked = [(length, sampling) for length in (1, 2) for sampling in (Sampling(0.0), Sampling(1.0))]
+    prompts = {number: Prompt(row, (), *asked[number % len(asked)]) for number, row in enumerate(rows)}
+    passes: list[int] = []
+    hook = trained.model.register_forward_hook(lambda *_: passes.append(1))
+    finished = dict[int, str]()
+    texts = write_until(trained, prompts, num_lanes=2, finished=finished.__setitem__)
+    num_reading = len(passes)
+    hook.remove()
+    assert texts == finished and texts.keys() == prompts.keys()
+    alone: dict[int, str] = {}
+    for number, prompt in prompts.items():
+        alone |= write_until(trained, {number: prompt}, num_lanes=2)
+    assert texts == alone
+    assert num_reading == 4, "the segments of the book, whatever is asked about it"

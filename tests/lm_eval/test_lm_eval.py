@@ -17,6 +17,7 @@ from lm_eval.tasks import TaskManager
 
 import dist_mem
 from dist_mem.__main__ import main
+from dist_mem.data.tokenizers.registry import find_tokenizer
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.source import SourceDocument
 from dist_mem.evaluation.scoring import EvaluationError
@@ -24,6 +25,7 @@ from dist_mem.evaluation.trained_model import load_model
 from dist_mem.generation.generate import Sampling, generate
 from dist_mem.generation.reading import read, start
 from dist_mem.generation.text_scores import score
+from dist_mem.lm_eval import model as lm_eval_model
 from dist_mem.lm_eval.model import DistMemLM, encode_pair
 from dist_mem.lm_eval.passages import ScoredText, score_passages
 from dist_mem.memory import memory_class, memory_kinds
@@ -32,6 +34,7 @@ from tests.support.contract_cases import case_params
 from tests.support.generating import BOS, float32_model
 from tests.support.jobs import build_books, train_here, write_config
 from tests.support.messages import refused, said
+from tests.support.published_tokenizers import save_published
 from tests.support.ranks import RankPool
 from tests.support.scored_library import Request
 
@@ -180,6 +183,15 @@ def test_white_space_at_the_end_of_a_context_belongs_to_the_continuation(
         model.loglikelihood([Request(("bako", ""))])
 
 
+def test_a_continuation_that_joins_the_last_token_is_scored_once_it_begins_with_white_space(tmp_path: Path) -> None:
+    tokenizer = find_tokenizer(save_published("gpt2", tmp_path))
+    word = max((tokenizer.decode([token]) for token in range(tokenizer.vocab_size)), key=len).strip()
+    with refused(dist_mem.errors.UnusableError, repr(word[-1]), "white space"):
+        lm_eval_model._passage(tokenizer, word[:-1], word[-1])
+    passage = lm_eval_model._passage(tokenizer, word[:-1], f" {word[-1]}")
+    assert 0 < passage.first_scored < len(passage.tokens)
+
+
 def test_the_harness_itself_opens_a_run_by_name(
     folder: Path, trained_run: Callable[..., Path], single_process: None
 ) -> None:
@@ -205,8 +217,11 @@ def test_what_cannot_be_run_is_one_line_and_code_2(
         assert code == 2
         said(capsys.readouterr().err, "error: ", *named)
 
-    check(ask(run, folder, "eval.blocks=true", tasks="next"), "data.blocks")
+    check(ask(run, folder, "eval.blocks=true", tasks="next"), "data.blocks", "eval.blocks=false")
+    assert ask(run, folder, "eval.blocks=true", "eval.blocks=false", tasks="next") == 0
     check(ask(run, folder, tasks="question"), "did you mean questions?")
+    assert ask(run, folder, tasks="questions") == 0
+    capsys.readouterr()
     (folder / "tasks" / "lost.yaml").write_text(
         "task: lost\ndataset_path: json\ndataset_kwargs: {data_files: {test: absent.jsonl}}\ntest_split: test\n"
         "output_type: generate_until\ndoc_to_text: a\ndoc_to_target: b\n",

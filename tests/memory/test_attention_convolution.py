@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -111,10 +110,3 @@ def test_it_is_the_operation_and_the_first_weights_of_linear_memories() -> None:
     projected = F.pad(linear.rows(linear.norm(x)), (0, 0, 3, 0))
     found, _ = convolution(*projected.split([D_MODEL, 2 * D_MODEL], dim=-1))
     assert torch.equal(found.unflatten(-1, (HEADS, -1)).permute(2, 0, 1, 3), query)
-
-
-@pytest.mark.parametrize("kernel", [None, 4])
-def test_without_it_there_is_no_parameter(kernel: int | None) -> None:
-    names = {name for name, _ in drawn("transformer_xl", kernel=kernel).named_parameters()}
-    assert ("attention.convolution.taps" in names) == (kernel is not None)
-    assert names - {"attention.convolution.taps"} == {name for name, _ in drawn("transformer_xl").named_parameters()}

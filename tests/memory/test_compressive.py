@@ -29,7 +29,6 @@ from tests.support.messages import refused
 
 LEARNED = ("conv", "dilated")
 every_norm = pytest.mark.parametrize("norm", ["pre", "post"])
-WARM = 4  # segments: memory and compressed memory of the small cases are full
 
 
 def model_of(monkeypatch: pytest.MonkeyPatch, norm: str = "pre", **options: Any) -> MemoryLM:

@@ -28,11 +28,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_check, "why_not", lambda: None)
 
 
-@pytest.fixture
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-
-
 @pytest.mark.usefixtures("installed")
 def test_auto_takes_the_kernels_on_gpus_and_says_why_it_does_not() -> None:
     assert chosen().back_end == "fla"
@@ -48,9 +43,10 @@ def test_auto_takes_the_kernels_on_gpus_and_says_why_it_does_not() -> None:
         assert choice.back_end == "torch" and word in choice.reason
 
 
-@pytest.mark.usefixtures("installed", "on_a_gpu")
+@pytest.mark.usefixtures("installed")
 def test_kernels_that_differ_on_the_device_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` says so and takes PyTorch; who asks for the kernels gets an error, with both numbers."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     said: list[str | None] = [None, "the matrix of the kernel is 1 where the recurrence's is 2"]
     monkeypatch.setattr(linear_check, "difference", lambda *sizes: said[0])
     monkeypatch.setattr(linear_check, "spreads_decays", lambda: True)

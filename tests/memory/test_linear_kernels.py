@@ -113,23 +113,25 @@ def forced_to_kernels() -> Iterator[None]:
         yield
 
 
-def compare_presets(presets: dict[str, dict[str, Any]]) -> None:
+def compare_block(block: dict[str, Any]) -> None:
     with forced_to_kernels():
-        for name, block in presets.items():
-            exact, kernels = ({**block, "kernels": kernels} for kernels in ("torch", "fla"))
-            expected = results(layer_of(exact, torch.float64), torch.float64, LinearMemory.__call__)
-            found = results(layer_of(kernels, torch.float32), torch.float32, LinearMemory.__call__)
-            assert found.keys() == expected.keys()
-            for part, wanted in expected.items():
-                scale = float(wanted.abs().max()) if wanted.numel() else 0.0
-                assert (found[part] - wanted).abs().le(1e-4 * scale).all(), (name, part)
+        exact, kernels = ({**block, "kernels": kernels} for kernels in ("torch", "fla"))
+        expected = results(layer_of(exact, torch.float64), torch.float64, LinearMemory.__call__)
+        found = results(layer_of(kernels, torch.float32), torch.float32, LinearMemory.__call__)
+    assert found.keys() == expected.keys()
+    for part, wanted in expected.items():
+        scale = float(wanted.abs().max()) if wanted.numel() else 0.0
+        assert (found[part] - wanted).abs().le(1e-4 * scale).all(), part
 
 
-def test_every_preset_has_the_results_of_the_recurrence(interpreted: Callable[..., None]) -> None:
+def test_linear_presets_are_found() -> None:
+    assert {"retnet", "mamba2", "gla", "deltanet", "gated_deltanet", "kda"} <= linear_presets().keys()
+
+
+@pytest.mark.parametrize("preset", sorted(linear_presets()))
+def test_every_preset_has_the_results_of_the_recurrence(interpreted: Callable[..., None], preset: str) -> None:
     """Outputs, state and gradients, also of the state, of whole, short and idle lanes."""
-    presets = linear_presets()
-    assert {"retnet", "mamba2", "gla", "deltanet", "gated_deltanet", "kda"} <= presets.keys()
-    interpreted(compare_presets, presets)
+    interpreted(compare_block, linear_presets()[preset])
 
 
 def compare_compiled(block: dict[str, Any]) -> None:

@@ -196,9 +196,3 @@ def test_the_log_is_the_share_of_the_matrix_that_a_real_token_leaves(name: str) 
     assert found.tolist() == pytest.approx(
         [shares[lane, :, :length].mean().item() for lane, length in enumerate(lengths)]
     )
-
-
-def test_there_is_a_preset_of_every_published_layer() -> None:
-    """And no other file of this kind."""
-    kinds = {path.stem: OmegaConf.load(path).memory.kind for path in MEMORY.glob("*.yaml")}
-    assert {name for name, kind in kinds.items() if kind == "linear"} == set(PRESETS)

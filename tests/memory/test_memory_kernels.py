@@ -245,15 +245,6 @@ def test_signals_and_matrices_and_their_gradients_equal_those_in_float64(compare
     in_new_child(compare_all)
 
 
-def kinds_with_kernels() -> list[str]:
-    """Return the memories that have kernels of our own."""
-    return [
-        kind
-        for kind in memory_kinds()
-        if any(isinstance(part, UsesKernels) for part in subject(kind).model().modules())
-    ]
-
-
 def compute_with_both(kind: str) -> None:
     """Compare losses, states and gradients of a small model with those of torch's operators."""
     for name in ("fused_rows", "fused_signal", "fused_matrix"):
@@ -278,12 +269,21 @@ def compute_with_both(kind: str) -> None:
         assert error <= 2e-3 * wanted.double().abs().max().clamp(min=1e-3), (kind, name, error)
 
 
+def has_kernels(kind: str) -> bool:
+    return any(isinstance(part, UsesKernels) for part in subject(kind).model().modules())
+
+
+KINDS = [kind for kind in memory_kinds() if has_kernels(kind)]
+
+
+def test_memories_with_kernels_are_found() -> None:
+    assert {"memorizing", "infini", "infinite", "titans"} <= set(KINDS)
+
+
 @pytest.mark.usefixtures("interpreter")
-def test_every_memory_with_kernels_has_the_results_of_torch() -> None:
-    kinds = kinds_with_kernels()
-    assert {"memorizing", "infini", "infinite"} <= set(kinds)
-    for kind in kinds:
-        in_new_child(compute_with_both, kind)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_memory_with_kernels_has_the_results_of_torch(kind: str) -> None:
+    in_new_child(compute_with_both, kind)
 
 
 def test_a_message_on_gpus_says_what_computes() -> None:
@@ -295,14 +295,21 @@ def test_a_message_on_gpus_says_what_computes() -> None:
     assert "torch (model.attention)" in line
 
 
-def compile_all(width: int) -> None:
+def compile_all(cases: str, kernels_of: str, *width: int) -> None:
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    for kernel in importlib.import_module("lib.memory_kernel_cases").memory_kernels_of(width):
+    for kernel in getattr(importlib.import_module(f"lib.{cases}"), kernels_of)(*width):
         assert not kernel.error and kernel.registers, kernel
         assert kernel.spilled <= 64 and kernel.shared <= 113 * 1024, kernel
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("width", [64, 128])
-def test_kernels_for_hopper_spill_little_and_two_blocks_fit(width: int) -> None:
-    in_child(partial(compile_all, width))
+@pytest.mark.parametrize(
+    "cases",
+    [
+        *(("memory_kernel_cases", "memory_kernels_of", width) for width in (64, 128)),
+        ("update_cases", "update_kernels_of"),
+    ],
+    ids=str,
+)
+def test_kernels_for_hopper_spill_little_and_two_blocks_fit(cases: tuple[Any, ...]) -> None:
+    in_child(partial(compile_all, *cases))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +12,9 @@ from dist_mem.contract.check_memory import failures
 from dist_mem.contract.subject import CheckedMemory, SubjectSize
 from dist_mem.memory import memory_class
 from dist_mem.runtime.distributed import World
-from dist_mem.tracking.log import read_points
 from dist_mem.training.meter import Meter
-from tests.support.jobs import losses, train_here, write_config
-from tests.support.paths import EXAMPLES, SUPPORT
+from tests.support.paths import SUPPORT
 from tests.support.ranks import RankPool
-from tests.support.run_memories import with_memory
 from tests.support.tiny import Gradients, full_parameters, ragged_segments, run_steps, tiny_config, tiny_job
 
 pytestmark = pytest.mark.ranks
@@ -64,21 +60,6 @@ def test_figures_of_the_memory_below_are_logged_too() -> None:
     (tokens, targets), *_ = subject.segments()
     logs = model(tokens, targets, subject.full_lengths(), state=subject.empty_state(model)).logs
     assert set(logs) == {"tokens", "layer", "size"}
-
-
-def test_the_recurrent_example_trains_and_logs(
-    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
-) -> None:
-    """Whole runs of two ranks: the share of the memory moves, and reaches metrics.jsonl."""
-    kind = f"{EXAMPLES / 'infini_attention.py'}:InfiniAttention"
-    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 12}})
-    with_memory(config, {"kind": kind})
-    assert rank_pool(2).run(train_here, config) == [0, 0]
-    shares = [point.metrics["memory/share"] for point in read_points(tmp_path / "run" / "metrics.jsonl")]
-    assert len(shares) == 12
-    assert shares[0] == pytest.approx(0.5)
-    assert abs(shares[-1] - 0.5) > 1e-4
-    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
 
 
 def test_a_name_that_no_store_takes_is_named() -> None:

@@ -1,12 +1,11 @@
-"""The kernel of a network's state: equal to torch's operations in Triton's interpreter, and small enough for sm_90.
+"""The kernel of a network's state equals torch's operations in Triton's interpreter.
 
-Whether kernels are interpreted is decided when they are imported, so each test runs in a process of its own.
+Whether kernels are interpreted is decided when they are imported, so the test runs in a process of its own. That it is
+small enough for sm_90: test_memory_kernels.py.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
 from importlib.util import find_spec
 from itertools import product
 
@@ -16,8 +15,7 @@ from torch import Tensor
 
 from dist_mem.memory.parts import rank_update as module
 from dist_mem.memory.parts.rank_update import LayerUpdate, UpdateLaunch, rank_update
-from tests.support.own_process import in_child, in_new_child
-from tests.support.paths import ROOT
+from tests.support.own_process import in_new_child
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: it has no macOS wheels")
 SIZES = [  # widths of the layers, rows of a chunk
@@ -63,15 +61,3 @@ def compare_with_torch() -> None:
 @pytest.mark.usefixtures("interpreter")
 def test_next_states_and_gradients_are_those_of_torchs_operations() -> None:
     in_new_child(compare_with_torch)
-
-
-def compile_all() -> None:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    for kernel in importlib.import_module("lib.update_cases").update_kernels_of():
-        assert not kernel.error and kernel.registers, kernel
-        assert kernel.spilled <= 64 and kernel.shared <= 113 * 1024, kernel
-
-
-@pytest.mark.timeout(600)
-def test_the_kernel_for_hopper_spills_little_and_two_blocks_fit() -> None:
-    in_child(compile_all)

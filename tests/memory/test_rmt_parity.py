@@ -118,12 +118,6 @@ def test_gradients_through_segments_equal_the_published_code(name: str) -> None:
         assert_gradients(model, whole, golden, "unroll/grad")
 
 
-def windows(golden: Golden) -> list[tuple[Tensor, Tensor]]:
-    stream, seg_len = golden.tensor("stream"), golden.settings["tgt_len"]
-    inputs, targets = (stream[:, shift : shift + 5 * seg_len].split(seg_len, dim=1) for shift in (0, 1))
-    return list(zip(inputs, targets, strict=True))
-
-
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
@@ -137,6 +131,8 @@ def test_adam_trajectory_equals_the_published_code(name: str, mode: str) -> None
     """Five updates that go K segments back, with the memory that entered the first of these as a constant."""
     golden = Golden(name)
     depth, _, learns_all = golden.settings["modes"][mode]
+    stream, seg_len = golden.tensor("stream"), golden.settings["tgt_len"]
+    inputs, targets = (stream[:, shift : shift + 5 * seg_len].split(seg_len, dim=1) for shift in (0, 1))
     model = golden.model()
     start = model.get_parameter("stem.first.start")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -149,7 +145,7 @@ def test_adam_trajectory_equals_the_published_code(name: str, mode: str) -> None
         state, found = entered[began], []
         for number in range(began, step + 1):
             state = LMState(entered[number].blocks if number < step else state.blocks, state.stem)
-            output, _ = run_segment(model, *windows(golden)[number], state)
+            output, _ = run_segment(model, inputs[number], targets[number], state)
             state = output.state
             found.append(output.nll)
         optimizer.zero_grad()

@@ -129,6 +129,20 @@ def random_tokens(*, seg_len: int, d_model: int, lanes: int = 2) -> NeuralTokens
     return NeuralTokens(query, key, 3 * value, step, momentum * is_real, kept * is_real, is_real)
 
 
+def drawn(depth: int, *, seg_len: int) -> tuple[NeuralTokens, Weights, Weights]:
+    """Return tokens, weights and momentum of a network of this depth, all with gradients."""
+    generator, shapes = torch.Generator().manual_seed(depth), list(pairwise([3, *[5] * (depth - 1), 3]))
+    weights, momentum = (
+        tuple(
+            (0.5 * torch.randn(2, *shape, generator=generator, dtype=torch.float64)).requires_grad_()
+            for shape in shapes
+        )
+        for _ in range(2)
+    )
+    tokens = random_tokens(seg_len=seg_len, d_model=3)
+    return NeuralTokens(*(part.requires_grad_() for part in tokens[:-1]), tokens[-1]), weights, momentum
+
+
 def recurrence(
     tokens: NeuralTokens, weights: Weights, momentum: Weights, *, chunk_len: int, max_gradient: float | None
 ) -> tuple[Tensor, Weights, Weights]:
@@ -157,23 +171,12 @@ def recurrence(
 )
 def test_chunks_equal_the_recurrence(chunk_len: int, depth: int, limit: float | None) -> None:
     """Values, and gradients of gradients by autograd, with a part of a chunk and padding at the end."""
-    widths = [3, *[5] * (depth - 1), 3]
-    generator = torch.Generator().manual_seed(depth)
-
-    def draw() -> Weights:
-        return tuple(
-            (0.5 * torch.randn(2, *shape, generator=generator, dtype=torch.float64)).requires_grad_()
-            for shape in pairwise(widths)
-        )
-
-    weights, momentum, tokens = draw(), draw(), random_tokens(seg_len=11, d_model=3)
-    tokens = NeuralTokens(*(part.requires_grad_() for part in tokens[:-1]), tokens[-1])
-    leaves = tokens[:-1]
+    tokens, weights, momentum = drawn(depth, seg_len=11)
     results = []
     for function in (learn, recurrence):
         read, new, speed, *_ = function(tokens, weights, momentum, chunk_len=chunk_len, max_gradient=limit)
         loss = torch.stack([read.square().sum(), *(part.pow(3).sum() for part in (*new, *speed))]).sum()
-        asked = [*leaves, *weights, *momentum]
+        asked = [*tokens[:-1], *weights, *momentum]
         first = torch.autograd.grad(loss, asked, create_graph=True)
         second = torch.autograd.grad(torch.stack([part.square().sum() for part in first]).sum(), asked)
         results.append([read, *new, *speed, *first, *second])
@@ -189,17 +192,7 @@ def test_the_backward_of_its_own_is_that_of_autograd(
     seg_len: int, chunk_len: int, depth: int, limit: float | None
 ) -> None:
     """Of values, states and all gradients through both, for one group of chunks and several, the last incomplete."""
-    widths = [3, *[5] * (depth - 1), 3]
-    generator = torch.Generator().manual_seed(depth)
-    weights, momentum = (
-        tuple(
-            (0.5 * torch.randn(2, *shape, generator=generator, dtype=torch.float64)).requires_grad_()
-            for shape in pairwise(widths)
-        )
-        for _ in range(2)
-    )
-    tokens = random_tokens(seg_len=seg_len, d_model=3)
-    tokens = NeuralTokens(*(part.requires_grad_() for part in tokens[:-1]), tokens[-1])
+    tokens, weights, momentum = drawn(depth, seg_len=seg_len)
     results = []
     for function in (neural_backward.learn, learn):
         learned = function(tokens, weights, momentum, chunk_len=chunk_len, max_gradient=limit)
@@ -213,8 +206,7 @@ def test_the_backward_of_its_own_is_that_of_autograd(
 
 def test_functions_of_chunks_are_whole_graphs_that_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are compiled on GPUs only, each once for chunks of one size."""
-    tokens = random_tokens(seg_len=24, d_model=3)
-    tokens = NeuralTokens(*(part.requires_grad_() for part in tokens[:-1]), tokens[-1])
+    tokens, *_ = drawn(1, seg_len=24)
     weights = tuple(torch.full((2, *shape), 0.5, dtype=torch.float64).requires_grad_() for shape in ((3, 5), (5, 3)))
     results = []
     with without_inductor():

@@ -113,14 +113,9 @@ def test_rows_log_sums_and_gradients_equal_those_in_float64() -> None:
     in_new_child(compare_with_float64, CASES)
 
 
-def compute_with_both(cases: list[str]) -> None:
-    interpreted()
-    for case in cases:
-        compute_case(case)
-
-
-def compute_case(case: str) -> None:
+def compute_with_both(case: str) -> None:
     """Compare losses, states and gradients of a small model with those of `simple`."""
+    interpreted()
     layers.choose_kernel = lambda device_type, *, relative_width: BackEndChoice(
         "chunked" if relative_width is None else "triton", ""
     )
@@ -138,15 +133,21 @@ def compute_case(case: str) -> None:
         assert error <= 2e-3 * wanted.double().abs().max().clamp(min=1e-3), (case, name, error)
 
 
-@pytest.mark.usefixtures("interpreter")
-def test_every_memory_with_scores_by_distance_has_the_results_of_simple() -> None:
-    def has_them(kind: str) -> bool:
-        modules = subject(kind).model().modules()
-        return any(getattr(module, "relative_width", None) for module in modules)
+def has_scores_by_distance(kind: str) -> bool:
+    return any(getattr(module, "relative_width", None) for module in subject(kind).model().modules())
 
-    kinds = [kind for kind in memory_kinds() if has_them(kind)]
-    assert {"none", "transformer_xl", "compressive", "lamemo", "infinite", "memorizing"} <= set(kinds)
-    in_new_child(compute_with_both, [*kinds, "infinite over lamemo"])
+
+KINDS = [kind for kind in memory_kinds() if has_scores_by_distance(kind)]
+
+
+def test_memories_with_scores_by_distance_are_found() -> None:
+    assert {"none", "transformer_xl", "compressive", "lamemo", "infinite", "memorizing"} <= set(KINDS)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("case", [*KINDS, "infinite over lamemo"])
+def test_every_memory_with_scores_by_distance_has_the_results_of_simple(case: str) -> None:
+    in_new_child(compute_with_both, case)
 
 
 def compile_all(width: int) -> None:

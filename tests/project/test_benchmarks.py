@@ -74,20 +74,6 @@ def test_an_update_with_muon_is_timed_beside_one_with_adamw() -> None:
     assert (width, tokens) == ("16", "32") and all(float(figure) > 0 for figure in seconds)
 
 
-def test_segments_flow_through_ranks_and_along_diagonals_with_the_losses_of_one_process() -> None:
-    command = [sys.executable, "benchmarks/segment_pipeline.py", "--tiny", "--memories", "infini", "lamemo", "rmt"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr  # it compares losses and states bit for bit
-    lines = [line.split() for line in done.stdout.splitlines()]
-    assert ["4", "equal", "1.00", "16", *["0.842"] * 4] in lines
-    infini, lamemo, rmt = ([line for line in lines if line[0] == name] for name in ("infini", "lamemo", "rmt"))
-    for ranks in (infini[0], lamemo[0]):
-        assert float(ranks[1]) < 1e-5 and float(ranks[2]) < 1e-13  # gradients, in float32 and float64
-    assert float(infini[1][1]) < 1e-5
-    assert lamemo[1][1:3] == ["not", "stacked:"]
-    assert [line[1] for line in rmt] == ["refused:"] * 2
-
-
 def test_rows_of_an_arena_are_timed_and_those_of_the_file_are_kept(tmp_path: Path) -> None:
     sizes = ["model.num_layers=1", "model.d_model=8", "model.num_heads=2", "model.d_inner=8", "train.seg_len=8"]
     spec, out = write(tmp_path, ARENA, train=sizes, budget={"flops": 1e9}), tmp_path / "rows.json"

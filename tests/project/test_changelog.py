@@ -13,14 +13,11 @@ from tests.support.paths import GOLDEN, ROOT
 RELEASED = GOLDEN / "released_keys.txt"
 
 
-def keys_of(page: str) -> set[str]:
+def keys() -> set[str]:
     """Return `KEY DEFAULT` of every row of docs/reference/config.md."""
+    page = (ROOT / "docs" / "reference" / "config.md").read_text(encoding="utf-8")
     rows = [line.split(" | ") for line in page.splitlines() if re.match(r"\| `[a-z_]+[.` ]", line)]
     return {f"{cells[0].strip('| `')} {cells[2]}" for cells in rows if len(cells) > 3}
-
-
-def keys() -> set[str]:
-    return keys_of((ROOT / "docs" / "reference" / "config.md").read_text(encoding="utf-8"))
 
 
 def test_a_change_of_a_key_has_a_line_in_the_changelog() -> None:

@@ -110,6 +110,15 @@ def sample(tree: Tree) -> None:
     tree.must("dist-mem data build sample --out data/sample")
 
 
+def mixed(tree: Tree) -> None:
+    """What the first block of the page leaves, which a test of its own compares (tests/training/test_mixture.py)."""
+    sample(tree)
+    sizes = "--train 64 --validation 8 --test 8"
+    tree.must(f"dist-mem data build passkey --out data/passkey --lengths 800 {sizes} --tokenizer-from data/sample")
+    sources = "[{path: data/sample, weight: 7}, {path: data/passkey/800, weight: 3, epochs: 2}]"
+    tree.must(f'dist-mem train configs/demo.yaml name=mixed "data.mixture={sources}"')
+
+
 def exported(tree: Tree) -> None:
     tree.must("dist-mem export runs/demo --out models/demo")
 
@@ -194,6 +203,8 @@ PREPARED: dict[str, list[str | Callable[[Tree], None]]] = {
     **{f"docs/{name}.md": [DEMO] for name in ONLY_DEMO},
     "README.md": [DEMO, books],
     "docs/howto/bptt.md": [sample],
+    "docs/howto/mixtures.md": [mixed],
+    "docs/howto/muon.md": [sample],
     "docs/memories/linear.md": [small_llama],
     "docs/howto/data.md": [corpora],
     "docs/howto/dialogue.md": [dialogues],
@@ -225,10 +236,14 @@ OF_NIGHT = {
         *("sorting", "tables", "transformers"),
     )
 } | {"docs/tutorials/pretrained.md"}
-BY_DAY_OR_NIGHT = [
-    pytest.param(page, marks=pytest.mark.nightly if name_of(page) in OF_NIGHT else pytest.mark.core)
-    for page in WITH_COMMANDS
-]
+CORE = re.compile(r"README|docs/(start|tutorials)/")  # for those who begin
+
+
+def mark_of(name: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.nightly] if name in OF_NIGHT else [pytest.mark.core] if CORE.match(name) else []
+
+
+BY_DAY_OR_NIGHT = [pytest.param(page, marks=mark_of(name_of(page))) for page in WITH_COMMANDS]
 
 
 def not_run(page: Path, item: Item) -> NotRun | None:

@@ -24,6 +24,7 @@ DOORS = {
     "deepspeed": ("engine",),
     "lm_eval": ("lm_eval",),
     "mlflow": ("tracking.mlflow",),
+    "omegaconf": ("config",),
     "prometheus_client": ("tracking",),
     "pyarrow": ("datasets",),
     "tensorboard": ("tracking",),

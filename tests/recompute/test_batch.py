@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dist_mem.config import ConfigError
 from dist_mem.errors import UnusableError
 from dist_mem.recompute.batch import read_step, run
 from dist_mem.training.history import HISTORY
@@ -104,6 +106,12 @@ def test_what_cannot_be_shown_is_refused(run_dir: Path) -> None:
         run(run_dir, 1, rank=2)
     with refused(UnusableError, "train.global_batch_size", "data.path"):
         read_step(run_dir, 1, ["train.global_batch_size=8"])
-    (run_dir / HISTORY).unlink()
+    history = run_dir / HISTORY
+    whole = history.read_text(encoding="utf-8")
+    for steps in ("null", "many"):
+        history.write_text(re.sub(r"\bsteps: 3\b", f"steps: {steps}", whole), encoding="utf-8")
+        with refused(ConfigError, f"{history}, config of step ", "train.steps"):
+            read_step(run_dir, 1)
+    history.unlink()
     with refused(UnusableError, "history.jsonl"):
         read_step(run_dir, 1)

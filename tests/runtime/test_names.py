@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import threading
 import urllib.parse
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -125,17 +124,11 @@ def test_ordinary_names_stay_usable(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["train/../../victim/x", ABSOLUTE, "train/.bashrc", "train//x", "train/a\nb"])
 def test_a_listing_of_a_bucket_writes_nothing_elsewhere(tmp_path: Path, victim: Path, name: str) -> None:
     name = str(victim / "x") if name == ABSOLUTE else name
-    bucket = Bucket(tmp_path)
-    bucket.altered[f"/books/{urllib.parse.quote(name)}"] = b"text"
-    page = {"items": [{"name": name, "size": "4"}]}
-    bucket.altered[LISTING] = json.dumps(page).encode()
-    threading.Thread(target=bucket.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    try:
+    with closing(Bucket(tmp_path)) as bucket:
+        bucket.altered[f"/books/{urllib.parse.quote(name)}"] = b"text"
+        bucket.altered[LISTING] = json.dumps({"items": [{"name": name, "size": "4"}]}).encode()
         with suppress(WrongRemoteError):
             download_files(bucket.url, list_files(bucket.url, "train/"), tmp_path / "source")
         assert not list(victim.rglob("*"))
         with refused(WrongRemoteError, bucket.url):
             download_files(bucket.url, list_files(bucket.url, "train/"), tmp_path / "source")
-    finally:
-        bucket.shutdown()
-        bucket.server_close()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.scores import DocumentScore, PositionScore, RecallScore, Report, write_report
+from dist_mem.evaluation.scores import DocumentScore, PositionScore, RecallScore, Report
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.studies.budget import Costs
 from dist_mem.studies.cells import CellRun, checksum, keep_result, read_result, report_of
@@ -22,6 +22,7 @@ from dist_mem.studies.runs import all_runs, columns_to_measure, metric_of, rank_
 from dist_mem.studies.study import Column, Study
 from dist_mem.studies.study_call import StudyCall
 from tests.support.messages import refused
+from tests.support.saved_reports import save_report
 from tests.support.small_studies import ARENA, ROWS, at_tiny, load, two_memories
 
 COSTS = Costs(parameters=9, state_bytes=8, steps=7, tokens=6, flops=None, all_flops=None)
@@ -199,7 +200,7 @@ def test_the_picture_has_the_range_of_seeds_and_the_papers_points_at_its_scale_o
 def test_recall_is_read_between_two_distances(tmp_path: Path) -> None:
     recall = [RecallScore(10, 1.0, 1, 1), RecallScore(40, 4.0, 2, 1), RecallScore(90, 9.0, 3, 0)]
     report = Report("test", "a", "b", None, 32, 0, 4, [DocumentScore("d", "t", 14.0, 6, 4, 9)], recall)
-    path = write_report(report, tmp_path, "test-step-00000007", metadata={"step": 7})[-1]
+    path = save_report(report, tmp_path, "test-step-00000007", step=7)[-1]
 
     def column(figure: str, *band: int) -> Column:
         return Column(metric=figure, band=list(band))
@@ -220,8 +221,8 @@ def finished(folder: Path, figure: str, *, num_documents: int, depth: float | No
         "position_perplexity": {"band": [7], "evaluate": ["--by", "position"]},
     }
     rows = {**ROWS, "outside": ["memory.kind=mine.py:Mine"]}
-    keys = {"seeds": [0], **keys}
-    study = load(folder, ARENA, rows=rows, columns={"first": {"metric": figure, **options.get(figure, {})}}, **keys)
+    keys = {"seeds": [0], "rows": rows, **keys}
+    study = load(folder, ARENA, columns={"first": {"metric": figure, **options.get(figure, {})}}, **keys)
     runs = all_runs(study, folder / "out")
     for run in runs:
         documents = [
@@ -233,7 +234,7 @@ def finished(folder: Path, figure: str, *, num_documents: int, depth: float | No
         positions = [PositionScore(place, number, 1.0, 1) for place in range(num_documents) for number in (2, 3)]
         positions = positions if figure == "position_perplexity" else []
         report = Report("test", "d", "t", None, 32, 0, 2 * num_documents, documents, recall, positions)
-        path = write_report(report, run.directory / "evaluations", "test-step-00000007", metadata={"step": 7})[1]
+        path = save_report(report, run.directory / "evaluations", "test-step-00000007", step=7)[1]
         keep_result(run, "first", {"value": 0.5, "step": 7}, path)
     return StudyCall(study, folder / "out", runs, 1, [], StopSignal(), costs=dict.fromkeys(rows, COSTS))
 
@@ -266,6 +267,21 @@ def test_the_interval_is_that_of_the_first_column(
     assert f"|  | first | {heading} |" in text
     assert f"| transformer_xl | 0.5 | {interval} | 9 | 8 | 7 | 6 | n/a | n/a |" in text
     assert sentence in text
+
+
+def test_the_best_of_other_rows_stands_in_an_arena_with_the_costs_of_the_one_that_was_chosen(tmp_path: Path) -> None:
+    """Their row was left out, with the costs of the first of them in the picture."""
+    candidates = ["transformer_xl", "outside"]
+    rows = {**ROWS, "outside": ["memory.kind=mine.py:Mine"], "best": {"best_of": candidates}}
+    job = finished(tmp_path, "accuracy", num_documents=40, depth=None, rows=rows)
+    for run in job.runs:
+        if run.row in candidates:
+            keep_result(run, "first on validation", {"value": 0.1 + (run.row == "outside"), "step": 7})
+    job.costs["outside"] = COSTS._replace(state_bytes=77)
+    text = write_results(job, {})[0].read_text(encoding="utf-8")
+    shown = [line for line in text.splitlines() if line.startswith(("| none", "| best", "| outside", "| transformer"))]
+    assert len(shown) == 2
+    assert "| best | 0.5 | +0.175 to +0.325 (documents only) | 9 | 77 | 7 | 6 | n/a | n/a |" in text
 
 
 @pytest.mark.parametrize("paired", [False, True])
@@ -326,14 +342,14 @@ def small_run(tmp_path: Path) -> CellRun:
 
 
 def test_scores_are_kept_once_and_as_they_were(small_run: CellRun, tmp_path: Path) -> None:
-    path = write_report(REPORT, tmp_path / "evaluations", "test-step-00000007", metadata={"step": 7})[1]
+    path = save_report(REPORT, tmp_path / "evaluations", "test-step-00000007", step=7)[1]
     for column in ("perplexity", "recall"):
         keep_result(small_run, column, {"value": 1.5, "step": 7}, path)
     keep_result(small_run, "dialogue", {"absent": "test/meteor", "step": 7})
     assert report_of(small_run, "perplexity") == report_of(small_run, "recall") == REPORT
     assert report_of(small_run, "dialogue") is None
     assert len(json.loads(small_run.cell.read_text())["reports"]) == 1
-    other = write_report(REPORT, tmp_path / "evaluations", "validation-step-00000007", metadata={"step": 8})[1]
+    other = save_report(REPORT, tmp_path / "evaluations", "validation-step-00000007", step=8)[1]
     keep_result(small_run, "again", {"value": 1.5, "step": 8}, other)  # the same scores
     assert checksum(report_of(small_run, "again") or REPORT) == checksum(REPORT)
     assert read_result(small_run, "dialogue") == {"absent": "test/meteor", "step": 7}

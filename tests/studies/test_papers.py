@@ -211,17 +211,12 @@ SETTINGS: dict[tuple[str, str, str], dict[str, Any]] = {
 SETTINGS["infinite.table1", "infinite", "pg19"] |= data(path="data/pg19-2000")
 
 
-def resolved(study: Study, row: str, point: str) -> Any:
-    (run,) = [run for run in all_runs(study, Path("out"), [0], [row]) if run.point == point]
-    return load_config(train_words(study, run, []), memory_options=memory_options)
-
-
 def test_a_row_has_the_papers_settings(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
-    for at in SETTINGS:
-        with subtests.test(at=at):
-            monkeypatch.chdir(ROOT)
-            config = as_tree(resolved(paper(at[0]), at[1], at[2]))
-            expected = SETTINGS[at]
+    monkeypatch.chdir(ROOT)
+    for (name, row, point), expected in SETTINGS.items():
+        with subtests.test(at=(name, row, point)):
+            (run,) = [run for run in all_runs(paper(name), Path("out"), [0], [row]) if run.point == point]
+            config = as_tree(load_config(train_words(paper(name), run, []), memory_options=memory_options))
             assert {key: value_at(config, key) for key in expected} == expected
 
 

@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 import yaml
 
-from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import step_dir, write_manifest
 from dist_mem.config import load_config, save_config
 from dist_mem.data.index import fingerprint_of
@@ -35,11 +34,13 @@ from dist_mem.studies.cells import CellRun, checksum, keep_result, read_cell
 from dist_mem.studies.definition import compare
 from dist_mem.studies.estimate import Estimate, finish_seconds, report
 from dist_mem.studies.parent_run import ParentRun
+from dist_mem.studies.row_check import check
 from dist_mem.studies.run_study import StudyRequest, take_cells
 from dist_mem.studies.run_study import _close as close_parent
+from dist_mem.studies.run_study import _places as places_of
 from dist_mem.studies.run_study import run as run_study
 from dist_mem.studies.runs import all_runs, definition_of, train_words
-from dist_mem.studies.study import FOLDER, load_study, study_names
+from dist_mem.studies.study import FOLDER, load_study
 from dist_mem.studies.study_call import (
     CommandError,
     DeviceShare,
@@ -253,7 +254,9 @@ def test_the_split_that_is_trained_on_is_part_of_the_definition(here: Path) -> N
     assert [key for key in found if key.startswith("data/")] == ["data/mine", "data/test", "data/validation"]
 
 
-def test_the_sources_of_a_mixture_are_part_of_the_definition(here: Path, tmp_path: Path) -> None:
+def test_the_sources_of_a_mixture_are_part_of_the_definition_and_all_in_a_check(
+    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     study, run = load_study("two"), CellRun("none", "", 0, Path("out"))
     folders = [make_data(tmp_path / name, [20 + number for number in range(9)]) for name in ("books", "chat")]
     mixture = [f"data.mixture=[{', '.join(f'{{path: {folder}}}' for folder in folders)}]"]
@@ -263,6 +266,14 @@ def test_the_sources_of_a_mixture_are_part_of_the_definition(here: Path, tmp_pat
     assert [key for key in first if first[key] != second[key]] == ["data/mixture/1"]
     with refused(UnusableError, "data/mixture/1"):
         compare(first, second, "a cell", "")
+    (path,) = {Path(point.data) for point in study.points.values()}
+    shutil.rmtree(path / "train")  # which is read only if it is one of the sources
+    build(StudyCall(study, Path("out"), [run], 1, mixture, StopSignal([])), run, print)
+    capsys.readouterr()
+    assert check(load_study("two"), rows=["none"], seeds=[0], ranks=1, extra=mixture) == EXIT_DONE
+    said(" ".join(capsys.readouterr().out.split()), "books: weight 50.00%", "chat: weight 50.00%")
+    with refused(UnusableError, path):
+        build(StudyCall(study, Path("out"), [run], 1, [], StopSignal([])), run, print)
 
 
 def test_what_is_submitted_begins_its_cells(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,17 +336,6 @@ def test_without_mlflow_a_table_is_made_all_the_same(here: Path, capsys: pytest.
     parent = ParentRun(tracked.config_for("sqlite:///store.db").tracking, Path("out"), name="two", tags={})
     close_parent(parent, job, [Path("out/gone.md")], "FINISHED")
     assert "MLflow did not receive the table: FileNotFoundError: " in capsys.readouterr().err
-
-
-def test_mlflow_takes_the_figures_of_every_table(sqlite_uri: str, client: Any, tmp_path: Path) -> None:
-    parent = ParentRun(tracked.config_for(sqlite_uri).tracking, tmp_path, name="tables", tags={})
-    figures = dict[str, float]()
-    for name in study_names(ROOT / FOLDER):
-        for scale in load_study(name, folder=ROOT / FOLDER).scales:
-            study = load_study(name, scale, folder=ROOT / FOLDER)
-            figures |= {f"{row}/{column}": 1.0 for row in study.rows for column in study.columns}
-    parent.close(figures, [], [], status="FINISHED")
-    assert client.get_run(parent.run_id).data.metrics == figures
 
 
 def test_a_deleted_run_of_a_study_is_made_again_with_everything(
@@ -455,6 +455,14 @@ def test_runs_at_one_time_share_the_cores_and_no_gpu() -> None:
         places(3, 2, num_cores=2, gpus=list("01234"))
 
 
+def test_cores_are_those_that_the_command_may_use(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As given by taskset, or by a job of Slurm."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3, 7)))
+    job = StudyCall(load_study("two"), Path("out"), [], 1, [], StopSignal([]))
+    found = places_of(job, StudyRequest("two", "sweep", jobs=2))
+    assert [place.environment["OMP_NUM_THREADS"] for place in found] == ["2", "2"]
+
+
 def test_the_end_is_that_of_the_last_place() -> None:
     assert finish_seconds([5.0, 3.0, 4.0, 1.0], 2) == 7.0
     run = CellRun("none", "", 0, Path())
@@ -501,6 +509,19 @@ def test_trials_save_and_track_like_the_runs_and_leave_nothing_in_the_store(tmp_
     assert "estimates/mlflow/store.db" in log, "it was tracked"
     assert {path.name for path in tmp_path.iterdir()} - before == {"out"}
     assert [path.name for path in (out / "estimates").rglob("*") if path.is_file()] == [kept.name]
+    times = kept.read_text(encoding="utf-8")
+    done(tmp_path, "sweep", "one.yaml", "--estimate", "--out", str(out))
+    assert kept.read_text(encoding="utf-8") == times, "kept while nothing changes"
+    write_study(
+        tmp_path,
+        SWEEP,
+        grid={"memory.kind": ["none"]},
+        columns=DEV,
+        data=str(data),
+        train=["job.yaml", "model.d_model=48"],
+    )
+    done(tmp_path, "sweep", "one.yaml", "--estimate", "--out", str(out))
+    assert kept.read_text(encoding="utf-8") != times, "the row has changed"
 
 
 def test_an_estimate_of_tuned_rows_is_of_their_trials_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -525,6 +546,27 @@ def test_an_estimate_of_tuned_rows_is_of_their_trials_first(tmp_path: Path, monk
     assert run_study(replace(asked, estimate=False, run=True)) == EXIT_DONE
     assert run_study(asked) == EXIT_DONE
     assert estimated == [trials, ["kindnone"]]
+
+
+def test_a_grid_does_not_grow_beyond_what_its_key_accepts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No row was ever trained: the call ended with the refusal of a value that nobody had written."""
+    data = build_books(tmp_path)
+    write_config(tmp_path / "job.yaml", data, tmp_path / "unused", {"tracking": {"mlflow": False}})
+    tune = {"grid": {"model.dropout": [0.3, 0.6]}}
+    write_study(tmp_path, SWEEP, grid={"memory.kind": ["none"]}, columns=DEV, data=str(data), tune=tune)
+    monkeypatch.chdir(tmp_path)
+    for value, loss in ((0.3, 5.0), (0.6, 4.0)):
+        for column in ("tuned", "tuned on validation"):
+            keep_result(
+                CellRun(f"kindnone dropout {value}", "", 1, Path("out") / "tuning"), column, {"value": loss, "step": 1}
+            )
+    keep_result(CellRun("kindnone", "", 0, Path("out")), "dev", {"value": 4.0, "step": 1})
+    assert run_study(StudyRequest("one.yaml", "sweep", out=Path("out"), estimate=False)) == EXIT_DONE
+    printed = capsys.readouterr().out
+    said(printed, "model.dropout=1.2", "is not tried")
+    assert "dropout 0.6, chosen on validation" in (tmp_path / "out" / "table.md").read_text()
 
 
 @pytest.mark.timeout(900)
@@ -588,8 +630,3 @@ def test_an_arena_that_was_stopped_goes_on_and_its_cells_can_be_repeated(tmp_pat
         done(tmp_path, *words[1:])
     (report,) = (tmp_path / "by_hand" / "evaluations").glob("validation-*.json")
     assert checksum(read_report(report)) == cells[1]["sha256"]
-
-
-def test_the_tables_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["reproduce"]) == EXIT_DONE
-    assert "lamemo.table1 " in capsys.readouterr().out

@@ -379,11 +379,6 @@ def test_trials_may_try_lists_and_nothing(tmp_path: Path) -> None:
     assert (tuned.optimizer.betas, tuned.train.max_grad_norm) == ([0.9, 0.95], None)
 
 
-def test_trials_write_values_as_yaml_does(tmp_path: Path) -> None:
-    job = job_of(tmp_path, grid={"train.max_grad_norm": [None]})
-    assert trials_of(job, grids_of(job)).study.trained_rows["none max_grad_norm None"][-1] == "train.max_grad_norm=null"
-
-
 def test_trials_have_their_budget_and_a_rows_own_keys(tmp_path: Path) -> None:
     job = job_of(tmp_path, grid=RATES, rows={"transformer_xl": {"memory.mem_len": [8, 16]}})
     trials = trials_of(job, grids_of(job))
@@ -421,13 +416,24 @@ def test_trials_that_all_diverged_are_refused(tmp_path: Path) -> None:
         ({"grid": {"optimizer.lr": [0.1, 0.1]}}, "tune.grid.optimizer.lr"),
         ({"grid": {"optimizer.betas": [[0.9, 0.95], [0.9, 0.95]]}}, "tune.grid.optimizer.betas"),
         ({"rows": {"xl": RATES}}, "'xl'"),
+        ({"rows": {"transformer_xl": {"memory.mem_len": [8, 16]}}}, "fit.state_bytes"),
+        ({"rows": {"none": RATES}}, "'best'"),
         ({"grid": RATES, "budget": {"flops": 1e12}}, "'flops'"),
         ({"grid": RATES, "seeds": [5, 1]}, "tune.seeds has 1"),
     ],
 )
 def test_a_grid_of_nothing_is_refused(tmp_path: Path, tune: dict[str, object], key: str) -> None:
+    changes: dict[str, Any] = {}
+    if key.startswith("fit."):
+        changes = {
+            "budget": {"tokens": 5000, "state_bytes": 999},
+            "fit": {"state_bytes": {"transformer_xl": "memory.mem_len"}},
+        }
+    if key == "'best'":
+        changes = {"rows": {**ROWS, "best": {"best_of": ["none", "transformer_xl"]}, "other": ["memory.kind=none"]}}
+    load(tmp_path, ARENA, **changes)
     with refused(UnusableError, "one.yaml", key):
-        load(tmp_path, ARENA, tune=tune)
+        load(tmp_path, ARENA, tune=tune, **changes)
 
 
 TABLES = [

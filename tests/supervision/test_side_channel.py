@@ -14,13 +14,13 @@ import pytest
 
 from dist_mem.errors import RunError, TakenOverError, UnfitError
 from dist_mem.runtime.distributed import World
-from dist_mem.runtime.network_interface import describe_address, listen_to_all
-from dist_mem.supervision import side_channel
-from dist_mem.supervision.side_channel import Hub, SideChannel, accept_all, call, listen, open_side_channel
+from dist_mem.runtime.network_interface import describe_address
+from dist_mem.supervision.side_channel import SideChannel, accept_all, call, listen, open_side_channel
 from tests.support.limits import limit
 from tests.support.loopbacks import LOOPBACKS
 from tests.support.messages import described, refused, said
 from tests.support.ranks import RankPool
+from tests.support.wrong_ports import naming_a_wrong_port
 
 pytestmark = pytest.mark.ranks
 
@@ -144,22 +144,11 @@ def test_a_connection_that_is_refused_names_the_addresses_tried_and_no_firewall(
 
 
 def open_at_a_wrong_address(world: World) -> str:
-    listening = listen_to_all()  # taken, and nobody accepts there
-    port = listening.getsockname()[1]
-    listening.close()
-    published = side_channel.listen
-
-    def listen_elsewhere(num_ranks: int) -> tuple[socket.socket, Hub]:
-        server, hub = published(num_ranks)
-        return server, hub._replace(port=port)
-
-    side_channel.listen = listen_elsewhere
-    try:
-        open_side_channel(world).close()
-    except UnfitError as error:
-        return str(error)
-    finally:
-        side_channel.listen = published
+    with naming_a_wrong_port():
+        try:
+            open_side_channel(world).close()
+        except UnfitError as error:
+            return str(error)
     return "opened"
 
 

@@ -92,6 +92,12 @@ class GrowingState(TransformerXL):
         return output._replace(state=output.state._replace(hidden=hidden))
 
 
+class KeepsMoreThanItSays(TransformerXL):
+    @property
+    def kept_len(self) -> int:
+        return 0
+
+
 class AliasOfInput(TransformerXL):
     def forward(self, x: Tensor, state: TransformerXLState, valid_len: Tensor) -> MemoryOutput:
         output = super().forward(x, state, valid_len)

@@ -6,30 +6,25 @@ import base64
 import hashlib
 import json
 import urllib.parse
-from collections import Counter
 from datetime import UTC, datetime
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from tests.support.file_server import QuietHandler
+from tests.support.file_server import FileServer, QuietHandler
 
 LISTING = "/storage/v1/b/books/o"
 
 
-class Bucket(ThreadingHTTPServer):
+class Bucket(FileServer):
     """Serves a bucket "books" on the loopback: its listing, in pages of two, and its files."""
 
-    daemon_threads = True
-
     def __init__(self, root: Path) -> None:
-        super().__init__(("127.0.0.1", 0), BucketHandler)
-        self.root = root
-        self.asked: Counter[str] = Counter()  # path -> number of requests
+        super().__init__(root)
+        self.RequestHandlerClass = BucketHandler
         self.failures: dict[str, list[int]] = {}  # path -> HTTP statuses of the first responses
         self.altered: dict[str, bytes] = {}  # path -> content that differs from the listing
         self.has_md5 = True
-        self.url = f"http://127.0.0.1:{self.server_port}/books"
+        self.url += "/books"
 
 
 class BucketHandler(QuietHandler):

@@ -1,8 +1,9 @@
-"""How much of every test is run: `make test` gives a function a second, `make test-all` 5, the night the rest.
+"""How much of every test is run: `make test` gives a function a second, `make test-all` 3, the night the rest.
 
 A function with variants (parameters) that take longer together runs with as many of them as fit, evenly spread over
-them, and with those marked `core`. tests/durations.json has the seconds of one variant of each function, measured by
-`make durations`; a function that it does not name is new, or takes next to nothing.
+them, and with those marked `core`. `make test-all` has at least one of each function, unless it takes longer than 13
+seconds: a landing does not wait for those. tests/durations.json has the seconds of one variant of each function,
+measured by `make durations`; a function that it does not name is new, or takes next to nothing.
 """
 
 from __future__ import annotations
@@ -25,16 +26,19 @@ LEAST = 0.1  # seconds of a variant that are worth a line in the file
 class Budget:
     seconds: float  # of one test function, all its variants
     least: int  # variants of a function of which not even one fits
+    longest: float  # seconds of a variant; of a function whose take longer, those marked `core` are run
     without: frozenset[str] = frozenset({"nightly"})  # marks of tests that are left out
 
     def size(self, number: int, each: float) -> int:
         """Return how many of a function's variants run."""
-        return number if number * each <= self.seconds else max(self.least, int(self.seconds / each))
+        if number * each <= self.seconds:
+            return number
+        return max(self.least, int(self.seconds / each)) if each <= self.longest else 0
 
 
 BUDGETS = {
-    "quick": Budget(1.0, 0, frozenset({"nightly", "slurm", "netns", "servers", "pages"})),
-    "all": Budget(5.0, 1),
+    "quick": Budget(1.0, 0, 1.0, frozenset({"nightly", "slurm", "netns", "servers", "pages"})),
+    "all": Budget(3.0, 1, 13.0),
 }
 
 

@@ -17,11 +17,11 @@ from dist_mem.data.batch import Batch, Update
 from dist_mem.data.lanes import LaneReader
 from dist_mem.data.plan import cut_lengths, lanes_of_rank, make_plan
 from dist_mem.data.shard import Index, TokenizedDocument, write_split
+from tests.support.faults import flip
 
 SEG_LEN = 4
 BOS = 60_000
 LENGTHS = [9, 0, 3, 30, 1, 4, 8, 17, 2, 5, 12]
-STARTS = np.cumsum([0, *LENGTHS]).tolist()  # of each document, the number of its first token
 LAYOUTS = ["documents", "stream"]
 
 
@@ -57,11 +57,7 @@ def make_split(
 def damage(index: Index, document: int) -> None:
     """Flip a bit in the middle of a document's tokens."""
     entry = index.documents[document]
-    with (index.split_dir / entry.shard).open("r+b") as tar:
-        tar.seek(entry.tokens_offset + entry.num_tokens)
-        byte = tar.read(1)[0]
-        tar.seek(-1, 1)
-        tar.write(bytes([byte ^ 4]))
+    flip(index.split_dir / entry.shard, entry.tokens_offset + entry.num_tokens, 4)
 
 
 @contextmanager

@@ -6,9 +6,12 @@ A limit is there to end what hangs. It may be long, but a loaded machine must no
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from collections.abc import Callable
 from functools import cache
+
+import psutil
 
 _REFERENCE_SECONDS = 0.05  # of `_slowness_of_a_core` on the machine for which limits are written
 _POLL_SECONDS = 0.005
@@ -26,6 +29,11 @@ def wait_until(condition: Callable[[], bool], what: str, *, seconds: float = 90.
     while not condition():
         assert (waited := time.monotonic() - began) < limit(seconds), f"waited {waited:.0f} s for {what}"
         time.sleep(poll)
+
+
+def holds_open(process: subprocess.Popen[str], suffix: str) -> bool:
+    """Whether a process has a file of such a name open. One that is closed while we look is no error of psutil's."""
+    return any(file.path.endswith(suffix) for file in psutil.Process(process.pid).open_files())
 
 
 @cache

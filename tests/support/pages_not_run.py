@@ -102,7 +102,7 @@ NOT_RUN = [
     NotRun("docs/results/arena.md", "dist-mem arena", "a day of two cores; tables.md runs a smaller one"),
     NotRun("docs/results/state_passing.md", "dist-mem data build pg19", "286 books of PG-19; test_build_pg19.py"),
     NotRun("docs/results/state_passing.md", "dist-mem arena", "3 hours of a core; tables.md runs a smaller one"),
-    NotRun("README.md", "make demo", "4 to 6 minutes; `after_demo` runs its commands", make_rules),
+    NotRun("README.md", "make demo", "4 to 8 minutes; `after_demo` runs its commands", make_rules),
     NotRun("README.md", "xdg-open", "a browser; test_page_browser.py clicks through the page", is_there),
     NotRun("docs/start/install.md", "pip wheel", "test_wheelhouse.py"),
     NotRun("docs/start/install.md", "python3 -m venv", "test_wheelhouse.py"),

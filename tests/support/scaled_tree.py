@@ -3,8 +3,8 @@
 The commands of the pages are changed only by `STAND_INS` and in their step numbers. Differences from a user's tree:
 
 - `SMALLER`: models of one layer of 16, and few steps, in the copies of the configurations;
-- step numbers in commands (`--checkpoint 400`, `--step 450`, `train.steps=2000`, `checkpoint.every=50`) are divided by
-  50, as the demo's are;
+- step numbers in commands (`--checkpoint 400`, `--step 450`, `train.steps=2000`, `checkpoint.every=50`,
+  `.../step-00000800`) are divided by 50, as the demo's are;
 - `dist-mem` and `python -m dist_mem` are forked from a process that has imported everything (warm_programs.py).
 """
 
@@ -67,7 +67,10 @@ STAND_INS = {
     "tracking.uri=http://mlflow.example:5000": "tracking.uri=sqlite:///mlflow.db",
     "--tokenizer sentencepiece": "--tokenizer sentencepiece --vocab-size 2000",
 }
-_STEP = re.compile(r"(--checkpoint |--step |\btrain\.steps=|\bwarmup_steps=|\bcheckpoint\.every=)(\d+)")
+_STEP = re.compile(
+    r"(--checkpoint |--step |\btrain\.steps=|\bwarmup_steps=|\bdecay_steps=|\bcheckpoint\.(?:keep_)?every=)(\d+)"
+)
+_CHECKPOINT = re.compile(r"/step-(\d{8})\b")
 
 
 def _move_files(database: Path, before: Path, after: Path) -> None:
@@ -110,6 +113,7 @@ class Tree:
         for on_page, here in STAND_INS.items():
             command = command.replace(on_page, here)
         command = _STEP.sub(lambda found: f"{found[1]}{max(1, int(found[2]) // self.steps)}", command)
+        command = _CHECKPOINT.sub(lambda found: f"/step-{int(found[1]) // self.steps:08d}", command)
         return subprocess.Popen(
             ["bash", "-euo", "pipefail", "-c", command],
             cwd=self.folder,

@@ -103,12 +103,9 @@ def stop_losing_packets(host: Host) -> None:
     _ip("-n", host.name, "neigh", "del", host.peer, "dev", INTERFACE)
 
 
-def ranks_on(
-    hosts: Sequence[Host], arguments: Sequence[str], *, port: int, cwd: Path, interface: str | None = INTERFACE
-) -> list[subprocess.Popen[str]]:
-    """Start `dist-mem ARGUMENTS` as one rank on each host, with the first as master; `interface` is set for gloo."""
-    command = [sys.executable, "-m", "dist_mem", *arguments]
-    gloo = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+def ranks_on(hosts: Sequence[Host], arguments: Sequence[str], *, port: int, cwd: Path) -> list[subprocess.Popen[str]]:
+    """Start `dist-mem ARGUMENTS` as one rank on each host, with the first as master; gloo gets the interface."""
+    command, gloo = [sys.executable, "-m", "dist_mem", *arguments], {"GLOO_SOCKET_IFNAME": INTERFACE}
     return [
         host.start(command, env={**rank_environment(rank, hosts, port), **gloo}, cwd=cwd)
         for rank, host in enumerate(hosts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import hashlib
 import os
 import signal
 import sqlite3
@@ -27,6 +26,7 @@ from tests.support.fork_server import fork_server
 from tests.support.forked_ranks import SIGKILLED
 from tests.support.limits import limit
 from tests.support.messages import refused
+from tests.support.small_builds import contents
 from tests.support.tracked import config_for, job, track_sync
 
 WITHIN = [150, 1200]  # statements of the making: the first tables are there, and later ones are being copied
@@ -166,12 +166,6 @@ OPENERS: dict[str, Callable[[str, Path], object]] = {
 }
 
 
-def everything_in(folder: Path) -> dict[str, str]:
-    """Return a checksum of every file below a folder."""
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """A run that has sent nothing yet."""
@@ -187,7 +181,7 @@ def test_the_file_of_another_program_is_refused_and_stays_as_it_is(
     (tmp_path / "apps").mkdir()
     path = tmp_path / "apps" / "app.db"
     write_foreign(path, kind, Path(sqlite_uri.removeprefix("sqlite:///")))
-    before, uri = everything_in(path.parent), f"sqlite:///{path}"
+    before, uri = contents(path.parent), f"sqlite:///{path}"
     for open_store in OPENERS.values():
         with refused(UnusableError, f"{path} is no MLflow database: "):
             open_store(uri, run_dir)
@@ -195,7 +189,7 @@ def test_the_file_of_another_program_is_refused_and_stays_as_it_is(
     assert track_sync([run_dir], [f"tracking.uri={uri}"]) == EXIT_USAGE
     assert f"error: {run_dir}: {path} is no MLflow database: " in capsys.readouterr().err
     job(config_for(uri), run_dir, {2: 2.0}, first_step=1)  # without a preflight, it trains on
-    assert everything_in(path.parent) == before
+    assert contents(path.parent) == before
 
 
 def test_a_file_that_cannot_be_read_now_or_is_new_may_be_good_later(tmp_path: Path, sqlite_uri: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -192,11 +191,10 @@ def test_only_files_inside_the_run_are_uploaded(tmp_path: Path, sqlite_uri: str,
 @pytest.mark.parametrize("name", ["../../x.txt", "/tmp/x.txt", "..", "", "a/../../b"])
 def test_a_text_is_kept_under_a_plain_name(tmp_path: Path, sqlite_uri: str, client: Any, sync: Sync, name: Any) -> None:
     run_dir = make_run(tmp_path / "run", sqlite_uri, ("text", {"text": "text", "name": name}))
-    before = {path for path, _, _ in os.walk(tmp_path)}
     code, printed = sync(run_dir, sqlite_uri)
     assert code == EXIT_DONE and "is no plain name" in printed
     assert not client.list_artifacts((run_dir / "mlflow_run_id").read_text().strip())
-    assert json.dumps(sorted({path for path, _, _ in os.walk(tmp_path)} - before)).count("x.txt") == 0
+    assert not [*Path(sqlite_uri.removeprefix("sqlite:///")).parent.rglob("x.txt")]
 
 
 # Exit codes, and errors at the start of tracking

@@ -67,6 +67,7 @@ def kept(client: Any, run_dir: Path) -> Counter[tuple[str, int, float | None]]:
     )
 
 
+@pytest.mark.core
 def test_a_server_killed_in_mid_run_and_then_the_job_leave_every_point_exactly_once(
     server: MlflowServer, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -15,7 +16,7 @@ from dist_mem.contract.subject import require_same
 from dist_mem.engine import window
 from dist_mem.engine.window import PlainAutograd
 from dist_mem.memory.base import detach_state
-from dist_mem.model import DocumentStarts, LMState, reset_lanes
+from dist_mem.model import DocumentStarts, LMState, MemoryLM, reset_lanes
 from dist_mem.nn.layers import Dropout
 from dist_mem.runtime.distributed import World
 from tests.support.contract_cases import (
@@ -28,6 +29,7 @@ from tests.support.contract_cases import (
     full_lanes,
     random_segments,
     small_model,
+    subject,
     takes_short_first,
 )
 from tests.support.plain_updates import assert_plain_update, config_of
@@ -131,26 +133,50 @@ class _Scaled(PlainAutograd):
         (self.loss_scale * loss).backward()
 
 
-@pytest.mark.parametrize("case", case_params())
-@pytest.mark.parametrize("cut", ["start", "end"])
-def test_a_window_recomputed_by_segments_is_the_whole_window(case: str, cut: str) -> None:
-    """Losses, states and random numbers bit for bit, gradients in float64: documents begin and lanes are idle in it."""
-    cut = cut if takes_short_first(case) else "start"
-    model = small_model(case, cut=cut).double().train()
+def dropping_model(case: str, dtype: torch.dtype, *, cut: str, checkpointing: str = "none") -> MemoryLM:
+    """A model in training that drops half of its values."""
+    model = subject(case, cut=cut).model(checkpointing=checkpointing).to(dtype).train()
     for module in model.modules():
         if isinstance(module, Dropout):
             module.keep = 2**15
+    return model
+
+
+def relative_difference(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest value; of zeros infinite unless it is 0."""
+    most, far = (float(each.abs().max()) for each in (expected, found - expected))
+    return far / most if most else math.inf if far else 0.0
+
+
+HYBRID = "per block, with gradient"
+CASES_BY_DAY = [*case_params(sorted(CASES.keys() - {HYBRID})), pytest.param(HYBRID, marks=pytest.mark.core)]
+# Largest difference of gradients, each relative to its largest value; one unit in the last place is 2e-16 and 1e-7.
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-6}
+
+
+@pytest.mark.parametrize("case", CASES_BY_DAY)
+@pytest.mark.parametrize(("cut", "inside"), [("start", "none"), ("end", "blocks")])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_a_window_recomputed_by_segments_is_the_whole_window(
+    case: str, cut: str, inside: str, dtype: torch.dtype
+) -> None:
+    """Losses, states and random numbers bit for bit, gradients to rounding: documents begin and lanes are idle in it.
+
+    `inside`: recomputed of the segment that is computed again.
+    """
+    cut = cut if takes_short_first(case) else "start"
+    plain, again = (dropping_model(case, dtype, cut=cut, checkpointing=value) for value in ("none", inside))
     tokens, targets = (torch.cat(parts, dim=1) for parts in zip(*random_segments(), strict=True))
     lengths = torch.full((LANES, tokens.shape[1] // SEG_LEN), SEG_LEN)
     lengths[1, 2], lengths[2, -1] = 0, SEG_LEN - 1 if cut == "start" else 0
-    fresh = fresh_state(model, torch.float64)
     found = []
-    for run, recomputes in ((PlainAutograd(model), False), (PlainAutograd(model), True), (_Scaled(model), True)):
+    for run, recomputes in ((PlainAutograd(plain), False), (PlainAutograd(again), True), (_Scaled(again), True)):
+        model = again if recomputes else plain
         model.zero_grad()
         torch.manual_seed(1)
-        starts = [DocumentStarts(fresh_state(model, torch.float64), torch.arange(LANES) == number) for number in (0, 2)]
+        starts = [DocumentStarts(fresh_state(model, dtype), torch.arange(LANES) == number) for number in (0, 2)]
         text = window.Text(tokens, targets, lengths, [starts[0], None, starts[1], None])
-        read = window.read(run, text, detach_state(fresh), recomputes=recomputes)
+        read = window.read(run, text, detach_state(fresh_state(model, dtype)), recomputes=recomputes)
         random = torch.get_rng_state()
         read.backward(lambda nll, aux: nll / 7 + aux / 3)
         assert torch.equal(torch.get_rng_state(), random)
@@ -163,5 +189,6 @@ def test_a_window_recomputed_by_segments_is_the_whole_window(case: str, cut: str
         require_same(read.state, whole.state, "a window leaves another state")
         assert read.logs.keys() == whole.logs.keys()
         assert gradients.keys() == expected.keys()
-        for name, value in gradients.items():
-            torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-12, msg=name)
+        far = [relative_difference(value, expected[name]) for name, value in gradients.items()]
+        print(f"{case}, {dtype}, {inside} inside: {max(far):.1e}")  # docs/howto/bptt.md
+        assert max(far) <= TOLERANCES[dtype]

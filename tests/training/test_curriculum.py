@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from dist_mem.checkpoint.manifest import step_dir
+from dist_mem.checkpoint.resume_source import check_data
+from dist_mem.config import DataConfig
+from dist_mem.errors import CheckpointError
 from tests.support.curricula import make_data
 from tests.support.jobs import checkpoint_content, difference, losses, train_here, write_config
+from tests.support.messages import refused
 from tests.support.ranks import Pools
 from tests.support.recording import assert_as_delivered, found_by, train_recording
 
@@ -71,3 +75,10 @@ def test_a_rollback_over_a_boundary_reads_the_stage_before_again(
     delivered = rank_pool(2).run(train_recording, config, [], BOUNDARY + 1)
     for step in range(1, 7):
         assert_as_delivered(tmp_path / "straight", step, delivered)
+
+
+def test_another_number_of_stages_than_a_checkpoint_was_trained_on_is_refused() -> None:
+    """It was "zip() argument 2 is shorter than argument 1"."""
+    for fingerprints in ("", "a b"):
+        with refused(CheckpointError, "data.curriculum"):
+            check_data(Path("step"), {"data_fingerprint": fingerprints}, cast(Any, ["one"]), DataConfig())

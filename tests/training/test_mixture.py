@@ -103,23 +103,30 @@ def test_other_ranks_and_stages_read_the_same_and_train_alike(
     assert here == pytest.approx(moved_losses, rel=1e-6)
 
 
-def test_what_cannot_be_resumed_is_refused_by_name(tmp_path: Path, books: Path, chat: Path, rank_pool: Pools) -> None:
+def test_what_cannot_be_resumed_is_refused_by_name_and_by_check_too(
+    tmp_path: Path, books: Path, chat: Path, rank_pool: Pools, capsys: pytest.CaptureFixture[str]
+) -> None:
     config, run_dir = config_of(tmp_path, books, "run"), tmp_path / "run"
+
+    def check(named: str, config: Path, *changes: str) -> None:
+        """A training and `--check`, which begins its plan where the checkpoint does, name the same."""
+        found = re.search(named, refusal(rank_pool, config, *changes))
+        assert found
+        assert main(["train", str(config), *changes, "--check"]) == EXIT_USAGE
+        assert found[0] in capsys.readouterr().err
+
     both = mixed(books, chat, 1, 1)
     assert rank_pool(2).run(train_here, config, [both, "train.steps=2", *HOLD]) == [EXIT_DONE] * 2
-    assert "with data.mixture" in refusal(rank_pool, config)
+    check("with data.mixture", config)
     plain = config_of(tmp_path, books, "plain")
     assert rank_pool(2).run(train_here, plain, ["train.steps=2", *HOLD]) == [EXIT_DONE] * 2
-    assert "without data.mixture" in refusal(rank_pool, plain, both)
-    assert "data.mixture now 1" in refusal(rank_pool, config, f"data.mixture=[{{path: {books}}}]")
+    check("without data.mixture", plain, both)
+    check("data.mixture now 1", config, f"data.mixture=[{{path: {books}}}]")
     other = make_data(tmp_path / "other", [50] * 9)
-    assert "data.mixture[1].path" in refusal(rank_pool, config, mixed(books, other, 1, 1))
-    assert "give fewer steps" in refusal(
-        rank_pool,
-        config,
-        f"data.mixture=[{{path: {books}, epochs: 1}}, {{path: {chat}, epochs: 1}}]",
-        "train.steps=900",
-    )
+    check(r"data.mixture\[1\].path", config, mixed(books, other, 1, 1))
+    first = f"{{path: {books}, epochs: 1}}"
+    check(r"after \d+ steps", config, f"data.mixture=[{first}, {{path: {chat}, epochs: 1}}]", "train.steps=900")
+    check(r"after \d+ steps", config, f"data.mixture=[{first}, {{path: {chat}, weight: 0}}]", "train.steps=900")
     more = f"data.mixture=[{{path: {books}}}, {{path: {chat}, epochs: 1}}, {{path: {other}, weight: 2}}]"
     step, messages = open_two(rank_pool, config, more)
     assert step == 2
@@ -143,6 +150,22 @@ def test_every_source_is_evaluated_with_a_name_of_its_own(
     assert main(["inspect", str(run_dir), "--book", "d3", "--split", "train"]) == EXIT_DONE
     assert "answers)" in capsys.readouterr().out
     assert main(["inspect", str(run_dir), "--book", "nowhere"]) == EXIT_USAGE
+
+
+def test_the_page_and_the_export_of_a_run_name_what_it_has_read(tmp_path: Path, books: Path, rank_pool: Pools) -> None:
+    """The sources with their shares so far, and not `data.path`, of which this run reads nothing."""
+    first, second = (make_data(tmp_path / name, [30 + number for number in range(10)]) for name in ("first", "second"))
+    config, run_dir = config_of(tmp_path, books, "run"), tmp_path / "run"
+    for steps, shares in ((2, (3, 1)), (4, (1, 3))):
+        changes = [mixed(first, second, *shares), f"train.steps={steps}", *HOLD]
+        assert rank_pool(2).run(train_here, config, changes) == [EXIT_DONE] * 2
+        arguments = ["report", str(run_dir), "--book", "d3", "--split", "train", f"data.path={first}"]
+        assert main([*arguments, "tracking.mlflow=false"]) == EXIT_DONE
+        out = tmp_path / f"exported-{steps}"
+        assert main(["export", str(run_dir), "--out", str(out)]) == EXIT_DONE
+        read = "first 75%, second 25%" if steps == 2 else "first 50%, second 50%"
+        assert f"{steps} steps, data {read}<" in (run_dir / "report.html").read_text(encoding="utf-8")
+        assert f"Its data, {read}, have the fingerprints `" in (out / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.nightly

@@ -190,17 +190,6 @@ def test_damaged_document_of_one_rank_stops_all_with_everything_saved(tmp_path: 
     assert logged_steps(tmp_path / "run") == list(range(1, step + 4))
 
 
-def test_missing_validation_split_is_reported_before_training(tmp_path: Path, books: Path) -> None:
-    data = tmp_path / "data"
-    shutil.copytree(books, data)
-    shutil.rmtree(data / "validation")
-    config = write_config(tmp_path / "run.yaml", data, tmp_path / "run", {"eval": {"every": 5}})
-    codes, text = run_ranks(["train", str(config)], world_size=2, cwd=tmp_path)
-    assert codes == [2, 2], text
-    assert "has no split 'validation': it has test, train" in text
-    assert not (tmp_path / "run").exists()
-
-
 def test_run_directory_that_cannot_be_written_is_an_error_of_two_lines(tmp_path: Path, books: Path) -> None:
     """Not a traceback; and at the start, not at the first save."""
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 2}})

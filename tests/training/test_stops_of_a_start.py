@@ -25,7 +25,6 @@ from tests.support.ranks import launcher_environment
 
 pytestmark = pytest.mark.ranks
 
-STOPPED = "stopped by {} before the first step"
 # It tells torch what it is, and compiles for ten minutes; its child shows whether it has been ended.
 SLOW_COMPILER = """#!/bin/sh
 case " $* " in *" -c "*)

@@ -81,7 +81,7 @@ def by_torchrun(hosts: tuple[Host, Host], arguments: list[str], *, port: int, cw
 @pytest.mark.parametrize(
     ("fault", "start"),
     [  # a minute each on a busy machine
-        pytest.param("packets lost", ranks_on, id="packets lost"),
+        pytest.param("packets lost", ranks_on, id="packets lost", marks=pytest.mark.core),
         pytest.param("link down", ranks_on, id="link down", marks=pytest.mark.nightly),
         pytest.param("packets lost", by_torchrun, id="torchrun", marks=pytest.mark.nightly),
     ],

@@ -64,9 +64,9 @@ def _train(options: Namespace, early: StopSignal, began: float) -> int:
         from dist_mem.estimate.dry_run import subjects
         from dist_mem.tracking.start import check_sinks
 
-        check_run_dir(config, options.allow)
+        resumed = check_run_dir(config, options.allow)
         check_sinks(config.tracking)
-        print("\n".join(label_lines(subjects(config, world_size=options.world))))
+        print("\n".join(label_lines(subjects(config, world_size=options.world, resumed=resumed))))
         return 0
     note_lost_lines(Path(config.run_dir))
     require("deepspeed", "training")

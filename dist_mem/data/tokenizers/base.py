@@ -47,6 +47,11 @@ class Tokenizer:
         """What ends a text: BOS, unless the tokenizer has another token for it."""
         return self.bos_id
 
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that a model may write to end its text: none, as a document has no last token of its own."""
+        return frozenset()
+
     def content(self) -> bytes | None:
         """Return the content of the file `file_name`; None if there is none."""
         return None

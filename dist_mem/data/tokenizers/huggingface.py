@@ -29,6 +29,7 @@ from dist_mem.runtime.extras import require
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.file_schema import check, integer, list_of, optional, read_json, record, table, text
 from dist_mem.runtime.files import read_regular
+from dist_mem.runtime.names import is_plain_path
 
 FAST_NAME, CONFIG_NAME = "tokenizer.json", "tokenizer_config.json"
 _MODEL_CONFIG = "config.json"
@@ -52,7 +53,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, files: Mapping[str, str], *, bos_id: int, vocab_size: int) -> None:
         """
         Args:
-            files: name -> content, among them tokenizer.json.
+            files: path below the folder, joined by / -> content, among them tokenizer.json.
             bos_id: what comes before a document.
             vocab_size: rows of the model's embedding; ids that the tokenizer lacks have no text.
 
@@ -100,10 +101,15 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @property
     def eos_id(self) -> int:
+        return next(iter(self.end_ids), self.bos_id)
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """The EOS that the files name, if they do: the published model was trained to write it."""
         token = json.loads(self.files.get(CONFIG_NAME, "{}")).get("eos_token")
         name = token.get("content") if isinstance(token, dict) else token
         found = self.processor.token_to_id(name) if isinstance(name, str) else None
-        return self.bos_id if found is None else int(found)
+        return frozenset() if found is None else frozenset({int(found)})
 
     @property
     def missing_bos(self) -> str:
@@ -124,6 +130,8 @@ class HuggingFaceTokenizer(Tokenizer):
         problem = next(_OWN("", parts), None)
         if problem is not None or FAST_NAME not in parts["files"]:
             raise ValueError(problem or f"files lacks {FAST_NAME}")
+        if wrong := [name for name in parts["files"] if not is_plain_path(name)]:
+            raise ValueError(f"files has the name {wrong[0]!r}, which is no path below a folder")
         return cls(parts["files"], bos_id=parts["bos_id"], vocab_size=parts["vocab_size"])
 
 
@@ -183,17 +191,22 @@ def _open(folder: Path) -> Any:
 
 
 def _files_of(opened: Any) -> dict[str, str]:
-    """Return the files that transformers saves of a tokenizer, name -> content."""
+    """Return the files that transformers saves of a tokenizer, path below the folder -> content.
+
+    Chat templates but the default one are in a folder of their own.
+    """
     opened.backend_tokenizer.no_padding()
     opened.backend_tokenizer.no_truncation()
-    with TemporaryDirectory() as saved:
-        opened.save_pretrained(saved)
-        return {path.name: read_regular(path).decode() for path in sorted(Path(saved).iterdir())}
+    with TemporaryDirectory() as folder:
+        opened.save_pretrained(folder)
+        saved = sorted(path for path in Path(folder).rglob("*") if not path.is_dir())
+        return {path.relative_to(folder).as_posix(): read_regular(path).decode() for path in saved}
 
 
 def write_folder(tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
     """Write the files by which AutoTokenizer opens the tokenizer."""
     for name, content in tokenizer.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content, encoding="utf-8")
 
 

@@ -9,9 +9,9 @@ no download (qa1 to qa5). Their facts are in order, at uniformly random places, 
 --books (published: PG-19) or of the sample library. The question and the answer end the document.
 Only the tokens of the answer are scored; their recall distance is that to the newest fact
 from which it follows. Lengths are at most those given, up to 1 million tokens and more; tokens are
-bytes, or those of --tokenizer-from. No story of one split is in another, but where bAbI's files
-have it twice. Each task and length has its own data directory, <out>/<task>/<length>. The same
-options always produce the same bytes.
+bytes, or those of --tokenizer-from. No story with its question of one split is in another, but
+where bAbI's files have it twice. Each task and length has its own data directory,
+<out>/<task>/<length>. The same options always produce the same bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import NamedTuple
 from dist_mem.data.shard import TokenizedDocument
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.datasets import babi_files
-from dist_mem.datasets.babi_stories import NUM_FACTS, Story, draw_story
+from dist_mem.datasets.babi_stories import FEWEST_FACTS, NUM_FACTS, Story, draw_story
 from dist_mem.datasets.options import check_paths, positive
 from dist_mem.datasets.split_names import SPLITS
 from dist_mem.datasets.task_text import (
@@ -90,6 +90,10 @@ def own_stories(task: str, num_facts: tuple[int, int] | None) -> StorySource:
     if task not in NUM_FACTS:
         raise ValueError(f"--tasks {task}: only {', '.join(NUM_FACTS)} are made here; give bAbI's files with --babi")
     low, high = num_facts or NUM_FACTS[task]
+    fewest, most = FEWEST_FACTS[task], 2 if task == "qa4" else high
+    if high < fewest or low > most:
+        needs = f"{fewest} facts" if task == "qa4" else f"at least {fewest} facts"
+        raise ValueError(f"--facts {low} {high}: a story of {task} has {needs}: give others, or leave --facts out")
 
     def draw_of(draw: random.Random, split: str) -> Story:
         return draw_of_split(split, lambda: draw_story(draw, task, (low, high)), key_of)

@@ -73,7 +73,7 @@ def build(options: argparse.Namespace) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this builder."""
-    add_build_options(parser, vocab_size=None)
+    add_build_options(parser)
     add = parser.add_argument
     add("--source", type=Path, required=True, help="the file enwik8 or text8, unpacked")
     add("--out", type=Path, required=True, help="data directory to build: data.path of a configuration")

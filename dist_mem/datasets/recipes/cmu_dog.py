@@ -31,7 +31,7 @@ from dist_mem.data.tokenizers.registry import find_tokenizer
 from dist_mem.data.tokenizers.sentencepiece import train_pieces
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.datasets.builder import build_dataset
-from dist_mem.datasets.options import add_build_options, add_tokenizer_from, check_paths, positive
+from dist_mem.datasets.options import add_build_options, add_tokenizer_options, check_paths, positive, vocab_size_of
 from dist_mem.datasets.source import SourceDocument, read_text
 from dist_mem.datasets.tree import listed_files
 
@@ -72,7 +72,7 @@ class Film(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this builder."""
-    add_build_options(parser, vocab_size=8_000)
+    add_build_options(parser)
     add = parser.add_argument
     add("--source", type=Path, required=True, help="clone of the data: has the folders Conversations and WikiData")
     add("--out", type=Path, required=True, help="data directory to build: data.path of a configuration")
@@ -90,13 +90,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="put what Wikipedia has about the film before the conversation (default: yes)",
     )
     add("--limit", type=positive, metavar="N", help="only the first N conversations of every split")
-    add("--tokenizer", choices=("sentencepiece", "bytes"), default="sentencepiece", help="default: %(default)s")
-    add_tokenizer_from(parser, "instead")
+    add_tokenizer_options(parser, "sentencepiece", "bytes", vocab_size=8_000)
 
 
 def build(options: argparse.Namespace) -> None:
     """Read the data, print the number of conversations, and build."""
     check_paths(options.source, options.tokenizer_from)
+    vocab_size_of(options)  # refuses one that is not used
     films = read_films(options.source / "WikiData")
     released = {
         split: read_conversations(options.source / "Conversations" / folder, films) for split, folder in FOLDERS.items()
@@ -136,10 +136,10 @@ def make_tokenizer(
         return find_tokenizer(options.tokenizer_from)
     if options.tokenizer == BytesTokenizer.kind:
         return BytesTokenizer()
-    print(f"tokenizer: training a SentencePiece model of {options.vocab_size:,} pieces", flush=True)
+    print(f"tokenizer: training a SentencePiece model of {vocab_size_of(options):,} pieces", flush=True)
     of_films = [line for film in films for line in film.text.splitlines()]
     of_turns = [f"{TAGS[turn.user]} {turn.text}" for conversation in conversations for turn in conversation.turns]
-    return train_pieces(of_films + of_turns, vocab_size=options.vocab_size)
+    return train_pieces(of_films + of_turns, vocab_size=vocab_size_of(options))
 
 
 def source_document(

@@ -26,7 +26,7 @@ from dist_mem.data.remote.fetch import download as fetch
 from dist_mem.datasets.bucket_download import download_files, list_files
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.corpus_rows import TEXT_SUFFIX
-from dist_mem.datasets.options import add_build_options, add_tokenizer_from, check_paths, positive
+from dist_mem.datasets.options import add_build_options, add_tokenizer_options, check_paths, positive, vocab_size_of
 from dist_mem.datasets.source import SourceDocument, read_text
 from dist_mem.datasets.split_names import split_named, words_digest
 from dist_mem.datasets.tree import listed_files
@@ -58,6 +58,7 @@ class BookMetadata(NamedTuple):
 def build(options: argparse.Namespace) -> None:
     """Fetch what is missing, list the documents, and build."""
     check_paths(None if options.download else options.source, options.tokenizer_from)
+    vocab_size = vocab_size_of(options)
     if options.download:
         download(options)
     metadata = read_metadata(options.source / METADATA_NAME)
@@ -75,7 +76,7 @@ def build(options: argparse.Namespace) -> None:
         options.out,
         name=options.name,
         tokenizer_kind=options.tokenizer,
-        vocab_size=options.vocab_size,
+        vocab_size=vocab_size,
         tokenizer_from=options.tokenizer_from,
         workers=options.workers,
         seed=options.seed,
@@ -86,7 +87,7 @@ def build(options: argparse.Namespace) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this builder."""
-    add_build_options(parser, vocab_size=32_000)
+    add_build_options(parser)
     add = parser.add_argument
     add("--source", type=Path, required=True, help="folder of the texts; --download fills it")
     add("--out", type=Path, required=True, help="data directory to build: data.path of a configuration")
@@ -100,8 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="order of documents: by number (other ids last), by file name as ls does, "
         "or as in metadata.csv (documents not in it last) (default: %(default)s)",
     )
-    add("--tokenizer", choices=("sentencepiece", "bytes"), default="sentencepiece", help="default: %(default)s")
-    add_tokenizer_from(parser, "instead")
+    add_tokenizer_options(parser, "sentencepiece", "bytes", vocab_size=32_000)
     add("--seed", type=int, default=0, help="of the lines SentencePiece is trained on (default: %(default)s)")
     add("--download", action="store_true", help="first fetch what is missing in --source")
     add("--base-url", default=BUCKET_URL, metavar="URL", help="bucket to download from (default: %(default)s)")

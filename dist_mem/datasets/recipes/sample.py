@@ -64,8 +64,10 @@ def build(options: argparse.Namespace) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this builder."""
-    add_build_options(parser, vocab_size=VOCAB_SIZE)
+    add_build_options(parser)
     add = parser.add_argument
+    size_help = "of SentencePiece (default: %(default)s)"
+    add("--vocab-size", type=positive, default=VOCAB_SIZE, metavar="N", help=size_help)
     add("--out", type=Path, default=Path("data/sample"), help="data directory to build (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the whole library (default: %(default)s)")
     add("--size", choices=tuple(SIZES), default="demo", help="tiny: for tests (default: %(default)s)")

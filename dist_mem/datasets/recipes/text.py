@@ -38,7 +38,7 @@ from dist_mem.datasets.corpus import (
     without_shared_texts,
 )
 from dist_mem.datasets.corpus_rows import TEXT_SUFFIX
-from dist_mem.datasets.options import add_build_options, add_tokenizer_from, check_paths
+from dist_mem.datasets.options import add_build_options, add_tokenizer_options, check_paths, vocab_size_of
 from dist_mem.datasets.split_names import DEFAULT_FRACTIONS, SPLITS, parse_fractions, split_of, splits_of
 from dist_mem.datasets.tar_source import local_sources
 from dist_mem.datasets.tree import suffix_of
@@ -52,12 +52,13 @@ DEFAULT = ",".join(f"{split}={fraction}" for split, fraction in DEFAULT_FRACTION
 def build(options: argparse.Namespace) -> None:
     """Read the corpus, assign its documents to splits, and build."""
     check_paths(options.tokenizer_from)
+    vocab_size = vocab_size_of(options)
     build_dataset(
         without_shared_texts(read_splits(options), drop=options.drop_duplicates),
         options.out,
         name=options.name,
         tokenizer_kind=options.tokenizer,
-        vocab_size=options.vocab_size,
+        vocab_size=vocab_size,
         tokenizer_from=options.tokenizer_from,
         workers=options.workers,
         seed=options.seed,
@@ -67,7 +68,7 @@ def build(options: argparse.Namespace) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this builder."""
-    add_build_options(parser, vocab_size=8_000)
+    add_build_options(parser)
     add = parser.add_argument
     add("--source", required=True, nargs="+", help="folders, files, or URLs of tars; {000..063} is 000, 001, ...")
     add("--cache", metavar="FOLDER", help="of tars by URL (default: that of data.cache)")
@@ -85,8 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="keep a text of several splits only in the first one (order: train, validation, test)",
     )
-    add("--tokenizer", choices=("sentencepiece", "bytes"), default="sentencepiece", help="default: %(default)s")
-    add_tokenizer_from(parser, "instead")
+    add_tokenizer_options(parser, "sentencepiece", "bytes", vocab_size=8_000)
     add("--seed", type=int, default=0, help="of the lines SentencePiece is trained on (default: %(default)s)")
 
 

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from dist_mem.data.tokenizers.words import WordTokenizer, count_words
 from dist_mem.datasets.builder import build_dataset
-from dist_mem.datasets.options import add_build_options, add_tokenizer_from, check_paths
+from dist_mem.datasets.options import add_build_options, add_tokenizer_options, check_paths, vocab_size_of
 from dist_mem.datasets.source import FileSlice, SourceDocument, check_text
 from dist_mem.runtime.files import sha256_of
 from dist_mem.runtime.progress import show_count
@@ -70,6 +70,7 @@ class TokenFile(NamedTuple):
 def build(options: argparse.Namespace) -> None:
     """Read the files once, compare their counts with the published ones, and build."""
     check_paths(options.source, options.tokenizer_from)
+    vocab_size = vocab_size_of(options)
     paths = {split: options.source / name for split, name in FILE_NAMES.items() if (options.source / name).is_file()}
     if not paths:
         raise ValueError(f"{options.source} has none of the files {', '.join(FILE_NAMES.values())}: check --source")
@@ -87,7 +88,7 @@ def build(options: argparse.Namespace) -> None:
         name=options.name,
         tokenizer_kind=options.tokenizer,
         tokenizer=count_vocabulary(paths["train"]) if by_words else None,
-        vocab_size=options.vocab_size,
+        vocab_size=vocab_size,
         tokenizer_from=options.tokenizer_from,
         workers=options.workers,
         seed=options.seed,
@@ -98,13 +99,12 @@ def build(options: argparse.Namespace) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this builder."""
-    add_build_options(parser, vocab_size=32_000)
+    add_build_options(parser)
     add = parser.add_argument
     add("--source", type=Path, required=True, help="folder of the wiki.*.tokens files")
     add("--out", type=Path, required=True, help="data directory to build: data.path of a configuration")
     add("--name", default="wikitext", help="of the dataset, part of the tars' names (default: %(default)s)")
-    add("--tokenizer", choices=("words", "sentencepiece", "bytes"), default="words", help="default: %(default)s")
-    add_tokenizer_from(parser, "instead")
+    add_tokenizer_options(parser, "words", "sentencepiece", "bytes", vocab_size=32_000)
     add(
         "--documents",
         choices=("articles", "split"),
@@ -119,7 +119,7 @@ def scan(path: Path) -> TokenFile:
     """Count the words of a file and find its articles: headings between blank lines.
 
     Raises:
-        ValueError: the file is empty or not UTF-8.
+        ValueError: the file is empty, not UTF-8, or has line ends of Windows.
     """
     with path.open("rb") as stream:
         start = len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0
@@ -127,6 +127,11 @@ def scan(path: Path) -> TokenFile:
     candidate: Article | None = None
     is_after_blank = True
     for line in lines_of(path):
+        if line.endswith("\r\n"):
+            raise ValueError(
+                f"{path} has line ends of Windows (CRLF), with which no heading of an article is one: convert it to LF "
+                "(dos2unix)"
+            )
         words = line.split()
         num_words += len(words) + line.endswith("\n")
         if candidate is not None and not words:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from torch import Tensor
 
-from dist_mem.config import DataConfig, TrainConfig, load_block
+from dist_mem.config import TrainConfig, load_block
 from dist_mem.config.memory_blocks import describe_memory
-from dist_mem.data.remote.fetch import show
 from dist_mem.evaluation.protocol import short_term_len
 from dist_mem.evaluation.scores import perplexity
-from dist_mem.evaluation.trained_model import TrainedModel
+from dist_mem.evaluation.trained_model import TrainedModel, name_data_of
 from dist_mem.inspection.page.book import PageBook
 from dist_mem.inspection.page.markup import Markup, digits, element, short_count
 from dist_mem.inspection.page.tables import EvaluationReport, newest_by_protocol
@@ -47,8 +45,8 @@ def _of_model(trained: TrainedModel) -> Iterator[Card]:
     saved = trained.checkpoint.directory / "config.yaml"  # its data may be others than those of this evaluation
     step, train = trained.checkpoint.manifest["step"], load_block(TrainConfig, "train", [], saved=saved)
     num_tokens = step * train.global_batch_size * train.seg_len * train.segments_per_update
-    path = load_block(DataConfig, "data", [], saved=saved).path
-    data = "" if trained.checkpoint.is_export else f", data {PurePosixPath(show(path)).name}"
+    names = name_data_of(trained.checkpoint)
+    data = "" if names is None else f", data {names}"
     yield Card("training", f"{short_count(num_tokens)} tokens", f"{step:,} steps{data}")
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from dist_mem.data.plan import segment_starts
 from dist_mem.evaluation.job import StopCheck, find_checkpoint_on_rank0, run_on_ranks, use_threads
-from dist_mem.evaluation.sweep import names_of
+from dist_mem.evaluation.report_names import names_of
 from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation.text import read_file
 from dist_mem.inspection.aggregates import aggregate

@@ -89,8 +89,8 @@ class Beside(Inspectable):
         """Return the field `over` of an empty state."""
         return () if self.over is None else self.over.init_state(document_ids, device, dtype)
 
-    def counts(self, state: MemoryState) -> dict[str, Count]:
-        return {} if self.over is None else prefix_counts("over", self.over.counts(state.over))
+    def counts(self, state: MemoryState, num_segments: int) -> dict[str, Count]:
+        return {} if self.over is None else prefix_counts("over", self.over.counts(state.over, num_segments))
 
     def read_own(self, x: Tensor, state: MemoryState, valid_len: Tensor) -> MemoryOutput:
         raise NotImplementedError

@@ -162,7 +162,7 @@ def test_the_command_reports_leaked_conversations_apart(
     assert "scoring test: " in output.err and "writing replies: 6 of 6 replies" in output.err
 
 
-def test_perplexity_is_that_of_evaluation_and_of_the_conversations_read(run_dir: Path, library: Path) -> None:
+def test_perplexity_is_that_of_evaluation_and_of_the_conversations_read(run_dir: Path) -> None:
     from dist_mem.evaluation.scores import perplexity, read_report
 
     assert evaluate.run(run_dir, split="test") == 0
