@@ -1,4 +1,4 @@
-"""Checkpoints of every released format can be resumed and scored; newer formats are refused."""
+"""Checkpoints of every released format, and run and data folders of every release, go on; newer formats are refused."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import FORMAT_VERSION, read_manifest, step_dir
 from dist_mem.config import change_config, load_config, save_config
 from dist_mem.evaluation.trained_model import load_model
 from dist_mem.generation.text_scores import score
 from tests.support import paths
-from tests.support.jobs import losses, train_here
+from tests.support.jobs import figures, losses, train_here
 from tests.support.messages import said
 from tests.support.ranks import Pools
 from tests.support.restoring import open_two, refusal
@@ -81,3 +82,43 @@ def test_newer_formats_are_refused_by_name(config: Path, rank_pool: Pools) -> No
     shutil.copytree(step_dir(config.with_suffix(""), STEP), newer)
     rewrite_manifest(newer, format_version=FORMAT_VERSION + 1, step=STEP + 1)
     said(refusal(rank_pool, config), "format_version", newer)
+
+
+@pytest.fixture(params=sorted(GOLDEN.glob("release-*")), ids=lambda folder: folder.name)
+def released(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The run folder of a release, beside its data."""
+    shutil.copytree(request.param, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "run"
+
+
+def test_a_run_of_every_release_ends_as_its_own_code_ended_it(released: Path, rank_pool: Pools) -> None:
+    """Its log has what the last step and its evaluation gave then; the checkpoint of that step was never finished."""
+    then = figures(released)
+    written = load_config([str(released / "config.yaml")])
+    places = {"data.path": str(released.parent / "data"), "run_dir": str(released)}
+    save_config(change_config(written, places), released.parent / "run.yaml")
+    assert rank_pool(2).run(train_here, released.parent / "run.yaml") == [0, 0]
+    assert step_dir(released, LAST).is_dir(), "it was trained again"
+    now = figures(released)
+    assert [step for step, _ in now] == [step for step, _ in then] and then[-1][0] == LAST
+    for (_, old), (_, new) in zip(then, now, strict=True):
+        assert old and old.keys() <= new.keys()
+        assert {name: new[name] for name in old} == pytest.approx(old, rel=1e-4, abs=1e-6)  # on other processors
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "data verify data",
+        "evaluate run --split validation",
+        "compare run run",
+        "checkpoints verify run",
+        "status run",
+        "track sync run",
+        "export run --out exported",
+        "recompute run --step 3",
+    ],
+)
+def test_commands_read_the_folders_of_every_release(released: Path, command: str) -> None:
+    assert main(command.split()) in (0, None)
