@@ -174,6 +174,7 @@ class ModelSpec(NamedTuple):
     cut: str  # as `data.cut`
     vocab_size: int
     groups: Sequence[ParameterGroupConfig] = ()  # of the optimizer, which say what is frozen: a backward does less
+    trained_memory: Mapping[str, Any] | None = None  # blocks equal in it share parameters; None: as in `memory`
 
 
 def model_spec(config: Config, vocab_size: int) -> ModelSpec:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from dist_mem.block import Block, ModelSpec, make_block
 from dist_mem.config import ModelConfig
-from dist_mem.config.memory_blocks import describe_memory
+from dist_mem.config.memory_blocks import describe_memory, memory_of
+from dist_mem.memory import convert_options
 from dist_mem.memory.base import (
     Count,
     Memory,
@@ -97,6 +98,8 @@ class MemoryLM(nn.Module):
         self.embedding = place.place_part(family.embedding(bins, model))
         self.token_types = TokenTypes(model.token_types, spec.vocab_size) if model.token_types else None
         self.blocks = nn.ModuleList(place.place_part(make_block(spec, index)) for index in range(model.num_layers))
+        trained = spec.memory if spec.trained_memory is None else spec.trained_memory
+        self._trained = [convert_options(memory_of(trained, index)[1]) for index in range(model.num_layers)]
         check_keys_are_read(model, spec.memory, self.memories())
         # Deviation: the published pre-norm model has no norm before the softmax; post-norm blocks end with one.
         rms_eps = model.norm_eps if family.has_rotary_attention else None
@@ -139,8 +142,8 @@ class MemoryLM(nn.Module):
 
     def _first_alike(self, memory: Memory) -> Memory:
         """Return the memory of the first block that has the same one: all blocks have, unless `memory` is a map."""
-        same = (other for other in self.memories() if type(other) is type(memory) and other.options == memory.options)
-        return next(same)
+        own = self._trained[memory.spec.layer_index]
+        return next(other for other, trained in zip(self.memories(), self._trained, strict=True) if trained == own)
 
     def _common_stem(self) -> Stem:
         first = self.memories()[0]

@@ -97,7 +97,8 @@ def passage_metrics(
             for name, mass in mass_by_age([layer], batch.valid_len, seg_len=batch.tokens.shape[1]).items():
                 mean[name] = mean.get(name, 0.0) + mass / len(batches)
     means = {name: statistics.fmean(several) for name, several in metrics.items()}
-    held = state_metrics(state.blocks) or state_metrics([state.stem])  # memory tokens are held for the whole model
+    by_block = zip(state.blocks, (memory.rows_dim for memory in memories), strict=True)
+    held = state_metrics(by_block) or state_metrics([(state.stem, -2)])  # memory tokens are held for the whole model
     named = {PREFIX + name: metric for name, metric in (means | held).items()}
     return PassageRead(named, by_layer)
 
@@ -160,33 +161,41 @@ def mean_values(layers: Iterable[Inspection]) -> dict[str, float]:
     return {name: statistics.fmean(values) for name, values in found.items()}
 
 
-def state_metrics(blocks: Iterable[MemoryState]) -> dict[str, float]:
-    """Return the mean norm of the rows that states hold, and the effective rank of the largest tensor of each block.
+def state_metrics(states: Iterable[tuple[MemoryState, int]]) -> dict[str, float]:
+    """Return the mean norm of the rows that states hold, and the effective rank of the largest tensor of each.
 
     The effective rank is the exponential of the entropy of the singular values over their sum (Roy and Vetterli 2007,
-    "The effective rank"): 1 if all rows are multiples of one, D at most.
+    "The effective rank"): 1 if all rows are multiples of one, their width at most. Where every head has rows of its
+    own, it is the mean over heads.
+
+    Args:
+        states: with the dimension along which rows stand, `Memory.rows_dim`.
     """
     norms, ranks = [], []
-    for block in blocks:
-        rows = _held_rows(named_tensors(block))
-        if rows is None:
+    for state, rows_dim in states:
+        matrices = _held_matrices(named_tensors(state), rows_dim)
+        if matrices is None:
             continue
-        norms.append(float(rows.norm(dim=-1).mean()))
-        singular = torch.linalg.svdvals(rows)
-        shares = singular / singular.sum()
-        ranks.append(math.exp(float(torch.special.entr(shares).sum())))
+        lengths = matrices.norm(dim=-1)
+        norms.append(float(lengths[lengths > 0.0].mean()))
+        singular = torch.linalg.svdvals(matrices)
+        shares = singular / singular.sum(dim=-1, keepdim=True)
+        ranks.append(float(torch.special.entr(shares).sum(dim=-1).exp().mean()))
     if not norms:
         return {}
     return {"state_norm": statistics.fmean(norms), "effective_rank": statistics.fmean(ranks)}
 
 
-def _held_rows(tensors: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the rows that are not 0 of the largest tensor of rows, (rows, D) float32; None: nothing is held."""
-    matrices = [part.flatten(2) for part in tensors.values() if part.is_floating_point() and part.dim() >= 3]
-    if not matrices:
+def _held_matrices(tensors: Mapping[str, Tensor], rows_dim: int) -> Tensor | None:
+    """Return the largest tensor of rows, of each lane and head (matrices, rows, width) float32, without empty matrices.
+
+    None: nothing is held.
+    """
+    floats = [part for part in tensors.values() if part.is_floating_point() and part.dim() >= 3]
+    if not floats:
         return None
-    rows = max(matrices, key=Tensor.numel).flatten(0, 1).float()
-    held = rows[rows.abs().amax(dim=-1) > 0.0]
+    matrices = max(floats, key=Tensor.numel).movedim(rows_dim, -2).flatten(0, -3).float()
+    held = matrices[matrices.abs().amax(dim=(-2, -1)) > 0.0]
     return held if len(held) else None
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from dist_mem.config import Config, EvalConfig, as_tree, change_config
@@ -120,6 +121,9 @@ def for_evaluation(config: Config) -> Config:
         )
     for block in blocks:
         block["mem_len"] = settings.mem_len
+    if settings.seg_len is not None:
+        for block in memories_of(memory).values():
+            _fix_lengths(block, config.train.seg_len)
     changes = {
         "train.seg_len": wanted.seg_len,  # the length the memories are built for
         "data.blocks": wanted.blocks,  # also used to score and continue a text
@@ -130,14 +134,32 @@ def for_evaluation(config: Config) -> Config:
     return change_config(config, changes)
 
 
+def _fix_lengths(block: dict[str, Any], seg_len: int) -> None:
+    """Write out the lengths of a memory, and of those below it, that are null and stand for `train.seg_len`."""
+    from dist_mem.memory import convert_options, memory_class  # imports torch, which takes a second
+
+    kind, options = convert_options(block)
+    fixed = asdict(memory_class(kind).fix_lengths(options, seg_len))
+    block |= {name: value for name, value in fixed.items() if name != "over"}
+    if block.get("over"):
+        _fix_lengths(block["over"], seg_len)
+
+
 def short_term_blocks(memory: Mapping[str, Any]) -> list[Any]:
-    """Return the blocks that have a mem_len: of each memory its own, or that of the memory under `over`."""
+    """Return the blocks that have a short-term memory: of each memory its own, or that of the memory under `over`.
+
+    Long-term stores are none, unless all are. A block trained with `mem_len: 0` has none.
+    """
     found = []
     for block in memories_of(memory).values():
         while "mem_len" not in block and block.get("over"):
             block = block["over"]
-        found += [block] if "mem_len" in block else []
-    return found
+        found += [block] if block.get("mem_len") else []
+    if len({block["kind"] for block in found}) < 2:
+        return found
+    from dist_mem.memory import memory_class  # imports torch, which takes a second
+
+    return [block for block in found if not memory_class(block["kind"]).is_store] or found
 
 
 def short_term_len(memory: Mapping[str, Any]) -> int:

@@ -231,10 +231,10 @@ def open_model(
     Raises:
         ValueError: the memory does not allow these lengths, or what `check` raises.
     """
-    config = for_evaluation(config)
+    trained_memory, config = config.memory, for_evaluation(config)
     device, dtype = torch.device(device), DTYPES[config.eval.precision]
     widen_half_products(device, dtype)
-    spec = model_spec(config, tokenizer.vocab_size)
+    spec = model_spec(config, tokenizer.vocab_size)._replace(trained_memory=trained_memory)
     try:
         check(spec)
         with drawing():  # weights, which those of the file replace
@@ -303,7 +303,8 @@ def read_lanes(trained: TrainedModel, lane_ids: Sequence[int]) -> LMState:
         raise CheckpointError(f"{directory}: an export has weights but no memories of lanes; load the run itself")
     empty = trained.model.init_state(wanted, "cpu", DTYPES[trained.config.train.precision])
     saved = read_saved_lanes(directory, manifest, wanted, [empty]).states[0]
-    return map_state(lambda part: part.to(trained.device, trained.dtype if part.is_floating_point() else None), saved)
+    empty = trained.model.init_state(wanted, trained.device, trained.dtype)
+    return map_state(lambda part, like: part.to(like), saved, empty)  # parts that a memory keeps in fp32 stay so
 
 
 def distinct_weights(model: nn.Module) -> dict[str, Tensor]:

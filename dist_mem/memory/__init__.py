@@ -158,7 +158,7 @@ def _build(kind: str, options: Any, spec: LayerSpec) -> Memory:
                 "raises ValueError here, where the key of the message can be corrected"
             )
     memory: Memory = build(spec, options, *below)
-    if any(_keeps_outputs(each) for each in below) and not _keeps_outputs(memory):
+    if any(each.keeps_outputs for each in below) and type(memory).after_block is Memory.after_block:
         raise ValueError(
             f"memory.over keeps what the block makes of its rows, but memory.kind = {kind} does not pass `after_block` "
             "on to it: set memory.over to another memory, or define `after_block`"
@@ -174,10 +174,6 @@ def _build(kind: str, options: Any, spec: LayerSpec) -> Memory:
             "train.precision = bf16 is faster still, and leaves these products exact"
         )
     return memory
-
-
-def _keeps_outputs(memory: Memory) -> bool:
-    return type(memory).after_block is not Memory.after_block
 
 
 @contextmanager

@@ -89,6 +89,10 @@ class Memory(nn.Module):
     evicts_parts: bool = True
     # Of a memory with the option `over`, whether it reads the rows that leave the memory there.
     reads_evicted: bool = True
+    # The dimension of its states along which rows stand: the last is a row, the others are lanes and heads.
+    rows_dim: ClassVar[int] = -2
+    # Whether `mem_len` counts a long-term store: `eval.mem_len` leaves it where another block has a short-term memory.
+    is_store: ClassVar[bool] = False
     # Number of rows of the stem after the segment, which are the last rows of x and of the output.
     num_after: int = 0
 
@@ -170,6 +174,11 @@ class Memory(nn.Module):
         """
         return state
 
+    @property
+    def keeps_outputs(self) -> bool:
+        """Whether `after_block` does something. One that only passes the rows on answers as the memory below."""
+        return type(self).after_block is not Memory.after_block
+
     def open_segment(self, state: MemoryState, rows: Tensor) -> Opened:
         """Return what `step_rows` needs at the beginning of a segment; optional, see `can_step`.
 
@@ -207,6 +216,14 @@ class Memory(nn.Module):
     def title_of(cls, options: Any) -> str:
         """Return the title of this memory with these options."""
         return cls.title
+
+    @classmethod
+    def fix_lengths(cls, options: Any, seg_len: int) -> Any:
+        """Return options in which every null that stands for `train.seg_len` is that length.
+
+        An evaluation with other segments (`eval.seg_len`) then has the memory as trained.
+        """
+        return options
 
     @classmethod
     def small_options(cls, seg_len: int) -> dict[str, Any]:

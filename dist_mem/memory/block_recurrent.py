@@ -12,6 +12,7 @@ read these states. Shape letters: B lanes, T segment, W window, S state vectors,
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -109,6 +110,10 @@ class BlockRecurrent(Inspectable):
         self.states = StateHeads(options.num_states, spec.d_model, **heads)
         self.update = StateUpdate(spec.d_model, width=width, d_inner=self.d_inner, cell=options.cell, gate=options.gate)
         self.attention_dropout, self.dropout = Dropout(spec.attention_dropout), Dropout(spec.dropout)
+
+    @classmethod
+    def fix_lengths(cls, options: Options, seg_len: int) -> Options:
+        return dataclasses.replace(options, window=options.window or seg_len)
 
     @classmethod
     def small_options(cls, seg_len: int) -> dict[str, Any]:

@@ -171,6 +171,10 @@ class Infinite(Signal):
     def after_block(self, rows: Tensor, state: SignalState) -> SignalState:
         return replace(state, over=self.over.after_block(rows, state.over))
 
+    @property
+    def keeps_outputs(self) -> bool:
+        return self.over.keeps_outputs
+
     def open_segment(self, state: SignalState, rows: Tensor) -> Opened:
         over = self.over.open_segment(state.over, rows)
         readable = self.project_signal(self.append_pending(state, rows.dtype)[0], rows.dtype)

@@ -93,6 +93,7 @@ class LaMemo(Inspectable):
 
     title = "LaMemo"
     min_seg_len = 1
+    rows_dim = 1  # of (B, M, H, K)
 
     @dataclass
     class Options:

@@ -192,7 +192,7 @@ class LinearMemory(Beside):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw decays as Gated DeltaNet's code does: A from U(0, 16), softplus(dt) log-uniform from 0.001 to 0.1.
+        """Draw decays as Gated DeltaNet in transformers: A from U(0.01, 16), softplus(dt) log-uniform, 0.001 to 0.1.
 
         Deviation: Mamba-2 and Kimi Delta Attention draw A from U(1, 16).
         """

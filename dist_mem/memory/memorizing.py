@@ -17,6 +17,7 @@ lanes, T segment, W cached rows, M rows, k rows that a query reads, D model, H h
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -248,6 +249,7 @@ class Memorizing(Inspectable):
     """Attention to the segment and its cache, mixed with the nearest of many stored keys and values."""
 
     title = "Memorizing Transformer"
+    is_store = True
     min_seg_len = 1
     can_step = True
 
@@ -299,6 +301,11 @@ class Memorizing(Inspectable):
         else:
             self.cache_len, self.key_heads = 0, spec.kv_width // spec.d_head
             self.attention = OverAttention(spec, options)
+
+    @classmethod
+    def fix_lengths(cls, options: Options, seg_len: int) -> Options:
+        has_cache = options.over is None and options.cache_len is None
+        return dataclasses.replace(options, cache_len=seg_len) if has_cache else options
 
     @classmethod
     def small_options(cls, seg_len: int) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from dist_mem.evaluation.trained_model import (
 from dist_mem.generation.reading import start_from
 from dist_mem.generation.text_scores import score
 from dist_mem.memory import memory_class
+from dist_mem.memory.base import named_tensors
 from dist_mem.runtime.network_interface import free_port
 from tests.support.contract_cases import small_model
 from tests.support.faults import assert_says, flip, small_disk
@@ -312,10 +313,11 @@ LANES = 8  # of the training, see jobs.write_config
 
 @pytest.fixture(scope="module")
 def bf16_run(tmp_path_factory: pytest.TempPathFactory, rank_pool: Callable[[int], RankPool]) -> Path:
-    """A run of two ranks in bf16, saved at steps 5 and 8."""
+    """A run of two ranks in bf16, saved at steps 5 and 8; a linear memory keeps its matrices in fp32."""
     folder = tmp_path_factory.mktemp("trained")
     config = write_config(folder / "run.yaml", build_books(folder), folder / "run", {"train": {"steps": 8}})
-    rank_pool(2).run(train_here, config, ["train.precision=bf16"])
+    memory = "memory=[{kind: linear}, {kind: transformer_xl, mem_len: 24}]"
+    rank_pool(2).run(train_here, config, ["train.precision=bf16", memory])
     return folder / "run"
 
 
@@ -343,11 +345,21 @@ def test_lanes_are_those_of_the_checkpoint(trained: TrainedModel, bf16_run: Path
         read_lanes(trained, [LANES])
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_lanes_have_the_precision_that_the_memory_itself_chooses(bf16_run: Path, text: str, precision: str) -> None:
+    model = load_model(bf16_run, f"eval.precision={precision}")
+    lanes = read_lanes(model, [5, 2])
+    chosen = {name: part.dtype for name, part in named_tensors(init_state(model, [5, 2])).items()}
+    assert {name: part.dtype for name, part in named_tensors(lanes).items()} == chosen
+    one = start_from(model, read_lanes(model, [5]), [model.tokenizer.bos_id])
+    assert len(score(model, text, after=one).nll) == len(text)
+
+
 def test_step_precision_and_settings_can_be_chosen(bf16_run: Path, text: str) -> None:
     early = load_model(bf16_run, "eval.precision=bf16", "eval.seg_len=8", step=5)
     assert early.checkpoint.manifest["step"] == 5
     assert next(early.model.parameters()).dtype == early.dtype == torch.bfloat16
-    assert score(early, text[:8]).reading.state.blocks[0].length.tolist() == [8]
+    assert score(early, text[:8]).reading.state.blocks[1].length.tolist() == [8]
     with refused(ValueError, "model.d_model"):
         load_model(bf16_run, "model.d_model=8")
     with refused(CheckpointError, "step-00000006", "steps 5, 8"):

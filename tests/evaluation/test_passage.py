@@ -15,7 +15,7 @@ from dist_mem.block import model_spec
 from dist_mem.config import change_config, load_config
 from dist_mem.data.shard import Index, read_index
 from dist_mem.data.tokenizers.registry import load_tokenizer
-from dist_mem.evaluation.probe import BANDS, PREFIX, open_passage, passage_metrics
+from dist_mem.evaluation.probe import BANDS, PREFIX, open_passage, passage_metrics, state_metrics
 from dist_mem.evaluation.protocol import protocol_of
 from dist_mem.evaluation.scoring import score_split
 from dist_mem.memory import memory_class, memory_kinds
@@ -80,6 +80,17 @@ def test_shares_are_shares_and_bands_sum_to_the_whole(
     assert (found["memory/gain"] == 0.0) == (kind in ("none", "causal"))
     if kind not in ("none", "causal"):
         assert found["memory/state_norm"] > 0.0 and 1.0 <= found["memory/effective_rank"] <= config.model.d_model + 1e-3
+
+
+@pytest.mark.parametrize(("rows_dim", "rank"), [(-2, 1), (-2, 4), (1, 4)])
+def test_rows_are_those_of_each_head_and_the_rank_is_that_of_its_matrix(rows_dim: int, rank: int) -> None:
+    """Matrices of a known rank, with an empty row, in either order of heads and rows."""
+    generator = torch.Generator().manual_seed(0)
+    bases = torch.linalg.qr(torch.randn(2, 6, 6, generator=generator)).Q[:, :rank]  # of equal singular values
+    heads = torch.cat([bases, torch.zeros(2, 1, 6)], dim=1)  # (H, rows, K)
+    rows = heads if rows_dim == -2 else heads.transpose(0, 1)
+    found = state_metrics([((rows[None], torch.zeros(1)), rows_dim)])
+    assert found == {"state_norm": pytest.approx(1.0), "effective_rank": pytest.approx(rank)}
 
 
 def test_gain_is_the_difference_of_two_evaluations(tmp_path: Path, books: Path, validation: Index) -> None:

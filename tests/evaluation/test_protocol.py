@@ -11,23 +11,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.axes import Axes
 
 from dist_mem.__main__ import main
 from dist_mem.block import model_spec
 from dist_mem.config import change_config
+from dist_mem.config.memory_blocks import PER_BLOCK, memories_of
 from dist_mem.data.shard import Index
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
 from dist_mem.evaluation import sweep
 from dist_mem.evaluation.evaluate import evaluate_checkpoint
 from dist_mem.evaluation.memory_file import read_memory_file
-from dist_mem.evaluation.protocol import protocol_of, tag_of
+from dist_mem.evaluation.protocol import for_evaluation, protocol_of, tag_of
 from dist_mem.evaluation.scores import DocumentScore, Report, read_report
 from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.evaluation.sweep import KEYS, SweepRow, parse_sweep, to_markdown
 from dist_mem.evaluation.trained_model import TrainedModel, load_model
 from dist_mem.generation.text_memory import Memory, read_text
 from dist_mem.generation.text_scores import score as score_text
+from dist_mem.memory import memory_class, memory_options
 from dist_mem.model import MemoryLM
 from dist_mem.tracking.log import METRICS_FILE, read_points
 from tests.support.evaluated_runs import MEMORIES, asked, config_with, make_run
@@ -43,10 +46,14 @@ from tests.support.scored_library import (
     counts,
     make_config,
     make_document,
+    save_weights,
     score,
 )
 
 pytestmark = pytest.mark.usefixtures("single_process")
+
+
+WINDOWS = {"block_recurrent": "window", "memorizing": "cache_len"}
 
 
 def score_built(index: Index, weights: MemoryLM, config: Any, *, mem_len: int, seg_len: int) -> Report:
@@ -69,6 +76,51 @@ def test_another_memory_length_is_that_of_a_model_built_with_it(
     assert (longer.mem_len, longer.seg_len) == (40, 4)
     assert longer.nll != as_trained.nll
     assert asked(run_dir, f"eval.mem_len={MEM_LEN}") == as_trained
+
+
+def test_blocks_that_were_trained_apart_stay_so_with_equal_lengths(library: Path, tmp_path: Path) -> None:
+    """Blocks with equal memories share u and v, which a memory length of the evaluation does not change."""
+    other = {"kind": "transformer_xl", "mem_len": 2 * MEM_LEN}
+    memory = {"kind": PER_BLOCK, "default": MEMORIES["transformer_xl"], "1": other}
+    config = config_with(memory, data={"path": str(library)})
+    weights = MemoryLM(model_spec(config, TOKENIZER.vocab_size))
+    save_weights(tmp_path / "apart", weights, config, step=3)
+    model = load_model(tmp_path / "apart", f"eval.mem_len={2 * MEM_LEN}").model
+    for name, weight in weights.state_dict().items():
+        assert torch.equal(model.state_dict()[name], weight), name
+
+
+@pytest.mark.parametrize("name", ["block_recurrent", "memorizing"])
+def test_other_segments_leave_the_windows_that_a_memory_was_trained_with(
+    library: Path, index: Index, tmp_path: Path, name: str
+) -> None:
+    """Of T by default; written out, they are the same model."""
+    memory, window = {"kind": name, **memory_class(name).small_options(SEG_LEN)}, WINDOWS[name]
+    run_dir, model = make_run(tmp_path, library, memory | {window: None})
+    config = config_with(memory | {window: SEG_LEN}, train={"seg_len": 2 * SEG_LEN})
+    found = asked(run_dir, f"eval.seg_len={2 * SEG_LEN}")
+    assert found == score_built(index, model, config, mem_len=found.mem_len, seg_len=2 * SEG_LEN)
+
+
+@pytest.mark.parametrize(
+    ("memory", "lengths"),
+    [
+        ({"default": {"kind": "transformer_xl", "mem_len": 8}, "1": {"kind": "memorizing", "mem_len": 64}}, [40, 64]),
+        ({"kind": "memorizing", "mem_len": 64}, [40]),
+        ({"default": {"kind": "rmt", "mem_len": 0}}, None),
+        ({"default": {"kind": "rmt", "mem_len": 8}}, [40]),
+    ],
+)
+def test_a_memory_length_is_that_of_short_term_memories(memory: dict[str, Any], lengths: list[int] | None) -> None:
+    given = memory if "kind" in memory else {"kind": PER_BLOCK, **memory}
+    config = change_config(config_with(memory_options(given)), {"eval.mem_len": 40})
+    if lengths is None:
+        with refused(ValueError, "eval.mem_len", "no short-term memory"):
+            for_evaluation(config)
+    else:
+        built = memories_of(for_evaluation(config).memory).values()
+        assert [block["mem_len"] for block in built] == lengths
+        assert protocol_of(config).mem_len == 40
 
 
 def test_clamped_distances_and_equal_reach_are_those_of_a_model_built_with_them(

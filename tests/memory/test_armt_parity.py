@@ -178,6 +178,8 @@ def test_a_memory_over_it_must_pass_on_what_the_block_made(tmp_path: Path) -> No
     gpt2_models.build(llama_models.llama_config({**block, "over": {"kind": "none"}}))
     with refused(ValueError, "memory.over", "after_block"):
         gpt2_models.build(llama_models.llama_config({**block, "over": {"kind": "armt"}}))
+    below = {**llama_models.LTM, "over": {"kind": "none"}}  # which has nothing to pass on
+    gpt2_models.build(llama_models.llama_config({"kind": "linear", "over": below}))
 
 
 def test_only_attention_without_memory_may_be_below() -> None:
