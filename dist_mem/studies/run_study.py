@@ -27,6 +27,7 @@ from dist_mem.runtime.locks import hold_folder
 from dist_mem.runtime.ranks import names_of_gpus
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.runtime.terminal import count_noun, list_names, table
+from dist_mem.runtime.versions import processor_name
 from dist_mem.studies import estimate
 from dist_mem.studies.budget import HEADING, Costs, apply_budget
 from dist_mem.studies.cells import CellRun, define, take_over
@@ -324,11 +325,11 @@ def _draw_figures(job: StudyCall) -> None:
 
 
 def _origin() -> dict[str, str]:
-    """Return the date, the commit and the versions that make results."""
+    """Return the date, the commit, the versions and the processor that make results."""
     state = git_state()
     commit = state.tags.get("mlflow.source.git.commit", "unknown")[:12]
     commit += " and uncommitted changes" if state.diff else ""
-    return {"date": datetime.now(UTC).date().isoformat(), "commit": commit, **versions()}
+    return {"date": datetime.now(UTC).date().isoformat(), "commit": commit, "processor": processor_name(), **versions()}
 
 
 def _provenance(job: StudyCall) -> dict[str, str]:

@@ -175,6 +175,8 @@ def test_cells_of_one_definition_are_not_those_of_another(here: Path) -> None:
     text = (here / "job.yaml").read_text()
     (here / "job.yaml").write_text(f"# a comment changes nothing\n{text}")
     assert reproduce(out="another", cells=Path("cells")) == EXIT_DONE  # with the cells of the first, and no training
+    made = read_cell(Path("cells/none-seed0.json"))["made"]
+    assert {"date", "commit", "processor", "version.torch"} <= made.keys(), "bits depend on these"
     assert values(here / "another") == values(here / "out")
     with refused(UnusableError, "train.seed was 0 and is 7"):
         reproduce("train.seed=7", out="third", cells=Path("cells"))
