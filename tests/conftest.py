@@ -150,6 +150,14 @@ def single_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of models that transformers opens are copied into the test's folder, and not into the user's."""
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+
+@pytest.fixture
 def index(library: Path) -> Index:
     """Of the library's only split."""
     return read_index(library / "test")

@@ -61,7 +61,10 @@ def scale_heads(query: Tensor, scale: Tensor) -> Tensor:
 
 
 def buckets(distances: Tensor) -> Tensor:
-    """Return T5's bucket of each distance, (J,) int64: 16 of one distance each, and 16 that widen up to 128 tokens."""
+    """Return T5's bucket of each distance, (J,) int64: 16 of one distance each, and 16 that widen up to 128 tokens.
+
+    In float32, as published.
+    """
     exact = NUM_BUCKETS // 2
     far = torch.log(distances.clamp(min=1).float() / exact) / math.log(FARTHEST / exact) * (NUM_BUCKETS - exact)
     return torch.where(distances < exact, distances, (exact + far.floor().long()).clamp(max=NUM_BUCKETS - 1))

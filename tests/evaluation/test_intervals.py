@@ -16,13 +16,9 @@ from scipy import stats
 from dist_mem.evaluation.intervals import MIN_DOCUMENTS, Interval, holm, intervals, paired_intervals
 from dist_mem.evaluation.scores import METRICS, DocumentScore, Report
 from tests.support.paths import ROOT
+from tests.support.saved_reports import of_losses
 
 PERPLEXITY = "word_perplexity"
-
-
-def of_losses(*nlls: float, words: int | None = 100) -> Report:
-    documents = [DocumentScore(str(place), "", nll, 200, words, 600) for place, nll in enumerate(nlls)]
-    return Report("test", "d", "t", None, 32, 32, None, documents, [])
 
 
 def of_hits(*hits: int | None) -> Report:

@@ -31,7 +31,7 @@ from dist_mem.evaluation.scores import (
     to_table,
 )
 from tests.support.messages import refused
-from tests.support.saved_reports import save_report
+from tests.support.saved_reports import of_losses, save_report
 
 
 def make_report(*, split: str = "test", factor: float = 1.0, mem_len: int = 64) -> Report:
@@ -385,11 +385,6 @@ def test_compare_mixes_no_protocols(tmp_path: Path) -> None:
     assert factors(two, four) == [2.0, 5.0], "the own data first"
     report = three / "evaluations" / "test-step-00000005-M640-stream10.json"
     assert compare.run([two, report]) == 0  # as it was asked for
-
-
-def of_losses(*nlls: float, words: int | None = 100) -> Report:
-    documents = [DocumentScore(str(place), "", nll, 200, words, 600) for place, nll in enumerate(nlls)]
-    return Report("test", "d", "t", None, 32, 32, None, documents, [])
 
 
 def test_a_missing_interval_has_a_reason() -> None:

@@ -28,6 +28,7 @@ from tests.support.contract_cases import CASES, SEG_LEN, case_params
 from tests.support.jobs import write_config
 from tests.support.messages import refused
 from tests.support.paths import EXAMPLES
+from tests.support.remote_code import open_hub
 from tests.support.saved_reports import save_report
 
 transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -63,10 +64,6 @@ def exported(tmp_path_factory: pytest.TempPathFactory, books: Path) -> Callable[
     return folder
 
 
-def opened(folder: Path, **options: Any) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **options)
-
-
 def random_ids(lanes: int, length: int) -> Tensor:
     return torch.randint(VOCAB - 1, (lanes, length), generator=torch.Generator().manual_seed(5))
 
@@ -92,7 +89,7 @@ def padded_left(rows: list[Tensor]) -> dict[str, Tensor]:
 
 def check_figures(folder: Path) -> None:
     """In one call, in calls of any length, and in a batch of texts of other lengths; the memories are ours."""
-    model, trained = opened(folder), load_model(folder)
+    model, trained = open_hub(folder), load_model(folder)
     for (name, ours), theirs in zip(trained.model.state_dict().items(), model.model.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs), name
     ids = random_ids(2, 5 * SEG_LEN + 3)
@@ -134,7 +131,7 @@ def test_prompts_of_several_lengths_are_continued_as_each_alone_with_its_memory(
     exported: Callable[..., Path], case: str
 ) -> None:
     """Every token is read once, and its figures are those of the whole text read at once."""
-    model = opened(exported(case))
+    model = open_hub(exported(case))
     long, short = random_ids(1, 4 * SEG_LEN + 1)[0], random_ids(1, 2)[0]
     widths: list[int] = []
     hook = model.register_forward_pre_hook(
@@ -154,7 +151,7 @@ def test_prompts_of_several_lengths_are_continued_as_each_alone_with_its_memory(
 
 @torch.no_grad()
 def test_a_token_is_one_row_of_the_model_and_a_copied_cache_goes_on_by_itself(exported: Callable[..., Path]) -> None:
-    model, ids = opened(exported("linear")), random_ids(2, 4 * SEG_LEN + 1)
+    model, ids = open_hub(exported("linear")), random_ids(2, 4 * SEG_LEN + 1)
     whole, begun = model(ids).logits, SEG_LEN + 2
     cache = model(ids[:, :begun]).past_key_values
     rows: list[int] = []
@@ -174,7 +171,7 @@ def test_a_token_is_one_row_of_the_model_and_a_copied_cache_goes_on_by_itself(ex
 
 def test_every_beam_has_its_own_memory(exported: Callable[..., Path]) -> None:
     """The score of a beam is that of its text read from the start."""
-    model, num_new = opened(exported("transformer_xl")), 2 * SEG_LEN
+    model, num_new = open_hub(exported("transformer_xl")), 2 * SEG_LEN
     ids = random_ids(2, SEG_LEN + 1)
     options = {"num_beams": 3, "num_return_sequences": 3, "length_penalty": 0.0, "output_scores": True}
     found = model.generate(ids, max_new_tokens=num_new, **{**GREEDY, **options})
@@ -187,7 +184,7 @@ def test_every_beam_has_its_own_memory(exported: Callable[..., Path]) -> None:
 
 def test_a_reading_of_dist_mem_goes_on_in_transformers(exported: Callable[..., Path]) -> None:
     """Also what was read in transformers, given whole as is usual there; a copied cache is another one."""
-    model = opened(exported("lamemo"))
+    model = open_hub(exported("lamemo"))
     ids = random_ids(1, 5 * SEG_LEN + 2)
     empty = start_from(model.trained, init_state(model.trained), [int(ids[0, 0])])
     cache_class = type(model(ids[:, :1]).past_key_values)
@@ -223,7 +220,7 @@ def scored(rows: list[Tensor], side: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_the_loss_of_a_batch_is_that_of_its_texts(exported: Callable[..., Path], side: str) -> None:
     """Wherever the padding is, every text has the labels that it has alone; the same holds for chosen columns."""
-    model = opened(exported("transformer_xl"))
+    model = open_hub(exported("transformer_xl"))
     rows = [random_ids(1, length)[0] for length in (2, 3 * SEG_LEN + 1, SEG_LEN)]
     with torch.no_grad():
         together = model(**scored(rows, side))
@@ -274,8 +271,8 @@ def test_a_memory_from_outside_runs_only_if_it_is_allowed(tmp_path: Path, books:
     OmegaConf.save(config, tmp_path / "run.yaml")
     assert export(tmp_path / "run.yaml", out=tmp_path / "model", layout="transformers") == 0
     with refused(ValueError, "eval.allow_code"):
-        opened(tmp_path / "model")
-    assert opened(tmp_path / "model", allow_code=True)(random_ids(1, 3)).logits.shape == (1, 3, VOCAB)
+        open_hub(tmp_path / "model")
+    assert open_hub(tmp_path / "model", allow_code=True)(random_ids(1, 3)).logits.shape == (1, 3, VOCAB)
     assert "`memory/` contains a program" in (tmp_path / "model" / "README.md").read_text(encoding="utf-8")
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from dist_mem.evaluation.export import run as export
 from tests.support.jobs import write_config
 from tests.support.messages import refused
+from tests.support.remote_code import open_hub
 
 transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.usefixtures("own_modules")
@@ -30,10 +31,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, books: Path) -> Path:
     config = write_config(root / "run.yaml", books, root / "run", {"model": {"init_std": 0.3}})
     assert export(config, out=root / "hub", layout="transformers") == 0
     return root / "hub"
-
-
-def opened(folder: Path, **options: Any) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **options)
 
 
 def prompt(folder: Path) -> tuple[Any, Any]:
@@ -53,7 +50,7 @@ def test_every_option_of_loading_asks_for_nothing_by_its_default(folder: Path) -
     options = taken(transformers.PreTrainedModel.from_pretrained)
     assert {"adapter_name", "generation_config", "use_kernels", "revision"} <= options.keys()
     del options["trust_remote_code"]
-    model = opened(folder, **options)
+    model = open_hub(folder, **options)
     assert type(model).from_pretrained(folder, **options).dtype == model.dtype == torch.float32
 
 
@@ -80,22 +77,22 @@ READ = {
 def test_options_that_a_model_can_answer_are_accepted_and_others_refused_with_a_reason(
     folder: Path, tmp_path: Path
 ) -> None:
-    model, ids, of_class = opened(folder), torch.tensor([[5]]), type(opened(folder)).from_pretrained
+    model, ids, of_class = open_hub(folder), torch.tensor([[5]]), type(open_hub(folder)).from_pretrained
     assert of_class(folder, **NEUTRAL).dtype == torch.float32
     for number, (name, value) in enumerate(ANSWERED):
-        found = (opened, of_class)[number % 2](folder, **{name: value})
+        found = (open_hub, of_class)[number % 2](folder, **{name: value})
         assert getattr(found.config, name, value) == value
         assert torch.equal(found(ids, return_dict=True).logits, model(ids).logits)
     assert of_class(folder, torch_dtype=torch.bfloat16).dtype == torch.bfloat16
-    assert opened(folder, dtype="bfloat16").dtype == torch.bfloat16
+    assert open_hub(folder, dtype="bfloat16").dtype == torch.bfloat16
     model(ids, output_hidden_states=False, output_attentions=None)
     padded_right = {"input_ids": torch.tensor([[5, 6], [5, 0]]), "attention_mask": torch.tensor([[1, 1], [1, 0]])}
     refusals: list[tuple[str, Callable[[], object]]] = [
         *((option, partial(of_class, folder, **{option: value})) for option, value in ASKED.items()),
         *((option, partial(model, ids, **{option: value})) for option, value in READ.items()),
         ("int8", lambda: of_class(folder, dtype="int8")),
-        ("hidden_size", lambda: opened(folder, hidden_size=64)),
-        ("flash_attention_2", lambda: opened(folder, attn_implementation="flash_attention_2")),
+        ("hidden_size", lambda: open_hub(folder, hidden_size=64)),
+        ("flash_attention_2", lambda: open_hub(folder, attn_implementation="flash_attention_2")),
         ("dist-mem export", lambda: model.save_pretrained(tmp_path / "saved")),
         ("padding_side", lambda: model.generate(**padded_right, max_new_tokens=1)),
         ("new tokens", lambda: model.resize_token_embeddings(300)),
@@ -109,11 +106,11 @@ def test_options_that_a_model_can_answer_are_accepted_and_others_refused_with_a_
 
 
 def test_an_output_is_a_tuple_where_the_caller_or_the_configuration_says_so(folder: Path) -> None:
-    model, ids = opened(folder, use_cache=False), torch.tensor([[5, 6]])
+    model, ids = open_hub(folder, use_cache=False), torch.tensor([[5, 6]])
     (logits,) = model(ids, return_dict=False)
     assert torch.equal(logits, model(ids).logits)
     assert model(ids).past_key_values is None
-    assert torch.equal(opened(folder, return_dict=False)(ids)[0], logits)
+    assert torch.equal(open_hub(folder, return_dict=False)(ids)[0], logits)
 
 
 def test_the_configuration_has_what_all_models_of_transformers_have(folder: Path) -> None:
@@ -129,7 +126,7 @@ def test_the_configuration_has_what_all_models_of_transformers_have(folder: Path
 
 
 def test_the_tables_of_the_tokens_are_those_of_the_model(folder: Path) -> None:
-    model, ids = opened(folder), torch.tensor([[5, 6, 7]])
+    model, ids = open_hub(folder), torch.tensor([[5, 6, 7]])
     table, size = model.get_input_embeddings(), model.config.vocab_size
     assert table.weight.shape == (size, model.config.hidden_size)
     assert model.get_output_embeddings().weight.shape == (size, model.config.hidden_size)
@@ -151,7 +148,7 @@ def test_a_pipeline_takes_the_folder(folder: Path, options: dict[str, Any]) -> N
 
 def written(folder: Path, **options: Any) -> Tensor:
     _, given = prompt(folder)
-    sequences: Tensor = opened(folder, **options).generate(**given)
+    sequences: Tensor = open_hub(folder, **options).generate(**given)
     return sequences[0, given.input_ids.shape[1] :]
 
 
@@ -202,7 +199,7 @@ def test_a_generation_takes_what_a_model_of_transformers_takes(folder: Path) -> 
     tokenizer, given = prompt(folder)
     config = transformers.GPT2Config(vocab_size=len(tokenizer), n_embd=8, n_layer=1, n_head=1, bos_token_id=1)
     config.eos_token_id = None
-    model = opened(folder)
+    model = open_hub(folder)
     assert GENERATED.keys() - {"logits_to_keep"} <= vars(transformers.GenerationConfig()).keys()
     differ = {}
     for name, value in {**GENERATED, "tokenizer": tokenizer, "assistant_tokenizer": tokenizer}.items():
@@ -220,7 +217,7 @@ def test_a_generation_takes_what_a_model_of_transformers_takes(folder: Path) -> 
 
 def test_a_text_ends_at_its_stop_string(folder: Path) -> None:
     tokenizer, given = prompt(folder)
-    model = opened(folder)
+    model = open_hub(folder)
     options = {"max_new_tokens": 30, "do_sample": False, "tokenizer": tokenizer}
     begin = given.input_ids.shape[1]
     whole = model.generate(**given, **options)[0, begin:].tolist()

@@ -25,8 +25,10 @@ from tests.support import llama_models
 from tests.support.gpt2_models import LTM, SIZES
 from tests.support.jobs import difference, write_config
 from tests.support.messages import refused
+from tests.support.remote_code import open_hub
 
 transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
+pytestmark = pytest.mark.usefixtures("own_modules")
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 3
 SEG_LEN = 16
 LLAMA = {**llama_models.SIZES, "kind": "llama"}
@@ -67,18 +69,6 @@ def folders_of(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return made
 
 
-@pytest.fixture(autouse=True)
-def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs of folders are copied into the test's folder, and not into the user's."""
-    from transformers import dynamic_module_utils
-
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-
-
-def open_folder(folder: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-
-
 def ids_of(folder: Path, text: str) -> Tensor:
     """Ids of a document: GPT-2's own tokenizer adds no token in front of it."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -92,7 +82,7 @@ def test_losses_and_weights_are_ours(folders_of: Folders, name: str) -> None:
     ours, theirs = folders_of(name)
     has_memory = name.startswith("Memory")
     text = TEXT if has_memory else TEXT[:50]
-    trained, opened, ids = load_model(ours), open_folder(theirs), ids_of(theirs, text)
+    trained, opened, ids = load_model(ours), open_hub(theirs), ids_of(theirs, text)
     assert type(opened).__name__ == name
     own = [key for key in load_file(theirs / "model.safetensors") if key.startswith("memory.")]
     assert bool(own) == ("infinite" in str(MODELS[name]["memory"]))
@@ -114,7 +104,7 @@ def test_losses_and_weights_are_ours(folders_of: Folders, name: str) -> None:
 def test_generate_carries_the_memory(folders_of: Folders) -> None:
     """Figures of every drawn token are those of a text read anew, and depend on what is far behind."""
     _, folder = folders_of("MemoryGPT2")
-    opened, ids = open_folder(folder), ids_of(folder, TEXT)
+    opened, ids = open_hub(folder), ids_of(folder, TEXT)
     torch.manual_seed(0)
     options = {"do_sample": True, "eos_token_id": None, "output_logits": True, "return_dict_in_generate": True}
     drawn = opened.generate(ids.repeat(2, 1), max_new_tokens=3 * SEG_LEN, **options)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dist_mem.memory.base import detach_state, named_tensors, select_lanes
 from dist_mem.memory.block_recurrent import BlockRecurrent, BlockRecurrentState
-from dist_mem.memory.parts.state_cell import buckets
+from dist_mem.nn.unit_attention import buckets
 from tests.support.messages import refused
 from tests.support.paths import GOLDEN
 from tests.support.published import Vectors, layer_spec, names_in, rms
@@ -218,12 +218,6 @@ def test_padding_is_not_kept(valid_len: int) -> None:
     assert_close(padded.state, short.state)
     torch.testing.assert_close(padded.y[:, :valid_len], short.y, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(padded.logs["kept"], short.logs["kept"])
-
-
-def test_position_buckets_are_those_of_t5() -> None:
-    """One a distance below 16, then floor(16 ln(t / 16) / ln 8) more, 31 at most."""
-    found = buckets(torch.tensor([1, 15, 16, 18, 19, 31, 32, 64, 112, 113, 127, 128, 5000])).tolist()
-    assert found == [1, 15, 16, 16, 17, 21, 21, 26, 30, 31, 31, 31, 31]
 
 
 def test_initial_weights_are_those_of_the_published_code() -> None:

@@ -1,4 +1,4 @@
-"""Reports in files as `dist-mem evaluate` writes them."""
+"""Reports, and files of them as `dist-mem evaluate` writes them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from pathlib import Path
 
 from dist_mem.evaluation.protocol import Protocol
 from dist_mem.evaluation.report_names import is_without_memory
-from dist_mem.evaluation.scores import Report, write_report
+from dist_mem.evaluation.scores import DocumentScore, Report, write_report
+
+
+def of_losses(*nlls: float, words: int | None = 100) -> Report:
+    """Return a report of documents of 200 tokens with these losses."""
+    documents = [DocumentScore(str(place), "", nll, 200, words, 600) for place, nll in enumerate(nlls)]
+    return Report("test", "d", "t", None, 32, 32, None, documents, [])
 
 
 def save_report(report: Report, directory: Path, name: str, **metadata: object) -> list[Path]:

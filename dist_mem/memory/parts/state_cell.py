@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from dist_mem.nn.convolution import Tail, short_convolution
 from dist_mem.nn.layers import Dropout, Projection
+from dist_mem.nn.unit_attention import NUM_BUCKETS, buckets
 
-NUM_BUCKETS = 32  # of position biases: one for each distance below 16, then logarithmic up to 128
 NOTHING = -1000.0  # the score of a row of zeros that everything sees: what sees nothing else reads 0
 
 
@@ -182,12 +182,6 @@ def unit(rows: Tensor, scale: Tensor | float = 1.0) -> Tensor:
     """Divide rows (B, H, T, K) by their length, in float32 or wider, and multiply by a scale of each head."""
     exact = rows.to(torch.promote_types(rows.dtype, torch.float32))
     return (exact * torch.rsqrt(exact.square().sum(-1, keepdim=True) + 1e-6) * scale).to(rows.dtype)
-
-
-def buckets(distances: Tensor) -> Tensor:
-    """Return the bucket of distances of at least 1, any shape of int64; in float32, as published."""
-    far = (distances.float() / 16.0).clamp(min=1.0).log() * (16.0 / math.log(8.0))
-    return torch.where(distances < 16, distances, (16 + far.long()).clamp(max=NUM_BUCKETS - 1))
 
 
 def by_key(bias: Tensor, num_queries: int) -> Tensor:
