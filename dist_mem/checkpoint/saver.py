@@ -7,15 +7,17 @@ The thread does not touch the training: it writes a copy, and the ranks agree ov
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dist_mem.checkpoint.commit import WrittenCheckpoint, rehearse_checkpoint, write_checkpoint
+from dist_mem.checkpoint.manifest import read_manifest, step_dir, write_manifest
 from dist_mem.checkpoint.snapshot import Snapshot
 from dist_mem.config import CheckpointConfig
 from dist_mem.runtime.distributed import World
+from dist_mem.supervision.lease import refuse_if_taken_over
 from dist_mem.supervision.side_channel import open_side_channel
 
 
@@ -90,6 +92,18 @@ class Saver:
         """Whether `checkpoint.every_minutes` have passed since the last save; only rank 0 looks at its clock."""
         minutes = self._rules.every_minutes
         return self._world.rank == 0 and minutes is not None and time.monotonic() >= self._last_began + 60 * minutes
+
+    def change_manifest(self, step: int, changes: Mapping[str, Any]) -> None:
+        """Change keys of the manifest of a committed checkpoint, if this run has it; rank 0 does it.
+
+        Raises:
+            TakenOverError: another job has the run directory now.
+            OSError: it cannot be written.
+        """
+        directory = step_dir(self._run_dir, step)
+        if self._world.rank == 0 and directory.is_dir():
+            refuse_if_taken_over(self._run_dir)
+            write_manifest(directory, read_manifest(directory) | changes)
 
     def rehearse(self, snapshot: Snapshot) -> None:
         """Try before the first step what a save needs, see `rehearse_checkpoint`. Raises UnfitError on every rank."""

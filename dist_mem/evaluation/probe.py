@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dist_mem.data.batch import Batch
+from dist_mem.data.batch import IGNORE, Batch
 from dist_mem.data.documents import Documents
 from dist_mem.data.segments import collate, document_segments
 from dist_mem.data.shard import Index
@@ -70,7 +70,8 @@ def passage_metrics(
 ) -> PassageRead:
     """Read a passage and return its metrics; there are none for one without segments.
 
-    `memory/gain` is in nats per token: the loss with the memory emptied before every segment, less that with it.
+    `memory/gain` is in nats per scored token: the loss with the memory emptied before every segment, less that with it.
+    There is none in a passage of which no token is scored, as the beginning of a recall task.
 
     Args:
         forward, init_state: as for `scoring.score_split`; every rank calls it.
@@ -82,6 +83,7 @@ def passage_metrics(
     metrics: dict[str, list[float]] = {}
     by_layer: list[dict[str, float]] = [{} for _ in memories]
     inspector = Inspector(memories)
+    gain, num_scored = 0.0, 0
     for batch in (host_batch.to(device) for host_batch in batches):
         tensors = batch.tokens, batch.targets, batch.valid_len
         emptied = forward(*tensors, state=empty_memories(state, init_state(batch.document)))
@@ -89,14 +91,16 @@ def passage_metrics(
             output = forward(*tensors, state=state)
         inspector.commit()
         state = output.state
-        gain = (emptied.nll.double().sum() - output.nll.double().sum()) / batch.valid_len.sum()
+        gain += float(emptied.nll.double().sum() - output.nll.double().sum())
+        num_scored += int((batch.targets != IGNORE).sum())
         read = mass_by_age(inspector.layers, batch.valid_len, seg_len=batch.tokens.shape[1])
-        for name, metric in ({"gain": float(gain)} | read | mean_values(inspector.layers)).items():
+        for name, metric in (read | mean_values(inspector.layers)).items():
             metrics.setdefault(name, []).append(metric)
         for mean, layer in zip(by_layer, inspector.layers, strict=True):
             for name, mass in mass_by_age([layer], batch.valid_len, seg_len=batch.tokens.shape[1]).items():
                 mean[name] = mean.get(name, 0.0) + mass / len(batches)
     means = {name: statistics.fmean(several) for name, several in metrics.items()}
+    means |= {"gain": gain / num_scored} if num_scored else {}
     by_block = zip(state.blocks, (memory.rows_dim for memory in memories), strict=True)
     held = state_metrics(by_block) or state_metrics([(state.stem, -2)])  # memory tokens are held for the whole model
     named = {PREFIX + name: metric for name, metric in (means | held).items()}

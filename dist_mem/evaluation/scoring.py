@@ -47,6 +47,10 @@ from dist_mem.runtime.progress import Progress
 
 Forward = Callable[..., LMOutput]  # (tokens, targets, valid_len, state=state), without dropout
 NUM_BINS = 40  # octaves of positions, up to 10^12 tokens of a document
+_NOTHING_SCORED = (
+    "no token is scored, so there is no metric: set eval.max_document_len higher, or to null, or build the split with "
+    "tokens that count"
+)
 InitState = Callable[[Tensor], LMState]  # document numbers (B,) int64 -> empty memories on the device
 
 
@@ -155,6 +159,15 @@ def lengths_to_score(index: Index, tokenizer: Tokenizer, settings: EvalConfig) -
         has = f"{index.split_dir} has {lengths.sum()} tokens"
         raise ValueError(f"eval.batch_size = {settings.batch_size}, but {has}: set it lower")
     return lengths
+
+
+def refuse_without_targets(index: Index, lengths: np.ndarray) -> None:
+    """Raise ValueError unless a token is scored of what an evaluation reads of the documents of a split."""
+    for document, length in enumerate(lengths.tolist()):
+        mask = read_mask(index, document, 0, length)
+        if length and (mask is None or mask.any()):
+            return
+    raise ValueError(f"{index.split_dir}: {_NOTHING_SCORED}")
 
 
 def _document_scores(index: Index, sums: ScoreSums) -> list[DocumentScore]:
@@ -286,7 +299,4 @@ def check_complete(index: Index, extent: Extent, sums: ScoreSums) -> None:
         if not torch.isfinite(sums.nll[document]):
             raise EvaluationError(f"{where}: its loss is {float(sums.nll[document])}")
     if not sums.num_scored.any():
-        raise EvaluationError(
-            f"{index.split_dir}: no token is scored, so there is no metric: set eval.max_document_len higher, or to "
-            "null, or build the split with tokens that count"
-        )
+        raise EvaluationError(f"{index.split_dir}: {_NOTHING_SCORED}")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-
 from dist_mem.checkpoint.retention import Validation
 from dist_mem.data.curriculum import Stage, answers_of, stage_number, stages_of, with_ends
 from dist_mem.data.directory import open_index
@@ -20,6 +18,7 @@ from dist_mem.supervision.watchdog import beat
 from dist_mem.training.context import Context
 from dist_mem.training.reporting import is_multiple
 from dist_mem.training.state import TrainState
+from dist_mem.training.step import reset_of
 from dist_mem.training.stopping import Stopping
 
 _DATA_CHARS = 12  # of a fingerprint
@@ -162,12 +161,12 @@ class Evaluation:
     def _full_lanes(self, state: TrainState) -> dict[str, float]:
         """Return the share of the training's lanes that are so far into a document that their memory is full.
 
-        There is none for a memory that holds no tokens. Every rank calls it.
+        There is none for a memory that holds no tokens, or that `train.reset` empties on the way. Every rank calls it.
         """
-        world = self._context.world
+        world, train = self._context.world, self._context.config.train
         kept_len = max(memory.kept_len for memory in self._context.engine.module.memories())
-        if not kept_len:
+        if not kept_len or reset_of(train, state.step - 1) != "never":
             return {}
-        counts = torch.tensor([int((state.cursors[:, 2] >= kept_len).sum()), len(state.cursors)], dtype=torch.float64)
-        full, lanes = world.sum(counts).tolist()
-        return {f"{PREFIX}full_lanes": full / lanes}
+        is_read = self._context.feed.lane_ids < train.global_batch_size  # the others are idle
+        full = world.sum(((state.cursors[:, 2] >= kept_len) & is_read).sum().double())
+        return {f"{PREFIX}full_lanes": float(full) / train.global_batch_size}

@@ -32,10 +32,13 @@ def train(
     evaluation, failure = Evaluation(context, stopping), reporting.failure
     if evaluation.due(state):  # of a job that was stopped before it
         state = evaluation.run(state)
+        if not evaluation.due(state):
+            saving.add_evaluation(state)
     is_over = state.step >= last or evaluation.due(state)  # still due: it was cut short
     if not is_over:
         with announce("reading the first segments"):
             feed.read_first()
+        reporting.meter.begin()
     elif not evaluation.due(state):
         reporting.tracker.message(f"step {state.step} of {last}: nothing is left to train")
     while not is_over:
@@ -56,7 +59,8 @@ def train(
         if outcome.decision is not None:
             state = carry_out(context, state, outcome.decision)
             if outcome.decision.action == ROLLBACK:
-                feed.read_first()
+                with reporting.meter.pause():
+                    feed.read_first()
                 continue
         after_step(state.step)
         if reporting.due(state.step):

@@ -78,15 +78,21 @@ class Meter:
         self._totals = Totals(**{name: saved.get(name, 0.0) for name in Totals._fields})
         self._logs = {name: metric for name, metric in saved.items() if name.startswith(LOGGED)}
         self._steps = saved.get("steps", 0.0)
+        self._trained = saved.get("trained", self._steps)
         self._waited = saved.get("waited", 0.0)
-        self._began = time.perf_counter() - saved.get("seconds", 0.0)
+        self._saved_seconds = saved.get("seconds", 0.0)
+        self.begin()
         self._epoch = 0.0  # of the last update
         self._noted: dict[str, float] = {}
+
+    def begin(self) -> None:
+        """Start the clock: what was done since the meter was made or loaded is no training."""
+        self._began = time.perf_counter() - self._saved_seconds
 
     def state(self) -> dict[str, float]:
         """Return the state to save in a checkpoint; JSON preserves it exactly."""
         seconds = time.perf_counter() - self._began
-        others = {"steps": self._steps, "waited": self._waited, "seconds": seconds}
+        others = {"steps": self._steps, "trained": self._trained, "waited": self._waited, "seconds": seconds}
         return {**self._totals._asdict(), **self._logs, **others}
 
     def time_next(self, updates: Iterator[Update]) -> Update:
@@ -117,6 +123,7 @@ class Meter:
             self._logs[LOGGED + name] = self._logs.get(LOGGED + name, 0.0) + metric
         self._totals = Totals(*map(sum, zip(self._totals, totals, strict=True)))
         self._steps += 1
+        self._trained += any(totals._replace(documents=0.0, documents_skipped=0.0))  # nothing in a skipped update
         self._epoch = epoch
 
     def note(self, metrics: Mapping[str, float]) -> None:
@@ -155,11 +162,12 @@ class Meter:
         if totals.num_recall:
             metrics["recall_perplexity"] = exponential(totals.recall_nll / totals.num_recall)
         if totals.aux:
-            metrics["aux_loss"] = totals.aux / (self._lane_segments * max(1.0, self._steps))
+            metrics["aux_loss"] = totals.aux / (self._lane_segments * max(1.0, self._trained))
         if totals.num_read:
             metrics |= {name: metric / totals.num_read for name, metric in self._logs.items()}
         self._totals, self._logs = Totals(documents=totals.documents, documents_skipped=totals.documents_skipped), {}
-        self._steps, self._waited, self._began, self._noted = 0.0, 0.0, self._began + seconds, {}
+        self._steps, self._trained, self._waited, self._noted = 0.0, 0.0, 0.0, {}
+        self._began += seconds
         return metrics
 
 

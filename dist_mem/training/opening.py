@@ -43,7 +43,7 @@ from dist_mem.errors import RunError, run_error
 from dist_mem.estimate.counting import Flops, NotCountedError, flops_per_token
 from dist_mem.estimate.memory import evaluated_lanes, fits_without_counting, refuse_what_cannot_fit, training_parts
 from dist_mem.estimate.zero import TrainingJob, job_of
-from dist_mem.evaluation.scoring import lengths_to_score
+from dist_mem.evaluation.scoring import lengths_to_score, refuse_without_targets
 from dist_mem.hf.folder import load_pretrained
 from dist_mem.hf.vocabulary import compare_tokens
 from dist_mem.memory.base import describe_back_ends
@@ -365,8 +365,9 @@ def open_evaluated(data: DataConfig, eval_config: EvalConfig, splits: Sequence[s
     indexes = [open_index(data, split) for split in splits]
     for index in indexes:
         check_tokenizer(index, tokenizer)
-        lengths_to_score(index, tokenizer, eval_config)
+        lengths = lengths_to_score(index, tokenizer, eval_config)
         fetch_shards(index)
+        refuse_without_targets(index, lengths)
     return tokenizer, indexes
 
 

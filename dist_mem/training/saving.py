@@ -14,6 +14,7 @@ from dist_mem.checkpoint.snapshot import Snapshot, take_snapshot
 from dist_mem.config import CheckpointConfig
 from dist_mem.engine.engine import Engine
 from dist_mem.errors import TakenOverError
+from dist_mem.runtime.distributed import on_all_ranks
 from dist_mem.supervision.watchdog import beat
 from dist_mem.training.agreement import Flags
 from dist_mem.training.divergence import Divergence
@@ -73,6 +74,17 @@ class Saving:
             began = time.perf_counter()
             self.saver.save(self._snapshot(state), began=began)
 
+    def add_evaluation(self, state: TrainState) -> None:
+        """Add the evaluation of a step to its checkpoint, from which this job started; every rank calls it.
+
+        `keep_best` finds it there, and the next start does not repeat it.
+
+        Raises:
+            UnusableError, UnfitError, TakenOverError: on every rank, if it cannot be written.
+        """
+        found = self._after_evaluation(state)
+        on_all_ranks(lambda: self.saver.change_manifest(state.step, found), "adding an evaluation to its checkpoint")
+
     def rehearse(self, state: TrainState) -> None:
         """Try what the first save needs, without its tensors: that it fails is found here, and not hours later.
 
@@ -88,12 +100,10 @@ class Saving:
             "time": time.time(),
             "zero_stage": self._engine.stage,
             "mlflow_run_id": reporting.tracker.run_id,
-            "points": reporting.tracker.num_points,
             "meter": reporting.meter.state(),  # the sums are equal on all ranks; the times are rank 0's
             "goodput": reporting.goodput.state(),
             "divergence": self._divergence.state(),
-            "validation": state.validation,
-            "stage_ends": list(state.stage_ends),
+            **self._after_evaluation(state),
             "mixture": [part._asdict() for part in state.mixture],
             **self._metadata,
         }
@@ -105,6 +115,11 @@ class Saving:
             metadata=metadata,
             is_rehearsal=is_rehearsal,
         )
+
+    def _after_evaluation(self, state: TrainState) -> dict[str, Any]:
+        """Return the keys of a manifest that an evaluation changes."""
+        points = self._reporting.tracker.num_points
+        return {"points": points, "validation": state.validation, "stage_ends": list(state.stage_ends)}
 
     def report(self, *, waits: bool = False) -> None:
         """Report the checkpoints written since the last call, and those removed.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dist_mem.config import Config
+from dist_mem.config import Config, TrainConfig
 from dist_mem.data.batch import Batch, Update, in_windows, window_slices
 from dist_mem.data.batch_plan import backwards_of_window
 from dist_mem.engine import window
@@ -177,6 +177,11 @@ def _finite_flag(states: Sequence[Any], num_lanes: int, device: torch.device) ->
     return torch.cat([_finite_lanes(state, num_lanes, device) for state in states]).all()
 
 
+def reset_of(train: TrainConfig, step: int) -> str:
+    """Return when the update after `step` empties memories, as `train.reset`."""
+    return train.reset if train.reset_steps is None or step < train.reset_steps else "never"
+
+
 def train_step(
     context: StepContext,
     state: TrainState,
@@ -205,7 +210,7 @@ def train_step(
     is_read_only = state.step < context.divergence.first_trained
     trains = any(scored) and not is_read_only
     overflows, train = 0, context.config.train
-    reset = train.reset if train.reset_steps is None or state.step < train.reset_steps else "never"
+    reset = reset_of(train, state.step)
     while True:
         agreement = accumulate_gradients(
             context, state.memories, update, scored if trains else [0] * len(scored), shared, reset

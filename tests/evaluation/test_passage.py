@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dist_mem.block import model_spec
 from dist_mem.config import change_config, load_config
+from dist_mem.data.batch import IGNORE
 from dist_mem.data.shard import Index, read_index
 from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.evaluation.probe import BANDS, PREFIX, open_passage, passage_metrics, state_metrics
@@ -23,12 +24,12 @@ from dist_mem.model import LMState, MemoryLM
 from dist_mem.tracking.log import METRICS_FILE, read_points
 from tests.support.contract_cases import CASES
 from tests.support.jobs import losses, train_here, write_config
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools, RankPool
 from tests.support.scored_library import ALONE
 
 pytestmark = pytest.mark.ranks
 
-SEGMENTS = 6
+SEGMENTS, GAIN = 6, "memory/gain"
 FULL_OR_NOT = ("compressive", "lamemo", "transformer_xl")  # memories that hold the newest tokens
 
 
@@ -104,6 +105,33 @@ def test_gain_is_the_difference_of_two_evaluations(tmp_path: Path, books: Path, 
     assert found["memory/gain"] == pytest.approx(gain / (SEGMENTS * 4), abs=1e-6)
     config = change_config(config, {"eval.passage": 0})
     assert figures_of(model, config, validation, books) == {}
+
+
+def test_the_gain_is_per_scored_token_and_none_where_none_is_scored(tmp_path: Path, books: Path) -> None:
+    """As of a recall task, whose document begins with what is asked for at its end."""
+    config, model = model_of("transformer_xl", tmp_path, books)
+    index, bos_id = read_index(books / "validation"), load_tokenizer(books).bos_id
+    passage = open_passage(index, protocol_of(config), num_segments=SEGMENTS, bos_id=bos_id)
+    given: Any = (model, init_of(model), model.memories())
+    whole = passage_metrics(*given, passage, torch.device("cpu")).metrics[GAIN]
+    silent = [batch._replace(targets=torch.full_like(batch.targets, IGNORE)) for batch in passage]
+    assert GAIN not in passage_metrics(*given, silent, torch.device("cpu")).metrics
+    first = passage_metrics(*given, [*passage[:3], *silent[3:]], torch.device("cpu")).metrics[GAIN]
+    last = passage_metrics(*given, [*silent[:3], *passage[3:]], torch.device("cpu")).metrics[GAIN]
+    assert (first + last) / 2 == pytest.approx(whole, rel=1e-4, abs=1e-7)
+
+
+def test_idle_lanes_are_no_lanes_whose_memory_is_not_full(tmp_path: Path, books: Path, rank_pool: Pools) -> None:
+    """Five lanes on two ranks are six, or three twice; an emptied memory is not full either."""
+    found = {}
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 2}, "eval": {"every": 2}})
+    cases = {"one": (1, ["train.micro_batch_size=5"]), "two": (2, []), "reset": (2, ["train.reset=segment"])}
+    for name, (ranks, changes) in cases.items():
+        changed = [f"run_dir={tmp_path / name}", "train.global_batch_size=5", *changes]
+        assert rank_pool(ranks).run(train_here, config, changed) == [0] * ranks
+        points = [point.metrics for point in read_points(tmp_path / name / METRICS_FILE) if GAIN in point.metrics]
+        found[name] = [point.get("memory/full_lanes") for point in points]
+    assert found["one"] == found["two"] != [0.0] and found["reset"] == [None]
 
 
 @pytest.mark.parametrize("kind", memory_kinds())

@@ -48,12 +48,28 @@ def test_loss_and_speed_are_those_since_the_last_point(clock: Clock) -> None:
     assert found["aux_loss"] == 2.0
     assert "recall_perplexity" not in found
     assert (found["documents"], found["documents_skipped"], found["epoch"]) == (4, 2, 0.5)
+    meter.add(Totals(nll=10.0, aux=8.0, num_scored=10), epoch=0.6)
+    meter.add(Totals(documents=0), epoch=0.6)  # one that was skipped
+    clock.now += 1.0
+    assert meter.read(engine)["aux_loss"] == 2.0
     clock.now += 1.0
     meter.add(Totals(nll=7.0, num_scored=7, recall_nll=0.0, num_recall=2, documents=1), epoch=0.6)
     found = meter.read(engine)
     assert (found["loss"], found["recall_perplexity"]) == (1.0, 1.0)
     assert (found["documents"], found["documents_skipped"]) == (5, 2)
     assert "aux_loss" not in found
+
+
+def test_what_was_done_before_the_first_update_is_no_training(clock: Clock) -> None:
+    """Also in a job that continues: its first point begins with the seconds that were saved."""
+    meter = Meter(lane_segments_per_update=4)
+    for saved in (meter, Meter(lane_segments_per_update=4, saved={"steps": 1.0, "seconds": 3.0})):
+        clock.now += 60.0
+        saved.begin()
+        clock.now += 5.0
+        saved.add(Totals(num_scored=10), epoch=0.5)
+    assert meter.read(Gradients())["step_seconds"] == 5.0 + 65.0
+    assert saved.read(Gradients())["step_seconds"] == (3.0 + 5.0) / 2
 
 
 def test_meter_goes_on_where_its_saved_state_stood(clock: Clock) -> None:
