@@ -67,7 +67,7 @@ def check_connections(world: World) -> Iterator[Remark]:
         open_side_channel(world).close()
     except RunError as error:
         if world.rank == 0:
-            yield fail("connections", str(error), "look at MASTER_ADDR and at the firewalls of the nodes")
+            yield fail("connections", str(error), "look at MASTER_ADDR (launch.env sets it in a job) and at firewalls")
         return
     if world.rank == 0 and world.size > 1:
         yield ok("connections", "every rank reaches rank 0")

@@ -9,6 +9,7 @@ trap : TERM # without a trap the shell would die before its ranks have saved
 forget() { local name; for name; do case $name in SLURM_CONF | SLURM_JWT) ;; *) unset "$name" ;; esac; done; }
 forget SLURM_CLUSTERS SLURM_EXIT_ERROR SLURM_EXIT_IMMEDIATE "${!SBATCH_@}" "${!SRUN_@}" "${!SCANCEL_@}" "${!SCONTROL_@}"
 export SLURM_TIME_FORMAT=standard
+unset MASTER_ADDR MASTER_PORT RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE # of the submitting shell
 end_of_chain() {
   if [ "$restart" = chain ] && [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
     say "the rest of the chain is cancelled"
@@ -114,13 +115,14 @@ reasons() { # ends of the logs of three nodes, first of those with an error
   for log in "${with[@]}" "${without[@]}"; do echo "== $log" && said "$log" | tail -n 5; done | head -n 18
 }
 
-# Rank 0 listens on the first node, at a port of the step (runtime/ranks.py). A node without a name in the name service
-# has an address.
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-getent hosts "$MASTER_ADDR" >/dev/null ||
-  MASTER_ADDR=$(scontrol show node "$MASTER_ADDR" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
+# Rank 0 listens on the first node, at a port of the step (runtime/ranks.py), unless the site sets them. A node without
+# a name in the name service has an address.
+if [ -z "${MASTER_ADDR:-}" ]; then
+  MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+  getent hosts "$MASTER_ADDR" >/dev/null ||
+    MASTER_ADDR=$(scontrol show node "$MASTER_ADDR" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
+fi
 export MASTER_ADDR
-unset MASTER_PORT RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE # of the submitting shell; Slurm's numbers count
 
 # When Slurm will end the job, in seconds since 1970: the ranks save in time even if the signal gets lost.
 end=$(fact EndTime)
@@ -164,11 +166,15 @@ say "the ranks have ended with exit code $code"
 # ---- what comes after it --------------------------------------------------------------------------------------------
 # 0: done; 2, 3: starting again will not help; all others, 85 (stopped, all saved) first: start again.
 resubmit() ( # in a shell of its own, which forgets this job
-  script=$run_dir/slurm/$number.sbatch exclude="" options=() next=""
+  script=$run_dir/slurm/$number.sbatch exclude="" options=() answer="" next=""
   sed "s|^snapshot=.*|snapshot=$(printf %q "$snapshot" | sed 's/[\\&|]/\\&/g')|" "$0" >"$script" || return
   for name in partition:Partition account:Account qos:QOS reservation:Reservation wckey:WCKey time:TimeLimit; do
     value=$(fact "${name#*:}") # as this job, however given; *NAME is a default
     case $value in "" | *null* | N/A | UNLIMITED | \**) ;; *) options+=("--${name%%:*}=$value") ;; esac
+  done
+  for name in ntasks-per-node gpus-per-node cpus-per-task job-name; do
+    value=${name^^} value=SLURM_${value//-/_} # likewise
+    [ -z "${!value:-}" ] || options+=("--$name=${!value}")
   done
   # The range of the script stays one: Slurm says only how many nodes this job has.
   value=$(sed -n 's/^#SBATCH --nodes=//p' "$0" | head -n 1)
@@ -179,9 +185,11 @@ resubmit() ( # in a shell of its own, which forgets this job
   [ -z "$exclude" ] || options+=("--exclude=$exclude${value:+,$value}")
   [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || options+=("--array=$SLURM_ARRAY_TASK_ID")
   # sbatch exports the environment: not what is of this job. Its number of tasks would count in the next one too.
-  forget DIST_MEM_EXIT_CODE DIST_MEM_JOB_END MASTER_ADDR "${!SLURM_@}" "${!SBATCH_@}"
-  next=$(patiently sbatch --parsable --dependency="afterany:$me" "${options[@]}" "$script" "$@") && {
+  forget DIST_MEM_EXIT_CODE DIST_MEM_JOB_END "${!SLURM_@}" "${!SBATCH_@}"
+  answer=$(patiently sbatch --parsable --dependency="afterany:$me" "${options[@]}" "$script" "$@") && {
     export SLURM_TIME_FORMAT=standard
+    next=$(grep -xE '[0-9]+(;[^[:space:]]+)?' <<<"$answer" | tail -n 1) # a site's sbatch may say more
+    [ -n "$next" ] || { say "resubmitted, but sbatch answers without a number: $answer; see squeue" && return; }
     [ "${next#*;}" = "$next" ] || cluster=${next#*;} # of several
     next=${next%%;*}
     note_job "$next" "$(submit_time "$next")"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
 
@@ -159,7 +159,8 @@ def _site(launch: LaunchConfig, snapshot: Path | None) -> Iterator[str]:
         yield f"export NCCL_SOCKET_IFNAME={interface} GLOO_SOCKET_IFNAME={interface}"
     else:
         yield "# export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0 # launch.interface, if ranks do not connect"
-    yield from (f"export {_in_shell(line)}" for line in launch.env)
+    if launch.env:
+        yield from _with_names_unset(f"export {_in_shell(line)}" for line in launch.env)
     if launch.container == "none" and not launch.setup:
         yield "[ ! -x .venv/bin/dist-mem ] || PATH=$PWD/.venv/bin:$PATH # of make setup; for another: launch.setup"
     if launch.setup:
@@ -170,7 +171,14 @@ def _site(launch: LaunchConfig, snapshot: Path | None) -> Iterator[str]:
             if not re.match(r"\s*(#|$)", command):
                 yield f"passed {shlex.quote(command)}"
         yield "set -u"
-    yield from _container(launch)
+    yield from _with_names_unset(_container(launch)) if launch.image else _container(launch)
+
+
+def _with_names_unset(lines: Iterable[str]) -> Iterator[str]:
+    """Yield lines in which a name that is not set is empty, as in PATH:$LD_LIBRARY_PATH."""
+    yield "set +u # names that are not set are empty"
+    yield from lines
+    yield "set -u"
 
 
 def _in_shell(text: str) -> str:

@@ -135,7 +135,10 @@ def wait_for_ranks(*, seconds: float, check: Check = _go_on) -> Rendezvous:
     except (RuntimeError, OSError) as error:  # from torch, from the network, or from `_wait_until_there`
         check()  # rank 0 has received the signal too, and has ended
         reason = str(error).partition("\n")[0]
-        fix = f"can {device.node} reach {host} there? name resolution, firewall; another job's port: set MASTER_PORT"
+        fix = (
+            f"can {device.node} reach {host} there? name resolution, firewall; another job's port: set MASTER_PORT, in "
+            "a job by launch.env=[MASTER_PORT=29500]"
+        )
         remark = fail(
             RENDEZVOUS, f"no rendezvous at {describe_address(host, port)}: {reason}", fix, blames_node=rank != 0
         )

@@ -226,7 +226,7 @@ def call(hub: Hub, host: str, rank: int) -> dict[int, Connection]:
     except ConnectionRefusedError as error:
         raise OSError(
             f"{where} refuses the connection: rank 0 listens on {hub.node}, at its addresses of {hub.families}; set "
-            "MASTER_ADDR to one of these"
+            "MASTER_ADDR to one of these, in a job by launch.env=[MASTER_ADDR=...]"
         ) from error
     except OSError as error:
         raise OSError(

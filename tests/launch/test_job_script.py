@@ -1,0 +1,84 @@
+"""One start of the batch script, with programs in place of Slurm's: what it is given, and what it gives on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_mem.errors import EXIT_REQUEUE
+from dist_mem.launch.script import render
+from tests.support.messages import said
+from tests.support.slurm_runs import launch_block
+
+# Each writes a line of what it was called with. The ranks end with $CODE, and sbatch answers with the file `answer`.
+PROGRAMS = {
+    "scontrol": 'case $2 in hostnames) echo localhost ;; *) echo "JobId=7 SubmitTime=now JobState=RUNNING X" ;; esac',
+    "srun": 'printf "%s\\n" "$MASTER_ADDR" "${MASTER_PORT-none}" "${RANK-none}" >>srun; env >>srun; exit "$CODE"',
+    "sbatch": 'echo "$@" >>sbatch; cat answer',
+    "scancel": 'echo "$@" >>scancel',
+    "dist-mem": 'echo "$PWD/run"',
+}
+OF_JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_CPUS_PER_NODE": "4"}
+
+
+def start(folder: Path, given: dict[str, Any], *, code: int = 0, **environment: str) -> tuple[int, str]:
+    """Run the script of a job; return its exit code, and what it printed."""
+    (folder / "bin").mkdir()
+    for name, text in PROGRAMS.items():
+        (folder / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / "bin" / name).chmod(0o755)
+    (folder / "job.sbatch").write_text(render(launch_block(**given), job_name="trial", arguments="a.yaml"))
+    path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    variables = {"PATH": path, "CODE": str(code), **OF_JOB, **environment}
+    done = subprocess.run(["bash", "job.sbatch"], cwd=folder, env=variables, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("env", "address", "port"),
+    [
+        ([], "localhost", "none"),
+        (["MASTER_PORT=29500"], "localhost", "29500"),
+        (["MASTER_ADDR=10.0.0.7", "MASTER_PORT=29500"], "10.0.0.7", "29500"),
+    ],
+)
+def test_place_of_rank_0_is_the_site_s_or_slurms_and_never_the_submitting_shell_s(
+    env: list[str], address: str, port: str, tmp_path: Path
+) -> None:
+    of_shell = {"MASTER_ADDR": "login1", "MASTER_PORT": "1", "RANK": "3", "WORLD_SIZE": "4"}
+    code, text = start(tmp_path, {"env": env}, **of_shell)
+    assert code == 0, text
+    assert (tmp_path / "srun").read_text().splitlines()[:3] == [address, port, "none"]
+
+
+def test_names_that_are_not_set_are_empty_in_env_image_and_mounts(tmp_path: Path) -> None:
+    env = ["LD_LIBRARY_PATH=/opt/x/lib:$NOT_SET"]
+    code, text = start(tmp_path, {"env": env, "container": "pyxis", "image": "a$NOT_SET", "mounts": ["/b$NOT_SET"]})
+    assert code == 0, text
+    assert "\nLD_LIBRARY_PATH=/opt/x/lib:\n" in (tmp_path / "srun").read_text()
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [("8\n", "8"), ("Account: 12 hours left\n8;other\nhave a nice day\n", "8"), ("12 hours\n", None)],
+)
+def test_resubmission_keeps_options_and_reads_the_number_among_other_lines(
+    answer: str, number: str | None, tmp_path: Path
+) -> None:
+    """Options of the command line, which the script does not have."""
+    (tmp_path / "answer").write_text(answer)
+    kept = {"NTASKS_PER_NODE": "2", "GPUS_PER_NODE": "a100:2", "CPUS_PER_TASK": "6", "JOB_NAME": "mine"}
+    variables = {f"SLURM_{name}": value for name, value in kept.items()}
+    code, text = start(tmp_path, {"restart": "resubmit"}, code=EXIT_REQUEUE, **variables)
+    assert code == EXIT_REQUEUE
+    options = (tmp_path / "sbatch").read_text().split()
+    for option in ("--ntasks-per-node=2", "--gpus-per-node=a100:2", "--cpus-per-task=6", "--job-name=mine"):
+        assert option in options
+    numbers = [line.split()[0] for line in (tmp_path / "run" / "slurm" / "jobs").read_text().splitlines()]
+    assert numbers == ["7", *([number] if number else [])], text
+    said(text, f"resubmitted as job {number}" if number else "12 hours")
+    assert "not resubmitted" not in text
