@@ -27,6 +27,10 @@ give_up() {
 #@site
 
 # ---- the job --------------------------------------------------------------------------------------------------------
+case $restart in
+  requeue | resubmit | chain | none) ;;
+  *) say "error: DIST_MEM_RESTART is '$restart': set it to requeue, resubmit, chain or none" && exit 2 ;;
+esac
 #@arguments
 number=$SLURM_JOB_ID
 job_name=${SLURM_JOB_NAME:-} job_name=${job_name//[[:space:]]/_}
@@ -135,6 +139,10 @@ if is_cancelled; then
   end_of_chain
   exit 85
 fi
+if [ -e "$run_dir/STOP" ]; then
+  say "not started: $run_dir/STOP is there; remove it and submit the job again"
+  give_up 2
+fi
 say "start ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST until $end: dist-mem train ${arguments[*]}"
 say "logs, one per node: $logs${snapshot:+; code and configuration: $snapshot}"
 # Cores of a rank: those that were requested; else, with GPUs, an even share of what the job has on its smallest node. A
@@ -207,6 +215,7 @@ if [ "$code" = 0 ] || [ "$code" = 2 ] || [ "$code" = 3 ]; then
 fi
 if [ "$code" = 87 ]; then
   say "not started again: another job has the run directory now"
+  end_of_chain
   exit "$code"
 fi
 if is_cancelled; then

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dist_mem.errors import EXIT_REQUEUE
+from dist_mem.errors import EXIT_REQUEUE, EXIT_USAGE
 from dist_mem.launch.script import render
 from tests.support.messages import said
 from tests.support.slurm_runs import launch_block
@@ -82,3 +82,23 @@ def test_resubmission_keeps_options_and_reads_the_number_among_other_lines(
     assert numbers == ["7", *([number] if number else [])], text
     said(text, f"resubmitted as job {number}" if number else "12 hours")
     assert "not resubmitted" not in text
+
+
+@pytest.mark.parametrize("code", [0, 87])
+def test_job_after_which_none_is_needed_cancels_the_rest_of_its_chain(code: int, tmp_path: Path) -> None:
+    """After 87 another job has the run directory, and would lose it to them."""
+    tasks = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_MAX": "3"}
+    assert start(tmp_path, {"restart": "chain"}, code=code, **tasks)[0] == code
+    assert (tmp_path / "scancel").read_text() == "--state=PENDING 7\n"
+
+
+@pytest.mark.parametrize(("variables", "named"), [({"DIST_MEM_RESTART": "requeu"}, "'requeu'"), ({}, "run/STOP")])
+def test_start_that_cannot_do_what_is_wanted_ends_before_its_ranks(
+    variables: dict[str, str], named: str, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "STOP").touch()
+    code, text = start(tmp_path, {}, **variables)
+    assert code == EXIT_USAGE
+    said(text, named)
+    assert not (tmp_path / "srun").exists()

@@ -34,6 +34,7 @@ if [ "$SLURM_PROCID" = 0 ]; then
   code=$(sed -n "$(wc -l <$starts)p" codes)
   [ "${code%+}" = "$code" ] || mkdir -p "run/checkpoints/step-$(printf %08d "$(wc -l <$starts)")"
   case $code in 1* | 86*) echo "$SLURMD_NODENAME" >>run/slurm/failed_nodes ;; esac # as preflight and watchdog do
+  [ ! -e stops ] || touch run/STOP
   echo "error: why start $(wc -l <$starts) ended"
   [ "${code%+}" = 137 ] && kill -KILL $$
   echo "${code%+}" >"$DIST_MEM_EXIT_CODE"
@@ -129,7 +130,7 @@ def submit(
     """Submit a job whose starts end with these codes."""
     write_ranks(folder, "\n".join(codes.split()) + "\n", ranks)
     if stops:
-        (folder / "run" / "STOP").touch()
+        (folder / "stops").touch()
     script = render(launch_block(**{"snapshot": True, **launch}), job_name="trial")
     return sbatch(slurm, folder, script, "a b.yaml", "x.y=[1, 2]", options=options)
 
