@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 # One letter -> its option, for those that this module knows by name.
@@ -111,6 +112,12 @@ def names(directives: Sequence[str]) -> set[str]:
 def option(directives: Sequence[str], name: str) -> str | None:
     """Return the value of an option that checked directives contain; None if they do not."""
     return next((found.value for found in map(parse, directives) if found.name == name), None)
+
+
+def other_folder(directives: Sequence[str]) -> str | None:
+    """Return the folder that a job starts in by a checked directive --chdir; None if it is this process's own."""
+    folder = option(directives, "chdir")
+    return None if folder is None or Path(folder).resolve() == Path.cwd().resolve() else folder
 
 
 def gpus_of_gres(directives: Sequence[str]) -> int | None:

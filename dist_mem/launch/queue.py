@@ -168,6 +168,13 @@ def read_cancelled(run_dir: Path) -> list[str]:
     return _lines(run_dir / CANCELLED)
 
 
+def read_failed_nodes(run_dir: Path) -> list[str]:
+    """Return the nodes that failed the preflight or hung in starts of a run."""
+    from dist_mem.supervision.hang_report import FAILED_NODES  # imports torch
+
+    return list(dict.fromkeys(word for line in _lines(run_dir / FAILED_NODES) for word in line.split()))
+
+
 def mark_cancelled(run_dir: Path, lines: Iterable[str], jobs: Iterable[Job] = ()) -> None:
     """Write `CANCELLED`: these lines, and those of jobs, so that job.sh starts none of them again."""
     records = recorded_jobs(run_dir)

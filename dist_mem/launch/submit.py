@@ -18,7 +18,7 @@ from dist_mem.config import Config
 from dist_mem.config.launch_schema import LaunchConfig
 from dist_mem.errors import EXIT_DONE, UnfitError, UnusableError, run_error
 from dist_mem.launch import queue, slurm
-from dist_mem.launch.directives import names
+from dist_mem.launch.directives import names, option, other_folder
 from dist_mem.launch.script import render
 from dist_mem.runtime.files import free_name, write_text
 from dist_mem.runtime.slurm_variables import Submission, environment_of_sbatch
@@ -52,6 +52,10 @@ def run(config: Config, arguments: Sequence[str], *, dry_run: bool, make_snapsho
     _require_sbatch(", or --dry-run for the script")
     folder = Path(config.run_dir) / "slurm"
     path, snapshot = folder / "job.sbatch", None
+    failed = queue.read_failed_nodes(Path(config.run_dir)) if config.launch.exclude_failed else []
+    if failed:
+        list_of_them = folder / "failed_nodes"
+        print(f"without {', '.join(failed)}: repair these nodes and delete {list_of_them}", file=sys.stderr)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if _can_copy_here(config.launch):
@@ -61,11 +65,12 @@ def run(config: Config, arguments: Sequence[str], *, dry_run: bool, make_snapsho
     except OSError as error:
         raise run_error(error, f"run_dir {config.run_dir} cannot be used: {error}") from error
     try:
-        job, cluster = _submit(path, config.launch)
+        answer = _submit(path, config.launch, failed=failed)
     except (UnusableError, UnfitError):
         if snapshot is not None:
             shutil.rmtree(snapshot, ignore_errors=True)
         raise
+    job, cluster = _read_number(answer, path)
     print(f"job {job} submitted: {path}; its logs, one per node: {folder}/{job}", file=sys.stderr)
     print(job)
     try:
@@ -89,8 +94,10 @@ def submit_array(runs: Path, launch: LaunchConfig, *, num_tasks: int, at_once: i
         at_once: tasks at the same time; None: no bound.
 
     Raises:
-        UnusableError, UnfitError: as `run`; or `launch.restart` is chain.
+        UnusableError, UnfitError: as `run`; or `launch.restart` is chain, or the tasks would start in another folder.
     """
+    if (folder := other_folder(launch.directives)) is not None:
+        raise UnusableError(f"launch.directives has --chdir={folder}: leave it out, and give this command in {folder}")
     if launch.restart == "chain":
         raise UnusableError("launch.restart is chain, which an array of jobs cannot be; use requeue or resubmit")
     _require_sbatch()
@@ -99,7 +106,7 @@ def submit_array(runs: Path, launch: LaunchConfig, *, num_tasks: int, at_once: i
     path = runs.with_suffix(".sbatch")
     tasks = f"1-{num_tasks}{'' if at_once is None else f'%{at_once}'}"
     write_text(path, render(launch, job_name=_job_name(name), array=tasks))
-    job, _ = _submit(path, launch, arguments=[str(runs.resolve())])
+    job, _ = _read_number(_submit(path, launch, arguments=[str(runs.resolve())]), path)
     print(f"job {job} submitted, {num_tasks} tasks: {runs}", file=sys.stderr)
     print(job)
     return EXIT_DONE
@@ -110,14 +117,16 @@ def _require_sbatch(otherwise: str = "") -> None:
         raise UnusableError(f"launch: there is no sbatch here; use a login node of the cluster{otherwise}")
 
 
-def _submit(path: Path, launch: LaunchConfig, arguments: Sequence[str] = ()) -> tuple[str, str]:
-    """Submit the script with its own arguments, and return the job's number, and its cluster if sbatch names one.
+def _submit(path: Path, launch: LaunchConfig, *, arguments: Sequence[str] = (), failed: Sequence[str] = ()) -> str:
+    """Submit the script with its own arguments, and without failed nodes, and return the answer of sbatch.
 
     A dependency applies to this submission only: a requeue or resubmission must not wait again.
     """
-    waits = [] if launch.dependency is None else [f"--dependency={launch.dependency}"]
+    options = [] if launch.dependency is None else [f"--dependency={launch.dependency}"]
+    if failed:  # this option takes the place of the script's
+        options.append(f"--exclude={','.join([*failed, *filter(None, [option(launch.directives, 'exclude')])])}")
     done = subprocess.run(
-        ["sbatch", "--parsable", *waits, str(path), *arguments],
+        ["sbatch", "--parsable", *options, str(path), *arguments],
         capture_output=True, text=True, check=False, env=_environment(launch).environment,
     )  # fmt: skip
     if done.returncode:
@@ -125,9 +134,16 @@ def _submit(path: Path, launch: LaunchConfig, arguments: Sequence[str] = ()) -> 
         if not _REFUSED.search(output):
             raise UnfitError(f"sbatch of {path} failed (exit code {done.returncode}): {output}; try again")
         raise UnusableError(f"sbatch refuses {path} (exit code {done.returncode}): {output}")
-    number, _, cluster = done.stdout.strip().partition(";")
-    if not re.fullmatch(r"\d+", number):
-        raise UnfitError(f"sbatch of {path} answers {done.stdout.strip()!r} instead of a number; see squeue")
+    return done.stdout
+
+
+def _read_number(answer: str, path: Path) -> tuple[str, str]:
+    """Return the number that sbatch has given a job, and its cluster if sbatch names one; a site's may say more."""
+    found = re.findall(r"^(\d+)(?:;(\S+))?\s*$", answer, re.MULTILINE)
+    if not found:
+        kept = f"squeue shows whether the job is queued; what it runs stays in {path.parent}"
+        raise UnfitError(f"sbatch of {path} answers {answer.strip()!r}, without the number of a job; {kept}")
+    number, cluster = found[-1]
     return number, cluster
 
 
@@ -139,9 +155,9 @@ def _environment(launch: LaunchConfig) -> Submission:
 def _environment_lines(launch: LaunchConfig) -> Iterator[str]:
     """Yield what variables of this shell do to a job that `launch` describes."""
     found = _environment(launch)
-    for option, name in found.passed_on.items():
-        way = f"launch.{option}=..." if hasattr(launch, option) else f"launch.directives=[--{option}=...]"
-        yield f"{name} of the environment sets --{option} of the job; {way} goes before it"
+    for kind, name in found.passed_on.items():
+        way = f"launch.{kind}=..." if hasattr(launch, kind) else f"launch.directives=[--{kind}=...]"
+        yield f"{name} of the environment sets --{kind} of the job; {way} goes before it"
     if found.left_out:
         yield (
             f"warning: not passed to sbatch: {', '.join(found.left_out)} of the environment; launch.* and "

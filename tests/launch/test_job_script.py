@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ PROGRAMS = {
 OF_JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_CPUS_PER_NODE": "4"}
 
 
-def start(folder: Path, given: dict[str, Any], *, code: int = 0, **environment: str) -> tuple[int, str]:
+def start(
+    folder: Path, given: Mapping[str, Any], code: int = 0, more: Mapping[str, str] | None = None
+) -> tuple[int, str]:
     """Run the script of a job; return its exit code, and what it printed."""
     (folder / "bin").mkdir()
     for name, text in PROGRAMS.items():
@@ -33,7 +36,7 @@ def start(folder: Path, given: dict[str, Any], *, code: int = 0, **environment: 
         (folder / "bin" / name).chmod(0o755)
     (folder / "job.sbatch").write_text(render(launch_block(**given), job_name="trial", arguments="a.yaml"))
     path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    variables = {"PATH": path, "CODE": str(code), **OF_JOB, **environment}
+    variables = {"PATH": path, "CODE": str(code), **OF_JOB, **(more or {})}
     done = subprocess.run(["bash", "job.sbatch"], cwd=folder, env=variables, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
@@ -50,7 +53,7 @@ def test_place_of_rank_0_is_the_site_s_or_slurms_and_never_the_submitting_shell_
     env: list[str], address: str, port: str, tmp_path: Path
 ) -> None:
     of_shell = {"MASTER_ADDR": "login1", "MASTER_PORT": "1", "RANK": "3", "WORLD_SIZE": "4"}
-    code, text = start(tmp_path, {"env": env}, **of_shell)
+    code, text = start(tmp_path, {"env": env}, more=of_shell)
     assert code == 0, text
     assert (tmp_path / "srun").read_text().splitlines()[:3] == [address, port, "none"]
 
@@ -73,7 +76,7 @@ def test_resubmission_keeps_options_and_reads_the_number_among_other_lines(
     (tmp_path / "answer").write_text(answer)
     kept = {"NTASKS_PER_NODE": "2", "GPUS_PER_NODE": "a100:2", "CPUS_PER_TASK": "6", "JOB_NAME": "mine"}
     variables = {f"SLURM_{name}": value for name, value in kept.items()}
-    code, text = start(tmp_path, {"restart": "resubmit"}, code=EXIT_REQUEUE, **variables)
+    code, text = start(tmp_path, {"restart": "resubmit"}, EXIT_REQUEUE, variables)
     assert code == EXIT_REQUEUE
     options = (tmp_path / "sbatch").read_text().split()
     for option in ("--ntasks-per-node=2", "--gpus-per-node=a100:2", "--cpus-per-task=6", "--job-name=mine"):
@@ -88,7 +91,7 @@ def test_resubmission_keeps_options_and_reads_the_number_among_other_lines(
 def test_job_after_which_none_is_needed_cancels_the_rest_of_its_chain(code: int, tmp_path: Path) -> None:
     """After 87 another job has the run directory, and would lose it to them."""
     tasks = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_MAX": "3"}
-    assert start(tmp_path, {"restart": "chain"}, code=code, **tasks)[0] == code
+    assert start(tmp_path, {"restart": "chain"}, code, tasks)[0] == code
     assert (tmp_path / "scancel").read_text() == "--state=PENDING 7\n"
 
 
@@ -98,7 +101,7 @@ def test_start_that_cannot_do_what_is_wanted_ends_before_its_ranks(
 ) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "STOP").touch()
-    code, text = start(tmp_path, {}, **variables)
+    code, text = start(tmp_path, {}, more=variables)
     assert code == EXIT_USAGE
     said(text, named)
     assert not (tmp_path / "srun").exists()

@@ -297,10 +297,12 @@ def test_job_of_the_original_is_not_that_of_a_copy(
     assert states_of(tmp_path / "moved", capsys)["state"] == "running"
 
 
+@pytest.mark.parametrize("answer", ["4711;other", "Account: 12 hours left\n4711;other\n8 nodes are free"])
 def test_cluster_that_sbatch_names_is_recorded_and_asked(
-    tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]
+    answer: str, tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (slurm / "sbatch").write_text("#!/bin/sh\necho '4711;other'\n")
+    """Also where the sbatch of a site says more than `number;cluster`."""
+    (slurm / "sbatch").write_text(f"#!/bin/sh\necho '{answer}'\n")
     (slurm / "sbatch").chmod(0o755)
     (slurm / "queue").write_text(f"4711|RUNNING|2026-01-02T03:04:05|node1|None|{SUBMITTED}|demo\n")
     config = load_config(["train.steps=1", f"run_dir={tmp_path}/run", "launch.snapshot=false"])
@@ -313,12 +315,35 @@ def test_cluster_that_sbatch_names_is_recorded_and_asked(
     assert asked and all("--clusters=other" in options for options in asked)
 
 
-def test_an_answer_of_sbatch_without_a_number_is_an_error(tmp_path: Path, slurm: Path) -> None:
-    (slurm / "sbatch").write_text("#!/bin/sh\necho\n")
+def test_an_answer_of_sbatch_without_a_number_is_an_error_and_leaves_what_the_job_runs(
+    tmp_path: Path, slurm: Path
+) -> None:
+    (slurm / "sbatch").write_text("#!/bin/sh\necho 12 hours left\n")
     (slurm / "sbatch").chmod(0o755)
-    config = load_config(["train.steps=1", f"run_dir={tmp_path}/run", "launch.snapshot=false"])
-    with refused(UnfitError, "job.sbatch"):
-        submit.run(config, [], dry_run=False, make_snapshot=lambda folder: None)
+    config = load_config(["train.steps=1", f"run_dir={tmp_path}/run"])
+    with refused(UnfitError, "job.sbatch", "12 hours left"):
+        submit.run(config, [], dry_run=False, make_snapshot=Path.mkdir)
+    assert (tmp_path / "run" / "slurm" / "snapshot").is_dir()
+
+
+@pytest.mark.parametrize("excludes", [True, False])
+def test_submission_leaves_out_nodes_that_failed_beside_the_site_s(
+    excludes: bool, tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (slurm / "sbatch").write_text('#!/bin/sh\necho "sbatch $*" >>"$(dirname "$0")/calls"\necho 12\n')
+    (slurm / "sbatch").chmod(0o755)
+    failed = tmp_path / "run" / "slurm" / "failed_nodes"
+    failed.parent.mkdir(parents=True)
+    failed.write_text("node2\nnode7\nnode2\n")
+    launch = [f"launch.exclude_failed={str(excludes).lower()}", "launch.directives=['-x node1']"]
+    config = load_config(["train.steps=1", f"run_dir={tmp_path}/run", "launch.snapshot=false", *launch])
+    assert submit.run(config, [], dry_run=False, make_snapshot=Path.mkdir) == EXIT_DONE
+    assert ("--exclude=node2,node7,node1 " in calls(slurm, "sbatch")[0]) is excludes
+    printed = capsys.readouterr().err
+    if excludes:
+        said(printed, "node2, node7", failed)
+    else:
+        assert "node7" not in printed
 
 
 def make_loop(path: Path) -> None:
