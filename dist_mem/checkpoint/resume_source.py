@@ -23,6 +23,7 @@ from dist_mem.data.shard import Index
 from dist_mem.errors import CheckpointError, UnusableError
 from dist_mem.memory import memory_options
 from dist_mem.runtime.distributed import World, decide_on_rank0
+from dist_mem.runtime.signals import STOP_FILE
 
 
 class Resumption(NamedTuple):
@@ -90,12 +91,14 @@ def check_run_dir(config: Config, allowed: Sequence[str] = ()) -> tuple[Path, di
 
 
 def _check_place(run_dir: Path) -> None:
-    """Raise UnusableError if no folder can be made there, without making it."""
+    """Raise UnusableError if no folder can be made there, without making it, or its file STOP prevents a start."""
     there = next((path for path in (run_dir, *run_dir.parents) if os.path.lexists(path)), None)
     if there is not None and not there.is_dir():
         raise UnusableError(f"run_dir {run_dir} cannot be used: {there} is no folder: give another one")
     if there is not None and not os.access(there, os.W_OK | os.X_OK):
         raise UnusableError(f"run_dir {run_dir} cannot be used: {there} is not writable for you: give another one")
+    if (run_dir / STOP_FILE).exists():
+        raise UnusableError(f"{run_dir / STOP_FILE} exists, and stops the run: remove it to continue")
 
 
 def data_fingerprint(splits: Sequence[Index]) -> str:

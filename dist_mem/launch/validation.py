@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from dist_mem.config import Config
+from dist_mem.config import Config, as_tree
 from dist_mem.config.check import Problem, flatten, format_value, stop_on
 from dist_mem.config.launch_schema import LaunchConfig
+from dist_mem.errors import UnusableError
 from dist_mem.launch import directives, setup_lines
 
 _MOST_NODES = 200_000  # more than any cluster has
@@ -25,6 +28,22 @@ def check(config: Config) -> None:
     stop_on(_from_environment(config.document))  # first: the other messages show values
     launch = config.launch
     stop_on([*_sizes(launch), *_texts(launch), *_restart(launch)])
+
+
+def check_folder(config: Config, arguments: Sequence[str]) -> None:
+    """Raise UnusableError if `config`, read from `arguments`, means other files in the folder of the job than here."""
+    folder = directives.other_folder(config.launch.directives)
+    if folder is None:
+        return
+    keys = [key for key in flatten(as_tree(config)) if key == "run_dir" or re.fullmatch(r"data\.(.*\.)?path", key)]
+    paths = {key: path for key, path in flatten(as_tree(config)).items() if key in keys and "://" not in path}
+    relative = [f"{key} = {path}" for key, path in paths.items() if path and not Path(path).is_absolute()]
+    relative += [name for name in arguments if Path(name).is_file() and not Path(name).is_absolute()]
+    if relative:
+        raise UnusableError(
+            f"launch.directives has --chdir={folder}, and from there these are other files: {', '.join(relative)}; "
+            f"give absolute paths, or submit from there: cd {shlex.quote(folder)} && dist-mem launch ..."
+        )
 
 
 def check_gpus(launch: LaunchConfig) -> None:

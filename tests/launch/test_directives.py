@@ -11,9 +11,11 @@ import pytest
 
 from dist_mem.__main__ import main
 from dist_mem.config.launch_schema import LaunchConfig
+from dist_mem.errors import UnusableError
 from dist_mem.launch import directives
 from dist_mem.launch.script import num_gpus
-from tests.support.messages import said
+from dist_mem.launch.submit import submit_array
+from tests.support.messages import refused, said
 from tests.support.slurm_cluster import Cluster
 
 GPUS = {
@@ -101,3 +103,23 @@ def test_nodes_to_leave_out_are_written_as_a_resubmission_reads_them(capsys: pyt
     for form in ("--exclude=n[1-2]", "--exclude n[1-2]", "-x n[1-2]", "-xn[1-2]"):
         assert main(["launch", "train.steps=1", f"launch.directives=[{json.dumps(form)}]", "--dry-run"]) == 0
         assert "\n#SBATCH --exclude=n[1-2]\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("data", ["data.path=/data/books", "data.path=s3://books/data"])
+def test_paths_that_another_folder_of_the_job_changes_are_refused(
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("train: {steps: 1}\n")
+    other = tmp_path / "other"
+    other.mkdir()
+    absolute = ["train.steps=1", data, "run_dir=/runs/x", f"launch.directives=[--chdir={other}]", "--dry-run"]
+    assert main(["launch", *absolute]) == 0
+    for given in ("data.path=books", "run_dir=x", "mine.yaml"):
+        assert main(["launch", given, *(word for word in absolute if word.partition("=")[0] not in given)]) == 2
+        said(capsys.readouterr().err, "--chdir", given.replace("=", " = "), f"cd {other}")
+    assert main(["launch", "mine.yaml", f"launch.directives=[--chdir={tmp_path}]", "--dry-run"]) == 0
+    assert main(["launch", f"launch.directives=[--chdir={other}]", "--script"]) == 0, "its arguments come there"
+    launch = LaunchConfig(directives=[f"--chdir={other}"])
+    with refused(UnusableError, "--chdir"):
+        submit_array(tmp_path / "runs.txt", launch, num_tasks=2, at_once=None, name="sweep")

@@ -198,12 +198,39 @@ def test_what_must_not_change_is_refused_before_a_job_starts(capsys: pytest.Capt
     said(capsys.readouterr().err, "--allow: train.seed")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["launch", "--script", "--dry-run"], "--dry-run"),
+        (["launch", "--script", "--allow", "optimizer"], "--allow optimizer"),
+        (["train", "train.steps=1", "--world", "4"], "--world 4"),
+    ],
+)
+def test_option_without_effect_is_refused(
+    arguments: list[str], named: str, programs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    said(capsys.readouterr().err, named)
+
+
+@pytest.mark.parametrize("command", [["launch"], ["train", "--check"]])
+def test_file_that_stops_the_run_is_named_before_a_job_starts(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "STOP").touch()
+    assert main([*command, "train.steps=1", f"run_dir={tmp_path}/run", "preflight=false"]) == 2
+    said(capsys.readouterr().err, tmp_path / "run" / "STOP")
+
+
 def test_without_sbatch_it_ends_with_2_and_trains_nothing(
     tmp_path: Path, programs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = ["train.steps=1", f"run_dir={tmp_path / 'run'}", f"data.path={tmp_path / 'none'}"]
     assert main(["launch", *settings]) == 2
-    said(capsys.readouterr().err, tmp_path / "none" / "tokenizer.json")  # data is looked at on the login node
+    refusal = capsys.readouterr().err  # data is looked at on the login node
+    said(refusal, tmp_path / "none" / "tokenizer.json", "--dry-run | sbatch")
+    assert "preflight=false" not in refusal, "it would also turn off the job's own"
     assert main(["launch", *settings, "preflight=false"]) == 2
     captured = capsys.readouterr()
     said(captured.err, "sbatch")

@@ -138,3 +138,26 @@ def test_paths_that_the_container_does_not_see_are_named(
     assert main(["launch", *image, "run_dir=/runs/x"]) == 0
     line = next(line for line in capsys.readouterr().err.splitlines() if "run_dir" in line)
     said(line, "run_dir = /runs/x")
+
+
+def test_data_of_a_container_are_looked_at_through_its_mounts(
+    tmp_path: Path, books: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is seen from here is checked; what only the container can have is a warning."""
+    monkeypatch.setenv("PATH", str(tmp_path))  # without sbatch, which is looked for after the data
+    monkeypatch.setenv("BOOKS", str(books.parent))
+    image = ["train.steps=1", f"run_dir={tmp_path}/run", "launch.container=pyxis", "launch.image=a.sif"]
+    (tmp_path / "empty").mkdir()
+
+    def refusal(path: str, mounts: str) -> str:
+        assert main(["launch", *image, f"data.path={path}", f"launch.mounts=[{mounts}]"]) == 2
+        return capsys.readouterr().err
+
+    for mounts in ("$BOOKS:/data:ro", f"/nowhere:/data,'{books}:/data/{books.name}'"):
+        printed = refusal(f"/data/{books.name}", mounts)
+        assert "there is no sbatch" in printed and "data.path" not in printed
+    printed = refusal("/data/absent", "$BOOKS:/data")
+    assert "there is no sbatch" in printed
+    said(printed, "data.path = ")
+    said(refusal("/data", f"{tmp_path}/empty:/data"), tmp_path / "empty" / "tokenizer.json")
+    said(refusal("absent", "$BOOKS:/data"), "absent/tokenizer.json")

@@ -10,7 +10,7 @@ from dist_mem.cli.arguments import (
     add_allow,
 )
 from dist_mem.cli.configuration import load_checked, make_snapshot, require_config
-from dist_mem.config import load_config
+from dist_mem.config import Config, load_config
 from dist_mem.config.resume_rules import check_allowed
 from dist_mem.errors import (
     UnusableError,
@@ -36,26 +36,27 @@ def add_arguments(added: ArgumentParser) -> None:
 def run(options: Namespace) -> int:
     """Run the command; return the exit code of the process."""
     from dist_mem.launch import mounts, script, submit
-    from dist_mem.launch.validation import check
+    from dist_mem.launch.validation import check, check_folder
 
     shorthand = ("nodes", "gpus_per_node", "time", "partition", "account")
     given = [f"launch.{name}={value}" for name in shorthand if (value := getattr(options, name)) is not None]
+    if options.script and options.dry_run:
+        raise UnusableError("--dry-run: not with --script, which submits nothing; leave it out")
+    if options.script and options.allow:
+        way = f"give it to the script: sbatch job.sbatch CONFIG --allow={options.allow[0]}"
+        raise UnusableError(f"--allow {options.allow[0]}: not with --script; {way}")
     if options.script:
         return submit.show_script(load_config([*options.config, *given], trains=False, check=check).launch)
     require_config(options, "dist-mem launch configs/demo.yaml launch/sites/generic.yaml --nodes 1")
     config = load_checked([*options.config, *given], builds_model=True, further=check)
+    check_folder(config, options.config)
     check_allowed(options.allow)
     from dist_mem.checkpoint.resume_source import check_run_dir
     from dist_mem.estimate.dry_run import idle_warning
 
     check_run_dir(config, options.allow)
     if config.preflight and not options.dry_run:
-        from dist_mem.doctor.consistency import check_data
-
-        try:
-            check_data(config.data, config.eval)
-        except ValueError as error:
-            raise UnusableError(f"{error}; preflight=false submits the job without it") from error
+        _check_data(mounts.see_from_here(config))
     idle = idle_warning(config.train, config.data, script.numbers_of_ranks(config.launch))
     for warning in filter(None, [idle, *mounts.warnings(config)]):
         print(warning, file=sys.stderr)
@@ -65,3 +66,23 @@ def run(options: Namespace) -> int:
 
     arguments = [*options.config, *(f"--allow={key}" for key in options.allow)]
     return submit.run(config, arguments, dry_run=options.dry_run, make_snapshot=snapshot)
+
+
+def _check_data(config: Config) -> None:
+    """Check the data that this machine has; of what only the container has, print a warning.
+
+    Raises:
+        UnusableError: it is not there, or damaged.
+    """
+    from dist_mem.doctor.consistency import check_data
+    from dist_mem.launch.mounts import missing_data
+
+    try:
+        check_data(config.data, config.eval)
+    except ValueError as error:
+        missing = missing_data(config)
+        if not missing:
+            way = "if only the nodes have it, submit with: dist-mem launch ... --dry-run | sbatch"
+            raise UnusableError(f"{error}; {way}") from error
+        place = "is not on this machine, outside of the container: the preflight of the job looks for it"
+        print(f"warning: {', '.join(missing)} {place}", file=sys.stderr)

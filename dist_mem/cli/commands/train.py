@@ -19,6 +19,7 @@ from dist_mem.errors import (
     EXIT_FAILED,
     RunError,
     StoppedEarlyError,
+    UnusableError,
 )
 from dist_mem.runtime.extras import require
 from dist_mem.runtime.ranks import note_exit_code
@@ -36,7 +37,7 @@ def add_arguments(added: ArgumentParser) -> None:
         added, "key, or block of keys, that may differ from the checkpoint, for example optimizer.betas; repeatable"
     )
     added.add_argument("--check", action="store_true", help="check the configuration, print what it means, and exit")
-    added.add_argument("--world", type=count, default=1, metavar="N", help="number of ranks for --check (default: 1)")
+    added.add_argument("--world", type=count, metavar="N", help="number of ranks for --check (default: 1)")
 
 
 def run(options: Namespace) -> int:
@@ -59,6 +60,9 @@ def _train(options: Namespace, early: StopSignal, began: float) -> int:
     require_config(options, "dist-mem train configs/demo.yaml train.steps=100")
     config = load_checked(options.config, builds_model=True)
     check_allowed(options.allow)
+    if options.world is not None and not options.check:
+        way = f"a launcher starts ranks: torchrun --nproc_per_node {options.world} -m dist_mem train ..."
+        raise UnusableError(f"--world {options.world}: only with --check; {way}")
     if options.check:
         from dist_mem.checkpoint.resume_source import check_run_dir
         from dist_mem.estimate.dry_run import subjects
@@ -66,7 +70,7 @@ def _train(options: Namespace, early: StopSignal, began: float) -> int:
 
         resumed = check_run_dir(config, options.allow)
         check_sinks(config.tracking)
-        print("\n".join(label_lines(subjects(config, world_size=options.world, resumed=resumed))))
+        print("\n".join(label_lines(subjects(config, world_size=options.world or 1, resumed=resumed))))
         return 0
     note_lost_lines(Path(config.run_dir))
     require("deepspeed", "training")
