@@ -290,7 +290,8 @@ def load_block(schema: type[BlockT], name: str, arguments: Sequence[str], *, sav
     watch_environment()
     tree: dict[str, Any] = {name: as_tree(schema())}
     if saved is not None:
-        tree = merge(tree, read_saved(saved))
+        document = read_saved(saved)
+        tree = merge(tree, document) if document else tree  # an empty file
         wrong = check_tree(schema, tree[name], key=name)
         stop_on([each._replace(where=str(saved)) for each in wrong if "unknown key" not in each.text])
         if isinstance(tree[name], Mapping):  # else an interpolation of another block

@@ -10,7 +10,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +20,7 @@ from dist_mem.checkpoint.finished_file import read_finished
 from dist_mem.checkpoint.manifest import list_steps, step_dir
 from dist_mem.config import TrackingConfig, TrainConfig, load_block
 from dist_mem.config.load import BlockT
-from dist_mem.errors import EXIT_DONE, MEANINGS, UnusableError, run_error
+from dist_mem.errors import EXIT_DONE, MEANINGS, RunError, UnfitError, UnusableError, run_error
 from dist_mem.launch import queue, slurm
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.file_schema import MAX_INTEGER
@@ -37,7 +37,7 @@ _BAR = 40  # characters of all of a run's time
 _SHOWN_OF_JOB = ("number", "state", "since", "nodes", "reason")
 _COLUMNS = ("run", "state", "step", "loss", "left", "checkpoint")  # of a list of runs
 _SMALL = 0.01  # share of a part that is not named
-_MARKERS = ("config.yaml", METRICS_FILE, "checkpoints", "slurm", "lease.json")  # any of them marks a run directory
+_MARKERS = (METRICS_FILE, "checkpoints", "slurm", "lease.json")  # any of them marks a run; a config.yaml does not
 
 
 def run(run_dirs: Sequence[Path], *, as_json: bool) -> int:
@@ -47,11 +47,12 @@ def run(run_dirs: Sequence[Path], *, as_json: bool) -> int:
         as_json: print one object per line, with the keys of `read_state`.
 
     Raises:
-        UnusableError: a folder is no run directory and has none.
+        UnusableError: a folder is no run directory and has none; or a file of a run cannot be read, after the others.
         UnfitError: Slurm does not answer.
     """
+    errors: list[RunError] = []
     try:
-        found = [(folder, [read_state(run_dir) for run_dir in _runs_in(folder)]) for folder in run_dirs]
+        found = [(folder, list(_states(_runs_in(folder), errors))) for folder in run_dirs]
     except OSError as error:
         raise run_error(error) from error
     for folder, states in found:
@@ -60,9 +61,24 @@ def run(run_dirs: Sequence[Path], *, as_json: bool) -> int:
         elif _is_run(folder):
             lines = [line for state in states for line in (state["run"], *label_lines(_describe(state), indent="  "))]
         else:
-            lines = table([_COLUMNS, *map(_line_of, states)])
+            notes = [f"note: {text}" for state in states for text in state["other_jobs"]]
+            lines = [*table([_COLUMNS, *map(_line_of, states)]), *notes]
         print("\n".join(lines))
+    if errors:
+        kind = UnusableError if all(isinstance(error, UnusableError) for error in errors) else UnfitError
+        raise kind("; ".join(map(str, errors)))
     return EXIT_DONE
+
+
+def _states(runs: Sequence[Path], errors: list[RunError]) -> Iterator[dict[str, Any]]:
+    """Yield the states of runs; add the errors of those that cannot be read to `errors`."""
+    for run_dir in runs:
+        try:
+            yield read_state(run_dir)
+        except UnfitError:  # Slurm answers none of them
+            raise
+        except (OSError, RunError) as error:
+            errors.append(run_error(error))
 
 
 def check_run_dir(run_dir: Path) -> None:
@@ -77,15 +93,24 @@ def _is_run(folder: Path) -> bool:
 
 def _runs_in(folder: Path) -> list[Path]:
     """Return a run directory itself, or all that are in another folder, sorted. Raises UnusableError for none."""
-    runs = []
-    for path, inner, _ in os.walk(folder):
-        if _is_run(Path(path)):
-            runs.append(Path(path))
+    runs, visited = [], set[str]()
+    for path, inner, _ in os.walk(folder, followlinks=True):
+        real, run_dir = os.path.realpath(path), Path(path)
+        if real not in visited and _is_run(run_dir):
+            runs.append(run_dir)
+        if real in visited or run_dir in runs:
             inner.clear()
-        inner[:] = [name for name in inner if not name.startswith(".")]  # .venv, .git
+        visited.add(real)
+        inner[:] = _order(run_dir, inner)
     if not runs:
         raise UnusableError(f"{folder}: no run directory is here: each has one of {', '.join(_MARKERS)}")
     return sorted(runs)
+
+
+def _order(folder: Path, names: Iterable[str]) -> list[str]:
+    """Return the folders to look into, links last: a run that is there twice has its own name. Not .venv, .git."""
+    kept = (name for name in names if not name.startswith("."))
+    return sorted(kept, key=lambda name: ((folder / name).is_symlink(), name))
 
 
 def _line_of(state: Mapping[str, Any]) -> list[str]:
@@ -104,13 +129,18 @@ def read_state(run_dir: Path) -> dict[str, Any]:
     """Return the state of a run; a value is None if it is unknown.
 
     Returns:
-        run, state (running, queued, finished, stopped), jobs (number, state, since, nodes, reason of each), other_jobs
-        (why jobs of recorded numbers are none of the run's), process (of a live one), step, steps, loss,
-        tokens_per_second, steps_per_second, mfu, goodput (share of each part of the run's time, and its seconds),
-        seconds_left, checkpoint (step, age_seconds), last_end (job, exit_code, meaning), mlflow (run_id, uri).
+        run, state (running, queued, finished, stopped; unknown: its cluster is not reached), jobs (number, state,
+        since, nodes, reason of each), other_jobs (why jobs of recorded numbers are none of the run's, or are not
+        known), process (of a live one), step, steps, loss, tokens_per_second, steps_per_second, mfu, goodput (share of
+        each part of the run's time, and its seconds), seconds_left, checkpoint (step, age_seconds), last_end (job,
+        exit_code, meaning), mlflow (run_id, uri).
     """
     check_run_dir(run_dir)
-    found = queue.look(run_dir) if slurm.is_here() else queue.RunJobs([], [])
+    found, is_known = queue.RunJobs([], []), True
+    try:
+        found = queue.look(run_dir) if slurm.is_here() else found
+    except UnusableError as error:  # of another cluster
+        found, is_known = queue.RunJobs([], [str(error)]), False
     live = sorted((job for job in found.jobs if not job.has_ended), key=lambda job: job.waits)
     process = sign_of_life(run_dir)
     finished, steps = read_finished(run_dir), _saved_block(run_dir, TrainConfig, "train").steps
@@ -123,7 +153,7 @@ def read_state(run_dir: Path) -> dict[str, Any]:
     elif live:
         state = "queued"
     else:
-        state = "finished" if finished else "stopped"
+        state = "finished" if finished else "stopped" if is_known else "unknown"
     return {
         "run": str(run_dir),
         "state": state,

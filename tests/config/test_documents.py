@@ -60,6 +60,7 @@ def test_a_document_of_no_reasonable_size_is_refused_at_once(name: str, tmp_path
 
 def test_a_run_folder_of_others_cannot_hold_up_a_command(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(bomb(), encoding="utf-8")
+    (tmp_path / "slurm").mkdir()
     assert read_state(tmp_path)["steps"] is None
     with refused(ConfigError, "config.yaml"):
         read_saved(tmp_path / "config.yaml")

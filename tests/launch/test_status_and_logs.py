@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slurm
 
 # squeue lists the lines of the file `queue`, scontrol shows those of `facts` of any job; `calls` has all commands.
 PROGRAMS = {
-    "squeue": 'cat "$here/queue"',
+    "squeue": """case $* in *=gone*) echo 'no such cluster' >&2; exit 1 ;; *) cat "$here/queue" ;; esac""",
     "scontrol": """case $* in *config*) echo 'ClusterName = tests' ;; *) cat "$here/facts" ;; esac""",
     "scancel": ": >$here/queue",
 }
@@ -111,6 +111,36 @@ def test_status_lists_the_runs_of_a_folder_one_a_line(
         assert "40 of 100" in lines[0] and "2.5000" in lines[0]
     assert main(["status", "--json"]) == EXIT_DONE
     assert [json.loads(line)["step"] for line in capsys.readouterr().out.splitlines()] == [40, None]
+
+
+def test_run_that_cannot_be_shown_hides_no_other(
+    tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of another cluster has a note; one with a file that cannot be read is an error after the others."""
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    Path("config.yaml").touch()  # as `dist-mem init` makes one
+    make_run(Path("runs/a"), step=40)
+    make_run(Path("runs/b"), step=1)
+    Path("runs/b/slurm/jobs").write_text("1 gone\n")
+    Path("runs/b/config.yaml").write_text("")  # as a full disk may leave it
+    make_run(tmp_path / "scratch" / "c")
+    Path("runs/linked").symlink_to(tmp_path / "scratch" / "c")
+    Path("runs/again").symlink_to("a")
+    Path("runs/loop").symlink_to("../runs")
+    for folder in (".", "runs"):
+        assert main(["status", folder]) == EXIT_DONE
+        lines = capsys.readouterr().out.splitlines()
+        shown = [line.split()[:2] for line in lines[1:-1]]
+        assert shown == [["runs/a", "stopped"], ["runs/b", "unknown"], ["runs/linked", "stopped"]]
+        said(lines[-1], "runs/b", "job 1 is of the cluster 'gone'")
+
+    make_run(Path("runs/0"))
+    Path("runs/0/slurm/12/exit_code").mkdir()
+    assert main(["status", "runs", "--json"]) == EXIT_USAGE
+    printed = capsys.readouterr()
+    assert [json.loads(line)["run"] for line in printed.out.splitlines()] == ["runs/a", "runs/b", "runs/linked"]
+    said(printed.err, "runs/0/slurm/12/exit_code")
 
 
 def test_status_refuses_a_folder_that_is_no_run_and_names_it(
