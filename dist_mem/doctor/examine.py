@@ -28,6 +28,7 @@ class LocalResult(NamedTuple):
     findings: list[Finding]
     fingerprints: dict[str, consistency.Fingerprint]  # to compare: of code, configuration, data; without failed ones
     probe: str | None  # name of the file that rank 0 wrote into the run directory; None: it could not write
+    new_folders: list[Path]  # that rank 0 made for it, the innermost first
     checkpoint: disks.CheckpointFiles | None  # only on rank 0; None: the model cannot be built
 
 
@@ -61,6 +62,10 @@ def examine(config: Config | None, world: World, *, is_thorough: bool) -> Genera
         if run_dir is not None and world.rank == 0:
             with suppress(OSError):
                 (run_dir / str(probe)).unlink()
+        if is_thorough and world.rank == 0:  # a job goes on with them
+            with suppress(OSError):
+                for folder in results[0].new_folders:
+                    folder.rmdir()
     yield list(_judge(None if config is None else config.launch, places, measured, results[0].checkpoint))
 
 
@@ -85,6 +90,7 @@ def _check_rank(config: Config | None, world: World, *, is_thorough: bool) -> Lo
     fingerprints: dict[str, consistency.Fingerprint] = {}
     checkpoint: list[disks.CheckpointFiles] = []
     probe: str | None = None
+    new_folders: list[Path] = []
 
     def collect(what: str, find: Callable[[], consistency.Fingerprint]) -> Check:
         return lambda: fingerprints.update({what: find()}) or ()
@@ -102,6 +108,7 @@ def _check_rank(config: Config | None, world: World, *, is_thorough: bool) -> Lo
             checks.append((node, "data", lambda: consistency.check_data(config.data, config.eval)))
     if config is not None and world.rank == 0:
         probe = name = f".probe-{uuid.uuid4().hex}"
+        new_folders = disks.missing_folders(Path(config.run_dir))
         checks.append((node, "run directory", lambda: disks.write_probe(Path(config.run_dir), name)))
 
         def check_room() -> Iterator[Remark]:
@@ -117,7 +124,7 @@ def _check_rank(config: Config | None, world: World, *, is_thorough: bool) -> Lo
     findings = [finding for where, what, check in checks for finding in _run(where, what, check)]
     if any(finding.what == "run directory" for finding in findings):
         probe = None
-    return LocalResult(place, findings, fingerprints, probe, checkpoint[0] if checkpoint else None)
+    return LocalResult(place, findings, fingerprints, probe, new_folders, checkpoint[0] if checkpoint else None)
 
 
 def _check_room(

@@ -12,7 +12,7 @@ from pathlib import Path
 from dist_mem.engine.cpu_op import BUFFER, CPU_OP, SHM
 from dist_mem.runtime.compilers import compiler_caches, cpp_compiler
 from dist_mem.runtime.distributed import World
-from dist_mem.runtime.environment import job_end
+from dist_mem.runtime.environment import job_end, variable
 from dist_mem.supervision.findings import Remark, fail, ok, warning
 
 GOOD_OPEN_FILES = 4096  # the usual limit for training; a rank of a large job needs hundreds
@@ -112,7 +112,9 @@ def _check_compiler() -> Remark:
     if any(extensions.glob(f"**/{CPU_OP}.so")):
         return ok("C++ compiler", "none, and none is needed: DeepSpeed's op is compiled")
     missing, fix = "ninja", "pip install ninja"
-    if not compiler:
+    if not compiler and (requested := variable("CXX")):
+        missing, fix = f"C++ compiler {requested!r}, which CXX names", "unset CXX, or set it to one that is on PATH"
+    elif not compiler:
         missing, fix = "C++ compiler", "apt-get install g++, dnf install gcc-c++, or module load gcc"
     return fail("C++ compiler", f"no {missing}: DeepSpeed compiles an op at the first start", fix, blames_node=True)
 

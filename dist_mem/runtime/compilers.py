@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 import sysconfig
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from dist_mem.errors import UnusableError, run_error
@@ -120,6 +122,13 @@ def find_own_tools() -> None:
 
 
 def cpp_compiler() -> str | None:
-    """Return the C++ compiler that torch's extension builder uses: CXX, else c++ or g++; None if there is none."""
+    """Return the C++ compiler that torch's extension builder uses: CXX, else c++ or g++; None if there is none.
+
+    Of several words in CXX, as in `ccache g++` and `g++ -pipe`, it is the first.
+    """
     requested = variable("CXX")
-    return shutil.which(requested) if requested else shutil.which("c++") or shutil.which("g++")
+    if requested is None:
+        return shutil.which("c++") or shutil.which("g++")
+    with suppress(ValueError):  # a quote is not closed
+        return shutil.which(next(iter(shlex.split(requested)), ""))
+    return None

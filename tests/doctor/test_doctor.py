@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from dist_mem.cli.configuration import load_checked
@@ -109,14 +110,15 @@ def test_a_sound_machine_passes_without_a_configuration(tmp_path: Path) -> None:
 
 
 def test_a_sound_job_passes_on_two_ranks_and_leaves_nothing_behind(tmp_path: Path, config: Path) -> None:
-    first, second, text = on_two_nodes([str(config)], cwd=tmp_path, second=[])
+    run_dir = "run_dir=runs/new"
+    first, second, text = on_two_nodes([str(config), run_dir], cwd=tmp_path, second=[])
     assert (first, second) == (0, 0), text
     for what in ("rendezvous", "configuration", "data", "run directory", "disk room", "inodes", "bandwidth", "clock"):
         assert f"ok       {what} " in text
     assert "0 FAIL" in text
     warnings = [line for line in text.splitlines() if line.startswith(WARNING)]
     assert all("/dev/shm" in line for line in warnings), text  # of jobs that were killed on this machine
-    assert list((tmp_path / "run").iterdir()) == []
+    assert not (tmp_path / "runs").exists()
 
 
 @needs_mount
@@ -148,6 +150,25 @@ def test_each_fault_of_one_node_is_named_with_its_node(tmp_path: Path, books: Pa
         assert any(what in line and "node2" in line and text_of in line for line in failures), f"{what} in\n{text}"
     assert not any("node1" in line.split(" -> ")[0].replace("node1 rank 0", "") for line in failures), text
     assert all(" -> " in line for line in failures)
+
+
+@pytest.mark.parametrize(
+    ("requested", "level"),
+    [("ccache program", OK), ("program -pipe", OK), ("absent -pipe", FAIL), ("absent", FAIL), ("'program", FAIL)],
+)
+def test_first_word_of_cxx_is_the_compiler_that_is_looked_for(
+    requested: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("program", "ccache", "ninja"):
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", requested)
+    world = World(0, 1, 0, 1, torch.device("cpu"))
+    (found,) = (remark for remark in machine.check_machine(world) if remark.what == "C++ compiler")
+    assert found.level == level
+    if level == FAIL:
+        said(found.found, repr(requested), "CXX")
 
 
 @needs_mount
