@@ -4,41 +4,36 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from dist_mem.config import Config, as_tree, change_config
+from dist_mem.config import Config, LaunchConfig, as_tree
 from dist_mem.config.check import flatten
 from dist_mem.config.keys import is_path
 from dist_mem.launch.directives import option
 from dist_mem.runtime.environment import expand_variables, home_dir
 
 
-def see_from_here(config: Config) -> Config:
-    """Return a configuration with the folders of its data where this machine has them, outside of the container."""
-    mounts = [mount.split(":") for mount in map(expand_variables, config.launch.mounts)]
+def find_outside(launch: LaunchConfig, leaves: Mapping[str, Any]) -> dict[str, str]:
+    """Return the folders of data, key -> path, where this machine has them, outside of the container.
+
+    Relative ones are left out: they are in the folder of the job, which the container has as it is.
+
+    Args:
+        leaves: of the configuration, by their full keys.
+    """
+    if launch.container == "none":
+        return {}
+    mounts = [mount.split(":") for mount in map(expand_variables, launch.mounts)]
     places = {Path(mount[1 if len(mount) > 1 else 0]): Path(mount[0]) for mount in mounts}
     found = {}
-    for key, path in _folders_of_data(config).items():
-        within = [place for place in places if path.is_relative_to(place)]
-        if within:
-            deepest = max(within, key=lambda place: len(place.parts))
-            found[key] = str(places[deepest] / path.relative_to(deepest))
-    return change_config(config, found)
-
-
-def missing_data(config: Config) -> list[str]:
-    """Return the folders of data, each with its key, that only the container may have."""
-    if config.launch.container == "none":
-        return []
-    return [f"{key} = {path}" for key, path in _folders_of_data(config).items() if not path.exists()]
-
-
-def _folders_of_data(config: Config) -> dict[str, Path]:
-    """Return the absolute folders of data; others are in the folder of the job, which the container has as it is."""
-    leaves = flatten(as_tree(config))
-    found = {key: Path(path) for key, path in leaves.items() if re.fullmatch(r"data\.(.*\.)?path", key)}
-    return {key: path for key, path in found.items() if path.is_absolute()}
+    for key, folder in leaves.items():
+        if re.fullmatch(r"data\.(.*\.)?path", key) and Path(folder).is_absolute():
+            path = Path(folder)
+            within = max(filter(path.is_relative_to, places), key=lambda place: len(place.parts), default=path)
+            found[key] = str(places.get(within, within) / path.relative_to(within))
+    return found
 
 
 def warnings(config: Config) -> Iterator[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dist_mem.config import Config, as_tree
+from dist_mem.config import Config
 from dist_mem.config.check import Problem, flatten, format_value, stop_on
 from dist_mem.config.launch_schema import LaunchConfig
 from dist_mem.errors import UnusableError
@@ -30,17 +30,21 @@ def check(config: Config) -> None:
     stop_on([*_sizes(launch), *_texts(launch), *_restart(launch)])
 
 
-def check_folder(config: Config, arguments: Sequence[str]) -> None:
-    """Raise UnusableError if `config`, read from `arguments`, means other files in the folder of the job than here."""
-    folder = directives.other_folder(config.launch.directives)
+def check_folder(launch: LaunchConfig, leaves: Mapping[str, Any], arguments: Sequence[str]) -> None:
+    """Raise UnusableError if paths mean other files in the folder of the job than here.
+
+    Args:
+        leaves: of the configuration, by their full keys.
+        arguments: from which it was read.
+    """
+    folder = directives.other_folder(launch.directives)
     if folder is None:
         return
-    keys = [key for key in flatten(as_tree(config)) if key == "run_dir" or re.fullmatch(r"data\.(.*\.)?path", key)]
-    paths = {key: path for key, path in flatten(as_tree(config)).items() if key in keys and "://" not in path}
-    relative = [f"{key} = {path}" for key, path in paths.items() if path and not Path(path).is_absolute()]
-    relative += [name for name in arguments if Path(name).is_file() and not Path(name).is_absolute()]
+    keys = [key for key in leaves if key == "run_dir" or re.fullmatch(r"data\.(.*\.)?path", key)]
+    relative = [key for key in keys if leaves[key] and not re.match(r"/|[\w+.-]+://", leaves[key])]
+    relative += [name for name in arguments if not name.startswith("/") and Path(name).is_file()]
     if relative:
-        raise UnusableError(
+        raise UnusableError(  # without values, which may be of the environment
             f"launch.directives has --chdir={folder}, and from there these are other files: {', '.join(relative)}; "
             f"give absolute paths, or submit from there: cd {shlex.quote(folder)} && dist-mem launch ..."
         )

@@ -117,7 +117,7 @@ def test_paths_that_another_folder_of_the_job_changes_are_refused(
     assert main(["launch", *absolute]) == 0
     for given in ("data.path=books", "run_dir=x", "mine.yaml"):
         assert main(["launch", given, *(word for word in absolute if word.partition("=")[0] not in given)]) == 2
-        said(capsys.readouterr().err, "--chdir", given.replace("=", " = "), f"cd {other}")
+        said(capsys.readouterr().err, "--chdir", given.partition("=")[0], f"cd {other}")
     assert main(["launch", "mine.yaml", f"launch.directives=[--chdir={tmp_path}]", "--dry-run"]) == 0
     assert main(["launch", f"launch.directives=[--chdir={other}]", "--script"]) == 0, "its arguments come there"
     launch = LaunchConfig(directives=[f"--chdir={other}"])

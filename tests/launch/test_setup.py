@@ -158,6 +158,6 @@ def test_data_of_a_container_are_looked_at_through_its_mounts(
         assert "there is no sbatch" in printed and "data.path" not in printed
     printed = refusal("/data/absent", "$BOOKS:/data")
     assert "there is no sbatch" in printed
-    said(printed, "data.path = ")
+    said(printed, "warning: data.path")
     said(refusal("/data", f"{tmp_path}/empty:/data"), tmp_path / "empty" / "tokenizer.json")
     said(refusal("absent", "$BOOKS:/data"), "absent/tokenizer.json")

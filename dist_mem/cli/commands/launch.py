@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from pathlib import Path
 
 from dist_mem.cli.arguments import (
     add_allow,
 )
 from dist_mem.cli.configuration import load_checked, make_snapshot, require_config
-from dist_mem.config import Config, load_config
+from dist_mem.config import DataConfig, EvalConfig, as_tree, change_config, load_config
+from dist_mem.config.check import flatten
 from dist_mem.config.resume_rules import check_allowed
 from dist_mem.errors import (
     UnusableError,
@@ -49,14 +51,17 @@ def run(options: Namespace) -> int:
         return submit.show_script(load_config([*options.config, *given], trains=False, check=check).launch)
     require_config(options, "dist-mem launch configs/demo.yaml launch/sites/generic.yaml --nodes 1")
     config = load_checked([*options.config, *given], builds_model=True, further=check)
-    check_folder(config, options.config)
+    leaves = flatten(as_tree(config))
+    check_folder(config.launch, leaves, options.config)
     check_allowed(options.allow)
     from dist_mem.checkpoint.resume_source import check_run_dir
     from dist_mem.estimate.dry_run import idle_warning
 
     check_run_dir(config, options.allow)
     if config.preflight and not options.dry_run:
-        _check_data(mounts.see_from_here(config))
+        outside = mounts.find_outside(config.launch, leaves)
+        here = change_config(config, outside)
+        _check_data(here.data, here.eval, outside=outside)
     idle = idle_warning(config.train, config.data, script.numbers_of_ranks(config.launch))
     for warning in filter(None, [idle, *mounts.warnings(config)]):
         print(warning, file=sys.stderr)
@@ -68,21 +73,23 @@ def run(options: Namespace) -> int:
     return submit.run(config, arguments, dry_run=options.dry_run, make_snapshot=snapshot)
 
 
-def _check_data(config: Config) -> None:
-    """Check the data that this machine has; of what only the container has, print a warning.
+def _check_data(data: DataConfig, evaluation: EvalConfig, *, outside: Mapping[str, str]) -> None:
+    """Check the data that this machine has; of what only a container may have, print a warning.
+
+    Args:
+        outside: key -> folder, of those that the job reads in a container.
 
     Raises:
-        UnusableError: it is not there, or damaged.
+        UnusableError: they are not there, or damaged.
     """
     from dist_mem.doctor.consistency import check_data
-    from dist_mem.launch.mounts import missing_data
 
     try:
-        check_data(config.data, config.eval)
+        check_data(data, evaluation)
     except ValueError as error:
-        missing = missing_data(config)
+        missing = [key for key, folder in outside.items() if not Path(folder).exists()]
         if not missing:
             way = "if only the nodes have it, submit with: dist-mem launch ... --dry-run | sbatch"
             raise UnusableError(f"{error}; {way}") from error
-        place = "is not on this machine, outside of the container: the preflight of the job looks for it"
-        print(f"warning: {', '.join(missing)} {place}", file=sys.stderr)
+        place = "not on this machine, outside of the container: the preflight of the job looks there"
+        print(f"warning: {', '.join(missing)}: {place}", file=sys.stderr)
