@@ -103,7 +103,7 @@ class Saver:
         directory = step_dir(self._run_dir, step)
         if self._world.rank == 0 and directory.is_dir():
             refuse_if_taken_over(self._run_dir)
-            write_manifest(directory, read_manifest(directory) | changes)
+            write_manifest(directory, {**read_manifest(directory), **changes})
 
     def rehearse(self, snapshot: Snapshot) -> None:
         """Try before the first step what a save needs, see `rehearse_checkpoint`. Raises UnfitError on every rank."""

@@ -46,11 +46,6 @@ def nearest_existing(path: Path) -> Path:
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
-def missing_folders(path: Path) -> list[Path]:
-    """Return the folders that `write_probe` makes: a path and its parents as far as they do not exist."""
-    return [folder for folder in (path, *path.parents) if not folder.exists()]
-
-
 def check_caches() -> Iterator[Remark]:
     """Check that compiler caches are on the node; on a shared disk thousands of ranks would lock and read them."""
     found = []

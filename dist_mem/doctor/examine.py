@@ -13,6 +13,7 @@ from dist_mem.doctor import consistency, disks, gpus, machine, network
 from dist_mem.errors import UnusableError, run_error
 from dist_mem.runtime.distributed import World, gather_objects
 from dist_mem.runtime.environment import node_name
+from dist_mem.runtime.files import drop_empty, missing_folders
 from dist_mem.supervision.findings import MACHINE, Finding, Place, Remark, fail, ok, warning
 from dist_mem.tracking.mlflow.database import ForeignError
 from dist_mem.tracking.mlflow.store import check_tracking, choose_sending, store_uri, was_tracked
@@ -63,9 +64,7 @@ def examine(config: Config | None, world: World, *, is_thorough: bool) -> Genera
             with suppress(OSError):
                 (run_dir / str(probe)).unlink()
         if is_thorough and world.rank == 0:  # a job goes on with them
-            with suppress(OSError):
-                for folder in results[0].new_folders:
-                    folder.rmdir()
+            drop_empty(results[0].new_folders)
     yield list(_judge(None if config is None else config.launch, places, measured, results[0].checkpoint))
 
 
@@ -108,7 +107,7 @@ def _check_rank(config: Config | None, world: World, *, is_thorough: bool) -> Lo
             checks.append((node, "data", lambda: consistency.check_data(config.data, config.eval)))
     if config is not None and world.rank == 0:
         probe = name = f".probe-{uuid.uuid4().hex}"
-        new_folders = disks.missing_folders(Path(config.run_dir))
+        new_folders = missing_folders(Path(config.run_dir))
         checks.append((node, "run directory", lambda: disks.write_probe(Path(config.run_dir), name)))
 
         def check_room() -> Iterator[Remark]:

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from io import BufferedRandom
@@ -75,6 +75,18 @@ def make_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
         fsync_path(folder.parent)
+
+
+def missing_folders(path: Path) -> list[Path]:
+    """Return the folders that must be made for this one to exist, innermost first."""
+    return [folder for folder in (path, *path.parents) if not folder.exists()]
+
+
+def drop_empty(folders: Sequence[Path]) -> None:
+    """Remove folders, innermost first, that nothing has been put into."""
+    with suppress(OSError):  # one is not empty, or does not exist: then those around it stay too
+        for folder in folders:
+            folder.rmdir()
 
 
 def at_home(text: str) -> str:

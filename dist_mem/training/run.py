@@ -27,6 +27,7 @@ from dist_mem.errors import (
 )
 from dist_mem.runtime import distributed
 from dist_mem.runtime.distributed import World, announce, decide_on_rank0
+from dist_mem.runtime.files import drop_empty, missing_folders
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.supervision import timeline
 from dist_mem.supervision.lease import Lease, refuse_if_taken_over
@@ -59,18 +60,6 @@ def hold_run_dir(run_dir: Path, world: World, stop_signal: StopSignal) -> Lease 
 
     decide_on_rank0(take)
     return leases[0] if leases else None
-
-
-def _missing_folders(path: Path) -> list[Path]:
-    """Return the folders that must be created for this one to exist, innermost first."""
-    return [folder for folder in (path, *path.parents) if not folder.exists()]
-
-
-def _drop_empty(folders: Sequence[Path]) -> None:
-    """Remove the empty folders that a refused start created."""
-    with suppress(OSError):  # one is not empty, or does not exist: then those around it stay too
-        for folder in folders:
-            folder.rmdir()
 
 
 _STATUS = {EXIT_DONE: "FINISHED", EXIT_REQUEUE: "KILLED", EXIT_DIVERGED: "FAILED", EXIT_FAILED: "FAILED"}
@@ -180,7 +169,7 @@ def run(
         )
     del meeting
     run_dir = Path(config.run_dir)
-    lease, new_folders = None, _missing_folders(run_dir)
+    lease, new_folders = None, missing_folders(run_dir)
     begin = Beginning(began, last_sign_of_life(run_dir) if world.rank == 0 else None)
     try:
         lease = hold_run_dir(run_dir, world, stop_signal)
@@ -197,6 +186,6 @@ def run(
         if lease is not None:
             lease.release()
         if world.rank == 0:
-            _drop_empty(new_folders)
+            drop_empty(new_folders)
         distributed.shut_down(agreed=False)
         stop_signal.restore()

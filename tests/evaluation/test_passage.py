@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dist_mem.block import model_spec
 from dist_mem.config import change_config, load_config
-from dist_mem.data.batch import IGNORE
+from dist_mem.data.batch import IGNORE, Batch
 from dist_mem.data.shard import Index, read_index
 from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.evaluation.probe import BANDS, PREFIX, open_passage, passage_metrics, state_metrics
@@ -112,12 +112,15 @@ def test_the_gain_is_per_scored_token_and_none_where_none_is_scored(tmp_path: Pa
     config, model = model_of("transformer_xl", tmp_path, books)
     index, bos_id = read_index(books / "validation"), load_tokenizer(books).bos_id
     passage = open_passage(index, protocol_of(config), num_segments=SEGMENTS, bos_id=bos_id)
-    given: Any = (model, init_of(model), model.memories())
-    whole = passage_metrics(*given, passage, torch.device("cpu")).metrics[GAIN]
+
+    def metrics_of(batches: list[Batch]) -> dict[str, float]:
+        return passage_metrics(model, init_of(model), model.memories(), batches, torch.device("cpu")).metrics
+
+    whole = metrics_of(passage)[GAIN]
     silent = [batch._replace(targets=torch.full_like(batch.targets, IGNORE)) for batch in passage]
-    assert GAIN not in passage_metrics(*given, silent, torch.device("cpu")).metrics
-    first = passage_metrics(*given, [*passage[:3], *silent[3:]], torch.device("cpu")).metrics[GAIN]
-    last = passage_metrics(*given, [*silent[:3], *passage[3:]], torch.device("cpu")).metrics[GAIN]
+    assert GAIN not in metrics_of(silent)
+    first = metrics_of([*passage[:3], *silent[3:]])[GAIN]
+    last = metrics_of([*silent[:3], *passage[3:]])[GAIN]
     assert (first + last) / 2 == pytest.approx(whole, rel=1e-4, abs=1e-7)
 
 
