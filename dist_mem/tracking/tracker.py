@@ -233,8 +233,8 @@ class LogSink(Sink):
         self.num_points = self.num_lost + len(kept)
         branches = find_entries(self._log.path, "branch")
         past = [entry for entry in find_entries(self._log.path, "point") if entry.body["step"] > step]
-        points_past = [as_point(entry) for entry in past if not is_superseded(entry, branches)]
-        self._rollback = Rollback(points_past, first_step=step, measurements=self._measurements)
+        self._past = [entry for entry in past if not is_superseded(entry, branches)]
+        self._rollback = Rollback(map(as_point, self._past), first_step=step, measurements=self._measurements)
         return kept
 
     def log(self, point: Point) -> None:
@@ -242,12 +242,21 @@ class LogSink(Sink):
         body = {"step": point.step, "metrics": point.metrics}
         if self._rollback.repeats(point):
             self._log.append("repeat", body, at=point.time)
+            first = [entry for entry in self._past if entry.body["step"] == point.step]
+            self._add_to_next_checkpoint(
+                entry for entry in first if entry.body["metrics"].keys() & point.metrics.keys()
+            )
             return
         if steps := self._rollback.leaves(point):  # before the point, so that readers know of it
             self._log.append("branch", {**steps._asdict(), "before": self._began}, at=point.time)
-        logged_at = self._log.append("point", body, at=point.time)
-        of_model = {name: value for name, value in point.metrics.items() if not in_group(name).startswith(OF_SYSTEM)}
-        self._since_checkpoint.append(Entry("point", logged_at, {**body, "metrics": of_model}))
+        self._add_to_next_checkpoint([Entry("point", self._log.append("point", body, at=point.time), body)])
+
+    def _add_to_next_checkpoint(self, entries: Iterable[Entry]) -> None:
+        """Keep what a checkpoint of their step has as a model, at the times at which the run has it."""
+        for kind, logged_at, body in entries:
+            metrics = body["metrics"].items()
+            of_model = {name: value for name, value in metrics if not in_group(name).startswith(OF_SYSTEM)}
+            self._since_checkpoint.append(Entry(kind, logged_at, {**body, "metrics": of_model}))
 
     def rewind(self, step: int) -> None:
         self._since_checkpoint = []
