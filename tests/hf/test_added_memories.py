@@ -126,14 +126,16 @@ def test_a_pretrained_model_begins_as_it_is_without_the_memory(name: str, model:
 def test_rows_are_the_model_while_empty_and_the_model_over_the_longer_text_while_they_hold_it(
     kind: str, model: str
 ) -> None:
-    """Their positions are the model's own, rotary. A softmax over more masked rows may sum in another order."""
+    """Their positions are the model's own, rotary.
+
+    Attention over more rows, though masked, may sum in another order: on some processors the bits are equal, on others not.
+    """
     rows = {"kind": kind, "mem_len": 2 * SEG_LEN}
     memory = rows if kind == "transformer_xl" else {**rows, "cmem_len": SEG_LEN, "compression_rate": 2}
     plain, added, segments = pretrained(model), build(model, memory), some_segments(3)
     take_published(added, to_published(plain), "weights")
     found = log_probs(added, segments)
-    most = 0.0 if kind == "transformer_xl" else 1e-5
-    torch.testing.assert_close(found[:, :SEG_LEN], log_probs(plain, segments[:1]), rtol=0, atol=most)
+    torch.testing.assert_close(found[:, :SEG_LEN], log_probs(plain, segments[:1]), rtol=0, atol=1e-5)
     whole = log_probs(pretrained(model, seg_len=3 * SEG_LEN), [torch.cat(segments, dim=1)])
     torch.testing.assert_close(found, whole, rtol=0, atol=1e-5)
 
