@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from dist_mem.checkpoint.finished_file import read_finished
 from dist_mem.config import Config, LaunchConfig, load_config
 from dist_mem.config.check import hint
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE, UnusableError
@@ -132,7 +133,7 @@ def run(asked: StudyRequest) -> int:
             return EXIT_DONE
         take_cells(job, print)
         if asked.launch is not None:
-            return _submit(job, asked.launch, at_once=asked.jobs)
+            return _submit_rows(job, asked.launch, at_once=asked.jobs)
         return _run(job, asked)
 
 
@@ -154,8 +155,8 @@ def _tune(job: StudyCall, asked: StudyRequest) -> int | None:
         check_rows(trials.study, job.extra)
         take_cells(trials, print)
         left = [item for item in trials.runs if columns_left(trials, item)]
-        if left and asked.launch is not None:
-            return _submit(trials, asked.launch, at_once=asked.jobs)
+        if asked.launch is not None and (to_train := _to_train(left)):
+            return _submit(trials, to_train, asked.launch, at_once=asked.jobs)
         if left and asked.estimate and (is_first or not asked.run):
             _estimate(trials, everywhere)
         if left and not asked.run:
@@ -238,15 +239,28 @@ def _definition(job: StudyCall, item: CellRun) -> Settings:
     return definition_of(job.study, item, job.extra, ranks=job.ranks)
 
 
-def _submit(job: StudyCall, launch: LaunchConfig, *, at_once: int) -> int:
-    """Submit the runs that are not finished as a job array, one job each; once they have ended, a call measures them.
+def _to_train(left: Iterable[CellRun]) -> list[CellRun]:
+    """Return the runs whose training has not come to its end; the others are only to be measured."""
+    return [item for item in left if read_finished(item.directory) is None]
+
+
+def _submit_rows(job: StudyCall, launch: LaunchConfig, *, at_once: int) -> int:
+    """Submit the rows that are not trained. Raises UnusableError if all are."""
+    left = [item for item in job.runs if columns_left(job, item)]
+    if not left:
+        raise UnusableError(f"{job.out}: all runs are finished; `{job.study.source}` prints the table")
+    if not (to_train := _to_train(left)):
+        how = "the same command with --no-estimate in place of --slurm, a site's files and launch.*"
+        raise UnusableError(f"{job.out}: all runs are trained; measure them: {how}")
+    return _submit(job, to_train, launch, at_once=at_once)
+
+
+def _submit(job: StudyCall, left: Sequence[CellRun], launch: LaunchConfig, *, at_once: int) -> int:
+    """Submit runs as a job array, one job each; once they have ended, a call measures them.
 
     Args:
         at_once: jobs at the same time.
     """
-    left = [item for item in job.runs if columns_left(job, item)]
-    if not left:
-        raise UnusableError(f"{job.out}: all runs are finished; `{job.study.source}` prints the table")
     for item in left:
         build(job, item, print)
         begin(job, item)

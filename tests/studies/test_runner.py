@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 import yaml
 
+from dist_mem.checkpoint.finished_file import mark_finished
 from dist_mem.checkpoint.manifest import step_dir, write_manifest
-from dist_mem.config import load_config, save_config
+from dist_mem.config import LaunchConfig, load_config, save_config
 from dist_mem.data.index import fingerprint_of
 from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USAGE, UnusableError
 from dist_mem.evaluation.scores import read_report
@@ -47,6 +48,7 @@ from dist_mem.studies.study_call import (
     StudyCall,
     StudyStoppedError,
     build,
+    columns_left,
     for_each_run,
     places,
 )
@@ -548,6 +550,50 @@ def test_an_estimate_of_tuned_rows_is_of_their_trials_first(tmp_path: Path, monk
     assert run_study(replace(asked, estimate=False, run=True)) == EXIT_DONE
     assert run_study(asked) == EXIT_DONE
     assert estimated == [trials, ["kindnone"]]
+
+
+def test_trials_that_slurm_has_trained_are_measured_before_the_rows_are_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were submitted again, by every further call; no row was ever trained."""
+    data = build_books(tmp_path)
+    config = write_config(tmp_path / "job.yaml", data, tmp_path / "unused", {"tracking": {"mlflow": False}})
+    tune = {"grid": {"optimizer.lr": [0.001, 0.004]}, "most": 2}
+    write_study(tmp_path, SWEEP, grid={"memory.kind": ["none"]}, columns=DEV, data=str(data), tune=tune)
+    monkeypatch.chdir(tmp_path)
+    submitted, measured = list[list[str]](), list[str]()
+
+    def submit(runs: Path, launch: LaunchConfig, **options: Any) -> int:
+        submitted.append(runs.read_text(encoding="utf-8").splitlines())
+        return EXIT_DONE
+
+    def measure(job: StudyCall, item: CellRun, *more: Any) -> None:
+        measured.append(item.row)
+        for column in columns_left(job, item):
+            keep_result(item, column, {"value": 5.0 + len(item.row), "step": 1})
+
+    monkeypatch.setattr("dist_mem.studies.run_study.submit_array", submit)
+    monkeypatch.setattr("dist_mem.studies.run_study.run_one", measure)
+    asked = StudyRequest("one.yaml", "sweep", out=Path("out"), launch=load_config([str(config)]).launch)
+
+    def trained(out: Path, *rows: str, seed: int) -> None:
+        for run in (CellRun(row, "", seed, out).directory for row in rows):
+            run.mkdir(parents=True)
+            mark_finished(run, 1, load_config([str(config)]).train)
+
+    trials = ["kindnone lr 0.001", "kindnone lr 0.004"]
+    assert run_study(asked) == EXIT_DONE
+    trained(Path("out") / "tuning", trials[0], seed=1)
+    assert run_study(asked) == EXIT_DONE
+    assert ([len(runs) for runs in submitted], measured) == ([2, 1], [])
+    trained(Path("out") / "tuning", trials[1], seed=1)
+    assert run_study(asked) == EXIT_DONE
+    assert ([len(runs) for runs in submitted], measured) == ([2, 1, 1], trials)
+    assert "optimizer.lr=0.001" in submitted[-1][0], "the row, at its best rate"
+    trained(Path("out"), "kindnone", seed=0)
+    with refused(UnusableError, "out", "--no-estimate"):
+        run_study(asked)
+    assert len(submitted) == 3
 
 
 def test_a_grid_does_not_grow_beyond_what_its_key_accepts(
