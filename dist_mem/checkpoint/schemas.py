@@ -41,6 +41,7 @@ _FURTHER = {
     "time": leaf("a time", lambda value: type(value) in (int, float) and 0 <= value < 2**34),
     "commit": optional(text),
     "environment": table(text),
+    "machine": table(text),
     "divergence": record({}, _DIVERGENCE, is_open=True),
     "points": _COUNT,
     "goodput": record({"time": number, "seconds": table(number)}, is_open=True),

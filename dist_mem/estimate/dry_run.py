@@ -14,6 +14,7 @@ import torch
 
 from dist_mem.block import ModelSpec, model_spec
 from dist_mem.checkpoint.resume_source import check_data
+from dist_mem.checkpoint.saver import unsaved_steps
 from dist_mem.config import (
     Config,
     DataConfig,
@@ -114,7 +115,8 @@ def subjects(
         of_tokens = list(_token_lines(config.data, config.model, spec.vocab_size))
         run = ("run", f"{config.name}, in {config.run_dir}")
         of_model = _model_lines(spec, check_model(config), world_size, is_built=plan is not None)
-        return [*of_tokens, run, *of_model, *batch, *data]
+        saved = [("checkpoints", line) for line in unsaved_steps(config.checkpoint)]
+        return [*of_tokens, run, *of_model, *batch, *data, *saved]
     except UnusableError:
         raise
     except ValueError as error:

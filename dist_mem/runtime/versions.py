@@ -1,4 +1,4 @@
-"""What runs: the versions of dist_mem, Python, torch and DeepSpeed, and the processor."""
+"""What runs: the versions of dist_mem, Python, torch and DeepSpeed, and the machine that computes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dist_mem.version import __version__
+
+if TYPE_CHECKING:
+    import torch
 
 _LIBRARIES = ("torch", "deepspeed")
 
@@ -28,6 +32,18 @@ def processor_name() -> str:
     found = {name.strip(): text.strip() for name, _, text in lines}
     parts = [found.get("model name"), *(f"{name} {found[name]}" for name in ("cpu family", "model") if name in found)]
     return ", ".join(part for part in parts if part) or platform.machine()
+
+
+def machine_of(device: torch.device) -> dict[str, str]:
+    """Return what, besides code and data, decides the last bits of a result: the GPU, or the processor and its threads.
+
+    Sums of other processors, and of other numbers of threads, are added in another order.
+    """
+    import torch  # takes a second
+
+    if device.type == "cuda":
+        return {"GPU": torch.cuda.get_device_name(device)}
+    return {"processor": processor_name(), "threads": str(torch.get_num_threads())}
 
 
 def _version(library: str) -> str | None:

@@ -12,7 +12,7 @@ import torch
 from dist_mem.block import ModelSpec
 from dist_mem.checkpoint.lane_states import open_checkpoints
 from dist_mem.checkpoint.resume_source import Resumption, data_fingerprint
-from dist_mem.checkpoint.saver import Saver
+from dist_mem.checkpoint.saver import Saver, unsaved_steps
 from dist_mem.config import (
     CheckpointConfig,
     Config,
@@ -56,6 +56,7 @@ from dist_mem.runtime.distributed import World, announce, gather_objects, on_all
 from dist_mem.runtime.environment import node_name
 from dist_mem.runtime.machine_memory import return_free_memory
 from dist_mem.runtime.signals import StopSignal
+from dist_mem.runtime.versions import machine_of
 from dist_mem.supervision.stragglers import ForwardTimer, Stragglers
 from dist_mem.supervision.watchdog import UNWATCHED, beat
 from dist_mem.tracking.own_sinks import sink_sources
@@ -171,6 +172,7 @@ def _open_run(
     if isinstance(feed.plan, MixturePlan) and world.rank == 0:
         messages += describe_sources(feed.plan, source_names(config.data), num_steps)
     waste = idle_work(config.train, world.size, num_documents=num_readable(feed.plan))
+    messages += [f"checkpoints: {line}" for line in unsaved_steps(config.checkpoint)]
     for message in [*begin.messages, *messages, *unknown, *([": ".join(waste)] if waste else [])]:
         tracker.message(message)
     divergence = Divergence(config.divergence, begin.metadata.get("divergence", {}))
@@ -198,6 +200,7 @@ def _open_run(
             "data_fingerprint": data_fingerprint(data.splits),
             "tokenizer_fingerprint": tokenizer.fingerprint,
             "environment": checksums_to_keep(config),
+            "machine": machine_of(world.device),
         },
         small_files=_small_files({"config.yaml": to_yaml(config), **own_code}, tokenizer),
     )

@@ -38,6 +38,7 @@ from dist_mem.engine.optimizer import lr_factor
 from dist_mem.errors import DivergedError
 from dist_mem.runtime.distributed import World, on_all_ranks
 from dist_mem.runtime.terminal import some
+from dist_mem.runtime.versions import machine_of
 from dist_mem.supervision.watchdog import beat
 from dist_mem.tracking.provenance import code_differences
 from dist_mem.training.context import Context
@@ -109,6 +110,7 @@ def start(
     messages = [f"passed over: {reason}" for reason in choice.passed_over]
     messages += [f"resuming from {directory}{'' if is_own else ', a checkpoint of another run'}"]
     messages += [*_moves(choice, saved.train, config.train, engine, world), *_changed_sources(choice, sources)]
+    messages += other_machine(manifest.get("machine", {}), machine_of(world.device))
     messages += _empty_moments_line(engine)
     changed = ", ".join(str(change) for change in changes if _is_reported(change.key))
     messages += [f"changed since then: {changed}"] if changed else []
@@ -202,6 +204,15 @@ def _moves(choice: ResumeChoice, saved: TrainConfig, train: TrainConfig, engine:
     moved = ", ".join(f"{name} {was} -> {now}" for name, (was, now) in divisions.items() if was != now)
     dropout = "" if _is_same_division(choice, saved, train, world) else "; dropout uses new random numbers"
     return [f"moved: {moved}{dropout}"] if moved else []
+
+
+def other_machine(former: Mapping[str, str], present: Mapping[str, str]) -> list[str]:
+    """Return one line if sums are added in another order than where the checkpoint was written, as on other threads."""
+    pairs = {name: (former.get(name, "none"), present.get(name, "none")) for name in {**former, **present}}
+    changed = [f"{name} {was} -> {now}" for name, (was, now) in pairs.items() if was != now]
+    if not former or not changed:  # checkpoints of 0.1.0 do not have it
+        return []
+    return [f"{', '.join(changed)}: sums in another order, so the bits are not those of a run that stayed"]
 
 
 def _empty_moments_line(engine: Engine) -> list[str]:

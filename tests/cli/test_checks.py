@@ -124,3 +124,11 @@ def test_the_check_of_a_study_knows_the_splits_of_its_columns(
     error = capsys.readouterr().err
     assert "one.yaml" in error and repr(split) in error
     assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize(("every", "lines"), [("every=null", 1), ("every=5", 0), ("every_minutes=9", 0)])
+def test_the_check_says_if_nothing_is_saved_before_the_end(
+    every: str, lines: int, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(CHECKS["train"], f"checkpoint.{every}", *(["checkpoint.every=null"] if "minutes" in every else [])) == 0
+    assert capsys.readouterr().out.count("checkpoints  only at the end") == lines

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dist_mem.checkpoint.manifest import step_dir
 from dist_mem.config import load_config
@@ -18,7 +19,8 @@ from dist_mem.data.plan import DocumentPlan, make_plan
 from dist_mem.data.shard import read_index
 from dist_mem.evaluation.trained_model import load_model
 from dist_mem.memory import memory_options
-from dist_mem.training.resume import Rate, other_rate, planned_rate
+from dist_mem.runtime.versions import machine_of
+from dist_mem.training.resume import Rate, other_machine, other_rate, planned_rate
 from tests.support.faults import flip
 from tests.support.jobs import (
     checkpoint_content,
@@ -32,7 +34,7 @@ from tests.support.jobs import (
     write_config,
 )
 from tests.support.limits import wait_until
-from tests.support.messages import said_line
+from tests.support.messages import said, said_line
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import Pools
 from tests.support.run_memories import SEG_LEN, carries_gradient, every_memory, small_memory, with_memory
@@ -133,7 +135,7 @@ def test_the_source_of_a_memory_outside_is_kept_and_a_change_is_reported(tmp_pat
     mine = tmp_path / "mine.py"
     mine.write_text(EXAMPLE.read_text())
     for steps in (1, 2):
-        changes = {"train": {"steps": steps}, "schedule": {"kind": "constant"}}
+        changes = {"train": {"steps": steps, "threads": steps}, "schedule": {"kind": "constant"}}
         config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", changes)
         with_memory(config, small_memory(f"{mine}:Averages"))
         codes, text = run_ranks(["train", str(config)], world_size=1, cwd=tmp_path)
@@ -142,6 +144,7 @@ def test_the_source_of_a_memory_outside_is_kept_and_a_change_is_reported(tmp_pat
         assert kept.read_text() == mine.read_text()
         mine.write_text(EXAMPLE.read_text() + "# mended\n")
     assert "memory/mine.py differs from the file that the run was trained with so far" in text
+    assert "threads 1 -> 2: sums in another order, so the bits are not those of a run that stayed" in text
     mine.unlink()
     assert load_model(tmp_path / "run", "eval.allow_code=true").config.memory["kind"] == f"{kept}:Averages", (
         "an evaluation takes the copy"
@@ -204,6 +207,13 @@ def test_run_directory_that_cannot_be_written_is_an_error_of_two_lines(tmp_path:
     assert codes == [2, 2], again
     said_line(again, "error: ", "[Errno 17]", f"'{tmp_path / 'run' / 'checkpoints'}'")
     assert "Traceback" not in text + again
+
+
+def test_another_machine_is_said_and_the_same_is_not() -> None:
+    here = machine_of(torch.device("cpu"))
+    assert other_machine(here, here) == other_machine({}, here) == []
+    [line] = other_machine({"GPU": "NVIDIA H200"}, here)
+    said(line, "GPU NVIDIA H200 -> none", "processor none ->", f"threads none -> {torch.get_num_threads()}")
 
 
 def test_a_learning_rate_that_leaves_the_former_schedule_is_said() -> None:
