@@ -128,7 +128,7 @@ def test_rows_are_the_model_while_empty_and_the_model_over_the_longer_text_while
 ) -> None:
     """Their positions are the model's own, rotary.
 
-    Attention over more rows, though masked, may sum in another order: on some processors the bits are equal, on others not.
+    Attention over more rows, though masked, may sum in another order: whether bits are equal depends on the processor.
     """
     rows = {"kind": kind, "mem_len": 2 * SEG_LEN}
     memory = rows if kind == "transformer_xl" else {**rows, "cmem_len": SEG_LEN, "compression_rate": 2}
