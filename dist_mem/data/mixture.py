@@ -3,9 +3,10 @@
     sources, parts -> MixturePlan: the order of documents -> the lane that is free first, as in data/plan.py
 
 The next document is that of the source which is farthest behind its share: document j of source i has the time (tokens
-of i before j) / weight of i, and documents are read in the order of these times. So after any number of documents every
-source is within one of its documents of its share. Each epoch of a source has an order of its own. A source that has
-given all its epochs gives nothing more, and the others share its part in proportion to their weights.
+of i before j) / weight of i, and documents are read in the order of these times. So no source is more than one of its
+documents ahead of its share, and it is behind by at most its share of one document of each. Each epoch of a source has
+an order of its own. A source that has given all its epochs gives nothing more, and the others share its part in
+proportion to their weights.
 
 Weights may change when a run is resumed. A lane then ends its document, and what it reads next follows the new weights.
 For that the plan is a function of all weights so far (`MixturePart`), which every checkpoint has; what lanes have begun
