@@ -11,6 +11,7 @@ are SPLIT[-TAG]/METRIC.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,6 +67,11 @@ def names_of(paths: Sequence[Path]) -> list[str]:
 def data_part(index: Index) -> str:
     """Return the part of a tag that names data: "mqar_b54a2c"."""
     return f"{re.sub(r'[^a-zA-Z0-9_.]', '_', index.name)}_{index.fingerprint[:_FINGERPRINT]}"
+
+
+def digest_part(text: str) -> str:
+    """Return the part of a name that stands for a text, as a path or a content: two texts have two names."""
+    return hashlib.sha256(text.encode()).hexdigest()[:_FINGERPRINT]
 
 
 def without_data(tag: str, fingerprint: str) -> str:

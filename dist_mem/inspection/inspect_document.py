@@ -28,7 +28,7 @@ from dist_mem.evaluation.job import (
     use_threads,
 )
 from dist_mem.evaluation.protocol import protocol_of, tag_of
-from dist_mem.evaluation.report_names import FOLDER, ReportName, join_parts
+from dist_mem.evaluation.report_names import FOLDER, ReportName, digest_part, join_parts
 from dist_mem.generation.text import read_file
 from dist_mem.inspection.aggregates import Aggregates, aggregate, word_gains
 from dist_mem.inspection.content import content_of
@@ -117,10 +117,12 @@ def _run(world: World, check: StopCheck, *, request: InspectionRequest) -> None:
 def _file_name(request: InspectionRequest, subject: InspectionSubject, step: int, tag: str) -> str:
     """Return the name of the JSON; what is compared is a part of it, so that no other result is replaced."""
     name = re.sub(r"[^\w.-]", "_", subject.name)
+    other = request.against.resolve() if request.against else None
     asked = [
-        f"against-{request.against.resolve().name}" if request.against else "",
+        f"against-{other.name}_{digest_part(str(other))}" if other else "",
         "" if request.empty_at is None else f"empty-at-{request.empty_at}",
         f"without-{request.without.begin}-{request.without.end}" if request.without else "",
+        "" if request.passages is None else f"passages-{request.passages}",
     ]
     return str(ReportName(name, step, join_parts(tag, *asked), "inspect"))
 

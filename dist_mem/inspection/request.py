@@ -15,6 +15,7 @@ from dist_mem.data.mixture import source_names, source_settings
 from dist_mem.data.plan import cut_lengths
 from dist_mem.data.shard import Index
 from dist_mem.errors import UnusableError
+from dist_mem.evaluation.report_names import digest_part
 from dist_mem.evaluation.trained_model import (
     Checkpoint,
     TrainedModel,
@@ -102,7 +103,7 @@ def open_subject(request: InspectionRequest, found: Checkpoint, world: World, te
     assert request.text is not None and text is not None
     trained = open_model(found, config, tokenizer_of_checkpoint(found), world.device)
     document = text_document(trained, text).part(0, config.eval.max_document_len or 2**62)
-    return InspectionSubject(trained, document, str(request.text), f"text-{request.text.stem}")
+    return InspectionSubject(trained, document, str(request.text), f"text-{request.text.stem}_{digest_part(text)}")
 
 
 def settings_of(request: InspectionRequest, found: Checkpoint) -> Config:

@@ -67,7 +67,7 @@ def test_it_prints_tables_and_writes_every_token(run_dir: Path, capsys: pytest.C
     [
         (["--empty-at", "40"], "memory emptied at 40", "-empty-at-40"),
         (["--without", "30:40"], "memory without 30:40", "-without-30-40"),
-        (["OTHER"], "OTHER", "-against-run"),
+        (["OTHER"], "OTHER", "-against-run_??????"),
     ],
 )
 def test_every_comparison_has_its_file(
@@ -77,7 +77,7 @@ def test_every_comparison_has_its_file(
     given = [text.replace("OTHER", str(other)) for text in arguments]
     assert main(["inspect", str(run_dir), *given, "--book", "doc6", "--split", "test", "--color", "always"]) == 0
     assert "\x1b[48;5;" in capsys.readouterr().out
-    assert (run_dir / "evaluations" / f"inspect-test-doc6-step-00000003{tag}.json").exists()
+    assert len(list((run_dir / "evaluations").glob(f"inspect-test-doc6-step-00000003{tag}.json"))) == 1
     names = {comparison.replace("OTHER", str(other))}
     names |= {f"{other}, in overlapping windows"} if comparison == "OTHER" else set()  # it has no memory
     assert set(written(run_dir)["metrics"]) == {*MEMORY_OFF, *names}
@@ -89,6 +89,19 @@ def test_a_book_of_other_data_has_its_file(run_dir: Path, tmp_path: Path) -> Non
         assert main(["inspect", str(run_dir), "--book", "doc0", "--split", "test", *given]) == 0
     names = {path.name for path in (run_dir / "evaluations").iterdir()}
     assert names == {f"inspect-test-doc0-step-00000003{each}.json" for each in ("", tag)}
+
+
+def test_no_result_replaces_that_of_another_request(run_dir: Path, library: Path, tmp_path: Path) -> None:
+    """Texts and runs of one name, and the removals of every passage, which take hours, replaced one another."""
+    others = [make_run(tmp_path / name, library, MEMORIES["none"])[0] for name in ("a", "b")]
+    texts = [tmp_path / name / "text.txt" for name in ("a", "b")]
+    for text in texts:
+        text.write_text(f"Mara Holt of Dunwick told {text}.")
+    book = ["--book", "doc0", "--split", "test"]
+    requests = [*([*book, str(other)] for other in others), book, [*book, "--passages"], [*book, "--passages", "2"]]
+    for number, request in enumerate([*requests, *(["--text", str(text)] for text in texts)], 1):
+        assert main(["inspect", str(run_dir), *request]) == 0
+        assert len(list((run_dir / "evaluations").iterdir())) == number
 
 
 def test_a_text_of_ones_own_is_read(run_dir: Path, tmp_path: Path) -> None:
