@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -27,13 +28,14 @@ from lm_eval.tasks.manager import TaskDict
 from dist_mem.errors import EXIT_DONE, UnusableError, run_error
 from dist_mem.evaluation.export_transformers import write_tokenizer
 from dist_mem.evaluation.job import describe_evaluation, track
-from dist_mem.evaluation.report_names import FOLDER, ReportName, join_parts
+from dist_mem.evaluation.report_names import FOLDER, ReportName, digest_part, join_parts
 from dist_mem.lm_eval.answers import AnswerLog
 from dist_mem.lm_eval.model import DistMemLM, OpenRun, open_run, read_generation
 from dist_mem.lm_eval.tasks import RandomStates, load_tasks, read_copies
 from dist_mem.runtime.csv_text import csv_text
 from dist_mem.runtime.figures import NO_FIGURE, json_text
 from dist_mem.runtime.files import write_text
+from dist_mem.runtime.locks import hold_file
 from dist_mem.runtime.terminal import table
 
 FORMAT_VERSION = 1
@@ -78,7 +80,9 @@ def run(request: LmEvalRequest) -> int:
     opened = open_run(request.run, request.overrides, request.checkpoint)
     model, logs, tables = DistMemLM(opened.trained), list[AnswerLog](), []
     lengths: Sequence[int | None] = request.lengths or [None]
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, ExitStack() as held:
+        for length in lengths:  # another command would answer the same requests, and remove these answers
+            held.enter_context(hold_file(_report_path(request, opened, length)))
         waiting = []  # all are opened before the first answer: one may have no texts of a later length
         with read_copies(request.datasets):
             for length in lengths:
@@ -97,14 +101,22 @@ def run(request: LmEvalRequest) -> int:
             # of templates, unsafe code, a word without a token, a disk
             except (OSError, TemplateError, ValueError) as error:
                 raise run_error(error) from error
+        _end(request, opened, tables, logs)
+    return EXIT_DONE
+
+
+def _end(request: LmEvalRequest, opened: OpenRun, tables: Sequence[Sequence[Score]], logs: Sequence[AnswerLog]) -> None:
+    """Write the table of several lengths, and remove the answers, of which the reports have all.
+
+    Not before: the same command, if stopped at a later length, has those of the earlier ones.
+    """
     if len(tables) > 1:
-        path = _report_path(request, opened, None).with_suffix(".csv")
+        path = _report_path(request, opened, "-".join(map(str, request.lengths))).with_suffix(".csv")
         rows = by_length(tables, request.lengths)
         write_text(path, csv_text(rows))
         print("\n".join(table(rows)), f"written: {path}", sep="\n")
-    for log in logs:  # not before: the same command, if stopped at a later length, has those of the earlier ones
+    for log in logs:
         log.remove()
-    return EXIT_DONE
 
 
 def _check(request: LmEvalRequest) -> None:
@@ -151,17 +163,20 @@ def _check_generation(task: str, options: Mapping[str, Any]) -> None:
         raise UnusableError(f"--tasks {task}: {error}") from error
 
 
-def _report_path(request: LmEvalRequest, opened: OpenRun, length: int | None) -> Path:
-    """Return where the report of the tasks at a length is written."""
+def _report_path(request: LmEvalRequest, opened: OpenRun, length: int | str | None) -> Path:
+    """Return where the report of the tasks at a length, or at several, is written."""
     checkpoint = opened.trained.checkpoint
     tag = join_parts(*_parts(request, length), opened.tag)
     name = ReportName(_join_names(request.tasks), checkpoint.manifest["step"], tag)
     return checkpoint.run_dir / FOLDER / "lm_eval" / f"{name}.json"
 
 
-def _parts(request: LmEvalRequest, length: int | None) -> list[str]:
-    limit = "" if request.limit is None else f"limit{request.limit}"
-    return ["" if length is None else f"length{length}", limit]
+def _parts(request: LmEvalRequest, length: int | str | None) -> list[str]:
+    return [
+        "" if length is None else f"length{length}",
+        f"metadata_{digest_part(json_text(request.metadata))}" if request.metadata else "",
+        "" if request.limit is None else f"limit{request.limit}",
+    ]
 
 
 def _settings(request: LmEvalRequest, opened: OpenRun) -> dict[str, Any]:

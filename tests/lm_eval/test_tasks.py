@@ -117,6 +117,29 @@ def test_a_task_that_makes_its_data_gets_the_tokenizer_of_the_model_and_the_leng
     assert found["n-samples"]["made"]["original"] == 2
     metadata = found["configs"]["made"]["metadata"]
     assert metadata["max_seq_lengths"] == [21, 41] and "tokenizer" not in metadata
+    assert main([*asked, "--metadata", '{"max_seq_lengths": [21]}']) == 0
+    reports = list((model / "evaluations" / "lm_eval").glob("made-step-*-metadata_??????.json"))
+    assert len(reports) == 2, "none has replaced the other"
+
+
+def test_a_second_command_of_the_same_tasks_is_refused_while_the_first_answers(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers of one were lost, and the other removed the file of both."""
+    add_task(tmp_path, "choose", CHOICE)
+    command, codes = ["lm-eval", str(model), "--tasks", "choose", "--include-path", str(tmp_path)], list[int]()
+    answer = DistMemLM.loglikelihood
+
+    def answer_beside(lm: DistMemLM, requests: list[Any]) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(DistMemLM, "loglikelihood", answer)
+            codes.append(main(command))
+        return answer(lm, requests)
+
+    monkeypatch.setattr(DistMemLM, "loglikelihood", answer_beside)
+    assert main(command) == 0
+    assert codes == [2]
+    said(capsys.readouterr().err, "choose-step-", "another command is writing there")
 
 
 def test_metadata_that_are_no_object_are_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
