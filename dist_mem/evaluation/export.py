@@ -57,14 +57,13 @@ from dist_mem.runtime.process_state import drawing
 from dist_mem.tracking.mlflow.models import Registration, check_registration, log_export, open_run
 from dist_mem.tracking.mlflow.store import read_run_id
 
-# of the checkpoint
 # Keys of run, data and MLflow, which have their defaults in an export.
 _PLACES = (
     *("run_dir", "resume", "tracking", "launch", "model.pretrained"),
     *("data.path", "data.curriculum", "data.mixture", "data.until_accuracy"),
     *("data.cache", "data.stage", "data.stage_dir"),
 )
-_METADATA = (
+_METADATA = (  # of the checkpoint
     *("step", "tokenizer_fingerprint", "data_fingerprint", "mlflow_run_id", "versions"),
     *("commit", "validation"),
 )
@@ -96,6 +95,8 @@ def run(
         UnfitError: MLflow's store does not answer; the export is written if it did at first.
     """
     if registration is not None:
+        if layout == "peft":
+            raise UnusableError("--mlflow: not with --format peft, an adapter that MLflow cannot load: leave one out")
         check_registration(registration)
     if out.exists():
         raise UnusableError(f"--out {out} exists already; remove it, or give another name")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dist_mem.config import LoraConfig, load_config
 from dist_mem.errors import UnusableError
+from dist_mem.evaluation.export import Registration
 from dist_mem.evaluation.export import run as export
 from dist_mem.evaluation.trained_model import load_model
 from dist_mem.hf.names import take_published, to_published
@@ -177,4 +178,6 @@ def test_what_lora_cannot_be_is_refused_and_what_is_said_works(tmp_path: Path, b
     plain = write_config(tmp_path / "plain.yaml", books, tmp_path / "plain")
     with refused(UnusableError, "--format peft", "model.lora"):
         export(plain, out=tmp_path / "out", layout="peft")
+    with refused(UnusableError, "--mlflow", "--format peft"):
+        export(plain, out=tmp_path / "out", layout="peft", registration=Registration("demo", "champion"))
     assert export(plain, out=tmp_path / "out") == 0
