@@ -139,13 +139,15 @@ def counted_parts(
     ]
 
 
-def scoring_parts(spec: ModelSpec, eval_config: EvalConfig, *, num_lanes: int, world_size: int = 1) -> list[MemoryPart]:
+def scoring_parts(
+    spec: ModelSpec, eval_config: EvalConfig, *, num_lanes: int, on_gpu: bool, world_size: int = 1
+) -> list[MemoryPart]:
     """Return what a rank needs for an evaluation; `num_lanes`: lanes of the whole job that are read at one time."""
     held, precision = num_lanes // world_size, eval_config.precision
     sizes = sizes_of(spec, DTYPES[precision])
     lanes = MemoryPart("memories of the lanes", sizes.lane_bytes * held, {"eval.batch_size": eval_config.batch_size})
     reading = with_micro_lanes(spec, max(1, min(spec.train.micro_batch_size, held)))
-    counted = count_micro_batch(reading, forward_in=precision)
+    counted = count_micro_batch(reading, on_gpu=on_gpu, forward_in=precision)
     forward = MemoryPart("one block and the logits of one micro-batch", counted.peak, {"vocabulary": spec.vocab_size})
     return [
         *_fixed_parts(spec, sizes, precision, lanes),

@@ -86,7 +86,7 @@ def evaluate_checkpoint(
         parts = []
         if not fits_without_counting(job, world, num_lanes=num_lanes):
             with suppress(NotCountedError):  # then nobody knows what it needs
-                parts = scoring_parts(spec, config.eval, num_lanes=num_lanes, world_size=world.size)
+                parts = scoring_parts(spec, config.eval, num_lanes=num_lanes, on_gpu=on_gpu, world_size=world.size)
         refuse_what_cannot_fit(parts, world.device, gather=world.gather)
 
     trained = open_model(checkpoint, config, tokenizer, world.device, check=see_that_it_fits)

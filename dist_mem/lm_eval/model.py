@@ -263,7 +263,8 @@ def open_run(path: Path, overrides: Sequence[str], step: int | None, device: str
         tokenizer = tokenizer_of_checkpoint(checkpoint)
 
         def see_that_it_fits(spec: ModelSpec) -> None:
-            refuse_what_cannot_fit(scoring_parts(spec, config.eval, num_lanes=lanes), place)
+            parts = scoring_parts(spec, config.eval, num_lanes=lanes, on_gpu=place.type == "cuda")
+            refuse_what_cannot_fit(parts, place)
 
         trained = open_model(checkpoint, config, tokenizer, place, check=see_that_it_fits)
     except (OSError, ValueError) as error:

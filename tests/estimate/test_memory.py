@@ -178,10 +178,19 @@ def test_scoring_needs_what_is_predicted_and_writing_less(kind: str) -> None:
         ROOT / "demo.yaml", f"memory={{kind: {kind}}}", "train.global_batch_size=50", "train.micro_batch_size=50"
     )
     used, spec = scored(config, 50), model_spec(config, VOCAB_SIZE)
-    counted = sum(part.num_bytes for part in scoring_parts(spec, config.eval, num_lanes=50))
+    counted = sum(part.num_bytes for part in scoring_parts(spec, config.eval, num_lanes=50, on_gpu=False))
     assert 0.9 * used <= counted <= 1.1 * used
     writing = sum(part.num_bytes for part in writing_parts(spec, "fp32", num_samples=50))
     assert writing <= counted
+
+
+def test_scoring_on_cpus_needs_no_copies_of_the_logits() -> None:
+    """They were counted as on GPUs: 6 GiB for 1,024 tokens of 100,000 in 8 lanes."""
+    lanes = ["train.seg_len=1024", "train.global_batch_size=8", "train.micro_batch_size=8"]
+    config = shipped(ROOT / "demo.yaml", *lanes)
+    spec = model_spec(config, 100_000)
+    *_, forward = scoring_parts(spec, config.eval, num_lanes=8, on_gpu=False)
+    assert forward.num_bytes < 300 * 2**20
 
 
 def test_what_writing_keeps_of_open_segments_is_counted() -> None:
