@@ -23,11 +23,7 @@ def _types_of(kind: type, names: str) -> dict[str, Any]:
 HANDED_ON: dict[str, Any] = {
     **_types_of(dict, "zero_optimization bf16 fp16 comms_logger tensorboard csv_monitor wandb comet"),
     **_types_of(str, "communication_data_type log_level"),
-    **_types_of(
-        bool,
-        "prescale_gradients disable_allgather wall_clock_breakdown memory_breakdown dump_state disable_python_gc",
-    ),
-    **_types_of(float, "gradient_predivide_factor"),
+    **_types_of(bool, "disable_allgather wall_clock_breakdown memory_breakdown dump_state disable_python_gc"),
     "data_types": {
         **_types_of(str, "grad_accum_dtype buffer_dtype"),
         **_types_of(list, "keep_in_fp32_modules"),
@@ -79,6 +75,7 @@ OWNED: dict[str, str] = {
 
 # Keys of DeepSpeed that dist_mem does not support.
 _OWN_DATA = "dist_mem reads the data itself: see data.* and train.*"
+_DIVIDED = "the loss is divided by the scored tokens of all ranks already"
 _ONE_AXIS = "lanes are the only axis that dist_mem divides among ranks"
 UNSUPPORTED: dict[str, str] = {
     "autotuning": "it starts other jobs",
@@ -86,8 +83,10 @@ UNSUPPORTED: dict[str, str] = {
     "dataloader_drop_last": _OWN_DATA,
     "datastates_ckpt": "dist_mem commits and verifies checkpoints itself",
     "expert_parallel": _ONE_AXIS,
+    "gradient_predivide_factor": _DIVIDED,
     "hybrid_engine": "it is for reinforcement learning",
     "pipeline": _ONE_AXIS,
+    "prescale_gradients": _DIVIDED,
     "seq_parallel_communication_data_type": _ONE_AXIS,
     "sequence_parallel_size": _ONE_AXIS,
     "tensor_parallel": _ONE_AXIS,

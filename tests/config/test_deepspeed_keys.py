@@ -103,6 +103,11 @@ def test_wrong_key_or_value_is_refused_before_a_start(
         said(capsys.readouterr().err, f"error: {place}: deepspeed.{key}")
 
 
+def test_keys_that_divide_gradients_once_more_are_refused() -> None:
+    """At stage 3 a factor equal to the number of ranks divides gradients by it and does not multiply them back."""
+    assert {"gradient_predivide_factor", "prescale_gradients"} <= set(REFUSED)
+
+
 def test_handed_on_block_is_accepted_by_deepspeed() -> None:
     config = load_config(
         [
