@@ -75,14 +75,18 @@ OWNED: dict[str, str] = {
 
 # Keys of DeepSpeed that dist_mem does not support.
 _OWN_DATA = "dist_mem reads the data itself: see data.* and train.*"
+_FP32 = "the optimizer keeps fp32, whatever train.precision is"
 _DIVIDED = "the loss is divided by the scored tokens of all ranks already"
 _ONE_AXIS = "lanes are the only axis that dist_mem divides among ranks"
 UNSUPPORTED: dict[str, str] = {
     "autotuning": "it starts other jobs",
+    "bf16.bf16_master_weights_and_grads": _FP32,
+    "bf16.bf16_optimizer_states": _FP32,
     "data_efficiency": _OWN_DATA,
     "dataloader_drop_last": _OWN_DATA,
     "datastates_ckpt": "dist_mem commits and verifies checkpoints itself",
     "expert_parallel": _ONE_AXIS,
+    "fp16.fp16_master_weights_and_grads": _FP32,
     "gradient_predivide_factor": _DIVIDED,
     "hybrid_engine": "it is for reinforcement learning",
     "pipeline": _ONE_AXIS,

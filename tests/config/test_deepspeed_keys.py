@@ -108,6 +108,14 @@ def test_keys_that_divide_gradients_once_more_are_refused() -> None:
     assert {"gradient_predivide_factor", "prescale_gradients"} <= set(REFUSED)
 
 
+def test_keys_of_an_optimizer_in_16_bits_are_refused() -> None:
+    """The models of both blocks accept them."""
+    keys = {f"bf16.{name}" for name in start._MODELS["bf16"].model_fields}
+    keys |= {f"fp16.{name}" for name in start._MODELS["fp16"].model_fields}
+    in_half = {key for key in keys if key.endswith(("_master_weights_and_grads", "_optimizer_states"))}
+    assert len(in_half) == 3 and in_half <= set(REFUSED)
+
+
 def test_handed_on_block_is_accepted_by_deepspeed() -> None:
     config = load_config(
         [
