@@ -13,7 +13,7 @@ number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -112,6 +112,14 @@ def shape_factor(rows: int, columns: int, scale: str) -> float:
     return float(0.2 * max(rows, columns) ** 0.5)  # match_rms_adamw: the root mean square of AdamW's updates
 
 
+def _without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a class's step as it was before torch wrapped it, which the first instance of the class in a process does.
+
+    The wrapper calls the hooks of the instance, which `MuonAdamW.step` has called.
+    """
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+
+
 class MuonAdamW(torch.optim.AdamW):
     """Muon for groups whose "rule" is MUON, AdamW for all others.
 
@@ -147,7 +155,7 @@ class MuonAdamW(torch.optim.AdamW):
             for group in groups:
                 self.param_groups = [group]
                 if group["rule"] == ADAMW:
-                    super().step()
+                    _without_hooks(torch.optim.AdamW.step)(self)
                 else:
                     moves += self._begin(group)
         finally:

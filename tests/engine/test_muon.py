@@ -113,6 +113,20 @@ def test_six_steps_are_those_of_torch(path: Path, variant: str) -> None:
         torch.testing.assert_close(weight.detach(), found[-1].float(), rtol=0, atol=tolerance)
 
 
+def test_hooks_of_a_step_run_once() -> None:
+    """From the first AdamW of a process on, torch's own step calls hooks too."""
+    weight = nn.Parameter(torch.ones(2))
+    torch.optim.AdamW([nn.Parameter(torch.ones(1))])
+    optimizer = MuonAdamW([{"params": [weight], "rule": ADAMW}], MuonConfig(), lr=0.1)
+    calls = list[str]()
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    assert calls == ["before", "after"]
+    assert weight[0] < 1
+
+
 @pytest.mark.parametrize("case", case_params())
 def test_muon_takes_the_linear_maps_of_the_blocks_and_nothing_else(case: str) -> None:
     model = small_model(case)
