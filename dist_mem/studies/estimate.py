@@ -145,10 +145,10 @@ def _try(
     shutil.rmtree(trial.directory, ignore_errors=True)  # of a trial that was stopped
     extra = [*given, f"tracking.every={_FIRST_STEPS}"]
     config = _config(job, item)
-    if config.eval.every is not None:
-        extra.append(f"eval.every={MEASURED_STEPS}")  # one evaluation, some steps before the end
-    if config.checkpoint.every is not None:
-        extra.append(f"checkpoint.every={MEASURED_STEPS}")
+    # One of each some steps before the end, or more: a training may be shorter than `MEASURED_STEPS`.
+    every = {"eval.every": config.eval.every, "checkpoint.every": config.checkpoint.every}
+    every = {key: steps and min(MEASURED_STEPS, steps) for key, steps in every.items()}
+    extra += [f"{key}={steps}" for key, steps in every.items() if steps is not None]
     metrics, last = trial.directory / METRICS_FILE, _FIRST_STEPS + MEASURED_STEPS
     begin = time.monotonic()
     job.command(
@@ -163,6 +163,8 @@ def _try(
     step = statistics.median([point.metrics["step_seconds"] for point in points[1:] or points])
     of_run = points[-1].metrics
     evaluating, saving = (of_run[f"goodput/{part}"] * of_run["goodput/seconds"] for part in ("evaluation", "saving"))
+    # A point is recorded before the evaluation and the checkpoint of its step.
+    evaluations, saves = (max(1, (points[-1].step - 1) // steps) if steps else 1 for steps in every.values())
     begin = time.monotonic()
     columns = columns_left(job, item)
     while columns:
@@ -172,10 +174,10 @@ def _try(
         columns = {name: column for name, column in columns.items() if name not in same_command(columns, first)}
     found = Trial(
         step,
-        evaluation=evaluating,
+        evaluation=evaluating / evaluations,
         rest=max(0.0, seconds - points[-1].step * step - evaluating - saving),
         measuring=time.monotonic() - begin,
-        saving=saving,
+        saving=saving / saves,
     )
     body = asdict(found) | {_SETTINGS: _settings(job, item, num_places)}
     write_text(_estimate_file(item), json_text(body) + "\n")

@@ -34,6 +34,7 @@ from dist_mem.runtime.signals import StopSignal
 from dist_mem.studies.cells import CellRun, checksum, keep_result, read_cell
 from dist_mem.studies.definition import compare
 from dist_mem.studies.estimate import Estimate, finish_seconds, report
+from dist_mem.studies.estimate import _try as time_row
 from dist_mem.studies.parent_run import ParentRun
 from dist_mem.studies.row_check import check
 from dist_mem.studies.run_study import StudyRequest, take_cells
@@ -52,6 +53,7 @@ from dist_mem.studies.study_call import (
     for_each_run,
     places,
 )
+from dist_mem.tracking.log import Point
 from dist_mem.tracking.mlflow.client import connect
 from tests.support import tracked
 from tests.support.curricula import make_data
@@ -526,6 +528,36 @@ def test_trials_save_and_track_like_the_runs_and_leave_nothing_in_the_store(tmp_
     )
     done(tmp_path, "sweep", "one.yaml", "--estimate", "--out", str(out))
     assert kept.read_text(encoding="utf-8") != times, "the row has changed"
+
+
+def test_a_trial_makes_the_evaluations_of_a_short_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials evaluated after 20 steps, and a training of 16 steps with three evaluations was said to have none."""
+    given = list[str]()
+
+    def note(*_: object, extra: list[str], **__: object) -> list[str]:
+        given.extend(extra)
+        return []
+
+    parts = {"goodput/seconds": 100.0, "goodput/evaluation": 0.6, "goodput/saving": 0.0}
+    points = [Point(step, 0.0, {"step_seconds": 1.0, **parts}) for step in (5, 10, 15, 16)]
+    config = load_config(["train.steps=16", "eval.every=5", "checkpoint.every=30"])
+    for name, function in {
+        "build": lambda *_: None,
+        "_config": lambda *_: config,
+        "columns_left": lambda *_: {},
+        "read_points": lambda _: points,
+        "train_command": note,
+    }.items():
+        monkeypatch.setattr(f"dist_mem.studies.estimate.{name}", function)
+    monkeypatch.setattr(StudyCall, "command", lambda *_, **__: EXIT_REQUEUE)
+    study = load(tmp_path)
+    item = all_runs(study, tmp_path)[0]
+    replace(item, out=tmp_path / "estimates").directory.mkdir(parents=True)
+    monkeypatch.setattr("dist_mem.studies.estimate.shutil.rmtree", lambda *_, **__: None)
+    time_row(StudyCall(study, tmp_path, [item], 1, [], StopSignal([])), [], 1, item, print, DeviceShare())
+    assert given == ["tracking.every=5", "eval.every=5", "checkpoint.every=20"]
+    (kept,) = (tmp_path / "estimates").glob("*.json")
+    assert json.loads(kept.read_text(encoding="utf-8"))["evaluation"] == pytest.approx(20.0)
 
 
 def test_an_estimate_of_tuned_rows_is_of_their_trials_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
