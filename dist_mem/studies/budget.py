@@ -4,9 +4,9 @@
     fit: {params: model.d_inner, state_bytes: {transformer_xl: memory.mem_len, compressive: memory.cmem_len}}
 
 `tokens` or `flops` of the training sets `train.steps`. `params` and `state_bytes` (of a lane) set the key that `fit`
-names, of all rows or of each; a row without one keeps its size, and the results show what everyone has. Both
-sizes grow in proportion to such a key, so two counts give the value, which is rounded to what a key of lengths takes:
-a multiple of `train.seg_len`, or of 8 for a width.
+names, of all rows or of each; a row without one keeps its size, and the results show what everyone has. Most
+sizes grow in proportion to such a key, so two counts give the value; where the result is not on their line, as
+parameters over `model.d_model`, it is found by bisection. It is a multiple of `train.seg_len`, or of 8 for a width.
 
 A budget of FLOPs is one of matrix products and torch's convolutions. The table also has all multiplications and
 additions; they set no steps, so that a row keeps its steps, and its finished cells, when more of them are counted.
@@ -14,7 +14,10 @@ additions; they set no steps, so that a row keeps its steps, and its finished ce
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,16 +133,36 @@ def _fit_size(
     """Return the override of `key` whose size is nearest to the wanted one."""
     config = load(words)
     unit = config.train.seg_len if size == "state_bytes" else _WIDTH_STEP
+    if key == "model.d_model" and config.model.d_head is None:
+        unit = math.lcm(unit, config.model.num_heads)
     now = value_at(as_tree(config), key)
     if not isinstance(now, int):
         raise UnusableError(f"{name}: fit.{size} is {key}, which is {now!r} there and no whole number")
-    low, high = 4 * unit, 8 * unit
-    first, second = (check_model(load([*words, f"{key}={value}"]), vocab_size)[_NAMES[size]] for value in (low, high))
+
+    @cache
+    def measure(number: int) -> int:
+        """Return the size with so many units."""
+        return int(check_model(load([*words, f"{key}={number * unit}"]), vocab_size)[_NAMES[size]])
+
+    low, high = 4, 8
+    first, second = measure(low), measure(high)
     if first == second:
         raise UnusableError(f"{name}: fit.{size} is {key}, which does not change it: it is {first:,} in any case")
-    value = low + (wanted - first) * (high - low) / (second - first)
-    if value < unit / 2:
-        least = check_model(load([*words, f"{key}={unit}"]), vocab_size)[_NAMES[size]]
-        smallest = f"the smallest {key}, {unit}, has {least:,}"
+    per_unit = (second - first) / (high - low)
+    number = low + (wanted - first) / per_unit
+    if number < 0.5:
+        smallest = f"the smallest {key}, {unit}, has {measure(1):,}"
         raise UnusableError(f"{name}: budget.{size} is {wanted:g}, but {smallest}: give more")
-    return f"{key}={round(value / unit) * unit}"
+    nearest = max(1, round(number))
+    if abs(measure(nearest) - wanted) > abs(per_unit):  # not on the line
+        nearest = _bisect(measure, wanted, nearest)
+    return f"{key}={nearest * unit}"
+
+
+def _bisect(measure: Callable[[int], int], wanted: float, guess: int) -> int:
+    """Return the number >= 1 whose size, which grows with it, is nearest to the wanted one."""
+    most = guess
+    while measure(most) < wanted:
+        most *= 2
+    above = 1 + bisect_left(range(1, most), wanted, key=measure)
+    return min((max(1, above - 1), above), key=lambda number: abs(measure(number) - wanted))

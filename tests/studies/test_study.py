@@ -269,6 +269,15 @@ def test_a_budget_is_met_up_to_one_update_and_one_unit_of_size(
         fit_budget("none", words, {"tokens": 1e6, "params": 9}, {"params": "data.seed"}, config_of)
 
 
+def test_parameters_that_grow_with_the_square_of_a_width_meet_the_budget() -> None:
+    """By a line through the widths 32 and 64, they were 38 % of the wanted ones away."""
+    words = ROWS["none"]
+    wanted = int(check_model(config_of([*words, "model.d_model=248"]))["num_parameters"]) + 1
+    budget = {"tokens": 1e6, "params": wanted}
+    added, costs = fit_budget("none", words, budget, {"params": "model.d_model"}, config_of)
+    assert added[0] == "model.d_model=248" and costs.parameters == wanted - 1
+
+
 NARROW = ["memory={kind: infinite, num_basis: 24, num_samples: 24}"]
 MISSPELT = ["eval.mem_lne=4", "--without-memory"]
 WRONG_ROWS: dict[str, tuple[dict[str, Any], str]] = {
