@@ -54,6 +54,10 @@ def check_together(config: Mapping[str, Any], *, trains: bool = True) -> Iterato
     if train["tf32"] and train["precision"] != "fp32":
         other = f"is true, but train.precision is {train['precision']}, where only memories and sums compute in fp32"
         yield Problem("train.tf32", f"{other}, exactly; set it to false, or train.precision to fp32")
+    stage = (config["deepspeed"].get("zero_optimization") or {}).get("stage", 0)
+    if train["precision"] == "fp16" and stage == 0:
+        reason = "without ZeRO DeepSpeed divides gradients by a loss scale with which it has not multiplied the loss"
+        yield Problem("train.precision", f"is fp16, but {reason}; set deepspeed.zero_optimization.stage=1")
     if model["adaptive"] is not None:
         yield from _check_adaptive(model["adaptive"])
     yield from _check_memory(config["memory"], model["num_layers"])

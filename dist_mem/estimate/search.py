@@ -14,7 +14,7 @@ from dist_mem.config.schema import BY_SEGMENTS
 from dist_mem.estimate.counting import Counts, MicroBatchCost, count_micro_batch, mix_costs
 from dist_mem.estimate.memory import MemoryPart, counted_parts
 from dist_mem.estimate.step_time import StepTime, step_time
-from dist_mem.estimate.zero import ModelSizes, TrainingJob
+from dist_mem.estimate.zero import ModelSizes, TrainingJob, sums_in_half
 from dist_mem.nn.attention import BACK_ENDS
 from dist_mem.runtime.devices import Device
 
@@ -63,6 +63,8 @@ class Candidate(NamedTuple):
 def candidates(job: TrainingJob, sizes: ModelSizes, cluster: Cluster, report: Callable[[str], None]) -> list[Candidate]:
     """Return every combination of stage, checkpointing and lanes, with bounds of `counted_parts`.
 
+    Those that a start refuses, and those that lose the fp32 sums of gradients, are left out.
+
     Args:
         report: is called with what is counted next.
     """
@@ -83,8 +85,18 @@ def candidates(job: TrainingJob, sizes: ModelSizes, cluster: Cluster, report: Ca
             base = counted["segments" if recomputed in BY_SEGMENTS else "none"]
             count = counted[recomputed] if part == 1.0 else mix_costs(base, counted[recomputed], part)
             settings = {_CHECKPOINTING: recomputed, _SHARE: own[1] if recomputed == "none" else share, _LANES: lanes}
-            found += [_candidate(job, {_STAGE: stage, **settings}, sizes, count, cluster) for stage in range(4)]
+            for stage in range(4):
+                other = {_STAGE: stage, **settings}
+                if _is_as_exact(_with_settings(job, other), job, sizes):
+                    found.append(_candidate(job, other, sizes, count, cluster))
     return found
+
+
+def _is_as_exact(other: TrainingJob, job: TrainingJob, sizes: ModelSizes) -> bool:
+    """Return whether a job can start, and adds up gradients in fp32 if the present one does."""
+    if other.stage == 0 and other.spec.train.precision == "fp16":
+        return False
+    return sums_in_half(job, sizes) or not sums_in_half(other, sizes)
 
 
 def _candidate(

@@ -106,6 +106,19 @@ def effective_block(job: TrainingJob, sizes: ModelSizes) -> dict[str, Any]:
     )
 
 
+def sums_in_half(job: TrainingJob, sizes: ModelSizes) -> bool:
+    """Return whether gradients of several backwards are added up in the 16 bits of `train.precision`."""
+    if job.spec.train.precision == "fp32" or job.batch.backwards == 1:
+        return False
+    return not _sums_in_fp32(effective_block(job, sizes))
+
+
+def _sums_in_fp32(block: dict[str, Any]) -> bool:
+    """Return whether a whole block keeps gradients in fp32; stages 0 and 1 cannot."""
+    stage = (block.get("zero_optimization") or {}).get("stage", 0)
+    return stage >= 2 and (block.get("data_types") or {}).get("grad_accum_dtype") == "fp32"
+
+
 def overlaps(zero: dict[str, Any]) -> bool:
     """Return whether DeepSpeed communicates while it computes; by default only stage 3 does."""
     return bool(zero.get("overlap_comm", zero.get("stage", 0) == 3))
@@ -120,8 +133,7 @@ def shares(job: TrainingJob, sizes: ModelSizes) -> Shares:
     share = sizes.trained if stage == 0 else -(-sizes.trained // world_size)
     masters = 4 * share if stage > 0 or size < 4 else 0
     optimizer = masters + 4 * (sizes.moments if stage == 0 else -(-sizes.moments // world_size))
-    sums_fp32 = stage >= 2 and (block.get("data_types") or {}).get("grad_accum_dtype") == "fp32"
-    gradients = (4 if sums_fp32 else size) * (sizes.trained if stage < 2 else share)
+    gradients = (4 if _sums_in_fp32(block) else size) * (sizes.trained if stage < 2 else share)
     weights = size * sizes.parameters
     if stage == 3:
         # Weights that will be used again soon stay whole, beside the bucket in which the next ones arrive.

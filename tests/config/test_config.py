@@ -203,6 +203,13 @@ def test_wrong_value_is_refused_with_its_key(override: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_fp16_without_zero_is_refused() -> None:
+    for block in ("{zero_optimization: {stage: 0}}", "{zero_optimization: {stage: auto}}"):
+        with refused(ConfigError, "train.precision", "deepspeed.zero_optimization.stage=1"):
+            load_config([STEPS, "train.precision=fp16", f"deepspeed={block}"])
+    assert load_config([STEPS, "train.precision=fp16"]).train.precision == "fp16"
+
+
 def test_the_test_split_is_not_for_training() -> None:
     with refused(ConfigError, "eval.split"):
         load_config([STEPS, "eval.split=test", "eval.every=5"])

@@ -18,6 +18,7 @@ from dist_mem.runtime.devices import device_named
 from tests.support.messages import said
 from tests.support.paths import ROOT
 
+STAGE_0 = "deepspeed.zero_optimization.stage=0"
 SMALL = [str(ROOT / "configs" / "demo.yaml"), "model.num_layers=3", "train.global_batch_size=64", "train.steps=200"]
 
 
@@ -64,13 +65,29 @@ def test_a_plan_has_the_memory_of_every_back_end_that_the_model_accepts(capsys: 
     assert {("feed_forward", 1.0), ("blocks", 0.5)} < choices
 
 
+def test_no_setting_loses_the_sums_of_gradients_in_fp32(capsys: pytest.CaptureFixture[str]) -> None:
+    """Stages 0 and 1 add up gradients in bf16; with one backward, or in fp32, they lose nothing."""
+
+    def stages(*words: str) -> set[int]:
+        small = ["--gpu", "h100-80gb", "model.num_layers=1", "memory.kind=none"]
+        found = plan(*small, *words, capsys=capsys)["settings"]
+        same = [one["settings"] for one in found if "train.micro_batch_size" not in one["changes"]]
+        return {one["deepspeed.zero_optimization.stage"] for one in same}
+
+    assert stages("train.precision=bf16") == {2, 3}
+    assert stages("train.precision=fp32") == {0, 1, 2, 3}
+    one = ["train.global_batch_size=2", "train.micro_batch_size=2"]
+    assert stages("train.precision=fp16", *one) == {1, 2, 3}
+    said(refusal("train.precision=fp16", STAGE_0, "--gpu", "h100-80gb", capsys=capsys), "train.precision")
+
+
 def test_three_settings_are_shown_and_every_one_with_all(capsys: pytest.CaptureFixture[str]) -> None:
     shown = {}
     for more in ([], ["--all"]):
         assert main(["estimate", *SMALL, "--gpu", "cpu", *more]) == 0
         shown[len(more)] = capsys.readouterr().out
     settings = [len(re.findall(r"^[0-3] +[a-z]", shown[number], re.MULTILINE)) for number in (0, 1)]
-    assert settings == [3, 20]
+    assert settings == [3, 10]  # at stages 2 and 3, which add up gradients in fp32
     assert "model.attention" in shown[1] and "model.attention" not in shown[0]
     assert "per process" in shown[0] and "GPU" not in shown[0]
 
