@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from dist_mem.config import Config, TrainConfig
+from dist_mem.config import Config, EvalConfig, TrainConfig
 from dist_mem.data.batch_plan import batch_plan, idle_work
 from dist_mem.errors import UnusableError
 from dist_mem.estimate.counting import count_micro_batch, flops_per_token
 from dist_mem.estimate.likely_time import LikelySeconds, likely_seconds
-from dist_mem.estimate.memory import MemoryPart, size, update_parts
+from dist_mem.estimate.memory import MemoryPart, evaluated_memories, parts_at_peak, size, update_parts
 from dist_mem.estimate.search import BackEnd, Candidate, Cluster, best, by_back_end, candidates, nearest
 from dist_mem.estimate.step_time import CheckpointCost, StepTime, checkpoint_cost, peak_flops, step_time
 from dist_mem.estimate.zero import TrainingJob, job_of, sizes_of
@@ -96,7 +96,7 @@ def estimate_job(
         with planned_card(cluster.device.memory):
             on_gpu = cluster.device.name != "cpu"
             job = job_of(config, vocab_size, world_size=cluster.world_size, on_gpu=on_gpu)
-            return _estimate(config.name, job, cluster, disk_rate, steps, report)
+            return _estimate(config.name, job, config.eval, cluster, disk_rate, steps, report)
     except UnusableError:
         raise
     except ValueError as error:
@@ -106,6 +106,7 @@ def estimate_job(
 def _estimate(
     name: str,
     job: TrainingJob,
+    eval_config: EvalConfig,
     cluster: Cluster,
     disk_rate: float,
     steps: int | None,
@@ -119,10 +120,13 @@ def _estimate(
     tokens = train.global_batch_size * train.seg_len * train.segments_per_update
     flops = flops_per_token(spec).training
     mfu = flops * tokens / time.total / (world_size * peak_flops(train, cluster.device))
-    parts = update_parts(job, sizes, of_batch)
+    # The lanes of a split of documents are fewer if the split has fewer, which only the data says.
+    eval_lanes = 0 if eval_config.every is None else eval_config.batch_size
+    scored = evaluated_memories(job, sizes, eval_config, eval_lanes=eval_lanes)
+    parts = parts_at_peak(update_parts(job, sizes, of_batch), scored)
     checkpoint = checkpoint_cost(train, sizes, world_size=world_size, disk_rate=disk_rate)
-    others = candidates(job, sizes, cluster, report)
-    back_ends = list(by_back_end(job, sizes, of_batch, report))
+    others = candidates(job, sizes, cluster, scored, report)
+    back_ends = list(by_back_end(job, sizes, of_batch, scored, report))
     expected = likely_seconds(spec, time, cluster.device, world_size=world_size)
     return JobEstimate(name, cluster, parts, time, expected, steps, tokens, mfu, checkpoint, others, back_ends)
 

@@ -74,11 +74,24 @@ def training_parts(job: TrainingJob, eval_config: EvalConfig, *, eval_lanes: int
     """
     sizes = sizes_of(job.spec, DTYPES[job.spec.train.precision], job.optimizer)
     parts = update_parts(job, sizes, count_micro_batch(job.spec, on_gpu=job.on_gpu))
-    lane_bytes, values = sizes.lane_bytes * (eval_lanes // job.world_size), {"eval.batch_size": eval_config.batch_size}
-    scored = MemoryPart("memories of the evaluation's lanes", lane_bytes, values)
+    return parts_at_peak(parts, evaluated_memories(job, sizes, eval_config, eval_lanes=eval_lanes))
+
+
+def evaluated_memories(job: TrainingJob, sizes: ModelSizes, eval_config: EvalConfig, *, eval_lanes: int) -> MemoryPart:
+    """Return the memories of an evaluation during training; `eval_lanes` as in `training_parts`."""
+    num_bytes, values = sizes.lane_bytes * -(-eval_lanes // job.world_size), {"eval.batch_size": eval_config.batch_size}
+    part = MemoryPart("memories of the evaluation's lanes", num_bytes, values)
+    return _with_keys(part, job.spec, *_LENGTHS, *_WEIGHTS[:2])
+
+
+def parts_at_peak(parts: list[MemoryPart], scored: MemoryPart) -> list[MemoryPart]:
+    """Return the parts of an update, or those of an evaluation during training if it needs more.
+
+    Args:
+        scored: from `evaluated_memories`.
+    """
     weights, optimizer, states, *others = parts
     if scored.num_bytes > sum(part.num_bytes for part in others):  # they are not allocated at the same time
-        scored = _with_keys(scored, job.spec, *_LENGTHS, *_WEIGHTS[:2])
         return [weights, optimizer, states._replace(num_bytes=states.num_bytes // 2), scored]
     return parts
 
@@ -143,7 +156,7 @@ def scoring_parts(
     spec: ModelSpec, eval_config: EvalConfig, *, num_lanes: int, on_gpu: bool, world_size: int = 1
 ) -> list[MemoryPart]:
     """Return what a rank needs for an evaluation; `num_lanes`: lanes of the whole job that are read at one time."""
-    held, precision = num_lanes // world_size, eval_config.precision
+    held, precision = -(-num_lanes // world_size), eval_config.precision
     sizes = sizes_of(spec, DTYPES[precision])
     lanes = MemoryPart("memories of the lanes", sizes.lane_bytes * held, {"eval.batch_size": eval_config.batch_size})
     reading = with_micro_lanes(spec, max(1, min(spec.train.micro_batch_size, held)))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from dist_mem.block import num_recomputed
 from dist_mem.config.schema import BY_SEGMENTS
 from dist_mem.estimate.counting import Counts, MicroBatchCost, count_micro_batch, mix_costs
-from dist_mem.estimate.memory import MemoryPart, counted_parts
+from dist_mem.estimate.memory import MemoryPart, counted_parts, parts_at_peak
 from dist_mem.estimate.step_time import StepTime, step_time
 from dist_mem.estimate.zero import ModelSizes, TrainingJob, sums_in_half
 from dist_mem.nn.attention import BACK_ENDS
@@ -60,12 +60,15 @@ class Candidate(NamedTuple):
         return sum(part.num_bytes for part in self.parts)
 
 
-def candidates(job: TrainingJob, sizes: ModelSizes, cluster: Cluster, report: Callable[[str], None]) -> list[Candidate]:
+def candidates(
+    job: TrainingJob, sizes: ModelSizes, cluster: Cluster, scored: MemoryPart, report: Callable[[str], None]
+) -> list[Candidate]:
     """Return every combination of stage, checkpointing and lanes, with bounds of `counted_parts`.
 
     Those that a start refuses, and those that lose the fp32 sums of gradients, are left out.
 
     Args:
+        scored: memories of an evaluation during training.
         report: is called with what is counted next.
     """
     found = []
@@ -88,7 +91,7 @@ def candidates(job: TrainingJob, sizes: ModelSizes, cluster: Cluster, report: Ca
             for stage in range(4):
                 other = {_STAGE: stage, **settings}
                 if _is_as_exact(_with_settings(job, other), job, sizes):
-                    found.append(_candidate(job, other, sizes, count, cluster))
+                    found.append(_candidate(job, other, sizes, count, cluster, scored))
     return found
 
 
@@ -100,10 +103,15 @@ def _is_as_exact(other: TrainingJob, job: TrainingJob, sizes: ModelSizes) -> boo
 
 
 def _candidate(
-    job: TrainingJob, settings: dict[str, Any], sizes: ModelSizes, counted: MicroBatchCost, cluster: Cluster
+    job: TrainingJob,
+    settings: dict[str, Any],
+    sizes: ModelSizes,
+    counted: MicroBatchCost,
+    cluster: Cluster,
+    scored: MemoryPart,
 ) -> Candidate:
     other, train = _with_settings(job, settings), job.spec.train
-    parts = counted_parts(other, sizes, counted, None)
+    parts = parts_at_peak(counted_parts(other, sizes, counted, None), scored)
     time = step_time(other, sizes, counted, cluster.device, gpus_per_node=cluster.gpus_per_node)
     before = {
         _STAGE: job.stage,
@@ -160,11 +168,12 @@ class BackEnd(NamedTuple):
 
 
 def by_back_end(
-    job: TrainingJob, sizes: ModelSizes, own: MicroBatchCost, report: Callable[[str], None]
+    job: TrainingJob, sizes: ModelSizes, own: MicroBatchCost, scored: MemoryPart, report: Callable[[str], None]
 ) -> Iterator[BackEnd]:
     """Yield the configured back end, whose count is `own`, and the others that the model accepts.
 
     Args:
+        scored: memories of an evaluation during training.
         report: is called with what is counted next.
     """
     for name in BACK_ENDS:
@@ -179,5 +188,5 @@ def by_back_end(
                 counted = count_micro_batch(spec, on_gpu=job.on_gpu)
             except ValueError:  # the memory, or model.attention_dropout, refuses it
                 continue
-        parts = counted_parts(job._replace(spec=spec), sizes, counted, None)
+        parts = parts_at_peak(counted_parts(job._replace(spec=spec), sizes, counted, None), scored)
         yield BackEnd(name, counted.kept, sum(part.num_bytes for part in parts))

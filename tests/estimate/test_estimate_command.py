@@ -11,9 +11,15 @@ from typing import Any
 import pytest
 
 from dist_mem.__main__ import main
+from dist_mem.config import load_config
 from dist_mem.estimate.job_estimate import JobEstimate
+from dist_mem.estimate.memory import training_parts
 from dist_mem.estimate.search import Candidate, Cluster
 from dist_mem.estimate.step_time import CheckpointCost, StepTime
+from dist_mem.estimate.vocabulary import vocab_size_of
+from dist_mem.estimate.zero import job_of, sizes_of
+from dist_mem.memory import memory_options
+from dist_mem.nn.layers import DTYPES
 from dist_mem.runtime.devices import device_named
 from tests.support.messages import said
 from tests.support.paths import ROOT
@@ -63,6 +69,18 @@ def test_a_plan_has_the_memory_of_every_back_end_that_the_model_accepts(capsys: 
     assert max(kept["chunked"], kept["triton"]) < kept["simple"]
     choices = {tuple(one["settings"].values())[1:3] for one in found["settings"]}
     assert {("feed_forward", 1.0), ("blocks", 0.5)} < choices
+
+
+def test_the_lanes_of_evaluations_are_counted_as_at_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+    """200,000 lanes on three ranks, of which the start counts the most that one has."""
+    words = ["eval.every=100", "eval.batch_size=200000"]
+    found = plan(*words, "--gpu", "h100-80gb", "--gpus", "3", capsys=capsys)["memory"]
+    config = load_config([*SMALL, *words], memory_options=memory_options)
+    job = job_of(config, vocab_size_of(config.data, config.model), world_size=3, on_gpu=True)
+    parts = training_parts(job, config.eval, eval_lanes=200_000)
+    lane_bytes = sizes_of(job.spec, DTYPES[config.train.precision]).lane_bytes
+    assert parts[-1].num_bytes == 66_667 * lane_bytes
+    assert found["parts"] == {part.what: part.num_bytes for part in parts}
 
 
 def test_no_setting_loses_the_sums_of_gradients_in_fp32(capsys: pytest.CaptureFixture[str]) -> None:
