@@ -34,6 +34,7 @@ class GradientNorms:
         self._is_cut = engine.zero_optimization_stage() > 0  # otherwise every rank has all gradients
         self._spans: dict[torch.Tensor, list[Span]] = {flat.key: flat.spans for flat in flats(engine)}
         self._squares = torch.zeros(2, device=engine.device)
+        self._num_steps = 0  # of torch's optimizer in the last update
         self._optimizer = base_optimizer(engine)
         self._is_measured = False  # the last update
 
@@ -45,6 +46,7 @@ class GradientNorms:
             yield
             return
         self._squares.zero_()
+        self._num_steps = 0
         hook = self._optimizer.register_step_pre_hook(self._note)
         try:
             yield
@@ -52,6 +54,7 @@ class GradientNorms:
             hook.remove()
 
     def _note(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._num_steps += 1
         for group in optimizer.param_groups:
             for key in group["params"]:
                 if key.grad is None:
@@ -61,12 +64,17 @@ class GradientNorms:
                     self._squares[int(name in self._auxiliary)] += part.float().square().sum().to(self._squares.device)
 
     def norms(self, total: float) -> Norms | None:
-        """Divide the global norm `total` into its two parts, None if they were not measured; every rank calls it."""
+        """Divide the global norm `total` into its two parts, None if they were not measured; every rank calls it.
+
+        An update that is discarded, or that DeepSpeed skips, makes no step of torch's optimizer, which is measured.
+        """
         if not self._is_measured:
             return None
-        squares = self._squares.clone()
+        sums = torch.cat([self._squares, self._squares.new_tensor([self._num_steps])])
         if self._is_cut:
-            dist.all_reduce(squares)
-        model, auxiliary = squares.tolist()
+            dist.all_reduce(sums)
+        model, auxiliary, num_steps = sums.tolist()
+        if not num_steps:
+            return None
         scale = total / math.sqrt(model + auxiliary) if model + auxiliary else 0.0
         return Norms(scale * math.sqrt(model), scale * math.sqrt(auxiliary))

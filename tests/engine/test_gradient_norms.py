@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from dist_mem.engine.fused_checks import has_not_finite, squared_norm
 from dist_mem.runtime.distributed import World
 from tests.support.contract_cases import CASES, SEG_LEN
 from tests.support.ranks import Pools
-from tests.support.tiny import full_parameters, run_steps, tiny_config, tiny_job
+from tests.support.tiny import full_parameters, run_steps, tiny_config, tiny_job, update_of_rank
 
 pytestmark = pytest.mark.ranks
 
@@ -47,6 +48,25 @@ def test_logged_norms_equal_those_of_the_steps(rank_pool: Pools, stage: int, max
             shrunk = 1.0 if max_grad_norm is None else CLIP / total
             assert shrunk <= 1.0
             assert steps == pytest.approx([norm * shrunk for norm in norms], rel=1e-3)
+
+
+def norms_without_a_step(world: World, stage: int) -> list[object]:
+    """Return what is logged after an update that is discarded, and after one with a gradient that is not finite."""
+    config = tiny_config({"train": {"global_batch_size": 4, "micro_batch_size": 2, "seg_len": SEG_LEN}})
+    job = tiny_job(change_config(config, {"memory": CASES["compressive"]}), world, stage=stage)
+    found: list[object] = []
+    for factor, end in ((1.0, job.engine.discard), (math.inf, partial(job.engine.step, 1.0))):
+        batch = update_of_rank(job.config, world, step=0).batches[0]
+        output = job.engine(batch.tokens, batch.targets, batch.valid_len, state=job.states[0])
+        job.engine.backward(factor * output.nll.sum())
+        end()
+        found.append(job.engine.gradient_norms())
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_norms_of_an_update_without_a_step_are_absent(rank_pool: Pools, stage: int) -> None:
+    assert rank_pool(2).run(norms_without_a_step, stage) == [[None, None]] * 2
 
 
 def norms_of_transformer_xl(world: World) -> object:
