@@ -89,6 +89,7 @@ class Model:
             memory: of what was read before each text; None: each is a document of its own, and begins after BOS.
 
         Raises:
+            EvaluationError: a loss is not finite, because the model has diverged.
             TypeError, ValueError: an argument is invalid; the message names it.
             UnusableError: the memory is that of another model.
 
@@ -172,6 +173,7 @@ class Model:
         `layers`: where each layer looked (docs/howto/inspect.md).
 
         Raises:
+            EvaluationError: a loss is not finite, because the model has diverged.
             TypeError: the text is no str.
             UnusableError: the text is empty.
 

@@ -58,6 +58,14 @@ class EvaluationError(RunError, RuntimeError):
     """The scores are not valid; raised on every rank."""
 
 
+def check_losses(losses: Tensor, targets: Tensor) -> None:
+    """Raise EvaluationError if the loss of a scored target is not finite; elsewhere nan means that none is scored."""
+    scored = losses[targets != IGNORE]
+    wrong = scored[~scored.isfinite()]
+    if len(wrong):
+        raise EvaluationError(f"the loss of a token is {float(wrong[0])}: the model has diverged")
+
+
 class ScoreSums(NamedTuple):
     """Sums of one rank or of all, float64; for one rank, the entries of other ranks' documents are 0."""
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dist_mem.data.documents import Document
 from dist_mem.data.segments import collate, document_segments
+from dist_mem.evaluation.scoring import check_losses
 from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation.arguments import check_trained, id_row, wrong_type
 from dist_mem.generation.reading import Reading, check_reading, num_rows, start, with_open_segment
@@ -52,6 +53,7 @@ def score(
             a separate document.
 
     Raises:
+        EvaluationError: a loss is not finite.
         TypeError, ValueError: an argument is invalid; the message names it.
     """
     check_trained(trained)
@@ -89,6 +91,7 @@ def _read_and_score(trained: TrainedModel, waiting: np.ndarray, reading: Reading
     for index, segment in enumerate(segments):
         batch = collate([segment], seg_len=seg_len, with_recall=False, blocks=blocks).to(trained.device)
         output = trained.model(batch.tokens, batch.targets, batch.valid_len, state=state)
+        check_losses(output.nll, batch.targets)
         nll = output.nll[0, : segment.length].cpu()
         parts.append(torch.cat([torch.full((1,), torch.nan), nll[:-1]]) if blocks else nll)
         if (index + 1) * seg_len < len(waiting):  # otherwise this segment stays open

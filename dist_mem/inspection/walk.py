@@ -17,6 +17,7 @@ from dist_mem.data.batch import IGNORE, Batch
 from dist_mem.data.documents import Document
 from dist_mem.data.plan import START, segment_starts
 from dist_mem.data.segments import Segment, collate, document_segments
+from dist_mem.evaluation.scoring import check_losses
 from dist_mem.evaluation.trained_model import TrainedModel, init_state
 from dist_mem.model import LMOutput, LMState, empty_memories
 from dist_mem.runtime.progress import Progress
@@ -71,7 +72,12 @@ def walk(trained: TrainedModel, document: Document, is_emptied: EmptyBefore = ne
 
 
 def put_losses(losses: Tensor, step: SegmentReading, nll: Tensor) -> None:
-    """Write the losses of a step's targets (T,) at their positions into `losses`, (N,); the rest stays."""
+    """Write the losses of a step's targets (T,) at their positions into `losses`, (N,); the rest stays.
+
+    Raises:
+        EvaluationError: a loss is not finite.
+    """
+    check_losses(nll, step.batch.targets[0])
     is_scored = step.batch.targets[0] != IGNORE
     losses[step.first_input + 1 + is_scored.nonzero().flatten().cpu()] = nll[is_scored].float().cpu()
 

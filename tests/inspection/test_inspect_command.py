@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+import dist_mem
 from dist_mem.__main__ import main
-from dist_mem.errors import EXIT_USAGE
+from dist_mem.errors import EXIT_FAILED, EXIT_USAGE
+from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.inspection.aggregates import aggregate
 from dist_mem.inspection.counterfactual import TokenSpan
 from dist_mem.inspection.terminal_view import aggregates_tables, colour_words, top_table
 from dist_mem.inspection.words import FUNCTION, MARK, NAME, NUMBER, OTHER, distances_to_last, words_of
-from tests.support.evaluated_runs import MEMORIES, asked, make_run
-from tests.support.messages import said
+from tests.support.evaluated_runs import MEMORIES, asked, make_diverged_run, make_run
+from tests.support.messages import refused, said
 from tests.support.plain_scores import emptied
 from tests.support.scored_library import write_other
 
@@ -125,6 +127,22 @@ def test_what_cannot_be_inspected_is_named(run_dir: Path, capsys: pytest.Capture
         assert main(["inspect", str(run_dir), *arguments]) == EXIT_USAGE
         said(capsys.readouterr().err, named)
     assert not list(run_dir.rglob("inspect-*"))
+
+
+def test_losses_that_are_not_finite_are_refused(
+    library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were left out as tokens without a score, and the metrics were those of the rest."""
+    run, text = make_diverged_run(tmp_path, library), "Some words first, then Zoe and more words."
+    model = dist_mem.load(run)
+    assert model.score("Some words first").mean > 0.0
+    for read in (model.score, model.inspect):
+        with refused(EvaluationError, "nan", "the model has diverged"):
+            read(text)
+    (tmp_path / "text.txt").write_text(text)
+    assert main(["inspect", str(run), "--text", str(tmp_path / "text.txt")]) == EXIT_FAILED
+    said(capsys.readouterr().err, "the model has diverged")
+    assert not list(run.rglob("inspect-*"))
 
 
 def test_a_removal_that_the_memory_cannot_do_is_refused_before_anything_is_read(

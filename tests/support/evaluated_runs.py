@@ -44,6 +44,17 @@ def make_run(folder: Path, library: Path, memory: dict[str, Any], **options: Any
     return folder / "run", model
 
 
+def make_diverged_run(folder: Path, library: Path) -> Path:
+    """A run whose losses are nan from the first Z of a text on."""
+    config = config_with(MEMORIES["transformer_xl"], data={"path": str(library)}, model={"tie_embeddings": False})
+    torch.manual_seed(0)
+    model = MemoryLM(model_spec(config, TOKENIZER.vocab_size)).eval()
+    with torch.no_grad():
+        model.embedding.bins[0].weight[ord("Z")] = torch.inf
+    save_weights(folder / "diverged", model, config, step=3)
+    return folder / "diverged"
+
+
 def asked(run_dir: Path, *overrides: str, **options: Any) -> Report:
     """What `dist-mem evaluate` finds; `options` are those of `evaluate_checkpoint`."""
     checkpoint = find_checkpoint(run_dir)
