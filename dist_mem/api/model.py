@@ -142,6 +142,7 @@ class Model:
             sampling: None: nucleus sampling with p = 0.95, as `dist-mem generate`.
 
         Raises:
+            EvaluationError: a log-probability is nan, because the model has diverged.
             TypeError, ValueError: an argument is invalid; the message names it. Nothing is generated then.
             UnusableError: the memory is that of another model.
 

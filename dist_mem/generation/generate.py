@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation.arguments import check_ids, check_int, wrong_type
 from dist_mem.generation.reading import Reading, check_reading
@@ -58,6 +59,7 @@ def stream(
         first_step: index of the first draw; a second call on the same streams passes the number of draws of the first.
 
     Raises:
+        EvaluationError: by a step; the log-probabilities of its token are nan.
         TypeError, ValueError: an argument is invalid; the message names it.
     """
     num_lanes = len(check_reading(trained, reading).open_len)
@@ -88,7 +90,10 @@ def _stream(
     writing = torch.ones(len(numbers), dtype=torch.bool)
     written = write(trained, reading)
     for draw in _draws(sampling, numbers, steps):
-        allowed = written.next_log_probs() + mask
+        log_probs = written.next_log_probs()
+        if (log_probs.isnan().any(dim=-1).cpu() & writing).any():  # those of stopped lanes are undefined
+            raise EvaluationError("the log-probability of a next token is nan: the model has diverged")
+        allowed = log_probs + mask
         tokens = choose(allowed, sampling, draw=draw)
         written.append(tokens, writing)
         yield NextTokens(tokens, writing, written.reading)

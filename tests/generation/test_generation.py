@@ -18,7 +18,7 @@ from dist_mem.config.memory_blocks import PER_BLOCK
 from dist_mem.contract.subject import VOCAB, CheckedMemory, SubjectSize
 from dist_mem.data.shard import TokenizedDocument, read_index, write_split
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
-from dist_mem.evaluation.scoring import score_split
+from dist_mem.evaluation.scoring import EvaluationError, score_split
 from dist_mem.evaluation.trained_model import TrainedModel, init_state, read_lanes
 from dist_mem.generation.generate import Sampling, choose, draw_uniform, generate, kept_probabilities, likeliest_first
 from dist_mem.generation.reading import ROW_STEP, next_log_probs, num_rows, read, select, start, start_from
@@ -91,6 +91,17 @@ def test_whole_answers_are_those_that_greedy_generation_writes(tmp_path: Path, c
     )
     assert documents and report.whole_answers == 0.5
     assert all((entry.hits == 3) == entry.id.startswith("right") for entry in report.documents)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(top_p=0.95), Sampling(top_k=3)], ids=repr)
+def test_nothing_is_written_from_log_probabilities_that_are_nan(sampling: Sampling) -> None:
+    """They gave token 0, or an IndexError."""
+    trained = float32_model()
+    reading = read(trained, start(trained, 2), [[1, 2, 3], [4]])
+    with torch.no_grad():
+        next(trained.model.blocks[0].parameters()).fill_(torch.nan)
+    with refused(EvaluationError, "nan", "the model has diverged"):
+        generate(trained, reading, num_tokens=6, sampling=sampling)
 
 
 @pytest.mark.parametrize("case", case_params())
