@@ -42,7 +42,7 @@ Tokens: TypeAlias = Sequence[int] | np.ndarray | Tensor  # (num_tokens,) ids
 class Scores:
     """The scores of a text; every entry is that of a token."""
 
-    pieces: list[str]  # their texts; bytes of a cut character become U+FFFD
+    pieces: list[str]  # the text that each completes; a cut character is U+FFFD
     tokens: np.ndarray  # (num_tokens,) ids
     nll: Tensor  # (num_tokens,) float32, nats; nan for the first token of a block (data.blocks), which has no score
     memory: Memory  # after the text

@@ -8,6 +8,7 @@ Shape letters: N tokens of the document.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -37,7 +38,7 @@ class DocumentReading(NamedTuple):
     """
 
     document: Document
-    pieces: list[str]  # the text of every token
+    pieces: list[str]  # the text that every token completes
     nll: Tensor  # (N,)
     without: Tensor  # (N,) with the memory emptied before every segment, as `dist-mem evaluate --without-memory`
     windowed: Tensor  # (N,) without memory, but with half a segment of text before every token (`losses_in_windows`)
@@ -161,5 +162,10 @@ def _read_with_memory(
 
 
 def pieces_of(trained: TrainedModel, tokens: np.ndarray) -> list[str]:
-    """Return the text of every token; bytes of a cut character become U+FFFD."""
-    return [trained.tokenizer.pieces[token].decode("utf-8", "replace") for token in tokens.tolist()]
+    """Return the text that every token completes, as the report page shows it: together they are the whole text.
+
+    A character of several tokens is that of the last; bytes without the rest of their character become U+FFFD.
+    """
+    decoder, pieces = codecs.getincrementaldecoder("utf-8")("replace"), trained.tokenizer.pieces
+    last = len(tokens) - 1
+    return [decoder.decode(pieces[token], place == last) for place, token in enumerate(tokens.tolist())]

@@ -40,7 +40,8 @@ class TextWord(NamedTuple):
 def words_of(pieces: Sequence[str]) -> list[TextWord]:
     """Return the words of a text that is given by its tokens' pieces; a token belongs to the word that it begins in.
 
-    A piece without a character of its own, as a space, belongs to the word after it; the last of them to none.
+    A piece without a character of its own, as a space, or the first bytes of a character that another token completes,
+    belongs to the word after it; the last of them to none.
     """
     text = "".join(pieces)
     found = list(_WORD.finditer(text))

@@ -20,6 +20,7 @@ from dist_mem.inspection.attended_passages import mass_by_span, mass_in, memory_
 from dist_mem.inspection.counterfactual import TokenSpan, remove_passages
 from dist_mem.inspection.reading import first_border, has_memory, read_document, text_document
 from dist_mem.inspection.walk import losses_of, walk
+from dist_mem.inspection.words import NAME, words_of
 from dist_mem.memory import memory_class, memory_kinds
 from dist_mem.memory.base import Inspectable, named_tensors
 from dist_mem.memory.block_recurrent import BlockRecurrent
@@ -268,6 +269,22 @@ def test_another_run_reads_the_same_tokens(library: Path, index: Index, tmp_path
     their_tokenizer.fingerprint = "f" * 64
     with refused(UnusableError, "their tokens differ"):
         read_document(trained, document, other=other._replace(tokenizer=their_tokenizer))
+
+
+def test_words_are_whole_where_characters_have_several_tokens(library: Path, tmp_path: Path) -> None:
+    """A character belongs to the token that completes it; every byte is a token here."""
+    text = "\u201cI don\u2019t know,\u201d said Zoë Müller. \u00a0Élan \u2014 naïve\u2003 Zoë\u2019s\u2026"
+    trained = load_model(make_run(tmp_path, library, KINDS["transformer_xl"])[0])
+    reading = read_document(trained, text_document(trained, text))
+    assert "".join(reading.pieces) == text
+    words = [word for word, _, _ in reading.words()]
+    assert [(word.text, word.kind) for word in words] == [(word.text, word.kind) for word in words_of(text)]
+    assert {"don\u2019t", "Zoë", "Müller", "Zoë\u2019s"} <= {word.text for word in words}
+    assert [word.text for word in words if word.kind == NAME][:2] == ["Zoë", "Müller"]
+    for word in words:
+        assert TOKENIZER.decode(reading.document.tokens[word.first : word.end]).strip() == word.text
+    cut = text_document(trained, text)._replace(tokens=reading.document.tokens[:-1])
+    assert read_document(trained, cut).pieces[-1] == "\ufffd", "of a character without its end"
 
 
 def test_blocks_leave_their_first_tokens_without_a_loss(library: Path, tmp_path: Path) -> None:
