@@ -21,7 +21,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 
 from dist_mem.block import ModelSpec
-from dist_mem.config import change_config
+from dist_mem.config import Config, change_config
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.errors import UnusableError, run_error
 from dist_mem.estimate.memory import refuse_what_cannot_fit, scoring_parts
@@ -70,7 +70,8 @@ class DistMemLM(LM):
     ) -> None:
         """
         Args:
-            run: a run directory, one checkpoint in it, or an export; or a model that is already loaded.
+            run: a run directory, one checkpoint in it, or an export; or a model that is already loaded, which all
+                other arguments are refused for.
             checkpoint: step; None: the newest that verifies.
             batch_size: requests at a time; None: eval.batch_size.
             max_batch_size: must be None; it is of the harness's search for a batch size.
@@ -81,14 +82,22 @@ class DistMemLM(LM):
             UnusableError: the model or an argument is unusable; the message names it.
         """
         super().__init__()
+        if max_batch_size is not None:
+            raise UnusableError(f"max_batch_size is {max_batch_size}, but no batch size is searched for; omit it")
         given = [f"{key}={_as_yaml(value)}" for key, value in overrides.items()]
         if batch_size is not None:
-            if not str(batch_size).isdecimal() or max_batch_size is not None:
-                raise UnusableError(
-                    f"batch_size is {batch_size}, but must be a number of requests; omit max_batch_size"
-                )
+            if not str(batch_size).isdecimal():
+                raise UnusableError(f"batch_size is {batch_size}, but must be a number of requests")
             given.append(f"eval.batch_size={batch_size}")
-        self.trained = run if isinstance(run, TrainedModel) else open_run(Path(run), given, checkpoint, device).trained
+        if isinstance(run, TrainedModel):
+            loading = {"checkpoint": checkpoint, "batch_size": batch_size, "device": device, **overrides}
+            for name, value in loading.items():
+                if value is not None:
+                    raise UnusableError(f"{name} is {value}, but the model is already loaded; give it when you load it")
+            _check_blocks(run.config, "the model")
+            self.trained = run
+        else:
+            self.trained = open_run(Path(run), given, checkpoint, device).trained
         self.num_lanes = self.trained.config.eval.batch_size
         self.answers: AnswerLog | None = None  # of an earlier command that was stopped; each new answer is added
         self._device = self.trained.device
@@ -228,6 +237,14 @@ def _as_yaml(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def _check_blocks(config: Config, name: str) -> None:
+    """Raise UnusableError if a model reads in blocks."""
+    if protocol_of(config).blocks:
+        raise UnusableError(
+            f"{name} reads in blocks (data.blocks), whose first tokens have no score: add eval.blocks=false"
+        )
+
+
 class OpenRun(NamedTuple):
     """A model with its protocol."""
 
@@ -255,10 +272,7 @@ def open_run(path: Path, overrides: Sequence[str], step: int | None, device: str
         own = {"eval.layout": "documents", "eval.max_document_len": None, "train.micro_batch_size": lanes}
         config = change_config(config, own)
         protocol, tag = protocol_of(config), tag_of(config)
-        if protocol.blocks:
-            raise UnusableError(
-                f"{path} reads in blocks (data.blocks), whose first tokens have no score: add eval.blocks=false"
-            )
+        _check_blocks(config, str(path))
         place = present_device(device or ("cuda" if torch.cuda.is_available() else "cpu"), "device")
         tokenizer = tokenizer_of_checkpoint(checkpoint)
 

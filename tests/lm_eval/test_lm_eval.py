@@ -20,6 +20,7 @@ from dist_mem.__main__ import main
 from dist_mem.data.tokenizers.registry import find_tokenizer
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.source import SourceDocument
+from dist_mem.errors import UnusableError
 from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.evaluation.trained_model import load_model
 from dist_mem.generation.generate import Sampling, generate
@@ -117,6 +118,26 @@ def results(run: Path) -> dict[str, Any]:
     (path,) = (run / "evaluations" / "lm_eval").glob("*.json")
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return content
+
+
+@pytest.mark.parametrize(
+    "options", [{"checkpoint": 999}, {"device": "cuda"}, {"batch_size": 2}, {"eval.precision": "bf16"}], ids=repr
+)
+def test_a_loaded_model_takes_no_argument_of_loading(options: dict[str, Any]) -> None:
+    """They were passed over."""
+    with refused(UnusableError, next(iter(options))):
+        DistMemLM(float32_model(), **options)
+
+
+def test_a_loaded_model_in_blocks_is_refused() -> None:
+    with refused(UnusableError, "data.blocks", "eval.blocks=false"):
+        DistMemLM(float32_model(blocks=True))
+
+
+def test_a_search_for_a_batch_size_is_refused(tmp_path: Path) -> None:
+    for batch_size in (None, 2):
+        with refused(UnusableError, "max_batch_size"):
+            DistMemLM(str(tmp_path), max_batch_size=4, batch_size=batch_size)
 
 
 def choice_log_prob(trained: Any, question: str, choice: str) -> float:
