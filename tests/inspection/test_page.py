@@ -284,6 +284,23 @@ def test_the_page_is_added_to_the_run_in_mlflow(
     assert "not added to the run in MLflow" in capsys.readouterr().err
 
 
+def test_a_third_run_is_refused(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The title named it as a reader, but it was never opened."""
+    assert report(run_dir, "second", "third", *BOOK) == EXIT_USAGE
+    said(capsys.readouterr().err, "third")
+
+
+def test_the_page_of_a_checkpoint_is_that_of_its_run(run_dir: Path, tmp_path: Path) -> None:
+    """It was written into the checkpoint, without the evaluations of the run."""
+    save_report(asked(run_dir), run_dir / "evaluations", "test-step-00000003")
+    other = open_run(tmp_path / "other", run_dir.parent, MEMORIES["none"])
+    (checkpoint,) = (run_dir / "checkpoints").iterdir()
+    files = sorted(checkpoint.rglob("*"))
+    assert report(checkpoint, other, *BOOK, f"data.path={load_model(run_dir).config.data.path}") == EXIT_DONE
+    page = (run_dir / "report.html").read_text(encoding="utf-8")
+    assert "Newest evaluations" in page and sorted(checkpoint.rglob("*")) == files
+
+
 def test_elements_escape_all_but_markup() -> None:
     inner = element("b", "<&>")
     assert element("p", inner, "a<b", title='"x"') == '<p title="&quot;x&quot;"><b>&lt;&amp;&gt;</b>a&lt;b</p>'

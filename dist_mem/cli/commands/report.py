@@ -42,6 +42,8 @@ def run(options: Namespace) -> int:
         raise UnusableError(f"--example: not with a run, such as {runs[0]}; give --book ID or --text FILE for that")
     if not runs and not options.example:
         raise UnusableError("report: no run: give a run directory, as in: dist-mem report runs/demo --book 9003")
+    if len(runs) > 2:
+        raise UnusableError(f"report: one run or two read the book, but {len(runs)} are given; leave {runs[2]} out")
     if options.split is not None and options.book is None:
         raise UnusableError(f"--split {options.split}: only with --book; it is the split of that document")
     text, out, overrides = options.text, options.out, (*given, *options.overrides)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from dist_mem.data.plan import segment_starts
 from dist_mem.evaluation.job import StopCheck, find_checkpoint_on_rank0, run_on_ranks, use_threads
 from dist_mem.evaluation.report_names import names_of
-from dist_mem.evaluation.trained_model import TrainedModel
+from dist_mem.evaluation.trained_model import Checkpoint, TrainedModel
 from dist_mem.generation.text import read_file
 from dist_mem.inspection.aggregates import aggregate
 from dist_mem.inspection.counterfactual import MOST, cannot_forget, remove_passages
@@ -45,7 +45,7 @@ ROOM = 9_000_000  # bytes of the page's book; the details of tokens are cut to f
 class PageRequest(NamedTuple):
     """What the page shows."""
 
-    runs: Sequence[Path]
+    runs: Sequence[Path]  # one or two; each a run directory, one checkpoint in it, or an export
     book: str | None = None  # id of a document
     text: Path | None = None  # a UTF-8 file that is read in place of it
     split: str | None = None  # of the document; None: eval.split
@@ -57,22 +57,22 @@ def run(asked: PageRequest, *, out: Path | None, early: StopSignal | None = None
     """Run the command; return the exit code of the process.
 
     Args:
-        out: the file to write; None: report.html in the first run.
+        out: the file to write; None: report.html in the first run, also for a checkpoint of it.
         early: as in `evaluate.run`.
 
     Raises:
         UnusableError: a run, the document, the text or an override cannot be used.
     """
-    path = out or asked.runs[0] / PAGE_NAME
 
     def work(world: World, check: StopCheck) -> None:
         text = None if asked.text is None else read_file(asked.text, "--text")
         labels = names_of(asked.runs)
+        found = [find_checkpoint_on_rank0(path, None, world) for path in asked.runs]
         evaluations = [
-            entry for path, label in zip(asked.runs, labels, strict=True) for entry in find_evaluations(path, label)
+            entry for each, label in zip(found, labels, strict=True) for entry in find_evaluations(each.run_dir, label)
         ]
         summary = summary_table(evaluations)  # what is wrong is said before a model reads for hours
-        trained, book = _book(asked, text, world, check)
+        trained, book = _book(asked, found, text, world, check)
         has_summary = bool(evaluations) or not trained.checkpoint.is_export  # a hint, of what an export cannot have
         page = assemble(
             f"{book.title}, read by {' and '.join(labels)}",
@@ -81,22 +81,24 @@ def run(asked: PageRequest, *, out: Path | None, early: StopSignal | None = None
             gain_tables(aggregate(words_of(book.reading.pieces), book.reading.gain)),
             footer=f"Made by dist-mem report {' '.join(labels)}. This file needs no network.",
         )
-        _publish(page, path, asked)
+        _publish(page, out or found[0].run_dir / PAGE_NAME, found[0].run_dir, asked)
 
     return run_on_ranks(work, asked.overrides, early, alone="report")
 
 
-def _book(asked: PageRequest, text: str | None, world: World, check: StopCheck) -> tuple[TrainedModel, PageBook]:
+def _book(
+    asked: PageRequest, checkpoints: Sequence[Checkpoint], text: str | None, world: World, check: StopCheck
+) -> tuple[TrainedModel, PageBook]:
     """Read the book with the first run, whose model is returned too, and with the second if there is one."""
     against = asked.runs[1] if len(asked.runs) > 1 else None
     request = InspectionRequest(
         asked.runs[0], against, book=asked.book, text=asked.text, split=asked.split, overrides=asked.overrides
     )
-    found = find_checkpoint_on_rank0(request.run, None, world)
+    found = checkpoints[0]
     config = settings_of(request, found)
     use_threads(config.train)
     trained, document, title, _ = open_subject(request, found, world, text)
-    other = None if against is None else open_other(request, find_checkpoint_on_rank0(against, None, world), world)
+    other = None if against is None else open_other(request, checkpoints[1], world)
     for model in (trained, other):
         if model is not None:
             model.model.register_forward_pre_hook(check)
@@ -117,16 +119,16 @@ def _book(asked: PageRequest, text: str | None, world: World, check: StopCheck) 
     )
 
 
-def _publish(page: str, path: Path, asked: PageRequest) -> None:
+def _publish(page: str, path: Path, run_dir: Path, asked: PageRequest) -> None:
     """Write the page, and add it to the first run in MLflow, if it is in its directory and the run is tracked."""
     write_text(path, page)
     print(f"written: {path} ({len(page.encode()) / 1e6:.1f} MB)")
-    run_dir = asked.runs[0].resolve()
+    run_dir = run_dir.resolve()
     tracking = read_tracking(run_dir, [text for text in asked.overrides if text.startswith("tracking.")])
     if not tracking.mlflow:
         return
     if not path.resolve().is_relative_to(run_dir):
-        print(f"not added to the run in MLflow, because {path} is outside of {asked.runs[0]}", file=sys.stderr)
+        print(f"not added to the run in MLflow, because {path} is outside of {run_dir}", file=sys.stderr)
         return
     complaint = log_to_run(
         tracking, run_dir=run_dir, step=0, metrics={}, files=[path.resolve()], overrides=asked.overrides
