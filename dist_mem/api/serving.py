@@ -36,7 +36,7 @@ class ServedModel:
             A row per prompt: `continuation`; or `num_tokens`, `nats_per_token` and `perplexity`.
 
         Raises:
-            MlflowException: a parameter is invalid, or a text has no token to score; a server answers with 400.
+            MlflowException: a parameter or a prompt is invalid, or has no token to score; a server answers with 400.
         """
         # MLflow makes numpy's numbers of those in the request.
         given = {name: getattr(value, "item", lambda value=value: value)() for name, value in (params or {}).items()}
@@ -45,7 +45,11 @@ class ServedModel:
             if mode not in _MODES:
                 raise ValueError(f"mode is {mode!r}, but must be one of {', '.join(_MODES)}")
             one = self._continue if mode == "generate" else self._score
-            return [one(str(prompt), given) for prompt in model_input["prompt"]]
+            prompts = list(model_input["prompt"])
+            for row, prompt in enumerate(prompts):
+                if not isinstance(prompt, str):  # MLflow lets missing texts pass as None or nan
+                    raise ValueError(f"prompt of row {row} is {prompt!r}, but must be a text")
+            return [one(prompt, given) for prompt in prompts]
         except (TypeError, ValueError) as error:
             raise invalid_request(error) from error
 

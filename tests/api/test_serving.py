@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -18,12 +19,15 @@ from urllib.request import Request, urlopen
 
 import pytest
 import torch
+from mlflow.exceptions import MlflowException
 
 import dist_mem
 from dist_mem.__main__ import main
+from dist_mem.api.serving import ServedModel
 from dist_mem.errors import UnfitError, UnusableError
 from dist_mem.evaluation.export import run as export
 from dist_mem.runtime.network_interface import free_port
+from dist_mem.runtime.shipped_files import example_model
 from dist_mem.tracking.log import METRICS_FILE, read_header
 from dist_mem.tracking.mlflow.store import RUN_ID_FILE, UID_TAG
 from tests.support.jobs import train_here
@@ -199,6 +203,17 @@ def test_a_model_without_all_files_is_not_registered_and_the_export_stays(
     assert dist_mem.load(out)
     assert not client.search_registered_models("name = 'torn'")
     assert not client.search_logged_models([experiment])
+
+
+@pytest.mark.parametrize("prompt", [None, math.nan, 3])
+@pytest.mark.parametrize("mode", ["generate", "score"])
+def test_a_prompt_that_is_no_text_is_refused_with_its_row(prompt: object, mode: str) -> None:
+    """It was continued and scored as the text "None" or "nan"."""
+    model = ServedModel(dist_mem.load(example_model()))
+    with pytest.raises(MlflowException, match="prompt of row 1 is"):
+        model.predict(
+            {"prompt": ["It was", prompt]}, {"mode": mode, **({"num_tokens": 1} if mode == "generate" else {})}
+        )
 
 
 @pytest.mark.parametrize(
