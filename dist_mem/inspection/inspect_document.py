@@ -98,8 +98,6 @@ def _run(world: World, check: StopCheck, *, request: InspectionRequest) -> None:
     comparisons = _comparisons(request, reading, removed)
     words = words_of(reading.pieces)
     aggregates = aggregate(words, comparisons[-1].gain)
-    print(f'{found.directory}, "{subject.title}", {protocol}')
-    _show(request, reading, removed, comparisons, words, aggregates, protocol.seg_len)
     content = {
         **describe_evaluation(found, subject.trained.config.name, protocol),
         "title": subject.title,
@@ -110,7 +108,9 @@ def _run(world: World, check: StopCheck, *, request: InspectionRequest) -> None:
     folder = found.run_dir / FOLDER
     folder.mkdir(exist_ok=True)
     target = folder / f"{_file_name(request, subject, int(found.manifest['step']), tag)}.json"
-    write_text(target, json_text(content) + "\n")
+    write_text(target, json_text(content) + "\n")  # before anything can fail to be shown
+    print(f'{found.directory}, "{subject.title}", {protocol}')
+    _show(request, reading, removed, comparisons, words, aggregates, protocol.seg_len)
     print(f"written: {target}", file=sys.stderr)
 
 

@@ -5,8 +5,11 @@ Without colour a word's gain stands behind it where it is large: `Holt[+3.2]`.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
+
+from torch import Tensor
 
 from dist_mem.evaluation.scores import format_metric
 from dist_mem.inspection.aggregates import Aggregates, Group, WordGain, word_gains
@@ -170,8 +173,9 @@ def legend(*, with_colour: bool) -> str:
 
 def passages_table(removed: Counterfactual, words: Sequence[TextWord], pieces: Sequence[str]) -> list[str]:
     """Return the lines of a table of the passages that later tokens need most, and of what needs them."""
-    rises = [(passage, removed.without(passage).double()) for passage in removed.passages()]
-    largest = sorted(rises, key=lambda found: -float(found[1].nansum()))[:PASSAGES]
+    # A long book has thousands of passages, each with a value per token: only those that are shown are held.
+    passages = heapq.nlargest(PASSAGES, removed.passages(), key=lambda passage: _total(removed.without(passage)))
+    largest = [(passage, removed.without(passage).double()) for passage in passages]
     needing = []
     for _, rise in largest:
         found = sorted(word_gains(words, rise), key=lambda each: -each.gain)[:NEEDING]
@@ -181,8 +185,12 @@ def passages_table(removed: Counterfactual, words: Sequence[TextWord], pieces: S
     return _table(
         [
             ["passage removed", *(f"{passage.begin}:{passage.end}" for passage, _ in largest)],
-            ["nats", *(f"{float(rise.nansum()):.2f}" for _, rise in largest)],
+            ["nats", *(f"{_total(rise):.2f}" for _, rise in largest)],
             ["begins", *(text_around(max(0, passage.begin), max(0, passage.begin), pieces) for passage, _ in largest)],
             ["later words that get worse", *needing],
         ]
     )
+
+
+def _total(rise: Tensor) -> float:
+    return float(rise.double().nansum())
