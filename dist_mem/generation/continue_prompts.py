@@ -27,7 +27,7 @@ from dist_mem.config.memory_blocks import describe_memory
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnusableError, run_error
 from dist_mem.estimate.memory import refuse_what_cannot_fit, writing_parts
 from dist_mem.evaluation.protocol import short_term_len
-from dist_mem.evaluation.trained_model import TrainedModel
+from dist_mem.evaluation.trained_model import TrainedModel, find_checkpoint
 from dist_mem.generation import output as report
 from dist_mem.generation.generate import Sampling, stream
 from dist_mem.generation.output import Continuation, heading
@@ -131,6 +131,8 @@ def run(request: GenerationRequest) -> int:
     try:
         if request.out is not None:
             request.out.parent.mkdir(parents=True, exist_ok=True)  # fail before generating, not after
+        for path in request.runs[1:]:  # that no text of an earlier run is lost
+            find_checkpoint(path, request.checkpoint)
         with suppress(KeyboardInterrupt):  # Ctrl-C while a run loads or reads keeps the results of earlier runs
             for path in request.runs:
                 done.append(_continue(path, request))

@@ -22,7 +22,7 @@ from dist_mem.datasets import corpus_rows
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.recipes.characters import read_whole
 from dist_mem.datasets.source import SourceDocument, read_text
-from dist_mem.errors import EXIT_FAILED, UnfitError, UnusableError
+from dist_mem.errors import EXIT_FAILED, EXIT_USAGE, UnfitError, UnusableError
 from dist_mem.evaluation.trained_model import load_exported, load_model
 from dist_mem.generation.continue_prompts import read_prompt
 from dist_mem.generation.generate import Sampling, generate
@@ -95,6 +95,16 @@ def test_samples_are_apart_and_the_first_is_that_of_one_alone(
     assert ask(capsys, *arguments, tmp_path / "other.json", "--samples", "3", "--seed", "1")[0] == 0
     others = json.loads((tmp_path / "other.json").read_text(encoding="utf-8"))["continuations"][0]["texts"]
     assert len({*written["texts"], *others}) == 6, "the seed counts for every text"
+
+
+def test_all_runs_of_a_comparison_are_found_before_one_writes(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The text of the first was written, and lost."""
+    runs = (folder / "txl", tmp_path / "nosuch")
+    code, out, err = ask(capsys, "--compare", *runs, "--prompt", "It was", "--tokens", 5, "--out", tmp_path / "c.md")
+    assert code == EXIT_USAGE and not out
+    said(err, tmp_path / "nosuch")
 
 
 def test_runs_are_compared_on_the_same_prompt(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,6 +123,8 @@ def test_what_cannot_be_inspected_is_named(run_dir: Path, capsys: pytest.Capture
         (["--book", "doc1", "--split", "test"], "this document"),
         ([*doc6, "--empty-at", "64"], "--empty-at 64"),
         ([*doc6, "a", "b"], "a, b"),
+        ([*doc6, "--limit", "3"], "--limit 3"),
+        (["--text", "a.txt", "--split", "nosuch"], "--split nosuch"),
         ([*doc6, "--without", "5000:6000"], "--without 5000:6000"),
         ([*doc6, "--show", "5000:6000"], "--show 5000:6000"),
     ):

@@ -19,6 +19,7 @@ from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 
 PLACE = ("use a trained model", 4)
 EXAMPLE = "runs/demo --book 9003 --split test"
+LIMIT = 100  # documents of the regression error
 _OF_DOCUMENTS = ("without", "passages", "empty_at", "show")  # options that need a document
 
 
@@ -44,9 +45,8 @@ def add_arguments(added: ArgumentParser) -> None:
     added.add_argument(
         "--limit",
         type=count,
-        default=100,
         metavar="N",
-        help="without --book and --text: the regression error over the first N documents (default: 100)",
+        help=f"without --book and --text: the regression error over the first N documents (default: {LIMIT})",
     )
 
 
@@ -65,16 +65,20 @@ def run(options: Namespace) -> int:
         from dist_mem.papers.regression_error import run as run_command
 
         settings = {"split": options.split, "checkpoint": options.checkpoint, "overrides": options.overrides}
-        return run_command(options.run, limit=options.limit, early=early, **settings)
+        return run_command(options.run, limit=options.limit or LIMIT, early=early, **settings)
 
 
 def _has_document(options: Namespace) -> bool:
     """Return whether a document is to be inspected.
 
     Raises:
-        UnusableError: none is, but an argument is only for one.
+        UnusableError: an argument is only for the other case.
     """
     if options.book is not None or options.text is not None:
+        if options.limit is not None:
+            raise UnusableError(f"--limit {options.limit}: not with --book or --text, which read one document")
+        if options.split is not None and options.book is None:
+            raise UnusableError(f"--split {options.split}: only with --book; it is the split of that document")
         return True
     given = [f"--{name.replace('_', '-')}" for name in _OF_DOCUMENTS if getattr(options, name) is not None]
     given += [text for text in options.overrides if "=" not in text]
