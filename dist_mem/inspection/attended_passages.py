@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dist_mem.data.batch import IGNORE
 from dist_mem.inspection.walk import SegmentReading
 from dist_mem.memory.parts.inspection import SEGMENT, Inspection, Rows, Spans
 
@@ -40,9 +41,10 @@ def memory_rows(layer: Inspection) -> Mapping[str, Rows]:
 
 
 def put_looked(looked: AttendedPassages, step: SegmentReading, rows: Rows) -> None:
-    """Write where the queries of a step's segment looked into `looked`, in place."""
+    """Write where the queries of a step's scored targets looked into `looked`, in place."""
     first, number = step.first_input + 1, min(step.num_inputs, len(looked.mass) - step.first_input - 1)
     mass, spans = mass_by_span(rows, number, step.first_input)
+    mass = mass.masked_fill((step.batch.targets[0, :number, None] == IGNORE).cpu(), 0.0)
     chosen = mass.topk(min(looked.shares.shape[1], mass.shape[1]), dim=1)
     here, num_passages = slice(first, first + number), chosen.values.shape[1]
     looked.mass[here] = mass.sum(dim=1)

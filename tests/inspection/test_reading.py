@@ -293,6 +293,11 @@ def test_blocks_leave_their_first_tokens_without_a_loss(library: Path, tmp_path:
     reading = read_document(trained, text_document(trained, "a text of some four segments"))
     unscored = reading.nll.isnan().nonzero().flatten().tolist()
     assert unscored == list(range(0, len(reading.pieces), SEG_LEN))
+    is_predicted = ~reading.nll.isnan()
+    is_predicted[:SEG_LEN] = False  # with an empty memory
+    for columns in reading.layers[0]["memory"]:
+        assert not columns[~is_predicted].any(), "all is 0 for a token that is not scored"
+    assert torch.equal(reading.layers[0]["memory"].mass > 0.0, is_predicted)
     assert reading.without.isnan().nonzero().flatten().tolist() == unscored
     assert "".join(reading.pieces) == "a text of some four segments"
     assert math.isfinite(float(reading.gain.nansum()))
