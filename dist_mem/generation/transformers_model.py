@@ -242,7 +242,8 @@ class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
             one. The loss is the mean of what is scored in these columns, nan if nothing is.
 
         Raises:
-            ValueError: the cache is of other lanes, or an option asks for what is not done here (arguments.py).
+            ValueError: the cache or the mask is of other lanes, the mask is shorter than input_ids, or an option asks
+                for what is not done here (arguments.py).
         """
         asked = {name: getattr(self.config, name) for name in ("output_attentions", "output_hidden_states")} | options
         refuse_what_is_asked(asked, READING, "a model with memory")
@@ -253,6 +254,7 @@ class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"past_key_values has {cache.batch_size} lanes, but input_ids {lanes}")
         is_text = torch.ones(lanes, length, dtype=torch.bool)
         if attention_mask is not None:
+            _check_mask(attention_mask, input_ids)
             is_text = attention_mask[:, -length:].bool().cpu()
         columns = _columns(logits_to_keep, length)
         if use_cache and labels is None and self._can_step(cache, is_text):
@@ -289,9 +291,12 @@ class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
         """Generate as the base class does.
 
         Raises:
-            ValueError: a text ends with padding, after which no token can be generated.
+            ValueError: a text ends with padding, after which no token can be generated, or the mask does not fit.
         """
         mask = options.get("attention_mask")
+        ids = options.get("input_ids") if inputs is None else inputs
+        if mask is not None and ids is not None:
+            _check_mask(mask, ids)
         if mask is not None and not bool(mask[:, -1].all()):
             raise ValueError("a text of the batch ends with padding: pad on the left (tokenizer.padding_side='left')")
         options.pop("prefill_chunk_size", None)  # a prompt is read in segments in any case
@@ -359,6 +364,13 @@ def _only(bins: torch.nn.ModuleList) -> torch.nn.Module:
     if len(bins) > 1:
         raise NotImplementedError(f"an adaptive vocabulary has {len(bins)} tables (model.adaptive), and not one")
     return bins[0]
+
+
+def _check_mask(attention_mask: Tensor, input_ids: Tensor) -> None:
+    """Raise ValueError unless a mask has the lanes of the tokens and a column for each of them, or more."""
+    given, wanted = tuple(attention_mask.shape), tuple(input_ids.shape)
+    if given[0] != wanted[0] or given[1] < wanted[1]:
+        raise ValueError(f"attention_mask is {given}, but input_ids {wanted}; give a column per token")
 
 
 def _columns(logits_to_keep: int | Tensor, length: int) -> Tensor:

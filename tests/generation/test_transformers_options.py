@@ -86,6 +86,7 @@ def test_options_that_a_model_can_answer_are_accepted_and_others_refused_with_a_
     assert of_class(folder, torch_dtype=torch.bfloat16).dtype == torch.bfloat16
     assert open_hub(folder, dtype="bfloat16").dtype == torch.bfloat16
     model(ids, output_hidden_states=False, output_attentions=None)
+    short = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 2)}
     padded_right = {"input_ids": torch.tensor([[5, 6], [5, 0]]), "attention_mask": torch.tensor([[1, 1], [1, 0]])}
     refusals: list[tuple[str, Callable[[], object]]] = [
         *((option, partial(of_class, folder, **{option: value})) for option, value in ASKED.items()),
@@ -94,6 +95,8 @@ def test_options_that_a_model_can_answer_are_accepted_and_others_refused_with_a_
         ("hidden_size", lambda: open_hub(folder, hidden_size=64)),
         ("flash_attention_2", lambda: open_hub(folder, attn_implementation="flash_attention_2")),
         ("dist-mem export", lambda: model.save_pretrained(tmp_path / "saved")),
+        ("attention_mask is (1, 2), but input_ids (1, 3)", lambda: model(**short)),
+        ("attention_mask is (1, 2), but input_ids (1, 3)", lambda: model.generate(**short, max_new_tokens=1)),
         ("padding_side", lambda: model.generate(**padded_right, max_new_tokens=1)),
         ("new tokens", lambda: model.resize_token_embeddings(300)),
     ]
