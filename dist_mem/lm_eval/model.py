@@ -21,7 +21,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 
 from dist_mem.block import ModelSpec
-from dist_mem.config import Config, change_config
+from dist_mem.config import change_config
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.errors import UnusableError, run_error
 from dist_mem.estimate.memory import refuse_what_cannot_fit, scoring_parts
@@ -94,7 +94,7 @@ class DistMemLM(LM):
             for name, value in loading.items():
                 if value is not None:
                     raise UnusableError(f"{name} is {value}, but the model is already loaded; give it when you load it")
-            _check_blocks(run.config, "the model")
+            _check_blocks(protocol_of(run.config), "the model")
             self.trained = run
         else:
             self.trained = open_run(Path(run), given, checkpoint, device).trained
@@ -237,9 +237,9 @@ def _as_yaml(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _check_blocks(config: Config, name: str) -> None:
+def _check_blocks(protocol: Protocol, name: str) -> None:
     """Raise UnusableError if a model reads in blocks."""
-    if protocol_of(config).blocks:
+    if protocol.blocks:
         raise UnusableError(
             f"{name} reads in blocks (data.blocks), whose first tokens have no score: add eval.blocks=false"
         )
@@ -272,7 +272,7 @@ def open_run(path: Path, overrides: Sequence[str], step: int | None, device: str
         own = {"eval.layout": "documents", "eval.max_document_len": None, "train.micro_batch_size": lanes}
         config = change_config(config, own)
         protocol, tag = protocol_of(config), tag_of(config)
-        _check_blocks(config, str(path))
+        _check_blocks(protocol, str(path))
         place = present_device(device or ("cuda" if torch.cuda.is_available() else "cpu"), "device")
         tokenizer = tokenizer_of_checkpoint(checkpoint)
 
