@@ -50,7 +50,7 @@ def make_diverged_run(folder: Path, library: Path) -> Path:
     torch.manual_seed(0)
     model = MemoryLM(model_spec(config, TOKENIZER.vocab_size)).eval()
     with torch.no_grad():
-        model.embedding.bins[0].weight[ord("Z")] = torch.inf
+        model.get_parameter("embedding.bins.0.weight")[ord("Z")] = torch.inf
     save_weights(folder / "diverged", model, config, step=3)
     return folder / "diverged"
 
