@@ -115,7 +115,7 @@ def subjects(
         of_tokens = list(_token_lines(config.data, config.model, spec.vocab_size))
         run = ("run", f"{config.name}, in {config.run_dir}")
         of_model = _model_lines(spec, check_model(config), world_size, is_built=plan is not None)
-        saved = [("checkpoints", line) for line in unsaved_steps(config.checkpoint)]
+        saved = [("saves", line) for line in unsaved_steps(config.checkpoint)]
         return [*of_tokens, run, *of_model, *batch, *data, *saved]
     except UnusableError:
         raise

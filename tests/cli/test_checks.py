@@ -131,4 +131,4 @@ def test_the_check_says_if_nothing_is_saved_before_the_end(
     every: str, lines: int, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(CHECKS["train"], f"checkpoint.{every}", *(["checkpoint.every=null"] if "minutes" in every else [])) == 0
-    assert capsys.readouterr().out.count("checkpoints  only at the end") == lines
+    assert " ".join(capsys.readouterr().out.split()).count("saves only at the end") == lines
