@@ -28,7 +28,9 @@ def code_versions() -> dict[str, str]:
 
 def processor_name() -> str:
     """Return the name, family and model of the processor: the last bits of results on CPUs depend on them."""
-    lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines())
+    listed = Path("/proc/cpuinfo")  # of Linux
+    text = listed.read_text(encoding="utf-8") if listed.exists() else ""
+    lines = (line.partition(":") for line in text.splitlines())
     found = {name.strip(): text.strip() for name, _, text in lines}
     parts = [found.get("model name"), *(f"{name} {found[name]}" for name in ("cpu family", "model") if name in found)]
     return ", ".join(part for part in parts if part) or platform.machine()
