@@ -133,7 +133,7 @@ def _fit_size(
     """Return the override of `key` whose size is nearest to the wanted one."""
     config = load(words)
     unit = config.train.seg_len if size == "state_bytes" else _WIDTH_STEP
-    if key == "model.d_model" and config.model.d_head is None:
+    if key == "model.d_model" and config.model.d_head is None:  # heads divide the width
         unit = math.lcm(unit, config.model.num_heads)
     now = value_at(as_tree(config), key)
     if not isinstance(now, int):
