@@ -1,4 +1,4 @@
-"""Select the checkpoints to keep, and delete the others.
+"""Say what a run keeps: which steps are never saved, and which checkpoints are kept; delete the others.
 
 Only checkpoints up to the one just committed count, and only those with a readable manifest. Later ones are left over
 from before the run was set back to an earlier step; those without a manifest are broken. Neither kind takes the place
@@ -16,6 +16,14 @@ from dist_mem.checkpoint.manifest import list_steps, read_manifest, step_dir
 from dist_mem.config import CheckpointConfig
 from dist_mem.errors import CheckpointError
 from dist_mem.runtime.files import fsync_path
+
+
+def unsaved_steps(rules: CheckpointConfig) -> list[str]:
+    """Return one line if a run saves nothing before its end."""
+    if rules.every is not None or rules.every_minutes is not None:
+        return []
+    then = "a kill, a dead node or a lack of memory loses every step"
+    return [f"only at the end and on a stop signal; {then}: set checkpoint.every or checkpoint.every_minutes"]
 
 
 class Validation(NamedTuple):

@@ -42,14 +42,6 @@ class SavedCheckpoint(NamedTuple):
         }
 
 
-def unsaved_steps(rules: CheckpointConfig) -> list[str]:
-    """Return one line if a run saves nothing before its end."""
-    if rules.every is not None or rules.every_minutes is not None:
-        return []
-    then = "a kill, a dead node or a lack of memory loses every step"
-    return [f"only at the end and on a stop signal; {then}: set checkpoint.every or checkpoint.every_minutes"]
-
-
 class Saver:
     """Writes the checkpoints of a run, one at a time.
 

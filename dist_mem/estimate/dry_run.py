@@ -14,7 +14,7 @@ import torch
 
 from dist_mem.block import ModelSpec, model_spec
 from dist_mem.checkpoint.resume_source import check_data
-from dist_mem.checkpoint.saver import unsaved_steps
+from dist_mem.checkpoint.retention import unsaved_steps
 from dist_mem.config import (
     Config,
     DataConfig,

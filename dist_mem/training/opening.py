@@ -12,7 +12,8 @@ import torch
 from dist_mem.block import ModelSpec
 from dist_mem.checkpoint.lane_states import open_checkpoints
 from dist_mem.checkpoint.resume_source import Resumption, data_fingerprint
-from dist_mem.checkpoint.saver import Saver, unsaved_steps
+from dist_mem.checkpoint.retention import unsaved_steps
+from dist_mem.checkpoint.saver import Saver
 from dist_mem.config import (
     CheckpointConfig,
     Config,

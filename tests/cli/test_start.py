@@ -24,6 +24,7 @@ list(model.generate("ba", memory=memory, num_tokens=3))
 TORCH, HEAVY = {"torch", "mlflow", "sentencepiece", "webdataset"}, {"deepspeed", "mlflow", "webdataset"}
 
 
+@pytest.mark.core  # an import too many shows in few of them
 @pytest.mark.parametrize(
     ("statement", "unwanted"),
     [
