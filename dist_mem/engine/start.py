@@ -157,6 +157,10 @@ def start_deepspeed(model: nn.Module, optimizer: torch.optim.Optimizer, config: 
     """
     deepspeed_logger.setLevel(logging.WARNING)  # dozens of lines per start without use to the user
     _refuse_what_cannot_be_saved(config.get("zero_optimization") or {})
+    accelerator = get_accelerator()
+    if config.get("fp16", {}).get("enabled") and not accelerator.is_fp16_supported():
+        name = accelerator.device_name()
+        raise ValueError(f"train.precision: is fp16, but DeepSpeed does not train in it on {name}; set bf16 or fp32")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     _import_muon_uncompiled()
     with _refusals():
@@ -167,11 +171,6 @@ def start_deepspeed(model: nn.Module, optimizer: torch.optim.Optimizer, config: 
         raise ValueError(
             "deepspeed.data_types.grad_accum_dtype: with bf16 at ZeRO stage 1 DeepSpeed takes an optimizer that cannot "
             "be saved here; set deepspeed.zero_optimization.stage=2, or leave the key out"
-        )
-    if isinstance(engine.optimizer, FP16_UnfusedOptimizer) and engine.fp16_enabled():
-        raise ValueError(
-            "train.precision=fp16: without ZeRO DeepSpeed divides gradients by a loss scale with which it has not "
-            "multiplied the loss, and nothing is learnt; set deepspeed.zero_optimization.stage=1"
         )
     if scaler := loss_scaler(engine):
         scaler.raise_error_at_min_scale = False  # a divergence, which training handles
