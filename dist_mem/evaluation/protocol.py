@@ -9,14 +9,15 @@ lengths from the published script). An evaluation during training uses the train
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from dist_mem.config import Config, EvalConfig, as_tree, change_config
 from dist_mem.config.keys import TOKENS
 from dist_mem.config.memory_blocks import describe_memory, memories_of
+from dist_mem.errors import UnusableError
 from dist_mem.evaluation.report_names import WITHOUT_MEMORY, join_parts
 from dist_mem.runtime.file_schema import boolean, integer, one_of, optional, record, text
 
@@ -167,15 +168,17 @@ def short_term_len(memory: Mapping[str, Any]) -> int:
     return max((int(block["mem_len"]) for block in short_term_blocks(memory)), default=0)
 
 
-def in_terms_of_eval(message: str, settings: EvalConfig) -> str:
-    """Return an error message of building the model with its keys replaced by the keys of `eval` that set them."""
-    renamed = [
-        (r"\bmemory\.(over\.)*mem_len\b", "eval.mem_len", settings.mem_len),
-        (r"\btrain\.seg_len\b", "eval.seg_len", settings.seg_len),
-        (r"\bmodel\.same_length\b", "eval.same_length", settings.same_length),
-        (r"\bmodel\.clamp_len\b", "eval.clamp_len", settings.clamp_len),
-    ]
-    for pattern, key, value in renamed:
-        if value is not None:
-            message = re.sub(pattern, key, message)
-    return message
+@contextmanager
+def lengths_named(settings: EvalConfig) -> Iterator[None]:
+    """Put the keys of `eval` before the message of a ValueError about a model that is built with them.
+
+    The message names the keys of the training for which they stand.
+    """
+    try:
+        yield
+    except UnusableError:
+        raise
+    except ValueError as error:
+        values = {name: getattr(settings, name) for name in ("seg_len", "mem_len", "clamp_len", "same_length")}
+        given = ", ".join(f"eval.{name}={str(value).lower()}" for name, value in values.items() if value is not None)
+        raise ValueError(f"{given}: {error}" if given else str(error)) from error

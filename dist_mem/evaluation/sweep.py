@@ -30,7 +30,7 @@ from dist_mem.evaluation.job import (
 )
 from dist_mem.evaluation.plot import Line, add_legend, draw_lines, labels_of, save_picture
 from dist_mem.evaluation.plotting.style import add_grid, in_style, new_picture
-from dist_mem.evaluation.protocol import Protocol, for_evaluation, in_terms_of_eval, protocol_of, tag_of
+from dist_mem.evaluation.protocol import Protocol, for_evaluation, lengths_named, protocol_of, tag_of
 from dist_mem.evaluation.report_names import FOLDER, join_parts, names_of
 from dist_mem.evaluation.scores import MEASURES, Report, format_metric, measure_of
 from dist_mem.evaluation.trained_model import Checkpoint, read_settings
@@ -136,13 +136,9 @@ def check_lengths(checkpoint: Checkpoint, sweep: Sweep, overrides: Sequence[str]
     for value in sweep.values:
         config = for_evaluation(read_settings(checkpoint.directory, [*overrides, f"eval.{sweep.key}={value}"]))
         adaptive = config.model.adaptive
-        try:
-            with torch.device("meta"):
-                MemoryLM(
-                    model_spec(config, 1 + max(adaptive.cutoffs if adaptive else [0]))
-                )  # any vocabulary size will do
-        except ValueError as error:
-            raise ValueError(in_terms_of_eval(str(error), config.eval)) from error
+        vocab_size = 1 + max(adaptive.cutoffs if adaptive else [0])  # any will do
+        with lengths_named(config.eval), torch.device("meta"):
+            MemoryLM(model_spec(config, vocab_size))
 
 
 def evaluate_row(

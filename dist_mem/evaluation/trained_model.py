@@ -47,8 +47,8 @@ from dist_mem.data.mixture import MixturePart
 from dist_mem.data.remote.fetch import is_remote, show
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import JSON_NAME, TOKENIZER_DIR, load_tokenizer
-from dist_mem.errors import CheckpointError, UnusableError, run_error
-from dist_mem.evaluation.protocol import for_evaluation, in_terms_of_eval
+from dist_mem.errors import CheckpointError, run_error
+from dist_mem.evaluation.protocol import for_evaluation, lengths_named
 from dist_mem.hf.folder import CONFIG
 from dist_mem.hf.names import LAYOUTS, check_types, take_published
 from dist_mem.memory import memory_options
@@ -235,14 +235,10 @@ def open_model(
     device, dtype = torch.device(device), DTYPES[config.eval.precision]
     widen_half_products(device, dtype)
     spec = model_spec(config, tokenizer.vocab_size)._replace(trained_memory=trained_memory)
-    try:
+    with lengths_named(config.eval):
         check(spec)
         with drawing():  # weights, which those of the file replace
             model = MemoryLM(spec)
-    except UnusableError:
-        raise
-    except ValueError as error:
-        raise ValueError(in_terms_of_eval(str(error), config.eval)) from error
     _load_weights(model, checkpoint)
     model.to(device, dtype).eval()
     return TrainedModel(model, tokenizer, config, checkpoint, device, dtype)
