@@ -37,6 +37,7 @@ ROOT = RESULTS.parent.parent
 PAGES = (
     RESULTS / "arena.md",
     RESULTS / "state_passing.md",
+    RESULTS / "long_context.md",
     ROOT / "README.md",
     ROOT / "docs" / "explanation" / "claims.md",
 )
@@ -53,6 +54,8 @@ VOCABULARIES = {
     "pg19": 4000,
     "mqar_long": 64,
     "gradient_depth": 64,
+    "long_context": 64,
+    "pretrained": 2000,
     "state_passing": 4000,
 }  # pieces; of the others, that of the sample library
 SAMPLE = 1280
@@ -91,9 +94,9 @@ class Source:
 
     @cache  # noqa: B019  # a handful of objects, which live as long as the program
     def costs(self, row: str) -> Costs:
-        """Return what a row takes within the budget."""
-        words = [*self.study.train, *self.study.trained_rows[row]]
-        return fit_budget(row, words, self.study.budget, self.study.fit, load_config, self.vocabulary)[1]
+        """Return what a row takes within the budget; without one, its bytes count."""
+        words, budget = [*self.study.train, *self.study.trained_rows[row]], self.study.budget or {"tokens": 1e9}
+        return fit_budget(row, words, budget, self.study.fit, load_config, self.vocabulary)[1]
 
 
 Place = tuple[Source, str]  # where a row of a table stands: a study, and its name there
@@ -174,6 +177,8 @@ CONTROLS = [
 
 
 STATES, EMPTY = "state_passing", "empty"
+REACH, FARTHEST = "long_context", "DeltaNet"  # and the row that others are compared with
+ADDED = "pretrained"
 DEPTH, WHOLE = "gradient_depth", 16  # segments of a document, which mqar_long.yaml has in a gradient
 STATE_PAIRS = ((EMPTY, "passed"), (EMPTY, "carried"), ("passed", "carried"))
 
@@ -201,10 +206,10 @@ def results(name: str) -> Results:
         return Results(places, [(row, other) for row, other in deepest.items() if row != other])
     source = Source("second_edition" if name == "arena" else name, name)
     rows = firsts = others = list(source.study.rows)
-    if name in LONG:
-        others = [LEADER]
+    if name in {*LONG, REACH}:
+        others = [FARTHEST if name == REACH else LEADER]
     else:
-        firsts = list(HEADLINE) if name == "headline" else [XL]
+        firsts = {"headline": list(HEADLINE), ADDED: rows[:1]}.get(name, [XL])
     pairs = [(first, other) for first in firsts for other in others if first != other]
     return Results({row: (source, row) for row in rows}, pairs)
 
@@ -404,6 +409,25 @@ def depths() -> list[str]:
     return table_of(heading, rows)
 
 
+def reach() -> list[str]:
+    """What a memory recalls in documents of the trained length and longer ones, seed by seed."""
+    found = results(REACH)
+    lengths = sorted(map(int, found.places[FARTHEST][0].study.columns))
+    rows = []
+    for row in reversed(found.rows):
+        shares = (", ".join(f"{cell.value(str(length)):.0%}" for cell in found.rows[row]) for length in lengths)
+        rows.append([row, f"{found.costs(row).state_bytes:,}", *shares, found.gains.get((row, FARTHEST), "")])
+    return table_of(["memory", "bytes per lane", *(f"{each:,}" for each in lengths), f"{FARTHEST} - row"], rows)
+
+
+def added() -> list[str]:
+    """What a memory adds to a pretrained model."""
+    found = results(ADDED)
+    first = next(iter(found.places))
+    rows = [[row, found.mean(row), found.gains.get((first, row), "")] for row in found.rows]
+    return table_of(["memory", "perplexity", f"{first} / row"], rows)
+
+
 def long_table(task: str) -> Callable[[], list[str]]:
     heading = ["memory", "bytes per lane", f"{'all' if task == 'mqar_long' else 'whole'} answers", "1 to 64 back"]
     return lambda: table_of([*heading, *FAR_BANDS[1:], f"{LEADER} - row"], far_back(task))
@@ -467,6 +491,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "readme": readme,
     "state passing": states,
     "gradient depth": depths,
+    "long context": reach,
     **{task: long_table(task) for task in LONG},
 }
 FAMILIES = {  # table -> the family of its intervals
@@ -475,6 +500,7 @@ FAMILIES = {  # table -> the family of its intervals
     "equal bytes": "equal_bytes",
     "state passing": STATES,
     "gradient depth": DEPTH,
+    "long context": REACH,
 }
 _TABLE = re.compile(r"(<!-- table ([\w ]+) -->\n).*?(<!-- end -->)", re.S)
 _VALUE = re.compile(
