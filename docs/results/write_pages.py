@@ -424,8 +424,8 @@ def added() -> list[str]:
     """What a memory adds to a pretrained model."""
     found = results(ADDED)
     first = next(iter(found.places))
-    rows = [[row, found.mean(row), found.gains.get((first, row), "")] for row in found.rows]
-    return table_of(["memory", "perplexity", f"{first} / row"], rows)
+    rows = [[row, str(len(found.rows[row])), found.mean(row), found.gains.get((first, row), "")] for row in found.rows]
+    return table_of(["memory", "seeds", "perplexity", f"{first} / row"], rows)
 
 
 def long_table(task: str) -> Callable[[], list[str]]:
@@ -492,6 +492,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "state passing": states,
     "gradient depth": depths,
     "long context": reach,
+    "pretrained": added,
     **{task: long_table(task) for task in LONG},
 }
 FAMILIES = {  # table -> the family of its intervals
@@ -501,6 +502,7 @@ FAMILIES = {  # table -> the family of its intervals
     "state passing": STATES,
     "gradient depth": DEPTH,
     "long context": REACH,
+    "pretrained": ADDED,
 }
 _TABLE = re.compile(r"(<!-- table ([\w ]+) -->\n).*?(<!-- end -->)", re.S)
 _VALUE = re.compile(

@@ -24,14 +24,14 @@ list(model.generate("ba", memory=memory, num_tokens=3))
 TORCH, HEAVY = {"torch", "mlflow", "sentencepiece", "webdataset"}, {"deepspeed", "mlflow", "webdataset"}
 
 
-@pytest.mark.core  # an import too many shows in few of them
 @pytest.mark.parametrize(
     ("statement", "unwanted"),
     [
         *((MAIN.format(command), TORCH) for command in ("--help", "train --help", "config", "train train.stps=1")),
         ("import dist_mem", {*TORCH, "numpy"}),
         (PYTHON, {"deepspeed", "mlflow"}),
-        (MAIN.format(CHECK), HEAVY),  # torch._dynamo comes with the first operation on meta tensors
+        # torch._dynamo comes with the first operation on meta tensors
+        pytest.param(MAIN.format(CHECK), HEAVY, marks=pytest.mark.core),
         ("from dist_mem.data import lanes", HEAVY),
         (f"{START_ENGINE}; start._import_muon_uncompiled()", {"torch._inductor.compile_fx", "mlflow"}),
     ],
