@@ -158,11 +158,18 @@ def check_model(config: Config, vocab_size: int | None = None) -> dict[str, int]
             with torch.device("meta"):
                 model = MemoryLM(spec)
             if config.model.pretrained is not None:
-                host_paths(model)
+                _check_attention(model)
             parameter_groups(model, config.optimizer)
         return describe(spec)
     except (ValueError, RuntimeError) as error:  # RuntimeError: more bytes than a tensor can have
         raise UnusableError(str(error)) from error
+
+
+def _check_attention(model: MemoryLM) -> None:
+    try:
+        host_paths(model)
+    except ValueError as error:
+        raise ValueError(f"model.pretrained: {error}") from error
 
 
 def _token_lines(data: DataConfig, model: ModelConfig, vocab_size: int) -> Iterator[tuple[str, str]]:
