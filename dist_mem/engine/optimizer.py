@@ -99,7 +99,10 @@ def _published_names(model: nn.Module, groups: Sequence[ParameterGroupConfig]) -
     if all(group.pretrained is None for group in groups):
         return frozenset()  # also of a model of which none is published
     assert isinstance(model, MemoryLM)
-    return frozenset(name for pair in published_pairs(model) for name in pair.ours)
+    try:
+        return frozenset(name for pair in published_pairs(model) for name in pair.ours)
+    except ValueError as error:
+        raise ValueError(f"optimizer.groups: one has pretrained, but {error}") from error
 
 
 def _group_of(

@@ -100,7 +100,7 @@ NOT_RUN = [
     NotRun("docs/howto/model_sizes.md", "dist-mem launch", "that data; test_launch_script.py", dry_run),
     NotRun("docs/results/gpu.md", "bash benchmarks/gpu.sh", "a GPU; test_benchmarks.py", shell_syntax),
     NotRun("docs/results/arena.md", "dist-mem arena", "a day of two cores; tables.md runs a smaller one"),
-    NotRun("docs/results/long_context.md", "", "hours of a core; pages of the tasks run small ones"),
+    NotRun("docs/results/long_context.md", "dist-mem sweep", "hours of a core; pages of the tasks run small ones"),
     NotRun("docs/results/state_passing.md", "dist-mem data build pg19", "286 books of PG-19; test_build_pg19.py"),
     NotRun("docs/results/state_passing.md", "dist-mem arena", "3 hours of a core; tables.md runs a smaller one"),
     NotRun("README.md", "make demo", "4 to 8 minutes; `after_demo` runs its commands", make_rules),
