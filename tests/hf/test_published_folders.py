@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from dist_mem.__main__ import main
 from dist_mem.config import Config, change_config, config_from, load_config, save_config
 from dist_mem.errors import UnusableError
+from dist_mem.estimate.dry_run import check_model
 from dist_mem.hf.folder import check_sizes, load_pretrained, read_published_config
 from dist_mem.hf.llama import ROPE_NAMES
 from dist_mem.hf.names import LAYOUTS
@@ -23,6 +24,7 @@ from dist_mem.memory import memory_class, memory_kinds, memory_options
 from tests.support.gpt2_models import LTM, SEG_LEN, VOCAB, build, gpt2_config, save_random_gpt2
 from tests.support.llama_models import PUBLISHED, llama_config, save_random_llama
 from tests.support.messages import refused, said_line
+from tests.support.paths import ROOT
 
 WRONG: list[Any] = [
     *(None, True, "x", "", -1, 0, 0.0, 1.5, 10**400, -(10**400), float("nan"), float("inf")),
@@ -186,8 +188,15 @@ def test_a_check_refuses_a_memory_without_a_place_for_the_weights_and_what_it_sa
 @pytest.mark.parametrize("memory", [{"kind": "none"}, {**LTM, "over": {"kind": "none"}}])
 @pytest.mark.parametrize("published", ["gpt2"], indirect=True)
 def test_a_memory_with_relative_positions_is_refused_with_weights_of_gpt2(published: Published, memory: Any) -> None:
-    with refused(UnusableError, "has relative positions"):
+    with refused(UnusableError, "model.pretrained", "has relative positions"):
         published.load(memory=memory)
+
+
+def test_a_group_by_pretrained_is_refused_of_a_model_that_has_no_place_for_such_weights() -> None:
+    groups = "optimizer.groups=[{pretrained: false, lr: 1e-3}]"
+    words = [str(ROOT / "configs" / "gpt2_small.yaml"), "memory={kind: none}", groups]
+    with refused(UnusableError, "optimizer.groups", "has relative positions"):
+        check_model(load_config(words, memory_options=memory_options), 300)
 
 
 @pytest.mark.parametrize("over", [True, False])
