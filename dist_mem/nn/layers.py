@@ -90,8 +90,13 @@ class Dropout(nn.Module):
         super().__init__()
         self.keep = round((1.0 - probability) * 2**16)  # of 2^16; the scale below is exact for the rounded probability
 
+    @property
+    def drops(self) -> bool:
+        """Whether it draws random numbers in training."""
+        return self.keep < 2**16
+
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.keep == 2**16:
+        if not self.training or not self.drops:
             return x
         if x.device.type != "cpu":
             return F.dropout(x, 1.0 - self.keep / 2**16)

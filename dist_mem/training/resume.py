@@ -36,6 +36,7 @@ from dist_mem.data.shard import Index
 from dist_mem.engine.engine import Engine
 from dist_mem.engine.optimizer import lr_factor
 from dist_mem.errors import DivergedError
+from dist_mem.nn.layers import Dropout
 from dist_mem.runtime.distributed import World, on_all_ranks
 from dist_mem.runtime.terminal import some
 from dist_mem.runtime.versions import machine_of
@@ -202,8 +203,9 @@ def _moves(choice: ResumeChoice, saved: TrainConfig, train: TrainConfig, engine:
         "micro_batch_size": (saved.micro_batch_size, train.micro_batch_size),
     }
     moved = ", ".join(f"{name} {was} -> {now}" for name, (was, now) in divisions.items() if was != now)
-    dropout = "" if _is_same_division(choice, saved, train, world) else "; dropout uses new random numbers"
-    return [f"moved: {moved}{dropout}"] if moved else []
+    draws = any(isinstance(module, Dropout) and module.drops for module in engine.module.modules())
+    is_drawn = draws and not _is_same_division(choice, saved, train, world)
+    return [f"moved: {moved}{'; dropout uses new random numbers' if is_drawn else ''}"] if moved else []
 
 
 def other_machine(former: Mapping[str, str], present: Mapping[str, str]) -> list[str]:
