@@ -16,7 +16,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,21 +133,29 @@ def run(request: GenerationRequest) -> int:
             request.out.parent.mkdir(parents=True, exist_ok=True)  # fail before generating, not after
         for path in request.runs[1:]:  # that no text of an earlier run is lost
             find_checkpoint(path, request.checkpoint)
-        with suppress(KeyboardInterrupt):  # Ctrl-C while a run loads or reads keeps the results of earlier runs
-            for path in request.runs:
-                done.append(_continue(path, request))
-                if done[-1].stopped:
-                    break
+        try:
+            with suppress(KeyboardInterrupt):  # Ctrl-C while a run loads or reads keeps the results of earlier runs
+                for path in request.runs:
+                    done.append(_continue(path, request))
+                    if done[-1].stopped:
+                        break
+        finally:
+            if done:  # also where a later run could not be loaded
+                _report(done, request)
         if not done:
             print("stopped before anything was written", file=sys.stderr)
             return EXIT_FAILED
-        print(f"\n{report.to_table(done)}", file=sys.stderr)
-        if request.out is not None:
-            report.write(request.out, done, request.prompt, request.sampling)
-            print(f"written: {request.out}", file=sys.stderr)
     except (OSError, ValueError) as error:
         raise run_error(error) from error
     return EXIT_DONE
+
+
+def _report(done: Sequence[Continuation], request: GenerationRequest) -> None:
+    """Show the numbers of the texts, and write `--out`."""
+    print(f"\n{report.to_table(done)}", file=sys.stderr)
+    if request.out is not None:
+        report.write(request.out, done, request.prompt, request.sampling)
+        print(f"written: {request.out}", file=sys.stderr)
 
 
 def _continue(path: Path, request: GenerationRequest) -> Continuation:

@@ -107,6 +107,17 @@ def test_all_runs_of_a_comparison_are_found_before_one_writes(
     said(err, tmp_path / "nosuch")
 
 
+def test_a_run_that_cannot_read_the_prompt_keeps_the_texts_of_those_before(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were lost."""
+    runs, out = [folder / "txl", folder / "words"], tmp_path / "c.json"
+    code, _, err = ask(capsys, "--compare", *runs, "--prompt", "It was", "--tokens", "5", "--out", out)
+    assert code == EXIT_USAGE
+    said(err, "It")
+    assert [entry["run"] for entry in json.loads(out.read_text(encoding="utf-8"))["continuations"]] == [str(runs[0])]
+
+
 def test_runs_are_compared_on_the_same_prompt(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs, asked = [folder / "none", folder / "txl"], ["--prompt", PROMPT, "--tokens", "30", "--top-k", "20"]
     for name in ("study.json", "study.md"):
