@@ -18,6 +18,7 @@ from dist_mem.config.memory_blocks import describe_memory
 from dist_mem.data.batch import IGNORE
 from dist_mem.data.documents import Document
 from dist_mem.errors import UnusableError
+from dist_mem.evaluation.scoring import check_losses
 from dist_mem.evaluation.trained_model import TrainedModel, init_state
 from dist_mem.inspection.attended_passages import mass_by_span, mass_in, memory_rows
 from dist_mem.inspection.walk import SegmentReading, walk
@@ -103,6 +104,7 @@ def remove_passages(
         lanes: passages that share a forward.
 
     Raises:
+        EvaluationError: a loss is not finite.
         UnusableError: as `check_forgets`.
     """
     check_forgets(trained)
@@ -187,6 +189,7 @@ def _rises(
             for part in (step.batch.tokens, step.batch.targets, step.batch.valid_len)
         )
         nll = trained.model(tokens, targets, valid_len, state=state).nll.float()
+        check_losses(nll, targets)
         rise = (nll[1:] - nll[0]).masked_fill(step.batch.targets == IGNORE, torch.nan)
         parts.append(rise.cpu())
     return torch.cat(parts)

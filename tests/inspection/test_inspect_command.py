@@ -17,7 +17,8 @@ from dist_mem.errors import EXIT_FAILED, EXIT_USAGE
 from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.inspection import inspect_document
 from dist_mem.inspection.aggregates import aggregate
-from dist_mem.inspection.counterfactual import Counterfactual, Removals, TokenSpan
+from dist_mem.inspection.counterfactual import Counterfactual, Removals, TokenSpan, remove_passages
+from dist_mem.inspection.reading import text_document
 from dist_mem.inspection.terminal_view import PASSAGES, aggregates_tables, colour_words, passages_table, top_table
 from dist_mem.inspection.words import FUNCTION, MARK, NAME, NUMBER, OTHER, distances_to_last, words_of
 from tests.support.evaluated_runs import MEMORIES, asked, make_diverged_run, make_run
@@ -140,7 +141,11 @@ def test_losses_that_are_not_finite_are_refused(
     run, text = make_diverged_run(tmp_path, library), "Some words first, then Zoe and more words."
     model = dist_mem.load(run)
     assert model.score("Some words first").mean > 0.0
-    for read in (model.score, model.inspect):
+
+    def remove(text: str) -> Counterfactual:
+        return remove_passages(model.trained, text_document(model.trained, text))
+
+    for read in (model.score, model.inspect, remove):
         with refused(EvaluationError, "nan", "the model has diverged"):
             read(text)
     (tmp_path / "text.txt").write_text(text)
