@@ -97,7 +97,11 @@ def candidates(
 
 def _is_as_exact(other: TrainingJob, job: TrainingJob, sizes: ModelSizes) -> bool:
     """Return whether a job can start, and adds up gradients in fp32 if the present one does."""
-    if other.stage == 0 and other.spec.train.precision == "fp16":
+    precision = other.spec.train.precision
+    if other.stage == 0 and precision == "fp16":
+        return False
+    sums = (other.deepspeed.get("data_types") or {}).get("grad_accum_dtype")
+    if other.stage == 1 and precision == "bf16" and sums == "fp32":  # an optimizer of DeepSpeed that is not saved here
         return False
     return sums_in_half(job, sizes) or not sums_in_half(other, sizes)
 

@@ -96,6 +96,8 @@ def test_no_setting_loses_the_sums_of_gradients_in_fp32(capsys: pytest.CaptureFi
     assert stages("train.precision=fp32") == {0, 1, 2, 3}
     one = ["train.global_batch_size=2", "train.micro_batch_size=2"]
     assert stages("train.precision=fp16", *one) == {1, 2, 3}
+    sums = "deepspeed.data_types.grad_accum_dtype=fp32"
+    assert stages("train.precision=bf16", sums, *one) == {0, 2, 3}, "the start refuses stage 1"
     said(refusal("train.precision=fp16", STAGE_0, "--gpu", "h100-80gb", capsys=capsys), "train.precision")
 
 
