@@ -45,27 +45,6 @@ def test_every_memory_is_timed_over_several_steps(monkeypatch: pytest.MonkeyPatc
         step()
 
 
-def test_windows_are_measured_whole_and_by_segments(tmp_path: Path) -> None:
-    out = tmp_path / "windows.json"
-    command = [
-        sys.executable,
-        "benchmarks/windows.py",
-        "--tiny",
-        "--memories",
-        "infini",
-        "linear",
-        "--lengths",
-        "1",
-        "3",
-    ]
-    done = subprocess.run([*command, "--json", str(out)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(out.read_text())["rows"]
-    cases = [(name, *case) for name in ("infini", "linear") for case in ((1, "none"), (3, "none"), (3, "segments"))]
-    assert [(row["memory"], row["K"], row["recomputed"]) for row in rows] == cases
-    assert all(row["states"] > 0.0 and row["seconds"] > 0.0 for row in rows)
-
-
 def test_an_update_with_muon_is_timed_beside_one_with_adamw() -> None:
     command = [sys.executable, "benchmarks/muon.py", "--tiny"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
