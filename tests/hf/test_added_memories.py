@@ -19,6 +19,7 @@ from dist_mem.memory import memory_options
 from dist_mem.memory.base import Stem
 from dist_mem.model import MemoryLM
 from tests.support import gpt2_models, llama_models
+from tests.support.gpt2_models import log_probs
 from tests.support.llama_models import SEG_LEN
 from tests.support.messages import refused
 from tests.support.paths import ROOT
@@ -75,15 +76,6 @@ def some_segments(num: int) -> list[Tensor]:
     return list(tokens.split(SEG_LEN, dim=1))
 
 
-@torch.no_grad()
-def log_probs(model: MemoryLM, segments: list[Tensor]) -> Tensor:
-    state, found = gpt2_models.fresh(model, 2), list[Tensor]()
-    for tokens in segments:
-        rows, state = model.log_probs(tokens, torch.full((2,), tokens.shape[1]), state=state)
-        found.append(rows)
-    return torch.cat(found, dim=1)
-
-
 def is_accepted(name: str, model: str) -> bool:
     """Transformer-XL's rows have no place in a GPT-2, whose positions are those of a segment."""
     return (name, model) != ("transformer_xl", "GPT-2")
@@ -101,8 +93,7 @@ PAIRS = [
 def test_a_pretrained_model_begins_as_it_is_without_the_memory(name: str, model: str) -> None:
     """Bit for bit; with rows of tokens, as it is over the longer text.
 
-    Further rows in a product may change the order of sums; also those of ARMT, which has the same bits with 32 tokens
-    (tests/memory/test_armt_parity.py).
+    Further rows in a product, also those of ARMT, may change the order of sums.
     """
     memory, segments = memory_of(name, model), some_segments(3)
     plain, added = pretrained(model), build(model, memory)

@@ -18,10 +18,10 @@ from dist_mem.hf import llama
 from dist_mem.hf.folder import load_pretrained
 from dist_mem.hf.names import LAYOUTS, to_published
 from dist_mem.model import MemoryLM
+from tests.support import gpt2_models
 from tests.support.gpt2_models import build, fresh, gpt2_config, save_random_gpt2
 from tests.support.llama_models import (
     CACHE,
-    LTM,
     PUBLISHED,
     SEG_LEN,
     VOCAB,
@@ -69,11 +69,7 @@ def some_tokens(num_tokens: int) -> Tensor:
 @torch.no_grad()
 def log_probs(model: MemoryLM, tokens: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Read tokens segment by segment, with the memory."""
-    state, found = fresh(model, 2, dtype), []
-    for segment in tokens.split(SEG_LEN, dim=1):
-        part, state = model.log_probs(segment, torch.full((2,), SEG_LEN), state=state)
-        found.append(part)
-    return torch.cat(found, dim=1)
+    return gpt2_models.log_probs(model, tokens.split(SEG_LEN, dim=1), dtype)
 
 
 @torch.no_grad()
@@ -174,16 +170,6 @@ def test_gradients_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-10, msg=name)
 
 
-def test_segments_with_a_cache_are_one_long_text(tmp_path: Path) -> None:
-    """While the cache holds all that was read: three segments, at every depth, in every block."""
-    theirs, ours, _ = pair(tmp_path, memory=CACHE)
-    exact(theirs, ours)
-    tokens = some_tokens(3 * SEG_LEN)
-    expected = logits_of(theirs, tokens)
-    found = log_probs(ours, tokens, torch.float64)
-    torch.testing.assert_close(found, expected.to(found.dtype), rtol=1e-10, atol=1e-10)
-
-
 def test_a_window_needs_a_cache_of_one_row_less_for_a_text_of_any_length(tmp_path: Path) -> None:
     theirs, ours, config = pair(tmp_path, "Mistral", {"kind": "transformer_xl", "mem_len": 4})
     assert config.model.sliding_window == 5
@@ -204,11 +190,3 @@ def test_a_place_in_the_document_changes_nothing(tmp_path: Path) -> None:
     shallow = log_probs(ours, tokens[:, -3 * SEG_LEN :])[:, -SEG_LEN:]
     torch.testing.assert_close(whole, window, rtol=1e-12, atol=1e-12)
     assert (deep - shallow).abs().max() > 1e-3, "through several blocks it sees further"
-
-
-def test_a_long_term_memory_begins_beside_the_pretrained_weights(tmp_path: Path) -> None:
-    """`output_init: 0`: the text is read as without it, bit for bit."""
-    _, plain, _ = pair(tmp_path, memory=CACHE)
-    _, ours, _ = pair(tmp_path, memory={**LTM, "over": CACHE, "output_init": 0.0})
-    tokens = some_tokens(4 * SEG_LEN)
-    assert torch.equal(log_probs(ours, tokens), log_probs(plain, tokens))

@@ -67,11 +67,7 @@ def move(model: MemoryLM) -> None:
 
 def log_probs(model: MemoryLM) -> Tensor:
     tokens = torch.randint(0, gpt2_models.VOCAB, (2, 3 * SEG_LEN), generator=torch.Generator().manual_seed(3))
-    state, found = gpt2_models.fresh(model, 2), list[Tensor]()
-    for segment in tokens.split(SEG_LEN, 1):
-        rows, state = model.log_probs(segment, torch.full((2,), SEG_LEN), state=state)
-        found.append(rows)
-    return torch.cat(found, dim=1)
+    return gpt2_models.log_probs(model, tokens.split(SEG_LEN, 1))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dist_mem.block import model_spec
-from dist_mem.config import Config, ConfigError, DataConfig, ModelConfig, TokenTypeConfig, TrainConfig, load_config
-from dist_mem.contract.check_memory import RULES, ContractRule
-from dist_mem.contract.subject import VOCAB as SMALL_VOCAB
-from dist_mem.contract.subject import CheckedMemory, SubjectSize
+from dist_mem.config import ConfigError, TokenTypeConfig, load_config
+from dist_mem.contract.subject import CheckedMemory
 from dist_mem.hf.folder import load_pretrained
 from dist_mem.memory import memory_options
-from dist_mem.model import MemoryLM
 from dist_mem.nn.token_types import TokenTypes
+from tests.support.contract_cases import SIZE, check_rules
 from tests.support.generating import check_reads_as_anew, trained_model
 from tests.support.gpt2_models import LTM, SEG_LEN, VOCAB, build, gpt2_config, save_random_gpt2
 from tests.support.messages import refused
@@ -72,28 +68,19 @@ def test_they_are_embedded_as_in_hugging_faces_gpt2(tmp_path: Path) -> None:
     torch.testing.assert_close(ours, expected, rtol=0, atol=2e-5)
 
 
-@dataclass(frozen=True)
-class TypedSubject(CheckedMemory):
+def subject(cut: str = "start") -> CheckedMemory:
     """A small GPT-2 with token types around the memory."""
-
-    def model(self, *, dropout: float = 0.0, checkpointing: str = "none") -> MemoryLM:
-        sizes = {"num_layers": self.size.layers, "d_model": 12, "num_heads": 2, "d_inner": 16, "num_positions": 16}
-        model = ModelConfig(kind="gpt2", **sizes, dropout=dropout, init_std=0.5, token_types=configured())
-        train = TrainConfig(seg_len=self.size.seg_len, activation_checkpointing=checkpointing)
-        block, data = self.block(self.size.seg_len), DataConfig(cut=self.cut)
-        torch.manual_seed(0)
-        return MemoryLM(model_spec(Config(data=data, model=model, memory=block, train=train), SMALL_VOCAB))
+    keys = {"kind": "gpt2", "num_positions": 16, "d_head": None, "token_types": configured()}
+    return CheckedMemory(lambda _: LTM, SIZE, cut=cut, keys=keys)
 
 
 @pytest.mark.parametrize("cut", ["start", "end"])
-@pytest.mark.parametrize("rule", RULES, ids=[rule.statement for rule in RULES])
-def test_the_contract_holds_with_types(rule: ContractRule, cut: str) -> None:
-    rule.check(TypedSubject(lambda _: LTM, SubjectSize(lanes=4, seg_len=4, segments=4, layers=2), "pre", cut))
+def test_the_contract_holds_with_types(cut: str) -> None:
+    check_rules(subject(cut))
 
 
 def test_generation_equals_reading_the_document_anew() -> None:
-    subject = TypedSubject(lambda _: LTM, SubjectSize(lanes=4, seg_len=4, segments=4, layers=2))
-    check_reads_as_anew(trained_model("none")._replace(model=subject.model().double().eval()))
+    check_reads_as_anew(trained_model("none")._replace(model=subject().model().double().eval()))
 
 
 def test_wrong_types_are_refused_by_name() -> None:

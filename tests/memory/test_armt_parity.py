@@ -148,27 +148,6 @@ def test_a_model_with_it_computes_what_the_published_one_does(name: str) -> None
         assert_close(ours, theirs, key, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "transformer"])
-def test_a_model_begins_as_it_is_without_it(kind: str) -> None:
-    """Bit for bit, whatever its memory rows are: W_v is 0, and no token sees the rows after it."""
-    over = {"kind": "causal" if kind == "gpt2" else "none"}
-    configs = {"gpt2": gpt2_models.gpt2_config, "llama": llama_models.llama_config}
-    make = configs.get(kind, gpt2_models.gpt2_config)
-    own: dict[str, Any] = {"model": {"kind": kind, "d_inner": 32, "num_positions": 64}, "train": {"seg_len": 32}}
-    plain, added = (gpt2_models.build(make(memory, **own)) for memory in (over, {"kind": "armt", "over": over}))
-    missing = added.load_state_dict(
-        {key.replace(".memory.", ".memory.over."): value for key, value in plain.state_dict().items()}, strict=False
-    )
-    assert not missing.unexpected_keys
-    tokens, full = torch.randint(0, gpt2_models.VOCAB, (2, 96)), torch.full((2,), 32)
-    states = [gpt2_models.fresh(model, 2) for model in (plain, added)]
-    for segment in tokens.split(32, 1):
-        (without, states[0]), (with_it, states[1]) = (
-            model.log_probs(segment, full, state=state) for model, state in zip((plain, added), states, strict=True)
-        )
-        assert torch.equal(without, with_it)
-
-
 def test_a_memory_over_it_must_pass_on_what_the_block_made(tmp_path: Path) -> None:
     """Else nothing would ever be written, and nobody would notice."""
     program = "from dist_mem.memory.infinite import Infinite\nfrom dist_mem.memory.base import Memory\n"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dist_mem.block import model_spec
 from dist_mem.config import config_from
@@ -33,6 +35,15 @@ def build(config: Any, vocab_size: int = VOCAB) -> MemoryLM:
 
 def fresh(model: MemoryLM, lanes: int, dtype: torch.dtype = torch.float32) -> LMState:
     return model.init_state(torch.arange(lanes), "cpu", dtype)
+
+
+def log_probs(model: MemoryLM, segments: Iterable[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Read segments of two lanes, one after the other; return the log-probabilities of all, (2, T, V)."""
+    state, found = fresh(model, 2, dtype), list[Tensor]()
+    for tokens in segments:
+        rows, state = model.log_probs(tokens, torch.full((2,), tokens.shape[1]), state=state)
+        found.append(rows)
+    return torch.cat(found, dim=1)
 
 
 def save_random_gpt2(folder: Path, *, vocab_size: int = VOCAB, std: float = 0.3, **changes: Any) -> Any:
