@@ -162,31 +162,3 @@ def test_page_of_results_has_the_tables_of_its_json(cases: ModuleType) -> None:
     kept, counted = (json.loads((folder / "gpu" / f"{name}.json").read_text()) for name in ("gpu", "counted"))
     page = (folder / "gpu.md").read_text(encoding="utf-8")
     assert cases.tables(kept["cases"], kept["machine"], counted) in page
-    relative, rotary = (kept["cases"][f"speed 125m transformer_xl{kind}"] for kind in ("", ", rotary"))
-    own = {each["name"]: float(each["Self CUDA"].removesuffix("ms")) for each in relative["operators"]}
-    shown = dict(re.findall(r"^\| [^|]*\(`([^`]+)`\) \| (\d+) \|$", page, flags=re.MULTILINE))
-    assert shown == {name: f"{own[name]:.0f}" for name in shown}
-    assert len(shown) > 3
-    whole, saved = (
-        1e3 * seconds for seconds in (relative["step_seconds"], relative["step_seconds"] - rotary["step_seconds"])
-    )
-    assert f"cost {saved:.0f} of the {whole:.0f} ms" in page
-    assert f"are {rotary['tokens_per_second'] / relative['tokens_per_second']:.2f} times as fast" in " ".join(
-        page.split()
-    )
-
-
-def test_pages_name_the_memories_that_no_gpu_has_run() -> None:
-    names = ("README.md", "docs/results/gpu.md", "docs/memories/README.md")
-    *pages, overview = [(ROOT / name).read_text(encoding="utf-8") for name in names]
-    cases = json.loads((ROOT / "docs" / "results" / "gpu" / "gpu.json").read_text())["cases"]
-    presets = re.findall(r"^\| \[([^]]+)\]\(.* \| `(\w+)\.yaml` \|$", overview, flags=re.MULTILINE)
-    presets.remove(("none", "none"))
-    missing = {title for title, preset in presets if f"memory {preset}" not in cases}
-    words = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen"
-    numbers = dict(enumerate(words.split(), start=10))
-    assert f" {numbers[len(presets)]} published memories" in pages[0]
-    for page in pages:
-        (found,) = re.findall(r"(\w+) of the (\w+) memories(?: \(not yet ([^)]+)\))?", " ".join(page.split()))
-        assert found[:2] == (numbers[len(presets) - len(missing)], numbers[len(presets)])
-    assert set(re.split(", | and ", found[2])) == missing

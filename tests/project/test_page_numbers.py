@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import re
 import shlex
-import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 
 from dist_mem.__main__ import main
 from dist_mem.block import model_spec
 from dist_mem.config import load_config
 from dist_mem.errors import EXIT_DONE
-from dist_mem.memory.parts.inspector import Inspector
-from dist_mem.model import MemoryLM, describe
-from dist_mem.studies.study import load_study
+from dist_mem.model import describe
 from tests.support.page_commands import FENCE, anchor_of
 from tests.support.paths import ROOT
 
 DOCS = ROOT / "docs"
 LOG = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "log").glob("*.md"))
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 VOCABULARY = 1280  # pieces of the sample library
 PAGES = [
     ROOT / "README.md",
@@ -33,13 +28,6 @@ PAGES = [
 ]
 CLAIMS = DOCS / "explanation" / "claims.md"
 VERDICTS = {"seen", "seen at small scale", "not seen", "opposite seen", "open"}
-# Rows of README's table of results whose memory says from which tokens it reads -> those of second_edition.yaml
-REACHES = {
-    "none": "none",
-    "Transformer-XL, M = 128": "Transformer-XL",
-    "Compressive Transformer": "compressive",
-    "∞-former, as published": "infinity-former as published",
-}
 # Rows of the table of states in docs/memories/README.md -> a file of configs/memory/ and the lengths beside it.
 OVERVIEW = {
     "none": ["none"],
@@ -70,31 +58,6 @@ def table_with(heading: str, text: str) -> dict[str, list[str]]:
     return {first: others for first, *others in cells}
 
 
-@torch.no_grad()
-def reach(words: list[str], num_segments: int) -> int:
-    """Return how many tokens before the segment the oldest row of the memory stands, in a document that long."""
-    small = ["model.num_layers=1", "model.d_model=16", "model.num_heads=2", "model.d_inner=16", "train.precision=fp32"]
-    config = load_config([*words, *small])
-    model = MemoryLM(model_spec(config, vocab_size=8)).eval()
-    state = model.init_state(torch.zeros(1, dtype=torch.int64), "cpu", torch.float32)
-    tokens = torch.ones(1, config.train.seg_len, dtype=torch.int64)
-    inspector = Inspector(model.memories())
-    for _ in range(num_segments):
-        with inspector:
-            state = model(tokens, tokens, torch.tensor([tokens.shape[1]]), state=state).state
-        inspector.commit()
-    spans = [rows.spans for kind, rows in inspector.layers[0].rows.items() if kind != "segment"]
-    return max((-int(begin[begin < end].min()) for begin, end in spans), default=0)
-
-
-@pytest.mark.parametrize(("name", "row"), REACHES.items())
-def test_the_table_of_results_has_the_reach_of_its_memories(name: str, row: str) -> None:
-    study = load_study(str(ROOT / "configs" / "arena" / "second_edition.yaml"))
-    found = reach([*study.train, *study.trained_rows[row]], 21)
-    whole = 20 * 64  # tokens; what reaches back to the first of them has no bound
-    assert table_with("memory | reach", README)[name][0] == ("the whole book" if found == whole else f"{found:,}")
-
-
 def test_the_overview_of_memories_has_their_bytes() -> None:
     page = (DOCS / "memories" / "README.md").read_text(encoding="utf-8")
     shown = {name: cells[1] for name, cells in table_with("memory | numbers", page).items()}
@@ -110,22 +73,6 @@ def test_the_overview_of_memories_has_their_bytes() -> None:
         for name, config in configs.items()
     }
     assert shown == {name: f"{size:.3g}" for name, size in sizes.items()}
-
-
-def test_the_tutorial_has_the_parameters_that_a_memory_adds_to_a_llama() -> None:
-    page = (DOCS / "tutorials" / "pretrained.md").read_text(encoding="utf-8")
-    shown = {name.strip("`"): cells[1] for name, cells in table_with("file | what", page).items()}
-    files = sorted((ROOT / "configs" / "pretrained" / "memory").glob("*.yaml"))
-    assert shown.keys() == {path.relative_to(ROOT).as_posix() for path in files}
-
-    def count(*words: str) -> int:
-        config = load_config([str(ROOT / "configs" / "pretrained" / "llama_3.2_1b.yaml"), *words])
-        return describe(model_spec(config, vocab_size=128_256))["num_parameters"]
-
-    plain = count()
-    for path, cell in shown.items():
-        added = count(str(ROOT / path)) - plain
-        assert cell == (f"{added:,}" if added < 1e6 else f"{added / 1e6:.0f} M"), path
 
 
 # What docs/results/write_pages.py writes: tests/studies/test_result_pages.py compares it with the cells.
@@ -211,10 +158,3 @@ def test_a_claim_of_a_check_has_what_the_check_prints(
         assert main(shlex.split(command)) == EXIT_DONE
         printed = capsys.readouterr().out
         assert {figure for figure in figures if f" {figure} per predicted token" not in printed} == set()
-
-
-def test_the_page_of_installation_has_every_extra() -> None:
-    page = (DOCS / "start" / "install.md").read_text(encoding="utf-8")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    shown = re.findall(r"^\| `dist-mem\[(\w+)\]` ", page, flags=re.MULTILINE)
-    assert sorted(shown) == sorted(project["optional-dependencies"])
