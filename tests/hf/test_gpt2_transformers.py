@@ -101,22 +101,6 @@ def test_losses_and_weights_are_ours(folders_of: Folders, name: str) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def test_generate_carries_the_memory(folders_of: Folders) -> None:
-    """Figures of every drawn token are those of a text read anew, and depend on what is far behind."""
-    _, folder = folders_of("MemoryGPT2")
-    opened, ids = open_hub(folder), ids_of(folder, TEXT)
-    torch.manual_seed(0)
-    options = {"do_sample": True, "eos_token_id": None, "output_logits": True, "return_dict_in_generate": True}
-    drawn = opened.generate(ids.repeat(2, 1), max_new_tokens=3 * SEG_LEN, **options)
-    texts = drawn.sequences
-    assert not torch.equal(texts[0], texts[1])
-    with torch.no_grad():
-        again = opened(texts).logits
-        near = opened(texts[:, -SEG_LEN:]).logits[:, -1]
-    torch.testing.assert_close(torch.stack(drawn.logits, dim=1), again[:, ids.shape[1] - 1 : -1], rtol=0, atol=1e-5)
-    assert (near - again[:, -1]).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize("below", [False, True])
 def test_a_program_that_a_folder_names_as_its_memory_is_not_run(
     folders_of: Folders, tmp_path: Path, below: bool

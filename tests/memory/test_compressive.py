@@ -139,17 +139,6 @@ def test_another_compression_changes_the_next_segments_loss_and_not_this_ones(mo
     assert same == [True, True, *[False] * (len(same) - 2)], "the second segment compresses, the third reads it"
 
 
-def test_only_lanes_that_evict_have_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of(monkeypatch)
-    state = outputs(model)[-1].state
-    tokens, targets = random_segments()[0]
-    valid_len = torch.tensor([SEG_LEN, SEG_LEN - 1, 0, SEG_LEN])
-    loss = model(tokens, targets, valid_len, state=state).aux["compression"]
-    assert (loss > 0).tolist() == [True, False, False, True]
-    first = outputs(model)[0].aux["compression"]
-    assert torch.equal(first, torch.zeros(LANES, dtype=torch.float64))
-
-
 def test_nothing_is_learned_and_no_loss_computed_where_there_is_nothing_to_learn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -244,13 +233,6 @@ def test_a_signal_over_most_used_knows_the_segments_of_its_rows_and_forgets_none
     assert not (end % SEG_LEN).any()
     with pytest.raises(NotImplementedError, match="most_used"):
         inspector.forget(state.blocks, torch.full((LANES,), -SEG_LEN), torch.zeros(LANES, dtype=torch.int64))
-
-
-@pytest.mark.parametrize("name", COMPRESSIONS)
-@pytest.mark.parametrize(("rate", "num_rows"), [(1, 6), (2, 3), (4, 1), (6, 1)])
-def test_t_rows_become_the_whole_part_of_t_over_c(name: str, rate: int, num_rows: int) -> None:
-    rows = torch.randn(2, 6, 3)
-    assert COMPRESSIONS[name](3, rate=rate)(rows, torch.rand(2, 6)).shape == (2, num_rows, 3)
 
 
 @pytest.mark.parametrize(

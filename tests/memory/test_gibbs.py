@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dist_mem.memory.infinite import Infinite
 from dist_mem.memory.parts import basis
-from dist_mem.memory.parts.boxes import bin_mass, box_histogram, box_masses, box_moments, evaluate_boxes, point_shares
+from dist_mem.memory.parts.boxes import bin_mass, box_histogram, box_masses, box_moments, point_shares
 from tests.support import paths
 from tests.support.infinite_memories import LANES, SEG_LEN, memory_of, read, segments
 from tests.support.published_infinite import GivenQueries, assert_close, layer_spec
@@ -144,13 +144,6 @@ def test_an_empty_memory_reads_zero_and_large_scores_do_not_overflow() -> None:
     for boxes in ("closed", "published"):
         mass = box_masses(torch.full((1, 1, 1, 4), 1e4), torch.eye(4)[None, None] + 0.0, boxes=boxes)
         assert mass.isfinite().all() and mass.sum().item() == pytest.approx(1.0)
-
-
-def test_borders_belong_to_the_box_at_their_right_and_nothing_lies_outside() -> None:
-    times = torch.tensor([-0.1, 0.0, 0.2, 0.6, 3 * 0.2, 0.99, 1.0, 1.0 + 1e-6, 1.3], dtype=torch.float64)
-    closed, opened = (evaluate_boxes(times, num_basis=5, boxes=boxes) for boxes in ("closed", "published"))
-    assert [row.nonzero().flatten().tolist() for row in closed] == [[], [0], [1], [3], [3], [4], [4], [], []]
-    assert torch.equal(closed[[0, 1, 2, 3, 4, 5, 7, 8]], opened[[0, 1, 2, 3, 4, 5, 7, 8]]) and not opened[6].any()
 
 
 @pytest.mark.parametrize("num_basis", [7, 8, 999, 1500])

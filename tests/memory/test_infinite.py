@@ -1,7 +1,8 @@
-"""The infinity-former's memory: what its signal is, what it lies over, and how it is configured."""
+"""The infinity-former's memory: what its signal is, what it lies over, how it is configured, where it samples."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,8 @@ from dist_mem.memory import build_memory, memory_options
 from dist_mem.memory.base import named_tensors
 from dist_mem.memory.infinite import Infinite
 from dist_mem.memory.parts.basis import Geometry, evaluate_basis, growth, solve
+from dist_mem.memory.parts.counter_hash import uniform
+from dist_mem.memory.parts.sticky import sample_positions
 from dist_mem.model import MemoryLM
 from tests.support.infinite_memories import (
     D_HEAD,
@@ -26,38 +29,9 @@ from tests.support.infinite_memories import (
     memory_of,
     read,
     segments,
-    smooth,
     spec_of,
 )
 from tests.support.messages import refused
-
-
-@pytest.mark.parametrize("padding", ["published", "none"])
-def test_regression_reproduces_a_smooth_signal(padding: str) -> None:
-    """The first fit gives it back; after an update the past is the same signal, contracted to [0, tau]."""
-    settings: dict[str, Any] = {"widths": (0.01, 0.02), "num_basis": 256}
-    geometry = Geometry(**settings, ridge=0.01, tau=0.6, num_samples=256, num_rows=256, padding=padding)
-    fit = solve(geometry)
-    offset = 0.5 if padding == "published" else 1.0
-    rows = smooth((torch.arange(256, dtype=torch.float64) + offset) / 256)
-    first = fit.first @ rows
-    inner = torch.linspace(0.1, 0.8, 200, dtype=torch.float64)
-    torch.testing.assert_close(evaluate_basis(inner, **settings) @ first, smooth(inner), rtol=0, atol=2e-3)
-    new_times = torch.arange(1, 257, dtype=torch.float64) / 256
-    second = fit.linear @ first + fit.new @ (2.0 * smooth(new_times))
-    past, new = inner * 0.6, 0.6 + inner * 0.4
-    torch.testing.assert_close(evaluate_basis(past, **settings) @ second, smooth(inner), rtol=0, atol=1e-2)
-    torch.testing.assert_close(evaluate_basis(new, **settings) @ second, 2.0 * smooth(inner), rtol=0, atol=2e-2)
-
-
-def test_stratified_samples_of_a_flat_histogram_are_within_one_of_the_even_ones() -> None:
-    memory = memory_of(sampling="stratified")
-    state, number = read(memory, segments(2))[-1].state, SMALL["num_samples"]
-    flat = state._replace(histogram=torch.ones_like(state.histogram))
-    behind = torch.arange(1, number + 1) / number - memory.positions(flat)
-    assert (behind >= 0).all() and (behind <= 1 / number + 1e-12).all() and behind.any()
-    signals = [each.append_pending(state, torch.float64)[0] for each in (memory, memory_of())]
-    assert not torch.equal(*signals)  # the past is sampled where they are
 
 
 def test_over_a_short_term_memory_it_reads_what_left_that_memory_up_to_the_previous_segment() -> None:
@@ -90,16 +64,6 @@ def test_lanes_in_different_phases_fit_first_update_or_wait() -> None:
     expected = torch.stack([update, fit.first @ inputs[2][1], state.coefficients[2]])
     torch.testing.assert_close(signal, expected, rtol=0, atol=1e-12)
     assert num_tokens.tolist() == [3 * SEG_LEN, SEG_LEN, 2 * SEG_LEN]
-
-
-def test_memory_threshold_forgets_everything_and_starts_again() -> None:
-    inputs = segments(8)
-    outputs = read(memory_of(memory_threshold=2 * SEG_LEN), inputs)
-    assert [output.state.num_tokens[0].item() // SEG_LEN for output in outputs] == [0, 1, 2, 1, 2, 1, 2, 1]
-    again = read(memory_of(), inputs[2:])
-    assert torch.equal(outputs[3].state.coefficients, again[1].state.coefficients)
-    unbounded = read(memory_of(), inputs)
-    assert [output.state.num_tokens[0].item() // SEG_LEN for output in unbounded] == list(range(8))
 
 
 def test_moments_are_those_of_a_softmax_over_samples_of_the_signal() -> None:
@@ -296,3 +260,75 @@ def test_of_a_short_first_segment_each_token_is_forgotten_by_its_own_place(gate:
         changed = (memory.forget(state, begin, begin + 1).pending != state.pending).any(dim=2)
         assert changed.sum(dim=1).tolist() == [token >= -num_real] * LANES
         assert token < -num_real or changed[:, num_real + token].all()
+
+
+NUM_BINS, NUM_SAMPLES, NUM_LANES = 128, 64, 400
+
+
+def documents(number: int = NUM_LANES) -> torch.Tensor:
+    return torch.arange(number)
+
+
+def positions_of(histogram: torch.Tensor, sampling: str, *, segment: int = 3, layer: int = 1) -> torch.Tensor:
+    counters = (0, layer, documents(len(histogram)), torch.full((len(histogram),), segment))
+    return sample_positions(histogram, sampling, num_samples=NUM_SAMPLES, counters=counters)
+
+
+def test_draws_never_change() -> None:
+    """A resumed run continues with the same numbers, in any version: those of SplitMix64."""
+    draws = uniform(3, 7, 2, torch.tensor([11]), torch.tensor([5]))
+    assert draws.tolist() == [[0.06329841456663965, 0.19234848587196618, 0.6061712177998313]]
+
+
+def test_draws_are_uniform_and_differ_in_every_counter() -> None:
+    zeros = torch.zeros(NUM_LANES, dtype=torch.int64)
+    first = uniform(NUM_SAMPLES, 0, 0, documents(), zeros)
+    others = [
+        uniform(NUM_SAMPLES, 1, 0, documents(), zeros),
+        uniform(NUM_SAMPLES, 0, 1, documents(), zeros),
+        uniform(NUM_SAMPLES, 0, 0, documents() + NUM_LANES, zeros),
+        uniform(NUM_SAMPLES, 0, 0, documents(), zeros + 1),
+        uniform(NUM_SAMPLES, 0, 0, zeros, documents() + 2),
+    ]
+    draws = torch.stack([first, *others])
+    assert draws.unique().numel() == draws.numel()
+    for one in draws:
+        counts = torch.histc(one, bins=64, min=0.0, max=1.0)
+        expected = one.numel() / 64
+        chi_square = ((counts - expected) ** 2 / expected).sum().item()
+        assert 63 - 5 * math.sqrt(2 * 63) < chi_square < 63 + 5 * math.sqrt(2 * 63)
+    correlations = torch.corrcoef(draws.flatten(1)) - torch.eye(len(draws))
+    assert correlations.abs().max() < 5 / math.sqrt(first.numel())
+
+
+@pytest.mark.parametrize("sampling", ["sticky", "stratified"])
+def test_a_flat_histogram_samples_like_linear_within_its_sampling_law(sampling: str) -> None:
+    """Kolmogorov: of sets of independent draws 5 % are further than 1.36 / sqrt(S) from even; stratified is exact."""
+    positions = positions_of(torch.ones(NUM_LANES, NUM_BINS), sampling)
+    linear = torch.arange(1, NUM_SAMPLES + 1) / NUM_SAMPLES
+    furthest = (positions - linear).abs().amax(dim=1)
+    if sampling == "stratified":
+        assert (positions <= linear).all() and (furthest <= 1 / NUM_SAMPLES + 1e-12).all()
+        return
+    share = ((furthest - 1 / NUM_BINS) > 1.36 / math.sqrt(NUM_SAMPLES)).double().mean().item()
+    assert 0.0 < share < 0.08
+    assert torch.equal(positions, (positions * NUM_BINS).round() / NUM_BINS), "left edges of bins"
+    counts = torch.histc(positions, bins=NUM_BINS, min=0.0, max=1.0)
+    expected = positions.numel() / NUM_BINS
+    chi_square = ((counts - expected) ** 2 / expected).sum().item()
+    assert abs(chi_square - (NUM_BINS - 1)) < 5 * math.sqrt(2 * (NUM_BINS - 1))
+
+
+@pytest.mark.parametrize("sampling", ["sticky", "stratified"])
+def test_samples_follow_the_histogram(sampling: str) -> None:
+    histogram = torch.zeros(NUM_LANES, NUM_BINS)
+    histogram[:, 10], histogram[:, 90] = 1.0, 3.0
+    positions = positions_of(histogram, sampling)
+    bins = (positions * NUM_BINS).floor()
+    assert ((bins == 10) | (bins == 90)).all(), "nothing is sampled where nothing was read"
+    assert (bins == 90).double().mean().item() == pytest.approx(0.75, abs=0.015)
+    assert torch.equal(positions, positions.sort(dim=1).values)
+    if sampling == "stratified":
+        assert ((bins == 90).sum(dim=1) - 48).abs().max() <= 1
+        inside = (positions * NUM_BINS).frac()
+        assert inside.mean().item() == pytest.approx(0.5, abs=0.02)

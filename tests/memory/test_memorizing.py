@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dist_mem.memory.base import select_lanes
 from dist_mem.memory.memorizing import GatedAttention, Memorizing, MemorizingState
-from dist_mem.memory.parts.stored_rows import Store, largest, nearest, pick, read_rows, spans_of, weigh, write
+from dist_mem.memory.parts.stored_rows import Store, largest, nearest, pick, spans_of, write
 from dist_mem.nn.layer_spec import LayerSpec
 from dist_mem.nn.unit_attention import buckets
 from tests.support.messages import refused
@@ -145,16 +145,6 @@ def test_every_stored_row_is_that_of_the_token_it_is_said_to_be_of(lengths: list
             token = sum(lengths) + int(spans.begin[lane, row])
             assert torch.equal(store.keys[lane, :, row], keys[lane, :, token])
             assert torch.equal(store.values[lane, :, row], 2 * keys[lane, :, token])
-
-
-def test_with_as_many_neighbors_as_rows_all_written_rows_are_read() -> None:
-    """Attention to all of them, in which the others have no part."""
-    store, keys = store_after([3], mem_len=5)
-    query = torch.randn(2, 3, 6, 4, dtype=torch.float64)
-    index = nearest(query, store, number=5, search="exact", chunk_len=2, empty=False)
-    found = read_rows(weigh(query, store, index, empty=False), store, index)
-    expected = (query @ keys.mT).softmax(dim=-1) @ (2 * keys)
-    assert torch.allclose(found, expected, rtol=0.0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("mem_len", "number"), [(64, 8), (256, 31), (62, 3), (60, 60)])
