@@ -1,12 +1,18 @@
-"""Rules of the package's source that no linter knows."""
+"""Rules of the package's source that no linter knows.
+
+Functions and classes are called by what they do and are: verbs or nouns, each term in the glossary's one meaning.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import NamedTuple
 
-from tests.support.paths import PACKAGE
+from tests.support.paths import PACKAGE, ROOT
 
 MOST_PLACES = 40  # it only shrinks
 
@@ -84,51 +90,6 @@ def test_a_variable_is_read_by_one_function_to_which_empty_is_not_set() -> None:
     assert found == READERS
 
 
-# Waits without a limit of their own, each with what ends it.
-ENDED_OTHERWISE = {
-    "api/training.py": "the process of the training, which ends by itself",
-    "checkpoint/saver.py": "the save in flight, whose votes have a limit",
-    "data/prefetch.py": "its own thread; in a training the watchdog ends a reader that does not answer",
-    "data/remote/fetch.py": "the result of a transfer that has ended",
-    "data/remote/stage.py": "copies, whose wait asks for signals",
-    "datasets/bucket_download.py": "downloads, each of which has a limit without a byte",
-    "doctor/network.py": "collectives, which have the limit of the process group",
-    "engine/cpu_op.py": "the result of a thread that has ended",
-    "launch/setup_lines.py": "`bash -n`, which reads its input and ends",
-    "launch/submit.py": "sbatch, which has its own limit; Ctrl-C ends it",
-    "runtime/children.py": "a process that was killed, and `setpriv --version`, which ends at once",
-    "runtime/distributed.py": "collectives, which have the limit of the process group, and the watchdog",
-    "runtime/workers.py": "the work itself, in processes; Ctrl-C ends it",
-    "studies/study_call.py": "runs, each of which ends by itself or by the signal that all get",
-    "supervision/lease.py": "its own thread, which was just released",
-    "supervision/side_channel.py": "a message that has begun to come",
-    "supervision/watchdog.py": "its own thread, which ends the process",
-    "training/agreement.py": "collectives, which have the limit of the process group, and the watchdog",
-    "training/resume.py": "the save in flight, whose votes have a limit",
-    "training/saving.py": "the save in flight, whose votes have a limit",
-}
-WAITING = {"accept", "acquire", "as_completed", "barrier", "communicate", "get", "join", "recv", "result", "wait"}
-WITH_TIMEOUT = {"socket.create_connection", "subprocess.check_call", "subprocess.check_output", "subprocess.run"}
-
-
-def _has_no_limit(name: str, call: ast.Call) -> bool:
-    """Whether a call waits for others, and for however long; `get` and its like take nothing then."""
-    if any(keyword.arg == "timeout" for keyword in call.keywords):
-        return False
-    last = name.rpartition(".")[2]
-    is_bare = not call.args and isinstance(call.func, ast.Attribute)
-    return name in WITH_TIMEOUT or (last in WAITING and (is_bare or last == "as_completed"))
-
-
-def test_every_wait_has_a_limit_or_a_reason() -> None:
-    """A context variable is read by `get()` too, and a connection by `accept` after `settimeout`."""
-    not_waits = {"_planned.get", "_planned_card.get", "server.accept"}
-    unlimited = {
-        place.partition(":")[0] for place, name, call in calls() if name not in not_waits and _has_no_limit(name, call)
-    }
-    assert unlimited == ENDED_OTHERWISE.keys()
-
-
 def test_no_wait_for_a_lock_is_deaf_to_signals() -> None:
     """Python starts a system call again that a signal has ended: only `wait_for_lock`, which polls, hears a flag."""
     deaf = [
@@ -138,3 +99,91 @@ def test_no_wait_for_a_lock_is_deaf_to_signals() -> None:
         and not any(word in ast.unparse(call) for word in ("LOCK_NB", "LOCK_UN"))
     ]
     assert deaf == []
+
+
+_IRREGULAR = (
+    "begun|broken|built|chosen|done|drawn|found|given|gone|grown|held|hidden|kept|known|left|lost|made|met"
+    "|said|seen|sent|shown|taken|told|thrown|written"
+)
+PARTICIPLE = re.compile(rf"(\w+(ed|ing|[ai]ble|ous)|{_IRREGULAR})")
+PREPOSITIONS = {"after", "at", "before", "beside", "by", "for", "from", "in", "of", "on", "with"}
+NOUNS = {
+    *("beginning", "embedding", "finding", "heading", "meaning", "reading", "spelling", "warning"),
+    *("distributed", "embed", "feed", "rendezvous", "seed", "speed", "table", "variable"),
+}
+# Classes of the contract that users' memories import, and nouns that look like participles.
+CLASSES = {"Evicted", "Inspectable", "Memorizing", "Opened", "Reporting", "Sampling", "Saving", "Stopping", "Visible"}
+DOCUMENTED = {"trained"}  # attributes that pages name
+TWICE = {"Memory", "Options"}  # the contract and `dist_mem.Memory`; in every memory
+HOMES = {  # a term of the glossary alone, as a name -> where that is its meaning; elsewhere a name says of what
+    "block": ("block",),
+    "job": ("launch",),
+    "plan": ("data", "training.feed"),
+    "point": ("tracking.log",),
+    "row": ("memory",),
+    "step": ("engine", "cli.arguments"),
+    "window": (),
+}
+
+
+class Name(NamedTuple):
+    module: str  # within dist_mem
+    name: str
+    is_class: bool
+    is_context: bool
+
+    @property
+    def words(self) -> list[str]:
+        return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", self.name)]
+
+
+@cache
+def names() -> list[Name]:
+    found = []
+    for place, node in nodes():
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("__"):
+            module = place.partition(":")[0].removesuffix(".py").replace("/", ".")
+            is_context = "contextmanager" in {ast.unparse(each) for each in node.decorator_list}
+            found.append(Name(module, node.name, isinstance(node, ast.ClassDef), is_context))
+    return found
+
+
+def is_participle(word: str) -> bool:
+    """Whether a word has the form of a participle, or of an adjective, and is no noun."""
+    return word not in NOUNS and PARTICIPLE.fullmatch(word) is not None
+
+
+def test_no_name_is_a_bare_participle() -> None:
+    """`with replacing(path):` reads well, as `contextlib.closing`; `settled(tree)` and `kept_by(rules)` say nothing."""
+    bare = [
+        f"{each.module}: {each.name}"
+        for each in names()
+        if is_participle(each.words[0])
+        and (len(each.words) == 1 or (not each.is_class and each.words[1] in PREPOSITIONS))
+        and each.name not in CLASSES | DOCUMENTED
+        and not (each.is_context and each.words[0].endswith("ing"))
+    ]
+    files = {each.module for each in names() if re.search(r"(^|\.)(?!\w+ing$)\w+$", each.module)}
+    assert bare + sorted(module for module in files if is_participle(module.rpartition(".")[2])) == []
+
+
+def test_every_class_has_a_name_of_its_own() -> None:
+    places = defaultdict(list)
+    for each in names():
+        if each.is_class and each.name not in TWICE:
+            places[each.name].append(each.module)
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
+
+
+def test_a_term_alone_has_the_meaning_of_the_glossary() -> None:
+    page = (ROOT / "docs/start/glossary.md").read_text(encoding="utf-8")
+    terms = set(re.findall(r"^\| (\w+)", page, re.MULTILINE))
+    assert terms >= HOMES.keys()
+    elsewhere = [
+        f"{each.module}: {each.name}"
+        for each in names()
+        if len(each.words) == 1
+        and (term := each.words[0].removesuffix("s")) in HOMES
+        and not each.module.startswith(HOMES[term] or "-")
+    ]
+    assert elsewhere == []
