@@ -1,6 +1,6 @@
 """Write a corpus in the published layout of CMU-DoG whose text is ours: films that do not exist, and talk about them.
 
-python -m tests.support.film_dialogues FOLDER
+python docs/images/film_dialogues.py FOLDER
 dist-mem data build cmu_dog --source FOLDER --out data/films --vocab-size 640
 
 Every answer is a fact of the film's description, which a model can only know by remembering the description. The films
@@ -9,11 +9,10 @@ of validation and test are not in train. The licence of CMU-DoG does not allow i
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from random import Random
-
-from tests.support.cmu_dog_source import write_json
 
 SIZES = {"train": 400, "valid": 12, "test": 12}  # films of a folder
 TALKS = {"train": 2, "valid": 1, "test": 1}  # conversations about each
@@ -71,9 +70,14 @@ def film(draw: Random, number: int) -> tuple[dict[str, object], dict[str, str]]:
     return scenes, named | {"vehicle": vehicle, "director": director}
 
 
-def write_corpus(source: Path, *, seed: int = 0) -> None:
+def write_json(path: Path, content: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def write_corpus(source: Path) -> None:
     """Write the films, and for every film conversations that ask for its facts in random order."""
-    draw, number = Random(seed), 0
+    draw, number = Random(0), 0
     for folder, size in SIZES.items():
         for _ in range(size):
             scenes, facts = film(draw, number)
