@@ -58,7 +58,7 @@ def rows(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def by_distance(arguments: argparse.Namespace) -> list[Kernel]:
     """Compile our own kernels, by the launches of heads up to this width."""
     width = min(width for _, width in LAUNCHES if width >= arguments.d_head)
-    return [kernel for kernel in distance_kernels_of(widths=(width,)) if arguments.precision in kernel.blocks]
+    return [kernel for kernel in distance_kernels_of(width) if arguments.precision in kernel.blocks]
 
 
 def of_memories(arguments: argparse.Namespace) -> list[Kernel]:

@@ -22,7 +22,7 @@ _STRIDES = ("_head", "_lane", "_row", "_column")
 _MARKS = {"valid": "*u8", "sees": "*u8", "first_key": "*i32"}
 
 
-def distance_kernels_of(*, widths: tuple[int, ...] = (64, 128)) -> Iterator[Kernel]:
+def distance_kernels_of(*widths: int) -> Iterator[Kernel]:
     """Compile each kernel for each dtype and width, as Transformer-XL, LaMemo's memory rows and T5 take it."""
     log_registers()
     kernels = distance_kernels.forward, distance_kernels.backward_keys, distance_kernels.backward_queries
@@ -70,7 +70,7 @@ def compile_one(kernel: Any, launch: TileLaunch, *, width: int, dtype: str, scal
 
 
 if __name__ == "__main__":
-    for found in distance_kernels_of():
+    for found in distance_kernels_of(64, 128):
         print(
             f"{found.name:<18}{found.blocks:<48}{found.registers:>5}{found.shared:>8}{found.spilled:>6} {found.error}"
         )

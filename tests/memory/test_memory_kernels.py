@@ -10,22 +10,23 @@ import os
 import sys
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from dist_mem.contract.subject import total_loss
 from dist_mem.memory import infini, memory_kinds
-from dist_mem.memory.base import named_tensors
+from dist_mem.memory.parts import rank_update
 from dist_mem.memory.parts.basis import Fit, expected_basis
 from dist_mem.memory.parts.densities import moments
 from dist_mem.memory.parts.kernel_choice import UsesKernels, describe_kernels
+from dist_mem.memory.parts.rank_update import LayerUpdate, UpdateLaunch
 from dist_mem.memory.parts.stored_rows import Store, is_written, nearest, read_rows, readable_rows, weigh
 from dist_mem.nn.attention import BackEndChoice
 from dist_mem.nn.unit_attention import unit
-from tests.support.contract_cases import subject
+from tests.support.contract_cases import assert_near, computed, subject
 from tests.support.own_process import in_child, in_new_child
 from tests.support.paths import ROOT
 
@@ -245,6 +246,51 @@ def test_signals_and_matrices_and_their_gradients_equal_those_in_float64(compare
     in_new_child(compare_all)
 
 
+UPDATES = [  # widths of the layers, rows of a chunk
+    ([(20, 24), (24, 20)], 20),
+    ([(9, 17), (17, 17), (17, 9)], 7),
+]
+
+
+def drawn_updates(widths: list[tuple[int, int]], *, num_rows: int, is_back: bool) -> list[LayerUpdate]:
+    """Return updates of layers: one pair of rows and columns on; two pairs back, three after the first layer."""
+    generator = torch.Generator().manual_seed(num_rows)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(3, *shape, generator=generator)
+
+    updates = []
+    for layer, (inputs, outputs) in enumerate(widths):
+        further = is_back + (is_back and layer > 0)
+        rows = [draw(num_rows, inputs) for _ in range(1 + further)]
+        columns = [draw(num_rows, 2 * outputs), *(draw(num_rows, outputs) for _ in range(further))]
+        state, old = draw(inputs, 2 * outputs), draw(inputs, 2 * outputs)
+        updates.append(LayerUpdate(state, rows, columns, torch.full_like(state, torch.nan), old if is_back else None))
+    return updates
+
+
+def updated(updates: list[LayerUpdate], mix: Tensor) -> list[Tensor]:
+    sums = [part.sum(1) for part in rank_update.rank_update(updates, mix)]
+    return [*(one.out for one in updates), *([torch.stack(sums).sum(0)] if sums else [])]
+
+
+def compare_updates() -> None:
+    rank_update.LAUNCH = UpdateLaunch(width=16, rows=16)
+    mix = torch.rand(3, 3, generator=torch.Generator().manual_seed(1))
+    for (widths, num_rows), is_back in product(UPDATES, (False, True)):
+        expected = updated(drawn_updates(widths, num_rows=num_rows, is_back=is_back), mix)
+        with torch.library._scoped_library("dist_mem", "IMPL") as operators:
+            operators.impl("rank_update", rank_update.launch_kernel, "CPU", allow_override=True)
+            found = updated(drawn_updates(widths, num_rows=num_rows, is_back=is_back), mix)
+        for one, wanted in zip(found, expected, strict=True):
+            assert (one - wanted).abs().max() <= 2e-6 * wanted.abs().max(), (widths, num_rows, is_back)
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_next_states_and_gradients_are_those_of_torchs_operations() -> None:
+    in_new_child(compare_updates)
+
+
 def compute_with_both(kind: str) -> None:
     """Compare losses, states and gradients of a small model with those of torch's operators."""
     for name in ("fused_rows", "fused_signal", "fused_matrix"):
@@ -256,17 +302,8 @@ def compute_with_both(kind: str) -> None:
         for part in model.modules():
             if isinstance(part, UsesKernels):
                 part.__dict__["choose_kernels"] = lambda *_, chosen=back_end: BackEndChoice(chosen, "")
-        outputs = list(checked.read(model, state=checked.empty_state(model, torch.float32)))
-        torch.stack([total_loss(output) for output in outputs]).sum().backward()
-        parts = {f"nll {index}": output.nll for index, output in enumerate(outputs)}
-        parts |= named_tensors(outputs[-1].state)
-        found.append(parts | {name: each.grad for name, each in model.named_parameters() if each.grad is not None})
-    assert found[0].keys() == found[1].keys()
-    for name, wanted in found[0].items():
-        if not wanted.numel():
-            continue
-        error = (found[1][name].double() - wanted.double()).abs().max()
-        assert error <= 2e-3 * wanted.double().abs().max().clamp(min=1e-3), (kind, name, error)
+        found.append(computed(model, checked.read(model)))
+    assert_near(found[1], found[0], 2e-3, kind)
 
 
 def has_kernels(kind: str) -> bool:
@@ -297,7 +334,9 @@ def test_a_message_on_gpus_says_what_computes() -> None:
 
 def compile_all(cases: str, kernels_of: str, *width: int) -> None:
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    for kernel in getattr(importlib.import_module(f"lib.{cases}"), kernels_of)(*width):
+    found = list(getattr(importlib.import_module(f"lib.{cases}"), kernels_of)(*width))
+    assert found
+    for kernel in found:
         assert not kernel.error and kernel.registers, kernel
         assert kernel.spilled <= 64 and kernel.shared <= 113 * 1024, kernel
 
@@ -307,6 +346,7 @@ def compile_all(cases: str, kernels_of: str, *width: int) -> None:
     "cases",
     [
         *(("memory_kernel_cases", "memory_kernels_of", width) for width in (64, 128)),
+        *(("distance_cases", "distance_kernels_of", width) for width in (64, 128)),
         ("update_cases", "update_kernels_of"),
     ],
     ids=str,

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from dist_mem.block import model_spec
-from dist_mem.contract.subject import total_loss
-from dist_mem.memory.base import detach_state, named_tensors
+from dist_mem.memory.base import detach_state
 from dist_mem.model import MemoryLM
 from dist_mem.nn import attention, chunked_attention, fused_attention
 from dist_mem.nn.attention import BACK_ENDS, attend, choose, choose_kernel, mask_scores, simple_scores
 from dist_mem.nn.attention_inputs import Inputs, Relative, Visible, visible_keys
 from dist_mem.nn.layers import RelativeAttention, describe_attention
 from dist_mem.nn.rotary_attention import attention_of, turn, turns
-from tests.support.contract_cases import accepted, case_params, small_model, subject
+from tests.support.contract_cases import accepted, assert_near, case_params, computed, small_model, subject
 from tests.support.messages import refused
 from tests.support.tiny import tiny_config
 
@@ -125,19 +124,14 @@ def test_reach_has_every_visible_key(sizes: tuple[int, int, int | None, int | No
             assert torch.equal(visible.mask(slice(begin, end), slice(0, num_keys))[0], mask[begin:end])
 
 
-def outputs(case: str, back_end: str, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return losses and states of whole segments and of two ragged ones, and the gradients of all parameters."""
+def results(case: str, back_end: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return losses, states and gradients of whole segments and of two ragged ones."""
     checked = subject(case, attention=back_end)
     model = checked.model().to(dtype)
     read = list(checked.read(model, state=checked.empty_state(model, dtype)))
     for tokens, targets in checked.segments(1)[:2]:
         read.append(model(tokens, targets, checked.ragged_lengths(), state=detach_state(read[-1].state)))
-    found, losses = [], []
-    for output in read:
-        losses.append(total_loss(output))
-        found += [output.nll.detach(), *(part for part in named_tensors(output.state).values())]
-    torch.stack(losses).sum().backward()
-    return found, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return computed(model, read)
 
 
 @pytest.mark.parametrize("back_end", COMPUTED_HERE)
@@ -148,13 +142,7 @@ def test_every_memory_has_the_losses_states_and_gradients_of_the_simple_back_end
             subject(case, attention=back_end).model()
         return
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 2e-3)):
-        expected, gradients = outputs(case, "simple", dtype)
-        found, learned = outputs(case, back_end, dtype)
-        for one, other in zip(found, expected, strict=True):
-            assert torch.allclose(one, other, rtol=tolerance, atol=tolerance)
-        for name, gradient in gradients.items():
-            error = (learned[name] - gradient).abs().max() / gradient.abs().max().clamp(min=1e-6)
-            assert error < tolerance, name
+        assert_near(results(case, back_end, dtype), results(case, "simple", dtype), tolerance, case)
 
 
 def test_auto_keeps_short_segments_simple_and_never_drops_by_another_back_end(

@@ -1,15 +1,13 @@
-"""Our Triton kernels: equal to attention in float64 in Triton's interpreter, and small enough for sm_90.
+"""Our Triton kernels: equal to attention in float64 in Triton's interpreter.
 
 The interpreter computes on CPU tensors in float32; whether a module's kernels are interpreted is decided when it is
-imported, so each test runs in a process of its own.
+imported, so each test runs in a process of its own. That they are small enough for sm_90: test_memory_kernels.py.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-import sys
-from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -17,17 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dist_mem.contract.subject import total_loss
 from dist_mem.memory import memory_kinds
-from dist_mem.memory.base import named_tensors
 from dist_mem.memory.parts.look_ahead import visible_ahead
 from dist_mem.nn import layers
 from dist_mem.nn.attention import BackEndChoice
 from dist_mem.nn.attention_inputs import AttentionRead, Inputs, Relative, visible_keys
 from dist_mem.nn.chunked_attention import attend_in_chunks, learned_tensors
-from tests.support.contract_cases import subject
-from tests.support.own_process import in_child, in_new_child
-from tests.support.paths import ROOT
+from tests.support.contract_cases import assert_near, computed, subject
+from tests.support.own_process import in_new_child
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: it has no macOS wheels")
 HEADS = 2
@@ -119,18 +114,11 @@ def compute_with_both(case: str) -> None:
     layers.choose_kernel = lambda device_type, *, relative_width: BackEndChoice(
         "chunked" if relative_width is None else "triton", ""
     )
-    found = []
-    for back_end in ("simple", "triton"):
-        checked = subject(case, attention=back_end)
-        model = checked.model()
-        outputs = list(checked.read(model, state=checked.empty_state(model, torch.float32)))
-        torch.stack([total_loss(output) for output in outputs]).sum().backward()
-        parts = {f"nll {index}": output.nll for index, output in enumerate(outputs)} | named_tensors(outputs[-1].state)
-        found.append(parts | {name: each.grad for name, each in model.named_parameters() if each.grad is not None})
-    assert found[0].keys() == found[1].keys()
-    for name, wanted in found[0].items():
-        error = (found[1][name].double() - wanted.double()).abs().max() if wanted.numel() else torch.zeros(())
-        assert error <= 2e-3 * wanted.double().abs().max().clamp(min=1e-3), (case, name, error)
+    simple, fused = (
+        computed(model := checked.model(), checked.read(model))
+        for checked in (subject(case, attention=back_end) for back_end in ("simple", "triton"))
+    )
+    assert_near(fused, simple, 2e-3, case)
 
 
 def has_scores_by_distance(kind: str) -> bool:
@@ -148,18 +136,3 @@ def test_memories_with_scores_by_distance_are_found() -> None:
 @pytest.mark.parametrize("case", [*KINDS, "infinite over lamemo"])
 def test_every_memory_with_scores_by_distance_has_the_results_of_simple(case: str) -> None:
     in_new_child(compute_with_both, case)
-
-
-def compile_all(width: int) -> None:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    found = list(importlib.import_module("lib.distance_cases").distance_kernels_of(widths=(width,)))
-    assert {kernel.name for kernel in found} == {"forward", "backward_keys", "backward_queries"}
-    for kernel in found:
-        assert not kernel.error and kernel.registers, kernel
-        assert kernel.spilled <= 64 and kernel.shared <= 113 * 1024, kernel
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("width", [64, 128])
-def test_kernels_for_hopper_spill_little_and_two_blocks_fit(width: int) -> None:
-    in_child(partial(compile_all, width))

@@ -12,9 +12,9 @@ from _pytest.mark import ParameterSet
 from torch import Tensor
 
 from dist_mem.contract.check_memory import RULES
-from dist_mem.contract.subject import CheckedMemory, SubjectSize
+from dist_mem.contract.subject import CheckedMemory, SubjectSize, total_loss
 from dist_mem.memory import memory_class, memory_kinds
-from dist_mem.memory.base import Memory
+from dist_mem.memory.base import Memory, named_tensors
 from dist_mem.model import LMOutput, LMState, MemoryLM
 
 LANES, SEG_LEN = 4, 4
@@ -220,6 +220,25 @@ def check_rules(subject: CheckedMemory) -> None:
         except Exception as error:  # any error of the memory
             broken.append((rule.statement, error))
     assert not broken, broken
+
+
+def computed(model: MemoryLM, outputs: Iterable[LMOutput]) -> dict[str, Tensor]:
+    """Return losses and states of segments that were read, and the gradients of the sum of their losses."""
+    read = list(outputs)
+    torch.stack([total_loss(output) for output in read]).sum().backward()
+    found = {f"nll {number}": output.nll.detach() for number, output in enumerate(read)}
+    for number, output in enumerate(read):
+        found |= {f"{name} after {number}": part for name, part in named_tensors(output.state).items()}
+    return found | {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, case: object) -> None:
+    """Compare what `computed` returns; errors are relative to the largest number of a tensor."""
+    assert found.keys() == expected.keys()
+    for name, wanted in expected.items():
+        if wanted.numel():
+            error = (found[name].double() - wanted.double()).abs().max()
+            assert error <= tolerance * wanted.double().abs().max().clamp(min=1e-3), (case, name, error)
 
 
 def small_model(case: str, *, norm: str = "pre", cut: str = "start") -> MemoryLM:

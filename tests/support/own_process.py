@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from tests.support.fork_server import fork_server
@@ -23,19 +22,5 @@ def in_new_child(function: Callable[..., None], *arguments: Any) -> None:
 
 
 def _call_in(context: Any, function: Callable[..., None], *arguments: Any) -> None:
-    ours, theirs = multiprocessing.Pipe(duplex=False)
-    child = context.Process(target=reported, args=(theirs, function, *arguments))
-    child.start()
-    theirs.close()
-    assert ours.poll(limit(120)), "the child does not answer"
-    error = ours.recv()
-    child.join()
-    assert error == "", error
-
-
-def reported(pipe: Connection, function: Callable[..., None], *arguments: Any) -> None:
-    try:
-        function(*arguments)
-        pipe.send("")
-    except BaseException:
-        pipe.send(traceback.format_exc())
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        pool.submit(function, *arguments).result(timeout=limit(120))
