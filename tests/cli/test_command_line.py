@@ -1,4 +1,4 @@
-"""The command line: exit codes, one clear message, and what `--check` says and how quickly."""
+"""The command line: exit codes, one clear message, and ranks that would be idle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
 
 from dist_mem.__main__ import main
@@ -22,34 +21,12 @@ from dist_mem.config.load import known_keys
 from dist_mem.config.other_names import OTHER_NAMES
 from dist_mem.data import batch_plan
 from dist_mem.data.plan import make_plan
-from dist_mem.data.shard import TokenizedDocument, write_split
-from dist_mem.data.tokenizers.registry import save_tokenizer
-from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.datasets.recipes import builder_names
-from dist_mem.estimate.dry_run import subjects
 from dist_mem.memory import memory_options
 from dist_mem.runtime.signals import StopSignal
-from dist_mem.runtime.terminal import label_lines
 from tests.support.limits import limit
 from tests.support.messages import refused, said
 from tests.support.paths import ROOT
-
-SMALL = ["model.num_layers=1", "model.d_model=8", "model.num_heads=2", "model.d_inner=8", "memory.mem_len=4"]
-
-
-@pytest.fixture
-def data_dir(tmp_path: Path) -> Path:
-    """Twenty documents of 10 to 29 bytes."""
-    tokenizer = BytesTokenizer()
-    save_tokenizer(tokenizer, tmp_path / "data")
-    documents = [
-        TokenizedDocument(f"book{size}", "a book", None, 1, size, np.arange(size, dtype=np.uint16) + ord("a"))
-        for size in range(10, 30)
-    ]
-    write_split(
-        documents, tmp_path / "data" / "train", name="tiny", split="train", tokenizer_fingerprint=tokenizer.fingerprint
-    )
-    return tmp_path / "data"
 
 
 @pytest.mark.parametrize(
@@ -158,26 +135,6 @@ def test_what_others_call_a_window_or_a_reset_is_answered_with_our_key(given: st
         load_config(["train.steps=1", f"{given}=3"], memory_options=memory_options)
 
 
-def check(*arguments: str) -> str:
-    return "\n".join(label_lines(subjects(load_config([*SMALL, *arguments]), world_size=2)))
-
-
-def test_check_tells_sizes_batch_and_steps(data_dir: Path, tmp_path: Path) -> None:
-    sizes = ["train.epochs=2", "train.seg_len=5", "train.global_batch_size=3", "train.micro_batch_size=2"]
-    text = check(f"data.path={data_dir}", *sizes)
-    assert "vocabulary  257\n" in text
-    assert "transformer_xl (mem_len 4): 72 bytes per lane, 144 bytes per rank" in text  # 4 rows of 8 bf16 and a count
-    assert "3 of 4 = 2 ranks x 1 micro-batch x 2 lanes\n" in text
-    idle = "warning 1 idle lane, 25.0% of the work; none is idle with train.global_batch_size=4 (in a new run)"
-    assert idle in " ".join(text.split())
-    assert "3 lanes x 1 segment of 5: 15 tokens, 1 forward and backward per rank" in text
-    assert "20 documents, 390 tokens, padding 9.30%" in " ".join(text.split())  # 86 segments of 5
-    assert "28.7 steps" in text
-    assert "58 steps = 2.02 epochs = 789 tokens" in text
-    assert "ZeRO stage 2, bf16, adamw, clipped at norm 1" in text
-    assert "32,000 (assumed: the data is not built yet)" in check(f"data.path={tmp_path / 'absent'}", "train.steps=7")
-
-
 def idle_lanes(lanes: int, micro_lanes: int, world: int) -> int:
     train = TrainConfig(global_batch_size=lanes, micro_batch_size=micro_lanes, segments_per_update=1)
     return batch_plan.batch_plan(train, world).idle_lanes
@@ -218,8 +175,10 @@ def test_launch_warns_where_ranks_are_idle(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().err == ""
 
 
-def test_a_launch_of_more_lanes_than_documents_is_refused(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = [f"data.path={data_dir}", f"run_dir={data_dir.parent}", "train.global_batch_size=128"]
+def test_a_launch_of_more_lanes_than_documents_is_refused(
+    books: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [f"data.path={books}", f"run_dir={tmp_path}", "train.global_batch_size=128"]
     assert main([*LAUNCHED, *overrides]) == 2
     said(capsys.readouterr().err, "train.global_batch_size", "data.layout")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from argparse import Action, ArgumentTypeError
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
@@ -16,26 +16,17 @@ from dist_mem.cli.parser import build_parser
 from dist_mem.datasets.recipes import builder_names
 from tests.support.evaluated_runs import MEMORIES, make_run
 from tests.support.messages import refused
-from tests.support.program_arguments import WRITTEN
 
 PARSERS = {**build_parser()[1], **{f"data build {name}": builder_parser(name) for name in builder_names()}}
-POSITIONAL = {("init", "folder")}  # which must be new or empty
 
 
-def written() -> dict[tuple[str, str], Action]:
-    """Every option of every command that names what is written."""
-    actions = {(name, action.dest): action for name, parser in PARSERS.items() for action in parser._actions}
-    of_builders = {place for place in actions if place[0].startswith("data build") and place[1] == "out"}
-    return {place: actions[place] for place in {*WRITTEN, *of_builders} - POSITIONAL}
-
-
-def test_every_option_that_names_an_output_checks_it() -> None:
-    for place, action in written().items():
-        assert action.type in (output_file, output_folder), place
+def test_every_option_that_names_an_output_refuses_an_empty_path() -> None:
+    """One with the type of a path to read is found by tests/cli/test_refusals.py."""
+    types = [action.type for parser in PARSERS.values() for action in parser._actions]
+    assert {output_file, output_folder} < set(types)
+    for type_of in (output_file, output_folder):
         with refused(ArgumentTypeError, "'' is no path"):
-            action.type("")
-    actions = [action for parser in PARSERS.values() for action in parser._actions]
-    assert sum(action.type in (output_file, output_folder) for action in actions) == len(written())
+            type_of("")
 
 
 def test_what_is_no_file_is_refused_and_a_link_is_followed(tmp_path: Path) -> None:

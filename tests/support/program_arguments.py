@@ -84,10 +84,3 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "python": _check_python,
     "sbatch": _check_sbatch,
 }
-
-
-WRITTEN = {
-    *((name, "out") for name in ("export", "generate", "reproduce", "sweep", "arena", "report", "figure", "read")),
-    *((name, "cells") for name in ("reproduce", "sweep", "arena")),
-    *(("init", "folder"), ("compare", "plot"), ("lm-eval", "output"), ("config", "snapshot")),
-}
