@@ -25,6 +25,7 @@ from tests.support.contract_cases import LANES, subject
 from tests.support.jobs import train_here, write_config
 from tests.support.paths import ROOT
 from tests.support.ranks import RankPool
+from tests.support.tiny import Gradients
 
 pytestmark = pytest.mark.ranks
 
@@ -50,13 +51,8 @@ def on_page() -> list[str]:
     return [name for row in rows() for name in row.plain]
 
 
-class Gradients:
+class AuxiliaryGradients(Gradients):
     """The figures of an engine that has parameters with an auxiliary loss."""
-
-    lr = 0.1
-
-    def gradient_norm(self) -> float:
-        return 1.0
 
     def gradient_norms(self) -> Norms:
         return Norms(1.0, 1.0)
@@ -66,7 +62,7 @@ def of_training() -> set[str]:
     meter = Meter(lane_segments_per_update=1)
     meter.add(Totals(*[1.0] * len(Totals._fields)), epoch=0.1)
     of_source = {f"mixture/SOURCE/{key}" for key in SourceUse._fields}
-    return {*meter.read(Gradients()), *MEASUREMENTS, *METRICS.values(), STAGE, ACCURACY, *of_source}
+    return {*meter.read(AuxiliaryGradients()), *MEASUREMENTS, *METRICS.values(), STAGE, ACCURACY, *of_source}
 
 
 def of_evaluations() -> set[str]:

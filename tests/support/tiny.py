@@ -16,6 +16,7 @@ from dist_mem.data.batch import IGNORE, Batch, Update
 from dist_mem.data.batch_plan import batch_plan
 from dist_mem.data.plan import lanes_of_rank
 from dist_mem.engine.engine import Engine
+from dist_mem.engine.gradient_norms import Norms
 from dist_mem.engine.placement import place_parts
 from dist_mem.memory.base import named_tensors
 from dist_mem.model import MemoryLM
@@ -50,7 +51,7 @@ class Gradients:
     def gradient_norm(self) -> float:
         return 1.0
 
-    def gradient_norms(self) -> None:
+    def gradient_norms(self) -> Norms | None:
         return None
 
 
