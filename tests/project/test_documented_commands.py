@@ -2,8 +2,8 @@
 
 Before a page is run, its tree has what the page takes as given (`PREPARED`): for most, what `make demo` leaves. What is
 smaller than a user's, so that all pages take minutes, is said in scaled_tree.py; above all, the steps of each training.
-What cannot run here is listed with the reason in pages_not_run.py and checked in a cheaper way. Every other command
-must end with exit code 0, or 2 where the page shows an error, and must not warn that ranks are idle.
+What cannot run here is listed with the reason in pages_not_run.py. Every other command must end with exit code 0, or 2
+where the page shows an error, and must not warn that ranks are idle.
 """
 
 from __future__ import annotations
