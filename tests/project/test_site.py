@@ -149,13 +149,27 @@ def test_the_filter_of_keys_keeps_rows_with_all_words_under_their_headings(site:
 
 # A word or question -> the page that answers it, among the first two of the search.
 SEARCHES = {
-    "docs/start/install": ["installation", "pyxis"],
-    "docs/howto/resume": ["resuming", "exact resume"],
-    "docs/reference/faults": ["CUDA OOM", "mlflow password"],
-    "docs/howto/bptt": ["TBPTT", "initial_state"],
-    "docs/howto/cluster": ["torchrun"],
-    "docs/howto/model_sizes": ["which memory for my model"],
-    "docs/memories/linear": ["mamba"],
+    "docs/start/install": ["install", "installation", "pip", "pyxis", "docker"],
+    "docs/howto/resume": ["resume", "resuming", "checkpoints", "exact resume"],
+    "docs/howto/performance": ["goodput", "throughput", "torch compile", "recompute activations"],
+    "docs/reference/faults": ["out of memory", "CUDA OOM", "mlflow password"],
+    "docs/howto/bptt": ["TBPTT", "stateful training", "initial_state", "detach state", "truncated backpropagation"],
+    "docs/howto/cluster": ["nccl", "torchrun"],
+    "launch/index": ["sbatch", "requeue", "preempted", "containers"],
+    "docs/howto/tracking": ["mlflow", "wandb"],
+    "docs/howto/trouble": ["hangs", "nan"],
+    "docs/howto/llama": ["llama", "qwen", "mistral"],
+    "docs/howto/lm_eval": ["lm-eval", "ruler"],
+    "docs/howto/data": ["own corpus", "shards", "s3"],
+    "docs/howto/muon": ["muon", "wsd"],
+    "docs/howto/mixtures": ["mixture", "several datasets"],
+    "docs/howto/estimate": ["estimate"],
+    "docs/howto/model_sizes": ["which memory for my model", "model sizes"],
+    "docs/howto/transformers": ["hugging face", "export"],
+    "docs/howto/offline": ["offline", "apptainer"],
+    "docs/howto/doctor": ["doctor"],
+    "docs/howto/add_a_memory": ["own memory", "plugin"],
+    "docs/memories/linear": ["mamba", "retnet"],
 }
 
 
