@@ -365,8 +365,6 @@ class TrackingConfig:
     send: str = key("auto", choices=("auto", "always", "never"))
     system_metrics: bool = True  # log MLflow's metrics of CPU, memory, disk, network and GPUs on the node of rank 0
     tensorboard: bool = False  # write event files for TensorBoard into tensorboard/ of the run directory
-    # replace this file at every logged point: metrics for Prometheus's node exporter; None: off
-    prometheus: str | None = key(None, is_path=True)
     wandb: bool = False  # write a W&B run into wandb/ of the run directory, for `wandb sync`
     # sinks and metrics of your own, as [FILE.py:CLASS]: see docs/howto/tracking.md
     sinks: list[str] = key([], is_path=True)

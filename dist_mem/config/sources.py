@@ -38,6 +38,7 @@ from dist_mem.runtime.shipped_files import say_where_from, shipped_path, shipped
 COMMAND_LINE = "command line"
 _SUFFIXES = (".yaml", ".yml", ".json")
 _TYPES = {**(fields_of(Config) or {}), "deepspeed": NULLABLE}
+_GONE = (("tracking", "prometheus"),)  # keys of earlier releases, by block; runs have saved them as null
 
 
 class ConfigSource(NamedTuple):
@@ -73,7 +74,16 @@ def read_sources(arguments: Sequence[str]) -> list[ConfigSource]:
 
 def _source(document: YamlDocument) -> ConfigSource:
     with document.place_problems():
-        return ConfigSource(_convert(document.tree), str(document.path), document.lines)
+        return ConfigSource(_without_gone(_convert(document.tree)), str(document.path), document.lines)
+
+
+def _without_gone(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the tree of a file without `_GONE` where they are null, so that runs of earlier releases go on."""
+    for block, name in _GONE:
+        children = tree.get(block)
+        if isinstance(children, Mapping) and name in children and untyped_values(children[name]) is None:
+            tree = {**tree, block: {key: child for key, child in children.items() if key != name}}
+    return tree
 
 
 def read_saved(path: Path) -> dict[str, Any]:

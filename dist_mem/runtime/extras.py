@@ -25,7 +25,6 @@ EXTRA_OF = {
     "pynvml": "mlflow",
     "wandb": "wandb",
     "tensorboard": "metrics",
-    "prometheus_client": "metrics",
     "matplotlib": "plots",
     "nltk": "dialogue",
     "rouge_score": "dialogue",

@@ -1,4 +1,4 @@
-"""Names of metrics as MLflow, TensorBoard, Prometheus and W&B get them: in groups, and without what MLflow refuses.
+"""Names of metrics as MLflow, TensorBoard and W&B get them: in groups, and without what MLflow refuses.
 
     in_group("loss")                        # train/loss
     in_group("validation/word_perplexity")  # eval/validation/word_perplexity

@@ -1,41 +1,28 @@
-"""The readers of a run's log beside MLflow: event files for TensorBoard, a text file for Prometheus, a run of W&B.
+"""The readers of a run's log beside MLflow: event files for TensorBoard, a run of W&B.
 
-TensorBoard and W&B have a mark: a file with the number of entries of the log that they have for certain. A start gives
-them the rest, also what was logged while they were switched off. Prometheus has the last value of every metric only.
+Both have a mark: a file with the number of entries of the log that they have for certain. A start gives them the rest,
+also what was logged while they were switched off.
 """
 
 from __future__ import annotations
 
-import os
-import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from dist_mem.errors import UnusableError
 from dist_mem.runtime.environment import wandb_environment
-from dist_mem.runtime.extras import require
-from dist_mem.runtime.files import (
-    check_replaceable,
-    fsync_path,
-    is_missing,
-    make_folder,
-    naming,
-    read_regular,
-    write_text,
-)
+from dist_mem.runtime.files import fsync_path, is_missing, make_folder, naming, read_regular, write_text
 from dist_mem.tracking.log import Log, LogReader, Point, read_points
-from dist_mem.tracking.names import checksum_of, in_group, valid_text
+from dist_mem.tracking.names import in_group, valid_text
 from dist_mem.tracking.tracker import Sink
 
 MARK = "entries_read"  # file in the folder of a reader
 TENSORBOARD = "tensorboard"  # folder in the run directory
 WANDB_ID_FILE = "wandb_run_id"  # in the run directory
-_PROMETHEUS_SUFFIX = ".prom"  # of the files that the node exporter reads
 _EVENTS = "events.out.tfevents."  # + seconds; TensorBoard reads the files in the order of their names
 _EVENT_VERSION = "brain.Event:2"  # of files whose marks are obeyed
 _WANDB_PROJECT = "dist_mem"
@@ -136,89 +123,6 @@ class TensorBoardFiles(Sink):
         with suppress(OSError):  # a full disk: reported when the point was logged
             self._file.close()
             self.flush()
-
-
-def check_prometheus(path: Path) -> None:
-    """Check that the file for Prometheus can be written, without creating it.
-
-    Raises:
-        UnusableError: it cannot, or the package prometheus-client is missing.
-    """
-    key = f"tracking.prometheus={path}"
-    if path.suffix != _PROMETHEUS_SUFFIX:
-        raise UnusableError(f"{key}: the node exporter reads files whose names end in {_PROMETHEUS_SUFFIX}; give one")
-    if not path.parent.is_dir():
-        raise UnusableError(f"{key}: there is no folder {path.parent}; create it, or give another one")
-    is_file = False
-    with suppress(FileExistsError):
-        is_file = check_replaceable(path)
-    if not is_file:
-        raise UnusableError(f"{key}: it is no file, and each point would replace it by one; give another one")
-    if not os.access(path.parent, os.W_OK):
-        raise UnusableError(f"{key}: this user cannot write such a file there; give another one")
-    require("prometheus_client", key, "set tracking.prometheus=null")
-
-
-class PrometheusFile(Sink):
-    """Replaces the file at every logged point, atomically: the run as it is now, for Prometheus' node exporter.
-
-    dist_mem_train_loss{run="demo"} 2.5
-    dist_mem_step{run="demo"} 100.0
-    dist_mem_heartbeat_timestamp_seconds{run="demo"} 1.764e+09
-
-    A file that cannot be written stops no training: the folder is the node exporter's, and the next point writes all.
-    """
-
-    def __init__(self, path: Path, kept: Iterable[Point], *, run_name: str, report: Callable[[str], None]) -> None:
-        """Write nothing yet.
-
-        Args:
-            path: of the file, which `check_prometheus` has checked.
-            kept: the points that count so far.
-            run_name: value of the label `run`.
-            report: shows a line to the user, once per outage.
-        """
-        from prometheus_client import CollectorRegistry, Gauge
-
-        self._path, self._run_name, self._report = path, run_name, report
-        self._is_written = True  # by the last point
-        self._registry = CollectorRegistry()  # of its own: the common one has metrics of the process
-        self._gauges: dict[str, Gauge] = {}
-        self._names: dict[str, str] = {}  # name of a gauge -> of the metric that has it
-        for name, value in {name: value for point in kept for name, value in point.metrics.items()}.items():
-            self._set_metric(name, value)
-
-    def log(self, point: Point) -> None:
-        from prometheus_client import write_to_textfile
-
-        for name, value in point.metrics.items():
-            self._set_metric(name, value)
-        self._set("step", point.step, "step of the last logged point")
-        self._set("heartbeat_timestamp_seconds", point.time, "time of the last logged point")
-        try:
-            write_to_textfile(str(self._path), self._registry)
-            self._is_written = True
-        except OSError as error:
-            if self._is_written:
-                reason = error.strerror or error  # its file name is that of a temporary file
-                self._report(
-                    f"warning: tracking.prometheus={self._path} cannot be written now ({reason}); "
-                    "nothing waits for it, every point tries again"
-                )
-            self._is_written = False
-
-    def _set_metric(self, name: str, value: float) -> None:
-        self._set(in_group(name), value, f"{name} in metrics.jsonl")
-
-    def _set(self, name: str, value: float, meaning: str) -> None:
-        from prometheus_client import Gauge
-
-        full = "dist_mem_" + re.sub(r"\W", "_", name, flags=re.ASCII)
-        if self._names.setdefault(full, name) != name:  # a/b and a_b
-            full += f"_{checksum_of(name)}"
-        if full not in self._gauges:
-            self._gauges[full] = Gauge(full, meaning, ["run"], registry=self._registry)
-        self._gauges[full].labels(self._run_name).set(value)
 
 
 class WandbRun(Sink):

@@ -32,7 +32,7 @@ from dist_mem.tracking.mlflow.system_metrics import record_system_metrics
 from dist_mem.tracking.own_sinks import OwnSink, load_sink
 from dist_mem.tracking.progress import progress_sink
 from dist_mem.tracking.provenance import start_in_words
-from dist_mem.tracking.readers import TENSORBOARD, PrometheusFile, TensorBoardFiles, WandbRun, check_prometheus
+from dist_mem.tracking.readers import TENSORBOARD, TensorBoardFiles, WandbRun
 from dist_mem.tracking.tracker import LogSink, Sink, Tracker
 
 
@@ -40,12 +40,10 @@ def check_sinks(tracking: TrackingConfig) -> None:
     """Check that every reader of a run can be opened, before anything is created.
 
     Raises:
-        UnusableError: a package is missing, a file cannot be written, or one of `tracking.sinks` cannot be loaded.
+        UnusableError: a package is missing, or one of `tracking.sinks` cannot be loaded.
     """
     for named in tracking.sinks:
         load_sink(named)
-    if tracking.prometheus:
-        check_prometheus(Path(tracking.prometheus))
     for name in ("mlflow", "tensorboard", "wandb"):
         if getattr(tracking, name):
             require(name, f"tracking.{name}=true", f"set tracking.{name}=false")
@@ -82,17 +80,13 @@ def start_tracking(
             settle_run_id(run_dir, report=report)
         log = _open_log(config.tracking, config.name, run_dir)
         on_failure.callback(log.close)
-        log_sink = LogSink(log, first_step=first_step, report=report, num_points=num_points, measurements=measurements)
-        add(log_sink)
+        add(LogSink(log, first_step=first_step, report=report, num_points=num_points, measurements=measurements))
         _record_start(config.document, log, first_step)
         if config.tracking.mlflow and config.tracking.system_metrics:
             add(record_system_metrics(log, report=report))
             sinks.reverse()  # it ends before the log
         if config.tracking.tensorboard:
             add(TensorBoardFiles(run_dir / TENSORBOARD, log, first_step=first_step))
-        if config.tracking.prometheus:
-            path = Path(config.tracking.prometheus)
-            add(PrometheusFile(path, log_sink.kept, run_name=config.name, report=report))
         if config.tracking.wandb:
             project, name = config.tracking.experiment, config.tracking.run_name or config.name
             of_run = {"project": project, "name": name, "config": config.document}

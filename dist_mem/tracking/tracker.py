@@ -218,24 +218,24 @@ class LogSink(Sink):
         self.num_lost = 0
         points = read_points(log.path)
         self._began = log.append("status", {"status": "RUNNING"}, at=time.time())
-        self.kept = self._continue_from(first_step, points)
-        self.num_lost = max(0, num_points - len(self.kept))
+        num_kept = self._continue_from(first_step, points)
+        self.num_lost = max(0, num_points - num_kept)
         self.num_points += self.num_lost
         if self.num_lost:
-            has = f"{len(self.kept)} of the {num_points} points that were logged up to step {first_step}"
+            has = f"{num_kept} of the {num_points} points that were logged up to step {first_step}"
             report(f"warning: {log.path} has {has}; the others are lost")
 
-    def _continue_from(self, step: int, points: Sequence[Point]) -> list[Point]:
-        """Return the points up to a step; the others are superseded."""
-        kept = [point for point in points if point.step <= step]
-        if len(kept) < len(points):
+    def _continue_from(self, step: int, points: Sequence[Point]) -> int:
+        """Return the number of points up to a step; the others are superseded."""
+        num_kept = sum(point.step <= step for point in points)
+        if num_kept < len(points):
             self._began = self._log.append("rewind", {"step": step}, at=time.time())
-        self.num_points = self.num_lost + len(kept)
+        self.num_points = self.num_lost + num_kept
         branches = find_entries(self._log.path, "branch")
         past = [entry for entry in find_entries(self._log.path, "point") if entry.body["step"] > step]
         self._past = [entry for entry in past if not is_superseded(entry, branches)]
         self._rollback = Rollback(map(as_point, self._past), first_step=step, measurements=self._measurements)
-        return kept
+        return num_kept
 
     def log(self, point: Point) -> None:
         self.num_points += 1  # also if the write fails: the point was logged, and is lost

@@ -94,7 +94,6 @@ def test_a_check_refuses_a_value_that_a_key_cannot_have(
 REFUSED_BY_THE_DATA = {
     "eval.split": ["eval.every=1", "eval.split=nosplit"],
     "nosplit": ["data.train_split=nosplit"],
-    "tracking.prometheus": ["tracking.prometheus=/nowhere/x.prom"],
     "run_dir": ["run_dir=job.yaml/x"],
     "resume": ["resume=nowhere"],
     "optimizer.groups[0].param_regex": ["optimizer.groups=[{param_regex: nothing}]"],

@@ -25,7 +25,6 @@ DOORS = {
     "lm_eval": ("lm_eval",),
     "mlflow": ("tracking.mlflow",),
     "omegaconf": ("config",),
-    "prometheus_client": ("tracking",),
     "pyarrow": ("datasets",),
     "tensorboard": ("tracking",),
     "transformers": ("generation", "data.tokenizers.huggingface"),

@@ -1,13 +1,8 @@
-"""What TensorBoard, Prometheus and Weights & Biases read of a run."""
+"""What TensorBoard and Weights & Biases read of a run."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import shutil
-import socket
-import stat
 import struct
 import subprocess
 import sys
@@ -19,18 +14,17 @@ from typing import Any
 
 import pytest
 import wandb
-from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
 from dist_mem.errors import UnusableError
 from dist_mem.tracking.log import METRICS_FILE, Header, Log, Point, read_points, write_log
-from dist_mem.tracking.readers import MARK, WANDB_ID_FILE, TensorBoardFiles, check_prometheus
+from dist_mem.tracking.readers import MARK, WANDB_ID_FILE, TensorBoardFiles
 from dist_mem.tracking.start import check_sinks
 from tests.support.faults import small_disk
 from tests.support.forked_ranks import SIGKILLED
 from tests.support.limits import limit, wait_until
-from tests.support.messages import refused, said_line
+from tests.support.messages import refused
 from tests.support.paths import ROOT
 from tests.support.tracked import config_for, job, start, steps
 
@@ -113,70 +107,14 @@ def test_a_full_disk_is_an_error_that_names_the_event_file(tmp_path: Path, log: 
         sink.close("FAILED")
 
 
-def test_prometheus_reads_the_last_value_of_every_metric_and_the_heartbeat(tmp_path: Path) -> None:
-    path = tmp_path / "demo.prom"
-    config = config_for("unused", tracking={"mlflow": False, "prometheus": str(path)})
-    tracker = start(config, tmp_path)
-    tracker.log(10, {"loss": 3.0, "goodput/useful": 0.5})
-    tracker.log(20, {"loss": 2.0})
-    tracker.log(20, {"validation/word_perplexity": 50.0})
-    tracker.close("FINISHED")
-    samples = [sample for family in text_string_to_metric_families(path.read_text()) for sample in family.samples]
-    assert all(sample.labels == {"run": "demo"} for sample in samples)
-    figures = {sample.name.removeprefix("dist_mem_"): sample.value for sample in samples}
-    *_, last = read_points(tmp_path / METRICS_FILE)
-    assert figures == {
-        "train_loss": 2.0,
-        "system_goodput_useful": 0.5,
-        "eval_validation_word_perplexity": 50.0,
-        "step": 20.0,
-        "heartbeat_timestamp_seconds": last.time,
-    }
-    assert [*tmp_path.glob("*prom*")] == [path]
-    job(config, tmp_path, {21: 1.0}, first_step=20)
-    assert "dist_mem_eval_validation_word_perplexity" in path.read_text(), "from before the resume"
-
-
-def test_a_prometheus_folder_that_is_gone_in_mid_run_is_one_line_per_outage_and_stops_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The folder belongs to the node exporter, which may be installed again during a training of many days."""
-    path = tmp_path / "exporter" / "demo.prom"
-    path.parent.mkdir()
-    tracker = start(config_for("unused", tracking={"mlflow": False, "prometheus": str(path)}), tmp_path)
-    for step, is_there in enumerate([True, False, False, True, False], start=1):
-        shutil.rmtree(path.parent, ignore_errors=True)
-        if is_there:
-            path.parent.mkdir()
-        tracker.log(step, {"loss": float(step)} if is_there else {"validation/loss": float(step)})
-        if is_there:
-            assert f'dist_mem_step{{run="demo"}} {step}.0' in path.read_text()
-        if step == 4:
-            assert 'dist_mem_eval_validation_loss{run="demo"} 3.0' in path.read_text(), "from while it was gone"
-    tracker.close("FINISHED")
-    first, second = (line for line in capsys.readouterr().err.splitlines() if "prometheus" in line)
-    assert first == second
-    said_line(first, f"tracking.prometheus={path}", "No such file or directory")
-
-
-@pytest.mark.parametrize(
-    ("tracking", "package"),
-    [
-        ({"wandb": True}, "wandb"),
-        ({"tensorboard": True}, "tensorboard"),
-        ({"prometheus": "x.prom"}, "prometheus_client"),
-        ({"prometheus": "x.txt"}, None),
-        ({"prometheus": "nowhere/x.prom"}, None),
-    ],
-)
-def test_what_cannot_be_written_is_said_before_the_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracking: dict[str, Any], package: str | None
+@pytest.mark.parametrize("package", ["wandb", "tensorboard"])
+def test_a_package_that_is_missing_is_named_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if package:
-        monkeypatch.setitem(sys.modules, package, None)  # as Python sees a package that is not installed
-    with refused(UnusableError, package or "tracking.prometheus"):
-        check_sinks(config_for("unused", tracking={"mlflow": False} | tracking).tracking)
+    monkeypatch.setitem(sys.modules, package, None)  # as Python sees a package that is not installed
+    with refused(UnusableError, package):
+        check_sinks(config_for("unused", tracking={"mlflow": False, package: True}).tracking)
     assert not [*tmp_path.iterdir()]
 
 
@@ -309,30 +247,3 @@ def test_an_error_of_the_client_is_one_line_and_stops_nothing(
     tracker.close("FINISHED")
     (line,) = (line for line in capsys.readouterr().err.splitlines() if "W&B" in line)
     assert line.startswith("warning: W&B: ") and "metrics.jsonl has every point" in line
-
-
-def test_a_prometheus_file_replaces_a_file_and_nothing_else(tmp_path: Path) -> None:
-    path = tmp_path / "x.prom"
-    check_prometheus(path)
-    path.write_text("")
-    check_prometheus(path)
-    path.unlink()
-    os.mkfifo(path)
-    with refused(UnusableError, f"tracking.prometheus={path}"):
-        check_prometheus(path)
-    path.unlink()
-    path.mkdir()
-    with refused(UnusableError, f"tracking.prometheus={path}"):
-        check_prometheus(path)
-    with refused(UnusableError, "tracking.prometheus="):  # as /dev/null, which no file may replace
-        check_prometheus(device(tmp_path / "null.prom"))
-
-
-def device(path: Path) -> Path:
-    """The null device under a name; a socket for users who cannot make one."""
-    if os.getuid() == 0:
-        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
-    else:
-        with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as server:
-            server.bind(path.name)
-    return path
