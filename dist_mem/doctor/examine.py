@@ -38,8 +38,6 @@ class RankMeasurements(NamedTuple):
 
     findings: list[Finding]
     wrong: list[int]
-    clocks: list[network.Interval]
-    pairs: list[network.PairSpeed]
     write_rate: float | None  # bytes per second; only on the first rank of a node
 
 
@@ -175,17 +173,15 @@ def _measure(run_dir: Path | None, world: World, probe: str, *, is_thorough: boo
     if run_dir is not None and world.rank == 0:
         findings += _run(node, "run directory", lambda: disks.check_run_dir_type(run_dir))
     findings += [remark.at(None) for remark in network.check_connections(world)]
-    wrong, clocks = network.wrong_sums(world), network.read_clocks(world)
-    if not is_thorough:
-        return RankMeasurements(findings, wrong, clocks, [], None)
-    findings += [remark.at(None) for remark in network.check_speed(world)]
-    pairs, rate = network.measure_pairs(world), None
-    if run_dir is not None and is_first:
+    wrong, rate = network.wrong_sums(world), None
+    if is_thorough:
+        findings += [remark.at(None) for remark in network.check_speed(world)]
+    if is_thorough and run_dir is not None and is_first:
         try:
             rate = disks.write_rate(run_dir)
         except OSError as error:
             findings.append(disks.cannot_write(error).at(node))
-    return RankMeasurements(findings, wrong, clocks, pairs, rate)
+    return RankMeasurements(findings, wrong, rate)
 
 
 def _judge(
@@ -197,8 +193,6 @@ def _judge(
     for one in measured:
         yield from one.findings
     yield from network.check_sums(places, [one.wrong for one in measured])
-    yield from network.check_pairs(places, [one.pairs for one in measured])
-    yield from network.check_clocks(places, [one.clocks for one in measured])
     rates = [one.write_rate for one in measured if one.write_rate is not None]
     if launch is not None and checkpoint is not None and rates:
         for remark in disks.check_stop_time(launch, num_bytes=checkpoint.num_bytes, rate=sum(rates)):

@@ -6,7 +6,6 @@ import errno
 import json
 import mmap
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -113,7 +112,7 @@ def test_a_sound_job_passes_on_two_ranks_and_leaves_nothing_behind(tmp_path: Pat
     run_dir = "run_dir=runs/new"
     first, second, text = on_two_nodes([str(config), run_dir], cwd=tmp_path, second=[])
     assert (first, second) == (0, 0), text
-    for what in ("rendezvous", "configuration", "data", "run directory", "disk room", "inodes", "bandwidth", "clock"):
+    for what in ("rendezvous", "configuration", "data", "run directory", "disk room", "inodes", "bandwidth"):
         assert f"ok       {what} " in text
     assert "0 FAIL" in text
     warnings = [line for line in text.splitlines() if line.startswith(WARNING)]
@@ -240,19 +239,6 @@ def test_a_connection_that_saves_need_is_tried_before_the_first_step(config: Pat
     said(first, "rank 1", "refuses the connection", "MASTER_ADDR")
 
 
-def _preflight_at_another_time(world: World, config_file: Path) -> str | list[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        if world.rank == 1:
-            patch.setattr(network.read_clocks, "__defaults__", (lambda: time.time() + 3600,))
-        return _preflight(world, config_file, [[], []])
-
-
-def test_a_node_whose_clock_is_wrong_is_named(config: Path, rank_pool: Pool) -> None:
-    (warned,) = rank_pool(2).run(_preflight_at_another_time, config)[0]
-    assert "clock" in warned and "node2" in warned
-    assert float(re.findall(r"([\d,.]+) s ahead", warned)[0].replace(",", "")) == pytest.approx(3600, abs=1)
-
-
 def test_paths_may_differ_between_nodes_and_secrets_are_not_printed(
     tmp_path: Path, books: Path, config: Path, rank_pool: Pool
 ) -> None:
@@ -347,30 +333,6 @@ def test_a_wrong_sum_names_the_rank_that_sent_it_or_got_it(rank_pool: Pool) -> N
         found = rank_pool(3).run(_sums_with_fault, 1, is_sender)
         assert len(found[0]) == 1 and (found[0] == found[1] == found[2] or not is_sender)
         assert found[0][0].startswith(FAIL) and "n rank 1 " in found[0][0] and fault in found[0][0]
-
-
-def _clocks(world: World, ahead: Sequence[float]) -> list[network.Interval]:
-    return network.read_clocks(world, lambda: time.time() + ahead[world.rank])
-
-
-@pytest.mark.parametrize(("offset", "how"), [(-7.25, "behind"), (3600.0, "ahead of")])
-def test_a_clock_that_is_wrong_is_a_warning_with_its_offset(rank_pool: Pool, offset: float, how: str) -> None:
-    clocks = rank_pool(2).run(_clocks, [0.0, offset])
-    ahead, margin = network.skew(clocks[0], clocks[1])
-    assert abs(ahead - offset) <= margin < 1.0
-    (found,) = network.check_clocks([Place("a"), Place("b")], clocks)
-    assert (found.level, found.place) == (WARNING, Place("b"))
-    assert f"{abs(ahead):,.1f} s {how} that of a" in found.found
-
-
-def test_the_slow_one_of_a_slow_pair_is_named() -> None:
-    places = [Place(f"node{rank}", 2 * rank) for rank in range(4)]
-    rates = {(0, 1): 9e9, (2, 3): 1e9, (0, 2): 9e9, (1, 3): 1e9}
-    measured = [[network.PairSpeed(pair, rate) for pair, rate in rates.items() if rank in pair] for rank in range(4)]
-    (found,) = network.check_pairs(places, measured)
-    assert (found.level, found.place) == (WARNING, places[3])
-    even = [[pair._replace(rate=8e9) for pair in pairs] for pairs in measured]
-    assert [found.level for found in network.check_pairs(places, even)] == [OK]
 
 
 # Accelerators: the reports of the ranks are data.
