@@ -1,4 +1,4 @@
-"""Checks of a rank with a GPU: its cores and their NUMA node, network cards, and the settings of torch and NCCL.
+"""Checks of a rank with a GPU: its cores and their NUMA node, network cards, and the precision of products.
 
 Run on one H100; tests use stand-ins for torch.cuda and a made-up /sys.
 """
@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from dist_mem.runtime import devices, gpu
 from dist_mem.runtime.distributed import World
@@ -28,10 +27,7 @@ def check_gpu(world: World, *, tf32: bool) -> Iterator[Remark]:
     yield _check_cores(world.device)
     if world.size > world.local_size:
         yield from _check_network_cards(world.device)
-    yield _check_allocator(world.device)
     yield _check_tf32(wanted=tf32)
-    yield _check_recorder()
-    yield _check_binding_of_nccl(world.device)
 
 
 def _check_cores(device: torch.device) -> Remark:
@@ -77,37 +73,8 @@ def _is_active(port: Path) -> bool:
     return "ACTIVE" in (port / "state").read_text(encoding="ascii")  # as "4: ACTIVE"
 
 
-def _check_allocator(device: torch.device) -> Remark:
-    settings = devices.allocator_settings()
-    held = torch.zeros(1, device=device)  # there is a segment now
-    grows = any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
-    del held
-    if grows or "cudaMallocAsync" in settings:
-        return ok("allocator", settings)
-    fix = f"{devices.ALLOCATOR_VARIABLES[0]}=expandable_segments:True, before Python starts"
-    return warning("allocator", f"segments do not grow ({settings or 'not set'}): memory may fragment", fix)
-
-
 def _check_tf32(*, wanted: bool) -> Remark:
     if devices.tf32_is_forced() and not wanted:
         text = "NVIDIA_TF32_OVERRIDE=1: no product of float32 is exact, also none of memories"
         return fail("float32", text, "unset it; train.tf32 allows it where it does no harm")
     return ok("float32", "products in TF32" if torch.backends.cuda.matmul.allow_tf32 else "products are exact")
-
-
-def _check_recorder() -> Remark:
-    if not devices.num_recorded():
-        text = "off: a hang report cannot name the rank whose GPU lags"
-        return warning("flight recorder", text, "unset TORCH_FR_BUFFER_SIZE, TORCH_NCCL_TRACE_BUFFER_SIZE")
-    if not devices.records_starts():
-        text = "does not see when a GPU starts a collective"
-        return warning("flight recorder", text, "unset TORCH_NCCL_ENABLE_TIMING")
-    return ok("flight recorder", f"the last {devices.num_recorded():,} collectives")
-
-
-def _check_binding_of_nccl(device: torch.device) -> Remark:
-    bound = dist.distributed_c10d._get_default_group().bound_device_id
-    if bound != device:
-        fix = "start with dist-mem, which passes device_id to init_process_group"
-        return warning("NCCL", f"is bound to {bound or 'no GPU'}, this rank has {device}", fix)
-    return ok("NCCL", f"{'.'.join(map(str, torch.cuda.nccl.version()))}, connected at the start")

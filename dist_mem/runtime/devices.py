@@ -14,7 +14,7 @@ import re
 from typing import NamedTuple
 
 from dist_mem.errors import UnusableError
-from dist_mem.runtime.environment import set_default, variable, whole_number
+from dist_mem.runtime.environment import set_default, variable
 from dist_mem.runtime.terminal import list_names
 
 _TERA, _GIGA = 1e12, 1e9
@@ -114,34 +114,17 @@ def _this_machine() -> Device:
     return Device("cpu", "", memory, _CPU_BANDWIDTH, flops, _CPU_BANDWIDTH, _CPU_NETWORK)
 
 
-ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # in the order in which torch 2.13 reads them
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # in the order in which torch 2.13 reads them
 # Segments that grow: lengths of documents vary, and fixed segments of many sizes would fragment the GPU's memory.
 _ALLOCATOR = "expandable_segments:True"
 
 
 def set_gpu_variables() -> None:
     """Set the variables that torch reads at its first allocation on a GPU, and NCCL when it starts."""
-    if not any(variable(name) for name in ALLOCATOR_VARIABLES):
-        os.environ[ALLOCATOR_VARIABLES[0]] = _ALLOCATOR
+    if not any(variable(name) for name in _ALLOCATOR_VARIABLES):
+        os.environ[_ALLOCATOR_VARIABLES[0]] = _ALLOCATOR
     # Without it, a device that hangs before a collective looks like those that wait in it (flight_recorder.py).
     set_default("TORCH_NCCL_ENABLE_TIMING", "1")
-
-
-def num_recorded() -> int:
-    """Return how many collectives torch keeps for a hang report; 0: none."""
-    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-    given = [name for name in names if variable(name)]
-    return whole_number(os.environ, given[0], 0, "unset it for 2000") if given else 2000  # of torch
-
-
-def records_starts() -> bool:
-    """Return whether NCCL records when the device starts a collective."""
-    return (variable("TORCH_NCCL_ENABLE_TIMING") or "0").lower() in ("1", "true", "t", "yes", "y")
-
-
-def allocator_settings() -> str:
-    """Return the settings of torch's allocator in the environment; empty: torch's defaults."""
-    return next((text for name in ALLOCATOR_VARIABLES if (text := variable(name))), "")
 
 
 def socket_interfaces() -> list[str]:

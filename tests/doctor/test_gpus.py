@@ -5,16 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from dist_mem.__main__ import main
-from dist_mem.doctor import run_checks
 from dist_mem.doctor.gpus import check_gpu
-from dist_mem.runtime import devices
 from dist_mem.runtime.distributed import World
 from dist_mem.supervision.findings import FAIL, OK, WARNING, Remark
 from tests.support.gpus import add_card, allow_cores, pretend_gpus
@@ -22,11 +17,7 @@ from tests.support.messages import said
 
 WORLD = World(rank=1, size=16, local_rank=1, local_size=8, device=torch.device("cuda:1"))
 SETTINGS = {
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-    "TORCH_NCCL_ENABLE_TIMING": "1",
     "NVIDIA_TF32_OVERRIDE": "",
-    "TORCH_FR_BUFFER_SIZE": "",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "",
     "NCCL_SOCKET_IFNAME": "lo",
     "GLOO_SOCKET_IFNAME": "",
 }
@@ -41,12 +32,6 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPat
         add_card(tmp_path, f"mlx5_{node}", node=node)
     for name, value in SETTINGS.items():
         monkeypatch.setenv(name, value)
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *sizes, device: zeros(*sizes))
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"is_expandable": True}])
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
-    group = SimpleNamespace(bound_device_id=WORLD.device)
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: group)
     return monkeypatch
 
 
@@ -55,23 +40,12 @@ def found(what: str, *, tf32: bool = False) -> Remark:
     return remark
 
 
-def test_the_doctor_sees_the_variables_that_a_run_sets_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(run_checks, "run", lambda config: int(not devices.records_starts()))
-    for name in ("TORCH_NCCL_ENABLE_TIMING", *devices.ALLOCATOR_VARIABLES):
-        monkeypatch.setenv(name, "")  # for their end
-        monkeypatch.delenv(name)
-    assert main(["doctor"]) == 0
-    assert "expandable_segments:True" in devices.allocator_settings()
-
-
 def test_sound_rank_passes_with_what_was_found(machine: pytest.MonkeyPatch) -> None:
     remarks = {remark.what: remark for remark in check_gpu(WORLD, tf32=False)}
     assert {remark.level for remark in remarks.values()} == {OK}
     assert remarks["cores"].found == "8 cores next to the GPU (NUMA node 1)"
     assert remarks["network card"].found == "mlx5_1 of 2 next to the GPU"
-    assert remarks["NCCL"].found == "2.28.9, connected at the start"
-    assert set(remarks) == {"cores", "network card", "allocator", "float32", "flight recorder", "NCCL"}
+    assert set(remarks) == {"cores", "network card", "float32"}
 
 
 def setting(name: str, value: str) -> Callable[[pytest.MonkeyPatch], None]:
@@ -82,25 +56,12 @@ def cores(*allowed: int) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: allow_cores(patch, set(allowed))
 
 
-def unbound(patch: pytest.MonkeyPatch) -> None:
-    group = SimpleNamespace(bound_device_id=None)
-    patch.setattr(dist.distributed_c10d, "_get_default_group", lambda: group)
-
-
-def fixed_segments(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(torch.cuda, "memory_snapshot", lambda: [{"is_expandable": False}])
-
-
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str, str]] = {
     "one core": (cores(9), "cores", WARNING, "1 cores for"),
     "far cores": (cores(0, 1, 2, 3), "cores", WARNING, "none of them next to its GPU"),
     "not bound": (cores(*range(16)), "cores", WARNING, "16 cores, 8 of them"),
     "no interface": (setting("NCCL_SOCKET_IFNAME", "ib9"), "network card", FAIL, "ib9 is not there"),
-    "fixed segments": (fixed_segments, "allocator", WARNING, "expandable_segments:True"),
     "TF32 forced": (setting("NVIDIA_TF32_OVERRIDE", "1"), "float32", FAIL, "NVIDIA_TF32_OVERRIDE=1"),
-    "recorder off": (setting("TORCH_FR_BUFFER_SIZE", "0"), "flight recorder", WARNING, "off: "),
-    "no starts": (setting("TORCH_NCCL_ENABLE_TIMING", "0"), "flight recorder", WARNING, "starts a collective"),
-    "NCCL not bound": (unbound, "NCCL", WARNING, "bound to no GPU"),
 }
 
 

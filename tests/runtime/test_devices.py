@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dist_mem.errors import UnusableError
-from dist_mem.runtime import devices, distributed, gpu
+from dist_mem.runtime import distributed, gpu
 from dist_mem.runtime.devices import GPUS, device_named, gpu_of
 from dist_mem.runtime.gpu import bind_to_gpu, gpu_place, parse_cores
 from tests.support.gpus import allow_cores, pretend_gpus
@@ -80,7 +80,8 @@ def test_links_are_slower_than_memory_and_networks_than_links() -> None:
         assert 1e9 < device.memory < 2e12 and device.flops["fp16"] >= device.flops["fp32"] >= 1e10
 
 
-VARIABLES = (*devices.ALLOCATOR_VARIABLES, "TORCH_NCCL_ENABLE_TIMING", "DS_ACCELERATOR")
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+VARIABLES = (*ALLOCATOR, "TORCH_NCCL_ENABLE_TIMING", "DS_ACCELERATOR")
 
 
 @pytest.fixture
@@ -143,16 +144,16 @@ def test_all_threads_of_the_process_are_bound(tmp_path: Path, monkeypatch: pytes
 def test_variables_of_gpus_are_set_unless_the_user_has(tmp_path: Path, variables: pytest.MonkeyPatch) -> None:
     pretend_gpus(variables, tmp_path)
     distributed.choose_accelerator()
-    assert devices.allocator_settings() == "expandable_segments:True"
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert os.environ["TORCH_NCCL_ENABLE_TIMING"] == "1"
     assert "DS_ACCELERATOR" not in os.environ
-    for name in devices.ALLOCATOR_VARIABLES:
+    for name in ALLOCATOR:
         variables.delenv(name, raising=False)
     variables.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
     variables.setenv("TORCH_NCCL_ENABLE_TIMING", "0")
     distributed.choose_accelerator()
     assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ, "torch would read it first"
-    assert devices.allocator_settings() == "max_split_size_mb:512"
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:512"
     assert os.environ["TORCH_NCCL_ENABLE_TIMING"] == "0"
 
 
