@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from dist_mem.engine.cpu_op import BUFFER, CPU_OP, SHM
+from dist_mem.engine.cpu_op import CPU_OP, SHM
 from dist_mem.runtime.compilers import compiler_caches, cpp_compiler
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.environment import job_end, variable
@@ -19,7 +19,6 @@ GOOD_OPEN_FILES = 4096  # the usual limit for training; a rank of a large job ne
 _BASE_FILES, _FILES_PER_PEER = 200, 4  # libraries and shards; the groups of gloo or NCCL have sockets to every rank
 GOOD_PROCESSES = 4096  # threads count as processes
 _SHM_BYTES_PER_RANK = 80 * 2**20  # DeepSpeed's buffer, 66 MiB, and the readers' queues
-_NEW_SECONDS = 60.0
 _SHORT_SECONDS = 600.0
 
 
@@ -76,32 +75,11 @@ def check_shared_memory(local_size: int) -> Iterator[Remark]:
         return
     stat = os.statvfs(SHM)
     free, needed = stat.f_bavail * stat.f_frsize, _SHM_BYTES_PER_RANK * local_size
-    dead = [path for path in SHM.glob(f"{BUFFER}_*") if _is_dead(path)]
-    if dead:
-        num_bytes = sum(path.stat().st_size for path in dead)
-        text = f"{len(dead)} buffers of dead ranks hold {num_bytes / 2**20:,.0f} MiB of memory"
-        yield warning("/dev/shm", text, f"rm {' '.join(map(str, dead[:2]))}{' ...' if len(dead) > 2 else ''}")
     if free < needed:
         text = f"{free / 2**20:,.0f} MiB free, {local_size} ranks need {needed / 2**20:,.0f}"
         yield warning("/dev/shm", text, "mount it larger; containers: --shm-size=8g or --ipc=host")
-    elif not dead:
+    else:
         yield ok("/dev/shm", f"{free / 2**30:,.1f} GiB free")
-
-
-def _is_dead(path: Path) -> bool:
-    """Return whether this user's file is unused by any visible process; a new file may still be mapped soon."""
-    stat = path.stat()
-    return stat.st_uid == os.getuid() and time.time() - stat.st_mtime > _NEW_SECONDS and not _is_mapped(path)
-
-
-def _is_mapped(path: Path) -> bool:
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            if str(path) in maps.read_text(encoding="utf-8", errors="replace"):
-                return True
-        except OSError:  # the process has ended, or belongs to another user and cannot use the file
-            continue
-    return False
 
 
 def _check_compiler() -> Remark:

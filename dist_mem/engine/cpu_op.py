@@ -23,7 +23,7 @@ from dist_mem.runtime.ranks import rendezvous_address
 
 CPU_OP = "deepspeed_shm_comm"  # compiled at the first start
 SHM = Path("/dev/shm")
-BUFFER = "deepspeed_allreduce_buffer"  # prefix of the names
+_BUFFER = "deepspeed_allreduce_buffer"  # prefix of the names
 _LONGEST_COMPILATION = 900.0  # seconds; it takes 30 to 150
 _ENDING_SECONDS = 5.0  # for a compiler to end
 _COMPILING = "compiling DeepSpeed's CPU communication op, once for this environment: 1 to 3 minutes"
@@ -122,4 +122,4 @@ def drop_buffer_name(rank: int) -> None:
     The ranks keep the buffer mapped, and nothing is left behind when the job ends, however it ends.
     """
     address, port = rendezvous_address()
-    (SHM / f"{BUFFER}_{os.getuid()}_{address}_{port}_{rank}").unlink(missing_ok=True)
+    (SHM / f"{_BUFFER}_{os.getuid()}_{address}_{port}_{rank}").unlink(missing_ok=True)
