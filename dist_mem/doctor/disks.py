@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,16 +27,6 @@ _SEEING_SECONDS = 5.0  # NFS clients may cache directory listings for a few seco
 _FILES_PER_RANK, _OTHER_FILES = 3, 13  # engine, lanes, rng; manifest, configuration, tokenizer, folders
 _BYTES_PER_RANK = 10_000  # random state, headers
 _SAVES = 3  # saves that should fit into the time between signal and end: the first attempt may fail
-
-
-def device_of(path: Path) -> str:
-    """Return the device mounted at a path, as /dev/sda1 or server:/home."""
-    number = path.stat().st_dev
-    wanted = f"{os.major(number)}:{os.minor(number)}"
-    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-        if line.split()[2] == wanted:
-            return line.partition(" - ")[2].split()[1]
-    return "unknown"
 
 
 def nearest_existing(path: Path) -> Path:
@@ -105,54 +93,26 @@ def cannot_write(error: OSError) -> Remark:
     return fail("run directory", f"cannot be written: {error}", fix, blames_node=True)
 
 
-def check_room(run_dir: Path, *, num_bytes: int, num_files: int, kept: int) -> Iterator[Remark]:
+def check_room(run_dir: Path, one: CheckpointFiles, *, kept: int) -> Iterator[Remark]:
     """Check that the disk has bytes and inodes for the checkpoints that will exist at the same time.
 
     Args:
-        num_bytes, num_files: of one checkpoint.
+        one: the size of a checkpoint.
         kept: checkpoints still to be written until the oldest is deleted.
     """
     stat = os.statvfs(nearest_existing(run_dir))
-    free, size = stat.f_bavail * stat.f_frsize, _size(num_bytes)
+    free, size = stat.f_bavail * stat.f_frsize, _size(one.num_bytes)
     text = f"{_size(free)} free, {kept} checkpoints of {size} are to come"
     fix = "make room, keep fewer (checkpoint.keep_last), or set run_dir to another disk"
-    if free < num_bytes * kept:
+    if free < one.num_bytes * kept:
         yield fail("disk room", text, fix)
     else:
         yield ok("disk room", text)
     is_counted = 0 <= stat.f_favail <= stat.f_files and stat.f_files > 0  # some file systems do not count, or report -1
-    if is_counted and stat.f_favail < num_files * kept:
-        yield fail("inodes", f"{stat.f_favail:,} free, {kept} checkpoints have {num_files * kept:,} files", fix)
+    if is_counted and stat.f_favail < one.num_files * kept:
+        yield fail("inodes", f"{stat.f_favail:,} free, {kept} checkpoints have {one.num_files * kept:,} files", fix)
     elif is_counted:
         yield ok("inodes", f"{stat.f_favail:,} free")
-
-
-def check_quota(run_dir: Path, num_bytes: int) -> Iterator[Remark]:
-    """Check this user's quota on the run directory's file system, if the `quota` command reports one.
-
-    Args:
-        num_bytes: bytes to be written.
-    """
-    program, device = shutil.which("quota"), device_of(nearest_existing(run_dir))
-    if program is None:
-        return
-    try:
-        output = subprocess.run([program, "-w", "-p"], capture_output=True, text=True, timeout=10).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return  # the quota server does not answer; the write test covers the important case
-    for line in output.splitlines():
-        words = line.split()
-        if words[:1] == [device] and len(words) >= 4:
-            used, *limits = (int(word.rstrip("*")) * 1024 for word in words[1:4])
-            limit = min((one for one in limits if one), default=0)
-            if limit:
-                yield _quota_remark(limit - used, num_bytes)
-
-
-def _quota_remark(left: int, num_bytes: int) -> Remark:
-    text = f"{_size(max(left, 0))} of your quota left, checkpoints take {_size(num_bytes)}"
-    fix = "delete files, request a larger quota, or set run_dir"
-    return fail("quota", text, fix) if left < num_bytes else ok("quota", text)
 
 
 def _size(num_bytes: int) -> str:

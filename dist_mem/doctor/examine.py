@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from dist_mem.config import CheckpointConfig, Config, LaunchConfig, TrackingConfig
+from dist_mem.config import Config, LaunchConfig, TrackingConfig
 from dist_mem.doctor import consistency, disks, gpus, machine, network
 from dist_mem.errors import UnusableError, run_error
 from dist_mem.runtime.distributed import World, gather_objects
@@ -46,7 +46,7 @@ def examine(config: Config | None, world: World, *, is_thorough: bool) -> Genera
 
     Args:
         config: None: check only machines.
-        is_thorough: also run checks that take seconds: speed of network and disk, git, quota.
+        is_thorough: also run checks that take seconds: speed of network and disk, git.
 
     Yields:
         The findings of a round, the same on every rank. If the first round fails, the caller may skip the second.
@@ -110,7 +110,8 @@ def _check_rank(config: Config | None, world: World, *, is_thorough: bool) -> Lo
 
         def check_room() -> Iterator[Remark]:
             checkpoint.append(disks.checkpoint_size(config, world.size))
-            yield from _check_room(config.checkpoint, Path(config.run_dir), checkpoint[0], is_thorough=is_thorough)
+            kept = disks.checkpoints_to_come(config.checkpoint, Path(config.run_dir))
+            yield from disks.check_room(Path(config.run_dir), checkpoint[0], kept=kept)
 
         checks.append((node, "disk room", check_room))
         checks.append(
@@ -122,17 +123,6 @@ def _check_rank(config: Config | None, world: World, *, is_thorough: bool) -> Lo
     if any(finding.what == "run directory" for finding in findings):
         probe = None
     return LocalResult(place, findings, fingerprints, probe, new_folders, checkpoint[0] if checkpoint else None)
-
-
-def _check_room(
-    rules: CheckpointConfig, run_dir: Path, size: disks.CheckpointFiles, *, is_thorough: bool
-) -> Iterator[Remark]:
-    """Check that the disk has room for the checkpoints to come."""
-    num_bytes, num_files = size
-    kept = disks.checkpoints_to_come(rules, run_dir)
-    yield from disks.check_room(run_dir, num_bytes=num_bytes, num_files=num_files, kept=kept)
-    if is_thorough:
-        yield from disks.check_quota(run_dir, num_bytes * kept)
 
 
 def _check_mlflow(tracking: TrackingConfig, run_dir: Path, *, is_thorough: bool) -> Iterator[Remark]:

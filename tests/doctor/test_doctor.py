@@ -421,18 +421,6 @@ def test_caches_on_a_network_file_system_are_reported_with_the_variable_to_set(
     assert found.fix.startswith("unset TRITON_CACHE_DIR, DIST_MEM_CACHES=/tmp")
 
 
-def test_a_quota_that_is_nearly_used_up_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command prints what Debian's does; a file system with quotas takes a kernel that has them."""
-    device = disks.device_of(tmp_path)
-    program = tmp_path / "quota"
-    table = f"Disk quotas for me (uid 1): \\n Filesystem blocks quota limit grace\\n {device} 900* 1000 1200 0 1 0 0 0"
-    program.write_text(f"#!/bin/sh\nprintf '{table}\\n'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert levels(list(disks.check_quota(tmp_path, 200 * 1024))) == [FAIL]
-    assert levels(list(disks.check_quota(tmp_path, 50 * 1024))) == [OK]
-
-
 def test_a_save_that_takes_longer_than_the_notice_fails(tmp_path: Path, books: Path) -> None:
     config = load_checked([str(write_config(tmp_path / "c.yaml", books, tmp_path / "run")), "launch.signal_seconds=60"])
 
