@@ -11,7 +11,7 @@ from dist_mem.errors import UnusableError
 from dist_mem.estimate.counting import count_micro_batch, flops_per_token
 from dist_mem.estimate.likely_time import LikelySeconds, likely_seconds
 from dist_mem.estimate.memory import MemoryPart, evaluated_memories, parts_at_peak, size, update_parts
-from dist_mem.estimate.search import BackEnd, Candidate, Cluster, best, by_back_end, candidates, nearest
+from dist_mem.estimate.search import Candidate, Cluster, best, candidates, nearest
 from dist_mem.estimate.step_time import CheckpointCost, StepTime, checkpoint_cost, peak_flops, step_time
 from dist_mem.estimate.zero import TrainingJob, job_of, sizes_of
 from dist_mem.nn.kernel_shapes import planned_card
@@ -36,7 +36,6 @@ class JobEstimate(NamedTuple):
     mfu: float  # share of the data sheet's operations that the model itself needs, at most
     checkpoint: CheckpointCost
     candidates: list[Candidate]
-    back_ends: list[BackEnd]
 
     @property
     def speed(self) -> float:
@@ -126,9 +125,8 @@ def _estimate(
     parts = parts_at_peak(update_parts(job, sizes, of_batch), scored)
     checkpoint = checkpoint_cost(train, sizes, world_size=world_size, disk_rate=disk_rate)
     others = candidates(job, sizes, cluster, scored, report)
-    back_ends = list(by_back_end(job, sizes, of_batch, scored, report))
     expected = likely_seconds(spec, time, cluster.device, world_size=world_size)
-    return JobEstimate(name, cluster, parts, time, expected, steps, tokens, mfu, checkpoint, others, back_ends)
+    return JobEstimate(name, cluster, parts, time, expected, steps, tokens, mfu, checkpoint, others)
 
 
 def as_json(job: JobEstimate) -> dict[str, Any]:
@@ -155,7 +153,6 @@ def as_json(job: JobEstimate) -> dict[str, Any]:
         "hours_likely": job.likely_hours,
         "checkpoint": job.checkpoint._asdict(),
         "proposal": proposal and _candidate_json(proposal),
-        "attention": {one.name: {"activations": one.activations, "memory": one.num_bytes} for one in job.back_ends},
         "settings": [_candidate_json(candidate) for candidate in job.candidates],
     }
 
@@ -173,7 +170,7 @@ def as_text(train: TrainConfig, job: JobEstimate, *, shows_all: bool) -> str:
     """Return the plan for people.
 
     Args:
-        shows_all: every setting and attention back end, not only the fastest settings.
+        shows_all: every setting, not only the fastest ones.
     """
     shown = _all_settings(train, job) if shows_all else _fastest_settings(train, job)
     return "\n".join([*label_lines(_lines(train, job)), "", *shown, *_propose(job)])
@@ -273,15 +270,9 @@ def _fastest_settings(train: TrainConfig, job: JobEstimate) -> Iterator[str]:
 
 
 def _all_settings(train: TrainConfig, job: JobEstimate) -> Iterator[str]:
-    """Yield memory and time by stage and checkpointing with today's lanes, and memory by back end."""
+    """Yield memory and time by stage and checkpointing with today's lanes."""
     yield f"with train.micro_batch_size={train.micro_batch_size}; at most, if an update is one micro-batch:"
     yield from _settings_table(_same_lanes(train, job), job)
-    yield from table(
-        [
-            ("model.attention", "activations", "memory"),
-            *((one.name, size(one.activations), size(one.num_bytes)) for one in job.back_ends),
-        ]
-    )
 
 
 def _settings_table(shown: Sequence[Candidate], job: JobEstimate) -> list[str]:

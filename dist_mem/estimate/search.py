@@ -5,17 +5,16 @@ None of these keys changes what is learnt: all may differ on resume.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from dist_mem.block import num_recomputed
 from dist_mem.config.schema import BY_SEGMENTS
-from dist_mem.estimate.counting import Counts, MicroBatchCost, count_micro_batch, mix_costs
+from dist_mem.estimate.counting import Counts, MicroBatchCost, mix_costs
 from dist_mem.estimate.memory import MemoryPart, counted_parts, parts_at_peak
 from dist_mem.estimate.step_time import StepTime, step_time
 from dist_mem.estimate.zero import ModelSizes, TrainingJob, sums_in_half
-from dist_mem.nn.attention import BACK_ENDS
 from dist_mem.runtime.devices import Device
 
 _STAGE, _CHECKPOINTING, _SHARE, _LANES = (
@@ -161,36 +160,3 @@ def nearest(found: list[Candidate], cluster: Cluster) -> Candidate | None:
     """Return the candidate that fits with the fewest changes, of those the fastest; None if none fits."""
     fitting = [candidate for candidate in found if candidate.num_bytes <= cluster.capacity]
     return min(fitting, key=lambda candidate: (len(candidate.changes), candidate.time.total), default=None)
-
-
-class BackEnd(NamedTuple):
-    """One value of `model.attention`."""
-
-    name: str
-    activations: int  # bytes that one micro-batch keeps for its backward, with its new memories
-    num_bytes: int  # of all parts together, a bound as in `counted_parts`
-
-
-def by_back_end(
-    job: TrainingJob, sizes: ModelSizes, own: MicroBatchCost, scored: MemoryPart, report: Callable[[str], None]
-) -> Iterator[BackEnd]:
-    """Yield the configured back end, whose count is `own`, and the others that the model accepts.
-
-    Args:
-        scored: memories of an evaluation during training.
-        report: is called with what is counted next.
-    """
-    for name in BACK_ENDS:
-        spec = job.spec._replace(model=replace(job.spec.model, attention=name))
-        if name == job.spec.model.attention:
-            counted = own
-        elif name == "auto":  # it takes one of the others
-            continue
-        else:
-            report(f"model.attention={name}")
-            try:
-                counted = count_micro_batch(spec, on_gpu=job.on_gpu)
-            except ValueError:  # the memory, or model.attention_dropout, refuses it
-                continue
-        parts = parts_at_peak(counted_parts(job._replace(spec=spec), sizes, counted, None), scored)
-        yield BackEnd(name, counted.kept, sum(part.num_bytes for part in parts))

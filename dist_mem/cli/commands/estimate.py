@@ -28,7 +28,7 @@ def add_arguments(added: ArgumentParser) -> None:
     added.add_argument(
         "--disk", type=float, default=1.0, metavar="GB/s", help="write speed of all ranks together (default: 1)"
     )
-    added.add_argument("--all", action="store_true", help="show every setting and attention back end")
+    added.add_argument("--all", action="store_true", help="show every setting")
     added.add_argument("--json", action="store_true", help="print one JSON object")
 
 
