@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dist_mem.errors import UnusableError
@@ -93,7 +93,7 @@ def import_mlflow_quietly() -> None:
     )
 
 
-def connect(uri: str, report: Callable[[str], None] = print) -> MlflowClient:
+def connect(uri: str) -> MlflowClient:
     """Return the client of a store and of its registry; `prepare` creates the tables of a new SQLite file (1 to 7 s).
 
     Raises:
@@ -103,7 +103,7 @@ def connect(uri: str, report: Callable[[str], None] = print) -> MlflowClient:
     import_mlflow_quietly()
     from mlflow import MlflowClient
 
-    prepare(uri, report)
+    prepare(uri)
     return MlflowClient(uri, uri)  # not the registry of the process
 
 

@@ -114,7 +114,7 @@ class MlflowRun:
     def _find_or_create(self, start_time: int | None) -> Run:
         uri, run_dir, header, _ = self._target
         known = read_run_id(run_dir)
-        self._client = self._client or connect(uri, self._report)
+        self._client = self._client or connect(uri)
         run = find_run(self._client, known) if known else None
         if run is not None and UID_TAG not in run.data.tags and run.info.run_id == requested_run_id():
             self._client.set_tag(run.info.run_id, UID_TAG, header.uid)
