@@ -1,8 +1,7 @@
-"""Disk checks: the run directory is shared, writable, fast and has room for checkpoints; caches are on the node."""
+"""Disk checks: the run directory is shared, writable and has room for checkpoints; caches are on the node."""
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dist_mem.checkpoint.manifest import list_steps
-from dist_mem.config import CheckpointConfig, Config, LaunchConfig
+from dist_mem.config import CheckpointConfig, Config
 from dist_mem.data.batch_plan import batch_plan
 from dist_mem.data.directory import local_dir
 from dist_mem.data.tokenizers.registry import FILE_NAMES, JSON_NAME
@@ -22,11 +21,9 @@ from dist_mem.runtime.files import partial_of
 from dist_mem.supervision.findings import Remark, fail, ok, warning
 
 _FLEETING_TYPES = ("tmpfs", "ramfs", "overlay")  # gone with the node, or the container
-_RATE_BYTES, _BLOCK_BYTES = 64 << 20, 64 << 10
 _SEEING_SECONDS = 5.0  # NFS clients may cache directory listings for a few seconds
 _FILES_PER_RANK, _OTHER_FILES = 3, 13  # engine, lanes, rng; manifest, configuration, tokenizer, folders
 _BYTES_PER_RANK = 10_000  # random state, headers
-_SAVES = 3  # saves that should fit into the time between signal and end: the first attempt may fail
 
 
 def nearest_existing(path: Path) -> Path:
@@ -119,28 +116,6 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
 
 
-def write_rate(run_dir: Path) -> float:
-    """Return the bytes per second of writing and flushing 64 MiB in the run directory, or less on a full disk.
-
-    Raises:
-        OSError: writing fails, for example because a quota is used up.
-    """
-    stat = os.statvfs(run_dir)
-    num_blocks = max(1, min(_RATE_BYTES, stat.f_bavail * stat.f_frsize // 4) // _BLOCK_BYTES)
-    path = partial_of(run_dir / "rate")
-    block = os.urandom(_BLOCK_BYTES)  # some file systems compress
-    began = time.perf_counter()
-    try:
-        with path.open("wb") as file:
-            for _ in range(num_blocks):
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-        return num_blocks * _BLOCK_BYTES / (time.perf_counter() - began)
-    finally:
-        path.unlink(missing_ok=True)
-
-
 class CheckpointFiles(NamedTuple):
     """The disk use of one checkpoint."""
 
@@ -163,22 +138,3 @@ def checkpoints_to_come(rules: CheckpointConfig, run_dir: Path) -> int:
     """Return how many more will exist at once: those that `checkpoint.keep_last` keeps, and the one being written."""
     kept = 2 if rules.keep_last is None else rules.keep_last + (rules.keep_best or 0) + 1
     return max(1, kept - len(list_steps(run_dir)))
-
-
-def check_stop_time(launch: LaunchConfig, *, num_bytes: int, rate: float) -> Iterator[Remark]:
-    """Check that a save fits between the signal and the end of the job.
-
-    Args:
-        num_bytes: size of a checkpoint.
-        rate: write rate of all ranks together, in bytes per second.
-    """
-    seconds, lead = num_bytes / rate, launch.signal_seconds
-    time = f"about {seconds:,.0f} s" if seconds >= 1 else "less than a second"
-    text = f"a save takes {time} ({rate / 1e6:,.0f} MB/s), the signal comes {lead} s before the end"
-    fix = f"launch.signal_seconds={10 * math.ceil(_SAVES * seconds / 10 + 3)}"
-    if seconds > lead:
-        yield fail("time to stop", text, fix)
-    elif _SAVES * seconds > lead:
-        yield warning("time to stop", text, fix)
-    else:
-        yield ok("time to stop", text)

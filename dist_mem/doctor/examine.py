@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from dist_mem.config import Config, LaunchConfig, TrackingConfig
+from dist_mem.config import Config, TrackingConfig
 from dist_mem.doctor import consistency, disks, gpus, machine, network
 from dist_mem.errors import UnusableError, run_error
 from dist_mem.runtime.distributed import World, gather_objects
@@ -30,7 +30,6 @@ class LocalResult(NamedTuple):
     fingerprints: dict[str, consistency.Fingerprint]  # to compare: of code, configuration, data; without failed ones
     probe: str | None  # name of the file that rank 0 wrote into the run directory; None: it could not write
     new_folders: list[Path]  # that rank 0 made for it, the innermost first
-    checkpoint: disks.CheckpointFiles | None  # only on rank 0; None: the model cannot be built
 
 
 class RankMeasurements(NamedTuple):
@@ -38,7 +37,6 @@ class RankMeasurements(NamedTuple):
 
     findings: list[Finding]
     wrong: list[int]
-    write_rate: float | None  # bytes per second; only on the first rank of a node
 
 
 def examine(config: Config | None, world: World, *, is_thorough: bool) -> Generator[list[Finding], None, None]:
@@ -46,7 +44,7 @@ def examine(config: Config | None, world: World, *, is_thorough: bool) -> Genera
 
     Args:
         config: None: check only machines.
-        is_thorough: also run checks that take seconds: speed of network and disk, git.
+        is_thorough: also run checks that take seconds: speed of the network, git.
 
     Yields:
         The findings of a round, the same on every rank. If the first round fails, the caller may skip the second.
@@ -63,7 +61,7 @@ def examine(config: Config | None, world: World, *, is_thorough: bool) -> Genera
                 (run_dir / str(probe)).unlink()
         if is_thorough and world.rank == 0:  # a job goes on with them
             drop_empty(results[0].new_folders)
-    yield list(_judge(None if config is None else config.launch, places, measured, results[0].checkpoint))
+    yield list(_judge(places, measured))
 
 
 def _run(place: Place | None, what: str, check: Check) -> list[Finding]:
@@ -85,7 +83,6 @@ def _check_rank(config: Config | None, world: World, *, is_thorough: bool) -> Lo
     """Run the first round: the checks of a rank alone."""
     place, node, is_first = Place(node_name(), world.rank), Place(node_name()), world.local_rank == 0
     fingerprints: dict[str, consistency.Fingerprint] = {}
-    checkpoint: list[disks.CheckpointFiles] = []
     probe: str | None = None
     new_folders: list[Path] = []
 
@@ -109,9 +106,8 @@ def _check_rank(config: Config | None, world: World, *, is_thorough: bool) -> Lo
         checks.append((node, "run directory", lambda: disks.write_probe(Path(config.run_dir), name)))
 
         def check_room() -> Iterator[Remark]:
-            checkpoint.append(disks.checkpoint_size(config, world.size))
             kept = disks.checkpoints_to_come(config.checkpoint, Path(config.run_dir))
-            yield from disks.check_room(Path(config.run_dir), checkpoint[0], kept=kept)
+            yield from disks.check_room(Path(config.run_dir), disks.checkpoint_size(config, world.size), kept=kept)
 
         checks.append((node, "disk room", check_room))
         checks.append(
@@ -122,7 +118,7 @@ def _check_rank(config: Config | None, world: World, *, is_thorough: bool) -> Lo
     findings = [finding for where, what, check in checks for finding in _run(where, what, check)]
     if any(finding.what == "run directory" for finding in findings):
         probe = None
-    return LocalResult(place, findings, fingerprints, probe, new_folders, checkpoint[0] if checkpoint else None)
+    return LocalResult(place, findings, fingerprints, probe, new_folders)
 
 
 def _check_mlflow(tracking: TrackingConfig, run_dir: Path, *, is_thorough: bool) -> Iterator[Remark]:
@@ -163,27 +159,13 @@ def _measure(run_dir: Path | None, world: World, probe: str, *, is_thorough: boo
     if run_dir is not None and world.rank == 0:
         findings += _run(node, "run directory", lambda: disks.check_run_dir_type(run_dir))
     findings += [remark.at(None) for remark in network.check_connections(world)]
-    wrong, rate = network.wrong_sums(world), None
+    wrong = network.wrong_sums(world)
     if is_thorough:
         findings += [remark.at(None) for remark in network.check_speed(world)]
-    if is_thorough and run_dir is not None and is_first:
-        try:
-            rate = disks.write_rate(run_dir)
-        except OSError as error:
-            findings.append(disks.cannot_write(error).at(node))
-    return RankMeasurements(findings, wrong, rate)
+    return RankMeasurements(findings, wrong)
 
 
-def _judge(
-    launch: LaunchConfig | None,
-    places: Sequence[Place],
-    measured: Sequence[RankMeasurements],
-    checkpoint: disks.CheckpointFiles | None,
-) -> Iterator[Finding]:
+def _judge(places: Sequence[Place], measured: Sequence[RankMeasurements]) -> Iterator[Finding]:
     for one in measured:
         yield from one.findings
     yield from network.check_sums(places, [one.wrong for one in measured])
-    rates = [one.write_rate for one in measured if one.write_rate is not None]
-    if launch is not None and checkpoint is not None and rates:
-        for remark in disks.check_stop_time(launch, num_bytes=checkpoint.num_bytes, rate=sum(rates)):
-            yield remark.at(None)

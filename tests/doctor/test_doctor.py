@@ -421,15 +421,6 @@ def test_caches_on_a_network_file_system_are_reported_with_the_variable_to_set(
     assert found.fix.startswith("unset TRITON_CACHE_DIR, DIST_MEM_CACHES=/tmp")
 
 
-def test_a_save_that_takes_longer_than_the_notice_fails(tmp_path: Path, books: Path) -> None:
-    config = load_checked([str(write_config(tmp_path / "c.yaml", books, tmp_path / "run")), "launch.signal_seconds=60"])
-
-    def level(seconds: float) -> list[str]:
-        return levels(list(disks.check_stop_time(config.launch, num_bytes=10**9, rate=10**9 / seconds)))
-
-    assert [level(10), level(30), level(70)] == [[OK], [WARNING], [FAIL]]
-
-
 def test_time_that_is_over_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIST_MEM_JOB_END", "1000")
     assert levels(list(machine.check_time_left())) == [FAIL]
