@@ -7,7 +7,7 @@ preflight        each rank checks its surroundings, and all compare: 0.05 s on t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -15,10 +15,9 @@ from dist_mem.config import Config, WatchdogConfig
 from dist_mem.doctor.examine import examine
 from dist_mem.runtime.distributed import World, gather_objects
 from dist_mem.runtime.environment import node_name
-from dist_mem.runtime.files import is_missing, read_regular, write_text
 from dist_mem.runtime.ranks import read_ranks
 from dist_mem.supervision.findings import RENDEZVOUS, WARNING, Finding, failed_nodes, lines, refuse
-from dist_mem.supervision.hang_report import FAILED_NODES
+from dist_mem.supervision.hang_report import note_failed_nodes
 from dist_mem.supervision.rendezvous import Check, Rendezvous, wait_for_ranks
 
 log = logging.getLogger(__name__)
@@ -67,16 +66,8 @@ def preflight(config: Config, world: World) -> list[str]:
 def _refuse(run_dir: str, findings: Sequence[Finding], nodes: Sequence[str], *, is_writer: bool) -> None:
     names = failed_nodes(findings, nodes)
     if is_writer and names:
-        note_failed_nodes(Path(run_dir), names)
+        try:
+            note_failed_nodes(Path(run_dir), names)
+        except OSError as error:  # the job is refused anyway, for a more important reason
+            log.warning("%s: %s", run_dir, error)
     refuse(findings, nodes)
-
-
-def note_failed_nodes(run_dir: Path, names: Iterable[str]) -> None:
-    """Add nodes to RUN/slurm/failed_nodes; the next start may exclude them."""
-    path = run_dir / FAILED_NODES
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        noted = [] if is_missing(path) else read_regular(path).decode(errors="replace").split()
-        write_text(path, "".join(f"{name}\n" for name in dict.fromkeys([*noted, *names])))
-    except OSError as error:  # the job is refused anyway, for a more important reason
-        log.warning("%s: %s", path, error)

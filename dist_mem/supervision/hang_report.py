@@ -15,7 +15,7 @@ import faulthandler
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -197,17 +197,20 @@ def report(
     return "\n".join(lines)
 
 
-def failed_nodes(
+def note_suspects(
     run_dir: Path, positions: Sequence[Position], nodes: Sequence[str], recorded: Verdict = NO_VERDICT
 ) -> None:
-    """Add the suspected nodes to the list that the next start may leave out."""
-    path = run_dir / FAILED_NODES
+    """Note the suspected nodes, unless they are so many that the network or the file system is a likelier cause."""
     named = dict.fromkeys(nodes[rank] for rank in suspects(positions, nodes, recorded))
-    if len(named) > max(1, len(set(nodes)) // 4):
-        return  # the network or the file system is a likelier cause than so many nodes
+    if len(named) <= max(1, len(set(nodes)) // 4):
+        note_failed_nodes(run_dir, named)
+
+
+def note_failed_nodes(run_dir: Path, names: Iterable[str]) -> None:
+    """Add nodes to the list that the next start may leave out. Raises OSError."""
+    path = run_dir / FAILED_NODES
     known = [] if is_missing(path) else read_regular(path).decode(errors="replace").split()
-    new = [node for node in named if node not in known]
-    if new:
+    if new := [node for node in names if node not in known]:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open_regular(path, "ab") as file:
             file.write("".join(f"{node}\n" for node in new).encode())

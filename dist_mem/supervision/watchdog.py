@@ -29,9 +29,9 @@ from dist_mem.runtime.ranks import note_exit_code
 from dist_mem.supervision import flight_recorder, timeline
 from dist_mem.supervision.hang_report import (
     Position,
-    failed_nodes,
     gather_positions,
     gather_seconds,
+    note_suspects,
     refresh,
     report,
     slack,
@@ -246,7 +246,7 @@ class Watchdog:
     def _publish(self, text: str, positions: list[Position], recorded: flight_recorder.Verdict) -> None:
         partial = self._folder / f"report.{self._world.rank}.partial"
         partial.write_text(text + "\n", encoding="utf-8")
-        failed_nodes(self._run_dir, positions, self._nodes, recorded)
+        note_suspects(self._run_dir, positions, self._nodes, recorded)
         partial.replace(self._folder / "report.txt")  # last: the others end once it exists
 
 

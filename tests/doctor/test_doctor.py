@@ -197,7 +197,7 @@ def test_low_limits_are_raised_or_a_warning(tmp_path: Path) -> None:
 
 def _preflight(world: World, config_file: Path, changes: Sequence[Sequence[str]]) -> str | list[str]:
     """Every rank a node; the refusal, or the warnings."""
-    machine.SHM = config_file.parent  # in the real one lies what killed jobs of other tests have left
+    machine.SHM = config_file.parent  # the real one may be small
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURMD_NODENAME", f"node{world.rank + 1}")
         patch.setenv("DOCTOR_SECRET", f"hunter2-{world.rank}")

@@ -27,8 +27,8 @@ from dist_mem.supervision import flight_recorder, hang_report, watchdog
 from dist_mem.supervision.flight_recorder import read_verdict, save
 from dist_mem.supervision.hang_report import (
     Position,
-    failed_nodes,
     gather_positions,
+    note_suspects,
     read_positions,
     report,
     suspects,
@@ -258,7 +258,7 @@ def test_report_is_a_few_lines_for_many_ranks(tmp_path: Path) -> None:
 def test_a_failed_node_is_listed_once_and_many_silent_ones_are_not(tmp_path: Path) -> None:
     """Rather the network than half of the nodes; a start without them would be one without most of the job."""
     for missing in ([4, 5, 6, 7], [2, 3], [3], [4]):
-        failed_nodes(tmp_path, [position(rank) for rank in range(8) if rank not in missing], NODES)
+        note_suspects(tmp_path, [position(rank) for rank in range(8) if rank not in missing], NODES)
         assert (tmp_path / "slurm" / "failed_nodes").exists() is (len(missing) < 4)
     assert (tmp_path / "slurm" / "failed_nodes").read_text() == "node1\nnode2\n"
 
