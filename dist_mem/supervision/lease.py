@@ -2,8 +2,8 @@
 
 Two jobs that write the same checkpoints destroy each other's. The first job creates `RUN/lease.json` exclusively and
 touches it every few seconds; a second job is refused as soon as it sees a touch. The lease of a dead job is taken over:
-at once if its process is visibly gone (same host), or this machine has rebooted since, else after `STALE_SECONDS`
-without a touch. No two clocks are compared: those of hosts and file servers differ, by hours on unattended machines.
+at once if its process is visibly gone (same host), else, as after a reboot, after `STALE_SECONDS` without a touch. No
+two clocks are compared: those of hosts and file servers differ, by hours on unattended machines.
 
 If several jobs find the same dead lease, the one that creates its claim, a file named after the lease's content, takes
 it. The claim then replaces the lease; a live lease is never moved. If the claiming job dies too, the next job claims
@@ -16,7 +16,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import socket
 import threading
 import time
@@ -27,7 +26,7 @@ from typing import Any
 
 from dist_mem.errors import TakenOverError, UnfitError
 from dist_mem.runtime.files import fsync_path, make_folder, open_regular, read_regular
-from dist_mem.runtime.processes import boot_id, is_running, pid_scope, process_stat
+from dist_mem.runtime.processes import is_running, pid_scope, process_stat
 
 HEARTBEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0
@@ -42,14 +41,6 @@ class LeaseError(UnfitError):
     """Another job holds the run directory."""
 
 
-def _machine_id() -> str:
-    """Return a hash of the identifier that this machine keeps over reboots; empty if it has none."""
-    with suppress(OSError):
-        if re.fullmatch(rb"[0-9a-f]{32}", machine_id := Path("/etc/machine-id").read_bytes().strip()):
-            return hashlib.sha256(machine_id).hexdigest()[:16]
-    return ""
-
-
 def _is_alive(holder: dict[str, Any]) -> bool | None:
     """Return whether the holder of a lease is alive; None if this process cannot see it.
 
@@ -58,9 +49,8 @@ def _is_alive(holder: dict[str, Any]) -> bool | None:
     pid, scope = holder.get("pid"), pid_scope()
     if holder.get("host") != socket.gethostname() or not (isinstance(pid, int) and 0 < pid < 1 << 31):
         return None
-    if (holder_scope := str(holder.get("sight", scope))) != scope:
-        has_rebooted = boot_id() not in ("", holder_scope.partition(" ")[0])
-        return False if has_rebooted and holder.get("machine") == _machine_id() != "" else None
+    if holder.get("sight", scope) != scope:
+        return None
     return is_running(pid) and (ticks := process_stat(pid)[1]) in ("", holder.get("started_ticks") or ticks)
 
 
@@ -220,7 +210,6 @@ class Lease:
             "started": time.time(),
             "started_ticks": process_stat(os.getpid())[1],
             "sight": pid_scope(),
-            "machine": _machine_id(),
             "run_dir": str(self.path.parent.resolve()),
         }
         self._text = json.dumps(holder)

@@ -164,22 +164,6 @@ def test_a_slow_job_never_takes_a_live_lease_away(tmp_path: Path, monkeypatch: p
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("machine", "is_taken_at_once"), [(None, True), ("another", False), ("", False)])
-def test_lease_of_the_time_before_a_reboot_is_taken_at_once_on_the_same_machine_only(
-    tmp_path: Path, machine: str | None, is_taken_at_once: bool, quick: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Two machines may have one host name: a boot id alone does not show a reboot."""
-    held = Lease(tmp_path)
-    written = json.loads((tmp_path / "lease.json").read_text())
-    held.release()
-    before = {**written, "sight": f"another-boot {written['sight'].partition(' ')[2]}"}
-    if machine is not None:
-        before["machine"] = machine
-    write_lease(tmp_path, json.dumps(before))
-    Lease(tmp_path).release()
-    assert ("waiting up to" not in caplog.text) == is_taken_at_once
-
-
 def test_lease_in_a_copy_is_of_the_original_and_says_how_to_branch(tmp_path: Path) -> None:
     """A moved run directory has its own still."""
     live, copy = tmp_path / "live", tmp_path / "copy"
