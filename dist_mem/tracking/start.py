@@ -27,7 +27,7 @@ from dist_mem.runtime.files import make_folder
 from dist_mem.supervision.lease import refuse_if_taken_over_throttled
 from dist_mem.tracking.log import METRICS_FILE, Header, Log, check_log, find_entries, new_uid, write_log
 from dist_mem.tracking.mlflow.sender import MlflowReader
-from dist_mem.tracking.mlflow.store import choose_sending, experiment_of, settle_run_id, store_uri, warn_of_folder
+from dist_mem.tracking.mlflow.store import choose_sending, experiment_of, settle_run_id
 from dist_mem.tracking.mlflow.system_metrics import record_system_metrics
 from dist_mem.tracking.own_sinks import OwnSink, load_sink
 from dist_mem.tracking.progress import progress_sink
@@ -96,8 +96,6 @@ def start_tracking(
         if config.tracking.mlflow:
             sending = choose_sending(config.tracking)
             report(sending.message)
-            if warning := warn_of_folder(store_uri(config.tracking)):
-                report(warning)
             add(MlflowReader(config.tracking, run_dir, log, sends=sending.is_on, report=report))
         sinks.append(progress)  # last: others report through it until they are closed
         on_failure.pop_all()

@@ -21,7 +21,7 @@ from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from dist_mem.config import TrackingConfig
 from dist_mem.errors import UnusableError
@@ -198,17 +198,6 @@ def _obstacle(uri: str) -> str | None:
     if is_network_file_system(kind):
         return f"{file.parent.resolve()} is on a network file system ({kind}), where SQLite breaks"
     return None
-
-
-def warn_of_folder(uri: str) -> str | None:
-    """Return a warning if MLflow would keep the files of a local store's runs outside of the working directory."""
-    folder = str(Path.cwd())
-    if not is_local(uri) or unquote(folder) == folder:
-        return None
-    return (
-        f"warning: MLflow reads % in the name of the working directory {folder} as a code, and keeps the files of runs "
-        f"in {unquote(folder)}/mlruns; start in a folder without %"
-    )
 
 
 def read_run_id(run_dir: Path) -> str | None:
