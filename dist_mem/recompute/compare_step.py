@@ -18,9 +18,9 @@ from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnfitError, UnusableError
 from dist_mem.evaluation.job import run_on_ranks, use_threads
 from dist_mem.recompute.recompute import RecomputedStep, change_within, choose_start, recompute, resumption_of
 from dist_mem.recompute.settings import RecordedPoint, point_at, read_part_with_memory, read_recorded
-from dist_mem.runtime.children import run_ranks
+from dist_mem.runtime.children import launcher, start, watch
 from dist_mem.runtime.distributed import World, decide_on_rank0, from_rank0
-from dist_mem.runtime.ranks import is_launched, read_ranks
+from dist_mem.runtime.ranks import read_ranks
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.runtime.terminal import count_noun, table
 from dist_mem.tracking.tracker import Sink, Tracker
@@ -48,10 +48,11 @@ def run(run_dir: Path, step: int, overrides: Sequence[str] = (), early: StopSign
     """
     part = part_of(read_history(run_dir), step)
     world_size = read_ranks()[1]
-    if not is_launched() or (world_size == 1 and part.ranks > 1):
+    if world_size == 1 and part.ranks > 1:
         refuse_other_machine(part)
-        arguments = ["recompute", str(run_dir), "--step", str(step), *overrides]
-        return run_ranks(arguments, part.ranks, device=part.device, early=early)
+        command = launcher(part.ranks, "" if part.device == "cpu" else None)
+        process = start([*command, "recompute", str(run_dir), "--step", str(step), *overrides], None)
+        return watch(process, lambda: bool(early and early.received))
     if world_size != part.ranks:
         made = f"step {step} was made on {count_noun(part.ranks, 'rank')}"
         raise UnusableError(f"{made}, this job has {world_size}: start {part.ranks}")
@@ -92,7 +93,8 @@ def recompute_step(
     config = read_part_with_memory(run_dir, part, overrides, checkpoint=choice.directory if choice else None)
     use_threads(config.train)
     if part.device != world.device.type:
-        raise UnusableError(f"step {step} was made on {part.device}, but this job runs on {world.device.type}")
+        fix = "; CUDA_VISIBLE_DEVICES= hides the GPUs" if part.device == "cpu" else ""
+        raise UnusableError(f"step {step} was made on {part.device}, but this job runs on {world.device.type}{fix}")
     tracker = Tracker([_Messages()] if world.rank == 0 else [])
     context, state = open_run(config, world, resumption_of(choice, config.memory), StopSignal(()), tracker=tracker)
     try:

@@ -263,11 +263,3 @@ def note_exit_code(code: int) -> None:
     with suppress(ValueError, OSError):  # wrong variables: reported before; a full disk: srun's code is left
         if path and read_ranks()[0] == 0:
             Path(path).write_text(f"{code}\n", encoding="ascii")
-
-
-def environment_of_rank(rank: int, size: int, port: int, more: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a rank on this node, as torchrun sets it, without the scheduler's variables."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCHELASTIC_"))}
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-    kept.pop("DIST_MEM_JOB_END", None)
-    return {**kept, **{name: str(value) for name, value in ranks.items()}, "MASTER_ADDR": "127.0.0.1", **more}

@@ -123,10 +123,9 @@ class StudyCall:
                 return self.signal.received is not None or until()
 
             environment = with_environment({**self.environment, **place.environment})
-            code = watch([start(arguments, stream, environment)], is_stopping)[0]
+            code = watch(start(arguments, stream, environment), is_stopping)
         if self.signal.received:
             raise StudyStoppedError
-        assert code is not None, "`watch` waits for the end of one that is alone"
         if code not in (EXIT_DONE, *also):
             raise CommandError(f"{shlex.join(arguments)}: exit code {code}; see {path}", code)
         return code

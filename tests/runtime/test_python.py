@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dist_mem.__main__ import main
-from dist_mem.runtime.children import launcher, run_ranks
+from dist_mem.runtime.children import launcher
 from dist_mem.runtime.environment import extension_cache, keep_working_directory_out
 from dist_mem.runtime.processes import python_module
 from dist_mem.runtime.workers import map_unordered
@@ -54,11 +54,6 @@ def test_every_script_that_starts_ranks_keeps_the_working_directory_out() -> Non
         starts = [index for index, line in enumerate(lines) if STARTS_RANKS.search(line)]
         safe = [index for index, line in enumerate(lines) if re.match(r"export .*\bPYTHONSAFEPATH=1", line)]
         assert not starts or (safe and safe[0] < starts[0]), (path, lines[starts[0]])
-
-
-def test_ranks_import_nothing_from_a_run_folder_of_others(hostile: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run_ranks(["config", "--get", "train.steps", "train.steps=7"], 1, device="cpu") == 0
-    assert capfd.readouterr().out.strip() == "7"
 
 
 def test_the_launcher_imports_nothing_from_a_run_folder_of_others(hostile: Path) -> None:
