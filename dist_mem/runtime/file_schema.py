@@ -43,24 +43,17 @@ def read_json(path: Path, error: type[UnusableError], remedy: str = "", *, insid
         raise error(f"{path} is damaged (not readable as JSON: {caught}){remedy}") from caught
 
 
-def read_json_lines(
-    path: Path, schema: Schema, error: type[UnusableError], remedy: str = "", *, may_be_torn: bool = False
-) -> list[Any]:
+def read_json_lines(path: Path, schema: Schema, error: type[UnusableError], remedy: str = "") -> list[Any]:
     """Return the content of a file with one JSON value a line, each of which matches the schema; [] if it is absent.
-
-    Args:
-        may_be_torn: leave out a last line without its end: it is being written, or was when the process was killed.
 
     Raises:
         OSError: the file cannot be read.
         UnusableError: `error`, with the line, the first problem and the remedy.
     """
     try:
-        lines = read_regular(path).splitlines(keepends=True)
+        lines = read_regular(path).splitlines()
     except FileNotFoundError:
         return []
-    if may_be_torn and lines and not lines[-1].endswith(b"\n"):
-        lines.pop()
     return [
         read_json_line(line, schema, path, error, remedy, place=f"line {number}")
         for number, line in enumerate(lines, start=1)

@@ -79,11 +79,6 @@ def _read_rank(
     return rank, size
 
 
-def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a launcher started this process as a rank of a job."""
-    return variable("WORLD_SIZE", environ) is not None or in_job_step(environ)
-
-
 def is_rank0() -> bool:
     """Return whether this is rank 0, which prints for the job; works before anything is initialized."""
     return _is_first(0)
