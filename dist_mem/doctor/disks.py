@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from dist_mem.block import model_spec
 from dist_mem.checkpoint.manifest import list_steps
 from dist_mem.config import CheckpointConfig, Config
-from dist_mem.data.batch_plan import batch_plan
 from dist_mem.data.directory import local_dir
 from dist_mem.data.tokenizers.registry import FILE_NAMES, JSON_NAME
-from dist_mem.engine.optimizer import num_moments
-from dist_mem.estimate.dry_run import check_model
+from dist_mem.estimate.step_time import checkpoint_bytes
+from dist_mem.estimate.vocabulary import vocab_size_of
+from dist_mem.estimate.zero import sizes_of
+from dist_mem.nn.layers import DTYPES
 from dist_mem.runtime.compilers import compiler_caches
 from dist_mem.runtime.file_systems import file_system_of, is_network_file_system
 from dist_mem.runtime.files import partial_of
@@ -124,13 +126,11 @@ class CheckpointFiles(NamedTuple):
 
 
 def checkpoint_size(config: Config, world_size: int) -> CheckpointFiles:
-    """Return the size of fp32 weights, optimizer state, memories of all lanes, and tokenizer."""
-    path, sizes = local_dir(config.data), check_model(config)
-    places = batch_plan(config.train, world_size).lanes_per_rank * world_size
-    parameters = 4 * (1 + num_moments(config.optimizer)) * sizes["num_parameters"]
-    lanes = sizes["state_bytes_per_lane"] * places
+    """Return the size of weights, optimizer state, memories of all lanes, and tokenizer."""
+    path, spec = local_dir(config.data), model_spec(config, vocab_size_of(config.data, config.model))
+    sizes = sizes_of(spec, DTYPES[config.train.precision], config.optimizer)
     tokenizer = sum((path / name).stat().st_size for name in (JSON_NAME, *FILE_NAMES) if (path / name).exists())
-    num_bytes = parameters + lanes + tokenizer + _BYTES_PER_RANK * world_size
+    num_bytes = checkpoint_bytes(config.train, sizes, world_size=world_size) + tokenizer + _BYTES_PER_RANK * world_size
     return CheckpointFiles(num_bytes, _FILES_PER_RANK * world_size + _OTHER_FILES)
 
 

@@ -150,13 +150,18 @@ class CheckpointCost(NamedTuple):
 
 
 def checkpoint_cost(train: TrainConfig, sizes: ModelSizes, *, world_size: int, disk_rate: float) -> CheckpointCost:
-    """Predict a checkpoint: fp32 weights, moments, memories, and frozen weights as they are.
+    """Predict a checkpoint.
 
     Args:
         disk_rate: bytes/s of all ranks together.
     """
+    num_bytes = checkpoint_bytes(train, sizes, world_size=world_size)
+    stall = num_bytes / world_size / _HOST_COPY
+    return CheckpointCost(num_bytes, stall, stall + num_bytes / disk_rate)
+
+
+def checkpoint_bytes(train: TrainConfig, sizes: ModelSizes, *, world_size: int) -> int:
+    """Return the size of a checkpoint: fp32 weights, moments, memories, and frozen weights as they are."""
     frozen = DTYPES[train.precision].itemsize * (sizes.parameters - sizes.trained)
-    engine = 4 * (sizes.trained + sizes.moments) + frozen
     lanes = sizes.lane_bytes * batch_plan(train, world_size).lanes_per_rank * world_size
-    stall = (engine + lanes) / world_size / _HOST_COPY
-    return CheckpointCost(engine + lanes, stall, stall + (engine + lanes) / disk_rate)
+    return 4 * (sizes.trained + sizes.moments) + frozen + lanes

@@ -426,12 +426,15 @@ def test_time_that_is_over_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert levels(list(machine.check_time_left())) == [FAIL]
 
 
-@pytest.mark.parametrize("optimizer", [{"kind": "adamw"}, {"kind": "sgd"}, {"kind": "sgd", "momentum": 0.9}])
+FROZEN = {"kind": "adamw", "groups": [{"param_regex": "embed", "trainable": False}]}
+
+
+@pytest.mark.parametrize("optimizer", [{"kind": "adamw"}, {"kind": "sgd"}, {"kind": "sgd", "momentum": 0.9}, FROZEN])
 def test_the_size_of_a_checkpoint_is_known_before_there_is_one(
     tmp_path: Path, books: Path, rank_pool: Pool, optimizer: dict[str, Any]
 ) -> None:
     model = {"num_layers": 4, "d_model": 64, "d_inner": 256, "num_heads": 4}
-    changes = {"train": {"steps": 1}, "model": model, "optimizer": {**optimizer, "groups": []}}
+    changes = {"train": {"steps": 1}, "model": model, "optimizer": {"groups": [], **optimizer}}
     config_file = write_config(tmp_path / "config.yaml", books, tmp_path / "run", changes)
     assert rank_pool(2).run(train_here, config_file) == [0, 0]
     manifest = json.loads((tmp_path / "run" / "checkpoints" / "step-00000001" / "manifest.json").read_text())
