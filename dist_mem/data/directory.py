@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 from dist_mem.config import DataConfig
@@ -24,7 +25,6 @@ from dist_mem.config.check import nearest
 from dist_mem.data.build_record import BUILD_NAME, built_splits, check_one_build, check_record
 from dist_mem.data.index import DOCUMENTS_NAME, INDEX_NAME, ShardEntry, map_documents, read_index_json
 from dist_mem.data.metadata import ShardError, read_metadata
-from dist_mem.data.remote.copies import date_of
 from dist_mem.data.remote.fetch import (
     METADATA_BYTES,
     FailedRemoteError,
@@ -180,7 +180,7 @@ def _refresh(data: DataConfig, splits: Sequence[str]) -> RemoteError | None:
     except UnreachableError as error:
         if not all((directory / name).exists() for name in _names(splits)):
             return error
-        date = date_of(directory / JSON_NAME)
+        date = datetime.fromtimestamp((directory / JSON_NAME).stat().st_mtime, UTC).date()
         log.warning("%s; continuing with the tokenizer and the indexes fetched on %s, in %s", error, date, directory)
     except RemoteError as error:
         return error

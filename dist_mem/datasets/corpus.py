@@ -34,7 +34,6 @@ from dist_mem.datasets.split_names import (
     without_split_folders,
     words_digest,
 )
-from dist_mem.datasets.tar_source import TAR_SUFFIXES, survey
 from dist_mem.datasets.tree import check_name, describe_passed_over, print_passed_over, printable_name, suffix_of, walk
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.file_schema import check, list_of, plain_name, read_json, record, text
@@ -96,7 +95,6 @@ def find_files(sources: Sequence[Path], suffixes: Sequence[str] = SUFFIXES) -> C
         raise UnusableError(
             f"--source {listed}: no file of {', '.join(suffixes)} there{f'; passed over {over}' if over else ''}"
         )
-    walked += [survey(path) for name, path in corpus.files.items() if suffix_of(name, TAR_SUFFIXES)]
     print_passed_over(listed, *walked)
     for path in corpus.files.values():
         check_library(path)
@@ -217,7 +215,7 @@ def read_documents(
 def _read_file(name: str, file: RowFile) -> Iterator[tuple[str, CorpusRow, bytes]]:
     for number, load in read_rows(file):
         content = load()
-        title = content.id or (f"{name}:{content.key or number}" if suffix_of(name, ROW_SUFFIXES) else text_title(name))
+        title = content.id or (f"{name}:{number}" if suffix_of(name, ROW_SUFFIXES) else text_title(name))
         row = CorpusRow(file, number, len(content.text.encode()), digest_of(content.text))
         yield title, row, words_digest(content.text)
 

@@ -1,4 +1,4 @@
-"""Texts in files: a .txt file is one document; of JSON lines, .parquet and .arrow files and tars, each row is one.
+"""Texts in files: a .txt file is one document; of JSON lines, .parquet and .arrow files, each row is one.
 
 Data flow: read_rows, one pass over a corpus -> Row, which identifies a text -> SourceDocument -> a worker: Row.read.
 
@@ -20,8 +20,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dist_mem.datasets.source import decode_text, read_text, text_of, with_lf
-from dist_mem.datasets.tar_source import TAR_SUFFIXES, Sample, read_samples
+from dist_mem.datasets.source import decode_text, read_text, with_lf
 from dist_mem.datasets.tree import suffix_of
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.extras import require
@@ -32,7 +31,7 @@ JSON_LINES = (
     *(".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst"),
     *(".json.gz", ".json.zst"),  # so are large corpora named; a plain .json file may be one list of gigabytes
 )
-ROW_SUFFIXES = (*JSON_LINES, ".parquet", ".arrow", *TAR_SUFFIXES)
+ROW_SUFFIXES = (*JSON_LINES, ".parquet", ".arrow")
 SUFFIXES = (TEXT_SUFFIX, *ROW_SUFFIXES)
 PYARROW_SUFFIXES = (".zst", ".parquet", ".arrow")
 DEFAULT_ID_FIELD = "id"
@@ -55,7 +54,7 @@ class RowFile(NamedTuple):
         suffix = suffix_of(self.path.name, SUFFIXES)
         if suffix == TEXT_SUFFIX:
             return str(self.path)
-        row = "line" if suffix in JSON_LINES else "sample" if suffix in TAR_SUFFIXES else "row"
+        row = "line" if suffix in JSON_LINES else "row"
         return f"{self.path}, {row} {number}"
 
 
@@ -64,7 +63,6 @@ class Content(NamedTuple):
 
     id: str | None  # None: the row has none
     text: str  # with LF line ends, without a byte order mark
-    key: str | None = None  # of a sample in a tar
 
 
 class CorpusRow(NamedTuple):
@@ -119,8 +117,6 @@ def read_rows(file: RowFile, start: int = 1) -> Iterator[tuple[int, Load]]:
 
 
 def _format_reader(path: Path) -> Callable[[RowFile, int], Iterator[tuple[int, Load]]]:
-    if suffix_of(path.name, TAR_SUFFIXES):
-        return _read_tar
     readers = {TEXT_SUFFIX: _read_text_file, ".parquet": _read_parquet, ".arrow": _read_arrow}
     return readers.get(path.suffix.lower(), _read_json_lines)
 
@@ -151,51 +147,21 @@ def _open_lines(path: Path) -> io.BufferedIOBase:
 
 def _parse_line(file: RowFile, number: int, line: bytes) -> Content:
     where = file.place(number)
-    names, fields = _parse_object(where, line, has_mark=number == 1)
-    _check_fields(file, names, where)
-    return _content(file, where, fields)
-
-
-def _parse_object(where: str, content: bytes, *, has_mark: bool) -> tuple[list[str], dict[str, Any]]:
-    """Return the names of a JSON object's fields, two equal ones too, and the fields.
-
-    Args:
-        has_mark: a byte order mark may come first.
-    """
-    names: list[str] = []
+    names: list[str] = []  # two equal ones too
 
     def keep_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names[:] = [name for name, _ in pairs]  # of the outermost object, which comes last
         return dict(pairs)
 
-    text = decode_text(content, where, has_mark=has_mark)
+    text = decode_text(line, where, has_mark=number == 1)
     try:
         fields = json.loads(text, object_pairs_hook=keep_names)
     except ValueError as error:
         raise UnusableError(f"{where} is not JSON ({error}): correct or delete it") from error
     if not isinstance(fields, dict):
         raise UnusableError(f"{where} is JSON but no object with fields: correct or delete it")
-    return names, fields
-
-
-def _read_tar(file: RowFile, start: int) -> Iterator[tuple[int, Load]]:
-    for number, sample in enumerate(read_samples(file.path), 1):
-        if number >= start:
-            yield number, partial(_sample_content, file, number, sample)
-
-
-def _sample_content(file: RowFile, number: int, sample: Sample) -> Content:
-    """Return the .txt of a sample, with the id that its .json may have; without .txt, the text field of the .json."""
-    where = f"{file.place(number)} ({sample.key})"
-    names: list[str] = []
-    fields: dict[str, Any] = {}
-    if "json" in sample.members:
-        names, fields = _parse_object(where, sample.members["json"], has_mark=True)
-    if "txt" in sample.members:
-        names = [*(name for name in names if name != file.text_field), file.text_field]
-        fields[file.text_field] = text_of(sample.members["txt"], where)
     _check_fields(file, names, where)
-    return _content(file, where, fields)._replace(key=sample.key)
+    return _content(file, where, fields)
 
 
 def _read_parquet(file: RowFile, start: int) -> Iterator[tuple[int, Load]]:

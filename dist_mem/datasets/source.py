@@ -118,13 +118,9 @@ def read_text(path: Path) -> str:
     Raises:
         UnusableError: as `check_text` and `decode_text`; or the file is too long.
     """
-    return text_of(read_at_most(path), str(path))
-
-
-def text_of(content: bytes, where: str) -> str:
-    """Return the text of a .txt file or member, without a byte order mark. Raises as `check_text` and `decode_text`."""
-    check_text(content, where)
-    return decode_text(content, where, has_mark=True)
+    content = read_at_most(path)
+    check_text(content, str(path))
+    return decode_text(content, str(path), has_mark=True)
 
 
 def check_text(content: bytes, where: str) -> None:

@@ -1,4 +1,4 @@
-"""What a cache answers: the content that an address selects now, and which that is; waits that end, and say so."""
+"""Addresses: what of them selects content, and what is refused; waits that end, and say so."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from dist_mem.data.remote import fetch as remote
 from dist_mem.data.remote.fetch import (
     RefusedError,
     UnreachableError,
-    Version,
     WrongRemoteError,
     address,
     check_address,
@@ -32,76 +31,11 @@ from dist_mem.data.remote.fetch import (
 )
 from dist_mem.errors import StoppedError
 from dist_mem.runtime.signals import StopSignal
-from tests.support.data_builders import TRAIN, build_refused, tar_of, texts_of
 from tests.support.file_server import SHARD, FileServer, be_impatient, opened
 from tests.support.lane_corpus import make_split
-from tests.support.messages import refused, said_line
+from tests.support.messages import refused
 
 pytestmark = [pytest.mark.servers, pytest.mark.ranks]
-
-
-@pytest.fixture
-def tars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
-    """A server whose x.tar has one text, "Old."."""
-    be_impatient(monkeypatch)
-    (tmp_path / "served").mkdir()
-    server = FileServer(tmp_path / "served")
-    replace(server, "Old.")
-    yield server
-    server.close()
-
-
-def replace(server: FileServer, text: str) -> None:
-    (server.root / "x.tar").write_bytes(tar_of({"a.txt": text.encode()}))
-
-
-def read(server: FileServer, tmp_path: Path, query: str = "") -> str:
-    (document,) = texts_of("--source", f"{server.url}/x.tar{query}", "--cache", tmp_path / "cache", *TRAIN)["train"]
-    return document.text()
-
-
-def test_a_copy_is_used_while_the_server_has_its_version_and_says_so(
-    tars: FileServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert read(tars, tmp_path) == "Old."
-    said_line(capsys.readouterr().out, "fetching", "x.tar")
-    assert read(tars, tmp_path) == "Old."
-    said_line(capsys.readouterr().out, "from the cache", "x.tar", "delete")
-    replace(tars, "New.")  # of the same length
-    assert read(tars, tmp_path) == "New."
-    said_line(capsys.readouterr().out, "fetching", "x.tar", "copy of")
-
-
-def test_a_copy_of_a_server_that_names_no_versions_is_fetched_again(tars: FileServer, tmp_path: Path) -> None:
-    tars.has_versions = False
-    assert read(tars, tmp_path) == "Old."
-    replace(tars, "New.")
-    assert read(tars, tmp_path) == "New."
-
-
-def test_a_copy_is_used_without_its_server_and_not_against_its_word(
-    tars: FileServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert read(tars, tmp_path) == "Old."
-    tars.faults["x.tar"] = [410]
-    options = ("--out", tmp_path / "out", "--cache", tmp_path / "cache", *TRAIN)
-    build_refused("text", "--source", f"{tars.url}/x.tar", *options, named=("410", "x.tar", tmp_path / "cache"))
-    capsys.readouterr()
-    tars.close()
-    assert read(tars, tmp_path) == "Old."
-    said_line(capsys.readouterr().out, "from the cache", "x.tar", "does not answer")
-    for note in (tmp_path / "cache").rglob(".*.version.json"):
-        note.unlink()  # as downloads of earlier versions of this program left it
-    assert read(tars, tmp_path) == "Old."
-
-
-def test_an_address_with_another_query_is_another_one_in_the_cache(tars: FileServer, tmp_path: Path) -> None:
-    assert read(tars, tmp_path, "?v=1") == "Old."
-    replace(tars, "New.")
-    assert read(tars, tmp_path, "?v=2") == "New."
-    tars.close()
-    assert read(tars, tmp_path, "?v=1") == "Old."
-    assert read(tars, tmp_path, "?v=2") == "New."
 
 
 SIGNED = [
@@ -129,25 +63,18 @@ def test_of_a_query_only_what_changes_daily_is_left_out(scheme: str) -> None:
     assert identity(f"{scheme}://me:secret@host/books") == plain
 
 
-def test_a_version_is_known_by_etag_or_date_and_never_by_length_alone() -> None:
-    assert Version('"a"', None, 5).is_that_of(Version('"a"', "Mon", 5))
-    assert not Version('"a"', "Mon", 5).is_that_of(Version('"b"', "Mon", 5))
-    assert Version(None, "Mon", 5).is_that_of(Version('"b"', "Mon", 5))
-    assert not Version(None, "Mon", 5).is_that_of(Version(None, "Mon", 6))
-    assert not Version(None, None, 5).is_that_of(Version(None, None, 5))
-
-
-def test_a_download_that_goes_on_takes_no_other_version(
-    tars: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tars.faults["x.tar"] = ["cut", "none"]
-    monkeypatch.setattr(remote.log, "warning", lambda *_: replace(tars, "New."))  # between two attempts
-    whole = tar_of({"a.txt": b"New."})
+def test_a_download_that_goes_on_takes_no_other_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    be_impatient(monkeypatch)
+    old, new = b"old content", b"new content"
+    (tmp_path / "x.json").write_bytes(old)
+    monkeypatch.setattr(remote.log, "warning", lambda *_: (tmp_path / "x.json").write_bytes(new))  # between attempts
 
     def verify(path: Path) -> None:
-        assert path.read_bytes() == whole
+        assert path.read_bytes() == new
 
-    remote.download(address(tars.url, "x.tar"), tmp_path / "x.tar", limit=10**6, verify=verify)
+    with closing(FileServer(tmp_path)) as server:
+        server.faults["x.json"] = ["cut", "none"]
+        remote.download(address(server.url, "x.json"), tmp_path / "copy", limit=10**6, verify=verify)
 
 
 # Keys of object storage are no URLs.
@@ -166,10 +93,6 @@ class Shelf:
         content = (self.root / rpath.partition("://")[2]).read_bytes()
         Path(lpath).write_bytes(content)
         callback.relative_update(len(content))
-
-    async def _info(self, path: str) -> dict[str, Any]:
-        content = (self.root / path.partition("://")[2]).read_bytes()
-        return {"ETag": f'"{hash(content)}"', "size": len(content)}
 
 
 @pytest.fixture
@@ -191,9 +114,6 @@ def test_every_character_of_a_key_belongs_to_it(shelf: Shelf, tmp_path: Path, sc
     assert source.url == source.shown == f"{scheme}://bucket/{key}/train/{INDEX_NAME}"
     remote.download(source, tmp_path / "copy", limit=10**6, verify=lambda path: None)
     assert (tmp_path / "copy").read_bytes() == (folder / "train" / INDEX_NAME).read_bytes()
-    (shelf.root / "bucket" / f"{key}.tar").write_bytes(tar_of({"a.txt": b"A text."}))
-    arguments = ("--source", f"{scheme}://bucket/{key}.tar", "--cache", tmp_path / "cache", *TRAIN)
-    assert [document.text() for document in texts_of(*arguments)["train"]] == ["A text."]
     paths = {identity(f"{scheme}://bucket/{each}") for each in ("data", "data#2", "data?x", "data#3")}
     assert len(paths) == 4
 

@@ -7,10 +7,9 @@ import io
 import json
 import os
 import re
-import tarfile
 import tempfile
 from collections.abc import Callable
-from contextlib import closing, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -21,9 +20,8 @@ from dist_mem.datasets import gpt2_tokenizer
 from dist_mem.datasets.recipes import cmu_dog, pg19
 from dist_mem.datasets.task_text import Books
 from dist_mem.errors import UnusableError
-from tests.support.data_builders import TRAIN, Members, build_data, build_refused, tar_of, texts_of
-from tests.support.file_server import FileServer
-from tests.support.messages import said, said_line
+from tests.support.data_builders import TRAIN, build_refused, texts_of
+from tests.support.messages import refused, said
 
 HELD_OUT = {"validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation", "heldout"}
 READ = (".txt", ".jsonl", ".ndjson", ".json.gz")
@@ -163,117 +161,29 @@ def test_a_name_of_two_splits_and_folders_of_other_names_are_refused(
     build_refused(builder, "--source", tmp_path / "source", "--out", tmp_path / "out", *options, named=named)
 
 
-# Tars of other people: the same ids on every run, from a folder and by URL, and damage named.
+# A text is in UTF-8; what only decodes as UTF-8 is none.
 
 
-SHARDS: dict[str, Members] = {
-    "000.tar": {"a/0.txt": b"\xef\xbb\xbfOne.\r\n", "a/0.jpg": b"\xff", "1.json": b'{"id": "two", "text": "Two."}'},
-    "001.tar": {"0.TXT": b"Three.", "0.json": b'{"id": "three", "text": "its own"}', "._0.txt": b"\0", "7.cls": b"1"},
-}
-EXPECTED = {"000.tar:a/0": "One.\n", "two": "Two.", "three": "Three."}
+SENTENCES = {"en": "Hello world in UTF sixteen. " * 20, "ru": "Привет, мир: это строки. " * 20}
 
 
-@pytest.fixture
-def shards(tmp_path: Path) -> Path:
-    folder = tmp_path / "shards"
-    folder.mkdir()
-    for name, members in SHARDS.items():
-        (folder / name).write_bytes(tar_of(members))
-    return folder
-
-
-def read_tars(*sources: str, cache: Path | None = None) -> dict[str, str]:
-    """The text of each document by its title."""
-    found = texts_of("--source", *sources, *TRAIN, *(("--cache", cache) if cache else ()))
-    return {document.title: document.text() for document in found["train"]}
-
-
-@pytest.mark.servers
-def test_the_same_documents_come_from_a_pattern_a_folder_and_a_url(
-    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-16", "utf-32-le", "utf-32-be", "utf-32"])
+@pytest.mark.parametrize("language", SENTENCES)
+def test_a_text_of_another_encoding_is_refused_with_or_without_a_byte_order_mark(
+    tmp_path: Path, encoding: str, language: str
 ) -> None:
-    assert read_tars(f"{shards}/{{000..001}}.tar") == read_tars(str(shards)) == EXPECTED
-    said_line(capsys.readouterr().out, f"{shards}: ", "001.tar/._0.txt", "1 .cls")
-    with closing(FileServer(tmp_path)) as server:
-        for _ in range(2):
-            assert read_tars(f"{server.url}/shards/{{000..001}}.tar", cache=tmp_path / "cache") == EXPECTED
-        assert set(server.asked.values()) == {3}, "which version, all of it, and again which version"
+    source = tmp_path / "u.txt"
+    source.write_bytes(SENTENCES[language].encode(encoding))
+    with pytest.raises(UnusableError, match=rf"{source.name}.* UTF-8.*iconv"):
+        texts_of("--source", source, *TRAIN)
 
 
-def test_compressed_tars_are_read(tmp_path: Path) -> None:
-    (tmp_path / "x.TAR.GZ").write_bytes(gzip.compress(tar_of(SHARDS["000.tar"])))
-    assert read_tars(str(tmp_path)) == {"x.TAR.GZ:a/0": "One.\n", "two": "Two."}
-
-
-def flipped(content: bytes, place: int) -> bytes:
-    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
-
-
-WHOLE = tar_of({f"{number}.txt": b"A text.\n" * 100 for number in range(3)})
-HEADER = next(512 * k for k in range(1, 20) if WHOLE[512 * k :].startswith(b"1.txt"))
-DAMAGED: dict[str, bytes] = {
-    "cut in a member": WHOLE[: HEADER + 700],
-    "cut in a header": WHOLE[: HEADER + 100],
-    "cut between members": WHOLE[:HEADER],
-    "flipped header": flipped(WHOLE, HEADER + 3),
-    "flipped first header": flipped(WHOLE, 3),
-    "joined": WHOLE + WHOLE,
-    "no tar": b"<html>",
-    "compressed and cut": gzip.compress(WHOLE)[:60],
-    "no text": tar_of({"0.jpg": b"\xff"}),
-    "twice": tar_of({"0.txt": b"a", "0.TXT": b"b"}),
-    "not UTF-8": tar_of({"0.txt": b"\xe9"}),
-    "name not UTF-8": tar_of({"caf\udce9.txt": b"a"}),
-    "json without text": tar_of({"0.json": b"{}"}),
-}
-
-
-@pytest.mark.parametrize("fault", DAMAGED)
-def test_a_damaged_tar_is_refused_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("x.tar").write_bytes(DAMAGED[fault])
-    build_refused("text", "--source", "x.tar", "--out", "out", "--tokenizer", "bytes", *TRAIN, named=("x.tar",))
-    assert not Path("out").exists()
-
-
-def test_every_cut_of_a_tar_is_found(tmp_path: Path) -> None:
-    """Up to the end mark; after it, only padding is lost."""
-    path, end = tmp_path / "x.tar", len(WHOLE.rstrip(b"\0"))
-    for length in range(0, end, 97):
-        path.write_bytes(WHOLE[:length])
-        assert build_data("text", "--source", str(path), "--out", str(tmp_path / "out"), *TRAIN) == 2, length
-
-
-def with_entry(name: str, kind: bytes) -> bytes:
-    """A tar of a text, an entry of another kind, and a text in a folder that webdataset takes for its own metadata."""
-    stream = io.BytesIO(tar_of({"a.txt": b"A.", "__data__/b.txt": b"B."}))
-    with tarfile.open(fileobj=stream, mode="a") as tar:
-        entry = tarfile.TarInfo(name)
-        entry.type, entry.linkname = kind, "a.txt"
-        tar.addfile(entry)
-    return stream.getvalue()
-
-
-@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.FIFOTYPE])
-def test_a_link_or_pipe_in_a_tar_is_refused_where_a_text_would_be_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: bytes
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("c/0.TXT", "c/1.json"):
-        Path("x.tar").write_bytes(with_entry(name, kind))
-        build_refused("text", "--source", "x.tar", "--out", "out", *TRAIN, named=("x.tar", name))
-    for name in ("c/0.jpg", ".c/0.txt", "c"):
-        Path("x.tar").write_bytes(with_entry(name, kind))
-        assert read_tars("x.tar") == {"x.tar:a": "A.", "x.tar:__data__/b": "B."}
-
-
-@pytest.mark.servers
-@pytest.mark.parametrize("name", ["009.tar", "x.tar", "000.zip", "pipe:cat {}"])
-def test_a_tar_by_url_that_cannot_be_used_is_named(shards: Path, tmp_path: Path, name: str) -> None:
-    (shards / "x.tar").write_bytes(WHOLE[:HEADER])
-    cache = tmp_path / "cache"
-    with closing(FileServer(tmp_path)) as server:
-        source = name if ":" in name else f"{server.url}/shards/{name}"
-        options = ("--out", tmp_path / "out", "--cache", cache, *TRAIN)
-        build_refused("text", "--source", source, *options, named=(name.partition(":")[0],))
-    assert not list(cache.rglob("*.tar*"))
+def test_a_program_is_no_text_and_a_few_control_characters_are(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(bytes(range(128)) * 20)
+    with refused(UnusableError, path, "UTF-8", "iconv"):
+        texts_of("--source", path, *TRAIN)
+    for text in ("a\0b\n", "A log\x1b[31m in red\x1b[0m.\f\v\r\n" * 9, "\0" + "a long text " * 9):
+        path.write_bytes(text.encode())
+        found = texts_of("--source", path, *TRAIN)["train"]
+        assert found[0].text() == text.replace("\r\n", "\n")

@@ -9,12 +9,10 @@ where the page shows an error, and must not warn that ranks are idle.
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import random
 import re
 import shutil
-import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -76,14 +74,6 @@ def corpora(tree: Tree) -> None:
     draw = random.Random(7)
     rows = [json.dumps({"url": f"https://host/{number}", "body": draw_words(draw, 300)}) for number in range(600)]
     (tree.folder / "web.jsonl.gz").write_bytes(gzip.compress("\n".join(rows).encode()))
-    (tree.folder / "tars").mkdir()
-    for shard in range(4):
-        with tarfile.open(tree.folder / "tars" / f"{shard:03d}.tar", "w") as tar:
-            for number in range(150):
-                content = draw_words(draw, 300).encode()
-                entry = tarfile.TarInfo(f"{number:03d}.txt")
-                entry.size = len(content)
-                tar.addfile(entry, io.BytesIO(content))
     (tree.folder / "local").mkdir()
     write_texts(tree.folder / "pg19", {"train": 16, "validation": 3, "test": 3}, num_words=500)
     tree.must("dist-mem data build pg19 --source pg19 --out data/pg19 --vocab-size 1000")

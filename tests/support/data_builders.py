@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import tarfile
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import NamedTuple
@@ -62,20 +61,7 @@ def documents_of(data_dir: Path, split: str = "train") -> list[Built]:
     return found
 
 
-Members = dict[str, bytes]
 TRAIN = ("--split-by-hash", "train=1")
-
-
-def tar_of(members: Members) -> bytes:
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w", format=tarfile.GNU_FORMAT) as tar:
-        for name, content in members.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(content)
-            tar.addfile(entry, io.BytesIO(content))
-    return stream.getvalue()
-
-
 SMALL = ("--train", "8", "--validation", "4", "--test", "4")
 BUILDERS = {
     "babilong": ("--lengths", "600"),

@@ -20,12 +20,11 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from math import inf
 from netrc import NetrcParseError, netrc
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, quote, urlencode, urlsplit, urlunsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -49,7 +48,6 @@ _STATUS = {FileNotFoundError: 404, PermissionError: 403}  # as fsspec reports th
 # Errors of botocore and google-auth, which are imported only for buckets.
 _NO_LOGIN = {"DefaultCredentialsError", "NoAuthTokenError", "NoCredentialsError", "PartialCredentialsError"}
 _NO_LOGIN |= {"ProfileNotFound", "UnauthorizedSSOTokenError"}
-_OF_BUCKETS = (("ETag", "etag"), ("LastModified", "updated"))  # as s3fs and gcsfs call them
 _ADVICE = {  # causes beyond the address
     "s3": "; a public bucket is read without a login by FSSPEC_S3_ANON=true",
     "gs": "; a public bucket is read without a login by FSSPEC_GS_TOKEN=anon",
@@ -65,7 +63,6 @@ _CREDENTIALS: dict[frozenset[str], re.Pattern[str]] = {
 }
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
-ResultT = TypeVar("ResultT")
 Verify = Callable[[Path], object]  # raises ValueError, its text beginning with the path, for a wrong file
 
 
@@ -101,24 +98,11 @@ class Version(NamedTuple):
 
     etag: str | None
     modified: str | None
-    length: int | None
 
     @property
     def condition(self) -> str | None:
         """Return the value of If-Range for this version; None: the server does not say enough."""
         return self.modified if self.etag is None or self.etag.startswith("W/") else self.etag
-
-    def is_that_of(self, other: Version) -> bool:
-        """Return whether both are surely the same version: lengths alone say nothing."""
-        if self.length != other.length:
-            return False
-        if self.etag and other.etag:
-            return self.etag == other.etag
-        return self.modified is not None and self.modified == other.modified
-
-
-class _AnsweredError(Exception):
-    """A probe has its answer."""
 
 
 def is_remote(path: str) -> bool:
@@ -270,8 +254,8 @@ def _download_verified(source: Address, partial: Path, limit: int, verify: Verif
             return
 
 
-def _with_retries(attempt: Callable[[], ResultT], cancelled: threading.Event) -> ResultT:
-    """Return the result of the first attempt that reaches the server.
+def _with_retries(attempt: Callable[[], None], cancelled: threading.Event) -> None:
+    """Repeat an attempt until it reaches the server.
 
     Raises:
         UnreachableError: none does.
@@ -349,19 +333,13 @@ class _DownloadProgress(Callback):
 
 
 def _transfer(source: Address, file: IO[bytes], progress: _DownloadProgress, cancelled: threading.Event) -> None:
+    """Write what the server sends into a file; the file system of fsspec runs in fsspec's thread."""
     files, arguments = _request(source, file, progress)
-    _in_loop(files, files._get_file(**arguments, callback=progress), source, progress, cancelled)
-
-
-def _in_loop(
-    files: Any, work: Awaitable[ResultT], source: Address, progress: _DownloadProgress, cancelled: threading.Event
-) -> ResultT:
-    """Return the result of a coroutine of a file system of fsspec, which runs in fsspec's thread."""
     ended = threading.Event()
 
-    async def run() -> ResultT:
+    async def run() -> None:
         try:
-            return await work
+            await files._get_file(**arguments, callback=progress)
         finally:
             ended.set()
 
@@ -379,45 +357,14 @@ def _in_loop(
     if progress.received > progress.limit:
         raise ValueError(f"{source.shown} sends more than the {progress.limit:,} bytes that it may have")
     if error is not None:
-        raise error if isinstance(error, _AnsweredError) else _failure(source, error) from error
-    return transfer.result()
+        raise _failure(source, error) from error
 
 
-def version_of(source: Address) -> Version:
-    """Return which version of a file the server has, without its content.
-
-    Raises:
-        RemoteError: as `download`.
-    """
-    check_address(source.url, "an address")
-    cancelled = threading.Event()
-
-    def attempt() -> Version:
-        progress = _DownloadProgress(METADATA_BYTES)
-        with TemporaryFile() as file:  # stays empty
-            files, arguments = _request(source, file, progress, is_probe=True)
-            if parts_of(source.url).scheme in ("s3", "gs"):
-                found = _in_loop(files, files._info(source.url), source, progress, cancelled)
-                etag, modified = (found.get(name) or found.get(other) for name, other in _OF_BUCKETS)
-                return Version(etag and str(etag), modified and str(modified), found.get("size"))
-            with suppress(_AnsweredError):
-                _in_loop(files, files._get_file(**arguments, callback=progress), source, progress, cancelled)
-        assert progress.version is not None, "a server that answers has been asked"
-        return progress.version
-
-    return _with_retries(attempt, cancelled)
-
-
-def _request(
-    source: Address, file: IO[bytes], progress: _DownloadProgress, *, is_probe: bool = False
-) -> tuple[Any, dict[str, Any]]:
+def _request(source: Address, file: IO[bytes], progress: _DownloadProgress) -> tuple[Any, dict[str, Any]]:
     """Return the file system of fsspec that reads an address, and the arguments of its `_get_file`.
 
     Credentials are sent only over https, and only to the server of the address. A bucket's library writes the file by
     its name, from its begin.
-
-    Args:
-        is_probe: end by `_AnsweredError` before the content.
     """
     import fsspec
 
@@ -454,15 +401,7 @@ def _request(
             file.truncate(0)
             progress.received = 0
         if response.status == 200:
-            length = response.headers.get("Content-Length", "")
-            progress.version = Version(
-                response.headers.get("ETag"),
-                response.headers.get("Last-Modified"),
-                int(length) if length.isdecimal() else None,
-            )
-            if is_probe:
-                response.close()
-                raise _AnsweredError
+            progress.version = Version(response.headers.get("ETag"), response.headers.get("Last-Modified"))
         return response
 
     files = fsspec.filesystem("http", client_kwargs={"timeout": aiohttp.ClientTimeout(total=None)})

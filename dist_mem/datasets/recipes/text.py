@@ -1,15 +1,12 @@
-"""Build your own corpus: .txt files, or rows of JSON lines, Parquet, saved datasets, tars.
+"""Build your own corpus: .txt files, or rows of JSON lines, Parquet, saved datasets.
 
     dist-mem data build text --source corpus --out data/mine        # corpus/{train,validation,test}
     dist-mem data build text --source web.jsonl.zst --out data/web --text-field body --workers 8
     dist-mem data build text --source essays letters --out data/mine --validation 0.05 --test 0.05
-    dist-mem data build text --source 'https://host/x/{000..063}.tar' --out data/web
 
 --source takes .txt (UTF-8), JSON lines (.jsonl, .ndjson, also .gz and .zst; .json.gz, .json.zst),
-.parquet and .arrow files, folders of them at any depth, folders that Hugging Face's datasets saved
-(save_to_disk), and webdataset's tars, whose samples have a .txt member or a .json with the text
-field. Names in braces are expanded; tars may be URLs, as in data.path, and are kept in the cache
-until the server has another version.
+.parquet and .arrow files, folders of them at any depth, and folders that Hugging Face's datasets
+saved (save_to_disk).
 Hidden files and other suffixes are passed over, and counted.
 
 Splits are what the names of folders and files say, at any depth: train/, test.jsonl, valid.txt,
@@ -18,9 +15,9 @@ saved DatasetDict. Without such names, or with --split-by-hash, a checksum of a 
 determines its split. Of rows it does so alone, whatever other rows are added or removed, and
 fractions are approximate; of .txt files fractions are exact numbers, in the order of the checksums.
 
-The id of a row is its field id, else the name of its file and its number, or its key in a tar; the
-id of a .txt file is its path under --source. No text may be in two splits; neither
-white space makes a difference, nor the form of accents, nor characters without a glyph.
+The id of a row is its field id, else the name of its file and its number; the id of a .txt file is
+its path under --source. No text may be in two splits; neither white space makes a difference, nor
+the form of accents, nor characters without a glyph.
 """
 
 from __future__ import annotations
@@ -40,7 +37,6 @@ from dist_mem.datasets.corpus import (
 from dist_mem.datasets.corpus_rows import TEXT_SUFFIX
 from dist_mem.datasets.options import add_build_options, add_tokenizer_options, check_paths, vocab_size_of
 from dist_mem.datasets.split_names import DEFAULT_FRACTIONS, SPLITS, parse_fractions, split_of, splits_of
-from dist_mem.datasets.tar_source import local_sources
 from dist_mem.datasets.tree import suffix_of
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.terminal import count_noun
@@ -70,8 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this builder."""
     add_build_options(parser)
     add = parser.add_argument
-    add("--source", required=True, nargs="+", help="folders, files, or URLs of tars; {000..063} is 000, 001, ...")
-    add("--cache", metavar="FOLDER", help="of tars by URL (default: that of data.cache)")
+    add("--source", type=Path, required=True, nargs="+", help="folders or files")
     add("--out", type=Path, required=True, help="data directory to build: data.path of a configuration")
     add("--name", default="text", help="of the dataset, part of the tars' names (default: %(default)s)")
     add("--text-field", default="text", metavar="NAME", help="of a row: its text (default: %(default)s)")
@@ -132,7 +127,8 @@ def read_splits(options: argparse.Namespace) -> dict[str, CorpusDocuments]:
         UnusableError: as `read_documents`; or a split that has a fraction gets no document.
     """
     given = fractions_of(options)
-    corpus = find_files(local_sources(options.source, options.cache))
+    check_paths(*options.source)
+    corpus = find_files(options.source)
     is_short = bool(options.validation or options.test)
     named = None if given and not is_short else by_name(corpus, fix=f"give {DEAL_ALL}")
     dealt = given or DEFAULT_FRACTIONS
@@ -155,7 +151,7 @@ def read_splits(options: argparse.Namespace) -> dict[str, CorpusDocuments]:
     )
     num_documents = sum(len(documents) for documents, _ in splits.values())
     if not num_documents:
-        raise UnusableError(f"--source {' '.join(options.source)}: its files have no rows")
+        raise UnusableError(f"--source {' '.join(map(str, options.source))}: its files have no rows")
     missing = [split for split in SPLITS if named is None and dealt.get(split) and split not in splits]
     if missing:
         raise UnusableError(
