@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,21 +35,9 @@ from dist_mem.datasets.split_names import (
 )
 from dist_mem.datasets.tree import check_name, describe_passed_over, print_passed_over, printable_name, suffix_of, walk
 from dist_mem.errors import UnusableError
-from dist_mem.runtime.file_schema import check, list_of, plain_name, read_json, record, text
 from dist_mem.runtime.progress import show_count
 
-HF_STATE, HF_DICT = "state.json", "dataset_dict.json"  # of folders that Hugging Face's datasets saves
-_DATA_FILES = list_of(record({"filename": plain_name}, is_open=True))
-_OF_DATASETS = record({}, {"_data_files": _DATA_FILES, "splits": list_of(text)}, is_open=True)
-SAVED_NAMES = (HF_STATE, HF_DICT, "dataset_info.json")
-Files = dict[str, Path]
-
-
-class Corpus(NamedTuple):
-    """The files of all sources."""
-
-    files: Files  # by name: the path under the source with slashes; in the order of the names
-    saved: dict[str, str]  # folder of such names -> split of a saved DatasetDict, whatever its name
+Files = dict[str, Path]  # by name: the path under the source with slashes
 
 
 class CorpusDocuments(NamedTuple):
@@ -60,8 +47,8 @@ class CorpusDocuments(NamedTuple):
     digests: bytearray  # 16 bytes per document: `words_digest`
 
 
-def find_files(sources: Sequence[Path], suffixes: Sequence[str] = SUFFIXES) -> Corpus:
-    """Return the files of the sources. One printed line counts what was passed over.
+def find_files(sources: Sequence[Path], suffixes: Sequence[str] = SUFFIXES) -> Files:
+    """Return the files of the sources in the order of their names. One printed line counts what was passed over.
 
     Of several folders, the name of one that is named as a split is part of the names of its files.
 
@@ -69,77 +56,39 @@ def find_files(sources: Sequence[Path], suffixes: Sequence[str] = SUFFIXES) -> C
         UnusableError: a source is no corpus, there are no files, two have one name, or a library is missing; or as
             `walk`.
     """
-    corpus = Corpus({}, {})
+    corpus: Files = {}
     walked = []
     for source in sources:
         if source.is_dir():
-            found = walk(source, suffixes, names=SAVED_NAMES)
+            found = walk(source, suffixes)
             is_split = len(sources) > 1 and split_named(source.name) is not None
-            files, saved, caches = _without_saved_names(found.files, f"{source.name}/" if is_split else "")
-            walked.append(found._replace(others=found.others + caches))
+            prefix = f"{source.name}/" if is_split else ""
+            files = {f"{prefix}{name}": path for name, path in found.files.items()}
+            walked.append(found)
         elif source.is_file() and suffix_of(source.name, suffixes):
             check_name(source, source.name)
-            files, saved = {source.name: source}, {}
+            files = {source.name: source}
         else:
             raise UnusableError(
                 f"--source {printable_name(source)} is neither a folder nor a file of {', '.join(suffixes)}"
             )
-        twice = sorted(set(files) & set(corpus.files))
+        twice = sorted(set(files) & set(corpus))
         if twice:
-            raise UnusableError(f"{corpus.files[twice[0]]} and {files[twice[0]]} have one name, {twice[0]}: rename one")
-        corpus.files.update(files)
-        corpus.saved.update(saved)
+            raise UnusableError(f"{corpus[twice[0]]} and {files[twice[0]]} have one name, {twice[0]}: rename one")
+        corpus.update(files)
     listed = " ".join(map(printable_name, sources))
-    if not corpus.files:
+    if not corpus:
         over = describe_passed_over(*walked)
         raise UnusableError(
             f"--source {listed}: no file of {', '.join(suffixes)} there{f'; passed over {over}' if over else ''}"
         )
     print_passed_over(listed, *walked)
-    for path in corpus.files.values():
+    for path in corpus.values():
         check_library(path)
-    return corpus._replace(files=dict(sorted(corpus.files.items())))
+    return dict(sorted(corpus.items()))
 
 
-def _without_saved_names(files: Files, prefix: str) -> tuple[Files, dict[str, str], Counter[str]]:
-    """Return the files of texts, the folders of saved splits, and the number of files that are copies of a cache."""
-    texts: Files = {}
-    saved: dict[str, str] = {}
-    caches: Counter[str] = Counter()
-    folders = {path.parent: _saved_dataset(path) for path in files.values() if path.name == HF_STATE}
-    for name, path in files.items():
-        if path.name == HF_DICT:
-            above = f"{prefix}{name.removesuffix(HF_DICT)}"
-            saved.update({f"{above}{split}": str(split) for split in _json_object(path).get("splits", [])})
-        elif path.name in SAVED_NAMES:
-            continue
-        elif suffix_of(name, (".arrow",)) and path not in folders.get(path.parent, [path]):
-            caches[".arrow of a cache"] += 1  # left by the `map` of a dataset that was loaded from this folder
-        else:
-            texts[f"{prefix}{name}"] = path
-    return texts, saved, caches
-
-
-def _saved_dataset(state: Path) -> list[Path]:
-    content = _json_object(state)
-    if content.get("_indices_data_files"):
-        raise UnusableError(
-            f"{state.parent} is a selection of rows, as old versions of datasets saved it: load it and save it again"
-        )
-    paths = [state.parent / entry["filename"] for entry in content.get("_data_files", [])]
-    for path in paths:
-        if not path.is_file():
-            raise UnusableError(f"{path} is missing, which {state} names: copy the whole folder again")
-    return paths
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    content = read_json(path, UnusableError, ": copy it again")
-    check(content, _OF_DATASETS, path, UnusableError, ": copy the whole folder again")
-    return dict(content)
-
-
-def by_name(corpus: Corpus, *, fix: str) -> dict[str, Files] | None:
+def by_name(corpus: Files, *, fix: str) -> dict[str, Files] | None:
     """Return the files of each split that their names say, without the folders of splits; None if none says one.
 
     Args:
@@ -150,14 +99,10 @@ def by_name(corpus: Corpus, *, fix: str) -> dict[str, Files] | None:
     """
     splits: dict[str, Files] = {}
     outside: list[Path] = []
-    for name, path in corpus.files.items():
-        folder = next((folder for folder in corpus.saved if name.startswith(f"{folder}/")), None)
+    for name, path in corpus.items():
         suffix = suffix_of(name, SUFFIXES) or ""
-        if folder is not None:
-            found, rest = [corpus.saved[folder]], name.removeprefix(f"{folder}/")
-        else:
-            found = splits_in_path(name[: len(name) - len(suffix)].split("/"), is_rows=suffix in ROW_SUFFIXES)
-            rest = without_split_folders(name)
+        found = splits_in_path(name[: len(name) - len(suffix)].split("/"), is_rows=suffix in ROW_SUFFIXES)
+        rest = without_split_folders(name)
         if len(found) > 1:
             raise UnusableError(f"{path} is named as of {' and of '.join(found)}: rename it, or {fix}")
         if not found:

@@ -1,10 +1,10 @@
-"""Texts in files: a .txt file is one document; of JSON lines, .parquet and .arrow files, each row is one.
+"""Texts in files: a .txt file is one document; of JSON lines and .parquet files, each row is one.
 
 Data flow: read_rows, one pass over a corpus -> Row, which identifies a text -> SourceDocument -> a worker: Row.read.
 
 Rows are read from the first to the last, one batch of them in memory. A process keeps its last file open, so the
 consecutive rows of all its pieces together cost one pass, also in compressed files, which have no other order.
-pyarrow reads Parquet, Arrow (what `save_to_disk` of Hugging Face's datasets writes) and Zstandard.
+pyarrow reads Parquet and Zstandard.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ JSON_LINES = (
     *(".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst"),
     *(".json.gz", ".json.zst"),  # so are large corpora named; a plain .json file may be one list of gigabytes
 )
-ROW_SUFFIXES = (*JSON_LINES, ".parquet", ".arrow")
+ROW_SUFFIXES = (*JSON_LINES, ".parquet")
 SUFFIXES = (TEXT_SUFFIX, *ROW_SUFFIXES)
-PYARROW_SUFFIXES = (".zst", ".parquet", ".arrow")
+PYARROW_SUFFIXES = (".zst", ".parquet")
 DEFAULT_ID_FIELD = "id"
 DIGEST_BYTES = 16  # of a SHA-256
 BATCH_ROWS = 64  # of a .parquet file in memory at a time
 BUFFER_BYTES = 2**20  # of a column of a .parquet file, read at a time
-ARROW_FILE_START, ARROW_STREAM_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class RowFile(NamedTuple):
@@ -117,7 +116,7 @@ def read_rows(file: RowFile, start: int = 1) -> Iterator[tuple[int, Load]]:
 
 
 def _format_reader(path: Path) -> Callable[[RowFile, int], Iterator[tuple[int, Load]]]:
-    readers = {TEXT_SUFFIX: _read_text_file, ".parquet": _read_parquet, ".arrow": _read_arrow}
+    readers = {TEXT_SUFFIX: _read_text_file, ".parquet": _read_parquet}
     return readers.get(path.suffix.lower(), _read_json_lines)
 
 
@@ -173,59 +172,18 @@ def _read_parquet(file: RowFile, start: int) -> Iterator[tuple[int, Load]]:
         number = 1
         for group in range(table.num_row_groups):
             num_rows = table.metadata.row_group(group).num_rows
-            if number + num_rows > start:
-                rows = _batch_rows(
-                    file, table.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False), number
-                )
-                yield from (row for row in rows if row[0] >= start)
-            number += num_rows
-
-
-def _read_arrow(file: RowFile, start: int) -> Iterator[tuple[int, Load]]:
-    from pyarrow import ipc, memory_map
-
-    with memory_map(str(file.path)) as mapped:
-        if mapped.read(len(ARROW_FILE_START)) == ARROW_FILE_START:
-            opened = ipc.open_file(mapped)
-            batches = (opened.get_batch(number) for number in range(opened.num_record_batches))
-        else:
-            mapped.seek(max(0, mapped.size() - len(ARROW_STREAM_END)))
-            if mapped.read() != ARROW_STREAM_END:  # pyarrow takes a file that ends between two batches for a whole one
-                raise UnusableError(f"{file.path} is damaged (its end is missing): copy it again")
-            mapped.seek(0)
-            opened = batches = ipc.open_stream(mapped)
-        _check_fields(file, opened.schema.names, str(file.path))
-        for number, load in _batch_rows(file, batches, 1):
-            if number >= start:
-                yield number, load
-
-
-def _batch_rows(file: RowFile, batches: Iterator[Any], number: int) -> Iterator[tuple[int, Load]]:
-    for batch in batches:
-        batch.validate()  # all columns have as many rows
-        for name in _names_in(file, batch):
-            _check_offsets(batch.column(name))
-        for place in range(batch.num_rows):
-            yield number, partial(_batch_row, file, number, batch, place)
-            number += 1
+            if number + num_rows <= start:
+                number += num_rows
+                continue
+            for batch in table.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False):
+                for place in range(batch.num_rows):
+                    if number >= start:
+                        yield number, partial(_batch_row, file, number, batch, place)
+                    number += 1
 
 
 def _names_in(file: RowFile, batch: Any) -> set[str]:
     return {file.text_field, file.id_field or DEFAULT_ID_FIELD}.intersection(batch.schema.names)
-
-
-def _check_offsets(column: Any) -> None:
-    """Raise ValueError if texts of a column are outside of its bytes: pyarrow would read there, and crash.
-
-    Whether a text is UTF-8 is checked when it is read, which names its row.
-    """
-    from pyarrow import binary, large_binary, types
-
-    if types.is_string(column.type):
-        column = column.view(binary())
-    elif types.is_large_string(column.type):
-        column = column.view(large_binary())
-    column.validate(full=True)
 
 
 def _batch_row(file: RowFile, number: int, batch: Any, place: int) -> Content:

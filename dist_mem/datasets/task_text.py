@@ -159,9 +159,8 @@ class Books:
 
     def __init__(self, folder: Path, splits: tuple[str, ...]) -> None:
         """Raises UnusableError if a split has no file."""
-        corpus = find_files([folder], (TEXT_SUFFIX,))
-        files = corpus.files
-        folders = by_name(corpus, fix="name none of them so") or {}
+        files = find_files([folder], (TEXT_SUFFIX,))
+        folders = by_name(files, fix="name none of them so") or {}
         if not folders:
             for name, path in files.items():
                 folders.setdefault(split_of(name, FRACTIONS), {})[name] = path

@@ -34,11 +34,11 @@ def suffix_of(name: str, suffixes: Collection[str]) -> str | None:
     return max((suffix for suffix in suffixes if name.lower().endswith(suffix)), key=len, default=None)
 
 
-def walk(folder: Path, suffixes: Collection[str], *, names: Collection[str] = (), is_deep: bool = True) -> TreeFiles:
+def walk(folder: Path, suffixes: Collection[str], *, is_deep: bool = True) -> TreeFiles:
     """Classify every entry under a folder, through links to folders too.
 
     Args:
-        suffixes: of files to take; names: of other files to take.
+        suffixes: of files to take.
         is_deep: False: folders in the folder are counted, not read.
 
     Raises:
@@ -46,7 +46,7 @@ def walk(folder: Path, suffixes: Collection[str], *, names: Collection[str] = ()
         OSError: a folder cannot be read.
     """
     found = TreeFiles({}, [], Counter())
-    _walk(folder, "", [], found, suffixes=suffixes, names=names, is_deep=is_deep)
+    _walk(folder, "", [], found, suffixes=suffixes, is_deep=is_deep)
     return TreeFiles(dict(sorted(found.files.items())), sorted(found.hidden), found.others)
 
 
@@ -117,7 +117,6 @@ def _walk(
     found: TreeFiles,
     *,
     suffixes: Collection[str],
-    names: Collection[str],
     is_deep: bool,
 ) -> None:
     status = folder.stat()
@@ -125,7 +124,7 @@ def _walk(
         raise UnusableError(f"{printable_name(folder)} is a link to a folder that contains it: remove the link")
     for entry in _entries(folder):
         name, path = f"{prefix}{entry.name}", folder / entry.name
-        is_named = entry.name in names or suffix_of(entry.name, suffixes) is not None
+        is_named = suffix_of(entry.name, suffixes) is not None
         if is_hidden(entry.name):
             found.hidden.append(name)
         elif entry.is_dir():
@@ -136,7 +135,7 @@ def _walk(
                 continue
             before = len(found.files)
             inside = [*above, (status.st_dev, status.st_ino)]
-            _walk(path, f"{name}/", inside, found, suffixes=suffixes, names=names, is_deep=True)
+            _walk(path, f"{name}/", inside, found, suffixes=suffixes, is_deep=True)
             if is_named and len(found.files) == before:
                 raise UnusableError(f"{printable_name(path)} is a folder, and no text is in it: remove or rename it")
         elif entry.is_symlink() and not path.exists():

@@ -1,4 +1,4 @@
-"""A corpus of text files, JSON lines, Parquet or saved datasets: equal shards, stable splits, no text in two splits."""
+"""A corpus of text files, JSON lines or Parquet: equal shards, stable splits, no text in two splits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pyarrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pyarrow import ipc, parquet
+from pyarrow import parquet
 
 from dist_mem.data.shard import read_index
 from dist_mem.data.tar import MAX_ID_LEN
@@ -47,12 +47,6 @@ def zstd(content: bytes) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def arrow_stream(texts: Texts, path: Path) -> None:
-    table = pyarrow.table({"id": list(texts), "text": list(texts.values())})
-    with ipc.new_stream(path, table.schema) as stream:
-        stream.write_table(table, max_chunksize=5)
-
-
 def write_form(form: str, folder: Path, texts: Texts = TEXTS) -> Path:
     """Write a corpus in one of the forms; return its folder."""
     folder.mkdir(parents=True)
@@ -66,14 +60,10 @@ def write_form(form: str, folder: Path, texts: Texts = TEXTS) -> Path:
     elif form == "jsonl.zst":  # of two frames, as tools that append write it
         lines = json_lines(texts)
         (folder / "rows.jsonl.zst").write_bytes(zstd(lines[:100]) + zstd(lines[100:]))
-    elif form == "parquet":
+    else:
         others = {"other": [None] * len(texts), "vector": [[0.5]] * len(texts)}  # no obstacle, as they are not read
         table = pyarrow.table({"text": list(texts.values()), **others, "id": list(texts)})
         parquet.write_table(table, folder / "rows.parquet", row_group_size=5)
-    else:  # as save_to_disk of datasets 5 writes it
-        arrow_stream(texts, folder / "data-00000-of-00001.arrow")
-        arrow_stream(texts, folder / "cache-1f0c.arrow")  # left by its `map`
-        (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
     return folder
 
 
@@ -103,7 +93,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return contents(folder / "out")
 
 
-@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "saved"])
+@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
 def test_every_form_of_the_same_texts_gives_the_same_bytes(
     tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
@@ -114,20 +104,15 @@ def test_every_form_of_the_same_texts_gives_the_same_bytes(
     assert contents(tmp_path / "out") == expected
 
 
-def test_splits_of_saved_datasets_and_of_files_of_rows_are_kept(tmp_path: Path) -> None:
-    saved, files, hub = tmp_path / "saved", tmp_path / "files", tmp_path / "hub"
+def test_splits_of_files_of_rows_are_kept(tmp_path: Path) -> None:
+    files, hub = tmp_path / "files", tmp_path / "hub"
     names = list(TEXTS)
-    parts = {"train": names[:8], "dev": names[8:]}
-    for split, chosen in parts.items():
-        write_form("saved", saved / split, {name: TEXTS[name] for name in chosen})
-    (saved / "dataset_dict.json").write_text(json.dumps({"splits": list(parts)}))
     files.mkdir()
-    (files / "train-00000-of-00001.jsonl").write_bytes(json_lines({name: TEXTS[name] for name in parts["train"]}))
-    (files / "test.jsonl").write_bytes(json_lines({name: TEXTS[name] for name in parts["dev"]}))
+    (files / "train-00000-of-00001.jsonl").write_bytes(json_lines({name: TEXTS[name] for name in names[:8]}))
+    (files / "test.jsonl").write_bytes(json_lines({name: TEXTS[name] for name in names[8:]}))
     shutil.copytree(files, hub / "en" / "data")
-    shutil.copytree(saved, hub / "more")
-    for source, held_out in ((saved, "dev"), (files, "test"), (hub / "en", "test"), (hub / "more", "dev")):
-        assert dealt(source) == {name: "train" if name in parts["train"] else held_out for name in names}
+    for source in (files, hub / "en"):
+        assert dealt(source) == {name: "train" if name in names[:8] else "test" for name in names}
 
 
 def test_the_split_of_a_document_depends_on_its_id_alone(tmp_path: Path) -> None:
@@ -207,7 +192,6 @@ DAMAGED: dict[str, tuple[str, bytes, str]] = {
     "gzip cut": ("r.jsonl.gz", gzip.compress(GOOD)[:-9], ", line 2 or later: the file is damaged"),
     "zstd cut": ("r.jsonl.zst", zstd(GOOD)[:-3], ", line 1 or later: "),
     "no parquet": ("r.parquet", b"garbage", ", row 1 or later: "),
-    "arrow cut": ("r.arrow", b"garbage", " is damaged"),
     "no rows": ("r.jsonl", b"\n", ": its files have no rows"),
 }
 
@@ -237,22 +221,6 @@ def test_a_damaged_row_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 def test_fractions_are_parts_of_one(fractions: str, named: str) -> None:
     with refused(UnusableError, named):
         parse_fractions(fractions)
-
-
-def test_a_saved_dataset_that_is_not_whole_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    source = write_form("saved", Path("saved"))
-    arrow, state = source / "data-00000-of-00001.arrow", source / "state.json"
-    arrow.write_bytes(arrow.read_bytes()[:-8])
-    refuse(tmp_path, source, *HALVES, named=(arrow,))
-    arrow.unlink()
-    refuse(tmp_path, source, *HALVES, named=(arrow, state))
-    (tmp_path / "outside.arrow").write_bytes(b"")
-    for name in ("../outside.arrow", "/etc/hosts", 1, None):
-        state.write_text(json.dumps({"_data_files": [{"filename": name}]}))
-        refuse(tmp_path, source, *HALVES, named=(f"{state} ", "_data_files[0].filename"))
-    state.write_text('{"_indices_data_files": [{"filename": "indices.arrow"}]}')
-    refuse(tmp_path, source, *HALVES, named=(source,))
 
 
 def test_a_missing_library_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +270,7 @@ def test_a_row_that_changes_during_the_build_is_refused(tmp_path: Path) -> None:
         row.read()
 
 
-@pytest.mark.parametrize("form", ["jsonl", "json.gz", "parquet", "arrow"])
+@pytest.mark.parametrize("form", ["jsonl", "json.gz", "parquet"])
 def test_a_field_that_comes_twice_is_refused(tmp_path: Path, form: str) -> None:
     """Whichever is the right one, a reader would take the last or the first in silence."""
     path = tmp_path / f"rows.{form}"
@@ -310,9 +278,6 @@ def test_a_field_that_comes_twice_is_refused(tmp_path: Path, form: str) -> None:
     table = pyarrow.Table.from_arrays([pyarrow.array([word]) for word in ("one", "a", "two")], ["text", "b", "text"])
     if form == "parquet":
         parquet.write_table(table, path)
-    elif form == "arrow":
-        with ipc.new_stream(path, table.schema) as stream:
-            stream.write_table(table)
     else:
         path.write_bytes(gzip.compress(line) if form == "json.gz" else line)
     refuse(tmp_path, path, "--split-by-hash", "train=1", named=(path, "2 fields 'text'", "--text-field"))
@@ -420,14 +385,3 @@ def test_a_text_that_differs_only_in_what_nobody_sees_is_in_one_split(
         (tmp_path / "texts" / split).mkdir(parents=True)
         (tmp_path / "texts" / split / f"{split}.txt").write_text(content, encoding="utf-8")
     refuse(tmp_path, tmp_path / "texts", named=("train", "test", "--drop-duplicates"))
-
-
-def test_an_arrow_file_whose_offsets_lead_out_of_it_is_refused(tmp_path: Path) -> None:
-    """pyarrow reads wherever they lead: the process ends with a bus error, or by abort."""
-    path = tmp_path / "x.arrow"
-    arrow_stream(TEXTS, path)
-    content = path.read_bytes()
-    offsets = np.cumsum([0, *(len(text) for text in list(TEXTS.values())[:5])]).astype("<i4").tobytes()
-    assert content.count(offsets) == 1
-    path.write_bytes(content.replace(offsets, offsets[:8] + b"\xff\xff\xff\x7f" + offsets[12:]))
-    refuse(tmp_path, path, "--split-by-hash", "train=1", named=("x.arrow", "row"))

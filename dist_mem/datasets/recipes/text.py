@@ -1,19 +1,18 @@
-"""Build your own corpus: .txt files, or rows of JSON lines, Parquet, saved datasets.
+"""Build your own corpus: .txt files, or rows of JSON lines or Parquet.
 
     dist-mem data build text --source corpus --out data/mine        # corpus/{train,validation,test}
     dist-mem data build text --source web.jsonl.zst --out data/web --text-field body --workers 8
     dist-mem data build text --source essays letters --out data/mine --validation 0.05 --test 0.05
 
 --source takes .txt (UTF-8), JSON lines (.jsonl, .ndjson, also .gz and .zst; .json.gz, .json.zst),
-.parquet and .arrow files, folders of them at any depth, and folders that Hugging Face's datasets
-saved (save_to_disk).
+.parquet files, and folders of them at any depth.
 Hidden files and other suffixes are passed over, and counted.
 
 Splits are what the names of folders and files say, at any depth: train/, test.jsonl, valid.txt,
-data/validation-00000-of-00001.parquet (also val, dev, eval, training, ...), or the splits of a
-saved DatasetDict. Without such names, or with --split-by-hash, a checksum of a document's id
-determines its split. Of rows it does so alone, whatever other rows are added or removed, and
-fractions are approximate; of .txt files fractions are exact numbers, in the order of the checksums.
+data/validation-00000-of-00001.parquet (also val, dev, eval, training, ...). Without such names, or
+with --split-by-hash, a checksum of a document's id determines its split. Of rows it does so alone,
+whatever other rows are added or removed, and fractions are approximate; of .txt files fractions are
+exact numbers, in the order of the checksums.
 
 The id of a row is its field id, else the name of its file and its number; the id of a .txt file is
 its path under --source. No text may be in two splits; neither white space makes a difference, nor
@@ -141,10 +140,10 @@ def read_splits(options: argparse.Namespace) -> dict[str, CorpusDocuments]:
         print(f"splits by the names of folders and files: {counts}", flush=True)
     elif not given:
         print(f"no name says train, validation or test: documents are dealt out by their ids, {DEFAULT}", flush=True)
-    titles = [text_title(name) for name in corpus.files if suffix_of(name, (TEXT_SUFFIX,))]
+    titles = [text_title(name) for name in corpus if suffix_of(name, (TEXT_SUFFIX,))]
     files_dealt = splits_of(titles, dealt, options.split_seed)
     splits = read_documents(
-        {"": corpus.files} if named is None else named,
+        {"": corpus} if named is None else named,
         lambda title: files_dealt.get(title) or split_of(title, dealt, options.split_seed),
         text_field=options.text_field,
         id_field=options.id_field,
