@@ -100,7 +100,6 @@ def exported(tmp_path: Path) -> Path:
 def commands(folder: Path, tmp_path: Path) -> dict[str, list[str]]:
     return {
         "evaluate": ["evaluate", str(folder)],
-        "sweep": ["evaluate", str(folder), "--sweep", "mem_len=8,16"],
         "generate": ["generate", str(folder), "--prompt", "a", "--tokens", "2"],
         "export": ["export", str(folder), "--out", str(tmp_path / "again")],
         "dialogue": ["dialogue", str(folder)],

@@ -45,9 +45,6 @@ from tests.support.scored_library import (
 pytestmark = pytest.mark.ranks
 
 
-SWEEP = ["--sweep", "mem_len=4"]
-
-
 def save(folder: Path, data: Path, *steps: int, **blocks: Any) -> Path:
     config = make_config(data={"path": str(data)}, model={"init_std": 0.3}, **blocks)
     for step in steps:
@@ -87,7 +84,7 @@ def test_the_command_scores_the_newest_checkpoint_and_tells_everyone(
     assert "9 documents" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("options", [[], ["eval.layout=stream"], ["--sweep", "mem_len=4,8"]])
+@pytest.mark.parametrize("options", [[], ["eval.layout=stream"]])
 def test_progress_is_shown_and_never_in_the_table(
     run_dir: Path, options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,7 +93,6 @@ def test_progress_is_shown_and_never_in_the_table(
     output = capsys.readouterr()
     assert "scoring test: 260 of 260 tokens  " in output.err
     assert "scoring" not in output.out
-    assert ("row 2 of 2: run, eval.mem_len=8" in output.err) == ("--sweep" in options)
 
 
 def test_one_checkpoint_can_be_named_by_step_or_by_path(run_dir: Path) -> None:
@@ -105,26 +101,23 @@ def test_one_checkpoint_can_be_named_by_step_or_by_path(run_dir: Path) -> None:
     assert names_of(run_dir) == ["test-step-00000003-first20", "test-step-00000012-first20"]
 
 
-@pytest.mark.parametrize("command", [[], ["--sweep", "mem_len=4,8"]], ids=["figures", "sweep"])
 def test_other_data_leave_files_and_figures_of_the_own_alone(
-    run_dir: Path, command: list[str], tmp_path: Path, reported: list[dict[str, Any]]
+    run_dir: Path, tmp_path: Path, reported: list[dict[str, Any]]
 ) -> None:
     """And so do a quick look, another precision, another protocol: the own report, and its metrics in MLflow."""
     paths = [write_other(tmp_path / str(number) / "books", number) for number in range(2)]
     others = {tag: [f"data.path={path}"] for path, tag in paths}
-    if not command:
-        others |= {"-first20": ["eval.max_document_len=20"], "-bf16": ["eval.precision=bf16"]}
-        others |= {"-M24-stream3": ["eval.mem_len=24", "eval.layout=stream", "eval.batch_size=3"]}
-    assert evaluate(run_dir, "tracking.mlflow=true", *command) == 0
+    others |= {"-first20": ["eval.max_document_len=20"], "-bf16": ["eval.precision=bf16"]}
+    others |= {"-M24-stream3": ["eval.mem_len=24", "eval.layout=stream", "eval.batch_size=3"]}
+    assert evaluate(run_dir, "tracking.mlflow=true") == 0
     files = {path: path.read_bytes() for path in (run_dir / "evaluations").iterdir()}
     for overrides in others.values():
-        assert evaluate(run_dir, "tracking.mlflow=true", *overrides, *command) == 0
+        assert evaluate(run_dir, "tracking.mlflow=true", *overrides) == 0
     assert all(path.read_bytes() == content for path, content in files.items())
     added = {path.stem for path in (run_dir / "evaluations").iterdir()} - {path.stem for path in files}
-    head = "sweep-test-mem_len" if command else "test-step-00000012"
-    assert added == {f"{head}{tag}" for tag in others}
+    assert added == {f"test-step-00000012{tag}" for tag in others}
     heads = [{figure.partition("/")[0] for figure in given["metrics"]} for given in reported]
-    assert heads == ([] if command else [{"test"}, *({f"test{tag}"} for tag in others)])
+    assert heads == [{"test"}, *({f"test{tag}"} for tag in others)]
 
 
 @pytest.mark.usefixtures("single_process")
@@ -209,18 +202,15 @@ def test_a_report_that_cannot_be_written_is_shown_all_the_same(
         assert not list((run_dir / "evaluations").glob("*.partial"))
 
 
-@pytest.mark.parametrize("options, name", [([], "test-step-00000012"), (SWEEP, "sweep-test-mem_len")])
-def test_files_that_another_command_makes_are_left_to_it(
-    run_dir: Path, options: list[str], name: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A table of one evaluation lay beside the JSON of another, and of two sweeps one lost its rows."""
-    folder = run_dir / "evaluations"
+def test_files_that_another_command_makes_are_left_to_it(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A table of one evaluation lay beside the JSON of another."""
+    folder, name = run_dir / "evaluations", "test-step-00000012"
     with hold_file(folder / name):
-        assert evaluate(run_dir, *options) == 2
+        assert evaluate(run_dir) == 2
         said_line(capfd.readouterr().err, "error: ", name, "another command")
         assert [path.name for path in folder.iterdir()] == [f".{name}.lock"]
         assert evaluate(run_dir, "eval.seg_len=4") == 0, "of another protocol"
-    assert evaluate(run_dir, *options) == 0
+    assert evaluate(run_dir) == 0
     assert not list(folder.glob(".*"))
 
 

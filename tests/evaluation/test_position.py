@@ -75,7 +75,6 @@ def test_the_command_writes_a_table_and_a_picture_where_tokens_have_a_place(
     command = ["evaluate", str(run_dir), "--split", "test", "--by", "position"]
     assert main([*command, "eval.layout=stream", "eval.batch_size=2"]) == 2
     said_line(capsys.readouterr().err, "--by position", "eval.layout=documents")
-    assert main([*command, "--sweep", "mem_len=4"]) == 2
     assert main(command) == 0
     assert "95 % over documents" in capsys.readouterr().out
     assert {path.suffix for path in (run_dir / "evaluations").glob("*.position.*")} == {".csv", ".png"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from collections.abc import Callable
@@ -12,21 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from matplotlib.axes import Axes
 
 from dist_mem.__main__ import main
 from dist_mem.block import model_spec
 from dist_mem.config import change_config
 from dist_mem.config.memory_blocks import PER_BLOCK, memories_of
 from dist_mem.data.shard import Index
-from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
-from dist_mem.evaluation import sweep
-from dist_mem.evaluation.evaluate import evaluate_checkpoint
+from dist_mem.errors import EXIT_DONE, EXIT_USAGE
 from dist_mem.evaluation.memory_file import read_memory_file
 from dist_mem.evaluation.protocol import for_evaluation, protocol_of, tag_of
-from dist_mem.evaluation.scores import DocumentScore, Report, read_report
-from dist_mem.evaluation.scoring import EvaluationError
-from dist_mem.evaluation.sweep import KEYS, SweepRow, parse_sweep, to_markdown
+from dist_mem.evaluation.scores import Report, read_report
 from dist_mem.evaluation.trained_model import TrainedModel, load_model
 from dist_mem.generation.text_memory import Memory, read_text
 from dist_mem.generation.text_scores import score as score_text
@@ -35,7 +29,7 @@ from dist_mem.model import MemoryLM
 from dist_mem.tracking.log import METRICS_FILE, read_points
 from tests.support.evaluated_runs import MEMORIES, asked, config_with, make_run
 from tests.support.jobs import train_here, write_config
-from tests.support.messages import refused, said
+from tests.support.messages import refused
 from tests.support.ranks import RankPool
 from tests.support.scored_library import (
     LENGTHS,
@@ -176,14 +170,6 @@ def test_the_report_says_how_it_was_asked(library: Path, tmp_path: Path) -> None
     assert written["protocol"] == lengths | others
 
 
-def sweep_of(run_dir: Path, *arguments: str, tag: str = "", code: int = EXIT_DONE) -> list[dict[str, str]]:
-    """Sweep over mem_len; return the rows of the table that lies beside a picture, named after its protocol."""
-    assert main(["evaluate", str(run_dir), "--split", "test", "--sweep", *arguments]) == code
-    table = run_dir / "evaluations" / f"sweep-test-mem_len{tag}.csv"
-    assert table.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    return list(csv.DictReader(table.read_text().splitlines()))
-
-
 def test_the_protocol_and_its_name_say_what_differs_from_the_training() -> None:
     config = config_with(MEMORIES["infinite_over_lamemo"])
     assert tag_of(config) == ""
@@ -213,97 +199,6 @@ def test_evaluations_in_a_training_have_its_lengths(
             [point["validation/token_perplexity"] for point in points if "validation/token_perplexity" in point]
         )
     assert found[0] == found[1] and found[0]
-
-
-def test_a_sweep_has_a_row_for_each_run_and_length_with_the_figures_of_single_evaluations(
-    library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one, _ = make_run(tmp_path / "one", library, MEMORIES["transformer_xl"])
-    two, _ = make_run(tmp_path / "two", library, MEMORIES["lamemo"])
-    rows = sweep_of(one, "mem_len=4,12", "--also", str(two), "eval.seg_len=4", "eval.batch_size=3", tag="-T4")
-    expected = [(str(run_dir), length) for run_dir in (one, two) for length in ("4", "12")]
-    assert [(row["run"], row["mem_len"]) for row in rows] == expected
-    for row in rows:
-        single = asked(Path(row["run"]), "eval.seg_len=4", f"eval.mem_len={row['mem_len']}")
-        assert float(row["word_perplexity"]) == pytest.approx(single.word_perplexity, rel=1e-9)
-        assert int(row["num_scored"]) == single.num_scored
-    assert len({row["word_perplexity"] for row in rows}) == 4
-    assert f"| {two} | 3 | 4 | 12 | 260 | " in capsys.readouterr().out
-
-
-def test_a_sweep_in_blocks_goes_by_tokens(
-    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Words are not known there, and a picture of them would be empty."""
-    drawn: list[tuple[list[int], list[float]]] = []
-    plot = Axes.plot
-
-    def noted(self: Axes, xs: list[int], ys: list[float], **options: Any) -> Any:
-        drawn.append((xs, ys))
-        return plot(self, xs, ys, **options)
-
-    monkeypatch.setattr(Axes, "plot", noted)
-    run_dir, _ = make_run(tmp_path, library, MEMORIES["transformer_xl"])
-    rows = sweep_of(run_dir, "mem_len=4,12", "eval.blocks=true", tag="-blocks_true")
-    assert drawn[-1] == ([4, 12], [float(row["token_perplexity"]) for row in rows])
-    output = capsys.readouterr().out
-    assert "token perplexity" in output and "| n/a |" in output and "nan" not in output
-
-
-def test_a_sweep_that_fails_midway_keeps_the_rows_before(
-    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir, _ = make_run(tmp_path, library, MEMORIES["transformer_xl"])
-    table = run_dir / "evaluations" / "sweep-test-mem_len.csv"
-    kept: list[str] = []
-
-    def failing(*given: Any, **options: Any) -> Report:
-        if table.exists():
-            kept.append(table.read_text())
-        if len(kept) == 2:
-            raise EvaluationError("a loss is not finite")
-        return evaluate_checkpoint(*given, **options)
-
-    monkeypatch.setattr(sweep, "evaluate_checkpoint", failing)
-    rows = sweep_of(run_dir, "mem_len=4,12,20", code=EXIT_FAILED)
-    assert [len(text.splitlines()) for text in kept] == [2, 3]
-    assert [row["mem_len"] for row in rows] == ["4", "12"]
-    assert {path.name for path in table.parent.iterdir()} == {table.name, table.with_suffix(".png").name}
-
-
-def test_a_sweep_that_cannot_be_ends_before_the_first_evaluation(
-    library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_dir, _ = make_run(tmp_path, library, MEMORIES["compressive"])
-    assert main(["evaluate", str(run_dir), "--split", "test", "--sweep", "mem_len=16,20"]) == EXIT_USAGE
-    output = capsys.readouterr()
-    said(output.err, "eval.mem_len")
-    assert "perplexity" not in output.out
-    assert main(["evaluate", str(run_dir), "--also", str(run_dir)]) == EXIT_USAGE
-    said(capsys.readouterr().err, "--also", "--sweep")
-    assert main(["evaluate", str(run_dir), "--without-memory", "--sweep", "mem_len=4"]) == EXIT_USAGE
-    said(capsys.readouterr().err, "--without-memory", "--sweep")
-
-
-def test_a_sweep_of_something_else_is_refused() -> None:
-    for text in ("lanes=1,2", "memory_len=64", "mem_len", "mem_len=", "mem_len=64,x"):
-        with refused(ValueError, f"--sweep {text}: "):
-            parse_sweep(text)
-    for key in KEYS:
-        with refused(ValueError, f"{key}=0,16", "at least 1"):
-            parse_sweep(f"{key}=0,16")
-    with refused(ValueError, "--without-memory"):
-        parse_sweep("mem_len=0,16")
-
-
-def test_a_table_over_clamp_len_says_which_row_is_which() -> None:
-    report = Report("test", "", "", None, 4, 4, 9, [DocumentScore("1", "One", 20.0, 260, 9, 50)], [])
-    protocols = [protocol_of(make_config(eval={"clamp_len": clamp_len})) for clamp_len in (20, 4)]
-    rows = [SweepRow("run", 3, protocol, report) for protocol in protocols]
-    heading, _, *lines = to_markdown(rows).splitlines()
-    column = heading.split(" | ").index("clamp")
-    assert [line.split(" | ")[column] for line in lines[:2]] == ["20", "4"]
-    assert "clamp" not in to_markdown(rows[:1]).splitlines()[0]
 
 
 KINDS = {**MEMORIES, "sticky": {**MEMORIES["infinite"], "sampling": "sticky"}}

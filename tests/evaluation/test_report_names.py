@@ -18,7 +18,7 @@ def test_the_names_that_are_written_are_read_in_order_of_split_and_step(command:
     names = [ReportName(*each, command) for each in product(sorted(SPLITS), (3, 10**8 - 1, 10**8), TAGS)]
     others = [name._replace(command=other) for name in names for other in {"", "dialogue", "inspect"} - {command}]
     (tmp_path / FOLDER).mkdir()
-    for stem in (*reversed(names), *others, "sweep-test-mem_len", "test-step-3 (copy)"):
+    for stem in (*reversed(names), *others, "figures-test-mem_len", "test-step-3 (copy)"):
         (tmp_path / FOLDER / f"{stem}.json").touch()
     found = list_reports(tmp_path, command)
     assert list(found.values()) == sorted(names) and [path.stem for path in found] == list(map(str, found.values()))

@@ -398,7 +398,6 @@ def test_what_cannot_be_done_is_said_in_one_line(
         (["generate", "--compare", run_dir, other, "--memory", memory], "--compare"),
         (["evaluate", run_dir, *absent], "no.mem"),
         (["evaluate", run_dir, "--memory", memory, "--without-memory"], "--without-memory"),
-        (["evaluate", run_dir, "--memory", memory, "--sweep", "mem_len=8"], "--sweep"),
         (["read", tmp_path / "latin1.txt", "--run", run_dir, *out], "latin1.txt"),
         (["read", book, "--run", run_dir, "model.d_model=8", *out], "model.d_model"),
         (["read", book, "--run", run_dir, *absent, *out], "no.mem"),

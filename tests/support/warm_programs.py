@@ -29,7 +29,6 @@ _IMPORTED = [
     "dist_mem.evaluation.compare",
     "dist_mem.evaluation.evaluate",
     "dist_mem.evaluation.export",
-    "dist_mem.evaluation.sweep",
     "dist_mem.generation.continue_prompts",
     "dist_mem.studies.run_study",
     "deepspeed.runtime.superoffload",

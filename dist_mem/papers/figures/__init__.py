@@ -17,7 +17,7 @@ from dist_mem.runtime.terminal import list_names
 # Figures of the papers that other commands draw.
 ELSEWHERE = {
     "infinite.fig3": "dist-mem reproduce infinite.fig3, and for its right half: dist-mem reproduce infinite.fig3_basis",
-    "lamemo.fig5": "dist-mem reproduce lamemo.fig5, or for your own runs: dist-mem evaluate RUN --sweep mem_len=...",
+    "lamemo.fig5": "dist-mem reproduce lamemo.fig5, or for your own runs: dist-mem evaluate RUN eval.mem_len=...",
 }
 
 
