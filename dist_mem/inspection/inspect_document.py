@@ -36,11 +36,11 @@ from dist_mem.inspection.counterfactual import Counterfactual, TokenSpan, check_
 from dist_mem.inspection.reading import DocumentReading, read_document
 from dist_mem.inspection.request import InspectionRequest, InspectionSubject, open_other, open_subject, settings_of
 from dist_mem.inspection.terminal_view import (
-    aggregates_tables,
     colour_words,
     comparisons_key,
     gains_table,
     legend,
+    names_line,
     passages_table,
     top_table,
 )
@@ -170,10 +170,11 @@ def _show(
     rows = [(name, float(gain.nansum()), int((~gain.isnan()).sum())) for name, gain in comparisons]
     print("\n".join([*gains_table(rows), comparisons_key(seg_len)]))
     print(f"\nby word, gain over {comparisons[-1].name}:")
-    print("\n".join(aggregates_tables(aggregates)))
     if aggregates.top:
-        print()
+        print(names_line(aggregates))
         _show_top(reading, removed, comparisons[-1].gain, aggregates)
+    else:
+        print("none: this text has no words")
     if removed is not None:
         print()
         print("\n".join(passages_table(removed, words, reading.pieces)))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from dist_mem.evaluation.scores import format_metric
-from dist_mem.inspection.aggregates import Aggregates, Group, WordGain, word_gains
+from dist_mem.inspection.aggregates import Aggregates, WordGain, word_gains
 from dist_mem.inspection.counterfactual import Counterfactual, TokenSpan
 from dist_mem.inspection.words import TextWord
 from dist_mem.runtime.terminal import StyledText, cut_short, in_style, make_printable, table
@@ -50,38 +50,11 @@ def comparisons_key(seg_len: int) -> str:
     return f"{emptied}\nin overlapping windows, every token still has {seg_len // 2} tokens before it, or more"
 
 
-def aggregates_tables(found: Aggregates) -> list[str]:
-    """Return the lines of the tables by class, by distance to a name's last mention, and by position.
-
-    A text without words has none of them.
-    """
-    if not found.top:
-        return ["none: this text has no words"]
-    tables = {
-        "word class": found.by_class,
-        "names, tokens to the last mention": found.by_distance,
-        "tokens of the document": found.by_position,
-    }
-    lines: list[str] = []
-    for title, groups in tables.items():
-        lines += ["", *_groups_table(title, groups, found.total)]
-    names = f"{found.names_in_top} of the {len(found.top)} largest gains are names"
-    share = (
-        f"; names have {format_metric(100 * found.share_of_names, '.1f')} % of the gain" if found.names_in_top else ""
-    )
-    return [*lines, "", names + share]
-
-
-def _groups_table(title: str, groups: Sequence[Group], total: float) -> list[str]:
-    shares = [format_metric(group.share(total), ".1%") for group in groups]
-    return _table(
-        [
-            [title, *(group.label for group in groups)],
-            ["words", *(f"{group.num_words:,}" for group in groups)],
-            ["nats per word", *(format_metric(group.mean, ".4f") for group in groups)],
-            ["share of the gain", *shares],
-        ]
-    )
+def names_line(found: Aggregates) -> str:
+    """Return how many of the largest gains are names, and their share of the whole."""
+    text = f"{found.names_in_top} of the {len(found.top)} largest gains are names"
+    share = format_metric(100 * found.share_of_names, ".1f")
+    return f"{text}; names have {share} % of the gain" if found.names_in_top else text
 
 
 def top_table(
