@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import threading
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -61,20 +60,6 @@ def test_of_a_query_only_what_changes_daily_is_left_out(scheme: str) -> None:
     identities = {identity(f"{plain}?{query}") for query in SELECTING}
     assert len(identities - {plain}) == len(SELECTING)
     assert identity(f"{scheme}://me:secret@host/books") == plain
-
-
-def test_a_download_that_goes_on_takes_no_other_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    be_impatient(monkeypatch)
-    old, new = b"old content", b"new content"
-    (tmp_path / "x.json").write_bytes(old)
-    monkeypatch.setattr(remote.log, "warning", lambda *_: (tmp_path / "x.json").write_bytes(new))  # between attempts
-
-    def verify(path: Path) -> None:
-        assert path.read_bytes() == new
-
-    with closing(FileServer(tmp_path)) as server:
-        server.faults["x.json"] = ["cut", "none"]
-        remote.download(address(server.url, "x.json"), tmp_path / "copy", limit=10**6, verify=verify)
 
 
 # Keys of object storage are no URLs.

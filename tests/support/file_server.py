@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import ssl
 import subprocess
@@ -46,8 +45,8 @@ class FileServer(ThreadingHTTPServer):
 
     A fault is an HTTP status, or `silent` (nothing is sent), `stalled` (half of the body, then nothing), `dripping`
     (half of it, then a byte now and then), `cut` (half of it, then the end), `short` (as `cut`, without a
-    Content-Length), `page` (a web page), `slow`, `endless` (the body, and more until the client hangs up), `no ranges`
-    (else they are served, where there is a Content-Length), or a URL, to which the client is redirected.
+    Content-Length), `page` (a web page), `slow`, `endless` (the body, and more until the client hangs up), or a URL, to
+    which the client is redirected.
     """
 
     daemon_threads = True
@@ -64,7 +63,6 @@ class FileServer(ThreadingHTTPServer):
             self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
         self.asked: Counter[str] = Counter()  # path -> number of requests
         self.credentials: set[str | None] = set()  # the Authorization headers received
-        self.ranges: list[str] = []  # the Range headers received
         self.num_sent = 0  # bytes of `endless` bodies sent
         self.faults: defaultdict[str, list[int | str]] = defaultdict(
             list
@@ -104,17 +102,8 @@ class FileHandler(QuietHandler):
     do_POST = do_GET  # noqa: N815
 
     def answer(self, body: bytes, fault: str) -> None:
-        asked, etag = self.headers.get("Range"), f'"{hashlib.sha256(body).hexdigest()}"'
-        if self.headers.get("If-Range", etag) != etag:
-            asked = None
-        if asked is not None:
-            self.server.ranges.append(asked)
-        is_part = asked is not None and fault not in ("short", "endless", "no ranges")
-        if asked is not None and is_part:
-            body = body[int(asked.removeprefix("bytes=").removesuffix("-")) :]
         half = len(body) // 2
-        self.send_response(206 if is_part else 200)
-        self.send_header("ETag", etag)
+        self.send_response(200)
         if fault not in ("short", "endless"):
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -5,8 +5,7 @@
 
 fsspec reads the file, in its own thread: http(s) and hf through aiohttp, s3 through s3fs, gs through gcsfs. The calling
 thread gives it up if nothing comes for STALL_SECONDS, next to nothing for SLOW_SECONDS, more bytes than the file may
-have, or a signal. Temporary failures are retried, over http from the byte where the last attempt ended. Messages show
-no password and no query.
+have, or a signal. Temporary failures are retried. Messages show no password and no query.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _ADVICE = {  # causes beyond the address
     "gs": "; a public bucket is read without a login by FSSPEC_GS_TOKEN=anon",
     "hf": "; a private or gated one needs `hf auth login`",
 }
-_PASSING_STATUS = {408, 416, 425, 429}  # temporary refusals, as all from 500 to 599
+_PASSING_STATUS = {408, 425, 429}  # temporary refusals, as all from 500 to 599
 _QUERY = re.compile(r"\?[\w.-]+=.*", re.DOTALL)  # in a key: nobody means a file by that
 # Parameters of a URL that select no content, where one of these names is among them; always, without a name.
 _CREDENTIALS: dict[frozenset[str], re.Pattern[str]] = {
@@ -91,18 +90,6 @@ class Address(NamedTuple):
 
     url: str  # may contain a password
     shown: str  # the same without secrets, for messages
-
-
-class Version(NamedTuple):
-    """What a server says of a file, by which its versions differ."""
-
-    etag: str | None
-    modified: str | None
-
-    @property
-    def condition(self) -> str | None:
-        """Return the value of If-Range for this version; None: the server does not say enough."""
-        return self.modified if self.etag is None or self.etag.startswith("W/") else self.etag
 
 
 def is_remote(path: str) -> bool:
@@ -234,11 +221,9 @@ def download(
 
 
 def _download_verified(source: Address, partial: Path, limit: int, verify: Verify, cancelled: threading.Event) -> None:
-    progress = _DownloadProgress(limit)
-
     def attempt() -> None:
-        with open_regular(partial, "ab") as file:
-            _transfer(source, file, progress, cancelled)
+        with open_regular(partial, "wb") as file:
+            _transfer(source, file, _DownloadProgress(limit), cancelled)
         verify(partial)
 
     for is_second in (False, True):
@@ -249,7 +234,6 @@ def _download_verified(source: Address, partial: Path, limit: int, verify: Verif
         except ValueError as error:  # of `verify`, or too long
             if is_second:
                 raise WrongRemoteError(str(error).replace(str(partial), source.shown) + _web_page(partial)) from error
-            partial.unlink()
         else:
             return
 
@@ -296,19 +280,14 @@ class _Patience:
 
 
 class _DownloadProgress(Callback):
-    """Counts the bytes of a file, and stops the transfer that brings too many."""
+    """Counts the bytes of an attempt, and stops the transfer that brings too many."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
         self.limit = limit
         self.received = 0
-        self.version: Version | None = None
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin an attempt."""
         self.last = time.monotonic()
-        self.mark = (self.last, self.received)  # time and bytes at the begin of the last SLOW_SECONDS
+        self.mark = (self.last, 0)  # time and bytes at the begin of the last SLOW_SECONDS
 
     def relative_update(self, inc: int = 1) -> None:
         self.last = time.monotonic()
@@ -325,7 +304,7 @@ class _DownloadProgress(Callback):
             )
         if now - begun > SLOW_SECONDS:
             self.mark = (now, self.received)
-            if 0 <= self.received - before < LEAST_RATE * SLOW_SECONDS:  # less than 0: it began again
+            if self.received - before < LEAST_RATE * SLOW_SECONDS:
                 raise UnreachableError(
                     f"{source.shown}: only {self.received - before:,} bytes came in {SLOW_SECONDS:g} s, fewer than "
                     f"{LEAST_RATE:,} a second"
@@ -334,7 +313,7 @@ class _DownloadProgress(Callback):
 
 def _transfer(source: Address, file: IO[bytes], progress: _DownloadProgress, cancelled: threading.Event) -> None:
     """Write what the server sends into a file; the file system of fsspec runs in fsspec's thread."""
-    files, arguments = _request(source, file, progress)
+    files, arguments = _request(source, file)
     ended = threading.Event()
 
     async def run() -> None:
@@ -343,7 +322,6 @@ def _transfer(source: Address, file: IO[bytes], progress: _DownloadProgress, can
         finally:
             ended.set()
 
-    progress.begin()
     transfer = asyncio.run_coroutine_threadsafe(run(), files.loop)
     patience = _Patience(source.shown, cancelled)
     try:
@@ -360,11 +338,11 @@ def _transfer(source: Address, file: IO[bytes], progress: _DownloadProgress, can
         raise _failure(source, error) from error
 
 
-def _request(source: Address, file: IO[bytes], progress: _DownloadProgress) -> tuple[Any, dict[str, Any]]:
+def _request(source: Address, file: IO[bytes]) -> tuple[Any, dict[str, Any]]:
     """Return the file system of fsspec that reads an address, and the arguments of its `_get_file`.
 
     Credentials are sent only over https, and only to the server of the address. A bucket's library writes the file by
-    its name, from its begin.
+    its name.
     """
     import fsspec
 
@@ -379,7 +357,6 @@ def _request(source: Address, file: IO[bytes], progress: _DownloadProgress) -> t
         return files, {"rpath": url, "lpath": file.name}
     import aiohttp
 
-    progress.received = file.tell()
     if scheme == "hf":
         url, token = _of_hub(source)
         login = f"Bearer {token}" if token else None
@@ -388,21 +365,11 @@ def _request(source: Address, file: IO[bytes], progress: _DownloadProgress) -> t
     parts = urlsplit(url)
     if login and parts.scheme == "https":
         headers["Authorization"] = login
-    if progress.received:
-        headers["Range"] = f"bytes={progress.received}-"
-        if progress.version is not None and (condition := progress.version.condition):
-            headers["If-Range"] = condition  # else the file may begin with one version and end with another
 
     async def follow(request: Any, handler: Callable[[Any], Awaitable[Any]]) -> Any:
         if parts.scheme == "https" and request.url.scheme != "https":
             raise aiohttp.InvalidUrlRedirectClientError(request.url, "https must not lead to http")
-        response = await handler(request)
-        if progress.received and response.status in (200, 416):  # the whole file comes, or no such range
-            file.truncate(0)
-            progress.received = 0
-        if response.status == 200:
-            progress.version = Version(response.headers.get("ETag"), response.headers.get("Last-Modified"))
-        return response
+        return await handler(request)
 
     files = fsspec.filesystem("http", client_kwargs={"timeout": aiohttp.ClientTimeout(total=None)})
     proxy = None if proxy_bypass(parts.netloc.rpartition("@")[2]) else getproxies().get(parts.scheme)
