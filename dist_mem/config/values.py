@@ -8,7 +8,7 @@ these:
                       `null` is none if the key accepts none
     number key        a decimal number: -3, 0.5, 1e-4; no leading 0, no `_`, no `:`
     true or false     true, false, yes, no, on, off
-    list or block     of a file: its YAML; of an override: the letters as YAML on one line, without comments
+    list or block     of a file: its YAML; of an override: the letters as YAML on one line
 
 The options of a memory have a type once its kind is known (`build_block`); `untyped_values` converts what has no type
 at all. `dump` writes texts so that these rules, and any YAML parser, read the same texts.
@@ -75,37 +75,17 @@ class _Loader(yaml.SafeLoader):
         return {str(name) if isinstance(name, str) else name: child for name, child in pairs.items()}
 
 
-class _OverrideLoader(_Loader):
-    """Refuses comments, which would cut an override."""
-
-    allow_simple_key: bool
-
-    def scan_to_next_token(self) -> None:
-        while True:
-            while self.peek() == " ":
-                self.forward()
-            if self.peek() == "#":
-                raise yaml.scanner.ScannerError(None, None, "a text with ' #' needs quotes here", self.get_mark())
-            if not self.scan_line_break():
-                return
-            self.allow_simple_key = self.allow_simple_key or not self.flow_level
-
-
 def _first_duplicate(names: Iterable[str]) -> str | None:
     return next((name for name, times in Counter(names).items() if times > 1), None)
 
 
 def parse(text: str | bytes) -> tuple[Any, dict[str, int]]:
-    """Return the tree of a YAML text, with `Letters`, and the line of every key. Raises as `_load`."""
-    return _load(_Loader(text))
-
-
-def _load(loader: _Loader) -> tuple[Any, dict[str, int]]:
-    """Return what a loader reads. It is a SafeLoader: no tag makes an object of Python.
+    """Return the tree of a YAML text, with `Letters`, and the line of every key. No tag makes an object of Python.
 
     Raises:
         YAMLError, ValueError or RecursionError: it is not YAML, or larger than the limits.
     """
+    loader = _Loader(text)
     try:
         node = loader.get_single_node()
         if node is None:
@@ -191,7 +171,7 @@ def open_letters(letters: Letters) -> Any:
     Raises:
         YAMLError: they are not YAML.
     """
-    found = letters if is_lone_interpolation(letters) else _load(_OverrideLoader(letters))[0]
+    found = letters if is_lone_interpolation(letters) else parse(letters)[0]
     return found if isinstance(found, list | Mapping) else letters
 
 
