@@ -29,7 +29,7 @@ DOORS = {
     "tensorboard": ("tracking",),
     "transformers": ("generation", "data.tokenizers.huggingface"),
     "wandb": ("tracking",),
-    "webdataset": ("data", "datasets"),
+    "webdataset": ("data",),
 }
 # attributes of DeepSpeed's objects that it does not document; they may stand in engine/ only
 DEEPSPEED_ATTRIBUTES = {
