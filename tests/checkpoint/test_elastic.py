@@ -132,8 +132,8 @@ def random_state_at_start(
             torch.manual_seed(dropout_seed(0, state.step, world.rank))
             return found, torch.get_rng_state(), reported
 
-    words = [*overrides_of(leg), f"model.dropout={dropout}"]
-    return opened(world, config_file, words, ("model.dropout",) if dropout else (), look)
+    changes = (*overrides_of(leg), f"model.dropout={dropout}")
+    return opened(world, config_file, changes, ("model.dropout",) if dropout else (), look)
 
 
 @pytest.fixture

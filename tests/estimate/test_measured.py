@@ -131,7 +131,7 @@ def test_a_plan_has_the_bound_the_range_and_the_hours_of_the_training(gpu: str, 
     spec = loaded(SPEED, WRITTEN)
     device, cost = device_named(gpu), CheckpointCost(10, 1.0, 2.0)
     expected = likely_seconds(spec, BOUND, device, world_size=1)
-    job = JobEstimate("one", Cluster(device, 1, 1), [], BOUND, expected, steps, 100_000, 0.3, cost, [], [])
+    job = JobEstimate("one", Cluster(device, 1, 1), [], BOUND, expected, steps, 100_000, 0.3, cost, [])
     found, text = as_json(job), as_text(TrainConfig(epochs=3), job, shows_all=True)
     assert found["tokens_per_second_bound"] == 100_000
     assert re.search(r"^update +at least 1 s: ", text, re.MULTILINE)
