@@ -52,7 +52,6 @@ def commands(config: Path) -> dict[str, list[str]]:
         "unchecked": ["train", str(config), patience, "preflight=false"],
         "doctor": ["doctor", str(config), patience],
         "evaluate": ["evaluate", run_dir, patience],
-        "sweep": ["evaluate", run_dir, patience, "--sweep", "mem_len=8"],
         "inspect": ["inspect", run_dir, patience],
         "dialogue": ["dialogue", run_dir, patience],
     }
@@ -83,7 +82,7 @@ def alone(arguments: list[str], rank: int, *, cwd: Path, **changes: str) -> Ende
     return Ended(done.returncode, done.stdout + done.stderr)
 
 
-@pytest.mark.parametrize("command", ["train", "unchecked", "doctor", "evaluate", "sweep", "inspect", "dialogue"])
+@pytest.mark.parametrize("command", ["train", "unchecked", "doctor", "evaluate", "inspect", "dialogue"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_missing_rank_is_named_after_the_patience_and_torch_says_nothing(
     config: Path, command: str, rank: int
