@@ -24,7 +24,7 @@ from dist_mem.supervision.findings import Remark, fail, ok, warning
 
 _FLEETING_TYPES = ("tmpfs", "ramfs", "overlay")  # gone with the node, or the container
 _SEEING_SECONDS = 5.0  # NFS clients may cache directory listings for a few seconds
-_FILES_PER_RANK, _OTHER_FILES = 3, 13  # engine, lanes, rng; manifest, configuration, tokenizer, folders
+_FILES_PER_RANK, _OTHER_FILES = 1, 13  # tensors; manifest, configuration, tokenizer, folders
 _BYTES_PER_RANK = 10_000  # random state, headers
 
 

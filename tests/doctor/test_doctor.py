@@ -441,7 +441,7 @@ def test_the_size_of_a_checkpoint_is_known_before_there_is_one(
     real = sum(entry["bytes"] for entry in manifest["files"].values())
     expected = disks.checkpoint_size(load_checked([str(config_file)]), 2)
     assert expected.num_bytes == pytest.approx(real, rel=0.02)
-    assert len(manifest["files"]) <= expected.num_files
+    assert len(manifest["files"]) <= expected.num_files <= len(manifest["files"]) + 12, "files of other saves"
 
 
 def test_alike_findings_make_one_line() -> None:
