@@ -38,7 +38,8 @@ from dist_mem.runtime.shipped_files import say_where_from, shipped_path, shipped
 COMMAND_LINE = "command line"
 _SUFFIXES = (".yaml", ".yml", ".json")
 _TYPES = {**(fields_of(Config) or {}), "deepspeed": NULLABLE}
-_GONE = (("tracking", "prometheus"),)  # keys of earlier releases, by block; runs have saved them as null
+_SAVED = "config.yaml"  # of a run
+_GONE = (("tracking", "prometheus"),)  # keys of earlier releases, by block; runs have saved them
 
 
 class ConfigSource(NamedTuple):
@@ -74,14 +75,17 @@ def read_sources(arguments: Sequence[str]) -> list[ConfigSource]:
 
 def _source(document: YamlDocument) -> ConfigSource:
     with document.place_problems():
-        return ConfigSource(_without_gone(_convert(document.tree)), str(document.path), document.lines)
+        tree = _convert(document.tree)
+        if document.path.name == _SAVED:
+            tree = _without_gone(tree)
+        return ConfigSource(tree, str(document.path), document.lines)
 
 
 def _without_gone(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the tree of a file without `_GONE` where they are null, so that runs of earlier releases go on."""
+    """Return the tree of a run without `_GONE`, so that runs of earlier releases go on; a user's file is refused."""
     for block, name in _GONE:
         children = tree.get(block)
-        if isinstance(children, Mapping) and name in children and untyped_values(children[name]) is None:
+        if isinstance(children, Mapping) and name in children:
             tree = {**tree, block: {key: child for key, child in children.items() if key != name}}
     return tree
 

@@ -11,12 +11,12 @@ import torch
 
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import FORMAT_VERSION, read_manifest, step_dir
-from dist_mem.config import change_config, load_config, save_config
+from dist_mem.config import ConfigError, change_config, load_config, save_config, to_yaml
 from dist_mem.evaluation.trained_model import load_model
 from dist_mem.generation.text_scores import score
 from tests.support import paths
 from tests.support.jobs import figures, losses, train_here
-from tests.support.messages import said
+from tests.support.messages import refused, said
 from tests.support.ranks import Pools
 from tests.support.restoring import open_two, refusal
 from tests.support.saving import rewrite_manifest
@@ -126,3 +126,16 @@ def test_a_run_of_every_release_ends_as_its_own_code_ended_it(released: Path, ra
 )
 def test_commands_read_the_folders_of_every_release(released: Path, command: str) -> None:
     assert main(command.split()) in (0, None)
+
+
+def test_a_run_goes_on_whose_configuration_has_a_key_that_is_gone(released: Path) -> None:
+    """Its files have checksums, so nobody could take the key out. In a file of the user it is refused."""
+    saved = (released / "config.yaml").read_text(encoding="utf-8")
+    assert "  prometheus: null\n" in saved
+    given = saved.replace("  prometheus: null\n", "  prometheus: run.prom\n")
+    for name in ("config.yaml", "mine.yaml"):
+        (released / name).write_text(given, encoding="utf-8")
+    written = load_config([str(released / "config.yaml")])
+    assert "prometheus" not in to_yaml(written)
+    with refused(ConfigError, "tracking.prometheus", released / "mine.yaml"):
+        load_config([str(released / "mine.yaml")])
