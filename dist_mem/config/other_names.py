@@ -1,4 +1,4 @@
-"""Names that other libraries use for keys of the configuration: the hint of an unknown key or option."""
+"""Names of other libraries, or of earlier releases, for keys of the configuration: the hint of an unknown key."""
 
 from __future__ import annotations
 
@@ -69,4 +69,5 @@ OTHER_NAMES = {
     "save_every": "checkpoint.every",
     "log_interval": "tracking.every",
     "logging_steps": "tracking.every",
+    "prometheus": "tracking.sinks",
 }

@@ -29,6 +29,7 @@ from tests.support.messages import refused
 from tests.support.small_builds import contents
 from tests.support.tracked import config_for, job, track_sync
 
+BEFORE_A_VERSION = 40  # statements of the making: some of the first tables are there, and no version yet
 WITHIN = [150, 1200]  # statements of the making: the first tables are there, and later ones are being copied
 
 
@@ -71,11 +72,14 @@ def test_a_kill_while_the_tables_are_made_leaves_a_store_that_can_be_used(tmp_pa
     assert [found.name for found in tmp_path.iterdir() if not found.name.startswith(".")] == ["mlflow.db"]
 
 
-def test_tables_that_a_kill_left_unfinished_are_refused_with_the_file_to_remove(tmp_path: Path) -> None:
+@pytest.mark.parametrize("deadly", [BEFORE_A_VERSION, WITHIN[0]])
+def test_tables_that_a_kill_left_unfinished_are_refused_with_the_file_to_remove(tmp_path: Path, deadly: int) -> None:
     """By MLflow's own server; not while somebody may still be making them."""
     path = tmp_path / "mlflow.db"
-    kill_in(f"sqlite:///{path}", WITHIN[0], in_place=True)
-    with refused(UnfitError, "mlflow.db"):
+    kill_in(f"sqlite:///{path}", deadly, in_place=True)
+    with closing(sqlite3.connect(path)) as database:
+        assert database.execute("SELECT name FROM sqlite_master WHERE name = 'experiments'").fetchone()
+    with refused(UnfitError, "mlflow.db", "after a minute"):
         connect(f"sqlite:///{path}")
     long_ago = time.time() - 3600
     os.utime(path, (long_ago, long_ago))

@@ -102,11 +102,13 @@ def _check(path: Path) -> None:
         raise _foreign_error(path, f"the version {min(unknown)!r} of its tables is none of MLflow {mlflow.__version__}")
     if found.revisions and (found.has_experiments or found.revisions == scripts.get_heads()):
         return
-    if found.tables and not found.revisions:
+    is_begun = "experiments" in found.tables and not found.has_experiments  # MLflow's first table; versions come later
+    if found.tables and not found.revisions and not is_begun:
         raise _foreign_error(path, "its tables have no version")
     if time.time() - path.stat().st_mtime < QUIET_SECONDS:
-        raise UnfitError(f"{path}: its tables are incomplete: another process is creating them, or was killed")
-    raise _foreign_error(path, "it holds no run, and the process that created its tables was killed: remove it")
+        state = "its tables are incomplete: another process is creating them, or was killed"
+        raise UnfitError(f"{path}: {state}; try again after a minute")
+    raise _foreign_error(path, "it holds no run; if a killed `mlflow ui` has left it, remove it")
 
 
 def _read(path: Path) -> _Content:
