@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -33,6 +35,7 @@ from dist_mem.config.settings import metadata_of
 from dist_mem.config.values import Letters, as_override, convert_letters, untyped_values, yaml_error
 from dist_mem.runtime.environment import as_submitted
 from dist_mem.runtime.files import WrongFileError, at_home, is_dir, is_file, open_regular
+from dist_mem.runtime.ranks import is_rank0
 from dist_mem.runtime.shipped_files import say_where_from, shipped_path, shipped_root
 
 COMMAND_LINE = "command line"
@@ -77,17 +80,26 @@ def _source(document: YamlDocument) -> ConfigSource:
     with document.place_problems():
         tree = _convert(document.tree)
         if document.path.name == _SAVED:
-            tree = _without_gone(tree)
+            tree = _without_gone(tree, document.path)
         return ConfigSource(tree, str(document.path), document.lines)
 
 
-def _without_gone(tree: dict[str, Any]) -> dict[str, Any]:
+def _without_gone(tree: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return the tree of a run without `_GONE`, so that runs of earlier releases go on; a user's file is refused."""
     for block, name in _GONE:
         children = tree.get(block)
         if isinstance(children, Mapping) and name in children:
+            if untyped_values(children[name]) is not None:
+                _say_gone(join(block, name), path)
             tree = {**tree, block: {key: child for key, child in children.items() if key != name}}
     return tree
+
+
+@cache
+def _say_gone(key: str, path: Path) -> None:
+    """Print once, on rank 0, that a key of a run has no effect any more."""
+    if is_rank0():
+        print(f"{path}: {key} is gone, and left out (CHANGELOG.md)", file=sys.stderr, flush=True)
 
 
 def read_saved(path: Path) -> dict[str, Any]:

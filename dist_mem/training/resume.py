@@ -203,9 +203,10 @@ def _moves(choice: ResumeChoice, saved: TrainConfig, train: TrainConfig, engine:
         "micro_batch_size": (saved.micro_batch_size, train.micro_batch_size),
     }
     moved = ", ".join(f"{name} {was} -> {now}" for name, (was, now) in divisions.items() if was != now)
-    draws = any(isinstance(module, Dropout) and module.drops for module in engine.module.modules())
-    is_drawn = draws and not _is_same_division(choice, saved, train, world)
-    return [f"moved: {moved}{'; dropout uses new random numbers' if is_drawn else ''}"] if moved else []
+    drops = any(isinstance(module, Dropout) and module.drops for module in engine.module.modules())
+    is_same = _is_same_division(choice, saved, train, world)
+    dropout = "; dropout uses new random numbers" if drops and not is_same else ""
+    return [f"moved: {moved}{dropout}"] if moved else []
 
 
 def other_machine(former: Mapping[str, str], present: Mapping[str, str]) -> list[str]:

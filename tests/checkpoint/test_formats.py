@@ -128,7 +128,9 @@ def test_commands_read_the_folders_of_every_release(released: Path, command: str
     assert main(command.split()) in (0, None)
 
 
-def test_a_run_goes_on_whose_configuration_has_a_key_that_is_gone(released: Path) -> None:
+def test_a_run_goes_on_whose_configuration_has_a_key_that_is_gone(
+    released: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its files have checksums, so nobody could take the key out. In a file of the user it is refused."""
     saved = (released / "config.yaml").read_text(encoding="utf-8")
     assert "  prometheus: null\n" in saved
@@ -137,5 +139,6 @@ def test_a_run_goes_on_whose_configuration_has_a_key_that_is_gone(released: Path
         (released / name).write_text(given, encoding="utf-8")
     written = load_config([str(released / "config.yaml")])
     assert "prometheus" not in to_yaml(written)
+    said(capsys.readouterr().err, released / "config.yaml", "tracking.prometheus is gone")
     with refused(ConfigError, "tracking.prometheus", released / "mine.yaml"):
         load_config([str(released / "mine.yaml")])
