@@ -265,7 +265,7 @@ class ParameterGroupConfig:
 @dataclass(frozen=True)
 class MuonConfig:
     lr: float | None = key(None, above=0)  # of matrices; None: optimizer.lr
-    weight_decay: float | None = key(None, at_least=0)  # of matrices; None: optimizer.weight_decay
+    weight_decay: float | None = key(None, at_least=0)  # of its matrices; None: optimizer.weight_decay
     momentum: float = key(0.95, at_least=0, below=1)  # share of the old momentum that a step keeps
     nesterov: bool = True  # the update looks ahead by one step of the momentum
     steps: int = key(5, at_least=1, at_most=100)  # of the Newton-Schulz iteration
@@ -286,7 +286,7 @@ class OptimizerConfig:
     eps: float = key(1e-8, above=0)  # adamw and adam only
     muon: MuonConfig | None = None  # of kind muon; None: its defaults
     momentum: float = key(0.0, at_least=0, below=1)  # sgd only
-    weight_decay: float = key(0.01, at_least=0)  # applied to matrices only, unless a group sets it
+    weight_decay: float = key(0.01, at_least=0)  # of tensors of two and more dimensions but biases, unless a group sets it
     groups: list[ParameterGroupConfig] = key([])  # parameters with different settings
 
 

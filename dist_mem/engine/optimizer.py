@@ -44,8 +44,8 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
 
     Args:
         config: a parameter belongs to the first entry of `config.groups` whose pattern is found in its name, and
-            whose `pretrained` says where it comes from. Weight decay applies to matrices only, unless that entry
-            sets it.
+            whose `pretrained` says where it comes from. Weight decay applies to tensors of two and more dimensions
+            but biases (also to taps of convolutions and first rows of memories), unless that entry sets it.
 
     Raises:
         ValueError: a pattern matches no parameter, or nothing is left to train; Muon is to take what is no matrix; an

@@ -291,19 +291,19 @@ class Infini(Inspectable):
 
 
 def turns(seg_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of t 10000^(-2 j / K) for row t and pair j, (T, K // 2), computed in float32 or wider.
+    """Return cosine and sine of t 10000^(-2 j / K) for row t and pair j, (T, K // 2) float32 or wider.
 
     Args:
-        like: (..., K), its dtype and device.
+        like: (..., K), the rows that are to turn.
     """
     width, exact = like.shape[-1], torch.promote_types(like.dtype, torch.float32)
     rates = 10000.0 ** (-torch.arange(0, width - 1, 2, device=like.device, dtype=exact) / width)
     angles = torch.arange(seg_len, device=like.device, dtype=exact)[:, None] * rates
-    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+    return angles.cos(), angles.sin()
 
 
 def rotate(rows: Tensor, by: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate pairs (2 j, 2 j + 1) of rows (..., K) by `turns`; of an odd K the last entry stays.
+    """Rotate pairs (2 j, 2 j + 1) of rows (..., K) by `turns`, and cast at the end; of an odd K the last entry stays.
 
     Source: Su et al. 2021, "RoFormer", sec. 3.2.2.
     """
@@ -311,7 +311,7 @@ def rotate(rows: Tensor, by: tuple[Tensor, Tensor]) -> Tensor:
     end = 2 * cos.shape[-1]
     even, odd = rows[..., 0:end:2], rows[..., 1:end:2]
     turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
-    return torch.cat([turned, rows[..., end:]], dim=-1)
+    return torch.cat([turned, rows[..., end:]], dim=-1).to(rows.dtype)
 
 
 def sigma(rows: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dist_mem.memory.base import detach_state
-from dist_mem.memory.infini import Infini, InfiniState
+from dist_mem.memory.infini import Infini, InfiniState, rotate, turns
 from tests.support.parity import assert_close
 from tests.support.paths import GOLDEN
 from tests.support.published import Vectors, layer_spec, names_in
@@ -103,3 +103,9 @@ def test_gradients_through_segments_equal_the_published_code(name: str) -> None:
         golden.assert_gradients(golden.losses(since=number - depth, until=number)[-1].mean(), prefix)
     last = golden.num_segments - 1
     golden.assert_gradients(torch.cat(golden.losses(since=0, until=last), dim=1).mean(), "unroll/grad")
+
+
+def test_rows_of_bfloat16_are_rotated_in_float32_and_rounded_once() -> None:
+    rows = torch.randn(40, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = rotate(rows.float(), turns(40, rows.float()))
+    assert torch.equal(rotate(rows, turns(40, rows)), exact.bfloat16())
