@@ -7,7 +7,8 @@ sittings and machines, since a call takes over the finished cells of that folder
 
     {"format_version": 1, "definition": {"train.seed": 0, "memory.kind": "none", "data/train": "4f2a...", ...},
      "results": {"perplexity": {"value": 4.0, "step": 100, "report": "test"}}, "reports": {"test": {...}},
-     "curve": [[step, loss, learning rate], ...], "made": {"tokens_per_second": 9000.0, "date": "2026-11-26", ...}}
+     "curve": [[step, loss, learning rate], ...], "evaluations": [[step, bits per byte], ...],
+     "made": {"tokens_per_second": 9000.0, "date": "2026-11-26", ...}}
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from dist_mem.tracking.log import METRICS_FILE, read_points
 
 CELLS = "cells"  # folder, in that of a study
 FORMAT_VERSION = 1
+SCORE = "/bits_per_byte"  # of an evaluation during a training, after its split
 _REMEDY = "; remove the file"
 _ANY = leaf("a value", lambda value: True)
 _RESULT = record({}, {"value": optional(metric), "step": integer(), "diverged": text, "report": text}, is_open=True)
 _CELL = record(
     {"format_version": integer(), "results": table(_RESULT), "reports": table(_ANY)},
-    {"definition": table(_ANY), "curve": _ANY, "made": table(_ANY)},
+    {"definition": table(_ANY), "curve": _ANY, "evaluations": _ANY, "made": table(_ANY)},
     is_open=False,
 )
 
@@ -135,9 +137,10 @@ def finish(run: CellRun, **made: Any) -> None:
     curve = [
         [point.step, *(point.metrics[name] for name in ("loss", "lr"))] for point in points if "loss" in point.metrics
     ]
+    scores = ((point.step, value) for point in points for name, value in point.metrics.items() if name.endswith(SCORE))
     speeds = [point.metrics["tokens_per_second"] for point in points if "tokens_per_second" in point.metrics]
     made |= {"tokens_per_second": statistics.median(speeds)} if speeds else {}
-    write_cell(run, curve=curve, made=made)
+    write_cell(run, curve=curve, evaluations=list(scores), made=made)
 
 
 def is_finished(run: CellRun) -> bool:

@@ -122,7 +122,7 @@ def values(folder: Path) -> dict[tuple[str, str], str]:
 def test_runs_stand_under_a_parent_in_mlflow_and_figures_are_drawn_of_them(folder: Path) -> None:
     figures = {"lamemo.fig7": ["xl"], "lamemo.fig8": ["xl", "none"], "lamemo.fig6": ["xl"]}
     changed(folder, lambda table: table.update(figures=figures))
-    options = ("--out", "out", "--rows", "xl", "train.steps=2", "checkpoint.every=null")
+    options = ("--out", "out", "--rows", "xl", "train.steps=2", "checkpoint.every=null", "eval.every=1")
     code, text, errors = finish(start(folder, "reproduce", "two", *options))
     assert code == EXIT_DONE and "lamemo.fig7: out/figures" in text, errors
     assert "lamemo.fig6 is not drawn: " in errors  # it has no alpha
@@ -137,6 +137,9 @@ def test_runs_stand_under_a_parent_in_mlflow_and_figures_are_drawn_of_them(folde
     expected = float(values(folder / "out")["xl", "test"])
     assert parent.data.metrics["xl/test"] == expected
     assert child.data.metrics["eval/test/token_perplexity"] == expected
+    evaluated = client.get_metric_history(child.info.run_id, "eval/validation/bits_per_byte")
+    kept = read_cell(folder / "out" / "cells" / "xl-seed0.json")["evaluations"]
+    assert kept[:2] == [[point.step, point.value] for point in evaluated[:2]] and len(kept) == 2
 
 
 def test_a_row_that_diverges_is_a_row_that_says_so(folder: Path) -> None:
