@@ -7,7 +7,8 @@ Between `<!-- table NAME -->` and `<!-- end -->` stands the table of that name i
 `<!-- KIND FAMILY: WHAT -->` and `<!---->` a number in a sentence: `gain` is the 95 % interval of `A / B`, `mean` that
 of row `A` with its standard deviation over seeds, `seeds` its values, seed by seed, `right` the share of recalled words
 of `A, BAND`, `rights` that of each seed, `updates` how many the budget gives it, `begins` from which one each seed
-copies, `better` in how many seeds of all memories state `A` is better than state `B`.
+copies, `better` in how many seeds of all memories state `A` is better than state `B`, `tokens` which share of `A`'s
+tokens takes `B` to its loss.
 A gain of a perplexity is a ratio, and one of a share percentage points.
 """
 
@@ -23,6 +24,9 @@ from functools import cache, cached_property
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.special import stdtrit
 
 from dist_mem.config import load_config
 from dist_mem.evaluation.intervals import SETTLED, Interval, find_settled
@@ -52,6 +56,7 @@ BANDS = {
 COPIES = 1.7  # loss below which a model copies
 VOCABULARIES = {
     "pg19": 4000,
+    "recipes_pg19": 4000,
     "mqar_long": 64,
     "gradient_depth": 64,
     "long_context": 64,
@@ -59,6 +64,7 @@ VOCABULARIES = {
     "state_passing": 4000,
 }  # pieces; of the others, that of the sample library
 SAMPLE = 1280
+MEAN_OF = 10
 XL = "Transformer-XL"
 
 
@@ -79,6 +85,16 @@ class Cell(NamedTuple):
     def begins(self) -> str:
         """The first logged update whose loss shows that the model copies."""
         return next((str(step) for step, loss, *_ in self.body["curve"] if loss < COPIES), "never")
+
+    def progress(self) -> list[tuple[int, float]]:
+        """Return (update, bits per byte on validation) of the evaluations of a training, (update, loss) if it had none.
+
+        A loss is the mean of the last ten that were logged, as it is of text that differs.
+        """
+        if self.body.get("evaluations"):
+            return [(step, score) for step, score in self.body["evaluations"]]
+        steps, losses = zip(*((step, loss) for step, loss, *_ in self.body["curve"]), strict=True)
+        return [(steps[i], fmean(losses[i - MEAN_OF + 1 : i + 1])) for i in range(MEAN_OF - 1, len(steps))]
 
 
 class Source:
@@ -179,6 +195,7 @@ CONTROLS = [
 STATES, EMPTY = "state_passing", "empty"
 REACH, FARTHEST = "long_context", "DeltaNet"  # and the row that others are compared with
 ADDED = "pretrained"
+RECIPES = ("recipes", "recipes_pg19")
 DEPTH, WHOLE = "gradient_depth", 16  # segments of a document, which mqar_long.yaml has in a gradient
 STATE_PAIRS = ((EMPTY, "passed"), (EMPTY, "carried"), ("passed", "carried"))
 
@@ -206,6 +223,9 @@ def results(name: str) -> Results:
         return Results(places, [(row, other) for row, other in deepest.items() if row != other])
     source = Source("second_edition" if name == "arena" else name, name)
     rows = firsts = others = list(source.study.rows)
+    if name in RECIPES:
+        pairs = [(memory, row) for row in rows if (memory := row.partition(" with ")[0]) != row]
+        return Results({row: (source, row) for row in rows}, pairs)
     if name in {*LONG, REACH}:
         others = [FARTHEST if name == REACH else LEADER]
     else:
@@ -347,6 +367,12 @@ def by_seed() -> list[str]:
     )
 
 
+def rate_of(definition: Mapping[str, Any]) -> float:
+    """Return the rate that is tried: Muon's, or the only one."""
+    rule = "optimizer.muon.lr" if definition.get("optimizer.kind") == "muon" else "optimizer.lr"
+    return float(definition[rule])
+
+
 def trials(found: Results, folder: str) -> dict[str, dict[float, list[Cell]]]:
     """Return the trials of every row in a folder of results: rate -> its cells."""
     tried: dict[str, dict[float, list[Cell]]] = {row: {} for row in found.rows}
@@ -354,7 +380,7 @@ def trials(found: Results, folder: str) -> dict[str, dict[float, list[Cell]]]:
         body = json.loads(path.read_text())
         row = path.stem.partition(" lr ")[0]
         if row in tried:
-            rate = body["definition"]["optimizer.lr"]
+            rate = rate_of(body["definition"])
             tried[row].setdefault(rate, []).append(Cell(path, body["definition"]["train.seed"], body))
     return tried
 
@@ -445,6 +471,53 @@ def states() -> list[str]:
     return table_of(["memory and state", "seeds", *columns, "empty / row", "passed / row"], rows)
 
 
+def share_until(progress: Sequence[tuple[int, float]], end: tuple[int, float]) -> float | None:
+    """Return which share of the updates of a run, (its last one, its score), takes another one to its score."""
+    before = progress[0]
+    for here in progress:
+        if here[1] <= end[1]:
+            part = (before[1] - end[1]) / (before[1] - here[1]) if here != before else 1.0
+            return (before[0] + part * (here[0] - before[0])) / end[0]
+        before = here
+    return None
+
+
+def tokens_to_loss(found: Results, first: str, row: str) -> str:
+    """Return which share of the tokens of a row another one takes to its last loss, with its 95 % interval over seeds.
+
+    Both have read the same text at the same update: seeds are paired, and Student's interval is that of the logarithms.
+    """
+    others = {cell.seed: cell.progress() for cell in found.rows[row]}
+    pairs = [(others[cell.seed], cell.progress()[-1]) for cell in found.rows[first] if cell.seed in others]
+    shares = [share for pair in pairs if (share := share_until(*pair)) is not None]
+    if len(shares) < len(pairs):
+        return f"not reached with {len(pairs) - len(shares)} of {len(pairs)} seeds"
+    if len(shares) == 1:
+        return f"{shares[0]:.2f}"
+    logs = np.log(shares)
+    half = stdtrit(len(logs) - 1, 0.975) * logs.std(ddof=1) / len(logs) ** 0.5
+    low, middle, high = np.exp(logs.mean() + half * np.array([-1, 0, 1]))
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+def recipes(name: str) -> list[str]:
+    """What a rule of the update and a schedule gain over AdamW with a cosine."""
+    found = results(name)
+    rows = []
+    for row in sorted(found.places, key=lambda row: row.partition(" with ")[0], reverse=True):
+        memory, _, recipe = row.partition(" with ")
+        is_pair = (memory, row) in found.pairs
+        gains = [found.gains[memory, row], tokens_to_loss(found, memory, row)] if is_pair else ["", ""]
+        begins = [", ".join(cell.begins for cell in found.rows[row])] if name == RECIPES[0] else []
+        rows.append([memory, RECIPE_NAMES[recipe], str(len(found.rows[row])), found.mean(row), *gains, *begins])
+    of_sample = ["perplexity", "AdamW, cosine / row", "tokens to its loss", "copies from"]
+    of_books = ["bits per byte", "AdamW, cosine - row", "tokens to its score"]
+    return table_of(["memory", "recipe", "seeds", *(of_sample if name == RECIPES[0] else of_books)], rows)
+
+
+RECIPE_NAMES = {"": "AdamW, cosine", "Muon": "Muon, cosine", "WSD": "AdamW, WSD"}
+
+
 def count_better(found: Results, state: str, other: str) -> str:
     """Return in how many pairs of a memory and a seed the mean of one state is below that of another."""
     values = {(row, cell.seed): cell.value(found.column) for row, cells in found.rows.items() for cell in cells}
@@ -493,6 +566,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "gradient depth": depths,
     "long context": reach,
     "pretrained": added,
+    "recipes": lambda: recipes(RECIPES[0]),
     **{task: long_table(task) for task in LONG},
 }
 FAMILIES = {  # table -> the family of its intervals
@@ -503,10 +577,11 @@ FAMILIES = {  # table -> the family of its intervals
     "gradient depth": DEPTH,
     "long context": REACH,
     "pretrained": ADDED,
+    "recipes": RECIPES[0],
 }
 _TABLE = re.compile(r"(<!-- table ([\w ]+) -->\n).*?(<!-- end -->)", re.S)
 _VALUE = re.compile(
-    r"(<!-- (gain|mean|seeds|rights?|updates|begins|better) ([^:>]+): ([^>]+?) -->).*?(<!---->)", re.S
+    r"(<!-- (gain|mean|seeds|rights?|updates|begins|better|tokens) ([^:>]+): ([^>]+?) -->).*?(<!---->)", re.S
 )  # a family that is none fails
 
 
@@ -523,6 +598,8 @@ def value(kind: str, family: str, what: str) -> str:
         return ", ".join(f"{cell.value(found.column):{form}}" for cell in found.rows[what])
     if kind == "updates":
         return f"{found.costs(what).steps:,}"
+    if kind == "tokens":
+        return tokens_to_loss(found, *what.split(" / "))
     if kind == "better":
         return count_better(found, *what.split(" / "))
     if kind == "begins":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import re
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -39,7 +41,9 @@ def test_every_interval_in_a_sentence_is_written_from_the_cells(pages: ModuleTyp
         assert not re.findall(r"\d\.\d{3}\s+to\s+\d\.\d{3}", prose), page
 
 
-@pytest.mark.parametrize("name", ["arena", "headline", "convolution", "equal_text", "equal_seconds", "equal_bytes"])
+@pytest.mark.parametrize(
+    "name", ["arena", "headline", "convolution", "equal_text", "equal_seconds", "equal_bytes", "recipes"]
+)
 def test_every_run_has_the_rate_that_was_best_on_validation(pages: ModuleType, name: str) -> None:
     """Of the trials of its own study, or of the arena where it has none."""
     found = pages.results(name)
@@ -47,6 +51,18 @@ def test_every_run_has_the_rate_that_was_best_on_validation(pages: ModuleType, n
     for row, cells in found.rows.items():
         tried = own[row] or others[row]
         assert len(tried) > 2, row
-        assert {cell.body["definition"]["optimizer.lr"] for cell in cells} == {pages.best_rate(tried)}, row
+        assert {pages.rate_of(cell.body["definition"]) for cell in cells} == {pages.best_rate(tried)}, row
         seeds = {cell.seed for of_rate in tried.values() for cell in of_rate}
         assert not seeds & {cell.seed for cell in cells}, row
+
+
+def test_tokens_to_a_loss_are_those_that_the_curves_say(pages: ModuleType) -> None:
+    def cells(*steps: int) -> list[Any]:  # of each seed: a loss of 3 at once, and of 2 at this update
+        evaluated = [{"evaluations": [[10, 3.0], [step, 2.0], [400, 2.0]]} for step in steps]
+        return [pages.Cell(Path("cell.json"), seed, body) for seed, body in enumerate(evaluated)]
+
+    found = SimpleNamespace(rows={"first": cells(400, 400), "half": cells(200, 200), "never": cells(500, 200)})
+    found.rows["never"][0].body["evaluations"][1:] = [[400, 2.5]]
+    assert pages.tokens_to_loss(found, "first", "half") == "0.50 (0.50 to 0.50)"
+    assert pages.tokens_to_loss(found, "first", "never") == "not reached with 1 of 2 seeds"
+    assert pages.share_until([(100, 3.0), (200, 2.0)], (400, 2.25)) == 0.4375, "between two evaluations"
