@@ -286,7 +286,7 @@ class OptimizerConfig:
     eps: float = key(1e-8, above=0)  # adamw and adam only
     muon: MuonConfig | None = None  # of kind muon; None: its defaults
     momentum: float = key(0.0, at_least=0, below=1)  # sgd only
-    weight_decay: float = key(0.01, at_least=0)  # of tensors of two and more dimensions but biases, unless a group sets it
+    weight_decay: float = key(0.01, at_least=0)  # of tensors of two or more dimensions but biases; a group may set it
     groups: list[ParameterGroupConfig] = key([])  # parameters with different settings
 
 
