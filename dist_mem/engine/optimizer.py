@@ -44,7 +44,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
 
     Args:
         config: a parameter belongs to the first entry of `config.groups` whose pattern is found in its name, and
-            whose `pretrained` says where it comes from. Weight decay applies to tensors of two and more dimensions
+            whose `pretrained` says where it comes from. Weight decay applies to tensors of two or more dimensions
             but biases (also to taps of convolutions and first rows of memories), unless that entry sets it.
 
     Raises:

@@ -30,7 +30,7 @@ from dist_mem.tracking.log import METRICS_FILE, read_points
 
 CELLS = "cells"  # folder, in that of a study
 FORMAT_VERSION = 1
-SCORE = "/bits_per_byte"  # of an evaluation during a training, after its split
+_SCORE = "/bits_per_byte"  # of an evaluation during a training, after its split
 _REMEDY = "; remove the file"
 _ANY = leaf("a value", lambda value: True)
 _RESULT = record({}, {"value": optional(metric), "step": integer(), "diverged": text, "report": text}, is_open=True)
@@ -137,10 +137,12 @@ def finish(run: CellRun, **made: Any) -> None:
     curve = [
         [point.step, *(point.metrics[name] for name in ("loss", "lr"))] for point in points if "loss" in point.metrics
     ]
-    scores = ((point.step, value) for point in points for name, value in point.metrics.items() if name.endswith(SCORE))
+    evaluations = [
+        [point.step, value] for point in points for name, value in point.metrics.items() if name.endswith(_SCORE)
+    ]
     speeds = [point.metrics["tokens_per_second"] for point in points if "tokens_per_second" in point.metrics]
     made |= {"tokens_per_second": statistics.median(speeds)} if speeds else {}
-    write_cell(run, curve=curve, evaluations=list(scores), made=made)
+    write_cell(run, curve=curve, evaluations=evaluations, made=made)
 
 
 def is_finished(run: CellRun) -> bool:

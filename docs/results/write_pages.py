@@ -56,7 +56,6 @@ BANDS = {
 COPIES = 1.7  # loss below which a model copies
 VOCABULARIES = {
     "pg19": 4000,
-    "recipes_pg19": 4000,
     "mqar_long": 64,
     "gradient_depth": 64,
     "long_context": 64,
@@ -64,7 +63,7 @@ VOCABULARIES = {
     "state_passing": 4000,
 }  # pieces; of the others, that of the sample library
 SAMPLE = 1280
-MEAN_OF = 10
+MEAN_OF = 10  # logged losses
 XL = "Transformer-XL"
 
 
@@ -89,7 +88,7 @@ class Cell(NamedTuple):
     def progress(self) -> list[tuple[int, float]]:
         """Return (update, bits per byte on validation) of the evaluations of a training, (update, loss) if it had none.
 
-        A loss is the mean of the last ten that were logged, as it is of text that differs.
+        A loss is the mean of the last `MEAN_OF` that were logged: each is of other text.
         """
         if self.body.get("evaluations"):
             return [(step, score) for step, score in self.body["evaluations"]]
@@ -195,7 +194,7 @@ CONTROLS = [
 STATES, EMPTY = "state_passing", "empty"
 REACH, FARTHEST = "long_context", "DeltaNet"  # and the row that others are compared with
 ADDED = "pretrained"
-RECIPES = ("recipes", "recipes_pg19")
+RECIPES = {"": "AdamW, cosine", "Muon": "Muon, cosine", "WSD": "AdamW, WSD"}  # what follows "with" in a row's name
 DEPTH, WHOLE = "gradient_depth", 16  # segments of a document, which mqar_long.yaml has in a gradient
 STATE_PAIRS = ((EMPTY, "passed"), (EMPTY, "carried"), ("passed", "carried"))
 
@@ -223,7 +222,7 @@ def results(name: str) -> Results:
         return Results(places, [(row, other) for row, other in deepest.items() if row != other])
     source = Source("second_edition" if name == "arena" else name, name)
     rows = firsts = others = list(source.study.rows)
-    if name in RECIPES:
+    if name == "recipes":
         pairs = [(memory, row) for row in rows if (memory := row.partition(" with ")[0]) != row]
         return Results({row: (source, row) for row in rows}, pairs)
     if name in {*LONG, REACH}:
@@ -500,22 +499,18 @@ def tokens_to_loss(found: Results, first: str, row: str) -> str:
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
-def recipes(name: str) -> list[str]:
+def recipes() -> list[str]:
     """What a rule of the update and a schedule gain over AdamW with a cosine."""
-    found = results(name)
+    found = results("recipes")
     rows = []
     for row in sorted(found.places, key=lambda row: row.partition(" with ")[0], reverse=True):
         memory, _, recipe = row.partition(" with ")
-        is_pair = (memory, row) in found.pairs
+        cells, is_pair = found.rows[row], (memory, row) in found.pairs
         gains = [found.gains[memory, row], tokens_to_loss(found, memory, row)] if is_pair else ["", ""]
-        begins = [", ".join(cell.begins for cell in found.rows[row])] if name == RECIPES[0] else []
-        rows.append([memory, RECIPE_NAMES[recipe], str(len(found.rows[row])), found.mean(row), *gains, *begins])
-    of_sample = ["perplexity", "AdamW, cosine / row", "tokens to its loss", "copies from"]
-    of_books = ["bits per byte", "AdamW, cosine - row", "tokens to its score"]
-    return table_of(["memory", "recipe", "seeds", *(of_sample if name == RECIPES[0] else of_books)], rows)
-
-
-RECIPE_NAMES = {"": "AdamW, cosine", "Muon": "Muon, cosine", "WSD": "AdamW, WSD"}
+        begins = ", ".join(cell.begins for cell in cells)
+        rows.append([memory, RECIPES[recipe], str(len(cells)), found.mean(row), *gains, begins])
+    heading = ["memory", "recipe", "seeds", PERPLEXITY, "AdamW, cosine / row", "tokens to its loss", "copies from"]
+    return table_of(heading, rows)
 
 
 def count_better(found: Results, state: str, other: str) -> str:
@@ -566,18 +561,17 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "gradient depth": depths,
     "long context": reach,
     "pretrained": added,
-    "recipes": lambda: recipes(RECIPES[0]),
+    "recipes": recipes,
     **{task: long_table(task) for task in LONG},
 }
 FAMILIES = {  # table -> the family of its intervals
-    **{name: name for name in ("arena", "headline", "controls", *LONG)},
+    **{name: name for name in ("arena", "headline", "controls", "recipes", *LONG)},
     "equal seconds": "equal_seconds",
     "equal bytes": "equal_bytes",
     "state passing": STATES,
     "gradient depth": DEPTH,
     "long context": REACH,
     "pretrained": ADDED,
-    "recipes": RECIPES[0],
 }
 _TABLE = re.compile(r"(<!-- table ([\w ]+) -->\n).*?(<!-- end -->)", re.S)
 _VALUE = re.compile(

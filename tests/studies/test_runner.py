@@ -139,7 +139,7 @@ def test_runs_stand_under_a_parent_in_mlflow_and_figures_are_drawn_of_them(folde
     assert child.data.metrics["eval/test/token_perplexity"] == expected
     evaluated = client.get_metric_history(child.info.run_id, "eval/validation/bits_per_byte")
     kept = read_cell(folder / "out" / "cells" / "xl-seed0.json")["evaluations"]
-    assert kept[:2] == [[point.step, point.value] for point in evaluated[:2]] and len(kept) == 2
+    assert len(kept) == 2 and kept == [[point.step, point.value] for point in evaluated[:2]]
 
 
 def test_a_row_that_diverges_is_a_row_that_says_so(folder: Path) -> None:
