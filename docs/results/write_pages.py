@@ -56,6 +56,7 @@ BANDS = {
 COPIES = 1.7  # loss below which a model copies
 VOCABULARIES = {
     "pg19": 4000,
+    "recipes_pg19": 4000,
     "mqar_long": 64,
     "gradient_depth": 64,
     "long_context": 64,
@@ -194,7 +195,8 @@ CONTROLS = [
 STATES, EMPTY = "state_passing", "empty"
 REACH, FARTHEST = "long_context", "DeltaNet"  # and the row that others are compared with
 ADDED = "pretrained"
-RECIPES = {"": "AdamW, cosine", "Muon": "Muon, cosine", "WSD": "AdamW, WSD"}  # what follows "with" in a row's name
+RECIPES, BOOKS = "recipes", "recipes_pg19"
+RULES = {"": "AdamW, cosine", "Muon": "Muon, cosine", "WSD": "AdamW, WSD"}  # what follows "with" in a row's name
 DEPTH, WHOLE = "gradient_depth", 16  # segments of a document, which mqar_long.yaml has in a gradient
 STATE_PAIRS = ((EMPTY, "passed"), (EMPTY, "carried"), ("passed", "carried"))
 
@@ -222,7 +224,7 @@ def results(name: str) -> Results:
         return Results(places, [(row, other) for row, other in deepest.items() if row != other])
     source = Source("second_edition" if name == "arena" else name, name)
     rows = firsts = others = list(source.study.rows)
-    if name == "recipes":
+    if name in {RECIPES, BOOKS}:
         pairs = [(memory, row) for row in rows if (memory := row.partition(" with ")[0]) != row]
         return Results({row: (source, row) for row in rows}, pairs)
     if name in {*LONG, REACH}:
@@ -485,10 +487,15 @@ def tokens_to_loss(found: Results, first: str, row: str) -> str:
     """Return which share of the tokens of a row another one takes to its last loss, with its 95 % interval over seeds.
 
     Both have read the same text at the same update: seeds are paired, and Student's interval is that of the logarithms.
+    Losses are noisy, so that a run itself has its last one before its end: its tokens are those until then.
     """
     others = {cell.seed: cell.progress() for cell in found.rows[row]}
-    pairs = [(others[cell.seed], cell.progress()[-1]) for cell in found.rows[first] if cell.seed in others]
-    shares = [share for pair in pairs if (share := share_until(*pair)) is not None]
+    pairs = [(others[cell.seed], cell.progress()) for cell in found.rows[first] if cell.seed in others]
+    shares = [
+        share / (share_until(own, own[-1]) or 1.0)
+        for other, own in pairs
+        if (share := share_until(other, own[-1])) is not None
+    ]
     if len(shares) < len(pairs):
         return f"not reached with {len(pairs) - len(shares)} of {len(pairs)} seeds"
     if len(shares) == 1:
@@ -499,18 +506,19 @@ def tokens_to_loss(found: Results, first: str, row: str) -> str:
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
-def recipes() -> list[str]:
+def recipes(name: str) -> list[str]:
     """What a rule of the update and a schedule gain over AdamW with a cosine."""
-    found = results("recipes")
+    found = results(name)
     rows = []
     for row in sorted(found.places, key=lambda row: row.partition(" with ")[0], reverse=True):
         memory, _, recipe = row.partition(" with ")
         cells, is_pair = found.rows[row], (memory, row) in found.pairs
         gains = [found.gains[memory, row], tokens_to_loss(found, memory, row)] if is_pair else ["", ""]
-        begins = ", ".join(cell.begins for cell in cells)
-        rows.append([memory, RECIPES[recipe], str(len(cells)), found.mean(row), *gains, begins])
-    heading = ["memory", "recipe", "seeds", PERPLEXITY, "AdamW, cosine / row", "tokens to its loss", "copies from"]
-    return table_of(heading, rows)
+        begins = [", ".join(cell.begins for cell in cells)] * (name == RECIPES)
+        rows.append([memory, RULES[recipe], str(len(cells)), found.mean(row), *gains, *begins])
+    gain = f"{RULES['']} {'/' if name == RECIPES else '-'} row"
+    heading = ["memory", "recipe", "seeds", found.column, gain, "tokens to its loss"]
+    return table_of([*heading, *["copies from"] * (name == RECIPES)], rows)
 
 
 def count_better(found: Results, state: str, other: str) -> str:
@@ -561,11 +569,11 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "gradient depth": depths,
     "long context": reach,
     "pretrained": added,
-    "recipes": recipes,
+    "recipes": lambda: recipes(RECIPES),
     **{task: long_table(task) for task in LONG},
 }
 FAMILIES = {  # table -> the family of its intervals
-    **{name: name for name in ("arena", "headline", "controls", "recipes", *LONG)},
+    **{name: name for name in ("arena", "headline", "controls", RECIPES, *LONG)},
     "equal seconds": "equal_seconds",
     "equal bytes": "equal_bytes",
     "state passing": STATES,

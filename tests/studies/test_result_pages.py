@@ -65,4 +65,7 @@ def test_tokens_to_a_loss_are_those_that_the_curves_say(pages: ModuleType) -> No
     found.rows["never"][0].body["evaluations"][1:] = [[400, 2.5]]
     assert pages.tokens_to_loss(found, "first", "half") == "0.50 (0.50 to 0.50)"
     assert pages.tokens_to_loss(found, "first", "never") == "not reached with 1 of 2 seeds"
+    found.rows["noisy"] = cells(200, 200)  # has its last loss at half of its tokens
+    assert pages.tokens_to_loss(found, "noisy", "noisy") == pages.tokens_to_loss(found, "noisy", "half")
+    assert pages.tokens_to_loss(found, "noisy", "half") == "1.00 (1.00 to 1.00)"
     assert pages.share_until([(100, 3.0), (200, 2.0)], (400, 2.25)) == 0.4375, "between two evaluations"
