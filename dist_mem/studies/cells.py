@@ -103,13 +103,21 @@ def keep_result(run: CellRun, column: str, result: Mapping[str, Any], report: Pa
     Args:
         report: of `dist-mem evaluate`, whose scores the cell keeps once, however many results are from it.
     """
+    if report is None:
+        _keep(run, column, result)
+    else:
+        content = read_json(report, UnusableError, _REMEDY)
+        _keep(
+            run, column, {**result, "report": report.stem}, {key: content[key] for key in ("format_version", "report")}
+        )
+
+
+def _keep(run: CellRun, column: str, result: Mapping[str, Any], scores: Mapping[str, Any] | None = None) -> None:
     body, facts = read_cell(run.cell), dict(result)
     reports = dict(body.get("reports", {}))
-    if report is not None:
-        content = read_json(report, UnusableError, _REMEDY)
-        scores = {key: content[key] for key in ("format_version", "report")}
+    if scores is not None:
         same = [name for name, other in reports.items() if other == scores]
-        facts["report"] = same[0] if same else f"{report.stem} {len(reports)}"
+        facts["report"] = same[0] if same else f"{facts['report']} {len(reports)}"
         reports[facts["report"]] = scores
     write_cell(run, results={**body.get("results", {}), column: facts}, reports=reports)
 
@@ -156,22 +164,31 @@ def speed_of(run: CellRun) -> float | None:
 
 
 def take_over(run: CellRun, folder: Path, definition: Mapping[str, Any]) -> bool:
-    """Take over the finished cell of a folder, if this study has no finished one; return whether it did.
+    """Take over the finished cell of a folder, of a finished run the results that it lacks; return whether all.
 
     Raises:
-        UnusableError: it is of another definition; nothing was copied.
+        UnusableError: it, or a column of it, is of another definition.
     """
     there = folder / run.cell.name
-    if is_finished(run) or not there.exists():
+    if not there.exists():
         return False
     check_definition(there, definition, "give another --cells, or remove it")
+    if is_finished(run):
+        mine, theirs = read_cell(run.cell)["results"], read_cell(there)
+        for column, facts in theirs["results"].items():
+            if column not in mine:
+                _keep(run, column, facts, theirs["reports"].get(facts.get("report")))
+            elif (was := facts.get("column")) != (now := mine[column].get("column")) and was and now:
+                raise UnusableError(f"{there}: column {column!r} is {was} and here {now}; give another --cells or name")
+        return False
     run.cell.parent.mkdir(parents=True, exist_ok=True)
     write_text(run.cell, read_regular(there).decode())
     return True
 
 
-def give(run: CellRun, folder: Path) -> None:
-    """Copy a finished cell to a folder."""
+def give(run: CellRun, folder: Path, definition: Mapping[str, Any]) -> None:
+    """Copy a finished cell to a folder, with all results of the one there. Raises as `take_over`."""
+    take_over(run, folder, definition)
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / run.cell.name, read_regular(run.cell).decode())
 

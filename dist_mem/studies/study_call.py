@@ -234,7 +234,7 @@ def run_one(job: StudyCall, item: CellRun, report: Callable[[str], None], place:
     if missing or not is_finished(item):
         finish(item, **job.made)
     if job.cells is not None:
-        give(item, job.cells)
+        give(item, job.cells, definition_of(job.study, item, job.extra, ranks=job.ranks))
 
 
 def _train_and_measure(

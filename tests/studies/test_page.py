@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,18 @@ from dist_mem.errors import UnusableError
 from dist_mem.evaluation.scores import DocumentScore, PositionScore, RecallScore, Report
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.studies.budget import Costs
-from dist_mem.studies.cells import CellRun, checksum, keep_result, read_result, report_of
+from dist_mem.studies.cells import (
+    CellRun,
+    checksum,
+    define,
+    finish,
+    give,
+    keep_result,
+    read_cell,
+    read_result,
+    report_of,
+    take_over,
+)
 from dist_mem.studies.page import to_csv, to_markdown, write_results
 from dist_mem.studies.pictures import are_equal, draw, pareto_front
 from dist_mem.studies.results import RowResult, cell
@@ -353,6 +365,41 @@ def test_scores_are_kept_once_and_as_they_were(small_run: CellRun, tmp_path: Pat
     keep_result(small_run, "again", {"value": 1.5, "step": 8}, other)  # the same scores
     assert checksum(report_of(small_run, "again") or REPORT) == checksum(REPORT)
     assert read_result(small_run, "dialogue") == {"absent": "test/meteor", "step": 7}
+
+
+def test_no_cell_of_a_folder_is_replaced_by_another_definition_or_by_fewer_results(
+    small_run: CellRun, tmp_path: Path
+) -> None:
+    """What another sitting had trained and measured was gone, with exit code 0."""
+    path = save_report(REPORT, tmp_path / "evaluations", "test-step-00000007", step=7)[1]
+    column, folder = {"metric": "accuracy"}, tmp_path / "kept"
+
+    def finished_run(out: str, name: str, **definition: Any) -> CellRun:
+        run = replace(small_run, out=tmp_path / out)
+        define(run, {"train.steps": 40, **definition})
+        keep_result(run, name, {"value": 1.5, "step": 7, "column": column}, path)
+        finish(run, date="today")
+        return run
+
+    same = {"train.steps": 40}
+    first, second = finished_run("first", "recall"), finished_run("second", "test")
+    give(first, folder, same)
+    give(second, folder, same)
+    there = replace(small_run, out=tmp_path / "there")
+    assert take_over(there, folder, same)
+    kept = read_cell(there.cell)
+    assert kept["results"].keys() == {"recall", "test"}
+    assert report_of(there, "recall") == report_of(there, "test") == REPORT
+    other = finished_run("other", "recall", **{"train.steps": 50})
+    column["metric"] = "whole_answers"
+    for run, definition, named in (
+        (other, {"train.steps": 50}, "train.steps was 40 and is 50"),
+        (finished_run("third", "recall"), same, "column 'recall'"),
+    ):
+        for change in (take_over, give):
+            with refused(UnusableError, folder / run.cell.name, named):
+                change(run, folder, definition)
+    assert read_cell(folder / small_run.cell.name) == kept
 
 
 @pytest.mark.parametrize(
