@@ -393,6 +393,11 @@ def _check_budget(study: Study, where: str) -> None:
     shown = [name for name in study.rows if name not in study.candidates]
     if len(shown) < 2:
         raise UnusableError(f"{where}rows has {len(shown)}; a budget needs at least two, to compare")
+    if odd := [(size, row) for size in study.fit for row in _fit_by_row(study, size) if row not in shown]:
+        size, row = odd[0]
+        best = study.candidates.get(row)
+        fix = f"which is tried for {best!r}: name that" if best else f"not one of{list_names(shown)}{hint(row, shown)}"
+        raise UnusableError(f"{where}fit.{size} has the row {row!r}, {fix}")
     if len(study.points) > 1:
         raise UnusableError(f"{where}points has {len(study.points)}; a budget is that of one point")
     for name, column in study.columns.items():
@@ -402,6 +407,12 @@ def _check_budget(study: Study, where: str) -> None:
                 f"{where}columns.{name}.evaluate has {word!r}, but a study with a budget scores all columns on its own "
                 "data: compare other data without a budget"
             )
+
+
+def _fit_by_row(study: Study, size: str) -> dict[str, Any]:
+    """Return row -> key that sets a size of the budget; a row that is the best of others stands for them."""
+    by_row, shown = study.fit[size], [row for row in study.rows if row not in study.candidates]
+    return dict(by_row) if isinstance(by_row, Mapping) else dict.fromkeys(shown, by_row)
 
 
 def _check_tune(study: Study, where: str) -> None:
@@ -416,8 +427,8 @@ def _check_tune(study: Study, where: str) -> None:
             f"{where}tune.rows has {hidden[0]!r}, which is tried for the row {chosen!r} (best_of): give its values as "
             "rows of their own"
         )
-    for size, by_row in study.fit.items():
-        for row, key in by_row.items():
+    for size in study.fit:
+        for row, key in _fit_by_row(study, size).items():
             if key in {**tune.grid, **tune.rows.get(row, {})}:
                 raise UnusableError(f"{where}tune has {key} of {row}, which fit.{size} sets: leave out one of them")
     for name, grid in {"grid": tune.grid, **{f"rows.{row}": grid for row, grid in tune.rows.items()}}.items():

@@ -116,6 +116,7 @@ POSITIONS = {
     **{"metric": "position_perplexity", "point": "a", "band": [8191]},
     **{"evaluate": ["--by", "position"]},
 }
+FITTED: dict[str, Any] = {"budget": {"tokens": 5000, "params": 9}, "fit": {"params": "model.d_inner"}}
 MEANINGLESS: dict[str, tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]] = {
     "a sweep": (
         SWEEP,
@@ -150,6 +151,10 @@ MEANINGLESS: dict[str, tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]] 
             ("budget must have exactly one", {"budget": {"tokens": 1, "flops": 1}}),
             ("budget has 'hours'", {"budget": {"tokens": 5, "hours": 1}}),
             ("params must be both in budget", {"budget": {"tokens": 5, "params": 9}}),
+            *(
+                (f"fit.params has the row '{row}'", {**FITTED, "rows": rows, "fit": {"params": {row: "model.d_inner"}}})
+                for row, rows in (("nonee", ROWS), ("xl", {**ROWS, "xl": [], "best": {"best_of": ["xl"]}}))
+            ),
             ("budget.tokens is -5", {"budget": {"tokens": -5}}),
             (
                 "points has 2",
@@ -426,6 +431,7 @@ def test_trials_that_all_diverged_are_refused(tmp_path: Path) -> None:
         ({"grid": {"optimizer.betas": [[0.9, 0.95], [0.9, 0.95]]}}, "tune.grid.optimizer.betas"),
         ({"rows": {"xl": RATES}}, "'xl'"),
         ({"rows": {"transformer_xl": {"memory.mem_len": [8, 16]}}}, "fit.state_bytes"),
+        ({"grid": {**RATES, "model.d_inner": [8, 16]}}, "fit.params"),  # of which one key stands for all rows
         ({"rows": {"none": RATES}}, "'best'"),
         ({"grid": RATES, "budget": {"flops": 1e12}}, "'flops'"),
         ({"grid": RATES, "seeds": [5, 1]}, "tune.seeds has 1"),
@@ -438,6 +444,9 @@ def test_a_grid_of_nothing_is_refused(tmp_path: Path, tune: dict[str, object], k
             "budget": {"tokens": 5000, "state_bytes": 999},
             "fit": {"state_bytes": {"transformer_xl": "memory.mem_len"}},
         }
+    if key == "fit.params":
+        changes = FITTED
+        load(tmp_path, ARENA, tune={"grid": RATES}, **changes)
     if key == "'best'":
         changes = {"rows": {**ROWS, "best": {"best_of": ["none", "transformer_xl"]}, "other": ["memory.kind=none"]}}
     load(tmp_path, ARENA, **changes)
