@@ -48,7 +48,7 @@ from dist_mem.studies.runs import (
     train_words,
     with_done,
 )
-from dist_mem.studies.study import MAX_RUNS, check_seeds, load_study
+from dist_mem.studies.study import MAX_RUNS, check_seeds, check_words, load_study
 from dist_mem.studies.study_call import (
     CommandError,
     DeviceShare,
@@ -101,6 +101,7 @@ def run(asked: StudyRequest) -> int:
     study, extra = load_study(asked.study, asked.scale, max_runs=asked.max_runs), list(asked.extra)
     if asked.command == "arena" and not study.budget:
         raise UnusableError(f"{study.path} has no budget: give one, or compare its rows by `dist-mem sweep`")
+    check_words(extra)
     check_seeds(study, asked.seeds, f"{study.path}: ")
     known = shown_rows(study)
     unknown = [row for row in asked.rows if row not in known]

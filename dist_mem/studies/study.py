@@ -24,7 +24,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ MAX_RUNS = 1000  # unless the command says more
 _NAME = re.compile(r"\w[\w .:-]*")  # names of files, and of metrics in MLflow, which accepts no others
 _MOST_BYTES = 50  # of a name; the name of a log has those of a row, a point and a column, and at most 255
 _MOST_ROW_BYTES = 110  # one of the grid has several values in its name
+_OF_A_RUN = ("train.seed", "data.seed", "name", "run_dir")
 PAPERS = "paper"  # name of the scale with the paper's data and sizes
 SIZES = ("parameters", "multiply_adds")  # of a model; multiply-adds per predicted token in scoring
 WORK = ("tokens", "flops")  # of the training: a budget of one of them sets its steps
@@ -227,6 +228,8 @@ def load_study(name: str, scale: str = "", *, folder: Path = FOLDER, max_runs: i
     study.source = study.source or f"dist-mem {'arena' if study.budget else 'sweep'} {name}"
     _check_rows(study, where)
     _check_points(study, where)
+    for words in (study.train, *study.trained_rows.values(), *(point.train for point in study.points.values())):
+        check_words(words, where)
     _check_columns(study, where)
     if study.budget or study.fit:
         _check_budget(study, where)
@@ -235,6 +238,14 @@ def load_study(name: str, scale: str = "", *, folder: Path = FOLDER, max_runs: i
         _check_tune(study, where)
     _find_configurations(study, beside=path.parent)
     return study
+
+
+def check_words(words: Iterable[str], where: str = "") -> None:
+    """Raise UnusableError if overrides of several runs set what each has of its own."""
+    if own := [word for word in words if word.partition("=")[0] in _OF_A_RUN]:
+        raise UnusableError(
+            f"{where}{own[0]}: every run of a study has its own; leave it out, or give --seeds or --out"
+        )
 
 
 def _settle(tree: dict[str, Any]) -> dict[str, Any]:

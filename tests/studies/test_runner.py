@@ -185,8 +185,8 @@ def test_cells_of_one_definition_are_not_those_of_another(here: Path) -> None:
     made = read_cell(Path("cells/none-seed0.json"))["made"]
     assert {"date", "commit", "processor", "version.torch"} <= made.keys(), "bits depend on these"
     assert values(here / "another") == values(here / "out")
-    with refused(UnusableError, "train.seed was 0 and is 7"):
-        reproduce("train.seed=7", out="third", cells=Path("cells"))
+    with refused(UnusableError, "optimizer.lr was 0.003 and is 0.5"):
+        reproduce("optimizer.lr=0.5", out="third", cells=Path("cells"))
     assert not (here / "third").exists()
     (here / "job.yaml").write_text(text.replace("seg_len: 16", "seg_len: 32"))
     with refused(UnusableError, "train.seg_len was 16 and is 32"):
@@ -297,6 +297,10 @@ def test_a_call_that_came_to_nothing_binds_no_folder(here: Path, capsys: pytest.
     changed(here, lambda table: table["scales"]["tiny"]["points"].update({"": {"data": "nowhere"}}))
     with refused(UnusableError, "train.stepz"):
         reproduce("train.stepz=5")
+    for word in ("train.seed=7", "data.seed=7", "name=one", "run_dir=one"):  # all runs would be the same one
+        for is_check in (False, True):
+            with refused(UnusableError, word, "--seeds", "--out"):
+                reproduce(word, check=is_check)
     with refused(UnusableError, "'xll'"):
         reproduce(rows=["xll"])
     assert reproduce("train.steps=5") == EXIT_USAGE

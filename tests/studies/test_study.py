@@ -128,6 +128,8 @@ MEANINGLESS: dict[str, tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]] 
             ("two rows are called 'x'", {"grid": {"memory": ["a/x.yaml", "b/x.yaml"]}}),
             ("two rows are called 'x'", {"grid": {"memory": ["a/x.yaml"]}, "rows": {"x": []}}),
             ("sedes", {"sedes": [1]}),
+            ("train.seed=7", {"train": ["job.yaml", "train.seed=7"]}),
+            ("name=one", {"rows": {"a": ["name=one"]}}),
             ("row 'a/b'", {"rows": {"a/b": []}}),
             ("rows has 'a'", {"rows": {"a": {"train": [], "best_of": ["b"]}, "b": []}}),
             ("data is not set", {"data": None}),
