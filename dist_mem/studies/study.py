@@ -411,12 +411,15 @@ def _check_budget(study: Study, where: str) -> None:
         raise UnusableError(f"{where}fit.{size} has the row {row!r}, {fix}")
     if len(study.points) > 1:
         raise UnusableError(f"{where}points has {len(study.points)}; a budget is that of one point")
-    for name, column in study.columns.items():
-        for word in (word for word in column.evaluate if word.startswith("data.path=")):
+    own = {f"data.path={point.data}" for point in study.points.values()}
+    words = {f"columns.{name}.evaluate": column.evaluate for name, column in study.columns.items()}
+    words |= {f"rows.{name}": train for name, train in study.trained_rows.items()}
+    for place, each in words.items():
+        for word in (word for word in each if word.startswith("data.path=") and word not in own):
             # Costs and intervals are those of one data directory.
             raise UnusableError(
-                f"{where}columns.{name}.evaluate has {word!r}, but a study with a budget scores all columns on its own "
-                "data: compare other data without a budget"
+                f"{where}{place} has {word!r}, but a study with a budget scores all rows and columns on its own data: "
+                "compare other data without a budget"
             )
 
 

@@ -170,6 +170,7 @@ MEANINGLESS: dict[str, tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]] 
                 "columns.far.evaluate",
                 {"columns": {"far": {"metric": "accuracy", "evaluate": ["data.path=data/far"]}}},
             ),
+            ("rows.far has 'data.path=data/far'", {"rows": {**ROWS, "far": ["data.path=data/far"]}}),
         ],
     ),
     "a table": (
