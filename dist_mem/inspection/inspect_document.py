@@ -53,6 +53,7 @@ from dist_mem.runtime.signals import StopSignal
 from dist_mem.runtime.terminal import StyledText, span
 
 WINDOWED = "in overlapping windows"
+_MOST_BYTES = 80  # of a document or a run in the name of a file, which has at most 255
 SHOWN = 300  # tokens of the text that are printed unless --show names others
 
 
@@ -105,26 +106,32 @@ def _run(world: World, check: StopCheck, *, request: InspectionRequest) -> None:
     }
     data = "" if request.book is None else data_tag(found, config.data, request.split or config.eval.split)
     tag = join_parts(data, tag)
-    folder = found.run_dir / FOLDER
-    folder.mkdir(exist_ok=True)
-    target = folder / f"{_file_name(request, subject, int(found.manifest['step']), tag)}.json"
-    write_text(target, json_text(content) + "\n")  # before anything can fail to be shown
-    print(f'{found.directory}, "{subject.title}", {protocol}')
-    _show(request, reading, removed, comparisons, words, aggregates, protocol.seg_len)
+    target = found.run_dir / FOLDER / f"{_file_name(request, subject, int(found.manifest['step']), tag)}.json"
+    try:
+        target.parent.mkdir(exist_ok=True)
+        write_text(target, json_text(content) + "\n")  # before anything can fail to be shown
+    finally:  # a run that only others may write into: what was found is shown all the same
+        print(f'{found.directory}, "{subject.title}", {protocol}')
+        _show(request, reading, removed, comparisons, words, aggregates, protocol.seg_len)
     print(f"written: {target}", file=sys.stderr)
 
 
 def _file_name(request: InspectionRequest, subject: InspectionSubject, step: int, tag: str) -> str:
     """Return the name of the JSON; what is compared is a part of it, so that no other result is replaced."""
-    name = re.sub(r"[^\w.-]", "_", subject.name)
     other = request.against.resolve() if request.against else None
     asked = [
-        f"against-{other.name}_{digest_part(str(other))}" if other else "",
+        f"against-{_plain(other.name)}_{digest_part(str(other))}" if other else "",
         "" if request.empty_at is None else f"empty-at-{request.empty_at}",
         f"without-{request.without.begin}-{request.without.end}" if request.without else "",
         "" if request.passages is None else f"passages-{request.passages}",
     ]
-    return str(ReportName(name, step, join_parts(tag, *asked), "inspect"))
+    return str(ReportName(_plain(subject.name), step, join_parts(tag, *asked), "inspect"))
+
+
+def _plain(name: str) -> str:
+    """Return a part of the name of a file that stands for a name, however long; two names have two parts."""
+    plain = re.sub(r"[^\w.-]", "_", name).encode()[:_MOST_BYTES].decode(errors="ignore")
+    return plain if plain == name else f"{plain}_{digest_part(name)}"
 
 
 def _without_passages(request: InspectionRequest, subject: InspectionSubject) -> Counterfactual | None:

@@ -99,18 +99,18 @@ def read_document(
         top: passages to keep per token, layer and kind of rows.
 
     Raises:
-        UnusableError: the models have different tokenizers.
+        UnusableError: the models have different tokenizers, or no segment begins at `empty_at` or later.
     """
     if other is not None:
         check_same_tokens(trained, other)
+    place = None if empty_at is None else first_border(trained, document, empty_at)
     passes = 2.5 + (other is not None) + (empty_at is not None)  # but the windows of another model without memory
     with Progress(int(passes * len(document.tokens)), "reading") as progress:
         nll, layers = _read_with_memory(trained, document, top, progress)
         without = losses_of(trained, document, progress, always)
         windowed = losses_in_windows(trained, document, without, progress) if has_memory(trained) else without
         emptied = None
-        if empty_at is not None:
-            place = first_border(trained, document, empty_at)
+        if place is not None:
             emptied = losses_of(trained, document, progress, lambda begin: begin == place)
         theirs = in_windows = None
         if other is not None:

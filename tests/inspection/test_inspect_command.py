@@ -20,6 +20,7 @@ from dist_mem.inspection import inspect_document
 from dist_mem.inspection.aggregates import aggregate
 from dist_mem.inspection.counterfactual import Counterfactual, Removals, TokenSpan, remove_passages
 from dist_mem.inspection.reading import text_document
+from dist_mem.inspection.request import InspectionRequest, InspectionSubject
 from dist_mem.inspection.terminal_view import PASSAGES, colour_words, passages_table, top_table
 from dist_mem.inspection.words import FUNCTION, MARK, NAME, NUMBER, OTHER, distances_to_last, words_of
 from tests.support.evaluated_runs import MEMORIES, asked, make_diverged_run, make_run
@@ -110,6 +111,27 @@ def test_no_result_replaces_that_of_another_request(run_dir: Path, library: Path
         assert len(list((run_dir / "evaluations").iterdir())) == number
 
 
+def test_every_name_of_a_document_has_a_file_of_its_own_however_long() -> None:
+    """A text of 80 Chinese letters was read and then lost, and `part 1`, `part_1` and `part:1` shared one file."""
+    names = ["part 1", "part_1", "part:1", *("\u66f8" * 80 + end for end in "ab")]
+    request = InspectionRequest(Path("run"), Path("/" + "\u66f8" * 85))
+
+    def file_of(name: str) -> str:
+        subject = InspectionSubject(*[None] * 3, name)  # type: ignore[arg-type]
+        return inspect_document._file_name(request, subject, 3, "books_123456-M640")
+
+    assert len({file_of(name) for name in names}) == len(names)
+    assert max(len(f".{file_of(name)}.json.123456-1234567.partial".encode()) for name in names) < 256
+
+
+def test_what_cannot_be_written_is_shown(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_dir / "evaluations").write_text("a file, as nobody may write into")
+    assert main(["inspect", str(run_dir), "--book", "doc6", "--split", "test"]) == EXIT_USAGE
+    printed = capsys.readouterr()
+    said(printed.err, run_dir / "evaluations")
+    assert "by word, gain over memory off" in printed.out
+
+
 def test_a_text_of_ones_own_is_read(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "a text.txt").write_text("Mara Holt of Dunwick told Mara Holt's friend.")
     arguments = ["--text", str(tmp_path / "a text.txt")]
@@ -117,7 +139,10 @@ def test_a_text_of_ones_own_is_read(run_dir: Path, tmp_path: Path) -> None:
     assert "".join(written(run_dir)["pieces"]) == "Mara Holt of Dunwick told Mara Holt's friend."
 
 
-def test_what_cannot_be_inspected_is_named(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_inspected_is_named_before_anything_is_read(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dist_mem.inspection.reading._read_with_memory", lambda *_: pytest.fail("it is read"))
     doc6 = ["--book", "doc6", "--split", "test"]
     for arguments, named in (
         (["--passages"], "--passages"),

@@ -170,6 +170,9 @@ def test_cards_name_the_model_and_what_its_memory_is_worth(run_dir: Path, librar
         " against ".join(map(digits, perplexities)),
         f"run against other: ratio {digits(perplexities[1] / perplexities[0])}",
     )
+    of_other = asked(other)  # of other documents: such perplexities stood beside each other, with a ratio
+    save_report(replace(of_other, documents=of_other.documents[1:]), other / "evaluations", "test-step-00000003")
+    assert "word perplexity of this book" in cards_of(page_of(run_dir, other, *BOOK))
 
 
 def test_a_token_has_one_number_in_the_terminal_the_file_and_the_page(
@@ -263,6 +266,16 @@ def test_what_cannot_be_reported_is_said(run_dir: Path, capsys: pytest.CaptureFi
         report(run_dir)
     said(capsys.readouterr().err, "--book", "--text")
     assert not (run_dir / "report.html").exists()
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is_read(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dist_mem.inspection.page.write_page.read_document", lambda *_, **__: pytest.fail("it is read"))
+    (run_dir / "report.html").mkdir()
+    for path, given in ((run_dir / "report.html", ()), ("/proc/page.html", ("-o", "/proc/page.html"))):
+        assert report(run_dir, *BOOK, *given) == EXIT_USAGE
+        said(capsys.readouterr().err, path, "-o FILE")
 
 
 def open_run(folder: Path, library: Path, memory: dict[str, Any]) -> Path:

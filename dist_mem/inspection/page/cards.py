@@ -11,7 +11,7 @@ from torch import Tensor
 from dist_mem.config import TrainConfig, load_block
 from dist_mem.config.memory_blocks import describe_memory
 from dist_mem.evaluation.protocol import short_term_len
-from dist_mem.evaluation.scores import perplexity
+from dist_mem.evaluation.scores import perplexity, same_text
 from dist_mem.evaluation.trained_model import TrainedModel, name_data_of
 from dist_mem.inspection.page.book import PageBook
 from dist_mem.inspection.page.markup import Markup, digits, element, short_count
@@ -51,12 +51,13 @@ def _of_model(trained: TrainedModel) -> Iterator[Card]:
 
 
 def _perplexities(book: PageBook, evaluations: Sequence[EvaluationReport]) -> Card:
-    """Return two perplexities: of both runs on a split that both have read, or else of the book."""
-    newest = newest_by_protocol(evaluations)
+    """Return two perplexities: of both runs on a split whose text both have read, or else of the book."""
+    newest = {key: entry.report for key, entry in newest_by_protocol(evaluations).items()}
     both = [name for run, name in newest if run == book.run and (book.other, name) in newest]
+    both = [name for name in both if same_text([newest[run, name] for run in (book.run, book.other or "")])]
     if both and book.other is not None:
         name = "test" if "test" in both else both[0]
-        first, second = (newest[run, name].report.word_perplexity for run in (book.run, book.other))
+        first, second = (newest[run, name].word_perplexity for run in (book.run, book.other))
         title, runs = f"word perplexity, split {name}", f"{book.run} against {book.other}"
     else:
         count, unit = _words(book)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dist_mem.data.plan import segment_starts
+from dist_mem.errors import UnusableError
 from dist_mem.evaluation.job import StopCheck, find_checkpoint_on_rank0, run_on_ranks, use_threads
 from dist_mem.evaluation.report_names import names_of
 from dist_mem.evaluation.trained_model import Checkpoint, TrainedModel
@@ -31,6 +32,7 @@ from dist_mem.inspection.request import InspectionRequest, open_other, open_subj
 from dist_mem.inspection.words import words_of
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.files import write_text
+from dist_mem.runtime.locks import hold_file
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.tracking.mlflow.sync import log_to_run, read_tracking
 
@@ -68,10 +70,12 @@ def run(asked: PageRequest, *, out: Path | None, early: StopSignal | None = None
         text = None if asked.text is None else read_file(asked.text, "--text")
         labels = names_of(asked.runs)
         found = [find_checkpoint_on_rank0(path, None, world) for path in asked.runs]
+        target = out or found[0].run_dir / PAGE_NAME
+        _check_writable(target)  # what is wrong is said before a model reads for hours
         evaluations = [
             entry for each, label in zip(found, labels, strict=True) for entry in find_evaluations(each.run_dir, label)
         ]
-        summary = summary_table(evaluations)  # what is wrong is said before a model reads for hours
+        summary = summary_table(evaluations)
         trained, book = _book(asked, found, text, world, check)
         has_summary = bool(evaluations) or not trained.checkpoint.is_export  # a hint, of what an export cannot have
         page = assemble(
@@ -81,9 +85,18 @@ def run(asked: PageRequest, *, out: Path | None, early: StopSignal | None = None
             gain_tables(aggregate(words_of(book.reading.pieces), book.reading.gain)),
             footer=f"Made by dist-mem report {' '.join(labels)}. This file needs no network.",
         )
-        _publish(page, out or found[0].run_dir / PAGE_NAME, found[0].run_dir, asked)
+        _publish(page, target, found[0].run_dir, asked)
 
     return run_on_ranks(work, asked.overrides, early, alone="report")
+
+
+def _check_writable(target: Path) -> None:
+    """Raise UnusableError if a file cannot be written, by a lock that is made beside it."""
+    try:
+        with hold_file(target):
+            pass
+    except OSError as error:
+        raise UnusableError(f"{target} cannot be written ({error.strerror}): give -o FILE in another folder") from error
 
 
 def _book(
