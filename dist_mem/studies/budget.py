@@ -89,7 +89,9 @@ def apply_budget(study: Study, load: Load, vocab_size: int | None = None) -> dic
 def _changes_a_size(word: str) -> bool:
     """Return whether a word of a training, a file or an override, may change what the training takes."""
     key = word.partition("=")[0]
-    return metadata_of(key).affects not in (DRAW, PLACE) and not key.startswith(("optimizer.", "schedule."))
+    is_frozen = key.startswith("optimizer.groups")  # it may be: the backward of frozen weights takes less
+    is_rate = key.startswith(("optimizer.", "schedule.")) and not is_frozen
+    return metadata_of(key).affects not in (DRAW, PLACE) and not is_rate
 
 
 def fit_budget(

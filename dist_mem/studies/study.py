@@ -40,6 +40,7 @@ from dist_mem.runtime.files import is_file
 from dist_mem.runtime.names import check_plain
 from dist_mem.runtime.shipped_files import say_where_from, shipped_path
 from dist_mem.runtime.terminal import count_noun, list_names
+from dist_mem.studies.cells import CellRun
 from dist_mem.studies.grid import combinations, settle_grid, trial_label
 
 FOLDER = Path("configs") / "tables"  # of the studies that have a name
@@ -352,6 +353,15 @@ def _check_points(study: Study, where: str) -> None:
     nowhere = [row for row in study.trained_rows if all(row in point.without for point in study.points.values())]
     if nowhere:
         raise UnusableError(f"{where}rows has {nowhere[0]!r}, but {nowhere[0]!r} is run at no point")
+    found: dict[str, tuple[str, str]] = {}
+    for row, name in itertools.product(study.trained_rows, study.points):
+        if row not in study.points[name].without:
+            first, point = found.setdefault(CellRun(row, name, 0, Path()).name, (row, name))
+            if (first, point) != (row, name):
+                raise UnusableError(
+                    f"{where}rows has {first!r} and {row!r}, at {point!r} and {name!r}, whose runs and cells have one "
+                    "name: rename a row or a point"
+                )
 
 
 def _check_columns(study: Study, where: str) -> None:

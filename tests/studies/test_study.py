@@ -128,6 +128,10 @@ MEANINGLESS: dict[str, tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]] 
             ("two rows are called 'x'", {"grid": {"memory": ["a/x.yaml", "b/x.yaml"]}}),
             ("two rows are called 'x'", {"grid": {"memory": ["a/x.yaml"]}, "rows": {"x": []}}),
             ("sedes", {"sedes": [1]}),
+            (
+                "rows has 'a' and 'a-b', at 'b-c' and 'c'",
+                {"rows": {"a": [], "a-b": []}, "points": {"b-c": {"data": "d"}, "c": {"data": "d"}}, "data": None},
+            ),
             ("train.seed=7", {"train": ["job.yaml", "train.seed=7"]}),
             ("name=one", {"rows": {"a": ["name=one"]}}),
             ("row 'a/b'", {"rows": {"a/b": []}}),
@@ -275,6 +279,15 @@ def test_a_budget_is_met_up_to_one_update_and_one_unit_of_size(
         fit_budget("none", words, {"tokens": 1e6, "params": 9}, fit, config_of)
     with refused(UnusableError, "fit.params", "data.seed"):
         fit_budget("none", words, {"tokens": 1e6, "params": 9}, {"params": "data.seed"}, config_of)
+
+
+def test_a_candidate_that_freezes_weights_has_steps_of_its_own(tmp_path: Path) -> None:
+    """It had those of the first candidate, whose backward takes more."""
+    frozen = ["optimizer.groups=[{param_regex: blocks, trainable: false}]"]
+    tried = {"all": ROWS["none"], "frozen": [*ROWS["none"], *frozen], "fast": [*ROWS["none"], "optimizer.lr=0.1"]}
+    rows = {"best": {"best_of": list(tried)}, "xl": ROWS["transformer_xl"], **tried}
+    costs = apply_budget(load(tmp_path, ARENA, train=[], rows=rows, budget={"flops": 1e10}), config_of)
+    assert costs["frozen"].steps > costs["all"].steps == costs["fast"].steps
 
 
 def test_parameters_that_grow_with_the_square_of_a_width_meet_the_budget() -> None:
