@@ -24,16 +24,23 @@ from dist_mem.runtime.files import write_text
 from dist_mem.studies.budget import HEADING
 from dist_mem.studies.cells import CellRun, checksum, read_result, report_of
 from dist_mem.studies.pictures import PARETO, by_result, draw, draw_comparison, has_means
-from dist_mem.studies.results import NOT_GIVEN, SHARES, RowSummary, cell, first_metric, standings, table_rows
+from dist_mem.studies.results import (
+    NOT_GIVEN,
+    SHARES,
+    RowSummary,
+    cell,
+    first_metric,
+    rank_of_runs,
+    standings,
+    table_rows,
+)
 from dist_mem.studies.runs import (
     BITS,
     columns_to_measure,
     evaluate_command,
-    is_better_higher,
-    rows_behind,
     runs_behind,
     shown_rows,
-    train_command,
+    train_words,
 )
 from dist_mem.studies.study import Study
 from dist_mem.studies.study_call import StudyCall
@@ -47,7 +54,7 @@ def write_results(job: StudyCall, provenance: Mapping[str, str]) -> list[Path]:
     paths = [job.out / name for name in (PAGE, CSV, PICTURE)]
     found = standings(study, job.runs, job.costs)
     write_text(paths[0], to_markdown(study, job.runs, provenance, found))
-    write_text(paths[1], to_csv(study, job.runs, job.extra))
+    write_text(paths[1], to_csv(study, job.runs, job.extra, ranks=job.ranks))
     if not draw(study, job.runs, paths[2]):
         paths.pop()
     return paths + (draw_comparison(job, found) if found else [])
@@ -61,21 +68,19 @@ def to_markdown(
     Args:
         found: what each row of a study with a budget took.
     """
-    found = {
-        key: each for key, each in (found or {}).items() if any(run.row in rows_behind(study, key) for run in runs)
-    }
+    found = found or {}
     columns, shown = study.columns, list(found) or table_rows(study)
     beside = study.is_papers and any(name in row.paper for row in study.rows.values() for name in columns)
     pairs = ([f"{name}, paper", f"{name}, ours"] if beside else [name] for name in columns)
     heading = ["", *(text for pair in pairs for text in pair), *(_budget_heading(study, shown[0]) if found else [])]
     rows = []
     best = _best_cells(study, runs, found)
-    for key in by_result(study, found) if found else shown:
+    for key in by_result(found) if found else shown:
         row = study.rows[key]
         cells = [row.name]
         for name in columns:
             mine = runs_behind(study, runs, key, name)
-            ours = cell(mine, name).text(deviation=bool(found)) if mine else NOT_GIVEN
+            ours = cell(mine, name).text() if mine else NOT_GIVEN
             ours = f"**{ours}**" if (key, name) in best else ours
             cells += [_number(row.paper.get(name)), ours] if beside else [ours]
         rows.append([*cells, *(_budget_cells(study, found[key]) if found else [])])
@@ -99,11 +104,10 @@ def _best_cells(study: Study, runs: Sequence[CellRun], found: Mapping[str, RowSu
     """Return the best row of each column of a study with a budget, (row, column); they are bold."""
     best = set()
     for name, column in study.columns.items():
-        sign = -1.0 if is_better_higher(column.metric) else 1.0
-        means = {row: cell(mine, name).mean for row in found if (mine := runs_behind(study, runs, row, name))}
-        known = {row: sign * mean for row, mean in means.items() if mean is not None}
+        ranks = {row: rank_of_runs(runs_behind(study, runs, row, name), name, column) for row in found}
+        known = [row for row, rank in ranks.items() if rank[0] == 0]
         if len(known) > 1:
-            best.add((min(known, key=lambda row: known[row]), name))
+            best.add((min(known, key=lambda row: ranks[row]), name))
     return best
 
 
@@ -171,17 +175,18 @@ def _chosen_line(study: Study, runs: Sequence[CellRun], key: str) -> str:
     return f"- {study.rows[key].name}, chosen on validation: {'; '.join(chosen) or 'nothing yet'}"
 
 
-def to_csv(study: Study, runs: Sequence[CellRun], extra: Sequence[str]) -> str:
+def to_csv(study: Study, runs: Sequence[CellRun], extra: Sequence[str], *, ranks: int = 1) -> str:
     """Return a CSV of every cell: our metric, step, outcome, checksum and commands; at the paper's scale its metric.
 
     Args:
-        extra: overrides of every training.
+        extra: overrides of every training.  ranks: of every training.
     """
     lines: list[list[object]] = []
     lines.append(["row", "column", "seed", *(["paper"] if study.is_papers else []), "value", "step", "ended"])
     lines[0] += ["sha256", "training", "evaluation"]
     for run in runs:
-        training = _command(train_command(study, run, ranks=1, extra=extra))
+        start = ["dist-mem"] if ranks == 1 else ["torchrun", "--nproc_per_node", str(ranks), "-m", "dist_mem"]
+        training = shlex.join([*start, "train", *train_words(study, run, extra)])
         for name, column in columns_to_measure(study, run).items():
             result: dict[str, Any] = read_result(run, name) or {"to run": True}
             ended = next((word for word in ("diverged", "absent", "to run") if word in result), "evaluated")
@@ -189,10 +194,7 @@ def to_csv(study: Study, runs: Sequence[CellRun], extra: Sequence[str]) -> str:
             report = report_of(run, name)
             digest = "" if report is None else checksum(report)
             metrics = [*paper, result.get("value", ""), result.get("step", ""), ended, digest]
-            lines.append([run.row, name, run.seed, *metrics, training, _command(evaluate_command(run, column, extra))])
+            words = evaluate_command(run, column, extra)
+            evaluation = shlex.join(["dist-mem", *words[words.index("dist_mem") + 1 :]])
+            lines.append([run.row, name, run.seed, *metrics, training, evaluation])
     return csv_text(lines)
-
-
-def _command(words: Sequence[str]) -> str:
-    """Return a command as a user types it."""
-    return shlex.join(["dist-mem", *words[words.index("dist_mem") + 1 :]])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -111,7 +110,7 @@ def draw_comparison(job: StudyCall, found: Mapping[str, RowSummary]) -> list[Pat
         _draw_pareto(job.study, found, path)
     reports = [
         (job.study.rows[row].name, report)
-        for row in best_rows(job.study, found)
+        for row in best_rows(found)
         for run in runs_behind(job.study, job.runs, row, first)
         if (report := report_of(run, first)) is not None
     ]
@@ -133,16 +132,15 @@ def has_means(found: Mapping[str, RowSummary]) -> bool:
     return any(each.mean is not None for each in found.values())
 
 
-def best_rows(study: Study, found: Mapping[str, RowSummary]) -> list[str]:
+def best_rows(found: Mapping[str, RowSummary]) -> list[str]:
     """Return the rows of a picture of lines: the first one, which all are compared with, and the best others."""
-    first, *others = by_result(study, found)
+    first, *others = by_result(found)
     return [next(iter(found)), *(row for row in (first, *others) if row != next(iter(found)))][:MAX_LINES]
 
 
-def by_result(study: Study, found: Mapping[str, RowSummary]) -> list[str]:
+def by_result(found: Mapping[str, RowSummary]) -> list[str]:
     """Return the rows from the best to the worst by their first column; those without a result come last."""
-    sign = -1.0 if is_better_higher(first_metric(study)) else 1.0
-    return sorted(found, key=lambda row: math.inf if (mean := found[row].mean) is None else sign * mean)
+    return sorted(found, key=lambda row: found[row].rank)
 
 
 @in_style

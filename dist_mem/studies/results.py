@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from dist_mem.evaluation.intervals import Interval, find_settled, intervals, paired_intervals
+from dist_mem.evaluation.intervals import Interval, compare_over_seeds, find_settled, intervals, paired_intervals
 from dist_mem.evaluation.scores import METRICS, POSITION_METRIC, Report
 from dist_mem.runtime.figures import NO_FIGURE
 from dist_mem.studies.budget import Costs
@@ -15,7 +15,7 @@ from dist_mem.studies.cells import CellRun, read_result, report_of, speed_of
 from dist_mem.studies.runs import (
     BITS,
     band_of,
-    rows_behind,
+    rank_of,
     runs_behind,
     shown_rows,
 )
@@ -39,14 +39,13 @@ class RowResult(NamedTuple):
     def mean(self) -> float | None:
         return statistics.fmean(self.values) if self.values else None
 
-    def text(self, *, deviation: bool = False) -> str:
-        """Return the mean ± half the range of the seeds, or with `deviation` their standard deviation."""
+    def text(self) -> str:
+        """Return the mean ± standard deviation of the seeds, and what has no value."""
         parts = []
         if self.values:
-            half = (max(self.values) - min(self.values)) / 2
-            spread = statistics.stdev(self.values) if deviation and len(self.values) > 1 else half
             mean = statistics.fmean(self.values)
-            parts.append(with_spread(mean, spread) if len(self.values) > 1 else f"{mean:.4g}")
+            several = len(self.values) > 1
+            parts.append(with_spread(mean, statistics.stdev(self.values)) if several else f"{mean:.4g}")
         if self.diverged:
             parts.append(f"{self.diverged} diverged")
         if self.absent:
@@ -79,6 +78,7 @@ class RowSummary(NamedTuple):
     """What a row reached within its budget, and what it took."""
 
     mean: float | None  # of the first column
+    rank: tuple[int, float]  # `rank_of` its seeds
     interval: Interval | None  # of the gain over the first row
     is_settled: bool  # the interval excludes equality also after correction for all rows
     costs: Costs
@@ -86,24 +86,32 @@ class RowSummary(NamedTuple):
 
 
 def standings(study: Study, runs: Sequence[CellRun], costs: Mapping[str, Costs]) -> dict[str, RowSummary]:
-    """Return what is known of every row of a study with a budget, in the order of the file."""
+    """Return what is known of every row of a study with a budget that has runs, in the order of the file."""
     name, column = next(iter(study.columns.items()))
-    rows = {row: runs_behind(study, runs, row, name) for row in (table_rows(study) if costs else ())}
+    shown = table_rows(study) if costs else ()
+    rows = {row: mine for row in shown if (mine := runs_behind(study, runs, row, name))}
     scored = {row: {run.seed: report for run in mine if (report := report_of(run, name))} for row, mine in rows.items()}
     gains = gains_of_rows(scored, column, paired=study.paired)
-    marked = find_settled(gains)
+    marked = find_settled(gains) if len(compare_over_seeds(gains)) > 1 else set[str]()
     found = {}
     for row, mine in rows.items():
         speeds = [speed for run in mine if (speed := speed_of(run)) is not None]
-        own, gain = costs[mine[0].row if mine else rows_behind(study, row)[0]], gains.get(row)
+        gain = gains.get(row)
         found[row] = RowSummary(
             cell(mine, name).mean,
+            rank_of_runs(mine, name, column),
             gain if isinstance(gain, Interval) else None,
             row in marked,
-            own,
+            costs[mine[0].row],
             statistics.fmean(speeds) if speeds else None,
         )
     return found
+
+
+def rank_of_runs(runs: Sequence[CellRun], name: str, column: Column) -> tuple[int, float]:
+    """Return `rank_of` the runs of a row that are measured: a row with a seed that diverged comes last."""
+    known = [result for run in runs if (result := read_result(run, name)) is not None]
+    return rank_of(known or [None], column.metric)
 
 
 def table_rows(study: Study) -> list[str]:

@@ -350,6 +350,7 @@ def _origin() -> dict[str, str]:
 def _provenance(job: StudyCall) -> dict[str, str]:
     seeds = sorted({item.seed for item in job.runs})
     provenance = {**{name: job.made[name] for name in ("date", "commit")}, "seeds": ", ".join(map(str, seeds))}
+    provenance["seeds"] += " (means ± their standard deviation)" if len(seeds) > 1 else ""
     provenance["every row"] = f"`{shlex.join(job.study.train)}`"
     if job.extra:
         provenance["overrides"] = f"`{shlex.join(job.extra)}`"

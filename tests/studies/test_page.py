@@ -63,7 +63,7 @@ def test_a_row_shows_on_test_what_is_best_on_validation(tmp_path: Path) -> None:
     # ... and less perplexity.
     assert [run.row for run in runs_behind(study, runs, "best", "1000")] == ["large", "small"]
     text = to_markdown(study, runs, {"seeds": "0, 1"})
-    assert "| Best | 0.300 ± 0.050 | 0.9 ± 0 |" in text
+    assert "| Best | 0.300 ± 0.071 | 0.9 ± 0 |" in text
     assert "- Best, chosen on validation: 500: Small (seed 0); 500: Large (seed 1); 1000: Large (seed 0)" in text
     assert "not run at this scale: Elsewhere" in text
     assert "- seeds: 0, 1" in text
@@ -112,9 +112,8 @@ def test_a_row_is_chosen_among_those_of_a_point(tmp_path: Path) -> None:
 
 
 def test_a_cell_says_how_many_of_its_seeds_diverged() -> None:
-    assert RowResult([2.0, 3.0], diverged=1, absent=0, missing=2).text() == "2.50 ± 0.50, 1 diverged, 2 to run"
-    assert RowResult([1.0, 2.0], diverged=1, absent=0, missing=0).text(deviation=True) == "1.50 ± 0.71, 1 diverged"
-    assert RowResult([1.0], diverged=0, absent=0, missing=0).text(deviation=True) == "1"
+    assert RowResult([2.0, 3.0], diverged=1, absent=0, missing=2).text() == "2.50 ± 0.71, 1 diverged, 2 to run"
+    assert RowResult([1.0], diverged=0, absent=0, missing=0).text() == "1"
     assert RowResult([], diverged=3, absent=1, missing=0).text() == "3 diverged, n/a"
 
 
@@ -174,11 +173,11 @@ def at_each_scale(folder: Path) -> dict[str, tuple[Study, list[CellRun]]]:
 def test_the_papers_figures_stand_beside_ours_at_its_scale_only(tmp_path: Path) -> None:
     texts = {name: (to_markdown(*found, {}), to_csv(*found, [])) for name, found in at_each_scale(tmp_path).items()}
     assert "|  | test, paper | test, ours |" in texts["paper"][0]
-    assert "| None | 1.5 | 7.50 ± 0.50 |" in texts["paper"][0]
+    assert "| None | 1.5 | 7.50 ± 0.71 |" in texts["paper"][0]
     assert "none,test,0,1.5,7.0,1,evaluated" in texts["paper"][1]
     ours, _, papers = texts["tiny"][0].partition("## The paper's metrics")
     assert "1.5" not in ours
-    assert "| None | 7.50 ± 0.50 |" in ours
+    assert "| None | 7.50 ± 0.71 |" in ours
     assert "| None | 1.5 |" in papers
     assert "not comparable" in papers
     assert "none,test,0,7.0,1,evaluated" in texts["tiny"][1]
@@ -303,6 +302,28 @@ def test_what_a_seed_does_to_all_rows_is_no_difference_of_paired_ones(tmp_path: 
     assert ("| 1.000 to 1.000 |" in text) == ("Rows are compared seed by seed." in text) == paired
 
 
+def test_a_row_of_which_a_seed_diverged_is_not_the_best(tmp_path: Path) -> None:
+    """It stood first and bold, by the seeds that were left; best_of and tune have always ranked it last."""
+    job = finished(tmp_path, "word_perplexity", num_documents=4, depth=None, seeds=[0, 1])
+    for run in job.runs:
+        if run.row == "outside":
+            keep_result(run, "first", {"value": 0.1, "step": 7} if run.seed else {"diverged": "why"})
+    text = write_results(job, {})[0].read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith(("| none", "| outside", "| transformer"))]
+    assert rows[0].startswith("| none | **0.5 ± 0** |") and rows[-1].startswith("| outside | 0.1, 1 diverged |")
+
+
+@pytest.mark.parametrize("rows", [["none", "transformer_xl"], ["transformer_xl", "outside"]])
+def test_a_table_of_two_rows_compares_them_and_has_no_mark(tmp_path: Path, rows: list[str]) -> None:
+    """Without the first row of the file there was no interval; one alone needs no correction, and its mark no key."""
+    job = finished(tmp_path, "accuracy", num_documents=40, depth=None, seeds=[0, 1, 2])
+    job.runs = [run for run in job.runs if run.row in rows]
+    text = write_results(job, {})[0].read_text(encoding="utf-8")
+    assert f"memory - {rows[0]}, 95 %" in text and "\u2020" not in text
+    (line,) = (line for line in text.splitlines() if line.startswith(f"| {rows[1]} |"))
+    assert (" to +" in line) and "documents only" not in line
+
+
 def test_a_cell_has_the_commands_and_the_checksum_of_its_evaluation(tmp_path: Path) -> None:
     job = finished(tmp_path, "accuracy", num_documents=4, depth=None)
     first, *_ = csv.DictReader(to_csv(job.study, job.runs, ["eval.allow_code=true"]).splitlines())
@@ -313,6 +334,8 @@ def test_a_cell_has_the_commands_and_the_checksum_of_its_evaluation(tmp_path: Pa
     assert first["training"].startswith("dist-mem train job.yaml memory.kind=none data.path=books train.seed=0")
     assert first["training"].endswith(f"run_dir={run} eval.allow_code=true")
     assert first["evaluation"] == f"dist-mem evaluate {run} --split test eval.allow_code=true"
+    ranked, *_ = csv.DictReader(to_csv(job.study, job.runs, [], ranks=4).splitlines())
+    assert ranked["training"].startswith("torchrun --nproc_per_node 4 -m dist_mem train job.yaml")
 
 
 def test_accuracy_by_depth_is_drawn_where_depths_are_known(tmp_path: Path) -> None:
