@@ -24,7 +24,7 @@ from dist_mem.data.batch_plan import total_steps
 from dist_mem.data.curriculum import training_splits
 from dist_mem.data.directory import open_tokenizer
 from dist_mem.data.lanes import training_plan
-from dist_mem.errors import EXIT_REQUEUE, UnusableError
+from dist_mem.errors import EXIT_DIVERGED, EXIT_REQUEUE, UnusableError
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.file_schema import check, number, read_json, record, sha256
 from dist_mem.runtime.files import make_folder, write_text
@@ -81,7 +81,7 @@ def estimate(
     The trial of a row is made once; its times are kept in the folder, until the row or the number of places changes.
 
     Raises:
-        StoppedError: a signal was received.
+        StudyStoppedError: a signal was received.
     """
     left = [item for item in job.runs if columns_left(job, item)]
     first = {(item.row, item.point): item for item in reversed(left)}
@@ -112,8 +112,8 @@ def _kept_trial(job: StudyCall, item: CellRun, num_places: int) -> Trial | None:
 
 
 def _settings(job: StudyCall, item: CellRun, num_places: int) -> str:
-    """Return a checksum of the settings that the times of a trial depend on."""
-    parts = [_config(job, item).document, job.ranks, num_places]
+    """Return a checksum of the settings that the times of a trial depend on, which are those of all its seeds."""
+    parts = [_config(job, replace(item, seed=0)).document, job.ranks, num_places]
     return hashlib.sha256(json_text(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -151,13 +151,16 @@ def _try(
     extra += [f"{key}={steps}" for key, steps in every.items() if steps is not None]
     metrics, last = trial.directory / METRICS_FILE, _FIRST_STEPS + MEASURED_STEPS
     begin = time.monotonic()
-    job.command(
+    code = job.command(
         train_command(job.study, trial, ranks=job.ranks, extra=extra, devices=place.devices),
         f"{item.name}-estimate",
-        also=[EXIT_REQUEUE],
+        also=[EXIT_REQUEUE, EXIT_DIVERGED],
         place=place,
         until=lambda: any(point.step >= last for point in read_points(metrics)),
     )
+    if code == EXIT_DIVERGED:  # a result of the row, as in the table
+        report(f"{item.name}: diverges at once, and is not estimated")
+        return
     seconds = time.monotonic() - begin
     points = [point for point in read_points(metrics) if "step_seconds" in point.metrics]
     step = statistics.median([point.metrics["step_seconds"] for point in points[1:] or points])

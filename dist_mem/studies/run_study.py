@@ -20,7 +20,7 @@ import torch
 from dist_mem.checkpoint.finished_file import read_finished
 from dist_mem.config import Config, LaunchConfig, load_config
 from dist_mem.config.check import hint
-from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE, UnusableError
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE, UnfitError, UnusableError
 from dist_mem.launch.submit import submit_array
 from dist_mem.memory import memory_options
 from dist_mem.runtime.files import free_name, read_regular, write_text
@@ -293,10 +293,17 @@ def _run(job: StudyCall, asked: StudyRequest) -> int:
 
 
 def _estimate(job: StudyCall, everywhere: Sequence[DeviceShare]) -> float | None:
-    """Print what the study will take; return its seconds, None if all is finished."""
+    """Print what the study will take; return its seconds, None if all is finished.
+
+    Raises:
+        UnusableError, UnfitError: the trial of a row failed.
+    """
     found, errors = estimate.estimate(job, everywhere)
     if errors:
-        raise UnusableError(f"{errors[0]}; nothing else was started")
+        error = errors[0]
+        is_wrong = isinstance(error, UnusableError) or (isinstance(error, CommandError) and error.code == EXIT_USAGE)
+        text = f"{error}; nothing else was started: correct the row, or begin with --no-estimate"
+        raise UnusableError(text) if is_wrong else UnfitError(text)
     if not found:
         return None
     device = "GPU" if torch.cuda.is_available() else "CPU"

@@ -24,7 +24,7 @@ from dist_mem.checkpoint.finished_file import mark_finished
 from dist_mem.checkpoint.manifest import step_dir, write_manifest
 from dist_mem.config import LaunchConfig, load_config, save_config
 from dist_mem.data.index import fingerprint_of
-from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USAGE, UnusableError
+from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USAGE, UnfitError, UnusableError
 from dist_mem.evaluation.scores import read_report
 from dist_mem.memory import memory_options
 from dist_mem.runtime.children import die_with_parent, launcher
@@ -33,12 +33,14 @@ from dist_mem.runtime.network_interface import free_port
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.studies.cells import CellRun, checksum, keep_result, read_cell
 from dist_mem.studies.definition import compare
-from dist_mem.studies.estimate import Estimate, finish_seconds, report
+from dist_mem.studies.estimate import Estimate, estimate, finish_seconds, report
+from dist_mem.studies.estimate import _settings as trial_settings
 from dist_mem.studies.estimate import _try as time_row
 from dist_mem.studies.parent_run import ParentRun
 from dist_mem.studies.row_check import check
 from dist_mem.studies.run_study import StudyRequest, take_cells
 from dist_mem.studies.run_study import _close as close_parent
+from dist_mem.studies.run_study import _estimate as estimate_study
 from dist_mem.studies.run_study import _places as places_of
 from dist_mem.studies.run_study import run as run_study
 from dist_mem.studies.runs import all_runs, definition_of, train_words
@@ -565,6 +567,29 @@ def test_a_trial_makes_the_evaluations_of_a_short_training(tmp_path: Path, monke
     assert given == ["tracking.every=5", "eval.every=5", "checkpoint.every=20"]
     (kept,) = (tmp_path / "estimates").glob("*.json")
     assert json.loads(kept.read_text(encoding="utf-8"))["evaluation"] == pytest.approx(20.0)
+
+
+def test_a_trial_is_that_of_all_seeds_and_one_that_diverges_ends_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was made again once the first seed had finished; a row that diverges was the end of the whole study."""
+    data = build_books(tmp_path)
+    write_config(tmp_path / "job.yaml", data, tmp_path / "unused", {"tracking": {"mlflow": False}})
+    study = load_study(write_study(tmp_path, SWEEP, grid={}, rows={"wild": ["optimizer.lr=1e30"]}, data=str(data)))
+    runs = all_runs(study, tmp_path, [0, 1])
+    job = StudyCall(study, tmp_path, runs, 1, [], StopSignal([]))
+    assert len({trial_settings(job, run, 1) for run in runs}) == 1
+    monkeypatch.setattr(StudyCall, "command", lambda *_, also, **__: also[-1])
+    assert estimate(job, [DeviceShare()]) == ([], [])
+    assert "wild-seed0: diverges" in capsys.readouterr().out
+    for code, error in ((EXIT_USAGE, UnusableError), (1, UnfitError)):
+
+        def fail(*_: object, code: int = code, **__: object) -> int:
+            raise CommandError("train", code)
+
+        monkeypatch.setattr(StudyCall, "command", fail)
+        with refused(error, "train", "--no-estimate"):
+            estimate_study(job, [DeviceShare()])
 
 
 def test_an_estimate_of_tuned_rows_is_of_their_trials_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
