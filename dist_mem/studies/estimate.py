@@ -31,8 +31,8 @@ from dist_mem.runtime.files import make_folder, write_text
 from dist_mem.runtime.terminal import count_noun, table
 from dist_mem.studies.runs import CellRun, evaluate_command, train_command, train_words
 from dist_mem.studies.study_call import (
-    CommandError,
     DeviceShare,
+    RunFailure,
     StudyCall,
     build,
     columns_left,
@@ -73,9 +73,7 @@ class Estimate(NamedTuple):
     seconds: float
 
 
-def estimate(
-    job: StudyCall, places: Sequence[DeviceShare]
-) -> tuple[list[Estimate], list[CommandError | UnusableError]]:
+def estimate(job: StudyCall, places: Sequence[DeviceShare]) -> tuple[list[Estimate], list[RunFailure]]:
     """Return the estimates of all runs that are not finished, and the errors of rows whose trial failed.
 
     The trial of a row is made once; its times are kept in the folder, until the row or the number of places changes.

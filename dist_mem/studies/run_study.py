@@ -52,6 +52,7 @@ from dist_mem.studies.study import MAX_RUNS, check_seeds, check_words, load_stud
 from dist_mem.studies.study_call import (
     CommandError,
     DeviceShare,
+    RunFailure,
     StudyCall,
     StudyStoppedError,
     begin,
@@ -199,7 +200,7 @@ def _stop_code(out: Path) -> int:
     return EXIT_REQUEUE
 
 
-def _failure_code(errors: Sequence[CommandError | UnusableError]) -> int:
+def _failure_code(errors: Sequence[RunFailure]) -> int:
     for error in errors:
         print(f"error: {error}", file=sys.stderr)
     return EXIT_USAGE if all(isinstance(error, UnusableError) for error in errors) else EXIT_FAILED

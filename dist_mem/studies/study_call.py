@@ -51,6 +51,9 @@ class CommandError(RuntimeError):
         self.code = code
 
 
+RunFailure = CommandError | UnusableError | OSError  # ends one run of a study, and none of the others
+
+
 class StudyStoppedError(Exception):
     """A signal was received; the running command has received it, saved and ended."""
 
@@ -163,7 +166,7 @@ def places(jobs: int, ranks: int, *, num_cores: int, gpus: Sequence[str]) -> lis
 
 def for_each_run(
     job: StudyCall, runs: Sequence[CellRun], places: Sequence[DeviceShare], step: RunAction, *, restarts: int
-) -> list[CommandError | UnusableError]:
+) -> list[RunFailure]:
     """Call `step` for every run, one at a time in each place, and return the errors of those that failed.
 
     Args:
@@ -176,7 +179,7 @@ def for_each_run(
     for place in places:
         free.put(place)
 
-    def attempt(number: int, item: CellRun) -> CommandError | UnusableError | None:
+    def attempt(number: int, item: CellRun) -> RunFailure | None:
         def report(text: str) -> None:
             print(f"[{number}/{len(runs)}] {text}", flush=True)
 
@@ -188,8 +191,8 @@ def for_each_run(
                 try:
                     step(item, report, place)
                     return None
-                except (CommandError, UnusableError) as error:
-                    if left == 0 or isinstance(error, UnusableError) or error.code == EXIT_USAGE:
+                except (CommandError, UnusableError, OSError) as error:  # the last of a full disk, for example
+                    if left == 0 or not isinstance(error, CommandError) or error.code == EXIT_USAGE:
                         report(f"{item.name}: failed")
                         return error
                     report(f"{item.name}: ended with exit code {error.code}; it is started again")

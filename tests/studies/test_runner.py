@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
 import shlex
@@ -496,12 +497,16 @@ def test_a_run_that_died_is_started_again_and_stops_no_other(
     job = StudyCall(study, tmp_path, all_runs(study, tmp_path), 1, [], StopSignal([]))
     first, second, third, fourth = (run.row for run in job.runs)
     codes = {first: (2, 1), second: (99, 137), third: (99, 2)}
+    full = all_runs(study, tmp_path, [5], [first])
 
     def step(job: StudyCall, item: CellRun, tell: Callable[[str], None], place: DeviceShare) -> None:
+        if item in full:
+            raise OSError(errno.ENOSPC, "No space left on device")
         times, code = codes.get(item.row, (0, 0))
         job.command([sys.executable, "-c", DIES_AT_FIRST, str(job.out / item.row), str(times), str(code)], item.name)
 
-    errors = for_each_run(job, job.runs, [DeviceShare(), DeviceShare()], partial(step, job), restarts=2)
+    errors = for_each_run(job, [*full, *job.runs], [DeviceShare(), DeviceShare()], partial(step, job), restarts=2)
+    assert [error.errno for error in errors if isinstance(error, OSError)] == [errno.ENOSPC]
     assert [error.code for error in errors if isinstance(error, CommandError)] == [137, 2]
     starts = {run.row: (job.out / run.row).stat().st_size for run in job.runs}
     assert starts == {first: 3, second: 3, third: 1, fourth: 1}, "wrong input is not started again"
