@@ -11,14 +11,11 @@ from dist_mem.errors import UnusableError
 
 if TYPE_CHECKING:
     from dist_mem.config import LaunchConfig
+    from dist_mem.studies.study import Study
 
 
-def add_study_arguments(added: ArgumentParser, out: str, *, tries_rows: bool = True) -> Any:
-    """Add the arguments of all three commands; return the group of what to do instead of running.
-
-    Args:
-        tries_rows: the command estimates its rows first, unless it has --no-estimate.
-    """
+def add_study_arguments(added: ArgumentParser, out: str) -> Any:
+    """Add the arguments of all three commands; return the group of what to do instead of running."""
     added.add_argument(
         "overrides", nargs="*", default=[], help="key=value for every training; with --slurm also a site's YAML files"
     )
@@ -40,17 +37,18 @@ def add_study_arguments(added: ArgumentParser, out: str, *, tries_rows: bool = T
     what.add_argument("--check", action="store_true", help="print the resolved settings of every row, and exit")
     what.add_argument("--estimate", action="store_true", help="print what it will take, and exit")
     what.add_argument("--slurm", action="store_true", help="submit the trainings as a job array, and exit")
-    if tries_rows:
-        what.add_argument("--no-estimate", action="store_true", help="begin without trying every row first")
-    added.set_defaults(plan=False, no_estimate=not tries_rows)
+    what.add_argument("--no-estimate", action="store_true", help="begin without trying every row first")
+    added.set_defaults(plan=False)
     return what
 
 
 def run_study(options: Namespace) -> int:
     """Run the command; return the exit code of the process."""
     from dist_mem.studies.run_study import StudyRequest, run
+    from dist_mem.studies.study import load_study
 
     launch, extra = _divide(options)
+    _check_columns(load_study(options.study, options.scale, max_runs=options.max_runs))
     given = {
         name: getattr(options, name) for name in ("scale", "out", "cells", "rows", "seeds", "jobs", "ranks", "max_runs")
     }
@@ -59,6 +57,19 @@ def run_study(options: Namespace) -> int:
     return run(
         StudyRequest(options.study, options.command, **given, **what, extra=extra, launch=launch, estimate=estimates)
     )
+
+
+def _check_columns(study: Study) -> None:
+    """Raise UnusableError if the command of a column refuses its options, which would be seen after all training."""
+    from dist_mem.cli.parser import parse  # which imports this module
+
+    for name, column in study.columns.items():
+        try:
+            parse([column.command, "RUN", "--split", column.split, *column.evaluate])
+        except SystemExit as ended:
+            raise UnusableError(
+                f"{study.path}: column {name}: `dist-mem {column.command}` refuses {column.evaluate}; see above"
+            ) from ended
 
 
 def _divide(options: Namespace) -> tuple[LaunchConfig | None, list[str]]:

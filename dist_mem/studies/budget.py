@@ -36,7 +36,7 @@ from dist_mem.studies.study import FITTED, Study
 
 _NAMES = {"params": "num_parameters", "state_bytes": "state_bytes_per_lane"}  # of FITTED, in `describe`
 _WIDTH_STEP = 8
-_UNKNOWN_STEPS = "train.steps=99999999"  # the most; in place of those of the files, which a curriculum may exceed
+UNKNOWN_STEPS = "train.steps=99999999"  # the most; in place of those of the files, which a curriculum may exceed
 
 Load = Callable[[Sequence[str]], Config]
 
@@ -107,9 +107,9 @@ def fit_budget(
     for size in (size for size in FITTED if size in budget):
         key = fit[size].get(name) if isinstance(fit[size], Mapping) else fit[size]
         if key is not None:
-            sized = [*words, *added, _UNKNOWN_STEPS]
+            sized = [*words, *added, UNKNOWN_STEPS]
             added.append(_fit_size(name, sized, str(key), size, budget[size], load, vocab_size))
-    config = load([*words, *added, _UNKNOWN_STEPS])
+    config = load([*words, *added, UNKNOWN_STEPS])
     sizes = check_model(config, vocab_size)
     train = config.train
     per_step = train.global_batch_size * train.seg_len * train.segments_per_update

@@ -28,11 +28,13 @@ from dist_mem.estimate.dry_run import check_model, subjects
 from dist_mem.estimate.vocabulary import ASSUMED_VOCAB_SIZE
 from dist_mem.memory import memory_options
 from dist_mem.model import describe
-from dist_mem.studies.budget import apply_budget
+from dist_mem.studies.budget import UNKNOWN_STEPS, apply_budget
 from dist_mem.studies.cells import CellRun
 from dist_mem.studies.definition import Settings
 from dist_mem.studies.runs import all_runs, columns_at, rows_behind, shown_rows, train_words
 from dist_mem.studies.study import Study, StudyRow
+from dist_mem.studies.study_call import StudyCall
+from dist_mem.studies.tuning import grids_of, trials_of
 
 _WIDTH = 120
 
@@ -101,6 +103,14 @@ def check_rows(study: Study, extra: Sequence[str], rows: Sequence[str] = ()) -> 
     """
     for run in _representatives(study, study.seeds, rows):
         _check_further(study, _resolve(study, run, extra), extra)
+
+
+def check_trials(job: StudyCall) -> None:
+    """Check the keys and values of every trial of `tune`. Raises UnusableError for the first that is refused."""
+    trials = trials_of(job, grids_of(job))
+    extra = [*job.extra, *([UNKNOWN_STEPS] if job.study.budget else [])]
+    for run in all_runs(trials.study, trials.out, trials.study.seeds[:1]):
+        _resolve(trials.study, run, extra)
 
 
 def _representatives(study: Study, seeds: Sequence[int], rows: Sequence[str]) -> list[CellRun]:

@@ -36,7 +36,7 @@ from dist_mem.studies.definition import Settings
 from dist_mem.studies.page import write_results
 from dist_mem.studies.parent_run import ParentRun
 from dist_mem.studies.results import cell
-from dist_mem.studies.row_check import check, check_rows
+from dist_mem.studies.row_check import check, check_rows, check_trials
 from dist_mem.studies.runs import (
     all_runs,
     check_trained,
@@ -110,11 +110,12 @@ def run(asked: StudyRequest) -> int:
         at = f" at scale {study.scale}" if study.scale else ""
         close = hint(unknown[0], known)
         raise UnusableError(f"{unknown[0]!r} is not a row of {study.name}{at}{close}; rows are{list_names(known)}")
-    if asked.check:
-        return check(study, rows=asked.rows, seeds=asked.seeds, ranks=asked.ranks, extra=extra)
     out = asked.out or Path("runs") / asked.command / ".".join(filter(None, (study.name, study.scale)))
     requested = [one for row in asked.rows for one in rows_behind(study, row)]
     runs = all_runs(study, out, asked.seeds, requested)
+    check_trials(StudyCall(study, out, runs, asked.ranks, extra, StopSignal([])))
+    if asked.check:
+        return check(study, rows=asked.rows, seeds=asked.seeds, ranks=asked.ranks, extra=extra)
     if not study.budget:
         check_rows(study, extra, requested)  # what is refused leaves no folder behind
     with hold_folder(out, str(out)), StopSignal() as signal:

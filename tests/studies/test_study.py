@@ -304,12 +304,16 @@ MISSPELT = ["eval.mem_lne=4", "--without-memory"]
 WRONG_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "narrow": ({"rows": {"good": ["memory.kind=none"], "narrow": NARROW}}, "row narrow: memory.basis_widths"),
     "a seed too large": ({"seeds": [0, 2**70]}, "seeds[1]"),
+    "an option": ({"columns": {"a": {"metric": "accuracy", "evaluate": ["--without-memoryy"]}}}, "column a: "),
+    "of a trial": ({"tune": {"grid": {"optimizer.lrr": [0.1, 0.2]}}}, "row one lrr 0.1: "),
     "of a column": ({"columns": {"a": {"metric": "accuracy", "evaluate": MISSPELT}}}, "row one: column a: "),
 }
 
 
 @pytest.mark.parametrize("name", WRONG_ROWS)
-@pytest.mark.parametrize("options", ["sweep", "sweep --no-estimate", "sweep --slurm", "reproduce"])
+@pytest.mark.parametrize(
+    "options", ["sweep", "sweep --check", "sweep --no-estimate", "sweep --slurm", "reproduce --no-estimate"]
+)
 def test_a_row_that_no_model_can_have_is_refused_before_any_run(
     name: str, options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

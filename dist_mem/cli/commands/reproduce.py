@@ -26,7 +26,8 @@ def add_arguments(added: ArgumentParser) -> None:
         metavar="TABLE",
         help="name, for example lamemo.table1, or a .yaml file (default: list them)",
     )
-    add_study_arguments(added, "runs/reproduce/TABLE.SCALE", tries_rows=False)
+    add_study_arguments(added, "runs/reproduce/TABLE.SCALE")
+    added.set_defaults(no_estimate=True)
 
 
 def run(options: Namespace) -> int:
