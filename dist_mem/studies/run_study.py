@@ -251,7 +251,7 @@ def _submit_rows(job: StudyCall, launch: LaunchConfig, *, at_once: int) -> int:
     """Submit the rows that are not trained. Raises UnusableError if all are."""
     left = [item for item in job.runs if columns_left(job, item)]
     if not left:
-        raise UnusableError(f"{job.out}: all runs are finished; `{job.study.source}` prints the table")
+        raise UnusableError(f"{job.out}: all runs are finished; the same command without --slurm prints the table")
     if not (to_train := _to_train(left)):
         how = "the same command with --no-estimate in place of --slurm, a site's files and launch.*"
         raise UnusableError(f"{job.out}: all runs are trained; measure them: {how}")

@@ -70,9 +70,10 @@ def reads_mixture(study: Study, run: CellRun, extra: Sequence[str]) -> bool:
     return bool(found and found[-1])
 
 
-def data_of(study: Study, run: CellRun) -> str:
-    """Return the data directory of a run: its row's `data.path=`, else its point's."""
-    paths = [word.partition("=")[2] for word in study.trained_rows[run.row] if word.startswith("data.path=")]
+def data_of(study: Study, run: CellRun, extra: Sequence[str] = ()) -> str:
+    """Return the data directory of a run: the `data.path=` of the command or of its row, else its point's."""
+    words = [*study.trained_rows[run.row], *extra]
+    paths = [word.partition("=")[2] for word in words if word.startswith("data.path=")]
     return paths[-1] if paths else study.points[run.point].data
 
 

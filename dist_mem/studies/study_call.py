@@ -14,11 +14,12 @@ from pathlib import Path
 
 from dist_mem.config import DataConfig
 from dist_mem.data.directory import check_split
+from dist_mem.data.remote.fetch import is_remote
 from dist_mem.data.shard import INDEX_NAME
 from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_USAGE, UnusableError
 from dist_mem.runtime.children import start, watch
 from dist_mem.runtime.environment import with_environment
-from dist_mem.runtime.files import open_regular
+from dist_mem.runtime.files import at_home, open_regular
 from dist_mem.runtime.processes import own_command
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.studies.budget import Costs
@@ -270,7 +271,10 @@ def begin(job: StudyCall, item: CellRun) -> None:
 
 def build(job: StudyCall, item: CellRun, report: Callable[[str], None]) -> None:
     """Build the data of a run if they are missing. Raises UnusableError if the study cannot build them."""
-    path, point = Path(data_of(job.study, item)), job.study.points[item.point]
+    place, point = data_of(job.study, item, job.extra), job.study.points[item.point]
+    if is_remote(place):
+        return
+    path, is_own = Path(at_home(place)), place == data_of(job.study, item)  # else the command names it
     splits = {column.split for column in columns_to_measure(job.study, item).values()}
     if not reads_mixture(job.study, item, job.extra):
         splits.add(train_split_of(job.study, item, job.extra))
@@ -281,7 +285,7 @@ def build(job: StudyCall, item: CellRun, report: Callable[[str], None]) -> None:
     with _building:
         if is_built():
             return
-        if point.build:
+        if point.build and is_own:
             report(f"building {path}")
             for command in point.build:
                 # The words of the user's file run as in a shell, also a script that imports what is beside it.
@@ -289,7 +293,7 @@ def build(job: StudyCall, item: CellRun, report: Callable[[str], None]) -> None:
         if not is_built():
             for split in sorted(splits):
                 check_split(DataConfig(path=str(path)), split)  # a column may name one that no builder makes
-            how = f"build it with: {point.made_by}" if point.made_by else f"see {job.study.source}"
+            how = f"build it with: {point.made_by}" if point.made_by and is_own else "`dist-mem data --help` shows how"
             raise UnusableError(f"{path} is missing, and the table cannot build it; {how}")
 
 
