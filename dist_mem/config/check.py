@@ -258,7 +258,7 @@ def _items(tree: Any) -> Mapping[Any, Any] | None:
     """Return the items of a list by index; also of a block with numeric keys, `groups.0.lr=1`, which sets one item."""
     if isinstance(tree, list):
         return dict(enumerate(tree))
-    if isinstance(tree, Mapping) and tree and all(str(index).isdigit() for index in tree):
+    if isinstance(tree, Mapping) and tree and all(str(index).isdecimal() for index in tree):
         return tree
     return None
 

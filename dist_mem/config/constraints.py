@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dist_mem.config.check import Problem, format_value
-from dist_mem.config.memory_blocks import is_per_block, memories_of
+from dist_mem.config.memory_blocks import DEFAULT, is_per_block, memories_of
 from dist_mem.config.schema import BY_SEGMENTS, ROPE_KINDS, RopeConfig
 
 # Values of `model` that a published kind requires.
@@ -89,7 +89,7 @@ def check_together(config: Mapping[str, Any], *, trains: bool = True) -> Iterato
 def _check_memory(memory: Mapping[str, Any], num_layers: int) -> Iterator[Problem]:
     for key in memories_of(memory) if is_per_block(memory) else ():
         name = key.partition(".")[2]
-        if name.isdigit() and int(name) >= num_layers:
+        if name != DEFAULT and int(name) >= num_layers:
             last = f"block {num_layers - 1} is the last: remove it, or raise model.num_layers"
             yield Problem(key, f"is of no block, {last}")
 

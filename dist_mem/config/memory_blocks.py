@@ -10,11 +10,13 @@ by its kind alone.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 PER_BLOCK = "per_block"
 DEFAULT = "default"
+_INDEX = re.compile("0|[1-9][0-9]*")
 
 
 def as_block(memory: Any) -> Any:
@@ -23,8 +25,19 @@ def as_block(memory: Any) -> Any:
         memory = dict(enumerate(memory))
     elif not isinstance(memory, Mapping) or not any(is_key(name) for name in memory):
         return memory
-    memories = {str(name): {"kind": given} if isinstance(given, str) else given for name, given in memory.items()}
-    return {**memories, "kind": memory.get("kind", PER_BLOCK)}
+    return {**with_kinds(memory), "kind": memory.get("kind", PER_BLOCK)}
+
+
+def with_kinds(memory: Any) -> Any:
+    """Return `memory` with a block for every memory of a block of the model that is given by its kind alone."""
+    if isinstance(memory, list):
+        return [with_kinds({DEFAULT: given})[DEFAULT] for given in memory]
+    if not isinstance(memory, Mapping):
+        return memory
+    return {
+        str(name): {"kind": given} if is_key(name) and isinstance(given, str) else given
+        for name, given in memory.items()
+    }
 
 
 def is_per_block(memory: Any) -> bool:
@@ -74,4 +87,4 @@ def describe_memory(memory: Mapping[str, Any]) -> str:
 
 def is_key(name: Any) -> bool:
     """Return whether this is the key of the memory of a block of the model, or of all others."""
-    return str(name) == DEFAULT or str(name).isdigit()
+    return str(name) == DEFAULT or _INDEX.fullmatch(str(name)) is not None

@@ -29,7 +29,7 @@ from dist_mem.config.deepspeed_keys import NULLABLE
 from dist_mem.config.documents import UNREADABLE, YamlDocument, place_of, place_problems, read_document
 from dist_mem.config.interpolations import check_grammar
 from dist_mem.config.keys import with_homes
-from dist_mem.config.memory_blocks import DEFAULT, PER_BLOCK, as_block, is_key, is_per_block
+from dist_mem.config.memory_blocks import DEFAULT, PER_BLOCK, as_block, is_key, is_per_block, with_kinds
 from dist_mem.config.schema import Config
 from dist_mem.config.settings import metadata_of
 from dist_mem.config.values import Letters, as_override, convert_letters, untyped_values, yaml_error
@@ -46,7 +46,7 @@ _GONE = (("tracking", "prometheus"),)  # keys of earlier releases, by block; run
 
 
 class ConfigSource(NamedTuple):
-    """A file, or all overrides of a command line."""
+    """A file, or overrides of a command line."""
 
     tree: dict[str, Any]  # options of memories are `Letters`, as their types depend on the kind; all else is typed
     where: str  # the file, or COMMAND_LINE
@@ -71,7 +71,7 @@ def read_sources(arguments: Sequence[str]) -> list[ConfigSource]:
     folders = [Path(), *([Path(names[0]).parent] if names else []), Path("configs")]
     paths = [find_file(name, folders) for name in names]
     sources = [_source(read_document(path)) for path in paths]
-    sources.append(ConfigSource(_read_overrides(overrides), COMMAND_LINE))
+    sources += _read_overrides(overrides)
     sources = [source._replace(tree=_with_memory_block(source.tree)) for source in sources]
     return [part for source in sources for part in _with_deepspeed_file(source)]
 
@@ -127,7 +127,7 @@ def _convert(tree: Any) -> dict[str, Any]:
     """Return a tree of `parse` with the types of the schema; unknown keys and options of memories stay `Letters`."""
     found: dict[str, Any] = convert_letters(_TYPES, tree)
     if "memory" in found:
-        found["memory"] = _with_blocks(found["memory"], "memory")
+        found["memory"] = with_kinds(_with_blocks(found["memory"], "memory"))
     return found
 
 
@@ -204,8 +204,10 @@ def _shipped_files() -> Iterator[Path]:
         yield path.relative_to(shipped_root())
 
 
-def _read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+def _read_overrides(overrides: Sequence[str]) -> list[ConfigSource]:
+    """Return the overrides as one source, and before it the file of `deepspeed=path`, over which the others win."""
     tree: dict[str, Any] = {}
+    file: dict[str, Any] = {}
     for override in overrides:
         key, _, text = override.partition("=")
         names = re.split(r"[.\[]", key.replace("]", ""))
@@ -221,8 +223,12 @@ def _read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         except UNREADABLE as error:
             problem = f"{format_value(text)} cannot be read as a value: {yaml_error(error)}"
             raise ConfigError([Problem(key, problem, COMMAND_LINE)]) from error
-        tree = merge(tree, branch)
-    return tree
+        if isinstance(branch.get("deepspeed"), str):
+            file = branch
+        else:
+            with place_problems(lambda key: COMMAND_LINE):
+                tree = merge(tree, branch)
+    return [ConfigSource(file, COMMAND_LINE), ConfigSource(tree, COMMAND_LINE)]
 
 
 def _with_deepspeed_file(source: ConfigSource) -> list[ConfigSource]:
@@ -279,12 +285,12 @@ def merge(old: Any, new: Any, key: str = "") -> Any:
     """Merge blocks key by key; replace all else, including lists, except for single items as `groups.0.lr=1`.
 
     Raises:
-        ConfigError: a list has no such item.
+        ConfigError: a list has no such item, or a key is given of what is not a block.
     """
     if not isinstance(new, Mapping) or not new:
         return new
     old = convert_letters(dict, old, key) if isinstance(old, Letters) else old
-    if isinstance(old, list) and all(str(index).isdigit() for index in new):
+    if isinstance(old, list) and all(str(index).isdecimal() for index in new):
         items = list(old)
         for index, child in new.items():
             if int(index) >= len(items):
@@ -293,5 +299,8 @@ def merge(old: Any, new: Any, key: str = "") -> Any:
                 )
             items[int(index)] = merge(items[int(index)], child, f"{key}[{index}]")
         return items
-    kept = old if isinstance(old, Mapping) else {}
+    if isinstance(old, str | int | float | list):
+        given = join(key, next(iter(new)))
+        raise ConfigError([Problem(key, f"is {format_value(old)}, but {given} is given too; leave one of them out")])
+    kept = old or {}
     return {**kept, **{name: merge(kept.get(name), child, join(key, name)) for name, child in new.items()}}

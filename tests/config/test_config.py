@@ -142,6 +142,22 @@ def test_single_items_of_a_list_are_overridden(tmp_path: Path) -> None:
 NONE = {"kind": "none", **asdict(NoMemory.Options())}
 
 
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["memory=none", "memory.mem_len=64"], "memory.mem_len"),
+        (["memory=[none, infini]", "memory.default=none"], "memory.default"),
+        (["optimizer=nonsense", "optimizer.lr=6"], "optimizer.lr"),
+        (["optimizer.groups=[]", "optimizer.groups.lr=1"], "optimizer.groups.lr"),
+        (["memory.default=none", "memory.²=infini"], "memory.²"),
+        (["optimizer.groups.².lr=1"], "optimizer.groups"),
+    ],
+)
+def test_no_override_is_dropped_for_another(overrides: list[str], key: str) -> None:
+    with refused(ConfigError, "command line", key):
+        load_config([STEPS, *overrides], memory_options=memory_options)
+
+
 def test_another_memory_leaves_the_options_of_the_first_behind(tmp_path: Path) -> None:
     base = write(tmp_path / "a.yaml", "memory: {kind: transformer_xl, mem_len: 5}\ntrain: {steps: 1}")
     assert load_config([base, "memory.kind=none"], memory_options=memory_options).memory == NONE
@@ -326,6 +342,14 @@ def test_deepspeed_file_replaces_the_block_and_a_block_merges(tmp_path: Path) ->
         ("deepspeed.zero_optimization.offload_optimizer=null", stage),
     ):
         assert deepspeed_block(load_config([STEPS, override])) == expected
+
+
+def test_overrides_win_over_a_deepspeed_file_of_the_same_command_line(tmp_path: Path) -> None:
+    block = {"zero_optimization": {"stage": 3, "overlap_comm": True}}
+    file = f"deepspeed={write(tmp_path / 'ds.json', json.dumps(block))}"
+    for overrides in ([file, "deepspeed.zero_optimization.stage=1"], ["deepspeed.zero_optimization.stage=1", file]):
+        zero = deepspeed_block(load_config([STEPS, *overrides]))["zero_optimization"]
+        assert zero == {"stage": 1, "overlap_comm": True}
 
 
 def test_problem_in_a_deepspeed_file_names_that_file(tmp_path: Path) -> None:

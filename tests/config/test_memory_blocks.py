@@ -71,6 +71,25 @@ def test_one_memory_for_all_becomes_the_default_of_a_map_and_keeps_its_options(t
         load(given, "memory.1=none")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "built"),
+    [
+        (["memory.default=infini", "memory.default.rule=linear"], [Infini, Infini, Infini]),
+        (["memory.default.rule=linear", "memory.default=infini"], [Infini, Infini, Infini]),
+        (["memory=[none, infini, none]", "memory.1.rule=linear"], [NoMemory, Infini, NoMemory]),
+        (["memory={default: none, 1: infini}", "memory.1.rule=linear"], [NoMemory, Infini, NoMemory]),
+    ],
+)
+def test_a_memory_named_beside_its_options_is_the_one_that_is_built(overrides: list[str], built: list[type]) -> None:
+    assert kinds(load(*overrides)) == built
+
+
+def test_a_kind_on_the_command_line_replaces_that_of_a_file_and_takes_options(tmp_path: Path) -> None:
+    (tmp_path / "map.yaml").write_text("memory: {default: none, 1: {kind: lamemo, mem_len: 32}}", encoding="utf-8")
+    changed = load(str(tmp_path / "map.yaml"), "memory.1=transformer_xl", "memory.1.mem_len=16")
+    assert kinds(changed) == [NoMemory, TransformerXL, NoMemory]
+
+
 def test_blocks_of_equal_memories_share_what_equal_blocks_share() -> None:
     alike = "{kind: transformer_xl, mem_len: 8}"
     first, other, last = MemoryLM(model_spec(load(f"memory=[{alike}, none, {alike}]"), 16)).memories()
@@ -88,6 +107,7 @@ def test_blocks_of_equal_memories_share_what_equal_blocks_share() -> None:
         ("{default: none, 1: {kind: infini, mem_len: 3}}", "memory.1.mem_len"),
         ("{default: none, 1: {kind: transformer_xl, mem_len: 0}}", "memory.1.mem_len"),
         ("{default: none, 1: 5}", "memory.1"),
+        ("{default: infini, 01: none}", "memory.01"),
         ("{default: none, mem_len: 5}", "memory.mem_len"),
         ("{kind: none, 1: infini}", "memory.1"),
         ("{default: none, 2: {kind: lamemo, mem_len: 8}}", "memory.2"),
