@@ -22,6 +22,7 @@ import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from pathlib import PurePath
 from typing import Any, ClassVar, Union, get_args, get_origin
 
 import yaml
@@ -283,6 +284,7 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 _Dumper.add_representer(str, _represent_text)
+_Dumper.add_multi_representer(PurePath, lambda dumper, path: _represent_text(dumper, str(path)))
 
 
 def dump(tree: Any) -> str:

@@ -9,7 +9,9 @@ import pytest
 from omegaconf import OmegaConf
 
 import dist_mem
+from dist_mem.api import training
 from dist_mem.checkpoint.manifest import read_manifest, step_dir
+from dist_mem.config import Config, load_config
 from dist_mem.errors import DivergedError, UnusableError
 from tests.support.jobs import checkpoint_content, difference
 from tests.support.messages import refused
@@ -27,6 +29,21 @@ def test_it_trains_what_the_command_trains(config: Any, api_folder: Path, tmp_pa
     assert run_dir == tmp_path / "run"
     mine, theirs = (checkpoint_content(step_dir(run, 8)) for run in (run_dir, api_folder / "runs" / "demo"))
     assert mine and difference(mine, theirs) is None
+
+
+def test_every_form_of_a_configuration_trains_the_same(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(command: list[str]) -> None:
+        read_by_ranks.append(load_config(command[command.index("train") + 1 :]))
+
+    read_by_ranks: list[Config] = []
+    monkeypatch.setattr(training, "_run", read)
+    config["run_dir"] = str(tmp_path / "run")
+    for form in (config, load_config([f"{key}={value}" for key, value in config.items()])):
+        assert dist_mem.train(form) == tmp_path / "run"
+    assert dist_mem.train({**config, "run_dir": tmp_path / "run"}) == tmp_path / "run"
+    assert read_by_ranks == [read_by_ranks[0]] * 3
 
 
 def test_several_ranks_train_and_the_same_call_resumes(
