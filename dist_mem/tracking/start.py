@@ -35,6 +35,8 @@ from dist_mem.tracking.provenance import start_in_words
 from dist_mem.tracking.readers import TENSORBOARD, TensorBoardFiles, WandbRun
 from dist_mem.tracking.tracker import LogSink, Sink, Tracker
 
+_NOTHING = ("None", "[]", "{}")  # texts of values that equal a missing key
+
 
 def check_sinks(tracking: TrackingConfig) -> None:
     """Check that every reader of a run can be opened, before anything is created.
@@ -127,8 +129,8 @@ def parameters_entry(document: Mapping[str, Any], log: Path, *, step: int) -> di
     """Return the body of the log's entry of the configuration, `Config.document`, for a start from `step`.
 
     It has under `params` the keys whose values differ from the defaults, and the kind of the memory, which the MLflow
-    run gets at its first start; under `changes` what another start changes; and under `config` the whole configuration,
-    unresolved: a value from the environment may be a secret.
+    run gets at its first start; under `changes` what another start changes, after what earlier starts from this step
+    changed; and under `config` the whole configuration, unresolved: a value from the environment may be a secret.
     """
     now, defaults = map(as_texts, (document, Config().document))
     entries = [entry.body for entry in find_entries(log, "params") if "config" in entry.body]
@@ -136,7 +138,10 @@ def parameters_entry(document: Mapping[str, Any], log: Path, *, step: int) -> di
         chosen = {"memory.kind", *differing_keys(defaults, now)}
         params = {name: value for name, value in now.items() if name in chosen}
         return {"params": params, "changes": "", "config": now, "step": step}
+    earlier = [body["changes"] for body in entries if body["step"] == step][-1:]  # of a start from the same step
     before = entries[-1]["config"]
-    both = [name for name in differing_keys(before, now) if name in before and name in now]  # and no newer keys
-    changes = [f"{name}: {before[name]} -> {now[name]}" for name in both]
-    return {"params": {}, "changes": "; ".join(changes), "config": now, "step": step}
+    was, is_now = ({name: text for name, text in each.items() if text not in _NOTHING} for each in (before, now))
+    differing = differing_keys(was, is_now)
+    changed = [name for name in differing if name in before or now[name] != defaults.get(name)]  # and no newer keys
+    changes = [f"{name}: {before.get(name)} -> {now.get(name)}" for name in changed]
+    return {"params": {}, "changes": "; ".join(filter(None, [*earlier, *changes])), "config": now, "step": step}

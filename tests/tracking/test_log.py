@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from dist_mem.config import load_config
+from dist_mem.config.resume_rules import changed_keys
 from dist_mem.errors import UnusableError
 from dist_mem.tracking.log import (
     BODIES,
@@ -36,6 +38,7 @@ from dist_mem.tracking.log import (
     read_points,
     write_log,
 )
+from dist_mem.tracking.start import parameters_entry
 from dist_mem.tracking.tracker import LogSink, Rollback, Tracker
 from tests.support.messages import refused
 
@@ -263,6 +266,31 @@ def test_an_entry_without_a_key_or_with_one_of_another_type_is_damaged(path: Pat
             check_log(path)
             pytest.fail(what)
         assert [found.kind for found in read_entries(path)] == [DAMAGED]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["optimizer.groups=[{param_regex: bias, lr: 1e-5}]"],
+        ["optimizer.betas=[0.5, 0.9]"],
+        ["data.mixture=[{path: a}, {path: b}]"],
+        ["train.profile=[1, 2]"],
+        ["model.adaptive={cutoffs: [8, 16]}"],
+        ["deepspeed.zero_optimization.overlap_comm=true"],
+        ["train.max_grad_norm=null"],
+    ],
+)
+def test_what_a_start_changes_are_the_keys_that_a_resume_compares(path: Path, overrides: list[str]) -> None:
+    """Also there and back, where the second start is from the step of the first."""
+    old, new = (load_config(["train.steps=10", *given]) for given in ([], overrides))
+    there, back = (
+        [change.key.replace("[", ".").replace("]", "") for change in changed_keys(*pair)]
+        for pair in ((old, new), (new, old))
+    )
+    with closing(Log(path)) as log:
+        for config, step, keys in ((old, 0, []), (new, 5, there), (old, 5, [*there, *back]), (old, 6, [])):
+            log.record("params", body := parameters_entry(config.document, path, step=step))
+            assert [change.partition(": ")[0] for change in body["changes"].split("; ") if change] == keys
 
 
 def test_the_last_point_is_found_before_long_entries(tmp_path: Path, path: Path) -> None:
