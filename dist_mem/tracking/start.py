@@ -27,7 +27,7 @@ from dist_mem.runtime.files import make_folder
 from dist_mem.supervision.lease import refuse_if_taken_over_throttled
 from dist_mem.tracking.log import METRICS_FILE, Header, Log, check_log, find_entries, new_uid, write_log
 from dist_mem.tracking.mlflow.sender import MlflowReader
-from dist_mem.tracking.mlflow.store import choose_sending, experiment_of, settle_run_id
+from dist_mem.tracking.mlflow.store import check_store, choose_sending, experiment_of, settle_run_id, store_uri
 from dist_mem.tracking.mlflow.system_metrics import record_system_metrics
 from dist_mem.tracking.own_sinks import OwnSink, load_sink
 from dist_mem.tracking.progress import progress_sink
@@ -38,12 +38,19 @@ from dist_mem.tracking.tracker import LogSink, Sink, Tracker
 _NOTHING = ("None", "[]", "{}")  # texts of values that equal a missing key
 
 
-def check_sinks(tracking: TrackingConfig) -> None:
+def check_sinks(tracking: TrackingConfig, *, is_here: bool = True) -> None:
     """Check that every reader of a run can be opened, before anything is created.
 
+    Args:
+        is_here: this machine has the files and packages of the one that trains; else only addresses are checked.
+
     Raises:
-        UnusableError: a package is missing, or one of `tracking.sinks` cannot be loaded.
+        UnusableError: a package is missing, one of `tracking.sinks` cannot be loaded, or MLflow has no such store.
     """
+    if tracking.mlflow:
+        check_store(store_uri(tracking), is_here=is_here)
+    if not is_here:
+        return
     for named in tracking.sinks:
         load_sink(named)
     for name in ("mlflow", "tensorboard", "wandb"):

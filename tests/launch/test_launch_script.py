@@ -223,6 +223,23 @@ def test_file_that_stops_the_run_is_named_before_a_job_starts(
     said(capsys.readouterr().err, tmp_path / "run" / "STOP")
 
 
+@pytest.mark.parametrize("uri", ["htp://mlflow:5000", "http://[::1"])
+@pytest.mark.parametrize("command", [["launch"], ["launch", "--dry-run"], ["train", "--check"]])
+def test_a_store_that_every_start_refuses_is_named_before_a_job_starts(
+    command: list[str], uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [f"run_dir={tmp_path}/run", "preflight=false", f"tracking.uri={uri}"]
+    assert main([*command, "train.steps=1", *given]) == 2
+    said(capsys.readouterr().err, "tracking.uri")
+
+
+def test_own_files_are_looked_for_where_the_job_has_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["train.steps=1", f"run_dir={tmp_path}/run", "preflight=false", "tracking.sinks=[nosuch.py:Sink]"]
+    assert main(["launch", *given]) == 2
+    said(capsys.readouterr().err, "nosuch.py")
+    assert main(["launch", *given, "--dry-run"]) == 0, "for another machine"
+
+
 def test_without_sbatch_it_ends_with_2_and_trains_nothing(
     tmp_path: Path, programs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,8 +56,10 @@ def run(options: Namespace) -> int:
     check_allowed(options.allow)
     from dist_mem.checkpoint.resume_source import check_run_dir
     from dist_mem.estimate.dry_run import idle_warning
+    from dist_mem.tracking.start import check_sinks
 
     check_run_dir(config, options.allow)
+    check_sinks(config.tracking, is_here=config.launch.container == "none" and not options.dry_run)
     if config.preflight and not options.dry_run:
         outside = mounts.find_outside(config.launch, leaves)
         here = change_config(config, outside)

@@ -119,8 +119,11 @@ def is_local(uri: str) -> bool:
     return (scheme in ("", "file") and uri != "databricks") or scheme == "sqlite"
 
 
-def check_store(uri: str) -> None:
+def check_store(uri: str, *, is_here: bool = True) -> None:
     """Check the address of a store, without connecting to it.
+
+    Args:
+        is_here: this machine has the folders of the one that uses the store.
 
     Raises:
         UnusableError: it is malformed, or neither MLflow nor one of its plugins has stores of its kind; or the folder
@@ -137,7 +140,7 @@ def check_store(uri: str) -> None:
             f"{shown}, but MLflow has no stores of the kind {scheme!r}; give one of {', '.join(_SCHEMES)}, or a folder"
         )
     file = file_of(uri)
-    if scheme.startswith("sqlite") and file and ":" not in str(file) and not file.parent.exists():
+    if is_here and scheme.startswith("sqlite") and file and ":" not in str(file) and not file.parent.exists():
         percent = " (a % in its name is written %25)" if "%" in uri else ""
         raise UnusableError(f"{shown}, but there is no folder {file.parent}; create it, or set tracking.uri{percent}")
 
