@@ -27,13 +27,13 @@ def check_together(config: Mapping[str, Any], *, trains: bool = True) -> Iterato
     """Yield the invalid combinations in a plain resolved configuration whose single values are all valid.
 
     Args:
-        trains: the configuration must say how long the training is.
+        trains: the configuration must say how long the training is, and have lanes for its micro-batches.
     """
     model, train, optimizer = config["model"], config["train"], config["optimizer"]
     if trains and (train["steps"] is None) == (train["epochs"] is None):
         given = "neither is given" if train["steps"] is None else "both are given; set one of them to null"
         yield Problem("train.steps", f"give exactly one of train.steps and train.epochs: {given}")
-    if train["micro_batch_size"] > train["global_batch_size"]:
+    if trains and train["micro_batch_size"] > train["global_batch_size"]:
         more = f"{train['micro_batch_size']} is more than train.global_batch_size = {train['global_batch_size']}"
         yield Problem("train.micro_batch_size", f"{more}; the surplus would never be used")
     if train["segments_per_update"] % train["bptt_segments"]:

@@ -68,7 +68,7 @@ def load_config(
             dist_mem.
         memory_options: checks the memory block and returns it with all options, which are merged in;
             None skips this check.
-        trains: it must say how long the training is.
+        trains: it must say how long the training is, and have lanes for its micro-batches.
         check: raises ValueError for what only a model can refuse; its text begins with the key.
 
     Returns:

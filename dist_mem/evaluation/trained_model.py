@@ -137,7 +137,7 @@ def read_settings(directory: Path, overrides: Sequence[str], *, reads_data: bool
     # Evaluation during training allows no other eval.seg_len; the others depend on it.
     no_training = ["eval.every=null", "checkpoint.keep_best=null", "data.until_accuracy=null"]
     path = directory / "config.yaml"
-    given = load_config([str(path), *no_training, *overrides])
+    given = load_config([str(path), *no_training, *overrides], trains=False)
     is_foreign = is_remote(given.data.path) or (directory / WEIGHTS).exists()
     if reads_data and is_foreign and not any(override.startswith("data.path=") for override in overrides):
         text = f"give data.path=FOLDER or its URL: servers and commands that only {path} names are not used"
@@ -147,7 +147,7 @@ def read_settings(directory: Path, overrides: Sequence[str], *, reads_data: bool
         source = source_of(kept[0].partition("=")[2])
         text = f"{source} is a program, which loading {directory} would run: read it, then add eval.allow_code=true"
         raise ConfigError([Problem("memory", text)])
-    config = load_config([str(path), *no_training, *kept, *overrides], memory_options=memory_options)
+    config = load_config([str(path), *no_training, *kept, *overrides], memory_options=memory_options, trains=False)
     then = read_manifest(directory).get("environment", {})
     stop_on(
         Problem(key, f"is {found.written}, which has another value than in training; set it back")

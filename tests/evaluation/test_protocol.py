@@ -239,7 +239,9 @@ def test_every_document_is_scored_as_the_continuation_of_the_text(
         assert counts(report) == counts(asked(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("override", ["eval.batch_size=1", "eval.batch_size=9", "train.micro_batch_size=1"])
+@pytest.mark.parametrize(
+    "override", ["eval.batch_size=1", "eval.batch_size=9", "train.micro_batch_size=1", "train.micro_batch_size=99"]
+)
 def test_lanes_do_not_change_the_report_of_what_follows_a_text(library: Path, tmp_path: Path, override: str) -> None:
     _, path = prepared(tmp_path, library, "infinite_over_lamemo", 21)
     assert_same(report_after(tmp_path / "run", path, override), report_after(tmp_path / "run", path))
