@@ -31,7 +31,6 @@ from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import (
     FILE_NAMES,
     JSON_NAME,
-    find_tokenizer,
     load_tokenizer,
     read_tokenizer_metadata,
     save_tokenizer,
@@ -70,7 +69,6 @@ def build_dataset(
     name: str,
     tokenizer_kind: str = "sentencepiece",
     vocab_size: int = 32_000,
-    tokenizer_from: Path | str | None = None,
     tokenizer: Tokenizer | None = None,
     workers: int = 1,
     seed: int = 0,
@@ -90,7 +88,7 @@ def build_dataset(
         name: of the dataset, part of the tars' names.
         tokenizer_kind: "sentencepiece" or "bytes".
         vocab_size, seed, max_sentences: of the SentencePiece model, see `train_sentencepiece`.
-        tokenizer_from: folder for `find_tokenizer`; tokenizer: a tokenizer. Either is used instead.
+        tokenizer: is used instead, as one of `find_tokenizer`.
         workers: number of processes.
         official_words: split name -> published number of words, for splits that are complete.
         max_shard_bytes: size of a tar; piece_bytes: source text that one worker encodes at a time.
@@ -111,8 +109,6 @@ def build_dataset(
         if other:
             raise _other_build(out / other[0] / INDEX_NAME)
         training = {"vocab_size": vocab_size, "seed": seed, "max_sentences": max_sentences}
-        if tokenizer_from is not None:
-            tokenizer = find_tokenizer(tokenizer_from)
         if tokenizer is not None:
             tokenizer = _place_tokenizer(tokenizer, out)
         elif tokenizer_kind == SentencePieceTokenizer.kind:

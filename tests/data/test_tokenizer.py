@@ -27,7 +27,7 @@ from dist_mem.data.tokenizers.byte_pairs import (
 )
 from dist_mem.data.tokenizers.fast import bos_token, fast_tokenizer
 from dist_mem.data.tokenizers.huggingface import HuggingFaceTokenizer
-from dist_mem.data.tokenizers.registry import KINDS, load_tokenizer, save_tokenizer, train_sentencepiece
+from dist_mem.data.tokenizers.registry import KINDS, find_tokenizer, load_tokenizer, save_tokenizer, train_sentencepiece
 from dist_mem.data.tokenizers.sentencepiece import SentencePieceTokenizer, sample_lines, train_pieces
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.data.tokenizers.words import WordTokenizer, count_words
@@ -251,7 +251,7 @@ def test_the_command_trains_and_a_dataset_is_built_with_it(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     assert "300 tokens" in done.stdout
     documents = [SourceDocument(str(number), "t", folder / f"{number}.txt") for number in range(4)]
-    build_dataset({"test": documents}, tmp_path / "data", name="x", tokenizer_from=trained, workers=2)
+    build_dataset({"test": documents}, tmp_path / "data", name="x", tokenizer=find_tokenizer(trained), workers=2)
     assert [document.text for document in documents_of(tmp_path / "data", "test")] == texts
 
 

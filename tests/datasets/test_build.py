@@ -307,6 +307,20 @@ def test_what_another_program_left_is_refused_and_kept(tmp_path: Path, name: str
     assert (out / "train" / "their_own.tar").read_bytes() == b"tar"
 
 
+@pytest.mark.parametrize("name", ["text", "pg19"])
+def test_a_build_is_replaced_with_its_own_tokenizer_and_kept_where_there_is_none(tmp_path: Path, name: str) -> None:
+    source, out = write_source(tmp_path / "source", {"train/1": TEXT * 20}), tmp_path / "out"
+    given = ("--source", source, "--out", out)
+    assert build_data(name, *given, "--vocab-size", "280") == 0
+    files = contents(out)
+    given = (*given, "--overwrite", "--tokenizer-from")
+    build_refused(name, *given, source, named=(source, "tokenizer.json", "--tokenizer-from"))
+    assert contents(out) == files
+    assert build_data(name, *given, out) == 0
+    assert contents(out).keys() == files.keys()
+    assert contents(out)["tokenizer.model"] == files["tokenizer.model"]
+
+
 def test_a_full_disk_stops_a_build_that_goes_on_when_there_is_room(tmp_path: Path) -> None:
     """A real process; no half-written file is left, and the result is that of a build in one go."""
     books = {f"train/{number}": bytes([97 + number]) * 400_000 for number in range(8)}

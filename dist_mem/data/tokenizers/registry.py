@@ -110,12 +110,19 @@ def find_tokenizer(folder: Path | str) -> Tokenizer:
 
     Raises:
         ValueError: a file is missing, damaged or of a newer format; names it.
-        UnusableError: a library is not installed.
+        UnusableError: there is none, or a library is not installed.
     """
     folder = Path(folder)
     if (folder / TOKENIZER_DIR / JSON_NAME).is_file():
         return load_tokenizer(folder / TOKENIZER_DIR)
-    return read_folder(folder) if is_published(folder) else load_tokenizer(folder)
+    if is_published(folder):
+        return read_folder(folder)
+    if not (folder / JSON_NAME).exists():
+        raise UnusableError(
+            f"{folder} has no {JSON_NAME}: give --tokenizer-from a data directory, an export, or the folder of a "
+            "published model"
+        )
+    return load_tokenizer(folder)
 
 
 def load_tokenizer(data_dir: Path | str) -> Tokenizer:

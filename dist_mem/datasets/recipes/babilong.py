@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def build(options: argparse.Namespace) -> None:
     """Build a data directory for each task and length."""
-    check_paths(options.books, options.tokenizer_from, options.babi)
+    check_paths(options.books, options.babi)
     tokenizer = tokenizer_of(options.tokenizer_from)
     haystack: Haystack = Library() if options.books is None else Books(options.books, SPLITS)
     if options.facts and options.facts[0] > options.facts[1]:

@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def build(options: argparse.Namespace) -> None:
     """Read the data, print the number of conversations, and build."""
-    check_paths(options.source, options.tokenizer_from)
+    check_paths(options.source)
     vocab_size_of(options)  # refuses one that is not used
     films = read_films(options.source / "WikiData")
     released = {

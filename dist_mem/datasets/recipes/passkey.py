@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def build(options: argparse.Namespace) -> None:
     """Build a data directory for each length."""
-    check_paths(options.books, options.tokenizer_from)
+    check_paths(options.books)
     form, tokenizer = form_of(options), tokenizer_of(options.tokenizer_from)
     haystack: Haystack = Repeat(" ".join(REPEATED)) if form.kind == RULER else Repeat(*REPEATED)
     if options.books is not None:

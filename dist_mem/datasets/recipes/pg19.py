@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from dist_mem.data.remote.fetch import METADATA_BYTES, Address, show
 from dist_mem.data.remote.fetch import download as fetch
+from dist_mem.data.tokenizers.registry import find_tokenizer
 from dist_mem.datasets.bucket_download import download_files, list_files
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.corpus_rows import TEXT_SUFFIX
@@ -57,8 +58,9 @@ class BookMetadata(NamedTuple):
 
 def build(options: argparse.Namespace) -> None:
     """Fetch what is missing, list the documents, and build."""
-    check_paths(None if options.download else options.source, options.tokenizer_from)
+    check_paths(None if options.download else options.source)
     vocab_size = vocab_size_of(options)
+    tokenizer = options.tokenizer_from and find_tokenizer(options.tokenizer_from)
     if options.download:
         download(options)
     metadata = read_metadata(options.source / METADATA_NAME)
@@ -77,7 +79,7 @@ def build(options: argparse.Namespace) -> None:
         name=options.name,
         tokenizer_kind=options.tokenizer,
         vocab_size=vocab_size,
-        tokenizer_from=options.tokenizer_from,
+        tokenizer=tokenizer,
         workers=options.workers,
         seed=options.seed,
         official_words=official_words(splits),

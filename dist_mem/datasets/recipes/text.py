@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from dist_mem.data.tokenizers.registry import find_tokenizer
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.corpus import (
     CorpusDocuments,
@@ -46,15 +47,15 @@ DEFAULT = ",".join(f"{split}={fraction}" for split, fraction in DEFAULT_FRACTION
 
 def build(options: argparse.Namespace) -> None:
     """Read the corpus, assign its documents to splits, and build."""
-    check_paths(options.tokenizer_from)
     vocab_size = vocab_size_of(options)
+    tokenizer = options.tokenizer_from and find_tokenizer(options.tokenizer_from)
     build_dataset(
         without_shared_texts(read_splits(options), drop=options.drop_duplicates),
         options.out,
         name=options.name,
         tokenizer_kind=options.tokenizer,
         vocab_size=vocab_size,
-        tokenizer_from=options.tokenizer_from,
+        tokenizer=tokenizer,
         workers=options.workers,
         seed=options.seed,
         overwrite=options.overwrite,

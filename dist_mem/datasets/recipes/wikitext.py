@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from dist_mem.data.tokenizers.registry import find_tokenizer
 from dist_mem.data.tokenizers.words import WordTokenizer, count_words
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.options import add_build_options, add_tokenizer_options, check_paths, vocab_size_of
@@ -69,27 +70,28 @@ class TokenFile(NamedTuple):
 
 def build(options: argparse.Namespace) -> None:
     """Read the files once, compare their counts with the published ones, and build."""
-    check_paths(options.source, options.tokenizer_from)
+    check_paths(options.source)
     vocab_size = vocab_size_of(options)
+    tokenizer = options.tokenizer_from and find_tokenizer(options.tokenizer_from)
     paths = {split: options.source / name for split, name in FILE_NAMES.items() if (options.source / name).is_file()}
     if not paths:
         raise ValueError(f"{options.source} has none of the files {', '.join(FILE_NAMES.values())}: check --source")
-    if options.tokenizer != "bytes" and options.tokenizer_from is None and "train" not in paths:
+    if options.tokenizer != "bytes" and tokenizer is None and "train" not in paths:
         raise ValueError(
             f"{options.source} has no {FILE_NAMES['train']}, and the vocabulary comes from it alone: add it, or give "
             "--tokenizer-from DIR, a data directory that was built with it"
         )
     files = {split: scan(path) for split, path in paths.items()}
     check_counts(files)
-    by_words = options.tokenizer == "words" and options.tokenizer_from is None
+    if options.tokenizer == "words" and tokenizer is None:
+        tokenizer = count_vocabulary(paths["train"])
     build_dataset(
         {split: documents_of(file, by=options.documents) for split, file in files.items()},
         options.out,
         name=options.name,
         tokenizer_kind=options.tokenizer,
-        tokenizer=count_vocabulary(paths["train"]) if by_words else None,
+        tokenizer=tokenizer,
         vocab_size=vocab_size,
-        tokenizer_from=options.tokenizer_from,
         workers=options.workers,
         seed=options.seed,
         official_words={split: file.num_words for split, file in files.items()},
