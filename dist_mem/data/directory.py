@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+import shutil
 import threading
 import uuid
 from collections.abc import Iterable, Sequence
@@ -46,10 +47,11 @@ from dist_mem.data.shard import Index, ShardSource, read_index
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import JSON_NAME, KINDS, load_tokenizer, read_tokenizer_metadata
 from dist_mem.runtime.environment import user_cache_dir
-from dist_mem.runtime.files import sha256_of
+from dist_mem.runtime.files import fsync_path, sha256_of
 
 log = logging.getLogger(__name__)
 START_NAME = ".start"  # lock of `refresh`; contains the last start it ran for, and kind and text of its error
+NEW_NAME = ".new"  # folder of the files that `refresh` fetches, until it has all
 _RECORDED: dict[str, type[RemoteError]] = {"wrong": WrongRemoteError, "failed": FailedRemoteError}
 
 
@@ -173,10 +175,14 @@ def _names(splits: Iterable[str]) -> list[str]:
 
 
 def _refresh(data: DataConfig, splits: Sequence[str]) -> RemoteError | None:
-    """Fetch the files; return the error, if any."""
+    """Fetch the files, all or none; return the error, if any."""
     directory = local_dir(data)
+    new = directory / NEW_NAME
+    shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
     try:
-        _download_metadata(data, directory, splits)
+        _download_metadata(data, new, splits)
+        with writing(directory):
+            _replace_metadata(directory, new, splits)
     except UnreachableError as error:
         if not all((directory / name).exists() for name in _names(splits)):
             return error
@@ -185,11 +191,24 @@ def _refresh(data: DataConfig, splits: Sequence[str]) -> RemoteError | None:
     except RemoteError as error:
         return error
     except ShardError as error:  # of two builds
-        return WrongRemoteError(str(error).replace(str(directory), show(data.path)))
+        return WrongRemoteError(str(error).replace(str(new), show(data.path)))
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
     return None
 
 
+def _replace_metadata(directory: Path, new: Path, splits: Sequence[str]) -> None:
+    for split in splits:
+        (directory / split / BUILD_NAME).unlink(missing_ok=True)
+    for path in sorted(path for path in new.rglob("*") if path.is_file()):
+        place = directory / path.relative_to(new)
+        place.parent.mkdir(exist_ok=True)
+        path.replace(place)
+        fsync_path(place.parent)
+
+
 def _download_metadata(data: DataConfig, directory: Path, splits: Sequence[str]) -> None:
+    """Fetch what has changed into `directory`, a new folder in that of the data."""
     download(address(data.path, JSON_NAME), directory / JSON_NAME, limit=METADATA_BYTES, verify=read_metadata)
     metadata = read_tokenizer_metadata(directory)
     name = KINDS[metadata["kind"]].file_name
@@ -198,7 +217,7 @@ def _download_metadata(data: DataConfig, directory: Path, splits: Sequence[str])
         def verify(path: Path) -> None:
             _check_sha256(path, metadata["fingerprint"], JSON_NAME)
 
-        if not _is_good(directory / name, verify):
+        if not _is_good(directory.parent / name, verify):
             download(address(data.path, name), directory / name, limit=METADATA_BYTES, verify=verify)
     for split in splits:
         _download_index(data, directory, split)
@@ -206,7 +225,7 @@ def _download_metadata(data: DataConfig, directory: Path, splits: Sequence[str])
 
 
 def _download_index(data: DataConfig, directory: Path, split: str) -> None:
-    """Fetch index.json, and then documents.safetensors unless the cache has the one that it describes."""
+    """Fetch index.json, build.json, and documents.safetensors unless the cache has the one of that index."""
     source, path = address(data.path, f"{split}/{INDEX_NAME}"), directory / split / INDEX_NAME
     download(source, path, limit=METADATA_BYTES, verify=read_index_json)
     head = read_index_json(path)
@@ -215,13 +234,11 @@ def _download_index(data: DataConfig, directory: Path, split: str) -> None:
         map_documents(path, head, directory / split / INDEX_NAME)
 
     source, path = address(data.path, f"{split}/{DOCUMENTS_NAME}"), directory / split / DOCUMENTS_NAME
-    if not _is_good(path, verify):
+    if not _is_good(directory.parent / split / DOCUMENTS_NAME, verify):
         download(source, path, limit=head["documents"]["bytes"], verify=verify)
-    path = directory / split / BUILD_NAME
-    try:
-        download(address(data.path, f"{split}/{BUILD_NAME}"), path, limit=METADATA_BYTES, verify=read_metadata)
-    except RefusedError:  # built before there was such a file
-        path.unlink(missing_ok=True)
+    source, path = address(data.path, f"{split}/{BUILD_NAME}"), directory / split / BUILD_NAME
+    with suppress(RefusedError):  # built before there was such a file
+        download(source, path, limit=METADATA_BYTES, verify=read_metadata)
 
 
 def _is_good(path: Path, verify: Verify) -> bool:

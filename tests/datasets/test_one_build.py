@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import pytest
 from dist_mem.__main__ import main
 from dist_mem.config import DataConfig
 from dist_mem.data import shard
-from dist_mem.data.directory import open_index, refresh
+from dist_mem.data.build_record import read_build
+from dist_mem.data.directory import local_dir, open_index, refresh
 from dist_mem.data.metadata import ShardError
 from dist_mem.data.remote.fetch import WrongRemoteError
 from dist_mem.data.verify import verify_dataset
@@ -23,7 +25,7 @@ from dist_mem.datasets.recipes import builder_names, characters
 from dist_mem.runtime.locks import hold_folder
 from tests.support.cmu_dog_source import write_conversation, write_film
 from tests.support.data_builders import BUILDERS, SMALL, build_data, build_refused
-from tests.support.file_server import FileServer
+from tests.support.file_server import FileServer, be_impatient
 from tests.support.messages import refused, said_line
 from tests.support.small_builds import contents
 
@@ -184,6 +186,29 @@ def test_splits_of_two_builds_on_a_server_are_refused(two: tuple[Path, Path], tm
     with refused(ShardError, "build.json"):
         open_index(data, "test")
     server.close()
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize(
+    "name", ["train/index.json", "train/documents.safetensors", "test/index.json", "test/build.json"]
+)
+def test_a_start_that_fails_in_the_middle_of_another_build_uses_the_one_before(
+    two: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    be_impatient(monkeypatch)
+    one, other = two
+    with closing(FileServer(one)) as server:
+        data, splits = DataConfig(path=server.url, cache=str(tmp_path / "cache")), ["train", "test"]
+        refresh(data, splits)
+        before = contents(local_dir(data) / "train"), contents(local_dir(data) / "test")
+        server.root, server.faults[name] = other, [503]
+        refresh(data, splits)
+        assert (contents(local_dir(data) / "train"), contents(local_dir(data) / "test")) == before
+        server.faults.clear()
+        refresh(data, splits)
+        for split in splits:
+            assert read_build(local_dir(data) / split) == read_build(other / split)
+            open_index(data, split)
 
 
 # A text is corrected, and keeps its size.
