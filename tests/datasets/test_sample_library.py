@@ -14,9 +14,11 @@ import pytest
 from dist_mem.data.shard import read_index
 from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.data.verify import verify_dataset
+from dist_mem.datasets.recipes import sample
 from dist_mem.datasets.recipes.sample import SIZES, write_split
 from dist_mem.datasets.sample_library import COMPANY_SIZE, NAMES, THINGS, SampleBook
-from tests.support.data_builders import build_data, documents_of
+from dist_mem.runtime.files import write_text
+from tests.support.data_builders import build_data, build_refused, documents_of
 from tests.support.small_builds import contents
 
 MARK = re.compile(r"\w+|[^\w ]")  # what a large enough vocabulary makes one token of
@@ -151,3 +153,25 @@ def test_another_library_is_not_overwritten_unasked(tmp_path: Path, capsys: pyte
     assert contents(tmp_path) == before
     assert build(tmp_path, "--books", "4", "--overwrite") == 0
     assert len(list((tmp_path / "texts" / "train").iterdir())) == 4
+
+
+@pytest.mark.parametrize("name", ["train/my_novel.txt", "train/1001.txt", "test/7.txt", "metadata.csv"])
+def test_texts_of_something_else_are_refused_and_kept(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "out" / "texts" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("1001,My novel,1999,https://example.org/1001\n")
+    build_refused("sample", "--out", tmp_path / "out", "--size", "tiny", "--overwrite", named=(path, "--out"))
+    assert contents(tmp_path / "out") == {f"texts/{name}": path.read_bytes()}
+
+
+def test_a_library_that_was_killed_among_its_texts_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(path: Path, text: str) -> None:
+        if path.stem == "8002":
+            raise KeyboardInterrupt
+        write_text(path, text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sample, "write_text", write)
+        assert build(tmp_path, "--books", "5") == 130
+    assert build(tmp_path, "--books", "4", "--seed", "1", "--overwrite") == 0
+    assert len(list((tmp_path / "texts").glob("*/*.txt"))) == 4 + 4 + 4

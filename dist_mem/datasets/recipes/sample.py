@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 from pathlib import Path
 from typing import NamedTuple
 
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.options import add_build_options, positive
 from dist_mem.datasets.sample_library import SampleBook, write_book
-from dist_mem.datasets.source import SourceDocument
+from dist_mem.datasets.source import SourceDocument, read_text
+from dist_mem.errors import UnusableError
 from dist_mem.runtime.csv_text import csv_text
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.locks import hold_folder
@@ -35,11 +37,14 @@ SIZES = {
     "tiny": LibrarySize({"train": 16, "validation": 4, "test": 4}, shortest=1_000, longest=2_000),
 }
 VOCAB_SIZE = 1280  # the smallest multiple of 256 at which every recalled word is one token
+METADATA_NAME = "metadata.csv"
+OWN_ROW = re.compile(r"(\d+),.*,\d+,")  # of metadata.csv: id, title, year, and no address
 FIRST_IDS = {"train": 1001, "validation": 8001, "test": 9001}
 
 
 def build(options: argparse.Namespace) -> None:
     """Write the library, its shards, and its texts."""
+    find_texts(options.out / "texts")  # refuses texts of something else
     size = SIZES[options.size]
     counts = {**size.books, "train": options.books or size.books["train"]}
     library = {split: write_split(split, count, size, seed=options.seed) for split, count in counts.items()}
@@ -85,14 +90,29 @@ def write_split(split: str, count: int, size: LibrarySize, *, seed: int) -> dict
 
 
 def write_texts(library: dict[str, dict[str, SampleBook]], folder: Path) -> None:
-    """Write {train,validation,test}/<id>.txt and metadata.csv, as in PG-19; remove other books."""
-    metadata: list[list[object]] = []
-    for split, books in library.items():
+    """Write {train,validation,test}/<id>.txt and metadata.csv, as in PG-19; remove other books of the library."""
+    books = [(folder / split / f"{book_id}.txt", book) for split in library for book_id, book in library[split].items()]
+    for path in set(find_texts(folder)) - {path for path, _ in books}:
+        path.unlink()
+    for split in library:
         (folder / split).mkdir(parents=True, exist_ok=True)
-        for path in (folder / split).glob("*.txt"):
-            if path.stem not in books:
-                path.unlink()
-        for book_id, book in books.items():
-            write_text(folder / split / f"{book_id}.txt", book.text)
-            metadata.append([book_id, book.title, book.year, ""])
-    write_text(folder / "metadata.csv", csv_text(metadata))
+    # First: the next call finds by it the texts that a killed one has written
+    write_text(folder / METADATA_NAME, csv_text([path.stem, book.title, book.year, ""] for path, book in books))
+    for path, book in books:
+        write_text(path, book.text)
+
+
+def find_texts(folder: Path) -> list[Path]:
+    """Return the texts that an earlier call has written into a folder.
+
+    Raises:
+        UnusableError: there are others, which this call would remove or replace.
+    """
+    path = folder / METADATA_NAME
+    rows = [OWN_ROW.fullmatch(row) for row in read_text(path).splitlines()] if path.exists() else []
+    ids = {row[1] for row in rows if row}
+    texts = [path for split in FIRST_IDS for path in sorted((folder / split).glob("*.txt"))]
+    others = [text for text in texts if text.stem not in ids] + ([] if all(rows) else [path])
+    if others:
+        raise UnusableError(f"{others[0]} is not of the sample library, and would be lost: give another --out")
+    return texts
