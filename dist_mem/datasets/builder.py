@@ -133,8 +133,6 @@ def build_dataset(
             _build_split(splits[split], pieces, out / split, workers=workers, shard_options=options[split])
         bind_splits(out, splits)
         shutil.rmtree(out / WORK_DIR, ignore_errors=True)
-        for partial in [*out.glob("*.partial"), *out.glob("*/*.partial")]:
-            partial.unlink()  # left by a kill in the middle of a file
 
 
 def _build_split(

@@ -133,7 +133,9 @@ def test_another_build_in_the_same_place_is_refused_unless_it_may_overwrite(
 ) -> None:
     in_bytes = {"tokenizer_kind": "bytes"}
     build_tiny(tmp_path, tokenizer_kind="bytes")
-    (tmp_path / "notes.txt").write_text("mine")
+    for name in ("notes.txt", "notes.partial"):
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "train" / "x.partial").mkdir()
     changed = {**make_splits(), "test": [SourceDocument("09", "Book 9", "another text"), *make_documents()[10:]]}
     others: dict[str, dict[str, Any]] = {
         "tokenizer.json": {},
@@ -143,7 +145,8 @@ def test_another_build_in_the_same_place_is_refused_unless_it_may_overwrite(
     for name, options in others.items():
         with refused(ValueError, tmp_path / name, "belongs to another build"):
             build_tiny(tmp_path, **options)
-    assert build_tiny(tmp_path, overwrite=True) == {**expected, "notes.txt": b"mine"}
+    mine = {"notes.txt": b"mine", "notes.partial": b"mine"}
+    assert build_tiny(tmp_path, overwrite=True) == {**expected, **mine}
 
 
 def test_the_tokenizer_is_trained_on_the_train_split_alone(tmp_path: Path, expected: dict[str, bytes]) -> None:
