@@ -8,6 +8,7 @@ import numpy as np
 
 from dist_mem.config import DataConfig
 from dist_mem.data.directory import local_dir, open_index, open_tokenizer, refresh
+from dist_mem.data.remote.fetch import show
 from dist_mem.data.shard import Index, check_document, read_tokens
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.verify import existing_splits
@@ -29,7 +30,7 @@ def summarize(path: str, *, cache: str | None = None, splits: Sequence[str] = ()
     tokenizer = _open(data, [])
     names = list(splits) or existing_splits(data)
     if not names:
-        raise UnusableError(f"{path}: no split has an index: build the dataset, or give another folder")
+        raise UnusableError(f"{show(path)}: no split has an index: build the dataset, or give another folder")
     indexes = {name: _open_split(data, name) for name in names}
     first = next(iter(indexes.values()))
     yield f"{first.name}: tokenizer {tokenizer.kind}, {tokenizer.vocab_size:,} entries"
@@ -78,7 +79,7 @@ def _open(data: DataConfig, splits: Sequence[str]) -> Tokenizer:
     refresh(data, splits)
     directory = local_dir(data)
     if not directory.is_dir():
-        raise UnusableError(f"{data.path}: there is no such data directory")
+        raise UnusableError(f"{show(data.path)}: there is no such data directory")
     try:
         return open_tokenizer(data)
     except ValueError as error:

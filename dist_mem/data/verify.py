@@ -76,7 +76,7 @@ def verify_dataset(path: Path | str, *, cache: str | None = None, splits: Sequen
         problems.append(ShardProblem(JSON_NAME, None, str(error)))
     found, unreached = (list(splits), []) if splits and not is_remote(data.path) else _find_splits(data, splits)
     problems += unreached
-    if not found and not unreached:
+    if not found and not unreached and not (is_remote(data.path) and problems):
         if not (local_dir(data) / JSON_NAME).exists():
             raise UnusableError(
                 f"{path}: it is no data directory: it has neither {JSON_NAME} nor {INDEX_NAME} of a split"

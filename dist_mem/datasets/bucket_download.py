@@ -61,9 +61,9 @@ def _page(url: str) -> tuple[dict[str, Any], list[RemoteFile]]:
                 RemoteFile(item["name"], int(item["size"]), item.get("md5Hash"), _seconds(item.get("updated")))
                 for item in page.get("items", [])
             ]
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # what JSON there is may be of any kind
             raise WrongRemoteError(
-                f"{url} does not answer with a bucket's listing ({error!r}): check the base URL"
+                f"{show(url)} does not answer with a bucket's listing ({error!r}): check the base URL"
             ) from error
 
 
@@ -76,7 +76,7 @@ def download_files(base_url: str, files: Sequence[RemoteFile], directory: Path, 
     """
     for file in files:
         if not is_plain_path(file.name):
-            raise WrongRemoteError(f"{base_url} lists the file {file.name!a}: its parts must each be {PLAIN}")
+            raise WrongRemoteError(f"{show(base_url)} lists the file {file.name!a}: its parts must each be {PLAIN}")
     missing = [file for file in files if not is_complete(directory / file.name, file)]
     if len(missing) < len(files):
         print(f"{len(files) - len(missing)} of {len(files)} files are there already", flush=True)

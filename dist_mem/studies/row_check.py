@@ -20,7 +20,7 @@ from dist_mem.config import Config, DataConfig, ModelConfig, as_tree, load_confi
 from dist_mem.config.keys import RESULT, SCORE, SPEED
 from dist_mem.config.settings import select_keys
 from dist_mem.data.directory import check_split, local_dir
-from dist_mem.data.remote.fetch import is_remote
+from dist_mem.data.remote.fetch import is_remote, show
 from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_metadata
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnusableError
 from dist_mem.estimate.counting import NotCountedError, flops_per_token
@@ -173,11 +173,11 @@ def _lines(study: Study, one: CheckedRow, ranks: int) -> list[tuple[str, str]]:
         vocab_size = read_tokenizer_metadata(local_dir(config.data))["vocab_size"]
         found = [] if missing else subjects(config, world_size=ranks)  # or refuse the data
         of_data = [text for label, text in found if label in ("data", "training")]
-        text = "; ".join(of_data) or config.data.path
+        text = "; ".join(of_data) or show(config.data.path)
     else:
         vocab_size = point.vocab_size or ASSUMED_VOCAB_SIZE
         assumed = "" if point.vocab_size else f"; a vocabulary of {vocab_size:,} is assumed"
-        text = f"{config.data.path}: not built yet{assumed}"
+        text = f"{show(config.data.path)}: not built yet{assumed}"
     lines = [*_size_lines(model_spec(config, vocab_size)), ("data", text)]
     return [*lines, ("weights", f"{missing}: does not exist yet")] if missing else lines
 

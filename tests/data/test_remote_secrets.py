@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from aiohttp import connector
 
+from dist_mem.__main__ import main
 from dist_mem.config import DataConfig
 from dist_mem.data import directory
 from dist_mem.data.directory import local_dir, refresh
@@ -19,7 +20,7 @@ from dist_mem.data.remote.fetch import RemoteError, UnreachableError, WrongRemot
 from dist_mem.data.shard import fetch_shards, read_tokens
 from tests.support.certificates import write_certificates
 from tests.support.file_server import ENDLESS_BYTES, SHARD, FileServer, be_impatient, opened
-from tests.support.messages import refused
+from tests.support.messages import refused, said
 
 pytestmark = pytest.mark.servers
 
@@ -193,3 +194,17 @@ def test_an_address_of_no_hub_or_a_bucket_with_a_password_is_named(tmp_path: Pat
     with refused(WrongRemoteError, named) as caught:
         refresh(data_at(path, tmp_path), [])
     assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("lost", [["train/index.json"], ["train/index.json", "tokenizer.json"], ["tokenizer.json"]])
+@pytest.mark.parametrize("action", ["show", "verify"])
+def test_what_an_address_lacks_is_named_without_its_secrets(
+    server: FileServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], action: str, lost: list[str]
+) -> None:
+    for name in lost:
+        server.faults[name] = [404]
+    url = server.url.replace("//", "//ada:s3cret@") + "?signature=0123abc"
+    assert main(["data", action, url, "--cache", str(tmp_path / "cache")]) == (1 if action == "verify" else 2)
+    shown = capsys.readouterr().err
+    said(shown, f"{server.url}/tokenizer.json" if lost[-1] == "tokenizer.json" else server.url)
+    assert "s3cret" not in shown and "0123abc" not in shown and "it has neither" not in shown

@@ -251,6 +251,8 @@ def test_failures_that_pass_are_tried_again(bucket: Bucket, tmp_path: Path) -> N
         (LISTING, [404], None, 2),
         (LISTING, [503] * 9, None, 1),
         (LISTING, [], b"<html>Welcome!</html>", 2),
+        (LISTING, [], b"[]", 2),
+        (LISTING, [], b'{"items": [0]}', 2),
         ("/books/metadata.csv", None, None, 1),
         ("/books/metadata.csv", [403], None, 2),
     ],
@@ -262,8 +264,9 @@ def test_a_failed_download_says_which_file_and_keeps_the_others_out_of_the_build
     bucket.altered = {} if altered is None else {path: altered}
     if failures is None:
         bucket.server_close()  # it cannot be reached at all
-    given = ("--source", tmp_path / "copy", "--out", tmp_path / "out", "--download", "--base-url", bucket.url)
-    build_refused("pg19", *given, code=code, named=(path.removeprefix("/books/"),))
+    url = f"{bucket.url.replace('//', '//ada:s3cret@')}"
+    given = ("--source", tmp_path / "copy", "--out", tmp_path / "out", "--download", "--base-url", url)
+    build_refused("pg19", *given, code=code, named=(path.removeprefix("/books/"),), unnamed="s3cret")
     assert not (tmp_path / "copy" / "train" / "9.txt").exists()
     assert not (tmp_path / "out").exists()
 

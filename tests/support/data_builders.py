@@ -34,12 +34,15 @@ def build_data(name: str, *arguments: str | Path) -> int:
     return main(["data", "build", name, *map(str, arguments)])
 
 
-def build_refused(name: str, *arguments: str | Path, named: tuple[object, ...], code: int = 2) -> None:
-    """Run a builder that ends with this exit code and one line, which names these."""
+def build_refused(
+    name: str, *arguments: str | Path, named: tuple[object, ...], code: int = 2, unnamed: str | None = None
+) -> None:
+    """Run a builder that ends with this exit code and one line, which names these, and not a secret."""
     with redirect_stderr(io.StringIO()) as printed:
         assert build_data(name, *arguments) == code
     error = printed.getvalue()
     said(error, *named)
+    assert unnamed is None or unnamed not in error
     assert error.startswith("error: ") and error.count("\n") == 1, error
 
 
