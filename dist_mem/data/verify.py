@@ -105,8 +105,19 @@ def noting(problems: list[ShardProblem], where: str) -> Iterator[None]:
 
 
 def existing_splits(data: DataConfig) -> list[str]:
-    """Return the splits of a data directory; of a URL, which cannot be listed, the existing USUAL_SPLITS."""
-    return _find_splits(data, [])[0]
+    """Return the splits of a data directory; of a URL, which cannot be listed, the existing USUAL_SPLITS.
+
+    Raises:
+        RemoteError: the server does not say that a split is absent, but its index cannot be fetched.
+    """
+    if not is_remote(data.path):
+        return _local_splits(local_dir(data))
+    found = []
+    for split in USUAL_SPLITS:
+        with suppress(RefusedError):
+            refresh(data, [split])
+            found.append(split)
+    return found
 
 
 def _find_splits(data: DataConfig, asked: Sequence[str]) -> tuple[list[str], list[ShardProblem]]:

@@ -24,7 +24,7 @@ from dist_mem.runtime import extras
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.network_interface import free_port
 from tests.support.faults import flip
-from tests.support.file_server import SHARD, FileServer, opened
+from tests.support.file_server import SHARD, FileServer, be_impatient, opened
 from tests.support.jobs import build_books, checkpoint_content, difference, losses, run_ranks, train_here, write_config
 from tests.support.lane_corpus import BOS, LENGTHS, SEG_LEN, make_split
 from tests.support.limits import wait_until
@@ -228,6 +228,17 @@ def test_check_says_what_is_at_a_url(shelf: FileServer, tmp_path: Path, capsys: 
     shelf.faults["train/index.json"] = [404]
     assert main(["train", "--check", *data]) == 2
     assert capsys.readouterr().err.startswith(f"error: {shelf.url}/train/index.json: HTTP status 404")
+
+
+@pytest.mark.parametrize(("fault", "code"), [(503, 1), ("cut", 1), ("page", 2)])
+def test_show_leaves_no_split_out_that_an_address_has(
+    shelf: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    fault: int | str, code: int,
+) -> None:  # fmt: skip
+    be_impatient(monkeypatch)
+    shelf.faults["validation/index.json"] = [fault]
+    assert main(["data", "show", shelf.url, "--cache", str(tmp_path / "cache")]) == code
+    said(capsys.readouterr().err, f"{shelf.url}/validation/index.json")
 
 
 def test_verify_fetches_and_looks_at_every_byte(
