@@ -38,7 +38,7 @@ def memory_class(kind: str, where: str = "memory") -> type[Memory]:
         return load_from_file(kind, where)
     kinds, offered = memory_kinds(), offered_kinds()
     if kind not in kinds and kind in offered:
-        return load_offered(kind)
+        return load_offered(kind, where)
     if kind not in kinds:
         allowed, files = [*kinds, *offered], _configurations()
         meant = nearest(kind, [*files, *allowed])

@@ -19,7 +19,6 @@ from dist_mem.runtime.outside_code import copies, copy_names, load_named, source
 
 GROUP = "dist_mem.memories"
 _FOLDER = "memory"  # of the copies in a run
-# Methods of an earlier contract: without an error, the model would silently never call them.
 
 
 def is_file(kind: str) -> bool:
@@ -37,14 +36,23 @@ def _find_offered(search_path: tuple[str, ...]) -> list[str]:
     return sorted(entry_points(group=GROUP).names)
 
 
-def load_offered(kind: str) -> type[Memory]:
+def load_offered(kind: str, where: str) -> type[Memory]:
     """Return the memory class that an installed package offers under this name.
 
     Raises:
-        ValueError: the package offers something else.
+        ValueError: what the package offers is no memory or does not load, or several packages offer one.
     """
-    (offer,) = entry_points(group=GROUP, name=kind)
-    return _check_class(offer.load(), f"the entry point {kind} ({offer.value})")
+    offers = list(entry_points(group=GROUP, name=kind))
+    packages = [offer.dist.name for offer in offers if offer.dist]
+    key = f"{where}.kind is {kind!r}"
+    if len(offers) > 1:
+        raise ValueError(f"{key}, which {' and '.join(packages)} offer: uninstall all but one, or give PATH.py:CLASS")
+    what = f"{key}: the entry point {offers[0].value} of {packages[0]}"
+    try:
+        found = offers[0].load()
+    except Exception as error:  # report any error of a user's package in one line
+        raise ValueError(f"{what} does not load: {type(error).__name__}: {error}") from error
+    return _check_class(found, what)
 
 
 def load_from_file(kind: str, where: str = "memory") -> type[Memory]:

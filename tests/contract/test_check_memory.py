@@ -152,6 +152,25 @@ def test_installed_packages_offer_memories(tmp_path: Path, monkeypatch: pytest.M
         memory_class("their")
 
 
+def test_a_memory_of_a_package_that_cannot_be_loaded_is_refused_by_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_memory.py").write_text("x = undefined_name\n")
+    offered = {
+        "their": "broken = broken_memory:Mine\ngone = math:Gone\nother = math:pi\ntwice = a:A",
+        "our": "twice = b:B",
+    }
+    for name, offers in offered.items():
+        (info := tmp_path / f"{name}-1.0.dist-info").mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[dist_mem.memories]\n{offers}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    named = {"broken": "undefined_name", "gone": "math:Gone of their", "other": "math:pi of their", "twice": "our"}
+    for kind, cause in named.items():
+        with refused(ValueError, f"memory.over.kind is '{kind}'", "their", cause):
+            memory_class(kind, "memory.over")
+
+
 def test_the_loader_can_be_the_first_thing_imported() -> None:
     """Its package imports it, and it needs the package's base class: not at import."""
     subprocess.run([sys.executable, "-c", "import dist_mem.memory.outside"], check=True)
