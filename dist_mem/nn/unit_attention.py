@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dist_mem.nn.attention import BackEndChoice
 from dist_mem.nn.attention_inputs import Inputs, Relative, Visible
 from dist_mem.nn.convolution import Tail, short_convolution
 from dist_mem.nn.layer_spec import LayerSpec
@@ -83,6 +84,11 @@ class UnitAttention(AttentionLayer):
             sees_itself: false: a token sees only the tokens before it, as in the released code.
         """
         super().__init__(attention_dropout=spec.attention_dropout, back_end=spec.back_end)
+        if not sees_itself and spec.back_end not in ("auto", "simple"):
+            raise ValueError(
+                f"model.attention is {spec.back_end}, but memory.sees_itself is false, whose mask only simple has: set "
+                "model.attention to auto or simple, or memory.sees_itself to true"
+            )
         width = spec.num_heads * spec.d_head
         self.num_heads, self.sees_itself = spec.num_heads, sees_itself
         self.above = (0 if sees_itself else -1) if spec.same_length else None  # as in Visible
@@ -93,6 +99,11 @@ class UnitAttention(AttentionLayer):
         self.dropout = Dropout(spec.dropout)
         self.scale = nn.Parameter(torch.ones(spec.num_heads))  # its absolute value counts
         self.position = nn.Parameter(torch.zeros(spec.num_heads, NUM_BUCKETS)) if positions else None
+
+    def choose(self, device_type: str, num_queries: int) -> BackEndChoice:
+        if self.sees_itself:
+            return super().choose(device_type, num_queries)
+        return BackEndChoice("simple", "memory.sees_itself is false, whose mask only it has")
 
     def heads(self, rows: Tensor, tail: Tail = ()) -> UnitHeads:
         """Project rows (B, T, D); `tail`: what a convolution sees before them."""

@@ -17,9 +17,12 @@ from torch import Tensor
 from dist_mem.memory.base import select_lanes
 from dist_mem.memory.memorizing import GatedAttention, Memorizing, MemorizingState
 from dist_mem.memory.parts.stored_rows import Store, largest, nearest, pick, spans_of, write
+from dist_mem.nn import layers
+from dist_mem.nn.attention import AttentionRead, attend
+from dist_mem.nn.attention_inputs import Inputs
 from dist_mem.nn.layer_spec import LayerSpec
 from dist_mem.nn.unit_attention import buckets
-from tests.support.messages import refused
+from tests.support.messages import refused, said
 from tests.support.parity import assert_close
 from tests.support.paths import GOLDEN
 from tests.support.published import Vectors, layer_spec, names_in, rms
@@ -225,3 +228,28 @@ def test_outputs_depend_on_the_stored_rows_that_inspection_shows_and_on_no_other
 def test_options_without_a_meaning_are_refused(options: dict[str, Any], named: list[str]) -> None:
     with refused(ValueError, *named):
         Memorizing(spec(), Memorizing.Options(**options))
+
+
+@pytest.mark.parametrize("sees_itself", [True, False])
+@pytest.mark.parametrize("back_end", ["auto", "simple", "chunked", "sdpa", "triton"])
+def test_the_back_end_that_is_named_is_the_one_that_attends(
+    back_end: str, sees_itself: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = Memorizing.Options(sees_itself=sees_itself, positions="none", mem_len=64)
+    long = spec(seg_len=512, back_end=back_end)
+    if not sees_itself and back_end not in ("auto", "simple"):
+        with refused(ValueError, "model.attention", back_end, "memory.sees_itself"):
+            Memorizing(long, options)
+        return
+    used = ["simple"]
+
+    def record(inputs: Inputs, back_end: str) -> AttentionRead:
+        used.append(back_end)
+        return attend(inputs, back_end)
+
+    monkeypatch.setattr(layers, "attend", record)
+    memory = Memorizing(long, options)
+    x = torch.zeros(1, 512, 12)
+    memory(x, memory.init_state(torch.zeros(1, dtype=torch.int64), x.device, x.dtype), torch.tensor([512]))
+    (line,) = layers.describe_attention(memory, "cpu", 512)
+    said(line, f": {used[-1]} (")
