@@ -279,11 +279,13 @@ class Memorizing(Inspectable):
     def __init__(self, spec: LayerSpec, options: Options, over: Memory | None = None) -> None:
         super().__init__(spec, options)
         self.over = attention_below(over, options, spec, kind="memorizing")
-        if self.over is not None and options.cache_len:
-            raise ValueError(
-                f"memory.cache_len is {options.cache_len}, which is of an own attention, but memory.over has another "
-                "one: set memory.cache_len to null"
-            )
+        own = (("cache_len", "null", (None, 0)), ("positions", "t5", ("t5",)), ("sees_itself", "true", (True,)))
+        for name, unused, values in own:
+            if self.over is not None and (given := getattr(options, name)) not in values:
+                raise ValueError(
+                    f"memory.{name} is {given!r}, which is of an own attention, but memory.over has another one: set "
+                    f"memory.{name} to {unused}"
+                )
         self.cache_len = spec.seg_len if options.cache_len is None else options.cache_len
         self.key_heads = spec.num_heads
         check_choices(options, positions=("t5", "none"), search=("exact", "buckets"), rows_dtype=tuple(DTYPES))

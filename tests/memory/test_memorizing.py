@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dist_mem.memory import build_memory
 from dist_mem.memory.base import select_lanes
 from dist_mem.memory.memorizing import GatedAttention, Memorizing, MemorizingState
 from dist_mem.memory.parts.stored_rows import Store, largest, nearest, pick, spans_of, write
@@ -228,6 +229,16 @@ def test_outputs_depend_on_the_stored_rows_that_inspection_shows_and_on_no_other
 def test_options_without_a_meaning_are_refused(options: dict[str, Any], named: list[str]) -> None:
     with refused(ValueError, *named):
         Memorizing(spec(), Memorizing.Options(**options))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("cache_len", 4), ("positions", "none"), ("sees_itself", False), ("kernel", 2)]
+)
+def test_what_only_an_own_attention_has_is_refused_over_another_one(name: str, value: Any) -> None:
+    block = {"kind": "memorizing", "over": {"kind": "causal"}}
+    build_memory(block, spec(same_length=False))
+    with refused(ValueError, f"memory.{name}", value, "memory.over"):
+        build_memory({**block, name: value}, spec(same_length=False))
 
 
 @pytest.mark.parametrize("sees_itself", [True, False])
