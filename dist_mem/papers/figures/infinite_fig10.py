@@ -52,18 +52,20 @@ def memory_space(source: FigureSource, memory: Infinite, place: int) -> Space:
         UnusableError: no document is long enough.
     """
     geometry = memory.geometry
-    num_rows = NUM_UPDATES * geometry.num_rows
     why = f"a long-term memory after {NUM_UPDATES} updates"
     document = source.example(least=least_tokens(source, memory, NUM_UPDATES), place=place, why=why)
     words = words_of(source.trained_model.tokenizer, document.tokens)
-    first_input, sticky = _places(source, document, num_rows)
-    even = torch.empty(0, dtype=torch.float64)
-    for update in range(NUM_UPDATES):
-        even = append(even, None, geometry.num_rows, geometry, is_first=update == 0)
+    before_newest = (NUM_UPDATES - 1) * geometry.num_rows
+    first_input, sticky = _places(source, document, before_newest)
+    num_rows = len(sticky)
+    first_end = num_rows - before_newest  # with data.cut = end the first update may have fewer rows
+    even = append(sticky, None, first_end, geometry, is_first=True)
+    for _ in range(NUM_UPDATES - 1):
+        even = append(even, None, geometry.num_rows, geometry, is_first=False)
     spans = row_spans(num_rows, kept_len=memory.kept_len, seg_len=memory.spec.seg_len, per_update=geometry.num_rows)
     found = Spans(spans.begin + first_input, spans.end + first_input)
     held = [word for word in words if word.begin < int(found.end.max())]
-    ends = [int(found.end[(update + 1) * geometry.num_rows - 1]) for update in range(NUM_UPDATES - 1)]
+    ends = [int(end) for end in found.end[first_end - 1 : -1 : geometry.num_rows]]
     return Space(
         source.id_of(document),
         held,
@@ -74,11 +76,11 @@ def memory_space(source: FigureSource, memory: Infinite, place: int) -> Space:
     )
 
 
-def _places(source: FigureSource, document: Document, num_rows: int) -> tuple[int, Tensor]:
-    """Return the position of the first input of the segment that reads a signal of so many rows, and their places."""
+def _places(source: FigureSource, document: Document, before: int) -> tuple[int, Tensor]:
+    """Return the position of the first input of the segment that first reads more rows than `before`; their places."""
     for step, layers in source.read(document):
         trace: Trace = signal_layers(layers)[-1].trace
-        if len(trace.places[0]) >= num_rows:
+        if len(trace.places[0]) > before:
             return step.first_input, trace.places[0]
     raise UnusableError(
         f"{source.checkpoint.run_dir}: memory.memory_threshold empties the signal before {NUM_UPDATES} updates"

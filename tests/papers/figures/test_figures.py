@@ -95,13 +95,13 @@ def memories() -> dict[str, dict[str, Any]]:
     }
 
 
-def make_run(folder: Path, data: Path, memory: dict[str, Any]) -> Path:
+def make_run(folder: Path, data: Path, memory: dict[str, Any], *, cut: str = "start") -> Path:
     """Write a run with random weights and three logged steps; a model with causal attention is a GPT-2."""
     model: dict[str, Any] = {"init_std": 0.3, "num_layers": 3}
     if "causal" in [kind for _, kind in kinds_of(memory)]:
         model |= {"kind": "gpt2", "num_positions": SEG_LEN}
     config = change_config(
-        make_config(data={"path": str(data)}, model=model, eval={"split": "test"}), {"memory": memory}
+        make_config(data={"path": str(data), "cut": cut}, model=model, eval={"split": "test"}), {"memory": memory}
     )
     torch.manual_seed(0)
     save_weights(folder, MemoryLM(model_spec(config, TOKENIZER.vocab_size)).eval(), config, step=3)
@@ -186,8 +186,13 @@ def test_every_figure_is_drawn_from_its_memories_with_its_numbers_or_refused(
     assert made == MADE.get(name, made) & set(kinds)
 
 
-def test_the_space_of_all_words_is_one_with_and_without_sticky_memories(runs: dict[str, Path]) -> None:
-    source = source_of(runs["sticky"])
+@pytest.mark.parametrize("length", [LENGTH, LENGTH - 5])
+@pytest.mark.parametrize("cut", ["start", "end"])
+def test_the_space_of_all_words_is_one_with_and_without_sticky_memories(cut: str, length: int, tmp_path: Path) -> None:
+    """With `data.cut: end` the first update of a document has fewer rows if its length is no multiple of T."""
+    memory = {**memories()["sticky"], "over": {"kind": "none"}}
+    run = make_run(tmp_path / "run", write_documents(tmp_path / "data"), memory, cut=cut)
+    source = source_of(run, overrides=(f"eval.max_document_len={length}",))
     space = memory_space(source, signal_memories(source, "infinite.fig10")[-1], 0)
     assert sum(space.sticky) == pytest.approx(1.0)
     assert sum(space.even) == pytest.approx(1.0)
