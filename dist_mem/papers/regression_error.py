@@ -32,8 +32,9 @@ from dist_mem.evaluation.trained_model import TrainedModel, open_model, read_set
 from dist_mem.inspection.walk import walk
 from dist_mem.memory.base import MemoryOutput
 from dist_mem.memory.infinite import Infinite
-from dist_mem.memory.parts.basis import evaluate_at, first_positions, update_positions
+from dist_mem.memory.parts.basis import evaluate_at
 from dist_mem.memory.parts.signal import SignalState
+from dist_mem.memory.parts.signal_inspection import follow_rows
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import write_text
@@ -71,30 +72,12 @@ class Watch:
         state: SignalState = inputs[1]
         if not state.has_pending[0]:
             return
-        options, geometry = self.memory.options, self.memory.geometry
         rows = self.memory.pending_input(state, state.pending.dtype)[0]
         if isinstance(state.pending_len, Tensor):
             rows = rows[: int(state.pending_len[0])]
-        num_rows, padding = len(rows), geometry.padding
-        threshold = options.memory_threshold
-        if state.num_tokens[0] == 0 or (threshold is not None and state.num_tokens[0] >= threshold):
-            self.rows, self.places = rows, first_positions(num_rows, padding)[0]
-        else:
-            new = update_positions(geometry.num_samples, num_rows, tau=geometry.tau, padding=padding)[1]
-            self.places = torch.cat([self._contract(state), new])
-            self.rows = torch.cat([self.rows, rows])
+        self.places = follow_rows(self.memory, state, 0, self.places)
+        self.rows = rows if len(self.places) == len(rows) else torch.cat([self.rows, rows])
         self.signal = output.state.coefficients[0]
-
-    def _contract(self, state: SignalState) -> Tensor:
-        """Return the positions to which the update has moved the rows.
-
-        Without even sampling, a row moves with the nearest sample before it.
-        """
-        if self.memory.options.sampling == "linear":
-            return self.memory.geometry.tau * self.places
-        samples = self.memory.positions(state)[0].cpu()
-        rank = torch.searchsorted(samples, self.places, right=True).double()
-        return self.memory.geometry.tau * rank / self.memory.geometry.num_samples
 
     def end_document(self) -> None:
         """Add the errors of the document to the sums."""

@@ -27,7 +27,8 @@ def inspect_signal(memory: Signal, x: Tensor, state: SignalState, valid_len: Ten
     signal, num_tokens = memory.append_pending(state, x.dtype)
     density = memory.density(output.query, memory.project_signal(signal, x.dtype).keys)
     mu, variance = density.moments()
-    places = [_places(memory, state, lane, trace) for lane in range(len(x))]
+    starts = trace.places if trace else [torch.empty(0, dtype=torch.float64)] * len(x)
+    places = [follow_rows(memory, state, lane, start) for lane, start in enumerate(starts)]
     bins = [bin_spans(lane, _spans(memory, len(lane)), NUM_BINS) for lane in places]
     spans = Spans(*(torch.stack(parts).to(x.device) for parts in zip(*bins, strict=True)))
     mass = torch.where((num_tokens > 0)[:, None, None], density.bins(NUM_BINS), 0.0)
@@ -83,9 +84,8 @@ def _spans(memory: Signal, num_rows: int) -> Spans:
     return Spans(begin, begin + seg_len)
 
 
-def _places(memory: Signal, state: SignalState, lane: int, trace: Trace | None) -> Tensor:
-    """Return the places of a lane's rows in the signal that this segment reads, (P,)."""
-    places = trace.places[lane] if trace else torch.empty(0, dtype=torch.float64)
+def follow_rows(memory: Signal, state: SignalState, lane: int, places: Tensor) -> Tensor:
+    """Return the places of a lane's rows in the signal that this segment reads, (P,), of those in the one before."""
     if not state.has_pending[lane]:
         return places
     threshold = memory.options.memory_threshold
