@@ -38,11 +38,13 @@ from dist_mem.memory.parts.signal_inspection import follow_rows
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import write_text
+from dist_mem.runtime.locks import hold_file
 from dist_mem.runtime.progress import Progress
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.runtime.terminal import table
 
 FORMAT_VERSION = 1
+LIMIT = 100  # documents, unless given
 METRICS = ("regression_error", "regression_error_newest")
 
 
@@ -133,7 +135,7 @@ def run(
     path: Path,
     *,
     split: str | None = None,
-    limit: int = 100,
+    limit: int = LIMIT,
     checkpoint: int | None = None,
     overrides: Sequence[str] = (),
     early: StopSignal | None = None,
@@ -171,15 +173,17 @@ def _run(
     protocol, tag = protocol_of(config), tag_of(config)
     split = split or config.eval.split
     refresh(config.data, [split])
-    index = open_index(config.data, split)
-    trained = open_model(found, config, tokenizer_of_data(found, config.data), world.device)
-    trained.model.register_forward_pre_hook(check)
-    lengths = cut_lengths(index.documents[:limit].num_tokens, config.eval.max_document_len)
-    layers = regression_errors(trained, Documents(index, lengths, bos_id=trained.tokenizer.bos_id))
     step = int(found.manifest["step"])
-    name = ReportName(split, step, join_parts(data_tag(found, config.data, split), tag), "inspect")
-    metadata = {"format_version": FORMAT_VERSION, "step": step, "limit": limit, "protocol": protocol._asdict()}
-    _publish(found.run_dir / FOLDER / f"{name}.json", split, layers, metadata)
+    tag = join_parts(data_tag(found, config.data, split), tag, "" if limit == LIMIT else f"limit{limit}")
+    target = found.run_dir / FOLDER / f"{ReportName(split, step, tag, 'inspect')}.json"
+    with hold_file(target):
+        index = open_index(config.data, split)
+        trained = open_model(found, config, tokenizer_of_data(found, config.data), world.device)
+        trained.model.register_forward_pre_hook(check)
+        lengths = cut_lengths(index.documents[:limit].num_tokens, config.eval.max_document_len)
+        layers = regression_errors(trained, Documents(index, lengths, bos_id=trained.tokenizer.bos_id))
+        metadata = {"format_version": FORMAT_VERSION, "step": step, "limit": limit, "protocol": protocol._asdict()}
+        _publish(target, split, layers, metadata)
 
 
 def _publish(target: Path, split: str, layers: list[Errors], metadata: Mapping[str, object]) -> None:
@@ -195,6 +199,5 @@ def _publish(target: Path, split: str, layers: list[Errors], metadata: Mapping[s
         "metrics": {f"{split}/{name}": value for name, value in zip(METRICS, (mean, newest), strict=True)},
         "layers": [layer._asdict() for layer in layers],
     }
-    target.parent.mkdir(exist_ok=True)
     write_text(target, json_text(content, indent=1) + "\n")
     print(f"written: {target}", file=sys.stderr)

@@ -10,13 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from dist_mem.errors import UnusableError
 from dist_mem.memory.infinite import Infinite
 from dist_mem.memory.parts import signal_inspection
 from dist_mem.memory.parts.signal_places import append
 from dist_mem.papers.regression_error import Errors, Watch, run
 from dist_mem.runtime import progress
+from dist_mem.runtime.locks import hold_file
 from tests.support.evaluated_runs import make_run
 from tests.support.infinite_memories import SEG_LEN, WIDTH, memory_of, smooth
+from tests.support.messages import refused
 from tests.support.scored_library import write_other
 
 FINE: dict[str, Any] = {
@@ -111,7 +114,7 @@ def test_the_watch_changes_nothing() -> None:
 
 
 @pytest.mark.usefixtures("single_process")
-def test_what_another_protocol_or_other_data_give_does_not_take_the_place_of_the_runs_own(
+def test_what_another_protocol_limit_or_other_data_give_does_not_take_the_place_of_the_runs_own(
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
@@ -126,5 +129,10 @@ def test_what_another_protocol_or_other_data_give_does_not_take_the_place_of_the
         found = json.loads((folder / f"inspect-test-step-00000003{tag}.json").read_text(encoding="utf-8"))
         assert found["protocol"]["seg_len"] == (4 if tag == "-T4" else 8)
         assert found["protocol"]["lanes"] is None
-    assert len(list(folder.iterdir())) == 3
+    assert run(tmp_path / "run", split="test", limit=1) == 0
+    limits = {path.stem.rpartition("-")[2]: json.loads(path.read_text())["limit"] for path in folder.glob("*.json")}
+    assert len(limits) == 4
+    assert limits["limit1"] == 1
+    with hold_file(folder / "inspect-test-step-00000003-limit1.json"), refused(UnusableError, "limit1.json"):
+        run(tmp_path / "run", split="test", limit=1)
     assert "reading test: 260 of 260 tokens" in capsys.readouterr().err
