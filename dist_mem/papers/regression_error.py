@@ -54,6 +54,7 @@ class Errors(NamedTuple):
     all_rows: float
     newest: float  # of the rows that entered last and are not contracted yet
     num_documents: int  # documents from which rows have entered
+    layer_index: int  # of the block of the model
 
 
 class Watch:
@@ -94,7 +95,7 @@ class Watch:
 
     def errors(self) -> Errors:
         all_rows, newest = (self.sums[:, 0] / self.sums[:, 1]).tolist()
-        return Errors(all_rows, newest, self.num_documents)
+        return Errors(all_rows, newest, self.num_documents, self.memory.spec.layer_index)
 
 
 @contextmanager
@@ -114,7 +115,7 @@ def regression_errors(trained: TrainedModel, documents: Documents) -> list[Error
     """Return the errors of every layer over whole documents.
 
     Raises:
-        ValueError: the model has no infinite memory, or no document is long enough for a row to enter it.
+        ValueError: the model has no infinite memory, or no document is long enough for a row to enter one.
     """
     with attach_watches(trained.model) as watches:
         if not watches:
@@ -126,8 +127,9 @@ def regression_errors(trained: TrainedModel, documents: Documents) -> list[Error
                 for watch in watches:
                     watch.end_document()
     found = [watch.errors() for watch in watches]
-    if not found[0].num_documents:
-        raise ValueError("no document is long enough for rows to enter the long-term memory: use longer documents")
+    if empty := [str(layer.layer_index) for layer in found if not layer.num_documents]:
+        where = f"the long-term memory of block {', '.join(empty)}"
+        raise ValueError(f"no document is long enough for rows to enter {where}: use longer documents")
     return found
 
 
@@ -191,7 +193,7 @@ def _publish(target: Path, split: str, layers: list[Errors], metadata: Mapping[s
     newest = statistics.fmean(layer.newest for layer in layers)
     total = f"{layers[0].num_documents} documents of {split}, step {metadata['step']}"
     print(f"relative squared error of the regression; {total}")
-    errors = [(str(number), layer.all_rows, layer.newest) for number, layer in enumerate(layers)]
+    errors = [(str(layer.layer_index), layer.all_rows, layer.newest) for layer in layers]
     cells = [(name, f"{everything:.4f}", f"{new:.4f}") for name, everything, new in [*errors, ("all", mean, newest)]]
     print("\n".join(table([("layer", "all rows", "newest"), *cells])))
     content = {

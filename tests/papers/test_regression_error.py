@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dist_mem.errors import UnusableError
+from dist_mem.memory import memory_class
 from dist_mem.memory.infinite import Infinite
 from dist_mem.memory.parts import signal_inspection
 from dist_mem.memory.parts.signal_places import append
@@ -136,3 +137,16 @@ def test_what_another_protocol_limit_or_other_data_give_does_not_take_the_place_
     with hold_file(folder / "inspect-test-step-00000003-limit1.json"), refused(UnusableError, "limit1.json"):
         run(tmp_path / "run", split="test", limit=1)
     assert "reading test: 260 of 260 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("single_process")
+def test_errors_are_of_the_blocks_that_have_such_a_memory(library: Path, tmp_path: Path) -> None:
+    infinite = {"kind": "infinite", **memory_class("infinite").small_options(8), "over": {"kind": "none"}}
+    make_run(tmp_path / "one", library, {"kind": "per_block", "default": {"kind": "none"}, "1": infinite})
+    assert run(tmp_path / "one" / "run", split="test") == 0
+    (report,) = (tmp_path / "one" / "run" / "evaluations").glob("*.json")
+    assert [layer["layer_index"] for layer in json.loads(report.read_text())["layers"]] == [1]
+    longer = {**infinite, "over": {"kind": "transformer_xl", "mem_len": 1024}}  # nothing leaves the memory below
+    make_run(tmp_path / "two", library, {"kind": "per_block", "default": infinite, "1": longer})
+    with refused(ValueError, "block 1", "longer documents"):
+        run(tmp_path / "two" / "run", split="test")
