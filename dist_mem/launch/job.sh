@@ -164,8 +164,8 @@ DIST_MEM_CACHES=${DIST_MEM_CACHES:-${TMPDIR:-/tmp}} \
 code=$?
 if [ -s "$DIST_MEM_EXIT_CODE" ]; then
   code=$(cat "$DIST_MEM_EXIT_CODE")
-elif [ "$code" = 2 ]; then
-  code=1 # of srun alone it is no refusal of dist-mem, but ENOENT: a node lacks the program, or has lost the disk it is on
+elif [ "$code" = 0 ] || [ "$code" = 2 ]; then
+  code=1 # of srun alone: 0 where a node cannot open a log, 2 where it lacks the program, or has lost the disk it is on
 fi
 echo "$code" >"$DIST_MEM_EXIT_CODE"
 say "the ranks have ended with exit code $code"

@@ -10,15 +10,18 @@ from typing import Any
 
 import pytest
 
-from dist_mem.errors import EXIT_REQUEUE, EXIT_USAGE
+from dist_mem.errors import EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE
 from dist_mem.launch.script import render
 from tests.support.messages import said
 from tests.support.slurm_runs import launch_block
 
-# Each writes a line of what it was called with. The ranks end with $CODE, and sbatch answers with the file `answer`.
+# Each writes a line of what it was called with. The ranks write the folder $SAVES and end with $CODE, or do not start
+# with NO_RANKS; sbatch answers with the file `answer`.
 PROGRAMS = {
     "scontrol": 'case $2 in hostnames) echo localhost ;; *) echo "JobId=7 SubmitTime=now JobState=RUNNING X" ;; esac',
-    "srun": 'printf "%s\\n" "$MASTER_ADDR" "${MASTER_PORT-none}" "${RANK-none}" >>srun; env >>srun; exit "$CODE"',
+    "srun": 'printf "%s\\n" "$MASTER_ADDR" "${MASTER_PORT-none}" "${RANK-none}" >>srun; env >>srun; echo "$@" >>srun; '
+    '[ -n "${NO_RANKS:-}" ] || echo "$CODE" >"$DIST_MEM_EXIT_CODE"; '
+    '[ -z "${SAVES:-}" ] || mkdir "$SAVES"; exit "$CODE"',
     "sbatch": 'echo "$@" >>sbatch; cat answer',
     "scancel": 'echo "$@" >>scancel',
     "dist-mem": 'echo "$PWD/run"',
@@ -93,6 +96,14 @@ def test_job_after_which_none_is_needed_cancels_the_rest_of_its_chain(code: int,
     tasks = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_MAX": "3"}
     assert start(tmp_path, {"restart": "chain"}, code, tasks)[0] == code
     assert (tmp_path / "scancel").read_text() == "--state=PENDING 7\n"
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_srun_that_starts_no_rank_has_failed_and_its_chain_continues(code: int, tmp_path: Path) -> None:
+    """Slurm 22.05 returns 0 where a node cannot open the log of a rank, and 2 where it lacks the program."""
+    tasks = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_MAX": "3", "NO_RANKS": "1"}
+    assert start(tmp_path, {"restart": "chain"}, code, tasks)[0] == EXIT_FAILED
+    assert not (tmp_path / "scancel").exists()
 
 
 @pytest.mark.parametrize(("variables", "named"), [({"DIST_MEM_RESTART": "requeu"}, "'requeu'"), ({}, "run/STOP")])
