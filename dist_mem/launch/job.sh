@@ -160,7 +160,7 @@ fi
 DIST_MEM_CACHES=${DIST_MEM_CACHES:-${TMPDIR:-/tmp}} \
   TORCH_FR_DUMP_TEMP_FILE=${TORCH_FR_DUMP_TEMP_FILE:-$logs/nccl_trace_rank_} \
   srun --export=ALL --kill-on-bad-exit=1 --wait=60 --cpu-bind="$cpu_bind" ${cores:+"--cpus-per-task=$cores"} \
-  --output="$logs/%N-%n.log" --open-mode=append "${in_image[@]}" dist-mem train "${arguments[@]}"
+  --output="${logs//%/%%}/%N-%n.log" --open-mode=append "${in_image[@]}" dist-mem train "${arguments[@]}"
 code=$?
 if [ -s "$DIST_MEM_EXIT_CODE" ]; then
   code=$(cat "$DIST_MEM_EXIT_CODE")

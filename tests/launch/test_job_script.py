@@ -106,6 +106,13 @@ def test_srun_that_starts_no_rank_has_failed_and_its_chain_continues(code: int, 
     assert not (tmp_path / "scancel").exists()
 
 
+def test_percent_sign_in_the_name_of_a_run_is_no_pattern_of_srun(tmp_path: Path) -> None:
+    folder = tmp_path / "top5%accuracy"
+    folder.mkdir()
+    assert start(folder, {})[0] == 0
+    assert f"--output={tmp_path}/top5%%accuracy/run/slurm/7/%N-%n.log" in (folder / "srun").read_text().split()
+
+
 @pytest.mark.parametrize(("variables", "named"), [({"DIST_MEM_RESTART": "requeu"}, "'requeu'"), ({}, "run/STOP")])
 def test_start_that_cannot_do_what_is_wanted_ends_before_its_ranks(
     variables: dict[str, str], named: str, tmp_path: Path
