@@ -50,7 +50,7 @@ patiently() {
   say "$1: ${complaint:-no answer}" >&2
   return 1
 }
-newest() { find "$run_dir/checkpoints" -maxdepth 1 -name 'step-????????' 2>/dev/null | sort | tail -n 1; }
+newest() { find "$run_dir/checkpoints/" -maxdepth 1 -name 'step-????????' 2>/dev/null | sort | tail -n 1; }
 
 whole=$me # a chain is one array, which trains one run
 [ "$restart" != chain ] || whole=${SLURM_ARRAY_JOB_ID:-$me}

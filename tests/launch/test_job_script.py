@@ -113,6 +113,14 @@ def test_percent_sign_in_the_name_of_a_run_is_no_pattern_of_srun(tmp_path: Path)
     assert f"--output={tmp_path}/top5%%accuracy/run/slurm/7/%N-%n.log" in (folder / "srun").read_text().split()
 
 
+def test_new_checkpoint_is_found_where_checkpoints_is_a_link(tmp_path: Path) -> None:
+    (tmp_path / "run" / "slurm").mkdir(parents=True)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk")
+    code, text = start(tmp_path, {}, EXIT_REQUEUE, {"SAVES": f"{tmp_path}/run/checkpoints/step-00000001"})
+    assert code == EXIT_REQUEUE and not (tmp_path / "run" / "slurm" / "stalled").exists(), text
+
+
 @pytest.mark.parametrize(("variables", "named"), [({"DIST_MEM_RESTART": "requeu"}, "'requeu'"), ({}, "run/STOP")])
 def test_start_that_cannot_do_what_is_wanted_ends_before_its_ranks(
     variables: dict[str, str], named: str, tmp_path: Path
