@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dist_mem.checkpoint.engine_files import ENGINE_JSON, engine_index
-from dist_mem.checkpoint.manifest import run_of, step_dir, write_manifest
+from dist_mem.checkpoint.manifest import read_manifest, run_of, step_dir, write_manifest
 from dist_mem.checkpoint.rank_file import FOLDER, rank_file, safetensors_parts, tensors_of_file
 from dist_mem.checkpoint.retention import prune
 from dist_mem.checkpoint.snapshot import Snapshot
 from dist_mem.config import CheckpointConfig
-from dist_mem.errors import UnfitError
+from dist_mem.errors import CheckpointError, UnfitError
 from dist_mem.runtime.distributed import RankFailure, World, agree_on_error, describe_failure
 from dist_mem.runtime.files import free_name, fsync_path, write_hashed, write_text
 from dist_mem.runtime.versions import code_versions
@@ -93,13 +93,14 @@ def write_checkpoint(
 
 
 def rehearse_checkpoint(snapshot: Snapshot, *, run_dir: Path, world: World, channel: SideChannel) -> None:
-    """Write all files of a checkpoint but its rename, and remove them; collective, before the first step.
+    """Write all files of a checkpoint, read its manifest, and remove them; collective, before the first step.
 
     Args:
         snapshot: a rehearsal, without the tensors of the engine and the memories.
 
     Raises:
         UnfitError: on every rank, if any rank could not write its part; names those ranks.
+        CheckpointError: on every rank; no start could read what is written.
     """
     partial = step_dir(run_dir, snapshot.step).with_name(".rehearsal.partial")
 
@@ -107,14 +108,15 @@ def rehearse_checkpoint(snapshot: Snapshot, *, run_dir: Path, world: World, chan
         try:
             _raise_failures(shares)
             _fill(partial, snapshot, shares)
+            read_manifest(partial)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
     try:
         channel.decide_on_rank0(snapshot.num_bytes, lambda sizes: _open(partial, snapshot, sum(sizes)))
         channel.decide_on_rank0(_write_share(partial, snapshot, world.rank), fill)
-    except UnfitError as error:
-        raise UnfitError(
+    except (UnfitError, CheckpointError) as error:
+        raise type(error)(
             f"no checkpoint can be written into {partial.parent}: {error}. Earlier checkpoints are intact: fix this, "
             "and the same command resumes"
         ) from error

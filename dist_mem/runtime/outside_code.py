@@ -14,6 +14,7 @@ from typing import Any
 
 from dist_mem.runtime.environment import as_submitted
 from dist_mem.runtime.files import is_file, read_regular, sha256_of
+from dist_mem.runtime.names import check_plain
 
 
 def load_named(named: str, key: str) -> Any:
@@ -23,7 +24,7 @@ def load_named(named: str, key: str) -> Any:
         key: of the configuration, for messages.
 
     Raises:
-        ValueError: no such file or name, or the file does not run; names the file, and the line that failed.
+        ValueError: no such file or name, no plain name, or the file does not run; names file and failing line.
     """
     path, name = source_of(named), named.rpartition(":")[2]
     if not is_file(path):
@@ -31,6 +32,7 @@ def load_named(named: str, key: str) -> Any:
             f"{key} is {named!r}: there is no file {path.absolute()}; start the command in the folder from which "
             "the path is right, for a trained run where it was trained"
         )
+    check_plain(path.name, f"{key} is {named!r}: checkpoints keep a copy of {path}, whose name")
     module_name = f"dist_mem_outside_{sha256_of(path)[:16]}"
     if module_name not in sys.modules:
         _run(path, module_name)

@@ -38,7 +38,7 @@ def train_reporting(world: World, config: Path) -> str:
 
 
 def train_where_the_first_save_would_fail(world: World, config: Path, what: str) -> str:
-    """Train where a rank's file cannot be written, or rank 0 cannot describe the checkpoint."""
+    """Train where a rank's file cannot be written, or rank 0 cannot describe the checkpoint, or read what it wrote."""
 
     def fail(path: Path) -> None:
         if what == "a file" and path.name == "rank-00001.safetensors":
@@ -47,18 +47,26 @@ def train_where_the_first_save_would_fail(world: World, config: Path, what: str)
     with before_writing(fail, is_rehearsal=True) as patch:
         if what == "the manifest":
             patch.setattr(commit, "code_versions", lambda: {"torch": object()})
+        if what == "what is read":
+            patch.setattr(commit, "code_versions", lambda: {"torch": 2})
         return train_reporting(world, config)
 
 
-@pytest.mark.parametrize("what", ["a file", "the manifest"])
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("a file", ["UnfitError", "rank 1: OSError", "rank-00001.safetensors"]),
+        ("the manifest", ["UnfitError"]),
+        ("what is read", ["CheckpointError", "manifest.json", "versions"]),
+    ],
+)
 def test_a_save_that_must_fail_is_found_before_the_first_step(
-    what: str, tmp_path: Path, books: Path, rank_pool: Pools
+    what: str, named: list[str], tmp_path: Path, books: Path, rank_pool: Pools
 ) -> None:
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 4}})
     ends = rank_pool(2).run(train_where_the_first_save_would_fail, config, what)
     assert set(ends) == {ends[0]}, "one message on every rank"
-    named = ["rank 1: OSError", "rank-00001.safetensors"] if what == "a file" else []
-    said(ends[0], "UnfitError", tmp_path / "run" / "checkpoints", *named)
+    said(ends[0], tmp_path / "run" / "checkpoints", *named)
     assert logged_steps(tmp_path / "run") == []
     assert names(tmp_path / "run") == []
 

@@ -12,6 +12,7 @@ from dist_mem.errors import UnusableError
 from dist_mem.tracking.log import METRICS_FILE, read_points
 from dist_mem.tracking.own_sinks import load_sink, sink_sources
 from dist_mem.tracking.start import check_sinks
+from tests.support.messages import refused
 from tests.support.paths import ROOT
 from tests.support.tracked import config_for, job, start
 
@@ -54,6 +55,13 @@ def test_a_file_that_gives_no_sink_is_refused_before_the_start(tmp_path: Path, t
     with pytest.raises(UnusableError, match=re.escape(named)) as caught:
         check_sinks(with_sinks(f"{path}:Own").tracking)
     assert "tracking.sinks" in str(caught.value) or str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [".own.py", "o\\wn.py", f"{'o' * 228}.py"])
+def test_a_file_whose_copy_no_checkpoint_could_have_is_refused_before_the_start(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(BEGIN + "pass\n")
+    with refused(UnusableError, "tracking.sinks", tmp_path / name):
+        check_sinks(with_sinks(f"{tmp_path / name}:Own").tracking)
 
 
 def test_a_constructor_that_fails_ends_the_start_with_its_line(tmp_path: Path) -> None:
