@@ -7,7 +7,6 @@ from typing import Any
 
 from dist_mem.checkpoint.retention import Validation
 from dist_mem.data.curriculum import Stage, answers_of, stage_number, stages_of, with_ends
-from dist_mem.data.directory import open_index
 from dist_mem.errors import CutShortError, RunError, UnusableError
 from dist_mem.evaluation.job import stop_check
 from dist_mem.evaluation.probe import PREFIX, PassageRead, open_passage, passage_metrics, write_passage_picture
@@ -86,7 +85,7 @@ class Evaluation:
         """
         config, world, engine = self._context.config, self._context.world, self._context.engine
         tokenizer = self._context.feed.data.tokenizer
-        index, forward = open_index(config.data, config.eval.split), self._forward()
+        (index,), forward = self._context.feed.data.evaluated, self._forward()
         found = score_split(forward, engine.init_state, config=config, index=index, tokenizer=tokenizer, world=world)
         protocol = protocol_of(config)._replace(  # memory, model and precision are those that are trained
             mem_len=short_term_len(config.memory),
@@ -109,13 +108,14 @@ class Evaluation:
         There are none without `data.until_accuracy`, and of data.path.
 
         Raises:
-            CutShortError, UnusableError: on every rank; a reason to stop, or no answer is scored.
+            RunError: on every rank; a reason to stop, no answer is scored, or a rank cannot open them.
         """
         config, engine = self._context.config, self._context.engine
         number, stage = self._stage_of(state)
         if config.data.until_accuracy is None or stage.until is None:
             return {}
-        index, tokenizer = answers_of(stage, config.eval.split), self._context.feed.data.tokenizer
+        index = on_all_ranks(lambda: answers_of(stage, config.eval.split), "opening the answers of the stage")
+        tokenizer = self._context.feed.data.tokenizer
         forward, world = self._forward(), self._context.world
         found = score_split(forward, engine.init_state, config=config, index=index, tokenizer=tokenizer, world=world)
         engine.train(True)

@@ -8,13 +8,16 @@ from typing import Any, cast
 
 import pytest
 
-from dist_mem.checkpoint.manifest import step_dir
+from dist_mem.checkpoint.manifest import list_steps, step_dir
 from dist_mem.checkpoint.resume_source import check_data
 from dist_mem.config import DataConfig
 from dist_mem.errors import CheckpointError
+from dist_mem.runtime.distributed import World
+from dist_mem.training import loop
 from tests.support.curricula import make_data
 from tests.support.jobs import checkpoint_content, difference, losses, train_here, write_config
-from tests.support.messages import refused
+from tests.support.messages import refused, said
+from tests.support.rank_errors import error_of
 from tests.support.ranks import Pools
 from tests.support.recording import assert_as_delivered, found_by, train_recording
 
@@ -22,7 +25,7 @@ pytestmark = pytest.mark.ranks
 BOUNDARY = 3
 
 
-def config_of(tmp_path: Path, books: Path, *, ends_by: str = "step", **changes: dict[str, Any]) -> Path:
+def config_of(tmp_path: Path, books: Path, *, ends_by: str = "step", **changes: Any) -> Path:
     """Six steps, two segments each: three of short documents, then three of `books`."""
     by_accuracy = ends_by == "accuracy"
     short = make_data(tmp_path / "short", [20 + 3 * number for number in range(10)], answers=by_accuracy)
@@ -75,6 +78,30 @@ def test_a_rollback_over_a_boundary_reads_the_stage_before_again(
     delivered = rank_pool(2).run(train_recording, config, [], BOUNDARY + 1)
     for step in range(1, 7):
         assert_as_delivered(tmp_path / "straight", step, delivered)
+
+
+def train_where_rank_1_loses_its_indexes(world: World, config: Path, folder: Path) -> int:
+    """Each rank has data of its own, as on the disk of its node."""
+    own = folder / str(world.rank)
+    for name in ("books", "short"):
+        shutil.copytree(folder / name, own / name)
+
+    def lose(step: int) -> None:
+        if world.rank == 1 and step == 1:
+            for path in own.glob("*/validation/index.json"):
+                path.unlink()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "begin_step", lose)
+        return train_here(world, config, [f"data.path={own}/books", f"data.curriculum.0.path={own}/short"])
+
+
+def test_answers_that_one_rank_cannot_open_stop_all_ranks_saved(tmp_path: Path, books: Path, rank_pool: Pools) -> None:
+    shutil.copytree(books, tmp_path / "books")
+    config = config_of(tmp_path, books, ends_by="accuracy", preflight=False, checkpoint={"every": None})
+    for text in rank_pool(2).run(error_of, train_where_rank_1_loses_its_indexes, config, tmp_path):
+        said(text, tmp_path / "1" / "short" / "validation" / "index.json")
+    assert list_steps(tmp_path / "straight") == [BOUNDARY]
 
 
 def test_another_number_of_stages_than_a_checkpoint_was_trained_on_is_refused() -> None:
