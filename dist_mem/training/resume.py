@@ -265,6 +265,7 @@ def _roll_back(context: Context, decision: Decision) -> TrainState:
         raise DivergedError(f"{decision.message}, but there is no checkpoint yet", decision.step)
     saved = saved_config(choice.directory, context.config.memory).train
     state = load_checkpoint(choice, saved, context.config, context.world, engine=context.engine, lane_ids=feed.lane_ids)
+    saver.step = state.step  # later steps are saved when they are made again, also over a damaged checkpoint
     feed.restart(state)
     reporting.meter.load(choice.manifest["meter"])
     saver.set_aside(choice.broken)

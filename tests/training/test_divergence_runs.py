@@ -15,19 +15,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from dist_mem.checkpoint.manifest import verify
+from dist_mem.checkpoint.resume_choice import ResumeChoice, choose_checkpoint
 from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_REQUEUE
 from dist_mem.memory.base import map_state
 from dist_mem.runtime.distributed import World
 from dist_mem.tracking.log import METRICS_FILE, find_entries, read_points
 from dist_mem.tracking.tracker import Tracker
-from dist_mem.training import loop
+from dist_mem.training import loop, resume
 from dist_mem.training import step as update
 from dist_mem.training.agreement import Agreement, Forward
 from dist_mem.training.divergence import Divergence
 from dist_mem.training.step import StepContext
+from tests.support.faults import flip
 from tests.support.jobs import checkpoint_content, difference, figures, logged_steps, train_here, write_config
 from tests.support.messages import said_line
 from tests.support.ranks import Pools
+from tests.support.saving import names
 from tests.support.tracked import history
 
 pytestmark = pytest.mark.ranks
@@ -175,6 +179,29 @@ def test_rolled_back_run_resumes_bitwise(
             codes = rank_pool(2).run(train_with_faults, config, changes, {8: "spike", **more})
             assert codes == [code if more else EXIT_DONE] * 2
     assert difference(end_of(tmp_path / "straight"), end_of(tmp_path / "interrupted")) is None
+
+
+def train_past_a_damaged_checkpoint(world: World, config: Path, changes: list[str], damaged: Path) -> int | str:
+    """A job that diverges in its last step, and finds this checkpoint damaged when it rolls back."""
+
+    def choose(*arguments: Any) -> ResumeChoice | None:
+        if world.rank == 0:
+            flip(damaged / "engine.json", 100)
+        return choose_checkpoint(*arguments)
+
+    with mock.patch.object(resume, "choose_checkpoint", choose):
+        return train_with_faults(world, config, changes, {11: "loss"})
+
+
+def test_a_rollback_past_a_damaged_checkpoint_saves_its_step_again(
+    tmp_path: Path, books: Path, rank_pool: Pools
+) -> None:
+    config, changes = configure(tmp_path, books, "run", "divergence.action=rollback")
+    damaged = tmp_path / "run" / "checkpoints" / "step-00000010"
+    assert rank_pool(2).run(train_past_a_damaged_checkpoint, config, changes, damaged) == [EXIT_DONE] * 2
+    kept = ["latest", "step-00000005", "step-00000010", "step-00000010.broken", "step-00000012"]
+    assert names(tmp_path / "run") == kept
+    assert verify(damaged)["step"] == 10
 
 
 def train_and_listen(world: World, *arguments: Any) -> tuple[int | str, str]:
