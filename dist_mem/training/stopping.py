@@ -72,12 +72,13 @@ class Stopping:
         self._looked = -float("inf")  # time of the last check for the file, monotonic seconds
         self._reason: str | None = None
         self._step_seconds = deque[float](maxlen=10)
-        self._last = training_seconds()
+        self._last: float | None = None  # training seconds at the begin of the step; before the first one there is none
 
     def is_asked_for(self) -> bool:
         """Return whether this rank has a reason to stop after the current step; other ranks may have one too."""
         now = self._training_seconds()
-        self._step_seconds.append(now - self._last)
+        if self._last is not None:
+            self._step_seconds.append(now - self._last)
         self._last = now
         return self.has_reason()
 
