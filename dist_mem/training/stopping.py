@@ -9,6 +9,7 @@ A step needs no extra communication for this: the flag is part of the step's all
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -101,7 +102,8 @@ class Stopping:
         if self._rank != 0 or time.monotonic() < self._looked + _LOOK_SECONDS:
             return None
         self._looked = time.monotonic()
-        return f"by {self._stop_file} (remove it first)" if self._stop_file.exists() else None
+        # Unlike Path.exists it raises nothing where a network disk fails: the next look is a second later.
+        return f"by {self._stop_file} (remove it first)" if os.path.exists(self._stop_file) else None
 
     def _by_clock(self) -> str | None:
         if self._end is None or self._end - time.time() >= (needed := self.seconds_needed()):

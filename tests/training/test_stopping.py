@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -206,6 +207,15 @@ def seconds_needed(*, saved: float, steps: list[float]) -> float:
         now[0] += seconds
         assert not asked.is_asked_for()
     return asked.seconds_needed()
+
+
+def test_a_disk_that_does_not_answer_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Any, **_: Any) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    asked = stopping_of(0, [0.0])
+    monkeypatch.setattr("os.stat", fail)
+    assert not asked.is_asked_for()
 
 
 def test_the_clock_leaves_time_for_three_saves_and_two_steps() -> None:
