@@ -111,7 +111,7 @@ def standings(study: Study, runs: Sequence[CellRun], costs: Mapping[str, Costs])
 def rank_of_runs(runs: Sequence[CellRun], name: str, column: Column) -> tuple[int, float]:
     """Return `rank_of` the runs of a row that are measured: a row with a seed that diverged comes last."""
     known = [result for run in runs if (result := read_result(run, name)) is not None]
-    return rank_of(known or [None], column.metric)
+    return rank_of(known or [{}], column.metric)
 
 
 def table_rows(study: Study) -> list[str]:

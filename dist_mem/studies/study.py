@@ -356,10 +356,10 @@ def _check_points(study: Study, where: str) -> None:
     found: dict[str, tuple[str, str]] = {}
     for row, name in itertools.product(study.trained_rows, study.points):
         if row not in study.points[name].without:
-            first, point = found.setdefault(CellRun(row, name, 0, Path()).name, (row, name))
-            if (first, point) != (row, name):
+            first, its_point = found.setdefault(CellRun(row, name, 0, Path()).name, (row, name))
+            if (first, its_point) != (row, name):
                 raise UnusableError(
-                    f"{where}rows has {first!r} and {row!r}, at {point!r} and {name!r}, whose runs and cells have one "
+                    f"{where}rows has {first!r} and {row!r}, at {its_point!r} and {name!r}, whose runs and cells have one "
                     "name: rename a row or a point"
                 )
 

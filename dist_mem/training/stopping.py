@@ -102,8 +102,9 @@ class Stopping:
         if self._rank != 0 or time.monotonic() < self._looked + _LOOK_SECONDS:
             return None
         self._looked = time.monotonic()
-        # Unlike Path.exists it raises nothing where a network disk fails: the next look is a second later.
-        return f"by {self._stop_file} (remove it first)" if os.path.exists(self._stop_file) else None
+        # Path.exists raises where a network disk fails; here the next look is a second later.
+        is_there = os.path.exists(self._stop_file)  # noqa: PTH110
+        return f"by {self._stop_file} (remove it first)" if is_there else None
 
     def _by_clock(self) -> str | None:
         if self._end is None or self._end - time.time() >= (needed := self.seconds_needed()):

@@ -316,10 +316,10 @@ def test_a_build_is_replaced_with_its_own_tokenizer_and_kept_where_there_is_none
     given = ("--source", source, "--out", out)
     assert build_data(name, *given, "--vocab-size", "280") == 0
     files = contents(out)
-    given = (*given, "--overwrite", "--tokenizer-from")
-    build_refused(name, *given, source, named=(source, "tokenizer.json", "--tokenizer-from"))
+    again = (*given, "--overwrite", "--tokenizer-from")
+    build_refused(name, *again, source, named=(source, "tokenizer.json", "--tokenizer-from"))
     assert contents(out) == files
-    assert build_data(name, *given, out) == 0
+    assert build_data(name, *again, out) == 0
     assert contents(out).keys() == files.keys()
     assert contents(out)["tokenizer.model"] == files["tokenizer.model"]
 

@@ -273,8 +273,8 @@ def test_a_page_that_cannot_be_written_is_refused_before_anything_is_read(
 ) -> None:
     monkeypatch.setattr("dist_mem.inspection.page.write_page.read_document", lambda *_, **__: pytest.fail("it is read"))
     (run_dir / "report.html").mkdir()
-    for path, given in ((run_dir / "report.html", ()), ("/proc/page.html", ("-o", "/proc/page.html"))):
-        assert report(run_dir, *BOOK, *given) == EXIT_USAGE
+    for path, options in ((run_dir / "report.html", ()), ("/proc/page.html", ("-o", "/proc/page.html"))):
+        assert report(run_dir, *BOOK, *options) == EXIT_USAGE
         said(capsys.readouterr().err, path, "-o FILE")
 
 
