@@ -31,7 +31,8 @@ from dist_mem.runtime.files import make_folder, write_text
 from dist_mem.runtime.terminal import count_noun, table
 from dist_mem.studies.runs import CellRun, evaluate_command, train_command, train_words
 from dist_mem.studies.study_call import (
-    DeviceShare,
+    DEVICES,
+    Place,
     RunFailure,
     StudyCall,
     build,
@@ -73,7 +74,7 @@ class Estimate(NamedTuple):
     seconds: float
 
 
-def estimate(job: StudyCall, places: Sequence[DeviceShare]) -> tuple[list[Estimate], list[RunFailure]]:
+def estimate(job: StudyCall, places: Sequence[Place]) -> tuple[list[Estimate], list[RunFailure]]:
     """Return the estimates of all runs that are not finished, and the errors of rows whose trial failed.
 
     The trial of a row is made once; its times are kept in the folder, until the row or the number of places changes.
@@ -135,7 +136,7 @@ def _try(
     num_places: int,
     item: CellRun,
     report: Callable[[str], None],
-    place: DeviceShare,
+    place: Place,
 ) -> None:
     """Train a few steps of a row and measure its columns, and keep the times; `given`: overrides."""
     build(job, item, report)
@@ -150,7 +151,7 @@ def _try(
     metrics, last = trial.directory / METRICS_FILE, _FIRST_STEPS + MEASURED_STEPS
     begin = time.monotonic()
     code = job.command(
-        train_command(job.study, trial, ranks=job.ranks, extra=extra, devices=place.devices),
+        train_command(job.study, trial, ranks=job.ranks, extra=extra, devices=place.get(DEVICES)),
         f"{item.name}-estimate",
         also=[EXIT_REQUEUE, EXIT_DIVERGED],
         place=place,

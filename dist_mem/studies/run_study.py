@@ -51,7 +51,7 @@ from dist_mem.studies.runs import (
 from dist_mem.studies.study import MAX_RUNS, check_seeds, check_words, load_study
 from dist_mem.studies.study_call import (
     CommandError,
-    DeviceShare,
+    Place,
     RunFailure,
     StudyCall,
     StudyStoppedError,
@@ -207,7 +207,7 @@ def _failure_code(errors: Sequence[RunFailure]) -> int:
     return EXIT_USAGE if all(isinstance(error, UnusableError) for error in errors) else EXIT_FAILED
 
 
-def _places(job: StudyCall, asked: StudyRequest) -> list[DeviceShare]:
+def _places(job: StudyCall, asked: StudyRequest) -> list[Place]:
     gpus = names_of_gpus(torch.cuda.device_count())
     return places(asked.jobs, job.ranks, num_cores=len(os.sched_getaffinity(0)), gpus=gpus)
 
@@ -294,7 +294,7 @@ def _run(job: StudyCall, asked: StudyRequest) -> int:
     return code
 
 
-def _estimate(job: StudyCall, everywhere: Sequence[DeviceShare]) -> float | None:
+def _estimate(job: StudyCall, everywhere: Sequence[Place]) -> float | None:
     """Print what the study will take; return its seconds, None if all is finished.
 
     Raises:
@@ -313,7 +313,7 @@ def _estimate(job: StudyCall, everywhere: Sequence[DeviceShare]) -> float | None
     return estimate.finish_seconds([one.seconds for one in found], len(everywhere))
 
 
-def run_study(job: StudyCall, everywhere: Sequence[DeviceShare]) -> int:
+def run_study(job: StudyCall, everywhere: Sequence[Place]) -> int:
     """Run all runs of a study, write its results, and return the exit code of the process."""
     parent = _parent(job)
     code, status = EXIT_FAILED, "FAILED"

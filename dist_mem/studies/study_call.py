@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from dist_mem.config import DataConfig
 from dist_mem.data.directory import check_split
@@ -38,6 +39,7 @@ from dist_mem.studies.runs import (
 )
 from dist_mem.studies.study import Column, Study
 
+DEVICES = "CUDA_VISIBLE_DEVICES"  # of the commands of a run; without it, those of this process
 _PAUSE = 1.0  # seconds before another start
 _PROGRESS = 30.0  # seconds between two lines of a training
 _TAIL = 4096  # bytes of a log that have its newest line
@@ -59,20 +61,10 @@ class StudyStoppedError(Exception):
     """A signal was received; the running command has received it, saved and ended."""
 
 
-@dataclass(frozen=True)
-class DeviceShare:
-    """What one of several runs at a time has of the machine."""
-
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def devices(self) -> str | None:
-        """CUDA_VISIBLE_DEVICES of its commands; None: that of this process."""
-        return self.environment.get("CUDA_VISIBLE_DEVICES")
-
+Place = Mapping[str, str]  # what one of several runs at a time has of the machine: variables of the environment
 
 # What is done for a run, with a function that reports.
-RunAction = Callable[[CellRun, Callable[[str], None], DeviceShare], None]
+RunAction = Callable[[CellRun, Callable[[str], None], Place], None]
 
 
 @dataclass
@@ -97,7 +89,7 @@ class StudyCall:
         log: str,
         *,
         also: Sequence[int] = (),
-        place: DeviceShare = DeviceShare(),
+        place: Place = MappingProxyType({}),
         until: Callable[[], bool] = lambda: False,
         progress: Callable[[str], None] = lambda line: None,
     ) -> int:
@@ -126,7 +118,7 @@ class StudyCall:
                         progress(shown := line)
                 return self.signal.received is not None or until()
 
-            environment = with_environment({**self.environment, **place.environment})
+            environment = with_environment({**self.environment, **place})
             code = watch(start(arguments, stream, environment), is_stopping)
         if self.signal.received:
             raise StudyStoppedError
@@ -143,7 +135,7 @@ def _newest_line(log: Path) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-def places(jobs: int, ranks: int, *, num_cores: int, gpus: Sequence[str]) -> list[DeviceShare]:
+def places(jobs: int, ranks: int, *, num_cores: int, gpus: Sequence[str]) -> list[Place]:
     """Divide the machine among runs at the same time: an even share of cores, and GPUs of their own.
 
     Args:
@@ -153,20 +145,20 @@ def places(jobs: int, ranks: int, *, num_cores: int, gpus: Sequence[str]) -> lis
         UnusableError: there are GPUs, but fewer than ranks.
     """
     if jobs == 1:
-        return [DeviceShare()]
+        return [{}]
     threads = {"OMP_NUM_THREADS": str(max(1, num_cores // (jobs * ranks)))}
     if not gpus:
-        return [DeviceShare(threads)] * jobs
+        return [threads] * jobs
     if jobs * ranks > len(gpus):
         raise UnusableError(
             f"--jobs {jobs} with --ranks {ranks} takes {jobs * ranks} GPUs, but here are {len(gpus)}: give fewer"
         )
     own = [",".join(gpus[job * ranks : (job + 1) * ranks]) for job in range(jobs)]
-    return [DeviceShare({**threads, "CUDA_VISIBLE_DEVICES": names}) for names in own]
+    return [{**threads, DEVICES: names} for names in own]
 
 
 def for_each_run(
-    job: StudyCall, runs: Sequence[CellRun], places: Sequence[DeviceShare], step: RunAction, *, restarts: int
+    job: StudyCall, runs: Sequence[CellRun], places: Sequence[Place], step: RunAction, *, restarts: int
 ) -> list[RunFailure]:
     """Call `step` for every run, one at a time in each place, and return the errors of those that failed.
 
@@ -176,7 +168,7 @@ def for_each_run(
     Raises:
         StudyStoppedError: a signal was received, and all running commands have ended.
     """
-    free: queue.SimpleQueue[DeviceShare] = queue.SimpleQueue()
+    free: queue.SimpleQueue[Place] = queue.SimpleQueue()
     for place in places:
         free.put(place)
 
@@ -223,7 +215,7 @@ def columns_left(job: StudyCall, item: CellRun) -> dict[str, Column]:
     return left
 
 
-def run_one(job: StudyCall, item: CellRun, report: Callable[[str], None], place: DeviceShare) -> None:
+def run_one(job: StudyCall, item: CellRun, report: Callable[[str], None], place: Place) -> None:
     """Build, train and evaluate, except for finished steps.
 
     Raises:
@@ -242,12 +234,12 @@ def run_one(job: StudyCall, item: CellRun, report: Callable[[str], None], place:
 
 
 def _train_and_measure(
-    job: StudyCall, item: CellRun, missing: Mapping[str, Column], report: Callable[[str], None], place: DeviceShare
+    job: StudyCall, item: CellRun, missing: Mapping[str, Column], report: Callable[[str], None], place: Place
 ) -> None:
     build(job, item, report)
     begin(job, item)
     report(f"{item.name}: training")
-    command = train_command(job.study, item, ranks=job.ranks, extra=job.extra, devices=place.devices)
+    command = train_command(job.study, item, ranks=job.ranks, extra=job.extra, devices=place.get(DEVICES))
 
     def progress(line: str) -> None:
         report(f"{item.name}: {line}")
@@ -289,7 +281,7 @@ def build(job: StudyCall, item: CellRun, report: Callable[[str], None]) -> None:
             report(f"building {path}")
             for command in point.build:
                 # The words of the user's file run as in a shell, also a script that imports what is beside it.
-                job.command(own_command(command), f"build-{path.name}", place=DeviceShare({"PYTHONSAFEPATH": ""}))
+                job.command(own_command(command), f"build-{path.name}", place={"PYTHONSAFEPATH": ""})
         if not is_built():
             for split in sorted(splits):
                 check_split(DataConfig(path=str(path)), split)  # a column may name one that no builder makes
@@ -298,7 +290,7 @@ def build(job: StudyCall, item: CellRun, report: Callable[[str], None]) -> None:
 
 
 def _measure(
-    job: StudyCall, item: CellRun, columns: Mapping[str, Column], name: str, place: DeviceShare
+    job: StudyCall, item: CellRun, columns: Mapping[str, Column], name: str, place: Place
 ) -> dict[str, float | None]:
     """Run the command of a column, and store its metric and those of other columns with the same command."""
     first = columns[name]

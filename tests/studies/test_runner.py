@@ -48,7 +48,7 @@ from dist_mem.studies.runs import all_runs, definition_of, train_words
 from dist_mem.studies.study import FOLDER, load_study
 from dist_mem.studies.study_call import (
     CommandError,
-    DeviceShare,
+    Place,
     StudyCall,
     StudyStoppedError,
     build,
@@ -465,10 +465,10 @@ def test_a_training_saves_when_the_command_is_killed(tmp_path: Path) -> None:
 
 
 def test_runs_at_one_time_share_the_cores_and_no_gpu() -> None:
-    assert places(1, 4, num_cores=8, gpus=list("0123")) == [DeviceShare()], "one alone has all, as without a sweep"
-    assert [place.environment for place in places(2, 2, num_cores=9, gpus=[])] == [{"OMP_NUM_THREADS": "2"}] * 2
+    assert places(1, 4, num_cores=8, gpus=list("0123")) == [{}], "one alone has all, as without a sweep"
+    assert places(2, 2, num_cores=9, gpus=[]) == [{"OMP_NUM_THREADS": "2"}] * 2
     found = places(2, 2, num_cores=2, gpus=["2", "3", "GPU-a", "GPU-b", "9"])
-    assert [place.environment["CUDA_VISIBLE_DEVICES"] for place in found] == ["2,3", "GPU-a,GPU-b"]
+    assert [place["CUDA_VISIBLE_DEVICES"] for place in found] == ["2,3", "GPU-a,GPU-b"]
     with refused(UnusableError, "--jobs 3"):
         places(3, 2, num_cores=2, gpus=list("01234"))
 
@@ -478,7 +478,7 @@ def test_cores_are_those_that_the_command_may_use(here: Path, monkeypatch: pytes
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3, 7)))
     job = StudyCall(load_study("two"), Path("out"), [], 1, [], StopSignal([]))
     found = places_of(job, StudyRequest("two", "sweep", jobs=2))
-    assert [place.environment["OMP_NUM_THREADS"] for place in found] == ["2", "2"]
+    assert [place["OMP_NUM_THREADS"] for place in found] == ["2", "2"]
 
 
 def test_the_end_is_that_of_the_last_place() -> None:
@@ -501,13 +501,13 @@ def test_a_run_that_died_is_started_again_and_stops_no_other(
     codes = {first: (2, 1), second: (99, 137), third: (99, 2)}
     full = all_runs(study, tmp_path, [5], [first])
 
-    def step(job: StudyCall, item: CellRun, tell: Callable[[str], None], place: DeviceShare) -> None:
+    def step(job: StudyCall, item: CellRun, tell: Callable[[str], None], place: Place) -> None:
         if item in full:
             raise OSError(errno.ENOSPC, "No space left on device")
         times, code = codes.get(item.row, (0, 0))
         job.command([sys.executable, "-c", DIES_AT_FIRST, str(job.out / item.row), str(times), str(code)], item.name)
 
-    errors = for_each_run(job, [*full, *job.runs], [DeviceShare(), DeviceShare()], partial(step, job), restarts=2)
+    errors = for_each_run(job, [*full, *job.runs], [{}, {}], partial(step, job), restarts=2)
     assert [error.errno for error in errors if isinstance(error, OSError)] == [errno.ENOSPC]
     assert [error.code for error in errors if isinstance(error, CommandError)] == [137, 2]
     starts = {run.row: (job.out / run.row).stat().st_size for run in job.runs}
@@ -570,7 +570,7 @@ def test_a_trial_makes_the_evaluations_of_a_short_training(tmp_path: Path, monke
     item = all_runs(study, tmp_path)[0]
     replace(item, out=tmp_path / "estimates").directory.mkdir(parents=True)
     monkeypatch.setattr("dist_mem.studies.estimate.shutil.rmtree", lambda *_, **__: None)
-    time_row(StudyCall(study, tmp_path, [item], 1, [], StopSignal([])), [], 1, item, print, DeviceShare())
+    time_row(StudyCall(study, tmp_path, [item], 1, [], StopSignal([])), [], 1, item, print, {})
     assert given == ["tracking.every=5", "eval.every=5", "checkpoint.every=20"]
     (kept,) = (tmp_path / "estimates").glob("*.json")
     assert json.loads(kept.read_text(encoding="utf-8"))["evaluation"] == pytest.approx(20.0)
@@ -587,7 +587,7 @@ def test_a_trial_is_that_of_all_seeds_and_one_that_diverges_ends_no_other(
     job = StudyCall(study, tmp_path, runs, 1, [], StopSignal([]))
     assert len({trial_settings(job, run, 1) for run in runs}) == 1
     monkeypatch.setattr(StudyCall, "command", lambda *_, also, **__: also[-1])
-    assert estimate(job, [DeviceShare()]) == ([], [])
+    assert estimate(job, [{}]) == ([], [])
     assert "wild-seed0: diverges" in capsys.readouterr().out
     for code, error in ((EXIT_USAGE, UnusableError), (1, UnfitError)):
 
@@ -596,7 +596,7 @@ def test_a_trial_is_that_of_all_seeds_and_one_that_diverges_ends_no_other(
 
         monkeypatch.setattr(StudyCall, "command", fail)
         with refused(error, "train", "--no-estimate"):
-            estimate_study(job, [DeviceShare()])
+            estimate_study(job, [{}])
 
 
 def test_an_estimate_of_tuned_rows_is_of_their_trials_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
