@@ -54,8 +54,12 @@ def run(options: Namespace) -> int:
         from dist_mem.runtime.distributed import choose_accelerator
 
         choose_accelerator()
-        from dist_mem.inspection.page.write_page import PageRequest
+        from dist_mem.inspection.counterfactual import MOST
         from dist_mem.inspection.page.write_page import run as run_command
+        from dist_mem.inspection.request import InspectionRequest
 
-        asked = PageRequest(runs, options.book, text, options.split, not options.no_removals, overrides)
+        asked = InspectionRequest(
+            runs[0], runs[1] if runs[1:] else None, book=options.book, text=text, split=options.split,
+            passages=None if options.no_removals else MOST, overrides=overrides,
+        )  # fmt: skip
         return run_command(asked, out=out, early=early)

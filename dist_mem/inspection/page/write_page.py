@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from dist_mem.data.plan import segment_starts
 from dist_mem.errors import UnusableError
@@ -21,7 +20,7 @@ from dist_mem.evaluation.report_names import names_of
 from dist_mem.evaluation.trained_model import Checkpoint, TrainedModel
 from dist_mem.generation.text import read_file
 from dist_mem.inspection.aggregates import aggregate
-from dist_mem.inspection.counterfactual import MOST, cannot_forget, remove_passages
+from dist_mem.inspection.counterfactual import cannot_forget, remove_passages
 from dist_mem.inspection.page.assemble import assemble
 from dist_mem.inspection.page.book import PageBook, encode_book
 from dist_mem.inspection.page.cards import cards
@@ -44,21 +43,11 @@ _LEAD = (
 ROOM = 9_000_000  # bytes of the page's book; the details of tokens are cut to fit
 
 
-class PageRequest(NamedTuple):
-    """What the page shows."""
-
-    runs: Sequence[Path]  # one or two; each a run directory, one checkpoint in it, or an export
-    book: str | None = None  # id of a document
-    text: Path | None = None  # a UTF-8 file that is read in place of it
-    split: str | None = None  # of the document; None: eval.split
-    removes: bool = True  # the book is also read without each passage
-    overrides: tuple[str, ...] = ()  # `key=value` of keys that an evaluation may set
-
-
-def run(asked: PageRequest, *, out: Path | None, early: StopSignal | None = None) -> int:
+def run(asked: InspectionRequest, *, out: Path | None, early: StopSignal | None = None) -> int:
     """Run the command; return the exit code of the process.
 
     Args:
+        asked: the page's runs and book; without `passages` the book is not read without each of them.
         out: the file to write; None: report.html in the first run, also for a checkpoint of it.
         early: as in `evaluate.run`.
 
@@ -68,15 +57,16 @@ def run(asked: PageRequest, *, out: Path | None, early: StopSignal | None = None
 
     def work(world: World, check: StopCheck) -> None:
         text = None if asked.text is None else read_file(asked.text, "--text")
-        labels = names_of(asked.runs)
-        found = [find_checkpoint_on_rank0(path, None, world) for path in asked.runs]
+        runs = [asked.run, *filter(None, [asked.against])]
+        labels = names_of(runs)
+        found = [find_checkpoint_on_rank0(path, None, world) for path in runs]
         target = out or found[0].run_dir / PAGE_NAME
         _check_writable(target)  # what is wrong is said before a model reads for hours
         evaluations = [
             entry for each, label in zip(found, labels, strict=True) for entry in find_evaluations(each.run_dir, label)
         ]
         summary = summary_table(evaluations)
-        trained, book = _book(asked, found, text, world, check)
+        trained, book = _book(asked, found, labels, text, world, check)
         has_summary = bool(evaluations) or not trained.checkpoint.is_export  # a hint, of what an export cannot have
         page = assemble(
             f"{book.title}, read by {' and '.join(labels)}",
@@ -100,39 +90,39 @@ def _check_writable(target: Path) -> None:
 
 
 def _book(
-    asked: PageRequest, checkpoints: Sequence[Checkpoint], text: str | None, world: World, check: StopCheck
+    asked: InspectionRequest,
+    checkpoints: Sequence[Checkpoint],
+    labels: Sequence[str],
+    text: str | None,
+    world: World,
+    check: StopCheck,
 ) -> tuple[TrainedModel, PageBook]:
     """Read the book with the first run, whose model is returned too, and with the second if there is one."""
-    against = asked.runs[1] if len(asked.runs) > 1 else None
-    request = InspectionRequest(
-        asked.runs[0], against, book=asked.book, text=asked.text, split=asked.split, overrides=asked.overrides
-    )
     found = checkpoints[0]
-    config = settings_of(request, found)
+    config = settings_of(asked, found)
     use_threads(config.train)
-    trained, document, title, _ = open_subject(request, found, world, text)
-    other = None if against is None else open_other(request, checkpoints[1], world)
+    trained, document, title, _ = open_subject(asked, found, world, text)
+    other = open_other(asked, checkpoints[1], world) if asked.against else None
     for model in (trained, other):
         if model is not None:
             model.model.register_forward_pre_hook(check)
-    not_removed = cannot_forget(trained) if asked.removes else None
+    not_removed = cannot_forget(trained) if asked.passages else None
     if not_removed is not None:
         print(f"the page will have no removals of passages: {not_removed}", file=sys.stderr)
     reading = read_document(trained, document, other=other)
-    labels = names_of(asked.runs)
     return trained, PageBook(
         title if asked.text is None else asked.text.name,  # not its path: the page may be sent to others
         labels[0],
         trained.tokenizer.pieces,
         reading,
-        remove_passages(trained, document, most=MOST) if asked.removes and not_removed is None else None,
+        remove_passages(trained, document, most=asked.passages) if asked.passages and not_removed is None else None,
         segment_starts(len(document.tokens), seg_len=trained.config.train.seg_len, cut=config.data.cut),
         labels[1] if other is not None else None,
         not_removed,
     )
 
 
-def _publish(page: str, path: Path, run_dir: Path, asked: PageRequest) -> None:
+def _publish(page: str, path: Path, run_dir: Path, asked: InspectionRequest) -> None:
     """Write the page, and add it to the first run in MLflow, if it is in its directory and the run is tracked."""
     write_text(path, page)
     print(f"written: {path} ({len(page.encode()) / 1e6:.1f} MB)")
