@@ -33,7 +33,7 @@ _OTHER = re.compile(rf"[^{_ALLOWED}]")
 def in_group(name: str) -> str:
     """Return the name of a metric with its group in front: train, eval, memory, recall_ppl, recall_accuracy or system.
 
-    No two metrics get one name, and a name that has a group keeps it.
+    A name that has a group keeps it, so own sinks may not log both `loss` and `train/loss` (own_sinks.py).
     """
     first, _, rest = name.partition("/")
     if first in _GROUPS and rest:

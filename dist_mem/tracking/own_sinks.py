@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.outside_code import copies, line_in, load_named, source_of
 from dist_mem.tracking.log import Point
+from dist_mem.tracking.names import in_group
 from dist_mem.tracking.tracker import Sink
 
 _KEY = "tracking.sinks"
@@ -76,9 +77,12 @@ class OwnSink(Sink):
 
     def further_metrics(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
         def check_metrics(sink: Sink) -> Mapping[str, float]:
-            found = {str(name): float(value) for name, value in sink.further_metrics(step, metrics).items()}
-            if taken := sorted(found.keys() & metrics.keys()):
-                raise ValueError(f"the run logs {taken[0]!r} itself: give the metric another name")
+            found = {str(name): float(value) for name, value in sink.further_metrics(step, dict(metrics)).items()}
+            taken = {in_group(name) for name in metrics}  # the names that other readers show
+            for name in found:
+                if in_group(name) in taken:
+                    raise ValueError(f"the run logs {name!r} itself: give the metric another name")
+                taken.add(in_group(name))
             return found
 
         return self._call(check_metrics, {})

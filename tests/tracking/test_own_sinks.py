@@ -72,11 +72,21 @@ def test_a_constructor_that_fails_ends_the_start_with_its_line(tmp_path: Path) -
         start(with_sinks(named), tmp_path / "run")
 
 
+def test_a_sink_does_not_change_the_metrics_of_the_run(tmp_path: Path) -> None:
+    body = "def further_metrics(self, step, metrics): metrics['loss'] = 7.0; return {'a': metrics.pop('loss')}"
+    (tmp_path / "own.py").write_text(f"{BEGIN}pass\n    {body}\n")
+    job(with_sinks(f"{tmp_path / 'own.py'}:Own"), tmp_path / "run", {1: 2.0})
+    (point,) = read_points(tmp_path / "run" / METRICS_FILE)
+    assert (point.metrics["loss"], point.metrics["a"]) == (2.0, 7.0)
+
+
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
         ("def log(self, point): point.nothing", "line 4: AttributeError"),
         ("def further_metrics(self, step, metrics): return {'loss': 1.0}", "ValueError: the run logs 'loss' itself"),
+        ("def further_metrics(self, step, metrics): return {'train/loss': 1.0}", "logs 'train/loss' itself"),
+        ("def further_metrics(self, step, metrics): return {'a': 1.0, 'train/a': 2.0}", "logs 'train/a' itself"),
         ("def further_metrics(self, step, metrics): return {'a': 'b'}", "ValueError: could not convert"),
     ],
 )
