@@ -37,7 +37,7 @@ _NO_FILE = {
     errno.ELOOP: "a link that leads nowhere; remove it",
     errno.ENOTDIR: "a file where a folder of its path must be; move it away",
 }
-_PARTIAL = re.compile(r"\..+\.([0-9a-f]{6})-(\d{1,9})\.partial")
+PARTIAL = re.compile(r"\..+\.([0-9a-f]{6})-(\d{1,9})\.partial")  # a name of `partial_of`
 _ABANDONED_SECONDS = 86_400.0  # without a change: of a process that this one cannot see, as on another host
 MAX_TEXT_BYTES = 1 << 30  # of one text that is read as a whole: about a thousand novels
 _CHUNK = 1 << 20  # bytes; written and hashed while they are in the processor's cache
@@ -301,7 +301,7 @@ def _remove_abandoned(own: Path) -> None:
     with suppress(OSError):  # of others, or just renamed
         now = own.stat().st_mtime  # of the disk's clock, as that of the others
         for path in folder.iterdir():
-            found = _PARTIAL.fullmatch(path.name)
+            found = PARTIAL.fullmatch(path.name)
             if found is None or path.name == own.name:
                 continue
             is_seen = found[1] == _scope()

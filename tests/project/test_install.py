@@ -24,6 +24,7 @@ from dist_mem.errors import CheckpointError
 from dist_mem.evaluation.scores import perplexity
 from dist_mem.runtime import shipped_files
 from dist_mem.runtime.extras import EXTRA_OF
+from dist_mem.runtime.files import partial_of
 from tests.support.evaluated_runs import MEMORIES, make_run
 from tests.support.messages import refused, said
 from tests.support.paths import ROOT
@@ -142,7 +143,8 @@ def test_init_makes_a_project_that_can_train_or_completes_one_and_overwrites_not
     for name, more in (("killed", b""), ("edited", b"# mine\n")):
         Path(name).mkdir()
         Path(name, "README.md").write_bytes(made["README.md"] + more)
-        Path(name, "config.yaml.123.partial").write_bytes(b"da")
+        partial = partial_of(Path(name, "config.yaml"))
+        partial.with_name(partial.name.replace(f"-{os.getpid()}.", "-999999999.")).write_bytes(b"da")
         before = files(name)
         assert main(["init", name]) == (2 if more else 0)
         assert files(name) == (before if more else made)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from dist_mem.errors import (
     UnusableError,
     run_error,
 )
-from dist_mem.runtime.files import make_folder, read_regular, write_text
+from dist_mem.runtime.files import PARTIAL, make_folder, read_regular, write_text
 from dist_mem.runtime.shipped_files import shipped_root
 
 PLACE = ("start", 1)
@@ -49,16 +48,7 @@ def run(options: Namespace) -> int:
 
 
 def _is_own_half(folder: Path, contents: Mapping[str, str]) -> bool:
-    """Return whether a folder is empty, or has only a part of what this command writes, as a killed one leaves it.
-
-    The file that was being written under a temporary name is removed.
-    """
-    found = list(folder.iterdir())
-    partial = [path for path in found if re.sub(r"\.\d+\.partial$", "", path.name) in contents.keys() - {path.name}]
-    whole = [path for path in found if path not in partial]
-    is_own = all(path.is_file() and read_regular(path) == contents.get(path.name, "").encode() for path in whole)
-    if not is_own or len(whole) == len(contents):
-        return False
-    for path in partial:
-        path.unlink()
-    return True
+    """Return whether a folder is empty, or has only a part of what this command writes, as a killed one leaves it."""
+    found = [path for path in folder.iterdir() if not PARTIAL.fullmatch(path.name)]  # `write_text` removes those
+    is_own = all(path.is_file() and read_regular(path) == contents.get(path.name, "").encode() for path in found)
+    return is_own and len(found) < len(contents)
