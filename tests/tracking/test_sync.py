@@ -37,7 +37,8 @@ from dist_mem.tracking.log import (
 )
 from dist_mem.tracking.mlflow.client import connect
 from dist_mem.tracking.mlflow.database import file_of
-from dist_mem.tracking.mlflow.store import check_store, check_tracking
+from dist_mem.tracking.mlflow.models import fetch_model
+from dist_mem.tracking.mlflow.store import check_store, check_tracking, is_named_by_user
 from dist_mem.tracking.mlflow.sync import log_to_run
 from tests.support.faults import remount, small_disk
 from tests.support.file_server import FileServer
@@ -253,6 +254,21 @@ def test_an_experiment_or_a_store_that_cannot_be_used_is_2_with_the_remedy(
     save_config(config, tmp_path / "run" / "config.yaml")
     code, printed = sync(tmp_path / "run", config.tracking.uri)
     assert code == EXIT_USAGE and remedy in printed
+
+
+@pytest.mark.parametrize(
+    "override", ["tracking.uri={}", "tracking.uri='{}'", "tracking={{uri: {}}}", "tracking.uri=~/none/no.db"]
+)
+def test_every_form_of_an_override_names_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    uri = f"sqlite:///{tmp_path}/none/no.db"
+    given = override.format(uri).replace("=~", "=sqlite:///~")
+    with refused(UnusableError, f"no store {uri}"):
+        fetch_model("models:/demo/1", [given])
+    assert is_named_by_user(config_for(uri).tracking, [given])
+    assert not is_named_by_user(config_for(uri).tracking, ["tracking.experiment=mine"])
 
 
 NAME = st.text("ab %25F.é#&=", min_size=1, max_size=12).filter(lambda name: name not in (".", ".."))

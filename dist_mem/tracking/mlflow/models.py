@@ -18,16 +18,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dist_mem.config import TrackingConfig
+from dist_mem.config import TrackingConfig, load_block
 from dist_mem.errors import RunError, UnfitError, UnusableError
-from dist_mem.runtime.environment import mlflow_environment
 from dist_mem.runtime.extras import require
 from dist_mem.tracking.log import METRICS_FILE, read_header
 from dist_mem.tracking.mlflow.checkpoint_model import STEP_TAG
 from dist_mem.tracking.mlflow.client import connect, find_run, first_line, import_mlflow_quietly, is_refusal, remedy_for
 from dist_mem.tracking.mlflow.database import ForeignError
 from dist_mem.tracking.mlflow.store import (
-    DEFAULT_URI,
     UID_TAG,
     check_named,
     check_place,
@@ -48,7 +46,6 @@ _LOADER = "dist_mem.api.serving"  # has _load_pyfunc(path); MLflow imports it wh
 _NAME = re.compile(r"[^/:@]*[^/:@\s][^/:@]*")  # without what ends the name in models:/NAME@ALIAS
 _ALIAS = re.compile(r"(?!latest\Z|v[0-9]+\Z)[a-z0-9_-]{1,255}", re.IGNORECASE)  # MLflow reserves latest and v1
 SCHEMES = ("runs:/", "models:/")
-_KEY = "tracking.uri="
 _REGISTERED = re.compile(r"models:/(?P<name>[^/@]+)(?:/(?P<version>\d+)|@(?P<alias>.+))")
 
 
@@ -268,16 +265,18 @@ def fetch_model(address: str, overrides: Sequence[str] = ()) -> Path:
         overrides: with `tracking.uri=...`, the store; else it is that of MLFLOW_TRACKING_URI, else sqlite:///mlflow.db.
 
     Raises:
-        UnusableError: MLflow is not installed or does not have it, or the folder contains no export, or several.
+        UnusableError: MLflow is not installed or does not have it, or the folder contains no export, or several; or an
+            override is invalid.
         UnfitError: MLflow cannot be reached now.
     """
     require("mlflow", address)
     import_mlflow_quietly()
-    given = [text.removeprefix(_KEY) for text in overrides if isinstance(text, str) and text.startswith(_KEY)]
+    given = [text for text in overrides if isinstance(text, str) and text.startswith("tracking")]
+    store = store_uri(load_block(TrackingConfig, "tracking", given))
     folder = Path(mkdtemp(prefix="dist_mem-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
-        _fetch(address, given[-1] if given else mlflow_environment().uri or DEFAULT_URI, folder)
+        _fetch(address, store, folder)
     except RunError:
         raise
     except Exception as error:  # any of the many libraries under MLflow's stores

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from dist_mem.config import TrackingConfig
+from dist_mem.config.blocks import value_at
+from dist_mem.config.sources import read_sources
 from dist_mem.errors import UnusableError
 from dist_mem.runtime.environment import mlflow_environment, slurm_job
 from dist_mem.runtime.file_systems import file_system_of, is_network_file_system
@@ -67,9 +69,9 @@ def is_named_by_user(tracking: TrackingConfig, overrides: Sequence[str] = ()) ->
     """Return whether the user names the store in a run's configuration, on the command line or in the environment.
 
     Args:
-        overrides: of the command line, already in `tracking`; a user's file counts as `tracking.uri=...`.
+        overrides: of the command line, and files of the user, already in `tracking`.
     """
-    is_given = any(override.startswith("tracking.uri=") for override in overrides)
+    is_given = any(value_at(source.tree, "tracking.uri") for source in read_sources(overrides))
     return is_given or store_uri(tracking) == mlflow_environment().uri
 
 

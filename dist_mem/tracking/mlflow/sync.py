@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dist_mem.config import TrackingConfig, load_block
-from dist_mem.config.blocks import value_at
-from dist_mem.config.sources import read_sources
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UnusableError
 from dist_mem.runtime.extras import is_installed, not_installed
 from dist_mem.runtime.files import is_missing, read_regular
@@ -79,9 +77,7 @@ def run(
         raise UnusableError("give the directories of one or more runs")
     given = [*files, *overrides]
     trackings = [read_tracking(run_dir, given) for run_dir in run_dirs]
-    uris = [uri for source in read_sources(given) if (uri := value_at(source.tree, "tracking.uri"))]
-    named = [f"tracking.uri={uri}" for uri in uris[-1:]]
-    return max(_sync(tracking, run_dir, named, count) for tracking, run_dir in zip(trackings, run_dirs, strict=True))
+    return max(_sync(tracking, run_dir, given, count) for tracking, run_dir in zip(trackings, run_dirs, strict=True))
 
 
 def read_tracking(run_dir: Path, given: Sequence[str]) -> TrackingConfig:
@@ -101,12 +97,12 @@ def read_tracking(run_dir: Path, given: Sequence[str]) -> TrackingConfig:
     return load_block(TrackingConfig, "tracking", given, saved=path)
 
 
-def _sync(tracking: TrackingConfig, run_dir: Path, named: Sequence[str], count: CountPoints) -> int:
+def _sync(tracking: TrackingConfig, run_dir: Path, given: Sequence[str], count: CountPoints) -> int:
     def report(text: str) -> None:
         print(f"{run_dir}: {text}")
 
     try:
-        is_named = is_named_by_user(tracking, named)
+        is_named = is_named_by_user(tracking, given)
         logged = count(run_dir)  # before sending, because a job may be running
         sender = send_log(tracking, run_dir, report=report, is_dead=lambda: _is_dead(run_dir), is_named=is_named)
         gaps = [*_gaps_of_log(run_dir, logged), *_gaps_of_mlflow(sender)]
