@@ -355,10 +355,11 @@ def to_yaml(config: Config, *, resolve: bool = False) -> str:
 
 
 def value_of(config: Config, key: str) -> Any:
-    """Return the value of a dotted key. Raises ConfigError for an unknown key."""
-    if key not in known_keys():
+    """Return the value of a full key, also of a memory's options. Raises ConfigError for an unknown key."""
+    tree = as_tree(config)
+    if value_at(tree, key) is None and key not in (*known_keys(), *flatten(tree)):
         stop_on([Problem(key, "is not a key; `dist-mem config` lists all keys")])
-    return value_at(as_tree(config), key)
+    return value_at(tree, key)
 
 
 def save_config(config: Config, path: Path) -> None:

@@ -88,14 +88,14 @@ def check_allowed(allowed: Sequence[str]) -> None:
 
 
 def _not_allowable(given: str) -> Problem | None:
-    key, known = _without_index(given), [*known_keys(), "memory.kind"]
+    key, known = _without_index(given), known_keys()
     if (of_deepspeed := key.split(".")[:2])[0] == "deepspeed" and SCHEMA.get(of_deepspeed[-1]) is dict:
         key = ".".join(of_deepspeed)  # DeepSpeed knows what is in it
-    if key not in known:
+    if key not in known and not key.startswith("memory."):
         block, _, name = key.rpartition(".")
         inside = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == block]
         return Problem("--allow", f"{given} is not a key; {suggest(name, block, inside, known)}")
-    inside = [other for other in known if _covers(key, other)]
+    inside = [other for other in known if _covers(key, other)] or [key]  # of a memory
     rules = {rule_of(leaf) for leaf in inside if sum(_covers(leaf, other) for other in inside) == 1}
     if ALLOWED not in rules and rules != {FREE}:
         return Problem("--allow", f"{given} must not change: {rule_of(key).reason}")

@@ -9,8 +9,17 @@ from typing import Any, get_args
 
 import pytest
 
-from dist_mem.config import Config, ConfigError, build_block, change_config, config_from, load_config
-from dist_mem.config.check import item_schema
+from dist_mem.config import (
+    Config,
+    ConfigError,
+    as_tree,
+    build_block,
+    change_config,
+    config_from,
+    load_config,
+    value_of,
+)
+from dist_mem.config.check import flatten, item_schema
 from dist_mem.config.keys import RESULT, Command, Key, key, keys_of
 from dist_mem.config.settings import keys_set_by, may_set
 from dist_mem.config.sources import find_file
@@ -119,6 +128,17 @@ def test_a_configuration_changes_by_known_keys_alone_and_what_refers_to_them_fol
         config_from({"train": {"seg_length": 8}})
     with pytest.raises(FrozenInstanceError):
         config.train.seg_len = 8  # type: ignore[misc]
+
+
+def test_every_value_of_a_configuration_can_be_read_by_its_key() -> None:
+    given = ["optimizer.groups=[{param_regex: u, lr: 0.5}]", "deepspeed.zero_optimization.overlap_comm=true"]
+    config = load_config([STEPS, *given], memory_options=memory_options)
+    leaves = flatten(as_tree(config))
+    assert {name: value_of(config, name) for name in leaves} == leaves
+    assert value_of(config, "memory") == config.memory
+    for wrong in ("memory.mem_lem", "optimizer.groups[1].lr", "train.epoch"):
+        with refused(ConfigError, wrong):
+            value_of(config, wrong)
 
 
 def test_default_of_a_key_is_copied() -> None:

@@ -95,7 +95,10 @@ def test_other_changes_are_refused_with_old_value_new_value_reason_and_fix(overr
 
 
 def test_only_what_can_be_allowed_is_accepted_by_allow() -> None:
-    for key in ("optimizer.beta", "train.global_batch_size", "memory.kind"):
+    for key in ("optimizer.beta", "train.global_batch_size"):
         with refused(ConfigError, key):
             check_allowed([key])
-    check_allowed(["optimizer.lr"])  # it may change anyway
+    for key in ("memory", "memory.kind", "memory.mem_len", "memory.0.mem_len"):
+        with refused(ConfigError, f"{key} must not change"):
+            check_allowed([key])
+    check_allowed(["optimizer.lr", "memory.kernels", "memory.0.kernels"])  # they may change anyway

@@ -1,4 +1,4 @@
-"""Print a resolved configuration, or every key with its default."""
+"""Print a merged configuration, or every key with its default."""
 
 from __future__ import annotations
 
