@@ -207,7 +207,7 @@ def _shipped_files() -> Iterator[Path]:
 def _read_overrides(overrides: Sequence[str]) -> list[ConfigSource]:
     """Return the overrides as one source, and before it the file of `deepspeed=path`, over which the others win."""
     tree: dict[str, Any] = {}
-    file: dict[str, Any] = {}
+    files: list[ConfigSource] = []
     for override in overrides:
         key, _, text = override.partition("=")
         names = re.split(r"[.\[]", key.replace("]", ""))
@@ -224,11 +224,11 @@ def _read_overrides(overrides: Sequence[str]) -> list[ConfigSource]:
             problem = f"{format_value(text)} cannot be read as a value: {yaml_error(error)}"
             raise ConfigError([Problem(key, problem, COMMAND_LINE)]) from error
         if isinstance(branch.get("deepspeed"), str):
-            file = branch
+            files = [ConfigSource(branch, COMMAND_LINE)]
         else:
             with place_problems(lambda key: COMMAND_LINE):
                 tree = merge(tree, branch)
-    return [ConfigSource(file, COMMAND_LINE), ConfigSource(tree, COMMAND_LINE)]
+    return [*files, ConfigSource(tree, COMMAND_LINE)]
 
 
 def _with_deepspeed_file(source: ConfigSource) -> list[ConfigSource]:
