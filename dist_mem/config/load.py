@@ -340,7 +340,7 @@ def to_yaml(config: Config, *, resolve: bool = False) -> str:
 
     Args:
         resolve: resolve the interpolations, so that the file can be read without the environment. Texts that depend on
-            the environment become `***`, except those with a fixed set of choices or under a key `kind`.
+            the environment become `***`, except those with a fixed set of choices, or a kind or regular expression.
     """
     kept = as_tree(config if resolve else config.document)
     for key in COMMAND_LINE_ONLY:
@@ -348,7 +348,7 @@ def to_yaml(config: Config, *, resolve: bool = False) -> str:
     if resolve:
         for key, found in from_environment(config.document).items():
             schema = find_key(Config, key)
-            is_choice = key.endswith(".kind") or (schema is not None and schema.metadata.choices)
+            is_choice = key.endswith((".kind", ".param_regex")) or (schema is not None and schema.metadata.choices)
             if isinstance(found.value, str) and not is_choice:
                 put(kept, key, "***")
     return dump(kept)

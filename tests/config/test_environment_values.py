@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from dist_mem.config import ConfigError, as_tree, load_block, load_config, read_config, save_config, to_yaml
-from dist_mem.config.check import block_of, fields_of, flatten
+from dist_mem.config.check import block_of, fields_of, flatten, types_of
 from dist_mem.config.environment_values import HidingStream, hide
-from dist_mem.config.keys import FREE
+from dist_mem.config.keys import FREE, keys_of
 from dist_mem.config.resume_rules import changed_keys, check_changes, checksums_to_keep, rule_of
 from dist_mem.config.schema import Config
 from dist_mem.memory import memory_options
@@ -87,6 +87,19 @@ def test_an_export_has_numbers_and_kinds_but_no_texts(monkeypatch: pytest.Monkey
     )
     assert SECRET not in text and "oc.env" not in text
     assert "global_batch_size: 12" in text and "kind: compressive" in text and "name: '***'" in text
+
+
+def test_an_export_can_be_read_whichever_texts_came_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HIDDEN", "abcd")
+    groups = "optimizer.groups=[{param_regex: '${oc.env:HIDDEN}', lr: 1}]"
+    keys = [key for key, found in keys_of(Config).items() if "[" not in key and str in types_of(found.schema)]
+    free = [key for key in keys if not keys_of(Config)[key].metadata.choices and key != "model.pretrained"]
+    config = load(groups, *(f"{key}=${{oc.env:HIDDEN}}" for key in free))
+    (tmp_path / "config.yaml").write_text(to_yaml(config, resolve=True), encoding="utf-8")
+    read = read_config(tmp_path / "config.yaml")
+    assert read.optimizer.groups[0].param_regex == "abcd" and read.name == "***"
 
 
 @pytest.mark.parametrize(
