@@ -68,7 +68,7 @@ def read_sources(arguments: Sequence[str]) -> list[ConfigSource]:
     is_override = ["=" in argument and not is_file(as_submitted(Path(argument))) for argument in arguments]
     names = [name for name, override in zip(arguments, is_override, strict=True) if not override]
     overrides = [text for text, override in zip(arguments, is_override, strict=True) if override]
-    folders = [Path(), *([Path(names[0]).parent] if names else []), Path("configs")]
+    folders = [Path(), *([Path(at_home(names[0])).parent] if names else []), Path("configs")]
     paths = [find_file(name, folders) for name in names]
     sources = [_source(read_document(path)) for path in paths]
     sources += _read_overrides(overrides)

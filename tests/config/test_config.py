@@ -96,6 +96,15 @@ def test_second_file_is_found_beside_the_first_and_under_configs(
     assert (config.memory["mem_len"], config.model.d_model) == (3, 8)
 
 
+def test_a_second_file_is_found_beside_a_first_one_in_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "mine" / "run.yaml", "train: {steps: 1}")
+    write(tmp_path / "mine" / "more.yaml", "name: more")
+    assert load_config(["~/mine/run.yaml", "more.yaml"]).name == "more"
+
+
 def test_missing_file_names_a_near_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "configs" / "memory" / "lamemo.yaml", "")
