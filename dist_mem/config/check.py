@@ -21,6 +21,9 @@ from dist_mem.runtime.terminal import list_names, some
 SURE = 0.75  # similarity at which a key of the same block is suggested first
 _MAYBE = 0.5  # two letters swapped in a name of two
 _SHOWN = 15  # most keys listed in a message
+_QUOTED = re.compile(
+    r"[-+]?(0|[1-9][0-9]{0,99})(\.[0-9]*)?([eE][-+]?[0-9]+)?"
+)  # a number, which is a text only in quotes
 _SHOWN_LETTERS = 120  # most characters of a value in a message
 _NUMBERS = range(-(2**63), 2**63)  # integers that tensors, arrays and MLflow can hold
 _TYPE_WORDS = {
@@ -294,6 +297,8 @@ def _advice(schema: Any, value: Any) -> str:
         return f"; write {int(value)}"
     if value is None:
         return "; leave the key out for its default"
+    if _without_none(schema) in (int, float) and isinstance(value, str) and _QUOTED.fullmatch(value):
+        return "; write it without quotes"
     if _without_none(schema) in (int, float) and isinstance(value, str) and re.match(r"[-+]?\.?[0-9]", value):
         return "; write it as a decimal number, without a leading 0, `_` or `:`"
     return ""

@@ -41,6 +41,7 @@ _PLAIN = "tag:dist_mem,plain"
 _TEXT, _MERGE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
 _MOST_PARTS = 100_000  # of a document: its keys and values, and as one more each 100 characters of a text
 _MOST_DEPTH = 100
+_MOST_DIGITS = 400  # of a number; Python refuses to read one of more than 4,300
 
 
 class Letters(str):
@@ -267,6 +268,8 @@ def _guess(letters: Letters) -> Any:
 
 def _number(letters: str) -> int | float | None:
     """Return the number that the letters write in decimal notation; None if they write none."""
+    if len(letters) > _MOST_DIGITS:
+        return None
     if _INTEGER.fullmatch(letters):
         return int(letters)
     if not _NUMBER.fullmatch(letters):

@@ -128,6 +128,16 @@ def test_a_refused_number_is_shown_as_written(text: str) -> None:
             load_config([STEPS, f"{key}={text}"])
 
 
+@pytest.mark.parametrize(
+    ("text", "advice"), [("'400'", "without quotes"), ("'0400'", "decimal"), ("1" * 5000, "characters")]
+)
+def test_a_text_in_place_of_a_number_is_refused_with_its_cause(text: str, advice: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(f"train: {{steps: {text}}}", encoding="utf-8")
+    for source in (f"train.steps={text}", str(tmp_path / "a.yaml")):
+        with refused(ConfigError, "train.steps: is ", advice):
+            load_config([source])
+
+
 def is_usable(text: str) -> bool:
     """Whether no rule of all texts refuses or changes it; some keys have more, as those of names and paths."""
     wrong = r"\$\{|^\?\?\?$|^[~'\"]|[\x00-\x1f\x7f]"
