@@ -24,11 +24,13 @@ def _measures(metrics: Mapping[str, float]) -> Iterator[str]:
     if LOSS in metrics:
         yield f"loss {metrics[LOSS]:.4f}"
     if PERPLEXITY in metrics:
-        value = metrics[PERPLEXITY]
-        form = ",.2f" if value < 1e5 else ".2e"
-        yield f"ppl {f'{value:{form}}' if is_figure(value) else NO_FIGURE:>8}"
+        yield f"ppl {_format(metrics[PERPLEXITY]):>8}"
     if TOKENS_PER_SECOND in metrics:
         yield f"{metrics[TOKENS_PER_SECOND]:>7,.0f} tokens/s"
+
+
+def _format(value: float) -> str:
+    return f"{value:{',.2f' if abs(value) < 1e5 else '.2e'}}" if is_figure(value) else NO_FIGURE
 
 
 def _details(point: Point) -> str:
@@ -40,7 +42,7 @@ def _details(point: Point) -> str:
     shown = {name: value for name, value in point.metrics.items() if name.startswith(f"{split}/") or name == GAIN}
     lines, begin = [""], f"step {point.step}: {split}"
     for name, value in shown.items():
-        metric = f"  {_in_words(name.removeprefix(f'{split}/'))} {value:,.2f}"
+        metric = f"  {_in_words(name.removeprefix(f'{split}/'))} {_format(value)}"
         if len(begin) + len(lines[-1]) + len(metric) > WIDTH:
             lines.append("")
         lines[-1] += metric

@@ -21,11 +21,13 @@ def test_plain_lines_tell_loss_perplexity_speed_and_time_left() -> None:
         lines.log(Point(step, 0.0, {"loss": 2.0, "perplexity": 7.389, "tokens_per_second": 12345.6}))
     lines.log(Point(100, 0.0, {"loss": 800.0, "perplexity": math.nan}))
     lines.log(Point(100, 0.0, {"validation/word_perplexity": 99.5, "validation/bits_per_byte": 1.25}))
-    ten, hundred, no_figure, evaluation = stream.getvalue().splitlines()
+    lines.log(Point(100, 0.0, {"test/loss": math.nan, "test/perplexity": 2.7e43, "memory/gain": math.inf}))
+    ten, hundred, no_figure, evaluation, diverged = stream.getvalue().splitlines()
     assert ten.startswith("step  10/100  loss 2.0000  ppl     7.39   12,346 tokens/s  eta 0:00:0")
     assert hundred.endswith("eta 0:00:00")
     assert "loss 800.0000  ppl      n/a" in no_figure
     assert evaluation == "step 100: validation  word ppl 99.50  bits/byte 1.25"
+    assert diverged == "step 100: test  loss n/a  ppl 2.70e+43  memory gain n/a"
 
 
 def test_bar_shows_the_logged_step_and_messages_do_not_break_it() -> None:
