@@ -21,9 +21,7 @@ from dist_mem.runtime.terminal import list_names, some
 SURE = 0.75  # similarity at which a key of the same block is suggested first
 _MAYBE = 0.5  # two letters swapped in a name of two
 _SHOWN = 15  # most keys listed in a message
-_QUOTED = re.compile(
-    r"[-+]?(0|[1-9][0-9]{0,99})(\.[0-9]*)?([eE][-+]?[0-9]+)?"
-)  # a number, which is a text only in quotes
+_QUOTED = re.compile(r"[-+]?(0|[1-9][0-9]{0,99})(\.[0-9]*)?([eE][-+]?[0-9]+)?")  # a number; a text only in quotes
 _SHOWN_LETTERS = 120  # most characters of a value in a message
 _NUMBERS = range(-(2**63), 2**63)  # integers that tensors, arrays and MLflow can hold
 _TYPE_WORDS = {
