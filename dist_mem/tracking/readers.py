@@ -153,6 +153,9 @@ class WandbRun(Sink):
 
     def _open(self, of_run: Mapping[str, Any], run_dir: Path, first_step: int) -> None:
         mode = wandb_environment(project=_WANDB_PROJECT)
+        if mode == "disabled":  # the mark stays, so that a later start sends what this one logs
+            self._report("W&B: disabled by WANDB_MODE")
+            return
         import wandb
 
         id_file = run_dir / WANDB_ID_FILE

@@ -190,6 +190,18 @@ def test_a_restarted_run_is_one_run_with_grouped_names_and_its_earlier_points(tm
     assert "optimizer" in {item.key for item in run.config.update}
 
 
+def test_points_of_jobs_with_w_and_b_disabled_reach_it_from_a_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    job(config_for("unused", tracking=ON), tmp_path, steps(1, 3))
+    monkeypatch.delenv("WANDB_MODE")
+    job(config_for("unused", tracking=ON), tmp_path, steps(4, 5), first_step=3)
+    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    wait_until(lambda: "exit" in kinds(path), "the end of the run in its file")
+    assert [(step, metrics["train/loss"]) for step, metrics in points(path)] == [*steps(1, 5).items()]
+
+
 KILLED = """
 import os, signal
 from pathlib import Path
