@@ -39,7 +39,7 @@ from dist_mem.runtime.ranks import is_rank0
 from dist_mem.runtime.shipped_files import say_where_from, shipped_path, shipped_root
 
 COMMAND_LINE = "command line"
-_SUFFIXES = (".yaml", ".yml", ".json")
+SUFFIXES = (".yaml", ".yml", ".json")
 _TYPES = {**(fields_of(Config) or {}), "deepspeed": NULLABLE}
 _SAVED = "config.yaml"  # of a run
 _GONE = (("tracking", "prometheus"),)  # keys of earlier releases, by block; runs have saved them
@@ -175,7 +175,7 @@ def find_file(name: str, folders: Sequence[Path]) -> Path:
         raise ConfigError([Problem("", f"is a key and no file: set it with {name}=VALUE", name)])
     close = _nearest_file(name, folders)
     meant = f"; did you mean {close}?" if close else ""
-    hint = "" if Path(name).suffix in _SUFFIXES else " (a key is set with key=value)"
+    hint = "" if Path(name).suffix in SUFFIXES else " (a key is set with key=value)"
     raise ConfigError([Problem("", f"no such file{hint}{meant}", format_value(name).strip("'"))])
 
 
@@ -194,7 +194,7 @@ def _config_files(folder: Path) -> Iterator[Path]:
     """Yield the configuration files of a folder; only configs/ is searched recursively, others may be a whole disk."""
     if is_dir(folder):
         for path in sorted(folder.glob("**/*" if folder.name == "configs" else "*")):
-            if path.suffix in _SUFFIXES:
+            if path.suffix in SUFFIXES:
                 yield path
 
 

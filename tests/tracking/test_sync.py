@@ -89,27 +89,27 @@ POINT = ("point", {"step": 1, "metrics": {"loss": 1.0}})
 def test_a_server_that_only_the_folder_names_gets_nothing(
     tmp_path: Path, thief: FileServer, sync: Sync, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir = make_run(tmp_path / "run", thief.url, POINT)
+    run_dir = make_run(tmp_path / "my run", thief.url, POINT)
     code, printed = sync(run_dir)
     assert code == EXIT_USAGE and f"tracking.uri={thief.url}" in printed and "only" in printed
     complaint = log_to_run(config_for(thief.url).tracking, run_dir=run_dir, step=1, metrics={"nll": 1.0}, files=[])
-    assert f"dist-mem track sync {run_dir}" in (complaint or "") and f"tracking.uri={thief.url}" in (complaint or "")
+    assert f"dist-mem track sync '{run_dir}'" in (complaint or "") and f"tracking.uri={thief.url}" in (complaint or "")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://another.example")
     assert sync(run_dir)[0] == EXIT_USAGE
     assert not thief.asked
 
 
-@pytest.mark.parametrize("how", ["command line", "environment", "yaml"])
+@pytest.mark.parametrize("how", ["command line", "block", "environment", "yaml", "json"])
 def test_a_server_can_be_named_in_every_way_the_user_has(
     tmp_path: Path, thief: FileServer, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     run_dir = make_run(tmp_path / "run", thief.url, POINT)
-    mine = tmp_path / "mine.yaml"
-    mine.write_text(f"train: {{steps: 7}}\ntracking: {{uri: '{thief.url}'}}\n")
+    mine = tmp_path / f"mine.{how}"
+    mine.write_text(f'{{"train": {{"steps": 7}}, "tracking": {{"uri": "{thief.url}"}}}}')
     if how == "environment":
         monkeypatch.setenv("MLFLOW_TRACKING_URI", thief.url)
-    given = {"command line": [f"tracking.uri={thief.url}"], "yaml": [str(mine)], "environment": []}[how]
-    main(["track", "sync", str(run_dir), *given])
+    given = {"command line": f"tracking.uri={thief.url}", "block": f"tracking={{uri: '{thief.url}'}}"}
+    main(["track", "sync", str(run_dir), *([] if how == "environment" else [given.get(how, str(mine))])])
     assert f"Bearer {TOKEN}" in thief.credentials
 
 

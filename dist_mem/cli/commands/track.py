@@ -8,6 +8,7 @@ from pathlib import Path
 from dist_mem.cli.arguments import (
     place,
 )
+from dist_mem.config.sources import SUFFIXES
 
 PLACE = ("train", 7)
 EXAMPLE = "sync runs/demo"
@@ -26,7 +27,7 @@ def run(options: Namespace) -> int:
     from dist_mem.checkpoint.listing import newest_count
     from dist_mem.tracking.mlflow.sync import run as run_command
 
-    overrides = [text for text in options.runs if text.startswith("tracking.")]
-    files = [text for text in options.runs if text.endswith((".yaml", ".yml")) and text not in overrides]
+    overrides = [text for text in options.runs if text.startswith(("tracking.", "tracking="))]
+    files = [text for text in options.runs if text.endswith(SUFFIXES) and text not in overrides]
     run_dirs = [Path(text) for text in options.runs if text not in (*overrides, *files)]
     return run_command(run_dirs, overrides, files, count=newest_count)

@@ -15,6 +15,7 @@ contains a secret.
 from __future__ import annotations
 
 import re
+import shlex
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -79,7 +80,8 @@ def sync_command(tracking: TrackingConfig, run_dir: Path) -> str:
     """Return the command that sends a run, with its store unless `is_named_by_user` or the default."""
     uri = store_uri(tracking)
     is_found = uri == DEFAULT_URI or is_named_by_user(tracking)
-    return f"dist-mem track sync {run_dir}" + ("" if is_found else f" tracking.uri={without_credentials(uri)}")
+    store = [] if is_found else [f"tracking.uri={without_credentials(uri)}"]
+    return shlex.join(["dist-mem", "track", "sync", str(run_dir), *store])
 
 
 def check_named(tracking: TrackingConfig, run_dir: Path, *, is_named: bool) -> None:
