@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import threading
 import urllib.parse
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -84,11 +85,13 @@ def download_files(base_url: str, files: Sequence[RemoteFile], directory: Path, 
         Progress(sum(file.num_bytes for file in missing), "download", unit="bytes") as progress,
         ThreadPoolExecutor(workers) as pool,
     ):
-        futures = [pool.submit(_download_file, base_url, file, directory) for file in missing]
+        closed = threading.Event()
+        futures = [pool.submit(_download_file, base_url, file, directory, closed) for file in missing]
         try:
             for future in as_completed(futures):
                 progress.add(future.result())
         except BaseException:
+            closed.set()
             pool.shutdown(cancel_futures=True)
             raise
 
@@ -100,9 +103,10 @@ def is_complete(path: Path, file: RemoteFile) -> bool:
     return path.stat().st_mtime > file.updated if file.md5 is None else _md5(path) == file.md5
 
 
-def _download_file(base_url: str, file: RemoteFile, directory: Path) -> int:
+def _download_file(base_url: str, file: RemoteFile, directory: Path, closed: threading.Event) -> int:
     url = f"{base_url.rstrip('/')}/{urllib.parse.quote(file.name)}"
-    download(Address(url, show(url)), directory / file.name, limit=file.num_bytes, verify=partial(_verify, file))
+    verify = partial(_verify, file)
+    download(Address(url, show(url)), directory / file.name, limit=file.num_bytes, verify=verify, cancelled=closed)
     return file.num_bytes
 
 

@@ -271,6 +271,17 @@ def test_a_failed_download_says_which_file_and_keeps_the_others_out_of_the_build
     assert not (tmp_path / "out").exists()
 
 
+def test_the_first_file_that_fails_for_good_ends_the_others_at_once(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "STALL_SECONDS", 0.5)
+    bucket.failures = {"/books/train/9.txt": [404]}
+    bucket.silent = {"/books/train/10.txt"}
+    given = ("--source", tmp_path / "copy", "--out", tmp_path / "out", "--download", "--base-url", bucket.url)
+    build_refused("pg19", *given, named=(f"{bucket.url}/train/9.txt",))
+    assert bucket.asked["/books/train/10.txt"] <= 1
+
+
 def test_a_login_page_does_not_replace_the_metadata_of_an_earlier_download(bucket: Bucket, tmp_path: Path) -> None:
     assert build_download(bucket, tmp_path) == 0
     bucket.altered = {"/books/metadata.csv": b"<html>Please log in.</html>\n"}

@@ -23,6 +23,7 @@ class Bucket(FileServer):
         self.RequestHandlerClass = BucketHandler
         self.failures: dict[str, list[int]] = {}  # path -> HTTP statuses of the first responses
         self.altered: dict[str, bytes] = {}  # path -> content that differs from the listing
+        self.silent: set[str] = set()  # paths without an answer
         self.has_md5 = True
         self.url += "/books"
 
@@ -33,7 +34,9 @@ class BucketHandler(QuietHandler):
     def do_GET(self) -> None:  # noqa: N802
         parts = urllib.parse.urlsplit(self.path)
         self.server.asked[parts.path] += 1
-        if self.server.failures.get(parts.path):
+        if parts.path in self.server.silent:
+            self.server.released.wait()
+        elif self.server.failures.get(parts.path):
             self.answer(self.server.failures[parts.path].pop(0), b"")
         elif parts.path in self.server.altered:
             self.answer(200, self.server.altered[parts.path])
