@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-import re
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 from dist_mem.config import build_block
 from dist_mem.config.check import format_value, nearest
 from dist_mem.config.memory_blocks import DEFAULT, PER_BLOCK, is_key, is_per_block, memories_of, memory_of
-from dist_mem.memory.base import LayerSpec, Memory
+from dist_mem.memory.base import LayerSpec, Memory, keys_begin_with
 from dist_mem.memory.outside import is_file, load_from_file, load_offered, offered_kinds
 from dist_mem.runtime.shipped_files import shipped_root
 
@@ -143,7 +141,7 @@ def build_memory(config: Mapping[str, Any], spec: LayerSpec) -> Memory:
     """Build the memory layer of one block of the model, from the `memory` block of a configuration."""
     key, block = memory_of(config, spec.layer_index)
     kind, options = convert_options(block, key)
-    with _keys_begin_with(key):
+    with keys_begin_with(key):
         return _build(kind, options, spec)
 
 
@@ -152,7 +150,7 @@ def _build(kind: str, options: Any, spec: LayerSpec) -> Memory:
     build: Any = memory_class(kind)
     below: list[Memory] = []
     if getattr(options, "over", None) is not None:
-        with _keys_begin_with("memory.over"):
+        with keys_begin_with("memory.over"):
             below.append(_build(*convert_options(options.over), spec))
             assert not build.reads_evicted or below[0].evicted_len, (
                 "raises ValueError here, where the key of the message can be corrected"
@@ -174,12 +172,3 @@ def _build(kind: str, options: Any, spec: LayerSpec) -> Memory:
             "train.precision = bf16 is faster still, and leaves these products exact"
         )
     return memory
-
-
-@contextmanager
-def _keys_begin_with(key: str) -> Iterator[None]:
-    """Correct keys in errors: a memory does not know where in the configuration it stands."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(re.sub(r"\bmemory\.(?=\w)", f"{key}.", str(error))) from None

@@ -17,8 +17,10 @@ document's first, which may be short; what leaves a memory has left `kept_len`
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
@@ -321,6 +323,15 @@ class Stem(nn.Module):
             seg_len: T of this forward, which generation makes shorter than `train.seg_len`.
         """
         return rows[:, -seg_len:], state
+
+
+@contextmanager
+def keys_begin_with(key: str) -> Iterator[None]:
+    """Correct keys in errors: a memory does not know where in the configuration it stands."""
+    try:
+        yield
+    except ValueError as error:  # memory.py is a file, and dist_mem.memory a module
+        raise ValueError(re.sub(r"(?<![./\w])memory\.(?!py\b)(?=\w)", f"{key}.", str(error))) from None
 
 
 def whole_segments(mem_len: int, *, seg_len: int) -> int:

@@ -211,7 +211,7 @@ class Titans(Beside):
         if self.attention is None and self.over is None:
             raise ValueError(
                 "memory.kind is titans and memory.variant alone, which has no queries that a memory over it could "
-                "read with: set memory.over.variant to gate, context or layer"
+                "read with: set memory.variant to gate, context or layer"
             )
         return super().evicted_len
 

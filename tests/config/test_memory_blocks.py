@@ -17,6 +17,7 @@ from dist_mem.memory.none import NoMemory
 from dist_mem.memory.transformer_xl import TransformerXL
 from dist_mem.model import MemoryLM
 from tests.support.messages import refused
+from tests.support.paths import EXAMPLES
 
 SIZES = ["train.steps=1", "train.seg_len=4", "model.num_layers=3", "model.d_model=8", "model.num_heads=2"]
 MAP = "{default: none, 1: {kind: transformer_xl, mem_len: 8}}"
@@ -116,6 +117,34 @@ def test_blocks_of_equal_memories_share_what_equal_blocks_share() -> None:
 def test_what_fits_no_model_is_refused_with_its_key(given: str, key: str) -> None:
     with refused(ConfigError, f"{key}: "):
         load(f"memory={given}")
+
+
+@pytest.mark.parametrize(
+    ("below", "key"),
+    [
+        ("{kind: transformer_xl, mem_len: 6}", "over.mem_len"),
+        ("{kind: titans, variant: alone}", "over.variant"),
+        ("{kind: linear, over: {kind: transformer_xl, mem_len: 6}}", "over.over.mem_len"),
+        ("{kind: linear, over: {kind: linear, over: {kind: transformer_xl, mem_len: 6}}}", "over.over.over.mem_len"),
+        ("{kind: linear, over: {kind: compressive, mem_len: 6, compression_rate: 4}}", "over.over.mem_len"),
+        ("{kind: infinite, over: {kind: transformer_xl, mem_len: 6}}", "over.over.mem_len"),
+    ],
+)
+@pytest.mark.parametrize("where", ["memory", "memory.1"])
+def test_errors_of_memories_below_others_have_the_key_of_the_configuration(where: str, below: str, key: str) -> None:
+    given = f"{{kind: infinite, over: {below}}}"
+    with refused(ConfigError, f"{where}.{key}") as caught:
+        load(f"memory={given if where == 'memory' else f'{{default: none, 1: {given}}}'}")
+    keys = set(re.findall(r"memory[.\w]*\.(?:\w*mem_len|variant)\b", str(caught.value)))
+    assert {each.rpartition(".")[0] for each in keys} == {f"{where}.{key}".rpartition(".")[0]}
+
+
+@pytest.mark.parametrize("file", ["memory.py", "./memory.py"])
+def test_a_file_named_memory_is_no_key(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory.py").write_text((EXAMPLES / "averages.py").read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    with refused(ConfigError, "data.cut", f"memory.1.kind = {file}:Averages"):
+        load("data.cut=end", f"memory={{default: none, 1: {{kind: '{file}:Averages'}}}}")
 
 
 def test_the_page_names_all_memories_that_must_be_in_every_block() -> None:

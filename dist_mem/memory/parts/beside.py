@@ -25,6 +25,7 @@ from dist_mem.memory.base import (
     Places,
     Stem,
     StepOutput,
+    keys_begin_with,
     prefix_counts,
 )
 from dist_mem.memory.parts.inspection import Inspection
@@ -79,7 +80,8 @@ class Beside(Inspectable):
 
     @property
     def evicted_len(self) -> int:
-        return self.spec.seg_len if self.over is None else self.over.evicted_len
+        with keys_begin_with("memory.over"):
+            return self.spec.seg_len if self.over is None else self.over.evicted_len
 
     @property
     def kept_len(self) -> int:
