@@ -9,7 +9,7 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from dist_mem.config import build_block
@@ -129,7 +129,8 @@ def convert_options(block: Mapping[str, Any], where: str = "memory") -> tuple[st
     kind = str(given.pop("kind"))
     known: Any = memory_class(kind, where).Options
     default = getattr(known, "over", {})  # None, or no value, as it is a factory
-    if not isinstance(over := given.get("over", default), Mapping) and (over or default) is not None:
+    has_over = "over" in {field.name for field in fields(known)}
+    if has_over and not isinstance(over := given.get("over", default), Mapping) and (over or default) is not None:
         raise ValueError(f"{where}.over is {format_value(over)}, but must be a block with a kind")
     options: Any = build_block(known, given, where)
     if getattr(options, "over", None) is not None:

@@ -172,6 +172,7 @@ def test_another_memory_below_takes_none_of_the_former_options(tmp_path: Any) ->
         (["memory.over.kind=transformer_xl", "memory.over.mem_lenn=3"], "did you mean memory.over.mem_len?"),
         (["memory.over.kind=transformer_xl", "memory.over.mem_len=x"], "memory.over.mem_len"),
         (["memory.over=transformer_xl"], "memory.over: "),
+        (["memory.kind=transformer_xl", "memory.over=null"], "memory.over: unknown key"),
         (["memory.num_bases=3"], "did you mean memory.num_basis?"),
         (["memory.basis_widths=3"], "memory.basis_widths"),
     ],
