@@ -270,11 +270,10 @@ class Inspectable(Memory):
 
 def describe_back_ends(model: nn.Module, device_type: str, dtype: torch.dtype) -> list[str]:
     """Return one line for each back end that memories of the model use, and why; see `Memory.back_end`."""
-    found = [memory.back_end(device_type, dtype) for memory in model.modules() if isinstance(memory, Memory)]
-    choices = Counter(choice for choice in found if choice)
-    return [
-        f"memory of {count} of {len(found)} layers: {one.back_end} ({one.reason})" for one, count in choices.items()
-    ]
+    memories = [memory for memory in model.modules() if isinstance(memory, Memory)]
+    used = dict.fromkeys((memory.back_end(device_type, dtype), memory.spec.layer_index) for memory in memories)
+    choices, total = Counter(choice for choice, _ in used if choice), len({layer for _, layer in used})
+    return [f"memory of {count} of {total} layers: {one.back_end} ({one.reason})" for one, count in choices.items()]
 
 
 def can_step_rows(memory: Memory) -> bool:

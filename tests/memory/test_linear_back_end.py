@@ -11,8 +11,8 @@ from dist_mem.memory.base import describe_back_ends
 from dist_mem.memory.parts import linear_check
 from dist_mem.memory.parts.linear_check import choose
 from dist_mem.nn.attention import BackEndChoice
-from tests.support.contract_cases import small_model, subject
-from tests.support.messages import refused
+from tests.support.contract_cases import CASES, small_block, small_model, subject
+from tests.support.messages import refused, said
 
 SIZES: dict[str, Any] = {"d_key": 64, "d_value": 128, "delta": True, "by_row": False}
 
@@ -82,3 +82,10 @@ def test_the_start_says_what_computes_a_memory() -> None:
     (line,) = describe_back_ends(small_model("linear"), "cpu", torch.float32)
     assert line.startswith("memory of 3 of 3 layers: torch (flash-linear-attention's kernels run on GPUs")
     assert describe_back_ends(small_model("transformer_xl"), "cpu", torch.float32) == []
+
+
+@pytest.mark.parametrize("below", [{"kind": "causal"}, {"kind": "linear", "over": {"kind": "linear"}}])
+def test_memories_of_one_layer_are_counted_once(below: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CASES, "here", small_block("linear", over=below))
+    (line,) = describe_back_ends(small_model("here"), "cpu", torch.float32)
+    said(line, "of 3 of 3 layers")
