@@ -84,7 +84,7 @@ def memory_title(memory: Mapping[str, Any]) -> str:
         known = chosen.Options()
         given = {name: memory[name] for name in vars(known) if name in memory}
         title = chosen.title_of(replace(known, **given)) or kind
-    return title if over["kind"] == "none" else f"{title} over {memory_title(over)}"
+    return title if over["kind"] in ("none", "causal") else f"{title} over {memory_title(over)}"
 
 
 def memory_options(block: Mapping[str, Any]) -> dict[str, Any]:

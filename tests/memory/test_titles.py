@@ -28,6 +28,10 @@ def test_memories_of_blocks_of_others_and_of_later_versions_have_titles_too() ->
     memory = {"kind": "per_block", "default": {"kind": "none"}, "8": {"kind": "linear", "delta": False, "new": 1}}
     assert describe_memory(memory) == "default: none, 8: linear"
     assert memory_title(memory) == "default: no memory, 8: Mamba-2"
-    assert memory_title({"kind": "no_such.py:Mine", "over": {"kind": "causal"}}) == (
-        "no_such.py:Mine over no memory, causal attention"
-    )
+    assert memory_title({"kind": "no_such.py:Mine", "over": {"kind": "lamemo"}}) == "no_such.py:Mine over LaMemo"
+
+
+def test_attention_below_that_remembers_nothing_is_named_at_most_once() -> None:
+    own = {"infinite": "infinity-former", "infini": "Infini-attention over attention"}
+    for kind, title in own.items():
+        assert memory_title(memory_options({"kind": kind, "over": {"kind": "causal"}})) == title
