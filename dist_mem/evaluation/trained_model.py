@@ -41,6 +41,7 @@ from dist_mem.config.check import Problem, stop_on
 from dist_mem.config.environment_values import checksum, from_environment, hide
 from dist_mem.config.keys import EVALUATION
 from dist_mem.config.settings import keys_set_by, may_set
+from dist_mem.config.values import as_override
 from dist_mem.data.curriculum import name_training_data, with_ends
 from dist_mem.data.directory import open_tokenizer
 from dist_mem.data.mixture import MixturePart
@@ -144,7 +145,7 @@ def read_settings(directory: Path, overrides: Sequence[str], *, reads_data: bool
         raise ConfigError([Problem("data.path", text)])
     kept = kept_kinds(given.memory, directory)  # the program as trained, even if the original has changed
     if kept and not given.eval.allow_code:
-        source = source_of(kept[0].partition("=")[2])
+        source = source_of(as_override(kept[0].partition("=")[2]))
         text = f"{source} is a program, which loading {directory} would run: read it, then add eval.allow_code=true"
         raise ConfigError([Problem("memory", text)])
     config = load_config([str(path), *no_training, *kept, *overrides], memory_options=memory_options, trains=False)

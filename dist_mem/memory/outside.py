@@ -6,6 +6,7 @@ memory: {kind: my_memory}                    # an entry point of the group dist_
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -76,7 +77,8 @@ def sources(block: Mapping[str, Any]) -> dict[str, str]:
 def kept_kinds(block: Mapping[str, Any], directory: Path) -> list[str]:
     """Return overrides that point a `memory:` block at the copies of its files (`sources`) in `directory`."""
     names = copy_names((kind for _, kind in _files_of(block)), _FOLDER)
-    return [f"{key}={directory / names[source_of(kind)]}:{kind.rpartition(':')[2]}" for key, kind in _files_of(block)]
+    kept = {key: f"{directory / names[source_of(kind)]}:{kind.rpartition(':')[2]}" for key, kind in _files_of(block)}
+    return [f"{key}=" + json.dumps(kind.replace("${", r"\${")) for key, kind in kept.items()]  # no interpolation
 
 
 def files_of(block: Mapping[str, Any]) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from dist_mem.__main__ import main
+from dist_mem.config import load_config
 from dist_mem.contract.check_memory import RULES, SIZES, ContractRule, RuleFailure, failures
-from dist_mem.memory import memory_class
-from dist_mem.memory.outside import sources
+from dist_mem.memory import memory_class, memory_options
+from dist_mem.memory.outside import kept_kinds, sources
 from dist_mem.runtime.outside_code import source_of
 from tests.support.messages import refused, said
 from tests.support.paths import EXAMPLES, SUPPORT
@@ -137,6 +139,17 @@ def test_the_sources_of_two_files_of_one_name_are_both_kept(tmp_path: Path) -> N
     over, under = (f"{tmp_path / folder / 'mine.py'}:Mine" for folder in ("over", "under"))
     block = {"kind": over, "over": {"kind": under, "over": {"kind": over}}}
     assert sources(block) == {"memory/mine.py": "over", "memory/2-mine.py": "under"}
+
+
+@pytest.mark.parametrize("folder", ["a b", "x: y", "a#b", "[x]", "a${b}", "a=b", "a:b", "it's", 'a"b', "ü"])
+def test_a_run_in_any_folder_reads_its_own_copy_of_a_memory(folder: str, tmp_path: Path) -> None:
+    block = {"kind": f"{EXAMPLE}:Averages", "num_means": 3}
+    run = tmp_path / folder
+    (run / "memory").mkdir(parents=True)
+    for name, text in sources(block).items():
+        (run / name).write_text(text)
+    given = ["train.steps=1", f"memory={json.dumps(block)}", *kept_kinds(block, run)]
+    assert load_config(given, memory_options=memory_options).memory["kind"] == f"{run}/memory/averages.py:Averages"
 
 
 def test_installed_packages_offer_memories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
