@@ -157,7 +157,7 @@ def run(
     """
     began = time.time() if began is None else began
     stop_signal = StopSignal()
-    stop_signal.received = early.received if early is not None else None
+    stop_signal.received = stop_signal.received or (early.received if early is not None else None)
     with distributed.joining():
         # Keeps the store alive until all ranks have joined.
         meeting = before_joining(config.run_dir, config.watchdog, config.preflight, stop_signal.check)

@@ -15,12 +15,13 @@ import torch
 
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import list_steps, read_manifest, step_dir, verify
-from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE
+from dist_mem.config import Config
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE, StoppedEarlyError
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.environment import node_name
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.tracking.log import read_points
-from dist_mem.training import stopping
+from dist_mem.training import run, stopping
 from dist_mem.training.feed import Feed
 from dist_mem.training.stopping import LEAST_SECONDS, Stopping
 from tests.support.fork_server import fork_server
@@ -36,7 +37,7 @@ from tests.support.jobs import (
     write_config,
 )
 from tests.support.limits import wait_until
-from tests.support.messages import said_line
+from tests.support.messages import refused, said_line
 from tests.support.ranks import Pools
 from tests.support.saving import before_writing
 
@@ -158,6 +159,17 @@ def test_a_signal_while_the_job_opens_stops_it_after_one_step(tmp_path: Path, bo
     assert ended.codes == [EXIT_REQUEUE] * 2, ended.texts
     said_line("\n".join(ended.texts), "step 1: ", "SIGUSR2 on rank 1")
     assert list_steps(run_dir) == [1]
+
+
+def test_a_signal_between_two_handlers_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handler of the start is replaced by that of the training, which hears the signal first."""
+    early = StopSignal()
+    monkeypatch.setattr(run, "before_joining", lambda *others: others[-1]())
+    monkeypatch.setattr(run, "StopSignal", lambda: own)
+    with StopSignal() as own, refused(StoppedEarlyError, "SIGTERM"):
+        os.kill(os.getpid(), signal.SIGTERM)
+        run.run(Config(), early=early)
+    early.restore()
 
 
 def train_refused(config: str, environment: dict[str, str]) -> int:
