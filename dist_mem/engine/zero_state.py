@@ -152,7 +152,7 @@ def buffers(engine: DeepSpeedEngine) -> Iterator[Slice]:
     """Yield the model's buffers that are in its state_dict; every rank holds them whole."""
     persistent = engine.module.state_dict().keys()
     for name, buffer in engine.module.named_buffers():
-        if name in persistent:
+        if name in persistent and buffer.numel():  # no rank has a share of an empty one
             yield Slice(name, 0, buffer.numel(), {"buffer": buffer.view(-1)})
 
 

@@ -198,6 +198,7 @@ def with_buffers(world: World, directory: Path, stage: int) -> list[tuple[Tensor
     for value in (3.0, 0.0):
         job = engine_job(world, stage)
         job.engine.module.register_buffer("scale", torch.full((3, 5), value))
+        job.engine.module.register_buffer("unused", torch.empty(0))
         job.engine.module.register_buffer("recomputed", torch.full((2,), value), persistent=False)
         if value:
             save_engine(job, directory)
