@@ -26,11 +26,11 @@ import numpy as np
 
 from dist_mem.checkpoint.engine_files import ENGINE_JSON, engine_index
 from dist_mem.checkpoint.manifest import read_manifest, run_of, step_dir, write_manifest
-from dist_mem.checkpoint.rank_file import FOLDER, rank_file, safetensors_parts, tensors_of_file
+from dist_mem.checkpoint.rank_file import FOLDER, RankFile, rank_file, safetensors_parts, tensors_of_file
 from dist_mem.checkpoint.retention import prune
 from dist_mem.checkpoint.snapshot import Snapshot
 from dist_mem.config import CheckpointConfig
-from dist_mem.errors import CheckpointError, UnfitError
+from dist_mem.errors import RunError, UnfitError, UnusableError
 from dist_mem.runtime.distributed import RankFailure, World, agree_on_error, describe_failure
 from dist_mem.runtime.files import free_name, fsync_path, write_hashed, write_text
 from dist_mem.runtime.versions import code_versions
@@ -86,36 +86,38 @@ def write_checkpoint(
         return channel.decide_on_rank0(
             share, lambda shares: _finish(partial, final, snapshot, shares, rules, flush_records, broken)
         )
-    except UnfitError as error:
+    except (UnfitError, UnusableError) as error:
         raise UnfitError(
             f"checkpoint {final}: {error}. Earlier checkpoints are intact: fix this, and the same command resumes"
         ) from error
 
 
 def rehearse_checkpoint(snapshot: Snapshot, *, run_dir: Path, world: World, channel: SideChannel) -> None:
-    """Write all files of a checkpoint, read its manifest, and remove them; collective, before the first step.
+    """Write all files of a checkpoint, open two of them, and remove them; collective, before the first step.
 
     Args:
-        snapshot: a rehearsal, without the tensors of the engine and the memories.
+        snapshot: a rehearsal, in which the tensors of the engine and the memories are empty.
 
     Raises:
         UnfitError: on every rank, if any rank could not write its part; names those ranks.
-        CheckpointError: on every rank; no start could read what is written.
+        UnusableError: likewise, or no start could read what is written.
     """
     partial = step_dir(run_dir, snapshot.step).with_name(".rehearsal.partial")
 
     def fill(shares: Sequence[RankShare]) -> None:
         try:
-            _raise_failures(shares)
+            if (failure := _failure_of(shares)) is not None:
+                raise failure
             _fill(partial, snapshot, shares)
             read_manifest(partial)
+            RankFile(partial / rank_file(0), "lanes")
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
     try:
         channel.decide_on_rank0(snapshot.num_bytes, lambda sizes: _open(partial, snapshot, sum(sizes)))
         channel.decide_on_rank0(_write_share(partial, snapshot, world.rank), fill)
-    except (UnfitError, CheckpointError) as error:
+    except (UnfitError, UnusableError) as error:
         raise type(error)(
             f"no checkpoint can be written into {partial.parent}: {error}. Earlier checkpoints are intact: fix this, "
             "and the same command resumes"
@@ -162,7 +164,8 @@ def _finish(
     """Commit the files of all ranks, or remove them: on a full disk they would take the room of the next save."""
     refuse_if_taken_over(run_of(final))  # before removing anything: the other job's staging directory has the same name
     try:
-        _raise_failures(shares)
+        if (failure := _failure_of(shares)) is not None:
+            raise UnfitError(str(failure))  # whatever the reason: the run has written here before
         flush_records()  # a resumed run does not log the points up to this step again
         written = _commit(partial, final, snapshot, shares, broken)
         return written._replace(messages=prune(run_of(final), snapshot.step, rules))
@@ -171,10 +174,8 @@ def _finish(
         raise
 
 
-def _raise_failures(shares: Sequence[RankShare]) -> None:
-    failure = agree_on_error([share.error for share in shares], "writing")
-    if failure is not None:
-        raise UnfitError(str(failure))  # whatever the reason: the run has written here before
+def _failure_of(shares: Sequence[RankShare]) -> RunError | None:
+    return agree_on_error([share.error for share in shares], "writing")
 
 
 def _fill(partial: Path, snapshot: Snapshot, shares: Sequence[RankShare]) -> tuple[dict[str, Any], set[Path]]:

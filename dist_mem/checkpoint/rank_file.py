@@ -22,8 +22,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dist_mem.checkpoint.manifest import reading
-from dist_mem.errors import CheckpointError
+from dist_mem.errors import CheckpointError, UnusableError
 from dist_mem.runtime.files import by_name
+from dist_mem.runtime.terminal import some
 
 FOLDER = "ranks"
 
@@ -75,13 +76,19 @@ class RankFile:
 
 # Names in the header. Wide types come first in a file, so that every tensor is aligned.
 _DTYPES = {
+    torch.uint64: "U64",
     torch.int64: "I64",
     torch.float64: "F64",
+    torch.complex64: "C64",
     torch.float32: "F32",
+    torch.uint32: "U32",
     torch.int32: "I32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
+    torch.uint16: "U16",
     torch.int16: "I16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
@@ -92,7 +99,14 @@ _ORDER = {dtype: index for index, dtype in enumerate(_DTYPES)}
 def safetensors_parts(
     tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """Yield the content of a file with these contiguous CPU tensors, equal to that of `safetensors.torch.save`."""
+    """Yield the content of a file with these contiguous CPU tensors, equal to that of `safetensors.torch.save`.
+
+    Raises:
+        UnusableError: a tensor has a dtype that the format lacks.
+    """
+    if strange := [f"{name} is {tensor.dtype}" for name, tensor in tensors.items() if tensor.dtype not in _DTYPES]:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        raise UnusableError(f"{some(strange, 3)}, which no checkpoint can hold: use one of {known}")
     ordered = sorted(tensors.items(), key=lambda item: (_ORDER[item[1].dtype], item[0]))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0

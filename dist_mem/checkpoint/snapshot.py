@@ -44,16 +44,16 @@ def take_snapshot(
     """Copy this rank's engine, lanes and random state: the only part of a save that training must wait for.
 
     Args:
-        is_rehearsal: leave out the tensors of the engine and the memories, which may take gigabytes.
+        is_rehearsal: empty the tensors of the engine and the memories, which may take gigabytes.
     """
     owned = engine.owned_slices()
+    of_engine = engine_tensors(owned)
+    memories = named_tensors(lanes.states[0]) if is_rehearsal else _join(lanes.states)
+    if is_rehearsal:
+        of_engine, memories = _empty(of_engine), _empty(memories)
     live = {
-        "engine": {} if is_rehearsal else engine_tensors(owned),
-        "lanes": {
-            **({} if is_rehearsal else _join(lanes.states)),
-            "lane_ids": lanes.lane_ids,
-            "cursors": lanes.cursors,
-        },
+        "engine": of_engine,
+        "lanes": {**memories, "lane_ids": lanes.lane_ids, "cursors": lanes.cursors},
         "rng": _random_state(engine.device),
     }
     engine_metadata = engine.metadata()
@@ -65,6 +65,11 @@ def take_snapshot(
         small_files=dict(small_files),
         metadata=deepcopy(dict(metadata)),
     )
+
+
+def _empty(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors without elements of the same names and dtypes."""
+    return {name: tensor.new_empty(0) for name, tensor in tensors.items()}
 
 
 def _copy(tensor: Tensor) -> Tensor:

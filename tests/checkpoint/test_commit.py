@@ -40,6 +40,8 @@ def snapshot_of(job: Any, metadata: dict[str, Any] | None = None) -> Snapshot:
 
 def test_a_file_is_the_library_s_own_to_the_last_byte(tmp_path: Path) -> None:
     dtypes = [torch.uint8, torch.float16, torch.int64, torch.bool, torch.float32, torch.bfloat16, torch.float64]
+    dtypes += [torch.int32, torch.int16, torch.int8, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]
+    dtypes += [torch.uint16, torch.uint32, torch.uint64]
     tensors = {f"kind/{number}.weight": torch.arange(number + 1).to(dtype) for number, dtype in enumerate(dtypes)}
     tensors |= {"none": torch.zeros(0, 3), "scalar": torch.tensor(7.0), "matrix \u00e9": torch.rand(3, 5)}
     entry = write_hashed(tmp_path / "ours", safetensors_parts(tensors))

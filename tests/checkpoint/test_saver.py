@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dist_mem.checkpoint import commit
 from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
 from dist_mem.checkpoint.saver import Saver
 from dist_mem.checkpoint.snapshot import Snapshot, take_snapshot
 from dist_mem.errors import DivergedError
+from dist_mem.memory.transformer_xl import TransformerXL
 from dist_mem.runtime.distributed import World
 from dist_mem.tracking.log import METRICS_FILE, read_points
 from dist_mem.training import saving
@@ -28,6 +30,7 @@ from tests.support.ranks import Pools
 from tests.support.saving import before_writing, names
 
 pytestmark = pytest.mark.ranks
+init_state = TransformerXL.init_state
 
 
 def train_reporting(world: World, config: Path) -> str:
@@ -35,6 +38,11 @@ def train_reporting(world: World, config: Path) -> str:
         return f"ended with {train_here(world, config)}"
     except Exception as error:
         return described(error)
+
+
+def with_wide_numbers(memory: TransformerXL, *arguments: Any) -> Any:
+    state = init_state(memory, *arguments)
+    return state._replace(**{state._fields[0]: state[0].to(torch.complex128)})
 
 
 def train_where_the_first_save_would_fail(world: World, config: Path, what: str) -> str:
@@ -47,6 +55,8 @@ def train_where_the_first_save_would_fail(world: World, config: Path, what: str)
     with before_writing(fail, is_rehearsal=True) as patch:
         if what == "the manifest":
             patch.setattr(commit, "code_versions", lambda: {"torch": object()})
+        if what == "a dtype":
+            patch.setattr(TransformerXL, "init_state", with_wide_numbers)
         if what == "what is read":
             patch.setattr(commit, "code_versions", lambda: {"torch": 2})
         return train_reporting(world, config)
@@ -57,7 +67,8 @@ def train_where_the_first_save_would_fail(world: World, config: Path, what: str)
     [
         ("a file", ["UnfitError", "rank 1: OSError", "rank-00001.safetensors"]),
         ("the manifest", ["UnfitError"]),
-        ("what is read", ["CheckpointError", "manifest.json", "versions"]),
+        ("a dtype", ["UnusableError, exit code 2", "hidden is torch.complex128"]),
+        ("what is read", ["CheckpointError, exit code 2", "manifest.json", "versions"]),
     ],
 )
 def test_a_save_that_must_fail_is_found_before_the_first_step(
