@@ -32,6 +32,11 @@ def mark_finished(run_dir: Path, step: int, train: TrainConfig) -> None:
     write_text(run_dir / _FILE, json.dumps(content) + "\n")
 
 
+def unmark_finished(run_dir: Path) -> None:
+    """Remove the mark: the run trains on. Raises OSError."""
+    (run_dir / _FILE).unlink(missing_ok=True)
+
+
 def read_finished(run_dir: Path) -> TrainingEnd | None:
     """Return what `mark_finished` recorded; None if the run is not marked as finished.
 

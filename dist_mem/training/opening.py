@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dist_mem.block import ModelSpec
+from dist_mem.checkpoint.finished_file import unmark_finished
 from dist_mem.checkpoint.lane_states import open_checkpoints
 from dist_mem.checkpoint.resume_source import Resumption, data_fingerprint
 from dist_mem.checkpoint.retention import unsaved_steps
@@ -293,6 +294,7 @@ def _open_run_dir(
         if world.rank != 0:
             return Tracker()
         open_checkpoints(run_dir, set_aside=begin.superseded)  # now, not at the first save hours later
+        unmark_finished(run_dir)
         save_config(config, run_dir / "config.yaml")
         tracker = start_tracking(
             config,

@@ -10,10 +10,13 @@ import pytest
 from omegaconf import OmegaConf
 
 from dist_mem.__main__ import main
+from dist_mem.checkpoint.finished_file import read_finished
+from dist_mem.errors import EXIT_REQUEUE
+from dist_mem.launch.status import read_state
 from dist_mem.training import opening
 from tests.support import jobs
 from tests.support.faults import assert_quoted
-from tests.support.jobs import build_books, logged_steps, run_ranks, train_here, write_config
+from tests.support.jobs import build_books, logged_steps, run_ranks, stop_after_one_step, train_here, write_config
 from tests.support.messages import said
 from tests.support.rank_errors import error_of
 from tests.support.ranks import Pools
@@ -115,6 +118,15 @@ def test_commands_that_start_nothing_refuse_it_too(finished: Command, command: l
     code, text = finished(*command, "run.yaml", "model.dropout=0.5")
     assert code == 2 and "add --allow model.dropout" in text
     assert finished(*command, "run.yaml", "model.dropout=0.5", "--allow", "model.dropout")[0] == 0
+
+
+def test_a_finished_run_that_trains_on_is_not_finished(tmp_path: Path, trained: Path, rank_pool: Pools) -> None:
+    shutil.copytree(trained / "run", tmp_path / "run")
+    longer = {"run_dir": str(tmp_path / "run"), "train": {"steps": 9}}
+    OmegaConf.save(OmegaConf.merge(OmegaConf.load(trained / "run.yaml"), longer), tmp_path / "run.yaml")
+    assert read_finished(tmp_path / "run")
+    assert rank_pool(1).run(stop_after_one_step, tmp_path / "run.yaml") == [EXIT_REQUEUE]
+    assert read_finished(tmp_path / "run") is None and read_state(tmp_path / "run")["state"] == "stopped"
 
 
 def test_other_data_at_another_path_are_refused_and_fewer_steps_leave_nothing_to_train(
