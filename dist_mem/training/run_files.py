@@ -6,6 +6,7 @@ needs hours later.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from dist_mem.checkpoint.finished_file import read_finished
@@ -27,7 +28,8 @@ def check_run_files(run_dir: Path) -> None:
     """
     for path in sorted(run_dir.iterdir()) if run_dir.is_dir() else ():
         if path.name == CONFIG or not path.is_dir():
-            open_regular(path).close()
+            with suppress(FileNotFoundError):  # removed meanwhile, as by a report that is made now
+                open_regular(path).close()
     for read in (read_finished, read_parts, read_starts, read_run_id):
         read(run_dir)
     if not is_missing(log := run_dir / METRICS_FILE):

@@ -76,6 +76,14 @@ def test_a_refused_start_changes_nothing_whichever_file_it_is(run: Path, tmp_pat
             shutil.rmtree(to)
 
 
+def test_the_check_takes_files_that_a_command_beside_it_has_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a report does with its lock and with what it writes under another name first."""
+    monkeypatch.setattr(Path, "iterdir", lambda folder: iter([folder / ".report.html.lock"]))
+    check_run_files(tmp_path)
+
+
 @pytest.mark.parametrize("name", OF_THE_RUN)
 def test_the_check_refuses_what_is_no_file_and_takes_what_is_missing(run: Path, tmp_path: Path, name: str) -> None:
     for damage in PLACES[:4]:
