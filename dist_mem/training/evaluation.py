@@ -7,7 +7,7 @@ from typing import Any
 
 from dist_mem.checkpoint.retention import Validation
 from dist_mem.data.curriculum import Stage, answers_of, stage_number, stages_of, with_ends
-from dist_mem.errors import CutShortError, RunError, UnusableError
+from dist_mem.errors import CutShortError, UnusableError
 from dist_mem.evaluation.job import stop_check
 from dist_mem.evaluation.probe import PREFIX, PassageRead, open_passage, passage_metrics, write_passage_picture
 from dist_mem.evaluation.protocol import protocol_of, short_term_len
@@ -45,7 +45,7 @@ class Evaluation:
         """
         context = self._context
         try:
-            with context.reporting.meter.pause():
+            with context.saving.keep_state(state), context.reporting.meter.pause():
                 validation, metrics, read = self._evaluate(state.step)
                 of_stage = self._score_stage(state)
                 context.reporting.record(state.step, metrics | read.metrics | self._full_lanes(state))
@@ -54,10 +54,6 @@ class Evaluation:
                 self._draw_passage(state.step, read)
         except CutShortError:
             return state
-        except RunError:
-            if not context.saving.is_saved(state):
-                context.saving.run(state)
-            raise
         state = state._replace(validation=validation._asdict())
         return self._end_stage(state, of_stage[ACCURACY]) if of_stage else state
 
@@ -145,7 +141,8 @@ class Evaluation:
         context.reporting.tag(f"curriculum.stage_{number}", message)
         with context.reporting.failure.keep_error():
             context.begin_part(state)
-        context.feed.restart(state)
+        with context.saving.keep_state(state):
+            context.feed.restart(state)
         return state
 
     def _draw_passage(self, step: int, read: PassageRead) -> None:

@@ -76,7 +76,8 @@ def train(
         with reporting.meter.pause():
             reporting.profile.end_if_due(state.step, ends=is_over)
         if state.step < last:
-            feed.advance(outcome.next_scored)
+            with saving.keep_state(state):  # after the end of a stage it reads
+                feed.advance(outcome.next_scored)
     failure.raise_on_all_ranks()
     if state.step >= last and not evaluation.due(state):
         return state, EXIT_DONE

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from dist_mem.checkpoint.saver import Saver
 from dist_mem.checkpoint.snapshot import Snapshot, take_snapshot
 from dist_mem.config import CheckpointConfig
 from dist_mem.engine.engine import Engine
-from dist_mem.errors import TakenOverError
+from dist_mem.errors import RunError, StoppedError, TakenOverError
 from dist_mem.runtime.distributed import on_all_ranks
 from dist_mem.supervision.watchdog import beat
 from dist_mem.training.agreement import Flags
@@ -73,6 +74,18 @@ class Saving:
             self.saver.wait()  # at most one save in flight, and one copy in memory
             began = time.perf_counter()
             self.saver.save(self._snapshot(state), began=began)
+
+    @contextmanager
+    def keep_state(self, state: TrainState) -> Iterator[None]:
+        """Save a state that is not saved yet before an error of all ranks leaves the block; a stop saves by itself."""
+        try:
+            yield
+        except StoppedError:
+            raise
+        except RunError:
+            if not self.is_saved(state):
+                self.run(state)
+            raise
 
     def add_evaluation(self, state: TrainState) -> None:
         """Add the evaluation of a step to its checkpoint, from which this job started; every rank calls it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +14,7 @@ from dist_mem.checkpoint.resume_source import check_data
 from dist_mem.config import DataConfig
 from dist_mem.errors import CheckpointError
 from dist_mem.runtime.distributed import World
-from dist_mem.training import loop
+from dist_mem.training import context, loop
 from tests.support.curricula import make_data
 from tests.support.jobs import checkpoint_content, difference, losses, train_here, write_config
 from tests.support.messages import refused, said
@@ -101,6 +102,22 @@ def test_answers_that_one_rank_cannot_open_stop_all_ranks_saved(tmp_path: Path, 
     config = config_of(tmp_path, books, ends_by="accuracy", preflight=False, checkpoint={"every": None})
     for text in rank_pool(2).run(error_of, train_where_rank_1_loses_its_indexes, config, tmp_path):
         said(text, tmp_path / "1" / "short" / "validation" / "index.json")
+    assert list_steps(tmp_path / "straight") == [BOUNDARY]
+
+
+def train_where_no_stage_can_be_noted(world: World, config: Path) -> int:
+    def fail(run_dir: Path, *_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(run_dir / "history.jsonl"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context, "begin_part", fail)
+        return train_here(world, config)
+
+
+def test_a_stage_that_ends_on_a_full_disk_stops_all_ranks_saved(tmp_path: Path, books: Path, rank_pool: Pools) -> None:
+    config = config_of(tmp_path, books, ends_by="accuracy", checkpoint={"every": None})
+    for text in rank_pool(2).run(error_of, train_where_no_stage_can_be_noted, config):
+        said(text, "rank 0: OSError: [Errno 28]", "history.jsonl")
     assert list_steps(tmp_path / "straight") == [BOUNDARY]
 
 
