@@ -359,8 +359,8 @@ def _check_points(study: Study, where: str) -> None:
             first, its_point = found.setdefault(CellRun(row, name, 0, Path()).name, (row, name))
             if (first, its_point) != (row, name):
                 raise UnusableError(
-                    f"{where}rows has {first!r} and {row!r}, at {its_point!r} and {name!r}, whose runs and cells have one "
-                    "name: rename a row or a point"
+                    f"{where}rows has {first!r} and {row!r}, at {its_point!r} and {name!r}, whose runs and cells have "
+                    "one name: rename a row or a point"
                 )
 
 
