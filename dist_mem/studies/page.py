@@ -179,14 +179,15 @@ def to_csv(study: Study, runs: Sequence[CellRun], extra: Sequence[str], *, ranks
     """Return a CSV of every cell: our metric, step, outcome, checksum and commands; at the paper's scale its metric.
 
     Args:
-        extra: overrides of every training.  ranks: of every training.
+        extra: overrides of every training.
+        ranks: of every training.
     """
     lines: list[list[object]] = []
     lines.append(["row", "column", "seed", *(["paper"] if study.is_papers else []), "value", "step", "ended"])
     lines[0] += ["sha256", "training", "evaluation"]
     for run in runs:
-        start = ["dist-mem"] if ranks == 1 else ["torchrun", "--nproc_per_node", str(ranks), "-m", "dist_mem"]
-        training = shlex.join([*start, "train", *train_words(study, run, extra)])
+        start = "dist-mem" if ranks == 1 else f"torchrun --nproc_per_node {ranks} -m dist_mem"
+        training = f"{start} {shlex.join(['train', *train_words(study, run, extra)])}"
         for name, column in columns_to_measure(study, run).items():
             result: dict[str, Any] = read_result(run, name) or {"to run": True}
             ended = next((word for word in ("diverged", "absent", "to run") if word in result), "evaluated")

@@ -229,11 +229,11 @@ def test_the_default_of_a_variable_keeps_its_letters_or_is_refused(text: str, mo
 
 def test_sweeps_keep_the_letters_of_their_values(tmp_path: Path) -> None:
     (tmp_path / "sweep.yaml").write_text(
-        "title: 0010\ntrain: [name=0010]\ndata: 0012\ngrid: {data.path: [0777, 1e3], optimizer.lr: [1e-3, 0.002]}\n"
+        "title: 0010\ntrain: [tracking.run_name=0010]\ndata: 0012\ngrid: {data.path: [0777, 1e3], optimizer.lr: [1e-3, 0.002]}\n"
         "skip: [{data.path: 1e3, optimizer.lr: 0.001}]\nrows: {0010: [data.path=1_0]}\n"
     )
     study = load_study(str(tmp_path / "sweep.yaml"))
-    assert (study.title, study.train, study.data) == ("0010", ["name=0010"], "0012")
+    assert (study.title, study.train, study.data) == ("0010", ["tracking.run_name=0010"], "0012")
     assert study.trained_rows == {
         "path0777-lr0.001": ["data.path=0777", "optimizer.lr=0.001"],
         "path0777-lr0.002": ["data.path=0777", "optimizer.lr=0.002"],

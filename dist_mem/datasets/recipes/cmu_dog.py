@@ -97,6 +97,7 @@ def build(options: argparse.Namespace) -> None:
     """Read the data, print the number of conversations, and build."""
     check_paths(options.source)
     vocab_size_of(options)  # refuses one that is not used
+    tokenizer = options.tokenizer_from and find_tokenizer(options.tokenizer_from)
     films = read_films(options.source / "WikiData")
     released = {
         split: read_conversations(options.source / "Conversations" / folder, films) for split, folder in FOLDERS.items()
@@ -122,7 +123,7 @@ def build(options: argparse.Namespace) -> None:
         documents,
         options.out,
         name=options.name,
-        tokenizer=make_tokenizer(options, films.values(), alone),
+        tokenizer=tokenizer or make_tokenizer(options, films.values(), alone),
         workers=options.workers,
         overwrite=options.overwrite,
     )
@@ -131,9 +132,7 @@ def build(options: argparse.Namespace) -> None:
 def make_tokenizer(
     options: argparse.Namespace, films: Iterable[Film], conversations: Iterable[FilmConversation]
 ) -> Tokenizer:
-    """Load or train the chosen tokenizer; each film counts once in its training, however many conversations it has."""
-    if options.tokenizer_from is not None:
-        return find_tokenizer(options.tokenizer_from)
+    """Make or train the chosen tokenizer; each film counts once in its training, however many conversations it has."""
     if options.tokenizer == BytesTokenizer.kind:
         return BytesTokenizer()
     print(f"tokenizer: training a SentencePiece model of {vocab_size_of(options):,} pieces", flush=True)
