@@ -90,10 +90,11 @@ def test_a_tag_runs_every_step_of_a_release_and_another_number_is_refused(tmp_pa
         return subprocess.run(command, env=variables, capture_output=True, text=True)
 
     assert version("v9.9.9").returncode == 2
-    (tmp_path / "CHANGELOG.md").write_text(f"# Changes\n\n## {__version__} (2026-01-02)\n\nNew: all.\n\n## 0.0.1\n")
-    done = version(f"v{__version__}")
-    assert (done.returncode, done.stdout) == (0, f"version {__version__}\n"), done.stderr
-    assert (tmp_path / "build" / "notes.md").read_text(encoding="utf-8").strip() == "New: all."
+    for earlier in ("\n## 0.0.1\n", ""):  # the first release has none
+        (tmp_path / "CHANGELOG.md").write_text(f"# Changes\n\n## {__version__} (2026-01-02)\n\nNew: all.\n{earlier}")
+        done = version(f"v{__version__}")
+        assert (done.returncode, done.stdout) == (0, f"version {__version__}\n"), done.stderr
+        assert (tmp_path / "build" / "notes.md").read_text(encoding="utf-8").strip() == "New: all."
     assert f"\n## {__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
