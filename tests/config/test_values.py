@@ -229,7 +229,8 @@ def test_the_default_of_a_variable_keeps_its_letters_or_is_refused(text: str, mo
 
 def test_sweeps_keep_the_letters_of_their_values(tmp_path: Path) -> None:
     (tmp_path / "sweep.yaml").write_text(
-        "title: 0010\ntrain: [tracking.run_name=0010]\ndata: 0012\ngrid: {data.path: [0777, 1e3], optimizer.lr: [1e-3, 0.002]}\n"
+        "title: 0010\ntrain: [tracking.run_name=0010]\ndata: 0012\n"
+        "grid: {data.path: [0777, 1e3], optimizer.lr: [1e-3, 0.002]}\n"
         "skip: [{data.path: 1e3, optimizer.lr: 0.001}]\nrows: {0010: [data.path=1_0]}\n"
     )
     study = load_study(str(tmp_path / "sweep.yaml"))
