@@ -311,7 +311,7 @@ def test_slurm_binds_ranks_to_cores_only_without_gpus_or_as_the_site_says(
     assert ' --cpu-bind="$cpu_bind" ' in script
 
 
-# In place of dist-mem: writes the arguments of each process, a line of JSON in a file of its own.
+# In place of dist-mem: writes the arguments of each process, a line of JSON in a file of its own, and the exit code.
 TOLD = f"""#!{sys.executable}
 import json, os, sys
 name = sys.argv[1] + os.environ.get("SLURM_PROCID", "") if sys.argv[1] == "train" else sys.argv[1]
@@ -320,6 +320,8 @@ with open(os.environ["TOLD"] + "/" + name, "w") as file:
 if name == "train0":
     with open(os.environ["TOLD"] + "/environment", "w") as file:
         json.dump(dict(os.environ), file)
+    with open(os.environ["DIST_MEM_EXIT_CODE"], "w") as file:
+        file.write("0")
 print("run")
 """
 # In place of Apptainer, which tests do not have: writes its arguments and executes what stands after the image.
