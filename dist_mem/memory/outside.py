@@ -6,7 +6,6 @@ memory: {kind: my_memory}                    # an entry point of the group dist_
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -16,6 +15,7 @@ from typing import Any
 
 from dist_mem.config.memory_blocks import kinds_of
 from dist_mem.memory.base import Inspectable, Memory
+from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.outside_code import copies, copy_names, load_named, source_of
 
 GROUP = "dist_mem.memories"
@@ -78,7 +78,7 @@ def kept_kinds(block: Mapping[str, Any], directory: Path) -> list[str]:
     """Return overrides that point a `memory:` block at the copies of its files (`sources`) in `directory`."""
     names = copy_names((kind for _, kind in _files_of(block)), _FOLDER)
     kept = {key: f"{directory / names[source_of(kind)]}:{kind.rpartition(':')[2]}" for key, kind in _files_of(block)}
-    return [f"{key}=" + json.dumps(kind.replace("${", r"\${")) for key, kind in kept.items()]  # no interpolation
+    return [f"{key}=" + json_text(kind.replace("${", r"\${")) for key, kind in kept.items()]  # no interpolation
 
 
 def files_of(block: Mapping[str, Any]) -> list[Path]:
