@@ -109,6 +109,11 @@ class Memory(nn.Module):
         return self.spec.seg_len
 
     @property
+    def tokens_per_row(self) -> int:
+        """Number of tokens that an evicted row is made from, if `evicts_parts`."""
+        return self.spec.seg_len // self.evicted_len
+
+    @property
     def kept_len(self) -> int:
         """Number of tokens, the newest, whose rows a full memory holds; what it evicts is older."""
         return 0

@@ -45,8 +45,8 @@ from dist_mem.memory.parts.compression import COMPRESSIONS, MostUsed
 from dist_mem.memory.parts.inspection import (
     Inspection,
     Spans,
-    compressed_spans,
     overlaps,
+    row_spans,
     rows_of,
     segment_rows,
     token_spans,
@@ -157,6 +157,10 @@ class Compressive(Inspectable):
                 f"{rows} rows that train.seg_len / memory.compression_rate gives"
             )
         return rows
+
+    @property
+    def tokens_per_row(self) -> int:
+        return int(self.options.compression_rate)
 
     def tie_parameters(self, first: Memory) -> None:
         assert isinstance(first, Compressive)
@@ -270,16 +274,18 @@ class Compressive(Inspectable):
         Raises:
             ValueError: `most_used` holds rows, and there is no trace of which tokens they are.
         """
+        is_held = newest_rows(state.compressed.length, self.options.cmem_len)
         if isinstance(self.compression, MostUsed):
-            is_held = newest_rows(state.compressed.length, self.options.cmem_len)
             if trace is None and is_held.any():
                 raise ValueError(
                     "the compressed memory holds rows of tokens that are not known: inspect from the document's start"
                 )
             begin = torch.zeros_like(is_held, dtype=torch.int64) if trace is None else trace
             return Spans(begin, begin + is_held)
-        sizes = {"kept_len": self.options.mem_len, "seg_len": self.spec.seg_len, "rate": self.options.compression_rate}
-        return compressed_spans(state.compressed.length, self.options.cmem_len, **sizes)
+        sizes = {"kept_len": self.options.mem_len, "seg_len": self.spec.seg_len, "rate": self.tokens_per_row}
+        spans = row_spans(self.options.cmem_len, **sizes, per_update=self.spec.seg_len // self.tokens_per_row)
+        begin = spans.begin.to(is_held.device).expand_as(is_held)
+        return Spans(begin, begin + self.tokens_per_row * is_held)
 
     def forget(
         self, state: CompressiveState, begin: Tensor, end: Tensor, trace: Tensor | None = None

@@ -215,6 +215,32 @@ def test_a_token_that_was_forgotten_stays_so_when_most_used_keeps_it() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("over_linear", [False, True])
+def test_tokens_that_fill_no_row_are_in_none_of_a_signal_either(
+    over_linear: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 4 tokens the first 3 become a row, so the last may be forgotten without a change, and no other."""
+    below = small_block("compressive", mem_len=SEG_LEN, cmem_len=1, compression_rate=3)
+    over = small_block("linear", over=below) if over_linear else below
+    monkeypatch.setitem(CASES, "here", small_block("infinite", over=over))
+    model = small_model("here")
+    state = fresh_state(model)
+    with Inspector(model.memories()) as inspector:
+        for number in range(5):
+            ((tokens, targets),) = random_segments(number)[:1]
+            state = model(tokens, targets, full_lanes(), state=state).state
+            inspector.commit()
+        held = inspector.layers[0].rows["signal"].spans
+        assert (held.end % SEG_LEN == 3).all()
+        assert (held.begin % SEG_LEN == 0).all()
+        newest = int(held.end.max()) - SEG_LEN  # the segment that has been read is now in the past too
+        for token, is_held in () if over_linear else ((newest - 1, True), (newest, False)):  # linear forgets nothing
+            begin = torch.full((LANES,), token)
+            without = inspector.forget(state.blocks, begin, begin + 1)[0].coefficients
+            assert torch.equal(without, state.blocks[0].coefficients) != is_held
+
+
+@torch.no_grad()
 def test_a_signal_over_most_used_knows_the_segments_of_its_rows_and_forgets_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -87,6 +87,10 @@ class Beside(Inspectable):
     def kept_len(self) -> int:
         return 0 if self.over is None else self.over.kept_len
 
+    @property
+    def tokens_per_row(self) -> int:
+        return 1 if self.over is None else self.over.tokens_per_row
+
     def empty_over(self, document_ids: Tensor, device: torch.device | str, dtype: torch.dtype) -> MemoryState:
         """Return the field `over` of an empty state."""
         return () if self.over is None else self.over.init_state(document_ids, device, dtype)

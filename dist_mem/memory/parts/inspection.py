@@ -47,14 +47,14 @@ def token_spans(length: Tensor, num_rows: int) -> Spans:
     return Spans(begin, begin + (begin >= -length[:, None]))
 
 
-def compressed_spans(length: Tensor, num_rows: int, *, kept_len: int, seg_len: int, rate: int) -> Spans:
-    """Return the spans of rows older than `kept_len` tokens: T // rate of them a segment, each from `rate` tokens."""
-    a_segment = seg_len // rate
-    age = torch.arange(num_rows - 1, -1, -1, device=length.device)  # 0: the newest row
-    segment = age.div(a_segment, rounding_mode="floor") + 1
-    within = a_segment - 1 - age % a_segment
-    begin = (within * rate - segment * seg_len - kept_len).expand(len(length), -1)
-    return Spans(begin, begin + rate * (age < length[:, None]))
+def row_spans(num_rows: int, *, kept_len: int, seg_len: int, per_update: int, rate: int) -> Spans:
+    """Return the spans of a lane's rows, oldest first, both (R,), which are older than `kept_len` tokens.
+
+    A segment has `per_update` rows, each from `rate` tokens; tokens at its end that fill no row are in none.
+    """
+    age = torch.arange(num_rows - 1, -1, -1)  # 0: the newest row
+    begin = (per_update - 1 - age % per_update) * rate - (age // per_update + 1) * seg_len - kept_len
+    return Spans(begin, begin + rate)
 
 
 def rows_of(weights: Tensor, spans: Spans) -> Rows:

@@ -131,6 +131,10 @@ class Signal(Inspectable):
     def kept_len(self) -> int:
         return self.over.kept_len
 
+    @property
+    def tokens_per_row(self) -> int:
+        return self.over.tokens_per_row
+
     def choose_kernels(self, device_type: str, num_queries: int) -> BackEndChoice:
         """Return whether our kernels read the signal, or torch's operators."""
         return choose(

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from dist_mem.memory.parts.basis import evaluate_at
-from dist_mem.memory.parts.inspection import Inspection, Spans, rows_of
+from dist_mem.memory.parts.inspection import Inspection, Spans, row_spans, rows_of
 from dist_mem.memory.parts.inspector import forget, inspect
 from dist_mem.memory.parts.signal import Signal, SignalState
-from dist_mem.memory.parts.signal_places import NUM_BINS, Trace, append, bin_spans, row_spans, without_rows
+from dist_mem.memory.parts.signal_places import NUM_BINS, Trace, append, bin_spans, without_rows
 from dist_mem.nn.named_tuples import replace
 
 
@@ -75,9 +75,14 @@ def forget_signal(memory: Signal, state: SignalState, begin: Tensor, end: Tensor
     return replace(state, over=over, pending=kept, coefficients=coefficients)
 
 
+def spans_of_rows(memory: Signal, num_rows: int) -> Spans:
+    """Return the spans of the newest rows of a lane in the signal, (P,), where they are parts of a segment."""
+    sizes = {"kept_len": memory.kept_len, "seg_len": memory.spec.seg_len, "per_update": memory.geometry.num_rows}
+    return row_spans(num_rows, **sizes, rate=memory.tokens_per_row)
+
+
 def _spans(memory: Signal, num_rows: int) -> Spans:
-    seg_len, per_update = memory.spec.seg_len, memory.geometry.num_rows
-    spans = row_spans(num_rows, kept_len=memory.kept_len, seg_len=seg_len, per_update=per_update)
+    spans, seg_len = spans_of_rows(memory, num_rows), memory.spec.seg_len
     if memory.evicts_parts:
         return spans
     begin = spans.begin.div(seg_len, rounding_mode="floor") * seg_len

@@ -42,14 +42,6 @@ def append(places: Tensor, moved_by: Tensor | None, num_rows: int, geometry: Geo
     return torch.cat([geometry.tau * rank / geometry.num_samples, new])
 
 
-def row_spans(num_rows: int, *, kept_len: int, seg_len: int, per_update: int) -> Spans:
-    """Return the spans of a lane's P rows, oldest first, both (P,); an update has `per_update` rows of T tokens."""
-    rate = seg_len // per_update
-    age = torch.arange(num_rows - 1, -1, -1)
-    begin = (per_update - 1 - age % per_update) * rate - (age // per_update + 1) * seg_len - kept_len
-    return Spans(begin, begin + rate)
-
-
 def bin_spans(places: Tensor, spans: Spans, num_bins: int = NUM_BINS) -> Spans:
     """Return the tokens of each of R bins of [0, 1], (R,): those of the rows that are nearest to a point in it."""
     if not len(places):

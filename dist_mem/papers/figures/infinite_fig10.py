@@ -23,7 +23,8 @@ from dist_mem.evaluation.plotting.drawn_figure import DrawnFigure, Table
 from dist_mem.evaluation.plotting.style import BLUE, VERMILION, mark_lines, new_picture
 from dist_mem.memory.infinite import Infinite
 from dist_mem.memory.parts.inspection import Spans
-from dist_mem.memory.parts.signal_places import Trace, append, row_spans, shares
+from dist_mem.memory.parts.signal_inspection import spans_of_rows
+from dist_mem.memory.parts.signal_places import Trace, append, shares
 from dist_mem.papers.figures.parts.signal import least_tokens, signal_layers, signal_memories
 from dist_mem.papers.figures.parts.source import Figure, FigureSource
 from dist_mem.papers.figures.parts.words import DocumentWord, phrases, words_of
@@ -62,7 +63,7 @@ def memory_space(source: FigureSource, memory: Infinite, place: int) -> Space:
     even = append(sticky, None, first_end, geometry, is_first=True)
     for _ in range(NUM_UPDATES - 1):
         even = append(even, None, geometry.num_rows, geometry, is_first=False)
-    spans = row_spans(num_rows, kept_len=memory.kept_len, seg_len=memory.spec.seg_len, per_update=geometry.num_rows)
+    spans = spans_of_rows(memory, num_rows)
     found = Spans(spans.begin + first_input, spans.end + first_input)
     held = [word for word in words if word.begin < int(found.end.max())]
     ends = [int(end) for end in found.end[first_end - 1 : -1 : geometry.num_rows]]
