@@ -39,7 +39,6 @@ from dist_mem.nn.layers import (
     Dropout,
     HeadRows,
     Projection,
-    merge_heads,
     split_heads,
     visible_keys,
 )
@@ -106,11 +105,6 @@ class SegmentAttention(AttentionLayer):
         own = by[0][places.row][:, None], by[1][places.row][:, None]
         pairs = torch.cat([rotate(keys, own), value], dim=1)
         return split_heads(attend(rotate(query, own), pairs, segment, places), self.num_heads)
-
-    def merge_output(self, rows: Tensor) -> Tensor:
-        """Return the output of all heads, (H, B, T, K) -> (B, T, D)."""
-        y: Tensor = self.dropout(self.output(merge_heads(rows)))
-        return y
 
 
 class Infini(Inspectable):

@@ -55,7 +55,7 @@ from dist_mem.memory.parts.row_mask import Shown, append_shown, take_out, valid_
 from dist_mem.memory.parts.stored_rows import Store, nearest, read_rows, readable_rows, spans_of, weigh, write
 from dist_mem.nn.attention import BackEndChoice
 from dist_mem.nn.convolution import Tail
-from dist_mem.nn.layers import DTYPES, Dropout, merge_heads, split_heads
+from dist_mem.nn.layers import DTYPES, Dropout, split_heads
 from dist_mem.nn.named_tuples import replace
 from dist_mem.nn.norms import input_norm
 from dist_mem.nn.unit_attention import CachedRows, UnitAttention, UnitHeads, scale_heads, unit
@@ -201,11 +201,6 @@ class GatedAttention(StoredReading, UnitAttention):
         heads = UnitHeads(rows.raw, rows.key, rows.value, rows.before)
         shares = None if local_weights is None else self.all_weights(local_weights, found, cache_len=self.cache_len)
         return GatedAttentionOutput(self.merge_output(mix(local, found)), heads, found.share, shares)
-
-    def merge_output(self, rows: Tensor) -> Tensor:
-        """Return the output of all heads, (H, B, T, K) -> (B, T, D)."""
-        y: Tensor = self.dropout(self.output(merge_heads(rows)))
-        return y
 
     def forward_by_kernels(self, x: Tensor, state: MemorizingState) -> GatedAttentionOutput:
         """Attend as `forward`, without rows in float32 or a search in memory."""

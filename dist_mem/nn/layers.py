@@ -262,6 +262,11 @@ class AttentionLayer(nn.Module):
         """Return what a convolution sees before a document."""
         return () if self.convolution is None else self.convolution.empty_tail(num_lanes, device=device, dtype=dtype)
 
+    def merge_output(self, rows: Tensor) -> Tensor:
+        """Return the output of all heads, (H, B, T, K) -> (B, T, D)."""
+        y: Tensor = self.dropout(self.output(merge_heads(rows)))
+        return y
+
     def choose(self, device_type: str, num_queries: int) -> BackEndChoice:
         """Return the back end that attends, and why."""
         if self.shows_weights:
@@ -400,11 +405,6 @@ class ContextAttention(AttentionLayer):
         query, key, value = self.project_heads(x, context, visible, is_row)
         rows, shares = self.read(self.inputs(x, query, key, value, visible), weights=weights)
         return HeadRows(rows, query, key, value, shares)
-
-    def merge_output(self, rows: Tensor) -> Tensor:
-        """Return the output of all heads, (H, B, T, K) -> (B, T, D)."""
-        y: Tensor = self.dropout(self.output(merge_heads(rows)))
-        return y
 
     def inputs(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> Inputs:
         """Return what scores are made of, of what `project_heads` returns for a segment x (B, T, D)."""

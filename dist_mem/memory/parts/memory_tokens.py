@@ -25,7 +25,6 @@ from dist_mem.nn.attention_inputs import Inputs, Relative
 from dist_mem.nn.layers import (
     RelativeProjections,
     masked_softmax,
-    merge_heads,
     relative_queries,
     sinusoid_table,
     visible_keys,
@@ -107,7 +106,7 @@ class MemoryTokenAttention(RelativeProjections):
             found, shares = self.read_block(after, right, torch.cat([*shown, is_real, shown[1]], dim=1))
             parts.append(found)
             written = shares.detach()[..., read_end - begin : seg_end - begin].float().sum(-1).mean(dim=(0, 2))
-        y = self.dropout(self.output(merge_heads(torch.cat(parts, dim=2))))
+        y = self.merge_output(torch.cat(parts, dim=2))
         return MemoryTokenOutput(y, query[:, :, num_tokens : num_tokens + seg_len], written, token_weights)
 
     @property
