@@ -49,16 +49,6 @@ class Visible(NamedTuple):
         return slice(begin, self.num_keys if self.upto is None else min(self.num_keys, queries.stop + self.upto))
 
 
-def align_distances(scores: Tensor) -> Tensor:
-    """Turn columns of distances J - 1, ..., 0, dummy into keys 0, ..., J - 1: (..., T, J + 1) -> (..., T, J).
-
-    Query i is at key J - T + i, so key j is at distance J - T + i - j, which is column T - 1 - i + j. That is entry
-    (T - 1) + i J + j of the flat (T, J + 1) block: a contiguous window, so this returns a view where the published code
-    pads and copies. Only keys up to the query's position are meaningful; the rest must be masked.
-    """
-    return align_to_keys(scores, offset=scores.shape[-2] - 1, num_keys=scores.shape[-1] - 1)
-
-
 class Relative(NamedTuple):
     """Scores by distance: key j adds `query`_i . `table`[:, first - i + j] to the score of query i."""
 
@@ -71,8 +61,11 @@ class Relative(NamedTuple):
         return torch.bmm(self.query.flatten(1, 2), self.table).unflatten(1, self.query.shape[1:3])
 
     def by_key(self) -> Tensor:
-        """Return the scores of all queries and keys, (H, B, T, J), of a table as in `align_distances`."""
-        return align_distances(self.by_column())
+        """Return the scores of all queries and keys, (H, B, T, J), of a table at `layers.key_distances`.
+
+        Only keys up to the query's position are meaningful; the rest must be masked.
+        """
+        return align_to_keys(self.by_column(), offset=self.query.shape[2] - 1, num_keys=self.table.shape[-1] - 1)
 
 
 class Inputs(NamedTuple):

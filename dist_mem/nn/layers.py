@@ -40,7 +40,7 @@ def sinusoid_table(distances: Tensor, d_model: int, dtype: torch.dtype) -> Tenso
 
 
 def key_distances(num_keys: int, *, clamp_len: int | None, device: torch.device) -> Tensor:
-    """Return distances J - 1 down to 0, clamped at clamp_len, then a dummy for `align_distances`: (J + 1,) int64."""
+    """Return distances J - 1 down to 0, clamped at clamp_len, then a dummy for `align_to_keys`: (J + 1,) int64."""
     distances = torch.arange(num_keys - 1, -2, -1, device=device)
     return distances.clamp(min=0, max=clamp_len)
 

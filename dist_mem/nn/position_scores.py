@@ -15,7 +15,11 @@ from torch import Tensor
 
 
 def align_to_keys(table: Tensor, *, offset: int, num_keys: int) -> Tensor:
-    """Return the scores of keys 0, ..., J - 1 from those by distance, a view: (..., R, C) -> (..., R, J)."""
+    """Return the scores of keys 0, ..., J - 1 from those by distance, a view: (..., R, C) -> (..., R, J).
+
+    Query i of R finds key j in column `offset` - i + j, which is entry `offset` + i (C - 1) + j of the flat (R, C)
+    block: a contiguous window, so this returns a view where the published code of Transformer-XL pads and copies.
+    """
     num_queries, num_columns = table.shape[-2:]
     rows = table.flatten(-2).narrow(-1, offset, num_queries * (num_columns - 1))
     return rows.unflatten(-1, (num_queries, num_columns - 1))[..., :num_keys]
