@@ -19,6 +19,7 @@ from dist_mem.memory.parts.learned_start import LearnedStart
 from dist_mem.nn.convolution import convolve, draw_taps
 from dist_mem.nn.layers import Projection
 from dist_mem.nn.named_tuples import replace
+from dist_mem.nn.unit_attention import unit
 
 Weights = tuple[Tensor, ...]  # (B, I, O) of every layer of the network
 
@@ -257,8 +258,3 @@ class NeuralMemory(nn.Module):
         momentum, kept = F.logsigmoid(momentum) * is_real, F.logsigmoid(-forgotten) * is_real
         tokens = NeuralTokens(query, unit(key), value, step, momentum, kept, is_real)
         return tokens, torch.cat([before, pairs.before], dim=-1)
-
-
-def unit(rows: Tensor) -> Tensor:
-    """Divide rows by their length."""
-    return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + 1e-6)

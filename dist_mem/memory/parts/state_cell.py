@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dist_mem.nn.convolution import Tail, short_convolution
 from dist_mem.nn.layers import Dropout, Projection
+from dist_mem.nn.norms import ExactNorm
 from dist_mem.nn.unit_attention import NUM_BUCKETS, buckets
 
 NOTHING = -1000.0  # the score of a row of zeros that everything sees: what sees nothing else reads 0
@@ -29,14 +30,6 @@ class CellRows(NamedTuple):
     query: Tensor  # (B, H, T, K), for rows of the same kind: tokens read tokens, and states read states
     cross_query: Tensor  # (B, H, T, K), for rows of the other kind
     content: Tensor  # (B, H, T, K), the queries of `query` as projected
-
-
-class StateNorm(nn.RMSNorm):
-    """Root-mean-square norm in the precision of its input, which is float32 at least."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.weight is not None
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class CellHeads(nn.Module):
@@ -132,7 +125,7 @@ class StateHeads(CellHeads):
 
     def __init__(self, num_states: int, d_model: int, *, num_heads: int, d_head: int) -> None:
         super().__init__(d_model, num_heads=num_heads, d_head=d_head)
-        self.norm = StateNorm(d_model, eps=1e-6)
+        self.norm = ExactNorm(d_model, eps=1e-6)
         self.ids = nn.Parameter(torch.zeros(num_states, d_model))
 
     def forward(self, states: Tensor, dtype: torch.dtype) -> CellRows:
@@ -151,7 +144,7 @@ class StateUpdate(nn.Module):
             self.project = Projection(width, d_model)
             self.gate = Gate(gate, d_model, inner=width)
         if cell == "dual":
-            self.norm = StateNorm(d_model, eps=1e-6)
+            self.norm = ExactNorm(d_model, eps=1e-6)
         if cell != "skip":
             self.expand = Projection(width if cell == "single" else d_model, d_inner)
             self.contract = Projection(d_inner, d_model)
