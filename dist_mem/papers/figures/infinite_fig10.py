@@ -43,7 +43,6 @@ class Space(NamedTuple):
     sticky: list[float]  # the shares of [0, 1]; they sum to 1
     even: list[float]  # without sticky memories
     borders: list[int]  # words before which an update ends
-    updates: int
 
 
 def memory_space(source: FigureSource, memory: Infinite, place: int) -> Space:
@@ -73,7 +72,6 @@ def memory_space(source: FigureSource, memory: Infinite, place: int) -> Space:
         _by_word(shares(sticky), found, held),
         _by_word(shares(even), found, held),
         [sum(word.begin < end for word in held) for end in ends],
-        NUM_UPDATES,
     )
 
 
@@ -132,7 +130,7 @@ def draw(name: str, sources: Sequence[FigureSource]) -> DrawnFigure:
     oldest = math.fsum(space.sticky[: space.borders[0]]) / math.fsum(space.even[: space.borders[0]])
     tenths = [largest_tenth(values) for values in (space.sticky, space.even)]
     caption = (
-        f"Memory space of each word in the last layer's signal after {space.updates} updates, document "
+        f"Memory space of each word in the last layer's signal after {NUM_UPDATES} updates, document "
         f"{space.document} of split {source.split}. Dashed: borders between updates; dotted: {limit:.4f}, above which "
         f"a phrase counts. The oldest update has {oldest:.2f} times the space that it has without sticky "
         f"memories, and the tenth of the words with most space has {tenths[0]:.0%} of all (without: {tenths[1]:.0%})."

@@ -108,21 +108,17 @@ def lines_of(words: Sequence[ShadedWord]) -> list[list[tuple[int, ShadedWord]]]:
 
 def draw_text(axes: Any, lines: Sequence[Sequence[tuple[int, ShadedWord]]], *, size: float) -> None:
     """Draw lines of shaded words into axes, in a font of `size` points whose letters have equal widths."""
+    from matplotlib.patches import Rectangle  # takes a second to import
+
     axes.set_xlim(0, LINE)
     axes.set_ylim(len(lines), 0)
     axes.axis("off")
     for row, line in enumerate(lines):
         for column, (text, shade, color) in line:
             if shade > 0:
-                box = {"width": len(text), "height": 0.86, "color": color, "alpha": shade, "linewidth": 0}
-                axes.add_patch(_rectangle((column, row + 0.07), **box))
+                box = Rectangle((column, row + 0.07), len(text), 0.86, color=color, alpha=shade, linewidth=0)
+                axes.add_patch(box)
             axes.text(column, row + 0.5, text, family="monospace", fontsize=size, va="center")
-
-
-def _rectangle(corner: tuple[float, float], **shape: Any) -> Any:
-    from matplotlib.patches import Rectangle  # takes a second to import
-
-    return Rectangle(corner, shape.pop("width"), shape.pop("height"), **shape)
 
 
 class TokenMass(NamedTuple):
