@@ -352,13 +352,6 @@ def whole_segments(mem_len: int, *, seg_len: int) -> int:
     return seg_len
 
 
-def check_choices(options: Any, **choices: Collection[str]) -> None:
-    """Raise ValueError for an option that is none of its choices."""
-    for name, allowed in choices.items():
-        if (given := getattr(options, name)) not in allowed:
-            raise ValueError(f"memory.{name} is {given!r}, but must be one of {', '.join(allowed)}")
-
-
 def map_state(function: Callable[..., Tensor], *states: MemoryState) -> MemoryState:
     """Apply `function` to corresponding tensors of equally structured states (NamedTuples and tuples of them)."""
     first = states[0]

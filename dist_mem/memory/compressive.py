@@ -37,7 +37,6 @@ from dist_mem.memory.base import (
     Opened,
     Places,
     StepOutput,
-    check_choices,
     prefix_counts,
     select_lanes,
 )
@@ -95,10 +94,12 @@ class Compressive(Inspectable):
         mem_len: int = key(128, at_most=TOKENS)  # M, tokens; a multiple of train.seg_len
         cmem_len: int = key(128, at_most=TOKENS)  # C, compressed rows
         compression_rate: int = key(4, at_most=TOKENS)  # c, tokens a compressed row
-        compression: str = "conv"  # conv | dilated | max | mean | most_used
-        compression_loss: str = "attention"  # attention | autoencoder: what conv and dilated learn from
-        loss_weight: float = 1.0  # of that loss
-        positions: str = "relative"  # relative; GPT-2's attention: alibi | alibi_memory: only beyond the segment | none
+        compression: str = key("conv", choices=tuple(COMPRESSIONS))  # how c tokens become a row
+        # what conv and dilated learn from
+        compression_loss: str = key("attention", choices=("attention", "autoencoder"))
+        loss_weight: float = key(1.0, at_least=0)  # of that loss
+        # relative; GPT-2's attention: alibi | alibi_memory: only beyond the segment | none
+        positions: str = key("relative", choices=("relative", *BIASES))
         # tokens that a convolution of queries, keys and values sees, with SiLU after it; None: there is none
         kernel: int | None = key(None, at_least=1, at_most=64)
 
@@ -326,7 +327,7 @@ def check_window(options: Compressive.Options, spec: LayerSpec) -> None:
 
 
 def check_options(options: Compressive.Options, *, seg_len: int) -> None:
-    """Raise ValueError for lengths that do not fit each other and for unknown names."""
+    """Raise ValueError for lengths that do not fit each other."""
     if options.mem_len < seg_len or options.mem_len % seg_len:
         raise ValueError(
             f"memory.mem_len is {options.mem_len}, but must be a multiple of train.seg_len = {seg_len}: "
@@ -340,7 +341,3 @@ def check_options(options: Compressive.Options, *, seg_len: int) -> None:
         raise ValueError(
             f"memory.cmem_len is {options.cmem_len}, but must be at least 1; without it set memory.kind=transformer_xl"
         )
-    if options.loss_weight < 0:
-        raise ValueError(f"memory.loss_weight is {options.loss_weight}, but must be at least 0")
-    losses, positions = ("attention", "autoencoder"), ("relative", *BIASES)
-    check_choices(options, compression=COMPRESSIONS, compression_loss=losses, positions=positions)

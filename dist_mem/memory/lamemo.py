@@ -34,7 +34,6 @@ from dist_mem.memory.base import (
     Places,
     Stem,
     StepOutput,
-    check_choices,
     exactly,
     whole_segments,
 )
@@ -78,9 +77,6 @@ class EmbeddingStem(Stem):
 def check_options(options: LaMemo.Options) -> None:
     """Raise ValueError for an option, or a pair of options, without a meaning."""
     transformer_xl.check_mem_len(options.mem_len)
-    check_choices(options, positions=("disentangled", "shared"), window=("previous", "segment"))
-    if not 0.0 <= options.epsilon < 1.0:
-        raise ValueError(f"memory.epsilon is {options.epsilon}, but must be at least 0 and less than 1")
     if not options.look_ahead and not options.interpolation:
         raise ValueError(
             "memory.interpolation is false and memory.look_ahead too: without look-ahead there is nothing to "
@@ -100,11 +96,13 @@ class LaMemo(Inspectable):
         mem_len: int = key(128, at_most=TOKENS)  # M, tokens
         look_ahead: bool = True  # false: memory rows go up with the contexts they once attended
         interpolation: bool = True  # false: what was attended ahead replaces the old context
-        positions: str = "disentangled"  # disentangled: v for keys to the left, another to the right | shared: XL-RPE
-        # As many newest rows as a segment has tokens can be seen ahead. The published rule takes the present segment:
-        # after a short one, or in generation, memory rows never see some of the tokens between.
-        window: str = "previous"  # previous | segment: whose number of tokens bounds how far rows look ahead
-        epsilon: float = 0.0  # of alpha, eq. 11, relative to the larger sum; the released code: 1e-6
+        # disentangled: v for keys to the left, another to the right | shared: XL-RPE
+        positions: str = key("disentangled", choices=("disentangled", "shared"))
+        # previous | segment: whose number of tokens bounds how far rows look ahead. The published rule takes the
+        # present segment: after a short one, or in generation, memory rows never see some of the tokens between
+        window: str = key("previous", choices=("previous", "segment"))
+        # of alpha, eq. 11, relative to the larger sum; the released code: 1e-6
+        epsilon: float = key(0.0, at_least=0, below=1)
         # tokens that a convolution of queries, keys and values sees, with SiLU after it; None: there is none
         kernel: int | None = key(None, at_least=1, at_most=64)
 

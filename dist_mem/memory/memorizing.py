@@ -36,7 +36,6 @@ from dist_mem.memory.base import (
     Opened,
     Places,
     StepOutput,
-    check_choices,
     exactly,
 )
 from dist_mem.memory.none import EmptyState, NoMemory, attention_below
@@ -283,7 +282,6 @@ class Memorizing(Inspectable):
                 )
         self.cache_len = spec.seg_len if options.cache_len is None else options.cache_len
         self.key_heads = spec.num_heads
-        check_choices(options, positions=("t5", "none"), search=("exact", "buckets"), rows_dtype=tuple(DTYPES))
         if options.search == "buckets" and options.mem_len % options.neighbors:
             raise ValueError(
                 f"memory.mem_len is {options.mem_len}, but with memory.search = buckets it must be a multiple of "

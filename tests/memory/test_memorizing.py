@@ -228,7 +228,7 @@ def test_outputs_depend_on_the_stored_rows_that_inspection_shows_and_on_no_other
 )
 def test_options_without_a_meaning_are_refused(options: dict[str, Any], named: list[str]) -> None:
     with refused(ValueError, *named):
-        Memorizing(spec(), Memorizing.Options(**options))
+        build_memory({"kind": "memorizing", **options}, spec())
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dist_mem.config.keys import TEXT, key
-from dist_mem.memory.base import Memory, check_choices
+from dist_mem.memory.base import Memory
 from dist_mem.memory.parts.basis import Geometry, growth
 
 MOST_ENTRIES = 2**28  # of a regression matrix, 2 GiB in float64
@@ -20,65 +20,49 @@ class InfiniteOptions(Memory.Options):
     """
 
     over: Any = field(default_factory=lambda: {"kind": "none"})  # the memory below; none: this one alone
-    num_basis: int = key(256, at_most=2_048)  # N; published: 512
-    basis_widths: list[float] = field(default_factory=lambda: [0.005, 0.01])  # published sorting: 0.01, 0.05
-    ridge: float = 0.5  # published sorting: 1
-    tau: float = 0.75  # share of [0, 1] that the past is contracted to, as published for sorting; GPT-2: 0.5
+    num_basis: int = key(256, at_least=1, at_most=2_048)  # N; published: 512
+    basis_widths: list[float] = key([0.005, 0.01], above=0)  # published sorting: 0.01, 0.05
+    ridge: float = key(0.5, above=0)  # published sorting: 1
+    tau: float = key(0.75, above=0, below=1)  # share of [0, 1] that the past is contracted to, as published; GPT-2: 0.5
     # S, points at which the past is sampled to contract it; published: 512
-    num_samples: int = key(256, at_most=65_536)
-    # The paper has row i of L at i / L (sec. 2.2), contracted or appended likewise, and no rows beyond [0, 1].
-    padding: str = "published"  # published: bin middles, zero rows on both sides of the signal | none: the paper
-    sampling: str = "linear"  # linear | sticky, as published | stratified: sticky with less noise
-    num_bins: int = key(128, at_most=65_536)  # of the histogram of sticky sampling
+    num_samples: int = key(256, at_least=1, at_most=65_536)
+    # published: bin middles, zero rows on both sides of the signal | none: the paper, which has row i of L at i / L
+    # (sec. 2.2), contracted or appended likewise, and no rows beyond [0, 1]
+    padding: str = key("published", choices=("published", "none"))
+    # linear | sticky, as published | stratified: sticky with less noise
+    sampling: str = key("linear", choices=("linear", "sticky", "stratified"))
+    num_bins: int = key(128, at_least=1, at_most=65_536)  # of the histogram of sticky sampling
     # affine: the paper's networks | softmax_moments: of a softmax over the samples, see `moments` | gibbs: exp of the
     # scores, over boxes (infinity-Video, parts/boxes.py); basis_widths, variance_floor and those of the KL are not used
-    density: str = "affine"
+    density: str = key("affine", choices=("affine", "softmax_moments", "gibbs"))
     # Of gibbs. closed: t = 1 is in the last box, integrals are exact | published: its row is lost, trapezoid rule
-    gibbs_boxes: str = "closed"
+    gibbs_boxes: str = key("closed", choices=("closed", "published"))
     density_bias: bool = False  # of the affine networks, as in eq. 9-10; the released code has none
-    projections: str = "full"  # full: D x D keys and values, as released | heads: d x d on each head's slice, eq. 8
-    store: str = "raw"  # raw: rows of the block's input | normed: after its layer norm, as released for dialogue
+    # full: D x D keys and values, as released | heads: d x d on each head's slice, eq. 8
+    projections: str = key("full", choices=("full", "heads"))
+    # raw: rows of the block's input | normed: after its layer norm, as released for dialogue
+    store: str = key("raw", choices=("raw", "normed"))
     gate: bool = True  # a convolution over three rows, then a sigmoid, on new rows
-    prior_std: float = 0.05  # sigma_0 of the KL regulariser
+    prior_std: float = key(0.05, above=0)  # sigma_0 of the KL regulariser
     prior_mean: float | None = None  # None: widths only, as in the paper; the published GPT-2 configuration has -1
-    kl_weight: float = 1e-6  # published: 1e-6 to 1e-5
-    kl_heads: str = "mean"  # mean: over the heads, as released | sum: eq. 20, H times as much
-    variance_floor: float = 1e-4  # published sorting: 1e-6
-    # tokens after which all is forgotten; published GPT-2: 2048
-    memory_threshold: int | None = key(None, at_most=TEXT)
-    output_init: float = 1.0  # first weights of the output, times model.init_std; 0: begins as the memory below
+    kl_weight: float = key(1e-6, at_least=0)  # published: 1e-6 to 1e-5
+    # mean: over the heads, as released | sum: eq. 20, H times as much
+    kl_heads: str = key("mean", choices=("mean", "sum"))
+    variance_floor: float = key(1e-4, above=0)  # published sorting: 1e-6
+    # tokens after which all is forgotten; None: never; published GPT-2: 2048
+    memory_threshold: int | None = key(None, at_least=1, at_most=TEXT)
+    # first weights of the output, times model.init_std; 0: begins as the memory below
+    output_init: float = key(1.0, at_least=0)
 
 
 def check_options(options: InfiniteOptions) -> None:
     """Raise ValueError for values that the types allow but the memory does not."""
-    check_choices(
-        options,
-        sampling=("linear", "sticky", "stratified"),
-        padding=("published", "none"),
-        density=("affine", "softmax_moments", "gibbs"),
-        gibbs_boxes=("closed", "published"),
-        projections=("full", "heads"),
-        kl_heads=("mean", "sum"),
-        store=("raw", "normed"),
-    )
-    for name in ("num_basis", "num_samples", "num_bins", "ridge", "prior_std", "variance_floor"):
-        if not getattr(options, name) > 0:
-            raise ValueError(f"memory.{name} is {getattr(options, name)}, but must be greater than 0")
-    if not 0.0 < options.tau < 1.0:
-        raise ValueError(f"memory.tau is {options.tau}, but must lie between 0 and 1")
-    if not options.basis_widths or not all(width > 0 for width in options.basis_widths):
-        raise ValueError(f"memory.basis_widths is {options.basis_widths}, but must be a list of numbers greater than 0")
+    if not options.basis_widths:
+        raise ValueError("memory.basis_widths is [], but must have at least one width")
     if options.density != "gibbs" and options.num_basis % len(options.basis_widths):
         raise ValueError(
             f"memory.num_basis is {options.num_basis}, but must be a multiple of {len(options.basis_widths)}, the "
             "number of memory.basis_widths: every centre has one basis function of each width"
-        )
-    for name in ("output_init", "kl_weight"):
-        if getattr(options, name) < 0:
-            raise ValueError(f"memory.{name} is {getattr(options, name)}, but must be at least 0")
-    if options.memory_threshold is not None and options.memory_threshold < 1:
-        raise ValueError(
-            f"memory.memory_threshold is {options.memory_threshold}, but must be at least 1; null never forgets"
         )
     if options.density_bias and options.density != "affine":
         raise ValueError(
