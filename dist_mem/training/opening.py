@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,16 +103,24 @@ def open_run(
         RunError: on every rank; data, configuration, checkpoints or run directory cannot be used, or
             `StoppedEarlyError`.
     """
-    try:
-        return _open_run(config, world, resumption, stop_signal, tracker)
-    except RunError:
-        raise
-    except ValueError as error:  # a memory, the plan or DeepSpeed rejects a value of the configuration
-        raise run_error(error) from error
+    with ExitStack() as on_failure:
+        try:
+            found = _open_run(config, world, resumption, stop_signal, tracker, on_failure)
+        except RunError:
+            raise
+        except ValueError as error:  # a memory, the plan or DeepSpeed rejects a value of the configuration
+            raise run_error(error) from error
+        on_failure.pop_all()
+    return found
 
 
 def _open_run(
-    config: Config, world: World, resumption: Resumption | None, stop_signal: StopSignal, tracker: Tracker | None
+    config: Config,
+    world: World,
+    resumption: Resumption | None,
+    stop_signal: StopSignal,
+    tracker: Tracker | None,
+    on_failure: ExitStack,
 ) -> tuple[Context, TrainState]:
     data = _open_data(config.data, config.eval)
     tokenizer = data.tokenizer
@@ -170,7 +178,7 @@ def _open_run(
     refuse_profile_outside(config.train, num_steps)
     writes = tracker is None and world.rank == 0
     indexes = [*data.splits, *data.evaluated]
-    tracker = tracker or _open_run_dir(config, world, begin, indexes, own_code, job.spec, flops, num_steps)
+    tracker = tracker or _open_run_dir(config, world, begin, indexes, own_code, job.spec, flops, num_steps, on_failure)
     if isinstance(feed.plan, MixturePlan) and world.rank == 0:
         messages += describe_sources(feed.plan, source_names(config.data), num_steps)
     waste = idle_work(config.train, world.size, num_documents=num_readable(feed.plan))
@@ -286,6 +294,7 @@ def _open_run_dir(
     spec: ModelSpec,
     flops: Flops | None,
     total_steps: int,
+    on_failure: ExitStack,
 ) -> Tracker:
     """Open checkpoints, config.yaml, tracking, history on rank 0; return a tracker that records nothing elsewhere."""
     run_dir = Path(config.run_dir)
@@ -304,6 +313,7 @@ def _open_run_dir(
             num_points=begin.metadata.get("points", 0),
             measurements=MEASUREMENTS,
         )
+        on_failure.callback(tracker.close, "FAILED")
         if config.tracking.mlflow:
             paths = [as_written(config, key) for key in training_dirs(config.data)]
             evaluated = as_written(config, "data.path")

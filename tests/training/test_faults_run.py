@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from dist_mem.__main__ import main
-from dist_mem.checkpoint import commit
+from dist_mem.checkpoint import commit, saver
 from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
-from dist_mem.errors import EXIT_FAILED
+from dist_mem.errors import EXIT_FAILED, UnfitError
 from dist_mem.runtime.distributed import World
 from dist_mem.runtime.network_interface import free_port
-from dist_mem.tracking.log import METRICS_FILE, Point
+from dist_mem.tracking.log import METRICS_FILE, Point, find_entries
 from dist_mem.tracking.tracker import LogSink
 from tests.support.faults import flip, remount, small_disk, used_kilobytes
 from tests.support.jobs import finish, logged_steps, run_ranks, start_ranks, train_here, write_config
@@ -124,6 +124,25 @@ def test_an_evaluation_that_cannot_score_stops_a_run_that_is_saved(
     for text in rank_pool(2).run(error_of, train_here, config):
         said(text, data / "validation", "document ")
     assert list_steps(tmp_path / "run") == [3]
+
+
+def train_where_ranks_cannot_connect(world: World, config: Path) -> int:
+    def refuse(world: World) -> None:
+        raise UnfitError("no connection")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saver, "open_side_channel", refuse)
+        return train_here(world, config)
+
+
+def test_a_start_that_fails_after_its_run_is_open_ends_it_as_failed(
+    tmp_path: Path, books: Path, rank_pool: Pools
+) -> None:
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run")
+    for text in rank_pool(2).run(error_of, train_where_ranks_cannot_connect, config):
+        said(text, "UnfitError", "no connection")
+    statuses = [entry.body["status"] for entry in find_entries(tmp_path / "run" / METRICS_FILE, "status")]
+    assert statuses == ["RUNNING", "FAILED"]
 
 
 @pytest.mark.usefixtures("single_process")
