@@ -5,12 +5,14 @@ If the watchdog has ended the run, its newest report follows.
 
 from __future__ import annotations
 
+import codecs
 import itertools
 import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 from dist_mem.errors import EXIT_DONE, UnusableError
 from dist_mem.launch import queue, slurm
@@ -85,12 +87,18 @@ def _describe_missing_logs(run_dir: Path) -> str:
 
 
 def _end_of(path: Path, num_lines: int) -> tuple[str, int]:
-    """Return the last lines of a file, and its size."""
+    """Return the last lines of a file, and the position after them."""
     with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        file.seek(max(0, size - _CHUNK))
-        lines = file.read(_CHUNK).decode(errors="replace").splitlines(keepends=True)
-    return "".join(lines[-num_lines:]), size
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _CHUNK))
+        text, position = _read_letters(file)
+    return "".join(text.splitlines(keepends=True)[-num_lines:]), position
+
+
+def _read_letters(file: BinaryIO) -> tuple[str, int]:
+    """Return the rest of a file but a letter at its end that is half written, and the position after it."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    text = decoder.decode(file.read())
+    return text, file.tell() - len(decoder.getstate()[0])
 
 
 def _may_have_jobs(run_dir: Path) -> bool:
@@ -121,6 +129,5 @@ def _new_text(path: Path, offsets: dict[Path, int]) -> str:
     """Return the text that was appended to a file since the last call."""
     with open_regular(path) as file:
         file.seek(offsets.get(path, 0))
-        new = file.read()
-        offsets[path] = file.tell()
-    return new.decode(errors="replace")
+        text, offsets[path] = _read_letters(file)
+    return text

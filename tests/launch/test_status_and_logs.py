@@ -172,9 +172,12 @@ def test_logs_follow_prints_new_text_until_the_job_has_ended(
         if waits == 2:
             node.write_text("step 1\n")
         if waits == 3:
-            with output.open("a") as file:
-                file.write("the ranks have ended\n")
+            with output.open("ab") as file:
+                file.write("the ranks of Gr\u00fcn".encode()[:-2])  # a letter is half written
         if waits == 4:
+            with output.open("ab") as file:
+                file.write("\u00fcn have ended\n".encode()[1:])
+        if waits == 5:
             (slurm / "queue").write_text("")
             with node.open("a") as file:
                 file.write("step 2\n")
@@ -184,7 +187,7 @@ def test_logs_follow_prints_new_text_until_the_job_has_ended(
     assert shown == (
         f"==> {output} <==\nline 4\nline 5\n\n"
         f"\n==> {node} <==\nstep 1\n"
-        f"\n==> {output} <==\nthe ranks have ended\n"
+        f"\n==> {output} <==\nthe ranks of Gr\u00fcn have ended\n"
         f"\n==> {node} <==\nstep 2\n"
     )
 
