@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from dist_mem.errors import EXIT_DONE, UnusableError, run_error
+from dist_mem.errors import EXIT_DONE, RunError, UnusableError, run_error
 from dist_mem.launch import queue, slurm
 from dist_mem.launch.slurm import Job
 
@@ -38,8 +38,8 @@ def run(run_dir: Path, *, now: bool) -> int:
         _mark(run_dir, marks, seen)
         try:
             _end(jobs, signalled, now=now)
-        except UnusableError:
-            _mark(run_dir, marks, [])
+        except RunError:  # jobs that it has not signalled train on, and may start again
+            _mark(run_dir, marks, [job for job in seen if job.number in signalled])
             raise
         for job in jobs:
             if shown.get(job.number) != job.state:

@@ -13,7 +13,7 @@ import pytest
 
 from dist_mem.__main__ import main
 from dist_mem.config import load_config
-from dist_mem.errors import EXIT_DONE, EXIT_USAGE, UnfitError, UnusableError
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UnfitError, UnusableError
 from dist_mem.launch import logs, submit
 from dist_mem.launch.slurm import cluster
 from dist_mem.tracking.log import METRICS_FILE
@@ -303,6 +303,24 @@ def test_job_of_the_run_is_shown_and_cancelled(
     assert calls(slurm, "scancel") == [f"--signal=USR2 {number}"]
     submitted = OF_THE_RUN[name][1].partition("|")[0]
     assert (run / "slurm" / "cancelled").read_text() == f"{number} tests {submitted}\n"
+
+
+@pytest.mark.parametrize(("signalled", "kept"), [(0, ""), (1, f"12 tests {SUBMITTED}\n")])
+def test_cancel_that_fails_marks_only_the_jobs_that_it_has_signalled(
+    signalled: int, kept: str, tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise the job would train on, and not start again at its end."""
+    run = make_run(tmp_path / "run", job="12")
+    with (run / "slurm" / "jobs").open("a") as file:
+        file.write(f"13 tests {SUBMITTED} demo {run}\n")
+    (slurm / "queue").write_text(RUNNING + RUNNING.replace("12", "13"))
+    with (slurm / "scancel").open("a") as file:
+        file.write(
+            f'[ "$(grep -c scancel "$here/calls")" -le {signalled} ] || {{ echo "no controller" >&2; exit 1; }}\n'
+        )
+    assert main(["cancel", str(run)]) == EXIT_FAILED
+    said(capsys.readouterr().err, "no controller")
+    assert (run / "slurm" / "cancelled").read_text() == kept
 
 
 def test_job_of_the_original_is_not_that_of_a_copy(
