@@ -12,7 +12,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dist_mem.checkpoint.manifest import list_steps, read_manifest, run_of, step_dir, verify, verify_file, verify_size
+from dist_mem.checkpoint.manifest import (
+    NewerFormatError,
+    list_steps,
+    read_manifest,
+    run_of,
+    step_dir,
+    verify,
+    verify_file,
+    verify_size,
+)
 from dist_mem.checkpoint.retention import rules_by_step, stored_checkpoints
 from dist_mem.config import CheckpointConfig, ConfigError, read_config
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, CheckpointError
@@ -29,6 +38,7 @@ class CheckedCheckpoint(NamedTuple):
     directory: Path
     manifest: dict[str, Any] | None  # None: cannot be read
     problem: str | None  # None: no check failed
+    is_newer: bool = False  # of a newer dist_mem: a start is refused rather than resumed from an older one
 
 
 def run(action: str, path: Path) -> int:
@@ -45,8 +55,9 @@ def run(action: str, path: Path) -> int:
     is_deep = action == "verify"
     table = [_look(directory, verify_file if is_deep else verify_size) for directory in directories]
     print("\n".join([*_table(table, path, good="verified" if is_deep else "complete"), *_set_aside(path)]))
-    if is_deep and (good := [found.directory.name for found in table if not found.problem]):
-        print(f"a run would resume from {good[-1]}")
+    newest = next((found for found in reversed(table) if not found.problem or found.is_newer), None)
+    if is_deep and newest is not None and not newest.is_newer:
+        print(f"a run would resume from {newest.directory.name}")
     return EXIT_FAILED if any(found.problem for found in table) else EXIT_DONE
 
 
@@ -70,9 +81,8 @@ def _look(directory: Path, check: Callable[[Path, str, dict[str, Any]], None]) -
         manifest = read_manifest(directory)
         verify(directory, check)
     except CheckpointError as error:
-        return CheckedCheckpoint(
-            directory, manifest, str(error).removeprefix(f"{directory}/").removeprefix(f"{directory}: ")
-        )
+        problem = str(error).removeprefix(f"{directory}/").removeprefix(f"{directory}: ")
+        return CheckedCheckpoint(directory, manifest, problem, isinstance(error, NewerFormatError))
     return CheckedCheckpoint(directory, manifest, None)
 
 
@@ -89,7 +99,7 @@ def _num_bytes(manifest: Mapping[str, Any], prefix: str = "") -> int:
 def _table(table: Sequence[CheckedCheckpoint], path: Path, *, good: str) -> Iterator[str]:
     reasons = _rules_by_step(path, table)
     rows: list[Sequence[str]] = [_COLUMNS]
-    for directory, manifest, problem in table:
+    for directory, manifest, problem, _ in table:
         state = f"BROKEN: {problem}" if problem else good
         if manifest is None:
             rows.append((directory.name, "", "", "", "", "", state))
@@ -125,7 +135,7 @@ def _set_aside(path: Path) -> Iterator[str]:
 
 
 def _describe(found: CheckedCheckpoint) -> Iterator[tuple[str, str]]:
-    directory, manifest, problem = found
+    directory, manifest, problem, _ = found
     yield "checkpoint", str(directory)
     yield "state", f"BROKEN: {problem}" if problem else "complete; `verify` reads every byte"
     if manifest is None:

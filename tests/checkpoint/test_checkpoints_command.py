@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dist_mem.__main__ import main
-from dist_mem.checkpoint.manifest import read_manifest, step_dir
+from dist_mem.checkpoint.manifest import read_manifest, step_dir, write_manifest
 from tests.support.faults import flip
 from tests.support.jobs import build_books, train_here, write_config
 from tests.support.messages import said
@@ -74,6 +74,16 @@ def test_verify_reads_what_list_only_weighs(run_dir: Path, capsys: pytest.Captur
     assert "BROKEN: ranks/rank-00001.safetensors: SHA-256 differs" in row(text, "step-00000008")
     assert row(text, "step-00000004").endswith("verified")
     assert "a run would resume from step-00000004" in text
+
+
+def test_verify_names_no_checkpoint_to_resume_from_where_a_newer_dist_mem_has_saved(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A start refuses them all: the steps of the newer one would be undone."""
+    write_manifest(step_dir(run_dir, 8), {**read_manifest(step_dir(run_dir, 8)), "format_version": 99})
+    code, text = reported(capsys, "verify", run_dir)
+    assert code == 1 and row(text, "step-00000006").endswith("verified")
+    assert "99 is newer" in row(text, "step-00000008") and "would resume" not in text
 
 
 @pytest.mark.parametrize("action", ["list", "verify", "show"])
