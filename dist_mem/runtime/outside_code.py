@@ -24,7 +24,7 @@ def load_named(named: str, key: str) -> Any:
         key: of the configuration, for messages.
 
     Raises:
-        ValueError: no such file or name, no plain name, or the file does not run; names file and failing line.
+        ValueError: no such file, none that a checkpoint can keep, no such name, or it does not run; names the line.
     """
     path, name = source_of(named), named.rpartition(":")[2]
     if not is_file(path):
@@ -33,6 +33,10 @@ def load_named(named: str, key: str) -> Any:
             "the path is right, for a trained run where it was trained"
         )
     check_plain(path.name, f"{key} is {named!r}: checkpoints keep a copy of {path}, whose name")
+    try:
+        read_regular(path).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{key} is {named!r}: {path} is not UTF-8: {error}; convert it, as with iconv") from error
     module_name = f"dist_mem_outside_{sha256_of(path)[:16]}"
     if module_name not in sys.modules:
         _run(path, module_name)

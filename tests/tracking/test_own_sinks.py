@@ -46,12 +46,13 @@ def test_the_example_is_that_of_the_page_and_its_metric_is_logged_once_a_step(tm
         ("x = 1\n", "has no Own"),
         ("Own = 3\n", "dist_mem.tracking.tracker.Sink"),
         ("a = 1\nb = a.nothing\n", "own.py, line 2"),
+        ("# -*- coding: latin-1 -*-\n# \u00e9\n", "own.py is not UTF-8"),
     ],
 )
 def test_a_file_that_gives_no_sink_is_refused_before_the_start(tmp_path: Path, text: str | None, named: str) -> None:
     path = tmp_path / "own.py"
     if text is not None:
-        path.write_text(text)
+        path.write_text(text, encoding="latin-1")
     with pytest.raises(UnusableError, match=re.escape(named)) as caught:
         check_sinks(with_sinks(f"{path}:Own").tracking)
     assert "tracking.sinks" in str(caught.value) or str(path) in str(caught.value)
