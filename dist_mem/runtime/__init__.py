@@ -1,1 +1,1 @@
-"""Processes, files and signals: environment variables, ranks, safe writes, the lease and the watchdog."""
+"""Processes, files and signals: environment variables, ranks, devices, locks and safe writes."""

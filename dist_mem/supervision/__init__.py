@@ -1,0 +1,1 @@
+"""The life of a job: its lease on the run directory, the watchdog, rendezvous of ranks, and slow ranks."""
