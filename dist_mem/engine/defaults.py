@@ -26,12 +26,29 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """Return the user's `deepspeed:` block with the keys that this project sets, and our defaults for others.
 
+    Gradients of several micro-batches are added up in fp32: bf16 keeps 8 bits of a sum. Stage 1 takes fp32 only with an
+    optimizer of DeepSpeed that cannot be saved here. Reduction overlaps the backward on GPUs, in buckets small enough
+    for that; on CPUs one bucket holds all gradients.
+
     Args:
         block: the block as the user wrote it, without the keys that this project sets.
         accumulation: forward and backward passes of one rank in one update.
         num_parameters: trained ones.
     """
-    owned = {
+    merged = copy.deepcopy(block)
+    zero: dict[str, Any] = merged.get("zero_optimization") or {}
+    stage = zero.get("stage", 0)
+    is_offloaded = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    if stage >= 2 and accumulation > 1 and train.precision != "fp32" and not is_offloaded:
+        merged["data_types"] = {"grad_accum_dtype": "fp32", **(merged.get("data_types") or {})}
+    if stage:
+        largest = max(_BUCKET, _BUCKET_PER_RANK * world_size) if on_gpu else _LARGEST_BUCKET
+        zero.setdefault("reduce_bucket_size", min(num_parameters, largest))
+    if stage and on_gpu:
+        zero.setdefault("overlap_comm", True)
+    for precision in ("bf16", "fp16"):
+        merged[precision] = {**merged.get(precision, {}), "enabled": train.precision == precision}
+    return merged | {
         "train_micro_batch_size_per_gpu": train.micro_batch_size,
         "gradient_accumulation_steps": accumulation,
         "train_batch_size": train.micro_batch_size * accumulation * world_size,
@@ -41,48 +58,3 @@ def deepspeed_config(
         "steps_per_print": None,
         "timers": {"throughput": {"enabled": False}},  # it waits for the device twice per micro-batch
     }
-    merged = _with_defaults(
-        block,
-        train,
-        world_size=world_size,
-        accumulation=accumulation,
-        num_parameters=num_parameters,
-        on_gpu=on_gpu,
-    )
-    for precision in ("bf16", "fp16"):
-        merged[precision] = {**merged.get(precision, {}), "enabled": train.precision == precision}
-    return {**merged, **owned}
-
-
-def _with_defaults(
-    block: dict[str, Any],
-    train: TrainConfig,
-    *,
-    world_size: int,
-    accumulation: int,
-    num_parameters: int,
-    on_gpu: bool,
-) -> dict[str, Any]:
-    """Return the block with our defaults.
-
-    Gradients of several micro-batches are added up in fp32: bf16 keeps 8 bits of a sum. Stage 1 takes fp32 only with an
-    optimizer of DeepSpeed that cannot be saved here. Reduction overlaps the backward on GPUs, in buckets small enough
-    for that; on CPUs one bucket holds all gradients.
-
-    Args:
-        accumulation: forward and backward passes of one rank in one update.
-        num_parameters: trained ones.
-    """
-    merged = copy.deepcopy(block)
-    zero: dict[str, Any] = merged.get("zero_optimization") or {}
-    stage = zero.get("stage", 0)
-    if stage == 0:
-        return merged
-    is_offloaded = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
-    if stage >= 2 and accumulation > 1 and train.precision != "fp32" and not is_offloaded:
-        merged["data_types"] = {"grad_accum_dtype": "fp32", **(merged.get("data_types") or {})}
-    largest = max(_BUCKET, _BUCKET_PER_RANK * world_size) if on_gpu else _LARGEST_BUCKET
-    zero.setdefault("reduce_bucket_size", min(num_parameters, largest))
-    if on_gpu:
-        zero.setdefault("overlap_comm", True)
-    return merged
