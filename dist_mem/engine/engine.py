@@ -84,11 +84,6 @@ class Engine:
         """The model as DeepSpeed holds it; under ZeRO-3 its parameters are empty outside a forward."""
         return self._engine.module
 
-    @property
-    def optimizer(self) -> Any:
-        """DeepSpeed's optimizer, for tests that compare its moments."""
-        return self._engine.optimizer
-
     def train(self, mode: bool = True) -> None:
         """Switch dropout on or off."""
         self._engine.train(mode)
@@ -166,12 +161,8 @@ class Engine:
         """
         return None if self._norms is None else self._norms.norms(self.gradient_norm())
 
-    def held_slices(self) -> list[Slice]:
-        """Return this rank's master weights and optimizer state, as live views."""
-        return zero_state.held_slices(self._engine)
-
     def owned_slices(self) -> list[Slice]:
-        """Return the part of `held_slices` that this rank saves: the ranks together own every element exactly once."""
+        """Return what this rank saves, as live views: the ranks together own every element exactly once."""
         return zero_state.owned_slices(self._engine)
 
     def metadata(self) -> dict[str, Any]:

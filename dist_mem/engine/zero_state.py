@@ -156,11 +156,6 @@ def buffers(engine: DeepSpeedEngine) -> Iterator[Slice]:
             yield Slice(name, 0, buffer.numel(), {"buffer": buffer.view(-1)})
 
 
-def held_slices(engine: DeepSpeedEngine) -> list[Slice]:
-    """Return everything that this rank holds, as live views."""
-    return [*_trained_slices(engine), *frozen_slices(engine), *buffers(engine)]
-
-
 def owned_slices(engine: DeepSpeedEngine) -> list[Slice]:
     """Return the slices that this rank saves; together the ranks have every element of every parameter exactly once."""
     stage = engine.zero_optimization_stage()

@@ -82,7 +82,7 @@ def error_of_sum(world: World, stage: int, block: dict[str, Any]) -> float:
 
 
 def masters(engine: Any) -> dict[str, Tensor]:
-    return {found.name: found.parts["master"].double().clone() for found in engine.held_slices()}
+    return {found.name: found.parts["master"].double().clone() for found in engine.owned_slices()}
 
 
 @pytest.mark.ranks

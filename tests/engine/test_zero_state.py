@@ -156,6 +156,10 @@ def test_state_that_did_not_exist_yet_does_not_exist_again(tmp_path: Path, rank_
     assert EngineReader(tmp_path).read("exp_avg", "embedding.bins.0.weight", 0, 1) is None
 
 
+def counters_of(job: Any) -> dict[str, Any]:
+    return {**vars(job.engine._engine.optimizer.loss_scaler), **job.engine.metadata()["counters"]}
+
+
 def fp16_futures(world: World, directory: Path, stage: int) -> tuple[list[Any], list[Any], dict[str, Any]]:
     """Losses and scales of the run and of another engine that read its save; and the scale's figures at the save."""
     # DeepSpeed claims fp16 only for CPUs with fast fp16 products; the slow ones do for a few steps.
@@ -167,10 +171,10 @@ def fp16_futures(world: World, directory: Path, stage: int) -> tuple[list[Any], 
     )
     next_figures(job, 4)
     save_engine(job, directory)
-    moment, figures = Moment(job), {**vars(job.engine.optimizer.loss_scaler), **job.engine.metadata()["counters"]}
+    moment, figures = Moment(job), counters_of(job)
     straight = next_figures(job, 4)
     restore_engine(other, directory)
-    assert {**vars(other.engine.optimizer.loss_scaler), **other.engine.metadata()["counters"]} == figures
+    assert counters_of(other) == figures
     moment.return_to(other)
     return straight, next_figures(other, 4), figures
 
@@ -180,7 +184,7 @@ def next_figures(job: TinyJob, num_updates: int) -> list[Any]:
     found = []
     for _ in range(num_updates):
         (outcome,) = run_steps(job, first=job.step, last=job.step + 1)
-        found.append((outcome.totals.nll, outcome.overflows, dict(vars(job.engine.optimizer.loss_scaler))))
+        found.append((outcome.totals.nll, outcome.overflows, dict(vars(job.engine._engine.optimizer.loss_scaler))))
     return found
 
 
@@ -248,7 +252,7 @@ def trained(world: World, directory: Path, stage: int, overrides: list[Any]) -> 
 
 
 def settings(job: Any) -> list[tuple[float, float]]:
-    return [(group["lr"], group["weight_decay"]) for group in job.engine.optimizer.param_groups]
+    return [(group["lr"], group["weight_decay"]) for group in job.engine._engine.optimizer.param_groups]
 
 
 def moved(world: World, directories: list[Path], stage: int, overrides: list[Any]) -> list[tuple[Any, list[float]]]:
@@ -401,7 +405,7 @@ def counts_after_one_tensor_for_all(world: World, directory: Path, stage: int) -
     reader, count = EngineReader(directory), torch.tensor(float(BEFORE))
     job.engine.restore(lambda kind, *place: count if kind == "step" else reader.read(kind, *place), reader.counters)
     next_losses(job, 1)
-    return {float(part.parts["step"]) for part in job.engine.held_slices()}
+    return {float(part.parts["step"]) for part in job.engine.owned_slices()}
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -95,7 +95,7 @@ def clones(parts: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def masters(job: Any) -> dict[str, Tensor]:
     """Return the full fp32 parameters, trained and frozen, as DeepSpeed reports them, by each one's first name."""
-    optimizer = job.engine.optimizer
+    optimizer = job.engine._engine.optimizer
     known: dict[int, Tensor] = {}
     if job.engine.stage == 0 and hasattr(optimizer, "fp32_groups"):
         for halves, wholes in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
