@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def keys_of(command: str, memory_options: Collection[str]) -> list[str]:
         memory_options: names of the options of all memories, which the schema does not contain.
     """
     keys = [key for key in known_keys() if "[" not in key] + [f"memory.{name}" for name in sorted(memory_options)]
-    trains = command in ("train", "launch", "reproduce", "config", "doctor")
+    trains = command in ("train", "launch", "reproduce", "config", "doctor", "estimate", "sweep", "arena")
     blocks = ["train", "memory", "model"] if trains else ["eval"]
 
     def rank(key: str) -> tuple[bool, int]:
@@ -108,6 +108,13 @@ def place(text: str) -> str:
     if fault := expansion_fault(found):
         raise argparse.ArgumentTypeError(f"{format_value(text)}: {fault}")
     return found
+
+
+def divide_runs(options: Namespace) -> tuple[list[Path], list[str]]:
+    """Return the runs and the key=value overrides of a command, before and after its options."""
+    words = [*options.runs, *options.overrides]
+    overrides = [text for text in words if "=" in text and not Path(text).is_dir()]
+    return [Path(text) for text in words if text not in overrides], overrides
 
 
 def seed(text: str) -> int:

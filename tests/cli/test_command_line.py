@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 
 from dist_mem.__main__ import main
+from dist_mem.cli.arguments import divide_runs
 from dist_mem.cli.parser import build_parser, parse
 from dist_mem.config import Config, ConfigError, TrainConfig, change_config, load_config
 from dist_mem.config.load import known_keys
@@ -73,6 +74,17 @@ def test_overrides_may_follow_options() -> None:
     assert parse(["train", "--check", "a.yaml", "--world", "4", "x.y=1"]).config == ["a.yaml", "x.y=1"]
     assert parse(["evaluate", "runs/x", "--split", "test", "eval.batch_size=2"]).overrides == ["eval.batch_size=2"]
     assert parse(["reproduce", "lamemo.table1", "--seeds", "0,1,2"]).seeds == [0, 1, 2]
+
+
+@pytest.mark.parametrize("command", ["figure lamemo.fig1", "report --book 1"])
+def test_runs_and_overrides_may_follow_options_and_a_run_may_have_any_name(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs/lr=0.1").mkdir(parents=True)
+    name, *more = command.split()
+    options = parse([name, *more, "runs/a", "--split", "test", "eval.blocks=true", "runs/lr=0.1"])
+    assert divide_runs(options) == ([Path("runs/a"), Path("runs/lr=0.1")], ["eval.blocks=true"])
 
 
 def test_every_help_has_an_example_that_parses(

@@ -199,6 +199,8 @@ ANSWERED = {
     "train a.yaml --optimizer.lr": "optimizer.lr=VALUE",
     "train a.yaml --lr 1 --check": "optimizer.lr=1",
     "launch a.yaml --seg_len 9": "train.seg_len=9 or eval.seg_len=9",
+    "estimate a.yaml --gpu h100-80gb --seg_len 9": "train.seg_len=9 or eval.seg_len=9",
+    "sweep a.yaml --precision bf16": "did you mean train.precision=bf16",
     "train a.yaml --chekc": "--check",
     "evaluate runs/x --chekpoint 4": "--checkpoint",
     "evaluate runs/x --checkpoint lates": "--checkpoint",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 
 from dist_mem.cli.arguments import (
     MODEL,
     add_checkpoint,
     count,
+    divide_runs,
     output_folder,
     place,
     split,
@@ -37,6 +37,7 @@ def add_arguments(added: ArgumentParser) -> None:
         "-o", "--out", type=output_folder, metavar="FOLDER", help="folder to write (default: RUN/figures)"
     )
     added.add_argument("--format", choices=["png", "svg"], default="png", help="of the picture (default: png)")
+    added.set_defaults(overrides=[])  # those after an option
 
 
 def run(options: Namespace) -> int:
@@ -53,9 +54,8 @@ def run(options: Namespace) -> int:
         if options.list:
             print(command.describe_figures())
             return 0
-        overrides = tuple(text for text in options.runs if "=" in text)
-        runs = [Path(text) for text in options.runs if text not in overrides]
-        settings = FigureSettings(options.split, options.document, options.tokens, overrides)
+        runs, overrides = divide_runs(options)
+        settings = FigureSettings(options.split, options.document, options.tokens, tuple(overrides))
         return command.run(
             options.name,
             runs,

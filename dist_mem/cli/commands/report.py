@@ -6,6 +6,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from dist_mem.cli.arguments import (
+    divide_runs,
     output_file,
     place,
     split,
@@ -36,8 +37,7 @@ def add_arguments(added: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """Run the command; return the exit code of the process."""
-    given = [text for text in options.runs if "=" in text and not Path(text).is_dir()]
-    runs = [Path(text) for text in options.runs if text not in given]
+    runs, given = divide_runs(options)
     if options.example and runs:
         raise UnusableError(f"--example: not with a run, such as {runs[0]}; give --book ID or --text FILE for that")
     if not runs and not options.example:
@@ -46,7 +46,7 @@ def run(options: Namespace) -> int:
         raise UnusableError(f"report: one run or two read the book, but {len(runs)} are given; leave {runs[2]} out")
     if options.split is not None and options.book is None:
         raise UnusableError(f"--split {options.split}: only with --book; it is the split of that document")
-    text, out, overrides = options.text, options.out, (*given, *options.overrides)
+    text, out, overrides = options.text, options.out, tuple(given)
     if options.example:
         runs, text, out = [example_model()], example_book(), out or Path("example_report.html")
         overrides = ("tracking.mlflow=false", "train.threads=1", *overrides)  # more threads slow so small a model
