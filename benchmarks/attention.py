@@ -22,7 +22,7 @@ from lib.common import arguments_of, interleaved, load
 from torch.profiler import ProfilerActivity, profile
 
 from dist_mem.block import model_spec
-from dist_mem.config import config_from
+from dist_mem.config import Config, change_config
 from dist_mem.model import MemoryLM
 from dist_mem.nn.attention import BACK_ENDS
 from dist_mem.nn.layers import DTYPES
@@ -51,7 +51,7 @@ def training_step(memory: dict[str, Any], back_end: str, dtype: torch.dtype, arg
     model_keys = {"dropout": 0.0, "attention": back_end, **{name: getattr(arguments, name) for name in sizes}}
     keys = {"model": model_keys, "memory": memory, "train": {"seg_len": arguments.seg_len}}
     torch.manual_seed(0)
-    config: Any = config_from(keys)
+    config: Any = change_config(Config(), keys)
     model = MemoryLM(model_spec(config, arguments.vocab)).to(dtype)
     tokens = torch.randint(arguments.vocab, (arguments.lanes, arguments.seg_len))
     valid_len = torch.full((arguments.lanes,), arguments.seg_len)

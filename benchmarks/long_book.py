@@ -22,7 +22,7 @@ import torch
 from lib.common import arguments_of, load, seconds
 
 from dist_mem.block import model_spec
-from dist_mem.config import config_from
+from dist_mem.config import Config, change_config
 from dist_mem.memory.base import named_tensors
 from dist_mem.model import LMState, MemoryLM
 
@@ -56,7 +56,7 @@ class Book:
         torch.manual_seed(0)
         model = {"num_layers": 2, "d_model": 256, "num_heads": 4, "d_inner": 1024, "dropout": 0.0}
         keys = {"model": model, "memory": memory, "train": {"seg_len": seg_len}}
-        config: Any = config_from(keys)
+        config: Any = change_config(Config(), keys)
         self.model = MemoryLM(model_spec(config, VOCAB))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.seg_len = seg_len

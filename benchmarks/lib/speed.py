@@ -10,7 +10,7 @@ import torch
 from lib.common import seconds
 
 from dist_mem.block import model_spec
-from dist_mem.config import config_from
+from dist_mem.config import Config, change_config
 from dist_mem.memory.base import map_state
 from dist_mem.model import MemoryLM
 
@@ -62,7 +62,7 @@ def configuration(memory: dict[str, Any], arguments: argparse.Namespace) -> Any:
     """Return the configuration of a model with this memory: post-norm, no dropout."""
     model = {"dropout": 0.0, "norm": "post", **{name: getattr(arguments, name) for name in SIZES}}
     keys = {"model": model, "memory": memory, "train": {"seg_len": arguments.seg_len}}
-    return config_from(keys)
+    return change_config(Config(), keys)
 
 
 def training_step(

@@ -12,7 +12,6 @@ from dist_mem.config.check import ConfigError
 from dist_mem.config.load import (
     build_block,
     change_config,
-    config_from,
     deepspeed_block,
     known_keys,
     load_block,
@@ -69,7 +68,6 @@ __all__ = [
     "as_tree",
     "build_block",
     "change_config",
-    "config_from",
     "deepspeed_block",
     "known_keys",
     "load_block",

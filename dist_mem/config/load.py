@@ -108,26 +108,6 @@ def _hiding(document: Mapping[str, Any]) -> Iterator[None]:
         raise ConfigError(problems) from None
 
 
-def config_from(*trees: Mapping[str, Any]) -> Config:
-    """Return the configuration of the defaults with trees merged into them, whose values must be valid.
-
-    Raises:
-        KeyError: there is no such key.
-    """
-    document = as_tree(Config())
-    for tree in trees:
-        document = _fill(document, tree)
-    return _from_document(add_defaults(Config, document))
-
-
-def _fill(old: Any, new: Any) -> Any:
-    """Merge blocks key by key, also an empty one."""
-    if not isinstance(new, Mapping):
-        return as_tree(new)
-    kept = old if isinstance(old, Mapping) else {}
-    return {**kept, **{name: _fill(kept.get(name), child) for name, child in new.items()}}
-
-
 def change_config(config: Config, changes: Mapping[str, Any]) -> Config:
     """Return a configuration with other values of some keys, which must be valid.
 

@@ -9,22 +9,13 @@ from typing import Any, get_args
 
 import pytest
 
-from dist_mem.config import (
-    Config,
-    ConfigError,
-    as_tree,
-    build_block,
-    change_config,
-    config_from,
-    load_config,
-    value_of,
-)
+from dist_mem.config import Config, ConfigError, as_tree, build_block, change_config, load_config, value_of
 from dist_mem.config.check import flatten, item_schema
 from dist_mem.config.keys import RESULT, Command, Key, key, keys_of
 from dist_mem.config.settings import keys_set_by, may_set
 from dist_mem.config.sources import find_file
 from dist_mem.memory import describe_memories, memory_options
-from tests.support.configs import STEPS
+from tests.support.configs import STEPS, config_from
 from tests.support.messages import refused
 
 KEYS = keys_of(Config)

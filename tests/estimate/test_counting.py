@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from dist_mem.block import model_spec
-from dist_mem.config import Config, OptimizerConfig, config_from
+from dist_mem.config import Config, OptimizerConfig
 from dist_mem.config.schema import BY_SEGMENTS
 from dist_mem.estimate.counting import Counts, MicroBatchCost, _count, count_micro_batch, mix_costs
 from dist_mem.estimate.zero import sizes_of
 from dist_mem.memory import memory_class, memory_kinds
+from tests.support.configs import config_from
 from tests.support.paths import ROOT
 
 VOCAB_SIZE, SEG_LEN = 3_000, 128  # tensors without values may be large

@@ -14,13 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dist_mem.__main__ import main
-from dist_mem.config import Config, change_config, config_from, load_config, save_config
+from dist_mem.config import Config, change_config, load_config, save_config
 from dist_mem.errors import UnusableError
 from dist_mem.estimate.dry_run import check_model
 from dist_mem.hf.folder import check_sizes, load_pretrained, read_published_config
 from dist_mem.hf.llama import ROPE_NAMES
 from dist_mem.hf.names import LAYOUTS
 from dist_mem.memory import memory_class, memory_kinds, memory_options
+from tests.support.configs import config_from
 from tests.support.gpt2_models import LTM, SEG_LEN, VOCAB, build, gpt2_config, save_random_gpt2
 from tests.support.llama_models import PUBLISHED, llama_config, save_random_llama
 from tests.support.messages import refused, said_line

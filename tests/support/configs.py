@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from dist_mem.config import Config, as_tree, change_config
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:
@@ -14,3 +17,23 @@ def nested(key: str, value: Any) -> dict[str, Any]:
 
 
 STEPS = "train.steps=10"
+
+
+def config_from(*trees: Mapping[str, Any]) -> Config:
+    """Return the configuration of the defaults with trees merged into them, whose values must be valid.
+
+    Raises:
+        KeyError: there is no such key.
+    """
+    document = as_tree(Config())
+    for tree in trees:
+        document = _fill(document, tree)
+    return change_config(Config(), document)
+
+
+def _fill(old: Any, new: Any) -> Any:
+    """Merge blocks key by key, also an empty one."""
+    if not isinstance(new, Mapping):
+        return as_tree(new)
+    kept = old if isinstance(old, Mapping) else {}
+    return {**kept, **{name: _fill(kept.get(name), child) for name, child in new.items()}}

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dist_mem.block import model_spec
-from dist_mem.config import config_from
 from dist_mem.model import LMState, MemoryLM
+from tests.support.configs import config_from
 
 VOCAB, SEG_LEN = 67, 12
 SIZES = {"num_layers": 3, "d_model": 24, "num_heads": 3, "d_inner": 96, "num_positions": 16}

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dist_mem.config import RopeConfig, config_from
+from dist_mem.config import RopeConfig
 from dist_mem.contract.subject import CheckedMemory
 from dist_mem.hf.folder import read_published_config
 from dist_mem.hf.names import LAYOUTS
+from tests.support.configs import config_from
 from tests.support.contract_cases import SIZE, small_block
 
 VOCAB, SEG_LEN = 67, 12

@@ -15,7 +15,7 @@ from dist_mem.block import model_spec
 from dist_mem.checkpoint.engine_files import ENGINE_JSON, engine_index, engine_ranges, engine_tensors
 from dist_mem.checkpoint.manifest import describe_file, files_in, step_dir, write_manifest
 from dist_mem.checkpoint.rank_file import rank_file, tensors_of_file
-from dist_mem.config import config_from, save_config
+from dist_mem.config import save_config
 from dist_mem.data.shard import Index, TokenizedDocument, read_index, write_split
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import TOKENIZER_DIR, save_tokenizer
@@ -25,6 +25,7 @@ from dist_mem.evaluation.scores import Report
 from dist_mem.evaluation.scoring import InitState, score_split
 from dist_mem.model import MemoryLM
 from dist_mem.runtime.distributed import World
+from tests.support.configs import config_from
 from tests.support.saving import FACTS
 
 SEG_LEN, MEM_LEN = 8, 16

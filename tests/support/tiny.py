@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dist_mem.block import model_spec
-from dist_mem.config import config_from
 from dist_mem.data.batch import IGNORE, Batch, Update
 from dist_mem.data.batch_plan import batch_plan
 from dist_mem.data.plan import lanes_of_rank
@@ -24,6 +23,7 @@ from dist_mem.runtime.distributed import World
 from dist_mem.training.divergence import Divergence
 from dist_mem.training.state import TrainState
 from dist_mem.training.step import Outcome, StepContext, train_step
+from tests.support.configs import config_from
 from tests.support.contract_cases import SEG_LEN
 
 VOCAB = 37

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_mem.checkpoint.listing import newest_count
-from dist_mem.config import config_from
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking.log import METRICS_FILE, Entry, Header, new_uid, read_header, write_log
 from dist_mem.tracking.mlflow import sync
@@ -19,6 +18,7 @@ from dist_mem.tracking.mlflow.sync import send_log
 from dist_mem.tracking.names import in_group
 from dist_mem.tracking.start import start_tracking
 from dist_mem.tracking.tracker import Tracker
+from tests.support.configs import config_from
 
 
 def config_for(uri: str, **overrides: Any) -> Any:

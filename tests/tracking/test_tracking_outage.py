@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dist_mem.config import config_from, save_config
+from dist_mem.config import save_config
 from dist_mem.errors import EXIT_DONE
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking.log import METRICS_FILE, read_points
@@ -21,6 +21,7 @@ from dist_mem.tracking.mlflow.store import RUN_ID_FILE, check_tracking
 from dist_mem.tracking.names import in_group
 from dist_mem.tracking.start import start_tracking
 from dist_mem.training.meter import MEASUREMENTS
+from tests.support.configs import config_from
 from tests.support.forked_ranks import Program
 from tests.support.jobs import build_books, finish, logged_steps, start_ranks, write_config
 from tests.support.limits import limit, wait_until
