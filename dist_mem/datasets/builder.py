@@ -43,7 +43,7 @@ from dist_mem.runtime.figures import json_text
 from dist_mem.runtime.files import open_regular, replacing
 from dist_mem.runtime.locks import hold_folder
 from dist_mem.runtime.progress import Progress, show_count
-from dist_mem.runtime.terminal import some
+from dist_mem.runtime.terminal import count_noun, some
 from dist_mem.runtime.workers import map_unordered
 
 ReadT = TypeVar("ReadT")
@@ -110,11 +110,11 @@ def build_dataset(
             raise _other_build(out / other[0] / INDEX_NAME)
         training = {"vocab_size": vocab_size, "seed": seed, "max_sentences": max_sentences}
         if tokenizer is not None:
-            tokenizer = _place_tokenizer(tokenizer, out)
+            place_tokenizer(tokenizer, out)
         elif tokenizer_kind == SentencePieceTokenizer.kind:
             tokenizer = _train_tokenizer(splits.get("train", ()), out, training)
         elif tokenizer_kind == BytesTokenizer.kind:
-            tokenizer = _place_tokenizer(BytesTokenizer(), out)
+            place_tokenizer(tokenizer := BytesTokenizer(), out)
         else:
             raise ValueError(f"unknown tokenizer_kind {tokenizer_kind!r}: it is sentencepiece or bytes")
         options = {
@@ -127,7 +127,7 @@ def build_dataset(
             }
             for split in splits
         }
-        missing = [split for split in splits if not _is_built(splits[split], out / split, options[split])]
+        missing = [split for split in splits if not _is_kept(splits[split], out / split, options[split])]
         for split in missing:
             pieces = _cut_pieces(splits[split], out, tokenizer.fingerprint, piece_bytes)
             _build_split(splits[split], pieces, out / split, workers=workers, shard_options=options[split])
@@ -252,34 +252,38 @@ def _train_tokenizer(documents: Sequence[SourceDocument], out: Path, options: di
     return train_sentencepiece(lines, out, recipe=recipe, **options)
 
 
-def _place_tokenizer(tokenizer: Tokenizer, out: Path) -> Tokenizer:
+def place_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
+    """Save a tokenizer in `out`. Raises ValueError if another one is there."""
     if not (out / JSON_NAME).exists():
         save_tokenizer(tokenizer, out)
     elif _read_or_advise(lambda: read_tokenizer_metadata(out))["fingerprint"] != tokenizer.fingerprint:
         raise _other_build(out / JSON_NAME)
-    return tokenizer
 
 
-def _is_built(documents: Sequence[SourceDocument], split_dir: Path, shard_options: dict[str, Any]) -> bool:
+def is_built(split_dir: Path, recipe: str, texts: Callable[[], str | None], where: str) -> bool:
     """Return whether a split is complete.
 
     Raises:
-        ValueError: it is of other documents, also if their files have the same names and sizes.
+        ValueError: it is of other documents, also if their files have the same names and sizes (`texts`).
     """
-    index_path = split_dir / INDEX_NAME
-    if not index_path.exists():
+    path = split_dir / INDEX_NAME
+    if not path.exists():
         return False
-    index = _read_or_advise(lambda: read_index(split_dir))
-    if index.recipe != _recipe_of(documents, shard_options):
-        raise _other_build(index_path)
+    index, known = _read_or_advise(lambda: (read_index(split_dir), read_build(split_dir)))
+    if index.recipe != recipe:
+        raise _other_build(path, f"{index.recipe}; now {recipe}") if " " in recipe else _other_build(path)  # a checksum
     tars = {path.name: path.stat().st_size for path in split_dir.glob("*.tar")}
     if not all(tars.get(shard.name) == shard.bytes for shard in index.shards):
         return False
-    known = _read_or_advise(lambda: read_build(split_dir))
-    if known is not None and known.texts is not None and known.texts != _digest_of_texts(documents, split_dir.name):
-        raise _other_build(index_path)
-    print(f"{split_dir.name}: already built from these {len(documents)} documents, kept", flush=True)
+    if known is not None and known.texts is not None and known.texts != texts():
+        raise _other_build(path)
+    print(f"{where}: already built, kept, with its {count_noun(len(index.documents), 'document')}", flush=True)
     return True
+
+
+def _is_kept(documents: Sequence[SourceDocument], split_dir: Path, shard_options: dict[str, Any]) -> bool:
+    recipe, split = _recipe_of(documents, shard_options), split_dir.name
+    return is_built(split_dir, recipe, lambda: _digest_of_texts(documents, split), split)
 
 
 def _recipe_of(documents: Sequence[SourceDocument], shard_options: dict[str, Any]) -> str:
@@ -305,10 +309,8 @@ def _read_or_advise(read: Callable[[], ReadT]) -> ReadT:
         raise ValueError(f"{error}; here that is: give another --out, or --overwrite") from error
 
 
-def _other_build(path: Path) -> ValueError:
-    return ValueError(
-        f"{path} belongs to another build (other documents, options or tokenizer): give another --out, or --overwrite"
-    )
+def _other_build(path: Path, why: str = "other documents, options or tokenizer") -> ValueError:
+    return ValueError(f"{path} belongs to another build ({why}): give another --out, or --overwrite")
 
 
 def remove_dataset(out: Path) -> None:

@@ -24,13 +24,12 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from dist_mem.data.build_record import bind_splits, note_texts, read_build
-from dist_mem.data.metadata import ShardError
-from dist_mem.data.shard import INDEX_NAME, TokenizedDocument, read_index, write_split
+from dist_mem.data.build_record import bind_splits, note_texts
+from dist_mem.data.shard import TokenizedDocument, write_split
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.data.tokenizers.registry import JSON_NAME, find_tokenizer, read_tokenizer_metadata, save_tokenizer
+from dist_mem.data.tokenizers.registry import find_tokenizer
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
-from dist_mem.datasets.builder import remove_dataset
+from dist_mem.datasets.builder import is_built, place_tokenizer, remove_dataset
 from dist_mem.datasets.corpus import by_name, find_files
 from dist_mem.datasets.corpus_rows import TEXT_SUFFIX
 from dist_mem.datasets.options import add_tokenizer_from, positive
@@ -271,13 +270,10 @@ def build_task(task: Task, out: Path, *, counts: dict[str, int], overwrite: bool
     with hold_folder(out, f"--out {out}"):
         if overwrite:
             remove_dataset(out)
-        if (out / JSON_NAME).exists() and not overwrite:
-            if read_tokenizer_metadata(out)["fingerprint"] != task.tokenizer.fingerprint:
-                raise ValueError(f"{out} holds another dataset: give another --out, or --overwrite")
-        else:
-            save_tokenizer(task.tokenizer, out)
-        for split in [split for split, number in counts.items() if not _is_built(task, out / split, number)]:
-            _build_split(task, out / split, counts[split])
+        place_tokenizer(task.tokenizer, out)
+        recipes = {split: task.recipe.format(count=number) for split, number in counts.items()}
+        for split in [split for split in counts if not _is_kept(task, out / split, recipes[split])]:
+            _build_split(task, out / split, recipes[split], counts[split])
         bind_splits(out, counts)
 
 
@@ -302,34 +298,18 @@ def draw_of_split(split: str, draw: Callable[[], DrawnT], key: Callable[[DrawnT]
     raise ValueError(f"no example for {split} in 10,000 draws: the task has too few; give it more to draw from")
 
 
-def _build_split(task: Task, split_dir: Path, count: int) -> None:
+def _is_kept(task: Task, split_dir: Path, recipe: str) -> bool:
+    return is_built(split_dir, recipe, lambda: task.texts(split_dir.name), _name_place(split_dir))
+
+
+def _build_split(task: Task, split_dir: Path, recipe: str, count: int) -> None:
     split, where = split_dir.name, _name_place(split_dir)
+    texts = task.texts(split)  # takes minutes: after the index, a kill meanwhile would leave the split without it
     documents = show_count(islice(task.documents(split), count), where, total=count, unit="documents")
-    fingerprint, recipe = task.tokenizer.fingerprint, task.recipe.format(count=count)
+    fingerprint = task.tokenizer.fingerprint
     write_split(documents, split_dir, name=task.name, split=split, tokenizer_fingerprint=fingerprint, recipe=recipe)
-    note_texts(split_dir, task.texts(split))
+    note_texts(split_dir, texts)
     print(f"{where}: {count} {task.what}", flush=True)
-
-
-def _is_built(task: Task, split_dir: Path, count: int) -> bool:
-    if not (split_dir / INDEX_NAME).exists():
-        return False
-    try:
-        index, known = read_index(split_dir), read_build(split_dir)
-    except ShardError as error:
-        raise ValueError(f"{error}; here that is: give another --out, or --overwrite") from error
-    recipe = task.recipe.format(count=count)
-    if index.recipe != recipe:
-        raise ValueError(
-            f"{split_dir} was built otherwise ({index.recipe}; now: {recipe}): give another --out, or --overwrite"
-        )
-    tars = {path.name: path.stat().st_size for path in split_dir.glob("*.tar")}
-    if not all(tars.get(shard.name) == shard.bytes for shard in index.shards):
-        return False
-    if known is not None and known.texts is not None and known.texts != task.texts(split_dir.name):
-        raise ValueError(f"{split_dir} was built of other books of these names: give another --out, or --overwrite")
-    print(f"{_name_place(split_dir)}: already built, kept", flush=True)
-    return True
 
 
 def _name_place(split_dir: Path) -> str:

@@ -214,13 +214,25 @@ def test_a_start_that_fails_in_the_middle_of_another_build_uses_the_one_before(
 # A text is corrected, and keeps its size.
 
 
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
 @pytest.mark.parametrize("name", ["pg19", "passkey", "babilong"])
-def test_a_corrected_book_of_the_same_size_is_another_build(tmp_path: Path, name: str) -> None:
+def test_a_corrected_book_of_the_same_size_is_another_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_stopped: bool
+) -> None:
     source = write_books(tmp_path / "books")
     arguments: Arguments = ("--source", source, "--tokenizer", "bytes")
     if name != "pg19":
         arguments = ("--books", source, *SMALL, *BUILDERS[name])
     arguments = (*arguments, "--out", tmp_path / "out")
+    if is_stopped:  # while it reads a book
+        with monkeypatch.context() as patch:
+            patch.setattr(task_text, "sha256_of", interrupt)
+            patch.setattr(builder, "encode_piece", interrupt)
+            assert build_data(name, *arguments) == 130
     assert build_data(name, *arguments) == build_data(name, *arguments) == 0
     book = source / "train" / "train.txt"
     book.write_text(book.read_text().replace("lamp", "Lamp"))
