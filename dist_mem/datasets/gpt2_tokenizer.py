@@ -14,12 +14,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dist_mem.data.tokenizers.byte_pairs import train_byte_pairs
-from dist_mem.data.tokenizers.registry import save_tokenizer
+from dist_mem.data.tokenizers.registry import JSON_NAME, read_tokenizer_metadata, save_tokenizer
 from dist_mem.datasets.corpus_rows import TEXT_SUFFIX
 from dist_mem.datasets.options import positive
 from dist_mem.datasets.source import read_text
 from dist_mem.datasets.tree import listed_files
-from dist_mem.errors import EXIT_DONE, run_error
+from dist_mem.errors import EXIT_DONE, UnusableError, run_error
 from dist_mem.runtime.locks import hold_folder
 
 
@@ -51,6 +51,9 @@ def make(options: argparse.Namespace) -> None:
     tokenizer = train_byte_pairs(texts(options.folder), vocab_size=options.vocab_size)
     recipe = f"byte pairs trained on {options.folder}"
     with hold_folder(options.out, f"--out {options.out}"):
+        path = options.out / JSON_NAME
+        if path.exists() and read_tokenizer_metadata(options.out)["fingerprint"] != tokenizer.fingerprint:
+            raise UnusableError(f"{path} is another tokenizer, which data there may need: give another --out")
         save_tokenizer(tokenizer, options.out, recipe=recipe)
     print(f"{options.out}: {tokenizer.vocab_size:,} tokens, fingerprint {tokenizer.fingerprint[:12]}")
 

@@ -31,12 +31,13 @@ from dist_mem.data.tokenizers.registry import KINDS, find_tokenizer, load_tokeni
 from dist_mem.data.tokenizers.sentencepiece import SentencePieceTokenizer, sample_lines, train_pieces
 from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.data.tokenizers.words import WordTokenizer, count_words
+from dist_mem.datasets import gpt2_tokenizer
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.source import SourceDocument
 from dist_mem.errors import UnusableError
 from tests.support.data_builders import documents_of
 from tests.support.limits import limit
-from tests.support.messages import refused
+from tests.support.messages import refused, said
 from tests.support.paths import ROOT
 
 VOCAB_SIZE = 400
@@ -238,7 +239,7 @@ def test_ids_are_those_of_the_library_and_of_transformers(tmp_path: Path, pairs:
     assert theirs.bos_token_id == pairs.bos_id == pairs.vocab_size - 1
 
 
-def test_the_command_trains_and_a_dataset_is_built_with_it(tmp_path: Path) -> None:
+def test_the_command_trains_and_a_dataset_is_built_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By two worker processes; what is in the shards decodes to the texts."""
     texts = ["".join(prose()[number::4]) for number in range(4)]
     folder, trained = tmp_path / "texts", tmp_path / "tok"
@@ -253,6 +254,11 @@ def test_the_command_trains_and_a_dataset_is_built_with_it(tmp_path: Path) -> No
     documents = [SourceDocument(str(number), "t", folder / f"{number}.txt") for number in range(4)]
     build_dataset({"test": documents}, tmp_path / "data", name="x", tokenizer=find_tokenizer(trained), workers=2)
     assert [document.text for document in documents_of(tmp_path / "data", "test")] == texts
+    again = [str(folder), "--out", str(trained), "--vocab-size"]
+    assert gpt2_tokenizer.main([*again, "299"]) == 2
+    said(capsys.readouterr().err, trained / "tokenizer.json", "--out")
+    assert load_tokenizer(trained).vocab_size == 300
+    assert gpt2_tokenizer.main([*again, "300"]) == 0
 
 
 # Fast tokenizers
