@@ -140,8 +140,11 @@ def split(text: str) -> str:
 
 
 def names(text: str) -> list[str]:
-    """Parse names separated by commas."""
-    return [name for name in text.split(",") if name]
+    """Parse names separated by commas, of which there is one at least: a variable of a script may be empty."""
+    found = [name for name in text.split(",") if name]
+    if not found:
+        raise argparse.ArgumentTypeError(f"{format_value(text)} names none: leave the option out, or give one")
+    return found
 
 
 def seeds(text: str) -> list[int]:

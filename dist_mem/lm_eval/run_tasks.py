@@ -78,6 +78,15 @@ def run(request: LmEvalRequest) -> int:
     """
     _check(request)
     opened = open_run(request.run, request.overrides, request.checkpoint)
+    try:
+        _run_tasks(request, opened)
+    # of templates, unsafe code, a word without a token, a disk, a run that others alone may write into
+    except (OSError, TemplateError, ValueError) as error:
+        raise run_error(error) from error
+    return EXIT_DONE
+
+
+def _run_tasks(request: LmEvalRequest, opened: OpenRun) -> None:
     model, logs, tables = DistMemLM(opened.trained), list[AnswerLog](), []
     lengths: Sequence[int | None] = request.lengths or [None]
     with TemporaryDirectory() as folder, ExitStack() as held:
@@ -91,18 +100,13 @@ def run(request: LmEvalRequest) -> int:
         for length in lengths:
             tasks, states = waiting.pop(0)
             states.restore()  # as if nothing had been opened since
-            try:
-                path = _report_path(request, opened, length)
-                with AnswerLog(path.with_suffix(".answers.jsonl"), _settings(request, opened)) as model.answers:
-                    results = evaluate(model, tasks, limit=request.limit, log_samples=False)
-                assert results is not None, "there is one process"
-                logs.append(model.answers)
-                tables.append(_publish(request, opened, results, path, length))
-            # of templates, unsafe code, a word without a token, a disk
-            except (OSError, TemplateError, ValueError) as error:
-                raise run_error(error) from error
+            path = _report_path(request, opened, length)
+            with AnswerLog(path.with_suffix(".answers.jsonl"), _settings(request, opened)) as model.answers:
+                results = evaluate(model, tasks, limit=request.limit, log_samples=False)
+            assert results is not None, "there is one process"
+            logs.append(model.answers)
+            tables.append(_publish(request, opened, results, path, length))
         _end(request, opened, tables, logs)
-    return EXIT_DONE
 
 
 def _end(request: LmEvalRequest, opened: OpenRun, tables: Sequence[Sequence[Score]], logs: Sequence[AnswerLog]) -> None:

@@ -76,6 +76,16 @@ def test_overrides_may_follow_options() -> None:
     assert parse(["reproduce", "lamemo.table1", "--seeds", "0,1,2"]).seeds == [0, 1, 2]
 
 
+@pytest.mark.parametrize("option", ["--rows", "--seeds"])
+@pytest.mark.parametrize("value", ["", ","])
+def test_an_empty_list_is_not_taken_for_all(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a variable of a script that is not set."""
+    with pytest.raises(SystemExit) as ended:
+        main(["sweep", "study.yaml", option, value])
+    assert ended.value.code == 2
+    said(capsys.readouterr().err, option, "names none")
+
+
 @pytest.mark.parametrize("command", ["figure lamemo.fig1", "report --book 1"])
 def test_runs_and_overrides_may_follow_options_and_a_run_may_have_any_name(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

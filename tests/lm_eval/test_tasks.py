@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,25 @@ def test_a_second_command_of_the_same_tasks_is_refused_while_the_first_answers(
     assert main(command) == 0
     assert codes == [2]
     said(capsys.readouterr().err, "choose-step-", "another command is writing there")
+
+
+def test_a_run_that_cannot_be_written_is_one_line(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(model, run, ignore=shutil.ignore_patterns("evaluations"))
+    (run / "evaluations").touch()
+    add_task(tmp_path, "choose", CHOICE)
+    assert main(["lm-eval", str(run), "--tasks", "choose", "--include-path", str(tmp_path)]) == 2
+    said(capsys.readouterr().err, run / "evaluations")
+
+
+def test_lengths_without_a_number_are_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("", ","):
+        with pytest.raises(SystemExit) as ended:
+            main(["lm-eval", str(model), "--tasks", "made", "--lengths", text])
+        assert ended.value.code == 2
+        said(capsys.readouterr().err, "--lengths")
 
 
 def test_metadata_that_are_no_object_are_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
