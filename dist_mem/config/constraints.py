@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -142,7 +143,7 @@ def _check_mixture(data: Mapping[str, Any], epochs: float | None) -> Iterator[Pr
         return
     for index, source in enumerate(sources):
         yield from _check_directory(f"{key}[{index}].path", source["path"])
-        if source["path"] in [other["path"] for other in sources[:index]]:
+        if os.path.normpath(source["path"]) in [os.path.normpath(other["path"]) for other in sources[:index]]:
             twice = f"is {format_value(source['path'])}, as of an earlier source: give each directory once"
             yield Problem(f"{key}[{index}].path", twice)
     if not any(source["weight"] > 0 for source in sources):

@@ -242,14 +242,20 @@ def _cached_tokenizer(data_dir: Path, fingerprint: str) -> Tokenizer:  # the fin
 
 def _train_tokenizer(documents: Sequence[SourceDocument], out: Path, options: dict[str, Any]) -> Tokenizer:
     recipe = _recipe([options, [document.signature() for document in documents]])
+    times = _recipe([recipe, [document.modification_time for document in documents]])
+    mark = out / WORK_DIR / f"{times}.tokenizer"  # of one that was trained on texts as they are now
     if (out / JSON_NAME).exists():
         if _read_or_advise(lambda: read_tokenizer_metadata(out))["recipe"] != recipe:
             raise _other_build(out / JSON_NAME)
-        return load_tokenizer(out)
+        if mark.exists() or built_splits(out):  # whose texts are compared
+            return load_tokenizer(out)
     print(f"tokenizer: training a SentencePiece model of {options['vocab_size']:,} pieces", flush=True)
     bar = show_count(documents, "tokenizer: reading", total=len(documents), unit="documents")
     lines = (line for document in bar for line in document.text().split("\n") if line)
-    return train_sentencepiece(lines, out, recipe=recipe, **options)
+    tokenizer = train_sentencepiece(lines, out, recipe=recipe, **options)
+    mark.parent.mkdir(exist_ok=True)
+    mark.touch()
+    return tokenizer
 
 
 def place_tokenizer(tokenizer: Tokenizer, out: Path) -> None:

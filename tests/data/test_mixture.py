@@ -207,6 +207,7 @@ def test_documents_of_sources_without_a_weight_are_none_for_a_lane() -> None:
         (["data.mixture=[{weight: 1}]"], "data.mixture[0].path"),
         (["data.mixture=[{path: a}, {path: 's3://bucket/a'}]"], "data.mixture[1].path"),
         (["data.mixture=[{path: a}, {path: a}]"], "data.mixture[1].path"),
+        (["data.mixture=[{path: a}, {path: ./b/../a/}]"], "data.mixture[1].path"),
         (["data.mixture=[{path: a, weight: 0}]"], "data.mixture"),
         (["data.mixture=[{path: a, weight: -1}]"], "data.mixture[0].weight"),
         (["data.mixture=[{path: a, epochs: 0}]"], "data.mixture[0].epochs"),

@@ -26,7 +26,7 @@ from tests.support.data_builders import build_data, build_refused, documents_of
 from tests.support.faults import remount, small_disk
 from tests.support.messages import refused, said, said_line
 from tests.support.paths import ROOT
-from tests.support.small_builds import build_tiny, contents, kill_documents, make_documents, make_splits
+from tests.support.small_builds import build_tiny, contents, kill_documents, make_documents, make_splits, make_texts
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +126,23 @@ def test_an_edited_document_is_encoded_again_after_a_failure(tmp_path: Path) -> 
             texts[1].write_text("fine")
     build_tiny(tmp_path / "out", {"train": documents}, tokenizer_kind="bytes", piece_bytes=1)
     assert documents_of(tmp_path / "out")[0].text == "new"
+
+
+def test_a_tokenizer_is_trained_again_on_an_edited_document_after_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "text.txt"
+
+    def build_from(out: Path, text: str) -> dict[str, bytes]:
+        source.write_text(text)
+        return build_tiny(out, {"train": [SourceDocument("1", "title", source)]})
+
+    text, stopped = "\n".join(make_texts()), tmp_path / "stopped"
+    other = text.replace("river", "ocean")
+    with monkeypatch.context() as patch, pytest.raises(TypeError):
+        patch.setattr(build, "encode_piece", None)
+        build_from(stopped, text)
+    assert build_from(stopped, other) == build_from(tmp_path / "straight", other)
 
 
 def test_another_build_in_the_same_place_is_refused_unless_it_may_overwrite(
