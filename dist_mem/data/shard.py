@@ -14,6 +14,7 @@ describes the format for other readers.
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -122,7 +123,8 @@ def write_split(
         shard, entries = _write_shard(group, split_dir / f"{name}-{split}-{number:05d}.tar")
         shards.append(shard)
         parts.add(entries, number)
-    for stale in set(split_dir.glob(f"{name}-{split}-*.tar")) - {split_dir / shard.name for shard in shards}:
+    tars = split_dir.glob(f"{glob.escape(f'{name}-{split}')}-*.tar")
+    for stale in set(tars) - {split_dir / shard.name for shard in shards}:
         stale.unlink()  # of an earlier, longer build of the same split
     columns = parts.join_columns()
     head = {

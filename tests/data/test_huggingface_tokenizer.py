@@ -166,6 +166,13 @@ def test_a_folder_that_cannot_be_used_is_named(fault: str, tmp_path: Path) -> No
         find_tokenizer(folder)
 
 
+@pytest.mark.parametrize("name", ["vocab.json", "tokenizer.model"])
+def test_files_that_do_not_say_of_which_kind_they_are_lack_a_configuration(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("{}")
+    with refused(UnusableError, tmp_path, "add its config.json or tokenizer_config.json"):
+        find_tokenizer(tmp_path)
+
+
 def test_a_program_in_the_folder_is_not_run(tmp_path: Path) -> None:
     folder = save_published("llama3", tmp_path / "own")
     (folder / "tokenizer.json").unlink()

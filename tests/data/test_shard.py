@@ -66,8 +66,8 @@ def make_documents(dtype: type = np.uint16) -> list[TokenizedDocument]:
     ]
 
 
-def write(documents: list[TokenizedDocument], folder: Path, **options: Any) -> Index:
-    return write_split(documents, folder, name="tiny", split="train", tokenizer_fingerprint="f", **options)
+def write(documents: list[TokenizedDocument], folder: Path, *, name: str = "tiny", **options: Any) -> Index:
+    return write_split(documents, folder, name=name, split="train", tokenizer_fingerprint="f", **options)
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
@@ -146,6 +146,15 @@ def test_writing_again_gives_the_same_bytes_and_leaves_nothing_else(tmp_path: Pa
     other = write(renamed, tmp_path / "c", max_shard_bytes=SHARD_BYTES)
     assert first.fingerprint == second.fingerprint != other.fingerprint
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_a_name_is_no_pattern_of_others(tmp_path: Path) -> None:
+    for name in ("b[1]", "tin?"):
+        write(make_documents()[:2], tmp_path / name, max_shard_bytes=1)
+        write(make_documents(), tmp_path / name, name=name, max_shard_bytes=1)
+        index = write(make_documents(), tmp_path / name, name=name, max_shard_bytes=SHARD_BYTES)
+        found = {path.name for path in (tmp_path / name).glob("*.tar")} - {shard.name for shard in index.shards}
+        assert sorted(found) == ["tiny-train-00000.tar", "tiny-train-00001.tar"]
 
 
 def test_totals_count_every_document_and_official_words_come_first(tmp_path: Path) -> None:

@@ -185,6 +185,20 @@ def test_a_copy_torn_by_a_kill_is_finished(books: Path, tmp_path: Path) -> None:
     assert not list(target.glob("*.partial"))
 
 
+def test_what_a_killed_copy_left_makes_room_for_the_next(
+    books: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "SPARE_BYTES", 0)
+    with small_disk(tmp_path / "small", "size=4m") as small:
+        data = DataConfig(path=str(books), stage="node", stage_dir=str(small))
+        tars = sorted((copy := fill(data)).glob("train/*.tar"))
+        (copy / stage.WHOLE_NAME).unlink()
+        for tar in tars:
+            tar.unlink()
+        tars[0].with_name(f"{tars[0].name}.partial").write_bytes(bytes(shutil.disk_usage(small).free))
+        assert verify_dataset(fill(data)) == []
+
+
 def test_a_tar_that_somebody_cleans_away_in_mid_run_is_copied_again(books: Path, tmp_path: Path) -> None:
     """As programs do that delete from /tmp what has not been used for days."""
     index = open_index(staging(books, tmp_path), "train")

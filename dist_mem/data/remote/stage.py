@@ -162,6 +162,8 @@ class StagedShards(ShardSource):
         # Without the mark, a job was killed while it copied.
         is_right = self._is_there if self._is_marked() else self._is_good
         missing = [shard for shard in self._index.shards if not is_right(shard)]
+        for shard in missing:
+            self._partial(shard).unlink(missing_ok=True)  # of a process that was killed
         size = sum(shard.bytes for shard in missing)
         self._check_space(size)
         log.warning("copying %s bytes, %s of %s, to %s", f"{size:,}", self._index.split, self._index.name, self._folder)
@@ -182,6 +184,9 @@ class StagedShards(ShardSource):
     def _is_good(self, shard: ShardEntry) -> bool:
         return self._is_there(shard) and sha256_of(self.split_dir / shard.name) == shard.sha256
 
+    def _partial(self, shard: ShardEntry) -> Path:
+        return self.split_dir / f"{shard.name}.partial"
+
     def _check_space(self, size: int) -> None:
         free = shutil.disk_usage(self._folder).free
         if size and size + SPARE_BYTES > free:
@@ -193,8 +198,7 @@ class StagedShards(ShardSource):
     def _copy_shard(self, shard: ShardEntry) -> None:
         self._index.source.fetch(shard)
         source, path = self._index.split_dir / shard.name, self.split_dir / shard.name
-        partial = path.with_name(f"{path.name}.partial")
-        partial.unlink(missing_ok=True)  # of a process that was killed
+        partial = self._partial(shard)
         try:
             found = write_hashed(partial, _read_pieces(source, self._closed))
             if found != {"bytes": shard.bytes, "sha256": shard.sha256}:

@@ -1,8 +1,9 @@
 """The tokenizer of a folder in Hugging Face's layout, as it comes: of a Llama, Qwen, Mistral, GPT-2.
 
-`read_folder` opens the folder as AutoTokenizer does (tokenizer.json, vocab.json and merges.txt, or a SentencePiece
-tokenizer.model alone, which transformers converts), and keeps the files that transformers saves of it, with the chat
-template. The library `tokenizers` encodes with them. Three things are as there, and differ from our other kinds:
+`read_folder` opens the folder as AutoTokenizer does (tokenizer.json; or, beside a config.json or tokenizer_config.json,
+vocab.json and merges.txt or a SentencePiece tokenizer.model, which transformers converts), and keeps the files that
+transformers saves of it, with the chat template. The library `tokenizers` encodes with them. Three things are as there,
+and differ from our other kinds:
 
 - Text changes where the tokenizer changes it: Qwen composes accents (NFC), Llama 2 puts a space before a text.
 - The names of special tokens in a text, as `<|endoftext|>`, are those tokens.
@@ -34,6 +35,7 @@ from dist_mem.runtime.names import is_plain_path
 FAST_NAME, CONFIG_NAME = "tokenizer.json", "tokenizer_config.json"
 _MODEL_CONFIG = "config.json"
 _PURPOSE = "the tokenizer of a published model"
+_WHICH = ("config.json", CONFIG_NAME)  # either says of which kind vocab.json or a SentencePiece model is
 _AGAIN = ": download the folder again"
 _ID = integer(high=2**31 - 1)
 IDS = table(_ID, keys=text)  # vocab.json: token -> id
@@ -181,7 +183,9 @@ def _open(folder: Path) -> Any:
         opened = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of transformers, tokenizers, SentencePiece, or of what a file lacks
         reason = str(error).strip().partition("\n")[0]
-        raise UnusableError(f"{folder} has no tokenizer that transformers opens ({reason}){_AGAIN}") from error
+        lacks = not (folder / FAST_NAME).exists() and not any((folder / name).exists() for name in _WHICH)
+        remedy = f": add its {' or '.join(_WHICH)}, which says of which kind it is" if lacks else _AGAIN
+        raise UnusableError(f"{folder} has no tokenizer that transformers opens ({reason}){remedy}") from error
     if not getattr(opened, "is_fast", False):
         raise UnusableError(
             f"{folder} has a tokenizer of class {type(opened).__name__}, which is no fast one: convert it to "
