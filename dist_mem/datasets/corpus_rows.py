@@ -155,7 +155,7 @@ def _parse_line(file: RowFile, number: int, line: bytes) -> Content:
     text = decode_text(line, where, has_mark=number == 1)
     try:
         fields = json.loads(text, object_pairs_hook=keep_names)
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise UnusableError(f"{where} is not JSON ({error}): correct or delete it") from error
     if not isinstance(fields, dict):
         raise UnusableError(f"{where} is JSON but no object with fields: correct or delete it")

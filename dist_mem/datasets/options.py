@@ -52,6 +52,13 @@ def check_paths(*paths: Path | None) -> None:
             raise UnusableError(f"there is no {path}")
 
 
+def seed(text: str) -> int:
+    """Parse a seed as numpy's generators and torch's take it: 0 to 2**32 - 1."""
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to {2**32 - 1}")
+    return int(text)
+
+
 def positive(text: str) -> int:
     """Parse an option's value that must be 1 or more."""
     if not text.isdecimal() or int(text) == 0:

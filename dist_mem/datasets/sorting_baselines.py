@@ -15,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dist_mem.data.shard import Index, ShardError, read_index, read_tokens
+from dist_mem.data.shard import Index, read_index, read_tokens
 from dist_mem.datasets.options import positive
+from dist_mem.errors import UnusableError
 
 NUM_SYMBOLS = 20
 
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     try:
         found = measure(options.split, seg_len=options.seg_len)
-    except (OSError, ShardError) as error:
+    except (OSError, UnusableError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for name, accuracy in found.items():
@@ -47,8 +48,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(split_dir: Path, *, seg_len: int) -> dict[str, float]:
-    """Return the accuracy of counting the last segment, one or two more, or all; "chance" counts nothing."""
+    """Return the accuracy of counting the last segment, one or two more, or all; "chance" counts nothing.
+
+    Raises:
+        ShardError: the data are damaged.
+        UnusableError: they are of another task.
+    """
     index = read_index(split_dir)
+    if index.name != "sorting":
+        raise UnusableError(f"{split_dir} is a split of {index.name}: give one of `dist-mem data build sorting`")
     draw = np.random.default_rng(0)
     found = {"chance": float((1 / np.arange(1, NUM_SYMBOLS + 1)).mean())}
     for name, more in (("last segment", 0), ("1 more", 1), ("2 more", 2), ("all", None)):

@@ -32,7 +32,7 @@ from dist_mem.data.tokenizers.single_bytes import BytesTokenizer
 from dist_mem.datasets.builder import is_built, place_tokenizer, remove_dataset
 from dist_mem.datasets.corpus import by_name, find_files
 from dist_mem.datasets.corpus_rows import TEXT_SUFFIX
-from dist_mem.datasets.options import add_tokenizer_from, positive
+from dist_mem.datasets.options import add_tokenizer_from, positive, seed
 from dist_mem.datasets.sample_library import write_book
 from dist_mem.datasets.source import RecallSpan, SourceDocument, encode_text, read_text, recall_distances, with_lf
 from dist_mem.datasets.split_names import SPLITS, split_of
@@ -257,7 +257,7 @@ def add_task_options(
         default = train if split == "train" else held_out
         help = f"documents (default: %(default)s{published})"
         add(f"--{split}", type=positive, default=default, metavar="N", help=help)
-    add("--seed", type=int, default=0, help="of all documents (default: %(default)s)")
+    add("--seed", type=seed, default=0, help="of all documents (default: %(default)s)")
     add("--overwrite", action="store_true", help="replace another build in --out")
 
 

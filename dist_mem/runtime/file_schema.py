@@ -39,7 +39,7 @@ def read_json(path: Path, error: type[UnusableError], remedy: str = "", *, insid
     content = read_regular(path, inside=inside)
     try:
         return json.loads(content)
-    except ValueError as caught:
+    except (RecursionError, ValueError) as caught:
         raise error(f"{path} is damaged (not readable as JSON: {caught}){remedy}") from caught
 
 
@@ -66,7 +66,7 @@ def read_json_line(
     """Return the JSON value of a line, which matches the schema. Raises `error`, as `read_json_lines`."""
     try:
         body = json.loads(line)
-    except ValueError as caught:
+    except (RecursionError, ValueError) as caught:
         raise error(f"{path} is damaged ({place} is not JSON: {caught}){remedy}") from caught
     problem = next(schema("", body), None)
     if problem is not None:

@@ -246,6 +246,11 @@ def test_numbers_of_facts_of_which_no_story_is_are_refused(tmp_path: Path, task:
     build_refused("babilong", "--out", tmp_path, *SMALL, "--lengths", "600", *options, named=("--facts", facts[0]))
 
 
+def test_a_task_that_only_the_files_have_is_refused_before_another_is_built(tmp_path: Path) -> None:
+    build_refused("babilong", "--out", tmp_path, *SMALL, "--tasks", "qa1", "qa20", named=("--tasks qa20", "--babi"))
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("task", NUM_FACTS)
 def test_the_fewest_facts_of_a_task_give_stories(task: str) -> None:
     fewest = FEWEST_FACTS[task]

@@ -164,6 +164,7 @@ MISTAKES: dict[str, Callable[[Path], object]] = {
     "quoted line end": lambda source: (source / "metadata.csv").write_text('0,"A,1801,u\n1,B",1802,u\n'),
     "long field": lambda source: (source / "metadata.csv").write_text('0,"A,1801,u\n' + "1,B,1802,u\n" * 20_000),
     "year": lambda source: (source / "metadata.csv").write_text("1,T,old,u\n"),
+    "a dash for a year": lambda source: (source / "metadata.csv").write_text("1,T,-,u\n"),
     "empty split": lambda source: (source / "test" / "4.txt").unlink(),
     "no metadata to order by": lambda source: (source / "metadata.csv").unlink(),
     "no source": lambda source: source.rename(source.parent / "moved"),

@@ -14,6 +14,7 @@ from dist_mem.datasets import sorting_baselines as baselines
 from dist_mem.datasets.recipes import sorting
 from tests.support import paths
 from tests.support.data_builders import build_data, documents_of
+from tests.support.messages import said
 
 GOLDEN = paths.GOLDEN / "sorting" / "sorting_data_seed0.npz"  # of the authors' code: 6 x 500 tokens
 SMALL = ("--train", "5", "--validation", "3", "--test", "2")
@@ -29,6 +30,21 @@ def test_sequences_and_answers_are_those_of_the_published_generator() -> None:
     for number, row in enumerate(np.load(GOLDEN)["rows"]):
         document = sorting.document(draw, 500, number, tokenizer)
         assert document.tokens.tolist() == row.tolist()
+
+
+@pytest.mark.parametrize("seed", ["-1", str(2**32), "x"])
+def test_a_seed_that_numpy_does_not_take_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: str
+) -> None:
+    with pytest.raises(SystemExit):
+        build(tmp_path, "--seed", seed)
+    said(capsys.readouterr().err, "--seed", seed)
+
+
+def test_baselines_are_of_sorting_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert build_data("mqar", "--out", tmp_path, *SMALL, "--lengths", "64") == 0
+    assert baselines.main([str(tmp_path / "64" / "test")]) == 2
+    said(capsys.readouterr().err, tmp_path / "64" / "test", "sorting")
 
 
 @pytest.mark.parametrize("length", [1, 7, 40])

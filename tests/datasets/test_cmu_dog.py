@@ -129,6 +129,9 @@ def empty_conversations(source: Path) -> None:
 OTHER_FILM = {"history": [], "wikiDocumentIdx": 7}
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "Jaws.json": lambda source: write_json(source / "WikiData" / "Jaws.json", {"0": {}, "wikiDocumentIdx": 2}),
+    "nameless.json": lambda source: write_json(source / "WikiData" / "nameless.json", {}),
+    "list.json": lambda source: write_json(source / "WikiData" / "list.json", []),
+    "text.json": lambda source: write_json(source / "WikiData" / "text.json", {"wikiDocumentIdx": 8, "0": "text"}),
     "other.json": lambda source: (source / "Conversations" / "test" / "other.json").write_text("{"),
     "user3": lambda source: write_conversation(source, "valid", "dev", [("user3", "Hello")]),
     "wikiDocumentIdx 7": lambda source: write_json(source / "Conversations" / "valid" / "dev.json", OTHER_FILM),

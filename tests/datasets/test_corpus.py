@@ -182,6 +182,7 @@ def test_first_occurrences_equal_those_of_a_dictionary() -> None:
 GOOD = b'{"id": "a", "text": "A text."}\n'
 DAMAGED: dict[str, tuple[str, bytes, str]] = {
     "not JSON": ("r.jsonl", GOOD + b'{"text": \n', ", line 2 "),
+    "nested too deep": ("r.jsonl", GOOD + b"[" * 100_000 + b"\n", ", line 2 "),
     "no object": ("r.jsonl", GOOD + b"[1]\n", ", line 2 "),
     "not UTF-8": ("r.jsonl.gz", gzip.compress(GOOD + b"\n\xe9\n"), ", line 3 "),
     "no text": ("r.jsonl", GOOD + b'{"body": "x"}\n', ", line 2 has no field 'text'"),
@@ -363,7 +364,9 @@ def test_what_cannot_be_dealt_is_named(tmp_path: Path) -> None:
     out, loose = tmp_path / "out", write(tmp_path / "texts", ["a.txt"])
     for sources, options, named in (
         ([write(tmp_path / "mixed", ["train/a.txt", "b.txt"])], (), "b.txt is in none of the folders"),
-        ([loose], ("--test", "0.001"), "none falls to test"),
+        ([loose], ("--test", "0.001"), "1 document cannot be dealt out to train, validation, test"),
+        ([two := write(tmp_path / "two", ["a.txt", "b.txt", "c.txt"])], ("--test", "0.001"), "none falls to test"),
+        ([two], (*SHARES, "--name", "a/b"), "name is 'a/b'"),
         ([loose, write(tmp_path / "again", ["a.txt"])], SHARES, "have one name, a.txt"),
         ([write(tmp_path / "single", ["a.md"]) / "a.md"], SHARES, "a.md is neither"),
         ([write(tmp_path / "other", ["a.md"])], SHARES, "passed over 1 .md"),

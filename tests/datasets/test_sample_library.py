@@ -117,6 +117,10 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_another_library(bui
     assert contents(tmp_path / "other" / "texts" / "test") != contents(built / "texts" / "test")
 
 
+def test_more_books_than_there_are_ids_are_refused(tmp_path: Path) -> None:
+    build_refused("sample", "--out", tmp_path, "--books", "7001", named=("--books 7001", "7000"))
+
+
 def test_more_books_leave_the_others_as_they_are(built: Path) -> None:
     more = write_split("train", 20, SIZES["tiny"], seed=0)
     assert len(more) == 20

@@ -70,8 +70,11 @@ def build(options: argparse.Namespace) -> None:
     if options.facts and options.facts[0] > options.facts[1]:
         raise ValueError(f"--facts {options.facts[0]} {options.facts[1]}: the fewest come first")
     num_facts = tuple(options.facts) if options.facts else None
-    for name in options.tasks:
-        stories = published_stories(options.babi, name, num_facts) if options.babi else own_stories(name, num_facts)
+    sources = {
+        name: published_stories(options.babi, name, num_facts) if options.babi else own_stories(name, num_facts)
+        for name in options.tasks
+    }
+    for name, stories in sources.items():
         for length in options.lengths:
             task = babilong_task(name, stories, haystack, tokenizer, length, seed=options.seed)
             out = options.out / name / str(length)

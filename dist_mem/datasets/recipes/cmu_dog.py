@@ -158,17 +158,21 @@ def source_document(
 
 def read_films(folder: Path) -> dict[int, Film]:
     """Return the films by wikiDocumentIdx."""
-    return {facts["wikiDocumentIdx"]: film_of(facts, path) for path, facts in read_folder(folder)}
+    return dict(film_of(facts, path) for path, facts in read_folder(folder))
 
 
-def film_of(facts: dict[str, Any], path: Path) -> Film:
-    """Return a film whose text has one line for each fact of section 0 and each scene."""
+def film_of(facts: dict[str, Any], path: Path) -> tuple[int, Film]:
+    """Return wikiDocumentIdx and a film whose text has one line for each fact of section 0 and each scene."""
     try:
+        index = facts["wikiDocumentIdx"]
         lines = [f"{label}: {on_one_line(facts['0'][key])}" for key, label in FACTS.items()]
         lines += [f"Scene {scene}: {on_one_line(facts[scene])}" for scene in SCENES]
+        name = on_one_line(facts["0"]["movieName"])
     except KeyError as error:
         raise ValueError(f"{path} has no {error}: it is no wiki document of CMU-DoG") from error
-    return Film(on_one_line(facts["0"]["movieName"]), "".join(f"{line}\n" for line in lines))
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"{path} is no wiki document of CMU-DoG: {error}") from error
+    return index, Film(name, "".join(f"{line}\n" for line in lines))
 
 
 def read_conversations(folder: Path, films: dict[int, Film]) -> list[FilmConversation]:

@@ -64,11 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def build(options: argparse.Namespace) -> None:
     """Build a data directory for each length."""
-    for length in options.lengths:
-        sizes = RecallSizes(length, options.vocab, options.pairs, options.power_a, options.filler)
+    found = [
+        RecallSizes(length, options.vocab, options.pairs, options.power_a, options.filler) for length in options.lengths
+    ]
+    for sizes in found:
         check_sizes(sizes)
+    for sizes in found:
         task = mqar_task(sizes, seed=options.seed)
-        build_task(task, options.out / str(length), counts=counts_of(options), overwrite=options.overwrite)
+        build_task(task, options.out / str(sizes.length), counts=counts_of(options), overwrite=options.overwrite)
 
 
 def check_sizes(sizes: RecallSizes) -> None:

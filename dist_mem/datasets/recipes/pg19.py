@@ -138,7 +138,7 @@ def read_metadata(path: Path) -> dict[str, BookMetadata]:
     rows = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
     try:
         for number, row in enumerate(rows, start=1):
-            if len(row) != 4 or not re.fullmatch(r"-?\d*", row[2]):
+            if len(row) != 4 or not re.fullmatch(r"(-?\d+)?", row[2]):
                 raise ValueError(f"{path}, row {number}: {_shorten_row(row)} is not id, title, year, url")
             if any("\n" in field or "\r" in field for field in row):
                 raise ValueError(

@@ -47,6 +47,8 @@ def build(options: argparse.Namespace) -> None:
     find_texts(options.out / "texts")  # refuses texts of something else
     size = SIZES[options.size]
     counts = {**size.books, "train": options.books or size.books["train"]}
+    if (most := FIRST_IDS["validation"] - FIRST_IDS["train"]) < counts["train"]:
+        raise UnusableError(f"--books {counts['train']}: {most} at most, so that each book has an id of its own")
     library = {split: write_split(split, count, size, seed=options.seed) for split, count in counts.items()}
     splits = {
         split: [

@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from dist_mem.data.shard import check_names
 from dist_mem.data.tokenizers.registry import find_tokenizer
 from dist_mem.datasets.builder import build_dataset
 from dist_mem.datasets.corpus import (
@@ -47,6 +48,8 @@ DEFAULT = ",".join(f"{split}={fraction}" for split, fraction in DEFAULT_FRACTION
 
 def build(options: argparse.Namespace) -> None:
     """Read the corpus, assign its documents to splits, and build."""
+    for split in SPLITS:
+        check_names(options.name, split)  # before hours of reading
     vocab_size = vocab_size_of(options)
     tokenizer = options.tokenizer_from and find_tokenizer(options.tokenizer_from)
     build_dataset(
@@ -153,6 +156,11 @@ def read_splits(options: argparse.Namespace) -> dict[str, CorpusDocuments]:
     if not num_documents:
         raise UnusableError(f"--source {' '.join(map(str, options.source))}: its files have no rows")
     missing = [split for split in SPLITS if named is None and dealt.get(split) and split not in splits]
+    if missing and num_documents < len([split for split in SPLITS if dealt.get(split)]):
+        raise UnusableError(
+            f"{count_noun(num_documents, 'document')} cannot be dealt out to {', '.join(dealt)}: cut the text into "
+            "more files, or give --split-by-hash train=1"
+        )
     if missing:
         raise UnusableError(
             f"of {num_documents} documents none falls to {missing[0]}: give it a larger fraction by --split-by-hash, "
