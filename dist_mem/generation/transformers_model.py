@@ -330,34 +330,18 @@ class MemoryForCausalLM(PreTrainedModel, GenerationMixin):
         return self.get_input_embeddings()
 
 
-class MemoryGPT2(MemoryForCausalLM):
-    """A GPT-2 with memory, whose config.json is that of GPT-2."""
-
-    config_class = GPT2Config
-
-
-class MemoryLlama(MemoryForCausalLM):
-    """A Llama with memory, whose config.json is that of Llama."""
-
-    config_class = LlamaConfig
+def _with_memory(config: type[PretrainedConfig]) -> type[MemoryForCausalLM]:
+    """Return the class of a published kind with memory, whose config.json is that of transformers."""
+    kind = config.__name__.removesuffix("Config")
+    members = {"config_class": config, "__module__": __name__, "__doc__": f"A {kind} with memory."}
+    return type(f"Memory{kind}", (MemoryForCausalLM,), members)
 
 
-class MemoryMistral(MemoryForCausalLM):
-    """A Mistral with memory, whose config.json is that of Mistral."""
-
-    config_class = MistralConfig
-
-
-class MemoryQwen2(MemoryForCausalLM):
-    """A Qwen2 with memory, whose config.json is that of Qwen2."""
-
-    config_class = Qwen2Config
-
-
-class MemoryQwen3(MemoryForCausalLM):
-    """A Qwen3 with memory, whose config.json is that of Qwen3."""
-
-    config_class = Qwen3Config
+MemoryGPT2 = _with_memory(GPT2Config)
+MemoryLlama = _with_memory(LlamaConfig)
+MemoryMistral = _with_memory(MistralConfig)
+MemoryQwen2 = _with_memory(Qwen2Config)
+MemoryQwen3 = _with_memory(Qwen3Config)
 
 
 def _only(bins: torch.nn.ModuleList) -> torch.nn.Module:
