@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dist_mem.evaluation.trained_model import TrainedModel, init_state
 from dist_mem.generation.arguments import check_int, check_trained, id_row, id_rows, wrong_type
-from dist_mem.memory.base import map_state, named_tensors
+from dist_mem.memory.base import named_tensors, put_lanes, take_lanes
 from dist_mem.model import LMState, MemoryLM
 from dist_mem.runtime.terminal import count_noun
 
@@ -165,11 +165,9 @@ def with_open_segment(state: LMState, waiting: Sequence[Tensor], *, seg_len: int
 
 def commit(trained: TrainedModel, state: Any, rows: list[int], tokens: Tensor) -> Any:
     """Return the state after one more complete segment in some lanes; tokens (len(rows), T)."""
-    chosen = torch.tensor(rows, device=trained.device)
     full = torch.full((len(rows),), tokens.shape[1], device=trained.device)
-    part = map_state(lambda tensor: tensor[chosen], state)
-    new = trained.model.features(tokens.to(trained.device), full, state=part).state
-    return map_state(lambda old, rows_of_old: old.index_copy(0, chosen, rows_of_old), state, new)
+    new = trained.model.features(tokens.to(trained.device), full, state=take_lanes(state, rows)).state
+    return put_lanes(state, rows, new)
 
 
 def num_rows(model: MemoryLM, open_len: int) -> int:
@@ -240,9 +238,4 @@ def append(reading: Reading, tokens: Tensor, state: LMState, *, grows: Tensor) -
 
 def select(reading: Reading, lanes: Sequence[int]) -> Reading:
     """Return the given lanes of a reading, in this order; a lane may be repeated, to continue it in several ways."""
-    rows = torch.tensor(lanes, dtype=torch.int64)
-
-    def choose(part: Tensor) -> Tensor:
-        return part[rows.to(part.device)]
-
-    return Reading(map_state(choose, reading.state), choose(reading.open_tokens), choose(reading.open_len))
+    return take_lanes(reading, lanes)

@@ -27,7 +27,7 @@ from dist_mem.evaluation.scoring import check_losses
 from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation.arguments import check_trained, id_row, wrong_type
 from dist_mem.generation.reading import Reading, check_reading, num_rows, start, with_open_segment
-from dist_mem.memory.base import map_state
+from dist_mem.memory.base import put_lanes, take_lanes
 from dist_mem.model import LMState
 from dist_mem.runtime.terminal import count_noun
 
@@ -126,7 +126,7 @@ def read_with_log_probs(
                 found[lane].append(trained.model.head.log_probs(wanted))
         # a complete segment stays open until the next token
         full = [place for place, lane in enumerate(lanes) if len(waiting[lane]) > begin + seg_len]
-        state = _put_lanes(state, [lanes[place] for place in full], _take(new, full)) if full else state
+        state = put_lanes(state, [lanes[place] for place in full], take_lanes(new, full)) if full else state
     none = torch.zeros(0, trained.tokenizer.vocab_size, device=trained.device)
     log_probs = [torch.cat(parts) if parts else none for parts in found]
     return log_probs, with_open_segment(state, waiting, seg_len=seg_len)
@@ -144,21 +144,6 @@ def _read_segment(
     for row, ids in enumerate(inputs):
         tokens[row, : len(ids)] = ids
     device = trained.device
-    features = trained.model.features(tokens.to(device), valid_len.to(device), state=_take(state, lanes))
+    features = trained.model.features(tokens.to(device), valid_len.to(device), state=take_lanes(state, lanes))
     rows = [hidden[:length] for hidden, length in zip(features.hidden, valid_len.tolist(), strict=True)]
     return rows, features.state
-
-
-def _take(state: LMState, lanes: list[int]) -> LMState:
-    chosen: LMState = map_state(lambda part: part[torch.tensor(lanes, device=part.device)], state)
-    return chosen
-
-
-def _put_lanes(state: LMState, lanes: list[int], new: LMState) -> LMState:
-    """Return the state with new rows in these lanes."""
-
-    def put(old: Tensor, rows: Tensor) -> Tensor:
-        return old.index_copy(0, torch.tensor(lanes, device=old.device), rows)
-
-    replaced: LMState = map_state(put, state, new)
-    return replaced

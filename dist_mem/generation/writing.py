@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dist_mem.evaluation.trained_model import TrainedModel
 from dist_mem.generation.reading import Reading, append, check_begun, commit, look_ahead
-from dist_mem.memory.base import map_state, select_lanes
+from dist_mem.memory.base import put_lanes, select_lanes, take_lanes
 from dist_mem.model import LMState, OpenSegment
 from dist_mem.nn.stepping import places_of
 
@@ -96,15 +96,10 @@ class SteppingWriter:
         if len(lanes) == len(self.num_run):
             self.opened = self._open_first(state, first)
             return
-        chosen = torch.tensor(lanes, device=self.trained.device)
-        new = self._open_first(map_state(lambda part: part[chosen], state), first)
-
-        def put(old: Tensor, rows: Tensor) -> Tensor:
-            return old.index_copy(0, chosen, rows)
-
+        new = self._open_first(take_lanes(state, lanes), first)
         both = zip(self.opened.blocks, new.blocks, strict=True)
-        blocks = tuple(old._replace(lanes=map_state(put, old.lanes, rows.lanes)) for old, rows in both)
-        self.opened = OpenSegment(blocks, map_state(put, self.opened.types, new.types))
+        blocks = tuple(old._replace(lanes=put_lanes(old.lanes, lanes, rows.lanes)) for old, rows in both)
+        self.opened = OpenSegment(blocks, put_lanes(self.opened.types, lanes, new.types))
 
 
 def is_complete(reading: Reading) -> Tensor:

@@ -361,6 +361,24 @@ def map_state(function: Callable[..., Tensor], *states: MemoryState) -> MemorySt
     return type(first)(*mapped) if hasattr(first, "_fields") else tuple(mapped)
 
 
+def take_lanes(state: StateT, lanes: Sequence[int]) -> StateT:
+    """Return some lanes of a state, in this order; a lane may come twice."""
+
+    def take(part: Tensor) -> Tensor:
+        return part[torch.tensor(lanes, dtype=torch.int64, device=part.device)]
+
+    return map_state(take, state)
+
+
+def put_lanes(state: StateT, lanes: Sequence[int], new: StateT) -> StateT:
+    """Return the state with those of `new` in these lanes."""
+
+    def put(old: Tensor, rows: Tensor) -> Tensor:
+        return old.index_copy(0, torch.tensor(lanes, dtype=torch.int64, device=old.device), rows)
+
+    return map_state(put, state, new)
+
+
 def select_lanes(keep_new: Tensor, new: StateT, old: StateT) -> StateT:
     """Return, per lane, the new state where `keep_new` (B,) bool is true, else the old one."""
 
