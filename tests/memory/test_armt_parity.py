@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from dist_mem.data.batch import IGNORE
-from dist_mem.hf.names import OWN, take_published, to_published
+from dist_mem.hf.names import OWN, take_published
 from dist_mem.memory import none
 from dist_mem.memory.armt import ArmtState, AssociativeMemory
-from dist_mem.model import MemoryLM
+from dist_mem.model import LMState, MemoryLM
 from tests.support import gpt2_models, llama_models
 from tests.support.messages import refused
 from tests.support.parity import assert_close
 from tests.support.paths import GOLDEN
-from tests.support.published import Vectors, layer_spec, names_in
+from tests.support.published import Vectors, check_segments, layer_spec, names_in
 
 FOLDER = GOLDEN / "armt"
 NAMES = {"query": "W_mq", "key": "W_mk", "value": "W_mv", "strength": "W_mb"}
@@ -119,28 +116,14 @@ def our_name(theirs: str) -> str:
 def test_a_model_with_it_computes_what_the_published_one_does(name: str) -> None:
     golden = Vectors(FOLDER / f"{name}.npz")
     model = model_of(golden, name)
-    ids, seg_len = golden.tensor("ids"), golden.settings["lengths"][0]
-    targets = F.pad(ids[:, 1:], (0, 1), value=IGNORE)
-    state, total = model.init_state(torch.arange(len(ids)), "cpu", torch.float64), torch.zeros(())
-    full = torch.full((len(ids),), seg_len)
-    for number, (tokens, wanted) in enumerate(zip(ids.split(seg_len, 1), targets.split(seg_len, 1), strict=True)):
-        logits, _ = model.log_probs(tokens, full, state=state)
-        golden_logits = golden.tensor(f"seg{number}/logits").log_softmax(-1)
-        assert_close(logits.double(), golden_logits, f"seg{number}/logits", tolerance=1e-6)  # ours are in float32
-        output = model(tokens, wanted, full, state=state)
-        state, total = output.state, total + output.nll.sum()
+
+    def check_state(where: str, state: LMState) -> None:
         for index, (memory, part) in enumerate(zip(model.memories(), state.blocks, strict=True)):
             matrix = cast(AssociativeMemory, memory).write_pending(part, torch.float64)
-            golden.assert_equal(matrix.sums, f"seg{number}/A{index}")
-            golden.assert_equal(matrix.norm, f"seg{number}/z{index}")
-    assert_close(total / (targets != IGNORE).sum(), golden.tensor("loss"), "loss", tolerance=1e-6)
-    (total / (targets != IGNORE).sum()).backward()
-    of_gradients = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter, other in zip(model.parameters(), of_gradients.parameters(), strict=True):
-            assert parameter.grad is not None
-            other.copy_(parameter.grad)
-    found = to_published(of_gradients)
+            golden.assert_equal(matrix.sums, f"{where}/A{index}")
+            golden.assert_equal(matrix.norm, f"{where}/z{index}")
+
+    found, seg_len = check_segments(golden, model, check_state), golden.settings["lengths"][0]
     for key in golden.weights:
         ours, theirs = found[our_name(key)], golden.tensor(f"grad/{key}")
         if key.endswith("wpe.weight"):

@@ -15,17 +15,10 @@ from torch import Tensor
 
 from dist_mem.config import Config, change_config
 from dist_mem.memory.parts import look_ahead
-from dist_mem.model import LMState, MemoryLM
+from dist_mem.model import LMState
 from tests.support import parity, paths
 from tests.support.published import names_in
-from tests.support.published_txl import (
-    Golden,
-    assert_gradients,
-    assert_trajectory,
-    empty_state,
-    our_parameters,
-    run_segment,
-)
+from tests.support.published_txl import Golden, assert_gradients, empty_state, our_parameters, run_segment
 
 GOLDEN = paths.GOLDEN / "lamemo"
 NAMES = names_in(GOLDEN)
@@ -143,22 +136,3 @@ def test_segments_equal_the_published_code(name: str, joint_weights: list[Tensor
             assert_look_ahead(joint_weights, golden, prefix)
         if any(key.startswith(f"{prefix}/grad/") for key in golden.arrays):
             assert_gradients(model, golden, f"{prefix}/grad/")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_adam_trajectory_equals_the_published_code(name: str) -> None:
-    """With the clip of the halved loss.
-
-    The published v of keys to the right has no gradient in the first segment, so its Adam starts one update later; ours
-    gets a zero gradient (rule 6 of the memory contract), which is taken away here.
-    """
-
-    def first_without(step: int, model: MemoryLM) -> None:
-        ahead_bias = model.get_parameter("blocks.0.memory.attention.ahead_bias")
-        if step == 0:
-            assert ahead_bias.grad is not None and not ahead_bias.grad.any()
-            ahead_bias.grad = None
-
-    # Our own run in float32 differs from that in float64 by 1e-4 to 7e-4.
-    golden, norms = LaMemoGolden(name), "traj/gradnorm_halved_loss"
-    assert_trajectory(golden, norms, after_backward=first_without, loss=5e-5, weights=1e-3)

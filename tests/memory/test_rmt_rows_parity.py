@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from dist_mem.data.batch import IGNORE
-from dist_mem.hf.names import OWN, take_published, to_published
+from dist_mem.hf.names import OWN, take_published
 from dist_mem.model import MemoryLM
 from tests.support import gpt2_models, llama_models
 from tests.support.messages import refused
 from tests.support.parity import assert_close
 from tests.support.paths import GOLDEN
-from tests.support.published import Vectors, names_in
+from tests.support.published import Vectors, check_segments, names_in
 
 FOLDER = GOLDEN / "rmt_rows"
 FIRST = f"{OWN}stem.first.start"
@@ -46,29 +42,10 @@ def model_of(golden: Vectors, name: str) -> MemoryLM:
 def test_logits_rows_loss_and_gradients_are_those_of_the_published_model(name: str) -> None:
     golden = Vectors(FOLDER / f"{name}.npz")
     model = model_of(golden, name)
-    ids, seg_len = golden.tensor("ids"), golden.settings["lengths"][0]
     assert bool(golden.tensor("attention_mask").all())
-    targets = torch.full_like(ids, IGNORE)
-    targets[:, :-1] = ids[:, 1:]
-    state, losses = model.init_state(torch.arange(len(ids)), "cpu", torch.float64), list[Tensor]()
-    full = torch.full((len(ids),), seg_len)
-    for number, (tokens, wanted) in enumerate(zip(ids.split(seg_len, 1), targets.split(seg_len, 1), strict=True)):
-        log_probs, _ = model.log_probs(tokens, full, state=state)
-        golden_logits = golden.tensor(f"seg{number}/logits").log_softmax(-1)
-        assert_close(log_probs.double(), golden_logits, f"seg{number}/logits", tolerance=1e-6)  # ours are in float32
-        output = model(tokens, wanted, full, state=state)
-        state = output.state
-        losses.append(output.nll.sum())
-        golden.assert_equal(state.stem.rows, f"seg{number}/memory_out")
-    loss = torch.stack(losses).sum() / (targets != IGNORE).sum()
-    assert_close(loss, golden.tensor("loss"), "loss", tolerance=1e-6)
-    loss.backward()
-    of_gradients = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter, other in zip(model.parameters(), of_gradients.parameters(), strict=True):
-            assert parameter.grad is not None
-            other.copy_(parameter.grad)
-    found = to_published(of_gradients)
+    found = check_segments(
+        golden, model, lambda where, state: golden.assert_equal(state.stem.rows, f"{where}/memory_out")
+    )
     for key in golden.weights:
         assert_close(found[FIRST if key == "memory" else key], golden.tensor(f"grad/{key}"), key, tolerance=1e-5)
 

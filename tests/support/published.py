@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dist_mem.data.batch import IGNORE
+from dist_mem.hf.names import to_published
+from dist_mem.model import LMState, MemoryLM
 from dist_mem.nn.layer_spec import LayerSpec
 from tests.support import parity
 
@@ -72,3 +76,26 @@ class Vectors:
             (prefix, int(prefix.split("/")[0].removeprefix("seg")), int(prefix.partition("gradK")[2]))
             for prefix in prefixes
         ]
+
+
+def check_segments(golden: Vectors, model: MemoryLM, check_state: Callable[[str, LMState], None]) -> dict[str, Tensor]:
+    """Compare logits, states and the loss with the file's; return the gradients, which replace the weights."""
+    ids, seg_len = golden.tensor("ids"), golden.settings["lengths"][0]
+    targets = F.pad(ids[:, 1:], (0, 1), value=IGNORE)
+    state, total = model.init_state(torch.arange(len(ids)), "cpu", torch.float64), torch.zeros(())
+    full = torch.full((len(ids),), seg_len)
+    for number, (tokens, wanted) in enumerate(zip(ids.split(seg_len, 1), targets.split(seg_len, 1), strict=True)):
+        log_probs, _ = model.log_probs(tokens, full, state=state)  # in float32
+        expected = golden.tensor(f"seg{number}/logits").log_softmax(-1)
+        parity.assert_close(log_probs.double(), expected, f"seg{number}/logits", tolerance=1e-6)
+        output = model(tokens, wanted, full, state=state)
+        state, total = output.state, total + output.nll.sum()
+        check_state(f"seg{number}", state)
+    loss = total / (targets != IGNORE).sum()
+    parity.assert_close(loss, golden.tensor("loss"), "loss", tolerance=1e-6)
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.copy_(parameter.grad)
+    return to_published(model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -137,41 +136,3 @@ def assert_gradients(model: MemoryLM, golden: Golden, prefix: str) -> None:
         want = expected.pop(name, torch.zeros_like(parameter))
         parity.assert_close(parameter.grad, want, f"gradient of {name}", tolerance=TOLERANCE, floor=1e-3)
     assert not expected, f"published gradients of unknown parameters: {sorted(expected)}"
-
-
-def assert_trajectory(
-    golden: Golden, norms: str, *, after_backward: Callable[[int, MemoryLM], None], loss: float, weights: float
-) -> None:
-    """Compare five updates with carried memory: Adam, global clip 0.25, cosine.
-
-    Args:
-        norms: key of the gradient norms.
-        after_backward: is called with step and model.
-        loss, weights: tolerances; that of weights is a part of the way that they have gone.
-    """
-    settings, model = golden.settings["traj"], golden.model()
-    optimizer = torch.optim.Adam(model.parameters())
-    stream, seg_len = golden.tensor("traj/stream"), golden.settings["tgt_len"]
-    state = empty_state(model)
-    for step, lr in enumerate(golden.tensor("traj/lr").tolist()):
-        optimizer.param_groups[0]["lr"] = lr
-        window = stream[:, step * seg_len : (step + 1) * seg_len + 1]
-        output, _ = run_segment(model, window[:, :-1], window[:, 1:], state)
-        state = output.state
-        optimizer.zero_grad()
-        mean = output.nll.mean()
-        (mean * settings.get("loss_scale", 1.0)).backward()
-        after_backward(step, model)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings["clip"])
-        optimizer.step()
-        assert_close(mean, golden.tensor("traj/loss")[step], loss)
-        torch.testing.assert_close(norm, golden.tensor(norms)[step], rtol=1e-3, atol=0)
-    expected, start = golden.parameters("traj/param_after/"), golden.parameters("param/")
-    for parameter_name, parameter in model.named_parameters():
-        ours, theirs, before = parameter.detach(), expected[parameter_name], start[parameter_name]
-        tolerance = weights
-        if parameter_name.endswith("position.weight"):
-            # The slowest cosines are nearly 1 at every distance and the softmax ignores a constant: their float32
-            # gradients are mostly rounding, which Adam turns into full steps.
-            ours, theirs, before, tolerance = ours[:, :-2], theirs[:, :-2], before[:, :-2], 3e-3
-        assert (ours - theirs).norm() <= tolerance * (theirs - before).norm(), parameter_name
