@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ from dist_mem.config.schema import Config
 from dist_mem.memory import memory_options
 from dist_mem.runtime.network_interface import free_port
 from dist_mem.tracking.mlflow.client import connect
-from tests.support.jobs import write_config
+from tests.support.forked_ranks import Program
+from tests.support.jobs import finish, write_config
 from tests.support.messages import refused
 from tests.support.ranks import launcher_environment
-from tests.support.warm_programs import running_server, write_programs
 
 SECRET = "c4n4ry-9"
 ALL = flatten(as_tree(Config()))
@@ -137,7 +136,7 @@ def test_a_checkpoint_has_no_checksum_of_what_may_change(monkeypatch: pytest.Mon
     assert checksums_to_keep(config) == {}
 
 
-@pytest.mark.timeout(600)  # seven commands and a server for them
+@pytest.mark.timeout(600)  # eight commands
 def test_a_run_shows_and_stores_none_of_its_secrets(books: Path, tmp_path: Path) -> None:
     """Training with MLflow, a resume, an evaluation, an export; then all output and every byte of every file."""
     data = tmp_path / f"data-{SECRET}1"
@@ -150,30 +149,25 @@ def test_a_run_shows_and_stores_none_of_its_secrets(books: Path, tmp_path: Path)
     secrets = {"DATA": f"{SECRET}1", "STORE": f"{SECRET}2", "CACHE": f"{tmp_path}/{SECRET}3", "PATIENCE": "300"}
     connect(f"sqlite:///{tmp_path}/{SECRET}2.db")  # its tables, which take longer than a short job waits
     (tmp_path / "t.txt").write_text("Snow fell all night on the mill.")
-    programs = tmp_path / "programs"
-    programs.mkdir()
     reported: list[str] = []
 
     def run(*arguments: str, code: int = 0) -> None:
-        given = {**launcher_environment(0, 1, free_port()), **secrets, "WARM_PROGRAMS": str(programs)}
-        command = [str(programs / "dist-mem"), *arguments]
-        done = subprocess.run(command, env=os.environ | given, cwd=tmp_path, capture_output=True, text=True)
-        reported.append(done.stdout + done.stderr)
-        assert done.returncode == code, reported[-1]
+        environment = {**os.environ, **launcher_environment(0, 1, free_port()), **secrets}
+        codes, text = finish([Program(arguments, cwd=tmp_path, environment=environment)])
+        reported.append(text)
+        assert codes == [code], text
 
-    with running_server(programs) as address:
-        write_programs(programs, address)
-        for steps in (2, 4):
-            run("train", "c.yaml", *keys, f"train.steps={steps}")
-        run("train", "c.yaml", *keys, "train.steps=4", "--check")
-        run("evaluate", "run", "--split", "test")
-        run("export", "run", "--out", "exported")
-        run("report", "run", "--text", "t.txt", "--no-removals", "--out", "page.html")
-        run("track", "sync", "run", keys[1])
-        data.unlink()
-        run("train", "c.yaml", *keys, "train.steps=6", code=2)
+    for steps in (2, 4):
+        run("train", "c.yaml", *keys, f"train.steps={steps}")
+    run("train", "c.yaml", *keys, "train.steps=4", "--check")
+    run("evaluate", "run", "--split", "test")
+    run("export", "run", "--out", "exported")
+    run("report", "run", "--text", "t.txt", "--no-removals", "--out", "page.html")
+    run("track", "sync", "run", keys[1])
+    data.unlink()
+    run("train", "c.yaml", *keys, "train.steps=6", code=2)
     assert "error: data-${oc.env:DATA}/tokenizer.json is missing" in reported[-1]
     assert SECRET not in "".join(reported)
-    files = [path for path in tmp_path.rglob("*") if path.is_file() and programs not in path.parents]
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 20 and any(path.name == f"{SECRET}2.db" for path in files)
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []

@@ -15,10 +15,10 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from tests.support.limits import wait_until
 from tests.support.paths import ROOT
@@ -56,17 +56,6 @@ if code < 0:
     os.kill(os.getpid(), -code)
 os._exit(code)
 """
-
-
-class Answer(NamedTuple):
-    """Result of a command."""
-
-    code: int  # exit code; negative: the signal that killed it
-    text: str  # standard output and standard error
-    left: list[str]  # files and folders that it created
-
-
-Asked = Callable[[Sequence[str]], Answer]  # the fixture `asked` of tests/cli
 
 
 @contextmanager
