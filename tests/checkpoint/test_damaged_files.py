@@ -26,6 +26,7 @@ from dist_mem.data.verify import verify_dataset
 from dist_mem.errors import CheckpointError, UnusableError
 from dist_mem.evaluation.trained_model import load_model, read_lanes
 from tests.support import paths
+from tests.support.damaged_json import places
 from tests.support.faults import flip
 from tests.support.messages import refused
 from tests.support.saving import commit_small, rewrite_manifest
@@ -37,12 +38,6 @@ VALUES: list[Any] = [
     *("", "x", "7", "..", "../x", "a/b", "\n", "x" * 300, "0" * 64, "<u2", "train", "bytes", "words"),
     *([], [[]], [0], [0, 0, 1], ["x", 0], {}, {"x": 1}, {"": {}}),
 ]
-
-
-def places(tree: Any) -> list[tuple[Any, Any]]:
-    """Every (container, key) of a JSON tree."""
-    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    return [place for key, child in pairs for place in [(tree, key), *places(child)]]
 
 
 def edited(tree: Any, random_source: random.Random) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import yaml
 
 from dist_mem.__main__ import main
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE
-from tests.support.damaged_json import VALUES
+from tests.support.damaged_json import VALUES, places
 from tests.support.paths import ROOT
 
 SMALL = ["model.num_layers=1", "model.d_model=16", "model.num_heads=2", "model.d_inner=16", "train.threads=1"]
@@ -65,16 +65,9 @@ def changed(path: Path, draw: random.Random) -> bytes:
         return draw.choice(TEXTS)(text, draw).encode("utf-8", "surrogatepass")
     tree = copy.deepcopy(yaml.safe_load(text)) or {}
     for _ in range(draw.randint(1, 3)):
-        if found := list(places(tree)):
+        if found := places(tree):
             change(*draw.choice(found), draw)
     return yaml.safe_dump(tree, allow_unicode=True, sort_keys=False).encode("utf-8", "surrogatepass")
-
-
-def places(tree: Any) -> Iterator[tuple[Any, Any]]:
-    for name, child in list(tree.items() if isinstance(tree, dict) else enumerate(tree)):
-        yield tree, name
-        if isinstance(child, dict | list):
-            yield from places(child)
 
 
 def change(block: Any, name: Any, draw: random.Random) -> None:

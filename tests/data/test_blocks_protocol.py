@@ -25,13 +25,12 @@ from dist_mem.evaluation.protocol import for_evaluation, protocol_of, tag_of
 from dist_mem.evaluation.scores import Report, read_report, same_text, to_csv, to_table
 from dist_mem.evaluation.scoring import EvaluationError
 from dist_mem.evaluation.trained_model import TrainedModel
-from dist_mem.generation.generate import stream
 from dist_mem.generation.reading import next_log_probs, read, start
 from dist_mem.generation.text_scores import score as score_text
 from dist_mem.memory import memory_kinds, memory_options
 from dist_mem.runtime.distributed import World
 from dist_mem.tracking.log import METRICS_FILE, read_points
-from tests.support.generating import NUM_TOKENS, PROMPT_LENS, SAMPLING, anew, prompts, trained_model
+from tests.support.generating import check_reads_as_anew, prompts, trained_model
 from tests.support.gpt2_models import gpt2_config, save_random_gpt2
 from tests.support.jobs import build_books, train_here, write_config
 from tests.support.lane_corpus import LAYOUTS
@@ -259,18 +258,7 @@ def test_losses_are_those_of_transformers_block_after_block(tmp_path: Path) -> N
 @pytest.mark.parametrize("case", [*memory_kinds(), "infinite over compressive"])
 def test_generation_equals_reading_the_document_anew_without_bos(case: str) -> None:
     """Variants of memories read blocks as they read documents, for which test_generation.py has them."""
-    trained = trained_model(case, blocks=True)
-    given = [prompt for prompt in prompts() if len(prompt)]
-    reading = read(trained, start(trained, len(given)), given)
-    log_probs, tokens = [next_log_probs(trained, reading)], []
-    for step in stream(trained, reading, num_tokens=NUM_TOKENS, sampling=SAMPLING):
-        tokens.append(step.tokens)
-        log_probs.append(next_log_probs(trained, step.reading))
-    assert len(given) == len(PROMPT_LENS) - 1
-    for lane, prompt in enumerate(given):
-        inputs = torch.cat([prompt, torch.stack(tokens)[:, lane]])
-        reference = anew(trained, inputs, first=len(prompt))
-        torch.testing.assert_close(torch.stack(log_probs)[:, lane], reference, rtol=0, atol=1e-10)
+    check_reads_as_anew(trained_model(case, blocks=True))
 
 
 def test_how_tokens_came_to_be_read_does_not_matter_and_nothing_read_is_reported() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -16,18 +15,13 @@ from dist_mem.data.shard import Index
 from dist_mem.memory import build_memory
 from dist_mem.memory.infinite import Infinite
 from dist_mem.model import MemoryLM
-from dist_mem.runtime.distributed import World
-from tests.support.contract_cases import CASES, subject
+from tests.support.contract_cases import subject
 from tests.support.counted_flops import check_small
 from tests.support.messages import refused
 from tests.support.published_infinite import layer_spec
-from tests.support.ranks import RankPool
 from tests.support.scored_library import LENGTHS as SCORED_LENGTHS
 from tests.support.scored_library import SEG_LEN as SCORED_LEN
 from tests.support.scored_library import TOKENIZER, assert_same, make_config, make_document, score
-from tests.support.tiny import ADAM, TRAIN, full_parameters, run_steps, tiny_config, tiny_job
-
-pytestmark = pytest.mark.ranks
 
 OVER = {"kind": "infinite", "over": {"kind": "causal"}}
 MEMORY = {**OVER, "num_basis": 16, "basis_widths": [0.05, 0.1], "num_samples": 12}
@@ -92,23 +86,6 @@ def test_a_short_first_segment_enters_with_its_own_length(store: str, padding: s
 @pytest.mark.parametrize("case", ["infinite over causal", "infinite, as printed", "infinite, normed over causal"])
 def test_flops_count_the_regression_of_the_first_segment(case: str) -> None:
     check_small(subject(case, cut="end"))
-
-
-def trained(world: World, stage: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    config = tiny_config({"train": TRAIN, "optimizer": ADAM, "data": {"cut": "end"}})
-    config = change_config(config, {"memory": CASES["infinite, normed over causal"]})
-    job = tiny_job(config, world, stage=stage)
-    outcomes = run_steps(job, first=0, last=5)
-    return [(outcome.totals.nll, outcome.totals.aux) for outcome in outcomes], full_parameters(job)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_two_ranks_train_as_one(rank_pool: Callable[[int], RankPool], stage: int) -> None:
-    losses, parameters = rank_pool(1).run(trained, 0)[0]
-    for rank_losses, rank_parameters in rank_pool(2).run(trained, stage):
-        torch.testing.assert_close(torch.tensor(rank_losses), torch.tensor(losses), rtol=1e-5, atol=1e-5)
-        for name, value in parameters.items():
-            torch.testing.assert_close(rank_parameters[name], value, rtol=0, atol=1e-4, msg=name)
 
 
 def test_streams_are_not_cut_from_their_end() -> None:

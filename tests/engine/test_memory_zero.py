@@ -53,6 +53,13 @@ def test_two_ranks_of_every_stage_train_as_one(rank_pool: Pools, case: str, stag
     assert_equal(rank_pool(2).run(trained, case, stage, {}), on_one_rank(rank_pool, case))
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_documents_cut_from_their_end_train_on_two_ranks_as_on_one(rank_pool: Pools, stage: int) -> None:
+    case, cut = "infinite, normed over causal", {"data": {"cut": "end"}}
+    alone = rank_pool(1).run(trained, case, 0, cut)[0]
+    assert_equal(rank_pool(2).run(trained, case, stage, cut), alone)
+
+
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (3, 1), (3, 2), (4, 0), (4, 3)])
 def test_other_numbers_of_ranks_train_as_one(rank_pool: Pools, world_size: int, stage: int) -> None:
     """Three ranks do not divide eight lanes: the fourth lane group of two is idle."""

@@ -14,17 +14,17 @@ VALUES: list[Any] = [
 ]
 
 
-def places(tree: Any) -> list[tuple[Any, Any]]:
-    """Every (container, key) of a JSON tree, of each list one item."""
-    pairs = tree.items() if isinstance(tree, dict) else list(enumerate(tree))[:1] if isinstance(tree, list) else ()
-    return [place for key, child in pairs for place in [(tree, key), *places(child)]]
+def places(tree: Any, *, most: int | None = None) -> list[tuple[Any, Any]]:
+    """Every (container, key) of a JSON tree, of each list at most so many items."""
+    pairs = tree.items() if isinstance(tree, dict) else list(enumerate(tree))[:most] if isinstance(tree, list) else ()
+    return [place for key, child in pairs for place in [(tree, key), *places(child, most=most)]]
 
 
 def changed(text: str, choose: random.Random) -> str:
     """The text of a JSON file, or of its first line, with a value of another type, or without a key."""
     first, end, rest = text.partition("\n") if text.count("\n") > 1 and not text.startswith("{\n") else (text, "", "")
     tree = json.loads(first)
-    container, key = choose.choice(places(tree))
+    container, key = choose.choice(places(tree, most=1))
     value = choose.choice(VALUES)
     if choose.random() < 0.2:
         del container[key]
