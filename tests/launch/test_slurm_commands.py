@@ -168,7 +168,7 @@ def test_cancelled_job_saves_and_stays_cancelled(make_run: Callable[..., Run], r
 
 def test_copy_of_a_run_and_the_job_that_has_its_number_now_are_left_alone(make_run: Callable[..., Run]) -> None:
     """A copy is how people branch; and Slurm counts from 1 again when its state is lost."""
-    run = make_run(steps=100_000, restart="none")
+    run = make_run(steps=100_000)
     job = run.submit()
     run.wait_for_step(3)
     shutil.copytree(run.directory, run.folder / "copy")
@@ -189,6 +189,8 @@ def test_copy_of_a_run_and_the_job_that_has_its_number_now_are_left_alone(make_r
     for process in processes:
         process.resume()
     run.call("cancel", "run", "--now")
+    assert run.slurm.call("squeue", "--noheader") == ""
+    assert not list((run.directory / "checkpoints").glob("step-*")), "it saves nothing"
 
     other = run.slurm.submit(f"--output={run.folder}/other.log", "--wrap=echo of somebody else; sleep 600")
     run.slurm.wait(lambda: (run.folder / "other.log").exists(), "the other job")
@@ -207,15 +209,6 @@ def test_queued_job_is_cancelled_at_once(make_run: Callable[..., Run], full: Cal
     assert run.slurm.state(job) == "CANCELLED"
     full()
     assert run.status()["state"] == "stopped"
-
-
-def test_cancel_now_saves_nothing(make_run: Callable[..., Run]) -> None:
-    run = make_run(steps=100_000)
-    run.submit()
-    run.wait_for_step(10)
-    run.call("cancel", "run", "--now")
-    assert run.slurm.call("squeue", "--noheader") == ""
-    assert not list((run.directory / "checkpoints").glob("step-*"))
 
 
 @pytest.mark.nightly

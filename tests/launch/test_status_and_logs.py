@@ -27,6 +27,7 @@ PROGRAMS = {
     "squeue": """case $* in *=gone*) echo 'no such cluster' >&2; exit 1 ;; *) cat "$here/queue" ;; esac""",
     "scontrol": """case $* in *config*) echo 'ClusterName = tests' ;; *) cat "$here/facts" ;; esac""",
     "scancel": ": >$here/queue",
+    "sbatch": "exit 9",  # tests write their own
 }
 SUBMITTED = "2026-01-02T03:00:00"
 RUNNING = f"12|RUNNING|2026-01-02T03:04:05|node[1-2]|None|{SUBMITTED}|demo\n"
@@ -222,7 +223,6 @@ def test_submission_that_may_succeed_later_is_exit_code_1(
     tmp_path: Path, slurm: Path, complaint: str, error: type[Exception]
 ) -> None:
     (slurm / "sbatch").write_text(f'#!/bin/sh\necho "sbatch: error: {complaint}" >&2\nexit 1\n')
-    (slurm / "sbatch").chmod(0o755)
     config = load_config(["train.steps=1", f"run_dir={tmp_path}/run", "launch.snapshot=false"])
     with refused(error, complaint.partition("(")[0].strip()):
         submit.run(config, [], dry_run=False, make_snapshot=lambda folder: None)
@@ -354,7 +354,6 @@ def test_cluster_that_sbatch_names_is_recorded_and_asked(
 ) -> None:
     """Also where the sbatch of a site says more than `number;cluster`."""
     (slurm / "sbatch").write_text(f"#!/bin/sh\necho '{answer}'\n")
-    (slurm / "sbatch").chmod(0o755)
     (slurm / "queue").write_text(f"4711|RUNNING|2026-01-02T03:04:05|node1|None|{SUBMITTED}|demo\n")
     config = load_config(["train.steps=1", f"run_dir={tmp_path}/run", "launch.snapshot=false"])
     assert submit.run(config, [], dry_run=False, make_snapshot=lambda folder: None) == EXIT_DONE
@@ -370,7 +369,6 @@ def test_an_answer_of_sbatch_without_a_number_is_an_error_and_leaves_what_the_jo
     tmp_path: Path, slurm: Path
 ) -> None:
     (slurm / "sbatch").write_text("#!/bin/sh\necho 12 hours left\n")
-    (slurm / "sbatch").chmod(0o755)
     config = load_config(["train.steps=1", f"run_dir={tmp_path}/run"])
     with refused(UnfitError, "job.sbatch", "12 hours left"):
         submit.run(config, [], dry_run=False, make_snapshot=Path.mkdir)
@@ -382,7 +380,6 @@ def test_submission_leaves_out_nodes_that_failed_beside_the_site_s(
     excludes: bool, tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (slurm / "sbatch").write_text('#!/bin/sh\necho "sbatch $*" >>"$(dirname "$0")/calls"\necho 12\n')
-    (slurm / "sbatch").chmod(0o755)
     failed = tmp_path / "run" / "slurm" / "failed_nodes"
     failed.parent.mkdir(parents=True)
     failed.write_text("node2\nnode7\nnode2\n")

@@ -16,7 +16,6 @@ import pytest
 from lm_eval.tasks import TaskManager
 
 from dist_mem.__main__ import main
-from dist_mem.evaluation.export import run as export
 from dist_mem.generation.generate import Sampling, generate
 from dist_mem.generation.reading import read, start
 from dist_mem.lm_eval import model as lm_eval_model
@@ -25,7 +24,6 @@ from dist_mem.lm_eval.tasks import load_tasks
 from dist_mem.lm_eval.writing import Prompt, write_until
 from tests.support.contract_cases import SEG_LEN, case_params
 from tests.support.generating import BOS, float32_model
-from tests.support.jobs import write_config
 from tests.support.messages import said
 
 METRIC = "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
@@ -71,13 +69,6 @@ def continued(max_seq_lengths=(4096,), **_):
     return {"test": datasets.Dataset.from_list(texts)}
 """
 GROUP = "group: pair\ntask: [one, two]\naggregate_metric_list: [{metric: '4096', weight_by_size: false}]\n"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, books: Path) -> Path:
-    root = tmp_path_factory.mktemp("model")
-    assert export(write_config(root / "run.yaml", books, root / "run"), out=root / "model") == 0
-    return root / "model"
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,9 @@ import pytest
 
 from dist_mem.__main__ import main
 from dist_mem.errors import UnusableError
-from dist_mem.evaluation.export import run as export
 from dist_mem.generation.generate import Sampling
 from dist_mem.lm_eval import model as lm_eval_model
 from dist_mem.lm_eval.model import DistMemLM, read_generation
-from tests.support.jobs import write_config
 from tests.support.messages import refused, said
 
 TASK = (
@@ -51,13 +49,6 @@ def documents(tokenizer=None, max_seq_lengths=(32,), **_):
         texts.append({"text": text, "target": str(len(opened(text).input_ids))})
     return {"test": datasets.Dataset.from_list(texts)}
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, books: Path) -> Path:
-    root = tmp_path_factory.mktemp("model")
-    assert export(write_config(root / "run.yaml", books, root / "run"), out=root / "model") == 0
-    return root / "model"
 
 
 def add_task(folder: Path, name: str, more: str) -> None:

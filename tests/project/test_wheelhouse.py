@@ -101,21 +101,11 @@ def copy_project(target: Path) -> Path:
     return target
 
 
-def copy_sources(target: Path) -> Path:
-    """What the project's wheel is made of."""
-    target.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
-        shutil.copy(ROOT / name, target)
-    for name in ("dist_mem", *FOLDERS):
-        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
-    return target
-
-
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
     """A clone of the project, in a folder named as `git clone` names it."""
     pytest.importorskip("hatchling")
-    return copy_sources(tmp_path / "dist_mem")
+    return copy_project(tmp_path / "dist_mem")
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +113,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The project's wheel, made without network."""
     pytest.importorskip("hatchling")
     folder = tmp_path_factory.mktemp("wheel")
-    source = copy_sources(folder / "source")
+    source = copy_project(folder / "source")
     command = [sys.executable, "-m", "pip", "--quiet", "wheel", "--no-index", "--no-deps", "--no-build-isolation"]
     run(*command, "--wheel-dir", str(folder), str(source), cwd=folder, environment=without_pip(os.environ))
     return next(folder.glob("dist_mem-*.whl"))

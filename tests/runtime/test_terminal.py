@@ -122,8 +122,3 @@ def test_no_cell_is_a_formula_and_every_cell_is_kept(cells: list[str | int | flo
         assert written in (shown, f"'{shown}")
         if re.match(" *[=+@\t\r\n-]", written):
             assert not math.isnan(float(written))
-
-
-def test_one_module_writes_csv() -> None:
-    writers = [path.name for path in PACKAGE.rglob("*.py") if re.search(r"csv\.(Dict)?[wW]riter", path.read_text())]
-    assert writers == ["csv_text.py"]

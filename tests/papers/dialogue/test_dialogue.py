@@ -258,12 +258,9 @@ def test_data_without_replies_are_refused(tmp_path: Path) -> None:
         command.run(tmp_path / "run", DialogueRequest(split="test"))
 
 
-def test_the_command_continues_the_memory_and_writes_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    documents = [source_document(number, turns) for number, turns in enumerate(TURNS)]
-    build_dataset({"test": documents}, tmp_path / "talks", name="talks", tokenizer=TOKENIZER)
-    run_dir = tmp_path / "run"
-    config = make_config(data={"path": str(tmp_path / "talks")}, model={"init_std": 0.3})
-    save_weights(run_dir, make_model(), config, step=3)
+def test_the_command_continues_the_memory_and_writes_apart(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trained = load_model(run_dir)
     memory = read_text(trained, "A shark eats a swimmer.", name="film.txt")
     memory.save(tmp_path / "film.mem")
