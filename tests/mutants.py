@@ -1,6 +1,6 @@
 """Change the package a little, one place at a time, and ask whether the quick tests of its folders notice.
 
-    python -m tests.mutants --number 40 --seed 0 --out mutants.csv
+    python -m tests.mutants --number 40 --seed 0 --out mutants.csv --copy /tmp/mutants
 
 A mutant is one changed comparison, arithmetic or boolean operator, condition, or small integer of memory/, checkpoint/,
 data/ or training/, drawn evenly from the four. It is tested in a copy of the project: first by the tests of its own
@@ -137,8 +137,8 @@ def main() -> int:
     parser.add_argument("options", nargs="*", default=["--run", "quick"], help="of pytest, after --")
     arguments = parser.parse_args()
     rows = list(csv.reader(arguments.out.open())) if arguments.out.exists() else []
-    if not arguments.copy.exists():
-        shutil.copytree(ROOT, arguments.copy, ignore=shutil.ignore_patterns(".venv", "runs", "mlruns", "*.db", "site"))
+    ignored = shutil.ignore_patterns(".git", ".venv", "runs", "mlruns", "*.db", "site")
+    shutil.copytree(ROOT, arguments.copy, ignore=ignored, dirs_exist_ok=True)  # a killed call leaves its mutant
     if not rows and (found := outcome(None, arguments.copy, arguments.options)) != "survived":
         raise SystemExit(f"the package as it is: {found}")
     for number, mutant in enumerate(drawn(arguments.number, arguments.seed)):

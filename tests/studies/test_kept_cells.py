@@ -19,6 +19,7 @@ from dist_mem.studies.study import load_study
 from tests.support.paths import ROOT
 
 VOCABULARIES = {"data/sample": 1280, "data/pg19_4000": 4000}
+AWAITED = {"pg19"}  # no cell is trained yet
 SPECS = sorted((ROOT / "configs" / "arena").glob("*.yaml"))
 
 
@@ -35,6 +36,7 @@ def test_the_kept_cells_are_of_the_definitions_of_now(spec: Path) -> None:
         assert each.flops and each.all_flops and 1.0 < each.all_flops / each.flops < 1.1, row
     named = re.search(r"--cells (\S+)", spec.read_text(encoding="utf-8"))
     assert named is not None, f"{spec} does not say where its cells are kept"
+    assert bool(list((ROOT / named[1]).glob("*-seed*.json"))) == (spec.stem not in AWAITED), named[1]
     for row in study.trained_rows:
         path = next((ROOT / named[1]).glob(f"{row}-seed*.json"), None)
         if path is None:
