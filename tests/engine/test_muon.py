@@ -38,7 +38,7 @@ from dist_mem.model import MemoryLM, reset_lanes
 from dist_mem.runtime.distributed import World
 from tests.support.allocated import Allocated
 from tests.support.contract_cases import case_params, small_model
-from tests.support.engine_saves import engine_job, gathered, next_losses, restore_engine, save_engine
+from tests.support.engine_saves import restore_and_train, save_and_train
 from tests.support.jobs import difference
 from tests.support.messages import refused
 from tests.support.paths import GOLDEN, ROOT
@@ -270,25 +270,6 @@ def test_the_estimate_counts_what_muon_holds_and_not_by_the_ranks() -> None:
     assert copy < of_muon < 2**30
 
 
-def saved(world: World, directory: Path, stage: int) -> tuple[dict[str, Tensor], list[float]]:
-    job = engine_job(world, stage, {"optimizer": {**OPTIMIZER, "groups": []}})
-    empty = job.states
-    next_losses(job, 2)
-    save_engine(job, directory)
-    values = gathered(job)
-    job.states = empty
-    return values, next_losses(job, 3)
-
-
-def restored(world: World, directory: Path, stage: int) -> tuple[dict[str, Tensor], list[float]]:
-    train = {"seed": 77, "micro_batch_size": 1}
-    job = engine_job(world, stage, {"optimizer": {**OPTIMIZER, "groups": []}, "train": train})
-    restore_engine(job, directory)
-    values = gathered(job)
-    job.step = 2
-    return values, next_losses(job, 3)
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("origin", "target"), [((2, 3), (1, 0)), ((2, 1), (3, 3)), ((1, 0), (2, 2)), ((3, 2), (2, 1)), ((2, 0), (2, 3))]
@@ -296,8 +277,9 @@ def restored(world: World, directory: Path, stage: int) -> tuple[dict[str, Tenso
 def test_momenta_move_to_other_ranks_and_stages_exactly(
     tmp_path: Path, rank_pool: Pools, origin: tuple[int, int], target: tuple[int, int]
 ) -> None:
-    values, losses = rank_pool(origin[0]).run(saved, tmp_path, origin[1])[0]
-    found, others = rank_pool(target[0]).run(restored, tmp_path, target[1])[0]
+    plain = [{"optimizer": {**OPTIMIZER, "groups": []}}]
+    values, losses = rank_pool(origin[0]).run(save_and_train, tmp_path, origin[1], plain)[0]
+    ((found, others),) = rank_pool(target[0]).run(restore_and_train, [tmp_path], target[1], plain)[0]
     kinds = {name.partition("/")[0] for name in values}
     assert kinds == {"master", MOMENTUM, "exp_avg", "exp_avg_sq", "step"}
     assert difference(dict(sorted(values.items())), dict(sorted(found.items()))) is None

@@ -15,12 +15,16 @@ from torch import Tensor
 from dist_mem.checkpoint.engine_files import EngineReader
 from dist_mem.runtime.distributed import World
 from tests.support.engine_saves import (
+    AFTER,
+    BEFORE,
     FROZEN,
     engine_job,
     gathered,
     load_as_deepspeed,
     next_losses,
+    restore_and_train,
     restore_engine,
+    save_and_train,
     save_as_deepspeed,
     save_engine,
 )
@@ -38,7 +42,6 @@ SGD = {"optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.0}}
 SLOW = [{"param_regex": "embedding", "lr": 0.02}]
 MOMENTUM = {"optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "groups": SLOW}}
 MUON = {"optimizer": {"kind": "muon", "lr": 2e-3, "muon": {"lr": 0.01}}}
-BEFORE, AFTER = 2, 3  # steps before the save and after it
 
 
 def precision(name: str) -> dict[str, Any]:
@@ -240,36 +243,6 @@ def test_state_that_could_not_be_saved_and_fp16_on_a_device_without_it_are_refus
     said(text, "ValueError", named)
 
 
-def trained(world: World, directory: Path, stage: int, overrides: list[Any]) -> tuple[dict[str, Tensor], list[float]]:
-    """Save after some steps; return the saved tensors and the losses that follow, from empty memories."""
-    job = engine_job(world, stage, *overrides)
-    empty = job.states
-    next_losses(job, BEFORE)
-    save_engine(job, directory)
-    values = gathered(job)
-    job.states = empty
-    return values, next_losses(job, AFTER)
-
-
-def settings(job: Any) -> list[tuple[float, float]]:
-    return [(group["lr"], group["weight_decay"]) for group in job.engine._engine.optimizer.param_groups]
-
-
-def moved(world: World, directories: list[Path], stage: int, overrides: list[Any]) -> list[tuple[Any, list[float]]]:
-    """The same of fresh engines that read it, with another accumulation."""
-    found = []
-    for directory in directories:
-        job = engine_job(world, stage, *overrides, {"train": {"seed": 77, "micro_batch_size": 1}})
-        configured = settings(job)
-        restore_engine(job, directory)
-        assert settings(job) == configured
-        assert len(set(configured)) == 4
-        values = gathered(job)
-        job.step = BEFORE
-        found.append((values, next_losses(job, AFTER)))
-    return found
-
-
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory, rank_pool: Pools) -> Callable[[int, int], Any]:
     """(world size, stage) -> directory, values and losses of a run of that kind; each made once."""
@@ -277,7 +250,7 @@ def source(tmp_path_factory: pytest.TempPathFactory, rank_pool: Pools) -> Callab
     @cache
     def get(world_size: int, stage: int) -> Any:
         directory = tmp_path_factory.mktemp(f"world{world_size}-stage{stage}-")
-        return directory, *rank_pool(world_size).run(trained, directory, stage, [])[0]
+        return directory, *rank_pool(world_size).run(save_and_train, directory, stage, [])[0]
 
     return get
 
@@ -293,7 +266,7 @@ def assert_equal_after_moves(
     sources = [source(*origin) for origin in origins]
     directories = [directory for directory, _, _ in sources]
     for (_, values, losses), (found, found_losses) in zip(
-        sources, pools(world_size).run(moved, directories, stage, [])[0], strict=True
+        sources, pools(world_size).run(restore_and_train, directories, stage, [])[0], strict=True
     ):
         assert {name.partition("/")[0] for name in values} == {"master", "exp_avg", "exp_avg_sq", "step"}
         assert difference(dict(sorted(values.items())), dict(sorted(found.items()))) is None

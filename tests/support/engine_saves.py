@@ -24,6 +24,7 @@ from dist_mem.checkpoint.rank_file import rank_file, tensors_of_file
 from dist_mem.runtime.distributed import World, gather_objects
 from tests.support.tiny import run_steps, tiny_config, tiny_job
 
+BEFORE, AFTER = 2, 3  # steps before the save and after it
 FROZEN = [{"param_regex": "embedding|bias", "trainable": False}]
 GROUPS = [{"param_regex": "embedding", "lr": 1e-3}, {"param_regex": "feed_forward", "lr": 5e-3, "weight_decay": 0.3}]
 ADAMW = {"kind": "adamw", "lr": 2e-3, "weight_decay": 0.1, "groups": GROUPS}  # four groups: decay or not, two rates
@@ -122,3 +123,37 @@ def load_as_deepspeed(job: Any, directory: Path) -> None:
     """Load with DeepSpeed's own checkpointing, at the same stage and number of ranks."""
     found, _ = job.engine._engine.load_checkpoint(str(directory), tag=DEEPSPEEDS, load_lr_scheduler_states=False)
     assert found is not None
+
+
+def save_and_train(
+    world: World, directory: Path, stage: int, overrides: list[Any]
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Save after some steps; return the saved tensors and the losses that follow, from empty memories."""
+    job = engine_job(world, stage, *overrides)
+    empty = job.states
+    next_losses(job, BEFORE)
+    save_engine(job, directory)
+    values = gathered(job)
+    job.states = empty
+    return values, next_losses(job, AFTER)
+
+
+def settings(job: Any) -> list[tuple[float, float]]:
+    return [(group["lr"], group["weight_decay"]) for group in job.engine._engine.optimizer.param_groups]
+
+
+def restore_and_train(
+    world: World, directories: list[Path], stage: int, overrides: list[Any]
+) -> list[tuple[Any, list[float]]]:
+    """The same of fresh engines that read it, with another accumulation."""
+    found = []
+    for directory in directories:
+        job = engine_job(world, stage, *overrides, {"train": {"seed": 77, "micro_batch_size": 1}})
+        configured = settings(job)
+        restore_engine(job, directory)
+        assert settings(job) == configured
+        assert len(set(configured)) > 1
+        values = gathered(job)
+        job.step = BEFORE
+        found.append((values, next_losses(job, AFTER)))
+    return found
