@@ -11,12 +11,10 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
-from omegaconf import OmegaConf
 
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import list_steps, newest_verified, step_dir
 from dist_mem.errors import EXIT_DONE, EXIT_USAGE
-from dist_mem.memory import memory_class
 from dist_mem.runtime.distributed import World
 from dist_mem.training import run
 from tests.support.faults import assert_quoted, flip
@@ -25,6 +23,7 @@ from tests.support.forked_ranks import SIGKILLED, Ended, run_forked
 from tests.support.jobs import build_books, checkpoint_content, difference, train_here, write_config
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import Pools, RankPool
+from tests.support.run_memories import small_memory
 from tests.support.write_points import WritePoints
 
 pytestmark = pytest.mark.ranks
@@ -72,10 +71,7 @@ def _course(folder: Path, books: Path, stage: int, pool: RankPool) -> Course:
         "schedule": {"kind": "constant"},
         "deepspeed": {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}},
     }
-    config = write_config(folder / "run.yaml", books, folder / "last", changes)
-    written = OmegaConf.load(config)
-    written.memory = {"kind": AVERAGES, **memory_class(AVERAGES).small_options(16)}
-    OmegaConf.save(written, config)
+    config = write_config(folder / "run.yaml", books, folder / "last", changes, memory=small_memory(AVERAGES))
     assert pool.run(train_here, config, [f"train.steps={BEFORE}"]) == [0, 0]
     before = Path(shutil.copytree(folder / "last", folder / "before"))
     assert pool.run(train_here, config, [f"train.steps={LAST}"]) == [0, 0]

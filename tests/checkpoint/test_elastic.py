@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from dist_mem.__main__ import main
@@ -45,12 +44,7 @@ SMALL_GROUPS = {"sub_group_size": 500, "stage3_param_persistence_threshold": 0} 
 def write_elastic_config(path: Path, data: Path, memory: dict[str, Any] | None = None, **train: Any) -> Path:
     """Eight lanes in fp32 without dropout; decay and no-decay groups and two learning rates, as in jobs.py."""
     changes = {**DETERMINISTIC, "train": train, "deepspeed": {"zero_optimization": SMALL_GROUPS}}
-    config = write_config(path, data, path.with_suffix(""), changes)
-    if memory is not None:
-        written = OmegaConf.load(config)
-        written.memory = memory
-        OmegaConf.save(written, config)
-    return config
+    return write_config(path, data, path.with_suffix(""), changes, memory=memory)
 
 
 def lane_hashes(directory: Path, num_lanes: int = 8) -> dict[int, str]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from dist_mem.__main__ import main
 from dist_mem.checkpoint.manifest import list_steps, step_dir
@@ -20,9 +19,8 @@ from dist_mem.evaluation import job, scoring
 from dist_mem.model import MemoryLM
 from dist_mem.runtime.distributed import World
 from dist_mem.tracking.log import read_points
-from tests.support.fork_server import fork_server
 from tests.support.forked_ranks import run_forked
-from tests.support.jobs import build_books, checkpoint_content, difference, losses, train_here, write_config
+from tests.support.jobs import checkpoint_content, difference, losses, train_here, write_config
 from tests.support.messages import said_line
 from tests.support.ranks import RankPool
 
@@ -32,12 +30,6 @@ Pool = Callable[[int], RankPool]
 FIRST = 3  # forward of an evaluation with which the signal comes
 LAST = 7  # by when all ranks have agreed; there are dozens
 CHANGES = {"train": {"steps": 4}, "eval": {"every": 2, "batch_size": 4}, "schedule": {"kind": "constant"}}
-
-
-@pytest.fixture(scope="module")
-def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    fork_server()
-    return build_books(tmp_path_factory.mktemp("books"))
 
 
 @contextmanager
@@ -103,13 +95,9 @@ def test_a_signal_amid_an_evaluation_of_a_training_saves_at_once_and_loses_nothi
 def trained(tmp_path_factory: pytest.TempPathFactory, books: Path, rank_pool: Pool) -> Path:
     """A run with a checkpoint, of a memory that can be inspected."""
     folder = tmp_path_factory.mktemp("trained")
-    config = write_config(
-        folder / "run.yaml", books, folder / "run", {"train": {"steps": 1}, "eval": {"batch_size": 4}}
-    )
-    settings = OmegaConf.load(config)
-    below = {"kind": "transformer_xl", "mem_len": 16}
-    settings.memory = {"kind": "infinite", "num_basis": 8, "num_samples": 8, "over": below}
-    OmegaConf.save(settings, config)
+    changes, below = {"train": {"steps": 1}, "eval": {"batch_size": 4}}, {"kind": "transformer_xl", "mem_len": 16}
+    memory = {"kind": "infinite", "num_basis": 8, "num_samples": 8, "over": below}
+    config = write_config(folder / "run.yaml", books, folder / "run", changes, memory=memory)
     assert rank_pool(1).run(train_here, config) == [EXIT_DONE]
     return folder / "run"
 

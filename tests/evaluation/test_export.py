@@ -56,11 +56,7 @@ TEXT = "bako miru tensol " * 5
 def make_run(folder: Path, books: Path, pool: RankPool, *overrides: dict[str, Any], memory: Any = None) -> Path:
     """A run of two ranks with checkpoints of steps 1 and 2."""
     changes = {"train": {"steps": 2}, "schedule": {"kind": "constant"}, "checkpoint": {"every": 1}}
-    config = write_config(folder / "run.yaml", books, folder / "run", changes, *overrides)
-    if memory is not None:
-        written = OmegaConf.load(config)
-        written.memory = memory
-        OmegaConf.save(written, config)
+    config = write_config(folder / "run.yaml", books, folder / "run", changes, *overrides, memory=memory)
     assert pool.run(train_here, config) == [0, 0]
     return folder / "run"
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from dist_mem.block import model_spec
@@ -19,12 +18,13 @@ from dist_mem.data.tokenizers.registry import load_tokenizer
 from dist_mem.evaluation.probe import BANDS, PREFIX, open_passage, passage_metrics, state_metrics
 from dist_mem.evaluation.protocol import protocol_of
 from dist_mem.evaluation.scoring import score_split
-from dist_mem.memory import memory_class, memory_kinds
+from dist_mem.memory import memory_kinds
 from dist_mem.model import LMState, MemoryLM
 from dist_mem.tracking.log import METRICS_FILE, read_points
 from tests.support.contract_cases import CASES
 from tests.support.jobs import losses, train_here, write_config
 from tests.support.ranks import Pools, RankPool
+from tests.support.run_memories import small_memory
 from tests.support.scored_library import ALONE
 
 pytestmark = pytest.mark.ranks
@@ -141,9 +141,7 @@ def test_idle_lanes_are_no_lanes_whose_memory_is_not_full(tmp_path: Path, books:
 def test_training_logs_them_and_is_the_same_without_at_every_stage(
     kind: str, tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:
-    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run")
-    tree = OmegaConf.load(config)
-    OmegaConf.save({**tree, "memory": {"kind": kind, **memory_class(kind).small_options(16)}}, config)
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", memory=small_memory(kind))
     points = {}
     for stage, passage in ((0, 4), (3, 4), (3, 0)):
         run_dir = tmp_path / f"stage-{stage}-{passage}"

@@ -51,12 +51,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, rank_pool: Callable[[int], 
     (folder / "words.txt").write_text("alpha beta gamma beta alpha\n" * 40, encoding="utf-8")
     sources = [SourceDocument(id=str(n), title="words", source=folder / "words.txt", year=1900) for n in range(2)]
     build_dataset({"train": sources}, folder / "word_shards", name="words", tokenizer=WordTokenizer(words))
-    memories = {"txl": (data, {}), "none": (data, {"memory": {"kind": "none"}}), "words": (folder / "word_shards", {})}
-    for name, (path, change) in memories.items():
+    memories = {"txl": (data, None), "none": (data, {"kind": "none"}), "words": (folder / "word_shards", None)}
+    for name, (path, memory) in memories.items():
         steps = {"train": {"steps": 2, "global_batch_size": 2, "micro_batch_size": 2}, "model": {"dropout": 0.0}}
-        config = write_config(folder / f"{name}.yaml", path, folder / name, steps, change)
-        if change:
-            config.write_text(config.read_text().replace("  mem_len: 24\n", ""), encoding="utf-8")
+        config = write_config(folder / f"{name}.yaml", path, folder / name, steps, memory=memory)
         rank_pool(1).run(train_here, config)
     return folder
 

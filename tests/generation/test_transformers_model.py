@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from dist_mem.__main__ import main
@@ -52,12 +51,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory, books: Path) -> Callable[
     def folder(case: str, variant: str = "") -> Path:
         name = re.sub(r"\W+", "_", f"{case} {variant}")
         if name not in made:
-            config = OmegaConf.load(write_config(root / f"{name}.yaml", books, root / name))
-            config = OmegaConf.merge(config, {"model": {"init_std": 0.3}, "train": {"seg_len": SEG_LEN}})
-            config = OmegaConf.merge(config, MODELS.get(variant, {}))
-            config.memory = CASES[case]
-            OmegaConf.save(config, root / f"{name}.yaml")
-            assert export(root / f"{name}.yaml", out=root / name, layout="transformers") == 0
+            changes = {"model": {"init_std": 0.3}, "train": {"seg_len": SEG_LEN}}, MODELS.get(variant, {})
+            config = write_config(root / f"{name}.yaml", books, root / name, *changes, memory=CASES[case])
+            assert export(config, out=root / name, layout="transformers") == 0
             made[name] = root / name
         return made[name]
 
@@ -266,10 +262,9 @@ def test_the_card_and_the_tokenizer_of_a_folder(exported: Callable[..., Path], m
 
 
 def test_a_memory_from_outside_runs_only_if_it_is_allowed(tmp_path: Path, books: Path) -> None:
-    config = OmegaConf.load(write_config(tmp_path / "run.yaml", books, tmp_path / "run"))
-    config.memory = {"kind": f"{EXAMPLES / 'averages.py'}:Averages"}
-    OmegaConf.save(config, tmp_path / "run.yaml")
-    assert export(tmp_path / "run.yaml", out=tmp_path / "model", layout="transformers") == 0
+    memory = {"kind": f"{EXAMPLES / 'averages.py'}:Averages"}
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", memory=memory)
+    assert export(config, out=tmp_path / "model", layout="transformers") == 0
     with refused(ValueError, "eval.allow_code"):
         open_hub(tmp_path / "model")
     assert open_hub(tmp_path / "model", allow_code=True)(random_ids(1, 3)).logits.shape == (1, 3, VOCAB)

@@ -8,9 +8,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USAGE
@@ -161,13 +161,11 @@ def start(ssh: Path, config: Path, *overrides: str) -> subprocess.Popen[str]:
 def ranks_of(run: Path) -> dict[int, int]:
     """Rank -> process, of the processes that train in the folder of the configuration."""
     found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            arguments = (process / "cmdline").read_bytes().split(b"\0")
-            if arguments[2:5] == [b"-m", b"dist_mem", b"train"] and (process / "cwd").readlink() == run:
-                variables = dict(line.partition("=")[::2] for line in (process / "environ").read_text().split("\0"))
-                found[int(variables["RANK"])] = int(process.name)
-                assert variables["DIST_MEM_TEST"] == "handed on"
+    for process in psutil.process_iter(["cmdline", "cwd", "environ"]):
+        command, variables = process.info["cmdline"] or [], process.info["environ"] or {}
+        if command[2:5] == ["-m", "dist_mem", "train"] and process.info["cwd"] == str(run):
+            found[int(variables["RANK"])] = process.pid
+            assert variables["DIST_MEM_TEST"] == "handed on"
     return found
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -28,12 +29,7 @@ OVER = {"kind": "transformer_xl", "mem_len": 16}
 STICKY = {"kind": "infinite", "sampling": "sticky", "num_basis": 16, "num_samples": 16, "over": OVER}
 
 
-def job_config(path: Path, books: Path, run: Path, *changes: dict[str, Any]) -> Path:
-    """As `write_config`, with sticky memories in place of its own memory."""
-    config = OmegaConf.load(write_config(path, books, run, *changes))
-    config.memory = STICKY
-    OmegaConf.save(config, path)
-    return path
+job_config = partial(write_config, memory=STICKY)
 
 
 class Submitted(NamedTuple):
@@ -84,17 +80,12 @@ def finished_run(uri: str, submitted: Submitted, steps: int) -> Any:
 def pids_of_ranks(slurm: Cluster, job: str) -> dict[int, int]:
     """Process of each rank, by Slurm's variables in its environment; other tests have jobs of that number too."""
     found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (path / "environ").read_bytes().decode(errors="replace").split("\0")
-            command = (path / "cmdline").read_bytes().split(b"\0")
-        except OSError:  # it has ended meanwhile
-            continue
-        facts = dict(line.split("=", 1) for line in environment if "=" in line)
-        is_rank = b"train" in command and command[1:2] != [b"train"] and "SLURM_STEP_ID" in facts
+    for process in psutil.process_iter(["environ", "cmdline"]):
+        facts, command = process.info["environ"] or {}, process.info["cmdline"] or []
+        is_rank = "train" in command and command[1:2] != ["train"] and "SLURM_STEP_ID" in facts
         is_ours = (facts.get("SLURM_CONF"), facts.get("SLURM_JOB_ID")) == (slurm.environment["SLURM_CONF"], job)
-        if is_ours and is_rank and b"srun" not in command[0]:
-            found[int(facts["SLURM_PROCID"])] = int(path.name)
+        if is_ours and is_rank and "srun" not in command[0]:
+            found[int(facts["SLURM_PROCID"])] = process.pid
     return found
 
 

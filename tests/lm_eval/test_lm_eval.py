@@ -29,7 +29,7 @@ from dist_mem.generation.text_scores import score
 from dist_mem.lm_eval import model as lm_eval_model
 from dist_mem.lm_eval.model import DistMemLM, encode_pair
 from dist_mem.lm_eval.passages import ScoredText, score_passages
-from dist_mem.memory import memory_class, memory_kinds
+from dist_mem.memory import memory_kinds
 from tests.support.contract_cases import SEG_LEN as SHORT
 from tests.support.contract_cases import case_params
 from tests.support.generating import BOS, float32_model
@@ -37,6 +37,7 @@ from tests.support.jobs import build_books, train_here, write_config
 from tests.support.messages import refused, said
 from tests.support.published_tokenizers import save_published
 from tests.support.ranks import RankPool
+from tests.support.run_memories import small_memory
 from tests.support.scored_library import Request
 
 pytestmark = pytest.mark.ranks
@@ -97,13 +98,9 @@ def trained_run(folder: Path, rank_pool: Callable[[int], RankPool]) -> Callable[
     def train(kind: str, name: str = "", **changes: Any) -> Path:
         run = folder / (name or kind)
         if not run.exists():
-            memory = {"memory": {"kind": kind, **memory_class(kind).small_options(SEG_LEN)}}
             small = {"train": {"steps": 2, "global_batch_size": 2, "micro_batch_size": 2}, "model": {"dropout": 0.0}}
-            config = write_config(folder / f"{run.name}.yaml", folder / "shards", run, small, changes)
-            content = config.read_text(encoding="utf-8")
-            given = "memory:\n  kind: transformer_xl\n  mem_len: 24\n"
-            assert given in content
-            config.write_text(content.replace(given, f"memory: {json.dumps(memory['memory'])}\n"), encoding="utf-8")
+            given = folder / f"{run.name}.yaml", folder / "shards", run
+            config = write_config(*given, small, changes, memory=small_memory(kind))
             assert rank_pool(1).run(train_here, config) == [0]
         return run
 

@@ -26,7 +26,7 @@ from tests.support.messages import refused, said, said_line
 from tests.support.rank_errors import error_of
 from tests.support.ranks import RankPool
 from tests.support.recording import found_by, planted_spike
-from tests.support.run_memories import carries_gradient, every_memory, small_memory, with_memory
+from tests.support.run_memories import carries_gradient, every_memory, small_memory
 from tests.support.tracked import log_points
 
 pytestmark = pytest.mark.ranks
@@ -89,7 +89,7 @@ def test_every_memory_is_computed_again_bit_for_bit(tmp_path: Path, books: Path,
     carries = carries_gradient(MEMORIES[name])
     windows: dict[str, Any] = {"bptt_segments": 2, "activation_checkpointing": "segments"} if carries else {}
     run_dir, changes = tmp_path / "run", {"train": {"steps": 8, "segments_per_update": 2}, "checkpoint": {"every": 4}}
-    config = with_memory(write_config(tmp_path / "run.yaml", books, run_dir, changes), MEMORIES[name], **windows)
+    config = write_config(tmp_path / "run.yaml", books, run_dir, changes, {"train": windows}, memory=MEMORIES[name])
     assert rank_pool(2).run(train_here, config) == [EXIT_DONE] * 2
     before = content_of(run_dir)
     for step, others in ((3, 2), (7, 2)):

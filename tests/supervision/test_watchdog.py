@@ -40,9 +40,8 @@ from dist_mem.training import loop, run
 from dist_mem.training import step as update
 from dist_mem.training.agreement import AgreedUpdate, Agreement
 from dist_mem.training.feed import Feed
-from tests.support.fork_server import fork_server
 from tests.support.forked_ranks import Program, Ranks
-from tests.support.jobs import build_books, logged_steps, start_ranks, write_config
+from tests.support.jobs import logged_steps, start_ranks, write_config
 from tests.support.limits import limit, wait_until
 from tests.support.ranks import RankPool
 
@@ -50,12 +49,6 @@ pytestmark = pytest.mark.ranks
 
 Pool = Callable[[int], RankPool]
 ENDLESS = {"train": {"steps": 10**6, "global_batch_size": 12}, "checkpoint": {"every": 50}}
-
-
-@pytest.fixture(scope="module")
-def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    fork_server()
-    return build_books(tmp_path_factory.mktemp("books"))
 
 
 def config_of(folder: Path, books: Path, *changes: dict[str, Any], seconds: float) -> Path:

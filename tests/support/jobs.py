@@ -47,14 +47,16 @@ def build_books(out: Path, **options: Any) -> Path:
     return out / "shards"
 
 
-def write_config(path: Path, data: Path, run_dir: Path, *overrides: dict[str, Any]) -> Path:
+def write_config(
+    path: Path, data: Path, run_dir: Path, *overrides: dict[str, Any], memory: dict[Any, Any] | None = None
+) -> Path:
     """Write the YAML of a job with steps of a few milliseconds, with dropout, and accumulation 2 on two ranks."""
     base = {
         "name": run_dir.name,
         "run_dir": str(run_dir),
         "data": {"path": str(data)},
         "model": {"num_layers": 2, "d_model": 16, "num_heads": 2, "d_inner": 32, "dropout": 0.2},
-        "memory": {"kind": "transformer_xl", "mem_len": 24},
+        "memory": memory or {"kind": "transformer_xl", "mem_len": 24},
         "train": {
             "global_batch_size": 8,
             "micro_batch_size": 2,

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
-
-from omegaconf import OmegaConf
 
 from dist_mem.config.memory_blocks import as_block, kinds_of
 from dist_mem.memory import memory_class, memory_kinds
@@ -24,12 +21,3 @@ def every_memory() -> dict[str, dict[str, Any]]:
 def carries_gradient(memory: dict[Any, Any]) -> bool:
     """Return whether gradients flow through a state of a `memory:` block."""
     return any(memory_class(kind).carries_gradient for _, kind in kinds_of(as_block(memory)))
-
-
-def with_memory(config: Path, memory: dict[Any, Any], **train: Any) -> Path:
-    """Replace the memory of a configuration, and these keys of `train`."""
-    written = OmegaConf.load(config)
-    written.memory = memory
-    written.train.update(train)
-    OmegaConf.save(written, config)
-    return config

@@ -30,7 +30,6 @@ from tests.support.limits import wait_until
 from tests.support.power import Disk, disk_without_power
 from tests.support.ranks import Pools
 from tests.support.restoring import CHAINS, train_leg
-from tests.support.run_memories import with_memory
 from tests.support.tracked import history, nested_runs, track_sync
 
 pytestmark = pytest.mark.ranks
@@ -46,7 +45,7 @@ def config_of(path: Path, books: Path, run_dir: Path, memory: dict[str, Any], *c
     tracking = {"mlflow": True, "send": "never", "system_metrics": False}
     endless = {"train": {"steps": 10**6, "seg_len": SEG_LEN}, "schedule": {"kind": "constant"}, "tracking": tracking}
     checkpoint = {"checkpoint": {"every": EVERY, "keep_last": 2}}
-    return with_memory(write_config(path, books, run_dir, endless, checkpoint, *changes), memory)
+    return write_config(path, books, run_dir, endless, checkpoint, *changes, memory=memory)
 
 
 def last_saved(run_dir: Path) -> int:

@@ -37,7 +37,7 @@ from tests.support.limits import wait_until
 from tests.support.messages import said, said_line
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import Pools
-from tests.support.run_memories import SEG_LEN, carries_gradient, every_memory, small_memory, with_memory
+from tests.support.run_memories import SEG_LEN, carries_gradient, every_memory, small_memory
 from tests.support.scored_library import make_config
 
 pytestmark = pytest.mark.ranks
@@ -120,9 +120,8 @@ def test_every_memory_comes_back_bitwise(
         "deepspeed": {"zero_optimization": zero},
     }
     window = accumulation if carries_gradient(MEMORIES[memory]) else 1  # one an update
-    config = write_config(tmp_path / "run.yaml", books, tmp_path / "straight", changes)
-    kept = "segments" if window > 1 else "none"
-    with_memory(config, MEMORIES[memory], bptt_segments=window, activation_checkpointing=kept)
+    own = {"train": {"bptt_segments": window, "activation_checkpointing": "segments" if window > 1 else "none"}}
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "straight", changes, own, memory=MEMORIES[memory])
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     assert rank_pool(2).run(train_here, config) == [0, 0]
     again = (f"run_dir={resumed}", f"resume={step_dir(straight, 3)}")
@@ -136,8 +135,8 @@ def test_the_source_of_a_memory_outside_is_kept_and_a_change_is_reported(tmp_pat
     mine.write_text(EXAMPLE.read_text())
     for steps in (1, 2):
         changes = {"train": {"steps": steps, "threads": steps}, "schedule": {"kind": "constant"}}
-        config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", changes)
-        with_memory(config, small_memory(f"{mine}:Averages"))
+        memory = small_memory(f"{mine}:Averages")
+        config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", changes, memory=memory)
         codes, text = run_ranks(["train", str(config)], world_size=1, cwd=tmp_path)
         assert codes == [0], text
         kept = tmp_path / "run" / "checkpoints" / f"step-{steps:08d}" / "memory" / "mine.py"

@@ -24,10 +24,8 @@ from dist_mem.tracking.log import read_points
 from dist_mem.training import run, stopping
 from dist_mem.training.feed import Feed
 from dist_mem.training.stopping import LEAST_SECONDS, Stopping
-from tests.support.fork_server import fork_server
 from tests.support.forked_ranks import Ranks, run_forked
 from tests.support.jobs import (
-    build_books,
     checkpoint_content,
     difference,
     logged_steps,
@@ -43,12 +41,6 @@ from tests.support.saving import before_writing
 
 pytestmark = pytest.mark.ranks
 ENDLESS = {"train": {"steps": 10**6}, "schedule": {"kind": "constant"}, "checkpoint": {"every": None}}
-
-
-@pytest.fixture(scope="module")
-def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    fork_server()
-    return build_books(tmp_path_factory.mktemp("books"))
 
 
 def train_forked(config: str, environment: dict[str, str], seconds_a_step: float = 0.0) -> int:
