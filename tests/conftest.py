@@ -1,7 +1,5 @@
 """Fixtures shared by all tests."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -28,6 +26,8 @@ from tests.support.slurm_cluster import Cluster, running_cluster, why_not
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 NEW_SECONDS = 1.0  # a test function without a line in durations.json that takes longer gets one by `make durations`
+# Names of tests/support/ by which a file starts several ranks.
+STARTS_RANKS = {"Program", "RankPool", "Ranks", "run_forked", "run_ranks", "start_ranks"}
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -43,6 +43,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("dist_mem")
     group.addoption("--run", choices=[*BUDGETS, "night"], help="quick | all | night: what is not in all")
     group.addoption("--store-durations", action="store_true", help="write tests/durations.json from this run")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the tests of files that start several ranks."""
+    if isinstance(item, pytest.Function) and (
+        "rank_pool" in item.fixturenames or STARTS_RANKS & vars(item.module).keys()
+    ):
+        item.add_marker("ranks")
 
 
 @pytest.hookimpl(trylast=True)  # when other tests are deselected

@@ -8,8 +8,6 @@ folder, then by those of TESTED. A mutant that hangs, or does not import, is kil
 anybody could see; a person decides which survivors deserve a test. An interrupted command goes on where it was.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import csv

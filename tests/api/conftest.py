@@ -1,7 +1,5 @@
 """A run that all tests of the Python API share, in a folder as the pages name it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

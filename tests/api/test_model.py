@@ -1,7 +1,5 @@
 """The Python API equals the functions and commands below it, bit for bit, and its docstrings show what is so."""
 
-from __future__ import annotations
-
 import doctest
 import sys
 from importlib import import_module
@@ -20,8 +18,6 @@ from dist_mem.generation.text_memory import read_text
 from dist_mem.generation.text_scores import score
 from tests.support.messages import refused
 from tests.support.scored_library import ALONE
-
-pytestmark = pytest.mark.ranks
 
 SAMPLING = dist_mem.Sampling(temperature=0.9, top_p=0.9, seed=3)
 

@@ -1,7 +1,5 @@
 """No call of the Python API changes the state of the process: random numbers, threads, environment, handlers."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import os
@@ -26,7 +24,6 @@ from dist_mem.evaluation.export import run as export
 from dist_mem.evaluation.trained_model import load_model
 from dist_mem.runtime.environment import settings_of
 
-pytestmark = pytest.mark.ranks
 CATCHABLE = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
 
 

@@ -1,7 +1,5 @@
 """An export that is logged to MLflow, registered, loaded from there, and served over HTTP."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -10,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,9 +34,9 @@ from tests.support.messages import refused, said
 from tests.support.mlflow_server import silent_address
 from tests.support.page_commands import items_of
 from tests.support.paths import ROOT
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 
-pytestmark = [pytest.mark.servers, pytest.mark.ranks]
+pytestmark = pytest.mark.servers
 
 PROMPTS = ["ba ko mi", "tensol bako "]
 SETTINGS = {"num_tokens": 20, "temperature": 0.7, "top_p": 0.9, "seed": 5}
@@ -95,9 +93,7 @@ def ask(url: str, params: Mapping[str, Any]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def tracked_run(
-    tmp_path_factory: pytest.TempPathFactory, api_folder: Path, sqlite_uri: str, rank_pool: Callable[[int], RankPool]
-) -> Path:
+def tracked_run(tmp_path_factory: pytest.TempPathFactory, api_folder: Path, sqlite_uri: str, rank_pool: Pools) -> Path:
     """A run of MLflow's."""
     run = tmp_path_factory.mktemp("tracked") / "run"
     changes = [f"run_dir={run}", "tracking.mlflow=true", f"tracking.uri={sqlite_uri}", "tracking.system_metrics=false"]

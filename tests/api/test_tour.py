@@ -1,7 +1,5 @@
 """The cells of examples/tour.ipynb run in order, from an empty folder, and draw their pictures."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ import pytest
 
 from tests.support.paths import EXAMPLES, ROOT
 
-pytestmark = [pytest.mark.pages, pytest.mark.ranks]
+pytestmark = pytest.mark.pages
 
 
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

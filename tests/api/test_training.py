@@ -1,7 +1,5 @@
 """`dist_mem.train` is `dist-mem train` in processes of its own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,6 @@ from dist_mem.config import Config, load_config
 from dist_mem.errors import DivergedError, UnusableError
 from tests.support.jobs import checkpoint_content, difference
 from tests.support.messages import refused
-
-pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """`dist-mem checkpoints`: what it says of a run's checkpoints is true, and so is its exit code."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
@@ -16,8 +14,6 @@ from tests.support.faults import flip
 from tests.support.jobs import build_books, train_here, write_config
 from tests.support.messages import said
 from tests.support.ranks import Pools
-
-pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """One save, from the copy of the state to the rename: nothing aliased, few files, one message, one writer."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -27,7 +25,6 @@ from tests.support.ranks import Pools
 from tests.support.saving import FACTS, before_writing, names
 from tests.support.tiny import run_steps, tiny_config, tiny_job
 
-pytestmark = pytest.mark.ranks
 NEEDED = {key: fact for key, fact in FACTS.items() if key not in ("world_size", "versions", "lanes")}
 
 

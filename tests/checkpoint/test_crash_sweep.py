@@ -1,7 +1,5 @@
 """A rank is killed at each write of a save, or a file is damaged: the run goes on as if nothing had happened."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterable
@@ -25,8 +23,6 @@ from tests.support.paths import EXAMPLES
 from tests.support.ranks import Pools, RankPool
 from tests.support.run_memories import small_memory
 from tests.support.write_points import WritePoints
-
-pytestmark = pytest.mark.ranks
 
 AVERAGES = f"{EXAMPLES / 'averages.py'}:Averages"  # a file more in a checkpoint
 BEFORE, LAST = 2, 4  # steps of the checkpoints before and after the one whose save is killed

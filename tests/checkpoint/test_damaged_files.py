@@ -1,7 +1,5 @@
 """Files that are damaged, or whose hashes fit and whose content is wrong, end in one kind of error that names them."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """A run goes on exactly on other ranks, at other ZeRO stages and with other micro_batch_size than its checkpoint's."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Iterator
@@ -28,9 +26,6 @@ from tests.support.contract_cases import CASES, MET_BY_ALL, SEG_LEN, carrying, c
 from tests.support.jobs import losses, write_config
 from tests.support.ranks import Pools
 from tests.support.restoring import CHAINS, Leg, opened, overrides_of, train_leg
-
-pytestmark = pytest.mark.ranks
-
 
 STEPS = 4  # of a leg
 DETERMINISTIC = {

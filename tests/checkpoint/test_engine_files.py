@@ -1,7 +1,5 @@
 """The engine's files of a checkpoint: whole weights out of any, the same bytes for the same state, few slices."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -27,8 +25,6 @@ from tests.support.engine_saves import FROZEN, engine_job, gathered, masters, ne
 from tests.support.jobs import difference
 from tests.support.messages import refused
 from tests.support.ranks import Pools
-
-pytestmark = pytest.mark.ranks
 
 
 def train_and_save(

@@ -1,7 +1,5 @@
 """A finished run: the same command ends at once, another configuration is refused as on resume."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +18,6 @@ from tests.support.jobs import build_books, logged_steps, run_ranks, stop_after_
 from tests.support.messages import said
 from tests.support.rank_errors import error_of
 from tests.support.ranks import Pools
-
-pytestmark = pytest.mark.ranks
 
 STEPS = 3
 Command = Callable[..., tuple[int, str]]  # arguments -> exit code and what was printed

@@ -1,7 +1,5 @@
 """Checkpoints of every released format, and run and data folders of every release, go on; newer formats are refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -20,8 +18,6 @@ from tests.support.messages import refused, said
 from tests.support.ranks import Pools
 from tests.support.restoring import open_two, refusal
 from tests.support.saving import rewrite_manifest
-
-pytestmark = pytest.mark.ranks
 
 GOLDEN = paths.GOLDEN / "formats"
 FORMATS = sorted(int(path.name.removeprefix("format-")) for path in GOLDEN.glob("format-*"))

@@ -1,7 +1,5 @@
 """All ranks go on from the same checkpoint: the one that `resume` means, or the newest that is whole on every rank."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 from collections.abc import Callable, Sequence
@@ -23,8 +21,6 @@ from tests.support.messages import said, said_line
 from tests.support.ranks import Pools
 from tests.support.restoring import open_two, opened, refusal, step_and_messages
 from tests.support.saving import rewrite_manifest
-
-pytestmark = pytest.mark.ranks
 
 STEPS = 9  # saved every 3
 SAVED = ("step-00000003", "step-00000006", "step-00000009")

@@ -1,7 +1,5 @@
 """Which checkpoints stay: what the rules promise, over any history of saves, damage and set-backs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

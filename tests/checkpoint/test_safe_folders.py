@@ -1,7 +1,5 @@
 """A folder of a model, a run or a checkpoint runs nothing, whatever its files say."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Saving beside the training: no half checkpoint, and a failure that all ranks learn of at once."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time
@@ -29,7 +27,6 @@ from tests.support.messages import described, said
 from tests.support.ranks import Pools
 from tests.support.saving import before_writing, names
 
-pytestmark = pytest.mark.ranks
 init_state = TransformerXL.init_state
 
 

@@ -1,7 +1,5 @@
 """`--check` refuses what the run refuses before its first step: every key of the schema with a value it cannot have."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

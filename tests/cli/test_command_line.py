@@ -1,7 +1,5 @@
 """The command line: exit codes, one clear message, and ranks that would be idle."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """Before the first step: the current part is shown, and Ctrl-C ends it in one line."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Options that name an output: nothing but files is replaced, and a path that cannot be written is refused."""
 
-from __future__ import annotations
-
 import os
 import stat
 from argparse import ArgumentTypeError

@@ -3,8 +3,6 @@
 The tables have a command -> what its error names.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import resource

@@ -1,7 +1,5 @@
 """A command whose output nobody reads, as behind `| head`, or no disk takes: its files are all there."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What a start does not load: help and typos need no torch, `--check` no DeepSpeed, and training no compiler."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

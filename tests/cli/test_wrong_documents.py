@@ -3,8 +3,6 @@
 A study is read as a whole before its rows are looked up; --rows of an unknown one ends there, at once.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 import re

@@ -4,8 +4,6 @@ The files are found by walking a data directory, a run, an export and a memory f
 found by watching what it opens.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

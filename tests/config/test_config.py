@@ -1,7 +1,5 @@
 """Configurations: merging, overrides, values, interpolation, and what is written back. Typos: test_config_typos.py."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

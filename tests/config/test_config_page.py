@@ -1,7 +1,5 @@
 """docs/reference/config.md is what the program says of its keys, and it says something of each."""
 
-from __future__ import annotations
-
 import difflib
 import re
 

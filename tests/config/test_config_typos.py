@@ -1,7 +1,5 @@
 """Misspelled keys: thirty seeded ones at depths 1 to 4, and right keys in the wrong block."""
 
-from __future__ import annotations
-
 import random
 import string
 from dataclasses import fields

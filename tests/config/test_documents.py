@@ -1,7 +1,5 @@
 """The one reader of YAML and JSON: its limits, its lines, and that nothing else in the package reads YAML."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Values of `${oc.env:...}` are used, and neither shown nor stored; a resume notices where they have changed."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

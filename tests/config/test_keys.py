@@ -1,7 +1,5 @@
 """The metadata of keys: every key has limits, and values outside of them are refused."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import FrozenInstanceError, dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A memory for each block of the model: as a map or a list, merged over files, and refused where it fits no model."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

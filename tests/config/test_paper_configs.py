@@ -1,7 +1,5 @@
 """The papers' settings for language modelling: together they load and build, and have the published sizes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Keys that are paths or names of folders, found in the schema: no shell expands them, and no name leads elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

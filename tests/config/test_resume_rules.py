@@ -1,7 +1,5 @@
 """What may change on resume: every key has a rule, and a change that is not allowed is refused by name."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

@@ -1,7 +1,5 @@
 """How a text becomes a value: by the type of its key, the same in files, overrides, and configurations written back."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any, get_args

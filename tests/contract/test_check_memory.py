@@ -1,7 +1,5 @@
 """`dist-mem check-memory` names the rule that a memory breaks; memories come from files and from other packages."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

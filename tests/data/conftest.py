@@ -1,7 +1,5 @@
 """A server of a small split, and the data of a job that reads it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,10 +1,7 @@
 """`data.blocks`: segments as Hugging Face's run_clm cuts them, in training, evaluation and generation."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -36,7 +33,7 @@ from tests.support.jobs import build_books, train_here, write_config
 from tests.support.lane_corpus import LAYOUTS
 from tests.support.messages import refused
 from tests.support.paths import ROOT
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 from tests.support.saved_reports import save_report
 from tests.support.scored_library import (
     ALONE,
@@ -49,14 +46,10 @@ from tests.support.scored_library import (
     score,
 )
 
-pytestmark = pytest.mark.ranks
-
 EVAL_LEN = 8  # T of the evaluations
 
 
-def test_a_run_trains_in_blocks_also_where_an_update_has_no_target(
-    tmp_path: Path, rank_pool: Callable[[int], RankPool]
-) -> None:
+def test_a_run_trains_in_blocks_also_where_an_update_has_no_target(tmp_path: Path, rank_pool: Pools) -> None:
     """Of documents cut to 17 tokens every second segment is one token, which no loss comes from."""
     blocks = {
         "data": {"blocks": True, "max_document_len": 17},
@@ -155,9 +148,7 @@ def test_words_are_reported_only_where_no_token_is_left_out(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_number_of_ranks_changes_no_metric(
-    library: Path, rank_pool: Callable[[int], RankPool], layout: str
-) -> None:
+def test_the_number_of_ranks_changes_no_metric(library: Path, rank_pool: Pools, layout: str) -> None:
     evaluation = {"layout": layout, "blocks": True}
     reports = rank_pool(2).run(scored, library, evaluation)
     assert reports[0] == reports[1]

@@ -1,7 +1,5 @@
 """A curriculum: stages are read one after the other, each from its beginning, and from any step on."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from itertools import islice
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`data.cut: end`: documents cut into segments from their end, so that the first one is the short one, and is kept."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

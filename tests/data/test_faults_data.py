@@ -1,7 +1,5 @@
 """Faults of built data: whatever is cut, flipped, missing or foreign is named, and never read as if it were whole."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Tokenizers of published models as they come: ids, texts and chats are those of AutoTokenizer."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The properties are of small corpora of any lengths, in both layouts, cut from ei
 documents damaged.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Iterator

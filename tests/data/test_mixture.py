@@ -1,7 +1,5 @@
 """A mixture of sources: their shares, their epochs, changed weights, and a plan that is the same for ever."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The plan: each document once an epoch, lanes busy, nothing read twice at once, the same for ever."""
 
-from __future__ import annotations
-
 import csv
 from collections import Counter
 from itertools import chain, pairwise

@@ -4,8 +4,6 @@ A run that goes on under another version, or under another numpy, reads what it 
 documents to the lanes is recorded with them. That batches are right for any corpus, test_lanes.py says.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from itertools import chain

@@ -1,9 +1,7 @@
 """Data at a URL is the same as local data, fetched once a node, and gives training, evaluation and checks the same."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +27,9 @@ from tests.support.jobs import build_books, checkpoint_content, difference, loss
 from tests.support.lane_corpus import BOS, LENGTHS, SEG_LEN, make_split
 from tests.support.limits import wait_until
 from tests.support.messages import refused, said
-from tests.support.ranks import RankPool, launcher_environment
+from tests.support.ranks import Pools, launcher_environment
 
-pytestmark = [pytest.mark.servers, pytest.mark.ranks]
+pytestmark = pytest.mark.servers
 
 
 def test_remote_documents_equal_local_ones(server: FileServer, data: DataConfig) -> None:
@@ -57,9 +55,7 @@ def read_everything(world: World, data: DataConfig) -> list[int]:
     return [int(read_tokens(index, document).sum()) for document in range(len(index.documents))]
 
 
-def test_ranks_that_start_together_fetch_each_file_once(
-    server: FileServer, data: DataConfig, rank_pool: Callable[[int], RankPool]
-) -> None:
+def test_ranks_that_start_together_fetch_each_file_once(server: FileServer, data: DataConfig, rank_pool: Pools) -> None:
     for name in ("tokenizer.json", "train/index.json", SHARD):
         server.faults[name] = ["slow"]
     first, second = rank_pool(2).run(read_everything, data)
@@ -181,7 +177,7 @@ def second_book(data: Path) -> tuple[str, int]:
 
 
 def test_a_job_stopped_by_a_missing_shard_ends_in_the_bits_of_a_local_one(
-    shelf: FileServer, tmp_path: Path, rank_pool: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch
+    shelf: FileServer, tmp_path: Path, rank_pool: Pools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missing, step = second_book(shelf.root)
     remote_data = {"path": shelf.url, "cache": str(tmp_path / "cache")}

@@ -1,7 +1,5 @@
 """Addresses: what of them selects content, and what is refused; waits that end, and say so."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re
@@ -34,7 +32,7 @@ from tests.support.file_server import SHARD, FileServer, be_impatient, opened
 from tests.support.lane_corpus import make_split
 from tests.support.messages import refused
 
-pytestmark = [pytest.mark.servers, pytest.mark.ranks]
+pytestmark = pytest.mark.servers
 
 
 SIGNED = [

@@ -1,7 +1,5 @@
 """Faults of a server, of the disk and of this process while data is fetched: named, and never half a file."""
 
-from __future__ import annotations
-
 import logging
 import resource
 import socket
@@ -25,9 +23,9 @@ from tests.support.file_server import SHARD, FileServer, be_impatient, opened, s
 from tests.support.lane_corpus import LENGTHS
 from tests.support.limits import limit
 from tests.support.messages import refused, said_line
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 
-pytestmark = [pytest.mark.servers, pytest.mark.ranks]
+pytestmark = pytest.mark.servers
 
 
 def leftovers(data: DataConfig) -> list[str]:
@@ -206,9 +204,7 @@ def start_twice(world: World, data: DataConfig) -> list[str]:
     return reported
 
 
-def test_a_failed_start_asks_once_and_tells_every_rank(
-    server: FileServer, data: DataConfig, rank_pool: Callable[[int], RankPool]
-) -> None:
+def test_a_failed_start_asks_once_and_tells_every_rank(server: FileServer, data: DataConfig, rank_pool: Pools) -> None:
     server.faults["train/index.json"] = [403]
     (first, again), other = rank_pool(2).run(start_twice, data)
     assert first == again and other == [first, again] and f"{server.url}/train/index.json" in first

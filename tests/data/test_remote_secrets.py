@@ -1,7 +1,5 @@
 """Remote data from a server that is no friend: credentials go nowhere else, https stays https, bodies have an end."""
 
-from __future__ import annotations
-
 import shutil
 import ssl
 import stat

@@ -1,7 +1,5 @@
 """Shards and their index: what is written is what is read, in place, and what is not as it was written is refused."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import io

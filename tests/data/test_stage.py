@@ -1,7 +1,5 @@
 """Shards copied to the node before the first step: whole, once, verified, and without a trace in the training."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -9,7 +7,7 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -30,9 +28,7 @@ from tests.support.file_server import FileServer, start_fetch
 from tests.support.jobs import build_books, checkpoint_content, difference, losses, train_here, write_config
 from tests.support.limits import holds_open, limit, wait_until
 from tests.support.messages import refused
-from tests.support.ranks import RankPool
-
-pytestmark = pytest.mark.ranks
+from tests.support.ranks import Pools
 
 UID = os.getuid()
 
@@ -63,7 +59,7 @@ def inodes(folder: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize("kind", ["node", "memory"])
 def test_training_from_a_copy_is_the_same_to_the_bit_and_goes_on_from_either(
-    books: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool], kind: str
+    books: Path, tmp_path: Path, rank_pool: Pools, kind: str
 ) -> None:
     changes = {"train": {"steps": 10}, "eval": {"every": 4}, "schedule": {"kind": "constant"}}
     plain = write_config(tmp_path / "plain.yaml", books, tmp_path / "runs" / "plain", changes)
@@ -238,9 +234,7 @@ def stage_rank(world: World, data: DataConfig, others: dict[int, DataConfig], pa
     return ""
 
 
-def test_a_damaged_source_is_refused_on_all_ranks_by_name(
-    books: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool]
-) -> None:
+def test_a_damaged_source_is_refused_on_all_ranks_by_name(books: Path, tmp_path: Path, rank_pool: Pools) -> None:
     tar = sorted((books / "train").glob("*.tar"))[4]
     flip(tar, 700)
     data = staging(books, tmp_path)
@@ -273,15 +267,13 @@ def stopped_rank(world: World, data: DataConfig) -> tuple[str, str]:
     return "", ""
 
 
-def test_a_signal_to_one_rank_ends_the_copying_of_all(
-    books: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool]
-) -> None:
+def test_a_signal_to_one_rank_ends_the_copying_of_all(books: Path, tmp_path: Path, rank_pool: Pools) -> None:
     (name, text), other = rank_pool(2).run(stopped_rank, staging(books, tmp_path))
     assert (name, text) == other
     assert name == "StoppedEarlyError" and "SIGTERM" in text
 
 
-def test_what_is_no_file_is_not_copied(books: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool]) -> None:
+def test_what_is_no_file_is_not_copied(books: Path, tmp_path: Path, rank_pool: Pools) -> None:
     """A read of a pipe would wait for ever."""
     tar = min((books / "train").glob("*.tar"))
     tar.unlink()
@@ -291,7 +283,7 @@ def test_what_is_no_file_is_not_copied(books: Path, tmp_path: Path, rank_pool: C
 
 
 def test_a_full_node_stops_all_ranks_and_is_named(
-    books: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch
+    books: Path, tmp_path: Path, rank_pool: Pools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed = sum(shard.bytes for shard in open_index(DataConfig(path=str(books)), "train").shards)
     with small_disk(tmp_path / "small", f"size={stage.SPARE_BYTES}") as small:
@@ -319,7 +311,7 @@ def test_a_disk_that_fills_up_meanwhile_is_reported_and_keeps_nothing_by_halves(
 
 @pytest.mark.servers
 def test_ranks_wait_in_rounds_for_a_long_copy_and_end_with_the_first_that_fails(
-    books: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool]
+    books: Path, tmp_path: Path, rank_pool: Pools
 ) -> None:
     with closing(FileServer(books)) as server:
         tars = [f"train/{path.name}" for path in (books / "train").glob("*.tar")]

@@ -1,7 +1,5 @@
 """What `dist-mem data show` and `sample` print of a dataset, and what they refuse."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

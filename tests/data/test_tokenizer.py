@@ -1,7 +1,5 @@
 """Tokenizers are lossless and deterministic, say where each token begins, and have the ids of the libraries."""
 
-from __future__ import annotations
-
 import io
 import json
 import random

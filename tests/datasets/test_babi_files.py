@@ -1,7 +1,5 @@
 """BABILong from bAbI's own files: each question with the facts before it, in its split, whatever the task."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

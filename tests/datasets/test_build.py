@@ -1,7 +1,5 @@
 """Building a data directory: the same bytes whatever the workers and interruptions; recall in tokens; faults."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

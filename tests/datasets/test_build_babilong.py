@@ -1,7 +1,5 @@
 """BABILong: stories that an independent reader answers alike, published forms, distances to the newest fact needed."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter

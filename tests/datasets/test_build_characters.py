@@ -1,7 +1,5 @@
 """enwik8 and text8 as shards: official splits, newlines and spaces as published, on files generated in their format."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

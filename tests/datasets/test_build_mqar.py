@@ -1,7 +1,5 @@
 """Multi-query associative recall: the published generator, answers where keys are asked for, and disjoint splits."""
 
-from __future__ import annotations
-
 from itertools import combinations
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The passkey task and RULER's needles: the published texts, only the answer scored, distances to the needle."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """PG-19 as shards: its layout, the choice of documents, official word counts, and the download."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """The sorting task: the published generator bit for bit, answers by rank, and documents that score them alone."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """WikiText as shards: counts and order of the published preparation, from the official files and from tiny ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """CMU-DoG as shards: what a document looks like, what is scored, which conversations are leaked."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

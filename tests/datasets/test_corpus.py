@@ -1,7 +1,5 @@
 """A corpus of text files, JSON lines or Parquet: equal shards, stable splits, no text in two splits."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Parts of one build: one command at a time writes them, and no reader takes those of two builds together."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The sample library: readable books, and recall spans that say exactly what must be remembered, and from where."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Files under --source: what is read, passed over, counted or refused, in every builder."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """Builders of tasks: the same options give the same bytes, what is finished is kept, another build is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

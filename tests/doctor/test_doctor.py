@@ -1,7 +1,5 @@
 """The doctor and the preflight: each fault is made for real where that can be done here, and must be named."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -10,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -45,12 +43,9 @@ from dist_mem.supervision.rendezvous import RankDevice, check_accelerators, wait
 from tests.support.jobs import train_here, write_config
 from tests.support.limits import limit
 from tests.support.messages import said, said_line
-from tests.support.ranks import RankPool, launcher_environment
+from tests.support.ranks import Pools, launcher_environment
 from tests.support.wrong_ports import naming_a_wrong_port
 
-pytestmark = pytest.mark.ranks
-
-Pool = Callable[[int], RankPool]
 PYTHON = [sys.executable, "-m", "dist_mem"]
 
 
@@ -209,7 +204,7 @@ def _preflight(world: World, config_file: Path, changes: Sequence[Sequence[str]]
 
 
 def test_preflight_refuses_on_all_ranks_with_one_message_and_notes_a_node_that_is_at_fault(
-    tmp_path: Path, books: Path, config: Path, rank_pool: Pool
+    tmp_path: Path, books: Path, config: Path, rank_pool: Pools
 ) -> None:
     failed = tmp_path / "run" / FAILED_NODES
     message = rank_pool(2).run(_preflight, config, [[], ["train.seed=7"]])[0]
@@ -232,14 +227,14 @@ def _preflight_at_a_wrong_port(world: World, config_file: Path) -> str | list[st
         return _preflight(world, config_file, [[], []])
 
 
-def test_a_connection_that_saves_need_is_tried_before_the_first_step(config: Path, rank_pool: Pool) -> None:
+def test_a_connection_that_saves_need_is_tried_before_the_first_step(config: Path, rank_pool: Pools) -> None:
     first, second = rank_pool(2).run(_preflight_at_a_wrong_port, config)
     assert first == second
     said(first, "rank 1", "refuses the connection", "MASTER_ADDR")
 
 
 def test_paths_may_differ_between_nodes_and_secrets_are_not_printed(
-    tmp_path: Path, books: Path, config: Path, rank_pool: Pool
+    tmp_path: Path, books: Path, config: Path, rank_pool: Pools
 ) -> None:
     same = shutil.copytree(books, tmp_path / "same")
     assert rank_pool(2).run(_preflight, config, [[], [f"data.path={same}"]]) == [[], []]
@@ -260,19 +255,19 @@ def _find_mlflow(world: World, config_file: Path, uri: str) -> Finding:
         return found
 
 
-def test_an_mlflow_server_that_is_down_is_a_warning(config: Path, rank_pool: Pool) -> None:
+def test_an_mlflow_server_that_is_down_is_a_warning(config: Path, rank_pool: Pools) -> None:
     (found,) = rank_pool(1).run(_find_mlflow, config, f"http://127.0.0.1:{free_port()}")
     assert found.level == WARNING
     assert "does not answer" in found.found and "tracking.uri" in found.fix
 
 
-def test_a_wrong_address_of_mlflow_is_a_failure_that_no_restart_repairs(config: Path, rank_pool: Pool) -> None:
+def test_a_wrong_address_of_mlflow_is_a_failure_that_no_restart_repairs(config: Path, rank_pool: Pools) -> None:
     (error,) = rank_pool(1).run(_preflight, config, [["tracking.mlflow=true", "tracking.uri='ftp://mlflow.example'"]])
     assert error.startswith("UnusableError") and "tracking.uri" in error and "kind 'ftp'" in error
 
 
 def test_a_file_of_another_program_is_a_failure_also_of_a_run_that_mlflow_has_accepted(
-    tmp_path: Path, config: Path, rank_pool: Pool
+    tmp_path: Path, config: Path, rank_pool: Pools
 ) -> None:
     """Of other refusals such a run is warned: its data are kept. This one would write into somebody else's file."""
     (tmp_path / "app.db").write_text("# notes")
@@ -301,7 +296,7 @@ def _fail_to_read(world: World, config_file: Path, code: int) -> str | list[str]
     ],
 )
 def test_fault_of_a_disk_may_pass_and_a_wrong_path_does_not(
-    config: Path, rank_pool: Pool, code: int, error: str
+    config: Path, rank_pool: Pools, code: int, error: str
 ) -> None:
     (found,) = rank_pool(1).run(_fail_to_read, config, code)
     assert found.startswith(error) and "books/train/index.json" in found and FAIL in found
@@ -327,7 +322,7 @@ def _sums_with_fault(world: World, faulty: int, is_sender: bool) -> list[str]:
     return lines(list(network.check_sums([Place("n", rank) for rank in range(world.size)], gather_objects(wrong))))
 
 
-def test_a_wrong_sum_names_the_rank_that_sent_it_or_got_it(rank_pool: Pool) -> None:
+def test_a_wrong_sum_names_the_rank_that_sent_it_or_got_it(rank_pool: Pools) -> None:
     for is_sender, fault in ((True, "the numbers of this rank"), (False, "got wrong sums")):
         found = rank_pool(3).run(_sums_with_fault, 1, is_sender)
         assert len(found[0]) == 1 and (found[0] == found[1] == found[2] or not is_sender)
@@ -431,7 +426,7 @@ FROZEN = {"kind": "adamw", "groups": [{"param_regex": "embed", "trainable": Fals
 
 @pytest.mark.parametrize("optimizer", [{"kind": "adamw"}, {"kind": "sgd"}, {"kind": "sgd", "momentum": 0.9}, FROZEN])
 def test_the_size_of_a_checkpoint_is_known_before_there_is_one(
-    tmp_path: Path, books: Path, rank_pool: Pool, optimizer: dict[str, Any]
+    tmp_path: Path, books: Path, rank_pool: Pools, optimizer: dict[str, Any]
 ) -> None:
     model = {"num_layers": 4, "d_model": 64, "d_inner": 256, "num_heads": 4}
     changes = {"train": {"steps": 1}, "model": model, "optimizer": {"groups": [], **optimizer}}

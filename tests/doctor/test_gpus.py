@@ -1,7 +1,5 @@
 """The doctor's checks of a rank with a GPU, on a machine that is pretended: each fault is named with its fix."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Compiled blocks under every ZeRO stage on two ranks: they train as blocks that are not compiled."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ from tests.support.contract_cases import CASES
 from tests.support.ranks import Pools
 from tests.support.tiny import ADAM, TRAIN, full_parameters, run_steps, tiny_config, tiny_job
 
-pytestmark = [pytest.mark.ranks, *TRACED]
+pytestmark = TRACED
 
 
 def trained(world: World, case: str, stage: int, train: dict[str, Any]) -> tuple[list[Any], dict[str, torch.Tensor]]:

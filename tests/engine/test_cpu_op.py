@@ -1,7 +1,5 @@
 """Locks around the compilation of DeepSpeed's op: a kill at the wrong moment must not keep the next start waiting."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

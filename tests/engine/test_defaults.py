@@ -1,7 +1,5 @@
 """Our defaults for DeepSpeed's keys, what they are worth in exactness, and keys that are refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -85,7 +83,6 @@ def masters(engine: Any) -> dict[str, Tensor]:
     return {found.name: found.parts["master"].double().clone() for found in engine.owned_slices()}
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_sum_of_micro_batches_is_exact_to_fp32(rank_pool: Pools, stage: int) -> None:
     in_bf16 = {"data_types": {"grad_accum_dtype": "bf16"}}
@@ -99,7 +96,6 @@ def start_with_fp32_accumulation(world: World, stage: int) -> None:
     tiny_job(config, world, stage=stage, block={"data_types": {"grad_accum_dtype": "fp32"}})
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("stage", "named"), [(0, "deepspeed"), (1, "grad_accum_dtype")])
 def test_what_deepspeed_refuses_and_what_could_not_be_evaluated_are_value_errors(
     rank_pool: Pools, stage: int, named: str

@@ -1,7 +1,5 @@
 """Norms of gradients and their checks: of model and compression at every ZeRO stage, and of all at once."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 
@@ -14,8 +12,6 @@ from dist_mem.runtime.distributed import World
 from tests.support.contract_cases import CASES, SEG_LEN
 from tests.support.ranks import Pools
 from tests.support.tiny import full_parameters, run_steps, tiny_config, tiny_job, update_of_rank
-
-pytestmark = pytest.mark.ranks
 
 CLIP = 0.05
 

@@ -3,8 +3,6 @@
 So do other numbers of ranks, and vocabularies whose softmax is computed in chunks.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -18,8 +16,6 @@ from dist_mem.runtime.distributed import World
 from tests.support.contract_cases import CASES, in_turn
 from tests.support.ranks import Pools
 from tests.support.tiny import ADAM, TRAIN, VOCAB, full_parameters, run_steps, tiny_config, tiny_job
-
-pytestmark = pytest.mark.ranks
 
 STEPS = 6  # memories fill in two segments; documents last three on average
 

@@ -1,7 +1,5 @@
 """Muon against torch's update and beside a plain loop, under every ZeRO stage (tests/golden/muon; README.md there)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -199,7 +197,6 @@ def updated(world: World, stage: int, num_steps: int) -> tuple[dict[str, Tensor]
     return full_parameters(job), plain_updates(config, num_steps)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_fifty_steps_are_those_of_a_plain_loop(rank_pool: Pools, stage: int) -> None:
     """The gradients of the maps of positions are a thousandth of the others', and are divided by their norm."""
@@ -270,7 +267,6 @@ def test_the_estimate_counts_what_muon_holds_and_not_by_the_ranks() -> None:
     assert copy < of_muon < 2**30
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("origin", "target"), [((2, 3), (1, 0)), ((2, 1), (3, 3)), ((1, 0), (2, 2)), ((3, 2), (2, 1)), ((2, 0), (2, 3))]
 )

@@ -1,7 +1,5 @@
 """Parameter groups by name, and the learning rate as a function of the step."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Initial weights: the same bits wherever they are placed, and never all of them whole on a rank of stage 3."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 
@@ -20,8 +18,6 @@ from dist_mem.runtime.distributed import World
 from tests.support.contract_cases import CASES, SEG_LEN, case_params
 from tests.support.ranks import Pools
 from tests.support.tiny import VOCAB, full_parameters, tiny_config, tiny_job, zero_block
-
-pytestmark = pytest.mark.ranks
 
 
 def config_of(case: str, precision: str = "fp32", model: dict[str, Any] | None = None) -> Any:

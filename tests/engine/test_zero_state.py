@@ -1,7 +1,5 @@
 """Saved and restored training state is complete: the same stage and world continue bit for bit, others exactly."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -34,7 +32,6 @@ from tests.support.rank_errors import error_of
 from tests.support.ranks import Pools, RankPool
 from tests.support.tiny import TinyJob, full_parameters, run_steps, tiny_config, tiny_job, zero_block
 
-pytestmark = pytest.mark.ranks
 OFFLOAD = {"device": "cpu"}
 DROPOUT = {"model": {"dropout": 0.1}}
 SGD = {"optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.0}}

@@ -1,7 +1,5 @@
 """Counting a micro-batch on tensors without values: short models and few lanes foretell long ones and many."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`dist-mem estimate`: what fits, what does not and why, and other devices."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

@@ -1,7 +1,5 @@
 """FLOPs counted on meta tensors: equal to what torch counts in real steps, and to arithmetic without this code."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import product

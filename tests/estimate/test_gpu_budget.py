@@ -4,8 +4,6 @@
 that a copy of activations, or scores in memory, exceeds it.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from dist_mem.block import model_spec

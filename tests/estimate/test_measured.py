@@ -1,7 +1,5 @@
 """The range of a predicted update: it has every measured training, and says what was never measured."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

@@ -1,9 +1,6 @@
 """The memory of a job is predicted before it is allocated: within a tenth of what is used."""
 
-from __future__ import annotations
-
 import resource
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,9 +33,7 @@ from dist_mem.runtime.machine_memory import Limit, _of_folders, memory_limits
 from dist_mem.training import saving
 from tests.support.allocated import Allocated
 from tests.support.jobs import train_here, write_config
-from tests.support.ranks import RankPool
-
-pytestmark = pytest.mark.ranks
+from tests.support.ranks import Pools
 
 ROOT = Path(__file__).parents[2] / "configs"
 VOCAB_SIZE = 20_000  # small: a large one would hide the memories
@@ -149,7 +144,7 @@ def trained(world: World, config_file: Path, changes: list[str]) -> tuple[int, i
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_training_needs_what_is_predicted(
-    books: Path, tmp_path: Path, rank_pool: Callable[[int], RankPool], stage: int, precision: str
+    books: Path, tmp_path: Path, rank_pool: Pools, stage: int, precision: str
 ) -> None:
     large = {"model": {"d_model": 128, "d_inner": 512}, "train": {"steps": 2, "segments_per_update": 2}}
     buckets = {"reduce_bucket_size": 1000, "allgather_bucket_size": 1000, "stage3_prefetch_bucket_size": 0}

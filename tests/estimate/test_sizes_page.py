@@ -1,7 +1,5 @@
 """The table of docs/howto/model_sizes.md is what `dist-mem estimate` prints."""
 
-from __future__ import annotations
-
 import json
 import re
 

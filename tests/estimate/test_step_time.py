@@ -1,7 +1,5 @@
 """What an update sends and computes beside forward and backward: by optimizer, ZeRO stage and windows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

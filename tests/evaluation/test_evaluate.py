@@ -1,7 +1,5 @@
 """The evaluate command: which checkpoint, which settings, where the report goes, what is refused, on any ranks."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -28,7 +26,7 @@ from dist_mem.runtime.locks import hold_file
 from tests.support.faults import assert_says, flip, small_disk
 from tests.support.jobs import run_ranks, train_here, write_config
 from tests.support.messages import said_line
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 from tests.support.saving import FACTS
 from tests.support.scored_library import (
     ALONE,
@@ -41,8 +39,6 @@ from tests.support.scored_library import (
     score,
     write_other,
 )
-
-pytestmark = pytest.mark.ranks
 
 
 def save(folder: Path, data: Path, *steps: int, **blocks: Any) -> Path:
@@ -215,9 +211,7 @@ def test_files_that_another_command_makes_are_left_to_it(run_dir: Path, capfd: p
 
 
 @pytest.fixture(scope="module")
-def trained_runs(
-    books: Path, rank_pool: Callable[[int], RankPool], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Path]:
+def trained_runs(books: Path, rank_pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Returns the run of a memory: of two ranks with ZeRO-2, its memory at work."""
 
     @cache
@@ -259,7 +253,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(("trained_run", "size", "num_lanes"), PAIRS, indirect=["trained_run"])
 def test_ranks_and_lanes_change_no_metric(
-    trained_run: Path, library: Path, rank_pool: Callable[[int], RankPool], size: int, num_lanes: int
+    trained_run: Path, library: Path, rank_pool: Pools, size: int, num_lanes: int
 ) -> None:
     expected = evaluate_here(ALONE, trained_run, library, num_lanes=3)
     assert expected.num_scored == read_index(library / "test").num_tokens == sum(LENGTHS)
@@ -271,9 +265,7 @@ def test_ranks_and_lanes_change_no_metric(
     assert_same(reports[0], expected)
 
 
-def test_ranks_change_no_figure_without_memory_either(
-    trained_run: Path, library: Path, rank_pool: Callable[[int], RankPool]
-) -> None:
+def test_ranks_change_no_figure_without_memory_either(trained_run: Path, library: Path, rank_pool: Pools) -> None:
     expected = evaluate_here(ALONE, trained_run, library, num_lanes=3, without_memory=True)
     reports = rank_pool(2).run(evaluate_here, trained_run, library, 5, True)
     assert reports[0] == reports[1]

@@ -1,11 +1,9 @@
 """A signal amid an evaluation: all ranks end it soon, in a training and as a command; nothing is half written."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,11 +20,8 @@ from dist_mem.tracking.log import read_points
 from tests.support.forked_ranks import run_forked
 from tests.support.jobs import checkpoint_content, difference, losses, train_here, write_config
 from tests.support.messages import said_line
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 
-pytestmark = pytest.mark.ranks
-
-Pool = Callable[[int], RankPool]
 FIRST = 3  # forward of an evaluation with which the signal comes
 LAST = 7  # by when all ranks have agreed; there are dozens
 CHANGES = {"train": {"steps": 4}, "eval": {"every": 2, "batch_size": 4}, "schedule": {"kind": "constant"}}
@@ -68,7 +63,7 @@ def figures(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_signal_amid_an_evaluation_of_a_training_saves_at_once_and_loses_nothing(
-    tmp_path: Path, books: Path, rank_pool: Pool, num_ranks: int
+    tmp_path: Path, books: Path, rank_pool: Pools, num_ranks: int
 ) -> None:
     """At the first evaluation, in the one that the next start owes, and at the last step."""
     stopped = write_config(tmp_path / "stopped.yaml", books, tmp_path / "stopped", CHANGES)
@@ -92,7 +87,7 @@ def test_a_signal_amid_an_evaluation_of_a_training_saves_at_once_and_loses_nothi
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, books: Path, rank_pool: Pool) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, books: Path, rank_pool: Pools) -> Path:
     """A run with a checkpoint, of a memory that can be inspected."""
     folder = tmp_path_factory.mktemp("trained")
     changes, below = {"train": {"steps": 1}, "eval": {"batch_size": 4}}, {"kind": "transformer_xl", "mem_len": 16}

@@ -1,10 +1,7 @@
 """A model out of a run, and its export: whole, by itself, nothing but data."""
 
-from __future__ import annotations
-
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +39,8 @@ from tests.support.jobs import build_books, train_here, write_config
 from tests.support.messages import refused, said
 from tests.support.own_process import in_child
 from tests.support.paths import EXAMPLES
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools, RankPool
 from tests.support.scored_library import ALONE, make_config, make_model, save_weights
-
-pytestmark = pytest.mark.ranks
-
 
 SEG_LEN = 16  # of the configurations of tests/support/jobs.py
 EXAMPLE = EXAMPLES / "averages.py"
@@ -62,7 +56,7 @@ def make_run(folder: Path, books: Path, pool: RankPool, *overrides: dict[str, An
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory, books: Path, rank_pool: Callable[[int], RankPool]) -> Path:
+def run_dir(tmp_path_factory: pytest.TempPathFactory, books: Path, rank_pool: Pools) -> Path:
     return make_run(tmp_path_factory.mktemp("exported"), books, rank_pool(2))
 
 
@@ -128,9 +122,7 @@ WHERE_WEIGHTS_LIE = {
 
 
 @pytest.mark.parametrize("case", WHERE_WEIGHTS_LIE)
-def test_an_export_scores_as_its_checkpoint_does(
-    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool], case: str
-) -> None:
+def test_an_export_scores_as_its_checkpoint_does(tmp_path: Path, books: Path, rank_pool: Pools, case: str) -> None:
     run_dir = make_run(tmp_path, books, rank_pool(2), WHERE_WEIGHTS_LIE[case])
     out = export(run_dir, tmp_path / "exported")
     assert report_of(out, books) == report_of(run_dir, books)
@@ -193,9 +185,7 @@ def test_every_file_is_compared_with_its_sha256(tmp_path: Path, exported: Path, 
 ALLOWED = "eval.allow_code=true"
 
 
-def test_a_memory_from_outside_goes_along_and_is_announced(
-    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
-) -> None:
+def test_a_memory_from_outside_goes_along_and_is_announced(tmp_path: Path, books: Path, rank_pool: Pools) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(EXAMPLE.read_text())
     memory = {"kind": f"{mine}:Averages", **memory_class(f"{mine}:Averages").small_options(SEG_LEN)}
@@ -308,7 +298,7 @@ LANES = 8  # of the training, see jobs.write_config
 
 
 @pytest.fixture(scope="module")
-def bf16_run(tmp_path_factory: pytest.TempPathFactory, rank_pool: Callable[[int], RankPool]) -> Path:
+def bf16_run(tmp_path_factory: pytest.TempPathFactory, rank_pool: Pools) -> Path:
     """A run of two ranks in bf16, saved at steps 5 and 8; a linear memory keeps its matrices in fp32."""
     folder = tmp_path_factory.mktemp("trained")
     config = write_config(folder / "run.yaml", build_books(folder), folder / "run", {"train": {"steps": 8}})

@@ -1,7 +1,5 @@
 """Intervals of gains: how wide seeds and documents make them, how often they contain the truth, and how many settle."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The passage that every evaluation of a training reads: its figures, and that they change nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,11 +21,9 @@ from dist_mem.model import LMState, MemoryLM
 from dist_mem.tracking.log import METRICS_FILE, read_points
 from tests.support.contract_cases import CASES
 from tests.support.jobs import losses, train_here, write_config
-from tests.support.ranks import Pools, RankPool
+from tests.support.ranks import Pools
 from tests.support.run_memories import small_memory
 from tests.support.scored_library import ALONE
-
-pytestmark = pytest.mark.ranks
 
 SEGMENTS, GAIN = 6, "memory/gain"
 FULL_OR_NOT = ("compressive", "lamemo", "transformer_xl")  # memories that hold the newest tokens
@@ -139,7 +135,7 @@ def test_idle_lanes_are_no_lanes_whose_memory_is_not_full(tmp_path: Path, books:
 
 @pytest.mark.parametrize("kind", memory_kinds())
 def test_training_logs_them_and_is_the_same_without_at_every_stage(
-    kind: str, tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
+    kind: str, tmp_path: Path, books: Path, rank_pool: Pools
 ) -> None:
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", memory=small_memory(kind))
     points = {}

@@ -1,7 +1,5 @@
 """The pictures of recall by distance and of the accuracy of answers by depth; their lines and legends."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import math

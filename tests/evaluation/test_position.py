@@ -1,7 +1,5 @@
 """Loss by position: every token once, in the octave of its place in its document, however lanes and ranks read it."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from pathlib import Path

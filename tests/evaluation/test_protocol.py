@@ -1,10 +1,7 @@
 """Lengths at test time and a text read before: weights stay, the memory is built anew; what cannot be names the key."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +27,7 @@ from dist_mem.tracking.log import METRICS_FILE, read_points
 from tests.support.evaluated_runs import MEMORIES, asked, config_with, make_run
 from tests.support.jobs import train_here, write_config
 from tests.support.messages import refused
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 from tests.support.scored_library import (
     LENGTHS,
     MEM_LEN,
@@ -184,10 +181,7 @@ def test_the_protocol_and_its_name_say_what_differs_from_the_training() -> None:
     assert tag_of(make_config(eval={"mem_len": MEM_LEN, "seg_len": SEG_LEN, "same_length": False})) == ""
 
 
-@pytest.mark.ranks
-def test_evaluations_in_a_training_have_its_lengths(
-    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
-) -> None:
+def test_evaluations_in_a_training_have_its_lengths(tmp_path: Path, books: Path, rank_pool: Pools) -> None:
     """Those of `eval` are for `dist-mem evaluate`."""
     found = []
     for name, lengths in {"trained": {}, "others": {"mem_len": 40, "same_length": True}}.items():

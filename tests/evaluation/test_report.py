@@ -1,7 +1,5 @@
 """Reports and their comparison: figures by their definitions, tables and files."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

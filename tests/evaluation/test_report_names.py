@@ -1,7 +1,5 @@
 """What writes the names of result files reads them."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 

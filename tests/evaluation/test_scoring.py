@@ -1,10 +1,8 @@
 """Scoring of documents and of a stream: every token once, right or not; what cannot be right is an error."""
 
-from __future__ import annotations
-
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -35,7 +33,7 @@ from dist_mem.training.opening import open_evaluated
 from tests.support.faults import flip
 from tests.support.messages import refused
 from tests.support.plain_scores import DOCUMENTS, read_plainly
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 from tests.support.scored_library import (
     ALONE,
     LENGTHS,
@@ -49,9 +47,6 @@ from tests.support.scored_library import (
     score,
 )
 from tests.support.tiny import zero_block
-
-pytestmark = pytest.mark.ranks
-
 
 RECALL: list[Any] = [document.recall for document in DOCUMENTS]
 
@@ -160,9 +155,7 @@ NUM_SEGMENTS = sum(-(-length // SEG_LEN) for length in LENGTHS)
 
 @pytest.mark.parametrize(("num_lanes", "micro_lanes"), [(3, 1), (10, 4), (50, 3)])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_no_idle_lane_is_computed(
-    index: Index, rank_pool: Callable[[int], RankPool], size: int, num_lanes: int, micro_lanes: int
-) -> None:
+def test_no_idle_lane_is_computed(index: Index, rank_pool: Pools, size: int, num_lanes: int, micro_lanes: int) -> None:
     """Neither lanes beyond the number of documents, nor those that have run out while others still read.
 
     Every rank makes the same number of forwards: with ZeRO each gathers parameters. One without a lane left makes them
@@ -317,7 +310,7 @@ def score_on_rank(world: World, split_dir: Path, num_lanes: int = 5, layout: str
     return score(read_index(split_dir), make_model(), num_lanes=num_lanes, layout=layout, world=world)
 
 
-def test_a_damaged_document_stops_every_rank(damaged: Index, rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_damaged_document_stops_every_rank(damaged: Index, rank_pool: Pools) -> None:
     with pytest.raises(AssertionError) as caught:
         rank_pool(2).run(score_on_rank, damaged.split_dir)
     ranks = str(caught.value).split("rank 1:\n")
@@ -326,7 +319,7 @@ def test_a_damaged_document_stops_every_rank(damaged: Index, rank_pool: Callable
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_ranks_do_not_change_the_hits(tmp_path: Path, rank_pool: Callable[[int], RankPool], stage: int) -> None:
+def test_ranks_do_not_change_the_hits(tmp_path: Path, rank_pool: Pools, stage: int) -> None:
     index, model = write_masked(tmp_path), learnt_a_little("adaptive, narrow")
     expected = [found.hits for found in all_scores(score(index, model))]
     assert rank_pool(2).run(hits_on_ranks, tmp_path, stage) == [expected, expected]
@@ -430,7 +423,7 @@ def test_a_split_of_which_nothing_would_be_scored_is_refused_before_the_training
 @pytest.mark.parametrize("num_lanes", [2, 5])  # of five, three ranks of four have two or one; the last has none
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_number_of_ranks_changes_no_metric_of_a_stream(
-    index: Index, rank_pool: Callable[[int], RankPool], size: int, num_lanes: int
+    index: Index, rank_pool: Pools, size: int, num_lanes: int
 ) -> None:
     expected = score_on_rank(ALONE, index.split_dir, num_lanes, "stream")
     reports = rank_pool(size).run(score_on_rank, index.split_dir, num_lanes, "stream")

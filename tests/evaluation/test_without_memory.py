@@ -1,7 +1,5 @@
 """Evaluation with the memory emptied at every segment: the same tokens, each segment as if nothing stood before it."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

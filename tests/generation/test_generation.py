@@ -1,7 +1,5 @@
 """Generation and scores of texts with memory: equal to reading the document anew from its start, for every memory."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """`dist-mem generate`: real runs, real processes, real files; texts as they are read, and those without an end."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -34,16 +32,13 @@ from dist_mem.runtime.terminal import make_printable
 from tests.support.jobs import build_books, train_here, write_config
 from tests.support.limits import limit
 from tests.support.messages import refused, said
-from tests.support.ranks import RankPool
-
-pytestmark = pytest.mark.ranks
-
+from tests.support.ranks import Pools
 
 PROMPT = "mirukoten solqua verba \u20ac"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, rank_pool: Callable[[int], RankPool]) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, rank_pool: Pools) -> Path:
     """Two runs on bytes, with memory and without, and one on words."""
     folder = tmp_path_factory.mktemp("generation")
     data = build_books(folder)

@@ -1,7 +1,5 @@
 """A memory file continues as the reading that was saved, bit for bit, for every memory; and its commands."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import struct

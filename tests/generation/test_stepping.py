@@ -1,7 +1,5 @@
 """Generation a row at a time: equal to computing the open segment again, for every memory that can, by discovery."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import cache
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """A model with a published tokenizer may end its text with EOS, wherever it is generated; others write on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

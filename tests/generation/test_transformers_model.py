@@ -1,7 +1,5 @@
 """An export for Hugging Face's transformers: our figures, our memories, our ids, and the same model back."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """An export takes every option of transformers that its own models take, or says why it cannot."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -1,7 +1,5 @@
 """A memory that is added to a pretrained model: it begins as the model, and learns. Every preset, found by its file."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The memory contract in GPT-2 and Llama; FLOPs of Llamas, and memories that are refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

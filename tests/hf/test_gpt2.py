@@ -1,7 +1,5 @@
 """GPT-2 with memories: where it begins, what is trained, ALiBi, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Two layers read seven segments of 512 tokens in float64; after 2048 tokens the published code forgets everything.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,9 +1,6 @@
 """A pretrained GPT-2 in training, at all ZeRO stages (so is a Llama): resumed without its folder, exported, read."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +18,8 @@ from dist_mem.runtime.distributed import World
 from tests.support import llama_models
 from tests.support.gpt2_models import LTM, SIZES, build, save_random_gpt2
 from tests.support.jobs import checkpoint_content, difference, losses, train_here, write_config
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 from tests.support.tiny import run_steps, tiny_config, tiny_job
-
-pytestmark = pytest.mark.ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 BYTES = 257  # tokens of the tokenizer that `build_books` takes
@@ -66,7 +61,7 @@ NIGHTLY = {"causal", "linear"}  # the others go through the same attention and t
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.nightly] if case in NIGHTLY else []) for case in CASES]
 )
-def test_losses_agree_across_zero_stages_and_ranks(rank_pool: Callable[[int], RankPool], case: str) -> None:
+def test_losses_agree_across_zero_stages_and_ranks(rank_pool: Pools, case: str) -> None:
     (alone,) = rank_pool(1).run(five_losses, 0, case)
     assert len(set(alone)) == 5
     for stage in range(4):
@@ -90,7 +85,7 @@ def write(path: Path, books: Path, run_dir: Path, pretrained: Path, **blocks: An
 
 @pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.nightly) for stage in (0, 1, 2)] + [3])
 def test_resumes_in_the_same_bits_without_the_folder(
-    tmp_path: Path, books: Path, folder: Path, rank_pool: Callable[[int], RankPool], stage: int
+    tmp_path: Path, books: Path, folder: Path, rank_pool: Pools, stage: int
 ) -> None:
     """Two ranks, dropout on, stopped after five of ten steps; the pretrained weights are gone by then."""
     zero = {"deepspeed": {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}}
@@ -112,7 +107,7 @@ def test_resumes_in_the_same_bits_without_the_folder(
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_training_only_the_memory_leaves_gpt2_as_it_was(
-    tmp_path: Path, books: Path, folder: Path, rank_pool: Callable[[int], RankPool], stage: int
+    tmp_path: Path, books: Path, folder: Path, rank_pool: Pools, stage: int
 ) -> None:
     """Bit for bit, from the file of the pretrained weights to the export of the run, weight decay on."""
     groups = [LTM_ONLY, {"pretrained": True, "trainable": False}]
@@ -132,7 +127,7 @@ def test_training_only_the_memory_leaves_gpt2_as_it_was(
 
 
 def test_an_export_for_transformers_begins_another_run(
-    tmp_path: Path, books: Path, folder: Path, rank_pool: Callable[[int], RankPool]
+    tmp_path: Path, books: Path, folder: Path, rank_pool: Pools
 ) -> None:
     memory = {"memory": {"kind": "causal"}, "optimizer": {"groups": []}}
     write(tmp_path / "first.yaml", books, tmp_path / "first", folder, **memory)

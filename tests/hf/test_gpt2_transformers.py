@@ -1,7 +1,5 @@
 """Exports, opened by Hugging Face's transformers: the same figures, and `generate()` carries the memory."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from functools import cache

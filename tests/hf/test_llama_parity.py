@@ -1,7 +1,5 @@
 """Models of every kind with random weights: logits, gradients and segments equal those of transformers, both ways."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 """LoRA on pretrained projections: it begins as the model, keeps its weights, and peft reads what it learned."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +22,7 @@ from tests.support import gpt2_models, llama_models
 from tests.support.jobs import checkpoint_content, difference, train_here, write_config
 from tests.support.messages import refused
 from tests.support.paths import ROOT
-from tests.support.ranks import RankPool
-
-pytestmark = pytest.mark.ranks
+from tests.support.ranks import Pools
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 PRESET = ROOT / "configs" / "pretrained" / "lora.yaml"
@@ -107,7 +103,7 @@ def write(path: Path, books: Path, run_dir: Path, base: Path, name: str, stage: 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft reads it
 @pytest.mark.parametrize(("name", "stage"), [("GPT-2", 3), ("Llama", 2)])
 def test_a_run_trains_lora_and_memory_alone_and_peft_opens_what_it_learned(
-    name: str, stage: int, tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
+    name: str, stage: int, tmp_path: Path, books: Path, rank_pool: Pools
 ) -> None:
     """Two ranks, stopped after two of four steps."""
     peft = pytest.importorskip("peft", reason="peft is not installed")

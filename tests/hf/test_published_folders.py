@@ -1,7 +1,5 @@
 """Folders in Hugging Face's layout that others made: every wrong file is refused by its name, and the key."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Token types of GPT-2: read off the text, the same for any segments, embedded as Hugging Face's GPT-2 does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

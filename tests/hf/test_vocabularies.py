@@ -1,7 +1,5 @@
 """Weights are of ids: a folder's tokens are compared with those of the data, whatever their number."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`dist-mem inspect RUN --book ID`: what it prints, writes and refuses; classes of words by stated rules."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

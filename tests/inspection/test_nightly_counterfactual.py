@@ -5,8 +5,6 @@ passage in the memory has the word, that passage must be the one whose removal i
 word must cost about what it costs without any memory.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

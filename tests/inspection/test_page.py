@@ -1,7 +1,5 @@
 """The report page as a file: well formed, of no network, no text taken for markup; a book as far as there is room."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The page in a headless Chromium, at a desk's and at a phone's width: clicks, keys, the theme; no complaint."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What memory changed, the counterfactual, and what memories show: over every memory, and as evaluations find it."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any, TypeAlias

@@ -1,7 +1,5 @@
 """The copy of code and configuration that a job runs: whole or absent, and read in place of what it was made of."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """`launch.directives`: GPUs in every form that sbatch takes, and options that no job of a run can have."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Ranks in a shell of `srun --pty`, on a real Slurm: the shell is task 0 of a step whose other tasks have no shell."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

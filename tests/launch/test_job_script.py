@@ -1,7 +1,5 @@
 """One start of the batch script, with programs in place of Slurm's: what it is given, and what it gives on."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Mapping

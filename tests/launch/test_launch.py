@@ -1,7 +1,5 @@
 """The same training through every launcher: the deepspeed launcher, with a hostfile too, torchrun, and none."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -18,8 +16,6 @@ from dist_mem.runtime.network_interface import free_port
 from tests.support.jobs import logged_steps, losses, run_ranks, write_config
 from tests.support.limits import limit, wait_until
 from tests.support.paths import ROOT
-
-pytestmark = pytest.mark.ranks
 
 BIN = Path(sys.executable).parent
 

@@ -3,8 +3,6 @@
 What it does after its ranks have ended is in test_slurm_script.py.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import os

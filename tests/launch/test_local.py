@@ -1,7 +1,5 @@
 """Ranks of one machine see the GPUs that the user chose, in launch/local.sh, in sweeps and in `dist_mem.train`."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Compiled code on a node's own disk: loaded only from a folder of this user into which nobody else can write."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

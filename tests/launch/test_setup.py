@@ -1,7 +1,5 @@
 """`launch.setup`: the job ends at the first command that fails, and names it; and what a container does not see."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`dist-mem launch`, `status`, `logs` and `cancel` under a real Slurm of two nodes, with real trainings."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Training under a real Slurm of two nodes: signals, time limit, kills and requeues; nothing is lost in any."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -24,7 +22,7 @@ from tests.support.paths import ROOT
 from tests.support.slurm_cluster import Cluster
 from tests.support.slurm_runs import BIN, ENDED, launch_block, path_of
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slurm, pytest.mark.timeout(1800)]  # minutes on a busy machine
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]  # minutes on a busy machine
 OVER = {"kind": "transformer_xl", "mem_len": 16}
 STICKY = {"kind": "infinite", "sampling": "sticky", "num_basis": 16, "num_samples": 16, "over": OVER}
 

@@ -3,8 +3,6 @@
 The ranks are a small shell script here in place of `dist-mem`; test_slurm_jobs.py trains.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import time

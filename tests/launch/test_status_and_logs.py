@@ -1,7 +1,5 @@
 """`dist-mem status`, `logs` and `cancel` with programs in place of Slurm's: of several runs, and of jobs of others."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A variable of sbatch precedes a line of the script: none may change a job that `dist-mem launch` submits."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

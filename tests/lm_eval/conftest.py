@@ -1,7 +1,5 @@
 """A model that tasks ask."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

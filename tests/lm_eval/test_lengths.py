@@ -1,7 +1,5 @@
 """`dist-mem lm-eval --lengths`: the harness's prompts, one table, one reading; a command that was stopped goes on."""
 
-from __future__ import annotations
-
 import csv
 import json
 import random

@@ -1,7 +1,5 @@
 """`dist-mem lm-eval` on local tasks: figures are those of `evaluate` and `generate`; passages score as read alone."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
@@ -36,12 +34,9 @@ from tests.support.generating import BOS, float32_model
 from tests.support.jobs import build_books, train_here, write_config
 from tests.support.messages import refused, said
 from tests.support.published_tokenizers import save_published
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 from tests.support.run_memories import small_memory
 from tests.support.scored_library import Request
-
-pytestmark = pytest.mark.ranks
-
 
 SEG_LEN = 16  # of jobs.write_config
 QUESTIONS: list[dict[str, Any]] = [
@@ -92,7 +87,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained_run(folder: Path, rank_pool: Callable[[int], RankPool]) -> Callable[..., Path]:
+def trained_run(folder: Path, rank_pool: Pools) -> Callable[..., Path]:
     """Train a run of two steps, once for every memory and change."""
 
     def train(kind: str, name: str = "", **changes: Any) -> Path:

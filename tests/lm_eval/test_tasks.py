@@ -1,7 +1,5 @@
 """What tasks of the harness ask of a model is read with defaults and types, before anything is computed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """ARMT against the authors' formulae (tests/golden/armt; README.md there) in float64, alone and in GPT-2 and Llama."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast

@@ -5,8 +5,6 @@ that segments of any length read the same rows, in test_txl_parity.py. Shape let
 model, H heads, K head width.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

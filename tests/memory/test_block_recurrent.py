@@ -4,8 +4,6 @@ The published layer is written out here around ours, with the published output o
 norms, which ours has not with `norm: post`, the feed-forward network and the softmax.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compressive Transformer: Algorithm 1 and 2 of Rae et al. 2020, written out, and who learns from which loss."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

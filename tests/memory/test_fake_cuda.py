@@ -6,8 +6,6 @@ because it has nothing that switches between devices; a C++ file of three lines 
 Torch cannot forget what was registered, so each test runs in a process of its own.
 """
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """`density: gibbs`, the density of infinity-Video: against the authors' functions, and against its definition."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

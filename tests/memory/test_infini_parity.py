@@ -3,8 +3,6 @@
 The published backbone is not ours (RMS norm, GEGLU, a softmax with bias), so it is written out here around our layer.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

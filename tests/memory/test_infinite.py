@@ -1,7 +1,5 @@
 """The infinity-former's memory: what its signal is, what it lies over, how it is configured, where it samples."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ Martins et al. 2022: eq. 5 (regression), 8 (keys and values), 9-10 (densities), 
 (gate), 20 (divergence), with positions i / L as in sec. 2.2. Losses and the gradients of all parameters are compared.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

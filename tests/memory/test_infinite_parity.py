@@ -4,8 +4,6 @@ With the stored regression matrices to 1e-9; with our own to 2e-5, because the p
 Theirs orders basis functions by centre, then width; ours by width, then centre.
 """
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

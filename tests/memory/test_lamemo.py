@@ -3,8 +3,6 @@
 The reference vectors are in test_lamemo_parity.py, the memory contract in test_memory_contract.py.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -4,8 +4,6 @@ The published code ran in float32, ours runs in float64. Arrays are time-first t
 is below what its epsilon in alpha amounts to.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import Any

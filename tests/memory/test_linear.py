@@ -1,7 +1,5 @@
 """The rule of linear memories: the published recurrences, our chunks and our recurrence are equal in float64."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

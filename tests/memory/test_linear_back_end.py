@@ -1,7 +1,5 @@
 """The back end of a linear memory (`memory.kernels`), and what is said of the choice; no kernel is run here."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 The interpreter takes a copy of the package in which a loop's index, there a number of Python, is cast by a function.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """The presets of linear memories: two equal published layers, and all their recurrence."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ The published backbone is not ours (RMS norms, ReLU without biases, a tied embed
 our layer. Its first layer has no stored rows: ours has, behind a gate that is closed.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

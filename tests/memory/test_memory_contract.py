@@ -4,8 +4,6 @@ A new memory is tested as soon as its file is there; `small_options` says how it
 themselves stand in dist_mem/contract/. Rule 9, parity with published vectors, has a test file for each memory.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

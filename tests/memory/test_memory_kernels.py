@@ -3,8 +3,6 @@
 As tests/nn/test_distance_kernels.py: the interpreter computes in float32, and each test runs in a process of its own.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

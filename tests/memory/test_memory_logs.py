@@ -1,8 +1,5 @@
 """Values that memories log are averaged over blocks, lanes and ranks, and do not change the training."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,10 +11,8 @@ from dist_mem.memory import memory_class
 from dist_mem.runtime.distributed import World
 from dist_mem.training.meter import Meter
 from tests.support.paths import SUPPORT
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 from tests.support.tiny import Gradients, full_parameters, ragged_segments, run_steps, tiny_config, tiny_job
-
-pytestmark = pytest.mark.ranks
 
 LOGGING = f"{SUPPORT / 'logging_memory.py'}:Logging"
 # Six lanes in groups of two on two ranks: two places are idle.
@@ -34,9 +29,7 @@ def logs_of_two_steps(world: World, kind: str, stage: int) -> tuple[dict[str, fl
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_figures_are_means_over_blocks_and_lanes_that_read_of_all_ranks(
-    rank_pool: Callable[[int], RankPool], stage: int
-) -> None:
+def test_figures_are_means_over_blocks_and_lanes_that_read_of_all_ranks(rank_pool: Pools, stage: int) -> None:
     config = tiny_config({"train": SIZES})
     lengths = [batch.valid_len for step in range(2) for batch in ragged_segments(config, step=step)]
     for metrics, _ in rank_pool(2).run(logs_of_two_steps, LOGGING, stage):
@@ -45,7 +38,7 @@ def test_figures_are_means_over_blocks_and_lanes_that_read_of_all_ranks(
         assert metrics["memory/size"] > 0.0
 
 
-def test_logging_changes_no_bit_of_the_training(rank_pool: Callable[[int], RankPool]) -> None:
+def test_logging_changes_no_bit_of_the_training(rank_pool: Pools) -> None:
     pairs = [rank_pool(2).run(logs_of_two_steps, kind, 2)[0] for kind in (LOGGING, "transformer_xl")]
     (logging, one), (silent, other) = pairs
     assert all(torch.equal(one[name], other[name]) for name in other)

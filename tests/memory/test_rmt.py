@@ -3,8 +3,6 @@
 Parity with the published code: test_rmt_parity.py.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

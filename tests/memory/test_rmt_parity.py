@@ -3,8 +3,6 @@
 Arrays are time-first there and lanes first here.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """RMT over GPT-2 and Llama against the authors' formulae (tests/golden/rmt_rows; README.md there) in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Titans against vectors of the paper's equations (tests/golden/titans), in float64, and against its recurrence."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The titles of memories, by which tables and pictures name runs."""
 
-from __future__ import annotations
-
 from dist_mem.config import load_config
 from dist_mem.config.memory_blocks import describe_memory
 from dist_mem.memory import memory_class, memory_kinds, memory_options, memory_title

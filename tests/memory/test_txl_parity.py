@@ -3,8 +3,6 @@
 The published code ran in float32, ours runs in float64. Arrays are time-first there and lanes first here.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ The graphs are run by torch's own kernels (`without_inductor`), so they must com
 Inductor itself, whose kernels round differently, is tested in tests/training/test_compile.py.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Of its blocks in training: what is recomputed in the backward changes no bit, and keeps fewer activations.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

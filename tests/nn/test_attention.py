@@ -1,7 +1,5 @@
 """Back ends of attention: equal to the simple one in values, gradients and log-sums, for every memory."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

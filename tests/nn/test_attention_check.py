@@ -1,7 +1,5 @@
 """The check of fused attention at the start of a training finds what is wrong, and passes what is right."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

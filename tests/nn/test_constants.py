@@ -1,7 +1,5 @@
 """Small tensors of known values are made once for each device."""
 
-from __future__ import annotations
-
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 

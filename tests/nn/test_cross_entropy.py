@@ -1,7 +1,5 @@
 """The fused cross-entropy and the adaptive losses equal plain operations, kept whole or computed in chunks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

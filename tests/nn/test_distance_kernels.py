@@ -4,8 +4,6 @@ The interpreter computes on CPU tensors in float32; whether a module's kernels a
 imported, so each test runs in a process of its own. That they are small enough for sm_90: test_memory_kernels.py.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Half-precision products on a processor without instructions for them: float32's, rounded once."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
@@ -17,7 +15,7 @@ from dist_mem.nn import half_products
 from dist_mem.nn.half_products import HALF, widen_half_products
 from dist_mem.runtime.distributed import World
 from tests.support.jobs import train_here, write_config
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 
 CPU = torch.device("cpu")
 # What ends in each of `PRODUCTS`, and the shapes of its operands.
@@ -105,9 +103,8 @@ def train_without_instructions(world: World, config: Path) -> tuple[int, bool, s
     return code, replaced, printed.getvalue()
 
 
-@pytest.mark.ranks
 def test_a_training_and_a_loaded_model_in_bf16_replace_them_and_the_start_says_so(
-    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, books: Path, rank_pool: Pools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = {"train": {"steps": 2, "precision": "bf16"}, "checkpoint": {"every": 2}}
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", changes)

@@ -1,7 +1,5 @@
 """Scaled rotary positions, norms of heads and sliding windows, against reference vectors (tests/golden/rope)."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

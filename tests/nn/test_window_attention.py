@@ -5,8 +5,6 @@ tensors, in float64: sequences by their ends, seen from the lower right corner. 
 which `benchmarks/gpu.sh` compares on a device.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, cast
 
 import pytest

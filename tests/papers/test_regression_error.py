@@ -1,7 +1,5 @@
 """How much an infinite memory has kept: the measure, against cases whose answer is known."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Benchmarks: steps that are timed repeat for every memory; that of GPUs runs whole on CPUs, also when interrupted."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -4,8 +4,6 @@ Keys and defaults of that release are in golden/released_keys.txt; `python -m te
 of this tree there, as a step of a release.
 """
 
-from __future__ import annotations
-
 import re
 
 from tests.support.paths import GOLDEN, ROOT

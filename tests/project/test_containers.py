@@ -3,8 +3,6 @@
 Building them takes programs that are not at hand in tests; docs/howto/offline.md says how their steps have been run.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

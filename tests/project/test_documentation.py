@@ -1,7 +1,5 @@
 """What the pages say exists: links, files, make targets, and every command down to its configuration keys."""
 
-from __future__ import annotations
-
 import ast
 import re
 import runpy

@@ -6,8 +6,6 @@ What cannot run here is listed with the reason in pages_not_run.py. Every other 
 where the page shows an error, and must not warn that ranks are idle.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

@@ -1,7 +1,5 @@
 """The page of faults quotes what the code says, with exit codes that there are."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

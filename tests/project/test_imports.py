@@ -1,7 +1,5 @@
 """The import arrows of docs/explanation/design.md: one layer a folder, downward only, and one door per dependency."""
 
-from __future__ import annotations
-
 import ast
 import re
 import runpy

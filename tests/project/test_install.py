@@ -1,7 +1,5 @@
 """An installation: what belongs to it, and what works with only a part of the libraries."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,13 +1,9 @@
 """The page of metrics names exactly what the code can log, under the groups of MLflow."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
 import torch
 
 from dist_mem.data.batch import Batch
@@ -24,10 +20,8 @@ from dist_mem.training.meter import LOGGED, MEASUREMENTS, Meter, Totals
 from tests.support.contract_cases import LANES, subject
 from tests.support.jobs import train_here, write_config
 from tests.support.paths import ROOT
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 from tests.support.tiny import Gradients
-
-pytestmark = pytest.mark.ranks
 
 PAGE = ROOT / "docs" / "reference" / "metrics.md"
 FULL_LANES = "memory/full_lanes"  # counted over a whole run; the test with a run meets it
@@ -94,9 +88,7 @@ def test_names_stand_beside_those_in_their_group() -> None:
     assert [row for row in rows() if row.plain and [in_group(name) for name in row.plain] != row.grouped] == []
 
 
-def test_everything_that_a_run_logs_is_on_the_page(
-    tmp_path: Path, books: Path, rank_pool: Callable[[int], RankPool]
-) -> None:
+def test_everything_that_a_run_logs_is_on_the_page(tmp_path: Path, books: Path, rank_pool: Pools) -> None:
     run_dir = tmp_path / "run"
     config = write_config(tmp_path / "run.yaml", books, run_dir, {"eval": {"every": 4, "max_document_len": 64}})
     assert rank_pool(2).run(train_here, config) == [0, 0]

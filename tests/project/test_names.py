@@ -1,7 +1,5 @@
 """Comments, docstrings and pages name files and parameters that exist."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re

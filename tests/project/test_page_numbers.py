@@ -1,7 +1,5 @@
 """Numbers of the pages are those of the package, of the log, or of a named test or benchmark."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

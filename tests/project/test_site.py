@@ -1,7 +1,5 @@
 """The pages as a site: every page is in its navigation, it builds without a warning, fits a phone, needs no network."""
 
-from __future__ import annotations
-
 import html
 import json
 import os

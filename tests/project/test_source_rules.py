@@ -3,8 +3,6 @@
 Functions and classes are called by what they do and are: verbs or nouns, each term in the glossary's one meaning.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The suite: how long `make test` takes, and what folders and imports its files have."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,10 +1,7 @@
 """`dist-mem batch` shows what the Feed delivered, over world sizes, layouts, skipped updates and rollbacks."""
 
-from __future__ import annotations
-
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +13,8 @@ from dist_mem.recompute.batch import read_step, run
 from dist_mem.training.history import HISTORY
 from tests.support.jobs import train_here, write_config
 from tests.support.messages import refused
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 from tests.support.recording import Delivered, assert_as_delivered, train_recording
-
-pytestmark = pytest.mark.ranks
-Pool = Callable[[int], RankPool]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +27,7 @@ Pool = Callable[[int], RankPool]
     ids=["documents", "cut from the end", "stream in blocks"],
 )
 def test_every_step_is_as_delivered_on_2_then_3_then_1_ranks(
-    tmp_path: Path, books: Path, rank_pool: Pool, changes: dict[str, Any]
+    tmp_path: Path, books: Path, rank_pool: Pools, changes: dict[str, Any]
 ) -> None:
     run_dir = tmp_path / "run"
     config = write_config(
@@ -61,7 +55,7 @@ def test_every_step_is_as_delivered_on_2_then_3_then_1_ranks(
     assert_as_delivered(run_dir, 7, delivered[7])  # from the beginning
 
 
-def test_a_rolled_back_step_is_as_delivered_the_last_time(tmp_path: Path, books: Path, rank_pool: Pool) -> None:
+def test_a_rolled_back_step_is_as_delivered_the_last_time(tmp_path: Path, books: Path, rank_pool: Pools) -> None:
     run_dir = tmp_path / "run"
     changes = {"divergence": {"action": "rollback"}, "train": {"steps": 9}, "checkpoint": {"every": 3}}
     config = write_config(tmp_path / "run.yaml", books, run_dir, {"schedule": {"kind": "constant"}}, changes)
@@ -71,7 +65,7 @@ def test_a_rolled_back_step_is_as_delivered_the_last_time(tmp_path: Path, books:
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path, books: Path, rank_pool: Pool) -> Path:
+def run_dir(tmp_path: Path, books: Path, rank_pool: Pools) -> Path:
     changes = {
         "train": {"steps": 3, "global_batch_size": 4, "micro_batch_size": 1, "segments_per_update": 2},
         "tracking": {"every": 2},

@@ -1,12 +1,9 @@
 """`dist-mem recompute` computes steps again, bit for bit, and names what differs from the recorded ones."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +21,11 @@ from tests.support.jobs import finish, logged_steps, run_ranks, start_ranks, tra
 from tests.support.limits import limit, wait_until
 from tests.support.messages import refused, said, said_line
 from tests.support.rank_errors import error_of
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 from tests.support.recording import found_by, planted_spike
 from tests.support.run_memories import carries_gradient, every_memory, small_memory
 from tests.support.tracked import log_points
 
-pytestmark = pytest.mark.ranks
-Pool = Callable[[int], RankPool]
 CONSTANT = {"schedule": {"kind": "constant"}}  # so that a run may end at different steps
 
 
@@ -45,7 +40,7 @@ def train_diverging(world: World, config: Path, at: int) -> int:
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_steps_are_equal_bit_for_bit_and_nothing_is_written(
-    tmp_path: Path, books: Path, rank_pool: Pool, stage: int
+    tmp_path: Path, books: Path, rank_pool: Pools, stage: int
 ) -> None:
     """Two segments an update, a point every three steps, and checkpoints between the points."""
     zero = {"deepspeed": {"zero_optimization": {"stage": stage}}}
@@ -63,7 +58,7 @@ def test_steps_are_equal_bit_for_bit_and_nothing_is_written(
     assert content_of(tmp_path / "run") == before
 
 
-def test_a_step_without_targets_is_computed_again(tmp_path: Path, rank_pool: Pool) -> None:
+def test_a_step_without_targets_is_computed_again(tmp_path: Path, rank_pool: Pools) -> None:
     """As in the recall tasks, whose documents are scored at their end: here in the second segment."""
     data = make_data(tmp_path / "data", [32] * 8, num_scored=2)
     config = write_config(tmp_path / "run.yaml", data, tmp_path / "run", {"train": {"steps": 2}})
@@ -81,7 +76,7 @@ MEMORIES = {
 
 
 @pytest.mark.parametrize("name", MEMORIES)
-def test_every_memory_is_computed_again_bit_for_bit(tmp_path: Path, books: Path, rank_pool: Pool, name: str) -> None:
+def test_every_memory_is_computed_again_bit_for_bit(tmp_path: Path, books: Path, rank_pool: Pools, name: str) -> None:
     """From an empty memory and from the checkpoint of step 4, under ZeRO-2 on two ranks, with dropout.
 
     Where gradients flow through the state, in windows whose segments the backward computes again.
@@ -100,7 +95,7 @@ def test_every_memory_is_computed_again_bit_for_bit(tmp_path: Path, books: Path,
 
 
 def test_steps_on_changing_ranks_are_computed_on_those_that_made_them(
-    tmp_path: Path, books: Path, rank_pool: Pool
+    tmp_path: Path, books: Path, rank_pool: Pools
 ) -> None:
     run_dir = tmp_path / "run"
     for ranks, steps in ((2, 7), (1, 14)):
@@ -116,7 +111,7 @@ def test_steps_on_changing_ranks_are_computed_on_those_that_made_them(
 
 
 @pytest.mark.parametrize("action", ["rollback", "skip"])
-def test_steps_around_a_divergence_are_equal(tmp_path: Path, books: Path, rank_pool: Pool, action: str) -> None:
+def test_steps_around_a_divergence_are_equal(tmp_path: Path, books: Path, rank_pool: Pools, action: str) -> None:
     """The spike at the eighth update is planted. After a rollback to step 5, steps 6 to 8 are only read."""
     run_dir = tmp_path / "run"
     config = write_config(tmp_path / "run.yaml", books, run_dir, {"divergence": {"action": action}})
@@ -129,7 +124,7 @@ def test_steps_around_a_divergence_are_equal(tmp_path: Path, books: Path, rank_p
         assert code == EXIT_DONE, lines
 
 
-def test_a_planted_difference_is_named_with_both_values(tmp_path: Path, books: Path, rank_pool: Pool) -> None:
+def test_a_planted_difference_is_named_with_both_values(tmp_path: Path, books: Path, rank_pool: Pools) -> None:
     run_dir = tmp_path / "run"
     config = write_config(tmp_path / "run.yaml", books, run_dir, {"train": {"steps": 8}})
     assert rank_pool(1).run(train_here, config) == [EXIT_DONE]
@@ -184,7 +179,7 @@ def replay_alone(tmp_path: Path, run_dir: Path, step: int) -> int:
     return int(process.returncode or 0)
 
 
-def test_other_ranks_than_this_machine_has_are_refused(tmp_path: Path, books: Path, rank_pool: Pool) -> None:
+def test_other_ranks_than_this_machine_has_are_refused(tmp_path: Path, books: Path, rank_pool: Pools) -> None:
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", {"train": {"steps": 1}})
     assert rank_pool(1).run(train_here, config) == [EXIT_DONE]
     (part,) = read_history(tmp_path / "run")

@@ -1,7 +1,5 @@
 """What a rank runs on: the table of devices, its start with a GPU (on a machine that is pretended), and its heap."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Where ranks come from, and one failure model: which error all ranks raise, for every error of one or two ranks."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os
@@ -37,12 +35,9 @@ from dist_mem.runtime.distributed import RankFailure, World, agree_all_well, dec
 from dist_mem.runtime.ranks import read_ranks
 from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 from tests.support.messages import refused
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 from tests.support.scored_library import ALONE
 
-pytestmark = pytest.mark.ranks
-
-Pool = Callable[[int], RankPool]
 BATCH_STEP = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}
 JOB_STEP = {**BATCH_STEP, "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
 RANK_1_OF_2 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -239,7 +234,7 @@ def outcomes_of_pairs(world: World) -> list[tuple[str, int | None, str]]:
     return [outcome(partial(on_all_ranks, partial(fail, pair[world.rank]), "testing")) for pair in pairs]
 
 
-def test_all_ranks_raise_the_same_code_whichever_failed(rank_pool: Pool) -> None:
+def test_all_ranks_raise_the_same_code_whichever_failed(rank_pool: Pools) -> None:
     """Of two failures, the one that another start may fix decides: a chain of jobs then goes on."""
     results = rank_pool(2).run(outcomes_of_pairs)
     pairs = list(itertools.product([None, *CODES.values()], repeat=2))
@@ -268,7 +263,7 @@ def outcomes_of_rank_0(world: World) -> list[tuple[str, int | None, str]]:
     return [outcome(partial(decide_on_rank0, partial(fail, make))) for make in CODES]
 
 
-def test_an_error_of_rank_0_is_raised_alike_on_all_ranks(rank_pool: Pool) -> None:
+def test_an_error_of_rank_0_is_raised_alike_on_all_ranks(rank_pool: Pools) -> None:
     first, second = rank_pool(2).run(outcomes_of_rank_0)
     assert first == second
     assert [code for _, code, _ in first] == list(CODES.values())

@@ -1,7 +1,5 @@
 """Variables of the environment: one that is set to empty is one that is not set, whoever reads it."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import os
@@ -19,8 +17,6 @@ from dist_mem.runtime import compilers, devices, environment, ranks
 from tests.support.jobs import write_config
 from tests.support.limits import limit
 from tests.support.messages import said_line
-
-pytestmark = pytest.mark.ranks
 
 MODULES = (environment, ranks, compilers, devices)
 NAME = re.compile(r"[A-Z][A-Z0-9_]{2,}")

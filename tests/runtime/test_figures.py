@@ -1,7 +1,5 @@
 """What is no figure in JSON and CSV, wherever the package writes them."""
 
-from __future__ import annotations
-
 import ast
 import json
 import math

@@ -1,7 +1,5 @@
 """Files and folders are replaced whole, nothing else is, and what a killed process leaves goes with the next."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import random

@@ -1,7 +1,5 @@
 """Lock files: refused at once, waited for, released by the end of a process."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

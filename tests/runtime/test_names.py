@@ -1,7 +1,5 @@
 """No name in a file or from a server leads out of the folder that it is a name in."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

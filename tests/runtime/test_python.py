@@ -1,7 +1,5 @@
 """Where the program runs: it imports nothing from the working directory, and needs no home directory."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import re
@@ -22,8 +20,6 @@ from tests.support.jobs import write_config
 from tests.support.limits import limit
 from tests.support.messages import said_line
 from tests.support.paths import PACKAGE, ROOT
-
-pytestmark = pytest.mark.ranks
 
 HOSTILE = "raise SystemExit('a module of the working directory has run')\n"
 NAMES_PYTHON = re.compile(r"""\bsys\.(?:_base_)?executable\b|["'](?:-m|python3|torchrun)["']""")

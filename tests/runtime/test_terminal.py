@@ -1,7 +1,5 @@
 """What is printed: aligned, coloured on terminals only, and nothing in it steers a terminal; CSV has no formulas."""
 
-from __future__ import annotations
-
 import ast
 import csv
 import io

@@ -1,7 +1,5 @@
 """The kept cells of the arenas are of the definitions that their files have now, so that each call takes them over."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partial

@@ -1,7 +1,5 @@
 """The results of a study: what its cells keep, its table, its pictures, and the best of rows on validation."""
 
-from __future__ import annotations
-
 import csv
 import json
 import warnings

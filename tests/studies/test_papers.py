@@ -4,8 +4,6 @@ The values are those of Martins et al. 2022 (ACL) and Ji et al. 2022 (NAACL); do
 deviations. `at` is (table, row, point) at scale paper.
 """
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 from collections.abc import Sequence

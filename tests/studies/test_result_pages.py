@@ -1,7 +1,5 @@
 """The result pages, and README, have the numbers of the cells in docs/results; a row has the rate that was best."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The runner of studies, end to end: every row trained and measured once, also after a stop or a kill."""
 
-from __future__ import annotations
-
 import csv
 import errno
 import json

@@ -1,7 +1,5 @@
 """The definition of a study: its rows, grid, scales, budget and tuning; what `--check` lists, and what is refused."""
 
-from __future__ import annotations
-
 import math
 import re
 import tempfile

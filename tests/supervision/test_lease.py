@@ -1,7 +1,5 @@
 """One job per run directory."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

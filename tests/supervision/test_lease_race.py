@@ -1,7 +1,5 @@
 """Jobs that want one run directory: one gets it, whoever died where; one that was suspended writes nothing more."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -29,11 +27,9 @@ from tests.support.jobs import (
     write_config,
 )
 from tests.support.limits import limit, wait_until
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 from tests.support.tracked import history, track_sync
 from tests.support.write_points import WritePoints
-
-pytestmark = pytest.mark.ranks
 
 NUM_JOBS = 4  # that contend at a time
 
@@ -133,7 +129,7 @@ def resubmit(config: Path, run_dir: Path, old: Ranks, num_ranks: int) -> Ranks:
     ("num_ranks", "rounds"), [(1, 2), pytest.param(2, 20, marks=[pytest.mark.nightly, pytest.mark.timeout(1800)])]
 )
 def test_of_two_resubmissions_exactly_one_goes_on_and_nothing_is_lost(
-    tmp_path: Path, rank_pool: Callable[[int], RankPool], num_ranks: int, rounds: int
+    tmp_path: Path, rank_pool: Pools, num_ranks: int, rounds: int
 ) -> None:
     changes = {"checkpoint": {"every": 3, "keep_last": 2}, "schedule": {"kind": "constant"}}
     books = build_books(tmp_path)

@@ -1,7 +1,5 @@
 """Ranks that do not come together: every command of several ranks names who is missing and ends, in plain words."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -23,8 +21,6 @@ from tests.support.limits import limit
 from tests.support.loopbacks import IPV6
 from tests.support.messages import refused, said, said_line
 from tests.support.ranks import launcher_environment
-
-pytestmark = pytest.mark.ranks
 
 OF_TORCH = ("frame #", "Exception raised", "c10d", ".cpp:", "Traceback")  # its own words, of no use to anybody
 

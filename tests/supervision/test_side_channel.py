@@ -1,7 +1,5 @@
 """The side channel: one connection per rank, the same decision everywhere, and a rank that has ended is named."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -19,10 +17,8 @@ from dist_mem.supervision.side_channel import SideChannel, accept_all, call, lis
 from tests.support.limits import limit
 from tests.support.loopbacks import LOOPBACKS
 from tests.support.messages import described, refused, said
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 from tests.support.wrong_ports import naming_a_wrong_port
-
-pytestmark = pytest.mark.ranks
 
 SIZE = 6
 
@@ -152,7 +148,7 @@ def open_at_a_wrong_address(world: World) -> str:
     return "opened"
 
 
-def test_a_rank_that_cannot_connect_ends_the_wait_of_rank_0(rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_rank_that_cannot_connect_ends_the_wait_of_rank_0(rank_pool: Pools) -> None:
     begin = time.monotonic()
     first, second = rank_pool(2).run(open_at_a_wrong_address)
     assert time.monotonic() - begin < limit(20)
@@ -164,6 +160,6 @@ def open_and_close(world: World) -> None:
         open_side_channel(world).close()
 
 
-def test_a_side_channel_can_be_closed_at_once(rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_side_channel_can_be_closed_at_once(rank_pool: Pools) -> None:
     """As by a job that has nothing left to train: a slower rank must not be cut off while it connects."""
     rank_pool(2).run(open_and_close)

@@ -1,8 +1,5 @@
 """A slow rank is named, soon, once, and reported again when it has recovered; ranks that are alike are not named."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +18,8 @@ from dist_mem.tracking.tracker import Tracker
 from dist_mem.training import loop as train
 from tests.support.clock import Clock
 from tests.support.jobs import train_here, write_config
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 
-pytestmark = pytest.mark.ranks
-
-Pool = Callable[[int], RankPool]
 FORWARD_SECONDS = 0.02  # of each of two micro-batches
 SLOW_STEPS = range(20, 40)
 
@@ -135,7 +129,7 @@ def train_with_known_forwards(world: World, config: Path, slow_rank: int) -> tup
 
 @pytest.mark.parametrize(("size", "slow_rank"), [(2, 0), (3, 2)])
 def test_a_rank_that_becomes_twice_as_slow_is_named_within_20_steps(
-    tmp_path: Path, books: Path, rank_pool: Pool, size: int, slow_rank: int
+    tmp_path: Path, books: Path, rank_pool: Pools, size: int, slow_rank: int
 ) -> None:
     changes = {
         "train": {"steps": 60, "global_batch_size": 2 * size, "micro_batch_size": 1},
@@ -169,7 +163,7 @@ def train_and_listen(world: World, config: Path) -> list[str]:
 
 
 @pytest.mark.nightly  # tests beside it do not leave the ranks alone: one was named at load 14, rightly
-def test_ranks_that_are_left_alone_are_not_named_in_200_steps(tmp_path: Path, books: Path, rank_pool: Pool) -> None:
+def test_ranks_that_are_left_alone_are_not_named_in_200_steps(tmp_path: Path, books: Path, rank_pool: Pools) -> None:
     changes = {"train": {"steps": 200}, "checkpoint": {"every": 50}}
     config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", changes)
     assert rank_pool(2).run(train_and_listen, config) == [[], []]
@@ -177,7 +171,7 @@ def test_ranks_that_are_left_alone_are_not_named_in_200_steps(tmp_path: Path, bo
 
 @pytest.mark.parametrize(("stage", "straggler"), [(3, 1.5), (2, None)])
 def test_where_nothing_is_compared_nothing_is_exchanged(
-    tmp_path: Path, books: Path, rank_pool: Pool, stage: int, straggler: float | None
+    tmp_path: Path, books: Path, rank_pool: Pools, stage: int, straggler: float | None
 ) -> None:
     """At ZeRO stage 3 forwards wait for the slowest rank: all look alike, and no figure is better than a wrong one."""
     changes = {"train": {"steps": 20}, "watchdog": {"straggler": straggler}}

@@ -1,14 +1,12 @@
 """Nothing moves any more: every live rank tells where it stands, the suspects are named, and the job ends in time."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,11 +41,8 @@ from dist_mem.training.feed import Feed
 from tests.support.forked_ranks import Program, Ranks
 from tests.support.jobs import logged_steps, start_ranks, write_config
 from tests.support.limits import limit, wait_until
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 
-pytestmark = pytest.mark.ranks
-
-Pool = Callable[[int], RankPool]
 ENDLESS = {"train": {"steps": 10**6, "global_batch_size": 12}, "checkpoint": {"every": 50}}
 
 
@@ -356,7 +351,7 @@ def _wait_for_rank_1(world: World, folder: Path) -> None:
     dist.barrier()
 
 
-def test_rank_that_has_not_joined_is_named_from_real_records(tmp_path: Path, rank_pool: Pool) -> None:
+def test_rank_that_has_not_joined_is_named_from_real_records(tmp_path: Path, rank_pool: Pools) -> None:
     rank_pool(3).run(_wait_for_rank_1, tmp_path)
     verdict = read_verdict(tmp_path)
     assert list(verdict.suspects) == [1]
@@ -373,7 +368,7 @@ def _finished(world: World, folder: Path) -> None:
     _save(world, folder, pending=0)
 
 
-def test_nobody_is_named_where_all_is_complete_and_files_stay_small(tmp_path: Path, rank_pool: Pool) -> None:
+def test_nobody_is_named_where_all_is_complete_and_files_stay_small(tmp_path: Path, rank_pool: Pools) -> None:
     rank_pool(2).run(_finished, tmp_path)
     assert read_verdict(tmp_path) == flight_recorder.NO_VERDICT
     kept = json.loads((tmp_path / "collectives-00000.json").read_text())["gloo"]["entries"]

@@ -1,7 +1,5 @@
 """Count the bytes of all tensors that are alive, as a context."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """A book of random losses, for a page."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

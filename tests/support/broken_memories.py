@@ -1,7 +1,5 @@
 """Memories with one bug each, for tests/contract/test_check_memory.py; apart from its bug, each is Transformer-XL."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A fake of a public Google Cloud Storage bucket, for the tests of the download."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -6,8 +6,6 @@ seconds: a landing does not wait for those. tests/durations.json has the seconds
 measured by `make durations`; a function that it does not name is new, or takes next to nothing.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """A certificate authority for tests, with certificates for a server at 127.0.0.1 or localhost, and for a client."""
 
-from __future__ import annotations
-
 import ipaddress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Write folders in the published layout of CMU-DoG: films, and conversations about them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

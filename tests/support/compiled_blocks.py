@@ -1,7 +1,5 @@
 """Compiled blocks without Inductor: torch's compiler traces them as one graph, and torch's own kernels run it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Small instances of every memory, variant and composition, for the tests of the memory contract."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any

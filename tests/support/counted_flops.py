@@ -1,7 +1,5 @@
 """FLOPs of small models, counted by torch."""
 
-from __future__ import annotations
-
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -1,7 +1,5 @@
 """Data directories for the stages of a curriculum."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

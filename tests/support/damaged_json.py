@@ -1,7 +1,5 @@
 """JSON in which a value has another type."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any

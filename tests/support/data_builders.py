@@ -1,7 +1,5 @@
 """Run `dist-mem data build` in this process, and read what it has built."""
 
-from __future__ import annotations
-
 import io
 from contextlib import redirect_stderr
 from pathlib import Path

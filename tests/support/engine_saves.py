@@ -1,7 +1,5 @@
 """Small engines for tests under any ZeRO block: create, save and restore them, and gather their state of all ranks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

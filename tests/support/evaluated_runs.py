@@ -1,7 +1,5 @@
 """Runs with a small model of each memory, to be evaluated."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Faults for tests: of files, of disks that are small or read-only, and what messages say of them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

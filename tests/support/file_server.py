@@ -1,7 +1,5 @@
 """A file server on the loopback that fails on demand, for the tests of remote data."""
 
-from __future__ import annotations
-
 import json
 import ssl
 import subprocess

@@ -1,7 +1,5 @@
 """The process that ranks of tests are forked from: it has imported everything, so that a rank starts at once."""
 
-from __future__ import annotations
-
 import multiprocessing
 from functools import cache
 from typing import Any

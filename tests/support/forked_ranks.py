@@ -4,8 +4,6 @@ The ranks of a pool must survive, and `dist-mem train` takes long to start; a jo
 seconds.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

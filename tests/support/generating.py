@@ -1,7 +1,5 @@
 """Models that read and continue texts, and the same by reading everything from its start."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small GPT-2s for tests: configurations, models, and folders in Hugging Face's layout."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

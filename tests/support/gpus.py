@@ -1,7 +1,5 @@
 """A machine with GPUs that is not there: torch.cuda answers, /sys is a folder. For code that only asks and sets."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Small memories of the infinity-former, and segments that they read."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

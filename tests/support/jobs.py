@@ -1,7 +1,5 @@
 """Training jobs for tests: data on disk, real `dist-mem train` processes, bitwise comparison of checkpoints."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

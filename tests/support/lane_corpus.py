@@ -1,7 +1,5 @@
 """A tiny corpus whose tokens are their own positions, and readers of it, for the tests of the lanes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import islice

@@ -3,8 +3,6 @@
 A limit is there to end what hangs. It may be long, but a loaded machine must not exceed it.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """Small Llamas for tests: configurations, contract cases, and folders in Hugging Face's layout."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

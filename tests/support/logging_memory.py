@@ -1,7 +1,5 @@
 """A memory that logs, for tests/memory/test_memory_logs.py; otherwise it is Transformer-XL."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

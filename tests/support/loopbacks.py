@@ -1,7 +1,5 @@
 """The addresses by which this machine reaches itself; in many containers it has none of IPv6."""
 
-from __future__ import annotations
-
 import socket
 
 

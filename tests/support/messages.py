@@ -1,7 +1,5 @@
 """Errors that name what is wrong. Their whole texts are a report for reading, build/messages.txt of `make messages`."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

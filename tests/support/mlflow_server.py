@@ -1,7 +1,5 @@
 """Real MLflow for tests: a server that can be killed and restarted, addresses that never answer, points of a run."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

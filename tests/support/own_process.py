@@ -1,7 +1,5 @@
 """A function in a process of its own: for what torch cannot forget again."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor

@@ -3,8 +3,6 @@
 A block `output` shows what the last command before it prints.
 """
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Iterator

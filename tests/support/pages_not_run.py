@@ -3,8 +3,6 @@
 That the programs take the arguments of all of them, and that files and keys exist: tests/project/test_documentation.py.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Comparison with reference vectors."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

@@ -1,7 +1,5 @@
 """Scores of documents by the plainest loop."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """An update of an engine beside that of plain autograd."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock

@@ -5,8 +5,6 @@ journal), and the next mount replays the journal as after a crash. ext4 writes n
 `COMMIT_SECONDS`.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

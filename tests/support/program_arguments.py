@@ -1,7 +1,5 @@
 """Check the arguments of commands on a page without running them: parsers, configuration keys, files."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import shlex

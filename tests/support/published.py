@@ -1,7 +1,5 @@
 """Files of reference vectors (tests/golden), layers by themselves, and what parity tests compare."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

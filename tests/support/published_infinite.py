@@ -1,7 +1,5 @@
 """The infinity-former's memory with the weights and inputs of the authors' code (tests/golden/infinite)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

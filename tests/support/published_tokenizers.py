@@ -1,7 +1,5 @@
 """Folders with tokenizers as published models have them, of a few hundred tokens trained on README.md."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Transformer-XL with the weights and inputs of the authors' code (tests/golden/txl)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Errors of ranks, for tests that expect one: in a rank pool they would come with a traceback."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Importing torch and DeepSpeed takes seconds; the ranks are forked from a process that has done so (fork_server.py).
 """
 
-from __future__ import annotations
-
 import os
 import traceback
 from collections.abc import Callable

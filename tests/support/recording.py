@@ -1,7 +1,5 @@
 """Trainings of which is kept what each step was given, and steps that are computed again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Folders of models with their own code, as transformers opens them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

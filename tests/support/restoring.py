@@ -1,7 +1,5 @@
 """Two ranks that open a run to continue it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Memories of the small runs of jobs.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from dist_mem.config.memory_blocks import as_block, kinds_of

@@ -1,7 +1,5 @@
 """Reports, and files of them as `dist-mem evaluate` writes them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from dist_mem.evaluation.protocol import Protocol

@@ -1,7 +1,5 @@
 """Helpers of the tests of saving: faults when a file is written, names of checkpoints, changed manifests."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

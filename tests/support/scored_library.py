@@ -1,7 +1,5 @@
 """A small library to score, a small model, and a comparison of two reports."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Reference reader of training lanes, token by token, without dist_mem.data.segments; a LaneReader must equal it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from itertools import count, repeat

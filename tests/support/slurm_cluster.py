@@ -4,8 +4,6 @@ It needs Debian's slurm-wlm and munge, and root, but neither systemd nor cgroups
 folder. Each node has two GPUs, by name only.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

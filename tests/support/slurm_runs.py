@@ -1,7 +1,5 @@
 """What runs under a real Slurm are started with."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A tiny build, whole or killed, and what is in a folder."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A small study, as a file and as results that no training made."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Names and texts that steer a terminal, and a terminal that keeps what is written to it."""
 
-from __future__ import annotations
-
 import io
 import unicodedata
 

@@ -1,7 +1,5 @@
 """Tiny configurations, batches and jobs for tests that run real engines."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

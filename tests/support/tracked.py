@@ -1,7 +1,5 @@
 """Tracked jobs for tests, without training: log losses, and read them back from MLflow."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path

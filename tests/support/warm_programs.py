@@ -4,8 +4,6 @@ A call has its own process, folder, environment, arguments, streams and exit cod
 SIGTERM. `running_server` starts the process that is forked; `write_programs` writes the programs that call it.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A network in which the port that rank 0 names is not reached, as behind a firewall that refuses connections."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager

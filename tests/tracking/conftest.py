@@ -1,7 +1,5 @@
 """A run directory, and the store of MLflow that it is sent to."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,13 +1,10 @@
 """A sync never reports that MLflow has everything of a run that has lost some; a power failure loses nothing saved."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import sqlite3
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +22,15 @@ from tests.support.forked_ranks import Ranks
 from tests.support.jobs import logged_steps, train_here, write_config
 from tests.support.limits import wait_until
 from tests.support.power import disk_without_power
-from tests.support.ranks import RankPool
+from tests.support.ranks import Pools
 from tests.support.tracked import history, track_sync
 
-pytestmark = pytest.mark.ranks
-
-Pool = Callable[[int], RankPool]
 STEPS, EVERY = 10, 4  # of a checkpoint
 TRACKING: dict[str, Any] = {"mlflow": True, "send": "never", "system_metrics": False}
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, books: Path, rank_pool: Pool) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, books: Path, rank_pool: Pools) -> Path:
     """A run that has evaluated twice and sent nothing yet; its configuration lies beside it."""
     folder = tmp_path_factory.mktemp("trained")
     saves_and_evaluates = {"checkpoint": {"every": EVERY}, "eval": {"every": 5, "batch_size": 2}}
@@ -67,7 +61,7 @@ def test_sync_names_missing_points_and_the_checkpoints_that_follow_remember_them
     trained: Path,
     sqlite_uri: str,
     client: Any,
-    rank_pool: Pool,
+    rank_pool: Pools,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run_dir = copy_of(trained, tmp_path)
@@ -109,7 +103,7 @@ def imports_mlflow(world: World, config_file: Path) -> bool:
     return "mlflow" in sys.modules
 
 
-def test_ranks_other_than_0_never_import_mlflow(rank_pool: Pool, books: Path, tmp_path: Path) -> None:
+def test_ranks_other_than_0_never_import_mlflow(rank_pool: Pools, books: Path, tmp_path: Path) -> None:
     changes = {"tracking": {"mlflow": True, "uri": f"sqlite:///{tmp_path}/mlflow.db"}, "train": {"steps": 2}}
     config_file = write_config(tmp_path / "job.yaml", books, tmp_path / "run", changes)
     assert rank_pool(2).run(imports_mlflow, config_file) == [True, False]

@@ -1,7 +1,5 @@
 """The log on disk, which of its points count, and which ones a resumed run makes again."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

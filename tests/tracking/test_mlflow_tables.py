@@ -1,7 +1,5 @@
 """Which SQLite files are MLflow's: no other one is ever changed, and a kill while one is made leaves none."""
 
-from __future__ import annotations
-
 import ast
 import os
 import signal

@@ -1,7 +1,5 @@
 """Whatever a task, a memory or a user calls something, MLflow has it; what it refuses costs that name alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

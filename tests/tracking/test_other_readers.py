@@ -1,7 +1,5 @@
 """What TensorBoard and Weights & Biases read of a run."""
 
-from __future__ import annotations
-
 import json
 import struct
 import subprocess

@@ -1,7 +1,5 @@
 """Sinks of the user's own files: they get what a run records, add metrics, and stop no training."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The progress of a run and of other work that a user sees."""
 
-from __future__ import annotations
-
 import io
 import math
 import sys

@@ -1,7 +1,5 @@
 """What a run says of the code it is made with."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`track sync`: what lies in a run goes to the server that its user named, nothing else to nobody else; exit codes."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable, Iterator

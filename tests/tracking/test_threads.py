@@ -1,7 +1,5 @@
 """The threads beside a training: samples of the machine, from monitors that may fail, and the delivery to a service."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

@@ -1,7 +1,5 @@
 """What a run's MLflow run holds, after resumes and rollbacks too; over SQLite, without a server."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import time

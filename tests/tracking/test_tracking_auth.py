@@ -1,7 +1,5 @@
 """A real MLflow server with users, behind TLS with a CA of its own: who is let in, and where no secret ends."""
 
-from __future__ import annotations
-
 import base64
 import json
 import secrets
@@ -80,7 +78,7 @@ class _ProxyHandler(socketserver.BaseRequestHandler):
                     ends[end].sendall(data)
 
 
-pytestmark = [pytest.mark.servers, pytest.mark.ranks]
+pytestmark = pytest.mark.servers
 
 ADMIN, ADMIN_PASSWORD = "root-of-mlflow", secrets.token_hex(12)
 USER, PASSWORD = "ada-lovelace-1815", secrets.token_hex(12)

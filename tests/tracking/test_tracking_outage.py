@@ -1,7 +1,5 @@
 """A real MLflow server that is killed, and addresses that never answer: training continues, and nothing is lost."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -28,7 +26,7 @@ from tests.support.limits import limit, wait_until
 from tests.support.mlflow_server import MlflowServer, points_of, silent_address
 from tests.support.tracked import track_sync
 
-pytestmark = [pytest.mark.servers, pytest.mark.ranks]
+pytestmark = pytest.mark.servers
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Which MLflow run a run directory belongs to, what evaluations and syncs add to it, and jobs that only keep a log."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Gradients flow through the segments of a window (`train.bptt_segments`), at every ZeRO stage as in plain autograd."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import product
@@ -37,7 +35,6 @@ from tests.support.ranks import Pools
 from tests.support.tiny import full_parameters, run_steps, tiny_job
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("case", "stage"), list(product(carrying(), [0, 1, 2, 3])))
 def test_an_update_equals_plain_autograd_over_its_windows(rank_pool: Pools, case: str, stage: int) -> None:
     """Two ranks have two lane groups of two lanes each."""
@@ -50,7 +47,6 @@ def test_an_update_equals_plain_autograd_over_its_windows(rank_pool: Pools, case
         assert any(not torch.allclose(found[fewer][name], found[more][name], rtol=1e-4) for name in found[more])
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("case", ["transformer_xl", "linear", "rmt"])
 def test_memories_are_emptied_where_train_reset_says(rank_pool: Pools, case: str) -> None:
     train: dict[str, Any] = {"micro_batch_size": 2, "segments_per_update": 4, "bptt_segments": 2}
@@ -74,7 +70,6 @@ def trained_with(world: World, resets: list[dict[str, Any]]) -> dict[str, Tensor
     return full_parameters(job)
 
 
-@pytest.mark.ranks
 def test_memories_are_carried_after_train_reset_steps(rank_pool: Pools) -> None:
     ends: dict[str, Any] = {"reset": "segment", "reset_steps": 1}
     segment: dict[str, Any] = {"reset": "segment"}

@@ -1,7 +1,5 @@
 """Runs with `train.compile`: Inductor compiles before the first step, and a resumed run equals one that was not."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -11,8 +9,6 @@ from dist_mem.checkpoint.manifest import step_dir
 from dist_mem.training.compiling import describe_compilation
 from tests.support.jobs import checkpoint_content, difference, losses, run_ranks, write_config
 from tests.support.paths import ROOT
-
-pytestmark = pytest.mark.ranks
 
 # A memory whose forward looks at a value, which no graph can contain.
 UNTRACEABLE = """

@@ -1,7 +1,5 @@
 """A run over two stages of a curriculum: resumed, moved, rolled back, shown and computed again, all exactly."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 from pathlib import Path
@@ -22,7 +20,6 @@ from tests.support.rank_errors import error_of
 from tests.support.ranks import Pools
 from tests.support.recording import assert_as_delivered, found_by, train_recording
 
-pytestmark = pytest.mark.ranks
 BOUNDARY = 3
 
 

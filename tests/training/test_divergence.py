@@ -3,8 +3,6 @@
 Whole runs that diverge are in test_divergence_runs.py. Faults are put in by hooks on one rank, for one step.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +21,6 @@ from tests.support.jobs import difference
 from tests.support.ranks import Pools
 from tests.support.tiny import full_parameters, memory_of, run_steps, tiny_config, tiny_job
 
-pytestmark = pytest.mark.ranks
 ADAM = {"optimizer": {"kind": "adamw", "lr": 1e-2, "weight_decay": 0.1}, "train": {"micro_batch_size": 2}}
 STAGES = [0, 1, 2, 3]
 FAULTS = {

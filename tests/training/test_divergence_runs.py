@@ -1,7 +1,5 @@
 """Whole runs of two ranks in which something diverges: skipped, rolled back or stopped, and resumed in between."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -34,7 +32,6 @@ from tests.support.ranks import Pools
 from tests.support.saving import names
 from tests.support.tracked import history
 
-pytestmark = pytest.mark.ranks
 KILLED, STOPPED = "killed", "stopped"
 
 

@@ -1,7 +1,5 @@
 """Faults of a run's place: disk, permissions, compiler, leftovers. All ranks stop, nothing that was saved is lost."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -26,8 +24,6 @@ from tests.support.messages import refused, said, said_line
 from tests.support.rank_errors import error_of
 from tests.support.ranks import Pools, launcher_environment
 from tests.support.saving import names
-
-pytestmark = pytest.mark.ranks
 
 
 def said_once(text: str, *named: object) -> None:

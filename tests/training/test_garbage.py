@@ -1,7 +1,5 @@
 """Garbage is collected at steps that all ranks agree on."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

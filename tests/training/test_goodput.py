@@ -1,7 +1,5 @@
 """The parts of a run's time: they add up to all of it, also after kills and rollbacks."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path
@@ -113,7 +111,6 @@ def test_a_damaged_file_of_starts_is_named(tmp_path: Path) -> None:
     assert caught.value.exit_code == EXIT_USAGE
 
 
-@pytest.mark.ranks
 def test_parts_of_a_run_killed_twice_add_up_to_its_time_by_the_clock(tmp_path: Path) -> None:
     books = build_books(tmp_path / "books")
     run_dir = tmp_path / "run"

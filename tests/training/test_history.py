@@ -1,7 +1,5 @@
 """RUN/history.jsonl: which part of a run made a step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

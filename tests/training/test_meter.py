@@ -1,7 +1,5 @@
 """What a run says about itself: its figures, its speed and FLOPs, and the same figures after a stop or a kill."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Iterator
@@ -29,8 +27,6 @@ from tests.support.jobs import build_books, figures, finish, start_ranks, stop_a
 from tests.support.limits import wait_until
 from tests.support.ranks import Pools
 from tests.support.tiny import VOCAB, Gradients, ragged_segments, tiny_config, tiny_job, update_of_rank
-
-pytestmark = pytest.mark.ranks
 
 
 def test_loss_and_speed_are_those_since_the_last_point(clock: Clock) -> None:

@@ -1,7 +1,5 @@
 """A run over a mixture, with Muon and WSD: resumed with other weights, moved, shown, computed again, all exactly."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -21,7 +19,6 @@ from tests.support.ranks import Pools
 from tests.support.recording import assert_as_delivered, found_by, train_recording
 from tests.support.restoring import open_two, refusal
 
-pytestmark = pytest.mark.ranks
 CHANGE, LAST = 4, 10
 RECIPE: dict[str, Any] = {
     "optimizer": {"kind": "muon", "groups": []},

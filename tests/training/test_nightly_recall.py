@@ -1,7 +1,5 @@
 """Positive controls, long form: what must be remembered or looked up, is. Run by `make nightly`."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

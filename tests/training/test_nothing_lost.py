@@ -3,8 +3,6 @@
 pytest -m nightly tests/training/test_nothing_lost.py -s      # prints what was counted
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
@@ -31,8 +29,6 @@ from tests.support.power import Disk, disk_without_power
 from tests.support.ranks import Pools
 from tests.support.restoring import CHAINS, train_leg
 from tests.support.tracked import history, nested_runs, track_sync
-
-pytestmark = pytest.mark.ranks
 
 # Of each memory: losses of power, kills and signals after a new checkpoint, and kills at any time of a start.
 ENDS = {"power": 10, "SIGKILL": 20, "SIGTERM": 10, "at once": 5}

@@ -1,7 +1,5 @@
 """`train.profile`: a trace of some steps, and the table of its costliest operators."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path
@@ -16,8 +14,6 @@ from tests.support.jobs import build_books, losses, train_here, write_config
 from tests.support.messages import refused, said
 from tests.support.ranks import Pools
 from tests.support.tiny import tiny_config
-
-pytestmark = pytest.mark.ranks
 
 
 @pytest.mark.parametrize("steps", ["[10, 10]", "[10]", "[5, 13]", "[-1, 3]"])

@@ -1,7 +1,5 @@
 """What a run logs and learns, step by step, against plain torch: one forward, one backward and one AdamW step."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from itertools import islice
@@ -22,8 +20,6 @@ from dist_mem.tracking.log import METRICS_FILE, read_points
 from tests.support.jobs import train_here, write_config
 from tests.support.ranks import Pools
 from tests.support.simple_lanes import simple_updates
-
-pytestmark = pytest.mark.ranks
 
 LANES, SEG_LEN, LONGEST, STEPS, BREAK = 8, 16, 72, 18, 10  # LONGEST: the last segment of every document is short
 LR, EMBEDDING_LR, DECAY, NORM, WARMUP, END = 3e-3, 1e-3, 0.5, 0.25, 6, 0.1

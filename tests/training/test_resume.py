@@ -1,7 +1,5 @@
 """A run that is killed and started again ends in the very bits of a run that was not."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal
@@ -39,8 +37,6 @@ from tests.support.paths import EXAMPLES
 from tests.support.ranks import Pools
 from tests.support.run_memories import SEG_LEN, carries_gradient, every_memory, small_memory
 from tests.support.scored_library import make_config
-
-pytestmark = pytest.mark.ranks
 
 
 def zero(stage: int) -> dict[str, object]:

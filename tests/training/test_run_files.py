@@ -1,7 +1,5 @@
 """A start that is refused leaves the run directory as it was, whichever file of it is damaged."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from pathlib import Path
@@ -12,8 +10,6 @@ from dist_mem.errors import RunError
 from dist_mem.training.run_files import check_run_files
 from tests.support.faults import CONTENTS, PLACES, Damage
 from tests.support.jobs import finish, start_ranks, write_config
-
-pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Three sources of one stop, each alone: all ranks end at the same step, all is saved, and the run goes on exactly."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal
@@ -39,7 +37,6 @@ from tests.support.messages import refused, said_line
 from tests.support.ranks import Pools
 from tests.support.saving import before_writing
 
-pytestmark = pytest.mark.ranks
 ENDLESS = {"train": {"steps": 10**6}, "schedule": {"kind": "constant"}, "checkpoint": {"every": None}}
 
 

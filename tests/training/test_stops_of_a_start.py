@@ -1,7 +1,5 @@
 """A start that waits for others hears signals: it ends at once, with exit code 85, whatever it waits for."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -22,8 +20,6 @@ from tests.support.jobs import write_config
 from tests.support.limits import limit, wait_until
 from tests.support.messages import said
 from tests.support.ranks import launcher_environment
-
-pytestmark = pytest.mark.ranks
 
 # It tells torch what it is, and compiles for ten minutes; its child shows whether it has been ended.
 SLOW_COMPILER = """#!/bin/sh

@@ -1,7 +1,5 @@
 """The order of decision of one update, and what must not change training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,6 @@ from dist_mem.training.meter import Meter
 from tests.support.jobs import checkpoint_content, difference, losses, train_here, write_config
 from tests.support.ranks import Pools
 from tests.support.tiny import full_parameters, memory_of, run_steps, tiny_config, tiny_job, update_of_rank
-
-pytestmark = pytest.mark.ranks
 
 ADAM = {"optimizer": {"kind": "adamw", "lr": 1e-2}, "train": {"micro_batch_size": 2}}
 

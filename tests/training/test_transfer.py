@@ -1,7 +1,5 @@
 """Batches are copied to a GPU on a stream of their own; on CPUs, stand-ins for streams record what would happen."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -5,8 +5,6 @@ every pair can have the same addresses. The watchdog ends what the network has s
 minutes, collectives for half an hour.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -26,7 +24,7 @@ from tests.support.jobs import checkpoint_content, difference, finish, logged_st
 from tests.support.limits import limit, wait_until
 from tests.support.ranks import launcher_environment
 
-pytestmark = [pytest.mark.ranks, pytest.mark.netns]
+pytestmark = pytest.mark.netns
 
 STEPS = 30
 SECONDS = 12.0  # watchdog.seconds; three times as long may opening take, on a busy machine too

@@ -1,7 +1,5 @@
 """One update is that of plain autograd, whatever the ZeRO stage, the accumulation, the segments and the ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -12,8 +10,6 @@ from dist_mem.memory import memory_class
 from tests.support.plain_updates import assert_plain_update
 from tests.support.ranks import Pools
 from tests.support.tiny import ragged_segments
-
-pytestmark = pytest.mark.ranks
 
 STAGES = (0, 1, 2, 3)
 XL = {"kind": "transformer_xl", "mem_len": 12}

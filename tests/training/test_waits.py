@@ -1,7 +1,5 @@
 """How often one update makes the host wait for the device, copies Python values to it, and runs a collective."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -97,7 +95,6 @@ def counted(batches: Iterable[Batch], optimizer: torch.optim.Optimizer) -> Itera
         yield counts
 
 
-pytestmark = pytest.mark.ranks
 TRAIN = {
     "global_batch_size": 8,
     "micro_batch_size": 2,

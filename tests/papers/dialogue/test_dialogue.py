@@ -1,7 +1,5 @@
 """Replies of a model: written to the gold history alone, compared with the right ones, leaked conversations apart."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every figure, by discovery, from a tiny run of every memory: drawn with its numbers, or refused with the reason."""
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools
