@@ -44,7 +44,7 @@ class Golden(Vectors):
     def tensor(self, key: str) -> Tensor:
         """Float64 or int64, lanes first where the array has a time axis."""
         value = super().tensor(key)
-        is_sequence = key.startswith(("seg", "eval", "stream", "traj/stream")) and "/grad/" not in key
+        is_sequence = key.startswith(("seg", "eval", "stream")) and "/grad/" not in key
         return value.transpose(0, 1) if is_sequence else value
 
     def parameters(self, prefix: str) -> dict[str, Tensor]:
