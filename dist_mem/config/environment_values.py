@@ -20,6 +20,7 @@ from dist_mem.runtime.environment import is_set
 from dist_mem.runtime.terminal import StyledText
 
 _SHORTEST = 4  # characters; a shorter text, or a number, is no secret and occurs in too many other words
+_IN_WORDS = 8  # characters; a shorter text is replaced as a whole word alone: `data` is a part of `metadata`
 _read: dict[str, str] = {}  # value -> interpolation, for all values this process has read
 _num_reads = 0
 
@@ -65,7 +66,8 @@ def hide(text: str) -> str:
         if len(piece) >= _SHORTEST and not re.fullmatch(r"[\d.,+-]+", piece)
     }
     for piece in sorted(pieces, key=len, reverse=True):
-        text = text.replace(piece, pieces[piece])
+        is_part = len(piece) >= _IN_WORDS
+        text = pieces[piece].join(text.split(piece) if is_part else re.split(rf"(?<!\w){re.escape(piece)}(?!\w)", text))
     return text
 
 

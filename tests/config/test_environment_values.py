@@ -71,6 +71,9 @@ def test_output_shows_the_interpolation(monkeypatch: pytest.MonkeyPatch) -> None
     assert hide(f"a{SECRET}b, {'and ' + repr(chr(39))}") == f"a${{oc.env:HIDDEN}}b, {'and ' + repr(chr(39))}"
     assert hide(repr(f"{SECRET}\nand 'more'")) == '"${oc.env:HIDDEN}"'
     assert hide("1234 steps") == "1234 steps"  # a number is no secret
+    monkeypatch.setenv("FOLDER", "data")
+    load("tracking.run_name=${oc.env:FOLDER}")
+    assert hide("no metadata in data/sample") == "no metadata in ${oc.env:FOLDER}/sample"
     assert HidingStream(sys.stdout).encoding == sys.stdout.encoding
 
 
