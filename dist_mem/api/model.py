@@ -126,12 +126,7 @@ class Model:
         return read_text(self.trained, text, name=name, memory=memory)
 
     def generate(
-        self,
-        prompt: str = "",
-        *,
-        memory: Memory | None = None,
-        num_tokens: int = 256,
-        sampling: Sampling | None = None,
+        self, prompt: str = "", *, memory: Memory | None = None, num_tokens: int = 256, sampling: Sampling | None = None
     ) -> Iterator[str]:
         """Read a prompt, and yield its continuation piece by piece: each is the text that a new token completes.
 

@@ -63,11 +63,7 @@ class ServedModel:
         scores = self.model.score(prompt)
         if scores.nll.isnan().all():
             raise ValueError(f"prompt is {prompt!r}, which has no token to score")
-        return {
-            "num_tokens": len(scores.tokens),
-            "nats_per_token": scores.mean,
-            "perplexity": scores.perplexity,
-        }
+        return {"num_tokens": len(scores.tokens), "nats_per_token": scores.mean, "perplexity": scores.perplexity}
 
 
 def _load_pyfunc(path: str) -> ServedModel:

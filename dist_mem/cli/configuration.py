@@ -15,10 +15,7 @@ from dist_mem.runtime.terminal import list_names
 
 
 def load_checked(
-    arguments: Sequence[str],
-    *,
-    builds_model: bool = False,
-    further: Callable[[Config], object] = lambda config: None,
+    arguments: Sequence[str], *, builds_model: bool = False, further: Callable[[Config], object] = lambda config: None
 ) -> Config:
     """Load a configuration and check it, including the memory block, which needs torch and is checked last.
 

@@ -13,10 +13,7 @@ from dist_mem.config.schema import BY_SEGMENTS, ROPE_KINDS, RopeConfig
 
 # Values of `model` that a published kind requires.
 _BOTH: dict[str, Any] = {"norm": "pre", "final_norm": True, "adaptive": None, "d_embed": None, "clamp_len": None}
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "gpt2": {**_BOTH, "tie_embeddings": True, "d_head": None},
-    "llama": _BOTH,
-}
+PUBLISHED: dict[str, dict[str, Any]] = {"gpt2": {**_BOTH, "tie_embeddings": True, "d_head": None}, "llama": _BOTH}
 _NAMES = {"gpt2": "GPT-2", "llama": "a Llama"}
 LLAMA_KEYS: dict[str, Any] = {
     **{"num_kv_heads": None, "rope_theta": 10_000.0, "rope": None, "norm_eps": 1e-5},

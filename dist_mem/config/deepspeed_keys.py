@@ -24,10 +24,7 @@ HANDED_ON: dict[str, Any] = {
     **_types_of(dict, "zero_optimization bf16 fp16 comms_logger tensorboard csv_monitor wandb comet"),
     **_types_of(str, "communication_data_type log_level"),
     **_types_of(bool, "disable_allgather wall_clock_breakdown memory_breakdown dump_state disable_python_gc"),
-    "data_types": {
-        **_types_of(str, "grad_accum_dtype buffer_dtype"),
-        **_types_of(list, "keep_in_fp32_modules"),
-    },
+    "data_types": {**_types_of(str, "grad_accum_dtype buffer_dtype"), **_types_of(list, "keep_in_fp32_modules")},
     "aio": {
         **_types_of(int, "block_size queue_depth intra_op_parallelism"),
         **_types_of(bool, "single_submit overlap_events use_gds"),

@@ -15,16 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
-from dist_mem.config.check import (
-    SURE,
-    ConfigError,
-    Problem,
-    all_keys,
-    fields_of,
-    format_value,
-    join,
-    nearest,
-)
+from dist_mem.config.check import SURE, ConfigError, Problem, all_keys, fields_of, format_value, join, nearest
 from dist_mem.config.deepspeed_keys import NULLABLE
 from dist_mem.config.documents import UNREADABLE, YamlDocument, place_of, place_problems, read_document
 from dist_mem.config.interpolations import check_grammar

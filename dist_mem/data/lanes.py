@@ -246,13 +246,7 @@ def evaluation_batches(
 
 
 def stream_batches(
-    index: Index,
-    plan: StreamPlan,
-    *,
-    lane_ids: Sequence[int],
-    micro_lanes: int,
-    bos_id: int,
-    blocks: bool = False,
+    index: Index, plan: StreamPlan, *, lane_ids: Sequence[int], micro_lanes: int, bos_id: int, blocks: bool = False
 ) -> Iterator[list[tuple[Batch, Tensor]]]:
     """Yield the micro-batches of one rank in each step of one pass over a stream; lanes that have ended are idle.
 

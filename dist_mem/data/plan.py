@@ -91,13 +91,7 @@ class DocumentPlan:
     remedy = "data.layout=stream"  # for fewer documents than lanes
 
     def __init__(
-        self,
-        lengths: Sequence[int] | np.ndarray,
-        *,
-        num_lanes: int,
-        seg_len: int,
-        seed: int,
-        cut: str = "start",
+        self, lengths: Sequence[int] | np.ndarray, *, num_lanes: int, seg_len: int, seed: int, cut: str = "start"
     ) -> None:
         """Raise ValueError if fewer documents than lanes can be read: two lanes would then read the same one."""
         self.lengths = np.asarray(lengths, dtype=np.int64)

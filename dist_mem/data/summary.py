@@ -43,13 +43,7 @@ def summarize(path: str, *, cache: str | None = None, splits: Sequence[str] = ()
 
 
 def passages(
-    path: str,
-    split: str,
-    *,
-    num_documents: int,
-    num_tokens: int,
-    seed: int,
-    cache: str | None = None,
+    path: str, split: str, *, num_documents: int, num_tokens: int, seed: int, cache: str | None = None
 ) -> Iterator[tuple[str, str]]:
     """Yield passages of random documents: what they are of, and their text as the tokenizer decodes it.
 

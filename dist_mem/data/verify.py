@@ -23,13 +23,7 @@ from dist_mem.data.directory import check_split, index_alone, local_dir, open_to
 from dist_mem.data.index import DOCUMENTS_NAME, INDEX_NAME, DocumentEntry, ShardEntry
 from dist_mem.data.metadata import ShardError
 from dist_mem.data.remote.fetch import RefusedError, RemoteError, check_address, is_remote, show
-from dist_mem.data.shard import (
-    Index,
-    check_document,
-    read_mask,
-    read_recall,
-    read_tokens,
-)
+from dist_mem.data.shard import Index, check_document, read_mask, read_recall, read_tokens
 from dist_mem.data.tar import BLOCK_BYTES, TokenizedDocument, sample_files, tar_bytes
 from dist_mem.data.tokenizers.base import Tokenizer
 from dist_mem.data.tokenizers.registry import JSON_NAME

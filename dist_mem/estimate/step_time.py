@@ -113,11 +113,7 @@ def _update_bytes(job: TrainingJob, sizes: ModelSizes) -> int:
 
 
 def transfer(
-    train: TrainConfig,
-    model: ModelConfig,
-    sizes: ModelSizes,
-    zero: dict[str, Any],
-    batch: BatchPlan,
+    train: TrainConfig, model: ModelConfig, sizes: ModelSizes, zero: dict[str, Any], batch: BatchPlan
 ) -> UpdateTraffic:
     """Return what a rank sends in one update by rings: gradients and, with ZeRO, weights; `zero`: its options."""
     world_size = batch.world_size

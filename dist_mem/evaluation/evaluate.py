@@ -44,12 +44,7 @@ from dist_mem.evaluation.protocol import protocol_of, tag_of
 from dist_mem.evaluation.report_names import FOLDER, ReportName, is_without_memory, join_parts
 from dist_mem.evaluation.scores import Report, to_table, write_report
 from dist_mem.evaluation.scoring import score_split
-from dist_mem.evaluation.trained_model import (
-    Checkpoint,
-    open_model,
-    read_settings,
-    tokenizer_of_data,
-)
+from dist_mem.evaluation.trained_model import Checkpoint, open_model, read_settings, tokenizer_of_data
 from dist_mem.runtime.distributed import World, decide_on_rank0
 from dist_mem.runtime.files import write_text
 from dist_mem.runtime.signals import StopSignal

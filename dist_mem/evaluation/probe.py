@@ -62,11 +62,7 @@ def open_passage(index: Index, protocol: Protocol, *, num_segments: int, bos_id:
 
 @torch.no_grad()
 def passage_metrics(
-    forward: Forward,
-    init_state: InitState,
-    memories: Sequence[Memory],
-    batches: Sequence[Batch],
-    device: torch.device,
+    forward: Forward, init_state: InitState, memories: Sequence[Memory], batches: Sequence[Batch], device: torch.device
 ) -> PassageRead:
     """Read a passage and return its metrics; there are none for one without segments.
 

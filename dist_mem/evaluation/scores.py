@@ -281,12 +281,7 @@ def to_csv(documents: Iterable[DocumentScore]) -> str:
 def write_report(report: Report, directory: Path, name: str, *, metadata: dict[str, object]) -> list[Path]:
     """Write NAME.json and NAME.csv and return their paths; `metadata` is added to the JSON."""
     directory.mkdir(parents=True, exist_ok=True)
-    body = {
-        "format_version": FORMAT_VERSION,
-        **metadata,
-        "metrics": report.metrics(),
-        "report": _as_json(report),
-    }
+    body = {"format_version": FORMAT_VERSION, **metadata, "metrics": report.metrics(), "report": _as_json(report)}
     contents = {f"{name}.csv": to_csv(report.documents), f"{name}.json": json_text(body, indent=1) + "\n"}
     for file_name, text in contents.items():
         write_text(directory / file_name, text)

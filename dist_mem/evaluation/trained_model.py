@@ -27,14 +27,7 @@ from torch import Tensor, nn
 from dist_mem.block import ModelSpec, model_spec
 from dist_mem.checkpoint.engine_files import EngineReader
 from dist_mem.checkpoint.lane_states import read_lanes as read_saved_lanes
-from dist_mem.checkpoint.manifest import (
-    list_steps,
-    newest_verified,
-    read_manifest,
-    run_of,
-    step_dir,
-    verify,
-)
+from dist_mem.checkpoint.manifest import list_steps, newest_verified, read_manifest, run_of, step_dir, verify
 from dist_mem.checkpoint.schemas import WEIGHTS
 from dist_mem.config import Config, ConfigError, DataConfig, load_block, load_config
 from dist_mem.config.check import Problem, stop_on

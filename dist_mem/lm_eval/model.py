@@ -150,10 +150,7 @@ class DistMemLM(LM):
         score_passages(self.trained, passages, num_lanes=self.num_lanes, cut=cut, shown=True, finished=finished)
 
     def _answer(
-        self,
-        kind: str,
-        requests: Sequence[Instance],
-        compute: Callable[[Sequence[int], Keep], None],
+        self, kind: str, requests: Sequence[Instance], compute: Callable[[Sequence[int], Keep], None]
     ) -> list[Any]:
         """Return the answers to requests: those that `self.answers` has, and what `compute` finds for the others."""
         known: dict[int, Any] = {}

@@ -41,15 +41,7 @@ from dist_mem.memory.base import (
     select_lanes,
 )
 from dist_mem.memory.parts.compression import COMPRESSIONS, MostUsed
-from dist_mem.memory.parts.inspection import (
-    Inspection,
-    Spans,
-    overlaps,
-    row_spans,
-    rows_of,
-    segment_rows,
-    token_spans,
-)
+from dist_mem.memory.parts.inspection import Inspection, Spans, overlaps, row_spans, rows_of, segment_rows, token_spans
 from dist_mem.memory.parts.row_mask import Shown, take_out, valid_rows, zero_hidden
 from dist_mem.nn.layers import AttentionLayer, AttentionOutput, RelativeAttention, newest_rows, visible_keys
 from dist_mem.nn.named_tuples import replace

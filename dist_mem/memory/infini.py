@@ -34,14 +34,7 @@ from dist_mem.memory.parts.kernel_choice import by_kernels, choose
 from dist_mem.nn.attention import BackEndChoice
 from dist_mem.nn.attention_inputs import Inputs
 from dist_mem.nn.convolution import short_convolution
-from dist_mem.nn.layers import (
-    AttentionLayer,
-    Dropout,
-    HeadRows,
-    Projection,
-    split_heads,
-    visible_keys,
-)
+from dist_mem.nn.layers import AttentionLayer, Dropout, HeadRows, Projection, split_heads, visible_keys
 from dist_mem.nn.norms import input_norm
 from dist_mem.nn.stepping import KeptPairs, attend, keep_pairs, lane_heads
 

@@ -40,15 +40,7 @@ from dist_mem.memory.base import (
 )
 from dist_mem.memory.none import EmptyState, NoMemory, attention_below
 from dist_mem.memory.parts.fused_rows import CHUNK, MOST, mix_rows, read_nearest, unit_rows
-from dist_mem.memory.parts.inspection import (
-    Inspection,
-    Spans,
-    of_tokens,
-    overlaps,
-    rows_of,
-    segment_rows,
-    token_spans,
-)
+from dist_mem.memory.parts.inspection import Inspection, Spans, of_tokens, overlaps, rows_of, segment_rows, token_spans
 from dist_mem.memory.parts.kernel_choice import by_kernels, choose
 from dist_mem.memory.parts.row_mask import Shown, append_shown, take_out, valid_rows
 from dist_mem.memory.parts.stored_rows import Store, nearest, read_rows, readable_rows, spans_of, weigh, write

@@ -171,9 +171,7 @@ def _forward(*given: Any) -> tuple[Tensor, Tensor]:
     launch = launches(of.query).forward
     by = (*strides(of.query, of.key, of.value, of.asking), *of.table.stride(), *strides(rows))
     kernels.forward[_grid(of.query, of.query.shape[2], launch)](
-        *(*of[:8], rows, log_sum, *by, *of.sizes, *of[8:]),
-        SEES=of.sees is not None,
-        **_options(of, launch),
+        *(*of[:8], rows, log_sum, *by, *of.sizes, *of[8:]), SEES=of.sees is not None, **_options(of, launch)
     )
     return rows, log_sum
 

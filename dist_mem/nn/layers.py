@@ -378,13 +378,7 @@ class ContextAttention(AttentionLayer):
     """Multi-head attention over context rows and the segment itself; a subclass says what its scores are made of."""
 
     def forward(
-        self,
-        x: Tensor,
-        context: Tensor,
-        visible: Visible,
-        *,
-        weights: bool = False,
-        is_row: Tensor | None = None,
+        self, x: Tensor, context: Tensor, visible: Visible, *, weights: bool = False, is_row: Tensor | None = None
     ) -> AttentionOutput:
         """Attend from the segment to the context and the segment.
 

@@ -22,12 +22,7 @@ from dist_mem.nn.attention_inputs import Inputs, Visible, within
 from dist_mem.nn.constants import constant
 from dist_mem.nn.convolution import short_convolution
 from dist_mem.nn.layer_spec import LayerSpec, LlamaSpec
-from dist_mem.nn.layers import (
-    ContextAttention,
-    Dropout,
-    Projection,
-    RelativeAttention,
-)
+from dist_mem.nn.layers import ContextAttention, Dropout, Projection, RelativeAttention
 from dist_mem.nn.norms import RMSNorm
 from dist_mem.nn.plain_attention import BiasedProjection
 from dist_mem.nn.rope import attention_factor, frequencies

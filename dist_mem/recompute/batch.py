@@ -77,11 +77,7 @@ def read_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> StepRe
         if step > (last := total_steps(config.train, config.schedule, plan)):
             raise UnusableError(f"--step {step}: the run has {last} steps")
         documents = Documents(
-            splits[0],
-            plan.lengths,
-            bos_id=tokenizer.bos_id,
-            on_corrupt=config.data.on_corrupt,
-            others=splits[1:],
+            splits[0], plan.lengths, bos_id=tokenizer.bos_id, on_corrupt=config.data.on_corrupt, others=splits[1:]
         )
         cursors = _cursors_before(
             run_dir, parts, step, documents, plan, overrides, splits=all_splits, data=config.data, first=first

@@ -19,14 +19,7 @@ from dist_mem.runtime.environment import wants_colour
 WIDTH = 100  # characters
 _SHORT = 60  # characters of a list of names that stays on the line of its message
 _FIGURE = re.compile(r"[-+]?[\d.,:]+(e[-+]?\d+)?( ?[%a-zA-Z/]{1,3})?( \([^()]*\))?|n/a|-?inf|nan|")
-_COLOURS = {
-    "error:": "1;31",
-    "FAIL": "1;31",
-    "warning:": "33",
-    "WARNING": "33",
-    "notice:": "36",
-    "ok": "32",
-}
+_COLOURS = {"error:": "1;31", "FAIL": "1;31", "warning:": "33", "WARNING": "33", "notice:": "36", "ok": "32"}
 
 
 # Controls of C0 and C1 but tab and line feed, the bidirectional ones, line separators, and halves of characters.

@@ -131,12 +131,7 @@ def _make_store(folder: Path) -> list[str]:
 
 
 def _try(
-    job: StudyCall,
-    given: Sequence[str],
-    num_places: int,
-    item: CellRun,
-    report: Callable[[str], None],
-    place: Place,
+    job: StudyCall, given: Sequence[str], num_places: int, item: CellRun, report: Callable[[str], None], place: Place
 ) -> None:
     """Train a few steps of a row and measure its columns, and keep the times; `given`: overrides."""
     build(job, item, report)

@@ -34,14 +34,7 @@ from dist_mem.studies.results import (
     standings,
     table_rows,
 )
-from dist_mem.studies.runs import (
-    BITS,
-    columns_to_measure,
-    evaluate_command,
-    runs_behind,
-    shown_rows,
-    train_words,
-)
+from dist_mem.studies.runs import BITS, columns_to_measure, evaluate_command, runs_behind, shown_rows, train_words
 from dist_mem.studies.study import Study
 from dist_mem.studies.study_call import StudyCall
 

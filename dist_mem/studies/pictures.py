@@ -23,11 +23,7 @@ from dist_mem.runtime.figures import is_figure
 from dist_mem.runtime.files import write_text
 from dist_mem.studies.cells import CellRun, report_of
 from dist_mem.studies.results import RowSummary, cell, first_metric
-from dist_mem.studies.runs import (
-    is_better_higher,
-    runs_behind,
-    shown_rows,
-)
+from dist_mem.studies.runs import is_better_higher, runs_behind, shown_rows
 from dist_mem.studies.study import Study
 from dist_mem.studies.study_call import StudyCall
 

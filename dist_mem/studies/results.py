@@ -12,13 +12,7 @@ from dist_mem.evaluation.scores import METRICS, POSITION_METRIC, Report
 from dist_mem.runtime.figures import NO_FIGURE
 from dist_mem.studies.budget import Costs
 from dist_mem.studies.cells import CellRun, read_result, report_of, speed_of
-from dist_mem.studies.runs import (
-    BITS,
-    band_of,
-    rank_of,
-    runs_behind,
-    shown_rows,
-)
+from dist_mem.studies.runs import BITS, band_of, rank_of, runs_behind, shown_rows
 from dist_mem.studies.study import Column, Study
 
 NOT_GIVEN = "-"

@@ -166,12 +166,7 @@ def suspects(positions: Sequence[Position], nodes: Sequence[str], recorded: Verd
 
 
 def report(
-    positions: Sequence[Position],
-    nodes: Sequence[str],
-    *,
-    seconds: float,
-    folder: Path,
-    recorded: Verdict = NO_VERDICT,
+    positions: Sequence[Position], nodes: Sequence[str], *, seconds: float, folder: Path, recorded: Verdict = NO_VERDICT
 ) -> str:
     """Return the report for the user; arguments as in `suspects`."""
     idle = max(position.idle for position in positions)

@@ -179,12 +179,7 @@ def open_store(host: str, port: int, *, rank: int, seconds: float, check: Check 
     is_master = rank == 0 and not agent_keeps_store()
     _wait_until_there(host, port, is_listening=not is_master, seconds=seconds, check=check)
     store = dist.TCPStore(
-        host,
-        port,
-        is_master=is_master,
-        timeout=timedelta(seconds=seconds),
-        wait_for_workers=False,
-        multi_tenant=True,
+        host, port, is_master=is_master, timeout=timedelta(seconds=seconds), wait_for_workers=False, multi_tenant=True
     )
     # torchrun's store outlives its ranks, and a port may be that of another job.
     own = dist.PrefixStore(f"start-{launcher_restarts()}{job_identity()}", store)

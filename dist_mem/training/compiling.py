@@ -17,15 +17,7 @@ from dist_mem.engine.engine import Engine
 from dist_mem.engine.start import start_communication
 from dist_mem.errors import RunError, StoppedEarlyError
 from dist_mem.nn.compilation import report_each_graph
-from dist_mem.runtime.distributed import (
-    World,
-    announce,
-    from_rank0,
-    gather_objects,
-    has_note,
-    leave_note,
-    on_all_ranks,
-)
+from dist_mem.runtime.distributed import World, announce, from_rank0, gather_objects, has_note, leave_note, on_all_ranks
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.supervision.watchdog import beat
 

@@ -30,9 +30,5 @@ class Context(StepContext):
         """Begin a part of the run's history at a state; rank 0 writes it."""
         if self.world.rank == 0:
             begin_part(
-                self.run_dir,
-                to_yaml(self.config),
-                self.world,
-                state,
-                first_trained=self.divergence.first_trained,
+                self.run_dir, to_yaml(self.config), self.world, state, first_trained=self.divergence.first_trained
             )

@@ -70,14 +70,7 @@ def begin_part(run_dir: Path, config: str, world: World, state: TrainState, *, f
     """
     device, mixture = world.device.type, [part._asdict() for part in state.mixture]
     part = RunPart(
-        state.step,
-        world.size,
-        torch.get_num_threads(),
-        device,
-        first_trained,
-        config,
-        state.stage_ends,
-        mixture,
+        state.step, world.size, torch.get_num_threads(), device, first_trained, config, state.stage_ends, mixture
     )
     kept = [earlier for earlier in read_parts(run_dir) if earlier.step < part.step]
     write_text(run_dir / HISTORY, "".join(json_text(one._asdict()) + "\n" for one in [*kept, part]))

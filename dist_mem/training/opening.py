@@ -165,15 +165,7 @@ def _open_run(
         messages.append(f"no mfu is logged: {error}")
     utilisation, unknown = find_utilisation(config.train, flops, world)
     meter = Meter(lane_segments_per_update=lane_segments, utilisation=utilisation, saved=begin.metadata.get("meter"))
-    feed = Feed(
-        (config.data, config.train),
-        world,
-        meter,
-        failure,
-        data=data,
-        lane_ids=lane_ids,
-        state=begin.state,
-    )
+    feed = Feed((config.data, config.train), world, meter, failure, data=data, lane_ids=lane_ids, state=begin.state)
     num_steps = total_steps(config.train, config.schedule, feed.plan)
     refuse_profile_outside(config.train, num_steps)
     writes = tracker is None and world.rank == 0

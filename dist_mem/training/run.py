@@ -66,11 +66,7 @@ _STATUS = {EXIT_DONE: "FINISHED", EXIT_REQUEUE: "KILLED", EXIT_DIVERGED: "FAILED
 
 
 def run_job(
-    config: Config,
-    world: World,
-    stop_signal: StopSignal,
-    allowed: Sequence[str] = (),
-    begin: Beginning | None = None,
+    config: Config, world: World, stop_signal: StopSignal, allowed: Sequence[str] = (), begin: Beginning | None = None
 ) -> int:
     """Open the run in `config.run_dir`, new or from a checkpoint, and train; return the exit code.
 

@@ -108,11 +108,7 @@ def none() -> str:
     past = before(SEGMENT, 8)
     return picture(
         "none: a query reads its own segment",
-        [
-            *rows(past, 8, GREY, is_old=True),
-            *brace(past, end_of(past, 8), "earlier: not kept", color=GREY),
-            *segment(),
-        ],
+        [*rows(past, 8, GREY, is_old=True), *brace(past, end_of(past, 8), "earlier: not kept", color=GREY), *segment()],
     )
 
 

@@ -28,11 +28,7 @@ from tests.support.ranks import Pools
 from tests.support.restoring import CHAINS, Leg, opened, overrides_of, train_leg
 
 STEPS = 4  # of a leg
-DETERMINISTIC = {
-    "model": {"dropout": 0.0},
-    "schedule": {"kind": "constant"},
-    "checkpoint": {"every": STEPS},
-}
+DETERMINISTIC = {"model": {"dropout": 0.0}, "schedule": {"kind": "constant"}, "checkpoint": {"every": STEPS}}
 SMALL_GROUPS = {"sub_group_size": 500, "stage3_param_persistence_threshold": 0}  # parameters are cut anywhere
 
 

@@ -83,10 +83,7 @@ OTHER_NAME = "start another run with name=NAME"
     [
         (["train.global_batch_size=4"], [LANES, OTHER_NAME]),
         (["memory.kind=none"], [KIND, OTHER_NAME]),
-        (
-            ["model.dropout=0.5"],
-            [DROPOUT, "--allow model.dropout", OTHER_NAME],
-        ),
+        (["model.dropout=0.5"], [DROPOUT, "--allow model.dropout", OTHER_NAME]),
         (["train.global_batch_size=4", "run_dir=runs/mine"], [LANES]),
     ],
 )

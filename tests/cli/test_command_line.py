@@ -144,11 +144,7 @@ def test_names_of_other_libraries_lead_to_keys_that_exist() -> None:
 
 @pytest.mark.parametrize(
     ("given", "ours"),
-    [
-        ("memory.reset", "train.reset"),
-        ("train.tbptt", "train.bptt_segments"),
-        ("bptt_depth", "train.bptt_segments"),
-    ],
+    [("memory.reset", "train.reset"), ("train.tbptt", "train.bptt_segments"), ("bptt_depth", "train.bptt_segments")],
 )
 def test_what_others_call_a_window_or_a_reset_is_answered_with_our_key(given: str, ours: str) -> None:
     with refused(ConfigError, given, f"{ours}?"):

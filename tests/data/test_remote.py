@@ -213,12 +213,7 @@ def test_a_job_stopped_by_a_missing_shard_ends_in_the_bits_of_a_local_one(
 
 
 def test_check_says_what_is_at_a_url(shelf: FileServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = [
-        f"data.path={shelf.url}",
-        f"data.cache={tmp_path / 'cache'}",
-        "train.steps=1",
-        "train.global_batch_size=8",
-    ]
+    data = [f"data.path={shelf.url}", f"data.cache={tmp_path / 'cache'}", "train.steps=1", "train.global_batch_size=8"]
     assert main(["train", "--check", *data]) == 0
     assert f"{shelf.url}, train: 12 documents" in capsys.readouterr().out
     shelf.faults["train/index.json"] = [404]

@@ -18,13 +18,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from dist_mem.data import shard
-from dist_mem.data.index import (
-    DOCUMENTS_NAME,
-    INDEX_NAME,
-    MAX_INDEX_BYTES,
-    fingerprint_of,
-    write_index,
-)
+from dist_mem.data.index import DOCUMENTS_NAME, INDEX_NAME, MAX_INDEX_BYTES, fingerprint_of, write_index
 from dist_mem.data.plan import DocumentPlan
 from dist_mem.data.shard import (
     Index,

@@ -17,12 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_mem.data.tokenizers.base import Tokenizer
-from dist_mem.data.tokenizers.byte_pairs import (
-    END_OF_TEXT,
-    BytePairTokenizer,
-    train_byte_pairs,
-    write_byte_pairs,
-)
+from dist_mem.data.tokenizers.byte_pairs import END_OF_TEXT, BytePairTokenizer, train_byte_pairs, write_byte_pairs
 from dist_mem.data.tokenizers.fast import bos_token, fast_tokenizer
 from dist_mem.data.tokenizers.huggingface import HuggingFaceTokenizer
 from dist_mem.data.tokenizers.registry import KINDS, find_tokenizer, load_tokenizer, save_tokenizer, train_sentencepiece

@@ -14,11 +14,7 @@ from tests.support.gpus import add_card, allow_cores, pretend_gpus
 from tests.support.messages import said
 
 WORLD = World(rank=1, size=16, local_rank=1, local_size=8, device=torch.device("cuda:1"))
-SETTINGS = {
-    "NVIDIA_TF32_OVERRIDE": "",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "GLOO_SOCKET_IFNAME": "",
-}
+SETTINGS = {"NVIDIA_TF32_OVERRIDE": "", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": ""}
 
 
 @pytest.fixture

@@ -248,10 +248,7 @@ def test_compare_refuses_what_does_not_compare(tmp_path: Path) -> None:
     checkpoint.mkdir(parents=True)
     with refused(UnusableError, checkpoint, plain):
         compare.run([checkpoint])
-    others = {
-        "other": replace(report, documents=report.documents[1:]),
-        "blocks": blocks,
-    }
+    others = {"other": replace(report, documents=report.documents[1:]), "blocks": blocks}
     runs = [save_evaluation(tmp_path / name, other) for name, other in others.items()]
     for pair in itertools.chain(*map(itertools.permutations, ([plain, runs[0]], [plain, runs[1]]))):
         with refused(UnusableError, runs[0].name if runs[0] in pair else runs[1].name):

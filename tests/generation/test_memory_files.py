@@ -353,8 +353,7 @@ def test_an_export_and_a_moved_run_take_the_memory_of_their_run(
     trained = load_model(exported)
     reading = loaded(trained, memory)
     assert torch.equal(
-        score(trained, "We had", after=reading).nll,
-        score(load_model(run_dir), BOOK + "We had").nll[-6:],
+        score(trained, "We had", after=reading).nll, score(load_model(run_dir), BOOK + "We had").nll[-6:]
     )
     assert read_book(book, exported).read_bytes() == Path(memory).read_bytes()
 

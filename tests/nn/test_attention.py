@@ -143,9 +143,7 @@ def test_every_memory_has_the_losses_states_and_gradients_of_the_simple_back_end
         assert_near(results(case, back_end, dtype), results(case, "simple", dtype), tolerance, case)
 
 
-def test_auto_keeps_short_segments_simple_and_never_drops_by_another_back_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_auto_keeps_short_segments_simple_and_never_drops_by_another_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "why_not", lambda: None)
     for device in ("cpu", "cuda"):
         for width in (64, None):

@@ -162,10 +162,7 @@ SETTINGS: dict[tuple[str, str, str], dict[str, Any]] = {
         ).items()
     },
     **settings(
-        "infinite.fig3",
-        CODE_FORM,
-        ("8000",),
-        infinite_code=memory(num_basis=512, kl_weight=1e-6) | optimizer(lr=2e-4),
+        "infinite.fig3", CODE_FORM, ("8000",), infinite_code=memory(num_basis=512, kl_weight=1e-6) | optimizer(lr=2e-4)
     ),
     **settings("infinite.fig3_basis", SORTING | SORTING_LTM, n64=memory(num_basis=64), n1024=memory(num_basis=1024)),
     # Ji et al., app. C; the two rows whose figures are those of Martins et al. are trained as theirs.

@@ -110,10 +110,7 @@ def test_more_runs_are_taken_if_the_command_allows_them(tmp_path: Path) -> None:
 
 TINY = STUDY["scales"]["tiny"]
 # A study, and what changes it, each with the begin of what is wrong.
-POSITIONS = {
-    **{"metric": "position_perplexity", "point": "a", "band": [8191]},
-    **{"evaluate": ["--by", "position"]},
-}
+POSITIONS = {**{"metric": "position_perplexity", "point": "a", "band": [8191]}, **{"evaluate": ["--by", "position"]}}
 FITTED: dict[str, Any] = {"budget": {"tokens": 5000, "params": 9}, "fit": {"params": "model.d_inner"}}
 MEANINGLESS: dict[str, tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]] = {
     "a sweep": (
@@ -168,10 +165,7 @@ MEANINGLESS: dict[str, tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]] 
                     "columns": {"a": {"metric": "accuracy", "point": "a"}},
                 },
             ),
-            (
-                "columns.far.evaluate",
-                {"columns": {"far": {"metric": "accuracy", "evaluate": ["data.path=data/far"]}}},
-            ),
+            ("columns.far.evaluate", {"columns": {"far": {"metric": "accuracy", "evaluate": ["data.path=data/far"]}}}),
             ("rows.far has 'data.path=data/far'", {"rows": {**ROWS, "far": ["data.path=data/far"]}}),
         ],
     ),

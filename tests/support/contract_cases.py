@@ -135,12 +135,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 # Further variants that differ most from their memory in what they keep: another choice of what is kept, another window,
 # and memories in two layers of which each is of another kind. And blocks whose memories differ.
-MET_BY_ALL = {
-    "compressive, most used",
-    "infinite over compressive",
-    "infinite over lamemo",
-    "per block",
-}
+MET_BY_ALL = {"compressive, most used", "infinite over compressive", "infinite over lamemo", "per block"}
 
 
 def case_params(cases: Iterable[str] = CASES, *, every: bool = False) -> list[ParameterSet]:

@@ -11,13 +11,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dist_mem.checkpoint.engine_files import (
-    ENGINE_JSON,
-    EngineReader,
-    engine_index,
-    engine_ranges,
-    engine_tensors,
-)
+from dist_mem.checkpoint.engine_files import ENGINE_JSON, EngineReader, engine_index, engine_ranges, engine_tensors
 from dist_mem.checkpoint.rank_file import rank_file, tensors_of_file
 from dist_mem.runtime.distributed import World, gather_objects
 from tests.support.tiny import run_steps, tiny_config, tiny_job

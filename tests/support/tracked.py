@@ -29,13 +29,7 @@ def track_sync(run_dirs: list[Path], overrides: list[str] | None = None) -> int:
 
 
 def start(config: Any, run_dir: Path, *, first_step: int = 0) -> Tracker:
-    return start_tracking(
-        config,
-        run_dir=run_dir,
-        total_steps=100,
-        first_step=first_step,
-        measurements={"seconds"},
-    )
+    return start_tracking(config, run_dir=run_dir, total_steps=100, first_step=first_step, measurements={"seconds"})
 
 
 def job(config: Any, run_dir: Path, losses: dict[int, float], *, status: str = "KILLED", **options: Any) -> Tracker:

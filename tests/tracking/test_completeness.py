@@ -57,12 +57,7 @@ def cut_points(path: Path, first_lost: int) -> None:
 
 
 def test_sync_names_missing_points_and_the_checkpoints_that_follow_remember_them(
-    tmp_path: Path,
-    trained: Path,
-    sqlite_uri: str,
-    client: Any,
-    rank_pool: Pools,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, trained: Path, sqlite_uri: str, client: Any, rank_pool: Pools, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = copy_of(trained, tmp_path)
     cut_points(run_dir / METRICS_FILE, 7)

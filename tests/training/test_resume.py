@@ -100,13 +100,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize(("memory", "stage", "accumulation", "background"), SETTINGS)
 def test_every_memory_comes_back_bitwise(
-    tmp_path: Path,
-    books: Path,
-    rank_pool: Pools,
-    memory: str,
-    stage: int,
-    accumulation: int,
-    background: bool,
+    tmp_path: Path, books: Path, rank_pool: Pools, memory: str, stage: int, accumulation: int, background: bool
 ) -> None:
     """Six steps; and from what was saved amid them, after three, a newly opened job goes on to six."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from dist_mem.cli.arguments import (
-    place,
-)
+from dist_mem.cli.arguments import place
 from dist_mem.cli.studies import add_study_arguments, run_study
 
 PLACE = ("use a trained model", 14)

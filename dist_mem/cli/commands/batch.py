@@ -5,10 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from functools import partial
 
-from dist_mem.cli.arguments import (
-    add_step,
-    count,
-)
+from dist_mem.cli.arguments import add_step, count
 
 PLACE = ("train", 8)
 EXAMPLE = "runs/demo --step 57"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from dist_mem.cli.arguments import (
-    place,
-)
+from dist_mem.cli.arguments import place
 
 PLACE = ("check", 4)
 EXAMPLE = "examples/averages.py:Averages"

@@ -5,10 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from dist_mem.cli.arguments import (
-    output_file,
-    split,
-)
+from dist_mem.cli.arguments import output_file, split
 
 PLACE = ("use a trained model", 2)
 EXAMPLE = "runs/demo_none runs/demo"

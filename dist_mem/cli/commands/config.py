@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from dist_mem.cli.arguments import (
-    CONFIG,
-    add_allow,
-    output_folder,
-)
+from dist_mem.cli.arguments import CONFIG, add_allow, output_folder
 from dist_mem.cli.configuration import load_checked, make_snapshot
 from dist_mem.config import to_yaml, value_of
 from dist_mem.config.docs import schema_as_yaml

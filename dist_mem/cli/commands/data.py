@@ -6,24 +6,12 @@ import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
 from typing import Any
 
-from dist_mem.cli.arguments import (
-    count,
-    output_folder,
-    place,
-    seed,
-    split,
-)
+from dist_mem.cli.arguments import count, output_folder, place, seed, split
 from dist_mem.cli.help import HelpFormatter, Parser
 from dist_mem.config.check import hint, stop_on
 from dist_mem.config.text_checks import check_texts
 from dist_mem.datasets.recipes import builder_names, builder_summaries, load_builder
-from dist_mem.errors import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    UnusableError,
-    run_error,
-)
+from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UnusableError, run_error
 from dist_mem.runtime.extras import require
 from dist_mem.runtime.locks import check_free
 from dist_mem.runtime.terminal import count_noun, list_names

@@ -5,12 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from dist_mem.cli.arguments import (
-    add_memory,
-    add_model,
-    add_sampling,
-    count,
-)
+from dist_mem.cli.arguments import add_memory, add_model, add_sampling, count
 from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 
 PLACE = ("use a trained model", 10)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from dist_mem.cli.arguments import (
-    CONFIG,
-)
+from dist_mem.cli.arguments import CONFIG
 from dist_mem.cli.configuration import load_checked
 
 PLACE = ("check", 3)

@@ -5,13 +5,9 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace
 
-from dist_mem.cli.arguments import (
-    count,
-)
+from dist_mem.cli.arguments import count
 from dist_mem.cli.configuration import load_checked, require_config
-from dist_mem.errors import (
-    UnusableError,
-)
+from dist_mem.errors import UnusableError
 from dist_mem.runtime.figures import json_text
 
 PLACE = ("check", 2)

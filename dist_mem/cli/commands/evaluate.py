@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from dist_mem.cli.arguments import (
-    add_memory,
-    add_model,
-)
-from dist_mem.errors import (
-    UnusableError,
-)
+from dist_mem.cli.arguments import add_memory, add_model
+from dist_mem.errors import UnusableError
 from dist_mem.runtime.extras import require
 from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 

@@ -5,13 +5,8 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from dist_mem.cli.arguments import (
-    add_checkpoint,
-    output_folder,
-)
-from dist_mem.errors import (
-    UnusableError,
-)
+from dist_mem.cli.arguments import add_checkpoint, output_folder
+from dist_mem.errors import UnusableError
 
 PLACE = ("use a trained model", 11)
 EXAMPLE = "runs/demo --out models/demo"

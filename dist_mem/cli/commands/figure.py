@@ -4,18 +4,8 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from dist_mem.cli.arguments import (
-    MODEL,
-    add_checkpoint,
-    count,
-    divide_runs,
-    output_folder,
-    place,
-    split,
-)
-from dist_mem.errors import (
-    UnusableError,
-)
+from dist_mem.cli.arguments import MODEL, add_checkpoint, count, divide_runs, output_folder, place, split
+from dist_mem.errors import UnusableError
 from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 
 PLACE = ("use a trained model", 5)

@@ -6,15 +6,7 @@ from argparse import ArgumentParser, Namespace
 from functools import partial
 from pathlib import Path
 
-from dist_mem.cli.arguments import (
-    MODEL,
-    add_checkpoint,
-    add_memory,
-    add_sampling,
-    count,
-    output_file,
-    place,
-)
+from dist_mem.cli.arguments import MODEL, add_checkpoint, add_memory, add_sampling, count, output_file, place
 
 PLACE = ("use a trained model", 7)
 EXAMPLE = "runs/demo --prompt-file book.txt --tokens 500"

@@ -6,10 +6,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
-from dist_mem.errors import (
-    UnusableError,
-    run_error,
-)
+from dist_mem.errors import UnusableError, run_error
 from dist_mem.runtime.files import PARTIAL, make_folder, read_regular, write_text
 from dist_mem.runtime.shipped_files import shipped_root
 

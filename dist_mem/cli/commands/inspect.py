@@ -5,15 +5,8 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from dist_mem.cli.arguments import (
-    add_model,
-    count,
-    position,
-    span,
-)
-from dist_mem.errors import (
-    UnusableError,
-)
+from dist_mem.cli.arguments import add_model, count, position, span
+from dist_mem.errors import UnusableError
 from dist_mem.runtime.environment import wants_colour
 from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 

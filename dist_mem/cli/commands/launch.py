@@ -7,16 +7,12 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
-from dist_mem.cli.arguments import (
-    add_allow,
-)
+from dist_mem.cli.arguments import add_allow
 from dist_mem.cli.configuration import load_checked, make_snapshot, require_config
 from dist_mem.config import DataConfig, EvalConfig, as_tree, change_config, load_config
 from dist_mem.config.check import flatten
 from dist_mem.config.resume_rules import check_allowed
-from dist_mem.errors import (
-    UnusableError,
-)
+from dist_mem.errors import UnusableError
 
 PLACE = ("train", 2)
 EXAMPLE = "configs/pg19_small.yaml launch/sites/generic.yaml --nodes 4"

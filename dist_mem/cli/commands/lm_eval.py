@@ -7,14 +7,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import Any
 
-from dist_mem.cli.arguments import (
-    MODEL,
-    add_checkpoint,
-    count,
-    names,
-    output_file,
-    place,
-)
+from dist_mem.cli.arguments import MODEL, add_checkpoint, count, names, output_file, place
 from dist_mem.runtime.extras import require
 
 PLACE = ("use a trained model", 3)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from dist_mem.cli.arguments import (
-    count,
-)
+from dist_mem.cli.arguments import count
 
 PLACE = ("train", 4)
 EXAMPLE = "runs/pg19_small --follow"

@@ -5,12 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from dist_mem.cli.arguments import (
-    MODEL,
-    add_checkpoint,
-    add_memory,
-    output_file,
-)
+from dist_mem.cli.arguments import MODEL, add_checkpoint, add_memory, output_file
 
 PLACE = ("use a trained model", 8)
 EXAMPLE = "book.txt --run runs/demo -o book.mem"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from dist_mem.cli.arguments import (
-    add_step,
-)
+from dist_mem.cli.arguments import add_step
 from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 
 PLACE = ("train", 9)

@@ -5,15 +5,8 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from dist_mem.cli.arguments import (
-    divide_runs,
-    output_file,
-    place,
-    split,
-)
-from dist_mem.errors import (
-    UnusableError,
-)
+from dist_mem.cli.arguments import divide_runs, output_file, place, split
+from dist_mem.errors import UnusableError
 from dist_mem.runtime.shipped_files import example_book, example_model
 from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal
 

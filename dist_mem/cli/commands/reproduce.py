@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from dist_mem.cli.arguments import (
-    place,
-)
+from dist_mem.cli.arguments import place
 from dist_mem.cli.studies import add_study_arguments, run_study
-from dist_mem.errors import (
-    EXIT_DONE,
-)
+from dist_mem.errors import EXIT_DONE
 from dist_mem.runtime.terminal import table
 
 PLACE = ("use a trained model", 12)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from dist_mem.cli.arguments import (
-    place,
-)
+from dist_mem.cli.arguments import place
 from dist_mem.config.sources import SUFFIXES
 
 PLACE = ("train", 7)

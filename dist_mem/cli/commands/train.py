@@ -7,20 +7,11 @@ import time
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from dist_mem.cli.arguments import (
-    CONFIG,
-    add_allow,
-    count,
-)
+from dist_mem.cli.arguments import CONFIG, add_allow, count
 from dist_mem.cli.configuration import load_checked, require_config
 from dist_mem.cli.standard_streams import note_lost_lines
 from dist_mem.config.resume_rules import check_allowed
-from dist_mem.errors import (
-    EXIT_FAILED,
-    RunError,
-    StoppedEarlyError,
-    UnusableError,
-)
+from dist_mem.errors import EXIT_FAILED, RunError, StoppedEarlyError, UnusableError
 from dist_mem.runtime.extras import require
 from dist_mem.runtime.ranks import note_exit_code
 from dist_mem.runtime.signals import OF_SCHEDULERS, StopSignal

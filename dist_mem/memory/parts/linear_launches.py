@@ -33,15 +33,9 @@ _WORDS = {  # by delta rule, and decays by row
         "kkkkvnkvpr kvkvrhm kkvpvvP kkkrmmvhvv kkvvrnphvhrrvvrnP kkrnPPrrrrrrb bn nnn rr rk rk",
         ("dkvkhv", "kkkkvhvvhvvPPPrrrrrr"),
     ),
-    (False, False): _Words(
-        "nn kvhnmm kkvhnv",
-        "kvHnm knvHmm kkvnHvHkkn nn kknvvH nn",
-        ("h", "HH"),
-    ),
+    (False, False): _Words("nn kvhnmm kkvhnv", "kvHnm knvHmm kkvnHvHkkn nn kknvvH nn", ("h", "HH")),
     (False, True): _Words(
-        "rr kvhrmm kkrP kkrP v kvrhvP",
-        "kvHrm krvHmm krPvvH vvP kkrPrr kkvrHvHrrrrr rk rk",
-        ("h", "HHPrrrr"),
+        "rr kvhrmm kkrP kkrP v kvrhvP", "kvHrm krvHmm krPvvH vvP kkrPrr kkvrHvHrrrrr rk rk", ("h", "HHPrrrr")
     ),
 }
 

@@ -22,13 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dist_mem.nn.attention_inputs import Inputs, Relative
-from dist_mem.nn.layers import (
-    RelativeProjections,
-    masked_softmax,
-    relative_queries,
-    sinusoid_table,
-    visible_keys,
-)
+from dist_mem.nn.layers import RelativeProjections, masked_softmax, relative_queries, sinusoid_table, visible_keys
 from dist_mem.nn.position_scores import add_by_distance
 
 

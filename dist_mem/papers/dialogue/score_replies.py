@@ -35,12 +35,7 @@ from dist_mem.evaluation.kept_memory import states_and_inputs
 from dist_mem.evaluation.protocol import protocol_of, tag_of
 from dist_mem.evaluation.report_names import FOLDER, ReportName, join_parts
 from dist_mem.evaluation.scoring import score_split
-from dist_mem.evaluation.trained_model import (
-    TrainedModel,
-    open_model,
-    read_settings,
-    tokenizer_of_data,
-)
+from dist_mem.evaluation.trained_model import TrainedModel, open_model, read_settings, tokenizer_of_data
 from dist_mem.generation.generate import Sampling
 from dist_mem.generation.text_memory import Memory
 from dist_mem.papers.dialogue.metrics import make_scorer, open_wordnet

@@ -22,13 +22,7 @@ from dist_mem.evaluation.plotting.drawn_figure import DrawnFigure, Table
 from dist_mem.evaluation.plotting.style import BLUE, GREEN, ORANGE, new_picture
 from dist_mem.generation.generate import Sampling
 from dist_mem.papers.dialogue.replies import Answer, Conversation, answer_all, choose_replies, find_replies
-from dist_mem.papers.figures.parts.signal import (
-    is_empty,
-    least_tokens,
-    mass_on_words,
-    signal_layers,
-    signal_memories,
-)
+from dist_mem.papers.figures.parts.signal import is_empty, least_tokens, mass_on_words, signal_layers, signal_memories
 from dist_mem.papers.figures.parts.source import Figure, FigureSource
 from dist_mem.papers.figures.parts.words import (
     DocumentWord,
