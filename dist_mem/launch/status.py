@@ -169,7 +169,7 @@ def read_state(run_dir: Path) -> dict[str, Any]:
         "goodput": {n.removeprefix(_GOODPUT): v for n, v in metrics.items() if n.startswith(_GOODPUT)} or None,
         "seconds_left": max(0, steps - step) * seconds if steps is not None and step is not None and seconds else None,
         "checkpoint": _checkpoint(run_dir),
-        "last_end": _last_end(run_dir),
+        "last_end": last_end(run_dir),
         "mlflow": _mlflow(run_dir),
     }
 
@@ -193,7 +193,7 @@ def _checkpoint(run_dir: Path) -> dict[str, Any] | None:
     return None
 
 
-def _last_end(run_dir: Path) -> dict[str, Any] | None:
+def last_end(run_dir: Path) -> dict[str, Any] | None:
     """Return how the newest finished start ended; a start whose batch script was killed leaves no exit code."""
     found = (folder / "exit_code" for folder in run_dir.glob("slurm/*/"))
     codes = [(path.lstat().st_mtime, path) for path in found if not is_missing(path)]

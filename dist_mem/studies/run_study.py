@@ -59,6 +59,7 @@ from dist_mem.studies.study_call import (
     build,
     columns_left,
     for_each_run,
+    keep_if_diverged,
     places,
     run_one,
 )
@@ -233,6 +234,7 @@ def take_cells(job: StudyCall, report: Callable[[str], None]) -> None:
     for item in with_done(job.study, job.out, job.runs):
         if item.cell.exists():
             define(item, definition(item))
+            keep_if_diverged(job, item, report)
             columns_left(job, item)
         else:
             check_trained(job.study, item, job.extra, definition(item))

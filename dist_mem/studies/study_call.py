@@ -18,6 +18,7 @@ from dist_mem.data.directory import check_split
 from dist_mem.data.remote.fetch import is_remote
 from dist_mem.data.shard import INDEX_NAME
 from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_USAGE, UnusableError
+from dist_mem.launch.status import last_end
 from dist_mem.runtime.children import start, watch
 from dist_mem.runtime.environment import with_environment
 from dist_mem.runtime.files import at_home, open_regular
@@ -245,12 +246,24 @@ def _train_and_measure(
         report(f"{item.name}: {line}")
 
     code = job.command(command, f"{item.name}-train", also=[EXIT_DIVERGED], place=place, progress=progress)
-    for name in missing if code == EXIT_DIVERGED else ():
-        keep_result(item, name, {"diverged": f"see logs/{item.name}-train.txt", "column": asdict(missing[name])})
-        report(f"{item.name}: {name} diverged")
+    if code == EXIT_DIVERGED:
+        _keep_diverged(item, missing, f"logs/{item.name}-train.txt", report)
     while left := [name for name in missing if read_result(item, name) is None]:
         for name, value in _measure(job, item, missing, left[0], place).items():
             report(f"{item.name}: {name} {'n/a' if value is None else f'{value:.4g}'}")
+
+
+def keep_if_diverged(job: StudyCall, item: CellRun, report: Callable[[str], None]) -> None:
+    """Give the cell of a run that has diverged in a job of Slurm its results."""
+    end = last_end(item.directory)
+    if end is not None and end["exit_code"] == EXIT_DIVERGED:
+        _keep_diverged(item, columns_left(job, item), f"{item.directory}/slurm/{end['job']}", report)
+
+
+def _keep_diverged(item: CellRun, missing: Mapping[str, Column], where: str, report: Callable[[str], None]) -> None:
+    for name, column in missing.items():
+        keep_result(item, name, {"diverged": f"see {where}", "column": asdict(column)})
+        report(f"{item.name}: {name} diverged")
 
 
 def begin(job: StudyCall, item: CellRun) -> None:

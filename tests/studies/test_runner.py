@@ -23,7 +23,7 @@ from dist_mem.checkpoint.finished_file import mark_finished
 from dist_mem.checkpoint.manifest import step_dir, write_manifest
 from dist_mem.config import LaunchConfig, load_config, save_config
 from dist_mem.data.index import fingerprint_of
-from dist_mem.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USAGE, UnfitError, UnusableError
+from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_REQUEUE, EXIT_USAGE, UnfitError, UnusableError
 from dist_mem.evaluation.scores import read_report
 from dist_mem.memory import memory_options
 from dist_mem.runtime.children import die_with_parent, launcher
@@ -624,10 +624,10 @@ def test_an_estimate_of_tuned_rows_is_of_their_trials_first(tmp_path: Path, monk
 def test_trials_that_slurm_has_trained_are_measured_before_the_rows_are_submitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They were submitted again, by every further call; no row was ever trained."""
+    """They were submitted again, by every further call, and one that diverged for ever; no row was ever trained."""
     data = build_books(tmp_path)
     config = write_config(tmp_path / "job.yaml", data, tmp_path / "unused", {"tracking": {"mlflow": False}})
-    tune = {"grid": {"optimizer.lr": [0.001, 0.004]}, "most": 2}
+    tune = {"grid": {"optimizer.lr": [0.001, 0.004, 0.5]}, "most": 3}
     write_study(tmp_path, SWEEP, grid={"memory.kind": ["none"]}, columns=DEV, data=str(data), tune=tune)
     monkeypatch.chdir(tmp_path)
     submitted, measured = list[list[str]](), list[str]()
@@ -650,14 +650,17 @@ def test_trials_that_slurm_has_trained_are_measured_before_the_rows_are_submitte
             run.mkdir(parents=True)
             mark_finished(run, 1, load_config([str(config)]).train)
 
-    trials = ["kindnone lr 0.001", "kindnone lr 0.004"]
+    trials = ["kindnone lr 0.001", "kindnone lr 0.004", "kindnone lr 0.5"]
     assert run_study(asked) == EXIT_DONE
     trained(Path("out") / "tuning", trials[0], seed=1)
+    ended = CellRun(trials[2], "", 1, Path("out") / "tuning").directory / "slurm" / "7" / "exit_code"
+    ended.parent.mkdir(parents=True)
+    ended.write_text(f"{EXIT_DIVERGED}\n")
     assert run_study(asked) == EXIT_DONE
-    assert ([len(runs) for runs in submitted], measured) == ([2, 1], [])
+    assert ([len(runs) for runs in submitted], measured) == ([3, 1], [])
     trained(Path("out") / "tuning", trials[1], seed=1)
     assert run_study(asked) == EXIT_DONE
-    assert ([len(runs) for runs in submitted], measured) == ([2, 1, 1], trials)
+    assert ([len(runs) for runs in submitted], measured) == ([3, 1, 1], trials)
     assert "optimizer.lr=0.001" in submitted[-1][0], "the row, at its best rate"
     trained(Path("out"), "kindnone", seed=0)
     with refused(UnusableError, "out", "--no-estimate"):
