@@ -67,6 +67,7 @@ list with an item for each block. A kind alone stands for one without options.
     memory: [none, none, {{kind: transformer_xl, mem_len: 64}}, none]
 
 A later file or override changes one of them (`memory.8.rule=linear`, `memory.8=none`) or all (`memory.kind=none`).
+Options that it does not name stay if the kind is the same, unless `memory/none.yaml` stands between the two files.
 Over a memory for all blocks it makes a map, whose `default` keeps that memory's options if the kind is the same:
 `memory.default=transformer_xl memory.8=none`. The merged configuration has the kind `per_block`. `armt`, `lamemo`,
 `rmt` and `rmt_rows`, whose rows pass through all blocks, must be in every block with the same options, also under

@@ -1,6 +1,7 @@
 """A memory for each block of the model: as a map or a list, merged over files, and refused where it fits no model."""
 
 import re
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from dist_mem.memory.none import NoMemory
 from dist_mem.memory.transformer_xl import TransformerXL
 from dist_mem.model import MemoryLM
 from tests.support.messages import refused
-from tests.support.paths import EXAMPLES
+from tests.support.paths import EXAMPLES, ROOT
 
 SIZES = ["train.steps=1", "train.seg_len=4", "model.num_layers=3", "model.d_model=8", "model.num_heads=2"]
 MAP = "{default: none, 1: {kind: transformer_xl, mem_len: 8}}"
@@ -87,6 +88,17 @@ def test_a_kind_on_the_command_line_replaces_that_of_a_file_and_takes_options(tm
     (tmp_path / "map.yaml").write_text("memory: {default: none, 1: {kind: lamemo, mem_len: 32}}", encoding="utf-8")
     changed = load(str(tmp_path / "map.yaml"), "memory.1=transformer_xl", "memory.1.mem_len=16")
     assert kinds(changed) == [NoMemory, TransformerXL, NoMemory]
+
+
+def test_a_file_of_a_memory_replaces_another_of_its_kind() -> None:
+    """Options that the later one did not name stayed: gated_deltanet.yaml after deltanet.yaml trained DeltaNet."""
+    demo = str(ROOT / "configs" / "demo.yaml")
+    files = sorted(map(str, (ROOT / "configs" / "memory").glob("*.yaml")))
+    memories = {file: load_config([demo, file], memory_options=memory_options).memory for file in files}
+    pairs = [pair for pair in permutations(files, 2) if len({memories[file]["kind"] for file in pair}) == 1]
+    assert len(pairs) >= 30
+    for pair in pairs:
+        assert load_config([demo, *pair], memory_options=memory_options).memory == memories[pair[1]], pair
 
 
 def test_blocks_of_equal_memories_share_what_equal_blocks_share() -> None:
