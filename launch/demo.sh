@@ -10,7 +10,7 @@ config=configs/demo.yaml
 export RANKS=2 OMP_NUM_THREADS=1
 export PYTHONSAFEPATH=1 # torchrun's ranks import nothing from the working directory
 # Two ranks need two GPUs, or none.
-[ "$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l)" -ge 2 ] || export CUDA_VISIBLE_DEVICES=
+[ "$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ' || true)" -ge 2 ] || export CUDA_VISIBLE_DEVICES=
 
 say() { printf '\n== %s\n' "$*"; }
 

@@ -15,7 +15,7 @@ fi
 # In a source tree, train with its code: nothing needs to be installed but what it depends on.
 [ ! -e "$tree/dist_mem/__main__.py" ] || export PYTHONPATH="$tree${PYTHONPATH:+:$PYTHONPATH}"
 # What CUDA sees: without the variable all GPUs, else the names before the first that is none, such as -1.
-gpus=$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l) # none without the program
+gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ' || true) # 0 without the program; a line of MIG is no GPU
 if [ "$gpus" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
   gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | sed -E '/^ *([0-9]|GPU-|MIG-)/!Q' | wc -l)
 fi
