@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from dist_mem.config import change_config
 from dist_mem.data.curriculum import splits_at
 from dist_mem.data.documents import find_document
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, UnfitError, UnusableError
@@ -91,6 +92,8 @@ def recompute_step(
     last = point.last if point else step
     part = part._replace(stage_ends=part_of(parts, last).stage_ends)  # of all stages that end on the way
     config = read_part_with_memory(run_dir, part, overrides, checkpoint=choice.directory if choice else None)
+    has_sinks = bool(config.tracking.sinks)
+    config = change_config(config, {"tracking.sinks": []})  # of these nothing is run here
     use_threads(config.train)
     if part.device != world.device.type:
         fix = "; CUDA_VISIBLE_DEVICES= hides the GPUs" if part.device == "cpu" else ""
@@ -107,6 +110,9 @@ def recompute_step(
         context.feed.close()
         context.saving.end()
     compared = [other for other in recorded if first < other.last <= last]
+    if has_sinks:
+        compared = [_without_own_metrics(other, found) for other in compared]
+        point = point and _without_own_metrics(point, found)
     if world.rank == 0:
         print("\n".join(report(context, step, found, point, compared)), flush=True)
     is_equal = not any(differing_metrics(other, found) for other in compared)
@@ -118,6 +124,12 @@ def differing_metrics(point: RecordedPoint, found: RecomputedStep) -> list[str]:
     again = found.points.get(point.last, {})
     names = _comparable_metrics(point, found)
     return [name for name in names if repr(point.metrics[name]) != repr(again.get(name))]  # nan equals nan
+
+
+def _without_own_metrics(point: RecordedPoint, found: RecomputedStep) -> RecordedPoint:
+    """Return a recorded point without the metrics that sinks of the user added."""
+    again = found.points.get(point.last, {})
+    return point._replace(metrics={name: value for name, value in point.metrics.items() if name in again})
 
 
 def _comparable_metrics(point: RecordedPoint, found: RecomputedStep) -> list[str]:

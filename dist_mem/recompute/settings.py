@@ -21,7 +21,7 @@ from dist_mem.data.remote.fetch import is_remote
 from dist_mem.memory import memory_options
 from dist_mem.memory.outside import kept_kinds
 from dist_mem.tracking.log import METRICS_FILE, read_points
-from dist_mem.training.history import HISTORY, RunPart
+from dist_mem.training.history import HISTORY, RunPart, read_history
 
 # Neither evaluation nor tracking changes an update: where a stage ended is known. Hooks that measure slow ranks are not
 # needed.
@@ -113,12 +113,13 @@ def read_recorded(run_dir: Path) -> list[RecordedPoint]:
     """Return the points of the training in the order of their steps; none if nothing is recorded yet.
 
     Raises:
-        UnusableError: metrics.jsonl is damaged.
+        UnusableError: metrics.jsonl or history.jsonl is damaged, or the latter is missing.
     """
+    begun = read_history(run_dir)[0].step  # not 0 with a checkpoint of another run
     points = {point.step: point for point in read_points(run_dir / METRICS_FILE) if "loss" in point.metrics}
     steps = sorted(points)
     return [
-        RecordedPoint(before + 1, step, points[step].metrics) for before, step in zip([0, *steps], steps, strict=False)
+        RecordedPoint(before + 1, step, points[step].metrics) for before, step in zip([begun, *steps], steps, strict=False)
     ]
 
 

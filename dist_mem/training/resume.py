@@ -121,10 +121,15 @@ def start(
     if other_code := code_differences(manifest["versions"], manifest.get("commit"), commit):
         messages.append(f"warning: {directory.name} was written by other code: {other_code}")
         tags[f"dist_mem.other_code.step_{manifest['step']}"] = other_code
-    # Points and time of another run are its own.
-    metadata = manifest if is_own else {**manifest, "points": 0, "goodput": {}}
+    metadata = manifest if is_own else _of_a_branch(manifest)
     seconds += time.perf_counter() - began
     return StartState(state, metadata, messages, tags, choice.superseded, choice.broken, seconds)
+
+
+def _of_a_branch(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the manifest of another run's checkpoint without what is its own: points, time, numbers of divergences."""
+    kept = {name: value for name, value in manifest.get("divergence", {}).items() if name not in METRICS}
+    return {**manifest, "points": 0, "goodput": {}, "divergence": kept}
 
 
 def _is_reported(key: str) -> bool:

@@ -12,6 +12,7 @@ import pytest
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UnfitError
 from dist_mem.recompute.compare_step import refuse_other_machine
 from dist_mem.recompute.recompute import change_within
+from dist_mem.recompute.settings import read_recorded
 from dist_mem.runtime.distributed import World
 from dist_mem.tracking.log import METRICS_FILE, read_points
 from dist_mem.training.history import read_history
@@ -20,6 +21,7 @@ from tests.support.forked_ranks import Program
 from tests.support.jobs import finish, logged_steps, run_ranks, start_ranks, train_here, write_config
 from tests.support.limits import limit, wait_until
 from tests.support.messages import refused, said, said_line
+from tests.support.paths import EXAMPLES
 from tests.support.rank_errors import error_of
 from tests.support.ranks import Pools
 from tests.support.recording import found_by, planted_spike
@@ -56,6 +58,18 @@ def test_steps_are_equal_bit_for_bit_and_nothing_is_written(
         nll, num_scored = (sum(getattr(lane, name) for lane in found.lanes) for name in ("nll", "num_scored"))
         assert nll / num_scored == pytest.approx(found.loss, rel=1e-6)
     assert content_of(tmp_path / "run") == before
+
+
+def test_metrics_and_programs_of_own_sinks_are_left_out(tmp_path: Path, books: Path, rank_pool: Pools) -> None:
+    """Each was a difference, and a sink that had been moved refused the step."""
+    sink = Path(shutil.copy(EXAMPLES / "csv_sink.py", tmp_path))
+    changes = {"train": {"steps": 2}, "tracking": {"sinks": [f"{sink}:CsvSink"]}}
+    config = write_config(tmp_path / "run.yaml", books, tmp_path / "run", changes)
+    assert rank_pool(2).run(train_here, config) == [EXIT_DONE] * 2
+    assert read_recorded(tmp_path / "run")[-1].metrics["bits_per_token"] > 0.0
+    sink.unlink()
+    code, _, lines = rank_pool(2).run(found_by, tmp_path / "run", 2)[0]
+    assert code == EXIT_DONE and not any("bits_per_token" in line for line in lines), lines
 
 
 def test_a_step_without_targets_is_computed_again(tmp_path: Path, rank_pool: Pools) -> None:

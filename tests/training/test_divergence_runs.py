@@ -17,6 +17,7 @@ from dist_mem.checkpoint.manifest import verify
 from dist_mem.checkpoint.resume_choice import ResumeChoice, choose_checkpoint
 from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_REQUEUE
 from dist_mem.memory.base import map_state
+from dist_mem.recompute.settings import read_recorded
 from dist_mem.runtime.distributed import World
 from dist_mem.tracking.log import METRICS_FILE, find_entries, read_points
 from dist_mem.tracking.tracker import Tracker
@@ -223,6 +224,19 @@ def test_run_stops_when_it_has_diverged_too_often_or_cannot_roll_back(
     assert "; the segments of steps 6 to 8 are read, and not trained on" in often[0][1]
     said_line(early[0][1], "(1 of at most 3 times)", "no checkpoint")
     said_line(often[0][1], "the memory of rank [1]", "divergence.max_times = 1")
+
+
+def test_a_run_from_a_checkpoint_of_another_counts_its_own_divergences(
+    tmp_path: Path, books: Path, rank_pool: Pools
+) -> None:
+    """It ended at its first one; and `batch` said that its first point was a mean from step 1 on."""
+    config, changes = configure(tmp_path, books, "other", "divergence.action=skip", "divergence.max_times=1")
+    assert rank_pool(2).run(train_with_faults, config, changes, {3: "loss"}) == [EXIT_DONE] * 2
+    branch = [f"resume={tmp_path / 'other'}", f"run_dir={tmp_path / 'branch'}", "train.steps=16", "tracking.every=3"]
+    assert rank_pool(2).run(train_with_faults, config, [*changes, *branch], {13: "loss"}) == [EXIT_DONE] * 2
+    assert end_of(tmp_path / "other")[1]["skip"] == 1
+    assert metrics(tmp_path / "branch", "divergence/skipped")[-1][1] == 1.0
+    assert [(point.first, point.last) for point in read_recorded(tmp_path / "branch")] == [(13, 15), (16, 16)]
 
 
 def test_mlflow_is_reported_of_every_decision_and_of_superseded_steps(
