@@ -204,7 +204,9 @@ def suggest(name: str, block: str, known: Sequence[str], everywhere: Sequence[st
         known: the keys of the block.
         everywhere: full dotted keys of the whole configuration; the right name may be in the wrong block.
     """
-    if (other := OTHER_NAMES.get(name.lower())) in everywhere:
+    other = OTHER_NAMES.get(name.lower().replace("-", "_"), "")
+    # The schema has no options of memories: below `memory` the known keys have those of its kind.
+    if other in everywhere or (other.startswith("memory.") and (block != "memory" or other[7:] in known)):
         return f"did you mean {other}?"
     if close := nearest(name, known, SURE):
         return f"did you mean {join(block, close)}?"

@@ -119,7 +119,8 @@ def read_recorded(run_dir: Path) -> list[RecordedPoint]:
     points = {point.step: point for point in read_points(run_dir / METRICS_FILE) if "loss" in point.metrics}
     steps = sorted(points)
     return [
-        RecordedPoint(before + 1, step, points[step].metrics) for before, step in zip([begun, *steps], steps, strict=False)
+        RecordedPoint(before + 1, step, points[step].metrics)
+        for before, step in zip([begun, *steps], steps, strict=False)
     ]
 
 

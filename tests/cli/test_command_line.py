@@ -16,12 +16,13 @@ from dist_mem.__main__ import main
 from dist_mem.cli.arguments import divide_runs
 from dist_mem.cli.parser import build_parser, parse
 from dist_mem.config import Config, ConfigError, TrainConfig, change_config, load_config
+from dist_mem.config.check import suggest
 from dist_mem.config.load import known_keys
 from dist_mem.config.other_names import OTHER_NAMES
 from dist_mem.data import batch_plan
 from dist_mem.data.plan import make_plan
 from dist_mem.datasets.recipes import builder_names
-from dist_mem.memory import memory_options
+from dist_mem.memory import memory_kinds, memory_options
 from dist_mem.runtime.signals import StopSignal
 from tests.support.limits import limit
 from tests.support.messages import refused, said
@@ -139,7 +140,26 @@ def test_a_printed_configuration_is_read_back_equal(
 
 
 def test_names_of_other_libraries_lead_to_keys_that_exist() -> None:
-    assert set(OTHER_NAMES.values()) <= {*known_keys(), "memory.mem_len"}
+    options = {f"memory.{name}" for kind in memory_kinds() for name in memory_options({"kind": kind})}
+    assert set(OTHER_NAMES.values()) <= {*known_keys(), *options}
+
+
+# Of several answers:
+SEVERAL = {"adaptive", "head_dim", "num_v_heads", "norm_eps", "gradient_accumulation_steps"}
+
+
+def test_an_unknown_key_is_answered_with_that_of_the_page_of_names() -> None:
+    num_names = 0
+    for line in (ROOT / "docs" / "reference" / "names.md").read_text(encoding="utf-8").splitlines():
+        cells = [re.findall("`([^`]+)`", cell) for cell in line.split(" | ")]
+        if len(cells) != 2 or len(cells[0]) != len(cells[1]):
+            continue
+        for name, ours in zip(*cells, strict=True):
+            key = ours.partition(":")[0]
+            if re.fullmatch(r"[\w-]+", name) and name not in SEVERAL and name not in known_keys():
+                num_names += 1
+                assert f"did you mean {key}?" in suggest(name, "", [], known_keys()) or key.endswith(f".{name}"), name
+    assert num_names > 50
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from dist_mem.runtime.ranks import gpus_are_hidden, names_of_gpus
 from tests.support.limits import limit
 from tests.support.paths import ROOT
 
-# The first has two instances of MIG, which are no further GPUs.
-NVIDIA_SMI = "#!/bin/sh\nfor index in 0 1 2 3; do echo GPU $index:; [ $index -gt 0 ] || printf '  MIG %d:\\n' 0 1; done\n"
+# The first has an instance of MIG, which is no further GPU.
+NVIDIA_SMI = "#!/bin/sh\nfor index in 0 1 2 3; do echo GPU $index:; [ $index -gt 0 ] || echo '  MIG 0:'; done\n"
 # As DeepSpeed's: it numbers the GPUs from 0, whatever the user chose, and runs the program behind its options.
 DEEPSPEED = """#!/bin/bash
 while [ "$1" != --no_python ]; do [ "$1" != --num_gpus ] || ranks=$2; shift; done
