@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from dist_mem.config import Config, load_config, to_yaml
+from dist_mem.config.blocks import as_tree
+from dist_mem.config.interpolations import as_plain
 from dist_mem.config.values import dump
 from dist_mem.errors import (
     EXIT_DIVERGED,
@@ -66,7 +68,8 @@ def train(config: Path | str | Mapping[str, Any] | Config, *overrides: str, rank
         if not isinstance(config, str | Path):
             folder = stack.enter_context(TemporaryDirectory(prefix="dist_mem-"))
             written = Path(folder) / "config.yaml"
-            written.write_text(to_yaml(config) if isinstance(config, Config) else dump(config), encoding="utf-8")
+            text = to_yaml(config) if isinstance(config, Config) else dump(as_tree(as_plain(config)))
+            written.write_text(text, encoding="utf-8")
             config = written
         arguments = [str(config), *overrides]
         run_dir = Path(load_config(arguments, memory_options=memory_options).run_dir)

@@ -48,6 +48,11 @@ def check_grammar(tree: Mapping[str, Any]) -> None:
     _node(tree)
 
 
+def as_plain(tree: Any) -> Any:
+    """Return a tree that a program gives, also one of OmegaConf, as a plain one with its interpolations."""
+    return OmegaConf.to_container(tree, resolve=False) if OmegaConf.is_config(tree) else tree
+
+
 def find_interpolations(document: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """Yield key, text and value of every interpolation; None for a value that cannot be resolved."""
     node = _node(document)

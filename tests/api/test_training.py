@@ -1,6 +1,7 @@
 """`dist_mem.train` is `dist-mem train` in processes of its own."""
 
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -38,8 +39,9 @@ def test_every_form_of_a_configuration_trains_the_same(
     config["run_dir"] = str(tmp_path / "run")
     for form in (config, load_config([f"{key}={value}" for key, value in config.items()])):
         assert dist_mem.train(form) == tmp_path / "run"
-    assert dist_mem.train({**config, "run_dir": tmp_path / "run"}) == tmp_path / "run"
-    assert read_by_ranks == [read_by_ranks[0]] * 3
+    for form in ({**config, "run_dir": tmp_path / "run"}, OmegaConf.create(config), MappingProxyType(config)):
+        assert dist_mem.train(form) == tmp_path / "run"
+    assert read_by_ranks == [read_by_ranks[0]] * 5
 
 
 def test_several_ranks_train_and_the_same_call_resumes(
