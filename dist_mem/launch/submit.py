@@ -85,6 +85,11 @@ def _can_copy_here(launch: LaunchConfig) -> bool:
     return launch.snapshot and launch.container == "none" and "chdir" not in names(launch.directives)
 
 
+def has_own_environment(launch: LaunchConfig) -> bool:
+    """Return whether jobs have other packages than this machine: a container's, or those that `launch.setup` brings."""
+    return launch.container != "none" or bool(launch.setup)
+
+
 def submit_array(runs: Path, launch: LaunchConfig, *, num_tasks: int, at_once: int | None, name: str) -> int:
     """Submit one job for each line of a file, which is what `dist-mem train` takes, and return the exit code.
 

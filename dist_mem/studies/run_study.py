@@ -21,7 +21,7 @@ from dist_mem.checkpoint.finished_file import read_finished
 from dist_mem.config import Config, LaunchConfig, load_config
 from dist_mem.config.check import hint
 from dist_mem.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE, UnfitError, UnusableError
-from dist_mem.launch.submit import submit_array
+from dist_mem.launch.submit import has_own_environment, submit_array
 from dist_mem.memory import memory_options
 from dist_mem.runtime.files import free_name, read_regular, write_text
 from dist_mem.runtime.locks import hold_folder
@@ -66,6 +66,7 @@ from dist_mem.studies.study_call import (
 from dist_mem.studies.tuning import Grid, choose_best, grids_of, trials_of
 from dist_mem.tracking.mlflow.client import first_line
 from dist_mem.tracking.provenance import git_state, versions
+from dist_mem.tracking.start import check_sinks
 
 _RESTARTS = 3  # of a run that died
 
@@ -114,7 +115,8 @@ def run(asked: StudyRequest) -> int:
     out = asked.out or Path("runs") / asked.command / ".".join(filter(None, (study.name, study.scale)))
     requested = [one for row in asked.rows for one in rows_behind(study, row)]
     runs = all_runs(study, out, asked.seeds, requested)
-    check_trials(StudyCall(study, out, runs, asked.ranks, extra, StopSignal([])))
+    if study.tune.grid or study.tune.rows:
+        check_trials(StudyCall(study, out, runs, asked.ranks, extra, StopSignal([])))
     if asked.check:
         return check(study, rows=asked.rows, seeds=asked.seeds, ranks=asked.ranks, extra=extra)
     if not study.budget:
@@ -266,6 +268,8 @@ def _submit(job: StudyCall, left: Sequence[CellRun], launch: LaunchConfig, *, at
     Args:
         at_once: jobs at the same time.
     """
+    tracking = load_config(train_words(job.study, left[0], job.extra), memory_options=memory_options).tracking
+    check_sinks(tracking, is_here=not has_own_environment(launch))  # else each job ends after its time in the queue
     for item in left:
         build(job, item, print)
         begin(job, item)

@@ -18,8 +18,7 @@ from typing import Any
 
 from dist_mem.checkpoint.manifest import list_steps, read_manifest, step_dir
 from dist_mem.checkpoint.resume_source import read_saved_config
-from dist_mem.config import DataConfig, load_config
-from dist_mem.config.sources import read_sources
+from dist_mem.config import DataConfig, load_block, load_config
 from dist_mem.data.directory import open_index
 from dist_mem.data.mixture import source_settings
 from dist_mem.data.shard import INDEX_NAME
@@ -56,24 +55,14 @@ def all_runs(study: Study, out: Path, seeds: Sequence[int] = (), rows: Collectio
     ]
 
 
-def train_split_of(study: Study, run: CellRun, extra: Sequence[str]) -> str:
-    """Return `data.train_split` of a run; its other keys are not checked, as a budget sets some of them later."""
-    blocks = [source.tree.get("data") for source in read_sources(train_words(study, run, extra))]
-    found = [block["train_split"] for block in blocks if isinstance(block, Mapping) and "train_split" in block]
-    return str([DataConfig().train_split, *found][-1])
+def data_block(study: Study, run: CellRun, extra: Sequence[str] = ()) -> DataConfig:
+    """Return the settings of a run's data; no other block is checked, as a budget sets some of their keys later."""
+    return load_block(DataConfig, "data", train_words(study, run, extra))
 
 
-def reads_mixture(study: Study, run: CellRun, extra: Sequence[str]) -> bool:
-    """Return whether a run is trained on `data.mixture`, and not on its data directory."""
-    blocks = [source.tree.get("data") for source in read_sources(train_words(study, run, extra))]
-    found = [block["mixture"] for block in blocks if isinstance(block, Mapping) and "mixture" in block]
-    return bool(found and found[-1])
-
-
-def data_of(study: Study, run: CellRun, extra: Sequence[str] = ()) -> str:
-    """Return the data directory of a run: the `data.path=` of the command or of its row, else its point's."""
-    words = [*study.trained_rows[run.row], *extra]
-    paths = [word.partition("=")[2] for word in words if word.startswith("data.path=")]
+def _data_of(study: Study, run: CellRun) -> str:
+    """Return the data directory of a run: the `data.path=` of its row, else its point's."""
+    paths = [word.partition("=")[2] for word in study.trained_rows[run.row] if word.startswith("data.path=")]
     return paths[-1] if paths else study.points[run.point].data
 
 
@@ -171,7 +160,7 @@ def train_words(study: Study, run: CellRun, extra: Sequence[str]) -> list[str]:
             *study.train,
             *study.trained_rows[run.row],
             *study.points[run.point].train,
-            f"data.path={data_of(study, run)}",
+            f"data.path={_data_of(study, run)}",
         ),
         *(f"train.seed={run.seed}", f"data.seed={run.seed}", f"name={run.name}", f"run_dir={run.directory}", *extra),
     ]

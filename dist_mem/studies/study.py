@@ -458,6 +458,12 @@ def _check_tune(study: Study, where: str) -> None:
     for name, grid in {"grid": tune.grid, **{f"rows.{row}": grid for row, grid in tune.rows.items()}}.items():
         if empty := [key for key, values in grid.items() if not values or _has_equal(values)]:
             raise UnusableError(f"{where}tune.{name}.{empty[0]} is {grid[empty[0]]}, but must be different values")
+        check_words((f"{key}={values}" for key, values in grid.items()), f"{where}tune.{name}: ")
+        if study.budget and "data.path" in grid:
+            raise UnusableError(
+                f"{where}tune.{name} has data.path, but a study with a budget scores all rows on its own data: leave "
+                "it out"
+            )
     if len(study.points) > 1:
         raise UnusableError(f"{where}points has {len(study.points)}; rows are tuned at one point")
     if unknown := [name for name in tune.budget if name not in study.budget]:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from dist_mem.checkpoint.finished_file import read_finished
 from dist_mem.config import DataConfig
 from dist_mem.data.directory import check_split
 from dist_mem.data.remote.fetch import is_remote
@@ -21,7 +22,7 @@ from dist_mem.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_USAGE, UnusableError
 from dist_mem.launch.status import last_end
 from dist_mem.runtime.children import start, watch
 from dist_mem.runtime.environment import with_environment
-from dist_mem.runtime.files import at_home, open_regular
+from dist_mem.runtime.files import open_regular
 from dist_mem.runtime.processes import own_command
 from dist_mem.runtime.signals import StopSignal
 from dist_mem.studies.budget import Costs
@@ -29,14 +30,12 @@ from dist_mem.studies.cells import CellRun, define, finish, give, is_finished, k
 from dist_mem.studies.runs import (
     check_trained,
     columns_to_measure,
-    data_of,
+    data_block,
     definition_of,
     evaluate_command,
     newest_report,
-    reads_mixture,
     result_of,
     train_command,
-    train_split_of,
 )
 from dist_mem.studies.study import Column, Study
 
@@ -256,7 +255,7 @@ def _train_and_measure(
 def keep_if_diverged(job: StudyCall, item: CellRun, report: Callable[[str], None]) -> None:
     """Give the cell of a run that has diverged in a job of Slurm its results."""
     end = last_end(item.directory)
-    if end is not None and end["exit_code"] == EXIT_DIVERGED:
+    if end is not None and end["exit_code"] == EXIT_DIVERGED and read_finished(item.directory) is None:
         _keep_diverged(item, columns_left(job, item), f"{item.directory}/slurm/{end['job']}", report)
 
 
@@ -276,13 +275,13 @@ def begin(job: StudyCall, item: CellRun) -> None:
 
 def build(job: StudyCall, item: CellRun, report: Callable[[str], None]) -> None:
     """Build the data of a run if they are missing. Raises UnusableError if the study cannot build them."""
-    place, point = data_of(job.study, item, job.extra), job.study.points[item.point]
-    if is_remote(place):
+    data, point = data_block(job.study, item, job.extra), job.study.points[item.point]
+    if is_remote(data.path):
         return
-    path, is_own = Path(at_home(place)), place == data_of(job.study, item)  # else the command names it
+    path, is_own = Path(data.path), data.path == data_block(job.study, item).path  # else the command names it
     splits = {column.split for column in columns_to_measure(job.study, item).values()}
-    if not reads_mixture(job.study, item, job.extra):
-        splits.add(train_split_of(job.study, item, job.extra))
+    if not data.mixture:
+        splits.add(data.train_split)
 
     def is_built() -> bool:
         return all((path / split / INDEX_NAME).exists() for split in splits)  # a builder writes them last

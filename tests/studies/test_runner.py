@@ -324,7 +324,7 @@ def test_rows_and_seeds_of_earlier_calls_stay_in_the_table(here: Path) -> None:
 
 
 def test_what_is_measured_is_reported_where_data_of_another_row_are_missing(
-    here: Path, capsys: pytest.CaptureFixture[str]
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed(here, lambda table: table["scales"]["tiny"]["points"].update({"": {"data": "nowhere"}}))
     measured(here, ["none"])
@@ -333,7 +333,9 @@ def test_what_is_measured_is_reported_where_data_of_another_row_are_missing(
     assert "| None | 2.5 | 2.5 |" in captured.out
     said(captured.err, "error: nowhere is missing")
     run = CellRun("xl", "", 0, Path("out"))  # the command may name other data
-    build(StudyCall(load_study("two"), Path("out"), [run], 1, ["data.path=shards"], StopSignal([])), run, print)
+    monkeypatch.setenv("DATA", "shards")
+    for own in ("data.path=shards", "data.path='shards'", "data.path=${oc.env:DATA}", "data={path: shards}"):
+        build(StudyCall(load_study("two"), Path("out"), [run], 1, [own], StopSignal([])), run, print)
     for split in ("train", "tset"):
         (here / "nowhere" / split).mkdir(parents=True)
         (here / "nowhere" / split / "index.json").touch()
@@ -650,15 +652,19 @@ def test_trials_that_slurm_has_trained_are_measured_before_the_rows_are_submitte
             run.mkdir(parents=True)
             mark_finished(run, 1, load_config([str(config)]).train)
 
+    def diverged(row: str) -> None:
+        code = CellRun(row, "", 1, Path("out") / "tuning").directory / "slurm" / "7" / "exit_code"
+        code.parent.mkdir(parents=True)
+        code.write_text(f"{EXIT_DIVERGED}\n")
+
     trials = ["kindnone lr 0.001", "kindnone lr 0.004", "kindnone lr 0.5"]
     assert run_study(asked) == EXIT_DONE
     trained(Path("out") / "tuning", trials[0], seed=1)
-    ended = CellRun(trials[2], "", 1, Path("out") / "tuning").directory / "slurm" / "7" / "exit_code"
-    ended.parent.mkdir(parents=True)
-    ended.write_text(f"{EXIT_DIVERGED}\n")
+    diverged(trials[2])
     assert run_study(asked) == EXIT_DONE
     assert ([len(runs) for runs in submitted], measured) == ([3, 1], [])
     trained(Path("out") / "tuning", trials[1], seed=1)
+    diverged(trials[1])  # and was then trained to its end elsewhere
     assert run_study(asked) == EXIT_DONE
     assert ([len(runs) for runs in submitted], measured) == ([3, 1, 1], trials)
     assert "optimizer.lr=0.001" in submitted[-1][0], "the row, at its best rate"

@@ -447,6 +447,8 @@ def test_trials_that_all_diverged_are_refused(tmp_path: Path) -> None:
         ({"rows": {"none": RATES}}, "'best'"),
         ({"grid": RATES, "budget": {"flops": 1e12}}, "'flops'"),
         ({"grid": RATES, "seeds": [5, 1]}, "tune.seeds has 1"),
+        ({"grid": {"train.seed": [5, 6]}}, "train.seed"),  # all trials were one run
+        ({"grid": {"data.path": ["x", "y"]}}, "data.path"),  # whose scores do not compare
     ],
 )
 def test_a_grid_of_nothing_is_refused(tmp_path: Path, tune: dict[str, object], key: str) -> None:

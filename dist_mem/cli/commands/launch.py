@@ -55,7 +55,7 @@ def run(options: Namespace) -> int:
     from dist_mem.tracking.start import check_sinks
 
     check_run_dir(config, options.allow)
-    check_sinks(config.tracking, is_here=config.launch.container == "none" and not options.dry_run)
+    check_sinks(config.tracking, is_here=not (submit.has_own_environment(config.launch) or options.dry_run))
     if config.preflight and not options.dry_run:
         outside = mounts.find_outside(config.launch, leaves)
         here = change_config(config, outside)
