@@ -22,7 +22,7 @@ from dist_mem.data.build_record import BUILD_NAME, built_splits, check_one_build
 from dist_mem.data.directory import check_split, index_alone, local_dir, open_tokenizer, refresh
 from dist_mem.data.index import DOCUMENTS_NAME, INDEX_NAME, DocumentEntry, ShardEntry
 from dist_mem.data.metadata import ShardError
-from dist_mem.data.remote.fetch import RefusedError, RemoteError, check_address, is_remote, show
+from dist_mem.data.remote.fetch import RefusedError, RemoteError, UnreachableError, check_address, is_remote, show
 from dist_mem.data.shard import Index, check_document, read_mask, read_recall, read_tokens
 from dist_mem.data.tar import BLOCK_BYTES, TokenizedDocument, sample_files, tar_bytes
 from dist_mem.data.tokenizers.base import Tokenizer
@@ -108,9 +108,13 @@ def existing_splits(data: DataConfig) -> list[str]:
         return _local_splits(local_dir(data))
     found = []
     for split in USUAL_SPLITS:
-        with suppress(RefusedError):
+        try:
             refresh(data, [split])
-            found.append(split)
+        except RefusedError:
+            continue
+        except UnreachableError as error:
+            raise UnreachableError(f"{error}; name the splits that are known, as --split train") from error
+        found.append(split)
     return found
 
 

@@ -29,7 +29,7 @@ FORMAT_VERSION = 1
 JSON_NAME = "tokenizer.json"
 TOKENIZER_DIR = "tokenizer"  # in a checkpoint, and in an export for transformers, whose own files have such names
 _PUBLISHED = ("config.json", "tokenizer_config.json", "vocab.json")  # a folder in Hugging Face's layout has one
-_MODEL = "tokenizer.model"  # or this one, without our tokenizer.json beside it
+_MODEL = "tokenizer.model"  # or this one, but so has a data directory that has lost its tokenizer.json
 _ID = integer(high=2**31 - 1)
 _SCHEMA = record(
     {"kind": text, "vocab_size": _ID, "bos_id": optional(_ID), "fingerprint": text, "recipe": text}, is_open=True
@@ -99,7 +99,7 @@ def is_published(folder: Path) -> bool:
         return True
     path = folder / JSON_NAME
     if not path.is_file():
-        return (folder / _MODEL).is_file()
+        return False
     with suppress(ValueError):
         content = json.loads(read_regular(path))
         return isinstance(content, dict) and "model" in content and "format_version" not in content
@@ -116,7 +116,8 @@ def find_tokenizer(folder: Path | str) -> Tokenizer:
     folder = Path(folder)
     if (folder / TOKENIZER_DIR / JSON_NAME).is_file():
         return load_tokenizer(folder / TOKENIZER_DIR)
-    if is_published(folder):
+    is_bare = (folder / _MODEL).is_file() and not (folder / JSON_NAME).exists() and not any(folder.glob("*/index.json"))
+    if is_bare or is_published(folder):
         return read_folder(folder)
     if not (folder / JSON_NAME).exists():
         raise UnusableError(
